@@ -1,0 +1,110 @@
+"""Formats: element types with their limits, and the cast that saturates.
+
+A *format* is what hardware multiplies: E4M3 and E5M2 for training (arXiv:2209.05433, table 1), their `fnuz` variants
+on AMD's MI300. NumPy's type (from `ml_dtypes`) carries the rounding; this file adds what the type alone does not give:
+saturation, the smallest subnormal, and a name to show.
+"""
+
+import dataclasses
+import math
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+
+@dataclasses.dataclass(frozen=True)
+class Format:
+    """An element type of eight bits or fewer, with its limits.
+
+    Args:
+        name: What tables and error messages call it.
+        dtype: The NumPy element type, for example `jnp.float8_e4m3fn`.
+
+    Raises:
+        ValueError: If `dtype` is not a floating-point type of at most eight bits.
+
+    References:
+        arXiv:2209.05433, table 1 (E4M3, E5M2); arXiv:2206.02915 (the fnuz variants).
+
+    Example:
+        >>> E4M3.max, E4M3.smallest_normal, E4M3.smallest_subnormal
+        (448.0, 0.015625, 0.001953125)
+    """
+
+    name: str
+    dtype: np.dtype
+
+    def __post_init__(self) -> None:
+        dtype = np.dtype(self.dtype)
+        object.__setattr__(self, "dtype", dtype)
+        if not jnp.issubdtype(dtype, jnp.floating) or jnp.finfo(dtype).bits > 8:
+            raise ValueError(
+                f"dtype={dtype} of format {self.name!r} is not a floating-point type of eight bits or fewer; "
+                "use one such as jnp.float8_e4m3fn or jnp.float8_e5m2"
+            )
+
+    @property
+    def max(self) -> float:
+        """The largest finite value."""
+        return float(jnp.finfo(self.dtype).max)
+
+    @property
+    def smallest_normal(self) -> float:
+        """The smallest positive value with full precision."""
+        return float(jnp.finfo(self.dtype).smallest_normal)
+
+    @property
+    def smallest_subnormal(self) -> float:
+        """The smallest positive value."""
+        return float(jnp.finfo(self.dtype).smallest_subnormal)
+
+    @property
+    def exponent_bits(self) -> int:
+        """Bits of the exponent."""
+        return int(jnp.finfo(self.dtype).nexp)
+
+    @property
+    def mantissa_bits(self) -> int:
+        """Stored bits of the significand."""
+        return int(jnp.finfo(self.dtype).nmant)
+
+    @property
+    def relative_error(self) -> float:
+        """The largest relative error of rounding a normal value to nearest: `2**-(mantissa_bits + 1)`."""
+        return 2.0 ** -(self.mantissa_bits + 1)
+
+    @property
+    def dynamic_range(self) -> float:
+        """`log2(max / smallest_subnormal)`, in binades."""
+        return math.log2(self.max / self.smallest_subnormal)
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+E4M3 = Format("E4M3", jnp.float8_e4m3fn)
+E5M2 = Format("E5M2", jnp.float8_e5m2)
+E4M3FNUZ = Format("E4M3FNUZ", jnp.float8_e4m3fnuz)
+E5M2FNUZ = Format("E5M2FNUZ", jnp.float8_e5m2fnuz)
+
+
+def saturating_cast(x: Float[Array, "*shape"], format: Format) -> Float[Array, "*shape"]:
+    """Rounds to the nearest value of a format, ties to even, and clips what lies beyond its maximum.
+
+    `cast(clip(x, -max, max))`. The clip comes first because the cast alone does not saturate: in E4M3 everything above
+    464 becomes NaN, in E5M2 everything from 61440 infinity (jax-ml/ml_dtypes#260). Infinities become ±max; NaN stays.
+
+    Args:
+        x: Values to round, any floating dtype.
+        format: The format to round to.
+
+    Returns:
+        An array of `format.dtype` with the shape of `x`.
+
+    Example:
+        >>> saturating_cast(jnp.array([1.06, 465.0, -jnp.inf]), E4M3).astype(jnp.float32)
+        Array([   1.,  448., -448.], dtype=float32)
+    """
+    limit = jnp.asarray(format.max, x.dtype)
+    return jnp.clip(x, -limit, limit).astype(format.dtype)

@@ -1,0 +1,112 @@
+"""`fp32_max_grad`: float32 whose gradients accumulate by maximum instead of by sum.
+
+State travels from the backward pass to the next step as the state's cotangent. Where a value is used several times, JAX
+adds its cotangents; for an amax the right combination is the maximum. JAX lets an element type define what "add" means
+to automatic differentiation (`add_any` asks the type), so state that is cast to this type at the top of the
+differentiated function comes back as the exact maximum over all uses: called twice, tied, constant of a `scan`, branch
+of a `cond`. What no use reaches is `-inf`, the identity of the maximum. The idea is Flax's (google/flax#3623).
+
+This is the only file that needs JAX's internals; what it needs is checked by `tests/test_state.py`.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax._src import core, dtypes, earray
+from jax._src.ad_util import raw_jaxval_adders
+from jax._src.interpreters import pxla
+from jaxtyping import Array
+
+
+class max_grad(dtypes.extended):
+    """The abstract type of `fp32_max_grad`, for `jnp.issubdtype`."""
+
+
+class _MaxGradRules:
+    """What JAX asks of an element type that is not NumPy's."""
+
+    @staticmethod
+    def physical_element_aval(dtype: "_MaxGradDType") -> core.ShapedArray:
+        return core.ShapedArray((), dtype.float_dtype)
+
+    @staticmethod
+    def convert_from(from_dtype: "_MaxGradDType", to_dtype: np.dtype) -> bool:
+        return from_dtype.float_dtype == to_dtype
+
+    @staticmethod
+    def convert_to(from_dtype: np.dtype, to_dtype: "_MaxGradDType") -> bool:
+        return to_dtype.float_dtype == from_dtype
+
+    @staticmethod
+    def tangent_dtype(dtype: "_MaxGradDType") -> "_MaxGradDType":
+        return dtype
+
+    @staticmethod
+    def add(dtype: "_MaxGradDType", x: Array, y: Array) -> Array:
+        return to_max_grad(lax.max(to_float32(x), to_float32(y)))
+
+    @staticmethod
+    def zero(dtype: "_MaxGradDType") -> Array:
+        return to_max_grad(np.array(-np.inf, dtype.float_dtype))
+
+    @staticmethod
+    def full(shape, fill_value, dtype: "_MaxGradDType") -> Array:
+        fill_value = to_float32(fill_value) if is_max_grad(fill_value) else fill_value
+        return to_max_grad(lax.full(shape, fill_value, dtype.float_dtype))
+
+    @staticmethod
+    def global_sharded_result_handler(aval, out_sharding, committed):
+        physical_aval = core.physical_aval(aval)
+        handler = pxla.global_result_handlers[core.ShapedArray](physical_aval, out_sharding, committed)
+        # A `pxla` handler is an object with a `__call__`; what it makes is wrapped, nothing else changes.
+        return lambda buffers: earray.EArray(aval, handler(buffers))
+
+
+@dataclasses.dataclass(frozen=True)
+class _MaxGradDType(dtypes.ExtendedDType):
+    float_dtype: np.dtype
+    _rules: type = _MaxGradRules
+    type: type = max_grad
+
+    @property
+    def name(self) -> str:
+        return f"{self.float_dtype.name}_max_grad"
+
+    @property
+    def itemsize(self) -> int:
+        return self.float_dtype.itemsize
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+fp32_max_grad = _MaxGradDType(np.dtype(np.float32))
+
+
+def _add_eagerly(x: Array, y: Array) -> Array:
+    """Outside `jit` JAX looks the adder up by the type of the array, and knows none for extended element types."""
+    return jax.jit(lambda x, y: x.dtype._rules.add(x.dtype, x, y))(x, y)
+
+
+# JAX's own registry for adders of array types (not a patch: no entry exists for this type).
+raw_jaxval_adders.setdefault(earray.EArray, _add_eagerly)
+
+
+def is_max_grad(x: object) -> bool:
+    """Whether an array's element type is `fp32_max_grad`."""
+    return getattr(x, "dtype", None) == fp32_max_grad
+
+
+def to_max_grad(x: Array) -> Array:
+    """Casts float32 to `fp32_max_grad`; leaves `fp32_max_grad` as it is."""
+    if is_max_grad(x):
+        return x
+    return lax.convert_element_type(x, fp32_max_grad)  # pyright: ignore[reportArgumentType]
+
+
+def to_float32(x: Array) -> Array:
+    """Casts to float32 from any floating element type, `fp32_max_grad` included."""
+    return lax.convert_element_type(x, jnp.float32)
