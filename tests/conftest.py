@@ -1,0 +1,32 @@
+"""Settings of the suite: strict promotion, two CPU devices, and jaxtyping checked by beartype."""
+
+import os
+
+
+# Before JAX starts: several devices, so that sharding is tested on a machine with one.
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
+
+from jaxtyping import install_import_hook  # noqa: E402
+
+
+# Every annotation of the package is checked at run time, here and only here.
+install_import_hook("haliax_fp8", "beartype.beartype")
+
+import jax  # noqa: E402
+import pytest  # noqa: E402
+
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+@pytest.fixture
+def getkey():
+    """A function that returns a new key at each call, the same sequence in every run."""
+    state = [0]
+
+    def next_key():
+        state[0] += 1
+        return jax.random.key(state[0])
+
+    return next_key
