@@ -1,0 +1,45 @@
+"""FP8 training and serving for JAX models written in Equinox and Haliax.
+
+    model = fp8_linear_layers(model)
+
+converts a model; `partition_for_grad_overwrite` and `apply_updates` make its training step. See `docs/`.
+"""
+
+from . import ops as ops
+from ._describe import LayerDescription as LayerDescription, ModelDescription as ModelDescription, describe as describe
+from ._formats import (
+    E4M3 as E4M3,
+    E4M3FNUZ as E4M3FNUZ,
+    E5M2 as E5M2,
+    E5M2FNUZ as E5M2FNUZ,
+    Format as Format,
+    saturating_cast as saturating_cast,
+)
+from ._layers import HaliaxLinear as HaliaxLinear, LayerRule as LayerRule, default_layers as default_layers
+from ._op import Fp8DotGeneral as Fp8DotGeneral
+from ._overwrite import DelayedState as DelayedState, OverwriteWithGradient as OverwriteWithGradient
+from ._quantized_array import QuantizedArray as QuantizedArray, quantize as quantize
+from ._recipe import Quantization as Quantization, Recipe as Recipe
+from ._scaling import AbstractScaling as AbstractScaling, DelayedScaling as DelayedScaling
+from ._state import fp32_max_grad as fp32_max_grad
+from ._train_step import (
+    TrainStep as TrainStep,
+    trainable as trainable,
+    transfer_optimizer_state as transfer_optimizer_state,
+)
+from ._training import (
+    accumulate_gradients as accumulate_gradients,
+    apply_updates as apply_updates,
+    filter_grad as filter_grad,
+    filter_value_and_grad as filter_value_and_grad,
+    partition_for_grad_overwrite as partition_for_grad_overwrite,
+    with_max_gradients as with_max_gradients,
+)
+from ._transform import (
+    Fp8Config as Fp8Config,
+    fp8_linear_layers as fp8_linear_layers,
+    restore_linear_layers as restore_linear_layers,
+)
+
+
+__version__ = "0.1.0"

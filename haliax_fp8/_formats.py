@@ -19,7 +19,7 @@ class Format:
 
     Args:
         name: What tables and error messages call it.
-        dtype: The NumPy element type, for example `jnp.float8_e4m3fn`.
+        dtype: The NumPy element type, for example `np.dtype(jnp.float8_e4m3fn)`.
 
     Raises:
         ValueError: If `dtype` is not a floating-point type of at most eight bits.
@@ -83,10 +83,10 @@ class Format:
         return self.name
 
 
-E4M3 = Format("E4M3", jnp.float8_e4m3fn)
-E5M2 = Format("E5M2", jnp.float8_e5m2)
-E4M3FNUZ = Format("E4M3FNUZ", jnp.float8_e4m3fnuz)
-E5M2FNUZ = Format("E5M2FNUZ", jnp.float8_e5m2fnuz)
+E4M3 = Format("E4M3", np.dtype(jnp.float8_e4m3fn))
+E5M2 = Format("E5M2", np.dtype(jnp.float8_e5m2))
+E4M3FNUZ = Format("E4M3FNUZ", np.dtype(jnp.float8_e4m3fnuz))
+E5M2FNUZ = Format("E5M2FNUZ", np.dtype(jnp.float8_e5m2fnuz))
 
 
 def saturating_cast(x: Float[Array, "*shape"], format: Format) -> Float[Array, "*shape"]:
@@ -106,5 +106,8 @@ def saturating_cast(x: Float[Array, "*shape"], format: Format) -> Float[Array, "
         >>> saturating_cast(jnp.array([1.06, 465.0, -jnp.inf]), E4M3).astype(jnp.float32)
         Array([   1.,  448., -448.], dtype=float32)
     """
+    if jnp.finfo(x.dtype).bits < 16:
+        # An element type this narrow may not hold the limit: E5M2's maximum, cast to E4M3, is NaN.
+        x = x.astype(jnp.float32)
     limit = jnp.asarray(format.max, x.dtype)
     return jnp.clip(x, -limit, limit).astype(format.dtype)

@@ -21,8 +21,11 @@ from jax._src.interpreters import pxla
 from jaxtyping import Array
 
 
-class max_grad(dtypes.extended):
-    """The abstract type of `fp32_max_grad`, for `jnp.issubdtype`."""
+class max_grad(dtypes.extended, np.floating):
+    """The abstract type of `fp32_max_grad`, for `jnp.issubdtype`.
+
+    A floating type too: Haliax's `scan` indexes its arguments, and indexing asks for the type's NaN.
+    """
 
 
 class _MaxGradRules:

@@ -1,0 +1,175 @@
+"""Fp8DotGeneral: a recipe with its state, callable wherever `lax.dot_general` is."""
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+from haliax.state_dict import ModuleWithStateDictSerialization, StateDict
+from jax import lax
+from jaxtyping import Array, DTypeLike, Float
+
+from ._dimension_numbers import DimensionNumbers, DotDimensions
+from ._dot_general import ProductSpec, fp8_dot_general
+from ._overwrite import DelayedState
+from ._recipe import Recipe
+from ._scaling import AbstractScaling, DelayedScaling
+
+
+class Fp8DotGeneral(ModuleWithStateDictSerialization):
+    """A drop-in for `lax.dot_general` that multiplies in FP8 and remembers what its recipe needs.
+
+    `out = dot(q(input), q(kernel)) * (scale_input * scale_kernel)`, and in the backward pass
+    `dx = dot(q(g), q(kernel)) * ...`, `dw = dot(q(input), q(g)) * ...`: the three products run on FP8 operands and
+    accumulate in float32. Gradients come back in each operand's own dtype. The gradient with respect to `state` is the
+    state of the next step: split it off with `partition_for_grad_overwrite`, write it back with `apply_updates`.
+
+    Args:
+        recipe: Format and scaling of each operand, or a scaling to use for all.
+        compute_dtype: Rounds operands, output and gradients to this dtype around the product, as a layer that
+            computes in bfloat16 would. None takes the operands as they are.
+        kernel_shape: The sizes of the kernel's free axes, if known. `einsum` may swap the operands; these sizes tell
+            the kernel from the input. Where they do not decide (or are None), the kernel is the second operand.
+
+    Raises:
+        ValueError: If `compute_dtype` is not a floating dtype; when called, if operands are not floating-point,
+            contracted axes differ in size, or an `out_sharding` is given.
+
+    References:
+        `flax.linen.fp8_ops.Fp8DotGeneral`, whose numbers it reproduces bit for bit in float32.
+
+    Example:
+        >>> op = Fp8DotGeneral.init(DelayedScaling(amax_history_length=4))
+        >>> x, w = jnp.full((2, 16), 0.5), jnp.full((16, 8), 2.0)
+        >>> op(x, w, (((1,), (0,)), ((), ()))).shape
+        (2, 8)
+        >>> new = jax.grad(lambda op: op(x, w, (((1,), (0,)), ((), ()))).sum(), allow_int=True)(op)
+        >>> new.amax_history("input")
+        Array([0.5, 0. , 0. , 0. ], dtype=float32)
+    """
+
+    state: DelayedState | None
+    recipe: Recipe = eqx.field(static=True)
+    compute_dtype: np.dtype | None = eqx.field(static=True)
+    kernel_shape: tuple[int, ...] | None = eqx.field(static=True)
+
+    @staticmethod
+    def init(
+        recipe: Recipe | AbstractScaling | None = None,
+        *,
+        compute_dtype: DTypeLike | None = None,
+        kernel_shape: tuple[int, ...] | None = None,
+        stack: tuple[hax.Axis, ...] = (),
+    ) -> "Fp8DotGeneral":
+        """An op before its first step.
+
+        Args:
+            recipe: See the class; the default is delayed scaling.
+            compute_dtype: See the class.
+            kernel_shape: See the class.
+            stack: The axes of the stack that the op's layer is in; its state gets them too.
+        """
+        if recipe is None:
+            recipe = DelayedScaling()
+        if isinstance(recipe, AbstractScaling):
+            recipe = Recipe.of(recipe)
+        if compute_dtype is not None and not jnp.issubdtype(compute_dtype, jnp.floating):
+            raise ValueError(f"compute_dtype={compute_dtype} is not a floating dtype; use one such as jnp.bfloat16")
+        dtype = None if compute_dtype is None else np.dtype(compute_dtype)
+        return Fp8DotGeneral(DelayedState.init(recipe, stack), recipe, dtype, kernel_shape)
+
+    @jax.named_scope("fp8_dot_general")
+    def __call__(
+        self,
+        lhs: Float[Array, "..."],
+        rhs: Float[Array, "..."],
+        dimension_numbers: DimensionNumbers,
+        precision: lax.PrecisionLike = None,
+        preferred_element_type: DTypeLike | None = None,
+        *,
+        out_sharding: object = None,
+    ) -> Float[Array, "..."]:
+        """Multiplies as `lax.dot_general` does.
+
+        Args:
+            lhs: The first operand, by convention the input.
+            rhs: The second operand, by convention the kernel.
+            dimension_numbers: `((lhs_contract, rhs_contract), (lhs_batch, rhs_batch))`.
+            precision: Of fprop; the default lets the hardware accumulate fast. dgrad and wgrad always accumulate in
+                full.
+            preferred_element_type: The dtype of the output. Without it, `compute_dtype`; without that, the dtype that
+                the operands promote to.
+            out_sharding: Must be None: meshes with explicit axes are not supported.
+
+        Returns:
+            The product, axes in the order batch, free of lhs, free of rhs.
+        """
+        # Haliax passes an empty mesh where there is none.
+        if out_sharding is not None and not getattr(getattr(out_sharding, "mesh", None), "empty", False):
+            raise ValueError(
+                f"out_sharding={out_sharding} was asked of an FP8 product, which does not support explicit mesh axes "
+                "yet; use a mesh with axis_types=AxisType.Auto"
+            )
+        for name, x in (("lhs", lhs), ("rhs", rhs)):
+            if not jnp.issubdtype(x.dtype, jnp.floating):
+                raise ValueError(f"{name} of an FP8 product has dtype {x.dtype}; only floating-point arrays have one")
+        dims = DotDimensions.of(dimension_numbers, lhs.shape, rhs.shape)
+        out_dtype = preferred_element_type or self.compute_dtype or jnp.promote_types(lhs.dtype, rhs.dtype)
+        spec = ProductSpec(
+            recipe=self.recipe,
+            dimensions=dims,
+            kernel_is_lhs=self._kernel_is_lhs(lhs.shape, rhs.shape, dims),
+            compute_dtype=self.compute_dtype,
+            out_dtype=np.dtype(out_dtype),
+            precision=_precision(precision),
+        )
+        return fp8_dot_general(lhs, rhs, () if self.state is None else self.state.arrays, spec)
+
+    def _kernel_is_lhs(self, lhs_shape: tuple[int, ...], rhs_shape: tuple[int, ...], dims: DotDimensions) -> bool:
+        if self.kernel_shape is None:
+            return False
+        lhs_free = tuple(lhs_shape[axis] for axis in dims.lhs_free)
+        rhs_free = tuple(rhs_shape[axis] for axis in dims.rhs_free)
+        return lhs_free == self.kernel_shape and rhs_free != self.kernel_shape
+
+    def scale(self, operand: str) -> Array:
+        """The scale that the next use of "input", "kernel" or "output_grad" takes, `[*stack]`."""
+        return self._state_of(operand)[0]
+
+    def amax_history(self, operand: str) -> Array:
+        """The amaxes of an operand's past steps, `[*stack, history]`."""
+        return self._state_of(operand)[1]
+
+    def _state_of(self, operand: str) -> tuple[Array, Array]:
+        names = ("input", "kernel", "output_grad")
+        if operand not in names:
+            raise ValueError(f"operand={operand!r} is none of {names}")
+        if self.state is None:
+            raise ValueError(f"recipe {self.recipe} keeps no state; its scales are computed at each use")
+        scale, history = self.state.arrays
+        row = names.index(operand)
+        return scale[..., row], history[..., row, :]
+
+    def to_state_dict(self, prefix: str | None = None) -> StateDict:
+        """Nothing: a state dict holds weights, the same for a converted and an unconverted model.
+
+        Scales and histories are rebuilt within a few steps, and are part of Equinox's serialisation.
+        """
+        return {}
+
+    def from_state_dict(self, state_dict: StateDict, prefix: str | None = None) -> "Fp8DotGeneral":
+        """This op as it is; see `to_state_dict`."""
+        return self
+
+
+def _precision(precision: lax.PrecisionLike) -> lax.Precision:
+    if precision is None:
+        return lax.Precision.DEFAULT
+    if isinstance(precision, str):
+        precision = lax.Precision(precision) if precision in {p.value for p in lax.Precision} else precision
+    if not isinstance(precision, lax.Precision):
+        raise ValueError(
+            f"precision={precision!r} of an FP8 product must be None or one jax.lax.Precision: "
+            "DEFAULT accumulates fast, HIGHEST in full"
+        )
+    return precision

@@ -1,0 +1,4 @@
+"""Scalings: how one operand gets its scale. One file per scaling."""
+
+from ._base import AbstractScaling as AbstractScaling
+from ._delayed import DelayedScaling as DelayedScaling

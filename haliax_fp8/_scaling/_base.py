@@ -1,0 +1,34 @@
+"""What a scaling has to say: whether it remembers, and the scale of an operand at this use."""
+
+import abc
+import dataclasses
+from typing import ClassVar
+
+from jaxtyping import Array, Float, Float32
+
+from .._formats import Format
+
+
+@dataclasses.dataclass(frozen=True)
+class AbstractScaling(abc.ABC):
+    """How one operand gets its scale: which elements share one, and when their amax is measured.
+
+    A scaling is a value: frozen, hashable, compared by its fields. What it remembers between steps is not in it but in
+    the state of the op that uses it.
+    """
+
+    stateful: ClassVar[bool]
+    """Whether the scale comes from state that is carried from step to step."""
+
+    @abc.abstractmethod
+    def scale(
+        self, x: Float[Array, "*shape"], format: Format, stored: Float32[Array, "*ensemble"] | None, ensemble: int
+    ) -> Float32[Array, "*blocks"]:
+        """The scale for this use, shaped for `QuantizedArray`.
+
+        Args:
+            x: The operand. Its first `ensemble` axes are independent members, each with scales of its own.
+            format: The format that it will be rounded to.
+            stored: The scale that the state holds, one per member; None if the scaling is stateless.
+            ensemble: How many leading axes of `x` number members.
+        """

@@ -1,0 +1,178 @@
+"""TrainStep: one optimizer step for a converted model, jitted; and optimizer state across a conversion."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float, PyTree
+
+from ._training import (
+    accumulate_gradients,
+    apply_updates,
+    filter_value_and_grad,
+    partition_for_grad_overwrite,
+)
+
+
+M = TypeVar("M")
+type Metrics = dict[str, Float[Array, ""]]
+
+
+class TrainStep(eqx.Module):
+    """A training step for any optax optimizer: gradients, microbatches, update, state.
+
+    Works on models with and without FP8 layers. The optimizer sees the inexact arrays of the model without FP8 state.
+
+    Args:
+        loss_fn: `loss_fn(model, *batch)`, the mean loss over the batch.
+        optimizer: Any optax optimizer.
+        microbatches: Into how many parts the leading axis of every array of the batch is split. Gradients are averaged
+            and amaxes maximised over the parts, one after the other in a `lax.scan`.
+        donate: Gives the memory of the model and the optimizer state to their successors. Whatever shares arrays with
+            them, such as the model before it was converted, is unusable after the step.
+
+    Raises:
+        ValueError: If `microbatches` is below 1; when called, if it does not divide a batch.
+
+    Example:
+        >>> step = TrainStep(loss_fn, optax.adamw(1e-3))
+        >>> opt_state = step.init(model)
+        >>> model, opt_state, metrics = step(model, opt_state, x)
+        >>> sorted(metrics)
+        ['grad_norm', 'loss']
+    """
+
+    loss_fn: Callable[..., Float[Array, ""]]
+    optimizer: optax.GradientTransformation
+    microbatches: int = eqx.field(default=1, static=True)
+    donate: bool = eqx.field(default=False, static=True)
+
+    def __check_init__(self) -> None:
+        if self.microbatches < 1:
+            raise ValueError(f"microbatches={self.microbatches} must be at least 1")
+
+    def init(self, model: PyTree) -> PyTree:
+        """The optimizer's state for the trainable part of the model."""
+        return self.optimizer.init(trainable(model))
+
+    def __call__(self, model: M, opt_state: PyTree, *batch: Any) -> tuple[M, PyTree, Metrics]:
+        """One step.
+
+        Args:
+            model: The model.
+            opt_state: From `init`, or from the step before.
+            *batch: What `loss_fn` takes after the model.
+
+        Returns:
+            The new model, the new optimizer state, and `loss` and `grad_norm` (over parameters, before clipping).
+        """
+        return (_donating_step if self.donate else _step)((self, batch), model, opt_state)
+
+
+def _run(kept: tuple[TrainStep, tuple[Any, ...]], model: Any, opt_state: Any) -> tuple[Any, Any, Metrics]:
+    step, batch = kept
+    loss, overwrites, gradients = _loss_and_gradients(model, step, batch)
+    updates, opt_state = step.optimizer.update(gradients, opt_state, trainable(model))
+    metrics = {"loss": loss, "grad_norm": optax.tree.norm(gradients)}
+    return apply_updates(model, updates, overwrites), opt_state, metrics
+
+
+_step = eqx.filter_jit(_run)
+_donating_step = eqx.filter_jit(_run, donate="all-except-first")
+
+
+def _loss_and_gradients(model: Any, step: TrainStep, batch: tuple[Any, ...]) -> tuple[Array, Any, Any]:
+    value_and_grad = filter_value_and_grad(lambda model, batch: step.loss_fn(model, *batch))
+    count = step.microbatches
+    if count == 1:
+        loss, gradients = value_and_grad(model, batch)
+        return loss, *partition_for_grad_overwrite(gradients)
+
+    def split(x: Array) -> Array:
+        if x.shape[0] % count:
+            raise ValueError(
+                f"microbatches={count} does not divide the leading axis of a batch array of shape {x.shape}"
+            )
+        return x.reshape(count, x.shape[0] // count, *x.shape[1:])
+
+    arrays, rest = eqx.partition(batch, eqx.is_array)
+    arrays = jax.tree.map(split, arrays)
+
+    def microbatch(arrays: Any) -> tuple[Array, Any]:
+        loss, gradients = value_and_grad(model, eqx.combine(arrays, rest))
+        # Sums of bfloat16 gradients stop growing after a few hundred terms.
+        return loss, jax.tree.map(lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32)), gradients)
+
+    def accumulate(carry: tuple[Array, Any], arrays: Any) -> tuple[tuple[Array, Any], None]:
+        loss, gradients = microbatch(arrays)
+        return (carry[0] + loss, accumulate_gradients(carry[1], gradients)), None
+
+    first = microbatch(jax.tree.map(lambda x: x[0], arrays))
+    (loss, gradients), _ = jax.lax.scan(accumulate, first, jax.tree.map(lambda x: x[1:], arrays))
+    overwrites, gradients = partition_for_grad_overwrite(gradients)
+    gradients = jax.tree.map(lambda g, p: (g / count).astype(p.dtype), gradients, trainable(model))
+    return loss / count, overwrites, gradients
+
+
+def trainable(model: M) -> M:
+    """What an optimizer may see of a model: its inexact arrays, without state that gradients overwrite."""
+    return eqx.filter(partition_for_grad_overwrite(model)[1], eqx.is_inexact_array)
+
+
+def transfer_optimizer_state(opt_state: PyTree, old_model: Any, new_model: Any) -> PyTree:
+    """An optimizer's state for a model that was converted, or converted back, in mid-training.
+
+    Conversion leaves parameters as they are but changes the type of a layer's product, and with it the tree that
+    moments are stored in. This puts the same moments into the new model's tree.
+
+    Args:
+        opt_state: The optimizer's state for `old_model`.
+        old_model: The model before `fp8_linear_layers` or `restore_linear_layers`.
+        new_model: The model after it.
+
+    Returns:
+        The state with every tree of the old model's structure in that of the new model.
+
+    Raises:
+        ValueError: If the models' parameters differ in number, shape or dtype, or `opt_state` is not `old_model`'s.
+
+    Example:
+        >>> fp8_model = fp8_linear_layers(model)
+        >>> opt_state = transfer_optimizer_state(step.init(model), model, fp8_model)
+        >>> jax.tree.structure(opt_state) == jax.tree.structure(step.init(fp8_model))
+        True
+    """
+    old, new = trainable(old_model), trainable(new_model)
+    old_leaves, old_structure = jax.tree.flatten(old)
+    new_leaves, new_structure = jax.tree.flatten(new)
+    described = [[(x.shape, x.dtype) for x in leaves] for leaves in (old_leaves, new_leaves)]
+    if described[0] != described[1]:
+        raise ValueError(
+            f"new_model has other parameters than old_model ({len(new_leaves)} arrays against {len(old_leaves)}); "
+            "only a conversion of the same parameters can keep the optimizer's state"
+        )
+
+    def parts(node: Any) -> list[Any] | None:
+        """What the tree has in the place of each parameter (an array, or optax's `MaskedNode`), if it is of the model."""
+        try:
+            return old_structure.flatten_up_to(node)
+        except (ValueError, TypeError):
+            return None
+
+    def is_model_tree(node: Any) -> bool:
+        return parts(node) is not None
+
+    nodes = jax.tree.leaves(opt_state, is_leaf=is_model_tree)
+    if not any(map(is_model_tree, nodes)) and any(jnp.ndim(node) > 0 for node in nodes):
+        raise ValueError(
+            "opt_state holds no tree with the structure of old_model's parameters; it was not made by "
+            "optimizer.init(eqx.filter(partition_for_grad_overwrite(old_model)[1], eqx.is_inexact_array))"
+        )
+
+    def transfer(node: Any) -> Any:
+        return node if (old_parts := parts(node)) is None else jax.tree.unflatten(new_structure, old_parts)
+
+    return jax.tree.map(transfer, opt_state, is_leaf=is_model_tree)

@@ -1,0 +1,191 @@
+"""What a training step needs: state apart from parameters, updates of both, gradients with exact maxima."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import equinox as eqx
+import haliax as hax
+import haliax.quantization as haxq
+import jax
+import jax.numpy as jnp
+from haliax.quantization import CustomGradientAccumulation
+from jaxtyping import Array, PyTree
+
+from ._overwrite import OverwriteWithGradient
+
+
+T = TypeVar("T")
+
+
+def partition_for_grad_overwrite(tree: T) -> tuple[T, T]:
+    """Splits a model or its gradients into state that gradients overwrite and the rest, which the optimizer sees.
+
+    Args:
+        tree: A model, or a tree of gradients with its structure.
+
+    Returns:
+        `(overwrites, rest)`: each has the structure of `tree`, with None where the other one has a node.
+
+    References:
+        `haliax.quantization.partition_for_grad_overwrite`, which this is: both find state by its marker type.
+
+    Example:
+        >>> overwrites, params = partition_for_grad_overwrite(fp8_linear_layers(model))
+        >>> len(jax.tree.leaves(overwrites)), len(jax.tree.leaves(params)) == len(jax.tree.leaves(model))
+        (4, True)
+    """
+    return haxq.partition_for_grad_overwrite(tree)
+
+
+def apply_updates(module: T, updates: PyTree, overwrites: PyTree) -> T:
+    """The model after a step: parameters plus their updates, state replaced by what the gradients carried.
+
+    State is never taken over as it comes: each layer's scale and history are computed anew from the model's own and
+    the newest amax of the gradient. So it stays what it was where a layer was not reached, and where an amax is not
+    finite; and it is not corrupted where a layer was used several times under a plain gradient.
+
+    Args:
+        module: The model before the step.
+        updates: What the optimizer returned: the structure of the model, None where nothing is updated.
+        overwrites: The first part of `partition_for_grad_overwrite(gradients)`.
+
+    Returns:
+        The model for the next step, its parameters in their own dtype.
+
+    Raises:
+        ValueError: If `updates` or `overwrites` do not have the model's structure.
+    """
+
+    def apply(leaf: Any, update: Any, overwrite: Any) -> Any:
+        if isinstance(leaf, OverwriteWithGradient):
+            if overwrite is None:
+                return leaf
+            _require_same_type("overwrites", leaf, overwrite)
+            return leaf.overwritten_by(overwrite)
+        if overwrite is not None:
+            return overwrite
+        return leaf if update is None else jax.tree.map(_add, leaf, update)
+
+    try:
+        return jax.tree.map(apply, module, updates, overwrites, is_leaf=_is_state_or_missing)
+    except (ValueError, TypeError) as error:
+        for name, tree in (("updates", updates), ("overwrites", overwrites)):
+            _require_structure_of(module, name, tree, error)
+        raise
+
+
+def _add(parameter: Array, update: Array) -> Array:
+    if parameter.shape != update.shape:
+        raise ValueError(f"updates have an array of shape {update.shape} for a parameter of shape {parameter.shape}")
+    dtype = jnp.promote_types(parameter.dtype, update.dtype)
+    return (parameter.astype(dtype) + update.astype(dtype)).astype(parameter.dtype)
+
+
+def _is_state_or_missing(node: Any) -> bool:
+    return node is None or isinstance(node, CustomGradientAccumulation | hax.NamedArray)
+
+
+def _require_same_type(name: str, expected: Any, got: Any) -> None:
+    if type(expected) is not type(got):
+        raise ValueError(
+            f"{name} have a {type(got).__name__} where the model has a {type(expected).__name__}; "
+            "pass the first part of partition_for_grad_overwrite(gradients)"
+        )
+
+
+def _require_structure_of(module: Any, name: str, tree: Any, cause: Exception) -> None:
+    """Says which of the two trees is not the model's, by the first path that only one of them has."""
+
+    def paths(t: Any) -> dict[str, Any]:
+        flat, _ = jax.tree_util.tree_flatten_with_path(t, is_leaf=_is_state_or_missing)
+        return {jax.tree_util.keystr(path): leaf for path, leaf in flat}
+
+    ours, theirs = paths(module), paths(tree)
+    differing = [path for path in (*ours, *theirs) if (path in ours) != (path in theirs)]
+    if differing:
+        raise ValueError(
+            f"{name} do not have the structure of the model: they differ at {differing[0]!r}. Take them from the "
+            "gradients of this model, and initialise the optimizer with the second part of "
+            "partition_for_grad_overwrite(model)"
+        ) from cause
+
+
+def accumulate_gradients(accumulated: T | None, gradients: T) -> T:
+    """Adds the gradients of another microbatch: parameters are summed, state takes the maximum.
+
+    Args:
+        accumulated: The sum so far; None before the first microbatch.
+        gradients: The gradients of one microbatch, taken with the same model.
+
+    Returns:
+        The new sum. Divide the parameters' part by the number of microbatches, not the state.
+
+    Raises:
+        ValueError: If the trees differ in structure.
+
+    References:
+        `haliax.quantization.accumulate_gradients`, which works on our state too.
+    """
+    if accumulated is None:
+        return gradients
+    try:
+        return haxq.accumulate_gradients(accumulated, gradients)
+    except (ValueError, TypeError) as error:
+        _require_structure_of(accumulated, "gradients", gradients, error)
+        raise
+
+
+def filter_grad(function: Callable[..., Any], *, has_aux: bool = False) -> Callable[..., Any]:
+    """`eqx.filter_grad` whose state gradients are exact maxima over all uses of a layer.
+
+    Inside the differentiated function, state has the element type `fp32_max_grad`: where a layer is used several times
+    (called twice, tied, constant of a `scan`, one branch of a `cond`), JAX combines its state gradients by maximum
+    instead of by sum. Parameters' gradients are those of `eqx.filter_grad`.
+
+    Args:
+        function: `function(model, *args, **kwargs)`, returning a scalar, or `(scalar, aux)` with `has_aux`.
+        has_aux: As in `eqx.filter_grad`.
+
+    Returns:
+        A function with the same arguments that returns the gradients, `(gradients, aux)` with `has_aux`.
+
+    Example:
+        >>> def twice(layer, x):
+        ...     return (layer(x) + layer(3.0 * x)).sum().array
+        >>> x = hax.ones((hax.Axis("batch", 2), layer.In))
+        >>> [float(g(twice)(layer, x).dot_general.amax_history("input")[0]) for g in (filter_grad, eqx.filter_grad)]
+        [3.0, 4.0]
+    """
+    return eqx.filter_grad(_with_max_gradients(function), has_aux=has_aux)
+
+
+def filter_value_and_grad(function: Callable[..., Any], *, has_aux: bool = False) -> Callable[..., Any]:
+    """`eqx.filter_value_and_grad` whose state gradients are exact maxima; see `filter_grad`.
+
+    Args:
+        function: `function(model, *args, **kwargs)`, returning a scalar, or `(scalar, aux)` with `has_aux`.
+        has_aux: As in `eqx.filter_value_and_grad`.
+
+    Returns:
+        A function with the same arguments that returns `(value, gradients)`.
+    """
+    return eqx.filter_value_and_grad(_with_max_gradients(function), has_aux=has_aux)
+
+
+def _with_max_gradients(function: Callable[..., Any]) -> Callable[..., Any]:
+    def differentiated(model: Any, *args: Any, **kwargs: Any) -> Any:
+        return function(with_max_gradients(model), *args, **kwargs)
+
+    return differentiated
+
+
+def with_max_gradients(tree: T) -> T:
+    """The tree with its state in the element type whose gradients accumulate by maximum.
+
+    What `filter_grad` does to the model at the top of the differentiated function, for those who write their own.
+    """
+    return jax.tree.map(
+        lambda node: node.with_max_gradients() if isinstance(node, OverwriteWithGradient) else node,
+        tree,
+        is_leaf=lambda node: isinstance(node, OverwriteWithGradient),
+    )

@@ -1,0 +1,249 @@
+"""fp8_linear_layers: walks a model's tree and gives its linear layers an FP8 product."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import haliax as hax
+import haliax.nn as hnn
+import jax
+import jax.numpy as jnp
+from jax.tree_util import KeyEntry
+from jaxtyping import DTypeLike
+
+from ._layers import LayerRule, default_layers
+from ._recipe import Recipe
+from ._scaling import AbstractScaling, DelayedScaling
+from ._targets import Pattern, Targets, as_patterns, matches, path_string, unmatched_error
+
+
+M = TypeVar("M")
+type RecipeLike = Recipe | AbstractScaling
+
+
+@dataclasses.dataclass(frozen=True)
+class Fp8Config:
+    """Which layers are converted, and with which recipe.
+
+    A pattern is the last component of a path (`"up_proj"`), a full dotted path, a glob, a regular expression (both
+    match in full), a compiled regular expression, or a function `(path, layer) -> bool`.
+
+    Args:
+        targets: Patterns of the layers to convert; None converts all.
+        exclude: Patterns of layers to leave alone, whatever `targets` says.
+        recipe: A recipe, or a scaling to use for all operands.
+        overrides: Recipes for the layers that a pattern selects; None as the recipe leaves them alone. The first
+            pattern that fits wins.
+        amax_history_length: Sets the history length of every delayed scaling; None leaves what the recipes say (1024
+            by default).
+        compute_dtype: The dtype that the products' operands and results are rounded to; None leaves them.
+        layers: The rules of the layer classes, see `LayerRule`.
+
+    Raises:
+        ValueError: If an argument is of the wrong kind, the history length is below 1, or `compute_dtype` is not
+            floating-point.
+
+    Example:
+        >>> Fp8Config(targets=["up_proj", "down_proj"], exclude="*.head").recipe
+        DelayedScaling(amax_history_length=1024, margin=0)
+    """
+
+    targets: Targets | None = None
+    exclude: Targets = ()
+    recipe: RecipeLike = DelayedScaling()
+    overrides: Mapping[Pattern, RecipeLike | None] = dataclasses.field(default_factory=dict)
+    amax_history_length: int | None = None
+    compute_dtype: DTypeLike | None = None
+    layers: tuple[LayerRule, ...] = default_layers
+
+    def __post_init__(self) -> None:
+        if self.targets is not None:
+            as_patterns("targets", self.targets)
+        as_patterns("exclude", self.exclude)
+        as_patterns("overrides", tuple(self.overrides))
+        for name, recipe in (("recipe", self.recipe), *((f"overrides[{k!r}]", r) for k, r in self.overrides.items())):
+            if recipe is None and name != "recipe":
+                continue
+            self.resolve(recipe, name)
+        if self.compute_dtype is not None and not jnp.issubdtype(self.compute_dtype, jnp.floating):
+            raise ValueError(f"compute_dtype={self.compute_dtype} is not a floating dtype; use one such as jnp.bfloat16")
+
+    def resolve(self, recipe: Any, name: str = "recipe") -> Recipe:
+        """A recipe from what the user gave, with this configuration's history length.
+
+        Args:
+            recipe: A `Recipe` or a scaling.
+            name: The argument's name, for errors.
+
+        Raises:
+            ValueError: If it is neither, or the history length is no positive integer.
+        """
+        if isinstance(recipe, AbstractScaling):
+            recipe = Recipe.of(recipe)
+        if not isinstance(recipe, Recipe):
+            raise ValueError(f"{name}={recipe!r} is not a recipe; use one such as DelayedScaling() or Recipe(...)")
+        if self.amax_history_length is None:
+            return recipe
+        return recipe.with_amax_history_length(self.amax_history_length)
+
+
+@dataclasses.dataclass(frozen=True)
+class Decision:
+    """What becomes of one layer: its recipe, or the reason it is left alone."""
+
+    path: str
+    layer: Any
+    rule: LayerRule
+    stack: tuple[hax.Axis, ...]
+    recipe: Recipe | None
+    reason: str
+
+
+def fp8_linear_layers(module: M, config: Fp8Config | None = None) -> M:
+    """Converts the linear layers of a model to FP8.
+
+    Every layer that the configuration selects gets an `Fp8DotGeneral` in place of its `dot_general`; weights, and all
+    else in the tree, stay as they are. Works on any tree: attributes, lists, dicts, `haliax.nn.Stacked` and `BlockSeq`
+    at any depth, ensembles made by `eqx.filter_vmap`; on abstract models too (`eqx.filter_eval_shape`). A layer that
+    is converted already keeps its state if it would get the same recipe.
+
+    Args:
+        module: The model, or any tree that holds linear layers.
+        config: What to convert, and how; the default converts every linear layer with delayed scaling.
+
+    Returns:
+        The converted model. `module` is unchanged.
+
+    Raises:
+        ValueError: If a pattern selects no layer (the nearest paths are listed), or `targets` selects one that cannot
+            be converted.
+
+    Example:
+        >>> In, Out = hax.Axis("in", 64), hax.Axis("out", 128)
+        >>> layer = fp8_linear_layers(hnn.Linear.init(In, Out, key=jax.random.key(0)))
+        >>> type(layer.dot_general).__name__
+        'Fp8DotGeneral'
+    """
+    config = Fp8Config() if config is None else config
+    decisions = decide(module, config)
+    converted: dict[int, Any] = {}
+
+    def convert(path: str, layer: Any) -> Any:
+        decision = decisions[path]
+        if decision.recipe is None:
+            return layer
+        op = decision.rule.op(layer)
+        if op is not None and (op.recipe, op.compute_dtype) == (decision.recipe, config.compute_dtype):
+            return layer
+        # The same object in two places stays one object.
+        if id(layer) not in converted:
+            plain = decision.rule.restore(layer)
+            converted[id(layer)] = decision.rule.convert(plain, decision.recipe, config.compute_dtype, decision.stack)
+        return converted[id(layer)]
+
+    return map_layers(convert, module, config.layers)
+
+
+def restore_linear_layers(module: M, config: Fp8Config | None = None) -> M:
+    """Takes FP8 out of a model again: the inverse of `fp8_linear_layers`.
+
+    Args:
+        module: A converted model.
+        config: Only its `layers` matter; needed where rules of your own were used to convert.
+
+    Returns:
+        The model with plain layers and without FP8 state.
+    """
+    rules = (Fp8Config() if config is None else config).layers
+
+    def restore(path: str, layer: Any) -> Any:
+        rule = rule_of(layer, rules)
+        return layer if rule.op(layer) is None else rule.restore(layer)
+
+    return map_layers(restore, module, rules)
+
+
+def decide(module: Any, config: Fp8Config) -> dict[str, Decision]:
+    """What the configuration makes of each layer, by path; raises as `fp8_linear_layers` says."""
+    found = find_layers(module, config.layers)
+    targets = None if config.targets is None else as_patterns("targets", config.targets)
+    exclude = as_patterns("exclude", config.exclude)
+    for name, patterns in (("targets", targets or ()), ("exclude", exclude), ("overrides", tuple(config.overrides))):
+        for pattern in patterns:
+            if not any(matches(pattern, path, layer) for path, (layer, _) in found.items()):
+                raise unmatched_error(name, pattern, list(found))
+    decisions = {}
+    for path, (layer, stack) in found.items():
+        rule = rule_of(layer, config.layers)
+        recipe, reason = _choose(path, layer, config, targets, exclude)
+        refusal = rule.refusal(layer) if rule.op(layer) is None else None
+        if recipe is not None and refusal is not None:
+            if targets is not None:
+                raise ValueError(f"targets={config.targets!r} selects {path}, which cannot be converted: {refusal}")
+            recipe, reason = None, refusal
+        decisions[path] = Decision(path, layer, rule, stack, recipe, reason)
+    return decisions
+
+
+def _choose(
+    path: str, layer: Any, config: Fp8Config, targets: tuple[Pattern, ...] | None, exclude: tuple[Pattern, ...]
+) -> tuple[Recipe | None, str]:
+    for pattern in exclude:
+        if matches(pattern, path, layer):
+            return None, f"excluded by {pattern!r}"
+    for pattern, recipe in config.overrides.items():
+        if matches(pattern, path, layer):
+            if recipe is None:
+                return None, f"left alone by the override {pattern!r}"
+            return config.resolve(recipe), ""
+    if targets is not None and not any(matches(pattern, path, layer) for pattern in targets):
+        return None, "not among the targets"
+    return config.resolve(config.recipe), ""
+
+
+def rule_of(layer: Any, rules: tuple[LayerRule, ...]) -> LayerRule:
+    """The first rule whose class fits the layer."""
+    return next(rule for rule in rules if isinstance(layer, rule.layer_type))
+
+
+def find_layers(module: Any, rules: tuple[LayerRule, ...]) -> dict[str, tuple[Any, tuple[hax.Axis, ...]]]:
+    """Every layer that has a rule, by path, with the axes of the stacks that it is in."""
+    found: dict[str, tuple[Any, tuple[hax.Axis, ...]]] = {}
+
+    def record(path: str, layer: Any, stack: tuple[hax.Axis, ...]) -> Any:
+        found[path] = (layer, stack)
+        return layer
+
+    _walk(record, module, rules, (), ())
+    return found
+
+
+def map_layers(function: Callable[[str, Any], M], module: M, rules: tuple[LayerRule, ...]) -> M:
+    """The tree with `function(path, layer)` in the place of every layer that has a rule."""
+    return _walk(lambda path, layer, stack: function(path, layer), module, rules, (), ())
+
+
+def _walk(
+    function: Callable[[str, Any, tuple[hax.Axis, ...]], Any],
+    tree: Any,
+    rules: tuple[LayerRule, ...],
+    prefix: tuple[KeyEntry, ...],
+    stack: tuple[hax.Axis, ...],
+) -> Any:
+    layer_types = tuple(rule.layer_type for rule in rules)
+
+    def visit(path: tuple[KeyEntry, ...], node: Any) -> Any:
+        path = prefix + path
+        if isinstance(node, layer_types):
+            return function(path_string(path), node, stack)
+        if isinstance(node, hnn.Stacked):
+            inner = _walk(function, node.stacked, rules, (*path, STACKED), (*stack, node.Block))
+            return dataclasses.replace(node, stacked=inner)
+        return node
+
+    return jax.tree_util.tree_map_with_path(
+        visit, tree, is_leaf=lambda node: isinstance(node, (*layer_types, hnn.Stacked))
+    )
+
+
+STACKED = jax.tree_util.GetAttrKey("stacked")
