@@ -89,9 +89,7 @@ class DotDimensions:
         """The shape of the output."""
         batch = tuple(lhs_shape[axis] for axis in self.lhs_batch)
         return (
-            batch
-            + tuple(lhs_shape[axis] for axis in self.lhs_free)
-            + tuple(rhs_shape[axis] for axis in self.rhs_free)
+            batch + tuple(lhs_shape[axis] for axis in self.lhs_free) + tuple(rhs_shape[axis] for axis in self.rhs_free)
         )
 
     def with_axis_in_lhs(self) -> tuple["DotDimensions", int]:

@@ -75,9 +75,7 @@ class HaliaxLinear(LayerRule):
         """The `dot_general`, if it is ours."""
         return layer.dot_general if isinstance(layer.dot_general, Fp8DotGeneral) else None
 
-    def convert(
-        self, layer: hnn.Linear, recipe: Recipe, compute_dtype: Any, stack: tuple[hax.Axis, ...]
-    ) -> hnn.Linear:
+    def convert(self, layer: hnn.Linear, recipe: Recipe, compute_dtype: Any, stack: tuple[hax.Axis, ...]) -> hnn.Linear:
         """The layer with an op whose state has the stack's axes, and those of an ensemble made by `filter_vmap`."""
         out = {axis.name: axis.size for axis in ensure_tuple(layer.Out)}
         names, shape = tuple(out), None

@@ -9,8 +9,10 @@ from haliax.state_dict import ModuleWithStateDictSerialization, StateDict
 from jax import lax
 from jaxtyping import Array, DTypeLike, Float
 
+from ._contraction import DotContraction
 from ._dimension_numbers import DimensionNumbers, DotDimensions
-from ._dot_general import ProductSpec, fp8_dot_general
+from ._dot_general import fp8_dot_general
+from ._products import ProductSpec
 from ._overwrite import DelayedState
 from ._recipe import Recipe
 from ._scaling import AbstractScaling, DelayedScaling
@@ -117,7 +119,7 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
         out_dtype = preferred_element_type or self.compute_dtype or jnp.promote_types(lhs.dtype, rhs.dtype)
         spec = ProductSpec(
             recipe=self.recipe,
-            dimensions=dims,
+            contraction=DotContraction(dims),
             kernel_is_lhs=self._kernel_is_lhs(lhs.shape, rhs.shape, dims),
             compute_dtype=self.compute_dtype,
             out_dtype=np.dtype(out_dtype),

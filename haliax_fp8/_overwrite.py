@@ -1,7 +1,6 @@
 """State that travels through gradients: the marker type, and what an FP8 op remembers."""
 
 import abc
-from typing import Self
 
 import equinox as eqx
 import haliax as hax
@@ -23,15 +22,15 @@ class OverwriteWithGradient(CustomGradientAccumulation):
     """
 
     @abc.abstractmethod
-    def accumulate(self, other: Self) -> Self:
+    def accumulate[S](self: S, other: S) -> S:
         """Combines the gradients of two evaluations from the same state, such as two microbatches."""
 
     @abc.abstractmethod
-    def overwritten_by(self, gradient: Self) -> Self:
+    def overwritten_by[S](self: S, gradient: S) -> S:
         """The state of the next step, from this state and its gradient."""
 
     @abc.abstractmethod
-    def with_max_gradients(self) -> Self:
+    def with_max_gradients[S](self: S) -> S:
         """This state with arrays whose gradients accumulate by maximum, for the differentiated function."""
 
 
@@ -79,18 +78,18 @@ class DelayedState(OverwriteWithGradient):
         scale, history = self.scale.array, self.amax_history.array
         return _at_least_float32(scale), _at_least_float32(history)
 
-    def _replace(self, scale: Array, history: Array) -> Self:
+    def _replace(self, scale: Array, history: Array) -> "DelayedState":
         arrays = jax.tree.leaves(self)
         assert len(arrays) == 2
         # Through the tree: inside `vmap` and `scan` the names may count axes that the arrays do not have.
         return jax.tree.unflatten(jax.tree.structure(self), [scale, history])
 
-    def accumulate(self, other: Self) -> Self:
+    def accumulate(self, other: "DelayedState") -> "DelayedState":
         """The maximum of both, exact because every evaluation began with the same scale and history."""
         (scale, history), (other_scale, other_history) = self.arrays, other.arrays
         return other._replace(jnp.maximum(scale, other_scale), jnp.maximum(history, other_history))
 
-    def overwritten_by(self, gradient: Self) -> Self:
+    def overwritten_by(self, gradient: "DelayedState") -> "DelayedState":
         """The state with the newest amax of the gradient entered.
 
         Only that amax is taken; scale and the rest of the history are recomputed from this state. So a plain gradient,
@@ -105,7 +104,7 @@ class DelayedState(OverwriteWithGradient):
             jnp.where(recorded, new_scale, scale), jnp.where(recorded[..., None], new_history, history)
         )
 
-    def with_max_gradients(self) -> Self:
+    def with_max_gradients(self) -> "DelayedState":
         """Scale and history in `fp32_max_grad`."""
         scale, history = self.arrays
         return self._replace(to_max_grad(scale), to_max_grad(history))

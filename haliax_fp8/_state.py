@@ -10,6 +10,7 @@ This is the only file that needs JAX's internals; what it needs is checked by `t
 """
 
 import dataclasses
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -53,7 +54,7 @@ class _MaxGradRules:
 
     @staticmethod
     def zero(dtype: "_MaxGradDType") -> Array:
-        return to_max_grad(np.array(-np.inf, dtype.float_dtype))
+        return to_max_grad(lax.full((), -np.inf, dtype.float_dtype))
 
     @staticmethod
     def full(shape, fill_value, dtype: "_MaxGradDType") -> Array:
@@ -71,8 +72,11 @@ class _MaxGradRules:
 @dataclasses.dataclass(frozen=True)
 class _MaxGradDType(dtypes.ExtendedDType):
     float_dtype: np.dtype
-    _rules: type = _MaxGradRules
-    type: type = max_grad
+    _rules: ClassVar = _MaxGradRules
+
+    @property
+    def type(self):
+        return max_grad
 
     @property
     def name(self) -> str:

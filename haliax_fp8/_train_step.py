@@ -117,7 +117,7 @@ def _loss_and_gradients(model: Any, step: TrainStep, batch: tuple[Any, ...]) -> 
     return loss / count, overwrites, gradients
 
 
-def trainable(model: M) -> M:
+def trainable[M](model: M) -> M:
     """What an optimizer may see of a model: its inexact arrays, without state that gradients overwrite."""
     return eqx.filter(partition_for_grad_overwrite(model)[1], eqx.is_inexact_array)
 
@@ -156,7 +156,7 @@ def transfer_optimizer_state(opt_state: PyTree, old_model: Any, new_model: Any) 
         )
 
     def parts(node: Any) -> list[Any] | None:
-        """What the tree has in the place of each parameter (an array, or optax's `MaskedNode`), if it is of the model."""
+        """What a tree of the model has in each parameter's place: an array, or optax's `MaskedNode`."""
         try:
             return old_structure.flatten_up_to(node)
         except (ValueError, TypeError):

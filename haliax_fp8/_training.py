@@ -17,7 +17,7 @@ from ._overwrite import OverwriteWithGradient
 T = TypeVar("T")
 
 
-def partition_for_grad_overwrite(tree: T) -> tuple[T, T]:
+def partition_for_grad_overwrite[T](tree: T) -> tuple[T, T]:
     """Splits a model or its gradients into state that gradients overwrite and the rest, which the optimizer sees.
 
     Args:
@@ -37,7 +37,7 @@ def partition_for_grad_overwrite(tree: T) -> tuple[T, T]:
     return haxq.partition_for_grad_overwrite(tree)
 
 
-def apply_updates(module: T, updates: PyTree, overwrites: PyTree) -> T:
+def apply_updates[T](module: T, updates: PyTree, overwrites: PyTree) -> T:
     """The model after a step: parameters plus their updates, state replaced by what the gradients carried.
 
     State is never taken over as it comes: each layer's scale and history are computed anew from the model's own and
@@ -110,7 +110,7 @@ def _require_structure_of(module: Any, name: str, tree: Any, cause: Exception) -
         ) from cause
 
 
-def accumulate_gradients(accumulated: T | None, gradients: T) -> T:
+def accumulate_gradients[T](accumulated: T | None, gradients: T) -> T:
     """Adds the gradients of another microbatch: parameters are summed, state takes the maximum.
 
     Args:
@@ -179,7 +179,7 @@ def _with_max_gradients(function: Callable[..., Any]) -> Callable[..., Any]:
     return differentiated
 
 
-def with_max_gradients(tree: T) -> T:
+def with_max_gradients[T](tree: T) -> T:
     """The tree with its state in the element type whose gradients accumulate by maximum.
 
     What `filter_grad` does to the model at the top of the differentiated function, for those who write their own.

@@ -66,7 +66,9 @@ class Fp8Config:
                 continue
             self.resolve(recipe, name)
         if self.compute_dtype is not None and not jnp.issubdtype(self.compute_dtype, jnp.floating):
-            raise ValueError(f"compute_dtype={self.compute_dtype} is not a floating dtype; use one such as jnp.bfloat16")
+            raise ValueError(
+                f"compute_dtype={self.compute_dtype} is not a floating dtype; use one such as jnp.bfloat16"
+            )
 
     def resolve(self, recipe: Any, name: str = "recipe") -> Recipe:
         """A recipe from what the user gave, with this configuration's history length.
@@ -99,7 +101,7 @@ class Decision:
     reason: str
 
 
-def fp8_linear_layers(module: M, config: Fp8Config | None = None) -> M:
+def fp8_linear_layers[M](module: M, config: Fp8Config | None = None) -> M:
     """Converts the linear layers of a model to FP8.
 
     Every layer that the configuration selects gets an `Fp8DotGeneral` in place of its `dot_general`; weights, and all
@@ -144,7 +146,7 @@ def fp8_linear_layers(module: M, config: Fp8Config | None = None) -> M:
     return map_layers(convert, module, config.layers)
 
 
-def restore_linear_layers(module: M, config: Fp8Config | None = None) -> M:
+def restore_linear_layers[M](module: M, config: Fp8Config | None = None) -> M:
     """Takes FP8 out of a model again: the inverse of `fp8_linear_layers`.
 
     Args:
@@ -218,7 +220,7 @@ def find_layers(module: Any, rules: tuple[LayerRule, ...]) -> dict[str, tuple[An
     return found
 
 
-def map_layers(function: Callable[[str, Any], M], module: M, rules: tuple[LayerRule, ...]) -> M:
+def map_layers[M](function: Callable[[str, Any], M], module: M, rules: tuple[LayerRule, ...]) -> M:
     """The tree with `function(path, layer)` in the place of every layer that has a rule."""
     return _walk(lambda path, layer, stack: function(path, layer), module, rules, (), ())
 

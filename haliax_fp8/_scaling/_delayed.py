@@ -90,7 +90,9 @@ class DelayedScaling(AbstractScaling):
             limits: The largest value of each operand's format.
         """
         amax = jnp.where(jnp.isfinite(amax), amax, jnp.full_like(amax, -jnp.inf))
-        history = jnp.concatenate([amax[..., None], history[..., 2:], history[..., : min(1, history.shape[-1] - 1)]], -1)
+        history = jnp.concatenate(
+            [amax[..., None], history[..., 2:], history[..., : min(1, history.shape[-1] - 1)]], -1
+        )
         largest = jnp.max(history, axis=-1)
         limit = jnp.asarray(limits, jnp.float32)
         limit = limit.reshape((1,) * (scale.ndim - 1) + limit.shape)

@@ -1,0 +1,154 @@
+"""What a product sums over: the contraction of `dot_general`, and what any other contraction has to provide."""
+
+import abc
+import dataclasses
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Float32, Shaped
+
+from ._dimension_numbers import DotDimensions
+from ._quantized_array import QuantizedArray
+
+
+class AbstractContraction(abc.ABC):
+    """A bilinear map of two operands, with the two gradients that it has. Frozen and hashable.
+
+    Laws: `gradient_of_lhs(g, rhs)` is the transpose of `lhs -> product(lhs, rhs)` at `g`, and the same for rhs;
+    `fold` is what `jax.vmap` of the product would compute.
+    """
+
+    extras: int
+    """How many operands there are beside lhs and rhs; integers, not differentiated."""
+
+    @abc.abstractmethod
+    def out_shape(self, lhs_shape: Sequence[int], rhs_shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape of the product."""
+
+    @abc.abstractmethod
+    def with_batch_axes(self, count: int) -> "AbstractContraction":
+        """The contraction with `count` new leading axes in every operand and the product."""
+
+    @abc.abstractmethod
+    def fold(
+        self, operands: Sequence[Array], axes: Sequence[int | None], size: int, ensemble: int
+    ) -> tuple[Sequence[Array], "AbstractContraction", int]:
+        """Takes an axis that `vmap` maps into the contraction.
+
+        Args:
+            operands: lhs, rhs and extras, each with the mapped axis and `ensemble` leading axes before it.
+            axes: Where each operand has the mapped axis; None where it has none.
+            size: The size of the mapped axis.
+            ensemble: The number of leading axes that this contraction does not count.
+
+        Returns:
+            The operands, the contraction that multiplies them, and where the product has the axis.
+        """
+
+    @abc.abstractmethod
+    def dot(
+        self, lhs: Float[Array, "..."], rhs: Float[Array, "..."], extras: tuple[Array, ...], precision: lax.Precision
+    ) -> Float32[Array, "..."]:
+        """The product of two plain arrays, accumulated in float32."""
+
+    @abc.abstractmethod
+    def product(
+        self, lhs: QuantizedArray, rhs: QuantizedArray, extras: tuple[Array, ...], precision: lax.Precision
+    ) -> Float32[Array, "..."]:
+        """The product of two quantized arrays, scales applied."""
+
+    @abc.abstractmethod
+    def gradient_of_lhs(
+        self, grad: QuantizedArray, rhs: QuantizedArray, extras: tuple[Array, ...]
+    ) -> Float32[Array, "..."]:
+        """The gradient of lhs, in its layout, from that of the product."""
+
+    @abc.abstractmethod
+    def gradient_of_rhs(
+        self, grad: QuantizedArray, lhs: QuantizedArray, extras: tuple[Array, ...]
+    ) -> Float32[Array, "..."]:
+        """The gradient of rhs, in its layout, from that of the product."""
+
+
+def to_front(x: Shaped[Array, "..."], axis: int | None, size: int, position: int) -> Shaped[Array, "..."]:
+    """Moves an axis to a position near the front, or makes a new one there by repeating."""
+    if axis is not None:
+        return jnp.moveaxis(x, axis, position)
+    shape = (*x.shape[:position], size, *x.shape[position:])
+    return jnp.broadcast_to(jnp.expand_dims(x, position), shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class DotContraction(AbstractContraction):
+    """The contraction of `lax.dot_general`.
+
+    Args:
+        dimensions: Which axes are contracted, batched and kept.
+    """
+
+    dimensions: DotDimensions
+
+    extras = 0
+
+    def out_shape(self, lhs_shape: Sequence[int], rhs_shape: Sequence[int]) -> tuple[int, ...]:
+        """Batch axes, free axes of lhs, free axes of rhs."""
+        return self.dimensions.out_shape(lhs_shape, rhs_shape)
+
+    def with_batch_axes(self, count: int) -> "DotContraction":
+        """Batched over `count` leading axes."""
+        return DotContraction(self.dimensions.with_batch_axes(count))
+
+    def fold(
+        self, operands: Sequence[Array], axes: Sequence[int | None], size: int, ensemble: int
+    ) -> tuple[Sequence[Array], "DotContraction", int]:
+        """The mapped axis is a free axis of the operand that has it, or a batch axis of both."""
+        (lhs, rhs), (lhs_axis, rhs_axis) = operands, axes
+        if rhs_axis is None:
+            dimensions, out_axis = self.dimensions.with_axis_in_lhs()
+        elif lhs_axis is None:
+            dimensions, out_axis = self.dimensions.with_axis_in_rhs()
+        else:
+            dimensions, out_axis = self.dimensions.with_batch_axis()
+        lhs = lhs if lhs_axis is None else jnp.moveaxis(lhs, lhs_axis, ensemble)
+        rhs = rhs if rhs_axis is None else jnp.moveaxis(rhs, rhs_axis, ensemble)
+        return (lhs, rhs), DotContraction(dimensions), out_axis
+
+    def dot(
+        self, lhs: Float[Array, "..."], rhs: Float[Array, "..."], extras: tuple[Array, ...], precision: lax.Precision
+    ) -> Float32[Array, "..."]:
+        """`lax.dot_general`."""
+        return lax.dot_general(
+            lhs, rhs, self.dimensions.numbers, precision=precision, preferred_element_type=jnp.float32
+        )
+
+    def product(
+        self, lhs: QuantizedArray, rhs: QuantizedArray, extras: tuple[Array, ...], precision: lax.Precision
+    ) -> Float32[Array, "..."]:
+        """`dot(lhs.data, rhs.data) * (lhs.scale * rhs.scale)`."""
+        return _product(lhs, rhs, self.dimensions, precision)
+
+    def gradient_of_lhs(
+        self, grad: QuantizedArray, rhs: QuantizedArray, extras: tuple[Array, ...]
+    ) -> Float32[Array, "..."]:
+        """Contracts the free axes of rhs."""
+        dimensions, layout = self.dimensions.gradient_of_lhs()
+        return jnp.transpose(_product(grad, rhs, dimensions, lax.Precision.HIGHEST), layout)
+
+    def gradient_of_rhs(
+        self, grad: QuantizedArray, lhs: QuantizedArray, extras: tuple[Array, ...]
+    ) -> Float32[Array, "..."]:
+        """Contracts the free axes of lhs."""
+        dimensions, layout = self.dimensions.gradient_of_rhs()
+        return jnp.transpose(_product(grad, lhs, dimensions, lax.Precision.HIGHEST), layout)
+
+
+def _product(a: QuantizedArray, b: QuantizedArray, dims: DotDimensions, precision: lax.Precision) -> Array:
+    """`dot(a, b)` in float32, for scales that are constant along what is contracted, and so factor out of the sum."""
+    out = lax.dot_general(a.data, b.data, dims.numbers, precision=precision, preferred_element_type=jnp.float32)
+    batch, kept_a, kept_b = len(dims.lhs_batch), len(dims.lhs_free), len(dims.rhs_free)
+    scale_a = jnp.transpose(a.scale, dims.lhs_batch + dims.lhs_free + dims.lhs_contract)
+    scale_b = jnp.transpose(b.scale, dims.rhs_batch + dims.rhs_free + dims.rhs_contract)
+    scale_a = scale_a.reshape(scale_a.shape[: batch + kept_a] + (1,) * kept_b)
+    scale_b = scale_b.reshape(scale_b.shape[:batch] + (1,) * kept_a + scale_b.shape[batch : batch + kept_b])
+    return out * jnp.broadcast_to(scale_a * scale_b, out.shape)

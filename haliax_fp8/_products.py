@@ -1,0 +1,162 @@
+"""The numerics of fprop, dgrad and wgrad: quantize, multiply, rescale; and the state of the next step."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Float32
+
+from ._contraction import AbstractContraction
+from ._quantized_array import QuantizedArray, quantize
+from ._recipe import Quantization, Recipe
+
+
+@dataclasses.dataclass(frozen=True)
+class ProductSpec:
+    """All that is static about one FP8 product.
+
+    Args:
+        recipe: How the operands are quantized.
+        contraction: What is multiplied with what, and its gradients; the axes of the ensemble not counted.
+        kernel_is_lhs: Which operand is the kernel: `einsum` may have swapped them.
+        compute_dtype: The dtype that operands and output are rounded to around the product; None leaves them.
+        out_dtype: The dtype of the output.
+        precision: Of fprop. The default lets the hardware accumulate fast; dgrad and wgrad never do.
+        ensemble: How many leading axes of every array number independent members, each with state of its own.
+    """
+
+    recipe: Recipe
+    contraction: AbstractContraction
+    kernel_is_lhs: bool
+    compute_dtype: np.dtype | None
+    out_dtype: np.dtype
+    precision: lax.Precision
+    ensemble: int = 0
+
+    @property
+    def quantizations(self) -> tuple[Quantization, Quantization, Quantization]:
+        """Of lhs, rhs and the output's gradient."""
+        lhs, rhs, grad = (self.recipe.quantizations[i] for i in self.state_rows)
+        return lhs, rhs, grad
+
+    @property
+    def state_rows(self) -> tuple[int, int, int]:
+        """Where state (in the order input, kernel, output gradient) describes lhs, rhs and the output's gradient."""
+        return (1, 0, 2) if self.kernel_is_lhs else (0, 1, 2)
+
+
+def varying_axes(x: Array) -> frozenset[str]:
+    aval = jax.typeof(x)
+    axes = getattr(aval, "manual_axis_type", None)  # JAX 0.12 moved `vma` here.
+    return frozenset(axes.varying if axes is not None else getattr(aval, "vma", ()))
+
+
+def _axes_to_reduce(x: Array, state: Array) -> tuple[str, ...]:
+    """The mesh axes over which devices hold parts of an operand but share the state, inside `shard_map`."""
+    manual = tuple(jax.sharding.get_abstract_mesh().manual_axes)
+    if manual and not varying_axes(lax.axis_index(manual[0])):
+        return manual  # With `check_vma=False` nothing is known; a maximum too many does no harm.
+    return tuple(sorted(varying_axes(x) - varying_axes(state)))
+
+
+def _amax(x: Float[Array, "..."], spec: ProductSpec, state: Array) -> Float32[Array, "*ensemble"]:
+    amax = jnp.max(jnp.abs(x), axis=tuple(range(spec.ensemble, x.ndim)), initial=0.0).astype(jnp.float32)
+    axes = _axes_to_reduce(x, state)
+    return lax.pmax(amax, axes) if axes else amax
+
+
+def _round_to(x: Array, dtype: np.dtype | None) -> Array:
+    return x if dtype is None else x.astype(dtype)
+
+
+def _quantize(x: Array, role: int, state: tuple[Array, ...], spec: ProductSpec) -> QuantizedArray:
+    """Quantizes lhs (role 0), rhs (1) or the output's gradient (2)."""
+    quantization = spec.quantizations[role]
+    stored = state[0][..., spec.state_rows[role]] if quantization.scaling.stateful else None
+    scale = quantization.scaling.scale(x, quantization.format, stored, spec.ensemble)
+    return quantize(x, scale, quantization.format)
+
+
+# Quantized lhs and rhs, and their amaxes where state records them.
+type Residuals = tuple[tuple[QuantizedArray, QuantizedArray], Array | None]
+
+
+@functools.partial(jax.jit, static_argnames="spec")
+def forward(
+    lhs: Array, rhs: Array, extras: tuple[Array, ...], state: tuple[Array, ...], *, spec: ProductSpec
+) -> tuple[Array, "Residuals"]:
+    """The output, and the residuals of the backward pass: quantized operands and their amaxes."""
+    lhs, rhs = _round_to(lhs, spec.compute_dtype), _round_to(rhs, spec.compute_dtype)
+    with jax.named_scope("fprop"):
+        quantized = _quantize(lhs, 0, state, spec), _quantize(rhs, 1, state, spec)
+        out = spec.contraction.with_batch_axes(spec.ensemble).product(*quantized, extras, spec.precision)
+        out = _round_to(out, spec.compute_dtype).astype(spec.out_dtype)
+    amaxes = jnp.stack([_amax(x, spec, state[0]) for x in (lhs, rhs)], axis=-1) if state else None
+    return out, (quantized, amaxes)
+
+
+@functools.partial(jax.jit, static_argnames=("spec", "dtypes", "update"))
+def backward(
+    grad: Array,
+    residuals: "Residuals",
+    extras: tuple[Array, ...],
+    state: tuple[Array, ...],
+    *,
+    spec: ProductSpec,
+    dtypes: tuple[np.dtype | None, np.dtype | None],
+    update: bool,
+) -> tuple[tuple[Array | None, Array | None], tuple[Array, ...]]:
+    """The gradients of lhs and rhs in the dtypes given (None: not wanted), and if wanted the next step's state."""
+    (lhs, rhs), amaxes = residuals
+    grad = _round_to(grad, spec.compute_dtype)
+    contraction = spec.contraction.with_batch_axes(spec.ensemble)
+    quantized = _quantize(grad, 2, state, spec)
+
+    def gradient(product: Callable[..., Array], other: QuantizedArray, dtype: np.dtype | None) -> Array | None:
+        if dtype is None:
+            return None
+        return _round_to(product(quantized, other, extras), spec.compute_dtype).astype(dtype)
+
+    names = ("wgrad", "dgrad") if spec.kernel_is_lhs else ("dgrad", "wgrad")
+    with jax.named_scope(names[0]):
+        grad_lhs = gradient(contraction.gradient_of_lhs, rhs, dtypes[0])
+    with jax.named_scope(names[1]):
+        grad_rhs = gradient(contraction.gradient_of_rhs, lhs, dtypes[1])
+    gradients = grad_lhs, grad_rhs
+    if not (state and update):
+        return gradients, ()
+    scale, history = state
+    observed = amaxes[..., 0], amaxes[..., 1], _amax(grad, spec, scale)
+    # From the order lhs, rhs, output gradient into that of the state.
+    observed = jnp.stack([observed[spec.state_rows.index(row)] for row in range(3)], axis=-1)
+    delayed = spec.recipe.delayed
+    assert delayed is not None
+    return gradients, delayed.update(scale, history, observed, tuple(q.format.max for q in spec.recipe.quantizations))
+
+
+@functools.partial(jax.jit, static_argnames=("spec", "linear"))
+def tangent(
+    tangents: Sequence[Array],
+    residuals: "Residuals",
+    extras: tuple[Array, ...],
+    *,
+    spec: ProductSpec,
+    linear: tuple[bool, bool],
+) -> Array:
+    """The output's tangent, `dot(dlhs, rhs) + dot(lhs, drhs)`, rounding taken as the identity."""
+    (lhs, rhs), _ = residuals
+    contraction = spec.contraction.with_batch_axes(spec.ensemble)
+    given = iter(tangents)
+    dlhs, drhs = (next(given) if is_linear else None for is_linear in linear)
+    terms = []
+    if dlhs is not None:
+        terms.append(contraction.dot(dlhs.astype(jnp.float32), rhs.dequantize(), extras, lax.Precision.HIGHEST))
+    if drhs is not None:
+        terms.append(contraction.dot(lhs.dequantize(), drhs.astype(jnp.float32), extras, lax.Precision.HIGHEST))
+    if not terms:
+        return jnp.zeros(contraction.out_shape(lhs.data.shape, rhs.data.shape), spec.out_dtype)
+    return sum(terms[1:], start=terms[0]).astype(spec.out_dtype)
