@@ -6,7 +6,9 @@ converts a model; `partition_for_grad_overwrite` and `apply_updates` make its tr
 """
 
 from . import ops as ops
+from ._calibrate import calibrate as calibrate, fp8_states as fp8_states
 from ._describe import LayerDescription as LayerDescription, ModelDescription as ModelDescription, describe as describe
+from ._einsum import Fp8Einsum as Fp8Einsum
 from ._formats import (
     E4M3 as E4M3,
     E4M3FNUZ as E4M3FNUZ,
@@ -15,7 +17,15 @@ from ._formats import (
     Format as Format,
     saturating_cast as saturating_cast,
 )
-from ._layers import HaliaxLinear as HaliaxLinear, LayerRule as LayerRule, default_layers as default_layers
+from ._layers import (
+    EquinoxLinear as EquinoxLinear,
+    HaliaxEmbedding as HaliaxEmbedding,
+    HaliaxLinear as HaliaxLinear,
+    HaliaxMoELinear as HaliaxMoELinear,
+    LayerRule as LayerRule,
+    Refused as Refused,
+    default_layers as default_layers,
+)
 from ._op import Fp8DotGeneral as Fp8DotGeneral
 from ._overwrite import DelayedState as DelayedState, OverwriteWithGradient as OverwriteWithGradient
 from ._quantized_array import QuantizedArray as QuantizedArray, quantize as quantize

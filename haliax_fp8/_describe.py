@@ -105,7 +105,7 @@ def describe(model: Any, config: Fp8Config | None = None) -> ModelDescription:
         reason = ""
         if op is None:
             planned = decisions[path].reason if path in decisions else ""
-            reason = rule.refusal(layer) or planned or "not converted"
+            reason = rule.refusal(layer) or planned or rule.only_if_named(layer) or "not converted"
         rows.append(
             LayerDescription(
                 path=path,

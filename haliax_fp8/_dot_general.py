@@ -140,8 +140,8 @@ def _fp8_dot_transpose(grad, *args, spec: ProductSpec, linear: tuple[bool, ...],
         first_order_p.bind(grad), residuals, extras, state, spec=spec, dtypes=dtypes, update=any(linear[2:])
     )
     cotangents = [*gradients, *(new_state or [None] * len(state))]
-    for i, tangent in enumerate(tangents):
-        if i >= 2 and ad.is_undefined_primal(tangent) and is_max_grad(tangent.aval):
+    for i, t in enumerate(tangents):
+        if i >= 2 and ad.is_undefined_primal(t) and is_max_grad(t.aval):
             cotangents[i] = to_max_grad(cotangents[i])
     undefined = [ct if ad.is_undefined_primal(t) else None for ct, t in zip(cotangents, tangents, strict=True)]
     return [ct for ct, is_linear in zip(undefined, linear, strict=True) if is_linear] + [None] * (

@@ -7,13 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 from haliax.state_dict import ModuleWithStateDictSerialization, StateDict
 from jax import lax
-from jaxtyping import Array, DTypeLike, Float
+from jaxtyping import Array, DTypeLike, Float, Int
 
-from ._contraction import DotContraction
+from ._contraction import AbstractContraction, DotContraction
 from ._dimension_numbers import DimensionNumbers, DotDimensions
 from ._dot_general import fp8_dot_general
-from ._products import ProductSpec
 from ._overwrite import DelayedState
+from ._products import ProductSpec
+from ._ragged import RaggedContraction
 from ._recipe import Recipe
 from ._scaling import AbstractScaling, DelayedScaling
 
@@ -112,27 +113,84 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
                 f"out_sharding={out_sharding} was asked of an FP8 product, which does not support explicit mesh axes "
                 "yet; use a mesh with axis_types=AxisType.Auto"
             )
-        for name, x in (("lhs", lhs), ("rhs", rhs)):
-            if not jnp.issubdtype(x.dtype, jnp.floating):
-                raise ValueError(f"{name} of an FP8 product has dtype {x.dtype}; only floating-point arrays have one")
+        _require_floating(lhs, rhs)
         dims = DotDimensions.of(dimension_numbers, lhs.shape, rhs.shape)
+        kernel_is_lhs = self._kernel_is_lhs(lhs.shape, rhs.shape, dims)
+        spec = self._spec(DotContraction(dims), kernel_is_lhs, lhs, rhs, precision, preferred_element_type)
+        return fp8_dot_general(lhs, rhs, self._state_arrays, spec)
+
+    @jax.named_scope("fp8_ragged_dot")
+    def ragged_dot(
+        self,
+        lhs: Float[Array, "rows inputs"],
+        rhs: Float[Array, "groups inputs outputs"],
+        group_sizes: Int[Array, " groups"],
+        precision: lax.PrecisionLike = None,
+        preferred_element_type: DTypeLike | None = None,
+    ) -> Float[Array, "rows outputs"]:
+        """Multiplies as `lax.ragged_dot` does: consecutive groups of rows, each by a kernel of its own.
+
+        Args:
+            lhs: The rows of all groups, one group after the other.
+            rhs: The groups' kernels.
+            group_sizes: How many rows each group has; 0 is fine. Rows beyond their sum give 0.
+            precision: As in `__call__`.
+            preferred_element_type: As in `__call__`.
+
+        Returns:
+            The product; one scale serves the kernels of all groups.
+        """
+        _require_floating(lhs, rhs)
+        if lhs.ndim != 2 or rhs.ndim != 3 or lhs.shape[1] != rhs.shape[1] or group_sizes.shape != rhs.shape[:1]:
+            raise ValueError(
+                f"lhs {lhs.shape}, rhs {rhs.shape} and group_sizes {group_sizes.shape} do not fit: "
+                "they must be [rows, inputs], [groups, inputs, outputs] and [groups]"
+            )
+        spec = self._spec(RaggedContraction(), False, lhs, rhs, precision, preferred_element_type)
+        return fp8_dot_general(lhs, rhs, self._state_arrays, spec, (group_sizes,))
+
+    @property
+    def _state_arrays(self) -> tuple[Array, ...]:
+        return () if self.state is None else self.state.arrays
+
+    def _spec(
+        self,
+        contraction: AbstractContraction,
+        kernel_is_lhs: bool,
+        lhs: Array,
+        rhs: Array,
+        precision: lax.PrecisionLike,
+        preferred_element_type: DTypeLike | None,
+    ) -> ProductSpec:
         out_dtype = preferred_element_type or self.compute_dtype or jnp.promote_types(lhs.dtype, rhs.dtype)
-        spec = ProductSpec(
+        return ProductSpec(
             recipe=self.recipe,
-            contraction=DotContraction(dims),
-            kernel_is_lhs=self._kernel_is_lhs(lhs.shape, rhs.shape, dims),
+            contraction=contraction,
+            kernel_is_lhs=kernel_is_lhs,
             compute_dtype=self.compute_dtype,
             out_dtype=np.dtype(out_dtype),
             precision=_precision(precision),
         )
-        return fp8_dot_general(lhs, rhs, () if self.state is None else self.state.arrays, spec)
+
+    # `jnp.einsum(..., _dot_general=op)` hashes what it is given; arrays have no hash, but an op is the same as itself.
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
 
     def _kernel_is_lhs(self, lhs_shape: tuple[int, ...], rhs_shape: tuple[int, ...], dims: DotDimensions) -> bool:
         if self.kernel_shape is None:
             return False
+        batch = tuple(lhs_shape[axis] for axis in dims.lhs_batch)
+
+        def fits(free: tuple[int, ...]) -> bool:
+            # A free axis of the kernel is a batch axis of the product where the input has it too.
+            return free == self.kernel_shape or sorted(free + batch) == sorted(self.kernel_shape or ())
+
         lhs_free = tuple(lhs_shape[axis] for axis in dims.lhs_free)
         rhs_free = tuple(rhs_shape[axis] for axis in dims.rhs_free)
-        return lhs_free == self.kernel_shape and rhs_free != self.kernel_shape
+        return fits(lhs_free) and not fits(rhs_free)
 
     def scale(self, operand: str) -> Array:
         """The scale that the next use of "input", "kernel" or "output_grad" takes, `[*stack]`."""
@@ -164,14 +222,22 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
         return self
 
 
+def _require_floating(lhs: Array, rhs: Array) -> None:
+    for name, x in (("lhs", lhs), ("rhs", rhs)):
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            raise ValueError(
+                f"{name} of an FP8 product has dtype {x.dtype}; cast it to a floating dtype, or leave this product to "
+                "lax.dot_general"
+            )
+
+
 def _precision(precision: lax.PrecisionLike) -> lax.Precision:
     if precision is None:
         return lax.Precision.DEFAULT
-    if isinstance(precision, str):
-        precision = lax.Precision(precision) if precision in {p.value for p in lax.Precision} else precision
-    if not isinstance(precision, lax.Precision):
+    try:
+        return lax.Precision(precision)
+    except (ValueError, TypeError) as error:
         raise ValueError(
-            f"precision={precision!r} of an FP8 product must be None or one jax.lax.Precision: "
+            f"precision={precision!r} of an FP8 product must be None or one jax.lax.Precision (or its name): "
             "DEFAULT accumulates fast, HIGHEST in full"
-        )
-    return precision
+        ) from error

@@ -11,7 +11,7 @@ from jax import lax
 from jaxtyping import Array, Float, Float32
 
 from ._contraction import AbstractContraction
-from ._quantized_array import QuantizedArray, quantize
+from ._quantized_array import QuantizedArray
 from ._recipe import Quantization, Recipe
 
 
@@ -77,8 +77,7 @@ def _quantize(x: Array, role: int, state: tuple[Array, ...], spec: ProductSpec) 
     """Quantizes lhs (role 0), rhs (1) or the output's gradient (2)."""
     quantization = spec.quantizations[role]
     stored = state[0][..., spec.state_rows[role]] if quantization.scaling.stateful else None
-    scale = quantization.scaling.scale(x, quantization.format, stored, spec.ensemble)
-    return quantize(x, scale, quantization.format)
+    return quantization.scaling.quantize(x, quantization.format, stored, spec.ensemble)
 
 
 # Quantized lhs and rhs, and their amaxes where state records them.

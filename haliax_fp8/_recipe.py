@@ -4,7 +4,7 @@ import dataclasses
 from typing import Literal
 
 from ._formats import E4M3, E5M2, Format
-from ._scaling import AbstractScaling, DelayedScaling
+from ._scaling import AbstractScaling, DelayedScaling, ObservedScaling
 
 
 OperandName = Literal["input", "kernel", "output_grad"]
@@ -78,9 +78,16 @@ class Recipe:
     def delayed(self) -> DelayedScaling | None:
         """The delayed scaling that some operand uses, or None if the recipe keeps no history."""
         for quantization in self.quantizations:
-            if isinstance(quantization.scaling, DelayedScaling):
-                return quantization.scaling
+            scaling = quantization.scaling
+            scaling = scaling.scaling if isinstance(scaling, ObservedScaling) else scaling
+            if isinstance(scaling, DelayedScaling):
+                return scaling
         return None
+
+    @property
+    def observed(self) -> "Recipe":
+        """This recipe in high precision, recording what its state needs."""
+        return Recipe(*(dataclasses.replace(q, scaling=ObservedScaling(q.scaling)) for q in self.quantizations))
 
     def with_amax_history_length(self, length: int) -> "Recipe":
         """This recipe with another history length in its delayed scalings.

@@ -58,7 +58,11 @@ class _MaxGradRules:
 
     @staticmethod
     def full(shape, fill_value, dtype: "_MaxGradDType") -> Array:
-        fill_value = to_float32(fill_value) if is_max_grad(fill_value) else fill_value
+        if is_max_grad(fill_value):
+            fill_value = to_float32(fill_value)
+        elif type(fill_value) is int and fill_value == 0:
+            # How automatic differentiation asks for the additive zero, where an index leaves something out.
+            fill_value = -np.inf
         return to_max_grad(lax.full(shape, fill_value, dtype.float_dtype))
 
     @staticmethod

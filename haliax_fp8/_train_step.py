@@ -140,7 +140,7 @@ def transfer_optimizer_state(opt_state: PyTree, old_model: Any, new_model: Any) 
         ValueError: If the models' parameters differ in number, shape or dtype, or `opt_state` is not `old_model`'s.
 
     Example:
-        >>> fp8_model = fp8_linear_layers(model)
+        >>> step, fp8_model = TrainStep(loss_fn, optax.adamw(1e-3)), fp8_linear_layers(model)
         >>> opt_state = transfer_optimizer_state(step.init(model), model, fp8_model)
         >>> jax.tree.structure(opt_state) == jax.tree.structure(step.init(fp8_model))
         True

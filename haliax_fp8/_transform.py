@@ -177,11 +177,13 @@ def decide(module: Any, config: Fp8Config) -> dict[str, Decision]:
     decisions = {}
     for path, (layer, stack) in found.items():
         rule = rule_of(layer, config.layers)
-        recipe, reason = _choose(path, layer, config, targets, exclude)
+        recipe, reason, named = _choose(path, layer, config, targets, exclude)
         refusal = rule.refusal(layer) if rule.op(layer) is None else None
+        if recipe is not None and not named and (condition := rule.only_if_named(layer)) is not None:
+            recipe, reason = None, condition
         if recipe is not None and refusal is not None:
-            if targets is not None:
-                raise ValueError(f"targets={config.targets!r} selects {path}, which cannot be converted: {refusal}")
+            if named:
+                raise ValueError(f"the targets or overrides select {path}, which cannot be converted: {refusal}")
             recipe, reason = None, refusal
         decisions[path] = Decision(path, layer, rule, stack, recipe, reason)
     return decisions
@@ -189,18 +191,19 @@ def decide(module: Any, config: Fp8Config) -> dict[str, Decision]:
 
 def _choose(
     path: str, layer: Any, config: Fp8Config, targets: tuple[Pattern, ...] | None, exclude: tuple[Pattern, ...]
-) -> tuple[Recipe | None, str]:
+) -> tuple[Recipe | None, str, bool]:
+    """The recipe, or why there is none; and whether a pattern asked for this layer."""
     for pattern in exclude:
         if matches(pattern, path, layer):
-            return None, f"excluded by {pattern!r}"
+            return None, f"excluded by {pattern!r}", True
     for pattern, recipe in config.overrides.items():
         if matches(pattern, path, layer):
             if recipe is None:
-                return None, f"left alone by the override {pattern!r}"
-            return config.resolve(recipe), ""
+                return None, f"left alone by the override {pattern!r}", True
+            return config.resolve(recipe), "", True
     if targets is not None and not any(matches(pattern, path, layer) for pattern in targets):
-        return None, "not among the targets"
-    return config.resolve(config.recipe), ""
+        return None, "not among the targets", False
+    return config.resolve(config.recipe), "", targets is not None
 
 
 def rule_of(layer: Any, rules: tuple[LayerRule, ...]) -> LayerRule:
@@ -232,7 +235,7 @@ def _walk(
     prefix: tuple[KeyEntry, ...],
     stack: tuple[hax.Axis, ...],
 ) -> Any:
-    layer_types = tuple(rule.layer_type for rule in rules)
+    layer_types = tuple(jax.tree.leaves([rule.layer_type for rule in rules]))
 
     def visit(path: tuple[KeyEntry, ...], node: Any) -> Any:
         path = prefix + path

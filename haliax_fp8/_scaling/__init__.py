@@ -2,3 +2,4 @@
 
 from ._base import AbstractScaling as AbstractScaling
 from ._delayed import DelayedScaling as DelayedScaling
+from ._observed import ObservedScaling as ObservedScaling

@@ -1,4 +1,4 @@
-"""What a scaling has to say: whether it remembers, and the scale of an operand at this use."""
+"""What a scaling has to say: whether it remembers, and how it quantizes an operand at this use."""
 
 import abc
 import dataclasses
@@ -7,6 +7,7 @@ from typing import ClassVar
 from jaxtyping import Array, Float, Float32
 
 from .._formats import Format
+from .._quantized_array import QuantizedArray
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,14 +22,14 @@ class AbstractScaling(abc.ABC):
     """Whether the scale comes from state that is carried from step to step."""
 
     @abc.abstractmethod
-    def scale(
+    def quantize(
         self, x: Float[Array, "*shape"], format: Format, stored: Float32[Array, "*ensemble"] | None, ensemble: int
-    ) -> Float32[Array, "*blocks"]:
-        """The scale for this use, shaped for `QuantizedArray`.
+    ) -> QuantizedArray:
+        """Quantizes an operand for this use.
 
         Args:
             x: The operand. Its first `ensemble` axes are independent members, each with scales of its own.
-            format: The format that it will be rounded to.
+            format: The format to round to.
             stored: The scale that the state holds, one per member; None if the scaling is stateless.
             ensemble: How many leading axes of `x` number members.
         """

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
 from .._formats import Format
+from .._quantized_array import QuantizedArray, quantize
 from ._base import AbstractScaling
 
 
@@ -55,15 +56,14 @@ class DelayedScaling(AbstractScaling):
                 "the history has to hold the amax of the last step (the field's default is 1024)"
             )
 
-    def scale(
+    def quantize(
         self, x: Float[Array, "*shape"], format: Format, stored: Float32[Array, "*ensemble"] | None, ensemble: int
-    ) -> Float32[Array, "*blocks"]:
-        """The stored scale, one for all elements of each member."""
-        del format
+    ) -> QuantizedArray:
+        """Quantizes with the stored scale, one for all elements of each member."""
         assert stored is not None
         # A trainer that overwrites state with the zero gradient of a layer that no loss reached leaves a scale of 0.
         usable = jnp.where(stored > 0.0, stored, jnp.ones_like(stored))
-        return usable.reshape(usable.shape + (1,) * (x.ndim - ensemble))
+        return quantize(x, usable.reshape(usable.shape + (1,) * (x.ndim - ensemble)), format)
 
     def update(
         self,

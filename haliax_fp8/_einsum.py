@@ -1,0 +1,145 @@
+"""Fp8Einsum: a two-operand einsum whose operands keep their roles."""
+
+import dataclasses
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, DTypeLike, Float
+
+from ._op import Fp8DotGeneral
+from ._recipe import Recipe
+from ._scaling import AbstractScaling
+
+
+class Fp8Einsum(eqx.Module):
+    """`jnp.einsum` of an input and a kernel in FP8.
+
+    `jnp.einsum` may exchange its operands to save a transposition; then the state that belongs to the kernel would
+    describe the input. Here the first operand is always the input, the second always the kernel.
+
+    Args:
+        dot_general: The product and its state.
+
+    References:
+        `flax.linen.fp8_ops.Fp8Einsum`; same numbers where its operands are not swapped.
+
+    Example:
+        >>> einsum = Fp8Einsum.init()
+        >>> einsum("...k,kn->...n", jnp.ones((2, 3, 16)), jnp.ones((16, 8))).shape
+        (2, 3, 8)
+    """
+
+    dot_general: Fp8DotGeneral
+
+    @staticmethod
+    def init(
+        recipe: Recipe | AbstractScaling | None = None,
+        *,
+        compute_dtype: DTypeLike | None = None,
+        stack: tuple[hax.Axis, ...] = (),
+    ) -> "Fp8Einsum":
+        """An einsum before its first step; arguments as in `Fp8DotGeneral.init`."""
+        return Fp8Einsum(Fp8DotGeneral.init(recipe, compute_dtype=compute_dtype, stack=stack))
+
+    @jax.named_scope("fp8_einsum")
+    def __call__(
+        self,
+        subscripts: str,
+        *operands: Float[Array, "..."],
+        precision: lax.PrecisionLike = None,
+        preferred_element_type: DTypeLike | None = None,
+    ) -> Float[Array, "..."]:
+        """Evaluates the Einstein summation.
+
+        Args:
+            subscripts: As in `jnp.einsum`: explicit or implicit output, `...` for batch axes.
+            *operands: The input and the kernel.
+            precision: As in `Fp8DotGeneral`.
+            preferred_element_type: The dtype of the result.
+
+        Returns:
+            The result.
+
+        Raises:
+            ValueError: If there are not two operands, or the subscripts do not fit them.
+        """
+        if len(operands) != 2:
+            raise ValueError(
+                f"subscripts={subscripts!r} came with {len(operands)} operands; an FP8 einsum has one input and one "
+                "kernel. Split a longer product into several, each with an Fp8Einsum (and so a state) of its own"
+            )
+        parsed = Subscripts.parse(subscripts, *(x.shape for x in operands))
+        lhs, rhs = (
+            x if old == new else jnp.einsum(f"{old}->{new}", x)
+            for x, old, new in zip(operands, parsed.given, parsed.reduced, strict=True)
+        )
+        left, right = parsed.reduced
+        contract = [name for name in left if name in right and name not in parsed.out]
+        batch = [name for name in left if name in right and name in parsed.out]
+        numbers = tuple(tuple(tuple(map(side.index, names)) for side in parsed.reduced) for names in (contract, batch))
+        out = self.dot_general(lhs, rhs, numbers, precision, preferred_element_type)
+        names = [*batch, *(n for n in left if n not in right), *(n for n in right if n not in left)]
+        return jnp.transpose(out, [names.index(name) for name in parsed.out])
+
+
+@dataclasses.dataclass(frozen=True)
+class Subscripts:
+    """An einsum of two operands with its ellipses spelt out.
+
+    Args:
+        given: The axes of each operand, one letter each.
+        reduced: What is left of each once repeated axes are diagonals and axes that nothing else has are summed.
+        out: The axes of the result.
+    """
+
+    given: tuple[str, str]
+    reduced: tuple[str, str]
+    out: str
+
+    @staticmethod
+    def parse(subscripts: str, lhs_shape: tuple[int, ...], rhs_shape: tuple[int, ...]) -> "Subscripts":
+        """Parses subscripts against the operands' shapes.
+
+        Args:
+            subscripts: Such as `"...k,kn->...n"`.
+            lhs_shape: The shape of the first operand.
+            rhs_shape: The shape of the second.
+
+        Raises:
+            ValueError: If they do not fit.
+        """
+        inputs, arrow, out = subscripts.replace(" ", "").partition("->")
+        sides = inputs.split(",")
+        if len(sides) != 2:
+            raise ValueError(f"subscripts={subscripts!r} name {len(sides)} operands; an FP8 einsum has two")
+        unused = [chr(c) for c in (*range(97, 123), *range(65, 91)) if chr(c) not in subscripts]
+        counts = []
+        for side, shape in zip(sides, (lhs_shape, rhs_shape), strict=True):
+            named = len(side.replace("...", ""))
+            counts.append(len(shape) - named if "..." in side else 0)
+            if counts[-1] < 0 or ("..." not in side and named != len(shape)):
+                raise ValueError(f"subscripts={subscripts!r}: {side!r} does not fit an operand of shape {shape}")
+        ellipsis = "".join(unused[: max(counts)])
+        # Ellipses are aligned at their last axis, as in NumPy's broadcasting.
+        left, right = (
+            side.replace("...", ellipsis[len(ellipsis) - count :]) for side, count in zip(sides, counts, strict=True)
+        )
+        if arrow:
+            out = out.replace("...", ellipsis)
+        else:
+            once = sorted(c for c in set(left + right) - set(ellipsis) if (left + right).count(c) == 1)
+            out = ellipsis + "".join(once)
+        if len(set(out)) != len(out) or not set(out) <= set(left + right):
+            raise ValueError(f"subscripts={subscripts!r}: the result repeats an axis or has one that no operand has")
+        sizes: dict[str, int] = {}
+        for name, size in zip(left + right, lhs_shape + rhs_shape, strict=True):
+            if sizes.setdefault(name, size) != size:
+                raise ValueError(f"subscripts={subscripts!r}: axis {name!r} has sizes {sizes[name]} and {size}")
+        reduced = tuple(
+            "".join(dict.fromkeys(name for name in side if name in other or name in out))
+            for side, other in ((left, right), (right, left))
+        )
+        return Subscripts((left, right), (reduced[0], reduced[1]), out)

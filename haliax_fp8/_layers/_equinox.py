@@ -1,0 +1,97 @@
+"""Rules for Equinox's layers."""
+
+import dataclasses
+from typing import Any
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from .._op import Fp8DotGeneral
+from .._recipe import Recipe
+from ._base import LayerRule, integer_weight, state_like
+
+
+class Fp8Linear(eqx.nn.Linear):
+    """An `eqx.nn.Linear` that multiplies in FP8. Made by `fp8_linear_layers`."""
+
+    dot_general: Fp8DotGeneral
+
+    def __init__(self, linear: eqx.nn.Linear, dot_general: Fp8DotGeneral):
+        """Takes over the arrays of a plain layer.
+
+        Args:
+            linear: The layer.
+            dot_general: The op that multiplies.
+        """
+        for field in dataclasses.fields(eqx.nn.Linear):
+            setattr(self, field.name, getattr(linear, field.name))
+        self.dot_general = dot_general
+
+    @jax.named_scope("fp8_linear")
+    def __call__(self, x: Float[Array, "..."], *, key: Any = None) -> Float[Array, "..."]:
+        """`weight @ x + bias` for one example; `jax.vmap` over a batch is one product.
+
+        Args:
+            x: Shape `(in_features,)`, or `()` for `"scalar"`.
+            key: Not used.
+        """
+        del key
+        if self.in_features == "scalar":
+            if jnp.shape(x) != ():
+                raise ValueError(f"x of shape {jnp.shape(x)} must be a scalar: the layer's in_features is 'scalar'")
+            x = jnp.broadcast_to(x, (1,))
+        dtype = jnp.result_type(x, self.weight)
+        x = self.dot_general(x, self.weight, (((0,), (1,)), ((), ())), preferred_element_type=dtype)
+        if self.bias is not None:
+            x = x + self.bias
+        return jnp.squeeze(x) if self.out_features == "scalar" else x
+
+
+@dataclasses.dataclass(frozen=True)
+class EquinoxLinear(LayerRule):
+    """`eqx.nn.Linear`, which has no place for an op: an `Fp8Linear`, a subclass, takes its place."""
+
+    @property
+    def layer_type(self) -> type:
+        """`eqx.nn.Linear`."""
+        return eqx.nn.Linear
+
+    def refusal(self, layer: eqx.nn.Linear) -> str | None:
+        """Integer or complex weights, or a subclass, whose `__call__` would be lost."""
+        if type(layer) not in (eqx.nn.Linear, Fp8Linear):
+            return f"{type(layer).__name__} is a subclass of Linear and may multiply otherwise"
+        return integer_weight(layer.weight)
+
+    def shape(self, layer: eqx.nn.Linear) -> str:
+        """Input and output features."""
+        return f"{layer.in_features} -> {layer.out_features}"
+
+    def op(self, layer: eqx.nn.Linear) -> Fp8DotGeneral | None:
+        """The op of an `Fp8Linear`."""
+        return layer.dot_general if isinstance(layer, Fp8Linear) else None
+
+    def convert(
+        self, layer: eqx.nn.Linear, recipe: Recipe, compute_dtype: Any, stack: tuple[hax.Axis, ...]
+    ) -> Fp8Linear:
+        """An `Fp8Linear` with the same arrays; leading axes of the weight are those of stacks and ensembles."""
+        leading = getattr(layer.weight, "shape", (0, 0))[:-2]
+        sizes = tuple(axis.size for axis in stack)
+        stack = stack if leading[len(leading) - len(sizes) :] == sizes else ()
+        op = Fp8DotGeneral.init(recipe, compute_dtype=compute_dtype, stack=stack)
+        return Fp8Linear(layer, state_like(op, layer.weight, leading[: len(leading) - len(stack)]))
+
+    def with_op(self, layer: eqx.nn.Linear, op: Fp8DotGeneral) -> Fp8Linear:
+        """An `Fp8Linear` with the op."""
+        return Fp8Linear(layer, op)
+
+    def restore(self, layer: eqx.nn.Linear) -> eqx.nn.Linear:
+        """A plain `Linear` with the same arrays."""
+        plain = eqx.filter_eval_shape(
+            eqx.nn.Linear, layer.in_features, layer.out_features, layer.use_bias, key=jax.random.key(0)
+        )
+        if not layer.use_bias:
+            return eqx.tree_at(lambda linear: linear.weight, plain, layer.weight)
+        return eqx.tree_at(lambda linear: (linear.weight, linear.bias), plain, (layer.weight, layer.bias))

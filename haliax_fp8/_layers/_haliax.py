@@ -1,0 +1,201 @@
+"""Rules for Haliax's layers."""
+
+import dataclasses
+from typing import Any
+
+import equinox as eqx
+import haliax as hax
+import haliax.nn as hnn
+import jax
+from haliax.quantization import DotGeneralOp
+from haliax.util import ensure_tuple
+
+from .._op import Fp8DotGeneral
+from .._recipe import Recipe
+from ._base import LayerRule, integer_weight, state_like
+
+
+@dataclasses.dataclass(frozen=True)
+class HaliaxLinear(LayerRule):
+    """`haliax.nn.Linear`: the op goes into its `dot_general` field."""
+
+    @property
+    def layer_type(self) -> type:
+        """`haliax.nn.Linear`."""
+        return hnn.Linear
+
+    def refusal(self, layer: hnn.Linear) -> str | None:
+        """Integer weights, or a `dot_general` that is not Haliax's default and would be lost."""
+        if type(layer.dot_general) is not type(DotGeneralOp.default()):
+            return f"its dot_general is a {type(layer.dot_general).__name__} already"
+        return integer_weight(layer.weight)
+
+    def shape(self, layer: hnn.Linear) -> str:
+        """Input axes and output axes with their sizes."""
+        return f"{named_sizes(layer.In)} -> {named_sizes(layer.Out)}"
+
+    def op(self, layer: hnn.Linear) -> Fp8DotGeneral | None:
+        """The `dot_general`, if it is ours."""
+        return layer.dot_general if isinstance(layer.dot_general, Fp8DotGeneral) else None
+
+    def convert(self, layer: hnn.Linear, recipe: Recipe, compute_dtype: Any, stack: tuple[hax.Axis, ...]) -> hnn.Linear:
+        """The layer with an op whose state has the stack's axes, and those of an ensemble made by `filter_vmap`."""
+        return self.with_op(layer, op_for(layer.weight, layer.Out, recipe, compute_dtype, stack))
+
+    def with_op(self, layer: hnn.Linear, op: Fp8DotGeneral) -> hnn.Linear:
+        """The layer with another `dot_general`."""
+        return dataclasses.replace(layer, dot_general=op)
+
+    def restore(self, layer: hnn.Linear) -> hnn.Linear:
+        """The layer with Haliax's default `dot_general`."""
+        return dataclasses.replace(layer, dot_general=DotGeneralOp.default())
+
+
+class Fp8Embedding(hnn.Embedding):
+    """A `haliax.nn.Embedding` whose `unembed` multiplies in FP8; the look-up stays as it is."""
+
+    dot_general: Fp8DotGeneral = eqx.field(kw_only=True)
+
+    @jax.named_scope("unembed")
+    def unembed(self, input_embeds: hax.NamedArray) -> hax.NamedArray:
+        """The logits, `input_embeds.dot(weight)` over the embedding axes."""
+        logits = input_embeds.dot(self.weight, axis=self.Embed, dot_general=self.dot_general)
+        return logits * self.reparam.unembed_active_scale
+
+
+@dataclasses.dataclass(frozen=True)
+class HaliaxEmbedding(LayerRule):
+    """`haliax.nn.Embedding`: its `unembed`, the tied head of a language model, becomes an FP8 product."""
+
+    @property
+    def layer_type(self) -> type:
+        """`haliax.nn.Embedding`."""
+        return hnn.Embedding
+
+    def refusal(self, layer: hnn.Embedding) -> str | None:
+        """Integer weights, or a subclass, whose methods would be lost."""
+        return subclass(layer, hnn.Embedding) or integer_weight(layer.weight)
+
+    def only_if_named(self, layer: hnn.Embedding) -> str:
+        """A look-up is no product, and a head in FP8 is a choice to make: the loss reads it directly."""
+        return "a tied head is converted only if a target names it"
+
+    def shape(self, layer: hnn.Embedding) -> str:
+        """Of the product: embedding axes to vocabulary."""
+        return f"{named_sizes(layer.Embed)} -> {named_sizes(layer.Vocab)}"
+
+    def op(self, layer: hnn.Embedding) -> Fp8DotGeneral | None:
+        """The op of `unembed`."""
+        return layer.dot_general if isinstance(layer, Fp8Embedding) else None
+
+    def convert(
+        self, layer: hnn.Embedding, recipe: Recipe, compute_dtype: Any, stack: tuple[hax.Axis, ...]
+    ) -> Fp8Embedding:
+        """An `Fp8Embedding` with the same arrays."""
+        return self.with_op(layer, op_for(layer.weight, layer.Vocab, recipe, compute_dtype, stack))
+
+    def with_op(self, layer: hnn.Embedding, op: Fp8DotGeneral) -> Fp8Embedding:
+        """An `Fp8Embedding` with the op."""
+        return Fp8Embedding(layer.weight, layer.Vocab, layer.Embed, layer._reparam_cls, dot_general=op)
+
+    def restore(self, layer: hnn.Embedding) -> hnn.Embedding:
+        """A plain `Embedding`."""
+        return hnn.Embedding(layer.weight, layer.Vocab, layer.Embed, layer._reparam_cls)
+
+
+class Fp8MoELinear(hnn.MoELinear):
+    """A `haliax.nn.MoELinear` whose grouped products run in FP8."""
+
+    dot_general: Fp8DotGeneral = eqx.field(kw_only=True)
+
+    @jax.named_scope("moe_linear")
+    def __call__(self, inputs: hax.NamedArray, group_sizes: hax.NamedArray, *, key: Any = None) -> hax.NamedArray:
+        """Multiplies each expert's rows by its kernel; rows beyond the last group give 0.
+
+        Args:
+            inputs: One ragged axis and `In`; the rows of each expert are consecutive.
+            group_sizes: How many rows each expert has; may be 0.
+            key: Not used.
+        """
+        del key
+        ragged = hax.axis.without_axes(inputs.axes, self.In)
+        if len(ragged) != 1:
+            raise ValueError(
+                f"inputs have axes {inputs.axes}; a MoELinear takes one axis of rows beside {self.In.name!r}: flatten "
+                "the others into it"
+            )
+        rows = inputs.rearrange((*ragged, self.In)).array
+        kernel = self.weight.rearrange((self.Experts, self.In, self.Out)).array
+        sizes = group_sizes.rearrange((self.Experts,)).array
+        out = hax.named(self.dot_general.ragged_dot(rows, kernel, sizes), (*ragged, self.Out))
+        out = out.rearrange(hax.axis.replace_axis(inputs.axes, self.In, self.Out))
+        return hax.auto_sharded(out if self.bias is None else out + self.bias)
+
+
+@dataclasses.dataclass(frozen=True)
+class HaliaxMoELinear(LayerRule):
+    """`haliax.nn.MoELinear`: one state for all experts, as the kernel is one array."""
+
+    @property
+    def layer_type(self) -> type:
+        """`haliax.nn.MoELinear`."""
+        return hnn.MoELinear
+
+    def refusal(self, layer: hnn.MoELinear) -> str | None:
+        """Integer weights, or a subclass, whose `__call__` would be lost."""
+        return subclass(layer, hnn.MoELinear) or integer_weight(layer.weight)
+
+    def shape(self, layer: hnn.MoELinear) -> str:
+        """Experts, input and output axes."""
+        return f"{named_sizes(layer.Experts)}: {named_sizes(layer.In)} -> {named_sizes(layer.Out)}"
+
+    def op(self, layer: hnn.MoELinear) -> Fp8DotGeneral | None:
+        """The op of the grouped product."""
+        return layer.dot_general if isinstance(layer, Fp8MoELinear) else None
+
+    def convert(
+        self, layer: hnn.MoELinear, recipe: Recipe, compute_dtype: Any, stack: tuple[hax.Axis, ...]
+    ) -> Fp8MoELinear:
+        """An `Fp8MoELinear` with the same arrays."""
+        return self.with_op(layer, op_for(layer.weight, layer.Out, recipe, compute_dtype, stack))
+
+    def with_op(self, layer: hnn.MoELinear, op: Fp8DotGeneral) -> Fp8MoELinear:
+        """An `Fp8MoELinear` with the op."""
+        return Fp8MoELinear(**_moe_fields(layer), dot_general=op)
+
+    def restore(self, layer: hnn.MoELinear) -> hnn.MoELinear:
+        """A plain `MoELinear`."""
+        return hnn.MoELinear(**_moe_fields(layer))
+
+
+def _moe_fields(layer: hnn.MoELinear) -> dict[str, Any]:
+    return {field.name: getattr(layer, field.name) for field in dataclasses.fields(hnn.MoELinear)}
+
+
+def op_for(
+    weight: Any, Out: hax.AxisSpec, recipe: Recipe, compute_dtype: Any, stack: tuple[hax.Axis, ...]
+) -> Fp8DotGeneral:
+    """An op for a kernel with named axes, which may be stacked, or be the members of an ensemble."""
+    sizes = {axis.name: axis.size for axis in ensure_tuple(Out)}
+    names, members = tuple(sizes), ()
+    # Where a weight is tied to another array, it is a node of `eqx.nn.Shared` instead.
+    if isinstance(weight, hax.NamedArray):
+        members = weight.array.shape[: weight.array.ndim - len(weight.axis_names)]
+        stack = tuple(axis for axis in stack if axis.name in weight.axis_names)
+        names = tuple(name for name in weight.axis_names if name in sizes)
+    kernel_shape = tuple(sizes[name] for name in names)
+    op = Fp8DotGeneral.init(recipe, compute_dtype=compute_dtype, kernel_shape=kernel_shape, stack=stack)
+    return state_like(op, weight, members)
+
+
+def subclass(layer: Any, *types: type) -> str | None:
+    """The refusal of a layer whose class is not exactly the one that the rule rewrites."""
+    ours = (Fp8Embedding, Fp8MoELinear)
+    if type(layer) in (*types, *ours):
+        return None
+    return f"{type(layer).__name__} is a subclass of {types[0].__name__} and may multiply otherwise"
+
+
+def named_sizes(spec: hax.AxisSpec) -> str:
+    """Axes with their sizes, for a table."""
+    return " × ".join(f"{axis.name} {axis.size}" for axis in ensure_tuple(spec)) or "scalar"

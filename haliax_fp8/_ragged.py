@@ -1,0 +1,94 @@
+"""Grouped products: rows of one operand multiplied by the kernel of the group that each is in (mixture of experts)."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Float32
+
+from ._contraction import AbstractContraction, to_front
+from ._quantized_array import QuantizedArray
+
+
+_ROWS_BY_KERNEL = lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), [0], [0])
+_GRAD_BY_KERNEL = lax.RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), [0], [0])
+_ROWS_BY_GRAD = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
+
+
+@dataclasses.dataclass(frozen=True)
+class RaggedContraction(AbstractContraction):
+    """`lax.ragged_dot`: rows `[M, K]`, kernels `[G, K, N]`, group sizes `[G]`; the product is `[M, N]`.
+
+    Row `m` is multiplied by the kernel of the group that it falls in, groups being consecutive; rows behind the last
+    group give 0. dgrad is the same with transposed kernels; wgrad sums, for each group, over its rows: `[G, K, N]`.
+
+    Args:
+        batch: How many leading axes all operands and the product have, each a product of its own.
+    """
+
+    batch: int = 0
+
+    extras = 1
+
+    def out_shape(self, lhs_shape: Sequence[int], rhs_shape: Sequence[int]) -> tuple[int, ...]:
+        """`[*batch, M, N]`."""
+        return (*lhs_shape[:-1], rhs_shape[-1])
+
+    def with_batch_axes(self, count: int) -> "RaggedContraction":
+        """Batched over `count` more leading axes."""
+        return RaggedContraction(self.batch + count)
+
+    def fold(
+        self, operands: Sequence[Array], axes: Sequence[int | None], size: int, ensemble: int
+    ) -> tuple[Sequence[Array], "RaggedContraction", int]:
+        """A batch axis of every operand: examples have groups of their own."""
+        moved = [to_front(x, axis, size, ensemble) for x, axis in zip(operands, axes, strict=True)]
+        return moved, self.with_batch_axes(1), 0
+
+    def dot(
+        self, lhs: Float[Array, "..."], rhs: Float[Array, "..."], extras: tuple[Array, ...], precision: lax.Precision
+    ) -> Float32[Array, "..."]:
+        """`lax.ragged_dot_general`."""
+        return self._dot(_ROWS_BY_KERNEL, precision)(lhs, rhs, *extras)
+
+    def product(
+        self, lhs: QuantizedArray, rhs: QuantizedArray, extras: tuple[Array, ...], precision: lax.Precision
+    ) -> Float32[Array, "..."]:
+        """Rows times kernels."""
+        return self._scaled(_ROWS_BY_KERNEL, lhs, rhs, extras, precision)
+
+    def gradient_of_lhs(
+        self, grad: QuantizedArray, rhs: QuantizedArray, extras: tuple[Array, ...]
+    ) -> Float32[Array, "..."]:
+        """Rows of the output's gradient times transposed kernels."""
+        return self._scaled(_GRAD_BY_KERNEL, grad, rhs, extras, lax.Precision.HIGHEST)
+
+    def gradient_of_rhs(
+        self, grad: QuantizedArray, lhs: QuantizedArray, extras: tuple[Array, ...]
+    ) -> Float32[Array, "..."]:
+        """For each group, the sum over its rows of outer products."""
+        return self._scaled(_ROWS_BY_GRAD, lhs, grad, extras, lax.Precision.HIGHEST)
+
+    def _scaled(
+        self,
+        numbers: lax.RaggedDotDimensionNumbers,
+        a: QuantizedArray,
+        b: QuantizedArray,
+        extras: tuple[Array, ...],
+        precision: lax.Precision,
+    ) -> Float32[Array, "..."]:
+        out = self._dot(numbers, precision)(a.data, b.data, *extras)
+        scale = a.scale.reshape(a.scale.shape[: self.batch]) * b.scale.reshape(b.scale.shape[: self.batch])
+        return out * scale.reshape(scale.shape + (1,) * (out.ndim - self.batch))
+
+    def _dot(self, numbers: lax.RaggedDotDimensionNumbers, precision: lax.Precision) -> Callable[..., Array]:
+        def dot(lhs: Array, rhs: Array, group_sizes: Array) -> Array:
+            return lax.ragged_dot_general(
+                lhs, rhs, group_sizes, numbers, precision=precision, preferred_element_type=jnp.float32
+            )
+
+        for _ in range(self.batch):
+            dot = jax.vmap(dot)
+        return dot

@@ -1,0 +1,35 @@
+"""Observed scaling: high precision, while the state that another scaling needs is recorded."""
+
+import dataclasses
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32
+
+from .._formats import Format
+from .._quantized_array import QuantizedArray
+from ._base import AbstractScaling
+
+
+@dataclasses.dataclass(frozen=True)
+class ObservedScaling(AbstractScaling):
+    """Leaves an operand as it is, and lets its amax be recorded for the scaling that will be used later.
+
+    Calibration runs a model with it: every product is that of high precision, so that one bad scale does not spoil the
+    amaxes of the layers behind it.
+
+    Args:
+        scaling: The scaling whose state is recorded.
+    """
+
+    scaling: AbstractScaling
+
+    @property
+    def stateful(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """As the scaling that is observed for."""
+        return self.scaling.stateful
+
+    def quantize(
+        self, x: Float[Array, "*shape"], format: Format, stored: Float32[Array, "*ensemble"] | None, ensemble: int
+    ) -> QuantizedArray:
+        """The operand itself, with scales of 1."""
+        return QuantizedArray(x, jnp.ones((*x.shape[:ensemble], *(1,) * (x.ndim - ensemble)), jnp.float32))
