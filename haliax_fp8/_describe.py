@@ -8,6 +8,7 @@ import haliax as hax
 import rich.box
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from ._transform import Fp8Config, decide, find_layers, rule_of
 
@@ -70,12 +71,13 @@ class ModelDescription:
         for column in ("layer", "shape", "stacked", "runs in"):
             table.add_column(column, overflow="fold")
         for layer in self.layers:
-            runs_in = f"[green]{layer.recipe}" if layer.is_fp8 else f"[yellow]high precision: {layer.reason}"
-            table.add_row(layer.path or "(the module itself)", layer.shape, layer.stacked, runs_in)
+            # Text, not markup: a pattern such as `[a-z]*` in a reason is no style.
+            runs_in = Text(layer.recipe, "green") if layer.recipe else Text(f"high precision: {layer.reason}", "yellow")
+            table.add_row(*map(Text, (layer.path or "(the module itself)", layer.shape, layer.stacked)), runs_in)
         return table
 
     def __str__(self) -> str:
-        console = Console(width=120, no_color=True)
+        console = Console(width=120, color_system=None)
         with console.capture() as capture:
             console.print(self)
         return "\n".join(line.rstrip() for line in capture.get().splitlines())

@@ -84,9 +84,16 @@ class Format:
 
 
 E4M3 = Format("E4M3", np.dtype(jnp.float8_e4m3fn))
+"""4 bits of exponent, 3 of mantissa, maximum 448: for inputs and kernels."""
+
 E5M2 = Format("E5M2", np.dtype(jnp.float8_e5m2))
+"""5 bits of exponent, 2 of mantissa, maximum 57344: for gradients."""
+
 E4M3FNUZ = Format("E4M3FNUZ", np.dtype(jnp.float8_e4m3fnuz))
+"""E4M3 as AMD's MI300 has it: no negative zero, no infinities, maximum 240."""
+
 E5M2FNUZ = Format("E5M2FNUZ", np.dtype(jnp.float8_e5m2fnuz))
+"""E5M2 as AMD's MI300 has it: no negative zero, no infinities, maximum 57344."""
 
 
 def saturating_cast(x: Float[Array, "*shape"], format: Format) -> Float[Array, "*shape"]:

@@ -1,5 +1,7 @@
 """Fp8DotGeneral: a recipe with its state, callable wherever `lax.dot_general` is."""
 
+from typing import Any
+
 import equinox as eqx
 import haliax as hax
 import jax
@@ -76,9 +78,7 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
             recipe = DelayedScaling()
         if isinstance(recipe, AbstractScaling):
             recipe = Recipe.of(recipe)
-        if compute_dtype is not None and not jnp.issubdtype(compute_dtype, jnp.floating):
-            raise ValueError(f"compute_dtype={compute_dtype} is not a floating dtype; use one such as jnp.bfloat16")
-        dtype = None if compute_dtype is None else np.dtype(compute_dtype)
+        dtype = None if compute_dtype is None else floating_dtype("compute_dtype", compute_dtype)
         return Fp8DotGeneral(DelayedState.init(recipe, stack), recipe, dtype, kernel_shape)
 
     @jax.named_scope("fp8_dot_general")
@@ -162,13 +162,16 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
         precision: lax.PrecisionLike,
         preferred_element_type: DTypeLike | None,
     ) -> ProductSpec:
-        out_dtype = preferred_element_type or self.compute_dtype or jnp.promote_types(lhs.dtype, rhs.dtype)
+        if preferred_element_type is not None:
+            out_dtype = floating_dtype("preferred_element_type", preferred_element_type)
+        else:
+            out_dtype = self.compute_dtype or np.dtype(jnp.promote_types(lhs.dtype, rhs.dtype))
         return ProductSpec(
             recipe=self.recipe,
             contraction=contraction,
             kernel_is_lhs=kernel_is_lhs,
             compute_dtype=self.compute_dtype,
-            out_dtype=np.dtype(out_dtype),
+            out_dtype=out_dtype,
             precision=_precision(precision),
         )
 
@@ -229,6 +232,17 @@ def _require_floating(lhs: Array, rhs: Array) -> None:
                 f"{name} of an FP8 product has dtype {x.dtype}; cast it to a floating dtype, or leave this product to "
                 "lax.dot_general"
             )
+
+
+def floating_dtype(name: str, dtype: Any) -> np.dtype:
+    """An argument that has to be a floating dtype of 16 bits or more, as NumPy's; raises a ValueError with its name."""
+    try:
+        result = np.dtype(dtype)
+        if jnp.issubdtype(result, jnp.floating) and jnp.finfo(result).bits >= 16:
+            return result
+    except TypeError:
+        pass  # not a dtype at all
+    raise ValueError(f"{name}={dtype} is not a floating dtype of 16 bits or more; use one such as jnp.bfloat16")
 
 
 def _precision(precision: lax.PrecisionLike) -> lax.Precision:

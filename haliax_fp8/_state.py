@@ -95,6 +95,7 @@ class _MaxGradDType(dtypes.ExtendedDType):
 
 
 fp32_max_grad = _MaxGradDType(np.dtype(np.float32))
+"""The element type: float32 whose cotangents JAX adds by maximum. Cast to it and from it with `astype`."""
 
 
 def _add_eagerly(x: Array, y: Array) -> Array:

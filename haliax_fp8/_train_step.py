@@ -46,7 +46,7 @@ class TrainStep(eqx.Module):
     """
 
     loss_fn: Callable[..., Float[Array, ""]]
-    optimizer: optax.GradientTransformation
+    optimizer: optax.GradientTransformation | optax.MultiSteps
     microbatches: int = eqx.field(default=1, static=True)
     donate: bool = eqx.field(default=False, static=True)
 
@@ -92,7 +92,7 @@ def _loss_and_gradients(model: Any, step: TrainStep, batch: tuple[Any, ...]) -> 
         return loss, *partition_for_grad_overwrite(gradients)
 
     def split(x: Array) -> Array:
-        if x.shape[0] % count:
+        if x.ndim == 0 or x.shape[0] % count:
             raise ValueError(
                 f"microbatches={count} does not divide the leading axis of a batch array of shape {x.shape}"
             )

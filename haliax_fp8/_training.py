@@ -12,6 +12,7 @@ from haliax.quantization import CustomGradientAccumulation
 from jaxtyping import Array, PyTree
 
 from ._overwrite import OverwriteWithGradient
+from ._state import fp32_max_grad
 
 
 T = TypeVar("T")
@@ -64,7 +65,7 @@ def apply_updates[T](module: T, updates: PyTree, overwrites: PyTree) -> T:
             return leaf.overwritten_by(overwrite)
         if overwrite is not None:
             return overwrite
-        return leaf if update is None else jax.tree.map(_add, leaf, update)
+        return jax.tree.map(_add, update, leaf, is_leaf=lambda node: node is None)
 
     try:
         return jax.tree.map(apply, module, updates, overwrites, is_leaf=_is_state_or_missing)
@@ -74,7 +75,9 @@ def apply_updates[T](module: T, updates: PyTree, overwrites: PyTree) -> T:
         raise
 
 
-def _add(parameter: Array, update: Array) -> Array:
+def _add(update: Array | None, parameter: Any) -> Any:
+    if update is None:  # nothing to differentiate: a function, integers
+        return parameter
     if parameter.shape != update.shape:
         raise ValueError(f"updates have an array of shape {update.shape} for a parameter of shape {parameter.shape}")
     dtype = jnp.promote_types(parameter.dtype, update.dtype)
@@ -156,7 +159,7 @@ def filter_grad(function: Callable[..., Any], *, has_aux: bool = False) -> Calla
         >>> [float(g(twice)(layer, x).dot_general.amax_history("input")[0]) for g in (filter_grad, eqx.filter_grad)]
         [3.0, 4.0]
     """
-    return eqx.filter_grad(_with_max_gradients(function), has_aux=has_aux)
+    return _explained(eqx.filter_grad(_with_max_gradients(function), has_aux=has_aux))
 
 
 def filter_value_and_grad(function: Callable[..., Any], *, has_aux: bool = False) -> Callable[..., Any]:
@@ -169,7 +172,7 @@ def filter_value_and_grad(function: Callable[..., Any], *, has_aux: bool = False
     Returns:
         A function with the same arguments that returns `(value, gradients)`.
     """
-    return eqx.filter_value_and_grad(_with_max_gradients(function), has_aux=has_aux)
+    return _explained(eqx.filter_value_and_grad(_with_max_gradients(function), has_aux=has_aux))
 
 
 def _with_max_gradients(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -177,6 +180,25 @@ def _with_max_gradients(function: Callable[..., Any]) -> Callable[..., Any]:
         return function(with_max_gradients(model), *args, **kwargs)
 
     return differentiated
+
+
+def _explained(gradients_of: Callable[..., Any]) -> Callable[..., Any]:
+    """Says what to do where JAX has no rule for the element type: it cannot transpose static slices of it."""
+
+    def explained(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return gradients_of(*args, **kwargs)
+        except TypeError as error:
+            if fp32_max_grad.name not in str(error):
+                raise
+            raise ValueError(
+                "FP8 state was sliced inside the differentiated function (as in `jax.tree.map(lambda a: a[0], "
+                "layers)`), and JAX cannot differentiate that slice for state whose gradients accumulate by maximum. "
+                "Take layers out of a stack with jax.lax.dynamic_index_in_dim or jnp.unstack, or scan over them; or "
+                "use eqx.filter_grad, which sums the newest amaxes of a layer's uses"
+            ) from error
+
+    return explained
 
 
 def with_max_gradients[T](tree: T) -> T:

@@ -7,11 +7,11 @@ from typing import Any, TypeVar
 import haliax as hax
 import haliax.nn as hnn
 import jax
-import jax.numpy as jnp
 from jax.tree_util import KeyEntry
 from jaxtyping import DTypeLike
 
 from ._layers import LayerRule, default_layers
+from ._op import floating_dtype
 from ._recipe import Recipe
 from ._scaling import AbstractScaling, DelayedScaling
 from ._targets import Pattern, Targets, as_patterns, matches, path_string, unmatched_error
@@ -41,7 +41,7 @@ class Fp8Config:
 
     Raises:
         ValueError: If an argument is of the wrong kind, the history length is below 1, or `compute_dtype` is not
-            floating-point.
+            floating-point of 16 bits or more.
 
     Example:
         >>> Fp8Config(targets=["up_proj", "down_proj"], exclude="*.head").recipe
@@ -65,10 +65,8 @@ class Fp8Config:
             if recipe is None and name != "recipe":
                 continue
             self.resolve(recipe, name)
-        if self.compute_dtype is not None and not jnp.issubdtype(self.compute_dtype, jnp.floating):
-            raise ValueError(
-                f"compute_dtype={self.compute_dtype} is not a floating dtype; use one such as jnp.bfloat16"
-            )
+        if self.compute_dtype is not None:
+            floating_dtype("compute_dtype", self.compute_dtype)
 
     def resolve(self, recipe: Any, name: str = "recipe") -> Recipe:
         """A recipe from what the user gave, with this configuration's history length.
@@ -128,7 +126,7 @@ def fp8_linear_layers[M](module: M, config: Fp8Config | None = None) -> M:
     """
     config = Fp8Config() if config is None else config
     decisions = decide(module, config)
-    converted: dict[int, Any] = {}
+    converted: dict[Any, Any] = {}
 
     def convert(path: str, layer: Any) -> Any:
         decision = decisions[path]
@@ -137,11 +135,12 @@ def fp8_linear_layers[M](module: M, config: Fp8Config | None = None) -> M:
         op = decision.rule.op(layer)
         if op is not None and (op.recipe, op.compute_dtype) == (decision.recipe, config.compute_dtype):
             return layer
-        # The same object in two places stays one object.
-        if id(layer) not in converted:
+        # The same object in two places stays one object, unless an override gives one of the places another recipe.
+        key = id(layer), decision.recipe
+        if key not in converted:
             plain = decision.rule.restore(layer)
-            converted[id(layer)] = decision.rule.convert(plain, decision.recipe, config.compute_dtype, decision.stack)
-        return converted[id(layer)]
+            converted[key] = decision.rule.convert(plain, decision.recipe, config.compute_dtype, decision.stack)
+        return converted[key]
 
     return map_layers(convert, module, config.layers)
 

@@ -25,3 +25,4 @@ default_layers: tuple[LayerRule, ...] = (
     ),
     Refused((eqx.nn.Conv, eqx.nn.ConvTranspose, hnn.Conv, hnn.ConvTranspose), "convolutions have no FP8 product"),
 )
+"""The rules that `Fp8Config` uses unless told otherwise; the first one that fits a layer decides."""

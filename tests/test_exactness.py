@@ -1,0 +1,362 @@
+"""State and gradients under random compositions of JAX's transformations, exactly.
+
+Every program below computes the same thing in another way: the same layer used `uses` times in a row. All numbers are
+small integers and all scales powers of two, so that float32 arithmetic is exact in any order; a float64 NumPy model of
+the products and the state has to be met to the last bit.
+"""
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+from jax import lax
+
+import haliax_fp8 as fp8
+
+
+WIDTH, LENGTH = 8, 4
+SHAPE = (2, 4, WIDTH)
+POLICIES = jax.checkpoint_policies
+
+
+# --- The model in float64 ---------------------------------------------------------------------------------------------
+
+
+def quantized(x, scale, dtype):
+    limit = float(ml_dtypes.finfo(dtype).max)
+    return np.clip(x / scale, -limit, limit).astype(np.float32).astype(dtype).astype(np.float64)
+
+
+def numpy_model(scale, history, w, x, c, uses):
+    """`loss = sum(c * h)` with `h = relu(h @ w)` applied `uses` times: loss, dw, dx, and the state of the next step."""
+    e4m3, e5m2 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
+    h, saved, amaxes = x, [], np.zeros(3)
+    qw = quantized(w, scale[1], e4m3)
+    for _ in range(uses):
+        qh = quantized(h, scale[0], e4m3)
+        out = (qh @ qw) * (scale[0] * scale[1])
+        amaxes = np.maximum(amaxes, [np.abs(h).max(), np.abs(w).max(), 0.0])
+        saved.append((qh, out > 0))
+        h = np.maximum(out, 0.0)
+    loss, g, dw = (c * h).sum(), c, np.zeros_like(w)
+    for qh, positive in reversed(saved):
+        g = np.where(positive, g, 0.0)
+        amaxes[2] = max(amaxes[2], np.abs(g).max())
+        qg = quantized(g, scale[2], e5m2)
+        dw = dw + (qh.reshape(-1, WIDTH).T @ qg.reshape(-1, WIDTH)) * (scale[0] * scale[2])
+        g = (qg @ qw.T) * (scale[2] * scale[1])
+    history = np.concatenate([amaxes[:, None], history[:, 2:], history[:, :1]], axis=1)
+    top = history.max(axis=1)
+    new_scale = np.where(top > 0, top / np.array([448.0, 448.0, 57344.0]), scale)
+    return loss, dw, g, new_scale, history
+
+
+# --- The same in JAX, in many ways ------------------------------------------------------------------------------------
+
+
+def layer(op, w, h, flag):
+    return jax.nn.relu(op(h, w, (((h.ndim - 1,), (0,)), ((), ()))))
+
+
+def over_rows(transform):
+    """For transformations that take an axis off; with no axis left they do nothing."""
+    return lambda f: lambda op, w, h, flag: transform(f, op, w, h, flag) if h.ndim > 1 else f(op, w, h, flag)
+
+
+def branch(f, op, w, h, flag):
+    return lax.cond(flag, lambda h: f(op, w, h, flag), lambda h: f(op, w, 64.0 * h, flag), h)
+
+
+def switch(f, op, w, h, flag):
+    others = [lambda h: 0.0 * h, lambda h: f(op, w, h, flag), lambda h: f(op, w, 64.0 * h, flag)]
+    return lax.switch(flag.astype(jnp.int32), others, h)
+
+
+def checkpoint(**options):
+    return lambda f: lambda *args: eqx.filter_checkpoint(f, **options)(*args)
+
+
+WRAPPERS = {
+    "vmap": over_rows(lambda f, op, w, h, flag: jax.vmap(lambda r: f(op, w, r, flag))(h)),
+    "vmap of axis 1": over_rows(
+        lambda f, op, w, h, flag: jax.vmap(lambda r: f(op, w, r, flag), in_axes=h.ndim - 2, out_axes=h.ndim - 2)(h)
+    ),
+    "hax.vmap": over_rows(
+        lambda f, op, w, h, flag: hax.vmap(lambda r: f(op, w, r, flag), hax.Axis("batch", h.shape[0]))(h)
+    ),
+    "lax.map": over_rows(lambda f, op, w, h, flag: lax.map(lambda r: f(op, w, r, flag), h)),
+    "loop over rows": over_rows(lambda f, op, w, h, flag: jnp.stack([f(op, w, r, flag) for r in h])),
+    "jit": lambda f: lambda *args: eqx.filter_jit(f)(*args),
+    "checkpoint": checkpoint(),
+    "checkpoint, dots saved": checkpoint(policy=POLICIES.dots_saveable),
+    "checkpoint, all saved": checkpoint(policy=POLICIES.everything_saveable),
+    "checkpoint, names saved": checkpoint(policy=POLICIES.save_only_these_names("nothing")),
+    "cond": lambda f: lambda *args: branch(f, *args),
+    "switch": lambda f: lambda *args: switch(f, *args),
+}
+
+
+def python_loop(f, op, w, h, flag, uses):
+    for _ in range(uses):
+        h = f(op, w, h, flag)
+    return h
+
+
+def scan_loop(f, op, w, h, flag, uses):
+    return lax.scan(lambda h, _: (f(op, w, h, flag), None), h, None, length=uses)[0]
+
+
+def scan_loop_with_checkpoint(f, op, w, h, flag, uses):
+    return lax.scan(jax.checkpoint(lambda h, _: (f(op, w, h, flag), None)), h, None, length=uses)[0]
+
+
+LOOPS = {"python": python_loop, "scan": scan_loop, "scan, checkpoint": scan_loop_with_checkpoint}
+
+
+def gradients_plain(loss, params, x, c):
+    return fp8.filter_grad(lambda params, x: loss(params, x, c))(params, x)
+
+
+def gradients_jit(loss, params, x, c):
+    return eqx.filter_jit(gradients_plain)(loss, params, x, c)
+
+
+def gradients_value_and_grad(loss, params, x, c):
+    return eqx.filter_jit(fp8.filter_value_and_grad(loss))(params, x, c)[1]
+
+
+def gradients_accumulated(loss, params, x, c):
+    total = None
+    for part in range(x.shape[0]):
+        total = fp8.accumulate_gradients(total, gradients_plain(loss, params, x[part][None], c[part][None]))
+    return total
+
+
+def gradients_accumulated_in_scan(loss, params, x, c):
+    def step(total, part):
+        return fp8.accumulate_gradients(total, gradients_plain(loss, params, part[0][None], part[1][None])), None
+
+    first = gradients_plain(loss, params, x[0][None], c[0][None])
+    return lax.scan(step, first, (x[1:], c[1:]))[0]
+
+
+def gradients_per_example(loss, params, x, c):
+    """`vmap(grad)`: parameters' gradients are summed over examples, state's are maximised, by hand."""
+    each = eqx.filter_vmap(lambda x, c: gradients_plain(loss, params, x[None], c[None]))(x, c)
+    overwrites, rest = fp8.partition_for_grad_overwrite(each)
+    merge = lambda reduce, tree: jax.tree.map(lambda a: reduce(a, axis=0), tree)
+    overwrites, rest = merge(jnp.max, overwrites), merge(jnp.sum, rest)
+    is_state = lambda node: node is None or isinstance(node, fp8.OverwriteWithGradient)
+    return jax.tree.map(lambda a, b: b if a is None else a, overwrites, rest, is_leaf=is_state)
+
+
+GRADIENTS = {
+    "grad": gradients_plain,
+    "jit(grad)": gradients_jit,
+    "value_and_grad": gradients_value_and_grad,
+    "accumulated": gradients_accumulated,
+    "accumulated in a scan": gradients_accumulated_in_scan,
+    "vmap(grad)": gradients_per_example,
+}
+
+
+def integers(rng, shape, limit):
+    return rng.integers(-limit, limit + 1, shape).astype(np.float64)
+
+
+def make_op(scale, history):
+    op = fp8.Fp8DotGeneral.init(fp8.DelayedScaling(amax_history_length=LENGTH))
+    where = lambda op: (op.state.scale.array, op.state.amax_history.array)
+    return eqx.tree_at(where, op, (jnp.asarray(scale, jnp.float32), jnp.asarray(history, jnp.float32)))
+
+
+def random_problem(seed, shape=SHAPE):
+    rng = np.random.default_rng(seed)
+    scale = 2.0 ** rng.integers(-2, 3, 3)
+    return {
+        "scale": scale,
+        "history": np.abs(integers(rng, (3, LENGTH), 9)),
+        "w": integers(rng, (WIDTH, WIDTH), 3),
+        "x": integers(rng, shape, 3),
+        "c": integers(rng, shape, 3),
+    }
+
+
+def as_jax(*arrays):
+    return [jnp.asarray(a, jnp.float32) for a in arrays]
+
+
+def check(gradients, problem, uses):
+    op, w, x = gradients
+    _, dw, dx, scale, history = numpy_model(**problem, uses=uses)
+    np.testing.assert_array_equal(w, dw)
+    np.testing.assert_array_equal(x, dx)
+    np.testing.assert_array_equal(op.state.amax_history.array, history)
+    # One rounding in float32 of each division.
+    np.testing.assert_allclose(op.state.scale.array, scale, rtol=3 * 2.0**-24)
+
+
+@pytest.mark.slow
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    seed=st.integers(0, 1000),
+    uses=st.integers(1, 3),
+    wrappers=st.lists(st.sampled_from(sorted(WRAPPERS)), min_size=1, max_size=3),
+    loop=st.sampled_from(sorted(LOOPS)),
+    gradient=st.sampled_from(sorted(GRADIENTS)),
+)
+def test_any_composition_gives_the_gradients_and_the_state_of_the_plain_call(seed, uses, wrappers, loop, gradient):
+    problem = random_problem(seed)
+    f = layer
+    for name in wrappers:
+        f = WRAPPERS[name](f)
+    flag = jnp.asarray(True)
+    w, x, c = as_jax(problem["w"], problem["x"], problem["c"])
+
+    def loss(params, x_unused, c):
+        op, w, x = params
+        return (c * LOOPS[loop](f, op, w, x, flag, uses)).sum()
+
+    def loss_of_parts(params, part, c):
+        op, w = params
+        return (c * LOOPS[loop](f, op, w, part, flag, uses)).sum()
+
+    op = make_op(problem["scale"], problem["history"])
+    _, dw, dx, scale, history = numpy_model(**problem, uses=uses)
+    if "accumulated" in gradient or gradient == "vmap(grad)":
+        new_op, new_w = GRADIENTS[gradient](loss_of_parts, (op, w), x, c)
+        new_x = jnp.asarray(dx)
+    else:
+        new_op, new_w, new_x = GRADIENTS[gradient](loss, (op, w, x), x, c)
+    np.testing.assert_array_equal(new_w, dw)
+    np.testing.assert_array_equal(new_x, dx)
+    np.testing.assert_array_equal(new_op.state.amax_history.array, history)
+    np.testing.assert_allclose(new_op.state.scale.array, scale, rtol=3 * 2.0**-24)
+
+
+@pytest.mark.parametrize("wrapper", sorted(WRAPPERS))
+def test_each_transformation_alone_is_exact(wrapper):
+    problem = random_problem(7)
+    f = WRAPPERS[wrapper](layer)
+    w, x, c = as_jax(problem["w"], problem["x"], problem["c"])
+
+    def loss(params):
+        op, w, x = params
+        return (c * python_loop(f, op, w, x, jnp.asarray(True), 2)).sum()
+
+    op = make_op(problem["scale"], problem["history"])
+    check(eqx.filter_jit(fp8.filter_grad(loss))((op, w, x)), problem, uses=2)
+
+
+@pytest.mark.parametrize("wrapper", sorted(WRAPPERS))
+def test_a_plain_gradient_corrupts_nothing(wrapper):
+    """At worst the newest amax is the sum over the uses; the scale and the rest of the history stay right."""
+    problem, uses = random_problem(8), 3
+    f = WRAPPERS[wrapper](layer)
+    w, x, c = as_jax(problem["w"], problem["x"], problem["c"])
+
+    def loss(params):
+        op, w, x = params
+        return (c * python_loop(f, op, w, x, jnp.asarray(True), uses)).sum()
+
+    op = make_op(problem["scale"], problem["history"])
+    gradient = eqx.filter_jit(eqx.filter_grad(loss))((op, w, x))[0]
+    new = op.state.overwritten_by(gradient.state)
+    history = numpy_model(**problem, uses=uses)[4]
+    newest = np.asarray(new.amax_history.array)[:, 0]
+    np.testing.assert_array_equal(new.amax_history.array[:, 1:], history[:, 1:])
+    assert (newest >= history[:, 0]).all()
+    rows = x.shape[0] * x.shape[1]  # each row may be a use of its own
+    assert (newest <= uses * rows * history[:, 0]).all()
+
+
+def test_ensemble_members_keep_states_of_their_own():
+    problems = [random_problem(seed) for seed in (1, 2, 3)]
+    stack = lambda name: jnp.stack(as_jax(*(p[name] for p in problems)))
+    ops = eqx.filter_vmap(make_op)(stack("scale"), stack("history"))
+
+    @eqx.filter_vmap
+    def gradients(op, w, x, c):
+        member = lambda params: (c * jax.vmap(jax.vmap(lambda r: layer(*params[:2], r, None)))(params[2])).sum()
+        return fp8.filter_grad(member)((op, w, x))
+
+    def outside(params, c):
+        each = eqx.filter_vmap(lambda op, w, x, c: (c * jax.vmap(lambda r: layer(op, w, r, None))(x)).sum())
+        return each(*params, c).sum()
+
+    inside = eqx.filter_jit(gradients)(ops, stack("w"), stack("x"), stack("c"))
+    around = eqx.filter_jit(fp8.filter_grad(outside))((ops, stack("w"), stack("x")), stack("c"))
+    for result in (inside, around):
+        for i, problem in enumerate(problems):
+            check(jax.tree.map(lambda a, i=i: a[i], result), problem, uses=1)
+
+
+def test_scanned_layers_keep_states_of_their_own():
+    """Ops as the scanned-over argument: each layer's state is that of a layer alone, whatever the others do."""
+    problems = [random_problem(seed) for seed in (4, 5)]
+    scales, histories, ws = (np.stack([p[name] for p in problems]) for name in ("scale", "history", "w"))
+    ops = eqx.filter_vmap(make_op)(jnp.asarray(scales, jnp.float32), jnp.asarray(histories, jnp.float32))
+    x, c = as_jax(problems[0]["x"], problems[0]["c"])
+
+    def scanned(params):
+        arrays, static = eqx.partition(params[0], eqx.is_array)
+        body = lambda h, layer_arrays: (layer(eqx.combine(layer_arrays[0], static), layer_arrays[1], h, None), None)
+        return (c * lax.scan(body, x, (arrays, params[1]))[0]).sum()
+
+    def unrolled(params):
+        h = x
+        for i in range(2):
+            op, w = jax.tree.map(lambda a, i=i: lax.dynamic_index_in_dim(a, i, keepdims=False), params)
+            h = layer(op, w, h, None)
+        return (c * h).sum()
+
+    params = (ops, jnp.asarray(ws, jnp.float32))
+    results = [eqx.filter_jit(fp8.filter_grad(f))(params) for f in (scanned, unrolled)]
+    for a, b in zip(*map(jax.tree.leaves, results), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_slicing_a_stack_in_the_differentiated_function_is_explained():
+    op = jax.tree.map(lambda a: jnp.stack([a, a]), make_op(np.ones(3), np.zeros((3, LENGTH))))
+    loss = lambda op: layer(jax.tree.map(lambda a: a[0], op), jnp.ones((8, 8)), jnp.ones((2, 8)), None).sum()
+    with pytest.raises(ValueError, match="dynamic_index_in_dim"):
+        fp8.filter_grad(loss)(op)
+    assert float(eqx.filter_grad(loss)(op).amax_history("input")[0, 0]) == 1.0
+
+
+@pytest.mark.parametrize("remat", [False, True, "offload", "nested"])
+def test_haliax_stacked_with_every_checkpointing_mode(remat):
+    from haliax.nn import Linear, ScanCheckpointPolicy, Stacked
+
+    Block, E, B = hax.Axis("block", 4), hax.Axis("e", WIDTH), hax.Axis("batch", 6)
+
+    class Layer(eqx.Module):
+        linear: Linear
+
+        @staticmethod
+        def init(*, key):
+            return Layer(Linear.init(E, E.alias("e2"), key=key, use_bias=False))
+
+        def __call__(self, h):
+            return hax.nn.relu(self.linear(h)).rename({"e2": "e"})
+
+    # Offloading needs a device with memory of its own to offload from.
+    policy = {"offload": ScanCheckpointPolicy(save_carries=True), "nested": ScanCheckpointPolicy(nested=2)}
+    make = lambda mode: Stacked.init(Block, Layer, gradient_checkpointing=policy.get(mode, mode))(
+        key=jax.random.split(jax.random.key(0), Block.size)
+    )
+    x = hax.random.normal(jax.random.key(1), (B, E))
+    config = fp8.Fp8Config(amax_history_length=LENGTH)
+
+    def gradients(model):
+        loss = lambda model: (model.fold(x) ** 2).sum().scalar()
+        return eqx.filter_jit(fp8.filter_grad(loss))(fp8.fp8_linear_layers(model, config))
+
+    reference = gradients(make(False)).stacked.linear
+    got = gradients(make(remat)).stacked.linear
+    for a, b in zip(jax.tree.leaves(reference), jax.tree.leaves(got), strict=True):
+        np.testing.assert_array_equal(a, b)
