@@ -32,7 +32,7 @@ def calibrate[M](model: M, loss_fn: Callable[..., Any], batches: Iterable[Any]) 
 
     Example:
         >>> fp8_model = calibrate(fp8_linear_layers(model), loss_fn, [(x,)])
-        >>> all(bool((node.scale.array != 1.0).all()) for node in fp8_states(fp8_model))
+        >>> all(bool((node.scale != 1.0).all()) for node in fp8_states(fp8_model))
         True
     """
     if not fp8_states(model):
@@ -40,10 +40,9 @@ def calibrate[M](model: M, loss_fn: Callable[..., Any], batches: Iterable[Any]) 
             "model has no FP8 state to calibrate; convert it with fp8_linear_layers and a recipe that keeps state, "
             "such as DelayedScaling()"
         )
-    gradients_of = eqx.filter_jit(filter_grad(lambda model, batch: loss_fn(_observed(model), *batch)))
     count = 0
     for batch in batches:
-        gradients = gradients_of(model, batch if isinstance(batch, tuple) else (batch,))
+        gradients = _observed_gradients(model, loss_fn, batch if isinstance(batch, tuple) else (batch,))
         model = _overwritten(model, gradients)
         count += 1
     if count == 0:
@@ -54,6 +53,12 @@ def calibrate[M](model: M, loss_fn: Callable[..., Any], batches: Iterable[Any]) 
 def fp8_states(model: Any) -> list[OverwriteWithGradient]:
     """All state in a model that gradients overwrite."""
     return [node for node in jax.tree.leaves(model, is_leaf=_is_state) if _is_state(node)]
+
+
+# One function for all calls, so that a second calibration with the same loss does not compile again.
+@eqx.filter_jit
+def _observed_gradients(model: Any, loss_fn: Callable[..., Any], batch: tuple[Any, ...]) -> Any:
+    return filter_grad(lambda model: loss_fn(_observed(model), *batch))(model)
 
 
 def _observed(model: Any) -> Any:

@@ -9,7 +9,7 @@ from jax import lax
 from jaxtyping import Array, Float, Float32, Shaped
 
 from ._dimension_numbers import DotDimensions
-from ._quantized_array import QuantizedArray
+from ._quantized_array import QuantizedArray, expand
 
 
 class AbstractContraction(abc.ABC):
@@ -133,22 +133,29 @@ class DotContraction(AbstractContraction):
     ) -> Float32[Array, "..."]:
         """Contracts the free axes of rhs."""
         dimensions, layout = self.dimensions.gradient_of_lhs()
-        return jnp.transpose(_product(grad, rhs, dimensions, lax.Precision.HIGHEST), layout)
+        return _transposed(_product(grad, rhs, dimensions, lax.Precision.HIGHEST), layout)
 
     def gradient_of_rhs(
         self, grad: QuantizedArray, lhs: QuantizedArray, extras: tuple[Array, ...]
     ) -> Float32[Array, "..."]:
         """Contracts the free axes of lhs."""
         dimensions, layout = self.dimensions.gradient_of_rhs()
-        return jnp.transpose(_product(grad, lhs, dimensions, lax.Precision.HIGHEST), layout)
+        return _transposed(_product(grad, lhs, dimensions, lax.Precision.HIGHEST), layout)
 
 
 def _product(a: QuantizedArray, b: QuantizedArray, dims: DotDimensions, precision: lax.Precision) -> Array:
     """`dot(a, b)` in float32, for scales that are constant along what is contracted, and so factor out of the sum."""
     out = lax.dot_general(a.data, b.data, dims.numbers, precision=precision, preferred_element_type=jnp.float32)
+    if a.scale.size == b.scale.size == 1:
+        scale = lax.mul(lax.reshape(a.scale, ()), lax.reshape(b.scale, ()))
+        return lax.mul(out, lax.broadcast_in_dim(scale, out.shape, ()))
     batch, kept_a, kept_b = len(dims.lhs_batch), len(dims.lhs_free), len(dims.rhs_free)
-    scale_a = jnp.transpose(a.scale, dims.lhs_batch + dims.lhs_free + dims.lhs_contract)
-    scale_b = jnp.transpose(b.scale, dims.rhs_batch + dims.rhs_free + dims.rhs_contract)
-    scale_a = scale_a.reshape(scale_a.shape[: batch + kept_a] + (1,) * kept_b)
-    scale_b = scale_b.reshape(scale_b.shape[:batch] + (1,) * kept_a + scale_b.shape[batch : batch + kept_b])
-    return out * jnp.broadcast_to(scale_a * scale_b, out.shape)
+    scale_a = lax.transpose(a.scale, dims.lhs_batch + dims.lhs_free + dims.lhs_contract)
+    scale_b = lax.transpose(b.scale, dims.rhs_batch + dims.rhs_free + dims.rhs_contract)
+    scale_a = lax.reshape(scale_a, scale_a.shape[: batch + kept_a] + (1,) * kept_b)
+    scale_b = lax.reshape(scale_b, scale_b.shape[:batch] + (1,) * kept_a + scale_b.shape[batch : batch + kept_b])
+    return out * expand(scale_a * scale_b, out.shape)
+
+
+def _transposed(x: Array, layout: tuple[int, ...]) -> Array:
+    return x if layout == tuple(range(x.ndim)) else lax.transpose(x, layout)

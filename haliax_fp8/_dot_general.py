@@ -34,7 +34,7 @@ from ._state import is_max_grad, to_float32, to_max_grad
 def fp8_dot_general(
     lhs: Float[Array, "..."],
     rhs: Float[Array, "..."],
-    state: tuple[Array, ...],
+    state: Array | None,
     spec: ProductSpec,
     extras: tuple[Array, ...] = (),
 ) -> Float[Array, "..."]:
@@ -45,7 +45,7 @@ def fp8_dot_general(
     Args:
         lhs: The first operand.
         rhs: The second operand.
-        state: `(scale, amax_history)` in float32 or `fp32_max_grad`, or `()` for a stateless recipe.
+        state: Scales and histories in float32 or `fp32_max_grad`; None for a stateless recipe.
         spec: What is static.
         extras: What else the contraction needs, such as the group sizes of a ragged one.
 
@@ -53,7 +53,7 @@ def fp8_dot_general(
         The product in `spec.out_dtype`.
     """
     lhs, rhs = _vary_together(lhs, rhs)
-    return fp8_dot_p.bind(lhs, rhs, *extras, *state, spec=spec)
+    return fp8_dot_p.bind(lhs, rhs, *extras, *([] if state is None else [state]), spec=spec)
 
 
 def _vary_together(*arrays: Array) -> Sequence[Array]:
@@ -70,17 +70,17 @@ def _vary_together(*arrays: Array) -> Sequence[Array]:
 
 fp8_dot_p = Primitive("fp8_dot")
 fp8_dot_tangent_p = Primitive("fp8_dot_tangent")
-first_order_p = Primitive("first_order")
 
 
 def _fp8_dot(lhs: Array, rhs: Array, *others: Array, spec: ProductSpec) -> Array:
     extras, state = _split_others(others, spec)
-    return forward(lhs, rhs, extras, tuple(map(to_float32, state)), spec=spec)[0]
+    return forward(lhs, rhs, extras, state, spec=spec)[0]
 
 
-def _split_others(others: Sequence[Any], spec: ProductSpec) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+def _split_others(others: Sequence[Any], spec: ProductSpec) -> tuple[tuple[Any, ...], Array | None]:
+    """Extras, and the state in float32 if there is one."""
     count = spec.contraction.extras
-    return tuple(others[:count]), tuple(others[count:])
+    return tuple(others[:count]), to_float32(others[count]) if len(others) > count else None
 
 
 def _fp8_dot_aval(lhs, rhs, *others, spec: ProductSpec):
@@ -92,12 +92,11 @@ def _fp8_dot_aval(lhs, rhs, *others, spec: ProductSpec):
 def _fp8_dot_jvp(primals, tangents, *, spec: ProductSpec):
     lhs, rhs, *others = primals
     extras, state = _split_others(others, spec)
-    state = tuple(map(to_float32, state))
-    out, residuals = forward(first_order_p.bind(lhs), first_order_p.bind(rhs), extras, state, spec=spec)
-    tangents = (*tangents[:2], *_split_others(tangents[2:], spec)[1])
+    out, residuals = forward(lhs, rhs, extras, state, spec=spec)
+    tangents = (*tangents[:2], *tangents[2 + spec.contraction.extras :])
     linear = tuple(type(t) is not ad.Zero for t in tangents)
     given = [t for t in tangents if type(t) is not ad.Zero]
-    leaves, structure = jax.tree.flatten((residuals, extras, state))
+    leaves, structure = jax.tree.flatten((residuals, extras))
     return out, fp8_dot_tangent_p.bind(*given, *leaves, spec=spec, linear=linear, structure=structure)
 
 
@@ -115,31 +114,29 @@ def _fp8_dot_batch(args, axes, *, spec: ProductSpec):
 
 
 def _unpack(args, linear: tuple[bool, ...], structure):
-    """The equation's operands as they were bound: tangents (None where zero), residuals, extras, state."""
+    """The equation's operands as they were bound: tangents (None where zero), residuals, extras."""
     given = iter(args[: sum(linear)])
     tangents = [next(given) if is_linear else None for is_linear in linear]
     return tangents, *jax.tree.unflatten(structure, args[sum(linear) :])
 
 
 def _fp8_dot_tangent(*args: Array, spec: ProductSpec, linear: tuple[bool, ...], structure) -> Array:
-    tangents, residuals, extras, _ = _unpack(args, linear, structure)
+    tangents, residuals, extras = _unpack(args, linear, structure)
     return tangent([t for t in tangents[:2] if t is not None], residuals, extras, spec=spec, linear=linear[:2])
 
 
 def _fp8_dot_tangent_aval(*args, spec: ProductSpec, linear: tuple[bool, ...], structure):
-    _, ((lhs, rhs), _), *_ = _unpack(args, linear, structure)
+    _, ((lhs, rhs), *_), _ = _unpack(args, linear, structure)
     return _fp8_dot_aval(lhs.data, rhs.data, spec=spec)
 
 
 def _fp8_dot_transpose(grad, *args, spec: ProductSpec, linear: tuple[bool, ...], structure):
-    tangents, residuals, extras, state = _unpack(args, linear, structure)
+    tangents, residuals, extras = _unpack(args, linear, structure)
     if type(grad) is ad.Zero:
         return [None] * len(args)
     dtypes = tuple(t.aval.dtype if ad.is_undefined_primal(t) else None for t in tangents[:2])
-    gradients, new_state = backward(
-        first_order_p.bind(grad), residuals, extras, state, spec=spec, dtypes=dtypes, update=any(linear[2:])
-    )
-    cotangents = [*gradients, *(new_state or [None] * len(state))]
+    gradients, new_state = backward(grad, residuals, extras, spec=spec, dtypes=dtypes, update=any(linear[2:]))
+    cotangents = [*gradients, *([new_state] if len(linear) > 2 else [])]
     for i, t in enumerate(tangents):
         if i >= 2 and ad.is_undefined_primal(t) and is_max_grad(t.aval):
             cotangents[i] = to_max_grad(cotangents[i])
@@ -154,14 +151,6 @@ def _fp8_dot_tangent_batch(args, axes, **params):
     return jax.vmap(functools.partial(_fp8_dot_tangent, **params), in_axes=tuple(axes))(*args), 0
 
 
-def _first_order_jvp(primals, tangents):
-    raise ValueError(
-        "an FP8 product was differentiated twice: the derivative of its gradient (a Hessian, a Hessian-vector "
-        "product) is not defined, because the gradient's operands are rounded to FP8. Compute second derivatives with "
-        "the layers in high precision: restore_linear_layers(model) gives the same model without FP8"
-    )
-
-
 for _primitive, _function, _aval in (
     (fp8_dot_p, _fp8_dot, _fp8_dot_aval),
     (fp8_dot_tangent_p, _fp8_dot_tangent, _fp8_dot_tangent_aval),
@@ -173,9 +162,3 @@ ad.primitive_jvps[fp8_dot_p] = _fp8_dot_jvp
 batching.primitive_batchers[fp8_dot_p] = _fp8_dot_batch
 ad.primitive_transposes[fp8_dot_tangent_p] = _fp8_dot_transpose
 batching.primitive_batchers[fp8_dot_tangent_p] = _fp8_dot_tangent_batch
-
-first_order_p.def_impl(lambda x: x)
-first_order_p.def_abstract_eval(lambda aval: aval)
-mlir.register_lowering(first_order_p, lambda ctx, x: [x])
-ad.primitive_jvps[first_order_p] = _first_order_jvp
-batching.defvectorized(first_order_p)

@@ -6,10 +6,12 @@ saturation, the smallest subnormal, and a name to show.
 """
 
 import dataclasses
+import functools
 import math
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Float
 
 
@@ -44,7 +46,7 @@ class Format:
                 "use one such as jnp.float8_e4m3fn or jnp.float8_e5m2"
             )
 
-    @property
+    @functools.cached_property
     def max(self) -> float:
         """The largest finite value."""
         return float(jnp.finfo(self.dtype).max)
@@ -116,5 +118,5 @@ def saturating_cast(x: Float[Array, "*shape"], format: Format) -> Float[Array, "
     if jnp.finfo(x.dtype).bits < 16:
         # An element type this narrow may not hold the limit: E5M2's maximum, cast to E4M3, is NaN.
         x = x.astype(jnp.float32)
-    limit = jnp.asarray(format.max, x.dtype)
-    return jnp.clip(x, -limit, limit).astype(format.dtype)
+    limit = np.asarray(format.max, x.dtype)
+    return lax.convert_element_type(lax.clamp(-limit, x, limit), format.dtype)

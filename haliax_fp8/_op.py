@@ -7,6 +7,7 @@ import haliax as hax
 import jax
 import jax.numpy as jnp
 import numpy as np
+import wadler_lindig as wl
 from haliax.state_dict import ModuleWithStateDictSerialization, StateDict
 from jax import lax
 from jaxtyping import Array, DTypeLike, Float, Int
@@ -117,7 +118,7 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
         dims = DotDimensions.of(dimension_numbers, lhs.shape, rhs.shape)
         kernel_is_lhs = self._kernel_is_lhs(lhs.shape, rhs.shape, dims)
         spec = self._spec(DotContraction(dims), kernel_is_lhs, lhs, rhs, precision, preferred_element_type)
-        return fp8_dot_general(lhs, rhs, self._state_arrays, spec)
+        return fp8_dot_general(lhs, rhs, self._state_array, spec)
 
     @jax.named_scope("fp8_ragged_dot")
     def ragged_dot(
@@ -147,11 +148,11 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
                 "they must be [rows, inputs], [groups, inputs, outputs] and [groups]"
             )
         spec = self._spec(RaggedContraction(), False, lhs, rhs, precision, preferred_element_type)
-        return fp8_dot_general(lhs, rhs, self._state_arrays, spec, (group_sizes,))
+        return fp8_dot_general(lhs, rhs, self._state_array, spec, (group_sizes,))
 
     @property
-    def _state_arrays(self) -> tuple[Array, ...]:
-        return () if self.state is None else self.state.arrays
+    def _state_array(self) -> Array | None:
+        return None if self.state is None else self.state.array
 
     def _spec(
         self,
@@ -174,6 +175,11 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
             out_dtype=out_dtype,
             precision=_precision(precision),
         )
+
+    def __pdoc__(self, **kwargs: object) -> wl.AbstractDoc:
+        """One line in printed models; JAX also prints a module's name each time it traces one."""
+        stack = self.state.table.array.shape[:-2] if self.state is not None else ()
+        return wl.TextDoc(f"Fp8DotGeneral({self.recipe}{f', stack={stack}' if stack else ''})")
 
     # `jnp.einsum(..., _dot_general=op)` hashes what it is given; arrays have no hash, but an op is the same as itself.
     def __hash__(self) -> int:
@@ -209,9 +215,8 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
             raise ValueError(f"operand={operand!r} is none of {names}")
         if self.state is None:
             raise ValueError(f"recipe {self.recipe} keeps no state; its scales are computed at each use")
-        scale, history = self.state.arrays
         row = names.index(operand)
-        return scale[..., row], history[..., row, :]
+        return self.state.scale[..., row], self.state.amax_history[..., row, :]
 
     def to_state_dict(self, prefix: str | None = None) -> StateDict:
         """Nothing: a state dict holds weights, the same for a converted and an unconverted model.

@@ -37,18 +37,17 @@ class OverwriteWithGradient(CustomGradientAccumulation):
 class DelayedState(OverwriteWithGradient):
     """What delayed scaling remembers: per operand, the scale for the next use and the amaxes of past steps.
 
-    Operands are in the order input, kernel, output gradient. Arrays carry names, so that Haliax never takes them for
-    data to scan over. Layers that are stacked have the axes of their stack in front.
+    Both stand in one array, so that a step reads and writes one buffer per layer. It carries names, so that Haliax
+    never takes it for data to scan over. Layers that are stacked have the axes of their stack in front.
 
     Args:
-        scale: float32, `[*stack, operand]`, initially 1.
-        amax_history: float32, `[*stack, operand, history]`, initially 0; newest first, then oldest to newest.
-        scaling: The delayed scaling that updates both.
+        table: float32, `[*stack, operand, 1 + history]`: a row for input, kernel and output gradient; first the scale,
+            initially 1, then the amaxes, initially 0, newest first, then oldest to newest.
+        scaling: The delayed scaling that updates it.
         limits: The largest value of each operand's format.
     """
 
-    scale: hax.NamedArray
-    amax_history: hax.NamedArray
+    table: hax.NamedArray
     scaling: DelayedScaling = eqx.field(static=True)
     limits: tuple[float, ...] = eqx.field(static=True)
 
@@ -63,31 +62,35 @@ class DelayedState(OverwriteWithGradient):
         scaling = recipe.delayed
         if scaling is None:
             return None
-        operand = hax.Axis("fp8_operand", len(recipe.quantizations))
-        history = hax.Axis("fp8_history", scaling.amax_history_length)
-        return DelayedState(
-            scale=hax.ones((*stack, operand), jnp.float32),
-            amax_history=hax.zeros((*stack, operand, history), jnp.float32),
-            scaling=scaling,
-            limits=tuple(q.format.max for q in recipe.quantizations),
-        )
+        row = jnp.zeros(1 + scaling.amax_history_length, jnp.float32).at[0].set(1.0)
+        axes = (*stack, hax.Axis("fp8_operand", len(recipe.quantizations)), hax.Axis("fp8_state", row.size))
+        table = hax.named(jnp.broadcast_to(row, tuple(axis.size for axis in axes)), axes)
+        return DelayedState(table, scaling, recipe.limits)
 
     @property
-    def arrays(self) -> tuple[Array, Array]:
-        """Scale and history as the product takes them: float32 (or `fp32_max_grad`), whatever the model was cast to."""
-        scale, history = self.scale.array, self.amax_history.array
-        return _at_least_float32(scale), _at_least_float32(history)
+    def scale(self) -> Array:
+        """The scales that the next use takes, `[*stack, operand]`."""
+        return self.table.array[..., 0]
 
-    def _replace(self, scale: Array, history: Array) -> "DelayedState":
-        arrays = jax.tree.leaves(self)
-        assert len(arrays) == 2
-        # Through the tree: inside `vmap` and `scan` the names may count axes that the arrays do not have.
-        return jax.tree.unflatten(jax.tree.structure(self), [scale, history])
+    @property
+    def amax_history(self) -> Array:
+        """The amaxes of past steps, `[*stack, operand, history]`."""
+        return self.table.array[..., 1:]
+
+    @property
+    def array(self) -> Array:
+        """The table as the product takes it: float32 (or `fp32_max_grad`), whatever the model was cast to."""
+        table = self.table.array
+        return table if is_max_grad(table) or table.dtype == jnp.float32 else to_float32(table)
+
+    def with_array(self, table: Array) -> "DelayedState":
+        """This state with another table."""
+        # Through the tree: inside `vmap` and `scan` the names may count axes that the array does not have.
+        return jax.tree.unflatten(jax.tree.structure(self), [table])
 
     def accumulate(self, other: "DelayedState") -> "DelayedState":
         """The maximum of both, exact because every evaluation began with the same scale and history."""
-        (scale, history), (other_scale, other_history) = self.arrays, other.arrays
-        return other._replace(jnp.maximum(scale, other_scale), jnp.maximum(history, other_history))
+        return other.with_array(jnp.maximum(self.array, other.array))
 
     def overwritten_by(self, gradient: "DelayedState") -> "DelayedState":
         """The state with the newest amax of the gradient entered.
@@ -96,19 +99,11 @@ class DelayedState(OverwriteWithGradient):
         which sums where a layer is used several times, cannot corrupt them. State stays as it was where the gradient is
         that of a layer that the step did not reach (a scale of 0 or `-inf`) and where the amax is not finite.
         """
-        (scale, history), (reached, observed) = self.arrays, gradient.arrays
-        amax = observed[..., 0]
+        reached, amax = gradient.array[..., :1], gradient.array[..., 1:2]
         recorded = jnp.isfinite(reached) & (reached > 0.0) & jnp.isfinite(amax) & (amax >= 0.0)
-        new_scale, new_history = self.scaling.update(scale, history, amax, self.limits)
-        return self._replace(
-            jnp.where(recorded, new_scale, scale), jnp.where(recorded[..., None], new_history, history)
-        )
+        new = self.scaling.update(self.array, amax, self.limits)
+        return self.with_array(jnp.where(recorded, new, self.array))
 
     def with_max_gradients(self) -> "DelayedState":
-        """Scale and history in `fp32_max_grad`."""
-        scale, history = self.arrays
-        return self._replace(to_max_grad(scale), to_max_grad(history))
-
-
-def _at_least_float32(x: Array) -> Array:
-    return x if is_max_grad(x) else to_float32(x)
+        """The table in `fp32_max_grad`."""
+        return self.with_array(to_max_grad(self.array))

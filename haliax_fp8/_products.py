@@ -11,8 +11,10 @@ from jax import lax
 from jaxtyping import Array, Float, Float32
 
 from ._contraction import AbstractContraction
+from ._first_order import first_order
 from ._quantized_array import QuantizedArray
 from ._recipe import Quantization, Recipe
+from ._scaling import usable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,39 +65,48 @@ def _axes_to_reduce(x: Array, state: Array) -> tuple[str, ...]:
     return tuple(sorted(varying_axes(x) - varying_axes(state)))
 
 
-def _amax(x: Float[Array, "..."], spec: ProductSpec, state: Array) -> Float32[Array, "*ensemble"]:
-    amax = jnp.max(jnp.abs(x), axis=tuple(range(spec.ensemble, x.ndim)), initial=0.0).astype(jnp.float32)
+def _amax(x: Float[Array, "..."], spec: ProductSpec, state: Array) -> Float32[Array, "*ensemble 1"]:
+    # An operand without elements has an amax of 0.
+    amax = (
+        jnp.max(lax.abs(x), axis=tuple(range(spec.ensemble, x.ndim)), initial=0.0)
+        if x.size == 0
+        else (lax.reduce_max(lax.abs(x), tuple(range(spec.ensemble, x.ndim))))
+    )
+    amax = lax.expand_dims(lax.convert_element_type(amax, jnp.float32), (spec.ensemble,))
     axes = _axes_to_reduce(x, state)
     return lax.pmax(amax, axes) if axes else amax
 
 
 def _round_to(x: Array, dtype: np.dtype | None) -> Array:
-    return x if dtype is None else x.astype(dtype)
+    return x if dtype is None else lax.convert_element_type(x, dtype)
 
 
-def _quantize(x: Array, role: int, state: tuple[Array, ...], spec: ProductSpec) -> QuantizedArray:
+def _quantize(x: Array, role: int, scales: Array | None, spec: ProductSpec) -> QuantizedArray:
     """Quantizes lhs (role 0), rhs (1) or the output's gradient (2)."""
     quantization = spec.quantizations[role]
-    stored = state[0][..., spec.state_rows[role]] if quantization.scaling.stateful else None
+    row, stored = spec.state_rows[role], None
+    if scales is not None and quantization.scaling.stateful:
+        stored = lax.slice_in_dim(scales, row, row + 1, axis=spec.ensemble)
     return quantization.scaling.quantize(x, quantization.format, stored, spec.ensemble)
 
 
-# Quantized lhs and rhs, and their amaxes where state records them.
-type Residuals = tuple[tuple[QuantizedArray, QuantizedArray], Array | None]
+# Quantized lhs and rhs; and where there is state, their amaxes, the scales and the state.
+type Residuals = tuple[tuple[QuantizedArray, QuantizedArray], tuple[Array, ...], Array | None, Array | None]
 
 
 @functools.partial(jax.jit, static_argnames="spec")
 def forward(
-    lhs: Array, rhs: Array, extras: tuple[Array, ...], state: tuple[Array, ...], *, spec: ProductSpec
+    lhs: Array, rhs: Array, extras: tuple[Array, ...], state: Array | None, *, spec: ProductSpec
 ) -> tuple[Array, "Residuals"]:
-    """The output, and the residuals of the backward pass: quantized operands and their amaxes."""
-    lhs, rhs = _round_to(lhs, spec.compute_dtype), _round_to(rhs, spec.compute_dtype)
+    """The output, and the residuals of the backward pass."""
+    lhs, rhs = (_round_to(first_order(x), spec.compute_dtype) for x in (lhs, rhs))
+    scales = None if state is None else usable(lax.slice_in_dim(state, 0, 1, axis=state.ndim - 1))
     with jax.named_scope("fprop"):
-        quantized = _quantize(lhs, 0, state, spec), _quantize(rhs, 1, state, spec)
+        quantized = _quantize(lhs, 0, scales, spec), _quantize(rhs, 1, scales, spec)
         out = spec.contraction.with_batch_axes(spec.ensemble).product(*quantized, extras, spec.precision)
-        out = _round_to(out, spec.compute_dtype).astype(spec.out_dtype)
-    amaxes = jnp.stack([_amax(x, spec, state[0]) for x in (lhs, rhs)], axis=-1) if state else None
-    return out, (quantized, amaxes)
+        out = _round_to(_round_to(out, spec.compute_dtype), spec.out_dtype)
+    amaxes = () if state is None else tuple(_amax(x, spec, state) for x in (lhs, rhs))
+    return out, (quantized, amaxes, scales, state)
 
 
 @functools.partial(jax.jit, static_argnames=("spec", "dtypes", "update"))
@@ -103,22 +114,21 @@ def backward(
     grad: Array,
     residuals: "Residuals",
     extras: tuple[Array, ...],
-    state: tuple[Array, ...],
     *,
     spec: ProductSpec,
     dtypes: tuple[np.dtype | None, np.dtype | None],
     update: bool,
-) -> tuple[tuple[Array | None, Array | None], tuple[Array, ...]]:
+) -> tuple[tuple[Array | None, Array | None], Array | None]:
     """The gradients of lhs and rhs in the dtypes given (None: not wanted), and if wanted the next step's state."""
-    (lhs, rhs), amaxes = residuals
-    grad = _round_to(grad, spec.compute_dtype)
+    (lhs, rhs), amaxes, scales, state = residuals
+    grad = _round_to(first_order(grad), spec.compute_dtype)
     contraction = spec.contraction.with_batch_axes(spec.ensemble)
-    quantized = _quantize(grad, 2, state, spec)
+    quantized = _quantize(grad, 2, scales, spec)
 
     def gradient(product: Callable[..., Array], other: QuantizedArray, dtype: np.dtype | None) -> Array | None:
         if dtype is None:
             return None
-        return _round_to(product(quantized, other, extras), spec.compute_dtype).astype(dtype)
+        return _round_to(_round_to(product(quantized, other, extras), spec.compute_dtype), dtype)
 
     names = ("wgrad", "dgrad") if spec.kernel_is_lhs else ("dgrad", "wgrad")
     with jax.named_scope(names[0]):
@@ -126,15 +136,19 @@ def backward(
     with jax.named_scope(names[1]):
         grad_rhs = gradient(contraction.gradient_of_rhs, lhs, dtypes[1])
     gradients = grad_lhs, grad_rhs
-    if not (state and update):
-        return gradients, ()
-    scale, history = state
-    observed = amaxes[..., 0], amaxes[..., 1], _amax(grad, spec, scale)
+    if state is None or not update:
+        return gradients, None
+    observed = *amaxes, _amax(grad, spec, state)
     # From the order lhs, rhs, output gradient into that of the state.
-    observed = jnp.stack([observed[spec.state_rows.index(row)] for row in range(3)], axis=-1)
-    delayed = spec.recipe.delayed
-    assert delayed is not None
-    return gradients, delayed.update(scale, history, observed, tuple(q.format.max for q in spec.recipe.quantizations))
+    observed = lax.concatenate([observed[spec.state_rows.index(row)] for row in range(3)], spec.ensemble)
+    return gradients, _next_state(state, lax.expand_dims(observed, (observed.ndim,)), recipe=spec.recipe)
+
+
+# Apart from `backward`, so that ops of all shapes share one trace.
+@functools.partial(jax.jit, static_argnames="recipe")
+def _next_state(state: Array, amaxes: Array, *, recipe: Recipe) -> Array:
+    assert recipe.delayed is not None
+    return recipe.delayed.update(state, amaxes, recipe.limits)
 
 
 @functools.partial(jax.jit, static_argnames=("spec", "linear"))
@@ -147,7 +161,7 @@ def tangent(
     linear: tuple[bool, bool],
 ) -> Array:
     """The output's tangent, `dot(dlhs, rhs) + dot(lhs, drhs)`, rounding taken as the identity."""
-    (lhs, rhs), _ = residuals
+    (lhs, rhs), *_ = residuals
     contraction = spec.contraction.with_batch_axes(spec.ensemble)
     given = iter(tangents)
     dlhs, drhs = (next(given) if is_linear else None for is_linear in linear)

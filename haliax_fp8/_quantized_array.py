@@ -2,6 +2,7 @@
 
 import equinox as eqx
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Float32
 
 from ._formats import Format, saturating_cast
@@ -45,10 +46,12 @@ class QuantizedArray(eqx.Module):
 
 def expand(scale: Float32[Array, "*blocks"], shape: tuple[int, ...]) -> Float32[Array, "*shape"]:
     """Repeats each scale over its block, without a copy where one scale serves a whole dimension."""
+    if scale.size == 1:
+        return lax.broadcast_in_dim(lax.reshape(scale, ()), shape, ())
     for axis, (blocks, size) in enumerate(zip(scale.shape, shape, strict=True)):
         if blocks not in (1, size):
             scale = jnp.repeat(scale, size // blocks, axis=axis)
-    return jnp.broadcast_to(scale, shape)
+    return lax.broadcast_in_dim(scale, shape, range(len(shape)))
 
 
 def quantize(x: Float[Array, "*shape"], scale: Float32[Array, "*blocks"], format: Format) -> QuantizedArray:
@@ -65,5 +68,6 @@ def quantize(x: Float[Array, "*shape"], scale: Float32[Array, "*blocks"], format
     Returns:
         The quantized array.
     """
-    data = saturating_cast(x.astype(jnp.float32) / expand(scale, x.shape), format)
+    x = lax.convert_element_type(x, jnp.float32)
+    data = saturating_cast(lax.div(x, expand(scale, x.shape)), format)
     return QuantizedArray(data, scale)

@@ -75,6 +75,11 @@ class Recipe:
         return (self.input, self.kernel, self.output_grad)
 
     @property
+    def limits(self) -> tuple[float, ...]:
+        """The largest value of each operand's format, in that order."""
+        return tuple(q.format.max for q in self.quantizations)
+
+    @property
     def delayed(self) -> DelayedScaling | None:
         """The delayed scaling that some operand uses, or None if the recipe keeps no history."""
         for quantization in self.quantizations:

@@ -22,10 +22,11 @@ from jax._src.interpreters import pxla
 from jaxtyping import Array
 
 
-class max_grad(dtypes.extended, np.floating):
+class max_grad(dtypes.prng_key):
     """The abstract type of `fp32_max_grad`, for `jnp.issubdtype`.
 
-    A floating type too: Haliax's `scan` indexes its arguments, and indexing asks for the type's NaN.
+    Not a floating type, so that a loss that casts floating arrays of its model (mixed precision) leaves state alone.
+    A subtype of random keys because Haliax's `scan` indexes its arguments, and indexing knows no other extended type.
     """
 
 

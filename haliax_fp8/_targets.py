@@ -25,8 +25,7 @@ def as_patterns(name: str, targets: Targets) -> tuple[Pattern, ...]:
         ValueError: If something is neither a string, a compiled regular expression nor callable.
     """
     is_one = isinstance(targets, str | re.Pattern) or callable(targets)
-    patterns: Iterable[Any] = (targets,) if is_one else targets
-    patterns = tuple(patterns)
+    patterns: tuple[Any, ...] = tuple(targets) if isinstance(targets, Iterable) and not is_one else (targets,)
     for pattern in patterns:
         if not (isinstance(pattern, str | re.Pattern) or callable(pattern)):
             raise ValueError(

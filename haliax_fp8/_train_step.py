@@ -6,12 +6,14 @@ from typing import Any, TypeVar
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jaxtyping import Array, Float, PyTree
 
 from ._training import (
     accumulate_gradients,
     apply_updates,
+    common_dtype,
     filter_value_and_grad,
     partition_for_grad_overwrite,
 )
@@ -104,7 +106,7 @@ def _loss_and_gradients(model: Any, step: TrainStep, batch: tuple[Any, ...]) -> 
     def microbatch(arrays: Any) -> tuple[Array, Any]:
         loss, gradients = value_and_grad(model, eqx.combine(arrays, rest))
         # Sums of bfloat16 gradients stop growing after a few hundred terms.
-        return loss, jax.tree.map(lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32)), gradients)
+        return loss, jax.tree.map(lambda g: g.astype(common_dtype(g.dtype, np.dtype(np.float32))), gradients)
 
     def accumulate(carry: tuple[Array, Any], arrays: Any) -> tuple[tuple[Array, Any], None]:
         loss, gradients = microbatch(arrays)

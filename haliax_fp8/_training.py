@@ -8,6 +8,7 @@ import haliax as hax
 import haliax.quantization as haxq
 import jax
 import jax.numpy as jnp
+import numpy as np
 from haliax.quantization import CustomGradientAccumulation
 from jaxtyping import Array, PyTree
 
@@ -80,8 +81,18 @@ def _add(update: Array | None, parameter: Any) -> Any:
         return parameter
     if parameter.shape != update.shape:
         raise ValueError(f"updates have an array of shape {update.shape} for a parameter of shape {parameter.shape}")
-    dtype = jnp.promote_types(parameter.dtype, update.dtype)
+    dtype = common_dtype(parameter.dtype, update.dtype)
     return (parameter.astype(dtype) + update.astype(dtype)).astype(parameter.dtype)
+
+
+def common_dtype(a: np.dtype, b: np.dtype) -> np.dtype:
+    """The dtype that holds both, also in a program that allows no implicit promotion."""
+    with jax.numpy_dtype_promotion("standard"):
+        return np.dtype(jnp.promote_types(a, b))
+
+
+def _is_state_or_none(node: Any) -> bool:
+    return node is None or isinstance(node, CustomGradientAccumulation)
 
 
 def _is_state_or_missing(node: Any) -> bool:
@@ -131,8 +142,16 @@ def accumulate_gradients[T](accumulated: T | None, gradients: T) -> T:
     """
     if accumulated is None:
         return gradients
+
+    def add(total: Any, gradient: Any) -> Any:
+        if isinstance(total, CustomGradientAccumulation):
+            if type(gradient) is not type(total):
+                raise ValueError(f"gradients have a {type(gradient).__name__} in place of a {type(total).__name__}")
+            return total.accumulate(gradient)
+        return gradient if total is None else total + gradient
+
     try:
-        return haxq.accumulate_gradients(accumulated, gradients)
+        return jax.tree.map(add, accumulated, gradients, is_leaf=_is_state_or_none)
     except (ValueError, TypeError) as error:
         _require_structure_of(accumulated, "gradients", gradients, error)
         raise

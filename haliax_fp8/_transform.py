@@ -60,6 +60,8 @@ class Fp8Config:
         if self.targets is not None:
             as_patterns("targets", self.targets)
         as_patterns("exclude", self.exclude)
+        if not isinstance(self.overrides, Mapping):
+            raise ValueError(f"overrides={self.overrides!r} must be a mapping from patterns to recipes (or None)")
         as_patterns("overrides", tuple(self.overrides))
         for name, recipe in (("recipe", self.recipe), *((f"overrides[{k!r}]", r) for k, r in self.overrides.items())):
             if recipe is None and name != "recipe":

@@ -178,9 +178,10 @@ def op_for(
     """An op for a kernel with named axes, which may be stacked, or be the members of an ensemble."""
     sizes = {axis.name: axis.size for axis in ensure_tuple(Out)}
     names, members = tuple(sizes), ()
-    # Where a weight is tied to another array, it is a node of `eqx.nn.Shared` instead.
+    # Where a weight is tied to another array, it (or the array in it) is a node of `eqx.nn.Shared` instead.
     if isinstance(weight, hax.NamedArray):
-        members = weight.array.shape[: weight.array.ndim - len(weight.axis_names)]
+        shape = getattr(weight.array, "shape", weight.axis_names)
+        members = shape[: len(shape) - len(weight.axis_names)]
         stack = tuple(axis for axis in stack if axis.name in weight.axis_names)
         names = tuple(name for name in weight.axis_names if name in sizes)
     kernel_shape = tuple(sizes[name] for name in names)

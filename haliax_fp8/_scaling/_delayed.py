@@ -4,6 +4,8 @@ import dataclasses
 from typing import ClassVar
 
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 from jaxtyping import Array, Float, Float32
 
 from .._formats import Format
@@ -61,17 +63,14 @@ class DelayedScaling(AbstractScaling):
     ) -> QuantizedArray:
         """Quantizes with the stored scale, one for all elements of each member."""
         assert stored is not None
-        # A trainer that overwrites state with the zero gradient of a layer that no loss reached leaves a scale of 0.
-        usable = jnp.where(stored > 0.0, stored, jnp.ones_like(stored))
-        return quantize(x, usable.reshape(usable.shape + (1,) * (x.ndim - ensemble)), format)
+        return quantize(x, lax.reshape(stored, (*stored.shape[:ensemble], *(1,) * (x.ndim - ensemble))), format)
 
     def update(
         self,
-        scale: Float32[Array, "*ensemble operands"],
-        history: Float32[Array, "*ensemble operands length"],
-        amax: Float32[Array, "*ensemble operands"],
+        table: Float32[Array, "*ensemble operands columns"],
+        amax: Float32[Array, "*ensemble operands 1"],
         limits: tuple[float, ...],
-    ) -> tuple[Float32[Array, "*ensemble operands"], Float32[Array, "*ensemble operands length"]]:
+    ) -> Float32[Array, "*ensemble operands columns"]:
         """The state after a step: the amax enters the history, and the history gives the next step's scale.
 
         `history = roll(history, -1)`, then `history[0] = amax`;
@@ -84,17 +83,25 @@ class DelayedScaling(AbstractScaling):
         scale frozen until it leaves the history.
 
         Args:
-            scale: The scales of this step, per operand.
-            history: The amaxes of the steps before, newest first, then (cyclically) oldest to newest.
+            table: For each operand the scale of this step, then the amaxes of the steps before.
             amax: This step's amaxes.
             limits: The largest value of each operand's format.
         """
-        amax = jnp.where(jnp.isfinite(amax), amax, jnp.full_like(amax, -jnp.inf))
-        history = jnp.concatenate(
-            [amax[..., None], history[..., 2:], history[..., : min(1, history.shape[-1] - 1)]], -1
-        )
-        largest = jnp.max(history, axis=-1)
-        limit = jnp.asarray(limits, jnp.float32)
-        limit = limit.reshape((1,) * (scale.ndim - 1) + limit.shape)
-        inverse = jnp.where(largest > 0.0, (limit / largest) / jnp.float32(2.0**self.margin), 1.0 / scale)
-        return jnp.maximum(1.0 / inverse, jnp.float32(_SMALLEST_SCALE)), history
+        axis, columns = table.ndim - 1, table.shape[-1]
+        scale = lax.slice_in_dim(table, 0, 1, axis=axis)
+        newest = lax.select(lax.is_finite(amax), amax, lax.full_like(amax, -jnp.inf))
+        rest = lax.slice_in_dim(table, min(3, columns), columns, axis=axis)
+        last = lax.slice_in_dim(table, 1, min(2, columns - 1), axis=axis)
+        history = lax.concatenate([newest, rest, last], axis)
+        largest = lax.expand_dims(lax.reduce_max(history, (axis,)), (axis,))
+        limit = lax.broadcast_in_dim(np.asarray(limits, np.float32), scale.shape, (axis - 1,))
+        zero, one = lax.full_like(scale, 0.0), lax.full_like(scale, 1.0)
+        inverse = lax.div(lax.div(limit, largest), lax.full_like(scale, 2.0**self.margin))
+        inverse = lax.select(lax.gt(largest, zero), inverse, lax.div(one, usable(scale)))
+        scale = lax.max(lax.div(one, inverse), lax.full_like(scale, _SMALLEST_SCALE))
+        return lax.concatenate([scale, history], axis)
+
+
+def usable(scale: Float32[Array, "*shape"]) -> Float32[Array, "*shape"]:
+    """Scales of 0 as 1: a trainer that overwrites state with a zero gradient leaves those."""
+    return lax.select(lax.gt(scale, lax.full_like(scale, 0.0)), scale, lax.full_like(scale, 1.0))

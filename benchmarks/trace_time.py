@@ -1,0 +1,125 @@
+"""Claim: tracing and lowering a converted model takes at most 1.5 times as long as the plain one.
+
+    uv run benchmarks/trace_time.py [--json FILE]
+
+Processor time of `jax.jit(value_and_grad).lower()` with empty caches, plain and converted in turn; prints medians.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import equinox as eqx
+import haliax as hax
+import haliax.nn as hnn
+import jax
+import jax.numpy as jnp
+from rich.console import Console
+from rich.table import Table
+
+import haliax_fp8 as fp8
+
+
+WIDTH, BATCH = 64, 32
+
+
+class Block(eqx.Module):
+    """RMSNorm, two projections up and one down, as in a transformer's feed-forward layer."""
+
+    norm: hnn.RmsNorm
+    gate: hnn.Linear
+    up: hnn.Linear
+    down: hnn.Linear
+
+    @staticmethod
+    def init(*, key: jax.Array) -> "Block":
+        """A block of width `WIDTH`."""
+        embed, mlp = hax.Axis("embed", WIDTH), hax.Axis("mlp", 4 * WIDTH)
+        gate, up, down = jax.random.split(key, 3)
+        return Block(
+            hnn.RmsNorm.init(embed),
+            hnn.Linear.init(embed, mlp, key=gate, use_bias=False),
+            hnn.Linear.init(embed, mlp, key=up, use_bias=False),
+            hnn.Linear.init(mlp, embed, key=down, use_bias=False),
+        )
+
+    def __call__(self, x: hax.NamedArray) -> hax.NamedArray:
+        """Adds the feed-forward layer's output."""
+        h = self.norm(x)
+        return x + self.down(hnn.silu(self.gate(h)) * self.up(h))
+
+
+def unrolled() -> tuple[Any, Callable[..., Any], Any]:
+    """Eight blocks one after the other."""
+    model = hnn.BlockSeq.init(hax.Axis("block", 8), Block)(key=jax.random.split(jax.random.key(0), 8))
+    return model, lambda model, x: (model.fold(x) ** 2).mean().scalar(), _batch()
+
+
+def scan() -> tuple[Any, Callable[..., Any], Any]:
+    """Twenty-four blocks in a scan."""
+    model = hnn.Stacked.init(hax.Axis("block", 24), Block)(key=jax.random.split(jax.random.key(0), 24))
+    return model, lambda model, x: (model.fold(x) ** 2).mean().scalar(), _batch()
+
+
+def nested_vmap() -> tuple[Any, Callable[..., Any], Any]:
+    """An Equinox MLP of eight layers under two `vmap`s."""
+    model = eqx.nn.MLP(WIDTH, WIDTH, 4 * WIDTH, 7, key=jax.random.key(0))
+    loss = lambda model, x: (jax.vmap(jax.vmap(model))(x) ** 2).mean()
+    return model, loss, jnp.ones((4, BATCH // 4, WIDTH))
+
+
+def _batch() -> hax.NamedArray:
+    return hax.ones((hax.Axis("batch", BATCH), hax.Axis("embed", WIDTH)))
+
+
+CASES = {"8 blocks, unrolled": unrolled, "MLP of 8 layers, nested vmap": nested_vmap, "24 blocks, scan": scan}
+
+
+def seconds_to_lower(model: Any, loss: Callable[..., Any], batch: Any, gradient: Callable[..., Any]) -> float:
+    """Tracing, differentiation and lowering to StableHLO, nothing cached."""
+    jax.clear_caches()
+    start = time.process_time()
+    eqx.filter_jit(gradient(loss)).lower(model, batch)
+    return time.process_time() - start
+
+
+def measure(repeats: int) -> list[dict[str, Any]]:
+    """One row per case: medians, and the median of the paired ratios."""
+    rows = []
+    for name, case in CASES.items():
+        model, loss, batch = case()
+        converted = fp8.fp8_linear_layers(model)
+        pairs = [
+            (
+                seconds_to_lower(model, loss, batch, eqx.filter_value_and_grad),
+                seconds_to_lower(converted, loss, batch, fp8.filter_value_and_grad),
+            )
+            for _ in range(repeats + 1)
+        ][1:]
+        plain, ours = zip(*pairs, strict=True)
+        ratio = statistics.median(b / a for a, b in pairs)
+        rows.append({"case": name, "plain_s": statistics.median(plain), "fp8_s": statistics.median(ours), "ratio": ratio})
+    return rows
+
+
+def main() -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--json", type=Path, help="also write the rows here")
+    args = parser.parse_args()
+    rows = measure(args.repeats)
+    table = Table("case", "plain, s", "FP8, s", "ratio", title="Tracing and lowering")
+    for row in rows:
+        table.add_row(row["case"], f"{row['plain_s']:.3f}", f"{row['fp8_s']:.3f}", f"{row['ratio']:.2f}")
+    Console().print(table)
+    if args.json:
+        args.json.write_text(json.dumps(rows, indent=2))
+
+
+if __name__ == "__main__":
+    main()
