@@ -126,8 +126,9 @@ def _fp8_dot_tangent(*args: Array, spec: ProductSpec, linear: tuple[bool, ...], 
 
 
 def _fp8_dot_tangent_aval(*args, spec: ProductSpec, linear: tuple[bool, ...], structure):
-    _, ((lhs, rhs), *_), _ = _unpack(args, linear, structure)
-    return _fp8_dot_aval(lhs.data, rhs.data, spec=spec)
+    _, residuals, _ = _unpack(args, linear, structure)
+    lhs, rhs = (jax.tree.leaves(operand)[0] for operand in residuals[:2])
+    return _fp8_dot_aval(lhs, rhs, spec=spec)
 
 
 def _fp8_dot_transpose(grad, *args, spec: ProductSpec, linear: tuple[bool, ...], structure):

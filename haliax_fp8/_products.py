@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -81,38 +82,76 @@ def _round_to(x: Array, dtype: np.dtype | None) -> Array:
     return x if dtype is None else lax.convert_element_type(x, dtype)
 
 
+def _scales(state: Array | None) -> Array | None:
+    return None if state is None else usable(lax.slice_in_dim(state, 0, 1, axis=state.ndim - 1))
+
+
+def _stored(role: int, scales: Array | None, spec: ProductSpec) -> Array | None:
+    """The stored scale of lhs (role 0), rhs (1) or the output's gradient (2)."""
+    if scales is None or not spec.quantizations[role].scaling.stateful:
+        return None
+    row = spec.state_rows[role]
+    return lax.reshape(lax.slice_in_dim(scales, row, row + 1, axis=spec.ensemble), (*scales.shape[: spec.ensemble], 1))
+
+
 def _quantize(x: Array, role: int, scales: Array | None, spec: ProductSpec) -> QuantizedArray:
-    """Quantizes lhs (role 0), rhs (1) or the output's gradient (2)."""
     quantization = spec.quantizations[role]
-    row, stored = spec.state_rows[role], None
-    if scales is not None and quantization.scaling.stateful:
-        stored = lax.slice_in_dim(scales, row, row + 1, axis=spec.ensemble)
-    return quantization.scaling.quantize(x, quantization.format, stored, spec.ensemble)
+    return quantization.scaling.quantize(x, quantization.format, _stored(role, scales, spec), spec.ensemble)
 
 
-# Quantized lhs and rhs; and where there is state, their amaxes, the scales and the state.
-type Residuals = tuple[tuple[QuantizedArray, QuantizedArray], tuple[Array, ...], Array | None, Array | None]
+def _saved(quantized: QuantizedArray, role: int, spec: ProductSpec) -> Array | QuantizedArray:
+    """What the backward pass needs of an operand: not the scale, if the state has it."""
+    return quantized.data if spec.quantizations[role].scaling.stateful else quantized
+
+
+def _restored(saved: Array | QuantizedArray, role: int, scales: Array | None, spec: ProductSpec) -> QuantizedArray:
+    stored = _stored(role, scales, spec)
+    if stored is None:
+        assert isinstance(saved, QuantizedArray)
+        return saved
+    return spec.quantizations[role].scaling.with_scale(saved, stored, spec.ensemble)
+
+
+class Residuals(NamedTuple):
+    """What the backward pass keeps.
+
+    Args:
+        lhs: The quantized operand, or its data alone where the state has its scale.
+        rhs: The same.
+        amaxes: Of lhs and rhs, `[*ensemble, 2]`; None without state.
+        state: The state, from which the next one is made.
+    """
+
+    lhs: Array | QuantizedArray
+    rhs: Array | QuantizedArray
+    amaxes: Array | None
+    state: Array | None
+
+    def operands(self, spec: ProductSpec) -> tuple[QuantizedArray, QuantizedArray]:
+        """Both operands with their scales."""
+        scales = _scales(self.state)
+        return _restored(self.lhs, 0, scales, spec), _restored(self.rhs, 1, scales, spec)
 
 
 @functools.partial(jax.jit, static_argnames="spec")
 def forward(
     lhs: Array, rhs: Array, extras: tuple[Array, ...], state: Array | None, *, spec: ProductSpec
-) -> tuple[Array, "Residuals"]:
+) -> tuple[Array, Residuals]:
     """The output, and the residuals of the backward pass."""
     lhs, rhs = (_round_to(first_order(x), spec.compute_dtype) for x in (lhs, rhs))
-    scales = None if state is None else usable(lax.slice_in_dim(state, 0, 1, axis=state.ndim - 1))
+    scales = _scales(state)
     with jax.named_scope("fprop"):
         quantized = _quantize(lhs, 0, scales, spec), _quantize(rhs, 1, scales, spec)
         out = spec.contraction.with_batch_axes(spec.ensemble).product(*quantized, extras, spec.precision)
         out = _round_to(_round_to(out, spec.compute_dtype), spec.out_dtype)
-    amaxes = () if state is None else tuple(_amax(x, spec, state) for x in (lhs, rhs))
-    return out, (quantized, amaxes, scales, state)
+    amaxes = None if state is None else lax.concatenate([_amax(x, spec, state) for x in (lhs, rhs)], spec.ensemble)
+    return out, Residuals(_saved(quantized[0], 0, spec), _saved(quantized[1], 1, spec), amaxes, state)
 
 
 @functools.partial(jax.jit, static_argnames=("spec", "dtypes", "update"))
 def backward(
     grad: Array,
-    residuals: "Residuals",
+    residuals: Residuals,
     extras: tuple[Array, ...],
     *,
     spec: ProductSpec,
@@ -120,10 +159,10 @@ def backward(
     update: bool,
 ) -> tuple[tuple[Array | None, Array | None], Array | None]:
     """The gradients of lhs and rhs in the dtypes given (None: not wanted), and if wanted the next step's state."""
-    (lhs, rhs), amaxes, scales, state = residuals
+    lhs, rhs = residuals.operands(spec)
     grad = _round_to(first_order(grad), spec.compute_dtype)
     contraction = spec.contraction.with_batch_axes(spec.ensemble)
-    quantized = _quantize(grad, 2, scales, spec)
+    quantized = _quantize(grad, 2, _scales(residuals.state), spec)
 
     def gradient(product: Callable[..., Array], other: QuantizedArray, dtype: np.dtype | None) -> Array | None:
         if dtype is None:
@@ -136,12 +175,14 @@ def backward(
     with jax.named_scope(names[1]):
         grad_rhs = gradient(contraction.gradient_of_rhs, lhs, dtypes[1])
     gradients = grad_lhs, grad_rhs
-    if state is None or not update:
+    if residuals.state is None or residuals.amaxes is None or not update:
         return gradients, None
-    observed = *amaxes, _amax(grad, spec, state)
+    amaxes = lax.concatenate([residuals.amaxes, _amax(grad, spec, residuals.state)], spec.ensemble)
     # From the order lhs, rhs, output gradient into that of the state.
-    observed = lax.concatenate([observed[spec.state_rows.index(row)] for row in range(3)], spec.ensemble)
-    return gradients, _next_state(state, lax.expand_dims(observed, (observed.ndim,)), recipe=spec.recipe)
+    if spec.kernel_is_lhs:
+        parts = [lax.slice_in_dim(amaxes, row, row + 1, axis=spec.ensemble) for row in spec.state_rows]
+        amaxes = lax.concatenate(parts, spec.ensemble)
+    return gradients, _next_state(residuals.state, lax.expand_dims(amaxes, (amaxes.ndim,)), recipe=spec.recipe)
 
 
 # Apart from `backward`, so that ops of all shapes share one trace.
@@ -154,14 +195,14 @@ def _next_state(state: Array, amaxes: Array, *, recipe: Recipe) -> Array:
 @functools.partial(jax.jit, static_argnames=("spec", "linear"))
 def tangent(
     tangents: Sequence[Array],
-    residuals: "Residuals",
+    residuals: Residuals,
     extras: tuple[Array, ...],
     *,
     spec: ProductSpec,
     linear: tuple[bool, bool],
 ) -> Array:
     """The output's tangent, `dot(dlhs, rhs) + dot(lhs, drhs)`, rounding taken as the identity."""
-    (lhs, rhs), *_ = residuals
+    lhs, rhs = residuals.operands(spec)
     contraction = spec.contraction.with_batch_axes(spec.ensemble)
     given = iter(tangents)
     dlhs, drhs = (next(given) if is_linear else None for is_linear in linear)

@@ -23,13 +23,28 @@ class AbstractScaling(abc.ABC):
 
     @abc.abstractmethod
     def quantize(
-        self, x: Float[Array, "*shape"], format: Format, stored: Float32[Array, "*ensemble"] | None, ensemble: int
+        self, x: Float[Array, "*shape"], format: Format, stored: Float32[Array, "*ensemble 1"] | None, ensemble: int
     ) -> QuantizedArray:
         """Quantizes an operand for this use.
 
         Args:
             x: The operand. Its first `ensemble` axes are independent members, each with scales of its own.
             format: The format to round to.
-            stored: The scale that the state holds, one per member; None if the scaling is stateless.
+            stored: The scales that the state holds, one per member; None if the scaling is stateless.
             ensemble: How many leading axes of `x` number members.
         """
+
+    def with_scale(
+        self, data: Float[Array, "*shape"], stored: Float32[Array, "*ensemble 1"], ensemble: int
+    ) -> QuantizedArray:
+        """What `quantize` returned, from its data: the backward pass need not keep scales that the state holds.
+
+        Args:
+            data: The data that `quantize` returned.
+            stored: As in `quantize`.
+            ensemble: As in `quantize`.
+
+        Raises:
+            ValueError: If the scaling is stateless.
+        """
+        raise ValueError(f"{self} is stateless: its scales are not stored")

@@ -59,11 +59,20 @@ class DelayedScaling(AbstractScaling):
             )
 
     def quantize(
-        self, x: Float[Array, "*shape"], format: Format, stored: Float32[Array, "*ensemble"] | None, ensemble: int
+        self, x: Float[Array, "*shape"], format: Format, stored: Float32[Array, "*ensemble 1"] | None, ensemble: int
     ) -> QuantizedArray:
         """Quantizes with the stored scale, one for all elements of each member."""
         assert stored is not None
-        return quantize(x, lax.reshape(stored, (*stored.shape[:ensemble], *(1,) * (x.ndim - ensemble))), format)
+        return quantize(x, self._shaped(stored, x.ndim, ensemble), format)
+
+    def with_scale(
+        self, data: Float[Array, "*shape"], stored: Float32[Array, "*ensemble 1"], ensemble: int
+    ) -> QuantizedArray:
+        """The data with the stored scale."""
+        return QuantizedArray(data, self._shaped(stored, data.ndim, ensemble))
+
+    def _shaped(self, stored: Float32[Array, "*ensemble 1"], ndim: int, ensemble: int) -> Float32[Array, "*blocks"]:
+        return lax.reshape(stored, (*stored.shape[:ensemble], *(1,) * (ndim - ensemble)))
 
     def update(
         self,

@@ -29,7 +29,17 @@ class ObservedScaling(AbstractScaling):
         return self.scaling.stateful
 
     def quantize(
-        self, x: Float[Array, "*shape"], format: Format, stored: Float32[Array, "*ensemble"] | None, ensemble: int
+        self, x: Float[Array, "*shape"], format: Format, stored: Float32[Array, "*ensemble 1"] | None, ensemble: int
     ) -> QuantizedArray:
         """The operand itself, with scales of 1."""
-        return QuantizedArray(x, jnp.ones((*x.shape[:ensemble], *(1,) * (x.ndim - ensemble)), jnp.float32))
+        return _unscaled(x, ensemble)
+
+    def with_scale(
+        self, data: Float[Array, "*shape"], stored: Float32[Array, "*ensemble 1"], ensemble: int
+    ) -> QuantizedArray:
+        """As `quantize`."""
+        return _unscaled(data, ensemble)
+
+
+def _unscaled(x: Float[Array, "*shape"], ensemble: int) -> QuantizedArray:
+    return QuantizedArray(x, jnp.ones((*x.shape[:ensemble], *(1,) * (x.ndim - ensemble)), jnp.float32))

@@ -1,0 +1,351 @@
+"""`fp32_max_grad`: cotangents of one value combine by maximum, through every transformation. What it needs of JAX."""
+
+import ast
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax._src import core, dtypes, earray
+from jax._src.ad_util import raw_jaxval_adders
+from jax._src.interpreters import pxla
+from jax.sharding import NamedSharding, PartitionSpec as P, SingleDeviceSharding
+
+from haliax_fp8 import _state
+from haliax_fp8._state import fp32_max_grad, is_max_grad, to_float32, to_max_grad
+
+
+jitted_or_not = pytest.mark.parametrize("transform", [jax.jit, lambda f: f], ids=["jit", "eager"])
+NEVER_USED = -np.inf
+
+
+@jax.custom_vjp
+def observe(x, state):
+    """Returns `x`; the cotangent of `state` is `x` itself, so that a gradient shows which uses reached it, and how."""
+    return x
+
+
+observe.defvjp(
+    lambda x, state: (x, (x, state)),
+    lambda residuals, cotangent: (
+        cotangent,
+        to_max_grad(jnp.broadcast_to(residuals[0], residuals[1].shape))
+        if is_max_grad(residuals[1])
+        else jnp.broadcast_to(residuals[0], residuals[1].shape),
+    ),
+)
+
+
+def check(transform, loss, state, *args, expected, cast=to_max_grad):
+    """The gradient with respect to float32 state that is cast to the type inside the differentiated function."""
+    gradient = transform(jax.grad(lambda state, *args: loss(cast(state), *args)))(state, *args)
+    assert gradient.dtype == jnp.float32 and isinstance(gradient, jax.Array) and not is_max_grad(gradient)
+    np.testing.assert_array_equal(gradient, np.broadcast_to(expected, np.shape(state)))
+
+
+STATE = jnp.asarray([10.0, 20.0], jnp.float32)
+TWO, FIVE, THREE = (jnp.asarray(x, jnp.float32) for x in (2.0, 5.0, 3.0))
+
+
+def three_uses(state):
+    return observe(TWO, state) + observe(FIVE, state) + observe(THREE, state)
+
+
+@jitted_or_not
+def test_single_use(transform):
+    check(transform, lambda state: observe(TWO, state), STATE, expected=2.0)
+
+
+@jitted_or_not
+def test_several_uses_give_the_maximum(transform):
+    check(transform, three_uses, STATE, expected=5.0)
+
+
+@jitted_or_not
+def test_plain_float32_gives_the_sum(transform):
+    """What the type is for. A test that could not tell maximum from sum would prove nothing."""
+    check(transform, three_uses, STATE, expected=10.0, cast=lambda state: state)
+
+
+@jitted_or_not
+def test_maximum_of_negative_cotangents(transform):
+    """The identity is -inf, not zero: zero would hide it."""
+    check(transform, lambda state: observe(-TWO, state) + observe(-FIVE, state), STATE, expected=-2.0)
+
+
+@jitted_or_not
+def test_nan_and_infinity_are_not_hidden(transform):
+    nan, infinity = jnp.asarray(jnp.nan), jnp.asarray(jnp.inf)
+    check(transform, lambda state: observe(TWO, state) + observe(nan, state), STATE, expected=np.nan)
+    check(transform, lambda state: observe(infinity, state) + observe(TWO, state), STATE, expected=np.inf)
+
+
+@jitted_or_not
+def test_use_in_a_function_that_is_jitted_itself(transform):
+    inner = jax.jit(observe)
+    check(transform, lambda state: inner(TWO, state) + inner(FIVE, state), STATE, expected=5.0)
+
+
+@jitted_or_not
+@pytest.mark.parametrize("unroll", [1, 2])
+def test_scan_constant(transform, unroll):
+    def loss(state, xs):
+        return lax.scan(lambda total, x: (total + observe(x, state), None), 0.0, xs, unroll=unroll)[0]
+
+    check(transform, loss, STATE, jnp.asarray([2.0, 5.0, 3.0]), expected=5.0)
+
+
+@jitted_or_not
+def test_scan_carry(transform):
+    def loss(state, xs):
+        def body(carry, x):
+            total, state = carry
+            return (total + observe(x, state), state), None
+
+        return lax.scan(body, (0.0, state), xs)[0][0]
+
+    check(transform, loss, STATE, jnp.asarray([2.0, 5.0, 3.0]), expected=5.0)
+
+
+@jitted_or_not
+def test_scan_xs(transform):
+    """A stack of layers: each has its own state, used twice in its step."""
+
+    def loss(states, xs):
+        def body(total, step):
+            state, x = step
+            return total + observe(x, state) + observe(-x, state), None
+
+        return lax.scan(body, 0.0, (states, xs))[0]
+
+    states = jnp.zeros((3, 2))
+    check(transform, loss, states, jnp.asarray([2.0, -5.0, 3.0]), expected=np.array([[2.0], [5.0], [3.0]]))
+
+
+@jitted_or_not
+def test_scan_in_a_scan(transform):
+    def loss(state, xs):
+        inner = lambda row: lax.scan(lambda total, x: (total + observe(x, state), None), 0.0, row)[0]
+        return lax.scan(lambda total, row: (total + inner(row), None), 0.0, xs)[0]
+
+    check(transform, loss, STATE, jnp.asarray([[2.0, 1.0], [5.0, 0.0], [3.0, 4.0]]), expected=5.0)
+
+
+@jitted_or_not
+@pytest.mark.parametrize("taken, expected", [(True, 2.0), (False, NEVER_USED)], ids=["taken", "not_taken"])
+def test_cond(transform, taken, expected):
+    def loss(state, taken):
+        return lax.cond(taken, lambda state: observe(TWO, state), lambda state: TWO * 3, state)
+
+    check(transform, loss, STATE, jnp.asarray(taken), expected=expected)
+
+
+@jitted_or_not
+def test_cond_beside_another_use(transform):
+    """The branch that is not taken adds nothing to the use beside it, whichever sign that has."""
+
+    def loss(state, taken):
+        branch = lax.cond(taken, lambda state: observe(FIVE, state), lambda state: FIVE, state)
+        return branch + observe(-TWO, state)
+
+    check(transform, loss, STATE, jnp.asarray(False), expected=-2.0)
+    check(transform, loss, STATE, jnp.asarray(True), expected=5.0)
+
+
+@jitted_or_not
+def test_switch_over_experts(transform):
+    """Which of several states are reached depends on the data; the others say so."""
+
+    def loss(states, choices):
+        def body(total, choice):
+            branches = [lambda x, states, i=i: observe(x, states[i]) for i in range(3)]
+            return total + lax.switch(choice, branches, 1.0 + choice.astype(jnp.float32), states), None
+
+        return lax.scan(body, 0.0, choices)[0]
+
+    states = [STATE, STATE, STATE]
+    gradients = transform(jax.grad(lambda states, choices: loss([to_max_grad(s) for s in states], choices)))(
+        states, jnp.asarray([0, 2, 0])
+    )
+    np.testing.assert_array_equal(jnp.stack(gradients)[:, 0], [1.0, NEVER_USED, 3.0])
+
+
+@jitted_or_not
+def test_vmap_of_an_ensemble(transform):
+    """Each member has its own state and takes its own maximum."""
+
+    def loss(states, xs, ys):
+        return jax.vmap(lambda state, x, y: observe(x, state) + observe(y, state))(states, xs, ys).sum()
+
+    xs, ys = jnp.asarray([1.0, 5.0, 2.0]), jnp.asarray([4.0, 3.0, -1.0])
+    check(transform, loss, jnp.zeros((3, 2)), xs, ys, expected=np.array([[4.0], [5.0], [2.0]]))
+
+
+@jitted_or_not
+def test_vmap_of_gradients(transform):
+    gradient = jax.grad(lambda state, x: three_uses(to_max_grad(state)) + observe(x, to_max_grad(state)))
+    gradients = transform(jax.vmap(gradient))(jnp.zeros((3, 2)), jnp.asarray([1.0, 7.0, 6.0]))
+    # Two casts in this function: each takes its own maximum, and float32 adds them.
+    np.testing.assert_array_equal(gradients[:, 0], [5.0 + 1.0, 5.0 + 7.0, 5.0 + 6.0])
+
+
+@jitted_or_not
+@pytest.mark.parametrize(
+    "policy", [None, jax.checkpoint_policies.everything_saveable, jax.checkpoint_policies.nothing_saveable]
+)
+def test_checkpoint(transform, policy):
+    check(transform, jax.checkpoint(three_uses, policy=policy), STATE, expected=5.0)
+
+
+@jitted_or_not
+def test_checkpointed_scan(transform):
+    def loss(state, xs):
+        body = jax.checkpoint(lambda total, x: (total + observe(x, state), None))
+        return lax.scan(body, 0.0, xs)[0]
+
+    check(transform, loss, STATE, jnp.asarray([2.0, 5.0, 3.0]), expected=5.0)
+
+
+@jitted_or_not
+def test_optimization_barrier(transform):
+    check(transform, lambda state: three_uses(lax.optimization_barrier(state)), STATE, expected=5.0)
+
+
+def test_sharded_state():
+    """A history over several devices: the gradient is sharded as the state is."""
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    sharding = NamedSharding(mesh, P("x"))
+    state = jax.device_put(jnp.arange(8.0), sharding)
+    gradient = jax.jit(jax.grad(lambda state: three_uses(to_max_grad(state))), out_shardings=sharding)(state)
+    assert gradient.sharding == sharding
+    np.testing.assert_array_equal(gradient, np.full(8, 5.0))
+
+
+@jitted_or_not
+def test_cotangent_of_state_that_has_the_type_outside(transform):
+    """The type may also come from outside; then the cotangent has it too."""
+    cotangent = transform(lambda state: jax.vjp(three_uses, state)[1](TWO)[0])(to_max_grad(STATE))
+    assert is_max_grad(cotangent)
+    np.testing.assert_array_equal(to_float32(cotangent), [5.0, 5.0])
+
+
+@jitted_or_not
+def test_indexing_a_stack(transform):
+    """What the index leaves out is not reached, whether it is known at run time only or moves with a scan."""
+
+    def loss(states, index, indices):
+        def body(total, i):
+            return total + observe(-(1.0 + i.astype(jnp.float32)), states[i]), None
+
+        return lax.scan(body, 0.0, indices)[0] + observe(TWO, states[index])
+
+    states, index, indices = jnp.zeros((4, 2)), jnp.asarray(1), jnp.asarray([1, 2, 2])
+    expected = np.array([[NEVER_USED], [2.0], [-3.0], [NEVER_USED]])
+    check(transform, loss, states, index, indices, expected=expected)
+
+
+# --- The casts --------------------------------------------------------------------------------------------------------
+
+
+@jitted_or_not
+def test_casts_are_exact_and_idempotent(transform):
+    bits = np.random.default_rng(0).integers(0, 2**32, 1000, dtype=np.uint32)
+    x = jnp.asarray(bits.view(np.float32))
+    there = transform(lambda x: to_max_grad(to_max_grad(x)))(x)
+    assert is_max_grad(there) and not is_max_grad(x) and there.shape == x.shape
+    back = transform(to_float32)(there)
+    assert back.dtype == jnp.float32
+    np.testing.assert_array_equal(np.asarray(back).view(np.uint32), bits)
+    assert to_float32(jnp.ones(2, jnp.bfloat16)).dtype == jnp.float32
+
+
+def test_only_float32_can_be_cast():
+    """Another width would be rounded on its way: JAX refuses, as the type's rules say."""
+    for dtype in (jnp.bfloat16, jnp.float16, jnp.int32):
+        with pytest.raises(ValueError, match="float32_max_grad"):
+            to_max_grad(jnp.ones(2, dtype))
+
+
+def test_is_max_grad():
+    assert is_max_grad(to_max_grad(STATE))
+    assert not any(is_max_grad(x) for x in (STATE, np.zeros(2, np.float32), 1.0, None, "float32_max_grad"))
+
+
+@jitted_or_not
+def test_full(transform):
+    """Zero in the sense of addition is the identity of the maximum; other values are taken as they are."""
+    value = jnp.asarray(3.0)
+    filled = transform(lambda value: [lax.full((2,), v, fp32_max_grad) for v in (0, 2.0, value)])(value)
+    for array, expected in zip(filled, (NEVER_USED, 2.0, 3.0), strict=True):
+        assert is_max_grad(array)
+        np.testing.assert_array_equal(to_float32(array), [expected, expected])
+    again = transform(lambda x: lax.full_like(x, to_max_grad(value), shape=(3,)))(filled[0])
+    np.testing.assert_array_equal(to_float32(again), [3.0, 3.0, 3.0])
+    zeros = transform(jnp.zeros_like)(filled[1])
+    np.testing.assert_array_equal(to_float32(zeros), [NEVER_USED, NEVER_USED])
+
+
+def test_element_type():
+    assert repr(fp32_max_grad) == fp32_max_grad.name == "float32_max_grad"
+    assert fp32_max_grad.itemsize == 4
+    assert fp32_max_grad == _state._MaxGradDType(np.dtype(np.float32)) and hash(fp32_max_grad)
+    assert jnp.issubdtype(fp32_max_grad, jax.dtypes.extended)
+    assert not jnp.issubdtype(jnp.float32, _state.max_grad) and jnp.issubdtype(fp32_max_grad, _state.max_grad)
+
+
+# --- What the file needs of JAX's internals: each part fails on its own when JAX changes ------------------------------
+
+
+def test_internals_are_the_ones_that_this_file_checks():
+    tree = ast.parse(inspect.getsource(_state))
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and "jax._src" in node.module]
+    needed = {f"{node.module}.{alias.name}" for node in imports for alias in node.names}
+    assert needed == {
+        "jax._src.core",
+        "jax._src.dtypes",
+        "jax._src.earray",
+        "jax._src.ad_util.raw_jaxval_adders",
+        "jax._src.interpreters.pxla",
+    }
+
+
+def test_internals_extended_dtypes():
+    assert isinstance(fp32_max_grad, dtypes.ExtendedDType)
+    assert jax.dtypes.extended is dtypes.extended
+    # Every abstract part of the base is there, or the type could not be made; the product's dtype is what it says.
+    physical = core.physical_aval(core.ShapedArray((2, 3), fp32_max_grad))
+    assert (physical.shape, physical.dtype) == ((2, 3), jnp.float32)
+
+
+def test_internals_autodiff_asks_the_rules():
+    aval = core.ShapedArray((2,), fp32_max_grad)
+    assert aval.to_tangent_aval().dtype == fp32_max_grad
+    # `add_any` of two traced arrays lowers to the rule's `max`: read from the program that XLA gets.
+    text = jax.jit(jax.grad(lambda state: three_uses(to_max_grad(state)))).lower(STATE).as_text()
+    assert "stablehlo.maximum" in text and "stablehlo.add" not in text
+
+
+def test_internals_arrays_outside_jit():
+    array = to_max_grad(STATE)
+    assert type(array) is earray.EArray and isinstance(array, jax.Array)
+    rebuilt = earray.EArray(core.ShapedArray((2,), fp32_max_grad), STATE)
+    np.testing.assert_array_equal(to_float32(rebuilt), STATE)
+
+
+def test_internals_result_handlers():
+    sharding = SingleDeviceSharding(jax.devices()[0])
+    handler = pxla.global_result_handlers[core.ShapedArray](
+        core.ShapedArray((2,), np.dtype(np.float32)), sharding, True
+    )
+    np.testing.assert_array_equal(handler([STATE]), STATE)
+    ours = _state._MaxGradRules.global_sharded_result_handler(core.ShapedArray((2,), fp32_max_grad), sharding, True)
+    assert is_max_grad(ours([STATE]))
+
+
+def test_internals_eager_adder():
+    """JAX has no adder for these arrays, so ours is in its table. If this fails, see whether it is still needed."""
+    assert raw_jaxval_adders[earray.EArray] is _state._add_eagerly
+    total = _state._add_eagerly(to_max_grad(STATE), to_max_grad(STATE[::-1]))
+    np.testing.assert_array_equal(to_float32(total), [20.0, 20.0])
