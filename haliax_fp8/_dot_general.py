@@ -28,7 +28,7 @@ from jaxtyping import Array, Float
 
 from ._contraction import to_front
 from ._products import ProductSpec, backward, forward, tangent, varying_axes
-from ._state import is_max_grad, to_float32, to_max_grad
+from ._state import is_max_grad, to_max_grad
 
 
 def fp8_dot_general(
@@ -78,9 +78,9 @@ def _fp8_dot(lhs: Array, rhs: Array, *others: Array, spec: ProductSpec) -> Array
 
 
 def _split_others(others: Sequence[Any], spec: ProductSpec) -> tuple[tuple[Any, ...], Array | None]:
-    """Extras, and the state in float32 if there is one."""
+    """Extras, and the state if there is one."""
     count = spec.contraction.extras
-    return tuple(others[:count]), to_float32(others[count]) if len(others) > count else None
+    return tuple(others[:count]), others[count] if len(others) > count else None
 
 
 def _fp8_dot_aval(lhs, rhs, *others, spec: ProductSpec):

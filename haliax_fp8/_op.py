@@ -10,6 +10,7 @@ import numpy as np
 import wadler_lindig as wl
 from haliax.state_dict import ModuleWithStateDictSerialization, StateDict
 from jax import lax
+from jax.sharding import AxisType
 from jaxtyping import Array, DTypeLike, Float, Int
 
 from ._contraction import AbstractContraction, DotContraction
@@ -108,8 +109,8 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
         Returns:
             The product, axes in the order batch, free of lhs, free of rhs.
         """
-        # Haliax passes an empty mesh where there is none.
-        if out_sharding is not None and not getattr(getattr(out_sharding, "mesh", None), "empty", False):
+        # Haliax passes one that asks for nothing where there is no mesh, and where all its axes are `AxisType.Auto`.
+        if out_sharding is not None and _has_explicit_axes(out_sharding):
             raise ValueError(
                 f"out_sharding={out_sharding} was asked of an FP8 product, which does not support explicit mesh axes "
                 "yet; use a mesh with axis_types=AxisType.Auto"
@@ -228,6 +229,11 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
     def from_state_dict(self, state_dict: StateDict, prefix: str | None = None) -> "Fp8DotGeneral":
         """This op as it is; see `to_state_dict`."""
         return self
+
+
+def _has_explicit_axes(sharding: object) -> bool:
+    mesh = getattr(sharding, "mesh", None)
+    return mesh is None or AxisType.Explicit in mesh.axis_types
 
 
 def _require_floating(lhs: Array, rhs: Array) -> None:

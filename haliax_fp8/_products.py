@@ -16,6 +16,7 @@ from ._first_order import first_order
 from ._quantized_array import QuantizedArray
 from ._recipe import Quantization, Recipe
 from ._scaling import usable
+from ._state import to_float32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +40,14 @@ class ProductSpec:
     out_dtype: np.dtype
     precision: lax.Precision
     ensemble: int = 0
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash(tuple(getattr(self, field.name) for field in dataclasses.fields(self)))
+
+    def __hash__(self) -> int:
+        # JAX hashes what is static at every call; this holds the whole recipe.
+        return self._hash
 
     @property
     def quantizations(self) -> tuple[Quantization, Quantization, Quantization]:
@@ -139,6 +148,7 @@ def forward(
 ) -> tuple[Array, Residuals]:
     """The output, and the residuals of the backward pass."""
     lhs, rhs = (_round_to(first_order(x), spec.compute_dtype) for x in (lhs, rhs))
+    state = None if state is None else to_float32(state)
     scales = _scales(state)
     with jax.named_scope("fprop"):
         quantized = _quantize(lhs, 0, scales, spec), _quantize(rhs, 1, scales, spec)

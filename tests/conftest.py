@@ -3,6 +3,8 @@
 import os
 
 
+# The tests run on the CPU wherever they run; the GPU compiler's package, if installed, looks for a driver otherwise.
+os.environ["JAX_PLATFORMS"] = "cpu"
 # Before JAX starts: several devices, so that sharding is tested on a machine with one.
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
 
