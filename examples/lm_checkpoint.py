@@ -1,0 +1,82 @@
+"""Checkpoints of `train_lm.py` that are whole or absent: arrays in one file, progress as JSON beside it."""
+
+import json
+import os
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import equinox as eqx
+from lm_options import flag_name
+
+
+_PROGRESS = "checkpoint.json"
+
+
+def save(folder: pathlib.Path, step: int, state: Any, flags: Mapping[str, Any], history: Mapping[str, Any]) -> None:
+    """Writes a checkpoint; one that is interrupted leaves the one before.
+
+    Each step's arrays have a file name of their own, and both files are written under another name first. Renaming the
+    JSON file, which says which arrays are current, is the moment at which the new checkpoint counts.
+
+    Args:
+        folder: Where to; made if missing.
+        step: Completed steps.
+        state: Models and optimizer states, any pytree of arrays.
+        flags: Flags that a continued run must share.
+        history: Losses so far.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    arrays = folder / f"step_{step:06d}.eqx"
+    temporary = arrays.with_suffix(".tmp")
+    with temporary.open("wb") as file:
+        eqx.tree_serialise_leaves(file, state)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(arrays)
+    progress = {"step": step, "arrays": arrays.name, "flags": dict(flags), "history": dict(history)}
+    temporary = folder / (_PROGRESS + ".tmp")
+    temporary.write_text(json.dumps(progress))
+    temporary.replace(folder / _PROGRESS)
+    for old in folder.glob("step_*.eqx"):
+        if old != arrays:
+            old.unlink()
+
+
+def read_progress(folder: pathlib.Path) -> dict[str, Any] | None:
+    """The JSON part of the checkpoint in a folder; None if there is none."""
+    try:
+        return json.loads((folder / _PROGRESS).read_text())
+    except FileNotFoundError:
+        return None
+
+
+def check_flags(saved: Mapping[str, Any], now: Mapping[str, Any], folder: pathlib.Path) -> None:
+    """Compares the flags of a checkpoint with those given now.
+
+    Raises:
+        ValueError: If they differ; the message names each flag with both values.
+    """
+    # Through JSON once, as the saved ones were: a tuple has become a list.
+    now = json.loads(json.dumps(dict(now)))
+    differences = [
+        f"{flag_name(name)} is {now.get(name)!r} now and {saved.get(name)!r} in the checkpoint"
+        for name in sorted(saved.keys() | now.keys())
+        if saved.get(name) != now.get(name)
+    ]
+    if differences:
+        raise ValueError(
+            f"--resume: {'; '.join(differences)}. Repeat the flags of the run in {folder}, "
+            "or start anew in another --out"
+        )
+
+
+def load_state(folder: pathlib.Path, progress: Mapping[str, Any], like: Any) -> Any:
+    """The arrays of a checkpoint.
+
+    Args:
+        folder: Where the checkpoint is.
+        progress: What `read_progress` returned.
+        like: A tree of the structure, shapes and dtypes of what was saved.
+    """
+    return eqx.tree_deserialise_leaves(folder / progress["arrays"], like)

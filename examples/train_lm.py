@@ -1,0 +1,227 @@
+"""Trains a small language model in bf16 and in FP8, side by side, and shows how far apart they end.
+
+    python examples/train_lm.py                       # under 4 minutes on 2 CPU cores
+    python examples/train_lm.py --data my_book.txt --steps 2000
+    python examples/train_lm.py --fp8-after 150       # converts the model in mid-training
+    python examples/train_lm.py --resume              # after Ctrl-C: continues to the same losses
+    python examples/train_lm.py --help
+
+Both models start from the same initialization and see the same batches. Master weights are float32; the loss casts them
+to bf16. The FP8 model differs by one line, `model = fp8_linear_layers(model, config)`: the projections of its blocks
+multiply in FP8. On a CPU those products are emulated, slower but with the same rounding.
+
+The model is in `llama.py`, the text in `corpus.py`, loss, optimizer and conversion in `lm_run.py`.
+"""
+
+import argparse
+import pathlib
+import shlex
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import lm_checkpoint
+import numpy as np
+from corpus import Corpus, load_corpus
+from llama import generate
+from lm_options import binding_flags, parse_options
+from lm_report import Curve, results_table, write_figure, write_results
+from lm_run import Run, cast_weights, is_fp8_step, make_evaluation, make_loss, make_optimizer, make_runs
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from haliax_fp8 import TrainStep, describe, fp8_linear_layers, trainable
+
+
+class Stopped(Exception):
+    """Ctrl-C was pressed, and a checkpoint has been written."""
+
+
+@contextmanager
+def stop_requests() -> Iterator[Callable[[], bool]]:
+    """Lets Ctrl-C wait for the end of the step; a second Ctrl-C interrupts at once."""
+    requested = False
+
+    def request(signum: int, frame: Any) -> None:
+        nonlocal requested
+        if requested:
+            raise KeyboardInterrupt
+        requested = True
+
+    before = signal.signal(signal.SIGINT, request)
+    try:
+        yield lambda: requested
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def train(runs: Sequence[Run], step: TrainStep, corpus: Corpus, options: argparse.Namespace, console: Console) -> None:
+    """Trains all runs, one step of each in turn, to the end or to Ctrl-C; writes checkpoints.
+
+    Raises:
+        Stopped: After Ctrl-C.
+    """
+    evaluate = make_evaluation(options, corpus)
+    first = len(runs[0].losses)
+    columns = [
+        MofNCompleteColumn(),
+        BarColumn(bar_width=None),
+        TextColumn("{task.fields[status]}"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    ]
+    with stop_requests() as stop_requested, Progress(*columns, console=console) as progress:
+        task = progress.add_task("", total=options.steps, completed=first, status="compiling")
+        for index in range(first, options.steps):
+            batch = jnp.asarray(corpus.batch(options.seed, index, options.batch_size, options.seq_len))
+            for run in runs:
+                run.set_converted(is_fp8_step(options, index))
+                run.train(step, batch)
+            done = index + 1
+            is_last = done == options.steps
+            if is_last or _is_due(options.eval_every, done):
+                for run in runs:
+                    run.validation.append((done, evaluate(run.model)))
+            progress.update(task, completed=done, status=_status(runs, options))
+            if not console.is_terminal and (is_last or _is_due(max(1, options.steps // 10), done)):
+                # Nobody sees a bar move in a log.
+                _say(console, f"step {done}/{options.steps}  {_status(runs, options)}")
+            if is_last or stop_requested() or _is_due(options.checkpoint_every, done):
+                save_runs(runs, corpus, options)
+            if stop_requested() and not is_last:
+                raise Stopped
+
+
+def save_runs(runs: Sequence[Run], corpus: Corpus, options: argparse.Namespace) -> None:
+    """Writes a checkpoint of all runs."""
+    state = [(run.model, run.opt_state) for run in runs]
+    history = {run.name: {"losses": run.losses, "validation": run.validation} for run in runs}
+    lm_checkpoint.save(pathlib.Path(options.out), len(runs[0].losses), state, _binding(options, corpus), history)
+
+
+def resume_runs(options: argparse.Namespace, step: TrainStep, corpus: Corpus) -> list[Run]:
+    """The runs as the checkpoint has them.
+
+    Raises:
+        ValueError: If there is no checkpoint, or its flags differ.
+    """
+    folder = pathlib.Path(options.out)
+    progress = lm_checkpoint.read_progress(folder)
+    if progress is None:
+        raise ValueError(f"--resume: there is no checkpoint in --out {folder}; start without --resume")
+    lm_checkpoint.check_flags(progress["flags"], _binding(options, corpus), folder)
+    runs = make_runs(options, step, progress["step"])
+    state = lm_checkpoint.load_state(folder, progress, [(run.model, run.opt_state) for run in runs])
+    for run, (run.model, run.opt_state) in zip(runs, state, strict=True):
+        history = progress["history"][run.name]
+        run.losses = history["losses"]
+        run.validation = [(done, loss) for done, loss in history["validation"]]
+    return runs
+
+
+def announce(runs: Sequence[Run], corpus: Corpus, options: argparse.Namespace, console: Console) -> None:
+    """Says what is active: text, model, device, how many layers are converted and whether FP8 is emulated."""
+    device = jax.devices()[0]
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(trainable(runs[0].model)))
+    _say(
+        console,
+        f"{parameters:,} parameters on {device.device_kind}; {corpus.name}: {len(corpus.train):,} bytes to train on, "
+        f"{len(corpus.validation):,} held back",
+    )
+    for run in runs:
+        if run.config is None:
+            continue
+        description = describe(fp8_linear_layers(run.model, run.config), run.config)
+        rows = [row for row in description if row.recipe]
+        layers = f"{len(rows)} of {len(description)} linear layers in FP8 ({rows[0].recipe})"
+        emulated = ", emulated: slower than on a GPU, with the same rounding" if device.platform == "cpu" else ""
+        _say(console, f"{run.name}: {layers}{emulated}")
+        if options.verbose:
+            console.print(description)
+
+
+def report(runs: Sequence[Run], options: argparse.Namespace, console: Console) -> None:
+    """Table, figure, results, and a sample of the last run."""
+    folder = pathlib.Path(options.out)
+    baseline = next((run.name for run in runs if run.config is None), None)
+    curves = {run.name: _curve(run, options) for run in runs}
+    console.print(results_table(curves, baseline))
+    write_results(folder / "results.json", curves, baseline)
+    write_figure(folder / "loss.png", curves, baseline)
+    _say(console, f"Loss curves: {folder / 'loss.png'}; numbers: {folder / 'results.json'}")
+    if options.sample_bytes:
+        prompt = options.prompt.encode()
+        text = generate(
+            cast_weights(runs[-1].model, options.compute_dtype),
+            jnp.asarray(np.frombuffer(prompt, np.uint8), jnp.int32),
+            count=options.sample_bytes,
+            temperature=options.temperature,
+            key=jax.random.key(options.seed),
+        )
+        console.print(f"\n{runs[-1].name} writes:", style="bold", highlight=False)
+        written = prompt + np.asarray(text).astype(np.uint8).tobytes()
+        console.print(written.decode(errors="replace"), markup=False, highlight=False)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns its exit status: 0, 2 if flags do not fit, 130 after Ctrl-C."""
+    options = parse_options(argv)
+    console = Console()
+    folder = pathlib.Path(options.out)
+    try:
+        corpus = load_corpus(options.data, options.validation_fraction)
+        step = TrainStep(make_loss(options), make_optimizer(options), microbatches=options.microbatches)
+        runs = resume_runs(options, step, corpus) if options.resume else make_runs(options, step)
+        announce(runs, corpus, options, console)
+        make_evaluation(options, corpus)
+    except ValueError as error:
+        console.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+        return 2
+    try:
+        train(runs, step, corpus, options, console)
+        report(runs, options, console)
+    except (Stopped, KeyboardInterrupt):
+        progress = lm_checkpoint.read_progress(folder)
+        if progress is None:
+            _say(console, "Stopped before the first checkpoint.")
+            return 130
+        given = [argument for argument in (sys.argv[1:] if argv is None else argv) if argument != "--resume"]
+        command = shlex.join(["python", sys.argv[0], *given, "--resume"])
+        _say(console, f"Stopped; the checkpoint is that of step {progress['step']}. To continue: {command}")
+        return 130
+    return 0
+
+
+def _is_due(every: int, done: int) -> bool:
+    return every > 0 and done % every == 0
+
+
+def _status(runs: Sequence[Run], options: argparse.Namespace) -> str:
+    losses = "  ".join(f"{run.name} {run.losses[-1]:.3f}" for run in runs)
+    tokens = options.batch_size * options.seq_len * len(runs)
+    # A median, so that neither compilation nor a busy moment of the machine counts.
+    return f"{losses}  {tokens / sum(np.median(run.seconds[-20:]) for run in runs):,.0f} tokens/s"
+
+
+def _curve(run: Run, options: argparse.Namespace) -> Curve:
+    tokens = options.batch_size * options.seq_len
+    speed = tokens / float(np.median(run.seconds)) if run.seconds else None
+    statistics = {name: float(np.mean(values)) for name, values in run.statistics.items()}
+    return Curve(run.losses, run.validation, speed, statistics)
+
+
+def _binding(options: argparse.Namespace, corpus: Corpus) -> dict[str, Any]:
+    """What a continued run must share: the flags that change losses, and the text."""
+    return binding_flags(options) | {"data": corpus.digest}
+
+
+def _say(console: Console, line: str) -> None:
+    console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

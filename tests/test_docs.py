@@ -1,0 +1,120 @@
+"""Every Python block of the pages runs, and prints what the page says that it prints."""
+
+import contextlib
+import dataclasses
+import doctest
+import io
+import pathlib
+import re
+import runpy
+
+import jax
+import pytest
+
+
+ROOT = pathlib.Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+# A fenced block, or code that a page needs and does not show.
+_BLOCK = re.compile(r"^```(?P<kind>\w+)\n(?P<code>.*?)^```$|^<!-- setup\n(?P<setup>.*?)^-->$", re.DOTALL | re.MULTILINE)
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """A block of code, the line that it starts at, and what it prints, where the page says so."""
+
+    code: str
+    line: int
+    output: str | None
+
+
+def blocks_of(text: str) -> list[Block]:
+    """The Python blocks of a page in order. A `text` block right after one is its output."""
+    blocks: list[Block] = []
+    end_of_python = None
+    for match in _BLOCK.finditer(text):
+        if match["kind"] == "text" and end_of_python is not None and not text[end_of_python : match.start()].strip():
+            blocks[-1] = dataclasses.replace(blocks[-1], output=match["code"])
+        is_python = match["kind"] == "python" or match["setup"] is not None
+        end_of_python = match.end() if is_python else None
+        if is_python:
+            line = text.count("\n", 0, match.start()) + 1
+            blocks.append(Block(match["setup"] or match["code"], line, None))
+    return blocks
+
+
+def run_page(text: str, name: str) -> None:
+    """Runs the blocks of a page in one namespace, under the settings that a user starts with."""
+    namespace = {"__name__": "page"}
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        for block in blocks_of(text):
+            printed = io.StringIO()
+            # Empty lines in front: a traceback names the line of the page.
+            code = compile("\n" * block.line + block.code, name, "exec")
+            with contextlib.redirect_stdout(printed):
+                exec(code, namespace)
+            if block.output is not None:
+                assert_same_output(printed.getvalue(), block.output, f"{name}:{block.line}")
+
+
+def assert_same_output(got: str, expected: str, where: str) -> None:
+    """As doctest compares: white space is free, and `...` stands for anything."""
+    flags = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
+    if not doctest.OutputChecker().check_output(expected, got, flags):
+        raise AssertionError(f"{where} says that it prints\n{expected}\nbut it prints\n{got}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", [p for p in PAGES if blocks_of(p.read_text())], ids=lambda p: p.stem)
+def test_code_of_page_runs(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run_page(page.read_text(), str(page.relative_to(ROOT)))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
+def test_links_to_files_lead_somewhere(page):
+    targets = re.findall(r"\]\((?!https?://|#|mailto:)([^)#\s]+)", page.read_text())
+    missing = [target for target in targets if not (page.parent / target).exists()]
+    assert not missing
+
+
+def test_readme_shows_how_to_run_and_test():
+    shell = [m["code"] for m in _BLOCK.finditer((ROOT / "README.md").read_text()) if m["kind"] == "bash"]
+    lines = [line for block in shell for line in block.splitlines()]
+    assert "pip install uv && uv run examples/train_lm.py" in lines
+    assert "pip install uv && uv run pytest" in lines
+
+
+def test_figures_are_those_of_their_script(tmp_path):
+    pytest.importorskip("matplotlib")
+    runpy.run_path(str(ROOT / "docs" / "figures.py"))["main"](tmp_path)
+    drawn = {path.name for path in tmp_path.iterdir()}
+    assert drawn == {path.name for path in (ROOT / "docs" / "images").iterdir()}
+    shown = {pathlib.Path(target).name for page in PAGES for target in re.findall(r"\((\S+\.svg)\)", page.read_text())}
+    assert shown == drawn
+
+
+# --- The machinery itself ---------------------------------------------------------------------------------------------
+
+
+def test_blocks_share_a_namespace_and_setup_runs():
+    run_page("<!-- setup\na = 2\n-->\ntext\n```python\nb = a + 1\n```\n```python\nassert b == 3\n```\n", "page")
+
+
+def test_a_failing_block_fails_and_names_the_line():
+    page = "one\n\n```python\nx = 1\nx.missing\n```\n"
+    with pytest.raises(AttributeError) as error:
+        run_page(page, "page.md")
+    assert error.traceback[-1].lineno + 1 == 5
+
+
+def test_output_is_compared():
+    page = "```python\nprint(1.25, 'b')\n```\n\n```text\n{}\n```\n"
+    run_page(page.format("1.25   b"), "page")
+    run_page(page.format("1... b"), "page")
+    with pytest.raises(AssertionError, match="1.26"):
+        run_page(page.format("1.26 b"), "page")
+
+
+def test_a_text_block_elsewhere_is_no_output():
+    run_page("```python\nprint(1)\n```\nFor example:\n\n```text\n2\n```\n", "page")

@@ -1,0 +1,340 @@
+"""Every optimizer trains a converted model as it trains a plain one, and never touches FP8 state."""
+
+import functools
+import itertools
+
+import equinox as eqx
+import haliax as hax
+import haliax.nn as hnn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from numpy_reference import DelayedScalingReference, amax, assert_state_is
+
+from haliax_fp8 import (
+    Fp8Config,
+    TrainStep,
+    apply_updates,
+    fp8_linear_layers,
+    partition_for_grad_overwrite,
+    restore_linear_layers,
+    trainable,
+    transfer_optimizer_state,
+)
+
+
+HISTORY = 3
+Batch, In, Out, Layers = hax.make_axes(batch=8, input=8, output=4, layers=2)
+
+OPTIMIZERS = {
+    "sgd": optax.sgd(0.1, momentum=0.9),
+    "adamw": optax.adamw(1e-2, weight_decay=0.5),
+    "adafactor": optax.adafactor(1e-2, min_dim_size_to_factor=4, weight_decay_rate=0.1),
+    "lamb": optax.lamb(1e-2, weight_decay=0.5),
+    "muon": optax.contrib.muon(1e-2, weight_decay=0.5),
+    "clipped": optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-2)),
+    "multi_steps": optax.MultiSteps(optax.adamw(1e-2, weight_decay=0.5), every_k_schedule=2),
+    "gradient_ema": optax.chain(optax.ema(0.9), optax.sgd(0.1)),
+}
+by_name = pytest.mark.parametrize
+
+
+@pytest.fixture(autouse=True)
+def _promotion_for_optax():
+    """Optax divides floats by integer step counts."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+class Model(eqx.Module):
+    """Two FP8 layers whose three operands are all known: each takes an array of the batch, and gets the other one."""
+
+    first: hnn.Linear
+    second: hnn.Linear
+    gain: hax.NamedArray
+
+    @staticmethod
+    def init(key):
+        keys = jax.random.split(key, 2)
+        return Model(
+            first=hnn.Linear.init(In, Out, key=keys[0]),
+            second=hnn.Linear.init(Out, In, key=keys[1], use_bias=False),
+            gain=hax.ones(Out),
+        )
+
+
+def loss_fn(model, x, g):
+    """Its gradient with respect to the first layer's output is `g` over the batch's size; the second's, `x`."""
+    first, second = model.first(x) * g, model.second(g) * x
+    per_example = hax.sum(first, Out) + hax.sum(second, In) + hax.sum(model.gain * g, Out)
+    return hax.mean(per_example, Batch.name).scalar()
+
+
+def batch_of(seed):
+    keys = jax.random.split(jax.random.key(seed))
+    return hax.random.normal(keys[0], (Batch, In)), hax.random.normal(keys[1], (Batch, Out))
+
+
+@functools.cache
+def converted_model():
+    return fp8_linear_layers(Model.init(jax.random.key(0)), Fp8Config(amax_history_length=HISTORY))
+
+
+@pytest.fixture
+def model():
+    return converted_model()
+
+
+class References:
+    """The states that the two layers should have."""
+
+    def __init__(self):
+        self.first, self.second = DelayedScalingReference(HISTORY), DelayedScalingReference(HISTORY)
+
+    def record(self, model, batch, batch_size=Batch.size):
+        x, g = map(amax, batch)
+        size = np.float32(batch_size)  # a power of two: the mean's gradient is exact
+        self.first.record(input=x, kernel=amax(model.first.weight), output_grad=g / size)
+        self.second.record(input=g, kernel=amax(model.second.weight), output_grad=x / size)
+
+    def assert_is_state_of(self, model):
+        assert_state_is(model.first.dot_general, self.first)
+        assert_state_is(model.second.dot_general, self.second)
+
+
+def parameters(model):
+    return [model.first.weight.array, model.first.bias.array, model.second.weight.array, model.gain.array]
+
+
+gradient = eqx.filter_jit(eqx.filter_grad(loss_fn))
+update_of = functools.cache(lambda optimizer: jax.jit(optimizer.update))
+
+
+def step_by_hand(optimizer):
+    """The step that the package documents, and the state that it starts from."""
+
+    def init(model):
+        _, params = partition_for_grad_overwrite(model)
+        return optimizer.init(eqx.filter(params, eqx.is_inexact_array))
+
+    def step(model, opt_state, *batch):
+        overwrites, grads = partition_for_grad_overwrite(gradient(model, *batch))
+        updates, opt_state = update_of(optimizer)(grads, opt_state, trainable(model))
+        return apply_updates(model, updates, overwrites), opt_state
+
+    return init, step
+
+
+def step_of_class(optimizer):
+    step = TrainStep(loss_fn, optimizer)
+    return step.init, lambda *args: step(*args)[:2]
+
+
+STEPS = {"by_hand": step_by_hand, "TrainStep": step_of_class}
+
+
+@functools.cache
+def trajectory(name, how, steps=5):
+    """The models that a run goes through, the first one included."""
+    init, step = STEPS[how](OPTIMIZERS[name])
+    model = converted_model()
+    models, opt_state = [model], init(model)
+    for seed in range(steps):
+        model, opt_state = step(model, opt_state, *batch_of(seed))
+        models.append(model)
+    return models
+
+
+# --- Every optimizer -------------------------------------------------------------------------------------------------
+
+
+@by_name("how", STEPS)
+@by_name("name", OPTIMIZERS)
+def test_state_is_the_recursion_of_the_amaxes(name, how):
+    """Never decayed, clipped, averaged or held back: bit for bit what the amaxes of each step say."""
+    models, expected = trajectory(name, how), References()
+    for seed, (before, after) in enumerate(itertools.pairwise(models)):
+        expected.record(before, batch_of(seed))
+        expected.assert_is_state_of(after)
+
+
+@by_name("how", STEPS)
+@by_name("name", OPTIMIZERS)
+def test_parameters_change_as_in_a_plain_tree(name, how):
+    """The same gradients, given to the optimizer in a list of arrays, give the same parameters."""
+    models, optimizer = trajectory(name, how), OPTIMIZERS[name]
+    plain = parameters(models[0])
+    plain_state = optimizer.init(plain)
+    for seed, (before, after) in enumerate(itertools.pairwise(models)):
+        grads = parameters(gradient(before, *batch_of(seed)))
+        updates, plain_state = update_of(optimizer)(grads, plain_state, plain)
+        plain = optax.apply_updates(plain, updates)
+        for ours, expected in zip(parameters(after), plain, strict=True):
+            np.testing.assert_allclose(ours, expected, rtol=1e-5, atol=1e-6)
+
+
+@by_name("how", STEPS)
+@by_name("name", OPTIMIZERS)
+def test_every_parameter_is_trained(name, how):
+    models = trajectory(name, how)
+    for first, last in zip(parameters(models[0]), parameters(models[-1]), strict=True):
+        assert np.all(np.asarray(first) != np.asarray(last))
+
+
+# --- Norms, clipping, averages ---------------------------------------------------------------------------------------
+
+
+def test_grad_norm_is_that_of_the_parameters(model):
+    step = TrainStep(loss_fn, optax.sgd(0.1))
+    _, _, metrics = step(model, step.init(model), *batch_of(0))
+    grads = parameters(gradient(model, *batch_of(0)))
+    expected = np.sqrt(sum(np.sum(np.square(np.asarray(g, np.float64))) for g in grads))
+    np.testing.assert_allclose(metrics["grad_norm"], expected, rtol=1e-6)
+
+
+def test_clipping_by_global_norm_does_not_count_state(model):
+    """What clipping leaves of the parameters' gradients has just the norm asked for."""
+    step = TrainStep(loss_fn, optax.chain(optax.clip_by_global_norm(0.25), optax.sgd(1.0)))
+    updated, _, metrics = step(model, step.init(model), *batch_of(0))
+    assert metrics["grad_norm"] > 0.25
+    changes = [np.asarray(a, np.float64) - b for a, b in zip(parameters(updated), parameters(model), strict=True)]
+    np.testing.assert_allclose(np.sqrt(sum(np.sum(np.square(c)) for c in changes)), 0.25, rtol=1e-5)
+
+
+def test_moving_average_of_parameters_keeps_the_live_state(model):
+    """Average the trainable part only; put it together with the model, whose state is the newest there is."""
+    step = TrainStep(loss_fn, optax.adam(1e-2))
+    opt_state, ema = step.init(model), trainable(model)
+    expected = [np.asarray(p, np.float64) for p in parameters(model)]
+    for seed in range(4):
+        model, opt_state, _ = step(model, opt_state, *batch_of(seed))
+        ema = optax.incremental_update(trainable(model), ema, step_size=0.25)
+        expected = [0.75 * old + 0.25 * np.asarray(p) for old, p in zip(expected, parameters(model), strict=True)]
+    averaged = eqx.combine(ema, model)
+
+    for ours, reference in zip(parameters(averaged), expected, strict=True):
+        np.testing.assert_allclose(ours, reference, rtol=1e-5)
+    states, _ = partition_for_grad_overwrite(averaged)
+    live_states, _ = partition_for_grad_overwrite(model)
+    assert eqx.tree_equal(states, live_states)
+
+
+# --- TrainStep -------------------------------------------------------------------------------------------------------
+
+
+@by_name("microbatches", [2, 8])
+def test_microbatches_take_the_maximum_of_amaxes(model, microbatches):
+    """Each part's mean is over fewer examples, so its output gradients are larger; else it is as one batch."""
+    step = TrainStep(loss_fn, optax.sgd(0.1), microbatches=microbatches)
+    opt_state, expected = step.init(model), References()
+    for seed in range(4):
+        batch = batch_of(seed)
+        expected.record(model, batch, Batch.size // microbatches)
+        model, opt_state, _ = step(model, opt_state, *batch)
+        expected.assert_is_state_of(model)
+
+
+def test_microbatches_average_gradients(model):
+    x, g = batch_of(0)
+    step = TrainStep(loss_fn, optax.sgd(1.0), microbatches=4)
+    updated, _, metrics = step(model, step.init(model), x, g)
+
+    parts = [(x[Batch, 2 * i : 2 * i + 2], g[Batch, 2 * i : 2 * i + 2]) for i in range(4)]
+    losses = [loss_fn(model, *part) for part in parts]
+    grads = [parameters(gradient(model, *part)) for part in parts]
+    expected = [np.mean(np.asarray(leaves, np.float64), axis=0) for leaves in zip(*grads, strict=True)]
+    for before, after, mean in zip(parameters(model), parameters(updated), expected, strict=True):
+        np.testing.assert_allclose(before - after, mean, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(metrics["loss"], np.mean(losses), rtol=1e-5)
+    norm = np.sqrt(sum(np.sum(np.square(e)) for e in expected))
+    np.testing.assert_allclose(metrics["grad_norm"], norm, rtol=1e-5)
+
+
+def test_microbatches_that_do_not_divide_the_batch_are_an_error(model):
+    step = TrainStep(loss_fn, optax.sgd(0.1), microbatches=3)
+    with pytest.raises(ValueError, match="microbatches=3 does not divide"):
+        step(model, step.init(model), *batch_of(0))
+
+
+def test_microbatches_of_a_scalar_are_an_error(model):
+    step = TrainStep(lambda model, x, g, weight: weight * loss_fn(model, x, g), optax.sgd(0.1), microbatches=2)
+    with pytest.raises(ValueError, match=r"microbatches=2 does not divide .* of shape \(\)"):
+        step(model, step.init(model), *batch_of(0), jnp.float32(1.0))
+
+
+def test_no_microbatches_are_an_error():
+    with pytest.raises(ValueError, match="microbatches=0"):
+        TrainStep(loss_fn, optax.sgd(0.1), microbatches=0)
+
+
+@by_name("microbatches", [1, 2])
+def test_donation_changes_no_number(model, microbatches):
+    """And frees what it was given: the old model's arrays are gone."""
+    optimizer = optax.sgd(0.1, momentum=0.9)
+    keep = TrainStep(loss_fn, optimizer, microbatches=microbatches)
+    donate = TrainStep(loss_fn, optimizer, microbatches=microbatches, donate=True)
+    kept, kept_state = model, keep.init(model)
+    donated = jax.tree.map(jnp.copy, model)
+    donated_state = donate.init(donated)
+    for seed in range(3):
+        given = donated
+        kept, kept_state, kept_metrics = keep(kept, kept_state, *batch_of(seed))
+        donated, donated_state, metrics = donate(donated, donated_state, *batch_of(seed))
+    assert eqx.tree_equal((donated, donated_state, metrics), (kept, kept_state, kept_metrics))
+    assert given.first.weight.array.is_deleted()
+
+
+# --- Optimizer state across a conversion -----------------------------------------------------------------------------
+
+
+class DeepModel(eqx.Module):
+    """Layers in a stack, a layer apart, and a parameter that is in no linear layer."""
+
+    blocks: hnn.Stacked
+    head: hnn.Linear
+    gain: hax.NamedArray
+
+    @staticmethod
+    def init(key):
+        stack = hnn.Stacked.init(Layers, hnn.Linear)(In, Out, key=jax.random.split(key, Layers.size), use_bias=False)
+        return DeepModel(stack, hnn.Linear.init(In, Out, key=key), hax.ones(Out))
+
+
+def state_after(optimizer, model, steps=3):
+    """The optimizer's state after gradients that are the same for each parameter, whatever tree it is in."""
+    params = trainable(model)
+    opt_state = optimizer.init(params)
+    leaves, structure = jax.tree.flatten(params)
+    for step in range(steps):
+        grads = [np.random.default_rng([step, i]).normal(size=x.shape) for i, x in enumerate(leaves)]
+        grads = jax.tree.unflatten(structure, [jnp.asarray(g, jnp.float32) for g in grads])
+        _, opt_state = update_of(optimizer)(grads, opt_state, params)
+    return opt_state
+
+
+@by_name("direction", ["into_fp8", "out_of_fp8"])
+@by_name("name", ["adamw", "muon", "multi_steps", "adafactor"])
+def test_transfer_gives_the_state_of_an_uninterrupted_run(name, direction):
+    """Converted in mid-training: the same tree, bit by bit, as if the model had been of the new kind from the start."""
+    plain = DeepModel.init(jax.random.key(0))
+    converted = fp8_linear_layers(plain, Fp8Config(amax_history_length=HISTORY))
+    if direction == "into_fp8":
+        old, new = plain, converted
+    else:
+        old, new = converted, restore_linear_layers(converted)
+    transferred = transfer_optimizer_state(state_after(OPTIMIZERS[name], old), old, new)
+    assert eqx.tree_equal(transferred, state_after(OPTIMIZERS[name], new))
+
+
+def test_transfer_refuses_a_model_with_other_parameters(model):
+    opt_state = optax.adam(1e-2).init(trainable(model))
+    with pytest.raises(ValueError, match="new_model has other parameters than old_model"):
+        transfer_optimizer_state(opt_state, model, model.first)
+
+
+def test_transfer_refuses_the_state_of_another_model(model):
+    opt_state = optax.adam(1e-2).init(trainable(model.first))
+    with pytest.raises(ValueError, match="opt_state holds no tree with the structure of old_model"):
+        transfer_optimizer_state(opt_state, model, restore_linear_layers(model))

@@ -1,0 +1,385 @@
+"""The example `examples/train_lm.py`: its command line, resuming, conversion in mid-training, model and text."""
+
+import dataclasses
+import json
+import math
+import pathlib
+import signal
+import sys
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+
+from haliax_fp8 import describe
+
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "examples"))
+
+import corpus  # noqa: E402
+import lm_checkpoint  # noqa: E402
+import lm_report  # noqa: E402
+import train_lm  # noqa: E402
+from llama import Llama, LlamaConfig, apply_rope, generate, next_token_loss, rope_tables  # noqa: E402
+
+
+STEPS = 6
+TINY = (
+    f"--steps {STEPS} --layers 2 --hidden 32 --heads 2 --kv-heads 1 --head-dim 16 --mlp 64 --seq-len 32 --batch-size 4 "
+    "--amax-history-length 4 --eval-batches 2 --sample-bytes 8 --unroll 1"
+).split()
+
+
+@pytest.fixture(autouse=True)
+def standard_promotion():
+    """What users of the example have; optax's AdamW does not run under strict promotion."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compile_once(tmp_path_factory):
+    """Each run of the command line would compile the same programs anew; here they are kept on disk."""
+    settings = {
+        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("compiled")),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+        "jax_persistent_cache_min_entry_size_bytes": 0,
+    }
+    before = {name: getattr(jax.config, name) for name in settings}
+    for name, value in settings.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+
+
+def losses(folder: pathlib.Path) -> dict[str, list[float]]:
+    history = json.loads((folder / "checkpoint.json").read_text())["history"]
+    return {name: run["losses"] for name, run in history.items()}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, compile_once) -> pathlib.Path:
+    """The folder of a run from beginning to end."""
+    folder = tmp_path_factory.mktemp("finished")
+    with jax.numpy_dtype_promotion("standard"):
+        assert train_lm.main([*TINY, "--out", str(folder)]) == 0
+    return folder
+
+
+def interrupt_in_step(monkeypatch, index: int, times: int = 1) -> None:
+    """Presses Ctrl-C while the batch of a step is made."""
+    batch = corpus.Corpus.batch
+
+    def interrupted(self, seed, step, *args):
+        if step == index:
+            for _ in range(times):
+                signal.raise_signal(signal.SIGINT)
+        return batch(self, seed, step, *args)
+
+    monkeypatch.setattr(corpus.Corpus, "batch", interrupted)
+
+
+def test_both_models_train_from_the_same_start(finished):
+    curves = losses(finished)
+    assert set(curves) == {"bf16", "fp8 delayed"}
+    first, last = ([curve[i] for curve in curves.values()] for i in (0, -1))
+    # An untrained model is near to guessing among 256 bytes, and FP8 rounds each operand by at most 2**-4.
+    assert first == pytest.approx([math.log(256)] * 2, rel=0.2)
+    assert first[1] == pytest.approx(first[0], rel=2**-4)
+    assert first[1] != first[0], "the products of the second model are not FP8"
+    assert max(last) < 0.9 * min(first)
+
+
+def test_results_figure_and_sample_are_written(finished, capsys):
+    results = json.loads((finished / "results.json").read_text())
+    assert results["bf16"]["gap_percent"] is None
+    ratio = results["fp8 delayed"]["validation_loss"] / results["bf16"]["validation_loss"]
+    assert results["fp8 delayed"]["gap_percent"] == pytest.approx(100 * (ratio - 1))
+    assert (finished / "loss.png").read_bytes().startswith(b"\x89PNG")
+    # A finished run can be resumed: it has nothing left to train, and reports once more.
+    assert train_lm.main([*TINY, "--out", str(finished), "--resume", "--prompt", "def f"]) == 0
+    printed = capsys.readouterr().out
+    assert "def f" in printed and f"{results['bf16']['validation_loss']:.4f}" in printed
+
+
+def test_after_ctrl_c_resume_continues_to_the_same_losses(finished, tmp_path, monkeypatch, capsys):
+    arguments = [*TINY, "--out", str(tmp_path)]
+    with monkeypatch.context() as patch:
+        interrupt_in_step(patch, index=2)
+        assert train_lm.main(arguments) == 130
+    assert {name: len(curve) for name, curve in losses(tmp_path).items()} == {"bf16": 3, "fp8 delayed": 3}
+    assert "--resume" in capsys.readouterr().out.splitlines()[-1]
+    assert train_lm.main([*arguments, "--resume"]) == 0
+    assert losses(tmp_path) == losses(finished)
+
+
+def test_second_ctrl_c_stops_at_once(tmp_path, monkeypatch, capsys):
+    before = signal.getsignal(signal.SIGINT)
+    interrupt_in_step(monkeypatch, index=0, times=2)
+    assert train_lm.main([*TINY, "--out", str(tmp_path)]) == 130
+    assert "before the first checkpoint" in capsys.readouterr().out
+    assert not (tmp_path / "checkpoint.json").exists()
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_conversion_in_mid_training_and_back_keeps_the_optimizer_state(finished, tmp_path, monkeypatch):
+    steps = []
+
+    def spied(run, *args, original=train_lm.Run.train):
+        if run.config is not None:
+            counts = {int(count) for _, count in optax.tree.get_all_with_path(run.opt_state, "count")}
+            steps.append(
+                (
+                    describe(run.model).fp8_count > 0,
+                    counts,
+                    bool(optax.tree.norm(optax.tree.get(run.opt_state, "mu")) > 0),
+                )
+            )
+        original(run, *args)
+
+    monkeypatch.setattr(train_lm.Run, "train", spied)
+    flags = [*TINY, "--fp8-after", "2", "--fp8-until", "4", "--out", str(tmp_path)]
+    # Interrupted while converted: the checkpoint has FP8 state, and the resumed run starts with it.
+    with monkeypatch.context() as patch:
+        interrupt_in_step(patch, index=2)
+        assert train_lm.main(flags) == 130
+    assert train_lm.main([*flags, "--resume"]) == 0
+    assert [is_fp8 for is_fp8, _, _ in steps] == [False, False, True, True, False, False]
+    assert [counts for _, counts, _ in steps] == [{i} for i in range(STEPS)]
+    assert [has_moments for _, _, has_moments in steps] == [False] + [True] * (STEPS - 1)
+    baseline, mixed = losses(tmp_path).values()
+    assert baseline == losses(finished)["bf16"]
+    assert mixed[:2] == baseline[:2] and mixed[2] != baseline[2]
+    assert mixed == pytest.approx(baseline, rel=2**-4)
+
+
+def test_resume_refuses_other_flags(finished, tmp_path, capsys):
+    assert train_lm.main([*TINY, "--learning-rate", "0.5", "--out", str(finished), "--resume"]) == 2
+    message = capsys.readouterr().out
+    assert "--learning-rate is 0.5 now and 0.003 in the checkpoint" in message
+    text = tmp_path / "text"
+    text.write_bytes(bytes(range(256)) * 200)
+    assert train_lm.main([*TINY, "--data", str(text), "--out", str(finished), "--resume"]) == 2
+    assert "--data is" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--resume", "there is no checkpoint"),
+        ("--heads 3 --kv-heads 2", "heads=3 is not a multiple of kv_heads=2"),
+        ("--head-dim 15", "head_dim=15 is odd"),
+        ("--exclude no_such_layer", "no_such_layer"),
+        ("--data /no/such/file", "--data /no/such/file cannot be read"),
+        ("--validation-fraction 0.7", "--validation-fraction 0.7"),
+        ("--batch-size 4096", "less than one batch of 4096"),
+    ],
+)
+def test_flags_that_do_not_fit_the_model_or_the_text(flags, message, tmp_path, capsys):
+    assert train_lm.main([*TINY, "--out", str(tmp_path), *flags.split()]) == 2
+    assert message in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--steps 0", "0 is not an integer of at least 1"),
+        ("--learning-rate fast", "--learning-rate"),
+        ("--clip-norm 0", "0 is not a number above 0"),
+        ("--recipe fp4", "--recipe"),
+        ("--recipe none --no-baseline", "nothing to train"),
+        ("--microbatches 3", "--batch-size 4 is not a multiple of --microbatches 3"),
+        ("--warmup 6", "--warmup 6 must be below --steps 6"),
+        ("--fp8-after 6", "--fp8-after 6 must be below --steps 6"),
+        ("--fp8-after 3 --fp8-until 3", "--fp8-until 3 must be above --fp8-after 3"),
+        ("--prompt=", "--prompt '' must have 1 to 32 bytes"),
+    ],
+)
+def test_flags_that_contradict_each_other(flags, message, capsys):
+    with pytest.raises(SystemExit) as exit:
+        train_lm.main([*TINY, *flags.split()])
+    assert exit.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_help_names_every_group(capsys):
+    with pytest.raises(SystemExit) as exit:
+        train_lm.main(["--help"])
+    assert exit.value.code == 0
+    printed = capsys.readouterr().out
+    assert all(f"\n{group}" in printed for group in ("run:", "recipe:", "model:", "optimizer"))
+
+
+# --- Checkpoints ------------------------------------------------------------------------------------------------------
+
+
+def test_interrupted_save_leaves_the_checkpoint_before(tmp_path, monkeypatch):
+    lm_checkpoint.save(tmp_path, 1, [jnp.ones(3)], {}, {})
+
+    def full_disk(*args):
+        raise OSError("no space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(lm_checkpoint.eqx, "tree_serialise_leaves", full_disk)
+        with pytest.raises(OSError):
+            lm_checkpoint.save(tmp_path, 2, [jnp.zeros(3)], {}, {})
+    progress = lm_checkpoint.read_progress(tmp_path)
+    assert progress is not None and progress["step"] == 1
+    np.testing.assert_array_equal(lm_checkpoint.load_state(tmp_path, progress, [jnp.zeros(3)])[0], np.ones(3))
+    lm_checkpoint.save(tmp_path, 2, [jnp.zeros(3)], {}, {})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint.json", "step_000002.eqx"]
+
+
+# --- Text -------------------------------------------------------------------------------------------------------------
+
+
+def test_batches_depend_on_seed_and_step_only():
+    text = corpus.load_corpus(None, 0.1)
+    again = corpus.load_corpus(None, 0.1)
+    batch = text.batch(3, 7, 4, 16)
+    assert batch.shape == (4, 17) and batch.dtype == np.int32
+    np.testing.assert_array_equal(batch, again.batch(3, 7, 4, 16))
+    assert text.digest == again.digest != corpus.load_corpus(None, 0.2).digest
+    assert not np.array_equal(batch, text.batch(3, 8, 4, 16))
+    assert not np.array_equal(batch, text.batch(4, 7, 4, 16))
+
+
+def test_validation_text_is_held_back_and_read_in_full():
+    text = corpus.load_corpus(None, 0.1)
+    assert len(text.validation) / (len(text.train) + len(text.validation)) == pytest.approx(0.1, abs=0.02)
+    batches = text.validation_batches(8, 64)
+    read = np.concatenate([batch[:, :-1].ravel() for batch in batches])
+    np.testing.assert_array_equal(read, text.validation[: len(read)])
+    assert len(text.validation) - len(read) <= 8 * 64
+    assert len(text.validation_batches(8, 64, 3)) == 3
+    # Whole paragraphs of the validation text that are long enough to be recognised never occur in the training text.
+    train = text.train.tobytes()
+    paragraphs = [p for p in text.validation.tobytes().split(b"\n\n") if len(p) > 200]
+    assert len(paragraphs) > 20 and not any(p in train for p in paragraphs)
+
+
+# --- Model ------------------------------------------------------------------------------------------------------------
+
+CONFIG = LlamaConfig(layers=2, hidden=16, heads=4, kv_heads=2, head_dim=8, mlp=24, vocab=32, max_length=12, unroll=1)
+
+
+@pytest.fixture(scope="module")
+def model() -> Llama:
+    return eqx.filter_jit(Llama.init)(CONFIG, key=jax.random.key(0))
+
+
+@pytest.fixture(scope="module")
+def tokens() -> hax.NamedArray:
+    return hax.random.randint(jax.random.key(1), {"batch": 2, "position": 12}, 0, 32)
+
+
+def test_no_position_sees_a_later_one(model, tokens):
+    changed = tokens.array.at[:, 7].add(1) % 32
+    logits = eqx.filter_jit(lambda model, tokens: model(tokens).array)
+    before, after = logits(model, tokens), logits(model, hax.named(changed, tokens.axes))
+    np.testing.assert_array_equal(before[:, :7], after[:, :7])
+    assert np.all(np.any(before[:, 7:] != after[:, 7:], axis=-1))
+
+
+def test_rope_depends_on_distance_only():
+    Position, HeadDim = hax.Axis("position", 9), hax.Axis("head_dim", 8)
+    cos, sin = rope_tables(Position, HeadDim, 100.0)
+    query, key = (hax.random.normal(jax.random.key(i), HeadDim).broadcast_axis(Position) for i in (2, 3))
+    turned = [apply_rope(x, cos, sin, HeadDim).array for x in (query, key)]
+    scores = np.asarray(turned[0] @ turned[1].T)
+    for distance in range(-8, 9):
+        diagonal = np.diagonal(scores, distance)
+        np.testing.assert_allclose(diagonal, diagonal[0], rtol=1e-5, atol=1e-5)
+    assert np.ptp(scores) > 0.1
+
+
+def test_grouped_query_attention_is_attention_with_repeated_keys(model):
+    grouped = model.blocks.get_layer(1).attention
+    Position = hax.Axis("position", 5)
+    x = hax.random.normal(jax.random.key(5), (Position, CONFIG.Hidden))
+    cos, sin = rope_tables(Position, CONFIG.HeadDim, CONFIG.rope_theta)
+
+    def projected(layer):
+        return layer(x).rearrange((..., Position, CONFIG.HeadDim)).array.reshape(-1, 5, 8)
+
+    def turned(heads):
+        return jnp.stack(
+            [apply_rope(hax.named(h, (Position, CONFIG.HeadDim)), cos, sin, CONFIG.HeadDim).array for h in heads]
+        )
+
+    query, key = turned(projected(grouped.query)), turned(projected(grouped.key))
+    value = projected(grouped.value)
+    key, value = (jnp.repeat(x, CONFIG.heads // CONFIG.kv_heads, axis=0) for x in (key, value))
+    scores = jnp.where(jnp.tril(jnp.ones((5, 5), bool)), query @ key.mT / jnp.sqrt(8.0), -jnp.inf)
+    mixed = (jax.nn.softmax(scores) @ value).reshape(CONFIG.kv_heads, -1, 5, 8)
+    axes = (CONFIG.KvHeads, CONFIG.Group, Position, CONFIG.HeadDim)
+    expected = grouped.output(hax.named(mixed, axes)).rearrange((Position, CONFIG.Hidden))
+    got = grouped(x, cos, sin).rearrange((Position, CONFIG.Hidden))
+    np.testing.assert_allclose(got.array, expected.array, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("change", [{"checkpointing": True}, {"unroll": 2}])
+def test_checkpointing_and_unrolling_change_no_gradient(change, model, tokens):
+    other = dataclasses.replace(CONFIG, **change)
+    # The same weights in a model whose blocks are folded differently.
+    blocks = hax.nn.Stacked(
+        model.blocks.stacked, model.blocks.Block, hax.nn.ScanCheckpointPolicy.from_bool_or_str(other.checkpointing)
+    )
+    changed = dataclasses.replace(model, blocks=blocks, config=other)
+    expected, got = (eqx.filter_jit(eqx.filter_grad(next_token_loss))(m, tokens) for m in (model, changed))
+    for a, b in zip(jax.tree.leaves(expected), jax.tree.leaves(got), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_greedy_sample_is_the_likeliest_continuation(model):
+    """Beyond the window too, where the oldest token drops out."""
+    prompt = jnp.array([1, 2, 3], jnp.int32)
+    got = generate(model, prompt, count=14, temperature=0.0, key=jax.random.key(0))
+    logits = eqx.filter_jit(lambda model, tokens: model(tokens).array)
+    written = [1, 2, 3]
+    for _ in range(14):
+        window = written[-CONFIG.max_length :]
+        padded = jnp.zeros(CONFIG.max_length, jnp.int32).at[: len(window)].set(jnp.array(window))
+        written.append(int(jnp.argmax(logits(model, hax.named(padded, "position"))[len(window) - 1])))
+    assert got.tolist() == written[3:]
+
+
+def test_sequence_beyond_the_table_is_refused(model):
+    with pytest.raises(ValueError, match="tokens has 13 positions, more than max_length=12"):
+        model(hax.zeros({"position": 13}, dtype=jnp.int32))
+
+
+# --- Report -----------------------------------------------------------------------------------------------------------
+
+
+def test_statistics_of_the_step_get_a_column():
+    from rich.console import Console
+
+    curves = {
+        "bf16": lm_report.Curve([3.0, 2.0], [(2, 2.0)], 100.0, {}),
+        "fp8": lm_report.Curve([3.0, 2.1], [(2, 2.01)], 50.0, {"saturation": 0.0125}),
+    }
+    console = Console(width=120)
+    with console.capture() as capture:
+        console.print(lm_report.results_table(curves, "bf16"))
+    assert "saturation" in capture.get() and "1.250 %" in capture.get() and "+0.50 %" in capture.get()
+
+
+# --- What the example is for ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_fp8_ends_within_one_percent_of_bf16(seed, tmp_path):
+    assert train_lm.main(["--seed", str(seed), "--eval-every", "0", "--sample-bytes", "0", "--out", str(tmp_path)]) == 0
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert results["bf16"]["validation_loss"] < 1.6, "both have learned more than the frequency of letter pairs"
+    assert abs(results["fp8 delayed"]["gap_percent"]) < 1.0
