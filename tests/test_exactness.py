@@ -328,9 +328,9 @@ def test_slicing_a_stack_in_the_differentiated_function_is_explained():
     assert float(eqx.filter_grad(loss)(op).amax_history("input")[0, 0]) == 1.0
 
 
-@pytest.mark.parametrize("remat", [False, True, "offload", "nested"])
+@pytest.mark.parametrize("remat", [True, "offload", "nested", "recompute", "full"])
 def test_haliax_stacked_with_every_checkpointing_mode(remat):
-    from haliax.nn import Linear, ScanCheckpointPolicy, Stacked
+    from haliax.nn import Linear, Stacked
 
     Block, E, B = hax.Axis("block", 4), hax.Axis("e", WIDTH), hax.Axis("batch", 6)
 
@@ -344,9 +344,7 @@ def test_haliax_stacked_with_every_checkpointing_mode(remat):
         def __call__(self, h):
             return hax.nn.relu(self.linear(h)).rename({"e2": "e"})
 
-    # Offloading needs a device with memory of its own to offload from.
-    policy = {"offload": ScanCheckpointPolicy(save_carries=True), "nested": ScanCheckpointPolicy(nested=2)}
-    make = lambda mode: Stacked.init(Block, Layer, gradient_checkpointing=policy.get(mode, mode))(
+    make = lambda mode: Stacked.init(Block, Layer, gradient_checkpointing=mode)(
         key=jax.random.split(jax.random.key(0), Block.size)
     )
     x = hax.random.normal(jax.random.key(1), (B, E))
@@ -360,3 +358,89 @@ def test_haliax_stacked_with_every_checkpointing_mode(remat):
     got = gradients(make(remat)).stacked.linear
     for a, b in zip(jax.tree.leaves(reference), jax.tree.leaves(got), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+def test_forward_mode_takes_rounding_as_the_identity():
+    """`jvp` and `linearize`: `dout = dot(dx, q(w)) + dot(q(x), dw)`, exact on integers."""
+    problem = random_problem(3, (4, WIDTH))
+    op, (w, x, dx) = make_op(problem["scale"], problem["history"]), as_jax(problem["w"], problem["x"], problem["c"])
+    dw = jnp.flip(w)
+    call = lambda x, w: op(x, w, (((1,), (0,)), ((), ())))
+    scale = problem["scale"]
+    qx = quantized(problem["x"], scale[0], ml_dtypes.float8_e4m3fn) * scale[0]
+    qw = quantized(problem["w"], scale[1], ml_dtypes.float8_e4m3fn) * scale[1]
+    expected = np.asarray(dx) @ qw + qx @ np.asarray(dw)
+    out, tangent = jax.jvp(call, (x, w), (dx, dw))
+    np.testing.assert_array_equal(out, qx @ qw)
+    np.testing.assert_array_equal(tangent, expected)
+    np.testing.assert_array_equal(jax.linearize(call, x, w)[1](dx, dw), expected)
+    rows = jax.jacfwd(lambda t: call(x + t * dx, w + t * dw))(jnp.float32(0.0))
+    np.testing.assert_array_equal(rows, expected)
+    vmapped = jax.vmap(lambda dx: jax.jvp(lambda x: call(x, w), (x,), (dx,))[1])(jnp.stack([dx, 2 * dx]))
+    np.testing.assert_array_equal(vmapped[1], 2 * (np.asarray(dx) @ qw))
+
+
+@pytest.mark.parametrize("order", ["jvp of grad", "grad of grad", "hessian"])
+def test_second_derivatives_are_refused_with_the_remedy(order):
+    op, (w, x) = make_op(np.ones(3), np.zeros((3, LENGTH))), as_jax(*(random_problem(3, (4, WIDTH))[k] for k in "wx"))
+    loss = lambda w: (layer(op, w, x, None) ** 2).sum()
+    takes = {
+        "jvp of grad": lambda: jax.jvp(jax.grad(loss), (w,), (w,)),
+        "grad of grad": lambda: jax.grad(lambda w: jax.grad(loss)(w).sum())(w),
+        "hessian": lambda: jax.jit(jax.hessian(loss))(w),
+    }
+    with pytest.raises(ValueError, match="restore_linear_layers"):
+        takes[order]()
+
+
+@pytest.mark.parametrize("take", ["outside", "inside"])
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_shard_map_takes_the_maximum_over_devices(take, check_vma):
+    from jax.sharding import AxisType, PartitionSpec as P
+
+    problem = random_problem(5, (8, WIDTH))
+    op, (w, x, c) = make_op(problem["scale"], problem["history"]), as_jax(*(problem[k] for k in "wxc"))
+    mesh = jax.make_mesh((4,), ("devices",), axis_types=(AxisType.Auto,))
+    specs = dict(mesh=mesh, in_specs=(P(), P("devices"), P("devices")), check_vma=check_vma)
+    local_loss = lambda params, x, c: (c * layer(*params, x, None)).sum()
+
+    def inside(params, x, c):
+        op, w = fp8.filter_grad(local_loss)(params, x, c)
+        return op, w if check_vma else lax.psum(w, "devices")
+
+    def outside(params, x, c):
+        total = lambda params, x, c: lax.psum(local_loss(params, x, c), "devices")
+        return jax.shard_map(total, out_specs=P(), **specs)(params, x, c)
+
+    if take == "inside":
+        function = jax.shard_map(inside, out_specs=P(), **specs)
+    else:
+        # Without `check_vma` JAX sums what replicated arguments receive, on every device the same maximum.
+        function = (fp8.filter_grad if check_vma else eqx.filter_grad)(outside)
+    new_op, new_w = eqx.filter_jit(function)((op, w), x, c)
+    _, dw, _, scale, history = numpy_model(**problem, uses=1)
+    np.testing.assert_array_equal(new_w, dw)
+    if take == "outside" and not check_vma:
+        new = op.state.overwritten_by(new_op.state)
+        np.testing.assert_array_equal(new.amax_history[:, 1:], history[:, 1:])
+        np.testing.assert_array_equal(new.amax_history[:, 0], 4 * history[:, 0])
+        return
+    np.testing.assert_array_equal(new_op.state.amax_history, history)
+    np.testing.assert_allclose(new_op.state.scale, scale, rtol=3 * 2.0**-24)
+
+
+@pytest.mark.parametrize("axis", ["batch", "contracted", "kernel"])
+def test_sharded_jit_is_the_unsharded_program(axis):
+    from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+    problem = random_problem(6, (8, WIDTH))
+    op, (w, x, c) = make_op(problem["scale"], problem["history"]), as_jax(*(problem[k] for k in "wxc"))
+    mesh = jax.make_mesh((4,), ("devices",), axis_types=(AxisType.Auto,))
+    x_spec, w_spec = {
+        "batch": (P("devices"), P()),
+        "contracted": (P(None, "devices"), P("devices")),
+        "kernel": (P(), P(None, "devices")),
+    }[axis]
+    x, w = jax.device_put(x, NamedSharding(mesh, x_spec)), jax.device_put(w, NamedSharding(mesh, w_spec))
+    loss = lambda params: (c * layer(*params, None)).sum()
+    check(eqx.filter_jit(fp8.filter_grad(loss))((op, w, x)), problem, uses=1)
