@@ -62,6 +62,7 @@ class ProductSpec:
 
 
 def varying_axes(x: Array) -> frozenset[str]:
+    """The mesh axes over which an array differs from device to device, inside `shard_map`."""
     aval = jax.typeof(x)
     axes = getattr(aval, "manual_axis_type", None)  # JAX 0.12 moved `vma` here.
     return frozenset(axes.varying if axes is not None else getattr(aval, "vma", ()))

@@ -163,16 +163,3 @@ def test_classes_are_abstract_or_final(cls):
     """No class inherits the code of a concrete one: what a method does is read in one place."""
     ours = [base for base in cls.__mro__[1:] if base.__module__.startswith("haliax_fp8")]
     assert all(map(inspect.isabstract, ours))
-    if ours:
-        overridden = [
-            name
-            for name, value in vars(cls).items()
-            if callable(value) and not name.startswith("_")
-            for base in ours
-            if name in vars(base) and name not in base.__abstractmethods__
-        ]
-        assert not overridden or cls.__name__ in OVERRIDES_A_DEFAULT, overridden
-
-
-# Where a base gives a default on purpose.
-OVERRIDES_A_DEFAULT = {"HaliaxEmbedding"}
