@@ -74,7 +74,7 @@ class AbstractContraction(abc.ABC):
 def to_front(x: Shaped[Array, "..."], axis: int | None, size: int, position: int) -> Shaped[Array, "..."]:
     """Moves an axis to a position near the front, or makes a new one there by repeating."""
     if axis is not None:
-        return jnp.moveaxis(x, axis, position)
+        return x if axis == position else jnp.moveaxis(x, axis, position)
     shape = (*x.shape[:position], size, *x.shape[position:])
     return jnp.broadcast_to(jnp.expand_dims(x, position), shape)
 
@@ -110,8 +110,8 @@ class DotContraction(AbstractContraction):
             dimensions, out_axis = self.dimensions.with_axis_in_rhs()
         else:
             dimensions, out_axis = self.dimensions.with_batch_axis()
-        lhs = lhs if lhs_axis is None else jnp.moveaxis(lhs, lhs_axis, ensemble)
-        rhs = rhs if rhs_axis is None else jnp.moveaxis(rhs, rhs_axis, ensemble)
+        lhs = lhs if lhs_axis is None else to_front(lhs, lhs_axis, size, ensemble)
+        rhs = rhs if rhs_axis is None else to_front(rhs, rhs_axis, size, ensemble)
         return (lhs, rhs), DotContraction(dimensions), out_axis
 
     def dot(
