@@ -42,18 +42,18 @@ class LlamaConfig:
         ValueError: If `heads` is not a multiple of `kv_heads`, or `head_dim` is odd.
     """
 
-    layers: int = 4
-    hidden: int = 128
-    heads: int = 4
-    kv_heads: int = 2
+    layers: int = 3
+    hidden: int = 96
+    heads: int = 3
+    kv_heads: int = 1
     head_dim: int = 32
-    mlp: int = 384
+    mlp: int = 256
     vocab: int = 256
     max_length: int = 128
     rope_theta: float = 10_000.0
     norm_eps: float = 1e-5
     checkpointing: bool = False
-    unroll: int = 4
+    unroll: int = 3
 
     def __post_init__(self) -> None:
         if self.heads % self.kv_heads:

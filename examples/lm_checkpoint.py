@@ -57,8 +57,6 @@ def check_flags(saved: Mapping[str, Any], now: Mapping[str, Any], folder: pathli
     Raises:
         ValueError: If they differ; the message names each flag with both values.
     """
-    # Through JSON once, as the saved ones were: a tuple has become a list.
-    now = json.loads(json.dumps(dict(now)))
     differences = [
         f"{flag_name(name)} is {now.get(name)!r} now and {saved.get(name)!r} in the checkpoint"
         for name in sorted(saved.keys() | now.keys())

@@ -47,7 +47,7 @@ def make_parser() -> argparse.ArgumentParser:
         "same batches; shows how far apart they end; writes a sample of text. Ctrl-C keeps a checkpoint.",
     )
     run = parser.add_argument_group("run")
-    run.add_argument("--steps", type=_positive_int, default=300, metavar="N", help="training steps")
+    run.add_argument("--steps", type=_positive_int, default=500, metavar="N", help="training steps")
     run.add_argument(
         "--seed", type=_natural_int, default=0, metavar="N", help="seed of the initialization and of the batches"
     )

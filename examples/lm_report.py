@@ -116,7 +116,7 @@ def write_figure(path: pathlib.Path, curves: Mapping[str, Curve], baseline: str 
             label=f"{name}, validation: {curve.validation_loss:.4f}",
         )
     upper.set_yscale("log")
-    upper.yaxis.set_major_locator(ticker.MaxNLocator(nbins=8, steps=[1, 2, 5, 10]))
+    upper.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8)))
     upper.yaxis.set_major_formatter(ticker.FormatStrFormatter("%g"))
     upper.yaxis.set_minor_locator(ticker.NullLocator())
     upper.set_ylabel("loss, nats per byte (log scale)")

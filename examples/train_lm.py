@@ -32,7 +32,7 @@ from lm_options import binding_flags, parse_options
 from lm_report import Curve, results_table, write_figure, write_results
 from lm_run import Run, cast_weights, is_fp8_step, make_evaluation, make_loss, make_optimizer, make_runs
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from haliax_fp8 import TrainStep, describe, fp8_linear_layers, trainable
 
@@ -71,11 +71,11 @@ def train(runs: Sequence[Run], step: TrainStep, corpus: Corpus, options: argpars
         MofNCompleteColumn(),
         BarColumn(bar_width=None),
         TextColumn("{task.fields[status]}"),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
+        TimeRemainingColumn(elapsed_when_finished=True),
+        TextColumn("{task.fields[what]}"),
     ]
     with stop_requests() as stop_requested, Progress(*columns, console=console) as progress:
-        task = progress.add_task("", total=options.steps, completed=first, status="compiling")
+        task = progress.add_task("", total=options.steps, completed=first, status="compiling", what="left")
         for index in range(first, options.steps):
             batch = jnp.asarray(corpus.batch(options.seed, index, options.batch_size, options.seq_len))
             for run in runs:
@@ -86,7 +86,7 @@ def train(runs: Sequence[Run], step: TrainStep, corpus: Corpus, options: argpars
             if is_last or _is_due(options.eval_every, done):
                 for run in runs:
                     run.validation.append((done, evaluate(run.model)))
-            progress.update(task, completed=done, status=_status(runs, options))
+            progress.update(task, completed=done, status=_status(runs, options), what="in all" if is_last else "left")
             if not console.is_terminal and (is_last or _is_due(max(1, options.steps // 10), done)):
                 # Nobody sees a bar move in a log.
                 _say(console, f"step {done}/{options.steps}  {_status(runs, options)}")
@@ -125,6 +125,9 @@ def resume_runs(options: argparse.Namespace, step: TrainStep, corpus: Corpus) ->
 
 def announce(runs: Sequence[Run], corpus: Corpus, options: argparse.Namespace, console: Console) -> None:
     """Says what is active: text, model, device, how many layers are converted and whether FP8 is emulated."""
+    earlier = lm_checkpoint.read_progress(pathlib.Path(options.out))
+    if earlier is not None and not options.resume:
+        _say(console, f"starts anew and replaces the checkpoint of step {earlier['step']}; --resume would continue it")
     device = jax.devices()[0]
     parameters = sum(leaf.size for leaf in jax.tree.leaves(trainable(runs[0].model)))
     _say(
@@ -176,8 +179,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         corpus = load_corpus(options.data, options.validation_fraction)
         step = TrainStep(make_loss(options), make_optimizer(options), microbatches=options.microbatches)
         runs = resume_runs(options, step, corpus) if options.resume else make_runs(options, step)
-        announce(runs, corpus, options, console)
         make_evaluation(options, corpus)
+        announce(runs, corpus, options, console)
     except ValueError as error:
         console.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
         return 2
@@ -185,15 +188,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         train(runs, step, corpus, options, console)
         report(runs, options, console)
     except (Stopped, KeyboardInterrupt):
-        progress = lm_checkpoint.read_progress(folder)
-        if progress is None:
-            _say(console, "Stopped before the first checkpoint.")
-            return 130
         given = [argument for argument in (sys.argv[1:] if argv is None else argv) if argument != "--resume"]
         command = shlex.join(["python", sys.argv[0], *given, "--resume"])
-        _say(console, f"Stopped; the checkpoint is that of step {progress['step']}. To continue: {command}")
+        _say(console, _farewell(lm_checkpoint.read_progress(folder), _binding(options, corpus), command))
         return 130
     return 0
+
+
+def _farewell(progress: dict[str, Any] | None, flags: dict[str, Any], command: str) -> str:
+    # What lies in the folder may be of an earlier run, with other flags.
+    if progress is None or progress["flags"] != flags:
+        return "Stopped before the first checkpoint."
+    return f"Stopped; the checkpoint is that of step {progress['step']}. To continue: {command}"
 
 
 def _is_due(every: int, done: int) -> bool:

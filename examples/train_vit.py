@@ -22,14 +22,14 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import matplotlib
 import numpy as np
 import optax
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
+from vit import CLASSES, SIDE, VisionTransformer
+from vit_report import Run, gaps, results_table, write_figure
 
 from haliax_fp8 import (
     DelayedScaling,
@@ -41,74 +41,6 @@ from haliax_fp8 import (
     fp8_linear_layers,
     trainable,
 )
-
-
-matplotlib.use("Agg")
-
-import matplotlib.pyplot as plt  # noqa: E402  (after the choice of a backend that needs no screen)
-
-
-SIDE, CLASSES = 8, 10  # of scikit-learn's digits
-COLORS = {"bf16": "C0", "FP8": "C1"}
-
-
-# --- The model: nothing here knows of FP8 -----------------------------------------------------------------------------
-
-
-class Block(eqx.Module):
-    """Attention and a two-layer perceptron, each behind a LayerNorm and added to the residual stream."""
-
-    attention_norm: eqx.nn.LayerNorm
-    attention: eqx.nn.MultiheadAttention
-    mlp_norm: eqx.nn.LayerNorm
-    up: eqx.nn.Linear
-    down: eqx.nn.Linear
-
-    def __init__(self, hidden: int, heads: int, mlp: int, *, key: jax.Array):
-        keys = jax.random.split(key, 3)
-        self.attention_norm = eqx.nn.LayerNorm(hidden)
-        self.attention = eqx.nn.MultiheadAttention(heads, hidden, key=keys[0])
-        self.mlp_norm = eqx.nn.LayerNorm(hidden)
-        self.up = eqx.nn.Linear(hidden, mlp, key=keys[1])
-        self.down = eqx.nn.Linear(mlp, hidden, key=keys[2])
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        normed = jax.vmap(self.attention_norm)(x)
-        x = x + self.attention(normed, normed, normed)
-        return x + jax.vmap(lambda token: self.down(jax.nn.gelu(self.up(self.mlp_norm(token)))))(x)
-
-
-class VisionTransformer(eqx.Module):
-    """Patches, blocks, the mean over patches, a classifier head (arXiv:2010.11929, without the class token)."""
-
-    embed: eqx.nn.Linear
-    positions: jax.Array
-    blocks: list[Block]
-    norm: eqx.nn.LayerNorm
-    head: eqx.nn.Linear
-    patch: int = eqx.field(static=True)
-
-    def __init__(self, options: argparse.Namespace, *, key: jax.Array):
-        keys = jax.random.split(key, 3 + options.layers)
-        count = (SIDE // options.patch) ** 2
-        self.embed = eqx.nn.Linear(options.patch**2, options.hidden, key=keys[0])
-        self.positions = jax.random.normal(keys[1], (count, options.hidden))
-        self.blocks = [Block(options.hidden, options.heads, options.mlp, key=k) for k in keys[3:]]
-        self.norm = eqx.nn.LayerNorm(options.hidden)
-        self.head = eqx.nn.Linear(options.hidden, CLASSES, key=keys[2])
-        self.patch = options.patch
-
-    def __call__(self, image: jax.Array) -> jax.Array:
-        """The logits of one image `(8, 8)`."""
-        across = SIDE // self.patch
-        patches = image.reshape(across, self.patch, across, self.patch).transpose(0, 2, 1, 3)
-        x = jax.vmap(self.embed)(patches.reshape(across**2, self.patch**2)) + self.positions
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(jnp.mean(x, axis=0)))
-
-
-# --- Training ---------------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,25 +62,16 @@ class Digits:
         )
         return Digits(images[train], labels[train], images[test], labels[test])
 
-    def batches(self, batch_size: int, rng: np.random.Generator) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """One epoch in random order, without the incomplete batch at its end."""
+    def batches(
+        self, batch_size: int, noise: float, rng: np.random.Generator
+    ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """One epoch in random order, without the incomplete batch at its end; fresh noise on every image."""
         order = rng.permutation(len(self.train_labels))
         for start in range(0, len(order) - batch_size + 1, batch_size):
             chosen = order[start : start + batch_size]
-            yield self.train_images[chosen], self.train_labels[chosen]
-
-
-@dataclasses.dataclass
-class Run:
-    """What is recorded of one training.
-
-    Args:
-        losses: Training loss of each step.
-        accuracies: Test accuracy after each epoch, in percent.
-    """
-
-    losses: list[float] = dataclasses.field(default_factory=list)
-    accuracies: list[float] = dataclasses.field(default_factory=list)
+            images = self.train_images[chosen]
+            images = images + noise * rng.standard_normal(images.shape, np.float32)
+            yield images, self.train_labels[chosen]
 
 
 def in_bfloat16(model: VisionTransformer) -> VisionTransformer:
@@ -195,19 +118,29 @@ def train(
     """Trains a model, plain or converted, on the batches of a seed; `report` is called after each epoch."""
     run, opt_state, rng = Run(), step.init(model), np.random.default_rng(seed)
     for _ in range(options.epochs):
-        for images, labels in digits.batches(options.batch_size, rng):
+        for images, labels in digits.batches(options.batch_size, options.noise, rng):
             model, opt_state, metrics = step(model, opt_state, jnp.asarray(images), jnp.asarray(labels))
             run.losses.append(float(metrics["loss"]))
+            if not np.isfinite(run.losses[-1]):
+                raise FloatingPointError(f"the loss is {run.losses[-1]}; lower --learning-rate {options.learning_rate}")
         run.accuracies.append(float(accuracy(model, jnp.asarray(digits.test_images), jnp.asarray(digits.test_labels))))
         report(run)
     return run
 
 
 def train_all(options: argparse.Namespace, console: Console) -> dict[str, list[Run]]:
-    """Both models for each seed; by name, one run per seed."""
+    """Both models for each seed; by name, one run per seed.
+
+    Raises:
+        ValueError: If the data set cannot be split or batched as the flags say.
+        FloatingPointError: If a loss is not finite.
+    """
     splits = [Digits.load(options.test_fraction, seed) for seed in options.seeds]
     loss = make_loss(options.label_smoothing)
-    total = options.epochs * (len(splits[0].train_labels) // options.batch_size)
+    count = len(splits[0].train_labels)
+    if options.batch_size > count:
+        raise ValueError(f"--batch-size {options.batch_size} is more than the {count} images to train on")
+    total = options.epochs * (count // options.batch_size)
     warmup = min(options.warmup, total // 2)
     schedule = optax.warmup_cosine_decay_schedule(0.0, options.learning_rate, warmup, total)
     step = TrainStep(loss, optax.adamw(schedule, weight_decay=options.weight_decay))
@@ -219,12 +152,14 @@ def train_all(options: argparse.Namespace, console: Console) -> dict[str, list[R
     with Progress(*columns, console=console) as progress:
         task = progress.add_task("compiling", total=2 * len(options.seeds) * options.epochs)
         for seed, digits in zip(options.seeds, splits, strict=True):
-            plain = VisionTransformer(options, key=jax.random.key(seed))
+            plain = VisionTransformer(**model_sizes(options), key=jax.random.key(seed))
             converted = fp8_linear_layers(plain, config)
             if seed == options.seeds[0]:
                 announce(plain, converted, config, digits, options, console)
-            first = next(digits.batches(options.batch_size, np.random.default_rng(seed)))
-            for name, model in (("bf16", plain), ("FP8", calibrate(converted, loss, [tuple(map(jnp.asarray, first))]))):
+            # The first batch once more: every scale fits from the first step on.
+            first = next(digits.batches(options.batch_size, options.noise, np.random.default_rng(seed)))
+            converted = calibrate(converted, loss, [tuple(map(jnp.asarray, first))])
+            for name, model in (("bf16", plain), ("FP8", converted)):
 
                 def report(run: Run, name: str = name, seed: int = seed) -> None:
                     text = f"seed {seed}, {name:4}: loss {run.losses[-1]:.3f}, accuracy {run.accuracies[-1]:.2f} %"
@@ -232,9 +167,6 @@ def train_all(options: argparse.Namespace, console: Console) -> dict[str, list[R
 
                 runs[name].append(train(model, step, digits, options, seed, report))
     return runs
-
-
-# --- What is shown ----------------------------------------------------------------------------------------------------
 
 
 def announce(
@@ -252,66 +184,26 @@ def announce(
     emulated = "emulated on the CPU with the rounding of FP8 hardware, not its speed"
     where = emulated if device.platform == "cpu" else f"on {device.device_kind}"
     console.print(f"digits: {len(digits.train_labels)} images to train on, {len(digits.test_labels)} to test")
-    console.print(f"model: {count:,} parameters, {layers.fp8_count} of {len(layers)} linear layers in FP8, {where}")
+    console.print(
+        f"model: {count:,} parameters, {layers.fp8_count} of {len(layers)} linear layers in FP8, {where}",
+        soft_wrap=True,
+    )
     if options.verbose:
         console.print(layers)
 
 
-def gaps(runs: dict[str, list[Run]]) -> list[float]:
-    """For each seed, the final test accuracy in FP8 minus that in bf16, in points."""
-    return [fp8.accuracies[-1] - bf16.accuracies[-1] for bf16, fp8 in zip(runs["bf16"], runs["FP8"], strict=True)]
+class _Formatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Adds defaults, except to switches."""
 
-
-def results_table(runs: dict[str, list[Run]], seeds: Sequence[int]) -> Table:
-    """One row per seed, and their mean."""
-    rows = [(str(seed), *(runs[name][i].accuracies[-1] for name in runs)) for i, seed in enumerate(seeds)]
-    rows.append(("mean", *(float(np.mean([run.accuracies[-1] for run in runs[name]])) for name in runs)))
-    table = Table(title="Test accuracy after the last epoch", title_justify="left")
-    for heading in ("seed", *runs, "gap"):
-        table.add_column(heading, justify="right")
-    for index, (label, bf16, fp8) in enumerate(rows):
-        table.add_row(
-            label, f"{bf16:.2f} %", f"{fp8:.2f} %", f"{fp8 - bf16:+.2f} points", end_section=index == len(seeds) - 1
-        )
-    return table
-
-
-def write_figure(path: pathlib.Path, runs: dict[str, list[Run]]) -> None:
-    """Training loss and test accuracy over epochs: the mean over seeds, with the range of the seeds around it."""
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    for name, of_seeds in runs.items():
-        # bf16 broad and pale, FP8 thin and dashed on top of it: both are seen where they coincide.
-        wide = name == "bf16"
-        style = {"linewidth": 5.0, "alpha": 0.4} if wide else {"linewidth": 1.5, "linestyle": (0, (4, 1.5))}
-        epochs = np.arange(1, len(of_seeds[0].accuracies) + 1)
-        losses = np.array([np.mean(np.split(np.array(run.losses), len(epochs)), axis=1) for run in of_seeds])
-        errors = np.array([run.accuracies for run in of_seeds])
-        for axes, curves in ((left, losses), (right, errors)):
-            mean = f"{name}: {curves[:, -1].mean():.3f}" if axes is left else f"{name}: {curves[:, -1].mean():.2f} %"
-            axes.fill_between(
-                epochs, curves.min(axis=0), curves.max(axis=0), color=COLORS[name], alpha=0.12, linewidth=0
-            )
-            axes.plot(epochs, curves.mean(axis=0), color=COLORS[name], label=mean, **style)
-    left.set(ylabel="training loss, mean of the epoch", yscale="log")
-    finals = [run.accuracies[-1] for of_seeds in runs.values() for run in of_seeds]
-    right.set(ylabel="test accuracy, %", ylim=(min(90.0, min(finals) - 2.0), 100.0))
-    count = len(runs["bf16"])
-    for axes in (left, right):
-        axes.set_xlabel("epoch")
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(alpha=0.25)
-        axes.legend(title="last epoch" + (f", mean of {count} seeds" if count > 1 else ""), frameon=False)
-    worst = max(gaps(runs), key=abs)
-    figure.suptitle(f"Vision transformer on digits: FP8 is at most {abs(worst):.2f} points of accuracy from bf16")
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return action.help if isinstance(action.default, bool) else super()._get_help_string(action)
 
 
 def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parses the flags and checks those that depend on one another."""
     parser = argparse.ArgumentParser(
         prog="train_vit.py",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=_Formatter,
         description="Trains a small vision transformer in bf16 and in FP8 from the same initialization, on "
         "scikit-learn's handwritten digits; shows the test accuracy of both and a figure of their curves.",
     )
@@ -338,15 +230,23 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
     optimizer.add_argument("--warmup", type=int, default=60, help="steps")
     optimizer.add_argument("--weight-decay", type=float, default=0.05, help="of all weights")
     optimizer.add_argument("--label-smoothing", type=float, default=0.0, help="of the targets")
+    optimizer.add_argument("--noise", type=float, default=0.25, help="added to the images, which span -1 to 1")
     options = parser.parse_args(argv)
     for name in ("epochs", "layers", "hidden", "heads", "mlp", "batch_size", "amax_history_length"):
         if getattr(options, name) < 1:
             parser.error(f"--{name.replace('_', '-')} {getattr(options, name)} must be at least 1")
     if options.hidden % options.heads:
         parser.error(f"--hidden {options.hidden} is not a multiple of --heads {options.heads}")
+    if min(options.seeds) < 0:
+        parser.error(f"--seeds {options.seeds} must not be negative")
     if not 0.0 < options.test_fraction < 1.0:
         parser.error(f"--test-fraction {options.test_fraction} must lie between 0 and 1")
     return options
+
+
+def model_sizes(options: argparse.Namespace) -> dict[str, int]:
+    """The arguments of `VisionTransformer`."""
+    return {name: getattr(options, name) for name in ("patch", "layers", "hidden", "heads", "mlp")}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -358,6 +258,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         runs = train_all(options, console)
     except KeyboardInterrupt:
         return 130
+    except (ValueError, FloatingPointError) as error:
+        console.print(f"error: {error}", style="red", markup=False)
+        return 2
     console.print(results_table(runs, options.seeds))
     results = {name: [dataclasses.asdict(run) for run in of_seeds] for name, of_seeds in runs.items()}
     (folder / "results.json").write_text(json.dumps({"seeds": options.seeds, "gaps": gaps(runs)} | results) + "\n")

@@ -115,7 +115,7 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
                 f"out_sharding={out_sharding} was asked of an FP8 product, which does not support explicit mesh axes "
                 "yet; use a mesh with axis_types=AxisType.Auto"
             )
-        _require_floating(lhs, rhs)
+        _check_operands(lhs, rhs)
         dims = DotDimensions.of(dimension_numbers, lhs.shape, rhs.shape)
         kernel_is_lhs = self._kernel_is_lhs(lhs.shape, rhs.shape, dims)
         spec = self._spec(DotContraction(dims), kernel_is_lhs, lhs, rhs, precision, preferred_element_type)
@@ -142,7 +142,7 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
         Returns:
             The product; one scale serves the kernels of all groups.
         """
-        _require_floating(lhs, rhs)
+        _check_operands(lhs, rhs)
         if lhs.ndim != 2 or rhs.ndim != 3 or lhs.shape[1] != rhs.shape[1] or group_sizes.shape != rhs.shape[:1]:
             raise ValueError(
                 f"lhs {lhs.shape}, rhs {rhs.shape} and group_sizes {group_sizes.shape} do not fit: "
@@ -236,12 +236,17 @@ def _has_explicit_axes(sharding: object) -> bool:
     return mesh is None or AxisType.Explicit in mesh.axis_types
 
 
-def _require_floating(lhs: Array, rhs: Array) -> None:
+def _check_operands(lhs: Array, rhs: Array) -> None:
     for name, x in (("lhs", lhs), ("rhs", rhs)):
         if not jnp.issubdtype(x.dtype, jnp.floating):
             raise ValueError(
                 f"{name} of an FP8 product has dtype {x.dtype}; cast it to a floating dtype, or leave this product to "
                 "lax.dot_general"
+            )
+        if any(jax.typeof(x).sharding.spec):
+            raise ValueError(
+                f"{name} of an FP8 product is {jax.typeof(x)}: it is sharded over explicit mesh axes, which are not "
+                "supported yet; use a mesh with axis_types=AxisType.Auto"
             )
 
 

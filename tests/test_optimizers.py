@@ -36,7 +36,6 @@ OPTIMIZERS = {
     "muon": optax.contrib.muon(1e-2, weight_decay=0.5),
     "clipped": optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-2)),
     "multi_steps": optax.MultiSteps(optax.adamw(1e-2, weight_decay=0.5), every_k_schedule=2),
-    "gradient_ema": optax.chain(optax.ema(0.9), optax.sgd(0.1)),
 }
 by_name = pytest.mark.parametrize
 

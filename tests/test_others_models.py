@@ -1,45 +1,33 @@
-"""Models that others wrote convert with the one line and train. `docs/models.md` has the list that these tests hold.
+"""Equinox models that others wrote convert with the one line and train; `docs/models.md` lists them.
 
-Each test is skipped where its package is not installed. The Equinox packages are a dependency group:
+Each test is skipped where its package is not installed. To install them all:
 
     uv run --group others pytest tests/test_others_models.py
-
-Levanter needs JAX below 0.12 and over a gigabyte of dependencies, so it gets an environment of its own:
-
-    uv venv levanter && source levanter/bin/activate
-    uv pip install --editable . "marin-levanter>=0.2.227.dev0" beartype hypothesis pytest
-    python -m pytest tests/test_others_models.py
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
-import haliax as hax
-import haliax.nn as hnn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import EPS, float64
-
-from haliax_fp8 import (
-    Fp8Config,
-    Fp8DotGeneral,
-    TrainStep,
-    calibrate,
-    describe,
-    filter_grad,
-    fp8_linear_layers,
-    fp8_states,
-    restore_linear_layers,
+from helpers import float64
+from model_checks import (
+    assert_amaxes_are_those_observed,
+    assert_histories_hold,
+    fp8_error,
+    kernel_amaxes,
+    ops_of,
 )
 
+from haliax_fp8 import TrainStep, calibrate, describe, fp8_linear_layers, restore_linear_layers
 
-# The warnings of these packages are theirs. Each test compiles a model several times.
+
+# The warnings of these packages are theirs. Each test compiles a model, some of them twice.
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow]
 
 STEPS = 4
@@ -54,9 +42,6 @@ def what_users_start_with():
     """These packages promote dtypes and ranks as JAX does by default."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
-
-
-# --- What is checked of any model -------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,125 +74,6 @@ class Case:
     def model(self):
         pytest.importorskip(self.package)
         return self.build()
-
-
-def ops_of(model) -> dict[str, Fp8DotGeneral]:
-    """The ops of a model by the path of their layer."""
-    leaves = jax.tree_util.tree_leaves_with_path(model, is_leaf=is_op)
-    return {jax.tree_util.keystr(path[:-1], simple=True, separator="."): op for path, op in leaves if is_op(op)}
-
-
-def is_op(node) -> bool:
-    return isinstance(node, Fp8DotGeneral)
-
-
-def newest_amaxes(op) -> np.ndarray:
-    """Of input, kernel and output gradient, `[*stack, operand]`."""
-    return np.stack([float64(op.amax_history(name))[..., 0] for name in ("input", "kernel", "output_grad")], axis=-1)
-
-
-def kernel_amaxes(model) -> dict[str, np.ndarray]:
-    """The largest magnitude in each converted layer's weight, over all axes but those of stacks, in float64."""
-    is_layer = lambda node: is_op(getattr(node, "dot_general", None))
-    found = {}
-    for path, layer in jax.tree_util.tree_leaves_with_path(model, is_leaf=is_layer):
-        if is_layer(layer):
-            weight, stack = float64(layer.weight), layer.dot_general.scale("kernel").shape
-            magnitudes = np.abs(weight).reshape(*weight.shape[: len(stack)], -1)
-            found[jax.tree_util.keystr(path, simple=True, separator=".")] = magnitudes.max(-1)
-    return found
-
-
-def fp8_error(layers: int) -> float:
-    """How far, in norm, the outputs of so many FP8 products one after the other may be from those in float32.
-
-    Rounding to E4M3, with 3 bits of mantissa, moves an element by 2**-4 of itself at most. A product has two rounded
-    operands, whose errors add up to under `2**-4` in the root mean square; those of several products are independent.
-    """
-    return 2.0**-4 * np.sqrt(layers)
-
-
-class Observer:
-    """Records what goes into and comes back to every op of a model, beside the op's own amaxes.
-
-    The maxima leave the compiled function through a callback. A maximum is exact in any dtype.
-    """
-
-    def __init__(self):
-        self.operands: dict[tuple[str, str], float] = {}
-
-    def attached_to(self, model):
-        """The model with every op observed."""
-        paths = iter(ops_of(model))
-        return jax.tree.map(
-            lambda node: ObservedOp(node, self, next(paths)) if is_op(node) else node, model, is_leaf=is_op
-        )
-
-    def see(self, path: str, operand: str, x: jax.Array) -> jax.Array:
-        """`x`; its amax is recorded where it is computed."""
-
-        def record(amax):
-            seen = float(np.max(np.asarray(amax, np.float64), initial=0.0))
-            self.operands[path, operand] = max(seen, self.operands.get((path, operand), 0.0))
-            return np.asarray(amax)
-
-        amax = jnp.max(jnp.abs(x)).astype(jnp.float32)
-        seen = jax.pure_callback(record, jax.ShapeDtypeStruct((), jnp.float32), amax, vmap_method="broadcast_all")
-        return x + (0.0 * seen).astype(x.dtype)
-
-    def of(self, path: str) -> np.ndarray:
-        """The amaxes of both operands, smaller first (`einsum` may swap them), and of the output gradient."""
-        operands = sorted(self.operands[path, name] for name in ("lhs", "rhs"))
-        return np.asarray([*operands, self.operands[path, "output_grad"]])
-
-
-class ObservedOp(eqx.Module):
-    op: Fp8DotGeneral
-    observer: Observer = eqx.field(static=True)
-    path: str = eqx.field(static=True)
-
-    def __call__(self, lhs, rhs, *args, **kwargs):
-        see = functools.partial(self.observer.see, self.path)
-        out = self.op(
-            observed(functools.partial(see, "lhs"), as_it_is, lhs),
-            observed(functools.partial(see, "rhs"), as_it_is, rhs),
-            *args,
-            **kwargs,
-        )
-        return observed(as_it_is, functools.partial(see, "output_grad"), out)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def observed(on_value, on_gradient, x):
-    return on_value(x)
-
-
-observed.defvjp(
-    lambda on_value, on_gradient, x: (on_value(x), None), lambda on_value, on_gradient, _, grad: (on_gradient(grad),)
-)
-
-
-def as_it_is(x):
-    return x
-
-
-def assert_amaxes_are_those_observed(model, loss_fn, *batch, only_read=()):
-    """The state's gradient holds the maxima that a callback sees; layers that are never called hold nothing."""
-    observer = Observer()
-    gradients = eqx.filter_jit(filter_grad(lambda model, batch: loss_fn(model, *batch)))
-    gradients = gradients(observer.attached_to(model), batch)
-    called = {path for path, _ in observer.operands}
-    paths = {path.removesuffix(".dot_general"): op for path, op in ops_of(gradients).items()}
-    assert called == paths.keys() - set(only_read)
-    for path in called:
-        amaxes = newest_amaxes(paths[path])
-        amaxes = amaxes.reshape(-1, 3).max(0)
-        actual = np.asarray([*sorted(amaxes[:2]), amaxes[2]])
-        # Not exactly: the compiler may compute an operand twice, fused in two ways.
-        np.testing.assert_allclose(actual, observer.of(path), rtol=8 * EPS)
-
-
-# --- Equinox packages -------------------------------------------------------------------------------------------------
 
 
 def cross_entropy(logits, labels):
@@ -262,9 +128,7 @@ def equimo_vit():
 def jaxonmodels_vit():
     from jaxonmodels.models.vit import VisionTransformer
 
-    return VisionTransformer(
-        input_resolution=16, patch_size=4, width=32, layers=1, heads=4, output_dim=8, key=KEY
-    )
+    return VisionTransformer(input_resolution=16, patch_size=4, width=32, layers=1, heads=4, output_dim=8, key=KEY)
 
 
 def pdequinox_mlp():
@@ -364,24 +228,14 @@ def test_outputs_are_those_of_the_plain_model_within_rounding(case):
 
 @each_case
 def test_trains(case):
-    model = fp8_linear_layers(case.model())
+    model = initial = fp8_linear_layers(case.model())
     step = TrainStep(case.loss_fn, optax.adam(1e-3))
     opt_state, losses = step.init(model), []
     for _ in range(STEPS):
-        before = model
+        kernels = kernel_amaxes(model)
         model, opt_state, metrics = step(model, opt_state, *case.batch)
         losses.append(float(metrics["loss"]))
     assert np.isfinite(losses).all() and losses[-1] < losses[0]
-
-    kernels = kernel_amaxes(before)
-    for path, op in ops_of(model).items():
-        path = path.removesuffix(".dot_general")
-        if path in case.only_read:
-            assert eqx.tree_equal(op, Fp8DotGeneral.init())
-            continue
-        for operand in ("input", "kernel", "output_grad"):
-            history = float64(op.amax_history(operand))
-            recorded = [0, *range(1 - STEPS, 0)]
-            assert np.isfinite(history).all()
-            assert (history[..., recorded] > 0).all() and np.count_nonzero(history[..., 1 : 1 - STEPS]) == 0
-        np.testing.assert_array_equal(op.amax_history("kernel")[..., 0], kernels[path])
+    assert_histories_hold(model, STEPS, kernels, only_read=case.only_read)
+    for path in case.only_read:
+        assert eqx.tree_equal(ops_of(model)[path], ops_of(initial)[path])

@@ -62,6 +62,11 @@ class Fp8Embedding(hnn.Embedding):
         logits = input_embeds.dot(self.weight, axis=self.Embed, dot_general=self.dot_general)
         return logits * self.reparam.unembed_active_scale
 
+    def resize_embeddings(self, new_size: int, key: jax.Array | None = None) -> "Fp8Embedding":
+        """With another vocabulary size; the op keeps its state and knows the kernel by its new shape."""
+        resized = super().resize_embeddings(new_size, key=key)
+        return dataclasses.replace(resized, dot_general=dataclasses.replace(self.dot_general, kernel_shape=(new_size,)))
+
 
 @dataclasses.dataclass(frozen=True)
 class HaliaxEmbedding(LayerRule):

@@ -1,0 +1,154 @@
+"""The example `examples/train_vit.py`: its command line, and its claim that FP8 classifies as bf16 does."""
+
+import json
+import pathlib
+import sys
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from haliax_fp8 import describe, fp8_linear_layers
+
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "examples"))
+
+import train_vit  # noqa: E402
+from vit import VisionTransformer  # noqa: E402
+
+
+TINY = "--seeds 3 --epochs 2 --layers 1 --hidden 16 --heads 2 --mlp 16 --batch-size 256 --amax-history-length 4".split()
+
+
+@pytest.fixture(autouse=True)
+def standard_promotion():
+    """What users of the example have; optax's AdamW does not run under strict promotion."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def results(folder: pathlib.Path) -> dict:
+    return json.loads((folder / "results.json").read_text())
+
+
+def test_the_command_line(tmp_path, capsys):
+    """Table, figure and numbers agree; both models learn, from the same loss on the same batches, not bit by bit."""
+    assert train_vit.main([*TINY, "--out", str(tmp_path)]) == 0
+    written, printed = results(tmp_path), capsys.readouterr().out
+    (bf16,), (fp8,) = written["bf16"], written["FP8"]
+    assert written["seeds"] == [3]
+    assert written["gaps"] == [fp8["accuracies"][-1] - bf16["accuracies"][-1]]
+    assert f"{fp8['accuracies'][-1]:.2f} %" in printed and f"{bf16['accuracies'][-1]:.2f} %" in printed
+    assert "7 of 8 linear layers in FP8, emulated on the CPU" in printed
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+    for run in (bf16, fp8):
+        assert len(run["losses"]) == 2 * (1257 // 256) and len(run["accuracies"]) == 2
+        assert run["losses"][-1] < run["losses"][0]
+    # Rounding to E4M3 moves each product by a few percent, and the loss of ten classes by less.
+    assert bf16["losses"] != fp8["losses"]
+    np.testing.assert_allclose(fp8["losses"], bf16["losses"], rtol=0.05)
+
+
+@pytest.mark.parametrize("convert_head", [False, True])
+def test_which_layers_are_converted(convert_head, monkeypatch, capsys, tmp_path):
+    """All but the classifier head, unless a flag asks for it too."""
+    trained = []
+    empty = train_vit.Run([1.0], [50.0])
+    monkeypatch.setattr(train_vit, "train", lambda model, *args: trained.append(model) or empty)
+    monkeypatch.setattr(train_vit, "calibrate", lambda model, *args: model)
+    flags = ["--epochs", "1", "--verbose", *(["--convert-head"] if convert_head else [])]
+    assert train_vit.main([*TINY, *flags, "--out", str(tmp_path)]) == 0
+    plain, converted = trained
+    left_alone = [row.path for row in describe(converted) if not row.is_fp8]
+    assert left_alone == ([] if convert_head else ["head"])
+    assert not any(row.is_fp8 for row in describe(plain))
+    assert ("excluded by 'head'" in " ".join(capsys.readouterr().out.split())) != convert_head
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        ("--hidden 30 --heads 4", "--hidden 30 is not a multiple of --heads 4"),
+        ("--epochs 0", "--epochs 0 must be at least 1"),
+        ("--test-fraction 1.5", "--test-fraction 1.5 must lie between 0 and 1"),
+        ("--seeds -1", "--seeds [-1] must not be negative"),
+        ("--patch 3", "invalid choice: 3"),
+    ],
+)
+def test_flags_that_do_not_fit(flags, message, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        train_vit.main(flags.split())
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_batch_larger_than_the_data_set(capsys, tmp_path):
+    assert train_vit.main(["--batch-size", "2000", "--out", str(tmp_path)]) == 2
+    assert "--batch-size 2000 is more than the 1257 images" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_loss_that_is_not_finite(capsys, tmp_path):
+    """One line that names the flag, not a run to its end."""
+    assert train_vit.main([*TINY, "--learning-rate", "1e30", "--warmup", "0", "--out", str(tmp_path)]) == 2
+    assert "lower --learning-rate 1e+30" in " ".join(capsys.readouterr().out.split())
+
+
+def test_splits_have_every_class_on_both_sides():
+    digits = train_vit.Digits.load(0.3, seed=5)
+    assert len(digits.train_labels) + len(digits.test_labels) == 1797
+    shares = [np.bincount(labels) / len(labels) for labels in (digits.train_labels, digits.test_labels)]
+    np.testing.assert_allclose(*shares, atol=0.01)
+    assert digits.train_images.min() == -1.0 and digits.train_images.max() == 1.0
+
+
+def test_batches_are_those_of_the_seed():
+    """One epoch shows each image once; the same generator gives the same batches to both models."""
+    digits = train_vit.Digits.load(0.3, seed=5)
+    epochs = [list(digits.batches(100, noise, np.random.default_rng(0))) for noise in (0.0, 0.0, 0.5)]
+    assert [len(epoch) for epoch in epochs] == [12] * 3
+    for (images, labels), (same, same_labels), (noisy, _) in zip(*epochs, strict=True):
+        np.testing.assert_array_equal(images, same)
+        np.testing.assert_array_equal(labels, same_labels)
+        assert noisy.dtype == np.float32 and 0.4 < np.std(noisy - images) < 0.6
+    drawn = np.concatenate([images for images, _ in epochs[0]]).reshape(1200, -1)
+    assert len(np.unique(drawn, axis=0)) == 1200
+
+
+def test_patches_cover_the_image():
+    """With an identity in place of all that is learned, the tokens are the four quadrants."""
+    model = VisionTransformer(patch=4, layers=1, hidden=16, heads=2, mlp=8, key=jax.random.key(0))
+    seen = []
+
+    class Record(eqx.Module):
+        def __call__(self, x):
+            seen.append(x)
+            return x
+
+    model = eqx.tree_at(
+        lambda m: (m.embed.weight, m.embed.bias, m.positions, m.blocks),
+        model,
+        (jnp.eye(16), jnp.zeros(16), jnp.zeros((4, 16)), [Record()]),
+    )
+    image = np.arange(64, dtype=np.float32).reshape(8, 8)
+    assert model(jnp.asarray(image)).shape == (10,)
+    quadrants = [image[i : i + 4, j : j + 4].reshape(-1) for i in (0, 4) for j in (0, 4)]
+    np.testing.assert_array_equal(seen[0], quadrants)
+
+
+def test_the_cast_leaves_state_alone():
+    model = VisionTransformer(patch=4, layers=1, hidden=16, heads=2, mlp=8, key=jax.random.key(0))
+    cast = train_vit.in_bfloat16(fp8_linear_layers(model))
+    assert cast.embed.weight.dtype == cast.positions.dtype == jnp.bfloat16
+    assert cast.embed.dot_general.scale("kernel").dtype == jnp.float32
+
+
+@pytest.mark.slow
+def test_fp8_classifies_as_bf16_does(tmp_path):
+    """What the example is there to show, with its default options: within one point for each of three seeds."""
+    assert train_vit.main(["--out", str(tmp_path)]) == 0
+    written = results(tmp_path)
+    assert len(written["gaps"]) == 3 and max(map(abs, written["gaps"])) <= 1.0
+    for run in (*written["bf16"], *written["FP8"]):
+        assert run["accuracies"][-1] > 95.0
