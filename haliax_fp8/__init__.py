@@ -28,9 +28,18 @@ from ._layers import (
 )
 from ._op import Fp8DotGeneral as Fp8DotGeneral
 from ._overwrite import DelayedState as DelayedState, OverwriteWithGradient as OverwriteWithGradient
+from ._presets import aliases as aliases, recipe_by_name as recipe_by_name, recipes as recipes
 from ._quantized_array import QuantizedArray as QuantizedArray, quantize as quantize
 from ._recipe import Quantization as Quantization, Recipe as Recipe
-from ._scaling import AbstractScaling as AbstractScaling, DelayedScaling as DelayedScaling
+from ._scaling import (
+    AbstractScaling as AbstractScaling,
+    BlockScaling as BlockScaling,
+    CurrentScaling as CurrentScaling,
+    DelayedScaling as DelayedScaling,
+    HighPrecision as HighPrecision,
+    MXFP8Scaling as MXFP8Scaling,
+    RowwiseScaling as RowwiseScaling,
+)
 from ._state import fp32_max_grad as fp32_max_grad
 from ._train_step import (
     TrainStep as TrainStep,

@@ -3,6 +3,7 @@
 import abc
 import dataclasses
 from collections.abc import Sequence
+from typing import Literal
 
 import jax.numpy as jnp
 from jax import lax
@@ -10,6 +11,9 @@ from jaxtyping import Array, Float, Float32, Shaped
 
 from ._dimension_numbers import DotDimensions
 from ._quantized_array import QuantizedArray, expand
+
+
+ProductName = Literal["product", "gradient_of_lhs", "gradient_of_rhs"]
 
 
 class AbstractContraction(abc.ABC):
@@ -44,6 +48,17 @@ class AbstractContraction(abc.ABC):
 
         Returns:
             The operands, the contraction that multiplies them, and where the product has the axis.
+        """
+
+    @abc.abstractmethod
+    def contracted(self, product: ProductName, lhs_ndim: int, rhs_ndim: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The axes that a product sums over, in each of its operands.
+
+        Args:
+            product: `"product"`, of lhs and rhs; `"gradient_of_lhs"`, of the output's gradient and rhs; or
+                `"gradient_of_rhs"`, of the output's gradient and lhs.
+            lhs_ndim: The rank of lhs.
+            rhs_ndim: The rank of rhs.
         """
 
     @abc.abstractmethod
@@ -114,6 +129,15 @@ class DotContraction(AbstractContraction):
         rhs = rhs if rhs_axis is None else to_front(rhs, rhs_axis, size, ensemble)
         return (lhs, rhs), DotContraction(dimensions), out_axis
 
+    def contracted(self, product: ProductName, lhs_ndim: int, rhs_ndim: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Of `lax.dot_general` and its two gradients."""
+        dimensions = self.dimensions
+        if product == "gradient_of_lhs":
+            dimensions = dimensions.gradient_of_lhs()[0]
+        elif product == "gradient_of_rhs":
+            dimensions = dimensions.gradient_of_rhs()[0]
+        return dimensions.lhs_contract, dimensions.rhs_contract
+
     def dot(
         self, lhs: Float[Array, "..."], rhs: Float[Array, "..."], extras: tuple[Array, ...], precision: lax.Precision
     ) -> Float32[Array, "..."]:
@@ -144,8 +168,14 @@ class DotContraction(AbstractContraction):
 
 
 def _product(a: QuantizedArray, b: QuantizedArray, dims: DotDimensions, precision: lax.Precision) -> Array:
-    """`dot(a, b)` in float32, for scales that are constant along what is contracted, and so factor out of the sum."""
-    out = lax.dot_general(a.data, b.data, dims.numbers, precision=precision, preferred_element_type=jnp.float32)
+    """`dot(a, b)` in float32; scales that are constant along what is contracted factor out of the sum."""
+
+    def dot(x: Array, y: Array) -> Array:
+        return lax.dot_general(x, y, dims.numbers, precision=precision, preferred_element_type=jnp.float32)
+
+    if not (_factors_out(a, dims.lhs_contract) and _factors_out(b, dims.rhs_contract)):
+        return dot(a.dequantize(), b.dequantize())
+    out = dot(a.data, b.data)
     if a.scale.size == b.scale.size == 1:
         scale = lax.mul(lax.reshape(a.scale, ()), lax.reshape(b.scale, ()))
         return lax.mul(out, lax.broadcast_in_dim(scale, out.shape, ()))
@@ -154,7 +184,13 @@ def _product(a: QuantizedArray, b: QuantizedArray, dims: DotDimensions, precisio
     scale_b = lax.transpose(b.scale, dims.rhs_batch + dims.rhs_free + dims.rhs_contract)
     scale_a = lax.reshape(scale_a, scale_a.shape[: batch + kept_a] + (1,) * kept_b)
     scale_b = lax.reshape(scale_b, scale_b.shape[:batch] + (1,) * kept_a + scale_b.shape[batch : batch + kept_b])
-    return out * expand(scale_a * scale_b, out.shape)
+    return lax.mul(out, lax.mul(expand(scale_a, out.shape), expand(scale_b, out.shape)))
+
+
+def _factors_out(x: QuantizedArray, contract: tuple[int, ...]) -> bool:
+    """Whether one scale serves everything that is summed, and blocks are whole axes or single elements."""
+    whole = all(count in (1, size) for count, size in zip(x.scale.shape, x.data.shape, strict=True))
+    return whole and all(x.scale.shape[axis] == 1 for axis in contract)
 
 
 def _transposed(x: Array, layout: tuple[int, ...]) -> Array:

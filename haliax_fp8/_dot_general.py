@@ -113,11 +113,12 @@ def _fp8_dot_batch(args, axes, *, spec: ProductSpec):
     return out, out_axis + spec.ensemble
 
 
-def _unpack(args, linear: tuple[bool, ...], structure):
+def _unpack(args, linear: tuple[bool, ...], structure) -> tuple[list[Any], Any, Any]:
     """The equation's operands as they were bound: tangents (None where zero), residuals, extras."""
     given = iter(args[: sum(linear)])
-    tangents = [next(given) if is_linear else None for is_linear in linear]
-    return tangents, *jax.tree.unflatten(structure, args[sum(linear) :])
+    tangents: list[Any] = [next(given) if is_linear else None for is_linear in linear]
+    residuals, extras = jax.tree.unflatten(structure, args[sum(linear) :])
+    return tangents, residuals, extras
 
 
 def _fp8_dot_tangent(*args: Array, spec: ProductSpec, linear: tuple[bool, ...], structure) -> Array:

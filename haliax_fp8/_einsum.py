@@ -36,7 +36,7 @@ class Fp8Einsum(eqx.Module):
 
     @staticmethod
     def init(
-        recipe: Recipe | AbstractScaling | None = None,
+        recipe: Recipe | AbstractScaling | str | None = None,
         *,
         compute_dtype: DTypeLike | None = None,
         stack: tuple[hax.Axis, ...] = (),
@@ -79,7 +79,8 @@ class Fp8Einsum(eqx.Module):
         left, right = parsed.reduced
         contract = [name for name in left if name in right and name not in parsed.out]
         batch = [name for name in left if name in right and name in parsed.out]
-        numbers = tuple(tuple(tuple(map(side.index, names)) for side in parsed.reduced) for names in (contract, batch))
+        axes = lambda names: (tuple(map(left.index, names)), tuple(map(right.index, names)))
+        numbers = axes(contract), axes(batch)
         out = self.dot_general(lhs, rhs, numbers, precision, preferred_element_type)
         names = [*batch, *(n for n in left if n not in right), *(n for n in right if n not in left)]
         return jnp.transpose(out, [names.index(name) for name in parsed.out])

@@ -17,6 +17,7 @@ from ._contraction import AbstractContraction, DotContraction
 from ._dimension_numbers import DimensionNumbers, DotDimensions
 from ._dot_general import fp8_dot_general
 from ._overwrite import DelayedState
+from ._presets import recipe_by_name
 from ._products import ProductSpec
 from ._ragged import RaggedContraction
 from ._recipe import Recipe
@@ -32,7 +33,7 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
     state of the next step: split it off with `partition_for_grad_overwrite`, write it back with `apply_updates`.
 
     Args:
-        recipe: Format and scaling of each operand, or a scaling to use for all.
+        recipe: Format and scaling of each operand, the name of a recipe, or a scaling to use for all.
         compute_dtype: Rounds operands, output and gradients to this dtype around the product, as a layer that
             computes in bfloat16 would. None takes the operands as they are.
         kernel_shape: The sizes of the kernel's free axes, if known. `einsum` may swap the operands; these sizes tell
@@ -62,7 +63,7 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
 
     @staticmethod
     def init(
-        recipe: Recipe | AbstractScaling | None = None,
+        recipe: Recipe | AbstractScaling | str | None = None,
         *,
         compute_dtype: DTypeLike | None = None,
         kernel_shape: tuple[int, ...] | None = None,
@@ -78,6 +79,8 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
         """
         if recipe is None:
             recipe = DelayedScaling()
+        if isinstance(recipe, str):
+            recipe = recipe_by_name(recipe)
         if isinstance(recipe, AbstractScaling):
             recipe = Recipe.of(recipe)
         dtype = None if compute_dtype is None else floating_dtype("compute_dtype", compute_dtype)

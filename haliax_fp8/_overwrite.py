@@ -88,11 +88,15 @@ class DelayedState(OverwriteWithGradient):
         # Through the tree: inside `vmap` and `scan` the names may count axes that the array does not have.
         return jax.tree.unflatten(jax.tree.structure(self), [table])
 
-    def accumulate(self, other: "DelayedState") -> "DelayedState":
+    def accumulate(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, other: "DelayedState"
+    ) -> "DelayedState":
         """The maximum of both, exact because every evaluation began with the same scale and history."""
         return other.with_array(jnp.maximum(self.array, other.array))
 
-    def overwritten_by(self, gradient: "DelayedState") -> "DelayedState":
+    def overwritten_by(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, gradient: "DelayedState"
+    ) -> "DelayedState":
         """The state with the newest amax of the gradient entered.
 
         Only that amax is taken; scale and the rest of the history are recomputed from this state. So a plain gradient,

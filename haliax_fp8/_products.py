@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Float32
 
-from ._contraction import AbstractContraction
+from ._contraction import AbstractContraction, ProductName
 from ._first_order import first_order
 from ._quantized_array import QuantizedArray
 from ._recipe import Quantization, Recipe
@@ -54,6 +54,16 @@ class ProductSpec:
         """Of lhs, rhs and the output's gradient."""
         lhs, rhs, grad = (self.recipe.quantizations[i] for i in self.state_rows)
         return lhs, rhs, grad
+
+    def quantization(self, role: int, product: ProductName) -> Quantization:
+        """Of lhs (role 0), rhs (1) or the output's gradient (2) in one of the contraction's products."""
+        if product == "product":
+            return self.quantizations[role]
+        # The gradient of the input is dgrad, that of the kernel wgrad.
+        is_wgrad = (product == "gradient_of_lhs") == self.kernel_is_lhs
+        first, second = self.recipe.products["wgrad" if is_wgrad else "dgrad"]
+        of_grad, of_other = (second, first) if is_wgrad else (first, second)
+        return of_grad if role == 2 else of_other
 
     @property
     def state_rows(self) -> tuple[int, int, int]:
@@ -104,30 +114,35 @@ def _stored(role: int, scales: Array | None, spec: ProductSpec) -> Array | None:
     return lax.reshape(lax.slice_in_dim(scales, row, row + 1, axis=spec.ensemble), (*scales.shape[: spec.ensemble], 1))
 
 
-def _quantize(x: Array, role: int, scales: Array | None, spec: ProductSpec) -> QuantizedArray:
-    quantization = spec.quantizations[role]
-    return quantization.scaling.quantize(x, quantization.format, _stored(role, scales, spec), spec.ensemble)
+def _quantize(
+    x: Array, role: int, product: ProductName, contracted: tuple[int, ...], scales: Array | None, spec: ProductSpec
+) -> QuantizedArray:
+    quantization = spec.quantization(role, product)
+    stored = _stored(role, scales, spec) if quantization.scaling.stateful else None
+    return quantization.scaling.quantize(x, quantization.format, stored, spec.ensemble, contracted)
 
 
-def _saved(quantized: QuantizedArray, role: int, spec: ProductSpec) -> Array | QuantizedArray:
+def _shared(role: int, products: tuple[ProductName, ProductName], spec: ProductSpec) -> bool:
+    """Whether an operand is quantized once for two products."""
+    first, second = (spec.quantization(role, product) for product in products)
+    return first == second and not first.scaling.directional
+
+
+def _saved(quantized: QuantizedArray, quantization: Quantization) -> Array | QuantizedArray:
     """What the backward pass needs of an operand: not the scale, if the state has it."""
-    return quantized.data if spec.quantizations[role].scaling.stateful else quantized
+    return quantized.data if quantization.scaling.stateful else quantized
 
 
-def _restored(saved: Array | QuantizedArray, role: int, scales: Array | None, spec: ProductSpec) -> QuantizedArray:
-    stored = _stored(role, scales, spec)
-    if stored is None:
-        assert isinstance(saved, QuantizedArray)
-        return saved
-    return spec.quantizations[role].scaling.with_scale(saved, stored, spec.ensemble)
+# The product beside fprop that lhs and rhs are operands of.
+_OTHER_PRODUCT: tuple[ProductName, ProductName] = ("gradient_of_rhs", "gradient_of_lhs")
 
 
 class Residuals(NamedTuple):
     """What the backward pass keeps.
 
     Args:
-        lhs: The quantized operand, or its data alone where the state has its scale.
-        rhs: The same.
+        lhs: The operand as quantized for the gradient of rhs, or its data alone where the state has its scale.
+        rhs: The operand as quantized for the gradient of lhs, likewise.
         amaxes: Of lhs and rhs, `[*ensemble, 2]`; None without state.
         state: The state, from which the next one is made.
     """
@@ -140,7 +155,15 @@ class Residuals(NamedTuple):
     def operands(self, spec: ProductSpec) -> tuple[QuantizedArray, QuantizedArray]:
         """Both operands with their scales."""
         scales = _scales(self.state)
-        return _restored(self.lhs, 0, scales, spec), _restored(self.rhs, 1, scales, spec)
+        restored = []
+        for role, saved in enumerate((self.lhs, self.rhs)):
+            product = _OTHER_PRODUCT[role]
+            if not isinstance(saved, QuantizedArray):
+                stored = _stored(role, scales, spec)
+                assert stored is not None
+                saved = spec.quantization(role, product).scaling.with_scale(saved, stored, spec.ensemble)
+            restored.append(saved)
+        return restored[0], restored[1]
 
 
 @functools.partial(jax.jit, static_argnames="spec")
@@ -152,11 +175,22 @@ def forward(
     state = None if state is None else to_float32(state)
     scales = _scales(state)
     with jax.named_scope("fprop"):
-        quantized = _quantize(lhs, 0, scales, spec), _quantize(rhs, 1, scales, spec)
-        out = spec.contraction.with_batch_axes(spec.ensemble).product(*quantized, extras, spec.precision)
+        contraction = spec.contraction.with_batch_axes(spec.ensemble)
+        axes = contraction.contracted("product", lhs.ndim, rhs.ndim)
+        quantized = [_quantize(x, role, "product", axes[role], scales, spec) for role, x in enumerate((lhs, rhs))]
+        out = contraction.product(quantized[0], quantized[1], extras, spec.precision)
         out = _round_to(_round_to(out, spec.compute_dtype), spec.out_dtype)
     amaxes = None if state is None else lax.concatenate([_amax(x, spec, state) for x in (lhs, rhs)], spec.ensemble)
-    return out, Residuals(_saved(quantized[0], 0, spec), _saved(quantized[1], 1, spec), amaxes, state)
+    saved = []
+    for role, x in enumerate((lhs, rhs)):
+        product = _OTHER_PRODUCT[role]
+        if not _shared(role, ("product", product), spec):
+            # 1-D blocks run along what is contracted, so the other product needs the operand quantized anew; now,
+            # while it is there in high precision.
+            contracted = contraction.contracted(product, lhs.ndim, rhs.ndim)[1]
+            quantized[role] = _quantize(x, role, product, contracted, scales, spec)
+        saved.append(_saved(quantized[role], spec.quantization(role, product)))
+    return out, Residuals(saved[0], saved[1], amaxes, state)
 
 
 @functools.partial(jax.jit, static_argnames=("spec", "dtypes", "update"))
@@ -173,18 +207,24 @@ def backward(
     lhs, rhs = residuals.operands(spec)
     grad = _round_to(first_order(grad), spec.compute_dtype)
     contraction = spec.contraction.with_batch_axes(spec.ensemble)
-    quantized = _quantize(grad, 2, _scales(residuals.state), spec)
+    scales, quantized = _scales(residuals.state), {}
+    once = _shared(2, ("gradient_of_lhs", "gradient_of_rhs"), spec)
 
-    def gradient(product: Callable[..., Array], other: QuantizedArray, dtype: np.dtype | None) -> Array | None:
+    def gradient(product: ProductName, other: QuantizedArray, dtype: np.dtype | None) -> Array | None:
         if dtype is None:
             return None
-        return _round_to(_round_to(product(quantized, other, extras), spec.compute_dtype), dtype)
+        key = "both" if once else product
+        if key not in quantized:
+            contracted = contraction.contracted(product, lhs.data.ndim, rhs.data.ndim)[0]
+            quantized[key] = _quantize(grad, 2, product, contracted, scales, spec)
+        out = getattr(contraction, product)(quantized[key], other, extras)
+        return _round_to(_round_to(out, spec.compute_dtype), dtype)
 
     names = ("wgrad", "dgrad") if spec.kernel_is_lhs else ("dgrad", "wgrad")
     with jax.named_scope(names[0]):
-        grad_lhs = gradient(contraction.gradient_of_lhs, rhs, dtypes[0])
+        grad_lhs = gradient("gradient_of_lhs", rhs, dtypes[0])
     with jax.named_scope(names[1]):
-        grad_rhs = gradient(contraction.gradient_of_rhs, lhs, dtypes[1])
+        grad_rhs = gradient("gradient_of_rhs", lhs, dtypes[1])
     gradients = grad_lhs, grad_rhs
     if residuals.state is None or residuals.amaxes is None or not update:
         return gradients, None

@@ -11,13 +11,14 @@ from ._formats import Format, saturating_cast
 class QuantizedArray(eqx.Module):
     """An array in a low-precision format: `x ≈ data * scale`.
 
-    `scale` has the rank of `data`, and each of its dimensions divides the dimension of `data`: a scale of shape
-    `(1, 1)` belongs to the whole array, `(rows, 1)` to each row, `(rows // 128, columns // 128)` to each block of
-    128x128. One rule covers all scalings.
+    `scale` has the rank of `data`; each of its elements belongs to a block of `data`. `block` is the shape of a block:
+    a scale of shape `(1, 1)` belongs to the whole array, `(rows, 1)` to each row, and with `block=(1, 128)` each row
+    has a scale for every 128 elements, the last of which may be cut by the edge. One rule covers all scalings.
 
     Args:
-        data: The rounded values, in an element type of a `Format`.
+        data: The rounded values, in an element type of a `Format` (or unrounded, with scales of 1).
         scale: float32, positive; see above for its shape.
+        block: The shape of a block. By default `data.shape / scale.shape`, which then has to be whole.
 
     Raises:
         ValueError: If the shapes break the rule.
@@ -25,32 +26,45 @@ class QuantizedArray(eqx.Module):
     Example:
         >>> q = quantize(jnp.array([[1.0, -300.0]]), jnp.full((1, 1), 0.75), E4M3)
         >>> q.data.astype(jnp.float32), q.dequantize()
-        (Array([[   1.375, -384.   ]], dtype=float32), Array([[   1.03125, -288.     ]], dtype=float32))
+        (Array([[   1.375, -416.   ]], dtype=float32), Array([[   1.03125, -312.     ]], dtype=float32))
     """
 
     data: Float[Array, "*shape"]
     scale: Float32[Array, "*blocks"]
+    block: tuple[int, ...] | None = eqx.field(static=True, default=None)
 
     def __check_init__(self) -> None:
         data, scale = self.data.shape, self.scale.shape
-        if len(data) != len(scale) or any(s == 0 or d % s for d, s in zip(data, scale, strict=True) if d):
+        if len(data) != len(scale) or (self.block is not None and len(self.block) != len(data)):
+            fits = False
+        elif self.block is None:
+            fits = all(s > 0 and d % s == 0 for d, s in zip(data, scale, strict=True) if d)
+        else:
+            fits = all(s == -(-d // b) for d, s, b in zip(data, scale, self.block, strict=True))
+        if not fits:
             raise ValueError(
-                f"scale of shape {scale} does not fit data of shape {data}: "
-                "both need the same rank, and each dimension of scale must divide that of data"
+                f"scale of shape {scale} does not fit data of shape {data} with block={self.block}: all need the same "
+                "rank, and scale one element for each block of data"
             )
 
     def dequantize(self) -> Float32[Array, "*shape"]:
         """The values in float32: `data * scale`."""
-        return self.data.astype(jnp.float32) * expand(self.scale, self.data.shape)
+        return lax.mul(
+            lax.convert_element_type(self.data, jnp.float32), expand(self.scale, self.data.shape, self.block)
+        )
 
 
-def expand(scale: Float32[Array, "*blocks"], shape: tuple[int, ...]) -> Float32[Array, "*shape"]:
+def expand(
+    scale: Float32[Array, "*blocks"], shape: tuple[int, ...], block: tuple[int, ...] | None = None
+) -> Float32[Array, "*shape"]:
     """Repeats each scale over its block, without a copy where one scale serves a whole dimension."""
     if scale.size == 1:
         return lax.broadcast_in_dim(lax.reshape(scale, ()), shape, ())
-    for axis, (blocks, size) in enumerate(zip(scale.shape, shape, strict=True)):
-        if blocks not in (1, size):
-            scale = jnp.repeat(scale, size // blocks, axis=axis)
+    for axis, (count, size) in enumerate(zip(scale.shape, shape, strict=True)):
+        if count not in (1, size):
+            repeats = size // count if block is None else block[axis]
+            scale = jnp.repeat(scale, repeats, axis=axis)
+            scale = lax.slice_in_dim(scale, 0, size, axis=axis)
     return lax.broadcast_in_dim(scale, shape, range(len(shape)))
 
 
@@ -71,3 +85,24 @@ def quantize(x: Float[Array, "*shape"], scale: Float32[Array, "*blocks"], format
     x = lax.convert_element_type(x, jnp.float32)
     data = saturating_cast(lax.div(x, expand(scale, x.shape)), format)
     return QuantizedArray(data, scale)
+
+
+def quantize_by(
+    x: Float[Array, "*shape"],
+    multiplier: Float32[Array, "*blocks"],
+    format: Format,
+    block: tuple[int, ...] | None = None,
+) -> QuantizedArray:
+    """Multiplies, clips and rounds: `data = cast(clip(x * multiplier))`, `scale = 1 / multiplier`.
+
+    What TransformerEngine and torchao compute where the scale comes from the tensor itself.
+
+    Args:
+        x: Values in any floating dtype.
+        multiplier: float32, shaped as a scale.
+        format: The format of the result.
+        block: The shape of a block, see `QuantizedArray`.
+    """
+    x = lax.convert_element_type(x, jnp.float32)
+    data = saturating_cast(lax.mul(x, expand(multiplier, x.shape, block)), format)
+    return QuantizedArray(data, lax.div(lax.full_like(multiplier, 1.0), multiplier), block)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float32
 
-from ._contraction import AbstractContraction, to_front
+from ._contraction import AbstractContraction, ProductName, to_front
 from ._quantized_array import QuantizedArray
 
 
@@ -47,6 +47,14 @@ class RaggedContraction(AbstractContraction):
         moved = [to_front(x, axis, size, ensemble) for x, axis in zip(operands, axes, strict=True)]
         return moved, self.with_batch_axes(1), 0
 
+    def contracted(self, product: ProductName, lhs_ndim: int, rhs_ndim: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Inputs for the product, outputs for the gradient of the rows, rows for that of the kernels."""
+        if product == "product":
+            return (lhs_ndim - 1,), (rhs_ndim - 2,)
+        if product == "gradient_of_lhs":
+            return (lhs_ndim - 1,), (rhs_ndim - 1,)
+        return (lhs_ndim - 2,), (lhs_ndim - 2,)
+
     def dot(
         self, lhs: Float[Array, "..."], rhs: Float[Array, "..."], extras: tuple[Array, ...], precision: lax.Precision
     ) -> Float32[Array, "..."]:
@@ -79,6 +87,8 @@ class RaggedContraction(AbstractContraction):
         extras: tuple[Array, ...],
         precision: lax.Precision,
     ) -> Float32[Array, "..."]:
+        if not (_one_scale(a, self.batch) and _one_scale(b, self.batch)):
+            return self._dot(numbers, precision)(a.dequantize(), b.dequantize(), *extras)
         out = self._dot(numbers, precision)(a.data, b.data, *extras)
         scale = a.scale.reshape(a.scale.shape[: self.batch]) * b.scale.reshape(b.scale.shape[: self.batch])
         return out * scale.reshape(scale.shape + (1,) * (out.ndim - self.batch))
@@ -92,3 +102,7 @@ class RaggedContraction(AbstractContraction):
         for _ in range(self.batch):
             dot = jax.vmap(dot)
         return dot
+
+
+def _one_scale(x: QuantizedArray, batch: int) -> bool:
+    return all(count == 1 for count in x.scale.shape[batch:])

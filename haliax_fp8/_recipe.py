@@ -1,10 +1,11 @@
 """Recipe: a format and a scaling for each operand of a linear layer's three products."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Literal
 
-from ._formats import E4M3, E5M2, Format
-from ._scaling import AbstractScaling, DelayedScaling, ObservedScaling
+from ._formats import E4M3, Format
+from ._scaling import AbstractScaling, DelayedScaling, HighPrecision, MXFP8Scaling, ObservedScaling
 
 
 OperandName = Literal["input", "kernel", "output_grad"]
@@ -31,20 +32,43 @@ class Recipe:
         input: The layer's input, an operand of fprop and wgrad.
         kernel: The layer's weight, an operand of fprop and dgrad.
         output_grad: The gradient of the layer's output, an operand of dgrad and wgrad.
+        input_for_wgrad: How the input is quantized for wgrad; None as for fprop.
+        kernel_for_dgrad: How the kernel is quantized for dgrad; None as for fprop.
+        output_grad_for_wgrad: How the output's gradient is quantized for wgrad; None as for dgrad.
 
     Raises:
-        ValueError: If two operands use delayed scaling with different settings: their histories are updated together.
+        ValueError: If two operands use delayed scaling with different settings, since their histories are updated
+            together; or if only one operand of a product is left in high precision.
 
     Example:
         >>> Recipe.of(DelayedScaling(amax_history_length=16)).output_grad.format
         E5M2
+        >>> high = Quantization(E4M3, HighPrecision())
+        >>> wgrad_in_bf16 = dataclasses.replace(
+        ...     Recipe.of(CurrentScaling()), input_for_wgrad=high, output_grad_for_wgrad=high
+        ... )
     """
 
     input: Quantization
     kernel: Quantization
     output_grad: Quantization
+    input_for_wgrad: Quantization | None = None
+    kernel_for_dgrad: Quantization | None = None
+    output_grad_for_wgrad: Quantization | None = None
 
     def __post_init__(self) -> None:
+        for name, operands in self.products.items():
+            high = [isinstance(q.scaling, HighPrecision) for q in operands]
+            if any(high) and not all(high):
+                raise ValueError(
+                    f"recipe leaves one operand of {name} in high precision and quantizes the other: {operands}; "
+                    "a product runs in FP8 with both or not at all"
+                )
+        if isinstance(self.output_grad.scaling, MXFP8Scaling) and self.output_grad.format.mantissa_bits < 3:
+            raise ValueError(
+                f"recipe has output_grad in {self.output_grad.format} with MXFP8Scaling, which is known to diverge "
+                "(NVIDIA-NeMo/Megatron-Bridge#638): blocks of 32 need precision, not range; use E4M3"
+            )
         delayed = {q.scaling for q in self.quantizations if q.scaling.stateful}
         if len(delayed) > 1:
             raise ValueError(
@@ -53,10 +77,11 @@ class Recipe:
             )
 
     @staticmethod
-    def of(scaling: AbstractScaling, *, forward: Format = E4M3, backward: Format = E5M2) -> "Recipe":
+    def of(scaling: AbstractScaling, *, forward: Format = E4M3, backward: Format | None = None) -> "Recipe":
         """One scaling for all operands, with one format for the forward and one for the backward pass.
 
-        The default pair is TransformerEngine's `HYBRID`: precision forward, range backward.
+        With one scale per tensor the default is TransformerEngine's `HYBRID`, E4M3 forward for precision and E5M2
+        backward for range; rows and blocks need no range, and take E4M3 for both.
 
         Args:
             scaling: How every operand gets its scale.
@@ -65,9 +90,18 @@ class Recipe:
         """
         return Recipe(
             input=Quantization(forward, scaling),
-            kernel=Quantization(forward, scaling),
-            output_grad=Quantization(backward, scaling),
+            kernel=Quantization(forward, scaling.for_kernel),
+            output_grad=Quantization(scaling.gradient_format if backward is None else backward, scaling),
         )
+
+    @property
+    def products(self) -> dict[str, tuple[Quantization, Quantization]]:
+        """The operands of each product."""
+        return {
+            "fprop": (self.input, self.kernel),
+            "dgrad": (self.output_grad, self.kernel_for_dgrad or self.kernel),
+            "wgrad": (self.input_for_wgrad or self.input, self.output_grad_for_wgrad or self.output_grad),
+        }
 
     @property
     def quantizations(self) -> tuple[Quantization, Quantization, Quantization]:
@@ -92,7 +126,11 @@ class Recipe:
     @property
     def observed(self) -> "Recipe":
         """This recipe in high precision, recording what its state needs."""
-        return Recipe(*(dataclasses.replace(q, scaling=ObservedScaling(q.scaling)) for q in self.quantizations))
+        return self._map(lambda q: dataclasses.replace(q, scaling=ObservedScaling(q.scaling)))
+
+    def _map(self, function: Callable[[Quantization], Quantization]) -> "Recipe":
+        optional = (self.input_for_wgrad, self.kernel_for_dgrad, self.output_grad_for_wgrad)
+        return Recipe(*map(function, self.quantizations), *(None if q is None else function(q) for q in optional))
 
     def with_amax_history_length(self, length: int) -> "Recipe":
         """This recipe with another history length in its delayed scalings.
@@ -110,9 +148,10 @@ class Recipe:
             scaling = dataclasses.replace(quantization.scaling, amax_history_length=length)
             return dataclasses.replace(quantization, scaling=scaling)
 
-        return Recipe(*map(replace, self.quantizations))
+        return self._map(replace)
 
     def __str__(self) -> str:
         formats = "/".join(q.format.name for q in self.quantizations)
         scalings = {type(q.scaling).__name__: None for q in self.quantizations}
-        return f"{'+'.join(scalings)} {formats}"
+        high = [name for name, operands in self.products.items() if isinstance(operands[0].scaling, HighPrecision)]
+        return f"{'+'.join(scalings)} {formats}" + (f", {'/'.join(high)} in high precision" if high else "")

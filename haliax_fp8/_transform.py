@@ -12,13 +12,14 @@ from jaxtyping import DTypeLike
 
 from ._layers import LayerRule, default_layers
 from ._op import floating_dtype
+from ._presets import recipe_by_name
 from ._recipe import Recipe
 from ._scaling import AbstractScaling, DelayedScaling
 from ._targets import Pattern, Targets, as_patterns, matches, path_string, unmatched_error
 
 
 M = TypeVar("M")
-type RecipeLike = Recipe | AbstractScaling
+type RecipeLike = Recipe | AbstractScaling | str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Fp8Config:
     Args:
         targets: Patterns of the layers to convert; None converts all.
         exclude: Patterns of layers to leave alone, whatever `targets` says.
-        recipe: A recipe, or a scaling to use for all operands.
+        recipe: A recipe, its name, or a scaling to use for all operands.
         overrides: Recipes for the layers that a pattern selects; None as the recipe leaves them alone. The first
             pattern that fits wins.
         amax_history_length: Sets the history length of every delayed scaling; None leaves what the recipes say (1024
@@ -74,16 +75,20 @@ class Fp8Config:
         """A recipe from what the user gave, with this configuration's history length.
 
         Args:
-            recipe: A `Recipe` or a scaling.
+            recipe: A `Recipe`, the name of one, or a scaling.
             name: The argument's name, for errors.
 
         Raises:
             ValueError: If it is neither, or the history length is no positive integer.
         """
+        if isinstance(recipe, str):
+            recipe = recipe_by_name(recipe)
         if isinstance(recipe, AbstractScaling):
             recipe = Recipe.of(recipe)
         if not isinstance(recipe, Recipe):
-            raise ValueError(f"{name}={recipe!r} is not a recipe; use one such as DelayedScaling() or Recipe(...)")
+            raise ValueError(
+                f"{name}={recipe!r} is not a recipe; use a name such as 'delayed', a scaling, or Recipe(...)"
+            )
         if self.amax_history_length is None:
             return recipe
         return recipe.with_amax_history_length(self.amax_history_length)

@@ -7,8 +7,8 @@ import equinox as eqx
 import haliax as hax
 import haliax.nn as hnn
 import jax
+from haliax.axis import axis_spec_to_tuple
 from haliax.quantization import DotGeneralOp
-from haliax.util import ensure_tuple
 
 from .._op import Fp8DotGeneral
 from .._recipe import Recipe
@@ -130,10 +130,11 @@ class Fp8MoELinear(hnn.MoELinear):
                 "the others into it"
             )
         rows = inputs.rearrange((*ragged, self.In)).array
-        kernel = self.weight.rearrange((self.Experts, self.In, self.Out)).array
-        sizes = group_sizes.rearrange((self.Experts,)).array
+        (experts,) = axes_of(self.Experts)
+        kernel = self.weight.rearrange((experts, self.In, self.Out)).array
+        sizes = group_sizes.rearrange((experts,)).array
         out = hax.named(self.dot_general.ragged_dot(rows, kernel, sizes), (*ragged, self.Out))
-        out = out.rearrange(hax.axis.replace_axis(inputs.axes, self.In, self.Out))
+        out = out.rearrange(axes_of(hax.axis.replace_axis(inputs.axes, self.In, self.Out)))
         return hax.auto_sharded(out if self.bias is None else out + self.bias)
 
 
@@ -181,8 +182,9 @@ def op_for(
     weight: Any, Out: hax.AxisSpec, recipe: Recipe, compute_dtype: Any, stack: tuple[hax.Axis, ...]
 ) -> Fp8DotGeneral:
     """An op for a kernel with named axes, which may be stacked, or be the members of an ensemble."""
-    sizes = {axis.name: axis.size for axis in ensure_tuple(Out)}
-    names, members = tuple(sizes), ()
+    sizes = {axis.name: axis.size for axis in axes_of(Out)}
+    names: tuple[str, ...] = tuple(sizes)
+    members: tuple[int, ...] = ()
     # Where a weight is tied to another array, it (or the array in it) is a node of `eqx.nn.Shared` instead.
     if isinstance(weight, hax.NamedArray):
         shape = getattr(weight.array, "shape", weight.axis_names)
@@ -204,4 +206,9 @@ def subclass(layer: Any, *types: type) -> str | None:
 
 def named_sizes(spec: hax.AxisSpec) -> str:
     """Axes with their sizes, for a table."""
-    return " × ".join(f"{axis.name} {axis.size}" for axis in ensure_tuple(spec)) or "scalar"
+    return " × ".join(f"{axis.name} {axis.size}" for axis in axes_of(spec)) or "scalar"
+
+
+def axes_of(spec: hax.AxisSpec) -> tuple[hax.Axis, ...]:
+    """The axes of a specification, which may be a single one."""
+    return tuple(axis for axis in axis_spec_to_tuple(spec) if isinstance(axis, hax.Axis))

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from jaxtyping import Array, Float, Float32
 
-from .._formats import Format
+from .._formats import E5M2, Format
 from .._quantized_array import QuantizedArray
 
 
@@ -21,9 +21,25 @@ class AbstractScaling(abc.ABC):
     stateful: ClassVar[bool]
     """Whether the scale comes from state that is carried from step to step."""
 
+    directional: ClassVar[bool]
+    """Whether the scales depend on which axes are contracted. An operand of two products is then quantized twice."""
+
+    gradient_format: ClassVar[Format] = E5M2
+    """The format that output gradients take with this scaling, unless a recipe says otherwise."""
+
+    @property
+    def for_kernel(self) -> "AbstractScaling":
+        """The scaling that a kernel takes where this one is used for all operands."""
+        return self
+
     @abc.abstractmethod
     def quantize(
-        self, x: Float[Array, "*shape"], format: Format, stored: Float32[Array, "*ensemble 1"] | None, ensemble: int
+        self,
+        x: Float[Array, "*shape"],
+        format: Format,
+        stored: Float32[Array, "*ensemble 1"] | None,
+        ensemble: int,
+        contracted: tuple[int, ...],
     ) -> QuantizedArray:
         """Quantizes an operand for this use.
 
@@ -32,6 +48,7 @@ class AbstractScaling(abc.ABC):
             format: The format to round to.
             stored: The scales that the state holds, one per member; None if the scaling is stateless.
             ensemble: How many leading axes of `x` number members.
+            contracted: The axes of `x` that the product sums over.
         """
 
     def with_scale(

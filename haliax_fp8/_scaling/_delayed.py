@@ -46,6 +46,7 @@ class DelayedScaling(AbstractScaling):
     margin: int = 0
 
     stateful: ClassVar[bool] = True
+    directional: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         for name in ("amax_history_length", "margin"):
@@ -59,7 +60,12 @@ class DelayedScaling(AbstractScaling):
             )
 
     def quantize(
-        self, x: Float[Array, "*shape"], format: Format, stored: Float32[Array, "*ensemble 1"] | None, ensemble: int
+        self,
+        x: Float[Array, "*shape"],
+        format: Format,
+        stored: Float32[Array, "*ensemble 1"] | None,
+        ensemble: int,
+        contracted: tuple[int, ...],
     ) -> QuantizedArray:
         """Quantizes with the stored scale, one for all elements of each member."""
         assert stored is not None

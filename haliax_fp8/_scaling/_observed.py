@@ -1,13 +1,14 @@
 """Observed scaling: high precision, while the state that another scaling needs is recorded."""
 
 import dataclasses
+from typing import ClassVar
 
-import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
 from .._formats import Format
 from .._quantized_array import QuantizedArray
 from ._base import AbstractScaling
+from ._high_precision import unscaled
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,23 +24,26 @@ class ObservedScaling(AbstractScaling):
 
     scaling: AbstractScaling
 
+    directional: ClassVar[bool] = False
+
     @property
     def stateful(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         """As the scaling that is observed for."""
         return self.scaling.stateful
 
     def quantize(
-        self, x: Float[Array, "*shape"], format: Format, stored: Float32[Array, "*ensemble 1"] | None, ensemble: int
+        self,
+        x: Float[Array, "*shape"],
+        format: Format,
+        stored: Float32[Array, "*ensemble 1"] | None,
+        ensemble: int,
+        contracted: tuple[int, ...],
     ) -> QuantizedArray:
         """The operand itself, with scales of 1."""
-        return _unscaled(x, ensemble)
+        return unscaled(x, ensemble)
 
     def with_scale(
         self, data: Float[Array, "*shape"], stored: Float32[Array, "*ensemble 1"], ensemble: int
     ) -> QuantizedArray:
         """As `quantize`."""
-        return _unscaled(data, ensemble)
-
-
-def _unscaled(x: Float[Array, "*shape"], ensemble: int) -> QuantizedArray:
-    return QuantizedArray(x, jnp.ones((*x.shape[:ensemble], *(1,) * (x.ndim - ensemble)), jnp.float32))
+        return unscaled(data, ensemble)

@@ -1,0 +1,63 @@
+"""Recipes by name, for configuration files; with the names that TransformerEngine and torchao use as aliases."""
+
+import dataclasses
+import difflib
+
+from ._formats import E4M3
+from ._recipe import Quantization, Recipe
+from ._scaling import BlockScaling, CurrentScaling, DelayedScaling, HighPrecision, MXFP8Scaling, RowwiseScaling
+
+
+def _rowwise_wgrad_bf16() -> Recipe:
+    high = Quantization(E4M3, HighPrecision())
+    return dataclasses.replace(
+        Recipe.of(RowwiseScaling()),
+        kernel_for_dgrad=Quantization(E4M3, CurrentScaling(power_of_two=True)),
+        input_for_wgrad=high,
+        output_grad_for_wgrad=high,
+    )
+
+
+recipes: dict[str, Recipe] = {
+    "delayed": Recipe.of(DelayedScaling()),
+    "current": Recipe.of(CurrentScaling()),
+    "rowwise": Recipe.of(RowwiseScaling()),
+    "rowwise_wgrad_bf16": _rowwise_wgrad_bf16(),
+    "deepseek": Recipe.of(BlockScaling()),
+    "mxfp8": Recipe.of(MXFP8Scaling()),
+}
+"""Every recipe that has a name of its own."""
+
+aliases: dict[str, str] = {
+    # TransformerEngine's classes
+    "DelayedScaling": "delayed",
+    "Float8CurrentScaling": "current",
+    "Float8BlockScaling": "deepseek",
+    "MXFP8BlockScaling": "mxfp8",
+    # torchao's recipe names
+    "tensorwise": "current",
+    "rowwise_with_gw_hp": "rowwise_wgrad_bf16",
+    "mxfp8_rceil": "mxfp8",
+}
+"""Other libraries' names."""
+
+
+def recipe_by_name(name: str) -> Recipe:
+    """The recipe with a name.
+
+    Args:
+        name: A key of `recipes` or of `aliases`.
+
+    Raises:
+        ValueError: If there is none; the nearest names are listed.
+
+    Example:
+        >>> print(recipe_by_name("rowwise_with_gw_hp"))
+        RowwiseScaling E4M3/E4M3/E4M3, wgrad in high precision
+    """
+    recipe = recipes.get(aliases.get(name, name))
+    if recipe is None:
+        known = [*recipes, *aliases]
+        near = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
+        raise ValueError(f"recipe={name!r} is unknown; the nearest are {near or list(recipes)}, all are {known}")
+    return recipe

@@ -1,0 +1,34 @@
+"""From the amax of a block of elements to the multiplier that fills a format's range."""
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float32
+
+
+def multiplier_of(
+    amax: Float32[Array, "*shape"], limit: float, *, power_of_two: bool = False, largest: float | None = None
+) -> Float32[Array, "*shape"]:
+    """`limit / amax`, or 1 where the amax is zero, infinite or NaN.
+
+    With `power_of_two` it is rounded down to a power of two, so that nothing exceeds the limit: the scale, its
+    reciprocal, goes up.
+
+    Args:
+        amax: The largest magnitudes.
+        limit: The largest value of the format.
+        power_of_two: Whether to clear the significand.
+        largest: What an overflowing multiplier becomes; by default the largest float32.
+
+    References:
+        TransformerEngine, `common/recipe/recipe_common.cuh::compute_scale_from_amax`; torchao's
+        `round_scales_to_power_of_2`.
+    """
+    largest = float(jnp.finfo(jnp.float32).max) if largest is None else largest
+    multiplier = lax.div(lax.full_like(amax, limit), amax)
+    multiplier = jnp.where(jnp.isinf(multiplier), jnp.float32(largest), multiplier)
+    if power_of_two:
+        bits = lax.bitcast_convert_type(multiplier, jnp.uint32)
+        multiplier = lax.bitcast_convert_type(bits & np.uint32(0xFF800000), jnp.float32)
+    usable = jnp.isfinite(amax) & (amax > 0.0)
+    return jnp.where(usable, multiplier, jnp.float32(1.0))

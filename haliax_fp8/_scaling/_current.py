@@ -1,0 +1,86 @@
+"""Current scaling: the scale of a tensor, or of each of its rows, comes from the tensor itself."""
+
+import dataclasses
+from typing import ClassVar
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32
+
+from .._formats import E4M3, Format
+from .._quantized_array import QuantizedArray, quantize_by
+from ._amax import multiplier_of
+from ._base import AbstractScaling
+
+
+@dataclasses.dataclass(frozen=True)
+class CurrentScaling(AbstractScaling):
+    """One scale per tensor, from its own amax: `scale = amax / max`.
+
+    No state, and nothing is ever clipped; the price is that the tensor is read twice, once for its amax.
+
+    Args:
+        power_of_two: Round scales up to powers of two.
+
+    References:
+        TransformerEngine's `Float8CurrentScaling`; torchao's tensorwise recipe; the Flax FP8 guide.
+
+    Example:
+        >>> CurrentScaling().quantize(jnp.array([3.5, -7.0]), E4M3, None, 0, (0,)).scale
+        Array([0.015625], dtype=float32)
+    """
+
+    power_of_two: bool = False
+
+    stateful: ClassVar[bool] = False
+    directional: ClassVar[bool] = False
+
+    def quantize(
+        self,
+        x: Float[Array, "*shape"],
+        format: Format,
+        stored: Float32[Array, "*ensemble 1"] | None,
+        ensemble: int,
+        contracted: tuple[int, ...],
+    ) -> QuantizedArray:
+        """Quantizes with the amax of each member."""
+        amax = amax_over(x, tuple(range(ensemble, x.ndim)))
+        return quantize_by(x, multiplier_of(amax, format.max, power_of_two=self.power_of_two), format)
+
+
+@dataclasses.dataclass(frozen=True)
+class RowwiseScaling(AbstractScaling):
+    """One scale per row: for everything that the product sums over at once.
+
+    An outlier spoils its own row and no other. A row of fprop is a column of wgrad, so that operands of two products
+    are quantized for each.
+
+    Args:
+        power_of_two: Round scales up to powers of two, as torchao does: data then differ from those of float32 scales
+            by rounding only.
+
+    References:
+        torchao's rowwise recipe (`Float8LinearConfig.from_recipe_name("rowwise")`).
+    """
+
+    power_of_two: bool = True
+
+    stateful: ClassVar[bool] = False
+    directional: ClassVar[bool] = True
+    gradient_format: ClassVar[Format] = E4M3
+
+    def quantize(
+        self,
+        x: Float[Array, "*shape"],
+        format: Format,
+        stored: Float32[Array, "*ensemble 1"] | None,
+        ensemble: int,
+        contracted: tuple[int, ...],
+    ) -> QuantizedArray:
+        """Quantizes with the amaxes over the contracted axes."""
+        amax = amax_over(x, contracted)
+        return quantize_by(x, multiplier_of(amax, format.max, power_of_two=self.power_of_two), format)
+
+
+def amax_over(x: Float[Array, "*shape"], axes: tuple[int, ...]) -> Float32[Array, "*blocks"]:
+    """The largest magnitude along some axes, which stay with size 1."""
+    return jnp.max(jnp.abs(x), axis=axes, keepdims=True, initial=0.0).astype(jnp.float32)

@@ -1,0 +1,35 @@
+"""High precision: an operand that is not quantized, so that its product runs in the layer's own dtype."""
+
+import dataclasses
+from typing import ClassVar
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32
+
+from .._formats import Format
+from .._quantized_array import QuantizedArray
+from ._base import AbstractScaling
+
+
+@dataclasses.dataclass(frozen=True)
+class HighPrecision(AbstractScaling):
+    """Leaves an operand as it is. Both operands of a product have to be left, or none."""
+
+    stateful: ClassVar[bool] = False
+    directional: ClassVar[bool] = True
+
+    def quantize(
+        self,
+        x: Float[Array, "*shape"],
+        format: Format,
+        stored: Float32[Array, "*ensemble 1"] | None,
+        ensemble: int,
+        contracted: tuple[int, ...],
+    ) -> QuantizedArray:
+        """The operand itself, with scales of 1."""
+        return unscaled(x, ensemble)
+
+
+def unscaled(x: Float[Array, "*shape"], ensemble: int) -> QuantizedArray:
+    """An array with scales of 1, one for each member."""
+    return QuantizedArray(x, jnp.ones((*x.shape[:ensemble], *(1,) * (x.ndim - ensemble)), jnp.float32))

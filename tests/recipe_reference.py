@@ -1,0 +1,73 @@
+"""Recipes in NumPy, for 2-D operands whose last axis is contracted; independent of the package."""
+
+import ml_dtypes
+import numpy as np
+
+
+F32 = np.float32
+LIMIT = {"E4M3": 448.0, "E5M2": 57344.0}
+DTYPE = {"E4M3": ml_dtypes.float8_e4m3fn, "E5M2": ml_dtypes.float8_e5m2}
+
+
+def cast(x, format):
+    limit = F32(LIMIT[format])
+    with np.errstate(invalid="ignore"):
+        return np.clip(x.astype(F32), -limit, limit).astype(DTYPE[format])
+
+
+def multiplier(amax, limit, power_of_two):
+    """limit / amax in float32, optionally rounded down to a power of two; 1 for amaxes of 0, inf, NaN."""
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        m = (F32(limit) / amax.astype(F32)).astype(F32)
+        m = np.where(np.isinf(m), np.finfo(F32).max, m)
+        if power_of_two:
+            m = np.ldexp(F32(1.0), np.frexp(m)[1] - 1).astype(F32)
+    return np.where(np.isfinite(amax) & (amax > 0), m, F32(1.0)).astype(F32)
+
+
+def amax(x, axis):
+    with np.errstate(invalid="ignore"):
+        return np.abs(x).max(axis=axis, keepdims=True)
+
+
+def blocks(x, rows, columns):
+    """Pads with zeros to whole blocks: `[R, rows, C, columns]`."""
+    padded = np.pad(x, [(0, -x.shape[0] % rows), (0, -x.shape[1] % columns)])
+    return padded.reshape(padded.shape[0] // rows, rows, padded.shape[1] // columns, columns)
+
+
+def expand(scale, shape, rows, columns):
+    return np.repeat(np.repeat(scale, rows, 0), columns, 1)[: shape[0], : shape[1]]
+
+
+def current(x, format="E4M3", power_of_two=False):
+    m = multiplier(amax(x, None), LIMIT[format], power_of_two)
+    return cast(x.astype(F32) * m, format), F32(1.0) / m
+
+
+def rowwise(x, format="E4M3", power_of_two=True):
+    m = multiplier(amax(x, 1), LIMIT[format], power_of_two)
+    return cast(x.astype(F32) * m, format), F32(1.0) / m
+
+
+def block(x, rows=1, columns=128, format="E4M3", power_of_two=True):
+    with np.errstate(invalid="ignore"):
+        a = np.abs(blocks(x, rows, columns)).max(axis=(1, 3))
+    m = multiplier(a, LIMIT[format], power_of_two)
+    with np.errstate(invalid="ignore"):
+        return cast(x.astype(F32) * expand(m, x.shape, rows, columns), format), F32(1.0) / m
+
+
+def mxfp8(x, rows=1, format="E4M3"):
+    """E8M0 scales: `2**ceil(log2(amax / limit))`, in exact arithmetic; an inf amax gives the largest, NaN gives NaN."""
+    with np.errstate(invalid="ignore"):
+        a = np.abs(blocks(x, rows, 32)).max(axis=(1, 3))
+    target = (a.astype(F32) * F32(1.0 / LIMIT[format])).astype(np.float64)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        mantissa, exponent = np.frexp(target)
+        exponent = np.where(mantissa == 0.5, exponent - 1, exponent)
+    exponent = np.where(target == 0, -127, np.clip(exponent, -127, 127))
+    exponent = np.where(np.isinf(target), 127, exponent)
+    scale = np.where(np.isnan(target), np.nan, np.ldexp(1.0, exponent))
+    with np.errstate(invalid="ignore"):
+        return cast((x.astype(np.float64) / expand(scale, x.shape, rows, 32)).astype(F32), format), scale.astype(F32)
