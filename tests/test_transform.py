@@ -266,8 +266,8 @@ def test_stacked_layers_run_and_learn_as_unrolled_ones(kind):
     assert len(np.unique(expected["up", "input"][:, 0])) == len(listed)
     for (name, operand), histories in expected.items():
         actual = jnp.concatenate([jnp.atleast_2d(state(b, name, operand)) for b in stacked_blocks(stacked)])
-        # The order of sums differs between a scan's body and unrolled code; a flip of one rounding moves amaxes by 1%.
-        np.testing.assert_allclose(actual, histories, rtol=1e-6)
+        # A scan's body and unrolled code are fused differently: the last bits of what reaches a layer may differ.
+        np.testing.assert_allclose(actual, histories, rtol=16 * EPS)
 
 
 def stacked_blocks(model) -> list:

@@ -187,8 +187,9 @@ def op_for(
     members: tuple[int, ...] = ()
     # Where a weight is tied to another array, it (or the array in it) is a node of `eqx.nn.Shared` instead.
     if isinstance(weight, hax.NamedArray):
-        shape = getattr(weight.array, "shape", weight.axis_names)
-        members = shape[: len(shape) - len(weight.axis_names)]
+        shape: tuple[int, ...] | None = getattr(weight.array, "shape", None)
+        if shape is not None:
+            members = shape[: len(shape) - len(weight.axis_names)]
         stack = tuple(axis for axis in stack if axis.name in weight.axis_names)
         names = tuple(name for name in weight.axis_names if name in sizes)
     kernel_shape = tuple(sizes[name] for name in names)
