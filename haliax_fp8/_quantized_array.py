@@ -26,7 +26,7 @@ class QuantizedArray(eqx.Module):
     Example:
         >>> q = quantize(jnp.array([[1.0, -300.0]]), jnp.full((1, 1), 0.75), E4M3)
         >>> q.data.astype(jnp.float32), q.dequantize()
-        (Array([[   1.375, -416.   ]], dtype=float32), Array([[   1.03125, -312.     ]], dtype=float32))
+        (Array([[   1.375, -384.   ]], dtype=float32), Array([[   1.03125, -288.     ]], dtype=float32))
     """
 
     data: Float[Array, "*shape"]

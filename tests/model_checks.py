@@ -1,4 +1,4 @@
-"""What is checked of models that others wrote: the state of every op, next to what a callback sees and to the weights."""
+"""Checks of models that others wrote: the state of every op, next to what a callback sees and to the weights."""
 
 import functools
 

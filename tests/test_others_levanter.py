@@ -144,7 +144,7 @@ def test_a_mixture_of_experts_trains(one_device):
 
 
 def train(trainer, model, tokens):
-    """Steps of Levanter's trainer; the state after the last, and the amaxes of the kernels that the last computed with."""
+    """The trainer's state after some steps, and the amaxes of the kernels before the last."""
     state, losses, example = trainer.initial_state(jax.random.key(1), model=model), [], examples(tokens)
     for _ in range(STEPS):
         kernels = kernel_amaxes(trainer.mp.cast_to_compute(state.model))
