@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ._device import Device
 from ._transform import Fp8Config, decide, find_layers, rule_of
 
 
@@ -43,9 +44,11 @@ class ModelDescription:
 
     Args:
         layers: In the order of the tree.
+        note: What the default device makes of FP8 products, if it does not run them natively.
     """
 
     layers: tuple[LayerDescription, ...]
+    note: str = ""
 
     def __iter__(self) -> Iterator[LayerDescription]:
         return iter(self.layers)
@@ -67,7 +70,14 @@ class ModelDescription:
 
     def __rich__(self) -> Table:
         title = f"{self.fp8_count} of {len(self.layers)} linear layers in FP8"
-        table = Table(title=title, box=rich.box.SIMPLE, title_justify="left", title_style="bold")
+        table = Table(
+            title=title,
+            box=rich.box.SIMPLE,
+            title_justify="left",
+            title_style="bold",
+            caption=self.note,
+            caption_justify="left",
+        )
         for column in ("layer", "shape", "stacked", "runs in"):
             table.add_column(column, overflow="fold")
         for layer in self.layers:
@@ -117,7 +127,9 @@ def describe(model: Any, config: Fp8Config | None = None) -> ModelDescription:
                 reason=reason,
             )
         )
-    return ModelDescription(tuple(rows))
+    device = Device.default()
+    note = "FP8 products are emulated on this CPU, with the same rounding" if device.emulates else ""
+    return ModelDescription(tuple(rows), note if any(row.is_fp8 for row in rows) else "")
 
 
 def _sizes(stack: tuple[hax.Axis, ...]) -> str:

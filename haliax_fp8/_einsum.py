@@ -92,7 +92,8 @@ class Subscripts:
 
     Args:
         given: The axes of each operand, one letter each.
-        reduced: What is left of each once repeated axes are diagonals and axes that nothing else has are summed.
+        reduced: What is left of each once repeated axes are diagonals, axes that nothing else has are summed, and axes
+            of size 1 that are broadcast along the other operand's are dropped.
         out: The axes of the result.
     """
 
@@ -119,9 +120,11 @@ class Subscripts:
         unused = [chr(c) for c in (*range(97, 123), *range(65, 91)) if chr(c) not in subscripts]
         counts = []
         for side, shape in zip(sides, (lhs_shape, rhs_shape), strict=True):
-            named = len(side.replace("...", ""))
-            counts.append(len(shape) - named if "..." in side else 0)
-            if counts[-1] < 0 or ("..." not in side and named != len(shape)):
+            named = side.replace("...", "", 1)
+            if named and not (named.isascii() and named.isalpha()):
+                raise ValueError(f"subscripts={subscripts!r}: {side!r} is not made of letters and at most one '...'")
+            counts.append(len(shape) - len(named) if "..." in side else 0)
+            if counts[-1] < 0 or ("..." not in side and len(named) != len(shape)):
                 raise ValueError(f"subscripts={subscripts!r}: {side!r} does not fit an operand of shape {shape}")
         ellipsis = "".join(unused[: max(counts)])
         # Ellipses are aligned at their last axis, as in NumPy's broadcasting.
@@ -135,12 +138,20 @@ class Subscripts:
             out = ellipsis + "".join(once)
         if len(set(out)) != len(out) or not set(out) <= set(left + right):
             raise ValueError(f"subscripts={subscripts!r}: the result repeats an axis or has one that no operand has")
-        sizes: dict[str, int] = {}
-        for name, size in zip(left + right, lhs_shape + rhs_shape, strict=True):
-            if sizes.setdefault(name, size) != size:
-                raise ValueError(f"subscripts={subscripts!r}: axis {name!r} has sizes {sizes[name]} and {size}")
-        reduced = tuple(
-            "".join(dict.fromkeys(name for name in side if name in other or name in out))
-            for side, other in ((left, right), (right, left))
-        )
+        sizes: list[dict[str, int]] = [{}, {}]
+        for of_side, side, shape in zip(sizes, (left, right), (lhs_shape, rhs_shape), strict=True):
+            for name, size in zip(side, shape, strict=True):
+                if of_side.setdefault(name, size) != size:
+                    raise ValueError(f"subscripts={subscripts!r}: axis {name!r} has sizes {of_side[name]} and {size}")
+        for name in set(left) & set(right):
+            pair = sizes[0][name], sizes[1][name]
+            if pair[0] != pair[1] and 1 not in pair:
+                axis = "an axis of '...'" if name in ellipsis else f"axis {name!r}"
+                raise ValueError(f"subscripts={subscripts!r}: {axis} has sizes {pair[0]} and {pair[1]}")
+        # An axis of size 1 that the other operand has in full is broadcast along it: only the other one keeps it.
+        kept = [
+            [name for name in dict.fromkeys(side) if own[name] == other.get(name, own[name]) or own[name] != 1]
+            for side, own, other in ((left, *sizes), (right, *reversed(sizes)))
+        ]
+        reduced = ["".join(n for n in own if n in other or n in out) for own, other in (kept, reversed(kept))]
         return Subscripts((left, right), (reduced[0], reduced[1]), out)

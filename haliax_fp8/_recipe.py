@@ -109,6 +109,12 @@ class Recipe:
         return (self.input, self.kernel, self.output_grad)
 
     @property
+    def formats(self) -> tuple[Format, ...]:
+        """The formats that products are in; none for products in high precision."""
+        operands = (q for pair in self.products.values() for q in pair if not isinstance(q.scaling, HighPrecision))
+        return tuple(dict.fromkeys(q.format for q in operands))
+
+    @property
     def limits(self) -> tuple[float, ...]:
         """The largest value of each operand's format, in that order."""
         return tuple(q.format.max for q in self.quantizations)

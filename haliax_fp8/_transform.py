@@ -10,6 +10,7 @@ import jax
 from jax.tree_util import KeyEntry
 from jaxtyping import DTypeLike
 
+from ._device import Device, require_formats
 from ._layers import LayerRule, default_layers
 from ._op import floating_dtype
 from ._presets import recipe_by_name
@@ -38,6 +39,8 @@ class Fp8Config:
         amax_history_length: Sets the history length of every delayed scaling; None leaves what the recipes say (1024
             by default).
         compute_dtype: The dtype that the products' operands and results are rounded to; None leaves them.
+        emulate: Convert even where the default device is an accelerator that lacks a recipe's formats. A CPU always
+            emulates, with the same rounding.
         layers: The rules of the layer classes, see `LayerRule`.
 
     Raises:
@@ -55,6 +58,7 @@ class Fp8Config:
     overrides: Mapping[Pattern, RecipeLike | None] = dataclasses.field(default_factory=dict)
     amax_history_length: int | None = None
     compute_dtype: DTypeLike | None = None
+    emulate: bool = False
     layers: tuple[LayerRule, ...] = default_layers
 
     def __post_init__(self) -> None:
@@ -123,7 +127,7 @@ def fp8_linear_layers[M](module: M, config: Fp8Config | None = None) -> M:
 
     Raises:
         ValueError: If a pattern selects no layer (the nearest paths are listed), or `targets` selects one that cannot
-            be converted.
+            be converted; or if the default device lacks a format and emulation was not asked for.
 
     Example:
         >>> In, Out = hax.Axis("in", 64), hax.Axis("out", 128)
@@ -133,6 +137,9 @@ def fp8_linear_layers[M](module: M, config: Fp8Config | None = None) -> M:
     """
     config = Fp8Config() if config is None else config
     decisions = decide(module, config)
+    if not config.emulate:
+        chosen = {decision.recipe for decision in decisions.values() if decision.recipe is not None}
+        require_formats((format for recipe in chosen for format in recipe.formats), Device.default())
     converted: dict[Any, Any] = {}
 
     def convert(path: str, layer: Any) -> Any:

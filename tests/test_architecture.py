@@ -17,10 +17,10 @@ ROOT = Path(haliax_fp8.__file__).parent
 # So the numerics can be read without the layers, and training, calibration and the rest never need each other.
 LAYERS = (
     ("_formats", "_state", "_dimension_numbers", "_first_order", "_targets"),
-    ("_quantized_array", "ops"),
+    ("_quantized_array", "_device", "ops"),
     ("_scaling", "_contraction"),
     ("_recipe", "_ragged"),
-    ("_products", "_overwrite"),
+    ("_products", "_overwrite", "_presets"),
     ("_dot_general",),
     ("_op",),
     ("_layers", "_einsum"),

@@ -125,12 +125,6 @@ def equimo_vit():
     )
 
 
-def jaxonmodels_vit():
-    from jaxonmodels.models.vit import VisionTransformer
-
-    return VisionTransformer(input_resolution=16, patch_size=4, width=32, layers=1, heads=4, output_dim=8, key=KEY)
-
-
 def pdequinox_mlp():
     import pdequinox
 
@@ -172,16 +166,6 @@ CASES = {
         batch=(IMAGES, LABELS),
         fp8=5,
         left_alone={"patch_embed.proj": "convolution"},
-    ),
-    "jaxonmodels_vit": Case(
-        package="jaxonmodels",
-        build=jaxonmodels_vit,
-        outputs=lambda model, images, labels: jax.vmap(lambda x: model(x)[0])(images),
-        loss=lambda logits, images, labels: cross_entropy(logits, labels),
-        batch=(IMAGES, LABELS),
-        fp8=3,
-        left_alone={"conv1": "convolution"},
-        only_read=("transformer.resblocks.0.attn.out_proj",),
     ),
     "pdequinox_mlp": Case(
         package="pdequinox",

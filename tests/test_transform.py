@@ -521,6 +521,12 @@ def test_overrides():
     assert reasons["stack.stacked.down"].reason == "not among the targets"
 
 
+def test_recipes_by_name():
+    config = Fp8Config(recipe="delayed", overrides={"head": "DelayedScaling"})
+    expected = fp8_linear_layers(selectable(), Fp8Config(recipe=Recipe.of(DelayedScaling())))
+    assert_same(fp8_linear_layers(selectable(), config), expected)
+
+
 def test_history_length_of_the_configuration_holds_for_every_recipe():
     config = Fp8Config(amax_history_length=3, overrides={"head": DelayedScaling(amax_history_length=9, margin=1)})
     model = fp8_linear_layers({"head": linear(), "body": linear(1)}, config)
@@ -563,10 +569,12 @@ def test_a_target_in_a_model_without_layers():
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ({"recipe": "delayed"}, r"recipe='delayed' is not a recipe; use one such as DelayedScaling\(\)"),
+        ({"recipe": "delayd"}, "recipe='delayd' is unknown; the nearest are .*'delayed'"),
+        ({"recipe": 8}, "recipe=8 is not a recipe; use a name such as 'delayed'"),
         ({"recipe": None}, "recipe=None is not a recipe"),
         ({"recipe": DelayedScaling}, "recipe=.*is not a recipe"),
-        ({"overrides": {"head": "delayed"}}, r"overrides\['head'\]='delayed' is not a recipe"),
+        ({"overrides": {"head": 8}}, r"overrides\['head'\]=8 is not a recipe"),
+        ({"overrides": {"head": "delayd"}}, "recipe='delayd' is unknown"),
         ({"overrides": ["head"]}, r"overrides=\['head'\]"),
         ({"amax_history_length": 0}, "amax_history_length=0 must be at least 1"),
         ({"amax_history_length": -3}, "amax_history_length=-3 must be at least 1"),
