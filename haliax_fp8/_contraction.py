@@ -177,8 +177,9 @@ def _product(a: QuantizedArray, b: QuantizedArray, dims: DotDimensions, precisio
         return dot(a.dequantize(), b.dequantize())
     out = dot(a.data, b.data)
     if a.scale.size == b.scale.size == 1:
-        scale = lax.mul(lax.reshape(a.scale, ()), lax.reshape(b.scale, ()))
-        return lax.mul(out, lax.broadcast_in_dim(scale, out.shape, ()))
+        ones = (1,) * out.ndim
+        scale = lax.mul(_reshaped(a.scale, ones), _reshaped(b.scale, ones))
+        return lax.mul(out, lax.broadcast_in_dim(scale, out.shape, range(out.ndim)))
     batch, kept_a, kept_b = len(dims.lhs_batch), len(dims.lhs_free), len(dims.rhs_free)
     scale_a = lax.transpose(a.scale, dims.lhs_batch + dims.lhs_free + dims.lhs_contract)
     scale_b = lax.transpose(b.scale, dims.rhs_batch + dims.rhs_free + dims.rhs_contract)
@@ -191,6 +192,10 @@ def _factors_out(x: QuantizedArray, contract: tuple[int, ...]) -> bool:
     """Whether one scale serves everything that is summed, and blocks are whole axes or single elements."""
     whole = all(count in (1, size) for count, size in zip(x.scale.shape, x.data.shape, strict=True))
     return whole and all(x.scale.shape[axis] == 1 for axis in contract)
+
+
+def _reshaped(x: Array, shape: tuple[int, ...]) -> Array:
+    return x if x.shape == shape else lax.reshape(x, shape)
 
 
 def _transposed(x: Array, layout: tuple[int, ...]) -> Array:

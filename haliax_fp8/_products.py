@@ -106,12 +106,11 @@ def _scales(state: Array | None) -> Array | None:
     return None if state is None else usable(lax.slice_in_dim(state, 0, 1, axis=state.ndim - 1))
 
 
-def _stored(role: int, scales: Array | None, spec: ProductSpec) -> Array | None:
-    """The stored scale of lhs (role 0), rhs (1) or the output's gradient (2)."""
-    if scales is None or not spec.quantizations[role].scaling.stateful:
-        return None
+def _stored(role: int, scales: Array | None, spec: ProductSpec) -> Array:
+    """The stored scale of lhs (role 0), rhs (1) or the output's gradient (2), `[*ensemble, 1, 1]`."""
+    assert scales is not None
     row = spec.state_rows[role]
-    return lax.reshape(lax.slice_in_dim(scales, row, row + 1, axis=spec.ensemble), (*scales.shape[: spec.ensemble], 1))
+    return lax.slice_in_dim(scales, row, row + 1, axis=spec.ensemble)
 
 
 def _quantize(
@@ -152,18 +151,19 @@ class Residuals(NamedTuple):
     amaxes: Array | None
     state: Array | None
 
-    def operands(self, spec: ProductSpec) -> tuple[QuantizedArray, QuantizedArray]:
-        """Both operands with their scales."""
-        scales = _scales(self.state)
-        restored = []
-        for role, saved in enumerate((self.lhs, self.rhs)):
-            product = _OTHER_PRODUCT[role]
-            if not isinstance(saved, QuantizedArray):
-                stored = _stored(role, scales, spec)
-                assert stored is not None
-                saved = spec.quantization(role, product).scaling.with_scale(saved, stored, spec.ensemble)
-            restored.append(saved)
-        return restored[0], restored[1]
+    def operand(self, role: int, scales: Array | None, spec: ProductSpec) -> QuantizedArray:
+        """Lhs (role 0) or rhs (1) with its scale."""
+        saved = (self.lhs, self.rhs)[role]
+        if isinstance(saved, QuantizedArray):
+            return saved
+        scaling = spec.quantization(role, _OTHER_PRODUCT[role]).scaling
+        return scaling.with_scale(saved, _stored(role, scales, spec), spec.ensemble)
+
+    @property
+    def ranks(self) -> tuple[int, int]:
+        """Of lhs and rhs."""
+        lhs, rhs = (x.data if isinstance(x, QuantizedArray) else x for x in (self.lhs, self.rhs))
+        return lhs.ndim, rhs.ndim
 
 
 @functools.partial(jax.jit, static_argnames="spec")
@@ -204,27 +204,26 @@ def backward(
     update: bool,
 ) -> tuple[tuple[Array | None, Array | None], Array | None]:
     """The gradients of lhs and rhs in the dtypes given (None: not wanted), and if wanted the next step's state."""
-    lhs, rhs = residuals.operands(spec)
     grad = _round_to(first_order(grad), spec.compute_dtype)
     contraction = spec.contraction.with_batch_axes(spec.ensemble)
     scales, quantized = _scales(residuals.state), {}
     once = _shared(2, ("gradient_of_lhs", "gradient_of_rhs"), spec)
 
-    def gradient(product: ProductName, other: QuantizedArray, dtype: np.dtype | None) -> Array | None:
+    def gradient(product: ProductName, other: int, dtype: np.dtype | None) -> Array | None:
         if dtype is None:
             return None
         key = "both" if once else product
         if key not in quantized:
-            contracted = contraction.contracted(product, lhs.data.ndim, rhs.data.ndim)[0]
+            contracted = contraction.contracted(product, *residuals.ranks)[0]
             quantized[key] = _quantize(grad, 2, product, contracted, scales, spec)
-        out = getattr(contraction, product)(quantized[key], other, extras)
+        out = getattr(contraction, product)(quantized[key], residuals.operand(other, scales, spec), extras)
         return _round_to(_round_to(out, spec.compute_dtype), dtype)
 
     names = ("wgrad", "dgrad") if spec.kernel_is_lhs else ("dgrad", "wgrad")
     with jax.named_scope(names[0]):
-        grad_lhs = gradient("gradient_of_lhs", rhs, dtypes[0])
+        grad_lhs = gradient("gradient_of_lhs", 1, dtypes[0])
     with jax.named_scope(names[1]):
-        grad_rhs = gradient("gradient_of_rhs", lhs, dtypes[1])
+        grad_rhs = gradient("gradient_of_rhs", 0, dtypes[1])
     gradients = grad_lhs, grad_rhs
     if residuals.state is None or residuals.amaxes is None or not update:
         return gradients, None
@@ -253,7 +252,7 @@ def tangent(
     linear: tuple[bool, bool],
 ) -> Array:
     """The output's tangent, `dot(dlhs, rhs) + dot(lhs, drhs)`, rounding taken as the identity."""
-    lhs, rhs = residuals.operands(spec)
+    lhs, rhs = (residuals.operand(role, _scales(residuals.state), spec) for role in (0, 1))
     contraction = spec.contraction.with_batch_axes(spec.ensemble)
     given = iter(tangents)
     dlhs, drhs = (next(given) if is_linear else None for is_linear in linear)

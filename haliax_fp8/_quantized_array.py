@@ -58,8 +58,6 @@ def expand(
     scale: Float32[Array, "*blocks"], shape: tuple[int, ...], block: tuple[int, ...] | None = None
 ) -> Float32[Array, "*shape"]:
     """Repeats each scale over its block, without a copy where one scale serves a whole dimension."""
-    if scale.size == 1:
-        return lax.broadcast_in_dim(lax.reshape(scale, ()), shape, ())
     for axis, (count, size) in enumerate(zip(scale.shape, shape, strict=True)):
         if count not in (1, size):
             repeats = size // count if block is None else block[axis]

@@ -1,11 +1,10 @@
-"""Levanter's models and its trainer run with our modules, without changes to either.
+r"""Levanter's models and its trainer run with our modules, without changes to either.
 
 Skipped where Levanter is not installed. It needs JAX below 0.12 and over a gigabyte of other packages, so it gets an
 environment of its own:
 
-    uv venv levanter && source levanter/bin/activate
-    uv pip install --editable . "marin-levanter>=0.2.227.dev0" beartype hypothesis pytest
-    python -m pytest tests/test_others_levanter.py
+    uv run --isolated --no-project --with-editable . --with "marin-levanter>=0.2.227.dev0" \
+        --with beartype --with hypothesis --with pytest pytest tests/test_others_levanter.py
 """
 
 import pathlib
@@ -212,3 +211,10 @@ def test_exports_are_those_of_the_plain_model():
     plain, converted = (state_dicts.to_torch_compatible_state_dict(m) for m in (model, fp8_linear_layers(model)))
     assert plain.keys() == converted.keys()
     assert all(np.array_equal(plain[key], converted[key]) for key in plain)
+
+
+def test_layer_whose_output_axes_are_on_no_mesh_axis(one_device):
+    # Needs Haliax only. It passes a sharding that asks for nothing then, as for the routers of mixtures of experts.
+    In, Out, Token = hax.make_axes(input=8, output=4, token=2)
+    layer = fp8_linear_layers(hax.nn.Linear.init(In, Out, key=KEY))
+    assert eqx.filter_jit(layer)(hax.ones((Token, In))).axes == (Token, Out)

@@ -37,7 +37,7 @@ class AbstractScaling(abc.ABC):
         self,
         x: Float[Array, "*shape"],
         format: Format,
-        stored: Float32[Array, "*ensemble 1"] | None,
+        stored: Float32[Array, "*ensemble 1 1"] | None,
         ensemble: int,
         contracted: tuple[int, ...],
     ) -> QuantizedArray:
@@ -52,7 +52,7 @@ class AbstractScaling(abc.ABC):
         """
 
     def with_scale(
-        self, data: Float[Array, "*shape"], stored: Float32[Array, "*ensemble 1"], ensemble: int
+        self, data: Float[Array, "*shape"], stored: Float32[Array, "*ensemble 1 1"], ensemble: int
     ) -> QuantizedArray:
         """What `quantize` returned, from its data: the backward pass need not keep scales that the state holds.
 

@@ -38,7 +38,7 @@ class CurrentScaling(AbstractScaling):
         self,
         x: Float[Array, "*shape"],
         format: Format,
-        stored: Float32[Array, "*ensemble 1"] | None,
+        stored: Float32[Array, "*ensemble 1 1"] | None,
         ensemble: int,
         contracted: tuple[int, ...],
     ) -> QuantizedArray:
@@ -72,7 +72,7 @@ class RowwiseScaling(AbstractScaling):
         self,
         x: Float[Array, "*shape"],
         format: Format,
-        stored: Float32[Array, "*ensemble 1"] | None,
+        stored: Float32[Array, "*ensemble 1 1"] | None,
         ensemble: int,
         contracted: tuple[int, ...],
     ) -> QuantizedArray:

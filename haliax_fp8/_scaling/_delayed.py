@@ -63,7 +63,7 @@ class DelayedScaling(AbstractScaling):
         self,
         x: Float[Array, "*shape"],
         format: Format,
-        stored: Float32[Array, "*ensemble 1"] | None,
+        stored: Float32[Array, "*ensemble 1 1"] | None,
         ensemble: int,
         contracted: tuple[int, ...],
     ) -> QuantizedArray:
@@ -72,13 +72,14 @@ class DelayedScaling(AbstractScaling):
         return quantize(x, self._shaped(stored, x.ndim, ensemble), format)
 
     def with_scale(
-        self, data: Float[Array, "*shape"], stored: Float32[Array, "*ensemble 1"], ensemble: int
+        self, data: Float[Array, "*shape"], stored: Float32[Array, "*ensemble 1 1"], ensemble: int
     ) -> QuantizedArray:
         """The data with the stored scale."""
         return QuantizedArray(data, self._shaped(stored, data.ndim, ensemble))
 
-    def _shaped(self, stored: Float32[Array, "*ensemble 1"], ndim: int, ensemble: int) -> Float32[Array, "*blocks"]:
-        return lax.reshape(stored, (*stored.shape[:ensemble], *(1,) * (ndim - ensemble)))
+    def _shaped(self, stored: Float32[Array, "*ensemble 1 1"], ndim: int, ensemble: int) -> Float32[Array, "*blocks"]:
+        shape = (*stored.shape[:ensemble], *(1,) * (ndim - ensemble))
+        return stored if stored.shape == shape else lax.reshape(stored, shape)
 
     def update(
         self,

@@ -22,7 +22,7 @@ class HighPrecision(AbstractScaling):
         self,
         x: Float[Array, "*shape"],
         format: Format,
-        stored: Float32[Array, "*ensemble 1"] | None,
+        stored: Float32[Array, "*ensemble 1 1"] | None,
         ensemble: int,
         contracted: tuple[int, ...],
     ) -> QuantizedArray:

@@ -35,7 +35,7 @@ class ObservedScaling(AbstractScaling):
         self,
         x: Float[Array, "*shape"],
         format: Format,
-        stored: Float32[Array, "*ensemble 1"] | None,
+        stored: Float32[Array, "*ensemble 1 1"] | None,
         ensemble: int,
         contracted: tuple[int, ...],
     ) -> QuantizedArray:
@@ -43,7 +43,7 @@ class ObservedScaling(AbstractScaling):
         return unscaled(x, ensemble)
 
     def with_scale(
-        self, data: Float[Array, "*shape"], stored: Float32[Array, "*ensemble 1"], ensemble: int
+        self, data: Float[Array, "*shape"], stored: Float32[Array, "*ensemble 1 1"], ensemble: int
     ) -> QuantizedArray:
         """As `quantize`."""
         return unscaled(data, ensemble)
