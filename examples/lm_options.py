@@ -6,7 +6,7 @@ from typing import Any
 
 from llama import LlamaConfig
 
-from haliax_fp8 import E4M3, E5M2, DelayedScaling, Recipe
+from haliax_fp8 import E4M3, E5M2, DelayedScaling, Recipe, recipes as named_recipes
 
 
 FORMATS = {"E4M3": E4M3, "E5M2": E5M2}
@@ -18,6 +18,7 @@ RECIPES: dict[str, Callable[[argparse.Namespace], Recipe]] = {
         forward=FORMATS[options.forward_format],
         backward=FORMATS[options.backward_format],
     ),
+    **{name: (lambda options, name=name: named_recipes[name]) for name in named_recipes if name != "delayed"},
 }
 
 # Flags that may differ between a run and its continuation: they do not change a single loss. `--data` is compared by
@@ -68,7 +69,9 @@ def make_parser() -> argparse.ArgumentParser:
     run.add_argument("--verbose", action="store_true", help="list every layer: converted, or why not")
 
     recipe = parser.add_argument_group("recipe")
-    recipe.add_argument("--recipe", choices=[*RECIPES, "none"], default="delayed", help="none: only the baseline")
+    recipe.add_argument(
+        "--recipe", choices=[*RECIPES, "all", "none"], default="delayed", help="none: only the baseline"
+    )
     recipe.add_argument("--no-baseline", action="store_true", help="train in FP8 only")
     recipe.add_argument("--amax-history-length", type=_positive_int, default=1024, metavar="N", help="steps remembered")
     recipe.add_argument("--margin", type=int, default=0, metavar="N", help="headroom of the scales, as a power of two")
@@ -172,7 +175,8 @@ def model_config(options: argparse.Namespace) -> LlamaConfig:
 
 def recipes(options: argparse.Namespace) -> dict[str, Recipe]:
     """The recipes to train with, by name."""
-    return {} if options.recipe == "none" else {options.recipe: RECIPES[options.recipe](options)}
+    names = {"none": (), "all": tuple(RECIPES)}.get(options.recipe, (options.recipe,))
+    return {name: RECIPES[name](options) for name in names}
 
 
 def binding_flags(options: argparse.Namespace) -> dict[str, Any]:

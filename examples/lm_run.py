@@ -21,7 +21,9 @@ from haliax_fp8 import (
     Fp8Config,
     OverwriteWithGradient,
     TrainStep,
+    calibrate,
     fp8_linear_layers,
+    fp8_states,
     restore_linear_layers,
     transfer_optimizer_state,
 )
@@ -56,14 +58,24 @@ class Run:
     seconds: list[float] = dataclasses.field(default_factory=list)
     statistics: dict[str, list[float]] = dataclasses.field(default_factory=dict)
 
-    def set_converted(self, to_fp8: bool) -> None:
-        """Converts the model, or converts it back, keeping what the optimizer knows of the weights."""
+    def set_converted(self, to_fp8: bool) -> bool:
+        """Converts the model, or converts it back, keeping what the optimizer knows of the weights.
+
+        Returns:
+            Whether the model is in FP8 now and was not before.
+        """
         if self.config is None or to_fp8 == self.is_converted:
-            return
+            return False
         old = self.model
         self.model = fp8_linear_layers(old, self.config) if to_fp8 else restore_linear_layers(old)
         self.opt_state = transfer_optimizer_state(self.opt_state, old, self.model)
         self.is_converted = to_fp8
+        return to_fp8
+
+    def calibrate(self, step: TrainStep, batch: jax.Array) -> None:
+        """Fills scales and histories from a batch, so that the first step in FP8 already has gradients."""
+        if fp8_states(self.model):
+            self.model = calibrate(self.model, step.loss_fn, [(batch,)])
 
     def train(self, step: TrainStep, batch: jax.Array) -> None:
         """One step; its loss and duration are recorded.

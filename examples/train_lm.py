@@ -79,7 +79,8 @@ def train(runs: Sequence[Run], step: TrainStep, corpus: Corpus, options: argpars
         for index in range(first, options.steps):
             batch = jnp.asarray(corpus.batch(options.seed, index, options.batch_size, options.seq_len))
             for run in runs:
-                run.set_converted(is_fp8_step(options, index))
+                if run.set_converted(is_fp8_step(options, index)):
+                    run.calibrate(step, batch)
                 run.train(step, batch)
             done = index + 1
             is_last = done == options.steps

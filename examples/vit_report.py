@@ -75,7 +75,8 @@ def write_figure(path: pathlib.Path, runs: dict[str, list[Run]]) -> None:
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.25)
-        axes.legend(title="last epoch" + (f", mean of {count} seeds" if count > 1 else ""), frameon=False)
+        seeds = f", mean of {count} seeds\n(shaded: their range)" if count > 1 else ""
+        axes.legend(title=f"last epoch{seeds}", frameon=False)
     largest = max(map(abs, gaps(runs)))
     every = " for every seed" if count > 1 else ""
     figure.suptitle(f"Vision transformer on digits: test accuracy in FP8 within {largest:.2f} points of bf16{every}")
