@@ -377,8 +377,9 @@ def test_statistics_of_the_step_get_a_column():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, 1, 2])
-def test_fp8_ends_within_one_percent_of_bf16(seed, tmp_path):
+def test_fp8_ends_within_one_percent_of_bf16(tmp_path):
+    """The default run. Other seeds take as long: `uv run examples/train_lm.py --seed 1`."""
+    seed = 0
     assert train_lm.main(["--seed", str(seed), "--eval-every", "0", "--sample-bytes", "0", "--out", str(tmp_path)]) == 0
     results = json.loads((tmp_path / "results.json").read_text())
     assert results["bf16"]["validation_loss"] < 1.6, "both have learned more than the frequency of letter pairs"
