@@ -118,7 +118,7 @@ def make_runs(options: argparse.Namespace, step: TrainStep, done: int = 0) -> li
         configs[f"fp8 {name}"] = Fp8Config(recipe=recipe, exclude=exclude)
     runs = []
     for name, config in configs.items():
-        # Made anew for each and not shared, because the training step donates the memory of its model.
+        # Made anew for each and not shared, so that a step with `donate=True` would not free another model's weights.
         model = Llama.init(model_config(options), key=jax.random.key(options.seed))
         runs.append(Run(name, model, step.init(model), config))
         runs[-1].set_converted(done > 0 and is_fp8_step(options, done - 1))
