@@ -19,11 +19,13 @@ OCP, FNUZ = (fp8.E4M3, fp8.E5M2), (fp8.E4M3FNUZ, fp8.E5M2FNUZ)
 
 @pytest.mark.parametrize("device", [CPU, H100, L40S, B200, MI350, TPU7])
 def test_devices_with_the_ocp_formats(device):
+    assert [device.lacks(format) for format in OCP] == [None, None]
     require_formats(OCP, device)
 
 
 @pytest.mark.parametrize("device", [CPU, MI300])
 def test_devices_with_the_fnuz_formats(device):
+    assert [device.lacks(format) for format in FNUZ] == [None, None]
     require_formats(FNUZ, device)
 
 
