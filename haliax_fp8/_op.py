@@ -1,5 +1,6 @@
 """Fp8DotGeneral: a recipe with its state, callable wherever `lax.dot_general` is."""
 
+import contextlib
 from typing import Any
 
 import equinox as eqx
@@ -255,12 +256,10 @@ def _check_operands(lhs: Array, rhs: Array) -> None:
 
 def floating_dtype(name: str, dtype: Any) -> np.dtype:
     """An argument that has to be a floating dtype of 16 bits or more, as NumPy's; raises a ValueError with its name."""
-    try:
+    with contextlib.suppress(TypeError):  # raised for what is no dtype at all
         result = np.dtype(dtype)
         if jnp.issubdtype(result, jnp.floating) and jnp.finfo(result).bits >= 16:
             return result
-    except TypeError:
-        pass  # not a dtype at all
     raise ValueError(f"{name}={dtype} is not a floating dtype of 16 bits or more; use one such as jnp.bfloat16")
 
 
