@@ -10,6 +10,7 @@ from ._calibrate import calibrate as calibrate, fp8_states as fp8_states
 from ._describe import LayerDescription as LayerDescription, ModelDescription as ModelDescription, describe as describe
 from ._einsum import Fp8Einsum as Fp8Einsum
 from ._formats import (
+    E2M1 as E2M1,
     E4M3 as E4M3,
     E4M3FNUZ as E4M3FNUZ,
     E5M2 as E5M2,
@@ -17,6 +18,7 @@ from ._formats import (
     Format as Format,
     saturating_cast as saturating_cast,
 )
+from ._keys import with_rounding_keys as with_rounding_keys
 from ._layers import (
     EquinoxLinear as EquinoxLinear,
     HaliaxEmbedding as HaliaxEmbedding,
@@ -27,20 +29,36 @@ from ._layers import (
     default_layers as default_layers,
 )
 from ._op import Fp8DotGeneral as Fp8DotGeneral
-from ._overwrite import DelayedState as DelayedState, OverwriteWithGradient as OverwriteWithGradient
+from ._overwrite import OpState as OpState, OverwriteWithGradient as OverwriteWithGradient
 from ._presets import aliases as aliases, recipe_by_name as recipe_by_name, recipes as recipes
 from ._quantized_array import QuantizedArray as QuantizedArray, quantize as quantize
 from ._recipe import Quantization as Quantization, Recipe as Recipe
+from ._rounding import AbstractRounding as AbstractRounding, Stochastic as Stochastic, ToNearest as ToNearest
 from ._scaling import (
+    AbstractAmaxCompute as AbstractAmaxCompute,
     AbstractScaling as AbstractScaling,
+    AbstractStatefulScaling as AbstractStatefulScaling,
     BlockScaling as BlockScaling,
     CurrentScaling as CurrentScaling,
     DelayedScaling as DelayedScaling,
+    HadamardScaling as HadamardScaling,
     HighPrecision as HighPrecision,
+    MaxOfHistory as MaxOfHistory,
+    MostRecent as MostRecent,
+    MovingAverage as MovingAverage,
     MXFP8Scaling as MXFP8Scaling,
+    NVFP4Scaling as NVFP4Scaling,
+    OperandUse as OperandUse,
+    Percentile as Percentile,
     RowwiseScaling as RowwiseScaling,
+    StaticScaling as StaticScaling,
 )
 from ._state import fp32_max_grad as fp32_max_grad
+from ._statistics import (
+    ModelStatistics as ModelStatistics,
+    OpStatistics as OpStatistics,
+    quantization_statistics as quantization_statistics,
+)
 from ._train_step import (
     TrainStep as TrainStep,
     trainable as trainable,

@@ -1,6 +1,5 @@
 """calibrate: a pass in high precision that fills the state, so that training starts with good scales."""
 
-import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -42,8 +41,9 @@ def calibrate[M](model: M, loss_fn: Callable[..., Any], batches: Iterable[Any]) 
         )
     count = 0
     for batch in batches:
-        gradients = _observed_gradients(model, loss_fn, batch if isinstance(batch, tuple) else (batch,))
-        model = _overwritten(model, gradients)
+        observed = _observed(model)
+        gradients = _observed_gradients(observed, loss_fn, batch if isinstance(batch, tuple) else (batch,))
+        model = _overwritten(model, observed, gradients)
         count += 1
     if count == 0:
         raise ValueError("batches is empty; calibration needs one batch at least")
@@ -58,26 +58,25 @@ def fp8_states(model: Any) -> list[OverwriteWithGradient]:
 # One function for all calls, so that a second calibration with the same loss does not compile again.
 @eqx.filter_jit
 def _observed_gradients(model: Any, loss_fn: Callable[..., Any], batch: tuple[Any, ...]) -> Any:
-    return filter_grad(lambda model: loss_fn(_observed(model), *batch))(model)
+    return filter_grad(lambda model: loss_fn(model, *batch))(model)
 
 
 def _observed(model: Any) -> Any:
     """The model with every op in high precision, recording."""
-    is_op = lambda node: isinstance(node, Fp8DotGeneral)
-    return jax.tree.map(
-        lambda node: dataclasses.replace(node, recipe=node.recipe.observed) if is_op(node) else node,
-        model,
-        is_leaf=is_op,
-    )
+
+    def observe(node: Any) -> Any:
+        return node.with_recipe(node.recipe.observed) if isinstance(node, Fp8DotGeneral) else node
+
+    return jax.tree.map(observe, model, is_leaf=lambda node: isinstance(node, Fp8DotGeneral))
 
 
-def _overwritten(model: Any, gradients: Any) -> Any:
-    return jax.tree.map(
-        lambda node, gradient: node.overwritten_by(gradient) if _is_state(node) else node,
-        model,
-        gradients,
-        is_leaf=lambda node: node is None or _is_state(node),
-    )
+def _overwritten(model: Any, observed: Any, gradients: Any) -> Any:
+    """The model with the state that the observed model's would have."""
+    pairs = zip(fp8_states(observed), fp8_states(gradients), strict=True)
+    new = iter([jax.tree.leaves(state.overwritten_by(gradient)) for state, gradient in pairs])
+    # The observed state's arrays, in a state that training updates.
+    overwrite = lambda node: jax.tree.unflatten(jax.tree.structure(node), next(new)) if _is_state(node) else node
+    return jax.tree.map(overwrite, model, is_leaf=_is_state)
 
 
 def _is_state(node: Any) -> bool:

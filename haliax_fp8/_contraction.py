@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Float32, Shaped
 
 from ._dimension_numbers import DotDimensions
 from ._quantized_array import QuantizedArray, expand
+from ._scaled_product import scaled_product
 
 
 ProductName = Literal["product", "gradient_of_lhs", "gradient_of_rhs"]
@@ -22,6 +23,9 @@ class AbstractContraction(abc.ABC):
     Laws: `gradient_of_lhs(g, rhs)` is the transpose of `lhs -> product(lhs, rhs)` at `g`, and the same for rhs;
     `fold` is what `jax.vmap` of the product would compute.
     """
+
+    groups: frozenset[ProductName] = frozenset()
+    """The products that do not sum over their last contracted axis as a whole, but over groups of it."""
 
     extras: int
     """How many operands there are beside lhs and rhs; integers, not differentiated."""
@@ -136,7 +140,7 @@ class DotContraction(AbstractContraction):
             dimensions = dimensions.gradient_of_lhs()[0]
         elif product == "gradient_of_rhs":
             dimensions = dimensions.gradient_of_rhs()[0]
-        return dimensions.lhs_contract, dimensions.rhs_contract
+        return _in_order(dimensions.lhs_contract, dimensions.rhs_contract)
 
     def dot(
         self, lhs: Float[Array, "..."], rhs: Float[Array, "..."], extras: tuple[Array, ...], precision: lax.Precision
@@ -167,6 +171,12 @@ class DotContraction(AbstractContraction):
         return _transposed(_product(grad, lhs, dimensions, lax.Precision.HIGHEST), layout)
 
 
+def _in_order(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Pairs of contracted axes in the order of the first operand's: blocks run along the last pair, in both."""
+    pairs = sorted(zip(a, b, strict=True))
+    return tuple(axis for axis, _ in pairs), tuple(axis for _, axis in pairs)
+
+
 def _product(a: QuantizedArray, b: QuantizedArray, dims: DotDimensions, precision: lax.Precision) -> Array:
     """`dot(a, b)` in float32; scales that are constant along what is contracted factor out of the sum."""
 
@@ -174,7 +184,7 @@ def _product(a: QuantizedArray, b: QuantizedArray, dims: DotDimensions, precisio
         return lax.dot_general(x, y, dims.numbers, precision=precision, preferred_element_type=jnp.float32)
 
     if not (_factors_out(a, dims.lhs_contract) and _factors_out(b, dims.rhs_contract)):
-        return dot(a.dequantize(), b.dequantize())
+        return scaled_product(a, b, dims, precision)
     out = dot(a.data, b.data)
     if a.scale.size == b.scale.size == 1:
         ones = (1,) * out.ndim

@@ -6,12 +6,12 @@ program as the batched call. A `custom_vjp` is differentiated example by example
 gradient becomes a batch of outer products. `vmap(grad(f))`, where differentiation comes first, still gives per-example
 gradients; and forward mode works, which `custom_vjp` refuses.
 
-    fp8_dot(lhs, rhs, *state)                      quantize, multiply, rescale
+    fp8_dot(lhs, rhs, *state, *key)                quantize, multiply, rescale
       jvp       -> fp8_dot_tangent(tangents..., residuals...)      linear in the tangents
       transpose -> quantize the output's gradient; dgrad, wgrad; the new state as the state's cotangent
 
-Residuals are the quantized operands, once each, and three scalars. State enters as arrays `scale` and `amax_history`
-(none for a stateless recipe) and leaves as their cotangent, already updated; see `_state.py` for several uses.
+Residuals are the quantized operands, once each, and a few scalars. State enters as one table (none for a stateless
+recipe) and leaves as its cotangent, already updated; see `_state.py` for several uses.
 """
 
 import dataclasses
@@ -24,10 +24,11 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, UInt32
 
 from ._contraction import to_front
 from ._products import ProductSpec, backward, forward, tangent, varying_axes
+from ._quantized_array import QuantizedArray
 from ._state import is_max_grad, to_max_grad
 
 
@@ -37,6 +38,7 @@ def fp8_dot_general(
     state: Array | None,
     spec: ProductSpec,
     extras: tuple[Array, ...] = (),
+    key: UInt32[Array, "*ensemble 2"] | None = None,
 ) -> Float[Array, "..."]:
     """The product of a contraction in the formats of a recipe.
 
@@ -48,12 +50,13 @@ def fp8_dot_general(
         state: Scales and histories in float32 or `fp32_max_grad`; None for a stateless recipe.
         spec: What is static.
         extras: What else the contraction needs, such as the group sizes of a ragged one.
+        key: The words of the key that random rounding draws from, for a recipe that needs one.
 
     Returns:
         The product in `spec.out_dtype`.
     """
     lhs, rhs = _vary_together(lhs, rhs)
-    return fp8_dot_p.bind(lhs, rhs, *extras, *([] if state is None else [state]), spec=spec)
+    return fp8_dot_p.bind(lhs, rhs, *extras, *(x for x in (state, key) if x is not None), spec=spec)
 
 
 def _vary_together(*arrays: Array) -> Sequence[Array]:
@@ -73,14 +76,16 @@ fp8_dot_tangent_p = Primitive("fp8_dot_tangent")
 
 
 def _fp8_dot(lhs: Array, rhs: Array, *others: Array, spec: ProductSpec) -> Array:
-    extras, state = _split_others(others, spec)
-    return forward(lhs, rhs, extras, state, spec=spec)[0]
+    extras, state, key = _split_others(others, spec)
+    return forward(lhs, rhs, extras, state, key, spec=spec)[0]
 
 
-def _split_others(others: Sequence[Any], spec: ProductSpec) -> tuple[tuple[Any, ...], Array | None]:
-    """Extras, and the state if there is one."""
-    count = spec.contraction.extras
-    return tuple(others[:count]), others[count] if len(others) > count else None
+def _split_others(others: Sequence[Any], spec: ProductSpec) -> tuple[tuple[Any, ...], Any, Any]:
+    """Extras, then state and key, each None if the recipe has none."""
+    rest = list(others[spec.contraction.extras :])
+    state = rest.pop(0) if spec.recipe.is_stateful else None
+    key = rest.pop(0) if spec.recipe.needs_key else None
+    return tuple(others[: spec.contraction.extras]), state, key
 
 
 def _fp8_dot_aval(lhs, rhs, *others, spec: ProductSpec):
@@ -91,9 +96,9 @@ def _fp8_dot_aval(lhs, rhs, *others, spec: ProductSpec):
 
 def _fp8_dot_jvp(primals, tangents, *, spec: ProductSpec):
     lhs, rhs, *others = primals
-    extras, state = _split_others(others, spec)
-    out, residuals = forward(lhs, rhs, extras, state, spec=spec)
-    tangents = (*tangents[:2], *tangents[2 + spec.contraction.extras :])
+    extras, state, key = _split_others(others, spec)
+    out, residuals = forward(lhs, rhs, extras, state, key, spec=spec)
+    tangents = (*tangents[:2], *(t for t in [_split_others(tangents[2:], spec)[1]] if t is not None))
     linear = tuple(type(t) is not ad.Zero for t in tangents)
     given = [t for t in tangents if type(t) is not ad.Zero]
     leaves, structure = jax.tree.flatten((residuals, extras))
@@ -101,15 +106,14 @@ def _fp8_dot_jvp(primals, tangents, *, spec: ProductSpec):
 
 
 def _fp8_dot_batch(args, axes, *, spec: ProductSpec):
-    """Folds the mapped axis into the product; only state that is mapped too makes independent members."""
+    """Folds the mapped axis into the product; only a state or key that is mapped too makes independent members."""
     size = next(x.shape[axis] for x, axis in zip(args, axes, strict=True) if axis is not None)
-    operands, state = args[: 2 + spec.contraction.extras], args[2 + spec.contraction.extras :]
-    state_axes = axes[len(operands) :]
-    if any(axis is not None for axis in state_axes):
+    operands, of_op = args[: 2 + spec.contraction.extras], args[2 + spec.contraction.extras :]
+    if any(axis is not None for axis in axes[len(operands) :]):
         args = [to_front(x, axis, size, 0) for x, axis in zip(args, axes, strict=True)]
         return fp8_dot_p.bind(*args, spec=dataclasses.replace(spec, ensemble=spec.ensemble + 1)), 0
     operands, contraction, out_axis = spec.contraction.fold(operands, axes[: len(operands)], size, spec.ensemble)
-    out = fp8_dot_p.bind(*operands, *state, spec=dataclasses.replace(spec, contraction=contraction))
+    out = fp8_dot_p.bind(*operands, *of_op, spec=dataclasses.replace(spec, contraction=contraction))
     return out, out_axis + spec.ensemble
 
 
@@ -126,9 +130,11 @@ def _fp8_dot_tangent(*args: Array, spec: ProductSpec, linear: tuple[bool, ...], 
     return tangent([t for t in tangents[:2] if t is not None], residuals, extras, spec=spec, linear=linear[:2])
 
 
-def _fp8_dot_tangent_aval(*args, spec: ProductSpec, linear: tuple[bool, ...], structure):
+def _fp8_dot_tangent_aval(*args: Any, spec: ProductSpec, linear: tuple[bool, ...], structure):
     _, residuals, _ = _unpack(args, linear, structure)
-    lhs, rhs = (jax.tree.leaves(operand)[0] for operand in residuals[:2])
+    # A QuantizedArray's own shape: a rotation may have filled up its data.
+    avals: list[Any] = [x.data if isinstance(x, QuantizedArray) else x for x in residuals[:2]]
+    lhs, rhs = (aval.update(shape=operand.shape) for aval, operand in zip(avals, residuals[:2], strict=True))
     return _fp8_dot_aval(lhs, rhs, spec=spec)
 
 

@@ -12,7 +12,7 @@ import math
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Float32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,6 +22,7 @@ class Format:
     Args:
         name: What tables and error messages call it.
         dtype: The NumPy element type, for example `np.dtype(jnp.float8_e4m3fn)`.
+        container: The element type of arrays that hold the format's values, if it is not `dtype`.
 
     Raises:
         ValueError: If `dtype` is not a floating-point type of at most eight bits.
@@ -36,6 +37,7 @@ class Format:
 
     name: str
     dtype: np.dtype
+    container: np.dtype | None = None
 
     def __post_init__(self) -> None:
         dtype = np.dtype(self.dtype)
@@ -45,6 +47,11 @@ class Format:
                 f"dtype={dtype} of format {self.name!r} is not a floating-point type of eight bits or fewer; "
                 "use one such as jnp.float8_e4m3fn or jnp.float8_e5m2"
             )
+
+    @property
+    def storage(self) -> np.dtype:
+        """The element type of arrays that hold the format's values."""
+        return self.dtype if self.container is None else self.container
 
     @functools.cached_property
     def max(self) -> float:
@@ -91,6 +98,11 @@ E4M3 = Format("E4M3", np.dtype(jnp.float8_e4m3fn))
 E5M2 = Format("E5M2", np.dtype(jnp.float8_e5m2))
 """5 bits of exponent, 2 of mantissa, maximum 57344: for gradients."""
 
+# Held in E4M3's type, which has all of its values, and NaN: XLA's CPU compiler fails on programs with 4-bit arrays
+# ("does not support custom element sizes on non-sub-byte types").
+E2M1 = Format("E2M1", np.dtype(jnp.float4_e2m1fn), container=np.dtype(jnp.float8_e4m3fn))
+"""2 bits of exponent, 1 of mantissa, maximum 6: the 4-bit elements of NVFP4, held in bytes of E4M3's type."""
+
 E4M3FNUZ = Format("E4M3FNUZ", np.dtype(jnp.float8_e4m3fnuz))
 """E4M3 as AMD's MI300 has it: no negative zero, no infinities, maximum 240."""
 
@@ -109,7 +121,7 @@ def saturating_cast(x: Float[Array, "*shape"], format: Format) -> Float[Array, "
         format: The format to round to.
 
     Returns:
-        An array of `format.dtype` with the shape of `x`.
+        An array of `format.storage` with the shape of `x`.
 
     Example:
         >>> saturating_cast(jnp.array([1.06, 465.0, -jnp.inf]), E4M3).astype(jnp.float32)
@@ -119,4 +131,18 @@ def saturating_cast(x: Float[Array, "*shape"], format: Format) -> Float[Array, "
         # An element type this narrow may not hold the limit: E5M2's maximum, cast to E4M3, is NaN.
         x = x.astype(jnp.float32)
     limit = np.asarray(format.max, x.dtype)
-    return lax.convert_element_type(lax.clamp(-limit, x, limit), format.dtype)
+    x = lax.clamp(-limit, x, limit)
+    if format.storage != format.dtype:
+        # The cast below rounds to the type of storage; here to the format itself.
+        x = x.astype(jnp.float32)
+        spacing = spacing_of(jnp.abs(x), format)
+        x = lax.round(x / spacing, lax.RoundingMethod.TO_NEAREST_EVEN) * spacing
+    return lax.convert_element_type(x, format.storage)
+
+
+def spacing_of(magnitude: Float32[Array, "*shape"], format: Format) -> Float32[Array, "*shape"]:
+    """The distance from the format's value at or below `magnitude` to the next one: a power of two."""
+    bits = lax.bitcast_convert_type(magnitude, jnp.uint32)
+    binade = lax.bitcast_convert_type(bits & np.uint32(0x7F800000), jnp.float32)
+    # Below the smallest normal value all values are the same distance apart.
+    return lax.max(binade, np.float32(format.smallest_normal)) * np.float32(2.0**-format.mantissa_bits)

@@ -1,6 +1,7 @@
 """Fp8DotGeneral: a recipe with its state, callable wherever `lax.dot_general` is."""
 
 import contextlib
+import dataclasses
 from typing import Any
 
 import equinox as eqx
@@ -17,12 +18,16 @@ from jaxtyping import Array, DTypeLike, Float, Int
 from ._contraction import AbstractContraction, DotContraction
 from ._dimension_numbers import DimensionNumbers, DotDimensions
 from ._dot_general import fp8_dot_general
-from ._overwrite import DelayedState
+from ._overwrite import OpState
 from ._presets import recipe_by_name
 from ._products import ProductSpec
 from ._ragged import RaggedContraction
 from ._recipe import Recipe
 from ._scaling import AbstractScaling, DelayedScaling
+
+
+# The words of a key of JAX's default generator.
+_KEY = hax.Axis("fp8_key", 2)
 
 
 class Fp8DotGeneral(ModuleWithStateDictSerialization):
@@ -57,10 +62,14 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
         Array([0.5, 0. , 0. , 0. ], dtype=float32)
     """
 
-    state: DelayedState | None
+    state: OpState | None
+    key: hax.NamedArray | None
     recipe: Recipe = eqx.field(static=True)
     compute_dtype: np.dtype | None = eqx.field(static=True)
     kernel_shape: tuple[int, ...] | None = eqx.field(static=True)
+    stack: tuple[hax.Axis, ...] = eqx.field(static=True, default=())
+    members: tuple[int, ...] = eqx.field(static=True, default=())
+    has_key: bool = eqx.field(static=True, default=False)
 
     @staticmethod
     def init(
@@ -85,7 +94,8 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
         if isinstance(recipe, AbstractScaling):
             recipe = Recipe.of(recipe)
         dtype = None if compute_dtype is None else floating_dtype("compute_dtype", compute_dtype)
-        return Fp8DotGeneral(DelayedState.init(recipe, stack), recipe, dtype, kernel_shape)
+        key = hax.zeros((*stack, _KEY), jnp.uint32) if recipe.needs_key else None
+        return Fp8DotGeneral(OpState.init(recipe, stack), key, recipe, dtype, kernel_shape, stack)
 
     @jax.named_scope("fp8_dot_general")
     def __call__(
@@ -123,7 +133,7 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
         dims = DotDimensions.of(dimension_numbers, lhs.shape, rhs.shape)
         kernel_is_lhs = self._kernel_is_lhs(lhs.shape, rhs.shape, dims)
         spec = self._spec(DotContraction(dims), kernel_is_lhs, lhs, rhs, precision, preferred_element_type)
-        return fp8_dot_general(lhs, rhs, self._state_array, spec)
+        return fp8_dot_general(lhs, rhs, self._state_array, spec, key=self._key_array)
 
     @jax.named_scope("fp8_ragged_dot")
     def ragged_dot(
@@ -153,11 +163,30 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
                 "they must be [rows, inputs], [groups, inputs, outputs] and [groups]"
             )
         spec = self._spec(RaggedContraction(), False, lhs, rhs, precision, preferred_element_type)
-        return fp8_dot_general(lhs, rhs, self._state_array, spec, (group_sizes,))
+        return fp8_dot_general(lhs, rhs, self._state_array, spec, (group_sizes,), key=self._key_array)
+
+    def with_recipe(self, recipe: Recipe) -> "Fp8DotGeneral":
+        """This op with a recipe whose state begins as its own does, such as `recipe.observed` or `recipe.measured`."""
+        if self.state is not None:
+            return dataclasses.replace(self, recipe=recipe, state=self.state.with_recipe(recipe))
+        state = OpState.init(recipe, self.stack)
+        state = jax.tree.map(lambda x: jnp.broadcast_to(x, (*self.members, *x.shape)), state)
+        return dataclasses.replace(self, recipe=recipe, state=state)
 
     @property
     def _state_array(self) -> Array | None:
         return None if self.state is None else self.state.array
+
+    @property
+    def _key_array(self) -> Array | None:
+        if not self.recipe.needs_key:
+            return None
+        if self.key is None or not self.has_key:
+            raise ValueError(
+                f"key is missing: the recipe {self.recipe} rounds at random. Give all ops of a model theirs inside the "
+                "loss, with_rounding_keys(model, key), with another key in each step; TrainStep takes one as key="
+            )
+        return self.key.array
 
     def _spec(
         self,
@@ -183,7 +212,7 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
 
     def __pdoc__(self, **kwargs: object) -> wl.AbstractDoc:
         """One line in printed models; JAX also prints a module's name each time it traces one."""
-        stack = self.state.table.array.shape[:-2] if self.state is not None else ()
+        stack = (*self.members, *(axis.size for axis in self.stack))
         return wl.TextDoc(f"Fp8DotGeneral({self.recipe}{f', stack={stack}' if stack else ''})")
 
     # `jnp.einsum(..., _dot_general=op)` hashes what it is given; arrays have no hash, but an op is the same as itself.
@@ -221,7 +250,9 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
         if self.state is None:
             raise ValueError(f"recipe {self.recipe} keeps no state; its scales are computed at each use")
         row = names.index(operand)
-        return self.state.scale[..., row], self.state.amax_history[..., row, :]
+        scaling = self.recipe.scalings[row]
+        length = scaling.amax_history_length if isinstance(scaling, DelayedScaling) else 0
+        return self.state.scale[..., row], self.state.array[..., row, 1 : 1 + length]
 
     def to_state_dict(self, prefix: str | None = None) -> StateDict:
         """Nothing: a state dict holds weights, the same for a converted and an unconverted model.

@@ -3,9 +3,20 @@
 import dataclasses
 import difflib
 
-from ._formats import E4M3
+from ._formats import E2M1, E4M3
 from ._recipe import Quantization, Recipe
-from ._scaling import BlockScaling, CurrentScaling, DelayedScaling, HighPrecision, MXFP8Scaling, RowwiseScaling
+from ._rounding import Stochastic
+from ._scaling import (
+    BlockScaling,
+    CurrentScaling,
+    DelayedScaling,
+    HadamardScaling,
+    HighPrecision,
+    MXFP8Scaling,
+    NVFP4Scaling,
+    RowwiseScaling,
+    StaticScaling,
+)
 
 
 def _rowwise_wgrad_bf16() -> Recipe:
@@ -18,6 +29,18 @@ def _rowwise_wgrad_bf16() -> Recipe:
     )
 
 
+def _nvfp4() -> Recipe:
+    """As NVIDIA trains with it: gradients rounded at random, wgrad's operands rotated first."""
+    recipe = Recipe.of(NVFP4Scaling(), forward=E2M1)
+    rotated = HadamardScaling(NVFP4Scaling())
+    return dataclasses.replace(
+        recipe,
+        output_grad=dataclasses.replace(recipe.output_grad, rounding=Stochastic()),
+        input_for_wgrad=Quantization(E2M1, rotated),
+        output_grad_for_wgrad=Quantization(E2M1, rotated, Stochastic()),
+    )
+
+
 recipes: dict[str, Recipe] = {
     "delayed": Recipe.of(DelayedScaling()),
     "current": Recipe.of(CurrentScaling()),
@@ -25,6 +48,8 @@ recipes: dict[str, Recipe] = {
     "rowwise_wgrad_bf16": _rowwise_wgrad_bf16(),
     "deepseek": Recipe.of(BlockScaling()),
     "mxfp8": Recipe.of(MXFP8Scaling()),
+    "nvfp4": _nvfp4(),
+    "static": Recipe.of(StaticScaling()),
 }
 """Every recipe that has a name of its own."""
 
@@ -34,6 +59,7 @@ aliases: dict[str, str] = {
     "Float8CurrentScaling": "current",
     "Float8BlockScaling": "deepseek",
     "MXFP8BlockScaling": "mxfp8",
+    "NVFP4BlockScaling": "nvfp4",
     # torchao's recipe names
     "tensorwise": "current",
     "rowwise_with_gw_hp": "rowwise_wgrad_bf16",

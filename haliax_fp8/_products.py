@@ -15,7 +15,7 @@ from ._contraction import AbstractContraction, ProductName
 from ._first_order import first_order
 from ._quantized_array import QuantizedArray
 from ._recipe import Quantization, Recipe
-from ._scaling import usable
+from ._scaling import AbstractScaling, AbstractStatefulScaling, OperandUse, measures, updated, usable
 from ._state import to_float32
 
 
@@ -86,16 +86,24 @@ def _axes_to_reduce(x: Array, state: Array) -> tuple[str, ...]:
     return tuple(sorted(varying_axes(x) - varying_axes(state)))
 
 
-def _amax(x: Float[Array, "..."], spec: ProductSpec, state: Array) -> Float32[Array, "*ensemble 1"]:
-    # An operand without elements has an amax of 0.
-    amax = (
-        jnp.max(lax.abs(x), axis=tuple(range(spec.ensemble, x.ndim)), initial=0.0)
-        if x.size == 0
-        else (lax.reduce_max(lax.abs(x), tuple(range(spec.ensemble, x.ndim))))
-    )
-    amax = lax.expand_dims(lax.convert_element_type(amax, jnp.float32), (spec.ensemble,))
-    axes = _axes_to_reduce(x, state)
-    return lax.pmax(amax, axes) if axes else amax
+def _measured(
+    x: Float[Array, "..."], quantized: QuantizedArray, role: int, spec: ProductSpec, state: Array
+) -> Float32[Array, "*ensemble 1 measures"]:
+    """What the state records of an operand, filled up with zeros to what it records of any."""
+    scaling, count = spec.quantizations[role].scaling, measures(spec.recipe.scalings)
+    if isinstance(scaling, AbstractStatefulScaling) and scaling.measures:
+        values = scaling.measure(x, quantized, spec.ensemble)
+        axes = _axes_to_reduce(x, state)
+        values = lax.pmax(values, axes) if axes else values
+        values = _filled_up(values, count)
+    else:
+        values = jnp.zeros((*x.shape[: spec.ensemble], count), jnp.float32)
+    return lax.expand_dims(values, (spec.ensemble,))
+
+
+def _filled_up(values: Array, count: int) -> Array:
+    missing = count - values.shape[-1]
+    return values if missing == 0 else jnp.pad(values, [(0, 0)] * (values.ndim - 1) + [(0, missing)])
 
 
 def _round_to(x: Array, dtype: np.dtype | None) -> Array:
@@ -114,11 +122,39 @@ def _stored(role: int, scales: Array | None, spec: ProductSpec) -> Array:
 
 
 def _quantize(
-    x: Array, role: int, product: ProductName, contracted: tuple[int, ...], scales: Array | None, spec: ProductSpec
+    x: Array,
+    role: int,
+    product: ProductName,
+    contracted: tuple[int, ...],
+    scales: Array | None,
+    key: Array | None,
+    spec: ProductSpec,
 ) -> QuantizedArray:
     quantization = spec.quantization(role, product)
-    stored = _stored(role, scales, spec) if quantization.scaling.stateful else None
-    return quantization.scaling.quantize(x, quantization.format, stored, spec.ensemble, contracted)
+    use = OperandUse(
+        format=quantization.format,
+        contracted=contracted,
+        ensemble=spec.ensemble,
+        stored=_stored(role, scales, spec) if isinstance(quantization.scaling, AbstractStatefulScaling) else None,
+        rounding=quantization.rounding,
+        key=_key_of(x, key, role, product, spec) if quantization.rounding.needs_key else None,
+        mixable=product not in spec.contraction.groups,
+    )
+    return quantization.scaling.quantize(x, use)
+
+
+def _key_of(x: Array, key: Array | None, role: int, product: ProductName, spec: ProductSpec) -> Array:
+    """A key for each member, unlike those of other operands, products and devices."""
+    assert key is not None
+    key = jax.random.wrap_key_data(key, impl="threefry2x32")
+    fold_in = jax.random.fold_in
+    for _ in range(spec.ensemble):
+        fold_in = jax.vmap(fold_in, (0, None))
+    key = fold_in(key, 3 * role + _PRODUCTS.index(product))
+    for axis in sorted(varying_axes(x) - varying_axes(key)):
+        # Devices round different parts of the operand.
+        key = fold_in(key, lax.axis_index(axis))
+    return key
 
 
 def _shared(role: int, products: tuple[ProductName, ProductName], spec: ProductSpec) -> bool:
@@ -129,8 +165,14 @@ def _shared(role: int, products: tuple[ProductName, ProductName], spec: ProductS
 
 def _saved(quantized: QuantizedArray, quantization: Quantization) -> Array | QuantizedArray:
     """What the backward pass needs of an operand: not the scale, if the state has it."""
-    return quantized.data if quantization.scaling.stateful else quantized
+    return quantized.data if _stores_scale(quantization.scaling) else quantized
 
+
+def _stores_scale(scaling: AbstractScaling) -> bool:
+    return isinstance(scaling, AbstractStatefulScaling) and scaling.stores_scale
+
+
+_PRODUCTS: tuple[ProductName, ...] = ("product", "gradient_of_lhs", "gradient_of_rhs")
 
 # The product beside fprop that lhs and rhs are operands of.
 _OTHER_PRODUCT: tuple[ProductName, ProductName] = ("gradient_of_rhs", "gradient_of_lhs")
@@ -142,14 +184,16 @@ class Residuals(NamedTuple):
     Args:
         lhs: The operand as quantized for the gradient of rhs, or its data alone where the state has its scale.
         rhs: The operand as quantized for the gradient of lhs, likewise.
-        amaxes: Of lhs and rhs, `[*ensemble, 2]`; None without state.
+        measured: What the state records of lhs and rhs, `[*ensemble, 2, measures]`; None if nothing.
         state: The state, from which the next one is made.
+        key: What random rounding draws from.
     """
 
     lhs: Array | QuantizedArray
     rhs: Array | QuantizedArray
-    amaxes: Array | None
+    measured: Array | None
     state: Array | None
+    key: Array | None
 
     def operand(self, role: int, scales: Array | None, spec: ProductSpec) -> QuantizedArray:
         """Lhs (role 0) or rhs (1) with its scale."""
@@ -157,6 +201,7 @@ class Residuals(NamedTuple):
         if isinstance(saved, QuantizedArray):
             return saved
         scaling = spec.quantization(role, _OTHER_PRODUCT[role]).scaling
+        assert isinstance(scaling, AbstractStatefulScaling)
         return scaling.with_scale(saved, _stored(role, scales, spec), spec.ensemble)
 
     @property
@@ -168,7 +213,7 @@ class Residuals(NamedTuple):
 
 @functools.partial(jax.jit, static_argnames="spec")
 def forward(
-    lhs: Array, rhs: Array, extras: tuple[Array, ...], state: Array | None, *, spec: ProductSpec
+    lhs: Array, rhs: Array, extras: tuple[Array, ...], state: Array | None, key: Array | None, *, spec: ProductSpec
 ) -> tuple[Array, Residuals]:
     """The output, and the residuals of the backward pass."""
     lhs, rhs = (_round_to(first_order(x), spec.compute_dtype) for x in (lhs, rhs))
@@ -177,10 +222,13 @@ def forward(
     with jax.named_scope("fprop"):
         contraction = spec.contraction.with_batch_axes(spec.ensemble)
         axes = contraction.contracted("product", lhs.ndim, rhs.ndim)
-        quantized = [_quantize(x, role, "product", axes[role], scales, spec) for role, x in enumerate((lhs, rhs))]
+        quantized = [_quantize(x, role, "product", axes[role], scales, key, spec) for role, x in enumerate((lhs, rhs))]
         out = contraction.product(quantized[0], quantized[1], extras, spec.precision)
         out = _round_to(_round_to(out, spec.compute_dtype), spec.out_dtype)
-    amaxes = None if state is None else lax.concatenate([_amax(x, spec, state) for x in (lhs, rhs)], spec.ensemble)
+    measured = None
+    if state is not None and measures(spec.recipe.scalings):
+        of_operands = [_measured(x, quantized[role], role, spec, state) for role, x in enumerate((lhs, rhs))]
+        measured = lax.concatenate(of_operands, spec.ensemble)
     saved = []
     for role, x in enumerate((lhs, rhs)):
         product = _OTHER_PRODUCT[role]
@@ -188,9 +236,9 @@ def forward(
             # 1-D blocks run along what is contracted, so the other product needs the operand quantized anew; now,
             # while it is there in high precision.
             contracted = contraction.contracted(product, lhs.ndim, rhs.ndim)[1]
-            quantized[role] = _quantize(x, role, product, contracted, scales, spec)
+            quantized[role] = _quantize(x, role, product, contracted, scales, key, spec)
         saved.append(_saved(quantized[role], spec.quantization(role, product)))
-    return out, Residuals(saved[0], saved[1], amaxes, state)
+    return out, Residuals(saved[0], saved[1], measured, state, key)
 
 
 @functools.partial(jax.jit, static_argnames=("spec", "dtypes", "update"))
@@ -209,14 +257,18 @@ def backward(
     scales, quantized = _scales(residuals.state), {}
     once = _shared(2, ("gradient_of_lhs", "gradient_of_rhs"), spec)
 
+    def quantized_for(product: ProductName) -> QuantizedArray:
+        name = "both" if once else product
+        if name not in quantized:
+            contracted = contraction.contracted(product, *residuals.ranks)[0]
+            quantized[name] = _quantize(grad, 2, product, contracted, scales, residuals.key, spec)
+        return quantized[name]
+
     def gradient(product: ProductName, other: int, dtype: np.dtype | None) -> Array | None:
         if dtype is None:
             return None
-        key = "both" if once else product
-        if key not in quantized:
-            contracted = contraction.contracted(product, *residuals.ranks)[0]
-            quantized[key] = _quantize(grad, 2, product, contracted, scales, spec)
-        out = getattr(contraction, product)(quantized[key], residuals.operand(other, scales, spec), extras)
+        operand = residuals.operand(other, scales, spec)
+        out = getattr(contraction, product)(quantized_for(product), operand, extras)
         return _round_to(_round_to(out, spec.compute_dtype), dtype)
 
     names = ("wgrad", "dgrad") if spec.kernel_is_lhs else ("dgrad", "wgrad")
@@ -225,21 +277,24 @@ def backward(
     with jax.named_scope(names[1]):
         grad_rhs = gradient("gradient_of_rhs", 0, dtypes[1])
     gradients = grad_lhs, grad_rhs
-    if residuals.state is None or residuals.amaxes is None or not update:
+    if residuals.state is None or not update:
         return gradients, None
-    amaxes = lax.concatenate([residuals.amaxes, _amax(grad, spec, residuals.state)], spec.ensemble)
+    if residuals.measured is None:
+        return gradients, residuals.state
+    dgrad: ProductName = "gradient_of_rhs" if spec.kernel_is_lhs else "gradient_of_lhs"
+    of_grad = _measured(grad, quantized_for(dgrad), 2, spec, residuals.state)
+    measured = lax.concatenate([residuals.measured, of_grad], spec.ensemble)
     # From the order lhs, rhs, output gradient into that of the state.
     if spec.kernel_is_lhs:
-        parts = [lax.slice_in_dim(amaxes, row, row + 1, axis=spec.ensemble) for row in spec.state_rows]
-        amaxes = lax.concatenate(parts, spec.ensemble)
-    return gradients, _next_state(residuals.state, lax.expand_dims(amaxes, (amaxes.ndim,)), recipe=spec.recipe)
+        parts = [lax.slice_in_dim(measured, row, row + 1, axis=spec.ensemble) for row in spec.state_rows]
+        measured = lax.concatenate(parts, spec.ensemble)
+    return gradients, _next_state(residuals.state, measured, recipe=spec.recipe)
 
 
 # Apart from `backward`, so that ops of all shapes share one trace.
 @functools.partial(jax.jit, static_argnames="recipe")
-def _next_state(state: Array, amaxes: Array, *, recipe: Recipe) -> Array:
-    assert recipe.delayed is not None
-    return recipe.delayed.update(state, amaxes, recipe.limits)
+def _next_state(state: Array, measured: Array, *, recipe: Recipe) -> Array:
+    return updated(state, measured, recipe.scalings, recipe.limits)
 
 
 @functools.partial(jax.jit, static_argnames=("spec", "linear"))
@@ -262,5 +317,5 @@ def tangent(
     if drhs is not None:
         terms.append(contraction.dot(lhs.dequantize(), drhs.astype(jnp.float32), extras, lax.Precision.HIGHEST))
     if not terms:
-        return jnp.zeros(contraction.out_shape(lhs.data.shape, rhs.data.shape), spec.out_dtype)
+        return jnp.zeros(contraction.out_shape(lhs.shape, rhs.shape), spec.out_dtype)
     return sum(terms[1:], start=terms[0]).astype(spec.out_dtype)

@@ -1,11 +1,18 @@
 """QuantizedArray: data in a format and the scale that gives the values back."""
 
+import functools
+from collections.abc import Callable
+
 import equinox as eqx
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Float32
+from jaxtyping import Array, Float, Float32, Shaped
 
 from ._formats import Format, saturating_cast
+from ._rotation import Rotation
+
+
+type Cast = Callable[[Array], Array]
 
 
 class QuantizedArray(eqx.Module):
@@ -17,8 +24,10 @@ class QuantizedArray(eqx.Module):
 
     Args:
         data: The rounded values, in an element type of a `Format` (or unrounded, with scales of 1).
-        scale: float32, positive; see above for its shape.
+        scale: float32, positive (0 for a block of zeros); see above for its shape.
         block: The shape of a block. By default `data.shape / scale.shape`, which then has to be whole.
+        power_of_two: Whether every scale is a power of two, which multiplies without rounding.
+        rotation: What the values were rotated by before they were quantized.
 
     Raises:
         ValueError: If the shapes break the rule.
@@ -32,6 +41,8 @@ class QuantizedArray(eqx.Module):
     data: Float[Array, "*shape"]
     scale: Float32[Array, "*blocks"]
     block: tuple[int, ...] | None = eqx.field(static=True, default=None)
+    power_of_two: bool = eqx.field(static=True, default=False)
+    rotation: Rotation | None = eqx.field(static=True, default=None)
 
     def __check_init__(self) -> None:
         data, scale = self.data.shape, self.scale.shape
@@ -47,16 +58,30 @@ class QuantizedArray(eqx.Module):
                 "rank, and scale one element for each block of data"
             )
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the values; that of the data, unless a rotation filled it up."""
+        if self.rotation is None:
+            return self.data.shape
+        return tuple(
+            self.rotation.length if axis == self.rotation.axis else n for axis, n in enumerate(self.data.shape)
+        )
+
     def dequantize(self) -> Float32[Array, "*shape"]:
-        """The values in float32: `data * scale`."""
+        """The values in float32: `data * scale`, rotated back."""
+        values = self.dequantize_rotated()
+        return values if self.rotation is None else self.rotation.undo(values)
+
+    def dequantize_rotated(self) -> Float32[Array, "*data"]:
+        """`data * scale` in float32, as it was quantized: enough for a product whose operands are rotated alike."""
         return lax.mul(
             lax.convert_element_type(self.data, jnp.float32), expand(self.scale, self.data.shape, self.block)
         )
 
 
 def expand(
-    scale: Float32[Array, "*blocks"], shape: tuple[int, ...], block: tuple[int, ...] | None = None
-) -> Float32[Array, "*shape"]:
+    scale: Shaped[Array, "*blocks"], shape: tuple[int, ...], block: tuple[int, ...] | None = None
+) -> Shaped[Array, "*shape"]:
     """Repeats each scale over its block, without a copy where one scale serves a whole dimension."""
     for axis, (count, size) in enumerate(zip(scale.shape, shape, strict=True)):
         if count not in (1, size):
@@ -66,8 +91,8 @@ def expand(
     return lax.broadcast_in_dim(scale, shape, range(len(shape)))
 
 
-def quantize(x: Float[Array, "*shape"], scale: Float32[Array, "*blocks"], format: Format) -> QuantizedArray:
-    """Divides by the scale, clips to the format's maximum and rounds to nearest, ties to even.
+def quantize(x: Float[Array, "*shape"], scale: Float32[Array, "*blocks"], cast: Format | Cast) -> QuantizedArray:
+    """Divides by the scale, clips to the format's maximum and rounds.
 
     `data = cast(clip(x / scale, -max, max))`, computed in float32. It divides, and does not multiply by a reciprocal:
     the two differ in the last bit, and the division is what Flax computes.
@@ -75,21 +100,22 @@ def quantize(x: Float[Array, "*shape"], scale: Float32[Array, "*blocks"], format
     Args:
         x: Values in any floating dtype.
         scale: float32, shaped as `QuantizedArray` says.
-        format: The format of the result.
+        cast: The format of the result, rounding to nearest, ties to even; or a function that clips and rounds.
 
     Returns:
         The quantized array.
     """
     x = lax.convert_element_type(x, jnp.float32)
-    data = saturating_cast(lax.div(x, expand(scale, x.shape)), format)
-    return QuantizedArray(data, scale)
+    return QuantizedArray(_as_cast(cast)(lax.div(x, expand(scale, x.shape))), scale)
 
 
 def quantize_by(
     x: Float[Array, "*shape"],
     multiplier: Float32[Array, "*blocks"],
-    format: Format,
+    cast: Format | Cast,
     block: tuple[int, ...] | None = None,
+    *,
+    power_of_two: bool = False,
 ) -> QuantizedArray:
     """Multiplies, clips and rounds: `data = cast(clip(x * multiplier))`, `scale = 1 / multiplier`.
 
@@ -98,9 +124,14 @@ def quantize_by(
     Args:
         x: Values in any floating dtype.
         multiplier: float32, shaped as a scale.
-        format: The format of the result.
+        cast: As in `quantize`.
         block: The shape of a block, see `QuantizedArray`.
+        power_of_two: Whether all multipliers are powers of two.
     """
     x = lax.convert_element_type(x, jnp.float32)
-    data = saturating_cast(lax.mul(x, expand(multiplier, x.shape, block)), format)
-    return QuantizedArray(data, lax.div(lax.full_like(multiplier, 1.0), multiplier), block)
+    data = _as_cast(cast)(lax.mul(x, expand(multiplier, x.shape, block)))
+    return QuantizedArray(data, lax.div(lax.full_like(multiplier, 1.0), multiplier), block, power_of_two=power_of_two)
+
+
+def _as_cast(cast: Format | Cast) -> Cast:
+    return functools.partial(saturating_cast, format=cast) if isinstance(cast, Format) else cast

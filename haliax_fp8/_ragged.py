@@ -31,6 +31,7 @@ class RaggedContraction(AbstractContraction):
     batch: int = 0
 
     extras = 1
+    groups = frozenset[ProductName]({"gradient_of_rhs"})
 
     def out_shape(self, lhs_shape: Sequence[int], rhs_shape: Sequence[int]) -> tuple[int, ...]:
         """`[*batch, M, N]`."""

@@ -4,8 +4,18 @@ import dataclasses
 from collections.abc import Callable
 from typing import Literal
 
-from ._formats import E4M3, Format
-from ._scaling import AbstractScaling, DelayedScaling, HighPrecision, MXFP8Scaling, ObservedScaling
+from ._formats import E4M3, E5M2, Format
+from ._rounding import AbstractRounding, ToNearest
+from ._scaling import (
+    AbstractScaling,
+    AbstractStatefulScaling,
+    DelayedScaling,
+    HadamardScaling,
+    HighPrecision,
+    MeasuredScaling,
+    MXFP8Scaling,
+    ObservedScaling,
+)
 
 
 OperandName = Literal["input", "kernel", "output_grad"]
@@ -18,10 +28,12 @@ class Quantization:
     Args:
         format: The element type that hardware multiplies.
         scaling: Where its scale comes from.
+        rounding: Which of its neighbours in the format a value becomes.
     """
 
     format: Format
     scaling: AbstractScaling
+    rounding: AbstractRounding = ToNearest()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,8 +49,8 @@ class Recipe:
         output_grad_for_wgrad: How the output's gradient is quantized for wgrad; None as for dgrad.
 
     Raises:
-        ValueError: If two operands use delayed scaling with different settings, since their histories are updated
-            together; or if only one operand of a product is left in high precision.
+        ValueError: If only one operand of a product is left in high precision, or rotated; or if MXFP8's gradients are
+            in E5M2.
 
     Example:
         >>> Recipe.of(DelayedScaling(amax_history_length=16)).output_grad.format
@@ -58,23 +70,28 @@ class Recipe:
 
     def __post_init__(self) -> None:
         for name, operands in self.products.items():
-            high = [isinstance(q.scaling, HighPrecision) for q in operands]
+            high = [not q.scaling.quantizes for q in operands]
             if any(high) and not all(high):
                 raise ValueError(
                     f"recipe leaves one operand of {name} in high precision and quantizes the other: {operands}; "
                     "a product runs in FP8 with both or not at all"
                 )
-        if isinstance(self.output_grad.scaling, MXFP8Scaling) and self.output_grad.format.mantissa_bits < 3:
-            raise ValueError(
-                f"recipe has output_grad in {self.output_grad.format} with MXFP8Scaling, which is known to diverge "
-                "(NVIDIA-NeMo/Megatron-Bridge#638): blocks of 32 need precision, not range; use E4M3"
-            )
-        delayed = {q.scaling for q in self.quantizations if q.scaling.stateful}
-        if len(delayed) > 1:
-            raise ValueError(
-                f"recipe uses {len(delayed)} different settings of delayed scaling {sorted(map(repr, delayed))}; "
-                "the histories of one layer are updated together, so give all of its delayed operands the same one"
-            )
+            rotated = [isinstance(q.scaling, HadamardScaling) for q in operands]
+            if any(rotated) and not all(rotated):
+                raise ValueError(
+                    f"recipe rotates one operand of {name} and not the other: {operands}; use HadamardScaling for both"
+                )
+            if any(isinstance(q.scaling, HadamardScaling) for q in self.quantizations):
+                raise ValueError(
+                    "recipe rotates an operand of fprop or dgrad, which is not supported; use HadamardScaling for "
+                    "input_for_wgrad and output_grad_for_wgrad"
+                )
+        for quantization in (self.output_grad, self.output_grad_for_wgrad or self.output_grad):
+            if isinstance(quantization.scaling, MXFP8Scaling) and quantization.format == E5M2:
+                raise ValueError(
+                    "recipe has output_grad in E5M2 with MXFP8Scaling, which is known to diverge "
+                    "(NVIDIA-NeMo/Megatron-Bridge#638): blocks of 32 need precision, not range; use E4M3"
+                )
 
     @staticmethod
     def of(scaling: AbstractScaling, *, forward: Format = E4M3, backward: Format | None = None) -> "Recipe":
@@ -109,9 +126,14 @@ class Recipe:
         return (self.input, self.kernel, self.output_grad)
 
     @property
+    def scalings(self) -> tuple[AbstractScaling, AbstractScaling, AbstractScaling]:
+        """The operands' scalings in the order in which state stores them."""
+        return (self.input.scaling, self.kernel.scaling, self.output_grad.scaling)
+
+    @property
     def formats(self) -> tuple[Format, ...]:
         """The formats that products are in; none for products in high precision."""
-        operands = (q for pair in self.products.values() for q in pair if not isinstance(q.scaling, HighPrecision))
+        operands = (q for pair in self.products.values() for q in pair if q.scaling.quantizes)
         return tuple(dict.fromkeys(q.format for q in operands))
 
     @property
@@ -120,19 +142,41 @@ class Recipe:
         return tuple(q.format.max for q in self.quantizations)
 
     @property
-    def delayed(self) -> DelayedScaling | None:
-        """The delayed scaling that some operand uses, or None if the recipe keeps no history."""
-        for quantization in self.quantizations:
-            scaling = quantization.scaling
-            scaling = scaling.scaling if isinstance(scaling, ObservedScaling) else scaling
-            if isinstance(scaling, DelayedScaling):
-                return scaling
-        return None
+    def is_stateful(self) -> bool:
+        """Whether an op with this recipe remembers anything from step to step."""
+        return any(isinstance(scaling, AbstractStatefulScaling) for scaling in self.scalings)
+
+    @property
+    def needs_key(self) -> bool:
+        """Whether an operand is rounded at random."""
+        return any(q.rounding.needs_key for pair in self.products.values() for q in pair)
 
     @property
     def observed(self) -> "Recipe":
         """This recipe in high precision, recording what its state needs."""
-        return self._map(lambda q: dataclasses.replace(q, scaling=ObservedScaling(q.scaling)))
+
+        def observe(quantization: Quantization) -> Quantization:
+            scaling = quantization.scaling
+            observed = ObservedScaling(scaling) if isinstance(scaling, AbstractStatefulScaling) else HighPrecision()
+            return Quantization(quantization.format, observed)
+
+        return self._map(observe)
+
+    @property
+    def measured(self) -> "Recipe":
+        """This recipe, recording what quantization does to each operand."""
+
+        def measure(quantization: Quantization) -> Quantization:
+            scaling = MeasuredScaling(quantization.scaling, quantization.format.max)
+            return dataclasses.replace(quantization, scaling=scaling)
+
+        first = dict(zip(("input", "kernel", "output_grad"), map(measure, self.quantizations), strict=True))
+        return dataclasses.replace(self, **first)
+
+    @property
+    def delayed(self) -> DelayedScaling | None:
+        """The first delayed scaling of an operand, or None if the recipe keeps no history."""
+        return next((scaling for scaling in self.scalings if isinstance(scaling, DelayedScaling)), None)
 
     def _map(self, function: Callable[[Quantization], Quantization]) -> "Recipe":
         optional = (self.input_for_wgrad, self.kernel_for_dgrad, self.output_grad_for_wgrad)
@@ -159,5 +203,5 @@ class Recipe:
     def __str__(self) -> str:
         formats = "/".join(q.format.name for q in self.quantizations)
         scalings = {type(q.scaling).__name__: None for q in self.quantizations}
-        high = [name for name, operands in self.products.items() if isinstance(operands[0].scaling, HighPrecision)]
+        high = [name for name, operands in self.products.items() if not operands[0].scaling.quantizes]
         return f"{'+'.join(scalings)} {formats}" + (f", {'/'.join(high)} in high precision" if high else "")

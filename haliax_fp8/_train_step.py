@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Float, Key, PyTree
 
+from ._keys import with_rounding_keys
 from ._training import (
     accumulate_gradients,
     apply_updates,
@@ -60,23 +61,26 @@ class TrainStep(eqx.Module):
         """The optimizer's state for the trainable part of the model."""
         return self.optimizer.init(trainable(model))
 
-    def __call__(self, model: M, opt_state: PyTree, *batch: Any) -> tuple[M, PyTree, Metrics]:
+    def __call__(
+        self, model: M, opt_state: PyTree, *batch: Any, key: Key[Array, ""] | None = None
+    ) -> tuple[M, PyTree, Metrics]:
         """One step.
 
         Args:
             model: The model.
             opt_state: From `init`, or from the step before.
             *batch: What `loss_fn` takes after the model.
+            key: For recipes that round at random: another one in each step. See `with_rounding_keys`.
 
         Returns:
             The new model, the new optimizer state, and `loss` and `grad_norm` (over parameters, before clipping).
         """
-        return (_donating_step if self.donate else _step)((self, batch), model, opt_state)
+        return (_donating_step if self.donate else _step)((self, batch, key), model, opt_state)
 
 
-def _run(kept: tuple[TrainStep, tuple[Any, ...]], model: Any, opt_state: Any) -> tuple[Any, Any, Metrics]:
-    step, batch = kept
-    loss, overwrites, gradients = _loss_and_gradients(model, step, batch)
+def _run(kept: tuple[TrainStep, tuple[Any, ...], Array | None], model: Any, opt_state: Any) -> tuple[Any, Any, Metrics]:
+    step, batch, key = kept
+    loss, overwrites, gradients = _loss_and_gradients(model, step, batch, key)
     updates, opt_state = step.optimizer.update(gradients, opt_state, trainable(model))
     metrics = {"loss": loss, "grad_norm": optax.tree.norm(gradients)}
     return apply_updates(model, updates, overwrites), opt_state, metrics
@@ -86,11 +90,16 @@ _step = eqx.filter_jit(_run)
 _donating_step = eqx.filter_jit(_run, donate="all-except-first")
 
 
-def _loss_and_gradients(model: Any, step: TrainStep, batch: tuple[Any, ...]) -> tuple[Array, Any, Any]:
-    value_and_grad = filter_value_and_grad(lambda model, batch: step.loss_fn(model, *batch))
+def _loss_and_gradients(
+    model: Any, step: TrainStep, batch: tuple[Any, ...], key: Array | None
+) -> tuple[Array, Any, Any]:
+    def loss_fn(model: Any, batch: tuple[Any, ...], key: Array | None) -> Array:
+        return step.loss_fn(model if key is None else with_rounding_keys(model, key), *batch)
+
+    value_and_grad = filter_value_and_grad(loss_fn)
     count = step.microbatches
     if count == 1:
-        loss, gradients = value_and_grad(model, batch)
+        loss, gradients = value_and_grad(model, batch, key)
         return loss, *partition_for_grad_overwrite(gradients)
 
     def split(x: Array) -> Array:
@@ -103,8 +112,11 @@ def _loss_and_gradients(model: Any, step: TrainStep, batch: tuple[Any, ...]) -> 
     arrays, rest = eqx.partition(batch, eqx.is_array)
     arrays = jax.tree.map(split, arrays)
 
+    keys = None if key is None else jax.random.split(key, count)
+
     def microbatch(arrays: Any) -> tuple[Array, Any]:
-        loss, gradients = value_and_grad(model, eqx.combine(arrays, rest))
+        arrays, key = arrays
+        loss, gradients = value_and_grad(model, eqx.combine(arrays, rest), key)
         # Sums of bfloat16 gradients stop growing after a few hundred terms.
         return loss, jax.tree.map(lambda g: g.astype(common_dtype(g.dtype, np.dtype(np.float32))), gradients)
 
@@ -112,8 +124,8 @@ def _loss_and_gradients(model: Any, step: TrainStep, batch: tuple[Any, ...]) -> 
         loss, gradients = microbatch(arrays)
         return (carry[0] + loss, accumulate_gradients(carry[1], gradients)), None
 
-    first = microbatch(jax.tree.map(lambda x: x[0], arrays))
-    (loss, gradients), _ = jax.lax.scan(accumulate, first, jax.tree.map(lambda x: x[1:], arrays))
+    first = microbatch(jax.tree.map(lambda x: x[0], (arrays, keys)))
+    (loss, gradients), _ = jax.lax.scan(accumulate, first, jax.tree.map(lambda x: x[1:], (arrays, keys)))
     overwrites, gradients = partition_for_grad_overwrite(gradients)
     gradients = jax.tree.map(lambda g, p: (g / count).astype(p.dtype), gradients, trainable(model))
     return loss / count, overwrites, gradients

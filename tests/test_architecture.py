@@ -16,16 +16,17 @@ ROOT = Path(haliax_fp8.__file__).parent
 # A module (a file, or a folder as a whole) may import modules of the lines above its own, never one of its own line.
 # So the numerics can be read without the layers, and training, calibration and the rest never need each other.
 LAYERS = (
-    ("_formats", "_state", "_dimension_numbers", "_first_order", "_targets"),
-    ("_quantized_array", "_device", "ops"),
-    ("_scaling", "_contraction"),
+    ("_formats", "_rotation", "_state", "_dimension_numbers", "_first_order", "_targets"),
+    ("_quantized_array", "_rounding", "_device", "ops"),
+    ("_scaling", "_scaled_product"),
+    ("_contraction",),
     ("_recipe", "_ragged"),
     ("_products", "_overwrite", "_presets"),
     ("_dot_general",),
     ("_op",),
-    ("_layers", "_einsum"),
+    ("_layers", "_einsum", "_keys"),
     ("_transform", "_training"),
-    ("_describe", "_train_step", "_calibrate"),
+    ("_describe", "_train_step", "_calibrate", "_statistics"),
     ("__init__",),
 )
 RANK = {module: rank for rank, line in enumerate(LAYERS) for module in line}

@@ -15,10 +15,10 @@ from numpy_reference import OPERANDS, DelayedScalingReference, amax, assert_stat
 
 from haliax_fp8 import (
     DelayedScaling,
-    DelayedState,
     Fp8Config,
     Fp8DotGeneral,
     Fp8Einsum,
+    OpState,
     TrainStep,
     apply_updates,
     calibrate,
@@ -413,6 +413,6 @@ def test_errors_of_the_loss_reach_the_caller():
 
 def test_fp8_states_are_found_in_any_tree():
     model = fp8_linear_layers({"a": mlp(), "b": [layer(0, In, Out)]}, SHORT)
-    assert [type(state) for state in fp8_states(model)] == [DelayedState] * 3
+    assert [type(state) for state in fp8_states(model)] == [OpState] * 3
     assert fp8_states(mlp()) == fp8_states(None) == []
     assert fp8_states(functools.partial(print)) == []

@@ -14,12 +14,13 @@ import pytest
 import recipe_reference as reference
 
 import haliax_fp8 as fp8
-from haliax_fp8._scaling._block import e8m0_exponent
+from haliax_fp8._scaling._blocks import e8m0_exponent
 
 
 MATRIX = (((1,), (0,)), ((), ()))
 RECIPES = sorted(fp8.recipes)
-STATELESS = [name for name in RECIPES if fp8.recipes[name].delayed is None]
+STATELESS = [name for name in RECIPES if not fp8.recipes[name].is_stateful]
+KEY = jax.random.key(42)
 # scaling, its reference, and the error of its scales: 0 where they are powers of two
 SCALINGS = {
     "current": (fp8.CurrentScaling(), reference.current),
@@ -73,7 +74,7 @@ def test_data_and_scales_equal_the_reference_bit_for_bit(name, matrix):
     scaling, expected = SCALINGS[name]
     x = MATRICES[matrix]
     data, scale = expected(x)
-    got = jax.jit(lambda x: scaling.quantize(x, fp8.E4M3, None, 0, (1,)))(x)
+    got = jax.jit(lambda x: scaling.quantize(x, fp8.OperandUse(fp8.E4M3, contracted=(1,))))(x)
     np.testing.assert_array_equal(np.asarray(got.data).view(np.uint8), data.view(np.uint8))
     # Subnormal scales (of tensors around 1e-38) are flushed to zero by XLA on a CPU.
     normal = ~(np.abs(scale) < np.finfo(np.float32).tiny)
@@ -99,10 +100,26 @@ def sqnr(reference, x):
         return 20 * np.log10(np.linalg.norm(reference) / np.linalg.norm(reference - x))
 
 
-def prepared(name, loss):
-    """An op that has seen one step, so that delayed scaling has scales."""
-    op = fp8.Fp8DotGeneral.init(name)
-    return op if op.state is None else fp8.calibrate(op, loss, [()])
+def prepared(name, loss, op=None):
+    """An op that has seen one step, so that delayed and static scaling have scales; with a key if it needs one."""
+    op = fp8.Fp8DotGeneral.init(name) if op is None else op
+    op = fp8.calibrate(op, loss, [()]) if fp8.recipes[name].is_stateful else op
+    return fp8.with_rounding_keys(op, KEY)
+
+
+def gates(name):
+    """The least SQNR in dB of a product of normal operands, and of its gradients.
+
+    For E2M1 in blocks of 16: the largest of 16 normal values is 1.77 standard deviations on average, so one standard
+    deviation is 3.4 in units where the format's maximum is 6. There the format's values are 0.5, 1 and 2 apart (below
+    2, 4 and 6), which rounding to nearest turns into a mean square error of spacing**2 / 12, 0.116 in all, or 1 % of
+    the operand's mean square. Two such operands: 17 dB. Random rounding of one of them has twice its error: 15.2 dB.
+    One dB below that, for the rounding of the scales.
+    """
+    recipe = fp8.recipes[name]
+    if recipe.input.format == fp8.E2M1:
+        return 16, 14.2
+    return 28, 24 if recipe.output_grad.format == fp8.E5M2 else 28
 
 
 def problem(dtype=jnp.float32, rows=96, inputs=160, outputs=80):
@@ -120,17 +137,19 @@ def test_accuracy_of_the_three_products(name, dtype):
     exact = [np.asarray(a, np.float64) for a in (x, w, c)]
     out, (dx, dw) = op(x, w, MATRIX), jax.jit(jax.grad(loss, (1, 2)))(op, x, w)
     assert (out.dtype, dx.dtype, dw.dtype) == (dtype,) * 3
-    gates = 24 if fp8.recipes[name].output_grad.format == fp8.E5M2 else 28
-    assert sqnr(exact[0] @ exact[1], out) >= 28
-    assert sqnr(exact[2] @ exact[1].T, dx) >= gates
-    assert sqnr(exact[0].T @ exact[2], dw) >= gates
+    forward, backward = gates(name)
+    assert sqnr(exact[0] @ exact[1], out) >= forward
+    assert sqnr(exact[2] @ exact[1].T, dx) >= backward
+    assert sqnr(exact[0].T @ exact[2], dw) >= backward
 
 
 @pytest.mark.parametrize("name", ["rowwise", "deepseek", "mxfp8"])
 def test_an_outlier_spoils_its_own_block_only(name):
     x = np.asarray(problem(rows=256, inputs=256)[0]).copy()
     x[0, 0] = 1e5
-    quantize = lambda q, x: np.asarray(q.scaling.quantize(jnp.asarray(x), q.format, None, 0, (1,)).dequantize())
+    quantize = lambda q, x: np.asarray(
+        q.scaling.quantize(jnp.asarray(x), fp8.OperandUse(q.format, contracted=(1,))).dequantize()
+    )
     clean, tensor = np.ones_like(x, bool), fp8.recipes["current"].input
     clean[0] = False
     assert sqnr(x[clean], quantize(fp8.recipes[name].input, x)[clean]) >= 31
@@ -187,10 +206,11 @@ def test_grouped_products(name):
     x, sizes = hax.random.normal(jax.random.key(1), (rows, inputs)), hax.named(jnp.array([9, 0, 8]), experts)
     loss = lambda layer: (layer(x, sizes) ** 2).sum().scalar()
     converted = fp8.fp8_linear_layers(layer, fp8.Fp8Config(recipe=name))
-    converted = converted if fp8.recipes[name].delayed is None else fp8.calibrate(converted, loss, [()])
-    assert sqnr(layer(x, sizes).array, converted(x, sizes).array) >= 28
+    converted = prepared(name, loss, converted)
+    forward, backward = gates(name)
+    assert sqnr(layer(x, sizes).array, converted(x, sizes).array) >= forward
     got, exact = fp8.filter_grad(loss)(converted).weight.array, eqx.filter_grad(loss)(layer).weight.array
-    assert sqnr(exact, got) >= 22  # the output's own error enters the gradient of its square
+    assert sqnr(exact, got) >= min(22, backward - 2)  # the output's own error enters the gradient of its square
     np.testing.assert_array_equal(got[1], jnp.zeros_like(got[1]))
 
 
@@ -198,7 +218,7 @@ def test_grouped_products(name):
 def test_stateless_recipes_need_no_change_to_a_training_step(name):
     model = fp8.fp8_linear_layers(eqx.nn.MLP(16, 8, 64, 1, key=jax.random.key(0)), fp8.Fp8Config(recipe=name))
     x = jax.random.normal(jax.random.key(1), (32, 16))
-    loss = lambda model: ((jax.vmap(model)(x) - x[:, :8]) ** 2).mean()
+    loss = lambda model: ((jax.vmap(fp8.with_rounding_keys(model, KEY))(x) - x[:, :8]) ** 2).mean()
     optimizer = optax.sgd(0.3)
     opt_state = optimizer.init(eqx.filter(model, eqx.is_inexact_array))
     overwrites, _ = fp8.partition_for_grad_overwrite(model)
@@ -258,11 +278,5 @@ def test_bad_recipes_are_refused_with_the_reason():
     high = fp8.Quantization(fp8.E4M3, fp8.HighPrecision())
     with pytest.raises(ValueError, match="one operand of wgrad"):
         dataclasses.replace(fp8.Recipe.of(fp8.CurrentScaling()), input_for_wgrad=high)
-    with pytest.raises(ValueError, match="different settings of delayed"):
-        fp8.Recipe(
-            fp8.Quantization(fp8.E4M3, fp8.DelayedScaling(16)),
-            fp8.Quantization(fp8.E4M3, fp8.DelayedScaling(32)),
-            fp8.Quantization(fp8.E5M2, fp8.DelayedScaling(16)),
-        )
     with pytest.raises(ValueError, match="at least 1"):
         fp8.BlockScaling(size=0)

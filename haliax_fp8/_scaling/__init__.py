@@ -1,8 +1,25 @@
 """Scalings: how one operand gets its scale. One file per scaling."""
 
-from ._base import AbstractScaling as AbstractScaling
-from ._block import BlockScaling as BlockScaling, MXFP8Scaling as MXFP8Scaling
+from ._amax_compute import (
+    AbstractAmaxCompute as AbstractAmaxCompute,
+    MaxOfHistory as MaxOfHistory,
+    MostRecent as MostRecent,
+    MovingAverage as MovingAverage,
+    Percentile as Percentile,
+)
+from ._base import (
+    AbstractScaling as AbstractScaling,
+    AbstractStatefulScaling as AbstractStatefulScaling,
+    OperandUse as OperandUse,
+)
+from ._block import BlockScaling as BlockScaling
 from ._current import CurrentScaling as CurrentScaling, RowwiseScaling as RowwiseScaling
 from ._delayed import DelayedScaling as DelayedScaling, usable as usable
+from ._hadamard import HadamardScaling as HadamardScaling
 from ._high_precision import HighPrecision as HighPrecision
+from ._measured import MeasuredScaling as MeasuredScaling
+from ._mxfp8 import MXFP8Scaling as MXFP8Scaling
+from ._nvfp4 import NVFP4Scaling as NVFP4Scaling
 from ._observed import ObservedScaling as ObservedScaling
+from ._static import StaticScaling as StaticScaling
+from ._table import first_table as first_table, measures as measures, overwritten as overwritten, updated as updated

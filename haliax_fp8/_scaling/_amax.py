@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float32
+from jaxtyping import Array, Float, Float32
 
 
 def multiplier_of(
@@ -28,7 +28,17 @@ def multiplier_of(
     multiplier = lax.div(lax.full_like(amax, limit), amax)
     multiplier = jnp.where(jnp.isinf(multiplier), jnp.float32(largest), multiplier)
     if power_of_two:
-        bits = lax.bitcast_convert_type(multiplier, jnp.uint32)
-        multiplier = lax.bitcast_convert_type(bits & np.uint32(0xFF800000), jnp.float32)
+        multiplier = round_down_to_power_of_two(multiplier)
     usable = jnp.isfinite(amax) & (amax > 0.0)
     return jnp.where(usable, multiplier, jnp.float32(1.0))
+
+
+def round_down_to_power_of_two(x: Float32[Array, "*shape"]) -> Float32[Array, "*shape"]:
+    """Clears the significand; infinities stay."""
+    bits = lax.bitcast_convert_type(x, jnp.uint32)
+    return lax.bitcast_convert_type(bits & np.uint32(0xFF800000), jnp.float32)
+
+
+def amax_over(x: Float[Array, "*shape"], axes: tuple[int, ...]) -> Float32[Array, "*blocks"]:
+    """The largest magnitude along some axes, which stay with size 1."""
+    return jnp.max(jnp.abs(x), axis=axes, keepdims=True, initial=0.0).astype(jnp.float32)

@@ -1,13 +1,42 @@
-"""What a scaling has to say: whether it remembers, and how it quantizes an operand at this use."""
+"""What a scaling has to say: how it quantizes an operand at one use, and if it remembers, what and how."""
 
 import abc
 import dataclasses
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
-from jaxtyping import Array, Float, Float32
+from jax import lax
+from jaxtyping import Array, Float, Float32, Key
 
 from .._formats import E5M2, Format
 from .._quantized_array import QuantizedArray
+from .._rounding import AbstractRounding, ToNearest
+
+
+class OperandUse(NamedTuple):
+    """What a scaling needs to know of one use of an operand.
+
+    Args:
+        format: The format to round to.
+        contracted: The axes of the operand that the product sums over.
+        ensemble: How many leading axes number independent members, each with scales of its own.
+        stored: The scales that the state holds, `[*ensemble, 1, 1]`; None if the scaling is stateless.
+        rounding: How to round.
+        key: For a rounding that is random, one key for each member.
+        mixable: Whether the product sums over the last contracted axis as a whole. A grouped product does not: there,
+            neighbours may belong to different groups.
+    """
+
+    format: Format
+    contracted: tuple[int, ...]
+    ensemble: int = 0
+    stored: Float32[Array, "*ensemble 1 1"] | None = None
+    rounding: AbstractRounding = ToNearest()
+    key: Key[Array, "*ensemble"] | None = None
+    mixable: bool = True
+
+    def cast(self, x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+        """Rounds to the format as this use does, clipping what lies beyond its maximum."""
+        return self.rounding.cast(x, self.format, self.key)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,8 +47,8 @@ class AbstractScaling(abc.ABC):
     the state of the op that uses it.
     """
 
-    stateful: ClassVar[bool]
-    """Whether the scale comes from state that is carried from step to step."""
+    quantizes: ClassVar[bool] = True
+    """Whether the operand is rounded at all; False leaves it in high precision."""
 
     directional: ClassVar[bool]
     """Whether the scales depend on which axes are contracted. An operand of two products is then quantized twice."""
@@ -33,24 +62,79 @@ class AbstractScaling(abc.ABC):
         return self
 
     @abc.abstractmethod
-    def quantize(
-        self,
-        x: Float[Array, "*shape"],
-        format: Format,
-        stored: Float32[Array, "*ensemble 1 1"] | None,
-        ensemble: int,
-        contracted: tuple[int, ...],
-    ) -> QuantizedArray:
-        """Quantizes an operand for this use.
+    def quantize(self, x: Float[Array, "*shape"], use: OperandUse) -> QuantizedArray:
+        """Quantizes an operand.
 
         Args:
-            x: The operand. Its first `ensemble` axes are independent members, each with scales of its own.
-            format: The format to round to.
-            stored: The scales that the state holds, one per member; None if the scaling is stateless.
-            ensemble: How many leading axes of `x` number members.
-            contracted: The axes of `x` that the product sums over.
+            x: The operand.
+            use: What is done with it.
         """
 
+
+@dataclasses.dataclass(frozen=True)
+class AbstractStatefulScaling(AbstractScaling):
+    """A scaling whose scale comes from state that is carried from step to step.
+
+    The state is a row of a table, one for each operand: first the scale for the next use, then what the scaling wants.
+    A step measures each operand, and enters what it measured.
+    """
+
+    directional: ClassVar[bool] = False
+
+    stores_scale: ClassVar[bool] = True
+    """Whether the scale that `quantize` uses is the state's, so that nobody else need keep it."""
+
+    measures: ClassVar[int]
+    """How many numbers a step records of an operand; with 0 it records none, and the rows stay as they are."""
+
+    @property
+    @abc.abstractmethod
+    def first_row(self) -> tuple[float, ...]:
+        """The row before the first step."""
+
+    @abc.abstractmethod
+    def measure(
+        self, x: Float[Array, "*shape"], quantized: QuantizedArray, ensemble: int
+    ) -> Float32[Array, "*ensemble measures"]:
+        """What a step records of an operand; several uses record the maximum.
+
+        Args:
+            x: The operand; it may have no elements.
+            quantized: What `quantize` made of it.
+            ensemble: How many leading axes number members.
+        """
+
+    @abc.abstractmethod
+    def update(
+        self,
+        rows: Float32[Array, "*ensemble operands columns"],
+        measured: Float32[Array, "*ensemble operands measures"],
+        limits: tuple[float, ...],
+    ) -> Float32[Array, "*ensemble operands columns"]:
+        """The rows after a step.
+
+        Args:
+            rows: The rows before it, of the operands with this scaling.
+            measured: What this step measured of them; where it is not finite, the scale must not come from it.
+            limits: The largest value of each of these operands' formats.
+        """
+
+    def calibrated(
+        self,
+        rows: Float32[Array, "*ensemble operands columns"],
+        measured: Float32[Array, "*ensemble operands measures"],
+        limits: tuple[float, ...],
+    ) -> Float32[Array, "*ensemble operands columns"]:
+        """The rows after a step of calibration; as `update` for a scaling that learns from every step."""
+        return self.update(rows, measured, limits)
+
+    def newest(
+        self, rows: Float32[Array, "*ensemble operands columns"]
+    ) -> Float32[Array, "*ensemble operands measures"]:
+        """What the last update entered into rows: they travel as a gradient, which may be a sum or a maximum."""
+        return lax.slice_in_dim(rows, 1, 1 + self.measures, axis=rows.ndim - 1)
+
+    @abc.abstractmethod
     def with_scale(
         self, data: Float[Array, "*shape"], stored: Float32[Array, "*ensemble 1 1"], ensemble: int
     ) -> QuantizedArray:
@@ -58,10 +142,6 @@ class AbstractScaling(abc.ABC):
 
         Args:
             data: The data that `quantize` returned.
-            stored: As in `quantize`.
-            ensemble: As in `quantize`.
-
-        Raises:
-            ValueError: If the scaling is stateless.
+            stored: The scales that the state held.
+            ensemble: How many leading axes number members.
         """
-        raise ValueError(f"{self} is stateless: its scales are not stored")

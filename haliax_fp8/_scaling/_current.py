@@ -3,13 +3,12 @@
 import dataclasses
 from typing import ClassVar
 
-import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32
+from jaxtyping import Array, Float
 
 from .._formats import E4M3, Format
 from .._quantized_array import QuantizedArray, quantize_by
-from ._amax import multiplier_of
-from ._base import AbstractScaling
+from ._amax import amax_over, multiplier_of
+from ._base import AbstractScaling, OperandUse
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,26 +24,18 @@ class CurrentScaling(AbstractScaling):
         TransformerEngine's `Float8CurrentScaling`; torchao's tensorwise recipe; the Flax FP8 guide.
 
     Example:
-        >>> CurrentScaling().quantize(jnp.array([3.5, -7.0]), E4M3, None, 0, (0,)).scale
+        >>> CurrentScaling().quantize(jnp.array([3.5, -7.0]), OperandUse(E4M3, contracted=(0,))).scale
         Array([0.015625], dtype=float32)
     """
 
     power_of_two: bool = False
 
-    stateful: ClassVar[bool] = False
     directional: ClassVar[bool] = False
 
-    def quantize(
-        self,
-        x: Float[Array, "*shape"],
-        format: Format,
-        stored: Float32[Array, "*ensemble 1 1"] | None,
-        ensemble: int,
-        contracted: tuple[int, ...],
-    ) -> QuantizedArray:
+    def quantize(self, x: Float[Array, "*shape"], use: OperandUse) -> QuantizedArray:
         """Quantizes with the amax of each member."""
-        amax = amax_over(x, tuple(range(ensemble, x.ndim)))
-        return quantize_by(x, multiplier_of(amax, format.max, power_of_two=self.power_of_two), format)
+        amax = amax_over(x, tuple(range(use.ensemble, x.ndim)))
+        return quantize_by(x, multiplier_of(amax, use.format.max, power_of_two=self.power_of_two), use.cast)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,23 +55,10 @@ class RowwiseScaling(AbstractScaling):
 
     power_of_two: bool = True
 
-    stateful: ClassVar[bool] = False
     directional: ClassVar[bool] = True
     gradient_format: ClassVar[Format] = E4M3
 
-    def quantize(
-        self,
-        x: Float[Array, "*shape"],
-        format: Format,
-        stored: Float32[Array, "*ensemble 1 1"] | None,
-        ensemble: int,
-        contracted: tuple[int, ...],
-    ) -> QuantizedArray:
+    def quantize(self, x: Float[Array, "*shape"], use: OperandUse) -> QuantizedArray:
         """Quantizes with the amaxes over the contracted axes."""
-        amax = amax_over(x, contracted)
-        return quantize_by(x, multiplier_of(amax, format.max, power_of_two=self.power_of_two), format)
-
-
-def amax_over(x: Float[Array, "*shape"], axes: tuple[int, ...]) -> Float32[Array, "*blocks"]:
-    """The largest magnitude along some axes, which stay with size 1."""
-    return jnp.max(jnp.abs(x), axis=axes, keepdims=True, initial=0.0).astype(jnp.float32)
+        amax = amax_over(x, use.contracted)
+        return quantize_by(x, multiplier_of(amax, use.format.max, power_of_two=self.power_of_two), use.cast)

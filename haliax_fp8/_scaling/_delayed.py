@@ -8,9 +8,10 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Float32
 
-from .._formats import Format
 from .._quantized_array import QuantizedArray, quantize
-from ._base import AbstractScaling
+from ._amax import round_down_to_power_of_two
+from ._amax_compute import AbstractAmaxCompute, MaxOfHistory
+from ._base import AbstractStatefulScaling, OperandUse
 
 
 # The smallest scale that is not flushed to zero. Below it stand tensors whose amax is under 1e-35.
@@ -18,7 +19,7 @@ _SMALLEST_SCALE = float(jnp.finfo(jnp.float32).tiny)
 
 
 @dataclasses.dataclass(frozen=True)
-class DelayedScaling(AbstractScaling):
+class DelayedScaling(AbstractStatefulScaling):
     """One scale per tensor, from the largest amax of the last steps.
 
     `scale = amax / max * 2**margin` with `amax = max(history)`; the history is that of the steps *before* this one, so
@@ -28,9 +29,12 @@ class DelayedScaling(AbstractScaling):
         amax_history_length: How many steps the history remembers. A spike keeps the scale large for that many steps;
             16 to 32 reacts faster, 1024 is the field's default.
         margin: Headroom as a power of two: the scale is multiplied by `2**margin`.
+        amax_compute: What a step measures of a tensor, and how the history gives one number.
+        update_interval: The scale moves in the first step and then every so many steps; the history records each.
+        power_of_two: Round scales up to powers of two.
 
     Raises:
-        ValueError: If `amax_history_length` is below 1, or one of the arguments is not an integer.
+        ValueError: If `amax_history_length` or `update_interval` is below 1, or an argument is of the wrong kind.
 
     References:
         `flax.linen.fp8_ops` (the arithmetic, kept bit for bit); TransformerEngine's `DelayedScaling`;
@@ -38,18 +42,20 @@ class DelayedScaling(AbstractScaling):
 
     Example:
         >>> import haliax_fp8
-        >>> haliax_fp8.DelayedScaling(amax_history_length=16)
-        DelayedScaling(amax_history_length=16, margin=0)
+        >>> haliax_fp8.DelayedScaling(amax_history_length=16, margin=1)
+        DelayedScaling(amax_history_length=16, margin=1)
     """
 
     amax_history_length: int = 1024
     margin: int = 0
+    amax_compute: AbstractAmaxCompute = MaxOfHistory()
+    update_interval: int = 1
+    power_of_two: bool = False
 
-    stateful: ClassVar[bool] = True
-    directional: ClassVar[bool] = False
+    measures: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
-        for name in ("amax_history_length", "margin"):
+        for name in ("amax_history_length", "margin", "update_interval"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool):
                 raise ValueError(f"{name}={value!r} of DelayedScaling must be an integer")
@@ -58,36 +64,53 @@ class DelayedScaling(AbstractScaling):
                 f"amax_history_length={self.amax_history_length} must be at least 1: "
                 "the history has to hold the amax of the last step (the field's default is 1024)"
             )
+        if self.update_interval < 1:
+            raise ValueError(f"update_interval={self.update_interval} must be at least 1: 1 moves the scale every step")
+        if not isinstance(self.amax_compute, AbstractAmaxCompute):
+            raise ValueError(
+                f"amax_compute={self.amax_compute!r} is no rule for the amax; use MaxOfHistory(), MostRecent(), "
+                "MovingAverage() or Percentile()"
+            )
 
-    def quantize(
-        self,
-        x: Float[Array, "*shape"],
-        format: Format,
-        stored: Float32[Array, "*ensemble 1 1"] | None,
-        ensemble: int,
-        contracted: tuple[int, ...],
-    ) -> QuantizedArray:
+    def __repr__(self) -> str:
+        given = [
+            f"{field.name}={getattr(self, field.name)!r}"
+            for field in dataclasses.fields(self)
+            if field.name in ("amax_history_length", "margin") or getattr(self, field.name) != field.default
+        ]
+        return f"DelayedScaling({', '.join(given)})"
+
+    @property
+    def first_row(self) -> tuple[float, ...]:
+        """A scale of 1, and a history of zeros: newest first, then oldest to newest. Last the steps since an update."""
+        counter = (0.0,) if self.update_interval > 1 else ()
+        return (1.0, *(0.0,) * self.amax_history_length, *counter)
+
+    def quantize(self, x: Float[Array, "*shape"], use: OperandUse) -> QuantizedArray:
         """Quantizes with the stored scale, one for all elements of each member."""
-        assert stored is not None
-        return quantize(x, self._shaped(stored, x.ndim, ensemble), format)
+        assert use.stored is not None
+        return quantize(x, _shaped(use.stored, x.ndim, use.ensemble), use.cast)
 
     def with_scale(
         self, data: Float[Array, "*shape"], stored: Float32[Array, "*ensemble 1 1"], ensemble: int
     ) -> QuantizedArray:
         """The data with the stored scale."""
-        return QuantizedArray(data, self._shaped(stored, data.ndim, ensemble))
+        return QuantizedArray(data, _shaped(stored, data.ndim, ensemble))
 
-    def _shaped(self, stored: Float32[Array, "*ensemble 1 1"], ndim: int, ensemble: int) -> Float32[Array, "*blocks"]:
-        shape = (*stored.shape[:ensemble], *(1,) * (ndim - ensemble))
-        return stored if stored.shape == shape else lax.reshape(stored, shape)
+    def measure(
+        self, x: Float[Array, "*shape"], quantized: QuantizedArray, ensemble: int
+    ) -> Float32[Array, "*ensemble 1"]:
+        """The amax."""
+        del quantized
+        return lax.expand_dims(self.amax_compute.measure(x, ensemble), (ensemble,))
 
     def update(
         self,
-        table: Float32[Array, "*ensemble operands columns"],
-        amax: Float32[Array, "*ensemble operands 1"],
+        rows: Float32[Array, "*ensemble operands columns"],
+        measured: Float32[Array, "*ensemble operands 1"],
         limits: tuple[float, ...],
     ) -> Float32[Array, "*ensemble operands columns"]:
-        """The state after a step: the amax enters the history, and the history gives the next step's scale.
+        """The amax enters the history, and the history gives the next step's scale.
 
         `history = roll(history, -1)`, then `history[0] = amax`;
         `scale = 1 / ((limit / max(history)) / 2**margin)`.
@@ -99,25 +122,40 @@ class DelayedScaling(AbstractScaling):
         scale frozen until it leaves the history.
 
         Args:
-            table: For each operand the scale of this step, then the amaxes of the steps before.
-            amax: This step's amaxes.
+            rows: For each operand the scale of this step, then the amaxes of the steps before.
+            measured: This step's amaxes.
             limits: The largest value of each operand's format.
         """
-        axis, columns = table.ndim - 1, table.shape[-1]
-        scale = lax.slice_in_dim(table, 0, 1, axis=axis)
-        newest = lax.select(lax.is_finite(amax), amax, lax.full_like(amax, -jnp.inf))
-        rest = lax.slice_in_dim(table, min(3, columns), columns, axis=axis)
-        last = lax.slice_in_dim(table, 1, min(2, columns - 1), axis=axis)
+        axis, end = rows.ndim - 1, 1 + self.amax_history_length
+        scale = lax.slice_in_dim(rows, 0, 1, axis=axis)
+        newest = lax.select(lax.is_finite(measured), measured, lax.full_like(measured, -jnp.inf))
+        rest = lax.slice_in_dim(rows, min(3, end), end, axis=axis)
+        last = lax.slice_in_dim(rows, 1, min(2, end - 1), axis=axis)
         history = lax.concatenate([newest, rest, last], axis)
-        largest = lax.expand_dims(lax.reduce_max(history, (axis,)), (axis,))
-        limit = lax.broadcast_in_dim(np.asarray(limits, np.float32), scale.shape, (axis - 1,))
+        new_scale = self._scale_of(history, scale, limits)
+        if self.update_interval == 1:
+            return lax.concatenate([new_scale, history], axis)
+        counter = lax.slice_in_dim(rows, end, end + 1, axis=axis)
+        new_scale = lax.select(lax.eq(counter, lax.full_like(counter, 0.0)), new_scale, scale)
+        counter = lax.rem(counter + np.float32(1.0), lax.full_like(counter, self.update_interval))
+        return lax.concatenate([new_scale, history, counter], axis)
+
+    def _scale_of(self, history: Array, scale: Array, limits: tuple[float, ...]) -> Array:
+        amax = self.amax_compute.of_history(history)
+        limit = lax.broadcast_in_dim(np.asarray(limits, np.float32), scale.shape, (scale.ndim - 2,))
         zero, one = lax.full_like(scale, 0.0), lax.full_like(scale, 1.0)
-        inverse = lax.div(lax.div(limit, largest), lax.full_like(scale, 2.0**self.margin))
-        inverse = lax.select(lax.gt(largest, zero), inverse, lax.div(one, usable(scale)))
-        scale = lax.max(lax.div(one, inverse), lax.full_like(scale, _SMALLEST_SCALE))
-        return lax.concatenate([scale, history], axis)
+        inverse = lax.div(lax.div(limit, amax), lax.full_like(scale, 2.0**self.margin))
+        inverse = lax.select(lax.gt(amax, zero), inverse, lax.div(one, usable(scale)))
+        if self.power_of_two:
+            inverse = round_down_to_power_of_two(inverse)
+        return lax.max(lax.div(one, inverse), lax.full_like(scale, _SMALLEST_SCALE))
 
 
 def usable(scale: Float32[Array, "*shape"]) -> Float32[Array, "*shape"]:
     """Scales of 0 as 1: a trainer that overwrites state with a zero gradient leaves those."""
     return lax.select(lax.gt(scale, lax.full_like(scale, 0.0)), scale, lax.full_like(scale, 1.0))
+
+
+def _shaped(stored: Float32[Array, "*ensemble 1 1"], ndim: int, ensemble: int) -> Float32[Array, "*blocks"]:
+    shape = (*stored.shape[:ensemble], *(1,) * (ndim - ensemble))
+    return stored if stored.shape == shape else lax.reshape(stored, shape)

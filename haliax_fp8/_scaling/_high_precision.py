@@ -4,30 +4,22 @@ import dataclasses
 from typing import ClassVar
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32
+from jaxtyping import Array, Float
 
-from .._formats import Format
 from .._quantized_array import QuantizedArray
-from ._base import AbstractScaling
+from ._base import AbstractScaling, OperandUse
 
 
 @dataclasses.dataclass(frozen=True)
 class HighPrecision(AbstractScaling):
     """Leaves an operand as it is. Both operands of a product have to be left, or none."""
 
-    stateful: ClassVar[bool] = False
+    quantizes: ClassVar[bool] = False
     directional: ClassVar[bool] = True
 
-    def quantize(
-        self,
-        x: Float[Array, "*shape"],
-        format: Format,
-        stored: Float32[Array, "*ensemble 1 1"] | None,
-        ensemble: int,
-        contracted: tuple[int, ...],
-    ) -> QuantizedArray:
+    def quantize(self, x: Float[Array, "*shape"], use: OperandUse) -> QuantizedArray:
         """The operand itself, with scales of 1."""
-        return unscaled(x, ensemble)
+        return unscaled(x, use.ensemble)
 
 
 def unscaled(x: Float[Array, "*shape"], ensemble: int) -> QuantizedArray:

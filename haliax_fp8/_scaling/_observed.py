@@ -5,15 +5,14 @@ from typing import ClassVar
 
 from jaxtyping import Array, Float, Float32
 
-from .._formats import Format
 from .._quantized_array import QuantizedArray
-from ._base import AbstractScaling
+from ._base import AbstractStatefulScaling, OperandUse
 from ._high_precision import unscaled
 
 
 @dataclasses.dataclass(frozen=True)
-class ObservedScaling(AbstractScaling):
-    """Leaves an operand as it is, and lets its amax be recorded for the scaling that will be used later.
+class ObservedScaling(AbstractStatefulScaling):
+    """Leaves an operand as it is, and records what the scaling needs that will be used later.
 
     Calibration runs a model with it: every product is that of high precision, so that one bad scale does not spoil the
     amaxes of the layers behind it.
@@ -22,28 +21,37 @@ class ObservedScaling(AbstractScaling):
         scaling: The scaling whose state is recorded.
     """
 
-    scaling: AbstractScaling
+    scaling: AbstractStatefulScaling
 
-    directional: ClassVar[bool] = False
+    quantizes: ClassVar[bool] = False
+    measures: ClassVar[int] = 1
 
     @property
-    def stateful(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """As the scaling that is observed for."""
-        return self.scaling.stateful
+    def first_row(self) -> tuple[float, ...]:
+        """That of the scaling."""
+        return self.scaling.first_row
 
-    def quantize(
-        self,
-        x: Float[Array, "*shape"],
-        format: Format,
-        stored: Float32[Array, "*ensemble 1 1"] | None,
-        ensemble: int,
-        contracted: tuple[int, ...],
-    ) -> QuantizedArray:
+    def quantize(self, x: Float[Array, "*shape"], use: OperandUse) -> QuantizedArray:
         """The operand itself, with scales of 1."""
-        return unscaled(x, ensemble)
+        return unscaled(x, use.ensemble)
 
     def with_scale(
         self, data: Float[Array, "*shape"], stored: Float32[Array, "*ensemble 1 1"], ensemble: int
     ) -> QuantizedArray:
         """As `quantize`."""
         return unscaled(data, ensemble)
+
+    def measure(
+        self, x: Float[Array, "*shape"], quantized: QuantizedArray, ensemble: int
+    ) -> Float32[Array, "*ensemble 1"]:
+        """As the scaling does."""
+        return self.scaling.measure(x, quantized, ensemble)
+
+    def update(
+        self,
+        rows: Float32[Array, "*ensemble operands columns"],
+        measured: Float32[Array, "*ensemble operands 1"],
+        limits: tuple[float, ...],
+    ) -> Float32[Array, "*ensemble operands columns"]:
+        """As the scaling is calibrated."""
+        return self.scaling.calibrated(rows, measured, limits)

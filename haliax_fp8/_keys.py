@@ -1,0 +1,49 @@
+"""with_rounding_keys: gives every op that rounds at random a key of its own."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Key
+
+from ._op import Fp8DotGeneral
+
+
+def with_rounding_keys[M](model: M, key: Key[Array, ""]) -> M:
+    """The model with a key in every op whose recipe rounds stochastically; other models come back as they are.
+
+    Call it inside the loss, with another key in each step. Every layer, each member of a stack or an ensemble, and
+    each operand of each product draws numbers of its own; the same key gives the same numbers again. A layer that is
+    used several times in one step draws the same for operands of the same shape.
+
+    Args:
+        model: A converted model, or any tree that holds ops.
+        key: A key, from `jax.random.key`.
+
+    Returns:
+        The model, for this step.
+
+    Raises:
+        ValueError: If `key` is not a single key.
+
+    Example:
+        >>> fp4_model = fp8_linear_layers(model, Fp8Config(recipe="nvfp4"))
+        >>> step_key = jax.random.fold_in(jax.random.key(0), 17)
+        >>> loss_fn(with_rounding_keys(fp4_model, step_key), x).shape
+        ()
+    """
+    if not (isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key) and key.ndim == 0):
+        raise ValueError(f"key={key!r} is not a single random key; make one with jax.random.key(seed)")
+    is_op = lambda node: isinstance(node, Fp8DotGeneral)
+    leaves, structure = jax.tree.flatten(model, is_leaf=is_op)
+    return jax.tree.unflatten(structure, [_with_key(leaf, key, i) for i, leaf in enumerate(leaves)])
+
+
+def _with_key(node: Any, key: Array, index: int) -> Any:
+    if not isinstance(node, Fp8DotGeneral) or node.key is None:
+        return node
+    # The words of keys, drawn as random numbers: whatever generator `key` is of, and as many as the op has members.
+    words = jax.random.bits(jax.random.fold_in(key, index), node.key.array.shape, jnp.uint32)
+    # Through the tree: inside `vmap` and `scan` the names may count axes that the array does not have.
+    return dataclasses.replace(node, key=jax.tree.unflatten(jax.tree.structure(node.key), [words]), has_key=True)

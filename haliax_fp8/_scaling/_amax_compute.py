@@ -1,0 +1,120 @@
+"""What delayed scaling measures of a tensor, and how its history of measurements gives one number."""
+
+import abc
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Float32
+
+
+@dataclasses.dataclass(frozen=True)
+class AbstractAmaxCompute(abc.ABC):
+    """A rule for the amax that delayed scaling divides by. `amax_compute_algo` in TransformerEngine."""
+
+    def measure(self, x: Float[Array, "*shape"], ensemble: int) -> Float32[Array, "*ensemble"]:
+        """What a step records: `max |x|`, of each member of the leading axes; 0 for an operand without elements."""
+        axes = tuple(range(ensemble, x.ndim))
+        magnitude = lax.abs(x)
+        amax = jnp.max(magnitude, axis=axes, initial=0.0) if x.size == 0 else lax.reduce_max(magnitude, axes)
+        return lax.convert_element_type(amax, jnp.float32)
+
+    @abc.abstractmethod
+    def of_history(self, history: Float32[Array, "*rows history"]) -> Float32[Array, "*rows 1"]:
+        """The number that the scale comes from; 0 or less if nothing was recorded.
+
+        Args:
+            history: The newest measurement first, then the others from the oldest on. What is not yet recorded is 0,
+                what was not finite `-inf`.
+        """
+
+
+@dataclasses.dataclass(frozen=True)
+class MaxOfHistory(AbstractAmaxCompute):
+    """The largest amax of the history: nothing is clipped unless it grows beyond all that was seen."""
+
+    def of_history(self, history: Float32[Array, "*rows history"]) -> Float32[Array, "*rows 1"]:
+        """`max(history)`."""
+        return lax.expand_dims(lax.reduce_max(history, (history.ndim - 1,)), (history.ndim - 1,))
+
+
+@dataclasses.dataclass(frozen=True)
+class MostRecent(AbstractAmaxCompute):
+    """The last step's amax: reacts at once, and forgets at once."""
+
+    def of_history(self, history: Float32[Array, "*rows history"]) -> Float32[Array, "*rows 1"]:
+        """`history[0]`."""
+        return lax.slice_in_dim(history, 0, 1, axis=history.ndim - 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class MovingAverage(AbstractAmaxCompute):
+    """The exponential moving average of the amaxes: one outlier moves the scale a little, and is clipped.
+
+    `sum(decay**age * amax) / sum(decay**age)` over what the history recorded, so that the first steps have no bias.
+
+    Args:
+        decay: The weight of a step relative to the one after it.
+
+    Raises:
+        ValueError: If `decay` is not between 0 and 1.
+
+    Example:
+        >>> MovingAverage(decay=0.5).of_history(jnp.array([3.0, 0.0, 6.0]))
+        Array([4.], dtype=float32)
+    """
+
+    decay: float = 0.9
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.decay < 1.0:
+            raise ValueError(f"decay={self.decay} of MovingAverage must lie between 0 and 1; 0.9 is usual")
+
+    def of_history(self, history: Float32[Array, "*rows history"]) -> Float32[Array, "*rows 1"]:
+        """The weighted mean of the positive entries."""
+        length = history.shape[-1]
+        ages = (-np.arange(length)) % length  # newest first, then oldest to newest
+        recorded = history > 0.0
+        weights = jnp.where(recorded, np.asarray(self.decay**ages, np.float32), np.float32(0.0))
+        total = jnp.sum(weights, axis=-1, keepdims=True)
+        mean = jnp.sum(weights * jnp.where(recorded, history, np.float32(0.0)), axis=-1, keepdims=True)
+        return mean / jnp.where(total > 0.0, total, np.float32(1.0))
+
+
+@dataclasses.dataclass(frozen=True)
+class Percentile(AbstractAmaxCompute):
+    """A percentile of `|x|` in place of its maximum: a few outliers are clipped, and all else keeps its precision.
+
+    Exact, which takes a sort of the tensor: meant for research and for calibration. Several uses of one state record
+    the largest of their percentiles.
+
+    Args:
+        percent: How much of the tensor must fit the range.
+
+    Raises:
+        ValueError: If `percent` is not above 0 and at most 100.
+
+    Example:
+        >>> Percentile(75.0).measure(jnp.array([1.0, -2.0, 3.0, -400.0, 5.0]), 0)
+        Array(5., dtype=float32)
+    """
+
+    percent: float = 99.99
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.percent <= 100.0:
+            raise ValueError(f"percent={self.percent} of Percentile must be above 0 and at most 100; 99.99 is usual")
+
+    def measure(self, x: Float[Array, "*shape"], ensemble: int) -> Float32[Array, "*ensemble"]:
+        """The smallest element of `|x|` that `percent` of all elements do not exceed."""
+        if x.size == 0:
+            return super().measure(x, ensemble)
+        magnitude = lax.convert_element_type(lax.abs(x), jnp.float32).reshape(*x.shape[:ensemble], -1)
+        count = magnitude.shape[-1]
+        rank = max(0, int(np.ceil(count * self.percent / 100.0)) - 1)
+        return jnp.sort(magnitude, axis=-1)[..., rank]
+
+    def of_history(self, history: Float32[Array, "*rows history"]) -> Float32[Array, "*rows 1"]:
+        """The largest of them."""
+        return MaxOfHistory().of_history(history)

@@ -1,0 +1,93 @@
+"""Static scaling: scales that are given, or come from calibration, and never change."""
+
+import dataclasses
+import math
+from typing import ClassVar
+
+from jax import lax
+from jaxtyping import Array, Float, Float32
+
+from .._quantized_array import QuantizedArray
+from ._base import AbstractStatefulScaling, OperandUse
+from ._delayed import DelayedScaling
+
+
+@dataclasses.dataclass(frozen=True)
+class StaticScaling(AbstractStatefulScaling):
+    """One scale per tensor that training does not move.
+
+    For inference, where `calibrate` sets the scale to the largest amax that it saw, `scale = amax / max * 2**margin`;
+    and for models whose activations have a known size by construction, such as those of unit scaling, where the scale
+    is given. No amax is taken while the model runs.
+
+    Args:
+        scale: The scale before calibration.
+        margin: Headroom of calibrated scales, as a power of two.
+
+    Raises:
+        ValueError: If `scale` is not positive and finite, or `margin` is no integer.
+
+    References:
+        vLLM's and TensorRT-LLM's static activation scales; Unit Scaling (arXiv:2303.11257), where the scale is 1.
+
+    Example:
+        >>> op = Fp8DotGeneral.init(StaticScaling(scale=0.25))
+        >>> op.scale("kernel")
+        Array(0.25, dtype=float32)
+    """
+
+    scale: float = 1.0
+    margin: int = 0
+
+    measures: ClassVar[int] = 0
+
+    def __post_init__(self) -> None:
+        if not (self.scale > 0.0 and math.isfinite(self.scale)):
+            raise ValueError(f"scale={self.scale} of StaticScaling must be positive and finite")
+        if not isinstance(self.margin, int) or isinstance(self.margin, bool):
+            raise ValueError(f"margin={self.margin!r} of StaticScaling must be an integer")
+
+    @property
+    def first_row(self) -> tuple[float, ...]:
+        """The scale, and the largest amax of calibration so far."""
+        return (self.scale, 0.0)
+
+    @property
+    def _tensorwise(self) -> DelayedScaling:
+        return DelayedScaling(amax_history_length=1, margin=self.margin)
+
+    def quantize(self, x: Float[Array, "*shape"], use: OperandUse) -> QuantizedArray:
+        """Quantizes with the stored scale."""
+        return self._tensorwise.quantize(x, use)
+
+    def with_scale(
+        self, data: Float[Array, "*shape"], stored: Float32[Array, "*ensemble 1 1"], ensemble: int
+    ) -> QuantizedArray:
+        """The data with the stored scale."""
+        return self._tensorwise.with_scale(data, stored, ensemble)
+
+    def measure(
+        self, x: Float[Array, "*shape"], quantized: QuantizedArray, ensemble: int
+    ) -> Float32[Array, "*ensemble 1"]:
+        """The amax; asked for in calibration only."""
+        return self._tensorwise.measure(x, quantized, ensemble)
+
+    def update(
+        self,
+        rows: Float32[Array, "*ensemble operands columns"],
+        measured: Float32[Array, "*ensemble operands measures"],
+        limits: tuple[float, ...],
+    ) -> Float32[Array, "*ensemble operands columns"]:
+        """The rows as they are."""
+        del measured, limits
+        return rows
+
+    def calibrated(
+        self,
+        rows: Float32[Array, "*ensemble operands columns"],
+        measured: Float32[Array, "*ensemble operands 1"],
+        limits: tuple[float, ...],
+    ) -> Float32[Array, "*ensemble operands columns"]:
+        """The scale from the largest amax of all batches so far."""
+        largest = lax.max(measured, lax.slice_in_dim(rows, 1, 2, axis=rows.ndim - 1))
+        return self._tensorwise.update(rows, largest, limits)

@@ -1,0 +1,102 @@
+"""The state of an op as one array: a row for each operand, which that operand's scaling reads and writes."""
+
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Float32
+
+from ._base import AbstractScaling, AbstractStatefulScaling
+
+
+type Table = Float32[Array, "*ensemble operands columns"]
+
+
+def first_table(scalings: Sequence[AbstractScaling]) -> np.ndarray | None:
+    """The table before the first step; None if no scaling keeps state. A stateless operand has a row, of scale 1."""
+    if not any(isinstance(scaling, AbstractStatefulScaling) for scaling in scalings):
+        return None
+    rows = [s.first_row if isinstance(s, AbstractStatefulScaling) else (1.0,) for s in scalings]
+    table = np.zeros((len(rows), max(map(len, rows))), np.float32)
+    for row, values in zip(table, rows, strict=True):
+        row[: len(values)] = values
+    return table
+
+
+def measures(scalings: Sequence[AbstractScaling]) -> int:
+    """How many numbers a step records of each operand."""
+    return max(s.measures if isinstance(s, AbstractStatefulScaling) else 0 for s in scalings)
+
+
+def updated(
+    table: Array, measured: Array | None, scalings: Sequence[AbstractScaling], limits: Sequence[float]
+) -> Array:
+    """The table of the next step.
+
+    Args:
+        table: This step's, `[*ensemble, operands, columns]`.
+        measured: What the step recorded, `[*ensemble, operands, measures]`; None if nothing is.
+        scalings: Of each operand.
+        limits: The largest value of each operand's format.
+    """
+    operands = table.ndim - 2
+    rows = {row: lax.slice_in_dim(table, row, row + 1, axis=operands) for row in range(len(scalings))}
+    for scaling, members in _groups(scalings).items():
+        if scaling.measures == 0 or measured is None:
+            continue
+        width = len(scaling.first_row)
+        old = _rows_of(table, members, width)
+        new = scaling.update(old, _rows_of(measured, members, scaling.measures), tuple(limits[row] for row in members))
+        if len(members) == len(scalings) and width == table.shape[-1]:
+            return new
+        new = lax.concatenate([new, _rows_of(table, members, table.shape[-1], start=width)], operands + 1)
+        rows |= {row: lax.slice_in_dim(new, i, i + 1, axis=operands) for i, row in enumerate(members)}
+    return lax.concatenate([rows[row] for row in range(len(scalings))], operands)
+
+
+def overwritten(table: Array, gradient: Array, scalings: Sequence[AbstractScaling], limits: Sequence[float]) -> Array:
+    """The table of the next step, from what the gradient newly recorded; all else is computed anew from this table.
+
+    So a gradient that is a sum over several uses cannot corrupt scales and histories. Rows stay as they were where the
+    gradient is that of a layer that the step did not reach (a scale of 0 or `-inf`), and where what it recorded is not
+    finite.
+    """
+    count = measures(scalings)
+    if count == 0:
+        return table
+    operands = table.ndim - 2
+    newest = jnp.zeros((*table.shape[:-1], count), jnp.float32)
+    recorded = jnp.zeros((*table.shape[:-1], 1), bool)
+    for scaling, members in _groups(scalings).items():
+        of_rows = _rows_of(gradient, members, len(scaling.first_row))
+        entered, reached = scaling.newest(of_rows), of_rows[..., :1]
+        finite = jnp.isfinite(entered) & (entered >= 0.0)
+        fine = jnp.isfinite(reached) & (reached > 0.0) & finite.all(axis=-1, keepdims=True)
+        for i, row in enumerate(members):
+            newest = _with_row(newest, entered, row, i, operands)
+            recorded = _with_row(recorded, fine, row, i, operands)
+    return jnp.where(recorded, updated(table, newest, scalings, limits), table)
+
+
+def _with_row(x: Array, rows: Array, row: int, i: int, axis: int) -> Array | Bool[Array, "..."]:
+    taken = lax.slice_in_dim(rows, i, i + 1, axis=axis)
+    return lax.dynamic_update_slice(x, taken, [0] * axis + [row, 0])
+
+
+def _groups(scalings: Sequence[AbstractScaling]) -> dict[AbstractStatefulScaling, tuple[int, ...]]:
+    """The rows of each scaling that keeps state: those with the same are updated in one go."""
+    groups: dict[AbstractStatefulScaling, tuple[int, ...]] = {}
+    for row, scaling in enumerate(scalings):
+        if isinstance(scaling, AbstractStatefulScaling):
+            groups[scaling] = (*groups.get(scaling, ()), row)
+    return groups
+
+
+def _rows_of(table: Array, rows: tuple[int, ...], end: int, start: int = 0) -> Array:
+    operands = table.ndim - 2
+    if start or end < table.shape[-1]:
+        table = lax.slice_in_dim(table, start, end, axis=operands + 1)
+    if rows == tuple(range(table.shape[operands])):
+        return table
+    return lax.concatenate([lax.slice_in_dim(table, row, row + 1, axis=operands) for row in rows], operands)

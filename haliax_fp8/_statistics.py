@@ -1,0 +1,157 @@
+"""quantization_statistics: what FP8 does to the operands of a model's products."""
+
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import rich.box
+from jaxtyping import Array, Float32
+from rich.console import Console
+from rich.table import Table
+
+from ._op import Fp8DotGeneral
+from ._scaling import AbstractStatefulScaling
+from ._targets import path_string
+from ._training import filter_grad
+
+
+OPERANDS = ("input", "kernel", "output_grad")
+
+
+class OpStatistics(eqx.Module):
+    """What quantization does to the operands of one op, `[*stack, 3]` for input, kernel and output gradient.
+
+    NaN for operands that the loss does not reach, and for those in high precision nothing is lost: shares of 0. Where
+    an op is used several times, each number is the largest over its uses.
+
+    Args:
+        amax: `max |x|`.
+        saturation: The share of elements that are clipped at the format's maximum.
+        underflow: The share of elements that are flushed to zero.
+        error: `|x - q|**2 / |x|**2`, the mean square error of quantization relative to the operand.
+    """
+
+    amax: Float32[Array, "*stack 3"]
+    saturation: Float32[Array, "*stack 3"]
+    underflow: Float32[Array, "*stack 3"]
+    error: Float32[Array, "*stack 3"]
+
+    @property
+    def sqnr(self) -> Float32[Array, "*stack 3"]:
+        """The signal-to-quantization-noise ratio in dB: `-10 log10(error)`; infinite without error."""
+        return -10.0 * jnp.log10(self.error)
+
+
+class ModelStatistics(eqx.Module):
+    """The statistics of a model's ops, by path. Print it for a table.
+
+    Args:
+        ops: For each op its statistics.
+    """
+
+    ops: dict[str, OpStatistics]
+
+    def __getitem__(self, path: str) -> OpStatistics:
+        """The statistics of the op at a path."""
+        if path not in self.ops:
+            raise KeyError(f"no op at {path!r}; there are {list(self.ops)}")
+        return self.ops[path]
+
+    @property
+    def saturation(self) -> Float32[Array, ""]:
+        """The mean share of clipped elements over all operands that the loss reaches."""
+        return self._mean("saturation")
+
+    @property
+    def underflow(self) -> Float32[Array, ""]:
+        """The mean share of elements flushed to zero over all operands that the loss reaches."""
+        return self._mean("underflow")
+
+    def _mean(self, name: str) -> Float32[Array, ""]:
+        return jnp.nanmean(jnp.concatenate([getattr(op, name).ravel() for op in self.ops.values()]))
+
+    def __rich__(self) -> Table:
+        table = Table(
+            title="Quantization of each operand (the worst of a stack)",
+            box=rich.box.SIMPLE,
+            title_justify="left",
+            title_style="bold",
+        )
+        for column in ("op", "operand"):
+            table.add_column(column, overflow="fold")
+        for column in ("amax", "saturation", "underflow", "SQNR"):
+            table.add_column(column, justify="right")
+        for path, op in self.ops.items():
+            worst = lambda values, reduce=np.nanmax: [reduce(row) for row in np.asarray(values).reshape(-1, 3).T]
+            columns = worst(op.amax), worst(op.saturation), worst(op.underflow), worst(op.sqnr, np.nanmin)
+            for i, operand in enumerate(OPERANDS):
+                amax, saturation, underflow, sqnr = (column[i] for column in columns)
+                cells = f"{amax:.3g}", f"{saturation:.3%}", f"{underflow:.3%}", f"{sqnr:.1f} dB"
+                table.add_row("" if i else path, operand, *cells)
+        return table
+
+    def __str__(self) -> str:
+        console = Console(width=120, color_system=None)
+        with console.capture() as capture:
+            console.print(self)
+        return "\n".join(line.rstrip() for line in capture.get().splitlines())
+
+
+def quantization_statistics(model: Any, loss_fn: Callable[..., Any], *batch: Any) -> ModelStatistics:
+    """Runs one forward and backward pass, as training would, and measures every operand of every FP8 product.
+
+    The products and their gradients are those of the model's own recipes; only a record is added. Works under
+    `jax.jit` and `eqx.filter_jit`, and costs about one more step. An operand that two products quantize differently is
+    measured where it is quantized first.
+
+    Args:
+        model: A converted model; with keys (`with_rounding_keys`) if a recipe needs them.
+        loss_fn: `loss_fn(model, *batch)`, a scalar.
+        *batch: What the loss takes after the model.
+
+    Returns:
+        Amax, saturation, underflow and error of input, kernel and output gradient of every op.
+
+    Raises:
+        ValueError: If the model has no FP8 op.
+
+    Example:
+        >>> measured = quantization_statistics(fp8_linear_layers(model), loss_fn, x)
+        >>> float(measured.saturation)
+        0.0
+        >>> measured["layers.0"].sqnr.shape
+        (3,)
+    """
+    is_op = lambda node: isinstance(node, Fp8DotGeneral)
+    ops = [node for node in jax.tree.leaves(model, is_leaf=is_op) if is_op(node)]
+    if not ops:
+        raise ValueError("model has no FP8 product to measure; convert it with fp8_linear_layers")
+    measuring = jax.tree.map(lambda node: _measuring(node) if is_op(node) else node, model, is_leaf=is_op)
+    gradients = filter_grad(lambda model: loss_fn(model, *batch))(measuring)
+    found = {}
+    for path, node in jax.tree_util.tree_flatten_with_path(gradients, is_leaf=is_op)[0]:
+        if is_op(node):
+            name = path_string(path).removesuffix("dot_general").removesuffix(".")
+            found[name] = _statistics(node)
+    return ModelStatistics(found)
+
+
+def _measuring(op: Fp8DotGeneral) -> Fp8DotGeneral:
+    """The op with a state that records, and is otherwise the old one."""
+    return op.with_recipe(op.recipe.measured)
+
+
+def _statistics(gradient: Fp8DotGeneral) -> OpStatistics:
+    assert gradient.state is not None
+    table, scalings = gradient.state.array, gradient.state.scalings
+    rows = []
+    for row, scaling in enumerate(scalings):
+        assert isinstance(scaling, AbstractStatefulScaling)
+        values = scaling.newest(table[..., row : row + 1, :])
+        reached = jnp.isfinite(values) & jnp.isfinite(table[..., row : row + 1, :1])
+        rows.append(jnp.where(reached, values, jnp.nan))
+    measured = jnp.concatenate(rows, axis=-2)
+    return OpStatistics(*(measured[..., i] for i in range(measured.shape[-1])))
