@@ -187,9 +187,10 @@ def _product(a: QuantizedArray, b: QuantizedArray, dims: DotDimensions, precisio
         return scaled_product(a, b, dims, precision)
     out = dot(a.data, b.data)
     if a.scale.size == b.scale.size == 1:
-        ones = (1,) * out.ndim
-        scale = lax.mul(_reshaped(a.scale, ones), _reshaped(b.scale, ones))
-        return lax.mul(out, lax.broadcast_in_dim(scale, out.shape, range(out.ndim)))
+        return lax.mul(out, lax.broadcast(lax.mul(_scalar(a.scale), _scalar(b.scale)), out.shape))
+    a, b = (
+        QuantizedArray(x.data, x.scale if x.scale.ndim else lax.reshape(x.scale, (1,) * x.data.ndim)) for x in (a, b)
+    )
     batch, kept_a, kept_b = len(dims.lhs_batch), len(dims.lhs_free), len(dims.rhs_free)
     scale_a = lax.transpose(a.scale, dims.lhs_batch + dims.lhs_free + dims.lhs_contract)
     scale_b = lax.transpose(b.scale, dims.rhs_batch + dims.rhs_free + dims.rhs_contract)
@@ -200,12 +201,14 @@ def _product(a: QuantizedArray, b: QuantizedArray, dims: DotDimensions, precisio
 
 def _factors_out(x: QuantizedArray, contract: tuple[int, ...]) -> bool:
     """Whether one scale serves everything that is summed, and blocks are whole axes or single elements."""
+    if x.scale.ndim == 0:
+        return True
     whole = all(count in (1, size) for count, size in zip(x.scale.shape, x.data.shape, strict=True))
     return whole and all(x.scale.shape[axis] == 1 for axis in contract)
 
 
-def _reshaped(x: Array, shape: tuple[int, ...]) -> Array:
-    return x if x.shape == shape else lax.reshape(x, shape)
+def _scalar(x: Array) -> Array:
+    return x if x.ndim == 0 else lax.reshape(x, ())
 
 
 def _transposed(x: Array, layout: tuple[int, ...]) -> Array:

@@ -10,12 +10,13 @@ from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array, Float
 
 
-def first_order(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+def first_order(*operands: Float[Array, "..."]) -> list[Float[Array, "..."]]:
     """The identity; differentiating it raises a `ValueError` that says what to do instead."""
-    return first_order_p.bind(x)
+    return first_order_p.bind(*operands)
 
 
 first_order_p = Primitive("first_order")
+first_order_p.multiple_results = True
 
 
 def _first_order_jvp(primals, tangents):
@@ -26,8 +27,8 @@ def _first_order_jvp(primals, tangents):
     )
 
 
-first_order_p.def_impl(lambda x: x)
-first_order_p.def_abstract_eval(lambda aval: aval)
-mlir.register_lowering(first_order_p, lambda ctx, x: [x])
+first_order_p.def_impl(lambda *operands: list(operands))
+first_order_p.def_abstract_eval(lambda *avals: list(avals))
+mlir.register_lowering(first_order_p, lambda ctx, *operands: operands)
 ad.primitive_jvps[first_order_p] = _first_order_jvp
-batching.defvectorized(first_order_p)
+batching.primitive_batchers[first_order_p] = lambda operands, axes: (first_order_p.bind(*operands), axes)

@@ -94,11 +94,8 @@ def _measured(
     if isinstance(scaling, AbstractStatefulScaling) and scaling.measures:
         values = scaling.measure(x, quantized, spec.ensemble)
         axes = _axes_to_reduce(x, state)
-        values = lax.pmax(values, axes) if axes else values
-        values = _filled_up(values, count)
-    else:
-        values = jnp.zeros((*x.shape[: spec.ensemble], count), jnp.float32)
-    return lax.expand_dims(values, (spec.ensemble,))
+        return _filled_up(lax.pmax(values, axes) if axes else values, count)
+    return jnp.zeros((*x.shape[: spec.ensemble], 1, count), jnp.float32)
 
 
 def _filled_up(values: Array, count: int) -> Array:
@@ -110,15 +107,23 @@ def _round_to(x: Array, dtype: np.dtype | None) -> Array:
     return x if dtype is None else lax.convert_element_type(x, dtype)
 
 
-def _scales(state: Array | None) -> Array | None:
-    return None if state is None else usable(lax.slice_in_dim(state, 0, 1, axis=state.ndim - 1))
+type Scales = tuple[Array, ...] | None
 
 
-def _stored(role: int, scales: Array | None, spec: ProductSpec) -> Array:
-    """The stored scale of lhs (role 0), rhs (1) or the output's gradient (2), `[*ensemble, 1, 1]`."""
+# Apart from `forward` and `backward`, so that ops of all shapes share one trace; as `_next_state` below.
+@jax.jit
+def _scales(state: Array | None) -> Scales:
+    """The stored scale of each row of the state, `[*ensemble]`."""
+    if state is None:
+        return None
+    scales = usable(lax.index_in_dim(state, 0, axis=state.ndim - 1, keepdims=False))
+    return tuple(lax.index_in_dim(scales, row, axis=scales.ndim - 1, keepdims=False) for row in range(scales.shape[-1]))
+
+
+def _stored(role: int, scales: Scales, spec: ProductSpec) -> Array:
+    """The stored scale of lhs (role 0), rhs (1) or the output's gradient (2)."""
     assert scales is not None
-    row = spec.state_rows[role]
-    return lax.slice_in_dim(scales, row, row + 1, axis=spec.ensemble)
+    return scales[spec.state_rows[role]]
 
 
 def _quantize(
@@ -126,7 +131,7 @@ def _quantize(
     role: int,
     product: ProductName,
     contracted: tuple[int, ...],
-    scales: Array | None,
+    scales: Scales,
     key: Array | None,
     spec: ProductSpec,
 ) -> QuantizedArray:
@@ -195,7 +200,7 @@ class Residuals(NamedTuple):
     state: Array | None
     key: Array | None
 
-    def operand(self, role: int, scales: Array | None, spec: ProductSpec) -> QuantizedArray:
+    def operand(self, role: int, scales: Scales, spec: ProductSpec) -> QuantizedArray:
         """Lhs (role 0) or rhs (1) with its scale."""
         saved = (self.lhs, self.rhs)[role]
         if isinstance(saved, QuantizedArray):
@@ -216,7 +221,7 @@ def forward(
     lhs: Array, rhs: Array, extras: tuple[Array, ...], state: Array | None, key: Array | None, *, spec: ProductSpec
 ) -> tuple[Array, Residuals]:
     """The output, and the residuals of the backward pass."""
-    lhs, rhs = (_round_to(first_order(x), spec.compute_dtype) for x in (lhs, rhs))
+    lhs, rhs = (_round_to(x, spec.compute_dtype) for x in first_order(lhs, rhs))
     state = None if state is None else to_float32(state)
     scales = _scales(state)
     with jax.named_scope("fprop"):
@@ -252,7 +257,7 @@ def backward(
     update: bool,
 ) -> tuple[tuple[Array | None, Array | None], Array | None]:
     """The gradients of lhs and rhs in the dtypes given (None: not wanted), and if wanted the next step's state."""
-    grad = _round_to(first_order(grad), spec.compute_dtype)
+    grad = _round_to(first_order(grad)[0], spec.compute_dtype)
     contraction = spec.contraction.with_batch_axes(spec.ensemble)
     scales, quantized = _scales(residuals.state), {}
     once = _shared(2, ("gradient_of_lhs", "gradient_of_rhs"), spec)
@@ -291,7 +296,6 @@ def backward(
     return gradients, _next_state(residuals.state, measured, recipe=spec.recipe)
 
 
-# Apart from `backward`, so that ops of all shapes share one trace.
 @functools.partial(jax.jit, static_argnames="recipe")
 def _next_state(state: Array, measured: Array, *, recipe: Recipe) -> Array:
     return updated(state, measured, recipe.scalings, recipe.limits)

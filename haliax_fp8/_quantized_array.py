@@ -18,9 +18,10 @@ type Cast = Callable[[Array], Array]
 class QuantizedArray(eqx.Module):
     """An array in a low-precision format: `x ≈ data * scale`.
 
-    `scale` has the rank of `data`; each of its elements belongs to a block of `data`. `block` is the shape of a block:
-    a scale of shape `(1, 1)` belongs to the whole array, `(rows, 1)` to each row, and with `block=(1, 128)` each row
-    has a scale for every 128 elements, the last of which may be cut by the edge. One rule covers all scalings.
+    `scale` is a scalar for the whole array, or has the rank of `data`; then each of its elements belongs to a block of
+    `data`, and `block` is the shape of a block. A scale of shape `(1, 1)` belongs to the whole array too, `(rows, 1)`
+    to each row, and with `block=(1, 128)` each row has a scale for every 128 elements, the last of which may be cut by
+    the edge. One rule covers all scalings.
 
     Args:
         data: The rounded values, in an element type of a `Format` (or unrounded, with scales of 1).
@@ -46,6 +47,8 @@ class QuantizedArray(eqx.Module):
 
     def __check_init__(self) -> None:
         data, scale = self.data.shape, self.scale.shape
+        if scale == ():
+            return
         if len(data) != len(scale) or (self.block is not None and len(self.block) != len(data)):
             fits = False
         elif self.block is None:
@@ -54,8 +57,8 @@ class QuantizedArray(eqx.Module):
             fits = all(s == -(-d // b) for d, s, b in zip(data, scale, self.block, strict=True))
         if not fits:
             raise ValueError(
-                f"scale of shape {scale} does not fit data of shape {data} with block={self.block}: all need the same "
-                "rank, and scale one element for each block of data"
+                f"scale of shape {scale} does not fit data of shape {data} with block={self.block}: a scale that is no "
+                "scalar needs the same rank, and one element for each block of data"
             )
 
     @property
@@ -83,6 +86,8 @@ def expand(
     scale: Shaped[Array, "*blocks"], shape: tuple[int, ...], block: tuple[int, ...] | None = None
 ) -> Shaped[Array, "*shape"]:
     """Repeats each scale over its block, without a copy where one scale serves a whole dimension."""
+    if scale.ndim == 0:
+        return lax.broadcast(scale, shape)
     for axis, (count, size) in enumerate(zip(scale.shape, shape, strict=True)):
         if count not in (1, size):
             repeats = size // count if block is None else block[axis]

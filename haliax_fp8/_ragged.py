@@ -91,8 +91,8 @@ class RaggedContraction(AbstractContraction):
         if not (_one_scale(a, self.batch) and _one_scale(b, self.batch)):
             return self._dot(numbers, precision)(a.dequantize(), b.dequantize(), *extras)
         out = self._dot(numbers, precision)(a.data, b.data, *extras)
-        scale = a.scale.reshape(a.scale.shape[: self.batch]) * b.scale.reshape(b.scale.shape[: self.batch])
-        return out * scale.reshape(scale.shape + (1,) * (out.ndim - self.batch))
+        scale = _of_batch(a, self.batch) * _of_batch(b, self.batch)
+        return out * scale.reshape(scale.shape + (1,) * (out.ndim - scale.ndim))
 
     def _dot(self, numbers: lax.RaggedDotDimensionNumbers, precision: lax.Precision) -> Callable[..., Array]:
         def dot(lhs: Array, rhs: Array, group_sizes: Array) -> Array:
@@ -107,3 +107,7 @@ class RaggedContraction(AbstractContraction):
 
 def _one_scale(x: QuantizedArray, batch: int) -> bool:
     return all(count == 1 for count in x.scale.shape[batch:])
+
+
+def _of_batch(x: QuantizedArray, batch: int) -> Float32[Array, "..."]:
+    return x.scale.reshape(x.scale.shape[:batch])

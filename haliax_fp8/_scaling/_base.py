@@ -19,7 +19,7 @@ class OperandUse(NamedTuple):
         format: The format to round to.
         contracted: The axes of the operand that the product sums over.
         ensemble: How many leading axes number independent members, each with scales of its own.
-        stored: The scales that the state holds, `[*ensemble, 1, 1]`; None if the scaling is stateless.
+        stored: The scales that the state holds, `[*ensemble]`; None if the scaling is stateless.
         rounding: How to round.
         key: For a rounding that is random, one key for each member.
         mixable: Whether the product sums over the last contracted axis as a whole. A grouped product does not: there,
@@ -29,7 +29,7 @@ class OperandUse(NamedTuple):
     format: Format
     contracted: tuple[int, ...]
     ensemble: int = 0
-    stored: Float32[Array, "*ensemble 1 1"] | None = None
+    stored: Float32[Array, " *ensemble"] | None = None
     rounding: AbstractRounding = ToNearest()
     key: Key[Array, "*ensemble"] | None = None
     mixable: bool = True
@@ -95,8 +95,8 @@ class AbstractStatefulScaling(AbstractScaling):
     @abc.abstractmethod
     def measure(
         self, x: Float[Array, "*shape"], quantized: QuantizedArray, ensemble: int
-    ) -> Float32[Array, "*ensemble measures"]:
-        """What a step records of an operand; several uses record the maximum.
+    ) -> Float32[Array, "*ensemble 1 measures"]:
+        """What a step records of an operand, as a row; several uses record the maximum.
 
         Args:
             x: The operand; it may have no elements.
@@ -136,7 +136,7 @@ class AbstractStatefulScaling(AbstractScaling):
 
     @abc.abstractmethod
     def with_scale(
-        self, data: Float[Array, "*shape"], stored: Float32[Array, "*ensemble 1 1"], ensemble: int
+        self, data: Float[Array, "*shape"], stored: Float32[Array, " *ensemble"], ensemble: int
     ) -> QuantizedArray:
         """What `quantize` returned, from its data: the backward pass need not keep scales that the state holds.
 

@@ -92,17 +92,17 @@ class DelayedScaling(AbstractStatefulScaling):
         return quantize(x, _shaped(use.stored, x.ndim, use.ensemble), use.cast)
 
     def with_scale(
-        self, data: Float[Array, "*shape"], stored: Float32[Array, "*ensemble 1 1"], ensemble: int
+        self, data: Float[Array, "*shape"], stored: Float32[Array, " *ensemble"], ensemble: int
     ) -> QuantizedArray:
         """The data with the stored scale."""
         return QuantizedArray(data, _shaped(stored, data.ndim, ensemble))
 
     def measure(
         self, x: Float[Array, "*shape"], quantized: QuantizedArray, ensemble: int
-    ) -> Float32[Array, "*ensemble 1"]:
+    ) -> Float32[Array, "*ensemble 1 1"]:
         """The amax."""
         del quantized
-        return lax.expand_dims(self.amax_compute.measure(x, ensemble), (ensemble,))
+        return lax.reshape(self.amax_compute.measure(x, ensemble), (*x.shape[:ensemble], 1, 1))
 
     def update(
         self,
@@ -144,7 +144,9 @@ class DelayedScaling(AbstractStatefulScaling):
         amax = self.amax_compute.of_history(history)
         limit = lax.broadcast_in_dim(np.asarray(limits, np.float32), scale.shape, (scale.ndim - 2,))
         zero, one = lax.full_like(scale, 0.0), lax.full_like(scale, 1.0)
-        inverse = lax.div(lax.div(limit, amax), lax.full_like(scale, 2.0**self.margin))
+        inverse = lax.div(limit, amax)
+        if self.margin:
+            inverse = lax.div(inverse, lax.full_like(scale, 2.0**self.margin))
         inverse = lax.select(lax.gt(amax, zero), inverse, lax.div(one, usable(scale)))
         if self.power_of_two:
             inverse = round_down_to_power_of_two(inverse)
@@ -152,10 +154,11 @@ class DelayedScaling(AbstractStatefulScaling):
 
 
 def usable(scale: Float32[Array, "*shape"]) -> Float32[Array, "*shape"]:
-    """Scales of 0 as 1: a trainer that overwrites state with a zero gradient leaves those."""
-    return lax.select(lax.gt(scale, lax.full_like(scale, 0.0)), scale, lax.full_like(scale, 1.0))
+    """Scales of 0 or `-inf` as 1: a trainer that overwrites state as it comes, where a layer was not reached."""
+    # Without an array of constants, which JAX would trace and lower apart from the loop that a layer is in.
+    positive = lax.max(scale, np.float32(0.0))
+    return lax.add(positive, lax.convert_element_type(lax.eq(positive, np.float32(0.0)), jnp.float32))
 
 
-def _shaped(stored: Float32[Array, "*ensemble 1 1"], ndim: int, ensemble: int) -> Float32[Array, "*blocks"]:
-    shape = (*stored.shape[:ensemble], *(1,) * (ndim - ensemble))
-    return stored if stored.shape == shape else lax.reshape(stored, shape)
+def _shaped(stored: Float32[Array, " *ensemble"], ndim: int, ensemble: int) -> Float32[Array, "..."]:
+    return stored if ensemble == 0 else lax.reshape(stored, (*stored.shape, *(1,) * (ndim - ensemble)))

@@ -57,7 +57,7 @@ class MeasuredScaling(AbstractStatefulScaling):
         return self.scaling.quantize(x, use)
 
     def with_scale(
-        self, data: Float[Array, "*shape"], stored: Float32[Array, "*ensemble 1 1"], ensemble: int
+        self, data: Float[Array, "*shape"], stored: Float32[Array, " *ensemble"], ensemble: int
     ) -> QuantizedArray:
         """As the scaling does."""
         assert isinstance(self.scaling, AbstractStatefulScaling)
@@ -65,7 +65,7 @@ class MeasuredScaling(AbstractStatefulScaling):
 
     def measure(
         self, x: Float[Array, "*shape"], quantized: QuantizedArray, ensemble: int
-    ) -> Float32[Array, "*ensemble 4"]:
+    ) -> Float32[Array, "*ensemble 1 4"]:
         """Amax; the shares of elements clipped and flushed to zero; and `|x - q|^2 / |x|^2`.
 
         Clipped is what ends at the format's maximum and was larger. A block recipe clips nothing; where rotation mixes
@@ -84,7 +84,7 @@ class MeasuredScaling(AbstractStatefulScaling):
         error = jnp.sum((x - values) ** 2, axes) / jnp.where(squares > 0.0, squares, jnp.float32(1.0))
         amax = jnp.max(magnitude, axes, initial=0.0)
         shares = [jnp.sum(condition.astype(jnp.float32), axes) / count for condition in (clipped, flushed)]
-        return jnp.stack([amax, *shares, error], axis=-1)
+        return jnp.expand_dims(jnp.stack([amax, *shares, error], axis=-1), ensemble)
 
     def update(
         self,

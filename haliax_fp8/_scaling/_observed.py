@@ -36,14 +36,14 @@ class ObservedScaling(AbstractStatefulScaling):
         return unscaled(x, use.ensemble)
 
     def with_scale(
-        self, data: Float[Array, "*shape"], stored: Float32[Array, "*ensemble 1 1"], ensemble: int
+        self, data: Float[Array, "*shape"], stored: Float32[Array, " *ensemble"], ensemble: int
     ) -> QuantizedArray:
         """As `quantize`."""
         return unscaled(data, ensemble)
 
     def measure(
         self, x: Float[Array, "*shape"], quantized: QuantizedArray, ensemble: int
-    ) -> Float32[Array, "*ensemble 1"]:
+    ) -> Float32[Array, "*ensemble 1 1"]:
         """As the scaling does."""
         return self.scaling.measure(x, quantized, ensemble)
 

@@ -61,14 +61,14 @@ class StaticScaling(AbstractStatefulScaling):
         return self._tensorwise.quantize(x, use)
 
     def with_scale(
-        self, data: Float[Array, "*shape"], stored: Float32[Array, "*ensemble 1 1"], ensemble: int
+        self, data: Float[Array, "*shape"], stored: Float32[Array, " *ensemble"], ensemble: int
     ) -> QuantizedArray:
         """The data with the stored scale."""
         return self._tensorwise.with_scale(data, stored, ensemble)
 
     def measure(
         self, x: Float[Array, "*shape"], quantized: QuantizedArray, ensemble: int
-    ) -> Float32[Array, "*ensemble 1"]:
+    ) -> Float32[Array, "*ensemble 1 1"]:
         """The amax; asked for in calibration only."""
         return self._tensorwise.measure(x, quantized, ensemble)
 

@@ -40,8 +40,7 @@ def updated(
         scalings: Of each operand.
         limits: The largest value of each operand's format.
     """
-    operands = table.ndim - 2
-    rows = {row: lax.slice_in_dim(table, row, row + 1, axis=operands) for row in range(len(scalings))}
+    operands, rows = table.ndim - 2, {}
     for scaling, members in _groups(scalings).items():
         if scaling.measures == 0 or measured is None:
             continue
@@ -52,6 +51,8 @@ def updated(
             return new
         new = lax.concatenate([new, _rows_of(table, members, table.shape[-1], start=width)], operands + 1)
         rows |= {row: lax.slice_in_dim(new, i, i + 1, axis=operands) for i, row in enumerate(members)}
+    kept = (row for row in range(len(scalings)) if row not in rows)
+    rows |= {row: lax.slice_in_dim(table, row, row + 1, axis=operands) for row in kept}
     return lax.concatenate([rows[row] for row in range(len(scalings))], operands)
 
 
