@@ -6,10 +6,12 @@ from typing import Any
 
 from llama import LlamaConfig
 
-from haliax_fp8 import E4M3, E5M2, DelayedScaling, Recipe, recipes as named_recipes
+from haliax_fp8 import E4M3, E5M2, DelayedScaling, Recipe, StaticScaling, recipes as named_recipes
 
 
 FORMATS = {"E4M3": E4M3, "E5M2": E5M2}
+
+_WITH_OPTIONS = ("delayed", "static")
 
 # What `--recipe` offers. An entry makes the recipe from the parsed flags; a new recipe is a new entry.
 RECIPES: dict[str, Callable[[argparse.Namespace], Recipe]] = {
@@ -18,7 +20,9 @@ RECIPES: dict[str, Callable[[argparse.Namespace], Recipe]] = {
         forward=FORMATS[options.forward_format],
         backward=FORMATS[options.backward_format],
     ),
-    **{name: (lambda options, name=name: named_recipes[name]) for name in named_recipes if name != "delayed"},
+    # Scales of the first batch, with room for what grows in training.
+    "static": lambda options: Recipe.of(StaticScaling(margin=options.margin or 3)),
+    **{name: (lambda options, name=name: named_recipes[name]) for name in named_recipes if name not in _WITH_OPTIONS},
 }
 
 # Flags that may differ between a run and its continuation: they do not change a single loss. `--data` is compared by
@@ -48,7 +52,7 @@ def make_parser() -> argparse.ArgumentParser:
         "same batches; shows how far apart they end; writes a sample of text. Ctrl-C keeps a checkpoint.",
     )
     run = parser.add_argument_group("run")
-    run.add_argument("--steps", type=_positive_int, default=500, metavar="N", help="training steps")
+    run.add_argument("--steps", type=_positive_int, default=900, metavar="N", help="training steps")
     run.add_argument(
         "--seed", type=_natural_int, default=0, metavar="N", help="seed of the initialization and of the batches"
     )
@@ -110,11 +114,11 @@ def make_parser() -> argparse.ArgumentParser:
     model.add_argument("--compute-dtype", choices=["bfloat16", "float32"], default="bfloat16", help="of the baseline")
 
     optimizer = parser.add_argument_group("optimizer (AdamW; warm-up, then cosine)")
-    optimizer.add_argument("--batch-size", type=_positive_int, default=16, metavar="N", help="windows per step")
+    optimizer.add_argument("--batch-size", type=_positive_int, default=8, metavar="N", help="windows per step")
     optimizer.add_argument("--microbatches", type=_positive_int, default=1, metavar="N", help="gradient accumulation")
     optimizer.add_argument("--learning-rate", type=_positive_float, default=3e-3, metavar="X", help="at its peak")
     optimizer.add_argument(
-        "--final-fraction", type=_natural_float, default=0.1, metavar="X", help="of the rate, at the end"
+        "--final-fraction", type=_natural_float, default=0.0, metavar="X", help="of the rate, at the end"
     )
     optimizer.add_argument("--warmup", type=_natural_int, metavar="N", help="steps (default: a tenth of --steps)")
     optimizer.add_argument("--beta1", type=float, default=0.9, metavar="X", help="decay of the gradient's mean")

@@ -25,12 +25,14 @@ class Curve:
         losses: Training loss of every step, nats per byte.
         validation: Completed steps and validation loss, in order; the last is the final one.
         tokens_per_second: Of the median step of this process; None if it trained none.
-        statistics: Further means over the last steps, for example `saturation`; shares of 1.
+        seconds: Of all steps of this process, compilation included; None if it trained none.
+        statistics: What quantization does to the trained model's operands, for example `saturation`; shares of 1.
     """
 
     losses: Sequence[float]
     validation: Sequence[tuple[int, float]]
     tokens_per_second: float | None
+    seconds: float | None
     statistics: Mapping[str, float]
 
     @property
@@ -48,15 +50,16 @@ def results_table(curves: Mapping[str, Curve], baseline: str | None) -> Table:
     """One row per trained model."""
     names = sorted({name for curve in curves.values() for name in curve.statistics})
     table = Table(title=f"After {len(next(iter(curves.values())).losses)} steps", title_justify="left")
-    headings = ["run", "validation loss", "bits per byte", "gap", "tokens/s", *names]
+    headings = ["run", "validation loss", "gap", *names, "tokens/s", "seconds"]
     for column, heading in enumerate(headings):
-        table.add_column(heading, justify="right" if column else "left")
+        table.add_column(heading, justify="right" if column else "left", no_wrap=not column)
     for name, curve in curves.items():
         gap = "" if baseline is None or name == baseline else f"{gap_percent(curve, curves[baseline]):+.2f} %"
         statistics = [f"{100 * curve.statistics[key]:.3f} %" if key in curve.statistics else "" for key in names]
         loss = curve.validation_loss
         speed = "" if curve.tokens_per_second is None else f"{curve.tokens_per_second:,.0f}"
-        table.add_row(name, f"{loss:.4f}", f"{loss / math.log(2):.3f}", gap, speed, *statistics)
+        seconds = "" if curve.seconds is None else f"{curve.seconds:,.0f}"
+        table.add_row(name, f"{loss:.4f}", gap, *statistics, speed, seconds)
     return table
 
 
@@ -65,8 +68,10 @@ def write_results(path: pathlib.Path, curves: Mapping[str, Curve], baseline: str
     results = {
         name: {
             "validation_loss": curve.validation_loss,
+            "bits_per_byte": curve.validation_loss / math.log(2),
             "gap_percent": None if baseline is None or name == baseline else gap_percent(curve, curves[baseline]),
             "tokens_per_second": curve.tokens_per_second,
+            "seconds": curve.seconds,
             "validation": [list(point) for point in curve.validation],
             **curve.statistics,
         }

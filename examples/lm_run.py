@@ -24,8 +24,10 @@ from haliax_fp8 import (
     calibrate,
     fp8_linear_layers,
     fp8_states,
+    quantization_statistics,
     restore_linear_layers,
     transfer_optimizer_state,
+    with_rounding_keys,
 )
 
 
@@ -45,7 +47,7 @@ class Run:
         losses: Training loss of every completed step.
         validation: Completed steps and validation loss.
         seconds: Duration of the steps of this process.
-        statistics: What the training step measured besides loss and gradient norm, per step of this process.
+        statistics: What quantization did to the operands of the trained model: shares of 1.
     """
 
     name: str
@@ -56,7 +58,7 @@ class Run:
     losses: list[float] = dataclasses.field(default_factory=list)
     validation: list[tuple[int, float]] = dataclasses.field(default_factory=list)
     seconds: list[float] = dataclasses.field(default_factory=list)
-    statistics: dict[str, list[float]] = dataclasses.field(default_factory=dict)
+    statistics: dict[str, float] = dataclasses.field(default_factory=dict)
 
     def set_converted(self, to_fp8: bool) -> bool:
         """Converts the model, or converts it back, keeping what the optimizer knows of the weights.
@@ -77,21 +79,31 @@ class Run:
         if fp8_states(self.model):
             self.model = calibrate(self.model, step.loss_fn, [(batch,)])
 
-    def train(self, step: TrainStep, batch: jax.Array) -> None:
+    def measure(self, step: TrainStep, batch: jax.Array, key: jax.Array) -> None:
+        """Records the shares of elements that quantization clips and flushes to zero, over a batch."""
+        if not self.is_converted:
+            return
+        model = with_rounding_keys(self.model, key)
+        measured = eqx.filter_jit(quantization_statistics)(model, step.loss_fn, batch)
+        self.statistics = {"saturation": float(measured.saturation), "underflow": float(measured.underflow)}
+
+    def train(self, step: TrainStep, batch: jax.Array, key: jax.Array) -> None:
         """One step; its loss and duration are recorded.
+
+        Args:
+            step: The training step.
+            batch: Its bytes.
+            key: What recipes that round at random draw from.
 
         Raises:
             FloatingPointError: If the loss is not finite.
         """
         start = time.perf_counter()
-        self.model, self.opt_state, metrics = step(self.model, self.opt_state, batch)
+        self.model, self.opt_state, metrics = step(self.model, self.opt_state, batch, key=key)
         # Reading the numbers waits for the device: the duration is that of the step, not of handing it out.
-        numbers = {name: float(value) for name, value in metrics.items()}
+        loss = float(metrics["loss"])
         self.seconds.append(time.perf_counter() - start)
-        self.losses.append(numbers.pop("loss"))
-        del numbers["grad_norm"]
-        for name, value in numbers.items():
-            self.statistics.setdefault(name, []).append(value)
+        self.losses.append(loss)
         if not np.isfinite(self.losses[-1]):
             raise FloatingPointError(
                 f"the loss of {self.name} is {self.losses[-1]} in step {len(self.losses)}; "

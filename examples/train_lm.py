@@ -78,10 +78,11 @@ def train(runs: Sequence[Run], step: TrainStep, corpus: Corpus, options: argpars
         task = progress.add_task("", total=options.steps, completed=first, status="compiling", what="left")
         for index in range(first, options.steps):
             batch = jnp.asarray(corpus.batch(options.seed, index, options.batch_size, options.seq_len))
+            key = _step_key(options, index)
             for run in runs:
                 if run.set_converted(is_fp8_step(options, index)):
                     run.calibrate(step, batch)
-                run.train(step, batch)
+                run.train(step, batch, key)
             done = index + 1
             is_last = done == options.steps
             if is_last or _is_due(options.eval_every, done):
@@ -187,6 +188,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     try:
         train(runs, step, corpus, options, console)
+        last = options.steps - 1
+        batch = jnp.asarray(corpus.batch(options.seed, last, options.batch_size, options.seq_len))
+        for run in runs:
+            run.measure(step, batch, _step_key(options, last))
         report(runs, options, console)
     except (Stopped, KeyboardInterrupt):
         given = [argument for argument in (sys.argv[1:] if argv is None else argv) if argument != "--resume"]
@@ -203,6 +208,10 @@ def _farewell(progress: dict[str, Any] | None, flags: dict[str, Any], command: s
     return f"Stopped; the checkpoint is that of step {progress['step']}. To continue: {command}"
 
 
+def _step_key(options: argparse.Namespace, index: int) -> jax.Array:
+    return jax.random.fold_in(jax.random.key(options.seed), index)
+
+
 def _is_due(every: int, done: int) -> bool:
     return every > 0 and done % every == 0
 
@@ -217,8 +226,7 @@ def _status(runs: Sequence[Run], options: argparse.Namespace) -> str:
 def _curve(run: Run, options: argparse.Namespace) -> Curve:
     tokens = options.batch_size * options.seq_len
     speed = tokens / float(np.median(run.seconds)) if run.seconds else None
-    statistics = {name: float(np.mean(values)) for name, values in run.statistics.items()}
-    return Curve(run.losses, run.validation, speed, statistics)
+    return Curve(run.losses, run.validation, speed, sum(run.seconds) or None, run.statistics)
 
 
 def _binding(options: argparse.Namespace, corpus: Corpus) -> dict[str, Any]:

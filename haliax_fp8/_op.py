@@ -45,9 +45,11 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
         kernel_shape: The sizes of the kernel's free axes, if known. `einsum` may swap the operands; these sizes tell
             the kernel from the input. Where they do not decide (or are None), the kernel is the second operand.
 
+    A recipe that rounds at random needs a key from `with_rounding_keys` where it does so: NVFP4 in the backward pass.
+
     Raises:
         ValueError: If `compute_dtype` is not a floating dtype; when called, if operands are not floating-point,
-            contracted axes differ in size, or an `out_sharding` is given.
+            contracted axes differ in size, an `out_sharding` is given, or a key is missing.
 
     References:
         `flax.linen.fp8_ops.Fp8DotGeneral`, whose numbers it reproduces bit for bit in float32.
@@ -179,14 +181,7 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
 
     @property
     def _key_array(self) -> Array | None:
-        if not self.recipe.needs_key:
-            return None
-        if self.key is None or not self.has_key:
-            raise ValueError(
-                f"key is missing: the recipe {self.recipe} rounds at random. Give all ops of a model theirs inside the "
-                "loss, with_rounding_keys(model, key), with another key in each step; TrainStep takes one as key="
-            )
-        return self.key.array
+        return self.key.array if self.key is not None and self.recipe.needs_key else None
 
     def _spec(
         self,
@@ -208,6 +203,7 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
             compute_dtype=self.compute_dtype,
             out_dtype=out_dtype,
             precision=_precision(precision),
+            has_key=self.has_key,
         )
 
     def __pdoc__(self, **kwargs: object) -> wl.AbstractDoc:

@@ -30,6 +30,7 @@ class ProductSpec:
         compute_dtype: The dtype that operands and output are rounded to around the product; None leaves them.
         out_dtype: The dtype of the output.
         precision: Of fprop. The default lets the hardware accumulate fast; dgrad and wgrad never do.
+        has_key: Whether the key that random rounding draws from was given; without, rounding at random raises.
         ensemble: How many leading axes of every array number independent members, each with state of its own.
     """
 
@@ -39,6 +40,7 @@ class ProductSpec:
     compute_dtype: np.dtype | None
     out_dtype: np.dtype
     precision: lax.Precision
+    has_key: bool = False
     ensemble: int = 0
 
     @functools.cached_property
@@ -150,7 +152,11 @@ def _quantize(
 
 def _key_of(x: Array, key: Array | None, role: int, product: ProductName, spec: ProductSpec) -> Array:
     """A key for each member, unlike those of other operands, products and devices."""
-    assert key is not None
+    if key is None or not spec.has_key:
+        raise ValueError(
+            f"key is missing: the recipe {spec.recipe} rounds at random here. Give all ops of a model theirs inside "
+            "the loss, with_rounding_keys(model, key), with another key in each step; TrainStep takes one as key="
+        )
     key = jax.random.wrap_key_data(key, impl="threefry2x32")
     fold_in = jax.random.fold_in
     for _ in range(spec.ensemble):

@@ -364,8 +364,8 @@ def test_statistics_of_the_step_get_a_column():
     from rich.console import Console
 
     curves = {
-        "bf16": lm_report.Curve([3.0, 2.0], [(2, 2.0)], 100.0, {}),
-        "fp8": lm_report.Curve([3.0, 2.1], [(2, 2.01)], 50.0, {"saturation": 0.0125}),
+        "bf16": lm_report.Curve([3.0, 2.0], [(2, 2.0)], 100.0, 3.0, {}),
+        "fp8": lm_report.Curve([3.0, 2.1], [(2, 2.01)], 50.0, 6.0, {"saturation": 0.0125}),
     }
     console = Console(width=120)
     with console.capture() as capture:
