@@ -87,10 +87,11 @@ def write_figure(path: pathlib.Path, curves: Mapping[str, Curve], baseline: str 
     """
     others = [name for name in curves if name != baseline]
     compared = baseline is not None and bool(others)
+    many = len(others) > 2
     figure, panels = plt.subplots(
         1 + compared,
         1,
-        figsize=(8, 6.5 if compared else 4.5),
+        figsize=(11 if many else 8, 6.5 if compared else 4.5),
         sharex=True,
         squeeze=False,
         height_ratios=[2.2, 1] if compared else [1],
@@ -109,7 +110,7 @@ def write_figure(path: pathlib.Path, curves: Mapping[str, Curve], baseline: str 
             linewidth=5.0 if wide else 1.5,
             alpha=0.4 if wide else 1.0,
             linestyle="-" if wide else (0, (4, 1.5)),
-            label=f"{name}, training (smoothed)",
+            label=f"{name}: {curve.validation_loss:.4f}" if many else f"{name}, training (smoothed)",
         )
         upper.plot(
             *zip(*curve.validation, strict=True),
@@ -118,14 +119,17 @@ def write_figure(path: pathlib.Path, curves: Mapping[str, Curve], baseline: str 
             markersize=11 if wide else 7,
             markerfacecolor="none",
             linestyle="none",
-            label=f"{name}, validation: {curve.validation_loss:.4f}",
+            label=None if many else f"{name}, validation: {curve.validation_loss:.4f}",
         )
     upper.set_yscale("log")
     upper.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8)))
     upper.yaxis.set_major_formatter(ticker.FormatStrFormatter("%g"))
     upper.yaxis.set_minor_locator(ticker.NullLocator())
     upper.set_ylabel("loss, nats per byte (log scale)")
-    upper.legend(frameon=False)
+    if many:
+        figure.legend(frameon=False, loc="outside right center", title="training (smoothed)\nand validation loss")
+    else:
+        upper.legend(frameon=False)
     upper.set_title(_title(curves, baseline, others))
     if baseline is not None and compared:
         lower = panels[1, 0]
@@ -140,7 +144,9 @@ def write_figure(path: pathlib.Path, curves: Mapping[str, Curve], baseline: str 
         low, high = lower.get_ylim()
         lower.set_ylim(max(low, -5.0), min(high, 5.0))
         lower.set_ylabel(f"training loss\nabove {baseline}, %")
-        lower.legend(frameon=False, ncols=1 + len(others))
+        handles, labels = lower.get_legend_handles_labels()
+        shown = slice(0, 1 if many else None)
+        lower.legend(handles[shown], labels[shown], frameon=False, ncols=3)
     panels[-1, 0].set_xlabel("step")
     for axes in panels[:, 0]:
         axes.spines[["top", "right"]].set_visible(False)
@@ -151,6 +157,8 @@ def write_figure(path: pathlib.Path, curves: Mapping[str, Curve], baseline: str 
 def _title(curves: Mapping[str, Curve], baseline: str | None, others: Sequence[str]) -> str:
     if baseline is None or not others:
         return "Loss"
+    if len(others) > 2:
+        return f"Loss of {baseline} and of FP8 recipes"
     gaps = ", ".join(f"{name} {gap_percent(curves[name], curves[baseline]):+.2f} %" for name in others)
     return f"Validation loss against {baseline}: {gaps}"
 
