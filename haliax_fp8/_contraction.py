@@ -187,7 +187,7 @@ def _product(a: QuantizedArray, b: QuantizedArray, dims: DotDimensions, precisio
         return scaled_product(a, b, dims, precision)
     out = dot(a.data, b.data)
     if a.scale.size == b.scale.size == 1:
-        return lax.mul(out, lax.broadcast(lax.mul(_scalar(a.scale), _scalar(b.scale)), out.shape))
+        return lax.mul(out, lax.mul(_scalar(a.scale), _scalar(b.scale)))
     a, b = (
         QuantizedArray(x.data, x.scale if x.scale.ndim else lax.reshape(x.scale, (1,) * x.data.ndim)) for x in (a, b)
     )

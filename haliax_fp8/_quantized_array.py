@@ -84,10 +84,10 @@ class QuantizedArray(eqx.Module):
 
 def expand(
     scale: Shaped[Array, "*blocks"], shape: tuple[int, ...], block: tuple[int, ...] | None = None
-) -> Shaped[Array, "*shape"]:
-    """Repeats each scale over its block, without a copy where one scale serves a whole dimension."""
+) -> Shaped[Array, "..."]:
+    """Repeats each scale over its block, without a copy where one serves a whole dimension; a scalar stays one."""
     if scale.ndim == 0:
-        return lax.broadcast(scale, shape)
+        return scale
     for axis, (count, size) in enumerate(zip(scale.shape, shape, strict=True)):
         if count not in (1, size):
             repeats = size // count if block is None else block[axis]
