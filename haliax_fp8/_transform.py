@@ -44,7 +44,7 @@ class Fp8Config:
         layers: The rules of the layer classes, see `LayerRule`.
 
     Raises:
-        ValueError: If an argument is of the wrong kind, the history length is below 1, or `compute_dtype` is not
+        ValueError: If an argument is of the wrong kind, `targets` is empty, the history length is below 1, or `compute_dtype` is not
             floating-point of 16 bits or more.
 
     Example:
@@ -62,8 +62,8 @@ class Fp8Config:
     layers: tuple[LayerRule, ...] = default_layers
 
     def __post_init__(self) -> None:
-        if self.targets is not None:
-            as_patterns("targets", self.targets)
+        if self.targets is not None and not as_patterns("targets", self.targets):
+            raise ValueError(f"targets={self.targets!r} selects no layer; None converts every layer")
         as_patterns("exclude", self.exclude)
         if not isinstance(self.overrides, Mapping):
             raise ValueError(f"overrides={self.overrides!r} must be a mapping from patterns to recipes (or None)")

@@ -870,3 +870,9 @@ def test_a_model_on_a_mesh():
         actual = trained(hax.shard(model), hax.shard(inputs()))
     for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(float64(a), float64(e), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("targets", [[], ()])
+def test_targets_that_select_nothing_by_being_empty_are_refused(targets):
+    with pytest.raises(ValueError, match="selects no layer; None converts every layer"):
+        Fp8Config(targets=targets)
