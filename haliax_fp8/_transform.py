@@ -44,8 +44,8 @@ class Fp8Config:
         layers: The rules of the layer classes, see `LayerRule`.
 
     Raises:
-        ValueError: If an argument is of the wrong kind, `targets` is empty, the history length is below 1, or `compute_dtype` is not
-            floating-point of 16 bits or more.
+        ValueError: If an argument is of the wrong kind, `targets` is empty, the history length is below 1, or
+            `compute_dtype` is not floating-point of 16 bits or more.
 
     Example:
         >>> Fp8Config(targets=["up_proj", "down_proj"], exclude="*.head").recipe
