@@ -33,11 +33,16 @@ def with_rounding_keys[M](model: M, key: Key[Array, ""]) -> M:
         >>> loss_fn(with_rounding_keys(fp4_model, step_key), x).shape
         ()
     """
-    if not (isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key) and key.ndim == 0):
-        raise ValueError(f"key={key!r} is not a single random key; make one with jax.random.key(seed)")
+    require_single_key(key)
     is_op = lambda node: isinstance(node, Fp8DotGeneral)
     leaves, structure = jax.tree.flatten(model, is_leaf=is_op)
     return jax.tree.unflatten(structure, [_with_key(leaf, key, i) for i, leaf in enumerate(leaves)])
+
+
+def require_single_key(key: Any) -> None:
+    """Raises a ValueError that says how to make one, for anything that is not one key."""
+    if not (isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key) and key.ndim == 0):
+        raise ValueError(f"key={key!r} is not a single random key; make one with jax.random.key(seed)")
 
 
 def _with_key(node: Any, key: Array, index: int) -> Any:

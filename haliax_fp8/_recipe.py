@@ -20,6 +20,13 @@ from ._scaling import (
 
 OperandName = Literal["input", "kernel", "output_grad"]
 
+# The field that says how each operand is quantized for the second of its products.
+_SECOND_USES: dict[str, str] = {
+    "input": "input_for_wgrad",
+    "kernel": "kernel_for_dgrad",
+    "output_grad": "output_grad_for_wgrad",
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class Quantization:
@@ -50,7 +57,7 @@ class Recipe:
 
     Raises:
         ValueError: If only one operand of a product is left in high precision, or rotated; or if MXFP8's gradients are
-            in E5M2.
+            in E5M2; or if an operand's second use has state of its own.
 
     Example:
         >>> Recipe.of(DelayedScaling(amax_history_length=16)).output_grad.format
@@ -85,6 +92,13 @@ class Recipe:
                 raise ValueError(
                     "recipe rotates an operand of fprop or dgrad, which is not supported; use HadamardScaling for "
                     "input_for_wgrad and output_grad_for_wgrad"
+                )
+        for name, second_use in _SECOND_USES.items():
+            first, second = getattr(self, name), getattr(self, second_use)
+            if second is not None and isinstance(second.scaling, AbstractStatefulScaling) and second != first:
+                raise ValueError(
+                    f"recipe has {second_use}={second}, whose scaling keeps state, and {name}={first}: an operand has "
+                    f"one state, so leave {second_use} as None, or give it a stateless scaling"
                 )
         for quantization in (self.output_grad, self.output_grad_for_wgrad or self.output_grad):
             if isinstance(quantization.scaling, MXFP8Scaling) and quantization.format == E5M2:
@@ -167,11 +181,12 @@ class Recipe:
         """This recipe, recording what quantization does to each operand."""
 
         def measure(quantization: Quantization) -> Quantization:
-            scaling = MeasuredScaling(quantization.scaling, quantization.format.max)
-            return dataclasses.replace(quantization, scaling=scaling)
+            return dataclasses.replace(quantization, scaling=MeasuredScaling(quantization.scaling, quantization.format))
 
-        first = dict(zip(("input", "kernel", "output_grad"), map(measure, self.quantizations), strict=True))
-        return dataclasses.replace(self, **first)
+        first = {name: measure(getattr(self, name)) for name in _SECOND_USES}
+        # A second use that is as the first stays so: both then share what is quantized.
+        second = {use: first[name] for name, use in _SECOND_USES.items() if getattr(self, use) == getattr(self, name)}
+        return dataclasses.replace(self, **first, **second)
 
     @property
     def delayed(self) -> DelayedScaling | None:

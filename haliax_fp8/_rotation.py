@@ -9,7 +9,9 @@ from jax import lax
 from jaxtyping import Array, Float, Float32
 
 
-_SIZE = 16
+GROUP = 16
+"""How many elements are rotated together."""
+
 # One row of signs for all uses, as in TransformerEngine: both operands of a product need the same.
 _SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 
@@ -17,9 +19,9 @@ _SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 @functools.cache
 def _matrix() -> np.ndarray:
     hadamard = np.ones((1, 1))
-    while len(hadamard) < _SIZE:
+    while len(hadamard) < GROUP:
         hadamard = np.block([[hadamard, hadamard], [hadamard, -hadamard]])
-    return (np.diag(_SIGNS) @ hadamard / np.sqrt(_SIZE)).astype(np.float32)  # +-1/4: exact
+    return (np.diag(_SIGNS) @ hadamard / np.sqrt(GROUP)).astype(np.float32)  # +-1/4: exact
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,9 +44,14 @@ class Rotation:
     axis: int
     length: int
 
+    @property
+    def padding(self) -> int:
+        """How many zeros fill up the axis."""
+        return -self.length % GROUP
+
     def apply(self, x: Float[Array, "*shape"]) -> Float32[Array, "*padded"]:
         """The rotated array, in float32."""
-        padding = [(0, -size % _SIZE if axis == self.axis else 0) for axis, size in enumerate(x.shape)]
+        padding = [(0, self.padding if axis == self.axis else 0) for axis in range(x.ndim)]
         return self._times(jnp.pad(x.astype(jnp.float32), padding), _matrix())
 
     def undo(self, x: Float[Array, "*padded"]) -> Float32[Array, "*shape"]:
@@ -53,7 +60,7 @@ class Rotation:
 
     def _times(self, x: Array, matrix: np.ndarray) -> Array:
         last = jnp.moveaxis(x, self.axis, -1)
-        groups = last.reshape(*last.shape[:-1], -1, _SIZE)
+        groups = last.reshape(*last.shape[:-1], last.shape[-1] // GROUP, GROUP)
         rotated = lax.dot_general(
             groups,
             jnp.asarray(matrix),

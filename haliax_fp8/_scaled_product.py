@@ -52,23 +52,39 @@ def scaled_product(
     )
 
     def native(a: QuantizedArray, b: QuantizedArray) -> Array:
-        lhs, lhs_scale = _in_rows(a, in_order.lhs_batch, in_order.lhs_free, in_order.lhs_contract)
-        rhs, rhs_scale = _in_rows(b, in_order.rhs_batch, in_order.rhs_free, in_order.rhs_contract)
-        out = lax.scaled_dot(
-            lhs,
-            rhs,
-            lhs_scale=lhs_scale,
-            rhs_scale=rhs_scale,
-            dimension_numbers=(((2,), (2,)), ((0,), (0,))),
-            preferred_element_type=jnp.float32,
-        )
-        return out.reshape(in_order.out_shape(a.data.shape, b.data.shape))
+        return native_product(a, b, in_order)
 
     return lax.platform_dependent(a, b, cpu=dequantized, default=native)
 
 
+def native_product(a: QuantizedArray, b: QuantizedArray, dimensions: DotDimensions) -> Float32[Array, "..."]:
+    """The product of FP8 data and E8M0 scales, by `jax.lax.scaled_dot`.
+
+    Args:
+        a: The first operand. Its scales are powers of two for blocks whose size along the last contracted axis is a
+            multiple of 32.
+        b: The second operand, likewise.
+        dimensions: What is contracted; blocks run along the last pair of axes.
+
+    Returns:
+        The product, axes in the order of `lax.dot_general`.
+    """
+    lhs, lhs_scale = _in_rows(a, dimensions.lhs_batch, dimensions.lhs_free, dimensions.lhs_contract)
+    rhs, rhs_scale = _in_rows(b, dimensions.rhs_batch, dimensions.rhs_free, dimensions.rhs_contract)
+    out = lax.scaled_dot(
+        lhs,
+        rhs,
+        lhs_scale=lhs_scale,
+        rhs_scale=rhs_scale,
+        dimension_numbers=(((2,), (2,)), ((0,), (0,))),
+        preferred_element_type=jnp.float32,
+    )
+    return out.reshape(dimensions.out_shape(a.data.shape, b.data.shape))
+
+
 def _in_blocks_of_32(x: QuantizedArray, contracted: int) -> bool:
-    return x.power_of_two and x.block is not None and x.block[contracted] % _BLOCK == 0
+    # An operand without elements has no blocks to give to the hardware.
+    return x.power_of_two and x.block is not None and x.block[contracted] % _BLOCK == 0 and x.data.size > 0
 
 
 def _in_rows(
@@ -87,9 +103,10 @@ def _in_rows(
         exponent = lax.slice_in_dim(exponent, 0, blocks, axis=last)
     whole = tuple(blocks if axis == last else n for axis, n in enumerate(x.data.shape))
     exponent = expand(exponent, whole, tuple(1 if axis == last else n for axis, n in enumerate(block)))
-    sizes = tuple(math.prod(x.data.shape[axis] for axis in axes) for axes in (batch, free))
     order = (*batch, *free, *contracted)
-    rows = lambda x: lax.transpose(x, order).reshape(*sizes, -1)
+    rows = lambda x: lax.transpose(x, order).reshape(
+        *(math.prod(x.shape[axis] for axis in axes) for axes in (batch, free, contracted))
+    )
     return rows(data), lax.bitcast_convert_type(rows(exponent), jnp.float8_e8m0fnu)
 
 

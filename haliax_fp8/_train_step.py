@@ -10,7 +10,7 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float, Key, PyTree
 
-from ._keys import with_rounding_keys
+from ._keys import require_single_key, with_rounding_keys
 from ._training import (
     accumulate_gradients,
     apply_updates,
@@ -38,7 +38,8 @@ class TrainStep(eqx.Module):
             them, such as the model before it was converted, is unusable after the step.
 
     Raises:
-        ValueError: If `microbatches` is below 1; when called, if it does not divide a batch.
+        ValueError: If `microbatches` is below 1; when called, if it does not divide a batch, or if `key` is
+            not a single key.
 
     Example:
         >>> step = TrainStep(loss_fn, optax.adamw(1e-3))
@@ -75,6 +76,8 @@ class TrainStep(eqx.Module):
         Returns:
             The new model, the new optimizer state, and `loss` and `grad_norm` (over parameters, before clipping).
         """
+        if key is not None:
+            require_single_key(key)
         return (_donating_step if self.donate else _step)((self, batch, key), model, opt_state)
 
 

@@ -5,8 +5,14 @@ import numpy as np
 
 
 F32 = np.float32
-LIMIT = {"E4M3": 448.0, "E5M2": 57344.0}
-DTYPE = {"E4M3": ml_dtypes.float8_e4m3fn, "E5M2": ml_dtypes.float8_e5m2}
+LIMIT = {"E4M3": 448.0, "E5M2": 57344.0, "E4M3FNUZ": 240.0, "E5M2FNUZ": 57344.0, "E2M1": 6.0}
+DTYPE = {
+    "E4M3": ml_dtypes.float8_e4m3fn,
+    "E5M2": ml_dtypes.float8_e5m2,
+    "E4M3FNUZ": ml_dtypes.float8_e4m3fnuz,
+    "E5M2FNUZ": ml_dtypes.float8_e5m2fnuz,
+    "E2M1": ml_dtypes.float4_e2m1fn,
+}
 
 
 def cast(x, format):
@@ -71,3 +77,22 @@ def mxfp8(x, rows=1, format="E4M3"):
     scale = np.where(np.isnan(target), np.nan, np.ldexp(1.0, exponent))
     with np.errstate(invalid="ignore"):
         return cast((x.astype(np.float64) / expand(scale, x.shape, rows, 32)).astype(F32), format), scale.astype(F32)
+
+
+def nvfp4(x, rows=1):
+    """E2M1 in blocks of 16, E4M3 scales of blocks, one float32 scale of the tensor. Data as E4M3, which has a NaN.
+
+    arXiv:2509.25149, appendix C, with TransformerEngine's guards: an encoding scale never exceeds float32, and is 1 for
+    a tensor of zeros and for one whose amax is infinite.
+    """
+    largest = np.finfo(F32).max
+    with np.errstate(all="ignore"):
+        x = x.astype(F32)
+        tensor_amax = np.abs(x).max()
+        encode = np.minimum(F32(448.0 * 6.0) / tensor_amax, largest)
+        encode = F32(1.0) if tensor_amax == 0 or encode == 0 else encode
+        of_block = cast(np.abs(blocks(x, rows, 16)).max(axis=(1, 3)) * (encode / F32(6.0)), "E4M3").astype(F32)
+        scale = of_block * (F32(1.0) / encode)
+        scaled = x * expand(np.minimum(F32(1.0) / scale, largest), x.shape, rows, 16)
+        data = np.where(np.isnan(scaled), F32(np.nan), cast(scaled, "E2M1").astype(F32))
+    return data.astype(DTYPE["E4M3"]), scale

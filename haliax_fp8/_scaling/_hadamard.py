@@ -7,8 +7,8 @@ from jaxtyping import Array, Float
 
 from .._formats import Format
 from .._quantized_array import QuantizedArray
-from .._rotation import Rotation
-from ._base import AbstractScaling, OperandUse
+from .._rotation import GROUP, Rotation
+from ._base import AbstractScaling, AbstractStatefulScaling, OperandUse
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,14 +22,26 @@ class HadamardScaling(AbstractScaling):
 
     Args:
         scaling: How the rotated operand is quantized; a stateless scaling.
+        padding: Whether an axis that is no multiple of 16 is filled up with zeros.
+
+    Raises:
+        ValueError: If `scaling` keeps state; when used, if an axis would be filled up and `padding` is False.
 
     References:
         QuaRot (arXiv:2404.00456); arXiv:2509.25149, section 4.2: on the operands of wgrad.
     """
 
     scaling: AbstractScaling
+    padding: bool = True
 
     directional: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if isinstance(self.scaling, AbstractStatefulScaling):
+            raise ValueError(
+                f"scaling={self.scaling} of HadamardScaling keeps state, which describes the operand before it is "
+                "rotated; use a stateless one, such as CurrentScaling() or NVFP4Scaling()"
+            )
 
     @property
     def gradient_format(self) -> Format:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -41,5 +53,10 @@ class HadamardScaling(AbstractScaling):
         if not (use.mixable and use.contracted):
             return self.scaling.quantize(x, use)
         rotation = Rotation(axis=use.contracted[-1], length=x.shape[use.contracted[-1]])
+        if rotation.padding and not self.padding:
+            raise ValueError(
+                f"axis {rotation.axis} of an operand of shape {x.shape} is not a multiple of the {GROUP} elements that "
+                f"{self} rotates; make it one, or let it be filled up with padding=True"
+            )
         quantized = self.scaling.quantize(rotation.apply(x), use)
         return dataclasses.replace(quantized, rotation=rotation)

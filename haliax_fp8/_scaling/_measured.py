@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float32
 
+from .._formats import Format
 from .._quantized_array import QuantizedArray
 from ._base import AbstractScaling, AbstractStatefulScaling, OperandUse
 
@@ -20,11 +21,11 @@ class MeasuredScaling(AbstractStatefulScaling):
 
     Args:
         scaling: The scaling that quantizes.
-        limit: The largest value of the format.
+        format: The format that it quantizes to.
     """
 
     scaling: AbstractScaling
-    limit: float
+    format: Format
 
     measures: ClassVar[int] = 4
 
@@ -68,21 +69,25 @@ class MeasuredScaling(AbstractStatefulScaling):
     ) -> Float32[Array, "*ensemble 1 4"]:
         """Amax; the shares of elements clipped and flushed to zero; and `|x - q|^2 / |x|^2`.
 
-        Clipped is what ends at the format's maximum and was larger. A block recipe clips nothing; where rotation mixes
+        Clipped is what ends at the format's maximum and lost more than rounding would have taken. Where rotation mixes
         elements before they are quantized, shares are those of the values after it is undone.
         """
         axes = tuple(range(ensemble, x.ndim))
         x, values = x.astype(jnp.float32), quantized.dequantize()
         magnitude, rounded = jnp.abs(x), jnp.abs(values)
-        top = jnp.abs(quantized.data.astype(jnp.float32)) >= self.limit
+        top = jnp.abs(quantized.data.astype(jnp.float32)) >= self.format.max
         top = top if quantized.rotation is None else jnp.zeros(x.shape, bool)
-        # Rounding moves a value by at most half of its distance to the next; clipping by more.
-        clipped = top & (magnitude > rounded * jnp.float32(1.0 + 2.0**-4))
         flushed = (rounded == 0.0) & (magnitude > 0.0)
+        # Half the distance from the largest value to what would be the next.
+        half = 2.0 ** (math.floor(math.log2(self.format.max)) - self.format.mantissa_bits - 1)
+        clipped = top & ~flushed & (magnitude > rounded * jnp.float32(1.0 + half / self.format.max))
         count = jnp.float32(max(1, math.prod(x.shape[ensemble:])))
-        squares = jnp.sum(x * x, axes)
-        error = jnp.sum((x - values) ** 2, axes) / jnp.where(squares > 0.0, squares, jnp.float32(1.0))
-        amax = jnp.max(magnitude, axes, initial=0.0)
+        amax = jnp.max(magnitude, axes, initial=0.0, keepdims=True)
+        # Squares of what is below 1e-19, as gradients are, would be flushed to zero.
+        unit = jnp.where((amax > 0.0) & jnp.isfinite(amax), amax, jnp.float32(1.0))
+        squares = jnp.sum((x / unit) ** 2, axes)
+        error = jnp.sum(((x - values) / unit) ** 2, axes) / jnp.where(squares > 0.0, squares, jnp.float32(1.0))
+        amax = amax.reshape(x.shape[:ensemble])
         shares = [jnp.sum(condition.astype(jnp.float32), axes) / count for condition in (clipped, flushed)]
         return jnp.expand_dims(jnp.stack([amax, *shares, error], axis=-1), ensemble)
 

@@ -1,0 +1,254 @@
+"""NVFP4: the 4-bit format, its scales and data bit for bit, the rotation, and which product it enters."""
+
+import dataclasses
+
+import haliax as hax
+import haliax.nn as hnn
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import recipe_reference as reference
+from helpers import equations, sqnr
+
+import haliax_fp8 as fp8
+from haliax_fp8._rotation import Rotation
+
+
+MATRIX = (((1,), (0,)), ((), ()))
+KEY = jax.random.key(7)
+E2M1_VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+
+RECIPE = fp8.recipes["nvfp4"]
+UNROTATED = dataclasses.replace(RECIPE, input_for_wgrad=None, output_grad_for_wgrad=None)
+
+
+def normal(shape, seed=0):
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+# --- E2M1 -------------------------------------------------------------------------------------------------------------
+
+
+def test_e2m1_has_the_values_of_ml_dtypes():
+    codes = np.arange(16, dtype=np.uint8)
+    values = codes.view(ml_dtypes.float4_e2m1fn).astype(np.float64)
+    np.testing.assert_array_equal(values, np.concatenate([E2M1_VALUES, -E2M1_VALUES]))
+    format = fp8.E2M1
+    assert (format.max, format.smallest_normal, format.smallest_subnormal) == (6.0, 1.0, 0.5)
+    assert (format.exponent_bits, format.mantissa_bits) == (2, 1)
+    # The container holds them all.
+    np.testing.assert_array_equal(values.astype(format.storage).astype(np.float64), values)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_e2m1_rounds_to_the_nearest_value_and_ties_to_the_even_code(dtype):
+    ties = (E2M1_VALUES[1:] + E2M1_VALUES[:-1]) / 2
+    # Codes 0 to 7 in order: each tie goes to the neighbour with the even one.
+    of_ties = np.where(np.arange(7) % 2 == 0, E2M1_VALUES[:-1], E2M1_VALUES[1:])
+    np.testing.assert_array_equal(of_ties, [0, 1, 1, 2, 2, 4, 4])
+    off = float(jnp.finfo(dtype).eps)
+    x = np.concatenate([E2M1_VALUES, ties, ties * (1 - off), ties * (1 + off), [6.9, 7.0, 8.0, 1e4, np.inf]])
+    expected = np.concatenate([E2M1_VALUES, of_ties, E2M1_VALUES[:-1], E2M1_VALUES[1:], [6.0] * 5])
+    x, expected = np.concatenate([x, -x]), np.concatenate([expected, -expected])
+    got = jax.jit(lambda x: fp8.saturating_cast(x, fp8.E2M1))(jnp.asarray(x, dtype))
+    assert got.dtype == fp8.E2M1.storage
+    np.testing.assert_array_equal(np.asarray(got).astype(np.float64), expected)
+    np.testing.assert_array_equal(np.signbit(np.asarray(got).astype(np.float32)), np.signbit(expected))
+
+
+def test_e2m1_is_the_cast_of_ml_dtypes():
+    x = np.concatenate([normal(4000) * 3, np.linspace(-6.5, 6.5, 2001, dtype=np.float32)])
+    expected = np.clip(x, -6, 6).astype(ml_dtypes.float4_e2m1fn).astype(np.float32)
+    np.testing.assert_array_equal(fp8.saturating_cast(jnp.asarray(x), fp8.E2M1).astype(jnp.float32), expected)
+    assert np.isnan(np.asarray(fp8.saturating_cast(jnp.array([jnp.nan]), fp8.E2M1)).astype(np.float32)).all()
+
+
+# --- Scales and data --------------------------------------------------------------------------------------------------
+
+
+def matrices():
+    plain, rng = normal((96, 128)), np.random.default_rng(1)
+    special = {name: plain[:20, :40].copy() for name in ("inf", "nan")}
+    special["inf"][3, 17], special["inf"][4, 0], special["nan"][2, 5] = np.inf, -np.inf, np.nan
+    outlier = plain.copy()
+    outlier[0, 0] = 3e5
+    return {
+        "normal": plain,
+        "cut by the edge": plain[:37, :53],
+        "shorter than a block": plain[:5, :7],
+        "one element": plain[:1, :1],
+        "one negative zero": np.full((1, 1), -0.0, np.float32),
+        "zeros": np.zeros((17, 33), np.float32),
+        "rows of zeros": plain * (np.arange(96) % 3 == 0)[:, None].astype(np.float32),
+        "blocks too small for their scales": outlier,
+        "magnitudes from 2**-60 to 2**60": plain * np.exp2(rng.integers(-60, 60, plain.shape)).astype(np.float32),
+        "tiny": plain[:8] * np.float32(1e-31),
+        "huge": np.clip(plain[:8], -3, 3) * np.float32(1e38),
+        "bfloat16": plain.astype(ml_dtypes.bfloat16),
+        "subnormal in float16": (plain[:20] * 2e-6).astype(np.float16),
+        **special,
+    }
+
+
+MATRICES = matrices()
+
+
+@pytest.mark.parametrize("matrix", sorted(MATRICES))
+@pytest.mark.parametrize("square", [False, True], ids=["1x16", "16x16"])
+def test_data_and_scales_equal_the_reference_bit_for_bit(square, matrix):
+    x = MATRICES[matrix]
+    data, scale = reference.nvfp4(x, rows=16 if square else 1)
+    scaling = fp8.NVFP4Scaling(square=square)
+    got = jax.jit(lambda x: scaling.quantize(x, fp8.OperandUse(fp8.E2M1, contracted=(1,))))(x)
+    nan = np.isnan(data.astype(np.float32))
+    np.testing.assert_array_equal(np.isnan(np.asarray(got.data).astype(np.float32)), nan)
+    np.testing.assert_array_equal(np.asarray(got.data).view(np.uint8)[~nan], data.view(np.uint8)[~nan])
+    np.testing.assert_array_equal(got.scale, scale)
+
+
+def test_each_member_of_an_ensemble_has_a_tensor_scale_of_its_own():
+    x = np.stack([normal((8, 32), seed) * 10.0**seed for seed in range(3)]).astype(np.float32)
+    got = fp8.NVFP4Scaling().quantize(jnp.asarray(x), fp8.OperandUse(fp8.E2M1, contracted=(2,), ensemble=1))
+    for member, (data, scale) in enumerate(zip(got.data, got.scale, strict=True)):
+        expected = reference.nvfp4(x[member])
+        np.testing.assert_array_equal(np.asarray(data).view(np.uint8), expected[0].view(np.uint8))
+        np.testing.assert_array_equal(scale, expected[1])
+
+
+def test_block_scales_are_e4m3_multiples_of_one_number():
+    x = MATRICES["normal"]
+    scale = np.asarray(fp8.NVFP4Scaling().quantize(jnp.asarray(x), fp8.OperandUse(fp8.E2M1, (1,))).scale, np.float64)
+    in_e4m3 = scale / (np.abs(x).max() / (448.0 * 6.0))
+    np.testing.assert_allclose(in_e4m3, in_e4m3.astype(ml_dtypes.float8_e4m3fn).astype(np.float64), rtol=1e-6)
+    assert in_e4m3.max() == pytest.approx(448.0)
+
+
+# --- Rotation ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("axis, length", [(0, 16), (1, 48), (0, 20), (1, 5), (2, 1)])
+def test_rotation_is_orthogonal(axis, length):
+    shape = tuple(length if i == axis else 3 for i in range(3))
+    x, rotation = normal(shape), Rotation(axis=axis, length=length)
+    rotated = rotation.apply(jnp.asarray(x))
+    assert rotated.shape[axis] == -(-length // 16) * 16
+    # 16 terms of quarters: each sum is off by at most 16 eps of the sum of magnitudes.
+    bound = 16 * np.finfo(np.float32).eps * 16 * np.abs(x).max()
+    np.testing.assert_allclose(
+        (np.asarray(rotated, np.float64) ** 2).sum(), (x.astype(np.float64) ** 2).sum(), rtol=1e-5
+    )
+    np.testing.assert_allclose(rotation.undo(rotated), x, rtol=0, atol=bound)
+
+
+def test_rotation_is_one_matrix_of_quarters_for_every_group():
+    rotated = np.asarray(Rotation(axis=0, length=48).apply(jnp.eye(48)), np.float64)
+    matrix = rotated[:16, :16]  # column j is the image of the unit vector j
+    np.testing.assert_array_equal(np.abs(matrix), np.full((16, 16), 0.25))
+    np.testing.assert_array_equal(matrix.T @ matrix, np.eye(16))
+    np.testing.assert_array_equal(rotated, np.kron(np.eye(3), matrix))
+    # Random signs: a constant does not all go into one element.
+    assert np.abs(matrix.sum(axis=1)).max() < 4.0
+
+
+@pytest.mark.parametrize("rows", [64, 37])
+def test_a_product_of_rotated_operands_is_the_product(rows):
+    """Bounded by float32's rounding of the rotation, 16 terms of each factor."""
+    x, g = normal((rows, 24)), normal((rows, 40), 1)
+    rotation = Rotation(axis=0, length=rows)
+    a, b = (np.asarray(rotation.apply(jnp.asarray(m)), np.float64) for m in (x, g))
+    exact = x.T.astype(np.float64) @ g.astype(np.float64)
+    bound = 2 * 16 * np.finfo(np.float32).eps * (np.abs(a).T @ np.abs(b) + np.abs(x).T @ np.abs(g))
+    assert (np.abs(a.T @ b - exact) <= bound).all()
+
+
+def test_rotation_spreads_an_outlier():
+    x = np.full(16, 0.01, np.float32)
+    x[5] = 8.0
+    rotated = np.asarray(Rotation(axis=0, length=16).apply(jnp.asarray(x)))
+    assert np.abs(rotated).max() / np.abs(rotated).min() < 1.1  # 800 before
+
+
+# --- Which product ----------------------------------------------------------------------------------------------------
+
+
+def keyed(recipe):
+    return fp8.with_rounding_keys(fp8.Fp8DotGeneral.init(recipe), KEY)
+
+
+def problem():
+    return tuple(jnp.asarray(normal(shape, seed)) for seed, shape in enumerate([(48, 64), (64, 32), (48, 32)]))
+
+
+def gradients(op, x, w, c):
+    return jax.grad(lambda x, w: (c * op(x, w, MATRIX)).sum(), (0, 1))(x, w)
+
+
+def test_wgrad_is_rotated_and_no_other_product():
+    x, w, c = problem()
+    rotated, unrotated = keyed(RECIPE), keyed(UNROTATED)
+    np.testing.assert_array_equal(rotated(x, w, MATRIX), unrotated(x, w, MATRIX))
+    (dx, dw), (dx_unrotated, dw_unrotated) = gradients(rotated, x, w, c), gradients(unrotated, x, w, c)
+    np.testing.assert_array_equal(dx, dx_unrotated)
+    assert not np.array_equal(dw, dw_unrotated)
+    # Two rotations in the program of all gradients, one for each of wgrad's operands, and none without.
+    sizes = []
+    for op in (rotated, unrotated):
+        program = jax.make_jaxpr(lambda x, w, op=op: gradients(op, x, w, c))(x, w)
+        shapes = [e.invars[1].aval.shape for e in equations(program) if e.primitive.name == "dot_general"]
+        sizes.append(shapes.count((16, 16)))
+    assert sizes == [2, 0]
+
+
+def test_forward_mode_of_a_rotated_recipe_is_the_exact_derivative_within_rounding():
+    """Rounding is taken as the identity: `dx·q(w) + q(x)·dw`, each operand rotated back."""
+    x, w, _ = problem()
+    dx, dw = jnp.asarray(normal(x.shape, 5)), jnp.asarray(normal(w.shape, 6))
+    _, got = jax.jvp(lambda x, w: keyed(RECIPE)(x, w, MATRIX), (x, w), (dx, dw))
+    exact = np.asarray(dx, np.float64) @ np.asarray(w) + np.asarray(x, np.float64) @ np.asarray(dw)
+    assert got.shape == exact.shape
+    assert sqnr(exact, got) >= 18  # one rounded operand of each product: 20 dB, see `gates` in test_recipes.py
+    # Batched, as Jacobians are: each direction on its own.
+    directions = jnp.stack([dx, 2 * dx])
+    _, both = jax.vmap(lambda d: jax.jvp(lambda x: keyed(RECIPE)(x, w, MATRIX), (x,), (d,)))(directions)
+    np.testing.assert_allclose(both[1], 2 * both[0], rtol=1e-5, atol=1e-5)
+
+
+def test_wgrad_of_a_grouped_product_is_left_unrotated():
+    """It sums over parts of an axis: a rotation would mix rows of different groups."""
+    experts, inputs, outputs, rows = (hax.Axis(n, s) for n, s in (("e", 3), ("in", 32), ("out", 48), ("rows", 40)))
+    layer = hnn.MoELinear.init(experts, inputs, outputs, key=jax.random.key(0), use_bias=False)
+    x, sizes = hax.random.normal(jax.random.key(1), (rows, inputs)), hax.named(jnp.array([9, 0, 26]), experts)
+    c = hax.random.normal(jax.random.key(2), (rows, outputs))
+    loss = lambda layer: (c * layer(x, sizes)).sum().scalar()
+    found = []
+    for recipe in (RECIPE, UNROTATED):
+        # Keyed inside: random rounding of wgrad's operand is the same in both.
+        same = dataclasses.replace(
+            recipe, output_grad=dataclasses.replace(recipe.output_grad, rounding=fp8.ToNearest())
+        )
+        if same.output_grad_for_wgrad is not None:
+            nearest = dataclasses.replace(same.output_grad_for_wgrad, rounding=fp8.ToNearest())
+            same = dataclasses.replace(same, output_grad_for_wgrad=nearest)
+        converted = fp8.fp8_linear_layers(layer, fp8.Fp8Config(recipe=same))
+        found.append(fp8.filter_grad(loss)(converted).weight.array)
+    np.testing.assert_array_equal(found[0], found[1])
+    assert np.abs(np.asarray(found[0])[[0, 2]]).max() > 0
+    np.testing.assert_array_equal(found[0][1], jnp.zeros_like(found[0][1]))
+
+
+# --- Refused ----------------------------------------------------------------------------------------------------------
+
+
+def test_state_behind_a_rotation_is_refused():
+    with pytest.raises(ValueError, match=r"scaling=DelayedScaling\(.* of HadamardScaling keeps state.*stateless"):
+        fp8.HadamardScaling(fp8.DelayedScaling())
+
+
+def test_rotating_one_operand_or_another_product_is_refused():
+    rotated = fp8.Quantization(fp8.E2M1, fp8.HadamardScaling(fp8.NVFP4Scaling()))
+    with pytest.raises(ValueError, match="rotates one operand of wgrad"):
+        dataclasses.replace(UNROTATED, input_for_wgrad=rotated)
+    with pytest.raises(ValueError, match="rotates an operand of fprop"):
+        fp8.Recipe.of(fp8.HadamardScaling(fp8.NVFP4Scaling()), forward=fp8.E2M1)
