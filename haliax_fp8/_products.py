@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Float32
 
 from ._contraction import AbstractContraction, ProductName
 from ._first_order import first_order
+from ._mesh_axes import axes_to_reduce, varying_axes
 from ._quantized_array import QuantizedArray
 from ._recipe import Quantization, Recipe
 from ._scaling import AbstractScaling, AbstractStatefulScaling, OperandUse, measures, updated, usable
@@ -73,21 +74,6 @@ class ProductSpec:
         return (1, 0, 2) if self.kernel_is_lhs else (0, 1, 2)
 
 
-def varying_axes(x: Array) -> frozenset[str]:
-    """The mesh axes over which an array differs from device to device, inside `shard_map`."""
-    aval = jax.typeof(x)
-    axes = getattr(aval, "manual_axis_type", None)  # JAX 0.12 moved `vma` here.
-    return frozenset(axes.varying if axes is not None else getattr(aval, "vma", ()))
-
-
-def _axes_to_reduce(x: Array, state: Array) -> tuple[str, ...]:
-    """The mesh axes over which devices hold parts of an operand but share the state, inside `shard_map`."""
-    manual = tuple(jax.sharding.get_abstract_mesh().manual_axes)
-    if manual and not varying_axes(lax.axis_index(manual[0])):
-        return manual  # With `check_vma=False` nothing is known; a maximum too many does no harm.
-    return tuple(sorted(varying_axes(x) - varying_axes(state)))
-
-
 def _measured(
     x: Float[Array, "..."], quantized: QuantizedArray, role: int, spec: ProductSpec, state: Array
 ) -> Float32[Array, "*ensemble 1 measures"]:
@@ -95,7 +81,7 @@ def _measured(
     scaling, count = spec.quantizations[role].scaling, measures(spec.recipe.scalings)
     if isinstance(scaling, AbstractStatefulScaling) and scaling.measures:
         values = scaling.measure(x, quantized, spec.ensemble)
-        axes = _axes_to_reduce(x, state)
+        axes = axes_to_reduce(x, state)
         return _filled_up(lax.pmax(values, axes) if axes else values, count)
     return jnp.zeros((*x.shape[: spec.ensemble], 1, count), jnp.float32)
 
@@ -222,11 +208,18 @@ class Residuals(NamedTuple):
         return lhs.ndim, rhs.ndim
 
 
-@functools.partial(jax.jit, static_argnames="spec")
+@functools.partial(jax.jit, static_argnames=("spec", "differentiated"))
 def forward(
-    lhs: Array, rhs: Array, extras: tuple[Array, ...], state: Array | None, key: Array | None, *, spec: ProductSpec
-) -> tuple[Array, Residuals]:
-    """The output, and the residuals of the backward pass."""
+    lhs: Array,
+    rhs: Array,
+    extras: tuple[Array, ...],
+    state: Array | None,
+    key: Array | None,
+    *,
+    spec: ProductSpec,
+    differentiated: bool,
+) -> tuple[Array, Residuals | None]:
+    """The output, and if it is differentiated the residuals of the backward pass."""
     lhs, rhs = (_round_to(x, spec.compute_dtype) for x in first_order(lhs, rhs))
     state = None if state is None else to_float32(state)
     scales = _scales(state)
@@ -236,6 +229,8 @@ def forward(
         quantized = [_quantize(x, role, "product", axes[role], scales, key, spec) for role, x in enumerate((lhs, rhs))]
         out = contraction.product(quantized[0], quantized[1], extras, spec.precision)
         out = _round_to(_round_to(out, spec.compute_dtype), spec.out_dtype)
+    if not differentiated:
+        return out, None
     measured = None
     if state is not None and measures(spec.recipe.scalings):
         of_operands = [_measured(x, quantized[role], role, spec, state) for role, x in enumerate((lhs, rhs))]

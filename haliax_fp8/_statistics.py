@@ -151,7 +151,9 @@ def _statistics(gradient: Fp8DotGeneral) -> OpStatistics:
     for row, scaling in enumerate(scalings):
         assert isinstance(scaling, AbstractStatefulScaling)
         values = scaling.newest(table[..., row : row + 1, :])
-        reached = jnp.isfinite(values) & jnp.isfinite(table[..., row : row + 1, :1])
+        scale = table[..., row : row + 1, :1]
+        # A scale is positive; the gradient of a layer that the loss does not reach has 0 or `-inf` there.
+        reached = jnp.isfinite(values) & jnp.isfinite(scale) & (scale > 0.0)
         rows.append(jnp.where(reached, values, jnp.nan))
     measured = jnp.concatenate(rows, axis=-2)
     return OpStatistics(*(measured[..., i] for i in range(measured.shape[-1])))

@@ -1,5 +1,7 @@
 """Delayed scaling in NumPy: what the suite compares states against. Uses nothing of the package."""
 
+from fractions import Fraction
+
 import numpy as np
 
 
@@ -29,6 +31,58 @@ class DelayedScalingReference:
             self.history[operand] = history
             if (largest := history.max()) > 0:
                 self.scale[operand] = self.dtype(1.0) / (self.limits[operand] / largest)
+
+
+class DelayedOptionsReference:
+    """The scale of one operand in float64, for any rule, margin, interval and rounding of scales.
+
+    Args:
+        limit: The largest value of the operand's format.
+        length: How many amaxes the rule sees.
+        rule: From the amaxes, oldest first, to the number that the scale comes from.
+        measure: What a step records of a tensor.
+        margin: Headroom as a power of two.
+        interval: The scale moves in the first step and then every so many.
+        power_of_two: Whether scales are rounded up to powers of two.
+    """
+
+    def __init__(self, limit, length, rule=max, measure=None, margin=0, interval=1, power_of_two=False):
+        self.limit, self.length, self.rule, self.measure = limit, length, rule, measure or amax
+        self.margin, self.interval, self.power_of_two = margin, interval, power_of_two
+        self.scale, self.amaxes, self.steps = 1.0, [], 0
+
+    def record(self, *uses):
+        """One step with these tensors; the largest of what they measure counts, and nothing that is not finite."""
+        with np.errstate(invalid="ignore"):
+            measured = max(float(self.measure(np.asarray(x, np.float64))) for x in uses)
+        if not np.isfinite(measured):
+            return
+        self.amaxes.append(measured)
+        if self.steps % self.interval == 0 and (chosen := self.rule(self.amaxes[-self.length :])) > 0:
+            self.scale = chosen / self.limit * 2.0**self.margin
+            if self.power_of_two:
+                self.scale = 2.0 ** np.ceil(np.log2(self.scale))
+        self.steps += 1
+
+
+def moving_average(decay):
+    """The rule that weighs an amax by `decay` for each step since; steps that recorded nothing do not count."""
+
+    def rule(amaxes):
+        recorded = [(decay**age, amax) for age, amax in enumerate(reversed(amaxes)) if amax > 0]
+        return sum(w * a for w, a in recorded) / sum(w for w, _ in recorded) if recorded else 0.0
+
+    return rule
+
+
+def percentile(percent):
+    """The smallest magnitude that so many percent do not exceed, by counting."""
+
+    def measure(x):
+        magnitudes = sorted(np.abs(x).ravel())
+        return next(a for i, a in enumerate(magnitudes) if 100 * (i + 1) >= Fraction(str(percent)) * len(magnitudes))
+
+    return measure
 
 
 def amax(x):

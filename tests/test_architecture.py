@@ -16,7 +16,7 @@ ROOT = Path(haliax_fp8.__file__).parent
 # A module (a file, or a folder as a whole) may import modules of the lines above its own, never one of its own line.
 # So the numerics can be read without the layers, and training, calibration and the rest never need each other.
 LAYERS = (
-    ("_formats", "_rotation", "_state", "_dimension_numbers", "_first_order", "_targets"),
+    ("_formats", "_rotation", "_state", "_dimension_numbers", "_first_order", "_mesh_axes", "_targets"),
     ("_quantized_array", "_rounding", "_device", "ops"),
     ("_scaling", "_scaled_product"),
     ("_contraction",),

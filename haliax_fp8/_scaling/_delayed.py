@@ -140,6 +140,19 @@ class DelayedScaling(AbstractStatefulScaling):
         counter = lax.rem(counter + np.float32(1.0), lax.full_like(counter, self.update_interval))
         return lax.concatenate([new_scale, history, counter], axis)
 
+    def calibrated(
+        self,
+        rows: Float32[Array, "*ensemble operands columns"],
+        measured: Float32[Array, "*ensemble operands 1"],
+        limits: tuple[float, ...],
+    ) -> Float32[Array, "*ensemble operands columns"]:
+        """As `update`, with a scale that moves at every batch whatever `update_interval` is, and in the next step."""
+        if self.update_interval == 1:
+            return self.update(rows, measured, limits)
+        history = lax.slice_in_dim(rows, 0, 1 + self.amax_history_length, axis=rows.ndim - 1)
+        new = self.update(jnp.concatenate([history, jnp.zeros_like(measured)], -1), measured, limits)
+        return new.at[..., -1].set(0.0)
+
     def _scale_of(self, history: Array, scale: Array, limits: tuple[float, ...]) -> Array:
         amax = self.amax_compute.of_history(history)
         limit = lax.broadcast_in_dim(np.asarray(limits, np.float32), scale.shape, (scale.ndim - 2,))

@@ -1,0 +1,20 @@
+"""Inside `shard_map`: the mesh axes over which an array differs from device to device."""
+
+import jax
+from jax import lax
+from jaxtyping import Array
+
+
+def varying_axes(x: Array) -> frozenset[str]:
+    """The mesh axes over which an array differs from device to device, inside `shard_map`."""
+    aval = jax.typeof(x)
+    axes = getattr(aval, "manual_axis_type", None)  # JAX 0.12 moved `vma` here.
+    return frozenset(axes.varying if axes is not None else getattr(aval, "vma", ()))
+
+
+def axes_to_reduce(x: Array, state: Array) -> tuple[str, ...]:
+    """The mesh axes over which devices hold parts of an operand but share the state, inside `shard_map`."""
+    manual = tuple(jax.sharding.get_abstract_mesh().manual_axes)
+    if manual and not varying_axes(lax.axis_index(manual[0])):
+        return manual  # With `check_vma=False` nothing is known; a maximum too many does no harm.
+    return tuple(sorted(varying_axes(x) - varying_axes(state)))

@@ -1,0 +1,257 @@
+"""What `quantization_statistics` reports, against NumPy, for every recipe and under every transformation."""
+
+import dataclasses
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import recipe_reference as reference
+
+import haliax_fp8 as fp8
+
+
+MATRIX = (((1,), (0,)), ((), ()))
+OPERANDS = ("input", "kernel", "output_grad")
+KEY = jax.random.key(0)
+FIELDS = ("amax", "saturation", "underflow", "error")
+
+
+def tensors(seed=0):
+    """Wide distributions, so that each format flushes something to zero."""
+    rng = np.random.default_rng(seed)
+    shapes = (24, 160), (160, 32), (24, 32)
+    return tuple(
+        (rng.standard_normal(shape) * np.exp2(rng.integers(-20, 4, shape))).astype(np.float32) for shape in shapes
+    )
+
+
+def loss(op, x, w, c):
+    return (c * op(x, w, MATRIX)).sum()
+
+
+def expected(x, values, limit_reached):
+    """Amax, saturation, underflow and error in float64."""
+    x = x.astype(np.float64)
+    return {
+        "amax": np.abs(x).max(),
+        "saturation": limit_reached.mean(),
+        "underflow": ((values == 0) & (x != 0)).mean(),
+        "error": ((x - values) ** 2).sum() / (x**2).sum(),
+    }
+
+
+def by_blocks(x, name, operand):
+    """What a recipe's values are in NumPy: which axis its blocks run along, and how long they are."""
+    kernel = operand == "kernel"
+    turned = x.T if kernel else x
+    format = "E5M2" if operand == "output_grad" and name == "current" else "E4M3"
+    if name == "current":
+        data, scale = reference.current(turned, format)
+        values = data.astype(np.float64) * scale
+    elif name in ("rowwise", "rowwise_wgrad_bf16"):
+        data, scale = reference.rowwise(turned)
+        values = data.astype(np.float64) * scale
+    elif name == "deepseek":
+        rows = 128 if kernel else 1
+        data, scale = reference.block(turned, rows=rows)
+        values = data.astype(np.float64) * reference.expand(scale, turned.shape, rows, 128)
+    else:
+        data, scale = reference.mxfp8(turned)
+        values = data.astype(np.float64) * reference.expand(scale, turned.shape, 1, 32)
+    return values.T if kernel else values
+
+
+def assert_statistics(got, rows):
+    """`got` has a number for each operand, `rows` one dictionary for each."""
+    for operand, row in enumerate(rows):
+        for field in FIELDS:
+            actual = float(getattr(got, field)[operand])
+            # Shares are counts; errors are sums of squares in float32.
+            np.testing.assert_allclose(
+                actual, row[field], rtol=1e-4, atol=1e-12, err_msg=f"{OPERANDS[operand]} {field}"
+            )
+
+
+@pytest.mark.parametrize("name", ["current", "rowwise", "rowwise_wgrad_bf16", "deepseek", "mxfp8"])
+def test_stateless_recipes_against_numpy(name):
+    arrays = tensors()
+    op = fp8.Fp8DotGeneral.init(name)
+    measured = eqx.filter_jit(lambda op, *a: fp8.quantization_statistics(op, loss, *a))(op, *map(jnp.asarray, arrays))
+    (got,) = measured.ops.values()
+    rows = [
+        expected(x, by_blocks(x, name, operand), np.zeros(x.shape, bool))
+        for x, operand in zip(arrays, OPERANDS, strict=True)
+    ]
+    assert_statistics(got, rows)
+    assert any(row["underflow"] > 0 for row in rows)
+    np.testing.assert_allclose(got.sqnr, [-10 * np.log10(row["error"]) for row in rows], rtol=1e-3)
+    np.testing.assert_allclose(float(measured.underflow), np.mean([row["underflow"] for row in rows]), rtol=1e-5)
+
+
+# Scales that are too small for some elements: these are clipped.
+SCALES = (2.0**-9, 2.0**-9, 2.0**-16)
+
+
+@pytest.mark.parametrize("formats", [("E4M3", "E5M2"), ("E4M3", "E4M3"), ("E4M3FNUZ", "E5M2FNUZ"), ("E2M1", "E2M1")])
+@pytest.mark.parametrize("kind", ["static", "delayed"])
+def test_clipped_and_flushed_elements_are_counted(kind, formats):
+    forward, backward = (getattr(fp8, name) for name in formats)
+    by_operand = (forward, forward, backward)
+    if kind == "static":
+        quantizations = [fp8.Quantization(f, fp8.StaticScaling(s)) for f, s in zip(by_operand, SCALES, strict=True)]
+        op = fp8.Fp8DotGeneral.init(fp8.Recipe(*quantizations))
+    else:
+        op = fp8.Fp8DotGeneral.init(fp8.Recipe.of(fp8.DelayedScaling(), forward=forward, backward=backward))
+        op = eqx.tree_at(lambda op: op.state, op, op.state.with_array(op.state.array.at[:, 0].set(jnp.array(SCALES))))
+    arrays, rows = tensors(), []
+    for x, scale, format in zip(arrays, SCALES, by_operand, strict=True):
+        scaled = x.astype(np.float64) / scale
+        values = reference.cast(scaled.astype(np.float32), format.name).astype(np.float64) * scale
+        # Beyond where rounding to nearest would have stayed at the largest value, had there been a next one.
+        bits = {"E4M3": 3, "E5M2": 2, "E4M3FNUZ": 3, "E5M2FNUZ": 2, "E2M1": 1}[format.name]
+        half_way = format.max + 2.0 ** (np.floor(np.log2(format.max)) - bits) / 2
+        rows.append(expected(x, values, np.abs(scaled) > half_way))
+    (got,) = fp8.quantization_statistics(op, loss, *map(jnp.asarray, arrays)).ops.values()
+    assert_statistics(got, rows)
+    assert any(row["saturation"] > 0 for row in rows)
+
+
+@pytest.mark.parametrize("format", [fp8.E4M3, fp8.E5M2, fp8.E4M3FNUZ, fp8.E2M1], ids=repr)
+def test_what_rounds_to_the_maximum_is_not_clipped(format):
+    half = 2.0 ** (np.floor(np.log2(format.max)) - format.mantissa_bits - 1)
+    x = jnp.array([[format.max, format.max + 0.99 * half, -format.max - 0.99 * half, format.max + 1.01 * half]])
+    static = fp8.Quantization(format, fp8.StaticScaling(1.0))
+    op = fp8.Fp8DotGeneral.init(fp8.Recipe(static, static, static))
+    (got,) = fp8.quantization_statistics(op, loss, x, jnp.ones((4, 1)), jnp.ones((1, 1))).ops.values()
+    assert float(got.saturation[0]) == 0.25
+
+
+def test_a_recipe_of_four_bits_counts_and_its_flushed_blocks_are_not_clipped():
+    """A block whose scale is flushed to zero ends at the largest value times zero: underflow, not saturation."""
+    x, w, c = tensors()
+    x = x.copy()
+    x[0, 0] = 1e9
+    recipe = fp8.Recipe.of(fp8.NVFP4Scaling(), forward=fp8.E2M1)
+    (got,) = fp8.quantization_statistics(
+        fp8.Fp8DotGeneral.init(recipe), loss, *map(jnp.asarray, (x, w, c))
+    ).ops.values()
+    data, scale = reference.nvfp4(x)
+    values = data.astype(np.float64) * reference.expand(scale, x.shape, 1, 16)
+    row = expected(x, values, np.zeros(x.shape, bool))
+    assert row["underflow"] > 0.9
+    # The error is that of the outlier, and as small as float32's own squared.
+    np.testing.assert_allclose(
+        [float(getattr(got, field)[0]) for field in FIELDS], [row[field] for field in FIELDS], rtol=1e-4, atol=1e-13
+    )
+
+
+@pytest.mark.parametrize("factor", [1e-28, 1e25])
+def test_magnitudes_whose_squares_float32_does_not_have(factor):
+    """Gradients of a mean over many elements are that small; their error is the same at any magnitude."""
+    x, w, c = map(jnp.asarray, tensors())
+    op = fp8.Fp8DotGeneral.init(fp8.CurrentScaling(power_of_two=True))
+    at = lambda factor: next(iter(fp8.quantization_statistics(op, loss, x, w, factor * c).ops.values()))
+    exponent = 2.0 ** round(np.log2(factor))
+    plain, scaled = at(1.0), at(exponent)
+    for field in ("saturation", "underflow", "error"):
+        np.testing.assert_allclose(getattr(scaled, field), getattr(plain, field), rtol=1e-5)
+    np.testing.assert_allclose(scaled.amax, plain.amax * np.array([1.0, 1.0, exponent], np.float32), rtol=1e-6)
+
+
+# --- Transformations --------------------------------------------------------------------------------------------------
+
+
+def prepared(name, *arrays):
+    op = fp8.Fp8DotGeneral.init(name)
+    op = fp8.calibrate(op, loss, [arrays]) if fp8.recipes[name].is_stateful else op
+    return fp8.with_rounding_keys(op, KEY)
+
+
+@pytest.mark.parametrize("name", sorted(fp8.recipes))
+def test_reuse_and_scan_report_the_largest_of_each_number(name):
+    x, w, c = map(jnp.asarray, tensors())
+    op = prepared(name, x, w, c)
+    programs = {
+        "twice": lambda op, a, b: loss(op, a, w, c) + loss(op, b, w, c),
+        "scan": lambda op, a, b: jax.lax.scan(
+            lambda total, x: (total + loss(op, x, w, c), None), jnp.float32(0.0), jnp.stack([a, b])
+        )[0],
+    }
+    measure = eqx.filter_jit(lambda op, f, *args: next(iter(fp8.quantization_statistics(op, f, *args).ops.values())))
+    other = x[::-1] * 1.7
+    single = [measure(op, loss, a, w, c) for a in (x, other)]
+    for program, function in programs.items():
+        got = measure(op, function, x, other)
+        for field in FIELDS:
+            largest = np.maximum(*(getattr(s, field) for s in single))
+            np.testing.assert_allclose(getattr(got, field), largest, rtol=1e-5, err_msg=f"{program} {field}")
+
+
+@pytest.mark.parametrize("name", ["delayed", "mxfp8", "nvfp4"])
+def test_measuring_changes_no_number_of_the_model(name):
+    """The gradients are those of training: the recipe that records is the recipe, bit for bit."""
+    x, w, c = map(jnp.asarray, tensors())
+    op = prepared(name, x, w, c)
+    recording = op.with_recipe(op.recipe.measured)
+    for a, b in zip(
+        jax.jit(jax.grad(loss, (1, 2)))(op, x, w, c), jax.jit(jax.grad(loss, (1, 2)))(recording, x, w, c), strict=True
+    ):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_a_second_use_that_is_written_out_is_shared_still():
+    tensor = fp8.Quantization(fp8.E4M3, fp8.CurrentScaling())
+    recipe = dataclasses.replace(fp8.Recipe(tensor, tensor, tensor), input_for_wgrad=tensor, kernel_for_dgrad=tensor)
+    measured = recipe.measured
+    assert measured.input_for_wgrad == measured.input and measured.kernel_for_dgrad == measured.kernel
+
+
+def test_members_of_an_ensemble_are_measured_apart():
+    x, w, c = map(jnp.asarray, tensors())
+    make = lambda key: eqx.nn.Linear(160, 32, use_bias=False, key=key)
+    members = [make(key) for key in jax.random.split(KEY, 2)]
+    ensemble = jax.tree.map(lambda *a: jnp.stack(a) if eqx.is_array(a[0]) else a[0], *members)
+    config = fp8.Fp8Config(recipe="mxfp8")
+    single = lambda model: (c * jax.vmap(model)(x)).sum()
+    of_each = [
+        next(iter(fp8.quantization_statistics(fp8.fp8_linear_layers(m, config), single).ops.values())) for m in members
+    ]
+    together = fp8.quantization_statistics(
+        fp8.fp8_linear_layers(ensemble, config), lambda models: eqx.filter_vmap(single)(models).sum()
+    )
+    (got,) = together.ops.values()
+    for field in FIELDS:
+        np.testing.assert_allclose(getattr(got, field), [getattr(s, field) for s in of_each], rtol=1e-5)
+
+
+# --- What is not quantized --------------------------------------------------------------------------------------------
+
+
+def test_operands_in_high_precision_lose_nothing():
+    x, w, c = map(jnp.asarray, tensors())
+    high, tensor = fp8.Quantization(fp8.E4M3, fp8.HighPrecision()), fp8.Quantization(fp8.E4M3, fp8.CurrentScaling())
+    # fprop alone in FP8: the gradient of the output stays as it is.
+    recipe = fp8.Recipe(tensor, tensor, high, input_for_wgrad=high, kernel_for_dgrad=high)
+    (got,) = fp8.quantization_statistics(fp8.Fp8DotGeneral.init(recipe), loss, x, w, c).ops.values()
+    np.testing.assert_allclose(got.amax, [float(jnp.abs(a).max()) for a in (x, w, c)])
+    assert float(got.error[0]) > 0 and float(got.error[1]) > 0
+    assert (float(got.saturation[2]), float(got.underflow[2]), float(got.error[2])) == (0.0, 0.0, 0.0)
+    assert float(got.sqnr[2]) == np.inf
+
+
+def test_layers_that_the_loss_does_not_reach_are_nan_and_do_not_enter_the_mean():
+    model = fp8.fp8_linear_layers(
+        [eqx.nn.Linear(16, 16, key=key) for key in jax.random.split(KEY)], fp8.Fp8Config(recipe="mxfp8")
+    )
+    x = jax.random.normal(KEY, (8, 16))
+    measured = fp8.quantization_statistics(model, lambda model: jax.vmap(model[0])(x).sum())
+    reached, skipped = measured.ops.values()
+    assert np.isfinite(reached.error).all() and np.isnan(skipped.error).all()
+    assert np.isfinite(float(measured.saturation)) and "nan" in str(measured)
+
+
+def test_a_model_without_ops_is_refused():
+    with pytest.raises(ValueError, match="model has no FP8 product to measure; convert it with fp8_linear_layers"):
+        fp8.quantization_statistics(eqx.nn.Linear(2, 2, key=KEY), loss)
