@@ -85,8 +85,9 @@ class ModelStatistics(eqx.Module):
         for column in ("amax", "saturation", "underflow", "SQNR"):
             table.add_column(column, justify="right")
         for path, op in self.ops.items():
-            worst = lambda values, reduce=np.nanmax: [reduce(row) for row in np.asarray(values).reshape(-1, 3).T]
-            columns = worst(op.amax), worst(op.saturation), worst(op.underflow), worst(op.sqnr, np.nanmin)
+            # NaN, for members that the loss does not reach, gives way to numbers.
+            worst = lambda values, reduce=np.fmax: reduce.reduce(np.asarray(values).reshape(-1, 3), axis=0)
+            columns = worst(op.amax), worst(op.saturation), worst(op.underflow), worst(op.sqnr, np.fmin)
             for i, operand in enumerate(OPERANDS):
                 amax, saturation, underflow, sqnr = (column[i] for column in columns)
                 cells = f"{amax:.3g}", f"{saturation:.3%}", f"{underflow:.3%}", f"{sqnr:.1f} dB"

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import equinox as eqx
 import haliax as hax
 import haliax.nn as hnn
 import jax
@@ -182,7 +183,7 @@ def problem():
 
 
 def gradients(op, x, w, c):
-    return jax.grad(lambda x, w: (c * op(x, w, MATRIX)).sum(), (0, 1))(x, w)
+    return jax.jit(jax.grad(lambda x, w: (c * op(x, w, MATRIX)).sum(), (0, 1)))(x, w)
 
 
 def test_wgrad_is_rotated_and_no_other_product():
@@ -205,13 +206,13 @@ def test_forward_mode_of_a_rotated_recipe_is_the_exact_derivative_within_roundin
     """Rounding is taken as the identity: `dx·q(w) + q(x)·dw`, each operand rotated back."""
     x, w, _ = problem()
     dx, dw = jnp.asarray(normal(x.shape, 5)), jnp.asarray(normal(w.shape, 6))
-    _, got = jax.jvp(lambda x, w: keyed(RECIPE)(x, w, MATRIX), (x, w), (dx, dw))
+    _, got = jax.jit(lambda *a: jax.jvp(lambda x, w: keyed(RECIPE)(x, w, MATRIX), a[:2], a[2:]))(x, w, dx, dw)
     exact = np.asarray(dx, np.float64) @ np.asarray(w) + np.asarray(x, np.float64) @ np.asarray(dw)
     assert got.shape == exact.shape
     assert sqnr(exact, got) >= 18  # one rounded operand of each product: 20 dB, see `gates` in test_recipes.py
     # Batched, as Jacobians are: each direction on its own.
     directions = jnp.stack([dx, 2 * dx])
-    _, both = jax.vmap(lambda d: jax.jvp(lambda x: keyed(RECIPE)(x, w, MATRIX), (x,), (d,)))(directions)
+    _, both = jax.jit(jax.vmap(lambda d: jax.jvp(lambda x: keyed(RECIPE)(x, w, MATRIX), (x,), (d,))))(directions)
     np.testing.assert_allclose(both[1], 2 * both[0], rtol=1e-5, atol=1e-5)
 
 
@@ -232,7 +233,7 @@ def test_wgrad_of_a_grouped_product_is_left_unrotated():
             nearest = dataclasses.replace(same.output_grad_for_wgrad, rounding=fp8.ToNearest())
             same = dataclasses.replace(same, output_grad_for_wgrad=nearest)
         converted = fp8.fp8_linear_layers(layer, fp8.Fp8Config(recipe=same))
-        found.append(fp8.filter_grad(loss)(converted).weight.array)
+        found.append(eqx.filter_jit(fp8.filter_grad(loss))(converted).weight.array)
     np.testing.assert_array_equal(found[0], found[1])
     assert np.abs(np.asarray(found[0])[[0, 2]]).max() > 0
     np.testing.assert_array_equal(found[0][1], jnp.zeros_like(found[0][1]))

@@ -72,12 +72,11 @@ BLOCKS = {
 
 
 @pytest.mark.parametrize("name", BLOCKS)
-@pytest.mark.parametrize("shape", [(3, 141), (130, 5)])
-def test_data_and_scales_are_those_of_an_array_filled_up_with_zeros(name, shape):
+def test_data_and_scales_are_those_of_an_array_filled_up_with_zeros(name):
     """Bit for bit."""
     scaling, _ = BLOCKS[name]
-    x = jax.random.normal(jax.random.key(1), shape) * jnp.exp2(jnp.arange(shape[1]) // 10)[None, :]
-    whole = jnp.pad(x, [(0, -size % 128) for size in shape])
+    x = jax.random.normal(jax.random.key(1), (130, 141)) * jnp.exp2(jnp.arange(141) // 10)[None, :]
+    whole = jnp.pad(x, [(0, -size % 128) for size in x.shape])
     format = fp8.E2M1 if "nvfp4" in name else fp8.E4M3
     use = fp8.OperandUse(format, contracted=(1,))
     quantize = jax.jit(lambda x: scaling.quantize(x, use))

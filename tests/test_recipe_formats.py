@@ -15,7 +15,7 @@ import haliax_fp8 as fp8
 MATRIX = (((1,), (0,)), ((), ()))
 FNUZ = {"forward": fp8.E4M3FNUZ, "backward": fp8.E5M2FNUZ}
 E4M3 = {"forward": fp8.E4M3, "backward": fp8.E4M3}
-FORMATS = {"fnuz": FNUZ, "E4M3": E4M3, "fnuz E4M3": {"forward": fp8.E4M3FNUZ, "backward": fp8.E4M3FNUZ}}
+FORMATS = {"fnuz": FNUZ, "E4M3": E4M3}
 # scaling, and its reference for operands whose last axis is contracted
 SCALINGS = {
     "current": (fp8.CurrentScaling(), reference.current),
@@ -36,19 +36,17 @@ def loss(op, x, w, c):
     return (c * op(x, w, MATRIX)).sum()
 
 
-@over_formats
+@pytest.mark.parametrize("format", [fp8.E5M2, fp8.E4M3FNUZ, fp8.E5M2FNUZ], ids=repr)
 @pytest.mark.parametrize("name", SCALINGS)
-def test_data_and_scales_in_each_format_bit_for_bit(name, formats):
+def test_data_and_scales_in_each_format_bit_for_bit(name, format):
     scaling, expected = SCALINGS[name]
     x = tensors()[0]
     x[0], x[1, 0], x[2, 5] = 0.0, -0.0, 1e-30
-    for format in dict.fromkeys(formats.values()):
-        data, scale = expected(x, format=format.name)
-        quantize = jax.jit(lambda x, f=format: scaling.quantize(x, fp8.OperandUse(f, contracted=(1,))))
-        got = quantize(x)
-        assert got.data.dtype == format.dtype
-        np.testing.assert_array_equal(np.asarray(got.data).view(np.uint8), data.view(np.uint8))
-        np.testing.assert_array_equal(got.scale, scale)
+    data, scale = expected(x, format=format.name)
+    got = jax.jit(lambda x: scaling.quantize(x, fp8.OperandUse(format, contracted=(1,))))(x)
+    assert got.data.dtype == format.dtype
+    np.testing.assert_array_equal(np.asarray(got.data).view(np.uint8), data.view(np.uint8))
+    np.testing.assert_array_equal(got.scale, scale)
 
 
 @over_formats
@@ -68,10 +66,9 @@ def test_the_three_products_are_those_of_the_quantized_operands(formats):
         assert_within(got, exact, (160 + 4) * EPS * magnitude)
 
 
-@over_formats
-@pytest.mark.parametrize("name", ["delayed", "rowwise"])
-def test_a_model_trains(name, formats):
-    scaling = {"delayed": fp8.DelayedScaling(), "rowwise": fp8.RowwiseScaling()}[name]
+@pytest.mark.parametrize("name, scaling", [("fnuz", fp8.DelayedScaling()), ("E4M3", fp8.RowwiseScaling())])
+def test_a_model_trains(name, scaling):
+    formats = FORMATS[name]
     recipe = fp8.Recipe.of(scaling, **formats)
     assert [q.format for q in recipe.quantizations] == [formats["forward"]] * 2 + [formats["backward"]]
     model = fp8.fp8_linear_layers(eqx.nn.MLP(16, 8, 32, 1, key=jax.random.key(0)), fp8.Fp8Config(recipe=recipe))

@@ -94,8 +94,14 @@ def test_stateless_recipes_against_numpy(name):
 SCALES = (2.0**-9, 2.0**-9, 2.0**-16)
 
 
-@pytest.mark.parametrize("formats", [("E4M3", "E5M2"), ("E4M3", "E4M3"), ("E4M3FNUZ", "E5M2FNUZ"), ("E2M1", "E2M1")])
-@pytest.mark.parametrize("kind", ["static", "delayed"])
+@pytest.mark.parametrize(
+    "kind, formats",
+    [
+        ("delayed", ("E4M3", "E5M2")),
+        ("static", ("E4M3FNUZ", "E5M2FNUZ")),
+        ("static", ("E2M1", "E2M1")),
+    ],
+)
 def test_clipped_and_flushed_elements_are_counted(kind, formats):
     forward, backward = (getattr(fp8, name) for name in formats)
     by_operand = (forward, forward, backward)
@@ -169,7 +175,7 @@ def prepared(name, *arrays):
     return fp8.with_rounding_keys(op, KEY)
 
 
-@pytest.mark.parametrize("name", sorted(fp8.recipes))
+@pytest.mark.parametrize("name", ["delayed", "static", "nvfp4"])
 def test_reuse_and_scan_report_the_largest_of_each_number(name):
     x, w, c = map(jnp.asarray, tensors())
     op = prepared(name, x, w, c)
@@ -215,13 +221,13 @@ def test_members_of_an_ensemble_are_measured_apart():
     ensemble = jax.tree.map(lambda *a: jnp.stack(a) if eqx.is_array(a[0]) else a[0], *members)
     config = fp8.Fp8Config(recipe="mxfp8")
     single = lambda model: (c * jax.vmap(model)(x)).sum()
-    of_each = [
-        next(iter(fp8.quantization_statistics(fp8.fp8_linear_layers(m, config), single).ops.values())) for m in members
-    ]
-    together = fp8.quantization_statistics(
-        fp8.fp8_linear_layers(ensemble, config), lambda models: eqx.filter_vmap(single)(models).sum()
-    )
-    (got,) = together.ops.values()
+
+    @eqx.filter_jit
+    def measure(model, loss_fn):
+        return next(iter(fp8.quantization_statistics(fp8.fp8_linear_layers(model, config), loss_fn).ops.values()))
+
+    of_each = [measure(member, single) for member in members]
+    got = measure(ensemble, lambda models: eqx.filter_vmap(single)(models).sum())
     for field in FIELDS:
         np.testing.assert_allclose(getattr(got, field), [getattr(s, field) for s in of_each], rtol=1e-5)
 
