@@ -390,10 +390,20 @@ def test_keys_are_no_parameters():
 # --- Refused ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("call", [lambda m: m(jnp.ones(SIZE)), lambda m: jax.vmap(m)(UNIT)], ids=["one", "vmap"])
-def test_a_missing_key_is_an_error_that_says_what_to_do(call):
-    with pytest.raises(ValueError, match=r"key is missing: the recipe .* with_rounding_keys\(model, key\).*TrainStep"):
-        call(linear(RANDOM_GRADIENT))
+def test_a_missing_key_is_an_error_that_says_what_to_do():
+    message = r"key is missing: the recipe .* with_rounding_keys\(model, key\).*TrainStep"
+    mean = lambda model: jax.vmap(model)(UNIT).mean()
+    with pytest.raises(ValueError, match=message):
+        mean(linear(ALL_RANDOM))
+    with pytest.raises(ValueError, match=message):
+        eqx.filter_grad(mean)(linear(RANDOM_GRADIENT))
+
+
+def test_a_forward_pass_that_draws_nothing_needs_no_key():
+    """Nor where the kernel's or the input's second use would draw: inference never makes it."""
+    second = dataclasses.replace(fp8.Recipe(NEAREST, NEAREST, RANDOM), input_for_wgrad=RANDOM, kernel_for_dgrad=RANDOM)
+    op = fp8.Fp8DotGeneral.init(second)
+    np.testing.assert_array_equal(op(UNIT, HALVES, MATRIX), keyed(RANDOM_GRADIENT)(UNIT, HALVES, MATRIX))
 
 
 @pytest.mark.parametrize("microbatches", [1, 2])
