@@ -79,6 +79,13 @@ def test_links_to_files_lead_somewhere(page):
     assert not missing
 
 
+@pytest.mark.parametrize("page", PAGES, ids=NAMES.get)
+def test_tests_that_a_page_names_exist(page):
+    tests = "".join(path.read_text() for path in (ROOT / "tests").glob("*.py"))
+    missing = [name for name in re.findall(r"`(test_\w+)`", page.read_text()) if f"def {name}(" not in tests]
+    assert not missing
+
+
 def test_readme_shows_how_to_run_and_test():
     shell = [m["code"] for m in _BLOCK.finditer((ROOT / "README.md").read_text()) if m["kind"] == "bash"]
     lines = [line for block in shell for line in block.splitlines()]
