@@ -7,6 +7,8 @@ import matplotlib.pyplot as plt
 from drawing import BLUE, GREEN, GREY, ORANGE
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patches import PathPatch
+from matplotlib.path import Path
 
 
 TOKENS, FEATURES, OUTPUTS = 12, 16, 12
@@ -16,12 +18,13 @@ SHADES = ("22", "66", "aa")
 
 @dataclasses.dataclass(frozen=True)
 class Operand:
-    """One operand of a product as a matrix: its name, its colour, rows and columns."""
+    """One operand of a product as a matrix: its name, its colour, rows and columns, and whether it is transposed."""
 
     name: str
     color: str
     rows: int
     columns: int
+    is_transposed: bool = False
 
 
 INPUT = Operand("input  x", BLUE, TOKENS, FEATURES)
@@ -30,7 +33,8 @@ GRADIENT = Operand("output grad  g", ORANGE, TOKENS, OUTPUTS)
 
 
 def transposed(operand: Operand) -> Operand:
-    return dataclasses.replace(operand, name=operand.name + "ᵀ", rows=operand.columns, columns=operand.rows)
+    name, rows, columns = operand.name + "ᵀ", operand.columns, operand.rows
+    return dataclasses.replace(operand, name=name, rows=rows, columns=columns, is_transposed=True)
 
 
 PRODUCTS = {
@@ -62,15 +66,23 @@ def draw(axes: Axes, x: float, y: float, operand: Operand, sharing: Sharing, *, 
         )
         axes.text(x + operand.columns / 2, y + operand.rows / 2, "bf16", ha="center", va="center", color=GREY)
     else:
+        shades: dict[str, list[Path]] = {}
         for i, top in enumerate(range(0, operand.rows, height)):
             for j, left in enumerate(range(0, operand.columns, width)):
-                size = min(width, operand.columns - left), min(height, operand.rows - top)
-                shade = SHADES[(i + 2 * j) % len(SHADES)] if min(height, width) < WHOLE else SHADES[1]
-                axes.add_patch(plt.Rectangle((x + left, y + top), *size, facecolor=operand.color + shade, lw=0))
-        for column in range(operand.columns + 1):
-            axes.plot([x + column] * 2, [y, y + operand.rows], color="white", lw=0.5)
-        for row in range(operand.rows + 1):
-            axes.plot([x, x + operand.columns], [y + row] * 2, color="white", lw=0.5)
+                whole = min(height, width) >= WHOLE
+                index = 2 * i + j if operand.is_transposed else i + 2 * j  # so that a square keeps its shade
+                shade = SHADES[1] if whole else SHADES[index % len(SHADES)]
+                right, bottom = min(left + width, operand.columns), min(top + height, operand.rows)
+                corners = [(left, top), (right, top), (right, bottom), (left, bottom), (left, top)]
+                shades.setdefault(shade, []).append(Path([(x + u, y + v) for u, v in corners], closed=True))
+        # One path for each shade: hundreds of rectangles would make the files large.
+        for shade, paths in shades.items():
+            path = Path.make_compound_path(*paths)
+            axes.add_patch(PathPatch(path, facecolor=operand.color + shade, lw=0))
+        lines = [[(x + column, y), (x + column, y + operand.rows)] for column in range(operand.columns + 1)]
+        lines += [[(x, y + row), (x + operand.columns, y + row)] for row in range(operand.rows + 1)]
+        path = Path.make_compound_path(*map(Path, lines))
+        axes.add_patch(PathPatch(path, edgecolor="white", facecolor="none", lw=0.5))
     axes.text(x + operand.columns / 2, y - 0.7, operand.name, ha="center", va="bottom", fontsize=9)
 
 
