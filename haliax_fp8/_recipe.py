@@ -101,7 +101,9 @@ class Recipe:
                     f"one state, so leave {second_use} as None, or give it a stateless scaling"
                 )
         for quantization in (self.output_grad, self.output_grad_for_wgrad or self.output_grad):
-            if isinstance(quantization.scaling, MXFP8Scaling) and quantization.format == E5M2:
+            scaling = quantization.scaling
+            scaling = scaling.scaling if isinstance(scaling, HadamardScaling) else scaling
+            if isinstance(scaling, MXFP8Scaling) and quantization.format == E5M2:
                 raise ValueError(
                     "recipe has output_grad in E5M2 with MXFP8Scaling, which is known to diverge "
                     "(NVIDIA-NeMo/Megatron-Bridge#638): blocks of 32 need precision, not range; use E4M3"
@@ -218,5 +220,14 @@ class Recipe:
     def __str__(self) -> str:
         formats = "/".join(q.format.name for q in self.quantizations)
         scalings = {type(q.scaling).__name__: None for q in self.quantizations}
-        high = [name for name, operands in self.products.items() if not operands[0].scaling.quantizes]
-        return f"{'+'.join(scalings)} {formats}" + (f", {'/'.join(high)} in high precision" if high else "")
+        products = self.products
+        high = [name for name, operands in products.items() if not operands[0].scaling.quantizes]
+        rotated = [name for name, operands in products.items() if isinstance(operands[0].scaling, HadamardScaling)]
+        random = [name for name, operands in products.items() if any(q.rounding.needs_key for q in operands)]
+        notes = {"in high precision": high, "rotated": rotated, "rounded at random": random}
+        return ", ".join(
+            [
+                f"{'+'.join(scalings)} {formats}",
+                *(f"{'/'.join(names)} {note}" for note, names in notes.items() if names),
+            ]
+        )

@@ -13,7 +13,8 @@ import pytest
 
 
 ROOT = pathlib.Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+NAMES = {page: page.relative_to(ROOT).with_suffix("").as_posix() for page in PAGES}
 
 # A fenced block, or code that a page needs and does not show.
 _BLOCK = re.compile(r"^```(?P<kind>\w+)\n(?P<code>.*?)^```$|^<!-- setup\n(?P<setup>.*?)^-->$", re.DOTALL | re.MULTILINE)
@@ -65,16 +66,23 @@ def assert_same_output(got: str, expected: str, where: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", [p for p in PAGES if blocks_of(p.read_text())], ids=lambda p: p.stem)
+@pytest.mark.parametrize("page", [p for p in PAGES if blocks_of(p.read_text())], ids=NAMES.get)
 def test_code_of_page_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run_page(page.read_text(), str(page.relative_to(ROOT)))
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
+@pytest.mark.parametrize("page", PAGES, ids=NAMES.get)
 def test_links_to_files_lead_somewhere(page):
     targets = re.findall(r"\]\((?!https?://|#|mailto:)([^)#\s]+)", page.read_text())
     missing = [target for target in targets if not (page.parent / target).exists()]
+    assert not missing
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES.get)
+def test_tests_that_a_page_names_exist(page):
+    tests = "".join(path.read_text() for path in (ROOT / "tests").glob("*.py"))
+    missing = [name for name in re.findall(r"`(test_\w+)`", page.read_text()) if f"def {name}(" not in tests]
     assert not missing
 
 
@@ -85,8 +93,9 @@ def test_readme_shows_how_to_run_and_test():
     assert "pip install uv && uv run pytest" in lines
 
 
-def test_figures_are_those_of_their_script(tmp_path):
+def test_figures_are_those_of_their_script(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
+    monkeypatch.syspath_prepend(ROOT / "docs")  # as when it is run as a script
     runpy.run_path(str(ROOT / "docs" / "figures.py"))["main"](tmp_path)
     drawn = {path.name for path in tmp_path.iterdir()}
     assert drawn == {path.name for path in (ROOT / "docs" / "images").iterdir()}
