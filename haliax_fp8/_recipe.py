@@ -225,9 +225,5 @@ class Recipe:
         rotated = [name for name, operands in products.items() if isinstance(operands[0].scaling, HadamardScaling)]
         random = [name for name, operands in products.items() if any(q.rounding.needs_key for q in operands)]
         notes = {"in high precision": high, "rotated": rotated, "rounded at random": random}
-        return ", ".join(
-            [
-                f"{'+'.join(scalings)} {formats}",
-                *(f"{'/'.join(names)} {note}" for note, names in notes.items() if names),
-            ]
-        )
+        described = [f"{'/'.join(names)} {note}" for note, names in notes.items() if names]
+        return ", ".join([f"{'+'.join(scalings)} {formats}", *described])
