@@ -5,7 +5,7 @@
 converts a model; `partition_for_grad_overwrite` and `apply_updates` make its training step. See `docs/`.
 """
 
-from . import ops as ops
+from . import ops as ops, preflight as preflight
 from ._calibrate import calibrate as calibrate, fp8_states as fp8_states
 from ._describe import LayerDescription as LayerDescription, ModelDescription as ModelDescription, describe as describe
 from ._einsum import Fp8Einsum as Fp8Einsum

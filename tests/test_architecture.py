@@ -18,7 +18,7 @@ ROOT = Path(haliax_fp8.__file__).parent
 LAYERS = (
     ("_formats", "_rotation", "_state", "_dimension_numbers", "_first_order", "_mesh_axes", "_targets"),
     ("_quantized_array", "_rounding", "_device", "ops"),
-    ("_scaling", "_scaled_product"),
+    ("_scaling", "_scaled_product", "preflight"),
     ("_contraction",),
     ("_recipe", "_ragged"),
     ("_products", "_overwrite", "_presets"),
@@ -116,8 +116,9 @@ def test_only_state_imports_the_internals_of_jax(path):
 def test_only_what_is_declared_is_imported(path):
     """The dependencies of `pyproject.toml`, and what they bring: no peer, no test library."""
     declared = {"jax", "equinox", "haliax", "jaxtyping", "numpy", "optax", "rich", "wadler_lindig", "haliax_fp8"}
-    standard = {"abc", "collections", "contextlib", "dataclasses", "difflib", "fnmatch", "functools", "math", "re"}
-    assert {name.split(".")[0] for name in imports(path)} <= declared | standard | {"typing"}
+    standard = {"abc", "collections", "contextlib", "dataclasses", "difflib", "enum", "fnmatch", "functools"}
+    standard |= {"importlib", "inspect", "json", "math", "re", "time", "typing", "warnings"}
+    assert {name.split(".")[0] for name in imports(path)} <= declared | standard
 
 
 @over_files

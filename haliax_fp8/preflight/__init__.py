@@ -1,0 +1,27 @@
+"""Compile a training step for a device that is not here, and see which of its products run in FP8.
+
+    report = preflight(step, model, opt_state, batch, target="h100")
+
+Needs no accelerator and no driver. The NVIDIA targets need the package `jax-cuda13-pjrt`, the TPU targets `libtpu`:
+`pip install 'haliax-fp8[preflight]'`, `pip install 'haliax-fp8[preflight-tpu]'`.
+"""
+
+from ._preflight import preflight as preflight
+from ._product import Product as Product, Verdict as Verdict
+from ._program import (
+    Collective as Collective,
+    Estimate as Estimate,
+    Kernels as Kernels,
+    Memory as Memory,
+    Opaque as Opaque,
+    Program as Program,
+)
+from ._report import PreflightError as PreflightError, PreflightReport as PreflightReport
+from ._target import (
+    GpuTarget as GpuTarget,
+    LocalTarget as LocalTarget,
+    Peaks as Peaks,
+    Target as Target,
+    TpuTarget as TpuTarget,
+    targets as targets,
+)

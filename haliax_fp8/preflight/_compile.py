@@ -1,0 +1,208 @@
+"""Compiles a function of trees for devices that need not be here, without allocating any of its arrays."""
+
+import dataclasses
+import inspect
+import math
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import equinox as eqx
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from ._program import Memory
+from ._source import dotted
+from ._target import Target
+
+
+MeshLike = Mesh | AbstractMesh | Mapping[str, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """A compiled function.
+
+    Args:
+        text: The program as XLA prints it.
+        memory: What it needs.
+        seconds: How long tracing and compiling took.
+    """
+
+    text: str
+    memory: Memory
+    seconds: float
+
+
+def compile_for(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    *,
+    target: Target,
+    mesh: Mesh,
+    shardings: Any = None,
+    compiler_options: Mapping[str, Any] | None = None,
+) -> Compiled:
+    """Compiles a function of trees.
+
+    Args:
+        function: Any callable, jitted or not. Arguments that inner `jit`s donate are donated.
+        args: Its arguments: trees of arrays or `ShapeDtypeStruct`s; what is no array is static.
+        target: What to compile for.
+        mesh: Devices of the target.
+        shardings: A tree of `PartitionSpec`s for `args`, or a prefix of one; None takes what arrays are sharded by.
+        compiler_options: Beside those of the target.
+
+    Returns:
+        The program.
+    """
+    begin = time.perf_counter()
+    inputs = _Inputs.of(function, args, mesh, shardings)
+    with jax.set_mesh(mesh), warnings.catch_warnings():
+        # Of donated arguments that no result fits. Who donates all of them means those that do.
+        warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
+        traced = jax.jit(inputs.call).trace({}, inputs.abstract)
+        donated = _donated(traced, inputs)
+        if donated:
+            rest = {name: x for name, x in inputs.abstract.items() if name not in donated}
+            given = {name: inputs.abstract[name] for name in donated}
+            traced = jax.jit(inputs.call, donate_argnums=0).trace(given, rest)
+        options = {**target.compiler_options, **(compiler_options or {})}
+        compiled = traced.lower().compile(compiler_options=options)
+    text, memory = compiled.as_text(), _memory(compiled.memory_analysis())
+    assert text is not None
+    return Compiled(text, memory, time.perf_counter() - begin)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Inputs:
+    """A call with its arrays taken out and given names.
+
+    Args:
+        leaves: All leaves of the function and its arguments, arrays abstract.
+        structure: Their tree.
+        names: Of each leaf that is an array, by its place among the leaves.
+    """
+
+    leaves: tuple[Any, ...]
+    structure: Any
+    names: dict[int, str]
+
+    @staticmethod
+    def of(function: Callable[..., Any], args: tuple[Any, ...], mesh: Mesh, shardings: Any) -> "_Inputs":
+        paths, structure = jax.tree_util.tree_flatten_with_path((function, args))
+        specs = _specs(args, shardings)
+        count = len(paths) - len(specs)
+        specs = [None] * count + specs
+        arguments = _argument_names(function, len(args))
+        leaves, names = [], {}
+        for place, ((path, leaf), spec) in enumerate(zip(paths, specs, strict=True)):
+            if not _is_array(leaf):
+                leaves.append(leaf)
+                continue
+            leaves.append(_abstract(leaf, spec, mesh))
+            first, rest = ("step_fn", path[1:]) if place < count else (arguments[path[1].idx], path[2:])
+            name = dotted(first + jax.tree_util.keystr(rest))
+            names[place] = name if name not in names.values() else f"{name}#{place}"
+        return _Inputs(tuple(leaves), structure, names)
+
+    @property
+    def abstract(self) -> dict[str, Any]:
+        """The arrays by name."""
+        return {name: self.leaves[place] for place, name in self.names.items()}
+
+    def call(self, donated: dict[str, Any], arrays: dict[str, Any]) -> Any:
+        """The function, called with arrays; returns the arrays of its result."""
+        arrays = {**arrays, **donated}
+        leaves = [arrays[self.names[i]] if i in self.names else leaf for i, leaf in enumerate(self.leaves)]
+        function, args = jax.tree.unflatten(self.structure, leaves)
+        return eqx.filter(function(*args), eqx.is_array)
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct)
+
+
+def _abstract(leaf: Any, spec: Any, mesh: Mesh) -> jax.ShapeDtypeStruct:
+    if spec is None:
+        sharding = getattr(leaf, "sharding", None)
+        named = isinstance(sharding, NamedSharding) and set(sharding.mesh.axis_names) <= set(mesh.axis_names)
+        spec = sharding.spec if named else PartitionSpec()
+    elif isinstance(spec, NamedSharding):
+        spec = spec.spec
+    aval = jax.typeof(leaf) if not isinstance(leaf, jax.ShapeDtypeStruct) else leaf
+    weak = bool(getattr(aval, "weak_type", False))
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=NamedSharding(mesh, spec), weak_type=weak)
+
+
+def _specs(args: tuple[Any, ...], shardings: Any) -> list[Any]:
+    """A spec or None for each leaf of the arguments."""
+    is_spec = lambda node: node is None or isinstance(node, PartitionSpec | NamedSharding)
+    if shardings is None:
+        return [None] * len(jax.tree.leaves(args))
+    try:
+        spread = jax.tree.broadcast(shardings, args, is_leaf=is_spec)
+    except ValueError as error:
+        raise ValueError(
+            f"shardings={shardings} is no prefix of the tree of arguments: give a tuple with one PartitionSpec (or a "
+            "tree of them, or None) for each argument"
+        ) from error
+    return jax.tree.leaves(spread, is_leaf=is_spec)
+
+
+def _argument_names(function: Callable[..., Any], count: int) -> list[str]:
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        parameters = ()
+    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return [names[i] if i < len(names) else f"args[{i}]" for i in range(count)]
+
+
+def _donated(traced: Any, inputs: _Inputs) -> list[str]:
+    """The names of arguments that a `jit` within the function donates: within another `jit`, JAX forgets that."""
+    jaxpr = traced.jaxpr.jaxpr
+    donated = set()
+    for equation in jaxpr.eqns:
+        flags = equation.params.get("donated_invars", ())
+        donated |= {id(var) for var, flag in zip(equation.invars, flags, strict=False) if flag}
+    # JAX sorts the keys of a dictionary.
+    names = sorted(inputs.abstract)
+    return [name for name, var in zip(names, jaxpr.invars, strict=True) if id(var) in donated]
+
+
+def _memory(stats: Any) -> Memory:
+    parts = (
+        stats.argument_size_in_bytes,
+        stats.output_size_in_bytes,
+        stats.alias_size_in_bytes,
+        stats.temp_size_in_bytes,
+    )
+    arguments, outputs, aliased, temporaries = parts
+    peak = getattr(stats, "peak_memory_in_bytes", 0) or arguments + outputs - aliased + temporaries
+    return Memory(*parts, peak=peak)
+
+
+def make_mesh(target: Target, devices: int | None, mesh: MeshLike | None) -> Mesh:
+    """A mesh of a target's devices.
+
+    Args:
+        target: The target.
+        devices: How many; None for as many as `mesh` has, or one.
+        mesh: Axes and sizes, or a mesh of other devices with the same; None for one axis, `devices`.
+
+    Raises:
+        ValueError: If the two do not fit.
+    """
+    if mesh is None:
+        mesh = {"devices": 1 if devices is None else devices}
+    sizes = dict(mesh) if isinstance(mesh, Mapping) else dict(mesh.shape)
+    count = math.prod(sizes.values())
+    if devices not in (None, count):
+        raise ValueError(f"devices={devices}, but mesh has {count}: {sizes}; leave devices out, or make them equal")
+    if count < 1:
+        raise ValueError(f"devices={count} must be at least 1")
+    types = getattr(mesh, "axis_types", None)
+    return Mesh(np.asarray(target.devices(count)).reshape(tuple(sizes.values())), tuple(sizes), axis_types=types)

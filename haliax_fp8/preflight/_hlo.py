@@ -1,0 +1,313 @@
+"""HLO text as data: modules, computations, instructions, shapes. What XLA prints of a program, and nothing more.
+
+The text and not the protocol buffer: every XLA prints it, no schema has to be carried along, and a reader can check what
+was read.
+"""
+
+import dataclasses
+import functools
+import json
+import math
+import re
+from collections.abc import Iterator
+from typing import Any
+
+
+# Of the element types that are not named after their width.
+_BITS = {"pred": 8, "token": 0, "opaque": 0, "bf16": 16, "tf32": 32}
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """An array's element type and sizes, or a tuple of shapes.
+
+    Args:
+        dtype: XLA's name of the element type, such as `f8e4m3fn`; `tuple` for a tuple.
+        dims: The sizes; of a dynamic dimension, its bound.
+        layout: The order of dimensions and tiles in memory, such as `1,0`; empty where the text has none.
+        elements: The parts of a tuple.
+    """
+
+    dtype: str
+    dims: tuple[int, ...] = ()
+    layout: str = ""
+    elements: tuple["Shape", ...] = ()
+
+    @property
+    def bits(self) -> int:
+        """The width of an element."""
+        if self.dtype in _BITS:
+            return _BITS[self.dtype]
+        width = re.match(r"[a-z]+(\d+)", self.dtype)
+        return int(width[1]) if width else 0
+
+    @property
+    def size(self) -> int:
+        """The number of elements of an array."""
+        return math.prod(self.dims)
+
+    @property
+    def bytes(self) -> int:
+        """Without padding; of a tuple, the sum of its parts."""
+        if self.dtype == "tuple":
+            return sum(part.bytes for part in self.elements)
+        return -(-self.size * self.bits // 8)
+
+    @property
+    def arrays(self) -> tuple["Shape", ...]:
+        """The arrays in a shape, tuples flattened."""
+        if self.dtype != "tuple":
+            return (self,)
+        return tuple(array for part in self.elements for array in part.arrays)
+
+    def __str__(self) -> str:
+        if self.dtype == "tuple":
+            return f"({', '.join(map(str, self.elements))})"
+        return f"{self.dtype}[{','.join(map(str, self.dims))}]"
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+    """One instruction.
+
+    Args:
+        name: Unique in its module.
+        shape: Of its result.
+        opcode: Such as `dot` or `custom-call`.
+        operands: The names of its operands; of a parameter or a constant, the text in the parentheses.
+        attributes: The text of each attribute, by name.
+        is_root: Whether it is the result of its computation.
+    """
+
+    name: str
+    shape: Shape
+    opcode: str
+    operands: tuple[str, ...]
+    attributes: dict[str, str]
+    is_root: bool = False
+
+    def attribute(self, name: str) -> str:
+        """The text of an attribute without quotes; empty if there is none."""
+        text = self.attributes.get(name, "")
+        return _unquoted(text) if text.startswith('"') else text
+
+    def ints(self, name: str) -> tuple[int, ...]:
+        """The integers in an attribute, such as `lhs_contracting_dims={1}`."""
+        return tuple(map(int, re.findall(r"-?\d+", self.attributes.get(name, ""))))
+
+    @functools.cached_property
+    def op_name(self) -> str:
+        """Where the instruction comes from: the stack of named scopes."""
+        match = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.attributes.get("metadata", ""))
+        return _unquoted(f'"{match[1]}"') if match else ""
+
+    @functools.cached_property
+    def config(self) -> dict[str, Any]:
+        """The backend's configuration; empty where it is none or no JSON."""
+        text = self.attribute("backend_config")
+        try:
+            config = json.loads(text) if text else {}
+        except json.JSONDecodeError:
+            return {}
+        return config if isinstance(config, dict) else {}
+
+    def called(self, *names: str) -> tuple[str, ...]:
+        """The computations that attributes name."""
+        found: list[str] = []
+        for name in names:
+            found += re.findall(r"%?([\w.\-]+)", self.attributes.get(name, ""))
+        return tuple(found)
+
+    @property
+    def parameter_number(self) -> int:
+        """Of a parameter, which one it is."""
+        return int(self.operands[0])
+
+
+@dataclasses.dataclass(frozen=True)
+class Computation:
+    """A function of the program: instructions in the order in which they run.
+
+    Args:
+        name: Its name.
+        instructions: By name, in order.
+        root: The instruction whose value it returns.
+    """
+
+    name: str
+    instructions: dict[str, Instruction]
+    root: Instruction
+
+    def __iter__(self) -> Iterator[Instruction]:
+        return iter(self.instructions.values())
+
+    def __getitem__(self, name: str) -> Instruction:
+        return self.instructions[name]
+
+    def operands(self, instruction: Instruction) -> tuple[Instruction, ...]:
+        """An instruction's operands."""
+        return tuple(self.instructions[name] for name in instruction.operands)
+
+    @functools.cached_property
+    def parameters(self) -> tuple[Instruction, ...]:
+        """In their order."""
+        found = (i for i in self if i.opcode == "parameter")
+        return tuple(sorted(found, key=lambda i: i.parameter_number))
+
+    @functools.cached_property
+    def users(self) -> dict[str, tuple[Instruction, ...]]:
+        """The instructions that read each instruction's value."""
+        found: dict[str, list[Instruction]] = {name: [] for name in self.instructions}
+        for instruction in self:
+            if instruction.opcode not in ("parameter", "constant"):
+                for name in dict.fromkeys(instruction.operands):
+                    found[name].append(instruction)
+        return {name: tuple(users) for name, users in found.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class Module:
+    """A program.
+
+    Args:
+        name: Its name.
+        computations: By name.
+        entry: The computation that runs.
+    """
+
+    name: str
+    computations: dict[str, Computation]
+    entry: Computation
+
+    def __getitem__(self, name: str) -> Computation:
+        return self.computations[name]
+
+
+def parse_hlo(text: str) -> Module:
+    """Reads a program as XLA prints it.
+
+    Args:
+        text: What `compiled.as_text()` or `lowered.as_text("hlo")` returns.
+
+    Returns:
+        The module.
+
+    Raises:
+        ValueError: If the text is no HLO module, or a line in it cannot be read.
+
+    Example:
+        >>> module = parse_hlo('''HloModule double
+        ... ENTRY main {
+        ...   x = bf16[2,3]{1,0} parameter(0)
+        ...   ROOT y = bf16[2,3]{1,0} add(x, x), metadata={op_name="jit(double)/add"}
+        ... }''')
+        >>> module.entry.root.op_name, module.entry.root.shape.bytes
+        ('jit(double)/add', 12)
+    """
+    header = re.search(r"^HloModule ([^\s,]+)", text, re.MULTILINE)
+    if header is None:
+        raise ValueError(f"text is no HLO module: it starts with {text[:60]!r}; pass compiled.as_text()")
+    computations: dict[str, Computation] = {}
+    entry = None
+    opened: tuple[str, bool, dict[str, Instruction]] | None = None
+    for line in text[header.end() :].splitlines():
+        line = line.strip()
+        if opened is None:
+            # Tables of source lines stand between the header and the computations; they open no brace.
+            if (match := _COMPUTATION.match(line)) is not None:
+                opened = match["name"], match["entry"] is not None, {}
+        elif line == "}" or line.startswith("}, "):
+            name, is_entry, instructions = opened
+            computation = _computation(name, instructions)
+            computations[name] = computation
+            entry, opened = (computation if is_entry else entry), None
+        elif line:
+            instruction = _instruction(line)
+            opened[2][instruction.name] = instruction
+    if entry is None:
+        raise ValueError(f"HLO module {header[1]} has no ENTRY computation; the text may be cut")
+    return Module(header[1], computations, entry)
+
+
+_COMPUTATION = re.compile(r"(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) (?:\(.*\) -> .*)?\{$")
+_RESULT = re.compile(r"(?P<root>ROOT )?%?(?P<name>[\w.\-]+) = ")
+_OPCODE = re.compile(r" ?(?P<opcode>[a-z][\w\-]*)\(")
+_ARRAY = re.compile(r"(?P<dtype>\w+)\[(?P<dims>[^\]]*)\](?:\{(?P<layout>[^{}]*)\})?")
+# Brackets, commas, and strings and comments as a whole: brackets and commas in those mean nothing.
+_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|/\*.*?\*/|[(){}\[\],]')
+
+
+def _computation(name: str, instructions: dict[str, Instruction]) -> Computation:
+    roots = [instruction for instruction in instructions.values() if instruction.is_root]
+    if not roots:
+        raise ValueError(f"computation {name} has no ROOT instruction; the text may be cut")
+    return Computation(name, instructions, roots[0])
+
+
+def _instruction(line: str) -> Instruction:
+    result = _RESULT.match(line)
+    if result is None:
+        raise ValueError(f"not an HLO instruction: {line[:200]!r}")
+    shape, end = _shape(line, result.end())
+    opcode = _OPCODE.match(line, end)
+    if opcode is None:
+        raise ValueError(f"not an HLO instruction: no opcode behind the shape in {line[:200]!r}")
+    parts, end = _split(line, opcode.end())
+    attributes, _ = _split(line, end)
+    return Instruction(
+        name=result["name"],
+        shape=shape,
+        opcode=opcode["opcode"],
+        operands=tuple(_operand(part) for part in parts),
+        attributes=dict(_attribute(part) for part in attributes),
+        is_root=result["root"] is not None,
+    )
+
+
+def _operand(text: str) -> str:
+    # Some printers put an operand's shape before its name.
+    return text.rsplit(" ", 1)[-1].removeprefix("%")
+
+
+def _attribute(text: str) -> tuple[str, str]:
+    name, _, value = text.partition("=")
+    return name, value
+
+
+def _split(line: str, start: int) -> tuple[list[str], int]:
+    """The parts between commas up to the bracket that closes what is open at `start`, and where that ends."""
+    parts, depth, begin = [], 0, start
+    for token in _TOKEN.finditer(line, start):
+        kind = token[0]
+        if kind in "({[":
+            depth += 1
+        elif kind in ")}]":
+            depth -= 1
+            if depth < 0:
+                parts.append(line[begin : token.start()])
+                break
+        elif kind == "," and depth == 0:
+            parts.append(line[begin : token.start()])
+            begin = token.end()
+    else:
+        token = None
+        parts.append(line[begin:])
+    cleaned = [re.sub(r"/\*.*?\*/", "", part).strip() for part in parts]
+    return [part for part in cleaned if part], len(line) if token is None else token.end()
+
+
+def _shape(line: str, start: int) -> tuple[Shape, int]:
+    """The shape that begins at `start`, and where it ends."""
+    if line.startswith("(", start):
+        parts, end = _split(line, start + 1)
+        return Shape("tuple", elements=tuple(_shape(part, 0)[0] for part in parts)), end
+    match = _ARRAY.match(line, start)
+    if match is None:
+        raise ValueError(f"not an HLO shape: {line[start : start + 80]!r}")
+    dims = tuple(int(dim.strip().removeprefix("<=")) for dim in match["dims"].split(",") if dim.strip())
+    return Shape(match["dtype"], dims, match["layout"] or ""), match.end()
+
+
+def _unquoted(text: str) -> str:
+    """A string without its quotes and escapes."""
+    return re.sub(r"\\(.)", r"\1", text[1:-1])

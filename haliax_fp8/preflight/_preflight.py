@@ -1,0 +1,71 @@
+"""preflight: compile a step for a device that need not be here, and read what it will run."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ._analysis import analyze
+from ._compile import MeshLike, compile_for, make_mesh
+from ._report import PreflightReport
+from ._target import Target, target_of
+
+
+def preflight(
+    step_fn: Callable[..., Any],
+    *args: Any,
+    target: str | Target = "h100",
+    devices: int | None = None,
+    mesh: MeshLike | None = None,
+    shardings: Any = None,
+    compare: Callable[..., Any] | tuple[Callable[..., Any], tuple[Any, ...]] | None = None,
+    known: Mapping[str, str] | None = None,
+    compiler_options: Mapping[str, Any] | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> PreflightReport:
+    """Says what a training step will run on a device, and in which format, before there is one.
+
+    The step is compiled, not run; no array is allocated.
+
+    Args:
+        step_fn: The step: any callable, jitted or not.
+        *args: Its arguments: trees of arrays, or of `jax.ShapeDtypeStruct`s as `eqx.filter_eval_shape` makes them. What
+            is no array is static, as in `eqx.filter_jit`.
+        target: The device: one of `targets`, or a `Target` of your own. `"local"` is what is here.
+        devices: How many; by default as many as `mesh` has, or one.
+        mesh: The axes that devices are arranged in and their sizes, such as `{"data": 8}`; or a mesh with the same.
+        shardings: A tuple with a `PartitionSpec` (or a tree of them, or None) for each argument. By default what
+            arrays are sharded by, where the mesh has those axes.
+        compare: A baseline: another step with the same arguments, or `(step, arguments)`.
+        known: Reasons why layers stay in high precision, by their paths, for the report to name; `describe` has them.
+        compiler_options: XLA's, beside those of the target.
+        progress: Called with what begins, such as `compiling the step`.
+
+    Returns:
+        The report.
+
+    Raises:
+        ValueError: If the target, the mesh or the shardings do not fit; what the step itself raises is not caught.
+        RuntimeError: If the target's compiler is not installed; with the command that installs it.
+
+    Example:
+        >>> report = preflight(jax.grad(lambda w, x: (x @ w).sum()), jnp.ones((32, 16)), jnp.ones((8, 32)), target="local")
+        >>> [(p.role, p.flops) for p in report.products]
+        [('backward', 8192)]
+    """
+    say = progress or (lambda _: None)
+    chosen = target_of(target)
+    its_mesh = make_mesh(chosen, devices, mesh)
+
+    def program(function: Callable[..., Any], arguments: tuple[Any, ...]):
+        compiled = compile_for(
+            function, arguments, target=chosen, mesh=its_mesh, shardings=shardings, compiler_options=compiler_options
+        )
+        return analyze(compiled.text, compiled.memory, chosen, known, compiled.seconds)
+
+    say(f"compiling the step for {chosen.kind}")
+    step = program(step_fn, args)
+    baseline = None
+    if compare is not None:
+        say(f"compiling the baseline for {chosen.kind}")
+        other, other_args = compare if isinstance(compare, tuple) else (compare, args)
+        baseline = program(other, other_args)
+    return PreflightReport(chosen, dict(its_mesh.shape), step, baseline)

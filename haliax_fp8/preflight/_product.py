@@ -1,0 +1,72 @@
+"""One matrix product of a compiled program."""
+
+import dataclasses
+import enum
+
+
+class Verdict(enum.Enum):
+    """What became of a product."""
+
+    FP8 = "FP8"
+    """Both operands are FP8 (or narrower), and the device multiplies them as they are."""
+
+    EMULATED = "emulated"
+    """Operands were rounded to FP8, then widened: the product runs in a wider format."""
+
+    HIGH_PRECISION = "high precision"
+    """Nothing asked for FP8."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """A matrix product: `batch` products of an `m × k` and a `k × n` matrix.
+
+    Args:
+        layer: The path of the weight's layer in the arguments, such as `model.layers.0.up`; empty if it has none.
+        role: `fprop`, `dgrad` or `wgrad`; `forward` or `backward` where the program does not say more.
+        scope: The stack of named scopes that it was traced in.
+        batch: See above.
+        m: See above.
+        n: See above.
+        k: See above.
+        lhs: XLA's name of the first operand's element type, such as `f8e4m3fn`.
+        rhs: Of the second operand's.
+        out: Of the result's.
+        kernel: What runs it, such as `cublasLt f8`.
+        executions: How often it runs in one step, loops counted out.
+        bytes: What one run reads and writes.
+        verdict: What became of it.
+        reason: Why it is not in FP8; empty if it is.
+    """
+
+    layer: str
+    role: str
+    scope: str
+    batch: int
+    m: int
+    n: int
+    k: int
+    lhs: str
+    rhs: str
+    out: str
+    kernel: str
+    executions: int
+    bytes: int
+    verdict: Verdict
+    reason: str
+
+    @property
+    def flops(self) -> int:
+        """Of all runs in a step: two for each multiplication and addition."""
+        return 2 * self.batch * self.m * self.n * self.k * self.executions
+
+    @property
+    def shape(self) -> str:
+        """Such as `8192×4096·4096×14336`, with the number of products in front where it is not one."""
+        matrices = f"{self.m}×{self.k}·{self.k}×{self.n}"
+        return matrices if self.batch == 1 else f"{self.batch}× {matrices}"
+
+    @property
+    def is_fp8(self) -> bool:
+        """Whether it runs in FP8."""
+        return self.verdict is Verdict.FP8

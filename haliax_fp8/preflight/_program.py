@@ -1,0 +1,159 @@
+"""What a step compiles to: its products, its other kernels, its memory, its collectives."""
+
+import dataclasses
+
+from ._hlo import Shape
+from ._product import Product, Verdict
+from ._target import Peaks
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """What a program needs on each device, in bytes.
+
+    Args:
+        arguments: Of its arguments.
+        outputs: Of its results.
+        aliased: Of results that are written over donated arguments.
+        temporaries: Of everything between.
+        peak: The most that is in use at one time; where XLA does not say, all of the above together.
+    """
+
+    arguments: int
+    outputs: int
+    aliased: int
+    temporaries: int
+    peak: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernels:
+    """Kernels that are no matrix product.
+
+    Args:
+        count: How many run in a step.
+        bytes: What they read and write, slices and updates in place counted as what they touch.
+    """
+
+    count: int
+    bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """Communication between devices.
+
+    Args:
+        kind: Such as `all-gather`.
+        dtype: XLA's name of the element type.
+        bytes: Of one run, the larger of what a device gives and what it gets.
+        executions: How often it runs in one step.
+        scope: The stack of named scopes that it was traced in.
+    """
+
+    kind: str
+    dtype: str
+    bytes: int
+    executions: int
+    scope: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Opaque:
+    """A kernel that the program does not describe, such as one written in Pallas: its FLOPs are not counted.
+
+    Args:
+        target: The custom call's name.
+        operands: XLA's names of the operands' element types.
+        executions: How often it runs in one step.
+        scope: The stack of named scopes that it was traced in.
+    """
+
+    target: str
+    operands: tuple[str, ...]
+    executions: int
+    scope: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+    """Seconds on one device, by the roofline: each kernel takes as long as its FLOPs or its bytes need at the peaks.
+
+    Args:
+        products: Of matrix products.
+        others: Of all other kernels.
+    """
+
+    products: float
+    others: float
+
+    @property
+    def total(self) -> float:
+        """All kernels, one after the other."""
+        return self.products + self.others
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A compiled step.
+
+    Args:
+        products: Every matrix product, in the order in which they run.
+        others: Kernels that are no matrix product.
+        collectives: Communication between devices.
+        opaque: Kernels whose inside is not known.
+        memory: What it needs.
+        unknown_loops: How many loops have a length that XLA does not know; each is counted as one run.
+        branches: How many `cond`s there are; all their branches are counted.
+        seconds: How long tracing and compiling took.
+    """
+
+    products: tuple[Product, ...]
+    others: Kernels
+    collectives: tuple[Collective, ...]
+    opaque: tuple[Opaque, ...]
+    memory: Memory
+    unknown_loops: int
+    branches: int
+    seconds: float
+
+    @property
+    def flops(self) -> int:
+        """Of all products in a step, on one device."""
+        return sum(product.flops for product in self.products)
+
+    def share(self, *verdicts: Verdict) -> float:
+        """The share of the FLOPs with one of the verdicts; 0 if there are none.
+
+        Args:
+            *verdicts: Such as `Verdict.FP8`.
+        """
+        return sum(p.flops for p in self.products if p.verdict in verdicts) / (self.flops or 1)
+
+    @property
+    def fp8_share(self) -> float:
+        """The share of the FLOPs that run in FP8."""
+        return self.share(Verdict.FP8)
+
+    @property
+    def without_fp8(self) -> tuple[Product, ...]:
+        """The products that do not run in FP8, the largest first."""
+        return tuple(sorted((p for p in self.products if not p.is_fp8), key=lambda p: -p.flops))
+
+    def estimate(self, peaks: Peaks) -> Estimate:
+        """The roofline estimate.
+
+        Args:
+            peaks: What the device does at best.
+        """
+        return Estimate(
+            products=sum(_seconds(product, peaks) for product in self.products),
+            others=self.others.bytes / peaks.bandwidth,
+        )
+
+
+def _seconds(product: Product, peaks: Peaks) -> float:
+    """At the rate of the wider operand; FP8 operands on a device without FP8 are multiplied as bfloat16."""
+    wider = max((product.lhs, product.rhs), key=lambda dtype: Shape(dtype).bits)
+    rate = peaks.bf16 if Shape(wider).bits == 8 and not product.is_fp8 else peaks.flops(wider)
+    return max(product.flops / rate, product.executions * product.bytes / peaks.bandwidth)

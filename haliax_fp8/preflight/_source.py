@@ -1,0 +1,88 @@
+"""What the scopes of an instruction and the names of arguments say about where a product is in the model."""
+
+import re
+
+
+def role(scope: str) -> str:
+    """`fprop`, `dgrad` or `wgrad` where the product is one of this package's; else `forward` or `backward`.
+
+    Args:
+        scope: The instruction's stack of named scopes.
+
+    Example:
+        >>> role("jit(step)/jvp(MLP)/fp8_linear/fp8_dot_general/jit(forward)/fprop/dot_general")
+        'fprop'
+        >>> role("jit(step)/transpose(jvp(MLP))/dot_general")
+        'backward'
+    """
+    for name in re.findall(r"[^/]+", scope):
+        if name in ("fprop", "dgrad", "wgrad"):
+            return name
+    return "backward" if re.search(r"\btranspose\(", scope) else "forward"
+
+
+def asks_for_fp8(scope: str) -> bool:
+    """Whether a product was traced in one of this package's ops.
+
+    Args:
+        scope: The instruction's stack of named scopes.
+    """
+    return re.search(r"(^|/)fp8_(dot_general|ragged_dot)(/|$)", scope) is not None
+
+
+def without_transforms(scope: str) -> str:
+    """The scopes that a forward product and its gradients have in common.
+
+    Args:
+        scope: The instruction's stack of named scopes.
+
+    Example:
+        >>> without_transforms("jit(step)/transpose(jvp(vmap(Attention)))/qk/dot_general")
+        'step/Attention/qk/dot_general'
+    """
+    names = []
+    for part in _parts(scope):
+        while (match := re.fullmatch(r"(\w+)\((.*)\)", part)) is not None:
+            part = match[2]
+        if part and part not in ("while", "body", "cond", "closed_call", "checkpoint", "rematted_computation"):
+            names.append(part)
+    return "/".join(names)
+
+
+def _parts(scope: str) -> list[str]:
+    """Split at slashes outside parentheses."""
+    parts, depth = [""], 0
+    for character in scope:
+        depth += {"(": 1, ")": -1}.get(character, 0)
+        if character == "/" and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += character
+    return parts
+
+
+def dotted(path: str) -> str:
+    """A path as `describe` writes it, without the dictionary in which `compile_for` hands over arrays.
+
+    Args:
+        path: What JAX prints of a path in a tree.
+
+    Example:
+        >>> dotted("model.layers[0].up['weight'].array"), dotted("arrays['model.layers.0.weight']")
+        ('model.layers.0.up.weight.array', 'model.layers.0.weight')
+    """
+    path = re.sub(r"^(?:arrays|donated)\['(.*)'\]$", r"\1", path)
+    return re.sub(r"\[['\"]?([^\]'\"]*)['\"]?\]", r".\1", path).strip(".")
+
+
+def layer_of(argument: str) -> str:
+    """The layer of a weight: its path without the names of arrays.
+
+    Args:
+        argument: A path with dots.
+
+    Example:
+        >>> layer_of("model.layers.0.up.weight.array")
+        'model.layers.0.up'
+    """
+    return re.sub(r"\.(weight|array|kernel|value|w)$", "", re.sub(r"\.array$", "", argument))

@@ -1,0 +1,110 @@
+"""Every instruction of a program with how often it runs, and the way to it through loops, calls and fusions."""
+
+import dataclasses
+from collections.abc import Iterator
+
+from ._hlo import Computation, Instruction, Module
+
+
+@dataclasses.dataclass(frozen=True)
+class Site:
+    """An instruction in its place.
+
+    Args:
+        module: The program.
+        computation: The function that it is in.
+        instruction: The instruction.
+        executions: How often it runs in one run of the program.
+        caller: The loop, call or fusion that runs the function; None in the entry.
+    """
+
+    module: Module
+    computation: Computation
+    instruction: Instruction
+    executions: int
+    caller: "Site | None" = None
+
+    def beside(self, name: str) -> "Site":
+        """Another instruction of the same function."""
+        return dataclasses.replace(self, instruction=self.computation[name])
+
+    @property
+    def operands(self) -> tuple["Site", ...]:
+        """The instructions whose values this one reads."""
+        if self.instruction.opcode in ("parameter", "constant"):
+            return ()
+        return tuple(self.beside(name) for name in self.instruction.operands)
+
+    def inside(self, name: str) -> Iterator["Site"]:
+        """The instructions of a function that this one calls."""
+        computation = self.module[name]
+        executions = self.executions * trip_count(self.instruction)
+        for instruction in computation:
+            yield Site(self.module, computation, instruction, executions, self)
+
+    def root(self, name: str) -> "Site":
+        """The result of a function that this instruction calls."""
+        computation = self.module[name]
+        return Site(self.module, computation, computation.root, self.executions * trip_count(self.instruction), self)
+
+
+def trip_count(instruction: Instruction) -> int:
+    """How often a loop's body runs, 1 where XLA does not say; 1 for all that is no loop."""
+    if instruction.opcode != "while":
+        return 1
+    return int(instruction.config.get("known_trip_count", {}).get("n", 1))
+
+
+def has_unknown_trip_count(instruction: Instruction) -> bool:
+    """Whether an instruction is a loop that XLA does not know the length of."""
+    return instruction.opcode == "while" and "known_trip_count" not in instruction.config
+
+
+def entry_sites(module: Module) -> Iterator[Site]:
+    """The instructions of the entry."""
+    return (Site(module, module.entry, instruction, 1) for instruction in module.entry)
+
+
+def is_fusion(instruction: Instruction) -> bool:
+    """Whether what the instruction calls runs within one kernel."""
+    return instruction.opcode in ("fusion", "fusion-start")
+
+
+def subprograms(instruction: Instruction) -> tuple[str, ...]:
+    """The functions that an instruction runs as programs of several kernels: bodies of loops, branches, calls.
+
+    The condition of a loop and what `reduce` or `sort` apply to scalars are no part of it.
+    """
+    opcode = instruction.opcode
+    if opcode == "while":
+        return instruction.called("body")
+    if opcode == "conditional":
+        return instruction.called("branch_computations", "true_computation", "false_computation")
+    if opcode == "call":
+        return instruction.called("to_apply", "calls")
+    if opcode.endswith("-start") and not is_fusion(instruction):
+        return instruction.called("calls", "async_computation")
+    return ()
+
+
+def kernels(sites: Iterator[Site]) -> Iterator[Site]:
+    """The instructions that run, fusions as one; loops, calls and branches are opened.
+
+    Args:
+        sites: Where to begin, such as `entry_sites(module)`.
+    """
+    for site in sites:
+        inner = subprograms(site.instruction)
+        if not inner:
+            yield site
+        for name in inner:
+            yield from kernels(site.inside(name))
+
+
+def opened(kernel: Site) -> Iterator[Site]:
+    """A kernel's instruction and, of a fusion, those within it, fusions in fusions opened too."""
+    yield kernel
+    if is_fusion(kernel.instruction):
+        for name in kernel.instruction.called("calls"):
+            for inner in kernel.inside(name):
+                yield from opened(inner)
