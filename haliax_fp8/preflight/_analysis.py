@@ -1,17 +1,22 @@
 """From the text of a compiled program to what it does."""
 
+import dataclasses
+import functools
 from collections.abc import Iterator, Mapping
 
-from ._dimensions import dimensions
-from ._hlo import parse_hlo
+from ._compile import Compiled
+from ._destination import destinations, matching
+from ._dimensions import Dimensions, dimensions
+from ._hlo import Module, parse_hlo
 from ._origin import Origin, origin
 from ._product import Product
-from ._program import Collective, Kernels, Memory, Opaque, Program
-from ._reason import Evidence, judge
-from ._source import layer_of, role
+from ._program import Collective, Kernels, Opaque, Program
+from ._reason import Evidence, indivisible, judge
+from ._source import dotted, layer_of, role
 from ._target import Target
 from ._traffic import is_kernel, touched
-from ._walk import Site, entry_sites, has_unknown_trip_count, kernels, opened
+from ._walk import Site, entry_sites, has_unknown_trip_count, is_fusion, kernels, opened
+from ._written import Written, WrittenProducts
 
 
 COLLECTIVES = (
@@ -27,22 +32,20 @@ COLLECTIVES = (
 _OPAQUE = ("__gpu$xla.gpu.triton", "tpu_custom_call", "mosaic_gpu", "__cudnn$fmha", "triton_kernel_call")
 
 
-def analyze(
-    text: str, memory: Memory, target: Target, known: Mapping[str, str] | None = None, seconds: float = 0.0
-) -> Program:
+def analyze(compiled: Compiled, target: Target, known: Mapping[str, str] | None = None) -> Program:
     """Reads what a compiled program does.
 
     Args:
-        text: What `compiled.as_text()` returns.
-        memory: What it needs.
+        compiled: The program.
         target: What it was compiled for.
         known: Reasons why layers stay in high precision, by their paths, as `describe` knows them.
-        seconds: How long compiling took.
 
     Returns:
         The program's products, kernels and collectives.
     """
-    module = parse_hlo(text)
+    module = parse_hlo(compiled.text)
+    written = WrittenProducts.of(compiled.written) if compiled.written else WrittenProducts({})
+    reader = _Reader(module, written, compiled.outputs, target, known or {})
     products: list[Product] = []
     collectives: list[Collective] = []
     opaque: list[Opaque] = []
@@ -50,7 +53,7 @@ def analyze(
     for kernel in kernels(entry_sites(module)):
         if not is_kernel(kernel):
             continue
-        found = list(_products(kernel, target, known or {}))
+        found = list(reader.products(kernel))
         if found:
             products += found
         elif (kind := kernel.instruction.opcode.removesuffix("-start")) in COLLECTIVES:
@@ -68,25 +71,49 @@ def analyze(
         others=Kernels(count, moved),
         collectives=tuple(collectives),
         opaque=tuple(opaque),
-        memory=memory,
+        memory=compiled.memory,
         unknown_loops=sum(map(has_unknown_trip_count, instructions)),
         branches=sum(instruction.opcode == "conditional" for instruction in instructions),
-        seconds=seconds,
+        seconds=compiled.seconds,
     )
 
 
-def _products(kernel: Site, target: Target, known: Mapping[str, str]) -> Iterator[Product]:
-    for site in opened(kernel):
-        size = dimensions(site)
-        if size is None:
-            continue
+@dataclasses.dataclass(frozen=True)
+class _Reader:
+    """Finds products and says what became of them."""
+
+    module: Module
+    written: WrittenProducts
+    outputs: tuple[str, ...]
+    target: Target
+    known: Mapping[str, str]
+
+    @functools.cached_property
+    def arguments(self) -> tuple[str, ...]:
+        """The names of the program's arguments."""
+        return tuple(dotted(i.op_name or i.name) for i in self.module.entry.parameters)
+
+    def products(self, kernel: Site) -> Iterator[Product]:
+        """The products that a kernel makes."""
+        for site in opened(kernel):
+            if (size := dimensions(site)) is not None:
+                yield self._product(kernel, site, size)
+
+    def _product(self, kernel: Site, site: Site, size: Dimensions) -> Product:
         scope = site.instruction.op_name or kernel.instruction.op_name
+        written = self.written.find(scope, size)
         lhs, rhs = (origin(operand) for operand in site.operands[:2])
-        layer = _layer(lhs, rhs)
-        verdict, reason = judge(Evidence(size, scope, layer, lhs, rhs), target, known)
-        yield Product(
+        weight = _weight(lhs, rhs, written)
+        its_role = role(scope)
+        # The operands of wgrad are activations, one of which may be an argument.
+        argument = "" if its_role == "wgrad" else weight.argument
+        if not argument or (its_role == "backward" and self._makes(site)):
+            argument = self._makes(site) or argument
+        layer = layer_of(argument)
+        verdict, reason = judge(Evidence(size, scope, layer, lhs, rhs, written), self.target, self.known)
+        return Product(
             layer=layer,
-            role=role(scope),
+            role=its_role,
             scope=scope,
             batch=size.batch,
             m=size.m,
@@ -94,7 +121,9 @@ def _products(kernel: Site, target: Target, known: Mapping[str, str]) -> Iterato
             k=size.k,
             lhs=size.lhs.dtype,
             rhs=size.rhs.dtype,
-            out=size.out.dtype,
+            out=_stored_dtype(kernel, size),
+            compute=weight.dtype if argument and argument == weight.argument else "",
+            indivisible=indivisible(size if written is None else written.size),
             kernel=_kernel_name(kernel, site),
             executions=site.executions,
             bytes=touched(kernel),
@@ -102,11 +131,27 @@ def _products(kernel: Site, target: Target, known: Mapping[str, str]) -> Iterato
             reason=reason,
         )
 
+    def _makes(self, site: Site) -> str:
+        """The argument whose gradient a product makes; empty if it makes none."""
+        places = list(destinations(site))
+        if len(self.outputs) <= max(places, default=0):
+            return ""
+        return matching([self.outputs[place] for place in places], self.arguments)
 
-def _layer(lhs: Origin, rhs: Origin) -> str:
-    """The layer whose weight is one of the operands: of two arguments, the one that is deeper in its tree."""
-    arguments = [found.argument for found in (lhs, rhs) if found.argument]
-    return layer_of(max(arguments, key=lambda path: path.count("."))) if arguments else ""
+
+def _weight(lhs: Origin, rhs: Origin, written: Written | None) -> Origin:
+    """The operand that is a weight: an argument; of two, the one that is deeper in its tree."""
+    found = [lhs, rhs] if written is None else [lhs, rhs, written.lhs, written.rhs]
+    return max(found, key=lambda one: (bool(one.argument), one.argument.count(".")))
+
+
+def _stored_dtype(kernel: Site, size: Dimensions) -> str:
+    """The type that a product's result has in memory: a fusion may cast it before it writes it."""
+    if is_fusion(kernel.instruction):
+        for shape in kernel.instruction.shape.arrays:
+            if shape.size == size.out.size:
+                return shape.dtype
+    return size.out.dtype
 
 
 _LIBRARY_NAMES = {

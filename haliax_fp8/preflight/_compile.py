@@ -27,11 +27,15 @@ class Compiled:
 
     Args:
         text: The program as XLA prints it.
+        written: The program before XLA optimized it; empty if it is not known.
+        outputs: The paths of its results.
         memory: What it needs.
         seconds: How long tracing and compiling took.
     """
 
     text: str
+    written: str
+    outputs: tuple[str, ...]
     memory: Memory
     seconds: float
 
@@ -70,10 +74,14 @@ def compile_for(
             given = {name: inputs.abstract[name] for name in donated}
             traced = jax.jit(inputs.call, donate_argnums=0).trace(given, rest)
         options = {**target.compiler_options, **(compiler_options or {})}
-        compiled = traced.lower().compile(compiler_options=options)
+        lowered = traced.lower()
+        compiled = lowered.compile(compiler_options=options)
     text, memory = compiled.as_text(), _memory(compiled.memory_analysis())
     assert text is not None
-    return Compiled(text, memory, time.perf_counter() - begin)
+    results = jax.tree_util.tree_flatten_with_path(traced.out_info)[0]
+    outputs = tuple(dotted(jax.tree_util.keystr(path)) for path, _ in results)
+    written = lowered.as_text("hlo", debug_info=True)
+    return Compiled(text, written, outputs, memory, time.perf_counter() - begin)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,7 +166,7 @@ def _argument_names(function: Callable[..., Any], count: int) -> list[str]:
     except (TypeError, ValueError):
         parameters = ()
     names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    return [names[i] if i < len(names) else f"args[{i}]" for i in range(count)]
+    return [names[i] if i < len(names) else f"arg{i}" for i in range(count)]
 
 
 def _donated(traced: Any, inputs: _Inputs) -> list[str]:
@@ -174,15 +182,11 @@ def _donated(traced: Any, inputs: _Inputs) -> list[str]:
 
 
 def _memory(stats: Any) -> Memory:
-    parts = (
-        stats.argument_size_in_bytes,
-        stats.output_size_in_bytes,
-        stats.alias_size_in_bytes,
-        stats.temp_size_in_bytes,
-    )
-    arguments, outputs, aliased, temporaries = parts
-    peak = getattr(stats, "peak_memory_in_bytes", 0) or arguments + outputs - aliased + temporaries
-    return Memory(*parts, peak=peak)
+    arguments, outputs = stats.argument_size_in_bytes, stats.output_size_in_bytes
+    aliased, temporaries = stats.alias_size_in_bytes, stats.temp_size_in_bytes
+    # Some backends report a peak of their own, but not all, and not all of the same.
+    peak = arguments + outputs - aliased + temporaries
+    return Memory(arguments, outputs, aliased, temporaries, peak)
 
 
 def make_mesh(target: Target, devices: int | None, mesh: MeshLike | None) -> Mesh:

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Iterator
 
+from ._hlo import Shape
 from ._source import dotted
 from ._walk import Site, is_fusion, subprograms
 
@@ -13,12 +14,14 @@ class Origin:
 
     Args:
         argument: The name of the program's argument that it is a copy of, cast, sliced or scaled; empty if computed.
+        dtype: The narrowest floating type of 16 bits or more that it had on the way; empty if none.
         quantized: The FP8 element type that it had on the way, itself included; empty if none.
         rescaled: Whether it was multiplied after that.
         padded: Whether it was padded after that.
     """
 
     argument: str
+    dtype: str
     quantized: str
     rescaled: bool
     padded: bool
@@ -45,19 +48,23 @@ def origin(site: Site) -> Origin:
     Returns:
         What is known about it.
     """
-    argument, quantized = "", ""
+    argument = quantized = ""
     rescaled = padded = False
+    wide: list[Shape] = []
     for step in _way(site):
         instruction = step.instruction
         if instruction.opcode == "parameter" and step.caller is None:
             argument = dotted(instruction.op_name or instruction.name)
-        dtype = instruction.shape.dtype
-        if not quantized and dtype.startswith(("f8e4", "f8e5")):
-            quantized = dtype
+        shape = instruction.shape
+        if not quantized and shape.dtype.startswith(("f8e4", "f8e5")):
+            quantized = shape.dtype
+        if shape.dtype in ("bf16", "f16", "f32", "f64"):
+            wide.append(shape)
         if not quantized:
             rescaled |= instruction.opcode in ("multiply", "divide")
             padded |= instruction.opcode == "pad"
-    return Origin(argument, quantized, rescaled and bool(quantized), padded)
+    narrowest = min(wide, key=lambda shape: shape.bits).dtype if wide else ""
+    return Origin(argument, narrowest, quantized, rescaled and bool(quantized), padded)
 
 
 def _way(site: Site) -> Iterator[Site]:

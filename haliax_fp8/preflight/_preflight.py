@@ -47,7 +47,8 @@ def preflight(
         RuntimeError: If the target's compiler is not installed; with the command that installs it.
 
     Example:
-        >>> report = preflight(jax.grad(lambda w, x: (x @ w).sum()), jnp.ones((32, 16)), jnp.ones((8, 32)), target="local")
+        >>> step = jax.grad(lambda w, x: (x @ w).sum())
+        >>> report = preflight(step, jnp.ones((32, 16)), jnp.ones((8, 32)), target="local")
         >>> [(p.role, p.flops) for p in report.products]
         [('backward', 8192)]
     """
@@ -59,7 +60,7 @@ def preflight(
         compiled = compile_for(
             function, arguments, target=chosen, mesh=its_mesh, shardings=shardings, compiler_options=compiler_options
         )
-        return analyze(compiled.text, compiled.memory, chosen, known, compiled.seconds)
+        return analyze(compiled, chosen, known)
 
     say(f"compiling the step for {chosen.kind}")
     step = program(step_fn, args)

@@ -31,7 +31,10 @@ class Product:
         k: See above.
         lhs: XLA's name of the first operand's element type, such as `f8e4m3fn`.
         rhs: Of the second operand's.
-        out: Of the result's.
+        out: Of the result, as it is written to memory.
+        compute: Of the weight where the model multiplies it: before it is quantized, and after a cast to the compute
+            dtype; empty if unknown.
+        indivisible: The dimensions that are no multiple of 16, such as `k=4095`; empty if there are none.
         kernel: What runs it, such as `cublasLt f8`.
         executions: How often it runs in one step, loops counted out.
         bytes: What one run reads and writes.
@@ -49,6 +52,8 @@ class Product:
     lhs: str
     rhs: str
     out: str
+    compute: str
+    indivisible: str
     kernel: str
     executions: int
     bytes: int

@@ -16,7 +16,7 @@ class Memory:
         outputs: Of its results.
         aliased: Of results that are written over donated arguments.
         temporaries: Of everything between.
-        peak: The most that is in use at one time; where XLA does not say, all of the above together.
+        peak: Arguments, outputs that are not aliased, and temporaries: what has to be free for it to run.
     """
 
     arguments: int

@@ -8,6 +8,7 @@ from ._origin import Origin
 from ._product import Verdict
 from ._source import asks_for_fp8
 from ._target import Target
+from ._written import Written
 
 
 @dataclasses.dataclass(frozen=True)
@@ -15,11 +16,12 @@ class Evidence:
     """All that is known of a product when it is judged.
 
     Args:
-        size: Its sizes and element types.
+        size: Its sizes and element types, as compiled.
         scope: The stack of named scopes.
         layer: The layer's path; empty if none is known.
         lhs: Where the first operand comes from.
         rhs: Where the second operand comes from.
+        written: The product before optimization, if it is known.
     """
 
     size: Dimensions
@@ -27,6 +29,7 @@ class Evidence:
     layer: str
     lhs: Origin
     rhs: Origin
+    written: Written | None = None
 
     @property
     def dtypes(self) -> tuple[str, str]:
@@ -35,8 +38,13 @@ class Evidence:
 
     @property
     def origins(self) -> tuple[Origin, Origin]:
-        """Of both operands."""
-        return self.lhs, self.rhs
+        """Of both operands; before optimization, if that is known."""
+        return (self.lhs, self.rhs) if self.written is None else (self.written.lhs, self.written.rhs)
+
+    @property
+    def sizes(self) -> Dimensions:
+        """As written, if that is known: XLA pads."""
+        return self.size if self.written is None else self.written.size
 
 
 def judge(evidence: Evidence, target: Target, known: Mapping[str, str]) -> tuple[Verdict, str]:
@@ -57,37 +65,41 @@ def judge(evidence: Evidence, target: Target, known: Mapping[str, str]) -> tuple
     quantized = [origin.quantized for origin in evidence.origins if origin.quantized]
     if len(quantized) == 2:
         return Verdict.EMULATED, _why_emulated(evidence, quantized, target)
-    return Verdict.HIGH_PRECISION, _why_high_precision(evidence, known)
+    return Verdict.HIGH_PRECISION, _why_high_precision(evidence, quantized, known)
 
 
 def _why_emulated(evidence: Evidence, quantized: list[str], target: Target) -> str:
     for dtype in quantized:
         if (reason := target.lacks(dtype)) is not None:
             return reason
-    if sizes := _indivisible(evidence.size):
-        return f"{sizes}, and FP8 products need multiples of 16"
     wide = evidence.size.lhs.dtype
     if any(origin.rescaled for origin in evidence.origins):
         if asks_for_fp8(evidence.scope):
-            return f"emulated block scaling: operands are dequantized to {wide}, as XLA has no product with such scales"
-        return f"quantize-dequantize: operands are rounded to FP8 and multiplied in {wide}"
+            return f"block scaling is emulated: the operands are dequantized and multiplied in {wide}"
+        return f"quantize-dequantize: the operands are rounded to FP8, then multiplied in {wide}"
+    if sizes := indivisible(evidence.sizes):
+        return f"{sizes}: FP8 products need multiples of 16"
     return f"XLA widened the FP8 operands to {wide}"
 
 
-def _indivisible(size: Dimensions) -> str:
-    """The dimensions that tensor cores cannot take."""
-    wrong = [f"{name}={value}" for name, value in (("m", size.m), ("n", size.n), ("k", size.k)) if value % 16]
-    return f"{', '.join(wrong)} {'is' if len(wrong) == 1 else 'are'} not divisible by 16" if wrong else ""
+def indivisible(size: Dimensions) -> str:
+    """The dimensions that FP8 tensor cores cannot take, such as `m=5, k=4095`; empty if there are none.
+
+    Args:
+        size: The sizes.
+    """
+    return ", ".join(f"{name}={value}" for name, value in (("m", size.m), ("n", size.n), ("k", size.k)) if value % 16)
 
 
-def _why_high_precision(evidence: Evidence, known: Mapping[str, str]) -> str:
+def _why_high_precision(evidence: Evidence, quantized: list[str], known: Mapping[str, str]) -> str:
     for layer, reason in known.items():
         if evidence.layer == layer or evidence.layer.endswith(f".{layer}"):
             return reason
+    if quantized:
+        return f"only one operand is {quantized[0]}"
     if asks_for_fp8(evidence.scope):
         return "the recipe keeps this product in high precision"
+    in_float32 = ", in float32" if "f32" in evidence.dtypes else ""
     if evidence.size.batch > 1 and not any(origin.argument for origin in evidence.origins):
-        return "a batched product of activations, as in attention"
-    if set(evidence.dtypes) == {"f32"}:
-        return "not converted, and in float32: its layer computes in float32"
-    return "not converted"
+        return f"a batched product of activations, as in attention{in_float32}"
+    return f"not converted{in_float32}"

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from ._product import Product, Verdict
 from ._program import Program
+from ._source import place
 
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ def rows(program: Program) -> list[Row]:
     """
     groups: dict[tuple, list[Product]] = {}
     for product in program.products:
-        where = re.sub(r"\.\d+(?=\.|$)", ".*", product.layer) or product.scope
+        where = re.sub(r"\.\d+(?=\.|$)", ".*", product.layer) or place(product.scope)
         alike = dataclasses.replace(product, layer="", scope="", bytes=0, executions=0)
         groups.setdefault((where, alike), []).append(product)
     return [

@@ -80,9 +80,15 @@ class PreflightReport:
         for (verdict, reason), products in by_reason.items():
             share = sum(product.flops for product in products) / (self.step.flops or 1)
             found.append(f"{share:.1%} of the FLOPs {verdict.value}: {reason}")
-        wide = [product for product in self.products if product.is_fp8 and product.out == "f32"]
+        padded = [product for product in self.products if product.is_fp8 and product.indivisible]
+        for sizes in sorted({product.indivisible for product in padded}):
+            count = sum(product.executions for product in padded if product.indivisible == sizes)
+            found.append(f"{count} FP8 products are padded: {sizes} is no multiple of 16")
+        wide = sum(product.executions for product in self.products if product.compute == "f32")
         if wide:
-            found.append(f"{len(wide)} FP8 products write float32, twice the bytes of bfloat16")
+            found.append(
+                f"{wide} products take weights in float32, as the model computes in float32: cast it to bfloat16"
+            )
         return tuple(found)
 
     @property

@@ -72,17 +72,33 @@ def dotted(path: str) -> str:
         ('model.layers.0.up.weight.array', 'model.layers.0.weight')
     """
     path = re.sub(r"^(?:arrays|donated)\['(.*)'\]$", r"\1", path)
+    # A node that has no names for its children numbers them.
+    path = path.replace("[<flat index 0>]", "")
     return re.sub(r"\[['\"]?([^\]'\"]*)['\"]?\]", r".\1", path).strip(".")
 
 
 def layer_of(argument: str) -> str:
-    """The layer of a weight: its path without the names of arrays.
+    """The layer of a weight: its path without the names of the weight and of the array in it.
 
     Args:
         argument: A path with dots.
 
     Example:
-        >>> layer_of("model.layers.0.up.weight.array")
-        'model.layers.0.up'
+        >>> layer_of("model.layers.0.up.weight.array"), layer_of("w")
+        ('model.layers.0.up', 'w')
     """
-    return re.sub(r"\.(weight|array|kernel|value|w)$", "", re.sub(r"\.array$", "", argument))
+    return re.sub(r"(?<=.)\.(weight|kernel)(\.(array|value|\d+))?$", "", argument)
+
+
+def place(scope: str) -> str:
+    """What a reader knows a scope by: the named scopes in it, without functions that JAX and this package jit.
+
+    Args:
+        scope: The instruction's stack of named scopes.
+
+    Example:
+        >>> place("jit(step)/transpose(jvp(Attention))/contract head_dim -> position/0 1, 2 1 -> 0 2/jit(_einsum)/dot_general")
+        'Attention/contract head_dim -> position'
+    """
+    names = [part for part in _parts(scope) if not re.fullmatch(r"jit\(.*\)|[\d ,]+ -> [\d ]*|\w+_general|dot", part)]
+    return without_transforms("/".join(names)).strip("/")
