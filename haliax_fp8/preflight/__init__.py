@@ -6,6 +6,7 @@ Needs no accelerator and no driver. The NVIDIA targets need the package `jax-cud
 `pip install 'haliax-fp8[preflight]'`, `pip install 'haliax-fp8[preflight-tpu]'`.
 """
 
+from ._check import check_fp8_call as check_fp8_call, has_fp8_product as has_fp8_product
 from ._preflight import preflight as preflight
 from ._product import Product as Product, Verdict as Verdict
 from ._program import (

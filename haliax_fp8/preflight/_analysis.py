@@ -102,6 +102,8 @@ class _Reader:
     def _product(self, kernel: Site, site: Site, size: Dimensions) -> Product:
         scope = site.instruction.op_name or kernel.instruction.op_name
         written = self.written.find(scope, size)
+        if written is not None:
+            size = size.without_padding(written.size)
         lhs, rhs = (origin(operand) for operand in site.operands[:2])
         weight = _weight(lhs, rhs, written)
         its_role = role(scope)
@@ -123,7 +125,7 @@ class _Reader:
             rhs=size.rhs.dtype,
             out=_stored_dtype(kernel, size),
             compute=weight.dtype if argument and argument == weight.argument else "",
-            indivisible=indivisible(size if written is None else written.size),
+            indivisible=indivisible(size),
             kernel=_kernel_name(kernel, site),
             executions=site.executions,
             bytes=touched(kernel),
@@ -182,10 +184,11 @@ def _is_opaque(kernel: Site) -> bool:
 
 
 def _collective(kernel: Site, kind: str) -> Collective:
-    operands = [operand.instruction.shape for operand in kernel.operands]
-    given = sum(shape.bytes for shape in operands)
-    result = kernel.instruction.shape
-    if kernel.instruction.opcode.endswith("-start") and result.dtype == "tuple" and kind != "all-reduce":
-        result = result.elements[1]
-    dtype = max(operands, key=lambda shape: shape.bytes).dtype if operands else result.dtype
-    return Collective(kind, dtype, max(given, result.bytes), kernel.executions, kernel.instruction.op_name)
+    given = tuple(array for operand in kernel.operands for array in operand.instruction.shape.arrays)
+    got = kernel.instruction.shape.arrays
+    if kernel.instruction.opcode.endswith("-start") and len(got) > len(given):
+        # What has only begun returns its operands too, and behind the results perhaps a context.
+        got = got[len(given) : 2 * len(given)]
+    dtype = max(got, key=lambda shape: shape.bytes).dtype
+    size = max(sum(shape.bytes for shape in shapes) for shapes in (given, got))
+    return Collective(kind, dtype, size, kernel.executions, kernel.instruction.op_name)

@@ -136,8 +136,9 @@ def _is_array(leaf: Any) -> bool:
 def _abstract(leaf: Any, spec: Any, mesh: Mesh) -> jax.ShapeDtypeStruct:
     if spec is None:
         sharding = getattr(leaf, "sharding", None)
-        named = isinstance(sharding, NamedSharding) and set(sharding.mesh.axis_names) <= set(mesh.axis_names)
-        spec = sharding.spec if named else PartitionSpec()
+        spec = PartitionSpec()
+        if isinstance(sharding, NamedSharding) and set(sharding.mesh.axis_names) <= set(mesh.axis_names):
+            spec = sharding.spec
     elif isinstance(spec, NamedSharding):
         spec = spec.spec
     aval = jax.typeof(leaf) if not isinstance(leaf, jax.ShapeDtypeStruct) else leaf
@@ -157,7 +158,7 @@ def _specs(args: tuple[Any, ...], shardings: Any) -> list[Any]:
             f"shardings={shardings} is no prefix of the tree of arguments: give a tuple with one PartitionSpec (or a "
             "tree of them, or None) for each argument"
         ) from error
-    return jax.tree.leaves(spread, is_leaf=is_spec)
+    return jax.tree.structure(args).flatten_up_to(spread)
 
 
 def _argument_names(function: Callable[..., Any], count: int) -> list[str]:

@@ -64,7 +64,12 @@ def _after(value: Site, user: Site, path: tuple[int, ...]) -> list[tuple[Site, t
         return [(_parameter(user, inner[place - 1], 0), path) for place in places if place > 0]
     if inner:
         return [(_parameter(user, inner[0], place), path) for place in places]
-    return [(user, path)] if opcode in _ELEMENTWISE else []
+    if opcode not in _ELEMENTWISE:
+        return []
+    if instruction.shape.dtype == "tuple" and len(instruction.operands) > 1:
+        # Takes several operands and returns a tuple of as many.
+        return [(user, (place, *path)) for place in places]
+    return [(user, path)]
 
 
 def _parameter(caller: Site, name: str, number: int) -> Site:

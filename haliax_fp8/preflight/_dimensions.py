@@ -31,6 +31,35 @@ class Dimensions:
     rhs: Shape
     out: Shape
 
+    def same_as(self, other: "Dimensions") -> bool:
+        """Whether the sizes are those of another product, or of its transpose.
+
+        Args:
+            other: The other product.
+        """
+        return (self.batch, self.k, {self.m, self.n}) == (other.batch, other.k, {other.m, other.n})
+
+    def padded_to(self, multiple: int) -> "Dimensions":
+        """With `m`, `n` and `k` rounded up.
+
+        Args:
+            multiple: To what.
+        """
+        m, n, k = (-(-size // multiple) * multiple for size in (self.m, self.n, self.k))
+        return dataclasses.replace(self, m=m, n=n, k=k)
+
+    def without_padding(self, written: "Dimensions") -> "Dimensions":
+        """With the sizes that a product was written with, if these are those padded to multiples of 16.
+
+        Args:
+            written: The sizes before padding.
+        """
+        padded = written.padded_to(16)
+        if not padded.same_as(self):
+            return self
+        m, n = (written.m, written.n) if padded.m == self.m else (written.n, written.m)
+        return dataclasses.replace(self, m=m, n=n, k=written.k)
+
 
 def dimensions(site: Site) -> Dimensions | None:
     """The size of the matrix product that an instruction makes; None if it makes none.
@@ -119,12 +148,10 @@ def _of_convolution(site: Site) -> Dimensions:
     lhs, rhs = (operand.instruction.shape for operand in site.operands[:2])
     out = _result(site)
     lhs_labels, rhs_labels, out_labels = re.split("_|->", site.instruction.attribute("dim_labels"))
-    groups = math.prod(site.instruction.ints("feature_group_count") or (1,))
     batch_groups = math.prod(site.instruction.ints("batch_group_count") or (1,))
     m = lhs.dims[lhs_labels.index("b")] // batch_groups
     n = rhs.dims[rhs_labels.index("o")]
-    k = rhs.dims[rhs_labels.index("i")]
-    del groups  # The kernel's input features are those of one group.
+    k = rhs.dims[rhs_labels.index("i")]  # Of one group of features.
     batch = 1
     for axis, window in zip(sorted(set(lhs_labels) - set("bf?")), _windows(site), strict=True):
         positions = out.dims[out_labels.index(axis)]
@@ -132,7 +159,7 @@ def _of_convolution(site: Site) -> Dimensions:
         if pairs == positions == window.size:
             batch *= positions
         elif positions == 1 or pairs % positions:
-            k, m = k * pairs, m
+            k *= pairs
         else:
             m, k = m * positions, k * (pairs // positions)
     return Dimensions(batch, m, n, k, lhs, rhs, out)

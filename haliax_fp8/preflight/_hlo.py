@@ -1,7 +1,7 @@
 """HLO text as data: modules, computations, instructions, shapes. What XLA prints of a program, and nothing more.
 
-The text and not the protocol buffer: every XLA prints it, no schema has to be carried along, and a reader can check what
-was read.
+The text and not the protocol buffer: every XLA prints it, no schema has to be carried along, and a reader can check
+what was read.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""Where an operand comes from: back through casts, copies, slices, loops and fusions, to an argument or a computation."""
+"""Where an operand comes from: back through casts, copies, slices, loops and fusions, to an argument if it is one."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -32,7 +32,8 @@ _HANDED_ON = {
     **dict.fromkeys(("convert", "bitcast", "bitcast-convert", "copy", "transpose", "reshape", "slice", "pad"), 0),
     **dict.fromkeys(("dynamic-slice", "optimization-barrier", "reduce-precision", "copy-start", "copy-done"), 0),
     **dict.fromkeys(("all-gather", "all-gather-start", "all-gather-done", "all-to-all", "collective-permute"), 0),
-    **dict.fromkeys(("collective-permute-start", "collective-permute-done", "async-done", "reverse"), 0),
+    **dict.fromkeys(("collective-permute-start", "collective-permute-done", "all-reduce", "all-reduce-start"), 0),
+    **dict.fromkeys(("all-reduce-done", "async-done", "reverse"), 0),
     **dict.fromkeys(("clamp", "dynamic-update-slice"), 1),
 }
 # Of two operands, one may be a scale or a bound that the other is combined with.
@@ -102,7 +103,9 @@ def _before(site: Site, indices: list[int]) -> Site | None:
     if opcode.endswith("-done") and site.operands[0].instruction.opcode in ("fusion-start", "async-start"):
         return site.operands[0]
     if opcode in _HANDED_ON:
-        return site.operands[_HANDED_ON[opcode]]
+        # Some take several operands and return a tuple of as many.
+        several = indices and instruction.shape.dtype == "tuple" and len(instruction.operands) > 1
+        return site.operands[indices.pop() if several else _HANDED_ON[opcode]]
     if opcode in _SCALED or opcode == "select":
         candidates = [operand for operand in site.operands[-2:] if not _is_broadcast(operand)]
         return candidates[0] if len(candidates) == 1 else None
@@ -161,9 +164,13 @@ def _is_broadcast(site: Site) -> bool:
         if current is None:
             return False
         instruction = current.instruction
-        if instruction.opcode in ("broadcast", "constant", "iota") or instruction.shape.size == 1:
+        if instruction.opcode in ("broadcast", "constant", "iota") or _is_number(instruction.shape):
             return True
         if instruction.opcode in _SCALED:
             return all(map(_is_broadcast, current.operands))
         current = _before(current, indices)
     return False
+
+
+def _is_number(shape: Shape) -> bool:
+    return shape.dtype != "tuple" and shape.size == 1

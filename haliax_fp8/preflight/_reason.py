@@ -41,11 +41,6 @@ class Evidence:
         """Of both operands; before optimization, if that is known."""
         return (self.lhs, self.rhs) if self.written is None else (self.written.lhs, self.written.rhs)
 
-    @property
-    def sizes(self) -> Dimensions:
-        """As written, if that is known: XLA pads."""
-        return self.size if self.written is None else self.written.size
-
 
 def judge(evidence: Evidence, target: Target, known: Mapping[str, str]) -> tuple[Verdict, str]:
     """What became of a product, and why it is not in FP8.
@@ -69,15 +64,16 @@ def judge(evidence: Evidence, target: Target, known: Mapping[str, str]) -> tuple
 
 
 def _why_emulated(evidence: Evidence, quantized: list[str], target: Target) -> str:
-    for dtype in quantized:
-        if (reason := target.lacks(dtype)) is not None:
-            return reason
     wide = evidence.size.lhs.dtype
+    # First what no device would change.
     if any(origin.rescaled for origin in evidence.origins):
         if asks_for_fp8(evidence.scope):
             return f"block scaling is emulated: the operands are dequantized and multiplied in {wide}"
         return f"quantize-dequantize: the operands are rounded to FP8, then multiplied in {wide}"
-    if sizes := indivisible(evidence.sizes):
+    for dtype in quantized:
+        if (reason := target.lacks(dtype)) is not None:
+            return reason
+    if sizes := indivisible(evidence.size):
         return f"{sizes}: FP8 products need multiples of 16"
     return f"XLA widened the FP8 operands to {wide}"
 
@@ -99,7 +95,9 @@ def _why_high_precision(evidence: Evidence, quantized: list[str], known: Mapping
         return f"only one operand is {quantized[0]}"
     if asks_for_fp8(evidence.scope):
         return "the recipe keeps this product in high precision"
-    in_float32 = ", in float32" if "f32" in evidence.dtypes else ""
+    # As written: on a CPU, XLA widens bfloat16 too.
+    size = evidence.size if evidence.written is None else evidence.written.size
+    in_float32 = ", in float32" if "f32" in (size.lhs.dtype, size.rhs.dtype) else ""
     if evidence.size.batch > 1 and not any(origin.argument for origin in evidence.origins):
         return f"a batched product of activations, as in attention{in_float32}"
     return f"not converted{in_float32}"

@@ -81,9 +81,10 @@ class PreflightReport:
             share = sum(product.flops for product in products) / (self.step.flops or 1)
             found.append(f"{share:.1%} of the FLOPs {verdict.value}: {reason}")
         padded = [product for product in self.products if product.is_fp8 and product.indivisible]
-        for sizes in sorted({product.indivisible for product in padded}):
-            count = sum(product.executions for product in padded if product.indivisible == sizes)
-            found.append(f"{count} FP8 products are padded: {sizes} is no multiple of 16")
+        if padded:
+            sizes = sorted(set(", ".join(product.indivisible for product in padded).split(", ")))
+            count = sum(product.executions for product in padded)
+            found.append(f"{count} FP8 products are padded, as sizes are no multiples of 16: {', '.join(sizes)}")
         wide = sum(product.executions for product in self.products if product.compute == "f32")
         if wide:
             found.append(

@@ -97,7 +97,7 @@ def place(scope: str) -> str:
         scope: The instruction's stack of named scopes.
 
     Example:
-        >>> place("jit(step)/transpose(jvp(Attention))/contract head_dim -> position/0 1, 2 1 -> 0 2/jit(_einsum)/dot_general")
+        >>> place("jit(step)/jvp(Attention)/contract head_dim -> position/0 1, 2 1 -> 0 2/dot_general")
         'Attention/contract head_dim -> position'
     """
     names = [part for part in _parts(scope) if not re.fullmatch(r"jit\(.*\)|[\d ,]+ -> [\d ]*|\w+_general|dot", part)]

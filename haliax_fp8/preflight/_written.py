@@ -60,8 +60,9 @@ class WrittenProducts:
             size: Its sizes.
         """
         candidates = self.by_scope.get(scope, ())
-        same = [written for written in candidates if _sizes(written.size) == _sizes(size)]
-        return next(iter(_agreeing(same) or _agreeing(candidates)), None)
+        same = [written for written in candidates if written.size.same_as(size)]
+        padded = [written for written in candidates if written.size.padded_to(16).same_as(size)]
+        return next(iter(_agreeing(same) or _agreeing(padded) or _agreeing(candidates)), None)
 
 
 def full_scope(site: Site) -> str:
@@ -76,11 +77,6 @@ def full_scope(site: Site) -> str:
             names.append(current.instruction.op_name)
         current = current.caller
     return "/".join(reversed(names))
-
-
-def _sizes(size: Dimensions) -> tuple[int, ...]:
-    """The same for a product and its transpose."""
-    return (size.batch, size.k, *sorted((size.m, size.n)))
 
 
 def _agreeing(products: Iterable[Written]) -> list[Written]:
