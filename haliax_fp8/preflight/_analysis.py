@@ -150,7 +150,7 @@ def _weight(lhs: Origin, rhs: Origin, written: Written | None) -> Origin:
 def _stored_dtype(kernel: Site, size: Dimensions) -> str:
     """The type that a product's result has in memory: a fusion may cast it before it writes it."""
     if is_fusion(kernel.instruction):
-        for shape in kernel.instruction.shape.arrays:
+        for shape in kernel.results:
             if shape.size == size.out.size:
                 return shape.dtype
     return size.out.dtype
@@ -185,10 +185,6 @@ def _is_opaque(kernel: Site) -> bool:
 
 def _collective(kernel: Site, kind: str) -> Collective:
     given = tuple(array for operand in kernel.operands for array in operand.instruction.shape.arrays)
-    got = kernel.instruction.shape.arrays
-    if kernel.instruction.opcode.endswith("-start") and len(got) > len(given):
-        # What has only begun returns its operands too, and behind the results perhaps a context.
-        got = got[len(given) : 2 * len(given)]
-    dtype = max(got, key=lambda shape: shape.bytes).dtype
-    size = max(sum(shape.bytes for shape in shapes) for shapes in (given, got))
+    dtype = max(kernel.results, key=lambda shape: shape.bytes).dtype
+    size = max(sum(shape.bytes for shape in shapes) for shapes in (given, kernel.results))
     return Collective(kind, dtype, size, kernel.executions, kernel.instruction.op_name)

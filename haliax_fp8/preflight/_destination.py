@@ -31,6 +31,7 @@ def destinations(site: Site) -> Iterator[int]:
     """
     waiting: list[tuple[Site, tuple[int, ...]]] = [(site, (0,) if site.instruction.shape.dtype == "tuple" else ())]
     seen = set()
+    scope = site.instruction.op_name
     while waiting:
         value, path = waiting.pop()
         key = id(value.computation), value.instruction.name, path
@@ -43,10 +44,10 @@ def destinations(site: Site) -> Iterator[int]:
             else:
                 waiting += _returned(value.caller, path)
         for user in value.computation.users[value.instruction.name]:
-            waiting += _after(value, value.beside(user.name), path)
+            waiting += _after(value, value.beside(user.name), path, scope)
 
 
-def _after(value: Site, user: Site, path: tuple[int, ...]) -> list[tuple[Site, tuple[int, ...]]]:
+def _after(value: Site, user: Site, path: tuple[int, ...], scope: str) -> list[tuple[Site, tuple[int, ...]]]:
     """Where a value goes through one of its users."""
     instruction = user.instruction
     opcode = instruction.opcode
@@ -64,7 +65,9 @@ def _after(value: Site, user: Site, path: tuple[int, ...]) -> list[tuple[Site, t
         return [(_parameter(user, inner[place - 1], 0), path) for place in places if place > 0]
     if inner:
         return [(_parameter(user, inner[0], place), path) for place in places]
-    if opcode not in _ELEMENTWISE:
+    # XLA may split a product in several and add them up: that has the product's scope.
+    is_part = opcode == "reduce" and bool(scope) and instruction.op_name == scope
+    if opcode not in _ELEMENTWISE and not is_part:
         return []
     if instruction.shape.dtype == "tuple" and len(instruction.operands) > 1:
         # Takes several operands and returns a tuple of as many.

@@ -32,8 +32,7 @@ _HANDED_ON = {
     **dict.fromkeys(("convert", "bitcast", "bitcast-convert", "copy", "transpose", "reshape", "slice", "pad"), 0),
     **dict.fromkeys(("dynamic-slice", "optimization-barrier", "reduce-precision", "copy-start", "copy-done"), 0),
     **dict.fromkeys(("all-gather", "all-gather-start", "all-gather-done", "all-to-all", "collective-permute"), 0),
-    **dict.fromkeys(("collective-permute-start", "collective-permute-done", "all-reduce", "all-reduce-start"), 0),
-    **dict.fromkeys(("all-reduce-done", "async-done", "reverse"), 0),
+    **dict.fromkeys(("collective-permute-start", "collective-permute-done", "async-done", "reverse"), 0),
     **dict.fromkeys(("clamp", "dynamic-update-slice"), 1),
 }
 # Of two operands, one may be a scale or a bound that the other is combined with.

@@ -105,7 +105,7 @@ def collectives(program: Program) -> str:
     return ", ".join(f"{name} {size(total)}" for name, total in sums.items()) or "none"
 
 
-def size(count: float) -> str:
+def size(count: int | float) -> str:
     """Bytes for people: `4.1 GB`."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 1000:

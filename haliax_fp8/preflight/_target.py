@@ -268,7 +268,7 @@ class LocalTarget(Target):
         return found[:count]
 
 
-def _gpu(name: str, kind: str, compute_capability: str, peaks: Peaks, **info: float) -> GpuTarget:
+def _gpu(name: str, kind: str, compute_capability: str, peaks: Peaks, **info: int | float) -> GpuTarget:
     description = " ".join(f"{key}: {value}" for key, value in info.items())
     return GpuTarget(name, kind, peaks, compute_capability, description)
 
@@ -278,7 +278,7 @@ def _hopper(name: str, kind: str, bandwidth: float, memory: int, source: str) ->
         name,
         kind,
         "9.0",
-        Peaks(fp8=1979e12, bf16=989.5e12, f32=494.7e12, bandwidth=bandwidth, source=source),
+        Peaks(fp8=1978.9e12, bf16=989.4e12, f32=494.7e12, bandwidth=bandwidth, source=source),
         core_count=132,
         fpus_per_core=128,
         threads_per_core_limit=2048,

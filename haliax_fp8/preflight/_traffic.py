@@ -46,11 +46,7 @@ def touched(kernel: Site) -> int:
         return 2 * kernel.operands[1].instruction.shape.bytes
     if opcode == "scatter":
         return sum(2 * o.instruction.shape.bytes for o in kernel.operands[1:])
-    result = instruction.shape
-    if opcode.endswith("-start") and result.dtype == "tuple":
-        # The results of an instruction that only begins name its operands as well.
-        return sum(o.instruction.shape.bytes for o in kernel.operands) + result.elements[-1].bytes
-    return sum(o.instruction.shape.bytes for o in kernel.operands) + result.bytes
+    return sum(o.instruction.shape.bytes for o in kernel.operands) + sum(shape.bytes for shape in kernel.results)
 
 
 def _users(site: Site) -> list[Site]:
@@ -65,6 +61,8 @@ def _users(site: Site) -> list[Site]:
 def _read(parameter: Site) -> int:
     """What a fusion reads of one of its operands."""
     whole = parameter.instruction.shape.bytes
+    if parameter.instruction.is_root:
+        return whole  # Of a fusion within a fusion: handed on as it is.
     parts = 0
     for user in _users(parameter):
         opcode, operands = user.instruction.opcode, user.operands
@@ -72,7 +70,7 @@ def _read(parameter: Site) -> int:
         if opcode in _SLICES and is_first:
             parts += user.instruction.shape.bytes
         elif opcode in ("dynamic-update-slice", "scatter") and is_first:
-            parts += 0  # Written in place; not read.
+            continue  # Written in place, not read.
         elif is_fusion(user.instruction):
             name = user.instruction.called("calls")[0]
             inner = user.module[name].parameters

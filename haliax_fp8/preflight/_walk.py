@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Iterator
 
-from ._hlo import Computation, Instruction, Module
+from ._hlo import Computation, Instruction, Module, Shape
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +34,18 @@ class Site:
         if self.instruction.opcode in ("parameter", "constant"):
             return ()
         return tuple(self.beside(name) for name in self.instruction.operands)
+
+    @property
+    def results(self) -> tuple[Shape, ...]:
+        """The arrays that it makes; an instruction that only begins returns its operands in front of them."""
+        got = self.instruction.shape.arrays
+        given = sum(len(operand.instruction.shape.arrays) for operand in self.operands)
+        if self.instruction.opcode == "copy-start":
+            return got[:1]
+        if self.instruction.opcode == "fusion-start":
+            return self.root(self.instruction.called("calls")[0]).instruction.shape.arrays
+        begins = self.instruction.opcode.endswith("-start") and len(got) > given
+        return got[given : 2 * given] if begins else got
 
     def inside(self, name: str) -> Iterator["Site"]:
         """The instructions of a function that this one calls."""

@@ -1,0 +1,373 @@
+"""What a preflight says of a step: planted mistakes are found and named, requirements are held, all can be printed."""
+
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec as P
+
+import haliax_fp8 as fp8
+from haliax_fp8.preflight import (
+    PreflightError,
+    Verdict,
+    check_fp8_call,
+    has_fp8_product,
+    preflight,
+    targets,
+)
+
+
+def gpu(name):
+    """A target that needs XLA's GPU compiler."""
+    missing = targets["h100"].missing() is not None
+    skip = pytest.mark.skipif(missing, reason="needs the package jax-cuda13-pjrt: dependency group `preflight`")
+    return pytest.param(name, marks=[skip, pytest.mark.slow])
+
+
+WIDTH, TOKENS = 256, 512
+
+
+def struct(*shape, dtype=jnp.bfloat16):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def mlp(width=WIDTH):
+    return eqx.nn.MLP(WIDTH, WIDTH, width, 2, use_bias=False, use_final_bias=False, key=jax.random.key(0))
+
+
+def abstract(make, dtype=jnp.bfloat16):
+    """A model without its arrays, in a dtype but for the state of FP8 products."""
+    is_state = lambda node: isinstance(node, fp8.OverwriteWithGradient)
+    cast = lambda x: struct(*x.shape, dtype=dtype) if isinstance(x, jax.ShapeDtypeStruct) else x
+    return jax.tree.map(lambda x: x if is_state(x) else cast(x), eqx.filter_eval_shape(make), is_leaf=is_state)
+
+
+def converted(config=None, width=WIDTH, dtype=jnp.bfloat16):
+    return abstract(lambda: fp8.fp8_linear_layers(mlp(width), config), dtype)
+
+
+def step(model, x):
+    return fp8.filter_grad(lambda model: (jax.vmap(model)(x).astype(jnp.float32) ** 2).mean())(model)
+
+
+def report_of(target, model, x=None, **options):
+    return preflight(step, model, struct(TOKENS, WIDTH) if x is None else x, target=target, **options)
+
+
+everywhere = pytest.mark.parametrize("target", ["local", gpu("h100")])
+
+
+# --- Planted mistakes -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("target", ["local", gpu("h100"), gpu("b200"), gpu("l40s")])
+def test_a_converted_model_asks_for_fp8_in_all_its_products(target):
+    report = report_of(target, converted())
+    wanted = Verdict.EMULATED if target == "local" else Verdict.FP8
+    assert len(report.products) == 8 and {p.verdict for p in report.products} == {wanted}
+    assert report.step.flops == 2 * 8 * TOKENS * WIDTH**2
+    report.require(asked_flops=1.0)
+    if target != "local":
+        report.require(fp8_flops=1.0)
+        assert {p.kernel for p in report.products} == {"cublasLt f8"}
+
+
+@everywhere
+def test_a_layer_left_in_bf16(target):
+    report = report_of(target, converted(fp8.Fp8Config(targets=["layers.0", "layers.2"])))
+    wrong = [p for p in report.products if p.verdict is Verdict.HIGH_PRECISION]
+    assert {p.layer for p in wrong} == {"model.layers.1"} and len(wrong) == 3
+    assert {p.reason for p in wrong} == {"not converted"}
+    with pytest.raises(
+        PreflightError, match=r"(?s)asked_flops=0.95.*0\.6250.*model\.layers\.1 .*not converted"
+    ) as error:
+        report.require(asked_flops=0.95)
+    assert "model.layers.0" not in str(error.value)
+
+
+@everywhere
+def test_the_rule_that_left_a_layer_alone_is_named(target):
+    report = report_of(
+        target, converted(fp8.Fp8Config(targets=["layers.0"])), known={"layers.1": "excluded by 'layers.1'"}
+    )
+    reasons = {(p.layer, p.reason) for p in report.products if p.verdict is Verdict.HIGH_PRECISION}
+    assert reasons == {("model.layers.1", "excluded by 'layers.1'"), ("model.layers.2", "not converted")}
+
+
+@everywhere
+def test_a_dimension_that_is_no_multiple_of_16(target):
+    report = report_of(target, converted(width=511))
+    named = {p.indivisible for p in report.products}
+    assert all("511" in sizes for sizes in named)
+    # As written: what XLA pads is not the model's work.
+    assert report.step.flops == 2 * TOKENS * (3 * (2 * WIDTH * 511 + 511**2) - WIDTH * 511)
+    if target != "local":
+        assert any("511" in finding and "padded" in finding for finding in report.findings)
+
+
+@everywhere
+def test_a_model_in_float32(target):
+    x = struct(TOKENS, WIDTH, dtype=jnp.float32)
+    report = report_of(target, converted(dtype=jnp.float32), x)
+    assert {p.compute for p in report.products if p.role in ("fprop", "dgrad")} == {"f32"}
+    assert any("float32" in finding and "bfloat16" in finding for finding in report.findings)
+    plain = report_of(target, abstract(mlp, jnp.float32), x)
+    assert {p.reason for p in plain.products} == {"not converted, in float32"}
+    good = report_of(target, converted())
+    assert not any("float32" in finding for finding in good.findings)
+
+
+def quantize_dequantize(w, x):
+    """What many write: rounded to FP8 and back by a scale for each row, and multiplied in bfloat16."""
+
+    def round_trip(x):
+        scale = jnp.max(jnp.abs(x), axis=-1, keepdims=True).astype(jnp.float32) / 448
+        data = jnp.clip(x.astype(jnp.float32) / scale, -448, 448).astype(jnp.float8_e4m3fn)
+        return (data.astype(jnp.float32) * scale).astype(jnp.bfloat16)
+
+    return jnp.dot(round_trip(x), round_trip(w).T)
+
+
+@everywhere
+def test_a_quantize_dequantize_pattern(target):
+    report = preflight(quantize_dequantize, struct(WIDTH, WIDTH), struct(TOKENS, WIDTH), target=target)
+    (product,) = report.products
+    assert product.verdict is Verdict.EMULATED and product.reason.startswith("quantize-dequantize")
+    with pytest.raises(PreflightError, match=r"fp8_flops.*\n.*quantize-dequantize"):
+        report.require(fp8_flops=0.5)
+
+
+@pytest.mark.parametrize("target", [gpu("a100")])
+def test_a_device_without_fp8(target):
+    """XLA drops the rounding there: nothing in the compiled program tells that FP8 was asked for."""
+    report = report_of(target, converted())
+    assert {p.verdict for p in report.products} == {Verdict.EMULATED}
+    assert all("compute capability 8.9" in p.reason for p in report.products)
+    assert report.fp8_share == 0
+    with pytest.raises(PreflightError, match="A100"):
+        report.require(fp8_flops=0.01)
+
+
+@everywhere
+def test_emulated_block_scaling(target):
+    report = report_of(target, converted(fp8.Fp8Config(recipe="deepseek")))
+    assert {p.verdict for p in report.products} == {Verdict.EMULATED}
+    assert all(p.reason.startswith("block scaling is emulated") for p in report.products)
+
+
+@everywhere
+def test_a_product_that_the_recipe_keeps(target):
+    report = report_of(target, converted(fp8.Fp8Config(recipe="rowwise_wgrad_bf16")))
+    kept = [p for p in report.products if p.verdict is Verdict.HIGH_PRECISION]
+    assert {p.role for p in kept} == {"wgrad"} and len(kept) == 3
+    assert {p.reason for p in kept} == {"the recipe keeps this product in high precision"}
+
+
+# --- The report -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def compared():
+    peaks = dataclasses.replace(targets["h100"].peaks, fp8=2e12, bf16=1e12, f32=0.5e12, bandwidth=1e12)
+    target = dataclasses.replace(targets["local"], peaks=peaks)
+    return report_of(target, converted(), compare=(step, (abstract(mlp), struct(TOKENS, WIDTH))))
+
+
+def test_a_baseline_is_counted_too(compared):
+    assert compared.baseline.flops == compared.step.flops
+    assert {p.verdict for p in compared.baseline.products} == {Verdict.HIGH_PRECISION}
+    ratio = compared.step.memory.peak / compared.baseline.memory.peak
+    assert compared.peak_memory_ratio == ratio
+    compared.require(peak_memory_ratio=ratio)
+    with pytest.raises(PreflightError, match="peak_memory_ratio"):
+        compared.require(peak_memory_ratio=ratio * 0.99)
+
+
+def test_the_estimate_is_the_roofline(compared):
+    """By hand: each product takes as long as its FLOPs or its bytes, and other kernels as long as their bytes."""
+    peak = {"f32": 0.5e12, "bf16": 1e12}
+    products = sum(max(p.flops / peak[p.lhs], p.executions * p.bytes / 1e12) for p in compared.baseline.products)
+    estimate = compared.baseline_estimate
+    assert estimate.products == pytest.approx(products)
+    assert estimate.others == compared.baseline.others.bytes / 1e12
+    assert estimate.total == estimate.products + estimate.others
+    assert compared.speedup == estimate.total / compared.estimate.total
+
+
+def test_a_baseline_may_be_another_function_of_the_same_arguments():
+    double = preflight(
+        lambda w, x: x @ w @ w, struct(16, 16), struct(8, 16), target="local", compare=lambda w, x: x @ w
+    )
+    assert double.step.flops == 2 * double.baseline.flops == 2 * 2 * 8 * 16 * 16
+
+
+def test_what_needs_a_baseline_says_so():
+    report = report_of("local", converted())
+    assert report.peak_memory_ratio is None and report.speedup is None
+    with pytest.raises(ValueError, match="compare="):
+        report.require(peak_memory_ratio=1.0)
+    with pytest.raises(ValueError, match="speedup"):
+        report.require(speedup=1.0)
+
+
+def test_an_error_is_an_assertion():
+    with pytest.raises(AssertionError):
+        report_of("local", abstract(mlp)).require(asked_flops=1.0)
+
+
+def test_json_has_every_product(compared):
+    found = json.loads(compared.to_json())
+    assert found["step"]["flops"] == compared.step.flops
+    assert sum(product["flops"] for product in found["step"]["products"]) == compared.step.flops
+    first = found["step"]["products"][0]
+    assert (first["layer"], first["verdict"]) == (compared.products[0].layer, compared.products[0].verdict.value)
+    assert found["target"]["peaks"]["bandwidth"] == 1e12 and found["mesh"] == {"devices": 1}
+    assert found["findings"] and found["caveats"]
+
+
+def test_text_and_markdown_say_the_same(compared):
+    text, markdown = str(compared), compared.to_markdown()
+    for words in (
+        "0.0% of the FLOPs in FP8",
+        "model.layers.*",
+        "fprop",
+        "not part" if compared.step.collectives else "ms",
+    ):
+        assert words in text and words in markdown
+    # Every line of a table has as many cells as its head.
+    for table in re.findall(r"(?:^\|.*\n)+", markdown, re.MULTILINE):
+        assert len({line.count("|") for line in table.splitlines()}) == 1
+    assert "estimate" in text and "TB/s" in text
+
+
+def test_alike_layers_share_a_line(compared):
+    text = str(compared)
+    assert text.count("wgrad") == 1 and "model.layers.*" in text
+
+
+def test_progress_is_told():
+    said = []
+    preflight(lambda x: x, struct(4), target="local", compare=lambda x: x, progress=said.append)
+    assert len(said) == 2 and "step" in said[0] and "baseline" in said[1]
+
+
+# --- Targets and meshes -----------------------------------------------------------------------------------------------
+
+
+def test_unknown_targets_are_named():
+    with pytest.raises(ValueError, match=r"target='h1000' is unknown.*h100, h200"):
+        preflight(lambda x: x, struct(4), target="h1000")
+
+
+@pytest.mark.parametrize("name, package", [("h100", "xla_cuda13"), ("tpu7x", "libtpu")])
+def test_a_missing_package_is_one_line_with_the_remedy(name, package, monkeypatch):
+    import importlib.util
+
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if package in name else find(name))
+    with pytest.raises(RuntimeError, match=r"pip install 'haliax-fp8\[preflight") as error:
+        preflight(lambda x: x, struct(4), target=name)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"devices": 3, "mesh": {"data": 2}}, "devices=3, but mesh has 2"),
+        ({"devices": 0}, "devices=0"),
+        ({"devices": 1000}, "only 4 are here"),
+        ({"shardings": (P("data"), P("data"))}, "no prefix"),
+    ],
+)
+def test_what_does_not_fit_is_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        preflight(lambda x: x, struct(4), target="local", **options)
+
+
+def test_shardings_of_arguments_are_kept():
+    mesh = AbstractMesh((4,), ("data",))
+    x = jax.ShapeDtypeStruct((16, 8), jnp.float32, sharding=NamedSharding(mesh, P("data")))
+    report = preflight(lambda x, w: x @ w, x, struct(8, 8, dtype=jnp.float32), target="local", mesh=mesh)
+    assert report.step.flops == 2 * 16 * 8 * 8 // 4
+    given = preflight(
+        lambda x, w: x @ w, struct(16, 8), struct(8, 8), target="local", mesh=mesh, shardings=(P("data"), None)
+    )
+    assert given.step.flops == report.step.flops
+
+
+def test_peaks_by_format():
+    h100, a100 = targets["h100"].peaks, targets["a100"].peaks
+    assert h100.flops("f8e5m2") / h100.flops("bf16") == pytest.approx(2, rel=1e-3)
+    assert h100.flops("f16") == h100.flops("bf16") and h100.flops("f64") == h100.flops("f32") < h100.flops("bf16")
+    assert a100.fp8 == a100.bf16
+    for target in targets.values():
+        assert target.peaks is None or target.peaks.fp8 >= target.peaks.bf16 > target.peaks.f32 > 0
+
+
+@pytest.mark.parametrize(
+    "name, lacks", [("h100", False), ("l40s", False), ("a100", True), ("tpu6e", True), ("tpu7x", False)]
+)
+def test_which_devices_have_fp8(name, lacks):
+    assert (targets[name].lacks("f8e4m3fn") is not None) == lacks
+    assert targets[name].lacks("bf16") is None
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(targets["h100"].missing() is not None, reason="needs the package jax-cuda13-pjrt")
+def test_eight_gpus_gather_weights_in_fp8():
+    """FSDP: kernels are sharded, quantized where they are, and travel as one byte for each weight."""
+    model = converted(fp8.Fp8Config(recipe="current"))
+    report = report_of("h100", model, mesh={"data": 8}, shardings=(P("data"), P("data")))
+    assert report.fp8_share == 1.0
+    gathered = sum(c.bytes * c.executions for c in report.step.collectives if c.kind == "all-gather")
+    assert {c.dtype for c in report.step.collectives if c.kind == "all-gather"} == {"f8e4m3fn"}
+    assert gathered == 3 * WIDTH**2
+    assert report.step.flops == 2 * 8 * TOKENS * WIDTH**2 // 8
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(targets["h100"].missing() is not None, reason="needs the package jax-cuda13-pjrt")
+def test_products_in_triton():
+    report = report_of("h100", converted(), compiler_options={"xla_gpu_enable_triton_gemm": True})
+    assert {p.kernel for p in report.products} == {"Triton dot"}
+    assert report.fp8_share == 1.0 and report.step.flops == 2 * 8 * TOKENS * WIDTH**2
+    assert {p.layer for p in report.products} == {f"model.layers.{i}" for i in range(3)}
+
+
+# --- The check of Flax's guide ----------------------------------------------------------------------------------------
+
+
+def fp8_dot(a, b):
+    return jnp.dot(a.astype(jnp.float8_e4m3fn), b.astype(jnp.float8_e4m3fn), preferred_element_type=jnp.float32)
+
+
+@pytest.mark.parametrize("function, found", [(fp8_dot, True), (jnp.dot, False)])
+def test_check_of_the_guide(function, found, capsys):
+    lowered = jax.jit(function).lower(jnp.ones((16, 32)), jnp.ones((32, 64)))
+    check_fp8_call(lowered)
+    assert capsys.readouterr().out == ("Fp8 call detected!\n" if found else "No Fp8 call!\n")
+    assert has_fp8_product(lowered) is found
+    assert has_fp8_product(lowered.as_text()) is found and has_fp8_product(lowered.as_text("hlo")) is found
+    # On a CPU nothing multiplies in FP8.
+    assert not has_fp8_product(lowered.compile())
+
+
+def test_the_process_keeps_its_backend():
+    """Run in a process of its own, where JAX has not started yet."""
+    code = (
+        "import jax, jax.numpy as jnp\n"
+        "from haliax_fp8.preflight import preflight\n"
+        "preflight(lambda x: x @ x, jax.ShapeDtypeStruct((16, 16), jnp.float32), target='local')\n"
+        "assert jax.default_backend() == 'cpu' and jnp.ones(2).sum() == 2\n"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "JAX_PLATFORMS": "cpu"}, capture_output=True, text=True
+    )
+    assert run.returncode == 0 and "Traceback" not in run.stderr, run.stderr

@@ -1,0 +1,575 @@
+"""Every product of a program is found, with the FLOPs that its sizes give: counted here by hand, or from the model."""
+
+import json
+import math
+
+import equinox as eqx
+import haliax as hax
+import haliax.nn as hnn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import haliax_fp8 as fp8
+from haliax_fp8.preflight import Memory, Verdict, preflight, targets
+from haliax_fp8.preflight._analysis import analyze
+from haliax_fp8.preflight._compile import Compiled
+
+
+def read(text, target="h100", written="", outputs=(), known=None):
+    """The analysis of a program in HLO text."""
+    memory = Memory(0, 0, 0, 0, 0)
+    return analyze(Compiled(text, written, tuple(outputs), memory, 0.0), targets[target], known)
+
+
+def module(entry, *functions):
+    """HLO text of a program with one argument; functions are given as `(header, lines)`."""
+    bodies = [f"{header} {{\n" + "\n".join(f"  {line}" for line in lines) + "\n}\n" for header, lines in functions]
+    main = "ENTRY %main (x: f32[2]) -> f32[2] {\n" + "\n".join(f"  {line}" for line in entry) + "\n}\n"
+    return "HloModule jit_f, is_scheduled=true\n\n" + "\n".join(bodies) + "\n" + main
+
+
+def gemm(name, out, operands, target, contract, batch=((), ()), op_name="jit(f)/dot_general", root=False):
+    """A call of cuBLAS, as XLA writes it."""
+    numbers = {
+        "lhs_contracting_dimensions": [str(contract[0])],
+        "rhs_contracting_dimensions": [str(contract[1])],
+        "lhs_batch_dimensions": list(map(str, batch[0])),
+        "rhs_batch_dimensions": list(map(str, batch[1])),
+    }
+    config = json.dumps({"gemm_backend_config": {"alpha_real": 1, "dot_dimension_numbers": numbers}})
+    return (
+        f"{'ROOT ' if root else ''}%{name} = ({out}, s8[4194304]{{0}}) custom-call({', '.join(operands)}), "
+        f'custom_call_target="{target}", metadata={{op_name="{op_name}"}}, backend_config={config}'
+    )
+
+
+# --- Written by hand --------------------------------------------------------------------------------------------------
+
+
+def test_a_dot_with_batch_and_several_contracted_axes():
+    text = module(
+        [
+            "%a = bf16[3,5,7,11]{3,2,1,0} parameter(0)",
+            "%b = bf16[7,13,3,11]{3,2,1,0} parameter(1)",
+            "ROOT %d = f32[3,5,13]{2,1,0} dot(%a, %b), lhs_batch_dims={0}, lhs_contracting_dims={2,3}, "
+            "rhs_batch_dims={2}, rhs_contracting_dims={0,3}",
+        ]
+    )
+    (product,) = read(text).products
+    assert (product.batch, product.m, product.n, product.k) == (3, 5, 13, 77)
+    assert product.flops == 2 * 3 * 5 * 13 * 77
+    assert (product.lhs, product.rhs, product.out, product.kernel) == ("bf16", "bf16", "f32", "dot")
+    assert product.bytes == 2 * (3 * 5 * 7 * 11 + 7 * 13 * 3 * 11) + 4 * 3 * 5 * 13
+
+
+@pytest.mark.parametrize(
+    "target, dtype, kernel, verdict",
+    [
+        ("__cublas$lt$matmul$f8", "f8e4m3fn", "cublasLt f8", Verdict.FP8),
+        ("__cublas$lt$matmul", "bf16", "cublasLt", Verdict.HIGH_PRECISION),
+        ("__cublas$gemm", "f32", "cublas", Verdict.HIGH_PRECISION),
+    ],
+)
+def test_cublas(target, dtype, kernel, verdict):
+    text = module(
+        [
+            f"%a = {dtype}[2,16,64]{{2,1,0}} parameter(0)",
+            f"%b = {dtype}[2,32,64]{{2,1,0}} parameter(1)",
+            "%s = f32[] constant(1)",
+            gemm("g", "bf16[2,16,32]{2,1,0}", ["%a", "%b", "%s", "%s"], target, (2, 2), ((0,), (0,))),
+            "ROOT %out = bf16[2,16,32]{2,1,0} get-tuple-element(%g), index=0",
+        ]
+    )
+    program = read(text)
+    (product,) = program.products
+    assert product.flops == program.flops == 2 * 2 * 16 * 32 * 64
+    assert (product.kernel, product.lhs, product.out, product.verdict) == (kernel, dtype, "bf16", verdict)
+    assert program.fp8_share == (verdict is Verdict.FP8)
+    assert program.others.count == 0
+
+
+def loop(name, body, count, state="(s32[], f32[8,8])"):
+    """A `while` that runs `count` times."""
+    known = f', backend_config={{"known_trip_count":{{"n":"{count}"}}}}' if count else ""
+    return f"%{name} = {state} while(%t), condition=%cond, body=%{body}{known}"
+
+
+CONDITION = ("%cond (c: (s32[], f32[8,8])) -> pred[]", ["ROOT %true = pred[] constant(true)"])
+
+
+def test_loops_in_loops_multiply():
+    inner = (
+        "%inner (c: (s32[], f32[8,8])) -> (s32[], f32[8,8])",
+        [
+            "%c = (s32[], f32[8,8]{1,0}) parameter(0)",
+            "%i = s32[] get-tuple-element(%c), index=0",
+            "%x = f32[8,8]{1,0} get-tuple-element(%c), index=1",
+            "%d = f32[8,8]{1,0} dot(%x, %x), lhs_contracting_dims={1}, rhs_contracting_dims={0}",
+            "ROOT %r = (s32[], f32[8,8]{1,0}) tuple(%i, %d)",
+        ],
+    )
+    outer = (
+        "%outer (t: (s32[], f32[8,8])) -> (s32[], f32[8,8])",
+        ["%t = (s32[], f32[8,8]{1,0}) parameter(0)", "ROOT " + loop("w", "inner", 5)],
+    )
+    entry = ["%t = (s32[], f32[8,8]{1,0}) parameter(0)", "ROOT " + loop("w2", "outer", 7)]
+    program = read(module(entry, CONDITION, inner, outer))
+    (product,) = program.products
+    assert product.executions == 35 and program.flops == 35 * 2 * 8**3
+    assert program.unknown_loops == 0
+
+
+def test_a_loop_of_unknown_length_counts_once_and_is_named():
+    body = (
+        "%body (c: (s32[], f32[8,8])) -> (s32[], f32[8,8])",
+        [
+            "%c = (s32[], f32[8,8]{1,0}) parameter(0)",
+            "%x = f32[8,8]{1,0} get-tuple-element(%c), index=1",
+            "%i = s32[] get-tuple-element(%c), index=0",
+            "%d = f32[8,8]{1,0} dot(%x, %x), lhs_contracting_dims={1}, rhs_contracting_dims={0}",
+            "ROOT %r = (s32[], f32[8,8]{1,0}) tuple(%i, %d)",
+        ],
+    )
+    program = read(
+        module(["%t = (s32[], f32[8,8]{1,0}) parameter(0)", "ROOT " + loop("w", "body", 0)], CONDITION, body)
+    )
+    assert program.flops == 2 * 8**3 and program.unknown_loops == 1
+
+
+def triton(kind):
+    """A product in a fusion of its own, whose operands are fusions too, as XLA nests them for Triton."""
+    tile = ("%tile (p: f8e4m3fn[32,64]) -> f8e4m3fn[32,64]", ["ROOT %p = f8e4m3fn[32,64]{1,0} parameter(0)"])
+    body = (
+        "%gemm (a: f8e4m3fn[32,64], b: f8e4m3fn[64,48]) -> bf16[32,48]",
+        [
+            "%a = f8e4m3fn[32,64]{1,0} parameter(0)",
+            "%fa = f8e4m3fn[32,64]{1,0} fusion(%a), kind=kCustom, calls=%tile, "
+            'backend_config={"fusion_backend_config":{"kind":"__triton_nested_gemm_fusion"}}',
+            "%b = f8e4m3fn[64,48]{1,0} parameter(1)",
+            "%d = f32[32,48]{1,0} dot(%fa, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}, "
+            'metadata={op_name="jit(f)/fp8_dot_general/jit(forward)/fprop/dot_general"}',
+            "ROOT %o = bf16[32,48]{1,0} convert(%d)",
+        ],
+    )
+    entry = [
+        "%a = f8e4m3fn[32,64]{1,0} parameter(0)",
+        "%b = f8e4m3fn[64,48]{1,0} parameter(1)",
+        f"ROOT %f = bf16[32,48]{{1,0}} fusion(%a, %b), kind=kCustom, calls=%gemm, "
+        f'backend_config={{"fusion_backend_config":{{"kind":"{kind}"}}}}',
+    ]
+    return module(entry, tile, body)
+
+
+@pytest.mark.parametrize(
+    "kind, kernel", [("__triton_nested_gemm_fusion", "Triton dot"), ("__triton_gemm", "Triton dot"), ("", "fused dot")]
+)
+def test_products_in_fusions(kind, kernel):
+    (product,) = read(triton(kind)).products
+    assert product.flops == 2 * 32 * 48 * 64
+    assert (product.kernel, product.role, product.verdict) == (kernel, "fprop", Verdict.FP8)
+    # The product is in float32, but the kernel casts it before it writes it.
+    assert product.out == "bf16" and product.bytes == 32 * 64 + 64 * 48 + 2 * 32 * 48
+
+
+def test_split_k_has_the_same_flops():
+    text = module(
+        [
+            "%a = bf16[32,4,16]{2,1,0} parameter(0)",
+            "%b = bf16[48,4,16]{2,1,0} parameter(1)",
+            "ROOT %d = f32[4,32,48]{2,1,0} dot(%a, %b), lhs_batch_dims={1}, lhs_contracting_dims={2}, "
+            "rhs_batch_dims={1}, rhs_contracting_dims={2}",
+        ]
+    )
+    assert read(text).flops == 2 * 32 * 48 * 64
+
+
+def test_block_scaled_products():
+    text = module(
+        [
+            "%a = f8e4m3fn[32,64]{1,0} parameter(0)",
+            "%b = f8e4m3fn[48,64]{1,0} parameter(1)",
+            "%sa = f8e8m0fnu[32,2]{1,0} parameter(2)",
+            "%sb = f8e8m0fnu[48,2]{1,0} parameter(3)",
+            "ROOT %d = bf16[32,48]{1,0} scaled-dot(%a, %b, %sa, %sb), lhs_contracting_dims={1}, "
+            "rhs_contracting_dims={1}",
+        ]
+    )
+    (product,) = read(text, "b200").products
+    assert product.flops == 2 * 32 * 48 * 64
+    assert (product.kernel, product.verdict) == ("scaled-dot", Verdict.FP8)
+
+
+@pytest.mark.parametrize(
+    "attributes, out, flops",
+    [
+        # Rows by the kernel of their group: each row meets one kernel.
+        ("lhs_contracting_dims={1}, rhs_contracting_dims={1}, rhs_group_dims={0}", "f32[32,48]", 2 * 32 * 64 * 48),
+    ],
+)
+def test_grouped_products(attributes, out, flops):
+    text = module(
+        [
+            "%a = bf16[32,64]{1,0} parameter(0)",
+            "%b = bf16[4,64,48]{2,1,0} parameter(1)",
+            "%g = s32[4]{0} parameter(2)",
+            f"ROOT %d = {out}{{1,0}} ragged-dot(%a, %b, %g), {attributes}, lhs_ragged_dims={{0}}",
+        ]
+    )
+    assert read(text).flops == flops
+
+
+def test_grouped_products_over_rows():
+    """The kernels' gradient: each row meets each column of the other operand once, in whatever group."""
+    text = module(
+        [
+            "%a = bf16[32,64]{1,0} parameter(0)",
+            "%b = bf16[32,48]{1,0} parameter(1)",
+            "%g = s32[4]{0} parameter(2)",
+            "ROOT %d = f32[4,64,48]{2,1,0} ragged-dot(%a, %b, %g), lhs_contracting_dims={0}, rhs_contracting_dims={0}, "
+            "lhs_ragged_dims={0}",
+        ]
+    )
+    assert read(text).flops == 2 * 32 * 64 * 48
+
+
+@pytest.mark.parametrize(
+    "lhs, rhs, out, window, labels, sizes",
+    [
+        ("4,256,1024", "2048,1024,1", "4,256,2048", "{size=1}", "0bf_oi0->0bf", (1, 1024, 2048, 1024)),
+        ("4,256,2048", "4,256,1024", "2048,1024,1", "{size=4}", "0fb_0io->bf0", (1, 2048, 1024, 1024)),
+        ("256,1024", "1024,512", "256,512", "", "bf_io->bf", (1, 256, 512, 1024)),
+        # A batch of 8 products: each position of the output meets one element of the window.
+        (
+            "8,32,64",
+            "8,64,16",
+            "8,32,16",
+            "{size=8 stride=7 lhs_dilate=8}",
+            "0bf_0io->0bf",
+            (8, 32, 16, 64),
+        ),
+    ],
+)
+def test_products_that_a_tpu_writes_as_convolutions(lhs, rhs, out, window, labels, sizes):
+    in_window = f"window={window}, " if window else ""
+    text = module(
+        [
+            f"%a = f8e4m3fn[{lhs}]{{1,0:T(8,128)(4,1)}} parameter(0)",
+            f"%b = f8e4m3fn[{rhs}]{{1,0:T(8,128)(4,1)}} parameter(1)",
+            f"ROOT %c = f32[{out}]{{1,0:T(8,128)}} convolution(%a, %b), {in_window}dim_labels={labels}",
+        ]
+    )
+    (product,) = read(text, "tpu7x").products
+    assert (product.batch, product.m, product.n, product.k) == sizes
+    assert product.verdict is Verdict.FP8
+    assert read(text, "tpu6e").products[0].verdict is Verdict.EMULATED
+
+
+def convolution_macs(x, w, stride, pad, dilate):
+    """Multiplications of a one-dimensional convolution, one by one: batch, position, feature, window."""
+    batch, length, features = x
+    window, _, out_features = w
+    low, high = pad
+    positions = (length + low + high - ((window - 1) * dilate + 1)) // stride + 1
+    inside = sum(
+        0 <= position * stride + element * dilate - low < length
+        for position in range(positions)
+        for element in range(window)
+    )
+    return batch * features * out_features * inside
+
+
+@pytest.mark.parametrize("stride, pad, dilate", [(1, (0, 0), 1), (2, (1, 2), 1), (3, (4, 0), 2), (1, (2, 2), 3)])
+def test_convolutions_count_what_is_multiplied(stride, pad, dilate):
+    """On the program that XLA makes of a convolution, padding is no work."""
+    x, w = (2, 17, 3), (4, 3, 5)
+
+    def convolve(x, w):
+        numbers = ("NWC", "WIO", "NWC")
+        return jax.lax.conv_general_dilated(x, w, (stride,), [pad], rhs_dilation=(dilate,), dimension_numbers=numbers)
+
+    report = preflight(convolve, *(jax.ShapeDtypeStruct(s, jnp.float32) for s in (x, w)), target="local")
+    assert report.step.flops == 2 * convolution_macs(x, w, stride, pad, dilate)
+
+
+def test_branches_and_asynchronous_kernels():
+    then = (
+        "%then (a: bf16[8,8]) -> bf16[8,8]",
+        [
+            "%a = bf16[8,8]{1,0} parameter(0)",
+            "ROOT %d = bf16[8,8]{1,0} dot(%a, %a), lhs_contracting_dims={1}, rhs_contracting_dims={0}",
+        ],
+    )
+    other = ("%other (a: bf16[8,8]) -> bf16[8,8]", ["ROOT %b = bf16[8,8]{1,0} parameter(0)"])
+    wrapped = (
+        "%wrapped (w: bf16[8,8]) -> bf16[8,8]",
+        [
+            "%w = bf16[8,8]{1,0} parameter(0)",
+            "ROOT %e = bf16[8,8]{1,0} dot(%w, %w), lhs_contracting_dims={1}, rhs_contracting_dims={0}",
+        ],
+    )
+    entry = [
+        "%x = bf16[8,8]{1,0} parameter(0)",
+        "%p = pred[] constant(true)",
+        "%c = bf16[8,8]{1,0} conditional(%p, %x, %x), true_computation=%then, false_computation=%other",
+        "%s = ((bf16[8,8]{1,0}), bf16[8,8]{1,0}, u32[]) async-start(%c), calls=%wrapped",
+        "ROOT %e2 = bf16[8,8]{1,0} async-done(%s)",
+    ]
+    program = read(module(entry, then, other, wrapped))
+    assert [product.flops for product in program.products] == [2 * 8**3] * 2
+    assert program.branches == 1
+
+
+def test_kernels_that_cannot_be_looked_into_are_named():
+    text = module(
+        [
+            "%x = f8e4m3fn[8,8]{1,0} parameter(0)",
+            'ROOT %k = bf16[8,8]{1,0} custom-call(%x, %x), custom_call_target="__gpu$xla.gpu.triton", '
+            'metadata={op_name="jit(f)/pallas_call"}',
+        ]
+    )
+    program = read(text)
+    (kernel,) = program.opaque
+    assert (kernel.target, kernel.operands, kernel.executions) == ("__gpu$xla.gpu.triton", ("f8e4m3fn",) * 2, 1)
+    assert program.flops == 0 and program.others.count == 0
+
+
+# --- Compiled for this CPU, counted from the model's shapes -----------------------------------------------------------
+
+
+def struct(*shape, dtype=jnp.bfloat16):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def abstract(make):
+    """A model without its arrays, in bfloat16 but for the state of FP8 products."""
+    is_state = lambda node: isinstance(node, fp8.OverwriteWithGradient)
+    cast = lambda x: struct(*x.shape) if isinstance(x, jax.ShapeDtypeStruct) else x
+    return jax.tree.map(lambda x: x if is_state(x) else cast(x), eqx.filter_eval_shape(make), is_leaf=is_state)
+
+
+def mlp():
+    return eqx.nn.MLP(32, 16, 64, 2, key=jax.random.key(0))
+
+
+def mlp_gradient(model, x):
+    return fp8.filter_grad(lambda model, x: (jax.vmap(model)(x).astype(jnp.float32) ** 2).mean())(model, x)
+
+
+# 32 -> 64 -> 64 -> 16: all have fprop and wgrad, and all but the first dgrad.
+MLP_MACS = 2 * (32 * 64 + 64 * 64 + 64 * 16) + (64 * 64 + 64 * 16)
+
+
+@pytest.mark.parametrize("convert", [lambda m: m, fp8.fp8_linear_layers], ids=["plain", "fp8"])
+@pytest.mark.parametrize("batch", [48, 16])
+def test_unrolled_layers(convert, batch):
+    report = preflight(mlp_gradient, abstract(lambda: convert(mlp())), struct(batch, 32), target="local")
+    assert report.step.flops == 2 * batch * MLP_MACS
+    assert len(report.products) == 8
+
+
+def test_every_product_is_named_after_its_layer():
+    model = abstract(lambda: fp8.fp8_linear_layers(mlp()))
+    report = preflight(mlp_gradient, model, struct(48, 32), target="local")
+    expected = {(f"model.layers.{i}", role) for i in range(3) for role in ("fprop", "dgrad", "wgrad")}
+    assert {(p.layer, p.role) for p in report.products} == expected - {("model.layers.0", "dgrad")}
+    sizes = {(p.layer, p.role): (p.m * p.n * p.k) for p in report.products}
+    assert sizes["model.layers.0", "wgrad"] == 48 * 32 * 64 and sizes["model.layers.2", "dgrad"] == 48 * 64 * 16
+
+
+def test_without_our_scopes_layers_are_named_too():
+    report = preflight(mlp_gradient, abstract(mlp), struct(48, 32), target="local")
+    assert {p.layer for p in report.products} == {f"model.layers.{i}" for i in range(3)}
+    assert sorted(p.role for p in report.products) == ["backward"] * 5 + ["forward"] * 3
+
+
+BLOCKS, EMBED, HIDDEN, TOKENS = 4, 32, 64, 48
+
+
+class Block(eqx.Module):
+    up: hnn.Linear
+    down: hnn.Linear
+
+    @staticmethod
+    def init(*, key):
+        Embed, Hidden = hax.make_axes(embed=EMBED, hidden=HIDDEN)
+        up, down = jax.random.split(key)
+        return Block(hnn.Linear.init(Embed, Hidden, key=up), hnn.Linear.init(Hidden, Embed, key=down))
+
+    def __call__(self, x):
+        return x + self.down(hnn.relu(self.up(x)))
+
+
+def stack_gradient(model, x):
+    return fp8.filter_grad(lambda model: hax.mean(hax.square(model.fold(x).astype(jnp.float32))).scalar())(model)
+
+
+@pytest.mark.parametrize("converted", [False, True], ids=["plain", "fp8"])
+@pytest.mark.parametrize(
+    "stack, checkpointing, forward",
+    [(hnn.BlockSeq, False, 1), (hnn.Stacked, False, 1), (hnn.Stacked, True, 2)],
+    ids=["unrolled", "scan", "scan with checkpointing"],
+)
+def test_stacks(stack, checkpointing, forward, converted):
+    def make():
+        Layers = hax.Axis("layers", BLOCKS)
+        made = stack.init(Layers, Block, gradient_checkpointing=checkpointing)
+        model = made(key=jax.random.split(jax.random.key(0), BLOCKS))
+        return fp8.fp8_linear_layers(model) if converted else model
+
+    x = hax.NamedArray(struct(TOKENS, EMBED), (hax.Axis("token", TOKENS), hax.Axis("embed", EMBED)))
+    report = preflight(stack_gradient, abstract(make), x, target="local")
+    product = 2 * TOKENS * EMBED * HIDDEN
+    # Of two layers in each block: fprop (again where checkpoints recompute it), dgrad and wgrad. Nobody asks for the
+    # gradient of x; a loop computes it in every step, as all its steps are alike.
+    skipped = 1 if stack is hnn.BlockSeq else 0
+    # What recomputation makes of the last product of a block, no gradient reads.
+    unread = BLOCKS if checkpointing else 0
+    expected = BLOCKS * 2 * (forward + 2) - skipped - unread
+    assert report.step.flops == expected * product
+    assert sum(p.executions for p in report.products) == expected
+    names = {p.layer.replace("stacked.", "").split(".")[-1] for p in report.products}
+    assert names == {"up", "down"}
+
+
+def test_attention_is_told_from_layers():
+    def attention(w, x):
+        q, k = x @ w["query"], x @ w["key"]
+        return jax.nn.softmax(jnp.einsum("hqd,hkd->hqk", q, k)) @ x
+
+    w = {name: struct(32, 32) for name in ("query", "key")}
+    report = preflight(attention, w, struct(4, 24, 32), target="local")
+    reasons = {p.layer: p.reason for p in report.products}
+    assert reasons["w.query"] == reasons["w.key"] == "not converted"
+    assert reasons[""] == "a batched product of activations, as in attention"
+    assert report.step.flops == 2 * 4 * 24 * (32 * 32 * 2 + 24 * 32 * 2)
+
+
+@pytest.mark.parametrize("converted", [False, True], ids=["plain", "fp8"])
+def test_vmapped_layers_are_one_product(converted):
+    def make():
+        layer = eqx.nn.Linear(32, 64, use_bias=False, key=jax.random.key(0))
+        return fp8.fp8_linear_layers(layer) if converted else layer
+
+    def step(model, x):
+        return fp8.filter_grad(lambda model: (jax.vmap(jax.vmap(model))(x).astype(jnp.float32) ** 2).mean())(model)
+
+    report = preflight(step, abstract(make), struct(4, 24, 32), target="local")
+    assert len(report.products) == 2 and report.step.flops == 2 * 2 * 4 * 24 * 32 * 64
+
+
+def test_grouped_products_of_experts():
+    """On a CPU, XLA multiplies every row by every kernel and masks: this is what runs, and what is counted."""
+    Experts, In, Out = hax.make_axes(experts=4, d=32, f=64)
+    layer = abstract(lambda: hnn.MoELinear.init(Experts, In, Out, key=jax.random.key(0), use_bias=False))
+    x = hax.NamedArray(struct(48, 32), (hax.Axis("row", 48), In))
+    sizes = hax.NamedArray(struct(4, dtype=jnp.int32), (Experts,))
+    report = preflight(lambda layer, x, sizes: layer(x, sizes), layer, x, sizes, target="local")
+    grouped = 2 * 48 * 32 * 64
+    assert report.step.flops in (grouped, 4 * grouped)
+
+
+def test_donated_arguments_are_donated():
+    """JAX forgets what an inner `jit` donates; peak memory would count it twice."""
+    kept = lambda x: jnp.sin(x) * 2
+    for function in (jax.jit(kept, donate_argnums=0), eqx.filter_jit(kept, donate="all")):
+        donating = preflight(function, struct(256, 256), target="local").step.memory
+        assert donating.aliased == donating.outputs == 2 * 256 * 256
+    assert preflight(jax.jit(kept), struct(256, 256), target="local").step.memory.aliased == 0
+
+
+def test_arguments_of_all_kinds():
+    """Real arrays, NumPy's, keys, Python numbers, strings and functions."""
+
+    def step(w, x, key, factor, name, activation):
+        assert name == "mean" and factor == 2
+        return getattr(jnp, name)(activation(x @ w) * factor) + jax.random.normal(key)
+
+    arguments = (jnp.ones((8, 4)), np.ones((2, 8), np.float32), jax.random.key(0), 2, "mean", jax.nn.relu)
+    report = preflight(step, *arguments, target="local")
+    assert report.step.flops == 2 * 2 * 8 * 4
+
+
+def test_nothing_is_allocated():
+    """An argument of 34 GB, more than machines for tests have."""
+    big = 2**17
+    report = preflight(lambda a, b: (a @ b).sum(), struct(big, big), struct(big, 16), target="local")
+    assert report.step.memory.arguments >= 2 * big**2
+    assert report.step.flops == 2 * 16 * big**2
+
+
+# --- What kernels touch -----------------------------------------------------------------------------------------------
+
+
+def test_slices_and_updates_in_place_count_as_what_they_touch():
+    body = (
+        "%fused (big: f32[1000,64], small: f32[1,64], i: s32[]) -> f32[1000,64]",
+        [
+            "%big = f32[1000,64]{1,0} parameter(0)",
+            "%i = s32[] parameter(2)",
+            "%zero = s32[] constant(0)",
+            "%row = f32[1,64]{1,0} dynamic-slice(%big, %i, %zero), dynamic_slice_sizes={1,64}",
+            "%small = f32[1,64]{1,0} parameter(1)",
+            "%sum = f32[1,64]{1,0} add(%row, %small)",
+            "ROOT %new = f32[1000,64]{1,0} dynamic-update-slice(%big, %sum, %i, %zero)",
+        ],
+    )
+    entry = [
+        "%x = f32[1000,64]{1,0} parameter(0)",
+        "%y = f32[1,64]{1,0} parameter(1)",
+        "%j = s32[] parameter(2)",
+        "ROOT %f = f32[1000,64]{1,0} fusion(%x, %y, %j), kind=kLoop, calls=%fused",
+    ]
+    program = read(module(entry, body))
+    # The row read, the other operand, the index; the row written.
+    assert program.others.count == 1 and program.others.bytes == 4 * 64 + 4 * 64 + 4 + 4 * 64
+
+
+@pytest.mark.parametrize(
+    "line, touched",
+    [
+        ("add(%x, %x)", 3 * 4 * 600),
+        ("copy(%x)", 2 * 4 * 600),
+        ("bitcast(%x)", 0),
+    ],
+)
+def test_plain_kernels(line, touched):
+    text = module(["%x = f32[600]{0} parameter(0)", f"ROOT %r = f32[600]{{0}} {line}"])
+    assert read(text).others.bytes == touched
+
+
+def test_loops_count_their_kernels():
+    body = (
+        "%body (c: (s32[], f32[8,8])) -> (s32[], f32[8,8])",
+        [
+            "%c = (s32[], f32[8,8]{1,0}) parameter(0)",
+            "%x = f32[8,8]{1,0} get-tuple-element(%c), index=1",
+            "%i = s32[] get-tuple-element(%c), index=0",
+            "%n = f32[8,8]{1,0} negate(%x)",
+            "ROOT %r = (s32[], f32[8,8]{1,0}) tuple(%i, %n)",
+        ],
+    )
+    program = read(
+        module(["%t = (s32[], f32[8,8]{1,0}) parameter(0)", "ROOT " + loop("w", "body", 6)], CONDITION, body)
+    )
+    assert program.others.count == 6 and program.others.bytes == 6 * 2 * 4 * 64
+
+
+def test_gathers_of_a_mesh():
+    """A weight sharded over four devices is gathered: three quarters come from elsewhere, all of it is written."""
+    from jax.sharding import PartitionSpec as P
+
+    report = preflight(
+        lambda w, x: x @ jax.lax.with_sharding_constraint(w, P()),
+        struct(64, 32, dtype=jnp.float32),
+        struct(16, 64, dtype=jnp.float32),
+        target="local",
+        mesh={"data": 4},
+        shardings=(P("data"), P("data")),
+    )
+    (gather,) = report.step.collectives
+    assert (gather.kind, gather.dtype, gather.bytes, gather.executions) == ("all-gather", "f32", 4 * 64 * 32, 1)
+    # Each device has a quarter of the rows.
+    assert report.step.flops == 2 * 16 * 64 * 32 // 4 and report.mesh == {"data": 4}
+    assert math.prod(report.mesh.values()) == 4
