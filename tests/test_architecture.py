@@ -117,7 +117,7 @@ def test_only_what_is_declared_is_imported(path):
     """The dependencies of `pyproject.toml`, and what they bring: no peer, no test library."""
     declared = {"jax", "equinox", "haliax", "jaxtyping", "numpy", "optax", "rich", "wadler_lindig", "haliax_fp8"}
     standard = {"abc", "collections", "contextlib", "dataclasses", "difflib", "enum", "fnmatch", "functools"}
-    standard |= {"importlib", "inspect", "json", "math", "re", "time", "typing", "warnings"}
+    standard |= {"importlib", "inspect", "json", "logging", "math", "os", "re", "time", "typing", "warnings"}
     assert {name.split(".")[0] for name in imports(path)} <= declared | standard
 
 

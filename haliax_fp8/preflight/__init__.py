@@ -7,6 +7,8 @@ Needs no accelerator and no driver. The NVIDIA targets need the package `jax-cud
 """
 
 from ._check import check_fp8_call as check_fp8_call, has_fp8_product as has_fp8_product
+from ._gpu import GpuTarget as GpuTarget
+from ._local import LocalTarget as LocalTarget
 from ._preflight import preflight as preflight
 from ._product import Product as Product, Verdict as Verdict
 from ._program import (
@@ -18,11 +20,6 @@ from ._program import (
     Program as Program,
 )
 from ._report import PreflightError as PreflightError, PreflightReport as PreflightReport
-from ._target import (
-    GpuTarget as GpuTarget,
-    LocalTarget as LocalTarget,
-    Peaks as Peaks,
-    Target as Target,
-    TpuTarget as TpuTarget,
-    targets as targets,
-)
+from ._target import Peaks as Peaks, Target as Target
+from ._targets import targets as targets
+from ._tpu import TpuTarget as TpuTarget

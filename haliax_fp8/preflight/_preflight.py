@@ -6,7 +6,8 @@ from typing import Any
 from ._analysis import analyze
 from ._compile import MeshLike, compile_for, make_mesh
 from ._report import PreflightReport
-from ._target import Target, target_of
+from ._target import Target
+from ._targets import target_of
 
 
 def preflight(

@@ -1,10 +1,8 @@
 """The report as a table in the terminal and as Markdown."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import rich.box
 from rich.console import Group, RenderableType
@@ -14,10 +12,44 @@ from rich.text import Text
 from ._product import Product, Verdict
 from ._program import Program
 from ._source import place
+from ._target import Peaks
 
 
-if TYPE_CHECKING:
-    from ._report import PreflightReport
+@dataclasses.dataclass(frozen=True)
+class Page:
+    """What is shown of a report.
+
+    Args:
+        headline: The one line that matters.
+        step: The step.
+        baseline: What it is compared with; None if there is nothing.
+        peaks: What the estimate of times assumes; None if there is none.
+        findings: What a reader should know.
+        caveats: What the report does not know.
+    """
+
+    headline: str
+    step: Program
+    baseline: Program | None
+    peaks: Peaks | None
+    findings: tuple[str, ...]
+    caveats: tuple[str, ...]
+
+    @property
+    def programs(self) -> tuple[Program, ...]:
+        """The step, and the baseline if there is one."""
+        return (self.step,) if self.baseline is None else (self.step, self.baseline)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """The caveats, and the peaks that times are estimated with."""
+        if self.peaks is None:
+            return self.caveats
+        return (
+            *self.caveats,
+            f"times are a roofline estimate with {self.peaks.fp8 / 1e12:.5g} TFLOP/s in FP8, "
+            f"{self.peaks.bf16 / 1e12:.4g} in bf16, {self.peaks.bandwidth / 1e12:.3g} TB/s ({self.peaks.source})",
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,33 +103,37 @@ def _cells(row: Row, program: Program) -> tuple[str, ...]:
     return row.where, product.role, product.shape, operands, product.out, product.kernel, str(row.count), share, verdict
 
 
-def totals(report: PreflightReport) -> list[tuple[str, ...]]:
-    """The lines of the table of totals: a name, the step's figure, the baseline's."""
+def totals(page: Page) -> list[tuple[str, ...]]:
+    """The lines of the table of totals: a name, the step's figure, the baseline's.
 
-    def each(name: str, figure) -> tuple[str, ...]:
-        programs = [report.step, *([report.baseline] if report.baseline else [])]
-        return (name, *(figure(program) for program in programs))
-
-    lines = [
-        each("FLOPs in FP8", lambda p: f"{p.fp8_share:.1%} of {p.flops:.4g}"),
-        each(
-            "products in FP8",
-            lambda p: f"{sum(x.executions for x in p.products if x.is_fp8)} of {sum(x.executions for x in p.products)}",
-        ),
-        each("other kernels", lambda p: f"{p.others.count}, {size(p.others.bytes)}"),
-        each("temporaries", lambda p: size(p.memory.temporaries)),
-        each("peak memory", lambda p: size(p.memory.peak)),
-        each("collectives", lambda p: collectives(p)),
+    Args:
+        page: What is shown.
+    """
+    figures: list[tuple[str, Callable[[Program], str]]] = [
+        ("FLOPs in FP8", lambda p: f"{p.fp8_share:.1%} of {p.flops:.4g}"),
+        ("products in FP8", _count_in_fp8),
+        ("other kernels", lambda p: f"{p.others.count}, {size(p.others.bytes)}"),
+        ("temporaries", lambda p: size(p.memory.temporaries)),
+        ("peak memory", lambda p: size(p.memory.peak)),
+        ("collectives", collectives),
     ]
-    if report.target.peaks is not None:
-        peaks = report.target.peaks
-        lines.append(each("time (estimate)", lambda p: f"{1e3 * p.estimate(peaks).total:.3g} ms"))
-    lines.append(each("compiled in", lambda p: f"{p.seconds:.1f} s"))
-    return lines
+    if (peaks := page.peaks) is not None:
+        figures.append(("time (estimate)", lambda p: f"{1e3 * p.estimate(peaks).total:.3g} ms"))
+    figures.append(("compiled in", lambda p: f"{p.seconds:.1f} s"))
+    return [(name, *map(figure, page.programs)) for name, figure in figures]
+
+
+def _count_in_fp8(program: Program) -> str:
+    count = sum(product.executions for product in program.products if product.is_fp8)
+    return f"{count} of {sum(product.executions for product in program.products)}"
 
 
 def collectives(program: Program) -> str:
-    """Kinds and formats with their bytes per step."""
+    """Kinds and formats with their bytes per step.
+
+    Args:
+        program: The program.
+    """
     sums: dict[str, int] = {}
     for found in program.collectives:
         name = f"{found.kind} {found.dtype}"
@@ -106,7 +142,15 @@ def collectives(program: Program) -> str:
 
 
 def size(count: int | float) -> str:
-    """Bytes for people: `4.1 GB`."""
+    """Bytes for people.
+
+    Args:
+        count: How many.
+
+    Example:
+        >>> size(4123456789)
+        '4.12 GB'
+    """
     for unit in ("B", "kB", "MB", "GB"):
         if count < 1000:
             return f"{count:.3g} {unit}"
@@ -114,62 +158,41 @@ def size(count: int | float) -> str:
     return f"{count:.3g} TB"
 
 
-def _headline(report: PreflightReport) -> str:
-    devices = 1
-    for count in report.mesh.values():
-        devices *= count
-    return f"{report.fp8_share:.1%} of the FLOPs in FP8 on {report.target.kind}" + (
-        f", {devices} devices" if devices > 1 else ""
-    )
-
-
-def as_renderable(report: PreflightReport) -> RenderableType:
+def as_renderable(page: Page) -> RenderableType:
     """For a terminal.
 
     Args:
-        report: The report.
+        page: What is shown.
     """
-    table = Table(title=_headline(report), box=rich.box.SIMPLE, title_justify="left", title_style="bold", expand=False)
+    table = Table(title=page.headline, box=rich.box.SIMPLE, title_justify="left", title_style="bold")
     for column in _COLUMNS:
         table.add_column(column, overflow="fold", justify="right" if column in ("runs", "FLOPs") else "left")
-    for row in rows(report.step):
-        cells = _cells(row, report.step)
+    for row in rows(page.step):
+        cells = _cells(row, page.step)
+        # Text, not markup: brackets in a path are no style.
         table.add_row(*map(Text, cells[:-1]), Text(cells[-1], _STYLES[row.product.verdict]))
-    sums = Table(box=rich.box.SIMPLE, show_header=report.baseline is not None)
-    for column in ("", "step", *(["baseline"] if report.baseline else [])):
+    sums = Table(box=rich.box.SIMPLE, show_header=page.baseline is not None)
+    for column in _heads(page):
         sums.add_column(column)
-    for line in totals(report):
+    for line in totals(page):
         sums.add_row(*map(Text, line))
-    notes = [Text(f"! {finding}", "yellow") for finding in report.findings]
-    notes += [Text(f"? {caveat}", "dim") for caveat in report.caveats]
-    if report.target.peaks is not None:
-        notes.append(Text(f"? {assumption(report)}", "dim"))
-    return Group(table, sums, *notes)
+    findings = [Text(f"! {finding}", "yellow") for finding in page.findings]
+    return Group(table, sums, *findings, *(Text(f"? {note}", "dim") for note in page.notes))
 
 
-def assumption(report: PreflightReport) -> str:
-    """What the estimate takes for granted."""
-    peaks = report.target.peaks
-    assert peaks is not None
-    return (
-        f"times are a roofline estimate with {peaks.fp8 / 1e12:.4g} TFLOP/s in FP8, {peaks.bf16 / 1e12:.4g} in bf16, "
-        f"{peaks.bandwidth / 1e12:.3g} TB/s ({peaks.source})"
-    )
+def _heads(page: Page) -> tuple[str, ...]:
+    return ("", "step", "baseline")[: 1 + len(page.programs)]
 
 
-def as_markdown(report: PreflightReport) -> str:
+def as_markdown(page: Page) -> str:
     """For a pull request or a page.
 
     Args:
-        report: The report.
+        page: What is shown.
     """
-    lines = [f"**{_headline(report)}**", "", *_table(_COLUMNS, [_cells(row, report.step) for row in rows(report.step)])]
-    heads = ("", "step", *(["baseline"] if report.baseline else []))
-    lines += ["", *_table(heads, totals(report)), ""]
-    lines += [f"- {finding}" for finding in report.findings]
-    lines += [f"- not known: {caveat}" for caveat in report.caveats]
-    if report.target.peaks is not None:
-        lines.append(f"- {assumption(report)}")
+    lines = [f"**{page.headline}**", "", *_table(_COLUMNS, [_cells(row, page.step) for row in rows(page.step)]), ""]
+    lines += [*_table(_heads(page), totals(page)), ""]
+    lines += [f"- {finding}" for finding in page.findings] + [f"- not known: {note}" for note in page.notes]
     return "\n".join(lines) + "\n"
 
 

@@ -2,13 +2,14 @@
 
 import dataclasses
 import json
+import math
 from typing import Any
 
 from rich.console import Console, RenderableType
 
 from ._product import Product, Verdict
 from ._program import Estimate, Program
-from ._render import as_markdown, as_renderable
+from ._render import Page, as_markdown, as_renderable
 from ._target import Target
 
 
@@ -151,16 +152,23 @@ class PreflightReport:
                 "\n".join([f"the step does not meet its requirements on {self.target.kind}", *failures])
             )
 
+    @property
+    def _page(self) -> Page:
+        devices = math.prod(self.mesh.values())
+        where = self.target.kind if devices == 1 else f"{devices} × {self.target.kind}"
+        headline = f"{self.fp8_share:.1%} of the FLOPs in FP8 on {where}"
+        return Page(headline, self.step, self.baseline, self.target.peaks, self.findings, self.caveats)
+
     def to_json(self) -> str:
         """All of it, as JSON."""
         return json.dumps(_plain(self), indent=2, ensure_ascii=False)
 
     def to_markdown(self) -> str:
         """The report for a pull request or a page."""
-        return as_markdown(self)
+        return as_markdown(self._page)
 
     def __rich__(self) -> RenderableType:
-        return as_renderable(self)
+        return as_renderable(self._page)
 
     def __str__(self) -> str:
         console = Console(width=140, color_system=None)

@@ -1,0 +1,43 @@
+"""The devices that are here."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+from .._device import Device
+from ._target import Target
+
+
+@dataclasses.dataclass(frozen=True)
+class LocalTarget(Target):
+    """The devices that are here, by JAX's default."""
+
+    @property
+    def device(self) -> Device:
+        """The default device."""
+        return Device.default()
+
+    @property
+    def compiler_options(self) -> Mapping[str, Any]:
+        """None."""
+        return {}
+
+    @property
+    def caveats(self) -> tuple[str, ...]:
+        """Compiled, not run."""
+        return (
+            ("times are estimates, nothing ran",) if self.peaks else ("no peaks are known, so no times are estimated",)
+        )
+
+    def missing(self) -> None:
+        """Nothing."""
+        return None
+
+    def devices(self, count: int) -> Sequence[Any]:
+        """The first of `jax.devices()`."""
+        found = jax.devices()
+        if len(found) < count:
+            raise ValueError(f"devices={count} but only {len(found)} are here; name a target to compile for more")
+        return found[:count]

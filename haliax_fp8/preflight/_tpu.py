@@ -1,0 +1,62 @@
+"""TPUs: XLA's TPU compiler, in the package `libtpu`."""
+
+import dataclasses
+import importlib.util
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.experimental import topologies
+
+from .._device import Device
+from ._target import Target, environment
+
+
+@dataclasses.dataclass(frozen=True)
+class TpuTarget(Target):
+    """A TPU, compiled for by the package `libtpu`.
+
+    Args:
+        topology: The generation in libtpu's names of topologies, such as `v6e`.
+    """
+
+    topology: str
+
+    @property
+    def device(self) -> Device:
+        """By its name."""
+        return Device("tpu", self.kind)
+
+    @property
+    def compiler_options(self) -> Mapping[str, Any]:
+        """None."""
+        return {}
+
+    @property
+    def caveats(self) -> tuple[str, ...]:
+        """No TPU, so nothing was measured."""
+        return ("times are estimates, nothing ran",)
+
+    def missing(self) -> str | None:
+        """The package, if it is not installed."""
+        if importlib.util.find_spec("libtpu"):
+            return None
+        return f"target {self.name!r} needs XLA's TPU compiler: pip install 'haliax-fp8[preflight-tpu]'"
+
+    def devices(self, count: int) -> Sequence[Any]:
+        """The first of the smallest slice that has as many."""
+        if (missing := self.missing()) is not None:
+            raise RuntimeError(missing)
+        for shape in ("1x1x1", "2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8"):
+            found = self._slice(shape)
+            if len(found) >= count:
+                return found[:count]
+        raise ValueError(f"devices={count} is more than a slice of 512 TPUs has")
+
+    def _slice(self, shape: str) -> Sequence[Any]:
+        # On a machine that is no TPU's, libtpu would wait for a server that tells it about the machine.
+        with environment("TPU_SKIP_MDS_QUERY", "1"):
+            try:
+                return topologies.get_topology_desc(f"{self.topology}:{shape}", "tpu").devices
+            except jax.errors.JaxRuntimeError:
+                return ()  # Not every generation has every shape.
