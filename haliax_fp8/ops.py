@@ -26,9 +26,11 @@ from jaxtyping import Array, Float, Shaped
 
 from haliax_fp8._formats import E4M3, E4M3FNUZ, E5M2, E5M2FNUZ, Format, saturating_cast
 from haliax_fp8._state import fp32_max_grad, is_max_grad, to_float32, to_max_grad
+from haliax_fp8.preflight import check_fp8_call
 
 
 __all__ = [
+    "check_fp8_call",
     "compute_amax_history",
     "compute_scale",
     "dequantize",

@@ -489,7 +489,8 @@ def test_errors_name_argument_value_and_remedy(name, args, message):
 
 
 def test_names_and_argument_order_are_flax():
-    for name in set(ops.__all__) - {"fp32_max_grad", "quantize_dequantize"}:
+    # The check is the guide's own; Flax has no function of that name.
+    for name in set(ops.__all__) - {"fp32_max_grad", "quantize_dequantize", "check_fp8_call"}:
         assert list(inspect.signature(getattr(ops, name)).parameters) == list(
             inspect.signature(getattr(flax_ops, name)).parameters
         ), name
@@ -499,7 +500,8 @@ def test_numerics_can_be_read_without_haliax():
     tree = ast.parse(inspect.getsource(ops))
     imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     imported |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
-    assert {name for name in imported if "haliax" in name} == {"haliax_fp8._formats", "haliax_fp8._state"}
+    modules = {"haliax_fp8._formats", "haliax_fp8._state", "haliax_fp8.preflight"}
+    assert {name for name in imported if "haliax" in name} == modules
 
 
 def test_examples_of_the_docstrings():
