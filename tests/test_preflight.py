@@ -155,11 +155,29 @@ def test_a_device_without_fp8(target):
         report.require(fp8_flops=0.01)
 
 
-@everywhere
-def test_emulated_block_scaling(target):
-    report = report_of(target, converted(fp8.Fp8Config(recipe="deepseek")))
+@pytest.mark.parametrize(
+    "target, reason",
+    [
+        ("local", "block scaling is emulated: the operands are dequantized"),
+        pytest.param(
+            *gpu("h100").values, "block-scaled products need compute capability 10.0", marks=gpu("h100").marks
+        ),
+    ],
+)
+@pytest.mark.parametrize("recipe", ["deepseek", "mxfp8"])
+def test_block_scaling_that_is_emulated(recipe, target, reason):
+    report = report_of(target, converted(fp8.Fp8Config(recipe=recipe)))
     assert {p.verdict for p in report.products} == {Verdict.EMULATED}
-    assert all(p.reason.startswith("block scaling is emulated") for p in report.products)
+    assert all(p.reason.startswith(reason) for p in report.products)
+    assert {(p.layer, p.role) for p in report.products} >= {("model.layers.2", r) for r in ("fprop", "dgrad", "wgrad")}
+
+
+@pytest.mark.parametrize("target", [gpu("b200")])
+@pytest.mark.parametrize("recipe", ["deepseek", "mxfp8"])
+def test_block_scaling_in_hardware(recipe, target):
+    report = report_of(target, converted(fp8.Fp8Config(recipe=recipe)))
+    assert {(p.kernel, p.verdict) for p in report.products} == {("Triton scaled-dot", Verdict.FP8)}
+    assert report.step.flops == 2 * 8 * TOKENS * WIDTH**2
 
 
 @everywhere

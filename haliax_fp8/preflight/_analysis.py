@@ -12,7 +12,7 @@ from ._origin import Origin, origin
 from ._product import Product
 from ._program import Collective, Kernels, Opaque, Program
 from ._reason import Evidence, indivisible, judge
-from ._source import dotted, layer_of, role
+from ._source import asks_for_fp8, dotted, layer_of, role
 from ._target import Target
 from ._traffic import is_kernel, touched
 from ._walk import Site, entry_sites, has_unknown_trip_count, is_fusion, kernels, opened
@@ -106,11 +106,15 @@ class _Reader:
             size = size.without_padding(written.size)
         lhs, rhs = (origin(operand) for operand in site.operands[:2])
         weight = _weight(lhs, rhs, written)
+        made = self._makes(site)
         its_role = role(scope)
+        if asks_for_fp8(scope) and its_role in ("forward", "backward"):
+            # XLA drops the inner scopes of some products.
+            its_role = "fprop" if its_role == "forward" else "wgrad" if made else "dgrad"
         # The operands of wgrad are activations, one of which may be an argument.
-        argument = "" if its_role == "wgrad" else weight.argument
-        if not argument or (its_role == "backward" and self._makes(site)):
-            argument = self._makes(site) or argument
+        argument = made if its_role in ("wgrad", "backward") and made else ""
+        if not argument and its_role != "wgrad":
+            argument = weight.argument
         layer = layer_of(argument)
         verdict, reason = judge(Evidence(size, scope, layer, lhs, rhs, written), self.target, self.known)
         return Product(

@@ -73,14 +73,14 @@ def compile_for(
             rest = {name: x for name, x in inputs.abstract.items() if name not in donated}
             given = {name: inputs.abstract[name] for name in donated}
             traced = jax.jit(inputs.call, donate_argnums=0).trace(given, rest)
-        options = {**target.compiler_options, **(compiler_options or {})}
         lowered = traced.lower()
+        written = lowered.as_text("hlo", debug_info=True)
+        options = {**target.compiler_options(written), **(compiler_options or {})}
         compiled = lowered.compile(compiler_options=options)
     text, memory = compiled.as_text(), _memory(compiled.memory_analysis())
     assert text is not None
     results = jax.tree_util.tree_flatten_with_path(traced.out_info)[0]
     outputs = tuple(dotted(jax.tree_util.keystr(path)) for path, _ in results)
-    written = lowered.as_text("hlo", debug_info=True)
     return Compiled(text, written, outputs, memory, time.perf_counter() - begin)
 
 

@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from ._hlo import Shape
-from ._walk import Site
+from ._walk import Site, is_scaled_dot
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,6 +21,7 @@ class Dimensions:
         lhs: The first operand.
         rhs: The second operand.
         out: The result.
+        block_scaled: Whether the operands come with a scale for each block.
     """
 
     batch: int
@@ -30,6 +31,7 @@ class Dimensions:
     lhs: Shape
     rhs: Shape
     out: Shape
+    block_scaled: bool = False
 
     def same_as(self, other: "Dimensions") -> bool:
         """Whether the sizes are those of another product, or of its transpose.
@@ -74,7 +76,10 @@ def dimensions(site: Site) -> Dimensions | None:
     instruction = site.instruction
     if instruction.opcode in ("dot", "scaled-dot"):
         contract = instruction.ints("lhs_contracting_dims")
-        return _of_dot(site, instruction.ints("lhs_batch_dims"), contract, instruction.ints("rhs_contracting_dims"))
+        size = _of_dot(site, instruction.ints("lhs_batch_dims"), contract, instruction.ints("rhs_contracting_dims"))
+        return dataclasses.replace(size, block_scaled=instruction.opcode == "scaled-dot")
+    if is_scaled_dot(instruction):
+        return _of_composite(site)
     if instruction.opcode == "ragged-dot":
         return _of_ragged_dot(site)
     if instruction.opcode == "convolution":
@@ -102,6 +107,16 @@ def _result(site: Site) -> Shape:
     return site.instruction.shape.arrays[0]
 
 
+def _of_composite(site: Site) -> Dimensions:
+    """Of a call with `dimension_numbers = [[[2], [2]], [[0], [0]]]`: contracted axes, then batch axes."""
+    text = site.instruction.attribute("frontend_attributes")
+    match = re.search(r"dimension_numbers = \[\[\[([\d, ]*)\], \[([\d, ]*)\]\], \[\[([\d, ]*)\]", text)
+    if match is None:
+        raise ValueError(f"{site.instruction.name} is a scaled dot without dimension numbers: {text}")
+    lhs_contract, rhs_contract, lhs_batch = (tuple(map(int, re.findall(r"\d+", group))) for group in match.groups())
+    return dataclasses.replace(_of_dot(site, lhs_batch, lhs_contract, rhs_contract), block_scaled=True)
+
+
 def _of_ragged_dot(site: Site) -> Dimensions:
     """Each row is multiplied by the kernel of one group; or (where rows are contracted) is summed into one."""
     lhs, rhs = (operand.instruction.shape for operand in site.operands[:2])
@@ -123,7 +138,8 @@ def _of_custom_call(site: Site) -> Dimensions | None:
         if config is not None:
             numbers = config.get("dot_dimension_numbers")
             if numbers is not None:
-                return _of_dot(site, *(_axes(numbers, name) for name in _NUMBERS))
+                size = _of_dot(site, *(_axes(numbers, name) for name in _NUMBERS))
+                return dataclasses.replace(size, block_scaled=key.startswith("cudnn") or target.endswith("$mx"))
     if target.startswith("__onednn$matmul"):
         # oneDNN's calls multiply the last two axes.
         rank = len(site.operands[0].instruction.shape.dims)

@@ -33,16 +33,18 @@ class GpuTarget(Target):
         """By its compute capability."""
         return Device("cuda", self.kind, self.compute_capability)
 
-    @property
-    def compiler_options(self) -> Mapping[str, Any]:
-        """Products go to cuBLAS: without a GPU no autotuner can choose between it and Triton."""
-        return {"xla_gpu_enable_triton_gemm": False}
+    def compiler_options(self, program: str) -> Mapping[str, Any]:
+        """Products go to cuBLAS, as without a GPU no autotuner can choose; to Triton where they are block-scaled.
+
+        XLA has no other kernel for those, and would widen the operands in kernels of their own.
+        """
+        return {"xla_gpu_enable_triton_gemm": 'composite.name="xla.scaled_dot"' in program}
 
     @property
     def caveats(self) -> tuple[str, ...]:
         """No GPU, so nothing was measured."""
         return (
-            "no GPU, so no autotuner: products are shown with cuBLAS; on the device XLA may choose Triton for some",
+            "no GPU, so no autotuner: XLA may choose other kernels on the device, of cuBLAS and Triton",
             "times are estimates, nothing ran",
         )
 

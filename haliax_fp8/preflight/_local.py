@@ -19,8 +19,7 @@ class LocalTarget(Target):
         """The default device."""
         return Device.default()
 
-    @property
-    def compiler_options(self) -> Mapping[str, Any]:
+    def compiler_options(self, program: str) -> Mapping[str, Any]:
         """None."""
         return {}
 

@@ -56,7 +56,7 @@ def origin(site: Site) -> Origin:
         if instruction.opcode == "parameter" and step.caller is None:
             argument = dotted(instruction.op_name or instruction.name)
         shape = instruction.shape
-        if not quantized and shape.dtype.startswith(("f8e4", "f8e5")):
+        if not quantized and shape.dtype.startswith(("f8e4", "f8e5", "f4e2")):
             quantized = shape.dtype
         if shape.dtype in ("bf16", "f16", "f32", "f64"):
             wide.append(shape)
@@ -97,8 +97,8 @@ def _before(site: Site, indices: list[int]) -> Site | None:
         return site.root(instruction.called("calls")[0])
     if opcode == "while":
         return site.root(instruction.called("body")[0])
-    if opcode == "call" or (opcode.endswith("-start") and subprograms(instruction)):
-        return site.root(subprograms(instruction)[0])
+    if (opcode == "call" or opcode.endswith("-start")) and (inner := subprograms(instruction)):
+        return site.root(inner[0])
     if opcode.endswith("-done") and site.operands[0].instruction.opcode in ("fusion-start", "async-start"):
         return site.operands[0]
     if opcode in _HANDED_ON:

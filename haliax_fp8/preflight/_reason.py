@@ -55,7 +55,10 @@ def judge(evidence: Evidence, target: Target, known: Mapping[str, str]) -> tuple
     """
     narrow = [dtype for dtype in evidence.dtypes if dtype.startswith(("f8", "f4"))]
     if len(narrow) == 2:
-        lacking = [reason for dtype in narrow if (reason := target.lacks(dtype)) is not None]
+        reasons = [target.lacks(dtype) for dtype in narrow]
+        if evidence.size.block_scaled:
+            reasons.append(target.lacks_block_scaling())
+        lacking = [reason for reason in reasons if reason is not None]
         return (Verdict.EMULATED, lacking[0]) if lacking else (Verdict.FP8, "")
     quantized = [origin.quantized for origin in evidence.origins if origin.quantized]
     if len(quantized) == 2:
@@ -66,6 +69,8 @@ def judge(evidence: Evidence, target: Target, known: Mapping[str, str]) -> tuple
 def _why_emulated(evidence: Evidence, quantized: list[str], target: Target) -> str:
     wide = evidence.size.lhs.dtype
     # First what no device would change.
+    if evidence.written is not None and evidence.written.size.block_scaled:
+        return f"block scaling is emulated: the operands are dequantized and multiplied in {wide}"
     if any(origin.rescaled for origin in evidence.origins):
         if asks_for_fp8(evidence.scope):
             return f"block scaling is emulated: the operands are dequantized and multiplied in {wide}"

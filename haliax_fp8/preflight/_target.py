@@ -63,10 +63,13 @@ class Target(abc.ABC):
     def device(self) -> Device:
         """What decides which formats it multiplies."""
 
-    @property
     @abc.abstractmethod
-    def compiler_options(self) -> Mapping[str, Any]:
-        """What the compiler is told beside the program."""
+    def compiler_options(self, program: str) -> Mapping[str, Any]:
+        """What the compiler is told beside the program.
+
+        Args:
+            program: The program before optimization, as HLO.
+        """
 
     @property
     @abc.abstractmethod
@@ -99,6 +102,16 @@ class Target(abc.ABC):
             return "a CPU has no FP8 products: they are emulated, with the same rounding"
         format = _FORMATS.get(dtype)
         return None if format is None else self.device.lacks(format)
+
+    def lacks_block_scaling(self) -> str | None:
+        """Why the device does not multiply operands with a scale for each block; None if it does."""
+        device = self.device
+        if device.platform != "cuda" or float(device.compute_capability or 0) >= 10:
+            return None
+        return (
+            "block-scaled products need compute capability 10.0 (Blackwell), and it has "
+            f"{device.compute_capability}: the kernel widens the operands"
+        )
 
 
 @contextlib.contextmanager

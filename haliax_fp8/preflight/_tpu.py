@@ -27,8 +27,7 @@ class TpuTarget(Target):
         """By its name."""
         return Device("tpu", self.kind)
 
-    @property
-    def compiler_options(self) -> Mapping[str, Any]:
+    def compiler_options(self, program: str) -> Mapping[str, Any]:
         """None."""
         return {}
 

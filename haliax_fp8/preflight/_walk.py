@@ -82,12 +82,25 @@ def is_fusion(instruction: Instruction) -> bool:
     return instruction.opcode in ("fusion", "fusion-start")
 
 
+def is_scaled_dot(instruction: Instruction) -> bool:
+    """Whether an instruction is `jax.lax.scaled_dot` before optimization: a call of a function that defines it.
+
+    Args:
+        instruction: The instruction.
+    """
+    return instruction.opcode == "call" and 'composite.name="xla.scaled_dot"' in instruction.attribute(
+        "frontend_attributes"
+    )
+
+
 def subprograms(instruction: Instruction) -> tuple[str, ...]:
     """The functions that an instruction runs as programs of several kernels: bodies of loops, branches, calls.
 
     The condition of a loop and what `reduce` or `sort` apply to scalars are no part of it.
     """
     opcode = instruction.opcode
+    if is_scaled_dot(instruction):
+        return ()
     if opcode == "while":
         return instruction.called("body")
     if opcode == "conditional":

@@ -76,7 +76,7 @@ def full_scope(site: Site) -> str:
         if current.instruction.opcode == "call":
             names.append(current.instruction.op_name)
         current = current.caller
-    return "/".join(reversed(names))
+    return "/".join(name for name in reversed(names) if name)
 
 
 def _agreeing(products: Iterable[Written]) -> list[Written]:
