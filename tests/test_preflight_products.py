@@ -9,6 +9,7 @@ import haliax.nn as hnn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import haliax_fp8 as fp8
@@ -477,6 +478,17 @@ def test_donated_arguments_are_donated():
         donating = preflight(function, struct(256, 256), target="local").step.memory
         assert donating.aliased == donating.outputs == 2 * 256 * 256
     assert preflight(jax.jit(kept), struct(256, 256), target="local").step.memory.aliased == 0
+
+
+def test_a_training_step_of_ours_donates():
+    """`TrainStep(donate=True)`: new weights and moments are written over old ones."""
+    model, x = abstract(lambda: fp8.fp8_linear_layers(mlp())), struct(48, 32)
+    loss = lambda model, x: (jax.vmap(model)(x).astype(jnp.float32) ** 2).mean()
+    steps = [fp8.TrainStep(loss, optax.sgd(1e-3, momentum=0.9), donate=donate) for donate in (False, True)]
+    state = eqx.filter_eval_shape(steps[0].init, model)
+    kept, donated = (preflight(step, model, state, x, target="local").step.memory for step in steps)
+    weights = 2 * (32 * 64 + 64 * 64 + 64 * 16)
+    assert kept.aliased == 0 and donated.aliased >= 2 * weights
 
 
 def test_arguments_of_all_kinds():

@@ -112,10 +112,10 @@ class _Reader:
             # XLA drops the inner scopes of some products.
             its_role = "fprop" if its_role == "forward" else "wgrad" if made else "dgrad"
         # The operands of wgrad are activations, one of which may be an argument.
-        argument = made if its_role in ("wgrad", "backward") and made else ""
-        if not argument and its_role != "wgrad":
-            argument = weight.argument
-        layer = layer_of(argument)
+        arguments = made if its_role in ("wgrad", "backward") and made else ()
+        if not arguments and its_role != "wgrad":
+            arguments = weight.arguments
+        layer = " + ".join(dict.fromkeys(map(layer_of, arguments)))
         verdict, reason = judge(Evidence(size, scope, layer, lhs, rhs, written), self.target, self.known)
         return Product(
             layer=layer,
@@ -128,7 +128,7 @@ class _Reader:
             lhs=size.lhs.dtype,
             rhs=size.rhs.dtype,
             out=_stored_dtype(kernel, size),
-            compute=weight.dtype if argument and argument == weight.argument else "",
+            compute=weight.dtype if arguments and arguments == weight.arguments else "",
             indivisible=indivisible(size),
             kernel=_kernel_name(kernel, site),
             executions=site.executions,
@@ -137,18 +137,18 @@ class _Reader:
             reason=reason,
         )
 
-    def _makes(self, site: Site) -> str:
-        """The argument whose gradient a product makes; empty if it makes none."""
+    def _makes(self, site: Site) -> tuple[str, ...]:
+        """The arguments whose gradients a product makes."""
         places = list(destinations(site))
         if len(self.outputs) <= max(places, default=0):
-            return ""
+            return ()
         return matching([self.outputs[place] for place in places], self.arguments)
 
 
 def _weight(lhs: Origin, rhs: Origin, written: Written | None) -> Origin:
     """The operand that is a weight: an argument; of two, the one that is deeper in its tree."""
     found = [lhs, rhs] if written is None else [lhs, rhs, written.lhs, written.rhs]
-    return max(found, key=lambda one: (bool(one.argument), one.argument.count(".")))
+    return max(found, key=lambda one: max((1 + name.count(".") for name in one.arguments), default=0))
 
 
 def _stored_dtype(kernel: Site, size: Dimensions) -> str:

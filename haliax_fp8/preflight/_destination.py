@@ -87,23 +87,24 @@ def _returned(caller: Site, path: tuple[int, ...]) -> list[tuple[Site, tuple[int
     return [(caller, path), (_parameter(caller, caller.instruction.called("body")[0], 0), path)]
 
 
-def matching(outputs: Sequence[str], arguments: Sequence[str]) -> str:
-    """The argument that outputs are named after: the first whose path, its first name left out, ends one of theirs.
+def matching(outputs: Sequence[str], arguments: Sequence[str]) -> tuple[str, ...]:
+    """The arguments that outputs are named after: each time the shortest whose path, its first name left out, ends it.
 
     Args:
         outputs: Paths of results, such as `0.layers.0.up.weight` and `1.mu.layers.0.up.weight`.
         arguments: Paths of arguments, such as `model.layers.0.up.weight`.
 
     Returns:
-        The argument's path; empty if there is none.
+        The arguments' paths, each once.
 
     Example:
         >>> matching(["1.mu.layers.0.weight"], ["opt_state.0.mu.layers.0.weight", "model.layers.0.weight"])
-        'model.layers.0.weight'
+        ('model.layers.0.weight',)
     """
+    inner = {argument: argument.partition(".")[2] for argument in arguments}
     found = []
-    for argument in arguments:
-        _, _, inner = argument.partition(".")
-        if inner and any(output == inner or output.endswith(f".{inner}") for output in outputs):
-            found.append(argument)
-    return min(found, key=lambda path: path.count("."), default="")
+    for output in outputs:
+        fits = [name for name, path in inner.items() if path and (output == path or output.endswith(f".{path}"))]
+        if fits:
+            found.append(min(fits, key=lambda path: path.count(".")))
+    return tuple(dict.fromkeys(found))

@@ -13,14 +13,15 @@ class Origin:
     """The way of a value.
 
     Args:
-        argument: The name of the program's argument that it is a copy of, cast, sliced or scaled; empty if computed.
+        arguments: The names of the program's arguments that it is a copy of, cast, sliced or scaled: one; several where
+            XLA has put them side by side, to merge products; none if it is computed.
         dtype: The narrowest floating type of 16 bits or more that it had on the way; empty if none.
         quantized: The FP8 element type that it had on the way, itself included; empty if none.
         rescaled: Whether it was multiplied after that.
         padded: Whether it was padded after that.
     """
 
-    argument: str
+    arguments: tuple[str, ...]
     dtype: str
     quantized: str
     rescaled: bool
@@ -48,13 +49,19 @@ def origin(site: Site) -> Origin:
     Returns:
         What is known about it.
     """
-    argument = quantized = ""
+    arguments: tuple[str, ...] = ()
+    quantized = ""
     rescaled = padded = False
     wide: list[Shape] = []
     for step in _way(site):
         instruction = step.instruction
         if instruction.opcode == "parameter" and step.caller is None:
-            argument = dotted(instruction.op_name or instruction.name)
+            arguments = (dotted(instruction.op_name or instruction.name),)
+        elif instruction.opcode == "concatenate":
+            parts = [origin(operand) for operand in step.operands]
+            if all(part.arguments for part in parts):
+                arguments = tuple(name for part in parts for name in part.arguments)
+                quantized = quantized or parts[0].quantized
         shape = instruction.shape
         if not quantized and shape.dtype.startswith(("f8e4", "f8e5", "f4e2")):
             quantized = shape.dtype
@@ -64,7 +71,7 @@ def origin(site: Site) -> Origin:
             rescaled |= instruction.opcode in ("multiply", "divide")
             padded |= instruction.opcode == "pad"
     narrowest = min(wide, key=lambda shape: shape.bits).dtype if wide else ""
-    return Origin(argument, narrowest, quantized, rescaled and bool(quantized), padded)
+    return Origin(arguments, narrowest, quantized, rescaled and bool(quantized), padded)
 
 
 def _way(site: Site) -> Iterator[Site]:

@@ -94,7 +94,7 @@ def indivisible(size: Dimensions) -> str:
 
 def _why_high_precision(evidence: Evidence, quantized: list[str], known: Mapping[str, str]) -> str:
     for layer, reason in known.items():
-        if evidence.layer == layer or evidence.layer.endswith(f".{layer}"):
+        if any(path == layer or path.endswith(f".{layer}") for path in evidence.layer.split(" + ")):
             return reason
     if quantized:
         return f"only one operand is {quantized[0]}"
@@ -103,6 +103,6 @@ def _why_high_precision(evidence: Evidence, quantized: list[str], known: Mapping
     # As written: on a CPU, XLA widens bfloat16 too.
     size = evidence.size if evidence.written is None else evidence.written.size
     in_float32 = ", in float32" if "f32" in (size.lhs.dtype, size.rhs.dtype) else ""
-    if evidence.size.batch > 1 and not any(origin.argument for origin in evidence.origins):
+    if evidence.size.batch > 1 and not any(origin.arguments for origin in evidence.origins):
         return f"a batched product of activations, as in attention{in_float32}"
     return f"not converted{in_float32}"
