@@ -141,10 +141,7 @@ def announce(runs: Sequence[Run], corpus: Corpus, options: argparse.Namespace, c
         if run.config is None:
             continue
         description = describe(fp8_linear_layers(run.model, run.config), run.config)
-        rows = [row for row in description if row.recipe]
-        layers = f"{len(rows)} of {len(description)} linear layers in FP8 ({rows[0].recipe})"
-        emulated = ", emulated: slower than on a GPU, with the same rounding" if device.platform == "cpu" else ""
-        _say(console, f"{run.name}: {layers}{emulated}")
+        _say(console, f"{run.name}: {description.summary}")
         if options.verbose:
             console.print(description)
 

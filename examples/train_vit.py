@@ -180,14 +180,8 @@ def announce(
     """Says what is trained on what, and what runs in FP8."""
     count = sum(leaf.size for leaf in jax.tree.leaves(trainable(plain)))
     layers = describe(converted, config)
-    device = jax.devices()[0]
-    emulated = "emulated on the CPU with the rounding of FP8 hardware, not its speed"
-    where = emulated if device.platform == "cpu" else f"on {device.device_kind}"
     console.print(f"digits: {len(digits.train_labels)} images to train on, {len(digits.test_labels)} to test")
-    console.print(
-        f"model: {count:,} parameters, {layers.fp8_count} of {len(layers)} linear layers in FP8, {where}",
-        soft_wrap=True,
-    )
+    console.print(f"model: {count:,} parameters; {layers.summary}", soft_wrap=True)
     if options.verbose:
         console.print(layers)
 

@@ -8,6 +8,7 @@ converts a model; `partition_for_grad_overwrite` and `apply_updates` make its tr
 from . import ops as ops, preflight as preflight
 from ._calibrate import calibrate as calibrate, fp8_states as fp8_states
 from ._describe import LayerDescription as LayerDescription, ModelDescription as ModelDescription, describe as describe
+from ._device import Device as Device
 from ._einsum import Fp8Einsum as Fp8Einsum
 from ._formats import (
     E2M1 as E2M1,
@@ -59,6 +60,7 @@ from ._statistics import (
     OpStatistics as OpStatistics,
     quantization_statistics as quantization_statistics,
 )
+from ._support import Support as Support, supported as supported
 from ._train_step import (
     TrainStep as TrainStep,
     trainable as trainable,

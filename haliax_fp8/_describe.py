@@ -1,5 +1,6 @@
-"""describe: what every linear layer of a model runs in, as rows and as a table."""
+"""describe: what every linear layer of a model runs in, as rows, as a table and as one line."""
 
+import collections
 import dataclasses
 from collections.abc import Iterator
 from typing import Any
@@ -11,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ._device import Device
+from ._support import Support
 from ._transform import Fp8Config, decide, find_layers, rule_of
 
 
@@ -24,6 +26,7 @@ class LayerDescription:
         stacked: Over which stacks it is repeated, such as `layers 12`.
         recipe: The recipe that it runs, or None in high precision.
         reason: Why it is left in high precision; empty for a converted layer.
+        support: What becomes of its products on the device that was asked about; None in high precision.
     """
 
     path: str
@@ -31,6 +34,7 @@ class LayerDescription:
     stacked: str
     recipe: str | None
     reason: str
+    support: Support | None = None
 
     @property
     def is_fp8(self) -> bool:
@@ -44,11 +48,11 @@ class ModelDescription:
 
     Args:
         layers: In the order of the tree.
-        note: What the default device makes of FP8 products, if it does not run them natively.
+        device: The device that was asked about; None if none was, and `support` speaks of the one that is here.
     """
 
     layers: tuple[LayerDescription, ...]
-    note: str = ""
+    device: Device | None = None
 
     def __iter__(self) -> Iterator[LayerDescription]:
         return iter(self.layers)
@@ -68,6 +72,32 @@ class ModelDescription:
         """How many layers run in FP8."""
         return sum(layer.is_fp8 for layer in self.layers)
 
+    @property
+    def summary(self) -> str:
+        """One line for the start of a program: how many layers run in FP8, with which recipes, and natively or not.
+
+        Example:
+            >>> describe(fp8_linear_layers(model), device="h100").summary
+            'FP8: 2 of 2 linear layers, DelayedScaling E4M3/E4M3/E5M2, native on NVIDIA H100 80GB HBM3'
+        """
+        recipes = collections.Counter(layer.recipe for layer in self.layers if layer.recipe)
+        if not recipes:
+            return f"FP8: none of {len(self.layers)} linear layers"
+        counted = " + ".join(f"{count} {recipe}" if len(recipes) > 1 else recipe for recipe, count in recipes.items())
+        return f"FP8: {self.fp8_count} of {len(self.layers)} linear layers, {counted}, {_where(self.layers)}"
+
+    @property
+    def note(self) -> str:
+        """What the device makes of FP8 products that it does not run natively."""
+        emulated = [layer.support for layer in self.layers if layer.support is not None and not layer.support.is_native]
+        if not emulated:
+            return ""
+        if emulated[0].device.emulates:
+            where = "this CPU" if self.device is None else "a CPU"
+            return f"FP8 products are emulated on {where}, with the same rounding"
+        reasons = "; ".join(dict.fromkeys(support.reason for support in emulated))
+        return f"FP8 products are emulated on {emulated[0].device.kind}, slower than high precision: {reasons}"
+
     def __rich__(self) -> Table:
         title = f"{self.fp8_count} of {len(self.layers)} linear layers in FP8"
         table = Table(
@@ -78,12 +108,14 @@ class ModelDescription:
             caption=self.note,
             caption_justify="left",
         )
-        for column in ("layer", "shape", "stacked", "runs in"):
+        on_device = () if self.device is None else (f"on {self.device.kind}",)
+        for column in ("layer", "shape", "stacked", "runs in", *on_device):
             table.add_column(column, overflow="fold")
         for layer in self.layers:
             # Text, not markup: a pattern such as `[a-z]*` in a reason is no style.
             runs_in = Text(layer.recipe, "green") if layer.recipe else Text(f"high precision: {layer.reason}", "yellow")
-            table.add_row(*map(Text, (layer.path or "(the module itself)", layer.shape, layer.stacked)), runs_in)
+            cells = [*map(Text, (layer.path or "(the module itself)", layer.shape, layer.stacked)), runs_in]
+            table.add_row(*cells, *([] if self.device is None else [_verdict(layer.support)]))
         return table
 
     def __str__(self) -> str:
@@ -93,21 +125,28 @@ class ModelDescription:
         return "\n".join(line.rstrip() for line in capture.get().splitlines())
 
 
-def describe(model: Any, config: Fp8Config | None = None) -> ModelDescription:
+def describe(model: Any, config: Fp8Config | None = None, *, device: Device | str | None = None) -> ModelDescription:
     """Lists every linear layer of a model with its recipe, or the reason why it stays in high precision.
 
     Args:
         model: A converted model, or any other tree.
         config: The configuration that the model was converted with, if its rules shall be named as reasons.
+        device: Whether each layer's products are native or emulated is said of this device, given as such or by a name
+            such as `"h100"`; by default of the one that is here.
 
     Returns:
-        The layers; `print` shows them as a table.
+        The layers; `print` shows them as a table, and `summary` is one line for the start of a program.
+
+    Raises:
+        ValueError: If the device's name is unknown.
 
     Example:
         >>> layers = {"up": hax.nn.Linear.init(hax.Axis("in", 8), hax.Axis("out", 4), key=jax.random.key(0))}
         >>> describe(layers)["up"].reason
         'not converted'
     """
+    named = Device.by_name(device) if isinstance(device, str) else device
+    place = Device.default() if named is None else named
     rules = (Fp8Config() if config is None else config).layers
     decisions = {} if config is None else decide(model, config)
     rows = []
@@ -125,11 +164,26 @@ def describe(model: Any, config: Fp8Config | None = None) -> ModelDescription:
                 stacked=_sizes(stack),
                 recipe=None if op is None else str(op.recipe),
                 reason=reason,
+                support=None if op is None else rule.support(op.recipe, place),
             )
         )
-    device = Device.default()
-    note = "FP8 products are emulated on this CPU, with the same rounding" if device.emulates else ""
-    return ModelDescription(tuple(rows), note if any(row.is_fp8 for row in rows) else "")
+    return ModelDescription(tuple(rows), named)
+
+
+def _where(layers: tuple[LayerDescription, ...]) -> str:
+    """Natively or not, over all converted layers."""
+    supports = [layer.support for layer in layers if layer.support is not None]
+    native = sum(support.is_native for support in supports)
+    mixed = f"{native} native and {len(supports) - native} emulated"
+    how = {0: "emulated", len(supports): "native"}.get(native, mixed)
+    return f"{how} on {supports[0].device.kind}"
+
+
+def _verdict(support: Support | None) -> Text:
+    """What a converted layer's products are on the device: the model is there, so refused means emulated."""
+    if support is None:
+        return Text("")
+    return Text("native", "green") if support.is_native else Text(f"emulated: {support.reason}", "yellow")
 
 
 def _sizes(stack: tuple[hax.Axis, ...]) -> str:

@@ -2,11 +2,13 @@
 
 import dataclasses
 import difflib
+from typing import Any
 
 from ._formats import E2M1, E4M3
 from ._recipe import Quantization, Recipe
 from ._rounding import Stochastic
 from ._scaling import (
+    AbstractScaling,
     BlockScaling,
     CurrentScaling,
     DelayedScaling,
@@ -66,6 +68,28 @@ aliases: dict[str, str] = {
     "mxfp8_rceil": "mxfp8",
 }
 """Other libraries' names."""
+
+
+type RecipeLike = Recipe | AbstractScaling | str
+
+
+def as_recipe(recipe: Any, name: str = "recipe") -> Recipe:
+    """A recipe from what a user gave.
+
+    Args:
+        recipe: A `Recipe`, the name of one, or a scaling to use for all operands.
+        name: The argument's name, for errors.
+
+    Raises:
+        ValueError: If it is none of these.
+    """
+    if isinstance(recipe, str):
+        recipe = recipe_by_name(recipe)
+    if isinstance(recipe, AbstractScaling):
+        recipe = Recipe.of(recipe)
+    if not isinstance(recipe, Recipe):
+        raise ValueError(f"{name}={recipe!r} is not a recipe; use a name such as 'delayed', a scaling, or Recipe(...)")
+    return recipe
 
 
 def recipe_by_name(name: str) -> Recipe:

@@ -1,5 +1,6 @@
 """TrainStep: one optimizer step for a converted model, jitted; and optimizer state across a conversion."""
 
+import logging
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -10,6 +11,7 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float, Key, PyTree
 
+from ._describe import describe
 from ._keys import require_single_key, with_rounding_keys
 from ._training import (
     accumulate_gradients,
@@ -22,6 +24,9 @@ from ._training import (
 
 M = TypeVar("M")
 type Metrics = dict[str, Float[Array, ""]]
+
+# A library does not print. Who sets logging to INFO sees once, when training begins, what is active.
+_logger = logging.getLogger("haliax_fp8")
 
 
 class TrainStep(eqx.Module):
@@ -59,7 +64,12 @@ class TrainStep(eqx.Module):
             raise ValueError(f"microbatches={self.microbatches} must be at least 1")
 
     def init(self, model: PyTree) -> PyTree:
-        """The optimizer's state for the trainable part of the model."""
+        """The optimizer's state for the trainable part of the model.
+
+        Logs one line, `describe(model).summary`, at level INFO to the logger `haliax_fp8`.
+        """
+        if _logger.isEnabledFor(logging.INFO):
+            _logger.info(describe(model).summary)
         return self.optimizer.init(trainable(model))
 
     def __call__(

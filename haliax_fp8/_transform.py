@@ -10,17 +10,17 @@ import jax
 from jax.tree_util import KeyEntry
 from jaxtyping import DTypeLike
 
-from ._device import Device, require_formats
+from ._device import Device
 from ._layers import LayerRule, default_layers
 from ._op import floating_dtype
-from ._presets import recipe_by_name
+from ._presets import RecipeLike, as_recipe
 from ._recipe import Recipe
-from ._scaling import AbstractScaling, DelayedScaling
+from ._scaling import DelayedScaling
+from ._support import require_support
 from ._targets import Pattern, Targets, as_patterns, matches, path_string, unmatched_error
 
 
 M = TypeVar("M")
-type RecipeLike = Recipe | AbstractScaling | str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,8 +39,8 @@ class Fp8Config:
         amax_history_length: Sets the history length of every delayed scaling; None leaves what the recipes say (1024
             by default).
         compute_dtype: The dtype that the products' operands and results are rounded to; None leaves them.
-        emulate: Convert even where the default device is an accelerator that lacks a recipe's formats. A CPU always
-            emulates, with the same rounding.
+        emulate: Convert even where the default device is an accelerator without the units that multiply a recipe's
+            products, see `supported`. A CPU always emulates, with the same rounding.
         layers: The rules of the layer classes, see `LayerRule`.
 
     Raises:
@@ -85,14 +85,7 @@ class Fp8Config:
         Raises:
             ValueError: If it is neither, or the history length is no positive integer.
         """
-        if isinstance(recipe, str):
-            recipe = recipe_by_name(recipe)
-        if isinstance(recipe, AbstractScaling):
-            recipe = Recipe.of(recipe)
-        if not isinstance(recipe, Recipe):
-            raise ValueError(
-                f"{name}={recipe!r} is not a recipe; use a name such as 'delayed', a scaling, or Recipe(...)"
-            )
+        recipe = as_recipe(recipe, name)
         if self.amax_history_length is None:
             return recipe
         return recipe.with_amax_history_length(self.amax_history_length)
@@ -127,7 +120,7 @@ def fp8_linear_layers[M](module: M, config: Fp8Config | None = None) -> M:
 
     Raises:
         ValueError: If a pattern selects no layer (the nearest paths are listed), or `targets` selects one that cannot
-            be converted; or if the default device lacks a format and emulation was not asked for.
+            be converted; or if the default device lacks the units for a recipe and emulation was not asked for.
 
     Example:
         >>> In, Out = hax.Axis("in", 64), hax.Axis("out", 128)
@@ -138,8 +131,11 @@ def fp8_linear_layers[M](module: M, config: Fp8Config | None = None) -> M:
     config = Fp8Config() if config is None else config
     decisions = decide(module, config)
     if not config.emulate:
-        chosen = {decision.recipe for decision in decisions.values() if decision.recipe is not None}
-        require_formats((format for recipe in chosen for format in recipe.formats), Device.default())
+        device = Device.default()
+        chosen = dict.fromkeys((decision.rule, decision.recipe) for decision in decisions.values())
+        for rule, recipe in chosen:
+            if recipe is not None:
+                require_support(recipe, rule.support(recipe, device))
     converted: dict[Any, Any] = {}
 
     def convert(path: str, layer: Any) -> Any:

@@ -8,8 +8,10 @@ import haliax as hax
 import jax
 import jax.numpy as jnp
 
+from .._device import Device
 from .._op import Fp8DotGeneral
 from .._recipe import Recipe
+from .._support import Support, supported
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +50,10 @@ class LayerRule(abc.ABC):
     @abc.abstractmethod
     def restore(self, layer: Any) -> Any:
         """The layer as it was before `convert`."""
+
+    def support(self, recipe: Recipe, device: Device) -> Support:
+        """What becomes of the products of such a layer on a device; of most layers, what `supported` says."""
+        return supported(recipe, device)
 
     def only_if_named(self, layer: Any) -> str | None:
         """Why a layer is converted only where `targets` or an override selects it; None for most layers."""

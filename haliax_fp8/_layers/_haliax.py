@@ -10,8 +10,10 @@ import jax
 from haliax.axis import axis_spec_to_tuple
 from haliax.quantization import DotGeneralOp
 
+from .._device import Device
 from .._op import Fp8DotGeneral
 from .._recipe import Recipe
+from .._support import Support, supported_in_groups
 from ._base import LayerRule, integer_weight, state_like
 
 
@@ -150,6 +152,10 @@ class HaliaxMoELinear(LayerRule):
     def refusal(self, layer: hnn.MoELinear) -> str | None:
         """Integer weights, or a subclass, whose `__call__` would be lost."""
         return subclass(layer, hnn.MoELinear) or integer_weight(layer.weight)
+
+    def support(self, recipe: Recipe, device: Device) -> Support:
+        """Of grouped products."""
+        return supported_in_groups(recipe, device)
 
     def shape(self, layer: hnn.MoELinear) -> str:
         """Experts, input and output axes."""

@@ -7,6 +7,7 @@ from typing import ClassVar, NamedTuple
 from jax import lax
 from jaxtyping import Array, Float, Float32, Key
 
+from .._device import MatrixUnits
 from .._formats import E5M2, Format
 from .._quantized_array import QuantizedArray
 from .._rounding import AbstractRounding, ToNearest
@@ -49,6 +50,9 @@ class AbstractScaling(abc.ABC):
 
     quantizes: ClassVar[bool] = True
     """Whether the operand is rounded at all; False leaves it in high precision."""
+
+    units: ClassVar[MatrixUnits]
+    """The hardware that multiplies operands with such scales, as they are; of a scaling that quantizes."""
 
     directional: ClassVar[bool]
     """Whether the scales depend on which axes are contracted. An operand of two products is then quantized twice."""

@@ -6,6 +6,7 @@ from typing import ClassVar
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from .._device import MX_UNITS, NO_UNITS, MatrixUnits
 from .._formats import E4M3, Format
 from .._quantized_array import QuantizedArray, quantize_by
 from ._amax import multiplier_of
@@ -44,6 +45,11 @@ class BlockScaling(AbstractScaling):
     def __post_init__(self) -> None:
         if self.size < 1:
             raise ValueError(f"size={self.size} of a block must be at least 1; DeepSeek-V3 uses 128")
+
+    @property
+    def units(self) -> MatrixUnits:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Powers of two for whole blocks of 32 are MXFP8, a scale repeated; any other scale no hardware takes."""
+        return MX_UNITS if self.power_of_two and self.size % 32 == 0 else NO_UNITS
 
     @property
     def directional(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]

@@ -5,6 +5,7 @@ from typing import ClassVar
 
 from jaxtyping import Array, Float
 
+from .._device import FP8_UNITS, MatrixUnits
 from .._formats import E4M3, Format
 from .._quantized_array import QuantizedArray, quantize_by
 from ._amax import amax_over, multiplier_of
@@ -30,6 +31,7 @@ class CurrentScaling(AbstractScaling):
 
     power_of_two: bool = False
 
+    units: ClassVar[MatrixUnits] = FP8_UNITS
     directional: ClassVar[bool] = False
 
     def quantize(self, x: Float[Array, "*shape"], use: OperandUse) -> QuantizedArray:
@@ -55,6 +57,7 @@ class RowwiseScaling(AbstractScaling):
 
     power_of_two: bool = True
 
+    units: ClassVar[MatrixUnits] = FP8_UNITS
     directional: ClassVar[bool] = True
     gradient_format: ClassVar[Format] = E4M3
 

@@ -8,6 +8,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Float32
 
+from .._device import FP8_UNITS, MatrixUnits
 from .._quantized_array import QuantizedArray, quantize
 from ._amax import round_down_to_power_of_two
 from ._amax_compute import AbstractAmaxCompute, MaxOfHistory
@@ -52,6 +53,7 @@ class DelayedScaling(AbstractStatefulScaling):
     update_interval: int = 1
     power_of_two: bool = False
 
+    units: ClassVar[MatrixUnits] = FP8_UNITS
     measures: ClassVar[int] = 1
 
     def __post_init__(self) -> None:

@@ -5,6 +5,7 @@ from typing import ClassVar
 
 from jaxtyping import Array, Float
 
+from .._device import MatrixUnits
 from .._formats import Format
 from .._quantized_array import QuantizedArray
 from .._rotation import GROUP, Rotation
@@ -42,6 +43,11 @@ class HadamardScaling(AbstractScaling):
                 f"scaling={self.scaling} of HadamardScaling keeps state, which describes the operand before it is "
                 "rotated; use a stateless one, such as CurrentScaling() or NVFP4Scaling()"
             )
+
+    @property
+    def units(self) -> MatrixUnits:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Those of the scaling: rotations of both operands cancel."""
+        return self.scaling.units
 
     @property
     def gradient_format(self) -> Format:  # pyright: ignore[reportIncompatibleVariableOverride]

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float32
 
+from .._device import MatrixUnits
 from .._formats import Format
 from .._quantized_array import QuantizedArray
 from ._base import AbstractScaling, AbstractStatefulScaling, OperandUse
@@ -33,6 +34,11 @@ class MeasuredScaling(AbstractStatefulScaling):
     def quantizes(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         """As the scaling."""
         return self.scaling.quantizes
+
+    @property
+    def units(self) -> MatrixUnits:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """As the scaling."""
+        return self.scaling.units
 
     @property
     def directional(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]

@@ -8,6 +8,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
+from .._device import MX_UNITS, MatrixUnits
 from .._formats import E4M3, Format
 from .._quantized_array import QuantizedArray, expand
 from ._base import AbstractScaling, OperandUse
@@ -35,6 +36,7 @@ class MXFP8Scaling(AbstractScaling):
     square: bool = False
     padding: bool = True
 
+    units: ClassVar[MatrixUnits] = MX_UNITS
     gradient_format: ClassVar[Format] = E4M3
 
     @property

@@ -8,6 +8,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
+from .._device import NO_UNITS, MatrixUnits
 from .._formats import E2M1, E4M3, Format, saturating_cast
 from .._quantized_array import QuantizedArray, expand
 from ._amax import amax_over
@@ -40,6 +41,7 @@ class NVFP4Scaling(AbstractScaling):
     square: bool = False
     padding: bool = True
 
+    units: ClassVar[MatrixUnits] = NO_UNITS
     gradient_format: ClassVar[Format] = E2M1
 
     @property

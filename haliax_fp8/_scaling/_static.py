@@ -7,6 +7,7 @@ from typing import ClassVar
 from jax import lax
 from jaxtyping import Array, Float, Float32
 
+from .._device import FP8_UNITS, MatrixUnits
 from .._quantized_array import QuantizedArray
 from ._base import AbstractStatefulScaling, OperandUse
 from ._delayed import DelayedScaling
@@ -39,6 +40,7 @@ class StaticScaling(AbstractStatefulScaling):
     scale: float = 1.0
     margin: int = 0
 
+    units: ClassVar[MatrixUnits] = FP8_UNITS
     measures: ClassVar[int] = 0
 
     def __post_init__(self) -> None:

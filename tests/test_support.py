@@ -1,0 +1,237 @@
+"""supported: what becomes of each recipe on each device; and what conversion and describe say of it."""
+
+import dataclasses
+import logging
+import re
+
+import equinox as eqx
+import haliax as hax
+import haliax.nn as hnn
+import jax
+import optax
+import pytest
+
+import haliax_fp8 as fp8
+from haliax_fp8 import _transform
+from haliax_fp8._device import FP8_UNITS, Device, devices
+
+
+A100, H100, B200 = (Device.by_name(name) for name in ("a100", "h100", "b200"))
+
+# By hand, from the recipes' descriptions. Scales of a tensor or of a row stay outside the sum; scales of blocks do not.
+OUTSIDE_THE_SUM = ("delayed", "current", "static", "rowwise", "rowwise_wgrad_bf16")
+WITH_OCP_FORMATS = ("l4", "l40s", "rtx4090", "h100", "h200", "b200", "gb200", "mi350x", "mi355x", "tpu7x")
+WITH_BLOCKS_OF_32 = ("b200", "gb200", "mi350x", "mi355x")
+NATIVE = {(recipe, device) for recipe in OUTSIDE_THE_SUM for device in WITH_OCP_FORMATS}
+# DeepSeek's scales are powers of two, and its blocks are whole blocks of 32.
+NATIVE |= {(recipe, device) for recipe in ("mxfp8", "deepseek") for device in WITH_BLOCKS_OF_32}
+
+
+@pytest.fixture
+def linear():
+    return eqx.nn.Linear(8, 8, key=jax.random.key(0))
+
+
+@pytest.fixture
+def on(monkeypatch):
+    """Makes a device the one that conversion finds here."""
+    return lambda device: monkeypatch.setattr(_transform.Device, "default", staticmethod(lambda: device))
+
+
+@pytest.mark.parametrize("device", devices)
+@pytest.mark.parametrize("recipe", fp8.recipes)
+def test_outcomes(recipe, device):
+    support = fp8.supported(recipe, device)
+    expected = "emulated" if device == "cpu" else "native" if (recipe, device) in NATIVE else "refused"
+    assert support.outcome == expected
+    assert support.is_native == (expected == "native")
+    assert support.reason and support.device == Device.by_name(device)
+
+
+def test_a_recipe_may_be_given_as_its_name_a_scaling_or_itself():
+    ways = ("current", fp8.CurrentScaling(), fp8.Recipe.of(fp8.CurrentScaling()))
+    assert len({fp8.supported(way, H100) for way in ways}) == 1
+
+
+def test_without_a_device_the_one_that_is_here_is_meant():
+    assert fp8.supported("delayed") == fp8.supported("delayed", "local") == fp8.supported("delayed", "cpu")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "device", "reason"),
+    [
+        ("delayed", "a100", "compute capability 8.9.*has 8.0"),
+        ("delayed", "v100", "compute capability 8.9.*has 7.0"),
+        ("rowwise", "tpu6e", "need a TPU7x"),
+        ("mxfp8", "h100", "compute capability 10.0.*has 9.0"),
+        ("mxfp8", "tpu7x", "no tpu device"),
+        ("deepseek", "h100", "compute capability 10.0.*has 9.0"),
+        ("nvfp4", "b200", "blocks with such scales: operands are dequantized"),
+        ("delayed", "mi300x", "fnuz formats.*E4M3FNUZ"),
+    ],
+)
+def test_reasons(recipe, device, reason):
+    assert re.search(reason, fp8.supported(recipe, device).reason)
+
+
+def test_fnuz_recipes_are_for_mi300_alone():
+    recipe = fp8.Recipe.of(fp8.DelayedScaling(), forward=fp8.E4M3FNUZ, backward=fp8.E5M2FNUZ)
+    native = {name for name in devices if fp8.supported(recipe, name).is_native}
+    assert native == {"mi300x", "mi325x"}
+
+
+def test_a_product_of_two_kinds_of_scales_is_no_units():
+    mixed = dataclasses.replace(
+        fp8.Recipe.of(fp8.MXFP8Scaling()), kernel=fp8.Quantization(fp8.E4M3, fp8.CurrentScaling())
+    )
+    support = fp8.supported(mixed, B200)
+    assert support.outcome == "refused"
+    # wgrad does not use the kernel, and is a product of two MXFP8 operands.
+    assert support.reason.startswith("fprop, dgrad: ")
+
+
+def test_products_in_high_precision_need_nothing():
+    high = fp8.Quantization(fp8.E4M3, fp8.HighPrecision())
+    recipe = fp8.Recipe(high, high, high)
+    assert fp8.supported(recipe, A100).is_native
+    # Left in high precision are the products that the device would lack units for.
+    mx = fp8.Recipe.of(fp8.MXFP8Scaling())
+    current = fp8.Quantization(fp8.E4M3, fp8.CurrentScaling())
+    forward_only = dataclasses.replace(
+        mx, input=current, kernel=current, output_grad=high, kernel_for_dgrad=high, input_for_wgrad=high
+    )
+    assert fp8.supported(forward_only, H100).is_native
+
+
+@pytest.mark.parametrize(
+    ("recipe", "device", "message"),
+    [("delaid", "h100", "'delayed'"), ("delayed", "h-1000", "'h100'")],
+)
+def test_unknown_names_are_refused_with_the_nearest(recipe, device, message):
+    with pytest.raises(ValueError, match=message):
+        fp8.supported(recipe, device)
+
+
+def test_only_powers_of_two_for_whole_blocks_of_32_are_mxfp8():
+    scalings = (fp8.BlockScaling(64), fp8.BlockScaling(128), fp8.BlockScaling(48), fp8.BlockScaling(power_of_two=False))
+    assert [fp8.supported(scaling, "b200").is_native for scaling in scalings] == [True, True, False, False]
+
+
+def test_a_scaling_within_another_decides():
+    rotated = fp8.Quantization(fp8.E4M3, fp8.HadamardScaling(fp8.MXFP8Scaling()))
+    recipe = dataclasses.replace(
+        fp8.Recipe.of(fp8.CurrentScaling()), input_for_wgrad=rotated, output_grad_for_wgrad=rotated
+    )
+    assert fp8.supported(recipe, "b200").is_native
+    assert fp8.supported(recipe, "h100").reason.startswith("wgrad: MXFP8 products")
+
+
+def test_grouped_products_take_one_scale_per_tensor(on):
+    Experts, In, Out = hax.make_axes(experts=2, embed=32, mlp=32)
+    layers = {
+        "dense": hnn.Linear.init(In, Out, key=jax.random.key(0)),
+        "grouped": hnn.MoELinear.init(Experts, In, Out, key=jax.random.key(0)),
+    }
+    native = {}
+    for recipe in ("delayed", "current", "static", "rowwise", "mxfp8"):
+        model = fp8.fp8_linear_layers(layers, fp8.Fp8Config(recipe=recipe))
+        rows = fp8.describe(model, device="b200")
+        assert rows["dense"].support.is_native
+        native[recipe] = rows["grouped"].support.is_native
+    assert native == {"delayed": True, "current": True, "static": True, "rowwise": False, "mxfp8": False}
+    on(B200)
+    with pytest.raises(ValueError, match="grouped products take one scale per tensor"):
+        fp8.fp8_linear_layers(layers, fp8.Fp8Config(recipe="rowwise"))
+
+
+# --- Conversion -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("device", "recipe"), [("a100", "delayed"), ("v100", "rowwise"), ("tpu5e", "delayed"), ("h100", "mxfp8")]
+)
+def test_conversion_refuses_to_emulate_on_an_accelerator(linear, on, device, recipe):
+    on(Device.by_name(device))
+    with pytest.raises(ValueError, match=Device.by_name(device).kind) as error:
+        fp8.fp8_linear_layers(linear, fp8.Fp8Config(recipe=recipe))
+    assert fp8.supported(recipe, device).reason in str(error.value)
+    assert "emulate=True" in str(error.value)
+
+
+def test_emulation_can_be_asked_for_and_is_said(linear, on):
+    on(A100)
+    model = fp8.fp8_linear_layers(linear, fp8.Fp8Config(emulate=True))
+    description = fp8.describe(model)
+    assert description.fp8_count == 1
+    assert "emulated on NVIDIA A100-SXM4-80GB" in description.note and "8.9" in description.note
+    assert description.summary.endswith("emulated on NVIDIA A100-SXM4-80GB")
+
+
+def test_native_devices_convert_without_being_asked(linear, on):
+    on(H100)
+    description = fp8.describe(fp8.fp8_linear_layers(linear))
+    assert description.note == ""
+    assert description.summary.endswith("native on NVIDIA H100 80GB HBM3")
+
+
+def test_every_recipe_of_a_model_counts(on):
+    model = eqx.nn.MLP(8, 8, 8, 1, key=jax.random.key(0))
+    on(H100)
+    with pytest.raises(ValueError, match="MXFP8Scaling"):
+        fp8.fp8_linear_layers(model, fp8.Fp8Config(overrides={"layers.1": "mxfp8"}))
+
+
+def test_layers_left_alone_need_nothing(on):
+    model = eqx.nn.MLP(8, 8, 8, 1, key=jax.random.key(0))
+    on(A100)
+    left = fp8.fp8_linear_layers(model, fp8.Fp8Config(overrides={"*": None}))
+    assert eqx.tree_equal(left, model)
+
+
+# --- Description ------------------------------------------------------------------------------------------------------
+
+
+def test_describe_speaks_of_the_device_that_is_named():
+    model = eqx.nn.MLP(8, 8, 8, 2, key=jax.random.key(0))
+    model = fp8.fp8_linear_layers(model, fp8.Fp8Config(overrides={"layers.1": "mxfp8", "layers.2": None}))
+    on_h100, on_b200 = fp8.describe(model, device="h100"), fp8.describe(model, device=B200)
+    assert [layer.support and layer.support.is_native for layer in on_h100] == [True, False, None]
+    assert [layer.support and layer.support.is_native for layer in on_b200] == [True, True, None]
+    rows = {line.split()[0]: line for line in str(on_h100).splitlines() if line.strip()}
+    assert "on NVIDIA H100 80GB" in str(on_h100)
+    assert rows["layers.0"].endswith("native")
+    assert "emulated: " in rows["layers.1"]
+    assert "native" not in rows["layers.2"] and "emulated" not in rows["layers.2"]
+
+
+def test_on_a_cpu_describe_says_that_products_are_emulated(linear):
+    assert "emulated on this CPU" in str(fp8.describe(fp8.fp8_linear_layers(linear)))
+    assert "emulated" not in str(fp8.describe(linear))
+
+
+def test_summary():
+    model = eqx.nn.MLP(8, 8, 8, 2, key=jax.random.key(0))
+    assert fp8.describe(model).summary == "FP8: none of 3 linear layers"
+    some = fp8.fp8_linear_layers(model, fp8.Fp8Config(exclude="layers.2"))
+    assert fp8.describe(some).summary == ("FP8: 2 of 3 linear layers, DelayedScaling E4M3/E4M3/E5M2, emulated on cpu")
+    mixed = fp8.fp8_linear_layers(model, fp8.Fp8Config(overrides={"layers.1": "mxfp8"}))
+    assert fp8.describe(mixed, device="h100").summary == (
+        "FP8: 3 of 3 linear layers, 2 DelayedScaling E4M3/E4M3/E5M2 + 1 MXFP8Scaling E4M3/E4M3/E4M3, "
+        "2 native and 1 emulated on NVIDIA H100 80GB HBM3"
+    )
+
+
+def test_the_training_step_logs_the_summary_and_prints_nothing(linear, caplog, capsys):
+    model = fp8.fp8_linear_layers(linear)
+    step = fp8.TrainStep(lambda model, x: model(x).sum(), optax.sgd(0.1))
+    step.init(model)
+    assert not caplog.records
+    with caplog.at_level(logging.INFO, "haliax_fp8"):
+        step.init(model)
+    assert [record.getMessage() for record in caplog.records] == [fp8.describe(model).summary]
+    assert capsys.readouterr() == ("", "")
+
+
+def test_units_are_values():
+    """A recipe is compared and hashed by its scalings; the units that these name are the same objects."""
+    assert fp8.DelayedScaling.units is fp8.CurrentScaling.units is fp8.RowwiseScaling.units is FP8_UNITS
