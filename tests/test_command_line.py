@@ -1,0 +1,315 @@
+"""The command line: what it prints, what it exits with, and that it says in one line what is wrong."""
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import pytest
+
+import haliax_fp8 as fp8
+from haliax_fp8._command_line import main
+from haliax_fp8._command_line._demo import demo_by_name, demo_step, demos
+from haliax_fp8.preflight import targets
+
+
+ROOT = pathlib.Path(__file__).parent.parent
+ROWS, WIDTH, OUT = 32, 64, 48
+
+# A user's file: one step with a linear layer in FP8 and one matrix in high precision, another step without FP8.
+TRAINING = f"""
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from sizes import ROWS
+
+import haliax_fp8 as fp8
+
+
+def make(model):
+    w = jnp.zeros(({OUT}, 16))
+    step = lambda model, w, x: fp8.filter_grad(lambda mw: (jax.vmap(mw[0])(x) @ mw[1]).sum())((model, w))
+    return step, (model, w, jnp.zeros((ROWS, {WIDTH})))
+
+
+def plain():
+    return eqx.nn.Linear({WIDTH}, {OUT}, key=jax.random.key(0))
+
+
+def make_step():
+    return make(fp8.fp8_linear_layers(plain()))
+
+
+def make_plain_step():
+    return make(plain())
+
+
+def make_nothing():
+    return 17
+
+
+def make_broken_step():
+    return (lambda x: x @ jnp.zeros((3, 3))), (jnp.zeros((2, 2)),)
+
+
+def fails():
+    return undefined_name
+
+
+CONSTANT = 3
+"""
+# Of the layer: its output and the gradient of its kernel; nobody asks for that of x. Of the matrix: both gradients;
+# nobody asks for the loss.
+CONVERTED = 2 * 2 * ROWS * WIDTH * OUT
+HIGH = 2 * 2 * ROWS * OUT * 16
+
+
+@pytest.fixture(autouse=True)
+def a_users_settings():
+    """Promotion as users have it, in all threads: optax's AdamW does not run under strict promotion."""
+    before = {name: getattr(jax.config, name) for name in ("jax_numpy_dtype_promotion", "jax_numpy_rank_promotion")}
+    jax.config.update("jax_numpy_dtype_promotion", "standard")
+    jax.config.update("jax_numpy_rank_promotion", "allow")
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
+@pytest.fixture
+def training(tmp_path, monkeypatch):
+    """The path of the user's file; its folder is the current one."""
+    (tmp_path / "training.py").write_text(TRAINING)
+    (tmp_path / "sizes.py").write_text(f"ROWS = {ROWS}\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield "training.py"
+    for name in ("training", "sizes"):
+        sys.modules.pop(name, None)
+
+
+def run(*arguments):
+    """The exit status; argparse's exits count as such."""
+    try:
+        return main(arguments)
+    except SystemExit as error:
+        return error.code
+
+
+def local(*arguments):
+    return run("preflight", *arguments, "--target", "local")
+
+
+# --- A step of one's own ----------------------------------------------------------------------------------------------
+
+
+def test_the_products_of_a_step(training, capsys):
+    assert local(f"{training}:make_step", "--json") == 0
+    report = json.loads(capsys.readouterr().out)
+    flops = {verdict: 0 for verdict in ("emulated", "high precision")}
+    for product in report["step"]["products"]:
+        flops[product["verdict"]] += product["flops"]
+    assert flops == {"emulated": CONVERTED, "high precision": HIGH}
+
+
+def test_a_module_may_be_named_instead_of_a_file(training, capsys):
+    assert local("training:make_step", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["step"]["flops"] == CONVERTED + HIGH
+
+
+def test_the_table_goes_to_the_screen_and_progress_to_the_standard_error(training, capsys):
+    assert local(f"{training}:make_step") == 0
+    out, err = capsys.readouterr()
+    assert "emulated" in out and "fprop" in out and "compiling" not in out
+    assert "compiling the step" in err
+
+
+def test_files_are_written_beside_the_table(training, tmp_path, capsys):
+    assert local(f"{training}:make_step", "--json", "report.json", "--markdown", "report.md") == 0
+    assert "fprop" in capsys.readouterr().out
+    assert json.loads((tmp_path / "report.json").read_text())["target"]["name"] == "local"
+    assert (tmp_path / "report.md").read_text().count("| fprop |") == 1
+
+
+def test_a_baseline(training, capsys):
+    assert local(f"{training}:make_step", "--compare", f"{training}:make_plain_step", "--json") == 0
+    report = json.loads(capsys.readouterr().out)
+    assert {p["verdict"] for p in report["baseline"]["products"]} == {"high precision"}
+    assert report["baseline"]["flops"] == report["step"]["flops"]
+
+
+def test_reasons_come_from_the_model(training, capsys):
+    """A layer that was left alone is named as `describe` names it."""
+    assert local(f"{training}:make_plain_step", "--json") == 0
+    reasons = {p["reason"] for p in json.loads(capsys.readouterr().out)["step"]["products"] if p["layer"]}
+    assert any("not converted" in reason for reason in reasons)
+
+
+@pytest.mark.parametrize(("share", "status"), [(CONVERTED / (CONVERTED + HIGH) - 0.01, 0), (0.99, 1)])
+def test_requirements_decide_the_exit_status(training, capsys, share, status):
+    assert local(f"{training}:make_step", "--require", f"asked_flops={share}") == status
+    assert ("asked_flops=0.99 is required" in capsys.readouterr().err) == bool(status)
+
+
+def test_on_a_cpu_nothing_is_in_fp8(training, capsys):
+    assert local(f"{training}:make_step", "--require", "fp8_flops=0.01") == 1
+    assert "fp8_flops=0.01" in capsys.readouterr().err
+
+
+# --- What is wrong is said in one line, with exit status 2 ------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["training.py:make_step", "--target", "h1000"], "--target h1000 is unknown; choose one of h100"),
+        (["training.py"], "names no function; write FILE.py:FUNCTION"),
+        (["absent.py:make_step", "--target", "local"], "there is no file absent.py"),
+        (["absent:make_step", "--target", "local"], "there is no module 'absent'"),
+        (["training.py:make_stop", "--target", "local"], "no function 'make_stop'; it has make_step"),
+        (["training.py:CONSTANT", "--target", "local"], "no function 'CONSTANT'"),
+        (["training.py:make_nothing", "--target", "local"], "returned int; it has to return (step_fn, args)"),
+        (["training.py:make_step", "--target", "local", "--devices", "99"], "devices=99"),
+        (["--demo", "lama-8b", "--target", "local"], "the nearest are ['llama-8b'"),
+        (["--demo", "gpt2", "--target", "local", "--recipe", "delaid"], "'delayed'"),
+        (["--demo", "gpt2", "--target", "local", "--layers", "1", "--exclude", "blocks.x"], "exclude='blocks.x'"),
+        (["--demo", "gpt2", "--target", "local", "--tokens", "100", "--length", "64"], "--tokens 100 is no multiple"),
+        (["--demo", "gpt2", "--target", "local", "--tokens", "64", "--devices", "2"], "--devices 2 cannot divide"),
+    ],
+)
+def test_errors(training, capsys, arguments, message):
+    if arguments == ["training.py"]:
+        arguments = [*arguments, "--target", "local"]
+    assert run("preflight", *arguments) == 2
+    err = capsys.readouterr().err
+    assert message in err
+    assert "Traceback" not in err
+    assert len([line for line in err.splitlines() if line.startswith("error: ")]) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "give FILE.py:FUNCTION, or --demo"),
+        (["training.py:make_step", "--demo", "gpt2"], "give FILE.py:FUNCTION, or --demo"),
+        (["training.py:make_step", "--compare"], "--compare without a value is for --demo"),
+        (["training.py:make_step", "--json", "--markdown"], "cannot both go to the screen"),
+        (["training.py:make_step", "--require", "fp8=1"], "'fp8' cannot be required; choose from fp8_flops"),
+        (["training.py:make_step", "--require", "fp8_flops=most"], "invalid NAME=VALUE value"),
+        (["training.py:make_step", "--devices", "0"], "invalid positive integer value: '0'"),
+        (["training.py:make_step", "--mesh", "8"], "invalid AXIS=N,... value: '8'"),
+        (["--demo", "gpt2", "--mesh", "data=8"], "--mesh is for steps of your own"),
+    ],
+)
+def test_flags_that_do_not_fit(capsys, arguments, message):
+    assert run("preflight", *arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("function", "error"), [("fails", "NameError"), ("make_broken_step", "dot_general")])
+def test_mistakes_in_the_users_file_keep_their_traceback(training, capsys, function, error):
+    assert local(f"{training}:{function}") == 2
+    err = capsys.readouterr().err
+    assert "Traceback" in err and "training.py" in err and error in err
+
+
+@pytest.mark.parametrize("name", ["h100", "tpu7x"])
+def test_a_missing_compiler_is_one_line_with_the_remedy(capsys, monkeypatch, name):
+    monkeypatch.setattr(
+        type(targets[name]), "missing", lambda self: f"target {self.name!r} needs X: pip install 'y[z]'"
+    )
+    assert run("preflight", "--demo", "gpt2", "--target", name) == 2
+    assert capsys.readouterr().err == f"error: target {name!r} needs X: pip install 'y[z]'\n"
+
+
+def test_ctrl_c_ends_at_once_without_a_traceback(training, tmp_path):
+    """While the step is traced, which takes longer than the test waits."""
+    (tmp_path / "slow.py").write_text(
+        "import time\ndef step(x):\n    open('started', 'w').close()\n    time.sleep(100)\n    return x\n"
+        "def make_step():\n    import jax.numpy as jnp\n    return step, (jnp.zeros(3),)\n"
+    )
+    command = [sys.executable, "-m", "haliax_fp8", "preflight", "slow.py:make_step", "--target", "local"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True)
+    while not (tmp_path / "started").exists():
+        assert process.poll() is None, process.communicate()[1]
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "Stopped." in err and "Traceback" not in err
+
+
+# --- Tables -----------------------------------------------------------------------------------------------------------
+
+
+def test_devices(capsys):
+    assert run("devices", "--json") == 0
+    rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
+    assert set(targets) <= set(rows)
+    for name, row in rows.items():
+        assert row["native"] == [recipe for recipe in fp8.recipes if fp8.supported(recipe, name).is_native]
+    assert rows["local"]["kind"] == f"{len(jax.devices())} × cpu" and rows["local"]["preflight"] == "ready"
+    assert rows["mi300x"]["preflight"] == "no target"
+    assert run("devices") == 0
+    out = capsys.readouterr().out
+    assert "all but deepseek" in out and "NVIDIA H100" in out
+
+
+def test_formats(capsys):
+    """The limits of the OCP FP8 document (table 1), and of arXiv:2206.02915 for the fnuz variants."""
+    assert run("formats", "--json") == 0
+    rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
+    expected = {
+        "E4M3": (448.0, 2**-6, 2**-9, 7),
+        "E5M2": (57344.0, 2**-14, 2**-16, 3),
+        "E4M3FNUZ": (240.0, 2**-7, 2**-10, 7),
+        "E5M2FNUZ": (57344.0, 2**-15, 2**-17, 3),
+    }
+    for name, numbers in expected.items():
+        row = rows[name]
+        assert (row["max"], row["smallest_normal"], row["smallest_subnormal"], row["subnormals"]) == numbers
+    assert run("formats") == 0
+    assert "2^-16" in capsys.readouterr().out
+
+
+# --- Demos ------------------------------------------------------------------------------------------------------------
+
+# Parameters as the papers and model cards count them; GPT-2's count is that of the checkpoint, tied head once.
+PARAMETERS = {"gpt2": 124.4e6, "llama-8b": 8.03e9, "llama-70b": 70.6e9, "mixtral-8x7b": 46.7e9}
+
+
+@pytest.mark.parametrize("name", demos)
+def test_a_demo_has_the_published_number_of_parameters(name):
+    _, args = demo_step(demo_by_name(name), layers=None, tokens=1024, length=1024, stacking="checkpointed", config=None)
+    count = sum(leaf.size for leaf in jax.tree.leaves(args[0]))
+    # The published figures have three digits.
+    assert abs(count / PARAMETERS[name] - 1) < 0.005
+
+
+def test_a_demo_holds_no_array():
+    _, args = demo_step(demo_by_name("gpt2"), layers=2, tokens=64, length=32, stacking="scan", config=fp8.Fp8Config())
+    assert not [leaf for leaf in jax.tree.leaves(args) if isinstance(leaf, jax.Array)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("blocks", ["unrolled", "scan", "checkpointed"])
+def test_the_flops_of_a_demo(capsys, blocks):
+    """Counted from the published shapes: linear layers, attention, and the tied head."""
+    layers, tokens, length = 2, 64, 32
+    sizes = ["--layers", str(layers), "--tokens", str(tokens), "--length", str(length)]
+    assert local("--demo", "gpt2", *sizes, "--blocks", blocks, "--json") == 0
+    step = json.loads(capsys.readouterr().out)["step"]
+    linear = 2 * tokens * layers * (4 * 768 * 768 + 2 * 768 * 3072)
+    attention = 2 * 2 * tokens * length * 768 * layers
+    head = 2 * tokens * 768 * 50257
+    passes = 4 if blocks == "checkpointed" else 3  # forward, two gradients, and forward once more
+    flops = {verdict: 0 for verdict in ("emulated", "high precision")}
+    for product in step["products"]:
+        flops[product["verdict"]] += product["flops"]
+    # What a block computes last is not computed again: no gradient asks for it. That is the layer `down`.
+    down = 2 * tokens * layers * 768 * 3072 if blocks == "checkpointed" else 0
+    assert flops == {"emulated": passes * linear - down, "high precision": passes * attention + 3 * head}
