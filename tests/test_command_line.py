@@ -264,6 +264,7 @@ def test_formats(capsys):
     assert run("formats", "--json") == 0
     rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
     expected = {
+        "E2M1": (6.0, 1.0, 0.5, 1),
         "E4M3": (448.0, 2**-6, 2**-9, 7),
         "E5M2": (57344.0, 2**-14, 2**-16, 3),
         "E4M3FNUZ": (240.0, 2**-7, 2**-10, 7),

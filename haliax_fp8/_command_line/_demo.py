@@ -187,11 +187,12 @@ def demo_step(
     train = TrainStep(next_token_loss, optax.adamw(1e-4), donate=True)
     Batch = (Axis("batch", tokens // length), Axis("position", length))
     batch = eqx.filter_eval_shape(lambda: hax.zeros(Batch, jnp.int32))
-    args = (model, eqx.filter_eval_shape(train.init, model), batch)
+    # Of the key, recipes that do not round at random make nothing.
+    args = (model, eqx.filter_eval_shape(train.init, model), batch, jax.eval_shape(lambda: jax.random.key(0)))
 
-    def step(model: LanguageModel, opt_state: Any, batch: NamedArray) -> Any:
+    def step(model: LanguageModel, opt_state: Any, batch: NamedArray, key: PRNGKeyArray) -> Any:
         with hax.axis_mapping({"batch": "devices"}):
-            return train(model, opt_state, batch)
+            return train(model, opt_state, batch, key=key)
 
     return step, _divided(args, AbstractMesh((devices,), ("devices",)))
 
