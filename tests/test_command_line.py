@@ -128,10 +128,21 @@ def test_the_table_goes_to_the_screen_and_progress_to_the_standard_error(trainin
 
 
 def test_files_are_written_beside_the_table(training, tmp_path, capsys):
-    assert local(f"{training}:make_step", "--json", "report.json", "--markdown", "report.md") == 0
+    assert (
+        local(f"{training}:make_step", "--json", "report.json", "--markdown", "report.md", "--svg", "report.svg") == 0
+    )
     assert "fprop" in capsys.readouterr().out
     assert json.loads((tmp_path / "report.json").read_text())["target"]["name"] == "local"
     assert (tmp_path / "report.md").read_text().count("| fprop |") == 1
+    picture = (tmp_path / "report.svg").read_text()
+    assert "fprop" in picture and "emulated" in picture
+    assert "url(http" not in picture and "font-face" not in picture
+
+
+def test_options_reach_the_compiler(training, capsys):
+    assert local(f"{training}:make_step", "--xla", "xla_no_such_option=true") == 2
+    assert "xla_no_such_option" in capsys.readouterr().err
+    assert local(f"{training}:make_step", "--xla", "xla_cpu_enable_fast_math=false") == 0
 
 
 def test_a_baseline(training, capsys):
@@ -200,6 +211,7 @@ def test_errors(training, capsys, arguments, message):
         (["training.py:make_step", "--require", "fp8=1"], "'fp8' cannot be required; choose from fp8_flops"),
         (["training.py:make_step", "--require", "fp8_flops=most"], "invalid NAME=VALUE value"),
         (["training.py:make_step", "--devices", "0"], "invalid positive integer value: '0'"),
+        (["training.py:make_step", "--xla", "no_value"], "invalid OPTION=VALUE value"),
         (["training.py:make_step", "--mesh", "8"], "invalid AXIS=N,... value: '8'"),
         (["--demo", "gpt2", "--mesh", "data=8"], "--mesh is for steps of your own"),
     ],

@@ -81,6 +81,15 @@ def _preflight_parser(commands: Any) -> argparse.ArgumentParser:
     )
     parser.add_argument("--json", nargs="?", const="-", metavar="FILE", help="write JSON, to the screen without FILE")
     parser.add_argument("--markdown", nargs="?", const="-", metavar="FILE", help="write Markdown, likewise")
+    parser.add_argument(
+        "--xla",
+        action="append",
+        default=[],
+        type=_compiler_option,
+        metavar="OPTION=VALUE",
+        help="an option of XLA's compiler, such as xla_gpu_enable_triton_gemm=true; may be repeated",
+    )
+    parser.add_argument("--svg", metavar="FILE", help="draw the table as a picture")
     demo = parser.add_argument_group("a model with published shapes instead of a step of your own")
     demo.add_argument("--demo", metavar="NAME", help=f"one of {', '.join(demos)}")
     demo.add_argument("--layers", type=_positive, metavar="N", help="blocks (default: as published)")
@@ -105,7 +114,7 @@ def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None
         parser.error("--json and --markdown cannot both go to the screen; give one of them a FILE")
     if options.length is None:
         options.length = min(options.tokens, 2048)
-    options.require = dict(options.require)
+    options.require, options.xla = dict(options.require), dict(options.xla)
 
 
 def requirements() -> dict[str, inspect.Parameter]:
@@ -146,3 +155,11 @@ def _requirement(text: str) -> tuple[str, float]:
     if name not in requirements():
         raise argparse.ArgumentTypeError(f"{name!r} cannot be required; choose from {', '.join(requirements())}")
     return name, float(value)
+
+
+@_argument("OPTION=VALUE")
+def _compiler_option(text: str) -> tuple[str, Any]:
+    name, equals, value = text.partition("=")
+    if not name.isidentifier() or not equals:
+        raise ValueError
+    return name, {"true": True, "false": False}.get(value.lower(), value)

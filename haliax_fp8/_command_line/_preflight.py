@@ -18,7 +18,7 @@ from ._errors import UsageError
 from ._load import Step, load_step, split_reference
 from ._options import IN_BFLOAT16
 from ._platforms import compile_only, use_local_devices
-from ._screen import on_error, screen
+from ._screen import as_svg, on_error, screen
 
 
 def run_preflight(options: argparse.Namespace) -> int:
@@ -118,6 +118,7 @@ def compile_with_progress(step: Step, baseline: Step | None, options: argparse.N
                 shardings=step.shardings,
                 compare=None if baseline is None else (baseline.function, baseline.args),
                 known=step.known,
+                compiler_options=options.xla,
                 progress=say,
             )
         )
@@ -151,6 +152,9 @@ def write(report: PreflightReport, options: argparse.Namespace) -> None:
     for file, form in forms.items():
         if file not in (None, "-"):
             pathlib.Path(file).write_text(form())
+    if options.svg is not None:
+        title = f"preflight {options.step or options.demo} --target {options.target}"
+        pathlib.Path(options.svg).write_text(as_svg(report.__rich__(), title))
     if "-" in forms:
         print(forms["-"]())
     else:
