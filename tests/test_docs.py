@@ -11,6 +11,8 @@ import runpy
 import jax
 import pytest
 
+from haliax_fp8.preflight import preflight, targets
+
 
 ROOT = pathlib.Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -97,10 +99,28 @@ def test_figures_are_those_of_their_script(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     monkeypatch.syspath_prepend(ROOT / "docs")  # as when it is run as a script
     runpy.run_path(str(ROOT / "docs" / "figures.py"))["main"](tmp_path)
-    drawn = {path.name for path in tmp_path.iterdir()}
+    # The picture of a report is drawn by the command line, see `docs/my_training.py`.
+    drawn = {path.name for path in tmp_path.iterdir()} | {"preflight.svg"}
     assert drawn == {path.name for path in (ROOT / "docs" / "images").iterdir()}
     shown = {pathlib.Path(target).name for page in PAGES for target in re.findall(r"\((\S+\.svg)\)", page.read_text())}
     assert shown == drawn
+
+
+def test_the_picture_of_a_report_is_of_the_step_on_its_page():
+    """The page shows the code that the picture is drawn from; and if it can be compiled here, what it is drawn from."""
+    page, step = (ROOT / "docs" / "preflight.md").read_text(), (ROOT / "docs" / "my_training.py").read_text()
+    assert step.partition('"""\n\n')[2] in page
+    if targets["h100"].missing() is not None:
+        pytest.skip(targets["h100"].missing())
+    make_step = runpy.run_path(str(ROOT / "docs" / "my_training.py"))["make_step"]
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        step, args = make_step()
+        report = preflight(step, *args, target="h100")
+    picture = (ROOT / "docs" / "images" / "preflight.svg").read_text()
+    for product in report.products:
+        assert (
+            product.layer in picture and product.shape in picture and product.kernel.replace(" ", "&#160;") in picture
+        )
 
 
 # --- The machinery itself ---------------------------------------------------------------------------------------------

@@ -72,6 +72,13 @@ def test_api_page_lists_exactly_the_public_names():
     assert sorted(DOCUMENTED) == PUBLIC
 
 
+def test_api_page_lists_exactly_the_public_names_of_the_preflight():
+    listed = re.findall(r"^::: haliax_fp8\.preflight\.(\w+)$", API, re.MULTILINE)
+    tree = ast.parse((PACKAGE / "preflight" / "__init__.py").read_text())
+    exported = {alias.asname for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    assert sorted(listed) == sorted(exported)
+
+
 def test_functions_of_the_low_level_module_have_docstrings():
     missing = [name for name in haliax_fp8.ops.__all__ if not getattr(haliax_fp8.ops, name).__doc__]
     assert not missing
