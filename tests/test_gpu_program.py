@@ -21,8 +21,6 @@ LAYERS, WIDTH, ROWS = 3, 256, 384
 Embed, Inner, Batch = hax.Axis("embed", WIDTH), hax.Axis("inner", 2 * WIDTH), hax.Axis("batch", ROWS)
 Block = hax.Axis("block", LAYERS)
 XLA_NAMES = {"E4M3": "f8e4m3fn", "E5M2": "f8e5m2"}
-# Blocks of 32 go through XLA's scaled product, which its Triton kernels compute.
-WITH_TRITON = {"xla_gpu_enable_triton_gemm": True}
 
 
 def on(target, *cases):
@@ -172,36 +170,27 @@ def test_a_plain_model_runs_none():
 
 
 def linear():
-    return Layer.init(key=jax.random.key(0))
+    return hnn.Linear.init(Embed, Inner, key=jax.random.key(0))
 
 
 @pytest.mark.parametrize(("recipe", "target"), [*on("h100", *fp8.recipes), *on("b200", "rowwise", "mxfp8", "deepseek")])
 def test_what_supported_says_is_what_is_compiled(recipe, target):
     """Where a recipe is called native, each product is in the formats of the recipe; where not, none is."""
     native = fp8.supported(recipe, target).is_native
-    in_blocks = recipe in ("mxfp8", "deepseek")
-    report = preflight(
-        gradient_of(call),
-        converted(linear, recipe),
-        inputs(),
-        target=target,
-        compiler_options=WITH_TRITON if native and in_blocks else None,
-    )
-    found = sorted(
-        (tuple(sorted((p.lhs, p.rhs))), p.verdict is Verdict.FP8) for p in report.products for _ in range(p.executions)
-    )
+    report = preflight(gradient_of(call), converted(linear, recipe), inputs(), target=target)
+    found = sorted((tuple(sorted((p.lhs, p.rhs))), p.verdict is Verdict.FP8) for p in report.products)
     expected = []
     for first, second in fp8.recipes[recipe].products.values():
         if not first.scaling.quantizes:
-            expected += 2 * [(("bf16", "bf16"), False)]
+            expected.append((("bf16", "bf16"), False))
         elif native:
             names = sorted(XLA_NAMES[operand.format.name] for operand in (first, second))
-            expected += 2 * [(tuple(names), True)]
+            expected.append((tuple(names), True))
     if native:
         assert found == sorted(expected)
     else:
         assert not any(is_fp8 for _, is_fp8 in found)
-        assert len(found) >= 6  # More where operands are rotated: that is a product too.
+        assert len(found) >= 3  # More where operands are rotated: that is a product too.
 
 
 # --- Memory and communication -----------------------------------------------------------------------------------------
