@@ -36,9 +36,13 @@ class GpuTarget(Target):
     def compiler_options(self, program: str) -> Mapping[str, Any]:
         """Products go to cuBLAS, as without a GPU no autotuner can choose; to Triton where they are block-scaled.
 
-        XLA has no other kernel for those, and would widen the operands in kernels of their own.
+        XLA has no other kernel for those, and would widen the operands in kernels of their own. Machine code need not
+        be good, as nothing runs: XLA's decisions stay the same, and a quarter of the time is saved.
         """
-        return {"xla_gpu_enable_triton_gemm": 'composite.name="xla.scaled_dot"' in program}
+        return {
+            "xla_gpu_enable_triton_gemm": 'composite.name="xla.scaled_dot"' in program,
+            "xla_backend_optimization_level": 0,
+        }
 
     @property
     def caveats(self) -> tuple[str, ...]:
