@@ -139,6 +139,90 @@ def test_a_loop_of_unknown_length_counts_once_and_is_named():
     assert program.flops == 2 * 8**3 and program.unknown_loops == 1
 
 
+def counting_loop(start, stop, step, direction, fused=False):
+    """A loop whose counter goes from `start` by `step` while it compares with `stop`, as a TPU's compiler leaves it."""
+    add = (
+        "%increment (p: s32[], q: s32[]) -> s32[]",
+        [
+            "%p = s32[] parameter(0)",
+            "%q = s32[] parameter(1)",
+            "ROOT %sum = s32[] add(%q, %p)",
+        ],
+    )
+    body = (
+        "%body (c: (s32[], f32[8,8])) -> (s32[], f32[8,8])",
+        [
+            "%c = (s32[], f32[8,8]{1,0}) parameter(0)",
+            "%x = f32[8,8]{1,0} get-tuple-element(%c), index=1",
+            "%i = s32[] get-tuple-element(%c), index=0",
+            f"%one = s32[] constant({step})",
+            "%j = s32[] fusion(%one, %i), kind=kLoop, calls=%increment" if fused else "%j = s32[] add(%i, %one)",
+            "%k = s32[] copy(%j)",
+            "%d = f32[8,8]{1,0} dot(%x, %x), lhs_contracting_dims={1}, rhs_contracting_dims={0}",
+            "ROOT %r = (s32[], f32[8,8]{1,0}) tuple(%k, %d)",
+        ],
+    )
+    condition = (
+        "%cond (c: (s32[], f32[8,8])) -> pred[]",
+        [
+            "%c = (s32[], f32[8,8]{1,0}) parameter(0)",
+            f"%n = s32[] constant({stop})",
+            "%i = s32[] get-tuple-element(%c), index=0",
+            f"ROOT %test = pred[] compare(%i, %n), direction={direction}",
+        ],
+    )
+    entry = [
+        "%x = f32[8,8]{1,0} parameter(0)",
+        f"%zero = s32[] constant({start})",
+        "%t = (s32[], f32[8,8]{1,0}) tuple(%zero, %x)",
+        "ROOT " + loop("w", "body", 0),
+    ]
+    return module(entry, condition, add, body)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize(
+    "start, stop, step, direction",
+    [
+        (0, 5, 1, "LT"),
+        (2, 11, 3, "LT"),
+        (2, 12, 3, "LT"),
+        (0, 5, 1, "LE"),
+        (7, 0, -1, "GT"),
+        (7, 1, -2, "GE"),
+        (3, 3, 1, "LT"),
+        (-4, 3, 2, "LT"),
+    ],
+)
+def test_loops_that_count_from_constant_to_constant(start, stop, step, direction, fused):
+    """Against a counter that counts."""
+    goes_on = {"LT": int.__lt__, "LE": int.__le__, "GT": int.__gt__, "GE": int.__ge__}[direction]
+    count, counter = 0, start
+    while goes_on(counter, stop):
+        count, counter = count + 1, counter + step
+    program = read(counting_loop(start, stop, step, direction, fused))
+    assert [product.executions for product in program.products] == [count] and program.unknown_loops == 0
+
+
+def test_loops_until_something_holds_are_unknown():
+    assert read(counting_loop(0, 5, 0, "LT")).unknown_loops == 1
+    assert read(counting_loop(0, 5, 1, "NE")).unknown_loops == 1
+    lowered = jax.jit(lambda x: jax.lax.while_loop(lambda x: x.sum() < 1, lambda x: x @ x, x)).lower(jnp.ones((8, 8)))
+    program = read(lowered.as_text("hlo"))
+    assert program.unknown_loops == 1 and program.flops == 2 * 8**3
+
+
+def test_loops_as_jax_writes_them():
+    """Before XLA has found their length: a scan and a `fori_loop`, one in the other."""
+
+    def f(x):
+        inner = lambda i, x: x @ x
+        return jax.lax.scan(lambda x, _: (jax.lax.fori_loop(2, 7, inner, x), None), x, length=3)[0]
+
+    program = read(jax.jit(f).lower(jnp.ones((8, 8))).as_text("hlo"))
+    assert program.flops == 3 * 5 * 2 * 8**3 and program.unknown_loops == 0
+
+
 def triton(kind):
     """A product in a fusion of its own, whose operands are fusions too, as XLA nests them for Triton."""
     tile = ("%tile (p: f8e4m3fn[32,64]) -> f8e4m3fn[32,64]", ["ROOT %p = f8e4m3fn[32,64]{1,0} parameter(0)"])

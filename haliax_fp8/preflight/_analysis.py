@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping
 from ._compile import Compiled
 from ._destination import destinations, matching
 from ._dimensions import Dimensions, dimensions
-from ._hlo import Module, parse_hlo
+from ._hlo import Computation, Instruction, Module, parse_hlo
+from ._loops import trip_count
 from ._origin import Origin, origin
 from ._product import Product
 from ._program import Collective, Kernels, Opaque, Program
@@ -15,7 +16,7 @@ from ._reason import Evidence, indivisible, judge
 from ._source import asks_for_fp8, dotted, layer_of, role
 from ._target import Target
 from ._traffic import is_kernel, touched
-from ._walk import Site, entry_sites, has_unknown_trip_count, is_fusion, kernels, opened
+from ._walk import Site, entry_sites, is_fusion, kernels, opened
 from ._written import Written, WrittenProducts
 
 
@@ -65,17 +66,21 @@ def analyze(compiled: Compiled, target: Target, known: Mapping[str, str] | None 
         else:
             count += kernel.executions
             moved += kernel.executions * touched(kernel)
-    instructions = [instruction for computation in module.computations.values() for instruction in computation]
+    loops = _found(module, "while")
     return Program(
         products=tuple(products),
         others=Kernels(count, moved),
         collectives=tuple(collectives),
         opaque=tuple(opaque),
         memory=compiled.memory,
-        unknown_loops=sum(map(has_unknown_trip_count, instructions)),
-        branches=sum(instruction.opcode == "conditional" for instruction in instructions),
+        unknown_loops=sum(trip_count(module, computation, loop) is None for computation, loop in loops),
+        branches=len(_found(module, "conditional")),
         seconds=compiled.seconds,
     )
+
+
+def _found(module: Module, opcode: str) -> list[tuple[Computation, Instruction]]:
+    return [(c, instruction) for c in module.computations.values() for instruction in c if instruction.opcode == opcode]
 
 
 @dataclasses.dataclass(frozen=True)

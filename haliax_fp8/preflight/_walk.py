@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Iterator
 
 from ._hlo import Computation, Instruction, Module, Shape
+from ._loops import trip_count
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,29 +48,25 @@ class Site:
         begins = self.instruction.opcode.endswith("-start") and len(got) > given
         return got[given : 2 * given] if begins else got
 
+    @property
+    def _inner_executions(self) -> int:
+        """How often what the instruction calls runs: of a loop of unknown length, once."""
+        if self.instruction.opcode != "while":
+            return self.executions
+        count = trip_count(self.module, self.computation, self.instruction)
+        return self.executions * (1 if count is None else count)
+
     def inside(self, name: str) -> Iterator["Site"]:
         """The instructions of a function that this one calls."""
         computation = self.module[name]
-        executions = self.executions * trip_count(self.instruction)
+        executions = self._inner_executions
         for instruction in computation:
             yield Site(self.module, computation, instruction, executions, self)
 
     def root(self, name: str) -> "Site":
         """The result of a function that this instruction calls."""
         computation = self.module[name]
-        return Site(self.module, computation, computation.root, self.executions * trip_count(self.instruction), self)
-
-
-def trip_count(instruction: Instruction) -> int:
-    """How often a loop's body runs, 1 where XLA does not say; 1 for all that is no loop."""
-    if instruction.opcode != "while":
-        return 1
-    return int(instruction.config.get("known_trip_count", {}).get("n", 1))
-
-
-def has_unknown_trip_count(instruction: Instruction) -> bool:
-    """Whether an instruction is a loop that XLA does not know the length of."""
-    return instruction.opcode == "while" and "known_trip_count" not in instruction.config
+        return Site(self.module, computation, computation.root, self._inner_executions, self)
 
 
 def entry_sites(module: Module) -> Iterator[Site]:
