@@ -104,7 +104,7 @@ def _cuda_topology(**options: str) -> topologies.TopologyDescription:
     """
     skip = contextlib.nullcontext()
     if not os.path.exists("/proc/driver/nvidia/version"):
-        skip = environment("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+        skip = environment(JAX_SKIP_CUDA_CONSTRAINTS_CHECK="1")
     plugin = _plugin()
     assert plugin is not None
     with skip, _without_warnings(plugin):

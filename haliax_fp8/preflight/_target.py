@@ -115,17 +115,16 @@ class Target(abc.ABC):
 
 
 @contextlib.contextmanager
-def environment(name: str, value: str) -> Iterator[None]:
-    """Sets a variable of the environment for a while, if it is not set.
+def environment(**variables: str) -> Iterator[None]:
+    """Sets variables of the environment for a while, those that are not set.
 
     Args:
-        name: Of the variable.
-        value: Its value.
+        **variables: Their values by name.
     """
-    before = os.environ.get(name)
-    os.environ.setdefault(name, value)
+    missing = {name: value for name, value in variables.items() if name not in os.environ}
+    os.environ.update(missing)
     try:
         yield
     finally:
-        if before is None:
-            del os.environ[name]
+        for name in missing:
+            os.environ.pop(name, None)

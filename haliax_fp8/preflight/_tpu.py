@@ -53,9 +53,18 @@ class TpuTarget(Target):
         raise ValueError(f"devices={count} is more than a slice of 512 TPUs has")
 
     def _slice(self, shape: str) -> Sequence[Any]:
-        # On a machine that is no TPU's, libtpu would wait for a server that tells it about the machine.
-        with environment("TPU_SKIP_MDS_QUERY", "1"):
+        jax.devices("cpu")  # The process's own backends are made first, and stay as they are.
+        with environment(**_NO_TPU_HERE):
             try:
                 return topologies.get_topology_desc(f"{self.topology}:{shape}", "tpu").devices
             except jax.errors.JaxRuntimeError:
                 return ()  # Not every generation has every shape.
+
+
+# libtpu would ask a server what machine this is, and warn that none answers.
+_NO_TPU_HERE = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v6e-1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_WORKER_ID": "0",
+}
