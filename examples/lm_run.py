@@ -15,7 +15,7 @@ import numpy as np
 import optax
 from corpus import Corpus
 from llama import Llama, next_token_loss
-from lm_options import model_config, recipes
+from lm_options import LEFT_ALONE, model_config, recipes
 
 from haliax_fp8 import (
     Fp8Config,
@@ -127,7 +127,7 @@ def make_runs(options: argparse.Namespace, step: TrainStep, done: int = 0) -> li
     if not options.no_baseline:
         configs[BASELINE_NAMES[options.compute_dtype]] = None
     for name, recipe in recipes(options).items():
-        configs[f"fp8 {name}"] = Fp8Config(recipe=recipe, exclude=exclude)
+        configs[f"fp8 {name}"] = Fp8Config(recipe=recipe, exclude=(*exclude, *LEFT_ALONE.get(name, ())))
     runs = []
     for name, config in configs.items():
         # Made anew for each and not shared, so that a step with `donate=True` would not free another model's weights.
