@@ -70,7 +70,6 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
     compute_dtype: np.dtype | None = eqx.field(static=True)
     kernel_shape: tuple[int, ...] | None = eqx.field(static=True)
     stack: tuple[hax.Axis, ...] = eqx.field(static=True, default=())
-    members: tuple[int, ...] = eqx.field(static=True, default=())
     has_key: bool = eqx.field(static=True, default=False)
 
     @staticmethod
@@ -169,10 +168,7 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
 
     def with_recipe(self, recipe: Recipe) -> "Fp8DotGeneral":
         """This op with a recipe whose state begins as its own does, such as `recipe.observed` or `recipe.measured`."""
-        if self.state is not None:
-            return dataclasses.replace(self, recipe=recipe, state=self.state.with_recipe(recipe))
-        state = OpState.init(recipe, self.stack)
-        state = jax.tree.map(lambda x: jnp.broadcast_to(x, (*self.members, *x.shape)), state)
+        state = OpState.init(recipe, self.stack) if self.state is None else self.state.with_recipe(recipe)
         return dataclasses.replace(self, recipe=recipe, state=state)
 
     @property
@@ -208,7 +204,7 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
 
     def __pdoc__(self, **kwargs: object) -> wl.AbstractDoc:
         """One line in printed models; JAX also prints a module's name each time it traces one."""
-        stack = (*self.members, *(axis.size for axis in self.stack))
+        stack = self.state.table.array.shape[:-2] if self.state is not None else ()
         return wl.TextDoc(f"Fp8DotGeneral({self.recipe}{f', stack={stack}' if stack else ''})")
 
     # `jnp.einsum(..., _dot_general=op)` hashes what it is given; arrays have no hash, but an op is the same as itself.

@@ -1,9 +1,11 @@
 """quantization_statistics: what FP8 does to the operands of a model's products."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
+import haliax as hax
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,10 +14,12 @@ from jaxtyping import Array, Float32
 from rich.console import Console
 from rich.table import Table
 
+from ._layers import default_layers
 from ._op import Fp8DotGeneral
-from ._scaling import AbstractStatefulScaling
+from ._scaling import AbstractStatefulScaling, MeasuredScaling
 from ._targets import path_string
 from ._training import filter_grad
+from ._transform import map_layers_in_stacks, rule_of
 
 
 OPERANDS = ("input", "kernel", "output_grad")
@@ -130,7 +134,7 @@ def quantization_statistics(model: Any, loss_fn: Callable[..., Any], *batch: Any
     ops = [node for node in jax.tree.leaves(model, is_leaf=is_op) if is_op(node)]
     if not ops:
         raise ValueError("model has no FP8 product to measure; convert it with fp8_linear_layers")
-    measuring = jax.tree.map(lambda node: _measuring(node) if is_op(node) else node, model, is_leaf=is_op)
+    measuring = _measuring(model)
     gradients = filter_grad(lambda model: loss_fn(model, *batch))(measuring)
     found = {}
     for path, node in jax.tree_util.tree_flatten_with_path(gradients, is_leaf=is_op)[0]:
@@ -140,9 +144,29 @@ def quantization_statistics(model: Any, loss_fn: Callable[..., Any], *batch: Any
     return ModelStatistics(found)
 
 
-def _measuring(op: Fp8DotGeneral) -> Fp8DotGeneral:
-    """The op with a state that records, and is otherwise the old one."""
-    return op.with_recipe(op.recipe.measured)
+def _measuring[M](model: M) -> M:
+    """The model with ops whose state records, and is otherwise the old one."""
+
+    def measure(path: str, layer: Any, stack: tuple[hax.Axis, ...]) -> Any:
+        rule = rule_of(layer, default_layers)
+        op = rule.op(layer)
+        if op is None:
+            return layer
+        recipe = op.recipe.measured
+        if op.state is not None:
+            return rule.with_op(layer, op.with_recipe(recipe))
+        # State as conversion makes it: with the axes of the stacks and ensembles that the layer is in.
+        made = rule.op(rule.convert(rule.restore(layer), recipe, op.compute_dtype, stack))
+        assert made is not None
+        return rule.with_op(layer, dataclasses.replace(op, recipe=recipe, state=made.state))
+
+    def measure_alone(node: Any) -> Any:
+        if not isinstance(node, Fp8DotGeneral) or isinstance(node.recipe.input.scaling, MeasuredScaling):
+            return node
+        return node.with_recipe(node.recipe.measured)
+
+    is_op = lambda node: isinstance(node, Fp8DotGeneral)
+    return jax.tree.map(measure_alone, map_layers_in_stacks(measure, model, default_layers), is_leaf=is_op)
 
 
 def _statistics(gradient: Fp8DotGeneral) -> OpStatistics:

@@ -234,7 +234,14 @@ def find_layers(module: Any, rules: tuple[LayerRule, ...]) -> dict[str, tuple[An
 
 def map_layers[M](function: Callable[[str, Any], M], module: M, rules: tuple[LayerRule, ...]) -> M:
     """The tree with `function(path, layer)` in the place of every layer that has a rule."""
-    return _walk(lambda path, layer, stack: function(path, layer), module, rules, (), ())
+    return map_layers_in_stacks(lambda path, layer, stack: function(path, layer), module, rules)
+
+
+def map_layers_in_stacks[M](
+    function: Callable[[str, Any, tuple[hax.Axis, ...]], Any], module: M, rules: tuple[LayerRule, ...]
+) -> M:
+    """As `map_layers`, for a function that takes the axes of the stacks that a layer is in too."""
+    return _walk(function, module, rules, (), ())
 
 
 def _walk(

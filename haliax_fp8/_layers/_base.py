@@ -121,4 +121,4 @@ def state_like(op: Fp8DotGeneral, weight: Any, members: tuple[int, ...]) -> Fp8D
         shape = members + x.shape
         return jax.ShapeDtypeStruct(shape, x.dtype) if abstract else jnp.broadcast_to(x, shape)
 
-    return dataclasses.replace(jax.tree.map(repeat, op), members=members)
+    return jax.tree.map(repeat, op)
