@@ -2,10 +2,11 @@
 
 import abc
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Float32, Shaped
 
@@ -73,21 +74,26 @@ class AbstractContraction(abc.ABC):
 
     @abc.abstractmethod
     def product(
-        self, lhs: QuantizedArray, rhs: QuantizedArray, extras: tuple[Array, ...], precision: lax.Precision
-    ) -> Float32[Array, "..."]:
-        """The product of two quantized arrays, scales applied."""
+        self,
+        lhs: QuantizedArray,
+        rhs: QuantizedArray,
+        extras: tuple[Array, ...],
+        precision: lax.Precision,
+        dtype: np.dtype,
+    ) -> Float[Array, "..."]:
+        """The product of two quantized arrays, scales applied in float32, rounded to `dtype` once."""
 
     @abc.abstractmethod
     def gradient_of_lhs(
-        self, grad: QuantizedArray, rhs: QuantizedArray, extras: tuple[Array, ...]
-    ) -> Float32[Array, "..."]:
-        """The gradient of lhs, in its layout, from that of the product."""
+        self, grad: QuantizedArray, rhs: QuantizedArray, extras: tuple[Array, ...], dtype: np.dtype
+    ) -> Float[Array, "..."]:
+        """The gradient of lhs, in its layout, from that of the product; in `dtype`."""
 
     @abc.abstractmethod
     def gradient_of_rhs(
-        self, grad: QuantizedArray, lhs: QuantizedArray, extras: tuple[Array, ...]
-    ) -> Float32[Array, "..."]:
-        """The gradient of rhs, in its layout, from that of the product."""
+        self, grad: QuantizedArray, lhs: QuantizedArray, extras: tuple[Array, ...], dtype: np.dtype
+    ) -> Float[Array, "..."]:
+        """The gradient of rhs, in its layout, from that of the product; in `dtype`."""
 
 
 def to_front(x: Shaped[Array, "..."], axis: int | None, size: int, position: int) -> Shaped[Array, "..."]:
@@ -151,24 +157,29 @@ class DotContraction(AbstractContraction):
         )
 
     def product(
-        self, lhs: QuantizedArray, rhs: QuantizedArray, extras: tuple[Array, ...], precision: lax.Precision
-    ) -> Float32[Array, "..."]:
+        self,
+        lhs: QuantizedArray,
+        rhs: QuantizedArray,
+        extras: tuple[Array, ...],
+        precision: lax.Precision,
+        dtype: np.dtype,
+    ) -> Float[Array, "..."]:
         """`dot(lhs.data, rhs.data) * (lhs.scale * rhs.scale)`."""
-        return _product(lhs, rhs, self.dimensions, precision)
+        return _product(lhs, rhs, self.dimensions, precision, dtype)
 
     def gradient_of_lhs(
-        self, grad: QuantizedArray, rhs: QuantizedArray, extras: tuple[Array, ...]
-    ) -> Float32[Array, "..."]:
+        self, grad: QuantizedArray, rhs: QuantizedArray, extras: tuple[Array, ...], dtype: np.dtype
+    ) -> Float[Array, "..."]:
         """Contracts the free axes of rhs."""
         dimensions, layout = self.dimensions.gradient_of_lhs()
-        return _transposed(_product(grad, rhs, dimensions, lax.Precision.HIGHEST), layout)
+        return _transposed(_product(grad, rhs, dimensions, lax.Precision.HIGHEST, dtype), layout)
 
     def gradient_of_rhs(
-        self, grad: QuantizedArray, lhs: QuantizedArray, extras: tuple[Array, ...]
-    ) -> Float32[Array, "..."]:
+        self, grad: QuantizedArray, lhs: QuantizedArray, extras: tuple[Array, ...], dtype: np.dtype
+    ) -> Float[Array, "..."]:
         """Contracts the free axes of lhs."""
         dimensions, layout = self.dimensions.gradient_of_rhs()
-        return _transposed(_product(grad, lhs, dimensions, lax.Precision.HIGHEST), layout)
+        return _transposed(_product(grad, lhs, dimensions, lax.Precision.HIGHEST, dtype), layout)
 
 
 def _in_order(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -177,17 +188,19 @@ def _in_order(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[tuple[int, ...], 
     return tuple(axis for axis, _ in pairs), tuple(axis for _, axis in pairs)
 
 
-def _product(a: QuantizedArray, b: QuantizedArray, dims: DotDimensions, precision: lax.Precision) -> Array:
-    """`dot(a, b)` in float32; scales that are constant along what is contracted factor out of the sum."""
+def _product(
+    a: QuantizedArray, b: QuantizedArray, dims: DotDimensions, precision: lax.Precision, dtype: np.dtype
+) -> Array:
+    """`dot(a, b)` in a dtype; scales that are constant along what is contracted factor out of the sum."""
 
-    def dot(x: Array, y: Array) -> Array:
-        return lax.dot_general(x, y, dims.numbers, precision=precision, preferred_element_type=jnp.float32)
+    def dot(x: Array, y: Array, dtype: np.dtype) -> Array:
+        return lax.dot_general(x, y, dims.numbers, precision=precision, preferred_element_type=dtype)
 
     if not (_factors_out(a, dims.lhs_contract) and _factors_out(b, dims.rhs_contract)):
-        return scaled_product(a, b, dims, precision)
-    out = dot(a.data, b.data)
+        return lax.convert_element_type(scaled_product(a, b, dims, precision), dtype)
     if a.scale.size == b.scale.size == 1:
-        return lax.mul(out, lax.mul(_scalar(a.scale), _scalar(b.scale)))
+        return _rescaled(dot, a.data, b.data, lax.mul(_scalar(a.scale), _scalar(b.scale)), dtype)
+    out = dot(a.data, b.data, _FLOAT32)
     a, b = (
         QuantizedArray(x.data, x.scale if x.scale.ndim else lax.reshape(x.scale, (1,) * x.data.ndim)) for x in (a, b)
     )
@@ -196,7 +209,31 @@ def _product(a: QuantizedArray, b: QuantizedArray, dims: DotDimensions, precisio
     scale_b = lax.transpose(b.scale, dims.rhs_batch + dims.rhs_free + dims.rhs_contract)
     scale_a = lax.reshape(scale_a, scale_a.shape[: batch + kept_a] + (1,) * kept_b)
     scale_b = lax.reshape(scale_b, scale_b.shape[:batch] + (1,) * kept_a + scale_b.shape[batch : batch + kept_b])
-    return lax.mul(out, lax.mul(expand(scale_a, out.shape), expand(scale_b, out.shape)))
+    out = lax.mul(out, lax.mul(expand(scale_a, out.shape), expand(scale_b, out.shape)))
+    return lax.convert_element_type(out, dtype)
+
+
+_FLOAT32 = np.dtype(np.float32)
+
+
+def _rescaled(dot: Callable[..., Array], a: Array, b: Array, scale: Float32[Array, ""], dtype: np.dtype) -> Array:
+    """`dot(a, b) * scale`, multiplied in float32 and rounded to a dtype once.
+
+    On NVIDIA's devices a product in bfloat16 is written so that one kernel makes it: cuBLASLt multiplies its float32
+    accumulators by the float32 scale, for XLA takes the scale through bfloat16 without rounding it (what
+    `xla_allow_excess_precision`, its default, says). Written as below, the product would be stored in float32, and
+    another kernel would scale and round it.
+    """
+
+    def after(a: Array, b: Array, scale: Array) -> Array:
+        return lax.convert_element_type(lax.mul(dot(a, b, _FLOAT32), scale), dtype)
+
+    def within(a: Array, b: Array, scale: Array) -> Array:
+        return lax.mul(dot(a, b, dtype), lax.convert_element_type(scale, dtype))
+
+    if dtype != jnp.bfloat16:
+        return after(a, b, scale)
+    return lax.platform_dependent(a, b, scale, cuda=within, default=after)
 
 
 def _factors_out(x: QuantizedArray, contract: tuple[int, ...]) -> bool:

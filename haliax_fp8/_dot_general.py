@@ -28,7 +28,8 @@ from jaxtyping import Array, Float, UInt32
 
 from ._contraction import to_front
 from ._mesh_axes import varying_axes
-from ._products import ProductSpec, backward, forward, tangent
+from ._product_spec import ProductSpec
+from ._products import backward, forward, product, tangent
 from ._quantized_array import QuantizedArray
 from ._state import is_max_grad, to_max_grad
 
@@ -78,7 +79,7 @@ fp8_dot_tangent_p = Primitive("fp8_dot_tangent")
 
 def _fp8_dot(lhs: Array, rhs: Array, *others: Array, spec: ProductSpec) -> Array:
     extras, state, key = _split_others(others, spec)
-    return forward(lhs, rhs, extras, state, key, spec=spec, differentiated=False)[0]
+    return product(lhs, rhs, extras, state, key, spec)
 
 
 def _split_others(others: Sequence[Any], spec: ProductSpec) -> tuple[tuple[Any, ...], Any, Any]:
@@ -98,7 +99,7 @@ def _fp8_dot_aval(lhs, rhs, *others, spec: ProductSpec):
 def _fp8_dot_jvp(primals, tangents, *, spec: ProductSpec):
     lhs, rhs, *others = primals
     extras, state, key = _split_others(others, spec)
-    out, residuals = forward(lhs, rhs, extras, state, key, spec=spec, differentiated=True)
+    out, residuals = forward(lhs, rhs, extras, state, key, spec)
     tangents = (*tangents[:2], *(t for t in [_split_others(tangents[2:], spec)[1]] if t is not None))
     linear = tuple(type(t) is not ad.Zero for t in tangents)
     given = [t for t in tangents if type(t) is not ad.Zero]

@@ -18,9 +18,10 @@ from jaxtyping import Array, DTypeLike, Float, Int
 from ._contraction import AbstractContraction, DotContraction
 from ._dimension_numbers import DimensionNumbers, DotDimensions
 from ._dot_general import fp8_dot_general
-from ._overwrite import OpState
+from ._kernel_residual import AbstractKernelResidual, KeepQuantized
+from ._overwrite import OpRecord, OpState
 from ._presets import recipe_by_name
-from ._products import ProductSpec
+from ._product_spec import ProductSpec
 from ._ragged import RaggedContraction
 from ._recipe import Recipe
 from ._scaling import AbstractScaling, DelayedScaling
@@ -44,6 +45,8 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
             computes in bfloat16 would. None takes the operands as they are.
         kernel_shape: The sizes of the kernel's free axes, if known. `einsum` may swap the operands; these sizes tell
             the kernel from the input. Where they do not decide (or are None), the kernel is the second operand.
+        kernel_residual: What the backward pass keeps of the kernel; layers that `fp8_linear_layers` converts take what
+            their configuration says.
 
     A recipe that rounds at random needs a key from `with_rounding_keys` where it does so: NVFP4 in the backward pass.
 
@@ -64,13 +67,14 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
         Array([0.5, 0. , 0. , 0. ], dtype=float32)
     """
 
-    state: OpState | None
+    state: OpState | OpRecord | None
     key: hax.NamedArray | None
     recipe: Recipe = eqx.field(static=True)
     compute_dtype: np.dtype | None = eqx.field(static=True)
     kernel_shape: tuple[int, ...] | None = eqx.field(static=True)
     stack: tuple[hax.Axis, ...] = eqx.field(static=True, default=())
     has_key: bool = eqx.field(static=True, default=False)
+    kernel_residual: AbstractKernelResidual = eqx.field(static=True, default=KeepQuantized())
 
     @staticmethod
     def init(
@@ -168,6 +172,8 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
 
     def with_recipe(self, recipe: Recipe) -> "Fp8DotGeneral":
         """This op with a recipe whose state begins as its own does, such as `recipe.observed` or `recipe.measured`."""
+        if isinstance(self.state, OpRecord):
+            raise ValueError("an op's recipe was changed inside a differentiated function; change it before")
         state = OpState.init(recipe, self.stack) if self.state is None else self.state.with_recipe(recipe)
         return dataclasses.replace(self, recipe=recipe, state=state)
 
@@ -200,6 +206,10 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
             out_dtype=out_dtype,
             precision=_precision(precision),
             has_key=self.has_key,
+            requantizes=self.kernel_residual.requantizes(
+                measures_again=self.recipe.measures_kernel_again, stacked=bool(self.stack)
+            ),
+            records=isinstance(self.state, OpRecord),
         )
 
     def __pdoc__(self, **kwargs: object) -> wl.AbstractDoc:
@@ -229,22 +239,28 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
 
     def scale(self, operand: str) -> Array:
         """The scale that the next use of "input", "kernel" or "output_grad" takes, `[*stack]`."""
-        return self._state_of(operand)[0]
+        row, state = self._row_of(operand)
+        return state.scale[..., row]
 
     def amax_history(self, operand: str) -> Array:
-        """The amaxes of an operand's past steps, `[*stack, history]`."""
-        return self._state_of(operand)[1]
+        """The amaxes of an operand's past steps, `[*stack, history]`; not known inside a differentiated function."""
+        row, state = self._row_of(operand)
+        if isinstance(state, OpRecord):
+            raise ValueError(
+                "amax_history was read inside a function that filter_grad differentiates, which knows the scales only; "
+                "read it from the model outside"
+            )
+        scaling = self.recipe.scalings[row]
+        length = scaling.amax_history_length if isinstance(scaling, DelayedScaling) else 0
+        return state.array[..., row, 1 : 1 + length]
 
-    def _state_of(self, operand: str) -> tuple[Array, Array]:
+    def _row_of(self, operand: str) -> tuple[int, OpState | OpRecord]:
         names = ("input", "kernel", "output_grad")
         if operand not in names:
             raise ValueError(f"operand={operand!r} is none of {names}")
         if self.state is None:
             raise ValueError(f"recipe {self.recipe} keeps no state; its scales are computed at each use")
-        row = names.index(operand)
-        scaling = self.recipe.scalings[row]
-        length = scaling.amax_history_length if isinstance(scaling, DelayedScaling) else 0
-        return self.state.scale[..., row], self.state.array[..., row, 1 : 1 + length]
+        return names.index(operand), self.state
 
     def to_state_dict(self, prefix: str | None = None) -> StateDict:
         """Nothing: a state dict holds weights, the same for a converted and an unconverted model.

@@ -1,16 +1,22 @@
 """State that travels through gradients: the marker type, and what an FP8 op remembers."""
 
 import abc
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import equinox as eqx
 import haliax as hax
 import jax
 import jax.numpy as jnp
+import numpy as np
 from haliax.quantization import CustomGradientAccumulation
+from jax import lax
 from jaxtyping import Array
 
+from ._mesh_axes import varying_axes
 from ._recipe import Recipe
-from ._scaling import AbstractScaling, first_table, overwritten
+from ._scaling import AbstractScaling, completed, first_table, measures, overwritten, usable
 from ._state import is_max_grad, to_float32, to_max_grad
 
 
@@ -97,7 +103,7 @@ class OpState(OverwriteWithGradient):
         which sums where a layer is used several times, cannot corrupt them. State stays as it was where the gradient is
         that of a layer that the step did not reach (a scale of 0 or `-inf`) and where the amax is not finite.
         """
-        return self.with_array(overwritten(self.array, gradient.array, self.scalings, self.limits))
+        return overwrite_states([self], [gradient])[0]
 
     def with_recipe(self, recipe: Recipe) -> "OpState":
         """This state as a recipe updates it whose rows begin as these do, and may be longer."""
@@ -109,3 +115,129 @@ class OpState(OverwriteWithGradient):
     def with_max_gradients(self) -> "OpState":
         """The table in `fp32_max_grad`."""
         return self.with_array(to_max_grad(self.array))
+
+
+class OpRecord(OverwriteWithGradient):
+    """The scales of an op, without its histories: what goes through a differentiated function in place of its state.
+
+    Its gradient is what the step measured, a number or a few per operand, and not a table with a whole history: so
+    nothing is computed, moved or kept per layer but what differs from layer to layer, and the histories of all layers
+    are updated in one go afterwards (`complete_states`).
+
+    Args:
+        table: float32, `[*stack, operand, measure]`: the scale in every column; as a gradient, what was measured.
+    """
+
+    table: hax.NamedArray
+
+    @property
+    def array(self) -> Array:
+        """The table as the product takes it."""
+        table = self.table.array
+        return table if is_max_grad(table) or table.dtype == jnp.float32 else to_float32(table)
+
+    @property
+    def scale(self) -> Array:
+        """The scales that the next use takes, `[*stack, operand]`."""
+        return to_float32(self.table.array[..., 0])
+
+    def accumulate(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, other: "OpRecord"
+    ) -> "OpRecord":
+        """The maximum of both."""
+        return jax.tree.map(jnp.maximum, self, other)
+
+    def overwritten_by(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, gradient: "OpRecord"
+    ) -> "OpRecord":
+        """Itself: it belongs to one evaluation, and has no next step."""
+        del gradient
+        return self
+
+    def with_max_gradients(self) -> "OpRecord":
+        """The table in `fp32_max_grad`."""
+        return jax.tree.map(to_max_grad, self)
+
+
+def record_states(states: Sequence[OpState]) -> list[OpRecord]:
+    """What a differentiated function needs of states; all of a kind in one go.
+
+    Args:
+        states: This step's.
+    """
+    records: dict[int, OpRecord] = {}
+    for members in _kinds(states).values():
+        scales = usable(_concatenated([lax.slice_in_dim(_flat(states[i].array), 0, 1, axis=2) for i in members]))
+        width = max(1, measures(states[members[0]].scalings))
+        for i, part in zip(members, _split(scales, [states[i] for i in members]), strict=True):
+            names = (*states[i].table.axis_names[:-1], "fp8_measure")
+            part = lax.reshape(part, (*states[i].array.shape[:-1], 1))
+            # As in `with_array`: the names may count axes that the array does not have.
+            structure = jax.tree.structure(hax.NamedArray(np.zeros((0,) * len(names)), names))
+            table = jax.tree.unflatten(structure, [part if width == 1 else jnp.repeat(part, width, axis=-1)])
+            records[i] = OpRecord(table)
+    return [records[i] for i in range(len(states))]
+
+
+def complete_states(states: Sequence[OpState], records: Sequence[OpRecord]) -> list[OpState]:
+    """The states of the next step, as gradients, from what a step recorded; all of a kind in one go.
+
+    Args:
+        states: This step's.
+        records: The gradients of their records, in the same order.
+    """
+    return _together(completed, states, records)
+
+
+def overwrite_states(states: Sequence[OpState], gradients: Sequence[OpState]) -> list[OpState]:
+    """What `OpState.overwritten_by` makes of each state and its gradient; all of a kind in one go.
+
+    Args:
+        states: This step's.
+        gradients: Their gradients, in the same order.
+    """
+    return _together(overwritten, states, gradients)
+
+
+def _together(
+    function: Callable[..., Array], states: Sequence[OpState], others: Sequence[OpState | OpRecord]
+) -> list[OpState]:
+    """Applies a function of tables to all states of a kind at once: one kernel for all layers, not one for each."""
+    new: dict[int, OpState] = {}
+    for members in _kinds(states, others).values():
+        tables, of_others = ([_flat(x[i].array) for i in members] for x in (states, others))
+        first = states[members[0]]
+        table = function(_concatenated(tables), _concatenated(of_others), first.scalings, first.limits)
+        for i, part in zip(members, _split(table, [states[i] for i in members]), strict=True):
+            new[i] = states[i].with_array(lax.reshape(part, states[i].array.shape))
+    return [new[i] for i in range(len(states))]
+
+
+def _kinds(states: Sequence[OpState], others: Sequence[Any] | None = None) -> dict[Any, list[int]]:
+    """The places of states that can become one array: same scalings, same columns, same devices."""
+    kinds: dict[Any, list[int]] = {}
+    for i, state in enumerate(states):
+        place = _place(state.array), None if others is None else _place(others[i].array)
+        kinds.setdefault((state.scalings, state.limits, place), []).append(i)
+    return kinds
+
+
+def _split(table: Array, states: Sequence[OpState]) -> list[Array]:
+    """The part of each state in what `_concatenated` joined."""
+    ends = np.cumsum([0, *(math.prod(state.array.shape[:-2]) for state in states)])
+    return [lax.slice_in_dim(table, int(start), int(end), axis=0) for start, end in zip(ends, ends[1:], strict=False)]
+
+
+def _flat(table: Array) -> Array:
+    return lax.reshape(table, (math.prod(table.shape[:-2]), *table.shape[-2:]))
+
+
+def _concatenated(tables: list[Array]) -> Array:
+    return tables[0] if len(tables) == 1 else lax.concatenate(tables, 0)
+
+
+def _place(table: Array) -> tuple[Any, ...]:
+    """What two tables must share to become one array: columns, devices, and the mesh axes along which they vary."""
+    if isinstance(table, jax.core.Tracer):
+        return table.shape[-2:], varying_axes(table)
+    return table.shape[-2:], getattr(table, "sharding", None)

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,67 +11,23 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Float32
 
-from ._contraction import AbstractContraction, ProductName
+from ._contraction import ProductName
 from ._first_order import first_order
 from ._mesh_axes import axes_to_reduce, varying_axes
+from ._product_spec import ProductSpec
 from ._quantized_array import QuantizedArray
-from ._recipe import Quantization, Recipe
-from ._scaling import AbstractScaling, AbstractStatefulScaling, OperandUse, measures, updated, usable
+from ._recipe import Recipe
+from ._scaling import (
+    AbstractStatefulScaling,
+    OperandUse,
+    measures,
+    recorded,
+    recorded_nothing,
+    stores_scale,
+    updated,
+    usable,
+)
 from ._state import to_float32
-
-
-@dataclasses.dataclass(frozen=True)
-class ProductSpec:
-    """All that is static about one FP8 product.
-
-    Args:
-        recipe: How the operands are quantized.
-        contraction: What is multiplied with what, and its gradients; the axes of the ensemble not counted.
-        kernel_is_lhs: Which operand is the kernel: `einsum` may have swapped them.
-        compute_dtype: The dtype that operands and output are rounded to around the product; None leaves them.
-        out_dtype: The dtype of the output.
-        precision: Of fprop. The default lets the hardware accumulate fast; dgrad and wgrad never do.
-        has_key: Whether the key that random rounding draws from was given; without, rounding at random raises.
-        ensemble: How many leading axes of every array number independent members, each with state of its own.
-    """
-
-    recipe: Recipe
-    contraction: AbstractContraction
-    kernel_is_lhs: bool
-    compute_dtype: np.dtype | None
-    out_dtype: np.dtype
-    precision: lax.Precision
-    has_key: bool = False
-    ensemble: int = 0
-
-    @functools.cached_property
-    def _hash(self) -> int:
-        return hash(tuple(getattr(self, field.name) for field in dataclasses.fields(self)))
-
-    def __hash__(self) -> int:
-        # JAX hashes what is static at every call; this holds the whole recipe.
-        return self._hash
-
-    @property
-    def quantizations(self) -> tuple[Quantization, Quantization, Quantization]:
-        """Of lhs, rhs and the output's gradient."""
-        lhs, rhs, grad = (self.recipe.quantizations[i] for i in self.state_rows)
-        return lhs, rhs, grad
-
-    def quantization(self, role: int, product: ProductName) -> Quantization:
-        """Of lhs (role 0), rhs (1) or the output's gradient (2) in one of the contraction's products."""
-        if product == "product":
-            return self.quantizations[role]
-        # The gradient of the input is dgrad, that of the kernel wgrad.
-        is_wgrad = (product == "gradient_of_lhs") == self.kernel_is_lhs
-        first, second = self.recipe.products["wgrad" if is_wgrad else "dgrad"]
-        of_grad, of_other = (second, first) if is_wgrad else (first, second)
-        return of_grad if role == 2 else of_other
-
-    @property
-    def state_rows(self) -> tuple[int, int, int]:
-        """Where state (in the order input, kernel, output gradient) describes lhs, rhs and the output's gradient."""
-        return (1, 0, 2) if self.kernel_is_lhs else (0, 1, 2)
 
 
 def _measured(
@@ -99,12 +55,13 @@ type Scales = tuple[Array, ...] | None
 
 
 # Apart from `forward` and `backward`, so that ops of all shapes share one trace; as `_next_state` below.
-@jax.jit
-def _scales(state: Array | None) -> Scales:
+@functools.partial(jax.jit, static_argnames="records")
+def _scales(state: Array | None, *, records: bool) -> Scales:
     """The stored scale of each row of the state, `[*ensemble]`."""
     if state is None:
         return None
-    scales = usable(lax.index_in_dim(state, 0, axis=state.ndim - 1, keepdims=False))
+    scales = to_float32(lax.index_in_dim(state, 0, axis=state.ndim - 1, keepdims=False))
+    scales = scales if records else usable(scales)
     return tuple(lax.index_in_dim(scales, row, axis=scales.ndim - 1, keepdims=False) for row in range(scales.shape[-1]))
 
 
@@ -161,13 +118,9 @@ def _shared(role: int, products: tuple[ProductName, ProductName], spec: ProductS
     return first == second and not first.scaling.directional
 
 
-def _saved(quantized: QuantizedArray, quantization: Quantization) -> Array | QuantizedArray:
-    """What the backward pass needs of an operand: not the scale, if the state has it."""
-    return quantized.data if _stores_scale(quantization.scaling) else quantized
-
-
-def _stores_scale(scaling: AbstractScaling) -> bool:
-    return isinstance(scaling, AbstractStatefulScaling) and scaling.stores_scale
+def _requantized(role: int, spec: ProductSpec) -> bool:
+    """Whether an operand is a kernel that the backward pass quantizes again."""
+    return spec.requantizes and role == (0 if spec.kernel_is_lhs else 1)
 
 
 _PRODUCTS: tuple[ProductName, ...] = ("product", "gradient_of_lhs", "gradient_of_rhs")
@@ -176,11 +129,17 @@ _PRODUCTS: tuple[ProductName, ...] = ("product", "gradient_of_lhs", "gradient_of
 _OTHER_PRODUCT: tuple[ProductName, ProductName] = ("gradient_of_rhs", "gradient_of_lhs")
 
 
+def _product_of(role: int, spec: ProductSpec) -> ProductName:
+    """The product that lhs (role 0) or rhs (1) is quantized for, to be used in its second."""
+    return "product" if _shared(role, ("product", _OTHER_PRODUCT[role]), spec) else _OTHER_PRODUCT[role]
+
+
 class Residuals(NamedTuple):
     """What the backward pass keeps.
 
     Args:
-        lhs: The operand as quantized for the gradient of rhs, or its data alone where the state has its scale.
+        lhs: The operand as quantized for the gradient of rhs, its data alone where the state has its scale; the
+            operand itself where it is a kernel that is quantized again.
         rhs: The operand as quantized for the gradient of lhs, likewise.
         measured: What the state records of lhs and rhs, `[*ensemble, 2, measures]`; None if nothing.
         state: The state, from which the next one is made.
@@ -194,10 +153,18 @@ class Residuals(NamedTuple):
     key: Array | None
 
     def operand(self, role: int, scales: Scales, spec: ProductSpec) -> QuantizedArray:
-        """Lhs (role 0) or rhs (1) with its scale."""
+        """Lhs (role 0) or rhs (1) as quantized for the gradient of the other."""
         saved = (self.lhs, self.rhs)[role]
+        if role == (0 if spec.kernel_is_lhs else 1):
+            # Else XLA would find that the forward pass quantized a kernel too, and keep that; or transpose it there.
+            saved = lax.optimization_barrier(saved)
         if isinstance(saved, QuantizedArray):
             return saved
+        if _requantized(role, spec):
+            x = _round_to(first_order(saved)[0], spec.compute_dtype)
+            product = _product_of(role, spec)
+            contracted = spec.contraction.with_batch_axes(spec.ensemble).contracted(product, *self.ranks)
+            return _quantize(x, role, product, contracted[role if product == "product" else 1], scales, self.key, spec)
         scaling = spec.quantization(role, _OTHER_PRODUCT[role]).scaling
         assert isinstance(scaling, AbstractStatefulScaling)
         return scaling.with_scale(saved, _stored(role, scales, spec), spec.ensemble)
@@ -209,8 +176,28 @@ class Residuals(NamedTuple):
         return lhs.ndim, rhs.ndim
 
 
-@functools.partial(jax.jit, static_argnames=("spec", "differentiated"))
 def forward(
+    lhs: Any, rhs: Any, extras: tuple[Array, ...], state: Array | None, key: Array | None, spec: ProductSpec
+) -> tuple[Array, Residuals]:
+    """The output, and the residuals of the backward pass; JAX may hand over literals as operands."""
+    out, saved, measured = _forward(lhs, rhs, extras, state, key, spec=spec, differentiated=True)
+    # What is an argument goes past the jitted function: JAX would take it for a result that has to be stored.
+    kept_lhs, kept_rhs = (x if kept is None else kept for x, kept in zip((lhs, rhs), saved, strict=True))
+    return out, Residuals(kept_lhs, kept_rhs, measured, state, key)
+
+
+def product(
+    lhs: Array, rhs: Array, extras: tuple[Array, ...], state: Array | None, key: Array | None, spec: ProductSpec
+) -> Array:
+    """The output, where no gradient is asked for."""
+    return _forward(lhs, rhs, extras, state, key, spec=spec, differentiated=False)[0]
+
+
+type Saved = Array | QuantizedArray | None
+
+
+@functools.partial(jax.jit, static_argnames=("spec", "differentiated"))
+def _forward(
     lhs: Array,
     rhs: Array,
     extras: tuple[Array, ...],
@@ -219,33 +206,36 @@ def forward(
     *,
     spec: ProductSpec,
     differentiated: bool,
-) -> tuple[Array, Residuals | None]:
-    """The output, and if it is differentiated the residuals of the backward pass."""
+) -> tuple[Array, tuple[Saved, Saved], Array | None]:
+    """The output; what the backward pass needs of lhs and rhs, None for the operand itself; and what was measured."""
     lhs, rhs = (_round_to(x, spec.compute_dtype) for x in first_order(lhs, rhs))
-    state = None if state is None else to_float32(state)
-    scales = _scales(state)
+    scales = _scales(state, records=spec.records)
     with jax.named_scope("fprop"):
         contraction = spec.contraction.with_batch_axes(spec.ensemble)
         axes = contraction.contracted("product", lhs.ndim, rhs.ndim)
         quantized = [_quantize(x, role, "product", axes[role], scales, key, spec) for role, x in enumerate((lhs, rhs))]
-        out = contraction.product(quantized[0], quantized[1], extras, spec.precision)
-        out = _round_to(_round_to(out, spec.compute_dtype), spec.out_dtype)
+        dtype = spec.compute_dtype or spec.out_dtype
+        out = _round_to(contraction.product(quantized[0], quantized[1], extras, spec.precision, dtype), spec.out_dtype)
     if not differentiated:
-        return out, None
+        return out, (None, None), None
     measured = None
     if state is not None and measures(spec.recipe.scalings):
         of_operands = [_measured(x, quantized[role], role, spec, state) for role, x in enumerate((lhs, rhs))]
         measured = lax.concatenate(of_operands, spec.ensemble)
-    saved = []
+    saved: list[Saved] = [None, None]
     for role, x in enumerate((lhs, rhs)):
-        product = _OTHER_PRODUCT[role]
-        if not _shared(role, ("product", product), spec):
+        if _requantized(role, spec):
+            continue
+        product = _product_of(role, spec)
+        if product != "product":
             # 1-D blocks run along what is contracted, so the other product needs the operand quantized anew; now,
             # while it is there in high precision.
             contracted = contraction.contracted(product, lhs.ndim, rhs.ndim)[1]
             quantized[role] = _quantize(x, role, product, contracted, scales, key, spec)
-        saved.append(_saved(quantized[role], spec.quantization(role, product)))
-    return out, Residuals(saved[0], saved[1], measured, state, key)
+        # Not the scale, if the state has it.
+        stored = stores_scale(spec.quantization(role, product).scaling)
+        saved[role] = quantized[role].data if stored else quantized[role]
+    return out, (saved[0], saved[1]), measured
 
 
 @functools.partial(jax.jit, static_argnames=("spec", "dtypes", "update"))
@@ -261,8 +251,11 @@ def backward(
     """The gradients of lhs and rhs in the dtypes given (None: not wanted), and if wanted the next step's state."""
     grad = _round_to(first_order(grad)[0], spec.compute_dtype)
     contraction = spec.contraction.with_batch_axes(spec.ensemble)
-    scales, quantized = _scales(residuals.state), {}
+    scales, quantized = _scales(residuals.state, records=spec.records), {}
     once = _shared(2, ("gradient_of_lhs", "gradient_of_rhs"), spec)
+    dgrad, wgrad = (
+        ("gradient_of_rhs", "gradient_of_lhs") if spec.kernel_is_lhs else ("gradient_of_lhs", "gradient_of_rhs")
+    )
 
     def quantized_for(product: ProductName) -> QuantizedArray:
         name = "both" if once else product
@@ -274,33 +267,36 @@ def backward(
     def gradient(product: ProductName, other: int, dtype: np.dtype | None) -> Array | None:
         if dtype is None:
             return None
-        operand = residuals.operand(other, scales, spec)
-        out = getattr(contraction, product)(quantized_for(product), operand, extras)
-        return _round_to(_round_to(out, spec.compute_dtype), dtype)
+        operand, of_grad = residuals.operand(other, scales, spec), quantized_for(product)
+        if once and product == wgrad:
+            # cuBLASLt wants it transposed here. Apart from the cast, the transposition reads one byte per element,
+            # and the cast is one pass with the amax.
+            of_grad = dataclasses.replace(of_grad, data=lax.optimization_barrier(of_grad.data))
+        out = getattr(contraction, product)(of_grad, operand, extras, spec.compute_dtype or dtype)
+        return _round_to(out, dtype)
 
     names = ("wgrad", "dgrad") if spec.kernel_is_lhs else ("dgrad", "wgrad")
     with jax.named_scope(names[0]):
         grad_lhs = gradient("gradient_of_lhs", 1, dtypes[0])
     with jax.named_scope(names[1]):
         grad_rhs = gradient("gradient_of_rhs", 0, dtypes[1])
-    gradients = grad_lhs, grad_rhs
-    if residuals.state is None or not update:
+    gradients, state = (grad_lhs, grad_rhs), residuals.state
+    if state is None or not update:
         return gradients, None
     if residuals.measured is None:
-        return gradients, residuals.state
-    dgrad: ProductName = "gradient_of_rhs" if spec.kernel_is_lhs else "gradient_of_lhs"
-    of_grad = _measured(grad, quantized_for(dgrad), 2, spec, residuals.state)
+        return gradients, recorded_nothing(state) if spec.records else to_float32(state)
+    of_grad = _measured(grad, quantized_for(dgrad), 2, spec, state)
     measured = lax.concatenate([residuals.measured, of_grad], spec.ensemble)
     # From the order lhs, rhs, output gradient into that of the state.
     if spec.kernel_is_lhs:
         parts = [lax.slice_in_dim(measured, row, row + 1, axis=spec.ensemble) for row in spec.state_rows]
         measured = lax.concatenate(parts, spec.ensemble)
-    return gradients, _next_state(residuals.state, measured, recipe=spec.recipe)
+    return gradients, recorded(measured) if spec.records else _next_state(state, measured, recipe=spec.recipe)
 
 
 @functools.partial(jax.jit, static_argnames="recipe")
 def _next_state(state: Array, measured: Array, *, recipe: Recipe) -> Array:
-    return updated(state, measured, recipe.scalings, recipe.limits)
+    return updated(to_float32(state), measured, recipe.scalings, recipe.limits)
 
 
 @functools.partial(jax.jit, static_argnames=("spec", "linear"))
@@ -313,7 +309,7 @@ def tangent(
     linear: tuple[bool, bool],
 ) -> Array:
     """The output's tangent, `dot(dlhs, rhs) + dot(lhs, drhs)`, rounding taken as the identity."""
-    lhs, rhs = (residuals.operand(role, _scales(residuals.state), spec) for role in (0, 1))
+    lhs, rhs = (residuals.operand(role, _scales(residuals.state, records=spec.records), spec) for role in (0, 1))
     contraction = spec.contraction.with_batch_axes(spec.ensemble)
     given = iter(tangents)
     dlhs, drhs = (next(given) if is_linear else None for is_linear in linear)

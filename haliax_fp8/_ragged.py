@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Float32
 
@@ -63,22 +64,27 @@ class RaggedContraction(AbstractContraction):
         return self._dot(_ROWS_BY_KERNEL, precision)(lhs, rhs, *extras)
 
     def product(
-        self, lhs: QuantizedArray, rhs: QuantizedArray, extras: tuple[Array, ...], precision: lax.Precision
-    ) -> Float32[Array, "..."]:
+        self,
+        lhs: QuantizedArray,
+        rhs: QuantizedArray,
+        extras: tuple[Array, ...],
+        precision: lax.Precision,
+        dtype: np.dtype,
+    ) -> Float[Array, "..."]:
         """Rows times kernels."""
-        return self._scaled(_ROWS_BY_KERNEL, lhs, rhs, extras, precision)
+        return self._scaled(_ROWS_BY_KERNEL, lhs, rhs, extras, precision).astype(dtype)
 
     def gradient_of_lhs(
-        self, grad: QuantizedArray, rhs: QuantizedArray, extras: tuple[Array, ...]
-    ) -> Float32[Array, "..."]:
+        self, grad: QuantizedArray, rhs: QuantizedArray, extras: tuple[Array, ...], dtype: np.dtype
+    ) -> Float[Array, "..."]:
         """Rows of the output's gradient times transposed kernels."""
-        return self._scaled(_GRAD_BY_KERNEL, grad, rhs, extras, lax.Precision.HIGHEST)
+        return self._scaled(_GRAD_BY_KERNEL, grad, rhs, extras, lax.Precision.HIGHEST).astype(dtype)
 
     def gradient_of_rhs(
-        self, grad: QuantizedArray, lhs: QuantizedArray, extras: tuple[Array, ...]
-    ) -> Float32[Array, "..."]:
+        self, grad: QuantizedArray, lhs: QuantizedArray, extras: tuple[Array, ...], dtype: np.dtype
+    ) -> Float[Array, "..."]:
         """For each group, the sum over its rows of outer products."""
-        return self._scaled(_ROWS_BY_GRAD, lhs, grad, extras, lax.Precision.HIGHEST)
+        return self._scaled(_ROWS_BY_GRAD, lhs, grad, extras, lax.Precision.HIGHEST).astype(dtype)
 
     def _scaled(
         self,

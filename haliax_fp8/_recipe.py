@@ -15,6 +15,7 @@ from ._scaling import (
     MeasuredScaling,
     MXFP8Scaling,
     ObservedScaling,
+    stores_scale,
 )
 
 
@@ -166,6 +167,13 @@ class Recipe:
     def needs_key(self) -> bool:
         """Whether an operand is rounded at random."""
         return any(q.rounding.needs_key for pair in self.products.values() for q in pair)
+
+    @property
+    def measures_kernel_again(self) -> bool:
+        """Whether quantizing the kernel for dgrad, apart from fprop, takes an amax that fprop has taken already."""
+        scaling = self.kernel.scaling
+        shared = self.kernel_for_dgrad in (None, self.kernel) and not scaling.directional
+        return shared and scaling.quantizes and not stores_scale(scaling)
 
     @property
     def observed(self) -> "Recipe":

@@ -1,5 +1,6 @@
 """What a training step needs: state apart from parameters, updates of both, gradients with exact maxima."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -12,7 +13,7 @@ import numpy as np
 from haliax.quantization import CustomGradientAccumulation
 from jaxtyping import Array, PyTree
 
-from ._overwrite import OverwriteWithGradient
+from ._overwrite import OpRecord, OpState, OverwriteWithGradient, complete_states, overwrite_states, record_states
 from ._state import fp32_max_grad
 
 
@@ -58,22 +59,37 @@ def apply_updates[T](module: T, updates: PyTree, overwrites: PyTree) -> T:
         ValueError: If `updates` or `overwrites` do not have the model's structure.
     """
 
+    pairs: list[tuple[OpState, OpState]] = []
+
     def apply(leaf: Any, update: Any, overwrite: Any) -> Any:
         if isinstance(leaf, OverwriteWithGradient):
             if overwrite is None:
                 return leaf
             _require_same_type("overwrites", leaf, overwrite)
+            if isinstance(leaf, OpState):
+                pairs.append((leaf, overwrite))
+                return _Place(len(pairs) - 1)
             return leaf.overwritten_by(overwrite)
         if overwrite is not None:
             return overwrite
         return jax.tree.map(_add, update, leaf, is_leaf=lambda node: node is None)
 
     try:
-        return jax.tree.map(apply, module, updates, overwrites, is_leaf=_is_state_or_missing)
+        applied = jax.tree.map(apply, module, updates, overwrites, is_leaf=_is_state_or_missing)
     except (ValueError, TypeError) as error:
         for name, tree in (("updates", updates), ("overwrites", overwrites)):
             _require_structure_of(module, name, tree, error)
         raise
+    states = overwrite_states([leaf for leaf, _ in pairs], [overwrite for _, overwrite in pairs])
+    fill = lambda node: states[node.index] if isinstance(node, _Place) else node
+    return jax.tree.map(fill, applied, is_leaf=lambda node: isinstance(node, _Place))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """Where a state goes once all are computed."""
+
+    index: int
 
 
 def _add(update: Array | None, parameter: Any) -> Any:
@@ -178,7 +194,12 @@ def filter_grad(function: Callable[..., Any], *, has_aux: bool = False) -> Calla
         >>> [float(g(twice)(layer, x).dot_general.amax_history("input")[0]) for g in (filter_grad, eqx.filter_grad)]
         [3.0, 4.0]
     """
-    return _explained(eqx.filter_grad(_with_max_gradients(function), has_aux=has_aux))
+
+    def take(model: Any, *args: Any, **kwargs: Any) -> Any:
+        out = eqx.filter_grad(_with_max_gradients(function), has_aux=has_aux)(_recording(model), *args, **kwargs)
+        return (_completed(model, out[0]), *out[1:]) if has_aux else _completed(model, out)
+
+    return _explained(take)
 
 
 def filter_value_and_grad(function: Callable[..., Any], *, has_aux: bool = False) -> Callable[..., Any]:
@@ -191,7 +212,35 @@ def filter_value_and_grad(function: Callable[..., Any], *, has_aux: bool = False
     Returns:
         A function with the same arguments that returns `(value, gradients)`.
     """
-    return _explained(eqx.filter_value_and_grad(_with_max_gradients(function), has_aux=has_aux))
+
+    def take(model: Any, *args: Any, **kwargs: Any) -> Any:
+        taken = eqx.filter_value_and_grad(_with_max_gradients(function), has_aux=has_aux)
+        value, gradients = taken(_recording(model), *args, **kwargs)
+        return value, _completed(model, gradients)
+
+    return _explained(take)
+
+
+def _recording(model: Any) -> Any:
+    """The model with ops that record, in place of updating their state."""
+    records = iter(record_states(_states(model)))
+    return jax.tree.map(lambda node: next(records) if _is_op_state(node) else node, model, is_leaf=_is_op_state)
+
+
+def _states(model: Any) -> list[OpState]:
+    return [node for node in jax.tree.leaves(model, is_leaf=_is_op_state) if _is_op_state(node)]
+
+
+def _completed(model: Any, gradients: Any) -> Any:
+    """The gradients with states in the place of records."""
+    is_record = lambda node: isinstance(node, OpRecord)
+    records = [node for node in jax.tree.leaves(gradients, is_leaf=is_record) if is_record(node)]
+    new = iter(complete_states(_states(model), records))
+    return jax.tree.map(lambda node: next(new) if is_record(node) else node, gradients, is_leaf=is_record)
+
+
+def _is_op_state(node: Any) -> bool:
+    return isinstance(node, OpState)
 
 
 def _with_max_gradients(function: Callable[..., Any]) -> Callable[..., Any]:

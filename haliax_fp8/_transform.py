@@ -11,8 +11,9 @@ from jax.tree_util import KeyEntry
 from jaxtyping import DTypeLike
 
 from ._device import Device
+from ._kernel_residual import AbstractKernelResidual, RequantizeWhereCheap
 from ._layers import LayerRule, default_layers
-from ._op import floating_dtype
+from ._op import Fp8DotGeneral, floating_dtype
 from ._presets import RecipeLike, as_recipe
 from ._recipe import Recipe
 from ._scaling import DelayedScaling
@@ -39,6 +40,8 @@ class Fp8Config:
         amax_history_length: Sets the history length of every delayed scaling; None leaves what the recipes say (1024
             by default).
         compute_dtype: The dtype that the products' operands and results are rounded to; None leaves them.
+        kernel_residual: What the backward pass keeps of kernels: `RequantizeWhereCheap()`, `Requantize()` or
+            `KeepQuantized()`. Changes memory and speed, not values.
         emulate: Convert even where the default device is an accelerator without the units that multiply a recipe's
             products, see `supported`. A CPU always emulates, with the same rounding.
         layers: The rules of the layer classes, see `LayerRule`.
@@ -58,6 +61,7 @@ class Fp8Config:
     overrides: Mapping[Pattern, RecipeLike | None] = dataclasses.field(default_factory=dict)
     amax_history_length: int | None = None
     compute_dtype: DTypeLike | None = None
+    kernel_residual: AbstractKernelResidual = RequantizeWhereCheap()
     emulate: bool = False
     layers: tuple[LayerRule, ...] = default_layers
 
@@ -74,6 +78,11 @@ class Fp8Config:
             self.resolve(recipe, name)
         if self.compute_dtype is not None:
             floating_dtype("compute_dtype", self.compute_dtype)
+        if not isinstance(self.kernel_residual, AbstractKernelResidual):
+            raise ValueError(
+                f"kernel_residual={self.kernel_residual!r} says not what is kept of a kernel; use "
+                "RequantizeWhereCheap(), Requantize() or KeepQuantized()"
+            )
 
     def resolve(self, recipe: Any, name: str = "recipe") -> Recipe:
         """A recipe from what the user gave, with this configuration's history length.
@@ -142,17 +151,26 @@ def fp8_linear_layers[M](module: M, config: Fp8Config | None = None) -> M:
         decision = decisions[path]
         if decision.recipe is None:
             return layer
-        op = decision.rule.op(layer)
+        op, rule = decision.rule.op(layer), decision.rule
         if op is not None and (op.recipe, op.compute_dtype) == (decision.recipe, config.compute_dtype):
-            return layer
+            return _keeping(rule, layer, op, config.kernel_residual)
         # The same object in two places stays one object, unless an override gives one of the places another recipe.
         key = id(layer), decision.recipe
         if key not in converted:
-            plain = decision.rule.restore(layer)
-            converted[key] = decision.rule.convert(plain, decision.recipe, config.compute_dtype, decision.stack)
+            new = rule.convert(rule.restore(layer), decision.recipe, config.compute_dtype, decision.stack)
+            op = rule.op(new)
+            assert op is not None
+            converted[key] = _keeping(rule, new, op, config.kernel_residual)
         return converted[key]
 
     return map_layers(convert, module, config.layers)
+
+
+def _keeping(rule: LayerRule, layer: Any, op: Fp8DotGeneral, kernel_residual: AbstractKernelResidual) -> Any:
+    """The converted layer with another choice of what is kept of its kernel."""
+    if op.kernel_residual == kernel_residual:
+        return layer
+    return rule.with_op(layer, dataclasses.replace(op, kernel_residual=kernel_residual))
 
 
 def restore_linear_layers[M](module: M, config: Fp8Config | None = None) -> M:

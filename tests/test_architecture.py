@@ -17,12 +17,22 @@ ROOT = Path(haliax_fp8.__file__).parent
 # A module (a file, or a folder as a whole) may import modules of the lines above its own, never one of its own line.
 # So the numerics can be read without the layers, and training, calibration and the rest never need each other.
 LAYERS = (
-    ("_formats", "_rotation", "_state", "_dimension_numbers", "_first_order", "_mesh_axes", "_targets"),
+    (
+        "_formats",
+        "_rotation",
+        "_state",
+        "_dimension_numbers",
+        "_first_order",
+        "_mesh_axes",
+        "_targets",
+        "_kernel_residual",
+    ),
     ("_quantized_array", "_rounding", "_device"),
     ("_scaling", "_scaled_product", "preflight"),
     ("_contraction",),
     ("_recipe", "_ragged", "ops"),
-    ("_products", "_overwrite", "_presets"),
+    ("_product_spec", "_overwrite", "_presets"),
+    ("_products",),
     ("_dot_general", "_support"),
     ("_op",),
     ("_layers", "_einsum", "_keys"),

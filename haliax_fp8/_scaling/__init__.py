@@ -11,6 +11,7 @@ from ._base import (
     AbstractScaling as AbstractScaling,
     AbstractStatefulScaling as AbstractStatefulScaling,
     OperandUse as OperandUse,
+    stores_scale as stores_scale,
 )
 from ._block import BlockScaling as BlockScaling
 from ._current import CurrentScaling as CurrentScaling, RowwiseScaling as RowwiseScaling
@@ -22,4 +23,12 @@ from ._mxfp8 import MXFP8Scaling as MXFP8Scaling
 from ._nvfp4 import NVFP4Scaling as NVFP4Scaling
 from ._observed import ObservedScaling as ObservedScaling
 from ._static import StaticScaling as StaticScaling
-from ._table import first_table as first_table, measures as measures, overwritten as overwritten, updated as updated
+from ._table import (
+    completed as completed,
+    first_table as first_table,
+    measures as measures,
+    overwritten as overwritten,
+    recorded as recorded,
+    recorded_nothing as recorded_nothing,
+    updated as updated,
+)

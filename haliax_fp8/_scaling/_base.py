@@ -149,3 +149,8 @@ class AbstractStatefulScaling(AbstractScaling):
             stored: The scales that the state held.
             ensemble: How many leading axes number members.
         """
+
+
+def stores_scale(scaling: AbstractScaling) -> bool:
+    """Whether the state holds the scale that a scaling quantizes with."""
+    return isinstance(scaling, AbstractStatefulScaling) and scaling.stores_scale

@@ -56,6 +56,42 @@ def updated(
     return lax.concatenate([rows[row] for row in range(len(scalings))], operands)
 
 
+# Where a gradient of scales has no amax above zero.
+_ZERO, _NOT_FINITE = -1.0, -2.0
+
+
+def recorded(measured: Array) -> Array:
+    """What a step measured, as the gradient of scales.
+
+    Several uses take the maximum, whose identity is `-inf`; and where nothing uses an op JAX gives 0. So neither
+    stands for a number: an amax of zero is -1, one that is infinite or NaN is -2.
+
+    Args:
+        measured: `[*ensemble, operands, measures]`.
+    """
+    positive = lax.select(lax.gt(measured, lax.full_like(measured, 0.0)), measured, lax.full_like(measured, _ZERO))
+    return lax.select(lax.is_finite(measured), positive, lax.full_like(measured, _NOT_FINITE))
+
+
+def recorded_nothing(scales: Array) -> Array:
+    """The gradient of scales, `[*ensemble, operands, 1]`, of an op that was used and measures nothing."""
+    return lax.full_like(scales, _ZERO, np.float32)
+
+
+def completed(table: Array, record: Array, scalings: Sequence[AbstractScaling], limits: Sequence[float]) -> Array:
+    """The table of the next step, from a gradient of scales; `-inf` where the op was not reached.
+
+    Args:
+        table: This step's, `[*ensemble, operands, columns]`.
+        record: See `recorded`.
+        scalings: Of each operand.
+        limits: The largest value of each operand's format.
+    """
+    reached = jnp.isfinite(record[..., :1]) & (record[..., :1] != 0.0)
+    measured = jnp.where(record == _NOT_FINITE, jnp.nan, jnp.maximum(record, 0.0))
+    return jnp.where(reached, updated(table, measured, scalings, limits), -jnp.inf)
+
+
 def overwritten(table: Array, gradient: Array, scalings: Sequence[AbstractScaling], limits: Sequence[float]) -> Array:
     """The table of the next step, from what the gradient newly recorded; all else is computed anew from this table.
 

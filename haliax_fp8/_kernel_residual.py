@@ -1,0 +1,59 @@
+"""What the backward pass keeps of a kernel: its FP8 copy, or nothing, as the kernel itself is there anyway."""
+
+import abc
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class AbstractKernelResidual(abc.ABC):
+    """Where dgrad gets its FP8 kernel from. Values are the same whichever is chosen."""
+
+    @abc.abstractmethod
+    def requantizes(self, *, measures_again: bool, stacked: bool) -> bool:
+        """Whether the backward pass quantizes the kernel again.
+
+        Args:
+            measures_again: Whether that takes another pass over the kernel, for its amax.
+            stacked: Whether the layer is one of a `haliax.nn.Stacked`, whose kernels are slices of one array.
+        """
+
+
+@dataclasses.dataclass(frozen=True)
+class KeepQuantized(AbstractKernelResidual):
+    """Keeps what the forward pass quantized: a byte per element, from the forward to the backward pass.
+
+    For kernels that are no parameters: what a product by hand multiplies may be computed, and would be kept in high
+    precision otherwise.
+    """
+
+    def requantizes(self, *, measures_again: bool, stacked: bool) -> bool:
+        """No."""
+        del measures_again, stacked
+        return False
+
+
+@dataclasses.dataclass(frozen=True)
+class Requantize(AbstractKernelResidual):
+    """Keeps nothing: the backward pass quantizes the kernel again, in the layout that dgrad reads.
+
+    A parameter is there through the whole step, so this saves a byte per weight. It costs reading the kernel once
+    more; with scales of the tensor itself, twice.
+    """
+
+    def requantizes(self, *, measures_again: bool, stacked: bool) -> bool:
+        """Yes."""
+        del measures_again, stacked
+        return True
+
+
+@dataclasses.dataclass(frozen=True)
+class RequantizeWhereCheap(AbstractKernelResidual):
+    """Quantizes again where that needs no other amax and no copy of the kernel; else keeps what was quantized.
+
+    No other amax: with delayed and static scaling, rows and one-dimensional blocks. No copy: a scan over a
+    `haliax.nn.Stacked` slices the kernel out of the stack, and would keep every slice in high precision.
+    """
+
+    def requantizes(self, *, measures_again: bool, stacked: bool) -> bool:
+        """Neither measured again nor stacked."""
+        return not measures_again and not stacked

@@ -1,0 +1,69 @@
+"""All that is static about one FP8 product: what JAX compares to find a program that it has compiled before."""
+
+import dataclasses
+import functools
+
+import numpy as np
+from jax import lax
+
+from ._contraction import AbstractContraction, ProductName
+from ._recipe import Quantization, Recipe
+
+
+@dataclasses.dataclass(frozen=True)
+class ProductSpec:
+    """All that is static about one FP8 product.
+
+    Args:
+        recipe: How the operands are quantized.
+        contraction: What is multiplied with what, and its gradients; the axes of the ensemble not counted.
+        kernel_is_lhs: Which operand is the kernel: `einsum` may have swapped them.
+        compute_dtype: The dtype that operands and output are rounded to around the product; None leaves them.
+        out_dtype: The dtype of the output.
+        precision: Of fprop. The default lets the hardware accumulate fast; dgrad and wgrad never do.
+        has_key: Whether the key that random rounding draws from was given; without, rounding at random raises.
+        requantizes: Whether the backward pass quantizes the kernel again, instead of keeping its FP8 copy.
+        records: Whether state is a scale for each operand, whose gradient is what was measured, and not the whole
+            table, whose gradient is the next step's.
+        ensemble: How many leading axes of every array number independent members, each with state of its own.
+    """
+
+    recipe: Recipe
+    contraction: AbstractContraction
+    kernel_is_lhs: bool
+    compute_dtype: np.dtype | None
+    out_dtype: np.dtype
+    precision: lax.Precision
+    has_key: bool = False
+    requantizes: bool = False
+    records: bool = False
+    ensemble: int = 0
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash(tuple(getattr(self, field.name) for field in dataclasses.fields(self)))
+
+    def __hash__(self) -> int:
+        # JAX hashes what is static at every call; this holds the whole recipe.
+        return self._hash
+
+    @property
+    def quantizations(self) -> tuple[Quantization, Quantization, Quantization]:
+        """Of lhs, rhs and the output's gradient."""
+        lhs, rhs, grad = (self.recipe.quantizations[i] for i in self.state_rows)
+        return lhs, rhs, grad
+
+    def quantization(self, role: int, product: ProductName) -> Quantization:
+        """Of lhs (role 0), rhs (1) or the output's gradient (2) in one of the contraction's products."""
+        if product == "product":
+            return self.quantizations[role]
+        # The gradient of the input is dgrad, that of the kernel wgrad.
+        is_wgrad = (product == "gradient_of_lhs") == self.kernel_is_lhs
+        first, second = self.recipe.products["wgrad" if is_wgrad else "dgrad"]
+        of_grad, of_other = (second, first) if is_wgrad else (first, second)
+        return of_grad if role == 2 else of_other
+
+    @property
+    def state_rows(self) -> tuple[int, int, int]:
+        """Where state (in the order input, kernel, output gradient) describes lhs, rhs and the output's gradient."""
+        return (1, 0, 2) if self.kernel_is_lhs else (0, 1, 2)
