@@ -1,6 +1,7 @@
 """State that travels through gradients: the marker type, and what an FP8 op remembers."""
 
 import abc
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -51,11 +52,13 @@ class OpState(OverwriteWithGradient):
             scaling is its scale, initially 1, then the amaxes, initially 0, newest first, then oldest to newest.
         scalings: The scalings that read and write the rows.
         limits: The largest value of each operand's format.
+        input_group: A name that the ops share that read the same input, see `fuse_projections`; None for most.
     """
 
     table: hax.NamedArray
     scalings: tuple[AbstractScaling, ...] = eqx.field(static=True)
     limits: tuple[float, ...] = eqx.field(static=True)
+    input_group: str | None = eqx.field(static=True, default=None)
 
     @staticmethod
     def init(recipe: Recipe, stack: tuple[hax.Axis, ...] = ()) -> "OpState | None":
@@ -80,8 +83,7 @@ class OpState(OverwriteWithGradient):
     @property
     def array(self) -> Array:
         """The table as the product takes it: float32 (or `fp32_max_grad`), whatever the model was cast to."""
-        table = self.table.array
-        return table if is_max_grad(table) or table.dtype == jnp.float32 else to_float32(table)
+        return _as_state(self.table.array)
 
     def with_array(self, table: Array) -> "OpState":
         """This state with another table."""
@@ -110,7 +112,7 @@ class OpState(OverwriteWithGradient):
         first, table = first_table(recipe.scalings), self.array
         assert first is not None
         padding = [(0, 0)] * (table.ndim - 1) + [(0, first.shape[1] - table.shape[-1])]
-        return OpState(self.table, recipe.scalings, self.limits).with_array(jnp.pad(table, padding))
+        return OpState(self.table, recipe.scalings, self.limits, self.input_group).with_array(jnp.pad(table, padding))
 
     def with_max_gradients(self) -> "OpState":
         """The table in `fp32_max_grad`."""
@@ -126,20 +128,25 @@ class OpRecord(OverwriteWithGradient):
 
     Args:
         table: float32, `[*stack, operand, measure]`: the scale in every column; as a gradient, what was measured.
+        shared: The first row of the table, `[*stack, 1, measure]`, where the op is of a group that reads the same
+            input: then the table holds the others, and the whole group has the very same array here.
     """
 
     table: hax.NamedArray
+    shared: hax.NamedArray | None = None
 
     @property
     def array(self) -> Array:
-        """The table as the product takes it."""
-        table = self.table.array
-        return table if is_max_grad(table) or table.dtype == jnp.float32 else to_float32(table)
+        """The table as the product takes it, with all rows."""
+        if self.shared is None:
+            return _as_state(self.table.array)
+        first, others = _as_state(self.shared.array), _as_state(self.table.array)
+        return lax.concatenate([first, others], others.ndim - 2)
 
     @property
     def scale(self) -> Array:
         """The scales that the next use takes, `[*stack, operand]`."""
-        return to_float32(self.table.array[..., 0])
+        return to_float32(self.array[..., 0])
 
     def accumulate(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, other: "OpRecord"
@@ -159,24 +166,50 @@ class OpRecord(OverwriteWithGradient):
         return jax.tree.map(to_max_grad, self)
 
 
+def _as_state(table: Array) -> Array:
+    return table if is_max_grad(table) or table.dtype == jnp.float32 else to_float32(table)
+
+
 def record_states(states: Sequence[OpState]) -> list[OpRecord]:
     """What a differentiated function needs of states; all of a kind in one go.
 
     Args:
-        states: This step's.
+        states: This step's. Those of an input group take the largest scale of their inputs, which is each one's own
+            if they always read the same.
     """
-    records: dict[int, OpRecord] = {}
+    scales: dict[int, Array] = {}
     for members in _kinds(states).values():
-        scales = usable(_concatenated([lax.slice_in_dim(_flat(states[i].array), 0, 1, axis=2) for i in members]))
-        width = max(1, measures(states[members[0]].scalings))
-        for i, part in zip(members, _split(scales, [states[i] for i in members]), strict=True):
-            names = (*states[i].table.axis_names[:-1], "fp8_measure")
-            part = lax.reshape(part, (*states[i].array.shape[:-1], 1))
-            # As in `with_array`: the names may count axes that the array does not have.
-            structure = jax.tree.structure(hax.NamedArray(np.zeros((0,) * len(names)), names))
-            table = jax.tree.unflatten(structure, [part if width == 1 else jnp.repeat(part, width, axis=-1)])
-            records[i] = OpRecord(table)
-    return [records[i] for i in range(len(states))]
+        table = usable(_concatenated([lax.slice_in_dim(_flat(states[i].array), 0, 1, axis=2) for i in members]))
+        for i, part in zip(members, _split(table, [states[i] for i in members]), strict=True):
+            scales[i] = lax.reshape(part, (*states[i].array.shape[:-1], 1))
+    groups: dict[Any, list[int]] = {}
+    for i, state in enumerate(states):
+        if state.input_group is not None:
+            groups.setdefault((state.input_group, scales[i].shape), []).append(i)
+    shared: dict[int, Array] = {}
+    for members in groups.values():
+        firsts = [lax.slice_in_dim(scales[i], 0, 1, axis=scales[i].ndim - 2) for i in members]
+        largest = functools.reduce(lax.max, firsts)
+        for i in members if len(members) > 1 else ():
+            shared[i] = largest
+            scales[i] = lax.slice_in_dim(scales[i], 1, None, axis=scales[i].ndim - 2)
+    return [_record(state, scales[i], shared.get(i)) for i, state in enumerate(states)]
+
+
+def _record(state: OpState, scales: Array, shared: Array | None) -> OpRecord:
+    """The record whose table holds scales, `[*stack, operand, 1]`."""
+    width = max(1, measures(state.scalings))
+    stack = state.table.axis_names[:-2]
+
+    def named(x: Array, operands: str) -> hax.NamedArray:
+        names = (*stack, operands, "fp8_measure")
+        # As in `with_array`: the names may count axes that the array does not have.
+        structure = jax.tree.structure(hax.NamedArray(np.zeros((0,) * len(names)), names))
+        return jax.tree.unflatten(structure, [x if width == 1 else jnp.repeat(x, width, axis=-1)])
+
+    if shared is None:
+        return OpRecord(named(scales, "fp8_operand"))
+    return OpRecord(named(scales, "fp8_other_operand"), named(shared, "fp8_input"))
 
 
 def complete_states(states: Sequence[OpState], records: Sequence[OpRecord]) -> list[OpState]:
