@@ -17,7 +17,17 @@ from jaxtyping import Array
 
 from ._mesh_axes import varying_axes
 from ._recipe import Recipe
-from ._scaling import AbstractScaling, completed, first_table, measures, overwritten, usable
+from ._scaling import (
+    AbstractScaling,
+    Change,
+    completed,
+    completion,
+    first_table,
+    measures,
+    overwriting,
+    overwritten,
+    usable,
+)
 from ._state import is_max_grad, to_float32, to_max_grad
 
 
@@ -177,27 +187,28 @@ def record_states(states: Sequence[OpState]) -> list[OpRecord]:
         states: This step's. Those of an input group take the largest scale of their inputs, which is each one's own
             if they always read the same.
     """
-    scales: dict[int, Array] = {}
+    scales: list[Array] = [jnp.zeros(()) for _ in states]
     for members in _kinds(states).values():
-        table = usable(_concatenated([lax.slice_in_dim(_flat(states[i].array), 0, 1, axis=2) for i in members]))
-        for i, part in zip(members, _split(table, [states[i] for i in members]), strict=True):
-            scales[i] = lax.reshape(part, (*states[i].array.shape[:-1], 1))
+        firsts = [lax.slice_in_dim(_rows(states[i].array), 0, 1, axis=1) for i in members]
+        for i, part in zip(members, _split(usable(_concatenated(firsts)), [states[i] for i in members]), strict=True):
+            scales[i] = _reshaped(part, (*states[i].array.shape[:-1], 1))
+    # Apart from what uses them: XLA would merge kernels of different layers that read the same array of scales, and
+    # all that they make would have to be there at once.
+    scales = lax.optimization_barrier(scales)
     groups: dict[Any, list[int]] = {}
     for i, state in enumerate(states):
         if state.input_group is not None:
             groups.setdefault((state.input_group, scales[i].shape), []).append(i)
     shared: dict[int, Array] = {}
     for members in groups.values():
-        firsts = [lax.slice_in_dim(scales[i], 0, 1, axis=scales[i].ndim - 2) for i in members]
-        largest = functools.reduce(lax.max, firsts)
-        for i in members if len(members) > 1 else ():
-            shared[i] = largest
-            scales[i] = lax.slice_in_dim(scales[i], 1, None, axis=scales[i].ndim - 2)
+        if len(members) > 1:
+            firsts = [lax.slice_in_dim(scales[i], 0, 1, axis=scales[i].ndim - 2) for i in members]
+            shared |= dict.fromkeys(members, functools.reduce(lax.max, firsts))
     return [_record(state, scales[i], shared.get(i)) for i, state in enumerate(states)]
 
 
 def _record(state: OpState, scales: Array, shared: Array | None) -> OpRecord:
-    """The record whose table holds scales, `[*stack, operand, 1]`."""
+    """The record of scales `[*stack, operand, 1]`, the first of which others may share."""
     width = max(1, measures(state.scalings))
     stack = state.table.axis_names[:-2]
 
@@ -209,7 +220,8 @@ def _record(state: OpState, scales: Array, shared: Array | None) -> OpRecord:
 
     if shared is None:
         return OpRecord(named(scales, "fp8_operand"))
-    return OpRecord(named(scales, "fp8_other_operand"), named(shared, "fp8_input"))
+    others = lax.slice_in_dim(scales, 1, None, axis=scales.ndim - 2)
+    return OpRecord(named(others, "fp8_other_operand"), named(shared, "fp8_input"))
 
 
 def complete_states(states: Sequence[OpState], records: Sequence[OpRecord]) -> list[OpState]:
@@ -219,7 +231,7 @@ def complete_states(states: Sequence[OpState], records: Sequence[OpRecord]) -> l
         states: This step's.
         records: The gradients of their records, in the same order.
     """
-    return _together(completed, states, records)
+    return _together(completion, completed, states, records)
 
 
 def overwrite_states(states: Sequence[OpState], gradients: Sequence[OpState]) -> list[OpState]:
@@ -229,21 +241,34 @@ def overwrite_states(states: Sequence[OpState], gradients: Sequence[OpState]) ->
         states: This step's.
         gradients: Their gradients, in the same order.
     """
-    return _together(overwritten, states, gradients)
+    return _together(overwriting, overwritten, states, gradients)
 
 
 def _together(
-    function: Callable[..., Array], states: Sequence[OpState], others: Sequence[OpState | OpRecord]
+    change_of: Callable[..., Change],
+    changed: Callable[..., Array],
+    states: Sequence[OpState],
+    others: Sequence[OpState | OpRecord],
 ) -> list[OpState]:
-    """Applies a function of tables to all states of a kind at once: one kernel for all layers, not one for each."""
-    new: dict[int, OpState] = {}
+    """Computes the change of all states of a kind at once: a kernel or two for all layers, not for each."""
+    new: list[OpState] = list(states)
     for members in _kinds(states, others).values():
-        tables, of_others = ([_flat(x[i].array) for i in members] for x in (states, others))
-        first = states[members[0]]
-        table = function(_concatenated(tables), _concatenated(of_others), first.scalings, first.limits)
-        for i, part in zip(members, _split(table, [states[i] for i in members]), strict=True):
-            new[i] = states[i].with_array(lax.reshape(part, states[i].array.shape))
-    return [new[i] for i in range(len(states))]
+        of_kind = [states[i] for i in members]
+        tables, of_others = ([_rows(x[i].array) for i in members] for x in (states, others))
+        scalings, limits = of_kind[0].scalings, of_kind[0].limits
+        in_ops = lambda rows, n=len(scalings): lax.reshape(rows, (rows.shape[0] // n, n, rows.shape[1]))
+        change = change_of(in_ops(_concatenated(tables)), in_ops(_concatenated(of_others)), scalings, limits)
+        heads, changes = (_split(lax.reshape(x, (x.shape[0] * x.shape[1], x.shape[2])), of_kind) for x in change)
+        for i, head, rows in zip(members, heads, changes, strict=True):
+            new[i] = states[i].with_array(_changed(states[i].array, head, rows, changed=changed, scalings=scalings))
+    return new
+
+
+@functools.partial(jax.jit, static_argnames=("changed", "scalings"))
+def _changed(table: Array, head: Array, changes: Array, *, changed: Callable[..., Array], scalings: Any) -> Array:
+    """Jitted, so that layers share one trace."""
+    in_table = lambda rows: _reshaped(rows, (*table.shape[:-1], rows.shape[-1]))
+    return changed(table, Change(in_table(head), in_table(changes)), scalings)
 
 
 def _kinds(states: Sequence[OpState], others: Sequence[Any] | None = None) -> dict[Any, list[int]]:
@@ -255,22 +280,26 @@ def _kinds(states: Sequence[OpState], others: Sequence[Any] | None = None) -> di
     return kinds
 
 
-def _split(table: Array, states: Sequence[OpState]) -> list[Array]:
-    """The part of each state in what `_concatenated` joined."""
-    ends = np.cumsum([0, *(math.prod(state.array.shape[:-2]) for state in states)])
-    return [lax.slice_in_dim(table, int(start), int(end), axis=0) for start, end in zip(ends, ends[1:], strict=False)]
+def _split(rows: Array, states: Sequence[OpState]) -> list[Array]:
+    """The rows of each state in what `_concatenated` joined."""
+    ends = np.cumsum([0, *(math.prod(state.array.shape[:-1]) for state in states)])
+    return [lax.slice_in_dim(rows, int(start), int(end), axis=0) for start, end in zip(ends, ends[1:], strict=False)]
 
 
-def _flat(table: Array) -> Array:
-    return lax.reshape(table, (math.prod(table.shape[:-2]), *table.shape[-2:]))
+def _rows(table: Array) -> Array:
+    return _reshaped(table, (math.prod(table.shape[:-1]), table.shape[-1]))
 
 
-def _concatenated(tables: list[Array]) -> Array:
-    return tables[0] if len(tables) == 1 else lax.concatenate(tables, 0)
+def _reshaped(x: Array, shape: tuple[int, ...]) -> Array:
+    return x if x.shape == shape else lax.reshape(x, shape)
+
+
+def _concatenated(rows: list[Array]) -> Array:
+    return rows[0] if len(rows) == 1 else lax.concatenate(rows, 0)
 
 
 def _place(table: Array) -> tuple[Any, ...]:
     """What two tables must share to become one array: columns, devices, and the mesh axes along which they vary."""
     if isinstance(table, jax.core.Tracer):
-        return table.shape[-2:], varying_axes(table)
-    return table.shape[-2:], getattr(table, "sharding", None)
+        return table.shape[-1], varying_axes(table)
+    return table.shape[-1], getattr(table, "sharding", None)

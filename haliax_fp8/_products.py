@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Float32
+from jaxtyping import Array, Float
 
 from ._contraction import ProductName
 from ._first_order import first_order
@@ -32,19 +32,27 @@ from ._state import to_float32
 
 def _measured(
     x: Float[Array, "..."], quantized: QuantizedArray, role: int, spec: ProductSpec, state: Array
-) -> Float32[Array, "*ensemble 1 measures"]:
-    """What the state records of an operand, filled up with zeros to what it records of any."""
+) -> Float[Array, "*ensemble 1 parts measures"]:
+    """What the state records of parts of an operand, filled up with zeros to what it records of any."""
     scaling, count = spec.quantizations[role].scaling, measures(spec.recipe.scalings)
     if isinstance(scaling, AbstractStatefulScaling) and scaling.measures:
-        values = scaling.measure(x, quantized, spec.ensemble)
+        values = scaling.measure_parts(x, quantized, spec.ensemble)
+        if (missing := count - values.shape[-1]) > 0:
+            values = jnp.pad(values, [(0, 0)] * (values.ndim - 1) + [(0, missing)])
         axes = axes_to_reduce(x, state)
-        return _filled_up(lax.pmax(values, axes) if axes else values, count)
-    return jnp.zeros((*x.shape[: spec.ensemble], 1, count), jnp.float32)
+        return lax.expand_dims(lax.pmax(values, axes) if axes else values, (spec.ensemble,))
+    return jnp.zeros((*x.shape[: spec.ensemble], 1, 1, count), x.dtype)
 
 
-def _filled_up(values: Array, count: int) -> Array:
-    missing = count - values.shape[-1]
-    return values if missing == 0 else jnp.pad(values, [(0, 0)] * (values.ndim - 1) + [(0, missing)])
+def _stacked(measured: Sequence[Array], axis: int) -> Array:
+    """Measures of operands as one array, `[*ensemble, operands, parts, measures]`."""
+    if len({x.dtype for x in measured}) > 1:
+        measured = [to_float32(x) for x in measured]
+    parts = max(x.shape[axis + 1] for x in measured)
+    fill = lambda x: lax.pad(
+        x, np.asarray(-np.inf, x.dtype), [(0, (parts - n) if i == axis + 1 else 0, 0) for i, n in enumerate(x.shape)]
+    )
+    return lax.concatenate([x if x.shape[axis + 1] == parts else fill(x) for x in measured], axis)
 
 
 def _round_to(x: Array, dtype: np.dtype | None) -> Array:
@@ -141,7 +149,7 @@ class Residuals(NamedTuple):
         lhs: The operand as quantized for the gradient of rhs, its data alone where the state has its scale; the
             operand itself where it is a kernel that is quantized again.
         rhs: The operand as quantized for the gradient of lhs, likewise.
-        measured: What the state records of lhs and rhs, `[*ensemble, 2, measures]`; None if nothing.
+        measured: What the state records of parts of lhs and rhs, `[*ensemble, 2, parts, measures]`; None if nothing.
         state: The state, from which the next one is made.
         key: What random rounding draws from.
     """
@@ -221,7 +229,7 @@ def _forward(
     measured = None
     if state is not None and measures(spec.recipe.scalings):
         of_operands = [_measured(x, quantized[role], role, spec, state) for role, x in enumerate((lhs, rhs))]
-        measured = lax.concatenate(of_operands, spec.ensemble)
+        measured = _stacked(of_operands, spec.ensemble)
     saved: list[Saved] = [None, None]
     for role, x in enumerate((lhs, rhs)):
         if _requantized(role, spec):
@@ -286,11 +294,12 @@ def backward(
     if residuals.measured is None:
         return gradients, recorded_nothing(state) if spec.records else to_float32(state)
     of_grad = _measured(grad, quantized_for(dgrad), 2, spec, state)
-    measured = lax.concatenate([residuals.measured, of_grad], spec.ensemble)
+    parts = _stacked([residuals.measured, of_grad], spec.ensemble)
+    measured = to_float32(lax.reduce_max(parts, (spec.ensemble + 1,)))
     # From the order lhs, rhs, output gradient into that of the state.
     if spec.kernel_is_lhs:
-        parts = [lax.slice_in_dim(measured, row, row + 1, axis=spec.ensemble) for row in spec.state_rows]
-        measured = lax.concatenate(parts, spec.ensemble)
+        rows = [lax.slice_in_dim(measured, row, row + 1, axis=spec.ensemble) for row in spec.state_rows]
+        measured = lax.concatenate(rows, spec.ensemble)
     return gradients, recorded(measured) if spec.records else _next_state(state, measured, recipe=spec.recipe)
 
 

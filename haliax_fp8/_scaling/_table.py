@@ -1,6 +1,7 @@
 """The state of an op as one array: a row for each operand, which that operand's scaling reads and writes."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -56,30 +57,40 @@ def updated(
     return lax.concatenate([rows[row] for row in range(len(scalings))], operands)
 
 
-# Where a gradient of scales has no amax above zero.
-_ZERO, _NOT_FINITE = -1.0, -2.0
+# Where a use of an op has no finite amax.
+_NOT_FINITE = -1.0
 
 
 def recorded(measured: Array) -> Array:
     """What a step measured, as the gradient of scales.
 
-    Several uses take the maximum, whose identity is `-inf`; and where nothing uses an op JAX gives 0. So neither
-    stands for a number: an amax of zero is -1, one that is infinite or NaN is -2.
+    Several uses take the maximum, whose identity is `-inf`: no use at all. An amax that is infinite or NaN is -1.
 
     Args:
         measured: `[*ensemble, operands, measures]`.
     """
-    positive = lax.select(lax.gt(measured, lax.full_like(measured, 0.0)), measured, lax.full_like(measured, _ZERO))
-    return lax.select(lax.is_finite(measured), positive, lax.full_like(measured, _NOT_FINITE))
+    return lax.select(lax.is_finite(measured), measured, lax.full_like(measured, _NOT_FINITE))
 
 
 def recorded_nothing(scales: Array) -> Array:
     """The gradient of scales, `[*ensemble, operands, 1]`, of an op that was used and measures nothing."""
-    return lax.full_like(scales, _ZERO, np.float32)
+    return lax.full_like(scales, _NOT_FINITE, np.float32)
 
 
-def completed(table: Array, record: Array, scalings: Sequence[AbstractScaling], limits: Sequence[float]) -> Array:
-    """The table of the next step, from a gradient of scales; `-inf` where the op was not reached.
+class Change(NamedTuple):
+    """How tables change in a step: the columns that have to be computed together, all else element by element.
+
+    Args:
+        head: The first columns of the new tables, `[*ensemble, operands, columns]`.
+        changes: Which rows change, `[*ensemble, operands, 1]`.
+    """
+
+    head: Array
+    changes: Array
+
+
+def completion(table: Array, record: Array, scalings: Sequence[AbstractScaling], limits: Sequence[float]) -> Change:
+    """The change of tables from gradients of scales.
 
     Args:
         table: This step's, `[*ensemble, operands, columns]`.
@@ -87,33 +98,64 @@ def completed(table: Array, record: Array, scalings: Sequence[AbstractScaling], 
         scalings: Of each operand.
         limits: The largest value of each operand's format.
     """
-    reached = jnp.isfinite(record[..., :1]) & (record[..., :1] != 0.0)
-    measured = jnp.where(record == _NOT_FINITE, jnp.nan, jnp.maximum(record, 0.0))
-    return jnp.where(reached, updated(table, measured, scalings, limits), -jnp.inf)
+    first = record[..., :1]
+    # Where nothing in the program uses an op, JAX gives 0 for all that it has. One whose operands are all zero in a
+    # step is taken for one of these.
+    reached = jnp.isfinite(first) & jnp.any(first != 0.0, axis=-2, keepdims=True)
+    measured = jnp.where(record < 0.0, jnp.nan, record)
+    return Change(_heads(table, measured, scalings, limits), reached)
 
 
-def overwritten(table: Array, gradient: Array, scalings: Sequence[AbstractScaling], limits: Sequence[float]) -> Array:
-    """The table of the next step, from what the gradient newly recorded; all else is computed anew from this table.
+def completed(table: Array, change: Change, scalings: Sequence[AbstractScaling]) -> Array:
+    """The table of the next step as a gradient; `-inf` where the op was not reached."""
+    return jnp.where(change.changes, _assembled(table, change.head, scalings), -jnp.inf)
+
+
+def overwriting(table: Array, gradient: Array, scalings: Sequence[AbstractScaling], limits: Sequence[float]) -> Change:
+    """The change of tables by what gradients newly recorded; all else is computed anew from these tables.
 
     So a gradient that is a sum over several uses cannot corrupt scales and histories. Rows stay as they were where the
     gradient is that of a layer that the step did not reach (a scale of 0 or `-inf`), and where what it recorded is not
     finite.
     """
-    count = measures(scalings)
-    if count == 0:
-        return table
     operands = table.ndim - 2
-    newest = jnp.zeros((*table.shape[:-1], count), jnp.float32)
-    recorded = jnp.zeros((*table.shape[:-1], 1), bool)
+    newest = jnp.zeros((*table.shape[:-1], max(1, measures(scalings))), jnp.float32)
+    changes = jnp.zeros((*table.shape[:-1], 1), bool)
     for scaling, members in _groups(scalings).items():
+        if scaling.measures == 0:
+            continue
         of_rows = _rows_of(gradient, members, len(scaling.first_row))
         entered, reached = scaling.newest(of_rows), of_rows[..., :1]
         finite = jnp.isfinite(entered) & (entered >= 0.0)
         fine = jnp.isfinite(reached) & (reached > 0.0) & finite.all(axis=-1, keepdims=True)
         for i, row in enumerate(members):
             newest = _with_row(newest, entered, row, i, operands)
-            recorded = _with_row(recorded, fine, row, i, operands)
-    return jnp.where(recorded, updated(table, newest, scalings, limits), table)
+            changes = _with_row(changes, fine, row, i, operands)
+    return Change(_heads(table, newest, scalings, limits), changes)
+
+
+def overwritten(table: Array, change: Change, scalings: Sequence[AbstractScaling]) -> Array:
+    """The table of the next step: as it was where it does not change."""
+    return jnp.where(change.changes, _assembled(table, change.head, scalings), table)
+
+
+def _heads(table: Array, measured: Array, scalings: Sequence[AbstractScaling], limits: Sequence[float]) -> Array:
+    scaling = _of_all(scalings)
+    if scaling is None:
+        return updated(table, measured, scalings, limits)
+    return scaling.head(table, measured, tuple(limits))
+
+
+def _assembled(table: Array, head: Array, scalings: Sequence[AbstractScaling]) -> Array:
+    scaling = _of_all(scalings)
+    return head if scaling is None else lax.concatenate([head, scaling.tail(table)], table.ndim - 1)
+
+
+def _of_all(scalings: Sequence[AbstractScaling]) -> AbstractStatefulScaling | None:
+    """The scaling of all operands, if they have the same and it records."""
+    first = scalings[0]
+    same = all(scaling == first for scaling in scalings)
+    return first if same and isinstance(first, AbstractStatefulScaling) and first.measures else None
 
 
 def _with_row(x: Array, rows: Array, row: int, i: int, axis: int) -> Array | Bool[Array, "..."]:
