@@ -2,7 +2,6 @@
 
 import abc
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,7 +18,6 @@ from ._mesh_axes import varying_axes
 from ._recipe import Recipe
 from ._scaling import (
     AbstractScaling,
-    Change,
     completed,
     completion,
     first_table,
@@ -137,9 +135,10 @@ class OpRecord(OverwriteWithGradient):
     are updated in one go afterwards (`complete_states`).
 
     Args:
-        table: float32, `[*stack, operand, measure]`: the scale in every column; as a gradient, what was measured.
-        shared: The first row of the table, `[*stack, 1, measure]`, where the op is of a group that reads the same
-            input: then the table holds the others, and the whole group has the very same array here.
+        table: float32, `[*stack, operand * measure]`: an operand's scale, as often as it measures numbers, then the
+            next one's; as a gradient, what was measured.
+        shared: The first operand's part, `[*stack, measure]`, where the op is of a group that reads the same input:
+            then the table holds the others', and the whole group has the very same array here.
     """
 
     table: hax.NamedArray
@@ -151,12 +150,13 @@ class OpRecord(OverwriteWithGradient):
         if self.shared is None:
             return _as_state(self.table.array)
         first, others = _as_state(self.shared.array), _as_state(self.table.array)
-        return lax.concatenate([first, others], others.ndim - 2)
+        return lax.concatenate([first, others], others.ndim - 1)
 
     @property
     def scale(self) -> Array:
         """The scales that the next use takes, `[*stack, operand]`."""
-        return to_float32(self.array[..., 0])
+        array = to_float32(self.array)
+        return array[..., :: array.shape[-1] // 3]
 
     def accumulate(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, other: "OpRecord"
@@ -189,9 +189,10 @@ def record_states(states: Sequence[OpState]) -> list[OpRecord]:
     """
     scales: list[Array] = [jnp.zeros(()) for _ in states]
     for members in _kinds(states).values():
-        firsts = [lax.slice_in_dim(_rows(states[i].array), 0, 1, axis=1) for i in members]
-        for i, part in zip(members, _split(usable(_concatenated(firsts)), [states[i] for i in members]), strict=True):
-            scales[i] = _reshaped(part, (*states[i].array.shape[:-1], 1))
+        tables = [states[i].array for i in members]
+        firsts = usable(_concatenated([lax.slice_in_dim(table, 0, 1, axis=table.ndim - 1) for table in tables]))
+        for i, part in zip(members, _split(firsts, len(members)), strict=True):
+            scales[i] = part
     # Apart from what uses them: XLA would merge kernels of different layers that read the same array of scales, and
     # all that they make would have to be there at once.
     scales = lax.optimization_barrier(scales)
@@ -209,19 +210,19 @@ def record_states(states: Sequence[OpState]) -> list[OpRecord]:
 
 def _record(state: OpState, scales: Array, shared: Array | None) -> OpRecord:
     """The record of scales `[*stack, operand, 1]`, the first of which others may share."""
-    width = max(1, measures(state.scalings))
+    width, axis = max(1, measures(state.scalings)), scales.ndim - 1
     stack = state.table.axis_names[:-2]
 
-    def named(x: Array, operands: str) -> hax.NamedArray:
-        names = (*stack, operands, "fp8_measure")
+    def named(x: Array, name: str) -> hax.NamedArray:
+        x = x if width == 1 else jnp.repeat(x, width, axis=-1)
         # As in `with_array`: the names may count axes that the array does not have.
-        structure = jax.tree.structure(hax.NamedArray(np.zeros((0,) * len(names)), names))
-        return jax.tree.unflatten(structure, [x if width == 1 else jnp.repeat(x, width, axis=-1)])
+        structure = jax.tree.structure(hax.NamedArray(np.zeros((0,) * (len(stack) + 1)), (*stack, name)))
+        return jax.tree.unflatten(structure, [lax.reshape(x, (*x.shape[:-2], x.shape[-2] * x.shape[-1]))])
 
     if shared is None:
-        return OpRecord(named(scales, "fp8_operand"))
-    others = lax.slice_in_dim(scales, 1, None, axis=scales.ndim - 2)
-    return OpRecord(named(others, "fp8_other_operand"), named(shared, "fp8_input"))
+        return OpRecord(named(scales, "fp8_record"))
+    others = lax.slice_in_dim(scales, 1, None, axis=axis - 1)
+    return OpRecord(named(others, "fp8_other_records"), named(shared, "fp8_shared_record"))
 
 
 def complete_states(states: Sequence[OpState], records: Sequence[OpRecord]) -> list[OpState]:
@@ -245,7 +246,7 @@ def overwrite_states(states: Sequence[OpState], gradients: Sequence[OpState]) ->
 
 
 def _together(
-    change_of: Callable[..., Change],
+    change_of: Callable[..., Array],
     changed: Callable[..., Array],
     states: Sequence[OpState],
     others: Sequence[OpState | OpRecord],
@@ -253,26 +254,29 @@ def _together(
     """Computes the change of all states of a kind at once: a kernel or two for all layers, not for each."""
     new: list[OpState] = list(states)
     for members in _kinds(states, others).values():
-        of_kind = [states[i] for i in members]
-        tables, of_others = ([_rows(x[i].array) for i in members] for x in (states, others))
-        scalings, limits = of_kind[0].scalings, of_kind[0].limits
-        in_ops = lambda rows, n=len(scalings): lax.reshape(rows, (rows.shape[0] // n, n, rows.shape[1]))
-        change = change_of(in_ops(_concatenated(tables)), in_ops(_concatenated(of_others)), scalings, limits)
-        heads, changes = (_split(lax.reshape(x, (x.shape[0] * x.shape[1], x.shape[2])), of_kind) for x in change)
-        for i, head, rows in zip(members, heads, changes, strict=True):
-            new[i] = states[i].with_array(_changed(states[i].array, head, rows, changed=changed, scalings=scalings))
+        scalings, limits = states[members[0]].scalings, states[members[0]].limits
+        if measures(scalings) == 0:
+            continue
+        tables = _concatenated([states[i].array for i in members])
+        of_others = [others[i].array for i in members]
+        # Records have one axis where tables have rows and columns.
+        axis = states[members[0]].array.ndim - 2
+        of_others = of_others[0] if len(of_others) == 1 else lax.concatenate(of_others, axis)
+        # Apart from the tables, so that XLA writes all of them in one kernel.
+        changes = lax.optimization_barrier(change_of(tables, of_others, scalings, limits))
+        for i, change in zip(members, _split(changes, len(members)), strict=True):
+            new[i] = states[i].with_array(_changed(states[i].array, change, changed=changed, scalings=scalings))
     return new
 
 
 @functools.partial(jax.jit, static_argnames=("changed", "scalings"))
-def _changed(table: Array, head: Array, changes: Array, *, changed: Callable[..., Array], scalings: Any) -> Array:
+def _changed(table: Array, change: Array, *, changed: Callable[..., Array], scalings: Any) -> Array:
     """Jitted, so that layers share one trace."""
-    in_table = lambda rows: _reshaped(rows, (*table.shape[:-1], rows.shape[-1]))
-    return changed(table, Change(in_table(head), in_table(changes)), scalings)
+    return changed(table, change, scalings)
 
 
 def _kinds(states: Sequence[OpState], others: Sequence[Any] | None = None) -> dict[Any, list[int]]:
-    """The places of states that can become one array: same scalings, same columns, same devices."""
+    """The places of states that can become one array: same scalings, same stack, same devices."""
     kinds: dict[Any, list[int]] = {}
     for i, state in enumerate(states):
         place = _place(state.array), None if others is None else _place(others[i].array)
@@ -280,26 +284,19 @@ def _kinds(states: Sequence[OpState], others: Sequence[Any] | None = None) -> di
     return kinds
 
 
-def _split(rows: Array, states: Sequence[OpState]) -> list[Array]:
-    """The rows of each state in what `_concatenated` joined."""
-    ends = np.cumsum([0, *(math.prod(state.array.shape[:-1]) for state in states)])
-    return [lax.slice_in_dim(rows, int(start), int(end), axis=0) for start, end in zip(ends, ends[1:], strict=False)]
+def _concatenated(tables: list[Array]) -> Array:
+    """One table with the rows of all."""
+    return tables[0] if len(tables) == 1 else lax.concatenate(tables, tables[0].ndim - 2)
 
 
-def _rows(table: Array) -> Array:
-    return _reshaped(table, (math.prod(table.shape[:-1]), table.shape[-1]))
-
-
-def _reshaped(x: Array, shape: tuple[int, ...]) -> Array:
-    return x if x.shape == shape else lax.reshape(x, shape)
-
-
-def _concatenated(rows: list[Array]) -> Array:
-    return rows[0] if len(rows) == 1 else lax.concatenate(rows, 0)
+def _split(table: Array, count: int) -> list[Array]:
+    """The inverse of `_concatenated`."""
+    axis = table.ndim - 2
+    return list(lax.split(table, [table.shape[axis] // count] * count, axis)) if count > 1 else [table]
 
 
 def _place(table: Array) -> tuple[Any, ...]:
-    """What two tables must share to become one array: columns, devices, and the mesh axes along which they vary."""
+    """What two tables must share to become one array: shape, devices, and the mesh axes along which they vary."""
     if isinstance(table, jax.core.Tracer):
-        return table.shape[-1], varying_axes(table)
-    return table.shape[-1], getattr(table, "sharding", None)
+        return table.shape, varying_axes(table)
+    return table.shape, getattr(table, "sharding", None)

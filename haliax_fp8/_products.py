@@ -21,8 +21,6 @@ from ._scaling import (
     AbstractStatefulScaling,
     OperandUse,
     measures,
-    recorded,
-    recorded_nothing,
     stores_scale,
     updated,
     usable,
@@ -32,27 +30,26 @@ from ._state import to_float32
 
 def _measured(
     x: Float[Array, "..."], quantized: QuantizedArray, role: int, spec: ProductSpec, state: Array
-) -> Float[Array, "*ensemble 1 parts measures"]:
+) -> Float[Array, "*ensemble measures parts"]:
     """What the state records of parts of an operand, filled up with zeros to what it records of any."""
     scaling, count = spec.quantizations[role].scaling, measures(spec.recipe.scalings)
-    if isinstance(scaling, AbstractStatefulScaling) and scaling.measures:
-        values = scaling.measure_parts(x, quantized, spec.ensemble)
-        if (missing := count - values.shape[-1]) > 0:
-            values = jnp.pad(values, [(0, 0)] * (values.ndim - 1) + [(0, missing)])
-        axes = axes_to_reduce(x, state)
-        return lax.expand_dims(lax.pmax(values, axes) if axes else values, (spec.ensemble,))
-    return jnp.zeros((*x.shape[: spec.ensemble], 1, 1, count), x.dtype)
+    if not (isinstance(scaling, AbstractStatefulScaling) and scaling.measures):
+        return jnp.zeros((*x.shape[: spec.ensemble], count, 1), x.dtype)
+    values = scaling.measure_parts(x, quantized, spec.ensemble)
+    if (missing := count - values.shape[-2]) > 0:
+        values = jnp.pad(values, [(0, 0)] * spec.ensemble + [(0, missing), (0, 0)])
+    axes = axes_to_reduce(x, state)
+    return lax.pmax(values, axes) if axes else values
 
 
-def _stacked(measured: Sequence[Array], axis: int) -> Array:
-    """Measures of operands as one array, `[*ensemble, operands, parts, measures]`."""
+def _together(measured: Sequence[Array], axis: int) -> Array:
+    """Measures of operands as one array, `[*ensemble, operands * measures, parts]`."""
     if len({x.dtype for x in measured}) > 1:
         measured = [to_float32(x) for x in measured]
-    parts = max(x.shape[axis + 1] for x in measured)
-    fill = lambda x: lax.pad(
-        x, np.asarray(-np.inf, x.dtype), [(0, (parts - n) if i == axis + 1 else 0, 0) for i, n in enumerate(x.shape)]
-    )
-    return lax.concatenate([x if x.shape[axis + 1] == parts else fill(x) for x in measured], axis)
+    parts = max(x.shape[-1] for x in measured)
+    none = [(0, 0, 0)] * (axis + 1)
+    fill = lambda x: lax.pad(x, np.asarray(-np.inf, x.dtype), [*none, (0, parts - x.shape[-1], 0)])
+    return lax.concatenate([x if x.shape[-1] == parts else fill(x) for x in measured], axis)
 
 
 def _round_to(x: Array, dtype: np.dtype | None) -> Array:
@@ -65,12 +62,17 @@ type Scales = tuple[Array, ...] | None
 # Apart from `forward` and `backward`, so that ops of all shapes share one trace; as `_next_state` below.
 @functools.partial(jax.jit, static_argnames="records")
 def _scales(state: Array | None, *, records: bool) -> Scales:
-    """The stored scale of each row of the state, `[*ensemble]`."""
+    """The stored scale of each operand, `[*ensemble]`."""
     if state is None:
         return None
-    scales = to_float32(lax.index_in_dim(state, 0, axis=state.ndim - 1, keepdims=False))
-    scales = scales if records else usable(scales)
-    return tuple(lax.index_in_dim(scales, row, axis=scales.ndim - 1, keepdims=False) for row in range(scales.shape[-1]))
+    if not records:
+        scales = usable(to_float32(lax.index_in_dim(state, 0, axis=state.ndim - 1, keepdims=False)))
+    elif state.shape[-1] == 3:
+        scales = to_float32(state)
+    else:
+        scales = to_float32(lax.slice_in_dim(state, 0, None, state.shape[-1] // 3, axis=state.ndim - 1))
+    axis = scales.ndim - 1
+    return tuple(lax.squeeze(x, (axis,)) for x in lax.split(scales, (1, 1, 1), axis))
 
 
 def _stored(role: int, scales: Scales, spec: ProductSpec) -> Array:
@@ -149,7 +151,8 @@ class Residuals(NamedTuple):
         lhs: The operand as quantized for the gradient of rhs, its data alone where the state has its scale; the
             operand itself where it is a kernel that is quantized again.
         rhs: The operand as quantized for the gradient of lhs, likewise.
-        measured: What the state records of parts of lhs and rhs, `[*ensemble, 2, parts, measures]`; None if nothing.
+        measured: What the state records of parts of lhs and rhs, `[*ensemble, 2 * measures, parts]`;
+            None if nothing.
         state: The state, from which the next one is made.
         key: What random rounding draws from.
     """
@@ -229,7 +232,7 @@ def _forward(
     measured = None
     if state is not None and measures(spec.recipe.scalings):
         of_operands = [_measured(x, quantized[role], role, spec, state) for role, x in enumerate((lhs, rhs))]
-        measured = _stacked(of_operands, spec.ensemble)
+        measured = _together(of_operands, spec.ensemble)
     saved: list[Saved] = [None, None]
     for role, x in enumerate((lhs, rhs)):
         if _requantized(role, spec):
@@ -292,19 +295,20 @@ def backward(
     if state is None or not update:
         return gradients, None
     if residuals.measured is None:
-        return gradients, recorded_nothing(state) if spec.records else to_float32(state)
+        return gradients, lax.full_like(state, 0.0, np.float32) if spec.records else to_float32(state)
     of_grad = _measured(grad, quantized_for(dgrad), 2, spec, state)
-    parts = _stacked([residuals.measured, of_grad], spec.ensemble)
+    parts = _together([residuals.measured, of_grad], spec.ensemble)
     measured = to_float32(lax.reduce_max(parts, (spec.ensemble + 1,)))
     # From the order lhs, rhs, output gradient into that of the state.
     if spec.kernel_is_lhs:
-        rows = [lax.slice_in_dim(measured, row, row + 1, axis=spec.ensemble) for row in spec.state_rows]
-        measured = lax.concatenate(rows, spec.ensemble)
-    return gradients, recorded(measured) if spec.records else _next_state(state, measured, recipe=spec.recipe)
+        operands = lax.split(measured, (measured.shape[-1] // 3,) * 3, spec.ensemble)
+        measured = lax.concatenate([operands[row] for row in spec.state_rows], spec.ensemble)
+    return gradients, measured if spec.records else _next_state(state, measured, recipe=spec.recipe)
 
 
 @functools.partial(jax.jit, static_argnames="recipe")
 def _next_state(state: Array, measured: Array, *, recipe: Recipe) -> Array:
+    measured = lax.reshape(measured, (*state.shape[:-1], measured.shape[-1] // 3))
     return updated(to_float32(state), measured, recipe.scalings, recipe.limits)
 
 

@@ -24,14 +24,11 @@ from ._nvfp4 import NVFP4Scaling as NVFP4Scaling
 from ._observed import ObservedScaling as ObservedScaling
 from ._static import StaticScaling as StaticScaling
 from ._table import (
-    Change as Change,
     completed as completed,
     completion as completion,
     first_table as first_table,
     measures as measures,
     overwriting as overwriting,
     overwritten as overwritten,
-    recorded as recorded,
-    recorded_nothing as recorded_nothing,
     updated as updated,
 )

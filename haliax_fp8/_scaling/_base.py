@@ -110,7 +110,7 @@ class AbstractStatefulScaling(AbstractScaling):
 
     def measure_parts(
         self, x: Float[Array, "*shape"], quantized: QuantizedArray, ensemble: int
-    ) -> Float[Array, "*ensemble parts measures"]:
+    ) -> Float[Array, "*ensemble measures parts"]:
         """What a step records of parts of an operand, in any dtype; their maximum is what `measure` returns.
 
         Args:
@@ -118,7 +118,7 @@ class AbstractStatefulScaling(AbstractScaling):
             quantized: As in `measure`.
             ensemble: As in `measure`.
         """
-        return self.measure(x, quantized, ensemble)
+        return lax.reshape(self.measure(x, quantized, ensemble), (*x.shape[:ensemble], self.measures, 1))
 
     @abc.abstractmethod
     def head(

@@ -108,11 +108,10 @@ class DelayedScaling(AbstractStatefulScaling):
 
     def measure_parts(
         self, x: Float[Array, "*shape"], quantized: QuantizedArray, ensemble: int
-    ) -> Float[Array, "*ensemble parts 1"]:
+    ) -> Float[Array, "*ensemble 1 parts"]:
         """The amaxes of rows."""
         del quantized
-        parts = self.amax_compute.measure_parts(x, ensemble)
-        return lax.expand_dims(parts, (parts.ndim,))
+        return lax.expand_dims(self.amax_compute.measure_parts(x, ensemble), (ensemble,))
 
     def head(
         self,
