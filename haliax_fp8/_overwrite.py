@@ -191,7 +191,10 @@ def record_states(states: Sequence[OpState]) -> list[OpRecord]:
     for members in _kinds(states).values():
         tables = [states[i].array for i in members]
         firsts = usable(_concatenated([lax.slice_in_dim(table, 0, 1, axis=table.ndim - 1) for table in tables]))
-        for i, part in zip(members, _split(firsts, len(members)), strict=True):
+        firsts = lax.squeeze(firsts, (firsts.ndim - 1,))
+        count = len(members)
+        parts = lax.split(firsts, (firsts.shape[-1] // count,) * count, firsts.ndim - 1) if count > 1 else [firsts]
+        for i, part in zip(members, parts, strict=True):
             scales[i] = part
     # Apart from what uses them: XLA would merge kernels of different layers that read the same array of scales, and
     # all that they make would have to be there at once.
@@ -203,25 +206,24 @@ def record_states(states: Sequence[OpState]) -> list[OpRecord]:
     shared: dict[int, Array] = {}
     for members in groups.values():
         if len(members) > 1:
-            firsts = [lax.slice_in_dim(scales[i], 0, 1, axis=scales[i].ndim - 2) for i in members]
+            firsts = [lax.slice_in_dim(scales[i], 0, 1, axis=scales[i].ndim - 1) for i in members]
             shared |= dict.fromkeys(members, functools.reduce(lax.max, firsts))
     return [_record(state, scales[i], shared.get(i)) for i, state in enumerate(states)]
 
 
 def _record(state: OpState, scales: Array, shared: Array | None) -> OpRecord:
-    """The record of scales `[*stack, operand, 1]`, the first of which others may share."""
+    """The record of scales `[*stack, operand]`, the first of which others may share."""
     width, axis = max(1, measures(state.scalings)), scales.ndim - 1
     stack = state.table.axis_names[:-2]
 
     def named(x: Array, name: str) -> hax.NamedArray:
-        x = x if width == 1 else jnp.repeat(x, width, axis=-1)
         # As in `with_array`: the names may count axes that the array does not have.
         structure = jax.tree.structure(hax.NamedArray(np.zeros((0,) * (len(stack) + 1)), (*stack, name)))
-        return jax.tree.unflatten(structure, [lax.reshape(x, (*x.shape[:-2], x.shape[-2] * x.shape[-1]))])
+        return jax.tree.unflatten(structure, [x if width == 1 else jnp.repeat(x, width, axis=-1)])
 
     if shared is None:
         return OpRecord(named(scales, "fp8_record"))
-    others = lax.slice_in_dim(scales, 1, None, axis=axis - 1)
+    others = lax.slice_in_dim(scales, 1, None, axis=axis)
     return OpRecord(named(others, "fp8_other_records"), named(shared, "fp8_shared_record"))
 
 

@@ -146,7 +146,10 @@ def define_linearization(primitive: Any, linearize: Callable[..., tuple[Array, S
 
     def rule(is_vjp: bool, nonzeros: Sequence[bool], *primals: Any, **params: Any) -> tuple[Any, ...]:
         # Of integers JAX may hand over tangents that are not marked as zero.
-        linear = [nz and jax.typeof(p).to_tangent_aval().dtype != jax.dtypes.float0 for nz, p in zip(nonzeros, primals)]
+        linear = [
+            nz and jax.typeof(p).to_tangent_aval().dtype != jax.dtypes.float0
+            for nz, p in zip(nonzeros, primals, strict=True)
+        ]
         if not any(linear):
             out = primitive.bind(*primals, **params)
             return out, False, [], None, lambda residuals, _, *tangents: Zero(jax.typeof(out).to_tangent_aval())
