@@ -9,11 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from ._contraction import ProductName
 from ._first_order import first_order
-from ._mesh_axes import axes_to_reduce, varying_axes
+from ._measures import measured_parts, of_operands, whole
+from ._mesh_axes import varying_axes
 from ._product_spec import ProductSpec
 from ._quantized_array import QuantizedArray
 from ._recipe import Recipe
@@ -26,30 +27,6 @@ from ._scaling import (
     usable,
 )
 from ._state import to_float32
-
-
-def _measured(
-    x: Float[Array, "..."], quantized: QuantizedArray, role: int, spec: ProductSpec, state: Array
-) -> Float[Array, "*ensemble measures parts"]:
-    """What the state records of parts of an operand, filled up with zeros to what it records of any."""
-    scaling, count = spec.quantizations[role].scaling, measures(spec.recipe.scalings)
-    if not (isinstance(scaling, AbstractStatefulScaling) and scaling.measures):
-        return jnp.zeros((*x.shape[: spec.ensemble], count, 1), x.dtype)
-    values = scaling.measure_parts(x, quantized, spec.ensemble)
-    if (missing := count - values.shape[-2]) > 0:
-        values = jnp.pad(values, [(0, 0)] * spec.ensemble + [(0, missing), (0, 0)])
-    axes = axes_to_reduce(x, state)
-    return lax.pmax(values, axes) if axes else values
-
-
-def _together(measured: Sequence[Array], axis: int) -> Array:
-    """Measures of operands as one array, `[*ensemble, operands * measures, parts]`."""
-    if len({x.dtype for x in measured}) > 1:
-        measured = [to_float32(x) for x in measured]
-    parts = max(x.shape[-1] for x in measured)
-    none = [(0, 0, 0)] * (axis + 1)
-    fill = lambda x: lax.pad(x, np.asarray(-np.inf, x.dtype), [*none, (0, parts - x.shape[-1], 0)])
-    return lax.concatenate([x if x.shape[-1] == parts else fill(x) for x in measured], axis)
 
 
 def _round_to(x: Array, dtype: np.dtype | None) -> Array:
@@ -231,8 +208,8 @@ def _forward(
         return out, (None, None), None
     measured = None
     if state is not None and measures(spec.recipe.scalings):
-        of_operands = [_measured(x, quantized[role], role, spec, state) for role, x in enumerate((lhs, rhs))]
-        measured = _together(of_operands, spec.ensemble)
+        both = [measured_parts(x, quantized[role], role, spec, state) for role, x in enumerate((lhs, rhs))]
+        measured = of_operands(both)
     saved: list[Saved] = [None, None]
     for role, x in enumerate((lhs, rhs)):
         if _requantized(role, spec):
@@ -296,9 +273,8 @@ def backward(
         return gradients, None
     if residuals.measured is None:
         return gradients, lax.full_like(state, 0.0, np.float32) if spec.records else to_float32(state)
-    of_grad = _measured(grad, quantized_for(dgrad), 2, spec, state)
-    parts = _together([residuals.measured, of_grad], spec.ensemble)
-    measured = to_float32(lax.reduce_max(parts, (spec.ensemble + 1,)))
+    of_grad = measured_parts(grad, quantized_for(dgrad), 2, spec, state)
+    measured = whole(of_operands([residuals.measured, of_grad]))
     # From the order lhs, rhs, output gradient into that of the state.
     if spec.kernel_is_lhs:
         operands = lax.split(measured, (measured.shape[-1] // 3,) * 3, spec.ensemble)
