@@ -28,7 +28,7 @@ TARGETS = ("h100", "b200", "tpu7x")
 
 def on(names: Iterable[str], targets_: Iterable[str] = TARGETS) -> list:
     """Each name with each target, skipped where the target's compiler is not installed."""
-    found = []
+    names, found = list(names), []
     for target in targets_:
         missing = targets[target].missing()
         skip = pytest.mark.skipif(missing is not None, reason=missing or "")
