@@ -173,6 +173,16 @@ def test_a_product_that_the_recipe_keeps():
     assert {p.reason for p in kept} == {"the recipe keeps this product in high precision"}
 
 
+def test_rotations_are_told_from_the_products_that_they_are_for():
+    keyed = lambda model, x: step(fp8.with_rounding_keys(model, jax.random.key(0)), x)
+    report = preflight(keyed, converted(fp8.Fp8Config(recipe="nvfp4")), struct(TOKENS, WIDTH), target="local")
+    rotations = [p for p in report.products if p.reason == "rotates an operand"]
+    products = [p for p in report.products if p not in rotations]
+    assert {(p.role, p.verdict) for p in rotations} == {(r, Verdict.HIGH_PRECISION) for r in ("forward", "backward")}
+    assert {(p.role, p.verdict) for p in products} == {(r, Verdict.EMULATED) for r in ("fprop", "dgrad", "wgrad")}
+    assert sum(p.flops for p in products) == 2 * 8 * TOKENS * WIDTH**2
+
+
 # --- The report -------------------------------------------------------------------------------------------------------
 
 

@@ -35,6 +35,10 @@ def rotates(scope: str) -> bool:
 
     Args:
         scope: The instruction's stack of named scopes.
+
+    Example:
+        >>> rotates("jit(step)/transpose(jvp(MLP))/fp8_dot_general/jit(backward)/wgrad/rotation/dot_general")
+        True
     """
     return asks_for_fp8(scope) and "rotation" in scope.split("/")
 
