@@ -6,6 +6,7 @@ from typing import Any
 
 import equinox as eqx
 import jax
+import numpy as np
 
 from haliax_fp8.preflight._dimensions import dimensions
 from haliax_fp8.preflight._hlo import Computation, Instruction, Module, Shape, parse_hlo
@@ -17,7 +18,12 @@ from haliax_fp8.preflight._walk import Site, entry_sites, kernels, opened
 type Arrays = Counter[tuple[str, int]]
 """How many arrays there are of an element type, by XLA's name, and a number of elements: layouts differ."""
 
-XLA_NAMES = {"bfloat16": "bf16", "float32": "f32", "float8_e4m3fn": "f8e4m3fn", "float8_e5m2": "f8e5m2"}
+_XLA_NAMES = {"bfloat16": "bf16", "float32": "f32", "float8_e4m3fn": "f8e4m3fn", "float8_e5m2": "f8e5m2"}
+
+
+def xla_name(dtype: np.dtype) -> str:
+    """XLA's name of an element type; of integers, which no test asks for, NumPy's."""
+    return _XLA_NAMES.get(dtype.name, dtype.name)
 
 
 def residuals(loss: Any, args: Sequence[Any]) -> Arrays:
@@ -30,7 +36,7 @@ def residuals(loss: Any, args: Sequence[Any]) -> Arrays:
     abstract = lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct)
     arrays, static = eqx.partition(args, abstract)
     kept = jax.eval_shape(lambda arrays: jax.vjp(lambda arrays: loss(eqx.combine(arrays, static)), arrays)[1], arrays)
-    return Counter((XLA_NAMES.get(leaf.dtype.name, leaf.dtype.name), leaf.size) for leaf in jax.tree.leaves(kept))
+    return Counter((xla_name(leaf.dtype), leaf.size) for leaf in jax.tree.leaves(kept))
 
 
 def kept_arrays(text: str) -> Arrays:

@@ -12,6 +12,7 @@ from compiled_models import (
     HIDDEN,
     KINDS,
     LAYERS,
+    ONE_BLOCK,
     TOKENS,
     Embed,
     Pair,
@@ -24,7 +25,7 @@ from compiled_models import (
     plain,
 )
 from jax.sharding import PartitionSpec
-from kept_arrays import kept_arrays, residuals
+from kept_arrays import kept_arrays, residuals, xla_name
 
 import haliax_fp8 as fp8
 import haliax_fp8.preflight._preflight as preflight_module
@@ -66,6 +67,24 @@ def test_fp8_copies_are_kept_in_place_of_operands(name):
     copies = {(E4M3, NARROW): 2, (E4M3, WIDE): 1, (E4M3, kernel): 3}
     assert before - after == of_all_blocks(name, operands)
     assert after - before == of_all_blocks(name, copies)
+
+
+@pytest.mark.parametrize("recipe", fp8.recipes)
+def test_every_recipe_keeps_what_its_gradients_multiply(recipe):
+    before = kept_by_jax(ONE_BLOCK, plain(ONE_BLOCK))
+    after = kept_by_jax(ONE_BLOCK, converted(ONE_BLOCK, recipe=recipe))
+    products = fp8.recipes[recipe].products
+    (for_wgrad, _), (_, for_dgrad) = products["wgrad"], products["dgrad"]
+    operands = Counter({("bf16", KERNEL): 3})
+    copies = Counter({(xla_name(for_dgrad.format.storage), KERNEL): 3})
+    if for_wgrad.scaling.quantizes:
+        dtype = xla_name(for_wgrad.format.storage)
+        operands += Counter({("bf16", NARROW): 1, ("bf16", WIDE): 1})
+        copies += Counter({(dtype, NARROW): 2, (dtype, WIDE): 1})
+    else:
+        # Two layers read the norm's output, and each keeps it. For GPUs, XLA makes one array of the two.
+        copies += Counter({("bf16", NARROW): 1})
+    assert (before - after, after - before) == (operands, copies)
 
 
 @jax.custom_vjp
