@@ -14,9 +14,7 @@ from compiled_models import (
     LAYERS,
     ONE_BLOCK,
     TOKENS,
-    Embed,
     Pair,
-    Token,
     converted,
     gradient_of,
     inputs,
@@ -188,29 +186,35 @@ def test_what_is_kept_in_bfloat16_is_found(name, target, kept):
 # --- What devices send each other -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("devices", "target"), [*on([8], ["h100", "b200"]), *on([4], ["tpu7x"])])
-def test_weights_are_gathered_in_one_byte_each(devices, target):
+def by_rows(x):
+    return hax.named(jax.lax.with_sharding_constraint(x.array, PartitionSpec("data", None)), x.axes)
+
+
+class DividedPair(Pair):
+    """Activations stay divided by their rows."""
+
+    @staticmethod
+    def init(*, key):
+        pair = Pair.init(key=key)
+        return DividedPair(pair.up, pair.down)
+
+    def __call__(self, x):
+        return by_rows(self.down(by_rows(self.up(x))))
+
+
+@pytest.mark.parametrize(("name", "target"), on(["unrolled", "scan"]))
+def test_weights_are_gathered_in_one_byte_each(name, target):
     """Kernels divided over devices (FSDP), rows too: each layer's kernel is gathered in FP8, at most twice."""
-
-    def forward(model, x):
-        divided = lambda x: jax.lax.with_sharding_constraint(x, PartitionSpec("data", None))
-        x = hax.named(divided(x), (Token, Embed))
-        for block in model.blocks:
-            for layer in (block.up, block.down):
-                x = layer(x)
-                x = hax.named(divided(x.array), x.axes)
-        return x.array
-
-    model = converted(KINDS["unrolled"], Pair)
-    is_kernel = lambda x: isinstance(x, jax.ShapeDtypeStruct) and x.dtype == jnp.bfloat16 and x.ndim == 2
-    shardings = jax.tree.map(lambda x: PartitionSpec("data", None) if is_kernel(x) else None, model)
+    model = converted(KINDS[name], DividedPair)
+    is_kernel = lambda x: isinstance(x, jax.ShapeDtypeStruct) and x.dtype == jnp.bfloat16 and x.size >= KERNEL
+    divided = PartitionSpec(*[None] * (name == "scan"), "data", None)
     report = preflight(
-        gradient_of(forward),
+        gradient_of(KINDS[name].call),
         model,
         inputs(),
         target=target,
-        mesh={"data": devices},
-        shardings=(shardings, PartitionSpec("data", None)),
+        mesh={"data": 4 if target == "tpu7x" else 8},
+        shardings=(jax.tree.map(lambda x: divided if is_kernel(x) else None, model), PartitionSpec("data", None)),
     )
     report.require(fp8_flops=1.0)
     gathers = [c for c in report.step.collectives if c.kind == "all-gather"]
