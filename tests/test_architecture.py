@@ -26,6 +26,7 @@ LAYERS = (
         "_mesh_axes",
         "_targets",
         "_kernel_residual",
+        "_peaks",
     ),
     ("_quantized_array", "_rounding", "_device"),
     ("_scaling", "_scaled_product", "preflight"),
