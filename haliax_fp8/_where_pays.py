@@ -1,7 +1,6 @@
 """WherePays: leaves those layers in high precision that would not be faster in FP8."""
 
 import dataclasses
-import functools
 import math
 from typing import Any
 
@@ -71,7 +70,7 @@ class WherePays:
             )
         if not isinstance(self.efficiency, Efficiency):
             raise ValueError(f"efficiency={self.efficiency!r} of WherePays must be an Efficiency(...)")
-        self._figures  # noqa: B018  raises where there are none
+        self._known_peaks()
 
     def __str__(self) -> str:
         return f"{self.name} at {self.tokens} tokens"
@@ -81,20 +80,20 @@ class WherePays:
         """The device's name, for messages."""
         return self.device.lower() if isinstance(self.device, str) else self.device.kind
 
-    @functools.cached_property
+    @property
     def _device(self) -> Device:
         return Device.by_name(self.device) if isinstance(self.device, str) else self.device
 
-    @functools.cached_property
-    def _figures(self) -> Peaks:
+    def _known_peaks(self) -> Peaks:
         if self.peaks is not None:
             return self.peaks
+        kind = self._device.kind
         for name, figures in peaks.items():
-            if devices[name].kind == self._device.kind:
+            if devices[name].kind == kind:
                 return figures
         raise ValueError(
             f"device={self.device!r} has no peaks to predict times with; choose one of {[*peaks]}, or give "
-            "WherePays(..., peaks=haliax_fp8.preflight.Peaks(...)) its data sheet's"
+            "WherePays(..., peaks=haliax_fp8.preflight.Peaks(...)) those of its data sheet"
         )
 
     def predict(
@@ -121,7 +120,7 @@ class WherePays:
         requantizes = kernel_residual.requantizes(measures_again=recipe.measures_kernel_again, stacked=bool(stack))
         work = LayerWork(size, rows, recipe, requantizes, self._device)
         repeats = math.prod(axis.size for axis in stack)
-        return Roofline(self._figures, self.efficiency).predict(work, repeats=repeats)
+        return Roofline(self._known_peaks(), self.efficiency).predict(work, repeats=repeats)
 
     def refusal(self, rule: LayerRule, prediction: Prediction | None, recipe: Recipe) -> str | None:
         """Why a layer is left in high precision; None if FP8 pays.
