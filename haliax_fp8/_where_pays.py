@@ -23,6 +23,10 @@ class WherePays:
     of the matrices and not with their product: it pays for large layers and many tokens. The prediction is a roofline,
     see `Prediction`; no device has to be there, and none is asked.
 
+    A layer is judged as if it stood alone. In a model, layers share casts and casts merge with what is around them, so
+    FP8 mostly adds less than predicted. What it adds was counted in programs for NVIDIA's devices; of a TPU it is taken
+    to be as on a B200.
+
     What `targets` selects is judged; what an override gives a recipe is converted in any case. A layer that is used
     several times in a step, with fewer rows than there are tokens, or not in bf16, is judged as if it were not so: name
     it in an override or in `exclude`.
