@@ -141,9 +141,12 @@ class LayerWork:
         Args:
             product: `fprop`, `dgrad` or `wgrad`.
         """
+        scalings = [use.scaling for use in self.recipe.products[product]]
         if self.in_blocks(product):
             return False
-        return self.size.experts > 1 or any(use.scaling.directional for use in self.recipe.products[product])
+        # A batched product takes one scalar; state has one for each member.
+        of_members = self.size.members > 1 and any(isinstance(s, AbstractStatefulScaling) for s in scalings)
+        return of_members or self.size.experts > 1 or any(scaling.directional for scaling in scalings)
 
     @property
     def added(self) -> Work:

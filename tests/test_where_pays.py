@@ -166,8 +166,12 @@ def test_ensembles_stacks_and_experts():
     assert stacked.bf16 == pytest.approx(6 * one.bf16)
     # A kernel in a scan is not quantized again: its FP8 copy is transposed, 5 bytes for 6.
     assert stacked.overhead_bytes == 6 * (one.overhead_bytes - 1024 * 2048)
-    # One launch for all members.
-    assert ensemble.overhead_bytes == 6 * one.overhead_bytes and ensemble.overhead_kernels == one.overhead_kernels
+    # One launch for all members. Each has scales of its own, so that results are stored in float32 and rescaled.
+    results = 4096 * 1024 + 1024 * 2048 + 4096 * 2048
+    assert ensemble.overhead_bytes == 6 * (one.overhead_bytes + 6 * results)
+    assert ensemble.overhead_kernels == one.overhead_kernels
+    current = describe(layers, fp8.Fp8Config(recipe="current"), where=WherePays("h100", tokens=4096))
+    assert current["ensemble"].prediction.overhead_bytes == 6 * current["one"].prediction.overhead_bytes
     experts = table["experts"].prediction
     assert experts.gain < one.gain, "as many rows, eight kernels to quantize"
     twice = describe(layers, where=WherePays("h100", tokens=4096, experts_per_token=2))

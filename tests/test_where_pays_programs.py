@@ -40,7 +40,7 @@ def program(model, grad, inputs, grads, target, call):
     return preflight(step, model, inputs, grads, target=target).step
 
 
-def added(make, recipe, inputs, grads, target, call=lambda model, x: model(x)):
+def added(make, recipe, inputs, grads, target, call=lambda model, x: model(x), tokens=None):
     """What FP8 adds to a program in bf16: bytes and kernels beside the products; and what is predicted."""
     plain = eqx.filter_eval_shape(in_bf16(make))
     config = fp8.Fp8Config(recipe=recipe, emulate=True)
@@ -48,7 +48,7 @@ def added(make, recipe, inputs, grads, target, call=lambda model, x: model(x)):
     x, g = (eqx.filter_eval_shape(lambda axes=axes: hax.zeros(axes, jnp.bfloat16)) for axes in (inputs, grads))
     bf16 = program(plain, eqx.filter_grad, x, g, target, call).others
     quantized = program(model, fp8.filter_grad, x, g, target, call).others
-    (row,) = fp8.describe(model, where=fp8.WherePays(target, tokens=inputs[0].size))
+    (row,) = fp8.describe(model, where=fp8.WherePays(target, tokens=tokens or inputs[0].size))
     return quantized.bytes - bf16.bytes, quantized.count - bf16.count, row.prediction
 
 
@@ -82,6 +82,23 @@ def test_what_bf16_pads_too(target, recipe, sizes):
     moved, _, prediction = added(make, recipe, (T, In), (T, Out), target)
     padding = 4 * 2 * (tokens * inputs + inputs * outputs + tokens * outputs)
     assert prediction.overhead_bytes - padding == pytest.approx(moved, rel=0.15)
+
+
+@pytest.mark.parametrize(
+    "target, recipe, sizes", [case("h100", recipe, 4096, 2048, 1024) for recipe in ("delayed", "current", "rowwise")]
+)
+def test_ensembles(target, recipe, sizes):
+    tokens, inputs, outputs = sizes
+    Member, T, In, Out = hax.make_axes(member=4, token=tokens, In=inputs, Out=outputs)
+    keys = jax.random.split(jax.random.key(0), Member.size)
+    make = lambda: eqx.filter_vmap(lambda key: hnn.Linear.init(In, Out, key=key, use_bias=False))(keys)
+    # Members see arrays without the member axis.
+    call = lambda model, x: hax.named(
+        eqx.filter_vmap(lambda m, x: m(hax.named(x, (T, In))).array)(model, x.array), (Member, T, Out)
+    )
+    moved, count, prediction = added(make, recipe, (Member, T, In), (Member, T, Out), target, call, tokens)
+    assert prediction.overhead_bytes == pytest.approx(moved, rel=0.15)
+    assert prediction.overhead_kernels == pytest.approx(count, abs=3)
 
 
 class Layer(eqx.Module):
