@@ -48,4 +48,5 @@ def of_operands(measured: Sequence[Array]) -> Float[Array, "*ensemble measures p
 
 def whole(measured: Float[Array, "*ensemble measures parts"]) -> Float[Array, "*ensemble measures"]:
     """The measures of the operands as a whole, in float32."""
-    return to_float32(lax.reduce_max(measured, (measured.ndim - 1,)))
+    axes = (measured.ndim - 1,)
+    return to_float32(lax.squeeze(measured, axes) if measured.shape[-1] == 1 else lax.reduce_max(measured, axes))

@@ -124,6 +124,19 @@ def test_a_model_in_float32(target):
     assert not any("float32" in finding for finding in good.findings)
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(targets["h100"].missing() is not None, reason="needs the package jax-cuda13-pjrt")
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_layers_without_anything_between_compile(dtype):
+    """XLA lets cuBLASLt quantize a product's result for the next product, and fails on amaxes that it takes for its."""
+    make = lambda: eqx.nn.MLP(WIDTH, WIDTH, WIDTH, 2, activation=lambda x: x, use_bias=False, key=jax.random.key(0))
+    model = abstract(lambda: fp8.fp8_linear_layers(make()), dtype)
+    for gradient_of in (fp8.filter_grad, eqx.filter_grad):
+        gradient = gradient_of(lambda model, x: (jax.vmap(model)(x).astype(jnp.float32) ** 2).mean())
+        report = preflight(gradient, model, struct(2048, WIDTH, dtype=dtype), target="h100")
+        assert report.fp8_share == 1.0
+
+
 def quantize_dequantize(w, x):
     """What many write: rounded to FP8 and back by a scale for each row, and multiplied in bfloat16."""
 

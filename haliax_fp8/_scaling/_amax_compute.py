@@ -33,7 +33,9 @@ class AbstractAmaxCompute(abc.ABC):
         rows, axis = 1, ensemble
         while axis < x.ndim - 1 and rows < _ROWS:
             rows, axis = rows * x.shape[axis], axis + 1
-        if x.size == 0 or rows == 1:
+        # A wider operand is one part. Where it is the result of an FP8 product, XLA lets cuBLASLt quantize it and take
+        # its amax; and takes any maximum of its magnitudes for that of all (it fails on a vector of them).
+        if x.size == 0 or rows == 1 or x.dtype.itemsize > 2:
             return lax.expand_dims(self.measure(x, ensemble), (ensemble,))
         parts = lax.reduce_max(lax.abs(x), tuple(range(axis, x.ndim)))
         return parts if axis == ensemble + 1 else lax.reshape(parts, (*x.shape[:ensemble], rows))
