@@ -7,6 +7,8 @@ converts a model; `partition_for_grad_overwrite` and `apply_updates` make its tr
 
 from . import ops as ops, preflight as preflight
 from ._calibrate import calibrate as calibrate, fp8_states as fp8_states
+from ._checkpoint import save_fp8_operands as save_fp8_operands, save_nothing_but_fp8 as save_nothing_but_fp8
+from ._compressed import compressed as compressed
 from ._describe import LayerDescription as LayerDescription, ModelDescription as ModelDescription, describe as describe
 from ._device import Device as Device
 from ._einsum import Fp8Einsum as Fp8Einsum
@@ -18,6 +20,17 @@ from ._formats import (
     E5M2FNUZ as E5M2FNUZ,
     Format as Format,
     saturating_cast as saturating_cast,
+)
+from ._fuse import (
+    fuse_projections as fuse_projections,
+    projections as projections,
+    separate_projections as separate_projections,
+)
+from ._kernel_residual import (
+    AbstractKernelResidual as AbstractKernelResidual,
+    KeepQuantized as KeepQuantized,
+    Requantize as Requantize,
+    RequantizeWhereCheap as RequantizeWhereCheap,
 )
 from ._keys import with_rounding_keys as with_rounding_keys
 from ._layer_work import LayerSize as LayerSize

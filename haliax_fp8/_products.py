@@ -9,8 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
+from ._checkpoint import FP8_KERNEL, FP8_OPERAND, FP8_OUTPUT
 from ._contraction import ProductName
 from ._first_order import first_order
 from ._measures import measured_parts, of_operands, whole
@@ -222,8 +224,9 @@ def _forward(
             quantized[role] = _quantize(x, role, product, contracted, scales, key, spec)
         # Not the scale, if the state has it.
         stored = stores_scale(spec.quantization(role, product).scaling)
-        saved[role] = quantized[role].data if stored else quantized[role]
-    return out, (saved[0], saved[1]), measured
+        name = FP8_KERNEL if role == (0 if spec.kernel_is_lhs else 1) else FP8_OPERAND
+        saved[role] = checkpoint_name(quantized[role].data if stored else quantized[role], name)
+    return checkpoint_name(out, FP8_OUTPUT), (saved[0], saved[1]), measured
 
 
 @functools.partial(jax.jit, static_argnames=("spec", "dtypes", "update"))
