@@ -68,7 +68,9 @@ def main() -> None:
         cases = [(s, library) for s in options.stack or STACKS for library in options.library or LIBRARIES]
         for stack, library in progress.track(cases, description="compiling"):
             rows.append(row(stack, library, options.target))
-    title = f"Gradient of blocks, {Sizes().tokens} tokens, compiled for {options.target}: counts, and an estimate of time"
+    title = (
+        f"Gradient of blocks, {Sizes().tokens} tokens, compiled for {options.target}: counts, and an estimate of time"
+    )
     output.finish(title, COLUMNS, rows, options)
 
 

@@ -115,7 +115,8 @@ class FeedForward(eqx.Module):
         Embed, Inner = hax.Axis("embed", sizes.mlp_embed), hax.Axis("inner", sizes.mlp_inner)
         up, down = jax.random.split(key)
         return FeedForward(
-            hnn.Linear.init(Embed, Inner, key=up, use_bias=False), hnn.Linear.init(Inner, Embed, key=down, use_bias=False)
+            hnn.Linear.init(Embed, Inner, key=up, use_bias=False),
+            hnn.Linear.init(Inner, Embed, key=down, use_bias=False),
         )
 
     def __call__(self, x: hax.NamedArray) -> hax.NamedArray:
