@@ -4,10 +4,10 @@
 
 Compiles the gradient of four blocks' linear layers of Llama-8B, and of a stack of eight MLPs (2048 -> 8192 -> 2048),
 8192 tokens, for a device that need not be here: in bf16, with `haliax_fp8`, with `haliax.quantization`, and with Flax's
-op in the place of Haliax's (see `libraries.py`). Prints what the compiled programs hold. "Other" kernels are those that
-are no matrix product. Counts and bytes are read from the program. Time on the device is an estimate by its data sheet's
-peaks, the seconds are those of tracing and compiling here; nothing runs. Set `JAX_PLATFORMS=cpu` where JAX finds a GPU's
-plugin without its driver.
+op in the place of Haliax's (see `libraries.py`). Prints what the compiled programs hold. "Other" kernels are those
+that are no matrix product. Counts and bytes are read from the program. Time on the device is an estimate by its data
+sheet's peaks, the seconds are those of tracing and compiling here; nothing runs. Set `JAX_PLATFORMS=cpu` where JAX
+finds a GPU's plugin without its driver.
 """
 
 import argparse
@@ -16,13 +16,13 @@ from typing import Any
 import equinox as eqx
 import output
 from libraries import LIBRARIES
-from models import STACKS, Sizes, loss
+from models import LLAMA_8B, STACKS, Sizes, loss
 from rich.progress import Progress
 
 from haliax_fp8.preflight import preflight
 
 
-def row(stack: str, library: str, target: str, sizes: Sizes = Sizes()) -> dict[str, Any]:
+def row(stack: str, library: str, target: str, sizes: Sizes = LLAMA_8B) -> dict[str, Any]:
     """What one program holds."""
     chosen, blocks = LIBRARIES[library], STACKS[stack]
     model = eqx.filter_eval_shape(lambda: chosen.convert(blocks.model(sizes)))
@@ -68,9 +68,7 @@ def main() -> None:
         cases = [(s, library) for s in options.stack or STACKS for library in options.library or LIBRARIES]
         for stack, library in progress.track(cases, description="compiling"):
             rows.append(row(stack, library, options.target))
-    title = (
-        f"Gradient of blocks, {Sizes().tokens} tokens, compiled for {options.target}: counts, and an estimate of time"
-    )
+    title = f"Gradient, {LLAMA_8B.tokens} tokens, compiled for {options.target}: counts, and an estimate of the time"
     output.finish(title, COLUMNS, rows, options)
 
 

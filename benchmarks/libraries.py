@@ -1,8 +1,8 @@
 """What is compared: bf16, `haliax_fp8`, marin-haliax's own FP8, and Flax's; in the same model and on the same arrays.
 
 Flax has no layers for Haliax's models, so its op is put where Haliax keeps its own: `FlaxOp` applies Flax's module
-`Fp8DirectDotGeneralOp`, unchanged, to the operands of `haliax.nn.Linear`. So nothing differs but the op; what Flax's own
-layers make of it is measured where a layer is all there is, see `on_gpu.py`.
+`Fp8DirectDotGeneralOp`, unchanged, to the operands of `haliax.nn.Linear`. So nothing differs but the op; what Flax's
+own layers make of it is measured where a layer is all there is, see `on_gpu.py`.
 """
 
 import dataclasses

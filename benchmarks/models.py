@@ -56,6 +56,9 @@ class Sizes:
         return hax.Axis("kv_heads", self.kv_heads), hax.Axis("group", self.group), hax.Axis("head", self.head)
 
 
+LLAMA_8B = Sizes()
+"""Those of Llama-8B."""
+
 TINY = Sizes(
     embed=32, mlp=64, kv_heads=2, group=2, head=16, blocks=2, tokens=16, mlp_embed=16, mlp_inner=32, mlp_blocks=2
 )

@@ -7,8 +7,8 @@
 Measures, on random inputs, medians of repeated runs after warm-up, libraries in turn within one process:
 
 - products alone, of bf16 and FP8 operands, written as bf16, by cuBLAS;
-- one linear layer forward and backward (output, gradients of input and kernel, next state) on a grid of sizes. Flax's is
-  `flax.linen.Dense` with its op, the others are `haliax.nn.Linear`;
+- one linear layer forward and backward (output, gradients of input and kernel, next state) on a grid of sizes. Flax's
+  is `flax.linen.Dense` with its op, the others are `haliax.nn.Linear`;
 - the gradient of four blocks' linear layers of Llama-8B, unrolled and as a scan; there Flax's op stands in the place of
   Haliax's, see `libraries.py`;
 - training steps of a model with the shape of Llama-8B (`language_model.py`) with the most sequences that fit, in bf16
@@ -134,8 +134,12 @@ class Point:
     measure: Callable[[], Iterator[Row]]
 
 
-def points(plan: Plan) -> list[Point]:
-    """All of them, the most important first."""
+def points(plan: Plan, parts: Sequence[str] | None = None) -> list[Point]:
+    """Those of some parts (None: all), the most important first.
+
+    Raises:
+        ValueError: If there is no such part.
+    """
 
     def in_turn(part: str, size: tuple[int, ...], builders: dict[str, Callable[[], Callable[[], Any]]], work: int):
         measure = partial(measured_in_turn, builders, plan, 2 * work * math.prod(size))
@@ -154,7 +158,11 @@ def points(plan: Plan) -> list[Point]:
         for size in plan.products
     ]
     stacks = [stack("Llama-8B, unrolled"), stack("Llama-8B, scan")]
-    return [linear(plan.first), *stacks, train, *products, *map(linear, plan.grid)]
+    every = [linear(plan.first), *stacks, train, *products, *map(linear, plan.grid)]
+    names = dict.fromkeys(point.part for point in every)
+    if unknown := set(parts or ()) - names.keys():
+        raise ValueError(f"--part {unknown.pop()!r} is none of {list(names)}")
+    return [point for point in every if not parts or point.part in parts]
 
 
 def measured_in_turn(builders: dict[str, Callable[[], Any]], plan: Plan, flops: int | None) -> Iterator[Row]:
@@ -276,9 +284,8 @@ def trained(plan: Plan) -> Iterator[Row]:
             gc.collect()
             sequences //= 2
         if "tokens_per_second" in row:
-            row["size"] = (
-                f"{sizes.blocks.blocks} layers, {sequences} x {sizes.length} tokens, {implementation} attention"
-            )
+            layers, batch = sizes.blocks.blocks, f"{sequences} x {sizes.length} tokens"
+            row["size"] = f"{layers} layers, {batch}, {implementation} attention"
             baseline = row["tokens_per_second"] if library == "bf16" else baseline
             if baseline:
                 row["times_bf16"] = row["tokens_per_second"] / baseline
@@ -318,21 +325,22 @@ def is_out_of_memory(error: Exception) -> bool:
     return "RESOURCE_EXHAUSTED" in str(error) or "out of memory" in str(error).lower()
 
 
-def measure_all(plan: Plan, deadline: float, record: Callable[[Row], None]) -> None:
+def measure_all(chosen: Sequence[Point], deadline: float, guess: float, record: Callable[[Row], None]) -> None:
     """Measures every point for which there is time.
 
     Args:
-        plan: What to measure.
+        chosen: What to measure.
         deadline: By `time.monotonic`.
+        guess: Seconds that the first point of a part is expected to take.
         record: Called with each row.
     """
     longest: dict[str, float] = {}
     columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
     with Progress(*columns, transient=True) as progress:
         task = progress.add_task("starting", total=None)
-        for point in points(plan):
+        for point in chosen:
             where = {"part": point.part, "size": point.size}
-            expected = longest.get(point.part, plan.guess)
+            expected = longest.get(point.part, guess)
             begin = time.monotonic()
             if begin + expected > deadline:
                 record({**where, "library": "", "error": "dropped: no time was left"})
@@ -415,6 +423,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measures, and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=7.5, help="since the start of the process, compiling included")
+    parser.add_argument("--part", action="append", help="only this, such as linear; may be repeated; default: all")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, on any device")
     parser.add_argument("--show", type=Path, help="only print what a run has written to this file")
     output.add_arguments(parser)
@@ -426,9 +435,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     backend = jax.default_backend()
     if backend != "gpu" and not options.smoke:
-        parser.error(
-            f"JAX computes on {backend!r} here: this needs a GPU and jax[cuda]; --smoke runs tiny sizes anywhere"
-        )
+        parser.error(f"JAX computes on {backend!r} here: this needs a GPU and jax[cuda]; --smoke runs anywhere")
     plan = SMOKE if options.smoke else Plan()
     environment = {**output.environment(), "backend": backend, "smoke": options.smoke}
     rows: list[Row] = []
@@ -440,7 +447,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     # Interrupted, it still prints what there is.
     with contextlib.suppress(KeyboardInterrupt):
-        measure_all(plan, BEGIN + 60 * options.minutes, record)
+        measure_all(points(plan, options.part), BEGIN + 60 * options.minutes, plan.guess, record)
     show(rows, environment, plan, markdown=options.markdown)
 
 

@@ -67,8 +67,8 @@ def measure_in_turn(
     Args:
         runs: What starts a run on the device and returns its result.
         repeats: Rounds.
-        least_seconds: A measurement is of as many runs in a row as take about that long, so that the clock and the start
-            of the first one do not count.
+        least_seconds: A measurement is of as many runs in a row as take about that long, so that the clock and the
+            start of the first one do not count.
 
     Returns:
         The measurements of each, or what it raised.

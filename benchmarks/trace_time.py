@@ -3,8 +3,8 @@
     uv run benchmarks/trace_time.py [--compile] [--json FILE] [--markdown]
 
 Processor time of `jax.jit(value_and_grad).lower()` with empty caches, plain and converted in turn; prints medians. With
-`--compile` also that of XLA's compiler, all its threads together, for the CPU that it runs on: there FP8 is emulated, in
-code that no accelerator needs. How long XLA's compiler for a GPU takes is a column of `compiled_program.py`.
+`--compile` also that of XLA's compiler, all its threads together, for the CPU that it runs on: there FP8 is emulated,
+in code that no accelerator needs. How long XLA's compiler for a GPU takes is a column of `compiled_program.py`.
 """
 
 import argparse
