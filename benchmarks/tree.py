@@ -57,8 +57,7 @@ OPERATIONS: dict[str, Callable[[Any, Any], Any]] = {
 
 
 def seconds(operation: Callable[[], Any], repeats: int) -> float:
-    """The median, without garbage collection (as `timeit`), after a first run that is not counted."""
-    operation()
+    """The median, without garbage collection (as `timeit`)."""
     taken = []
     for _ in range(repeats):
         gc.collect()
@@ -81,6 +80,7 @@ def measure(layers: int, repeats: int) -> list[dict[str, Any]]:
             few, many = ((plain, fp8.fp8_linear_layers(plain)) for plain in (make(layers // 10), make(layers)))
             for name, operation in OPERATIONS.items():
                 progress.update(task, description=f"{library}: {name}")
+                # The few come first, and warm up what is cached.
                 of_few, of_many = (seconds(lambda m=m: operation(*m), repeats) for m in (few, many))  # noqa: B023
                 rows.append(
                     {
