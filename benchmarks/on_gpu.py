@@ -72,6 +72,7 @@ class Plan:
         products: Sizes of products alone.
         grid: The other linear layers.
         repeats: How often each is measured.
+        steps: How many steps of the model are measured.
         least_seconds: How long one measurement takes at least.
         guess: Seconds that the first point of a part is expected to take.
     """
@@ -79,7 +80,7 @@ class Plan:
     first: tuple[int, int, int] = (8192, 4096, 14336)
     blocks: Sizes = Sizes()
     model: ModelSizes = ModelSizes()
-    sequences: int = 16
+    sequences: int = 8
     products: tuple[tuple[int, int, int], ...] = (
         (8192, 4096, 14336),
         (8192, 14336, 4096),
@@ -102,6 +103,7 @@ class Plan:
         (1024, 16384, 16384),
     )
     repeats: int = 9
+    steps: int = 5
     least_seconds: float = 0.02
     guess: float = 20.0
 
@@ -114,6 +116,7 @@ SMOKE = Plan(
     products=((16, 32, 16),),
     grid=((16, 16, 16),),
     repeats=2,
+    steps=2,
     least_seconds=0.0,
     guess=0.0,
 )
@@ -146,7 +149,7 @@ def points(plan: Plan, parts: Sequence[str] | None = None) -> list[Point]:
         return Point(part, " x ".join(map(str, size)), measure)
 
     def linear(size: tuple[int, int, int]) -> Point:
-        return in_turn("linear", size, {name: partial(linear_layer, name, *size) for name in LIBRARIES}, 3)
+        return in_turn("linear", size, {name: partial(compiled_linear_layer, name, *size) for name in LIBRARIES}, 3)
 
     def stack(name: str) -> Point:
         builders = {library: partial(blocks, name, library, plan.blocks) for library in LIBRARIES}
@@ -210,8 +213,14 @@ def random(seed: int, shape: tuple[int, ...]) -> jax.Array:
     return jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
 
 
-def linear_layer(library: str, tokens: int, inputs: int, outputs: int) -> tuple[Callable[[], Any], Row]:
-    """The output, the gradients of layer and input for a given gradient of the output, and the next state."""
+def linear_layer(
+    library: str, tokens: int, inputs: int, outputs: int
+) -> tuple[Callable[..., Any], tuple[Any, jax.Array, jax.Array]]:
+    """The gradients of layer and input for a given gradient of the output, the next state, and the output.
+
+    Returns:
+        A function, and its arguments: layer, input, gradient of the output.
+    """
     x, cotangent = random(1, (tokens, inputs)), random(2, (tokens, outputs))
     if library == "flax":
         dtypes = {"dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16}
@@ -231,10 +240,15 @@ def linear_layer(library: str, tokens: int, inputs: int, outputs: int) -> tuple[
 
         return LIBRARIES[library].gradient(inner, has_aux=True)((layer, x))
 
+    return forward_and_backward, (layer, x, cotangent)
+
+
+def compiled_linear_layer(library: str, *size: int) -> tuple[Callable[[], Any], Row]:
+    """A run of it, the scales set by a first one."""
+    forward_and_backward, (layer, x, cotangent) = linear_layer(library, *size)
     program = compiled(forward_and_backward, layer, x, cotangent)
     (gradient, _), _ = program(layer, x, cotangent)
-    layer = with_state_of(gradient, layer)
-    return partial(program, layer, x, cotangent), program.facts
+    return partial(program, with_state_of(gradient, layer), x, cotangent), program.facts
 
 
 def blocks(stack: str, library: str, sizes: Sizes) -> tuple[Callable[[], Any], Row]:
@@ -269,7 +283,7 @@ def trained(plan: Plan) -> Iterator[Row]:
         sequences = most
         while sequences:
             try:
-                found = training_steps(library, sizes, sequences, implementation, limit, plan.repeats)
+                found = training_steps(library, sizes, sequences, implementation, limit, plan.steps)
             except Exception as error:
                 row = {"library": library, "error": explained(error)}
                 if implementation == "cudnn" and "cudnn" in str(error).lower():
@@ -312,8 +326,8 @@ def training_steps(
         *state, metrics = program(tuple(state), tokens)
         return metrics
 
-    seconds_of(run, 2)
-    measured = [seconds_of(run, 1) for _ in range(max(5, repeats))]
+    seconds_of(run, 1)
+    measured = [seconds_of(run, 1) for _ in range(repeats)]
     per_second = sequences * sizes.length / statistics.median(measured)
     peak = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
     so_far = {} if peak is None else {"peak_gb_of_the_process_so_far": peak / 1e9}
