@@ -451,6 +451,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if backend != "gpu" and not options.smoke:
         parser.error(f"JAX computes on {backend!r} here: this needs a GPU and jax[cuda]; --smoke runs anywhere")
     plan = SMOKE if options.smoke else Plan()
+    try:
+        chosen = points(plan, options.part)
+    except ValueError as error:
+        parser.error(str(error))
     environment = {**output.environment(), "backend": backend, "smoke": options.smoke}
     rows: list[Row] = []
 
@@ -461,7 +465,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     # Interrupted, it still prints what there is.
     with contextlib.suppress(KeyboardInterrupt):
-        measure_all(points(plan, options.part), BEGIN + 60 * options.minutes, plan.guess, record)
+        measure_all(chosen, BEGIN + 60 * options.minutes, plan.guess, record)
     show(rows, environment, plan, markdown=options.markdown)
 
 
