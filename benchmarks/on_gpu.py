@@ -235,8 +235,11 @@ def linear_layer(
     def forward_and_backward(layer: Any, x: jax.Array, cotangent: jax.Array) -> tuple[Any, jax.Array]:
         def inner(pair: tuple[Any, jax.Array]) -> tuple[jax.Array, jax.Array]:
             out = call(*pair)
+            # As in any model, there is a gradient of the output only when there is an output: else XLA would quantize
+            # both operands and it together, in kernels that no model can have.
+            later, _ = jax.lax.optimization_barrier((cotangent, jax.lax.stop_gradient(out)))
             # Never computed: what is asked for is the output and the gradients.
-            return (out * cotangent).sum().astype(jnp.float32), out
+            return (out * later).sum().astype(jnp.float32), out
 
         return LIBRARIES[library].gradient(inner, has_aux=True)((layer, x))
 

@@ -19,6 +19,7 @@ import haliax_fp8 as fp8
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "benchmarks"))
 
+import compiled_layer  # noqa: E402
 import compiled_program  # noqa: E402
 import on_gpu  # noqa: E402
 import output  # noqa: E402
@@ -183,6 +184,12 @@ def test_a_compiled_program_is_a_row(library):
     # Three products for each of its two linear layers; the first needs no gradient of its input.
     assert row["products"] == 5
     assert row["estimate_ms"] is None  # nobody knows this device's peaks
+
+
+def test_a_compiled_layer_is_a_row():
+    row = compiled_layer.row("haliax_fp8", (16, 32, 48), "local")
+    assert row["size"] == "16 x 32 x 48"
+    assert row["other_kernels"] > 0
 
 
 def test_the_tree_makes_rows():
