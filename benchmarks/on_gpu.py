@@ -225,7 +225,8 @@ def linear_layer(
     if library == "flax":
         dtypes = {"dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16}
         dense = nn.Dense(outputs, use_bias=False, dot_general_cls=fp8_ops.Fp8DirectDotGeneralOp, **dtypes)
-        layer, call = dense.init(jax.random.key(0), x[:1]), dense.apply
+        # Compiled, so that the layer is not applied.
+        layer, call = jax.jit(dense.init)(jax.random.key(0), x), dense.apply
     else:
         Token, In, Out = hax.make_axes(token=tokens, input=inputs, output=outputs)
         plain = hnn.Linear.init(In, Out, key=jax.random.key(0), use_bias=False)
