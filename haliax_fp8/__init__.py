@@ -20,6 +20,7 @@ from ._formats import (
     saturating_cast as saturating_cast,
 )
 from ._keys import with_rounding_keys as with_rounding_keys
+from ._layer_work import LayerSize as LayerSize
 from ._layers import (
     EquinoxLinear as EquinoxLinear,
     HaliaxEmbedding as HaliaxEmbedding,
@@ -34,6 +35,7 @@ from ._overwrite import OpState as OpState, OverwriteWithGradient as OverwriteWi
 from ._presets import aliases as aliases, recipe_by_name as recipe_by_name, recipes as recipes
 from ._quantized_array import QuantizedArray as QuantizedArray, quantize as quantize
 from ._recipe import Quantization as Quantization, Recipe as Recipe
+from ._roofline import Efficiency as Efficiency, Prediction as Prediction
 from ._rounding import AbstractRounding as AbstractRounding, Stochastic as Stochastic, ToNearest as ToNearest
 from ._scaling import (
     AbstractAmaxCompute as AbstractAmaxCompute,
@@ -79,6 +81,7 @@ from ._transform import (
     fp8_linear_layers as fp8_linear_layers,
     restore_linear_layers as restore_linear_layers,
 )
+from ._where_pays import WherePays as WherePays
 
 
 __version__ = "0.1.0"

@@ -12,8 +12,10 @@ from rich.table import Table
 from rich.text import Text
 
 from ._device import Device
+from ._roofline import Prediction
 from ._support import Support
 from ._transform import Fp8Config, decide, find_layers, rule_of
+from ._where_pays import WherePays
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +29,8 @@ class LayerDescription:
         recipe: The recipe that it runs, or None in high precision.
         reason: Why it is left in high precision; empty for a converted layer.
         support: What becomes of its products on the device that was asked about; None in high precision.
+        prediction: What it takes in bf16, and what in FP8, whichever it runs in; None if it was not asked for, or
+            cannot be said.
     """
 
     path: str
@@ -35,6 +39,7 @@ class LayerDescription:
     recipe: str | None
     reason: str
     support: Support | None = None
+    prediction: Prediction | None = None
 
     @property
     def is_fp8(self) -> bool:
@@ -49,10 +54,12 @@ class ModelDescription:
     Args:
         layers: In the order of the tree.
         device: The device that was asked about; None if none was, and `support` speaks of the one that is here.
+        where: What times are predicted for; None if they are not.
     """
 
     layers: tuple[LayerDescription, ...]
     device: Device | None = None
+    where: WherePays | None = None
 
     def __iter__(self) -> Iterator[LayerDescription]:
         return iter(self.layers)
@@ -87,6 +94,19 @@ class ModelDescription:
         return f"FP8: {self.fp8_count} of {len(self.layers)} linear layers, {counted}, {_where(self.layers)}"
 
     @property
+    def estimate(self) -> str:
+        """One line on the time that the layers are predicted to take; empty if that was not asked for."""
+        predicted = [(layer.is_fp8, layer.prediction) for layer in self.layers if layer.prediction is not None]
+        if self.where is None or not predicted:
+            return ""
+        bf16 = sum(prediction.bf16 for _, prediction in predicted)
+        now = sum(prediction.fp8 if is_fp8 else prediction.bf16 for is_fp8, prediction in predicted)
+        return (
+            f"estimate on {self.where}: {1e3 * now:.3g} ms a step in these layers' products, {1e3 * bf16:.3g} ms with "
+            f"all of them in bf16, {bf16 / now:.2f} times as fast"
+        )
+
+    @property
     def note(self) -> str:
         """What the device makes of FP8 products that it does not run natively."""
         emulated = [layer.support for layer in self.layers if layer.support is not None and not layer.support.is_native]
@@ -105,17 +125,19 @@ class ModelDescription:
             box=rich.box.SIMPLE,
             title_justify="left",
             title_style="bold",
-            caption=self.note,
+            caption="\n".join(filter(None, (self.note, self.estimate))),
             caption_justify="left",
         )
         on_device = () if self.device is None else (f"on {self.device.kind}",)
-        for column in ("layer", "shape", "stacked", "runs in", *on_device):
+        gain = () if self.where is None else ("gain",)
+        for column in ("layer", "shape", "stacked", "runs in", *on_device, *gain):
             table.add_column(column, overflow="fold")
         for layer in self.layers:
             # Text, not markup: a pattern such as `[a-z]*` in a reason is no style.
             runs_in = Text(layer.recipe, "green") if layer.recipe else Text(f"high precision: {layer.reason}", "yellow")
             cells = [*map(Text, (layer.path or "(the module itself)", layer.shape, layer.stacked)), runs_in]
-            table.add_row(*cells, *([] if self.device is None else [_verdict(layer.support)]))
+            cells += [] if self.device is None else [_verdict(layer.support)]
+            table.add_row(*cells, *([] if self.where is None else [_gain(layer.prediction)]))
         return table
 
     def __str__(self) -> str:
@@ -125,7 +147,13 @@ class ModelDescription:
         return "\n".join(line.rstrip() for line in capture.get().splitlines())
 
 
-def describe(model: Any, config: Fp8Config | None = None, *, device: Device | str | None = None) -> ModelDescription:
+def describe(
+    model: Any,
+    config: Fp8Config | None = None,
+    *,
+    device: Device | str | None = None,
+    where: WherePays | None = None,
+) -> ModelDescription:
     """Lists every linear layer of a model with its recipe, or the reason why it stays in high precision.
 
     Args:
@@ -133,6 +161,8 @@ def describe(model: Any, config: Fp8Config | None = None, *, device: Device | st
         config: The configuration that the model was converted with, if its rules shall be named as reasons.
         device: Whether each layer's products are native or emulated is said of this device, given as such or by a name
             such as `"h100"`; by default of the one that is here.
+        where: What FP8 gains is predicted for this device and these tokens; by default as the configuration says, if
+            it does. A layer in high precision is predicted with the recipe that it would get.
 
     Returns:
         The layers; `print` shows them as a table, and `summary` is one line for the start of a program.
@@ -147,8 +177,12 @@ def describe(model: Any, config: Fp8Config | None = None, *, device: Device | st
     """
     named = Device.by_name(device) if isinstance(device, str) else device
     place = Device.default() if named is None else named
-    rules = (Fp8Config() if config is None else config).layers
+    given = Fp8Config() if config is None else config
+    where = given.where if where is None else where
+    rules = given.layers
     decisions = {} if config is None else decide(model, config)
+    # What a layer in high precision would run: as the configuration has it, if it were judged for these tokens.
+    candidates = {} if where is None else decide(model, dataclasses.replace(given, where=where))
     rows = []
     for path, (layer, stack) in find_layers(model, rules).items():
         rule = rule_of(layer, rules)
@@ -157,6 +191,9 @@ def describe(model: Any, config: Fp8Config | None = None, *, device: Device | st
         if op is None:
             planned = decisions[path].reason if path in decisions else ""
             reason = rule.refusal(layer) or planned or rule.only_if_named(layer) or "not converted"
+        prediction = candidates[path].prediction if path in candidates else None
+        if where is not None and op is not None:
+            prediction = where.predict(rule, layer, stack, op.recipe, op.kernel_residual)
         rows.append(
             LayerDescription(
                 path=path,
@@ -165,9 +202,10 @@ def describe(model: Any, config: Fp8Config | None = None, *, device: Device | st
                 recipe=None if op is None else str(op.recipe),
                 reason=reason,
                 support=None if op is None else rule.support(op.recipe, place),
+                prediction=prediction,
             )
         )
-    return ModelDescription(tuple(rows), named)
+    return ModelDescription(tuple(rows), named, where)
 
 
 def _where(layers: tuple[LayerDescription, ...]) -> str:
@@ -184,6 +222,13 @@ def _verdict(support: Support | None) -> Text:
     if support is None:
         return Text("")
     return Text("native", "green") if support.is_native else Text(f"emulated: {support.reason}", "yellow")
+
+
+def _gain(prediction: Prediction | None) -> Text:
+    """How many times as fast FP8 is predicted to be."""
+    if prediction is None:
+        return Text("")
+    return Text(f"{prediction.gain:.2f}×", "green" if prediction.gain >= 1.0 else "yellow")
 
 
 def _sizes(stack: tuple[hax.Axis, ...]) -> str:

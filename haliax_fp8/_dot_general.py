@@ -31,7 +31,7 @@ from ._mesh_axes import varying_axes
 from ._product_spec import ProductSpec
 from ._products import backward, forward, product, tangent
 from ._quantized_array import QuantizedArray
-from ._state import is_max_grad, to_max_grad
+from ._state import define_linearization, is_max_grad, to_max_grad
 
 
 def fp8_dot_general(
@@ -107,6 +107,17 @@ def _fp8_dot_jvp(primals, tangents, *, spec: ProductSpec):
     return out, fp8_dot_tangent_p.bind(*given, *leaves, spec=spec, linear=linear, structure=structure)
 
 
+def _fp8_dot_linearize(linear: Sequence[bool], *primals: Any, spec: ProductSpec):
+    """What the JVP says, for reverse mode."""
+    lhs, rhs, *others = primals
+    extras, state, key = _split_others(others, spec)
+    out, residuals = forward(lhs, rhs, extras, state, key, spec)
+    of_state = [is_linear for is_linear in [_split_others(linear[2:], spec)[1]] if is_linear is not None]
+    leaves, structure = jax.tree.flatten((residuals, extras))
+    params = {"spec": spec, "linear": (*linear[:2], *of_state), "structure": structure}
+    return out, leaves, lambda residuals, tangents: fp8_dot_tangent_p.bind(*tangents, *residuals, **params)
+
+
 def _fp8_dot_batch(args, axes, *, spec: ProductSpec):
     """Folds the mapped axis into the product; only a state or key that is mapped too makes independent members."""
     size = next(x.shape[axis] for x, axis in zip(args, axes, strict=True) if axis is not None)
@@ -169,6 +180,7 @@ for _primitive, _function, _aval in (
     _primitive.def_abstract_eval(_aval)
     mlir.register_lowering(_primitive, mlir.lower_fun(_function, multiple_results=False))
 ad.primitive_jvps[fp8_dot_p] = _fp8_dot_jvp
+define_linearization(fp8_dot_p, _fp8_dot_linearize)
 batching.primitive_batchers[fp8_dot_p] = _fp8_dot_batch
 ad.primitive_transposes[fp8_dot_tangent_p] = _fp8_dot_transpose
 batching.primitive_batchers[fp8_dot_tangent_p] = _fp8_dot_tangent_batch

@@ -1,7 +1,7 @@
 """State that travels through gradients: the marker type, and what an FP8 op remembers."""
 
 import abc
-import math
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,7 +16,16 @@ from jaxtyping import Array
 
 from ._mesh_axes import varying_axes
 from ._recipe import Recipe
-from ._scaling import AbstractScaling, completed, first_table, measures, overwritten, usable
+from ._scaling import (
+    AbstractScaling,
+    completed,
+    completion,
+    first_table,
+    measures,
+    overwriting,
+    overwritten,
+    usable,
+)
 from ._state import is_max_grad, to_float32, to_max_grad
 
 
@@ -51,11 +60,13 @@ class OpState(OverwriteWithGradient):
             scaling is its scale, initially 1, then the amaxes, initially 0, newest first, then oldest to newest.
         scalings: The scalings that read and write the rows.
         limits: The largest value of each operand's format.
+        input_group: A name that the ops share that read the same input, see `fuse_projections`; None for most.
     """
 
     table: hax.NamedArray
     scalings: tuple[AbstractScaling, ...] = eqx.field(static=True)
     limits: tuple[float, ...] = eqx.field(static=True)
+    input_group: str | None = eqx.field(static=True, default=None)
 
     @staticmethod
     def init(recipe: Recipe, stack: tuple[hax.Axis, ...] = ()) -> "OpState | None":
@@ -80,8 +91,7 @@ class OpState(OverwriteWithGradient):
     @property
     def array(self) -> Array:
         """The table as the product takes it: float32 (or `fp32_max_grad`), whatever the model was cast to."""
-        table = self.table.array
-        return table if is_max_grad(table) or table.dtype == jnp.float32 else to_float32(table)
+        return _as_state(self.table.array)
 
     def with_array(self, table: Array) -> "OpState":
         """This state with another table."""
@@ -110,7 +120,7 @@ class OpState(OverwriteWithGradient):
         first, table = first_table(recipe.scalings), self.array
         assert first is not None
         padding = [(0, 0)] * (table.ndim - 1) + [(0, first.shape[1] - table.shape[-1])]
-        return OpState(self.table, recipe.scalings, self.limits).with_array(jnp.pad(table, padding))
+        return OpState(self.table, recipe.scalings, self.limits, self.input_group).with_array(jnp.pad(table, padding))
 
     def with_max_gradients(self) -> "OpState":
         """The table in `fp32_max_grad`."""
@@ -125,21 +135,28 @@ class OpRecord(OverwriteWithGradient):
     are updated in one go afterwards (`complete_states`).
 
     Args:
-        table: float32, `[*stack, operand, measure]`: the scale in every column; as a gradient, what was measured.
+        table: float32, `[*stack, operand * measure]`: an operand's scale, as often as it measures numbers, then the
+            next one's; as a gradient, what was measured.
+        shared: The first operand's part, `[*stack, measure]`, where the op is of a group that reads the same input:
+            then the table holds the others', and the whole group has the very same array here.
     """
 
     table: hax.NamedArray
+    shared: hax.NamedArray | None = None
 
     @property
     def array(self) -> Array:
-        """The table as the product takes it."""
-        table = self.table.array
-        return table if is_max_grad(table) or table.dtype == jnp.float32 else to_float32(table)
+        """The table as the product takes it, with all rows."""
+        if self.shared is None:
+            return _as_state(self.table.array)
+        first, others = _as_state(self.shared.array), _as_state(self.table.array)
+        return lax.concatenate([first, others], others.ndim - 1)
 
     @property
     def scale(self) -> Array:
         """The scales that the next use takes, `[*stack, operand]`."""
-        return to_float32(self.table.array[..., 0])
+        array = to_float32(self.array)
+        return array[..., :: array.shape[-1] // 3]
 
     def accumulate(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, other: "OpRecord"
@@ -159,24 +176,55 @@ class OpRecord(OverwriteWithGradient):
         return jax.tree.map(to_max_grad, self)
 
 
+def _as_state(table: Array) -> Array:
+    return table if is_max_grad(table) or table.dtype == jnp.float32 else to_float32(table)
+
+
 def record_states(states: Sequence[OpState]) -> list[OpRecord]:
     """What a differentiated function needs of states; all of a kind in one go.
 
     Args:
-        states: This step's.
+        states: This step's. Those of an input group take the largest scale of their inputs, which is each one's own
+            if they always read the same.
     """
-    records: dict[int, OpRecord] = {}
+    scales: list[Array] = [jnp.zeros(()) for _ in states]
     for members in _kinds(states).values():
-        scales = usable(_concatenated([lax.slice_in_dim(_flat(states[i].array), 0, 1, axis=2) for i in members]))
-        width = max(1, measures(states[members[0]].scalings))
-        for i, part in zip(members, _split(scales, [states[i] for i in members]), strict=True):
-            names = (*states[i].table.axis_names[:-1], "fp8_measure")
-            part = lax.reshape(part, (*states[i].array.shape[:-1], 1))
-            # As in `with_array`: the names may count axes that the array does not have.
-            structure = jax.tree.structure(hax.NamedArray(np.zeros((0,) * len(names)), names))
-            table = jax.tree.unflatten(structure, [part if width == 1 else jnp.repeat(part, width, axis=-1)])
-            records[i] = OpRecord(table)
-    return [records[i] for i in range(len(states))]
+        tables = [states[i].array for i in members]
+        firsts = usable(_concatenated([lax.slice_in_dim(table, 0, 1, axis=table.ndim - 1) for table in tables]))
+        firsts = lax.squeeze(firsts, (firsts.ndim - 1,))
+        count = len(members)
+        parts = lax.split(firsts, (firsts.shape[-1] // count,) * count, firsts.ndim - 1) if count > 1 else [firsts]
+        for i, part in zip(members, parts, strict=True):
+            scales[i] = part
+    # Apart from what uses them: XLA would merge kernels of different layers that read the same array of scales, and
+    # all that they make would have to be there at once.
+    scales = lax.optimization_barrier(scales)
+    groups: dict[Any, list[int]] = {}
+    for i, state in enumerate(states):
+        if state.input_group is not None:
+            groups.setdefault((state.input_group, scales[i].shape), []).append(i)
+    shared: dict[int, Array] = {}
+    for members in groups.values():
+        if len(members) > 1:
+            firsts = [lax.slice_in_dim(scales[i], 0, 1, axis=scales[i].ndim - 1) for i in members]
+            shared |= dict.fromkeys(members, functools.reduce(lax.max, firsts))
+    return [_record(state, scales[i], shared.get(i)) for i, state in enumerate(states)]
+
+
+def _record(state: OpState, scales: Array, shared: Array | None) -> OpRecord:
+    """The record of scales `[*stack, operand]`, the first of which others may share."""
+    width, axis = max(1, measures(state.scalings)), scales.ndim - 1
+    stack = state.table.axis_names[:-2]
+
+    def named(x: Array, name: str) -> hax.NamedArray:
+        # As in `with_array`: the names may count axes that the array does not have.
+        structure = jax.tree.structure(hax.NamedArray(np.zeros((0,) * (len(stack) + 1)), (*stack, name)))
+        return jax.tree.unflatten(structure, [x if width == 1 else jnp.repeat(x, width, axis=-1)])
+
+    if shared is None:
+        return OpRecord(named(scales, "fp8_record"))
+    others = lax.slice_in_dim(scales, 1, None, axis=axis)
+    return OpRecord(named(others, "fp8_other_records"), named(shared, "fp8_shared_record"))
 
 
 def complete_states(states: Sequence[OpState], records: Sequence[OpRecord]) -> list[OpState]:
@@ -186,7 +234,7 @@ def complete_states(states: Sequence[OpState], records: Sequence[OpRecord]) -> l
         states: This step's.
         records: The gradients of their records, in the same order.
     """
-    return _together(completed, states, records)
+    return _together(completion, completed, states, records)
 
 
 def overwrite_states(states: Sequence[OpState], gradients: Sequence[OpState]) -> list[OpState]:
@@ -196,25 +244,41 @@ def overwrite_states(states: Sequence[OpState], gradients: Sequence[OpState]) ->
         states: This step's.
         gradients: Their gradients, in the same order.
     """
-    return _together(overwritten, states, gradients)
+    return _together(overwriting, overwritten, states, gradients)
 
 
 def _together(
-    function: Callable[..., Array], states: Sequence[OpState], others: Sequence[OpState | OpRecord]
+    change_of: Callable[..., Array],
+    changed: Callable[..., Array],
+    states: Sequence[OpState],
+    others: Sequence[OpState | OpRecord],
 ) -> list[OpState]:
-    """Applies a function of tables to all states of a kind at once: one kernel for all layers, not one for each."""
-    new: dict[int, OpState] = {}
+    """Computes the change of all states of a kind at once: a kernel or two for all layers, not for each."""
+    new: list[OpState] = list(states)
     for members in _kinds(states, others).values():
-        tables, of_others = ([_flat(x[i].array) for i in members] for x in (states, others))
-        first = states[members[0]]
-        table = function(_concatenated(tables), _concatenated(of_others), first.scalings, first.limits)
-        for i, part in zip(members, _split(table, [states[i] for i in members]), strict=True):
-            new[i] = states[i].with_array(lax.reshape(part, states[i].array.shape))
-    return [new[i] for i in range(len(states))]
+        scalings, limits = states[members[0]].scalings, states[members[0]].limits
+        if measures(scalings) == 0:
+            continue
+        tables = _concatenated([states[i].array for i in members])
+        of_others = [others[i].array for i in members]
+        # Records have one axis where tables have rows and columns.
+        axis = states[members[0]].array.ndim - 2
+        of_others = of_others[0] if len(of_others) == 1 else lax.concatenate(of_others, axis)
+        # Apart from the tables, so that XLA writes all of them in one kernel.
+        changes = lax.optimization_barrier(change_of(tables, of_others, scalings, limits))
+        for i, change in zip(members, _split(changes, len(members)), strict=True):
+            new[i] = states[i].with_array(_changed(states[i].array, change, changed=changed, scalings=scalings))
+    return new
+
+
+@functools.partial(jax.jit, static_argnames=("changed", "scalings"))
+def _changed(table: Array, change: Array, *, changed: Callable[..., Array], scalings: Any) -> Array:
+    """Jitted, so that layers share one trace."""
+    return changed(table, change, scalings)
 
 
 def _kinds(states: Sequence[OpState], others: Sequence[Any] | None = None) -> dict[Any, list[int]]:
-    """The places of states that can become one array: same scalings, same columns, same devices."""
+    """The places of states that can become one array: same scalings, same stack, same devices."""
     kinds: dict[Any, list[int]] = {}
     for i, state in enumerate(states):
         place = _place(state.array), None if others is None else _place(others[i].array)
@@ -222,22 +286,19 @@ def _kinds(states: Sequence[OpState], others: Sequence[Any] | None = None) -> di
     return kinds
 
 
-def _split(table: Array, states: Sequence[OpState]) -> list[Array]:
-    """The part of each state in what `_concatenated` joined."""
-    ends = np.cumsum([0, *(math.prod(state.array.shape[:-2]) for state in states)])
-    return [lax.slice_in_dim(table, int(start), int(end), axis=0) for start, end in zip(ends, ends[1:], strict=False)]
-
-
-def _flat(table: Array) -> Array:
-    return lax.reshape(table, (math.prod(table.shape[:-2]), *table.shape[-2:]))
-
-
 def _concatenated(tables: list[Array]) -> Array:
-    return tables[0] if len(tables) == 1 else lax.concatenate(tables, 0)
+    """One table with the rows of all."""
+    return tables[0] if len(tables) == 1 else lax.concatenate(tables, tables[0].ndim - 2)
+
+
+def _split(table: Array, count: int) -> list[Array]:
+    """The inverse of `_concatenated`."""
+    axis = table.ndim - 2
+    return list(lax.split(table, [table.shape[axis] // count] * count, axis)) if count > 1 else [table]
 
 
 def _place(table: Array) -> tuple[Any, ...]:
-    """What two tables must share to become one array: columns, devices, and the mesh axes along which they vary."""
+    """What two tables must share to become one array: shape, devices, and the mesh axes along which they vary."""
     if isinstance(table, jax.core.Tracer):
-        return table.shape[-2:], varying_axes(table)
-    return table.shape[-2:], getattr(table, "sharding", None)
+        return table.shape, varying_axes(table)
+    return table.shape, getattr(table, "sharding", None)

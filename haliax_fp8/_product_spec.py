@@ -23,8 +23,8 @@ class ProductSpec:
         precision: Of fprop. The default lets the hardware accumulate fast; dgrad and wgrad never do.
         has_key: Whether the key that random rounding draws from was given; without, rounding at random raises.
         requantizes: Whether the backward pass quantizes the kernel again, instead of keeping its FP8 copy.
-        records: Whether state is a scale for each operand, whose gradient is what was measured, and not the whole
-            table, whose gradient is the next step's.
+        records: Whether state is not the whole table, whose gradient is the next step's, but the scales alone, whose
+            gradient is what was measured: `[*ensemble, 3 * measures]`, an operand's numbers one after the other.
         ensemble: How many leading axes of every array number independent members, each with state of its own.
     """
 

@@ -9,11 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Float32
+from jaxtyping import Array
 
 from ._contraction import ProductName
 from ._first_order import first_order
-from ._mesh_axes import axes_to_reduce, varying_axes
+from ._measures import measured_parts, of_operands, whole
+from ._mesh_axes import varying_axes
 from ._product_spec import ProductSpec
 from ._quantized_array import QuantizedArray
 from ._recipe import Recipe
@@ -21,30 +22,11 @@ from ._scaling import (
     AbstractStatefulScaling,
     OperandUse,
     measures,
-    recorded,
-    recorded_nothing,
     stores_scale,
     updated,
     usable,
 )
 from ._state import to_float32
-
-
-def _measured(
-    x: Float[Array, "..."], quantized: QuantizedArray, role: int, spec: ProductSpec, state: Array
-) -> Float32[Array, "*ensemble 1 measures"]:
-    """What the state records of an operand, filled up with zeros to what it records of any."""
-    scaling, count = spec.quantizations[role].scaling, measures(spec.recipe.scalings)
-    if isinstance(scaling, AbstractStatefulScaling) and scaling.measures:
-        values = scaling.measure(x, quantized, spec.ensemble)
-        axes = axes_to_reduce(x, state)
-        return _filled_up(lax.pmax(values, axes) if axes else values, count)
-    return jnp.zeros((*x.shape[: spec.ensemble], 1, count), jnp.float32)
-
-
-def _filled_up(values: Array, count: int) -> Array:
-    missing = count - values.shape[-1]
-    return values if missing == 0 else jnp.pad(values, [(0, 0)] * (values.ndim - 1) + [(0, missing)])
 
 
 def _round_to(x: Array, dtype: np.dtype | None) -> Array:
@@ -57,12 +39,17 @@ type Scales = tuple[Array, ...] | None
 # Apart from `forward` and `backward`, so that ops of all shapes share one trace; as `_next_state` below.
 @functools.partial(jax.jit, static_argnames="records")
 def _scales(state: Array | None, *, records: bool) -> Scales:
-    """The stored scale of each row of the state, `[*ensemble]`."""
+    """The stored scale of each operand, `[*ensemble]`."""
     if state is None:
         return None
-    scales = to_float32(lax.index_in_dim(state, 0, axis=state.ndim - 1, keepdims=False))
-    scales = scales if records else usable(scales)
-    return tuple(lax.index_in_dim(scales, row, axis=scales.ndim - 1, keepdims=False) for row in range(scales.shape[-1]))
+    if not records:
+        scales = usable(to_float32(lax.index_in_dim(state, 0, axis=state.ndim - 1, keepdims=False)))
+    elif state.shape[-1] == 3:
+        scales = to_float32(state)
+    else:
+        scales = to_float32(lax.slice_in_dim(state, 0, None, state.shape[-1] // 3, axis=state.ndim - 1))
+    axis = scales.ndim - 1
+    return tuple(lax.squeeze(x, (axis,)) for x in lax.split(scales, (1, 1, 1), axis))
 
 
 def _stored(role: int, scales: Scales, spec: ProductSpec) -> Array:
@@ -141,7 +128,8 @@ class Residuals(NamedTuple):
         lhs: The operand as quantized for the gradient of rhs, its data alone where the state has its scale; the
             operand itself where it is a kernel that is quantized again.
         rhs: The operand as quantized for the gradient of lhs, likewise.
-        measured: What the state records of lhs and rhs, `[*ensemble, 2, measures]`; None if nothing.
+        measured: What the state records of parts of lhs and rhs, `[*ensemble, 2 * measures, parts]`;
+            None if nothing.
         state: The state, from which the next one is made.
         key: What random rounding draws from.
     """
@@ -220,8 +208,8 @@ def _forward(
         return out, (None, None), None
     measured = None
     if state is not None and measures(spec.recipe.scalings):
-        of_operands = [_measured(x, quantized[role], role, spec, state) for role, x in enumerate((lhs, rhs))]
-        measured = lax.concatenate(of_operands, spec.ensemble)
+        both = [measured_parts(x, quantized[role], role, spec, state) for role, x in enumerate((lhs, rhs))]
+        measured = of_operands(both)
     saved: list[Saved] = [None, None]
     for role, x in enumerate((lhs, rhs)):
         if _requantized(role, spec):
@@ -284,18 +272,19 @@ def backward(
     if state is None or not update:
         return gradients, None
     if residuals.measured is None:
-        return gradients, recorded_nothing(state) if spec.records else to_float32(state)
-    of_grad = _measured(grad, quantized_for(dgrad), 2, spec, state)
-    measured = lax.concatenate([residuals.measured, of_grad], spec.ensemble)
+        return gradients, lax.full_like(state, 0.0, np.float32) if spec.records else to_float32(state)
+    of_grad = measured_parts(grad, quantized_for(dgrad), 2, spec, state)
+    measured = whole(of_operands([residuals.measured, of_grad]))
     # From the order lhs, rhs, output gradient into that of the state.
     if spec.kernel_is_lhs:
-        parts = [lax.slice_in_dim(measured, row, row + 1, axis=spec.ensemble) for row in spec.state_rows]
-        measured = lax.concatenate(parts, spec.ensemble)
-    return gradients, recorded(measured) if spec.records else _next_state(state, measured, recipe=spec.recipe)
+        operands = lax.split(measured, (measured.shape[-1] // 3,) * 3, spec.ensemble)
+        measured = lax.concatenate([operands[row] for row in spec.state_rows], spec.ensemble)
+    return gradients, measured if spec.records else _next_state(state, measured, recipe=spec.recipe)
 
 
 @functools.partial(jax.jit, static_argnames="recipe")
 def _next_state(state: Array, measured: Array, *, recipe: Recipe) -> Array:
+    measured = lax.reshape(measured, (*state.shape[:-1], measured.shape[-1] // 3))
     return updated(to_float32(state), measured, recipe.scalings, recipe.limits)
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -61,11 +62,13 @@ class Rotation:
     def _times(self, x: Array, matrix: np.ndarray) -> Array:
         last = jnp.moveaxis(x, self.axis, -1)
         groups = last.reshape(*last.shape[:-1], last.shape[-1] // GROUP, GROUP)
-        rotated = lax.dot_general(
-            groups,
-            jnp.asarray(matrix),
-            (((groups.ndim - 1,), (0,)), ((), ())),
-            precision=lax.Precision.HIGHEST,
-            preferred_element_type=jnp.float32,
-        )
+        # So that it is told from the products whose operands it rotates.
+        with jax.named_scope("rotation"):
+            rotated = lax.dot_general(
+                groups,
+                jnp.asarray(matrix),
+                (((groups.ndim - 1,), (0,)), ((), ())),
+                precision=lax.Precision.HIGHEST,
+                preferred_element_type=jnp.float32,
+            )
         return jnp.moveaxis(rotated.reshape(last.shape), -1, self.axis)

@@ -10,15 +10,17 @@ This is the only file that needs JAX's internals; what it needs is checked by `t
 """
 
 import dataclasses
-from typing import ClassVar
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax._src import core, dtypes, earray
-from jax._src.ad_util import raw_jaxval_adders
-from jax._src.interpreters import pxla
+from jax._src.ad_util import Zero, raw_jaxval_adders
+from jax._src.interpreters import ad, pxla
 from jaxtyping import Array
 
 
@@ -123,3 +125,39 @@ def to_max_grad(x: Array) -> Array:
 def to_float32(x: Array) -> Array:
     """Casts to float32 from any floating element type, `fp32_max_grad` included."""
     return lax.convert_element_type(x, jnp.float32)
+
+
+def define_linearization(primitive: Any, linearize: Callable[..., tuple[Array, Sequence[Array], Callable]]) -> None:
+    """Gives a primitive with one result a rule of its own for reverse mode, where JAX would take its JVP apart.
+
+    Taking it apart finds the same residuals and the same linear function, but costs as much as tracing both anew.
+    Where this JAX calls such rules otherwise, nothing is done, and it does take the JVP apart.
+
+    Args:
+        primitive: The primitive; it has a JVP too, for forward mode.
+        linearize: `linearize(linear, *primals, **params)` returns the result, residuals, and a function of residuals
+            and tangents (only those that `linear` says are not zero) that returns the result's tangent.
+    """
+    rules = getattr(ad, "primitive_linearizations", None)
+    fallback = getattr(ad, "fallback_linearize_rule", None)
+    expected = ["_prim", "_is_vjp", "_nonzeros", "primals", "params"]
+    if rules is None or fallback is None or list(inspect.signature(fallback).parameters) != expected:
+        return
+
+    def rule(is_vjp: bool, nonzeros: Sequence[bool], *primals: Any, **params: Any) -> tuple[Any, ...]:
+        # Of integers JAX may hand over tangents that are not marked as zero.
+        linear = [
+            nz and jax.typeof(p).to_tangent_aval().dtype != jax.dtypes.float0
+            for nz, p in zip(nonzeros, primals, strict=True)
+        ]
+        if not any(linear):
+            out = primitive.bind(*primals, **params)
+            return out, False, [], None, lambda residuals, _, *tangents: Zero(jax.typeof(out).to_tangent_aval())
+        out, kept, function = linearize(tuple(linear), *primals, **params)
+
+        def linearized(residuals: Sequence[Any], _: Any, *tangents: Any) -> Any:
+            return function(residuals, [t for t, is_linear in zip(tangents, linear, strict=True) if is_linear])
+
+        return out, True, list(kept), None, linearized
+
+    rules[primitive] = rule

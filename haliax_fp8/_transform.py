@@ -16,9 +16,11 @@ from ._layers import LayerRule, default_layers
 from ._op import Fp8DotGeneral, floating_dtype
 from ._presets import RecipeLike, as_recipe
 from ._recipe import Recipe
+from ._roofline import Prediction
 from ._scaling import DelayedScaling
 from ._support import require_support
 from ._targets import Pattern, Targets, as_patterns, matches, path_string, unmatched_error
+from ._where_pays import WherePays
 
 
 M = TypeVar("M")
@@ -45,6 +47,7 @@ class Fp8Config:
         emulate: Convert even where the default device is an accelerator without the units that multiply a recipe's
             products, see `supported`. A CPU always emulates, with the same rounding.
         layers: The rules of the layer classes, see `LayerRule`.
+        where: Of the layers selected, converts those that are faster in FP8 on a named device; None converts all.
 
     Raises:
         ValueError: If an argument is of the wrong kind, `targets` is empty, the history length is below 1, or
@@ -64,6 +67,7 @@ class Fp8Config:
     kernel_residual: AbstractKernelResidual = RequantizeWhereCheap()
     emulate: bool = False
     layers: tuple[LayerRule, ...] = default_layers
+    where: WherePays | None = None
 
     def __post_init__(self) -> None:
         if self.targets is not None and not as_patterns("targets", self.targets):
@@ -82,6 +86,11 @@ class Fp8Config:
             raise ValueError(
                 f"kernel_residual={self.kernel_residual!r} says not what is kept of a kernel; use "
                 "RequantizeWhereCheap(), Requantize() or KeepQuantized()"
+            )
+        if self.where is not None and not isinstance(self.where, WherePays):
+            raise ValueError(
+                f"where={self.where!r} says not where FP8 pays; use WherePays(device, tokens=...), or None to convert "
+                "every layer that is selected"
             )
 
     def resolve(self, recipe: Any, name: str = "recipe") -> Recipe:
@@ -102,7 +111,7 @@ class Fp8Config:
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
-    """What becomes of one layer: its recipe, or the reason it is left alone."""
+    """What becomes of one layer: its recipe, or the reason it is left alone; and what FP8 was predicted to gain."""
 
     path: str
     layer: Any
@@ -110,6 +119,7 @@ class Decision:
     stack: tuple[hax.Axis, ...]
     recipe: Recipe | None
     reason: str
+    prediction: Prediction | None = None
 
 
 def fp8_linear_layers[M](module: M, config: Fp8Config | None = None) -> M:
@@ -213,7 +223,13 @@ def decide(module: Any, config: Fp8Config) -> dict[str, Decision]:
             if named:
                 raise ValueError(f"the targets or overrides select {path}, which cannot be converted: {refusal}")
             recipe, reason = None, refusal
-        decisions[path] = Decision(path, layer, rule, stack, recipe, reason)
+        prediction = None
+        if recipe is not None and config.where is not None:
+            prediction = config.where.predict(rule, layer, stack, recipe, config.kernel_residual)
+            overridden = any(matches(pattern, path, layer) for pattern in config.overrides)
+            if not overridden and (slower := config.where.refusal(rule, prediction, recipe)) is not None:
+                recipe, reason = None, slower
+        decisions[path] = Decision(path, layer, rule, stack, recipe, reason, prediction)
     return decisions
 
 

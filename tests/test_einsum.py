@@ -273,7 +273,9 @@ def test_dtypes(dtype):
     for precision, expected in (("highest", 2), (None, 1)):  # of fprop and dgrad
         backward = jax.grad(lambda x, p=precision: einsum("mk,kn->nm", x, w, precision=p).astype(jnp.float32).sum())
         used = [equation.params["precision"][0] for equation in dot_generals(backward, x)]
-        assert used.count(jax.lax.Precision.HIGHEST) == expected
+        # In bfloat16 there are two ways to write a product, for NVIDIA's devices and for all others.
+        ways = 2 if dtype == jnp.bfloat16 else 1
+        assert used.count(jax.lax.Precision.HIGHEST) == ways * expected
     assert Fp8Einsum.init(SHORT, compute_dtype=dtype)("mk,kn->nm", x.astype(jnp.float32), w).dtype == dtype
 
 

@@ -542,6 +542,7 @@ def test_vmapped_layers_are_one_product(converted):
 
     report = preflight(step, abstract(make), struct(4, 24, 32), target="local")
     assert len(report.products) == 2 and report.step.flops == 2 * 2 * 4 * 24 * 32 * 64
+    assert {product.layer for product in report.products} == {"model"}
 
 
 def test_grouped_products_of_experts():

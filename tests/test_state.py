@@ -10,10 +10,12 @@ import pytest
 from jax import lax
 from jax._src import core, dtypes, earray
 from jax._src.ad_util import raw_jaxval_adders
-from jax._src.interpreters import pxla
+from jax._src.interpreters import ad, pxla
 from jax.sharding import NamedSharding, PartitionSpec as P, SingleDeviceSharding
 
+import haliax_fp8
 from haliax_fp8 import _state
+from haliax_fp8._dot_general import fp8_dot_p
 from haliax_fp8._state import fp32_max_grad, is_max_grad, to_float32, to_max_grad
 
 
@@ -306,7 +308,9 @@ def test_internals_are_the_ones_that_this_file_checks():
         "jax._src.core",
         "jax._src.dtypes",
         "jax._src.earray",
+        "jax._src.ad_util.Zero",
         "jax._src.ad_util.raw_jaxval_adders",
+        "jax._src.interpreters.ad",
         "jax._src.interpreters.pxla",
     }
 
@@ -349,3 +353,20 @@ def test_internals_eager_adder():
     assert raw_jaxval_adders[earray.EArray] is _state._add_eagerly
     total = _state._add_eagerly(to_max_grad(STATE), to_max_grad(STATE[::-1]))
     np.testing.assert_array_equal(to_float32(total), [20.0, 20.0])
+
+
+def test_internals_linearization():
+    """This JAX calls rules as ours expects, and the product has one. Else its JVP is taken apart, which costs time."""
+    parameters = list(inspect.signature(ad.fallback_linearize_rule).parameters)
+    assert parameters == ["_prim", "_is_vjp", "_nonzeros", "primals", "params"]
+    assert fp8_dot_p in ad.primitive_linearizations
+
+
+def test_without_the_rule_gradients_are_the_same(monkeypatch):
+    x, w = jax.random.normal(jax.random.key(0), (4, 16)), jax.random.normal(jax.random.key(1), (16, 8))
+    op = haliax_fp8.Fp8DotGeneral.init()
+    loss = lambda op, x, w: (op(x, w, (((1,), (0,)), ((), ()))) ** 2).sum()
+    gradients = lambda: jax.jit(jax.grad(lambda *args: loss(*args), argnums=(0, 1, 2)))(op, x, w)
+    ruled = gradients()
+    monkeypatch.delitem(ad.primitive_linearizations, fp8_dot_p)
+    jax.tree.map(np.testing.assert_array_equal, gradients(), ruled)

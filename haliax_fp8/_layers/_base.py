@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from .._device import Device
+from .._layer_work import LayerSize
 from .._op import Fp8DotGeneral
 from .._recipe import Recipe
 from .._support import Support, supported
@@ -54,6 +55,10 @@ class LayerRule(abc.ABC):
     def support(self, recipe: Recipe, device: Device) -> Support:
         """What becomes of the products of such a layer on a device; of most layers, what `supported` says."""
         return supported(recipe, device)
+
+    def size(self, layer: Any, stack: tuple[hax.Axis, ...]) -> LayerSize | None:
+        """The matrices of one layer of the stacks; None where nobody can say, and its time is not predicted."""
+        return None
 
     def only_if_named(self, layer: Any) -> str | None:
         """Why a layer is converted only where `targets` or an override selects it; None for most layers."""

@@ -1,6 +1,7 @@
 """Rules for Equinox's layers."""
 
 import dataclasses
+import math
 from typing import Any
 
 import equinox as eqx
@@ -9,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from .._layer_work import LayerSize
 from .._op import Fp8DotGeneral
 from .._recipe import Recipe
 from ._base import LayerRule, integer_weight, state_like
@@ -69,6 +71,12 @@ class EquinoxLinear(LayerRule):
         """Input and output features."""
         return f"{layer.in_features} -> {layer.out_features}"
 
+    def size(self, layer: eqx.nn.Linear, stack: tuple[hax.Axis, ...]) -> LayerSize:
+        """Input and output features, and the members of an ensemble."""
+        inputs, outputs = (1 if n == "scalar" else n for n in (layer.in_features, layer.out_features))
+        members, _ = _leading(layer, stack)
+        return LayerSize(inputs, outputs, members=math.prod(members))
+
     def op(self, layer: eqx.nn.Linear) -> Fp8DotGeneral | None:
         """The op of an `Fp8Linear`."""
         return layer.dot_general if isinstance(layer, Fp8Linear) else None
@@ -77,11 +85,9 @@ class EquinoxLinear(LayerRule):
         self, layer: eqx.nn.Linear, recipe: Recipe, compute_dtype: Any, stack: tuple[hax.Axis, ...]
     ) -> Fp8Linear:
         """An `Fp8Linear` with the same arrays; leading axes of the weight are those of stacks and ensembles."""
-        leading = getattr(layer.weight, "shape", (0, 0))[:-2]
-        sizes = tuple(axis.size for axis in stack)
-        stack = stack if leading[len(leading) - len(sizes) :] == sizes else ()
+        members, stack = _leading(layer, stack)
         op = Fp8DotGeneral.init(recipe, compute_dtype=compute_dtype, stack=stack)
-        return Fp8Linear(layer, state_like(op, layer.weight, leading[: len(leading) - len(stack)]))
+        return Fp8Linear(layer, state_like(op, layer.weight, members))
 
     def with_op(self, layer: eqx.nn.Linear, op: Fp8DotGeneral) -> Fp8Linear:
         """An `Fp8Linear` with the op."""
@@ -94,3 +100,11 @@ class EquinoxLinear(LayerRule):
         for field in dataclasses.fields(eqx.nn.Linear):
             object.__setattr__(plain, field.name, getattr(layer, field.name))
         return plain
+
+
+def _leading(layer: eqx.nn.Linear, stack: tuple[hax.Axis, ...]) -> tuple[tuple[int, ...], tuple[hax.Axis, ...]]:
+    """The weight's axes before its matrix: those of an ensemble, then those of the stacks, if it has them."""
+    leading = getattr(layer.weight, "shape", (0, 0))[:-2]
+    sizes = tuple(axis.size for axis in stack)
+    stack = stack if leading[len(leading) - len(sizes) :] == sizes else ()
+    return leading[: len(leading) - len(stack)], stack

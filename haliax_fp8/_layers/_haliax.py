@@ -1,6 +1,7 @@
 """Rules for Haliax's layers."""
 
 import dataclasses
+import math
 from typing import Any
 
 import equinox as eqx
@@ -11,6 +12,7 @@ from haliax.axis import axis_spec_to_tuple
 from haliax.quantization import DotGeneralOp
 
 from .._device import Device
+from .._layer_work import LayerSize
 from .._op import Fp8DotGeneral
 from .._recipe import Recipe
 from .._support import Support, supported_in_groups
@@ -35,6 +37,10 @@ class HaliaxLinear(LayerRule):
     def shape(self, layer: hnn.Linear) -> str:
         """Input axes and output axes with their sizes."""
         return f"{named_sizes(layer.In)} -> {named_sizes(layer.Out)}"
+
+    def size(self, layer: hnn.Linear, stack: tuple[hax.Axis, ...]) -> LayerSize:
+        """Input and output axes, and the members of an ensemble."""
+        return size_of(layer.weight, layer.In, layer.Out)
 
     def op(self, layer: hnn.Linear) -> Fp8DotGeneral | None:
         """The `dot_general`, if it is ours."""
@@ -90,6 +96,10 @@ class HaliaxEmbedding(LayerRule):
     def shape(self, layer: hnn.Embedding) -> str:
         """Of the product: embedding axes to vocabulary."""
         return f"{named_sizes(layer.Embed)} -> {named_sizes(layer.Vocab)}"
+
+    def size(self, layer: hnn.Embedding, stack: tuple[hax.Axis, ...]) -> LayerSize:
+        """Of the product, as its shape."""
+        return size_of(layer.weight, layer.Embed, layer.Vocab)
 
     def op(self, layer: hnn.Embedding) -> Fp8DotGeneral | None:
         """The op of `unembed`."""
@@ -161,6 +171,11 @@ class HaliaxMoELinear(LayerRule):
         """Experts, input and output axes."""
         return f"{named_sizes(layer.Experts)}: {named_sizes(layer.In)} -> {named_sizes(layer.Out)}"
 
+    def size(self, layer: hnn.MoELinear, stack: tuple[hax.Axis, ...]) -> LayerSize:
+        """Experts, input and output axes."""
+        size = size_of(layer.weight, layer.In, layer.Out)
+        return dataclasses.replace(size, experts=math.prod(axis.size for axis in axes_of(layer.Experts)))
+
     def op(self, layer: hnn.MoELinear) -> Fp8DotGeneral | None:
         """The op of the grouped product."""
         return layer.dot_general if isinstance(layer, Fp8MoELinear) else None
@@ -190,17 +205,25 @@ def op_for(
     """An op for a kernel with named axes, which may be stacked, or be the members of an ensemble."""
     sizes = {axis.name: axis.size for axis in axes_of(Out)}
     names: tuple[str, ...] = tuple(sizes)
-    members: tuple[int, ...] = ()
-    # Where a weight is tied to another array, it (or the array in it) is a node of `eqx.nn.Shared` instead.
     if isinstance(weight, hax.NamedArray):
-        shape: tuple[int, ...] | None = getattr(weight.array, "shape", None)
-        if shape is not None:
-            members = shape[: len(shape) - len(weight.axis_names)]
         stack = tuple(axis for axis in stack if axis.name in weight.axis_names)
         names = tuple(name for name in weight.axis_names if name in sizes)
     kernel_shape = tuple(sizes[name] for name in names)
     op = Fp8DotGeneral.init(recipe, compute_dtype=compute_dtype, kernel_shape=kernel_shape, stack=stack)
-    return state_like(op, weight, members)
+    return state_like(op, weight, members_of(weight))
+
+
+def size_of(weight: Any, In: hax.AxisSpec, Out: hax.AxisSpec) -> LayerSize:
+    """The size of a layer whose kernel has named axes."""
+    inputs, outputs = (math.prod(axis.size for axis in axes_of(spec)) for spec in (In, Out))
+    return LayerSize(inputs, outputs, members=math.prod(members_of(weight)))
+
+
+def members_of(weight: Any) -> tuple[int, ...]:
+    """The axes without names that an ensemble's weight begins with."""
+    # Where a weight is tied to another array, it (or the array in it) is a node of `eqx.nn.Shared` instead.
+    shape = getattr(weight.array, "shape", None) if isinstance(weight, hax.NamedArray) else None
+    return () if shape is None else shape[: len(shape) - len(weight.axis_names)]
 
 
 def subclass(layer: Any, *types: type) -> str | None:

@@ -25,10 +25,10 @@ from ._observed import ObservedScaling as ObservedScaling
 from ._static import StaticScaling as StaticScaling
 from ._table import (
     completed as completed,
+    completion as completion,
     first_table as first_table,
     measures as measures,
+    overwriting as overwriting,
     overwritten as overwritten,
-    recorded as recorded,
-    recorded_nothing as recorded_nothing,
     updated as updated,
 )

@@ -9,6 +9,10 @@ from jax import lax
 from jaxtyping import Array, Float, Float32
 
 
+# A GPU's multiprocessors take a few rows each.
+_ROWS = 1024
+
+
 @dataclasses.dataclass(frozen=True)
 class AbstractAmaxCompute(abc.ABC):
     """A rule for the amax that delayed scaling divides by. `amax_compute_algo` in TransformerEngine."""
@@ -19,6 +23,20 @@ class AbstractAmaxCompute(abc.ABC):
         magnitude = lax.abs(x)
         amax = jnp.max(magnitude, axis=axes, initial=0.0) if x.size == 0 else lax.reduce_max(magnitude, axes)
         return lax.convert_element_type(amax, jnp.float32)
+
+    def measure_parts(self, x: Float[Array, "*shape"], ensemble: int) -> Float[Array, "*ensemble parts"]:
+        """What a step records of parts of an operand, whose maximum is what `measure` returns; in the operand's dtype.
+
+        The parts are the rows of the leading axes, enough to keep a device busy. A maximum over all of a large operand
+        takes two kernels, the second of which the caller shares between operands.
+        """
+        rows, axis = 1, ensemble
+        while axis < x.ndim - 1 and rows < _ROWS:
+            rows, axis = rows * x.shape[axis], axis + 1
+        if x.size == 0 or rows == 1:
+            return lax.expand_dims(self.measure(x, ensemble), (ensemble,))
+        parts = lax.reduce_max(lax.abs(x), tuple(range(axis, x.ndim)))
+        return parts if axis == ensemble + 1 else lax.reshape(parts, (*x.shape[:ensemble], rows))
 
     @abc.abstractmethod
     def of_history(self, history: Float32[Array, "*rows history"]) -> Float32[Array, "*rows 1"]:
@@ -114,6 +132,10 @@ class Percentile(AbstractAmaxCompute):
         count = magnitude.shape[-1]
         rank = max(0, int(np.ceil(count * self.percent / 100.0)) - 1)
         return jnp.sort(magnitude, axis=-1)[..., rank]
+
+    def measure_parts(self, x: Float[Array, "*shape"], ensemble: int) -> Float[Array, "*ensemble 1"]:
+        """Of the operand as a whole: the percentile of all is not the largest of the parts' percentiles."""
+        return lax.expand_dims(self.measure(x, ensemble), (ensemble,))
 
     def of_history(self, history: Float32[Array, "*rows history"]) -> Float32[Array, "*rows 1"]:
         """The largest of them."""

@@ -108,20 +108,49 @@ class AbstractStatefulScaling(AbstractScaling):
             ensemble: How many leading axes number members.
         """
 
+    def measure_parts(
+        self, x: Float[Array, "*shape"], quantized: QuantizedArray, ensemble: int
+    ) -> Float[Array, "*ensemble measures parts"]:
+        """What a step records of parts of an operand, in any dtype; their maximum is what `measure` returns.
+
+        Args:
+            x: As in `measure`.
+            quantized: As in `measure`.
+            ensemble: As in `measure`.
+        """
+        return lax.reshape(self.measure(x, quantized, ensemble), (*x.shape[:ensemble], self.measures, 1))
+
     @abc.abstractmethod
-    def update(
+    def head(
         self,
         rows: Float32[Array, "*ensemble operands columns"],
         measured: Float32[Array, "*ensemble operands measures"],
         limits: tuple[float, ...],
-    ) -> Float32[Array, "*ensemble operands columns"]:
-        """The rows after a step.
+    ) -> Float32[Array, "*ensemble operands changed"]:
+        """The first columns of the rows after a step: those that are computed from several others.
 
         Args:
             rows: The rows before it, of the operands with this scaling.
             measured: What this step measured of them; where it is not finite, the scale must not come from it.
             limits: The largest value of each of these operands' formats.
         """
+
+    def tail(self, rows: Float32[Array, "*ensemble operands columns"]) -> Float32[Array, "*ensemble operands others"]:
+        """The other columns after a step: moved, or computed element by element. By default there are none.
+
+        Args:
+            rows: The rows before it.
+        """
+        return lax.slice_in_dim(rows, 0, 0, axis=rows.ndim - 1)
+
+    def update(
+        self,
+        rows: Float32[Array, "*ensemble operands columns"],
+        measured: Float32[Array, "*ensemble operands measures"],
+        limits: tuple[float, ...],
+    ) -> Float32[Array, "*ensemble operands columns"]:
+        """The rows after a step: `head`, then `tail`."""
+        return lax.concatenate([self.head(rows, measured, limits), self.tail(rows)], rows.ndim - 1)
 
     def calibrated(
         self,

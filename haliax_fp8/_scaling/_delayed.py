@@ -106,16 +106,22 @@ class DelayedScaling(AbstractStatefulScaling):
         del quantized
         return lax.reshape(self.amax_compute.measure(x, ensemble), (*x.shape[:ensemble], 1, 1))
 
-    def update(
+    def measure_parts(
+        self, x: Float[Array, "*shape"], quantized: QuantizedArray, ensemble: int
+    ) -> Float[Array, "*ensemble 1 parts"]:
+        """The amaxes of rows."""
+        del quantized
+        return lax.expand_dims(self.amax_compute.measure_parts(x, ensemble), (ensemble,))
+
+    def head(
         self,
         rows: Float32[Array, "*ensemble operands columns"],
         measured: Float32[Array, "*ensemble operands 1"],
         limits: tuple[float, ...],
-    ) -> Float32[Array, "*ensemble operands columns"]:
-        """The amax enters the history, and the history gives the next step's scale.
+    ) -> Float32[Array, "*ensemble operands 2"]:
+        """The next step's scale, from a history that this step's amax has entered; and that amax.
 
-        `history = roll(history, -1)`, then `history[0] = amax`;
-        `scale = 1 / ((limit / max(history)) / 2**margin)`.
+        `scale = 1 / ((limit / max(history)) / 2**margin)` with the newest amax in the place of the oldest.
         The double reciprocal is Flax's: `amax / limit` differs from it in the last bit for half of all amaxes. Where
         the history holds nothing above zero, the scale stays. The scale never falls with the amax, so that taking the
         maximum over several uses of one state gives the state of their largest amax.
@@ -131,16 +137,27 @@ class DelayedScaling(AbstractStatefulScaling):
         axis, end = rows.ndim - 1, 1 + self.amax_history_length
         scale = lax.slice_in_dim(rows, 0, 1, axis=axis)
         newest = lax.select(lax.is_finite(measured), measured, lax.full_like(measured, -jnp.inf))
-        rest = lax.slice_in_dim(rows, min(3, end), end, axis=axis)
-        last = lax.slice_in_dim(rows, 1, min(2, end - 1), axis=axis)
-        history = lax.concatenate([newest, rest, last], axis)
+        history = lax.concatenate([newest, *self._moved(rows)], axis)
         new_scale = self._scale_of(history, scale, limits)
-        if self.update_interval == 1:
-            return lax.concatenate([new_scale, history], axis)
-        counter = lax.slice_in_dim(rows, end, end + 1, axis=axis)
-        new_scale = lax.select(lax.eq(counter, lax.full_like(counter, 0.0)), new_scale, scale)
-        counter = lax.rem(counter + np.float32(1.0), lax.full_like(counter, self.update_interval))
-        return lax.concatenate([new_scale, history, counter], axis)
+        if self.update_interval > 1:
+            counter = lax.slice_in_dim(rows, end, end + 1, axis=axis)
+            new_scale = lax.select(lax.eq(counter, lax.full_like(counter, 0.0)), new_scale, scale)
+        return lax.concatenate([new_scale, newest], axis)
+
+    def tail(self, rows: Float32[Array, "*ensemble operands columns"]) -> Float32[Array, "*ensemble operands others"]:
+        """The rest of `roll(history, -1)`, and the steps since an update."""
+        axis, end = rows.ndim - 1, 1 + self.amax_history_length
+        columns = self._moved(rows)
+        if self.update_interval > 1:
+            counter = lax.slice_in_dim(rows, end, end + 1, axis=axis)
+            columns.append(lax.rem(counter + np.float32(1.0), lax.full_like(counter, self.update_interval)))
+        return lax.concatenate(columns, axis)
+
+    def _moved(self, rows: Array) -> list[Array]:
+        """`roll(history, -1)` without its first entry, which this step's amax takes."""
+        axis, end = rows.ndim - 1, 1 + self.amax_history_length
+        rest = lax.slice_in_dim(rows, min(3, end), end, axis=axis)
+        return [rest, lax.slice_in_dim(rows, 1, min(2, end - 1), axis=axis)]
 
     def calibrated(
         self,

@@ -97,7 +97,7 @@ class MeasuredScaling(AbstractStatefulScaling):
         shares = [jnp.sum(condition.astype(jnp.float32), axes) / count for condition in (clipped, flushed)]
         return jnp.expand_dims(jnp.stack([amax, *shares, error], axis=-1), ensemble)
 
-    def update(
+    def head(
         self,
         rows: Float32[Array, "*ensemble operands columns"],
         measured: Float32[Array, "*ensemble operands 4"],

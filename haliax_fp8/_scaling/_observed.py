@@ -47,7 +47,7 @@ class ObservedScaling(AbstractStatefulScaling):
         """As the scaling does."""
         return self.scaling.measure(x, quantized, ensemble)
 
-    def update(
+    def head(
         self,
         rows: Float32[Array, "*ensemble operands columns"],
         measured: Float32[Array, "*ensemble operands 1"],

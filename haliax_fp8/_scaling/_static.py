@@ -74,7 +74,7 @@ class StaticScaling(AbstractStatefulScaling):
         """The amax; asked for in calibration only."""
         return self._tensorwise.measure(x, quantized, ensemble)
 
-    def update(
+    def head(
         self,
         rows: Float32[Array, "*ensemble operands columns"],
         measured: Float32[Array, "*ensemble operands measures"],

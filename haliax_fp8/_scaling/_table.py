@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Float32
+from jaxtyping import Array, Float32
 
 from ._base import AbstractScaling, AbstractStatefulScaling
 
@@ -56,69 +56,109 @@ def updated(
     return lax.concatenate([rows[row] for row in range(len(scalings))], operands)
 
 
-# Where a gradient of scales has no amax above zero.
-_ZERO, _NOT_FINITE = -1.0, -2.0
+def completion(table: Array, record: Array, scalings: Sequence[AbstractScaling], limits: Sequence[float]) -> Array:
+    """The change of tables that gradients of scales bring, which are what a step measured.
 
-
-def recorded(measured: Array) -> Array:
-    """What a step measured, as the gradient of scales.
-
-    Several uses take the maximum, whose identity is `-inf`; and where nothing uses an op JAX gives 0. So neither
-    stands for a number: an amax of zero is -1, one that is infinite or NaN is -2.
+    Several uses of an op take the maximum, whose identity is `-inf`: no use at all.
 
     Args:
-        measured: `[*ensemble, operands, measures]`.
-    """
-    positive = lax.select(lax.gt(measured, lax.full_like(measured, 0.0)), measured, lax.full_like(measured, _ZERO))
-    return lax.select(lax.is_finite(measured), positive, lax.full_like(measured, _NOT_FINITE))
-
-
-def recorded_nothing(scales: Array) -> Array:
-    """The gradient of scales, `[*ensemble, operands, 1]`, of an op that was used and measures nothing."""
-    return lax.full_like(scales, _ZERO, np.float32)
-
-
-def completed(table: Array, record: Array, scalings: Sequence[AbstractScaling], limits: Sequence[float]) -> Array:
-    """The table of the next step, from a gradient of scales; `-inf` where the op was not reached.
-
-    Args:
-        table: This step's, `[*ensemble, operands, columns]`.
-        record: See `recorded`.
-        scalings: Of each operand.
+        table: This step's, `[*ensemble, ops * operands, columns]`.
+        record: `[*ensemble, ops * operands * measures]`.
+        scalings: Of each operand of an op.
         limits: The largest value of each operand's format.
+
+    Returns:
+        What has to be computed from several columns, the rest being moved element by element: for each row whether it
+        changes, and the first columns of the new one.
     """
-    reached = jnp.isfinite(record[..., :1]) & (record[..., :1] != 0.0)
-    measured = jnp.where(record == _NOT_FINITE, jnp.nan, jnp.maximum(record, 0.0))
-    return jnp.where(reached, updated(table, measured, scalings, limits), -jnp.inf)
+    ensemble, rows = table.shape[:-2], table.shape[-2]
+    ops, columns = rows // len(scalings), record.shape[-1] // rows
+    measured = lax.reshape(record, (*ensemble, rows, columns))
+    # Where nothing in the program uses an op, JAX gives 0 for all that it has. One whose operands are all zero in a
+    # step is taken for one of these.
+    of_ops = lax.abs(lax.reshape(record, (*ensemble, ops, len(scalings) * columns)))
+    used = lax.reduce_max(of_ops, (len(ensemble) + 1,)) != 0.0
+    used = lax.broadcast_in_dim(used, (*ensemble, ops, len(scalings)), range(len(ensemble) + 1))
+    reached = lax.slice_in_dim(measured, 0, 1, axis=len(ensemble) + 1) != -jnp.inf
+    reached = reached & lax.reshape(used, (*ensemble, rows, 1))
+    return _change(reached, _heads(table, measured, scalings, limits))
 
 
-def overwritten(table: Array, gradient: Array, scalings: Sequence[AbstractScaling], limits: Sequence[float]) -> Array:
-    """The table of the next step, from what the gradient newly recorded; all else is computed anew from this table.
+def completed(table: Array, change: Array, scalings: Sequence[AbstractScaling]) -> Array:
+    """The table of the next step as a gradient; `-inf` where the op was not reached."""
+    return _assembled(table, change, scalings, lax.full_like(table, -jnp.inf))
+
+
+def overwriting(table: Array, gradient: Array, scalings: Sequence[AbstractScaling], limits: Sequence[float]) -> Array:
+    """The change of tables by what gradients newly recorded; all else is computed anew from these tables.
 
     So a gradient that is a sum over several uses cannot corrupt scales and histories. Rows stay as they were where the
     gradient is that of a layer that the step did not reach (a scale of 0 or `-inf`), and where what it recorded is not
     finite.
+
+    Args:
+        table: As in `completion`.
+        gradient: Tables, as `updated` would have made them.
+        scalings: As in `completion`.
+        limits: As in `completion`.
+
+    Returns:
+        As `completion`.
     """
-    count = measures(scalings)
-    if count == 0:
-        return table
-    operands = table.ndim - 2
-    newest = jnp.zeros((*table.shape[:-1], count), jnp.float32)
-    recorded = jnp.zeros((*table.shape[:-1], 1), bool)
-    for scaling, members in _groups(scalings).items():
-        of_rows = _rows_of(gradient, members, len(scaling.first_row))
+    axis, count = table.ndim - 2, len(scalings)
+    groups = {s: rows for s, rows in _groups(scalings).items() if s.measures}
+    ops = range(table.shape[axis] // count)
+    parts: dict[int, tuple[Array, Array]] = {}
+    for scaling, members in groups.items():
+        rows = tuple(op * count + row for op in ops for row in members)
+        of_rows = _rows_of(gradient, rows, len(scaling.first_row))
         entered, reached = scaling.newest(of_rows), of_rows[..., :1]
         finite = jnp.isfinite(entered) & (entered >= 0.0)
         fine = jnp.isfinite(reached) & (reached > 0.0) & finite.all(axis=-1, keepdims=True)
-        for i, row in enumerate(members):
-            newest = _with_row(newest, entered, row, i, operands)
-            recorded = _with_row(recorded, fine, row, i, operands)
-    return jnp.where(recorded, updated(table, newest, scalings, limits), table)
+        if len(groups) == 1 and len(members) == count:
+            return _change(fine, _heads(table, entered, scalings, limits))
+        entered = jnp.pad(entered, [(0, 0)] * (axis + 1) + [(0, measures(scalings) - scaling.measures)])
+        for i, row in enumerate(rows):
+            parts[row] = tuple(lax.slice_in_dim(x, i, i + 1, axis=axis) for x in (entered, fine))
+    nothing = jnp.zeros((*table.shape[:axis], 1, max(1, measures(scalings))), jnp.float32)
+    missing = nothing, jnp.zeros((*table.shape[:axis], 1, 1), bool)
+    newest, changes = (
+        lax.concatenate([parts.get(row, missing)[i] for row in range(table.shape[axis])], axis) for i in (0, 1)
+    )
+    return _change(changes, _heads(table, newest, scalings, limits))
 
 
-def _with_row(x: Array, rows: Array, row: int, i: int, axis: int) -> Array | Bool[Array, "..."]:
-    taken = lax.slice_in_dim(rows, i, i + 1, axis=axis)
-    return lax.dynamic_update_slice(x, taken, [0] * axis + [row, 0])
+def overwritten(table: Array, change: Array, scalings: Sequence[AbstractScaling]) -> Array:
+    """The table of the next step: as it was where it does not change."""
+    return _assembled(table, change, scalings, table)
+
+
+def _change(changes: Array, head: Array) -> Array:
+    return lax.concatenate([lax.convert_element_type(changes, jnp.float32), head], head.ndim - 1)
+
+
+def _heads(table: Array, measured: Array, scalings: Sequence[AbstractScaling], limits: Sequence[float]) -> Array:
+    ops = table.shape[-2] // len(scalings)
+    if (scaling := _of_all(scalings)) is not None:
+        return scaling.head(table, measured, tuple(limits) * ops)
+    in_ops = lambda x: lax.reshape(x, (*x.shape[:-2], ops, len(scalings), x.shape[-1]))
+    return lax.reshape(updated(in_ops(table), in_ops(measured), scalings, limits), table.shape)
+
+
+def _assembled(table: Array, change: Array, scalings: Sequence[AbstractScaling], otherwise: Array) -> Array:
+    axis = table.ndim - 1
+    changes = lax.slice_in_dim(change, 0, 1, axis=axis) > 0.0
+    new = lax.slice_in_dim(change, 1, None, axis=axis)
+    if (scaling := _of_all(scalings)) is not None:
+        new = lax.concatenate([new, scaling.tail(table)], axis)
+    return lax.select(lax.broadcast_in_dim(changes, table.shape, range(table.ndim)), new, otherwise)
+
+
+def _of_all(scalings: Sequence[AbstractScaling]) -> AbstractStatefulScaling | None:
+    """The scaling of all operands, if they have the same and it records."""
+    first = scalings[0]
+    same = all(scaling == first for scaling in scalings)
+    return first if same and isinstance(first, AbstractStatefulScaling) and first.measures else None
 
 
 def _groups(scalings: Sequence[AbstractScaling]) -> dict[AbstractStatefulScaling, tuple[int, ...]]:

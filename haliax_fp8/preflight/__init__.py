@@ -6,6 +6,7 @@ Needs no accelerator and no driver. The NVIDIA targets need the package `jax-cud
 `pip install 'haliax-fp8[preflight]'`, `pip install 'haliax-fp8[preflight-tpu]'`.
 """
 
+from .._peaks import Peaks as Peaks
 from ._check import check_fp8_call as check_fp8_call, has_fp8_product as has_fp8_product
 from ._gpu import GpuTarget as GpuTarget
 from ._local import LocalTarget as LocalTarget
@@ -20,6 +21,6 @@ from ._program import (
     Program as Program,
 )
 from ._report import PreflightError as PreflightError, PreflightReport as PreflightReport
-from ._target import Peaks as Peaks, Target as Target
+from ._target import Target as Target
 from ._targets import targets as targets
 from ._tpu import TpuTarget as TpuTarget

@@ -13,7 +13,7 @@ from ._origin import Origin, origin
 from ._product import Product
 from ._program import Collective, Kernels, Opaque, Program
 from ._reason import Evidence, indivisible, judge
-from ._source import asks_for_fp8, dotted, layer_of, role
+from ._source import asks_for_fp8, dotted, layer_of, role, rotates
 from ._target import Target
 from ._traffic import is_kernel, touched
 from ._walk import Site, entry_sites, is_fusion, kernels, opened
@@ -113,7 +113,7 @@ class _Reader:
         weight = _weight(lhs, rhs, written)
         made = self._makes(site)
         its_role = role(scope)
-        if asks_for_fp8(scope) and its_role in ("forward", "backward"):
+        if asks_for_fp8(scope) and not rotates(scope) and its_role in ("forward", "backward"):
             # XLA drops the inner scopes of some products.
             its_role = "fprop" if its_role == "forward" else "wgrad" if made else "dgrad"
         # The operands of wgrad are activations, one of which may be an argument.

@@ -2,9 +2,9 @@
 
 import dataclasses
 
+from .._peaks import Peaks
 from ._hlo import Shape
 from ._product import Product, Verdict
-from ._target import Peaks
 
 
 @dataclasses.dataclass(frozen=True)

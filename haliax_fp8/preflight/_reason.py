@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from ._dimensions import Dimensions
 from ._origin import Origin
 from ._product import Verdict
-from ._source import asks_for_fp8
+from ._source import asks_for_fp8, rotates
 from ._target import Target
 from ._written import Written
 
@@ -98,6 +98,8 @@ def _why_high_precision(evidence: Evidence, quantized: list[str], known: Mapping
             return reason
     if quantized:
         return f"only one operand is {quantized[0]}"
+    if rotates(evidence.scope):
+        return "rotates an operand"
     if asks_for_fp8(evidence.scope):
         return "the recipe keeps this product in high precision"
     # As written: on a CPU, XLA widens bfloat16 too.

@@ -9,10 +9,10 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from .._peaks import Peaks
 from ._product import Product, Verdict
 from ._program import Program
 from ._source import place
-from ._target import Peaks
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,7 +4,7 @@ import re
 
 
 def role(scope: str) -> str:
-    """`fprop`, `dgrad` or `wgrad` where the product is one of this package's; else `forward` or `backward`.
+    """`fprop`, `dgrad` or `wgrad` of this package's products; `forward` or `backward` of others, and of rotations.
 
     Args:
         scope: The instruction's stack of named scopes.
@@ -15,7 +15,7 @@ def role(scope: str) -> str:
         >>> role("jit(step)/transpose(jvp(MLP))/dot_general")
         'backward'
     """
-    for name in re.findall(r"[^/]+", scope):
+    for name in () if rotates(scope) else re.findall(r"[^/]+", scope):
         if name in ("fprop", "dgrad", "wgrad"):
             return name
     return "backward" if re.search(r"\btranspose\(", scope) else "forward"
@@ -28,6 +28,19 @@ def asks_for_fp8(scope: str) -> bool:
         scope: The instruction's stack of named scopes.
     """
     return re.search(r"(^|/)fp8_(dot_general|ragged_dot)(/|$)", scope) is not None
+
+
+def rotates(scope: str) -> bool:
+    """Whether a product rotates an operand of one of this package's products.
+
+    Args:
+        scope: The instruction's stack of named scopes.
+
+    Example:
+        >>> rotates("jit(step)/transpose(jvp(MLP))/fp8_dot_general/jit(backward)/wgrad/rotation/dot_general")
+        True
+    """
+    return asks_for_fp8(scope) and "rotation" in scope.split("/")
 
 
 def without_transforms(scope: str) -> str:

@@ -1,4 +1,4 @@
-"""What XLA has to know of a device to compile for it, and how fast it is."""
+"""What XLA has to know of a device to compile for it."""
 
 import abc
 import contextlib
@@ -9,39 +9,11 @@ from typing import Any
 
 from .._device import Device
 from .._formats import E4M3, E4M3FNUZ, E5M2, E5M2FNUZ
+from .._peaks import Peaks
 
 
 # XLA's names of the formats that products may run in.
 _FORMATS = {"f8e4m3fn": E4M3, "f8e5m2": E5M2, "f8e4m3fnuz": E4M3FNUZ, "f8e5m2fnuz": E5M2FNUZ}
-
-
-@dataclasses.dataclass(frozen=True)
-class Peaks:
-    """What one device does per second at best: dense products, and bytes between it and its memory.
-
-    Args:
-        fp8: FLOP/s of products of FP8 operands; that of `bf16` where the device has none.
-        bf16: FLOP/s of products of bfloat16 or float16 operands.
-        f32: FLOP/s of products of float32 operands: in TF32 on a GPU, in six bfloat16 products on a TPU.
-        bandwidth: Bytes per second.
-        source: Where the figures are from.
-    """
-
-    fp8: float
-    bf16: float
-    f32: float
-    bandwidth: float
-    source: str
-
-    def flops(self, dtype: str) -> float:
-        """The peak for operands of an element type.
-
-        Args:
-            dtype: XLA's name, such as `bf16`.
-        """
-        if dtype.startswith(("f8", "f4")):
-            return self.fp8
-        return self.bf16 if dtype in ("bf16", "f16") else self.f32
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,146 @@
+"""WherePays: leaves those layers in high precision that would not be faster in FP8."""
+
+import dataclasses
+import math
+from typing import Any
+
+import haliax as hax
+
+from ._device import Device, devices
+from ._kernel_residual import AbstractKernelResidual
+from ._layer_work import LayerWork
+from ._layers import LayerRule
+from ._peaks import Peaks, peaks
+from ._recipe import Recipe
+from ._roofline import Efficiency, Prediction, Roofline
+
+
+@dataclasses.dataclass(frozen=True)
+class WherePays:
+    """Converts a layer only if a training step is predicted to be faster with it in FP8, on a device that you name.
+
+    FP8 saves half of the time of a product, and adds casts, amaxes and transpositions, whose time grows with the sides
+    of the matrices and not with their product: it pays for large layers and many tokens. The prediction is a roofline,
+    see `Prediction`; no device has to be there, and none is asked.
+
+    A layer is judged as if it stood alone. In a model, layers share casts and casts merge with what is around them, so
+    FP8 mostly adds less than predicted. What it adds was counted in programs for NVIDIA's devices; of a TPU it is taken
+    to be as on a B200.
+
+    What `targets` selects is judged; what an override gives a recipe is converted in any case. A layer that is used
+    several times in a step, with fewer rows than there are tokens, or not in bf16, is judged as if it were not so: name
+    it in an override or in `exclude`.
+
+    Args:
+        device: A device or its name, such as `"h100"`; `"local"` for the one that is here. It needs known peaks.
+        tokens: How many rows every layer multiplies in a step, on one device: batch times sequence length. With
+            gradient accumulation, those of one microbatch.
+        at_least: How many times as fast as bf16 FP8 has to be. Above 1, for the prediction is an estimate.
+        experts_per_token: How many experts of a mixture each token is given to.
+        efficiency: What the device reaches of its peaks.
+        peaks: The device's figures, for one that has none here.
+
+    Raises:
+        ValueError: If the device is unknown or has no peaks, a count is no positive integer, or `at_least` is below 1.
+
+    References:
+        torchao draws the line by sizes, `_auto_filter_for_recipe`, from such a roofline.
+
+    Example:
+        >>> Wide, Narrow, Mlp = hax.make_axes(wide=4096, narrow=64, mlp=14336)
+        >>> make = lambda In: hnn.Linear.init(In, Mlp, key=jax.random.key(0), use_bias=False)
+        >>> layers = eqx.filter_eval_shape(lambda: {"up": make(Wide), "gate": make(Narrow)})
+        >>> config = Fp8Config(where=WherePays("h100", tokens=8192))
+        >>> table = describe(fp8_linear_layers(layers, config), config)
+        >>> print(f"{table['up'].prediction.gain:.2f}, {table['gate'].reason}")
+        1.57, FP8 would take 1.59 times bf16's time on h100 at 8192 tokens
+    """
+
+    device: Device | str
+    tokens: int
+    at_least: float = 1.1
+    experts_per_token: int = 1
+    efficiency: Efficiency = Efficiency()
+    peaks: Peaks | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("tokens", "experts_per_token"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{name}={value!r} of WherePays must be a positive integer")
+        if not 1.0 <= self.at_least < math.inf:
+            raise ValueError(
+                f"at_least={self.at_least!r} of WherePays must be 1 or more: below, FP8 is slower than bf16"
+            )
+        if not isinstance(self.efficiency, Efficiency):
+            raise ValueError(f"efficiency={self.efficiency!r} of WherePays must be an Efficiency(...)")
+        self._known_peaks()
+
+    def __str__(self) -> str:
+        return f"{self.name} at {self.tokens} tokens"
+
+    @property
+    def name(self) -> str:
+        """The device's name, for messages."""
+        return self.device.lower() if isinstance(self.device, str) else self.device.kind
+
+    @property
+    def _device(self) -> Device:
+        return Device.by_name(self.device) if isinstance(self.device, str) else self.device
+
+    def _known_peaks(self) -> Peaks:
+        if self.peaks is not None:
+            return self.peaks
+        kind = self._device.kind
+        for name, figures in peaks.items():
+            if devices[name].kind == kind:
+                return figures
+        raise ValueError(
+            f"device={self.device!r} has no peaks to predict times with; choose one of {[*peaks]}, or give "
+            "WherePays(..., peaks=haliax_fp8.preflight.Peaks(...)) those of its data sheet"
+        )
+
+    def predict(
+        self,
+        rule: LayerRule,
+        layer: Any,
+        stack: tuple[hax.Axis, ...],
+        recipe: Recipe,
+        kernel_residual: AbstractKernelResidual,
+    ) -> Prediction | None:
+        """What all layers of a stack take; None if the rule says no size, or the device would emulate the recipe.
+
+        Args:
+            rule: Of the layer.
+            layer: The layer.
+            stack: The stacks that it is in.
+            recipe: What it runs or would run.
+            kernel_residual: What its backward pass keeps of the kernel.
+        """
+        size = rule.size(layer, stack)
+        if size is None or not rule.support(recipe, self._device).is_native:
+            return None
+        rows = self.tokens * (self.experts_per_token if size.experts > 1 else 1)
+        requantizes = kernel_residual.requantizes(measures_again=recipe.measures_kernel_again, stacked=bool(stack))
+        work = LayerWork(size, rows, recipe, requantizes, self._device)
+        repeats = math.prod(axis.size for axis in stack)
+        return Roofline(self._known_peaks(), self.efficiency).predict(work, repeats=repeats)
+
+    def refusal(self, rule: LayerRule, prediction: Prediction | None, recipe: Recipe) -> str | None:
+        """Why a layer is left in high precision; None if FP8 pays.
+
+        Args:
+            rule: Of the layer.
+            prediction: What `predict` says.
+            recipe: What the layer would run.
+        """
+        if prediction is None:
+            support = rule.support(recipe, self._device)
+            if support.is_native:
+                return f"its time in FP8 is unknown: {type(rule).__name__} has no size(layer, stack)"
+            return f"FP8 would be emulated on {self.name}: {support.reason}"
+        if prediction.gain >= self.at_least:
+            return None
+        if prediction.gain < 1.0:
+            return f"FP8 would take {1 / prediction.gain:.2f} times bf16's time on {self}"
+        return f"FP8 would be {prediction.gain:.2f} times as fast as bf16 on {self}, below {self.at_least:g}"

@@ -1,0 +1,197 @@
+"""Models of every kind, abstract, and the targets that tests compile them for."""
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import equinox as eqx
+import haliax as hax
+import haliax.nn as hnn
+import jax
+import jax.numpy as jnp
+import pytest
+
+import haliax_fp8 as fp8
+from haliax_fp8.preflight import targets
+
+
+# So that no two arrays of a step have as many elements, unless they are of the same kind.
+LAYERS, TOKENS, EMBED, HIDDEN, EXPERTS = 3, 640, 128, 256, 4
+Layers, Token, Embed, Hidden, Experts = hax.make_axes(
+    layers=LAYERS, token=TOKENS, embed=EMBED, hidden=HIDDEN, experts=EXPERTS
+)
+FLOPS = 2 * TOKENS * EMBED * HIDDEN
+"""Of one product: all layers are as large."""
+
+TARGETS = ("h100", "b200", "tpu7x")
+
+
+def on(names: Iterable[str], targets_: Iterable[str] = TARGETS) -> list:
+    """Each name with each target, skipped where the target's compiler is not installed."""
+    names, found = list(names), []
+    for target in targets_:
+        missing = targets[target].missing()
+        skip = pytest.mark.skipif(missing is not None, reason=missing or "")
+        found += [pytest.param(name, target, marks=[skip, pytest.mark.slow], id=f"{name}-{target}") for name in names]
+    return found
+
+
+# --- Blocks -----------------------------------------------------------------------------------------------------------
+
+
+def haliax_linear(In: hax.Axis, Out: hax.Axis, key: Any, use_bias: bool) -> hnn.Linear:
+    return hnn.Linear.init(In, Out, key=key, use_bias=use_bias)
+
+
+def equinox_linear(In: hax.Axis, Out: hax.Axis, key: Any, use_bias: bool) -> eqx.nn.Linear:
+    return eqx.nn.Linear(In.size, Out.size, use_bias=use_bias, key=key)
+
+
+def expert_linear(In: hax.Axis, Out: hax.Axis, key: Any, use_bias: bool) -> hnn.MoELinear:
+    return hnn.MoELinear.init(Experts, In, Out, key=key, use_bias=use_bias)
+
+
+class SwiGLU(eqx.Module):
+    """RMSNorm and SwiGLU, as in Llama."""
+
+    norm: Any
+    gate: Any
+    up: Any
+    down: Any
+
+    names = ("gate", "up", "down")
+
+    @staticmethod
+    def init(*, key, linear=haliax_linear):
+        keys = jax.random.split(key, 3)
+        norm = eqx.nn.RMSNorm(EMBED, use_bias=False) if linear is equinox_linear else hnn.RmsNorm.init(Embed)
+        gate, up = (linear(Embed, Hidden, keys[i], False) for i in (0, 1))
+        return SwiGLU(norm, gate, up, linear(Hidden, Embed, keys[2], False))
+
+    def __call__(self, x, *sizes):
+        h = self.norm(x)
+        return x + self.down(hnn.silu(self.gate(h, *sizes)) * self.up(h, *sizes), *sizes)
+
+
+class Pair(eqx.Module):
+    """Two linear layers and nothing between: what is kept for the backward pass is kept for their products."""
+
+    up: Any
+    down: Any
+
+    names = ("up", "down")
+
+    @staticmethod
+    def init(*, key, linear=haliax_linear):
+        keys = jax.random.split(key)
+        return Pair(linear(Embed, Hidden, keys[0], True), linear(Hidden, Embed, keys[1], True))
+
+    def __call__(self, x, *sizes):
+        return self.down(self.up(x, *sizes), *sizes)
+
+
+# --- Kinds of models --------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """A way to make a model of blocks.
+
+    Args:
+        make: Makes one of blocks of a class.
+        call: Applies it to an array `[TOKENS, EMBED]`.
+        blocks: How many blocks it has.
+        recomputes: Whether a block's forward pass runs twice, but for its last product, which no gradient reads.
+        experts: By how many kernels a row is multiplied: XLA lets the right one through.
+    """
+
+    make: Callable[[Any], Any]
+    call: Callable[[Any, Any], Any]
+    blocks: int = 1
+    recomputes: bool = False
+    experts: int = 1
+
+    def runs(self, layers: int) -> dict[str, int]:
+        """How often products of each role run in a step, for blocks of so many layers."""
+        forward = layers + (layers - 1 if self.recomputes else 0)
+        return {"fprop": self.blocks * forward, "dgrad": self.blocks * layers, "wgrad": self.blocks * layers}
+
+
+def _single(linear):
+    return lambda block: block.init(key=jax.random.key(0), linear=linear)
+
+
+def _stacked(stack, **options):
+    return lambda block: stack.init(Layers, block, **options)(key=jax.random.split(jax.random.key(0), LAYERS))
+
+
+def _named(x):
+    return hax.named(x, (Token, Embed))
+
+
+def _fold(model, x):
+    return model.fold(_named(x)).array
+
+
+def _to_experts(model, x):
+    return model(_named(x), hax.full(Experts, TOKENS // EXPERTS, jnp.int32)).array
+
+
+def _vmapped_twice(model, x):
+    return jax.vmap(jax.vmap(model))(x.reshape(4, TOKENS // 4, EMBED))
+
+
+KINDS = {
+    "unrolled": Kind(_stacked(hnn.BlockSeq), _fold, LAYERS),
+    "scan": Kind(_stacked(hnn.Stacked), _fold, LAYERS),
+    "scan with checkpointing": Kind(_stacked(hnn.Stacked, gradient_checkpointing=True), _fold, LAYERS, True),
+    "vmapped Equinox": Kind(_single(equinox_linear), lambda model, x: jax.vmap(model)(x)),
+    "twice vmapped Equinox": Kind(_single(equinox_linear), _vmapped_twice),
+    "experts": Kind(_single(expert_linear), _to_experts, experts=EXPERTS),
+}
+ONE_BLOCK = Kind(_single(haliax_linear), lambda model, x: model(_named(x)).array)
+
+
+# --- Steps ------------------------------------------------------------------------------------------------------------
+
+
+def struct(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def inputs() -> jax.ShapeDtypeStruct:
+    return struct(TOKENS, EMBED)
+
+
+def plain(kind: Kind, block: Any = SwiGLU) -> Any:
+    """A model without its arrays, in bfloat16."""
+    return _abstract(lambda: kind.make(block))
+
+
+def converted(kind: Kind, block: Any = SwiGLU, recipe: str = "delayed") -> Any:
+    """The same with FP8 layers."""
+    # What a target would refuse is emulated: so the report has to say.
+    config = fp8.Fp8Config(recipe=recipe, emulate=True)
+    return _abstract(lambda: fp8.fp8_linear_layers(kind.make(block), config))
+
+
+def _abstract(make: Callable[[], Any]) -> Any:
+    is_state = lambda node: isinstance(node, fp8.OverwriteWithGradient)
+    cast = lambda x: struct(*x.shape) if isinstance(x, jax.ShapeDtypeStruct) and x.dtype == jnp.float32 else x
+    return jax.tree.map(lambda x: x if is_state(x) else cast(x), eqx.filter_eval_shape(make), is_leaf=is_state)
+
+
+def loss_of(call: Callable[[Any, Any], Any]) -> Callable[[tuple[Any, Any]], Any]:
+    """A loss of a model and its input; random rounding gets a key."""
+
+    def loss(model_and_x):
+        model, x = model_and_x
+        model = fp8.with_rounding_keys(model, jax.random.key(0))
+        return (call(model, x).astype(jnp.float32) ** 2).mean()
+
+    return loss
+
+
+def gradient_of(call: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """Gradients of the model and of its input, so that all layers have all three products."""
+    return lambda model, x: fp8.filter_grad(loss_of(call))((model, x))

@@ -1,0 +1,122 @@
+"""What a training step keeps from its forward for its backward pass: as JAX says, and as a compiled program has it."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import numpy as np
+
+from haliax_fp8.preflight._dimensions import dimensions
+from haliax_fp8.preflight._hlo import Computation, Instruction, Module, Shape, parse_hlo
+from haliax_fp8.preflight._source import role
+from haliax_fp8.preflight._traffic import NO_KERNEL
+from haliax_fp8.preflight._walk import Site, entry_sites, kernels, opened
+
+
+type Arrays = Counter[tuple[str, int]]
+"""How many arrays there are of an element type, by XLA's name, and a number of elements: layouts differ."""
+
+_XLA_NAMES = {"bfloat16": "bf16", "float32": "f32", "float8_e4m3fn": "f8e4m3fn", "float8_e5m2": "f8e5m2"}
+
+
+def xla_name(dtype: np.dtype) -> str:
+    """XLA's name of an element type; of integers, which no test asks for, NumPy's."""
+    return _XLA_NAMES.get(dtype.name, dtype.name)
+
+
+def residuals(loss: Any, args: Sequence[Any]) -> Arrays:
+    """The arrays that `jax.vjp` keeps, arguments among them, before XLA changes anything.
+
+    Args:
+        loss: A function of a tuple of trees.
+        args: The tuple, abstract.
+    """
+    abstract = lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct)
+    arrays, static = eqx.partition(args, abstract)
+    kept = jax.eval_shape(lambda arrays: jax.vjp(lambda arrays: loss(eqx.combine(arrays, static)), arrays)[1], arrays)
+    return Counter((xla_name(leaf.dtype), leaf.size) for leaf in jax.tree.leaves(kept))
+
+
+def kept_arrays(text: str) -> Arrays:
+    """The arrays that kernels make up to the last product of the forward pass, and that kernels behind it read.
+
+    XLA prints a program in the order in which it runs. A loop is one kernel here, of the forward pass if it has no
+    other products.
+
+    Args:
+        text: The compiled program.
+    """
+    module = parse_hlo(text)
+    roles: dict[str, set[str]] = {}
+    for kernel in kernels(entry_sites(module)):
+        outermost = kernel
+        while outermost.caller is not None:
+            outermost = outermost.caller
+        found = {role(site.instruction.op_name or kernel.instruction.op_name) for site in _products(kernel)}
+        roles.setdefault(outermost.instruction.name, set()).update(found)
+    order = list(module.entry.instructions)
+    end = max(order.index(name) for name, found in roles.items() if found and found <= {"fprop", "forward"})
+    reader = _Reader(module, set(order[end + 1 :]))
+    return Counter(
+        (shape.dtype, shape.size)
+        for name in order[: end + 1]
+        for path, shape in _arrays(module.entry[name])
+        if reader.reads(module.entry[name], path)
+    )
+
+
+def _products(kernel: Site) -> Iterator[Site]:
+    return (site for site in opened(kernel) if dimensions(site) is not None)
+
+
+def _arrays(instruction: Instruction) -> Iterator[tuple[tuple[int, ...], Shape]]:
+    """The arrays that an instruction makes, each with its place in the result."""
+    if instruction.opcode in NO_KERNEL or instruction.opcode.endswith("-done"):
+        return
+    if instruction.opcode == "copy-start":
+        # What it makes, beside what it is a copy of.
+        yield (), instruction.shape.elements[0]
+        return
+    waiting: list[tuple[tuple[int, ...], Shape]] = [((), instruction.shape)]
+    while waiting:
+        path, shape = waiting.pop()
+        if shape.dtype != "tuple":
+            yield path, shape
+        waiting += [((*path, place), part) for place, part in enumerate(shape.elements)]
+
+
+class _Reader:
+    """Follows values to the kernels that read them.
+
+    Args:
+        module: The program.
+        kernels: The names of those that count.
+    """
+
+    def __init__(self, module: Module, kernels: set[str]) -> None:
+        self.module, self.kernels = module, kernels
+
+    def reads(self, value: Instruction, path: tuple[int, ...]) -> bool:
+        """Whether one of the kernels reads a part of a value, names for it looked through."""
+        return any(self._reads(value, user, path) for user in self.module.entry.users[value.name])
+
+    def _reads(self, value: Instruction, user: Instruction, path: tuple[int, ...]) -> bool:
+        if user.opcode == "get-tuple-element":
+            return bool(path) and int(user.attribute("index")) == path[0] and self.reads(user, path[1:])
+        if user.opcode == "tuple":
+            places = [place for place, name in enumerate(user.operands) if name == value.name]
+            return any(self.reads(user, (place, *path)) for place in places)
+        if user.opcode in NO_KERNEL or user.opcode.endswith("-done"):
+            return self.reads(user, path)
+        if user.name not in self.kernels:
+            return False
+        return user.opcode != "while" or _uses(self.module[user.called("body")[0]], path[0])
+
+
+def _uses(body: Computation, index: int) -> bool:
+    """Whether a loop does more with an element of its state than to hand it on."""
+    (state,) = body.parameters
+    elements = (user for user in body.users[state.name] if int(user.attribute("index")) == index)
+    return any(user.opcode != "tuple" for element in elements for user in body.users[element.name])

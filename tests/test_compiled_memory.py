@@ -1,0 +1,223 @@
+"""What a step keeps and what devices send each other: of each operand its FP8 copy, and no other."""
+
+from collections import Counter
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import pytest
+from compiled_models import (
+    EMBED,
+    HIDDEN,
+    KINDS,
+    LAYERS,
+    ONE_BLOCK,
+    TOKENS,
+    Pair,
+    converted,
+    gradient_of,
+    inputs,
+    loss_of,
+    on,
+    plain,
+)
+from jax.sharding import PartitionSpec
+from kept_arrays import kept_arrays, residuals, xla_name
+
+import haliax_fp8 as fp8
+import haliax_fp8.preflight._preflight as preflight_module
+from haliax_fp8.preflight import preflight
+
+
+E4M3 = "f8e4m3fn"
+NARROW, WIDE, KERNEL = TOKENS * EMBED, TOKENS * HIDDEN, EMBED * HIDDEN
+"""Elements of the activations that are as wide as the model, of those between its layers, and of a kernel."""
+
+
+def of_all_blocks(name, arrays):
+    """The arrays of one block, for a model: a loop stacks those of its blocks, checkpoints keep none."""
+    if name == "scan with checkpointing":
+        return Counter()
+    if name == "scan":
+        return Counter({(dtype, LAYERS * size): count for (dtype, size), count in arrays.items()})
+    return Counter({array: KINDS[name].blocks * count for array, count in arrays.items()})
+
+
+# --- What JAX keeps ---------------------------------------------------------------------------------------------------
+
+
+def kept_by_jax(kind, model):
+    """Without scales and histories, which are small."""
+    found = residuals(loss_of(kind.call), (model, inputs()))
+    return Counter({(dtype, size): count for (dtype, size), count in found.items() if size >= KERNEL})
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_fp8_copies_are_kept_in_place_of_operands(name):
+    """The block needs for itself what SiLU and the norm read, and keeps that as before."""
+    kind = KINDS[name]
+    before, after = kept_by_jax(kind, plain(kind)), kept_by_jax(kind, converted(kind))
+    kernel = kind.experts * KERNEL
+    # The norm's output, operand of two layers; what `down` reads; three kernels.
+    operands = {("bf16", NARROW): 1, ("bf16", WIDE): 1, ("bf16", kernel): 3}
+    # Layers have scales of their own, and so copies of their own.
+    copies = {(E4M3, NARROW): 2, (E4M3, WIDE): 1, (E4M3, kernel): 3}
+    assert before - after == of_all_blocks(name, operands)
+    assert after - before == of_all_blocks(name, copies)
+
+
+@pytest.mark.parametrize("recipe", fp8.recipes)
+def test_every_recipe_keeps_what_its_gradients_multiply(recipe):
+    before = kept_by_jax(ONE_BLOCK, plain(ONE_BLOCK))
+    after = kept_by_jax(ONE_BLOCK, converted(ONE_BLOCK, recipe=recipe))
+    products = fp8.recipes[recipe].products
+    (for_wgrad, _), (_, for_dgrad) = products["wgrad"], products["dgrad"]
+    operands = Counter({("bf16", KERNEL): 3})
+    copies = Counter({(xla_name(for_dgrad.format.storage), KERNEL): 3})
+    if for_wgrad.scaling.quantizes:
+        dtype = xla_name(for_wgrad.format.storage)
+        operands += Counter({("bf16", NARROW): 1, ("bf16", WIDE): 1})
+        copies += Counter({(dtype, NARROW): 2, (dtype, WIDE): 1})
+    else:
+        # Two layers read the norm's output, and each keeps it. For GPUs, XLA makes one array of the two.
+        copies += Counter({("bf16", NARROW): 1})
+    assert (before - after, after - before) == (operands, copies)
+
+
+@jax.custom_vjp
+def read_in_backward(x):
+    """The same; its gradient reads x as it is."""
+    return x
+
+
+read_in_backward.defvjp(lambda x: (x, x), lambda x, grad: (grad + 0 * x,))
+
+
+class KeepsBoth(eqx.Module):
+    """A faulty op: it quantizes its input, and keeps it in bfloat16 as well."""
+
+    op: fp8.Fp8DotGeneral
+
+    def __call__(self, lhs, rhs, *args, **kwargs):
+        return self.op(read_in_backward(lhs), rhs, *args, **kwargs)
+
+
+def sabotaged(model):
+    is_op = lambda node: isinstance(node, fp8.Fp8DotGeneral)
+    return jax.tree.map(lambda node: KeepsBoth(node) if is_op(node) else node, model, is_leaf=is_op)
+
+
+@pytest.mark.parametrize("name", ["unrolled", "scan"])
+def test_an_op_that_keeps_both_is_found(name):
+    kind = KINDS[name]
+    good, faulty = converted(kind), sabotaged(converted(kind))
+    beside = kept_by_jax(kind, faulty) - kept_by_jax(kind, good)
+    assert beside.keys() == of_all_blocks(name, {("bf16", NARROW): 1, ("bf16", WIDE): 1}).keys()
+
+
+# --- What a program keeps ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def kept(monkeypatch):
+    """The activations that a step keeps, as a target's compiler has it: in FP8, or wider."""
+    texts = []
+    compile_for = preflight_module.compile_for
+
+    def recorded(*args, **options):
+        compiled = compile_for(*args, **options)
+        texts.append(compiled.text)
+        return compiled
+
+    monkeypatch.setattr(preflight_module, "compile_for", recorded)
+
+    def kept_of(call, model, target):
+        report = preflight(gradient_of(call), model, inputs(), target=target)
+        found = {
+            (dtype, size): count
+            for (dtype, size), count in kept_arrays(texts[-1]).items()
+            if size % NARROW == 0 and dtype in (E4M3, "bf16", "f32")
+        }
+        return Counter(found), report
+
+    return kept_of
+
+
+def widths(arrays):
+    """In FP8, or wider: GPUs keep the output of a layer in float32, and round it where they read it."""
+    found = Counter()
+    for (dtype, size), count in arrays.items():
+        found[E4M3 if dtype == E4M3 else "wider", size] += count
+    return found
+
+
+OUTPUT = Counter({("wider", NARROW): 1})
+"""Of the model: the loss reads it."""
+
+
+@pytest.mark.parametrize(("name", "target"), on(name for name in KINDS if name != "twice vmapped Equinox"))
+def test_what_a_program_keeps_is_in_fp8(name, target, kept):
+    """Nothing but the products of this model asks for its activations."""
+    # On GPUs, XLA repeats the rows for each expert and puts zeros in the place of those of others.
+    repeated = KINDS[name].experts if target != "tpu7x" else 1
+    expected = of_all_blocks(name, {(E4M3, repeated * NARROW): 1, (E4M3, repeated * WIDE): 1}) + OUTPUT
+    if name == "scan with checkpointing":
+        expected["wider", LAYERS * NARROW] += 1  # The blocks' inputs.
+    arrays, report = kept(KINDS[name].call, converted(KINDS[name], Pair), target)
+    assert widths(arrays) == expected
+    report.require(fp8_flops=1.0)
+
+
+@pytest.mark.parametrize(("name", "target"), on(["unrolled", "scan"], ["h100"]))
+def test_what_is_kept_in_bfloat16_is_found(name, target, kept):
+    """The same reading, on a model that is not converted and on a faulty op."""
+    kind = KINDS[name]
+    in_bf16 = of_all_blocks(name, {("wider", NARROW): 1, ("wider", WIDE): 1}) + OUTPUT
+    if name == "unrolled":
+        in_bf16["wider", NARROW] -= 1  # The first block's input is an argument.
+    arrays, _ = kept(kind.call, plain(kind, Pair), target)
+    assert {dtype for dtype, _ in arrays} == {"bf16"} and widths(arrays) == in_bf16
+    copies = of_all_blocks(name, {(E4M3, NARROW): 1, (E4M3, WIDE): 1})
+    arrays, _ = kept(kind.call, sabotaged(converted(kind, Pair)), target)
+    assert widths(arrays) == in_bf16 + copies
+
+
+# --- What devices send each other -------------------------------------------------------------------------------------
+
+
+def by_rows(x):
+    return hax.named(jax.lax.with_sharding_constraint(x.array, PartitionSpec("data", None)), x.axes)
+
+
+class DividedPair(Pair):
+    """Activations stay divided by their rows."""
+
+    @staticmethod
+    def init(*, key):
+        pair = Pair.init(key=key)
+        return DividedPair(pair.up, pair.down)
+
+    def __call__(self, x):
+        return by_rows(self.down(by_rows(self.up(x))))
+
+
+@pytest.mark.parametrize(("name", "target"), on(["unrolled", "scan"]))
+def test_weights_are_gathered_in_one_byte_each(name, target):
+    """Kernels divided over devices (FSDP), rows too: each layer's kernel is gathered in FP8, at most twice."""
+    model = converted(KINDS[name], DividedPair)
+    is_kernel = lambda x: isinstance(x, jax.ShapeDtypeStruct) and x.dtype == jnp.bfloat16 and x.size >= KERNEL
+    divided = PartitionSpec(*[None] * (name == "scan"), "data", None)
+    report = preflight(
+        gradient_of(KINDS[name].call),
+        model,
+        inputs(),
+        target=target,
+        mesh={"data": 4 if target == "tpu7x" else 8},
+        shardings=(jax.tree.map(lambda x: divided if is_kernel(x) else None, model), PartitionSpec("data", None)),
+    )
+    report.require(fp8_flops=1.0)
+    gathers = [c for c in report.step.collectives if c.kind == "all-gather"]
+    assert {c.dtype for c in gathers} == {E4M3}
+    weights = LAYERS * 2 * KERNEL
+    assert weights <= sum(c.bytes * c.executions for c in gathers) <= 2 * weights

@@ -1,0 +1,132 @@
+"""The project's own preflight: every product of every kind of model and of every recipe, on every target.
+
+What the project claims of itself; `test_preflight_products.py` holds that the reader of programs counts right.
+"""
+
+from collections import Counter
+
+import pytest
+from compiled_models import FLOPS, KINDS, ONE_BLOCK, SwiGLU, converted, gradient_of, inputs, on, plain
+
+import haliax_fp8 as fp8
+from haliax_fp8.preflight import Verdict, preflight
+
+
+E4M3, E5M2 = "f8e4m3fn", "f8e5m2"
+XLA_NAMES = {"E4M3": E4M3, "E5M2": E5M2}
+
+
+def total(products, figure):
+    """The sum of a figure over the products of each role."""
+    found = Counter()
+    for product in products:
+        found[product.role] += figure(product)
+    return dict(found)
+
+
+def layers(products):
+    """The role and the layer of each product; XLA may merge products with an operand in common."""
+    return {(p.role, path.rsplit(".", 1)[-1]) for p in products for path in p.layer.split(" + ")}
+
+
+# --- Every kind of model ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "target"), on(KINDS))
+def test_every_product_of_a_model_runs_in_fp8(name, target):
+    kind = KINDS[name]
+    report = preflight(gradient_of(kind.call), converted(kind), inputs(), target=target)
+    report.require(fp8_flops=1.0)
+    formats = {(p.role, *sorted((p.lhs, p.rhs)), p.verdict) for p in report.products}
+    assert formats == {
+        ("fprop", E4M3, E4M3, Verdict.FP8),
+        ("dgrad", E4M3, E5M2, Verdict.FP8),
+        ("wgrad", E4M3, E5M2, Verdict.FP8),
+    }
+    runs = kind.runs(len(SwiGLU.names))
+    assert total(report.products, lambda p: p.executions) == runs
+    assert total(report.products, lambda p: p.flops) == {role: n * kind.experts * FLOPS for role, n in runs.items()}
+    assert layers(report.products) == {(role, name) for role in runs for name in SwiGLU.names}
+    if target != "tpu7x":
+        assert {p.kernel for p in report.products} == {"cublasLt f8"}
+    assert report.step.unknown_loops == 0 and not report.step.opaque
+
+
+@pytest.mark.parametrize("name", ["vmapped Equinox", "twice vmapped Equinox"])
+def test_on_the_cpu_too_each_gradient_is_one_product(name):
+    kind = KINDS[name]
+    report = preflight(gradient_of(kind.call), converted(kind), inputs(), target="local")
+    assert total(report.products, lambda p: 1) == kind.runs(len(SwiGLU.names))
+    report.require(asked_flops=1.0)
+
+
+@pytest.mark.parametrize(("name", "target"), on(["scan"], ["h100", "tpu7x"]))
+def test_a_plain_model_runs_none(name, target):
+    """The same reading, on what it must not find."""
+    report = preflight(gradient_of(KINDS[name].call), plain(KINDS[name]), inputs(), target=target)
+    assert report.fp8_share == 0.0
+    assert {(p.lhs, p.rhs, p.verdict) for p in report.products} == {("bf16", "bf16", Verdict.HIGH_PRECISION)}
+
+
+@pytest.mark.parametrize(("name", "target"), on(["scan"], ["tpu6e"]))
+def test_a_device_without_fp8_is_told(name, target):
+    """All products are there, and none is in FP8."""
+    kind = KINDS[name]
+    report = preflight(gradient_of(kind.call), converted(kind), inputs(), target=target)
+    runs = kind.runs(len(SwiGLU.names))
+    assert total(report.products, lambda p: p.flops) == {role: n * FLOPS for role, n in runs.items()}
+    assert {(p.verdict, "TPU7x" in p.reason) for p in report.products} == {(Verdict.EMULATED, True)}
+
+
+# --- Every recipe -----------------------------------------------------------------------------------------------------
+
+DEQUANTIZED = "block scaling is emulated: the operands are dequantized and multiplied in"
+# Recipe and target: the element type that is multiplied, and what the report has to say.
+EMULATED = {
+    **{
+        (recipe, "h100"): (E4M3, "block-scaled products need compute capability 10.0")
+        for recipe in ("deepseek", "mxfp8")
+    },
+    **{(recipe, "tpu7x"): ("bf16", f"{DEQUANTIZED} bf16") for recipe in ("deepseek", "mxfp8")},
+    **{("nvfp4", target): ("f32", f"{DEQUANTIZED} f32") for target in ("h100", "b200", "tpu7x")},
+}
+
+
+def expected(recipe, target, role):
+    """What the products of a role have to be: element types, verdict, and how the reason begins."""
+    first, second = fp8.recipes[recipe].products[role]
+    if not first.scaling.quantizes:
+        return ("bf16", "bf16"), Verdict.HIGH_PRECISION, "the recipe keeps this product in high precision"
+    if (recipe, target) in EMULATED:
+        dtype, reason = EMULATED[recipe, target]
+        return (dtype, dtype), Verdict.EMULATED, reason
+    return tuple(sorted(XLA_NAMES[operand.format.name] for operand in (first, second))), Verdict.FP8, ""
+
+
+# Most are compiled for one block, which is quicker; of each way to multiply one in a scan. Delayed scaling is above.
+SCANNED = {("current", "h100"), ("rowwise", "h100"), ("static", "h100"), ("mxfp8", "b200"), ("mxfp8", "tpu7x")}
+
+
+@pytest.mark.parametrize(("recipe", "target"), on(recipe for recipe in fp8.recipes if recipe != "delayed"))
+def test_every_product_is_what_the_recipe_says(recipe, target):
+    """Where `supported` calls a recipe native, products are in its formats; where not, the report says why."""
+    assert fp8.supported(recipe, target).is_native == ((recipe, target) not in EMULATED)
+    kind = KINDS["scan"] if (recipe, target) in SCANNED else ONE_BLOCK
+    report = preflight(gradient_of(kind.call), converted(kind, recipe=recipe), inputs(), target=target)
+    runs = kind.runs(len(SwiGLU.names))
+    products = [p for p in report.products if p.role in runs]
+    for product in products:
+        dtypes, verdict, reason = expected(recipe, target, product.role)
+        assert (tuple(sorted((product.lhs, product.rhs))), product.verdict) == (dtypes, verdict), product
+        assert product.reason.startswith(reason) and bool(product.reason) == bool(reason), product
+    assert total(products, lambda p: p.flops) == {role: count * FLOPS for role, count in runs.items()}
+    if recipe in ("deepseek", "mxfp8") and target == "b200":
+        # One kernel each, scales applied in it.
+        assert {product.kernel for product in products} == {"Triton scaled-dot"}
+    # Rotations are products too. The way from a product back to the weight does not lead through blocks of 16.
+    rotations = {(p.verdict, p.reason) for p in report.products if p.role not in runs}
+    if recipe == "nvfp4":
+        assert rotations == {(Verdict.HIGH_PRECISION, "rotates an operand")}
+    else:
+        assert rotations == set()
+        assert layers(products) == {(role, name) for role in runs for name in SwiGLU.names}
