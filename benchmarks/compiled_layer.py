@@ -1,4 +1,4 @@
-"""Claim: a converted layer needs fewer other kernels than with marin-haliax's or Flax's own FP8, and no more bytes.
+"""Claim: a converted layer needs fewer kernels beside its products than marin-haliax's or Flax's, and no more bytes.
 
     uv run --extra preflight benchmarks/compiled_layer.py [--json FILE] [--markdown] [--target h200]
 

@@ -1,4 +1,4 @@
-"""Claim: converted models need fewer other kernels, bytes and temporaries than with marin-haliax's or Flax's own FP8.
+"""Claim: converted models need fewer kernels beside their products than with marin-haliax's or Flax's own FP8.
 
     uv run --extra preflight benchmarks/compiled_program.py [--json FILE] [--markdown] [--target h100]
 
