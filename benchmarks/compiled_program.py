@@ -1,108 +1,33 @@
-"""Claim: converted blocks of Llama-8B need fewer other kernels and bytes than with Haliax's own FP8, and less memory.
+"""Claim: converted models need fewer kernels beside their products than with marin-haliax's or Flax's own FP8.
 
-    uv run --extra preflight benchmarks/compiled_program.py [--json FILE] [--target h100]
+    uv run --extra preflight benchmarks/compiled_program.py [--json FILE] [--markdown] [--target h100]
 
-Compiles the gradient of four blocks' linear layers for a device that need not be here, in bf16, with `haliax_fp8` and
-with `haliax.quantization`, and prints what the compiled programs hold: counts and bytes, no times but that of the
-compiler. Set `JAX_PLATFORMS=cpu` where JAX finds a GPU's plugin without its driver.
+Compiles the gradient of four blocks' linear layers of Llama-8B, and of a stack of eight MLPs (2048 -> 8192 -> 2048),
+8192 tokens, for a device that need not be here: in bf16, with `haliax_fp8`, with `haliax.quantization`, and with Flax's
+op in the place of Haliax's (see `libraries.py`). Prints what the compiled programs hold. "Other" kernels are those
+that are no matrix product. Counts and bytes are read from the program. Time on the device is an estimate by its data
+sheet's peaks, the seconds are those of tracing and compiling here; nothing runs. Set `JAX_PLATFORMS=cpu` where JAX
+finds a GPU's plugin without its driver.
 """
 
 import argparse
-import json
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import equinox as eqx
-import haliax as hax
-import haliax.nn as hnn
-import haliax.quantization as haxq
-import jax
-import jax.numpy as jnp
-from rich.console import Console
+import output
+from libraries import LIBRARIES
+from models import LLAMA_8B, STACKS, Sizes, loss
 from rich.progress import Progress
-from rich.table import Table
 
-import haliax_fp8 as fp8
 from haliax_fp8.preflight import preflight
 
 
-Embed, Mlp, KvHeads, Group, Head = hax.make_axes(embed=4096, mlp=14336, kv_heads=8, group=4, head=128)
-Blocks, Token = hax.Axis("block", 4), hax.Axis("token", 8192)
-
-
-class Block(eqx.Module):
-    """The linear layers of a block of Llama-8B, with RMSNorm and SwiGLU; attention's scores are left out."""
-
-    norms: tuple[hnn.RmsNorm, hnn.RmsNorm]
-    query: hnn.Linear
-    key: hnn.Linear
-    value: hnn.Linear
-    out: hnn.Linear
-    gate: hnn.Linear
-    up: hnn.Linear
-    down: hnn.Linear
-
-    @staticmethod
-    def init(*, key: jax.Array) -> "Block":
-        """A block with random weights."""
-        keys = iter(jax.random.split(key, 7))
-        linear = lambda In, Out: hnn.Linear.init(In, Out, key=next(keys), use_bias=False)
-        return Block(
-            (hnn.RmsNorm.init(Embed, use_bias=False), hnn.RmsNorm.init(Embed, use_bias=False)),
-            linear(Embed, (KvHeads, Group, Head)),
-            linear(Embed, (KvHeads, Head)),
-            linear(Embed, (KvHeads, Head)),
-            linear((KvHeads, Group, Head), Embed),
-            linear(Embed, Mlp),
-            linear(Embed, Mlp),
-            linear(Mlp, Embed),
-        )
-
-    def __call__(self, x: hax.NamedArray) -> hax.NamedArray:
-        """Adds both halves' output."""
-        h = self.norms[0](x)
-        x = x + self.out(self.query(h) + self.key(h) * self.value(h))
-        h = self.norms[1](x)
-        return x + self.down(hnn.silu(self.gate(h)) * self.up(h))
-
-
-STACKS: dict[str, Callable[[], Any]] = {
-    "unrolled": lambda: hnn.BlockSeq.init(Blocks, Block)(key=jax.random.split(jax.random.key(0), Blocks.size)),
-    "scan": lambda: hnn.Stacked.init(Blocks, Block)(key=jax.random.split(jax.random.key(0), Blocks.size)),
-    "scan + checkpointing": lambda: hnn.Stacked.init(Blocks, Block, gradient_checkpointing=True)(
-        key=jax.random.split(jax.random.key(0), Blocks.size)
-    ),
-}
-
-
-def _in_bf16(model: Any) -> Any:
-    cast = lambda x: x.astype(jnp.bfloat16) if eqx.is_inexact_array(x) else x
-    return jax.tree.map(cast, model)
-
-
-# Each with the gradient that its training step takes.
-LIBRARIES: dict[str, tuple[Callable[[Any], Any], Callable[..., Any]]] = {
-    "bf16": (lambda model: model, eqx.filter_grad),
-    "haliax_fp8": (fp8.fp8_linear_layers, fp8.filter_grad),
-    "haliax.quantization": (
-        lambda model: haxq.quantize_linear_layers(model, haxq.QuantizationConfig(fp8=True)),
-        eqx.filter_grad,
-    ),
-}
-
-
-def loss(model: Any, x: hax.NamedArray) -> jax.Array:
-    """The mean square of the output."""
-    return (model.fold(x) ** 2).mean().scalar().astype(jnp.float32)
-
-
-def row(stack: str, library: str, target: str) -> dict[str, Any]:
+def row(stack: str, library: str, target: str, sizes: Sizes = LLAMA_8B) -> dict[str, Any]:
     """What one program holds."""
-    convert, gradient_of = LIBRARIES[library]
-    model = eqx.filter_eval_shape(lambda: convert(_in_bf16(STACKS[stack]())))
-    x = eqx.filter_eval_shape(lambda: hax.zeros((Token, Embed), jnp.bfloat16))
-    report = preflight(gradient_of(loss), model, x, target=target)
+    chosen, blocks = LIBRARIES[library], STACKS[stack]
+    model = eqx.filter_eval_shape(lambda: chosen.convert(blocks.model(sizes)))
+    x = eqx.filter_eval_shape(blocks.batch, sizes)
+    report = preflight(chosen.gradient(loss), model, x, target=target)
     program = report.step
     return {
         "stack": stack,
@@ -113,7 +38,21 @@ def row(stack: str, library: str, target: str) -> dict[str, Any]:
         "other_gb": program.others.bytes / 1e9,
         "temporaries_mb": program.memory.temporaries / 2**20,
         "compile_s": program.seconds,
+        "estimate_ms": None if report.estimate is None else report.estimate.total * 1e3,
     }
+
+
+COLUMNS = {
+    "stack": lambda r: r["stack"],
+    "library": lambda r: r["library"],
+    "products": lambda r: str(r["products"]),
+    "FLOPs in FP8": lambda r: f"{r['fp8_flops']:.1%}",
+    "other kernels": lambda r: str(r["other_kernels"]),
+    "other GB": lambda r: f"{r['other_gb']:.1f}",
+    "temporaries, MB": lambda r: f"{r['temporaries_mb']:,.0f}",
+    "compiled in, s": lambda r: f"{r['compile_s']:.1f}",
+    "estimate, ms": lambda r: "" if r["estimate_ms"] is None else f"{r['estimate_ms']:.1f}",
+}
 
 
 def main() -> None:
@@ -121,30 +60,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--target", default="h100")
     parser.add_argument("--stack", choices=STACKS, action="append", help="default: all")
-    parser.add_argument("--json", type=Path, help="where to write the figures")
+    parser.add_argument("--library", choices=LIBRARIES, action="append", help="default: all")
+    output.add_arguments(parser)
     options = parser.parse_args()
     rows = []
-    with Progress() as progress:
-        cases = [(stack, library) for stack in options.stack or STACKS for library in LIBRARIES]
+    with Progress(transient=True) as progress:
+        cases = [(s, library) for s in options.stack or STACKS for library in options.library or LIBRARIES]
         for stack, library in progress.track(cases, description="compiling"):
             rows.append(row(stack, library, options.target))
-    table = Table(title=f"Gradient of four blocks of Llama-8B, 8192 tokens, compiled for {options.target}")
-    headings = ("stack", "library", "FLOPs in FP8", "other kernels", "other GB", "temporaries, MB", "compiled in, s")
-    for i, heading in enumerate(headings):
-        table.add_column(heading, justify="right" if i > 1 else "left")
-    for r in rows:
-        table.add_row(
-            r["stack"],
-            r["library"],
-            f"{r['fp8_flops']:.1%}",
-            str(r["other_kernels"]),
-            f"{r['other_gb']:.1f}",
-            f"{r['temporaries_mb']:,.0f}",
-            f"{r['compile_s']:.1f}",
-        )
-    Console().print(table)
-    if options.json:
-        options.json.write_text(json.dumps(rows, indent=2))
+    title = f"Gradient, {LLAMA_8B.tokens} tokens, compiled for {options.target}: counts, and an estimate of the time"
+    output.finish(title, COLUMNS, rows, options)
 
 
 if __name__ == "__main__":

@@ -1,17 +1,17 @@
 """Claim: tracing and lowering a converted model takes at most 1.5 times as long as the plain one.
 
-    uv run benchmarks/trace_time.py [--json FILE]
+    uv run benchmarks/trace_time.py [--compile] [--json FILE] [--markdown]
 
-Processor time of `jax.jit(value_and_grad).lower()` with empty caches, plain and converted in turn; prints medians.
+Processor time of `jax.jit(value_and_grad).lower()` with empty caches, plain and converted in turn; prints medians. With
+`--compile` also that of XLA's compiler, all its threads together, for the CPU that it runs on: there FP8 is emulated,
+in code that no accelerator needs. How long XLA's compiler for a GPU takes is a column of `compiled_program.py`.
 """
 
 import argparse
 import gc
-import json
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import equinox as eqx
@@ -19,8 +19,8 @@ import haliax as hax
 import haliax.nn as hnn
 import jax
 import jax.numpy as jnp
-from rich.console import Console
-from rich.table import Table
+import output
+from rich.progress import Progress
 
 import haliax_fp8 as fp8
 
@@ -117,52 +117,71 @@ CASES = {
 }
 
 
-def seconds_to_lower(model: Any, loss: Callable[..., Any], batch: Any, gradient: Callable[..., Any]) -> float:
-    """Tracing, differentiation and lowering to StableHLO, nothing cached, without garbage collection (as `timeit`)."""
+def seconds_taken(
+    model: Any, loss: Callable[..., Any], batch: Any, gradient: Callable[..., Any], *, compiles: bool
+) -> tuple[float, float]:
+    """Of tracing, differentiation and lowering to StableHLO, and of XLA (0 if it is not asked), nothing cached.
+
+    Without garbage collection, as `timeit`.
+    """
     jax.clear_caches()
     gc.collect()
     gc.disable()
     try:
         start = time.process_time()
-        eqx.filter_jit(gradient(loss)).lower(model, batch)
-        return time.process_time() - start
+        lowered = eqx.filter_jit(gradient(loss)).lower(model, batch)
+        between = time.process_time()
+        if compiles:
+            lowered.compile()
+        return between - start, time.process_time() - between
     finally:
         gc.enable()
 
 
-def measure(repeats: int) -> list[dict[str, Any]]:
+def measure(repeats: int, *, compiles: bool) -> list[dict[str, Any]]:
     """One row per case: medians, and the median of the paired ratios."""
     rows = []
-    for name, case in CASES.items():
-        model, loss, batch = case()
-        converted = fp8.fp8_linear_layers(model)
-        pairs = [
-            (
-                seconds_to_lower(model, loss, batch, eqx.filter_value_and_grad),
-                seconds_to_lower(converted, loss, batch, fp8.filter_value_and_grad),
-            )
-            for _ in range(repeats + 1)
-        ][1:]
-        plain, ours = zip(*pairs, strict=True)
-        ratio = statistics.median(b / a for a, b in pairs)
-        medians = {"plain_s": statistics.median(plain), "fp8_s": statistics.median(ours)}
-        rows.append({"case": name, **medians, "ratio": ratio})
+    with Progress(transient=True) as progress:
+        for name, case in progress.track(CASES.items(), description="tracing"):
+            model, loss, batch = case()
+            converted = fp8.fp8_linear_layers(model)
+            pairs = [
+                (
+                    seconds_taken(model, loss, batch, eqx.filter_value_and_grad, compiles=compiles),
+                    seconds_taken(converted, loss, batch, fp8.filter_value_and_grad, compiles=compiles),
+                )
+                for _ in range(repeats + 1)
+            ][1:]
+            rows.append({"case": name, "step": "trace and lower", **_medians([(a[0], b[0]) for a, b in pairs])})
+            if compiles:
+                rows.append({"case": name, "step": "compile for the CPU", **_medians([(a[1], b[1]) for a, b in pairs])})
     return rows
+
+
+def _medians(pairs: list[tuple[float, float]]) -> dict[str, float]:
+    plain, ours = zip(*pairs, strict=True)
+    ratio = statistics.median(b / a for a, b in pairs)
+    return {"plain_s": statistics.median(plain), "fp8_s": statistics.median(ours), "ratio": ratio}
+
+
+COLUMNS = {
+    "case": lambda r: r["case"],
+    "step": lambda r: r["step"],
+    "plain, s": lambda r: f"{r['plain_s']:.3f}",
+    "FP8, s": lambda r: f"{r['fp8_s']:.3f}",
+    "ratio": lambda r: f"{r['ratio']:.2f}",
+}
 
 
 def main() -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--json", type=Path, help="also write the rows here")
-    args = parser.parse_args()
-    rows = measure(args.repeats)
-    table = Table("case", "plain, s", "FP8, s", "ratio", title="Tracing and lowering")
-    for row in rows:
-        table.add_row(row["case"], f"{row['plain_s']:.3f}", f"{row['fp8_s']:.3f}", f"{row['ratio']:.2f}")
-    Console().print(table)
-    if args.json:
-        args.json.write_text(json.dumps(rows, indent=2))
+    parser.add_argument("--compile", action="store_true", help="XLA's compiler too")
+    output.add_arguments(parser)
+    options = parser.parse_args()
+    rows = measure(options.repeats, compiles=options.compile)
+    output.finish("Tracing, lowering and compiling, processor time", COLUMNS, rows, options)
 
 
 if __name__ == "__main__":

@@ -167,7 +167,8 @@ def fp8_linear_layers[M](module: M, config: Fp8Config | None = None) -> M:
         # The same object in two places stays one object, unless an override gives one of the places another recipe.
         key = id(layer), decision.recipe
         if key not in converted:
-            new = rule.convert(rule.restore(layer), decision.recipe, config.compute_dtype, decision.stack)
+            plain = layer if op is None else rule.restore(layer)
+            new = rule.convert(plain, decision.recipe, config.compute_dtype, decision.stack)
             op = rule.op(new)
             assert op is not None
             converted[key] = _keeping(rule, new, op, config.kernel_residual)

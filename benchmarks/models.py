@@ -1,0 +1,171 @@
+"""What is compiled and run: blocks with the sizes of Llama-8B, and a stack of feed-forward layers."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import haliax as hax
+import haliax.nn as hnn
+import jax
+import jax.numpy as jnp
+from libraries import in_bf16
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """The sizes of the models; smaller ones are for tests.
+
+    Args:
+        embed: Width of a block of Llama-8B.
+        mlp: Width of its feed-forward layer.
+        kv_heads: Key and value heads.
+        group: Query heads that share one of them.
+        head: Width of a head.
+        blocks: How many blocks.
+        tokens: How many tokens, in all models.
+        mlp_embed: Width of the stack of feed-forward layers, between them.
+        mlp_inner: The same, inside.
+        mlp_blocks: How many there are.
+    """
+
+    embed: int = 4096
+    mlp: int = 14336
+    kv_heads: int = 8
+    group: int = 4
+    head: int = 128
+    blocks: int = 4
+    tokens: int = 8192
+    mlp_embed: int = 2048
+    mlp_inner: int = 8192
+    mlp_blocks: int = 8
+
+    @property
+    def Embed(self) -> hax.Axis:
+        """Of the residual stream."""
+        return hax.Axis("embed", self.embed)
+
+    @property
+    def Key(self) -> tuple[hax.Axis, hax.Axis]:
+        """Of keys and values."""
+        return hax.Axis("kv_heads", self.kv_heads), hax.Axis("head", self.head)
+
+    @property
+    def Query(self) -> tuple[hax.Axis, hax.Axis, hax.Axis]:
+        """Of queries."""
+        return hax.Axis("kv_heads", self.kv_heads), hax.Axis("group", self.group), hax.Axis("head", self.head)
+
+
+LLAMA_8B = Sizes()
+"""Those of Llama-8B."""
+
+TINY = Sizes(
+    embed=32, mlp=64, kv_heads=2, group=2, head=16, blocks=2, tokens=16, mlp_embed=16, mlp_inner=32, mlp_blocks=2
+)
+"""For tests."""
+
+
+class Block(eqx.Module):
+    """The linear layers of a block of Llama-8B, with RMSNorm and SwiGLU; attention's scores are left out."""
+
+    norms: tuple[hnn.RmsNorm, hnn.RmsNorm]
+    query: hnn.Linear
+    key: hnn.Linear
+    value: hnn.Linear
+    out: hnn.Linear
+    gate: hnn.Linear
+    up: hnn.Linear
+    down: hnn.Linear
+
+    @staticmethod
+    def init(sizes: Sizes, *, key: jax.Array) -> "Block":
+        """A block with random weights."""
+        keys = iter(jax.random.split(key, 7))
+        linear = lambda In, Out: hnn.Linear.init(In, Out, key=next(keys), use_bias=False)
+        Embed, Mlp = sizes.Embed, hax.Axis("mlp", sizes.mlp)
+        return Block(
+            (hnn.RmsNorm.init(Embed, use_bias=False), hnn.RmsNorm.init(Embed, use_bias=False)),
+            linear(Embed, sizes.Query),
+            linear(Embed, sizes.Key),
+            linear(Embed, sizes.Key),
+            linear(sizes.Query, Embed),
+            linear(Embed, Mlp),
+            linear(Embed, Mlp),
+            linear(Mlp, Embed),
+        )
+
+    def __call__(self, x: hax.NamedArray) -> hax.NamedArray:
+        """Adds both halves' output."""
+        h = self.norms[0](x)
+        x = x + self.out(self.query(h) + self.key(h) * self.value(h))
+        return self.feed_forward(x)
+
+    def feed_forward(self, x: hax.NamedArray) -> hax.NamedArray:
+        """Adds the second half's output."""
+        h = self.norms[1](x)
+        return x + self.down(hnn.silu(self.gate(h)) * self.up(h))
+
+
+class FeedForward(eqx.Module):
+    """`down(gelu(up(x)))`."""
+
+    up: hnn.Linear
+    down: hnn.Linear
+
+    @staticmethod
+    def init(sizes: Sizes, *, key: jax.Array) -> "FeedForward":
+        """A layer with random weights."""
+        Embed, Inner = hax.Axis("embed", sizes.mlp_embed), hax.Axis("inner", sizes.mlp_inner)
+        up, down = jax.random.split(key)
+        return FeedForward(
+            hnn.Linear.init(Embed, Inner, key=up, use_bias=False),
+            hnn.Linear.init(Inner, Embed, key=down, use_bias=False),
+        )
+
+    def __call__(self, x: hax.NamedArray) -> hax.NamedArray:
+        """Maps `(token, embed)` to the same axes."""
+        return self.down(hnn.gelu(self.up(x)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Stack:
+    """Blocks that follow each other.
+
+    Args:
+        model: Makes them from the sizes, in bf16.
+        width: Of what they take.
+    """
+
+    model: Callable[[Sizes], Any]
+    width: Callable[[Sizes], int]
+
+    def batch(self, sizes: Sizes) -> hax.NamedArray:
+        """Random inputs in bf16."""
+        axes = hax.Axis("token", sizes.tokens), hax.Axis("embed", self.width(sizes))
+        return hax.random.normal(jax.random.key(1), axes, dtype=jnp.bfloat16)
+
+
+def _stack(kind: Any, block: type, count: Callable[[Sizes], int], **options: Any) -> Callable[[Sizes], Any]:
+    def init(sizes: Sizes) -> Any:
+        Blocks = hax.Axis("block", count(sizes))
+        return in_bf16(kind.init(Blocks, block, **options)(sizes, key=jax.random.split(jax.random.key(0), Blocks.size)))
+
+    return init
+
+
+def _llama(kind: Any, **options: Any) -> Stack:
+    return Stack(_stack(kind, Block, lambda sizes: sizes.blocks, **options), lambda sizes: sizes.embed)
+
+
+STACKS: dict[str, Stack] = {
+    "Llama-8B, unrolled": _llama(hnn.BlockSeq),
+    "Llama-8B, scan": _llama(hnn.Stacked),
+    "Llama-8B, scan + checkpointing": _llama(hnn.Stacked, gradient_checkpointing=True),
+    "MLP": Stack(_stack(hnn.BlockSeq, FeedForward, lambda s: s.mlp_blocks), lambda sizes: sizes.mlp_embed),
+}
+"""By name. MLP: eight feed-forward layers, each from 2048 to 8192 and back, one after the other."""
+
+
+def loss(model: Any, x: hax.NamedArray) -> jax.Array:
+    """The mean square of the output."""
+    return (model.fold(x) ** 2).mean().scalar().astype(jnp.float32)

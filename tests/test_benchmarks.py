@@ -1,0 +1,209 @@
+"""The benchmarks run, at tiny sizes: what they compare is what they say, and a failure is a row and not the end."""
+
+import dataclasses
+import gc
+import json
+import pathlib
+import sys
+
+import equinox as eqx
+import haliax as hax
+import haliax.nn as hnn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import haliax_fp8 as fp8
+
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "benchmarks"))
+
+import compiled_layer  # noqa: E402
+import compiled_program  # noqa: E402
+import on_gpu  # noqa: E402
+import output  # noqa: E402
+import trace_time  # noqa: E402
+import tree  # noqa: E402
+from libraries import LIBRARIES, in_bf16  # noqa: E402
+from models import STACKS, TINY, loss  # noqa: E402
+
+
+ONE_LAYER = dataclasses.replace(TINY, mlp_blocks=1)
+
+
+@pytest.fixture(autouse=True)
+def standard_promotion():
+    """What who runs a benchmark has."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def no_collection(monkeypatch):
+    """Benchmarks collect garbage before they measure, which takes long where so much is imported."""
+    monkeypatch.setattr(gc, "collect", lambda: 0)
+
+
+def run(tmp_path, *arguments):
+    """The rows that a small run on this CPU writes."""
+    path = tmp_path / "rows.json"
+    on_gpu.main(["--smoke", "--json", str(path), *arguments])
+    return json.loads(path.read_text())["rows"]
+
+
+def test_a_failure_is_a_row_and_the_rest_is_measured(tmp_path, monkeypatch, capsys):
+    real = on_gpu.linear_layer
+
+    def planted(library, *size):
+        if library == "haliax.quantization" and size == on_gpu.SMOKE.first:
+            raise RuntimeError("RESOURCE_EXHAUSTED: planted")
+        return real(library, *size)
+
+    monkeypatch.setattr(on_gpu, "linear_layer", planted)
+    rows = run(tmp_path, "--minutes", "1e6", "--part", "linear", "--part", "product", "--markdown")
+    failed = [row for row in rows if "error" in row]
+    assert [(row["library"], row["error"]) for row in failed] == [
+        ("haliax.quantization", "RuntimeError: RESOURCE_EXHAUSTED: planted")
+    ]
+    measured = {(row["part"], row["size"], row["library"]) for row in rows if row.get("ms", 0) > 0}
+    assert measured == {
+        *(("linear", "16 x 32 x 48", library) for library in LIBRARIES if library != "haliax.quantization"),
+        *(("linear", "16 x 16 x 16", library) for library in LIBRARIES),
+        *(("product", "16 x 32 x 16", operands) for operands in on_gpu.OPERANDS),
+    }
+    printed = capsys.readouterr().out
+    assert "shows that the benchmark runs, and no speed" in printed
+    assert "planted" in printed
+
+
+def test_a_run_that_fails_does_not_stop_those_in_turn_with_it(monkeypatch):
+    def fails_at_the_second_call():
+        calls.append(1)
+        if len(calls) > 1:
+            raise RuntimeError("planted")
+
+    calls = []
+    runs = {"fine": lambda: jnp.ones(2), "failing": fails_at_the_second_call}
+    found = on_gpu.measure_in_turn(runs, repeats=3, least_seconds=0.0)
+    assert len(found["fine"]) == 3
+    assert str(found["failing"]) == "planted"
+
+
+def test_what_there_is_no_time_for_is_a_row_that_says_so(tmp_path):
+    rows = run(tmp_path, "--minutes", "0")
+    assert {row["part"] for row in rows} == {
+        "linear",
+        "Llama-8B, unrolled",
+        "Llama-8B, scan",
+        "training",
+        "product",
+    }
+    assert {row["error"] for row in rows} == {"dropped: no time was left"}
+
+
+def test_an_interrupted_run_has_written_what_it_measured(tmp_path, monkeypatch):
+    def killed(*size):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(on_gpu, "compiled_linear_layer", killed)
+    # Products come before the rest of the grid, and after the first layer; that is interrupted at once.
+    plan = on_gpu.points(on_gpu.SMOKE, ["product", "linear"])
+    monkeypatch.setattr(on_gpu, "points", lambda *_: plan[1:])
+    rows = run(tmp_path, "--minutes", "1e6")
+    assert [row["library"] for row in rows] == list(on_gpu.OPERANDS)
+
+
+def test_training_tries_fewer_sequences_where_memory_is_short(monkeypatch):
+    def steps(library, sizes, sequences, *_):
+        tried.append((library, sequences))
+        if sequences == 8:
+            return None  # by what the program says of itself
+        if sequences == 4:
+            raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+        return {"ms": 1.0, "tokens_per_second": {"bf16": 100.0, "haliax_fp8": 150.0}[library]}
+
+    tried = []
+    monkeypatch.setattr(on_gpu, "training_steps", steps)
+    rows = list(on_gpu.trained(on_gpu.Plan(sequences=8)))
+    assert tried == [("bf16", 8), ("bf16", 4), ("bf16", 2), *(("haliax_fp8", n) for n in (4, 2))]
+    assert [row["times_bf16"] for row in rows] == [1.0, 1.5]
+
+
+@pytest.mark.slow
+def test_the_model_trains(tmp_path):
+    rows = run(tmp_path, "--minutes", "1e6", "--part", "training")
+    assert [row["library"] for row in rows] == ["bf16", "haliax_fp8"]
+    assert all(row["tokens_per_second"] > 0 for row in rows)
+
+
+def test_verdicts_are_those_of_the_rows():
+    plan = on_gpu.Plan(first=(8, 8, 8), grid=((16, 16, 16),))
+    ms = {"bf16": 4.0, "haliax_fp8": 2.0, "haliax.quantization": 3.0, "flax": 3.0}
+    first = [{"part": "linear", "size": "8 x 8 x 8", "library": k, "ms": v, "times_bf16": 4 / v} for k, v in ms.items()]
+    second = [{**row, "size": "16 x 16 x 16", "ms": 2.0} for row in first]
+    block = {"part": "Llama-8B, unrolled", "size": "4 blocks", "library": "haliax_fp8", "times_bf16": 1.2}
+    assert on_gpu.verdicts([*first, *second, block], plan) == [
+        "linear 8 x 8 x 8: 2.00 x bf16, 1.6 asked for: met",
+        "Llama-8B, unrolled 4 blocks: 1.20 x bf16, 1.4 asked for: NOT met",
+        "Llama-8B, scan 4 blocks: not measured",
+        "ahead of marin-haliax and Flax at 1 of 2 measured grid points of 2; behind at 16 x 16 x 16",
+    ]
+
+
+def test_flax_op_in_a_haliax_layer_gives_flax_numbers():
+    In, Out, Batch = hax.make_axes(input=32, output=16, batch=8)
+    layer = in_bf16(hnn.Linear.init(In, Out, key=jax.random.key(0), use_bias=False))
+    x = hax.random.normal(jax.random.key(1), (Batch, In), dtype=jnp.bfloat16)
+    results = {}
+    for name in ("haliax.quantization", "flax"):
+        model = LIBRARIES[name].convert(layer)
+        gradient = eqx.filter_grad(lambda model: (model(x) ** 2).sum().scalar().astype(jnp.float32))(model)
+        results[name] = model(x).array, gradient.weight.array, gradient.dot_general
+    *_, ops = zip(*results.values(), strict=True)
+    for theirs, flax in zip(results["haliax.quantization"][:2], results["flax"][:2], strict=True):
+        np.testing.assert_array_equal(theirs, flax)
+    for name, state in ops[1].variables.items():
+        np.testing.assert_array_equal(getattr(ops[0], name), state)
+    assert ops[1].variables["input_amax_history"][0] == jnp.abs(x.array).max()
+
+
+def test_the_state_of_a_gradient_is_the_next_one_and_weights_stay():
+    model, x = LIBRARIES["haliax_fp8"].convert(STACKS["MLP"].model(ONE_LAYER)), STACKS["MLP"].batch(ONE_LAYER)
+    gradient = eqx.filter_jit(fp8.filter_grad(loss))(model, x)
+    new = on_gpu.with_state_of(gradient, model)
+    overwrites, rest = fp8.partition_for_grad_overwrite(gradient)
+    expected = eqx.filter_jit(fp8.apply_updates)(model, jax.tree.map(jnp.zeros_like, rest), overwrites)
+    assert jax.tree.structure(new) == jax.tree.structure(model)
+    jax.tree.map(np.testing.assert_array_equal, new, expected)
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_a_compiled_program_is_a_row(library):
+    row = compiled_program.row("MLP", library, "local", ONE_LAYER)
+    # Three products for each of its two linear layers; the first needs no gradient of its input.
+    assert row["products"] == 5
+    assert row["estimate_ms"] is None  # nobody knows this device's peaks
+
+
+def test_a_compiled_layer_is_a_row():
+    row = compiled_layer.row("haliax_fp8", (16, 32, 48), "local")
+    assert row["size"] == "16 x 32 x 48"
+    assert row["other_kernels"] > 0
+
+
+def test_the_tree_makes_rows():
+    rows = tree.measure(20, 1)
+    assert {(row["library"], row["operation"]) for row in rows} == {
+        (library, operation) for library in tree.MODELS for operation in tree.OPERATIONS
+    }
+
+
+def test_tracing_and_compiling_make_rows_of_a_page(capsys, monkeypatch):
+    case = STACKS["MLP"].model(ONE_LAYER), loss, STACKS["MLP"].batch(ONE_LAYER)
+    monkeypatch.setattr(trace_time, "CASES", {"MLP": lambda: case})
+    rows = trace_time.measure(1, compiles=True)
+    assert [row["step"] for row in rows] == ["trace and lower", "compile for the CPU"]
+    assert all(row["plain_s"] > 0 and row["fp8_s"] > 0 for row in rows)
+    output.show("Title", trace_time.COLUMNS, rows, output.environment(), markdown=True)
+    assert "| MLP | trace and lower |" in capsys.readouterr().out
