@@ -14,8 +14,11 @@ from ._quantized_array import QuantizedArray
 from ._scaling import AbstractScaling, AbstractStatefulScaling, OperandUse, RowwiseScaling
 
 
+_ROWS = RowwiseScaling()
+
+
 def compressed(
-    function: Callable[..., Any], scaling: AbstractScaling = RowwiseScaling(), format: Format = E4M3
+    function: Callable[..., Any], scaling: AbstractScaling = _ROWS, format: Format = E4M3
 ) -> Callable[..., Any]:
     """The function, keeping its inputs in FP8 from the forward to the backward pass.
 
