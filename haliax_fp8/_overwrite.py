@@ -227,6 +227,25 @@ def _record(state: OpState, scales: Array, shared: Array | None) -> OpRecord:
     return OpRecord(named(others, "fp8_other_records"), named(shared, "fp8_shared_record"))
 
 
+def maximize_gradients(records: Sequence[OpRecord]) -> list[OpRecord]:
+    """The records in `fp32_max_grad`, all of a kind in one go.
+
+    Args:
+        records: Of a model, inside the differentiated function.
+    """
+    leaves, structure = jax.tree.flatten(list(records))
+    kinds: dict[Any, list[int]] = {}
+    for i, leaf in enumerate(leaves):
+        kinds.setdefault((leaf.shape[:-1], varying_axes(leaf)), []).append(i)
+    for members in kinds.values():
+        axis = leaves[members[0]].ndim - 1
+        sizes = tuple(leaves[i].shape[axis] for i in members)
+        joined = to_max_grad(to_float32(lax.concatenate([leaves[i] for i in members], axis)))
+        for i, part in zip(members, lax.split(joined, sizes, axis), strict=True):
+            leaves[i] = part
+    return jax.tree.unflatten(structure, leaves)
+
+
 def complete_states(states: Sequence[OpState], records: Sequence[OpRecord]) -> list[OpState]:
     """The states of the next step, as gradients, from what a step recorded; all of a kind in one go.
 

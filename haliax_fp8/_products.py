@@ -12,7 +12,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
-from ._checkpoint import FP8_KERNEL, FP8_OPERAND, FP8_OUTPUT
+from ._checkpoint import FP8_OPERAND, FP8_OUTPUT
 from ._contraction import ProductName
 from ._first_order import first_order
 from ._measures import measured_parts, of_operands, whole
@@ -131,8 +131,8 @@ class Residuals(NamedTuple):
             operand itself where it is a kernel that is quantized again.
         rhs: The operand as quantized for the gradient of lhs, likewise.
         measured: What the state records of parts of lhs and rhs, `[*ensemble, 2 * measures, parts]`;
-            None if nothing.
-        state: The state, from which the next one is made.
+            None if nothing. Where the state is scales alone, they are rows in front of it: a scan stacks one array.
+        state: The state, from which the next one is made; None where it is within `measured`.
         key: What random rounding draws from.
     """
 
@@ -141,6 +141,15 @@ class Residuals(NamedTuple):
     measured: Array | None
     state: Array | None
     key: Array | None
+
+    def numbers(self, spec: ProductSpec) -> tuple[Array | None, Array | None]:
+        """The state, and what was measured."""
+        if self.measured is None or not spec.records:
+            return self.state, self.measured
+        axis = spec.ensemble
+        count = 3 * measures(spec.recipe.scalings)
+        state, measured = lax.split(self.measured, (count, self.measured.shape[axis] - count), axis)
+        return lax.squeeze(lax.slice_in_dim(state, 0, 1, axis=axis + 1), (axis + 1,)), measured
 
     def operand(self, role: int, scales: Scales, spec: ProductSpec) -> QuantizedArray:
         """Lhs (role 0) or rhs (1) as quantized for the gradient of the other."""
@@ -173,7 +182,8 @@ def forward(
     out, saved, measured = _forward(lhs, rhs, extras, state, key, spec=spec, differentiated=True)
     # What is an argument goes past the jitted function: JAX would take it for a result that has to be stored.
     kept_lhs, kept_rhs = (x if kept is None else kept for x, kept in zip((lhs, rhs), saved, strict=True))
-    return out, Residuals(kept_lhs, kept_rhs, measured, state, key)
+    apart = measured is None or not spec.records
+    return out, Residuals(kept_lhs, kept_rhs, measured, state if apart else None, key)
 
 
 def product(
@@ -211,7 +221,8 @@ def _forward(
     measured = None
     if state is not None and measures(spec.recipe.scalings):
         both = [measured_parts(x, quantized[role], role, spec, state) for role, x in enumerate((lhs, rhs))]
-        measured = of_operands(both)
+        of_state = [lax.expand_dims(to_float32(state), (state.ndim,))] if spec.records else []
+        measured = of_operands([*of_state, *both])
     saved: list[Saved] = [None, None]
     for role, x in enumerate((lhs, rhs)):
         if _requantized(role, spec):
@@ -224,8 +235,9 @@ def _forward(
             quantized[role] = _quantize(x, role, product, contracted, scales, key, spec)
         # Not the scale, if the state has it.
         stored = stores_scale(spec.quantization(role, product).scaling)
-        name = FP8_KERNEL if role == (0 if spec.kernel_is_lhs else 1) else FP8_OPERAND
-        saved[role] = checkpoint_name(quantized[role].data if stored else quantized[role], name)
+        kept = quantized[role].data if stored else quantized[role]
+        # A kernel has no name for a policy to keep it by: it is there to be quantized again.
+        saved[role] = kept if role == (0 if spec.kernel_is_lhs else 1) else checkpoint_name(kept, FP8_OPERAND)
     return checkpoint_name(out, FP8_OUTPUT), (saved[0], saved[1]), measured
 
 
@@ -242,7 +254,8 @@ def backward(
     """The gradients of lhs and rhs in the dtypes given (None: not wanted), and if wanted the next step's state."""
     grad = _round_to(first_order(grad)[0], spec.compute_dtype)
     contraction = spec.contraction.with_batch_axes(spec.ensemble)
-    scales, quantized = _scales(residuals.state, records=spec.records), {}
+    state, measured = residuals.numbers(spec)
+    scales, quantized = _scales(state, records=spec.records), {}
     once = _shared(2, ("gradient_of_lhs", "gradient_of_rhs"), spec)
     dgrad, wgrad = (
         ("gradient_of_rhs", "gradient_of_lhs") if spec.kernel_is_lhs else ("gradient_of_lhs", "gradient_of_rhs")
@@ -271,13 +284,13 @@ def backward(
         grad_lhs = gradient("gradient_of_lhs", 1, dtypes[0])
     with jax.named_scope(names[1]):
         grad_rhs = gradient("gradient_of_rhs", 0, dtypes[1])
-    gradients, state = (grad_lhs, grad_rhs), residuals.state
+    gradients = grad_lhs, grad_rhs
     if state is None or not update:
         return gradients, None
-    if residuals.measured is None:
+    if measured is None:
         return gradients, lax.full_like(state, 0.0, np.float32) if spec.records else to_float32(state)
     of_grad = measured_parts(grad, quantized_for(dgrad), 2, spec, state)
-    measured = whole(of_operands([residuals.measured, of_grad]))
+    measured = whole(of_operands([measured, of_grad]))
     # From the order lhs, rhs, output gradient into that of the state.
     if spec.kernel_is_lhs:
         operands = lax.split(measured, (measured.shape[-1] // 3,) * 3, spec.ensemble)
@@ -301,7 +314,8 @@ def tangent(
     linear: tuple[bool, bool],
 ) -> Array:
     """The output's tangent, `dot(dlhs, rhs) + dot(lhs, drhs)`, rounding taken as the identity."""
-    lhs, rhs = (residuals.operand(role, _scales(residuals.state, records=spec.records), spec) for role in (0, 1))
+    scales = _scales(residuals.numbers(spec)[0], records=spec.records)
+    lhs, rhs = (residuals.operand(role, scales, spec) for role in (0, 1))
     contraction = spec.contraction.with_batch_axes(spec.ensemble)
     given = iter(tangents)
     dlhs, drhs = (next(given) if is_linear else None for is_linear in linear)

@@ -13,7 +13,15 @@ import numpy as np
 from haliax.quantization import CustomGradientAccumulation
 from jaxtyping import Array, PyTree
 
-from ._overwrite import OpRecord, OpState, OverwriteWithGradient, complete_states, overwrite_states, record_states
+from ._overwrite import (
+    OpRecord,
+    OpState,
+    OverwriteWithGradient,
+    complete_states,
+    maximize_gradients,
+    overwrite_states,
+    record_states,
+)
 from ._state import fp32_max_grad
 
 
@@ -233,10 +241,16 @@ def _states(model: Any) -> list[OpState]:
 
 def _completed(model: Any, gradients: Any) -> Any:
     """The gradients with states in the place of records."""
-    is_record = lambda node: isinstance(node, OpRecord)
-    records = [node for node in jax.tree.leaves(gradients, is_leaf=is_record) if is_record(node)]
-    new = iter(complete_states(_states(model), records))
-    return jax.tree.map(lambda node: next(new) if is_record(node) else node, gradients, is_leaf=is_record)
+    new = iter(complete_states(_states(model), _records(gradients)))
+    return jax.tree.map(lambda node: next(new) if _is_record(node) else node, gradients, is_leaf=_is_record)
+
+
+def _records(tree: Any) -> list[OpRecord]:
+    return [node for node in jax.tree.leaves(tree, is_leaf=_is_record) if _is_record(node)]
+
+
+def _is_record(node: Any) -> bool:
+    return isinstance(node, OpRecord)
 
 
 def _is_op_state(node: Any) -> bool:
@@ -245,6 +259,9 @@ def _is_op_state(node: Any) -> bool:
 
 def _with_max_gradients(function: Callable[..., Any]) -> Callable[..., Any]:
     def differentiated(model: Any, *args: Any, **kwargs: Any) -> Any:
+        records = iter(maximize_gradients(_records(model)))
+        fill = lambda node: next(records) if isinstance(node, OpRecord) else node
+        model = jax.tree.map(fill, model, is_leaf=lambda node: isinstance(node, OverwriteWithGradient))
         return function(with_max_gradients(model), *args, **kwargs)
 
     return differentiated

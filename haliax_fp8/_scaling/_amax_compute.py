@@ -24,7 +24,7 @@ class AbstractAmaxCompute(abc.ABC):
         amax = jnp.max(magnitude, axis=axes, initial=0.0) if x.size == 0 else lax.reduce_max(magnitude, axes)
         return lax.convert_element_type(amax, jnp.float32)
 
-    def measure_parts(self, x: Float[Array, "*shape"], ensemble: int) -> Float[Array, "*ensemble parts"]:
+    def measure_parts(self, x: Float[Array, "*shape"], ensemble: int) -> Float[Array, "*ensemble 1 parts"]:
         """What a step records of parts of an operand, whose maximum is what `measure` returns; in the operand's dtype.
 
         The parts are the rows of the leading axes, enough to keep a device busy. A maximum over all of a large operand
@@ -36,9 +36,12 @@ class AbstractAmaxCompute(abc.ABC):
         # A wider operand is one part. Where it is the result of an FP8 product, XLA lets cuBLASLt quantize it and take
         # its amax; and takes any maximum of its magnitudes for that of all (it fails on a vector of them).
         if x.size == 0 or rows == 1 or x.dtype.itemsize > 2:
-            return lax.expand_dims(self.measure(x, ensemble), (ensemble,))
+            return self._whole(x, ensemble)
         parts = lax.reduce_max(lax.abs(x), tuple(range(axis, x.ndim)))
-        return parts if axis == ensemble + 1 else lax.reshape(parts, (*x.shape[:ensemble], rows))
+        return lax.reshape(parts, (*x.shape[:ensemble], 1, rows))
+
+    def _whole(self, x: Float[Array, "*shape"], ensemble: int) -> Float32[Array, "*ensemble 1 1"]:
+        return lax.reshape(self.measure(x, ensemble), (*x.shape[:ensemble], 1, 1))
 
     @abc.abstractmethod
     def of_history(self, history: Float32[Array, "*rows history"]) -> Float32[Array, "*rows 1"]:
@@ -135,9 +138,9 @@ class Percentile(AbstractAmaxCompute):
         rank = max(0, int(np.ceil(count * self.percent / 100.0)) - 1)
         return jnp.sort(magnitude, axis=-1)[..., rank]
 
-    def measure_parts(self, x: Float[Array, "*shape"], ensemble: int) -> Float[Array, "*ensemble 1"]:
+    def measure_parts(self, x: Float[Array, "*shape"], ensemble: int) -> Float[Array, "*ensemble 1 1"]:
         """Of the operand as a whole: the percentile of all is not the largest of the parts' percentiles."""
-        return lax.expand_dims(self.measure(x, ensemble), (ensemble,))
+        return self._whole(x, ensemble)
 
     def of_history(self, history: Float32[Array, "*rows history"]) -> Float32[Array, "*rows 1"]:
         """The largest of them."""

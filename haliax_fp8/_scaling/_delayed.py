@@ -111,7 +111,7 @@ class DelayedScaling(AbstractStatefulScaling):
     ) -> Float[Array, "*ensemble 1 parts"]:
         """The amaxes of rows."""
         del quantized
-        return lax.expand_dims(self.amax_compute.measure_parts(x, ensemble), (ensemble,))
+        return self.amax_compute.measure_parts(x, ensemble)
 
     def head(
         self,
