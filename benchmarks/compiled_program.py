@@ -15,8 +15,8 @@ from typing import Any
 
 import equinox as eqx
 import output
-from libraries import LIBRARIES
-from models import LLAMA_8B, STACKS, Sizes, loss
+from libraries import LIBRARIES, Library
+from models import LLAMA_8B, STACKS, Sizes, Stack, loss
 from rich.progress import Progress
 
 from haliax_fp8.preflight import preflight
@@ -24,14 +24,16 @@ from haliax_fp8.preflight import preflight
 
 def row(stack: str, library: str, target: str, sizes: Sizes = LLAMA_8B) -> dict[str, Any]:
     """What one program holds."""
-    chosen, blocks = LIBRARIES[library], STACKS[stack]
-    model = eqx.filter_eval_shape(lambda: chosen.convert(blocks.model(sizes)))
-    x = eqx.filter_eval_shape(blocks.batch, sizes)
-    report = preflight(chosen.gradient(loss), model, x, target=target)
+    return {"stack": stack, "library": library, **held(STACKS[stack], LIBRARIES[library], target, sizes)}
+
+
+def held(stack: Stack, library: Library, target: str, sizes: Sizes) -> dict[str, Any]:
+    """What the gradient of a stack compiles to."""
+    model = eqx.filter_eval_shape(lambda: library.convert(stack.model(sizes)))
+    x = eqx.filter_eval_shape(stack.batch, sizes)
+    report = preflight(library.gradient(loss), model, x, target=target)
     program = report.step
     return {
-        "stack": stack,
-        "library": library,
         "products": sum(product.executions for product in program.products),
         "fp8_flops": report.fp8_share,
         "other_kernels": program.others.count,

@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 from libraries import in_bf16
 
+import haliax_fp8 as fp8
+
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
@@ -106,6 +108,22 @@ class Block(eqx.Module):
         return x + self.down(hnn.silu(self.gate(h)) * self.up(h))
 
 
+class CompressedBlock(Block):
+    """A block that keeps the inputs of its activation function in FP8."""
+
+    @staticmethod
+    def init(sizes: Sizes, *, key: jax.Array) -> "CompressedBlock":
+        """A block with random weights."""
+        block = Block.init(sizes, key=key)
+        return CompressedBlock(**{field.name: getattr(block, field.name) for field in dataclasses.fields(block)})
+
+    def feed_forward(self, x: hax.NamedArray) -> hax.NamedArray:
+        """Adds the second half's output."""
+        h = self.norms[1](x)
+        activation = fp8.compressed(lambda gate, up: hnn.silu(gate) * up)
+        return x + self.down(activation(self.gate(h), self.up(h)))
+
+
 class FeedForward(eqx.Module):
     """`down(gelu(up(x)))`."""
 
@@ -153,14 +171,15 @@ def _stack(kind: Any, block: type, count: Callable[[Sizes], int], **options: Any
     return init
 
 
-def _llama(kind: Any, **options: Any) -> Stack:
-    return Stack(_stack(kind, Block, lambda sizes: sizes.blocks, **options), lambda sizes: sizes.embed)
+def llama(kind: Any, block: type = Block, **options: Any) -> Stack:
+    """Blocks of Llama-8B in a `haliax.nn.BlockSeq` or `Stacked`, with options of the latter."""
+    return Stack(_stack(kind, block, lambda sizes: sizes.blocks, **options), lambda sizes: sizes.embed)
 
 
 STACKS: dict[str, Stack] = {
-    "Llama-8B, unrolled": _llama(hnn.BlockSeq),
-    "Llama-8B, scan": _llama(hnn.Stacked),
-    "Llama-8B, scan + checkpointing": _llama(hnn.Stacked, gradient_checkpointing=True),
+    "Llama-8B, unrolled": llama(hnn.BlockSeq),
+    "Llama-8B, scan": llama(hnn.Stacked),
+    "Llama-8B, scan + checkpointing": llama(hnn.Stacked, gradient_checkpointing=True),
     "MLP": Stack(_stack(hnn.BlockSeq, FeedForward, lambda s: s.mlp_blocks), lambda sizes: sizes.mlp_embed),
 }
 """By name. MLP: eight feed-forward layers, each from 2048 to 8192 and back, one after the other."""

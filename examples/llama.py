@@ -10,6 +10,7 @@ References:
 
 import dataclasses
 import math
+from collections.abc import Callable
 
 import equinox as eqx
 import haliax as hax
@@ -18,6 +19,14 @@ import jax
 import jax.numpy as jnp
 from haliax import Axis, NamedArray
 from jaxtyping import PRNGKeyArray
+
+
+type Activation = Callable[[NamedArray, NamedArray], NamedArray]
+
+
+def swiglu(gate: NamedArray, up: NamedArray) -> NamedArray:
+    """`silu(gate) * up`."""
+    return hnn.silu(gate) * up
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +46,7 @@ class LlamaConfig:
         norm_eps: Added to the mean square in RMSNorm.
         checkpointing: Recompute each block in the backward pass, keeping only its input.
         unroll: How many blocks one iteration of the scan over blocks holds. More compile longer and run faster.
+        activation: What stands between the products of the feed-forward layer.
 
     Raises:
         ValueError: If `heads` is not a multiple of `kv_heads`, or `head_dim` is odd.
@@ -54,6 +64,7 @@ class LlamaConfig:
     norm_eps: float = 1e-5
     checkpointing: bool = False
     unroll: int = 3
+    activation: Activation = swiglu
 
     def __post_init__(self) -> None:
         if self.heads % self.kv_heads:
@@ -164,6 +175,7 @@ class SwiGlu(eqx.Module):
     gate: hnn.Linear
     up: hnn.Linear
     down: hnn.Linear
+    activation: Activation = eqx.field(static=True, default=swiglu)
 
     @staticmethod
     def init(config: LlamaConfig, *, key: PRNGKeyArray) -> "SwiGlu":
@@ -174,11 +186,12 @@ class SwiGlu(eqx.Module):
             down=hnn.Linear.init(
                 config.Mlp, config.Hidden, key=keys[2], use_bias=False, init_scale=config.residual_scale
             ),
+            activation=config.activation,
         )
 
     def __call__(self, x: NamedArray) -> NamedArray:
         """Maps `(..., hidden)` to the same shape."""
-        return self.down(hnn.silu(self.gate(x)) * self.up(x))
+        return self.down(self.activation(self.gate(x), self.up(x)))
 
 
 class Block(eqx.Module):

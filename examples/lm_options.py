@@ -89,6 +89,9 @@ def make_parser() -> argparse.ArgumentParser:
     recipe.add_argument("--backward-format", choices=FORMATS, default="E5M2", help="of the outputs' gradients")
     recipe.add_argument("--convert-head", action="store_true", help="convert the output head too")
     recipe.add_argument("--exclude", action="append", default=[], metavar="PATH", help="leave layers out; repeatable")
+    recipe.add_argument(
+        "--compress-activations", action="store_true", help="FP8 models keep the inputs of SwiGLU in FP8 too"
+    )
     recipe.add_argument("--fp8-after", type=_natural_int, default=0, metavar="N", help="convert after N steps")
     recipe.add_argument("--fp8-until", type=_positive_int, metavar="N", help="convert back after N steps")
 

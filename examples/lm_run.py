@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from corpus import Corpus
-from llama import Llama, next_token_loss
+from llama import Llama, next_token_loss, swiglu
 from lm_options import LEFT_ALONE, model_config, recipes
 
 from haliax_fp8 import (
@@ -22,6 +22,7 @@ from haliax_fp8 import (
     OverwriteWithGradient,
     TrainStep,
     calibrate,
+    compressed,
     fp8_linear_layers,
     fp8_states,
     quantization_statistics,
@@ -131,7 +132,10 @@ def make_runs(options: argparse.Namespace, step: TrainStep, done: int = 0) -> li
     runs = []
     for name, config in configs.items():
         # Made anew for each and not shared, so that a step with `donate=True` would not free another model's weights.
-        model = Llama.init(model_config(options), key=jax.random.key(options.seed))
+        sizes = model_config(options)
+        if config is not None and options.compress_activations:
+            sizes = dataclasses.replace(sizes, activation=compressed(swiglu))
+        model = Llama.init(sizes, key=jax.random.key(options.seed))
         runs.append(Run(name, model, step.init(model), config))
         runs[-1].set_converted(done > 0 and is_fp8_step(options, done - 1))
     return runs

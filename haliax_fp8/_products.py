@@ -107,9 +107,11 @@ def _shared(role: int, products: tuple[ProductName, ProductName], spec: ProductS
     return first == second and not first.scaling.directional
 
 
-def _requantized(role: int, spec: ProductSpec) -> bool:
-    """Whether an operand is a kernel that the backward pass quantizes again."""
-    return spec.requantizes and role == (0 if spec.kernel_is_lhs else 1)
+def _kept_as_is(role: int, spec: ProductSpec) -> bool:
+    """Whether the backward pass keeps an operand itself: a kernel to quantize again, or one in high precision."""
+    if spec.requantizes and role == (0 if spec.kernel_is_lhs else 1):
+        return True
+    return not spec.quantization(role, _OTHER_PRODUCT[role]).scaling.quantizes
 
 
 _PRODUCTS: tuple[ProductName, ...] = ("product", "gradient_of_lhs", "gradient_of_rhs")
@@ -128,7 +130,7 @@ class Residuals(NamedTuple):
 
     Args:
         lhs: The operand as quantized for the gradient of rhs, its data alone where the state has its scale; the
-            operand itself where it is a kernel that is quantized again.
+            operand itself where it is a kernel that is quantized again, or in high precision there.
         rhs: The operand as quantized for the gradient of lhs, likewise.
         measured: What the state records of parts of lhs and rhs, `[*ensemble, 2 * measures, parts]`;
             None if nothing. Where the state is scales alone, they are rows in front of it: a scan stacks one array.
@@ -159,7 +161,7 @@ class Residuals(NamedTuple):
             saved = lax.optimization_barrier(saved)
         if isinstance(saved, QuantizedArray):
             return saved
-        if _requantized(role, spec):
+        if _kept_as_is(role, spec):
             x = _round_to(first_order(saved)[0], spec.compute_dtype)
             product = _product_of(role, spec)
             contracted = spec.contraction.with_batch_axes(spec.ensemble).contracted(product, *self.ranks)
@@ -225,7 +227,7 @@ def _forward(
         measured = of_operands([*of_state, *both])
     saved: list[Saved] = [None, None]
     for role, x in enumerate((lhs, rhs)):
-        if _requantized(role, spec):
+        if _kept_as_is(role, spec):
             continue
         product = _product_of(role, spec)
         if product != "product":

@@ -1,0 +1,80 @@
+"""Claim: with fused projections, checkpoint policies and compressed activations, FP8 needs far less memory than bf16.
+
+    uv run --extra preflight benchmarks/options.py [--json FILE] [--markdown] [--target h100]
+
+The options of `docs/performance.md` on four blocks of Llama-8B, compiled as `compiled_program.py` does: counts and
+bytes are read from the program, the time on the device is an estimate by its data sheet's peaks; nothing runs.
+"""
+
+import argparse
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import haliax as hax
+import haliax.nn as hnn
+import output
+from compiled_program import COLUMNS, held
+from libraries import LIBRARIES, Library
+from models import LLAMA_8B, STACKS, CompressedBlock, Stack, llama
+from rich.progress import Progress
+
+import haliax_fp8 as fp8
+
+
+def _saving(*names: str) -> hax.ScanCheckpointPolicy:
+    return hax.ScanCheckpointPolicy(save_block_internals=list(names))
+
+
+def _converted(change: Callable[[Any], Any] = lambda model: model, **options: Any) -> Library:
+    convert = lambda model: change(fp8.fp8_linear_layers(model, fp8.Fp8Config(**options)))
+    return dataclasses.replace(LIBRARIES["haliax_fp8"], convert=convert)
+
+
+BF16, DEFAULT = LIBRARIES["bf16"], LIBRARIES["haliax_fp8"]
+FUSED = _converted(fp8.fuse_projections)
+
+OPTIONS: dict[str, tuple[Stack, Library]] = {
+    "unrolled: bf16": (STACKS["Llama-8B, unrolled"], BF16),
+    "unrolled: FP8": (STACKS["Llama-8B, unrolled"], DEFAULT),
+    "unrolled: FP8, kernels kept": (
+        STACKS["Llama-8B, unrolled"],
+        _converted(kernel_residual=fp8.KeepQuantized()),
+    ),
+    "unrolled: FP8, fused": (STACKS["Llama-8B, unrolled"], FUSED),
+    "scan: bf16": (STACKS["Llama-8B, scan"], BF16),
+    "scan: FP8": (STACKS["Llama-8B, scan"], DEFAULT),
+    "scan: FP8, fused": (STACKS["Llama-8B, scan"], FUSED),
+    "scan: FP8, fused, compressed": (llama(hnn.Stacked, CompressedBlock), FUSED),
+    "scan: FP8, fused, save_fp8_operands": (
+        llama(hnn.Stacked, gradient_checkpointing=_saving("fp8_operand", "fp8_output")),
+        FUSED,
+    ),
+    "scan: FP8, fused, save_nothing_but_fp8": (
+        llama(hnn.Stacked, gradient_checkpointing=_saving("fp8_operand")),
+        FUSED,
+    ),
+    "scan + checkpointing: bf16": (STACKS["Llama-8B, scan + checkpointing"], BF16),
+    "scan + checkpointing: FP8": (STACKS["Llama-8B, scan + checkpointing"], DEFAULT),
+    "scan + checkpointing: FP8, fused": (STACKS["Llama-8B, scan + checkpointing"], FUSED),
+}
+
+
+def main() -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--target", default="h100")
+    parser.add_argument("--option", choices=OPTIONS, action="append", help="default: all")
+    output.add_arguments(parser)
+    options = parser.parse_args()
+    rows = []
+    with Progress(transient=True) as progress:
+        for name in progress.track(options.option or list(OPTIONS), description="compiling"):
+            rows.append({"option": name, **held(*OPTIONS[name], options.target, LLAMA_8B)})
+    title = f"Gradient of four blocks of Llama-8B, {LLAMA_8B.tokens} tokens, compiled for {options.target}"
+    columns = {name: column for name, column in COLUMNS.items() if name not in ("stack", "library")}
+    output.finish(title, {"option": lambda r: r["option"], **columns}, rows, options)
+
+
+if __name__ == "__main__":
+    main()

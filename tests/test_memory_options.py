@@ -1,0 +1,286 @@
+"""What changes memory and speed, and no value: kernels kept or quantized again, fused projections, checkpoint policies;
+and compressed activations, which change gradients within FP8's rounding."""
+
+import re
+
+import equinox as eqx
+import haliax as hax
+import haliax.nn as hnn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import unchecked
+
+import haliax_fp8 as fp8
+from haliax_fp8 import Fp8Config, fp8_linear_layers
+
+
+Embed, Mlp, Rows = hax.make_axes(embed=32, mlp=64, rows=16)
+KERNEL_RESIDUALS = [fp8.KeepQuantized(), fp8.Requantize(), fp8.RequantizeWhereCheap()]
+
+
+class GatedMlp(eqx.Module):
+    gate: hnn.Linear
+    up: hnn.Linear
+    down: hnn.Linear
+    activation: object = eqx.field(static=True, default=lambda gate, up: hnn.silu(gate) * up)
+
+    @staticmethod
+    def init(*, key):
+        keys = jax.random.split(key, 3)
+        linear = lambda In, Out, key: hnn.Linear.init(In, Out, key=key, use_bias=False)
+        return GatedMlp(linear(Embed, Mlp, keys[0]), linear(Embed, Mlp, keys[1]), linear(Mlp, Embed, keys[2]))
+
+    def __call__(self, x):
+        return x + self.down(self.activation(self.gate(x), self.up(x)))
+
+
+def stacked(policy=False):
+    Blocks = hax.Axis("block", 3)
+    return hnn.Stacked.init(Blocks, GatedMlp, gradient_checkpointing=policy)(
+        key=jax.random.split(jax.random.key(0), Blocks.size)
+    )
+
+
+MODELS = {"one": lambda: GatedMlp.init(key=jax.random.key(0)), "stacked": stacked}
+
+
+def inputs(dtype=jnp.float32):
+    return hax.random.normal(jax.random.key(1), (Rows, Embed)).astype(dtype)
+
+
+def loss(model, x):
+    out = model.fold(x) if isinstance(model, hnn.Stacked) else model(x)
+    return (out**2).mean().scalar().astype(jnp.float32)
+
+
+def trained(model, steps=3, gradient=fp8.filter_value_and_grad):
+    """Losses, and the model after a few steps of gradient descent."""
+
+    @eqx.filter_jit
+    def step(model, x):
+        value, gradients = gradient(loss)(model, x)
+        overwrites, gradients = fp8.partition_for_grad_overwrite(gradients)
+        return value, fp8.apply_updates(model, jax.tree.map(lambda g: -0.1 * g, gradients), overwrites)
+
+    losses = []
+    for _ in range(steps):
+        value, model = step(model, inputs())
+        losses.append(float(value))
+    return losses, model
+
+
+def assert_same(a, b):
+    for x, y in zip(
+        jax.tree.leaves(eqx.filter(a, eqx.is_array)), jax.tree.leaves(eqx.filter(b, eqx.is_array)), strict=True
+    ):
+        np.testing.assert_array_equal(x, y)
+
+
+# --- What is kept of kernels ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current", "rowwise", "rowwise_wgrad_bf16", "deepseek", "static"])
+@pytest.mark.parametrize("model", MODELS)
+def test_kernels_kept_or_quantized_again_train_the_same(model, recipe):
+    results = [
+        trained(fp8_linear_layers(MODELS[model](), Fp8Config(recipe=recipe, kernel_residual=choice)))
+        for choice in KERNEL_RESIDUALS
+    ]
+    for losses, new in results[1:]:
+        assert losses == results[0][0]
+        assert_same(new, results[0][1])
+
+
+def kept_in_fp8(config):
+    """The sizes of the FP8 arrays between the passes of one layer, its input not counted."""
+    layer = fp8_linear_layers(hnn.Linear.init(Embed, Mlp, key=jax.random.key(0), use_bias=False), config)
+    pullback = jax.vjp(lambda layer, x: layer(x).array, layer, inputs())[1]
+    kept = [x for x in jax.tree.leaves(pullback) if getattr(x, "dtype", None) == jnp.float8_e4m3fn]
+    return sorted(x.size for x in kept)
+
+
+def test_what_is_kept_of_a_kernel():
+    activation, kernel = Rows.size * Embed.size, Embed.size * Mlp.size
+    expected = {"delayed": [[activation, kernel], [activation], [activation]]}
+    # Current scaling would take the kernel's amax again; rows are quantized along the other axis anyway.
+    expected |= {"current": [[activation, kernel], [activation], [activation, kernel]]}
+    expected |= {"rowwise": expected["delayed"]}
+    for recipe, sizes in expected.items():
+        found = [kept_in_fp8(Fp8Config(recipe=recipe, kernel_residual=choice)) for choice in KERNEL_RESIDUALS]
+        assert found == sizes, recipe
+
+
+def test_a_choice_can_be_changed_and_keeps_the_state():
+    _, model = trained(fp8_linear_layers(MODELS["one"]()))
+    again = fp8_linear_layers(model, Fp8Config(kernel_residual=fp8.KeepQuantized()))
+    assert again.up.dot_general.kernel_residual == fp8.KeepQuantized()
+    assert_same(again, model)
+
+
+def test_what_is_no_choice_is_refused():
+    with unchecked(), pytest.raises(ValueError, match="kernel_residual='keep'"):
+        Fp8Config(kernel_residual="keep")
+
+
+# --- Fused projections ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current", "rowwise"])
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("gradient", [fp8.filter_value_and_grad, eqx.filter_value_and_grad], ids=["ours", "equinox's"])
+def test_fused_layers_train_the_same(model, recipe, gradient):
+    """They read the same tensor, so the largest scale of the group is each one's own."""
+    plain = fp8_linear_layers(MODELS[model](), Fp8Config(recipe=recipe))
+    if recipe != "delayed":
+        with pytest.raises(ValueError, match="keeps state of their input"):
+            fp8.fuse_projections(plain)
+        return
+    fused = fp8.fuse_projections(plain)
+    assert_same(fused, plain)
+    results = [trained(m, gradient=gradient) for m in (plain, fused)]
+    assert results[0][0] == results[1][0]
+    assert_same(*(new for _, new in results))
+    separated = fp8.separate_projections(results[1][1])
+    assert jax.tree.structure(separated) == jax.tree.structure(results[0][1])
+
+
+def test_layers_with_other_inputs_take_the_larger_scale():
+    """As in cross-attention: what is not the same tensor still fits the range."""
+
+    class Two(eqx.Module):
+        gate: hnn.Linear
+        up: hnn.Linear
+
+        def __call__(self, x):
+            return self.gate(x) + self.up(100.0 * x)
+
+    one = MODELS["one"]()
+    model = fp8.fuse_projections(fp8_linear_layers(Two(one.gate, one.up), Fp8Config(amax_history_length=1)))
+    _, model = trained(model, steps=1)
+    scales = [float(layer.dot_general.scale("input")) for layer in (model.gate, model.up)]
+    assert scales[1] == pytest.approx(100 * scales[0], rel=1e-6)
+    out, _ = fp8.filter_value_and_grad(lambda m: m(inputs()).array.sum())(model)
+    x = inputs()
+    expected = fp8.restore_linear_layers(model)(x).array.sum()
+    assert abs(out - expected) < 0.1 * abs(model.up(100 * x).array).sum()
+
+
+@pytest.mark.parametrize(
+    "groups, words",
+    [([("no", "such")], "name no two layers"), (("gate", "up"), "sequence of sequences"), ([("gate", "down")], "down")],
+)
+def test_groups_that_do_not_fit(groups, words):
+    model = fp8_linear_layers(MODELS["one"]())
+    if groups == [("gate", "down")]:
+        # Their inputs differ in width; nobody can tell from the layers whether they are the same tensor.
+        assert fp8.fuse_projections(model, groups).down.dot_general.state.input_group == "gate+down"
+        return
+    with pytest.raises(ValueError, match=words):
+        fp8.fuse_projections(model, groups)
+
+
+def test_a_model_that_is_not_converted_is_refused():
+    with pytest.raises(ValueError, match="Convert the model first"):
+        fp8.fuse_projections(MODELS["one"]())
+
+
+def test_the_input_is_quantized_once():
+    """After XLA's common subexpressions: with one scale there is one FP8 copy of what both layers read."""
+
+    def quantizations(model):
+        arrays, static = eqx.partition(model, eqx.is_array)
+        step = lambda arrays, x: fp8.filter_grad(loss)(eqx.combine(arrays, static), x)
+        program = jax.jit(lambda *args: eqx.filter(step(*args), eqx.is_array)).lower(arrays, inputs()).compile()
+        return len(re.findall(r" = f8e4m3fn\[16,32\]", program.as_text() or ""))
+
+    plain = fp8_linear_layers(MODELS["one"]())
+    assert quantizations(fp8.fuse_projections(plain)) < quantizations(plain)
+
+
+# --- Checkpointing ----------------------------------------------------------------------------------------------------
+
+POLICIES = {
+    "save_fp8_operands": (fp8.save_fp8_operands, ["fp8_operand", "fp8_output"]),
+    "save_nothing_but_fp8": (fp8.save_nothing_but_fp8, ["fp8_operand"]),
+}
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_policies_change_no_number(name):
+    policy, names = POLICIES[name]
+    expected = trained(fp8_linear_layers(stacked()))
+    got = trained(fp8_linear_layers(stacked(hax.ScanCheckpointPolicy(save_block_internals=names))))
+    np.testing.assert_allclose(got[0], expected[0], rtol=1e-6)
+    one = fp8_linear_layers(MODELS["one"]())
+    plain, kept = (
+        eqx.filter_jit(fp8.filter_grad(lambda m, f=f: (f(m, inputs()).array ** 2).mean()))(one)
+        for f in (lambda m, x: m(x), eqx.filter_checkpoint(lambda m, x: m(x), policy=policy))
+    )
+    for a, b in zip(jax.tree.leaves(plain), jax.tree.leaves(kept), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("name, wide", [("save_fp8_operands", 2), ("save_nothing_but_fp8", 0)])
+def test_what_policies_keep(name, wide):
+    """FP8 inputs of the three products; beside them the results that something asks for, or nothing as large."""
+    model = fp8_linear_layers(MODELS["one"]())
+    arrays, static = eqx.partition(model, eqx.is_array)
+    block = jax.checkpoint(lambda arrays, x: eqx.combine(arrays, static)(x).array, policy=POLICIES[name][0])
+    kept = jax.tree.leaves(jax.vjp(block, arrays, inputs())[1])
+    # Arguments are there anyway.
+    given = [x.shape for x in jax.tree.leaves((arrays, inputs()))]
+    made = [aval for aval in kept if aval.shape not in given or aval.dtype == jnp.float8_e4m3fn]
+    in_fp8 = [aval.shape for aval in made if aval.dtype == jnp.float8_e4m3fn]
+    assert sorted(in_fp8) == sorted([(16, 32), (16, 32), (16, 64)])
+    large = [aval for aval in kept if aval.dtype != jnp.float8_e4m3fn and aval.shape in ((16, 64), (16, 32))]
+    assert len(large) - 1 == wide, "the block's input, and results"
+
+
+# --- Compressed activations -------------------------------------------------------------------------------------------
+
+
+def test_compressed_gradients_are_those_at_rounded_inputs():
+    swiglu = lambda gate, up: jax.nn.silu(gate) * up
+    gate, up, g = (jax.random.normal(jax.random.key(i), (16, 64)) for i in range(3))
+    out, pullback = jax.vjp(fp8.compressed(swiglu), gate, up)
+    np.testing.assert_array_equal(out, swiglu(gate, up))
+    rounded = []
+    for x in (np.asarray(gate), np.asarray(up)):
+        scale = 2.0 ** np.ceil(np.log2(np.abs(x).max(axis=1, keepdims=True) / 448))
+        rounded.append((x / scale).astype(jnp.float8_e4m3fn).astype(np.float64) * scale)
+    expected = jax.vjp(swiglu, *(jnp.asarray(x, jnp.float32) for x in rounded))[1](g)
+    for a, b in zip(pullback(g), expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-3, atol=2e-3 * float(jnp.abs(b).max()))
+
+
+def test_compressed_activations_keep_a_byte_per_element():
+    swiglu = lambda gate, up: jax.nn.silu(gate) * up
+    x = jnp.ones((16, 64), jnp.bfloat16)
+    kept = lambda f: [y for y in jax.tree.leaves(jax.vjp(f, x, x)[1]) if y.size == x.size]
+    assert {y.dtype for y in kept(fp8.compressed(swiglu))} == {np.dtype(jnp.float8_e4m3fn)}
+    assert len(kept(fp8.compressed(swiglu))) == 2 < len(kept(swiglu))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_compressed_named_arrays_train(dtype):
+    model = fp8_linear_layers(MODELS["one"]())
+    compressed = eqx.tree_at(lambda m: m.up, model, model.up)
+    object.__setattr__(compressed, "activation", fp8.compressed(model.activation))
+    losses, other = trained(model, steps=5)[0], trained(compressed, steps=5)[0]
+    assert other[0] == losses[0] and other[-1] < other[0]
+    np.testing.assert_allclose(other, losses, rtol=0.02)
+
+
+def test_compressed_under_transformations():
+    f = fp8.compressed(lambda x: jax.nn.gelu(x))
+    x = jax.random.normal(jax.random.key(0), (4, 16))
+    gradient = jax.grad(lambda x: f(x).sum())
+    np.testing.assert_allclose(jax.vmap(gradient)(x), jax.jit(gradient)(x), rtol=1e-6)
+    assert gradient(x[0, 0]).shape == ()
+
+
+def test_compressed_refuses_scalings_with_state():
+    with pytest.raises(ValueError, match="must quantize without state"):
+        fp8.compressed(jax.nn.gelu, fp8.DelayedScaling())
