@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from haliax.quantization import CustomGradientAccumulation
 from jax import lax
+from jax.core import Tracer
 from jaxtyping import Array
 
 from ._mesh_axes import varying_axes
@@ -218,7 +219,8 @@ def _record(state: OpState, scales: Array, shared: Array | None) -> OpRecord:
 
     def named(x: Array, name: str) -> hax.NamedArray:
         # As in `with_array`: the names may count axes that the array does not have.
-        structure = jax.tree.structure(hax.NamedArray(np.zeros((0,) * (len(stack) + 1)), (*stack, name)))
+        array: Any = np.zeros((0,) * (len(stack) + 1))
+        structure = jax.tree.structure(hax.NamedArray(array, (*stack, name)))
         return jax.tree.unflatten(structure, [x if width == 1 else jnp.repeat(x, width, axis=-1)])
 
     if shared is None:
@@ -318,6 +320,6 @@ def _split(table: Array, count: int) -> list[Array]:
 
 def _place(table: Array) -> tuple[Any, ...]:
     """What two tables must share to become one array: shape, devices, and the mesh axes along which they vary."""
-    if isinstance(table, jax.core.Tracer):
+    if isinstance(table, Tracer):
         return table.shape, varying_axes(table)
     return table.shape, getattr(table, "sharding", None)

@@ -16,6 +16,7 @@ from rich.table import Table
 
 from ._layers import default_layers
 from ._op import Fp8DotGeneral
+from ._overwrite import OpState
 from ._scaling import AbstractStatefulScaling, MeasuredScaling
 from ._targets import path_string
 from ._training import filter_grad
@@ -170,7 +171,7 @@ def _measuring[M](model: M) -> M:
 
 
 def _statistics(gradient: Fp8DotGeneral) -> OpStatistics:
-    assert gradient.state is not None
+    assert isinstance(gradient.state, OpState)
     table, scalings = gradient.state.array, gradient.state.scalings
     rows = []
     for row, scaling in enumerate(scalings):

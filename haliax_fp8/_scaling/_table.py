@@ -119,7 +119,8 @@ def overwriting(table: Array, gradient: Array, scalings: Sequence[AbstractScalin
             return _change(fine, _heads(table, entered, scalings, limits))
         entered = jnp.pad(entered, [(0, 0)] * (axis + 1) + [(0, measures(scalings) - scaling.measures)])
         for i, row in enumerate(rows):
-            parts[row] = tuple(lax.slice_in_dim(x, i, i + 1, axis=axis) for x in (entered, fine))
+            of_row = [lax.slice_in_dim(x, i, i + 1, axis=axis) for x in (entered, fine)]
+            parts[row] = of_row[0], of_row[1]
     nothing = jnp.zeros((*table.shape[:axis], 1, max(1, measures(scalings))), jnp.float32)
     missing = nothing, jnp.zeros((*table.shape[:axis], 1, 1), bool)
     newest, changes = (
