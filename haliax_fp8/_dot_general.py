@@ -10,8 +10,9 @@ gradients; and forward mode works, which `custom_vjp` refuses.
       jvp       -> fp8_dot_tangent(tangents..., residuals...)      linear in the tangents
       transpose -> quantize the output's gradient; dgrad, wgrad; the new state as the state's cotangent
 
-Residuals are the quantized operands, once each, and a few scalars. State enters as one table (none for a stateless
-recipe) and leaves as its cotangent, already updated; see `_state.py` for several uses.
+Residuals are the quantized operands, once each (of a kernel often nothing, see `_kernel_residual.py`), and a few
+numbers. State enters as one array (none for a stateless recipe) and leaves as its cotangent: a whole table, already
+updated; or scales, whose cotangent is what was measured (`OpRecord`). See `_state.py` for several uses.
 """
 
 import dataclasses

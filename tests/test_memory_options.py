@@ -146,6 +146,20 @@ def test_fused_layers_train_the_same(model, recipe, gradient):
     assert jax.tree.structure(separated) == jax.tree.structure(results[0][1])
 
 
+def test_fused_attention_of_equinox_trains_the_same():
+    """`vmap` over the batch outside and over the tokens inside; three layers share their input's scale."""
+    attention = eqx.nn.MultiheadAttention(2, 16, key=jax.random.key(0))
+    x = jax.random.normal(jax.random.key(1), (3, 5, 16))
+    loss_fn = lambda model: (jax.vmap(lambda x: model(x, x, x))(x) ** 2).mean()
+    plain = fp8_linear_layers(attention)
+    fused = fp8.fuse_projections(plain)
+    assert fused.query_proj.dot_general.state.input_group == "query_proj+key_proj+value_proj"
+    assert fused.output_proj.dot_general.state.input_group is None
+    results = [eqx.filter_jit(fp8.filter_value_and_grad(loss_fn))(model) for model in (plain, fused)]
+    assert results[0][0] == results[1][0]
+    assert_same(*(gradients for _, gradients in results))
+
+
 def test_layers_with_other_inputs_take_the_larger_scale():
     """As in cross-attention: what is not the same tensor still fits the range."""
 
