@@ -148,8 +148,7 @@ class Residuals(NamedTuple):
         """The state, and what was measured."""
         if self.measured is None or not spec.records:
             return self.state, self.measured
-        axis = spec.ensemble
-        count = 3 * measures(spec.recipe.scalings)
+        axis, count = spec.ensemble, 3 * measures(spec.recipe.scalings)
         state, measured = lax.split(self.measured, (count, self.measured.shape[axis] - count), axis)
         return lax.squeeze(lax.slice_in_dim(state, 0, 1, axis=axis + 1), (axis + 1,)), measured
 
@@ -236,8 +235,7 @@ def _forward(
             contracted = contraction.contracted(product, lhs.ndim, rhs.ndim)[1]
             quantized[role] = _quantize(x, role, product, contracted, scales, key, spec)
         # Not the scale, if the state has it.
-        stored = stores_scale(spec.quantization(role, product).scaling)
-        kept = quantized[role].data if stored else quantized[role]
+        kept = quantized[role].data if stores_scale(spec.quantization(role, product).scaling) else quantized[role]
         # A kernel has no name for a policy to keep it by: it is there to be quantized again.
         saved[role] = kept if role == (0 if spec.kernel_is_lhs else 1) else checkpoint_name(kept, FP8_OPERAND)
     return checkpoint_name(out, FP8_OUTPUT), (saved[0], saved[1]), measured

@@ -81,8 +81,9 @@ def assert_same(a, b):
 # --- What is kept of kernels ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "current", "rowwise", "rowwise_wgrad_bf16", "deepseek", "static"])
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    "model, recipe", [("one", "delayed"), ("stacked", "delayed"), ("one", "current"), ("one", "rowwise")]
+)
 def test_kernels_kept_or_quantized_again_train_the_same(model, recipe):
     results = [
         trained(fp8_linear_layers(MODELS[model](), Fp8Config(recipe=recipe, kernel_residual=choice)))
@@ -127,16 +128,19 @@ def test_what_is_no_choice_is_refused():
 # --- Fused projections ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "current", "rowwise"])
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("gradient", [fp8.filter_value_and_grad, eqx.filter_value_and_grad], ids=["ours", "equinox's"])
-def test_fused_layers_train_the_same(model, recipe, gradient):
+@pytest.mark.parametrize("recipe", ["current", "rowwise"])
+def test_scales_of_the_tensor_itself_are_shared_anyway(recipe):
+    with pytest.raises(ValueError, match="keeps state of their input"):
+        fp8.fuse_projections(fp8_linear_layers(MODELS["one"](), Fp8Config(recipe=recipe)))
+
+
+@pytest.mark.parametrize(
+    "model, gradient",
+    [("one", fp8.filter_value_and_grad), ("one", eqx.filter_value_and_grad), ("stacked", fp8.filter_value_and_grad)],
+)
+def test_fused_layers_train_the_same(model, gradient):
     """They read the same tensor, so the largest scale of the group is each one's own."""
-    plain = fp8_linear_layers(MODELS[model](), Fp8Config(recipe=recipe))
-    if recipe != "delayed":
-        with pytest.raises(ValueError, match="keeps state of their input"):
-            fp8.fuse_projections(plain)
-        return
+    plain = fp8_linear_layers(MODELS[model]())
     fused = fp8.fuse_projections(plain)
     assert_same(fused, plain)
     results = [trained(m, gradient=gradient) for m in (plain, fused)]
@@ -224,8 +228,8 @@ POLICIES = {
 @pytest.mark.parametrize("name", POLICIES)
 def test_policies_change_no_number(name):
     policy, names = POLICIES[name]
-    expected = trained(fp8_linear_layers(stacked()))
-    got = trained(fp8_linear_layers(stacked(hax.ScanCheckpointPolicy(save_block_internals=names))))
+    expected = trained(fp8_linear_layers(stacked()), steps=2)
+    got = trained(fp8_linear_layers(stacked(hax.ScanCheckpointPolicy(save_block_internals=names))), steps=2)
     np.testing.assert_allclose(got[0], expected[0], rtol=1e-6)
     one = fp8_linear_layers(MODELS["one"]())
     plain, kept = (
@@ -277,8 +281,7 @@ def test_compressed_activations_keep_a_byte_per_element():
     assert len(kept(fp8.compressed(swiglu))) == 2 < len(kept(swiglu))
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_compressed_named_arrays_train(dtype):
+def test_compressed_named_arrays_train():
     model = fp8_linear_layers(MODELS["one"]())
     compressed = eqx.tree_at(lambda m: m.up, model, model.up)
     object.__setattr__(compressed, "activation", fp8.compressed(model.activation))
