@@ -2,7 +2,9 @@
 
 import ast
 import doctest
+import importlib
 import inspect
+import pkgutil
 
 import jax
 import jax.numpy as jnp
@@ -496,16 +498,25 @@ def test_names_and_argument_order_are_flax():
         ), name
 
 
+def files_of_ops():
+    return [importlib.import_module(f"{ops.__name__}.{info.name}") for info in pkgutil.iter_modules(ops.__path__)]
+
+
 def test_numerics_can_be_read_without_haliax():
-    tree = ast.parse(inspect.getsource(ops))
-    imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-    imported |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
-    modules = {"haliax_fp8._formats", "haliax_fp8._state", "haliax_fp8.preflight"}
-    assert {name for name in imported if "haliax" in name} == modules
+    trees = [ast.parse(inspect.getsource(module)) for module in (ops, *files_of_ops())]
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    # `..module` is haliax_fp8's, `.module` one of these files.
+    ours = {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.level == 2}
+    imported = {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.level == 0}
+    imported |= {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    assert ours == {"_formats", "_state", "preflight"}
+    assert not {name for name in imported if "haliax" in name}
 
 
 def test_examples_of_the_docstrings():
-    failed, attempted = doctest.testmod(ops)
-    assert attempted > 0 and failed == 0
+    usual = {"jax": jax, "jnp": jnp, **{name: getattr(ops, name) for name in ops.__all__}}
+    results = [doctest.testmod(module, extraglobs=usual) for module in files_of_ops()]
+    assert sum(result.attempted for result in results) > 0
+    assert sum(result.failed for result in results) == 0
     for name in set(ops.__all__) - {"fp32_max_grad"}:
         assert ">>>" in getattr(ops, name).__doc__, name

@@ -1,0 +1,40 @@
+"""The low-level functions of Flax's guide to FP8, under their Flax names and with their Flax semantics.
+
+To write an FP8 product by hand, `in_q` both operands, multiply with `preferred_element_type`, `out_dq` the result.
+Layers should use `Fp8DotGeneral`, which has the backward products too.
+
+Scales multiply to give the value back, `x ≈ data * scale`. Numbers are those of `flax.linen.fp8_ops` bit for bit, in
+the corners too: an amax of zero, infinity or NaN is recorded but leaves the scale as it was, and an amax below
+`fp8_max / float32_max` makes the scale zero. Three things differ: a scale of one element fits every shape, a scalar
+too; the amax of an empty array is zero; and dtypes that cannot be right raise `ValueError`, where Flax fails late or
+rounds the state.
+
+A gradient carries the new state: the cotangents of `scale` and `amax_history` are their next values. JAX adds the
+cotangents of a value that is used twice. Cast state to `fp32_max_grad` inside the differentiated function, and the
+maximum is taken instead. These functions do not know `vmap` over examples with one state for all: it adds the
+cotangents too, and refuses `fp32_max_grad` with a `TypeError`. `Fp8DotGeneral` has neither limit.
+"""
+
+from .._state import fp32_max_grad
+from ..preflight import check_fp8_call
+from ._in_out import in_q, in_qdq, out_dq, out_qdq
+from ._meta import compute_amax_history, compute_scale, get_fp8_max, update_fp8_meta
+from ._quantize import dequantize, qdq, quantize, quantize_dequantize
+
+
+__all__ = [
+    "check_fp8_call",
+    "compute_amax_history",
+    "compute_scale",
+    "dequantize",
+    "fp32_max_grad",
+    "get_fp8_max",
+    "in_q",
+    "in_qdq",
+    "out_dq",
+    "out_qdq",
+    "qdq",
+    "quantize",
+    "quantize_dequantize",
+    "update_fp8_meta",
+]
