@@ -188,7 +188,7 @@ def record_states(states: Sequence[OpState]) -> list[OpRecord]:
         states: This step's. Those of an input group take the largest scale of their inputs, which is each one's own
             if they always read the same.
     """
-    scales: list[Array] = [jnp.zeros(()) for _ in states]
+    scales: dict[int, Array] = {}
     for members in _kinds(states).values():
         tables = [states[i].array for i in members]
         firsts = usable(_concatenated([lax.slice_in_dim(table, 0, 1, axis=table.ndim - 1) for table in tables]))
