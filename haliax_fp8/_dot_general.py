@@ -156,12 +156,11 @@ def _fp8_dot_transpose(grad, *args, spec: ProductSpec, linear: tuple[bool, ...],
     tangents, residuals, extras = _unpack(args, linear, structure)
     if type(grad) is ad.Zero:
         return [None] * len(args)
-    dtypes = tuple(t.aval.dtype if ad.is_undefined_primal(t) else None for t in tangents[:2])
-    gradients, new_state = backward(grad, residuals, extras, spec=spec, dtypes=dtypes, update=any(linear[2:]))
+    lhs, rhs = (t.aval.dtype if ad.is_undefined_primal(t) else None for t in tangents[:2])
+    gradients, new_state = backward(grad, residuals, extras, spec=spec, dtypes=(lhs, rhs), update=any(linear[2:]))
+    if new_state is not None and is_max_grad(tangents[2].aval):
+        new_state = to_max_grad(new_state)
     cotangents = [*gradients, *([new_state] if len(linear) > 2 else [])]
-    for i, t in enumerate(tangents):
-        if i >= 2 and ad.is_undefined_primal(t) and is_max_grad(t.aval):
-            cotangents[i] = to_max_grad(cotangents[i])
     undefined = [ct if ad.is_undefined_primal(t) else None for ct, t in zip(cotangents, tangents, strict=True)]
     return [ct for ct, is_linear in zip(undefined, linear, strict=True) if is_linear] + [None] * (
         len(args) - sum(linear)

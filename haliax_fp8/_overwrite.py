@@ -182,7 +182,7 @@ def _as_state(table: Array) -> Array:
 
 
 def record_states(states: Sequence[OpState]) -> list[OpRecord]:
-    """What a differentiated function needs of states; all of a kind in one go.
+    """What a differentiated function needs of states, in `fp32_max_grad`; all of a kind in one go.
 
     Args:
         states: This step's. Those of an input group take the largest scale of their inputs, which is each one's own
@@ -221,31 +221,12 @@ def _record(state: OpState, scales: Array, shared: Array | None) -> OpRecord:
         # As in `with_array`: the names may count axes that the array does not have.
         array: Any = np.zeros((0,) * (len(stack) + 1))
         structure = jax.tree.structure(hax.NamedArray(array, (*stack, name)))
-        return jax.tree.unflatten(structure, [x if width == 1 else jnp.repeat(x, width, axis=-1)])
+        return jax.tree.unflatten(structure, [to_max_grad(x if width == 1 else jnp.repeat(x, width, axis=-1))])
 
     if shared is None:
         return OpRecord(named(scales, "fp8_record"))
     others = lax.slice_in_dim(scales, 1, None, axis=axis)
     return OpRecord(named(others, "fp8_other_records"), named(shared, "fp8_shared_record"))
-
-
-def maximize_gradients(records: Sequence[OpRecord]) -> list[OpRecord]:
-    """The records in `fp32_max_grad`, all of a kind in one go.
-
-    Args:
-        records: Of a model, inside the differentiated function.
-    """
-    leaves, structure = jax.tree.flatten(list(records))
-    kinds: dict[Any, list[int]] = {}
-    for i, leaf in enumerate(leaves):
-        kinds.setdefault((leaf.shape[:-1], varying_axes(leaf)), []).append(i)
-    for members in kinds.values():
-        axis = leaves[members[0]].ndim - 1
-        sizes = tuple(leaves[i].shape[axis] for i in members)
-        joined = to_max_grad(to_float32(lax.concatenate([leaves[i] for i in members], axis)))
-        for i, part in zip(members, lax.split(joined, sizes, axis), strict=True):
-            leaves[i] = part
-    return jax.tree.unflatten(structure, leaves)
 
 
 def complete_states(states: Sequence[OpState], records: Sequence[OpRecord]) -> list[OpState]:
@@ -284,7 +265,7 @@ def _together(
         of_others = [others[i].array for i in members]
         # Records have one axis where tables have rows and columns.
         axis = states[members[0]].array.ndim - 2
-        of_others = of_others[0] if len(of_others) == 1 else lax.concatenate(of_others, axis)
+        of_others = to_float32(of_others[0] if len(of_others) == 1 else lax.concatenate(of_others, axis))
         # Apart from the tables, so that XLA writes all of them in one kernel.
         changes = lax.optimization_barrier(change_of(tables, of_others, scalings, limits))
         for i, change in zip(members, _split(changes, len(members)), strict=True):

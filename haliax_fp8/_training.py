@@ -18,11 +18,10 @@ from ._overwrite import (
     OpState,
     OverwriteWithGradient,
     complete_states,
-    maximize_gradients,
     overwrite_states,
     record_states,
 )
-from ._state import fp32_max_grad
+from ._state import fp32_max_grad, is_max_grad
 
 
 T = TypeVar("T")
@@ -203,11 +202,13 @@ def filter_grad(function: Callable[..., Any], *, has_aux: bool = False) -> Calla
         [3.0, 4.0]
     """
 
-    def take(model: Any, *args: Any, **kwargs: Any) -> Any:
-        out = eqx.filter_grad(_with_max_gradients(function), has_aux=has_aux)(_recording(model), *args, **kwargs)
-        return (_completed(model, out[0]), *out[1:]) if has_aux else _completed(model, out)
+    value_and_grad = filter_value_and_grad(function, has_aux=has_aux)
 
-    return _explained(take)
+    def take(model: Any, *args: Any, **kwargs: Any) -> Any:
+        value, gradients = value_and_grad(model, *args, **kwargs)
+        return (gradients, value[1]) if has_aux else gradients
+
+    return take
 
 
 def filter_value_and_grad(function: Callable[..., Any], *, has_aux: bool = False) -> Callable[..., Any]:
@@ -222,11 +223,21 @@ def filter_value_and_grad(function: Callable[..., Any], *, has_aux: bool = False
     """
 
     def take(model: Any, *args: Any, **kwargs: Any) -> Any:
-        taken = eqx.filter_value_and_grad(_with_max_gradients(function), has_aux=has_aux)
-        value, gradients = taken(_recording(model), *args, **kwargs)
+        differentiated, rest = eqx.partition(_recording(model), _is_differentiated)
+
+        def of(differentiated: Any) -> Any:
+            return function(with_max_gradients(eqx.combine(differentiated, rest)), *args, **kwargs)
+
+        # "Integers", too, are the elements of `fp32_max_grad`; there are no others.
+        value, gradients = jax.value_and_grad(of, has_aux=has_aux, allow_int=True)(differentiated)
         return value, _completed(model, gradients)
 
     return _explained(take)
+
+
+def _is_differentiated(leaf: Any) -> bool:
+    """What `eqx.filter_grad` differentiates, and records."""
+    return eqx.is_inexact_array(leaf) or is_max_grad(leaf)
 
 
 def _recording(model: Any) -> Any:
@@ -255,16 +266,6 @@ def _is_record(node: Any) -> bool:
 
 def _is_op_state(node: Any) -> bool:
     return isinstance(node, OpState)
-
-
-def _with_max_gradients(function: Callable[..., Any]) -> Callable[..., Any]:
-    def differentiated(model: Any, *args: Any, **kwargs: Any) -> Any:
-        records = iter(maximize_gradients(_records(model)))
-        fill = lambda node: next(records) if isinstance(node, OpRecord) else node
-        model = jax.tree.map(fill, model, is_leaf=lambda node: isinstance(node, OverwriteWithGradient))
-        return function(with_max_gradients(model), *args, **kwargs)
-
-    return differentiated
 
 
 def _explained(gradients_of: Callable[..., Any]) -> Callable[..., Any]:

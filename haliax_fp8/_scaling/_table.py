@@ -77,10 +77,11 @@ def completion(table: Array, record: Array, scalings: Sequence[AbstractScaling],
     # Where nothing in the program uses an op, JAX gives 0 for all that it has. One whose operands are all zero in a
     # step is taken for one of these.
     of_ops = lax.abs(lax.reshape(record, (*ensemble, ops, len(scalings) * columns)))
-    used = lax.reduce_max(of_ops, (len(ensemble) + 1,)) != 0.0
+    largest = lax.reduce_max(of_ops, (len(ensemble) + 1,))
+    used = lax.ne(largest, lax.full_like(largest, 0.0))
     used = lax.broadcast_in_dim(used, (*ensemble, ops, len(scalings)), range(len(ensemble) + 1))
-    reached = lax.slice_in_dim(measured, 0, 1, axis=len(ensemble) + 1) != -jnp.inf
-    reached = reached & lax.reshape(used, (*ensemble, rows, 1))
+    first = measured if columns == 1 else lax.slice_in_dim(measured, 0, 1, axis=len(ensemble) + 1)
+    reached = lax.bitwise_and(lax.ne(first, lax.full_like(first, -np.inf)), lax.reshape(used, (*ensemble, rows, 1)))
     return _change(reached, _heads(table, measured, scalings, limits))
 
 
@@ -148,7 +149,8 @@ def _heads(table: Array, measured: Array, scalings: Sequence[AbstractScaling], l
 
 def _assembled(table: Array, change: Array, scalings: Sequence[AbstractScaling], otherwise: Array) -> Array:
     axis = table.ndim - 1
-    changes = lax.slice_in_dim(change, 0, 1, axis=axis) > 0.0
+    changes = lax.slice_in_dim(change, 0, 1, axis=axis)
+    changes = lax.gt(changes, lax.full_like(changes, 0.0))
     new = lax.slice_in_dim(change, 1, None, axis=axis)
     if (scaling := _of_all(scalings)) is not None:
         new = lax.concatenate([new, scaling.tail(table)], axis)

@@ -1,0 +1,67 @@
+"""A function as one equation that JAX neither looks into nor differentiates.
+
+The gradient of an FP8 product is computed from operands that are rounded to FP8. Its own derivative would run through
+that rounding: JAX would carry tangents in FP8, without a scale, and give numbers that are wrong or NaN. So everything
+that rounds is a primitive here, which refuses to be differentiated.
+
+`jax.jit` makes one equation too. But JAX takes it apart wherever it splits a program, in every `scan` that is
+differentiated; and where that finds what it began with, the time is lost.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+
+def opaque[**P, T](*static_argnames: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Makes a function of trees of arrays a primitive; differentiating it raises a `ValueError` with the remedy.
+
+    Args:
+        static_argnames: The names of its keyword arguments, which are hashable; the others are trees of arrays.
+
+    Returns:
+        A decorator.
+    """
+
+    def decorate(function: Callable[P, T]) -> Callable[P, T]:
+        jitted = jax.jit(function, static_argnames=static_argnames)
+        primitive = Primitive(f"fp8_{function.__name__.strip('_')}")
+        primitive.multiple_results = True
+
+        def flat(*leaves: Any, structure: Any, static: Any, call_jaxpr: Any = None) -> Any:
+            del call_jaxpr
+            return jax.tree.leaves(jitted(*jax.tree.unflatten(structure, leaves), **dict(static)))
+
+        def batched(leaves: Any, axes: Any, **params: Any) -> Any:
+            results = jax.vmap(functools.partial(flat, **params), in_axes=tuple(axes))(*leaves)
+            return results, [0] * len(results)
+
+        primitive.def_impl(flat)
+        primitive.def_abstract_eval(lambda *avals, call_jaxpr, **params: call_jaxpr.out_avals)
+        mlir.register_lowering(primitive, functools.partial(mlir.core_call_lowering, name=primitive.name))
+        ad.primitive_jvps[primitive] = _refuse
+        batching.primitive_batchers[primitive] = batched
+
+        @functools.wraps(function)
+        def call(*args: Any, **static_arguments: Any) -> Any:
+            leaves, structure = jax.tree.flatten(args)
+            traced = jitted.trace(*jax.tree.unflatten(structure, map(jax.typeof, leaves)), **static_arguments)
+            static = tuple(sorted(static_arguments.items()))
+            results = primitive.bind(*leaves, structure=structure, static=static, call_jaxpr=traced.jaxpr)
+            return jax.tree.unflatten(jax.tree.structure(traced.out_info), results)
+
+        return call
+
+    return decorate
+
+
+def _refuse(primals: Any, tangents: Any, **params: Any) -> Any:
+    raise ValueError(
+        "an FP8 product was differentiated twice: the derivative of its gradient (a Hessian, a Hessian-vector "
+        "product) is not defined, because the gradient's operands are rounded to FP8. Compute second derivatives with "
+        "the layers in high precision: restore_linear_layers(model) gives the same model without FP8"
+    )

@@ -1,0 +1,121 @@
+"""An operand of fprop, dgrad and wgrad: which of them it is quantized for, and how."""
+
+import functools
+
+import jax
+import numpy as np
+from jax import lax
+from jaxtyping import Array
+
+from ._contraction import ProductName
+from ._mesh_axes import varying_axes
+from ._product_spec import ProductSpec
+from ._quantized_array import QuantizedArray
+from ._scaling import AbstractStatefulScaling, OperandUse, usable
+from ._state import to_float32
+
+
+def round_to(x: Array, dtype: np.dtype | None) -> Array:
+    """The array in a dtype; None leaves it as it is."""
+    return x if dtype is None else lax.convert_element_type(x, dtype)
+
+
+type Scales = tuple[Array, ...] | None
+
+
+# Apart from `forward` and `backward`, so that ops of all shapes share one trace.
+@functools.partial(jax.jit, static_argnames="records")
+def scales_of(state: Array | None, *, records: bool) -> Scales:
+    """The stored scale of each operand, `[*ensemble]`."""
+    if state is None:
+        return None
+    if not records:
+        scales = usable(to_float32(lax.index_in_dim(state, 0, axis=state.ndim - 1, keepdims=False)))
+    elif state.shape[-1] == 3:
+        scales = to_float32(state)
+    else:
+        scales = to_float32(lax.slice_in_dim(state, 0, None, state.shape[-1] // 3, axis=state.ndim - 1))
+    axis = scales.ndim - 1
+    return tuple(lax.squeeze(x, (axis,)) for x in lax.split(scales, (1, 1, 1), axis))
+
+
+def stored_scale(role: int, scales: Scales, spec: ProductSpec) -> Array:
+    """The stored scale of lhs (role 0), rhs (1) or the output's gradient (2)."""
+    assert scales is not None
+    return scales[spec.state_rows[role]]
+
+
+def quantize_operand(
+    x: Array,
+    role: int,
+    product: ProductName,
+    contracted: tuple[int, ...],
+    scales: Scales,
+    key: Array | None,
+    spec: ProductSpec,
+) -> QuantizedArray:
+    """An operand in the format that a product takes it in.
+
+    Args:
+        x: The operand, rounded to the compute dtype.
+        role: Which it is: lhs (0), rhs (1) or the output's gradient (2).
+        product: The product.
+        contracted: The axes that the product sums over.
+        scales: What the state stores.
+        key: What random rounding draws from.
+        spec: What is static about the product.
+    """
+    quantization = spec.quantization(role, product)
+    use = OperandUse(
+        format=quantization.format,
+        contracted=contracted,
+        ensemble=spec.ensemble,
+        stored=stored_scale(role, scales, spec) if isinstance(quantization.scaling, AbstractStatefulScaling) else None,
+        rounding=quantization.rounding,
+        key=_key_of(x, key, role, product, spec) if quantization.rounding.needs_key else None,
+        mixable=product not in spec.contraction.groups,
+    )
+    return quantization.scaling.quantize(x, use)
+
+
+def _key_of(x: Array, key: Array | None, role: int, product: ProductName, spec: ProductSpec) -> Array:
+    """A key for each member, unlike those of other operands, products and devices."""
+    if key is None or not spec.has_key:
+        raise ValueError(
+            f"key is missing: the recipe ({spec.recipe}) draws random numbers here. Give all ops of a model theirs "
+            "inside the loss, with_rounding_keys(model, key), with another key in each step; TrainStep takes one as "
+            "key="
+        )
+    key = jax.random.wrap_key_data(key, impl="threefry2x32")
+    fold_in = jax.random.fold_in
+    for _ in range(spec.ensemble):
+        fold_in = jax.vmap(fold_in, (0, None))
+    key = fold_in(key, 3 * role + _PRODUCTS.index(product))
+    for axis in sorted(varying_axes(x) - varying_axes(key)):
+        # Devices round different parts of the operand.
+        key = fold_in(key, lax.axis_index(axis))
+    return key
+
+
+def quantized_once(role: int, products: tuple[ProductName, ProductName], spec: ProductSpec) -> bool:
+    """Whether an operand is quantized once for two products."""
+    first, second = (spec.quantization(role, product) for product in products)
+    return first == second and not first.scaling.directional
+
+
+def kept_as_is(role: int, spec: ProductSpec) -> bool:
+    """Whether the backward pass keeps an operand itself: a kernel to quantize again, or one in high precision."""
+    if spec.requantizes and role == (0 if spec.kernel_is_lhs else 1):
+        return True
+    return not spec.quantization(role, OTHER_PRODUCT[role]).scaling.quantizes
+
+
+_PRODUCTS: tuple[ProductName, ...] = ("product", "gradient_of_lhs", "gradient_of_rhs")
+
+# The product beside fprop that lhs and rhs are operands of.
+OTHER_PRODUCT: tuple[ProductName, ProductName] = ("gradient_of_rhs", "gradient_of_lhs")
+
+
+def product_of(role: int, spec: ProductSpec) -> ProductName:
+    """The product that lhs (role 0) or rhs (1) is quantized for, to be used in its second."""
+    return "product" if quantized_once(role, ("product", OTHER_PRODUCT[role]), spec) else OTHER_PRODUCT[role]
