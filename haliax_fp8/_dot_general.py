@@ -100,7 +100,8 @@ def _fp8_dot_aval(lhs, rhs, *others, spec: ProductSpec):
 def _fp8_dot_jvp(primals, tangents, *, spec: ProductSpec):
     lhs, rhs, *others = primals
     extras, state, key = _split_others(others, spec)
-    out, residuals = forward(lhs, rhs, extras, state, key, spec)
+    # Reverse mode comes here from within `jax.checkpoint` only, else to the rule below.
+    out, residuals = forward(lhs, rhs, extras, state, key, spec, rematerialized=True)
     tangents = (*tangents[:2], *(t for t in [_split_others(tangents[2:], spec)[1]] if t is not None))
     linear = tuple(type(t) is not ad.Zero for t in tangents)
     given = [t for t in tangents if type(t) is not ad.Zero]
@@ -112,7 +113,7 @@ def _fp8_dot_linearize(linear: Sequence[bool], *primals: Any, spec: ProductSpec)
     """What the JVP says, for reverse mode."""
     lhs, rhs, *others = primals
     extras, state, key = _split_others(others, spec)
-    out, residuals = forward(lhs, rhs, extras, state, key, spec)
+    out, residuals = forward(lhs, rhs, extras, state, key, spec, rematerialized=False)
     of_state = [is_linear for is_linear in [_split_others(linear[2:], spec)[1]] if is_linear is not None]
     leaves, structure = jax.tree.flatten((residuals, extras))
     params = {"spec": spec, "linear": (*linear[:2], *of_state), "structure": structure}

@@ -71,13 +71,11 @@ class Residuals(NamedTuple):
     def operand(self, role: int, scales: Scales, spec: ProductSpec) -> QuantizedArray:
         """Lhs (role 0) or rhs (1) as quantized for the gradient of the other."""
         saved = (self.lhs, self.rhs)[role]
-        if role == (0 if spec.kernel_is_lhs else 1):
-            # Else XLA would find that the forward pass quantized a kernel too, and keep that; or transpose it there.
-            saved = lax.optimization_barrier(saved)
         if isinstance(saved, QuantizedArray):
             return saved
         if kept_as_is(role, spec):
-            x = round_to(saved, spec.compute_dtype)
+            # Else XLA would find that the forward pass quantized it too, and keep that.
+            x = round_to(lax.optimization_barrier(saved), spec.compute_dtype)
             product = product_of(role, spec)
             contracted = spec.contraction.with_batch_axes(spec.ensemble).contracted(product, *self.ranks)
             return quantize_operand(
@@ -95,20 +93,45 @@ class Residuals(NamedTuple):
 
 
 def forward(
-    lhs: Any, rhs: Any, extras: tuple[Array, ...], state: Array | None, key: Array | None, spec: ProductSpec
+    lhs: Any,
+    rhs: Any,
+    extras: tuple[Array, ...],
+    state: Array | None,
+    key: Array | None,
+    spec: ProductSpec,
+    *,
+    rematerialized: bool,
 ) -> tuple[Array, Residuals]:
-    """The output, and the residuals of the backward pass; JAX may hand over literals as operands."""
+    """The output, and the residuals of the backward pass.
+
+    Args:
+        lhs: An operand; JAX may hand over literals.
+        rhs: The other.
+        extras: As in `fp8_dot_general`; likewise what follows.
+        state: None for a stateless recipe.
+        key: What random rounding draws from.
+        spec: What is static.
+        rematerialized: Whether this is computed again right before the backward pass.
+    """
     out, saved, measured = _forward(lhs, rhs, extras, state, key, spec=spec, differentiated=True)
-    kept_lhs, kept_rhs = _kept(lhs, saved[0], spec.kernel_is_lhs), _kept(rhs, saved[1], not spec.kernel_is_lhs)
+    kept_lhs, kept_rhs = (
+        _kept(x, copy, is_kernel=is_kernel, rematerialized=rematerialized)
+        for x, copy, is_kernel in zip((lhs, rhs), saved, (spec.kernel_is_lhs, not spec.kernel_is_lhs), strict=True)
+    )
     apart = measured is None or not spec.records
     return checkpoint_name(out, FP8_OUTPUT), Residuals(kept_lhs, kept_rhs, measured, state if apart else None, key)
 
 
-def _kept(x: Any, copy: "Saved", is_kernel: bool) -> Any:
+def _kept(x: Any, copy: "Saved", *, is_kernel: bool, rematerialized: bool) -> Any:
     """What the backward pass keeps of an operand, under the name by which a policy finds it."""
     if copy is None:
         # An argument goes past `_forward`: JAX would take it for a result that has to be stored.
         return x
+    if is_kernel or rematerialized:
+        # Transposed by a kernel of its own, as wgrad and dgrad want it on NVIDIA's devices. One that casts and
+        # transposes takes no amax, so that another reads all that the operand is computed from: worth it only where
+        # what is kept from the forward to the backward pass is then transposed already.
+        copy = lax.optimization_barrier(copy)
     # A kernel has no name: it is there to be quantized again.
     return copy if is_kernel else checkpoint_name(copy, FP8_OPERAND)
 
