@@ -266,17 +266,23 @@ def _together(
         # Records have one axis where tables have rows and columns.
         axis = states[members[0]].array.ndim - 2
         of_others = to_float32(of_others[0] if len(of_others) == 1 else lax.concatenate(of_others, axis))
-        # Apart from the tables, so that XLA writes all of them in one kernel.
+        # Apart from the tables: one kernel for the changes of all.
         changes = lax.optimization_barrier(change_of(tables, of_others, scalings, limits))
-        for i, change in zip(members, _split(changes, len(members)), strict=True):
-            new[i] = states[i].with_array(_changed(states[i].array, change, changed=changed, scalings=scalings))
+        rows = changes.shape[-2] // len(members)
+        # Their places are no constants, or writing each table would be another program for XLA to compile.
+        starts = lax.optimization_barrier([np.int32(rows * place) for place in range(len(members))])
+        for i, start in zip(members, starts, strict=True):
+            new[i] = states[i].with_array(_changed(states[i].array, changes, start, changed=changed, scalings=scalings))
     return new
 
 
 @functools.partial(jax.jit, static_argnames=("changed", "scalings"))
-def _changed(table: Array, change: Array, *, changed: Callable[..., Array], scalings: Any) -> Array:
-    """Jitted, so that layers share one trace."""
-    return changed(table, change, scalings)
+def _changed(
+    table: Array, changes: Array, start: Array, *, changed: Callable[..., Array], scalings: Sequence[AbstractScaling]
+) -> Array:
+    """The table with its part of the changes. Jitted, so that layers share one trace."""
+    axis = table.ndim - 2
+    return changed(table, lax.dynamic_slice_in_dim(changes, start, table.shape[axis], axis), scalings)
 
 
 def _kinds(states: Sequence[OpState], others: Sequence[Any] | None = None) -> dict[Any, list[int]]:
@@ -291,12 +297,6 @@ def _kinds(states: Sequence[OpState], others: Sequence[Any] | None = None) -> di
 def _concatenated(tables: list[Array]) -> Array:
     """One table with the rows of all."""
     return tables[0] if len(tables) == 1 else lax.concatenate(tables, tables[0].ndim - 2)
-
-
-def _split(table: Array, count: int) -> list[Array]:
-    """The inverse of `_concatenated`."""
-    axis = table.ndim - 2
-    return list(lax.split(table, [table.shape[axis] // count] * count, axis)) if count > 1 else [table]
 
 
 def _place(table: Array) -> tuple[Any, ...]:
