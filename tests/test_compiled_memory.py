@@ -1,5 +1,6 @@
 """What a step keeps and what devices send each other: of each operand its FP8 copy, and no other."""
 
+import functools
 from collections import Counter
 
 import equinox as eqx
@@ -21,6 +22,7 @@ from compiled_models import (
     loss_of,
     on,
     plain,
+    struct,
 )
 from jax.sharding import PartitionSpec
 from kept_arrays import kept_arrays, residuals, xla_name
@@ -28,6 +30,10 @@ from kept_arrays import kept_arrays, residuals, xla_name
 import haliax_fp8 as fp8
 import haliax_fp8.preflight._preflight as preflight_module
 from haliax_fp8.preflight import preflight
+from haliax_fp8.preflight._dimensions import dimensions
+from haliax_fp8.preflight._hlo import parse_hlo
+from haliax_fp8.preflight._traffic import is_kernel
+from haliax_fp8.preflight._walk import entry_sites, kernels, opened
 
 
 E4M3 = "f8e4m3fn"
@@ -121,8 +127,8 @@ def test_an_op_that_keeps_both_is_found(name):
 
 
 @pytest.fixture
-def kept(monkeypatch):
-    """The activations that a step keeps, as a target's compiler has it: in FP8, or wider."""
+def compiled(monkeypatch):
+    """The text of a step that a target's compiler has compiled, and the preflight's report."""
     texts = []
     compile_for = preflight_module.compile_for
 
@@ -133,11 +139,22 @@ def kept(monkeypatch):
 
     monkeypatch.setattr(preflight_module, "compile_for", recorded)
 
+    def compiled_of(call, model, x, target):
+        report = preflight(gradient_of(call), model, x, target=target)
+        return texts[-1], report
+
+    return compiled_of
+
+
+@pytest.fixture
+def kept(compiled):
+    """The activations that a step keeps, as a target's compiler has it: in FP8, or wider."""
+
     def kept_of(call, model, target):
-        report = preflight(gradient_of(call), model, inputs(), target=target)
+        text, report = compiled(call, model, inputs(), target)
         found = {
             (dtype, size): count
-            for (dtype, size), count in kept_arrays(texts[-1]).items()
+            for (dtype, size), count in kept_arrays(text).items()
             if size % NARROW == 0 and dtype in (E4M3, "bf16", "f32")
         }
         return Counter(found), report
@@ -182,6 +199,45 @@ def test_what_is_kept_in_bfloat16_is_found(name, target, kept):
     copies = of_all_blocks(name, {(E4M3, NARROW): 1, (E4M3, WIDE): 1})
     arrays, _ = kept(kind.call, sabotaged(converted(kind, Pair)), target)
     assert widths(arrays) >= in_bf16 + copies
+
+
+# --- What a program reads ---------------------------------------------------------------------------------------------
+
+
+class Gated(eqx.Module):
+    """SwiGLU with the sizes of Llama-8B: how XLA fuses depends on them."""
+
+    gate: eqx.nn.Linear
+    up: eqx.nn.Linear
+    down: eqx.nn.Linear
+
+    rows = (8192, 4096)
+    inner = 14336
+
+    @staticmethod
+    def init(*, key, linear):
+        width = Gated.rows[1]
+        linear = functools.partial(eqx.nn.Linear, use_bias=False, key=key)
+        return Gated(linear(width, Gated.inner), linear(width, Gated.inner), linear(Gated.inner, width))
+
+    def __call__(self, x):
+        return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
+
+
+CALLS = {"plain": lambda model, x: jax.vmap(model)(x)}
+CALLS["checkpointed"] = lambda model, x: eqx.filter_checkpoint(CALLS["plain"])(model, x)
+
+
+@pytest.mark.parametrize(("name", "target"), on(CALLS, ["h100"]))
+def test_an_activation_is_read_once_in_each_pass(name, target, compiled):
+    """Quantized forward; backward, quantized again or measured, together with both of its gradients."""
+    text, _ = compiled(CALLS[name], converted(KINDS["vmapped Equinox"], Gated), struct(*Gated.rows), target)
+    sites = [site for site in kernels(entry_sites(parse_hlo(text))) if is_kernel(site)]
+    products = [site for site in sites if any(dimensions(inside) for inside in opened(site))]
+    wide = (Gated.rows[0], Gated.inner)
+    reading = [site for site in sites if sum(operand.instruction.shape.dims == wide for operand in site.operands) >= 2]
+    assert len(products) == 9 + 2 * (name == "checkpointed")
+    assert len(reading) == 2 and not set(map(id, reading)) & set(map(id, products))
 
 
 # --- What devices send each other -------------------------------------------------------------------------------------

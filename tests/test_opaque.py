@@ -1,0 +1,64 @@
+"""Functions that are one equation to JAX."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from haliax_fp8._opaque import opaque
+
+
+@opaque("power")
+def powers(x, pair, *, power):
+    first, second = pair
+    return {"sum": first + second, "nothing": None}, x**power
+
+
+ARGUMENTS = jnp.arange(3.0), (jnp.ones(3), 2 * jnp.ones(3))
+
+
+def expected(x, pair, power):
+    return {"sum": pair[0] + pair[1], "nothing": None}, x**power
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
+def test_takes_and_returns_trees(wrap):
+    found = wrap(lambda *args: powers(*args, power=3))(*ARGUMENTS)
+    jax.tree.map(np.testing.assert_array_equal, found, expected(*ARGUMENTS, 3))
+
+
+def test_is_one_equation_that_shows_what_is_inside():
+    jaxpr = jax.make_jaxpr(lambda *args: powers(*args, power=3))(*ARGUMENTS)
+    (equation,) = jaxpr.eqns
+    assert equation.primitive.name == "fp8_powers"
+    assert [inner.primitive.name for inner in equation.params["call_jaxpr"].eqns] == ["add", "integer_pow"]
+
+
+def test_is_mapped():
+    first, second = ARGUMENTS[1]
+    found = jax.vmap(lambda x, y: powers(x, (first, y), power=2), (0, None))(jnp.eye(3), second)
+    stacked = expected(jnp.eye(3), (jnp.ones((3, 3)), 2 * jnp.ones((3, 3))), 2)
+    jax.tree.map(np.testing.assert_array_equal, found, stacked)
+
+
+def test_is_traced_once():
+    """Where a jitted function would be taken apart: a differentiated scan looks for what it can move out."""
+    traces = []
+
+    @opaque()
+    def squared(x):
+        traces.append(x)
+        return x * x
+
+    def loss(x):
+        return lax.scan(lambda carry, _: (carry + x * squared(lax.stop_gradient(x)), None), x, length=3)[0].sum()
+
+    gradient = jax.jit(jax.grad(loss))
+    np.testing.assert_allclose(gradient(jnp.arange(3.0)), 1 + 3 * jnp.arange(3.0) ** 2)
+    assert len(traces) == 1
+
+
+def test_is_not_differentiated():
+    with pytest.raises(ValueError, match="restore_linear_layers"):
+        jax.grad(lambda x: powers(x, ARGUMENTS[1], power=2)[1].sum())(ARGUMENTS[0])
