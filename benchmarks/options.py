@@ -33,6 +33,8 @@ def _converted(change: Callable[[Any], Any] = lambda model: model, **options: An
 
 BF16, DEFAULT = LIBRARIES["bf16"], LIBRARIES["haliax_fp8"]
 FUSED = _converted(fp8.fuse_projections)
+# Neither amaxes nor state: the least that XLA's kernels need.
+STATIC = _converted(fp8.fuse_projections, recipe="static")
 
 OPTIONS: dict[str, tuple[Stack, Library]] = {
     "unrolled: bf16": (STACKS["Llama-8B, unrolled"], BF16),
@@ -42,9 +44,15 @@ OPTIONS: dict[str, tuple[Stack, Library]] = {
         _converted(kernel_residual=fp8.KeepQuantized()),
     ),
     "unrolled: FP8, fused": (STACKS["Llama-8B, unrolled"], FUSED),
+    "unrolled: FP8, fused, kernels kept": (
+        STACKS["Llama-8B, unrolled"],
+        _converted(fp8.fuse_projections, kernel_residual=fp8.KeepQuantized()),
+    ),
+    "unrolled: FP8, fused, constant scales": (STACKS["Llama-8B, unrolled"], STATIC),
     "scan: bf16": (STACKS["Llama-8B, scan"], BF16),
     "scan: FP8": (STACKS["Llama-8B, scan"], DEFAULT),
     "scan: FP8, fused": (STACKS["Llama-8B, scan"], FUSED),
+    "scan: FP8, fused, constant scales": (STACKS["Llama-8B, scan"], STATIC),
     "scan: FP8, fused, compressed": (llama(hnn.Stacked, CompressedBlock), FUSED),
     "scan: FP8, fused, save_fp8_operands": (
         llama(hnn.Stacked, gradient_checkpointing=_saving("fp8_operand", "fp8_output")),
@@ -57,6 +65,7 @@ OPTIONS: dict[str, tuple[Stack, Library]] = {
     "scan + checkpointing: bf16": (STACKS["Llama-8B, scan + checkpointing"], BF16),
     "scan + checkpointing: FP8": (STACKS["Llama-8B, scan + checkpointing"], DEFAULT),
     "scan + checkpointing: FP8, fused": (STACKS["Llama-8B, scan + checkpointing"], FUSED),
+    "scan + checkpointing: FP8, fused, constant scales": (STACKS["Llama-8B, scan + checkpointing"], STATIC),
 }
 
 
