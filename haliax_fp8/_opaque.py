@@ -36,8 +36,19 @@ def opaque[**P, T](*static_argnames: str) -> Callable[[Callable[P, T]], Callable
             del call_jaxpr
             return jax.tree.leaves(jitted(*jax.tree.unflatten(structure, leaves), **dict(static)))
 
-        def batched(leaves: Any, axes: Any, **params: Any) -> Any:
-            results = jax.vmap(functools.partial(flat, **params), in_axes=tuple(axes))(*leaves)
+        @functools.cache
+        def mapped() -> Callable[..., Any]:
+            """What `vmap` makes of this: as opaque as this."""
+
+            def call_mapped(*leaves: Any, axes: Any, structure: Any, static: Any) -> Any:
+                return jax.vmap(functools.partial(flat, structure=structure, static=static), in_axes=axes)(*leaves)
+
+            call_mapped.__name__ = function.__name__
+            return opaque("axes", "structure", "static")(call_mapped)
+
+        def batched(leaves: Any, axes: Any, *, structure: Any, static: Any, call_jaxpr: Any) -> Any:
+            del call_jaxpr
+            results = mapped()(*leaves, axes=tuple(axes), structure=structure, static=static)
             return results, [0] * len(results)
 
         primitive.def_impl(flat)

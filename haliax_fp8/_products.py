@@ -74,8 +74,10 @@ class Residuals(NamedTuple):
         if isinstance(saved, QuantizedArray):
             return saved
         if kept_as_is(role, spec):
-            # Else XLA would find that the forward pass quantized it too, and keep that.
-            x = round_to(lax.optimization_barrier(saved), spec.compute_dtype)
+            if role == (0 if spec.kernel_is_lhs else 1):
+                # Else XLA would find that the forward pass quantized a kernel too, and keep that.
+                saved = lax.optimization_barrier(saved)
+            x = round_to(saved, spec.compute_dtype)
             product = product_of(role, spec)
             contracted = spec.contraction.with_batch_axes(spec.ensemble).contracted(product, *self.ranks)
             return quantize_operand(

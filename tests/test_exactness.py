@@ -380,13 +380,14 @@ def test_forward_mode_takes_rounding_as_the_identity():
     np.testing.assert_array_equal(vmapped[1], 2 * (np.asarray(dx) @ qw))
 
 
-@pytest.mark.parametrize("order", ["jvp of grad", "grad of grad", "hessian"])
+@pytest.mark.parametrize("order", ["jvp of grad", "grad of grad", "grad of vmapped grad", "hessian"])
 def test_second_derivatives_are_refused_with_the_remedy(order):
     op, (w, x) = make_op(np.ones(3), np.zeros((3, LENGTH))), as_jax(*(random_problem(3, (4, WIDTH))[k] for k in "wx"))
     loss = lambda w: (layer(op, w, x, None) ** 2).sum()
     takes = {
         "jvp of grad": lambda: jax.jvp(jax.grad(loss), (w,), (w,)),
         "grad of grad": lambda: jax.grad(lambda w: jax.grad(loss)(w).sum())(w),
+        "grad of vmapped grad": lambda: jax.grad(lambda w: jax.vmap(jax.grad(loss))(w).sum())(jnp.stack([w, w])),
         "hessian": lambda: jax.jit(jax.hessian(loss))(w),
     }
     with pytest.raises(ValueError, match="restore_linear_layers"):

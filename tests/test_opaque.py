@@ -59,6 +59,14 @@ def test_is_traced_once():
     assert len(traces) == 1
 
 
-def test_is_not_differentiated():
+@pytest.mark.parametrize("times", [0, 1, 2])
+def test_is_not_differentiated(times):
+    """Nor is what `vmap` makes of it."""
+
+    def square(x):
+        return powers(x, (x, x), power=2)[1]
+
+    for _ in range(times):
+        square = jax.vmap(square)
     with pytest.raises(ValueError, match="restore_linear_layers"):
-        jax.grad(lambda x: powers(x, ARGUMENTS[1], power=2)[1].sum())(ARGUMENTS[0])
+        jax.grad(lambda x: square(x).sum())(jnp.ones((2,) * times))
