@@ -22,6 +22,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "benchmarks"))
 import compiled_layer  # noqa: E402
 import compiled_program  # noqa: E402
 import on_gpu  # noqa: E402
+import one_pass  # noqa: E402
 import output  # noqa: E402
 import trace_time  # noqa: E402
 import tree  # noqa: E402
@@ -207,3 +208,15 @@ def test_tracing_and_compiling_make_rows_of_a_page(capsys, monkeypatch):
     assert all(row["plain_s"] > 0 and row["fp8_s"] > 0 for row in rows)
     output.show("Title", trace_time.COLUMNS, rows, output.environment(), markdown=True)
     assert "| MLP | trace and lower |" in capsys.readouterr().out
+
+
+def test_one_pass_gives_what_several_give():
+    """The kernel that is compared with XLA's, interpreted."""
+    x = jax.random.normal(jax.random.key(0), (256, 384), jnp.bfloat16) * 8
+    scale = jnp.float32(1e-3)  # Clips some.
+    data, transposed, amax = one_pass.with_pallas(x, scale, interpret=True)
+    expected, expected_transposed, of_rows = one_pass.with_xla(x, scale)
+    np.testing.assert_array_equal(data.astype(np.float32), expected.astype(np.float32))
+    np.testing.assert_array_equal(transposed.astype(np.float32), expected_transposed.astype(np.float32))
+    np.testing.assert_array_equal(amax, np.abs(np.asarray(x, np.float32)).reshape(2, 128, 3, 128).max((1, 3)))
+    assert amax.max() == of_rows.max()
