@@ -32,3 +32,8 @@ def getkey():
         return jax.random.key(state[0])
 
     return next_key
+
+
+def pytest_collection_modifyitems(items):
+    """Long tests first: with one of them at the end, all processes but one would wait for it."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
