@@ -39,6 +39,10 @@ from ._scaling import (
 from ._state import to_float32
 
 
+# What `_forward` returns of an operand to keep; None for the operand itself.
+type Saved = Array | QuantizedArray | None
+
+
 class Residuals(NamedTuple):
     """What the backward pass keeps.
 
@@ -124,7 +128,7 @@ def forward(
     return checkpoint_name(out, FP8_OUTPUT), Residuals(kept_lhs, kept_rhs, measured, state if apart else None, key)
 
 
-def _kept(x: Any, copy: "Saved", *, is_kernel: bool, rematerialized: bool) -> Any:
+def _kept(x: Any, copy: Saved, *, is_kernel: bool, rematerialized: bool) -> Any:
     """What the backward pass keeps of an operand, under the name by which a policy finds it."""
     if copy is None:
         # An argument goes past `_forward`: JAX would take it for a result that has to be stored.
@@ -143,9 +147,6 @@ def product(
 ) -> Array:
     """The output, where no gradient is asked for."""
     return _forward(lhs, rhs, extras, state, key, spec=spec, differentiated=False)[0]
-
-
-type Saved = Array | QuantizedArray | None
 
 
 @opaque("spec", "differentiated")

@@ -226,9 +226,10 @@ def filter_value_and_grad(function: Callable[..., Any], *, has_aux: bool = False
         differentiated, rest = eqx.partition(_recording(model), _is_differentiated)
 
         def of(differentiated: Any) -> Any:
+            # Records have the element type already; state of other marker types may not.
             return function(with_max_gradients(eqx.combine(differentiated, rest)), *args, **kwargs)
 
-        # "Integers", too, are the elements of `fp32_max_grad`; there are no others.
+        # As JAX sees it, `fp32_max_grad` is as little a float as integers are.
         value, gradients = jax.value_and_grad(of, has_aux=has_aux, allow_int=True)(differentiated)
         return value, _completed(model, gradients)
 

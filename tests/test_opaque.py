@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import equations
 from jax import lax
 
 from haliax_fp8._opaque import opaque
@@ -42,21 +43,26 @@ def test_is_mapped():
     jax.tree.map(np.testing.assert_array_equal, found, stacked)
 
 
-def test_is_traced_once():
-    """Where a jitted function would be taken apart: a differentiated scan looks for what it can move out."""
-    traces = []
+def squared(x):
+    return x * x
 
-    @opaque()
-    def squared(x):
-        traces.append(x)
-        return x * x
+
+@pytest.mark.parametrize("wrap, whole", [(opaque(), True), (jax.jit, False)])
+def test_stays_whole_in_a_differentiated_scan(wrap, whole):
+    """JAX takes what is merely jitted apart, to see what it can move out, and makes a program of its own of it."""
+    square = wrap(squared)
 
     def loss(x):
-        return lax.scan(lambda carry, _: (carry + x * squared(lax.stop_gradient(x)), None), x, length=3)[0].sum()
+        return lax.scan(lambda carry, _: (carry + x * square(lax.stop_gradient(x)), None), x, length=3)[0].sum()
 
-    gradient = jax.jit(jax.grad(loss))
-    np.testing.assert_allclose(gradient(jnp.arange(3.0)), 1 + 3 * jnp.arange(3.0) ** 2)
-    assert len(traces) == 1
+    def inside(function):
+        jaxpr = jax.make_jaxpr(function)(jnp.arange(3.0))
+        calls = [e.params for e in equations(jaxpr) if "squared" in (e.primitive.name[4:], e.params.get("name"))]
+        return [params.get("call_jaxpr", params.get("jaxpr")) for params in calls]
+
+    (before,), after = inside(square), inside(jax.grad(loss))
+    assert after and all(jaxpr is before for jaxpr in after) == whole
+    np.testing.assert_allclose(jax.grad(loss)(jnp.arange(3.0)), 1 + 3 * jnp.arange(3.0) ** 2)
 
 
 @pytest.mark.parametrize("times", [0, 1, 2])

@@ -10,7 +10,7 @@ def role(scope: str) -> str:
         scope: The instruction's stack of named scopes.
 
     Example:
-        >>> role("jit(step)/jvp(MLP)/fp8_linear/fp8_dot_general/jit(forward)/fprop/dot_general")
+        >>> role("jit(step)/jvp(MLP)/fp8_linear/fp8_dot_general/fp8_forward/fprop/dot_general")
         'fprop'
         >>> role("jit(step)/transpose(jvp(MLP))/dot_general")
         'backward'
@@ -37,7 +37,7 @@ def rotates(scope: str) -> bool:
         scope: The instruction's stack of named scopes.
 
     Example:
-        >>> rotates("jit(step)/transpose(jvp(MLP))/fp8_dot_general/jit(backward)/wgrad/rotation/dot_general")
+        >>> rotates("jit(step)/transpose(jvp(MLP))/fp8_dot_general/fp8_backward/wgrad/rotation/dot_general")
         True
     """
     return asks_for_fp8(scope) and "rotation" in scope.split("/")
