@@ -199,7 +199,11 @@ def _product(
     if not (_factors_out(a, dims.lhs_contract) and _factors_out(b, dims.rhs_contract)):
         return lax.convert_element_type(scaled_product(a, b, dims, precision), dtype)
     if a.scale.size == b.scale.size == 1:
-        return _rescaled(dot, a.data, b.data, lax.mul(_scalar(a.scale), _scalar(b.scale)), dtype)
+        # What the product reads as it is stored, and so is there in any case; else an output's gradient, the other product
+        # of which reads it so.
+        pairs = (a, dims.lhs_contract), (b, dims.rhs_contract)
+        stored = [x.data for x, axes in pairs if axes == tuple(range(x.data.ndim))[-len(axes) :]] or [a.data]
+        return _rescaled(dot, a.data, b.data, lax.mul(_scalar(a.scale), _scalar(b.scale)), stored, dtype)
     out = dot(a.data, b.data, _FLOAT32)
     a, b = (
         QuantizedArray(x.data, x.scale if x.scale.ndim else lax.reshape(x.scale, (1,) * x.data.ndim)) for x in (a, b)
@@ -216,24 +220,36 @@ def _product(
 _FLOAT32 = np.dtype(np.float32)
 
 
-def _rescaled(dot: Callable[..., Array], a: Array, b: Array, scale: Float32[Array, ""], dtype: np.dtype) -> Array:
+def _rescaled(
+    dot: Callable[..., Array], a: Array, b: Array, scale: Float32[Array, ""], stored: Sequence[Array], dtype: np.dtype
+) -> Array:
     """`dot(a, b) * scale`, multiplied in float32 and rounded to a dtype once.
 
-    On NVIDIA's devices a product in bfloat16 is written so that one kernel makes it: cuBLASLt multiplies its float32
-    accumulators by the float32 scale, for XLA takes the scale through bfloat16 without rounding it (what
-    `xla_allow_excess_precision`, its default, says). Written as below, the product would be stored in float32, and
-    another kernel would scale and round it.
+    On NVIDIA's devices a product in bfloat16 is written so that one kernel makes it, the product of dequantized
+    operands: XLA hands cuBLASLt the FP8 data and the scale, which it takes through bfloat16 without rounding it (what
+    `xla_allow_excess_precision`, its default, says). Multiplied afterwards in float32, the product would be stored in
+    float32, and another kernel would scale and round it. Multiplied afterwards in bfloat16, the scale would be rounded
+    wherever XLA puts something between: a sum over devices, a slice of what it padded or merged.
+
+    The barrier makes the scale this product's own. XLA merges small products that share an operand: what it then
+    multiplies is a concatenation of dequantized operands, in bfloat16.
     """
 
-    def after(a: Array, b: Array, scale: Array) -> Array:
+    def after(a: Array, b: Array, scale: Array, *stored: Array) -> Array:
+        del stored
         return lax.convert_element_type(lax.mul(dot(a, b, _FLOAT32), scale), dtype)
 
-    def within(a: Array, b: Array, scale: Array) -> Array:
-        return lax.mul(dot(a, b, dtype), lax.convert_element_type(scale, dtype))
+    def within(a: Array, b: Array, scale: Array, *stored: Array) -> Array:
+        scales = lax.optimization_barrier((scale, np.float32(1.0), *stored))[:2]
+        a, b = (
+            lax.mul(lax.convert_element_type(x, dtype), lax.convert_element_type(of_x, dtype))
+            for x, of_x in zip((a, b), scales, strict=True)
+        )
+        return dot(a, b, dtype)
 
     if dtype != jnp.bfloat16:
         return after(a, b, scale)
-    return lax.platform_dependent(a, b, scale, cuda=within, default=after)
+    return lax.platform_dependent(a, b, scale, *stored, cuda=within, default=after)
 
 
 def _factors_out(x: QuantizedArray, contract: tuple[int, ...]) -> bool:

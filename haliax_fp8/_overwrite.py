@@ -197,18 +197,19 @@ def record_states(states: Sequence[OpState]) -> list[OpRecord]:
         parts = lax.split(firsts, (firsts.shape[-1] // count,) * count, firsts.ndim - 1) if count > 1 else [firsts]
         for i, part in zip(members, parts, strict=True):
             scales[i] = part
-    # Apart from what uses them: XLA would merge kernels of different layers that read the same array of scales, and
-    # all that they make would have to be there at once.
-    scales = lax.optimization_barrier(scales)
     groups: dict[Any, list[int]] = {}
     for i, state in enumerate(states):
         if state.input_group is not None:
             groups.setdefault((state.input_group, scales[i].shape), []).append(i)
-    shared: dict[int, Array] = {}
+    largest: dict[int, Array] = {}
     for members in groups.values():
         if len(members) > 1:
             firsts = [lax.slice_in_dim(scales[i], 0, 1, axis=scales[i].ndim - 1) for i in members]
-            shared |= dict.fromkeys(members, functools.reduce(lax.max, firsts))
+            largest[members[0]] = functools.reduce(lax.max, firsts)
+    # Apart from what uses them: XLA would merge kernels of different layers that read the same array of scales, and
+    # all that they make would have to be there at once.
+    scales, largest = lax.optimization_barrier((scales, largest))
+    shared = {i: largest[members[0]] for members in groups.values() if members[0] in largest for i in members}
     return [_record(state, scales[i], shared.get(i)) for i, state in enumerate(states)]
 
 
