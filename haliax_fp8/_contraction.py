@@ -199,8 +199,8 @@ def _product(
     if not (_factors_out(a, dims.lhs_contract) and _factors_out(b, dims.rhs_contract)):
         return lax.convert_element_type(scaled_product(a, b, dims, precision), dtype)
     if a.scale.size == b.scale.size == 1:
-        # What the product reads as it is stored, and so is there in any case; else an output's gradient, the other product
-        # of which reads it so.
+        # What the product reads as it is stored, and so is there in any case; else an output's gradient, which another
+        # product reads so.
         pairs = (a, dims.lhs_contract), (b, dims.rhs_contract)
         stored = [x.data for x, axes in pairs if axes == tuple(range(x.data.ndim))[-len(axes) :]] or [a.data]
         return _rescaled(dot, a.data, b.data, lax.mul(_scalar(a.scale), _scalar(b.scale)), stored, dtype)

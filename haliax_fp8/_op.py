@@ -210,6 +210,7 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
                 measures_again=self.recipe.measures_kernel_again, stacked=bool(self.stack)
             ),
             records=isinstance(self.state, OpRecord),
+            stacked=bool(self.stack),
         )
 
     def __pdoc__(self, **kwargs: object) -> wl.AbstractDoc:

@@ -1,6 +1,8 @@
 """An operand of fprop, dgrad and wgrad: which of them it is quantized for, and how."""
 
+import dataclasses
 import functools
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -20,13 +22,23 @@ def round_to(x: Array, dtype: np.dtype | None) -> Array:
     return x if dtype is None else lax.convert_element_type(x, dtype)
 
 
-type Scales = tuple[Array, ...] | None
+class Scales(NamedTuple):
+    """What the state stores, and what is computed of it.
+
+    Args:
+        operands: The scales of input, kernel and output gradient, `[*ensemble]`.
+        products: Those of the products without the first, second and third of them; None where nothing is gained by
+            computing them together.
+    """
+
+    operands: tuple[Array, Array, Array]
+    products: tuple[Array, Array, Array] | None
 
 
 # Apart from `forward` and `backward`, so that ops of all shapes share one trace.
-@functools.partial(jax.jit, static_argnames="records")
-def scales_of(state: Array | None, *, records: bool) -> Scales:
-    """The stored scale of each operand, `[*ensemble]`."""
+@functools.partial(jax.jit, static_argnames=("records", "stacked"))
+def scales_of(state: Array | None, *, records: bool, stacked: bool) -> Scales | None:
+    """The stored scale of each operand; None if none is stored."""
     if state is None:
         return None
     if not records:
@@ -36,13 +48,41 @@ def scales_of(state: Array | None, *, records: bool) -> Scales:
     else:
         scales = to_float32(lax.slice_in_dim(state, 0, None, state.shape[-1] // 3, axis=state.ndim - 1))
     axis = scales.ndim - 1
-    return tuple(lax.squeeze(x, (axis,)) for x in lax.split(scales, (1, 1, 1), axis))
+    of_input, of_kernel, of_grad = (lax.squeeze(x, (axis,)) for x in lax.split(scales, (1, 1, 1), axis))
+    if not stacked or of_input.ndim:
+        return Scales((of_input, of_kernel, of_grad), None)
+    # A scan slices them out of its stack, in a kernel for each number that is wanted, unless they are wanted together.
+    # Not the input's: layers of one input group have the very same, by which XLA finds that they quantize alike.
+    products = lax.mul(of_kernel, of_grad), lax.mul(of_input, of_grad), lax.mul(of_input, of_kernel)
+    of_kernel, of_grad, products = lax.optimization_barrier((of_kernel, of_grad, products))
+    return Scales((of_input, of_kernel, of_grad), products)
 
 
-def stored_scale(role: int, scales: Scales, spec: ProductSpec) -> Array:
+def stored_scale(role: int, scales: Scales | None, spec: ProductSpec) -> Array:
     """The stored scale of lhs (role 0), rhs (1) or the output's gradient (2)."""
     assert scales is not None
-    return scales[spec.state_rows[role]]
+    return scales.operands[spec.state_rows[role]]
+
+
+def scaled_together(
+    a: QuantizedArray, b: QuantizedArray, roles: tuple[int, int], scales: Scales | None, spec: ProductSpec
+) -> tuple[QuantizedArray, QuantizedArray]:
+    """The operands of a product, the first with the scale of both where that is computed already.
+
+    Args:
+        a: The first operand.
+        b: The second.
+        roles: Which they are: lhs (0), rhs (1) or the output's gradient (2).
+        scales: What the state stores.
+        spec: What is static.
+    """
+    if scales is None or scales.products is None:
+        return a, b
+    if not all(x.scale is stored_scale(role, scales, spec) for x, role in zip((a, b), roles, strict=True)):
+        return a, b
+    (left_out,) = {0, 1, 2} - {spec.state_rows[role] for role in roles}
+    one = lax.full_like(b.scale, 1.0)
+    return dataclasses.replace(a, scale=scales.products[left_out]), dataclasses.replace(b, scale=one)
 
 
 def quantize_operand(
@@ -50,7 +90,7 @@ def quantize_operand(
     role: int,
     product: ProductName,
     contracted: tuple[int, ...],
-    scales: Scales,
+    scales: Scales | None,
     key: Array | None,
     spec: ProductSpec,
 ) -> QuantizedArray:

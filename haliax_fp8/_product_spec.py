@@ -25,6 +25,7 @@ class ProductSpec:
         requantizes: Whether the backward pass quantizes the kernel again, instead of keeping its FP8 copy.
         records: Whether state is not the whole table, whose gradient is the next step's, but the scales alone, whose
             gradient is what was measured: `[*ensemble, 3 * measures]`, an operand's numbers one after the other.
+        stacked: Whether the layer is one of a stack, from which a scan slices its state.
         ensemble: How many leading axes of every array number independent members, each with state of its own.
     """
 
@@ -37,6 +38,7 @@ class ProductSpec:
     has_key: bool = False
     requantizes: bool = False
     records: bool = False
+    stacked: bool = False
     ensemble: int = 0
 
     @functools.cached_property

@@ -24,6 +24,7 @@ from ._operands import (
     quantize_operand,
     quantized_once,
     round_to,
+    scaled_together,
     scales_of,
     stored_scale,
 )
@@ -72,7 +73,7 @@ class Residuals(NamedTuple):
             state = lax.slice_in_dim(state, 0, 1, axis=axis + 1)
         return lax.squeeze(state, (axis + 1,)), measured
 
-    def operand(self, role: int, scales: Scales, spec: ProductSpec) -> QuantizedArray:
+    def operand(self, role: int, scales: Scales | None, spec: ProductSpec) -> QuantizedArray:
         """Lhs (role 0) or rhs (1) as quantized for the gradient of the other."""
         saved = (self.lhs, self.rhs)[role]
         if isinstance(saved, QuantizedArray):
@@ -162,7 +163,7 @@ def _forward(
 ) -> tuple[Array, tuple[Saved, Saved], Array | None]:
     """The output; what the backward pass needs of lhs and rhs, None for the operand itself; and what was measured."""
     lhs, rhs = (round_to(x, spec.compute_dtype) for x in (lhs, rhs))
-    scales = scales_of(state, records=spec.records)
+    scales = scales_of(state, records=spec.records, stacked=spec.stacked)
     with jax.named_scope("fprop"):
         contraction = spec.contraction.with_batch_axes(spec.ensemble)
         axes = contraction.contracted("product", lhs.ndim, rhs.ndim)
@@ -170,7 +171,8 @@ def _forward(
             quantize_operand(x, role, "product", axes[role], scales, key, spec) for role, x in enumerate((lhs, rhs))
         ]
         dtype = spec.compute_dtype or spec.out_dtype
-        out = round_to(contraction.product(quantized[0], quantized[1], extras, spec.precision, dtype), spec.out_dtype)
+        a, b = scaled_together(quantized[0], quantized[1], (0, 1), scales, spec)
+        out = round_to(contraction.product(a, b, extras, spec.precision, dtype), spec.out_dtype)
     if not differentiated:
         return out, (None, None), None
     measured = None
@@ -208,7 +210,7 @@ def backward(
     grad = round_to(grad, spec.compute_dtype)
     contraction = spec.contraction.with_batch_axes(spec.ensemble)
     state, measured = residuals.numbers(spec)
-    scales, quantized = scales_of(state, records=spec.records), {}
+    scales, quantized = scales_of(state, records=spec.records, stacked=spec.stacked), {}
     once = quantized_once(2, ("gradient_of_lhs", "gradient_of_rhs"), spec)
     dgrad, wgrad = (
         ("gradient_of_rhs", "gradient_of_lhs") if spec.kernel_is_lhs else ("gradient_of_lhs", "gradient_of_rhs")
@@ -229,6 +231,7 @@ def backward(
             # cuBLASLt wants it transposed here. Apart from the cast, the transposition reads one byte per element,
             # and the cast is one pass with the amax.
             of_grad = dataclasses.replace(of_grad, data=lax.optimization_barrier(of_grad.data))
+        of_grad, operand = scaled_together(of_grad, operand, (2, other), scales, spec)
         out = getattr(contraction, product)(of_grad, operand, extras, spec.compute_dtype or dtype)
         return round_to(out, dtype)
 
@@ -268,7 +271,7 @@ def tangent(
     linear: tuple[bool, bool],
 ) -> Array:
     """The output's tangent, `dot(dlhs, rhs) + dot(lhs, drhs)`, rounding taken as the identity."""
-    scales = scales_of(residuals.numbers(spec)[0], records=spec.records)
+    scales = scales_of(residuals.numbers(spec)[0], records=spec.records, stacked=spec.stacked)
     lhs, rhs = (residuals.operand(role, scales, spec) for role in (0, 1))
     contraction = spec.contraction.with_batch_axes(spec.ensemble)
     given = iter(tangents)
