@@ -98,14 +98,44 @@ class Block(eqx.Module):
 
     def __call__(self, x: hax.NamedArray) -> hax.NamedArray:
         """Adds both halves' output."""
-        h = self.norms[0](x)
+        h = self.norm(0, x)
         x = x + self.out(self.query(h) + self.key(h) * self.value(h))
         return self.feed_forward(x)
 
     def feed_forward(self, x: hax.NamedArray) -> hax.NamedArray:
         """Adds the second half's output."""
-        h = self.norms[1](x)
-        return x + self.down(hnn.silu(self.gate(h)) * self.up(h))
+        h = self.norm(1, x)
+        return x + self.down(self.activation(self.gate(h), self.up(h)))
+
+    def norm(self, i: int, x: hax.NamedArray) -> hax.NamedArray:
+        """Normalizes the input of a half."""
+        return self.norms[i](x)
+
+    def activation(self, gate: hax.NamedArray, up: hax.NamedArray) -> hax.NamedArray:
+        """SwiGLU."""
+        return swiglu(gate, up)
+
+
+def swiglu(gate: hax.NamedArray, up: hax.NamedArray) -> hax.NamedArray:
+    """The gated activation of Llama."""
+    return hnn.silu(gate) * up
+
+
+class RematerializedBlock(Block):
+    """A block whose norms and activation function keep their inputs alone."""
+
+    @staticmethod
+    def init(sizes: Sizes, *, key: jax.Array) -> "RematerializedBlock":
+        """A block with random weights."""
+        return _as(RematerializedBlock, Block.init(sizes, key=key))
+
+    def norm(self, i: int, x: hax.NamedArray) -> hax.NamedArray:
+        """Normalizes the input of a half."""
+        return fp8.rematerialized(self.norms[i])(x)
+
+    def activation(self, gate: hax.NamedArray, up: hax.NamedArray) -> hax.NamedArray:
+        """SwiGLU, in float32."""
+        return fp8.rematerialized(swiglu, compute_dtype=jnp.float32)(gate, up)
 
 
 class CompressedBlock(Block):
@@ -114,14 +144,15 @@ class CompressedBlock(Block):
     @staticmethod
     def init(sizes: Sizes, *, key: jax.Array) -> "CompressedBlock":
         """A block with random weights."""
-        block = Block.init(sizes, key=key)
-        return CompressedBlock(**{field.name: getattr(block, field.name) for field in dataclasses.fields(block)})
+        return _as(CompressedBlock, Block.init(sizes, key=key))
 
-    def feed_forward(self, x: hax.NamedArray) -> hax.NamedArray:
-        """Adds the second half's output."""
-        h = self.norms[1](x)
-        activation = fp8.compressed(lambda gate, up: hnn.silu(gate) * up)
-        return x + self.down(activation(self.gate(h), self.up(h)))
+    def activation(self, gate: hax.NamedArray, up: hax.NamedArray) -> hax.NamedArray:
+        """SwiGLU."""
+        return fp8.compressed(swiglu)(gate, up)
+
+
+def _as[B: Block](kind: type[B], block: Block) -> B:
+    return kind(**{field.name: getattr(block, field.name) for field in dataclasses.fields(block)})
 
 
 class FeedForward(eqx.Module):

@@ -1,4 +1,4 @@
-"""Claim: with fused projections, checkpoint policies and compressed activations, FP8 needs far less memory than bf16.
+"""Claim: with what lies between products rematerialized, FP8 moves little more than bf16 and needs far less memory.
 
     uv run --extra preflight benchmarks/options.py [--json FILE] [--markdown] [--target h100]
 
@@ -16,7 +16,7 @@ import haliax.nn as hnn
 import output
 from compiled_program import COLUMNS, held
 from libraries import LIBRARIES, Library
-from models import LLAMA_8B, STACKS, CompressedBlock, Stack, llama
+from models import LLAMA_8B, STACKS, CompressedBlock, RematerializedBlock, Stack, llama
 from rich.progress import Progress
 
 import haliax_fp8 as fp8
@@ -31,10 +31,15 @@ def _converted(change: Callable[[Any], Any] = lambda model: model, **options: An
     return dataclasses.replace(LIBRARIES["haliax_fp8"], convert=convert)
 
 
-BF16, DEFAULT = LIBRARIES["bf16"], LIBRARIES["haliax_fp8"]
+BF16, DEFAULT, HALIAX = (LIBRARIES[name] for name in ("bf16", "haliax_fp8", "haliax.quantization"))
 FUSED = _converted(fp8.fuse_projections)
+FUSED_KEPT = _converted(fp8.fuse_projections, kernel_residual=fp8.KeepQuantized())
 # Neither amaxes nor state: the least that XLA's kernels need.
 STATIC = _converted(fp8.fuse_projections, recipe="static")
+
+# Norms and activations keep their inputs alone; the models are the same for all libraries.
+UNROLLED, SCAN = llama(hnn.BlockSeq, RematerializedBlock), llama(hnn.Stacked, RematerializedBlock)
+CHECKPOINTED = llama(hnn.Stacked, RematerializedBlock, gradient_checkpointing=True)
 
 OPTIONS: dict[str, tuple[Stack, Library]] = {
     "unrolled: bf16": (STACKS["Llama-8B, unrolled"], BF16),
@@ -44,16 +49,20 @@ OPTIONS: dict[str, tuple[Stack, Library]] = {
         _converted(kernel_residual=fp8.KeepQuantized()),
     ),
     "unrolled: FP8, fused": (STACKS["Llama-8B, unrolled"], FUSED),
-    "unrolled: FP8, fused, kernels kept": (
-        STACKS["Llama-8B, unrolled"],
-        _converted(fp8.fuse_projections, kernel_residual=fp8.KeepQuantized()),
-    ),
+    "unrolled: FP8, fused, kernels kept": (STACKS["Llama-8B, unrolled"], FUSED_KEPT),
     "unrolled: FP8, fused, constant scales": (STACKS["Llama-8B, unrolled"], STATIC),
+    "unrolled, rematerialized: bf16": (UNROLLED, BF16),
+    "unrolled, rematerialized: Haliax's op": (UNROLLED, HALIAX),
+    "unrolled, rematerialized: FP8, fused": (UNROLLED, FUSED),
+    "unrolled, rematerialized: FP8, fused, kernels kept": (UNROLLED, FUSED_KEPT),
     "scan: bf16": (STACKS["Llama-8B, scan"], BF16),
     "scan: FP8": (STACKS["Llama-8B, scan"], DEFAULT),
     "scan: FP8, fused": (STACKS["Llama-8B, scan"], FUSED),
     "scan: FP8, fused, constant scales": (STACKS["Llama-8B, scan"], STATIC),
     "scan: FP8, fused, compressed": (llama(hnn.Stacked, CompressedBlock), FUSED),
+    "scan, rematerialized: bf16": (SCAN, BF16),
+    "scan, rematerialized: Haliax's op": (SCAN, HALIAX),
+    "scan, rematerialized: FP8, fused": (SCAN, FUSED),
     "scan: FP8, fused, save_fp8_operands": (
         llama(hnn.Stacked, gradient_checkpointing=_saving("fp8_operand", "fp8_output")),
         FUSED,
@@ -66,6 +75,9 @@ OPTIONS: dict[str, tuple[Stack, Library]] = {
     "scan + checkpointing: FP8": (STACKS["Llama-8B, scan + checkpointing"], DEFAULT),
     "scan + checkpointing: FP8, fused": (STACKS["Llama-8B, scan + checkpointing"], FUSED),
     "scan + checkpointing: FP8, fused, constant scales": (STACKS["Llama-8B, scan + checkpointing"], STATIC),
+    "scan + checkpointing, rematerialized: bf16": (CHECKPOINTED, BF16),
+    "scan + checkpointing, rematerialized: Haliax's op": (CHECKPOINTED, HALIAX),
+    "scan + checkpointing, rematerialized: FP8, fused": (CHECKPOINTED, FUSED),
 }
 
 

@@ -34,6 +34,27 @@ def getkey():
     return next_key
 
 
+@pytest.fixture
+def compiled(monkeypatch):
+    """A function with the arguments of `preflight`, for the text of what the target's compiler made, and the report."""
+    from haliax_fp8.preflight import _preflight
+
+    texts, compile_for = [], _preflight.compile_for
+
+    def recorded(*args, **options):
+        program = compile_for(*args, **options)
+        texts.append(program.text)
+        return program
+
+    monkeypatch.setattr(_preflight, "compile_for", recorded)
+
+    def compiled_of(step, *args, **options):
+        report = _preflight.preflight(step, *args, **options)
+        return texts[-1], report
+
+    return compiled_of
+
+
 def pytest_collection_modifyitems(items):
     """Long tests first: with one of them at the end, all processes but one would wait for it."""
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)

@@ -1,0 +1,167 @@
+"""On NVIDIA's devices, products are multiplied by their scales in float32, whatever XLA makes of the program."""
+
+import re
+
+import equinox as eqx
+import haliax as hax
+import haliax.nn as hnn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from compiled_models import gradient_of, on, struct
+from jax import lax
+from jax.sharding import PartitionSpec
+
+import haliax_fp8 as fp8
+from haliax_fp8.preflight._hlo import parse_hlo
+from haliax_fp8.preflight._walk import entry_sites, kernels, opened
+
+
+ROWS = 1024
+In, Out, Row = hax.make_axes(embed=512, mlp=256, row=ROWS)
+
+
+def is_rounded(text):
+    """Whether a program rounds any scalar to bfloat16."""
+    return re.search(r" bf16\[\][^ ]* convert\(", text) is not None
+
+
+def scale_of(site):
+    """What cuBLASLt multiplies by, beside a 1: the first of two scalars in float32, behind what may be added."""
+    scalars = [operand for operand in site.operands if operand.instruction.shape.dims == ()]
+    return scalars[0].instruction
+
+
+def products(text):
+    sites = kernels(entry_sites(parse_hlo(text)))
+    return [site for outer in sites for site in opened(outer) if "$lt$matmul$f8" in str(site.instruction)]
+
+
+def linear(In, Out):
+    return hnn.Linear.init(In, Out, key=jax.random.key(0), use_bias=False)
+
+
+class Projections(eqx.Module):
+    """Three layers that read the same: XLA would merge their products, which are small."""
+
+    query: hnn.Linear
+    key: hnn.Linear
+    value: hnn.Linear
+
+    @staticmethod
+    def init():
+        return Projections(*(linear(In, Out) for _ in range(3)))
+
+    def __call__(self, x):
+        return self.query(x) + self.key(x) * self.value(x)
+
+
+class Layer(eqx.Module):
+    layer: hnn.Linear
+
+    @classmethod
+    def init(cls, In=In, Out=Out):
+        return cls(linear(In, Out))
+
+    def __call__(self, x):
+        return self.layer(x)
+
+
+class TwoInputs(Layer):
+    """Two products with one kernel, neither of which waits for the other."""
+
+    def __call__(self, x):
+        return self.layer(x) * self.layer(x * x)
+
+
+class OneInput(Layer):
+    """The second product is the first; not so those of their gradients."""
+
+    def __call__(self, x):
+        first, second = self.layer(x), self.layer(x)
+        return first * hax.sin(second)
+
+
+def converted(model, change=lambda model: model, **config):
+    """In bfloat16 and without its arrays."""
+    model = eqx.filter_eval_shape(lambda: change(fp8.fp8_linear_layers(model, fp8.Fp8Config(**config))))
+    is_state = lambda node: isinstance(node, fp8.OverwriteWithGradient)
+    in_bf16 = lambda x: struct(*x.shape) if isinstance(x, jax.ShapeDtypeStruct) else x
+    return jax.tree.map(lambda x: x if is_state(x) else in_bf16(x), model, is_leaf=is_state)
+
+
+ODD = hax.Axis("embed", 500), hax.Axis("mlp", 250)
+
+# A model, its input, and how many products its gradients have.
+CASES = {
+    "fused projections": (lambda: converted(Projections.init(), fp8.fuse_projections), (ROWS, 512), 9),
+    "current scaling": (lambda: converted(Projections.init(), recipe="current"), (ROWS, 512), 9),
+    "two inputs": (lambda: converted(TwoInputs.init()), (ROWS, 512), 6),
+    "two inputs, kept": (
+        lambda: converted(TwoInputs.init(), kernel_residual=fp8.KeepQuantized()),
+        (ROWS, 512),
+        6,
+    ),
+    "one input twice": (lambda: converted(OneInput.init()), (ROWS, 512), 5),
+    "filled up": (lambda: converted(Layer.init(*ODD)), (1000, 500), 3),
+}
+
+
+def call(model, x):
+    axes = Row.resize(x.shape[0]), In.resize(x.shape[1])
+    return model(hax.named(x, axes)).array
+
+
+@pytest.mark.parametrize(("name", "target"), [*on(CASES, ["h100"]), *on(["fused projections"], ["b200"])])
+def test_scales_reach_products_in_float32(name, target, compiled):
+    make, shape, count = CASES[name]
+    text, report = compiled(gradient_of(call), make(), struct(*shape), target=target)
+    report.require(fp8_flops=1.0)
+    assert not is_rounded(text)
+    found = products(text)
+    assert len(found) == count
+    for site in found:
+        assert scale_of(site).shape.dtype == "f32" and scale_of(site).opcode != "constant"
+
+
+@pytest.mark.parametrize(
+    ("rows", "kernel"),
+    [(("data", None), (None, None)), ((None, "data"), (None, "data"))],
+    ids=["data", "contraction"],
+)
+@pytest.mark.parametrize(("name", "target"), on(["divided"], ["h100"]))
+def test_sums_over_devices_are_of_scaled_products(rows, kernel, name, target, compiled):
+    """XLA adds what devices have before it does anything else with a product."""
+    del name
+    model = converted(Layer.init())
+    is_kernel = lambda x: isinstance(x, jax.ShapeDtypeStruct) and x.dtype == jnp.bfloat16
+    text, report = compiled(
+        gradient_of(call),
+        model,
+        struct(ROWS, 512),
+        target=target,
+        mesh={"data": 8},
+        shardings=(
+            jax.tree.map(lambda x: PartitionSpec(*kernel) if is_kernel(x) else None, model),
+            PartitionSpec(*rows),
+        ),
+    )
+    report.require(fp8_flops=1.0)
+    assert any(c.kind in ("all-reduce", "reduce-scatter") and c.dtype == "bf16" for c in report.step.collectives)
+    assert not is_rounded(text) and all(scale_of(site).opcode != "constant" for site in products(text))
+
+
+@pytest.mark.parametrize(("name", "target"), on(["merged"], ["h100"]))
+def test_a_rounded_scale_is_found(name, target, compiled):
+    """What is multiplied behind the product, in bfloat16, is: XLA merges these products."""
+    del name
+
+    def multiplied_behind(x, kernels, scales):
+        dot = lambda kernel: lax.dot(x, kernel, preferred_element_type=jnp.bfloat16)
+        return [dot(k) * s.astype(jnp.bfloat16) for k, s in zip(kernels, scales, strict=True)]
+
+    in_fp8 = lambda *shape: struct(*shape, dtype=jnp.float8_e4m3fn)
+    scale = struct(dtype=np.dtype(np.float32))
+    text, report = compiled(multiplied_behind, in_fp8(ROWS, 512), [in_fp8(512, 256)] * 2, [scale] * 2, target=target)
+    assert len(report.step.products) == 1 and is_rounded(text)
