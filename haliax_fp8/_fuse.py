@@ -32,8 +32,8 @@ def fuse_projections[M](
 
     The layers of a group take one scale for their input, the largest of theirs: in `filter_grad` and
     `filter_value_and_grad` it is the very same number in the program. The compiler then finds that they quantize the
-    same tensor in the same way, does it once, and keeps one FP8 copy for the backward pass instead of one per layer; all
-    their products read it.
+    same tensor in the same way, does it once, and keeps one FP8 copy for the backward pass instead of one per layer;
+    all their products read it.
 
     Weights stay where they are, each with a scale of its own: checkpoints, sharding rules, optimizers and the model's
     code see no difference, and `separate_projections` takes it back. In high precision nothing changes; in FP8 nothing

@@ -36,8 +36,8 @@ class Scales(NamedTuple):
 
 
 # Apart from `forward` and `backward`, so that ops of all shapes share one trace.
-@functools.partial(jax.jit, static_argnames=("records", "stacked"))
-def scales_of(state: Array | None, *, records: bool, stacked: bool) -> Scales | None:
+@functools.partial(jax.jit, static_argnames=("records", "stacked", "grouped"))
+def scales_of(state: Array | None, *, records: bool, stacked: bool, grouped: bool) -> Scales | None:
     """The stored scale of each operand; None if none is stored."""
     if state is None:
         return None
@@ -52,9 +52,12 @@ def scales_of(state: Array | None, *, records: bool, stacked: bool) -> Scales | 
     if not stacked or of_input.ndim:
         return Scales((of_input, of_kernel, of_grad), None)
     # A scan slices them out of its stack, in a kernel for each number that is wanted, unless they are wanted together.
-    # Not the input's: layers of one input group have the very same, by which XLA finds that they quantize alike.
     products = lax.mul(of_kernel, of_grad), lax.mul(of_input, of_grad), lax.mul(of_input, of_kernel)
-    of_kernel, of_grad, products = lax.optimization_barrier((of_kernel, of_grad, products))
+    if grouped:
+        # Other layers have the very same scale of their input, by which XLA finds that all quantize alike.
+        of_kernel, of_grad, products = lax.optimization_barrier((of_kernel, of_grad, products))
+    else:
+        of_input, of_kernel, of_grad, products = lax.optimization_barrier((of_input, of_kernel, of_grad, products))
     return Scales((of_input, of_kernel, of_grad), products)
 
 

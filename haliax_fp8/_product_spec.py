@@ -26,6 +26,7 @@ class ProductSpec:
         records: Whether state is not the whole table, whose gradient is the next step's, but the scales alone, whose
             gradient is what was measured: `[*ensemble, 3 * measures]`, an operand's numbers one after the other.
         stacked: Whether the layer is one of a stack, from which a scan slices its state.
+        grouped: Whether other layers have the very same scale of their input (`fuse_projections`).
         ensemble: How many leading axes of every array number independent members, each with state of its own.
     """
 
@@ -39,6 +40,7 @@ class ProductSpec:
     requantizes: bool = False
     records: bool = False
     stacked: bool = False
+    grouped: bool = False
     ensemble: int = 0
 
     @functools.cached_property

@@ -163,7 +163,7 @@ def _forward(
 ) -> tuple[Array, tuple[Saved, Saved], Array | None]:
     """The output; what the backward pass needs of lhs and rhs, None for the operand itself; and what was measured."""
     lhs, rhs = (round_to(x, spec.compute_dtype) for x in (lhs, rhs))
-    scales = scales_of(state, records=spec.records, stacked=spec.stacked)
+    scales = scales_of(state, records=spec.records, stacked=spec.stacked, grouped=spec.grouped)
     with jax.named_scope("fprop"):
         contraction = spec.contraction.with_batch_axes(spec.ensemble)
         axes = contraction.contracted("product", lhs.ndim, rhs.ndim)
@@ -210,7 +210,7 @@ def backward(
     grad = round_to(grad, spec.compute_dtype)
     contraction = spec.contraction.with_batch_axes(spec.ensemble)
     state, measured = residuals.numbers(spec)
-    scales, quantized = scales_of(state, records=spec.records, stacked=spec.stacked), {}
+    scales, quantized = scales_of(state, records=spec.records, stacked=spec.stacked, grouped=spec.grouped), {}
     once = quantized_once(2, ("gradient_of_lhs", "gradient_of_rhs"), spec)
     dgrad, wgrad = (
         ("gradient_of_rhs", "gradient_of_lhs") if spec.kernel_is_lhs else ("gradient_of_lhs", "gradient_of_rhs")
@@ -271,7 +271,7 @@ def tangent(
     linear: tuple[bool, bool],
 ) -> Array:
     """The output's tangent, `dot(dlhs, rhs) + dot(lhs, drhs)`, rounding taken as the identity."""
-    scales = scales_of(residuals.numbers(spec)[0], records=spec.records, stacked=spec.stacked)
+    scales = scales_of(residuals.numbers(spec)[0], records=spec.records, stacked=spec.stacked, grouped=spec.grouped)
     lhs, rhs = (residuals.operand(role, scales, spec) for role in (0, 1))
     contraction = spec.contraction.with_batch_axes(spec.ensemble)
     given = iter(tangents)

@@ -397,8 +397,8 @@ def test_every_product_multiplies_fp8_and_accumulates_in_float32(case, kernel_is
     loss = lambda op, lhs, rhs: (op(lhs, rhs, numbers) * grad).astype(f32).sum()
     jaxpr = jax.make_jaxpr(jax.value_and_grad(loss, argnums=(0, 1, 2)))(op, lhs, rhs)
     found = [e for e in equations(jaxpr) if e.primitive.name == "dot_general"]
-    # In bfloat16 there are two ways to write a product: of dequantized operands for NVIDIA's devices, where XLA finds the
-    # FP8 ones in it, and of these for all others.
+    # In bfloat16 there are two ways to write a product: of dequantized operands for NVIDIA's devices, where XLA finds
+    # the FP8 ones in it, and of these for all others.
     ways = 1 if dtype == f32 else 2
     operand_dtypes = [tuple(v.aval.dtype for v in e.invars) for e in found]
     assert operand_dtypes[ways - 1 :: ways] == [(E4M3, E4M3), (E5M2, E4M3), (E5M2, E4M3)]
