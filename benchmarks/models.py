@@ -133,22 +133,34 @@ def swiglu(gate: hax.NamedArray, up: hax.NamedArray) -> hax.NamedArray:
 class RematerializedBlock(Block):
     """A block in which all that lies between products keeps its inputs alone."""
 
-    @staticmethod
-    def init(sizes: Sizes, *, key: jax.Array) -> "RematerializedBlock":
+    @classmethod
+    def init(cls, sizes: Sizes, *, key: jax.Array) -> "RematerializedBlock":
         """A block with random weights."""
-        return _as(RematerializedBlock, Block.init(sizes, key=key))
+        return _as(cls, Block.init(sizes, key=key))
 
     def norm(self, i: int, x: hax.NamedArray) -> hax.NamedArray:
         """Normalizes the input of a half."""
         return fp8.rematerialized(self.norms[i])(x)
 
     def mixed(self, query: hax.NamedArray, key: hax.NamedArray, value: hax.NamedArray) -> hax.NamedArray:
-        """What stands for attention, in float32."""
-        return fp8.rematerialized(mix, compute_dtype=jnp.float32)(query, key, value)
+        """What stands for attention."""
+        return self.rematerialized(mix)(query, key, value)
 
     def activation(self, gate: hax.NamedArray, up: hax.NamedArray) -> hax.NamedArray:
-        """SwiGLU, in float32."""
-        return fp8.rematerialized(swiglu, compute_dtype=jnp.float32)(gate, up)
+        """SwiGLU."""
+        return self.rematerialized(swiglu)(gate, up)
+
+    def rematerialized(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """In the dtype of its inputs."""
+        return fp8.rematerialized(function)
+
+
+class Float32Block(RematerializedBlock):
+    """The same, computed in float32; the norms do so anyway."""
+
+    def rematerialized(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """In float32."""
+        return fp8.rematerialized(function, compute_dtype=jnp.float32)
 
 
 class CompressedBlock(Block):

@@ -16,7 +16,7 @@ import haliax.nn as hnn
 import output
 from compiled_program import COLUMNS, held
 from libraries import LIBRARIES, Library
-from models import LLAMA_8B, STACKS, CompressedBlock, RematerializedBlock, Stack, llama
+from models import LLAMA_8B, STACKS, CompressedBlock, Float32Block, RematerializedBlock, Stack, llama
 from rich.progress import Progress
 
 import haliax_fp8 as fp8
@@ -36,10 +36,20 @@ FUSED = _converted(fp8.fuse_projections)
 FUSED_KEPT = _converted(fp8.fuse_projections, kernel_residual=fp8.KeepQuantized())
 # Neither amaxes nor state: the least that XLA's kernels need.
 STATIC = _converted(fp8.fuse_projections, recipe="static")
+ALL = {"bf16": BF16, "Haliax's op": HALIAX, "FP8, fused": FUSED}
 
-# Norms and activations keep their inputs alone; the models are the same for all libraries.
-UNROLLED, SCAN = llama(hnn.BlockSeq, RematerializedBlock), llama(hnn.Stacked, RematerializedBlock)
-CHECKPOINTED = llama(hnn.Stacked, RematerializedBlock, gradient_checkpointing=True)
+
+def _rematerialized(
+    kind: Any, name: str, libraries: dict[str, Library], **options: Any
+) -> dict[str, tuple[Stack, Library]]:
+    """What lies between products keeps its inputs alone, in all libraries; computed in its own dtype, or in float32."""
+    blocks = {"rematerialized": RematerializedBlock, "rematerialized in float32": Float32Block}
+    return {
+        f"{name}, {how}: {library}": (llama(kind, block, **options), converted)
+        for how, block in blocks.items()
+        for library, converted in libraries.items()
+    }
+
 
 OPTIONS: dict[str, tuple[Stack, Library]] = {
     "unrolled: bf16": (STACKS["Llama-8B, unrolled"], BF16),
@@ -51,18 +61,13 @@ OPTIONS: dict[str, tuple[Stack, Library]] = {
     "unrolled: FP8, fused": (STACKS["Llama-8B, unrolled"], FUSED),
     "unrolled: FP8, fused, kernels kept": (STACKS["Llama-8B, unrolled"], FUSED_KEPT),
     "unrolled: FP8, fused, constant scales": (STACKS["Llama-8B, unrolled"], STATIC),
-    "unrolled, rematerialized: bf16": (UNROLLED, BF16),
-    "unrolled, rematerialized: Haliax's op": (UNROLLED, HALIAX),
-    "unrolled, rematerialized: FP8, fused": (UNROLLED, FUSED),
-    "unrolled, rematerialized: FP8, fused, kernels kept": (UNROLLED, FUSED_KEPT),
+    **_rematerialized(hnn.BlockSeq, "unrolled", {**ALL, "FP8, fused, kernels kept": FUSED_KEPT}),
     "scan: bf16": (STACKS["Llama-8B, scan"], BF16),
     "scan: FP8": (STACKS["Llama-8B, scan"], DEFAULT),
     "scan: FP8, fused": (STACKS["Llama-8B, scan"], FUSED),
     "scan: FP8, fused, constant scales": (STACKS["Llama-8B, scan"], STATIC),
     "scan: FP8, fused, compressed": (llama(hnn.Stacked, CompressedBlock), FUSED),
-    "scan, rematerialized: bf16": (SCAN, BF16),
-    "scan, rematerialized: Haliax's op": (SCAN, HALIAX),
-    "scan, rematerialized: FP8, fused": (SCAN, FUSED),
+    **_rematerialized(hnn.Stacked, "scan", ALL),
     "scan: FP8, fused, save_fp8_operands": (
         llama(hnn.Stacked, gradient_checkpointing=_saving("fp8_operand", "fp8_output")),
         FUSED,
@@ -75,9 +80,7 @@ OPTIONS: dict[str, tuple[Stack, Library]] = {
     "scan + checkpointing: FP8": (STACKS["Llama-8B, scan + checkpointing"], DEFAULT),
     "scan + checkpointing: FP8, fused": (STACKS["Llama-8B, scan + checkpointing"], FUSED),
     "scan + checkpointing: FP8, fused, constant scales": (STACKS["Llama-8B, scan + checkpointing"], STATIC),
-    "scan + checkpointing, rematerialized: bf16": (CHECKPOINTED, BF16),
-    "scan + checkpointing, rematerialized: Haliax's op": (CHECKPOINTED, HALIAX),
-    "scan + checkpointing, rematerialized: FP8, fused": (CHECKPOINTED, FUSED),
+    **_rematerialized(hnn.Stacked, "scan + checkpointing", ALL, gradient_checkpointing=True),
 }
 
 

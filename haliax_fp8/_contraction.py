@@ -80,18 +80,32 @@ class AbstractContraction(abc.ABC):
         extras: tuple[Array, ...],
         precision: lax.Precision,
         dtype: np.dtype,
+        scale: Float32[Array, ""] | None,
     ) -> Float[Array, "..."]:
-        """The product of two quantized arrays, scales applied in float32, rounded to `dtype` once."""
+        """The product of two quantized arrays, scales applied in float32, rounded to `dtype` once.
+
+        `scale` is the product of their scales, if that is computed already.
+        """
 
     @abc.abstractmethod
     def gradient_of_lhs(
-        self, grad: QuantizedArray, rhs: QuantizedArray, extras: tuple[Array, ...], dtype: np.dtype
+        self,
+        grad: QuantizedArray,
+        rhs: QuantizedArray,
+        extras: tuple[Array, ...],
+        dtype: np.dtype,
+        scale: Float32[Array, ""] | None,
     ) -> Float[Array, "..."]:
         """The gradient of lhs, in its layout, from that of the product; in `dtype`."""
 
     @abc.abstractmethod
     def gradient_of_rhs(
-        self, grad: QuantizedArray, lhs: QuantizedArray, extras: tuple[Array, ...], dtype: np.dtype
+        self,
+        grad: QuantizedArray,
+        lhs: QuantizedArray,
+        extras: tuple[Array, ...],
+        dtype: np.dtype,
+        scale: Float32[Array, ""] | None,
     ) -> Float[Array, "..."]:
         """The gradient of rhs, in its layout, from that of the product; in `dtype`."""
 
@@ -163,23 +177,34 @@ class DotContraction(AbstractContraction):
         extras: tuple[Array, ...],
         precision: lax.Precision,
         dtype: np.dtype,
+        scale: Float32[Array, ""] | None,
     ) -> Float[Array, "..."]:
         """`dot(lhs.data, rhs.data) * (lhs.scale * rhs.scale)`."""
-        return _product(lhs, rhs, self.dimensions, precision, dtype)
+        return _product(lhs, rhs, self.dimensions, precision, dtype, scale)
 
     def gradient_of_lhs(
-        self, grad: QuantizedArray, rhs: QuantizedArray, extras: tuple[Array, ...], dtype: np.dtype
+        self,
+        grad: QuantizedArray,
+        rhs: QuantizedArray,
+        extras: tuple[Array, ...],
+        dtype: np.dtype,
+        scale: Float32[Array, ""] | None,
     ) -> Float[Array, "..."]:
         """Contracts the free axes of rhs."""
         dimensions, layout = self.dimensions.gradient_of_lhs()
-        return _transposed(_product(grad, rhs, dimensions, lax.Precision.HIGHEST, dtype), layout)
+        return _transposed(_product(grad, rhs, dimensions, lax.Precision.HIGHEST, dtype, scale), layout)
 
     def gradient_of_rhs(
-        self, grad: QuantizedArray, lhs: QuantizedArray, extras: tuple[Array, ...], dtype: np.dtype
+        self,
+        grad: QuantizedArray,
+        lhs: QuantizedArray,
+        extras: tuple[Array, ...],
+        dtype: np.dtype,
+        scale: Float32[Array, ""] | None,
     ) -> Float[Array, "..."]:
         """Contracts the free axes of lhs."""
         dimensions, layout = self.dimensions.gradient_of_rhs()
-        return _transposed(_product(grad, lhs, dimensions, lax.Precision.HIGHEST, dtype), layout)
+        return _transposed(_product(grad, lhs, dimensions, lax.Precision.HIGHEST, dtype, scale), layout)
 
 
 def _in_order(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -189,7 +214,12 @@ def _in_order(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[tuple[int, ...], 
 
 
 def _product(
-    a: QuantizedArray, b: QuantizedArray, dims: DotDimensions, precision: lax.Precision, dtype: np.dtype
+    a: QuantizedArray,
+    b: QuantizedArray,
+    dims: DotDimensions,
+    precision: lax.Precision,
+    dtype: np.dtype,
+    scale: Float32[Array, ""] | None,
 ) -> Array:
     """`dot(a, b)` in a dtype; scales that are constant along what is contracted factor out of the sum."""
 
@@ -203,7 +233,9 @@ def _product(
         # product reads so.
         pairs = (a, dims.lhs_contract), (b, dims.rhs_contract)
         stored = [x.data for x, axes in pairs if axes == tuple(range(x.data.ndim))[-len(axes) :]] or [a.data]
-        return _rescaled(dot, a.data, b.data, lax.mul(_scalar(a.scale), _scalar(b.scale)), stored, dtype)
+        if scale is None:
+            scale = lax.mul(_scalar(a.scale), _scalar(b.scale))
+        return _rescaled(dot, a.data, b.data, scale, stored, dtype)
     out = dot(a.data, b.data, _FLOAT32)
     a, b = (
         QuantizedArray(x.data, x.scale if x.scale.ndim else lax.reshape(x.scale, (1,) * x.data.ndim)) for x in (a, b)

@@ -5,6 +5,7 @@ compares: `tests/test_where_pays_programs.py`.
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterable
 
@@ -184,6 +185,12 @@ class LayerWork:
     def _is_padded(self, operand: str, *, is_fp8: bool) -> bool:
         return any(side % _MULTIPLE[is_fp8] for side in self._sides(operand))
 
+    def _is_padded_again(self, operand: str) -> bool:
+        """In its second layout: the pass that transposes fills up as for bf16, which the product is to XLA at first."""
+        if not self.transposes:
+            return self._is_padded(operand, is_fp8=True)
+        return any(-(-side // _MULTIPLE[False]) * _MULTIPLE[False] % _MULTIPLE[True] for side in self._sides(operand))
+
     def _quantizing(self, operand: str) -> Work:
         """What one operand costs: amaxes, casts, its second layout, padding."""
         products = [name for name in _USES[operand] if self.is_fp8(name)]
@@ -192,10 +199,10 @@ class LayerWork:
         elements = self.elements(operand)
         uses = [self.recipe.products[name][PRODUCTS[name].index(operand)] for name in products]
         first = uses[0]
-        padding = Work(2 * elements, kernels=1) if self._is_padded(operand, is_fp8=True) else Work()
+        padded = [self._is_padded(operand, is_fp8=True), self._is_padded_again(operand)]
         work = Work()
-        for _ in products:
-            work += padding
+        for _ in itertools.compress(products, padded):
+            work += Work(2 * elements, kernels=1)
         if len(uses) == 2 and uses[0] == uses[1] and not first.scaling.directional:
             return work + _cast(first, elements) + self._second_layout(operand, first) + self._recorded(operand, first)
         for use in uses:

@@ -1,6 +1,5 @@
 """An operand of fprop, dgrad and wgrad: which of them it is quantized for, and how."""
 
-import dataclasses
 import functools
 from typing import NamedTuple
 
@@ -67,10 +66,10 @@ def stored_scale(role: int, scales: Scales | None, spec: ProductSpec) -> Array:
     return scales.operands[spec.state_rows[role]]
 
 
-def scaled_together(
+def scale_of_both(
     a: QuantizedArray, b: QuantizedArray, roles: tuple[int, int], scales: Scales | None, spec: ProductSpec
-) -> tuple[QuantizedArray, QuantizedArray]:
-    """The operands of a product, the first with the scale of both where that is computed already.
+) -> Array | None:
+    """The product of two operands' scales, where it is computed already.
 
     Args:
         a: The first operand.
@@ -80,12 +79,11 @@ def scaled_together(
         spec: What is static.
     """
     if scales is None or scales.products is None:
-        return a, b
+        return None
     if not all(x.scale is stored_scale(role, scales, spec) for x, role in zip((a, b), roles, strict=True)):
-        return a, b
+        return None
     (left_out,) = {0, 1, 2} - {spec.state_rows[role] for role in roles}
-    one = lax.full_like(b.scale, 1.0)
-    return dataclasses.replace(a, scale=scales.products[left_out]), dataclasses.replace(b, scale=one)
+    return scales.products[left_out]
 
 
 def quantize_operand(

@@ -24,7 +24,7 @@ from ._operands import (
     quantize_operand,
     quantized_once,
     round_to,
-    scaled_together,
+    scale_of_both,
     scales_of,
     stored_scale,
 )
@@ -171,8 +171,9 @@ def _forward(
             quantize_operand(x, role, "product", axes[role], scales, key, spec) for role, x in enumerate((lhs, rhs))
         ]
         dtype = spec.compute_dtype or spec.out_dtype
-        a, b = scaled_together(quantized[0], quantized[1], (0, 1), scales, spec)
-        out = round_to(contraction.product(a, b, extras, spec.precision, dtype), spec.out_dtype)
+        a, b = quantized
+        scale = scale_of_both(a, b, (0, 1), scales, spec)
+        out = round_to(contraction.product(a, b, extras, spec.precision, dtype, scale), spec.out_dtype)
     if not differentiated:
         return out, (None, None), None
     measured = None
@@ -231,8 +232,8 @@ def backward(
             # cuBLASLt wants it transposed here. Apart from the cast, the transposition reads one byte per element,
             # and the cast is one pass with the amax.
             of_grad = dataclasses.replace(of_grad, data=lax.optimization_barrier(of_grad.data))
-        of_grad, operand = scaled_together(of_grad, operand, (2, other), scales, spec)
-        out = getattr(contraction, product)(of_grad, operand, extras, spec.compute_dtype or dtype)
+        scale = scale_of_both(of_grad, operand, (2, other), scales, spec)
+        out = getattr(contraction, product)(of_grad, operand, extras, spec.compute_dtype or dtype, scale)
         return round_to(out, dtype)
 
     names = ("wgrad", "dgrad") if spec.kernel_is_lhs else ("dgrad", "wgrad")

@@ -70,21 +70,32 @@ class RaggedContraction(AbstractContraction):
         extras: tuple[Array, ...],
         precision: lax.Precision,
         dtype: np.dtype,
+        scale: Float32[Array, ""] | None,
     ) -> Float[Array, "..."]:
         """Rows times kernels."""
-        return self._scaled(_ROWS_BY_KERNEL, lhs, rhs, extras, precision).astype(dtype)
+        return self._scaled(_ROWS_BY_KERNEL, lhs, rhs, extras, precision, scale).astype(dtype)
 
     def gradient_of_lhs(
-        self, grad: QuantizedArray, rhs: QuantizedArray, extras: tuple[Array, ...], dtype: np.dtype
+        self,
+        grad: QuantizedArray,
+        rhs: QuantizedArray,
+        extras: tuple[Array, ...],
+        dtype: np.dtype,
+        scale: Float32[Array, ""] | None,
     ) -> Float[Array, "..."]:
         """Rows of the output's gradient times transposed kernels."""
-        return self._scaled(_GRAD_BY_KERNEL, grad, rhs, extras, lax.Precision.HIGHEST).astype(dtype)
+        return self._scaled(_GRAD_BY_KERNEL, grad, rhs, extras, lax.Precision.HIGHEST, scale).astype(dtype)
 
     def gradient_of_rhs(
-        self, grad: QuantizedArray, lhs: QuantizedArray, extras: tuple[Array, ...], dtype: np.dtype
+        self,
+        grad: QuantizedArray,
+        lhs: QuantizedArray,
+        extras: tuple[Array, ...],
+        dtype: np.dtype,
+        scale: Float32[Array, ""] | None,
     ) -> Float[Array, "..."]:
         """For each group, the sum over its rows of outer products."""
-        return self._scaled(_ROWS_BY_GRAD, lhs, grad, extras, lax.Precision.HIGHEST).astype(dtype)
+        return self._scaled(_ROWS_BY_GRAD, lhs, grad, extras, lax.Precision.HIGHEST, scale).astype(dtype)
 
     def _scaled(
         self,
@@ -93,11 +104,13 @@ class RaggedContraction(AbstractContraction):
         b: QuantizedArray,
         extras: tuple[Array, ...],
         precision: lax.Precision,
+        scale: Float32[Array, "..."] | None,
     ) -> Float32[Array, "..."]:
         if not (_one_scale(a, self.batch) and _one_scale(b, self.batch)):
             return self._dot(numbers, precision)(a.dequantize(), b.dequantize(), *extras)
         out = self._dot(numbers, precision)(a.data, b.data, *extras)
-        scale = _of_batch(a, self.batch) * _of_batch(b, self.batch)
+        if scale is None:
+            scale = _of_batch(a, self.batch) * _of_batch(b, self.batch)
         return out * scale.reshape(scale.shape + (1,) * (out.ndim - scale.ndim))
 
     def _dot(self, numbers: lax.RaggedDotDimensionNumbers, precision: lax.Precision) -> Callable[..., Array]:
