@@ -18,6 +18,7 @@ class Origin:
         dtype: The narrowest floating type of 16 bits or more that it had on the way; empty if none.
         quantized: The FP8 element type that it had on the way, itself included; empty if none.
         rescaled: Whether it was multiplied after that.
+        in_blocks: Whether by several numbers, as with a scale for each block.
         padded: Whether it was padded after that.
     """
 
@@ -25,6 +26,7 @@ class Origin:
     dtype: str
     quantized: str
     rescaled: bool
+    in_blocks: bool
     padded: bool
 
 
@@ -51,7 +53,7 @@ def origin(site: Site) -> Origin:
     """
     arguments: tuple[str, ...] = ()
     quantized = ""
-    rescaled = padded = False
+    rescaled = in_blocks = padded = False
     wide: list[Shape] = []
     for step in _way(site):
         instruction = step.instruction
@@ -68,10 +70,12 @@ def origin(site: Site) -> Origin:
         if shape.dtype in ("bf16", "f16", "f32", "f64"):
             wide.append(shape)
         if not quantized:
-            rescaled |= instruction.opcode in ("multiply", "divide")
+            if instruction.opcode in ("multiply", "divide"):
+                rescaled = True
+                in_blocks |= not any(map(_repeats_one_number, step.operands))
             padded |= instruction.opcode == "pad"
     narrowest = min(wide, key=lambda shape: shape.bits).dtype if wide else ""
-    return Origin(arguments, narrowest, quantized, rescaled and bool(quantized), padded)
+    return Origin(arguments, narrowest, quantized, rescaled and bool(quantized), in_blocks and bool(quantized), padded)
 
 
 def _way(site: Site) -> Iterator[Site]:
@@ -176,6 +180,14 @@ def _is_broadcast(site: Site) -> bool:
             return all(map(_is_broadcast, current.operands))
         current = _before(current, indices)
     return False
+
+
+def _repeats_one_number(site: Site) -> bool:
+    while not _is_number(site.instruction.shape):
+        if site.instruction.opcode not in ("broadcast", "convert", "bitcast", "reshape", "copy", "transpose"):
+            return False
+        site = site.operands[0]
+    return True
 
 
 def _is_number(shape: Shape) -> bool:

@@ -71,10 +71,10 @@ def _why_emulated(evidence: Evidence, quantized: list[str], target: Target) -> s
     # First what no device would change.
     if evidence.written is not None and evidence.written.size.block_scaled:
         return f"block scaling is emulated: the operands are dequantized and multiplied in {wide}"
-    if any(origin.rescaled for origin in evidence.origins):
-        if asks_for_fp8(evidence.scope):
-            return f"block scaling is emulated: the operands are dequantized and multiplied in {wide}"
+    if any(origin.rescaled for origin in evidence.origins) and not asks_for_fp8(evidence.scope):
         return f"quantize-dequantize: the operands are rounded to FP8, then multiplied in {wide}"
+    if any(origin.in_blocks for origin in evidence.origins):
+        return f"block scaling is emulated: the operands are dequantized and multiplied in {wide}"
     for dtype in quantized:
         if (reason := target.lacks(dtype)) is not None:
             return reason
