@@ -5,6 +5,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Literal
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -259,9 +260,10 @@ def _rescaled(
 
     On NVIDIA's devices a product in bfloat16 is written so that one kernel makes it, the product of dequantized
     operands: XLA hands cuBLASLt the FP8 data and the scale, which it takes through bfloat16 without rounding it (what
-    `xla_allow_excess_precision`, its default, says). Multiplied afterwards in float32, the product would be stored in
-    float32, and another kernel would scale and round it. Multiplied afterwards in bfloat16, the scale would be rounded
-    wherever XLA puts something between: a sum over devices, a slice of what it padded or merged.
+    `xla_allow_excess_precision`, its default, says). Where it does not, see the design notes, each operand is rounded.
+    Multiplied afterwards in float32, the product would be stored in float32, and another kernel would scale and round
+    it. Multiplied afterwards in bfloat16, the scale would be rounded wherever XLA puts something between: a sum over
+    devices, a slice of what it padded or merged.
 
     The barrier makes the scale this product's own. XLA merges small products that share an operand: what it then
     multiplies is a concatenation of dequantized operands, in bfloat16.
@@ -279,9 +281,30 @@ def _rescaled(
         )
         return dot(a, b, dtype)
 
+    def unscaled(a: Array, b: Array, scale: Array, *stored: Array) -> Array:
+        # What is left in high precision has a scale of 1.
+        del stored
+        return lax.mul(dot(a, b, dtype), lax.convert_element_type(scale, dtype))
+
     if dtype != jnp.bfloat16:
         return after(a, b, scale)
-    return lax.platform_dependent(a, b, scale, *stored, cuda=within, default=after)
+    in_fp8 = a.dtype.itemsize == b.dtype.itemsize == 1
+    on_nvidia = _for_one_scale(within, after) if in_fp8 else unscaled
+    return lax.platform_dependent(a, b, scale, *stored, cuda=on_nvidia, default=after)
+
+
+def _for_one_scale(function: Callable[..., Array], otherwise: Callable[..., Array]) -> Callable[..., Array]:
+    """A function of operands and their scale, and another one where `vmap` gives each member a scale of its own."""
+    call = jax.custom_batching.custom_vmap(lambda *args: function(*args))
+
+    @call.def_vmap
+    def mapped(axis_size: int, are_mapped: Sequence[bool], *args: Array) -> tuple[Array, bool]:
+        axes = tuple(0 if is_mapped else None for is_mapped in are_mapped)
+        in_one, in_many = (jax.vmap(f, in_axes=axes, axis_size=axis_size) for f in (function, otherwise))
+        scale = 2
+        return (in_many(*args) if are_mapped[scale] else _for_one_scale(in_one, in_many)(*args)), True
+
+    return call
 
 
 def _factors_out(x: QuantizedArray, contract: tuple[int, ...]) -> bool:

@@ -11,18 +11,19 @@ import numpy as np
 from jaxtyping import DTypeLike
 
 from ._op import floating_dtype
+from ._overwrite import OverwriteWithGradient
 
 
 def rematerialized(function: Callable[..., Any], compute_dtype: DTypeLike | None = None) -> Callable[..., Any]:
-    """The function, of which the backward pass keeps nothing but the inputs and computes all else again.
+    """The function, of which automatic differentiation keeps nothing but the inputs and computes all else again.
 
-    For what is cheap and lies between products: activation functions and norms. Automatic differentiation keeps what
-    they compute on the way, often in float32, and a scan over layers writes it to memory and reads it back: several
-    times the bytes of the activations themselves, once operands are in FP8.
+    For what is cheap and lies between products: activation functions and norms. Otherwise what they compute on the way
+    is kept, often in float32, and a scan over layers writes it to memory and reads it back: several times the bytes of
+    the activations themselves, once operands are in FP8. Where layers are unrolled, the compiler decides in any case.
 
-    In float32, a gated activation such as `silu(gate) * up` also fuses better on NVIDIA's devices: both of its
-    gradients are cast to FP8 where they are computed. In bfloat16, XLA rounds after each operation, takes that for too
-    much work to do twice, and writes one gradient to memory first.
+    In float32, a gated activation such as `silu(gate) * up` also fuses better on a Hopper: both of its gradients are
+    cast to FP8 where they are computed. In bfloat16, XLA rounds after each operation, takes that for too much work to
+    do twice, and writes one gradient to memory first. On a Blackwell it is the other way round.
 
     Args:
         function: Maps arrays (or NamedArrays, or trees of them) to such; a module, or any other callable.
@@ -57,8 +58,8 @@ def rematerialized(function: Callable[..., Any], compute_dtype: DTypeLike | None
         function, args, kwargs = (_cast(tree, dtype) for tree in (function, args, kwargs))
         return jax.tree.map(_cast_like, function(*args, **kwargs), returned)
 
-    # Within one program the compiler may find again what was computed; that costs nothing, as it fuses both into what
-    # reads them. A barrier would keep it from fusing forward and backward pass of a checkpointed block.
+    # Where layers are unrolled, the compiler may find again what the forward pass computed. A barrier against that
+    # would also keep it from fusing both passes of a checkpointed block.
     keeping_inputs = eqx.filter_checkpoint(computed, prevent_cse=False, policy=jax.checkpoint_policies.nothing_saveable)
 
     @functools.wraps(function, updated=())
@@ -69,8 +70,11 @@ def rematerialized(function: Callable[..., Any], compute_dtype: DTypeLike | None
 
 
 def _cast(tree: Any, dtype: np.dtype) -> Any:
-    is_floating = lambda x: eqx.is_array(x) and jnp.issubdtype(x.dtype, jnp.floating)
-    return jax.tree.map(lambda x: x.astype(dtype) if is_floating(x) else x, tree)
+    is_state = lambda node: isinstance(node, OverwriteWithGradient)
+    is_floating = lambda x: isinstance(x, jax.Array | np.ndarray) and jnp.issubdtype(x.dtype, jnp.floating)
+    # The scales of FP8 layers stay as they are.
+    cast = lambda x: x if is_state(x) or not is_floating(x) else x.astype(dtype)
+    return jax.tree.map(cast, tree, is_leaf=is_state)
 
 
 def _cast_like(x: Any, like: Any) -> Any:

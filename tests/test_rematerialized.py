@@ -103,10 +103,9 @@ def test_a_scan_stacks_the_inputs_alone():
 
         @staticmethod
         def init(wrap, *, key):
-            up, down = (
-                hnn.Linear.init(Embed, Embed.alias("inner"), key=k, use_bias=False) for k in jax.random.split(key)
-            )
-            down = hnn.Linear.init(Embed.alias("inner"), Embed, key=key, use_bias=False)
+            Inner = Embed.alias("inner")
+            up = hnn.Linear.init(Embed, Inner, key=key, use_bias=False)
+            down = hnn.Linear.init(Inner, Embed, key=key, use_bias=False)
             return Block(hnn.RmsNorm.init(Embed, use_bias=False), up, down, wrap)
 
         def __call__(self, x):
@@ -130,6 +129,18 @@ def test_a_scan_stacks_the_inputs_alone():
     assert sorted(found) == ["float32"] * 2 + ["float8_e4m3fn"] * 2 and len(plain) > 6
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
+
+
+def test_scales_stay_as_they_are():
+    """Of FP8 layers in a module that computes in bfloat16."""
+    Embed, Batch = hax.make_axes(embed=16, batch=4)
+    layer = fp8.fp8_linear_layers(hnn.Linear.init(Embed, Embed.alias("out"), key=jax.random.key(0)))
+    x = hax.ones((Batch, Embed)) * 1.001
+    loss = lambda layer: fp8.rematerialized(layer, compute_dtype=jnp.bfloat16)(x).sum().scalar()
+    (rounded, gradient) = eqx.filter_value_and_grad(loss)(layer)
+    assert gradient.dot_general.state.table.array.dtype == jnp.float32 and rounded.dtype == jnp.float32
+    kernel = np.abs(np.asarray(layer.weight.array.astype(jnp.bfloat16), np.float32)).max()
+    assert gradient.dot_general.amax_history("kernel")[0] == kernel
 
 
 def test_refuses_what_is_no_floating_dtype():
