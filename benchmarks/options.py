@@ -34,7 +34,7 @@ def _converted(change: Callable[[Any], Any] = lambda model: model, **options: An
 BF16, DEFAULT, HALIAX = (LIBRARIES[name] for name in ("bf16", "haliax_fp8", "haliax.quantization"))
 FUSED = _converted(fp8.fuse_projections)
 FUSED_KEPT = _converted(fp8.fuse_projections, kernel_residual=fp8.KeepQuantized())
-# Neither amaxes nor state: the least that XLA's kernels need.
+# Neither amaxes nor state.
 STATIC = _converted(fp8.fuse_projections, recipe="static")
 ALL = {"bf16": BF16, "Haliax's op": HALIAX, "FP8, fused": FUSED}
 
