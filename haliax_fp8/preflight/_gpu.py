@@ -48,8 +48,8 @@ class GpuTarget(Target):
     def caveats(self) -> tuple[str, ...]:
         """No GPU, so nothing was measured."""
         return (
-            "no GPU, so no autotuner: on the device XLA may find Triton's kernels faster, which multiply in bf16; where "
-            "cuBLASLt is shown, XLA_FLAGS=--xla_gpu_enable_triton_gemm=false makes it take that",
+            "no GPU, so no autotuner: on the device XLA may find Triton's kernels faster, which multiply in bf16; "
+            "where cuBLASLt is shown, XLA_FLAGS=--xla_gpu_enable_triton_gemm=false makes it take that",
             "times are estimates, nothing ran",
         )
 
