@@ -282,14 +282,17 @@ def _rescaled(
         return dot(a, b, dtype)
 
     def unscaled(a: Array, b: Array, scale: Array, *stored: Array) -> Array:
-        # What is left in high precision has a scale of 1.
         del stored
         return lax.mul(dot(a, b, dtype), lax.convert_element_type(scale, dtype))
 
     if dtype != jnp.bfloat16:
         return after(a, b, scale)
-    in_fp8 = a.dtype.itemsize == b.dtype.itemsize == 1
-    on_nvidia = _for_one_scale(within, after) if in_fp8 else unscaled
+    in_fp8 = [x.dtype.itemsize == 1 for x in (a, b)]
+    if all(in_fp8):
+        on_nvidia = _for_one_scale(within, after)
+    else:
+        # Operands in high precision have a scale of 1, which bfloat16 holds; an FP8 one beside them has not.
+        on_nvidia = after if any(in_fp8) else unscaled
     return lax.platform_dependent(a, b, scale, *stored, cuda=on_nvidia, default=after)
 
 
