@@ -189,14 +189,16 @@ def record_states(states: Sequence[OpState]) -> list[OpRecord]:
             if they always read the same.
     """
     scales: dict[int, Array] = {}
+    joined: list[int] = []
     for members in _kinds(states).values():
         tables = [states[i].array for i in members]
-        firsts = usable(_concatenated([lax.slice_in_dim(table, 0, 1, axis=table.ndim - 1) for table in tables]))
-        firsts = lax.squeeze(firsts, (firsts.ndim - 1,))
-        count = len(members)
-        parts = lax.split(firsts, (firsts.shape[-1] // count,) * count, firsts.ndim - 1) if count > 1 else [firsts]
-        for i, part in zip(members, parts, strict=True):
-            scales[i] = part
+        if tables[0].ndim > 2:
+            # Of stacked layers there are few, and XLA compiles the same slice of each once.
+            scales |= {i: _usable_scales(table) for i, table in zip(members, tables, strict=True)}
+            continue
+        parts = lax.split(_usable_scales(_concatenated(tables)), [table.shape[0] for table in tables])
+        scales |= dict(zip(members, parts, strict=True))
+        joined += members
     groups: dict[Any, list[int]] = {}
     for i, state in enumerate(states):
         if state.input_group is not None:
@@ -208,9 +210,17 @@ def record_states(states: Sequence[OpState]) -> list[OpRecord]:
             largest[members[0]] = functools.reduce(lax.max, firsts)
     # Apart from what uses them: XLA would merge kernels of different layers that read the same array of scales, and
     # all that they make would have to be there at once.
-    scales, largest = lax.optimization_barrier((scales, largest))
+    apart = {i: scales[i] for i in joined}, {i: x for i, x in largest.items() if i in joined}
+    for found, values in zip((scales, largest), lax.optimization_barrier(apart), strict=True):
+        found |= values
     shared = {i: largest[members[0]] for members in groups.values() if members[0] in largest for i in members}
     return [_record(state, scales[i], shared.get(i)) for i, state in enumerate(states)]
+
+
+@jax.jit
+def _usable_scales(tables: Array) -> Array:
+    """The first column. Jitted, so that layers share one trace."""
+    return usable(lax.index_in_dim(tables, 0, axis=tables.ndim - 1, keepdims=False))
 
 
 def _record(state: OpState, scales: Array, shared: Array | None) -> OpRecord:

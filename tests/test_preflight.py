@@ -347,6 +347,21 @@ def test_which_devices_have_fp8(name, lacks):
 
 @pytest.mark.slow
 @pytest.mark.skipif(targets["h100"].missing() is not None, reason="needs the package jax-cuda13-pjrt")
+def test_what_saves_time_changes_no_kernel(compiled):
+    """Programs are compiled without the fusion autotuner and with unoptimized machine code; nothing else differs."""
+    x = struct(TOKENS, WIDTH)
+    quick, _ = compiled(step, converted(), x, target="h100")
+    defaults = {"xla_gpu_experimental_enable_fusion_autotuner": True, "xla_backend_optimization_level": 3}
+    slow, _ = compiled(step, converted(), x, target="h100", compiler_options=defaults)
+    # Without what XLA writes behind an instruction, among it that the autotuner was there.
+    instructions = lambda text: [line for line in text.splitlines() if line.startswith("  ") and " = " in line]
+    kernels = lambda text: [line.split(", metadata=")[0].split(", backend_config=")[0] for line in instructions(text)]
+    assert kernels(quick) == kernels(slow)
+    assert any("fusion(" in line for line in kernels(quick))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(targets["h100"].missing() is not None, reason="needs the package jax-cuda13-pjrt")
 def test_eight_gpus_gather_weights_in_fp8():
     """FSDP: kernels are sharded, quantized where they are, and travel as one byte for each weight."""
     model = converted(fp8.Fp8Config(recipe="current"))

@@ -1,5 +1,6 @@
 """The state of an op as one array: a row for each operand, which that operand's scaling reads and writes."""
 
+import functools
 from collections.abc import Sequence
 
 import jax.numpy as jnp
@@ -77,9 +78,12 @@ def completion(table: Array, record: Array, scalings: Sequence[AbstractScaling],
     # Where nothing in the program uses an op, JAX gives 0 for all that it has. One whose operands are all zero in a
     # step is taken for one of these.
     of_ops = lax.abs(lax.reshape(record, (*ensemble, ops, len(scalings) * columns)))
-    largest = lax.reduce_max(of_ops, (len(ensemble) + 1,))
+    # A few slices, that XLA fuses with what follows; a reduction would be a kernel of its own.
+    axis = len(ensemble) + 1
+    parts = [lax.slice_in_dim(of_ops, i, i + 1, axis=axis) for i in range(of_ops.shape[axis])]
+    largest = functools.reduce(lax.max, parts)
     used = lax.ne(largest, lax.full_like(largest, 0.0))
-    used = lax.broadcast_in_dim(used, (*ensemble, ops, len(scalings)), range(len(ensemble) + 1))
+    used = lax.broadcast_in_dim(used, (*ensemble, ops, len(scalings)), range(len(ensemble) + 2))
     first = measured if columns == 1 else lax.slice_in_dim(measured, 0, 1, axis=len(ensemble) + 1)
     reached = lax.bitwise_and(lax.ne(first, lax.full_like(first, -np.inf)), lax.reshape(used, (*ensemble, rows, 1)))
     return _change(reached, _heads(table, measured, scalings, limits))
