@@ -22,10 +22,14 @@ from ._formats import (
     saturating_cast as saturating_cast,
 )
 from ._fuse import (
+    AbstractFusion as AbstractFusion,
+    OneProduct as OneProduct,
+    SharedInput as SharedInput,
     fuse_projections as fuse_projections,
     projections as projections,
     separate_projections as separate_projections,
 )
+from ._fused_projections import FusedProjections as FusedProjections
 from ._kernel_residual import (
     AbstractKernelResidual as AbstractKernelResidual,
     KeepQuantized as KeepQuantized,

@@ -1,11 +1,14 @@
-"""fuse_projections: layers that read the same tensor quantize it once."""
+"""fuse_projections: layers that read the same tensor quantize it once, or multiply it once."""
 
+import abc
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import equinox as eqx
 import jax
 
+from ._fused_projections import FusedProjections
 from ._layers import LayerRule, default_layers
 from ._op import Fp8DotGeneral
 from ._overwrite import OpState
@@ -22,13 +25,18 @@ projections: tuple[tuple[str, ...], ...] = (
 """Names that layers with the same input have in Haliax's, Levanter's and Equinox's modules: q/k/v and gate/up."""
 
 
-def fuse_projections[M](
-    model: M,
-    groups: Sequence[Sequence[str]] = projections,
-    *,
-    layers: tuple[LayerRule, ...] = default_layers,
-) -> M:
-    """Makes layers of one module that read the same tensor quantize it once.
+@dataclasses.dataclass(frozen=True)
+class AbstractFusion(abc.ABC):
+    """What `fuse_projections` makes of layers that read the same tensor."""
+
+    @abc.abstractmethod
+    def fuse(self, model: Any, groups: Sequence[Sequence[str]], layers: tuple[LayerRule, ...]) -> tuple[Any, bool]:
+        """The model with its groups fused, and whether a module has two layers of a group."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SharedInput(AbstractFusion):
+    """The layers stay apart and quantize their input once.
 
     The layers of a group take one scale for their input, the largest of theirs: in `filter_grad` and
     `filter_value_and_grad` it is the very same number in the program. The compiler then finds that they quantize the
@@ -36,66 +44,142 @@ def fuse_projections[M](
     all their products read it.
 
     Weights stay where they are, each with a scale of its own: checkpoints, sharding rules, optimizers and the model's
-    code see no difference, and `separate_projections` takes it back. In high precision nothing changes; in FP8 nothing
-    changes either where the layers read the same tensor, for then their histories, and so their scales, are the same.
-    Where they do not, as in cross-attention, the smaller input takes the larger one's scale: leave such groups out.
+    code see no difference. In high precision nothing changes; in FP8 nothing changes either where the layers read the
+    same tensor, for then their histories, and so their scales, are the same. Where they do not, as in cross-attention,
+    the smaller input takes the larger one's scale: leave such groups out.
+    """
+
+    def fuse(self, model: Any, groups: Sequence[Sequence[str]], layers: tuple[LayerRule, ...]) -> tuple[Any, bool]:
+        """The model with the states of its groups marked."""
+        found = find_layers(model, layers)
+        marked: dict[str, str] = {}
+        for group in groups:
+            modules: dict[str, list[str]] = {}
+            for path, (layer, _) in found.items():
+                parent, _, name = path.rpartition(".")
+                if name in group and _group_state(layer, layers) is not None:
+                    modules.setdefault(parent, []).append(path)
+            for parent, members in modules.items():
+                alike = [p for p in members if _fuses(found[p][0], found[members[0]][0], layers)]
+                if len(alike) > 1:
+                    name = "+".join(path.rpartition(".")[2] for path in alike)
+                    marked |= {path: f"{parent}.{name}" if parent else name for path in alike}
+        return _with_groups(model, marked, layers), bool(marked)
+
+
+@dataclasses.dataclass(frozen=True)
+class OneProduct(AbstractFusion):
+    """The layers of a group become one: one weight, one scale for it, one product forward and one per gradient.
+
+    Fewer kernels to start and to compile, and one gradient of the input in place of a sum of several. The module
+    becomes a `FusedProjections`, which is called as the module is and has its attributes and state dicts; its weight
+    has the rows of all its layers, one after the other, and so do the optimizer's moments. In high precision the
+    numbers stay the same. In FP8 the kernels, and the gradients, of a group share one scale.
+
+    Worth it for q/k/v. The gradients of gate and up have to be put side by side before they are quantized, which
+    moves more than one product saves (`docs/performance.md`). Where output axes are sharded, as in tensor parallelism,
+    take `SharedInput`: parts of several layers would have to move between devices.
+    """
+
+    def fuse(self, model: Any, groups: Sequence[Sequence[str]], layers: tuple[LayerRule, ...]) -> tuple[Any, bool]:
+        """The model with `FusedProjections` in the place of modules that have a group."""
+        found: list[Any] = []
+
+        def groups_of(node: Any) -> list[list[str]]:
+            if not isinstance(node, eqx.Module) or isinstance(node, FusedProjections):
+                return []
+            fields = [field.name for field in dataclasses.fields(node)]
+            here = ([n for n in fields if n in group and _joins(getattr(node, n, None), layers)] for group in groups)
+            return [names for names in here if len(names) > 1]
+
+        def visit(node: Any) -> Any:
+            names = groups_of(node)
+            if not names:
+                return node
+            found.append(node)
+            inner = jax.tree.map(visit, node, is_leaf=lambda child: child is not node and bool(groups_of(child)))
+            return FusedProjections.of(inner, names, layers)
+
+        model = jax.tree.map(visit, model, is_leaf=lambda node: bool(groups_of(node)))
+        return model, bool(found)
+
+
+def _joins(layer: Any, layers: tuple[LayerRule, ...]) -> bool:
+    rules = (rule for rule in layers if isinstance(layer, rule.layer_type))
+    return any(rule.part(layer) is not None for rule in rules)
+
+
+def fuse_projections[M](
+    model: M,
+    groups: Sequence[Sequence[str]] = projections,
+    *,
+    how: AbstractFusion = SharedInput(),
+    layers: tuple[LayerRule, ...] = default_layers,
+) -> M:
+    """Makes layers of one module that read the same tensor quantize it once, or multiply it once.
+
+    `separate_projections` takes it back.
 
     Args:
-        model: A converted model.
+        model: A converted model; with `OneProduct()` it may be a plain one too.
         groups: Names of attributes: wherever a module has two or more layers of a group, they are fused.
+        how: `SharedInput()` or `OneProduct()`. Both can be had: one product for q/k/v first, then shared inputs for
+            the rest.
         layers: The rules that the model was converted with.
 
     Returns:
-        The model with its groups marked.
+        The model with its groups fused.
 
     Raises:
-        ValueError: If no module has two converted layers of a group whose recipes keep the same state of their input.
+        ValueError: If no module has two layers of a group: for `SharedInput`, converted ones whose recipes keep the
+            same state of their input. For `OneProduct`, if layers differ in more than their outputs.
 
     References:
         Fused projections of TransformerEngine (`fuse_qkv_params`) and Megatron, which move the weights into one array
-        with one scale.
+        with one scale, as `OneProduct` does.
 
     Example:
         >>> class Attention(eqx.Module):
         ...     query: hnn.Linear
         ...     key: hnn.Linear
+        ...     def __call__(self, x):
+        ...         return hax.dot(self.query(x), self.key(x), axis="head")
         >>> In, Out = hax.make_axes(embed=16, head=16)
         >>> linear = hnn.Linear.init(In, Out, key=jax.random.key(0))
-        >>> fused = fuse_projections(fp8_linear_layers(Attention(linear, linear)))
-        >>> fused.query.dot_general.state.input_group
+        >>> model = fp8_linear_layers(Attention(linear, linear))
+        >>> fuse_projections(model).query.dot_general.state.input_group
         'query+key'
+        >>> fuse_projections(model, how=OneProduct()).joined["query+key"].weight.axes
+        (Axis(name='joined', size=32), Axis(name='embed', size=16))
     """
-    found = find_layers(model, layers)
-    marked: dict[str, str] = {}
     for group in groups:
         if isinstance(group, str):
             raise ValueError(f"groups={groups!r} must be a sequence of sequences of names, such as [('gate', 'up')]")
-        modules: dict[str, list[str]] = {}
-        for path, (layer, _) in found.items():
-            parent, _, name = path.rpartition(".")
-            if name in group and _group_state(layer, layers) is not None:
-                modules.setdefault(parent, []).append(path)
-        for parent, members in modules.items():
-            alike = [p for p in members if _fuses(found[p][0], found[members[0]][0], layers)]
-            if len(alike) > 1:
-                name = "+".join(path.rpartition(".")[2] for path in alike)
-                marked |= {path: f"{parent}.{name}" if parent else name for path in alike}
-    if not marked:
+    if not isinstance(how, AbstractFusion):
+        raise ValueError(f"how={how!r} says not what to fuse; use SharedInput() or OneProduct()")
+    fused, found = how.fuse(model, groups, layers)
+    if not found:
         raise ValueError(
-            f"groups={groups!r} name no two layers of one module that are converted with a recipe that keeps state of "
-            f"their input; the layers are {list(found)[:12]}. Convert the model first, and name what it has"
+            f"groups={groups!r} name no two layers of one module that {how} can fuse; the layers are "
+            f"{list(find_layers(model, layers))[:12]}. SharedInput() takes layers that are converted with a recipe "
+            "that keeps state of their input. Convert the model first, and name what it has"
         )
-    return _with_groups(model, marked, layers)
+    return fused
 
 
 def separate_projections[M](model: M, *, layers: tuple[LayerRule, ...] = default_layers) -> M:
-    """The inverse of `fuse_projections`: every layer has a scale of its own for its input.
+    """The inverse of `fuse_projections`: every layer has its own weight, and a scale of its own for its input.
 
     Args:
-        model: The model.
+        model: The model, which may have been trained since. Layers that were one have its state.
         layers: The rules that it was converted with.
     """
-    return _with_groups(model, {}, layers)
+
+    def separate(node: Any) -> Any:
+        return separate_projections(node.separated(), layers=layers) if isinstance(node, FusedProjections) else node
+
+    apart = jax.tree.map(separate, model, is_leaf=lambda node: isinstance(node, FusedProjections))
+    return _with_groups(apart, {}, layers)
 
 
 def _with_groups(model: Any, groups: dict[str, str], layers: tuple[LayerRule, ...]) -> Any:

@@ -2,6 +2,7 @@
 
 import abc
 import dataclasses
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import haliax as hax
@@ -59,6 +60,30 @@ class LayerRule(abc.ABC):
     def size(self, layer: Any, stack: tuple[hax.Axis, ...]) -> LayerSize | None:
         """The matrices of one layer of the stacks; None where nobody can say, and its time is not predicted."""
         return None
+
+    def part(self, layer: Any) -> Hashable | None:
+        """What `split` needs to know of a layer that is joined with others; None for layers that cannot be."""
+        return None
+
+    def join(self, layers: Sequence[Any]) -> Any:
+        """One plain layer with the outputs of several plain ones, one after the other.
+
+        Args:
+            layers: Which have a `part`.
+
+        Raises:
+            ValueError: If they differ in more than what they put out.
+        """
+        raise ValueError(f"layers of {type(layers[0]).__name__} cannot be joined")
+
+    def split(self, joined: Any, parts: Sequence[Any]) -> list[Any]:
+        """The layers that were joined, from a joined one that may have been converted and trained since.
+
+        Args:
+            joined: The layer. If it is converted, all get its op.
+            parts: What `part` said of each.
+        """
+        raise ValueError(f"a {type(joined).__name__} cannot be split")
 
     def only_if_named(self, layer: Any) -> str | None:
         """Why a layer is converted only where `targets` or an override selects it; None for most layers."""

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import equinox as eqx
@@ -95,11 +96,44 @@ class EquinoxLinear(LayerRule):
 
     def restore(self, layer: eqx.nn.Linear) -> eqx.nn.Linear:
         """A plain `Linear` with the same arrays."""
-        # As JAX rebuilds a module from its leaves: its constructor would draw weights, and a trace of it takes 2 ms.
-        plain = object.__new__(eqx.nn.Linear)
-        for field in dataclasses.fields(eqx.nn.Linear):
-            object.__setattr__(plain, field.name, getattr(layer, field.name))
-        return plain
+        return _with_arrays(layer, layer.weight, layer.bias)
+
+    def part(self, layer: eqx.nn.Linear) -> int | None:
+        """The output features; those of an ensemble or a stack are along the weight's second last axis."""
+        is_matrix = hasattr(layer.weight, "ndim") and "scalar" not in (layer.in_features, layer.out_features)
+        return int(layer.out_features) if is_matrix else None
+
+    def join(self, layers: Sequence[eqx.nn.Linear]) -> eqx.nn.Linear:
+        """With all output features."""
+        alike = lambda layer: (layer.in_features, layer.use_bias, layer.weight.dtype)
+        if any(alike(layer) != alike(layers[0]) for layer in layers):
+            raise ValueError(f"layers differ in input features, bias or dtype: {list(map(alike, layers))}")
+        weight = jnp.concatenate([layer.weight for layer in layers], -2)
+        biases = [layer.bias for layer in layers if layer.bias is not None]
+        return _with_arrays(layers[0], weight, jnp.concatenate(biases, -1) if biases else None, weight.shape[-2])
+
+    def split(self, joined: eqx.nn.Linear, parts: Sequence[int]) -> list[eqx.nn.Linear]:
+        """With the features that the layers had."""
+
+        def part(end: int, count: int) -> eqx.nn.Linear:
+            bias = None if joined.bias is None else joined.bias[..., end - count : end]
+            plain = _with_arrays(joined, joined.weight[..., end - count : end, :], bias, count)
+            return plain if (op := self.op(joined)) is None else self.with_op(plain, op)
+
+        return [part(sum(parts[: i + 1]), count) for i, count in enumerate(parts)]
+
+
+def _with_arrays(layer: eqx.nn.Linear, weight: Any, bias: Any, outputs: Any = None) -> eqx.nn.Linear:
+    """A plain layer with other arrays, and as many output features; None leaves those."""
+    # As JAX rebuilds a module from its leaves: its constructor would draw weights, and a trace of it takes 2 ms.
+    plain = object.__new__(eqx.nn.Linear)
+    for field in dataclasses.fields(eqx.nn.Linear):
+        object.__setattr__(plain, field.name, getattr(layer, field.name))
+    object.__setattr__(plain, "weight", weight)
+    object.__setattr__(plain, "bias", bias)
+    if outputs is not None:
+        object.__setattr__(plain, "out_features", outputs)
+    return plain
 
 
 def _leading(layer: eqx.nn.Linear, stack: tuple[hax.Axis, ...]) -> tuple[tuple[int, ...], tuple[hax.Axis, ...]]:

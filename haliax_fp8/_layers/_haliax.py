@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import equinox as eqx
@@ -57,6 +58,56 @@ class HaliaxLinear(LayerRule):
     def restore(self, layer: hnn.Linear) -> hnn.Linear:
         """The layer with Haliax's default `dot_general`."""
         return dataclasses.replace(layer, dot_general=DotGeneralOp.default())
+
+    def part(self, layer: hnn.Linear) -> Any:
+        """The output axes, if the weight has them next to each other and is an array."""
+        if not isinstance(layer.weight, hax.NamedArray) or type(layer) is not hnn.Linear or members_of(layer.weight):
+            return None
+        names, out = layer.weight.axis_names, tuple(axis.name for axis in axes_of(layer.Out))
+        return layer.Out if out and any(names[i : i + len(out)] == out for i in range(len(names))) else None
+
+    def join(self, layers: Sequence[hnn.Linear]) -> hnn.Linear:
+        """Of one output axis, `joined`, in the place of the layers' own."""
+        first = layers[0]
+        alike = lambda layer: (layer.In, layer.bias is None, layer._reparam_cls, layer.weight.dtype)
+        if any(alike(layer) != alike(first) for layer in layers):
+            raise ValueError(
+                f"layers differ in input axes, bias, reparametrization or dtype: {list(map(alike, layers))}"
+            )
+        weights = [layer.weight.flatten_axes(layer.Out, _JOINED) for layer in layers]
+        if any(
+            hax.axis.without_axes(w.axes, _JOINED) != hax.axis.without_axes(weights[0].axes, _JOINED) for w in weights
+        ):
+            raise ValueError(f"weights differ in axes: {[layer.weight.axes for layer in layers]}")
+        weights = [w.rearrange(weights[0].axis_names) for w in weights]
+        bias = None
+        if first.bias is not None:
+            biases = [layer.bias for layer in layers if layer.bias is not None]
+            bias = _joined([b.flatten_axes(layer.Out, _JOINED) for b, layer in zip(biases, layers, strict=True)])
+        weight = _joined(weights)
+        return dataclasses.replace(first, weight=weight, bias=bias, Out=weight.resolve_axis(_JOINED))
+
+    def split(self, joined: hnn.Linear, parts: Sequence[hax.AxisSpec]) -> list[hnn.Linear]:
+        """With the axes that the layers had."""
+        sizes = [math.prod(axis.size for axis in axes_of(Out)) for Out in parts]
+
+        def part(end: int, size: int, Out: hax.AxisSpec) -> hnn.Linear:
+            cut = lambda x: None if x is None else x[_JOINED, end - size : end].unflatten_axis(_JOINED, Out)
+            weight, op = cut(joined.weight), joined.dot_general
+            if isinstance(op, Fp8DotGeneral):
+                op = dataclasses.replace(op, kernel_shape=kernel_shape_of(weight, Out))
+            return dataclasses.replace(joined, weight=weight, bias=cut(joined.bias), Out=Out, dot_general=op)
+
+        return [part(sum(sizes[: i + 1]), *where) for i, where in enumerate(zip(sizes, parts, strict=True))]
+
+
+_JOINED = "joined"
+
+
+def _joined(arrays: Sequence[hax.NamedArray]) -> hax.NamedArray:
+    """Along the axis of that name, which each may have in another size."""
+    Joined = hax.Axis(_JOINED, sum(x.resolve_axis(_JOINED).size for x in arrays))
+    return hax.concatenate(Joined, [x.rearrange(arrays[0].axis_names) for x in arrays])
 
 
 class Fp8Embedding(hnn.Embedding):
@@ -203,14 +254,18 @@ def op_for(
     weight: Any, Out: hax.AxisSpec, recipe: Recipe, compute_dtype: Any, stack: tuple[hax.Axis, ...]
 ) -> Fp8DotGeneral:
     """An op for a kernel with named axes, which may be stacked, or be the members of an ensemble."""
-    sizes = {axis.name: axis.size for axis in axes_of(Out)}
-    names: tuple[str, ...] = tuple(sizes)
     if isinstance(weight, hax.NamedArray):
         stack = tuple(axis for axis in stack if axis.name in weight.axis_names)
-        names = tuple(name for name in weight.axis_names if name in sizes)
-    kernel_shape = tuple(sizes[name] for name in names)
-    op = Fp8DotGeneral.init(recipe, compute_dtype=compute_dtype, kernel_shape=kernel_shape, stack=stack)
+    shape = kernel_shape_of(weight, Out)
+    op = Fp8DotGeneral.init(recipe, compute_dtype=compute_dtype, kernel_shape=shape, stack=stack)
     return state_like(op, weight, members_of(weight))
+
+
+def kernel_shape_of(weight: Any, Out: hax.AxisSpec) -> tuple[int, ...]:
+    """The sizes of a kernel's output axes, in the order in which it has them."""
+    sizes = {axis.name: axis.size for axis in axes_of(Out)}
+    names = weight.axis_names if isinstance(weight, hax.NamedArray) else tuple(sizes)
+    return tuple(sizes[name] for name in names if name in sizes)
 
 
 def size_of(weight: Any, In: hax.AxisSpec, Out: hax.AxisSpec) -> LayerSize:
