@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 from jax import lax
-from jax.extend.core import ClosedJaxpr, DropVar, Jaxpr, Literal, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, DebugInfo, DropVar, Jaxpr, Literal, jaxpr_as_fun
 from jaxtyping import Array
 
 from ._contraction import DotContraction
@@ -278,13 +278,16 @@ def _of_joined(dims: DotDimensions, side: int, group: Kernels, count: int) -> Do
     return dims.swapped if side == 0 else dims
 
 
+_DEBUG_INFO = DebugInfo("fuse_projections", "merge_products", None, None)
+
+
 def _outputs(step: _Step, read: Callable[[Any], Any]) -> dict[int, Any]:
     """The values of an equation's outputs by number, those that have a use."""
     eqn = step.eqn
     inputs = {v: read(x) for v, x in zip(eqn.invars, step.inputs, strict=True) if not isinstance(v, Literal)}
     outputs = {v: n for v, n in zip(eqn.outvars, step.outputs, strict=True) if not isinstance(v, DropVar)}
     # As a program of its own: JAX knows how to evaluate each kind of equation, and under which name.
-    jaxpr = Jaxpr((), list(inputs), list(outputs), [eqn], effects=eqn.effects)
+    jaxpr = Jaxpr((), list(inputs), list(outputs), [eqn], eqn.effects, _DEBUG_INFO)
     results = jaxpr_as_fun(ClosedJaxpr(jaxpr, ()))(*inputs.values())
     return dict(zip(outputs.values(), results, strict=True))
 

@@ -1,0 +1,49 @@
+"""Joined layers as a GPU that is not here would multiply them: once, in FP8, under the name of the joined layer."""
+
+import equinox as eqx
+import haliax as hax
+import haliax.nn as hnn
+import jax
+import jax.numpy as jnp
+import pytest
+
+import haliax_fp8 as fp8
+from haliax_fp8 import Fp8Config, OneProduct, fp8_linear_layers, fuse_projections
+from haliax_fp8.preflight import targets
+
+
+Wide, Out, Tokens = hax.make_axes(embed=512, mlp=1024, token=512)
+
+
+class Gated(eqx.Module):
+    gate: hnn.Linear
+    up: hnn.Linear
+
+    def __call__(self, x):
+        return hnn.silu(self.gate(x)) * self.up(x)
+
+    @staticmethod
+    def init(config):
+        keys = jax.random.split(jax.random.key(0))
+        layers = [hnn.Linear.init(Wide, Out, key=key, use_bias=False) for key in keys]
+        bf16 = jax.tree.map(lambda x: x.astype(jnp.bfloat16), Gated(*layers))
+        return fuse_projections(fp8_linear_layers(bf16, config), how=OneProduct())
+
+
+def step(model, x):
+    """The gradients of the weights and of the input."""
+    loss = lambda both: (both[0](hax.named(both[1], (Tokens, Wide))).array.astype(jnp.float32) ** 2).mean()
+    return fp8.filter_grad(loss)((model, x))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(targets["h100"].missing() is not None, reason="needs the package jax-cuda13-pjrt")
+@pytest.mark.parametrize("recipe", ["delayed", "rowwise"])
+def test_a_gpu_multiplies_once(recipe, compiled):
+    """One fprop, one dgrad, one wgrad."""
+    model = eqx.filter_eval_shape(lambda: Gated.init(Fp8Config(recipe=recipe)))
+    x = jax.ShapeDtypeStruct((Tokens.size, Wide.size), jnp.bfloat16)
+    _, report = compiled(step, model, x, target="h100")
+    found = [(product.layer, product.executions) for product in report.step.products]
+    assert found == [("model.joined.gate+up", 1)] * 3
+    assert all(product.is_fp8 for product in report.step.products)
