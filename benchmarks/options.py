@@ -36,6 +36,18 @@ FUSED = _converted(fp8.fuse_projections)
 FUSED_KEPT = _converted(fp8.fuse_projections, kernel_residual=fp8.KeepQuantized())
 # Neither amaxes nor state.
 STATIC = _converted(fp8.fuse_projections, recipe="static")
+QKV = [("query", "key", "value")]
+
+
+def _one_product(model: Any) -> Any:
+    """One product for q/k/v; gate and up quantize their input once."""
+    return fp8.fuse_projections(fp8.fuse_projections(model, QKV, how=fp8.OneProduct()), [("gate", "up")])
+
+
+ONE = {
+    "FP8, one product for q/k/v": _converted(_one_product),
+    "FP8, one product for q/k/v and gate/up": _converted(lambda m: fp8.fuse_projections(m, how=fp8.OneProduct())),
+}
 ALL = {"bf16": BF16, "Haliax's op": HALIAX, "FP8, fused": FUSED}
 
 
@@ -43,11 +55,14 @@ def _rematerialized(
     kind: Any, name: str, libraries: dict[str, Library], **options: Any
 ) -> dict[str, tuple[Stack, Library]]:
     """What lies between products keeps its inputs alone, in all libraries; computed in its own dtype, or in float32."""
-    blocks = {"rematerialized": RematerializedBlock, "rematerialized in float32": Float32Block}
+    blocks = {
+        "rematerialized": (RematerializedBlock, libraries),
+        "rematerialized in float32": (Float32Block, libraries | ONE),
+    }
     return {
         f"{name}, {how}: {library}": (llama(kind, block, **options), converted)
-        for how, block in blocks.items()
-        for library, converted in libraries.items()
+        for how, (block, chosen) in blocks.items()
+        for library, converted in chosen.items()
     }
 
 

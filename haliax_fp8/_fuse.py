@@ -85,17 +85,20 @@ class OneProduct(AbstractFusion):
         """The model with `FusedProjections` in the place of modules that have a group."""
         found: list[Any] = []
 
-        def groups_of(node: Any) -> list[list[str]]:
+        def groups_of(node: Any) -> list[tuple[str, ...]]:
             if not isinstance(node, eqx.Module) or isinstance(node, FusedProjections):
                 return []
             fields = [field.name for field in dataclasses.fields(node)]
-            here = ([n for n in fields if n in group and _joins(getattr(node, n, None), layers)] for group in groups)
-            return [names for names in here if len(names) > 1]
+            here = [[n for n in fields if n in group and _joins(getattr(node, n, None), layers)] for group in groups]
+            return list(dict.fromkeys(tuple(names) for names in here if len(names) > 1))
 
         def visit(node: Any) -> Any:
             names = groups_of(node)
             if not names:
                 return node
+            twice = [name for i, group in enumerate(names) for name in group if name in sum(names[:i], ())]
+            if twice:
+                raise ValueError(f"groups={groups!r} have {twice} of a {type(node).__name__} in more than one group")
             found.append(node)
             inner = jax.tree.map(visit, node, is_leaf=lambda child: child is not node and bool(groups_of(child)))
             return FusedProjections.of(inner, names, layers)
@@ -105,8 +108,8 @@ class OneProduct(AbstractFusion):
 
 
 def _joins(layer: Any, layers: tuple[LayerRule, ...]) -> bool:
-    rules = (rule for rule in layers if isinstance(layer, rule.layer_type))
-    return any(rule.part(layer) is not None for rule in rules)
+    has_rule = any(isinstance(layer, rule.layer_type) for rule in layers)
+    return has_rule and rule_of(layer, layers).part(layer) is not None
 
 
 def fuse_projections[M](
@@ -132,7 +135,8 @@ def fuse_projections[M](
 
     Raises:
         ValueError: If no module has two layers of a group: for `SharedInput`, converted ones whose recipes keep the
-            same state of their input. For `OneProduct`, if layers differ in more than their outputs.
+            same state of their input. For `OneProduct`, if layers of a group differ in more than their outputs, in
+            any module: name the groups that do not.
 
     References:
         Fused projections of TransformerEngine (`fuse_qkv_params`) and Megatron, which move the weights into one array
@@ -162,7 +166,7 @@ def fuse_projections[M](
         raise ValueError(
             f"groups={groups!r} name no two layers of one module that {how} can fuse; the layers are "
             f"{list(find_layers(model, layers))[:12]}. SharedInput() takes layers that are converted with a recipe "
-            "that keeps state of their input. Convert the model first, and name what it has"
+            "that keeps state of their input. Convert the model first, and name what it has and is not fused yet"
         )
     return fused
 
@@ -171,7 +175,8 @@ def separate_projections[M](model: M, *, layers: tuple[LayerRule, ...] = default
     """The inverse of `fuse_projections`: every layer has its own weight, and a scale of its own for its input.
 
     Args:
-        model: The model, which may have been trained since. Layers that were one have its state.
+        model: The model, which may have been trained since; or an optimizer's state of its structure. Layers that were
+            one have its state.
         layers: The rules that it was converted with.
     """
 

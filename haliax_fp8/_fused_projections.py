@@ -9,13 +9,20 @@ import equinox as eqx
 import haliax as hax
 import jax
 import jax.numpy as jnp
-from haliax.state_dict import ModuleWithStateDictSerialization, StateDict, from_state_dict, to_state_dict
+from haliax.state_dict import (
+    ModuleWithStateDictSerialization,
+    StateDict,
+    from_state_dict,
+    to_state_dict,
+    unflatten_modules_from_export,
+)
 from jaxtyping import Array
 
 from ._layers import LayerRule
 from ._merge import Kernels, merge_products
 from ._op import Fp8DotGeneral
 from ._overwrite import OpState
+from ._transform import rule_of
 
 
 class Projection(eqx.Module):
@@ -37,8 +44,10 @@ class FusedProjections(ModuleWithStateDictSerialization):
     parts become one (`_merge.py`), whose result is split. That holds for the module's own `__call__` and the functions
     that it calls there; inside a `scan` or a checkpoint of its own, layers multiply one by one, by the same weights.
 
-    Attributes are those of the module with separate layers: `fused.q_proj.weight` is the layer's part. State dicts are
-    those of the module too, so that checkpoints do not know of the fusion.
+    Attributes are those of the module with separate layers: `fused.q_proj.weight` is the layer's part (to change it,
+    change `fused.joined`). State dicts are those of the module too, so that checkpoints do not know of the fusion. What
+    knows a module by its class does not know this one; and a call is always traced, so that Python's `if` on an array
+    fails in it as under `jit`.
 
     Args:
         module: The module, with a `Projection` in the place of each joined layer.
@@ -68,7 +77,7 @@ class FusedProjections(ModuleWithStateDictSerialization):
         parts: dict[str, tuple[Hashable, ...]] = {}
         for group in groups:
             layers, name = [getattr(module, member) for member in group], "+".join(group)
-            rule = _rule(layers[0], rules)
+            rule = rule_of(layers[0], rules)
             try:
                 joined[name] = _join(layers, rule)
             except ValueError as error:
@@ -81,12 +90,16 @@ class FusedProjections(ModuleWithStateDictSerialization):
         """The module with its layers apart, each with its part of the weight and with the state of the joined one."""
         return _with(self.module, {name: layer for group in self._split() for name, layer in group.items()})
 
+    def rejoined(self, module: Any) -> "FusedProjections":
+        """A module like the separated one, with the same layers joined."""
+        return FusedProjections.of(module, [name.split("+") for name, _ in self.parts], self.rules)
+
     def _split(self) -> list[dict[str, Any]]:
         groups = []
         for name, parts in self.parts:
             layer = self.joined[name]
-            rule = _rule(layer, self.rules)
-            groups.append(dict(zip(name.split("+"), rule.split(layer, parts), strict=True)))
+            layers = _split(layer, parts, rule_of(layer, self.rules))
+            groups.append(dict(zip(name.split("+"), layers, strict=True)))
         return groups
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -103,7 +116,12 @@ class FusedProjections(ModuleWithStateDictSerialization):
         # For what is neither a field nor a method here. Fields are missing while a module is being made.
         if name.startswith("__") or name in ("module", "joined", "parts", "rules"):
             raise AttributeError(name)
-        return getattr(self.separated(), name)
+        if any(name in group.split("+") for group, _ in self.parts):
+            return next(group[name] for group in self._split() if name in group)
+        is_field = any(field.name == name for field in dataclasses.fields(self.module))
+        # A method, or a property, has to see the layers.
+        needs_layers = not is_field and hasattr(type(self.module), name)
+        return getattr(self.separated() if needs_layers else self.module, name)
 
     def to_state_dict(self, prefix: str | None = None) -> StateDict:
         """That of the module with its layers apart."""
@@ -111,12 +129,32 @@ class FusedProjections(ModuleWithStateDictSerialization):
 
     def from_state_dict(self, state_dict: StateDict, prefix: str | None = None) -> "FusedProjections":
         """Reads what `to_state_dict` wrote, or what the module without fusion did."""
-        module = from_state_dict(self.separated(), state_dict, prefix)
-        return FusedProjections.of(module, [name.split("+") for name, _ in self.parts], self.rules)
+        return self.rejoined(from_state_dict(self.separated(), state_dict, prefix))
+
+    def flatten_for_export(self) -> "_Exported":  # pyright: ignore[reportIncompatibleMethodOverride]
+        """The module with its layers apart, each of which Haliax flattens as it would without fusion."""
+        return _Exported(self.separated())
 
 
-def _rule(layer: Any, rules: tuple[LayerRule, ...]) -> LayerRule:
-    return next(rule for rule in rules if isinstance(layer, rule.layer_type))
+class _Exported(ModuleWithStateDictSerialization):
+    """What stands for a `FusedProjections` while Haliax flattens layers for a state dict of PyTorch's."""
+
+    module: Any
+
+    def to_state_dict(self, prefix: str | None = None) -> StateDict:
+        return to_state_dict(self.module, prefix)
+
+    def from_state_dict(self, state_dict: StateDict, prefix: str | None = None) -> "_Exported":
+        return _Exported(from_state_dict(self.module, state_dict, prefix))
+
+    def unflatten_from_export(self, template: FusedProjections) -> FusedProjections:  # pyright: ignore
+        return template.rejoined(unflatten_modules_from_export(self.module, template.separated()))
+
+
+def _abstractly(function: Callable[..., Any], *args: Any) -> Any:
+    """Calls a function, for shapes alone where the arguments are."""
+    abstract = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(args))
+    return eqx.filter_eval_shape(function, *args) if abstract else function(*args)
 
 
 def _with(module: Any, attributes: dict[str, Any]) -> Any:
@@ -132,24 +170,41 @@ def _join(layers: Sequence[Any], rule: LayerRule) -> Any:
     """One layer of several; the state of a converted one is the largest of theirs, in scales and histories."""
     ops = [rule.op(layer) for layer in layers]
     if all(op is None for op in ops):
-        return rule.join(layers)
+        return _abstractly(rule.join, layers)
     first = ops[0]
     if first is None or any(op is None or _kind(op) != _kind(first) for op in ops):
         raise ValueError(f"their products differ: {[None if op is None else str(op.recipe) for op in ops]}")
-    joined = rule.join([rule.restore(layer) for layer in layers])
+    joined = _abstractly(rule.join, [rule.restore(layer) for layer in layers])
     joined = rule.convert(joined, first.recipe, first.compute_dtype, first.stack)
     op = rule.op(joined)
     assert op is not None
-    state = op.state
-    if isinstance(state, OpState):
-        tables = [member.state.array for member in ops if member is not None and isinstance(member.state, OpState)]
-        state = state.with_array(functools.reduce(jnp.maximum, tables))
+    states = [op.state for op in ops if op is not None and isinstance(op.state, OpState)]
+    state = None
+    if states:
+        apart = [dataclasses.replace(state, input_group=None) for state in states]
+        largest = lambda *tables: functools.reduce(jnp.maximum, tables)
+        state = _abstractly(functools.partial(jax.tree.map, largest), *apart)
     return rule.with_op(joined, dataclasses.replace(op, state=state, kernel_residual=first.kernel_residual))
 
 
 def _kind(op: Fp8DotGeneral) -> Hashable:
     shape = op.state.table.array.shape if isinstance(op.state, OpState) else None
     return op.recipe, op.compute_dtype, op.kernel_residual, op.stack, shape
+
+
+def _split(joined: Any, parts: Sequence[Hashable], rule: LayerRule) -> list[Any]:
+    """The layers of a joined one; those of a converted one share its state."""
+    split, op = functools.partial(rule.split, parts=parts), rule.op(joined)
+    if op is None:
+        return _abstractly(split, joined)
+    # The state goes past: it may be abstract where the weights are loaded already.
+    layers = _abstractly(split, rule.with_op(joined, dataclasses.replace(op, state=None, key=None)))
+    ops = [rule.op(layer) for layer in layers]
+    return [
+        rule.with_op(layer, dataclasses.replace(its, state=op.state, key=op.key))
+        for layer, its in zip(layers, ops, strict=True)
+        if its is not None
+    ]
 
 
 def _kernels(joined: Any, parts: Sequence[Any]) -> Kernels:

@@ -11,6 +11,8 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, DebugInfo, DropVar, Jaxpr, Literal, jaxpr_as_fun
 from jaxtyping import Array
@@ -110,10 +112,9 @@ class _Step(NamedTuple):
 
     @property
     def literals(self) -> tuple[Hashable, ...]:
-        return tuple(
-            (str(x.aval), x.val.item() if hasattr(x.val, "item") else x.val) if isinstance(x, Literal) else None
-            for x in self.inputs
-        )
+        # By their bytes: 0 and -0 are not the same.
+        key = lambda x: (str(x.aval), np.asarray(x.val).tobytes()) if isinstance(x, Literal) else None
+        return tuple(map(key, self.inputs))
 
 
 class _Product(NamedTuple):
@@ -126,7 +127,7 @@ class _Product(NamedTuple):
 
 
 # They act on each element alone, so on the joined array as on its parts.
-_ELEMENTWISE = ("convert_element_type", "mul", "div", "copy")
+_ELEMENTWISE = ("convert_element_type", "mul", "div", "copy", "pvary", "pcast")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,7 +167,7 @@ class _Program:
         for eqn in jaxpr.eqns:
             given = tuple(map(read, eqn.invars))
             takes_kernel = any(x in self.kernels for x in given if not isinstance(x, Literal))
-            if eqn.primitive.name in ("jit", "pjit") and takes_kernel:
+            if takes_kernel and _is_plain_jit(eqn):
                 inner, name = eqn.params["jaxpr"], f"jit({eqn.params['name']})"
                 within = "/".join(filter(None, (scope, str(eqn.source_info.name_stack), name)))
                 outputs = self.add(inner.jaxpr, [*map(self.known, inner.consts), *given], within)
@@ -233,19 +234,19 @@ class _Program:
         for place, step in enumerate(self.steps):
             if place in merged:
                 with jax.named_scope(step.name):
-                    parts = list(self._evaluate(merged[place], groups, read))
+                    parts = list(self._evaluate(place, merged[place], groups, read))
                 values |= {self.steps[other].outputs[0]: x for (other, _), x in zip(merged[place], parts, strict=True)}
             elif place not in done:
                 with jax.named_scope(step.scope) if step.scope else contextlib.nullcontext():
                     values |= _outputs(step, read)
-        return [read(x) for x in results]
+        return [_array(read(x), x) for x in results]
 
     def _evaluate(
-        self, members: Sequence[tuple[int, _Product]], groups: Sequence[Kernels], read: Callable[[Any], Any]
+        self, first: int, members: Sequence[tuple[int, _Product]], groups: Sequence[Kernels], read: Callable[[Any], Any]
     ) -> Iterator[Array]:
-        """One product for several, and each one's part of it."""
-        product = members[0][1]
-        step, group = self.steps[members[0][0]], groups[product.kernel.group]
+        """One product for several, and each one's part of it, from the operands of the first, which are there."""
+        product = dict(members)[first]
+        step, group = self.steps[first], groups[product.kernel.group]
         which = [member.kernel.member for _, member in members]
         kernel = group.of(which)
         for link in product.kernel.chain:
@@ -278,7 +279,23 @@ def _of_joined(dims: DotDimensions, side: int, group: Kernels, count: int) -> Do
     return dims.swapped if side == 0 else dims
 
 
+def _array(value: Any, atom: Any) -> Any:
+    """A constant of the program as an array."""
+    if isinstance(value, jax.Array):
+        return value
+    dtype = np.asarray(value).dtype if not isinstance(atom, Literal) else atom.aval.dtype  # pyright: ignore
+    return jnp.asarray(value, dtype)
+
+
 _DEBUG_INFO = DebugInfo("fuse_projections", "merge_products", None, None)
+
+
+def _is_plain_jit(eqn: Any) -> bool:
+    """Whether an equation is a `jit` that says nothing of shardings and donates nothing."""
+    if eqn.primitive.name not in ("jit", "pjit"):
+        return False
+    said = (*eqn.params["in_shardings"], *eqn.params["out_shardings"])
+    return all(type(x).__name__ == "UnspecifiedValue" for x in said) and not any(eqn.params["donated_invars"])
 
 
 def _outputs(step: _Step, read: Callable[[Any], Any]) -> dict[int, Any]:

@@ -39,10 +39,10 @@ LAYERS = (
     ("_dot_general", "_support"),
     ("_op", "_compressed", "_merge"),
     ("_layers", "_einsum", "_keys", "_rematerialized"),
-    ("_where_pays", "_fused_projections"),
+    ("_where_pays",),
     ("_transform", "_training"),
-    ("_describe", "_calibrate", "_statistics", "_fuse"),
-    ("_train_step",),
+    ("_describe", "_calibrate", "_statistics", "_fused_projections"),
+    ("_train_step", "_fuse"),
     ("_command_line",),
     ("__init__", "__main__"),
 )

@@ -8,7 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from haliax.state_dict import from_state_dict, to_state_dict
+from haliax.quantization import Fp8DotGeneralOp
+from haliax.state_dict import (
+    from_state_dict,
+    from_torch_compatible_state_dict,
+    to_state_dict,
+    to_torch_compatible_state_dict,
+)
 from helpers import unchecked
 
 import haliax_fp8 as fp8
@@ -251,6 +257,108 @@ def test_state_dicts_do_not_know_of_it():
     assert_same(weights_of(from_state_dict(zeros, plain)), weights_of(fused))
 
 
+def test_state_dicts_of_pytorch_do_not_know_of_it():
+    """Haliax flattens each layer's axes for them, those of the layers apart."""
+    model = MODELS["one"]()
+    fused = fuse_projections(model, how=OneProduct())
+    plain, ours = map(to_torch_compatible_state_dict, (model, fused))
+    assert plain["q_proj.weight"].shape == (Heads.size * Head.size, Embed.size)
+    jax.tree.map(np.testing.assert_array_equal, plain, ours)
+    # As JAX's arrays: with several devices, Haliax shards what is NumPy's.
+    loaded = from_torch_compatible_state_dict(
+        jax.tree.map(jnp.zeros_like, fused), {name: jnp.asarray(x) for name, x in plain.items()}
+    )
+    assert_same(loaded, fused)
+
+
+class Backwards(eqx.Module):
+    """Calls its layers in another order than it has them, and computes what they read each time."""
+
+    query: eqx.nn.Linear
+    key: eqx.nn.Linear
+    value: eqx.nn.Linear
+
+    def __call__(self, x):
+        out = self.value(x)
+        for layer in (self.key, self.query):
+            out = out * layer(jnp.sin(x) + 1.0)
+        return out, jnp.zeros(()), jnp.float32(2)
+
+    @staticmethod
+    def init():
+        return Backwards(*(eqx.nn.Linear(16, 32, key=key) for key in jax.random.split(jax.random.key(0), 3)))
+
+
+@CONVERSIONS
+def test_layers_called_in_another_order(convert):
+    model = convert(Backwards.init())
+    fused = fuse_projections(model, how=OneProduct())
+    x = jnp.arange(16.0)
+    assert (products(model, x), products(fused, x)) == (3, 2)
+    for got, expected in zip(fused(x), model(x), strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-5)
+        assert isinstance(got, jax.Array) and got.dtype == expected.dtype
+
+
+def test_abstract_models():
+    model = fp8_linear_layers(MODELS["stacked"]())
+    fused = fuse_projections(model, how=OneProduct())
+    abstract = fuse_projections(eqx.filter_eval_shape(lambda: model), how=OneProduct())
+    assert jax.tree.structure(abstract) == jax.tree.structure(fused)
+    shapes = lambda tree: [(x.shape, x.dtype) for x in jax.tree.leaves(tree)]
+    assert shapes(abstract) == shapes(fused)
+    loaded = weights_of(from_state_dict(abstract, to_state_dict(model)))
+    assert_same(jax.tree.map(jnp.asarray, loaded), weights_of(fused))
+
+
+def test_what_equinox_does_to_modules():
+    attention = eqx.nn.MultiheadAttention(2, 16, dropout_p=0.5, key=jax.random.key(0))
+    fused = eqx.nn.inference_mode(fuse_projections(attention, how=OneProduct()))
+    assert fused.dropout.inference
+    x = jnp.ones((5, 16))
+    np.testing.assert_allclose(fused(x, x, x), eqx.nn.inference_mode(attention)(x, x, x), rtol=1e-5)
+    changed = eqx.tree_at(lambda model: model.output_proj.weight, fused, jnp.zeros((16, 16)))
+    assert not changed(x, x, x).any()
+
+
+def test_an_ensemble_comes_apart():
+    make = lambda key: fuse_projections(fp8_linear_layers(Block.init(key=key)), how=OneProduct())
+    apart = lambda key: fp8_linear_layers(Block.init(key=key))
+    keys = jax.random.split(jax.random.key(0), 3)
+    assert_same(separate_projections(eqx.filter_vmap(make)(keys)), eqx.filter_vmap(apart)(keys))
+
+
+def test_a_program_with_shardings_of_its_own_keeps_them():
+    class Sharded(Gated):
+        def __call__(self, x):
+            replicated = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+            return jax.jit(lambda x: super(Sharded, self).__call__(x), out_shardings=replicated)(x)
+
+    model = Sharded(*vars(gated()).values())
+    fused = fuse_projections(model, how=OneProduct())
+    assert products(fused, inputs()) == products(model, inputs()) == 2
+    np.testing.assert_array_equal(fused(inputs()).array, model(inputs()).array)
+
+
+def test_devices_that_share_the_weights():
+    """Inside `shard_map`, where JAX marks a weight as varying."""
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    model = fp8_linear_layers(integers(Backwards.init()))
+    fused = fuse_projections(model, how=OneProduct())
+    x = jnp.round(4 * jax.random.normal(jax.random.key(0), (8, 16)))
+    spec = jax.sharding.PartitionSpec("data")
+
+    def apply(model, x):
+        arrays, static = eqx.partition(model, eqx.is_array)
+        of_shard = lambda arrays, x: jax.vmap(lambda x: eqx.combine(arrays, static)(x)[0])(x)
+        return jax.shard_map(of_shard, mesh=mesh, in_specs=(jax.sharding.PartitionSpec(), spec), out_specs=spec)(
+            arrays, x
+        )
+
+    assert products(apply, fused, x) == 2
+    np.testing.assert_allclose(apply(fused, x), apply(model, x), rtol=1e-5)
+
+
 def test_attributes_are_those_of_the_module():
     model = MODELS["one"]()
     fused = fuse_projections(model, how=OneProduct())
@@ -290,8 +398,25 @@ def test_modules_within_modules():
 
 
 def _mixed(**changes):
-    block = fp8_linear_layers(MODELS["one"](), Fp8Config(**changes))
-    return block
+    return fp8_linear_layers(MODELS["one"](), Fp8Config(**changes))
+
+
+def _of_different_orders():
+    gate, up = (hnn.Linear.init(Embed, Mlp, key=jax.random.key(0), out_first=first) for first in (True, False))
+    return Gated(gate, up)
+
+
+def _of_a_subclass():
+    class Doubled(eqx.nn.Linear):
+        def __call__(self, x, *, key=None):
+            return 2 * super().__call__(x, key=key)
+
+    return Gated(*(Doubled(16, 32, key=jax.random.key(0)) for _ in range(2)))
+
+
+def _of_another_product():
+    layer = hnn.Linear.init(Embed, Mlp, key=jax.random.key(0), dot_general=Fp8DotGeneralOp.init())
+    return Gated(layer, gated().up)
 
 
 @pytest.mark.parametrize(
@@ -301,6 +426,10 @@ def _mixed(**changes):
         (lambda: _mixed(targets="up"), [("gate", "up")], "their products differ"),
         (MODELS["one"], [("q_proj", "gate")], "differ in input axes, bias"),
         (MODELS["one"], [("gate", "down")], "differ in input axes, bias"),
+        (MODELS["one"], [("gate", "up"), ("up", "down")], "in more than one group"),
+        (_of_different_orders, [("gate", "up")], "weights differ in axes"),
+        (_of_a_subclass, [("gate", "up")], "name no two layers"),
+        (_of_another_product, [("gate", "up")], "name no two layers"),
         (MODELS["one"], [("no", "such")], "name no two layers"),
         (
             lambda: eqx.nn.MultiheadAttention(2, 16, key_size=8, key=jax.random.key(0)),

@@ -100,8 +100,9 @@ class EquinoxLinear(LayerRule):
 
     def part(self, layer: eqx.nn.Linear) -> int | None:
         """The output features; those of an ensemble or a stack are along the weight's second last axis."""
-        is_matrix = hasattr(layer.weight, "ndim") and "scalar" not in (layer.in_features, layer.out_features)
-        return int(layer.out_features) if is_matrix else None
+        if self.refusal(layer) is not None or not hasattr(layer.weight, "ndim"):
+            return None
+        return None if "scalar" in (layer.in_features, layer.out_features) else int(layer.out_features)
 
     def join(self, layers: Sequence[eqx.nn.Linear]) -> eqx.nn.Linear:
         """With all output features."""

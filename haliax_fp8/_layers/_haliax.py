@@ -61,7 +61,9 @@ class HaliaxLinear(LayerRule):
 
     def part(self, layer: hnn.Linear) -> Any:
         """The output axes, if the weight has them next to each other and is an array."""
-        if not isinstance(layer.weight, hax.NamedArray) or type(layer) is not hnn.Linear or members_of(layer.weight):
+        if type(layer) is not hnn.Linear or (self.op(layer) is None and self.refusal(layer) is not None):
+            return None
+        if not isinstance(layer.weight, hax.NamedArray) or members_of(layer.weight):
             return None
         names, out = layer.weight.axis_names, tuple(axis.name for axis in axes_of(layer.Out))
         return layer.Out if out and any(names[i : i + len(out)] == out for i in range(len(names))) else None
@@ -75,11 +77,9 @@ class HaliaxLinear(LayerRule):
                 f"layers differ in input axes, bias, reparametrization or dtype: {list(map(alike, layers))}"
             )
         weights = [layer.weight.flatten_axes(layer.Out, _JOINED) for layer in layers]
-        if any(
-            hax.axis.without_axes(w.axes, _JOINED) != hax.axis.without_axes(weights[0].axes, _JOINED) for w in weights
-        ):
+        others = lambda weight: tuple(axis if axis.name != _JOINED else _JOINED for axis in weight.axes)
+        if any(others(weight) != others(weights[0]) for weight in weights):
             raise ValueError(f"weights differ in axes: {[layer.weight.axes for layer in layers]}")
-        weights = [w.rearrange(weights[0].axis_names) for w in weights]
         bias = None
         if first.bias is not None:
             biases = [layer.bias for layer in layers if layer.bias is not None]
@@ -89,6 +89,8 @@ class HaliaxLinear(LayerRule):
 
     def split(self, joined: hnn.Linear, parts: Sequence[hax.AxisSpec]) -> list[hnn.Linear]:
         """With the axes that the layers had."""
+        if members_of(joined.weight):
+            return eqx.filter_vmap(lambda member: self.split(member, parts))(joined)
         sizes = [math.prod(axis.size for axis in axes_of(Out)) for Out in parts]
 
         def part(end: int, size: int, Out: hax.AxisSpec) -> hnn.Linear:
