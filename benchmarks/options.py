@@ -48,16 +48,17 @@ ONE = {
     "FP8, one product for q/k/v": _converted(_one_product),
     "FP8, one product for q/k/v and gate/up": _converted(lambda m: fp8.fuse_projections(m, how=fp8.OneProduct())),
 }
+ONE_KEPT = _converted(_one_product, kernel_residual=fp8.KeepQuantized())
 ALL = {"bf16": BF16, "Haliax's op": HALIAX, "FP8, fused": FUSED}
 
 
 def _rematerialized(
-    kind: Any, name: str, libraries: dict[str, Library], **options: Any
+    kind: Any, name: str, libraries: dict[str, Library], joined: dict[str, Library], **options: Any
 ) -> dict[str, tuple[Stack, Library]]:
     """What lies between products keeps its inputs alone, in all libraries; computed in its own dtype, or in float32."""
     blocks = {
         "rematerialized": (RematerializedBlock, libraries),
-        "rematerialized in float32": (Float32Block, libraries | ONE),
+        "rematerialized in float32": (Float32Block, libraries | joined),
     }
     return {
         f"{name}, {how}: {library}": (llama(kind, block, **options), converted)
@@ -76,13 +77,18 @@ OPTIONS: dict[str, tuple[Stack, Library]] = {
     "unrolled: FP8, fused": (STACKS["Llama-8B, unrolled"], FUSED),
     "unrolled: FP8, fused, kernels kept": (STACKS["Llama-8B, unrolled"], FUSED_KEPT),
     "unrolled: FP8, fused, constant scales": (STACKS["Llama-8B, unrolled"], STATIC),
-    **_rematerialized(hnn.BlockSeq, "unrolled", {**ALL, "FP8, fused, kernels kept": FUSED_KEPT}),
+    **_rematerialized(
+        hnn.BlockSeq,
+        "unrolled",
+        {**ALL, "FP8, fused, kernels kept": FUSED_KEPT},
+        {**ONE, "FP8, one product for q/k/v, kernels kept": ONE_KEPT},
+    ),
     "scan: bf16": (STACKS["Llama-8B, scan"], BF16),
     "scan: FP8": (STACKS["Llama-8B, scan"], DEFAULT),
     "scan: FP8, fused": (STACKS["Llama-8B, scan"], FUSED),
     "scan: FP8, fused, constant scales": (STACKS["Llama-8B, scan"], STATIC),
     "scan: FP8, fused, compressed": (llama(hnn.Stacked, CompressedBlock), FUSED),
-    **_rematerialized(hnn.Stacked, "scan", ALL),
+    **_rematerialized(hnn.Stacked, "scan", ALL, ONE),
     "scan: FP8, fused, save_fp8_operands": (
         llama(hnn.Stacked, gradient_checkpointing=_saving("fp8_operand", "fp8_output")),
         FUSED,
@@ -95,7 +101,7 @@ OPTIONS: dict[str, tuple[Stack, Library]] = {
     "scan + checkpointing: FP8": (STACKS["Llama-8B, scan + checkpointing"], DEFAULT),
     "scan + checkpointing: FP8, fused": (STACKS["Llama-8B, scan + checkpointing"], FUSED),
     "scan + checkpointing: FP8, fused, constant scales": (STACKS["Llama-8B, scan + checkpointing"], STATIC),
-    **_rematerialized(hnn.Stacked, "scan + checkpointing", ALL, gradient_checkpointing=True),
+    **_rematerialized(hnn.Stacked, "scan + checkpointing", ALL, ONE, gradient_checkpointing=True),
 }
 
 
