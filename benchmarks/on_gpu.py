@@ -10,7 +10,7 @@ Measures, on random inputs, medians of repeated runs after warm-up, libraries in
 - one linear layer forward and backward (output, gradients of input and kernel, next state) on a grid of sizes. Flax's
   is `flax.linen.Dense` with its op, the others are `haliax.nn.Linear`;
 - the gradient of four blocks' linear layers of Llama-8B, unrolled and as a scan; there Flax's op stands in the place of
-  Haliax's, see `libraries.py`;
+  Haliax's, see `libraries.py`. Also with rematerialized norms and activations, in bf16 and with our options for memory;
 - training steps of a model with the shape of Llama-8B (`language_model.py`) with the most sequences that fit, in bf16
   and with `haliax_fp8`, one after the other, as there is no room for both.
 
@@ -53,8 +53,9 @@ import language_model  # noqa: E402
 import output  # noqa: E402
 from flax.linen import fp8_ops  # noqa: E402
 from language_model import ModelSizes  # noqa: E402
-from libraries import LIBRARIES, in_bf16  # noqa: E402
-from models import STACKS, TINY, Sizes, loss  # noqa: E402
+from libraries import LIBRARIES, Library, in_bf16  # noqa: E402
+from models import STACKS, TINY, Float32Block, Sizes, Stack, llama, loss  # noqa: E402
+from options import BF16, FUSED_KEPT, ONE_KEPT  # noqa: E402
 from output import Row  # noqa: E402
 from programs import compiled, explained, figures, measure_in_turn, seconds_of  # noqa: E402
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn  # noqa: E402
@@ -152,7 +153,9 @@ def points(plan: Plan, parts: Sequence[str] | None = None) -> list[Point]:
         return in_turn("linear", size, {name: partial(compiled_linear_layer, name, *size) for name in LIBRARIES}, 3)
 
     def stack(name: str) -> Point:
-        builders = {library: partial(blocks, name, library, plan.blocks) for library in LIBRARIES}
+        builders = {library: partial(blocks, STACKS[name], LIBRARIES[library], plan.blocks) for library in LIBRARIES}
+        rematerialized = llama(KINDS[name], Float32Block)
+        builders |= {how: partial(blocks, rematerialized, it, plan.blocks) for how, it in REMATERIALIZED.items()}
         return Point(name, f"{plan.blocks.blocks} blocks", partial(measured_in_turn, builders, plan, None))
 
     train = Point("training", f"{plan.model.length} tokens a sequence", partial(trained, plan))
@@ -255,10 +258,18 @@ def compiled_linear_layer(library: str, *size: int) -> tuple[Callable[[], Any], 
     return partial(program, with_state_of(gradient, layer), x, cotangent), program.facts
 
 
-def blocks(stack: str, library: str, sizes: Sizes) -> tuple[Callable[[], Any], Row]:
+KINDS = {"Llama-8B, unrolled": hnn.BlockSeq, "Llama-8B, scan": hnn.Stacked}
+REMATERIALIZED = {
+    "bf16, rematerialized": BF16,
+    "haliax_fp8, rematerialized, fused": FUSED_KEPT,
+    "haliax_fp8, rematerialized, one product for q/k/v": ONE_KEPT,
+}
+"""What `options.py` compares by bytes, with norms and activations rematerialized in float32 and kernels kept."""
+
+
+def blocks(stack: Stack, chosen: Library, sizes: Sizes) -> tuple[Callable[[], Any], Row]:
     """The gradient of blocks, with the next state."""
-    chosen = LIBRARIES[library]
-    model, x = chosen.convert(eqx.filter_jit(STACKS[stack].model)(sizes)), STACKS[stack].batch(sizes)
+    model, x = chosen.convert(eqx.filter_jit(stack.model)(sizes)), stack.batch(sizes)
     program = compiled(chosen.gradient(loss), model, x)
     model = with_state_of(program(model, x), model)
     return partial(program, model, x), program.facts
