@@ -22,10 +22,13 @@ from ._scaling import (
     completed,
     completion,
     first_table,
+    guarded,
     measures,
     overwriting,
     overwritten,
-    usable,
+    record_width,
+    scales_in,
+    unguarded,
 )
 from ._state import is_max_grad, to_float32, to_max_grad
 
@@ -58,7 +61,8 @@ class OpState(OverwriteWithGradient):
 
     Args:
         table: float32, `[*stack, operand, column]`, with a row for input, kernel and output gradient. A row of delayed
-            scaling is its scale, initially 1, then the amaxes, initially 0, newest first, then oldest to newest.
+            scaling is its scale, initially 1, then the amaxes, initially 0, newest first, then oldest to newest; last
+            the guard, by which a scale that anything but its own update changed is recognised.
         scalings: The scalings that read and write the rows.
         limits: The largest value of each operand's format.
         input_group: A name that the ops share that read the same input, see `fuse_projections`; None for most.
@@ -118,10 +122,17 @@ class OpState(OverwriteWithGradient):
 
     def with_recipe(self, recipe: Recipe) -> "OpState":
         """This state as a recipe updates it whose rows begin as these do, and may be longer."""
-        first, table = first_table(recipe.scalings), self.array
+        first, rows = first_table(recipe.scalings), unguarded(self.array)
         assert first is not None
-        padding = [(0, 0)] * (table.ndim - 1) + [(0, first.shape[1] - table.shape[-1])]
-        return OpState(self.table, recipe.scalings, self.limits, self.input_group).with_array(jnp.pad(table, padding))
+        padding = [(0, 0)] * (rows.ndim - 1) + [(0, first.shape[1] - 1 - rows.shape[-1])]
+        table = lax.concatenate([jnp.pad(rows, padding), self.array[..., -1:]], rows.ndim - 1)
+        return OpState(self.table, recipe.scalings, self.limits, self.input_group).with_array(table)
+
+    def with_scale(self, scale: Array) -> "OpState":
+        """This state with other scales, which broadcast to `[*stack, operand]`."""
+        rows = unguarded(self.array)
+        scale = jnp.broadcast_to(jnp.asarray(scale, jnp.float32), rows.shape[:-1])
+        return self.with_array(guarded(rows.at[..., 0].set(scale)))
 
     def with_max_gradients(self) -> "OpState":
         """The table in `fp32_max_grad`."""
@@ -136,9 +147,10 @@ class OpRecord(OverwriteWithGradient):
     are updated in one go afterwards (`complete_states`).
 
     Args:
-        table: float32, `[*stack, operand * measure]`: an operand's scale, as often as it measures numbers, then the
-            next one's; as a gradient, what was measured.
-        shared: The first operand's part, `[*stack, measure]`, where the op is of a group that reads the same input:
+        table: float32, `[*stack, operand * width]`: an operand's scale and the same rounded up to 4 significant bits
+            (then again as often as it measures more than two numbers), then the next one's; as a gradient, what was
+            measured.
+        shared: The first operand's part, `[*stack, width]`, where the op is of a group that reads the same input:
             then the table holds the others', and the whole group has the very same array here.
     """
 
@@ -194,9 +206,9 @@ def record_states(states: Sequence[OpState]) -> list[OpRecord]:
         tables = [states[i].array for i in members]
         if tables[0].ndim > 2:
             # Of stacked layers there are few, and XLA compiles the same slice of each once.
-            scales |= {i: _usable_scales(table) for i, table in zip(members, tables, strict=True)}
+            scales |= {i: _scales_in(table) for i, table in zip(members, tables, strict=True)}
             continue
-        parts = lax.split(_usable_scales(_concatenated(tables)), [table.shape[0] for table in tables])
+        parts = lax.split(_scales_in(_concatenated(tables)), [table.shape[0] for table in tables])
         scales |= dict(zip(members, parts, strict=True))
         joined += members
     groups: dict[Any, list[int]] = {}
@@ -206,7 +218,7 @@ def record_states(states: Sequence[OpState]) -> list[OpRecord]:
     largest: dict[int, Array] = {}
     for members in groups.values():
         if len(members) > 1:
-            firsts = [lax.slice_in_dim(scales[i], 0, 1, axis=scales[i].ndim - 1) for i in members]
+            firsts = [lax.index_in_dim(scales[i], 0, axis=scales[i].ndim - 2, keepdims=False) for i in members]
             largest[members[0]] = functools.reduce(lax.max, firsts)
     # Apart from what uses them: XLA would merge kernels of different layers that read the same array of scales, and
     # all that they make would have to be there at once.
@@ -218,21 +230,24 @@ def record_states(states: Sequence[OpState]) -> list[OpRecord]:
 
 
 @jax.jit
-def _usable_scales(tables: Array) -> Array:
-    """The first column. Jitted, so that layers share one trace."""
-    return usable(lax.index_in_dim(tables, 0, axis=tables.ndim - 1, keepdims=False))
+def _scales_in(tables: Array) -> Array:
+    """Both scales of each row, `[*stack, rows, 2]`. Jitted, so that layers share one trace."""
+    return jnp.stack(scales_in(tables), axis=-1)
 
 
 def _record(state: OpState, scales: Array, shared: Array | None) -> OpRecord:
-    """The record of scales `[*stack, operand]`, the first of which others may share."""
-    width, axis = max(1, measures(state.scalings)), scales.ndim - 1
+    """The record of scales `[*stack, operand, 2]`, the first of which others may share."""
+    width, axis, stack_shape = record_width(state.scalings), scales.ndim - 2, scales.shape[:-2]
     stack = state.table.axis_names[:-2]
 
     def named(x: Array, name: str) -> hax.NamedArray:
         # As in `with_array`: the names may count axes that the array does not have.
         array: Any = np.zeros((0,) * (len(stack) + 1))
         structure = jax.tree.structure(hax.NamedArray(array, (*stack, name)))
-        return jax.tree.unflatten(structure, [to_max_grad(x if width == 1 else jnp.repeat(x, width, axis=-1))])
+        if width > 2:
+            x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, width - 2)])
+        x = x.reshape(*stack_shape, -1)
+        return jax.tree.unflatten(structure, [to_max_grad(x)])
 
     if shared is None:
         return OpRecord(named(scales, "fp8_record"))

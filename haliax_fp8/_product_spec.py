@@ -3,11 +3,13 @@
 import dataclasses
 import functools
 
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from ._contraction import AbstractContraction, ProductName
 from ._recipe import Quantization, Recipe
+from ._scaling import SHORT_BITS, measures, record_width
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +26,7 @@ class ProductSpec:
         has_key: Whether the key that random rounding draws from was given; without, rounding at random raises.
         requantizes: Whether the backward pass quantizes the kernel again, instead of keeping its FP8 copy.
         records: Whether state is not the whole table, whose gradient is the next step's, but the scales alone, whose
-            gradient is what was measured: `[*ensemble, 3 * measures]`, an operand's numbers one after the other.
+            gradient is what was measured: `[*ensemble, 3 * width]`, an operand's numbers one after the other.
         stacked: Whether the layer is one of a stack, from which a scan slices its state.
         grouped: Whether other layers have the very same scale of their input (`fuse_projections`).
         ensemble: How many leading axes of every array number independent members, each with state of its own.
@@ -66,6 +68,25 @@ class ProductSpec:
         first, second = self.recipe.products["wgrad" if is_wgrad else "dgrad"]
         of_grad, of_other = (second, first) if is_wgrad else (first, second)
         return of_grad if role == 2 else of_other
+
+    @property
+    def scale_bits(self) -> int:
+        """How many significant bits the scales of whole tensors have.
+
+        A product that is rounded to bfloat16 is multiplied by its scale in bfloat16, where XLA finds FP8 whatever its
+        flags; with 4 bits per operand, the product of two scales is exact there.
+        """
+        return SHORT_BITS if (self.compute_dtype or self.out_dtype) == jnp.bfloat16 else 24
+
+    @property
+    def record_width(self) -> int:
+        """How many numbers what is recorded has for each operand."""
+        return record_width(self.recipe.scalings) if self.records else measures(self.recipe.scalings)
+
+    @property
+    def input_is_shared(self) -> bool:
+        """Whether other products may read the very same FP8 data of an input: XLA would merge small ones."""
+        return self.grouped or not self.recipe.is_stateful
 
     @property
     def state_rows(self) -> tuple[int, int, int]:

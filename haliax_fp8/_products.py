@@ -27,6 +27,7 @@ from ._operands import (
     scale_of_both,
     scales_of,
     stored_scale,
+    with_stored_scale,
 )
 from ._product_spec import ProductSpec
 from ._quantized_array import QuantizedArray
@@ -67,7 +68,7 @@ class Residuals(NamedTuple):
         """The state, and what was measured."""
         if self.measured is None or not spec.records:
             return self.state, self.measured
-        axis, count = spec.ensemble, 3 * measures(spec.recipe.scalings)
+        axis, count = spec.ensemble, 3 * spec.record_width
         state, measured = lax.split(self.measured, (count, self.measured.shape[axis] - count), axis)
         if state.shape[axis + 1] > 1:
             state = lax.slice_in_dim(state, 0, 1, axis=axis + 1)
@@ -90,7 +91,7 @@ class Residuals(NamedTuple):
             )
         scaling = spec.quantization(role, OTHER_PRODUCT[role]).scaling
         assert isinstance(scaling, AbstractStatefulScaling)
-        return scaling.with_scale(saved, stored_scale(role, scales, spec), spec.ensemble)
+        return with_stored_scale(scaling.with_scale(saved, stored_scale(role, scales, spec), spec.ensemble), spec)
 
     @property
     def ranks(self) -> tuple[int, int]:
@@ -163,7 +164,7 @@ def _forward(
 ) -> tuple[Array, tuple[Saved, Saved], Array | None]:
     """The output; what the backward pass needs of lhs and rhs, None for the operand itself; and what was measured."""
     lhs, rhs = (round_to(x, spec.compute_dtype) for x in (lhs, rhs))
-    scales = scales_of(state, records=spec.records, stacked=spec.stacked, grouped=spec.grouped)
+    scales = scales_of(state, spec)
     with jax.named_scope("fprop"):
         contraction = spec.contraction.with_batch_axes(spec.ensemble)
         axes = contraction.contracted("product", lhs.ndim, rhs.ndim)
@@ -173,6 +174,7 @@ def _forward(
         dtype = spec.compute_dtype or spec.out_dtype
         a, b = quantized
         scale = scale_of_both(a, b, (0, 1), scales, spec)
+        a, b = _unmerged((a, b), axes, 1 if spec.kernel_is_lhs else 0, spec)
         out = round_to(contraction.product(a, b, extras, spec.precision, dtype, scale), spec.out_dtype)
     if not differentiated:
         return out, (None, None), None
@@ -197,6 +199,30 @@ def _forward(
     return out, (saved[0], saved[1]), measured
 
 
+def _unmerged(
+    operands: tuple[QuantizedArray, QuantizedArray],
+    contracted: tuple[tuple[int, ...], tuple[int, ...]],
+    of_input: int,
+    spec: ProductSpec,
+) -> tuple[QuantizedArray, QuantizedArray]:
+    """Operands of one product alone, where others may read the very same input.
+
+    XLA merges small products that share an operand, and what it puts side by side it has to take apart again. A barrier
+    that holds the other operand's scale too is no other product's.
+    """
+    if not spec.input_is_shared:
+        return operands
+    shared, other = operands[of_input], operands[1 - of_input]
+    # As cuBLASLt reads it: a transposition is shared too.
+    ndim = shared.data.ndim
+    order = tuple(sorted(range(ndim), key=lambda axis: axis in contracted[of_input]))
+    back = tuple(order.index(axis) for axis in range(ndim))
+    data, scale = lax.optimization_barrier((lax.transpose(shared.data, order), other.scale))
+    shared = dataclasses.replace(shared, data=lax.transpose(data, back))
+    other = dataclasses.replace(other, scale=scale)
+    return (other, shared) if of_input else (shared, other)
+
+
 @opaque("spec", "dtypes", "update")
 def backward(
     grad: Array,
@@ -211,7 +237,7 @@ def backward(
     grad = round_to(grad, spec.compute_dtype)
     contraction = spec.contraction.with_batch_axes(spec.ensemble)
     state, measured = residuals.numbers(spec)
-    scales, quantized = scales_of(state, records=spec.records, stacked=spec.stacked, grouped=spec.grouped), {}
+    scales, quantized = scales_of(state, spec), {}
     once = quantized_once(2, ("gradient_of_lhs", "gradient_of_rhs"), spec)
     dgrad, wgrad = (
         ("gradient_of_rhs", "gradient_of_lhs") if spec.kernel_is_lhs else ("gradient_of_lhs", "gradient_of_rhs")
@@ -233,6 +259,8 @@ def backward(
             # and the cast is one pass with the amax.
             of_grad = dataclasses.replace(of_grad, data=lax.optimization_barrier(of_grad.data))
         scale = scale_of_both(of_grad, operand, (2, other), scales, spec)
+        if product == wgrad:
+            of_grad, operand = _unmerged((of_grad, operand), contraction.contracted(product, *residuals.ranks), 1, spec)
         out = getattr(contraction, product)(of_grad, operand, extras, spec.compute_dtype or dtype, scale)
         return round_to(out, dtype)
 
@@ -272,7 +300,7 @@ def tangent(
     linear: tuple[bool, bool],
 ) -> Array:
     """The output's tangent, `dot(dlhs, rhs) + dot(lhs, drhs)`, rounding taken as the identity."""
-    scales = scales_of(residuals.numbers(spec)[0], records=spec.records, stacked=spec.stacked, grouped=spec.grouped)
+    scales = scales_of(residuals.numbers(spec)[0], spec)
     lhs, rhs = (residuals.operand(role, scales, spec) for role in (0, 1))
     contraction = spec.contraction.with_batch_axes(spec.ensemble)
     given = iter(tangents)

@@ -27,7 +27,8 @@ class QuantizedArray(eqx.Module):
         data: The rounded values, in an element type of a `Format` (or unrounded, with scales of 1).
         scale: float32, positive (0 for a block of zeros); see above for its shape.
         block: The shape of a block. By default `data.shape / scale.shape`, which then has to be whole.
-        power_of_two: Whether every scale is a power of two, which multiplies without rounding.
+        scale_bits: How many significant bits every scale has at most: 1 if all are powers of two, which multiply
+            without rounding; 4 if the product of two scales is exact in bfloat16; 24 for any float32.
         rotation: What the values were rotated by before they were quantized.
 
     Raises:
@@ -42,7 +43,7 @@ class QuantizedArray(eqx.Module):
     data: Float[Array, "*shape"]
     scale: Float32[Array, "*blocks"]
     block: tuple[int, ...] | None = eqx.field(static=True, default=None)
-    power_of_two: bool = eqx.field(static=True, default=False)
+    scale_bits: int = eqx.field(static=True, default=24)
     rotation: Rotation | None = eqx.field(static=True, default=None)
 
     def __check_init__(self) -> None:
@@ -120,7 +121,7 @@ def quantize_by(
     cast: Format | Cast,
     block: tuple[int, ...] | None = None,
     *,
-    power_of_two: bool = False,
+    scale_bits: int = 24,
 ) -> QuantizedArray:
     """Multiplies, clips and rounds: `data = cast(clip(x * multiplier))`, `scale = 1 / multiplier`.
 
@@ -131,11 +132,11 @@ def quantize_by(
         multiplier: float32, shaped as a scale.
         cast: As in `quantize`.
         block: The shape of a block, see `QuantizedArray`.
-        power_of_two: Whether all multipliers are powers of two.
+        scale_bits: See `QuantizedArray`; multipliers have as many.
     """
     x = lax.convert_element_type(x, jnp.float32)
     data = _as_cast(cast)(lax.mul(x, expand(multiplier, x.shape, block)))
-    return QuantizedArray(data, lax.div(lax.full_like(multiplier, 1.0), multiplier), block, power_of_two=power_of_two)
+    return QuantizedArray(data, lax.div(lax.full_like(multiplier, 1.0), multiplier), block, scale_bits=scale_bits)
 
 
 def _as_cast(cast: Format | Cast) -> Cast:

@@ -39,6 +39,25 @@ def round_down_to_power_of_two(x: Float32[Array, "*shape"]) -> Float32[Array, "*
     return lax.bitcast_convert_type(bits & np.uint32(0xFF800000), jnp.float32)
 
 
+def round_up_scale(scale: Float32[Array, "*shape"], bits: int) -> Float32[Array, "*shape"]:
+    """The least number of so many significant bits that is not below a positive scale; infinity and NaN stay.
+
+    A larger scale clips nothing. It moves values down in the format's range, by at most `2**(1 - bits)`: 12.5 % with
+    4 bits. Rounding keeps its relative precision, as the format is a floating-point one.
+
+    Args:
+        scale: Scales.
+        bits: How many significant bits to keep, the leading one included; 24 keeps them all.
+    """
+    if bits == 24:
+        return scale
+    dropped = np.uint32((1 << (24 - bits)) - 1)
+    # Of all NaNs the first: adding to others would carry into the sign.
+    words = lax.min(lax.bitcast_convert_type(scale, jnp.uint32), np.uint32(0x7FC00000))
+    rounded = lax.bitcast_convert_type((words + dropped) & ~dropped, jnp.float32)
+    return lax.select(lax.lt(rounded, scale), scale, rounded)
+
+
 def amax_over(x: Float[Array, "*shape"], axes: tuple[int, ...]) -> Float32[Array, "*blocks"]:
     """The largest magnitude along some axes, which stay with size 1."""
     return jnp.max(jnp.abs(x), axis=axes, keepdims=True, initial=0.0).astype(jnp.float32)

@@ -67,4 +67,4 @@ class BlockScaling(AbstractScaling):
         largest = float(jnp.finfo(x.dtype).max)
         amax = blockwise_amax(x, block)
         multiplier = multiplier_of(amax, use.format.max, power_of_two=self.power_of_two, largest=largest)
-        return quantize_by(x, multiplier, use.cast, block, power_of_two=self.power_of_two)
+        return quantize_by(x, multiplier, use.cast, block, scale_bits=1 if self.power_of_two else 24)

@@ -3,12 +3,13 @@
 import dataclasses
 from typing import ClassVar
 
+from jax import lax
 from jaxtyping import Array, Float
 
 from .._device import FP8_UNITS, MatrixUnits
 from .._formats import E4M3, Format
-from .._quantized_array import QuantizedArray, quantize_by
-from ._amax import amax_over, multiplier_of
+from .._quantized_array import QuantizedArray, quantize, quantize_by
+from ._amax import amax_over, multiplier_of, round_up_scale
 from ._base import AbstractScaling, OperandUse
 
 
@@ -37,7 +38,11 @@ class CurrentScaling(AbstractScaling):
     def quantize(self, x: Float[Array, "*shape"], use: OperandUse) -> QuantizedArray:
         """Quantizes with the amax of each member."""
         amax = amax_over(x, tuple(range(use.ensemble, x.ndim)))
-        return quantize_by(x, multiplier_of(amax, use.format.max, power_of_two=self.power_of_two), use.cast)
+        multiplier = multiplier_of(amax, use.format.max, power_of_two=self.power_of_two)
+        if self.power_of_two or use.scale_bits == 24:
+            return quantize_by(x, multiplier, use.cast, scale_bits=1 if self.power_of_two else 24)
+        scale = round_up_scale(lax.div(lax.full_like(multiplier, 1.0), multiplier), use.scale_bits)
+        return dataclasses.replace(quantize(x, scale, use.cast), scale_bits=use.scale_bits)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,5 +68,5 @@ class RowwiseScaling(AbstractScaling):
 
     def quantize(self, x: Float[Array, "*shape"], use: OperandUse) -> QuantizedArray:
         """Quantizes with the amaxes over the contracted axes."""
-        amax = amax_over(x, use.contracted)
-        return quantize_by(x, multiplier_of(amax, use.format.max, power_of_two=self.power_of_two), use.cast)
+        multiplier = multiplier_of(amax_over(x, use.contracted), use.format.max, power_of_two=self.power_of_two)
+        return quantize_by(x, multiplier, use.cast, scale_bits=1 if self.power_of_two else 24)

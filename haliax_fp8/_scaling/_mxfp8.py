@@ -52,4 +52,4 @@ class MXFP8Scaling(AbstractScaling):
         x = lax.div(x.astype(jnp.float32), expand(power_of_two(jnp.maximum(exponent, 1)), x.shape, block))
         double = jnp.where(exponent == 0, jnp.float32(2.0), jnp.float32(1.0))
         data = use.cast(lax.mul(x, expand(double, x.shape, block)))
-        return QuantizedArray(data, power_of_two(exponent), block, power_of_two=True)
+        return QuantizedArray(data, power_of_two(exponent), block, scale_bits=1)
