@@ -46,14 +46,16 @@ def scales_of(state: Array | None, spec: ProductSpec) -> Scales | None:
 @functools.partial(jax.jit, static_argnames=("records", "stacked", "grouped", "bits"))
 def _scales_of(state: Array, *, records: bool, stacked: bool, grouped: bool, bits: int) -> Scales:
     if records:
-        # An operand's exact scale comes first, then the rounded one.
-        start, width = 0 if bits == 24 else 1, state.shape[-1] // 3
-        scales = to_float32(lax.slice_in_dim(state, start, None, width, axis=state.ndim - 1))
+        # An operand's exact scale comes first, then the rounded one. One by one: XLA finds out that the slices of two
+        # layers are the same scale.
+        first, width, axis = 0 if bits == 24 else 1, state.shape[-1] // 3, state.ndim - 1
+        of_input, of_kernel, of_grad = (
+            to_float32(lax.index_in_dim(state, first + i * width, axis, keepdims=False)) for i in range(3)
+        )
     else:
         exact, rounded = scales_in(to_float32(state))
         scales = exact if bits == 24 else rounded
-    axis = scales.ndim - 1
-    of_input, of_kernel, of_grad = (lax.squeeze(x, (axis,)) for x in lax.split(scales, (1, 1, 1), axis))
+        of_input, of_kernel, of_grad = (lax.index_in_dim(scales, i, scales.ndim - 1, keepdims=False) for i in range(3))
     if not stacked or of_input.ndim:
         return Scales((of_input, of_kernel, of_grad), None)
     # A scan slices them out of its stack, in a kernel for each number that is wanted, unless they are wanted together.

@@ -148,7 +148,7 @@ class OpRecord(OverwriteWithGradient):
 
     Args:
         table: float32, `[*stack, operand * width]`: an operand's scale and the same rounded up to 4 significant bits
-            (then again as often as it measures more than two numbers), then the next one's; as a gradient, what was
+            (then zeros, where it measures more than two numbers), then the next one's; as a gradient, what was
             measured.
         shared: The first operand's part, `[*stack, width]`, where the op is of a group that reads the same input:
             then the table holds the others', and the whole group has the very same array here.
@@ -203,12 +203,13 @@ def record_states(states: Sequence[OpState]) -> list[OpRecord]:
     scales: dict[int, Array] = {}
     joined: list[int] = []
     for members in _kinds(states).values():
-        tables = [states[i].array for i in members]
+        tables, width = [states[i].array for i in members], record_width(states[members[0]].scalings)
         if tables[0].ndim > 2:
             # Of stacked layers there are few, and XLA compiles the same slice of each once.
-            scales |= {i: _scales_in(table) for i, table in zip(members, tables, strict=True)}
+            scales |= {i: _scales_of(table, width=width) for i, table in zip(members, tables, strict=True)}
             continue
-        parts = lax.split(_scales_in(_concatenated(tables)), [table.shape[0] for table in tables])
+        sizes = [table.shape[0] * width for table in tables]
+        parts = lax.split(_scales_of(_concatenated(tables), width=width), sizes)
         scales |= dict(zip(members, parts, strict=True))
         joined += members
     groups: dict[Any, list[int]] = {}
@@ -218,7 +219,8 @@ def record_states(states: Sequence[OpState]) -> list[OpRecord]:
     largest: dict[int, Array] = {}
     for members in groups.values():
         if len(members) > 1:
-            firsts = [lax.index_in_dim(scales[i], 0, axis=scales[i].ndim - 2, keepdims=False) for i in members]
+            width = record_width(states[members[0]].scalings)
+            firsts = [lax.slice_in_dim(scales[i], 0, width, axis=scales[i].ndim - 1) for i in members]
             largest[members[0]] = functools.reduce(lax.max, firsts)
     # Apart from what uses them: XLA would merge kernels of different layers that read the same array of scales, and
     # all that they make would have to be there at once.
@@ -229,29 +231,28 @@ def record_states(states: Sequence[OpState]) -> list[OpRecord]:
     return [_record(state, scales[i], shared.get(i)) for i, state in enumerate(states)]
 
 
-@jax.jit
-def _scales_in(tables: Array) -> Array:
-    """Both scales of each row, `[*stack, rows, 2]`. Jitted, so that layers share one trace."""
-    return jnp.stack(scales_in(tables), axis=-1)
+# Jitted, so that layers share one trace.
+@functools.partial(jax.jit, static_argnames="width")
+def _scales_of(tables: Array, *, width: int) -> Array:
+    """Both scales of each row, filled up with zeros to `width` numbers; `[*stack, rows * width]`."""
+    both = jnp.stack(scales_in(tables), axis=-1)
+    both = jnp.pad(both, [(0, 0)] * (both.ndim - 1) + [(0, width - 2)])
+    return both.reshape(*both.shape[:-2], -1)
 
 
 def _record(state: OpState, scales: Array, shared: Array | None) -> OpRecord:
-    """The record of scales `[*stack, operand, 2]`, the first of which others may share."""
-    width, axis, stack_shape = record_width(state.scalings), scales.ndim - 2, scales.shape[:-2]
+    """The record of scales `[*stack, operand * width]`, the first of which others may share."""
     stack = state.table.axis_names[:-2]
 
     def named(x: Array, name: str) -> hax.NamedArray:
         # As in `with_array`: the names may count axes that the array does not have.
         array: Any = np.zeros((0,) * (len(stack) + 1))
         structure = jax.tree.structure(hax.NamedArray(array, (*stack, name)))
-        if width > 2:
-            x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, width - 2)])
-        x = x.reshape(*stack_shape, -1)
         return jax.tree.unflatten(structure, [to_max_grad(x)])
 
     if shared is None:
         return OpRecord(named(scales, "fp8_record"))
-    others = lax.slice_in_dim(scales, 1, None, axis=axis)
+    others = lax.slice_in_dim(scales, shared.shape[-1], None, axis=scales.ndim - 1)
     return OpRecord(named(others, "fp8_other_records"), named(shared, "fp8_shared_record"))
 
 
