@@ -68,7 +68,11 @@ class AbstractContraction(abc.ABC):
 
     @abc.abstractmethod
     def dot(
-        self, lhs: Float[Array, "..."], rhs: Float[Array, "..."], extras: tuple[Array, ...], precision: lax.Precision
+        self,
+        lhs: Float[Array, "..."],
+        rhs: Float[Array, "..."],
+        extras: tuple[Array, ...],
+        precision: lax.PrecisionLike,
     ) -> Float32[Array, "..."]:
         """The product of two plain arrays, accumulated in float32."""
 
@@ -78,7 +82,7 @@ class AbstractContraction(abc.ABC):
         lhs: QuantizedArray,
         rhs: QuantizedArray,
         extras: tuple[Array, ...],
-        precision: lax.Precision,
+        precision: lax.PrecisionLike,
         dtype: np.dtype,
         scale: Float32[Array, ""] | None,
     ) -> Float[Array, "..."]:
@@ -93,6 +97,7 @@ class AbstractContraction(abc.ABC):
         grad: QuantizedArray,
         rhs: QuantizedArray,
         extras: tuple[Array, ...],
+        precision: lax.PrecisionLike,
         dtype: np.dtype,
         scale: Float32[Array, ""] | None,
     ) -> Float[Array, "..."]:
@@ -104,6 +109,7 @@ class AbstractContraction(abc.ABC):
         grad: QuantizedArray,
         lhs: QuantizedArray,
         extras: tuple[Array, ...],
+        precision: lax.PrecisionLike,
         dtype: np.dtype,
         scale: Float32[Array, ""] | None,
     ) -> Float[Array, "..."]:
@@ -163,7 +169,11 @@ class DotContraction(AbstractContraction):
         return _in_order(dimensions.lhs_contract, dimensions.rhs_contract)
 
     def dot(
-        self, lhs: Float[Array, "..."], rhs: Float[Array, "..."], extras: tuple[Array, ...], precision: lax.Precision
+        self,
+        lhs: Float[Array, "..."],
+        rhs: Float[Array, "..."],
+        extras: tuple[Array, ...],
+        precision: lax.PrecisionLike,
     ) -> Float32[Array, "..."]:
         """`lax.dot_general`."""
         return lax.dot_general(
@@ -175,7 +185,7 @@ class DotContraction(AbstractContraction):
         lhs: QuantizedArray,
         rhs: QuantizedArray,
         extras: tuple[Array, ...],
-        precision: lax.Precision,
+        precision: lax.PrecisionLike,
         dtype: np.dtype,
         scale: Float32[Array, ""] | None,
     ) -> Float[Array, "..."]:
@@ -187,24 +197,26 @@ class DotContraction(AbstractContraction):
         grad: QuantizedArray,
         rhs: QuantizedArray,
         extras: tuple[Array, ...],
+        precision: lax.PrecisionLike,
         dtype: np.dtype,
         scale: Float32[Array, ""] | None,
     ) -> Float[Array, "..."]:
         """Contracts the free axes of rhs."""
         dimensions, layout = self.dimensions.gradient_of_lhs()
-        return _transposed(_product(grad, rhs, dimensions, lax.Precision.HIGHEST, dtype, scale), layout)
+        return _transposed(_product(grad, rhs, dimensions, precision, dtype, scale), layout)
 
     def gradient_of_rhs(
         self,
         grad: QuantizedArray,
         lhs: QuantizedArray,
         extras: tuple[Array, ...],
+        precision: lax.PrecisionLike,
         dtype: np.dtype,
         scale: Float32[Array, ""] | None,
     ) -> Float[Array, "..."]:
         """Contracts the free axes of lhs."""
         dimensions, layout = self.dimensions.gradient_of_rhs()
-        return _transposed(_product(grad, lhs, dimensions, lax.Precision.HIGHEST, dtype, scale), layout)
+        return _transposed(_product(grad, lhs, dimensions, precision, dtype, scale), layout)
 
 
 def _in_order(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -217,7 +229,7 @@ def _product(
     a: QuantizedArray,
     b: QuantizedArray,
     dims: DotDimensions,
-    precision: lax.Precision,
+    precision: lax.PrecisionLike,
     dtype: np.dtype,
     scale: Float32[Array, ""] | None,
 ) -> Array:

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 from ._mesh_axes import axes_to_reduce
 from ._product_spec import ProductSpec
 from ._quantized_array import QuantizedArray
-from ._scaling import AbstractStatefulScaling
+from ._scaling import AbstractStatefulScaling, measures
 from ._state import to_float32
 
 
@@ -26,7 +26,7 @@ def measured_parts(
         spec: What is static about the product.
         state: The state; inside `shard_map` devices that share it take the maximum over theirs.
     """
-    scaling, count = spec.quantizations[role].scaling, spec.record_width
+    scaling, count = spec.quantizations[role].scaling, measures(spec.recipe.scalings)
     if not (isinstance(scaling, AbstractStatefulScaling) and scaling.measures):
         return jnp.zeros((*x.shape[: spec.ensemble], count, 1), x.dtype)
     values = scaling.measure_parts(x, quantized, spec.ensemble)

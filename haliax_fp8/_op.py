@@ -211,7 +211,7 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
             ),
             records=isinstance(self.state, OpRecord),
             stacked=bool(self.stack),
-            grouped=isinstance(self.state, OpRecord) and self.state.shared is not None,
+            group_place=self.state.group_place if isinstance(self.state, OpRecord) else None,
         )
 
     def __pdoc__(self, **kwargs: object) -> wl.AbstractDoc:

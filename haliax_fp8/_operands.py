@@ -39,18 +39,19 @@ def scales_of(state: Array | None, spec: ProductSpec) -> Scales | None:
     """The scale of each operand as products take it, from what is stored; None if nothing is."""
     if state is None:
         return None
-    return _scales_of(state, records=spec.records, stacked=spec.stacked, grouped=spec.grouped, bits=spec.scale_bits)
+    return _scales_of(
+        state, records=spec.records, stacked=spec.stacked, grouped=spec.group_place is not None, bits=spec.scale_bits
+    )
 
 
 # Apart from `forward` and `backward`, so that ops of all shapes share one trace.
 @functools.partial(jax.jit, static_argnames=("records", "stacked", "grouped", "bits"))
 def _scales_of(state: Array, *, records: bool, stacked: bool, grouped: bool, bits: int) -> Scales:
     if records:
-        # An operand's exact scale comes first, then the rounded one. One by one: XLA finds out that the slices of two
-        # layers are the same scale.
-        first, width, axis = 0 if bits == 24 else 1, state.shape[-1] // 3, state.ndim - 1
+        # One by one: XLA finds out that slices of two layers' are the same scale.
+        first, axis = 0 if bits == 24 else 3, state.ndim - 1
         of_input, of_kernel, of_grad = (
-            to_float32(lax.index_in_dim(state, first + i * width, axis, keepdims=False)) for i in range(3)
+            to_float32(lax.index_in_dim(state, first + i, axis, keepdims=False)) for i in range(3)
         )
     else:
         exact, rounded = scales_in(to_float32(state))

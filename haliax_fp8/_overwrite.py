@@ -26,7 +26,7 @@ from ._scaling import (
     measures,
     overwriting,
     overwritten,
-    record_width,
+    record_length,
     scales_in,
     unguarded,
 )
@@ -147,29 +147,32 @@ class OpRecord(OverwriteWithGradient):
     are updated in one go afterwards (`complete_states`).
 
     Args:
-        table: float32, `[*stack, operand * width]`: an operand's scale and the same rounded up to 4 significant bits
-            (then zeros, where it measures more than two numbers), then the next one's; as a gradient, what was
-            measured.
-        shared: The first operand's part, `[*stack, width]`, where the op is of a group that reads the same input:
+        table: float32, `[*stack, record_length]`: the operands' scales, the same rounded up to 4 significant bits, then
+            zeros; as a gradient, what was measured, an operand's numbers one after the other, then zeros.
+        shared: Both scales of the first operand, `[*stack, 2]`, where the op is of a group that reads the same input:
             then the table holds the others', and the whole group has the very same array here.
+        group_place: Which one of the group this is.
     """
 
     table: hax.NamedArray
     shared: hax.NamedArray | None = None
+    group_place: int | None = eqx.field(static=True, default=None)
 
     @property
     def array(self) -> Array:
         """The table as the product takes it, with all rows."""
+        others = _as_state(self.table.array)
         if self.shared is None:
-            return _as_state(self.table.array)
-        first, others = _as_state(self.shared.array), _as_state(self.table.array)
-        return lax.concatenate([first, others], others.ndim - 1)
+            return others
+        shared, axis = _as_state(self.shared.array), others.ndim - 1
+        parts = lax.split(others, (2, 2, others.shape[-1] - 4), axis)
+        first, second = lax.split(shared, (1, 1), axis)
+        return lax.concatenate([first, parts[0], second, *parts[1:]], axis)
 
     @property
     def scale(self) -> Array:
         """The scales that the next use takes, `[*stack, operand]`."""
-        array = to_float32(self.array)
-        return array[..., :: array.shape[-1] // 3]
+        return to_float32(self.array)[..., :3]
 
     def accumulate(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, other: "OpRecord"
@@ -200,60 +203,68 @@ def record_states(states: Sequence[OpState]) -> list[OpRecord]:
         states: This step's. Those of an input group take the largest scale of their inputs, which is each one's own
             if they always read the same.
     """
-    scales: dict[int, Array] = {}
+    scales: dict[int, _Scales] = {}
     joined: list[int] = []
     for members in _kinds(states).values():
-        tables, width = [states[i].array for i in members], record_width(states[members[0]].scalings)
+        tables = [states[i].array for i in members]
         if tables[0].ndim > 2:
             # Of stacked layers there are few, and XLA compiles the same slice of each once.
-            scales |= {i: _scales_of(table, width=width) for i, table in zip(members, tables, strict=True)}
+            scales |= {i: _scales_in(table) for i, table in zip(members, tables, strict=True)}
             continue
-        sizes = [table.shape[0] * width for table in tables]
-        parts = lax.split(_scales_of(_concatenated(tables), width=width), sizes)
-        scales |= dict(zip(members, parts, strict=True))
+        sizes = [table.shape[0] for table in tables]
+        exact, rounded = (lax.split(x, sizes) for x in _scales_in(_concatenated(tables)))
+        scales |= dict(zip(members, zip(exact, rounded, strict=True), strict=True))
         joined += members
     groups: dict[Any, list[int]] = {}
     for i, state in enumerate(states):
         if state.input_group is not None:
-            groups.setdefault((state.input_group, scales[i].shape), []).append(i)
-    largest: dict[int, Array] = {}
+            groups.setdefault((state.input_group, scales[i][0].shape), []).append(i)
+    largest: dict[int, _Scales] = {}
     for members in groups.values():
         if len(members) > 1:
-            width = record_width(states[members[0]].scalings)
-            firsts = [lax.slice_in_dim(scales[i], 0, width, axis=scales[i].ndim - 1) for i in members]
-            largest[members[0]] = functools.reduce(lax.max, firsts)
+            of_inputs = [[lax.slice_in_dim(x, 0, 1, axis=x.ndim - 1) for x in scales[i]] for i in members]
+            exact, rounded = (functools.reduce(lax.max, xs) for xs in zip(*of_inputs, strict=True))
+            largest[members[0]] = exact, rounded
     # Apart from what uses them: XLA would merge kernels of different layers that read the same array of scales, and
     # all that they make would have to be there at once.
     apart = {i: scales[i] for i in joined}, {i: x for i, x in largest.items() if i in joined}
     for found, values in zip((scales, largest), lax.optimization_barrier(apart), strict=True):
         found |= values
-    shared = {i: largest[members[0]] for members in groups.values() if members[0] in largest for i in members}
-    return [_record(state, scales[i], shared.get(i)) for i, state in enumerate(states)]
+    shared = {
+        i: (place, largest[members[0]])
+        for members in groups.values()
+        if members[0] in largest
+        for place, i in enumerate(members)
+    }
+    return [_record(state, scales[i], *shared.get(i, (None, None))) for i, state in enumerate(states)]
 
 
-# Jitted, so that layers share one trace.
-@functools.partial(jax.jit, static_argnames="width")
-def _scales_of(tables: Array, *, width: int) -> Array:
-    """Both scales of each row, filled up with zeros to `width` numbers; `[*stack, rows * width]`."""
-    both = jnp.stack(scales_in(tables), axis=-1)
-    both = jnp.pad(both, [(0, 0)] * (both.ndim - 1) + [(0, width - 2)])
-    return both.reshape(*both.shape[:-2], -1)
+# Exact, and rounded up.
+type _Scales = tuple[Array, Array]
 
 
-def _record(state: OpState, scales: Array, shared: Array | None) -> OpRecord:
-    """The record of scales `[*stack, operand * width]`, the first of which others may share."""
-    stack = state.table.axis_names[:-2]
+@jax.jit
+def _scales_in(tables: Array) -> _Scales:
+    """Of each row. Jitted, so that layers share one trace."""
+    return scales_in(tables)
 
-    def named(x: Array, name: str) -> hax.NamedArray:
+
+def _record(state: OpState, scales: _Scales, group_place: int | None, shared: _Scales | None) -> OpRecord:
+    """The record of scales `[*stack, operand]`, the first of which a group may share."""
+    stack, axis = state.table.axis_names[:-2], scales[0].ndim - 1
+    missing = record_length(state.scalings) - 2 * scales[0].shape[-1]
+    rest = [jnp.zeros((*scales[0].shape[:-1], missing), jnp.float32)] if missing else []
+
+    def named(parts: Sequence[Array], name: str) -> hax.NamedArray:
         # As in `with_array`: the names may count axes that the array does not have.
         array: Any = np.zeros((0,) * (len(stack) + 1))
         structure = jax.tree.structure(hax.NamedArray(array, (*stack, name)))
-        return jax.tree.unflatten(structure, [to_max_grad(x)])
+        return jax.tree.unflatten(structure, [to_max_grad(lax.concatenate(parts, axis))])
 
     if shared is None:
-        return OpRecord(named(scales, "fp8_record"))
-    others = lax.slice_in_dim(scales, shared.shape[-1], None, axis=scales.ndim - 1)
-    return OpRecord(named(others, "fp8_other_records"), named(shared, "fp8_shared_record"))
+        return OpRecord(named([*scales, *rest], "fp8_record"))
+    others = [lax.slice_in_dim(x, 1, None, axis=axis) for x in scales]
+    return OpRecord(named([*others, *rest], "fp8_other_records"), named(shared, "fp8_shared_record"), group_place)
 
 
 def complete_states(states: Sequence[OpState], records: Sequence[OpRecord]) -> list[OpState]:

@@ -9,7 +9,7 @@ from jax import lax
 
 from ._contraction import AbstractContraction, ProductName
 from ._recipe import Quantization, Recipe
-from ._scaling import SHORT_BITS, measures, record_width
+from ._scaling import SHORT_BITS, record_length
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,9 +26,10 @@ class ProductSpec:
         has_key: Whether the key that random rounding draws from was given; without, rounding at random raises.
         requantizes: Whether the backward pass quantizes the kernel again, instead of keeping its FP8 copy.
         records: Whether state is not the whole table, whose gradient is the next step's, but the scales alone, whose
-            gradient is what was measured: `[*ensemble, 3 * width]`, an operand's numbers one after the other.
+            gradient is what was measured: `[*ensemble, record_length]`, an operand's numbers one after the other.
         stacked: Whether the layer is one of a stack, from which a scan slices its state.
-        grouped: Whether other layers have the very same scale of their input (`fuse_projections`).
+        group_place: Which of the layers this is that have the very same scale of their input (`fuse_projections`);
+            None if it is alone.
         ensemble: How many leading axes of every array number independent members, each with state of its own.
     """
 
@@ -42,7 +43,7 @@ class ProductSpec:
     requantizes: bool = False
     records: bool = False
     stacked: bool = False
-    grouped: bool = False
+    group_place: int | None = None
     ensemble: int = 0
 
     @functools.cached_property
@@ -79,14 +80,20 @@ class ProductSpec:
         return SHORT_BITS if (self.compute_dtype or self.out_dtype) == jnp.bfloat16 else 24
 
     @property
-    def record_width(self) -> int:
-        """How many numbers what is recorded has for each operand."""
-        return record_width(self.recipe.scalings) if self.records else measures(self.recipe.scalings)
+    def record_length(self) -> int:
+        """How many numbers a record has."""
+        return record_length(self.recipe.scalings)
 
     @property
-    def input_is_shared(self) -> bool:
-        """Whether other products may read the very same FP8 data of an input: XLA would merge small ones."""
-        return self.grouped or not self.recipe.is_stateful
+    def wgrad_precision(self) -> lax.PrecisionLike:
+        """Full accumulation, said in another way in each layer of a group.
+
+        XLA merges small products that share an operand, as the weight gradients of layers with the same input do, if
+        they ask for the same precision. For FP8 data, both are one.
+        """
+        high, highest = lax.Precision.HIGH, lax.Precision.HIGHEST
+        ways = (highest, highest), (highest, high), (high, highest), (high, high)
+        return highest if self.group_place is None else ways[self.group_place % len(ways)]
 
     @property
     def state_rows(self) -> tuple[int, int, int]:

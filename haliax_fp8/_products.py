@@ -68,7 +68,7 @@ class Residuals(NamedTuple):
         """The state, and what was measured."""
         if self.measured is None or not spec.records:
             return self.state, self.measured
-        axis, count = spec.ensemble, 3 * spec.record_width
+        axis, count = spec.ensemble, spec.record_length
         state, measured = lax.split(self.measured, (count, self.measured.shape[axis] - count), axis)
         if state.shape[axis + 1] > 1:
             state = lax.slice_in_dim(state, 0, 1, axis=axis + 1)
@@ -174,7 +174,7 @@ def _forward(
         dtype = spec.compute_dtype or spec.out_dtype
         a, b = quantized
         scale = scale_of_both(a, b, (0, 1), scales, spec)
-        a, b = _unmerged((a, b), axes, 1 if spec.kernel_is_lhs else 0, spec)
+        a, b = _for_one_product(quantized, axes, spec)
         out = round_to(contraction.product(a, b, extras, spec.precision, dtype, scale), spec.out_dtype)
     if not differentiated:
         return out, (None, None), None
@@ -199,28 +199,25 @@ def _forward(
     return out, (saved[0], saved[1]), measured
 
 
-def _unmerged(
-    operands: tuple[QuantizedArray, QuantizedArray],
-    contracted: tuple[tuple[int, ...], tuple[int, ...]],
-    of_input: int,
-    spec: ProductSpec,
-) -> tuple[QuantizedArray, QuantizedArray]:
-    """Operands of one product alone, where others may read the very same input.
+def _for_one_product(
+    operands: Sequence[QuantizedArray], contracted: tuple[tuple[int, ...], tuple[int, ...]], spec: ProductSpec
+) -> Sequence[QuantizedArray]:
+    """Operands of fprop, where other layers multiply the very same input.
 
-    XLA merges small products that share an operand, and what it puts side by side it has to take apart again. A barrier
-    that holds the other operand's scale too is no other product's.
+    XLA merges small products that share an operand; what it puts side by side it has to take apart again, and multiply
+    by scales of their own. A barrier that the input shares with this layer's kernel is no other product's. In wgrad, it
+    would part the input from its transposition, see `ProductSpec.wgrad_precision`.
     """
-    if not spec.input_is_shared:
+    if spec.group_place is None:
         return operands
-    shared, other = operands[of_input], operands[1 - of_input]
-    # As cuBLASLt reads it: a transposition is shared too.
-    ndim = shared.data.ndim
-    order = tuple(sorted(range(ndim), key=lambda axis: axis in contracted[of_input]))
-    back = tuple(order.index(axis) for axis in range(ndim))
-    data, scale = lax.optimization_barrier((lax.transpose(shared.data, order), other.scale))
-    shared = dataclasses.replace(shared, data=lax.transpose(data, back))
-    other = dataclasses.replace(other, scale=scale)
-    return (other, shared) if of_input else (shared, other)
+    of_kernel = 0 if spec.kernel_is_lhs else 1
+    kernel, shared = operands[of_kernel], operands[1 - of_kernel]
+    # The kernel's data, if the product reads them as they are stored; else its scale, for which they need not be there.
+    ndim, axes = kernel.data.ndim, contracted[of_kernel]
+    own = kernel.data if axes == tuple(range(ndim - len(axes), ndim)) else kernel.scale
+    data, _ = lax.optimization_barrier((shared.data, own))
+    shared = dataclasses.replace(shared, data=data)
+    return (kernel, shared) if spec.kernel_is_lhs else (shared, kernel)
 
 
 @opaque("spec", "dtypes", "update")
@@ -259,9 +256,8 @@ def backward(
             # and the cast is one pass with the amax.
             of_grad = dataclasses.replace(of_grad, data=lax.optimization_barrier(of_grad.data))
         scale = scale_of_both(of_grad, operand, (2, other), scales, spec)
-        if product == wgrad:
-            of_grad, operand = _unmerged((of_grad, operand), contraction.contracted(product, *residuals.ranks), 1, spec)
-        out = getattr(contraction, product)(of_grad, operand, extras, spec.compute_dtype or dtype, scale)
+        precision = spec.wgrad_precision if product == wgrad else lax.Precision.HIGHEST
+        out = getattr(contraction, product)(of_grad, operand, extras, precision, spec.compute_dtype or dtype, scale)
         return round_to(out, dtype)
 
     names = ("wgrad", "dgrad") if spec.kernel_is_lhs else ("dgrad", "wgrad")
@@ -275,11 +271,14 @@ def backward(
     if measured is None:
         return gradients, lax.full_like(state, 0.0, np.float32) if spec.records else to_float32(state)
     of_grad = measured_parts(grad, quantized_for(dgrad), 2, spec, state)
-    measured = whole(of_operands([measured, of_grad]))
+    count = measures(spec.recipe.scalings)
+    missing = spec.record_length - 3 * count if spec.records else 0
+    rest = [jnp.zeros((*of_grad.shape[:-2], missing, 1), of_grad.dtype)] if missing else []
+    measured = whole(of_operands([measured, of_grad, *rest]))
     # From the order lhs, rhs, output gradient into that of the state.
     if spec.kernel_is_lhs:
-        operands = lax.split(measured, (measured.shape[-1] // 3,) * 3, spec.ensemble)
-        measured = lax.concatenate([operands[row] for row in spec.state_rows], spec.ensemble)
+        operands = lax.split(measured, (*(count,) * 3, missing), spec.ensemble)
+        measured = lax.concatenate([*(operands[row] for row in spec.state_rows), operands[3]], spec.ensemble)
     return gradients, measured if spec.records else _next_state(state, measured, recipe=spec.recipe)
 
 

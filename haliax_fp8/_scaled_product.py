@@ -17,7 +17,7 @@ _BLOCK = 32
 
 
 def scaled_product(
-    a: QuantizedArray, b: QuantizedArray, dimensions: DotDimensions, precision: lax.Precision
+    a: QuantizedArray, b: QuantizedArray, dimensions: DotDimensions, precision: lax.PrecisionLike
 ) -> Float32[Array, "..."]:
     """`dot(a.data * a.scale, b.data * b.scale)`, accumulated in float32.
 

@@ -33,7 +33,7 @@ from ._table import (
     measures as measures,
     overwriting as overwriting,
     overwritten as overwritten,
-    record_width as record_width,
+    record_length as record_length,
     scales_in as scales_in,
     unguarded as unguarded,
     updated as updated,

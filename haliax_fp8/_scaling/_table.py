@@ -49,9 +49,9 @@ def scales_in(table: Array) -> tuple[Array, Array]:
     return checked(first, last)
 
 
-def record_width(scalings: Sequence[AbstractScaling]) -> int:
-    """How many numbers a record has for each operand: both of its scales; as a gradient, what a step measured."""
-    return max(2, measures(scalings))
+def record_length(scalings: Sequence[AbstractScaling]) -> int:
+    """How many numbers a record has: exact scales, then rounded ones; as a gradient, what a step measured."""
+    return max(2, measures(scalings)) * len(scalings)
 
 
 def measures(scalings: Sequence[AbstractScaling]) -> int:
@@ -93,7 +93,7 @@ def completion(table: Array, record: Array, scalings: Sequence[AbstractScaling],
 
     Args:
         table: This step's, `[*ensemble, ops * operands, columns]`.
-        record: `[*ensemble, ops * operands * record_width]`.
+        record: `[*ensemble, ops * record_length]`; first what was measured, an operand's numbers one after the other.
         scalings: Of each operand of an op.
         limits: The largest value of each operand's format.
 
@@ -102,11 +102,13 @@ def completion(table: Array, record: Array, scalings: Sequence[AbstractScaling],
         changes, and the first columns of the new one.
     """
     ensemble, rows = table.shape[:-2], table.shape[-2]
-    ops, columns = rows // len(scalings), record.shape[-1] // rows
-    measured = lax.reshape(record, (*ensemble, rows, columns))
+    ops, columns = rows // len(scalings), measures(scalings)
+    of_ops = lax.reshape(record, (*ensemble, ops, record_length(scalings)))
+    of_ops = lax.slice_in_dim(of_ops, 0, len(scalings) * columns, axis=len(ensemble) + 1)
+    measured = lax.reshape(of_ops, (*ensemble, rows, columns))
     # Where nothing in the program uses an op, JAX gives 0 for all that it has. One whose operands are all zero in a
     # step is taken for one of these.
-    of_ops = lax.abs(lax.reshape(record, (*ensemble, ops, len(scalings) * columns)))
+    of_ops = lax.abs(of_ops)
     # A few slices, that XLA fuses with what follows; a reduction would be a kernel of its own.
     axis = len(ensemble) + 1
     parts = [lax.slice_in_dim(of_ops, i, i + 1, axis=axis) for i in range(of_ops.shape[axis])]
