@@ -212,7 +212,7 @@ def record_states(states: Sequence[OpState]) -> list[OpRecord]:
             scales |= {i: _scales_in(table) for i, table in zip(members, tables, strict=True)}
             continue
         sizes = [table.shape[0] for table in tables]
-        exact, rounded = (lax.split(x, sizes) for x in _scales_in(_concatenated(tables)))
+        exact, rounded = (lax.split(x, sizes) for x in lax.optimization_barrier(_scales_in(_concatenated(tables))))
         scales |= dict(zip(members, zip(exact, rounded, strict=True), strict=True))
         joined += members
     groups: dict[Any, list[int]] = {}
@@ -225,6 +225,9 @@ def record_states(states: Sequence[OpState]) -> list[OpRecord]:
             of_inputs = [[lax.slice_in_dim(x, 0, 1, axis=x.ndim - 1) for x in scales[i]] for i in members]
             exact, rounded = (functools.reduce(lax.max, xs) for xs in zip(*of_inputs, strict=True))
             largest[members[0]] = exact, rounded
+    # XLA makes all parts in one kernel where they are computed, however little; a mere slice is a kernel of its own.
+    one = lax.optimization_barrier(np.float32(1.0))
+    scales |= {i: (lax.mul(scales[i][0], one), lax.mul(scales[i][1], one)) for i in joined}
     # Apart from what uses them: XLA would merge kernels of different layers that read the same array of scales, and
     # all that they make would have to be there at once.
     apart = {i: scales[i] for i in joined}, {i: x for i, x in largest.items() if i in joined}
