@@ -27,7 +27,8 @@ def uncalibrated_operands(state: Any, *, wait: bool = True) -> tuple[str, ...]:
     rows = [row for row, s in enumerate(state.scalings) if isinstance(s, StaticScaling) and s.scale is None]
     table = state.table.array if rows else None
     if isinstance(table, jax.Array):
-        if isinstance(table, Tracer) or table.is_deleted() or not (wait or table.is_ready()):
+        # JAX's arrays have `is_ready`, but its types do not declare it.
+        if isinstance(table, Tracer) or table.is_deleted() or not (wait or getattr(table, "is_ready", lambda: True)()):
             return ()
         # On several hosts each one has a copy of its own.
         table = np.asarray(table if table.is_fully_addressable else table.addressable_data(0))

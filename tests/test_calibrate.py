@@ -305,7 +305,7 @@ def test_the_first_step_is_not_clipped():
 def test_keys_reach_the_loss_and_the_ops(microbatches):
     """As in a step: the state is the one that a step leaves where operands do not depend on rounding."""
     model = {"delayed": Fp8DotGeneral.init(DelayedScaling(4)), "random": Fp8DotGeneral.init("nvfp4")}
-    x, w, c = normal(0, (12, 16)), normal(1, (16, 6)), normal(2, (12, 6))
+    x, w, c = map(jnp.asarray, (normal(0, (12, 16)), normal(1, (16, 6)), normal(2, (12, 6))))
 
     def loss(model, x, c, keys):
         x = x * jax.random.uniform(keys[0])
