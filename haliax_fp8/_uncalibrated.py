@@ -45,6 +45,9 @@ def require_calibrated(model: Any, *, wait: bool = True) -> None:
         wait: As in `uncalibrated_operands`.
     """
     is_op = lambda node: isinstance(node, Fp8DotGeneral)
+    # Paths are slow to make, and needed for the message alone.
+    if not any(is_op(x) and uncalibrated_operands(x.state, wait=wait) for x in jax.tree.leaves(model, is_leaf=is_op)):
+        return
     found = []
     for path, node in jax.tree_util.tree_flatten_with_path(model, is_leaf=is_op)[0]:
         if is_op(node) and (operands := uncalibrated_operands(node.state, wait=wait)):
