@@ -15,6 +15,7 @@ from ._device import Device
 from ._roofline import Prediction
 from ._support import Support
 from ._transform import Fp8Config, decide, find_layers, rule_of
+from ._uncalibrated import uncalibrated_operands
 from ._where_pays import WherePays
 
 
@@ -31,6 +32,7 @@ class LayerDescription:
         support: What becomes of its products on the device that was asked about; None in high precision.
         prediction: What it takes in bf16, and what in FP8, whichever it runs in; None if it was not asked for, or
             cannot be said.
+        uncalibrated: The operands whose static scale calibration has still to find.
     """
 
     path: str
@@ -40,6 +42,7 @@ class LayerDescription:
     reason: str
     support: Support | None = None
     prediction: Prediction | None = None
+    uncalibrated: tuple[str, ...] = ()
 
     @property
     def is_fp8(self) -> bool:
@@ -91,7 +94,9 @@ class ModelDescription:
         if not recipes:
             return f"FP8: none of {len(self.layers)} linear layers"
         counted = " + ".join(f"{count} {recipe}" if len(recipes) > 1 else recipe for recipe, count in recipes.items())
-        return f"FP8: {self.fp8_count} of {len(self.layers)} linear layers, {counted}, {_where(self.layers)}"
+        described = f"FP8: {self.fp8_count} of {len(self.layers)} linear layers, {counted}, {_where(self.layers)}"
+        waiting = sum(bool(layer.uncalibrated) for layer in self.layers)
+        return f"{described}, {waiting} to be calibrated first" if waiting else described
 
     @property
     def estimate(self) -> str:
@@ -135,6 +140,8 @@ class ModelDescription:
         for layer in self.layers:
             # Text, not markup: a pattern such as `[a-z]*` in a reason is no style.
             runs_in = Text(layer.recipe, "green") if layer.recipe else Text(f"high precision: {layer.reason}", "yellow")
+            if layer.uncalibrated:
+                runs_in = Text(f"{layer.recipe}; calibrate first: no scale for {', '.join(layer.uncalibrated)}", "red")
             cells = [*map(Text, (layer.path or "(the module itself)", layer.shape, layer.stacked)), runs_in]
             cells += [] if self.device is None else [_verdict(layer.support)]
             table.add_row(*cells, *([] if self.where is None else [_gain(layer.prediction)]))
@@ -203,6 +210,7 @@ def describe(
                 reason=reason,
                 support=None if op is None else rule.support(op.recipe, place),
                 prediction=prediction,
+                uncalibrated=() if op is None else uncalibrated_operands(op.state),
             )
         )
     return ModelDescription(tuple(rows), named, where)

@@ -38,7 +38,7 @@ LAYERS = (
     ("_products",),
     ("_dot_general", "_support"),
     ("_op", "_compressed", "_merge"),
-    ("_layers", "_einsum", "_keys", "_rematerialized"),
+    ("_layers", "_einsum", "_keys", "_rematerialized", "_loss", "_uncalibrated"),
     ("_where_pays",),
     ("_transform", "_training"),
     ("_describe", "_calibrate", "_statistics", "_fused_projections"),
