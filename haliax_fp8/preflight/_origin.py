@@ -78,6 +78,38 @@ def origin(site: Site) -> Origin:
     return Origin(arguments, narrowest, quantized, rescaled and bool(quantized), in_blocks and bool(quantized), padded)
 
 
+@dataclasses.dataclass(frozen=True)
+class Entering:
+    """The array that a kernel reads an operand of its product from.
+
+    Args:
+        dtype: Its element type in memory.
+        in_blocks: Whether the kernel multiplies it by several numbers, as with a scale for each block.
+    """
+
+    dtype: str
+    in_blocks: bool
+
+
+def entering(kernel: Site, operand: Site) -> Entering | None:
+    """Follows an operand back to where it comes into a fusion: through casts, scales and what only moves elements.
+
+    Args:
+        kernel: The fusion.
+        operand: An operand of an instruction within it.
+
+    Returns:
+        What is known of the array; None if the fusion computes the operand in another way.
+    """
+    in_blocks = False
+    for step in _way(operand):
+        if step.computation is kernel.computation:
+            return Entering(step.instruction.shape.dtype, in_blocks)
+        if step.instruction.opcode in ("multiply", "divide"):
+            in_blocks |= not any(map(_repeats_one_number, step.operands))
+    return None
+
+
 def _way(site: Site) -> Iterator[Site]:
     """The instructions that made a value, backwards as long as each hands on one operand."""
     # A value in a tuple is named by the way through the tuple: the innermost index last.

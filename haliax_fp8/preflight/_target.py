@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from .._device import Device
+from .._device import MX_UNITS, Device
 from .._formats import E4M3, E4M3FNUZ, E5M2, E5M2FNUZ
 from .._peaks import Peaks
 
@@ -77,13 +77,9 @@ class Target(abc.ABC):
 
     def lacks_block_scaling(self) -> str | None:
         """Why the device does not multiply operands with a scale for each block; None if it does."""
-        device = self.device
-        if device.platform != "cuda" or float(device.compute_capability or 0) >= 10:
-            return None
-        return (
-            "block-scaled products need compute capability 10.0 (Blackwell), and it has "
-            f"{device.compute_capability}: the kernel widens the operands"
-        )
+        units = dataclasses.replace(MX_UNITS, products="block-scaled products")
+        reason = units.lacking(self.device)
+        return None if reason is None else f"{reason}: the kernel widens the operands"
 
 
 @contextlib.contextmanager
