@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ._device import Device
-from ._roofline import Prediction
+from ._prediction import Prediction
 from ._support import Support
 from ._transform import Fp8Config, decide, find_layers, rule_of
 from ._where_pays import WherePays

@@ -1,4 +1,4 @@
-"""The flags that a user gives XLA in the environment, and the one among them that decides about FP8 on NVIDIA's GPUs."""
+"""The flags that a user gives XLA, and the one among them that decides about FP8 on NVIDIA's GPUs."""
 
 import dataclasses
 import os

@@ -29,6 +29,7 @@ COLLECTIVES = (
     "collective-broadcast",
     "ragged-all-to-all",
 )
+_SMALL = 10**6
 # Custom calls that say nothing of what they compute.
 _OPAQUE = ("__gpu$xla.gpu.triton", "tpu_custom_call", "mosaic_gpu", "__cudnn$fmha", "triton_kernel_call")
 
@@ -50,7 +51,7 @@ def analyze(compiled: Compiled, target: Target, known: Mapping[str, str] | None 
     products: list[Product] = []
     collectives: list[Collective] = []
     opaque: list[Opaque] = []
-    count = moved = 0
+    count = moved = small = 0
     for kernel in kernels(entry_sites(module)):
         if not is_kernel(kernel):
             continue
@@ -66,10 +67,11 @@ def analyze(compiled: Compiled, target: Target, known: Mapping[str, str] | None 
         else:
             count += kernel.executions
             moved += kernel.executions * touched(kernel)
+            small += kernel.executions * (touched(kernel) < _SMALL)
     loops = _found(module, "while")
     return Program(
         products=tuple(products),
-        others=Kernels(count, moved),
+        others=Kernels(count, moved, small),
         collectives=tuple(collectives),
         opaque=tuple(opaque),
         memory=compiled.memory,
@@ -108,7 +110,7 @@ class _Reader:
         scope = site.instruction.op_name or kernel.instruction.op_name
         written = self.written.find(scope, size)
         if written is not None:
-            size = size.without_padding(written.size)
+            size = size.as_written(written.size)
         lhs, rhs = (origin(operand) for operand in site.operands[:2])
         weight = _weight(lhs, rhs, written)
         made = self._makes(site)
@@ -136,6 +138,8 @@ class _Reader:
             widened=evidence.widened,
             out=_stored_dtype(kernel, size),
             compute=weight.dtype if arguments and arguments == weight.arguments else "",
+            written=_widest(size if written is None else written.size),
+            block_scaled=evidence.block_scaled,
             indivisible=indivisible(size),
             kernel=_kernel_name(kernel, site),
             groups=_groups(size, written),
@@ -151,6 +155,11 @@ class _Reader:
         if len(self.outputs) <= max(places, default=0):
             return ()
         return matching([self.outputs[place] for place in places], self.arguments)
+
+
+def _widest(size: Dimensions) -> str:
+    """The element type of the wider operand."""
+    return max((size.lhs, size.rhs), key=lambda shape: shape.bits).dtype
 
 
 def _entering(kernel: Site, site: Site) -> tuple[Entering | None, Entering | None]:

@@ -53,12 +53,16 @@ class Dimensions:
         m, n, k = (-(-size // multiple) * multiple for size in (self.m, self.n, self.k))
         return dataclasses.replace(self, m=m, n=n, k=k)
 
-    def without_padding(self, written: "Dimensions") -> "Dimensions":
-        """With the sizes that a product was written with, if these are those padded to multiples of 16.
+    def as_written(self, written: "Dimensions") -> "Dimensions":
+        """With the sizes that a product was written with, if these are those padded to multiples of 16; or those of a
+        sum that XLA split in several, to add them up afterwards.
 
         Args:
-            written: The sizes before padding.
+            written: The sizes before.
         """
+        if self.batch > written.batch and self.batch * self.k == written.batch * written.k:
+            whole = dataclasses.replace(self, batch=written.batch, k=written.k)
+            return whole if whole.same_as(written) else self
         padded = written.padded_to(16)
         if not padded.same_as(self):
             return self

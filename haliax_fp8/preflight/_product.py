@@ -36,6 +36,9 @@ class Product:
         out: Of the result, as it is written to memory.
         compute: Of the weight where the model multiplies it: before it is quantized, and after a cast to the compute
             dtype; empty if unknown.
+        written: XLA's name of the operands' element type in the program before it was optimized; as compiled if that is
+            unknown.
+        block_scaled: Whether the operands come with a scale for each block.
         indivisible: The dimensions that are no multiple of 16, such as `k=4095`; empty if there are none.
         kernel: What runs it, such as `cublasLt f8`.
         groups: How many times what was asked for it computes: XLA multiplies every row by the kernels of all groups,
@@ -58,6 +61,8 @@ class Product:
     widened: str
     out: str
     compute: str
+    written: str
+    block_scaled: bool
     indivisible: str
     kernel: str
     groups: int

@@ -10,6 +10,7 @@ from typing import Any
 from .._device import MX_UNITS, Device
 from .._formats import E4M3, E4M3FNUZ, E5M2, E5M2FNUZ
 from .._peaks import Peaks
+from .._xla_flags import XlaFlags
 
 
 # XLA's names of the formats that products may run in.
@@ -36,11 +37,11 @@ class Target(abc.ABC):
         """What decides which formats it multiplies."""
 
     @abc.abstractmethod
-    def compiler_options(self, program: str) -> Mapping[str, Any]:
+    def compiler_options(self, flags: XlaFlags) -> Mapping[str, Any]:
         """What the compiler is told beside the program.
 
         Args:
-            program: The program before optimization, as HLO.
+            flags: The user's; what they say is kept.
         """
 
     @property
