@@ -77,7 +77,7 @@ class Roofline:
     peaks: Peaks
     efficiency: Efficiency = LIKELY
 
-    def products(self, dtype: str, flops: float, bytes: float, count: int = 1, *, in_blocks: bool = False) -> float:
+    def products(self, dtype: str, flops: int, bytes: int, count: int = 1, *, in_blocks: bool = False) -> float:
         """Seconds of `count` products that are alike.
 
         Args:
@@ -94,7 +94,7 @@ class Roofline:
         computing = flops / (share * self.peaks.flops(dtype))
         return max(computing, self.moving(bytes)) + self.launches(count)
 
-    def others(self, bytes: float, count: int, block_bytes: float = 0) -> float:
+    def others(self, bytes: int, count: int, block_bytes: int = 0) -> float:
         """Seconds of kernels that are no products.
 
         Args:
@@ -105,7 +105,7 @@ class Roofline:
         in_blocks = block_bytes / (self.peaks.bandwidth * self.efficiency.block_bandwidth)
         return self.moving(bytes) + in_blocks + self.launches(count)
 
-    def moving(self, bytes: float) -> float:
+    def moving(self, bytes: int) -> float:
         """Seconds that memory traffic takes.
 
         Args:
