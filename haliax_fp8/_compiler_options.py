@@ -100,4 +100,5 @@ def _quantizes_gradients(recipe: Recipe) -> bool:
 
 
 def _is_block_scaled(recipe: Recipe) -> bool:
-    return any(operand.scaling.units is MX_UNITS for operands in recipe.products.values() for operand in operands)
+    scalings = [operand.scaling for operands in recipe.products.values() for operand in operands]
+    return any(scaling.quantizes and scaling.units is MX_UNITS for scaling in scalings)

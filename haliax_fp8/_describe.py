@@ -107,8 +107,8 @@ class ModelDescription:
         starting = sum(prediction.launches for is_fp8, prediction in predicted if is_fp8)
         bound = "; starting kernels takes longer than the work in them" if starting > now / 2 else ""
         return (
-            f"{bf16 / now:.2f} times as fast as with all of them in bf16 ({least:.2f} to {most:.2f}; estimate for these "
-            f"layers' products on {self.where}: {1e3 * now:.3g} ms a step instead of {1e3 * bf16:.3g} ms{bound})"
+            f"{bf16 / now:.2f} times as fast as with all of them in bf16 ({least:.2f} to {most:.2f}; estimate for "
+            f"these layers' products on {self.where}: {1e3 * now:.3g} ms a step instead of {1e3 * bf16:.3g} ms{bound})"
         )
 
     @property

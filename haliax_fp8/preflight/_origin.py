@@ -33,7 +33,7 @@ class Origin:
 # Instructions that hand on the values of one operand, and which one.
 _HANDED_ON = {
     **dict.fromkeys(("convert", "bitcast", "bitcast-convert", "copy", "transpose", "reshape", "slice", "pad"), 0),
-    **dict.fromkeys(("dynamic-slice", "optimization-barrier", "reduce-precision", "copy-start", "copy-done"), 0),
+    **dict.fromkeys(("dynamic-slice", "opt-barrier", "reduce-precision", "copy-start", "copy-done"), 0),
     **dict.fromkeys(("all-gather", "all-gather-start", "all-gather-done", "all-to-all", "collective-permute"), 0),
     **dict.fromkeys(("collective-permute-start", "collective-permute-done", "async-done", "reverse"), 0),
     **dict.fromkeys(("clamp", "dynamic-update-slice"), 1),
