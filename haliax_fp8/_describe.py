@@ -6,13 +6,16 @@ from collections.abc import Iterator
 from typing import Any
 
 import haliax as hax
+import jax
 import rich.box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from ._device import Device
+from ._op import Fp8DotGeneral
 from ._prediction import Prediction
+from ._recipe import Recipe
 from ._support import Support
 from ._transform import Fp8Config, decide, find_layers, rule_of
 from ._where_pays import WherePays
@@ -211,6 +214,16 @@ def describe(
             )
         )
     return ModelDescription(tuple(rows), named, where)
+
+
+def recipes_of(model: Any) -> list[Recipe]:
+    """The recipes of a model's FP8 products, each once.
+
+    Args:
+        model: A converted model, or any other tree.
+    """
+    is_op = lambda node: isinstance(node, Fp8DotGeneral)
+    return list(dict.fromkeys(node.recipe for node in jax.tree.leaves(model, is_leaf=is_op) if is_op(node)))
 
 
 def _where(layers: tuple[LayerDescription, ...]) -> str:

@@ -11,7 +11,9 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float, Key, PyTree
 
-from ._describe import describe
+from ._compiler_options import log_cost_of_flags
+from ._describe import describe, recipes_of
+from ._device import Device
 from ._keys import require_single_key, with_rounding_keys
 from ._training import (
     accumulate_gradients,
@@ -20,6 +22,7 @@ from ._training import (
     filter_value_and_grad,
     partition_for_grad_overwrite,
 )
+from ._xla_flags import XlaFlags
 
 
 M = TypeVar("M")
@@ -66,10 +69,12 @@ class TrainStep(eqx.Module):
     def init(self, model: PyTree) -> PyTree:
         """The optimizer's state for the trainable part of the model.
 
-        Logs one line, `describe(model).summary`, at level INFO to the logger `haliax_fp8`.
+        Logs one line, `describe(model).summary`, at level INFO to the logger `haliax_fp8`; and on NVIDIA's GPUs another
+        if the flags that XLA gets from the environment cost FP8 or its accumulation.
         """
         if _logger.isEnabledFor(logging.INFO):
             _logger.info(describe(model).summary)
+        log_cost_of_flags(XlaFlags.of_environment(), Device.default(), recipes_of(model))
         return self.optimizer.init(trainable(model))
 
     def __call__(

@@ -15,6 +15,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec as P
 
 import haliax_fp8 as fp8
 from haliax_fp8.preflight import (
+    GpuTarget,
     PreflightError,
     Verdict,
     check_fp8_call,
@@ -57,7 +58,13 @@ def step(model, x):
     return fp8.filter_grad(lambda model: (jax.vmap(model)(x).astype(jnp.float32) ** 2).mean())(model)
 
 
+# What keeps products in cuBLASLt, and with it full accumulation; `test_preflight_flags.py` has XLA's defaults.
+CUBLASLT = {"xla_gpu_enable_triton_gemm": False}
+
+
 def report_of(target, model, x=None, **options):
+    if isinstance(targets[target], GpuTarget):
+        options = {"compiler_options": CUBLASLT, "other_setting": False, **options}
     return preflight(step, model, struct(TOKENS, WIDTH) if x is None else x, target=target, **options)
 
 
@@ -133,7 +140,7 @@ def test_layers_without_anything_between_compile(dtype):
     model = abstract(lambda: fp8.fp8_linear_layers(make()), dtype)
     for gradient_of in (fp8.filter_grad, eqx.filter_grad):
         gradient = gradient_of(lambda model, x: (jax.vmap(model)(x).astype(jnp.float32) ** 2).mean())
-        report = preflight(gradient, model, struct(2048, WIDTH, dtype=dtype), target="h100")
+        report = preflight(gradient, model, struct(2048, WIDTH, dtype=dtype), target="h100", compiler_options=CUBLASLT)
         assert report.fp8_share == 1.0
 
 

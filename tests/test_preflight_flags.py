@@ -5,6 +5,7 @@ import haliax as hax
 import haliax.nn as hnn
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from test_preflight_products import module, read
 
@@ -141,6 +142,18 @@ def test_conversion_says_it(caplog, monkeypatch):
     assert not caplog.records
 
 
+def test_so_does_the_training_step(caplog, monkeypatch):
+    model = fp8.fp8_linear_layers(eqx.nn.Linear(16, 16, key=jax.random.key(0)), fp8.Fp8Config(recipe="mxfp8"))
+    step = fp8.TrainStep(lambda model, x: model(x).sum(), optax.sgd(0.1))
+    monkeypatch.setattr(fp8.Device, "default", staticmethod(lambda: devices["b200"]))
+    step.init(model)
+    assert not caplog.records
+    monkeypatch.setenv("XLA_FLAGS", f"--{TRITON}=false")
+    step.init(model)
+    (record,) = caplog.records
+    assert record.levelname == "WARNING" and "remove it from XLA_FLAGS" in record.getMessage()
+
+
 # --- Programs written here --------------------------------------------------------------------------------------------
 
 
@@ -205,7 +218,7 @@ def test_operands_that_the_kernel_widens_are_read_in_fp8(target):
     report = compiled_for(widens_inside, target, True)
     (product,) = report.products
     assert (product.verdict, product.lhs, product.widened) == (Verdict.FP8, "f8e4m3fn", "bf16")
-    assert any("1 products read FP8 and widen it inside Triton's kernel" in finding for finding in report.findings)
+    assert any("widen it inside Triton's kernel: 1;" in finding for finding in report.findings)
     # Estimated at the rate of what is multiplied.
     fast = compiled_for(multiplies_fp8, target, True)
     assert report.step.others.count == 0 and report.estimate.products >= fast.estimate.products
@@ -298,7 +311,7 @@ def test_the_first_line_says_which_flags_and_what_the_other_setting_changes(no_f
     says = [finding for finding in report.findings if "does not accumulate FP8 in full float32" in finding]
     assert len(says) == (target == "h100") and ("dgrad and wgrad accumulate in full" in line) == (target == "h100")
     if target == "h100":
-        assert says[0].startswith("1 dgrad and wgrad products run in Triton")
+        assert "in full float32 on Hopper: 1;" in says[0]
 
 
 @pytest.mark.parametrize("target", on_gpu("h100"))

@@ -25,13 +25,13 @@ def findings(step: Program, baseline: Program | None, target: Target) -> tuple[s
         found.append(f"{share:.1%} of the FLOPs {verdict.value}: {reason}")
     if widened := _runs(step, lambda product: product.is_fp8 and bool(product.widened)):
         found.append(
-            f"{widened} products read FP8 and widen it inside Triton's kernel; on the device XLA times that kernel "
+            f"products that read FP8 and widen it inside Triton's kernel: {widened}; on the device XLA times that kernel "
             "against cuBLASLt's FP8 product and takes the faster one"
         )
     if partial := imprecise_sums(step, target):
         found.append(
-            f"{partial} dgrad and wgrad products run in Triton, which does not accumulate FP8 in full float32 on "
-            f"Hopper; with {TRITON_PRODUCTS}=false cuBLASLt does"
+            f"dgrad and wgrad products in Triton, which does not accumulate FP8 in full float32 on Hopper: {partial}; "
+            f"with {TRITON_PRODUCTS}=false cuBLASLt does"
         )
     grouped = [product for product in step.products if product.groups > 1]
     if grouped:
