@@ -213,6 +213,12 @@ def test_operands_that_other_kernels_widen_are_not_in_fp8(target):
         report.require(fp8_flops=0.5)
 
 
+def test_barriers_do_not_hide_that_fp8_was_asked_for():
+    """On a CPU too: what an operand was before is looked for in the program before optimization."""
+    (product,) = preflight(dequantizes, *OPERANDS, SCALE, target="local").products
+    assert product.verdict is Verdict.EMULATED and product.reason.startswith("quantize-dequantize")
+
+
 @pytest.mark.parametrize("target", on_gpu("h100"))
 def test_operands_that_the_kernel_widens_are_read_in_fp8(target):
     report = compiled_for(widens_inside, target, True)

@@ -25,8 +25,8 @@ def findings(step: Program, baseline: Program | None, target: Target) -> tuple[s
         found.append(f"{share:.1%} of the FLOPs {verdict.value}: {reason}")
     if widened := _runs(step, lambda product: product.is_fp8 and bool(product.widened)):
         found.append(
-            f"products that read FP8 and widen it inside Triton's kernel: {widened}; on the device XLA times that kernel "
-            "against cuBLASLt's FP8 product and takes the faster one"
+            f"products that read FP8 and widen it inside Triton's kernel: {widened}; on the device XLA times that "
+            "kernel against cuBLASLt's FP8 product and takes the faster one"
         )
     if partial := imprecise_sums(step, target):
         found.append(
