@@ -49,11 +49,12 @@ from ._layers import (
 )
 from ._op import Fp8DotGeneral as Fp8DotGeneral
 from ._overwrite import OpState as OpState, OverwriteWithGradient as OverwriteWithGradient
+from ._prediction import Prediction as Prediction
 from ._presets import aliases as aliases, recipe_by_name as recipe_by_name, recipes as recipes
 from ._quantized_array import QuantizedArray as QuantizedArray, quantize as quantize
 from ._recipe import Quantization as Quantization, Recipe as Recipe
 from ._rematerialized import rematerialized as rematerialized
-from ._roofline import Efficiency as Efficiency, Prediction as Prediction
+from ._roofline import Efficiency as Efficiency
 from ._rounding import AbstractRounding as AbstractRounding, Stochastic as Stochastic, ToNearest as ToNearest
 from ._scaling import (
     AbstractAmaxCompute as AbstractAmaxCompute,

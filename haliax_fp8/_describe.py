@@ -6,13 +6,16 @@ from collections.abc import Iterator
 from typing import Any
 
 import haliax as hax
+import jax
 import rich.box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from ._device import Device
-from ._roofline import Prediction
+from ._op import Fp8DotGeneral
+from ._prediction import Prediction
+from ._recipe import Recipe
 from ._support import Support
 from ._transform import Fp8Config, decide, find_layers, rule_of
 from ._uncalibrated import uncalibrated_operands
@@ -106,9 +109,14 @@ class ModelDescription:
             return ""
         bf16 = sum(prediction.bf16 for _, prediction in predicted)
         now = sum(prediction.fp8 if is_fp8 else prediction.bf16 for is_fp8, prediction in predicted)
+        least, most = (
+            bf16 / sum(p.bf16 / p.gain_range[end] if is_fp8 else p.bf16 for is_fp8, p in predicted) for end in (0, 1)
+        )
+        starting = sum(prediction.launches for is_fp8, prediction in predicted if is_fp8)
+        bound = "; starting kernels takes longer than the work in them" if starting > now / 2 else ""
         return (
-            f"estimate on {self.where}: {1e3 * now:.3g} ms a step in these layers' products, {1e3 * bf16:.3g} ms with "
-            f"all of them in bf16, {bf16 / now:.2f} times as fast"
+            f"{bf16 / now:.2f} times as fast as with all of them in bf16 ({least:.2f} to {most:.2f}; estimate for "
+            f"these layers' products on {self.where}: {1e3 * now:.3g} ms a step instead of {1e3 * bf16:.3g} ms{bound})"
         )
 
     @property
@@ -216,6 +224,16 @@ def describe(
     return ModelDescription(tuple(rows), named, where)
 
 
+def recipes_of(model: Any) -> list[Recipe]:
+    """The recipes of a model's FP8 products, each once.
+
+    Args:
+        model: A converted model, or any other tree.
+    """
+    is_op = lambda node: isinstance(node, Fp8DotGeneral)
+    return list(dict.fromkeys(node.recipe for node in jax.tree.leaves(model, is_leaf=is_op) if is_op(node)))
+
+
 def _where(layers: tuple[LayerDescription, ...]) -> str:
     """Natively or not, over all converted layers."""
     supports = [layer.support for layer in layers if layer.support is not None]
@@ -236,7 +254,9 @@ def _gain(prediction: Prediction | None) -> Text:
     """How many times as fast FP8 is predicted to be."""
     if prediction is None:
         return Text("")
-    return Text(f"{prediction.gain:.2f}×", "green" if prediction.gain >= 1.0 else "yellow")
+    low, high = prediction.gain_range
+    style = "green" if prediction.gain >= 1.0 else "yellow"
+    return Text(f"{prediction.gain:.2f}× ({low:.2f} to {high:.2f})", style)
 
 
 def _sizes(stack: tuple[hax.Axis, ...]) -> str:

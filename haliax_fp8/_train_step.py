@@ -1,5 +1,6 @@
 """TrainStep: one optimizer step for a converted model, jitted; and optimizer state across a conversion."""
 
+import functools
 import logging
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -9,12 +10,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.core import Tracer
 from jaxtyping import Array, Float, Key, PyTree
 
 from ._calibrate import recorded
-from ._describe import describe
+from ._compiler_options import log_cost_of_flags, training_options
+from ._describe import describe, recipes_of
+from ._device import Device
 from ._keys import require_step_key, with_rounding_keys
 from ._loss import scalar_loss
+from ._own_state import require_own_state
 from ._training import (
     accumulate_gradients,
     apply_updates,
@@ -23,6 +28,7 @@ from ._training import (
     partition_for_grad_overwrite,
 )
 from ._uncalibrated import require_calibrated
+from ._xla_flags import XlaFlags
 
 
 M = TypeVar("M")
@@ -79,11 +85,28 @@ class TrainStep(eqx.Module):
     def init(self, model: PyTree) -> PyTree:
         """The optimizer's state for the trainable part of the model.
 
-        Logs one line, `describe(model).summary`, at level INFO to the logger `haliax_fp8`.
+        Logs one line, `describe(model).summary`, at level INFO to the logger `haliax_fp8`; and on NVIDIA's GPUs another
+        if the flags that XLA gets from the environment cost FP8 or its accumulation.
         """
         if _logger.isEnabledFor(logging.INFO):
             _logger.info(describe(model).summary)
+        require_own_state(model)
+        flags = XlaFlags.of_environment().with_options(self.compiler_options(model))
+        log_cost_of_flags(flags, Device.default(), recipes_of(model))
         return self.optimizer.init(trainable(model))
+
+    def compiler_options(self, model: PyTree, *_: Any, device: Device | None = None) -> dict[str, bool]:
+        """The options of XLA that a step of this model is compiled with, beside the flags of the environment.
+
+        On NVIDIA's GPUs they keep products to cuBLASLt, so that gradients accumulate in full float32. Called in another
+        `jit`, whose options count alone, a step passes none.
+
+        Args:
+            model: The model.
+            *_: What else a step takes.
+            device: Where the step runs; by default the device that JAX uses.
+        """
+        return training_options(recipes_of(model), Device.default() if device is None else device)
 
     def calibrate(self, model: M, *batch: Any, key: Key[Array, ""] | None = None) -> M:
         """The model with its state filled from a pass in high precision over this step's own microbatches.
@@ -130,7 +153,10 @@ class TrainStep(eqx.Module):
         require_step_key(key, self.loss_fn, batch)
         # Without waiting for the step before, whose scales were those of the model that it was given.
         require_calibrated(model, wait=False)
-        return (_donating_step if self.donate else _step)((self, batch, key), model, opt_state)
+        require_own_state(model, wait=False)
+        nested = any(isinstance(x, Tracer) for x in jax.tree.leaves((model, opt_state, batch)))
+        options = {} if nested else self.compiler_options(model)
+        return _step(self.donate, tuple(options.items()))((self, batch, key), model, opt_state)
 
 
 def _require_loss_and_optimizer(loss_fn: Any, optimizer: Any) -> None:
@@ -166,8 +192,10 @@ def _run(kept: tuple[TrainStep, tuple[Any, ...], Array | None], model: Any, opt_
     return apply_updates(model, updates, overwrites), opt_state, metrics
 
 
-_step = eqx.filter_jit(_run)
-_donating_step = eqx.filter_jit(_run, donate="all-except-first")
+@functools.cache
+def _step(donate: bool, options: tuple[tuple[str, bool], ...]) -> Callable[..., Any]:
+    """The compiled step. One for all instances, so that equal ones share what is compiled."""
+    return eqx.filter_jit(_run, donate="all-except-first" if donate else "none", compiler_options=dict(options))
 
 
 @eqx.filter_jit

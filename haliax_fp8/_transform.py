@@ -10,17 +10,19 @@ import jax
 from jax.tree_util import KeyEntry
 from jaxtyping import DTypeLike
 
+from ._compiler_options import log_cost_of_flags
 from ._device import Device
 from ._kernel_residual import AbstractKernelResidual, RequantizeWhereCheap
 from ._layers import LayerRule, default_layers
 from ._op import Fp8DotGeneral, floating_dtype
+from ._prediction import Prediction
 from ._presets import RecipeLike, as_recipe
 from ._recipe import Recipe
-from ._roofline import Prediction
 from ._scaling import DelayedScaling
 from ._support import require_support
 from ._targets import Pattern, Targets, as_patterns, matches, path_string, unmatched_error
 from ._where_pays import WherePays
+from ._xla_flags import XlaFlags
 
 
 M = TypeVar("M")
@@ -155,6 +157,7 @@ def fp8_linear_layers[M](module: M, config: Fp8Config | None = None) -> M:
         for rule, recipe in chosen:
             if recipe is not None:
                 require_support(recipe, rule.support(recipe, device))
+        log_cost_of_flags(XlaFlags.of_environment(), device, (recipe for _, recipe in chosen if recipe is not None))
     converted: dict[Any, Any] = {}
 
     def convert(path: str, layer: Any) -> Any:

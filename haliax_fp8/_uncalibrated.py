@@ -4,10 +4,10 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.core import Tracer
 
 from ._op import Fp8DotGeneral
 from ._overwrite import OpState
+from ._own_state import table_on_host
 from ._scaling import StaticScaling
 from ._targets import path_string
 
@@ -25,16 +25,8 @@ def uncalibrated_operands(state: Any, *, wait: bool = True) -> tuple[str, ...]:
     if not isinstance(state, OpState):
         return ()
     rows = [row for row, s in enumerate(state.scalings) if isinstance(s, StaticScaling) and s.scale is None]
-    table = state.table.array if rows else None
-    if isinstance(table, jax.Array):
-        # JAX's arrays have `is_ready`, but its types do not declare it.
-        if isinstance(table, Tracer) or table.is_deleted() or not (wait or getattr(table, "is_ready", lambda: True)()):
-            return ()
-        # On several hosts each one has a copy of its own.
-        table = np.asarray(table if table.is_fully_addressable else table.addressable_data(0))
-    if not isinstance(table, np.ndarray):
-        return ()
-    return tuple(_OPERANDS[row] for row in rows if np.isinf(table[..., row, 0]).any())
+    table = table_on_host(state, wait=wait) if rows else None
+    return () if table is None else tuple(_OPERANDS[row] for row in rows if np.isinf(table[..., row, 0]).any())
 
 
 def require_calibrated(model: Any, *, wait: bool = True) -> None:

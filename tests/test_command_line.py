@@ -145,6 +145,40 @@ def test_options_reach_the_compiler(training, capsys):
     assert local(f"{training}:make_step", "--xla", "xla_cpu_enable_fast_math=false") == 0
 
 
+@pytest.mark.parametrize("name", ["H100", "TPU v6e"])
+def test_targets_are_named_as_everywhere_else(capsys, monkeypatch, name):
+    """In any case, and by other names: it gets as far as asking for the target's compiler."""
+    from haliax_fp8.preflight._targets import target_of
+
+    monkeypatch.setattr(type(target_of(name)), "missing", lambda self: f"{self.name} is known")
+    assert run("preflight", "--demo", "gpt2", "--target", name) == 2
+    assert capsys.readouterr().err == f"error: {target_of(name).name} is known\n"
+
+
+def test_the_first_line_says_which_flags(training, capsys, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=false")
+    options = ["--xla", "xla_cpu_enable_fast_min_max=true"]
+    assert local(f"{training}:make_step", *options) == 0
+    first = capsys.readouterr().out.splitlines()[0]
+    assert first == "XLA flags: --xla_cpu_enable_fast_math=false --xla_cpu_enable_fast_min_max=true"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(targets["h100"].missing() is not None, reason="needs the package jax-cuda13-pjrt")
+def test_both_settings_of_tritons_products(training, capsys, monkeypatch):
+    """The second is compiled before the report is shown, unless nobody wants it."""
+    monkeypatch.delenv("XLA_FLAGS")
+    assert run("preflight", f"{training}:make_step", "--json") == 0
+    out, err = capsys.readouterr()
+    assert "with xla_gpu_enable_triton_gemm=false: " in json.loads(out)["flags"]
+    assert "compiling with the other setting" in err
+    off = ["--xla", "xla_gpu_enable_triton_gemm=false", "--one-setting"]
+    assert run("preflight", f"{training}:make_step", *off, "--json") == 0
+    out, err = capsys.readouterr()
+    flags = "XLA flags: --xla_gpu_enable_triton_gemm=false; not compiled with xla_gpu_enable_triton_gemm=true"
+    assert json.loads(out)["flags"] == flags and "other setting" not in err
+
+
 def test_a_baseline(training, capsys):
     assert local(f"{training}:make_step", "--compare", f"{training}:make_plain_step", "--json") == 0
     report = json.loads(capsys.readouterr().out)

@@ -87,7 +87,13 @@ def _preflight_parser(commands: Any) -> argparse.ArgumentParser:
         default=[],
         type=_compiler_option,
         metavar="OPTION=VALUE",
-        help="an option of XLA's compiler, such as xla_gpu_enable_triton_gemm=true; may be repeated",
+        help="an option of XLA's compiler, above the environment's XLA_FLAGS, such as "
+        "xla_gpu_enable_triton_gemm=false; may be repeated",
+    )
+    parser.add_argument(
+        "--one-setting",
+        action="store_true",
+        help="do not compile a second time with the other setting of xla_gpu_enable_triton_gemm",
     )
     parser.add_argument("--svg", metavar="FILE", help="draw the table as a picture")
     demo = parser.add_argument_group("a model with published shapes instead of a step of your own")

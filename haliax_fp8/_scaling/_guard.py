@@ -9,6 +9,8 @@ make it work:
 - It says what the rounded scale is, which products in bfloat16 take.
 """
 
+from typing import Any
+
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -39,7 +41,7 @@ def checked(
     """Scales as products take them, exact and rounded up; NaN where the guard is not that of the scale.
 
     Where both are 0 or both `-inf`, the scale is 1: a trainer that overwrites state as it comes, where a step did not
-    reach a layer.
+    reach a layer. An infinite scale, which calibration has not found yet, stays.
 
     Args:
         scale: Stored scales.
@@ -47,9 +49,23 @@ def checked(
     """
     words = lax.bitcast_convert_type(guard, jnp.uint32)
     short = lax.bitcast_convert_type((words - _HALF) << np.uint32(1), jnp.float32)
-    on_grid = (words & np.uint32((1 << (23 - SHORT_BITS)) - 1)) == np.uint32(0)
-    near = (scale >= short * _LOWEST) & (scale <= short * _HIGHEST)
-    consistent = on_grid & near & (short > np.float32(0.0)) & (short < np.float32(np.inf))
-    unreached = (scale == guard) & ((scale == np.float32(0.0)) | (scale == np.float32(-np.inf)))
+    consistent, unreached = _fits(scale, guard, words, short)
     otherwise = lax.select(unreached, lax.full_like(scale, 1.0), lax.full_like(scale, np.nan))
     return lax.select(consistent, scale, otherwise), lax.select(consistent, short, otherwise)
+
+
+def is_changed(scale: np.ndarray, guard: np.ndarray) -> bool:
+    """On the host: whether any scale has a guard that is not its own."""
+    words = np.ascontiguousarray(guard, np.float32).view(np.uint32)
+    short = ((words - _HALF) << np.uint32(1)).view(np.float32)
+    with np.errstate(invalid="ignore", over="ignore"):
+        consistent, unreached = _fits(np.asarray(scale, np.float32), np.asarray(guard, np.float32), words, short)
+    return not bool((consistent | unreached).all())
+
+
+def _fits(scale: Any, guard: Any, words: Any, short: Any) -> tuple[Any, Any]:
+    """Whether a guard is that of a scale; and whether a step did not reach the layer."""
+    on_grid = (words & np.uint32((1 << (23 - SHORT_BITS)) - 1)) == np.uint32(0)
+    near = (scale >= short * _LOWEST) & (scale <= short * _HIGHEST)
+    unreached = (scale == guard) & ((scale == np.float32(0.0)) | (scale == np.float32(-np.inf)))
+    return on_grid & near & (short > np.float32(0.0)), unreached

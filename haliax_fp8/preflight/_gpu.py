@@ -13,6 +13,7 @@ import jax
 from jax.experimental import topologies
 
 from .._device import Device
+from .._xla_flags import TRITON_PRODUCTS, XlaFlags
 from ._target import Target, environment
 
 
@@ -33,26 +34,23 @@ class GpuTarget(Target):
         """By its compute capability."""
         return Device("cuda", self.kind, self.compute_capability)
 
-    def compiler_options(self, program: str) -> Mapping[str, Any]:
-        """Products go to cuBLAS, as without a GPU no autotuner can choose; to Triton where they are block-scaled.
+    def compiler_options(self, flags: XlaFlags) -> Mapping[str, Any]:
+        """Triton's products as the user's flags have them; and less work where the program stays the same.
 
-        XLA has no other kernel for those, and would widen the operands in kernels of their own. Machine code need not
-        be good, as nothing runs; and the autotuner of what is no product, which has nothing to measure with, would
-        compile each of its kernels once more, only to keep it as it is. XLA's decisions stay the same, in less than
-        half the time.
+        Machine code need not be good, as nothing runs; and the autotuner of what is no product, which has nothing to
+        measure with, would compile each of its kernels once more, only to keep it as it is. XLA's decisions stay the
+        same, in less than half the time.
         """
-        return {
-            "xla_gpu_enable_triton_gemm": 'composite.name="xla.scaled_dot"' in program,
-            "xla_backend_optimization_level": 0,
-            "xla_gpu_experimental_enable_fusion_autotuner": False,
-        }
+        quick = {"xla_backend_optimization_level": 0, "xla_gpu_experimental_enable_fusion_autotuner": False}
+        options = {name: value for name, value in quick.items() if name not in flags.values}
+        return {TRITON_PRODUCTS: flags.triton_products, **options}
 
     @property
     def caveats(self) -> tuple[str, ...]:
         """No GPU, so nothing was measured."""
         return (
-            "no GPU, so no autotuner: on the device XLA may find Triton's kernels faster, which multiply in bf16; "
-            "where cuBLASLt is shown, XLA_FLAGS=--xla_gpu_enable_triton_gemm=false makes it take that",
+            "no GPU, so no autotuner: a product shown in Triton may run in cuBLASLt on the device, with the same "
+            "operands, where XLA finds that faster",
             "times are estimates, nothing ran",
         )
 

@@ -9,6 +9,7 @@ import jax
 from jax.experimental import topologies
 
 from .._device import Device
+from .._xla_flags import XlaFlags
 from ._target import Target, environment
 
 
@@ -27,8 +28,8 @@ class TpuTarget(Target):
         """By its name."""
         return Device("tpu", self.kind)
 
-    def compiler_options(self, program: str) -> Mapping[str, Any]:
-        """None."""
+    def compiler_options(self, flags: XlaFlags) -> Mapping[str, Any]:
+        """None: the flags in the environment are XLA's own business."""
         return {}
 
     @property
