@@ -1,7 +1,6 @@
 """Static scaling: scales that are given, or come from calibration, and never change."""
 
 import dataclasses
-import math
 from typing import ClassVar
 
 from jax import lax
@@ -9,6 +8,7 @@ from jaxtyping import Array, Float, Float32
 
 from .._device import FP8_UNITS, MatrixUnits
 from .._quantized_array import QuantizedArray
+from .._require import require_margin, require_number
 from ._base import AbstractStatefulScaling, OperandUse
 from ._delayed import DelayedScaling
 
@@ -26,7 +26,7 @@ class StaticScaling(AbstractStatefulScaling):
         margin: Headroom of calibrated scales, as a power of two.
 
     Raises:
-        ValueError: If `scale` is not positive and finite, or `margin` is no integer.
+        ValueError: If `scale` is not positive and finite, or `margin` is not an integer between -17 and 17.
 
     References:
         vLLM's and TensorRT-LLM's static activation scales; Unit Scaling (arXiv:2303.11257), where the scale is 1.
@@ -44,10 +44,12 @@ class StaticScaling(AbstractStatefulScaling):
     measures: ClassVar[int] = 0
 
     def __post_init__(self) -> None:
-        if not (self.scale > 0.0 and math.isfinite(self.scale)):
-            raise ValueError(f"scale={self.scale} of StaticScaling must be positive and finite")
-        if not isinstance(self.margin, int) or isinstance(self.margin, bool):
-            raise ValueError(f"margin={self.margin!r} of StaticScaling must be an integer")
+        require_number("scale", self.scale, "1.0", of="StaticScaling")
+        if not self.scale > 0.0:
+            raise ValueError(
+                f"scale={self.scale} of StaticScaling must be positive and finite: values are divided by it"
+            )
+        require_margin(self.margin, of="StaticScaling")
 
     @property
     def first_row(self) -> tuple[float, ...]:
