@@ -180,7 +180,7 @@ def quantize_by(
     return QuantizedArray(data, lax.div(lax.full_like(multiplier, 1.0), multiplier), block, power_of_two=power_of_two)
 
 
-def _format_or_cast(cast: Any) -> Format | Cast:
+def _format_or_cast(cast: Any) -> Any:
     """A format for its dtype, which could be called and would not clip; a format or a function as it is."""
     with contextlib.suppress(TypeError):  # raised for what is no dtype
         if not isinstance(cast, Format) and cast is not None:

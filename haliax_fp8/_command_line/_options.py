@@ -45,6 +45,10 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
     ):
         command = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
         command.add_argument("--json", action="store_true", help="print JSON")
+    text = (
+        "get XLA's compiler for NVIDIA's GPUs (once, 135 MB), which preflight needs; JAX's own devices stay as they are"
+    )
+    commands.add_parser("install-compiler", help=text, description=text[0].upper() + text[1:] + ".")
     options = parser.parse_args(argv)
     if options.command == "preflight":
         _check(preflight, options)

@@ -68,8 +68,8 @@ class EquinoxLinear(LayerRule):
             return f"{type(layer).__name__} is a subclass of Linear and may multiply otherwise"
         if _leading_shape(layer) is None:
             return (
-                f"its weight is a {type(layer.weight).__name__} that holds stacked arrays, and it has no bias that says "
-                "over how many layers; convert it once its weight is an array"
+                f"its weight is a {type(layer.weight).__name__} that holds stacked arrays, and there is no bias that "
+                "tells how many layers they are; convert the model once this weight is an array"
             )
         return integer_weight(layer.weight)
 
@@ -149,8 +149,8 @@ def _leading_shape(layer: eqx.nn.Linear) -> tuple[int, ...] | None:
     model is unwrapped; `eqx.nn.Shared` leaves a node without arrays. The bias has the same leading axes.
     """
     for array, matrix in ((layer.weight, 2), (layer.bias, 1)):
-        if hasattr(array, "shape"):
-            return array.shape[: len(array.shape) - matrix]
+        if (shape := getattr(array, "shape", None)) is not None:
+            return shape[: len(shape) - matrix]
     stacked = any(getattr(leaf, "ndim", 0) > 2 for leaf in jax.tree.leaves(layer.weight))
     return None if stacked else ()
 

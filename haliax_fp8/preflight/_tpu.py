@@ -40,7 +40,7 @@ class TpuTarget(Target):
         """The package, if it is not installed."""
         if importlib.util.find_spec("libtpu"):
             return None
-        return f"target {self.name!r} needs XLA's TPU compiler: pip install 'haliax-fp8[preflight-tpu]'"
+        return f"target {self.name!r} needs XLA's TPU compiler: install jax[tpu] in this environment"
 
     def devices(self, count: int) -> Sequence[Any]:
         """The first of the smallest slice that has as many."""
