@@ -294,7 +294,7 @@ def test_unknown_targets_are_named():
 
 @pytest.mark.parametrize(
     "name, package, remedy",
-    [("h100", "xla_cuda13", "python -m haliax_fp8 install-compiler"), ("tpu7x", "libtpu", r"install jax\[tpu\]")],
+    [("h100", "xla_cuda13", "install-compiler nvidia"), ("tpu7x", "libtpu", "install-compiler tpu")],
 )
 def test_a_missing_package_is_one_line_with_the_remedy(name, package, remedy, monkeypatch, tmp_path):
     import importlib.util

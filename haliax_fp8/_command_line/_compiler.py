@@ -1,4 +1,4 @@
-"""The command `install-compiler`: gets XLA's compiler for NVIDIA's GPUs."""
+"""The command `install-compiler`: gets XLA's compiler for devices that are not here."""
 
 import importlib.util
 import os
@@ -7,35 +7,37 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-from ..preflight import _gpu_compiler as gpu_compiler
+from ..preflight._compilers import compilers
 from ._errors import UsageError
 from ._screen import on_error
 
 
-def install_compiler() -> None:
-    """Unpacks the wheel with the compiler where `preflight` finds it and JAX does not.
+def install_compiler(name: str) -> None:
+    """Unpacks the wheel with the compiler where the preflight finds it and JAX does not.
+
+    Args:
+        name: One of `compilers`.
 
     Raises:
         UsageError: If there is neither pip nor uv, or it fails; what it said is on the screen by then.
     """
-    say = on_error().print
-    if gpu_compiler.is_installed():
-        say("XLA's compiler for NVIDIA's GPUs is installed already.")
+    say, compiler = on_error().print, compilers[name]
+    if compiler.unpacked is not None:
+        say(f"XLA's compiler for {compiler.devices} is installed already, in {compiler.directory}", soft_wrap=True)
         return
-    directory = gpu_compiler.directory()
-    command = [*_installer(), "--no-deps", "--target", str(directory), gpu_compiler.requirement()]
-    say(f"Getting XLA's compiler for NVIDIA's GPUs, 135 MB: {' '.join(command)}", soft_wrap=True)
+    command = [*_installer(), "--no-deps", "--target", str(compiler.directory), compiler.requirement]
+    say(f"Getting XLA's compiler for {compiler.devices}, {compiler.megabytes} MB:", " ".join(command), soft_wrap=True)
     status = subprocess.run(command, check=False).returncode
-    if status != 0 or not gpu_compiler.is_installed():
-        shutil.rmtree(directory, ignore_errors=True)
+    if status != 0 or compiler.unpacked is None:
+        shutil.rmtree(compiler.directory, ignore_errors=True)
         raise UsageError(
-            f"{gpu_compiler.requirement()} could not be installed, see above. It exists for Linux, and for released "
-            "versions of jaxlib"
+            f"{compiler.requirement} could not be installed, see above. It exists for Linux, and for released versions "
+            "of JAX"
         )
-    for other in directory.parent.glob(f"{gpu_compiler.PACKAGE}==*"):
-        if other != directory:
+    for other in compiler.directory.parent.glob(f"{compiler.package}-for-*"):
+        if other != compiler.directory:
             shutil.rmtree(other, ignore_errors=True)  # of the JAX that was here before
-    say("Done. Now, for example: python -m haliax_fp8 preflight --demo llama-8b --layers 1 --tokens 2048 --compare")
+    say("Installed. `python -m haliax_fp8 devices` lists what can be compiled for now.")
 
 
 def _installer() -> Sequence[str]:

@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.command == "preflight":
             return run_preflight(options)
         if options.command == "install-compiler":
-            install_compiler()
+            install_compiler(options.compiler)
             return 0
         rows, table = {
             "devices": (device_rows, device_table),

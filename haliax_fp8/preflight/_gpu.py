@@ -6,6 +6,7 @@ from typing import Any
 
 from .._device import Device
 from . import _gpu_compiler as gpu_compiler
+from ._compilers import NVIDIA
 from ._target import Target
 
 
@@ -70,7 +71,7 @@ class GpuTarget(Target):
         """The compiler, if it is not installed."""
         if gpu_compiler.is_installed():
             return None
-        return f"target {self.name!r} needs XLA's GPU compiler: run `python -m haliax_fp8 install-compiler`"
+        return f"target {self.name!r} needs {NVIDIA.missing}"
 
     def devices(self, count: int) -> Sequence[Any]:
         """GPUs of one host, up to eight; beyond that hosts of eight."""
