@@ -992,3 +992,56 @@ def test_a_model_on_a_mesh():
 def test_targets_that_select_nothing_by_being_empty_are_refused(targets):
     with pytest.raises(ValueError, match="selects no layer; None converts every layer"):
         Fp8Config(targets=targets)
+
+
+# --- Weights that are not arrays --------------------------------------------------------------------------------------
+
+
+class Masked(eqx.Module):
+    """A node that computes a weight, as FlowJAX's masked layers have it: what is trained, and what is multiplied."""
+
+    weight: jax.Array
+    mask: jax.Array
+
+    def unwrap(self) -> jax.Array:
+        return self.weight * self.mask
+
+
+def unwrapped(model):
+    is_masked = lambda node: isinstance(node, Masked)
+    return jax.tree.map(lambda node: node.unwrap() if is_masked(node) else node, model, is_leaf=is_masked)
+
+
+def masked_layers(count: int, **kwargs):
+    make = lambda key: eqx.nn.Linear(4, 4, key=key, **kwargs)
+    layers = eqx.filter_vmap(make)(jax.random.split(jax.random.key(0), count))
+    mask = jnp.tril(jnp.ones((4, 4)))
+    return eqx.tree_at(lambda layer: layer.weight, layers, Masked(layers.weight, jnp.broadcast_to(mask, (count, 4, 4))))
+
+
+def test_stacked_weights_behind_a_wrapper_have_a_state_each():
+    """Converted while wrapped, and scanned: what the same weights as arrays give, state and gradients too."""
+    x = jax.random.normal(jax.random.key(1), (8, 4))
+
+    def loss(layers):
+        arrays, static = eqx.partition(layers, eqx.is_array)
+        out, _ = jax.lax.scan(lambda h, layer: (jax.vmap(eqx.combine(layer, static))(h), None), x, arrays)
+        return jnp.mean(out**2)
+
+    wrapped = fp8_linear_layers(masked_layers(3), SHORT)
+    plain = fp8_linear_layers(unwrapped(masked_layers(3)), SHORT)
+    expected, gradient = haliax_fp8.filter_grad(loss)(plain), haliax_fp8.filter_grad(loss)(unwrapped(wrapped))
+    assert_same(gradient, expected)
+    assert gradient.dot_general.amax_history("input").shape == (3, 4)
+    of_wrapped = haliax_fp8.filter_grad(lambda layers: loss(unwrapped(layers)))(wrapped)
+    assert_same(of_wrapped.dot_general, expected.dot_general)
+    np.testing.assert_array_equal(of_wrapped.weight.weight, expected.weight * masked_layers(3).weight.mask)
+
+
+def test_wrapped_weights_of_unknown_shape_are_refused_by_name():
+    layers = {"masked": masked_layers(3, use_bias=False), "other": eqx.nn.Linear(4, 4, key=jax.random.key(0))}
+    assert "weight is a Masked that holds stacked arrays" in describe(fp8_linear_layers(layers))["masked"].reason
+    with pytest.raises(ValueError, match="masked, which cannot be converted: its weight is a Masked .*is an array"):
+        fp8_linear_layers(layers, targets="masked")
+    single = eqx.tree_at(lambda layer: layer.weight, layers["other"], Masked(jnp.ones((4, 4)), jnp.ones((4, 4))))
+    assert fp8_linear_layers(single, SHORT).dot_general.amax_history("input").shape == (4,)
