@@ -663,6 +663,13 @@ def test_a_pattern_that_selects_nothing_names_the_nearest(argument, pattern, nam
     assert all(a is b for a, b in zip(before, jax.tree.leaves(model), strict=True)) and not paths(model)
 
 
+def test_a_pattern_that_names_a_branch_is_told_how_to_select_what_is_beneath():
+    with pytest.raises(
+        ValueError, match=r"targets='layers' selects no layer; .*; 'layers\.\*' selects what is beneath it"
+    ):
+        fp8_linear_layers(selectable(), targets=["layers"])
+
+
 def test_a_target_in_a_model_without_layers():
     with pytest.raises(ValueError, match="targets='up' selects nothing: the model has no layer"):
         fp8_linear_layers({"x": jnp.ones(2)}, Fp8Config(targets="up"))
