@@ -111,6 +111,7 @@ def recipe_by_name(name: str) -> Recipe:
         near = difflib.get_close_matches(name, [*recipes, *aliases], n=3, cutoff=0.4)
         hint = f"the nearest are {listed(near)}; " if near else ""
         raise ValueError(
-            f"recipe={name!r} is unknown; {hint}all are {listed(recipes)}, or by other libraries' names {listed(aliases)}"
+            f"recipe={name!r} is unknown; {hint}all are {listed(recipes)}, and by other libraries' names "
+            f"{listed(aliases)}"
         )
     return recipe
