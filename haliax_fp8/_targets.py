@@ -76,8 +76,9 @@ def unmatched_error(name: str, pattern: Pattern, paths: Sequence[str]) -> ValueE
         near = difflib.get_close_matches(pattern, [*paths, *by_end], n=5, cutoff=0.5)
         shown = list(dict.fromkeys(by_end.get(n, n) for n in near)) or paths
     listed = ", ".join(shown[:5]) + (f", … ({len(paths)} in all)" if len(paths) > 5 else "")
-    beneath = isinstance(pattern, str) and any(path.startswith(f"{pattern}.") for path in paths)
-    hint = f"; {pattern + '.*'!r} selects what is beneath it" if beneath else ""
+    hint = ""
+    if isinstance(pattern, str) and any(path.startswith(f"{pattern}.") for path in paths):
+        hint = f"; {f'{pattern}.*'!r} selects what is beneath it"
     return ValueError(f"{name}={pattern!r} selects no layer; the nearest are: {listed}{hint}")
 
 
