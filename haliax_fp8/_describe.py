@@ -17,8 +17,9 @@ from ._op import Fp8DotGeneral
 from ._prediction import Prediction
 from ._recipe import Recipe
 from ._support import Support
-from ._transform import Fp8Config, decide, find_layers, rule_of
+from ._transform import Fp8Config, as_config, decide
 from ._uncalibrated import uncalibrated_operands
+from ._walk import find_layers, rule_of
 from ._where_pays import WherePays
 
 
@@ -183,7 +184,7 @@ def describe(
         The layers; `print` shows them as a table, and `summary` is one line for the start of a program.
 
     Raises:
-        ValueError: If the device's name is unknown.
+        ValueError: If the device's name is unknown, or `config` is not an `Fp8Config`.
 
     Example:
         >>> layers = {"up": hax.nn.Linear.init(hax.Axis("in", 8), hax.Axis("out", 4), key=jax.random.key(0))}
@@ -192,7 +193,7 @@ def describe(
     """
     named = Device.by_name(device) if isinstance(device, str) else device
     place = Device.default() if named is None else named
-    given = Fp8Config() if config is None else config
+    given = as_config(config)
     where = given.where if where is None else where
     rules = given.layers
     decisions = {} if config is None else decide(model, config)

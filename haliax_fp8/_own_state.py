@@ -8,7 +8,7 @@ from jax.core import Tracer
 
 from ._op import Fp8DotGeneral
 from ._overwrite import OpState
-from ._scaling import scale_is_changed
+from ._scaling import is_changed as scale_is_changed
 from ._targets import path_string
 
 
@@ -39,8 +39,8 @@ def changed_message(layers: list[str]) -> str:
     more = f" and {len(layers) - 3} more" if len(layers) > 3 else ""
     return (
         f"the FP8 state of {', '.join(layers[:3])}{more} was changed by something other than its own update: an "
-        "optimizer, weight decay or an average that was given the whole model. Scales are no parameters; their products "
-        "give NaN. Use TrainStep, or split state from parameters in your step:\n"
+        "optimizer, weight decay or an average that was given the whole model. Scales are not parameters, and "
+        "products with them give NaN now. Use TrainStep, or split state from parameters in your step:\n"
         "    overwrites, grads = partition_for_grad_overwrite(grads)\n"
         "    updates, opt_state = optimizer.update(grads, opt_state, trainable(model))\n"
         "    model = apply_updates(model, updates, overwrites)\n"

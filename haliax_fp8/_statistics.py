@@ -21,8 +21,8 @@ from ._overwrite import OpState
 from ._scaling import AbstractStatefulScaling, MeasuredScaling
 from ._targets import path_string
 from ._training import filter_grad
-from ._transform import map_layers_in_stacks, rule_of
 from ._uncalibrated import require_calibrated
+from ._walk import map_layers_in_stacks, rule_of
 
 
 OPERANDS = ("input", "kernel", "output_grad")

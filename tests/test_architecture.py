@@ -17,6 +17,7 @@ ROOT = Path(haliax_fp8.__file__).parent
 # A module (a file, or a folder as a whole) may import modules of the lines above its own, never one of its own line.
 # So the numerics can be read without the layers, and training, calibration and the rest never need each other.
 LAYERS = (
+    ("_require",),
     (
         "_formats",
         "_rotation",
@@ -24,6 +25,7 @@ LAYERS = (
         "_dimension_numbers",
         "_opaque",
         "_mesh_axes",
+        "_op_arguments",
         "_targets",
         "_kernel_residual",
         "_checkpoint",
@@ -39,8 +41,9 @@ LAYERS = (
     ("_products",),
     ("_dot_general", "_support"),
     ("_op", "_compressed", "_merge"),
+    ("_own_state",),
     ("_layers", "_einsum", "_keys", "_rematerialized", "_loss", "_uncalibrated"),
-    ("_where_pays",),
+    ("_where_pays", "_walk"),
     ("_transform", "_training"),
     ("_describe", "_calibrate", "_statistics", "_fused_projections"),
     ("_train_step", "_fuse"),
@@ -110,7 +113,7 @@ def test_imports_go_up_the_table(path):
 def test_this_file_sees_imports():
     """The reader of imports, on what it has to find."""
     assert {"_op", "_recipe", "_layers"} <= inner_imports(ROOT / "_layers" / "_haliax.py")
-    assert {"_layers", "_targets"} <= inner_imports(ROOT / "_transform.py")
+    assert {"_layers", "_targets"} <= inner_imports(ROOT / "_walk.py")
     assert {"_formats", "_state"} == inner_imports(ROOT / "ops" / "_arguments.py")
     assert "haliax.quantization.CustomGradientAccumulation" in set(imports(ROOT / "_overwrite.py"))
     assert any(name.startswith("jax._src") for name in imports(ROOT / "_state.py"))

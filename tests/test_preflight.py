@@ -359,13 +359,17 @@ def test_unknown_targets_are_named():
         preflight(lambda x: x, struct(4), target="h1000")
 
 
-@pytest.mark.parametrize("name, package", [("h100", "xla_cuda13"), ("tpu7x", "libtpu")])
-def test_a_missing_package_is_one_line_with_the_remedy(name, package, monkeypatch):
+@pytest.mark.parametrize(
+    "name, package, remedy",
+    [("h100", "xla_cuda13", "install-compiler nvidia"), ("tpu7x", "libtpu", "install-compiler tpu")],
+)
+def test_a_missing_package_is_one_line_with_the_remedy(name, package, remedy, monkeypatch, tmp_path):
     import importlib.util
 
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))  # beneath which `install-compiler` puts the one for GPUs
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if package in name else find(name))
-    with pytest.raises(RuntimeError, match=r"pip install 'haliax-fp8\[preflight") as error:
+    with pytest.raises(RuntimeError, match=remedy) as error:
         preflight(lambda x: x, struct(4), target=name)
     assert "\n" not in str(error.value)
 

@@ -17,7 +17,7 @@ from ._base import (
 from ._block import BlockScaling as BlockScaling
 from ._current import CurrentScaling as CurrentScaling, RowwiseScaling as RowwiseScaling
 from ._delayed import DelayedScaling as DelayedScaling, usable as usable
-from ._guard import SHORT_BITS as SHORT_BITS, is_changed as scale_is_changed
+from ._guard import SHORT_BITS as SHORT_BITS, is_changed as is_changed
 from ._hadamard import HadamardScaling as HadamardScaling
 from ._high_precision import HighPrecision as HighPrecision
 from ._measured import MeasuredScaling as MeasuredScaling

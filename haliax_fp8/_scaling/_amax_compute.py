@@ -8,6 +8,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Float32
 
+from .._require import require_number
+
 
 # A GPU's multiprocessors take a few rows each.
 _ROWS = 1024
@@ -91,6 +93,7 @@ class MovingAverage(AbstractAmaxCompute):
     decay: float = 0.9
 
     def __post_init__(self) -> None:
+        require_number("decay", self.decay, "0.9", of="MovingAverage")
         if not 0.0 < self.decay < 1.0:
             raise ValueError(f"decay={self.decay} of MovingAverage must lie between 0 and 1; 0.9 is usual")
 
@@ -126,6 +129,7 @@ class Percentile(AbstractAmaxCompute):
     percent: float = 99.99
 
     def __post_init__(self) -> None:
+        require_number("percent", self.percent, "99.99", of="Percentile")
         if not 0.0 < self.percent <= 100.0:
             raise ValueError(f"percent={self.percent} of Percentile must be above 0 and at most 100; 99.99 is usual")
 

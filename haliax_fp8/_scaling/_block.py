@@ -9,6 +9,7 @@ from jaxtyping import Array, Float
 from .._device import MX_UNITS, NO_UNITS, MatrixUnits
 from .._formats import E4M3, Format
 from .._quantized_array import QuantizedArray, quantize_by
+from .._require import require_bool, require_integer
 from ._amax import multiplier_of
 from ._base import AbstractScaling, OperandUse
 from ._blocks import block_shape, blockwise_amax
@@ -43,6 +44,9 @@ class BlockScaling(AbstractScaling):
     gradient_format: ClassVar[Format] = E4M3
 
     def __post_init__(self) -> None:
+        require_integer("size", self.size, of="BlockScaling")
+        for name in ("square", "power_of_two", "padding"):
+            require_bool(name, getattr(self, name), of="BlockScaling")
         if self.size < 1:
             raise ValueError(f"size={self.size} of a block must be at least 1; DeepSeek-V3 uses 128")
 

@@ -9,6 +9,7 @@ from jaxtyping import Array, Float
 from .._device import FP8_UNITS, MatrixUnits
 from .._formats import E4M3, Format
 from .._quantized_array import QuantizedArray, quantize, quantize_by
+from .._require import require_bool
 from ._amax import amax_over, multiplier_of, round_up_scale
 from ._base import AbstractScaling, OperandUse
 
@@ -22,6 +23,9 @@ class CurrentScaling(AbstractScaling):
     Args:
         power_of_two: Round scales up to powers of two.
 
+    Raises:
+        ValueError: If `power_of_two` is neither True nor False.
+
     References:
         TransformerEngine's `Float8CurrentScaling`; torchao's tensorwise recipe; the Flax FP8 guide.
 
@@ -34,6 +38,9 @@ class CurrentScaling(AbstractScaling):
 
     units: ClassVar[MatrixUnits] = FP8_UNITS
     directional: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        require_bool("power_of_two", self.power_of_two, of="CurrentScaling")
 
     def quantize(self, x: Float[Array, "*shape"], use: OperandUse) -> QuantizedArray:
         """Quantizes with the amax of each member."""
@@ -56,6 +63,9 @@ class RowwiseScaling(AbstractScaling):
         power_of_two: Round scales up to powers of two, as torchao does: data then differ from those of float32 scales
             by rounding only.
 
+    Raises:
+        ValueError: If `power_of_two` is neither True nor False.
+
     References:
         torchao's rowwise recipe (`Float8LinearConfig.from_recipe_name("rowwise")`).
     """
@@ -65,6 +75,9 @@ class RowwiseScaling(AbstractScaling):
     units: ClassVar[MatrixUnits] = FP8_UNITS
     directional: ClassVar[bool] = True
     gradient_format: ClassVar[Format] = E4M3
+
+    def __post_init__(self) -> None:
+        require_bool("power_of_two", self.power_of_two, of="RowwiseScaling")
 
     def quantize(self, x: Float[Array, "*shape"], use: OperandUse) -> QuantizedArray:
         """Quantizes with the amaxes over the contracted axes."""

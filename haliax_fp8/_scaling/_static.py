@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Float32
 
 from .._device import FP8_UNITS, MatrixUnits
 from .._quantized_array import QuantizedArray
+from .._require import require_margin, require_number
 from ._base import AbstractStatefulScaling, OperandUse
 from ._delayed import DelayedScaling
 
@@ -29,7 +30,7 @@ class StaticScaling(AbstractStatefulScaling):
         margin: Headroom of calibrated scales, as a power of two.
 
     Raises:
-        ValueError: If `scale` is not positive and finite, or `margin` is not an integer.
+        ValueError: If `scale` is not positive and finite, or `margin` is not an integer between -17 and 17.
 
     References:
         vLLM's and TensorRT-LLM's static activation scales; Unit Scaling (arXiv:2303.11257), where the scale is 1.
@@ -47,12 +48,14 @@ class StaticScaling(AbstractStatefulScaling):
     measures: ClassVar[int] = 0
 
     def __post_init__(self) -> None:
-        if self.scale is not None and not (self.scale > 0.0 and math.isfinite(self.scale)):
-            raise ValueError(
-                f"scale={self.scale} of StaticScaling must be positive and finite, or None if calibration is to find it"
-            )
-        if not isinstance(self.margin, int) or isinstance(self.margin, bool):
-            raise ValueError(f"margin={self.margin!r} of StaticScaling must be an integer")
+        if self.scale is not None:
+            require_number("scale", self.scale, "1.0", of="StaticScaling")
+            if not self.scale > 0.0:
+                raise ValueError(
+                    f"scale={self.scale} of StaticScaling must be positive and finite: values are divided by it. "
+                    "Give None if calibration is to find it"
+                )
+        require_margin(self.margin, of="StaticScaling")
 
     @property
     def first_row(self) -> tuple[float, ...]:
