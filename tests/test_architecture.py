@@ -45,6 +45,7 @@ LAYERS = (
     ("_layers", "_einsum", "_keys", "_rematerialized", "_loss", "_uncalibrated"),
     ("_where_pays", "_walk"),
     ("_transform", "_training"),
+    ("_exact_gradients",),
     ("_describe", "_calibrate", "_statistics", "_fused_projections"),
     ("_train_step", "_fuse"),
     ("_command_line",),
