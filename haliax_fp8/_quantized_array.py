@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import equinox as eqx
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Float32, Shaped
 
@@ -100,7 +101,7 @@ def quantize(x: Float[Array, "*shape"], scale: Float32[Array, "*blocks"], cast: 
     """Divides by the scale, clips to the format's maximum and rounds.
 
     `data = cast(clip(x / scale, -max, max))`, computed in float32. It divides, and does not multiply by a reciprocal:
-    the two differ in the last bit, and the division is what Flax computes.
+    the two differ in the last bit, and the division is what Flax computes. Infinities become NaN, and NaN stays.
 
     Args:
         x: Values in any floating dtype.
@@ -110,8 +111,8 @@ def quantize(x: Float[Array, "*shape"], scale: Float32[Array, "*blocks"], cast: 
     Returns:
         The quantized array.
     """
-    x = lax.convert_element_type(x, jnp.float32)
-    return QuantizedArray(_as_cast(cast)(lax.div(x, expand(scale, x.shape))), scale)
+    quotient = lax.div(lax.convert_element_type(x, jnp.float32), expand(scale, x.shape))
+    return QuantizedArray(_as_cast(cast)(_visible(x, quotient)), scale)
 
 
 def quantize_by(
@@ -124,7 +125,8 @@ def quantize_by(
 ) -> QuantizedArray:
     """Multiplies, clips and rounds: `data = cast(clip(x * multiplier))`, `scale = 1 / multiplier`.
 
-    What TransformerEngine and torchao compute where the scale comes from the tensor itself.
+    What TransformerEngine and torchao compute where the scale comes from the tensor itself. Infinities become NaN, and
+    NaN stays.
 
     Args:
         x: Values in any floating dtype.
@@ -133,9 +135,17 @@ def quantize_by(
         block: The shape of a block, see `QuantizedArray`.
         power_of_two: Whether all multipliers are powers of two.
     """
-    x = lax.convert_element_type(x, jnp.float32)
-    data = _as_cast(cast)(lax.mul(x, expand(multiplier, x.shape, block)))
+    multiplied = lax.mul(lax.convert_element_type(x, jnp.float32), expand(multiplier, x.shape, block))
+    data = _as_cast(cast)(_visible(x, multiplied))
     return QuantizedArray(data, lax.div(lax.full_like(multiplier, 1.0), multiplier), block, power_of_two=power_of_two)
+
+
+def _visible(x: Float[Array, "*shape"], scaled: Float32[Array, "*shape"]) -> Float32[Array, "*shape"]:
+    """`scaled`, or NaN where `x` is infinite: clipped, it would pass for a value that training may use.
+
+    E4M3 has no infinity. A finite value that overflows when it is scaled is clipped as any other.
+    """
+    return lax.select(lax.is_finite(x), scaled, lax.full_like(scaled, np.nan))
 
 
 def _as_cast(cast: Format | Cast) -> Cast:

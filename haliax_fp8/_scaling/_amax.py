@@ -6,10 +6,14 @@ from jax import lax
 from jaxtyping import Array, Float, Float32
 
 
+# Its reciprocal is float32's smallest normal number; a smaller scale is flushed to zero on a CPU.
+LARGEST_MULTIPLIER = 2.0**126
+
+
 def multiplier_of(
-    amax: Float32[Array, "*shape"], limit: float, *, power_of_two: bool = False, largest: float | None = None
+    amax: Float32[Array, "*shape"], limit: float, *, power_of_two: bool = False
 ) -> Float32[Array, "*shape"]:
-    """`limit / amax`, or 1 where the amax is zero, infinite or NaN.
+    """`limit / amax`, at most `2**126`; 1 where the amax is zero, NaN where it is NaN.
 
     With `power_of_two` it is rounded down to a power of two, so that nothing exceeds the limit: the scale, its
     reciprocal, goes up.
@@ -18,19 +22,17 @@ def multiplier_of(
         amax: The largest magnitudes.
         limit: The largest value of the format.
         power_of_two: Whether to clear the significand.
-        largest: What an overflowing multiplier becomes; by default the largest float32.
 
     References:
         TransformerEngine, `common/recipe/recipe_common.cuh::compute_scale_from_amax`; torchao's
         `round_scales_to_power_of_2`.
     """
-    largest = float(jnp.finfo(jnp.float32).max) if largest is None else largest
     multiplier = lax.div(lax.full_like(amax, limit), amax)
-    multiplier = jnp.where(jnp.isinf(multiplier), jnp.float32(largest), multiplier)
+    multiplier = jnp.minimum(multiplier, jnp.float32(LARGEST_MULTIPLIER))
     if power_of_two:
         multiplier = round_down_to_power_of_two(multiplier)
-    usable = jnp.isfinite(amax) & (amax > 0.0)
-    return jnp.where(usable, multiplier, jnp.float32(1.0))
+    multiplier = jnp.where(amax > 0.0, multiplier, jnp.float32(1.0))
+    return jnp.where(jnp.isnan(amax), amax, multiplier)
 
 
 def round_down_to_power_of_two(x: Float32[Array, "*shape"]) -> Float32[Array, "*shape"]:
@@ -40,5 +42,16 @@ def round_down_to_power_of_two(x: Float32[Array, "*shape"]) -> Float32[Array, "*
 
 
 def amax_over(x: Float[Array, "*shape"], axes: tuple[int, ...]) -> Float32[Array, "*blocks"]:
-    """The largest magnitude along some axes, which stay with size 1."""
-    return jnp.max(jnp.abs(x), axis=axes, keepdims=True, initial=0.0).astype(jnp.float32)
+    """The largest finite magnitude along some axes, which stay with size 1; 0 if there is none.
+
+    Of the finite ones, so that an infinity or NaN spoils itself and not the scale of all others.
+    """
+    magnitude = jnp.where(lax.is_finite(x), lax.abs(x), jnp.zeros((), x.dtype))
+    return within_float32(jnp.max(magnitude, axis=axes, keepdims=True, initial=0.0))
+
+
+def within_float32(amax: Float[Array, "*shape"]) -> Float32[Array, "*shape"]:
+    """A magnitude in float32; what float64 alone can hold becomes float32's largest."""
+    if amax.dtype.itemsize > 4:
+        amax = jnp.minimum(amax, float(np.finfo(np.float32).max))
+    return lax.convert_element_type(amax, jnp.float32)
