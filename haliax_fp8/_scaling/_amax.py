@@ -41,17 +41,21 @@ def round_down_to_power_of_two(x: Float32[Array, "*shape"]) -> Float32[Array, "*
     return lax.bitcast_convert_type(bits & np.uint32(0xFF800000), jnp.float32)
 
 
-def amax_over(x: Float[Array, "*shape"], axes: tuple[int, ...]) -> Float32[Array, "*blocks"]:
-    """The largest finite magnitude along some axes, which stay with size 1; 0 if there is none.
+def amax_over(x: Float[Array, "*shape"], axes: tuple[int, ...], *, keepdims: bool = True) -> Float32[Array, "*blocks"]:
+    """The largest magnitude along some axes; NaN if one of them is infinite or NaN.
 
-    Of the finite ones, so that an infinity or NaN spoils itself and not the scale of all others.
+    A scale of NaN, and every value under it: a gradient that overflowed has to be seen by whoever skips such steps.
+
+    Args:
+        x: Values in any floating dtype.
+        axes: Those that the maximum is taken over.
+        keepdims: Whether they stay with size 1.
     """
-    magnitude = jnp.where(lax.is_finite(x), lax.abs(x), jnp.zeros((), x.dtype))
-    return within_float32(jnp.max(magnitude, axis=axes, keepdims=True, initial=0.0))
-
-
-def within_float32(amax: Float[Array, "*shape"]) -> Float32[Array, "*shape"]:
-    """A magnitude in float32; what float64 alone can hold becomes float32's largest."""
-    if amax.dtype.itemsize > 4:
+    # As whole numbers magnitudes have the same order, with NaN on top: a maximum of float32 drops it on a CPU.
+    bits = lax.bitcast_convert_type(lax.abs(x), jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
+    amax = lax.bitcast_convert_type(jnp.max(bits, axis=axes, keepdims=keepdims, initial=0), x.dtype)
+    finite = lax.is_finite(amax)
+    if x.dtype.itemsize > 4:
+        # What float64 alone can hold is clipped.
         amax = jnp.minimum(amax, float(np.finfo(np.float32).max))
-    return lax.convert_element_type(amax, jnp.float32)
+    return jnp.where(finite, lax.convert_element_type(amax, jnp.float32), jnp.float32(jnp.nan))

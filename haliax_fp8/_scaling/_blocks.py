@@ -5,7 +5,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Float32
 
-from ._amax import within_float32
+from ._amax import amax_over
 from ._base import OperandUse
 
 
@@ -39,15 +39,8 @@ def block_shape(
 
 
 def blockwise_amax(x: Float[Array, "*shape"], block: tuple[int, ...]) -> Float32[Array, "*blocks"]:
-    """The largest magnitude of each block; NaN of a block that holds an infinity or NaN.
-
-    The scale shows it for the whole block: formats of four bits have neither, and E8M0 has NaN.
-    """
-    # As whole numbers the magnitudes have the same order, with NaN on top: a maximum of floats drops it on a CPU.
-    whole = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
-    split, axes = _split(lax.bitcast_convert_type(lax.abs(x), whole), block)
-    amax = lax.bitcast_convert_type(jnp.max(split, axis=axes, initial=0), x.dtype)
-    return jnp.where(lax.is_finite(amax), within_float32(amax), jnp.float32(jnp.nan))
+    """The largest magnitude of each block; NaN of a block that holds an infinity or NaN."""
+    return amax_over(*_split(x, block), keepdims=False)
 
 
 def blockwise_sum(x: Float32[Array, "*shape"], block: tuple[int, ...]) -> Float32[Array, "*blocks"]:
