@@ -112,9 +112,13 @@ def _block_scale(wanted: Float32[Array, "*blocks"], use: OperandUse) -> Float32[
     """Rounded to E4M3: up where data are rounded at random, since clipping has no mean of zero; else to nearest."""
     if use.rounding.needs_key:
         spacing = spacing_of(wanted, E4M3)
-        return jnp.minimum(jnp.ceil(wanted / spacing) * spacing, np.float32(E4M3.max))
-    # The barrier keeps XLA from taking the two casts for nothing.
-    return lax.optimization_barrier(saturating_cast(wanted, E4M3)).astype(jnp.float32)
+        # Exact: every value is one of E4M3's by now.
+        rounded = saturating_cast(jnp.ceil(wanted / spacing) * spacing, E4M3)
+    else:
+        rounded = saturating_cast(wanted, E4M3)
+    # The barrier keeps XLA from taking the two casts for nothing; and, where a rotated operand is a constant of the
+    # program, its CPU compiler from evaluating it with elements in the wrong places.
+    return lax.optimization_barrier(rounded).astype(jnp.float32)
 
 
 def _scaled(x: Float32[Array, "*shape"], scale: Float32[Array, "*blocks"], block: tuple[int, ...]) -> Array:
