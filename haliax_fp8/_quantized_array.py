@@ -125,8 +125,8 @@ def quantize_by(
 ) -> QuantizedArray:
     """Multiplies, clips and rounds: `data = cast(clip(x * multiplier))`, `scale = 1 / multiplier`.
 
-    What TransformerEngine and torchao compute where the scale comes from the tensor itself. Of a tensor, row or block that
-    holds an infinity or NaN the multiplier is NaN, and so are all of its data.
+    What TransformerEngine and torchao compute where the scale comes from the tensor itself. What holds an infinity or
+    NaN, be it a tensor, a row or a block, has a multiplier of NaN, and so are all of its data.
 
     Args:
         x: Values in any floating dtype.

@@ -48,7 +48,7 @@ class NVFP4Scaling(AbstractScaling):
         blocks next to the tensor's amax have the choice too; then some blocks are worse than without it.
 
     Example:
-        >>> x = jnp.zeros((2, 16)).at[0, :4].set(jnp.array([10.0, 20.0, 30.0, 40.0])).at[1, 0].set(100.0)
+        >>> x = jnp.zeros((2, 16)).at[0, :4].set(jnp.array([10.0, 20.0, 30.0, 40.0])).at[1, 0].set(2688.0)
         >>> for four_over_six in (False, True):
         ...     q = NVFP4Scaling(four_over_six=four_over_six).quantize(x, OperandUse(E2M1, contracted=(1,)))
         ...     print(q.data[0, :4].astype(jnp.float32))
