@@ -93,7 +93,7 @@ class RecoveringMax(AbstractAmaxCompute):
     Example:
         >>> history = jnp.array([2.0, 3.0, 1e6, 3.0, 2.0])  # newest first, then from the oldest on
         >>> RecoveringMax(steps=2).of_history(history), MaxOfHistory().of_history(history)
-        (Array([512.], dtype=float32), Array([1000000.], dtype=float32))
+        (Array([512.], dtype=float32), Array([1.e+06], dtype=float32))
     """
 
     steps: int = 16
