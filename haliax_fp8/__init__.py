@@ -74,6 +74,7 @@ from ._scaling import (
     NVFP4Scaling as NVFP4Scaling,
     OperandUse as OperandUse,
     Percentile as Percentile,
+    RecoveringMax as RecoveringMax,
     RowwiseScaling as RowwiseScaling,
     StaticScaling as StaticScaling,
 )

@@ -112,7 +112,7 @@ def quantize(
     """Divides by the scale, clips to the format's maximum and rounds.
 
     `data = cast(clip(x / scale, -max, max))`, computed in float32. It divides, and does not multiply by a reciprocal:
-    the two differ in the last bit, and the division is what Flax computes.
+    the two differ in the last bit, and the division is what Flax computes. Infinities become NaN, and NaN stays.
 
     Args:
         x: Values in any floating dtype.
@@ -153,8 +153,8 @@ def divide_by(x: Float[Array, "*shape"], scale: Float32[Array, "*blocks"], cast:
         scale: float32, shaped as `QuantizedArray` says.
         cast: A format, or a function that clips and rounds.
     """
-    x = lax.convert_element_type(x, jnp.float32)
-    return QuantizedArray(_as_cast(cast)(lax.div(x, expand(scale, x.shape))), scale)
+    quotient = lax.div(lax.convert_element_type(x, jnp.float32), expand(scale, x.shape))
+    return QuantizedArray(_as_cast(cast)(_visible(x, quotient)), scale)
 
 
 def quantize_by(
@@ -167,7 +167,8 @@ def quantize_by(
 ) -> QuantizedArray:
     """Multiplies, clips and rounds: `data = cast(clip(x * multiplier))`, `scale = 1 / multiplier`.
 
-    What TransformerEngine and torchao compute where the scale comes from the tensor itself.
+    What TransformerEngine and torchao compute where the scale comes from the tensor itself. What holds an infinity or
+    NaN, be it a tensor, a row or a block, has a multiplier of NaN, and so are all of its data.
 
     Args:
         x: Values in any floating dtype.
@@ -192,6 +193,17 @@ def _format_or_cast(cast: Any) -> Any:
     if not (isinstance(cast, Format) or callable(cast)):
         raise ValueError(f"cast={cast!r} must be a format such as E4M3, its dtype, or a function that clips and rounds")
     return cast
+
+
+def _visible(x: Float[Array, "*shape"], scaled: Float32[Array, "*shape"]) -> Float32[Array, "*shape"]:
+    """`scaled`, or NaN where `x` is infinite: clipped, it would pass for a value that training may use.
+
+    E4M3 has no infinity. A finite value that overflows when it is scaled is clipped as any other.
+    """
+    # `x - x` is 0 of finite values alone. XLA's fusions of norms for GPUs take no `is_finite`, so that the cast behind
+    # a norm would be a kernel of its own; and a magnitude here is shared with the amax, which tears the two apart.
+    finite = lax.eq(lax.sub(x, x), lax.full_like(x, 0.0))
+    return lax.select(finite, scaled, lax.full_like(scaled, np.nan))
 
 
 def _as_cast(cast: Format | Cast) -> Cast:

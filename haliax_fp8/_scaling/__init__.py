@@ -7,6 +7,7 @@ from ._amax_compute import (
     MostRecent as MostRecent,
     MovingAverage as MovingAverage,
     Percentile as Percentile,
+    RecoveringMax as RecoveringMax,
 )
 from ._base import (
     AbstractScaling as AbstractScaling,

@@ -3,7 +3,6 @@
 import dataclasses
 from typing import ClassVar
 
-import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from .._device import MX_UNITS, NO_UNITS, MatrixUnits
@@ -68,7 +67,5 @@ class BlockScaling(AbstractScaling):
     def quantize(self, x: Float[Array, "*shape"], use: OperandUse) -> QuantizedArray:
         """Quantizes with the amax of each block; blocks cut by the edge are smaller."""
         block = block_shape(x.shape, self.size, use, square=self.square, padding=self.padding, scaling=self)
-        largest = float(jnp.finfo(x.dtype).max)
-        amax = blockwise_amax(x, block)
-        multiplier = multiplier_of(amax, use.format.max, power_of_two=self.power_of_two, largest=largest)
+        multiplier = multiplier_of(blockwise_amax(x, block), use.format.max, power_of_two=self.power_of_two)
         return quantize_by(x, multiplier, use.cast, block, scale_bits=1 if self.power_of_two else 24)

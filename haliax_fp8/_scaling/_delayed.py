@@ -28,8 +28,9 @@ class DelayedScaling(AbstractStatefulScaling):
     the tensor is read once, not twice. What exceeds the range then is clipped in this step and fits in the next.
 
     Args:
-        amax_history_length: How many steps the history remembers. A spike keeps the scale large for that many steps;
-            16 to 32 reacts faster, 1024 is the field's default.
+        amax_history_length: How many steps the history remembers. A spike keeps the scale large for that many steps,
+            and one a million times too large flushes all else to zero for as long; 16 to 32 reacts faster, 1024 is the
+            field's default. `amax_compute=RecoveringMax()` bounds that time under any length.
         margin: Headroom as a power of two: the scale is multiplied by `2**margin`.
         amax_compute: What a step measures of a tensor, and how the history gives one number.
         update_interval: The scale moves in the first step and then every so many steps; the history records each.
@@ -73,7 +74,7 @@ class DelayedScaling(AbstractStatefulScaling):
         if not isinstance(self.amax_compute, AbstractAmaxCompute):
             raise ValueError(
                 f"amax_compute={self.amax_compute!r} is not a rule for the amax; use MaxOfHistory(), MostRecent(), "
-                "MovingAverage() or Percentile()"
+                "RecoveringMax(), MovingAverage() or Percentile()"
             )
 
     def __repr__(self) -> str:
