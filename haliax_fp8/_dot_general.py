@@ -16,7 +16,6 @@ updated; or scales, whose cotangent is what was measured (`OpRecord`). See `_sta
 """
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,6 +28,7 @@ from jaxtyping import Array, Float, UInt32
 
 from ._contraction import to_front
 from ._mesh_axes import varying_axes
+from ._mapped_tangent import TangentArguments, with_mapped_axis
 from ._product_spec import ProductSpec
 from ._products import backward, forward, product, tangent
 from ._quantized_array import QuantizedArray
@@ -168,9 +168,14 @@ def _fp8_dot_transpose(grad, *args, spec: ProductSpec, linear: tuple[bool, ...],
     )
 
 
-def _fp8_dot_tangent_batch(args, axes, **params):
-    """Reached in forward mode only: reverse mode transposes before it batches, or batches `fp8_dot` itself."""
-    return jax.vmap(functools.partial(_fp8_dot_tangent, **params), in_axes=tuple(axes))(*args), 0
+def _fp8_dot_tangent_batch(args, axes, *, spec: ProductSpec, linear: tuple[bool, ...], structure):
+    """Where JAX differentiates first: folds the mapped axis into the product, as `_fp8_dot_batch` does."""
+    size = next(x.shape[axis] for x, axis in zip(args, axes, strict=True) if axis is not None)
+    given, mapped = (TangentArguments(*_unpack(x, linear, structure)) for x in (args, axes))
+    given, spec, out_axis = with_mapped_axis(given, mapped, size, spec)
+    leaves, structure = jax.tree.flatten((given.residuals, given.extras))
+    tangents = [t for t in given.tangents if t is not None]
+    return fp8_dot_tangent_p.bind(*tangents, *leaves, spec=spec, linear=linear, structure=structure), out_axis
 
 
 for _primitive, _function, _aval in (

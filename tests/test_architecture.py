@@ -36,6 +36,7 @@ LAYERS = (
     ("_product_spec", "_overwrite", "_presets", "_layer_work"),
     ("_measures", "_operands", "_roofline"),
     ("_products",),
+    ("_mapped_tangent",),
     ("_dot_general", "_support"),
     ("_op", "_compressed", "_merge"),
     ("_layers", "_einsum", "_keys", "_rematerialized"),
