@@ -27,8 +27,8 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, UInt32
 
 from ._contraction import to_front
-from ._mesh_axes import varying_axes
 from ._mapped_tangent import TangentArguments, with_mapped_axis
+from ._mesh_axes import varying_axes
 from ._product_spec import ProductSpec
 from ._products import backward, forward, product, tangent
 from ._quantized_array import QuantizedArray

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from jax import lax
-from jaxtyping import Array
 
 from ._contraction import to_front
 from ._product_spec import ProductSpec
