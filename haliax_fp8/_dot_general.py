@@ -28,11 +28,12 @@ from jaxtyping import Array, Float, UInt32
 
 from ._contraction import to_front
 from ._mapped_tangent import TangentArguments, with_mapped_axis
+from ._members import recorded_by_first
 from ._mesh_axes import varying_axes
 from ._product_spec import ProductSpec
 from ._products import backward, forward, product, tangent
 from ._quantized_array import QuantizedArray
-from ._state import define_linearization, is_max_grad, to_max_grad
+from ._state import define_linearization, to_dtype_of
 
 
 def fp8_dot_general(
@@ -159,8 +160,10 @@ def _fp8_dot_transpose(grad, *args, spec: ProductSpec, linear: tuple[bool, ...],
         return [None] * len(args)
     lhs, rhs = (t.aval.dtype if ad.is_undefined_primal(t) else None for t in tangents[:2])
     gradients, new_state = backward(grad, residuals, extras, spec=spec, dtypes=(lhs, rhs), update=any(linear[2:]))
-    if new_state is not None and is_max_grad(tangents[2].aval):
-        new_state = to_max_grad(new_state)
+    if new_state is not None:
+        if spec.records:
+            new_state = recorded_by_first(new_state, grad, spec.ensemble)
+        new_state = to_dtype_of(new_state, tangents[2].aval)
     cotangents = [*gradients, *([new_state] if len(linear) > 2 else [])]
     undefined = [ct if ad.is_undefined_primal(t) else None for ct, t in zip(cotangents, tangents, strict=True)]
     return [ct for ct, is_linear in zip(undefined, linear, strict=True) if is_linear] + [None] * (

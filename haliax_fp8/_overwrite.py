@@ -15,6 +15,7 @@ from jax import lax
 from jax.core import Tracer
 from jaxtyping import Array
 
+from ._members import marks
 from ._mesh_axes import varying_axes
 from ._recipe import Recipe
 from ._scaling import (
@@ -27,7 +28,7 @@ from ._scaling import (
     overwritten,
     usable,
 )
-from ._state import is_max_grad, to_float32, to_max_grad
+from ._state import is_max_grad, to_float32, to_max_grad, to_record
 
 
 class OverwriteWithGradient(CustomGradientAccumulation):
@@ -136,8 +137,8 @@ class OpRecord(OverwriteWithGradient):
     are updated in one go afterwards (`complete_states`).
 
     Args:
-        table: float32, `[*stack, operand * measure]`: an operand's scale, as often as it measures numbers, then the
-            next one's; as a gradient, what was measured.
+        table: float32, `[*stack, operand * measure + 1]`: an operand's scale, as often as it measures numbers, then the
+            next one's, last the layer's mark (`_members.py`); as a gradient, what was measured, and the mark, or zeros.
         shared: The first operand's part, `[*stack, measure]`, where the op is of a group that reads the same input:
             then the table holds the others', and the whole group has the very same array here.
     """
@@ -156,7 +157,7 @@ class OpRecord(OverwriteWithGradient):
     @property
     def scale(self) -> Array:
         """The scales that the next use takes, `[*stack, operand]`."""
-        array = to_float32(self.array)
+        array = to_float32(self.array)[..., :-1]
         return array[..., :: array.shape[-1] // 3]
 
     def accumulate(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -181,12 +182,13 @@ def _as_state(table: Array) -> Array:
     return table if is_max_grad(table) or table.dtype == jnp.float32 else to_float32(table)
 
 
-def record_states(states: Sequence[OpState]) -> list[OpRecord]:
-    """What a differentiated function needs of states, in `fp32_max_grad`; all of a kind in one go.
+def record_states(states: Sequence[OpState], *, inexact: bool = False) -> list[OpRecord]:
+    """What a differentiated function needs of states, in `fp32_record`; all of a kind in one go.
 
     Args:
         states: This step's. Those of an input group take the largest scale of their inputs, which is each one's own
             if they always read the same.
+        inexact: Whether in `fp32_inexact_record`.
     """
     scales: dict[int, Array] = {}
     joined: list[int] = []
@@ -214,7 +216,15 @@ def record_states(states: Sequence[OpState]) -> list[OpRecord]:
     for found, values in zip((scales, largest), lax.optimization_barrier(apart), strict=True):
         found |= values
     shared = {i: largest[members[0]] for members in groups.values() if members[0] in largest for i in members}
-    return [_record(state, scales[i], shared.get(i)) for i, state in enumerate(states)]
+    return [
+        _record(state, scales[i], mark, shared.get(i), inexact=inexact)
+        for i, (state, mark) in enumerate(zip(states, _marks(states), strict=True))
+    ]
+
+
+def _marks(states: Sequence[OpState]) -> list[Array]:
+    """The mark of each layer, `[*stack, 1]`."""
+    return marks([(*state.table.array.shape[:-2], 1) for state in states]) if states else []
 
 
 @jax.jit
@@ -223,21 +233,22 @@ def _usable_scales(tables: Array) -> Array:
     return usable(lax.index_in_dim(tables, 0, axis=tables.ndim - 1, keepdims=False))
 
 
-def _record(state: OpState, scales: Array, shared: Array | None) -> OpRecord:
+def _record(state: OpState, scales: Array, mark: Array, shared: Array | None, *, inexact: bool) -> OpRecord:
     """The record of scales `[*stack, operand]`, the first of which others may share."""
     width, axis = max(1, measures(state.scalings)), scales.ndim - 1
     stack = state.table.axis_names[:-2]
 
-    def named(x: Array, name: str) -> hax.NamedArray:
+    def named(x: Array, name: str, *last: Array) -> hax.NamedArray:
         # As in `with_array`: the names may count axes that the array does not have.
         array: Any = np.zeros((0,) * (len(stack) + 1))
         structure = jax.tree.structure(hax.NamedArray(array, (*stack, name)))
-        return jax.tree.unflatten(structure, [to_max_grad(x if width == 1 else jnp.repeat(x, width, axis=-1))])
+        x = x if width == 1 else jnp.repeat(x, width, axis=-1)
+        return jax.tree.unflatten(structure, [to_record(lax.concatenate([x, *last], axis), inexact=inexact)])
 
     if shared is None:
-        return OpRecord(named(scales, "fp8_record"))
+        return OpRecord(named(scales, "fp8_record", mark))
     others = lax.slice_in_dim(scales, 1, None, axis=axis)
-    return OpRecord(named(others, "fp8_other_records"), named(shared, "fp8_shared_record"))
+    return OpRecord(named(others, "fp8_other_records", mark), named(shared, "fp8_shared_record"))
 
 
 def complete_states(states: Sequence[OpState], records: Sequence[OpRecord]) -> list[OpState]:
@@ -247,7 +258,20 @@ def complete_states(states: Sequence[OpState], records: Sequence[OpRecord]) -> l
         states: This step's.
         records: The gradients of their records, in the same order.
     """
-    return _together(completion, completed, states, records)
+    return _together(completion, completed, states, records, _marks(states))
+
+
+@jax.jit
+def _measured(records: Array, mark: Array) -> Array:
+    """What records of several ops hold beside their marks; `-inf`, the identity of the maximum, without the mark."""
+    ops = mark.shape[-1]
+    records = lax.reshape(records, (*mark.shape, records.shape[-1] // ops))
+    axis, last = records.ndim - 1, records.shape[-1] - 1
+    measured = lax.slice_in_dim(records, 0, last, axis=axis)
+    reached = lax.eq(lax.slice_in_dim(records, last, None, axis=axis), lax.expand_dims(mark, (axis,)))
+    reached = lax.broadcast_in_dim(reached, measured.shape, range(measured.ndim))
+    measured = lax.select(reached, measured, lax.full_like(measured, -jnp.inf))
+    return lax.reshape(measured, (*mark.shape[:-1], ops * last))
 
 
 def overwrite_states(states: Sequence[OpState], gradients: Sequence[OpState]) -> list[OpState]:
@@ -265,6 +289,7 @@ def _together(
     changed: Callable[..., Array],
     states: Sequence[OpState],
     others: Sequence[OpState | OpRecord],
+    of_ops: Sequence[Array] | None = None,
 ) -> list[OpState]:
     """Computes the change of all states of a kind at once: a kernel or two for all layers, not for each."""
     new: list[OpState] = list(states)
@@ -277,6 +302,8 @@ def _together(
         # Records have one axis where tables have rows and columns.
         axis = states[members[0]].array.ndim - 2
         of_others = to_float32(of_others[0] if len(of_others) == 1 else lax.concatenate(of_others, axis))
+        if of_ops is not None:
+            of_others = _measured(of_others, lax.concatenate([of_ops[i] for i in members], axis))
         # Apart from the tables: one kernel for the changes of all.
         changes = lax.optimization_barrier(change_of(tables, of_others, scalings, limits))
         rows = changes.shape[-2] // len(members)

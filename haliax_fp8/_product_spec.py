@@ -24,7 +24,8 @@ class ProductSpec:
         has_key: Whether the key that random rounding draws from was given; without, rounding at random raises.
         requantizes: Whether the backward pass quantizes the kernel again, instead of keeping its FP8 copy.
         records: Whether state is not the whole table, whose gradient is the next step's, but the scales alone, whose
-            gradient is what was measured: `[*ensemble, 3 * measures]`, an operand's numbers one after the other.
+            gradient is what was measured: `[*ensemble, 3 * measures + 1]`, an operand's numbers one after the other,
+            and last a mark (`_members.py`).
         stacked: Whether the layer is one of a stack, from which a scan slices its state.
         grouped: Whether other layers have the very same scale of their input (`fuse_projections`).
         ensemble: How many leading axes of every array number independent members, each with state of its own.

@@ -52,7 +52,8 @@ class Residuals(NamedTuple):
             operand itself where it is a kernel that is quantized again, or in high precision there.
         rhs: The operand as quantized for the gradient of lhs, likewise.
         measured: What the state records of parts of lhs and rhs, `[*ensemble, 2 * measures, parts]`;
-            None if nothing. Where the state is scales alone, they are rows in front of it: a scan stacks one array.
+            None if nothing. Where the state is scales alone, they and the mark are rows in front of it: a scan stacks
+            one array.
         state: The state, from which the next one is made; None where it is within `measured`.
         key: What random rounding draws from.
     """
@@ -64,9 +65,9 @@ class Residuals(NamedTuple):
     key: Array | None
 
     def numbers(self, spec: ProductSpec) -> tuple[Array | None, Array | None]:
-        """The state, and what was measured."""
+        """The state without its mark; and what was measured, behind the mark where the state has one."""
         if self.measured is None or not spec.records:
-            return self.state, self.measured
+            return _scales_alone(self.state, spec), self.measured
         axis, count = spec.ensemble, 3 * measures(spec.recipe.scalings)
         state, measured = lax.split(self.measured, (count, self.measured.shape[axis] - count), axis)
         if state.shape[axis + 1] > 1:
@@ -163,7 +164,8 @@ def _forward(
 ) -> tuple[Array, tuple[Saved, Saved], Array | None]:
     """The output; what the backward pass needs of lhs and rhs, None for the operand itself; and what was measured."""
     lhs, rhs = (round_to(x, spec.compute_dtype) for x in (lhs, rhs))
-    scales = scales_of(state, records=spec.records, stacked=spec.stacked, grouped=spec.grouped)
+    of_both = _scales_alone(state, spec)
+    scales = scales_of(of_both, records=spec.records, stacked=spec.stacked, grouped=spec.grouped)
     with jax.named_scope("fprop"):
         contraction = spec.contraction.with_batch_axes(spec.ensemble)
         axes = contraction.contracted("product", lhs.ndim, rhs.ndim)
@@ -245,14 +247,22 @@ def backward(
     if state is None or not update:
         return gradients, None
     if measured is None:
-        return gradients, lax.full_like(state, 0.0, np.float32) if spec.records else to_float32(state)
+        return gradients, lax.full_like(residuals.state, 0.0, np.float32) if spec.records else to_float32(state)
     of_grad = measured_parts(grad, quantized_for(dgrad), 2, spec, state)
-    measured = whole(of_operands([measured, of_grad]))
-    # From the order lhs, rhs, output gradient into that of the state.
-    if spec.kernel_is_lhs:
-        operands = lax.split(measured, (measured.shape[-1] // 3,) * 3, spec.ensemble)
-        measured = lax.concatenate([operands[row] for row in spec.state_rows], spec.ensemble)
+    # In the order of the state, from that of lhs, rhs and output gradient.
+    axis, count = spec.ensemble, measures(spec.recipe.scalings)
+    mark, *operands = lax.split(measured, (int(spec.records), count, count), axis)
+    operands = [*operands, of_grad]
+    last = [mark] if spec.records else []
+    measured = whole(of_operands([*(operands[row] for row in spec.state_rows), *last]))
     return gradients, measured if spec.records else _next_state(state, measured, recipe=spec.recipe)
+
+
+def _scales_alone(state: Array | None, spec: ProductSpec) -> Array | None:
+    """The state without the mark that one of scales alone has."""
+    if state is None or not spec.records:
+        return state
+    return lax.slice_in_dim(state, 0, state.shape[-1] - 1, axis=state.ndim - 1)
 
 
 # Apart from `backward`, so that ops of all shapes share one trace.

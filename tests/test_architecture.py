@@ -32,7 +32,7 @@ LAYERS = (
     ("_quantized_array", "_rounding", "_device"),
     ("_scaling", "_scaled_product", "preflight"),
     ("_contraction",),
-    ("_recipe", "_ragged", "ops"),
+    ("_recipe", "_ragged", "_members", "ops"),
     ("_product_spec", "_overwrite", "_presets", "_layer_work"),
     ("_measures", "_operands", "_roofline"),
     ("_products",),
