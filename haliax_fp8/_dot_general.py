@@ -33,7 +33,7 @@ from ._mesh_axes import varying_axes
 from ._product_spec import ProductSpec
 from ._products import backward, forward, product, tangent
 from ._quantized_array import QuantizedArray
-from ._state import define_linearization, to_dtype_of
+from ._state import define_linearization, require_differentiated_state, to_dtype_of
 
 
 def fp8_dot_general(
@@ -105,6 +105,7 @@ def _fp8_dot_jvp(primals, tangents, *, spec: ProductSpec):
     out, residuals = forward(lhs, rhs, extras, state, key, spec, rematerialized=True)
     tangents = (*tangents[:2], *(t for t in [_split_others(tangents[2:], spec)[1]] if t is not None))
     linear = tuple(type(t) is not ad.Zero for t in tangents)
+    _check_linear(linear, state, spec)
     given = [t for t in tangents if type(t) is not ad.Zero]
     leaves, structure = jax.tree.flatten((residuals, extras))
     return out, fp8_dot_tangent_p.bind(*given, *leaves, spec=spec, linear=linear, structure=structure)
@@ -116,9 +117,15 @@ def _fp8_dot_linearize(linear: Sequence[bool], *primals: Any, spec: ProductSpec)
     extras, state, key = _split_others(others, spec)
     out, residuals = forward(lhs, rhs, extras, state, key, spec, rematerialized=False)
     of_state = [is_linear for is_linear in [_split_others(linear[2:], spec)[1]] if is_linear is not None]
+    _check_linear((*linear[:2], *of_state), state, spec)
     leaves, structure = jax.tree.flatten((residuals, extras))
     params = {"spec": spec, "linear": (*linear[:2], *of_state), "structure": structure}
     return out, leaves, lambda residuals, tangents: fp8_dot_tangent_p.bind(*tangents, *residuals, **params)
+
+
+def _check_linear(linear: Sequence[bool], state: Any, spec: ProductSpec) -> None:
+    if state is not None and linear[0 if spec.kernel_is_lhs else 1]:
+        require_differentiated_state(state, linear[2])
 
 
 def _fp8_dot_batch(args, axes, *, spec: ProductSpec):

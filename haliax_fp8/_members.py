@@ -20,6 +20,7 @@ from jaxtyping import Array, Float32
 
 from ._contraction import to_front
 
+
 _FIRST = np.float32(1.0).view(np.int32)
 
 

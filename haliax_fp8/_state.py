@@ -113,6 +113,9 @@ class _MaxGradDType(dtypes.ExtendedDType):
 
     # Not a data class's, which would leave it to NumPy to say whether this is float32.
     def __eq__(self, other: object) -> bool:
+        if other is None:
+            # The last step of a sum converts to None, by which JAX means the type as it is.
+            return issubclass(self.scalar, np.number)
         return isinstance(other, _MaxGradDType) and self._key == other._key
 
     def __hash__(self) -> int:
@@ -183,6 +186,16 @@ def to_float32(x: Array) -> Array:
         # Not `convert_element_type`, which asks NumPy whether there is anything to convert.
         return from_edtype_p.bind(x, dtype=np.dtype(np.float32))
     return lax.convert_element_type(x, jnp.float32)
+
+
+class StateNotDifferentiated(TypeError):
+    """A layer is differentiated without its state, because something takes that for no more than integers are."""
+
+
+def require_differentiated_state(state: Any, is_linear: bool) -> None:
+    """Raises where a kernel has a tangent and its state has none, though a gradient with regard to both is taken."""
+    if not is_linear and is_max_grad(state) and state.dtype != fp32_inexact_record:
+        raise StateNotDifferentiated(f"state of type {fp32_max_grad.name} has no tangent, and its layer has one")
 
 
 def define_linearization(primitive: Any, linearize: Callable[..., tuple[Array, Sequence[Array], Callable]]) -> None:

@@ -29,7 +29,7 @@ LAYERS = (
         "_checkpoint",
         "_peaks",
     ),
-    ("_quantized_array", "_rounding", "_device"),
+    ("_quantized_array", "_rounding", "_device", "_ways"),
     ("_scaling", "_scaled_product", "preflight"),
     ("_contraction",),
     ("_recipe", "_ragged", "_members", "ops"),
