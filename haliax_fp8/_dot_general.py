@@ -29,11 +29,11 @@ from jaxtyping import Array, Float, UInt32
 from ._contraction import to_front
 from ._mapped_tangent import TangentArguments, with_mapped_axis
 from ._members import recorded_by_first
-from ._mesh_axes import varying_axes
+from ._mesh_axes import unchecked_axes, varying_axes
 from ._product_spec import ProductSpec
 from ._products import backward, forward, product, tangent
 from ._quantized_array import QuantizedArray
-from ._state import define_linearization, require_differentiated_state, to_dtype_of
+from ._state import axes_since_recorded, define_linearization, require_differentiated_state, to_dtype_of
 
 
 def fp8_dot_general(
@@ -124,8 +124,16 @@ def _fp8_dot_linearize(linear: Sequence[bool], *primals: Any, spec: ProductSpec)
 
 
 def _check_linear(linear: Sequence[bool], state: Any, spec: ProductSpec) -> None:
-    if state is not None and linear[0 if spec.kernel_is_lhs else 1]:
+    """That JAX will do with the state's gradient what has to be done."""
+    if state is None:
+        return
+    if linear[0 if spec.kernel_is_lhs else 1]:
         require_differentiated_state(state, linear[2])
+    if linear[2] and axes_since_recorded(state, unchecked_axes()):
+        raise ValueError(
+            f"a gradient is taken outside of shard_map over {unchecked_axes()} with check_vma=False, where JAX sums "
+            "over devices what FP8 state records. Take the gradient inside shard_map, or use check_vma=True"
+        )
 
 
 def _fp8_dot_batch(args, axes, *, spec: ProductSpec):

@@ -93,11 +93,13 @@ class _MaxGradDType(dtypes.ExtendedDType):
         float_dtype: What an element is.
         scalar: The abstract type.
         identity: What stands for no cotangent at all.
+        manual_axes: Of a record, the mesh axes of the `shard_map` that it was made in.
     """
 
     float_dtype: np.dtype
     scalar: type = max_grad
     identity: float = -np.inf
+    manual_axes: tuple[str, ...] = ()
     _rules: ClassVar = _MaxGradRules
 
     @property
@@ -123,7 +125,7 @@ class _MaxGradDType(dtypes.ExtendedDType):
 
     @property
     def _key(self) -> tuple[Any, ...]:
-        return self.float_dtype, self.scalar, self.identity
+        return self.float_dtype, self.scalar, self.identity, self.manual_axes
 
     @property
     def name(self) -> str:
@@ -168,7 +170,9 @@ def to_max_grad(x: Array) -> Array:
 
 def to_record(x: Array, *, inexact: bool) -> Array:
     """Casts float32 to `fp32_record` or `fp32_inexact_record`."""
-    return _cast(x, fp32_inexact_record if inexact else fp32_record)
+    dtype = fp32_inexact_record if inexact else fp32_record
+    manual_axes = tuple(jax.sharding.get_abstract_mesh().manual_axes)
+    return _cast(x, dataclasses.replace(dtype, manual_axes=manual_axes) if manual_axes else dtype)
 
 
 def to_dtype_of(x: Array, like: Any) -> Array:
@@ -194,8 +198,15 @@ class StateNotDifferentiated(TypeError):
 
 def require_differentiated_state(state: Any, is_linear: bool) -> None:
     """Raises where a kernel has a tangent and its state has none, though a gradient with regard to both is taken."""
-    if not is_linear and is_max_grad(state) and state.dtype != fp32_inexact_record:
+    if not is_linear and is_max_grad(state) and state.dtype.scalar is not inexact_record:
         raise StateNotDifferentiated(f"state of type {fp32_max_grad.name} has no tangent, and its layer has one")
+
+
+def axes_since_recorded(state: Any, manual_axes: Sequence[str]) -> tuple[str, ...]:
+    """Which of these mesh axes belong to a `shard_map` inside the function that a record was made for."""
+    if not is_max_grad(state) or state.dtype.scalar is max_grad:
+        return ()
+    return tuple(axis for axis in manual_axes if axis not in state.dtype.manual_axes)
 
 
 def define_linearization(primitive: Any, linearize: Callable[..., tuple[Array, Sequence[Array], Callable]]) -> None:
