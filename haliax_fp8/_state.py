@@ -33,12 +33,12 @@ class max_grad(dtypes.prng_key):
     """
 
 
-class record(dtypes.extended, np.number):
+class record(max_grad, np.number):
     """The abstract type of `fp32_record`: a number, which is what JAX asks of what it sums over an axis."""
 
 
 class inexact_record(dtypes.extended, np.inexact):
-    """The abstract type of `fp32_inexact_record`, for which `eqx.is_inexact_array` holds."""
+    """The abstract type of `fp32_inexact_record`, for which `eqx.is_inexact_array` holds; indexing knows it by that."""
 
 
 class _MaxGradRules:
@@ -204,7 +204,7 @@ def require_differentiated_state(state: Any, is_linear: bool) -> None:
 
 def axes_since_recorded(state: Any, manual_axes: Sequence[str]) -> tuple[str, ...]:
     """Which of these mesh axes belong to a `shard_map` inside the function that a record was made for."""
-    if not is_max_grad(state) or state.dtype.scalar is max_grad:
+    if not is_max_grad(state) or state.dtype == fp32_max_grad:
         return ()
     return tuple(axis for axis in manual_axes if axis not in state.dtype.manual_axes)
 

@@ -34,7 +34,8 @@ def first_that_works(gradients_of: Callable[..., Any], *args: Any, **kwargs: Any
     Raises:
         ValueError: If it can in none, and this is why.
     """
-    way = Way()
+    # Other records are a kind of random keys to JAX, which it then takes for used twice.
+    way = Way(inexact=jax.config.jax_debug_key_reuse)
     while True:
         try:
             if not way.whole:
