@@ -81,6 +81,55 @@ def checkpoint(**options):
     return lambda f: lambda *args: eqx.filter_checkpoint(f, **options)(*args)
 
 
+# What JAX differentiates before it batches, or batches by giving every example its own copy of the layer.
+
+
+def with_custom_jvp(f):
+    def call(op, *args):
+        arrays, static = eqx.partition(op, eqx.is_array)
+        inner = jax.custom_jvp(lambda arrays, *args: f(eqx.combine(arrays, static), *args))
+        inner.defjvp(lambda primals, tangents: jax.jvp(inner.fun, primals, tangents))
+        return inner(arrays, *args)
+
+    return call
+
+
+def with_custom_vjp(f):
+    def call(op, *args):
+        arrays, static = eqx.partition(op, eqx.is_array)
+        inner = jax.custom_vjp(lambda arrays, *args: f(eqx.combine(arrays, static), *args))
+        inner.defvjp(lambda *args: jax.vjp(inner.fun, *args), lambda pull, grad: pull(grad))
+        return inner(arrays, *args)
+
+    return call
+
+
+def with_filter_custom_jvp(f):
+    def call(op, w, h, flag):
+        inner = eqx.filter_custom_jvp(lambda params: f(*params, flag))
+        inner.def_jvp(lambda primals, tangents: eqx.filter_jvp(lambda params: f(*params, flag), primals, tangents))
+        return inner((op, w, h))
+
+    return call
+
+
+def with_filter_custom_vjp(f):
+    def call(op, w, h, flag):
+        inner = eqx.filter_custom_vjp(lambda params: f(*params, flag))
+        inner.def_fwd(lambda perturbed, params: (f(*params, flag), None))
+        pull = lambda params, grad: eqx.filter_vjp(lambda params: f(*params, flag), params)[1](grad)[0]
+        inner.def_bwd(lambda residuals, grad, perturbed, params: pull(params, grad))
+        return inner((op, w, h))
+
+    return call
+
+
+def of_each_row(f, op, w, h, flag):
+    """What `f` makes of each row, which it may know more of than all rows together."""
+    flags = jnp.broadcast_to(flag, h.shape[:1])
+    return jax.vmap(lambda row, flag: f(op, w, row, flag))(h, flags)
+
+
 WRAPPERS = {
     "vmap": over_rows(lambda f, op, w, h, flag: jax.vmap(lambda r: f(op, w, r, flag))(h)),
     "vmap of axis 1": over_rows(
@@ -98,6 +147,12 @@ WRAPPERS = {
     "checkpoint, names saved": checkpoint(policy=POLICIES.save_only_these_names("nothing")),
     "cond": lambda f: lambda *args: branch(f, *args),
     "switch": lambda f: lambda *args: switch(f, *args),
+    "custom_jvp of each row": over_rows(lambda f, *args: of_each_row(with_custom_jvp(f), *args)),
+    "custom_vjp of each row": over_rows(lambda f, *args: of_each_row(with_custom_vjp(f), *args)),
+    "filter_custom_jvp": with_filter_custom_jvp,
+    "filter_custom_vjp of each row": over_rows(lambda f, *args: of_each_row(with_filter_custom_vjp(f), *args)),
+    "cond of each row": over_rows(lambda f, *args: of_each_row(lambda *args: branch(f, *args), *args)),
+    "switch of each row": over_rows(lambda f, *args: of_each_row(lambda *args: switch(f, *args), *args)),
 }
 
 
@@ -449,18 +504,6 @@ def test_sharded_jit_is_the_unsharded_program(axis):
 
 
 # --- Where JAX differentiates first and batches afterwards ------------------------------------------------------------
-
-
-def with_custom_jvp(f):
-    """`f` with its own JVP as a custom rule: JAX takes that before it batches."""
-
-    def call(op, w, h, flag):
-        arrays, static = eqx.partition(op, eqx.is_array)
-        inner = jax.custom_jvp(lambda arrays, w, h, flag: f(eqx.combine(arrays, static), w, h, flag))
-        inner.defjvp(lambda primals, tangents: jax.jvp(inner.fun, primals, tangents))
-        return inner(arrays, w, h, flag)
-
-    return call
 
 
 def mapped(f, op, w, h, in_axes=0):
