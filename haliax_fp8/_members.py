@@ -42,7 +42,8 @@ def recorded_by_first(
 ) -> Float32[Array, "*ensemble numbers"]:
     """What each member of an ensemble records: the first of those with the same mark the maximum, the others zeros.
 
-    A copy that was not needed, as its branch was not taken, receives a gradient of zeros, and does not count.
+    A member that was not needed, as its branch was not taken, receives a gradient of zeros, and records zeros. Nobody
+    knows it from one that was needed for nothing, which records zeros as well.
 
     Args:
         measured: What each member measured, nowhere negative; last its mark.
@@ -75,8 +76,7 @@ def _members(measured: Array, grad: Array, *, ensemble: int, mapped_later: int) 
     if mapped_later < ensemble:
         # Where the product was mapped, and not just its gradient.
         needed = jnp.any(lax.reshape(grad, (count, grad.size // max(count, 1))) != 0, axis=1)
-        alone = jnp.zeros(count, np.int32).at[first].add(1)[first] == 1
-        flat = jnp.where((needed | alone)[:, None], flat, np.float32(0.0))
+        flat = jnp.where(needed[:, None], flat, np.float32(0.0))
     return lax.reshape(jnp.zeros_like(flat).at[first].max(flat), measured.shape)
 
 

@@ -45,15 +45,27 @@ def first_that_works(gradients_of: Callable[..., Any], *args: Any, **kwargs: Any
         except (ValueError, TypeError, AssertionError, NotImplementedError) as error:
             other = _another(way, error)
             if other is None:
+                if way.whole and isinstance(error, NotImplementedError) and _looks_for_nans():
+                    raise FloatingPointError(_NAN) from error
                 if (reason := _explanation(way, error)) is None:
                     raise
                 raise ValueError(reason) from error
         way = other
 
 
+_NAN = (
+    "jax_debug_nans or jax_debug_infs found a NaN or an infinity in the gradient, and cannot run a gradient with FP8 state "
+    "operation by operation to say where. Look for it in restore_linear_layers(model), the same model without FP8"
+)
+
+
+def _looks_for_nans() -> bool:
+    return jax.config.jax_debug_nans or jax.config.jax_debug_infs
+
+
 def _another(way: Way, error: Exception) -> Way | None:
     """The way to take after this error; None if the error is the answer."""
-    is_assertion = isinstance(error, AssertionError) and not _is_users(error)
+    is_assertion = isinstance(error, AssertionError)
     if not way.tables and "OpRecord" in str(error):
         return dataclasses.replace(way, tables=True)
     if not way.inexact and (isinstance(error, StateNotDifferentiated) or is_assertion):
@@ -109,12 +121,6 @@ def _is_about_state(error: Exception) -> bool:
     """Whether JAX refuses the element type; where it asks NumPy for a name, it calls it float32."""
     refusals = ("reduce_sum does not accept dtype", "add does not accept dtype float32 ", "abstract method")
     return fp32_max_grad.name in str(error) or any(refusal in str(error) for refusal in refusals)
-
-
-def _is_users(error: Exception) -> bool:
-    """Whether neither JAX nor Equinox raised it; this package stands where JAX hides its own frames."""
-    (*_, last), libraries = traceback.walk_tb(error.__traceback__), ("jax", "equinox", "haliax_fp8")
-    return last[0].f_globals.get("__name__", "").split(".")[0] not in libraries
 
 
 def _modules(error: Exception, module: str, function: str | None = None) -> bool:

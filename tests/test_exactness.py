@@ -106,20 +106,20 @@ def with_custom_vjp(f):
 
 def with_filter_custom_jvp(f):
     def call(op, w, h, flag):
-        inner = eqx.filter_custom_jvp(lambda params: f(*params, flag))
-        inner.def_jvp(lambda primals, tangents: eqx.filter_jvp(lambda params: f(*params, flag), primals, tangents))
-        return inner((op, w, h))
+        inner = eqx.filter_custom_jvp(lambda params: f(*params))
+        inner.def_jvp(lambda primals, tangents: eqx.filter_jvp(lambda params: f(*params), primals, tangents))
+        return inner((op, w, h, flag))
 
     return call
 
 
 def with_filter_custom_vjp(f):
     def call(op, w, h, flag):
-        inner = eqx.filter_custom_vjp(lambda params: f(*params, flag))
-        inner.def_fwd(lambda perturbed, params: (f(*params, flag), None))
-        pull = lambda params, grad: eqx.filter_vjp(lambda params: f(*params, flag), params)[1](grad)[0]
+        inner = eqx.filter_custom_vjp(lambda params: f(*params))
+        inner.def_fwd(lambda perturbed, params: (f(*params), None))
+        pull = lambda params, grad: eqx.filter_vjp(lambda params: f(*params), params)[1](grad)[0]
         inner.def_bwd(lambda residuals, grad, perturbed, params: pull(params, grad))
-        return inner((op, w, h))
+        return inner((op, w, h, flag))
 
     return call
 
