@@ -86,13 +86,14 @@ def _folded(
     position = spec.ensemble
 
     def with_axis(role: int) -> Any:
-        saved, axis = args.residuals[role], axes.residuals[role]
+        saved: Any = args.residuals[role]
+        axis: Any = axes.residuals[role]
         if isinstance(saved, QuantizedArray):
             return _with_axis(saved, axis, size, position, each_its_own=False)
         return to_front(saved, axis, size, position)
 
     saved = [with_axis(role) if _is_mapped(axes, role) else args.residuals[role] for role in (0, 1)]
-    arrays = [x.data if isinstance(x, QuantizedArray) else x for x in saved]
+    arrays: list[Any] = [x.data if isinstance(x, QuantizedArray) else x for x in saved]
     of_operands = [position if _is_mapped(axes, role) else None for role in (0, 1)]
     moved, contraction, out_axis = spec.contraction.fold(
         (*arrays, *args.extras), (*of_operands, *axes.extras), size, spec.ensemble
@@ -104,8 +105,8 @@ def _folded(
         to_front(t, axis, size, position) if t is not None and wanted else t
         for t, axis, wanted in zip(args.tangents[:2], axes.tangents[:2], has_axis, strict=True)
     ]
-    measured = args.residuals.measured
-    if (axis := axes.residuals.measured) is not None:
+    measured, axis = args.residuals.measured, axes.residuals.measured
+    if measured is not None and isinstance(axis, int):
         measured = lax.reduce_max(measured, (axis,))
     residuals = args.residuals._replace(lhs=saved[0], rhs=saved[1], measured=measured)
     folded = TangentArguments([*tangents, *args.tangents[2:]], residuals, tuple(moved[2:]))

@@ -10,6 +10,7 @@ the first, and 0 by the others; then the sum over any of them is the maximum.
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -31,6 +32,8 @@ def marks(shapes: Sequence[tuple[int, ...]]) -> list[Float32[Array, "..."]]:
     each example an evaluation of its own, all examples have others.
     """
     sizes = [int(np.prod(shape)) for shape in shapes]
+    if not sizes:
+        return []
     total = sum(sizes)
     numbers = lax.iota(np.int32, total) + (evaluation_p.bind() * np.int32(total) + _FIRST)
     parts = lax.split(lax.bitcast_convert_type(numbers, np.float32), sizes)
@@ -50,7 +53,27 @@ def recorded_by_first(
         grad: The output's gradient.
         ensemble: How many leading axes number members.
     """
-    return members_p.bind(measured, grad, ensemble=ensemble, mapped_later=0)
+    return members_p.bind(measured, grad, ensemble=ensemble)
+
+
+@jax.jit
+def measured_by_reached(
+    records: Float32[Array, "*stack numbers"], mark: Float32[Array, "*stack ops"]
+) -> Float32[Array, "*stack measured"]:
+    """What records of several ops hold beside their marks; `-inf`, the identity of the maximum, without the mark.
+
+    Args:
+        records: The gradients of the ops' records, one after the other.
+        mark: The ops' marks, as `marks` gave them.
+    """
+    ops = mark.shape[-1]
+    records = lax.reshape(records, (*mark.shape, records.shape[-1] // ops))
+    axis, last = records.ndim - 1, records.shape[-1] - 1
+    measured = lax.slice_in_dim(records, 0, last, axis=axis)
+    reached = lax.eq(lax.slice_in_dim(records, last, None, axis=axis), lax.expand_dims(mark, (axis,)))
+    reached = lax.broadcast_in_dim(reached, measured.shape, range(measured.ndim))
+    measured = lax.select(reached, measured, lax.full_like(measured, -jnp.inf))
+    return lax.reshape(measured, (*mark.shape[:-1], ops * last))
 
 
 # --- The primitives: `vmap` makes members of both ---------------------------------------------------------------------
@@ -65,7 +88,7 @@ def _evaluation_batch(axis_data: Any, args: Any, axes: Any) -> tuple[Array, int]
     return evaluation_p.bind() * np.int32(axis_data.size) + lax.iota(np.int32, axis_data.size), 0
 
 
-def _members(measured: Array, grad: Array, *, ensemble: int, mapped_later: int) -> Array:
+def _members(measured: Array, grad: Array, *, ensemble: int) -> Array:
     if ensemble == 0:
         return measured
     count = int(np.prod(measured.shape[:ensemble]))
@@ -73,17 +96,15 @@ def _members(measured: Array, grad: Array, *, ensemble: int, mapped_later: int) 
     mark = flat[:, -1]
     order = jnp.argsort(mark)
     first = order[jnp.searchsorted(mark[order], mark)]
-    if mapped_later < ensemble:
-        # Where the product was mapped, and not just its gradient.
-        needed = jnp.any(lax.reshape(grad, (count, grad.size // max(count, 1))) != 0, axis=1)
-        flat = jnp.where(needed[:, None], flat, np.float32(0.0))
+    needed = jnp.any(lax.reshape(grad, (count, grad.size // max(count, 1))) != 0, axis=1)
+    flat = jnp.where(needed[:, None], flat, np.float32(0.0))
     return lax.reshape(jnp.zeros_like(flat).at[first].max(flat), measured.shape)
 
 
-def _members_batch(args: Any, axes: Any, *, ensemble: int, mapped_later: int) -> tuple[Array, int]:
+def _members_batch(args: Any, axes: Any, *, ensemble: int) -> tuple[Array, int]:
     size = next(x.shape[axis] for x, axis in zip(args, axes, strict=True) if axis is not None)
     args = [to_front(x, axis, size, 0) for x, axis in zip(args, axes, strict=True)]
-    return members_p.bind(*args, ensemble=ensemble + 1, mapped_later=mapped_later + 1), 0
+    return members_p.bind(*args, ensemble=ensemble + 1), 0
 
 
 evaluation_p.def_impl(lambda: jnp.int32(0))

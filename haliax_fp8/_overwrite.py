@@ -15,7 +15,7 @@ from jax import lax
 from jax.core import Tracer
 from jaxtyping import Array
 
-from ._members import marks
+from ._members import marks, measured_by_reached
 from ._mesh_axes import varying_axes
 from ._recipe import Recipe
 from ._scaling import (
@@ -138,7 +138,7 @@ class OpRecord(OverwriteWithGradient):
 
     Args:
         table: float32, `[*stack, operand * measure + 1]`: an operand's scale, as often as it measures numbers, then the
-            next one's, last the layer's mark (`_members.py`); as a gradient, what was measured, and the mark, or zeros.
+            next one's, last a mark (`_members.py`); as a gradient, what was measured, and the mark, or zeros.
         shared: The first operand's part, `[*stack, measure]`, where the op is of a group that reads the same input:
             then the table holds the others', and the whole group has the very same array here.
     """
@@ -216,15 +216,13 @@ def record_states(states: Sequence[OpState], *, inexact: bool = False) -> list[O
     for found, values in zip((scales, largest), lax.optimization_barrier(apart), strict=True):
         found |= values
     shared = {i: largest[members[0]] for members in groups.values() if members[0] in largest for i in members}
-    return [
-        _record(state, scales[i], mark, shared.get(i), inexact=inexact)
-        for i, (state, mark) in enumerate(zip(states, _marks(states), strict=True))
-    ]
+    of_each = enumerate(zip(states, _marks(states), strict=True))
+    return [_record(state, scales[i], mark, shared.get(i), inexact=inexact) for i, (state, mark) in of_each]
 
 
 def _marks(states: Sequence[OpState]) -> list[Array]:
     """The mark of each layer, `[*stack, 1]`."""
-    return marks([(*state.table.array.shape[:-2], 1) for state in states]) if states else []
+    return marks([(*state.table.array.shape[:-2], 1) for state in states])
 
 
 @jax.jit
@@ -261,19 +259,6 @@ def complete_states(states: Sequence[OpState], records: Sequence[OpRecord]) -> l
     return _together(completion, completed, states, records, _marks(states))
 
 
-@jax.jit
-def _measured(records: Array, mark: Array) -> Array:
-    """What records of several ops hold beside their marks; `-inf`, the identity of the maximum, without the mark."""
-    ops = mark.shape[-1]
-    records = lax.reshape(records, (*mark.shape, records.shape[-1] // ops))
-    axis, last = records.ndim - 1, records.shape[-1] - 1
-    measured = lax.slice_in_dim(records, 0, last, axis=axis)
-    reached = lax.eq(lax.slice_in_dim(records, last, None, axis=axis), lax.expand_dims(mark, (axis,)))
-    reached = lax.broadcast_in_dim(reached, measured.shape, range(measured.ndim))
-    measured = lax.select(reached, measured, lax.full_like(measured, -jnp.inf))
-    return lax.reshape(measured, (*mark.shape[:-1], ops * last))
-
-
 def overwrite_states(states: Sequence[OpState], gradients: Sequence[OpState]) -> list[OpState]:
     """What `OpState.overwritten_by` makes of each state and its gradient; all of a kind in one go.
 
@@ -303,7 +288,7 @@ def _together(
         axis = states[members[0]].array.ndim - 2
         of_others = to_float32(of_others[0] if len(of_others) == 1 else lax.concatenate(of_others, axis))
         if of_ops is not None:
-            of_others = _measured(of_others, lax.concatenate([of_ops[i] for i in members], axis))
+            of_others = measured_by_reached(of_others, lax.concatenate([of_ops[i] for i in members], axis))
         # Apart from the tables: one kernel for the changes of all.
         changes = lax.optimization_barrier(change_of(tables, of_others, scalings, limits))
         rows = changes.shape[-2] // len(members)

@@ -247,7 +247,9 @@ def backward(
     if state is None or not update:
         return gradients, None
     if measured is None:
-        return gradients, lax.full_like(residuals.state, 0.0, np.float32) if spec.records else to_float32(state)
+        width = state.shape[-1] + 1
+        nothing = lax.full((*state.shape[:-1], width), 0.0, np.float32)
+        return gradients, nothing if spec.records else to_float32(state)
     of_grad = measured_parts(grad, quantized_for(dgrad), 2, spec, state)
     # In the order of the state, from that of lhs, rhs and output gradient.
     axis, count = spec.ensemble, measures(spec.recipe.scalings)

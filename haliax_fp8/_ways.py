@@ -54,8 +54,8 @@ def first_that_works(gradients_of: Callable[..., Any], *args: Any, **kwargs: Any
 
 
 _NAN = (
-    "jax_debug_nans or jax_debug_infs found a NaN or an infinity in the gradient, and cannot run a gradient with FP8 state "
-    "operation by operation to say where. Look for it in restore_linear_layers(model), the same model without FP8"
+    "jax_debug_nans or jax_debug_infs found a NaN or an infinity in the gradient, and cannot say where, because FP8 "
+    "state cannot be run operation by operation. Look for it in restore_linear_layers(model)"
 )
 
 
