@@ -520,8 +520,9 @@ def test_custom_jvp_under_vmap_is_the_batched_call(gradient, axis):
     check(eqx.filter_jit(gradient(loss))((op, w, x)), problem, uses=1)
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "current", "rowwise", "deepseek", "mxfp8", "nvfp4", "static"])
+@pytest.mark.slow
 @pytest.mark.parametrize("both", [False, True], ids=["rows", "rows and kernels"])
+@pytest.mark.parametrize("recipe", ["delayed", "current", "rowwise", "deepseek", "mxfp8", "nvfp4", "static"])
 def test_every_recipe_differentiated_first(recipe, both):
     """Each example has scales of its own in the forward pass, and its gradients are those of a loop over examples,
     up to the rounding of output gradients, which all examples share."""
