@@ -16,7 +16,6 @@ updated; or scales, whose cotangent is what was measured (`OpRecord`). See `_sta
 """
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,11 +27,13 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, UInt32
 
 from ._contraction import to_front
-from ._mesh_axes import varying_axes
+from ._mapped_tangent import TangentArguments, with_mapped_axis
+from ._members import recorded_by_first
+from ._mesh_axes import unchecked_axes, varying_axes
 from ._product_spec import ProductSpec
 from ._products import backward, forward, product, tangent
 from ._quantized_array import QuantizedArray
-from ._state import define_linearization, is_max_grad, to_max_grad
+from ._state import axes_since_recorded, define_linearization, require_differentiated_state, to_dtype_of
 
 
 def fp8_dot_general(
@@ -104,6 +105,7 @@ def _fp8_dot_jvp(primals, tangents, *, spec: ProductSpec):
     out, residuals = forward(lhs, rhs, extras, state, key, spec, rematerialized=True)
     tangents = (*tangents[:2], *(t for t in [_split_others(tangents[2:], spec)[1]] if t is not None))
     linear = tuple(type(t) is not ad.Zero for t in tangents)
+    _check_linear(linear, state, spec)
     given = [t for t in tangents if type(t) is not ad.Zero]
     leaves, structure = jax.tree.flatten((residuals, extras))
     return out, fp8_dot_tangent_p.bind(*given, *leaves, spec=spec, linear=linear, structure=structure)
@@ -115,9 +117,23 @@ def _fp8_dot_linearize(linear: Sequence[bool], *primals: Any, spec: ProductSpec)
     extras, state, key = _split_others(others, spec)
     out, residuals = forward(lhs, rhs, extras, state, key, spec, rematerialized=False)
     of_state = [is_linear for is_linear in [_split_others(linear[2:], spec)[1]] if is_linear is not None]
+    _check_linear((*linear[:2], *of_state), state, spec)
     leaves, structure = jax.tree.flatten((residuals, extras))
     params = {"spec": spec, "linear": (*linear[:2], *of_state), "structure": structure}
     return out, leaves, lambda residuals, tangents: fp8_dot_tangent_p.bind(*tangents, *residuals, **params)
+
+
+def _check_linear(linear: Sequence[bool], state: Any, spec: ProductSpec) -> None:
+    """That JAX will do with the state's gradient what has to be done."""
+    if state is None:
+        return
+    if linear[0 if spec.kernel_is_lhs else 1]:
+        require_differentiated_state(state, linear[2])
+    if linear[2] and axes_since_recorded(state, unchecked_axes()):
+        raise ValueError(
+            f"a gradient is taken outside of shard_map over {unchecked_axes()} with check_vma=False, where JAX sums "
+            "over devices what FP8 state records. Take the gradient inside shard_map, or use check_vma=True"
+        )
 
 
 def _fp8_dot_batch(args, axes, *, spec: ProductSpec):
@@ -159,8 +175,10 @@ def _fp8_dot_transpose(grad, *args, spec: ProductSpec, linear: tuple[bool, ...],
         return [None] * len(args)
     lhs, rhs = (t.aval.dtype if ad.is_undefined_primal(t) else None for t in tangents[:2])
     gradients, new_state = backward(grad, residuals, extras, spec=spec, dtypes=(lhs, rhs), update=any(linear[2:]))
-    if new_state is not None and is_max_grad(tangents[2].aval):
-        new_state = to_max_grad(new_state)
+    if new_state is not None:
+        if spec.records:
+            new_state = recorded_by_first(new_state, grad, spec.ensemble)
+        new_state = to_dtype_of(new_state, tangents[2].aval)
     cotangents = [*gradients, *([new_state] if len(linear) > 2 else [])]
     undefined = [ct if ad.is_undefined_primal(t) else None for ct, t in zip(cotangents, tangents, strict=True)]
     return [ct for ct, is_linear in zip(undefined, linear, strict=True) if is_linear] + [None] * (
@@ -168,9 +186,14 @@ def _fp8_dot_transpose(grad, *args, spec: ProductSpec, linear: tuple[bool, ...],
     )
 
 
-def _fp8_dot_tangent_batch(args, axes, **params):
-    """Reached in forward mode only: reverse mode transposes before it batches, or batches `fp8_dot` itself."""
-    return jax.vmap(functools.partial(_fp8_dot_tangent, **params), in_axes=tuple(axes))(*args), 0
+def _fp8_dot_tangent_batch(args, axes, *, spec: ProductSpec, linear: tuple[bool, ...], structure):
+    """Where JAX differentiates first: folds the mapped axis into the product, as `_fp8_dot_batch` does."""
+    size = next(x.shape[axis] for x, axis in zip(args, axes, strict=True) if axis is not None)
+    given, mapped = (TangentArguments(*_unpack(x, linear, structure)) for x in (args, axes))
+    given, spec, out_axis = with_mapped_axis(given, mapped, size, spec)
+    leaves, structure = jax.tree.flatten((given.residuals, given.extras))
+    tangents = [t for t in given.tangents if t is not None]
+    return fp8_dot_tangent_p.bind(*tangents, *leaves, spec=spec, linear=linear, structure=structure), out_axis
 
 
 for _primitive, _function, _aval in (

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from haliax.quantization import CustomGradientAccumulation
 from jax import lax
 
-from ._overwrite import OpRecord
+from ._records import OpRecord
 from ._training import filter_value_and_grad
 
 

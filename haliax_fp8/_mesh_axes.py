@@ -12,9 +12,14 @@ def varying_axes(x: Array) -> frozenset[str]:
     return frozenset(axes.varying if axes is not None else getattr(aval, "vma", ()))
 
 
+def unchecked_axes() -> tuple[str, ...]:
+    """The mesh axes of a `shard_map` with `check_vma=False`, which does not know what varies; () elsewhere."""
+    manual = tuple(jax.sharding.get_abstract_mesh().manual_axes)
+    return manual if manual and not varying_axes(lax.axis_index(manual[0])) else ()
+
+
 def axes_to_reduce(x: Array, state: Array) -> tuple[str, ...]:
     """The mesh axes over which devices hold parts of an operand but share the state, inside `shard_map`."""
-    manual = tuple(jax.sharding.get_abstract_mesh().manual_axes)
-    if manual and not varying_axes(lax.axis_index(manual[0])):
-        return manual  # With `check_vma=False` nothing is known; a maximum too many does no harm.
+    if unchecked := unchecked_axes():
+        return unchecked  # Nothing is known; a maximum too many does no harm.
     return tuple(sorted(varying_axes(x) - varying_axes(state)))

@@ -17,11 +17,12 @@ from ._dimension_numbers import DimensionNumbers, DotDimensions
 from ._dot_general import fp8_dot_general
 from ._kernel_residual import AbstractKernelResidual, KeepQuantized
 from ._op_arguments import check_groups, check_operands, floating_dtype, has_explicit_axes, precision_of
-from ._overwrite import OpRecord, OpState
+from ._overwrite import OpState
 from ._presets import RecipeLike, as_recipe
 from ._product_spec import ProductSpec
 from ._ragged import RaggedContraction
 from ._recipe import Recipe
+from ._records import OpRecord
 from ._scaling import DelayedScaling
 
 

@@ -9,11 +9,11 @@ differentiated; and where that finds what it began with, the time is lost.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import Primitive
+from jax.extend.core import Literal, Primitive
 from jax.interpreters import ad, batching, mlir
 
 
@@ -40,16 +40,18 @@ def opaque[**P, T](*static_argnames: str) -> Callable[[Callable[P, T]], Callable
         def mapped() -> Callable[..., Any]:
             """What `vmap` makes of this: as opaque as this."""
 
-            def call_mapped(*leaves: Any, axes: Any, structure: Any, static: Any) -> Any:
-                return jax.vmap(functools.partial(flat, structure=structure, static=static), in_axes=axes)(*leaves)
+            def call_mapped(*leaves: Any, axes: Any, out_axes: Any, structure: Any, static: Any) -> Any:
+                one = functools.partial(flat, structure=structure, static=static)
+                return jax.vmap(one, in_axes=axes, out_axes=list(out_axes))(*leaves)
 
             call_mapped.__name__ = function.__name__
-            return opaque("axes", "structure", "static")(call_mapped)
+            return opaque("axes", "out_axes", "structure", "static")(call_mapped)
 
         def batched(leaves: Any, axes: Any, *, structure: Any, static: Any, call_jaxpr: Any) -> Any:
-            del call_jaxpr
-            results = mapped()(*leaves, axes=tuple(axes), structure=structure, static=static)
-            return results, [0] * len(results)
+            # What no mapped operand reaches stays one array, such as the quantized kernel of all examples.
+            out_axes = _mapped_results(call_jaxpr, [axis is not None for axis in axes])
+            params = {"out_axes": out_axes, "structure": structure, "static": static}
+            return mapped()(*leaves, axes=tuple(axes), **params), out_axes
 
         primitive.def_impl(flat)
         primitive.def_abstract_eval(lambda *avals, call_jaxpr, **params: call_jaxpr.out_avals)
@@ -68,6 +70,21 @@ def opaque[**P, T](*static_argnames: str) -> Callable[[Callable[P, T]], Callable
         return call
 
     return decorate
+
+
+def _mapped_results(jaxpr: Any, are_mapped: Sequence[bool]) -> tuple[int | None, ...]:
+    """The axis of each result where `vmap` maps some operands: 0 if it depends on one of these, else None."""
+    inner = jaxpr.jaxpr
+    mapped = {var for var, is_mapped in zip(inner.invars, are_mapped, strict=True) if is_mapped}
+    of_atoms = lambda atoms: [not isinstance(x, Literal) and x in mapped for x in atoms]
+    for equation in inner.eqns:
+        operands, called = of_atoms(equation.invars), equation.params.get("jaxpr")
+        if equation.primitive.name == "jit" and any(operands):
+            results = [axis is not None for axis in _mapped_results(called, operands)]
+        else:
+            results = [any(operands)] * len(equation.outvars)
+        mapped.update(var for var, is_mapped in zip(equation.outvars, results, strict=True) if is_mapped)
+    return tuple(0 if is_mapped else None for is_mapped in of_atoms(inner.outvars))
 
 
 def _refuse(primals: Any, tangents: Any, **params: Any) -> Any:

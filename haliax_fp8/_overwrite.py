@@ -15,19 +15,16 @@ from jax import lax
 from jax.core import Tracer
 from jaxtyping import Array
 
+from ._members import measured_by_reached
 from ._mesh_axes import varying_axes
 from ._recipe import Recipe
 from ._scaling import (
     AbstractScaling,
-    completed,
-    completion,
     first_table,
     guarded,
     measures,
     overwriting,
     overwritten,
-    record_length,
-    scales_in,
     unguarded,
 )
 from ._state import is_max_grad, to_float32, to_max_grad
@@ -96,7 +93,7 @@ class OpState(OverwriteWithGradient):
     @property
     def array(self) -> Array:
         """The table as the product takes it: float32 (or `fp32_max_grad`), whatever the model was cast to."""
-        return _as_state(self.table.array)
+        return as_state(self.table.array)
 
     def with_array(self, table: Array) -> "OpState":
         """This state with another table."""
@@ -139,145 +136,9 @@ class OpState(OverwriteWithGradient):
         return self.with_array(to_max_grad(self.array))
 
 
-class OpRecord(OverwriteWithGradient):
-    """The scales of an op, without its histories: what goes through a differentiated function in place of its state.
-
-    Its gradient is what the step measured, a number or a few per operand, and not a table with a whole history: so
-    nothing is computed, moved or kept per layer but what differs from layer to layer, and the histories of all layers
-    are updated in one go afterwards (`complete_states`).
-
-    Args:
-        table: float32, `[*stack, record_length]`: the operands' scales, the same rounded up to 4 significant bits, then
-            zeros; as a gradient, what was measured, an operand's numbers one after the other, then zeros.
-        shared: Both scales of the first operand, `[*stack, 2]`, where the op is of a group that reads the same input:
-            then the table holds the others', and the whole group has the very same array here.
-        group_place: Which one of the group this is.
-    """
-
-    table: hax.NamedArray
-    shared: hax.NamedArray | None = None
-    group_place: int | None = eqx.field(static=True, default=None)
-
-    @property
-    def array(self) -> Array:
-        """The table as the product takes it, with all rows."""
-        others = _as_state(self.table.array)
-        if self.shared is None:
-            return others
-        shared, axis = _as_state(self.shared.array), others.ndim - 1
-        parts = lax.split(others, (2, 2, others.shape[-1] - 4), axis)
-        first, second = lax.split(shared, (1, 1), axis)
-        return lax.concatenate([first, parts[0], second, *parts[1:]], axis)
-
-    @property
-    def scale(self) -> Array:
-        """The scales that the next use takes, `[*stack, operand]`."""
-        return to_float32(self.array)[..., :3]
-
-    def accumulate(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, other: "OpRecord"
-    ) -> "OpRecord":
-        """The maximum of both."""
-        return jax.tree.map(jnp.maximum, self, other)
-
-    def overwritten_by(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, gradient: "OpRecord"
-    ) -> "OpRecord":
-        """Itself: it belongs to one evaluation, and has no next step."""
-        del gradient
-        return self
-
-    def with_max_gradients(self) -> "OpRecord":
-        """The table in `fp32_max_grad`."""
-        return jax.tree.map(to_max_grad, self)
-
-
-def _as_state(table: Array) -> Array:
+def as_state(table: Array) -> Array:
+    """A table as products take it: `fp32_max_grad` as it is, all else in float32."""
     return table if is_max_grad(table) or table.dtype == jnp.float32 else to_float32(table)
-
-
-def record_states(states: Sequence[OpState]) -> list[OpRecord]:
-    """What a differentiated function needs of states, in `fp32_max_grad`; all of a kind in one go.
-
-    Args:
-        states: This step's. Those of an input group take the largest scale of their inputs, which is each one's own
-            if they always read the same.
-    """
-    scales: dict[int, _Scales] = {}
-    joined: list[int] = []
-    for members in _kinds(states).values():
-        tables = [states[i].array for i in members]
-        if tables[0].ndim > 2:
-            # Of stacked layers there are few, and XLA compiles the same slice of each once.
-            scales |= {i: _scales_in(table) for i, table in zip(members, tables, strict=True)}
-            continue
-        sizes = [table.shape[0] for table in tables]
-        exact, rounded = (lax.split(x, sizes) for x in lax.optimization_barrier(_scales_in(_concatenated(tables))))
-        scales |= dict(zip(members, zip(exact, rounded, strict=True), strict=True))
-        joined += members
-    groups: dict[Any, list[int]] = {}
-    for i, state in enumerate(states):
-        if state.input_group is not None:
-            groups.setdefault((state.input_group, scales[i][0].shape), []).append(i)
-    largest: dict[int, _Scales] = {}
-    for members in groups.values():
-        if len(members) > 1:
-            of_inputs = [[lax.slice_in_dim(x, 0, 1, axis=x.ndim - 1) for x in scales[i]] for i in members]
-            exact, rounded = (functools.reduce(lax.max, xs) for xs in zip(*of_inputs, strict=True))
-            largest[members[0]] = exact, rounded
-    # XLA makes all parts in one kernel where they are computed, however little; a mere slice is a kernel of its own.
-    one = lax.optimization_barrier(np.float32(1.0))
-    scales |= {i: (lax.mul(scales[i][0], one), lax.mul(scales[i][1], one)) for i in joined}
-    # Apart from what uses them: XLA would merge kernels of different layers that read the same array of scales, and
-    # all that they make would have to be there at once.
-    apart = {i: scales[i] for i in joined}, {i: x for i, x in largest.items() if i in joined}
-    for found, values in zip((scales, largest), lax.optimization_barrier(apart), strict=True):
-        found |= values
-    shared = {
-        i: (place, largest[members[0]])
-        for members in groups.values()
-        if members[0] in largest
-        for place, i in enumerate(members)
-    }
-    return [_record(state, scales[i], *shared.get(i, (None, None))) for i, state in enumerate(states)]
-
-
-# Exact, and rounded up.
-type _Scales = tuple[Array, Array]
-
-
-@jax.jit
-def _scales_in(tables: Array) -> _Scales:
-    """Of each row. Jitted, so that layers share one trace."""
-    return scales_in(tables)
-
-
-def _record(state: OpState, scales: _Scales, group_place: int | None, shared: _Scales | None) -> OpRecord:
-    """The record of scales `[*stack, operand]`, the first of which a group may share."""
-    stack, axis = state.table.axis_names[:-2], scales[0].ndim - 1
-    missing = record_length(state.scalings) - 2 * scales[0].shape[-1]
-    rest = [jnp.zeros((*scales[0].shape[:-1], missing), jnp.float32)] if missing else []
-
-    def named(parts: Sequence[Array], name: str) -> hax.NamedArray:
-        # As in `with_array`: the names may count axes that the array does not have.
-        array: Any = np.zeros((0,) * (len(stack) + 1))
-        structure = jax.tree.structure(hax.NamedArray(array, (*stack, name)))
-        return jax.tree.unflatten(structure, [to_max_grad(lax.concatenate(parts, axis))])
-
-    if shared is None:
-        return OpRecord(named([*scales, *rest], "fp8_record"))
-    others = [lax.slice_in_dim(x, 1, None, axis=axis) for x in scales]
-    return OpRecord(named([*others, *rest], "fp8_other_records"), named(shared, "fp8_shared_record"), group_place)
-
-
-def complete_states(states: Sequence[OpState], records: Sequence[OpRecord]) -> list[OpState]:
-    """The states of the next step, as gradients, from what a step recorded; all of a kind in one go.
-
-    Args:
-        states: This step's.
-        records: The gradients of their records, in the same order.
-    """
-    return _together(completion, completed, states, records)
 
 
 def overwrite_states(states: Sequence[OpState], gradients: Sequence[OpState]) -> list[OpState]:
@@ -287,26 +148,29 @@ def overwrite_states(states: Sequence[OpState], gradients: Sequence[OpState]) ->
         states: This step's.
         gradients: Their gradients, in the same order.
     """
-    return _together(overwriting, overwritten, states, gradients)
+    return together(overwriting, overwritten, states, gradients)
 
 
-def _together(
+def together(
     change_of: Callable[..., Array],
     changed: Callable[..., Array],
     states: Sequence[OpState],
-    others: Sequence[OpState | OpRecord],
+    others: Sequence[OpState | OverwriteWithGradient],
+    of_ops: Sequence[Array] | None = None,
 ) -> list[OpState]:
     """Computes the change of all states of a kind at once: a kernel or two for all layers, not for each."""
     new: list[OpState] = list(states)
-    for members in _kinds(states, others).values():
+    for members in kinds(states, others).values():
         scalings, limits = states[members[0]].scalings, states[members[0]].limits
         if measures(scalings) == 0:
             continue
-        tables = _concatenated([states[i].array for i in members])
+        tables = concatenated([states[i].array for i in members])
         of_others = [others[i].array for i in members]
         # Records have one axis where tables have rows and columns.
         axis = states[members[0]].array.ndim - 2
         of_others = to_float32(of_others[0] if len(of_others) == 1 else lax.concatenate(of_others, axis))
+        if of_ops is not None:
+            of_others = measured_by_reached(of_others, lax.concatenate([of_ops[i] for i in members], axis))
         # Apart from the tables: one kernel for the changes of all.
         changes = lax.optimization_barrier(change_of(tables, of_others, scalings, limits))
         rows = changes.shape[-2] // len(members)
@@ -326,7 +190,7 @@ def _changed(
     return changed(table, lax.dynamic_slice_in_dim(changes, start, table.shape[axis], axis), scalings)
 
 
-def _kinds(states: Sequence[OpState], others: Sequence[Any] | None = None) -> dict[Any, list[int]]:
+def kinds(states: Sequence[OpState], others: Sequence[Any] | None = None) -> dict[Any, list[int]]:
     """The places of states that can become one array: same scalings, same stack, same devices."""
     kinds: dict[Any, list[int]] = {}
     for i, state in enumerate(states):
@@ -335,7 +199,7 @@ def _kinds(states: Sequence[OpState], others: Sequence[Any] | None = None) -> di
     return kinds
 
 
-def _concatenated(tables: list[Array]) -> Array:
+def concatenated(tables: list[Array]) -> Array:
     """One table with the rows of all."""
     return tables[0] if len(tables) == 1 else lax.concatenate(tables, tables[0].ndim - 2)
 

@@ -26,7 +26,8 @@ class ProductSpec:
         has_key: Whether the key that random rounding draws from was given; without, rounding at random raises.
         requantizes: Whether the backward pass quantizes the kernel again, instead of keeping its FP8 copy.
         records: Whether state is not the whole table, whose gradient is the next step's, but the scales alone, whose
-            gradient is what was measured: `[*ensemble, record_length]`, an operand's numbers one after the other.
+            gradient is what was measured: `[*ensemble, record_length + 1]`, an operand's numbers one after the other,
+            then zeros, and last a mark (`_members.py`).
         stacked: Whether the layer is one of a stack, from which a scan slices its state.
         group_place: Which of the layers this is that have the very same scale of their input (`fuse_projections`);
             None if it is alone.

@@ -53,7 +53,8 @@ class Residuals(NamedTuple):
             operand itself where it is a kernel that is quantized again, or in high precision there.
         rhs: The operand as quantized for the gradient of lhs, likewise.
         measured: What the state records of parts of lhs and rhs, `[*ensemble, 2 * measures, parts]`;
-            None if nothing. Where the state is scales alone, they are rows in front of it: a scan stacks one array.
+            None if nothing. Where the state is scales alone, they and the mark are rows in front of it: a scan stacks
+            one array.
         state: The state, from which the next one is made; None where it is within `measured`.
         key: What random rounding draws from.
     """
@@ -65,9 +66,9 @@ class Residuals(NamedTuple):
     key: Array | None
 
     def numbers(self, spec: ProductSpec) -> tuple[Array | None, Array | None]:
-        """The state, and what was measured."""
+        """The state without its mark; and what was measured, behind the mark where the state has one."""
         if self.measured is None or not spec.records:
-            return self.state, self.measured
+            return _scales_alone(self.state, spec), self.measured
         axis, count = spec.ensemble, spec.record_length
         state, measured = lax.split(self.measured, (count, self.measured.shape[axis] - count), axis)
         if state.shape[axis + 1] > 1:
@@ -269,17 +270,27 @@ def backward(
     if state is None or not update:
         return gradients, None
     if measured is None:
-        return gradients, lax.full_like(state, 0.0, np.float32) if spec.records else to_float32(state)
+        width = state.shape[-1] + 1
+        nothing = lax.full((*state.shape[:-1], width), 0.0, np.float32)
+        return gradients, nothing if spec.records else to_float32(state)
     of_grad = measured_parts(grad, quantized_for(dgrad), 2, spec, state)
-    count = measures(spec.recipe.scalings)
-    missing = spec.record_length - 3 * count if spec.records else 0
-    rest = [jnp.zeros((*of_grad.shape[:-2], missing, 1), of_grad.dtype)] if missing else []
-    measured = whole(of_operands([measured, of_grad, *rest]))
-    # From the order lhs, rhs, output gradient into that of the state.
-    if spec.kernel_is_lhs:
-        operands = lax.split(measured, (*(count,) * 3, missing), spec.ensemble)
-        measured = lax.concatenate([*(operands[row] for row in spec.state_rows), operands[3]], spec.ensemble)
+    # In the order of the state, from that of lhs, rhs and output gradient.
+    axis, count = spec.ensemble, measures(spec.recipe.scalings)
+    mark, *operands = lax.split(measured, (int(spec.records), count, count), axis)
+    operands = [*operands, of_grad]
+    last = []
+    if spec.records:
+        missing = spec.record_length - 3 * count
+        last = [jnp.zeros((*of_grad.shape[:-2], missing, 1), of_grad.dtype), mark] if missing else [mark]
+    measured = whole(of_operands([*(operands[row] for row in spec.state_rows), *last]))
     return gradients, measured if spec.records else _next_state(state, measured, recipe=spec.recipe)
+
+
+def _scales_alone(state: Array | None, spec: ProductSpec) -> Array | None:
+    """The state without the mark that one of scales alone has."""
+    if state is None or not spec.records:
+        return state
+    return lax.slice_in_dim(state, 0, state.shape[-1] - 1, axis=state.ndim - 1)
 
 
 # Apart from `backward`, so that ops of all shapes share one trace.

@@ -21,6 +21,7 @@ from jax import lax
 from jax._src import core, dtypes, earray
 from jax._src.ad_util import Zero, raw_jaxval_adders
 from jax._src.interpreters import ad, pxla
+from jax._src.lax.lax import from_edtype_p, to_edtype_p
 from jaxtyping import Array
 
 
@@ -30,6 +31,14 @@ class max_grad(dtypes.prng_key):
     Not a floating type, so that a loss that casts floating arrays of its model (mixed precision) leaves state alone.
     A subtype of random keys because Haliax's `scan` indexes its arguments, and indexing knows no other extended type.
     """
+
+
+class record(max_grad, np.number):
+    """The abstract type of `fp32_record`: a number, which is what JAX asks of what it sums over an axis."""
+
+
+class inexact_record(dtypes.extended, np.inexact):
+    """The abstract type of `fp32_inexact_record`, for which `eqx.is_inexact_array` holds; indexing knows it by that."""
 
 
 class _MaxGradRules:
@@ -53,11 +62,11 @@ class _MaxGradRules:
 
     @staticmethod
     def add(dtype: "_MaxGradDType", x: Array, y: Array) -> Array:
-        return to_max_grad(lax.max(to_float32(x), to_float32(y)))
+        return _cast(lax.max(to_float32(x), to_float32(y)), dtype)
 
     @staticmethod
     def zero(dtype: "_MaxGradDType") -> Array:
-        return to_max_grad(lax.full((), -np.inf, dtype.float_dtype))
+        return _cast(lax.full((), dtype.identity, dtype.float_dtype), dtype)
 
     @staticmethod
     def full(shape, fill_value, dtype: "_MaxGradDType") -> Array:
@@ -65,8 +74,8 @@ class _MaxGradRules:
             fill_value = to_float32(fill_value)
         elif type(fill_value) is int and fill_value == 0:
             # How automatic differentiation asks for the additive zero, where an index leaves something out.
-            fill_value = -np.inf
-        return to_max_grad(lax.full(shape, fill_value, dtype.float_dtype))
+            fill_value = dtype.identity
+        return _cast(lax.full(shape, fill_value, dtype.float_dtype), dtype)
 
     @staticmethod
     def global_sharded_result_handler(aval, out_sharding, committed):
@@ -76,14 +85,47 @@ class _MaxGradRules:
         return lambda buffers: earray.EArray(aval, handler(buffers))
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class _MaxGradDType(dtypes.ExtendedDType):
+    """The element type.
+
+    Args:
+        float_dtype: What an element is.
+        scalar: The abstract type.
+        identity: What stands for no cotangent at all.
+        manual_axes: Of a record, the mesh axes of the `shard_map` that it was made in.
+    """
+
     float_dtype: np.dtype
+    scalar: type = max_grad
+    identity: float = -np.inf
+    manual_axes: tuple[str, ...] = ()
     _rules: ClassVar = _MaxGradRules
 
     @property
     def type(self):
-        return max_grad
+        return self.scalar
+
+    @property
+    def dtype(self) -> np.dtype:
+        """How NumPy, which JAX asks for the zero that a sum begins with, finds a type of its own for this one."""
+        if issubclass(self.scalar, np.number):
+            return self.float_dtype
+        raise AttributeError("dtype")
+
+    # Not a data class's, which would leave it to NumPy to say whether this is float32.
+    def __eq__(self, other: object) -> bool:
+        if other is None:
+            # The last step of a sum converts to None, by which JAX means the type as it is.
+            return issubclass(self.scalar, np.number)
+        return isinstance(other, _MaxGradDType) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    @property
+    def _key(self) -> tuple[Any, ...]:
+        return self.float_dtype, self.scalar, self.identity, self.manual_axes
 
     @property
     def name(self) -> str:
@@ -100,6 +142,12 @@ class _MaxGradDType(dtypes.ExtendedDType):
 fp32_max_grad = _MaxGradDType(np.dtype(np.float32))
 """The element type: float32 whose cotangents JAX adds by maximum. Cast to it and from it with `astype`."""
 
+fp32_record = _MaxGradDType(np.dtype(np.float32), record, 0.0)
+"""The same for what `_members.py` makes fit to be summed over an axis; so its identity has to be 0."""
+
+fp32_inexact_record = _MaxGradDType(np.dtype(np.float32), inexact_record, 0.0)
+"""The same for functions of Equinox that give no tangent to what is not inexact, such as `eqx.filter_custom_jvp`."""
+
 
 def _add_eagerly(x: Array, y: Array) -> Array:
     """Outside `jit` JAX looks the adder up by the type of the array, and knows none for extended element types."""
@@ -111,20 +159,54 @@ raw_jaxval_adders.setdefault(earray.EArray, _add_eagerly)
 
 
 def is_max_grad(x: object) -> bool:
-    """Whether an array's element type is `fp32_max_grad`."""
-    return getattr(x, "dtype", None) == fp32_max_grad
+    """Whether an array's element type is `fp32_max_grad`, or that of records."""
+    return isinstance(getattr(x, "dtype", None), _MaxGradDType)
 
 
 def to_max_grad(x: Array) -> Array:
-    """Casts float32 to `fp32_max_grad`; leaves `fp32_max_grad` as it is."""
-    if is_max_grad(x):
-        return x
-    return lax.convert_element_type(x, fp32_max_grad)  # pyright: ignore[reportArgumentType]
+    """Casts float32 to `fp32_max_grad`; leaves `fp32_max_grad` as it is, and records."""
+    return x if is_max_grad(x) else _cast(x, fp32_max_grad)
+
+
+def to_record(x: Array, *, inexact: bool) -> Array:
+    """Casts float32 to `fp32_record` or `fp32_inexact_record`."""
+    dtype = fp32_inexact_record if inexact else fp32_record
+    manual_axes = tuple(jax.sharding.get_abstract_mesh().manual_axes)
+    return _cast(x, dataclasses.replace(dtype, manual_axes=manual_axes) if manual_axes else dtype)
+
+
+def to_dtype_of(x: Array, like: Any) -> Array:
+    """Casts float32 to the element type of `like`, which is `fp32_max_grad` or that of records; or to float32."""
+    return _cast(x, like.dtype) if is_max_grad(like) else to_float32(x)
+
+
+def _cast(x: Array, dtype: _MaxGradDType) -> Array:
+    return to_edtype_p.bind(x, edtype=dtype)
 
 
 def to_float32(x: Array) -> Array:
     """Casts to float32 from any floating element type, `fp32_max_grad` included."""
+    if is_max_grad(x):
+        # Not `convert_element_type`, which asks NumPy whether there is anything to convert.
+        return from_edtype_p.bind(x, dtype=np.dtype(np.float32))
     return lax.convert_element_type(x, jnp.float32)
+
+
+class StateNotDifferentiated(TypeError):
+    """A layer is differentiated without its state, because something takes that for no more than integers are."""
+
+
+def require_differentiated_state(state: Any, is_linear: bool) -> None:
+    """Raises where a kernel has a tangent and its state has none, though a gradient with regard to both is taken."""
+    if not is_linear and is_max_grad(state) and state.dtype.scalar is not inexact_record:
+        raise StateNotDifferentiated(f"state of type {fp32_max_grad.name} has no tangent, and its layer has one")
+
+
+def axes_since_recorded(state: Any, manual_axes: Sequence[str]) -> tuple[str, ...]:
+    """Which of these mesh axes belong to a `shard_map` inside the function that a record was made for."""
+    if not is_max_grad(state) or state.dtype == fp32_max_grad:
+        return ()
+    return tuple(axis for axis in manual_axes if axis not in state.dtype.manual_axes)
 
 
 def define_linearization(primitive: Any, linearize: Callable[..., tuple[Array, Sequence[Array], Callable]]) -> None:

@@ -14,15 +14,14 @@ from haliax.quantization import CustomGradientAccumulation
 from jaxtyping import Array, PyTree
 
 from ._overwrite import (
-    OpRecord,
     OpState,
     OverwriteWithGradient,
-    complete_states,
     overwrite_states,
-    record_states,
 )
 from ._own_state import require_own_state
-from ._state import fp32_max_grad, is_max_grad
+from ._records import OpRecord, complete_states, record_states
+from ._state import is_max_grad
+from ._ways import Way, first_that_works
 
 
 T = TypeVar("T")
@@ -200,7 +199,11 @@ def filter_grad(function: Callable[..., Any], *, has_aux: bool = False) -> Calla
 
     Inside the differentiated function, state has the element type `fp32_max_grad`: where a layer is used several times
     (called twice, tied, constant of a `scan`, one branch of a `cond`), JAX combines its state gradients by maximum
-    instead of by sum. Parameters' gradients are those of `eqx.filter_grad`.
+    instead of by sum; and where it copies a layer for every example (a `cond` of each example's own, a `custom_vjp`
+    under `vmap`), of all whose output gradient is not zero. Parameters' gradients are those of `eqx.filter_grad`.
+
+    Where that cannot be differentiated, the function is called again: for a loss that puts together a model from parts,
+    for Equinox's functions with derivatives of their own, and as one program under `jax_debug_nans`.
 
     Args:
         function: `function(model, *args, **kwargs)`, returning a scalar, or `(scalar, aux)` with `has_aux`.
@@ -208,6 +211,9 @@ def filter_grad(function: Callable[..., Any], *, has_aux: bool = False) -> Calla
 
     Returns:
         A function with the same arguments that returns the gradients, `(gradients, aux)` with `has_aux`.
+
+    Raises:
+        ValueError: When called, if JAX or Equinox would sum what state records; it says where, and what to use instead.
 
     Example:
         >>> def twice(layer, x):
@@ -237,18 +243,21 @@ def filter_value_and_grad(function: Callable[..., Any], *, has_aux: bool = False
         A function with the same arguments that returns `(value, gradients)`.
     """
 
-    def take(model: Any, *args: Any, **kwargs: Any) -> Any:
-        differentiated, rest = eqx.partition(_recording(model), _is_differentiated)
+    def in_a_way(way: Way, model: Any, *args: Any, **kwargs: Any) -> Any:
+        differentiated, rest = eqx.partition(_recording(model, way), _is_differentiated)
 
         def of(differentiated: Any) -> Any:
-            # Records have the element type already; state of other marker types may not.
+            # Records have the element type already; other state may not.
             return function(with_max_gradients(eqx.combine(differentiated, rest)), *args, **kwargs)
 
         # As JAX sees it, `fp32_max_grad` is as little a float as integers are.
         value, gradients = jax.value_and_grad(of, has_aux=has_aux, allow_int=True)(differentiated)
-        return value, _completed(model, gradients)
+        return value, gradients if way.tables else _completed(model, gradients)
 
-    return _explained(take)
+    def take(model: Any, *args: Any, **kwargs: Any) -> Any:
+        return first_that_works(in_a_way, model, *args, **kwargs)
+
+    return take
 
 
 def _is_differentiated(leaf: Any) -> bool:
@@ -256,9 +265,11 @@ def _is_differentiated(leaf: Any) -> bool:
     return eqx.is_inexact_array(leaf) or is_max_grad(leaf)
 
 
-def _recording(model: Any) -> Any:
+def _recording(model: Any, way: Way) -> Any:
     """The model with ops that record, in place of updating their state."""
-    records = iter(record_states(_states(model)))
+    if way.tables:
+        return model
+    records = iter(record_states(_states(model), inexact=way.inexact))
     return jax.tree.map(lambda node: next(records) if _is_op_state(node) else node, model, is_leaf=_is_op_state)
 
 
@@ -281,26 +292,8 @@ def _is_record(node: Any) -> bool:
 
 
 def _is_op_state(node: Any) -> bool:
-    return isinstance(node, OpState)
-
-
-def _explained(gradients_of: Callable[..., Any]) -> Callable[..., Any]:
-    """Says what to do where JAX has no rule for the element type: it cannot transpose static slices of it."""
-
-    def explained(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return gradients_of(*args, **kwargs)
-        except TypeError as error:
-            if fp32_max_grad.name not in str(error):
-                raise
-            raise ValueError(
-                "FP8 state was sliced inside the differentiated function (as in `jax.tree.map(lambda a: a[0], "
-                "layers)`), and JAX cannot differentiate that slice for state whose gradients accumulate by maximum. "
-                "Take layers out of a stack with jax.lax.dynamic_index_in_dim or jnp.unstack, or scan over them; or "
-                "use eqx.filter_grad, which sums the newest amaxes of a layer's uses"
-            ) from error
-
-    return explained
+    # A model without some of its arrays may have no state.
+    return isinstance(node, OpState) and node.table.array is not None
 
 
 def with_max_gradients[T](tree: T) -> T:
@@ -309,7 +302,10 @@ def with_max_gradients[T](tree: T) -> T:
     What `filter_grad` does to the model at the top of the differentiated function, for those who write their own.
     """
     return jax.tree.map(
-        lambda node: node.with_max_gradients() if isinstance(node, OverwriteWithGradient) else node,
-        tree,
-        is_leaf=lambda node: isinstance(node, OverwriteWithGradient),
+        lambda node: node.with_max_gradients() if _is_whole_state(node) else node, tree, is_leaf=_is_whole_state
     )
+
+
+def _is_whole_state(node: Any) -> bool:
+    # A model without some of its arrays has None in their place.
+    return isinstance(node, OverwriteWithGradient) and None not in jax.tree.leaves(node, is_leaf=lambda x: x is None)

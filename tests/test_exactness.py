@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from helpers import sqnr
 from hypothesis import given, settings, strategies as st
 from jax import lax
 
@@ -80,6 +81,55 @@ def checkpoint(**options):
     return lambda f: lambda *args: eqx.filter_checkpoint(f, **options)(*args)
 
 
+# What JAX differentiates before it batches, or batches by giving every example its own copy of the layer.
+
+
+def with_custom_jvp(f):
+    def call(op, *args):
+        arrays, static = eqx.partition(op, eqx.is_array)
+        inner = jax.custom_jvp(lambda arrays, *args: f(eqx.combine(arrays, static), *args))
+        inner.defjvp(lambda primals, tangents: jax.jvp(inner.fun, primals, tangents))
+        return inner(arrays, *args)
+
+    return call
+
+
+def with_custom_vjp(f):
+    def call(op, *args):
+        arrays, static = eqx.partition(op, eqx.is_array)
+        inner = jax.custom_vjp(lambda arrays, *args: f(eqx.combine(arrays, static), *args))
+        inner.defvjp(lambda *args: jax.vjp(inner.fun, *args), lambda pull, grad: pull(grad))
+        return inner(arrays, *args)
+
+    return call
+
+
+def with_filter_custom_jvp(f):
+    def call(op, w, h, flag):
+        inner = eqx.filter_custom_jvp(lambda params: f(*params))
+        inner.def_jvp(lambda primals, tangents: eqx.filter_jvp(lambda params: f(*params), primals, tangents))
+        return inner((op, w, h, flag))
+
+    return call
+
+
+def with_filter_custom_vjp(f):
+    def call(op, w, h, flag):
+        inner = eqx.filter_custom_vjp(lambda params: f(*params))
+        inner.def_fwd(lambda perturbed, params: (f(*params), None))
+        pull = lambda params, grad: eqx.filter_vjp(lambda params: f(*params), params)[1](grad)[0]
+        inner.def_bwd(lambda residuals, grad, perturbed, params: pull(params, grad))
+        return inner((op, w, h, flag))
+
+    return call
+
+
+def of_each_row(f, op, w, h, flag):
+    """What `f` makes of each row, which it may know more of than all rows together."""
+    flags = jnp.broadcast_to(flag, h.shape[:1])
+    return jax.vmap(lambda row, flag: f(op, w, row, flag))(h, flags)
+
+
 WRAPPERS = {
     "vmap": over_rows(lambda f, op, w, h, flag: jax.vmap(lambda r: f(op, w, r, flag))(h)),
     "vmap of axis 1": over_rows(
@@ -97,6 +147,12 @@ WRAPPERS = {
     "checkpoint, names saved": checkpoint(policy=POLICIES.save_only_these_names("nothing")),
     "cond": lambda f: lambda *args: branch(f, *args),
     "switch": lambda f: lambda *args: switch(f, *args),
+    "custom_jvp of each row": over_rows(lambda f, *args: of_each_row(with_custom_jvp(f), *args)),
+    "custom_vjp of each row": over_rows(lambda f, *args: of_each_row(with_custom_vjp(f), *args)),
+    "filter_custom_jvp": with_filter_custom_jvp,
+    "filter_custom_vjp of each row": over_rows(lambda f, *args: of_each_row(with_filter_custom_vjp(f), *args)),
+    "cond of each row": over_rows(lambda f, *args: of_each_row(lambda *args: branch(f, *args), *args)),
+    "switch of each row": over_rows(lambda f, *args: of_each_row(lambda *args: switch(f, *args), *args)),
 }
 
 
@@ -445,3 +501,44 @@ def test_sharded_jit_is_the_unsharded_program(axis):
     x, w = jax.device_put(x, NamedSharding(mesh, x_spec)), jax.device_put(w, NamedSharding(mesh, w_spec))
     loss = lambda params: (c * layer(*params, None)).sum()
     check(eqx.filter_jit(fp8.filter_grad(loss))((op, w, x)), problem, uses=1)
+
+
+# --- Where JAX differentiates first and batches afterwards ------------------------------------------------------------
+
+
+def mapped(f, op, w, h, in_axes=0):
+    return jax.vmap(lambda row: f(op, w, row, jnp.asarray(True)), in_axes=in_axes, out_axes=in_axes)(h)
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("gradient", [fp8.filter_grad, eqx.filter_grad], ids=["ours", "equinox's"])
+def test_custom_jvp_under_vmap_is_the_batched_call(gradient, axis):
+    problem = random_problem(11)
+    w, x, c = as_jax(problem["w"], problem["x"], problem["c"])
+    loss = lambda params: (c * mapped(with_custom_jvp(layer), *params, in_axes=axis)).sum()
+    op = make_op(problem["scale"], problem["history"])
+    check(eqx.filter_jit(gradient(loss))((op, w, x)), problem, uses=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("both", [False, True], ids=["rows", "rows and kernels"])
+@pytest.mark.parametrize("recipe", ["delayed", "current", "rowwise", "deepseek", "mxfp8", "nvfp4", "static"])
+def test_every_recipe_differentiated_first(recipe, both):
+    """Each example has scales of its own in the forward pass, and its gradients are those of a loop over examples,
+    up to the rounding of output gradients, which all examples share."""
+    w, x, c = (jax.random.normal(jax.random.key(i), s) for i, s in enumerate([(64, 32), (3, 48, 64), (3, 48, 32)]))
+    w = w if not both else jnp.stack([w, 2 * w, 0.1 * w])
+    x = x * jnp.asarray([1.0, 8.0, 0.3])[:, None, None]
+    op = fp8.Fp8DotGeneral.init(recipe)
+    if op.recipe.needs_key:
+        op = fp8.with_rounding_keys(op, jax.random.key(0))
+    call = with_custom_jvp(lambda op, w, h, flag: op(h, w, (((1,), (0,)), ((), ()))))
+    flag = jnp.asarray(True)
+    batched = lambda w, x: (c * jax.vmap(lambda w, h: call(op, w, h, flag), (0 if both else None, 0))(w, x)).sum()
+    looped = lambda w, x: sum((c[i] * call(op, w[i] if both else w, x[i], flag)).sum() for i in range(3))
+    exact = lambda w, x: (c * (x @ w)).sum()
+    out, *expected = [jax.jit(jax.value_and_grad(f, (0, 1)))(w, x) for f in (batched, looped, exact)]
+    np.testing.assert_allclose(out[0], expected[0][0], rtol=1e-5)
+    for got, loop, truth in zip(out[1], expected[0][1], expected[1][1], strict=True):
+        assert got.shape == truth.shape
+        assert sqnr(truth, got) > min(sqnr(truth, loop) - 3.0, 20.0), (sqnr(truth, got), sqnr(truth, loop))

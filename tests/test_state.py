@@ -312,6 +312,8 @@ def test_internals_are_the_ones_that_this_file_checks():
         "jax._src.ad_util.raw_jaxval_adders",
         "jax._src.interpreters.ad",
         "jax._src.interpreters.pxla",
+        "jax._src.lax.lax.from_edtype_p",
+        "jax._src.lax.lax.to_edtype_p",
     }
 
 

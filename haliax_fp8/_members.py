@@ -1,0 +1,117 @@
+"""Sums that give a maximum: what a product records for state that JAX has mapped, and will sum over the mapped axis.
+
+Where every example takes its own branch of a `lax.cond` under `vmap`, JAX gives every example its own copy of the
+state, and sums what the copies record; so it does where a `jax.custom_vjp` is mapped. Members of an ensemble look the
+same, and what they record is theirs. So every state that a differentiated function begins with has a number of its own,
+its mark, which goes where the state goes: copies have the same. The largest measurement of all copies is recorded by
+the first, and 0 by the others; then the sum over any of them is the maximum.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.core import ShapedArray
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
+from jaxtyping import Array, Float32
+
+from ._contraction import to_front
+
+
+_FIRST = np.float32(1.0).view(np.int32)
+
+
+def marks(shapes: Sequence[tuple[int, ...]]) -> list[Float32[Array, "..."]]:
+    """A number for each element of arrays of these shapes, unlike those of all others.
+
+    Floats from 1 on, each the next after the one before: nothing but equality counts. Where this is mapped, which makes
+    each example an evaluation of its own, all examples have others.
+    """
+    sizes = [int(np.prod(shape)) for shape in shapes]
+    if not sizes:
+        return []
+    total = sum(sizes)
+    numbers = lax.iota(np.int32, total) + (evaluation_p.bind() * np.int32(total) + _FIRST)
+    parts = lax.split(lax.bitcast_convert_type(numbers, np.float32), sizes)
+    return [lax.reshape(part, shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+def recorded_by_first(
+    measured: Float32[Array, "*ensemble numbers"], grad: Array, ensemble: int
+) -> Float32[Array, "*ensemble numbers"]:
+    """What each member of an ensemble records: the first of those with the same mark the maximum, the others zeros.
+
+    A member that was not needed, as its branch was not taken, receives a gradient of zeros, and records zeros. Nobody
+    knows it from one that was needed for nothing, which records zeros as well.
+
+    Args:
+        measured: What each member measured, nowhere negative; last its mark.
+        grad: The output's gradient.
+        ensemble: How many leading axes number members.
+    """
+    return members_p.bind(measured, grad, ensemble=ensemble)
+
+
+@jax.jit
+def measured_by_reached(
+    records: Float32[Array, "*stack numbers"], mark: Float32[Array, "*stack ops"]
+) -> Float32[Array, "*stack measured"]:
+    """What records of several ops hold beside their marks; `-inf`, the identity of the maximum, without the mark.
+
+    Args:
+        records: The gradients of the ops' records, one after the other.
+        mark: The ops' marks, as `marks` gave them.
+    """
+    ops = mark.shape[-1]
+    records = lax.reshape(records, (*mark.shape, records.shape[-1] // ops))
+    axis, last = records.ndim - 1, records.shape[-1] - 1
+    measured = lax.slice_in_dim(records, 0, last, axis=axis)
+    reached = lax.eq(lax.slice_in_dim(records, last, None, axis=axis), lax.expand_dims(mark, (axis,)))
+    reached = lax.broadcast_in_dim(reached, measured.shape, range(measured.ndim))
+    measured = lax.select(reached, measured, lax.full_like(measured, -jnp.inf))
+    return lax.reshape(measured, (*mark.shape[:-1], ops * last))
+
+
+# --- The primitives: `vmap` makes members of both ---------------------------------------------------------------------
+
+evaluation_p = Primitive("fp8_evaluation")
+members_p = Primitive("fp8_members")
+
+
+def _evaluation_batch(axis_data: Any, args: Any, axes: Any) -> tuple[Array, int]:
+    """Whatever `vmap` maps, each of its examples is an evaluation."""
+    del args, axes
+    return evaluation_p.bind() * np.int32(axis_data.size) + lax.iota(np.int32, axis_data.size), 0
+
+
+def _members(measured: Array, grad: Array, *, ensemble: int) -> Array:
+    if ensemble == 0:
+        return measured
+    count = int(np.prod(measured.shape[:ensemble]))
+    flat = lax.reshape(measured, (count, measured.shape[-1]))
+    mark = flat[:, -1]
+    order = jnp.argsort(mark)
+    first = order[jnp.searchsorted(mark[order], mark)]
+    needed = jnp.any(lax.reshape(grad, (count, grad.size // max(count, 1))) != 0, axis=1)
+    flat = jnp.where(needed[:, None], flat, np.float32(0.0))
+    return lax.reshape(jnp.zeros_like(flat).at[first].max(flat), measured.shape)
+
+
+def _members_batch(args: Any, axes: Any, *, ensemble: int) -> tuple[Array, int]:
+    size = next(x.shape[axis] for x, axis in zip(args, axes, strict=True) if axis is not None)
+    args = [to_front(x, axis, size, 0) for x, axis in zip(args, axes, strict=True)]
+    return members_p.bind(*args, ensemble=ensemble + 1), 0
+
+
+evaluation_p.def_impl(lambda: jnp.int32(0))
+evaluation_p.def_abstract_eval(lambda: ShapedArray((), np.dtype(np.int32)))
+mlir.register_lowering(evaluation_p, mlir.lower_fun(lambda: jnp.int32(0), multiple_results=False))
+batching.fancy_primitive_batchers[evaluation_p] = _evaluation_batch
+members_p.def_impl(_members)
+members_p.def_abstract_eval(lambda measured, grad, **params: measured)
+mlir.register_lowering(members_p, mlir.lower_fun(_members, multiple_results=False))
+batching.primitive_batchers[members_p] = _members_batch

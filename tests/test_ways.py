@@ -1,0 +1,287 @@
+"""Where the first way of taking a gradient does not work: another one that does, or an error whose remedy works."""
+
+import equinox as eqx
+import equinox.internal as eqxi
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType, PartitionSpec as P
+
+import haliax_fp8 as fp8
+
+
+CONFIG = fp8.Fp8Config(amax_history_length=4)
+LAYER = fp8.fp8_linear_layers(eqx.nn.Linear(4, 4, key=jax.random.key(0)), CONFIG)
+X = jax.random.normal(jax.random.key(1), (8, 4))
+
+
+def batched(layer, x):
+    return (jax.vmap(layer)(x) ** 2).mean()
+
+
+def newest(layer):
+    op = layer.dot_general
+    return np.asarray([op.amax_history(operand)[..., 0] for operand in ("input", "kernel", "output_grad")])
+
+
+def assert_same(gradients, expected):
+    jax.tree.map(np.testing.assert_array_equal, jax.tree.leaves(gradients), jax.tree.leaves(expected))
+
+
+def jitted_or_not(f):
+    return pytest.mark.parametrize("jit", [eqx.filter_jit, lambda f: f], ids=["jit", "eager"])(f)
+
+
+# --- Models in parts --------------------------------------------------------------------------------------------------
+
+
+def test_weights_alone():
+    """LoRA, freezing: the first argument is a model with None where nothing is differentiated."""
+    spec = eqx.tree_at(lambda tree: tree.weight, jax.tree.map(lambda _: False, LAYER), True)
+    weights, rest = eqx.partition(LAYER, spec)
+    gradients = fp8.filter_grad(lambda weights: batched(eqx.combine(weights, rest), X))(weights)
+    np.testing.assert_array_equal(gradients.weight, fp8.filter_grad(batched)(LAYER, X).weight)
+    assert gradients.dot_general.state.table.array is None and gradients.bias is None
+
+
+@pytest.mark.parametrize("is_param", [eqx.is_inexact_array, eqx.is_array])
+def test_parameters_and_state_put_together_in_the_loss(is_param):
+    params, static = eqx.partition(LAYER, is_param)
+    loss = lambda params: batched(eqx.combine(params, static), X) + batched(eqx.combine(params, static), 2 * X)
+    expected = fp8.filter_grad(lambda layer: batched(layer, X) + batched(layer, 2 * X))(LAYER)
+    assert_same(fp8.filter_grad(loss)(params), expected)
+
+
+def test_parts_with_branches_of_each_example_are_explained():
+    params, static = eqx.partition(LAYER, eqx.is_array)
+    loss = lambda layer, x: jax.vmap(lambda row: lax.cond(row[0] > 0, lambda row: layer(row), lambda row: row, row))(
+        x
+    ).sum()
+    with pytest.raises(ValueError, match="Pass the whole model"):
+        fp8.filter_grad(lambda params: loss(eqx.combine(params, static), X))(params)
+    assert np.isfinite(newest(fp8.filter_grad(loss)(LAYER, X))).all()
+
+
+# --- Branches of each example's own -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stacked", [False, True], ids=["a layer", "a stack in a scan"])
+def test_examples_that_skip_the_layer_do_not_count(stacked):
+    """Stochastic depth: what the layer was not applied to is not recorded, however large it is."""
+    keep = jnp.asarray([True, False, True, True, False, True, True, True])
+    x = jnp.where(keep[:, None], X, 1000.0 * X)
+    layer = jax.tree.map(lambda a: jnp.stack([a, a]), LAYER) if stacked else LAYER
+
+    def through(layer, h, kept):
+        return lax.cond(kept, lambda h: layer(h), lambda h: h, h)
+
+    def apply(layer, h, kept):
+        if not stacked:
+            return through(layer, h, kept)
+        arrays, static = eqx.partition(layer, eqx.is_array)
+        return lax.scan(lambda h, a: (through(eqx.combine(a, static), h, kept), None), h, arrays)[0]
+
+    def loss(layer, rows, keep, apply):
+        return (jax.vmap(lambda row, kept: apply(layer, row, kept))(rows, keep) ** 2).sum()
+
+    some = eqx.filter_jit(fp8.filter_grad(loss))(layer, x, keep, apply)
+    all_kept = eqx.filter_jit(fp8.filter_grad(loss))(layer, X[keep], jnp.ones(keep.sum(), bool), apply)
+    np.testing.assert_array_equal(newest(some), newest(all_kept))
+    assert newest(some).max() < 100
+
+
+def test_no_example_takes_the_branch():
+    skip = lambda layer, row: lax.cond(row[0] > 99.0, lambda row: layer(row), lambda row: row, row)
+    loss = lambda layer, x: jax.vmap(lambda row: skip(layer, row))(x).sum()
+    gradients = fp8.filter_grad(loss)(LAYER, X)
+    assert np.isneginf(newest(gradients)).all()
+    assert_same(LAYER.dot_general.state.overwritten_by(gradients.dot_general.state), LAYER.dot_general.state)
+
+
+def test_experts_that_examples_choose_from_a_stack():
+    """Each example indexes the stack: members that were chosen record the maximum of who chose them."""
+    experts = jax.tree.map(lambda a: jnp.stack([a, a, a]), LAYER)
+    choice = jnp.asarray([0, 2, 0, 2, 2, 0, 0, 2])
+
+    def loss(experts, x):
+        arrays, static = eqx.partition(experts, eqx.is_array)
+        chosen = lambda i: eqx.combine(jax.tree.map(lambda a: a[i], arrays), static)
+        return (jax.vmap(lambda i, row: chosen(i)(row))(choice, x) ** 2).sum()
+
+    gradients = eqx.filter_jit(fp8.filter_grad(loss))(experts, X)
+    expected = [np.abs(X[choice == i]).max() if i != 1 else -np.inf for i in range(3)]
+    np.testing.assert_array_equal(gradients.dot_general.amax_history("input")[:, 0], expected)
+
+
+def test_an_ensemble_of_equal_members_is_an_ensemble():
+    """Copies that the user made are members: equal numbers do not make them one layer."""
+    members = jax.tree.map(lambda a: jnp.stack([a, a]), LAYER)
+    x = jnp.stack([X, 5 * X])
+    loss = lambda layers, x: eqx.filter_vmap(batched)(layers, x).sum()
+    got = eqx.filter_jit(fp8.filter_grad(loss))(members, x)
+    np.testing.assert_array_equal(newest(got)[0], [np.abs(X).max(), 5 * np.abs(X).max()])
+
+
+@jitted_or_not
+@pytest.mark.parametrize("inner", [lambda f: f, jax.jit], ids=["", "jit inside"])
+def test_gradients_of_each_example(jit, inner):
+    """`vmap` around the gradient, whatever the mapped function closes over."""
+    one = lambda row: newest_input(fp8.filter_grad(lambda layer: (layer(row) ** 2).sum())(LAYER))
+    newest_input = lambda gradients: gradients.dot_general.amax_history("input")[0]
+    np.testing.assert_array_equal(jit(jax.vmap(inner(one)))(X), jnp.abs(X).max(axis=1))
+
+
+# --- Loops and solvers of others: each remedy that an error names is right -------------------------------------------
+
+
+def steps(kind):
+    body = lambda layer: lambda carry: (carry[0] + 1, jnp.tanh(jax.vmap(layer)(carry[1])))
+    return lambda layer, x: (
+        eqxi.while_loop(lambda carry: carry[0] < 2, body(layer), (0, x), max_steps=2, kind=kind)[1] ** 2
+    ).mean()
+
+
+def unrolled(layer, x):
+    return (jnp.tanh(jax.vmap(layer)(jnp.tanh(jax.vmap(layer)(x)))) ** 2).mean()
+
+
+@jitted_or_not
+def test_checkpointed_loop_is_refused_by_name(jit):
+    with pytest.raises(ValueError, match='while_loop with kind="bounded"'):
+        jit(fp8.filter_grad(steps("checkpointed")))(LAYER, X)
+    expected = eqx.filter_jit(fp8.filter_grad(unrolled))(LAYER, X)
+    np.testing.assert_array_equal(newest(jit(fp8.filter_grad(steps("bounded")))(LAYER, X)), newest(expected))
+
+
+def test_custom_root_is_refused_by_name():
+    def loss(layer, x):
+        equation = lambda z: z - 0.3 * jnp.tanh(jax.vmap(layer)(z)) - x
+        solve = lambda f, z: lax.fori_loop(0, 20, lambda _, z: z - f(z), z)
+        return lax.custom_root(equation, x, solve, lambda g, y: y).sum()
+
+    with pytest.raises(ValueError, match="custom_root.*optimistix"):
+        fp8.filter_grad(loss)(LAYER, X)
+
+
+@jitted_or_not
+@pytest.mark.parametrize("solve", ["fixed_point", "root_find"])
+def test_implicit_layers(solve, jit):
+    """At the fixed point, where the gradient is taken: `z = 0.3 tanh(layer(z)) + x`."""
+    optx = pytest.importorskip("optimistix")
+
+    def find(layer, x):
+        step = lambda z, layer: 0.3 * jnp.tanh(jax.vmap(layer)(z)) + x
+        if solve == "fixed_point":
+            return optx.fixed_point(step, optx.FixedPointIteration(1e-6, 1e-6), x, args=layer, throw=False).value
+        equation = lambda z, layer: step(z, layer) - z
+        return optx.root_find(equation, optx.Newton(1e-6, 1e-6), x, args=layer, throw=False).value
+
+    gradients = jit(fp8.filter_grad(lambda layer: (find(layer, X) ** 2).mean()))(LAYER)
+    # The solution differs in its last bits from program to program.
+    np.testing.assert_allclose(newest(gradients)[0], np.abs(find(LAYER, X)).max(), rtol=1e-4)
+    assert (newest(gradients) > 0).all() and np.abs(gradients.weight).max() > 0
+
+
+def ode(adjoint):
+    diffrax = pytest.importorskip("diffrax")
+    term = diffrax.ODETerm(lambda t, y, layer: jnp.tanh(jax.vmap(layer)(y)))
+    options = {"adjoint": getattr(diffrax, adjoint)(), "max_steps": 4}
+    return lambda layer, x: diffrax.diffeqsolve(term, diffrax.Euler(), 0, 1, 0.5, x, layer, **options).ys.sum()
+
+
+@pytest.mark.parametrize("adjoint", ["RecursiveCheckpointAdjoint", "BacksolveAdjoint"])
+def test_adjoints_that_add_up_state_are_refused_by_name(adjoint):
+    with pytest.raises(ValueError, match="DirectAdjoint"):
+        fp8.filter_grad(ode(adjoint))(LAYER, X)
+
+
+def test_direct_adjoint():
+    def euler(layer, x):
+        for _ in range(2):
+            x = x + 0.5 * jnp.tanh(jax.vmap(layer)(x))
+        return x.sum()
+
+    expected = eqx.filter_jit(fp8.filter_grad(euler))(LAYER, X)
+    got = eqx.filter_jit(fp8.filter_grad(ode("DirectAdjoint")))(LAYER, X)
+    np.testing.assert_allclose(newest(got), newest(expected), rtol=1e-5)
+
+
+# --- Meshes -----------------------------------------------------------------------------------------------------------
+
+
+@jitted_or_not
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_gradient_around_shard_map(jit, check_vma):
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,))
+    specs = {"mesh": mesh, "in_specs": (P(), P("x")), "out_specs": P(), "check_vma": check_vma}
+    mapped = lambda f: (
+        lambda layer, x: jax.shard_map(f(eqx.filter(layer, eqx.is_array, inverse=True)), **specs)(
+            eqx.filter(layer, eqx.is_array), x
+        )
+    )
+    around = mapped(lambda static: lambda arrays, x: lax.pmean(batched(eqx.combine(arrays, static), x), "x"))
+    inside = mapped(
+        lambda static: lambda arrays, x: fp8.filter_grad(batched)(eqx.combine(arrays, static), x).dot_general.state
+    )
+    expected = newest(fp8.filter_grad(batched)(LAYER, X))
+    state = jit(inside)(LAYER, X)
+    np.testing.assert_array_equal(state.array[:2, 1], expected[:2])
+    if not check_vma:
+        with pytest.raises(ValueError, match="check_vma=True"):
+            jit(fp8.filter_grad(around))(LAYER, X)
+        return
+    np.testing.assert_array_equal(newest(jit(fp8.filter_grad(around))(LAYER, X))[:2], expected[:2])
+
+
+# --- How the user runs things -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("debug", [jax.debug_nans, jax.debug_infs])
+def test_debug_nans(debug):
+    with debug(True):
+        got = fp8.filter_grad(batched)(LAYER, X)
+    np.testing.assert_array_equal(newest(got), newest(fp8.filter_grad(batched)(LAYER, X)))
+
+
+def test_debug_nans_still_finds_them():
+    with jax.debug_nans(True), pytest.raises(FloatingPointError):
+        fp8.filter_grad(lambda layer, x: jnp.log(-jnp.abs(batched(layer, x)) - 1.0))(LAYER, X)
+
+
+def test_disable_jit():
+    stack = jax.tree.map(lambda a: jnp.stack([a, a]), LAYER)
+
+    def loss(stack, x):
+        arrays, static = eqx.partition(stack, eqx.is_array)
+        step = lambda h, a: (jax.vmap(eqx.combine(a, static))(h), None)
+        return (lax.scan(step, x, arrays)[0] ** 2).mean()
+
+    with jax.disable_jit():
+        got = fp8.filter_grad(loss)(stack, X)
+    np.testing.assert_array_equal(newest(got), newest(fp8.filter_grad(loss)(stack, X)))
+
+
+@jitted_or_not
+def test_debug_key_reuse(jit):
+    expected = newest(jit(fp8.filter_grad(batched))(LAYER, X))
+    with jax.debug_key_reuse(True):
+        np.testing.assert_array_equal(newest(jit(fp8.filter_grad(batched))(LAYER, X)), expected)
+
+
+def test_errors_of_the_function_itself_are_the_users():
+    def loss(layer, x):
+        assert x.shape == (3, 4), "three rows"
+        return batched(layer, x)
+
+    with pytest.raises(AssertionError, match="three rows"):
+        fp8.filter_grad(loss)(LAYER, X)
+    with pytest.raises(ValueError, match="Incompatible shapes for broadcasting"):
+        fp8.filter_grad(lambda layer, x: (jax.vmap(layer)(x) + jnp.ones(3)).sum())(LAYER, X)
+
+
+def test_a_loss_that_casts_floating_arrays_leaves_state_alone():
+    cast = lambda x: x.astype(jnp.bfloat16) if eqx.is_inexact_array(x) else x
+    got = fp8.filter_grad(lambda layer, x: batched(*jax.tree.map(cast, (layer, x))))(LAYER, X)
+    np.testing.assert_array_equal(newest(got)[0], np.abs(X.astype(jnp.bfloat16)).max())
