@@ -259,6 +259,31 @@ def test_per_example_gradients_draw_as_single_calls_do():
     assert_independent(ups(own[0]), ups(own[1]))
 
 
+@pytest.mark.parametrize("mapped", ["keys", "states", "both"])
+def test_an_op_with_state_under_vmap_of_its_keys_or_its_state(mapped):
+    """Whichever of the two is mapped makes members; each is as by itself, state and draws, and operands are shared."""
+    scaling = fp8.DelayedScaling(amax_history_length=2)
+    random = fp8.Quantization(fp8.E4M3, scaling, fp8.Stochastic())
+    op = fp8.Fp8DotGeneral.init(fp8.Recipe(random, random, random))
+
+    def gradients(factor, key):
+        with_scales = eqx.tree_at(lambda op: op.state.table.array, op, replace_fn=lambda table: table * factor)
+        call = lambda op, x, w: fp8.with_rounding_keys(op, key)(x, w, MATRIX)
+        out, pullback = jax.vjp(call, with_scales, HALVES, UNIT)
+        of_op, *of_operands = pullback(HALVES)
+        return out, of_op.state.table.array, *of_operands
+
+    factors, keys = jnp.array([0.25, 1.5, 3.0]), jax.random.split(KEY, 3)
+    axes = {"keys": (None, 0), "states": (0, None), "both": (0, 0)}[mapped]
+    args = [x if axis == 0 else x[0] for x, axis in zip((factors, keys), axes, strict=True)]
+    together, alone = jax.jit(jax.vmap(gradients, axes))(*args), jax.jit(gradients)
+    for member in range(3):
+        own = [x[member] if axis == 0 else x for x, axis in zip(args, axes, strict=True)]
+        assert_same([x[member] for x in together], alone(*own))
+    if mapped != "states":
+        assert not np.array_equal(together[0][0], together[0][1]), "each draws its own numbers"
+
+
 Out, In, Layers = hax.Axis("out", SIZE), hax.Axis("in", SIZE), hax.Axis("layer", 3)
 
 
