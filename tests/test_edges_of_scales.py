@@ -12,6 +12,7 @@ import recipe_reference as reference
 from helpers import E4M3, EPS, assert_within, float64, products, round_to
 
 import haliax_fp8 as fp8
+from haliax_fp8._scaling._blocks import e8m0_exponent
 
 
 MATRIX = (((1,), (0,)), ((), ()))
@@ -39,6 +40,36 @@ def test_members_of_an_ensemble_have_scales_of_their_own(name):
         data, scale = expected(x[member])
         np.testing.assert_array_equal(np.asarray(got.data[member]).view(np.uint8), data.view(np.uint8))
         np.testing.assert_array_equal(np.asarray(got.scale[member]).ravel(), np.ravel(scale))
+
+
+@pytest.mark.parametrize(
+    "scaling, blocked",
+    [
+        (fp8.BlockScaling(size=4), (2,)),
+        (fp8.BlockScaling(size=4, square=True), (2, 3)),
+        (fp8.MXFP8Scaling(), (2,)),
+        (fp8.MXFP8Scaling(square=True), (2, 3)),
+        (fp8.NVFP4Scaling(), (2,)),
+        (fp8.NVFP4Scaling(square=True), (2, 3)),
+    ],
+    ids=str,
+)
+def test_blocks_run_along_the_last_contracted_and_the_last_free_axis(scaling, blocked):
+    """Of four axes the first and the third are contracted: blocks along the third, squares along the fourth too."""
+    size = {fp8.BlockScaling: 4, fp8.MXFP8Scaling: 32, fp8.NVFP4Scaling: 16}[type(scaling)]
+    x = np.random.default_rng(0).standard_normal((33, 34, 35, 36)).astype(np.float32)
+    got = scaling.quantize(jnp.asarray(x), fp8.OperandUse(fp8.E4M3, contracted=(0, 2)))
+    assert got.block == tuple(size if axis in blocked else 1 for axis in range(4))
+    assert got.scale.shape == tuple(-(-n // b) for n, b in zip(x.shape, got.block, strict=True))
+
+
+def test_powers_of_two_that_are_subnormal():
+    """E8M0 begins at `2**-127`, half of float32's smallest normal number; what lies above it goes up to the next one.
+
+    As NumPy makes them: in any arithmetic, XLA on a CPU takes them for 0.
+    """
+    numbers = np.array([2.0**-127, 2.0**-128, 2.0**-127 + 2.0**-149, 2.0**-126, 2.0**-126 + 2.0**-149], np.float32)
+    np.testing.assert_array_equal(e8m0_exponent(jnp.asarray(numbers)), [0, 0, 1, 1, 2])
 
 
 def test_the_smallest_scale_of_e8m0_is_used_in_full():

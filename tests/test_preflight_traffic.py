@@ -39,8 +39,10 @@ PARAMETERS = [
         # Read and written, and where it begins.
         ("f32[1,64]{1,0} dynamic-slice(%x, %i, %i), dynamic_slice_sizes={1,64}", 2 * ROW + 2 * INDEX),
         ("f32[1,64]{1,0} slice(%x), slice={[3:4], [0:64]}", 2 * ROW),
+        # Where to, and what: both are read, and as much is written.
+        ("f32[1000,64]{1,0} scatter(%x, %i, %row), to_apply=%add", 2 * (INDEX + ROW)),
     ],
-    ids=["dynamic-update-slice", "dynamic-slice", "slice"],
+    ids=["dynamic-update-slice", "dynamic-slice", "slice", "scatter"],
 )
 def test_outside_a_fusion(line, expected):
     assert bytes_of([*PARAMETERS, f"ROOT %r = {line}"]) == expected
@@ -81,6 +83,15 @@ def test_a_parameter_that_a_fusion_hands_on_is_not_written():
         "ROOT %t = (f32[1000,64]{1,0}, f32[1,64]{1,0}) tuple(%a, %c)",
     ]
     assert fused(lines, "(f32[1000,64]{1,0}, f32[1,64]{1,0})", "%x", "%row") == MATRIX + 2 * ROW
+
+
+def test_sides_before_they_were_filled_up():
+    """A product of `5 × 4095` and `4095 × 30` runs as one of multiples of 16, or as its transpose."""
+    of = lambda m, n, k: Dimensions(1, m, n, k, *[Shape("f8e4m3fn", (2, 2))] * 3)
+    written = of(5, 30, 4095)
+    assert of(16, 32, 4096).without_padding(written) == of(5, 30, 4095)
+    assert of(32, 16, 4096).without_padding(written) == of(30, 5, 4095)
+    assert of(32, 48, 4096).without_padding(written) == of(32, 48, 4096), "another product"
 
 
 @pytest.mark.parametrize(

@@ -101,6 +101,14 @@ def test_the_largest_scale_of_an_input_group_serves_all():
     assert not np.array_equal(shared[0], apart[0]), "the scales differ, and so must what is rounded with them"
 
 
+def test_calibration_and_statistics_of_an_input_group_keep_it():
+    """Both run the model with other recipes for a while."""
+    model = fp8.fp8_linear_layers(Two.init(), fp8.Fp8Config(amax_history_length=HISTORY))
+    model = fp8.fuse_projections(model, [("first", "second")])
+    other = model.first.dot_general.with_recipe(model.first.dot_general.recipe.measured)
+    assert other.state.input_group == model.first.dot_general.state.input_group == "first+second"
+
+
 @pytest.mark.parametrize("zero", OPERANDS)
 def test_one_operand_of_zeros_does_not_hide_the_others(zero):
     """Delayed scaling records one number of each operand, statistics record several: of each, every one is looked at.

@@ -247,6 +247,15 @@ def test_gradients_of_many_microbatches_are_not_summed_in_the_parameters_dtype(d
     np.testing.assert_array_equal(new["weight"], jnp.array([-1.0, 0.0], dtype))
 
 
+def test_the_loss_and_the_norm_of_microbatches_are_those_of_the_batch():
+    """Means of their means, not sums: here of four microbatches with losses of 1 to 4."""
+    model = {"weight": jnp.array([3.0, 4.0]), "layer": fp8(new_linear())}
+    loss = lambda model, x: jnp.mean(x) * jnp.sum(model["weight"] ** 2) / 25
+    train = TrainStep(loss, optax.sgd(0.1), microbatches=4)
+    _, _, metrics = train(model, train.init(model), jnp.repeat(jnp.arange(1.0, 5.0), 2))
+    np.testing.assert_allclose([metrics["loss"], metrics["grad_norm"]], [2.5, 2.5 * 2 / 5], rtol=1e-6)
+
+
 # --- Trees of another model ------------------------------------------------------------------------------------------
 
 

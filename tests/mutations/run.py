@@ -223,7 +223,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 1
         for change in changes:
             progress.update(task, description=change.what)
-            results.append(attempt(change, root, options.limit))
+            result = attempt(change, root, options.limit)
+            results.append(result)
+            progress.console.print(f"{result.outcome.value}: {change.what} ({result.seconds:.0f} s)", markup=False)
             progress.advance(task)
     console.print(table_of(results))
     noticed = sum(result.outcome is Outcome.NOTICED for result in results)
