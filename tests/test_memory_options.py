@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import unchecked
+from helpers import EPS, unchecked
 
 import haliax_fp8 as fp8
 from haliax_fp8 import Fp8Config, fp8_linear_layers
@@ -305,7 +305,8 @@ def test_compressed_under_transformations():
     f = fp8.compressed(lambda x: jax.nn.gelu(x))
     x = jax.random.normal(jax.random.key(0), (4, 16))
     gradient = jax.grad(lambda x: f(x).sum())
-    np.testing.assert_allclose(jax.vmap(gradient)(x), jax.jit(gradient)(x), rtol=1e-6)
+    # Its terms are of magnitude 1, and cancel.
+    np.testing.assert_allclose(jax.vmap(gradient)(x), jax.jit(gradient)(x), rtol=0, atol=8 * EPS)
     assert gradient(x[0, 0]).shape == ()
 
 

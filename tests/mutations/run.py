@@ -195,6 +195,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("words", nargs="*", help="only changes with one of these words in their description or file")
     parser.add_argument("--check", action="store_true", help="do not run tests: only see whether every change fits")
+    parser.add_argument("--trusted", action="store_true", help="do not run the tests on the code as it is first")
     parser.add_argument("--limit", type=float, default=600.0, help="seconds for the tests of one change")
     options = parser.parse_args(arguments)
     console, changes = Console(width=None if sys.stdout.isatty() else 160), chosen(options.words)
@@ -216,7 +217,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             copy(ROOT / name, root / name, **options_of_copy)
         task = progress.add_task("the code as it is", total=len(changes))
         tests = sorted(set(itertools.chain.from_iterable(change.tests for change in changes)))
-        code, output = run_tests(root, tests, len(changes) * options.limit)
+        code, output = (PASSED, "") if options.trusted else run_tests(root, tests, len(changes) * options.limit)
         if code != PASSED:
             console.print(output, markup=False)
             console.print("the tests do not pass as the code is: nothing can be said of changes", style="bold red")
