@@ -58,3 +58,12 @@ def test_calibration_moves_the_scale_at_every_batch_and_the_next_step_moves_it_t
     np.testing.assert_allclose(scale(rows), 6.0, rtol=1e-6)
     rows = scaling.update(rows, measured(7.0, 7.0), LIMITS)
     np.testing.assert_allclose(scale(rows), 6.0, rtol=1e-6)
+
+
+def test_an_amax_that_is_not_finite_is_entered_as_none():
+    """As `-inf`, which no maximum sees: not another microbatch's, and not that of the history."""
+    scaling = fp8.DelayedScaling(amax_history_length=3)
+    rows = scaling.update(rows_of(scaling), measured(4.0, 8.0), LIMITS)
+    rows = scaling.update(rows, measured(np.inf, np.nan), LIMITS)
+    np.testing.assert_array_equal(rows[:, 1], [-np.inf, -np.inf])
+    np.testing.assert_allclose(rows[:, 0] * np.array(LIMITS), [4.0, 8.0], rtol=1e-6)
