@@ -33,7 +33,7 @@ class max_grad(dtypes.prng_key):
     """
 
 
-class record(max_grad, np.number):
+class record(dtypes.prng_key, np.number):
     """The abstract type of `fp32_record`: a number, which is what JAX asks of what it sums over an axis."""
 
 

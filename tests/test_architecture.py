@@ -55,7 +55,7 @@ LAYERS = (
 RANK = {module: rank for rank, line in enumerate(LAYERS) for module in line}
 
 # Up to and with the product: to be read and tested without Haliax and Equinox's layers.
-WITHOUT_HALIAX = {module for line in LAYERS[: RANK["_dot_general"] + 1] for module in line} - {"_overwrite"}
+WITHOUT_HALIAX = {module for line in LAYERS[: RANK["_dot_general"] + 1] for module in line} - {"_overwrite", "_records"}
 
 MAX_LINES = 330
 

@@ -71,7 +71,6 @@ def is_same_output(got: str, expected: str) -> bool:
     return doctest.OutputChecker().check_output(expected, got, doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("page", [p for p in PAGES if blocks_of(p.read_text())], ids=NAMES.get)
 def test_code_of_page_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -118,6 +118,16 @@ def test_blocks_do_not_pay_with_xlas_kernels():
     assert gain(8192, 4096, 14336, device="b200", recipe="mxfp8", efficiency=faster) > 1.25
 
 
+def test_products_of_blocks_by_hand():
+    """They reach another share of the peak than products with one scale; those in bf16 do not."""
+    shares = Efficiency(flops=0.8, block_flops=0.5, launch=0.0)
+    flop = 2 * 8192 * 4096 * 14336
+    for recipe, share in (("mxfp8", 0.5), ("delayed", 0.8)):
+        prediction = predicted(8192, 4096, 14336, "b200", recipe, efficiency=shares)
+        assert prediction.products == pytest.approx(3 * flop / (share * peaks["b200"].fp8), rel=1e-12)
+        assert prediction.bf16 == pytest.approx(3 * flop / (0.8 * peaks["b200"].bf16), rel=1e-12)
+
+
 def test_sides_that_are_padded():
     """FP8 pads to 16 and bf16 to 8: both, one, or none of them."""
     aligned, both, one = (predicted(4096, 4096, outputs) for outputs in (50176, 50257, 50264))
