@@ -186,8 +186,8 @@ def filter_grad(function: Callable[..., Any], *, has_aux: bool = False) -> Calla
 
     Inside the differentiated function, state has the element type `fp32_max_grad`: where a layer is used several times
     (called twice, tied, constant of a `scan`, one branch of a `cond`), JAX combines its state gradients by maximum
-    instead of by sum; and where it copies a layer for every example (a `cond` of each example's own, a `custom_vjp` under
-    `vmap`), of all whose output gradient is not zero. Parameters' gradients are those of `eqx.filter_grad`.
+    instead of by sum; and where it copies a layer for every example (a `cond` of each example's own, a `custom_vjp`
+    under `vmap`), of all whose output gradient is not zero. Parameters' gradients are those of `eqx.filter_grad`.
 
     Where that cannot be differentiated, the function is called again: for a loss that puts together a model from parts,
     for Equinox's functions with derivatives of their own, and as one program under `jax_debug_nans`.
