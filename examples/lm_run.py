@@ -21,10 +21,8 @@ from haliax_fp8 import (
     Fp8Config,
     OverwriteWithGradient,
     TrainStep,
-    calibrate,
     compressed,
     fp8_linear_layers,
-    fp8_states,
     quantization_statistics,
     restore_linear_layers,
     transfer_optimizer_state,
@@ -77,8 +75,7 @@ class Run:
 
     def calibrate(self, step: TrainStep, batch: jax.Array) -> None:
         """Fills scales and histories from a batch, so that the first step in FP8 already has gradients."""
-        if fp8_states(self.model):
-            self.model = calibrate(self.model, step.loss_fn, [(batch,)])
+        self.model = step.calibrate(self.model, batch)
 
     def measure(self, step: TrainStep, batch: jax.Array, key: jax.Array) -> None:
         """Records the shares of elements that quantization clips and flushes to zero, over a batch."""

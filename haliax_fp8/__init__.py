@@ -12,6 +12,7 @@ from ._compressed import compressed as compressed
 from ._describe import LayerDescription as LayerDescription, ModelDescription as ModelDescription, describe as describe
 from ._device import Device as Device
 from ._einsum import Fp8Einsum as Fp8Einsum
+from ._exact_gradients import exact_gradients as exact_gradients
 from ._formats import (
     E2M1 as E2M1,
     E4M3 as E4M3,
@@ -49,11 +50,13 @@ from ._layers import (
 )
 from ._op import Fp8DotGeneral as Fp8DotGeneral
 from ._overwrite import OpState as OpState, OverwriteWithGradient as OverwriteWithGradient
+from ._own_state import require_own_state as require_own_state
+from ._prediction import Prediction as Prediction
 from ._presets import aliases as aliases, recipe_by_name as recipe_by_name, recipes as recipes
 from ._quantized_array import QuantizedArray as QuantizedArray, quantize as quantize
 from ._recipe import Quantization as Quantization, Recipe as Recipe
 from ._rematerialized import rematerialized as rematerialized
-from ._roofline import Efficiency as Efficiency, Prediction as Prediction
+from ._roofline import Efficiency as Efficiency
 from ._rounding import AbstractRounding as AbstractRounding, Stochastic as Stochastic, ToNearest as ToNearest
 from ._scaling import (
     AbstractAmaxCompute as AbstractAmaxCompute,
@@ -71,6 +74,7 @@ from ._scaling import (
     NVFP4Scaling as NVFP4Scaling,
     OperandUse as OperandUse,
     Percentile as Percentile,
+    RecoveringMax as RecoveringMax,
     RowwiseScaling as RowwiseScaling,
     StaticScaling as StaticScaling,
 )

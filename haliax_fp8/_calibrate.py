@@ -1,11 +1,14 @@
 """calibrate: a pass in high precision that fills the state, so that training starts with good scales."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import equinox as eqx
+import haliax as hax
 import jax
+import numpy as np
 
+from ._loss import scalar_loss
 from ._op import Fp8DotGeneral
 from ._overwrite import OverwriteWithGradient
 from ._training import filter_grad
@@ -16,38 +19,58 @@ def calibrate[M](model: M, loss_fn: Callable[..., Any], batches: Iterable[Any]) 
 
     State starts with scales of 1. Where gradients are around 1e-6, E5M2 rounds them to zero under that scale; the last
     layer finds its scale in the first step, the one before it in the second, and so on. After calibration on one
-    batch, all layers train from the first step.
+    batch, all layers train from the first step. A recipe that keeps no state needs no calibration: its layers, and a
+    model of such layers alone, come back as they are.
+
+    Each batch has to be what one evaluation of the loss sees in training. If a step splits its batch into microbatches,
+    output gradients are larger than those of the whole batch; `TrainStep.calibrate` splits as its step does.
 
     Args:
         model: A converted model. Its parameters are not changed.
         loss_fn: `loss_fn(model, *batch)`, a scalar.
-        batches: One step each; a tuple is several arguments to `loss_fn`.
+        batches: A list of batches, or another iterable, one step each. A tuple in it is several arguments to `loss_fn`.
 
     Returns:
         The model with its state filled: the history holds one amax for each batch, newest first.
 
     Raises:
-        ValueError: If `batches` is empty, or the model has no state to fill.
+        ValueError: If `batches` is empty or is itself a batch, if `loss_fn` does not return one number, or if the model
+            has no FP8 layer.
 
     Example:
         >>> fp8_model = calibrate(fp8_linear_layers(model), loss_fn, [(x,)])
         >>> all(bool((node.scale != 1.0).all()) for node in fp8_states(fp8_model))
         True
     """
-    if not fp8_states(model):
+    if not _has_ops(model):
         raise ValueError(
-            "model has no FP8 state to calibrate; convert it with fp8_linear_layers and a recipe that keeps state, "
-            "such as DelayedScaling()"
+            "model has no FP8 layer to calibrate; convert it first: model = fp8_linear_layers(model, config)"
         )
+    _require_batches(batches)
+    if not fp8_states(model):
+        return model
     count = 0
     for batch in batches:
-        observed = _observed(model)
-        gradients = _observed_gradients(observed, loss_fn, batch if isinstance(batch, tuple) else (batch,))
-        model = _overwritten(model, observed, gradients)
+        arguments = batch if isinstance(batch, tuple) else (batch,)
+        model = recorded(model, lambda observed, arguments=arguments: _gradients(observed, loss_fn, arguments))
         count += 1
     if count == 0:
         raise ValueError("batches is empty; calibration needs one batch at least")
     return model
+
+
+def recorded[M](model: M, gradients_of: Callable[[M], Any]) -> M:
+    """The model after one step of calibration.
+
+    Args:
+        model: A converted model; one without state comes back as it is.
+        gradients_of: The gradients of a model, of which the state's are used. It is given the model with every product
+            in high precision, recording what the state of its recipe needs.
+    """
+    if not fp8_states(model):
+        return model
+    observed = _observed(model)
+    return _overwritten(model, observed, gradients_of(observed))
 
 
 def fp8_states(model: Any) -> list[OverwriteWithGradient]:
@@ -57,20 +80,20 @@ def fp8_states(model: Any) -> list[OverwriteWithGradient]:
 
 # One function for all calls, so that a second calibration with the same loss does not compile again.
 @eqx.filter_jit
-def _observed_gradients(model: Any, loss_fn: Callable[..., Any], batch: tuple[Any, ...]) -> Any:
-    return filter_grad(lambda model: loss_fn(model, *batch))(model)
+def _gradients(model: Any, loss_fn: Callable[..., Any], batch: tuple[Any, ...]) -> Any:
+    return filter_grad(lambda model: scalar_loss(loss_fn(model, *batch)))(model)
 
 
-def _observed(model: Any) -> Any:
+def _observed[M](model: M) -> M:
     """The model with every op in high precision, recording."""
 
     def observe(node: Any) -> Any:
-        return node.with_recipe(node.recipe.observed) if isinstance(node, Fp8DotGeneral) else node
+        return node.with_recipe(node.recipe.observed) if _is_op(node) else node
 
-    return jax.tree.map(observe, model, is_leaf=lambda node: isinstance(node, Fp8DotGeneral))
+    return jax.tree.map(observe, model, is_leaf=_is_op)
 
 
-def _overwritten(model: Any, observed: Any, gradients: Any) -> Any:
+def _overwritten[M](model: M, observed: M, gradients: Any) -> M:
     """The model with the state that the observed model's would have."""
     pairs = zip(fp8_states(observed), fp8_states(gradients), strict=True)
     new = iter([jax.tree.leaves(state.overwritten_by(gradient)) for state, gradient in pairs])
@@ -79,5 +102,31 @@ def _overwritten(model: Any, observed: Any, gradients: Any) -> Any:
     return jax.tree.map(overwrite, model, is_leaf=_is_state)
 
 
+def _require_batches(batches: Any) -> None:
+    """One batch in the place of a list would be iterated over row by row, or argument by argument."""
+    if isinstance(batches, tuple):
+        is_batch = any(_is_batch(element) for element in batches)
+    else:
+        is_batch = _is_batch(batches) or not isinstance(batches, Iterable)
+    if is_batch:
+        raise ValueError(
+            f"batches is a {type(batches).__name__}, which is one batch or a part of it; pass a list of batches: "
+            "calibrate(model, loss_fn, [batch]). For a loss_fn with several arguments a batch is a tuple of them, "
+            "[(x, y)]"
+        )
+
+
+def _is_batch(value: Any) -> bool:
+    return isinstance(value, jax.Array | np.ndarray | hax.NamedArray | Mapping | eqx.Module | str | bytes)
+
+
+def _has_ops(model: Any) -> bool:
+    return bool(fp8_states(model)) or any(map(_is_op, jax.tree.leaves(model, is_leaf=_is_op)))
+
+
 def _is_state(node: Any) -> bool:
     return isinstance(node, OverwriteWithGradient)
+
+
+def _is_op(node: Any) -> bool:
+    return isinstance(node, Fp8DotGeneral)

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float
 
 from ._formats import E4M3, Format
 from ._quantized_array import QuantizedArray
+from ._require import require
 from ._scaling import AbstractScaling, AbstractStatefulScaling, OperandUse, RowwiseScaling
 
 
@@ -38,7 +39,7 @@ def compressed(
         A function with the same arguments.
 
     Raises:
-        ValueError: If the scaling keeps state or does not quantize.
+        ValueError: If the scaling keeps state or does not quantize, or an argument is of another kind.
 
     References:
         COAT (arXiv:2410.19313, section 5) keeps the inputs of all nonlinear layers in FP8, with scales per group.
@@ -52,6 +53,9 @@ def compressed(
         >>> bool(jnp.allclose(gradient, jax.nn.silu(gate), rtol=1 / 8))
         True
     """
+    require("function", function, Callable, "a function of arrays", of="compressed")
+    require("scaling", scaling, AbstractScaling, "RowwiseScaling()", of="compressed")
+    require("format", format, Format, "E4M3 or E5M2", of="compressed")
     if isinstance(scaling, AbstractStatefulScaling) or not scaling.quantizes:
         raise ValueError(f"scaling={scaling} of compressed must quantize without state; use RowwiseScaling()")
     quantize = functools.partial(_quantized, scaling=scaling, format=format)

@@ -5,7 +5,6 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -69,7 +68,11 @@ class AbstractContraction(abc.ABC):
 
     @abc.abstractmethod
     def dot(
-        self, lhs: Float[Array, "..."], rhs: Float[Array, "..."], extras: tuple[Array, ...], precision: lax.Precision
+        self,
+        lhs: Float[Array, "..."],
+        rhs: Float[Array, "..."],
+        extras: tuple[Array, ...],
+        precision: lax.PrecisionLike,
     ) -> Float32[Array, "..."]:
         """The product of two plain arrays, accumulated in float32."""
 
@@ -79,7 +82,7 @@ class AbstractContraction(abc.ABC):
         lhs: QuantizedArray,
         rhs: QuantizedArray,
         extras: tuple[Array, ...],
-        precision: lax.Precision,
+        precision: lax.PrecisionLike,
         dtype: np.dtype,
         scale: Float32[Array, ""] | None,
     ) -> Float[Array, "..."]:
@@ -94,6 +97,7 @@ class AbstractContraction(abc.ABC):
         grad: QuantizedArray,
         rhs: QuantizedArray,
         extras: tuple[Array, ...],
+        precision: lax.PrecisionLike,
         dtype: np.dtype,
         scale: Float32[Array, ""] | None,
     ) -> Float[Array, "..."]:
@@ -105,6 +109,7 @@ class AbstractContraction(abc.ABC):
         grad: QuantizedArray,
         lhs: QuantizedArray,
         extras: tuple[Array, ...],
+        precision: lax.PrecisionLike,
         dtype: np.dtype,
         scale: Float32[Array, ""] | None,
     ) -> Float[Array, "..."]:
@@ -164,7 +169,11 @@ class DotContraction(AbstractContraction):
         return _in_order(dimensions.lhs_contract, dimensions.rhs_contract)
 
     def dot(
-        self, lhs: Float[Array, "..."], rhs: Float[Array, "..."], extras: tuple[Array, ...], precision: lax.Precision
+        self,
+        lhs: Float[Array, "..."],
+        rhs: Float[Array, "..."],
+        extras: tuple[Array, ...],
+        precision: lax.PrecisionLike,
     ) -> Float32[Array, "..."]:
         """`lax.dot_general`."""
         return lax.dot_general(
@@ -176,7 +185,7 @@ class DotContraction(AbstractContraction):
         lhs: QuantizedArray,
         rhs: QuantizedArray,
         extras: tuple[Array, ...],
-        precision: lax.Precision,
+        precision: lax.PrecisionLike,
         dtype: np.dtype,
         scale: Float32[Array, ""] | None,
     ) -> Float[Array, "..."]:
@@ -188,24 +197,26 @@ class DotContraction(AbstractContraction):
         grad: QuantizedArray,
         rhs: QuantizedArray,
         extras: tuple[Array, ...],
+        precision: lax.PrecisionLike,
         dtype: np.dtype,
         scale: Float32[Array, ""] | None,
     ) -> Float[Array, "..."]:
         """Contracts the free axes of rhs."""
         dimensions, layout = self.dimensions.gradient_of_lhs()
-        return _transposed(_product(grad, rhs, dimensions, lax.Precision.HIGHEST, dtype, scale), layout)
+        return _transposed(_product(grad, rhs, dimensions, precision, dtype, scale), layout)
 
     def gradient_of_rhs(
         self,
         grad: QuantizedArray,
         lhs: QuantizedArray,
         extras: tuple[Array, ...],
+        precision: lax.PrecisionLike,
         dtype: np.dtype,
         scale: Float32[Array, ""] | None,
     ) -> Float[Array, "..."]:
         """Contracts the free axes of lhs."""
         dimensions, layout = self.dimensions.gradient_of_rhs()
-        return _transposed(_product(grad, lhs, dimensions, lax.Precision.HIGHEST, dtype, scale), layout)
+        return _transposed(_product(grad, lhs, dimensions, precision, dtype, scale), layout)
 
 
 def _in_order(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -218,7 +229,7 @@ def _product(
     a: QuantizedArray,
     b: QuantizedArray,
     dims: DotDimensions,
-    precision: lax.Precision,
+    precision: lax.PrecisionLike,
     dtype: np.dtype,
     scale: Float32[Array, ""] | None,
 ) -> Array:
@@ -230,13 +241,9 @@ def _product(
     if not (_factors_out(a, dims.lhs_contract) and _factors_out(b, dims.rhs_contract)):
         return lax.convert_element_type(scaled_product(a, b, dims, precision), dtype)
     if a.scale.size == b.scale.size == 1:
-        # What the product reads as it is stored, and so is there in any case; else an output's gradient, which another
-        # product reads so.
-        pairs = (a, dims.lhs_contract), (b, dims.rhs_contract)
-        stored = [x.data for x, axes in pairs if axes == tuple(range(x.data.ndim))[-len(axes) :]] or [a.data]
         if scale is None:
             scale = lax.mul(_scalar(a.scale), _scalar(b.scale))
-        return _rescaled(dot, a.data, b.data, scale, stored, dtype)
+        return _rescaled(dot, a.data, b.data, scale, dtype, exact=a.scale_bits + b.scale_bits <= _BFLOAT16_BITS)
     out = dot(a.data, b.data, _FLOAT32)
     a, b = (
         QuantizedArray(x.data, x.scale if x.scale.ndim else lax.reshape(x.scale, (1,) * x.data.ndim)) for x in (a, b)
@@ -253,61 +260,40 @@ def _product(
 _FLOAT32 = np.dtype(np.float32)
 
 
+# The significant bits of a bfloat16, the leading one included.
+_BFLOAT16_BITS = 8
+
+
 def _rescaled(
-    dot: Callable[..., Array], a: Array, b: Array, scale: Float32[Array, ""], stored: Sequence[Array], dtype: np.dtype
+    dot: Callable[..., Array], a: Array, b: Array, scale: Float32[Array, ""], dtype: np.dtype, *, exact: bool
 ) -> Array:
-    """`dot(a, b) * scale`, multiplied in float32 and rounded to a dtype once.
+    """`dot(a, b) * scale` in a dtype.
 
-    On NVIDIA's devices a product in bfloat16 is written so that one kernel makes it, the product of dequantized
-    operands: XLA hands cuBLASLt the FP8 data and the scale, which it takes through bfloat16 without rounding it (what
-    `xla_allow_excess_precision`, its default, says). Where it does not, see the design notes, each operand is rounded.
-    Multiplied afterwards in float32, the product would be stored in float32, and another kernel would scale and round
-    it. Multiplied afterwards in bfloat16, the scale would be rounded wherever XLA puts something between: a sum over
-    devices, a slice of what it padded or merged.
+    On NVIDIA's devices a product in bfloat16 is the product of the FP8 data, in bfloat16, times the scale. cuBLASLt
+    makes both at once and rounds once. Triton's kernels, which XLA prefers by default, read FP8 only if that is what is
+    multiplied: of dequantized operands they read bfloat16. And whatever XLA puts between product and scale (a sum over
+    devices, a slice of what it filled up), the scale stays what it is, as bfloat16 holds it.
 
-    The barrier makes the scale this product's own. XLA merges small products that share an operand: what it then
-    multiplies is a concatenation of dequantized operands, in bfloat16.
+    Elsewhere the product is stored in float32, multiplied, and rounded.
+
+    Args:
+        dot: The product of two arrays in a dtype.
+        a: The data of the first operand.
+        b: Of the second.
+        scale: The product of their scales.
+        dtype: Of the result.
+        exact: Whether bfloat16 holds `scale`.
     """
 
-    def after(a: Array, b: Array, scale: Array, *stored: Array) -> Array:
-        del stored
+    def in_float32(a: Array, b: Array, scale: Array) -> Array:
         return lax.convert_element_type(lax.mul(dot(a, b, _FLOAT32), scale), dtype)
 
-    def within(a: Array, b: Array, scale: Array, *stored: Array) -> Array:
-        scales = lax.optimization_barrier((scale, np.float32(1.0), *stored))[:2]
-        a, b = (
-            lax.mul(lax.convert_element_type(x, dtype), lax.convert_element_type(of_x, dtype))
-            for x, of_x in zip((a, b), scales, strict=True)
-        )
-        return dot(a, b, dtype)
-
-    def unscaled(a: Array, b: Array, scale: Array, *stored: Array) -> Array:
-        del stored
+    def in_dtype(a: Array, b: Array, scale: Array) -> Array:
         return lax.mul(dot(a, b, dtype), lax.convert_element_type(scale, dtype))
 
-    if dtype != jnp.bfloat16:
-        return after(a, b, scale)
-    in_fp8 = [x.dtype.itemsize == 1 for x in (a, b)]
-    if all(in_fp8):
-        on_nvidia = _for_one_scale(within, after)
-    else:
-        # Operands in high precision have a scale of 1, which bfloat16 holds; an FP8 one beside them has not.
-        on_nvidia = after if any(in_fp8) else unscaled
-    return lax.platform_dependent(a, b, scale, *stored, cuda=on_nvidia, default=after)
-
-
-def _for_one_scale(function: Callable[..., Array], otherwise: Callable[..., Array]) -> Callable[..., Array]:
-    """A function of operands and their scale, and another one where `vmap` gives each member a scale of its own."""
-    call = jax.custom_batching.custom_vmap(lambda *args: function(*args))
-
-    @call.def_vmap
-    def mapped(axis_size: int, are_mapped: Sequence[bool], *args: Array) -> tuple[Array, bool]:
-        axes = tuple(0 if is_mapped else None for is_mapped in are_mapped)
-        in_one, in_many = (jax.vmap(f, in_axes=axes, axis_size=axis_size) for f in (function, otherwise))
-        scale = 2
-        return (in_many(*args) if are_mapped[scale] else _for_one_scale(in_one, in_many)(*args)), True
-
-    return call
+    if dtype != jnp.bfloat16 or not exact:
+        return in_float32(a, b, scale)
+    return lax.platform_dependent(a, b, scale, cuda=in_dtype, default=in_float32)
 
 
 def _factors_out(x: QuantizedArray, contract: tuple[int, ...]) -> bool:

@@ -6,15 +6,20 @@ from collections.abc import Iterator
 from typing import Any
 
 import haliax as hax
+import jax
 import rich.box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from ._device import Device
-from ._roofline import Prediction
+from ._op import Fp8DotGeneral
+from ._prediction import Prediction
+from ._recipe import Recipe
 from ._support import Support
-from ._transform import Fp8Config, decide, find_layers, rule_of
+from ._transform import Fp8Config, as_config, decide
+from ._uncalibrated import uncalibrated_operands
+from ._walk import find_layers, rule_of
 from ._where_pays import WherePays
 
 
@@ -31,6 +36,7 @@ class LayerDescription:
         support: What becomes of its products on the device that was asked about; None in high precision.
         prediction: What it takes in bf16, and what in FP8, whichever it runs in; None if it was not asked for, or
             cannot be said.
+        uncalibrated: The operands whose static scale calibration has still to find.
     """
 
     path: str
@@ -40,6 +46,7 @@ class LayerDescription:
     reason: str
     support: Support | None = None
     prediction: Prediction | None = None
+    uncalibrated: tuple[str, ...] = ()
 
     @property
     def is_fp8(self) -> bool:
@@ -91,7 +98,9 @@ class ModelDescription:
         if not recipes:
             return f"FP8: none of {len(self.layers)} linear layers"
         counted = " + ".join(f"{count} {recipe}" if len(recipes) > 1 else recipe for recipe, count in recipes.items())
-        return f"FP8: {self.fp8_count} of {len(self.layers)} linear layers, {counted}, {_where(self.layers)}"
+        described = f"FP8: {self.fp8_count} of {len(self.layers)} linear layers, {counted}, {_where(self.layers)}"
+        waiting = sum(bool(layer.uncalibrated) for layer in self.layers)
+        return f"{described}, {waiting} to be calibrated first" if waiting else described
 
     @property
     def estimate(self) -> str:
@@ -101,9 +110,14 @@ class ModelDescription:
             return ""
         bf16 = sum(prediction.bf16 for _, prediction in predicted)
         now = sum(prediction.fp8 if is_fp8 else prediction.bf16 for is_fp8, prediction in predicted)
+        least, most = (
+            bf16 / sum(p.bf16 / p.gain_range[end] if is_fp8 else p.bf16 for is_fp8, p in predicted) for end in (0, 1)
+        )
+        starting = sum(prediction.launches for is_fp8, prediction in predicted if is_fp8)
+        bound = "; starting kernels takes longer than the work in them" if starting > now / 2 else ""
         return (
-            f"estimate on {self.where}: {1e3 * now:.3g} ms a step in these layers' products, {1e3 * bf16:.3g} ms with "
-            f"all of them in bf16, {bf16 / now:.2f} times as fast"
+            f"{bf16 / now:.2f} times as fast as with all of them in bf16 ({least:.2f} to {most:.2f}; estimate for "
+            f"these layers' products on {self.where}: {1e3 * now:.3g} ms a step instead of {1e3 * bf16:.3g} ms{bound})"
         )
 
     @property
@@ -135,6 +149,8 @@ class ModelDescription:
         for layer in self.layers:
             # Text, not markup: a pattern such as `[a-z]*` in a reason is no style.
             runs_in = Text(layer.recipe, "green") if layer.recipe else Text(f"high precision: {layer.reason}", "yellow")
+            if layer.uncalibrated:
+                runs_in = Text(f"{layer.recipe}; calibrate first: no scale for {', '.join(layer.uncalibrated)}", "red")
             cells = [*map(Text, (layer.path or "(the module itself)", layer.shape, layer.stacked)), runs_in]
             cells += [] if self.device is None else [_verdict(layer.support)]
             table.add_row(*cells, *([] if self.where is None else [_gain(layer.prediction)]))
@@ -168,7 +184,7 @@ def describe(
         The layers; `print` shows them as a table, and `summary` is one line for the start of a program.
 
     Raises:
-        ValueError: If the device's name is unknown.
+        ValueError: If the device's name is unknown, or `config` is not an `Fp8Config`.
 
     Example:
         >>> layers = {"up": hax.nn.Linear.init(hax.Axis("in", 8), hax.Axis("out", 4), key=jax.random.key(0))}
@@ -177,7 +193,7 @@ def describe(
     """
     named = Device.by_name(device) if isinstance(device, str) else device
     place = Device.default() if named is None else named
-    given = Fp8Config() if config is None else config
+    given = as_config(config)
     where = given.where if where is None else where
     rules = given.layers
     decisions = {} if config is None else decide(model, config)
@@ -203,9 +219,20 @@ def describe(
                 reason=reason,
                 support=None if op is None else rule.support(op.recipe, place),
                 prediction=prediction,
+                uncalibrated=() if op is None else uncalibrated_operands(op.state),
             )
         )
     return ModelDescription(tuple(rows), named, where)
+
+
+def recipes_of(model: Any) -> list[Recipe]:
+    """The recipes of a model's FP8 products, each once.
+
+    Args:
+        model: A converted model, or any other tree.
+    """
+    is_op = lambda node: isinstance(node, Fp8DotGeneral)
+    return list(dict.fromkeys(node.recipe for node in jax.tree.leaves(model, is_leaf=is_op) if is_op(node)))
 
 
 def _where(layers: tuple[LayerDescription, ...]) -> str:
@@ -228,7 +255,9 @@ def _gain(prediction: Prediction | None) -> Text:
     """How many times as fast FP8 is predicted to be."""
     if prediction is None:
         return Text("")
-    return Text(f"{prediction.gain:.2f}×", "green" if prediction.gain >= 1.0 else "yellow")
+    low, high = prediction.gain_range
+    style = "green" if prediction.gain >= 1.0 else "yellow"
+    return Text(f"{prediction.gain:.2f}× ({low:.2f} to {high:.2f})", style)
 
 
 def _sizes(stack: tuple[hax.Axis, ...]) -> str:

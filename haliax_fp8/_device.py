@@ -41,18 +41,19 @@ class Device:
         """A device that need not be here.
 
         Args:
-            name: A key of `devices`, such as `"h100"`, in any case; or `"local"` for the one that is here.
+            name: A key of `devices` or another name of one, such as `"h100"`, in any case; or `"local"` for the one
+                that is here.
 
         Raises:
             ValueError: If there is none; the nearest names are listed.
 
         Example:
-            >>> Device.by_name("H100").compute_capability
-            '9.0'
+            >>> Device.by_name("H100").compute_capability, Device.by_name("v6e").kind
+            ('9.0', 'TPU v6 lite')
         """
-        if name == "local":
+        if (known := canonical(name)) == "local":
             return Device.default()
-        device = devices.get(name.lower().replace(" ", "").replace("-", ""))
+        device = devices.get(known)
         if device is None:
             near = difflib.get_close_matches(name.lower(), devices, n=3, cutoff=0.4)
             raise ValueError(
@@ -181,4 +182,26 @@ devices: dict[str, Device] = {
     "tpu6e": Device("tpu", "TPU v6 lite"),
     "tpu7x": Device("tpu", "TPU7x"),
 }
-"""Devices that `Device.by_name` knows."""
+"""Devices by the names that the whole package has for them: targets of the preflight and tables of peaks too."""
+
+_ALIASES: dict[str, str] = {
+    **dict.fromkeys(("v4", "tpuv4"), "tpu4"),
+    **dict.fromkeys(("v5e", "tpuv5e", "v5litepod", "tpuv5lite"), "tpu5e"),
+    **dict.fromkeys(("v5p", "tpuv5p", "tpuv5"), "tpu5p"),
+    **dict.fromkeys(("v6e", "tpuv6e", "tpuv6lite", "trillium"), "tpu6e"),
+    **dict.fromkeys(("v7x", "tpuv7x", "tpu7", "ironwood"), "tpu7x"),
+}
+
+
+def canonical(name: str) -> str:
+    """The key in `devices` that a name stands for: without its case, blanks and dashes; what is unknown, as it is then.
+
+    Args:
+        name: Such as `"H100"`, `"v6e"` or `"TPU v6 lite"`.
+
+    Example:
+        >>> canonical("TPU v6e"), canonical("RTX 4090")
+        ('tpu6e', 'rtx4090')
+    """
+    plain = re.sub(r"[\s_-]", "", name.lower())
+    return _ALIASES.get(plain, plain)

@@ -41,9 +41,15 @@ class DotDimensions:
             rhs_shape: The shape of rhs.
 
         Raises:
-            ValueError: If axes are out of range or repeated, or paired axes differ in size.
+            ValueError: If they are not two pairs, axes are out of range or repeated, or paired axes differ in size.
         """
-        (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = numbers
+        try:
+            (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = (map(tuple, pair) for pair in numbers)
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"dimension_numbers={numbers!r} must be ((lhs_contract, rhs_contract), (lhs_batch, rhs_batch)), four "
+                "sequences of axes, such as (((1,), (0,)), ((), ())) for a product of matrices"
+            ) from error
         sides = (("lhs", lhs_contract, lhs_batch, lhs_shape), ("rhs", rhs_contract, rhs_batch, rhs_shape))
         for name, contract, batch, shape in sides:
             axes = [*contract, *batch]

@@ -10,8 +10,7 @@ from jax import lax
 from jaxtyping import Array, DTypeLike, Float
 
 from ._op import Fp8DotGeneral
-from ._recipe import Recipe
-from ._scaling import AbstractScaling
+from ._presets import RecipeLike
 
 
 class Fp8Einsum(eqx.Module):
@@ -36,7 +35,7 @@ class Fp8Einsum(eqx.Module):
 
     @staticmethod
     def init(
-        recipe: Recipe | AbstractScaling | str | None = None,
+        recipe: RecipeLike | None = None,
         *,
         compute_dtype: DTypeLike | None = None,
         stack: tuple[hax.Axis, ...] = (),
@@ -64,13 +63,18 @@ class Fp8Einsum(eqx.Module):
             The result.
 
         Raises:
-            ValueError: If there are not two operands, or the subscripts do not fit them.
+            ValueError: If there are not two arrays, or the subscripts do not fit them.
         """
         if len(operands) != 2:
             raise ValueError(
                 f"subscripts={subscripts!r} came with {len(operands)} operands; an FP8 einsum has one input and one "
                 "kernel. Split a longer product into several, each with an Fp8Einsum (and so a state) of its own"
             )
+        for name, x in zip(("input", "kernel"), operands, strict=True):
+            if not hasattr(x, "shape"):
+                raise ValueError(
+                    f"the {name} of an FP8 einsum is a {type(x).__name__}; give an array, with jnp.asarray"
+                )
         parsed = Subscripts.parse(subscripts, *(x.shape for x in operands))
         lhs, rhs = (
             x if old == new else jnp.einsum(f"{old}->{new}", x)

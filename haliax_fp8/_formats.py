@@ -14,6 +14,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Float32
 
+from ._require import require
+
 
 @dataclasses.dataclass(frozen=True)
 class Format:
@@ -109,6 +111,9 @@ E4M3FNUZ = Format("E4M3FNUZ", np.dtype(jnp.float8_e4m3fnuz))
 E5M2FNUZ = Format("E5M2FNUZ", np.dtype(jnp.float8_e5m2fnuz))
 """E5M2 as AMD's MI300 has it: no negative zero, no infinities, maximum 57344."""
 
+FORMATS: dict[np.dtype, Format] = {format.dtype: format for format in (E4M3, E5M2, E4M3FNUZ, E5M2FNUZ)}
+"""The formats of eight bits, by their dtypes."""
+
 
 def saturating_cast(x: Float[Array, "*shape"], format: Format) -> Float[Array, "*shape"]:
     """Rounds to the nearest value of a format, ties to even, and clips what lies beyond its maximum.
@@ -123,10 +128,17 @@ def saturating_cast(x: Float[Array, "*shape"], format: Format) -> Float[Array, "
     Returns:
         An array of `format.storage` with the shape of `x`.
 
+    Raises:
+        ValueError: If `x` is not an array of floating-point numbers, or `format` not a `Format`.
+
     Example:
         >>> saturating_cast(jnp.array([1.06, 465.0, -jnp.inf]), E4M3).astype(jnp.float32)
         Array([   1.,  448., -448.], dtype=float32)
     """
+    require("format", format, Format, "E4M3 or E5M2", of="saturating_cast")
+    if not hasattr(x, "dtype") or not jnp.issubdtype(x.dtype, jnp.floating):
+        kind = f"{getattr(x, 'dtype', type(x).__name__)}"
+        raise ValueError(f"x of saturating_cast is {kind}, not a floating-point array; cast it to float32 first")
     if jnp.finfo(x.dtype).bits < 16:
         # An element type this narrow may not hold the limit: E5M2's maximum, cast to E4M3, is NaN.
         x = x.astype(jnp.float32)

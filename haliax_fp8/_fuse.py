@@ -12,7 +12,7 @@ from ._fused_projections import FusedProjections
 from ._layers import LayerRule, default_layers
 from ._op import Fp8DotGeneral
 from ._overwrite import OpState
-from ._transform import find_layers, map_layers, rule_of
+from ._walk import find_layers, map_layers, rule_of
 
 
 projections: tuple[tuple[str, ...], ...] = (

@@ -22,7 +22,7 @@ from ._layers import LayerRule
 from ._merge import Kernels, merge_products
 from ._op import Fp8DotGeneral
 from ._overwrite import OpState
-from ._transform import rule_of
+from ._walk import rule_of
 
 
 class Projection(eqx.Module):

@@ -1,8 +1,6 @@
 """Fp8DotGeneral: a recipe with its state, callable wherever `lax.dot_general` is."""
 
-import contextlib
 import dataclasses
-from typing import Any
 
 import equinox as eqx
 import haliax as hax
@@ -12,19 +10,20 @@ import numpy as np
 import wadler_lindig as wl
 from haliax.state_dict import ModuleWithStateDictSerialization, StateDict
 from jax import lax
-from jax.sharding import AxisType
 from jaxtyping import Array, DTypeLike, Float, Int
 
 from ._contraction import AbstractContraction, DotContraction
 from ._dimension_numbers import DimensionNumbers, DotDimensions
 from ._dot_general import fp8_dot_general
 from ._kernel_residual import AbstractKernelResidual, KeepQuantized
-from ._overwrite import OpRecord, OpState
-from ._presets import recipe_by_name
+from ._op_arguments import check_groups, check_operands, floating_dtype, has_explicit_axes, precision_of
+from ._overwrite import OpState
+from ._presets import RecipeLike, as_recipe
 from ._product_spec import ProductSpec
 from ._ragged import RaggedContraction
 from ._recipe import Recipe
-from ._scaling import AbstractScaling, DelayedScaling
+from ._records import OpRecord
+from ._scaling import DelayedScaling
 
 
 # The words of a key of JAX's default generator.
@@ -51,8 +50,9 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
     A recipe that rounds at random needs a key from `with_rounding_keys` where it does so: NVFP4 in the backward pass.
 
     Raises:
-        ValueError: If `compute_dtype` is not a floating dtype; when called, if operands are not floating-point,
-            contracted axes differ in size, an `out_sharding` is given, or a key is missing.
+        ValueError: If `recipe`, `compute_dtype`, `kernel_shape` or `stack` is of another kind; when called, if operands
+            are not floating-point arrays, contracted axes differ in size, an `out_sharding` is given, a key or the
+            state is missing, or the state is that of several layers.
 
     References:
         `flax.linen.fp8_ops.Fp8DotGeneral`, whose numbers it reproduces bit for bit in float32.
@@ -78,7 +78,7 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
 
     @staticmethod
     def init(
-        recipe: Recipe | AbstractScaling | str | None = None,
+        recipe: RecipeLike | None = None,
         *,
         compute_dtype: DTypeLike | None = None,
         kernel_shape: tuple[int, ...] | None = None,
@@ -92,13 +92,14 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
             kernel_shape: See the class.
             stack: The axes of the stack that the op's layer is in; its state gets them too.
         """
-        if recipe is None:
-            recipe = DelayedScaling()
-        if isinstance(recipe, str):
-            recipe = recipe_by_name(recipe)
-        if isinstance(recipe, AbstractScaling):
-            recipe = Recipe.of(recipe)
+        recipe = as_recipe(DelayedScaling() if recipe is None else recipe)
         dtype = None if compute_dtype is None else floating_dtype("compute_dtype", compute_dtype)
+        for name, value, kind, example in (
+            ("kernel_shape", kernel_shape or (), int, "(128,), the sizes of the kernel's free axes"),
+            ("stack", stack, hax.Axis, '(hax.Axis("layers", 12),)'),
+        ):
+            if not isinstance(value, tuple) or not all(isinstance(entry, kind | np.integer) for entry in value):
+                raise ValueError(f"{name}={value!r} must be a tuple such as {example}")
         key = hax.zeros((*stack, _KEY), jnp.uint32) if recipe.needs_key else None
         return Fp8DotGeneral(OpState.init(recipe, stack), key, recipe, dtype, kernel_shape, stack)
 
@@ -129,12 +130,12 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
             The product, axes in the order batch, free of lhs, free of rhs.
         """
         # Haliax passes one that asks for nothing where there is no mesh, and where all its axes are `AxisType.Auto`.
-        if out_sharding is not None and _has_explicit_axes(out_sharding):
+        if out_sharding is not None and has_explicit_axes(out_sharding):
             raise ValueError(
                 f"out_sharding={out_sharding} was asked of an FP8 product, which does not support explicit mesh axes "
                 "yet; use a mesh with axis_types=AxisType.Auto"
             )
-        _check_operands(lhs, rhs)
+        self._check(lhs, rhs)
         dims = DotDimensions.of(dimension_numbers, lhs.shape, rhs.shape)
         kernel_is_lhs = self._kernel_is_lhs(lhs.shape, rhs.shape, dims)
         spec = self._spec(DotContraction(dims), kernel_is_lhs, lhs, rhs, precision, preferred_element_type)
@@ -161,12 +162,8 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
         Returns:
             The product; one scale serves the kernels of all groups.
         """
-        _check_operands(lhs, rhs)
-        if lhs.ndim != 2 or rhs.ndim != 3 or lhs.shape[1] != rhs.shape[1] or group_sizes.shape != rhs.shape[:1]:
-            raise ValueError(
-                f"lhs {lhs.shape}, rhs {rhs.shape} and group_sizes {group_sizes.shape} do not fit: "
-                "they must be [rows, inputs], [groups, inputs, outputs] and [groups]"
-            )
+        self._check(lhs, rhs)
+        check_groups(lhs, rhs, group_sizes)
         spec = self._spec(RaggedContraction(), False, lhs, rhs, precision, preferred_element_type)
         return fp8_dot_general(lhs, rhs, self._state_array, spec, (group_sizes,), key=self._key_array)
 
@@ -176,6 +173,23 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
             raise ValueError("an op's recipe was changed inside a differentiated function; change it before")
         state = OpState.init(recipe, self.stack) if self.state is None else self.state.with_recipe(recipe)
         return dataclasses.replace(self, recipe=recipe, state=state)
+
+    def _check(self, lhs: Array, rhs: Array) -> None:
+        """Raises unless the operands are arrays, and the state is there and that of a single layer."""
+        check_operands(lhs, rhs)
+        if self.state is None:
+            if self.recipe.is_stateful:
+                raise ValueError(
+                    f"an FP8 product with the recipe {self.recipe} was called without its state; where a model was "
+                    "split (eqx.partition, eqx.filter), join its parts with eqx.combine first"
+                )
+            return
+        leading = self.state.table.array.shape[: -1 if isinstance(self.state, OpRecord) else -2]
+        if leading:
+            raise ValueError(
+                f"an FP8 product was called with the state of {leading} layers, those of an ensemble or a stack; call "
+                "them under eqx.filter_vmap or jax.vmap, or in a scan over the stack, so that each has its own"
+            )
 
     @property
     def _state_array(self) -> Array | None:
@@ -204,14 +218,14 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
             kernel_is_lhs=kernel_is_lhs,
             compute_dtype=self.compute_dtype,
             out_dtype=out_dtype,
-            precision=_precision(precision),
+            precision=precision_of(precision),
             has_key=self.has_key,
             requantizes=self.kernel_residual.requantizes(
                 measures_again=self.recipe.measures_kernel_again, stacked=bool(self.stack)
             ),
             records=isinstance(self.state, OpRecord),
             stacked=bool(self.stack),
-            grouped=isinstance(self.state, OpRecord) and self.state.shared is not None,
+            group_place=self.state.group_place if isinstance(self.state, OpRecord) else None,
         )
 
     def __pdoc__(self, **kwargs: object) -> wl.AbstractDoc:
@@ -274,43 +288,3 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
     def from_state_dict(self, state_dict: StateDict, prefix: str | None = None) -> "Fp8DotGeneral":
         """This op as it is; see `to_state_dict`."""
         return self
-
-
-def _has_explicit_axes(sharding: object) -> bool:
-    mesh = getattr(sharding, "mesh", None)
-    return mesh is None or AxisType.Explicit in mesh.axis_types
-
-
-def _check_operands(lhs: Array, rhs: Array) -> None:
-    for name, x in (("lhs", lhs), ("rhs", rhs)):
-        if not jnp.issubdtype(x.dtype, jnp.floating):
-            raise ValueError(
-                f"{name} of an FP8 product has dtype {x.dtype}; cast it to a floating dtype, or leave this product to "
-                "lax.dot_general"
-            )
-        if any(jax.typeof(x).sharding.spec):
-            raise ValueError(
-                f"{name} of an FP8 product is {jax.typeof(x)}: it is sharded over explicit mesh axes, which are not "
-                "supported yet; use a mesh with axis_types=AxisType.Auto"
-            )
-
-
-def floating_dtype(name: str, dtype: Any) -> np.dtype:
-    """An argument that has to be a floating dtype of 16 bits or more, as NumPy's; raises a ValueError with its name."""
-    with contextlib.suppress(TypeError):  # raised for what is no dtype at all
-        result = np.dtype(dtype)
-        if jnp.issubdtype(result, jnp.floating) and jnp.finfo(result).bits >= 16:
-            return result
-    raise ValueError(f"{name}={dtype} is not a floating dtype of 16 bits or more; use one such as jnp.bfloat16")
-
-
-def _precision(precision: lax.PrecisionLike) -> lax.Precision:
-    if precision is None:
-        return lax.Precision.DEFAULT
-    try:
-        return lax.Precision(precision)
-    except (ValueError, TypeError) as error:
-        raise ValueError(
-            f"precision={precision!r} of an FP8 product must be None or one jax.lax.Precision (or its name): "
-            "DEFAULT accumulates fast, HIGHEST in full"
-        ) from error

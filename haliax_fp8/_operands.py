@@ -1,5 +1,6 @@
 """An operand of fprop, dgrad and wgrad: which of them it is quantized for, and how."""
 
+import dataclasses
 import functools
 from typing import NamedTuple
 
@@ -12,7 +13,7 @@ from ._contraction import ProductName
 from ._mesh_axes import varying_axes
 from ._product_spec import ProductSpec
 from ._quantized_array import QuantizedArray
-from ._scaling import AbstractStatefulScaling, OperandUse, usable
+from ._scaling import AbstractStatefulScaling, OperandUse, scales_in, stores_scale
 from ._state import to_float32
 
 
@@ -34,20 +35,28 @@ class Scales(NamedTuple):
     products: tuple[Array, Array, Array] | None
 
 
-# Apart from `forward` and `backward`, so that ops of all shapes share one trace.
-@functools.partial(jax.jit, static_argnames=("records", "stacked", "grouped"))
-def scales_of(state: Array | None, *, records: bool, stacked: bool, grouped: bool) -> Scales | None:
-    """The stored scale of each operand; None if none is stored."""
+def scales_of(state: Array | None, spec: ProductSpec) -> Scales | None:
+    """The scale of each operand as products take it, from what is stored; None if nothing is."""
     if state is None:
         return None
-    if not records:
-        scales = usable(to_float32(lax.index_in_dim(state, 0, axis=state.ndim - 1, keepdims=False)))
-    elif state.shape[-1] == 3:
-        scales = to_float32(state)
+    return _scales_of(
+        state, records=spec.records, stacked=spec.stacked, grouped=spec.group_place is not None, bits=spec.scale_bits
+    )
+
+
+# Apart from `forward` and `backward`, so that ops of all shapes share one trace.
+@functools.partial(jax.jit, static_argnames=("records", "stacked", "grouped", "bits"))
+def _scales_of(state: Array, *, records: bool, stacked: bool, grouped: bool, bits: int) -> Scales:
+    if records:
+        # One by one: XLA finds out that slices of two layers' are the same scale.
+        first, axis = 0 if bits == 24 else 3, state.ndim - 1
+        of_input, of_kernel, of_grad = (
+            to_float32(lax.index_in_dim(state, first + i, axis, keepdims=False)) for i in range(3)
+        )
     else:
-        scales = to_float32(lax.slice_in_dim(state, 0, None, state.shape[-1] // 3, axis=state.ndim - 1))
-    axis = scales.ndim - 1
-    of_input, of_kernel, of_grad = (lax.squeeze(x, (axis,)) for x in lax.split(scales, (1, 1, 1), axis))
+        exact, rounded = scales_in(to_float32(state))
+        scales = exact if bits == 24 else rounded
+        of_input, of_kernel, of_grad = (lax.index_in_dim(scales, i, scales.ndim - 1, keepdims=False) for i in range(3))
     if not stacked or of_input.ndim:
         return Scales((of_input, of_kernel, of_grad), None)
     # A scan slices them out of its stack, in a kernel for each number that is wanted, unless they are wanted together.
@@ -115,8 +124,15 @@ def quantize_operand(
         rounding=quantization.rounding,
         key=_key_of(x, key, role, product, spec) if quantization.rounding.needs_key else None,
         mixable=product not in spec.contraction.groups,
+        scale_bits=spec.scale_bits,
     )
-    return quantization.scaling.quantize(x, use)
+    quantized = quantization.scaling.quantize(x, use)
+    return with_stored_scale(quantized, spec) if stores_scale(quantization.scaling) else quantized
+
+
+def with_stored_scale(quantized: QuantizedArray, spec: ProductSpec) -> QuantizedArray:
+    """What a scaling made with a scale of `scales_of`, which has so many significant bits."""
+    return dataclasses.replace(quantized, scale_bits=spec.scale_bits)
 
 
 def _key_of(x: Array, key: Array | None, role: int, product: ProductName, spec: ProductSpec) -> Array:

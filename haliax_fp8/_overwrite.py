@@ -15,20 +15,19 @@ from jax import lax
 from jax.core import Tracer
 from jaxtyping import Array
 
-from ._members import marks, measured_by_reached
+from ._members import measured_by_reached
 from ._mesh_axes import varying_axes
 from ._recipe import Recipe
 from ._scaling import (
     AbstractScaling,
-    completed,
-    completion,
     first_table,
+    guarded,
     measures,
     overwriting,
     overwritten,
-    usable,
+    unguarded,
 )
-from ._state import is_max_grad, to_float32, to_max_grad, to_record
+from ._state import is_max_grad, to_float32, to_max_grad
 
 
 class OverwriteWithGradient(CustomGradientAccumulation):
@@ -59,7 +58,8 @@ class OpState(OverwriteWithGradient):
 
     Args:
         table: float32, `[*stack, operand, column]`, with a row for input, kernel and output gradient. A row of delayed
-            scaling is its scale, initially 1, then the amaxes, initially 0, newest first, then oldest to newest.
+            scaling is its scale, initially 1, then the amaxes, initially 0, newest first, then oldest to newest; last
+            the guard, by which a scale that anything but its own update changed is recognised.
         scalings: The scalings that read and write the rows.
         limits: The largest value of each operand's format.
         input_group: A name that the ops share that read the same input, see `fuse_projections`; None for most.
@@ -93,7 +93,7 @@ class OpState(OverwriteWithGradient):
     @property
     def array(self) -> Array:
         """The table as the product takes it: float32 (or `fp32_max_grad`), whatever the model was cast to."""
-        return _as_state(self.table.array)
+        return as_state(self.table.array)
 
     def with_array(self, table: Array) -> "OpState":
         """This state with another table."""
@@ -119,144 +119,26 @@ class OpState(OverwriteWithGradient):
 
     def with_recipe(self, recipe: Recipe) -> "OpState":
         """This state as a recipe updates it whose rows begin as these do, and may be longer."""
-        first, table = first_table(recipe.scalings), self.array
+        first, rows = first_table(recipe.scalings), unguarded(self.array)
         assert first is not None
-        padding = [(0, 0)] * (table.ndim - 1) + [(0, first.shape[1] - table.shape[-1])]
-        return OpState(self.table, recipe.scalings, self.limits, self.input_group).with_array(jnp.pad(table, padding))
+        padding = [(0, 0)] * (rows.ndim - 1) + [(0, first.shape[1] - 1 - rows.shape[-1])]
+        table = lax.concatenate([jnp.pad(rows, padding), self.array[..., -1:]], rows.ndim - 1)
+        return OpState(self.table, recipe.scalings, self.limits, self.input_group).with_array(table)
+
+    def with_scale(self, scale: Array) -> "OpState":
+        """This state with other scales, which broadcast to `[*stack, operand]`."""
+        rows = unguarded(self.array)
+        scale = jnp.broadcast_to(jnp.asarray(scale, jnp.float32), rows.shape[:-1])
+        return self.with_array(guarded(rows.at[..., 0].set(scale)))
 
     def with_max_gradients(self) -> "OpState":
         """The table in `fp32_max_grad`."""
         return self.with_array(to_max_grad(self.array))
 
 
-class OpRecord(OverwriteWithGradient):
-    """The scales of an op, without its histories: what goes through a differentiated function in place of its state.
-
-    Its gradient is what the step measured, a number or a few per operand, and not a table with a whole history: so
-    nothing is computed, moved or kept per layer but what differs from layer to layer, and the histories of all layers
-    are updated in one go afterwards (`complete_states`).
-
-    Args:
-        table: float32, `[*stack, operand * measure + 1]`: an operand's scale, as often as it measures numbers, then the
-            next one's, last a mark (`_members.py`); as a gradient, what was measured, and the mark, or zeros.
-        shared: The first operand's part, `[*stack, measure]`, where the op is of a group that reads the same input:
-            then the table holds the others', and the whole group has the very same array here.
-    """
-
-    table: hax.NamedArray
-    shared: hax.NamedArray | None = None
-
-    @property
-    def array(self) -> Array:
-        """The table as the product takes it, with all rows."""
-        if self.shared is None:
-            return _as_state(self.table.array)
-        first, others = _as_state(self.shared.array), _as_state(self.table.array)
-        return lax.concatenate([first, others], others.ndim - 1)
-
-    @property
-    def scale(self) -> Array:
-        """The scales that the next use takes, `[*stack, operand]`."""
-        array = to_float32(self.array)[..., :-1]
-        return array[..., :: array.shape[-1] // 3]
-
-    def accumulate(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, other: "OpRecord"
-    ) -> "OpRecord":
-        """The maximum of both."""
-        return jax.tree.map(jnp.maximum, self, other)
-
-    def overwritten_by(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, gradient: "OpRecord"
-    ) -> "OpRecord":
-        """Itself: it belongs to one evaluation, and has no next step."""
-        del gradient
-        return self
-
-    def with_max_gradients(self) -> "OpRecord":
-        """The table in `fp32_max_grad`."""
-        return jax.tree.map(to_max_grad, self)
-
-
-def _as_state(table: Array) -> Array:
+def as_state(table: Array) -> Array:
+    """A table as products take it: `fp32_max_grad` as it is, all else in float32."""
     return table if is_max_grad(table) or table.dtype == jnp.float32 else to_float32(table)
-
-
-def record_states(states: Sequence[OpState], *, inexact: bool = False) -> list[OpRecord]:
-    """What a differentiated function needs of states, in `fp32_record`; all of a kind in one go.
-
-    Args:
-        states: This step's. Those of an input group take the largest scale of their inputs, which is each one's own
-            if they always read the same.
-        inexact: Whether in `fp32_inexact_record`.
-    """
-    scales: dict[int, Array] = {}
-    joined: list[int] = []
-    for members in _kinds(states).values():
-        tables = [states[i].array for i in members]
-        if tables[0].ndim > 2:
-            # Of stacked layers there are few, and XLA compiles the same slice of each once.
-            scales |= {i: _usable_scales(table) for i, table in zip(members, tables, strict=True)}
-            continue
-        parts = lax.split(_usable_scales(_concatenated(tables)), [table.shape[0] for table in tables])
-        scales |= dict(zip(members, parts, strict=True))
-        joined += members
-    groups: dict[Any, list[int]] = {}
-    for i, state in enumerate(states):
-        if state.input_group is not None:
-            groups.setdefault((state.input_group, scales[i].shape), []).append(i)
-    largest: dict[int, Array] = {}
-    for members in groups.values():
-        if len(members) > 1:
-            firsts = [lax.slice_in_dim(scales[i], 0, 1, axis=scales[i].ndim - 1) for i in members]
-            largest[members[0]] = functools.reduce(lax.max, firsts)
-    # Apart from what uses them: XLA would merge kernels of different layers that read the same array of scales, and
-    # all that they make would have to be there at once.
-    apart = {i: scales[i] for i in joined}, {i: x for i, x in largest.items() if i in joined}
-    for found, values in zip((scales, largest), lax.optimization_barrier(apart), strict=True):
-        found |= values
-    shared = {i: largest[members[0]] for members in groups.values() if members[0] in largest for i in members}
-    of_each = enumerate(zip(states, _marks(states), strict=True))
-    return [_record(state, scales[i], mark, shared.get(i), inexact=inexact) for i, (state, mark) in of_each]
-
-
-def _marks(states: Sequence[OpState]) -> list[Array]:
-    """The mark of each layer, `[*stack, 1]`."""
-    return marks([(*state.table.array.shape[:-2], 1) for state in states])
-
-
-@jax.jit
-def _usable_scales(tables: Array) -> Array:
-    """The first column. Jitted, so that layers share one trace."""
-    return usable(lax.index_in_dim(tables, 0, axis=tables.ndim - 1, keepdims=False))
-
-
-def _record(state: OpState, scales: Array, mark: Array, shared: Array | None, *, inexact: bool) -> OpRecord:
-    """The record of scales `[*stack, operand]`, the first of which others may share."""
-    width, axis = max(1, measures(state.scalings)), scales.ndim - 1
-    stack = state.table.axis_names[:-2]
-
-    def named(x: Array, name: str, *last: Array) -> hax.NamedArray:
-        # As in `with_array`: the names may count axes that the array does not have.
-        array: Any = np.zeros((0,) * (len(stack) + 1))
-        structure = jax.tree.structure(hax.NamedArray(array, (*stack, name)))
-        x = x if width == 1 else jnp.repeat(x, width, axis=-1)
-        return jax.tree.unflatten(structure, [to_record(lax.concatenate([x, *last], axis), inexact=inexact)])
-
-    if shared is None:
-        return OpRecord(named(scales, "fp8_record", mark))
-    others = lax.slice_in_dim(scales, 1, None, axis=axis)
-    return OpRecord(named(others, "fp8_other_records", mark), named(shared, "fp8_shared_record"))
-
-
-def complete_states(states: Sequence[OpState], records: Sequence[OpRecord]) -> list[OpState]:
-    """The states of the next step, as gradients, from what a step recorded; all of a kind in one go.
-
-    Args:
-        states: This step's.
-        records: The gradients of their records, in the same order.
-    """
-    return _together(completion, completed, states, records, _marks(states))
 
 
 def overwrite_states(states: Sequence[OpState], gradients: Sequence[OpState]) -> list[OpState]:
@@ -266,23 +148,23 @@ def overwrite_states(states: Sequence[OpState], gradients: Sequence[OpState]) ->
         states: This step's.
         gradients: Their gradients, in the same order.
     """
-    return _together(overwriting, overwritten, states, gradients)
+    return together(overwriting, overwritten, states, gradients)
 
 
-def _together(
+def together(
     change_of: Callable[..., Array],
     changed: Callable[..., Array],
     states: Sequence[OpState],
-    others: Sequence[OpState | OpRecord],
+    others: Sequence[OpState | OverwriteWithGradient],
     of_ops: Sequence[Array] | None = None,
 ) -> list[OpState]:
     """Computes the change of all states of a kind at once: a kernel or two for all layers, not for each."""
     new: list[OpState] = list(states)
-    for members in _kinds(states, others).values():
+    for members in kinds(states, others).values():
         scalings, limits = states[members[0]].scalings, states[members[0]].limits
         if measures(scalings) == 0:
             continue
-        tables = _concatenated([states[i].array for i in members])
+        tables = concatenated([states[i].array for i in members])
         of_others = [others[i].array for i in members]
         # Records have one axis where tables have rows and columns.
         axis = states[members[0]].array.ndim - 2
@@ -308,7 +190,7 @@ def _changed(
     return changed(table, lax.dynamic_slice_in_dim(changes, start, table.shape[axis], axis), scalings)
 
 
-def _kinds(states: Sequence[OpState], others: Sequence[Any] | None = None) -> dict[Any, list[int]]:
+def kinds(states: Sequence[OpState], others: Sequence[Any] | None = None) -> dict[Any, list[int]]:
     """The places of states that can become one array: same scalings, same stack, same devices."""
     kinds: dict[Any, list[int]] = {}
     for i, state in enumerate(states):
@@ -317,7 +199,7 @@ def _kinds(states: Sequence[OpState], others: Sequence[Any] | None = None) -> di
     return kinds
 
 
-def _concatenated(tables: list[Array]) -> Array:
+def concatenated(tables: list[Array]) -> Array:
     """One table with the rows of all."""
     return tables[0] if len(tables) == 1 else lax.concatenate(tables, tables[0].ndim - 2)
 

@@ -107,7 +107,11 @@ def recipe_by_name(name: str) -> Recipe:
     """
     recipe = recipes.get(aliases.get(name, name))
     if recipe is None:
-        known = [*recipes, *aliases]
-        near = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
-        raise ValueError(f"recipe={name!r} is unknown; the nearest are {near or list(recipes)}, all are {known}")
+        listed = lambda names: ", ".join(map(repr, names))
+        near = difflib.get_close_matches(name, [*recipes, *aliases], n=3, cutoff=0.4)
+        hint = f"the nearest are {listed(near)}; " if near else ""
+        raise ValueError(
+            f"recipe={name!r} is unknown; {hint}all are {listed(recipes)}, and by other libraries' names "
+            f"{listed(aliases)}"
+        )
     return recipe

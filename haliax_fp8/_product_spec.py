@@ -3,11 +3,13 @@
 import dataclasses
 import functools
 
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from ._contraction import AbstractContraction, ProductName
 from ._recipe import Quantization, Recipe
+from ._scaling import SHORT_BITS, record_length
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,10 +26,11 @@ class ProductSpec:
         has_key: Whether the key that random rounding draws from was given; without, rounding at random raises.
         requantizes: Whether the backward pass quantizes the kernel again, instead of keeping its FP8 copy.
         records: Whether state is not the whole table, whose gradient is the next step's, but the scales alone, whose
-            gradient is what was measured: `[*ensemble, 3 * measures + 1]`, an operand's numbers one after the other,
-            and last a mark (`_members.py`).
+            gradient is what was measured: `[*ensemble, record_length + 1]`, an operand's numbers one after the other,
+            then zeros, and last a mark (`_members.py`).
         stacked: Whether the layer is one of a stack, from which a scan slices its state.
-        grouped: Whether other layers have the very same scale of their input (`fuse_projections`).
+        group_place: Which of the layers this is that have the very same scale of their input (`fuse_projections`);
+            None if it is alone.
         ensemble: How many leading axes of every array number independent members, each with state of its own.
     """
 
@@ -41,7 +44,7 @@ class ProductSpec:
     requantizes: bool = False
     records: bool = False
     stacked: bool = False
-    grouped: bool = False
+    group_place: int | None = None
     ensemble: int = 0
 
     @functools.cached_property
@@ -67,6 +70,31 @@ class ProductSpec:
         first, second = self.recipe.products["wgrad" if is_wgrad else "dgrad"]
         of_grad, of_other = (second, first) if is_wgrad else (first, second)
         return of_grad if role == 2 else of_other
+
+    @property
+    def scale_bits(self) -> int:
+        """How many significant bits the scales of whole tensors have.
+
+        A product that is rounded to bfloat16 is multiplied by its scale in bfloat16, where XLA finds FP8 whatever its
+        flags; with 4 bits per operand, the product of two scales is exact there.
+        """
+        return SHORT_BITS if (self.compute_dtype or self.out_dtype) == jnp.bfloat16 else 24
+
+    @property
+    def record_length(self) -> int:
+        """How many numbers a record has."""
+        return record_length(self.recipe.scalings)
+
+    @property
+    def wgrad_precision(self) -> lax.PrecisionLike:
+        """Full accumulation, said in another way in each layer of a group.
+
+        XLA merges small products that share an operand, as the weight gradients of layers with the same input do, if
+        they ask for the same precision. For FP8 data, both are one.
+        """
+        high, highest = lax.Precision.HIGH, lax.Precision.HIGHEST
+        ways = (highest, highest), (highest, high), (high, highest), (high, high)
+        return highest if self.group_place is None else ways[self.group_place % len(ways)]
 
     @property
     def state_rows(self) -> tuple[int, int, int]:

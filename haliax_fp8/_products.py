@@ -27,6 +27,7 @@ from ._operands import (
     scale_of_both,
     scales_of,
     stored_scale,
+    with_stored_scale,
 )
 from ._product_spec import ProductSpec
 from ._quantized_array import QuantizedArray
@@ -68,7 +69,7 @@ class Residuals(NamedTuple):
         """The state without its mark; and what was measured, behind the mark where the state has one."""
         if self.measured is None or not spec.records:
             return _scales_alone(self.state, spec), self.measured
-        axis, count = spec.ensemble, 3 * measures(spec.recipe.scalings)
+        axis, count = spec.ensemble, spec.record_length
         state, measured = lax.split(self.measured, (count, self.measured.shape[axis] - count), axis)
         if state.shape[axis + 1] > 1:
             state = lax.slice_in_dim(state, 0, 1, axis=axis + 1)
@@ -91,7 +92,7 @@ class Residuals(NamedTuple):
             )
         scaling = spec.quantization(role, OTHER_PRODUCT[role]).scaling
         assert isinstance(scaling, AbstractStatefulScaling)
-        return scaling.with_scale(saved, stored_scale(role, scales, spec), spec.ensemble)
+        return with_stored_scale(scaling.with_scale(saved, stored_scale(role, scales, spec), spec.ensemble), spec)
 
     @property
     def ranks(self) -> tuple[int, int]:
@@ -164,8 +165,7 @@ def _forward(
 ) -> tuple[Array, tuple[Saved, Saved], Array | None]:
     """The output; what the backward pass needs of lhs and rhs, None for the operand itself; and what was measured."""
     lhs, rhs = (round_to(x, spec.compute_dtype) for x in (lhs, rhs))
-    of_both = _scales_alone(state, spec)
-    scales = scales_of(of_both, records=spec.records, stacked=spec.stacked, grouped=spec.grouped)
+    scales = scales_of(state, spec)
     with jax.named_scope("fprop"):
         contraction = spec.contraction.with_batch_axes(spec.ensemble)
         axes = contraction.contracted("product", lhs.ndim, rhs.ndim)
@@ -175,6 +175,7 @@ def _forward(
         dtype = spec.compute_dtype or spec.out_dtype
         a, b = quantized
         scale = scale_of_both(a, b, (0, 1), scales, spec)
+        a, b = _for_one_product(quantized, axes, spec)
         out = round_to(contraction.product(a, b, extras, spec.precision, dtype, scale), spec.out_dtype)
     if not differentiated:
         return out, (None, None), None
@@ -199,6 +200,27 @@ def _forward(
     return out, (saved[0], saved[1]), measured
 
 
+def _for_one_product(
+    operands: Sequence[QuantizedArray], contracted: tuple[tuple[int, ...], tuple[int, ...]], spec: ProductSpec
+) -> Sequence[QuantizedArray]:
+    """Operands of fprop, where other layers multiply the very same input.
+
+    XLA merges small products that share an operand; what it puts side by side it has to take apart again, and multiply
+    by scales of their own. A barrier that the input shares with this layer's kernel is no other product's. In wgrad, it
+    would part the input from its transposition, see `ProductSpec.wgrad_precision`.
+    """
+    if spec.group_place is None:
+        return operands
+    of_kernel = 0 if spec.kernel_is_lhs else 1
+    kernel, shared = operands[of_kernel], operands[1 - of_kernel]
+    # The kernel's data, if the product reads them as they are stored; else its scale, for which they need not be there.
+    ndim, axes = kernel.data.ndim, contracted[of_kernel]
+    own = kernel.data if axes == tuple(range(ndim - len(axes), ndim)) else kernel.scale
+    data, _ = lax.optimization_barrier((shared.data, own))
+    shared = dataclasses.replace(shared, data=data)
+    return (kernel, shared) if spec.kernel_is_lhs else (shared, kernel)
+
+
 @opaque("spec", "dtypes", "update")
 def backward(
     grad: Array,
@@ -213,7 +235,7 @@ def backward(
     grad = round_to(grad, spec.compute_dtype)
     contraction = spec.contraction.with_batch_axes(spec.ensemble)
     state, measured = residuals.numbers(spec)
-    scales, quantized = scales_of(state, records=spec.records, stacked=spec.stacked, grouped=spec.grouped), {}
+    scales, quantized = scales_of(state, spec), {}
     once = quantized_once(2, ("gradient_of_lhs", "gradient_of_rhs"), spec)
     dgrad, wgrad = (
         ("gradient_of_rhs", "gradient_of_lhs") if spec.kernel_is_lhs else ("gradient_of_lhs", "gradient_of_rhs")
@@ -235,7 +257,8 @@ def backward(
             # and the cast is one pass with the amax.
             of_grad = dataclasses.replace(of_grad, data=lax.optimization_barrier(of_grad.data))
         scale = scale_of_both(of_grad, operand, (2, other), scales, spec)
-        out = getattr(contraction, product)(of_grad, operand, extras, spec.compute_dtype or dtype, scale)
+        precision = spec.wgrad_precision if product == wgrad else lax.Precision.HIGHEST
+        out = getattr(contraction, product)(of_grad, operand, extras, precision, spec.compute_dtype or dtype, scale)
         return round_to(out, dtype)
 
     names = ("wgrad", "dgrad") if spec.kernel_is_lhs else ("dgrad", "wgrad")
@@ -255,7 +278,10 @@ def backward(
     axis, count = spec.ensemble, measures(spec.recipe.scalings)
     mark, *operands = lax.split(measured, (int(spec.records), count, count), axis)
     operands = [*operands, of_grad]
-    last = [mark] if spec.records else []
+    last = []
+    if spec.records:
+        missing = spec.record_length - 3 * count
+        last = [jnp.zeros((*of_grad.shape[:-2], missing, 1), of_grad.dtype), mark] if missing else [mark]
     measured = whole(of_operands([*(operands[row] for row in spec.state_rows), *last]))
     return gradients, measured if spec.records else _next_state(state, measured, recipe=spec.recipe)
 
@@ -284,7 +310,7 @@ def tangent(
     linear: tuple[bool, bool],
 ) -> Array:
     """The output's tangent, `dot(dlhs, rhs) + dot(lhs, drhs)`, rounding taken as the identity."""
-    scales = scales_of(residuals.numbers(spec)[0], records=spec.records, stacked=spec.stacked, grouped=spec.grouped)
+    scales = scales_of(residuals.numbers(spec)[0], spec)
     lhs, rhs = (residuals.operand(role, scales, spec) for role in (0, 1))
     contraction = spec.contraction.with_batch_axes(spec.ensemble)
     given = iter(tangents)

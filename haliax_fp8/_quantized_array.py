@@ -1,14 +1,19 @@
 """QuantizedArray: data in a format and the scale that gives the values back."""
 
+import contextlib
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import equinox as eqx
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax.core import Tracer
+from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float, Float32, Shaped
 
-from ._formats import Format, saturating_cast
+from ._formats import FORMATS, Format, saturating_cast
 from ._rotation import Rotation
 
 
@@ -27,7 +32,8 @@ class QuantizedArray(eqx.Module):
         data: The rounded values, in an element type of a `Format` (or unrounded, with scales of 1).
         scale: float32, positive (0 for a block of zeros); see above for its shape.
         block: The shape of a block. By default `data.shape / scale.shape`, which then has to be whole.
-        power_of_two: Whether every scale is a power of two, which multiplies without rounding.
+        scale_bits: How many significant bits every scale has at most: 1 if all are powers of two, which multiply
+            without rounding; 4 if the product of two scales is exact in bfloat16; 24 for any float32.
         rotation: What the values were rotated by before they were quantized.
 
     Raises:
@@ -42,24 +48,11 @@ class QuantizedArray(eqx.Module):
     data: Float[Array, "*shape"]
     scale: Float32[Array, "*blocks"]
     block: tuple[int, ...] | None = eqx.field(static=True, default=None)
-    power_of_two: bool = eqx.field(static=True, default=False)
+    scale_bits: int = eqx.field(static=True, default=24)
     rotation: Rotation | None = eqx.field(static=True, default=None)
 
     def __check_init__(self) -> None:
-        data, scale = self.data.shape, self.scale.shape
-        if scale == ():
-            return
-        if len(data) != len(scale) or (self.block is not None and len(self.block) != len(data)):
-            fits = False
-        elif self.block is None:
-            fits = all(s > 0 and d % s == 0 for d, s in zip(data, scale, strict=True) if d)
-        else:
-            fits = all(s == -(-d // b) for d, s, b in zip(data, scale, self.block, strict=True))
-        if not fits:
-            raise ValueError(
-                f"scale of shape {scale} does not fit data of shape {data} with block={self.block}: a scale that is no "
-                "scalar needs the same rank, and one element for each block of data"
-            )
+        check_blocks(self.data.shape, self.scale.shape, self.block)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -82,6 +75,23 @@ class QuantizedArray(eqx.Module):
         )
 
 
+def check_blocks(data: tuple[int, ...], scale: tuple[int, ...], block: tuple[int, ...] | None) -> None:
+    """Raises a ValueError unless a scale's shape fits the data's, by the rule of `QuantizedArray`."""
+    if scale == ():
+        return
+    if len(data) != len(scale) or (block is not None and len(block) != len(data)):
+        fits = False
+    elif block is None:
+        fits = all(s > 0 and d % s == 0 for d, s in zip(data, scale, strict=True) if d)
+    else:
+        fits = all(s == -(-d // b) for d, s, b in zip(data, scale, block, strict=True))
+    if not fits:
+        raise ValueError(
+            f"scale of shape {scale} does not fit data of shape {data} with block={block}: a scale that is no scalar "
+            "needs the same rank, and one element for each block of data, as jnp.max(..., keepdims=True) leaves it"
+        )
+
+
 def expand(
     scale: Shaped[Array, "*blocks"], shape: tuple[int, ...], block: tuple[int, ...] | None = None
 ) -> Shaped[Array, "..."]:
@@ -96,22 +106,55 @@ def expand(
     return lax.broadcast_in_dim(scale, shape, range(len(shape)))
 
 
-def quantize(x: Float[Array, "*shape"], scale: Float32[Array, "*blocks"], cast: Format | Cast) -> QuantizedArray:
+def quantize(
+    x: Float[ArrayLike, "*shape"], scale: Float32[ArrayLike, "*blocks"], cast: Format | DTypeLike | Cast
+) -> QuantizedArray:
     """Divides by the scale, clips to the format's maximum and rounds.
 
     `data = cast(clip(x / scale, -max, max))`, computed in float32. It divides, and does not multiply by a reciprocal:
-    the two differ in the last bit, and the division is what Flax computes.
+    the two differ in the last bit, and the division is what Flax computes. Infinities become NaN, and NaN stays.
+
+    Args:
+        x: Values in any floating dtype.
+        scale: float32 and positive, shaped as `QuantizedArray` says.
+        cast: The format of the result or its dtype, rounding to nearest, ties to even; or a function that clips and
+            rounds.
+
+    Returns:
+        The quantized array.
+
+    Raises:
+        ValueError: If `x` is not floating-point, the scale is not float32, does not fit the shape of `x` or is not
+            positive (where its values are known, outside `jit`), or `cast` is none of these.
+
+    Example:
+        >>> quantize(jnp.array([0.5, -1000.0]), 1.0, jnp.float8_e4m3fn).data
+        Array([0.5, -448], dtype=float8_e4m3fn)
+    """
+    x, scale = (jnp.asarray(v) if hasattr(v, "dtype") else jnp.asarray(v, jnp.float32) for v in (x, scale))
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise ValueError(f"x.dtype={x.dtype} is not floating-point; cast it with x.astype(jnp.float32)")
+    if scale.dtype != jnp.float32:
+        raise ValueError(f"scale.dtype={scale.dtype} has to be float32; compute it with scale.astype(jnp.float32)")
+    check_blocks(x.shape, scale.shape, None)
+    if not isinstance(scale, Tracer) and not bool(jnp.all((scale > 0.0) & jnp.isfinite(scale))):
+        raise ValueError(
+            "scale must be positive and finite, as values are divided by it; use 1 for a block of zeros, and "
+            "amax / format.max for others"
+        )
+    return divide_by(x, scale, _format_or_cast(cast))
+
+
+def divide_by(x: Float[Array, "*shape"], scale: Float32[Array, "*blocks"], cast: Format | Cast) -> QuantizedArray:
+    """What `quantize` computes, of arguments that are known to be right.
 
     Args:
         x: Values in any floating dtype.
         scale: float32, shaped as `QuantizedArray` says.
-        cast: The format of the result, rounding to nearest, ties to even; or a function that clips and rounds.
-
-    Returns:
-        The quantized array.
+        cast: A format, or a function that clips and rounds.
     """
-    x = lax.convert_element_type(x, jnp.float32)
-    return QuantizedArray(_as_cast(cast)(lax.div(x, expand(scale, x.shape))), scale)
+    quotient = lax.div(lax.convert_element_type(x, jnp.float32), expand(scale, x.shape))
+    return QuantizedArray(_as_cast(cast)(_visible(x, quotient)), scale)
 
 
 def quantize_by(
@@ -120,22 +163,47 @@ def quantize_by(
     cast: Format | Cast,
     block: tuple[int, ...] | None = None,
     *,
-    power_of_two: bool = False,
+    scale_bits: int = 24,
 ) -> QuantizedArray:
     """Multiplies, clips and rounds: `data = cast(clip(x * multiplier))`, `scale = 1 / multiplier`.
 
-    What TransformerEngine and torchao compute where the scale comes from the tensor itself.
+    What TransformerEngine and torchao compute where the scale comes from the tensor itself. What holds an infinity or
+    NaN, be it a tensor, a row or a block, has a multiplier of NaN, and so are all of its data.
 
     Args:
         x: Values in any floating dtype.
         multiplier: float32, shaped as a scale.
         cast: As in `quantize`.
         block: The shape of a block, see `QuantizedArray`.
-        power_of_two: Whether all multipliers are powers of two.
+        scale_bits: See `QuantizedArray`; multipliers have as many.
     """
     x = lax.convert_element_type(x, jnp.float32)
     data = _as_cast(cast)(lax.mul(x, expand(multiplier, x.shape, block)))
-    return QuantizedArray(data, lax.div(lax.full_like(multiplier, 1.0), multiplier), block, power_of_two=power_of_two)
+    return QuantizedArray(data, lax.div(lax.full_like(multiplier, 1.0), multiplier), block, scale_bits=scale_bits)
+
+
+def _format_or_cast(cast: Any) -> Any:
+    """A format for its dtype, which could be called and would not clip; a format or a function as it is."""
+    with contextlib.suppress(TypeError):  # raised for what is no dtype
+        if not isinstance(cast, Format) and cast is not None:
+            dtype = np.dtype(cast)
+            if dtype in FORMATS:
+                return FORMATS[dtype]
+            raise ValueError(f"cast={dtype} is not the dtype of a format; use E4M3 or E5M2, or a function")
+    if not (isinstance(cast, Format) or callable(cast)):
+        raise ValueError(f"cast={cast!r} must be a format such as E4M3, its dtype, or a function that clips and rounds")
+    return cast
+
+
+def _visible(x: Float[Array, "*shape"], scaled: Float32[Array, "*shape"]) -> Float32[Array, "*shape"]:
+    """`scaled`, or NaN where `x` is infinite: clipped, it would pass for a value that training may use.
+
+    E4M3 has no infinity. A finite value that overflows when it is scaled is clipped as any other.
+    """
+    # `x - x` is 0 of finite values alone. XLA's fusions of norms for GPUs take no `is_finite`, so that the cast behind
+    # a norm would be a kernel of its own; and a magnitude here is shared with the amax, which tears the two apart.
+    finite = lax.eq(lax.sub(x, x), lax.full_like(x, 0.0))
+    return lax.select(finite, scaled, lax.full_like(scaled, np.nan))
 
 
 def _as_cast(cast: Format | Cast) -> Cast:

@@ -58,7 +58,11 @@ class RaggedContraction(AbstractContraction):
         return (lhs_ndim - 2,), (lhs_ndim - 2,)
 
     def dot(
-        self, lhs: Float[Array, "..."], rhs: Float[Array, "..."], extras: tuple[Array, ...], precision: lax.Precision
+        self,
+        lhs: Float[Array, "..."],
+        rhs: Float[Array, "..."],
+        extras: tuple[Array, ...],
+        precision: lax.PrecisionLike,
     ) -> Float32[Array, "..."]:
         """`lax.ragged_dot_general`."""
         return self._dot(_ROWS_BY_KERNEL, precision)(lhs, rhs, *extras)
@@ -68,7 +72,7 @@ class RaggedContraction(AbstractContraction):
         lhs: QuantizedArray,
         rhs: QuantizedArray,
         extras: tuple[Array, ...],
-        precision: lax.Precision,
+        precision: lax.PrecisionLike,
         dtype: np.dtype,
         scale: Float32[Array, ""] | None,
     ) -> Float[Array, "..."]:
@@ -80,22 +84,24 @@ class RaggedContraction(AbstractContraction):
         grad: QuantizedArray,
         rhs: QuantizedArray,
         extras: tuple[Array, ...],
+        precision: lax.PrecisionLike,
         dtype: np.dtype,
         scale: Float32[Array, ""] | None,
     ) -> Float[Array, "..."]:
         """Rows of the output's gradient times transposed kernels."""
-        return self._scaled(_GRAD_BY_KERNEL, grad, rhs, extras, lax.Precision.HIGHEST, scale).astype(dtype)
+        return self._scaled(_GRAD_BY_KERNEL, grad, rhs, extras, precision, scale).astype(dtype)
 
     def gradient_of_rhs(
         self,
         grad: QuantizedArray,
         lhs: QuantizedArray,
         extras: tuple[Array, ...],
+        precision: lax.PrecisionLike,
         dtype: np.dtype,
         scale: Float32[Array, ""] | None,
     ) -> Float[Array, "..."]:
         """For each group, the sum over its rows of outer products."""
-        return self._scaled(_ROWS_BY_GRAD, lhs, grad, extras, lax.Precision.HIGHEST, scale).astype(dtype)
+        return self._scaled(_ROWS_BY_GRAD, lhs, grad, extras, precision, scale).astype(dtype)
 
     def _scaled(
         self,
@@ -103,7 +109,7 @@ class RaggedContraction(AbstractContraction):
         a: QuantizedArray,
         b: QuantizedArray,
         extras: tuple[Array, ...],
-        precision: lax.Precision,
+        precision: lax.PrecisionLike,
         scale: Float32[Array, "..."] | None,
     ) -> Float32[Array, "..."]:
         if not (_one_scale(a, self.batch) and _one_scale(b, self.batch)):

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Literal
 
 from ._formats import E4M3, E5M2, Format
+from ._require import require
 from ._rounding import AbstractRounding, ToNearest
 from ._scaling import (
     AbstractScaling,
@@ -37,11 +38,19 @@ class Quantization:
         format: The element type that hardware multiplies.
         scaling: Where its scale comes from.
         rounding: Which of its neighbours in the format a value becomes.
+
+    Raises:
+        ValueError: If an argument is of another kind, such as a format's name.
     """
 
     format: Format
     scaling: AbstractScaling
     rounding: AbstractRounding = ToNearest()
+
+    def __post_init__(self) -> None:
+        require("format", self.format, Format, "E4M3 or E5M2", of="Quantization")
+        require("scaling", self.scaling, AbstractScaling, "a scaling such as DelayedScaling()", of="Quantization")
+        require("rounding", self.rounding, AbstractRounding, "ToNearest() or Stochastic()", of="Quantization")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +67,7 @@ class Recipe:
 
     Raises:
         ValueError: If only one operand of a product is left in high precision, or rotated; or if MXFP8's gradients are
-            in E5M2; or if an operand's second use has state of its own.
+            in E5M2; or if an operand's second use has state of its own; or if an operand is not a `Quantization`.
 
     Example:
         >>> Recipe.of(DelayedScaling(amax_history_length=16)).output_grad.format
@@ -77,6 +86,10 @@ class Recipe:
     output_grad_for_wgrad: Quantization | None = None
 
     def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            if (value := getattr(self, field.name)) is not None or field.name in _SECOND_USES:
+                example = "Quantization(E4M3, scaling), or Recipe.of(scaling) for all operands"
+                require(field.name, value, Quantization, example, of="Recipe")
         for name, operands in self.products.items():
             high = [not q.scaling.quantizes for q in operands]
             if any(high) and not all(high):
@@ -121,7 +134,11 @@ class Recipe:
             scaling: How every operand gets its scale.
             forward: The format of input and kernel.
             backward: The format of the output's gradient.
+
+        Raises:
+            ValueError: If `scaling` is not a scaling, or a format not a `Format`.
         """
+        require("scaling", scaling, AbstractScaling, "DelayedScaling(), or recipe_by_name for a name", of="Recipe.of")
         return Recipe(
             input=Quantization(forward, scaling),
             kernel=Quantization(forward, scaling.for_kernel),

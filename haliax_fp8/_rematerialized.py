@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import DTypeLike
 
-from ._op import floating_dtype
+from ._op_arguments import floating_dtype
 from ._overwrite import OverwriteWithGradient
+from ._require import require
 
 
 def rematerialized(function: Callable[..., Any], compute_dtype: DTypeLike | None = None) -> Callable[..., Any]:
@@ -35,7 +36,7 @@ def rematerialized(function: Callable[..., Any], compute_dtype: DTypeLike | None
         A function with the same arguments and the same gradients.
 
     Raises:
-        ValueError: If `compute_dtype` is not a floating dtype of 16 bits or more.
+        ValueError: If `function` cannot be called, or `compute_dtype` is not a floating dtype of 16 bits or more.
 
     References:
         `jax.checkpoint` with `nothing_saveable`; selective recomputation, arXiv:2205.05198, section 5.
@@ -49,6 +50,7 @@ def rematerialized(function: Callable[..., Any], compute_dtype: DTypeLike | None
         >>> [(x.shape, x.dtype.name) for x in kept]
         [((1, 2), 'bfloat16'), ((1, 2), 'bfloat16')]
     """
+    require("function", function, Callable, "a function or a module", of="rematerialized")
     dtype = None if compute_dtype is None else floating_dtype("compute_dtype", compute_dtype)
 
     def computed(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Key
+from jaxtyping import Array, Float, Float32, Key
 
 from ._formats import Format, saturating_cast, spacing_of
 
@@ -35,6 +35,15 @@ class AbstractRounding(abc.ABC):
             An array of `format.storage`.
         """
 
+    def squared_error(self, x: Float32[Array, "*shape"], format: Format) -> Float32[Array, "*shape"]:
+        """`(cast(x) - x)**2`, or what is expected of it; by default that of rounding to nearest.
+
+        Args:
+            x: Values to round.
+            format: The format to round to.
+        """
+        return (saturating_cast(x, format).astype(jnp.float32) - x) ** 2
+
 
 @dataclasses.dataclass(frozen=True)
 class ToNearest(AbstractRounding):
@@ -56,7 +65,7 @@ class Stochastic(AbstractRounding):
 
     Between neighbours `lo <= |x| < hi` it takes `hi` with probability `(|x| - lo) / (hi - lo)`, where
     `u ~ uniform[0, 1)` is below that share. Each element's error is larger than that of `ToNearest`, but errors do not
-    add up: sums over many elements, and so gradients, stay unbiased.
+    add up: sums over many elements stay unbiased, as long as none is beyond the format's maximum, where it is clipped.
 
     References:
         arXiv:1502.02551; NVIDIA's NVFP4 recipe (arXiv:2509.25149, section 4.4) rounds output gradients this way.
@@ -85,6 +94,15 @@ class Stochastic(AbstractRounding):
         rounded = jnp.where(up, lower + np.float32(1.0), lower) * spacing
         # Every value is one of the format's by now, so that this cast rounds nothing.
         return saturating_cast(jnp.copysign(jnp.where(jnp.isnan(x), x, rounded), x), format)
+
+    def squared_error(self, x: Float32[Array, "*shape"], format: Format) -> Float32[Array, "*shape"]:
+        """`(hi - |x|) (|x| - lo)`, the variance; beyond the maximum, the square of what is clipped."""
+        limit = np.float32(format.max)
+        magnitude = jnp.abs(x)
+        spacing = spacing_of(jnp.minimum(magnitude, limit), format)
+        steps = jnp.minimum(magnitude, limit) / spacing
+        above = steps - jnp.floor(steps)
+        return above * (np.float32(1.0) - above) * spacing**2 + jnp.maximum(magnitude - limit, 0.0) ** 2
 
 
 def _uniform(key: Key[Array, "*ensemble"], shape: tuple[int, ...]) -> Float[Array, "*shape"]:

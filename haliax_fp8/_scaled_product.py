@@ -17,7 +17,7 @@ _BLOCK = 32
 
 
 def scaled_product(
-    a: QuantizedArray, b: QuantizedArray, dimensions: DotDimensions, precision: lax.Precision
+    a: QuantizedArray, b: QuantizedArray, dimensions: DotDimensions, precision: lax.PrecisionLike
 ) -> Float32[Array, "..."]:
     """`dot(a.data * a.scale, b.data * b.scale)`, accumulated in float32.
 
@@ -84,7 +84,7 @@ def native_product(a: QuantizedArray, b: QuantizedArray, dimensions: DotDimensio
 
 def _in_blocks_of_32(x: QuantizedArray, contracted: int) -> bool:
     # An operand without elements has no blocks to give to the hardware.
-    return x.power_of_two and x.block is not None and x.block[contracted] % _BLOCK == 0 and x.data.size > 0
+    return x.scale_bits == 1 and x.block is not None and x.block[contracted] % _BLOCK == 0 and x.data.size > 0
 
 
 def _in_rows(

@@ -15,12 +15,14 @@ from rich.console import Console
 from rich.table import Table
 
 from ._layers import default_layers
+from ._loss import scalar_loss
 from ._op import Fp8DotGeneral
 from ._overwrite import OpState
 from ._scaling import AbstractStatefulScaling, MeasuredScaling
 from ._targets import path_string
 from ._training import filter_grad
-from ._transform import map_layers_in_stacks, rule_of
+from ._uncalibrated import require_calibrated
+from ._walk import map_layers_in_stacks, rule_of
 
 
 OPERANDS = ("input", "kernel", "output_grad")
@@ -122,7 +124,8 @@ def quantization_statistics(model: Any, loss_fn: Callable[..., Any], *batch: Any
         Amax, saturation, underflow and error of input, kernel and output gradient of every op.
 
     Raises:
-        ValueError: If the model has no FP8 op.
+        ValueError: If the model has no FP8 op, or static scales that are not calibrated, or if `loss_fn` does not
+            return one number.
 
     Example:
         >>> measured = quantization_statistics(fp8_linear_layers(model), loss_fn, x)
@@ -135,8 +138,9 @@ def quantization_statistics(model: Any, loss_fn: Callable[..., Any], *batch: Any
     ops = [node for node in jax.tree.leaves(model, is_leaf=is_op) if is_op(node)]
     if not ops:
         raise ValueError("model has no FP8 product to measure; convert it with fp8_linear_layers")
+    require_calibrated(model)
     measuring = _measuring(model)
-    gradients = filter_grad(lambda model: loss_fn(model, *batch))(measuring)
+    gradients = filter_grad(lambda model: scalar_loss(loss_fn(model, *batch)))(measuring)
     found = {}
     for path, node in jax.tree_util.tree_flatten_with_path(gradients, is_leaf=is_op)[0]:
         if is_op(node):

@@ -6,6 +6,7 @@ from typing import Literal
 from ._device import FP8_UNITS, Device
 from ._presets import RecipeLike, as_recipe
 from ._recipe import Quantization, Recipe
+from ._require import require
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +59,7 @@ def supported(recipe: RecipeLike, device: Device | str | None = None) -> Support
     """
     recipe = as_recipe(recipe)
     device = Device.default() if device is None else Device.by_name(device) if isinstance(device, str) else device
+    require("device", device, Device, "a name such as 'h100', or None for the one that is here", of="supported")
     if device.emulates:
         return Support(device, "emulated", "a CPU has no FP8 units; products are computed with the same rounding")
     products = {name: operands for name, operands in recipe.products.items() if operands[0].scaling.quantizes}

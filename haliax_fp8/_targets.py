@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import numpy as np
 from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, KeyEntry, SequenceKey
 
 
@@ -22,7 +23,7 @@ def as_patterns(name: str, targets: Targets) -> tuple[Pattern, ...]:
         targets: What the user gave.
 
     Raises:
-        ValueError: If something is neither a string, a compiled regular expression nor callable.
+        ValueError: If something is neither a string, a compiled regular expression nor callable, or an empty string.
     """
     is_one = isinstance(targets, str | re.Pattern) or callable(targets)
     patterns: tuple[Any, ...] = tuple(targets) if isinstance(targets, Iterable) and not is_one else (targets,)
@@ -32,6 +33,8 @@ def as_patterns(name: str, targets: Targets) -> tuple[Pattern, ...]:
                 f"{name} holds {pattern!r}; give the last part of a path ('up_proj'), a full path, a glob, "
                 "a regular expression, or a function (path, layer) -> bool"
             )
+        if pattern == "":
+            raise ValueError(f"{name} holds an empty string, which selects no layer; '*' selects every one")
     return patterns
 
 
@@ -48,7 +51,13 @@ def matches(pattern: Pattern, path: str, layer: Any) -> bool:
     if isinstance(pattern, re.Pattern):
         return pattern.fullmatch(path) is not None
     if not isinstance(pattern, str):
-        return bool(pattern(path, layer))
+        selected = pattern(path, layer)
+        if hasattr(selected, "dtype") and not isinstance(selected, np.bool_):
+            raise ValueError(
+                f"a function among the patterns returned an array for {path!r} and has to return True or False; "
+                "wrap what it returns in bool(...)"
+            )
+        return bool(selected)
     if pattern in (path, path.rpartition(".")[2]) or fnmatch.fnmatchcase(path, pattern):
         return True
     try:
@@ -67,7 +76,10 @@ def unmatched_error(name: str, pattern: Pattern, paths: Sequence[str]) -> ValueE
         near = difflib.get_close_matches(pattern, [*paths, *by_end], n=5, cutoff=0.5)
         shown = list(dict.fromkeys(by_end.get(n, n) for n in near)) or paths
     listed = ", ".join(shown[:5]) + (f", … ({len(paths)} in all)" if len(paths) > 5 else "")
-    return ValueError(f"{name}={pattern!r} selects no layer; the nearest are: {listed}")
+    hint = ""
+    if isinstance(pattern, str) and any(path.startswith(f"{pattern}.") for path in paths):
+        hint = f"; {f'{pattern}.*'!r} selects what is beneath it"
+    return ValueError(f"{name}={pattern!r} selects no layer; the nearest are: {listed}{hint}")
 
 
 def path_string(path: Sequence[KeyEntry]) -> str:

@@ -1,5 +1,6 @@
 """TrainStep: one optimizer step for a converted model, jitted; and optimizer state across a conversion."""
 
+import functools
 import logging
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -9,10 +10,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.core import Tracer
 from jaxtyping import Array, Float, Key, PyTree
 
-from ._describe import describe
-from ._keys import require_single_key, with_rounding_keys
+from ._calibrate import recorded
+from ._compiler_options import log_cost_of_flags, training_options
+from ._describe import describe, recipes_of
+from ._device import Device
+from ._keys import require_step_key, with_rounding_keys
+from ._loss import scalar_loss
+from ._own_state import require_own_state
 from ._training import (
     accumulate_gradients,
     apply_updates,
@@ -20,6 +27,8 @@ from ._training import (
     filter_value_and_grad,
     partition_for_grad_overwrite,
 )
+from ._uncalibrated import require_calibrated
+from ._xla_flags import XlaFlags
 
 
 M = TypeVar("M")
@@ -35,16 +44,20 @@ class TrainStep(eqx.Module):
     Works on models with and without FP8 layers. The optimizer sees the inexact arrays of the model without FP8 state.
 
     Args:
-        loss_fn: `loss_fn(model, *batch)`, the mean loss over the batch.
+        loss_fn: `loss_fn(model, *batch)`, the mean loss over the batch: a scalar, or a `NamedArray` without axes. Keys
+            that it needs, for dropout say, are part of the batch.
         optimizer: Any optax optimizer.
         microbatches: Into how many parts the leading axis of every array of the batch is split. Gradients are averaged
-            and amaxes maximised over the parts, one after the other in a `lax.scan`.
+            and amaxes maximised over the parts, one after the other in a `lax.scan`. For a key in each part, put
+            `jax.random.split(key, microbatches)` into the batch; the loss gets an array with one key.
         donate: Gives the memory of the model and the optimizer state to their successors. Whatever shares arrays with
             them, such as the model before it was converted, is unusable after the step.
 
     Raises:
-        ValueError: If `microbatches` is below 1; when called, if it does not divide a batch, or if `key` is
-            not a single key.
+        ValueError: If `loss_fn` is not a function, `optimizer` is not an optimizer, or `microbatches` is not an integer
+            of at least 1. When called, if `microbatches` does not divide a batch, if `loss_fn` returns anything but one
+            number, if `opt_state` is that of another model, if `key` is not a single key or is meant for `loss_fn`, or
+            if the model has static scales that are not calibrated.
 
     Example:
         >>> step = TrainStep(loss_fn, optax.adamw(1e-3))
@@ -60,17 +73,68 @@ class TrainStep(eqx.Module):
     donate: bool = eqx.field(default=False, static=True)
 
     def __check_init__(self) -> None:
-        if self.microbatches < 1:
-            raise ValueError(f"microbatches={self.microbatches} must be at least 1")
+        _require_loss_and_optimizer(self.loss_fn, self.optimizer)
+        if not isinstance(self.microbatches, int) or isinstance(self.microbatches, bool) or self.microbatches < 1:
+            raise ValueError(
+                f"microbatches={self.microbatches!r} must be an integer of at least 1: into how many parts a step "
+                "splits its batch"
+            )
+        if not isinstance(self.donate, bool):
+            raise ValueError(f"donate={self.donate!r} must be True or False")
 
     def init(self, model: PyTree) -> PyTree:
         """The optimizer's state for the trainable part of the model.
 
-        Logs one line, `describe(model).summary`, at level INFO to the logger `haliax_fp8`.
+        Logs one line, `describe(model).summary`, at level INFO to the logger `haliax_fp8`; and on NVIDIA's GPUs another
+        if the flags that XLA gets from the environment cost FP8 or its accumulation.
         """
         if _logger.isEnabledFor(logging.INFO):
             _logger.info(describe(model).summary)
+        require_own_state(model)
+        flags = XlaFlags.of_environment().with_options(self.compiler_options(model))
+        log_cost_of_flags(flags, Device.default(), recipes_of(model))
         return self.optimizer.init(trainable(model))
+
+    def compiler_options(self, model: PyTree, *_: Any, device: Device | None = None) -> dict[str, bool]:
+        """The options of XLA that a step of this model is compiled with, beside the flags of the environment.
+
+        On NVIDIA's GPUs they keep products to cuBLASLt, so that gradients accumulate in full float32. Called in another
+        `jit`, whose options count alone, a step passes none.
+
+        Args:
+            model: The model.
+            *_: What else a step takes.
+            device: Where the step runs; by default the device that JAX uses.
+        """
+        return training_options(recipes_of(model), Device.default() if device is None else device)
+
+    def calibrate(self, model: M, *batch: Any, key: Key[Array, ""] | None = None) -> M:
+        """The model with its state filled from a pass in high precision over this step's own microbatches.
+
+        Enters into every history what the first step would record if it ran in high precision: one amax, the largest
+        over the microbatches. Scales then fit from the first step on. Call it once more with another batch for another
+        entry.
+
+        Args:
+            model: The model. Without state, because its recipe keeps none or it is not converted, it comes back as it
+                is: a script for several recipes needs no special case.
+            *batch: As in a step.
+            key: As in a step.
+
+        Returns:
+            The model with other state; parameters, and the arrays of the model that was given, stay.
+
+        Raises:
+            ValueError: As in a step.
+
+        Example:
+            >>> step, fp8_model = TrainStep(loss_fn, optax.adamw(1e-3), microbatches=2), fp8_linear_layers(model)
+            >>> fp8_model = step.calibrate(fp8_model, x)
+            >>> bool((fp8_model.layers[0].dot_general.scale("output_grad") < 1.0).all())
+            True
+        """
+        require_step_key(key, self.loss_fn, batch)
+        return recorded(model, lambda observed: _overwrites((self, batch, key), observed))
 
     def __call__(
         self, model: M, opt_state: PyTree, *batch: Any, key: Key[Array, ""] | None = None
@@ -86,28 +150,65 @@ class TrainStep(eqx.Module):
         Returns:
             The new model, the new optimizer state, and `loss` and `grad_norm` (over parameters, before clipping).
         """
-        if key is not None:
-            require_single_key(key)
-        return (_donating_step if self.donate else _step)((self, batch, key), model, opt_state)
+        require_step_key(key, self.loss_fn, batch)
+        # Without waiting for the step before, whose scales were those of the model that it was given.
+        require_calibrated(model, wait=False)
+        require_own_state(model, wait=False)
+        nested = any(isinstance(x, Tracer) for x in jax.tree.leaves((model, opt_state, batch)))
+        options = {} if nested else self.compiler_options(model)
+        return _step(self.donate, tuple(options.items()))((self, batch, key), model, opt_state)
+
+
+def _require_loss_and_optimizer(loss_fn: Any, optimizer: Any) -> None:
+    def is_optimizer(x: Any) -> bool:
+        return not isinstance(x, type) and all(callable(getattr(x, name, None)) for name in ("init", "update"))
+
+    if is_optimizer(loss_fn) and callable(optimizer):
+        raise ValueError("loss_fn and optimizer are exchanged; use TrainStep(loss_fn, optimizer)")
+    if not callable(loss_fn):
+        raise ValueError(f"loss_fn={loss_fn!r} is not a function; give one that is called as loss_fn(model, *batch)")
+    if not is_optimizer(optimizer):
+        called = "; call it to make one" if callable(optimizer) else ""
+        raise ValueError(
+            f"optimizer={optimizer!r} is not an optimizer{called}; use one of optax, such as optax.adamw(1e-3)"
+        )
 
 
 def _run(kept: tuple[TrainStep, tuple[Any, ...], Array | None], model: Any, opt_state: Any) -> tuple[Any, Any, Metrics]:
     step, batch, key = kept
     loss, overwrites, gradients = _loss_and_gradients(model, step, batch, key)
-    updates, opt_state = step.optimizer.update(gradients, opt_state, trainable(model))
+    params = trainable(model)
+    try:
+        updates, opt_state = step.optimizer.update(gradients, opt_state, params)
+    except (ValueError, TypeError) as error:
+        if jax.tree.structure(opt_state) == jax.tree.structure(jax.eval_shape(step.optimizer.init, params)):
+            raise
+        raise ValueError(
+            "opt_state is not that of this model and this optimizer: the trees differ. Make it with step.init(model); "
+            "if the model was converted in mid-training, keep the moments with "
+            "opt_state = transfer_optimizer_state(opt_state, old_model, model)"
+        ) from error
     metrics = {"loss": loss, "grad_norm": optax.tree.norm(gradients)}
     return apply_updates(model, updates, overwrites), opt_state, metrics
 
 
-_step = eqx.filter_jit(_run)
-_donating_step = eqx.filter_jit(_run, donate="all-except-first")
+@functools.cache
+def _step(donate: bool, options: tuple[tuple[str, bool], ...]) -> Callable[..., Any]:
+    """The compiled step. One for all instances, so that equal ones share what is compiled."""
+    return eqx.filter_jit(_run, donate="all-except-first" if donate else "none", compiler_options=dict(options))
+
+
+@eqx.filter_jit
+def _overwrites(kept: tuple[TrainStep, tuple[Any, ...], Array | None], model: Any) -> Any:
+    """The part of a step's gradients that replaces state."""
+    return _loss_and_gradients(model, *kept)[1]
 
 
 def _loss_and_gradients(
     model: Any, step: TrainStep, batch: tuple[Any, ...], key: Array | None
 ) -> tuple[Array, Any, Any]:
     def loss_fn(model: Any, batch: tuple[Any, ...], key: Array | None) -> Array:
-        return step.loss_fn(model if key is None else with_rounding_keys(model, key), *batch)
+        return scalar_loss(step.loss_fn(model if key is None else with_rounding_keys(model, key), *batch))
 
     value_and_grad = filter_value_and_grad(loss_fn)
     count = step.microbatches
@@ -116,6 +217,11 @@ def _loss_and_gradients(
         return loss, *partition_for_grad_overwrite(gradients)
 
     def split(x: Array) -> Array:
+        if x.ndim == 0 and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            raise ValueError(
+                f"the batch has a single random key, which cannot be split into microbatches={count}; pass one for "
+                f"each, jax.random.split(key, {count}), and take key[0] in loss_fn"
+            )
         if x.ndim == 0 or x.shape[0] % count:
             raise ValueError(
                 f"microbatches={count} does not divide the leading axis of a batch array of shape {x.shape}"

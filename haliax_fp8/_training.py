@@ -14,13 +14,12 @@ from haliax.quantization import CustomGradientAccumulation
 from jaxtyping import Array, PyTree
 
 from ._overwrite import (
-    OpRecord,
     OpState,
     OverwriteWithGradient,
-    complete_states,
     overwrite_states,
-    record_states,
 )
+from ._own_state import require_own_state
+from ._records import OpRecord, complete_states, record_states
 from ._state import is_max_grad
 from ._ways import Way, first_that_works
 
@@ -64,13 +63,20 @@ def apply_updates[T](module: T, updates: PyTree, overwrites: PyTree) -> T:
         The model for the next step, its parameters in their own dtype.
 
     Raises:
-        ValueError: If `updates` or `overwrites` do not have the model's structure.
+        ValueError: If `updates` or `overwrites` do not have the model's structure, or are exchanged; outside `jit`, if
+            anything but its own update changed the state of the model.
     """
 
     pairs: list[tuple[OpState, OpState]] = []
 
     def apply(leaf: Any, update: Any, overwrite: Any) -> Any:
         if isinstance(leaf, OverwriteWithGradient):
+            if update is not None:
+                raise ValueError(
+                    "updates hold FP8 state, which an optimizer may not see: split the gradients first with "
+                    "overwrites, grads = partition_for_grad_overwrite(grads), and begin with "
+                    "optimizer.init(trainable(model))"
+                )
             if overwrite is None:
                 return leaf
             _require_same_type("overwrites", leaf, overwrite)
@@ -78,10 +84,17 @@ def apply_updates[T](module: T, updates: PyTree, overwrites: PyTree) -> T:
                 pairs.append((leaf, overwrite))
                 return _Place(len(pairs) - 1)
             return leaf.overwritten_by(overwrite)
-        if overwrite is not None:
+        if overwrite is not None and isinstance(leaf, CustomGradientAccumulation):
             return overwrite
+        if overwrite is not None or isinstance(update, CustomGradientAccumulation):
+            raise ValueError(
+                "overwrites have an array where the model has a parameter: they are exchanged with updates, or not "
+                "split from them. Call apply_updates(model, updates, overwrites) with overwrites, grads = "
+                "partition_for_grad_overwrite(grads), and updates from the optimizer"
+            )
         return jax.tree.map(_add, update, leaf, is_leaf=lambda node: node is None)
 
+    require_own_state(module)
     try:
         applied = jax.tree.map(apply, module, updates, overwrites, is_leaf=_is_state_or_missing)
     except (ValueError, TypeError) as error:

@@ -1,29 +1,28 @@
 """fp8_linear_layers: walks a model's tree and gives its linear layers an FP8 product."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+import difflib
+from collections.abc import Mapping
+from typing import Any
 
 import haliax as hax
-import haliax.nn as hnn
-import jax
-from jax.tree_util import KeyEntry
 from jaxtyping import DTypeLike
 
+from ._compiler_options import log_cost_of_flags
 from ._device import Device
 from ._kernel_residual import AbstractKernelResidual, RequantizeWhereCheap
 from ._layers import LayerRule, default_layers
-from ._op import Fp8DotGeneral, floating_dtype
-from ._presets import RecipeLike, as_recipe
+from ._op import Fp8DotGeneral
+from ._op_arguments import floating_dtype
+from ._prediction import Prediction
+from ._presets import RecipeLike, aliases, as_recipe, recipes
 from ._recipe import Recipe
-from ._roofline import Prediction
-from ._scaling import DelayedScaling
+from ._scaling import AbstractScaling, DelayedScaling
 from ._support import require_support
-from ._targets import Pattern, Targets, as_patterns, matches, path_string, unmatched_error
+from ._targets import Pattern, Targets, as_patterns, matches, unmatched_error
+from ._walk import find_layers, map_layers, nothing_to_convert, rule_of
 from ._where_pays import WherePays
-
-
-M = TypeVar("M")
+from ._xla_flags import XlaFlags
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,8 +38,8 @@ class Fp8Config:
         recipe: A recipe, its name, or a scaling to use for all operands.
         overrides: Recipes for the layers that a pattern selects; None as the recipe leaves them alone. The first
             pattern that fits wins.
-        amax_history_length: Sets the history length of every delayed scaling; None leaves what the recipes say (1024
-            by default).
+        amax_history_length: Sets the history length of every delayed scaling, of which there has to be one; None
+            leaves what the recipes say (1024 by default).
         compute_dtype: The dtype that the products' operands and results are rounded to; None leaves them.
         kernel_residual: What the backward pass keeps of kernels: `RequantizeWhereCheap()`, `Requantize()` or
             `KeepQuantized()`. Changes memory and speed, not values.
@@ -50,8 +49,8 @@ class Fp8Config:
         where: Of the layers selected, converts those that are faster in FP8 on a named device; None converts all.
 
     Raises:
-        ValueError: If an argument is of the wrong kind, `targets` is empty, the history length is below 1, or
-            `compute_dtype` is not floating-point of 16 bits or more.
+        ValueError: If an argument is of the wrong kind, `targets` is empty, the history length is below 1 or no recipe
+            keeps a history, or `compute_dtype` is not floating-point of 16 bits or more.
 
     Example:
         >>> Fp8Config(targets=["up_proj", "down_proj"], exclude="*.head").recipe
@@ -76,21 +75,34 @@ class Fp8Config:
         if not isinstance(self.overrides, Mapping):
             raise ValueError(f"overrides={self.overrides!r} must be a mapping from patterns to recipes (or None)")
         as_patterns("overrides", tuple(self.overrides))
+        resolved = []
         for name, recipe in (("recipe", self.recipe), *((f"overrides[{k!r}]", r) for k, r in self.overrides.items())):
             if recipe is None and name != "recipe":
                 continue
-            self.resolve(recipe, name)
+            resolved.append(self.resolve(recipe, name))
+        if self.amax_history_length is not None and all(recipe.delayed is None for recipe in resolved):
+            raise ValueError(
+                f"amax_history_length={self.amax_history_length} has no effect on recipe={self.recipe!r}, which keeps "
+                "no history; leave it out, or use recipe='delayed'"
+            )
         if self.compute_dtype is not None:
             floating_dtype("compute_dtype", self.compute_dtype)
         if not isinstance(self.kernel_residual, AbstractKernelResidual):
             raise ValueError(
-                f"kernel_residual={self.kernel_residual!r} says not what is kept of a kernel; use "
-                "RequantizeWhereCheap(), Requantize() or KeepQuantized()"
+                f"kernel_residual={self.kernel_residual!r} is not one of RequantizeWhereCheap(), Requantize() and "
+                "KeepQuantized()"
+            )
+        if not isinstance(self.emulate, bool):
+            raise ValueError(f"emulate={self.emulate!r} must be True or False")
+        if not isinstance(self.layers, tuple) or not all(isinstance(rule, LayerRule) for rule in self.layers):
+            raise ValueError(
+                f"layers={self.layers!r} must be a tuple of LayerRule instances, such as (MyRule(), *default_layers); "
+                "to select layers of a model, use targets or exclude"
             )
         if self.where is not None and not isinstance(self.where, WherePays):
             raise ValueError(
-                f"where={self.where!r} says not where FP8 pays; use WherePays(device, tokens=...), or None to convert "
-                "every layer that is selected"
+                f"where={self.where!r} must be a WherePays(device, tokens=...), or None to convert every layer that is "
+                "selected"
             )
 
     def resolve(self, recipe: Any, name: str = "recipe") -> Recipe:
@@ -101,12 +113,62 @@ class Fp8Config:
             name: The argument's name, for errors.
 
         Raises:
-            ValueError: If it is neither, or the history length is no positive integer.
+            ValueError: If it is none of these, or the history length is not a positive integer.
         """
         recipe = as_recipe(recipe, name)
         if self.amax_history_length is None:
             return recipe
         return recipe.with_amax_history_length(self.amax_history_length)
+
+
+def as_config(config: Any, options: Mapping[str, Any] | None = None, *, call: str = "Fp8Config(") -> Fp8Config:
+    """The configuration that an argument `config`, or keywords in its place, stand for.
+
+    Args:
+        config: What was given as the configuration; None for the default.
+        options: Fields of `Fp8Config` that were given one by one.
+        call: How a call begins that takes these fields as keywords, for errors.
+
+    Raises:
+        ValueError: If it is something else, both were given, or `Fp8Config` has no such field.
+    """
+    options = _known(options or {})
+    if config is None:
+        return Fp8Config(**options)
+    if isinstance(config, Fp8Config):
+        if not options:
+            return config
+        given = ", ".join(f"{name}={value!r}" for name, value in options.items())
+        raise ValueError(
+            f"config came together with {given}: give a config or keywords, not both. "
+            f"dataclasses.replace(config, {given}) is the config with these changes"
+        )
+    if isinstance(config, type) and issubclass(config, Fp8Config):
+        raise ValueError("config is the class Fp8Config and has to be an instance; did you mean Fp8Config()?")
+    match config:
+        case Mapping():
+            meant = ", ".join(f"{name}={value!r}" for name, value in _known(config).items())
+        case str():
+            meant = f"{'recipe' if config in (*recipes, *aliases) else 'targets'}={config!r}"
+        case AbstractScaling():
+            meant = f"recipe={config!r}"
+        case type() if issubclass(config, AbstractScaling):
+            meant = f"recipe={config.__name__}()"
+        case _:
+            meant = "recipe=..."
+    shown = str(config) if isinstance(config, Recipe) else repr(config)
+    raise ValueError(f"config={shown} is not an Fp8Config; did you mean {call}{meant})?")
+
+
+def _known(options: Mapping[Any, Any]) -> Mapping[str, Any]:
+    """The options, if all are fields of `Fp8Config`; raises with the nearest if not."""
+    fields = [field.name for field in dataclasses.fields(Fp8Config)]
+    for name, value in options.items():
+        if name not in fields:
+            near = difflib.get_close_matches(str(name), fields, n=1)
+            hint = f"did you mean {near[0]}? All are" if near else "all of them are"
+            raise ValueError(f"{name}={value!r} is not an option of Fp8Config; {hint} {', '.join(fields)}")
+    return options
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,8 +183,15 @@ class Decision:
     reason: str
     prediction: Prediction | None = None
 
+    @property
+    def is_convertible(self) -> bool:
+        """Whether the layer is converted, or could be with other targets, overrides or tokens."""
+        if self.recipe is not None or self.rule.op(self.layer) is not None:
+            return True
+        return self.rule.refusal(self.layer) is None and self.rule.only_if_named(self.layer) is None
 
-def fp8_linear_layers[M](module: M, config: Fp8Config | None = None) -> M:
+
+def fp8_linear_layers[M](module: M, config: Fp8Config | None = None, **options: Any) -> M:
     """Converts the linear layers of a model to FP8.
 
     Every layer that the configuration selects gets an `Fp8DotGeneral` in place of its `dot_general`; weights, and all
@@ -133,28 +202,35 @@ def fp8_linear_layers[M](module: M, config: Fp8Config | None = None) -> M:
     Args:
         module: The model, or any tree that holds linear layers.
         config: What to convert, and how; the default converts every linear layer with delayed scaling.
+        **options: Fields of `Fp8Config`, in place of `config`: `fp8_linear_layers(model, recipe="rowwise")`.
 
     Returns:
         The converted model. `module` is unchanged.
 
     Raises:
-        ValueError: If a pattern selects no layer (the nearest paths are listed), or `targets` selects one that cannot
-            be converted; or if the default device lacks the units for a recipe and emulation was not asked for.
+        ValueError: If the model has no layer that can be converted; if a pattern selects no layer (the nearest paths
+            are listed), or `targets` selects one that cannot be converted; if the default device lacks the units for a
+            recipe and emulation was not asked for; or if `config` is not an `Fp8Config`, an option is unknown, or both
+            are given.
 
     Example:
         >>> In, Out = hax.Axis("in", 64), hax.Axis("out", 128)
-        >>> layer = fp8_linear_layers(hnn.Linear.init(In, Out, key=jax.random.key(0)))
-        >>> type(layer.dot_general).__name__
-        'Fp8DotGeneral'
+        >>> layer = fp8_linear_layers(hnn.Linear.init(In, Out, key=jax.random.key(0)), recipe="current")
+        >>> layer.dot_general
+        Fp8DotGeneral(CurrentScaling E4M3/E4M3/E5M2)
     """
-    config = Fp8Config() if config is None else config
+    config = as_config(config, options, call="fp8_linear_layers(model, ")
     decisions = decide(module, config)
+    if not any(decision.is_convertible for decision in decisions.values()):
+        left = {path: decision.reason for path, decision in decisions.items()}
+        raise nothing_to_convert(module, config.layers, left)
     if not config.emulate:
         device = Device.default()
         chosen = dict.fromkeys((decision.rule, decision.recipe) for decision in decisions.values())
         for rule, recipe in chosen:
             if recipe is not None:
                 require_support(recipe, rule.support(recipe, device))
+        log_cost_of_flags(XlaFlags.of_environment(), device, (recipe for _, recipe in chosen if recipe is not None))
     converted: dict[Any, Any] = {}
 
     def convert(path: str, layer: Any) -> Any:
@@ -194,7 +270,7 @@ def restore_linear_layers[M](module: M, config: Fp8Config | None = None) -> M:
     Returns:
         The model with plain layers and without FP8 state.
     """
-    rules = (Fp8Config() if config is None else config).layers
+    rules = as_config(config).layers
 
     def restore(path: str, layer: Any) -> Any:
         rule = rule_of(layer, rules)
@@ -248,58 +324,3 @@ def _choose(
     if targets is not None and not any(matches(pattern, path, layer) for pattern in targets):
         return None, "not among the targets", False
     return config.resolve(config.recipe), "", targets is not None
-
-
-def rule_of(layer: Any, rules: tuple[LayerRule, ...]) -> LayerRule:
-    """The first rule whose class fits the layer."""
-    return next(rule for rule in rules if isinstance(layer, rule.layer_type))
-
-
-def find_layers(module: Any, rules: tuple[LayerRule, ...]) -> dict[str, tuple[Any, tuple[hax.Axis, ...]]]:
-    """Every layer that has a rule, by path, with the axes of the stacks that it is in."""
-    found: dict[str, tuple[Any, tuple[hax.Axis, ...]]] = {}
-
-    def record(path: str, layer: Any, stack: tuple[hax.Axis, ...]) -> Any:
-        found[path] = (layer, stack)
-        return layer
-
-    _walk(record, module, rules, (), ())
-    return found
-
-
-def map_layers[M](function: Callable[[str, Any], M], module: M, rules: tuple[LayerRule, ...]) -> M:
-    """The tree with `function(path, layer)` in the place of every layer that has a rule."""
-    return map_layers_in_stacks(lambda path, layer, stack: function(path, layer), module, rules)
-
-
-def map_layers_in_stacks[M](
-    function: Callable[[str, Any, tuple[hax.Axis, ...]], Any], module: M, rules: tuple[LayerRule, ...]
-) -> M:
-    """As `map_layers`, for a function that takes the axes of the stacks that a layer is in too."""
-    return _walk(function, module, rules, (), ())
-
-
-def _walk(
-    function: Callable[[str, Any, tuple[hax.Axis, ...]], Any],
-    tree: Any,
-    rules: tuple[LayerRule, ...],
-    prefix: tuple[KeyEntry, ...],
-    stack: tuple[hax.Axis, ...],
-) -> Any:
-    layer_types = tuple(jax.tree.leaves([rule.layer_type for rule in rules]))
-
-    def visit(path: tuple[KeyEntry, ...], node: Any) -> Any:
-        path = prefix + path
-        if isinstance(node, layer_types):
-            return function(path_string(path), node, stack)
-        if isinstance(node, hnn.Stacked):
-            inner = _walk(function, node.stacked, rules, (*path, STACKED), (*stack, node.Block))
-            return dataclasses.replace(node, stacked=inner)
-        return node
-
-    return jax.tree_util.tree_map_with_path(
-        visit, tree, is_leaf=lambda node: isinstance(node, (*layer_types, hnn.Stacked))
-    )
-
-
-STACKED = jax.tree_util.GetAttrKey("stacked")

@@ -6,13 +6,14 @@ from typing import Any
 
 import haliax as hax
 
-from ._device import Device, devices
+from ._device import Device, canonical, devices
 from ._kernel_residual import AbstractKernelResidual
 from ._layer_work import LayerWork
 from ._layers import LayerRule
 from ._peaks import Peaks, peaks
+from ._prediction import Prediction, predict
 from ._recipe import Recipe
-from ._roofline import Efficiency, Prediction, Roofline
+from ._roofline import LIKELY, Efficiency
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +38,8 @@ class WherePays:
             gradient accumulation, those of one microbatch.
         at_least: How many times as fast as bf16 FP8 has to be. Above 1, for the prediction is an estimate.
         experts_per_token: How many experts of a mixture each token is given to.
-        efficiency: What the device reaches of its peaks.
+        efficiency: What the device reaches of its peaks. The default decides in the middle of what was measured, and
+            `Prediction.gain_range` has the ends; shares of your own are taken as they are.
         peaks: The device's figures, for one that has none here.
 
     Raises:
@@ -53,14 +55,14 @@ class WherePays:
         >>> config = Fp8Config(where=WherePays("h100", tokens=8192))
         >>> table = describe(fp8_linear_layers(layers, config), config)
         >>> print(f"{table['up'].prediction.gain:.2f}, {table['gate'].reason}")
-        1.57, FP8 would take 1.59 times bf16's time on h100 at 8192 tokens
+        1.49, FP8 would take 1.57 times bf16's time on h100 at 8192 tokens
     """
 
     device: Device | str
     tokens: int
     at_least: float = 1.1
     experts_per_token: int = 1
-    efficiency: Efficiency = Efficiency()
+    efficiency: Efficiency = LIKELY
     peaks: Peaks | None = None
 
     def __post_init__(self) -> None:
@@ -82,7 +84,7 @@ class WherePays:
     @property
     def name(self) -> str:
         """The device's name, for messages."""
-        return self.device.lower() if isinstance(self.device, str) else self.device.kind
+        return canonical(self.device) if isinstance(self.device, str) else self.device.kind
 
     @property
     def _device(self) -> Device:
@@ -124,7 +126,7 @@ class WherePays:
         requantizes = kernel_residual.requantizes(measures_again=recipe.measures_kernel_again, stacked=bool(stack))
         work = LayerWork(size, rows, recipe, requantizes, self._device)
         repeats = math.prod(axis.size for axis in stack)
-        return Roofline(self._known_peaks(), self.efficiency).predict(work, repeats=repeats)
+        return predict(work, self._known_peaks(), self.efficiency, repeats=repeats)
 
     def refusal(self, rule: LayerRule, prediction: Prediction | None, recipe: Recipe) -> str | None:
         """Why a layer is left in high precision; None if FP8 pays.
@@ -142,5 +144,6 @@ class WherePays:
         if prediction.gain >= self.at_least:
             return None
         if prediction.gain < 1.0:
-            return f"FP8 would take {1 / prediction.gain:.2f} times bf16's time on {self}"
+            bound = ": starting its kernels takes longer than their work" if prediction.is_launch_bound else ""
+            return f"FP8 would take {1 / prediction.gain:.2f} times bf16's time on {self}{bound}"
         return f"FP8 would be {prediction.gain:.2f} times as fast as bf16 on {self}, below {self.at_least:g}"

@@ -1,12 +1,27 @@
 """Settings of the suite: strict promotion, two CPU devices, and jaxtyping checked by beartype."""
 
+import atexit
+import collections
 import os
+import shutil
+import tempfile
 
 
 # The tests run on the CPU wherever they run; the GPU compiler's package, if installed, looks for a driver otherwise.
 os.environ["JAX_PLATFORMS"] = "cpu"
 # Before JAX starts: several devices, so that sharding is tested on a machine with one.
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
+_flags = os.environ.get("XLA_FLAGS", "").split() + ["--xla_force_host_platform_device_count=4"]
+if not any("xla_backend_optimization_level" in flag for flag in _flags):
+    # LLVM takes half of the time that a test takes, to make programs fast that run once. XLA's own decisions, which are
+    # what is tested, stay the same. Whoever names a level gets it: CI runs some files with the default, 3.
+    _flags.append("--xla_backend_optimization_level=0")
+os.environ["XLA_FLAGS"] = " ".join(_flags)
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    # What one process has compiled, the others take from here: xdist's, and those that tests start. Gone at the end.
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="compiled-")
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.05"
+    os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+    atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
 
 from jaxtyping import install_import_hook  # noqa: E402
 
@@ -56,5 +71,7 @@ def compiled(monkeypatch):
 
 
 def pytest_collection_modifyitems(items):
-    """Long tests first: with one of them at the end, all processes but one would wait for it."""
-    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+    """Files with long tests first, then those with many: with one of them at the end, a process would wait for it."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    count = collections.Counter(item.path for item in items)
+    items.sort(key=lambda item: (item.path not in slow, -count[item.path], item.path))

@@ -1,8 +1,12 @@
-"""What several files compare with: FP8 products in float64, SQNR, jaxprs. Uses nothing of the package."""
+"""What several files use: FP8 products in float64 to compare with, SQNR, jaxprs. Imports nothing of the package."""
 
 import contextlib
 import dataclasses
+import os
+import pathlib
 import string
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 
 import jax
@@ -126,6 +130,12 @@ def unchecked() -> Iterator[None]:
         yield
     finally:
         jaxtyping.config.update("jaxtyping_disable", before)
+
+
+def run_example(script: str, *arguments: str) -> None:
+    """Runs an example as its users do: in a process of its own, whose machine code is made to be fast."""
+    path = pathlib.Path(__file__).parents[1] / "examples" / script
+    subprocess.run([sys.executable, str(path), *arguments], env=os.environ | {"XLA_FLAGS": ""}, check=True)
 
 
 # --- Dimension numbers ------------------------------------------------------------------------------------------------

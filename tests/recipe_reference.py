@@ -22,13 +22,15 @@ def cast(x, format):
 
 
 def multiplier(amax, limit, power_of_two):
-    """limit / amax in float32, optionally rounded down to a power of two; 1 for amaxes of 0, inf, NaN."""
+    """limit / amax in float32, optionally rounded down to a power of two; 1 for an amax of 0, NaN for inf and NaN.
+
+    At most `2**126`, whose reciprocal is the smallest scale that XLA does not flush to zero on a CPU.
+    """
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-        m = (F32(limit) / amax.astype(F32)).astype(F32)
-        m = np.where(np.isinf(m), np.finfo(F32).max, m)
+        m = np.minimum((F32(limit) / amax.astype(F32)).astype(F32), F32(2.0**126))
         if power_of_two:
             m = np.ldexp(F32(1.0), np.frexp(m)[1] - 1).astype(F32)
-    return np.where(np.isfinite(amax) & (amax > 0), m, F32(1.0)).astype(F32)
+        return np.where(np.isfinite(amax), np.where(amax > 0, m, F32(1.0)), F32(np.nan)).astype(F32)
 
 
 def amax(x, axis):
@@ -65,16 +67,18 @@ def block(x, rows=1, columns=128, format="E4M3", power_of_two=True):
 
 
 def mxfp8(x, rows=1, format="E4M3"):
-    """E8M0 scales: `2**ceil(log2(amax / limit))`, in exact arithmetic; an inf amax gives the largest, NaN gives NaN."""
+    """E8M0 scales: `2**ceil(log2(amax / limit))`, in exact arithmetic; inf and NaN give NaN.
+
+    From `2**-126` on, since `2**-127` is flushed to zero on a CPU; zeros have that.
+    """
     with np.errstate(invalid="ignore"):
         a = np.abs(blocks(x, rows, 32)).max(axis=(1, 3))
     target = (a.astype(F32) * F32(1.0 / LIMIT[format])).astype(np.float64)
     with np.errstate(divide="ignore", invalid="ignore"):
         mantissa, exponent = np.frexp(target)
         exponent = np.where(mantissa == 0.5, exponent - 1, exponent)
-    exponent = np.where(target == 0, -127, np.clip(exponent, -127, 127))
-    exponent = np.where(np.isinf(target), 127, exponent)
-    scale = np.where(np.isnan(target), np.nan, np.ldexp(1.0, exponent))
+    exponent = np.where(a == 0, -127, np.clip(exponent, -126, 127))
+    scale = np.where(np.isfinite(target), np.ldexp(1.0, np.where(np.isfinite(target), exponent, 0)), np.nan)
     with np.errstate(invalid="ignore"):
         return cast((x.astype(np.float64) / expand(scale, x.shape, rows, 32)).astype(F32), format), scale.astype(F32)
 
@@ -82,17 +86,17 @@ def mxfp8(x, rows=1, format="E4M3"):
 def nvfp4(x, rows=1):
     """E2M1 in blocks of 16, E4M3 scales of blocks, one float32 scale of the tensor. Data as E4M3, which has a NaN.
 
-    arXiv:2509.25149, appendix C, with TransformerEngine's guards: an encoding scale never exceeds float32, and is 1 for
-    a tensor of zeros and for one whose amax is infinite.
+    arXiv:2509.25149, appendix C, with TransformerEngine's guard: an encoding scale is 1 for a tensor of zeros. A block
+    that holds an infinity or NaN has a scale of NaN, and the tensor's scale is that of the other blocks.
     """
     largest = np.finfo(F32).max
     with np.errstate(all="ignore"):
         x = x.astype(F32)
-        tensor_amax = np.abs(x).max()
-        encode = np.minimum(F32(448.0 * 6.0) / tensor_amax, largest)
-        encode = F32(1.0) if tensor_amax == 0 or encode == 0 else encode
-        of_block = cast(np.abs(blocks(x, rows, 16)).max(axis=(1, 3)) * (encode / F32(6.0)), "E4M3").astype(F32)
-        scale = of_block * (F32(1.0) / encode)
+        block_amax = np.abs(blocks(x, rows, 16)).max(axis=(1, 3))
+        tensor_amax = np.where(np.isfinite(block_amax), block_amax, F32(0.0)).max()
+        encode = multiplier(tensor_amax, 448.0 * 6.0, power_of_two=False)
+        of_block = cast(block_amax * (encode / F32(6.0)), "E4M3").astype(F32)
+        scale = np.where(np.isfinite(block_amax), of_block * (F32(1.0) / encode), F32(np.nan))
         scaled = x * expand(np.minimum(F32(1.0) / scale, largest), x.shape, rows, 16)
         data = np.where(np.isnan(scaled), F32(np.nan), cast(scaled, "E2M1").astype(F32))
     return data.astype(DTYPE["E4M3"]), scale

@@ -17,6 +17,7 @@ ROOT = Path(haliax_fp8.__file__).parent
 # A module (a file, or a folder as a whole) may import modules of the lines above its own, never one of its own line.
 # So the numerics can be read without the layers, and training, calibration and the rest never need each other.
 LAYERS = (
+    ("_require",),
     (
         "_formats",
         "_rotation",
@@ -24,24 +25,28 @@ LAYERS = (
         "_dimension_numbers",
         "_opaque",
         "_mesh_axes",
+        "_op_arguments",
         "_targets",
         "_kernel_residual",
         "_checkpoint",
         "_peaks",
+        "_xla_flags",
     ),
-    ("_quantized_array", "_rounding", "_device", "_ways"),
+    ("_quantized_array", "_rounding", "_device", "_roofline", "_ways"),
     ("_scaling", "_scaled_product", "preflight"),
     ("_contraction",),
     ("_recipe", "_ragged", "_members", "ops"),
-    ("_product_spec", "_overwrite", "_presets", "_layer_work"),
-    ("_measures", "_operands", "_roofline"),
+    ("_product_spec", "_overwrite", "_presets", "_layer_work", "_compiler_options"),
+    ("_measures", "_operands", "_prediction", "_records"),
     ("_products",),
     ("_mapped_tangent",),
     ("_dot_general", "_support"),
     ("_op", "_compressed", "_merge"),
-    ("_layers", "_einsum", "_keys", "_rematerialized"),
-    ("_where_pays",),
+    ("_own_state",),
+    ("_layers", "_einsum", "_keys", "_rematerialized", "_loss", "_uncalibrated"),
+    ("_where_pays", "_walk"),
     ("_transform", "_training"),
+    ("_exact_gradients",),
     ("_describe", "_calibrate", "_statistics", "_fused_projections"),
     ("_train_step", "_fuse"),
     ("_command_line",),
@@ -50,7 +55,7 @@ LAYERS = (
 RANK = {module: rank for rank, line in enumerate(LAYERS) for module in line}
 
 # Up to and with the product: to be read and tested without Haliax and Equinox's layers.
-WITHOUT_HALIAX = {module for line in LAYERS[: RANK["_dot_general"] + 1] for module in line} - {"_overwrite"}
+WITHOUT_HALIAX = {module for line in LAYERS[: RANK["_dot_general"] + 1] for module in line} - {"_overwrite", "_records"}
 
 MAX_LINES = 330
 
@@ -110,7 +115,7 @@ def test_imports_go_up_the_table(path):
 def test_this_file_sees_imports():
     """The reader of imports, on what it has to find."""
     assert {"_op", "_recipe", "_layers"} <= inner_imports(ROOT / "_layers" / "_haliax.py")
-    assert {"_layers", "_targets"} <= inner_imports(ROOT / "_transform.py")
+    assert {"_layers", "_targets"} <= inner_imports(ROOT / "_walk.py")
     assert {"_formats", "_state"} == inner_imports(ROOT / "ops" / "_arguments.py")
     assert "haliax.quantization.CustomGradientAccumulation" in set(imports(ROOT / "_overwrite.py"))
     assert any(name.startswith("jax._src") for name in imports(ROOT / "_state.py"))

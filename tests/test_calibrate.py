@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import EPS, equations, sqnr
+from helpers import EPS, equations, sqnr, unchecked
 from numpy_reference import OPERANDS, DelayedScalingReference, amax, assert_state_is
 
 from haliax_fp8 import (
@@ -257,6 +257,72 @@ def test_a_training_step_after_it():
         assert changed == moved
 
 
+# --- The microbatches of a step ---------------------------------------------------------------------------------------
+
+
+def mean_loss(model, x, g):
+    """A mean over examples, whose gradients are the larger the fewer there are."""
+    return hax.sum(model(hax.named(x, ("batch", "input"))) * hax.named(g, ("batch", "output"))).scalar() / x.shape[0]
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_a_step_records_the_amaxes_of_its_own_microbatches(microbatches):
+    """One entry, whatever their number: the largest of what each sees, with the model in high precision."""
+    step = TrainStep(mean_loss, optax.sgd(0.1), microbatches=microbatches)
+    plain, (x, g) = mlp(), batches(1)[0]
+    model = step.calibrate(fp8_linear_layers(plain, SHORT), x, g)
+    parts = zip(np.split(x, microbatches), np.split(g * microbatches / np.float32(12), microbatches), strict=True)
+    seen = [numpy_amaxes(plain, *part) for part in parts]
+    for name in ("first", "second"):
+        for operand, history in histories(getattr(model, name).dot_general).items():
+            expected = [max(part[name][operand] for part in seen), 0.0, 0.0, 0.0]
+            np.testing.assert_allclose(history, expected, rtol=32 * EPS, err_msg=f"{name} {operand}")
+
+
+def test_a_second_batch_is_a_second_entry():
+    step = TrainStep(mean_loss, optax.sgd(0.1), microbatches=2)
+    start = fp8_linear_layers(mlp(), SHORT)
+    once = step.calibrate(start, *batches(2)[0])
+    twice = step.calibrate(once, *batches(2)[1])
+    newest, _, _, before = histories(twice.first.dot_general)["input"]
+    assert (newest, before) == (amax(batches(2)[1][0]), amax(batches(2)[0][0]))
+    assert bool(eqx.tree_equal(start, fp8_linear_layers(mlp(), SHORT)))  # what was given is as it was
+
+
+def test_the_first_step_is_not_clipped():
+    """Calibrated on the whole batch, the scales of output gradients are too small for microbatches by their number."""
+    plain, (x, g) = mlp(), DEEP_BATCH
+    x, g = x[:, :8], x[:, 8:14] / np.abs(x[:, 8:14]) + 0.01 * g[:, :6]  # gradients of about equal size: all would clip
+    step = TrainStep(mean_loss, optax.sgd(0.0), microbatches=4)
+    norm = lambda model: float(step(model, step.init(model), x, g)[2]["grad_norm"])
+    start, true = fp8_linear_layers(plain, SHORT), norm(plain)
+    # Rounding to E4M3 and E5M2 moves each element by 2**-3 at most, in random directions.
+    assert norm(step.calibrate(start, x, g)) == pytest.approx(true, rel=2.0**-3 / 2)
+    assert norm(calibrate(start, mean_loss, [(x, g)])) < 0.5 * true
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_keys_reach_the_loss_and_the_ops(microbatches):
+    """As in a step: the state is the one that a step leaves where operands do not depend on rounding."""
+    model = {"delayed": Fp8DotGeneral.init(DelayedScaling(4)), "random": Fp8DotGeneral.init("nvfp4")}
+    x, w, c = map(jnp.asarray, (normal(0, (12, 16)), normal(1, (16, 6)), normal(2, (12, 6))))
+
+    def loss(model, x, c, keys):
+        x = x * jax.random.uniform(keys[0])
+        return sum(jnp.sum(c * op(x, w, (((1,), (0,)), ((), ())))) for op in model.values())
+
+    keys = jax.random.split(jax.random.key(1), microbatches)
+    step = TrainStep(loss, optax.sgd(0.1), microbatches=microbatches)
+    args = (model, step.init(model)), (x, c, keys)
+    calibrated = step.calibrate(model, *args[1], key=jax.random.key(2))
+    stepped = step(*args[0], *args[1], key=jax.random.key(2))[0]
+    for operand, history in histories(calibrated["delayed"]).items():
+        np.testing.assert_array_equal(history, stepped["delayed"].amax_history(operand))
+    with pytest.raises(ValueError, match="is not a single random key"):
+        with unchecked():
+            step.calibrate(model, *args[1], key=3)
+
+
 # --- Models of all kinds ----------------------------------------------------------------------------------------------
 
 
@@ -393,11 +459,69 @@ def test_amaxes_that_are_not_finite_are_not_recorded(value):
 # --- Errors -----------------------------------------------------------------------------------------------------------
 
 
-def test_no_state_to_fill():
-    """A model that was not converted; or without anything."""
+def test_models_that_were_not_converted():
+    """Calibrated first and converted afterwards, all would be lost."""
     for model in (mlp(), {}, None):
-        with pytest.raises(ValueError, match="no FP8 state to calibrate; convert it with fp8_linear_layers"):
+        with pytest.raises(ValueError, match="no FP8 layer to calibrate; convert it first: model = fp8_linear_layers"):
             calibrate(model, weighted_sum, batches(1))
+
+
+def test_recipes_without_state_have_nothing_to_calibrate():
+    """A script with an option for the recipe needs no special case."""
+    model = fp8_linear_layers(mlp(), Fp8Config(recipe="rowwise"))
+    assert calibrate(model, weighted_sum, batches(1)) is model
+    step = TrainStep(weighted_sum, optax.sgd(0.1))
+    assert step.calibrate(model, *batches(1)[0]) is model
+    # A step trains models without FP8 too.
+    assert step.calibrate(plain := mlp(), *batches(1)[0]) is plain
+
+
+class Both(eqx.Module):
+    x: np.ndarray
+    g: np.ndarray
+
+
+X, G = batches(1)[0]
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        X,
+        jnp.asarray(X),
+        hax.named(X, (Batch, In)),
+        {"x": X, "g": G},
+        (X, G),
+        (hax.named(X, (Batch, In)),),
+        Both(X, G),
+        3,
+    ],
+    ids=lambda batch: type(batch).__name__,
+)
+@pytest.mark.parametrize("recipe", ["delayed", "rowwise"])
+def test_a_batch_in_place_of_a_list(batch, recipe):
+    model = fp8_linear_layers(mlp(), Fp8Config(recipe=recipe))
+    with (
+        unchecked(),
+        pytest.raises(ValueError, match=r"batches is a .*one batch.*calibrate\(model, loss_fn, \[batch\]\)"),
+    ):
+        calibrate(model, weighted_sum, batch)
+
+
+def test_tuples_and_iterators_of_batches():
+    model = fp8_linear_layers(mlp(), SHORT)
+    expected = calibrate(model, weighted_sum, batches(2))
+    for given in (tuple(batches(2)), iter(batches(2)), (batch for batch in batches(2))):
+        assert bool(eqx.tree_equal(calibrate(model, weighted_sum, given), expected))
+
+
+def test_losses_with_names_or_with_more_than_a_number():
+    model = fp8_linear_layers(mlp(), SHORT)
+    named = lambda model, x, g: hax.named(weighted_sum(model, x, g), ())
+    expected = calibrate(model, weighted_sum, batches(1))
+    assert bool(eqx.tree_equal(calibrate(model, named, batches(1)), expected))
+    with pytest.raises(ValueError, match="loss_fn returned a tuple of 2, but must return the loss alone"):
+        calibrate(model, lambda *args: (weighted_sum(*args), {}), batches(1))
 
 
 @pytest.mark.parametrize("empty", [[], iter([]), ()], ids=["list", "iterator", "tuple"])

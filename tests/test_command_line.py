@@ -1,5 +1,7 @@
 """The command line: what it prints, what it exits with, and that it says in one line what is wrong."""
 
+import importlib.metadata
+import importlib.util
 import json
 import os
 import pathlib
@@ -15,6 +17,7 @@ import haliax_fp8 as fp8
 from haliax_fp8._command_line import main
 from haliax_fp8._command_line._demo import demo_by_name, demo_step, demos
 from haliax_fp8.preflight import targets
+from haliax_fp8.preflight._compilers import NVIDIA
 
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -143,6 +146,40 @@ def test_options_reach_the_compiler(training, capsys):
     assert local(f"{training}:make_step", "--xla", "xla_no_such_option=true") == 2
     assert "xla_no_such_option" in capsys.readouterr().err
     assert local(f"{training}:make_step", "--xla", "xla_cpu_enable_fast_math=false") == 0
+
+
+@pytest.mark.parametrize("name", ["H100", "TPU v6e"])
+def test_targets_are_named_as_everywhere_else(capsys, monkeypatch, name):
+    """In any case, and by other names: it gets as far as asking for the target's compiler."""
+    from haliax_fp8.preflight._targets import target_of
+
+    monkeypatch.setattr(type(target_of(name)), "missing", lambda self: f"{self.name} is known")
+    assert run("preflight", "--demo", "gpt2", "--target", name) == 2
+    assert capsys.readouterr().err == f"error: {target_of(name).name} is known\n"
+
+
+def test_the_first_line_says_which_flags(training, capsys, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=false")
+    options = ["--xla", "xla_cpu_enable_fast_min_max=true"]
+    assert local(f"{training}:make_step", *options) == 0
+    first = capsys.readouterr().out.splitlines()[0]
+    assert first == "XLA flags: --xla_cpu_enable_fast_math=false --xla_cpu_enable_fast_min_max=true"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(targets["h100"].missing() is not None, reason="needs the package jax-cuda13-pjrt")
+def test_both_settings_of_tritons_products(training, capsys, monkeypatch):
+    """The second is compiled before the report is shown, unless nobody wants it."""
+    monkeypatch.delenv("XLA_FLAGS")
+    assert run("preflight", f"{training}:make_step", "--json") == 0
+    out, err = capsys.readouterr()
+    assert "with xla_gpu_enable_triton_gemm=false: " in json.loads(out)["flags"]
+    assert "compiling with the other setting" in err
+    off = ["--xla", "xla_gpu_enable_triton_gemm=false", "--one-setting"]
+    assert run("preflight", f"{training}:make_step", *off, "--json") == 0
+    out, err = capsys.readouterr()
+    flags = "XLA flags: --xla_gpu_enable_triton_gemm=false; not compiled with xla_gpu_enable_triton_gemm=true"
+    assert json.loads(out)["flags"] == flags and "other setting" not in err
 
 
 def test_a_baseline(training, capsys):
@@ -326,3 +363,79 @@ def test_the_flops_of_a_demo(capsys, blocks):
     # What a block computes last is not computed again: no gradient asks for it. That is the layer `down`.
     down = 2 * tokens * layers * 768 * 3072 if blocks == "checkpointed" else 0
     assert flops == {"emulated": passes * linear - down, "high precision": passes * attention + 3 * head}
+
+
+# --- install-compiler -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def installed(monkeypatch, tmp_path):
+    """The commands that `install-compiler` runs, with a function that says what each puts where it is told to."""
+    from haliax_fp8._command_line import _compiler
+
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    commands, files = [], []
+
+    def run(command, check):
+        commands.append(command)
+        for file in files:
+            path = pathlib.Path(command[command.index("--target") + 1], file)
+            path.parent.mkdir(parents=True)
+            path.touch()
+        return subprocess.CompletedProcess(command, 0 if files else 1)
+
+    monkeypatch.setattr(_compiler.subprocess, "run", run)
+    return commands, files.append
+
+
+@pytest.mark.parametrize(
+    "name, requirement, file",
+    [
+        ("nvidia", f"jax-cuda13-pjrt=={importlib.metadata.version('jaxlib')}", "jax_plugins/xla_cuda13/__init__.py"),
+        ("tpu", "libtpu==", "libtpu/libtpu.so"),
+    ],
+)
+def test_a_compiler_is_installed_once_and_beside_the_packages(name, requirement, file, installed, tmp_path, capsys):
+    commands, put = installed
+    put(file)
+    old = tmp_path / "share" / "haliax_fp8" / f"{requirement.partition('==')[0]}-for-jaxlib-0.0.1"
+    old.mkdir(parents=True)
+    assert main(["install-compiler", name]) == 0
+    (command,) = commands
+    folder = pathlib.Path(command[command.index("--target") + 1])
+    assert command[-1].startswith(requirement) and "--no-deps" in command
+    assert folder.is_relative_to(tmp_path) and str(folder) not in sys.path and folder.exists() and not old.exists()
+    assert targets["h100" if name == "nvidia" else "tpu7x"].missing() is None
+    assert main(["install-compiler", name]) == 0 and len(commands) == 1
+    assert "installed already" in capsys.readouterr().err
+
+
+def test_a_compiler_that_cannot_be_installed_is_one_line(installed, tmp_path, capsys):
+    assert main(["install-compiler", "nvidia"]) == 2
+    assert "error: jax-cuda13-pjrt==" in capsys.readouterr().err and not list(tmp_path.rglob("*-for-jaxlib-*"))
+
+
+def test_without_pip_uv_installs_the_compiler(installed, monkeypatch, capsys):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "pip" else find(name))
+    commands, put = installed
+    put("jax_plugins/xla_cuda13/__init__.py")
+    monkeypatch.setenv("UV", "/somewhere/uv")
+    assert main(["install-compiler", "nvidia"]) == 0
+    assert commands[0][:3] == ["/somewhere/uv", "pip", "install"] and sys.executable in commands[0]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(NVIDIA.unpacked is None, reason=f"needs {NVIDIA.missing}")
+@pytest.mark.skipif(importlib.util.find_spec("jax_plugins") is not None, reason="JAX's plugins are among the packages")
+def test_where_a_compiler_is_installed_programs_stay_silent():
+    """Neither a traceback nor a warning, before and after something was compiled for a GPU that is not here."""
+    program = """
+import jax, haliax_fp8 as fp8
+x = jax.numpy.ones((32, 32))
+fp8.preflight.preflight(lambda x: x @ x, x, target="h100")
+assert jax.default_backend() == "cpu" and (x @ x).sum() == 32**3
+"""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("JAX_")}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

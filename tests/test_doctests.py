@@ -2,6 +2,7 @@
 
 import ast
 import doctest
+import functools
 import importlib
 import pathlib
 
@@ -42,23 +43,28 @@ def examples():
             yield pytest.param(module, path, line, text, id=name)
 
 
-def namespace_of(module):
-    """What examples may use: the usual imports, the public names, those of their own file, and a small model."""
+@functools.cache
+def small_model():
+    """Made once: nothing that an example does changes it."""
     In, Out = hax.make_axes(In=16, Out=8)
     model = hnn.MLP.init(In, Out, width=32, depth=1, key=jax.random.key(0))
 
     def loss_fn(model, x):
         return hax.mean(hax.square(model(x))).scalar()
 
-    usual = {"eqx": eqx, "hax": hax, "hnn": hnn, "jax": jax, "jnp": jnp, "np": np, "optax": optax}
-    public = {name: value for name, value in vars(haliax_fp8).items() if not name.startswith("_")}
-    small = {
+    return {
         "model": model,
         "layer": haliax_fp8.fp8_linear_layers(model.layers[0]),
         "loss_fn": loss_fn,
         "x": hax.random.normal(jax.random.key(1), (hax.Axis("batch", 4), In)),
     }
-    return {**usual, **public, **vars(importlib.import_module(module)), **small}
+
+
+def namespace_of(module):
+    """What examples may use: the usual imports, the public names, those of their own file, and a small model."""
+    usual = {"eqx": eqx, "hax": hax, "hnn": hnn, "jax": jax, "jnp": jnp, "np": np, "optax": optax}
+    public = {name: value for name, value in vars(haliax_fp8).items() if not name.startswith("_")}
+    return {**usual, **public, **vars(importlib.import_module(module)), **small_model()}
 
 
 @pytest.mark.parametrize("module, path, line, text", list(examples()))

@@ -482,30 +482,40 @@ def booked(op, function, *args):
     return [float(new.amax_history(name)[0]) for name in ("input", "kernel")]
 
 
-@pytest.mark.parametrize(
-    "axes, In, Out, out_first",
-    [
-        ("b i", "i", "o", True),
-        ("b i", "i", "o", False),
-        ("i", "i", "o", True),
-        ("b i h", "h i", "o", False),
-        # Axes that the input has and the output keeps: einsum batches over them, and puts the kernel first.
-        ("b h i", "i", "h o", True),
-        ("b h i", "i", "h o", False),
-        ("i b h", "i", "o h", True),
-        ("h b i", "i", "h", True),
-    ],
-)
-def test_haliax_layers_book_amaxes_under_the_right_operand(axes, In, Out, out_first):
-    sizes = hax.make_axes(b=3, i=8, o=4, h=2)
-    by_name = {axis.name: axis for axis in sizes}
-    axes, In, Out = (tuple(by_name[name] for name in names.split()) for names in (axes, In, Out))
-    layer = hnn.Linear.init(In, Out, key=jax.random.key(0), use_bias=False, out_first=out_first)
-    layer = fp8_linear_layers(layer, Fp8Config(amax_history_length=2))
-    x = 100.0 * hax.random.normal(jax.random.key(1), axes)
-    new = eqx.filter_jit(eqx.filter_grad(lambda layer: hax.sum(layer(x)).scalar()))(layer).dot_general
-    assert new.amax_history("input")[0] == np.max(np.abs(x.array))
-    assert new.amax_history("kernel")[0] == np.max(np.abs(layer.weight.array))
+# Axes of the input, of the layer's input and output, and whether its weight has the output's first.
+HALIAX_LAYERS = [
+    ("b i", "i", "o", True),
+    ("b i", "i", "o", False),
+    ("i", "i", "o", True),
+    ("b i h", "h i", "o", False),
+    # Axes that the input has and the output keeps: einsum batches over them, and puts the kernel first.
+    ("b h i", "i", "h o", True),
+    ("b h i", "i", "h o", False),
+    ("i b h", "i", "o h", True),
+    ("h b i", "i", "h", True),
+]
+
+
+def test_haliax_layers_book_amaxes_under_the_right_operand():
+    """All in one program, each with amaxes of its own."""
+    by_name = {axis.name: axis for axis in hax.make_axes(b=3, i=8, o=4, h=2)}
+    layers, inputs = [], []
+    for seed, (axes, *sides, out_first) in enumerate(HALIAX_LAYERS):
+        axes, In, Out = (tuple(by_name[name] for name in names.split()) for names in (axes, *sides))
+        init = functools.partial(hnn.Linear.init, In, Out, use_bias=False, out_first=out_first)
+        shapes = eqx.filter_eval_shape(lambda key, init=init: init(key=key), jax.random.key(0))
+        weight = hax.named(random(seed, shapes.weight.array.shape), shapes.weight.axes)
+        layers.append(eqx.tree_at(lambda layer: layer.weight, shapes, weight))
+        inputs.append(hax.named(random(100 + seed, tuple(axis.size for axis in axes), scale=100.0), axes))
+    layers = fp8_linear_layers(layers, Fp8Config(amax_history_length=2))
+
+    def loss(layers):
+        return sum(hax.sum(layer(x)).scalar() for layer, x in zip(layers, inputs, strict=True))
+
+    new = eqx.filter_jit(eqx.filter_grad(loss))(layers)
+    for case, layer, x, gradient in zip(HALIAX_LAYERS, layers, inputs, new, strict=True):
+        found = [gradient.dot_general.amax_history(operand)[0] for operand in ("input", "kernel")]
+        assert found == [np.max(np.abs(x.array)), np.max(np.abs(layer.weight.array))], case
 
 
 def test_kernel_as_the_first_operand():

@@ -256,7 +256,6 @@ def check(gradients, problem, uses):
     np.testing.assert_allclose(op.state.scale, scale, rtol=3 * 2.0**-24)
 
 
-@pytest.mark.slow
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(
     seed=st.integers(0, 1000),

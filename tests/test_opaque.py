@@ -1,5 +1,8 @@
 """Functions that are one equation to JAX."""
 
+import gc
+
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +10,7 @@ import pytest
 from helpers import equations
 from jax import lax
 
+from haliax_fp8 import filter_grad, fp8_linear_layers
 from haliax_fp8._opaque import opaque
 
 
@@ -63,6 +67,23 @@ def test_stays_whole_in_a_differentiated_scan(wrap, whole):
     (before,), after = inside(square), inside(jax.grad(loss))
     assert after and all(jaxpr is before for jaxpr in after) == whole
     np.testing.assert_allclose(jax.grad(loss)(jnp.arange(3.0)), 1 + 3 * jnp.arange(3.0) ** 2)
+
+
+def test_traces_of_other_shapes_leave_nothing_behind():
+    """Whoever trains with many lengths traces often; what JAX forgets, nothing here remembers."""
+    model = fp8_linear_layers(eqx.nn.MLP(8, 8, 8, 1, key=jax.random.key(0)))
+    gradient = filter_grad(lambda model, x: (jax.vmap(model)(x) ** 2).mean())
+
+    def objects_after(sizes) -> int:
+        for size in sizes:
+            eqx.filter_make_jaxpr(gradient)(model, jnp.zeros((size, 8)))
+        jax.clear_caches()
+        gc.collect()
+        return len(gc.get_objects())
+
+    before = objects_after(range(1, 3))
+    # One trace makes thousands of objects.
+    assert objects_after(range(3, 11)) - before < 50
 
 
 @pytest.mark.parametrize("times", [0, 1, 2])

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from helpers import unchecked
 from numpy_reference import DelayedScalingReference, amax, assert_state_is
 
 from haliax_fp8 import (
@@ -263,9 +264,142 @@ def test_microbatches_of_a_scalar_are_an_error(model):
         step(model, step.init(model), *batch_of(0), jnp.float32(1.0))
 
 
-def test_no_microbatches_are_an_error():
-    with pytest.raises(ValueError, match="microbatches=0"):
-        TrainStep(loss_fn, optax.sgd(0.1), microbatches=0)
+@by_name("microbatches", [0, -1, 1.5, True, "2", None])
+def test_microbatches_that_are_no_number_of_parts_are_an_error(microbatches):
+    with (
+        unchecked(),
+        pytest.raises(ValueError, match=f"microbatches={microbatches!r} must be an integer of at least 1"),
+    ):
+        TrainStep(loss_fn, optax.sgd(0.1), microbatches=microbatches)
+
+
+WRONG_ARGUMENTS = {
+    "exchanged": (optax.sgd(0.1), loss_fn, {}, r"are exchanged; use TrainStep\(loss_fn, optimizer\)"),
+    "loss called": (3.0, optax.sgd(0.1), {}, r"loss_fn=3.0 is not a function; .* loss_fn\(model, \*batch\)"),
+    "no optimizer": (loss_fn, None, {}, r"optimizer=None is not an optimizer; .* optax.adamw\(1e-3\)"),
+    "a rate": (loss_fn, 1e-3, {}, r"optimizer=0.001 is not an optimizer; .* optax.adamw\(1e-3\)"),
+    "not called": (loss_fn, optax.sgd, {}, r"optimizer=<function sgd .*call it to make one; .* optax.adamw\(1e-3\)"),
+    "a class": (loss_fn, optax.MultiSteps, {}, r"MultiSteps'> is not an optimizer; call it to make one"),
+    "donate": (loss_fn, optax.sgd(0.1), {"donate": "model"}, "donate='model' must be True or False"),
+}
+
+
+@by_name("case", WRONG_ARGUMENTS)
+def test_what_is_no_loss_or_no_optimizer_is_an_error(case):
+    loss, optimizer, options, message = WRONG_ARGUMENTS[case]
+    with unchecked(), pytest.raises(ValueError, match=message):
+        TrainStep(loss, optimizer, **options)
+
+
+class Doubling:
+    """Not of optax, and an optimizer all the same."""
+
+    def init(self, params):
+        return ()
+
+    def update(self, updates, state, params=None):
+        return params, state
+
+
+def test_any_object_with_init_and_update_is_an_optimizer(model):
+    with unchecked():
+        step = TrainStep(loss_fn, Doubling())
+    updated, _, _ = step(model, step.init(model), *batch_of(0))
+    np.testing.assert_array_equal(updated.gain.array, 2 * model.gain.array)
+
+
+@by_name("microbatches", [1, 4])
+def test_losses_that_are_named_scalars(model, microbatches):
+    """The usual slip of a Haliax user, `.scalar()` forgotten, changes nothing."""
+    named = lambda model, x, g: hax.named(loss_fn(model, x, g), ())
+    results = []
+    for loss in (loss_fn, named):
+        step = TrainStep(loss, optax.sgd(0.1), microbatches=microbatches)
+        results.append(step(model, step.init(model), *batch_of(0)))
+    assert eqx.tree_equal(*results)
+
+
+NOT_ONE_NUMBER = {
+    "aux": (lambda *args: (loss_fn(*args), {"a": 1}), r"a tuple of 2.*filter_value_and_grad\(loss_fn, has_aux=True\)"),
+    "named": (lambda model, x, g: model.gain, r"an array with axes .*output.*hax.mean\(loss\)"),
+    "per example": (lambda model, x, g: x.array[:, 0], r"an array of shape \(8,\).*jnp.mean\(loss\)"),
+}
+
+
+@by_name("case", NOT_ONE_NUMBER)
+def test_losses_that_are_not_one_number_are_an_error(model, case):
+    loss, message = NOT_ONE_NUMBER[case]
+    step = TrainStep(loss, optax.sgd(0.1))
+    for use in (lambda: step(model, step.init(model), *batch_of(0)), lambda: step.calibrate(model, *batch_of(0))):
+        with pytest.raises(ValueError, match=f"loss_fn returned {message}"):
+            use()
+
+
+def with_key(model, x, g, key=None):
+    """A loss with a drop-out that is off without a key."""
+    factor = 1.0 if key is None else jax.random.uniform(key if key.ndim == 0 else key[0])
+    return factor * loss_fn(model, x, g)
+
+
+def test_a_key_that_the_loss_would_not_get_is_an_error(model):
+    """`key=` is the ops'. A loss whose drop-out is off in silence is not what was asked for."""
+    step, key = TrainStep(with_key, optax.sgd(0.1)), jax.random.key(0)
+    args = model, step.init(model), *batch_of(0)
+    with pytest.raises(ValueError, match=r"does not reach loss_fn, which has a parameter 'key'.*\*batch, loss_key\)"):
+        step(*args, key=key)
+    losses = [float(step(*args, *rest, **options)[2]["loss"]) for rest, options in KEYS_GIVEN]
+    whole = float(loss_fn(model, *batch_of(0)))
+    factor = float(jax.random.uniform(key))
+    np.testing.assert_allclose(losses, [whole, factor * whole, factor * whole, whole], rtol=1e-5)
+
+
+KEYS_GIVEN = (
+    ((), {}),
+    ((jax.random.key(0),), {}),
+    ((jax.random.key(0),), {"key": jax.random.key(1)}),
+    ((None,), {"key": jax.random.key(1)}),
+)
+
+
+def test_a_key_among_the_batch_needs_parts_for_microbatches(model):
+    step, keys = TrainStep(with_key, optax.sgd(0.1), microbatches=4), jax.random.split(jax.random.key(0), 4)
+    args = model, step.init(model), *batch_of(0)
+    with pytest.raises(ValueError, match=r"single random key.*microbatches=4.*jax.random.split\(key, 4\).*key\[0\]"):
+        step(*args, keys[0])
+    x, g = batch_of(0)
+    parts = [loss_fn(model, x[Batch, 2 * i : 2 * i + 2], g[Batch, 2 * i : 2 * i + 2]) for i in range(4)]
+    expected = np.mean([float(jax.random.uniform(key)) * float(part) for key, part in zip(keys, parts, strict=True)])
+    np.testing.assert_allclose(step(*args, keys)[2]["loss"], expected, rtol=1e-5)
+
+
+@by_name("name", ["adamw", "multi_steps", "adafactor"])
+def test_optimizer_state_of_the_plain_model_is_an_error(model, name):
+    plain, step = restore_linear_layers(model), TrainStep(loss_fn, OPTIMIZERS[name])
+    opt_state = step.init(plain)
+    with pytest.raises(ValueError, match=r"opt_state is not that of this model.*transfer_optimizer_state\(opt_state, "):
+        step(model, opt_state, *batch_of(0))
+    step(model, transfer_optimizer_state(opt_state, plain, model), *batch_of(0))
+
+
+def test_an_optimizers_own_error_reaches_the_caller(model):
+    def fail(updates, state, params=None):
+        raise ValueError("its own")
+
+    step = TrainStep(loss_fn, optax.GradientTransformation(optax.sgd(0.1).init, fail))
+    with pytest.raises(ValueError, match="^its own"):
+        step(model, step.init(model), *batch_of(0))
+
+
+@by_name("microbatches", [1, 2, 8])
+def test_calibration_records_what_the_first_step_records(model, microbatches):
+    """Bit for bit: here no operand depends on what was rounded before it."""
+    step, expected = TrainStep(loss_fn, optax.sgd(0.1), microbatches=microbatches), References()
+    calibrated = step.calibrate(model, *batch_of(0))
+    expected.record(model, batch_of(0), Batch.size // microbatches)
+    expected.assert_is_state_of(calibrated)
+    stepped, _, _ = step(model, step.init(model), *batch_of(0))
+    assert eqx.tree_equal(*(partition_for_grad_overwrite(m)[0] for m in (calibrated, stepped)))
+    assert eqx.tree_equal(trainable(calibrated), trainable(model))
 
 
 @by_name("microbatches", [1, 2])

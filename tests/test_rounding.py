@@ -259,6 +259,46 @@ def test_per_example_gradients_draw_as_single_calls_do():
     assert_independent(ups(own[0]), ups(own[1]))
 
 
+@pytest.mark.parametrize("order", ["vmap outside", "vmap inside"])
+@pytest.mark.parametrize("mapped", ["keys", "states", "both"])
+def test_an_op_with_state_under_vmap_of_its_keys_or_its_state(mapped, order):
+    """Whichever of the two is mapped makes members; each is as by itself, state and draws, and operands are shared."""
+    scaling = fp8.DelayedScaling(amax_history_length=2)
+    random = fp8.Quantization(fp8.E4M3, scaling, fp8.Stochastic())
+    op = fp8.Fp8DotGeneral.init(fp8.Recipe(random, random, random))
+    axes = {"keys": (None, 0), "states": (0, None), "both": (0, 0)}[mapped]
+    given = jnp.array([0.25, 1.5, 3.0]), jax.random.split(KEY, 3)
+    factors, keys = (x if axis == 0 else x[0] for x, axis in zip(given, axes, strict=True))
+
+    def out(factor, key, x, w):
+        with_scales = eqx.tree_at(lambda op: op.state.table.array, op, replace_fn=lambda table: table * factor)
+        return fp8.with_rounding_keys(with_scales, key)(x, w, MATRIX)
+
+    def of(function, factors, keys, g):
+        out, pullback = jax.vjp(lambda x, w: function(factors, keys, x, w), HALVES, UNIT)
+        return out, *pullback(g)
+
+    single = jax.jit(lambda *args: of(out, *args, HALVES))
+    members = range(3)
+    alone = [
+        single(*(x[m] if axis == 0 else x for x, axis in zip((factors, keys), axes, strict=True))) for m in members
+    ]
+    if order == "vmap outside":
+        together = jax.jit(jax.vmap(lambda *args: of(out, *args, HALVES), axes))(factors, keys)
+        expected = [jnp.stack(each) for each in zip(*alone, strict=True)]
+    else:
+        # Gradients of the operands, which the members share, are sums.
+        mapped_out = jax.vmap(out, (*axes, None, None))
+        together = jax.jit(lambda *args: of(mapped_out, *args, jnp.stack([HALVES] * 3)))(factors, keys)
+        outs, *gradients = zip(*alone, strict=True)
+        expected = [jnp.stack(outs), *map(sum, gradients)]
+    np.testing.assert_array_equal(together[0], expected[0])
+    for ours, theirs in zip(together[1:], expected[1:], strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-6)
+    if mapped != "states":
+        assert not np.array_equal(together[0][0], together[0][1]), "each draws its own numbers"
+
+
 Out, In, Layers = hax.Axis("out", SIZE), hax.Axis("in", SIZE), hax.Axis("layer", 3)
 
 

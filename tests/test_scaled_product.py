@@ -117,7 +117,9 @@ def test_products_that_hardware_takes_have_a_native_branch():
 @pytest.mark.parametrize("name", sorted(fp8.recipes))
 def test_operands_without_elements(name):
     """No rows; nothing to sum over."""
-    op = fp8.with_rounding_keys(fp8.Fp8DotGeneral.init(name), jax.random.key(0))
+    # A static scale has to be given: there is nothing to measure.
+    recipe = fp8.StaticScaling(1.0) if name == "static" else name
+    op = fp8.with_rounding_keys(fp8.Fp8DotGeneral.init(recipe), jax.random.key(0))
     for shapes in (((0, 64), (64, 32)), ((4, 0), (0, 32))):
         x, w = map(jnp.ones, shapes)
         out, pullback = jax.vjp(lambda x, w: op(x, w, MATRIX), x, w)

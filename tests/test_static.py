@@ -1,6 +1,9 @@
 """Static scaling: scales that are given or calibrated, that training does not move, and that cost no amax."""
 
+import dataclasses
+
 import equinox as eqx
+import haliax as hax
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -132,6 +135,132 @@ def test_no_amax_is_taken():
     # The reader of programs, on what it has to find: an amax for each operand, and the history's.
     assert reductions(fp8.DelayedScaling()) == ["reduce_max"] * 4
     assert len(reductions(fp8.CurrentScaling())) == 3
+
+
+# --- Before calibration -----------------------------------------------------------------------------------------------
+
+
+def uses(op, x, w, c):
+    out = op(x, w, MATRIX)
+    return out, *jax.grad(loss, (1, 2))(op, x, w, c)
+
+
+@pytest.mark.parametrize("transform", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("without", OPERANDS)
+def test_an_unknown_scale_makes_every_product_that_uses_it_nan(transform, without):
+    given = fp8.Recipe.of(fp8.StaticScaling(0.25))
+    unknown = dataclasses.replace(getattr(given, without), scaling=fp8.StaticScaling())
+    op = fp8.Fp8DotGeneral.init(dataclasses.replace(given, **{without: unknown}))
+    arrays, static = eqx.partition(op, eqx.is_array)
+    found = transform(lambda arrays, *args: uses(eqx.combine(arrays, static), *args))(arrays, *tensors())
+    affected = {"input": (True, False, True), "kernel": (True, True, False), "output_grad": (False, True, True)}
+    for array, is_nan in zip(found, affected[without], strict=True):
+        assert np.isnan(array).all() if is_nan else np.isfinite(array).all()
+
+
+def mean_square(model, x):
+    return ((jax.vmap(model)(x) - x) ** 2).mean()
+
+
+def mlp(recipe="static"):
+    return fp8.fp8_linear_layers(eqx.nn.MLP(8, 8, 16, 1, key=jax.random.key(0)), fp8.Fp8Config(recipe=recipe))
+
+
+X = jax.random.normal(jax.random.key(1), (16, 8))
+UNCALIBRATED = r"static scales that are not calibrated, in 2 layers: layers.0 \(input, kernel, output_grad\), layers.1"
+
+
+def test_a_step_without_calibration_is_an_error():
+    step, model = fp8.TrainStep(mean_square, optax.sgd(0.1)), mlp()
+    opt_state = step.init(model)  # which may come first
+    with pytest.raises(ValueError, match=UNCALIBRATED + r".*model = step.calibrate\(model, \*batch\)"):
+        step(model, opt_state, X)
+    model, _, metrics = step(step.calibrate(model, X), opt_state, X)
+    assert np.isfinite(metrics["loss"])
+    with pytest.raises(ValueError, match=UNCALIBRATED):
+        fp8.quantization_statistics(mlp(), mean_square, X)
+    fp8.quantization_statistics(model, mean_square, X)
+
+
+def test_a_loop_of_ones_own_without_calibration_gives_nan():
+    @eqx.filter_jit
+    def step(model):
+        value, gradients = fp8.filter_value_and_grad(mean_square)(model, X)
+        overwrites, gradients = fp8.partition_for_grad_overwrite(gradients)
+        return fp8.apply_updates(model, gradients, overwrites), value
+
+    assert np.isnan(step(mlp())[1])
+
+
+def test_describe_says_what_is_not_calibrated():
+    model = mlp()
+    described = fp8.describe(model)
+    assert [layer.uncalibrated for layer in described] == [OPERANDS, OPERANDS]
+    assert described.summary.endswith("2 to be calibrated first")
+    assert "calibrate first: no scale for input, kernel, output_grad" in " ".join(str(described).split())
+    for fine in (fp8.calibrate(model, mean_square, [X]), mlp(RECIPE), eqx.filter_eval_shape(mlp)):
+        described = fp8.describe(fine)
+        assert not any(layer.uncalibrated for layer in described) and "calibrate" not in described.summary
+
+
+def test_operands_that_calibration_did_not_see_are_named():
+    """Nothing is known of zeros, of what is not finite, and of layers that the loss does not reach."""
+    first, second = mlp().layers
+    zeros = eqx.tree_at(lambda layer: layer.weight, first, 0.0 * first.weight)
+    model = {"zeros": zeros, "fine": second, "unused": first}
+    loss = lambda model, x: (jax.vmap(model["fine"])(jax.vmap(model["zeros"])(x)) ** 2).mean()
+    step = fp8.TrainStep(loss, optax.sgd(0.1))
+    calibrated = step.calibrate(model, X)
+    waiting = {layer.path: layer.uncalibrated for layer in fp8.describe(calibrated)}
+    assert waiting == {"zeros": ("kernel",), "fine": (), "unused": OPERANDS}
+    with pytest.raises(ValueError, match=r"in 2 layers: unused .*, zeros \(kernel\).*the loss did not reach"):
+        step(calibrated, step.init(model), X)
+    bad = fp8.calibrate(mlp(), mean_square, [X.at[0, 0].set(jnp.inf)])
+    assert "input" in fp8.describe(bad)["layers.0"].uncalibrated
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_microbatch_of_zeros_does_not_undo_what_another_one_found(order):
+    x = jnp.concatenate([X, 0.0 * X][::order])
+    step = fp8.TrainStep(lambda model, x: jax.vmap(model)(x).sum(), optax.sgd(0.1), microbatches=2)
+    model = step.calibrate(mlp().layers[0], x)
+    assert float(model.dot_general.scale("input")) == pytest.approx(float(jnp.abs(X).max()) / 448.0)
+
+
+def test_stacks_are_calibrated_layer_by_layer():
+    Layers, In = hax.make_axes(layers=3, input=8)
+    stack = hax.nn.Stacked.init(Layers, hax.nn.Linear)(
+        In, In.alias("output"), key=jax.random.split(jax.random.key(0), 3)
+    )
+    fold = lambda stack, x: stack.scan_via(lambda layer, x: (layer(x).rename({"output": "input"}), None))(x)[0]
+    loss = lambda stack, x: hax.mean(hax.square(fold(stack, hax.named(x, ("batch", In))))).scalar()
+    stack = fp8.fp8_linear_layers(stack, fp8.Fp8Config(recipe="static"))
+    assert fp8.describe(stack)["stacked"].uncalibrated == OPERANDS
+    assert np.isnan(loss(stack, X))
+    stack = fp8.TrainStep(loss, optax.sgd(0.1), microbatches=2).calibrate(stack, X)
+    scales = stack.stacked.dot_general.scale("input")
+    assert scales.shape == (3,) and np.isfinite(scales).all() and np.isfinite(loss(stack, X))
+
+
+def test_uncalibrated_models_are_saved_and_restored(tmp_path):
+    """The skeleton that a checkpoint is read into is not calibrated; what is read is as it was."""
+    for name, model in (("before", mlp()), ("after", fp8.calibrate(mlp(), mean_square, [X]))):
+        eqx.tree_serialise_leaves(tmp_path / name, model)
+        again = eqx.tree_deserialise_leaves(tmp_path / name, mlp())
+        assert bool(eqx.tree_equal(again, model))
+        restored = fp8.restore_linear_layers(again)
+        assert bool(eqx.tree_equal(fp8.fp8_linear_layers(restored, fp8.Fp8Config(recipe="static")), mlp()))
+        assert bool(eqx.tree_equal(fp8.fp8_linear_layers(again, fp8.Fp8Config(recipe="static")), again))
+
+
+def test_conversion_with_debug_nans():
+    """What JAX's debugging stops at is the use of a scale that is not there, not the conversion."""
+    with jax.debug_nans(True):
+        model = mlp()
+        calibrated = fp8.calibrate(model, mean_square, [X])
+        with pytest.raises(FloatingPointError):
+            mean_square(model, X)
+    assert np.isfinite(mean_square(calibrated, X))
 
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, float("inf"), float("nan")])

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
+from helpers import run_example
 
 from haliax_fp8 import describe
 
@@ -42,31 +42,13 @@ def standard_promotion():
         yield
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compile_once(tmp_path_factory):
-    """Each run of the command line would compile the same programs anew; here they are kept on disk."""
-    settings = {
-        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("compiled")),
-        "jax_persistent_cache_min_compile_time_secs": 0.0,
-        "jax_persistent_cache_min_entry_size_bytes": 0,
-    }
-    before = {name: getattr(jax.config, name) for name in settings}
-    for name, value in settings.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
-    yield
-    for name, value in before.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
-
-
 def losses(folder: pathlib.Path) -> dict[str, list[float]]:
     history = json.loads((folder / "checkpoint.json").read_text())["history"]
     return {name: run["losses"] for name, run in history.items()}
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory, compile_once) -> pathlib.Path:
+def finished(tmp_path_factory) -> pathlib.Path:
     """The folder of a run from beginning to end."""
     folder = tmp_path_factory.mktemp("finished")
     with jax.numpy_dtype_promotion("standard"):
@@ -379,8 +361,7 @@ def test_statistics_of_the_step_get_a_column():
 @pytest.mark.slow
 def test_fp8_ends_within_one_percent_of_bf16(tmp_path):
     """The default run. Other seeds take as long: `uv run examples/train_lm.py --seed 1`."""
-    seed = 0
-    assert train_lm.main(["--seed", str(seed), "--eval-every", "0", "--sample-bytes", "0", "--out", str(tmp_path)]) == 0
+    run_example("train_lm.py", "--seed", "0", "--eval-every", "0", "--sample-bytes", "0", "--out", str(tmp_path))
     results = json.loads((tmp_path / "results.json").read_text())
     assert results["bf16"]["validation_loss"] < 1.6, "both have learned more than the frequency of letter pairs"
     assert abs(results["fp8 delayed"]["gap_percent"]) < 1.0

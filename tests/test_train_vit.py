@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import run_example
 
 from haliax_fp8 import describe, fp8_linear_layers
 
@@ -147,7 +148,7 @@ def test_the_cast_leaves_state_alone():
 @pytest.mark.slow
 def test_fp8_classifies_as_bf16_does(tmp_path):
     """What the example is there to show, with its default options: within one point for each of three seeds."""
-    assert train_vit.main(["--out", str(tmp_path)]) == 0
+    run_example("train_vit.py", "--out", str(tmp_path))
     written = results(tmp_path)
     assert len(written["gaps"]) == 3 and max(map(abs, written["gaps"])) <= 1.0
     for run in (*written["bf16"], *written["FP8"]):

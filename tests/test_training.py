@@ -8,11 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import float64
+from helpers import EPS, assert_within, float64, quantize, rounding_error
 from numpy_reference import OCP, OPERANDS, DelayedScalingReference, amax, assert_state_is
 
 from haliax_fp8 import (
     E4M3,
+    E5M2,
     Fp8Config,
     TrainStep,
     accumulate_gradients,
@@ -230,6 +231,29 @@ def test_train_step_keeps_dtypes(dtype, microbatches):
     updated, _, _ = train(layer, train.init(layer), *(cast(array, dtype) for array in batch_of(0)))
     assert {leaf.dtype for leaf in jax.tree.leaves(trainable(updated))} == {np.dtype(dtype)}
     assert {leaf.dtype for leaf in jax.tree.leaves(state_of(updated))} == {np.dtype(f32)}
+
+
+@by_name("dtype", [bf16, f16])
+def test_gradients_of_many_microbatches_are_not_summed_in_the_parameters_dtype(dtype):
+    """In bfloat16 a sum of ones ends at 256, in float16 at 2048: the next one is half of what separates numbers there.
+
+    So 512 equal gradients would have a mean of one half, and 4096 likewise.
+    """
+    count = 512 if dtype == bf16 else 4096
+    model = {"weight": jnp.zeros(2, dtype), "layer": cast(fp8(new_linear()), dtype)}
+    loss = lambda model, x: jnp.sum(model["weight"][0] * x).astype(f32)
+    train = TrainStep(loss, optax.sgd(1.0), microbatches=count)
+    new, _, _ = train(model, train.init(model), jnp.ones(count, dtype))
+    np.testing.assert_array_equal(new["weight"], jnp.array([-1.0, 0.0], dtype))
+
+
+def test_the_loss_and_the_norm_of_microbatches_are_those_of_the_batch():
+    """Means of their means, not sums: here of four microbatches with losses of 1 to 4."""
+    model = {"weight": jnp.array([3.0, 4.0]), "layer": fp8(new_linear())}
+    loss = lambda model, x: jnp.mean(x) * jnp.sum(model["weight"] ** 2) / 25
+    train = TrainStep(loss, optax.sgd(0.1), microbatches=4)
+    _, _, metrics = train(model, train.init(model), jnp.repeat(jnp.arange(1.0, 5.0), 2))
+    np.testing.assert_allclose([metrics["loss"], metrics["grad_norm"]], [2.5, 2.5 * 2 / 5], rtol=1e-6)
 
 
 # --- Trees of another model ------------------------------------------------------------------------------------------
@@ -533,7 +557,11 @@ def test_gradients_have_the_dtypes_of_what_they_belong_to(dtype, compute_dtype, 
 
 @by_name(("dtype", "compute_dtype"), [(bf16, None), (f16, None), (bf16, f32), (f16, bf16), (f32, f16)])
 def test_low_precision_parameters_train(dtype, compute_dtype):
-    """Output and gradients are those of float64, but for the rounding of operands: no overflow, no gain error."""
+    """Output and gradients are the products of what the operands are rounded to: no overflow, no gain error.
+
+    Operands are rounded to the compute dtype, then to FP8 with the scales of this batch. Products are accumulated in
+    float32 and rounded once to each dtype that they pass through.
+    """
     layer = fp8(cast(new_linear(), dtype), compute_dtype=compute_dtype)
     x, g = (cast(array, dtype) for array in batch_of(0))
     gradients_of = eqx.filter_jit(filter_grad(lambda layer: hax.sum(layer(x).astype(dtype) * g).scalar()))
@@ -542,11 +570,16 @@ def test_low_precision_parameters_train(dtype, compute_dtype):
             gradients = gradients_of(layer)
             layer = step(layer, gradients, rate=0.0)
         out = layer(x)
-    w, x, g = map(float64, (layer.weight, x, g))
-    # Rounding an operand moves it by at most the format's relative error; E5M2's is twice E4M3's.
-    for ours, left, right, error in ((out, x, w.T, 2), (gradients.weight, g.T, x, 3)):
-        magnitude = np.abs(left) @ np.abs(right)
-        assert np.linalg.norm(float64(ours) - left @ right) <= error * E4M3.relative_error * np.linalg.norm(magnitude)
+    through = dtype if compute_dtype is None else compute_dtype
+    formats = (("input", E4M3), ("kernel", E4M3), ("output_grad", E5M2))
+    x, w, g = (
+        quantize(a.array.astype(through), layer.dot_general.scale(operand), format.dtype)
+        for a, (operand, format) in zip((x, layer.weight, g), formats, strict=True)
+    )
+    for ours, left, right in ((out, x, w.T), (gradients.weight, g.T, x)):
+        exact, terms = left @ right, left.shape[1] + 2
+        tolerance = terms * EPS * (np.abs(left) @ np.abs(right))
+        assert_within(ours, exact, tolerance + sum(rounding_error(exact, to) for to in {through, dtype}))
 
 
 # --- A long run ------------------------------------------------------------------------------------------------------

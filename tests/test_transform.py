@@ -172,10 +172,41 @@ def test_a_layer_by_itself():
     assert str(describe(layer)).count("(the module itself)") == 1
 
 
-def test_nothing_to_convert_is_fine():
+class RawWeights(eqx.Module):
+    """Multiplies by an array of its own."""
+
+    weight: jax.Array
+
+
+@pytest.mark.parametrize(
+    "module, named",
+    [
+        (None, "of class NoneType has no layer to convert"),
+        (3, "of class int has no layer"),
+        (
+            {"norm": hnn.LayerNorm.init(In), "x": jnp.ones(2)},
+            "of class dict has no layer .* Linear of haliax, .*Linear of eq",
+        ),
+        (RawWeights(jnp.ones((4, 4))), "of class RawWeights .*Fp8DotGeneral or Fp8Einsum there.*LayerRule"),
+        (eqx.nn.MLP, "is the class MLP and has to be an instance"),
+        ([eqx.nn.Conv1d(2, 2, 3, key=jax.random.key(0))], "no layer to convert; 0 cannot be: convolutions have no FP8"),
+    ],
+    ids=["None", "3", "norm", "raw", "class", "conv"],
+)
+def test_a_model_without_layers_is_an_error(module, named):
+    with pytest.raises(ValueError, match=f"module .*{named}"):
+        fp8_linear_layers(module)
+
+
+def test_a_model_without_layers_can_be_described_and_restored():
     tree = {"norm": hnn.LayerNorm.init(In), "x": jnp.ones(2)}
-    assert_same(fp8_linear_layers(tree), tree)
     assert len(describe(tree)) == 0 and "0 of 0" in str(describe(tree))
+    assert_same(restore_linear_layers(tree), tree)
+
+
+def test_a_model_all_of_whose_layers_a_pattern_excludes_is_none():
+    model = fp8_linear_layers([linear()], exclude="*")
+    assert not paths(model)
 
 
 # --- Stacks and ensembles ---------------------------------------------------------------------------------------------
@@ -540,7 +571,73 @@ def test_history_length_of_the_configuration_holds_for_every_recipe():
     assert ops(fp8_linear_layers(linear()))[0].amax_history("input").shape == (1024,)
 
 
+def test_fields_of_the_configuration_as_keywords():
+    model = selectable()
+    given = dict(recipe="rowwise", exclude="head", overrides={"up": "current"}, compute_dtype=jnp.bfloat16)
+    by_keywords, by_config = fp8_linear_layers(model, **given), fp8_linear_layers(model, Fp8Config(**given))
+    assert str(describe(by_keywords)) == str(describe(by_config)) and "RowwiseScaling" in str(describe(by_keywords))
+    assert_same(by_keywords, by_config)
+
+
 # --- Errors -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "config, meant",
+    [
+        ("rowwise", "fp8_linear_layers(model, recipe='rowwise')?"),
+        ("lm_head", "fp8_linear_layers(model, targets='lm_head')?"),
+        ({"recipe": "rowwise", "exclude": "head"}, "fp8_linear_layers(model, recipe='rowwise', exclude='head')?"),
+        (
+            DelayedScaling(amax_history_length=4),
+            "fp8_linear_layers(model, recipe=DelayedScaling(amax_history_length=4, margin=0))?",
+        ),
+        (DelayedScaling, "fp8_linear_layers(model, recipe=DelayedScaling())?"),
+        (haliax_fp8.recipes["current"], "fp8_linear_layers(model, recipe=...)?"),
+        (Fp8Config, "did you mean Fp8Config()?"),
+        (3, "config=3 is not an Fp8Config"),
+        ({"recip": "rowwise"}, "recip='rowwise' is not an option of Fp8Config; did you mean recipe?"),
+    ],
+    ids=str,
+)
+def test_what_is_no_configuration_names_the_call_that_was_meant(config, meant):
+    with unchecked(), pytest.raises(ValueError, match=re.escape(meant)):
+        fp8_linear_layers(linear(), config)
+    for function in (describe, restore_linear_layers):
+        with unchecked(), pytest.raises(ValueError, match="Fp8Config"):
+            function(linear(), config)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"recpie": "rowwise"}, "recpie='rowwise' is not an option of Fp8Config; did you mean recipe"),
+        ({"zzz": 1}, "zzz=1 is not an option of Fp8Config; all of them are targets, exclude, recipe, "),
+        (
+            {"config": SHORT, "exclude": "head"},
+            r"config came together with exclude='head'.*dataclasses.replace\(config, exc",
+        ),
+    ],
+    ids=["near", "far", "both"],
+)
+def test_keywords_that_are_none_or_come_with_a_configuration(options, message):
+    with pytest.raises(ValueError, match=message):
+        fp8_linear_layers(linear(), **options)
+
+
+@pytest.mark.parametrize("recipe", ["current", "rowwise", "static", "mxfp8"])
+def test_a_history_length_without_a_history_is_an_error(recipe):
+    with pytest.raises(
+        ValueError, match=f"amax_history_length=16 has no effect on recipe='{recipe}'.*recipe='delayed'"
+    ):
+        Fp8Config(recipe=recipe, amax_history_length=16)
+    mixed = Fp8Config(recipe=recipe, amax_history_length=16, overrides={"head": "delayed"})
+    assert mixed.resolve("delayed").delayed.amax_history_length == 16
+
+
+def test_a_function_among_the_patterns_has_to_decide():
+    with pytest.raises(ValueError, match=r"returned an array for 'a'.*bool\(...\)"):
+        fp8_linear_layers({"a": linear()}, targets=lambda path, layer: jnp.array(True))
 
 
 @pytest.mark.parametrize("argument", ["targets", "exclude", "overrides"])
@@ -564,6 +661,13 @@ def test_a_pattern_that_selects_nothing_names_the_nearest(argument, pattern, nam
     with pytest.raises(ValueError, match=f"{argument}=.*selects no layer; the nearest are: .*({named})"):
         fp8_linear_layers(model, Fp8Config(**{argument: given}))
     assert all(a is b for a, b in zip(before, jax.tree.leaves(model), strict=True)) and not paths(model)
+
+
+def test_a_pattern_that_names_a_branch_is_told_how_to_select_what_is_beneath():
+    with pytest.raises(
+        ValueError, match=r"targets='layers' selects no layer; .*; 'layers\.\*' selects what is beneath it"
+    ):
+        fp8_linear_layers(selectable(), targets=["layers"])
 
 
 def test_a_target_in_a_model_without_layers():
@@ -592,6 +696,13 @@ def test_a_target_in_a_model_without_layers():
         ({"targets": ["head", 3]}, "targets holds 3; give the last part of a path"),
         ({"exclude": [None]}, "exclude holds None"),
         ({"overrides": {3: None}}, "overrides holds 3"),
+        ({"targets": ""}, "targets holds an empty string"),
+        ({"emulate": "yes"}, "emulate='yes' must be True or False"),
+        ({"layers": (eqx.nn.Linear,)}, "layers=.* must be a tuple of LayerRule instances"),
+        ({"layers": (haliax_fp8.EquinoxLinear,)}, "layers=.* must be a tuple of LayerRule instances"),
+        ({"layers": haliax_fp8.EquinoxLinear()}, "layers=.* must be a tuple of LayerRule instances"),
+        ({"kernel_residual": "keep"}, "kernel_residual='keep' is not one of RequantizeWhereCheap"),
+        ({"where": "h100"}, "where='h100' must be a WherePays"),
     ],
     ids=str,
 )
@@ -600,7 +711,19 @@ def test_arguments_of_the_wrong_kind(arguments, message):
         Fp8Config(**arguments)
 
 
-@pytest.mark.parametrize("arguments", [{"amax_history_length": 0}, {"amax_history_length": 2.0}, {"margin": 0.5}])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"amax_history_length": 0},
+        {"amax_history_length": 2.0},
+        {"margin": 0.5},
+        {"margin": 18},
+        {"margin": 100},
+        {"margin": -18},
+        {"margin": -200},
+        {"power_of_two": "yes"},
+    ],
+)
 def test_arguments_of_delayed_scaling(arguments):
     (name,) = arguments
     with unchecked(), pytest.raises(ValueError, match=f"{name}="):
@@ -876,3 +999,56 @@ def test_a_model_on_a_mesh():
 def test_targets_that_select_nothing_by_being_empty_are_refused(targets):
     with pytest.raises(ValueError, match="selects no layer; None converts every layer"):
         Fp8Config(targets=targets)
+
+
+# --- Weights that are not arrays --------------------------------------------------------------------------------------
+
+
+class Masked(eqx.Module):
+    """A node that computes a weight, as FlowJAX's masked layers have it: what is trained, and what is multiplied."""
+
+    weight: jax.Array
+    mask: jax.Array
+
+    def unwrap(self) -> jax.Array:
+        return self.weight * self.mask
+
+
+def unwrapped(model):
+    is_masked = lambda node: isinstance(node, Masked)
+    return jax.tree.map(lambda node: node.unwrap() if is_masked(node) else node, model, is_leaf=is_masked)
+
+
+def masked_layers(count: int, **kwargs):
+    make = lambda key: eqx.nn.Linear(4, 4, key=key, **kwargs)
+    layers = eqx.filter_vmap(make)(jax.random.split(jax.random.key(0), count))
+    mask = jnp.tril(jnp.ones((4, 4)))
+    return eqx.tree_at(lambda layer: layer.weight, layers, Masked(layers.weight, jnp.broadcast_to(mask, (count, 4, 4))))
+
+
+def test_stacked_weights_behind_a_wrapper_have_a_state_each():
+    """Converted while wrapped, and scanned: what the same weights as arrays give, state and gradients too."""
+    x = jax.random.normal(jax.random.key(1), (8, 4))
+
+    def loss(layers):
+        arrays, static = eqx.partition(layers, eqx.is_array)
+        out, _ = jax.lax.scan(lambda h, layer: (jax.vmap(eqx.combine(layer, static))(h), None), x, arrays)
+        return jnp.mean(out**2)
+
+    wrapped = fp8_linear_layers(masked_layers(3), SHORT)
+    plain = fp8_linear_layers(unwrapped(masked_layers(3)), SHORT)
+    expected, gradient = haliax_fp8.filter_grad(loss)(plain), haliax_fp8.filter_grad(loss)(unwrapped(wrapped))
+    assert_same(gradient, expected)
+    assert gradient.dot_general.amax_history("input").shape == (3, 4)
+    of_wrapped = haliax_fp8.filter_grad(lambda layers: loss(unwrapped(layers)))(wrapped)
+    assert_same(of_wrapped.dot_general, expected.dot_general)
+    np.testing.assert_array_equal(of_wrapped.weight.weight, expected.weight * masked_layers(3).weight.mask)
+
+
+def test_wrapped_weights_of_unknown_shape_are_refused_by_name():
+    layers = {"masked": masked_layers(3, use_bias=False), "other": eqx.nn.Linear(4, 4, key=jax.random.key(0))}
+    assert "weight is a Masked that holds stacked arrays" in describe(fp8_linear_layers(layers))["masked"].reason
+    with pytest.raises(ValueError, match="masked, which cannot be converted: its weight is a Masked .*is an array"):
+        fp8_linear_layers(layers, targets="masked")
+    single = eqx.tree_at(lambda layer: layer.weight, layers["other"], Masked(jnp.ones((4, 4)), jnp.ones((4, 4))))
+    assert fp8_linear_layers(single, SHORT).dot_general.amax_history("input").shape == (4,)

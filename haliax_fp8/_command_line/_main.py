@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 
+from ._compiler import install_compiler
 from ._errors import UsageError
 from ._options import parse_options
 from ._platforms import use_local_devices
@@ -30,6 +31,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if options.command == "preflight":
             return run_preflight(options)
+        if options.command == "install-compiler":
+            install_compiler(options.compiler)
+            return 0
         rows, table = {
             "devices": (device_rows, device_table),
             "formats": (format_rows, format_table),

@@ -7,6 +7,7 @@ from typing import Any
 
 from .._presets import recipes
 from ..preflight import PreflightReport, targets
+from ..preflight._compilers import compilers
 from ._demo import demos, stackings
 
 
@@ -45,6 +46,10 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
     ):
         command = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
         command.add_argument("--json", action="store_true", help="print JSON")
+    text = "get XLA's compiler for devices that are not here, for preflight; JAX goes on computing on what is here"
+    install = commands.add_parser("install-compiler", help=text, description=text[0].upper() + text[1:] + ".")
+    known = ", ".join(f"{name} ({compiler.megabytes} MB)" for name, compiler in compilers.items())
+    install.add_argument("compiler", choices=compilers, metavar="NAME", help=f"one of {known}")
     options = parser.parse_args(argv)
     if options.command == "preflight":
         _check(preflight, options)
@@ -87,7 +92,13 @@ def _preflight_parser(commands: Any) -> argparse.ArgumentParser:
         default=[],
         type=_compiler_option,
         metavar="OPTION=VALUE",
-        help="an option of XLA's compiler, such as xla_gpu_enable_triton_gemm=true; may be repeated",
+        help="an option of XLA's compiler, above the environment's XLA_FLAGS, such as "
+        "xla_gpu_enable_triton_gemm=false; may be repeated",
+    )
+    parser.add_argument(
+        "--one-setting",
+        action="store_true",
+        help="do not compile a second time with the other setting of xla_gpu_enable_triton_gemm",
     )
     parser.add_argument("--svg", metavar="FILE", help="draw the table as a picture")
     demo = parser.add_argument_group("a model with published shapes instead of a step of your own")

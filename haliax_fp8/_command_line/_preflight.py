@@ -11,6 +11,7 @@ from typing import Any
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from .._describe import describe
+from .._device import canonical
 from .._transform import Fp8Config
 from ..preflight import PreflightError, PreflightReport, preflight, targets
 from ._demo import demo_by_name, demo_step
@@ -32,7 +33,7 @@ def run_preflight(options: argparse.Namespace) -> int:
         KeyboardInterrupt: On Ctrl-C, at once; a compilation may go on in its thread until the process ends.
     """
     check_target(options.target)
-    use_local_devices() if options.target == "local" else compile_only()
+    use_local_devices() if canonical(options.target) == "local" else compile_only()
     step, baseline = demo_steps(options) if options.demo else user_steps(options)
     report = compile_with_progress(step, baseline, options)
     write(report, options)
@@ -50,9 +51,9 @@ def check_target(name: str) -> None:
     Raises:
         UsageError: Naming the remedy.
     """
-    if name not in targets:
+    if canonical(name) not in targets:
         raise UsageError(f"--target {name} is unknown; choose one of {', '.join(targets)}")
-    if (missing := targets[name].missing()) is not None:
+    if (missing := targets[canonical(name)].missing()) is not None:
         raise UsageError(missing)
 
 
@@ -108,8 +109,8 @@ def compile_with_progress(step: Step, baseline: Step | None, options: argparse.N
             if not console.is_terminal:
                 console.print(what)
 
-        return interruptible(
-            lambda: preflight(
+        def compile_all() -> PreflightReport:
+            report = preflight(
                 step.function,
                 *step.args,
                 target=options.target,
@@ -119,9 +120,15 @@ def compile_with_progress(step: Step, baseline: Step | None, options: argparse.N
                 compare=None if baseline is None else (baseline.function, baseline.args),
                 known=step.known,
                 compiler_options=options.xla,
+                other_setting=not options.one_setting,
                 progress=say,
             )
-        )
+            if report.compile_other is not None:
+                say("compiling with the other setting of xla_gpu_enable_triton_gemm")
+                assert report.other is not None
+            return report
+
+        return interruptible(compile_all)
 
 
 def interruptible[T](function: Callable[[], T]) -> T:

@@ -63,9 +63,14 @@ class EquinoxLinear(LayerRule):
         return eqx.nn.Linear
 
     def refusal(self, layer: eqx.nn.Linear) -> str | None:
-        """Integer or complex weights, or a subclass, whose `__call__` would be lost."""
+        """Integer or complex weights; a subclass, whose `__call__` would be lost; or a wrapper of unknown shape."""
         if type(layer) not in (eqx.nn.Linear, Fp8Linear):
             return f"{type(layer).__name__} is a subclass of Linear and may multiply otherwise"
+        if _leading_shape(layer) is None:
+            return (
+                f"its weight is a {type(layer.weight).__name__} that holds stacked arrays, and there is no bias that "
+                "tells how many layers they are; convert the model once this weight is an array"
+            )
         return integer_weight(layer.weight)
 
     def shape(self, layer: eqx.nn.Linear) -> str:
@@ -137,9 +142,22 @@ def _with_arrays(layer: eqx.nn.Linear, weight: Any, bias: Any, outputs: Any = No
     return plain
 
 
+def _leading_shape(layer: eqx.nn.Linear) -> tuple[int, ...] | None:
+    """The sizes of the weight's axes before its matrix; None where nobody can say.
+
+    A weight need not be an array: FlowJAX's layers hold a node that computes it, such as a masked array, once the whole
+    model is unwrapped; `eqx.nn.Shared` leaves a node without arrays. The bias has the same leading axes.
+    """
+    for array, matrix in ((layer.weight, 2), (layer.bias, 1)):
+        if (shape := getattr(array, "shape", None)) is not None:
+            return shape[: len(shape) - matrix]
+    stacked = any(getattr(leaf, "ndim", 0) > 2 for leaf in jax.tree.leaves(layer.weight))
+    return None if stacked else ()
+
+
 def _leading(layer: eqx.nn.Linear, stack: tuple[hax.Axis, ...]) -> tuple[tuple[int, ...], tuple[hax.Axis, ...]]:
     """The weight's axes before its matrix: those of an ensemble, then those of the stacks, if it has them."""
-    leading = getattr(layer.weight, "shape", (0, 0))[:-2]
+    leading = _leading_shape(layer) or ()
     sizes = tuple(axis.size for axis in stack)
     stack = stack if leading[len(leading) - len(sizes) :] == sizes else ()
     return leading[: len(leading) - len(stack)], stack

@@ -8,6 +8,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Float32
 
+from .._require import require_number
+
 
 # A GPU's multiprocessors take a few rows each.
 _ROWS = 1024
@@ -72,6 +74,54 @@ class MostRecent(AbstractAmaxCompute):
 
 
 @dataclasses.dataclass(frozen=True)
+class RecoveringMax(AbstractAmaxCompute):
+    """The largest amax of the history, but never far above the last few: one bad step is soon forgotten.
+
+    `min(max(history), factor * max(last steps))`. After a step a million times too large, `MaxOfHistory` rounds
+    everything to zero until that step has left the history; this rule does so for `steps` steps at most. A tensor that
+    grows, or alternates within a factor of `factor`, gets the scale of `MaxOfHistory`, and nothing of it is clipped.
+
+    Where the last few steps recorded nothing above zero, as behind a layer whose own input was flushed to zero, the
+    smallest amax of the history takes their place: all layers recover in the same step, not one after the other.
+
+    Args:
+        steps: How many of the last steps count. Beyond the history's length it changes nothing.
+        factor: How far above their amaxes the number may be. E4M3 holds a tensor whose scale is 256 times too large
+            without loss (`docs/recipes/rows.md`); a `margin` of delayed scaling comes on top of it.
+
+    Raises:
+        ValueError: If `steps` is not a positive integer, or `factor` is below 1 or not finite.
+
+    Example:
+        >>> history = jnp.array([2.0, 3.0, 1e6, 3.0, 2.0])  # newest first, then from the oldest on
+        >>> RecoveringMax(steps=2).of_history(history), MaxOfHistory().of_history(history)
+        (Array([512.], dtype=float32), Array([1.e+06], dtype=float32))
+    """
+
+    steps: int = 16
+    factor: float = 256.0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.steps, int) or isinstance(self.steps, bool) or self.steps < 1:
+            raise ValueError(f"steps={self.steps!r} of RecoveringMax must be a positive integer; 16 is usual")
+        if not (1.0 <= self.factor < np.inf):
+            raise ValueError(f"factor={self.factor} of RecoveringMax must be finite and at least 1; 256 is usual")
+
+    def of_history(self, history: Float32[Array, "*rows history"]) -> Float32[Array, "*rows 1"]:
+        """`min(max(history), factor * max(last steps))`."""
+        axis, length = history.ndim - 1, history.shape[-1]
+        largest = MaxOfHistory().of_history(history)
+        last = [lax.slice_in_dim(history, 0, 1, axis=axis)]
+        if (older := min(self.steps, length) - 1) > 0:
+            last.append(lax.slice_in_dim(history, length - older, length, axis=axis))
+        recent = MaxOfHistory().of_history(lax.concatenate(last, axis))
+        recorded = jnp.where(history > 0.0, history, np.float32(np.inf))
+        recent = jnp.where(recent > 0.0, recent, jnp.min(recorded, axis=axis, keepdims=True))
+        # Before the factor: the product may exceed float32.
+        return jnp.where(recent < largest / np.float32(self.factor), recent * np.float32(self.factor), largest)
+
+
+@dataclasses.dataclass(frozen=True)
 class MovingAverage(AbstractAmaxCompute):
     """The exponential moving average of the amaxes: one outlier moves the scale a little, and is clipped.
 
@@ -91,6 +141,7 @@ class MovingAverage(AbstractAmaxCompute):
     decay: float = 0.9
 
     def __post_init__(self) -> None:
+        require_number("decay", self.decay, "0.9", of="MovingAverage")
         if not 0.0 < self.decay < 1.0:
             raise ValueError(f"decay={self.decay} of MovingAverage must lie between 0 and 1; 0.9 is usual")
 
@@ -126,6 +177,7 @@ class Percentile(AbstractAmaxCompute):
     percent: float = 99.99
 
     def __post_init__(self) -> None:
+        require_number("percent", self.percent, "99.99", of="Percentile")
         if not 0.0 < self.percent <= 100.0:
             raise ValueError(f"percent={self.percent} of Percentile must be above 0 and at most 100; 99.99 is usual")
 

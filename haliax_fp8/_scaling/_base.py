@@ -25,6 +25,7 @@ class OperandUse(NamedTuple):
         key: For a rounding that is random, one key for each member.
         mixable: Whether the product sums over the last contracted axis as a whole. A grouped product does not: there,
             neighbours may belong to different groups.
+        scale_bits: How many significant bits a scale for the whole tensor may have, see `QuantizedArray`.
     """
 
     format: Format
@@ -34,6 +35,7 @@ class OperandUse(NamedTuple):
     rounding: AbstractRounding = ToNearest()
     key: Key[Array, "*ensemble"] | None = None
     mixable: bool = True
+    scale_bits: int = 24
 
     def cast(self, x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
         """Rounds to the format as this use does, clipping what lies beyond its maximum."""

@@ -3,12 +3,12 @@
 import dataclasses
 from typing import ClassVar
 
-import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from .._device import MX_UNITS, NO_UNITS, MatrixUnits
 from .._formats import E4M3, Format
 from .._quantized_array import QuantizedArray, quantize_by
+from .._require import require_bool, require_integer
 from ._amax import multiplier_of
 from ._base import AbstractScaling, OperandUse
 from ._blocks import block_shape, blockwise_amax
@@ -43,6 +43,9 @@ class BlockScaling(AbstractScaling):
     gradient_format: ClassVar[Format] = E4M3
 
     def __post_init__(self) -> None:
+        require_integer("size", self.size, of="BlockScaling")
+        for name in ("square", "power_of_two", "padding"):
+            require_bool(name, getattr(self, name), of="BlockScaling")
         if self.size < 1:
             raise ValueError(f"size={self.size} of a block must be at least 1; DeepSeek-V3 uses 128")
 
@@ -64,7 +67,5 @@ class BlockScaling(AbstractScaling):
     def quantize(self, x: Float[Array, "*shape"], use: OperandUse) -> QuantizedArray:
         """Quantizes with the amax of each block; blocks cut by the edge are smaller."""
         block = block_shape(x.shape, self.size, use, square=self.square, padding=self.padding, scaling=self)
-        largest = float(jnp.finfo(x.dtype).max)
-        amax = blockwise_amax(x, block)
-        multiplier = multiplier_of(amax, use.format.max, power_of_two=self.power_of_two, largest=largest)
-        return quantize_by(x, multiplier, use.cast, block, power_of_two=self.power_of_two)
+        multiplier = multiplier_of(blockwise_amax(x, block), use.format.max, power_of_two=self.power_of_two)
+        return quantize_by(x, multiplier, use.cast, block, scale_bits=1 if self.power_of_two else 24)

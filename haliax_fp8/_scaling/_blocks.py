@@ -5,6 +5,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Float32
 
+from ._amax import amax_over
 from ._base import OperandUse
 
 
@@ -38,11 +39,21 @@ def block_shape(
 
 
 def blockwise_amax(x: Float[Array, "*shape"], block: tuple[int, ...]) -> Float32[Array, "*blocks"]:
-    """The largest magnitude of each block."""
-    padding = [(0, -size % b) for size, b in zip(x.shape, block, strict=True)]
-    x = jnp.pad(jnp.abs(x), padding)
-    split = [part for size, b in zip(x.shape, block, strict=True) for part in (size // b, b)]
-    return jnp.max(x.reshape(split), axis=tuple(range(1, 2 * len(block), 2)), initial=0.0).astype(jnp.float32)
+    """The largest magnitude of each block; NaN of a block that holds an infinity or NaN."""
+    return amax_over(*_split(x, block), keepdims=False)
+
+
+def blockwise_sum(x: Float32[Array, "*shape"], block: tuple[int, ...]) -> Float32[Array, "*blocks"]:
+    """The sum of each block."""
+    split, axes = _split(x, block)
+    return jnp.sum(split, axis=axes)
+
+
+def _split(x: Array, block: tuple[int, ...]) -> tuple[Array, tuple[int, ...]]:
+    """Each axis as blocks by elements of one, filled up with zeros; and the axes of elements."""
+    x = jnp.pad(x, [(0, -size % b) for size, b in zip(x.shape, block, strict=True)])
+    shape = [part for size, b in zip(x.shape, block, strict=True) for part in (size // b, b)]
+    return x.reshape(shape), tuple(range(1, 2 * len(block), 2))
 
 
 def e8m0_exponent(x: Float32[Array, "*shape"]) -> Array:

@@ -3,12 +3,14 @@
 import dataclasses
 from typing import ClassVar
 
+from jax import lax
 from jaxtyping import Array, Float
 
 from .._device import FP8_UNITS, MatrixUnits
 from .._formats import E4M3, Format
-from .._quantized_array import QuantizedArray, quantize_by
-from ._amax import amax_over, multiplier_of
+from .._quantized_array import QuantizedArray, quantize, quantize_by
+from .._require import require_bool
+from ._amax import amax_over, multiplier_of, round_up_scale
 from ._base import AbstractScaling, OperandUse
 
 
@@ -20,6 +22,9 @@ class CurrentScaling(AbstractScaling):
 
     Args:
         power_of_two: Round scales up to powers of two.
+
+    Raises:
+        ValueError: If `power_of_two` is neither True nor False.
 
     References:
         TransformerEngine's `Float8CurrentScaling`; torchao's tensorwise recipe; the Flax FP8 guide.
@@ -34,10 +39,17 @@ class CurrentScaling(AbstractScaling):
     units: ClassVar[MatrixUnits] = FP8_UNITS
     directional: ClassVar[bool] = False
 
+    def __post_init__(self) -> None:
+        require_bool("power_of_two", self.power_of_two, of="CurrentScaling")
+
     def quantize(self, x: Float[Array, "*shape"], use: OperandUse) -> QuantizedArray:
         """Quantizes with the amax of each member."""
         amax = amax_over(x, tuple(range(use.ensemble, x.ndim)))
-        return quantize_by(x, multiplier_of(amax, use.format.max, power_of_two=self.power_of_two), use.cast)
+        multiplier = multiplier_of(amax, use.format.max, power_of_two=self.power_of_two)
+        if self.power_of_two or use.scale_bits == 24:
+            return quantize_by(x, multiplier, use.cast, scale_bits=1 if self.power_of_two else 24)
+        scale = round_up_scale(lax.div(lax.full_like(multiplier, 1.0), multiplier), use.scale_bits)
+        return dataclasses.replace(quantize(x, scale, use.cast), scale_bits=use.scale_bits)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +63,9 @@ class RowwiseScaling(AbstractScaling):
         power_of_two: Round scales up to powers of two, as torchao does: data then differ from those of float32 scales
             by rounding only.
 
+    Raises:
+        ValueError: If `power_of_two` is neither True nor False.
+
     References:
         torchao's rowwise recipe (`Float8LinearConfig.from_recipe_name("rowwise")`).
     """
@@ -61,7 +76,10 @@ class RowwiseScaling(AbstractScaling):
     directional: ClassVar[bool] = True
     gradient_format: ClassVar[Format] = E4M3
 
+    def __post_init__(self) -> None:
+        require_bool("power_of_two", self.power_of_two, of="RowwiseScaling")
+
     def quantize(self, x: Float[Array, "*shape"], use: OperandUse) -> QuantizedArray:
         """Quantizes with the amaxes over the contracted axes."""
-        amax = amax_over(x, use.contracted)
-        return quantize_by(x, multiplier_of(amax, use.format.max, power_of_two=self.power_of_two), use.cast)
+        multiplier = multiplier_of(amax_over(x, use.contracted), use.format.max, power_of_two=self.power_of_two)
+        return quantize_by(x, multiplier, use.cast, scale_bits=1 if self.power_of_two else 24)

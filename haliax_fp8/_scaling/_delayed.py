@@ -9,7 +9,8 @@ from jax import lax
 from jaxtyping import Array, Float, Float32
 
 from .._device import FP8_UNITS, MatrixUnits
-from .._quantized_array import QuantizedArray, quantize
+from .._quantized_array import QuantizedArray, divide_by
+from .._require import require_bool, require_integer, require_margin
 from ._amax import round_down_to_power_of_two
 from ._amax_compute import AbstractAmaxCompute, MaxOfHistory
 from ._base import AbstractStatefulScaling, OperandUse
@@ -27,15 +28,17 @@ class DelayedScaling(AbstractStatefulScaling):
     the tensor is read once, not twice. What exceeds the range then is clipped in this step and fits in the next.
 
     Args:
-        amax_history_length: How many steps the history remembers. A spike keeps the scale large for that many steps;
-            16 to 32 reacts faster, 1024 is the field's default.
+        amax_history_length: How many steps the history remembers. A spike keeps the scale large for that many steps,
+            and one a million times too large flushes all else to zero for as long; 16 to 32 reacts faster, 1024 is the
+            field's default. `amax_compute=RecoveringMax()` bounds that time under any length.
         margin: Headroom as a power of two: the scale is multiplied by `2**margin`.
         amax_compute: What a step measures of a tensor, and how the history gives one number.
         update_interval: The scale moves in the first step and then every so many steps; the history records each.
         power_of_two: Round scales up to powers of two.
 
     Raises:
-        ValueError: If `amax_history_length` or `update_interval` is below 1, or an argument is of the wrong kind.
+        ValueError: If `amax_history_length` or `update_interval` is below 1, `margin` is beyond ±17, the binades that
+            E4M3 has, or an argument is of the wrong kind.
 
     References:
         `flax.linen.fp8_ops` (the arithmetic, kept bit for bit); TransformerEngine's `DelayedScaling`;
@@ -57,10 +60,10 @@ class DelayedScaling(AbstractStatefulScaling):
     measures: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
-        for name in ("amax_history_length", "margin", "update_interval"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool):
-                raise ValueError(f"{name}={value!r} of DelayedScaling must be an integer")
+        for name in ("amax_history_length", "update_interval"):
+            require_integer(name, getattr(self, name), of="DelayedScaling")
+        require_margin(self.margin, of="DelayedScaling")
+        require_bool("power_of_two", self.power_of_two, of="DelayedScaling")
         if self.amax_history_length < 1:
             raise ValueError(
                 f"amax_history_length={self.amax_history_length} must be at least 1: "
@@ -70,8 +73,8 @@ class DelayedScaling(AbstractStatefulScaling):
             raise ValueError(f"update_interval={self.update_interval} must be at least 1: 1 moves the scale every step")
         if not isinstance(self.amax_compute, AbstractAmaxCompute):
             raise ValueError(
-                f"amax_compute={self.amax_compute!r} is no rule for the amax; use MaxOfHistory(), MostRecent(), "
-                "MovingAverage() or Percentile()"
+                f"amax_compute={self.amax_compute!r} is not a rule for the amax; use MaxOfHistory(), MostRecent(), "
+                "RecoveringMax(), MovingAverage() or Percentile()"
             )
 
     def __repr__(self) -> str:
@@ -91,7 +94,7 @@ class DelayedScaling(AbstractStatefulScaling):
     def quantize(self, x: Float[Array, "*shape"], use: OperandUse) -> QuantizedArray:
         """Quantizes with the stored scale, one for all elements of each member."""
         assert use.stored is not None
-        return quantize(x, _shaped(use.stored, x.ndim, use.ensemble), use.cast)
+        return divide_by(x, _shaped(use.stored, x.ndim, use.ensemble), use.cast)
 
     def with_scale(
         self, data: Float[Array, "*shape"], stored: Float32[Array, " *ensemble"], ensemble: int

@@ -8,6 +8,7 @@ from jaxtyping import Array, Float
 from .._device import MatrixUnits
 from .._formats import Format
 from .._quantized_array import QuantizedArray
+from .._require import require
 from .._rotation import GROUP, Rotation
 from ._base import AbstractScaling, AbstractStatefulScaling, OperandUse
 
@@ -38,6 +39,7 @@ class HadamardScaling(AbstractScaling):
     directional: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
+        require("scaling", self.scaling, AbstractScaling, "CurrentScaling() or NVFP4Scaling()", of="HadamardScaling")
         if isinstance(self.scaling, AbstractStatefulScaling):
             raise ValueError(
                 f"scaling={self.scaling} of HadamardScaling keeps state, which describes the operand before it is "

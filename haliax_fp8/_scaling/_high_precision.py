@@ -24,4 +24,5 @@ class HighPrecision(AbstractScaling):
 
 def unscaled(x: Float[Array, "*shape"], ensemble: int) -> QuantizedArray:
     """An array with scales of 1, one for each member."""
-    return QuantizedArray(x, jnp.ones((*x.shape[:ensemble], *(1,) * (x.ndim - ensemble)), jnp.float32))
+    scale = jnp.ones((*x.shape[:ensemble], *(1,) * (x.ndim - ensemble)), jnp.float32)
+    return QuantizedArray(x, scale, scale_bits=1)

@@ -47,9 +47,10 @@ class MXFP8Scaling(AbstractScaling):
     def quantize(self, x: Float[Array, "*shape"], use: OperandUse) -> QuantizedArray:
         """Quantizes with the amax of each block of 32."""
         block = block_shape(x.shape, 32, use, square=self.square, padding=self.padding, scaling=self)
-        exponent = e8m0_exponent(blockwise_amax(x, block) * np.float32(1.0 / use.format.max)).astype(jnp.int32)
-        # 2**-127 is subnormal, and flushed to zero by some devices: divide by 2**-126 and double.
-        x = lax.div(x.astype(jnp.float32), expand(power_of_two(jnp.maximum(exponent, 1)), x.shape, block))
-        double = jnp.where(exponent == 0, jnp.float32(2.0), jnp.float32(1.0))
-        data = use.cast(lax.mul(x, expand(double, x.shape, block)))
-        return QuantizedArray(data, power_of_two(exponent), block, power_of_two=True)
+        amax = blockwise_amax(x, block)
+        exponent = e8m0_exponent(amax * np.float32(1.0 / use.format.max)).astype(jnp.int32)
+        # Above 2**-127, which is subnormal, and flushed to zero by some devices; a block of zeros may have it.
+        normal = jnp.maximum(exponent, 1)
+        data = use.cast(lax.div(x.astype(jnp.float32), expand(power_of_two(normal), x.shape, block)))
+        scale = power_of_two(jnp.where(amax == 0.0, 0, normal))
+        return QuantizedArray(data, scale, block, scale_bits=1)

@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Float32
 
 from .._device import FP8_UNITS, MatrixUnits
 from .._quantized_array import QuantizedArray
+from .._require import require_margin, require_number
 from ._base import AbstractStatefulScaling, OperandUse
 from ._delayed import DelayedScaling
 
@@ -21,12 +22,15 @@ class StaticScaling(AbstractStatefulScaling):
     and for models whose activations have a known size by construction, such as those of unit scaling, where the scale
     is given. No amax is taken while the model runs.
 
+    Without a given scale, the model has to be calibrated before its first step. Until then the scale is infinite, and
+    every product that uses it is NaN; `TrainStep` and `quantization_statistics` raise, and `describe` says so.
+
     Args:
-        scale: The scale before calibration.
+        scale: The scale before calibration; None if only calibration can tell.
         margin: Headroom of calibrated scales, as a power of two.
 
     Raises:
-        ValueError: If `scale` is not positive and finite, or `margin` is no integer.
+        ValueError: If `scale` is not positive and finite, or `margin` is not an integer between -17 and 17.
 
     References:
         vLLM's and TensorRT-LLM's static activation scales; Unit Scaling (arXiv:2303.11257), where the scale is 1.
@@ -37,22 +41,27 @@ class StaticScaling(AbstractStatefulScaling):
         Array(0.25, dtype=float32)
     """
 
-    scale: float = 1.0
+    scale: float | None = None
     margin: int = 0
 
     units: ClassVar[MatrixUnits] = FP8_UNITS
     measures: ClassVar[int] = 0
 
     def __post_init__(self) -> None:
-        if not (self.scale > 0.0 and math.isfinite(self.scale)):
-            raise ValueError(f"scale={self.scale} of StaticScaling must be positive and finite")
-        if not isinstance(self.margin, int) or isinstance(self.margin, bool):
-            raise ValueError(f"margin={self.margin!r} of StaticScaling must be an integer")
+        if self.scale is not None:
+            require_number("scale", self.scale, "1.0", of="StaticScaling")
+            if not self.scale > 0.0:
+                raise ValueError(
+                    f"scale={self.scale} of StaticScaling must be positive and finite: values are divided by it. "
+                    "Give None if calibration is to find it"
+                )
+        require_margin(self.margin, of="StaticScaling")
 
     @property
     def first_row(self) -> tuple[float, ...]:
-        """The scale, and the largest amax of calibration so far."""
-        return (self.scale, 0.0)
+        """The scale, infinite until calibration finds it; and the largest amax of calibration so far."""
+        # Not NaN: `jax.debug_nans` would stop where the model is converted, not where the scale is used.
+        return (math.inf if self.scale is None else self.scale, 0.0)
 
     @property
     def _tensorwise(self) -> DelayedScaling:
@@ -90,6 +99,12 @@ class StaticScaling(AbstractStatefulScaling):
         measured: Float32[Array, "*ensemble operands 1"],
         limits: tuple[float, ...],
     ) -> Float32[Array, "*ensemble operands columns"]:
-        """The scale from the largest amax of all batches so far."""
-        largest = lax.max(measured, lax.slice_in_dim(rows, 1, 2, axis=rows.ndim - 1))
-        return self._tensorwise.update(rows, largest, limits)
+        """The scale from the largest amax of all batches so far; 0 where none was above zero and no scale is known."""
+        axis = rows.ndim - 1
+        largest = lax.max(measured, lax.slice_in_dim(rows, 1, 2, axis=axis))
+        updated = self._tensorwise.update(rows, largest, limits)
+        scale, amax = lax.slice_in_dim(updated, 0, 1, axis=axis), lax.slice_in_dim(updated, 1, 2, axis=axis)
+        # Microbatches are combined by maximum, in which what one of them did not find must not win. State is not
+        # overwritten by a scale of 0.
+        known = lax.select(lax.is_finite(scale), scale, lax.full_like(scale, 0.0))
+        return lax.concatenate([known, amax], axis)

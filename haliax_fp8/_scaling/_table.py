@@ -1,14 +1,19 @@
-"""The state of an op as one array: a row for each operand, which that operand's scaling reads and writes."""
+"""The state of an op as one array: a row for each operand, which that operand's scaling reads and writes.
+
+A row begins with the scale and ends with its guard (see `_guard.py`); between them lies what the scaling remembers.
+"""
 
 import functools
 from collections.abc import Sequence
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jaxtyping import Array, Float32
 
 from ._base import AbstractScaling, AbstractStatefulScaling
+from ._guard import checked, guard_of
 
 
 type Table = Float32[Array, "*ensemble operands columns"]
@@ -19,10 +24,34 @@ def first_table(scalings: Sequence[AbstractScaling]) -> np.ndarray | None:
     if not any(isinstance(scaling, AbstractStatefulScaling) for scaling in scalings):
         return None
     rows = [s.first_row if isinstance(s, AbstractStatefulScaling) else (1.0,) for s in scalings]
-    table = np.zeros((len(rows), max(map(len, rows))), np.float32)
+    table = np.zeros((len(rows), max(map(len, rows)) + 1), np.float32)
     for row, values in zip(table, rows, strict=True):
         row[: len(values)] = values
+    with jax.ensure_compile_time_eval():
+        table[:, -1] = np.asarray(guard_of(jnp.asarray(table[:, 0])))
     return table
+
+
+def guarded(rows: Array) -> Array:
+    """Rows without guards, with those of their scales behind them."""
+    return lax.concatenate([rows, guard_of(lax.slice_in_dim(rows, 0, 1, axis=rows.ndim - 1))], rows.ndim - 1)
+
+
+def unguarded(table: Array) -> Array:
+    """The rows of a table without their guards."""
+    return lax.slice_in_dim(table, 0, table.shape[-1] - 1, axis=table.ndim - 1)
+
+
+def scales_in(table: Array) -> tuple[Array, Array]:
+    """The scales of rows as products take them: exact, and rounded up; NaN where something else changed the row."""
+    axis = table.ndim - 1
+    first, last = (lax.index_in_dim(table, i, axis=axis, keepdims=False) for i in (0, table.shape[axis] - 1))
+    return checked(first, last)
+
+
+def record_length(scalings: Sequence[AbstractScaling]) -> int:
+    """How many numbers a record has: exact scales, then rounded ones; as a gradient, what a step measured."""
+    return max(2, measures(scalings)) * len(scalings)
 
 
 def measures(scalings: Sequence[AbstractScaling]) -> int:
@@ -48,9 +77,9 @@ def updated(
         width = len(scaling.first_row)
         old = _rows_of(table, members, width)
         new = scaling.update(old, _rows_of(measured, members, scaling.measures), tuple(limits[row] for row in members))
-        if len(members) == len(scalings) and width == table.shape[-1]:
+        new = guarded(lax.concatenate([new, _rows_of(table, members, table.shape[-1] - 1, start=width)], operands + 1))
+        if len(members) == len(scalings):
             return new
-        new = lax.concatenate([new, _rows_of(table, members, table.shape[-1], start=width)], operands + 1)
         rows |= {row: lax.slice_in_dim(new, i, i + 1, axis=operands) for i, row in enumerate(members)}
     kept = (row for row in range(len(scalings)) if row not in rows)
     rows |= {row: lax.slice_in_dim(table, row, row + 1, axis=operands) for row in kept}
@@ -64,7 +93,7 @@ def completion(table: Array, record: Array, scalings: Sequence[AbstractScaling],
 
     Args:
         table: This step's, `[*ensemble, ops * operands, columns]`.
-        record: `[*ensemble, ops * operands * measures]`.
+        record: `[*ensemble, ops * record_length]`; first what was measured, an operand's numbers one after the other.
         scalings: Of each operand of an op.
         limits: The largest value of each operand's format.
 
@@ -73,11 +102,13 @@ def completion(table: Array, record: Array, scalings: Sequence[AbstractScaling],
         changes, and the first columns of the new one.
     """
     ensemble, rows = table.shape[:-2], table.shape[-2]
-    ops, columns = rows // len(scalings), record.shape[-1] // rows
-    measured = lax.reshape(record, (*ensemble, rows, columns))
+    ops, columns = rows // len(scalings), measures(scalings)
+    of_ops = lax.reshape(record, (*ensemble, ops, record_length(scalings)))
+    of_ops = lax.slice_in_dim(of_ops, 0, len(scalings) * columns, axis=len(ensemble) + 1)
+    measured = lax.reshape(of_ops, (*ensemble, rows, columns))
     # Where nothing in the program uses an op, JAX gives 0 for all that it has. One whose operands are all zero in a
     # step is taken for one of these.
-    of_ops = lax.abs(lax.reshape(record, (*ensemble, ops, len(scalings) * columns)))
+    of_ops = lax.abs(of_ops)
     # A few slices, that XLA fuses with what follows; a reduction would be a kernel of its own.
     axis = len(ensemble) + 1
     parts = [lax.slice_in_dim(of_ops, i, i + 1, axis=axis) for i in range(of_ops.shape[axis])]
@@ -144,11 +175,18 @@ def _change(changes: Array, head: Array) -> Array:
 
 
 def _heads(table: Array, measured: Array, scalings: Sequence[AbstractScaling], limits: Sequence[float]) -> Array:
+    """The first columns after a step; NaN for a row that is not as its last update left it, so that it stays so."""
     ops = table.shape[-2] // len(scalings)
     if (scaling := _of_all(scalings)) is not None:
-        return scaling.head(table, measured, tuple(limits) * ops)
-    in_ops = lambda x: lax.reshape(x, (*x.shape[:-2], ops, len(scalings), x.shape[-1]))
-    return lax.reshape(updated(in_ops(table), in_ops(measured), scalings, limits), table.shape)
+        measured = lax.slice_in_dim(measured, 0, scaling.measures, axis=measured.ndim - 1)
+        head = scaling.head(table, measured, tuple(limits) * ops)
+    else:
+        in_ops = lambda x: lax.reshape(x, (*x.shape[:-2], ops, len(scalings), x.shape[-1]))
+        new = updated(in_ops(table), in_ops(measured), scalings, limits)
+        head = unguarded(lax.reshape(new, table.shape))
+    scale, _ = scales_in(table)
+    broken = lax.broadcast_in_dim(lax.ne(scale, scale), head.shape, range(scale.ndim))
+    return lax.select(broken, lax.full_like(head, np.nan), head)
 
 
 def _assembled(table: Array, change: Array, scalings: Sequence[AbstractScaling], otherwise: Array) -> Array:
@@ -158,6 +196,7 @@ def _assembled(table: Array, change: Array, scalings: Sequence[AbstractScaling],
     new = lax.slice_in_dim(change, 1, None, axis=axis)
     if (scaling := _of_all(scalings)) is not None:
         new = lax.concatenate([new, scaling.tail(table)], axis)
+    new = guarded(new)
     return lax.select(lax.broadcast_in_dim(changes, table.shape, range(table.ndim)), new, otherwise)
 
 

@@ -12,7 +12,7 @@ rounds the state.
 A gradient carries the new state: the cotangents of `scale` and `amax_history` are their next values. JAX adds the
 cotangents of a value that is used twice. Cast state to `fp32_max_grad` inside the differentiated function, and the
 maximum is taken instead. These functions do not know `vmap` over examples with one state for all: it adds the
-cotangents too, and refuses `fp32_max_grad` with a `TypeError`. `Fp8DotGeneral` has neither limit.
+cotangents too, and with `fp32_max_grad` JAX raises an error. `Fp8DotGeneral` has neither limit.
 """
 
 from .._state import fp32_max_grad

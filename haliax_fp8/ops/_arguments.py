@@ -7,14 +7,13 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Shaped
 
-from .._formats import E4M3, E4M3FNUZ, E5M2, E5M2FNUZ, Format
+from .._formats import FORMATS, Format
 from .._state import is_max_grad, to_float32, to_max_grad
 
 
 Values = Float[ArrayLike, "*shape"]
 Scale = Shaped[ArrayLike, "..."]  # `Shaped`, as `Float` refuses `fp32_max_grad`.
 History = Shaped[ArrayLike, " length"]
-_FORMATS = {format.dtype: format for format in (E4M3, E5M2, E4M3FNUZ, E5M2FNUZ)}
 
 
 def dtype_of(name: str, value: Any) -> np.dtype:
@@ -28,9 +27,9 @@ def dtype_of(name: str, value: Any) -> np.dtype:
 def format_of(name: str, value: Any) -> Format:
     """The format of an argument that has to be an FP8 dtype."""
     dtype = dtype_of(name, value)
-    if dtype not in _FORMATS:
-        raise ValueError(f"{name}={dtype} is not an FP8 dtype; use one of {', '.join(map(str, _FORMATS))}")
-    return _FORMATS[dtype]
+    if dtype not in FORMATS:
+        raise ValueError(f"{name}={dtype} is not an FP8 dtype; use one of {', '.join(map(str, FORMATS))}")
+    return FORMATS[dtype]
 
 
 def wide_dtype(name: str, value: Any) -> np.dtype:
@@ -67,6 +66,17 @@ def state_of(name: str, value: ArrayLike) -> Array:
         raise ValueError(
             f"{name}.dtype={array.dtype}, but scales and amax histories have to be float32 or fp32_max_grad; "
             f"leave them out of casts of the whole model, or cast back with {name}.astype(jnp.float32)"
+        )
+    return array
+
+
+def scale_of(name: str, value: ArrayLike) -> Array:
+    """A scale that goes with a history: that of a whole tensor, `()` or `(1,)`."""
+    array = state_of(name, value)
+    if array.size != 1:
+        raise ValueError(
+            f"{name}.shape={array.shape}, but the scale of a tensor has to be () or (1,); were {name} and amax_history "
+            "exchanged? For stacked state, use jax.vmap"
         )
     return array
 

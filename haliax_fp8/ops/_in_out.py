@@ -13,6 +13,7 @@ from ._arguments import (
     Values,
     format_of,
     history_of,
+    scale_of,
     state_of,
     wide,
     wide_dtype,
@@ -45,7 +46,7 @@ def in_q(
         >>> in_q(jnp.float32, jnp.float8_e4m3fn, 3.0, jnp.array(1.0), jnp.array([896.0, 0.0]))
         (Array(1.5, dtype=float8_e4m3fn), Array(2., dtype=float32))
     """
-    return _in_q(compute_dtype, q_dtype, wide("inp", inp), state_of("scale", scale), history_of(amax_history))
+    return _in_q(compute_dtype, q_dtype, wide("inp", inp), scale_of("scale", scale), history_of(amax_history))
 
 
 def out_dq(dq_type: DTypeLike, lhs_scale: Scale, rhs_scale: Scale, out: Values) -> Float[Array, "*shape"]:
@@ -103,7 +104,7 @@ def in_qdq(
         >>> jax.grad(reuse, (2, 3))(2.0, 3.0, jnp.array(1.0), jnp.zeros(3))
         (Array(1., dtype=float32), Array([3., 0., 0.], dtype=float32))
     """
-    return _in_qdq(compute_dtype, q_dtype, wide("inp", inp), state_of("scale", scale), history_of(amax_history))
+    return _in_qdq(compute_dtype, q_dtype, wide("inp", inp), scale_of("scale", scale), history_of(amax_history))
 
 
 def out_qdq(
@@ -134,7 +135,7 @@ def out_qdq(
     """
     # Checked here, as only the backward pass uses them.
     compute_dtype, q_dtype = wide_dtype("compute_dtype", compute_dtype), format_of("q_dtype", q_dtype).dtype
-    return _out_qdq(compute_dtype, q_dtype, wide("out", out), state_of("scale", scale), history_of(amax_history))
+    return _out_qdq(compute_dtype, q_dtype, wide("out", out), scale_of("scale", scale), history_of(amax_history))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))

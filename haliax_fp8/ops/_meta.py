@@ -5,7 +5,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float, Shaped
 
 from .._state import to_float32
-from ._arguments import History, Scale, Values, floating, format_of, history_of, like, state_of, wide_dtype
+from ._arguments import History, Scale, Values, floating, format_of, history_of, like, scale_of, state_of, wide_dtype
 
 
 def get_fp8_max(fp8_dtype: DTypeLike, out_dtype: DTypeLike) -> Float[Array, ""]:
@@ -104,5 +104,5 @@ def update_fp8_meta(
         (Array(2., dtype=float32), Array([  7., 896.], dtype=float32))
     """
     amax = jnp.max(to_float32(history_of(amax_history)))
-    new_scale = compute_scale(amax, scale, get_fp8_max(q_dtype, jnp.float32))
+    new_scale = compute_scale(amax, scale_of("scale", scale), get_fp8_max(q_dtype, jnp.float32))
     return new_scale, compute_amax_history(x, amax_history)

@@ -2,8 +2,8 @@
 
     report = preflight(step, model, opt_state, batch, target="h100")
 
-Needs no accelerator and no driver. The NVIDIA targets need the package `jax-cuda13-pjrt`, the TPU targets `libtpu`:
-`pip install 'haliax-fp8[preflight]'`, `pip install 'haliax-fp8[preflight-tpu]'`.
+Needs no accelerator and no driver, but XLA's compiler for the device, which `python -m haliax_fp8 install-compiler`
+gets.
 """
 
 from .._peaks import Peaks as Peaks

@@ -9,7 +9,7 @@ from ._destination import destinations, matching
 from ._dimensions import Dimensions, dimensions
 from ._hlo import Computation, Instruction, Module, parse_hlo
 from ._loops import trip_count
-from ._origin import Origin, origin
+from ._origin import Entering, Origin, entering, origin
 from ._product import Product
 from ._program import Collective, Kernels, Opaque, Program
 from ._reason import Evidence, indivisible, judge
@@ -29,6 +29,7 @@ COLLECTIVES = (
     "collective-broadcast",
     "ragged-all-to-all",
 )
+_SMALL = 10**6
 # Custom calls that say nothing of what they compute.
 _OPAQUE = ("__gpu$xla.gpu.triton", "tpu_custom_call", "mosaic_gpu", "__cudnn$fmha", "triton_kernel_call")
 
@@ -50,7 +51,7 @@ def analyze(compiled: Compiled, target: Target, known: Mapping[str, str] | None 
     products: list[Product] = []
     collectives: list[Collective] = []
     opaque: list[Opaque] = []
-    count = moved = 0
+    count = moved = small = 0
     for kernel in kernels(entry_sites(module)):
         if not is_kernel(kernel):
             continue
@@ -66,10 +67,11 @@ def analyze(compiled: Compiled, target: Target, known: Mapping[str, str] | None 
         else:
             count += kernel.executions
             moved += kernel.executions * touched(kernel)
+            small += kernel.executions * (touched(kernel) < _SMALL)
     loops = _found(module, "while")
     return Program(
         products=tuple(products),
-        others=Kernels(count, moved),
+        others=Kernels(count, moved, small),
         collectives=tuple(collectives),
         opaque=tuple(opaque),
         memory=compiled.memory,
@@ -108,7 +110,7 @@ class _Reader:
         scope = site.instruction.op_name or kernel.instruction.op_name
         written = self.written.find(scope, size)
         if written is not None:
-            size = size.without_padding(written.size)
+            size = size.as_written(written.size)
         lhs, rhs = (origin(operand) for operand in site.operands[:2])
         weight = _weight(lhs, rhs, written)
         made = self._makes(site)
@@ -121,7 +123,8 @@ class _Reader:
         if not arguments and its_role != "wgrad":
             arguments = weight.arguments
         layer = " + ".join(dict.fromkeys(map(layer_of, arguments)))
-        verdict, reason = judge(Evidence(size, scope, layer, lhs, rhs, written), self.target, self.known)
+        evidence = Evidence(size, scope, layer, lhs, rhs, written, _entering(kernel, site))
+        verdict, reason = judge(evidence, self.target, self.known)
         return Product(
             layer=layer,
             role=its_role,
@@ -130,12 +133,16 @@ class _Reader:
             m=size.m,
             n=size.n,
             k=size.k,
-            lhs=size.lhs.dtype,
-            rhs=size.rhs.dtype,
+            lhs=evidence.read[0],
+            rhs=evidence.read[1],
+            widened=evidence.widened,
             out=_stored_dtype(kernel, size),
             compute=weight.dtype if arguments and arguments == weight.arguments else "",
+            written=_widest(size if written is None else written.size),
+            block_scaled=evidence.block_scaled,
             indivisible=indivisible(size),
             kernel=_kernel_name(kernel, site),
+            groups=_groups(size, written),
             executions=site.executions,
             bytes=touched(kernel),
             verdict=verdict,
@@ -148,6 +155,24 @@ class _Reader:
         if len(self.outputs) <= max(places, default=0):
             return ()
         return matching([self.outputs[place] for place in places], self.arguments)
+
+
+def _widest(size: Dimensions) -> str:
+    """The element type of the wider operand."""
+    return max((size.lhs, size.rhs), key=lambda shape: shape.bits).dtype
+
+
+def _entering(kernel: Site, site: Site) -> tuple[Entering | None, Entering | None]:
+    """The arrays that a kernel of Triton's reads a product's operands from."""
+    if not _is_triton(kernel):
+        return None, None
+    lhs, rhs = (entering(kernel, operand) for operand in site.operands[:2])
+    return lhs, rhs
+
+
+def _groups(size: Dimensions, written: Written | None) -> int:
+    """How many kernels a row is multiplied by, where a grouped product became a dense one."""
+    return 1 if written is None or size.groups > 1 else written.size.groups
 
 
 def _weight(lhs: Origin, rhs: Origin, written: Written | None) -> Origin:
@@ -182,10 +207,13 @@ def _kernel_name(kernel: Site, site: Site) -> str:
         return _LIBRARY_NAMES.get(name, name)
     if kernel is site:
         return instruction.opcode
-    kind = kernel.instruction.config.get("fusion_backend_config", {}).get("kind", "")
-    if "triton" in kind:
-        return f"Triton {instruction.opcode}"
-    return f"fused {instruction.opcode}"
+    return f"{'Triton' if _is_triton(kernel) else 'fused'} {instruction.opcode}"
+
+
+def _is_triton(kernel: Site) -> bool:
+    """Whether a fusion is compiled by Triton: XLA calls it `__triton_gemm` or `__triton_nested_gemm_fusion`."""
+    config = kernel.instruction.config.get("fusion_backend_config", {})
+    return is_fusion(kernel.instruction) and "triton" in config.get("kind", "")
 
 
 def _is_opaque(kernel: Site) -> bool:

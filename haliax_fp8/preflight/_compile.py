@@ -13,6 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from .._xla_flags import XlaFlags
 from ._program import Memory
 from ._source import dotted
 from ._target import Target
@@ -47,6 +48,7 @@ def compile_for(
     target: Target,
     mesh: Mesh,
     shardings: Any = None,
+    flags: XlaFlags,
     compiler_options: Mapping[str, Any] | None = None,
 ) -> Compiled:
     """Compiles a function of trees.
@@ -57,6 +59,7 @@ def compile_for(
         target: What to compile for.
         mesh: Devices of the target.
         shardings: A tree of `PartitionSpec`s for `args`, or a prefix of one; None takes what arrays are sharded by.
+        flags: The user's, those of the environment included.
         compiler_options: Beside those of the target.
 
     Returns:
@@ -75,7 +78,7 @@ def compile_for(
             traced = jax.jit(inputs.call, donate_argnums=0).trace(given, rest)
         lowered = traced.lower()
         written = lowered.as_text("hlo", debug_info=True)
-        options = {**target.compiler_options(written), **(compiler_options or {})}
+        options = {**target.compiler_options(flags), **(compiler_options or {})}
         compiled = lowered.compile(compiler_options=options)
     text, memory = compiled.as_text(), _memory(compiled.memory_analysis())
     assert text is not None

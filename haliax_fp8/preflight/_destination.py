@@ -13,7 +13,7 @@ from ._walk import Site, is_fusion, subprograms
 _ELEMENTWISE = {
     *("add", "subtract", "multiply", "divide", "maximum", "minimum", "negate", "abs", "sqrt", "rsqrt", "power"),
     *("select", "clamp", "convert", "copy", "bitcast", "transpose", "reshape", "reduce-precision", "sign"),
-    *("slice", "pad", "dynamic-slice", "concatenate", "optimization-barrier", "copy-start", "copy-done"),
+    *("slice", "pad", "dynamic-slice", "concatenate", "opt-barrier", "copy-start", "copy-done"),
     *("all-reduce", "all-reduce-start", "all-reduce-done", "reduce-scatter", "reduce-scatter-start"),
     *("reduce-scatter-done", "all-gather", "all-gather-start", "all-gather-done", "async-done", "fusion-done"),
     *("all-to-all", "collective-permute", "collective-permute-start", "collective-permute-done"),

@@ -22,6 +22,8 @@ class Dimensions:
         rhs: The second operand.
         out: The result.
         block_scaled: Whether the operands come with a scale for each block.
+        groups: Of a grouped product, how many groups there are, of which each row meets one: `n`, `m` and `k` are those
+            of a single group.
     """
 
     batch: int
@@ -32,6 +34,7 @@ class Dimensions:
     rhs: Shape
     out: Shape
     block_scaled: bool = False
+    groups: int = 1
 
     def same_as(self, other: "Dimensions") -> bool:
         """Whether the sizes are those of another product, or of its transpose.
@@ -50,12 +53,16 @@ class Dimensions:
         m, n, k = (-(-size // multiple) * multiple for size in (self.m, self.n, self.k))
         return dataclasses.replace(self, m=m, n=n, k=k)
 
-    def without_padding(self, written: "Dimensions") -> "Dimensions":
-        """With the sizes that a product was written with, if these are those padded to multiples of 16.
+    def as_written(self, written: "Dimensions") -> "Dimensions":
+        """With the sizes that a product was written with, if these are those padded to multiples of 16; or those of a
+        sum that XLA split in several, to add them up afterwards.
 
         Args:
-            written: The sizes before padding.
+            written: The sizes before.
         """
+        if self.batch > written.batch and self.batch * self.k == written.batch * written.k:
+            whole = dataclasses.replace(self, batch=written.batch, k=written.k)
+            return whole if whole.same_as(written) else self
         padded = written.padded_to(16)
         if not padded.same_as(self):
             return self
@@ -124,8 +131,11 @@ def _of_ragged_dot(site: Site) -> Dimensions:
     batch = math.prod(lhs.dims[axis] for axis in instruction.ints("lhs_batch_dims"))
     contract = instruction.ints("lhs_contracting_dims")
     k = math.prod(lhs.dims[axis] for axis in contract)
-    groups = math.prod(rhs.dims[axis] for axis in instruction.ints("rhs_group_dims"))
-    return Dimensions(batch, lhs.size // (batch * k), rhs.size // (batch * k * groups), k, lhs, rhs, _result(site))
+    kernels = math.prod(rhs.dims[axis] for axis in instruction.ints("rhs_group_dims"))
+    m, n = lhs.size // (batch * k), rhs.size // (batch * k * kernels)
+    # The third operand is the sizes of the groups.
+    groups = site.operands[2].instruction.shape.dims[-1]
+    return Dimensions(batch, m, n, k, lhs, rhs, _result(site), groups=groups)
 
 
 def _of_custom_call(site: Site) -> Dimensions | None:

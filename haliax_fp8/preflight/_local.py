@@ -7,6 +7,7 @@ from typing import Any
 import jax
 
 from .._device import Device
+from .._xla_flags import XlaFlags
 from ._target import Target
 
 
@@ -19,8 +20,8 @@ class LocalTarget(Target):
         """The default device."""
         return Device.default()
 
-    def compiler_options(self, program: str) -> Mapping[str, Any]:
-        """None."""
+    def compiler_options(self, flags: XlaFlags) -> Mapping[str, Any]:
+        """None: the flags in the environment are XLA's own business."""
         return {}
 
     @property

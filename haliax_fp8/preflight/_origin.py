@@ -33,7 +33,7 @@ class Origin:
 # Instructions that hand on the values of one operand, and which one.
 _HANDED_ON = {
     **dict.fromkeys(("convert", "bitcast", "bitcast-convert", "copy", "transpose", "reshape", "slice", "pad"), 0),
-    **dict.fromkeys(("dynamic-slice", "optimization-barrier", "reduce-precision", "copy-start", "copy-done"), 0),
+    **dict.fromkeys(("dynamic-slice", "opt-barrier", "reduce-precision", "copy-start", "copy-done"), 0),
     **dict.fromkeys(("all-gather", "all-gather-start", "all-gather-done", "all-to-all", "collective-permute"), 0),
     **dict.fromkeys(("collective-permute-start", "collective-permute-done", "async-done", "reverse"), 0),
     **dict.fromkeys(("clamp", "dynamic-update-slice"), 1),
@@ -76,6 +76,38 @@ def origin(site: Site) -> Origin:
             padded |= instruction.opcode == "pad"
     narrowest = min(wide, key=lambda shape: shape.bits).dtype if wide else ""
     return Origin(arguments, narrowest, quantized, rescaled and bool(quantized), in_blocks and bool(quantized), padded)
+
+
+@dataclasses.dataclass(frozen=True)
+class Entering:
+    """The array that a kernel reads an operand of its product from.
+
+    Args:
+        dtype: Its element type in memory.
+        in_blocks: Whether the kernel multiplies it by several numbers, as with a scale for each block.
+    """
+
+    dtype: str
+    in_blocks: bool
+
+
+def entering(kernel: Site, operand: Site) -> Entering | None:
+    """Follows an operand back to where it comes into a fusion: through casts, scales and what only moves elements.
+
+    Args:
+        kernel: The fusion.
+        operand: An operand of an instruction within it.
+
+    Returns:
+        What is known of the array; None if the fusion computes the operand in another way.
+    """
+    in_blocks = False
+    for step in _way(operand):
+        if step.computation is kernel.computation:
+            return Entering(step.instruction.shape.dtype, in_blocks)
+        if step.instruction.opcode in ("multiply", "divide"):
+            in_blocks |= not any(map(_repeats_one_number, step.operands))
+    return None
 
 
 def _way(site: Site) -> Iterator[Site]:

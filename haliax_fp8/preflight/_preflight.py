@@ -3,8 +3,11 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from .._device import Device
+from .._xla_flags import TRITON_PRODUCTS, XlaFlags
 from ._analysis import analyze
 from ._compile import MeshLike, compile_for, make_mesh
+from ._program import Program
 from ._report import PreflightReport
 from ._target import Target
 from ._targets import target_of
@@ -20,11 +23,13 @@ def preflight(
     compare: Callable[..., Any] | tuple[Callable[..., Any], tuple[Any, ...]] | None = None,
     known: Mapping[str, str] | None = None,
     compiler_options: Mapping[str, Any] | None = None,
+    other_setting: bool = True,
     progress: Callable[[str], None] | None = None,
 ) -> PreflightReport:
     """Says what a training step will run on a device, and in which format, before there is one.
 
-    The step is compiled, not run; no array is allocated.
+    The step is compiled, not run; no array is allocated. XLA gets the flags that it would get where the step runs:
+    those of the environment (`XLA_FLAGS`) and `compiler_options`, else its defaults.
 
     Args:
         step_fn: The step: any callable, jitted or not.
@@ -37,7 +42,11 @@ def preflight(
             arrays are sharded by, where the mesh has those axes.
         compare: A baseline: another step with the same arguments, or `(step, arguments)`.
         known: Reasons why layers stay in high precision, by their paths, for the report to name; `describe` has them.
-        compiler_options: XLA's, beside those of the target.
+        compiler_options: XLA's, as in `jax.jit(compiler_options=...)`: they count before the environment's flags.
+            A step that passes some to its own `jit` tells the preflight, with a method
+            `compiler_options(*args, device=device)`.
+        other_setting: For NVIDIA's GPUs, whether the report says what changes with the other setting of
+            `xla_gpu_enable_triton_gemm`. The step is compiled once more for that, when the report is first shown.
         progress: Called with what begins, such as `compiling the step`.
 
     Returns:
@@ -55,19 +64,43 @@ def preflight(
     """
     say = progress or (lambda _: None)
     chosen = target_of(target)
+    given = {**_own_options(step_fn, args, chosen.device), **(compiler_options or {})}
+    flags = XlaFlags.of_environment().with_options(given)
     its_mesh = make_mesh(chosen, devices, mesh)
 
-    def program(function: Callable[..., Any], arguments: tuple[Any, ...]):
+    def program(function: Callable[..., Any], arguments: tuple[Any, ...], flags: XlaFlags, options: Mapping[str, Any]):
         compiled = compile_for(
-            function, arguments, target=chosen, mesh=its_mesh, shardings=shardings, compiler_options=compiler_options
+            function,
+            arguments,
+            target=chosen,
+            mesh=its_mesh,
+            shardings=shardings,
+            flags=flags,
+            compiler_options=options,
         )
         return analyze(compiled, chosen, known)
 
+    def with_other_setting() -> Program:
+        options = {**given, TRITON_PRODUCTS: not flags.triton_products}
+        return program(step_fn, args, flags.with_options(options), options)
+
     say(f"compiling the step for {chosen.kind}")
-    step = program(step_fn, args)
+    step = program(step_fn, args, flags, given)
     baseline = None
     if compare is not None:
         say(f"compiling the baseline for {chosen.kind}")
         other, other_args = compare if isinstance(compare, tuple) else (compare, args)
-        baseline = program(other, other_args)
-    return PreflightReport(chosen, dict(its_mesh.shape), step, baseline)
+        baseline = program(other, other_args, flags, given)
+    has_setting = other_setting and chosen.device.platform == "cuda"
+    return PreflightReport(
+        chosen, dict(its_mesh.shape), step, baseline, flags, with_other_setting if has_setting else None
+    )
+
+
+def _own_options(step_fn: Callable[..., Any], args: tuple[Any, ...], device: Device) -> dict[str, Any]:
+    """What a step passes to its own `jit`.
+
+    The program does not show it: JAX refuses options of a `jit` within another, so that a traced step passes none.
+    """
+    options: Callable[..., Mapping[str, Any]] | None = getattr(step_fn, "compiler_options", None)
+    return {} if options is None else {**options(*args, device=device)}

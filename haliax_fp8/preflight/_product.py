@@ -8,7 +8,7 @@ class Verdict(enum.Enum):
     """What became of a product."""
 
     FP8 = "FP8"
-    """Both operands are FP8 (or narrower), and the device multiplies them as they are."""
+    """The kernel reads both operands in FP8 (or narrower), and the device has units that multiply them."""
 
     EMULATED = "emulated"
     """Operands were rounded to FP8, then widened: the product runs in a wider format."""
@@ -29,13 +29,20 @@ class Product:
         m: See above.
         n: See above.
         k: See above.
-        lhs: XLA's name of the first operand's element type, such as `f8e4m3fn`.
+        lhs: XLA's name of the first operand's element type, such as `f8e4m3fn`: as the kernel reads it.
         rhs: Of the second operand's.
+        widened: The element type that the kernel itself widens FP8 operands to before it multiplies them; empty if it
+            multiplies what it reads.
         out: Of the result, as it is written to memory.
         compute: Of the weight where the model multiplies it: before it is quantized, and after a cast to the compute
             dtype; empty if unknown.
+        written: XLA's name of the operands' element type in the program before it was optimized; as compiled if that is
+            unknown.
+        block_scaled: Whether the operands come with a scale for each block.
         indivisible: The dimensions that are no multiple of 16, such as `k=4095`; empty if there are none.
         kernel: What runs it, such as `cublasLt f8`.
+        groups: How many times what was asked for it computes: XLA multiplies every row by the kernels of all groups,
+            and keeps one; 1 if it is no such product.
         executions: How often it runs in one step, loops counted out.
         bytes: What one run reads and writes.
         verdict: What became of it.
@@ -51,10 +58,14 @@ class Product:
     k: int
     lhs: str
     rhs: str
+    widened: str
     out: str
     compute: str
+    written: str
+    block_scaled: bool
     indivisible: str
     kernel: str
+    groups: int
     executions: int
     bytes: int
     verdict: Verdict
@@ -64,6 +75,11 @@ class Product:
     def flops(self) -> int:
         """Of all runs in a step: two for each multiplication and addition."""
         return 2 * self.batch * self.m * self.n * self.k * self.executions
+
+    @property
+    def useful_flops(self) -> int:
+        """Those among them that the model asked for."""
+        return self.flops // self.groups
 
     @property
     def shape(self) -> str:

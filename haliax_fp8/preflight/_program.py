@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from .._peaks import Peaks
+from .._roofline import Roofline
 from ._hlo import Shape
 from ._product import Product, Verdict
 
@@ -33,10 +33,12 @@ class Kernels:
     Args:
         count: How many run in a step.
         bytes: What they read and write, slices and updates in place counted as what they touch.
+        small: How many of them move less than 1 MB: such a kernel takes less time than its start.
     """
 
     count: int
     bytes: int
+    small: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,20 +79,27 @@ class Opaque:
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """Seconds on one device, by the roofline: each kernel takes as long as its FLOPs or its bytes need at the peaks.
+    """Seconds on one device, by the roofline: each kernel takes as long as its FLOPs or its bytes need, and its start.
 
     Args:
         products: Of matrix products.
         others: Of all other kernels.
+        launches: What of both it takes to start kernels.
     """
 
     products: float
     others: float
+    launches: float
 
     @property
     def total(self) -> float:
         """All kernels, one after the other."""
         return self.products + self.others
+
+    @property
+    def is_launch_bound(self) -> bool:
+        """Whether starting kernels takes more time than all the work in them."""
+        return self.launches > self.total / 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,24 +145,32 @@ class Program:
         return self.share(Verdict.FP8)
 
     @property
+    def useful_flops(self) -> int:
+        """What the model asked for of them; XLA computes grouped products for all groups of every row."""
+        return sum(product.useful_flops for product in self.products)
+
+    @property
     def without_fp8(self) -> tuple[Product, ...]:
         """The products that do not run in FP8, the largest first."""
         return tuple(sorted((p for p in self.products if not p.is_fp8), key=lambda p: -p.flops))
 
-    def estimate(self, peaks: Peaks) -> Estimate:
+    def estimate(self, roofline: Roofline) -> Estimate:
         """The roofline estimate.
 
         Args:
-            peaks: What the device does at best.
+            roofline: How fast the device is.
         """
+        runs = sum(product.executions for product in self.products)
         return Estimate(
-            products=sum(_seconds(product, peaks) for product in self.products),
-            others=self.others.bytes / peaks.bandwidth,
+            products=sum(_seconds(product, roofline) for product in self.products),
+            others=roofline.others(self.others.bytes, self.others.count),
+            launches=roofline.launches(runs + self.others.count),
         )
 
 
-def _seconds(product: Product, peaks: Peaks) -> float:
+def _seconds(product: Product, roofline: Roofline) -> float:
     """At the rate of the wider operand; FP8 operands on a device without FP8 are multiplied as bfloat16."""
-    wider = max((product.lhs, product.rhs), key=lambda dtype: Shape(dtype).bits)
-    rate = peaks.bf16 if Shape(wider).bits == 8 and not product.is_fp8 else peaks.flops(wider)
-    return max(product.flops / rate, product.executions * product.bytes / peaks.bandwidth)
+    wider = product.widened or max((product.lhs, product.rhs), key=lambda dtype: Shape(dtype).bits)
+    dtype = "bf16" if Shape(wider).bits <= 8 and not product.is_fp8 else wider
+    moved = product.executions * product.bytes
+    return roofline.products(dtype, product.flops, moved, product.executions, in_blocks=product.block_scaled)

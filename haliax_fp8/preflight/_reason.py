@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from ._dimensions import Dimensions
-from ._origin import Origin
+from ._origin import Entering, Origin
 from ._product import Verdict
 from ._source import asks_for_fp8, rotates
 from ._target import Target
@@ -22,6 +22,7 @@ class Evidence:
         lhs: Where the first operand comes from.
         rhs: Where the second operand comes from.
         written: The product before optimization, if it is known.
+        entering: Of a product within a kernel of Triton's, the arrays that the kernel reads its operands from.
     """
 
     size: Dimensions
@@ -30,11 +31,36 @@ class Evidence:
     lhs: Origin
     rhs: Origin
     written: Written | None = None
+    entering: tuple[Entering | None, Entering | None] = (None, None)
 
     @property
-    def dtypes(self) -> tuple[str, str]:
-        """The element types of the operands."""
+    def multiplied(self) -> tuple[str, str]:
+        """The element types that are multiplied."""
         return self.size.lhs.dtype, self.size.rhs.dtype
+
+    @property
+    def read(self) -> tuple[str, str]:
+        """The element types that the kernel reads, if it widens two operands in FP8; else those that are multiplied."""
+        first, second = self.entering
+        if any(map(is_narrow, self.multiplied)) or first is None or second is None:
+            return self.multiplied
+        dtypes = first.dtype, second.dtype
+        return dtypes if all(map(is_narrow, dtypes)) else self.multiplied
+
+    @property
+    def widened(self) -> str:
+        """The element type that the kernel widens FP8 operands to; empty if it multiplies what it reads."""
+        return self.size.lhs.dtype if self.read != self.multiplied else ""
+
+    @property
+    def scaled_inside(self) -> bool:
+        """Whether a kernel that widens its operands multiplies them by scales of blocks."""
+        return bool(self.widened) and any(entry is not None and entry.in_blocks for entry in self.entering)
+
+    @property
+    def block_scaled(self) -> bool:
+        """Whether operands come with a scale for each block, as compiled or as written."""
+        return self.size.block_scaled or (self.written is not None and self.written.size.block_scaled)
 
     @property
     def origins(self) -> tuple[Origin, Origin]:
@@ -53,10 +79,9 @@ def judge(evidence: Evidence, target: Target, known: Mapping[str, str]) -> tuple
     Returns:
         The verdict, and the reason; empty for a product in FP8.
     """
-    narrow = [dtype for dtype in evidence.dtypes if dtype.startswith(("f8", "f4"))]
-    if len(narrow) == 2:
-        reasons = [target.lacks(dtype) for dtype in narrow]
-        if evidence.size.block_scaled:
+    if all(map(is_narrow, evidence.read)) and not evidence.scaled_inside:
+        reasons = [target.lacks(dtype) for dtype in evidence.read]
+        if evidence.block_scaled:
             reasons.append(target.lacks_block_scaling())
         lacking = [reason for reason in reasons if reason is not None]
         return (Verdict.EMULATED, lacking[0]) if lacking else (Verdict.FP8, "")
@@ -80,7 +105,16 @@ def _why_emulated(evidence: Evidence, quantized: list[str], target: Target) -> s
             return reason
     if sizes := indivisible(evidence.size):
         return f"{sizes}: FP8 products need multiples of 16"
-    return f"XLA widened the FP8 operands to {wide}"
+    return f"the product reads {wide}: XLA widened the FP8 operands in other kernels"
+
+
+def is_narrow(dtype: str) -> bool:
+    """Whether an element type is FP8 or narrower.
+
+    Args:
+        dtype: XLA's name.
+    """
+    return dtype.startswith(("f8", "f4"))
 
 
 def indivisible(size: Dimensions) -> str:

@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .._peaks import Peaks
+from .._roofline import FASTEST, LIKELY, SLOWEST, Roofline
 from ._product import Product, Verdict
 from ._program import Program
 from ._source import place
@@ -20,6 +21,7 @@ class Page:
     """What is shown of a report.
 
     Args:
+        flags: The first line: what XLA was told.
         headline: The one line that matters.
         step: The step.
         baseline: What it is compared with; None if there is nothing.
@@ -28,6 +30,7 @@ class Page:
         caveats: What the report does not know.
     """
 
+    flags: str
     headline: str
     step: Program
     baseline: Program | None
@@ -45,10 +48,14 @@ class Page:
         """The caveats, and the peaks that times are estimated with."""
         if self.peaks is None:
             return self.caveats
+        likely, ends = LIKELY, (SLOWEST, FASTEST)
         return (
             *self.caveats,
-            f"times are a roofline estimate with {self.peaks.fp8 / 1e12:.5g} TFLOP/s in FP8, "
-            f"{self.peaks.bf16 / 1e12:.4g} in bf16, {self.peaks.bandwidth / 1e12:.3g} TB/s ({self.peaks.source})",
+            f"times are a roofline estimate: {likely.fp8_flops} of {self.peaks.fp8 / 1e12:.5g} TFLOP/s in FP8, "
+            f"{likely.flops} of {self.peaks.bf16 / 1e12:.4g} in bf16, {likely.bandwidth} of "
+            f"{self.peaks.bandwidth / 1e12:.3g} TB/s ({self.peaks.source}), {1e6 * likely.launch:g} µs to start a "
+            f"kernel; ranges are what was measured: {ends[0].fp8_flops} to {ends[1].fp8_flops} in FP8, "
+            f"{ends[0].bandwidth} to {ends[1].bandwidth} of the bandwidth, starts counted or hidden",
         )
 
 
@@ -109,18 +116,26 @@ def totals(page: Page) -> list[tuple[str, ...]]:
     Args:
         page: What is shown.
     """
-    figures: list[tuple[str, Callable[[Program], str]]] = [
-        ("FLOPs in FP8", lambda p: f"{p.fp8_share:.1%} of {p.flops:.4g}"),
+    figures: list[tuple[str, Callable[[Program], str]]] = []
+    if (peaks := page.peaks) is not None:
+        figures.append(("time (estimate)", lambda p: _time(p, peaks)))
+    figures.append(("FLOPs in FP8", lambda p: f"{p.fp8_share:.1%} of {p.flops:.4g}"))
+    if any(program.useful_flops != program.flops for program in page.programs):
+        figures.append(("useful FLOPs", lambda p: f"{p.useful_flops / (p.flops or 1):.1%}, {p.useful_flops:.4g}"))
+    figures += [
         ("products in FP8", _count_in_fp8),
-        ("other kernels", lambda p: f"{p.others.count}, {size(p.others.bytes)}"),
+        ("other kernels", lambda p: f"{p.others.count} ({p.others.small} under 1 MB), {size(p.others.bytes)}"),
         ("temporaries", lambda p: size(p.memory.temporaries)),
         ("peak memory", lambda p: size(p.memory.peak)),
         ("collectives", collectives),
     ]
-    if (peaks := page.peaks) is not None:
-        figures.append(("time (estimate)", lambda p: f"{1e3 * p.estimate(peaks).total:.3g} ms"))
     figures.append(("compiled in", lambda p: f"{p.seconds:.1f} s"))
     return [(name, *map(figure, page.programs)) for name, figure in figures]
+
+
+def _time(program: Program, peaks: Peaks) -> str:
+    likely, *ends = (program.estimate(Roofline(peaks, e)).total for e in (LIKELY, SLOWEST, FASTEST))
+    return f"{1e3 * likely:.3g} ms ({1e3 * min(ends):.3g} to {1e3 * max(ends):.3g})"
 
 
 def _count_in_fp8(program: Program) -> str:
@@ -177,7 +192,7 @@ def as_renderable(page: Page) -> RenderableType:
     for line in totals(page):
         sums.add_row(*map(Text, line))
     findings = [Text(f"! {finding}", "yellow") for finding in page.findings]
-    return Group(table, sums, *findings, *(Text(f"? {note}", "dim") for note in page.notes))
+    return Group(Text(page.flags), table, sums, *findings, *(Text(f"? {note}", "dim") for note in page.notes))
 
 
 def _heads(page: Page) -> tuple[str, ...]:
@@ -190,7 +205,14 @@ def as_markdown(page: Page) -> str:
     Args:
         page: What is shown.
     """
-    lines = [f"**{page.headline}**", "", *_table(_COLUMNS, [_cells(row, page.step) for row in rows(page.step)]), ""]
+    lines = [
+        page.flags,
+        "",
+        f"**{page.headline}**",
+        "",
+        *_table(_COLUMNS, [_cells(row, page.step) for row in rows(page.step)]),
+        "",
+    ]
     lines += [*_table(_heads(page), totals(page)), ""]
     lines += [f"- {finding}" for finding in page.findings] + [f"- not known: {note}" for note in page.notes]
     return "\n".join(lines) + "\n"

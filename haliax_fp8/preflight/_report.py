@@ -1,12 +1,18 @@
 """What a preflight found, with what it did not look at, and what it can be held to."""
 
 import dataclasses
+import functools
 import json
 import math
+from collections.abc import Callable
 from typing import Any
 
 from rich.console import Console, RenderableType
 
+from .._roofline import FASTEST, LIKELY, SLOWEST, Efficiency, Roofline
+from .._xla_flags import XlaFlags
+from ._findings import findings, launch_bound
+from ._flags_line import first_line
 from ._product import Product, Verdict
 from ._program import Estimate, Program
 from ._render import Page, as_markdown, as_renderable
@@ -28,12 +34,16 @@ class PreflightReport:
         mesh: The axes of the mesh and their sizes.
         step: The step.
         baseline: The program that it is compared with; None if there is none.
+        flags: The flags that XLA got from the user.
+        compile_other: Compiles the step with the other setting of `xla_gpu_enable_triton_gemm`; None if nobody asked.
     """
 
     target: Target
     mesh: dict[str, int]
     step: Program
     baseline: Program | None = None
+    flags: XlaFlags = XlaFlags()
+    compile_other: Callable[[], Program] | None = dataclasses.field(default=None, repr=False, compare=False)
 
     @property
     def products(self) -> tuple[Product, ...]:
@@ -45,24 +55,50 @@ class PreflightReport:
         """The share of the step's FLOPs that run in FP8."""
         return self.step.fp8_share
 
+    @functools.cached_property
+    def other(self) -> Program | None:
+        """The step with the other setting of `xla_gpu_enable_triton_gemm`; None if it was not asked for, or does not
+        matter on the target. It is compiled when this is first read: when the report is shown."""
+        return None if self.compile_other is None else self.compile_other()
+
     @property
     def estimate(self) -> Estimate | None:
         """The roofline estimate of the step's time; None where no peaks are known."""
-        return self.step.estimate(self.target.peaks) if self.target.peaks else None
+        return self._estimate(self.step)
 
     @property
     def baseline_estimate(self) -> Estimate | None:
         """The same of the baseline."""
-        if self.baseline is None or self.target.peaks is None:
-            return None
-        return self.baseline.estimate(self.target.peaks)
+        return self._estimate(self.baseline)
 
     @property
     def speedup(self) -> float | None:
-        """The baseline's estimated time divided by the step's."""
-        if self.estimate is None or self.baseline_estimate is None:
+        """The baseline's estimated time divided by the step's; None where no peaks are known, or devices communicate:
+        how much of that is hidden behind kernels, nobody can say from the program."""
+        return self._speedup(LIKELY)
+
+    @property
+    def speedup_range(self) -> tuple[float, float] | None:
+        """The least and the most of `speedup`, with the shares of peaks that were measured."""
+        # Not the ends alone: where launches dominate, slower memory hides what they add.
+        found = [self._speedup(efficiency) for efficiency in (SLOWEST, LIKELY, FASTEST)]
+        known = [speedup for speedup in found if speedup is not None]
+        return (min(known), max(known)) if known else None
+
+    def _estimate(self, program: Program | None, efficiency: Efficiency = LIKELY) -> Estimate | None:
+        if program is None or self.target.peaks is None:
             return None
-        return self.baseline_estimate.total / self.estimate.total
+        return program.estimate(Roofline(self.target.peaks, efficiency))
+
+    def _speedup(self, efficiency: Efficiency) -> float | None:
+        step, baseline = (self._estimate(program, efficiency) for program in (self.step, self.baseline))
+        if step is None or baseline is None or self._collectives:
+            return None
+        return baseline.total / step.total
+
+    @property
+    def _collectives(self) -> bool:
+        return any(program is not None and program.collectives for program in (self.step, self.baseline))
 
     @property
     def peak_memory_ratio(self) -> float | None:
@@ -74,22 +110,17 @@ class PreflightReport:
     @property
     def findings(self) -> tuple[str, ...]:
         """What a reader should know of the step, worst first."""
-        found = []
-        by_reason: dict[tuple[Verdict, str], list[Product]] = {}
-        for product in self.step.without_fp8:
-            by_reason.setdefault((product.verdict, product.reason), []).append(product)
-        for (verdict, reason), products in by_reason.items():
-            share = sum(product.flops for product in products) / (self.step.flops or 1)
-            found.append(f"{share:.1%} of the FLOPs {verdict.value}: {reason}")
-        padded = [product for product in self.products if product.is_fp8 and product.indivisible]
-        if padded:
-            sizes = sorted(set(", ".join(product.indivisible for product in padded).split(", ")))
-            count = sum(product.executions for product in padded)
-            found.append(f"{count} FP8 products are padded, as sizes are no multiples of 16: {', '.join(sizes)}")
-        wide = sum(product.executions for product in self.products if product.compute == "f32")
-        if wide:
+        found = list(findings(self.step, self.baseline, self.target))
+        programs = {"step": (self.step, self.estimate)}
+        if self.baseline is not None:
+            programs["baseline"] = (self.baseline, self.baseline_estimate)
+        for name, (program, estimate) in programs.items():
+            if estimate is not None and estimate.is_launch_bound:
+                found.append(launch_bound(program, name))
+        if self.baseline is not None and self._collectives:
             found.append(
-                f"{wide} products take weights in float32, as the model computes in float32: cast it to bfloat16"
+                "no speed-up is estimated: what devices send each other takes time, some of it hidden behind kernels, "
+                "and is not in the times"
             )
         return tuple(found)
 
@@ -103,8 +134,9 @@ class PreflightReport:
             found.append(f"all branches of {self.step.branches} conditionals are counted")
         if self.step.opaque:
             names = sorted({kernel.target for kernel in self.step.opaque})
-            found.append(f"{len(self.step.opaque)} kernels cannot be looked into: {', '.join(names)}")
-        if self.step.collectives:
+            count = len(self.step.opaque)
+            found.append(f"{count} kernels cannot be looked into, and are not in the times: {', '.join(names)}")
+        if self._collectives:
             found.append("communication is not part of the times")
         return tuple(found)
 
@@ -122,7 +154,7 @@ class PreflightReport:
             fp8_flops: The least share of FLOPs in FP8.
             asked_flops: The least share of FLOPs in FP8, emulated ones counted: for tests on a CPU.
             peak_memory_ratio: The most peak memory, as a multiple of the baseline's.
-            speedup: The least estimated speedup over the baseline.
+            speedup: The least estimated speedup over the baseline: in the middle of the range.
 
         Raises:
             PreflightError: If it does not; with the products that are the reason.
@@ -144,6 +176,11 @@ class PreflightReport:
             if bound is None:
                 continue
             if value is None:
+                if self.baseline is not None and self._collectives:
+                    raise ValueError(
+                        f"{name}={bound} cannot be required of {math.prod(self.mesh.values())} devices: what they send "
+                        "each other is not in the times. Require fp8_flops, or compile the step for one device"
+                    )
                 raise ValueError(f"{name}={bound} needs a baseline and known peaks; pass compare= to preflight")
             if sign * value > sign * bound:
                 failures.append(f"{name}={bound} is required, but it is {value:.3f}")
@@ -156,8 +193,14 @@ class PreflightReport:
     def _page(self) -> Page:
         devices = math.prod(self.mesh.values())
         where = self.target.kind if devices == 1 else f"{devices} × {self.target.kind}"
-        headline = f"{self.fp8_share:.1%} of the FLOPs in FP8 on {where}"
-        return Page(headline, self.step, self.baseline, self.target.peaks, self.findings, self.caveats)
+        share = f"{self.fp8_share:.1%} of the FLOPs in FP8 on {where}"
+        if self.speedup is None or self.speedup_range is None:
+            headline = share
+        else:
+            low, high = self.speedup_range
+            headline = f"{self.speedup:.2f}× as fast as the baseline (estimate, {low:.2f} to {high:.2f}), {share}"
+        first = first_line(self.flags, self.target, self.step, self.other)
+        return Page(first, headline, self.step, self.baseline, self.target.peaks, self.findings, self.caveats)
 
     def to_json(self) -> str:
         """All of it, as JSON."""
@@ -191,12 +234,15 @@ def _plain(report: PreflightReport) -> dict[str, Any]:
             return None
         fields = dataclasses.asdict(found)
         fields["products"] = [
-            {**dataclasses.asdict(p), "verdict": p.verdict.value, "flops": p.flops} for p in found.products
+            {**dataclasses.asdict(p), "verdict": p.verdict.value, "flops": p.flops, "useful_flops": p.useful_flops}
+            for p in found.products
         ]
-        totals = {"flops": found.flops, "fp8_share": found.fp8_share}
+        totals = {"flops": found.flops, "useful_flops": found.useful_flops, "fp8_share": found.fp8_share}
         return {**totals, **fields, "estimate": estimate and {**dataclasses.asdict(estimate), "total": estimate.total}}
 
     return {
+        "flags": first_line(report.flags, report.target, report.step, report.other),
+        "xla_flags": dict(report.flags.values),
         "target": {
             "name": report.target.name,
             "kind": report.target.kind,
@@ -206,6 +252,7 @@ def _plain(report: PreflightReport) -> dict[str, Any]:
         "step": program(report.step, report.estimate),
         "baseline": program(report.baseline, report.baseline_estimate),
         "speedup": report.speedup,
+        "speedup_range": report.speedup_range,
         "peak_memory_ratio": report.peak_memory_ratio,
         "findings": report.findings,
         "caveats": report.caveats,

@@ -7,9 +7,10 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from .._device import Device
+from .._device import MX_UNITS, Device
 from .._formats import E4M3, E4M3FNUZ, E5M2, E5M2FNUZ
 from .._peaks import Peaks
+from .._xla_flags import XlaFlags
 
 
 # XLA's names of the formats that products may run in.
@@ -36,11 +37,11 @@ class Target(abc.ABC):
         """What decides which formats it multiplies."""
 
     @abc.abstractmethod
-    def compiler_options(self, program: str) -> Mapping[str, Any]:
+    def compiler_options(self, flags: XlaFlags) -> Mapping[str, Any]:
         """What the compiler is told beside the program.
 
         Args:
-            program: The program before optimization, as HLO.
+            flags: The user's; what they say is kept.
         """
 
     @property
@@ -77,13 +78,9 @@ class Target(abc.ABC):
 
     def lacks_block_scaling(self) -> str | None:
         """Why the device does not multiply operands with a scale for each block; None if it does."""
-        device = self.device
-        if device.platform != "cuda" or float(device.compute_capability or 0) >= 10:
-            return None
-        return (
-            "block-scaled products need compute capability 10.0 (Blackwell), and it has "
-            f"{device.compute_capability}: the kernel widens the operands"
-        )
+        units = dataclasses.replace(MX_UNITS, products="block-scaled products")
+        reason = units.lacking(self.device)
+        return None if reason is None else f"{reason}: the kernel widens the operands"
 
 
 @contextlib.contextmanager

@@ -9,6 +9,8 @@ import jax
 from jax.experimental import topologies
 
 from .._device import Device
+from .._xla_flags import XlaFlags
+from ._compilers import TPU
 from ._target import Target, environment
 
 
@@ -27,8 +29,8 @@ class TpuTarget(Target):
         """By its name."""
         return Device("tpu", self.kind)
 
-    def compiler_options(self, program: str) -> Mapping[str, Any]:
-        """None."""
+    def compiler_options(self, flags: XlaFlags) -> Mapping[str, Any]:
+        """None: the flags in the environment are XLA's own business."""
         return {}
 
     @property
@@ -37,10 +39,10 @@ class TpuTarget(Target):
         return ("times are estimates, nothing ran",)
 
     def missing(self) -> str | None:
-        """The package, if it is not installed."""
-        if importlib.util.find_spec("libtpu"):
+        """The compiler, if it is not installed."""
+        if TPU.unpacked is not None or importlib.util.find_spec("libtpu"):
             return None
-        return f"target {self.name!r} needs XLA's TPU compiler: pip install 'haliax-fp8[preflight-tpu]'"
+        return f"target {self.name!r} needs {TPU.missing}"
 
     def devices(self, count: int) -> Sequence[Any]:
         """The first of the smallest slice that has as many."""
@@ -54,7 +56,9 @@ class TpuTarget(Target):
 
     def _slice(self, shape: str) -> Sequence[Any]:
         jax.devices("cpu")  # The process's own backends are made first, and stay as they are.
-        with environment(**_NO_TPU_HERE):
+        # Where libtpu is loaded already, as on a TPU, JAX looks for no path.
+        library = {} if TPU.unpacked is None else {"TPU_LIBRARY_PATH": str(TPU.unpacked)}
+        with environment(**_NO_TPU_HERE, **library):
             try:
                 return topologies.get_topology_desc(f"{self.topology}:{shape}", "tpu").devices
             except jax.errors.JaxRuntimeError:

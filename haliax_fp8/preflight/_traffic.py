@@ -11,7 +11,6 @@ NO_KERNEL = {
     "get-tuple-element",
     "bitcast",
     "after-all",
-    "optimization-barrier",
     "partition-id",
     "replica-id",
     "domain",

@@ -1,0 +1,78 @@
+"""What an FP8 product takes: operands, groups, dtypes and precision, checked with errors that name the argument."""
+
+import contextlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.core import Tracer
+from jax.sharding import AxisType
+from jaxtyping import Array
+
+
+def has_explicit_axes(sharding: object) -> bool:
+    """Whether an `out_sharding` asks for something that an FP8 product cannot give."""
+    mesh = getattr(sharding, "mesh", None)
+    return mesh is None or AxisType.Explicit in mesh.axis_types
+
+
+def check_operands(lhs: Any, rhs: Any) -> None:
+    """Raises unless both operands are floating-point arrays that are not sharded over explicit axes."""
+    for name, x in (("lhs", lhs), ("rhs", rhs)):
+        if not isinstance(x, jax.Array | np.ndarray | np.generic):
+            raise ValueError(
+                f"{name} of an FP8 product is a {type(x).__name__}; give an array, with jnp.asarray(...) or, of a "
+                "haliax.NamedArray, its .array"
+            )
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            raise ValueError(
+                f"{name} of an FP8 product has dtype {x.dtype}; cast it to a floating dtype, or leave this product to "
+                "lax.dot_general"
+            )
+        if any(jax.typeof(x).sharding.spec):
+            raise ValueError(
+                f"{name} of an FP8 product is {jax.typeof(x)}: it is sharded over explicit mesh axes, which are not "
+                "supported yet; use a mesh with axis_types=AxisType.Auto"
+            )
+
+
+def check_groups(lhs: Array, rhs: Array, group_sizes: Any) -> None:
+    """Raises unless the operands of a grouped product fit, and their groups too, where their sizes are known by now."""
+    if not isinstance(group_sizes, jax.Array | np.ndarray) or not jnp.issubdtype(group_sizes.dtype, jnp.integer):
+        raise ValueError(f"group_sizes={group_sizes!r} must be an array of integers, one for each group")
+    if lhs.ndim != 2 or rhs.ndim != 3 or lhs.shape[1] != rhs.shape[1] or group_sizes.shape != rhs.shape[:1]:
+        raise ValueError(
+            f"lhs {lhs.shape}, rhs {rhs.shape} and group_sizes {group_sizes.shape} do not fit: "
+            "they must be [rows, inputs], [groups, inputs, outputs] and [groups]"
+        )
+    if not isinstance(group_sizes, Tracer):
+        sizes = np.asarray(group_sizes)
+        if (sizes < 0).any() or sizes.sum() > lhs.shape[0]:
+            raise ValueError(
+                f"group_sizes={sizes.tolist()} must not be negative, nor add up to more than the {lhs.shape[0]} rows "
+                "of lhs"
+            )
+
+
+def floating_dtype(name: str, dtype: Any) -> np.dtype:
+    """An argument that has to be a floating dtype of 16 bits or more, as NumPy's; raises a ValueError with its name."""
+    with contextlib.suppress(TypeError):  # raised for what is no dtype at all
+        result = np.dtype(dtype)
+        if jnp.issubdtype(result, jnp.floating) and jnp.finfo(result).bits >= 16:
+            return result
+    raise ValueError(f"{name}={dtype} is not a floating dtype of 16 bits or more; use one such as jnp.bfloat16")
+
+
+def precision_of(precision: lax.PrecisionLike) -> lax.Precision:
+    """The precision of fprop; raises unless it is one, or None."""
+    if precision is None:
+        return lax.Precision.DEFAULT
+    try:
+        return lax.Precision(precision)
+    except (ValueError, TypeError) as error:
+        raise ValueError(
+            f"precision={precision!r} of an FP8 product must be None or one jax.lax.Precision (or its name): "
+            "DEFAULT accumulates fast, HIGHEST in full"
+        ) from error

@@ -1,0 +1,93 @@
+"""How long the products of a linear layer take in bf16 and in FP8, with what FP8 adds, by the roofline."""
+
+import dataclasses
+
+from ._layer_work import PRODUCTS, LayerWork
+from ._peaks import Peaks
+from ._roofline import FASTEST, LIKELY, SLOWEST, Efficiency, Roofline
+
+
+@dataclasses.dataclass(frozen=True)
+class Prediction:
+    """What a training step spends on a layer's fprop, dgrad and wgrad, in seconds. An estimate.
+
+    Args:
+        bf16: The products in bf16, with what pads them.
+        products: The products as the recipe has them.
+        overhead: What the recipe adds: amaxes, casts, transpositions, padding, scales.
+        overhead_bytes: What that reads and writes.
+        overhead_kernels: How many kernels it is.
+        launches: What of `products` and `overhead` it takes to start kernels.
+        gain_range: The least and the most of `gain`, with the shares of peaks that were measured; twice `gain` for
+            shares of your own.
+    """
+
+    bf16: float
+    products: float
+    overhead: float
+    overhead_bytes: int
+    overhead_kernels: int
+    launches: float
+    gain_range: tuple[float, float]
+
+    @property
+    def fp8(self) -> float:
+        """Products and all that FP8 adds."""
+        return self.products + self.overhead
+
+    @property
+    def gain(self) -> float:
+        """How many times as fast as bf16; below 1, FP8 is slower."""
+        return self.bf16 / self.fp8
+
+    @property
+    def is_launch_bound(self) -> bool:
+        """Whether starting kernels takes more time in FP8 than all the work in them."""
+        return self.launches > self.fp8 / 2
+
+
+def predict(work: LayerWork, peaks: Peaks, efficiency: Efficiency, *, repeats: int = 1) -> Prediction:
+    """The time of a layer's products, in bf16 and with its recipe.
+
+    For each of fprop, dgrad and wgrad, `m × k` times `k × n`, as `Roofline` has it; FP8's operands have one byte per
+    element, bf16's have two. What is beside the products takes its bytes and its launches.
+
+    Args:
+        work: What there is to do for the layer.
+        peaks: What the device does at best.
+        efficiency: What it reaches of that. With the default, the range is that of the sources.
+        repeats: How many such layers there are, one after the other.
+    """
+    bf16, products, overhead = _seconds(work, Roofline(peaks, efficiency))
+    # Not the ends alone: where launches dominate, slower memory hides what they add.
+    measured = (SLOWEST, LIKELY, FASTEST) if efficiency == LIKELY else (efficiency,)
+    gains = [_gain(work, Roofline(peaks, one)) for one in measured]
+    added = work.added
+    return Prediction(
+        bf16=repeats * bf16,
+        products=repeats * products,
+        overhead=repeats * overhead,
+        overhead_bytes=repeats * (added.bytes + added.block_bytes),
+        overhead_kernels=repeats * added.kernels,
+        launches=repeats * Roofline(peaks, efficiency).launches(len(PRODUCTS) + added.kernels),
+        gain_range=(min(gains), max(gains)),
+    )
+
+
+def _seconds(work: LayerWork, roofline: Roofline) -> tuple[float, float, float]:
+    """In bf16; and with the recipe, the products and what is beside them."""
+
+    def product(name: str, is_fp8: bool) -> float:
+        dtype, flops = "f8e4m3fn" if is_fp8 else "bf16", work.flops(is_fp8=is_fp8)
+        moved = work.product_bytes(name, is_fp8=is_fp8)
+        return roofline.products(dtype, flops, moved, in_blocks=is_fp8 and work.in_blocks(name))
+
+    padding, added = work.padding_of_bf16(PRODUCTS), work.added
+    bf16 = sum(product(name, False) for name in PRODUCTS) + roofline.others(padding.bytes, padding.kernels)
+    products = sum(product(name, work.is_fp8(name)) for name in PRODUCTS)
+    return bf16, products, roofline.others(added.bytes, added.kernels, added.block_bytes)
+
+
+def _gain(work: LayerWork, roofline: Roofline) -> float:
+    bf16, products, overhead = _seconds(work, roofline)
+    return bf16 / (products + overhead)

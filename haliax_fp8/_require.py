@@ -1,0 +1,59 @@
+"""Checks that the arguments of many classes need, with errors that name the argument, its value and what to give."""
+
+import math
+import numbers
+from typing import Any
+
+
+def require(name: str, value: object, kind: Any, example: str, of: str) -> None:
+    """Raises a ValueError if a value is not of a kind.
+
+    Args:
+        name: The argument's name.
+        value: Its value.
+        kind: The class that it has to be an instance of.
+        example: What to give instead.
+        of: Whose argument it is.
+    """
+    if not isinstance(value, kind):
+        kind_name = kind.__name__.removeprefix("Abstract")
+        article = "an" if kind_name[0] in "AEIOU" else "a"
+        raise ValueError(f"{name}={value!r} of {of} is not {article} {kind_name}; use {example}")
+
+
+def require_bool(name: str, value: object, of: str) -> None:
+    """Raises a ValueError for anything but True and False: a string such as `"no"` counts as true."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}={value!r} of {of} must be True or False")
+
+
+def require_number(name: str, value: object, example: str, of: str) -> None:
+    """Raises a ValueError for anything but a finite number."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(value):
+        raise ValueError(f"{name}={value!r} of {of} must be a finite number; use one such as {example}")
+
+
+def require_integer(name: str, value: object, of: str) -> None:
+    """Raises a ValueError for anything but an integer; True and False are none."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ValueError(f"{name}={value!r} of {of} must be an integer")
+
+
+def require_margin(value: int, of: str) -> None:
+    """Raises a ValueError for a margin that leaves nothing of a format's range, on either side.
+
+    Args:
+        value: Headroom as a power of two.
+        of: Whose margin it is.
+    """
+    require_integer("margin", value, of)
+    if not -_BINADES <= value <= _BINADES:
+        raise ValueError(
+            f"margin={value} of {of} must lie between {-_BINADES} and {_BINADES}: scales are multiplied by 2**margin, "
+            "and E4M3 spans 18 binades, so that with more every value becomes zero, and with less every value is "
+            "clipped; 0 is usual, 1 leaves room for tensors that double from one step to the next"
+        )
+
+
+# From E4M3's smallest subnormal, 2**-9, to its maximum, 448, are 17.8 binades.
+_BINADES = 17

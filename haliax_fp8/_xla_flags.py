@@ -1,0 +1,97 @@
+"""The flags that a user gives XLA, and the one among them that decides about FP8 on NVIDIA's GPUs."""
+
+import dataclasses
+import os
+import pathlib
+import shlex
+from collections.abc import Mapping
+from typing import Any
+
+
+TRITON_PRODUCTS = "xla_gpu_enable_triton_gemm"
+"""Whether XLA lets Triton make matrix products, which is its default; without it, cuBLASLt makes them."""
+
+_BOOLEANS = {"true": True, "1": True, "": True, "false": False, "0": False}
+
+
+@dataclasses.dataclass(frozen=True)
+class XlaFlags:
+    """Flags by name, without their dashes; what is not named has XLA's default.
+
+    Args:
+        values: The text of each flag's value; empty for a flag without one, which is true.
+
+    Example:
+        >>> XlaFlags.parse("--xla_gpu_enable_triton_gemm=false --xla_dump_to=/tmp/x").triton_products
+        False
+        >>> XlaFlags().triton_products
+        True
+    """
+
+    values: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    @staticmethod
+    def parse(text: str) -> "XlaFlags":
+        """Reads flags as XLA does: the last of those with the same name counts.
+
+        Args:
+            text: The value of `XLA_FLAGS`: flags, or the name of a file that holds them.
+
+        Raises:
+            ValueError: If it names a file that cannot be read.
+        """
+        if text.strip() and not text.lstrip().startswith("-"):
+            try:
+                text = pathlib.Path(text.strip()).read_text()
+            except OSError as error:
+                raise ValueError(
+                    f"XLA_FLAGS={text!r} names a file that cannot be read; flags start with two dashes, such as "
+                    f"--{TRITON_PRODUCTS}=false"
+                ) from error
+        found = {}
+        for token in shlex.split(text):
+            name, _, value = token.lstrip("-").partition("=")
+            found[name] = value
+        return XlaFlags(found)
+
+    @staticmethod
+    def of_environment(environment: Mapping[str, str] | None = None) -> "XlaFlags":
+        """The flags in `XLA_FLAGS`. XLA reads that variable once, when JAX first uses it.
+
+        Args:
+            environment: The variables; by default those of the process.
+
+        Raises:
+            ValueError: See `parse`.
+        """
+        return XlaFlags.parse((os.environ if environment is None else environment).get("XLA_FLAGS", ""))
+
+    def with_options(self, options: Mapping[str, Any]) -> "XlaFlags":
+        """These, and a compiler's options above them.
+
+        Args:
+            options: As in `jax.jit(compiler_options=...)`.
+        """
+        return XlaFlags({**self.values, **{name: _text(value) for name, value in options.items()}})
+
+    @property
+    def triton_products(self) -> bool:
+        """Whether Triton may make matrix products.
+
+        Raises:
+            ValueError: If the flag has another value than true or false.
+        """
+        text = self.values.get(TRITON_PRODUCTS, "true")
+        value = _BOOLEANS.get(text.lower())
+        if value is None:
+            raise ValueError(f"{TRITON_PRODUCTS}={text!r} must be true or false")
+        return value
+
+    def __str__(self) -> str:
+        if not self.values:
+            return "XLA's defaults"
+        return " ".join(f"--{name}={value}" if value else f"--{name}" for name, value in self.values.items())
+
+
+def _text(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

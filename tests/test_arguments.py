@@ -1,0 +1,167 @@
+"""Arguments of the wrong kind: each is refused with an error that names the argument and what to give instead."""
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import unchecked
+
+import haliax_fp8 as fp8
+from haliax_fp8 import E4M3, CurrentScaling, DelayedScaling, Fp8DotGeneral, Fp8Einsum, Quantization, Recipe, ops
+
+
+MATRICES = (((1,), (0,)), ((), ()))
+x, w = jnp.ones((2, 4)), jnp.ones((4, 3))
+rows, kernels = jnp.ones((4, 2)), jnp.ones((2, 2, 3))
+
+
+def op(recipe="current"):
+    return Fp8DotGeneral.init(recipe)
+
+
+def ragged(sizes, lhs=rows):
+    return op().ragged_dot(lhs, kernels, sizes)
+
+
+def ensemble(layers=3):
+    return eqx.filter_vmap(lambda key: fp8.fp8_linear_layers(eqx.nn.Linear(4, 3, key=key)))(
+        jax.random.split(jax.random.key(0), layers)
+    )
+
+
+CASES = {
+    "operands of a recipe": (
+        lambda: Recipe(DelayedScaling(), DelayedScaling(), DelayedScaling()),
+        r"input=DelayedScaling.* of Recipe is not a Quantization; use .*Recipe.of\(scaling\)",
+    ),
+    "a recipe of a name": (
+        lambda: Recipe.of("delayed"),
+        "scaling='delayed' of Recipe.of is not a Scaling; use .*recipe_by",
+    ),
+    "a format's name": (
+        lambda: Quantization("E4M3", CurrentScaling()),
+        "format='E4M3' of Quantization is not a Format; use E4M3 or E5M2",
+    ),
+    "format and scaling exchanged": (lambda: Quantization(CurrentScaling(), E4M3), "format=Current.* is not a Format"),
+    "no rounding": (lambda: Quantization(E4M3, CurrentScaling(), "nearest"), "rounding='nearest' .* is not a Rounding"),
+    "no scaling behind a rotation": (lambda: fp8.HadamardScaling("nvfp4"), "scaling='nvfp4' of HadamardScaling"),
+    "a block's size": (lambda: fp8.BlockScaling(size=12.5), "size=12.5 of BlockScaling must be an integer"),
+    "current, power of two": (
+        lambda: CurrentScaling(power_of_two="yes"),
+        "power_of_two='yes' .* must be True or False",
+    ),
+    "rows, power of two": (lambda: fp8.RowwiseScaling(power_of_two=1), "power_of_two=1 .* must be True or False"),
+    "an average's decay": (lambda: fp8.MovingAverage("a"), "decay='a' of MovingAverage must be a finite number"),
+    "a percentile": (lambda: fp8.Percentile("99"), "percent='99' of Percentile must be a finite number"),
+    "a static scale": (lambda: fp8.StaticScaling("1"), "scale='1' of StaticScaling must be a finite number"),
+    "a static margin": (
+        lambda: fp8.StaticScaling(margin=100),
+        "margin=100 of StaticScaling must lie between -17 and 17",
+    ),
+    "an op's recipe": (lambda: Fp8DotGeneral.init(3), "recipe=3 is not a recipe"),
+    "an op's kernel shape": (
+        lambda: Fp8DotGeneral.init(kernel_shape=3),
+        r"kernel_shape=3 must be a tuple such as \(128,\)",
+    ),
+    "an op's stack": (lambda: Fp8DotGeneral.init(stack=("layers",)), r"stack=\('layers',\) must be a tuple such as"),
+    "a device": (
+        lambda: fp8.supported("delayed", 3),
+        "device=3 of supported is not a Device; use a name such as 'h100'",
+    ),
+    "a list as an operand": (lambda: op()([[1.0] * 4], w, MATRICES), r"lhs of an FP8 product is a list; .*jnp.asarray"),
+    "a number as an operand": (lambda: op()(x, 1.0, MATRICES), "rhs of an FP8 product is a float; give an array"),
+    "a list in a grouped product": (lambda: ragged(jnp.array([1, 1]), [[1.0, 1.0]]), "lhs of an FP8 product is a list"),
+    "a list in an einsum": (lambda: Fp8Einsum.init()("ab,bc->ac", x, [[1.0]]), "kernel of an FP8 einsum is a list"),
+    "no dimension numbers": (
+        lambda: op()(x, w, None),
+        r"dimension_numbers=None must be \(\(lhs_contract, rhs_contract\)",
+    ),
+    "flat dimension numbers": (lambda: op()(x, w, (1, 0)), r"dimension_numbers=\(1, 0\) must be"),
+    "half of them": (lambda: op()(x, w, (((1,), (0,)),)), "dimension_numbers=.* must be"),
+    "group sizes in a list": (lambda: ragged([2, 2]), r"group_sizes=\[2, 2\] must be an array of integers"),
+    "fractional group sizes": (lambda: ragged(jnp.array([2.0, 2.0])), "group_sizes=.* must be an array of integers"),
+    "groups beyond the rows": (
+        lambda: ragged(jnp.array([2, 3])),
+        r"group_sizes=\[2, 3\] must not .* the 4 rows of lhs",
+    ),
+    "negative groups": (lambda: ragged(jnp.array([-1, 3])), r"group_sizes=\[-1, 3\] must not be negative"),
+    "state that is not there": (
+        lambda: eqx.tree_at(lambda op: op.state, op("delayed"), None)(x, w, MATRICES),
+        "without its state; .*eqx.combine",
+    ),
+    "an ensemble, not mapped": (lambda: jax.vmap(ensemble())(x), r"state of \(3,\) layers.*eqx.filter_vmap"),
+    "a cast of integers": (
+        lambda: fp8.saturating_cast(jnp.array([1]), E4M3),
+        "x of saturating_cast is int32, not a float",
+    ),
+    "a cast to a name": (lambda: fp8.saturating_cast(x, "E4M3"), "format='E4M3' of saturating_cast is not a Format"),
+    "quantize, a scale that does not fit": (
+        lambda: fp8.quantize(x, jnp.ones(3), E4M3),
+        r"scale of shape \(3,\) does not fit data of shape \(2, 4\)",
+    ),
+    "quantize, a scale of 0": (lambda: fp8.quantize(x, jnp.float32(0), E4M3), "scale must be positive and finite"),
+    "quantize, a scale of bfloat16": (lambda: fp8.quantize(x, jnp.bfloat16(1), E4M3), "scale.dtype=bfloat16 has to be"),
+    "quantize, integers": (lambda: fp8.quantize(jnp.array([1]), 1.0, E4M3), "x.dtype=int32 is not floating-point"),
+    "quantize to a name": (lambda: fp8.quantize(x, 1.0, "E4M3"), "cast='E4M3' must be a format such as E4M3"),
+    "quantize to float16": (lambda: fp8.quantize(x, 1.0, jnp.float16), "cast=float16 is not the dtype of a format"),
+    "scale and history exchanged": (
+        lambda: ops.in_q(jnp.float32, E4M3.dtype, x, jnp.zeros(16), jnp.ones(1)),
+        r"scale.shape=\(16,\).*were scale and amax_history exchanged",
+    ),
+    "scale and history exchanged, qdq": (
+        lambda: ops.in_qdq(jnp.float32, E4M3.dtype, x, jnp.zeros(16), jnp.ones(1)),
+        "were scale and amax_history exchanged",
+    ),
+    "rematerialized": (lambda: fp8.rematerialized(3), "function=3 of rematerialized is not a Callable; use a function"),
+    "compressed": (lambda: fp8.compressed(3), "function=3 of compressed is not a Callable; use a function"),
+    "compressed, scaling": (
+        lambda: fp8.compressed(jax.nn.silu, "rowwise"),
+        "scaling='rowwise' of compressed is not a Sc",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_it_is_refused_by_name(case):
+    call, message = CASES[case]
+    with unchecked(), pytest.raises(ValueError, match=message):
+        call()
+
+
+# --- What is accepted, and right --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [E4M3.dtype, jnp.float8_e4m3fn, "float8_e4m3fn"], ids=str)
+def test_a_dtype_quantizes_as_its_format_does(dtype):
+    """A dtype can be called as well, and would not clip: 1000 would be NaN."""
+    values = jnp.array([0.3, 1000.0, -jnp.inf])
+    quantized = fp8.quantize(values, 1.0, dtype)
+    expected = fp8.quantize(values, jnp.float32(1), E4M3)
+    assert quantized.data.dtype == E4M3.dtype
+    np.testing.assert_array_equal(quantized.data.astype(np.float32), expected.data.astype(np.float32))
+    np.testing.assert_array_equal(quantized.data.astype(np.float32)[1:], [448.0, -448.0])
+
+
+@pytest.mark.parametrize("margin", [-17, 17])
+def test_the_largest_margins_leave_something(margin):
+    """The amax itself neither vanishes nor, with headroom, is clipped: 448 * 2**-17 rounds to two subnormals."""
+    scaling = DelayedScaling(amax_history_length=1, margin=margin)
+    table = scaling.update(jnp.array([scaling.first_row]), jnp.array([[3.0]]), (E4M3.max,))
+    data = fp8.quantize(jnp.array([3.0]), table[0, 0], E4M3).data
+    assert 0.0 < float(data[0]) <= 448.0
+    assert float(data[0]) == (448.0 if margin < 0 else 2 * E4M3.smallest_subnormal)
+
+
+def test_an_ensemble_under_vmap_and_arrays_of_numpy():
+    out = eqx.filter_vmap(lambda layer, x: jax.vmap(layer)(x), in_axes=(0, None))(ensemble(), x)
+    assert out.shape == (3, 2, 3)
+    with unchecked():
+        assert op()(np.ones((2, 4), np.float32), np.ones((4, 3), np.float32), MATRICES).shape == (2, 3)
+
+
+def test_groups_are_checked_where_their_sizes_are_known_only():
+    out = jax.jit(lambda sizes: ragged(sizes))(jnp.array([1, 3]))
+    np.testing.assert_array_equal(out, ragged(jnp.array([1, 3])))
+    assert Fp8DotGeneral.init(kernel_shape=(3,), stack=(hax.Axis("layers", 2),)).stack[0].size == 2

@@ -1,0 +1,134 @@
+"""Scales where arithmetic ends: of members, of the smallest blocks, of blocks that no product factors out.
+
+Held against the definition in float64, element by element.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import recipe_reference as reference
+from helpers import E4M3, EPS, assert_within, equations, float64, products
+
+import haliax_fp8 as fp8
+from haliax_fp8._scaling._blocks import e8m0_exponent
+
+
+MATRIX = (((1,), (0,)), ((), ()))
+
+# scaling, and what it makes of a matrix whose last axis is contracted
+STATELESS = {
+    "current": (fp8.CurrentScaling(), reference.current),
+    "rowwise": (fp8.RowwiseScaling(), reference.rowwise),
+    "1x16": (fp8.BlockScaling(size=16), lambda x: reference.block(x, columns=16)),
+    "16x16": (fp8.BlockScaling(size=16, square=True), lambda x: reference.block(x, rows=16, columns=16)),
+    "mxfp8": (fp8.MXFP8Scaling(), reference.mxfp8),
+    "mxfp8, 32x32": (fp8.MXFP8Scaling(square=True), lambda x: reference.mxfp8(x, rows=32)),
+}
+
+
+@pytest.mark.parametrize("name", STATELESS)
+def test_members_of_an_ensemble_have_scales_of_their_own(name):
+    """Each as by itself, bit for bit, however much larger another one is; two axes of members too."""
+    scaling, expected = STATELESS[name]
+    sizes = np.exp2([[0, 12, -9], [5, -3, 30]])[..., None, None]
+    x = (np.random.default_rng(0).standard_normal((2, 3, 40, 70)) * sizes).astype(np.float32)
+    got = jax.jit(lambda x: scaling.quantize(x, fp8.OperandUse(fp8.E4M3, contracted=(3,), ensemble=2)))(x)
+    for member in np.ndindex(2, 3):
+        data, scale = expected(x[member])
+        np.testing.assert_array_equal(np.asarray(got.data[member]).view(np.uint8), data.view(np.uint8))
+        np.testing.assert_array_equal(np.asarray(got.scale[member]).ravel(), np.ravel(scale))
+
+
+@pytest.mark.parametrize(
+    "scaling, blocked",
+    [
+        (fp8.BlockScaling(size=4), (2,)),
+        (fp8.BlockScaling(size=4, square=True), (2, 3)),
+        (fp8.MXFP8Scaling(), (2,)),
+        (fp8.MXFP8Scaling(square=True), (2, 3)),
+        (fp8.NVFP4Scaling(), (2,)),
+        (fp8.NVFP4Scaling(square=True), (2, 3)),
+    ],
+    ids=str,
+)
+def test_blocks_run_along_the_last_contracted_and_the_last_free_axis(scaling, blocked):
+    """Of four axes the first and the third are contracted: blocks along the third, squares along the fourth too."""
+    size = {fp8.BlockScaling: 4, fp8.MXFP8Scaling: 32, fp8.NVFP4Scaling: 16}[type(scaling)]
+    x = np.random.default_rng(0).standard_normal((33, 34, 35, 36)).astype(np.float32)
+    got = scaling.quantize(jnp.asarray(x), fp8.OperandUse(fp8.E4M3, contracted=(0, 2)))
+    assert got.block == tuple(size if axis in blocked else 1 for axis in range(4))
+    assert got.scale.shape == tuple(-(-n // b) for n, b in zip(x.shape, got.block, strict=True))
+
+
+def test_powers_of_two_that_are_subnormal():
+    """E8M0 begins at `2**-127`, half of float32's smallest normal number; what lies above it goes up to the next one.
+
+    As NumPy makes them: in any arithmetic, XLA on a CPU takes them for 0.
+    """
+    numbers = np.array([2.0**-127, 2.0**-128, 2.0**-127 + 2.0**-149, 2.0**-126, 2.0**-126 + 2.0**-149], np.float32)
+    np.testing.assert_array_equal(e8m0_exponent(jnp.asarray(numbers)), [0, 0, 1, 1, 2])
+
+
+def test_the_smallest_scale_of_e8m0_is_used_in_full():
+    """`2**-127`, for amaxes up to `448 * 2**-127`: what this format holds times this scale is held exactly.
+
+    The scale is no normal number of float32: XLA on a CPU takes it for 0 in any arithmetic, and so is it looked at
+    through its bits.
+    """
+    codes = np.arange(1, 127, dtype=np.uint8).view(E4M3).astype(np.float64)
+    held = codes[codes >= 2.0]  # times 2**-127 they are normal numbers of float32
+    x = np.zeros((4, 32), np.float32)
+    x.flat[: len(held)] = held * 2.0**-127 * np.where(np.arange(len(held)) % 2, -1, 1)
+    use = fp8.OperandUse(fp8.E4M3, contracted=(1,))
+    got = jax.jit(lambda x: fp8.MXFP8Scaling().quantize(x, use))(x)
+    np.testing.assert_array_equal(float64(got.data), x.astype(np.float64) * 2.0**127)
+    np.testing.assert_array_equal(np.asarray(got.scale).view(np.uint32), np.float32(2.0**-127).view(np.uint32))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_multipliers_that_overflow_become_the_largest_number_of_the_operands_dtype(dtype):
+    """TransformerEngine's rule for blocks, with amaxes below `448 / max`: that of bfloat16 is 0.4 % below float32's.
+
+    The scale is its reciprocal, no normal number of float32, for which XLA on a CPU writes 0: so the program is read.
+    """
+    x, scaling = jnp.ones((4, 32), dtype), fp8.BlockScaling(size=16, power_of_two=False)
+    program = jax.make_jaxpr(lambda x: scaling.quantize(x, fp8.OperandUse(fp8.E4M3, contracted=(1,))).scale)(x)
+    numbers = {float(v.val) for e in equations(program) for v in e.invars if hasattr(v, "val") and np.ndim(v.val) == 0}
+    largest = {name: float(jnp.finfo(name).max) for name in ("bfloat16", "float16", "float32")}
+    assert {name for name, value in largest.items() if value in numbers} == {dtype}
+
+
+@pytest.mark.parametrize("free", [9, 10], ids=["blocks that divide it otherwise", "blocks that do not divide it"])
+@pytest.mark.parametrize("kernel_first", [False, True])
+def test_blocks_of_a_free_axis_that_are_neither_the_axis_nor_one_element(kernel_first, free):
+    """Squares of 4 × 4 of a kernel that contracts four elements: its scales are constant along the sum, and still no
+    product with one scale for each column. Blocks of 4, 4 and 1 of nine columns are not three blocks of three."""
+    rng = np.random.default_rng(0)
+    spread = lambda shape: (rng.standard_normal(shape) * np.exp2(rng.integers(-8, 9, shape))).astype(np.float32)
+    x, w, g = spread((5, 4)), spread((4, free)), spread((5, free))
+    op = fp8.Fp8DotGeneral.init(fp8.Recipe.of(fp8.BlockScaling(size=4)), kernel_shape=(free,))
+    if kernel_first:
+        call = lambda w, x: op(w, x, (((0,), (1,)), ((), ())))
+        out, pullback = jax.vjp(call, w, x)
+        got = out.T, *reversed(pullback(jnp.asarray(g.T)))
+    else:
+        out, pullback = jax.vjp(lambda x, w: op(x, w, MATRIX), x, w)
+        got = out, *pullback(jnp.asarray(g))
+
+    def values(a, rows=1):
+        """Quantized in blocks of four along the last axis."""
+        data, scale = reference.block(a, rows=rows, columns=4)
+        return data.astype(np.float64) * reference.expand(scale.astype(np.float64), a.shape, rows, 4)
+
+    kernel = values(w.T, rows=4).T
+    # fprop sums over four, dgrad over the free axis, wgrad over the rows; operands are quantized along each.
+    pairs = [
+        ((((1,), (0,)), ((), ())), values(x), kernel),
+        ((((1,), (1,)), ((), ())), values(g), kernel),
+        ((((0,), (0,)), ((), ())), values(x.T).T, values(g.T).T),
+    ]
+    for actual, (numbers, a, b) in zip(got, pairs, strict=True):
+        unused = np.zeros(np.shape(actual))
+        exact, magnitudes = products(a, b, unused, numbers).out, products(abs(a), abs(b), unused, numbers).out
+        assert_within(actual, exact, (max(a.size, b.size) + 2) * EPS * magnitudes)

@@ -1,0 +1,67 @@
+"""A kernel that the backward pass quantizes again becomes what the forward pass made of it, bit for bit."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import haliax_fp8 as fp8
+
+
+MATRIX = (((1,), (0,)), ((), ()))
+SCALINGS = {
+    "delayed": fp8.DelayedScaling(amax_history_length=2),
+    "current": fp8.CurrentScaling(),
+    "rowwise": fp8.RowwiseScaling(),
+    "squares": fp8.BlockScaling(size=4, square=True),
+    "1-D blocks": fp8.BlockScaling(size=4),
+}
+# numbers, shapes of lhs and rhs: kernels of three axes, of which the middle one is contracted or two of them are
+LAYOUTS = {
+    "kernel first": ((((1,), (1,)), ((), ())), (3, 10, 9), (7, 10)),
+    "kernel first, two contracted": ((((0, 2), (2, 0)), ((), ())), (6, 10, 9), (9, 7, 6)),
+    "kernel second": ((((1,), (1,)), ((), ())), (7, 10), (3, 10, 9)),
+    "kernel second, two contracted": ((((2, 0), (0, 2)), ((), ())), (9, 7, 6), (6, 10, 9)),
+}
+
+
+@pytest.mark.parametrize("name", ["delayed", "current", "rowwise"])
+def test_the_kernel_is_rounded_to_the_compute_dtype_first_both_times(name):
+    """`1 + 1/16 + 1/512` is above the middle of 1 and 1.125, bfloat16 makes that middle of it, and E4M3 then 1.
+
+    Quantized without bfloat16 in between it would be 1.125. The element of 448 makes every scale 1.
+    """
+    w = np.full((16, 8), 1 + 1 / 16 + 1 / 512, np.float32)
+    w[0, :] = w[:, 0] = 448.0
+    x, recipe = jnp.ones((4, 16)), fp8.Recipe.of(SCALINGS[name])
+    for choice in (fp8.KeepQuantized(), fp8.Requantize()):
+        op = fp8.Fp8DotGeneral.init(recipe, kernel_shape=(8,), compute_dtype=jnp.bfloat16)
+        op = dataclasses.replace(op, kernel_residual=choice)
+        out, pullback = jax.vjp(lambda x, op=op: op(x, jnp.asarray(w), MATRIX), x)
+        np.testing.assert_array_equal(out[:, 1:], jnp.full((4, 7), 448 + 15.0, out.dtype))
+        # One element of the output's gradient: dgrad is one column of the kernel.
+        (dx,) = pullback(jnp.zeros_like(out).at[0, 1].set(1.0))
+        np.testing.assert_array_equal(dx[0], np.where(np.arange(16) == 0, 448.0, 1.0), err_msg=str(choice))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", ["rowwise", "squares", "1-D blocks"])
+def test_kernels_of_three_axes(name, layout):
+    """Rows and blocks run along what is contracted, wherever that is: wide spreads tell one axis from another."""
+    numbers, *shapes = LAYOUTS[layout]
+    rng = np.random.default_rng(0)
+    spread = lambda shape: (rng.standard_normal(shape) * np.exp2(rng.integers(-12, 4, shape))).astype(np.float32)
+    kernel, axes = (shapes[0], numbers[0][0]) if layout.startswith("kernel first") else (shapes[1], numbers[0][1])
+    free = tuple(size for axis, size in enumerate(kernel) if axis not in axes)
+    op = fp8.Fp8DotGeneral.init(fp8.Recipe.of(SCALINGS[name]), kernel_shape=free)
+
+    def gradients(choice, lhs, rhs):
+        chosen = dataclasses.replace(op, kernel_residual=choice)
+        out, pullback = jax.vjp(lambda lhs, rhs: chosen(lhs, rhs, numbers), lhs, rhs)
+        return pullback(jnp.linspace(-1, 1, out.size).reshape(out.shape))
+
+    both = jax.jit(lambda *args: [gradients(choice, *args) for choice in (fp8.KeepQuantized(), fp8.Requantize())])
+    for kept, again in zip(*both(*map(spread, shapes)), strict=True):
+        np.testing.assert_array_equal(kept, again)

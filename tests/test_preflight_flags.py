@@ -1,0 +1,416 @@
+"""The preflight compiles with the user's flags: what the report says of them, and products that Triton makes."""
+
+import equinox as eqx
+import haliax as hax
+import haliax.nn as hnn
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from test_preflight_products import module, read
+
+import haliax_fp8 as fp8
+from haliax_fp8._compiler_options import cost_of_flags, log_cost_of_flags, training_options
+from haliax_fp8._device import devices
+from haliax_fp8._xla_flags import XlaFlags
+from haliax_fp8.preflight import PreflightError, Verdict, preflight, targets
+
+
+TRITON = "xla_gpu_enable_triton_gemm"
+E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
+
+
+def on_gpu(*names):
+    """Targets that need XLA's GPU compiler."""
+    missing = targets["h100"].missing()
+    marks = [pytest.mark.skipif(missing is not None, reason=missing or ""), pytest.mark.slow]
+    return [pytest.param(name, marks=marks) for name in names]
+
+
+def struct(*shape, dtype=jnp.bfloat16):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+@pytest.fixture
+def no_flags(monkeypatch):
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+
+
+# --- Flags ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "text, values, triton",
+    [
+        ("", {}, True),
+        (f"--{TRITON}=false", {TRITON: "false"}, False),
+        (f"--{TRITON}=False --xla_dump_to='/tmp/a b'", {TRITON: "False", "xla_dump_to": "/tmp/a b"}, False),
+        (f"--{TRITON}=0 --{TRITON}=1", {TRITON: "1"}, True),
+        (f"  --{TRITON} ", {TRITON: ""}, True),
+    ],
+)
+def test_flags_are_read_as_xla_reads_them(text, values, triton):
+    flags = XlaFlags.of_environment({"XLA_FLAGS": text})
+    assert (flags.values, flags.triton_products) == (values, triton)
+
+
+def test_flags_in_a_file(tmp_path):
+    (tmp_path / "flags").write_text(f"--xla_a=1\n--{TRITON}=false\n")
+    assert XlaFlags.parse(str(tmp_path / "flags")).values == {"xla_a": "1", TRITON: "false"}
+    with pytest.raises(ValueError, match=r"XLA_FLAGS='triton=false' names a file .*two dashes"):
+        XlaFlags.parse("triton=false")
+
+
+def test_a_value_that_is_neither_true_nor_false():
+    with pytest.raises(ValueError, match=f"{TRITON}='no' must be true or false"):
+        _ = XlaFlags({TRITON: "no"}).triton_products
+
+
+def test_options_count_before_the_environment():
+    flags = XlaFlags.parse(f"--{TRITON}=false --xla_a=1").with_options({TRITON: True})
+    assert flags.triton_products and str(flags) == f"--{TRITON}=true --xla_a=1"
+    assert str(XlaFlags()) == "XLA's defaults"
+
+
+# --- What flags cost --------------------------------------------------------------------------------------------------
+
+OFF = XlaFlags({TRITON: "false"})
+
+
+@pytest.mark.parametrize(
+    "flags, device, recipe, cost",
+    [
+        (XlaFlags(), "h100", "delayed", "accumulation"),
+        (XlaFlags(), "h200", "rowwise", "accumulation"),
+        (XlaFlags({TRITON: "true"}), "h100", "current", "accumulation"),
+        (OFF, "h100", "delayed", None),
+        (XlaFlags(), "b200", "delayed", None),
+        (XlaFlags(), "b200", "mxfp8", None),
+        (OFF, "b200", "mxfp8", "fp8"),
+        (OFF, "b200", "delayed", None),
+        (XlaFlags(), "l40s", "delayed", None),
+        (XlaFlags(), "tpu7x", "delayed", None),
+        (OFF, "cpu", "mxfp8", None),
+        (OFF, "mi355x", "mxfp8", None),
+    ],
+)
+def test_what_flags_cost(flags, device, recipe, cost):
+    found = cost_of_flags(flags, devices[device], [fp8.recipes[recipe]])
+    if cost is None:
+        assert found is None
+    else:
+        assert found.loses_fp8 == (cost == "fp8") and "\n" not in found.message
+        assert ("accumulate in full float32" in found.message) == (cost == "accumulation")
+        assert "XLA_FLAGS" in found.message
+
+
+def test_gradients_in_high_precision_cost_nothing():
+    high = fp8.Quantization(fp8.E4M3, fp8.HighPrecision())
+    assert cost_of_flags(XlaFlags(), devices["h100"], [fp8.Recipe(high, high, high)]) is None
+    assert cost_of_flags(XlaFlags(), devices["h100"], []) is None
+
+
+@pytest.mark.parametrize("device", devices)
+@pytest.mark.parametrize("recipe", fp8.recipes)
+def test_the_options_of_a_training_step_leave_no_cost(device, recipe):
+    recipes = [fp8.recipes[recipe]]
+    options = training_options(recipes, devices[device])
+    assert options == {} or options == {TRITON: False}
+    if fp8.supported(recipe, device).is_native:
+        assert cost_of_flags(XlaFlags().with_options(options), devices[device], recipes) is None
+
+
+@pytest.mark.parametrize("device, flags, level", [("h100", XlaFlags(), "INFO"), ("b200", OFF, "WARNING")])
+def test_a_cost_is_one_line_in_the_log(caplog, device, flags, level):
+    recipe = fp8.recipes["delayed" if device == "h100" else "mxfp8"]
+    with caplog.at_level("INFO", "haliax_fp8"):
+        log_cost_of_flags(flags, devices[device], [recipe])
+        log_cost_of_flags(flags, devices["cpu"], [recipe])
+    assert [record.levelname for record in caplog.records] == [level]
+
+
+def test_conversion_says_it(caplog, monkeypatch):
+    layer = eqx.nn.Linear(16, 16, key=jax.random.key(0))
+    monkeypatch.setattr(fp8.Device, "default", staticmethod(lambda: devices["b200"]))
+    monkeypatch.setenv("XLA_FLAGS", f"--{TRITON}=false")
+    fp8.fp8_linear_layers(layer, fp8.Fp8Config(recipe="mxfp8"))
+    (record,) = caplog.records
+    assert record.levelname == "WARNING" and "takes block-scaled products out of FP8" in record.getMessage()
+    caplog.clear()
+    monkeypatch.delenv("XLA_FLAGS")
+    fp8.fp8_linear_layers(layer, fp8.Fp8Config(recipe="mxfp8"))
+    assert not caplog.records
+
+
+def test_so_does_the_training_step(caplog, monkeypatch):
+    model = fp8.fp8_linear_layers(eqx.nn.Linear(16, 16, key=jax.random.key(0)), fp8.Fp8Config(recipe="mxfp8"))
+    step = fp8.TrainStep(lambda model, x: model(x).sum(), optax.sgd(0.1))
+    monkeypatch.setattr(fp8.Device, "default", staticmethod(lambda: devices["b200"]))
+    step.init(model)
+    assert not caplog.records
+    monkeypatch.setenv("XLA_FLAGS", f"--{TRITON}=false")
+    step.init(model)
+    (record,) = caplog.records
+    assert record.levelname == "WARNING" and "remove it from XLA_FLAGS" in record.getMessage()
+
+
+# --- Programs written here --------------------------------------------------------------------------------------------
+
+
+def multiplies_fp8(a, b, scale):
+    """FP8 arrays are multiplied, and the product is scaled."""
+    return jax.lax.dot_general(a, b, (((1,), (0,)), ((), ())), preferred_element_type=jnp.bfloat16) * scale
+
+
+def with_a_barrier(a, b, scale):
+    """The same; the barrier keeps XLA from merging products that share an operand."""
+    return multiplies_fp8(jax.lax.optimization_barrier(a), b, scale)
+
+
+def dequantizes(a, b, scale):
+    """What other kernels have widened is multiplied: the barrier stands for what XLA does where it does not fuse."""
+    wide = jax.lax.optimization_barrier((a.astype(jnp.bfloat16) * scale, b.astype(jnp.bfloat16)))
+    return jnp.dot(*wide)
+
+
+def widens_inside(a, b, scale):
+    """The operands are widened, and nothing keeps XLA from doing it inside the product's kernel."""
+    return jnp.dot(a.astype(jnp.bfloat16), b.astype(jnp.bfloat16)) * scale
+
+
+def scales_blocks_inside(a, b, scales):
+    """As many do it: a scale for each row of the sum's blocks, multiplied before the product."""
+    wide = a.astype(jnp.bfloat16).reshape(512, 2, 128) * scales[:, :, None]
+    return jnp.dot(wide.reshape(512, 256), b.astype(jnp.bfloat16))
+
+
+OPERANDS = struct(512, 256, dtype=E4M3), struct(256, 384, dtype=E4M3)
+SCALE = struct()
+
+
+def compiled_for(function, target, triton, *, scale=SCALE):
+    return preflight(function, *OPERANDS, scale, target=target, compiler_options={TRITON: triton}, other_setting=False)
+
+
+@pytest.mark.parametrize("triton, kernel", [(True, "Triton dot"), (False, "cublasLt f8")])
+@pytest.mark.parametrize("target", on_gpu("h100", "b200"))
+@pytest.mark.parametrize("function", [multiplies_fp8, with_a_barrier])
+def test_fp8_arrays_that_are_multiplied_are_in_fp8_with_both_settings(function, target, triton, kernel):
+    report = compiled_for(function, target, triton)
+    (product,) = report.products
+    assert (product.verdict, product.kernel, product.lhs, product.rhs) == (Verdict.FP8, kernel, "f8e4m3fn", "f8e4m3fn")
+    assert product.widened == "" and product.flops == 2 * 512 * 256 * 384
+    report.require(fp8_flops=1.0)
+
+
+@pytest.mark.parametrize("target", on_gpu("h100", "b200"))
+def test_operands_that_other_kernels_widen_are_not_in_fp8(target):
+    report = compiled_for(dequantizes, target, True)
+    (product,) = report.products
+    assert (product.verdict, product.lhs, product.rhs) == (Verdict.EMULATED, "bf16", "bf16")
+    assert report.fp8_share == 0.0
+    with pytest.raises(PreflightError, match="fp8_flops=0.5"):
+        report.require(fp8_flops=0.5)
+
+
+def test_barriers_do_not_hide_that_fp8_was_asked_for():
+    """On a CPU too: what an operand was before is looked for in the program before optimization."""
+    (product,) = preflight(dequantizes, *OPERANDS, SCALE, target="local").products
+    assert product.verdict is Verdict.EMULATED and product.reason.startswith("quantize-dequantize")
+
+
+@pytest.mark.parametrize("target", on_gpu("h100"))
+def test_operands_that_the_kernel_widens_are_read_in_fp8(target):
+    report = compiled_for(widens_inside, target, True)
+    (product,) = report.products
+    assert (product.verdict, product.lhs, product.widened) == (Verdict.FP8, "f8e4m3fn", "bf16")
+    assert any("widen it inside Triton's kernel: 1;" in finding for finding in report.findings)
+    # Estimated at the rate of what is multiplied.
+    fast = compiled_for(multiplies_fp8, target, True)
+    assert report.step.others.count == 0 and report.estimate.products >= fast.estimate.products
+    # A100s read it as well, and have nothing that multiplies it.
+    (emulated,) = compiled_for(widens_inside, "a100", True).products
+    assert emulated.verdict is Verdict.EMULATED and "compute capability 8.9" in emulated.reason
+
+
+@pytest.mark.parametrize("target", on_gpu("h100"))
+def test_scales_of_blocks_inside_the_kernel_are_emulation(target):
+    report = compiled_for(scales_blocks_inside, target, True, scale=struct(512, 2))
+    assert {product.verdict for product in report.products} == {Verdict.EMULATED}
+
+
+def triton_fusion(convert, scale=""):
+    """A product of FP8 arrays in a Triton fusion, as XLA writes it, that widens its operands or not."""
+    lines = ["%a = f8e4m3fn[32,64]{1,0} parameter(0)", "%b = f8e4m3fn[64,48]{1,0} parameter(1)"]
+    lhs, rhs = "%a", "%b"
+    if convert:
+        lines += ["%ca = bf16[32,64]{1,0} convert(%a)", "%cb = bf16[64,48]{1,0} convert(%b)"]
+        lhs, rhs = "%ca", "%cb"
+    if scale:
+        shape, dims = {"one": ("bf16[]", ""), "blocks": ("bf16[32]{0}", "0")}[scale]
+        lines.append(f"%s = {shape} parameter(2)")
+        lines.append(f"%r = bf16[32,64]{{1,0}} broadcast(%s), dimensions={{{dims}}}")
+        lines.append("%m = bf16[32,64]{1,0} multiply(%ca, %r)")
+        lhs = "%m"
+    lines.append(
+        f"ROOT %d = bf16[32,48]{{1,0}} dot({lhs}, {rhs}), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}, "
+        'metadata={op_name="jit(f)/fp8_dot_general/fp8_backward/wgrad/dot_general"}'
+    )
+    third = {"": [], "one": ["%s = bf16[] parameter(2)"], "blocks": ["%s = bf16[32]{0} parameter(2)"]}[scale]
+    entry = [
+        "%a = f8e4m3fn[32,64]{1,0} parameter(0)",
+        "%b = f8e4m3fn[64,48]{1,0} parameter(1)",
+        *third,
+        f"ROOT %f = bf16[32,48]{{1,0}} fusion(%a, %b{', %s' if scale else ''}), kind=kCustom, calls=%gemm, "
+        'backend_config={"fusion_backend_config":{"kind":"__triton_gemm"}}',
+    ]
+    return module(entry, ("%gemm (a: f8e4m3fn[32,64], b: f8e4m3fn[64,48]) -> bf16[32,48]", lines))
+
+
+@pytest.mark.parametrize(
+    "convert, scale, verdict, widened",
+    [
+        (False, "", Verdict.FP8, ""),
+        (True, "", Verdict.FP8, "bf16"),
+        (True, "one", Verdict.FP8, "bf16"),
+        (True, "blocks", Verdict.EMULATED, "bf16"),
+    ],
+)
+def test_what_a_fusion_of_tritons_reads(convert, scale, verdict, widened):
+    (product,) = read(triton_fusion(convert, scale)).products
+    assert (product.verdict, product.widened, product.lhs) == (verdict, widened, "f8e4m3fn")
+
+
+def test_the_same_outside_triton_is_emulation():
+    """Any other fusion is XLA's own loop: nothing in it is a matrix unit's work."""
+    text = triton_fusion(True).replace("__triton_gemm", "__other")
+    (product,) = read(text).products
+    assert (product.verdict, product.lhs) == (Verdict.EMULATED, "bf16")
+
+
+# --- The report -------------------------------------------------------------------------------------------------------
+
+
+def training_step(model, x):
+    """Of a layer that multiplies FP8 arrays, with the scopes that the package gives its products."""
+
+    def scoped(name, lhs, rhs, contract):
+        with jax.named_scope("fp8_dot_general"), jax.named_scope(name):
+            numbers = ((contract, contract), ((), ()))
+            highest = jax.lax.Precision.HIGHEST
+            return jax.lax.dot_general(lhs, rhs, numbers, precision=highest, preferred_element_type=jnp.bfloat16)
+
+    return scoped("fprop", x, model, ((1,))), scoped("wgrad", x, x.astype(E5M2), ((0,)))
+
+
+@pytest.mark.parametrize("target", on_gpu("h100", "b200"))
+def test_the_first_line_says_which_flags_and_what_the_other_setting_changes(no_flags, target):
+    report = preflight(training_step, struct(256, 256, dtype=E4M3), struct(512, 256, dtype=E4M3), target=target)
+    line = report.to_markdown().splitlines()[0]
+    assert line.startswith(
+        f"XLA flags: XLA's defaults ({TRITON}=true); with {TRITON}=false: 100.0% of the FLOPs in FP8"
+    )
+    assert "other kernels instead of" in line and " ms instead of " in line
+    assert {p.kernel for p in report.products} == {"Triton dot"}
+    assert {p.kernel for p in report.other.products} == {"cublasLt f8"}
+    # On Hopper alone, and of gradients alone.
+    says = [finding for finding in report.findings if "does not accumulate FP8 in full float32" in finding]
+    assert len(says) == (target == "h100") and ("dgrad and wgrad accumulate in full" in line) == (target == "h100")
+    if target == "h100":
+        assert "in full float32 on Hopper: 1;" in says[0]
+
+
+@pytest.mark.parametrize("target", on_gpu("h100"))
+def test_the_environment_decides_and_options_come_before_it(monkeypatch, target):
+    monkeypatch.setenv("XLA_FLAGS", f"--{TRITON}=false")
+    kernels = lambda **options: [
+        p.kernel for p in preflight(multiplies_fp8, *OPERANDS, SCALE, target=target, **options).products
+    ]
+    assert kernels() == ["cublasLt f8"]
+    assert kernels(compiler_options={TRITON: True}) == ["Triton dot"]
+
+    class Step:
+        """A step whose own `jit` has options."""
+
+        __call__ = staticmethod(multiplies_fp8)
+        compiler_options = staticmethod(lambda *args: {TRITON: len(args) == 3})
+
+    assert [p.kernel for p in preflight(Step(), *OPERANDS, SCALE, target=target).products] == ["Triton dot"]
+
+
+def test_elsewhere_the_first_line_is_the_flags_alone(no_flags):
+    report = preflight(lambda x: x @ x, struct(16, 16), target="local")
+    assert str(report).splitlines()[0] == "XLA flags: XLA's defaults" and report.other is None
+
+
+@pytest.mark.parametrize("target", on_gpu("b200"))
+def test_block_scaled_products_need_triton(target):
+    """What `cost_of_flags` says of them."""
+    make = lambda: fp8.fp8_linear_layers(
+        eqx.nn.Linear(256, 256, use_bias=False, dtype=jnp.bfloat16, key=jax.random.key(0)),
+        fp8.Fp8Config(recipe="mxfp8", emulate=True),
+    )
+    step = lambda model, x: jax.vmap(model)(x)
+    args = eqx.filter_eval_shape(make), struct(512, 256)
+    shares = [
+        preflight(step, *args, target=target, compiler_options={TRITON: triton}).fp8_share for triton in (True, False)
+    ]
+    assert shares == [1.0, 0.0]
+
+
+# --- Devices without units for blocks ---------------------------------------------------------------------------------
+
+SCALED_DOT = [
+    "%a = f8e4m3fn[32,64]{1,0} parameter(0)",
+    "%b = f8e4m3fn[48,64]{1,0} parameter(1)",
+    "%sa = f8e8m0fnu[32,2]{1,0} parameter(2)",
+    "%sb = f8e8m0fnu[48,2]{1,0} parameter(3)",
+    "ROOT %d = bf16[32,48]{1,0} scaled-dot(%a, %b, %sa, %sb), lhs_contracting_dims={1}, rhs_contracting_dims={1}",
+]
+
+
+@pytest.mark.parametrize("name", [name for name in targets if name != "local"])
+def test_block_scaled_products_are_in_fp8_where_supported_says_so(name):
+    (product,) = read(module(SCALED_DOT), name).products
+    assert (product.verdict is Verdict.FP8) == fp8.supported("mxfp8", name).is_native
+    assert bool(product.reason) == (product.verdict is not Verdict.FP8)
+
+
+# --- Mixtures of experts ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("converted", [False, True], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("target", on_gpu("h100"))
+def test_useful_flops_of_experts(target, converted):
+    """XLA multiplies every row by the kernels of all four experts: a quarter is what was asked for."""
+    Experts, In, Out, Row = hax.make_axes(experts=4, d=128, f=256, row=640)
+
+    def make():
+        layer = hnn.MoELinear.init(Experts, In, Out, key=jax.random.key(0), use_bias=False)
+        layer = jax.tree.map(lambda x: x.astype(jnp.bfloat16), layer)
+        return fp8.fp8_linear_layers(layer) if converted else layer
+
+    def step(layer, x, sizes):
+        loss = lambda layer: hax.sum(layer(x, sizes).astype(jnp.float32) ** 2).scalar()
+        return fp8.filter_grad(loss)(layer)
+
+    x, sizes = hax.NamedArray(struct(640, 128), (Row, In)), hax.NamedArray(struct(4, dtype=jnp.int32), (Experts,))
+    report = preflight(step, eqx.filter_eval_shape(make), x, sizes, target=target, other_setting=False)
+    asked = 2 * 640 * 128 * 256
+    assert [product.useful_flops for product in report.products] == [asked, asked]
+    assert report.step.useful_flops == 2 * asked and report.step.flops == 4 * 2 * asked
+    assert "useful FLOPs" in str(report) and any("of which 8.389e+07 are useful" in f for f in report.findings)
+
+
+def test_a_grouped_product_that_stays_one_is_all_useful():
+    text = module(
+        [
+            "%a = bf16[32,64]{1,0} parameter(0)",
+            "%b = bf16[4,64,48]{2,1,0} parameter(1)",
+            "%g = s32[4]{0} parameter(2)",
+            "ROOT %d = f32[32,48]{1,0} ragged-dot(%a, %b, %g), lhs_contracting_dims={1}, rhs_contracting_dims={1}, "
+            "lhs_ragged_dims={0}, rhs_group_dims={0}",
+        ]
+    )
+    program = read(text, written=text)
+    assert program.useful_flops == program.flops == 2 * 32 * 64 * 48

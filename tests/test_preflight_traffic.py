@@ -1,0 +1,105 @@
+"""The bytes that a kernel reads and writes, of instructions written by hand and counted by hand."""
+
+import pytest
+
+from haliax_fp8.preflight._dimensions import Dimensions
+from haliax_fp8.preflight._hlo import Shape, parse_hlo
+from haliax_fp8.preflight._reason import indivisible
+from haliax_fp8.preflight._traffic import touched
+from haliax_fp8.preflight._walk import entry_sites, kernels
+
+
+MATRIX, ROW, INDEX = 4 * 1000 * 64, 4 * 64, 4
+
+
+def bytes_of(entry, *functions):
+    """Of all kernels of a program; functions are given as `(header, lines)`."""
+    indented = lambda lines: "\n".join(f"  {line}" for line in lines)
+    bodies = "".join(f"{header} {{\n{indented(lines)}\n}}\n\n" for header, lines in functions)
+    text = f"HloModule m, is_scheduled=true\n\n{bodies}ENTRY %main (x: f32[2]) -> f32[2] {{\n{indented(entry)}\n}}\n"
+    return sum(touched(kernel) for kernel in kernels(entry_sites(parse_hlo(text))) if opcode(kernel) != "parameter")
+
+
+def opcode(kernel):
+    return kernel.instruction.opcode
+
+
+PARAMETERS = [
+    "%x = f32[1000,64]{1,0} parameter(0)",
+    "%row = f32[1,64]{1,0} parameter(1)",
+    "%i = s32[] parameter(2)",
+]
+
+
+@pytest.mark.parametrize(
+    "line, expected",
+    [
+        # The row is read and written; the rest of the matrix stays where it is.
+        ("f32[1000,64]{1,0} dynamic-update-slice(%x, %row, %i, %i)", 2 * ROW),
+        # Read and written, and where it begins.
+        ("f32[1,64]{1,0} dynamic-slice(%x, %i, %i), dynamic_slice_sizes={1,64}", 2 * ROW + 2 * INDEX),
+        ("f32[1,64]{1,0} slice(%x), slice={[3:4], [0:64]}", 2 * ROW),
+        # Where to, and what: both are read, and as much is written.
+        ("f32[1000,64]{1,0} scatter(%x, %i, %row), to_apply=%add", 2 * (INDEX + ROW)),
+    ],
+    ids=["dynamic-update-slice", "dynamic-slice", "slice", "scatter"],
+)
+def test_outside_a_fusion(line, expected):
+    assert bytes_of([*PARAMETERS, f"ROOT %r = {line}"]) == expected
+
+
+def fused(lines, out, *operands):
+    entry = [*PARAMETERS, f"ROOT %f = {out} fusion({', '.join(operands)}), kind=kLoop, calls=%fused"]
+    return bytes_of(entry, (f"%fused (a: f32[2]) -> {out}", lines))
+
+
+def test_slices_that_together_exceed_their_operand_read_it_once():
+    """Two slices of 600 of 1000 rows: what they share is read once, and never more than there is."""
+    lines = [
+        "%a = f32[1000,64]{1,0} parameter(0)",
+        "%first = f32[600,64]{1,0} slice(%a), slice={[0:600], [0:64]}",
+        "%last = f32[600,64]{1,0} slice(%a), slice={[400:1000], [0:64]}",
+        "ROOT %sum = f32[600,64]{1,0} add(%first, %last)",
+    ]
+    assert fused(lines, "f32[600,64]{1,0}", "%x") == MATRIX + 600 * ROW
+
+
+def test_slices_within_their_operand_read_what_they_take():
+    lines = [
+        "%a = f32[1000,64]{1,0} parameter(0)",
+        "%first = f32[1,64]{1,0} slice(%a), slice={[0:1], [0:64]}",
+        "%last = f32[1,64]{1,0} slice(%a), slice={[999:1000], [0:64]}",
+        "ROOT %sum = f32[1,64]{1,0} add(%first, %last)",
+    ]
+    assert fused(lines, "f32[1,64]{1,0}", "%x") == 3 * ROW
+
+
+def test_a_parameter_that_a_fusion_hands_on_is_not_written():
+    """It stays where it is: counted as read at most. The row is read, and written negated."""
+    lines = [
+        "%a = f32[1000,64]{1,0} parameter(0)",
+        "%b = f32[1,64]{1,0} parameter(1)",
+        "%c = f32[1,64]{1,0} negate(%b)",
+        "ROOT %t = (f32[1000,64]{1,0}, f32[1,64]{1,0}) tuple(%a, %c)",
+    ]
+    assert fused(lines, "(f32[1000,64]{1,0}, f32[1,64]{1,0})", "%x", "%row") == MATRIX + 2 * ROW
+
+
+def test_sides_before_they_were_filled_up():
+    """A product of `5 × 4095` and `4095 × 30` runs as one of multiples of 16, or as its transpose."""
+    of = lambda m, n, k: Dimensions(1, m, n, k, *[Shape("f8e4m3fn", (2, 2))] * 3)
+    written = of(5, 30, 4095)
+    assert of(16, 32, 4096).without_padding(written) == of(5, 30, 4095)
+    assert of(32, 16, 4096).without_padding(written) == of(30, 5, 4095)
+    assert of(32, 48, 4096).without_padding(written) == of(32, 48, 4096), "another product"
+
+
+@pytest.mark.parametrize(
+    "sizes, named",
+    [((32, 48, 64), ""), ((24, 48, 64), "m=24"), ((32, 8, 40), "n=8, k=40"), ((5, 16, 4095), "m=5, k=4095")],
+)
+def test_sides_that_are_no_multiples_of_16(sizes, named):
+    """Multiples of 8, which bf16 products take, are not enough."""
+    m, n, k = sizes
+    shape = Shape("f8e4m3fn", (2, 2))
+    assert indivisible(Dimensions(1, m, n, k, shape, shape, shape)) == named
