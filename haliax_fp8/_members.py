@@ -101,6 +101,14 @@ def _members(measured: Array, grad: Array, *, ensemble: int) -> Array:
     return lax.reshape(jnp.zeros_like(flat).at[first].max(flat), measured.shape)
 
 
+def _members_lowering(ctx: Any, measured: Any, grad: Any, *, ensemble: int) -> Any:
+    # Nearly always: nothing to trace.
+    return [measured] if ensemble == 0 else _lowered_members(ctx, measured, grad, ensemble=ensemble)
+
+
+_lowered_members = mlir.lower_fun(_members, multiple_results=False)
+
+
 def _members_batch(args: Any, axes: Any, *, ensemble: int) -> tuple[Array, int]:
     size = next(x.shape[axis] for x, axis in zip(args, axes, strict=True) if axis is not None)
     args = [to_front(x, axis, size, 0) for x, axis in zip(args, axes, strict=True)]
@@ -113,5 +121,5 @@ mlir.register_lowering(evaluation_p, mlir.lower_fun(lambda: jnp.int32(0), multip
 batching.fancy_primitive_batchers[evaluation_p] = _evaluation_batch
 members_p.def_impl(_members)
 members_p.def_abstract_eval(lambda measured, grad, **params: measured)
-mlir.register_lowering(members_p, mlir.lower_fun(_members, multiple_results=False))
+mlir.register_lowering(members_p, _members_lowering)
 batching.primitive_batchers[members_p] = _members_batch

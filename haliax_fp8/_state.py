@@ -34,7 +34,7 @@ class max_grad(dtypes.prng_key):
 
 
 class record(dtypes.prng_key, np.number):
-    """The abstract type of `fp32_record`: a number, which is what JAX asks of what it sums over an axis."""
+    """The abstract type of `fp32_record`: a number too, which is what JAX asks of what it sums over an axis."""
 
 
 class inexact_record(dtypes.extended, np.inexact):

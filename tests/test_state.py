@@ -372,3 +372,16 @@ def test_without_the_rule_gradients_are_the_same(monkeypatch):
     ruled = gradients()
     monkeypatch.delitem(ad.primitive_linearizations, fp8_dot_p)
     jax.tree.map(np.testing.assert_array_equal, gradients(), ruled)
+
+
+def test_internals_sums_of_records():
+    """JAX sums records over an axis, and refuses to add them: what `_members.py` builds on."""
+    total = jax.jit(lambda x: to_float32(lax.reduce_sum(_state.to_record(x, inexact=False), (0,))))(STATE)
+    assert float(total) == 30.0
+    assert float(jax.jit(lambda x: to_float32(_state.to_record(x, inexact=True).sum(0)))(STATE)) == 30.0
+    with pytest.raises(TypeError, match="add does not accept"):
+        jax.jit(lambda x: _state.to_record(x, inexact=False) + _state.to_record(x, inexact=False))(STATE)
+    for dtype in (_state.fp32_record, _state.fp32_inexact_record):
+        assert dtype != np.dtype(np.float32) and dtype != fp32_max_grad
+        assert not jnp.issubdtype(dtype, jnp.floating)  # mixed precision leaves it alone
+    assert jnp.issubdtype(_state.fp32_inexact_record, jnp.inexact)
