@@ -1,0 +1,279 @@
+"""State that anything but its own update changed: NaN on the device at its next use, an error on the host."""
+
+import equinox as eqx
+import haliax.quantization as haxq
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import rounded_up
+from jax import lax
+
+import haliax_fp8 as fp8
+from haliax_fp8._scaling._guard import checked, guard_of, is_changed
+
+
+X = jax.random.normal(jax.random.key(1), (16, 8))
+
+
+@pytest.fixture(autouse=True)
+def promotion():
+    """As optax needs it."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def mlp(**config):
+    return fp8.fp8_linear_layers(eqx.nn.MLP(8, 8, 16, 2, key=jax.random.key(0)), **config)
+
+
+def mean_square(model, x):
+    return (jax.vmap(model)(x) ** 2).mean()
+
+
+def as_tree(model):
+    return eqx.filter(model, eqx.is_inexact_array)
+
+
+# --- The guard itself -------------------------------------------------------------------------------------------------
+
+SCALES = np.concatenate(
+    [
+        np.exp2(np.random.default_rng(0).uniform(-125, 127, 10_000)),
+        np.exp2(np.arange(-126.0, 128.0)),
+        [np.nextafter(np.float32(1.0), np.float32(2.0)), np.nextafter(np.float32(2.0), np.float32(1.0)), 1.125],
+    ]
+).astype(np.float32)
+
+
+def test_scales_are_rounded_up_to_four_bits():
+    exact, short = checked(jnp.asarray(SCALES), guard_of(jnp.asarray(SCALES)))
+    np.testing.assert_array_equal(exact, SCALES)
+    fits = rounded_up(SCALES, 4) <= np.finfo(np.float32).max
+    np.testing.assert_array_equal(np.asarray(short)[fits], rounded_up(SCALES, 4)[fits].astype(np.float32))
+    assert not is_changed(SCALES, np.asarray(guard_of(jnp.asarray(SCALES))))
+
+
+def test_bfloat16_holds_the_product_of_two_rounded_scales():
+    _, short = checked(jnp.asarray(SCALES), guard_of(jnp.asarray(SCALES)))
+    short = np.asarray(short, np.float64)
+    short = short[(short > 2.0**-60) & (short < 2.0**60)]
+    products = short[:-1] * short[1:]
+    np.testing.assert_array_equal(products.astype(jnp.bfloat16).astype(np.float64), products)
+
+
+def test_the_guard_is_monotone():
+    scales = np.sort(SCALES)
+    guards = np.asarray(guard_of(jnp.asarray(scales)))
+    assert (np.diff(guards) >= 0).all()
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_a_state_that_was_rounded_with_its_model_passes(dtype):
+    info = jnp.finfo(dtype)
+    guard = np.asarray(guard_of(jnp.asarray(SCALES)))
+    normal = (SCALES > float(info.smallest_normal)) & (SCALES < 0.9 * float(info.max))
+    scale, guard = (x[normal].astype(dtype).astype(np.float32) for x in (SCALES, guard))
+    assert not is_changed(scale, guard)
+
+
+CHANGES = {
+    "one step of Adam": lambda scale, guard: (scale - 1e-4, guard - 1e-4),
+    "one of SGD": lambda scale, guard: (scale - 1e-3 * scale, guard - 1e-3 * guard),
+    "weight decay": lambda scale, guard: (scale * (1 - 1e-5), guard * (1 - 1e-5)),
+    "an average with the first state": lambda scale, guard: (0.999 * scale + 0.001, 0.999 * guard + 0.001),
+    "the sum of two": lambda scale, guard: (scale + scale, guard + guard),
+    "the sum of three": lambda scale, guard: (3 * scale, 3 * guard),
+    "the sign": lambda scale, guard: (-scale, -guard),
+    "another scale": lambda scale, guard: (scale * np.float32(1.5), guard),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_changes_are_noticed(name):
+    scales = SCALES[(SCALES > 1e-12) & (SCALES < 1e4) & (np.abs(SCALES - 1.0) > 0.2)]
+    guards = np.asarray(guard_of(jnp.asarray(scales)))
+    with np.errstate(all="ignore"):
+        scale, guard = (np.asarray(x, np.float32) for x in CHANGES[name](scales, guards))
+    exact, short = checked(jnp.asarray(scale), jnp.asarray(guard))
+    changed = (scale != scales) | (guard != guards)
+    assert np.isnan(exact[changed]).all() and np.isnan(short[changed]).all()
+    places = np.flatnonzero(changed)[:200]
+    assert all(is_changed(scale[i : i + 1], guard[i : i + 1]) for i in places)
+
+
+def test_what_a_trainer_leaves_of_layers_that_were_not_reached_is_a_scale_of_one():
+    for value in (0.0, -np.inf):
+        exact, short = checked(jnp.float32(value), jnp.float32(value))
+        assert float(exact) == float(short) == 1.0
+        assert not is_changed(np.full(1, value, np.float32), np.full(1, value, np.float32))
+
+
+# --- Loops that are wrong ---------------------------------------------------------------------------------------------
+
+
+def whole_tree(optimizer):
+    """The loop that trains what is inexact, scales too."""
+
+    def step(model, opt_state):
+        loss, gradients = eqx.filter_value_and_grad(mean_square)(model, X)
+        updates, opt_state = optimizer.update(gradients, opt_state, as_tree(model))
+        return eqx.apply_updates(model, updates), opt_state, loss
+
+    return step, lambda model: optimizer.init(as_tree(model))
+
+
+def decayed(model, opt_state):
+    """Weight decay by hand, over the whole tree."""
+    loss, gradients = fp8.filter_value_and_grad(mean_square)(model, X)
+    overwrites, gradients = fp8.partition_for_grad_overwrite(gradients)
+    model = fp8.apply_updates(model, jax.tree.map(lambda g: -1e-3 * g, gradients), overwrites)
+    shrunk = jax.tree.map(lambda x: x * 0.999 if eqx.is_inexact_array(x) else x, model)
+    return shrunk, opt_state, loss
+
+
+def averaged(model, opt_state):
+    """A step with an average of models that is evaluated and trained on."""
+    loss, gradients = fp8.filter_value_and_grad(mean_square)(model, X)
+    overwrites, gradients = fp8.partition_for_grad_overwrite(gradients)
+    new = fp8.apply_updates(model, jax.tree.map(lambda g: -1e-3 * g, gradients), overwrites)
+    (old, static), new = eqx.partition(model, eqx.is_inexact_array), as_tree(new)
+    return eqx.combine(optax.incremental_update(new, old, 0.1), static), opt_state, loss
+
+
+WRONG = {
+    "adamw": whole_tree(optax.adamw(1e-3)),
+    "sgd": whole_tree(optax.sgd(1e-2)),
+    "lion": whole_tree(optax.lion(1e-4)),
+    "weight decay": (decayed, lambda model: None),
+    "average": (averaged, lambda model: None),
+}
+
+
+@pytest.mark.parametrize("how", ["jit", "scan"])
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_loops_give_nan_by_the_second_step(name, how):
+    step, init = WRONG[name]
+    model = mlp(amax_history_length=4)
+    state = init(model)
+    if how == "scan":
+        dynamic, static = eqx.partition((model, state), eqx.is_array)
+
+        def body(carry, _):
+            *new, loss = step(*eqx.combine(carry, static))
+            return eqx.filter(tuple(new), eqx.is_array), loss
+
+        dynamic, losses = jax.jit(lambda d: lax.scan(body, d, length=20))(dynamic)
+        model = eqx.combine(dynamic, static)[0]
+    else:
+        step, losses = eqx.filter_jit(step), []
+        for _ in range(20):
+            model, state, loss = step(model, state)
+            losses.append(loss)
+    assert np.isfinite(losses[0]) and np.isnan(losses[1:]).all()
+    for look in (
+        fp8.describe,
+        fp8.require_own_state,
+        lambda m: fp8.quantization_statistics(m, mean_square, X),
+        fp8.TrainStep(mean_square, optax.sgd(0.1)).init,
+        lambda m: fp8.TrainStep(mean_square, optax.sgd(0.1))(m, (), X),
+        lambda m: fp8.apply_updates(m, None, None),
+    ):
+        with pytest.raises(ValueError, match=r"layers\.0, .* was changed by something other(.|\n)*apply_updates\("):
+            look(model)
+
+
+@pytest.mark.parametrize("how", ["swapped", "rest twice", "gradients twice", "gradients as updates"])
+def test_exchanged_arguments_of_apply_updates(how):
+    model = mlp()
+    gradients = fp8.filter_grad(mean_square)(model, X)
+    overwrites, rest = fp8.partition_for_grad_overwrite(gradients)
+    arguments = {
+        "swapped": (overwrites, rest),
+        "rest twice": (rest, rest),
+        "gradients twice": (gradients, gradients),
+        "gradients as updates": (gradients, overwrites),
+    }[how]
+    with pytest.raises(ValueError, match="partition_for_grad_overwrite"):
+        fp8.apply_updates(model, *arguments)
+    assert fp8.apply_updates(model, rest, overwrites) is not None
+
+
+# --- Loops that are right ---------------------------------------------------------------------------------------------
+
+
+def test_haliax_own_loop_keeps_scales_consistent():
+    """A trainer that overwrites state as it comes."""
+    model, optimizer = mlp(amax_history_length=4), optax.adamw(1e-3)
+    state = optimizer.init(fp8.trainable(model))
+
+    @eqx.filter_jit
+    def step(model, state):
+        loss, gradients = eqx.filter_value_and_grad(mean_square)(model, X)
+        overwrites, gradients = haxq.partition_for_grad_overwrite(gradients)
+        updates, state = optimizer.update(gradients, state, fp8.trainable(model))
+        return haxq.apply_updates(model, updates, overwrites), state, loss
+
+    for _ in range(5):
+        model, state, loss = step(model, state)
+        assert np.isfinite(loss)
+    fp8.require_own_state(model)
+
+
+def test_an_average_of_parameters_alone_is_fine():
+    step = fp8.TrainStep(mean_square, optax.adamw(1e-3))
+    model = mlp(amax_history_length=4)
+    state, average = step.init(model), fp8.trainable(model)
+    for _ in range(5):
+        model, state, _ = step(model, state, X)
+        average = optax.incremental_update(fp8.trainable(model), average, 0.1)
+    averaged = eqx.combine(average, model)
+    fp8.require_own_state(averaged)
+    assert np.isfinite(mean_square(averaged, X))
+
+
+def test_a_state_that_was_changed_stays_so():
+    """A right step after a wrong one does not hide it."""
+    model = mlp(amax_history_length=4)
+    gradients = fp8.filter_grad(mean_square)(model, X)
+    overwrites, rest = fp8.partition_for_grad_overwrite(gradients)
+    model = fp8.apply_updates(model, rest, overwrites)
+    broken = jax.tree.map(lambda x: x * 0.99 if eqx.is_inexact_array(x) else x, model)
+    for grad in (fp8.filter_grad, eqx.filter_grad):
+        overwrites, rest = fp8.partition_for_grad_overwrite(grad(mean_square)(broken, X))
+        rest = jax.tree.map(jnp.zeros_like, rest)
+        after = eqx.filter_jit(fp8.apply_updates)(broken, rest, overwrites)
+        assert np.isnan(mean_square(after, X))
+
+
+# --- A trainer that takes gradients itself ----------------------------------------------------------------------------
+
+
+def twice(model, x):
+    return (jax.vmap(lambda x: model(model(x)))(x) ** 2).mean()
+
+
+@pytest.mark.parametrize("loss_fn", [mean_square, twice])
+def test_exact_gradients_are_those_of_filter_grad(loss_fn):
+    model = mlp(amax_history_length=4)
+    ours = eqx.filter_jit(fp8.filter_grad(loss_fn))(model, X)
+    theirs = eqx.filter_jit(eqx.filter_grad(fp8.exact_gradients(loss_fn)))(model, X)
+    both = zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True)
+    assert jax.tree.structure(ours) == jax.tree.structure(theirs)
+    assert all(bool((a == b).all()) for a, b in both)
+
+
+def test_exact_gradients_with_auxiliary_results_and_a_factor():
+    model = mlp(amax_history_length=4)
+    loss_fn = fp8.exact_gradients(lambda m, x: (mean_square(m, x), {"sum": x.sum(), "name": "a"}), has_aux=True)
+    plain = fp8.exact_gradients(mean_square)
+    gradients, aux = eqx.filter_grad(loss_fn, has_aux=True)(model, X)
+    tripled = eqx.filter_grad(lambda m, x: 3.0 * plain(m, x))(model, X)
+    assert aux["name"] == "a" and float(aux["sum"]) == float(X.sum())
+    for a, b in zip(jax.tree.leaves(fp8.trainable(gradients)), jax.tree.leaves(fp8.trainable(tripled)), strict=True):
+        np.testing.assert_array_equal(3.0 * a, b)
+    a, b = (g.layers[0].dot_general.amax_history("input") for g in (gradients, tripled))
+    np.testing.assert_array_equal(a, b)
+    with pytest.raises(ValueError, match="an argument other than its first"):
+        jax.grad(lambda x: plain(model, x))(X)
