@@ -35,8 +35,8 @@ from ._recipe import Recipe
 from ._scaling import (
     AbstractStatefulScaling,
     measures,
+    next_table,
     stores_scale,
-    updated,
 )
 from ._state import to_float32
 
@@ -297,7 +297,7 @@ def _scales_alone(state: Array | None, spec: ProductSpec) -> Array | None:
 @functools.partial(jax.jit, static_argnames="recipe")
 def _next_state(state: Array, measured: Array, *, recipe: Recipe) -> Array:
     measured = lax.reshape(measured, (*state.shape[:-1], measured.shape[-1] // 3))
-    return updated(to_float32(state), measured, recipe.scalings, recipe.limits)
+    return next_table(to_float32(state), measured, recipe.scalings, recipe.limits)
 
 
 @functools.partial(jax.jit, static_argnames=("spec", "linear"))

@@ -48,6 +48,12 @@ def quantize(x, scale, dtype) -> np.ndarray:
     return round_to(quotient, dtype) * float64(scale)
 
 
+def rounded_up(scale, bits: int) -> np.ndarray:
+    """The least number of so many significant bits that is not below a positive number."""
+    fraction, exponent = np.frexp(float64(scale))
+    return np.ldexp(np.ceil(fraction * 2**bits) / 2**bits, exponent)
+
+
 def letters(numbers, lhs_ndim: int, rhs_ndim: int) -> tuple[str, str, str]:
     """`lax.dot_general`'s dimension numbers as the subscripts of `np.einsum`: of lhs, of rhs, of the product."""
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = numbers

@@ -32,6 +32,7 @@ from ._table import (
     first_table as first_table,
     guarded as guarded,
     measures as measures,
+    next_table as next_table,
     overwriting as overwriting,
     overwritten as overwritten,
     record_length as record_length,

@@ -14,7 +14,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float32
+from jaxtyping import Array, Bool, Float32
 
 from ._amax import round_up_scale
 
@@ -47,11 +47,22 @@ def checked(
         scale: Stored scales.
         guard: Stored beside them.
     """
-    words = lax.bitcast_convert_type(guard, jnp.uint32)
-    short = lax.bitcast_convert_type((words - _HALF) << np.uint32(1), jnp.float32)
-    consistent, unreached = _fits(scale, guard, words, short)
+    short, consistent, unreached = _read(scale, guard)
     otherwise = lax.select(unreached, lax.full_like(scale, 1.0), lax.full_like(scale, np.nan))
     return lax.select(consistent, scale, otherwise), lax.select(consistent, short, otherwise)
+
+
+def is_own(scale: Float32[Array, "*shape"], guard: Float32[Array, "*shape"]) -> Bool[Array, "*shape"]:
+    """Whether scales are as their own updates left them."""
+    _, consistent, unreached = _read(scale, guard)
+    return lax.bitwise_or(consistent, unreached)
+
+
+def _read(scale: Array, guard: Array) -> tuple[Array, Array, Array]:
+    """The rounded scale; whether the guard is that of the scale; whether a step did not reach the layer."""
+    words = lax.bitcast_convert_type(guard, jnp.uint32)
+    short = lax.bitcast_convert_type((words - _HALF) << np.uint32(1), jnp.float32)
+    return short, *_fits(scale, guard, words, short)
 
 
 def is_changed(scale: np.ndarray, guard: np.ndarray) -> bool:

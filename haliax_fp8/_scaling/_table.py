@@ -13,7 +13,7 @@ from jax import lax
 from jaxtyping import Array, Float32
 
 from ._base import AbstractScaling, AbstractStatefulScaling
-from ._guard import checked, guard_of
+from ._guard import checked, guard_of, is_own
 
 
 type Table = Float32[Array, "*ensemble operands columns"]
@@ -86,6 +86,12 @@ def updated(
     return lax.concatenate([rows[row] for row in range(len(scalings))], operands)
 
 
+def next_table(table: Array, measured: Array, scalings: Sequence[AbstractScaling], limits: Sequence[float]) -> Array:
+    """As `updated`, but for rows that are not as their last update left them, which stay."""
+    own = lax.broadcast_in_dim(_is_own(table), table.shape, range(table.ndim))
+    return lax.select(own, updated(table, measured, scalings, limits), table)
+
+
 def completion(table: Array, record: Array, scalings: Sequence[AbstractScaling], limits: Sequence[float]) -> Array:
     """The change of tables that gradients of scales bring, which are what a step measured.
 
@@ -117,7 +123,7 @@ def completion(table: Array, record: Array, scalings: Sequence[AbstractScaling],
     used = lax.broadcast_in_dim(used, (*ensemble, ops, len(scalings)), range(len(ensemble) + 2))
     first = measured if columns == 1 else lax.slice_in_dim(measured, 0, 1, axis=len(ensemble) + 1)
     reached = lax.bitwise_and(lax.ne(first, lax.full_like(first, -np.inf)), lax.reshape(used, (*ensemble, rows, 1)))
-    return _change(reached, _heads(table, measured, scalings, limits))
+    return _change(reached & _is_own(table), _heads(table, measured, scalings, limits))
 
 
 def completed(table: Array, change: Array, scalings: Sequence[AbstractScaling]) -> Array:
@@ -152,7 +158,7 @@ def overwriting(table: Array, gradient: Array, scalings: Sequence[AbstractScalin
         finite = jnp.isfinite(entered) & (entered >= 0.0)
         fine = jnp.isfinite(reached) & (reached > 0.0) & finite.all(axis=-1, keepdims=True)
         if len(groups) == 1 and len(members) == count:
-            return _change(fine, _heads(table, entered, scalings, limits))
+            return _change(fine & _is_own(table), _heads(table, entered, scalings, limits))
         entered = jnp.pad(entered, [(0, 0)] * (axis + 1) + [(0, measures(scalings) - scaling.measures)])
         for i, row in enumerate(rows):
             of_row = [lax.slice_in_dim(x, i, i + 1, axis=axis) for x in (entered, fine)]
@@ -162,7 +168,7 @@ def overwriting(table: Array, gradient: Array, scalings: Sequence[AbstractScalin
     newest, changes = (
         lax.concatenate([parts.get(row, missing)[i] for row in range(table.shape[axis])], axis) for i in (0, 1)
     )
-    return _change(changes, _heads(table, newest, scalings, limits))
+    return _change(changes & _is_own(table), _heads(table, newest, scalings, limits))
 
 
 def overwritten(table: Array, change: Array, scalings: Sequence[AbstractScaling]) -> Array:
@@ -170,23 +176,25 @@ def overwritten(table: Array, change: Array, scalings: Sequence[AbstractScaling]
     return _assembled(table, change, scalings, table)
 
 
+def _is_own(table: Array) -> Array:
+    """Whether each row is as its last update left it; a row that is not stays as it is, for its next use to show it."""
+    axis = table.ndim - 1
+    return is_own(*(lax.slice_in_dim(table, i, i + 1, axis=axis) for i in (0, table.shape[axis] - 1)))
+
+
 def _change(changes: Array, head: Array) -> Array:
     return lax.concatenate([lax.convert_element_type(changes, jnp.float32), head], head.ndim - 1)
 
 
 def _heads(table: Array, measured: Array, scalings: Sequence[AbstractScaling], limits: Sequence[float]) -> Array:
-    """The first columns after a step; NaN for a row that is not as its last update left it, so that it stays so."""
+    """The first columns after a step."""
     ops = table.shape[-2] // len(scalings)
     if (scaling := _of_all(scalings)) is not None:
         measured = lax.slice_in_dim(measured, 0, scaling.measures, axis=measured.ndim - 1)
-        head = scaling.head(table, measured, tuple(limits) * ops)
-    else:
-        in_ops = lambda x: lax.reshape(x, (*x.shape[:-2], ops, len(scalings), x.shape[-1]))
-        new = updated(in_ops(table), in_ops(measured), scalings, limits)
-        head = unguarded(lax.reshape(new, table.shape))
-    scale, _ = scales_in(table)
-    broken = lax.broadcast_in_dim(lax.ne(scale, scale), head.shape, range(scale.ndim))
-    return lax.select(broken, lax.full_like(head, np.nan), head)
+        return scaling.head(unguarded(table), measured, tuple(limits) * ops)
+    in_ops = lambda x: lax.reshape(x, (*x.shape[:-2], ops, len(scalings), x.shape[-1]))
+    new = updated(in_ops(table), in_ops(measured), scalings, limits)
+    return unguarded(lax.reshape(new, table.shape))
 
 
 def _assembled(table: Array, change: Array, scalings: Sequence[AbstractScaling], otherwise: Array) -> Array:
@@ -195,7 +203,7 @@ def _assembled(table: Array, change: Array, scalings: Sequence[AbstractScaling],
     changes = lax.gt(changes, lax.full_like(changes, 0.0))
     new = lax.slice_in_dim(change, 1, None, axis=axis)
     if (scaling := _of_all(scalings)) is not None:
-        new = lax.concatenate([new, scaling.tail(table)], axis)
+        new = lax.concatenate([new, scaling.tail(unguarded(table))], axis)
     new = guarded(new)
     return lax.select(lax.broadcast_in_dim(changes, table.shape, range(table.ndim)), new, otherwise)
 
