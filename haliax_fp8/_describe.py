@@ -14,6 +14,7 @@ from rich.text import Text
 
 from ._device import Device
 from ._op import Fp8DotGeneral
+from ._own_state import require_own_state
 from ._prediction import Prediction
 from ._recipe import Recipe
 from ._support import Support
@@ -184,13 +185,15 @@ def describe(
         The layers; `print` shows them as a table, and `summary` is one line for the start of a program.
 
     Raises:
-        ValueError: If the device's name is unknown, or `config` is not an `Fp8Config`.
+        ValueError: If the device's name is unknown, or `config` is not an `Fp8Config`; or if anything but its own
+            update changed the FP8 state of the model.
 
     Example:
         >>> layers = {"up": hax.nn.Linear.init(hax.Axis("in", 8), hax.Axis("out", 4), key=jax.random.key(0))}
         >>> describe(layers)["up"].reason
         'not converted'
     """
+    require_own_state(model)
     named = Device.by_name(device) if isinstance(device, str) else device
     place = Device.default() if named is None else named
     given = as_config(config)

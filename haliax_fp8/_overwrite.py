@@ -155,7 +155,7 @@ def together(
     change_of: Callable[..., Array],
     changed: Callable[..., Array],
     states: Sequence[OpState],
-    others: Sequence[OpState | OverwriteWithGradient],
+    others: Sequence[Any],
     of_ops: Sequence[Array] | None = None,
 ) -> list[OpState]:
     """Computes the change of all states of a kind at once: a kernel or two for all layers, not for each."""

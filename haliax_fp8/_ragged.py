@@ -119,7 +119,7 @@ class RaggedContraction(AbstractContraction):
             scale = _of_batch(a, self.batch) * _of_batch(b, self.batch)
         return out * scale.reshape(scale.shape + (1,) * (out.ndim - scale.ndim))
 
-    def _dot(self, numbers: lax.RaggedDotDimensionNumbers, precision: lax.Precision) -> Callable[..., Array]:
+    def _dot(self, numbers: lax.RaggedDotDimensionNumbers, precision: lax.PrecisionLike) -> Callable[..., Array]:
         def dot(lhs: Array, rhs: Array, group_sizes: Array) -> Array:
             return lax.ragged_dot_general(
                 lhs, rhs, group_sizes, numbers, precision=precision, preferred_element_type=jnp.float32

@@ -81,8 +81,7 @@ class _MaxGradRules:
     def global_sharded_result_handler(aval, out_sharding, committed):
         physical_aval = core.physical_aval(aval)
         handler = pxla.global_result_handlers[core.ShapedArray](physical_aval, out_sharding, committed)
-        # A `pxla` handler is an object with a `__call__`; what it makes is wrapped, nothing else changes.
-        return lambda buffers: earray.EArray(aval, handler(buffers))
+        return handler.wrap(lambda data: earray.EArray(aval, data))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -18,6 +18,7 @@ from ._layers import default_layers
 from ._loss import scalar_loss
 from ._op import Fp8DotGeneral
 from ._overwrite import OpState
+from ._own_state import require_own_state
 from ._scaling import AbstractStatefulScaling, MeasuredScaling
 from ._targets import path_string
 from ._training import filter_grad
@@ -138,6 +139,7 @@ def quantization_statistics(model: Any, loss_fn: Callable[..., Any], *batch: Any
     ops = [node for node in jax.tree.leaves(model, is_leaf=is_op) if is_op(node)]
     if not ops:
         raise ValueError("model has no FP8 product to measure; convert it with fp8_linear_layers")
+    require_own_state(model)
     require_calibrated(model)
     measuring = _measuring(model)
     gradients = filter_grad(lambda model: scalar_loss(loss_fn(model, *batch)))(measuring)

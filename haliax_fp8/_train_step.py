@@ -195,7 +195,9 @@ def _run(kept: tuple[TrainStep, tuple[Any, ...], Array | None], model: Any, opt_
 @functools.cache
 def _step(donate: bool, options: tuple[tuple[str, bool], ...]) -> Callable[..., Any]:
     """The compiled step. One for all instances, so that equal ones share what is compiled."""
-    return eqx.filter_jit(_run, donate="all-except-first" if donate else "none", compiler_options=dict(options))
+    # What `jax.jit` takes, but Equinox's types do not declare.
+    for_jax: dict[str, Any] = {"compiler_options": dict(options)}
+    return eqx.filter_jit(_run, donate="all-except-first" if donate else "none", **for_jax)
 
 
 @eqx.filter_jit

@@ -277,7 +277,7 @@ def test_errors_of_the_function_itself_are_the_users():
 
     with pytest.raises(AssertionError, match="three rows"):
         fp8.filter_grad(loss)(LAYER, X)
-    with pytest.raises(ValueError, match="Incompatible shapes for broadcasting|could not be broadcast together"):
+    with pytest.raises(ValueError, match="broadcast"):
         fp8.filter_grad(lambda layer, x: (jax.vmap(layer)(x) + jnp.ones(3)).sum())(LAYER, X)
 
 
