@@ -99,6 +99,24 @@ def test_multipliers_that_overflow_become_the_largest_number_of_the_operands_dty
     assert {name for name, value in largest.items() if value in numbers} == {dtype}
 
 
+def test_every_product_takes_rows_along_what_it_sums_over():
+    """An operand of two products is quantized for each: a row of fprop is a column of wgrad."""
+    rng = np.random.default_rng(0)
+    spread = lambda shape: (rng.standard_normal(shape) * np.exp2(rng.integers(-12, 12, shape))).astype(np.float32)
+    x, w, g = spread((6, 16)), spread((16, 8)), spread((6, 8))
+    op = fp8.Fp8DotGeneral.init(fp8.Recipe.of(fp8.RowwiseScaling(power_of_two=False)))
+    out, pullback = jax.jit(lambda x, w: jax.vjp(lambda x, w: op(x, w, MATRIX), x, w))(x, w)
+
+    def rows(a):
+        data, scale = reference.rowwise(a, power_of_two=False)
+        return data.astype(np.float64) * scale
+
+    dx, dw = pullback(jnp.asarray(g))
+    for actual, a, b in ((out, x, w.T), (dx, g, w), (dw, x.T, g.T)):
+        a, b = rows(a), rows(b)
+        assert_within(actual, a @ b.T, (a.shape[1] + 4) * EPS * (np.abs(a) @ np.abs(b).T))
+
+
 @pytest.mark.parametrize("free", [9, 10], ids=["blocks that divide it otherwise", "blocks that do not divide it"])
 @pytest.mark.parametrize("kernel_first", [False, True])
 def test_blocks_of_a_free_axis_that_are_neither_the_axis_nor_one_element(kernel_first, free):

@@ -46,6 +46,24 @@ def test_the_kernel_is_rounded_to_the_compute_dtype_first_both_times(name):
         np.testing.assert_array_equal(dx[0], np.where(np.arange(16) == 0, 448.0, 1.0), err_msg=str(choice))
 
 
+@pytest.mark.parametrize("high", ["fprop", "wgrad"])
+def test_an_input_is_kept_as_wgrad_takes_it(high):
+    """Whatever fprop does: its FP8 copy if wgrad runs in FP8, and itself, not a copy, if not."""
+    base, precise = fp8.Recipe.of(fp8.CurrentScaling()), fp8.Quantization(fp8.E4M3, fp8.HighPrecision())
+    if high == "wgrad":
+        recipe = dataclasses.replace(base, input_for_wgrad=precise, output_grad_for_wgrad=precise)
+    else:
+        seconds = {"input_for_wgrad": base.input, "kernel_for_dgrad": base.kernel}
+        recipe = dataclasses.replace(base, input=precise, kernel=precise, **seconds)
+    op, x, w = fp8.Fp8DotGeneral.init(recipe), jnp.ones((6, 16)), jnp.ones((16, 8))
+    _, pullback = jax.vjp(lambda w: op(x, w, MATRIX), w)
+    kept = [leaf for leaf in jax.tree.leaves(pullback) if getattr(leaf, "shape", None) == x.shape]
+    if high == "wgrad":
+        assert [leaf is x for leaf in kept] == [True]
+    else:
+        assert [leaf.dtype for leaf in kept] == [np.dtype(jnp.float8_e4m3fn)]
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", ["rowwise", "squares", "1-D blocks"])
 def test_kernels_of_three_axes(name, layout):

@@ -5,7 +5,7 @@ import pytest
 from haliax_fp8.preflight._dimensions import Dimensions
 from haliax_fp8.preflight._hlo import Shape, parse_hlo
 from haliax_fp8.preflight._reason import indivisible
-from haliax_fp8.preflight._traffic import touched
+from haliax_fp8.preflight._traffic import is_kernel, touched
 from haliax_fp8.preflight._walk import entry_sites, kernels
 
 
@@ -83,6 +83,22 @@ def test_a_parameter_that_a_fusion_hands_on_is_not_written():
         "ROOT %t = (f32[1000,64]{1,0}, f32[1,64]{1,0}) tuple(%a, %c)",
     ]
     assert fused(lines, "(f32[1000,64]{1,0}, f32[1,64]{1,0})", "%x", "%row") == MATRIX + 2 * ROW
+
+
+@pytest.mark.parametrize(
+    "opcode, runs",
+    [
+        ("add", True),
+        ("all-gather-start", True),
+        ("all-gather-done", False),
+        ("async-update", False),
+        ("bitcast", False),
+    ],
+)
+def test_what_only_names_or_ends_something_is_no_kernel(opcode, runs):
+    text = "HloModule m\n\nENTRY %main (x: f32[2]) -> f32[2] {\n  %x = f32[2]{0} parameter(0)\n"
+    text += f"  ROOT %r = f32[2]{{0}} {opcode}(%x)\n}}\n"
+    assert [is_kernel(site) for site in entry_sites(parse_hlo(text))] == [False, runs]
 
 
 def test_sides_before_they_were_filled_up():

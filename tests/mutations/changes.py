@@ -144,10 +144,7 @@ CHANGES = (
         "_operands.py",
         "return first == second and not first.scaling.directional",
         "return first == second",
-        (
-            "test_recipes.py::test_accuracy_of_the_three_products",
-            "test_recipes.py::test_an_outlier_spoils_its_own_block_only",
-        ),
+        ("test_edges_of_scales.py::test_every_product_takes_rows_along_what_it_sums_over",),
     ),
     Change(
         "a grouped product's operands are rotated",
@@ -161,7 +158,7 @@ CHANGES = (
         "_operands.py",
         "return not spec.quantization(role, OTHER_PRODUCT[role]).scaling.quantizes",
         'return not spec.quantization(role, "product").scaling.quantizes',
-        ("test_recipes.py::test_each_product_kept_in_high_precision_is_exact_and_runs_there",),
+        ("test_kernels_quantized_again.py::test_an_input_is_kept_as_wgrad_takes_it",),
     ),
     Change(
         "vmap puts a mapped axis before an ensemble's",
@@ -706,6 +703,6 @@ CHANGES = (
         "preflight/_traffic.py",
         'not opcode.endswith(("-done", "-update"))',
         "True",
-        ("test_preflight_products.py::test_branches_and_asynchronous_kernels",),
+        ("test_preflight_traffic.py",),
     ),
 )
