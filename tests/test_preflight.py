@@ -63,7 +63,7 @@ CUBLASLT = {"xla_gpu_enable_triton_gemm": False}
 
 
 def report_of(target, model, x=None, **options):
-    if isinstance(targets[target], GpuTarget):
+    if isinstance(target, GpuTarget) or (isinstance(target, str) and isinstance(targets[target], GpuTarget)):
         options = {"compiler_options": CUBLASLT, "other_setting": False, **options}
     return preflight(step, model, struct(TOKENS, WIDTH) if x is None else x, target=target, **options)
 
