@@ -221,7 +221,8 @@ def fp8_linear_layers[M](module: M, config: Fp8Config | None = None, **options: 
     """
     config = as_config(config, options, call="fp8_linear_layers(model, ")
     decisions = decide(module, config)
-    if not any(decision.is_convertible for decision in decisions.values()):
+    # That no layer pays is an answer, too.
+    if config.where is None and not any(decision.is_convertible for decision in decisions.values()):
         left = {path: decision.reason for path, decision in decisions.items()}
         raise nothing_to_convert(module, config.layers, left)
     if not config.emulate:
