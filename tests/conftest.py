@@ -51,7 +51,10 @@ def getkey():
 
 @pytest.fixture
 def compiled(monkeypatch):
-    """A function with the arguments of `preflight`, for the text of what the target's compiler made, and the report."""
+    """A function with the arguments of `preflight`, for the text of what the target's compiler made, and the report.
+
+    Products are cuBLASLt's, as in a `TrainStep`, unless options of the compiler are given.
+    """
     from haliax_fp8.preflight import _preflight
 
     texts, compile_for = [], _preflight.compile_for
@@ -64,6 +67,7 @@ def compiled(monkeypatch):
     monkeypatch.setattr(_preflight, "compile_for", recorded)
 
     def compiled_of(step, *args, **options):
+        options = {"compiler_options": {"xla_gpu_enable_triton_gemm": False}, "other_setting": False, **options}
         report = _preflight.preflight(step, *args, **options)
         return texts[-1], report
 
