@@ -71,13 +71,13 @@ def apply_updates[T](module: T, updates: PyTree, overwrites: PyTree) -> T:
 
     def apply(leaf: Any, update: Any, overwrite: Any) -> Any:
         if isinstance(leaf, OverwriteWithGradient):
-            if update is not None:
-                raise ValueError(
-                    "updates hold FP8 state, which an optimizer may not see: split the gradients first with "
-                    "overwrites, grads = partition_for_grad_overwrite(grads), and begin with "
-                    "optimizer.init(trainable(model))"
-                )
             if overwrite is None:
+                if update is not None:
+                    raise ValueError(
+                        "updates hold FP8 state, which an optimizer may not see: split the gradients first with "
+                        "overwrites, grads = partition_for_grad_overwrite(grads), and begin with "
+                        "optimizer.init(trainable(model))"
+                    )
                 return leaf
             _require_same_type("overwrites", leaf, overwrite)
             if isinstance(leaf, OpState):

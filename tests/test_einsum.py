@@ -389,7 +389,7 @@ def test_the_guides_einsum_module():
 
     assert sqnr(Foo()(a, b), model(a, b)) > 20
     (state,) = fp8_states(model)
-    assert state.scale.shape == (3,) and state.array[..., 1:].shape == (3, 1024)
+    assert state.scale.shape == (3,) and state.array[..., 1:-1].shape == (3, 1024)
     gradients, da = jax.jit(jax.grad(train_step, (0, 1)))(model, a, b)
     assert da.shape == a.shape
     model = updated(model, gradients)
@@ -492,7 +492,7 @@ def test_jnp_einsum_with_an_op_used_twice(transform):
     loss = lambda ops: (call(ops[0], x) + call(ops[0], -4.0 * x) + call(ops[1], 2.0 * x)).sum()
     gradients = transform(filter_grad(loss))(ops)
     assert [newest(op)[0] for op in gradients] == [amax(4.0 * x), amax(2.0 * x)]
-    scaled = eqx.tree_at(lambda op: op.state.table.array, ops[0], ops[0].state.table.array * 2.0)
+    scaled = eqx.tree_at(lambda op: op.state, ops[0], ops[0].state.with_scale(ops[0].state.scale * 3.0))
     assert not np.array_equal(call(scaled, x), call(ops[0], x))  # other scales, another rounding
 
 

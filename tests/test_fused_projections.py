@@ -207,7 +207,8 @@ def test_it_trains_as_a_layer_that_was_one_from_the_start(recipe, gradient):
 def test_trained_layers_join_with_the_largest_scale():
     model = fp8_linear_layers(gated(), Fp8Config(amax_history_length=4))
     overwrites, _ = fp8.partition_for_grad_overwrite(fp8.filter_grad(loss)(model, inputs()))
-    model = fp8.apply_updates(model, jax.tree.map(lambda _: None, overwrites), overwrites)
+    none = jax.tree.map(lambda _: None, overwrites, is_leaf=lambda x: isinstance(x, fp8.OverwriteWithGradient))
+    model = fp8.apply_updates(model, none, overwrites)
     ops = model.gate.dot_general, model.up.dot_general
     joined = fuse_projections(model, how=OneProduct()).joined["gate+up"].dot_general
     for operand in ("input", "kernel", "output_grad"):

@@ -110,7 +110,7 @@ def test_clipped_and_flushed_elements_are_counted(kind, formats):
         op = fp8.Fp8DotGeneral.init(fp8.Recipe(*quantizations))
     else:
         op = fp8.Fp8DotGeneral.init(fp8.Recipe.of(fp8.DelayedScaling(), forward=forward, backward=backward))
-        op = eqx.tree_at(lambda op: op.state, op, op.state.with_array(op.state.array.at[:, 0].set(jnp.array(SCALES))))
+        op = eqx.tree_at(lambda op: op.state, op, op.state.with_scale(jnp.array(SCALES)))
     arrays, rows = tensors(), []
     for x, scale, format in zip(arrays, SCALES, by_operand, strict=True):
         scaled = x.astype(np.float64) / scale

@@ -123,7 +123,7 @@ def squared_output(model, *args):
 
 def with_other_state(model):
     """The model as after some training, for tests that do not care which."""
-    other = lambda node: jax.tree.map(lambda x: x + 0.5, node) if is_state(node) else node
+    other = lambda node: node.with_scale(node.scale + 0.5) if is_state(node) else node
     return jax.tree.map(other, model, is_leaf=is_state)
 
 
