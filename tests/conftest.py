@@ -2,6 +2,7 @@
 
 import atexit
 import collections
+import importlib.util
 import os
 import shutil
 import tempfile
@@ -16,8 +17,10 @@ if not any("xla_backend_optimization_level" in flag for flag in _flags):
     # what is tested, stay the same. Whoever names a level gets it: CI runs some files with the default, 3.
     _flags.append("--xla_backend_optimization_level=0")
 os.environ["XLA_FLAGS"] = " ".join(_flags)
-if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+_others = any(importlib.util.find_spec(name) for name in ("jax_plugins", "libtpu"))
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ and not _others:
     # What one process has compiled, the others take from here: xdist's, and those that tests start. Gone at the end.
+    # Not where compilers for GPUs or TPUs are installed: JAX cannot read back what they made for devices not here.
     os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="compiled-")
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.05"
     os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
