@@ -5,6 +5,7 @@ import collections
 import importlib.util
 import os
 import shutil
+import sys
 import tempfile
 
 
@@ -18,6 +19,7 @@ if not any("xla_backend_optimization_level" in flag for flag in _flags):
     _flags.append("--xla_backend_optimization_level=0")
 os.environ["XLA_FLAGS"] = " ".join(_flags)
 _others = any(importlib.util.find_spec(name) for name in ("jax_plugins", "libtpu"))
+_others = _others or os.path.isdir(os.path.join(sys.prefix, "share", "haliax_fp8"))
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ and not _others:
     # What one process has compiled, the others take from here: xdist's, and those that tests start. Gone at the end.
     # Not where compilers for GPUs or TPUs are installed: JAX cannot read back what they made for devices not here.
