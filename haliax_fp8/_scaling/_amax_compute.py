@@ -93,9 +93,9 @@ class RecoveringMax(AbstractAmaxCompute):
         ValueError: If `steps` is not a positive integer, or `factor` is below 1 or not finite.
 
     Example:
-        >>> history = jnp.array([2.0, 3.0, 1e6, 3.0, 2.0])  # newest first, then from the oldest on
+        >>> history = jnp.array([2.0, 3.0, 9000.0, 3.0, 2.0])  # newest first, then from the oldest on
         >>> RecoveringMax(steps=2).of_history(history), MaxOfHistory().of_history(history)
-        (Array([512.], dtype=float32), Array([1.e+06], dtype=float32))
+        (Array([512.], dtype=float32), Array([9000.], dtype=float32))
     """
 
     steps: int = 16
