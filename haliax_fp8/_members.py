@@ -17,7 +17,7 @@ from jax import lax
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
-from jaxtyping import Array, Float32
+from jaxtyping import Array, Bool, Float32
 
 from ._contraction import to_front
 
@@ -53,7 +53,42 @@ def recorded_by_first(
         grad: The output's gradient.
         ensemble: How many leading axes number members.
     """
-    return members_p.bind(measured, grad, ensemble=ensemble)
+    mark = lax.index_in_dim(measured, measured.shape[-1] - 1, axis=measured.ndim - 1, keepdims=False)
+    return members_p.bind(measured, mark, grad, ensemble=ensemble, alone=False)
+
+
+def measured_of_copies(
+    measured: Float32[Array, "*ensemble numbers"],
+    table: Float32[Array, "*ensemble operands columns"],
+    of_kernel: Float32[Array, "*ensemble measures"],
+    grad: Array,
+    ensemble: int,
+) -> tuple[Float32[Array, "*ensemble numbers"], Bool[Array, "*ensemble"]]:
+    """The same for whole tables, which have no mark: copies of one state hold the same, and have the same kernel.
+
+    Members of an ensemble hardly ever do. Those that are copies of each other, before a first step has told them apart,
+    are taken for one: all but the first keep their state for this step.
+
+    Args:
+        measured: What each member measured.
+        table: Its state.
+        of_kernel: What it measured of its kernel.
+        grad: The output's gradient.
+        ensemble: How many leading axes number members.
+
+    Returns:
+        What each member records, and whether it records.
+    """
+    axis = measured.ndim - 1
+    words = lax.concatenate([lax.collapse(table, axis), of_kernel], axis)
+    words = lax.bitcast_convert_type(words, np.uint32)
+    # Odd numbers, by which arrays that differ in one word always have different sums.
+    factors = lax.broadcasted_iota(np.uint32, words.shape, axis) * np.uint32(2 * 1640531527) + np.uint32(1)
+    mark = jnp.sum(words * factors, axis=axis, dtype=np.uint32)
+    ones = jnp.ones((*measured.shape[:-1], 1), measured.dtype)
+    measured = members_p.bind(lax.concatenate([measured, ones], axis), mark, grad, ensemble=ensemble, alone=True)
+    measured, records = lax.split(measured, (measured.shape[axis] - 1, 1), axis)
+    return measured, lax.squeeze(records, (axis,)) > np.float32(0.0)
 
 
 @jax.jit
@@ -88,31 +123,33 @@ def _evaluation_batch(axis_data: Any, args: Any, axes: Any) -> tuple[Array, int]
     return evaluation_p.bind() * np.int32(axis_data.size) + lax.iota(np.int32, axis_data.size), 0
 
 
-def _members(measured: Array, grad: Array, *, ensemble: int) -> Array:
+def _members(measured: Array, mark: Array, grad: Array, *, ensemble: int, alone: bool) -> Array:
     if ensemble == 0:
         return measured
     count = int(np.prod(measured.shape[:ensemble]))
-    flat = lax.reshape(measured, (count, measured.shape[-1]))
-    mark = flat[:, -1]
+    flat, mark = lax.reshape(measured, (count, measured.shape[-1])), lax.reshape(mark, (count,))
     order = jnp.argsort(mark)
     first = order[jnp.searchsorted(mark[order], mark)]
     needed = jnp.any(lax.reshape(grad, (count, grad.size // max(count, 1))) != 0, axis=1)
+    if alone:
+        # One without copies records in any case: a trainer may put zeros in the place of its state.
+        needed |= jnp.zeros(count, np.int32).at[first].add(1)[first] == 1
     flat = jnp.where(needed[:, None], flat, np.float32(0.0))
     return lax.reshape(jnp.zeros_like(flat).at[first].max(flat), measured.shape)
 
 
-def _members_lowering(ctx: Any, measured: Any, grad: Any, *, ensemble: int) -> Any:
+def _members_lowering(ctx: Any, measured: Any, *args: Any, ensemble: int, alone: bool) -> Any:
     # Nearly always: nothing to trace.
-    return [measured] if ensemble == 0 else _lowered_members(ctx, measured, grad, ensemble=ensemble)
+    return [measured] if ensemble == 0 else _lowered_members(ctx, measured, *args, ensemble=ensemble, alone=alone)
 
 
 _lowered_members = mlir.lower_fun(_members, multiple_results=False)
 
 
-def _members_batch(args: Any, axes: Any, *, ensemble: int) -> tuple[Array, int]:
+def _members_batch(args: Any, axes: Any, *, ensemble: int, alone: bool) -> tuple[Array, int]:
     size = next(x.shape[axis] for x, axis in zip(args, axes, strict=True) if axis is not None)
     args = [to_front(x, axis, size, 0) for x, axis in zip(args, axes, strict=True)]
-    return members_p.bind(*args, ensemble=ensemble + 1), 0
+    return members_p.bind(*args, ensemble=ensemble + 1, alone=alone), 0
 
 
 evaluation_p.def_impl(lambda: jnp.int32(0))
@@ -120,6 +157,6 @@ evaluation_p.def_abstract_eval(lambda: ShapedArray((), np.dtype(np.int32)))
 mlir.register_lowering(evaluation_p, mlir.lower_fun(lambda: jnp.int32(0), multiple_results=False))
 batching.fancy_primitive_batchers[evaluation_p] = _evaluation_batch
 members_p.def_impl(_members)
-members_p.def_abstract_eval(lambda measured, grad, **params: measured)
+members_p.def_abstract_eval(lambda measured, mark, grad, **params: measured)
 mlir.register_lowering(members_p, _members_lowering)
 batching.primitive_batchers[members_p] = _members_batch

@@ -40,13 +40,20 @@ def scales_of(state: Array | None, spec: ProductSpec) -> Scales | None:
     if state is None:
         return None
     return _scales_of(
-        state, records=spec.records, stacked=spec.stacked, grouped=spec.group_place is not None, bits=spec.scale_bits
+        state,
+        limits=spec.recipe.limits,
+        records=spec.records,
+        stacked=spec.stacked,
+        grouped=spec.group_place is not None,
+        bits=spec.scale_bits,
     )
 
 
 # Apart from `forward` and `backward`, so that ops of all shapes share one trace.
-@functools.partial(jax.jit, static_argnames=("records", "stacked", "grouped", "bits"))
-def _scales_of(state: Array, *, records: bool, stacked: bool, grouped: bool, bits: int) -> Scales:
+@functools.partial(jax.jit, static_argnames=("limits", "records", "stacked", "grouped", "bits"))
+def _scales_of(
+    state: Array, *, limits: tuple[float, ...], records: bool, stacked: bool, grouped: bool, bits: int
+) -> Scales:
     if records:
         # One by one: XLA finds out that slices of two layers' are the same scale.
         first, axis = 0 if bits == 24 else 3, state.ndim - 1
@@ -54,7 +61,7 @@ def _scales_of(state: Array, *, records: bool, stacked: bool, grouped: bool, bit
             to_float32(lax.index_in_dim(state, first + i, axis, keepdims=False)) for i in range(3)
         )
     else:
-        exact, rounded = scales_in(to_float32(state))
+        exact, rounded = scales_in(to_float32(state), limits)
         scales = exact if bits == 24 else rounded
         of_input, of_kernel, of_grad = (lax.index_in_dim(scales, i, scales.ndim - 1, keepdims=False) for i in range(3))
     if not stacked or of_input.ndim:

@@ -202,6 +202,8 @@ def _visible(x: Float[Array, "*shape"], scaled: Float32[Array, "*shape"]) -> Flo
     """
     # `x - x` is 0 of finite values alone. XLA's fusions of norms for GPUs take no `is_finite`, so that the cast behind
     # a norm would be a kernel of its own; and a magnitude here is shared with the amax, which tears the two apart.
+    # In float32, as what is scaled: of an activation computed in float32, XLA would store a copy in bfloat16 for this.
+    x = lax.convert_element_type(x, jnp.float32)
     finite = lax.eq(lax.sub(x, x), lax.full_like(x, 0.0))
     return lax.select(finite, scaled, lax.full_like(scaled, np.nan))
 

@@ -83,13 +83,14 @@ def record_states(states: Sequence[OpState], *, inexact: bool = False) -> list[O
     scales: dict[int, _Scales] = {}
     joined: list[int] = []
     for members in kinds(states).values():
-        tables = [states[i].array for i in members]
+        tables, limits = [states[i].array for i in members], states[members[0]].limits
         if tables[0].ndim > 2:
             # Of stacked layers there are few, and XLA compiles the same slice of each once.
-            scales |= {i: _scales_in(table) for i, table in zip(members, tables, strict=True)}
+            scales |= {i: _scales_in(table, limits) for i, table in zip(members, tables, strict=True)}
             continue
         sizes = [table.shape[0] for table in tables]
-        exact, rounded = (lax.split(x, sizes) for x in lax.optimization_barrier(_scales_in(concatenated(tables))))
+        both = lax.optimization_barrier(_scales_in(concatenated(tables), limits))
+        exact, rounded = (lax.split(x, sizes) for x in both)
         scales |= dict(zip(members, zip(exact, rounded, strict=True), strict=True))
         joined += members
     groups: dict[Any, list[int]] = {}
@@ -131,10 +132,10 @@ def _marks(states: Sequence[OpState]) -> list[Array]:
 type _Scales = tuple[Array, Array]
 
 
-@jax.jit
-def _scales_in(tables: Array) -> _Scales:
+@functools.partial(jax.jit, static_argnums=1)
+def _scales_in(tables: Array, limits: tuple[float, ...]) -> _Scales:
     """Of each row. Jitted, so that layers share one trace."""
-    return scales_in(tables)
+    return scales_in(tables, limits)
 
 
 def _record(

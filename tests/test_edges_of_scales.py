@@ -3,6 +3,7 @@
 Held against the definition in float64, element by element.
 """
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,6 +16,8 @@ from haliax_fp8._scaling._blocks import e8m0_exponent
 
 
 MATRIX = (((1,), (0,)), ((), ()))
+
+LAYER = fp8.fp8_linear_layers(eqx.nn.Linear(16, 16, key=jax.random.key(0)), fp8.Fp8Config(amax_history_length=2))
 
 # scaling, and what it makes of a matrix whose last axis is contracted
 STATELESS = {
@@ -138,3 +141,23 @@ def test_blocks_of_a_free_axis_that_are_neither_the_axis_nor_one_element(kernel_
         unused = np.zeros(np.shape(actual))
         exact, magnitudes = products(a, b, unused, numbers).out, products(abs(a), abs(b), unused, numbers).out
         assert_within(actual, exact, (max(a.size, b.size) + 2) * EPS * magnitudes)
+
+
+# --- Products of scales that float32 does not hold --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("filter_grad", [fp8.filter_grad, eqx.filter_grad], ids=["ours", "Equinox's"])
+@pytest.mark.parametrize("size", [1e-29, 1e-31, 1e-32])
+def test_gradients_of_scales_whose_product_underflows(size, filter_grad):
+    """Scales of about 1e-37 and 1e-3: their product is no normal number, and the gradients are."""
+    layer, x = LAYER, jax.random.normal(jax.random.key(1), (8, 16))
+    loss = lambda layer, x: (jax.vmap(layer)(x) ** 2).mean() * size
+    for _ in range(3):
+        overwrites, rest = fp8.partition_for_grad_overwrite(filter_grad(loss)(layer, x))
+        layer = fp8.apply_updates(layer, jax.tree.map(jnp.zeros_like, rest), overwrites)
+    gradients, gradient_of_x = filter_grad(lambda both: loss(*both))((layer, x))
+    unit = lambda layer, x: (jax.vmap(layer)(x) ** 2).mean()
+    of_unit = eqx.filter_grad(lambda both: unit(*both))((fp8.restore_linear_layers(layer), x))
+    for got, expected in ((gradients.weight, of_unit[0].weight), (gradient_of_x, of_unit[1])):
+        # The output's gradient is rounded to 3 significant bits, the other operand to 4; and so was what it is made of.
+        assert_within(float64(got) / size, float64(expected), np.abs(float64(expected)).max() / 4)

@@ -439,8 +439,9 @@ def test_what_saves_time_changes_no_kernel(compiled):
     """Programs are compiled without the fusion autotuner and with unoptimized machine code; nothing else differs."""
     x = struct(TOKENS, WIDTH)
     quick, _ = compiled(step, converted(), x, target="h100")
+    products = {"xla_gpu_enable_triton_gemm": False}
     defaults = {"xla_gpu_experimental_enable_fusion_autotuner": True, "xla_backend_optimization_level": 3}
-    slow, _ = compiled(step, converted(), x, target="h100", compiler_options=defaults)
+    slow, _ = compiled(step, converted(), x, target="h100", compiler_options=products | defaults)
     # Without what XLA writes behind an instruction, among it that the autotuner was there.
     instructions = lambda text: [line for line in text.splitlines() if line.startswith("  ") and " = " in line]
     kernels = lambda text: [line.split(", metadata=")[0].split(", backend_config=")[0] for line in instructions(text)]

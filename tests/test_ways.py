@@ -66,9 +66,12 @@ def test_parts_with_branches_of_each_example_are_explained():
 
 # --- Branches of each example's own -----------------------------------------------------------------------------------
 
+filter_grads = pytest.mark.parametrize("filter_grad", [fp8.filter_grad, eqx.filter_grad], ids=["ours", "Equinox's"])
 
+
+@filter_grads
 @pytest.mark.parametrize("stacked", [False, True], ids=["a layer", "a stack in a scan"])
-def test_examples_that_skip_the_layer_do_not_count(stacked):
+def test_examples_that_skip_the_layer_do_not_count(stacked, filter_grad):
     """Stochastic depth: what the layer was not applied to is not recorded, however large it is."""
     keep = jnp.asarray([True, False, True, True, False, True, True, True])
     x = jnp.where(keep[:, None], X, 1000.0 * X)
@@ -86,8 +89,8 @@ def test_examples_that_skip_the_layer_do_not_count(stacked):
     def loss(layer, rows, keep, apply):
         return (jax.vmap(lambda row, kept: apply(layer, row, kept))(rows, keep) ** 2).sum()
 
-    some = eqx.filter_jit(fp8.filter_grad(loss))(layer, x, keep, apply)
-    all_kept = eqx.filter_jit(fp8.filter_grad(loss))(layer, X[keep], jnp.ones(keep.sum(), bool), apply)
+    some = eqx.filter_jit(filter_grad(loss))(layer, x, keep, apply)
+    all_kept = eqx.filter_jit(filter_grad(loss))(layer, X[keep], jnp.ones(keep.sum(), bool), apply)
     np.testing.assert_array_equal(newest(some), newest(all_kept))
     assert newest(some).max() < 100
 
@@ -122,6 +125,35 @@ def test_an_ensemble_of_equal_members_is_an_ensemble():
     loss = lambda layers, x: eqx.filter_vmap(batched)(layers, x).sum()
     got = eqx.filter_jit(fp8.filter_grad(loss))(members, x)
     np.testing.assert_array_equal(newest(got)[0], [np.abs(X).max(), 5 * np.abs(X).max()])
+
+
+@filter_grads
+def test_a_mapped_custom_vjp(filter_grad):
+    """JAX differentiates first and maps afterwards: what all examples measured is one maximum."""
+
+    def loss(layer, x):
+        arrays, static = eqx.partition(layer, eqx.is_array)
+        call = lambda arrays, row: eqx.combine(arrays, static)(row)
+        custom = jax.custom_vjp(call)
+        custom.defvjp(lambda arrays, row: jax.vjp(call, arrays, row), lambda pullback, grad: pullback(grad))
+        return (jax.vmap(lambda row: custom(arrays, row))(x) ** 2).mean()
+
+    for _ in range(3):
+        gradients = eqx.filter_jit(filter_grad(loss))(LAYER, X)
+        np.testing.assert_array_equal(newest(gradients), newest(fp8.filter_grad(batched)(LAYER, X)))
+
+
+def test_a_plain_gradient_of_an_ensemble_is_each_members():
+    """Of members that have nothing in common but their first state, and one whose output is used for nothing."""
+    members = [fp8.fp8_linear_layers(eqx.nn.Linear(4, 4, key=jax.random.key(i)), CONFIG) for i in range(3)]
+    scales = jnp.asarray([1.0, 3.0, 0.0])
+    x = jnp.stack([X, 5 * X, 7 * X])
+    loss = lambda layer, x, scale: scale * batched(layer, x)
+    together = jax.tree.map(lambda *leaves: jnp.stack(leaves), *members)
+    of_all = lambda layers: eqx.filter_vmap(loss)(layers, x, scales).sum()
+    gradients = eqx.filter_jit(eqx.filter_grad(of_all))(together)
+    alone = [eqx.filter_grad(loss)(member, x[i], scales[i]) for i, member in enumerate(members)]
+    assert_same(gradients.dot_general, jax.tree.map(lambda *leaves: jnp.stack(leaves), *alone).dot_general)
 
 
 @jitted_or_not

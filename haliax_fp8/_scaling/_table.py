@@ -42,11 +42,35 @@ def unguarded(table: Array) -> Array:
     return lax.slice_in_dim(table, 0, table.shape[-1] - 1, axis=table.ndim - 1)
 
 
-def scales_in(table: Array) -> tuple[Array, Array]:
-    """The scales of rows as products take them: exact, and rounded up; NaN where something else changed the row."""
+def scales_in(table: Array, limits: Sequence[float]) -> tuple[Array, Array]:
+    """The scales of rows as products take them: exact, and rounded up; NaN where something else changed the row.
+
+    Args:
+        table: `[*ensemble, ops * operands, columns]`.
+        limits: The largest value of each operand's format.
+    """
     axis = table.ndim - 1
     first, last = (lax.index_in_dim(table, i, axis=axis, keepdims=False) for i in (0, table.shape[axis] - 1))
-    return checked(first, last)
+    exact, rounded = checked(first, last)
+    return _multipliable(exact, limits[-1]), _multipliable(rounded, limits[-1])
+
+
+def _multipliable(scales: Float32[Array, "*ensemble rows"], limit: float) -> Float32[Array, "*ensemble rows"]:
+    """Scales of (input, kernel, output gradient), whose products float32 holds where that is possible.
+
+    A product of two scales below `2**-126` is flushed to zero, and the gradient with it, although sums that are
+    multiplied by it may make it a number. So the scale of the output's gradient is raised to `2**-126 / min(others)`,
+    by so much at most that the amax remains above 1 in its format: there FP8 has its full precision.
+    """
+    of_ops = lax.reshape(scales, (*scales.shape[:-1], scales.shape[-1] // 3, 3))
+    of_input, of_kernel, of_grad = (lax.slice_in_dim(of_ops, i, i + 1, axis=of_ops.ndim - 1) for i in range(3))
+    # A power of two, by its exponent: exact, and a scale of 4 bits remains one.
+    exponent = lax.bitcast_convert_type(lax.min(of_input, of_kernel), np.int32) >> np.int32(23)
+    lowest = lax.max(np.int32(2 * 127 - 126) - exponent, lax.full_like(exponent, 1)) << np.int32(23)
+    lowest = lax.bitcast_convert_type(lowest, np.float32)
+    highest = lax.mul(of_grad, lax.full_like(of_grad, 2.0 ** (np.frexp(limit)[1] - 1)))
+    of_grad = lax.max(of_grad, lax.min(lowest, highest))
+    return lax.reshape(lax.concatenate([of_input, of_kernel, of_grad], of_ops.ndim - 1), scales.shape)
 
 
 def record_length(scalings: Sequence[AbstractScaling]) -> int:
@@ -86,7 +110,9 @@ def updated(
     return lax.concatenate([rows[row] for row in range(len(scalings))], operands)
 
 
-def next_table(table: Array, measured: Array, scalings: Sequence[AbstractScaling], limits: Sequence[float]) -> Array:
+def next_table(
+    table: Array, measured: Array | None, scalings: Sequence[AbstractScaling], limits: Sequence[float]
+) -> Array:
     """As `updated`, but for rows that are not as their last update left them, which stay."""
     own = lax.broadcast_in_dim(_is_own(table), table.shape, range(table.ndim))
     return lax.select(own, updated(table, measured, scalings, limits), table)
