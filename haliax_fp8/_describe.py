@@ -38,6 +38,7 @@ class LayerDescription:
         prediction: What it takes in bf16, and what in FP8, whichever it runs in; None if it was not asked for, or
             cannot be said.
         uncalibrated: The operands whose static scale calibration has still to find.
+        scales: How scales of whole tensors are rounded where they multiply; empty if the layer has none.
     """
 
     path: str
@@ -48,6 +49,7 @@ class LayerDescription:
     support: Support | None = None
     prediction: Prediction | None = None
     uncalibrated: tuple[str, ...] = ()
+    scales: str = ""
 
     @property
     def is_fp8(self) -> bool:
@@ -122,6 +124,12 @@ class ModelDescription:
         )
 
     @property
+    def scales(self) -> str:
+        """How scales of whole tensors are rounded, over all layers; empty if there are none."""
+        found = "; ".join(dict.fromkeys(layer.scales for layer in self.layers if layer.scales))
+        return f"Scales: {found}" if found else ""
+
+    @property
     def note(self) -> str:
         """What the device makes of FP8 products that it does not run natively."""
         emulated = [layer.support for layer in self.layers if layer.support is not None and not layer.support.is_native]
@@ -140,7 +148,7 @@ class ModelDescription:
             box=rich.box.SIMPLE,
             title_justify="left",
             title_style="bold",
-            caption="\n".join(filter(None, (self.note, self.estimate))),
+            caption="\n".join(filter(None, (self.scales, self.note, self.estimate))),
             caption_justify="left",
         )
         on_device = () if self.device is None else (f"on {self.device.kind}",)
@@ -223,6 +231,7 @@ def describe(
                 support=None if op is None else rule.support(op.recipe, place),
                 prediction=prediction,
                 uncalibrated=() if op is None else uncalibrated_operands(op.state),
+                scales="" if op is None else op.recipe.scales,
             )
         )
     return ModelDescription(tuple(rows), named, where)

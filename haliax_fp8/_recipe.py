@@ -8,6 +8,7 @@ from ._formats import E4M3, E5M2, Format
 from ._require import require
 from ._rounding import AbstractRounding, ToNearest
 from ._scaling import (
+    SHORT_BITS,
     AbstractScaling,
     AbstractStatefulScaling,
     DelayedScaling,
@@ -174,6 +175,13 @@ class Recipe:
     def limits(self) -> tuple[float, ...]:
         """The largest value of each operand's format, in that order."""
         return tuple(q.format.max for q in self.quantizations)
+
+    @property
+    def scales(self) -> str:
+        """How scales of whole tensors are rounded where they multiply; empty if the recipe has none."""
+        if not any(stores_scale(scaling) or scaling.one_scale for scaling in self.scalings):
+            return ""
+        return f"exact in float32, rounded up to {SHORT_BITS} significant bits in bfloat16"
 
     @property
     def is_stateful(self) -> bool:

@@ -1,12 +1,7 @@
 """Settings of the suite: strict promotion, two CPU devices, and jaxtyping checked by beartype."""
 
-import atexit
 import collections
-import importlib.util
 import os
-import shutil
-import sys
-import tempfile
 
 
 # The tests run on the CPU wherever they run; the GPU compiler's package, if installed, looks for a driver otherwise.
@@ -18,15 +13,6 @@ if not any("xla_backend_optimization_level" in flag for flag in _flags):
     # what is tested, stay the same. Whoever names a level gets it: CI runs some files with the default, 3.
     _flags.append("--xla_backend_optimization_level=0")
 os.environ["XLA_FLAGS"] = " ".join(_flags)
-_others = any(importlib.util.find_spec(name) for name in ("jax_plugins", "libtpu"))
-_others = _others or os.path.isdir(os.path.join(sys.prefix, "share", "haliax_fp8"))
-if "JAX_COMPILATION_CACHE_DIR" not in os.environ and not _others:
-    # What one process has compiled, the others take from here: xdist's, and those that tests start. Gone at the end.
-    # Not where compilers for GPUs or TPUs are installed: JAX cannot read back what they made for devices not here.
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="compiled-")
-    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.05"
-    os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
-    atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
 
 from jaxtyping import install_import_hook  # noqa: E402
 

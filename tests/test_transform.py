@@ -914,6 +914,8 @@ def test_describe():
         table["tail"]
     text = str(table)
     assert text.startswith("3 of 5 linear layers in FP8")
+    assert table["head"].scales in text and "rounded up to 4 significant bits in bfloat16" in table["head"].scales
+    assert table["bad"].scales == "" == describe({"a": fp8_linear_layers(linear(), recipe="rowwise")})["a"].scales
     for path, (shape, _, recipe, reason, _) in rows.items():
         (line,) = [line for line in text.splitlines() if path in line.split()]
         assert shape in line and (recipe or f"high precision: {reason}"[:40]) in line  # longer reasons are wrapped

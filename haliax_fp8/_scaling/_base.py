@@ -59,6 +59,9 @@ class AbstractScaling(abc.ABC):
     directional: ClassVar[bool]
     """Whether the scales depend on which axes are contracted. An operand of two products is then quantized twice."""
 
+    one_scale: ClassVar[bool] = False
+    """Whether a tensor has one scale: that of a product in bfloat16 is rounded up to 4 significant bits."""
+
     gradient_format: ClassVar[Format] = E5M2
     """The format that output gradients take with this scaling, unless a recipe says otherwise."""
 
