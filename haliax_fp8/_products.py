@@ -15,7 +15,7 @@ from jaxtyping import Array
 from ._checkpoint import FP8_OPERAND, FP8_OUTPUT
 from ._contraction import ProductName
 from ._measures import measured_parts, of_operands, whole
-from ._members import measured_of_copies
+from ._next_state import next_state
 from ._opaque import opaque
 from ._operands import (
     OTHER_PRODUCT,
@@ -32,14 +32,12 @@ from ._operands import (
 )
 from ._product_spec import ProductSpec
 from ._quantized_array import QuantizedArray
-from ._recipe import Recipe
 from ._scaling import (
     AbstractStatefulScaling,
     measures,
-    next_table,
     stores_scale,
 )
-from ._state import is_max_grad, to_float32
+from ._state import to_float32
 
 
 # What `_forward` returns of an operand to keep; None for the operand itself.
@@ -273,7 +271,7 @@ def backward(
     if measured is None and spec.records:
         return gradients, lax.full((*state.shape[:-1], state.shape[-1] + 1), 0.0, np.float32)
     if measured is None:
-        return gradients, _next_state(state, lax.full((*state.shape[:-2], 0), 0.0, np.float32), grad, spec)
+        return gradients, next_state(state, lax.full((*state.shape[:-2], 0), 0.0, np.float32), grad, spec)
     of_grad = measured_parts(grad, quantized_for(dgrad), 2, spec, state)
     # In the order of the state, from that of lhs, rhs and output gradient.
     axis, count = spec.ensemble, measures(spec.recipe.scalings)
@@ -284,7 +282,7 @@ def backward(
         missing = spec.record_length - 3 * count
         last = [jnp.zeros((*of_grad.shape[:-2], missing, 1), of_grad.dtype), mark] if missing else [mark]
     measured = whole(of_operands([*(operands[row] for row in spec.state_rows), *last]))
-    return gradients, measured if spec.records else _next_state(state, measured, grad, spec)
+    return gradients, measured if spec.records else next_state(state, measured, grad, spec)
 
 
 def _scales_alone(state: Array | None, spec: ProductSpec) -> Array | None:
@@ -292,28 +290,6 @@ def _scales_alone(state: Array | None, spec: ProductSpec) -> Array | None:
     if state is None or not spec.records:
         return state
     return lax.slice_in_dim(state, 0, state.shape[-1] - 1, axis=state.ndim - 1)
-
-
-def _next_state(state: Array, measured: Array, grad: Array, spec: ProductSpec) -> Array:
-    """The table of the next step; zeros where another member, a copy of this one's state, records for both."""
-    maxima, state = is_max_grad(state), to_float32(state)
-    if maxima:
-        return _next_table(state, measured, recipe=spec.recipe)
-    of_kernel = lax.index_in_dim(_of_rows(measured), 1, axis=measured.ndim - 1, keepdims=False)
-    measured, records = measured_of_copies(measured, state, of_kernel, grad, spec.ensemble)
-    table = _next_table(state, measured, recipe=spec.recipe)
-    return lax.select(lax.broadcast_in_dim(records, table.shape, range(records.ndim)), table, lax.full_like(table, 0.0))
-
-
-# Apart from `backward`, so that ops of all shapes share one trace.
-@functools.partial(jax.jit, static_argnames="recipe")
-def _next_table(state: Array, measured: Array, *, recipe: Recipe) -> Array:
-    return next_table(state, _of_rows(measured) if measured.shape[-1] else None, recipe.scalings, recipe.limits)
-
-
-def _of_rows(measured: Array) -> Array:
-    """What was measured of each operand, `[*ensemble, 3, measures]`."""
-    return lax.reshape(measured, (*measured.shape[:-1], 3, measured.shape[-1] // 3))
 
 
 @functools.partial(jax.jit, static_argnames=("spec", "linear"))

@@ -37,7 +37,7 @@ LAYERS = (
     ("_contraction",),
     ("_recipe", "_ragged", "_members", "ops"),
     ("_product_spec", "_overwrite", "_presets", "_layer_work", "_compiler_options"),
-    ("_measures", "_operands", "_prediction", "_records"),
+    ("_measures", "_next_state", "_operands", "_prediction", "_records"),
     ("_products",),
     ("_mapped_tangent",),
     ("_dot_general", "_support"),
