@@ -136,7 +136,7 @@ def test_it_is_refused_by_name(case):
 @pytest.mark.parametrize("dtype", [E4M3.dtype, jnp.float8_e4m3fn, "float8_e4m3fn"], ids=str)
 def test_a_dtype_quantizes_as_its_format_does(dtype):
     """A dtype can be called as well, and would not clip: 1000 would be NaN."""
-    values = jnp.array([0.3, 1000.0, -jnp.inf])
+    values = jnp.array([0.3, 1000.0, -1e30])
     quantized = fp8.quantize(values, 1.0, dtype)
     expected = fp8.quantize(values, jnp.float32(1), E4M3)
     assert quantized.data.dtype == E4M3.dtype

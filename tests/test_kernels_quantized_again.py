@@ -31,19 +31,19 @@ LAYOUTS = {
 def test_the_kernel_is_rounded_to_the_compute_dtype_first_both_times(name):
     """`1 + 1/16 + 1/512` is above the middle of 1 and 1.125, bfloat16 makes that middle of it, and E4M3 then 1.
 
-    Quantized without bfloat16 in between it would be 1.125. The element of 448 makes every scale 1.
+    Quantized without bfloat16 in between it would be 1.125. Elements of 448 make every scale 1.
     """
     w = np.full((16, 8), 1 + 1 / 16 + 1 / 512, np.float32)
     w[0, :] = w[:, 0] = 448.0
-    x, recipe = jnp.ones((4, 16)), fp8.Recipe.of(SCALINGS[name])
+    x, recipe = jnp.full((4, 16), 448.0), fp8.Recipe.of(SCALINGS[name])
     for choice in (fp8.KeepQuantized(), fp8.Requantize()):
         op = fp8.Fp8DotGeneral.init(recipe, kernel_shape=(8,), compute_dtype=jnp.bfloat16)
         op = dataclasses.replace(op, kernel_residual=choice)
         out, pullback = jax.vjp(lambda x, op=op: op(x, jnp.asarray(w), MATRIX), x)
-        np.testing.assert_array_equal(out[:, 1:], jnp.full((4, 7), 448 + 15.0, out.dtype))
+        np.testing.assert_array_equal(out[:, 1:], jnp.full((4, 7), 448.0 * (448 + 15), out.dtype))
         # One element of the output's gradient: dgrad is one column of the kernel.
-        (dx,) = pullback(jnp.zeros_like(out).at[0, 1].set(1.0))
-        np.testing.assert_array_equal(dx[0], np.where(np.arange(16) == 0, 448.0, 1.0), err_msg=str(choice))
+        (dx,) = pullback(jnp.zeros_like(out).at[0, 1].set(448.0))
+        np.testing.assert_array_equal(dx[0], np.where(np.arange(16) == 0, 448.0, 1.0) * 448, err_msg=str(choice))
 
 
 @pytest.mark.parametrize("high", ["fprop", "wgrad"])

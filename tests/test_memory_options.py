@@ -211,11 +211,13 @@ def test_the_input_is_quantized_once():
     def quantizations(model):
         arrays, static = eqx.partition(model, eqx.is_array)
         step = lambda arrays, x: fp8.filter_grad(loss)(eqx.combine(arrays, static), x)
-        program = jax.jit(lambda *args: eqx.filter(step(*args), eqx.is_array)).lower(arrays, inputs()).compile()
-        return len(re.findall(r" = f8e4m3fn\[16,32\]", program.as_text() or ""))
+        lowered = jax.jit(lambda *args: eqx.filter(step(*args), eqx.is_array)).lower(arrays, inputs())
+        # Fusions on a CPU compute the same thing wherever they need it.
+        program = lowered.compile(compiler_options={"xla_disable_hlo_passes": "fusion"})
+        return len(re.findall(r" = f8e4m3fn\[16,32\]\S* convert\(", program.as_text() or ""))
 
     plain = fp8_linear_layers(MODELS["one"]())
-    assert quantizations(fp8.fuse_projections(plain)) < quantizations(plain)
+    assert (quantizations(plain), quantizations(fp8.fuse_projections(plain))) == (2, 1)
 
 
 # --- Checkpointing ----------------------------------------------------------------------------------------------------

@@ -101,13 +101,13 @@ def test_what_only_names_or_ends_something_is_no_kernel(opcode, runs):
     assert [is_kernel(site) for site in entry_sites(parse_hlo(text))] == [False, runs]
 
 
-def test_sides_before_they_were_filled_up():
+def test_sides_before_they_were_padded():
     """A product of `5 × 4095` and `4095 × 30` runs as one of multiples of 16, or as its transpose."""
     of = lambda m, n, k: Dimensions(1, m, n, k, *[Shape("f8e4m3fn", (2, 2))] * 3)
     written = of(5, 30, 4095)
-    assert of(16, 32, 4096).without_padding(written) == of(5, 30, 4095)
-    assert of(32, 16, 4096).without_padding(written) == of(30, 5, 4095)
-    assert of(32, 48, 4096).without_padding(written) == of(32, 48, 4096), "another product"
+    assert of(16, 32, 4096).as_written(written) == of(5, 30, 4095)
+    assert of(32, 16, 4096).as_written(written) == of(30, 5, 4095)
+    assert of(32, 48, 4096).as_written(written) == of(32, 48, 4096), "another product"
 
 
 @pytest.mark.parametrize(

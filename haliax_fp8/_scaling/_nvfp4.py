@@ -80,7 +80,8 @@ class NVFP4Scaling(AbstractScaling):
         amax = blockwise_amax(x, block)
         # A block that holds an infinity or NaN has a scale of NaN, and leaves the others theirs.
         finite = jnp.isfinite(amax)
-        of_tensor = jnp.max(jnp.where(finite, amax, 0.0), axis=tuple(range(use.ensemble, x.ndim)), keepdims=True)
+        axes = tuple(range(use.ensemble, x.ndim))
+        of_tensor = jnp.max(jnp.where(finite, amax, 0.0), axis=axes, keepdims=True, initial=0.0)
         multiplier = multiplier_of(of_tensor, E4M3.max * use.format.max)
         unit = np.float32(1.0) / multiplier
         wanted = amax * (multiplier / np.float32(use.format.max))
