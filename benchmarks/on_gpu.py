@@ -167,7 +167,7 @@ def points(plan: Plan, parts: Sequence[str] | None = None) -> list[Point]:
     every = [linear(plan.first), *stacks, train, *products, *map(linear, plan.grid)]
     names = dict.fromkeys(point.part for point in every)
     if unknown := set(parts or ()) - names.keys():
-        raise ValueError(f"--part {unknown.pop()!r} is none of {list(names)}")
+        raise ValueError(f"--part {unknown.pop()!r} is not one of {list(names)}")
     return [point for point in every if not parts or point.part in parts]
 
 

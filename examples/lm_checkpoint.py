@@ -65,7 +65,7 @@ def check_flags(saved: Mapping[str, Any], now: Mapping[str, Any], folder: pathli
     if differences:
         raise ValueError(
             f"--resume: {'; '.join(differences)}. Repeat the flags of the run in {folder}, "
-            "or start anew in another --out"
+            "or start a new run in another --out"
         )
 
 

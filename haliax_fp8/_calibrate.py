@@ -55,7 +55,7 @@ def calibrate[M](model: M, loss_fn: Callable[..., Any], batches: Iterable[Any]) 
         model = recorded(model, lambda observed, arguments=arguments: _gradients(observed, loss_fn, arguments))
         count += 1
     if count == 0:
-        raise ValueError("batches is empty; calibration needs one batch at least")
+        raise ValueError("batches is empty; calibration needs at least one batch")
     return model
 
 
@@ -103,7 +103,7 @@ def _overwritten[M](model: M, observed: M, gradients: Any) -> M:
 
 
 def _require_batches(batches: Any) -> None:
-    """One batch in the place of a list would be iterated over row by row, or argument by argument."""
+    """A single batch instead of a list would be iterated row by row, or argument by argument."""
     if isinstance(batches, tuple):
         is_batch = any(_is_batch(element) for element in batches)
     else:

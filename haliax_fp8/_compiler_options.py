@@ -65,7 +65,7 @@ def cost_of_flags(flags: XlaFlags, device: Device, recipes: Iterable[Recipe]) ->
             return None
         return FlagsCost(
             True,
-            f"{TRITON_PRODUCTS}=false takes block-scaled products out of FP8, for which XLA has no kernels but "
+            f"{TRITON_PRODUCTS}=false takes block-scaled products out of FP8, because XLA's only kernels for them are "
             "Triton's: remove it from XLA_FLAGS",
         )
     # Full accumulation is promised to gradients only; fprop never has it.
@@ -73,7 +73,7 @@ def cost_of_flags(flags: XlaFlags, device: Device, recipes: Iterable[Recipe]) ->
         return FlagsCost(
             False,
             "FP8 gradients (dgrad, wgrad) do not accumulate in full float32 where XLA chooses Triton's kernels on "
-            f"{device.kind}: compile a training loop of your own with XLA_FLAGS=--{TRITON_PRODUCTS}=false",
+            f"{device.kind}: compile your own training loop with XLA_FLAGS=--{TRITON_PRODUCTS}=false",
         )
     return None
 

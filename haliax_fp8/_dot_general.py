@@ -131,8 +131,8 @@ def _check_linear(linear: Sequence[bool], state: Any, spec: ProductSpec) -> None
         require_differentiated_state(state, linear[2])
     if linear[2] and axes_since_recorded(state, unchecked_axes()):
         raise ValueError(
-            f"a gradient is taken outside of shard_map over {unchecked_axes()} with check_vma=False, where JAX sums "
-            "over devices what FP8 state records. Take the gradient inside shard_map, or use check_vma=True"
+            f"a gradient is taken outside of shard_map over {unchecked_axes()} with check_vma=False, where JAX would "
+            "sum the amaxes of all devices. Take the gradient inside shard_map, or use check_vma=True"
         )
 
 

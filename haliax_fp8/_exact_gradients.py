@@ -66,7 +66,7 @@ def exact_gradients(loss_fn: Callable[..., Any], *, has_aux: bool = False) -> Ca
             if any(x.perturbed for x in jax.tree.leaves(of_others, is_leaf=_is_primal)):
                 raise ValueError(
                     "a loss in exact_gradients was differentiated with respect to an argument other than its first, "
-                    "the model; move what has a gradient into the first argument"
+                    "the model; move everything that you differentiate into the first argument"
                 )
             values = jax.tree.map(lambda x: x.value, (of_model, of_others), is_leaf=_is_primal)
             result, gradients = evaluate(filter_value_and_grad(loss_fn, has_aux=has_aux), *values)

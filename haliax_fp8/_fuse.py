@@ -98,7 +98,7 @@ class OneProduct(AbstractFusion):
                 return node
             twice = [name for i, group in enumerate(names) for name in group if name in sum(names[:i], ())]
             if twice:
-                raise ValueError(f"groups={groups!r} have {twice} of a {type(node).__name__} in more than one group")
+                raise ValueError(f"groups={groups!r} list {twice} of a {type(node).__name__} in more than one group")
             found.append(node)
             inner = jax.tree.map(visit, node, is_leaf=lambda child: child is not node and bool(groups_of(child)))
             return FusedProjections.of(inner, names, layers)
@@ -160,13 +160,13 @@ def fuse_projections[M](
         if isinstance(group, str):
             raise ValueError(f"groups={groups!r} must be a sequence of sequences of names, such as [('gate', 'up')]")
     if not isinstance(how, AbstractFusion):
-        raise ValueError(f"how={how!r} says not what to fuse; use SharedInput() or OneProduct()")
+        raise ValueError(f"how={how!r} is not a way to fuse layers; use SharedInput() or OneProduct()")
     fused, found = how.fuse(model, groups, layers)
     if not found:
         raise ValueError(
             f"groups={groups!r} name no two layers of one module that {how} can fuse; the layers are "
-            f"{list(find_layers(model, layers))[:12]}. SharedInput() takes layers that are converted with a recipe "
-            "that keeps state of their input. Convert the model first, and name what it has and is not fused yet"
+            f"{list(find_layers(model, layers))[:12]}. SharedInput() needs layers converted with a recipe that keeps "
+            "state for their input. Convert the model first, and name layers that exist and are not fused yet"
         )
     return fused
 

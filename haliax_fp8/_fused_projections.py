@@ -33,7 +33,7 @@ class Projection(eqx.Module):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Raises a ValueError: its weights are elsewhere."""
         raise ValueError(
-            f"{self.name} is part of a joined layer; call the module that it is in, or separate_projections(model)"
+            f"{self.name} is part of a joined layer; call the module that contains it, or separate_projections(model)"
         )
 
 
@@ -81,7 +81,7 @@ class FusedProjections(ModuleWithStateDictSerialization):
             try:
                 joined[name] = _join(layers, rule)
             except ValueError as error:
-                raise ValueError(f"groups have {list(group)}, whose layers do not make one: {error}") from error
+                raise ValueError(f"groups contain {list(group)}, whose layers cannot be joined: {error}") from error
             parts[name] = tuple(rule.part(layer) for layer in layers)
             module = _with(module, {member: Projection(member) for member in group})
         return FusedProjections(module, joined, tuple(parts.items()), rules)

@@ -62,7 +62,7 @@ def require_step_key(key: Any, loss_fn: Callable[..., Any], batch: tuple[Any, ..
     if "key" in signature.parameters and "key" not in given:
         raise ValueError(
             "key= is for recipes that round at random; it does not reach loss_fn, which has a parameter 'key'. Pass "
-            "the loss's own key as part of the batch, step(model, opt_state, *batch, loss_key), or None in its place"
+            "the loss's own key as part of the batch, step(model, opt_state, *batch, loss_key), or pass None there"
         )
 
 

@@ -132,7 +132,7 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
         # Haliax passes one that asks for nothing where there is no mesh, and where all its axes are `AxisType.Auto`.
         if out_sharding is not None and has_explicit_axes(out_sharding):
             raise ValueError(
-                f"out_sharding={out_sharding} was asked of an FP8 product, which does not support explicit mesh axes "
+                f"out_sharding={out_sharding} was given to an FP8 product, which does not support explicit mesh axes "
                 "yet; use a mesh with axis_types=AxisType.Auto"
             )
         self._check(lhs, rhs)
@@ -180,7 +180,7 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
         if self.state is None:
             if self.recipe.is_stateful:
                 raise ValueError(
-                    f"an FP8 product with the recipe {self.recipe} was called without its state; where a model was "
+                    f"an FP8 product with the recipe {self.recipe} was called without its state; if the model was "
                     "split (eqx.partition, eqx.filter), join its parts with eqx.combine first"
                 )
             return
@@ -188,7 +188,7 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
         if leading:
             raise ValueError(
                 f"an FP8 product was called with the state of {leading} layers, those of an ensemble or a stack; call "
-                "them under eqx.filter_vmap or jax.vmap, or in a scan over the stack, so that each has its own"
+                "them under eqx.filter_vmap or jax.vmap, or in a scan over the stack, so that each gets its own state"
             )
 
     @property
@@ -263,7 +263,7 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
         row, state = self._row_of(operand)
         if isinstance(state, OpRecord):
             raise ValueError(
-                "amax_history was read inside a function that filter_grad differentiates, which knows the scales only; "
+                "amax_history was read inside a function that filter_grad differentiates, where only the scales exist; "
                 "read it from the model outside"
             )
         scaling = self.recipe.scalings[row]
@@ -273,7 +273,7 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
     def _row_of(self, operand: str) -> tuple[int, OpState | OpRecord]:
         names = ("input", "kernel", "output_grad")
         if operand not in names:
-            raise ValueError(f"operand={operand!r} is none of {names}")
+            raise ValueError(f"operand={operand!r} is not one of {names}")
         if self.state is None:
             raise ValueError(f"recipe {self.recipe} keeps no state; its scales are computed at each use")
         return names.index(operand), self.state

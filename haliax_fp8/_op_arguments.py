@@ -23,8 +23,8 @@ def check_operands(lhs: Any, rhs: Any) -> None:
     for name, x in (("lhs", lhs), ("rhs", rhs)):
         if not isinstance(x, jax.Array | np.ndarray | np.generic):
             raise ValueError(
-                f"{name} of an FP8 product is a {type(x).__name__}; give an array, with jnp.asarray(...) or, of a "
-                "haliax.NamedArray, its .array"
+                f"{name} of an FP8 product is a {type(x).__name__}; pass an array, such as jnp.asarray(...) or the "
+                ".array of a haliax.NamedArray"
             )
         if not jnp.issubdtype(x.dtype, jnp.floating):
             raise ValueError(

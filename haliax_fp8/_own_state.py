@@ -35,16 +35,16 @@ def require_own_state(model: Any, *, wait: bool = True) -> None:
 
 
 def changed_message(layers: list[str]) -> str:
-    """What happened to the state of layers, and the training step that is right."""
+    """What happened to the state of layers, and the correct training step."""
     more = f" and {len(layers) - 3} more" if len(layers) > 3 else ""
     return (
         f"the FP8 state of {', '.join(layers[:3])}{more} was changed by something other than its own update: an "
         "optimizer, weight decay or an average that was given the whole model. Scales are not parameters, and "
-        "products with them give NaN now. Use TrainStep, or split state from parameters in your step:\n"
+        "products with them now give NaN. Use TrainStep, or split state from parameters in your step:\n"
         "    overwrites, grads = partition_for_grad_overwrite(grads)\n"
         "    updates, opt_state = optimizer.update(grads, opt_state, trainable(model))\n"
         "    model = apply_updates(model, updates, overwrites)\n"
-        "and begin with optimizer.init(trainable(model)). The state of this model is lost: convert it anew, "
+        "and start with optimizer.init(trainable(model)). The state of this model is lost: convert it again, "
         "fp8_linear_layers(restore_linear_layers(model), config)"
     )
 

@@ -87,8 +87,8 @@ def check_blocks(data: tuple[int, ...], scale: tuple[int, ...], block: tuple[int
         fits = all(s == -(-d // b) for d, s, b in zip(data, scale, block, strict=True))
     if not fits:
         raise ValueError(
-            f"scale of shape {scale} does not fit data of shape {data} with block={block}: a scale that is no scalar "
-            "needs the same rank, and one element for each block of data, as jnp.max(..., keepdims=True) leaves it"
+            f"scale of shape {scale} does not fit data of shape {data} with block={block}: unless it is a scalar, it "
+            "needs the same rank and one element per block of data, as jnp.max(..., keepdims=True) returns it"
         )
 
 
@@ -139,8 +139,8 @@ def quantize(
     check_blocks(x.shape, scale.shape, None)
     if not isinstance(scale, Tracer) and not bool(jnp.all((scale > 0.0) & jnp.isfinite(scale))):
         raise ValueError(
-            "scale must be positive and finite, as values are divided by it; use 1 for a block of zeros, and "
-            "amax / format.max for others"
+            "scale must be positive and finite, because values are divided by it; use 1 for a block of zeros, and "
+            "amax / format.max otherwise"
         )
     return divide_by(x, scale, _format_or_cast(cast))
 

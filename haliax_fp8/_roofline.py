@@ -46,7 +46,7 @@ class Efficiency:
             if not 0.0 < value <= 1.0:
                 raise ValueError(f"{name}={value!r} of Efficiency must be a share of the peak: above 0, at most 1")
         if not 0.0 <= self.launch < math.inf:
-            raise ValueError(f"launch={self.launch!r} of Efficiency must be seconds, such as 2e-6; 0 leaves it out")
+            raise ValueError(f"launch={self.launch!r} of Efficiency must be seconds, such as 2e-6; 0 ignores launches")
 
 
 LIKELY = Efficiency()

@@ -117,7 +117,7 @@ def require_support(recipe: Recipe, support: Support) -> None:
     """
     if support.outcome == "refused":
         raise ValueError(
-            f"recipe {recipe} was asked for on {support.device.kind}, which would emulate it, slower than high "
-            f"precision: {support.reason}. Leave the model unconverted, choose a recipe that supported(recipe, device) "
-            "calls native, or ask for emulation with Fp8Config(emulate=True)"
+            f"recipe {recipe} would be emulated on {support.device.kind}, slower than high precision: "
+            f"{support.reason}. Leave the model unconverted, choose a recipe that supported(recipe, device) calls "
+            "native, or request emulation with Fp8Config(emulate=True)"
         )

@@ -54,8 +54,8 @@ def matches(pattern: Pattern, path: str, layer: Any) -> bool:
         selected = pattern(path, layer)
         if hasattr(selected, "dtype") and not isinstance(selected, np.bool_):
             raise ValueError(
-                f"a function among the patterns returned an array for {path!r} and has to return True or False; "
-                "wrap what it returns in bool(...)"
+                f"a function among the patterns returned an array for {path!r} but must return True or False; "
+                "wrap its result in bool(...)"
             )
         return bool(selected)
     if pattern in (path, path.rpartition(".")[2]) or fnmatch.fnmatchcase(path, pattern):

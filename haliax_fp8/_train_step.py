@@ -164,13 +164,13 @@ def _require_loss_and_optimizer(loss_fn: Any, optimizer: Any) -> None:
         return not isinstance(x, type) and all(callable(getattr(x, name, None)) for name in ("init", "update"))
 
     if is_optimizer(loss_fn) and callable(optimizer):
-        raise ValueError("loss_fn and optimizer are exchanged; use TrainStep(loss_fn, optimizer)")
+        raise ValueError("loss_fn and optimizer are swapped; use TrainStep(loss_fn, optimizer)")
     if not callable(loss_fn):
         raise ValueError(f"loss_fn={loss_fn!r} is not a function; give one that is called as loss_fn(model, *batch)")
     if not is_optimizer(optimizer):
         called = "; call it to make one" if callable(optimizer) else ""
         raise ValueError(
-            f"optimizer={optimizer!r} is not an optimizer{called}; use one of optax, such as optax.adamw(1e-3)"
+            f"optimizer={optimizer!r} is not an optimizer{called}; use one from optax, such as optax.adamw(1e-3)"
         )
 
 
@@ -184,8 +184,8 @@ def _run(kept: tuple[TrainStep, tuple[Any, ...], Array | None], model: Any, opt_
         if jax.tree.structure(opt_state) == jax.tree.structure(jax.eval_shape(step.optimizer.init, params)):
             raise
         raise ValueError(
-            "opt_state is not that of this model and this optimizer: the trees differ. Make it with step.init(model); "
-            "if the model was converted in mid-training, keep the moments with "
+            "opt_state does not belong to this model and optimizer: the trees differ. Create it with step.init(model); "
+            "if the model was converted during training, keep the moments with "
             "opt_state = transfer_optimizer_state(opt_state, old_model, model)"
         ) from error
     metrics = {"loss": loss, "grad_norm": optax.tree.norm(gradients)}
@@ -286,7 +286,7 @@ def transfer_optimizer_state(opt_state: PyTree, old_model: Any, new_model: Any) 
     described = [[(x.shape, x.dtype) for x in leaves] for leaves in (old_leaves, new_leaves)]
     if described[0] != described[1]:
         raise ValueError(
-            f"new_model has other parameters than old_model ({len(new_leaves)} arrays against {len(old_leaves)}); "
+            f"new_model and old_model have different parameters ({len(new_leaves)} arrays against {len(old_leaves)}); "
             "only a conversion of the same parameters can keep the optimizer's state"
         )
 

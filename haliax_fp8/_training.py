@@ -74,8 +74,8 @@ def apply_updates[T](module: T, updates: PyTree, overwrites: PyTree) -> T:
             if overwrite is None:
                 if update is not None:
                     raise ValueError(
-                        "updates hold FP8 state, which an optimizer may not see: split the gradients first with "
-                        "overwrites, grads = partition_for_grad_overwrite(grads), and begin with "
+                        "updates contain FP8 state, which an optimizer must not see: split the gradients first with "
+                        "overwrites, grads = partition_for_grad_overwrite(grads), and start with "
                         "optimizer.init(trainable(model))"
                     )
                 return leaf
@@ -88,7 +88,7 @@ def apply_updates[T](module: T, updates: PyTree, overwrites: PyTree) -> T:
             return overwrite
         if overwrite is not None or isinstance(update, CustomGradientAccumulation):
             raise ValueError(
-                "overwrites have an array where the model has a parameter: they are exchanged with updates, or not "
+                "overwrites have an array where the model has a parameter: they are swapped with updates, or not "
                 "split from them. Call apply_updates(model, updates, overwrites) with overwrites, grads = "
                 "partition_for_grad_overwrite(grads), and updates from the optimizer"
             )

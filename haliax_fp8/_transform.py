@@ -140,11 +140,11 @@ def as_config(config: Any, options: Mapping[str, Any] | None = None, *, call: st
             return config
         given = ", ".join(f"{name}={value!r}" for name, value in options.items())
         raise ValueError(
-            f"config came together with {given}: give a config or keywords, not both. "
+            f"config was given together with {given}: pass a config or keywords, not both. "
             f"dataclasses.replace(config, {given}) is the config with these changes"
         )
     if isinstance(config, type) and issubclass(config, Fp8Config):
-        raise ValueError("config is the class Fp8Config and has to be an instance; did you mean Fp8Config()?")
+        raise ValueError("config is the class Fp8Config, but must be an instance; did you mean Fp8Config()?")
     match config:
         case Mapping():
             meant = ", ".join(f"{name}={value!r}" for name, value in _known(config).items())

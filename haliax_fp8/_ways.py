@@ -85,7 +85,7 @@ def _explanation(way: Way, error: Exception) -> str | None:
         )
     if _modules(error, "equinox.internal._loop.checkpointed"):
         return (
-            "Equinox's checkpointed loop adds up the gradients of its steps, and FP8 state takes their maximum. Use "
+            "Equinox's checkpointed loop adds up the gradients of its steps, but FP8 state needs their maximum. Use "
             'equinox.internal.while_loop with kind="bounded", or scan with kind="lax"; with Diffrax, '
             "adjoint=diffrax.DirectAdjoint()"
         )
@@ -94,19 +94,19 @@ def _explanation(way: Way, error: Exception) -> str | None:
     text = str(error)
     if "linear_transpose only supports" in text:
         return (
-            "jax.lax.custom_root transposes only what is linear in floats, and FP8 state is none of them. Use "
+            "jax.lax.custom_root transposes only functions of floats, and FP8 state is not a float. Use "
             "optimistix.root_find or optimistix.fixed_point, whose default adjoint is exact"
         )
     if "Cannot convert_element_type" in text or "can only convert from extended" in text:
         return (
-            "FP8 state was cast inside the differentiated function. Cast the arrays for which "
-            "jnp.issubdtype(x.dtype, jnp.floating) holds, which state's does not; eqx.is_inexact_array includes it "
-            "where a function of Equinox with a derivative of its own calls the layer"
+            "FP8 state was cast inside the differentiated function. Cast only arrays for which "
+            "jnp.issubdtype(x.dtype, jnp.floating) holds, which is false for state; eqx.is_inexact_array includes it "
+            "if an Equinox function with a custom derivative calls the layer"
         )
     if way.tables and ("reduce_sum" in text or "abstract method sum" in text):
         return (
-            "examples that are mapped by vmap take branches of their own (jax.lax.cond or switch), or a jax.custom_vjp "
-            "is mapped, in a function that was given a part of its model and puts the model together. Pass the whole "
+            "examples mapped by vmap each take their own branch (jax.lax.cond or switch), or a jax.custom_vjp is "
+            "mapped, in a function that gets only a part of its model and assembles the model inside. Pass the whole "
             "model as the first argument; or compute both branches outside cond, and choose with jnp.where"
         )
     return (

@@ -191,7 +191,7 @@ class Fp8MoELinear(hnn.MoELinear):
         ragged = hax.axis.without_axes(inputs.axes, self.In)
         if len(ragged) != 1:
             raise ValueError(
-                f"inputs have axes {inputs.axes}; a MoELinear takes one axis of rows beside {self.In.name!r}: flatten "
+                f"inputs have axes {inputs.axes}; a MoELinear takes one axis of rows besides {self.In.name!r}: flatten "
                 "the others into it"
             )
         rows = inputs.rearrange((*ragged, self.In)).array

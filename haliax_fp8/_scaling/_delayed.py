@@ -70,7 +70,7 @@ class DelayedScaling(AbstractStatefulScaling):
                 "the history has to hold the amax of the last step (the field's default is 1024)"
             )
         if self.update_interval < 1:
-            raise ValueError(f"update_interval={self.update_interval} must be at least 1: 1 moves the scale every step")
+            raise ValueError(f"update_interval={self.update_interval} must be at least 1, an update at every step")
         if not isinstance(self.amax_compute, AbstractAmaxCompute):
             raise ValueError(
                 f"amax_compute={self.amax_compute!r} is not a rule for the amax; use MaxOfHistory(), MostRecent(), "

@@ -53,7 +53,7 @@ class StaticScaling(AbstractStatefulScaling):
             if not self.scale > 0.0:
                 raise ValueError(
                     f"scale={self.scale} of StaticScaling must be positive and finite: values are divided by it. "
-                    "Give None if calibration is to find it"
+                    "Use None to let calibration find it"
                 )
         require_margin(self.margin, of="StaticScaling")
 

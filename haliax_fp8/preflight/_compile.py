@@ -158,7 +158,7 @@ def _specs(args: tuple[Any, ...], shardings: Any) -> list[Any]:
         spread = jax.tree.broadcast(shardings, args, is_leaf=is_spec)
     except ValueError as error:
         raise ValueError(
-            f"shardings={shardings} is no prefix of the tree of arguments: give a tuple with one PartitionSpec (or a "
+            f"shardings={shardings} is not a prefix of the argument tree: give a tuple with one PartitionSpec (or a "
             "tree of them, or None) for each argument"
         ) from error
     return jax.tree.structure(args).flatten_up_to(spread)

@@ -77,5 +77,5 @@ class GpuTarget(Target):
             raise RuntimeError(missing)
         hosts, per_host = (1, count) if count <= 8 else (count // 8, 8)
         if hosts * per_host != count:
-            raise ValueError(f"devices={count} is more than one host of 8 GPUs and no multiple of it")
+            raise ValueError(f"devices={count} is more than one host of 8 GPUs, but not a multiple of 8")
         return gpu_compiler.cuda_topology(target_config=self.config, topology=f"{hosts}x{per_host}x1").devices

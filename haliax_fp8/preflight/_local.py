@@ -39,5 +39,5 @@ class LocalTarget(Target):
         """The first of `jax.devices()`."""
         found = jax.devices()
         if len(found) < count:
-            raise ValueError(f"devices={count} but only {len(found)} are here; name a target to compile for more")
+            raise ValueError(f"devices={count}, but this machine has {len(found)}; name a target to compile for more")
         return found[:count]

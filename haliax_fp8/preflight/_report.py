@@ -178,8 +178,8 @@ class PreflightReport:
             if value is None:
                 if self.baseline is not None and self._collectives:
                     raise ValueError(
-                        f"{name}={bound} cannot be required of {math.prod(self.mesh.values())} devices: what they send "
-                        "each other is not in the times. Require fp8_flops, or compile the step for one device"
+                        f"{name}={bound} cannot be required of {math.prod(self.mesh.values())} devices: the times do "
+                        "not include communication. Require fp8_flops, or compile the step for one device"
                     )
                 raise ValueError(f"{name}={bound} needs a baseline and known peaks; pass compare= to preflight")
             if sign * value > sign * bound:

@@ -52,7 +52,7 @@ class TpuTarget(Target):
             found = self._slice(shape)
             if len(found) >= count:
                 return found[:count]
-        raise ValueError(f"devices={count} is more than a slice of 512 TPUs has")
+        raise ValueError(f"devices={count} is more than a slice of 512 TPUs")
 
     def _slice(self, shape: str) -> Sequence[Any]:
         jax.devices("cpu")  # The process's own backends are made first, and stay as they are.
