@@ -35,7 +35,7 @@ _PACKAGES = (
 
 
 def environment() -> dict[str, Any]:
-    """Hardware, versions and date: without them, a figure says nothing."""
+    """Hardware, versions and date: without them, a figure is meaningless."""
     device = jax.devices()[0]
     return {
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),

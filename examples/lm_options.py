@@ -209,7 +209,7 @@ def _number(kind: type, lowest: float, inclusive: bool, words: str) -> Callable[
             raise argparse.ArgumentTypeError(f"{text} is not {words}")
         return value
 
-    # argparse says "invalid <name> value" where the text is no number at all.
+    # argparse says "invalid <name> value" if the text is not a number.
     parse.__name__ = words
     return parse
 

@@ -144,7 +144,7 @@ def is_fp8_step(options: argparse.Namespace, index: int) -> bool:
 
 
 def cast_weights(model: Llama, dtype: Any) -> Llama:
-    """The model with its float32 weights in `dtype`. FP8 state is no weight and stays float32.
+    """The model with its float32 weights in `dtype`. FP8 state is not a weight and stays float32.
 
     The cast is part of the differentiated function, so gradients arrive in float32 at the master weights.
     """

@@ -75,7 +75,7 @@ class Digits:
 
 
 def in_bfloat16(model: VisionTransformer) -> VisionTransformer:
-    """The model with its float32 weights in bf16; FP8 state is no weight and stays float32.
+    """The model with its float32 weights in bf16; FP8 state is not a weight and stays float32.
 
     Called inside the loss: the optimizer keeps float32 master weights, and gradients arrive at them in float32.
     """

@@ -46,8 +46,7 @@ class SharedInput(AbstractFusion):
     Weights stay in place, each with its own scale: checkpoints, sharding rules, optimizers and the model's code see no
     difference. High precision does not change. Nor does FP8 if the layers read the same tensor, because their
     histories, and so their scales, are then equal. If they do not, as in cross-attention, the smaller input gets the
-    larger one's
-    scale: leave such groups out.
+    larger one's scale: leave such groups out.
     """
 
     def fuse(self, model: Any, groups: Sequence[Sequence[str]], layers: tuple[LayerRule, ...]) -> tuple[Any, bool]:

@@ -92,7 +92,7 @@ class _Kernel(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """An equation, its inputs and outputs by number; an input that is no number is a literal.
+    """An equation, its inputs and outputs by number; an input that is not a number is a literal.
 
     Args:
         eqn: The equation.
@@ -291,7 +291,7 @@ _DEBUG_INFO = DebugInfo("fuse_projections", "merge_products", None, None)
 
 
 def _is_plain_jit(eqn: Any) -> bool:
-    """Whether an equation is a `jit` that says nothing of shardings and donates nothing."""
+    """Whether an equation is a `jit` without shardings or donation."""
     if eqn.primitive.name not in ("jit", "pjit"):
         return False
     said = (*eqn.params["in_shardings"], *eqn.params["out_shardings"])

@@ -129,7 +129,7 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
         Returns:
             The product, axes in the order batch, free of lhs, free of rhs.
         """
-        # Haliax passes one that asks for nothing where there is no mesh, and where all its axes are `AxisType.Auto`.
+        # Haliax passes one without effect if there is no mesh, or if all its axes are `AxisType.Auto`.
         if out_sharding is not None and has_explicit_axes(out_sharding):
             raise ValueError(
                 f"out_sharding={out_sharding} was given to an FP8 product, which does not support explicit mesh axes "

@@ -58,7 +58,7 @@ def check_groups(lhs: Array, rhs: Array, group_sizes: Any) -> None:
 
 def floating_dtype(name: str, dtype: Any) -> np.dtype:
     """An argument that has to be a floating dtype of 16 bits or more, as NumPy's; raises a ValueError with its name."""
-    with contextlib.suppress(TypeError):  # raised for what is no dtype at all
+    with contextlib.suppress(TypeError):  # raised for anything but a dtype
         result = np.dtype(dtype)
         if jnp.issubdtype(result, jnp.floating) and jnp.finfo(result).bits >= 16:
             return result

@@ -174,7 +174,7 @@ def together(
         # Apart from the tables: one kernel for the changes of all.
         changes = lax.optimization_barrier(change_of(tables, of_others, scalings, limits))
         rows = changes.shape[-2] // len(members)
-        # Their places are no constants, or writing each table would be another program for XLA to compile.
+        # Their places are not constants, or writing each table would be another program for XLA to compile.
         starts = lax.optimization_barrier([np.int32(rows * place) for place in range(len(members))])
         for i, start in zip(members, starts, strict=True):
             new[i] = states[i].with_array(_changed(states[i].array, changes, start, changed=changed, scalings=scalings))

@@ -184,7 +184,7 @@ def quantize_by(
 
 def _format_or_cast(cast: Any) -> Any:
     """A format for its dtype, which could be called and would not clip; a format or a function as it is."""
-    with contextlib.suppress(TypeError):  # raised for what is no dtype
+    with contextlib.suppress(TypeError):  # raised for anything but a dtype
         if not isinstance(cast, Format) and cast is not None:
             dtype = np.dtype(cast)
             if dtype in FORMATS:

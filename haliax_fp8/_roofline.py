@@ -95,7 +95,7 @@ class Roofline:
         return max(computing, self.moving(bytes)) + self.launches(count)
 
     def others(self, bytes: int, count: int, block_bytes: int = 0) -> float:
-        """Seconds of kernels that are no products.
+        """Seconds of kernels that are not products.
 
         Args:
             bytes: What they read and write.

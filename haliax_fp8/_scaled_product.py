@@ -90,7 +90,7 @@ def _in_blocks_of_32(x: QuantizedArray, contracted: int) -> bool:
 def _in_rows(
     x: QuantizedArray, batch: tuple[int, ...], free: tuple[int, ...], contracted: tuple[int, ...]
 ) -> tuple[Float[Array, "batch rows contracted"], Array]:
-    """Data as rows along the contraction, filled up with zeros to whole blocks; and the scale of each block of 32."""
+    """Data as rows along the contraction, padded with zeros to whole blocks; and the scale of each block of 32."""
     last, size = contracted[-1], x.data.shape[contracted[-1]]
     padding = -size % _BLOCK
     data = jnp.pad(x.data, [(0, padding if axis == last else 0) for axis in range(x.data.ndim)])

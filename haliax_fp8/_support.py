@@ -45,7 +45,7 @@ def supported(recipe: RecipeLike, device: Device | str | None = None) -> Support
         The outcome with its reason. Products that the recipe leaves in high precision do not count.
 
     Raises:
-        ValueError: If a name is unknown; the nearest ones are listed. If `recipe` is no recipe.
+        ValueError: If a name is unknown; the nearest ones are listed. If `recipe` is not a recipe.
 
     References:
         Compute capabilities: NVIDIA's cuBLAS documentation, `cublasLtMatmul` (FP8 from 8.9, blocks of 32 from 10.0).

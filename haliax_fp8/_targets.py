@@ -63,7 +63,7 @@ def matches(pattern: Pattern, path: str, layer: Any) -> bool:
     try:
         return re.fullmatch(pattern, path) is not None
     except re.error:
-        return False  # a glob such as `*.up` is no regular expression
+        return False  # a glob such as `*.up` is not a regular expression
 
 
 def unmatched_error(name: str, pattern: Pattern, paths: Sequence[str]) -> ValueError:

@@ -71,7 +71,7 @@ def device_table(rows: list[DeviceRow]) -> Table:
         title_justify="left",
         title_style="bold",
         box=rich.box.SIMPLE,
-        caption=Text(remedies),  # Text, not markup: an extra in brackets is no style.
+        caption=Text(remedies),  # Text, not markup: an extra in brackets is not a style.
         caption_justify="left",
     )
     for column in ("name", "device", "capability", "recipes that run natively", "preflight"):

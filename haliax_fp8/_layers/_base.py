@@ -135,7 +135,7 @@ class Refused(LayerRule):
 
 
 def integer_weight(weight: Any) -> str | None:
-    """The refusal of weights that are not floating-point; None where they are, or are no arrays at all."""
+    """The refusal of weights that are not floating-point; None if they are, or are not arrays at all."""
     array = weight.array if isinstance(weight, hax.NamedArray) else weight
     dtype = getattr(array, "dtype", None)
     if dtype is None or jnp.issubdtype(dtype, jnp.floating):

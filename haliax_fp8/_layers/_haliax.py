@@ -113,7 +113,7 @@ def _joined(arrays: Sequence[hax.NamedArray]) -> hax.NamedArray:
 
 
 class Fp8Embedding(hnn.Embedding):
-    """A `haliax.nn.Embedding` whose `unembed` multiplies in FP8; the look-up stays as it is."""
+    """A `haliax.nn.Embedding` whose `unembed` multiplies in FP8; the lookup does not change."""
 
     dot_general: Fp8DotGeneral = eqx.field(kw_only=True)
 
@@ -143,7 +143,7 @@ class HaliaxEmbedding(LayerRule):
         return subclass(layer, hnn.Embedding) or integer_weight(layer.weight)
 
     def only_if_named(self, layer: hnn.Embedding) -> str:
-        """A look-up is no product, and a head in FP8 is a choice to make: the loss reads it directly."""
+        """A lookup is not a product, and an FP8 head is an explicit choice: the loss reads it directly."""
         return "a tied head is converted only if a target names it"
 
     def shape(self, layer: hnn.Embedding) -> str:

@@ -24,7 +24,7 @@ class HadamardScaling(AbstractScaling):
 
     Args:
         scaling: How the rotated operand is quantized; a stateless scaling.
-        padding: Whether an axis that is no multiple of 16 is filled up with zeros.
+        padding: Whether to pad an axis with zeros if its length is not a multiple of 16.
 
     Raises:
         ValueError: If `scaling` keeps state; when used, if an axis would be filled up and `padding` is False.

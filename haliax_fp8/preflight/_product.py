@@ -39,7 +39,7 @@ class Product:
         written: XLA's name of the operands' element type in the program before it was optimized; as compiled if that is
             unknown.
         block_scaled: Whether the operands come with a scale for each block.
-        indivisible: The dimensions that are no multiple of 16, such as `k=4095`; empty if there are none.
+        indivisible: The dimensions that are not a multiple of 16, such as `k=4095`; empty if there are none.
         kernel: What runs it, such as `cublasLt f8`.
         groups: How many times what was asked for it computes: XLA multiplies every row by the kernels of all groups,
             and keeps one; 1 if it is no such product.

@@ -28,7 +28,7 @@ class Memory:
 
 @dataclasses.dataclass(frozen=True)
 class Kernels:
-    """Kernels that are no matrix product.
+    """Kernels that are not matrix products.
 
     Args:
         count: How many run in a step.
@@ -108,7 +108,7 @@ class Program:
 
     Args:
         products: Every matrix product, in the order in which they run.
-        others: Kernels that are no matrix product.
+        others: Kernels that are not matrix products.
         collectives: Communication between devices.
         opaque: Kernels whose inside is not known.
         memory: What it needs.

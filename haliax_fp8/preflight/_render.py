@@ -184,7 +184,7 @@ def as_renderable(page: Page) -> RenderableType:
         table.add_column(column, overflow="fold", justify="right" if column in ("runs", "FLOPs") else "left")
     for row in rows(page.step):
         cells = _cells(row, page.step)
-        # Text, not markup: brackets in a path are no style.
+        # Text, not markup: brackets in a path are not a style.
         table.add_row(*map(Text, cells[:-1]), Text(cells[-1], _STYLES[row.product.verdict]))
     sums = Table(box=rich.box.SIMPLE, show_header=page.baseline is not None)
     for column in _heads(page):

@@ -53,7 +53,7 @@ class WrittenProducts:
         return WrittenProducts({scope: tuple(products) for scope, products in found.items()})
 
     def find(self, scope: str, size: Dimensions) -> Written | None:
-        """The product that a compiled one was made from; None if it is not to be told.
+        """The product that a compiled one was made from; None if it cannot be determined.
 
         Args:
             scope: Its stack of named scopes.
