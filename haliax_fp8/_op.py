@@ -35,19 +35,19 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
 
     `out = dot(q(input), q(kernel)) * (scale_input * scale_kernel)`, and in the backward pass
     `dx = dot(q(g), q(kernel)) * ...`, `dw = dot(q(input), q(g)) * ...`: the three products run on FP8 operands and
-    accumulate in float32. Gradients come back in each operand's own dtype. The gradient with respect to `state` is the
-    state of the next step: split it off with `partition_for_grad_overwrite`, write it back with `apply_updates`.
+    accumulate in float32. Gradients have the dtype of their operand. The gradient with respect to `state` is the state
+    of the next step: split it off with `partition_for_grad_overwrite`, and write it back with `apply_updates`.
 
     Args:
         recipe: Format and scaling of each operand, the name of a recipe, or a scaling to use for all.
-        compute_dtype: Rounds operands, output and gradients to this dtype around the product, as a layer that
-            computes in bfloat16 would. None takes the operands as they are.
+        compute_dtype: Rounds operands, output and gradients to this dtype around the product, as a layer that computes
+            in bfloat16 would. None does not round.
         kernel_shape: The sizes of the kernel's free axes, if known. `einsum` may swap the operands; these sizes tell
-            the kernel from the input. Where they do not decide (or are None), the kernel is the second operand.
-        kernel_residual: What the backward pass keeps of the kernel; layers that `fp8_linear_layers` converts take what
-            their configuration says.
+            the kernel from the input. If they do not decide (or are None), the kernel is the second operand.
+        kernel_residual: What the backward pass keeps of the kernel; `fp8_linear_layers` sets it from its configuration.
 
-    A recipe that rounds at random needs a key from `with_rounding_keys` where it does so: NVFP4 in the backward pass.
+    A recipe with stochastic rounding needs a key from `with_rounding_keys` wherever it rounds that way: NVFP4 in the
+    backward pass.
 
     Raises:
         ValueError: If `recipe`, `compute_dtype`, `kernel_shape` or `stack` is of another kind; when called, if operands
@@ -150,7 +150,7 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
         precision: lax.PrecisionLike = None,
         preferred_element_type: DTypeLike | None = None,
     ) -> Float[Array, "rows outputs"]:
-        """Multiplies as `lax.ragged_dot` does: consecutive groups of rows, each by a kernel of its own.
+        """Multiplies as `lax.ragged_dot` does: consecutive groups of rows, each by its own kernel.
 
         Args:
             lhs: The rows of all groups, one group after the other.
@@ -254,7 +254,7 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
         return fits(lhs_free) and not fits(rhs_free)
 
     def scale(self, operand: str) -> Array:
-        """The scale that the next use of "input", "kernel" or "output_grad" takes, `[*stack]`."""
+        """The scale for the next use of "input", "kernel" or "output_grad", `[*stack]`."""
         row, state = self._row_of(operand)
         return state.scale[..., row]
 

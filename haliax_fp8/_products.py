@@ -204,11 +204,11 @@ def _forward(
 def _for_one_product(
     operands: Sequence[QuantizedArray], contracted: tuple[tuple[int, ...], tuple[int, ...]], spec: ProductSpec
 ) -> Sequence[QuantizedArray]:
-    """Operands of fprop, where other layers multiply the very same input.
+    """Operands of fprop, if other layers multiply the same input.
 
-    XLA merges small products that share an operand; what it puts side by side it has to take apart again, and multiply
-    by scales of their own. A barrier that the input shares with this layer's kernel is no other product's. In wgrad, it
-    would part the input from its transposition, see `ProductSpec.wgrad_precision`.
+    XLA merges small products that share an operand; it then has to split the concatenated result, and apply separate
+    scales. A barrier over the input and this layer's kernel gives this product its own input. In wgrad, it would
+    separate the input from its transposition; see `ProductSpec.wgrad_precision`.
     """
     if spec.group_place is None:
         return operands

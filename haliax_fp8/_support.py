@@ -15,9 +15,9 @@ class Support:
 
     Args:
         device: The device.
-        outcome: `"native"`, its matrix units multiply all of the recipe's FP8 products; `"emulated"`, it is a CPU,
-            which computes them with the same rounding; or `"refused"`, it is an accelerator that would have to emulate
-            them, slower than high precision: conversion raises, unless emulation is asked for.
+        outcome: `"native"`: its matrix units multiply all of the recipe's FP8 products; `"emulated"`: it is a CPU,
+            which computes them with the same rounding; or `"refused"`: it is an accelerator that would have to emulate
+            them, slower than high precision. Conversion then raises, unless emulation is requested.
         reason: Why.
     """
 
@@ -49,7 +49,7 @@ def supported(recipe: RecipeLike, device: Device | str | None = None) -> Support
 
     References:
         Compute capabilities: NVIDIA's cuBLAS documentation, `cublasLtMatmul` (FP8 from 8.9, blocks of 32 from 10.0).
-        TransformerEngine's `check_fp8_support` and `check_mxfp8_support` draw the same lines.
+        TransformerEngine's `check_fp8_support` and `check_mxfp8_support` use the same limits.
 
     Example:
         >>> print(supported("mxfp8", "b200").outcome, supported("delayed", "cpu").outcome)
@@ -90,7 +90,7 @@ def _lacking(operands: tuple[Quantization, Quantization], device: Device) -> str
 def supported_in_groups(recipe: Recipe, device: Device) -> Support:
     """As `supported`, for grouped products, in which only one scale for the tensor stays outside the sum.
 
-    A row of the output has a group, and with it a kernel, of its own; wgrad sums over parts of an axis.
+    Each row of the output belongs to a group with its own kernel; wgrad sums over parts of an axis.
 
     Args:
         recipe: The recipe.

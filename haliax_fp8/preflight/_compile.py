@@ -55,12 +55,12 @@ def compile_for(
 
     Args:
         function: Any callable, jitted or not. Arguments that inner `jit`s donate are donated.
-        args: Its arguments: trees of arrays or `ShapeDtypeStruct`s; what is no array is static.
+        args: Its arguments: trees of arrays or `ShapeDtypeStruct`s; everything else is static.
         target: What to compile for.
         mesh: Devices of the target.
-        shardings: A tree of `PartitionSpec`s for `args`, or a prefix of one; None takes what arrays are sharded by.
-        flags: The user's, those of the environment included.
-        compiler_options: Beside those of the target.
+        shardings: A tree of `PartitionSpec`s for `args`, or a prefix of one; None uses the arrays' own shardings.
+        flags: The user's, including those of the environment.
+        compiler_options: In addition to those of the target.
 
     Returns:
         The program.
