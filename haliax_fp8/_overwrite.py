@@ -1,4 +1,4 @@
-"""State that travels through gradients: the marker type, and what an FP8 op remembers."""
+"""State that travels through gradients: the marker type, and the state of an FP8 op."""
 
 import abc
 import functools
@@ -31,7 +31,7 @@ from ._state import is_max_grad, to_float32, to_max_grad
 
 
 class OverwriteWithGradient(CustomGradientAccumulation):
-    """Marks state whose gradient is not a direction to go but the state of the next step.
+    """Marks state whose gradient is not a direction, but the state of the next step.
 
     `partition_for_grad_overwrite` finds state by this type, so that no optimizer, weight decay, clipping or average
     ever touches it. It is a subclass of Haliax's marker: trainers written for `haliax.quantization` work unchanged.
@@ -53,16 +53,16 @@ class OverwriteWithGradient(CustomGradientAccumulation):
 class OpState(OverwriteWithGradient):
     """What an op remembers: a table with a row for each operand, first the scale that its next use takes.
 
-    One array for all, so that a step reads and writes one buffer per layer. It carries names, so that Haliax never
-    takes it for data to scan over. Layers that are stacked have the axes of their stack in front.
+    It is a single array, so a step reads and writes one buffer per layer. It is named, so that Haliax never scans over
+    it by mistake. In stacked layers, the axes of the stack come first.
 
     Args:
         table: float32, `[*stack, operand, column]`, with a row for input, kernel and output gradient. A row of delayed
             scaling is its scale, initially 1, then the amaxes, initially 0, newest first, then oldest to newest; last
-            the guard, by which a scale that anything but its own update changed is recognised.
+            the guard, which reveals a scale that anything but its own update changed.
         scalings: The scalings that read and write the rows.
         limits: The largest value of each operand's format.
-        input_group: A name that the ops share that read the same input, see `fuse_projections`; None for most.
+        input_group: A name shared by ops that read the same input, see `fuse_projections`; None for most.
     """
 
     table: hax.NamedArray

@@ -1,4 +1,4 @@
-"""On the host: whether the state of a model is as its own updates left it."""
+"""On the host: whether only its own updates changed a model's state."""
 
 from typing import Any
 
@@ -15,8 +15,8 @@ from ._targets import path_string
 def require_own_state(model: Any, *, wait: bool = True) -> None:
     """Raises a ValueError that names the layers, if anything but its own update changed the state of one.
 
-    An optimizer that was given the whole tree, weight decay, an average of models: each of them moves scales that are
-    no parameters. On a device, products with such scales give NaN.
+    An optimizer that gets the whole tree, weight decay, an average of models: each of them changes scales, which are
+    not parameters. On a device, products with such scales give NaN.
 
     Args:
         model: A model, or any tree; not checked where it is traced or abstract.

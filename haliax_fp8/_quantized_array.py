@@ -32,9 +32,9 @@ class QuantizedArray(eqx.Module):
         data: The rounded values, in an element type of a `Format` (or unrounded, with scales of 1).
         scale: float32, positive (0 for a block of zeros); see above for its shape.
         block: The shape of a block. By default `data.shape / scale.shape`, which then has to be whole.
-        scale_bits: How many significant bits every scale has at most: 1 if all are powers of two, which multiply
+        scale_bits: The largest number of significant bits of any scale: 1 if all are powers of two, which multiply
             without rounding; 4 if the product of two scales is exact in bfloat16; 24 for any float32.
-        rotation: What the values were rotated by before they were quantized.
+        rotation: The rotation applied to the values before they were quantized.
 
     Raises:
         ValueError: If the shapes break the rule.
@@ -56,7 +56,7 @@ class QuantizedArray(eqx.Module):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the values; that of the data, unless a rotation filled it up."""
+        """The shape of the values; that of the data, unless a rotation padded it."""
         if self.rotation is None:
             return self.data.shape
         return tuple(
@@ -69,7 +69,7 @@ class QuantizedArray(eqx.Module):
         return values if self.rotation is None else self.rotation.undo(values)
 
     def dequantize_rotated(self) -> Float32[Array, "*data"]:
-        """`data * scale` in float32, as it was quantized: enough for a product whose operands are rotated alike."""
+        """`data * scale` in float32, still rotated: enough for a product whose operands are rotated alike."""
         return lax.mul(
             lax.convert_element_type(self.data, jnp.float32), expand(self.scale, self.data.shape, self.block)
         )
@@ -111,8 +111,8 @@ def quantize(
 ) -> QuantizedArray:
     """Divides by the scale, clips to the format's maximum and rounds.
 
-    `data = cast(clip(x / scale, -max, max))`, computed in float32. It divides, and does not multiply by a reciprocal:
-    the two differ in the last bit, and the division is what Flax computes. Infinities become NaN, and NaN stays.
+    `data = cast(clip(x / scale, -max, max))`, computed in float32. It divides rather than multiplying by a reciprocal:
+    the two differ in the last bit, and Flax divides. Infinities become NaN, and NaN stays NaN.
 
     Args:
         x: Values in any floating dtype.

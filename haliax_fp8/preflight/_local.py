@@ -13,7 +13,7 @@ from ._target import Target
 
 @dataclasses.dataclass(frozen=True)
 class LocalTarget(Target):
-    """The devices that are here, by JAX's default."""
+    """The local devices, as JAX lists them by default."""
 
     @property
     def device(self) -> Device:

@@ -1,4 +1,4 @@
-"""What a preflight found, with what it did not look at, and what it can be held to."""
+"""The results of a preflight, their limits, and requirements on them."""
 
 import dataclasses
 import functools
@@ -20,14 +20,14 @@ from ._target import Target
 
 
 class PreflightError(AssertionError):
-    """A report does not meet what was required of it."""
+    """A report does not meet its requirements."""
 
 
 @dataclasses.dataclass(frozen=True)
 class PreflightReport:
-    """What a step compiles to on a target, and what a baseline does.
+    """What a step and a baseline compile to on a target.
 
-    Print it, or ask for `to_json()` or `to_markdown()`. Figures are those of one device.
+    Print it, or call `to_json()` or `to_markdown()`. Figures are per device.
 
     Args:
         target: What was compiled for.
@@ -57,8 +57,8 @@ class PreflightReport:
 
     @functools.cached_property
     def other(self) -> Program | None:
-        """The step with the other setting of `xla_gpu_enable_triton_gemm`; None if it was not asked for, or does not
-        matter on the target. It is compiled when this is first read: when the report is shown."""
+        """The step with the other setting of `xla_gpu_enable_triton_gemm`; None if not requested, or if it does not
+        matter on the target. It is compiled on first access: when the report is shown."""
         return None if self.compile_other is None else self.compile_other()
 
     @property
@@ -73,8 +73,8 @@ class PreflightReport:
 
     @property
     def speedup(self) -> float | None:
-        """The baseline's estimated time divided by the step's; None where no peaks are known, or devices communicate:
-        how much of that is hidden behind kernels, nobody can say from the program."""
+        """The baseline's estimated time divided by the step's; None if no peaks are known, or if devices communicate:
+        the program does not show how much of that overlaps with kernels."""
         return self._speedup(LIKELY)
 
     @property
@@ -148,17 +148,17 @@ class PreflightReport:
         peak_memory_ratio: float | None = None,
         speedup: float | None = None,
     ) -> None:
-        """Holds the step to what it shall reach.
+        """Checks that the step meets requirements.
 
         Args:
-            fp8_flops: The least share of FLOPs in FP8.
-            asked_flops: The least share of FLOPs in FP8, emulated ones counted: for tests on a CPU.
-            peak_memory_ratio: The most peak memory, as a multiple of the baseline's.
-            speedup: The least estimated speedup over the baseline: in the middle of the range.
+            fp8_flops: The minimum share of FLOPs in FP8.
+            asked_flops: The minimum share of FLOPs in FP8, including emulated ones: for tests on a CPU.
+            peak_memory_ratio: The maximum peak memory, as a multiple of the baseline's.
+            speedup: The minimum estimated speedup over the baseline, taken in the middle of the range.
 
         Raises:
-            PreflightError: If it does not; with the products that are the reason.
-            ValueError: If there is no baseline, or no estimate, for what is required.
+            PreflightError: If it does not; the message lists the products at fault.
+            ValueError: If a requirement needs a baseline or an estimate, and the report lacks it.
         """
         failures = []
         for name, least, share in (
