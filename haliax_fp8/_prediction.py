@@ -17,7 +17,7 @@ class Prediction:
         overhead: What the recipe adds: amaxes, casts, transpositions, padding, scales.
         overhead_bytes: The bytes that the overhead reads and writes.
         overhead_kernels: The number of kernels in the overhead.
-        launches: The share of `products` and `overhead` that launches take.
+        launches: The part of `products` and `overhead` that is launch time.
         gain_range: The smallest and the largest `gain` over the measured shares of peaks; `gain` twice for custom
             shares.
     """

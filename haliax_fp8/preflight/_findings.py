@@ -53,7 +53,7 @@ def findings(step: Program, baseline: Program | None, target: Target) -> tuple[s
 
 
 def launch_bound(program: Program, name: str) -> str:
-    """What to say of a program that spends most of its time starting kernels.
+    """The finding about a program that spends most of its time launching kernels.
 
     Args:
         program: The program.

@@ -61,10 +61,10 @@ class Page:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """Products that are alike but for the number of their layer.
+    """Products that differ only in the number of their layer.
 
     Args:
-        where: The layer, its number left out where there are several.
+        where: The layer, without its number if there are several.
         product: One of them.
         count: How many run in a step.
         flops: Of all.

@@ -109,7 +109,7 @@ class PreflightReport:
 
     @property
     def findings(self) -> tuple[str, ...]:
-        """What a reader should know of the step, worst first."""
+        """What a reader should know about the step, worst first."""
         found = list(findings(self.step, self.baseline, self.target))
         programs = {"step": (self.step, self.estimate)}
         if self.baseline is not None:
@@ -119,8 +119,8 @@ class PreflightReport:
                 found.append(launch_bound(program, name))
         if self.baseline is not None and self._collectives:
             found.append(
-                "no speed-up is estimated: what devices send each other takes time, some of it hidden behind kernels, "
-                "and is not in the times"
+                "no speedup is estimated: the times do not include communication between devices, an unknown part of "
+                "which overlaps with kernels"
             )
         return tuple(found)
 
@@ -135,9 +135,9 @@ class PreflightReport:
         if self.step.opaque:
             names = sorted({kernel.target for kernel in self.step.opaque})
             count = len(self.step.opaque)
-            found.append(f"{count} kernels cannot be looked into, and are not in the times: {', '.join(names)}")
+            found.append(f"{count} kernels cannot be analyzed, and are not in the times: {', '.join(names)}")
         if self._collectives:
-            found.append("communication is not part of the times")
+            found.append("the times do not include communication")
         return tuple(found)
 
     def require(
@@ -227,7 +227,7 @@ def _lines(products: list[Product]) -> list[str]:
 
 
 def _plain(report: PreflightReport) -> dict[str, Any]:
-    """The report's fields and what is computed from them."""
+    """The report's fields and values computed from them."""
 
     def program(found: Program | None, estimate: Estimate | None) -> dict[str, Any] | None:
         if found is None:
