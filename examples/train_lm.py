@@ -129,7 +129,7 @@ def announce(runs: Sequence[Run], corpus: Corpus, options: argparse.Namespace, c
     """Says what is active: text, model, device, how many layers are converted and whether FP8 is emulated."""
     earlier = lm_checkpoint.read_progress(pathlib.Path(options.out))
     if earlier is not None and not options.resume:
-        _say(console, f"starts anew and replaces the checkpoint of step {earlier['step']}; --resume would continue it")
+        _say(console, f"Starting over; replaces the checkpoint of step {earlier['step']}. Use --resume to continue it")
     device = jax.devices()[0]
     parameters = sum(leaf.size for leaf in jax.tree.leaves(trainable(runs[0].model)))
     _say(
