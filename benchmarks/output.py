@@ -78,7 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def write(path: Path, rows: Sequence[Row], environment: dict[str, Any]) -> None:
-    """Writes the rows; whoever reads or kills at any time finds all of the old file or all of the new one."""
+    """Writes the rows atomically: at any time the file is entirely old or entirely new."""
     draft = path.with_name(f"{path.name}.part")
     draft.write_text(json.dumps({"environment": environment, "rows": list(rows)}, indent=2))
     draft.replace(path)

@@ -1,4 +1,4 @@
-"""Compiles functions for the device that is here, and measures them in turn."""
+"""Compiles functions for the local device, and measures them in turn."""
 
 import dataclasses
 import statistics

@@ -41,8 +41,8 @@ class Device:
         """A device by name; this machine need not have it.
 
         Args:
-            name: A key of `devices` or another name of one, such as `"h100"`, in any case; or `"local"` for the one
-                that is here.
+            name: A key of `devices` or another name of one, such as `"h100"`, in any case; or `"local"` for the local
+                one.
 
         Raises:
             ValueError: If there is none; the nearest names are listed.

@@ -1,4 +1,4 @@
-"""exact_gradients: a loss whose gradient is `filter_grad`'s, whoever takes it."""
+"""exact_gradients: a loss whose gradient is that of `filter_grad`, whatever takes it."""
 
 import functools
 from collections.abc import Callable

@@ -111,9 +111,9 @@ class OpState(OverwriteWithGradient):
     ) -> "OpState":
         """The state with the newest amax of the gradient entered.
 
-        Only that amax is taken; scale and the rest of the history are recomputed from this state. So a plain gradient,
-        which sums where a layer is used several times, cannot corrupt them. State stays as it was where the gradient is
-        that of a layer that the step did not reach (a scale of 0 or `-inf`) and where the amax is not finite.
+        Only that amax is used; scale and the rest of the history are recomputed from this state. So a plain gradient,
+        which sums if a layer is used several times, cannot corrupt them. State does not change if the step did not
+        reach the layer (a scale of 0 or `-inf`) or if the amax is not finite.
         """
         return overwrite_states([self], [gradient])[0]
 
@@ -137,12 +137,12 @@ class OpState(OverwriteWithGradient):
 
 
 def as_state(table: Array) -> Array:
-    """A table as products take it: `fp32_max_grad` as it is, all else in float32."""
+    """A table as products take it: `fp32_max_grad` unchanged, everything else in float32."""
     return table if is_max_grad(table) or table.dtype == jnp.float32 else to_float32(table)
 
 
 def overwrite_states(states: Sequence[OpState], gradients: Sequence[OpState]) -> list[OpState]:
-    """What `OpState.overwritten_by` makes of each state and its gradient; all of a kind in one go.
+    """The result of `OpState.overwritten_by` for each state and its gradient; all of a kind at once.
 
     Args:
         states: This step's.

@@ -26,7 +26,7 @@ class RaggedContraction(AbstractContraction):
     group give 0. dgrad is the same with transposed kernels; wgrad sums, for each group, over its rows: `[G, K, N]`.
 
     Args:
-        batch: How many leading axes all operands and the product have, each a product of its own.
+        batch: The number of leading axes of all operands and the product; each entry is a separate product.
     """
 
     batch: int = 0
@@ -45,7 +45,7 @@ class RaggedContraction(AbstractContraction):
     def fold(
         self, operands: Sequence[Array], axes: Sequence[int | None], size: int, ensemble: int
     ) -> tuple[Sequence[Array], "RaggedContraction", int]:
-        """A batch axis of every operand: examples have groups of their own."""
+        """A batch axis of every operand: examples have their own groups."""
         moved = [to_front(x, axis, size, ensemble) for x, axis in zip(operands, axes, strict=True)]
         return moved, self.with_batch_axes(1), 0
 

@@ -22,7 +22,7 @@ def scaled_product(
     """`dot(a.data * a.scale, b.data * b.scale)`, accumulated in float32.
 
     Where all scales are powers of two and belong to blocks of 32 along the contraction, or of a multiple of 32, an
-    accelerator multiplies the FP8 data as they are (`jax.lax.scaled_dot`): in hardware on Blackwell, in one fused
+    accelerator multiplies the FP8 data directly (`jax.lax.scaled_dot`): in hardware on Blackwell, in one fused
     kernel that widens in registers on Hopper. Anything else, and everything on a CPU, multiplies dequantized operands.
 
     Args:

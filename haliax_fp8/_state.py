@@ -116,7 +116,7 @@ class _MaxGradDType(dtypes.ExtendedDType):
     # Not a data class's, which would leave it to NumPy to say whether this is float32.
     def __eq__(self, other: object) -> bool:
         if other is None:
-            # The last step of a sum converts to None, by which JAX means the type as it is.
+            # The last step of a sum converts to None, by which JAX means the unchanged type.
             return issubclass(self.scalar, np.number)
         return isinstance(other, _MaxGradDType) and self._key == other._key
 
@@ -210,10 +210,10 @@ def axes_since_recorded(state: Any, manual_axes: Sequence[str]) -> tuple[str, ..
 
 
 def define_linearization(primitive: Any, linearize: Callable[..., tuple[Array, Sequence[Array], Callable]]) -> None:
-    """Gives a primitive with one result a rule of its own for reverse mode, where JAX would take its JVP apart.
+    """Gives a primitive with one result its own rule for reverse mode; otherwise JAX would take its JVP apart.
 
-    Taking it apart finds the same residuals and the same linear function, but costs as much as tracing both anew.
-    Where this JAX calls such rules otherwise, nothing is done, and it does take the JVP apart.
+    Taking it apart finds the same residuals and the same linear function, but costs as much as tracing both again. If
+    the installed JAX calls such rules differently, this does nothing, and JAX takes the JVP apart.
 
     Args:
         primitive: The primitive; it has a JVP too, for forward mode.

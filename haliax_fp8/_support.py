@@ -59,7 +59,7 @@ def supported(recipe: RecipeLike, device: Device | str | None = None) -> Support
     """
     recipe = as_recipe(recipe)
     device = Device.default() if device is None else Device.by_name(device) if isinstance(device, str) else device
-    require("device", device, Device, "a name such as 'h100', or None for the one that is here", of="supported")
+    require("device", device, Device, "a name such as 'h100', or None for the local device", of="supported")
     if device.emulates:
         return Support(device, "emulated", "a CPU has no FP8 units; products are computed with the same rounding")
     products = {name: operands for name, operands in recipe.products.items() if operands[0].scaling.quantizes}

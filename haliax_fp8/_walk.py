@@ -34,7 +34,7 @@ def find_layers(module: Any, rules: tuple[LayerRule, ...]) -> dict[str, tuple[An
 
 
 def map_layers[M](function: Callable[[str, Any], M], module: M, rules: tuple[LayerRule, ...]) -> M:
-    """The tree with `function(path, layer)` in the place of every layer that has a rule."""
+    """The tree with every layer that has a rule replaced by `function(path, layer)`."""
     return map_layers_in_stacks(lambda path, layer, stack: function(path, layer), module, rules)
 
 

@@ -69,7 +69,7 @@ class HaliaxLinear(LayerRule):
         return layer.Out if out and any(names[i : i + len(out)] == out for i in range(len(names))) else None
 
     def join(self, layers: Sequence[hnn.Linear]) -> hnn.Linear:
-        """Of one output axis, `joined`, in the place of the layers' own."""
+        """With one output axis, `joined`, instead of the layers' own."""
         first = layers[0]
         alike = lambda layer: (layer.In, layer.bias is None, layer._reparam_cls, layer.weight.dtype)
         if any(alike(layer) != alike(first) for layer in layers):

@@ -1,4 +1,4 @@
-"""Compiles a function of trees for devices that need not be here, without allocating any of its arrays."""
+"""Compiles a function of trees for devices that this machine need not have, without allocating any of its arrays."""
 
 import dataclasses
 import inspect
@@ -68,7 +68,7 @@ def compile_for(
     begin = time.perf_counter()
     inputs = _Inputs.of(function, args, mesh, shardings)
     with jax.set_mesh(mesh), warnings.catch_warnings():
-        # Of donated arguments that no result fits. Who donates all of them means those that do.
+        # For donated arguments that no result fits: donating all of them means those that do fit.
         warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
         traced = jax.jit(inputs.call).trace({}, inputs.abstract)
         donated = _donated(traced, inputs)
@@ -188,7 +188,7 @@ def _donated(traced: Any, inputs: _Inputs) -> list[str]:
 def _memory(stats: Any) -> Memory:
     arguments, outputs = stats.argument_size_in_bytes, stats.output_size_in_bytes
     aliased, temporaries = stats.alias_size_in_bytes, stats.temp_size_in_bytes
-    # Some backends report a peak of their own, but not all, and not all of the same.
+    # Some backends report their own peak, but not all, and not all the same one.
     peak = arguments + outputs - aliased + temporaries
     return Memory(arguments, outputs, aliased, temporaries, peak)
 

@@ -1,4 +1,4 @@
-"""Where XLA's compilers for devices that are not here are: beside the environment's packages, where JAX does not look.
+"""Where XLA's compilers for other devices are installed: next to the environment's packages, where JAX does not look.
 
 Each comes in the wheel that JAX loads to run on such a device. Among the environment's packages, JAX would start it in
 every program, look for a device or a driver, and log that there is none, with a traceback or with errors. So
