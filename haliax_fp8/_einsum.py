@@ -16,8 +16,8 @@ from ._presets import RecipeLike
 class Fp8Einsum(eqx.Module):
     """`jnp.einsum` of an input and a kernel in FP8.
 
-    `jnp.einsum` may exchange its operands to save a transposition; then the state that belongs to the kernel would
-    describe the input. Here the first operand is always the input, the second always the kernel.
+    `jnp.einsum` may swap its operands to save a transposition; the kernel's state would then describe the input. Here
+    the first operand is always the input, the second always the kernel.
 
     Args:
         dot_general: The product and its state.

@@ -24,9 +24,9 @@ class QuantizedArray(eqx.Module):
     """An array in a low-precision format: `x ≈ data * scale`.
 
     `scale` is a scalar for the whole array, or has the rank of `data`; then each of its elements belongs to a block of
-    `data`, and `block` is the shape of a block. A scale of shape `(1, 1)` belongs to the whole array too, `(rows, 1)`
-    to each row, and with `block=(1, 128)` each row has a scale for every 128 elements, the last of which may be cut by
-    the edge. One rule covers all scalings.
+    `data`, and `block` is the shape of a block. A scale of shape `(1, 1)` also belongs to the whole array, and
+    `(rows, 1)` has one per row. With `block=(1, 128)` each row has a scale for every 128 elements, and its last block
+    may be partial. One rule covers all scalings.
 
     Args:
         data: The rounded values, in an element type of a `Format` (or unrounded, with scales of 1).
@@ -146,7 +146,7 @@ def quantize(
 
 
 def divide_by(x: Float[Array, "*shape"], scale: Float32[Array, "*blocks"], cast: Format | Cast) -> QuantizedArray:
-    """What `quantize` computes, of arguments that are known to be right.
+    """What `quantize` computes, without checking arguments.
 
     Args:
         x: Values in any floating dtype.
@@ -167,8 +167,8 @@ def quantize_by(
 ) -> QuantizedArray:
     """Multiplies, clips and rounds: `data = cast(clip(x * multiplier))`, `scale = 1 / multiplier`.
 
-    What TransformerEngine and torchao compute where the scale comes from the tensor itself. What holds an infinity or
-    NaN, be it a tensor, a row or a block, has a multiplier of NaN, and so are all of its data.
+    TransformerEngine and torchao compute this if the scale comes from the tensor itself. A tensor, row or block that
+    contains an infinity or NaN has a multiplier of NaN, so all of its data are NaN.
 
     Args:
         x: Values in any floating dtype.
@@ -183,7 +183,7 @@ def quantize_by(
 
 
 def _format_or_cast(cast: Any) -> Any:
-    """A format for its dtype, which could be called and would not clip; a format or a function as it is."""
+    """A format for its dtype, because calling the dtype would not clip; a format or a function unchanged."""
     with contextlib.suppress(TypeError):  # raised for anything but a dtype
         if not isinstance(cast, Format) and cast is not None:
             dtype = np.dtype(cast)
@@ -196,9 +196,9 @@ def _format_or_cast(cast: Any) -> Any:
 
 
 def _visible(x: Float[Array, "*shape"], scaled: Float32[Array, "*shape"]) -> Float32[Array, "*shape"]:
-    """`scaled`, or NaN where `x` is infinite: clipped, it would pass for a value that training may use.
+    """`scaled`, or NaN where `x` is infinite: clipped, it would look like a valid value.
 
-    E4M3 has no infinity. A finite value that overflows when it is scaled is clipped as any other.
+    E4M3 has no infinity. A finite value that overflows when it is scaled is clipped like any other.
     """
     # `x - x` is 0 of finite values alone. XLA's fusions of norms for GPUs take no `is_finite`, so that the cast behind
     # a norm would be a kernel of its own; and a magnitude here is shared with the amax, which tears the two apart.

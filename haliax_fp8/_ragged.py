@@ -22,8 +22,8 @@ _ROWS_BY_GRAD = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
 class RaggedContraction(AbstractContraction):
     """`lax.ragged_dot`: rows `[M, K]`, kernels `[G, K, N]`, group sizes `[G]`; the product is `[M, N]`.
 
-    Row `m` is multiplied by the kernel of the group that it falls in, groups being consecutive; rows behind the last
-    group give 0. dgrad is the same with transposed kernels; wgrad sums, for each group, over its rows: `[G, K, N]`.
+    Row `m` is multiplied by the kernel of its group; groups are consecutive, and rows after the last group give 0.
+    dgrad is the same with transposed kernels; wgrad sums over the rows of each group: `[G, K, N]`.
 
     Args:
         batch: The number of leading axes of all operands and the product; each entry is a separate product.

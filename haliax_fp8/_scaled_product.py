@@ -1,4 +1,4 @@
-"""The product of two arrays with a scale for each block, which no scale can be taken out of."""
+"""The product of two arrays with a scale per block, which do not factor out of the sum."""
 
 import dataclasses
 import math
@@ -21,7 +21,7 @@ def scaled_product(
 ) -> Float32[Array, "..."]:
     """`dot(a.data * a.scale, b.data * b.scale)`, accumulated in float32.
 
-    Where all scales are powers of two and belong to blocks of 32 along the contraction, or of a multiple of 32, an
+    If all scales are powers of two and belong to blocks of 32 along the contraction, or of a multiple of 32, an
     accelerator multiplies the FP8 data directly (`jax.lax.scaled_dot`): in hardware on Blackwell, in one fused
     kernel that widens in registers on Hopper. Anything else, and everything on a CPU, multiplies dequantized operands.
 

@@ -1,4 +1,4 @@
-"""Patterns that select layers by their path, and what to say when one selects nothing."""
+"""Patterns that select layers by their path, and the error if one selects nothing."""
 
 import difflib
 import fnmatch
@@ -67,7 +67,7 @@ def matches(pattern: Pattern, path: str, layer: Any) -> bool:
 
 
 def unmatched_error(name: str, pattern: Pattern, paths: Sequence[str]) -> ValueError:
-    """What to raise for a pattern that selects none of `paths`."""
+    """The error for a pattern that selects none of `paths`."""
     if not paths:
         return ValueError(f"{name}={pattern!r} selects nothing: the model has no layer that can be converted")
     shown = paths

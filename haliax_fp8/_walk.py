@@ -69,10 +69,10 @@ def _walk(
 
 
 def nothing_to_convert(module: Any, rules: tuple[LayerRule, ...], left: Mapping[str, str]) -> ValueError:
-    """What to raise for a model without a layer that can be converted.
+    """The error for a model without a layer that can be converted.
 
     Args:
-        module: What was given as the model.
+        module: The given model.
         rules: The rules of the layer classes that can be converted.
         left: The reason for each layer that was found and cannot be, by path.
     """
