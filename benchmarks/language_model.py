@@ -1,6 +1,6 @@
 """A language model with the shape of Llama-8B: as many of its layers as fit, trained with AdamW.
 
-Weights and moments are float32, what is multiplied is bf16 or FP8, blocks are recomputed in the backward pass.
+Weights and moments are float32, products run in bf16 or FP8, and blocks are recomputed in the backward pass.
 Embedding and head stay in bf16, as is common. There are no rotary positions.
 """
 

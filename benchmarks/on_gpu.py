@@ -355,7 +355,7 @@ def is_out_of_memory(error: Exception) -> bool:
 
 
 def measure_all(chosen: Sequence[Point], deadline: float, guess: float, record: Callable[[Row], None]) -> None:
-    """Measures every point for which there is time.
+    """Measures as many points as time allows.
 
     Args:
         chosen: What to measure.
@@ -439,7 +439,7 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
 
 
 def show(rows: Sequence[Row], environment: dict[str, Any], plan: Plan, *, markdown: bool) -> None:
-    """Prints the table and, of a run on a GPU, what it says of the claims."""
+    """Prints the table and, for a run on a GPU, which claims it supports."""
     title = f"Measured on {environment['device']}"
     if environment["backend"] != "gpu" or environment["smoke"]:
         title = f"Tiny sizes on {environment['device']}: shows that the benchmark runs, and no speed"
@@ -478,7 +478,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if options.json:
             output.write(options.json, rows, environment)
 
-    # Interrupted, it still prints what there is.
+    # If interrupted, it still prints the rows so far.
     with contextlib.suppress(KeyboardInterrupt):
         measure_all(chosen, BEGIN + 60 * options.minutes, plan.guess, record)
     show(rows, environment, plan, markdown=options.markdown)

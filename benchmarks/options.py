@@ -1,4 +1,4 @@
-"""Claim: with what lies between products rematerialized, FP8 moves little more than bf16 and needs far less memory.
+"""Claim: with rematerialization between products, FP8 moves little more than bf16 and needs far less memory.
 
     uv run --extra preflight benchmarks/options.py [--json FILE] [--markdown] [--target h100]
 

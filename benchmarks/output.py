@@ -1,4 +1,4 @@
-"""Where the rows of a benchmark go: to the terminal, as Markdown or JSON, with what they were made with."""
+"""Output of a benchmark's rows: to the terminal, as Markdown or as JSON, with hardware and versions."""
 
 import argparse
 import datetime

@@ -151,7 +151,7 @@ class LayerWork:
 
     @property
     def added(self) -> Work:
-        """All that is there beside the products."""
+        """All the work besides the products."""
         work = self.padding_of_bf16(name for name in PRODUCTS if not self.is_fp8(name))
         for operand in _USES:
             work += self._quantizing(operand)
@@ -220,7 +220,7 @@ class LayerWork:
             return _of(use, elements, 0) if again else Work()
         if again:
             return _cast(use, elements)
-        # Input: one more output of the cast. Else a kernel of its own, which reads FP8 and writes it.
+        # Input: one more output of the cast. Otherwise a separate kernel, which reads FP8 and writes it.
         return _of(use, elements, 0) if operand == "input" else _of(use, 2 * elements, 1)
 
     def _recorded(self, operand: str, use: Quantization) -> Work:

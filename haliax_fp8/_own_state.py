@@ -19,7 +19,7 @@ def require_own_state(model: Any, *, wait: bool = True) -> None:
     not parameters. On a device, products with such scales give NaN.
 
     Args:
-        model: A model, or any tree; not checked where it is traced or abstract.
+        model: A model, or any tree; not checked if it is traced or abstract.
         wait: Whether to wait for state that is being computed; without it, such state is not checked.
     """
     is_op = lambda node: isinstance(node, Fp8DotGeneral)
@@ -50,7 +50,7 @@ def changed_message(layers: list[str]) -> str:
 
 
 def is_changed(state: Any, *, wait: bool = True) -> bool:
-    """Whether a state holds a scale that its guard does not fit; False for what has no values to read.
+    """Whether a state holds a scale that does not match its guard; False if it has no values to read.
 
     Args:
         state: An op's state.
@@ -61,11 +61,11 @@ def is_changed(state: Any, *, wait: bool = True) -> bool:
 
 
 def table_on_host(state: Any, *, wait: bool = True) -> np.ndarray | None:
-    """The numbers of an op's state; None for what is abstract, traced, deleted or no such state.
+    """The numbers of an op's state; None if it is abstract, traced, deleted or not a state.
 
     Args:
         state: Anything.
-        wait: Whether to wait for what is being computed; without it, that is None too.
+        wait: Whether to wait for state that is being computed; without it, such state gives None.
     """
     table = state.table.array if isinstance(state, OpState) else None
     if isinstance(table, jax.Array):

@@ -75,7 +75,7 @@ def predict(work: LayerWork, peaks: Peaks, efficiency: Efficiency, *, repeats: i
 
 
 def _seconds(work: LayerWork, roofline: Roofline) -> tuple[float, float, float]:
-    """In bf16; and with the recipe, the products and what is beside them."""
+    """In bf16; and with the recipe, the products and everything else."""
 
     def product(name: str, is_fp8: bool) -> float:
         dtype, flops = "f8e4m3fn" if is_fp8 else "bf16", work.flops(is_fp8=is_fp8)

@@ -152,7 +152,7 @@ def quantization_statistics(model: Any, loss_fn: Callable[..., Any], *batch: Any
 
 
 def _measuring[M](model: M) -> M:
-    """The model with ops whose state records, and is otherwise the old one."""
+    """The model with ops whose state records statistics in addition."""
 
     def measure(path: str, layer: Any, stack: tuple[hax.Axis, ...]) -> Any:
         rule = rule_of(layer, default_layers)
