@@ -1,9 +1,9 @@
-"""Claim: a converted layer needs fewer kernels beside its products than marin-haliax's or Flax's, and no more bytes.
+"""Claim: a converted layer needs fewer kernels besides its products than marin-haliax's or Flax's, and no more bytes.
 
-    uv run --extra preflight benchmarks/compiled_layer.py [--json FILE] [--markdown] [--target h200]
+    uv run benchmarks/compiled_layer.py [--json FILE] [--markdown] [--target h200]
 
-The linear layers of `on_gpu.py`, forward and backward, compiled for a device that need not be here, as
-`compiled_program.py` does with models. "Other" kernels are those that are no matrix product: those that quantize.
+The linear layers of `on_gpu.py`, forward and backward, compiled for a device that this machine need not have, as
+`compiled_program.py` does with models. "Other" kernels are not matrix products: those that quantize.
 Counts and bytes are read from the program; the time is an estimate by the device's data sheet, and nothing runs.
 """
 

@@ -1,13 +1,13 @@
-"""Claim: converted models need fewer kernels beside their products than with marin-haliax's or Flax's own FP8.
+"""Claim: converted models need fewer kernels besides their products than with marin-haliax's or Flax's own FP8.
 
-    uv run --extra preflight benchmarks/compiled_program.py [--json FILE] [--markdown] [--target h100]
+    uv run benchmarks/compiled_program.py [--json FILE] [--markdown] [--target h100]
 
 Compiles the gradient of four blocks' linear layers of Llama-8B, and of a stack of eight MLPs (2048 -> 8192 -> 2048),
-8192 tokens, for a device that need not be here: in bf16, with `haliax_fp8`, with `haliax.quantization`, and with Flax's
-op in the place of Haliax's (see `libraries.py`). Prints what the compiled programs hold. "Other" kernels are those
-that are no matrix product. Counts and bytes are read from the program. Time on the device is an estimate by its data
-sheet's peaks, the seconds are those of tracing and compiling here; nothing runs. Set `JAX_PLATFORMS=cpu` where JAX
-finds a GPU's plugin without its driver.
+8192 tokens, for a device that this machine need not have: in bf16, with `haliax_fp8`, with `haliax.quantization`, and
+with Flax's op instead of Haliax's (see `libraries.py`). Prints what the compiled programs contain. "Other" kernels are
+all those that are not matrix products. Counts and bytes are read from the program. Time on the device is an estimate
+from data-sheet peaks; the seconds are those of tracing and compiling on this machine; nothing runs. Set
+`JAX_PLATFORMS=cpu` if JAX finds a GPU plugin without its driver.
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """A language model with the shape of Llama-8B: as many of its layers as fit, trained with AdamW.
 
-Weights and moments are float32, what is multiplied is bf16 or FP8, blocks are recomputed in the backward pass.
+Weights and moments are float32, products run in bf16 or FP8, and blocks are recomputed in the backward pass.
 Embedding and head stay in bf16, as is common. There are no rotary positions.
 """
 
@@ -91,7 +91,7 @@ class LanguageModel(eqx.Module):
 
 def next_token_loss(model: LanguageModel, tokens: hax.NamedArray) -> jax.Array:
     """The mean cross-entropy of each token given those before it."""
-    # What FP8 layers remember is no weight.
+    # The state of FP8 layers is not a weight.
     remembered, weights = fp8.partition_for_grad_overwrite(model)
     logits = eqx.combine(remembered, in_bf16(weights), is_leaf=_is_state)(tokens).array.astype(jnp.float32)
     losses = optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], tokens.array[:, 1:])

@@ -1,8 +1,8 @@
 """What is compared: bf16, `haliax_fp8`, marin-haliax's own FP8, and Flax's; in the same model and on the same arrays.
 
 Flax has no layers for Haliax's models, so its op is put where Haliax keeps its own: `FlaxOp` applies Flax's module
-`Fp8DirectDotGeneralOp`, unchanged, to the operands of `haliax.nn.Linear`. So nothing differs but the op; what Flax's
-own layers make of it is measured where a layer is all there is, see `on_gpu.py`.
+`Fp8DirectDotGeneralOp`, unchanged, to the operands of `haliax.nn.Linear`. So only the op differs; Flax's
+own layers are measured in the benchmark of a single layer, see `on_gpu.py`.
 """
 
 import dataclasses
@@ -75,5 +75,5 @@ LIBRARIES: dict[str, Library] = {
 
 
 def in_bf16(model: Any) -> Any:
-    """A plain model in bf16, before it is converted: what FP8 layers remember stays float32."""
+    """A plain model in bf16, before conversion: the state of FP8 layers stays float32."""
     return jax.tree.map(lambda x: x.astype(jnp.bfloat16) if eqx.is_inexact_array(x) else x, model)

@@ -131,7 +131,7 @@ def swiglu(gate: hax.NamedArray, up: hax.NamedArray) -> hax.NamedArray:
 
 
 class RematerializedBlock(Block):
-    """A block in which all that lies between products keeps its inputs alone."""
+    """A block in which everything between products keeps only its inputs."""
 
     @classmethod
     def init(cls, sizes: Sizes, *, key: jax.Array) -> "RematerializedBlock":

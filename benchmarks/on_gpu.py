@@ -9,17 +9,17 @@ Measures, on random inputs, medians of repeated runs after warm-up, libraries in
 - products alone, of bf16 and FP8 operands, written as bf16, by cuBLAS;
 - one linear layer forward and backward (output, gradients of input and kernel, next state) on a grid of sizes. Flax's
   is `flax.linen.Dense` with its op, the others are `haliax.nn.Linear`;
-- the gradient of four blocks' linear layers of Llama-8B, unrolled and as a scan; there Flax's op stands in the place of
-  Haliax's, see `libraries.py`. Also with rematerialized norms and activations, in bf16 and with our options for memory;
-- training steps of a model with the shape of Llama-8B (`language_model.py`) with the most sequences that fit, in bf16
-  and with `haliax_fp8`, one after the other, as there is no room for both.
+- the gradient of four blocks' linear layers of Llama-8B, unrolled and as a scan; there Flax's op replaces Haliax's, see
+  `libraries.py`. Also with rematerialized norms and activations, in bf16 and with our options for memory; - training
+  steps of a model with the shape of Llama-8B (`language_model.py`) with the most sequences that fit, in bf16 and with
+  `haliax_fp8`, in sequence, because both do not fit at once.
 
-The time of a layer or block is that of its kernels one after the other: several runs are started in a row. Before it is
-measured, one step has set the scales. Memory is what the compiled program holds, arguments included, by XLA's own
-account of it: one process has one peak only, which says nothing of any one program.
+The time of a layer or block is that of its kernels in sequence: several runs are started in a row. One step sets the
+scales before the measurement. Memory is what the compiled program needs, arguments included, from XLA's own analysis: a
+process has a single peak, which does not describe any one program.
 
-Everything is one process. A point that fails is a row with its error. When time runs out, the points that are left are
-rows that say so. The file is written after every row, so it holds what was measured if the process is killed.
+Everything runs in one process. A point that fails becomes a row with its error. If time runs out, the remaining points
+become rows that say so. The file is written after every row, so measurements survive if the process is killed.
 """
 
 import argparse
@@ -38,7 +38,7 @@ from typing import Any
 
 
 BEGIN = time.monotonic()
-# Before JAX starts: memory is taken as it is needed, and nearly all of it may be.
+# Before JAX starts: allocate memory on demand, up to nearly all of it.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
 
@@ -167,7 +167,7 @@ def points(plan: Plan, parts: Sequence[str] | None = None) -> list[Point]:
     every = [linear(plan.first), *stacks, train, *products, *map(linear, plan.grid)]
     names = dict.fromkeys(point.part for point in every)
     if unknown := set(parts or ()) - names.keys():
-        raise ValueError(f"--part {unknown.pop()!r} is none of {list(names)}")
+        raise ValueError(f"--part {unknown.pop()!r} is not one of {list(names)}")
     return [point for point in every if not parts or point.part in parts]
 
 
@@ -355,7 +355,7 @@ def is_out_of_memory(error: Exception) -> bool:
 
 
 def measure_all(chosen: Sequence[Point], deadline: float, guess: float, record: Callable[[Row], None]) -> None:
-    """Measures every point for which there is time.
+    """Measures as many points as time allows.
 
     Args:
         chosen: What to measure.
@@ -439,7 +439,7 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
 
 
 def show(rows: Sequence[Row], environment: dict[str, Any], plan: Plan, *, markdown: bool) -> None:
-    """Prints the table and, of a run on a GPU, what it says of the claims."""
+    """Prints the table and, for a run on a GPU, which claims it supports."""
     title = f"Measured on {environment['device']}"
     if environment["backend"] != "gpu" or environment["smoke"]:
         title = f"Tiny sizes on {environment['device']}: shows that the benchmark runs, and no speed"
@@ -478,7 +478,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if options.json:
             output.write(options.json, rows, environment)
 
-    # Interrupted, it still prints what there is.
+    # If interrupted, it still prints the rows so far.
     with contextlib.suppress(KeyboardInterrupt):
         measure_all(chosen, BEGIN + 60 * options.minutes, plan.guess, record)
     show(rows, environment, plan, markdown=options.markdown)

@@ -1,6 +1,6 @@
 """Claim: for gradients, XLA's kernels move fewer bytes than one that casts, transposes and takes the amax in one pass.
 
-    uv run --extra preflight benchmarks/one_pass.py [--json FILE] [--markdown] [--target h100]
+    uv run benchmarks/one_pass.py [--json FILE] [--markdown] [--target h100]
 
 That one, in Pallas, reads an operand once and writes all three: two bytes read and two written for each element. XLA
 needs several kernels for that. But it puts what makes the operand into them, and nothing into Pallas's; so the operand

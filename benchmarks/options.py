@@ -1,6 +1,6 @@
-"""Claim: with what lies between products rematerialized, FP8 moves little more than bf16 and needs far less memory.
+"""Claim: with rematerialization between products, FP8 moves little more than bf16 and needs far less memory.
 
-    uv run --extra preflight benchmarks/options.py [--json FILE] [--markdown] [--target h100]
+    uv run benchmarks/options.py [--json FILE] [--markdown] [--target h100]
 
 The options of `docs/performance.md` on four blocks of Llama-8B, compiled as `compiled_program.py` does: counts and
 bytes are read from the program, the time on the device is an estimate by its data sheet's peaks; nothing runs.

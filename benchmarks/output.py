@@ -1,4 +1,4 @@
-"""Where the rows of a benchmark go: to the terminal, as Markdown or JSON, with what they were made with."""
+"""Output of a benchmark's rows: to the terminal, as Markdown or as JSON, with hardware and versions."""
 
 import argparse
 import datetime
@@ -35,7 +35,7 @@ _PACKAGES = (
 
 
 def environment() -> dict[str, Any]:
-    """Hardware, versions and date: without them, a figure says nothing."""
+    """Hardware, versions and date: without them, a figure is meaningless."""
     device = jax.devices()[0]
     return {
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
@@ -78,7 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def write(path: Path, rows: Sequence[Row], environment: dict[str, Any]) -> None:
-    """Writes the rows; whoever reads or kills at any time finds all of the old file or all of the new one."""
+    """Writes the rows atomically: at any time the file is entirely old or entirely new."""
     draft = path.with_name(f"{path.name}.part")
     draft.write_text(json.dumps({"environment": environment, "rows": list(rows)}, indent=2))
     draft.replace(path)

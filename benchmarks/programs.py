@@ -1,4 +1,4 @@
-"""Compiles functions for the device that is here, and measures them in turn."""
+"""Compiles functions for the local device, and measures them in turn."""
 
 import dataclasses
 import statistics
@@ -24,7 +24,7 @@ class Program:
     facts: Row
 
     def __call__(self, *args: Any) -> Any:
-        """Starts it; the result has None in the place of what is no array."""
+        """Starts it; the result has None for everything that is not an array."""
         return self.compiled(*(eqx.filter(arg, eqx.is_array) for arg in args))
 
 
@@ -37,7 +37,7 @@ def compiled(function: Callable[..., Any], *args: Any, donate: tuple[int, ...] =
     """Compiles a function for the default device.
 
     Args:
-        function: Of trees of arrays; what is no array is static.
+        function: Of trees of arrays; everything that is not an array is static.
         *args: Its arguments, or their shapes.
         donate: Which arguments give their memory to the results.
         **options: Of the compiler.

@@ -1,4 +1,4 @@
-"""Claim: what handles a model as a tree takes seconds for 10 000 layers, and time in proportion to their number.
+"""Claim: functions on model trees take seconds for 10 000 layers, and time proportional to their number.
 
     uv run benchmarks/tree.py [--layers 10000] [--json FILE] [--markdown]
 

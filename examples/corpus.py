@@ -1,4 +1,4 @@
-"""Bytes to train on: prose that ships with Python, split, and batches that depend on nothing but seed and step."""
+"""Bytes to train on: prose that ships with Python, split, and batches that depend only on seed and step."""
 
 import dataclasses
 import hashlib
@@ -17,7 +17,7 @@ class Corpus:
     """Training and validation bytes.
 
     Args:
-        name: Where the text is from, for messages.
+        name: The source of the text, for messages.
         train: Training bytes, uint8.
         validation: Validation bytes, uint8. The default text holds no paragraph twice, so they are new to the model.
     """
@@ -28,7 +28,7 @@ class Corpus:
 
     @property
     def digest(self) -> str:
-        """A hash of both parts, to tell on resuming whether the text is still the same."""
+        """A hash of both parts, to check on resuming that the text has not changed."""
         return hashlib.sha256(self.train.tobytes() + b"|" + self.validation.tobytes()).hexdigest()[:16]
 
     def batch(self, seed: int, step: int, batch_size: int, length: int) -> np.ndarray:
@@ -46,7 +46,7 @@ class Corpus:
         Args:
             batch_size: Windows per batch.
             length: Predicted bytes per window.
-            limit: At most so many batches, evenly spread; all if None.
+            limit: At most this many batches, evenly spread; None for all.
 
         Raises:
             ValueError: If the validation text is too short for one batch.
@@ -64,7 +64,7 @@ class Corpus:
 
 
 def load_corpus(path: str | None, validation_fraction: float) -> Corpus:
-    """Reads a text and holds back every n-th block of 4 KiB for validation, n = `1 / validation_fraction` rounded.
+    """Reads a text and holds back every n-th block of 4 KiB for validation, with n = `1 / validation_fraction` rounded.
 
     Args:
         path: A file, read as bytes; None for the prose that ships with Python (`pydoc_data.topics`).
@@ -100,6 +100,6 @@ def _python_topics() -> bytes:
         topics = importlib.import_module("pydoc_data.topics").topics
     except ImportError as error:
         raise ValueError("this Python comes without pydoc_data.topics; give a text with --data FILE") from error
-    # Some topics quote others in full. Each paragraph is kept once, or the validation text would be known by heart.
+    # Some topics quote others in full. Each paragraph is kept once, or the model would memorize validation text.
     paragraphs = dict.fromkeys(paragraph for name in sorted(topics) for paragraph in topics[name].split("\n\n"))
     return "\n\n".join(paragraphs).encode()

@@ -1,7 +1,7 @@
 """A Llama-style language model in Haliax: RMSNorm, RoPE, grouped-query attention, SwiGLU, stacked blocks.
 
-Nothing in this file knows of FP8. `haliax_fp8.fp8_linear_layers` converts the model from outside: it finds every
-`haliax.nn.Linear` of the tree by its path, for example `blocks.stacked.attention.query`.
+Nothing in this file is about FP8. `haliax_fp8.fp8_linear_layers` converts the model from outside: it finds every
+`haliax.nn.Linear` in the tree by its path, for example `blocks.stacked.attention.query`.
 
 References:
     Llama: arXiv:2302.13971; RMSNorm: arXiv:1910.07467; RoPE: arXiv:2104.09864; grouped-query attention:
@@ -38,15 +38,15 @@ class LlamaConfig:
         hidden: Width of the residual stream.
         heads: Query heads.
         kv_heads: Key and value heads; each is shared by `heads / kv_heads` query heads.
-        head_dim: Width of a head, even because RoPE turns pairs.
+        head_dim: Width of a head; even, because RoPE rotates pairs.
         mlp: Width of the SwiGLU layer.
         vocab: Number of tokens; 256 for bytes.
         max_length: Longest sequence that RoPE's table covers.
         rope_theta: Base of RoPE's wavelengths.
         norm_eps: Added to the mean square in RMSNorm.
         checkpointing: Recompute each block in the backward pass, keeping only its input.
-        unroll: How many blocks one iteration of the scan over blocks holds. More compile longer and run faster.
-        activation: What stands between the products of the feed-forward layer.
+        unroll: The number of blocks per iteration of the scan. More blocks compile longer and run faster.
+        activation: The activation function between the products of the feed-forward layer.
 
     Raises:
         ValueError: If `heads` is not a multiple of `kv_heads`, or `head_dim` is odd.
@@ -73,7 +73,7 @@ class LlamaConfig:
                 "number of query heads"
             )
         if self.head_dim % 2:
-            raise ValueError(f"head_dim={self.head_dim} is odd; RoPE turns pairs of elements, so use an even number")
+            raise ValueError(f"head_dim={self.head_dim} is odd; RoPE rotates pairs of elements, so use an even number")
 
     @property
     def Layers(self) -> Axis:
@@ -105,7 +105,7 @@ class LlamaConfig:
 
     @property
     def residual_scale(self) -> float:
-        """Scale of what writes to the residual stream, so that its variance at the end does not grow with depth."""
+        """Scale of the weights that write to the residual stream, so that its variance does not grow with depth."""
         return 1.0 / math.sqrt(2 * self.layers)
 
 
@@ -123,7 +123,7 @@ def rope_tables(Position: Axis, HeadDim: Axis, theta: float) -> tuple[NamedArray
 
 
 def apply_rope(x: NamedArray, cos: NamedArray, sin: NamedArray, HeadDim: Axis) -> NamedArray:
-    """Turns each pair `(x[i], x[i + head_dim / 2])` by its position's angle."""
+    """Rotates each pair `(x[i], x[i + head_dim / 2])` by its position's angle."""
     half = HeadDim.size // 2
     first, second = x[HeadDim, :half], x[HeadDim, half:]
     turned = hax.concatenate(HeadDim, [-second, first])
@@ -159,8 +159,8 @@ class Attention(eqx.Module):
         Position = x.resolve_axis("position")
         KeyPosition = Position.alias("key_position")
         query = apply_rope(self.query(x), cos, sin, self.HeadDim) * (1.0 / math.sqrt(self.HeadDim.size))
-        # The keys get a position axis of their own; the group axis is missing in them, so names alone make the
-        # product below share each key head among the query heads of its group.
+        # The keys get their own position axis. They have no group axis, so by names alone the product below shares
+        # each key head among the query heads of its group.
         key = apply_rope(self.key(x), cos, sin, self.HeadDim).rename({Position: KeyPosition})
         value = self.value(x).rename({Position: KeyPosition})
         scores = hax.dot(query, key, axis=self.HeadDim).astype(jnp.float32)
@@ -281,17 +281,17 @@ def next_token_loss(model: Llama, tokens: NamedArray) -> jax.Array:
 
 @eqx.filter_jit
 def generate(model: Llama, prompt: jax.Array, *, count: int, temperature: float, key: PRNGKeyArray) -> jax.Array:
-    """Continues a prompt, one token after the other, inside one compiled loop.
+    """Continues a prompt, token by token, inside one compiled loop.
 
-    The window has a fixed size: while it is not full, what lies behind the last token is unseen by causality; once it
-    is full, its oldest token drops out.
+    The window has a fixed size. Until it is full, causality hides the positions after the last token; then its oldest
+    token drops out.
 
     Args:
         model: The model, in the dtype to compute in.
         prompt: Integers `(length,)`, at least one and at most `model.config.max_length`.
         count: How many tokens to add.
-        temperature: Divides the logits; 0 takes the likeliest token.
-        key: Randomness of the choice.
+        temperature: Divides the logits; 0 picks the likeliest token.
+        key: The random key for sampling.
 
     Returns:
         Integers `(count,)`.

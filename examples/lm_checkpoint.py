@@ -1,4 +1,4 @@
-"""Checkpoints of `train_lm.py` that are whole or absent: arrays in one file, progress as JSON beside it."""
+"""Atomic checkpoints for `train_lm.py`: arrays in one file, progress as JSON next to it."""
 
 import json
 import os
@@ -14,13 +14,13 @@ _PROGRESS = "checkpoint.json"
 
 
 def save(folder: pathlib.Path, step: int, state: Any, flags: Mapping[str, Any], history: Mapping[str, Any]) -> None:
-    """Writes a checkpoint; one that is interrupted leaves the one before.
+    """Writes a checkpoint; if interrupted, the previous one remains.
 
-    Each step's arrays have a file name of their own, and both files are written under another name first. Renaming the
-    JSON file, which says which arrays are current, is the moment at which the new checkpoint counts.
+    Each step's arrays have their own file name, and both files are first written under another name. The new checkpoint
+    takes effect when the JSON file, which says which arrays are current, is renamed.
 
     Args:
-        folder: Where to; made if missing.
+        folder: The folder to write to; created if missing.
         step: Completed steps.
         state: Models and optimizer states, any pytree of arrays.
         flags: Flags that a continued run must share.
@@ -65,7 +65,7 @@ def check_flags(saved: Mapping[str, Any], now: Mapping[str, Any], folder: pathli
     if differences:
         raise ValueError(
             f"--resume: {'; '.join(differences)}. Repeat the flags of the run in {folder}, "
-            "or start anew in another --out"
+            "or start a new run in another --out"
         )
 
 
@@ -75,6 +75,6 @@ def load_state(folder: pathlib.Path, progress: Mapping[str, Any], like: Any) -> 
     Args:
         folder: Where the checkpoint is.
         progress: What `read_progress` returned.
-        like: A tree of the structure, shapes and dtypes of what was saved.
+        like: A tree with the saved structure, shapes and dtypes.
     """
     return eqx.tree_deserialise_leaves(folder / progress["arrays"], like)

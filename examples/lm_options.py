@@ -13,14 +13,14 @@ FORMATS = {"E4M3": E4M3, "E5M2": E5M2}
 
 _WITH_OPTIONS = ("delayed", "static")
 
-# What `--recipe` offers. An entry makes the recipe from the parsed flags; a new recipe is a new entry.
+# The choices of `--recipe`. Each entry makes a recipe from the parsed flags; add an entry to add a recipe.
 RECIPES: dict[str, Callable[[argparse.Namespace], Recipe]] = {
     "delayed": lambda options: Recipe.of(
         DelayedScaling(options.amax_history_length, options.margin),
         forward=FORMATS[options.forward_format],
         backward=FORMATS[options.backward_format],
     ),
-    # Scales of the first batch, with room for what grows in training.
+    # Scales of the first batch, with headroom for growth in training.
     "static": lambda options: Recipe.of(StaticScaling(margin=options.margin or 3)),
     **{name: (lambda options, name=name: named_recipes[name]) for name in named_recipes if name not in _WITH_OPTIONS},
 }
@@ -35,7 +35,7 @@ _FREE |= {"temperature", "verbose"}
 
 
 class _Formatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Adds defaults, except where there is none to speak of."""
+    """Adds defaults, except where they say nothing."""
 
     def __init__(self, prog: str, **kwargs: Any):
         super().__init__(prog, max_help_position=34, **kwargs)
@@ -193,7 +193,7 @@ def recipes(options: argparse.Namespace) -> dict[str, Recipe]:
 
 
 def binding_flags(options: argparse.Namespace) -> dict[str, Any]:
-    """The flags that a continued run has to share with the run that it continues."""
+    """The flags that a resumed run has to share with the original run."""
     return {name: value for name, value in vars(options).items() if name not in _FREE}
 
 
@@ -209,7 +209,7 @@ def _number(kind: type, lowest: float, inclusive: bool, words: str) -> Callable[
             raise argparse.ArgumentTypeError(f"{text} is not {words}")
         return value
 
-    # argparse says "invalid <name> value" where the text is no number at all.
+    # argparse says "invalid <name> value" if the text is not a number.
     parse.__name__ = words
     return parse
 

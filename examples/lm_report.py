@@ -19,14 +19,14 @@ from rich.table import Table  # noqa: E402
 
 @dataclasses.dataclass(frozen=True)
 class Curve:
-    """What is known of one trained model.
+    """The results of one trained model.
 
     Args:
         losses: Training loss of every step, nats per byte.
         validation: Completed steps and validation loss, in order; the last is the final one.
-        tokens_per_second: Of the median step of this process; None if it trained none.
-        seconds: Of all steps of this process, compilation included; None if it trained none.
-        statistics: What quantization does to the trained model's operands, for example `saturation`; shares of 1.
+        tokens_per_second: For the median step of this process; None if it ran none.
+        seconds: For all steps of this process, including compilation; None if it ran none.
+        statistics: What quantization does to the trained model's operands, for example `saturation`; fractions of 1.
     """
 
     losses: Sequence[float]
@@ -42,7 +42,7 @@ class Curve:
 
 
 def gap_percent(curve: Curve, baseline: Curve) -> float:
-    """By how much the validation loss lies above the baseline's."""
+    """How far the validation loss lies above the baseline's."""
     return 100.0 * (curve.validation_loss / baseline.validation_loss - 1.0)
 
 
@@ -83,7 +83,7 @@ def write_results(path: pathlib.Path, curves: Mapping[str, Curve], baseline: str
 def write_figure(path: pathlib.Path, curves: Mapping[str, Curve], baseline: str | None) -> None:
     """Draws the loss curves, and below them each one's distance from the baseline's.
 
-    All runs see the same batches, so the lower panel compares like with like: noise of the batches cancels there.
+    All runs see the same batches, so in the lower panel the noise of the batches cancels.
     """
     others = [name for name in curves if name != baseline]
     compared = baseline is not None and bool(others)
@@ -166,8 +166,8 @@ def _title(curves: Mapping[str, Curve], baseline: str | None, others: Sequence[s
 def _smooth(values: Sequence[float] | np.ndarray) -> np.ndarray:
     """A mean over a window around each point.
 
-    At the start, where the loss falls fast, the window narrows so as to reach equally far to both sides; at the end,
-    where it hardly falls, only its right half is cut off.
+    At the start, where the loss falls fast, the window narrows to stay symmetric; at the end, where it hardly falls,
+    only its right half is cut off.
     """
     values = np.asarray(values, float)
     total = np.concatenate([[0.0], np.cumsum(values)])

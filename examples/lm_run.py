@@ -38,7 +38,7 @@ class Run:
     """One of the models.
 
     Args:
-        name: What table and figure call it.
+        name: Its name in the table and the figure.
         model: The model, plain or converted.
         opt_state: The optimizer's state for it.
         config: How to convert it; None for the baseline.
@@ -60,7 +60,7 @@ class Run:
     statistics: dict[str, float] = dataclasses.field(default_factory=dict)
 
     def set_converted(self, to_fp8: bool) -> bool:
-        """Converts the model, or converts it back, keeping what the optimizer knows of the weights.
+        """Converts the model, or converts it back, and keeps the optimizer's moments.
 
         Returns:
             Whether the model is in FP8 now and was not before.
@@ -91,14 +91,14 @@ class Run:
         Args:
             step: The training step.
             batch: Its bytes.
-            key: What recipes that round at random draw from.
+            key: The random key for recipes with stochastic rounding.
 
         Raises:
             FloatingPointError: If the loss is not finite.
         """
         start = time.perf_counter()
         self.model, self.opt_state, metrics = step(self.model, self.opt_state, batch, key=key)
-        # Reading the numbers waits for the device: the duration is that of the step, not of handing it out.
+        # Reading the numbers waits for the device, so this times the step, not its dispatch.
         loss = float(metrics["loss"])
         self.seconds.append(time.perf_counter() - start)
         self.losses.append(loss)
@@ -115,7 +115,7 @@ def make_runs(options: argparse.Namespace, step: TrainStep, done: int = 0) -> li
     Args:
         options: The flags.
         step: The training step, which makes the optimizer state.
-        done: Completed steps, which decide on the form of the FP8 models: not yet, or no longer, converted.
+        done: The number of completed steps, which decides whether the FP8 models are converted at this point.
 
     Raises:
         ValueError: If the model's sizes do not fit together, or `--exclude` names no layer.
@@ -128,7 +128,7 @@ def make_runs(options: argparse.Namespace, step: TrainStep, done: int = 0) -> li
         configs[f"fp8 {name}"] = Fp8Config(recipe=recipe, exclude=(*exclude, *LEFT_ALONE.get(name, ())))
     runs = []
     for name, config in configs.items():
-        # Made anew for each and not shared, so that a step with `donate=True` would not free another model's weights.
+        # Made separately for each, so that a step with `donate=True` would not free another model's weights.
         sizes = model_config(options)
         if config is not None and options.compress_activations:
             sizes = dataclasses.replace(sizes, activation=compressed(swiglu))
@@ -144,7 +144,7 @@ def is_fp8_step(options: argparse.Namespace, index: int) -> bool:
 
 
 def cast_weights(model: Llama, dtype: Any) -> Llama:
-    """The model with its float32 weights in `dtype`. FP8 state is no weight and stays float32.
+    """The model with its float32 weights in `dtype`. FP8 state is not a weight and stays float32.
 
     The cast is part of the differentiated function, so gradients arrive in float32 at the master weights.
     """
@@ -166,7 +166,7 @@ def make_loss(options: argparse.Namespace) -> Callable[[Llama, jax.Array], jax.A
 
 
 def make_optimizer(options: argparse.Namespace) -> optax.GradientTransformation:
-    """AdamW behind global-norm clipping; the rate warms up linearly, then falls along half a cosine."""
+    """AdamW after global-norm clipping; the learning rate warms up linearly, then decays along half a cosine."""
     warmup = options.steps // 10 if options.warmup is None else options.warmup
     schedule = optax.warmup_cosine_decay_schedule(
         init_value=0.0 if warmup else options.learning_rate,

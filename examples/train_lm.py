@@ -1,4 +1,4 @@
-"""Trains a small language model in bf16 and in FP8, side by side, and shows how far apart they end.
+"""Trains a small language model in bf16 and in FP8, side by side, and compares the final losses.
 
     python examples/train_lm.py                       # under 4 minutes on 2 CPU cores
     python examples/train_lm.py --data my_book.txt --steps 2000
@@ -106,7 +106,7 @@ def save_runs(runs: Sequence[Run], corpus: Corpus, options: argparse.Namespace) 
 
 
 def resume_runs(options: argparse.Namespace, step: TrainStep, corpus: Corpus) -> list[Run]:
-    """The runs as the checkpoint has them.
+    """The runs from the checkpoint.
 
     Raises:
         ValueError: If there is no checkpoint, or its flags differ.
@@ -129,7 +129,7 @@ def announce(runs: Sequence[Run], corpus: Corpus, options: argparse.Namespace, c
     """Says what is active: text, model, device, how many layers are converted and whether FP8 is emulated."""
     earlier = lm_checkpoint.read_progress(pathlib.Path(options.out))
     if earlier is not None and not options.resume:
-        _say(console, f"starts anew and replaces the checkpoint of step {earlier['step']}; --resume would continue it")
+        _say(console, f"Starting over; replaces the checkpoint of step {earlier['step']}. Use --resume to continue it")
     device = jax.devices()[0]
     parameters = sum(leaf.size for leaf in jax.tree.leaves(trainable(runs[0].model)))
     _say(
@@ -170,7 +170,7 @@ def report(runs: Sequence[Run], options: argparse.Namespace, console: Console) -
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line; returns its exit status: 0, 2 if flags do not fit, 130 after Ctrl-C."""
+    """Runs the command line; returns its exit status: 0, 2 if flags are wrong, 130 after Ctrl-C."""
     options = parse_options(argv)
     console = Console()
     folder = pathlib.Path(options.out)
@@ -227,7 +227,7 @@ def _curve(run: Run, options: argparse.Namespace) -> Curve:
 
 
 def _binding(options: argparse.Namespace, corpus: Corpus) -> dict[str, Any]:
-    """What a continued run must share: the flags that change losses, and the text."""
+    """What a resumed run must share: the flags that change losses, and the text."""
     return binding_flags(options) | {"data": corpus.digest}
 
 

@@ -1,11 +1,11 @@
-"""Trains a small vision transformer in bf16 and in FP8 on handwritten digits, and shows that both classify alike.
+"""Trains a small vision transformer in bf16 and in FP8 on handwritten digits, and compares their accuracy.
 
     python examples/train_vit.py                      # three seeds, under 2.5 minutes on 2 CPU cores
     python examples/train_vit.py --seeds 7 --epochs 20 --convert-head
     python examples/train_vit.py --help
 
 The model is plain Equinox: `jax.vmap(model)` over `eqx.nn.Linear`, `eqx.nn.MultiheadAttention` and `eqx.nn.LayerNorm`;
-nothing in it knows of FP8. Both runs of a seed share initialization, batches and optimizer, and differ by one line,
+nothing in it is about FP8. Both runs of a seed share initialization, batches and optimizer, and differ by one line,
 `model = fp8_linear_layers(model, config)`. The data set, 1797 images of 8x8, comes with scikit-learn. On a CPU the FP8
 products are emulated: slower, with the same rounding.
 """
@@ -75,9 +75,9 @@ class Digits:
 
 
 def in_bfloat16(model: VisionTransformer) -> VisionTransformer:
-    """The model with its float32 weights in bf16; FP8 state is no weight and stays float32.
+    """The model with its float32 weights in bf16; FP8 state is not a weight and stays float32.
 
-    Called inside the loss: the optimizer keeps float32 master weights, and gradients arrive at them in float32.
+    Called inside the loss, so the optimizer keeps float32 master weights and gets float32 gradients.
     """
 
     def cast(leaf: Any) -> Any:
@@ -103,7 +103,7 @@ def make_loss(smoothing: float) -> Callable[[VisionTransformer, jax.Array, jax.A
 
 @eqx.filter_jit
 def accuracy(model: VisionTransformer, images: jax.Array, labels: jax.Array) -> jax.Array:
-    """The share of images classified right, in percent."""
+    """The share of images classified correctly, in percent."""
     return 100.0 * jnp.mean((jnp.argmax(logits_of(model, images), axis=-1) == labels).astype(jnp.float32))
 
 
@@ -156,7 +156,7 @@ def train_all(options: argparse.Namespace, console: Console) -> dict[str, list[R
             converted = fp8_linear_layers(plain, config)
             if seed == options.seeds[0]:
                 announce(plain, converted, config, digits, options, console)
-            # The first batch once more: every scale fits from the first step on.
+            # Calibrate on the first batch, so that every scale fits from the first step on.
             first = next(digits.batches(options.batch_size, options.noise, np.random.default_rng(seed)))
             converted = calibrate(converted, loss, [tuple(map(jnp.asarray, first))])
             for name, model in (("bf16", plain), ("FP8", converted)):

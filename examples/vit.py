@@ -1,4 +1,4 @@
-"""A small vision transformer in plain Equinox, for `train_vit.py`. Nothing here knows of FP8."""
+"""A small vision transformer in plain Equinox, for `train_vit.py`. Nothing here is about FP8."""
 
 import equinox as eqx
 import jax
@@ -9,7 +9,7 @@ SIDE, CLASSES = 8, 10  # of scikit-learn's digits
 
 
 class Block(eqx.Module):
-    """Attention and a two-layer perceptron, each behind a LayerNorm and added to the residual stream."""
+    """Attention and a two-layer perceptron, each after a LayerNorm and added to the residual stream."""
 
     attention_norm: eqx.nn.LayerNorm
     attention: eqx.nn.MultiheadAttention

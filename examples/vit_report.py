@@ -20,7 +20,7 @@ COLORS = {"bf16": "C0", "FP8": "C1"}
 
 @dataclasses.dataclass
 class Run:
-    """What is recorded of one training.
+    """The records of one training run.
 
     Args:
         losses: Training loss of each step.

@@ -15,20 +15,20 @@ from ._training import filter_grad
 
 
 def calibrate[M](model: M, loss_fn: Callable[..., Any], batches: Iterable[Any]) -> M:
-    """Runs forward and backward passes in high precision and enters every amax into the state of the model.
+    """Runs forward and backward passes in high precision and records every amax in the model's state.
 
-    State starts with scales of 1. Where gradients are around 1e-6, E5M2 rounds them to zero under that scale; the last
-    layer finds its scale in the first step, the one before it in the second, and so on. After calibration on one
-    batch, all layers train from the first step. A recipe that keeps no state needs no calibration: its layers, and a
-    model of such layers alone, come back as they are.
+    State starts with scales of 1. With that scale, E5M2 rounds gradients around 1e-6 to zero: the last layer finds its
+    scale in the first step, the one before it in the second, and so on. After calibration on one batch, all layers
+    train from the first step. Stateless recipes need no calibration: layers with such a recipe, and models that have
+    only such layers, are returned unchanged.
 
-    Each batch has to be what one evaluation of the loss sees in training. If a step splits its batch into microbatches,
-    output gradients are larger than those of the whole batch; `TrainStep.calibrate` splits as its step does.
+    Each batch has to match one evaluation of the loss in training. If a step splits its batch into microbatches, output
+    gradients are larger than those of the whole batch; `TrainStep.calibrate` splits as its step does.
 
     Args:
         model: A converted model. Its parameters are not changed.
         loss_fn: `loss_fn(model, *batch)`, a scalar.
-        batches: A list of batches, or another iterable, one step each. A tuple in it is several arguments to `loss_fn`.
+        batches: An iterable of batches, one step each. A tuple holds several arguments of `loss_fn`.
 
     Returns:
         The model with its state filled: the history holds one amax for each batch, newest first.
@@ -55,7 +55,7 @@ def calibrate[M](model: M, loss_fn: Callable[..., Any], batches: Iterable[Any]) 
         model = recorded(model, lambda observed, arguments=arguments: _gradients(observed, loss_fn, arguments))
         count += 1
     if count == 0:
-        raise ValueError("batches is empty; calibration needs one batch at least")
+        raise ValueError("batches is empty; calibration needs at least one batch")
     return model
 
 
@@ -63,9 +63,9 @@ def recorded[M](model: M, gradients_of: Callable[[M], Any]) -> M:
     """The model after one step of calibration.
 
     Args:
-        model: A converted model; one without state comes back as it is.
-        gradients_of: The gradients of a model, of which the state's are used. It is given the model with every product
-            in high precision, recording what the state of its recipe needs.
+        model: A converted model; one without state is returned unchanged.
+        gradients_of: Computes the gradients of a model, of which only the state's are used. It gets the model with
+            every product in high precision, recording what the state of its recipe needs.
     """
     if not fp8_states(model):
         return model
@@ -103,7 +103,7 @@ def _overwritten[M](model: M, observed: M, gradients: Any) -> M:
 
 
 def _require_batches(batches: Any) -> None:
-    """One batch in the place of a list would be iterated over row by row, or argument by argument."""
+    """A single batch instead of a list would be iterated row by row, or argument by argument."""
     if isinstance(batches, tuple):
         is_batch = any(_is_batch(element) for element in batches)
     else:

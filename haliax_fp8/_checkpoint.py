@@ -13,11 +13,11 @@ FP8_OUTPUT = "fp8_output"
 
 
 def save_nothing_but_fp8(*args: Any, **params: Any) -> Any:
-    """A policy that keeps the FP8 operands of products and recomputes all else; kernels are quantized again.
+    """A policy that keeps the FP8 operands of products and recomputes everything else; kernels are quantized again.
 
     For `jax.checkpoint(block, policy=save_nothing_but_fp8)`; in Haliax,
     `haliax.ScanCheckpointPolicy(save_block_internals=["fp8_operand"])`. Inputs are not quantized again. A product is
-    run again where a nonlinear function reads its result.
+    run again if a nonlinear function reads its result.
 
     Args:
         *args: What JAX asks policies.

@@ -33,8 +33,8 @@ def training_options(recipes: Iterable[Recipe], device: Device) -> dict[str, boo
         device: Where the step runs.
 
     Returns:
-        For `jax.jit(compiler_options=...)` or `eqx.filter_jit`; empty where nothing has to be said: on devices that are
-        not NVIDIA's, without FP8, and for block-scaled recipes, whose only FP8 kernels are Triton's.
+        For `jax.jit(compiler_options=...)` or `eqx.filter_jit`; empty if none are needed: on devices other than
+        NVIDIA's, without FP8, and for block-scaled recipes, whose only FP8 kernels are Triton's.
     """
     recipes = list(recipes)
     if device.platform != "cuda" or not any(map(_quantizes, recipes)) or any(map(_is_block_scaled, recipes)):
@@ -46,7 +46,7 @@ def cost_of_flags(flags: XlaFlags, device: Device, recipes: Iterable[Recipe]) ->
     """What XLA's flags cost the products of some recipes on a device.
 
     Args:
-        flags: The flags in force, options of the compiler included.
+        flags: The current flags, including compiler options.
         device: Where the products run.
         recipes: Those of a model's layers.
 
@@ -65,7 +65,7 @@ def cost_of_flags(flags: XlaFlags, device: Device, recipes: Iterable[Recipe]) ->
             return None
         return FlagsCost(
             True,
-            f"{TRITON_PRODUCTS}=false takes block-scaled products out of FP8, for which XLA has no kernels but "
+            f"{TRITON_PRODUCTS}=false takes block-scaled products out of FP8, because XLA's only kernels for them are "
             "Triton's: remove it from XLA_FLAGS",
         )
     # Full accumulation is promised to gradients only; fprop never has it.
@@ -73,7 +73,7 @@ def cost_of_flags(flags: XlaFlags, device: Device, recipes: Iterable[Recipe]) ->
         return FlagsCost(
             False,
             "FP8 gradients (dgrad, wgrad) do not accumulate in full float32 where XLA chooses Triton's kernels on "
-            f"{device.kind}: compile a training loop of your own with XLA_FLAGS=--{TRITON_PRODUCTS}=false",
+            f"{device.kind}: compile your own training loop with XLA_FLAGS=--{TRITON_PRODUCTS}=false",
         )
     return None
 

@@ -23,16 +23,16 @@ def compressed(
 ) -> Callable[..., Any]:
     """The function, keeping its inputs in FP8 from the forward to the backward pass.
 
-    The result is that of the function. Its gradient is taken at `dequantize(quantize(x))`: a relative error of up to
-    1/16 of each kept element, which is not fed forward. What lies between two products of a feed-forward layer, such as
-    `silu(gate) * up`, is the largest part of what a block keeps once operands are in FP8: automatic differentiation
-    keeps `gate`, `up` and what it computes of them in high precision; this keeps one byte for each element of both.
+    The result does not change. The gradient is taken at `dequantize(quantize(x))`: a relative error of up to 1/16 of
+    each kept element, which the forward pass does not see. Once operands are in FP8, the computation between two
+    products of a feed-forward layer, such as `silu(gate) * up`, takes most of a block's residuals: automatic
+    differentiation keeps `gate`, `up` and intermediate values in high precision. This keeps one byte per element of
+    `gate` and `up`.
 
     Args:
-        function: Maps arrays (or NamedArrays) to one; computed anew in the backward pass, so it should be cheap and
+        function: Maps arrays (or NamedArrays) to one; recomputed in the backward pass, so it should be cheap and
             elementwise.
-        scaling: How the kept inputs get their scales; without state, as there is none here. By default each row has
-            one.
+        scaling: The scaling of the kept inputs; must be stateless. By default each row has a scale.
         format: The format that they are kept in.
 
     Returns:

@@ -29,7 +29,7 @@ class AbstractContraction(abc.ABC):
     """The products that do not sum over their last contracted axis as a whole, but over groups of it."""
 
     extras: int
-    """How many operands there are beside lhs and rhs; integers, not differentiated."""
+    """The number of operands besides lhs and rhs; integers, not differentiated."""
 
     @abc.abstractmethod
     def out_shape(self, lhs_shape: Sequence[int], rhs_shape: Sequence[int]) -> tuple[int, ...]:
@@ -269,10 +269,10 @@ def _rescaled(
 ) -> Array:
     """`dot(a, b) * scale` in a dtype.
 
-    On NVIDIA's devices a product in bfloat16 is the product of the FP8 data, in bfloat16, times the scale. cuBLASLt
-    makes both at once and rounds once. Triton's kernels, which XLA prefers by default, read FP8 only if that is what is
-    multiplied: of dequantized operands they read bfloat16. And whatever XLA puts between product and scale (a sum over
-    devices, a slice of what it filled up), the scale stays what it is, as bfloat16 holds it.
+    On NVIDIA GPUs a product in bfloat16 is the product of the FP8 data, in bfloat16, times the scale. cuBLASLt computes
+    both at once and rounds once. Triton's kernels, which XLA prefers by default, read FP8 only if the FP8 data are
+    multiplied directly: for dequantized operands they read bfloat16. And whatever XLA puts between product and scale (a
+    sum over devices, a slice of a padded product), the scale stays exact, because bfloat16 can represent it.
 
     Elsewhere the product is stored in float32, multiplied, and rounded.
 

@@ -29,16 +29,15 @@ class LayerDescription:
     """One linear layer.
 
     Args:
-        path: Where it is in the model.
+        path: Its path in the model.
         shape: Its input and output axes.
-        stacked: Over which stacks it is repeated, such as `layers 12`.
+        stacked: The stacks that repeat it, such as `layers 12`.
         recipe: The recipe that it runs, or None in high precision.
-        reason: Why it is left in high precision; empty for a converted layer.
-        support: What becomes of its products on the device that was asked about; None in high precision.
-        prediction: What it takes in bf16, and what in FP8, whichever it runs in; None if it was not asked for, or
-            cannot be said.
-        uncalibrated: The operands whose static scale calibration has still to find.
-        scales: How scales of whole tensors are rounded where they multiply; empty if the layer has none.
+        reason: Why it stays in high precision; empty for a converted layer.
+        support: How its products run on the requested device; None in high precision.
+        prediction: Its predicted times in bf16 and in FP8, whichever it runs in; None if not requested, or if unknown.
+        uncalibrated: The operands whose static scale is not calibrated yet.
+        scales: How whole-tensor scales are rounded when they are applied; empty if the layer has none.
     """
 
     path: str
@@ -63,7 +62,7 @@ class ModelDescription:
 
     Args:
         layers: In the order of the tree.
-        device: The device that was asked about; None if none was, and `support` speaks of the one that is here.
+        device: The requested device; if None, `support` refers to the local one.
         where: What times are predicted for; None if they are not.
     """
 
@@ -91,7 +90,7 @@ class ModelDescription:
 
     @property
     def summary(self) -> str:
-        """One line for the start of a program: how many layers run in FP8, with which recipes, and natively or not.
+        """One line for the start of a program: how many layers run in FP8, with which recipes, natively or emulated.
 
         Example:
             >>> describe(fp8_linear_layers(model), device="h100").summary
@@ -107,7 +106,7 @@ class ModelDescription:
 
     @property
     def estimate(self) -> str:
-        """One line on the time that the layers are predicted to take; empty if that was not asked for."""
+        """One line on the predicted time of the layers; empty if not requested."""
         predicted = [(layer.is_fp8, layer.prediction) for layer in self.layers if layer.prediction is not None]
         if self.where is None or not predicted:
             return ""
@@ -131,7 +130,7 @@ class ModelDescription:
 
     @property
     def note(self) -> str:
-        """What the device makes of FP8 products that it does not run natively."""
+        """How the device runs FP8 products that it does not run natively."""
         emulated = [layer.support for layer in self.layers if layer.support is not None and not layer.support.is_native]
         if not emulated:
             return ""
@@ -156,7 +155,7 @@ class ModelDescription:
         for column in ("layer", "shape", "stacked", "runs in", *on_device, *gain):
             table.add_column(column, overflow="fold")
         for layer in self.layers:
-            # Text, not markup: a pattern such as `[a-z]*` in a reason is no style.
+            # Text, not markup: a pattern such as `[a-z]*` in a reason is not a style.
             runs_in = Text(layer.recipe, "green") if layer.recipe else Text(f"high precision: {layer.reason}", "yellow")
             if layer.uncalibrated:
                 runs_in = Text(f"{layer.recipe}; calibrate first: no scale for {', '.join(layer.uncalibrated)}", "red")
@@ -183,11 +182,11 @@ def describe(
 
     Args:
         model: A converted model, or any other tree.
-        config: The configuration that the model was converted with, if its rules shall be named as reasons.
-        device: Whether each layer's products are native or emulated is said of this device, given as such or by a name
-            such as `"h100"`; by default of the one that is here.
-        where: What FP8 gains is predicted for this device and these tokens; by default as the configuration says, if
-            it does. A layer in high precision is predicted with the recipe that it would get.
+        config: The configuration that the model was converted with; with it, reasons name its patterns.
+        device: The device, or its name such as `"h100"`, for which to report whether each layer's products are native
+            or emulated; by default the local one.
+        where: The device and tokens for which to predict the gain of FP8; by default those of the configuration, if
+            any. A layer in high precision is predicted with the recipe that it would get.
 
     Returns:
         The layers; `print` shows them as a table, and `summary` is one line for the start of a program.
@@ -248,7 +247,7 @@ def recipes_of(model: Any) -> list[Recipe]:
 
 
 def _where(layers: tuple[LayerDescription, ...]) -> str:
-    """Natively or not, over all converted layers."""
+    """Whether all converted layers run natively."""
     supports = [layer.support for layer in layers if layer.support is not None]
     native = sum(support.is_native for support in supports)
     mixed = f"{native} native and {len(supports) - native} emulated"
@@ -257,7 +256,7 @@ def _where(layers: tuple[LayerDescription, ...]) -> str:
 
 
 def _verdict(support: Support | None) -> Text:
-    """What a converted layer's products are on the device: the model is there, so refused means emulated."""
+    """How a converted layer's products run on the device: the model is there, so refused means emulated."""
     if support is None:
         return Text("")
     return Text("native", "green") if support.is_native else Text(f"emulated: {support.reason}", "yellow")

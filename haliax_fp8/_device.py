@@ -1,7 +1,7 @@
-"""Devices, and the matrix units that they have: the hardware that multiplies quantized operands.
+"""Devices and their matrix units: the hardware that multiplies quantized operands.
 
-An FP8 unit multiplies and sums; a scale that is the same for all that is summed is applied to the result. Scales that
-change along the sum have to be applied inside it, by units made for their blocks.
+An FP8 unit multiplies and sums; a scale that is constant along the sum is applied to the result. Scales that change
+along the sum have to be applied inside it, by units made for their blocks.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from ._formats import E4M3FNUZ, E5M2FNUZ, Format
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """What decides about FP8 on a device.
+    """The properties of a device that decide whether it has FP8.
 
     Args:
         platform: `"cpu"`, `"cuda"`, `"rocm"` or `"tpu"`.
@@ -38,11 +38,11 @@ class Device:
 
     @staticmethod
     def by_name(name: str) -> "Device":
-        """A device that need not be here.
+        """A device by name; this machine need not have it.
 
         Args:
-            name: A key of `devices` or another name of one, such as `"h100"`, in any case; or `"local"` for the one
-                that is here.
+            name: A key of `devices` or another name of one, such as `"h100"`, in any case; or `"local"` for the local
+                one.
 
         Raises:
             ValueError: If there is none; the nearest names are listed.
@@ -63,7 +63,7 @@ class Device:
 
     @property
     def emulates(self) -> bool:
-        """Whether FP8 products are emulated without being asked for: on a CPU, with the same rounding."""
+        """Whether FP8 products are emulated by default: on a CPU, with the same rounding."""
         return self.platform == "cpu"
 
     @property
@@ -75,7 +75,7 @@ class Device:
     def lacks(self, format: Format) -> str | None:
         """Why the device cannot multiply a format; None if it can, or if it emulates all of them.
 
-        The formats of AMD's MI300 are those of no other device, and it has no others.
+        AMD's MI300 has its own formats, which no other device has, and no others.
 
         Args:
             format: The format.
@@ -194,7 +194,7 @@ _ALIASES: dict[str, str] = {
 
 
 def canonical(name: str) -> str:
-    """The key in `devices` that a name stands for: without its case, blanks and dashes; what is unknown, as it is then.
+    """The key in `devices` for a name, ignoring case, blanks and dashes; an unknown name is returned without them.
 
     Args:
         name: Such as `"H100"`, `"v6e"` or `"TPU v6 lite"`.

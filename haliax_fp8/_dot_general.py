@@ -54,7 +54,7 @@ def fp8_dot_general(
         state: Scales and histories in float32 or `fp32_max_grad`; None for a stateless recipe.
         spec: What is static.
         extras: What else the contraction needs, such as the group sizes of a ragged one.
-        key: The words of the key that random rounding draws from, for a recipe that needs one.
+        key: The words of the key for stochastic rounding, for a recipe that needs one.
 
     Returns:
         The product in `spec.out_dtype`.
@@ -124,15 +124,15 @@ def _fp8_dot_linearize(linear: Sequence[bool], *primals: Any, spec: ProductSpec)
 
 
 def _check_linear(linear: Sequence[bool], state: Any, spec: ProductSpec) -> None:
-    """That JAX will do with the state's gradient what has to be done."""
+    """Raises unless JAX will combine the state's gradients correctly."""
     if state is None:
         return
     if linear[0 if spec.kernel_is_lhs else 1]:
         require_differentiated_state(state, linear[2])
     if linear[2] and axes_since_recorded(state, unchecked_axes()):
         raise ValueError(
-            f"a gradient is taken outside of shard_map over {unchecked_axes()} with check_vma=False, where JAX sums "
-            "over devices what FP8 state records. Take the gradient inside shard_map, or use check_vma=True"
+            f"a gradient is taken outside of shard_map over {unchecked_axes()} with check_vma=False, where JAX would "
+            "sum the amaxes of all devices. Take the gradient inside shard_map, or use check_vma=True"
         )
 
 

@@ -16,8 +16,8 @@ from ._presets import RecipeLike
 class Fp8Einsum(eqx.Module):
     """`jnp.einsum` of an input and a kernel in FP8.
 
-    `jnp.einsum` may exchange its operands to save a transposition; then the state that belongs to the kernel would
-    describe the input. Here the first operand is always the input, the second always the kernel.
+    `jnp.einsum` may swap its operands to save a transposition; the kernel's state would then describe the input. Here
+    the first operand is always the input, the second always the kernel.
 
     Args:
         dot_general: The product and its state.
@@ -68,12 +68,12 @@ class Fp8Einsum(eqx.Module):
         if len(operands) != 2:
             raise ValueError(
                 f"subscripts={subscripts!r} came with {len(operands)} operands; an FP8 einsum has one input and one "
-                "kernel. Split a longer product into several, each with an Fp8Einsum (and so a state) of its own"
+                "kernel. Split a longer product into several, each with its own Fp8Einsum (and so its own state)"
             )
         for name, x in zip(("input", "kernel"), operands, strict=True):
             if not hasattr(x, "shape"):
                 raise ValueError(
-                    f"the {name} of an FP8 einsum is a {type(x).__name__}; give an array, with jnp.asarray"
+                    f"the {name} of an FP8 einsum is a {type(x).__name__}; pass an array, jnp.asarray(...)"
                 )
         parsed = Subscripts.parse(subscripts, *(x.shape for x in operands))
         lhs, rhs = (

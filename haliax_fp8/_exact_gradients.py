@@ -1,4 +1,4 @@
-"""exact_gradients: a loss whose gradient is `filter_grad`'s, whoever takes it."""
+"""exact_gradients: a loss whose gradient is that of `filter_grad`, whatever takes it."""
 
 import functools
 from collections.abc import Callable
@@ -15,16 +15,16 @@ from ._training import filter_value_and_grad
 
 
 def exact_gradients(loss_fn: Callable[..., Any], *, has_aux: bool = False) -> Callable[..., Any]:
-    """A loss that a trainer may differentiate with `jax.grad` or `eqx.filter_grad`, and gets `filter_grad`'s gradient.
+    """A loss whose gradient is that of `filter_grad`, even if a trainer takes it with `jax.grad` or `eqx.filter_grad`.
 
-    Some trainers, Levanter's among them, take the gradient of a loss themselves. Their gradient then sums the amaxes of
-    a layer that is used several times, updates each layer's state on its own, and quantizes a shared input once for
-    each layer. With this around the loss none of it happens: the gradient is taken inside, and handed on.
+    Some trainers, such as Levanter's, take the gradient of a loss themselves. Their gradient then sums the amaxes of a
+    layer that is used several times, updates each layer's state separately, and quantizes a shared input once per
+    layer. Wrap the loss in this function to avoid all three: the gradient is taken inside and passed on.
 
     Args:
         loss_fn: `loss_fn(model, *args, **kwargs)`, returning a scalar, or `(scalar, aux)` with `has_aux`. It is
             differentiated with respect to the model alone.
-        has_aux: Whether `loss_fn` returns something beside the loss, which is not differentiated.
+        has_aux: Whether `loss_fn` also returns auxiliary results, which are not differentiated.
 
     Returns:
         A function with the same arguments and results.
@@ -66,7 +66,7 @@ def exact_gradients(loss_fn: Callable[..., Any], *, has_aux: bool = False) -> Ca
             if any(x.perturbed for x in jax.tree.leaves(of_others, is_leaf=_is_primal)):
                 raise ValueError(
                     "a loss in exact_gradients was differentiated with respect to an argument other than its first, "
-                    "the model; move what has a gradient into the first argument"
+                    "the model; move everything that you differentiate into the first argument"
                 )
             values = jax.tree.map(lambda x: x.value, (of_model, of_others), is_leaf=_is_primal)
             result, gradients = evaluate(filter_value_and_grad(loss_fn, has_aux=has_aux), *values)

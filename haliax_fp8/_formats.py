@@ -1,8 +1,8 @@
 """Formats: element types with their limits, and the cast that saturates.
 
-A *format* is what hardware multiplies: E4M3 and E5M2 for training (arXiv:2209.05433, table 1), their `fnuz` variants
-on AMD's MI300. NumPy's type (from `ml_dtypes`) carries the rounding; this file adds what the type alone does not give:
-saturation, the smallest subnormal, and a name to show.
+A *format* is what hardware multiplies: E4M3 and E5M2 for training (arXiv:2209.05433, table 1), their `fnuz` variants on
+AMD's MI300. NumPy's type (from `ml_dtypes`) defines the rounding; this file adds saturation, the smallest subnormal,
+and a display name.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ class Format:
     """An element type of eight bits or fewer, with its limits.
 
     Args:
-        name: What tables and error messages call it.
+        name: Its name in tables and error messages.
         dtype: The NumPy element type, for example `np.dtype(jnp.float8_e4m3fn)`.
         container: The element type of arrays that hold the format's values, if it is not `dtype`.
 
@@ -116,7 +116,7 @@ FORMATS: dict[np.dtype, Format] = {format.dtype: format for format in (E4M3, E5M
 
 
 def saturating_cast(x: Float[Array, "*shape"], format: Format) -> Float[Array, "*shape"]:
-    """Rounds to the nearest value of a format, ties to even, and clips what lies beyond its maximum.
+    """Rounds to the nearest value of a format, ties to even, and clips values beyond its maximum.
 
     `cast(clip(x, -max, max))`. The clip comes first because the cast alone does not saturate: in E4M3 everything above
     464 becomes NaN, in E5M2 everything from 61440 infinity (jax-ml/ml_dtypes#260). Infinities become ±max; NaN stays.

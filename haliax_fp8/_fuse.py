@@ -22,12 +22,12 @@ projections: tuple[tuple[str, ...], ...] = (
     ("gate", "up"),
     ("gate_proj", "up_proj"),
 )
-"""Names that layers with the same input have in Haliax's, Levanter's and Equinox's modules: q/k/v and gate/up."""
+"""Names of layers with the same input in Haliax's, Levanter's and Equinox's modules: q/k/v and gate/up."""
 
 
 @dataclasses.dataclass(frozen=True)
 class AbstractFusion(abc.ABC):
-    """What `fuse_projections` makes of layers that read the same tensor."""
+    """How `fuse_projections` fuses layers that read the same tensor."""
 
     @abc.abstractmethod
     def fuse(self, model: Any, groups: Sequence[Sequence[str]], layers: tuple[LayerRule, ...]) -> tuple[Any, bool]:
@@ -36,17 +36,17 @@ class AbstractFusion(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class SharedInput(AbstractFusion):
-    """The layers stay apart and quantize their input once.
+    """The layers stay separate and quantize their input once.
 
-    The layers of a group take one scale for their input, the largest of theirs: in `filter_grad` and
-    `filter_value_and_grad` it is the very same number in the program. The compiler then finds that they quantize the
-    same tensor in the same way, does it once, and keeps one FP8 copy for the backward pass instead of one per layer;
-    all their products read it.
+    The layers of a group use one scale for their input, the largest of theirs; in `filter_grad` and
+    `filter_value_and_grad` it is the same value in the program. The compiler then sees that they quantize the same
+    tensor in the same way, does it once, and keeps one FP8 copy for the backward pass instead of one per layer; all
+    their products read it.
 
-    Weights stay where they are, each with a scale of its own: checkpoints, sharding rules, optimizers and the model's
-    code see no difference. In high precision nothing changes; in FP8 nothing changes either where the layers read the
-    same tensor, for then their histories, and so their scales, are the same. Where they do not, as in cross-attention,
-    the smaller input takes the larger one's scale: leave such groups out.
+    Weights stay in place, each with its own scale: checkpoints, sharding rules, optimizers and the model's code see no
+    difference. High precision does not change. Nor does FP8 if the layers read the same tensor, because their
+    histories, and so their scales, are then equal. If they do not, as in cross-attention, the smaller input gets the
+    larger one's scale: leave such groups out.
     """
 
     def fuse(self, model: Any, groups: Sequence[Sequence[str]], layers: tuple[LayerRule, ...]) -> tuple[Any, bool]:
@@ -71,18 +71,18 @@ class SharedInput(AbstractFusion):
 class OneProduct(AbstractFusion):
     """The layers of a group become one: one weight, one scale for it, one product forward and one per gradient.
 
-    Fewer kernels to start and to compile, and one gradient of the input in place of a sum of several. The module
-    becomes a `FusedProjections`, which is called as the module is and has its attributes and state dicts; its weight
-    has the rows of all its layers, one after the other, and so do the optimizer's moments. In high precision the
-    numbers stay the same. In FP8 the kernels, and the gradients, of a group share one scale.
+    This means fewer kernels to launch and to compile, and one gradient of the input instead of a sum of several. The
+    module becomes a `FusedProjections`, which is called like the module and has its attributes and state dicts. Its
+    weight concatenates the rows of all its layers, and so do the optimizer's moments. In high precision the numbers do
+    not change. In FP8 the kernels of a group share one scale, and so do the gradients.
 
-    Worth it for q/k/v. The gradients of gate and up have to be put side by side before they are quantized, which
-    moves more than one product saves (`docs/performance.md`). Where output axes are sharded, as in tensor parallelism,
-    take `SharedInput`: parts of several layers would have to move between devices.
+    It is worth it for q/k/v. The gradients of gate and up have to be concatenated before they are quantized, which
+    moves more bytes than one product saves (`docs/performance.md`). If output axes are sharded, as in tensor
+    parallelism, use `SharedInput`: otherwise parts of several layers would have to move between devices.
     """
 
     def fuse(self, model: Any, groups: Sequence[Sequence[str]], layers: tuple[LayerRule, ...]) -> tuple[Any, bool]:
-        """The model with `FusedProjections` in the place of modules that have a group."""
+        """The model with every module that has a group replaced by a `FusedProjections`."""
         found: list[Any] = []
 
         def groups_of(node: Any) -> list[tuple[str, ...]]:
@@ -98,7 +98,7 @@ class OneProduct(AbstractFusion):
                 return node
             twice = [name for i, group in enumerate(names) for name in group if name in sum(names[:i], ())]
             if twice:
-                raise ValueError(f"groups={groups!r} have {twice} of a {type(node).__name__} in more than one group")
+                raise ValueError(f"groups={groups!r} list {twice} of a {type(node).__name__} in more than one group")
             found.append(node)
             inner = jax.tree.map(visit, node, is_leaf=lambda child: child is not node and bool(groups_of(child)))
             return FusedProjections.of(inner, names, layers)
@@ -121,13 +121,13 @@ def fuse_projections[M](
 ) -> M:
     """Makes layers of one module that read the same tensor quantize it once, or multiply it once.
 
-    `separate_projections` takes it back.
+    `separate_projections` undoes it.
 
     Args:
-        model: A converted model; with `OneProduct()` it may be a plain one too.
+        model: A converted model; with `OneProduct()`, a plain one also works.
         groups: Names of attributes: wherever a module has two or more layers of a group, they are fused.
-        how: `SharedInput()` or `OneProduct()`. Both can be had: one product for q/k/v first, then shared inputs for
-            the rest.
+        how: `SharedInput()` or `OneProduct()`. You can combine them: one product for q/k/v first, then shared inputs
+            for the rest.
         layers: The rules that the model was converted with.
 
     Returns:
@@ -160,23 +160,23 @@ def fuse_projections[M](
         if isinstance(group, str):
             raise ValueError(f"groups={groups!r} must be a sequence of sequences of names, such as [('gate', 'up')]")
     if not isinstance(how, AbstractFusion):
-        raise ValueError(f"how={how!r} says not what to fuse; use SharedInput() or OneProduct()")
+        raise ValueError(f"how={how!r} is not a way to fuse layers; use SharedInput() or OneProduct()")
     fused, found = how.fuse(model, groups, layers)
     if not found:
         raise ValueError(
             f"groups={groups!r} name no two layers of one module that {how} can fuse; the layers are "
-            f"{list(find_layers(model, layers))[:12]}. SharedInput() takes layers that are converted with a recipe "
-            "that keeps state of their input. Convert the model first, and name what it has and is not fused yet"
+            f"{list(find_layers(model, layers))[:12]}. SharedInput() needs layers converted with a recipe that keeps "
+            "state for their input. Convert the model first, and name layers that exist and are not fused yet"
         )
     return fused
 
 
 def separate_projections[M](model: M, *, layers: tuple[LayerRule, ...] = default_layers) -> M:
-    """The inverse of `fuse_projections`: every layer has its own weight, and a scale of its own for its input.
+    """The inverse of `fuse_projections`: every layer has its own weight, and its own scale for its input.
 
     Args:
-        model: The model, which may have been trained since; or an optimizer's state of its structure. Layers that were
-            one have its state.
+        model: The model, which may have been trained since, or an optimizer's state of its structure. Layers that were
+            joined get copies of the joined layer's state.
         layers: The rules that it was converted with.
     """
 

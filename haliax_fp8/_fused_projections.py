@@ -33,7 +33,7 @@ class Projection(eqx.Module):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Raises a ValueError: its weights are elsewhere."""
         raise ValueError(
-            f"{self.name} is part of a joined layer; call the module that it is in, or separate_projections(model)"
+            f"{self.name} is part of a joined layer; call the module that contains it, or separate_projections(model)"
         )
 
 
@@ -41,16 +41,17 @@ class FusedProjections(ModuleWithStateDictSerialization):
     """A module whose layers with the same input are joined: one weight, one scale, one product. By `fuse_projections`.
 
     Calling it calls the module, whose layers are parts of the joined weight; products of the same value with several
-    parts become one (`_merge.py`), whose result is split. That holds for the module's own `__call__` and the functions
-    that it calls there; inside a `scan` or a checkpoint of its own, layers multiply one by one, by the same weights.
+    parts become one (`_merge.py`), whose result is split. This covers the module's own `__call__` and the functions
+    that it calls directly. Inside the module's own `scan` or checkpoint, layers multiply one by one, with the same
+    weights.
 
     Attributes are those of the module with separate layers: `fused.q_proj.weight` is the layer's part (to change it,
-    change `fused.joined`). State dicts are those of the module too, so that checkpoints do not know of the fusion. What
-    knows a module by its class does not know this one; and a call is always traced, so that Python's `if` on an array
-    fails in it as under `jit`.
+    change `fused.joined`). State dicts are also those of the module, so the fusion does not show in checkpoints. Code
+    that recognizes a module by its class does not recognize this one. A call is always traced, so Python's `if` on an
+    array fails in it as under `jit`.
 
     Args:
-        module: The module, with a `Projection` in the place of each joined layer.
+        module: The module, with a `Projection` for each joined layer.
         joined: The layers, by the names of their parts, `"q_proj+k_proj+v_proj"`.
         parts: For each joined layer, what its rule needs to split it.
         rules: The rules of the layer classes.
@@ -81,7 +82,7 @@ class FusedProjections(ModuleWithStateDictSerialization):
             try:
                 joined[name] = _join(layers, rule)
             except ValueError as error:
-                raise ValueError(f"groups have {list(group)}, whose layers do not make one: {error}") from error
+                raise ValueError(f"groups contain {list(group)}, whose layers cannot be joined: {error}") from error
             parts[name] = tuple(rule.part(layer) for layer in layers)
             module = _with(module, {member: Projection(member) for member in group})
         return FusedProjections(module, joined, tuple(parts.items()), rules)

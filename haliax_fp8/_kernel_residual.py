@@ -1,4 +1,4 @@
-"""What the backward pass keeps of a kernel: its FP8 copy, or nothing, as the kernel itself is there anyway."""
+"""What the backward pass keeps of a kernel: its FP8 copy, or nothing, since the kernel itself is in memory anyway."""
 
 import abc
 import dataclasses
@@ -6,7 +6,7 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class AbstractKernelResidual(abc.ABC):
-    """Where dgrad gets its FP8 kernel from. Values are the same whichever is chosen."""
+    """Where dgrad gets its FP8 kernel from. The choice does not change values."""
 
     @abc.abstractmethod
     def requantizes(self, *, measures_again: bool, stacked: bool) -> bool:
@@ -22,8 +22,8 @@ class AbstractKernelResidual(abc.ABC):
 class KeepQuantized(AbstractKernelResidual):
     """Keeps what the forward pass quantized: a byte per element, from the forward to the backward pass.
 
-    For kernels that are no parameters: what a product by hand multiplies may be computed, and would be kept in high
-    precision otherwise.
+    For kernels that are not parameters: in a product by hand the kernel may be computed, and would otherwise be kept in
+    high precision.
     """
 
     def requantizes(self, *, measures_again: bool, stacked: bool) -> bool:
@@ -36,8 +36,8 @@ class KeepQuantized(AbstractKernelResidual):
 class Requantize(AbstractKernelResidual):
     """Keeps nothing: the backward pass quantizes the kernel again, in the layout that dgrad reads.
 
-    A parameter is there through the whole step, so this saves a byte per weight. It costs reading the kernel once
-    more; with scales of the tensor itself, twice.
+    A parameter stays in memory for the whole step, so this saves a byte per weight. It costs reading the kernel once
+    more, or twice with scales from the tensor itself.
     """
 
     def requantizes(self, *, measures_again: bool, stacked: bool) -> bool:
@@ -48,7 +48,7 @@ class Requantize(AbstractKernelResidual):
 
 @dataclasses.dataclass(frozen=True)
 class RequantizeWhereCheap(AbstractKernelResidual):
-    """Quantizes again where that needs no other amax and no copy of the kernel; else keeps what was quantized.
+    """Quantizes again if that needs no other amax and no copy of the kernel; otherwise keeps the quantized kernel.
 
     No other amax: with delayed and static scaling, rows and one-dimensional blocks. No copy: a scan over a
     `haliax.nn.Stacked` slices the kernel out of the stack, and would keep every slice in high precision.

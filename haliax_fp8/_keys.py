@@ -1,4 +1,4 @@
-"""with_rounding_keys: gives every op that rounds at random a key of its own."""
+"""with_rounding_keys: gives every op that rounds stochastically its own key."""
 
 import dataclasses
 import inspect
@@ -13,13 +13,13 @@ from ._op import Fp8DotGeneral
 
 
 def with_rounding_keys[M](model: M, key: Key[Array, ""]) -> M:
-    """The model with a key in every op whose recipe rounds stochastically; other models come back as they are.
+    """The model with a key in every op whose recipe rounds stochastically; other models are returned unchanged.
 
-    Call it inside the loss, with another key in each step. Every layer, each member of a stack or an ensemble, and
-    each operand of each product draws numbers of its own; the same key gives the same numbers again. A layer that is
-    used several times in one step draws the same for operands of the same shape, and so do the examples of
-    `vmap(grad(f))` unless each has a key. Inside `shard_map`, devices draw differently for what varies over them; with
-    `check_vma=False` nothing tells what does, and all draw the same.
+    Call it inside the loss, with a new key in each step. Every layer, each member of a stack or an ensemble, and each
+    operand of each product draws its own numbers; the same key reproduces them. A layer that is used several times in
+    one step draws the same numbers for operands of the same shape, and so do the examples of `vmap(grad(f))` unless
+    each has a key. Inside `shard_map`, devices draw different numbers for operands that vary over them; with
+    `check_vma=False` JAX does not know which do, and all draw the same.
 
     Args:
         model: A converted model, or any tree that holds ops.
@@ -62,7 +62,7 @@ def require_step_key(key: Any, loss_fn: Callable[..., Any], batch: tuple[Any, ..
     if "key" in signature.parameters and "key" not in given:
         raise ValueError(
             "key= is for recipes that round at random; it does not reach loss_fn, which has a parameter 'key'. Pass "
-            "the loss's own key as part of the batch, step(model, opt_state, *batch, loss_key), or None in its place"
+            "the loss's own key as part of the batch, step(model, opt_state, *batch, loss_key), or pass None there"
         )
 
 

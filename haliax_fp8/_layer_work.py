@@ -19,10 +19,10 @@ class LayerSize:
     """The matrices of a linear layer: `tokens × inputs` times `inputs × outputs`.
 
     Args:
-        inputs: Features that go in, the product of all input axes.
-        outputs: Features that come out, likewise.
-        members: How many such layers are one batched product, as in an ensemble; each gets all the tokens.
-        experts: How many kernels share the tokens, each multiplying some of them.
+        inputs: The number of input features, the product of all input axes.
+        outputs: The number of output features, likewise.
+        members: The number of layers in one batched product, as in an ensemble; each gets all the tokens.
+        experts: The number of kernels that share the tokens, each multiplying some of them.
     """
 
     inputs: int
@@ -33,7 +33,7 @@ class LayerSize:
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """What kernels do beside products.
+    """The work of kernels other than products.
 
     Args:
         bytes: What they read and write.
@@ -115,7 +115,7 @@ class LayerWork:
 
         Args:
             operand: `input`, `kernel` or `output_grad`.
-            multiple: What its sides are filled up to.
+            multiple: What its sides are padded to.
         """
         count = self.size.members * (self.size.experts if operand == "kernel" else 1)
         return count * math.prod(_filled_up(side, multiple) for side in self._sides(operand))
@@ -151,7 +151,7 @@ class LayerWork:
 
     @property
     def added(self) -> Work:
-        """All that is there beside the products."""
+        """All the work besides the products."""
         work = self.padding_of_bf16(name for name in PRODUCTS if not self.is_fp8(name))
         for operand in _USES:
             work += self._quantizing(operand)
@@ -166,7 +166,7 @@ class LayerWork:
         return work
 
     def padding_of_bf16(self, products: Iterable[str]) -> Work:
-        """What fills up the operands of products in bf16, each once, and cuts their results: read and written.
+        """Padding the operands of products in bf16, each once, and slicing their results: bytes read and written.
 
         Args:
             products: Some of `fprop`, `dgrad` and `wgrad`.
@@ -186,7 +186,7 @@ class LayerWork:
         return any(side % _MULTIPLE[is_fp8] for side in self._sides(operand))
 
     def _is_padded_again(self, operand: str) -> bool:
-        """In its second layout: the pass that transposes fills up as for bf16, which the product is to XLA at first."""
+        """In its second layout: the transposing pass pads as for bf16, because XLA first sees a bf16 product."""
         if not self.transposes:
             return self._is_padded(operand, is_fp8=True)
         return any(-(-side // _MULTIPLE[False]) * _MULTIPLE[False] % _MULTIPLE[True] for side in self._sides(operand))
@@ -213,14 +213,14 @@ class LayerWork:
         return work + self._recorded(operand, first)
 
     def _second_layout(self, operand: str, use: Quantization) -> Work:
-        """An operand that both its products take as it was quantized once, in the layout of the other product."""
+        """An operand that is quantized once for both of its products, in the layout of the other product."""
         elements = self.elements(operand)
         again = operand == "kernel" and self.requantizes
         if not self.transposes:
             return _of(use, elements, 0) if again else Work()
         if again:
             return _cast(use, elements)
-        # Input: one more output of the cast. Else a kernel of its own, which reads FP8 and writes it.
+        # Input: one more output of the cast. Otherwise a separate kernel, which reads FP8 and writes it.
         return _of(use, elements, 0) if operand == "input" else _of(use, 2 * elements, 1)
 
     def _recorded(self, operand: str, use: Quantization) -> Work:

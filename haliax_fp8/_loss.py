@@ -15,7 +15,7 @@ def scalar_loss(value: Any) -> Any:
         value: What the function returned.
 
     Raises:
-        ValueError: If it is several numbers, or a number with something else; the remedy depends on what it is.
+        ValueError: If it is several numbers, or a number together with something else; the message has the remedy.
 
     Example:
         >>> scalar_loss(hax.mean(hax.ones(hax.Axis("batch", 4))))

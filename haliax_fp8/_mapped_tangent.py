@@ -1,8 +1,8 @@
-"""What `vmap` makes of the linear half of a product, where JAX differentiated first and batches afterwards.
+"""The batching rule for the linear half of a product, for when JAX differentiates first and batches afterwards.
 
-`jax.custom_jvp` around a layer, an implicit layer: there JAX maps the tangent of a product, with its residuals. The
-mapped axis belongs into the contraction, as in the product itself: one state serves all examples, and so do one
-gradient of the kernel and one amax of all. Only where state is mapped too does each example have its own.
+With a `jax.custom_jvp` around a layer, or in an implicit layer, JAX maps the tangent of a product, with its residuals.
+The mapped axis belongs in the contraction, as in the product itself: one state serves all examples, with one gradient
+of the kernel and one amax. Only if state is mapped too does each example have its own.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from ._quantized_array import QuantizedArray
 
 
 class TangentArguments(NamedTuple):
-    """What the tangent of a product is computed from; or the mapped axis of each array, None where it has none.
+    """The inputs of a product's tangent; or the mapped axis of each array, None if it has none.
 
     Args:
         tangents: Of lhs, rhs and, if there is one, the state; None where zero.
@@ -121,7 +121,7 @@ def _with_axis(x: QuantizedArray, axes: Any, size: int, position: int, *, each_i
         axes: Where its parts have the axis.
         size: The size of the axis.
         position: Where to move it.
-        each_its_own: Whether every example has a scale of its own, even where it was not mapped.
+        each_its_own: Whether every example has its own scale, even if it was not mapped.
     """
     data = to_front(x.data, axes.data, size, position)
     scale, is_mapped = x.scale, axes.scale is not None

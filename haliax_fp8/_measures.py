@@ -17,7 +17,7 @@ from ._state import to_float32
 def measured_parts(
     x: Float[Array, "..."], quantized: QuantizedArray, role: int, spec: ProductSpec, state: Array
 ) -> Float[Array, "*ensemble measures parts"]:
-    """What the state records of parts of an operand, filled up with zeros to what it records of any.
+    """What the state records of parts of an operand, padded with zeros to the largest record.
 
     Args:
         x: The operand.
@@ -37,7 +37,7 @@ def measured_parts(
 
 
 def of_operands(measured: Sequence[Array]) -> Float[Array, "*ensemble measures parts"]:
-    """The measures of several operands, one after the other; those with fewer parts are filled up with `-inf`."""
+    """The measures of several operands, concatenated; those with fewer parts are padded with `-inf`."""
     if len({x.dtype for x in measured}) > 1:
         measured = [to_float32(x) for x in measured]
     axis, parts = measured[0].ndim - 2, max(x.shape[-1] for x in measured)

@@ -1,10 +1,10 @@
 """Sums that give a maximum: what a product records for state that JAX has mapped, and will sum over the mapped axis.
 
-Where every example takes its own branch of a `lax.cond` under `vmap`, JAX gives every example its own copy of the
-state, and sums what the copies record; so it does where a `jax.custom_vjp` is mapped. Members of an ensemble look the
-same, and what they record is theirs. So every state that a differentiated function begins with has a number of its own,
-its mark, which goes where the state goes: copies have the same. The largest measurement of all copies is recorded by
-the first, and 0 by the others; then the sum over any of them is the maximum.
+If every example takes its own branch of a `lax.cond` under `vmap`, or if a `jax.custom_vjp` is mapped, JAX gives every
+example its own copy of the state, and sums what the copies record. Members of an ensemble look the same, but their
+records are their own. So every state in a differentiated function carries a unique number, its mark, which follows the
+state everywhere: copies share it. The first copy records the largest measurement of all copies, and the others record
+0, so the sum over them is the maximum.
 """
 
 from collections.abc import Sequence
@@ -26,10 +26,10 @@ _FIRST = np.float32(1.0).view(np.int32)
 
 
 def marks(shapes: Sequence[tuple[int, ...]]) -> list[Float32[Array, "..."]]:
-    """A number for each element of arrays of these shapes, unlike those of all others.
+    """A unique number for each element of arrays of these shapes.
 
-    Floats from 1 on, each the next after the one before: nothing but equality counts. Where this is mapped, which makes
-    each example an evaluation of its own, all examples have others.
+    Consecutive floats from 1 on: only equality counts. If this is mapped, which makes each example a separate
+    evaluation, all examples get different numbers.
     """
     sizes = [int(np.prod(shape)) for shape in shapes]
     if not sizes:
@@ -45,8 +45,8 @@ def recorded_by_first(
 ) -> Float32[Array, "*ensemble numbers"]:
     """What each member of an ensemble records: the first of those with the same mark the maximum, the others zeros.
 
-    A member that was not needed, as its branch was not taken, receives a gradient of zeros, and records zeros. Nobody
-    knows it from one that was needed for nothing, which records zeros as well.
+    A member whose branch was not taken receives a gradient of zeros, and records zeros. It is indistinguishable from
+    one whose result had no effect, which also records zeros.
 
     Args:
         measured: What each member measured, nowhere negative; last its mark.
@@ -64,10 +64,10 @@ def measured_of_copies(
     grad: Array,
     ensemble: int,
 ) -> tuple[Float32[Array, "*ensemble numbers"], Bool[Array, "*ensemble"]]:
-    """The same for whole tables, which have no mark: copies of one state hold the same, and have the same kernel.
+    """The same for whole tables, which have no mark: copies of one state have equal values and equal kernels.
 
-    Members of an ensemble hardly ever do. Those that are copies of each other, before a first step has told them apart,
-    are taken for one: all but the first keep their state for this step.
+    Members of an ensemble hardly ever do. Members that are copies of each other, before their first step, are treated
+    as one: all but the first keep their state for this step.
 
     Args:
         measured: What each member measured.
@@ -95,7 +95,8 @@ def measured_of_copies(
 def measured_by_reached(
     records: Float32[Array, "*stack numbers"], mark: Float32[Array, "*stack ops"]
 ) -> Float32[Array, "*stack measured"]:
-    """What records of several ops hold beside their marks; `-inf`, the identity of the maximum, without the mark.
+    """The contents of the records of several ops besides their marks; `-inf`, the identity of the maximum, without the
+    mark.
 
     Args:
         records: The gradients of the ops' records, one after the other.
@@ -118,7 +119,7 @@ members_p = Primitive("fp8_members")
 
 
 def _evaluation_batch(axis_data: Any, args: Any, axes: Any) -> tuple[Array, int]:
-    """Whatever `vmap` maps, each of its examples is an evaluation."""
+    """Each example of a `vmap` is a separate evaluation."""
     del args, axes
     return evaluation_p.bind() * np.int32(axis_data.size) + lax.iota(np.int32, axis_data.size), 0
 
@@ -132,7 +133,7 @@ def _members(measured: Array, mark: Array, grad: Array, *, ensemble: int, alone:
     first = order[jnp.searchsorted(mark[order], mark)]
     needed = jnp.any(lax.reshape(grad, (count, grad.size // max(count, 1))) != 0, axis=1)
     if alone:
-        # One without copies records in any case: a trainer may put zeros in the place of its state.
+        # One without copies always records: a trainer may replace its state with zeros.
         needed |= jnp.zeros(count, np.int32).at[first].add(1)[first] == 1
     flat = jnp.where(needed[:, None], flat, np.float32(0.0))
     return lax.reshape(jnp.zeros_like(flat).at[first].max(flat), measured.shape)

@@ -1,8 +1,8 @@
 """Products of one operand with several kernels, in any function, become one product with the kernels joined.
 
-What a module does with its layers is its own code: it may call them one by one, under `vmap`, or in an `einsum`. So the
-products are found where all of that has become the same, in the function's jaxpr: `fp8_dot` and `dot_general` equations
-that multiply one value by kernels that are parts of one array. Where none are found, nothing changes.
+A module may call its layers one by one, under `vmap`, or in an `einsum`. So the products are found where all of these
+look the same, in the function's jaxpr: `fp8_dot` and `dot_general` equations that multiply one value by kernels that
+are parts of one array. If there are none, nothing changes.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ class Kernels(NamedTuple):
 
     Args:
         joined: The array.
-        parts: The kernels. Each has one or more axes in the place of the axis that they are joined along.
+        parts: The kernels. Each has one or more axes instead of the axis that they are joined along.
         axis: That axis of `joined`.
     """
 
@@ -37,7 +37,7 @@ class Kernels(NamedTuple):
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """How many axes each part has in the place of the one."""
+        """How many axes each part has instead of the one."""
         return tuple(part.ndim - self.joined.ndim + 1 for part in self.parts)
 
     @property
@@ -92,7 +92,7 @@ class _Kernel(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """An equation, its inputs and outputs by number; an input that is no number is a literal.
+    """An equation, its inputs and outputs by number; an input that is not a number is a literal.
 
     Args:
         eqn: The equation.
@@ -291,7 +291,7 @@ _DEBUG_INFO = DebugInfo("fuse_projections", "merge_products", None, None)
 
 
 def _is_plain_jit(eqn: Any) -> bool:
-    """Whether an equation is a `jit` that says nothing of shardings and donates nothing."""
+    """Whether an equation is a `jit` without shardings or donation."""
     if eqn.primitive.name not in ("jit", "pjit"):
         return False
     said = (*eqn.params["in_shardings"], *eqn.params["out_shardings"])
@@ -310,7 +310,7 @@ def _outputs(step: _Step, read: Callable[[Any], Any]) -> dict[int, Any]:
 
 
 def _hashable(params: dict[str, Any]) -> Hashable:
-    """What two equations must share to compute the same; something unlike all else where that cannot be told."""
+    """What two equations must share to compute the same; a unique value if unknown."""
     try:
         key = tuple(sorted(params.items(), key=lambda item: item[0]))
         hash(key)

@@ -35,19 +35,19 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
 
     `out = dot(q(input), q(kernel)) * (scale_input * scale_kernel)`, and in the backward pass
     `dx = dot(q(g), q(kernel)) * ...`, `dw = dot(q(input), q(g)) * ...`: the three products run on FP8 operands and
-    accumulate in float32. Gradients come back in each operand's own dtype. The gradient with respect to `state` is the
-    state of the next step: split it off with `partition_for_grad_overwrite`, write it back with `apply_updates`.
+    accumulate in float32. Gradients have the dtype of their operand. The gradient with respect to `state` is the state
+    of the next step: split it off with `partition_for_grad_overwrite`, and write it back with `apply_updates`.
 
     Args:
         recipe: Format and scaling of each operand, the name of a recipe, or a scaling to use for all.
-        compute_dtype: Rounds operands, output and gradients to this dtype around the product, as a layer that
-            computes in bfloat16 would. None takes the operands as they are.
+        compute_dtype: Rounds operands, output and gradients to this dtype around the product, as a layer that computes
+            in bfloat16 would. None does not round.
         kernel_shape: The sizes of the kernel's free axes, if known. `einsum` may swap the operands; these sizes tell
-            the kernel from the input. Where they do not decide (or are None), the kernel is the second operand.
-        kernel_residual: What the backward pass keeps of the kernel; layers that `fp8_linear_layers` converts take what
-            their configuration says.
+            the kernel from the input. If they do not decide (or are None), the kernel is the second operand.
+        kernel_residual: What the backward pass keeps of the kernel; `fp8_linear_layers` sets it from its configuration.
 
-    A recipe that rounds at random needs a key from `with_rounding_keys` where it does so: NVFP4 in the backward pass.
+    A recipe with stochastic rounding needs a key from `with_rounding_keys` wherever it rounds that way: NVFP4 in the
+    backward pass.
 
     Raises:
         ValueError: If `recipe`, `compute_dtype`, `kernel_shape` or `stack` is of another kind; when called, if operands
@@ -129,10 +129,10 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
         Returns:
             The product, axes in the order batch, free of lhs, free of rhs.
         """
-        # Haliax passes one that asks for nothing where there is no mesh, and where all its axes are `AxisType.Auto`.
+        # Haliax passes one without effect if there is no mesh, or if all its axes are `AxisType.Auto`.
         if out_sharding is not None and has_explicit_axes(out_sharding):
             raise ValueError(
-                f"out_sharding={out_sharding} was asked of an FP8 product, which does not support explicit mesh axes "
+                f"out_sharding={out_sharding} was given to an FP8 product, which does not support explicit mesh axes "
                 "yet; use a mesh with axis_types=AxisType.Auto"
             )
         self._check(lhs, rhs)
@@ -150,7 +150,7 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
         precision: lax.PrecisionLike = None,
         preferred_element_type: DTypeLike | None = None,
     ) -> Float[Array, "rows outputs"]:
-        """Multiplies as `lax.ragged_dot` does: consecutive groups of rows, each by a kernel of its own.
+        """Multiplies as `lax.ragged_dot` does: consecutive groups of rows, each by its own kernel.
 
         Args:
             lhs: The rows of all groups, one group after the other.
@@ -180,7 +180,7 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
         if self.state is None:
             if self.recipe.is_stateful:
                 raise ValueError(
-                    f"an FP8 product with the recipe {self.recipe} was called without its state; where a model was "
+                    f"an FP8 product with the recipe {self.recipe} was called without its state; if the model was "
                     "split (eqx.partition, eqx.filter), join its parts with eqx.combine first"
                 )
             return
@@ -188,7 +188,7 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
         if leading:
             raise ValueError(
                 f"an FP8 product was called with the state of {leading} layers, those of an ensemble or a stack; call "
-                "them under eqx.filter_vmap or jax.vmap, or in a scan over the stack, so that each has its own"
+                "them under eqx.filter_vmap or jax.vmap, or in a scan over the stack, so that each gets its own state"
             )
 
     @property
@@ -254,7 +254,7 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
         return fits(lhs_free) and not fits(rhs_free)
 
     def scale(self, operand: str) -> Array:
-        """The scale that the next use of "input", "kernel" or "output_grad" takes, `[*stack]`."""
+        """The scale for the next use of "input", "kernel" or "output_grad", `[*stack]`."""
         row, state = self._row_of(operand)
         return state.scale[..., row]
 
@@ -263,7 +263,7 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
         row, state = self._row_of(operand)
         if isinstance(state, OpRecord):
             raise ValueError(
-                "amax_history was read inside a function that filter_grad differentiates, which knows the scales only; "
+                "amax_history was read inside a function that filter_grad differentiates, where only the scales exist; "
                 "read it from the model outside"
             )
         scaling = self.recipe.scalings[row]
@@ -273,7 +273,7 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
     def _row_of(self, operand: str) -> tuple[int, OpState | OpRecord]:
         names = ("input", "kernel", "output_grad")
         if operand not in names:
-            raise ValueError(f"operand={operand!r} is none of {names}")
+            raise ValueError(f"operand={operand!r} is not one of {names}")
         if self.state is None:
             raise ValueError(f"recipe {self.recipe} keeps no state; its scales are computed at each use")
         return names.index(operand), self.state

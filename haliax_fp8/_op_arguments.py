@@ -23,8 +23,8 @@ def check_operands(lhs: Any, rhs: Any) -> None:
     for name, x in (("lhs", lhs), ("rhs", rhs)):
         if not isinstance(x, jax.Array | np.ndarray | np.generic):
             raise ValueError(
-                f"{name} of an FP8 product is a {type(x).__name__}; give an array, with jnp.asarray(...) or, of a "
-                "haliax.NamedArray, its .array"
+                f"{name} of an FP8 product is a {type(x).__name__}; pass an array, such as jnp.asarray(...) or the "
+                ".array of a haliax.NamedArray"
             )
         if not jnp.issubdtype(x.dtype, jnp.floating):
             raise ValueError(
@@ -58,7 +58,7 @@ def check_groups(lhs: Array, rhs: Array, group_sizes: Any) -> None:
 
 def floating_dtype(name: str, dtype: Any) -> np.dtype:
     """An argument that has to be a floating dtype of 16 bits or more, as NumPy's; raises a ValueError with its name."""
-    with contextlib.suppress(TypeError):  # raised for what is no dtype at all
+    with contextlib.suppress(TypeError):  # raised for anything but a dtype
         result = np.dtype(dtype)
         if jnp.issubdtype(result, jnp.floating) and jnp.finfo(result).bits >= 16:
             return result

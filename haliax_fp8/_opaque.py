@@ -1,11 +1,11 @@
-"""A function as one equation that JAX neither looks into nor differentiates.
+"""A function as one equation that JAX neither inspects nor differentiates.
 
 The gradient of an FP8 product is computed from operands that are rounded to FP8. Its own derivative would run through
 that rounding: JAX would carry tangents in FP8, without a scale, and give numbers that are wrong or NaN. So everything
 that rounds is a primitive here, which refuses to be differentiated.
 
-`jax.jit` makes one equation too. But JAX takes it apart wherever it splits a program, in every `scan` that is
-differentiated; and where that finds what it began with, the time is lost.
+`jax.jit` also makes one equation. But JAX takes it apart wherever it splits a program, as in every differentiated
+`scan`, and that costs time even if nothing changes.
 """
 
 import functools
@@ -38,7 +38,7 @@ def opaque[**P, T](*static_argnames: str) -> Callable[[Callable[P, T]], Callable
 
         @functools.cache
         def mapped() -> Callable[..., Any]:
-            """What `vmap` makes of this: as opaque as this."""
+            """The batched function, equally opaque."""
 
             def call_mapped(*leaves: Any, axes: Any, out_axes: Any, structure: Any, static: Any) -> Any:
                 one = functools.partial(flat, structure=structure, static=static)

@@ -18,12 +18,12 @@ from ._state import to_float32
 
 
 def round_to(x: Array, dtype: np.dtype | None) -> Array:
-    """The array in a dtype; None leaves it as it is."""
+    """The array in a dtype; None returns it unchanged."""
     return x if dtype is None else lax.convert_element_type(x, dtype)
 
 
 class Scales(NamedTuple):
-    """What the state stores, and what is computed of it.
+    """The stored scales, and values computed from them.
 
     Args:
         operands: The scales of input, kernel and output gradient, `[*ensemble]`.

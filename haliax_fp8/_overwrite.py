@@ -1,4 +1,4 @@
-"""State that travels through gradients: the marker type, and what an FP8 op remembers."""
+"""State that travels through gradients: the marker type, and the state of an FP8 op."""
 
 import abc
 import functools
@@ -31,7 +31,7 @@ from ._state import is_max_grad, to_float32, to_max_grad
 
 
 class OverwriteWithGradient(CustomGradientAccumulation):
-    """Marks state whose gradient is not a direction to go but the state of the next step.
+    """Marks state whose gradient is not a direction, but the state of the next step.
 
     `partition_for_grad_overwrite` finds state by this type, so that no optimizer, weight decay, clipping or average
     ever touches it. It is a subclass of Haliax's marker: trainers written for `haliax.quantization` work unchanged.
@@ -53,16 +53,16 @@ class OverwriteWithGradient(CustomGradientAccumulation):
 class OpState(OverwriteWithGradient):
     """What an op remembers: a table with a row for each operand, first the scale that its next use takes.
 
-    One array for all, so that a step reads and writes one buffer per layer. It carries names, so that Haliax never
-    takes it for data to scan over. Layers that are stacked have the axes of their stack in front.
+    It is a single array, so a step reads and writes one buffer per layer. It is named, so that Haliax never scans over
+    it by mistake. In stacked layers, the axes of the stack come first.
 
     Args:
         table: float32, `[*stack, operand, column]`, with a row for input, kernel and output gradient. A row of delayed
             scaling is its scale, initially 1, then the amaxes, initially 0, newest first, then oldest to newest; last
-            the guard, by which a scale that anything but its own update changed is recognised.
+            the guard, which reveals a scale that anything but its own update changed.
         scalings: The scalings that read and write the rows.
         limits: The largest value of each operand's format.
-        input_group: A name that the ops share that read the same input, see `fuse_projections`; None for most.
+        input_group: A name shared by ops that read the same input, see `fuse_projections`; None for most.
     """
 
     table: hax.NamedArray
@@ -111,9 +111,9 @@ class OpState(OverwriteWithGradient):
     ) -> "OpState":
         """The state with the newest amax of the gradient entered.
 
-        Only that amax is taken; scale and the rest of the history are recomputed from this state. So a plain gradient,
-        which sums where a layer is used several times, cannot corrupt them. State stays as it was where the gradient is
-        that of a layer that the step did not reach (a scale of 0 or `-inf`) and where the amax is not finite.
+        Only that amax is used; scale and the rest of the history are recomputed from this state. So a plain gradient,
+        which sums if a layer is used several times, cannot corrupt them. State does not change if the step did not
+        reach the layer (a scale of 0 or `-inf`) or if the amax is not finite.
         """
         return overwrite_states([self], [gradient])[0]
 
@@ -137,12 +137,12 @@ class OpState(OverwriteWithGradient):
 
 
 def as_state(table: Array) -> Array:
-    """A table as products take it: `fp32_max_grad` as it is, all else in float32."""
+    """A table as products take it: `fp32_max_grad` unchanged, everything else in float32."""
     return table if is_max_grad(table) or table.dtype == jnp.float32 else to_float32(table)
 
 
 def overwrite_states(states: Sequence[OpState], gradients: Sequence[OpState]) -> list[OpState]:
-    """What `OpState.overwritten_by` makes of each state and its gradient; all of a kind in one go.
+    """The result of `OpState.overwritten_by` for each state and its gradient; all of a kind at once.
 
     Args:
         states: This step's.
@@ -174,7 +174,7 @@ def together(
         # Apart from the tables: one kernel for the changes of all.
         changes = lax.optimization_barrier(change_of(tables, of_others, scalings, limits))
         rows = changes.shape[-2] // len(members)
-        # Their places are no constants, or writing each table would be another program for XLA to compile.
+        # Their places are not constants, or writing each table would be another program for XLA to compile.
         starts = lax.optimization_barrier([np.int32(rows * place) for place in range(len(members))])
         for i, start in zip(members, starts, strict=True):
             new[i] = states[i].with_array(_changed(states[i].array, changes, start, changed=changed, scalings=scalings))

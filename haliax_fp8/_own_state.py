@@ -1,4 +1,4 @@
-"""On the host: whether the state of a model is as its own updates left it."""
+"""On the host: whether only its own updates changed a model's state."""
 
 from typing import Any
 
@@ -15,11 +15,11 @@ from ._targets import path_string
 def require_own_state(model: Any, *, wait: bool = True) -> None:
     """Raises a ValueError that names the layers, if anything but its own update changed the state of one.
 
-    An optimizer that was given the whole tree, weight decay, an average of models: each of them moves scales that are
-    no parameters. On a device, products with such scales give NaN.
+    An optimizer that gets the whole tree, weight decay, an average of models: each of them changes scales, which are
+    not parameters. On a device, products with such scales give NaN.
 
     Args:
-        model: A model, or any tree; not checked where it is traced or abstract.
+        model: A model, or any tree; not checked if it is traced or abstract.
         wait: Whether to wait for state that is being computed; without it, such state is not checked.
     """
     is_op = lambda node: isinstance(node, Fp8DotGeneral)
@@ -35,22 +35,22 @@ def require_own_state(model: Any, *, wait: bool = True) -> None:
 
 
 def changed_message(layers: list[str]) -> str:
-    """What happened to the state of layers, and the training step that is right."""
+    """What happened to the state of layers, and the correct training step."""
     more = f" and {len(layers) - 3} more" if len(layers) > 3 else ""
     return (
         f"the FP8 state of {', '.join(layers[:3])}{more} was changed by something other than its own update: an "
         "optimizer, weight decay or an average that was given the whole model. Scales are not parameters, and "
-        "products with them give NaN now. Use TrainStep, or split state from parameters in your step:\n"
+        "products with them now give NaN. Use TrainStep, or split state from parameters in your step:\n"
         "    overwrites, grads = partition_for_grad_overwrite(grads)\n"
         "    updates, opt_state = optimizer.update(grads, opt_state, trainable(model))\n"
         "    model = apply_updates(model, updates, overwrites)\n"
-        "and begin with optimizer.init(trainable(model)). The state of this model is lost: convert it anew, "
+        "and start with optimizer.init(trainable(model)). The state of this model is lost: convert it again, "
         "fp8_linear_layers(restore_linear_layers(model), config)"
     )
 
 
 def is_changed(state: Any, *, wait: bool = True) -> bool:
-    """Whether a state holds a scale that its guard does not fit; False for what has no values to read.
+    """Whether a state holds a scale that does not match its guard; False if it has no values to read.
 
     Args:
         state: An op's state.
@@ -61,11 +61,11 @@ def is_changed(state: Any, *, wait: bool = True) -> bool:
 
 
 def table_on_host(state: Any, *, wait: bool = True) -> np.ndarray | None:
-    """The numbers of an op's state; None for what is abstract, traced, deleted or no such state.
+    """The numbers of an op's state; None if it is abstract, traced, deleted or not a state.
 
     Args:
         state: Anything.
-        wait: Whether to wait for what is being computed; without it, that is None too.
+        wait: Whether to wait for state that is being computed; without it, such state gives None.
     """
     table = state.table.array if isinstance(state, OpState) else None
     if isinstance(table, jax.Array):

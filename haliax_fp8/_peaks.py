@@ -1,4 +1,4 @@
-"""How fast devices are at best, by their data sheets."""
+"""Peak rates of devices, from their data sheets."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -6,14 +6,14 @@ from collections.abc import Mapping
 
 @dataclasses.dataclass(frozen=True)
 class Peaks:
-    """What one device does per second at best: dense products, and bytes between it and its memory.
+    """The peak rates of one device: dense products, and bytes between it and its memory, per second.
 
     Args:
         fp8: FLOP/s of products of FP8 operands; that of `bf16` where the device has none.
         bf16: FLOP/s of products of bfloat16 or float16 operands.
         f32: FLOP/s of products of float32 operands: in TF32 on a GPU, in six bfloat16 products on a TPU.
         bandwidth: Bytes per second.
-        source: Where the figures are from.
+        source: The source of the figures.
     """
 
     fp8: float

@@ -1,4 +1,4 @@
-"""How long the products of a linear layer take in bf16 and in FP8, with what FP8 adds, by the roofline."""
+"""How long the products of a linear layer take in bf16 and in FP8, including overhead, by the roofline."""
 
 import dataclasses
 
@@ -9,17 +9,17 @@ from ._roofline import FASTEST, LIKELY, SLOWEST, Efficiency, Roofline
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """What a training step spends on a layer's fprop, dgrad and wgrad, in seconds. An estimate.
+    """The estimated seconds of a training step that a layer's fprop, dgrad and wgrad take.
 
     Args:
-        bf16: The products in bf16, with what pads them.
-        products: The products as the recipe has them.
+        bf16: The products in bf16, with their padding.
+        products: The products with the recipe.
         overhead: What the recipe adds: amaxes, casts, transpositions, padding, scales.
-        overhead_bytes: What that reads and writes.
-        overhead_kernels: How many kernels it is.
-        launches: What of `products` and `overhead` it takes to start kernels.
-        gain_range: The least and the most of `gain`, with the shares of peaks that were measured; twice `gain` for
-            shares of your own.
+        overhead_bytes: The bytes that the overhead reads and writes.
+        overhead_kernels: The number of kernels in the overhead.
+        launches: The part of `products` and `overhead` that is launch time.
+        gain_range: The smallest and the largest `gain` over the measured shares of peaks; `gain` twice for custom
+            shares.
     """
 
     bf16: float
@@ -50,7 +50,7 @@ def predict(work: LayerWork, peaks: Peaks, efficiency: Efficiency, *, repeats: i
     """The time of a layer's products, in bf16 and with its recipe.
 
     For each of fprop, dgrad and wgrad, `m × k` times `k × n`, as `Roofline` has it; FP8's operands have one byte per
-    element, bf16's have two. What is beside the products takes its bytes and its launches.
+    element, bf16's have two. The rest takes the time of its bytes and its launches.
 
     Args:
         work: What there is to do for the layer.
@@ -75,7 +75,7 @@ def predict(work: LayerWork, peaks: Peaks, efficiency: Efficiency, *, repeats: i
 
 
 def _seconds(work: LayerWork, roofline: Roofline) -> tuple[float, float, float]:
-    """In bf16; and with the recipe, the products and what is beside them."""
+    """In bf16; and with the recipe, the products and everything else."""
 
     def product(name: str, is_fp8: bool) -> float:
         dtype, flops = "f8e4m3fn" if is_fp8 else "bf16", work.flops(is_fp8=is_fp8)

@@ -32,7 +32,7 @@ def _rowwise_wgrad_bf16() -> Recipe:
 
 
 def _nvfp4() -> Recipe:
-    """As NVIDIA trains with it: gradients rounded at random, wgrad's operands rotated first."""
+    """As NVIDIA trains with it: gradients rounded stochastically, wgrad's operands rotated first."""
     recipe = Recipe.of(NVFP4Scaling(), forward=E2M1)
     rotated = HadamardScaling(NVFP4Scaling())
     return dataclasses.replace(
@@ -53,7 +53,7 @@ recipes: dict[str, Recipe] = {
     "nvfp4": _nvfp4(),
     "static": Recipe.of(StaticScaling()),
 }
-"""Every recipe that has a name of its own."""
+"""Every named recipe."""
 
 aliases: dict[str, str] = {
     # TransformerEngine's classes

@@ -1,4 +1,4 @@
-"""All that is static about one FP8 product: what JAX compares to find a program that it has compiled before."""
+"""Everything static about one FP8 product, which JAX compares to find an already compiled program."""
 
 import dataclasses
 import functools
@@ -23,7 +23,7 @@ class ProductSpec:
         compute_dtype: The dtype that operands and output are rounded to around the product; None leaves them.
         out_dtype: The dtype of the output.
         precision: Of fprop. The default lets the hardware accumulate fast; dgrad and wgrad never do.
-        has_key: Whether the key that random rounding draws from was given; without, rounding at random raises.
+        has_key: Whether a key for stochastic rounding was given; without one, rounding stochastically raises.
         requantizes: Whether the backward pass quantizes the kernel again, instead of keeping its FP8 copy.
         records: Whether state is not the whole table, whose gradient is the next step's, but the scales alone, whose
             gradient is what was measured: `[*ensemble, record_length + 1]`, an operand's numbers one after the other,
@@ -31,7 +31,7 @@ class ProductSpec:
         stacked: Whether the layer is one of a stack, from which a scan slices its state.
         group_place: Which of the layers this is that have the very same scale of their input (`fuse_projections`);
             None if it is alone.
-        ensemble: How many leading axes of every array number independent members, each with state of its own.
+        ensemble: How many leading axes of every array number independent members, each with its own state.
     """
 
     recipe: Recipe
@@ -87,10 +87,10 @@ class ProductSpec:
 
     @property
     def wgrad_precision(self) -> lax.PrecisionLike:
-        """Full accumulation, said in another way in each layer of a group.
+        """Full accumulation, by a different name in each layer of a group.
 
         XLA merges small products that share an operand, as the weight gradients of layers with the same input do, if
-        they ask for the same precision. For FP8 data, both are one.
+        they request the same precision. For FP8 data, both names mean the same.
         """
         high, highest = lax.Precision.HIGH, lax.Precision.HIGHEST
         ways = (highest, highest), (highest, high), (high, highest), (high, high)

@@ -117,9 +117,9 @@ def forward(
         rhs: The other.
         extras: As in `fp8_dot_general`; likewise what follows.
         state: None for a stateless recipe.
-        key: What random rounding draws from.
+        key: The random key for stochastic rounding.
         spec: What is static.
-        rematerialized: Whether this is computed again right before the backward pass.
+        rematerialized: Whether this is recomputed right before the backward pass.
     """
     out, saved, measured = _forward(lhs, rhs, extras, state, key, spec=spec, differentiated=True)
     kept_lhs, kept_rhs = (
@@ -131,23 +131,23 @@ def forward(
 
 
 def _kept(x: Any, copy: Saved, *, is_kernel: bool, rematerialized: bool) -> Any:
-    """What the backward pass keeps of an operand, under the name by which a policy finds it."""
+    """What the backward pass keeps of an operand, under the name that checkpoint policies use."""
     if copy is None:
         # An argument goes past `_forward`: JAX would take it for a result that has to be stored.
         return x
     if is_kernel or rematerialized:
-        # Transposed by a kernel of its own, as wgrad and dgrad want it on NVIDIA's devices. One that casts and
+        # Transposed by a separate kernel, as wgrad and dgrad need it on NVIDIA GPUs. One that casts and
         # transposes takes no amax, so that another reads all that the operand is computed from: worth it only where
         # what is kept from the forward to the backward pass is then transposed already.
         copy = lax.optimization_barrier(copy)
-    # A kernel has no name: it is there to be quantized again.
+    # A kernel has no name: it is kept to be quantized again.
     return copy if is_kernel else checkpoint_name(copy, FP8_OPERAND)
 
 
 def product(
     lhs: Array, rhs: Array, extras: tuple[Array, ...], state: Array | None, key: Array | None, spec: ProductSpec
 ) -> Array:
-    """The output, where no gradient is asked for."""
+    """The output, if no gradient is requested."""
     return _forward(lhs, rhs, extras, state, key, spec=spec, differentiated=False)[0]
 
 
@@ -202,11 +202,11 @@ def _forward(
 def _for_one_product(
     operands: Sequence[QuantizedArray], contracted: tuple[tuple[int, ...], tuple[int, ...]], spec: ProductSpec
 ) -> Sequence[QuantizedArray]:
-    """Operands of fprop, where other layers multiply the very same input.
+    """Operands of fprop, if other layers multiply the same input.
 
-    XLA merges small products that share an operand; what it puts side by side it has to take apart again, and multiply
-    by scales of their own. A barrier that the input shares with this layer's kernel is no other product's. In wgrad, it
-    would part the input from its transposition, see `ProductSpec.wgrad_precision`.
+    XLA merges small products that share an operand; it then has to split the concatenated result, and apply separate
+    scales. A barrier over the input and this layer's kernel gives this product its own input. In wgrad, it would
+    separate the input from its transposition; see `ProductSpec.wgrad_precision`.
     """
     if spec.group_place is None:
         return operands

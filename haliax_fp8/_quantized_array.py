@@ -24,17 +24,17 @@ class QuantizedArray(eqx.Module):
     """An array in a low-precision format: `x ≈ data * scale`.
 
     `scale` is a scalar for the whole array, or has the rank of `data`; then each of its elements belongs to a block of
-    `data`, and `block` is the shape of a block. A scale of shape `(1, 1)` belongs to the whole array too, `(rows, 1)`
-    to each row, and with `block=(1, 128)` each row has a scale for every 128 elements, the last of which may be cut by
-    the edge. One rule covers all scalings.
+    `data`, and `block` is the shape of a block. A scale of shape `(1, 1)` also belongs to the whole array, and
+    `(rows, 1)` has one per row. With `block=(1, 128)` each row has a scale for every 128 elements, and its last block
+    may be partial. One rule covers all scalings.
 
     Args:
         data: The rounded values, in an element type of a `Format` (or unrounded, with scales of 1).
         scale: float32, positive (0 for a block of zeros); see above for its shape.
         block: The shape of a block. By default `data.shape / scale.shape`, which then has to be whole.
-        scale_bits: How many significant bits every scale has at most: 1 if all are powers of two, which multiply
+        scale_bits: The largest number of significant bits of any scale: 1 if all are powers of two, which multiply
             without rounding; 4 if the product of two scales is exact in bfloat16; 24 for any float32.
-        rotation: What the values were rotated by before they were quantized.
+        rotation: The rotation applied to the values before they were quantized.
 
     Raises:
         ValueError: If the shapes break the rule.
@@ -56,7 +56,7 @@ class QuantizedArray(eqx.Module):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the values; that of the data, unless a rotation filled it up."""
+        """The shape of the values; that of the data, unless a rotation padded it."""
         if self.rotation is None:
             return self.data.shape
         return tuple(
@@ -69,7 +69,7 @@ class QuantizedArray(eqx.Module):
         return values if self.rotation is None else self.rotation.undo(values)
 
     def dequantize_rotated(self) -> Float32[Array, "*data"]:
-        """`data * scale` in float32, as it was quantized: enough for a product whose operands are rotated alike."""
+        """`data * scale` in float32, still rotated: enough for a product whose operands are rotated alike."""
         return lax.mul(
             lax.convert_element_type(self.data, jnp.float32), expand(self.scale, self.data.shape, self.block)
         )
@@ -87,8 +87,8 @@ def check_blocks(data: tuple[int, ...], scale: tuple[int, ...], block: tuple[int
         fits = all(s == -(-d // b) for d, s, b in zip(data, scale, block, strict=True))
     if not fits:
         raise ValueError(
-            f"scale of shape {scale} does not fit data of shape {data} with block={block}: a scale that is no scalar "
-            "needs the same rank, and one element for each block of data, as jnp.max(..., keepdims=True) leaves it"
+            f"scale of shape {scale} does not fit data of shape {data} with block={block}: unless it is a scalar, it "
+            "needs the same rank and one element per block of data, as jnp.max(..., keepdims=True) returns it"
         )
 
 
@@ -111,8 +111,8 @@ def quantize(
 ) -> QuantizedArray:
     """Divides by the scale, clips to the format's maximum and rounds.
 
-    `data = cast(clip(x / scale, -max, max))`, computed in float32. It divides, and does not multiply by a reciprocal:
-    the two differ in the last bit, and the division is what Flax computes. Infinities become NaN, and NaN stays.
+    `data = cast(clip(x / scale, -max, max))`, computed in float32. It divides rather than multiplying by a reciprocal:
+    the two differ in the last bit, and Flax divides. Infinities become NaN, and NaN stays NaN.
 
     Args:
         x: Values in any floating dtype.
@@ -139,14 +139,14 @@ def quantize(
     check_blocks(x.shape, scale.shape, None)
     if not isinstance(scale, Tracer) and not bool(jnp.all((scale > 0.0) & jnp.isfinite(scale))):
         raise ValueError(
-            "scale must be positive and finite, as values are divided by it; use 1 for a block of zeros, and "
-            "amax / format.max for others"
+            "scale must be positive and finite, because values are divided by it; use 1 for a block of zeros, and "
+            "amax / format.max otherwise"
         )
     return divide_by(x, scale, _format_or_cast(cast))
 
 
 def divide_by(x: Float[Array, "*shape"], scale: Float32[Array, "*blocks"], cast: Format | Cast) -> QuantizedArray:
-    """What `quantize` computes, of arguments that are known to be right.
+    """What `quantize` computes, without checking arguments.
 
     Args:
         x: Values in any floating dtype.
@@ -167,8 +167,8 @@ def quantize_by(
 ) -> QuantizedArray:
     """Multiplies, clips and rounds: `data = cast(clip(x * multiplier))`, `scale = 1 / multiplier`.
 
-    What TransformerEngine and torchao compute where the scale comes from the tensor itself. What holds an infinity or
-    NaN, be it a tensor, a row or a block, has a multiplier of NaN, and so are all of its data.
+    TransformerEngine and torchao compute this if the scale comes from the tensor itself. A tensor, row or block that
+    contains an infinity or NaN has a multiplier of NaN, so all of its data are NaN.
 
     Args:
         x: Values in any floating dtype.
@@ -183,8 +183,8 @@ def quantize_by(
 
 
 def _format_or_cast(cast: Any) -> Any:
-    """A format for its dtype, which could be called and would not clip; a format or a function as it is."""
-    with contextlib.suppress(TypeError):  # raised for what is no dtype
+    """A format for its dtype, because calling the dtype would not clip; a format or a function unchanged."""
+    with contextlib.suppress(TypeError):  # raised for anything but a dtype
         if not isinstance(cast, Format) and cast is not None:
             dtype = np.dtype(cast)
             if dtype in FORMATS:
@@ -196,9 +196,9 @@ def _format_or_cast(cast: Any) -> Any:
 
 
 def _visible(x: Float[Array, "*shape"], scaled: Float32[Array, "*shape"]) -> Float32[Array, "*shape"]:
-    """`scaled`, or NaN where `x` is infinite: clipped, it would pass for a value that training may use.
+    """`scaled`, or NaN where `x` is infinite: clipped, it would look like a valid value.
 
-    E4M3 has no infinity. A finite value that overflows when it is scaled is clipped as any other.
+    E4M3 has no infinity. A finite value that overflows when it is scaled is clipped like any other.
     """
     # `x - x` is 0 of finite values alone. XLA's fusions of norms for GPUs take no `is_finite`, so that the cast behind
     # a norm would be a kernel of its own; and a magnitude here is shared with the amax, which tears the two apart.

@@ -22,11 +22,11 @@ _ROWS_BY_GRAD = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
 class RaggedContraction(AbstractContraction):
     """`lax.ragged_dot`: rows `[M, K]`, kernels `[G, K, N]`, group sizes `[G]`; the product is `[M, N]`.
 
-    Row `m` is multiplied by the kernel of the group that it falls in, groups being consecutive; rows behind the last
-    group give 0. dgrad is the same with transposed kernels; wgrad sums, for each group, over its rows: `[G, K, N]`.
+    Row `m` is multiplied by the kernel of its group; groups are consecutive, and rows after the last group give 0.
+    dgrad is the same with transposed kernels; wgrad sums over the rows of each group: `[G, K, N]`.
 
     Args:
-        batch: How many leading axes all operands and the product have, each a product of its own.
+        batch: The number of leading axes of all operands and the product; each entry is a separate product.
     """
 
     batch: int = 0
@@ -45,7 +45,7 @@ class RaggedContraction(AbstractContraction):
     def fold(
         self, operands: Sequence[Array], axes: Sequence[int | None], size: int, ensemble: int
     ) -> tuple[Sequence[Array], "RaggedContraction", int]:
-        """A batch axis of every operand: examples have groups of their own."""
+        """A batch axis of every operand: examples have their own groups."""
         moved = [to_front(x, axis, size, ensemble) for x, axis in zip(operands, axes, strict=True)]
         return moved, self.with_batch_axes(1), 0
 

@@ -67,8 +67,8 @@ class Recipe:
         output_grad_for_wgrad: How the output's gradient is quantized for wgrad; None as for dgrad.
 
     Raises:
-        ValueError: If only one operand of a product is left in high precision, or rotated; or if MXFP8's gradients are
-            in E5M2; or if an operand's second use has state of its own; or if an operand is not a `Quantization`.
+        ValueError: If only one operand of a product is in high precision, or rotated; if MXFP8's gradients are in E5M2;
+            if an operand's second use keeps separate state; or if an operand is not a `Quantization`.
 
     Example:
         >>> Recipe.of(DelayedScaling(amax_history_length=16)).output_grad.format
@@ -129,7 +129,7 @@ class Recipe:
         """One scaling for all operands, with one format for the forward and one for the backward pass.
 
         With one scale per tensor the default is TransformerEngine's `HYBRID`, E4M3 forward for precision and E5M2
-        backward for range; rows and blocks need no range, and take E4M3 for both.
+        backward for range; rows and blocks do not need the range, and use E4M3 for both.
 
         Args:
             scaling: How every operand gets its scale.

@@ -1,4 +1,4 @@
-"""Records: what goes through a differentiated function in place of states, and comes back as what a step measured."""
+"""Records: they replace states in a differentiated function, and return as what a step measured."""
 
 import functools
 from collections.abc import Sequence
@@ -19,18 +19,18 @@ from ._state import to_float32, to_max_grad, to_record
 
 
 class OpRecord(OverwriteWithGradient):
-    """The scales of an op, without its histories: what goes through a differentiated function in place of its state.
+    """The scales of an op, without its histories: it replaces the op's state in a differentiated function.
 
-    Its gradient is what the step measured, a number or a few per operand, and not a table with a whole history: so
-    nothing is computed, moved or kept per layer but what differs from layer to layer, and the histories of all layers
-    are updated in one go afterwards (`complete_states`).
+    Its gradient is what the step measured, one or a few numbers per operand, not a table with a whole history. So each
+    layer computes, moves and keeps only what differs between layers, and the histories of all layers are updated at
+    once afterwards (`complete_states`).
 
     Args:
         table: float32, `[*stack, record_length + 1]`: the operands' scales, the same rounded up to 4 significant bits,
             then zeros, last a mark (`_members.py`); as a gradient, what was measured, an operand's numbers one after
             the other, then zeros and the mark, or zeros alone.
-        shared: Both scales of the first operand, `[*stack, 2]`, where the op is of a group that reads the same input:
-            then the table holds the others', and the whole group has the very same array here.
+        shared: Both scales of the first operand, `[*stack, 2]`, if the op belongs to a group that reads the same input.
+            The table then holds those of the other operands, and the whole group has the same array here.
         group_place: Which one of the group this is.
     """
 
@@ -73,7 +73,7 @@ class OpRecord(OverwriteWithGradient):
 
 
 def record_states(states: Sequence[OpState], *, inexact: bool = False) -> list[OpRecord]:
-    """What a differentiated function needs of states, in `fp32_record`; all of a kind in one go.
+    """The records of states, in `fp32_record`; all of a kind at once.
 
     Args:
         states: This step's. Those of an input group take the largest scale of their inputs, which is each one's own
@@ -159,7 +159,7 @@ def _record(
 
 
 def complete_states(states: Sequence[OpState], records: Sequence[OpRecord]) -> list[OpState]:
-    """The states of the next step, as gradients, from what a step recorded; all of a kind in one go.
+    """The states of the next step, as gradients, from what a step recorded; all of a kind at once.
 
     Args:
         states: This step's.

@@ -16,21 +16,21 @@ from ._require import require
 
 
 def rematerialized(function: Callable[..., Any], compute_dtype: DTypeLike | None = None) -> Callable[..., Any]:
-    """The function, of which automatic differentiation keeps nothing but the inputs and computes all else again.
+    """The function, for which automatic differentiation keeps only the inputs and recomputes everything else.
 
-    For what is cheap and lies between products: activation functions and norms. Otherwise what they compute on the way
-    is kept, often in float32, and a scan over layers writes it to memory and reads it back: several times the bytes of
-    the activations themselves, once operands are in FP8. Where layers are unrolled, the compiler decides in any case.
+    Use it for cheap functions between products: activation functions and norms. Otherwise their intermediate values are
+    kept, often in float32, and a scan over layers writes them to memory and reads them back: several times the bytes of
+    the activations themselves, once operands are in FP8. If layers are unrolled, the compiler decides anyway.
 
-    In float32, a gated activation such as `silu(gate) * up` also fuses better on a Hopper: both of its gradients are
-    cast to FP8 where they are computed. In bfloat16, XLA rounds after each operation, takes that for too much work to
-    do twice, and writes one gradient to memory first. On a Blackwell it is the other way round.
+    In float32, a gated activation such as `silu(gate) * up` also fuses better on Hopper: both of its gradients are cast
+    to FP8 where they are computed. In bfloat16, XLA rounds after each operation, considers that too much work to do
+    twice, and writes one gradient to memory first. On Blackwell it is the other way round.
 
     Args:
-        function: Maps arrays (or NamedArrays, or trees of them) to such; a module, or any other callable.
-        compute_dtype: The dtype to compute in: that of the floating inputs and, if the function is a module, of its
-            parameters. The results are rounded to what the function returns without. By default nothing is changed,
-            and values are the function's, bit for bit.
+        function: Maps arrays (or NamedArrays, or trees of them) to the same; a module, or any other callable.
+        compute_dtype: The dtype that floating inputs, and a module's parameters, are cast to. The results are rounded
+            back to the dtype that the function returns without it. By default nothing changes, and values equal the
+            function's bit for bit.
 
     Returns:
         A function with the same arguments and the same gradients.
@@ -74,7 +74,7 @@ def rematerialized(function: Callable[..., Any], compute_dtype: DTypeLike | None
 def _cast(tree: Any, dtype: np.dtype) -> Any:
     is_state = lambda node: isinstance(node, OverwriteWithGradient)
     is_floating = lambda x: isinstance(x, jax.Array | np.ndarray) and jnp.issubdtype(x.dtype, jnp.floating)
-    # The scales of FP8 layers stay as they are.
+    # The scales of FP8 layers do not change.
     cast = lambda x: x if is_state(x) or not is_floating(x) else x.astype(dtype)
     return jax.tree.map(cast, tree, is_leaf=is_state)
 

@@ -50,8 +50,8 @@ def require_margin(value: int, of: str) -> None:
     if not -_BINADES <= value <= _BINADES:
         raise ValueError(
             f"margin={value} of {of} must lie between {-_BINADES} and {_BINADES}: scales are multiplied by 2**margin, "
-            "and E4M3 spans 18 binades, so that with more every value becomes zero, and with less every value is "
-            "clipped; 0 is usual, 1 leaves room for tensors that double from one step to the next"
+            "and E4M3 spans 18 binades, so a larger margin turns every value into zero, and a smaller one clips every "
+            "value; 0 is usual, 1 leaves room for tensors that double from one step to the next"
         )
 
 

@@ -8,18 +8,19 @@ from ._peaks import Peaks
 
 @dataclasses.dataclass(frozen=True)
 class Efficiency:
-    """What devices reach of their peaks, and what a kernel costs beside its work.
+    """The shares of their peaks that devices reach, and what a kernel costs besides its work.
 
     Args:
         flops: The share of the peak FLOP/s that products in bf16 and wider reach. Measured: 0.72 (TransformerEngine,
             H200 NVL) to 0.81 (8192³ on an H100); torchao takes 0.78.
         fp8_flops: The same of products in FP8. Measured: 0.68 (TransformerEngine), 0.74 to 0.78 (DeepGEMM), 0.78
-            (torchao). With 0.72 FP8 multiplies 1.85 times as fast as bf16, and not twice.
+            (torchao). With 0.72, FP8 multiplies 1.85 times as fast as bf16, not twice.
         bandwidth: The share of the peak bandwidth that kernels reach. Measured: 0.47 (TransformerEngine's kernels that
             cast and transpose), 0.90 (copies on an H100), 0.92 (torchao's casts).
-        launch: Seconds to start a kernel; torchao measured 2 µs. Nothing where the kernel before is still running.
-        block_flops: As `fp8_flops`, of products with scales of blocks: a third faster than in bf16.
-        block_bandwidth: As `bandwidth`, of kernels that quantize in blocks: 1 TB/s of the 8 that a GB200 has.
+        launch: Seconds to launch a kernel; torchao measured 2 µs. Launches are free while the previous kernel is
+            running.
+        block_flops: As `fp8_flops`, for products with block scales: a third faster than in bf16.
+        block_bandwidth: As `bandwidth`, for kernels that quantize in blocks: 1 TB/s of the 8 that a GB200 has.
 
     Raises:
         ValueError: If a share is not above 0 and at most 1, or `launch` is negative.
@@ -46,7 +47,7 @@ class Efficiency:
             if not 0.0 < value <= 1.0:
                 raise ValueError(f"{name}={value!r} of Efficiency must be a share of the peak: above 0, at most 1")
         if not 0.0 <= self.launch < math.inf:
-            raise ValueError(f"launch={self.launch!r} of Efficiency must be seconds, such as 2e-6; 0 leaves it out")
+            raise ValueError(f"launch={self.launch!r} of Efficiency must be seconds, such as 2e-6; 0 ignores launches")
 
 
 LIKELY = Efficiency()
@@ -58,13 +59,13 @@ SLOWEST, FASTEST = Efficiency(fp8_flops=0.68, bandwidth=0.47), Efficiency(fp8_fl
 
 @dataclasses.dataclass(frozen=True)
 class Roofline:
-    """Seconds of kernels, one after the other. An estimate.
+    """The estimated seconds of kernels that run one after the other.
 
     A kernel takes `max(FLOPs / (FLOP/s × share), bytes / (bandwidth × share)) + launch`.
 
     Args:
-        peaks: What the device does at best.
-        efficiency: What it reaches of that.
+        peaks: The device's peaks.
+        efficiency: The shares of the peaks that it reaches.
 
     Example:
         >>> from haliax_fp8._peaks import peaks
@@ -78,14 +79,14 @@ class Roofline:
     efficiency: Efficiency = LIKELY
 
     def products(self, dtype: str, flops: int, bytes: int, count: int = 1, *, in_blocks: bool = False) -> float:
-        """Seconds of `count` products that are alike.
+        """Seconds of `count` identical products.
 
         Args:
             dtype: XLA's name of the element type that is multiplied, such as `f8e4m3fn`.
             flops: Of all of them.
             bytes: What all of them read and write.
             count: How many.
-            in_blocks: Whether operands have scales of blocks.
+            in_blocks: Whether operands have block scales.
         """
         shares = self.efficiency
         share = shares.flops
@@ -95,7 +96,7 @@ class Roofline:
         return max(computing, self.moving(bytes)) + self.launches(count)
 
     def others(self, bytes: int, count: int, block_bytes: int = 0) -> float:
-        """Seconds of kernels that are no products.
+        """Seconds of kernels that are not products.
 
         Args:
             bytes: What they read and write.

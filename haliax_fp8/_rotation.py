@@ -31,7 +31,7 @@ class Rotation:
 
     Args:
         axis: The axis.
-        length: Its length. One that is no multiple of 16 is filled up with zeros, and cut again by `undo`.
+        length: Its length. If not a multiple of 16, the axis is padded with zeros, which `undo` removes.
 
     References:
         TransformerEngine, `get_wgrad_sign_vector` of its NVFP4 recipe (the signs).

@@ -24,19 +24,19 @@ class AbstractRounding(abc.ABC):
     def cast(
         self, x: Float[Array, "*shape"], format: Format, key: Key[Array, "*ensemble"] | None
     ) -> Float[Array, "*shape"]:
-        """Rounds to a format; what lies beyond its maximum is clipped.
+        """Rounds to a format; values beyond its maximum are clipped.
 
         Args:
             x: Values to round.
             format: The format to round to.
-            key: Random keys, one for each member of the leading axes; None where none is needed.
+            key: Random keys, one for each member of the leading axes; None if none is needed.
 
         Returns:
             An array of `format.storage`.
         """
 
     def squared_error(self, x: Float32[Array, "*shape"], format: Format) -> Float32[Array, "*shape"]:
-        """`(cast(x) - x)**2`, or what is expected of it; by default that of rounding to nearest.
+        """`(cast(x) - x)**2`, or its expected value; by default that of rounding to nearest.
 
         Args:
             x: Values to round.
@@ -47,7 +47,7 @@ class AbstractRounding(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class ToNearest(AbstractRounding):
-    """To the nearest value, ties to even: the smallest error of each element."""
+    """To the nearest value, ties to even: the smallest error per element."""
 
     needs_key: ClassVar[bool] = False
 
@@ -65,7 +65,7 @@ class Stochastic(AbstractRounding):
 
     Between neighbours `lo <= |x| < hi` it takes `hi` with probability `(|x| - lo) / (hi - lo)`, where
     `u ~ uniform[0, 1)` is below that share. Each element's error is larger than that of `ToNearest`, but errors do not
-    add up: sums over many elements stay unbiased, as long as none is beyond the format's maximum, where it is clipped.
+    add up: sums over many elements stay unbiased, unless elements exceed the format's maximum and are clipped.
 
     References:
         arXiv:1502.02551; NVIDIA's NVFP4 recipe (arXiv:2509.25149, section 4.4) rounds output gradients this way.

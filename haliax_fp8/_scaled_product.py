@@ -1,4 +1,4 @@
-"""The product of two arrays with a scale for each block, which no scale can be taken out of."""
+"""The product of two arrays with a scale per block, which do not factor out of the sum."""
 
 import dataclasses
 import math
@@ -21,8 +21,8 @@ def scaled_product(
 ) -> Float32[Array, "..."]:
     """`dot(a.data * a.scale, b.data * b.scale)`, accumulated in float32.
 
-    Where all scales are powers of two and belong to blocks of 32 along the contraction, or of a multiple of 32, an
-    accelerator multiplies the FP8 data as they are (`jax.lax.scaled_dot`): in hardware on Blackwell, in one fused
+    If all scales are powers of two and belong to blocks of 32 along the contraction, or of a multiple of 32, an
+    accelerator multiplies the FP8 data directly (`jax.lax.scaled_dot`): in hardware on Blackwell, in one fused
     kernel that widens in registers on Hopper. Anything else, and everything on a CPU, multiplies dequantized operands.
 
     Args:
@@ -90,7 +90,7 @@ def _in_blocks_of_32(x: QuantizedArray, contracted: int) -> bool:
 def _in_rows(
     x: QuantizedArray, batch: tuple[int, ...], free: tuple[int, ...], contracted: tuple[int, ...]
 ) -> tuple[Float[Array, "batch rows contracted"], Array]:
-    """Data as rows along the contraction, filled up with zeros to whole blocks; and the scale of each block of 32."""
+    """Data as rows along the contraction, padded with zeros to whole blocks; and the scale of each block of 32."""
     last, size = contracted[-1], x.data.shape[contracted[-1]]
     padding = -size % _BLOCK
     data = jnp.pad(x.data, [(0, padding if axis == last else 0) for axis in range(x.data.ndim)])

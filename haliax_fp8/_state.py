@@ -1,12 +1,12 @@
 """`fp32_max_grad`: float32 whose gradients accumulate by maximum instead of by sum.
 
-State travels from the backward pass to the next step as the state's cotangent. Where a value is used several times, JAX
-adds its cotangents; for an amax the right combination is the maximum. JAX lets an element type define what "add" means
-to automatic differentiation (`add_any` asks the type), so state that is cast to this type at the top of the
-differentiated function comes back as the exact maximum over all uses: called twice, tied, constant of a `scan`, branch
-of a `cond`. What no use reaches is `-inf`, the identity of the maximum. The idea is Flax's (google/flax#3623).
+State travels from the backward pass to the next step as the state's cotangent. If a value is used several times, JAX
+adds its cotangents, but amaxes have to be combined by maximum. JAX lets an element type define what "add" means to
+automatic differentiation (`add_any` asks the type). So state that is cast to this type at the top of the differentiated
+function returns as the exact maximum over all uses: called twice, tied, constant of a `scan`, branch of a `cond`. State
+that no use reaches is `-inf`, the identity of the maximum. The idea comes from Flax (google/flax#3623).
 
-This is the only file that needs JAX's internals; what it needs is checked by `tests/test_state.py`.
+This is the only file that needs JAX's internals; `tests/test_state.py` checks what it uses.
 """
 
 import dataclasses
@@ -29,16 +29,17 @@ class max_grad(dtypes.prng_key):
     """The abstract type of `fp32_max_grad`, for `jnp.issubdtype`.
 
     Not a floating type, so that a loss that casts floating arrays of its model (mixed precision) leaves state alone.
-    A subtype of random keys because Haliax's `scan` indexes its arguments, and indexing knows no other extended type.
+    A subtype of random keys because Haliax's `scan` indexes its arguments, and indexing supports no other extended
+    type.
     """
 
 
 class record(dtypes.prng_key, np.number):
-    """The abstract type of `fp32_record`: a number too, which is what JAX asks of what it sums over an axis."""
+    """The abstract type of `fp32_record`: also a number, which JAX requires in order to sum over an axis."""
 
 
 class inexact_record(dtypes.extended, np.inexact):
-    """The abstract type of `fp32_inexact_record`, for which `eqx.is_inexact_array` holds; indexing knows it by that."""
+    """The abstract type of `fp32_inexact_record`, for which `eqx.is_inexact_array` holds; so indexing accepts it."""
 
 
 class _MaxGradRules:
@@ -115,7 +116,7 @@ class _MaxGradDType(dtypes.ExtendedDType):
     # Not a data class's, which would leave it to NumPy to say whether this is float32.
     def __eq__(self, other: object) -> bool:
         if other is None:
-            # The last step of a sum converts to None, by which JAX means the type as it is.
+            # The last step of a sum converts to None, by which JAX means the unchanged type.
             return issubclass(self.scalar, np.number)
         return isinstance(other, _MaxGradDType) and self._key == other._key
 
@@ -163,7 +164,7 @@ def is_max_grad(x: object) -> bool:
 
 
 def to_max_grad(x: Array) -> Array:
-    """Casts float32 to `fp32_max_grad`; leaves `fp32_max_grad` as it is, and records."""
+    """Casts float32 to `fp32_max_grad`; returns `fp32_max_grad` and records unchanged."""
     return x if is_max_grad(x) else _cast(x, fp32_max_grad)
 
 
@@ -192,11 +193,11 @@ def to_float32(x: Array) -> Array:
 
 
 class StateNotDifferentiated(TypeError):
-    """A layer is differentiated without its state, because something takes that for no more than integers are."""
+    """A layer is differentiated without its state, because JAX or Equinox treats the state like integers."""
 
 
 def require_differentiated_state(state: Any, is_linear: bool) -> None:
-    """Raises where a kernel has a tangent and its state has none, though a gradient with regard to both is taken."""
+    """Raises if a kernel has a tangent but its state has none, although a gradient of both is taken."""
     if not is_linear and is_max_grad(state) and state.dtype.scalar is not inexact_record:
         raise StateNotDifferentiated(f"state of type {fp32_max_grad.name} has no tangent, and its layer has one")
 
@@ -209,10 +210,10 @@ def axes_since_recorded(state: Any, manual_axes: Sequence[str]) -> tuple[str, ..
 
 
 def define_linearization(primitive: Any, linearize: Callable[..., tuple[Array, Sequence[Array], Callable]]) -> None:
-    """Gives a primitive with one result a rule of its own for reverse mode, where JAX would take its JVP apart.
+    """Gives a primitive with one result its own rule for reverse mode; otherwise JAX would take its JVP apart.
 
-    Taking it apart finds the same residuals and the same linear function, but costs as much as tracing both anew.
-    Where this JAX calls such rules otherwise, nothing is done, and it does take the JVP apart.
+    Taking it apart finds the same residuals and the same linear function, but costs as much as tracing both again. If
+    the installed JAX calls such rules differently, this does nothing, and JAX takes the JVP apart.
 
     Args:
         primitive: The primitive; it has a JVP too, for forward mode.

@@ -32,7 +32,7 @@ OPERANDS = ("input", "kernel", "output_grad")
 class OpStatistics(eqx.Module):
     """What quantization does to the operands of one op, `[*stack, 3]` for input, kernel and output gradient.
 
-    NaN for operands that the loss does not reach, and for those in high precision nothing is lost: shares of 0. Where
+    Operands that the loss does not reach have NaN; operands in high precision lose nothing, so their shares are 0. If
     an op is used several times, each number is the largest over its uses.
 
     Args:
@@ -112,14 +112,14 @@ class ModelStatistics(eqx.Module):
 def quantization_statistics(model: Any, loss_fn: Callable[..., Any], *batch: Any) -> ModelStatistics:
     """Runs one forward and backward pass, as training would, and measures every operand of every FP8 product.
 
-    The products and their gradients are those of the model's own recipes; only a record is added. Works under
-    `jax.jit` and `eqx.filter_jit`, and costs about one more step. An operand that two products quantize differently is
-    measured where it is quantized first.
+    The products and their gradients are those of the model's own recipes; only the measurements are added. It works
+    under `jax.jit` and `eqx.filter_jit`, and costs about one more step. An operand that two products quantize
+    differently is measured where it is first quantized.
 
     Args:
         model: A converted model; with keys (`with_rounding_keys`) if a recipe needs them.
         loss_fn: `loss_fn(model, *batch)`, a scalar.
-        *batch: What the loss takes after the model.
+        *batch: The arguments of the loss after the model.
 
     Returns:
         Amax, saturation, underflow and error of input, kernel and output gradient of every op.
@@ -152,7 +152,7 @@ def quantization_statistics(model: Any, loss_fn: Callable[..., Any], *batch: Any
 
 
 def _measuring[M](model: M) -> M:
-    """The model with ops whose state records, and is otherwise the old one."""
+    """The model with ops whose state records statistics in addition."""
 
     def measure(path: str, layer: Any, stack: tuple[hax.Axis, ...]) -> Any:
         rule = rule_of(layer, default_layers)

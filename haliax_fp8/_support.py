@@ -15,9 +15,9 @@ class Support:
 
     Args:
         device: The device.
-        outcome: `"native"`, its matrix units multiply all of the recipe's FP8 products; `"emulated"`, it is a CPU,
-            which computes them with the same rounding; or `"refused"`, it is an accelerator that would have to emulate
-            them, slower than high precision: conversion raises, unless emulation is asked for.
+        outcome: `"native"`: its matrix units multiply all of the recipe's FP8 products; `"emulated"`: it is a CPU,
+            which computes them with the same rounding; or `"refused"`: it is an accelerator that would have to emulate
+            them, slower than high precision. Conversion then raises, unless emulation is requested.
         reason: Why.
     """
 
@@ -45,11 +45,11 @@ def supported(recipe: RecipeLike, device: Device | str | None = None) -> Support
         The outcome with its reason. Products that the recipe leaves in high precision do not count.
 
     Raises:
-        ValueError: If a name is unknown; the nearest ones are listed. If `recipe` is no recipe.
+        ValueError: If a name is unknown; the nearest ones are listed. If `recipe` is not a recipe.
 
     References:
         Compute capabilities: NVIDIA's cuBLAS documentation, `cublasLtMatmul` (FP8 from 8.9, blocks of 32 from 10.0).
-        TransformerEngine's `check_fp8_support` and `check_mxfp8_support` draw the same lines.
+        TransformerEngine's `check_fp8_support` and `check_mxfp8_support` use the same limits.
 
     Example:
         >>> print(supported("mxfp8", "b200").outcome, supported("delayed", "cpu").outcome)
@@ -59,7 +59,7 @@ def supported(recipe: RecipeLike, device: Device | str | None = None) -> Support
     """
     recipe = as_recipe(recipe)
     device = Device.default() if device is None else Device.by_name(device) if isinstance(device, str) else device
-    require("device", device, Device, "a name such as 'h100', or None for the one that is here", of="supported")
+    require("device", device, Device, "a name such as 'h100', or None for the local device", of="supported")
     if device.emulates:
         return Support(device, "emulated", "a CPU has no FP8 units; products are computed with the same rounding")
     products = {name: operands for name, operands in recipe.products.items() if operands[0].scaling.quantizes}
@@ -90,7 +90,7 @@ def _lacking(operands: tuple[Quantization, Quantization], device: Device) -> str
 def supported_in_groups(recipe: Recipe, device: Device) -> Support:
     """As `supported`, for grouped products, in which only one scale for the tensor stays outside the sum.
 
-    A row of the output has a group, and with it a kernel, of its own; wgrad sums over parts of an axis.
+    Each row of the output belongs to a group with its own kernel; wgrad sums over parts of an axis.
 
     Args:
         recipe: The recipe.
@@ -117,7 +117,7 @@ def require_support(recipe: Recipe, support: Support) -> None:
     """
     if support.outcome == "refused":
         raise ValueError(
-            f"recipe {recipe} was asked for on {support.device.kind}, which would emulate it, slower than high "
-            f"precision: {support.reason}. Leave the model unconverted, choose a recipe that supported(recipe, device) "
-            "calls native, or ask for emulation with Fp8Config(emulate=True)"
+            f"recipe {recipe} would be emulated on {support.device.kind}, slower than high precision: "
+            f"{support.reason}. Leave the model unconverted, choose a recipe that supported(recipe, device) calls "
+            "native, or request emulation with Fp8Config(emulate=True)"
         )

@@ -1,4 +1,4 @@
-"""Patterns that select layers by their path, and what to say when one selects nothing."""
+"""Patterns that select layers by their path, and the error if one selects nothing."""
 
 import difflib
 import fnmatch
@@ -54,8 +54,8 @@ def matches(pattern: Pattern, path: str, layer: Any) -> bool:
         selected = pattern(path, layer)
         if hasattr(selected, "dtype") and not isinstance(selected, np.bool_):
             raise ValueError(
-                f"a function among the patterns returned an array for {path!r} and has to return True or False; "
-                "wrap what it returns in bool(...)"
+                f"a function among the patterns returned an array for {path!r} but must return True or False; "
+                "wrap its result in bool(...)"
             )
         return bool(selected)
     if pattern in (path, path.rpartition(".")[2]) or fnmatch.fnmatchcase(path, pattern):
@@ -63,11 +63,11 @@ def matches(pattern: Pattern, path: str, layer: Any) -> bool:
     try:
         return re.fullmatch(pattern, path) is not None
     except re.error:
-        return False  # a glob such as `*.up` is no regular expression
+        return False  # a glob such as `*.up` is not a regular expression
 
 
 def unmatched_error(name: str, pattern: Pattern, paths: Sequence[str]) -> ValueError:
-    """What to raise for a pattern that selects none of `paths`."""
+    """The error for a pattern that selects none of `paths`."""
     if not paths:
         return ValueError(f"{name}={pattern!r} selects nothing: the model has no layer that can be converted")
     shown = paths

@@ -34,29 +34,29 @@ from ._xla_flags import XlaFlags
 M = TypeVar("M")
 type Metrics = dict[str, Float[Array, ""]]
 
-# A library does not print. Who sets logging to INFO sees once, when training begins, what is active.
+# A library does not print. At logging level INFO, users see once, when training begins, what is active.
 _logger = logging.getLogger("haliax_fp8")
 
 
 class TrainStep(eqx.Module):
-    """A training step for any optax optimizer: gradients, microbatches, update, state.
+    """A training step for any Optax optimizer: gradients, microbatches, update, state.
 
     Works on models with and without FP8 layers. The optimizer sees the inexact arrays of the model without FP8 state.
 
     Args:
         loss_fn: `loss_fn(model, *batch)`, the mean loss over the batch: a scalar, or a `NamedArray` without axes. Keys
-            that it needs, for dropout say, are part of the batch.
-        optimizer: Any optax optimizer.
-        microbatches: Into how many parts the leading axis of every array of the batch is split. Gradients are averaged
-            and amaxes maximised over the parts, one after the other in a `lax.scan`. For a key in each part, put
+            that it needs, for example for dropout, are part of the batch.
+        optimizer: Any Optax optimizer.
+        microbatches: The number of parts into which the leading axis of every array in the batch is split. The parts
+            run in a `lax.scan`; gradients are averaged, and amaxes combined by maximum. For a key per part, put
             `jax.random.split(key, microbatches)` into the batch; the loss gets an array with one key.
-        donate: Gives the memory of the model and the optimizer state to their successors. Whatever shares arrays with
-            them, such as the model before it was converted, is unusable after the step.
+        donate: Reuses the memory of the model and the optimizer state for the new ones. Anything that shares arrays
+            with them, such as the model before conversion, becomes unusable after the step.
 
     Raises:
         ValueError: If `loss_fn` is not a function, `optimizer` is not an optimizer, or `microbatches` is not an integer
             of at least 1. When called, if `microbatches` does not divide a batch, if `loss_fn` returns anything but one
-            number, if `opt_state` is that of another model, if `key` is not a single key or is meant for `loss_fn`, or
+            number, if `opt_state` belongs to another model, if `key` is not a single key or is meant for `loss_fn`, or
             if the model has static scales that are not calibrated.
 
     Example:
@@ -85,8 +85,8 @@ class TrainStep(eqx.Module):
     def init(self, model: PyTree) -> PyTree:
         """The optimizer's state for the trainable part of the model.
 
-        Logs one line, `describe(model).summary`, at level INFO to the logger `haliax_fp8`; and on NVIDIA's GPUs another
-        if the flags that XLA gets from the environment cost FP8 or its accumulation.
+        Logs one line, `describe(model).summary`, at level INFO to the logger `haliax_fp8`. On NVIDIA GPUs it logs
+        another if the XLA flags in the environment cost FP8 or its accumulation precision.
         """
         if _logger.isEnabledFor(logging.INFO):
             _logger.info(describe(model).summary)
@@ -96,14 +96,14 @@ class TrainStep(eqx.Module):
         return self.optimizer.init(trainable(model))
 
     def compiler_options(self, model: PyTree, *_: Any, device: Device | None = None) -> dict[str, bool]:
-        """The options of XLA that a step of this model is compiled with, beside the flags of the environment.
+        """The XLA options that a step of this model is compiled with, besides the flags of the environment.
 
-        On NVIDIA's GPUs they keep products to cuBLASLt, so that gradients accumulate in full float32. Called in another
-        `jit`, whose options count alone, a step passes none.
+        On NVIDIA GPUs they restrict products to cuBLASLt, so that gradients accumulate in full float32. Inside another
+        `jit`, only the outer options count, and a step passes none.
 
         Args:
             model: The model.
-            *_: What else a step takes.
+            *_: The other arguments of a step; ignored.
             device: Where the step runs; by default the device that JAX uses.
         """
         return training_options(recipes_of(model), Device.default() if device is None else device)
@@ -111,18 +111,17 @@ class TrainStep(eqx.Module):
     def calibrate(self, model: M, *batch: Any, key: Key[Array, ""] | None = None) -> M:
         """The model with its state filled from a pass in high precision over this step's own microbatches.
 
-        Enters into every history what the first step would record if it ran in high precision: one amax, the largest
-        over the microbatches. Scales then fit from the first step on. Call it once more with another batch for another
-        entry.
+        Adds to every history what the first step would record if it ran in high precision: one amax, the largest over
+        the microbatches. Scales then fit from the first step on. Call it again with another batch for another entry.
 
         Args:
-            model: The model. Without state, because its recipe keeps none or it is not converted, it comes back as it
-                is: a script for several recipes needs no special case.
+            model: The model. If it has no state, because its recipe keeps none or it is not converted, it is returned
+                unchanged, so a script for several recipes needs no special case.
             *batch: As in a step.
             key: As in a step.
 
         Returns:
-            The model with other state; parameters, and the arrays of the model that was given, stay.
+            The model with new state; parameters, and the arrays of the given model, do not change.
 
         Raises:
             ValueError: As in a step.
@@ -144,14 +143,14 @@ class TrainStep(eqx.Module):
         Args:
             model: The model.
             opt_state: From `init`, or from the step before.
-            *batch: What `loss_fn` takes after the model.
-            key: For recipes that round at random: another one in each step. See `with_rounding_keys`.
+            *batch: The arguments of `loss_fn` after the model.
+            key: For recipes with stochastic rounding: a new one in each step. See `with_rounding_keys`.
 
         Returns:
             The new model, the new optimizer state, and `loss` and `grad_norm` (over parameters, before clipping).
         """
         require_step_key(key, self.loss_fn, batch)
-        # Without waiting for the step before, whose scales were those of the model that it was given.
+        # Without waiting for the step before: the model that it got was checked already.
         require_calibrated(model, wait=False)
         require_own_state(model, wait=False)
         nested = any(isinstance(x, Tracer) for x in jax.tree.leaves((model, opt_state, batch)))
@@ -164,13 +163,13 @@ def _require_loss_and_optimizer(loss_fn: Any, optimizer: Any) -> None:
         return not isinstance(x, type) and all(callable(getattr(x, name, None)) for name in ("init", "update"))
 
     if is_optimizer(loss_fn) and callable(optimizer):
-        raise ValueError("loss_fn and optimizer are exchanged; use TrainStep(loss_fn, optimizer)")
+        raise ValueError("loss_fn and optimizer are swapped; use TrainStep(loss_fn, optimizer)")
     if not callable(loss_fn):
         raise ValueError(f"loss_fn={loss_fn!r} is not a function; give one that is called as loss_fn(model, *batch)")
     if not is_optimizer(optimizer):
         called = "; call it to make one" if callable(optimizer) else ""
         raise ValueError(
-            f"optimizer={optimizer!r} is not an optimizer{called}; use one of optax, such as optax.adamw(1e-3)"
+            f"optimizer={optimizer!r} is not an optimizer{called}; use one from optax, such as optax.adamw(1e-3)"
         )
 
 
@@ -184,8 +183,8 @@ def _run(kept: tuple[TrainStep, tuple[Any, ...], Array | None], model: Any, opt_
         if jax.tree.structure(opt_state) == jax.tree.structure(jax.eval_shape(step.optimizer.init, params)):
             raise
         raise ValueError(
-            "opt_state is not that of this model and this optimizer: the trees differ. Make it with step.init(model); "
-            "if the model was converted in mid-training, keep the moments with "
+            "opt_state does not belong to this model and optimizer: the trees differ. Create it with step.init(model); "
+            "if the model was converted during training, keep the moments with "
             "opt_state = transfer_optimizer_state(opt_state, old_model, model)"
         ) from error
     metrics = {"loss": loss, "grad_norm": optax.tree.norm(gradients)}
@@ -194,8 +193,8 @@ def _run(kept: tuple[TrainStep, tuple[Any, ...], Array | None], model: Any, opt_
 
 @functools.cache
 def _step(donate: bool, options: tuple[tuple[str, bool], ...]) -> Callable[..., Any]:
-    """The compiled step. One for all instances, so that equal ones share what is compiled."""
-    # What `jax.jit` takes, but Equinox's types do not declare.
+    """The compiled step. One for all instances, so that equal ones share compiled code."""
+    # `jax.jit` takes it, but Equinox's types do not declare it.
     for_jax: dict[str, Any] = {"compiler_options": dict(options)}
     return eqx.filter_jit(_run, donate="all-except-first" if donate else "none", **for_jax)
 
@@ -253,15 +252,15 @@ def _loss_and_gradients(
 
 
 def trainable[M](model: M) -> M:
-    """What an optimizer may see of a model: its inexact arrays, without state that gradients overwrite."""
+    """The part of a model that an optimizer may see: its inexact arrays, without state that gradients overwrite."""
     return eqx.filter(partition_for_grad_overwrite(model)[1], eqx.is_inexact_array)
 
 
 def transfer_optimizer_state(opt_state: PyTree, old_model: Any, new_model: Any) -> PyTree:
-    """An optimizer's state for a model that was converted, or converted back, in mid-training.
+    """An optimizer's state for a model that was converted, or converted back, during training.
 
-    Conversion leaves parameters as they are but changes the type of a layer's product, and with it the tree that
-    moments are stored in. This puts the same moments into the new model's tree.
+    Conversion does not change parameters, but it changes the type of a layer's product, and with it the tree that
+    moments are stored in. This function puts the same moments into the new model's tree.
 
     Args:
         opt_state: The optimizer's state for `old_model`.
@@ -269,7 +268,7 @@ def transfer_optimizer_state(opt_state: PyTree, old_model: Any, new_model: Any) 
         new_model: The model after it.
 
     Returns:
-        The state with every tree of the old model's structure in that of the new model.
+        The state, in which every tree with the old model's structure has that of the new model.
 
     Raises:
         ValueError: If the models' parameters differ in number, shape or dtype, or `opt_state` is not `old_model`'s.
@@ -286,7 +285,7 @@ def transfer_optimizer_state(opt_state: PyTree, old_model: Any, new_model: Any) 
     described = [[(x.shape, x.dtype) for x in leaves] for leaves in (old_leaves, new_leaves)]
     if described[0] != described[1]:
         raise ValueError(
-            f"new_model has other parameters than old_model ({len(new_leaves)} arrays against {len(old_leaves)}); "
+            f"new_model and old_model have different parameters ({len(new_leaves)} arrays against {len(old_leaves)}); "
             "only a conversion of the same parameters can keep the optimizer's state"
         )
 

@@ -1,4 +1,4 @@
-"""What a training step needs: state apart from parameters, updates of both, gradients with exact maxima."""
+"""What a training step needs: splitting state from parameters, updating both, gradients with exact maxima."""
 
 import dataclasses
 from collections.abc import Callable
@@ -37,7 +37,7 @@ def partition_for_grad_overwrite[T](tree: T) -> tuple[T, T]:
         `(overwrites, rest)`: each has the structure of `tree`, with None where the other one has a node.
 
     References:
-        `haliax.quantization.partition_for_grad_overwrite`, which this is: both find state by its marker type.
+        Identical to `haliax.quantization.partition_for_grad_overwrite`, which also finds state by its marker type.
 
     Example:
         >>> overwrites, params = partition_for_grad_overwrite(fp8_linear_layers(model))
@@ -48,11 +48,11 @@ def partition_for_grad_overwrite[T](tree: T) -> tuple[T, T]:
 
 
 def apply_updates[T](module: T, updates: PyTree, overwrites: PyTree) -> T:
-    """The model after a step: parameters plus their updates, state replaced by what the gradients carried.
+    """The model after a step: parameters plus their updates, and state replaced by what the gradients carried.
 
-    State is never taken over as it comes: each layer's scale and history are computed anew from the model's own and
-    the newest amax of the gradient. So it stays what it was where a layer was not reached, and where an amax is not
-    finite; and it is not corrupted where a layer was used several times under a plain gradient.
+    State is not copied from the gradient: each layer's scale and history are recomputed from the model's own and the
+    newest amax of the gradient. So state does not change if the step did not reach the layer or an amax is not finite,
+    and it is not corrupted if a layer was used several times under a plain gradient.
 
     Args:
         module: The model before the step.
@@ -63,8 +63,8 @@ def apply_updates[T](module: T, updates: PyTree, overwrites: PyTree) -> T:
         The model for the next step, its parameters in their own dtype.
 
     Raises:
-        ValueError: If `updates` or `overwrites` do not have the model's structure, or are exchanged; outside `jit`, if
-            anything but its own update changed the state of the model.
+        ValueError: If `updates` or `overwrites` do not have the model's structure, or are swapped; outside `jit`, if
+            anything but its own update changed the model's state.
     """
 
     pairs: list[tuple[OpState, OpState]] = []
@@ -74,8 +74,8 @@ def apply_updates[T](module: T, updates: PyTree, overwrites: PyTree) -> T:
             if overwrite is None:
                 if update is not None:
                     raise ValueError(
-                        "updates hold FP8 state, which an optimizer may not see: split the gradients first with "
-                        "overwrites, grads = partition_for_grad_overwrite(grads), and begin with "
+                        "updates contain FP8 state, which an optimizer must not see: split the gradients first with "
+                        "overwrites, grads = partition_for_grad_overwrite(grads), and start with "
                         "optimizer.init(trainable(model))"
                     )
                 return leaf
@@ -88,7 +88,7 @@ def apply_updates[T](module: T, updates: PyTree, overwrites: PyTree) -> T:
             return overwrite
         if overwrite is not None or isinstance(update, CustomGradientAccumulation):
             raise ValueError(
-                "overwrites have an array where the model has a parameter: they are exchanged with updates, or not "
+                "overwrites have an array where the model has a parameter: they are swapped with updates, or not "
                 "split from them. Call apply_updates(model, updates, overwrites) with overwrites, grads = "
                 "partition_for_grad_overwrite(grads), and updates from the optimizer"
             )
@@ -175,7 +175,7 @@ def accumulate_gradients[T](accumulated: T | None, gradients: T) -> T:
         ValueError: If the trees differ in structure.
 
     References:
-        `haliax.quantization.accumulate_gradients`, which works on our state too.
+        `haliax.quantization.accumulate_gradients`, which also works on our state.
     """
     if accumulated is None:
         return gradients
@@ -197,13 +197,14 @@ def accumulate_gradients[T](accumulated: T | None, gradients: T) -> T:
 def filter_grad(function: Callable[..., Any], *, has_aux: bool = False) -> Callable[..., Any]:
     """`eqx.filter_grad` whose state gradients are exact maxima over all uses of a layer.
 
-    Inside the differentiated function, state has the element type `fp32_max_grad`: where a layer is used several times
+    Inside the differentiated function, state has the element type `fp32_max_grad`. If a layer is used several times
     (called twice, tied, constant of a `scan`, one branch of a `cond`), JAX combines its state gradients by maximum
-    instead of by sum; and where it copies a layer for every example (a `cond` of each example's own, a `custom_vjp`
-    under `vmap`), of all whose output gradient is not zero. Parameters' gradients are those of `eqx.filter_grad`.
+    instead of by sum. If JAX copies a layer for every example (a `cond` per example, a `custom_vjp` under `vmap`), the
+    maximum is over all examples whose output gradient is not zero. Parameters' gradients are those of
+    `eqx.filter_grad`.
 
-    Where that cannot be differentiated, the function is called again: for a loss that puts together a model from parts,
-    for Equinox's functions with derivatives of their own, and as one program under `jax_debug_nans`.
+    If JAX cannot differentiate that, the function is called again in another way: for a loss that assembles a model
+    from parts, for Equinox's functions with custom derivatives, and as one program under `jax_debug_nans`.
 
     Args:
         function: `function(model, *args, **kwargs)`, returning a scalar, or `(scalar, aux)` with `has_aux`.
@@ -213,7 +214,7 @@ def filter_grad(function: Callable[..., Any], *, has_aux: bool = False) -> Calla
         A function with the same arguments that returns the gradients, `(gradients, aux)` with `has_aux`.
 
     Raises:
-        ValueError: When called, if JAX or Equinox would sum what state records; it says where, and what to use instead.
+        ValueError: When called, if JAX or Equinox would sum amaxes; the message says where, and what to use instead.
 
     Example:
         >>> def twice(layer, x):
@@ -250,7 +251,7 @@ def filter_value_and_grad(function: Callable[..., Any], *, has_aux: bool = False
             # Records have the element type already; other state may not.
             return function(with_max_gradients(eqx.combine(differentiated, rest)), *args, **kwargs)
 
-        # As JAX sees it, `fp32_max_grad` is as little a float as integers are.
+        # To JAX, `fp32_max_grad` is no more a float than integers are.
         value, gradients = jax.value_and_grad(of, has_aux=has_aux, allow_int=True)(differentiated)
         return value, gradients if way.tables else _completed(model, gradients)
 
@@ -266,7 +267,7 @@ def _is_differentiated(leaf: Any) -> bool:
 
 
 def _recording(model: Any, way: Way) -> Any:
-    """The model with ops that record, in place of updating their state."""
+    """The model with ops that record instead of updating their state."""
     if way.tables:
         return model
     records = iter(record_states(_states(model), inexact=way.inexact))
@@ -278,7 +279,7 @@ def _states(model: Any) -> list[OpState]:
 
 
 def _completed(model: Any, gradients: Any) -> Any:
-    """The gradients with states in the place of records."""
+    """The gradients with states instead of records."""
     new = iter(complete_states(_states(model), _records(gradients)))
     return jax.tree.map(lambda node: next(new) if _is_record(node) else node, gradients, is_leaf=_is_record)
 
@@ -292,14 +293,14 @@ def _is_record(node: Any) -> bool:
 
 
 def _is_op_state(node: Any) -> bool:
-    # A model without some of its arrays may have no state.
+    # A partitioned model may have no state.
     return isinstance(node, OpState) and node.table.array is not None
 
 
 def with_max_gradients[T](tree: T) -> T:
     """The tree with its state in the element type whose gradients accumulate by maximum.
 
-    What `filter_grad` does to the model at the top of the differentiated function, for those who write their own.
+    `filter_grad` does this at the top of the differentiated function; call it if you write that function yourself.
     """
     return jax.tree.map(
         lambda node: node.with_max_gradients() if _is_whole_state(node) else node, tree, is_leaf=_is_whole_state
@@ -307,5 +308,5 @@ def with_max_gradients[T](tree: T) -> T:
 
 
 def _is_whole_state(node: Any) -> bool:
-    # A model without some of its arrays has None in their place.
+    # A partitioned model has None for some arrays.
     return isinstance(node, OverwriteWithGradient) and None not in jax.tree.leaves(node, is_leaf=lambda x: x is None)

@@ -36,21 +36,21 @@ class Fp8Config:
         targets: Patterns of the layers to convert; None converts all.
         exclude: Patterns of layers to leave alone, whatever `targets` says.
         recipe: A recipe, its name, or a scaling to use for all operands.
-        overrides: Recipes for the layers that a pattern selects; None as the recipe leaves them alone. The first
-            pattern that fits wins.
+        overrides: A recipe for each pattern; None leaves the selected layers alone. The first pattern that matches
+            wins.
         amax_history_length: Sets the history length of every delayed scaling, of which there has to be one; None
-            leaves what the recipes say (1024 by default).
-        compute_dtype: The dtype that the products' operands and results are rounded to; None leaves them.
+            keeps the lengths of the recipes (1024 by default).
+        compute_dtype: The dtype that the products' operands and results are rounded to; None does not round.
         kernel_residual: What the backward pass keeps of kernels: `RequantizeWhereCheap()`, `Requantize()` or
             `KeepQuantized()`. Changes memory and speed, not values.
-        emulate: Convert even where the default device is an accelerator without the units that multiply a recipe's
-            products, see `supported`. A CPU always emulates, with the same rounding.
-        layers: The rules of the layer classes, see `LayerRule`.
-        where: Of the layers selected, converts those that are faster in FP8 on a named device; None converts all.
+        emulate: Converts even if the default device is an accelerator without the units for a recipe's products; see
+            `supported`. A CPU always emulates, with the same rounding.
+        layers: The rules of the layer classes; see `LayerRule`.
+        where: Converts only those selected layers that are faster in FP8 on a named device; None converts all.
 
     Raises:
         ValueError: If an argument is of the wrong kind, `targets` is empty, the history length is below 1 or no recipe
-            keeps a history, or `compute_dtype` is not floating-point of 16 bits or more.
+            keeps a history, or `compute_dtype` is not a floating-point dtype of at least 16 bits.
 
     Example:
         >>> Fp8Config(targets=["up_proj", "down_proj"], exclude="*.head").recipe
@@ -122,12 +122,12 @@ class Fp8Config:
 
 
 def as_config(config: Any, options: Mapping[str, Any] | None = None, *, call: str = "Fp8Config(") -> Fp8Config:
-    """The configuration that an argument `config`, or keywords in its place, stand for.
+    """The configuration given by an argument `config` or by keywords.
 
     Args:
-        config: What was given as the configuration; None for the default.
-        options: Fields of `Fp8Config` that were given one by one.
-        call: How a call begins that takes these fields as keywords, for errors.
+        config: The argument; None for the default.
+        options: Fields of `Fp8Config` given as keywords.
+        call: The beginning of a call that takes these fields as keywords, for errors.
 
     Raises:
         ValueError: If it is something else, both were given, or `Fp8Config` has no such field.
@@ -140,11 +140,11 @@ def as_config(config: Any, options: Mapping[str, Any] | None = None, *, call: st
             return config
         given = ", ".join(f"{name}={value!r}" for name, value in options.items())
         raise ValueError(
-            f"config came together with {given}: give a config or keywords, not both. "
+            f"config was given together with {given}: pass a config or keywords, not both. "
             f"dataclasses.replace(config, {given}) is the config with these changes"
         )
     if isinstance(config, type) and issubclass(config, Fp8Config):
-        raise ValueError("config is the class Fp8Config and has to be an instance; did you mean Fp8Config()?")
+        raise ValueError("config is the class Fp8Config, but must be an instance; did you mean Fp8Config()?")
     match config:
         case Mapping():
             meant = ", ".join(f"{name}={value!r}" for name, value in _known(config).items())
@@ -173,7 +173,7 @@ def _known(options: Mapping[Any, Any]) -> Mapping[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
-    """What becomes of one layer: its recipe, or the reason it is left alone; and what FP8 was predicted to gain."""
+    """What happens to one layer: its recipe, or the reason it is left alone; and the predicted gain of FP8."""
 
     path: str
     layer: Any
@@ -194,15 +194,15 @@ class Decision:
 def fp8_linear_layers[M](module: M, config: Fp8Config | None = None, **options: Any) -> M:
     """Converts the linear layers of a model to FP8.
 
-    Every layer that the configuration selects gets an `Fp8DotGeneral` in place of its `dot_general`; weights, and all
-    else in the tree, stay as they are. Works on any tree: attributes, lists, dicts, `haliax.nn.Stacked` and `BlockSeq`
-    at any depth, ensembles made by `eqx.filter_vmap`; on abstract models too (`eqx.filter_eval_shape`). A layer that
-    is converted already keeps its state if it would get the same recipe.
+    Replaces the `dot_general` of every selected layer with an `Fp8DotGeneral`; weights, and everything else in the
+    tree, do not change. Works on any tree: attributes, lists, dicts, `haliax.nn.Stacked` and `BlockSeq` at any depth,
+    ensembles made by `eqx.filter_vmap`, and abstract models (`eqx.filter_eval_shape`). A layer that is already
+    converted keeps its state if it would get the same recipe.
 
     Args:
-        module: The model, or any tree that holds linear layers.
+        module: The model, or any tree that contains linear layers.
         config: What to convert, and how; the default converts every linear layer with delayed scaling.
-        **options: Fields of `Fp8Config`, in place of `config`: `fp8_linear_layers(model, recipe="rowwise")`.
+        **options: Fields of `Fp8Config`, instead of `config`: `fp8_linear_layers(model, recipe="rowwise")`.
 
     Returns:
         The converted model. `module` is unchanged.
@@ -210,8 +210,8 @@ def fp8_linear_layers[M](module: M, config: Fp8Config | None = None, **options: 
     Raises:
         ValueError: If the model has no layer that can be converted; if a pattern selects no layer (the nearest paths
             are listed), or `targets` selects one that cannot be converted; if the default device lacks the units for a
-            recipe and emulation was not asked for; or if `config` is not an `Fp8Config`, an option is unknown, or both
-            are given.
+            recipe and `emulate` is False; or if `config` is not an `Fp8Config`, an option is unknown, or both are
+            given.
 
     Example:
         >>> In, Out = hax.Axis("in", 64), hax.Axis("out", 128)
@@ -221,7 +221,7 @@ def fp8_linear_layers[M](module: M, config: Fp8Config | None = None, **options: 
     """
     config = as_config(config, options, call="fp8_linear_layers(model, ")
     decisions = decide(module, config)
-    # That no layer pays is an answer, too.
+    # With `where`, it is fine if no layer pays.
     if config.where is None and not any(decision.is_convertible for decision in decisions.values()):
         left = {path: decision.reason for path, decision in decisions.items()}
         raise nothing_to_convert(module, config.layers, left)
@@ -262,11 +262,11 @@ def _keeping(rule: LayerRule, layer: Any, op: Fp8DotGeneral, kernel_residual: Ab
 
 
 def restore_linear_layers[M](module: M, config: Fp8Config | None = None) -> M:
-    """Takes FP8 out of a model again: the inverse of `fp8_linear_layers`.
+    """Removes FP8 from a model: the inverse of `fp8_linear_layers`.
 
     Args:
         module: A converted model.
-        config: Only its `layers` matter; needed where rules of your own were used to convert.
+        config: Only its `layers` matter; needed if the model was converted with custom rules.
 
     Returns:
         The model with plain layers and without FP8 state.
@@ -281,7 +281,7 @@ def restore_linear_layers[M](module: M, config: Fp8Config | None = None) -> M:
 
 
 def decide(module: Any, config: Fp8Config) -> dict[str, Decision]:
-    """What the configuration makes of each layer, by path; raises as `fp8_linear_layers` says."""
+    """The decision for each layer, by path; raises as described in `fp8_linear_layers`."""
     found = find_layers(module, config.layers)
     targets = None if config.targets is None else as_patterns("targets", config.targets)
     exclude = as_patterns("exclude", config.exclude)
@@ -313,7 +313,7 @@ def decide(module: Any, config: Fp8Config) -> dict[str, Decision]:
 def _choose(
     path: str, layer: Any, config: Fp8Config, targets: tuple[Pattern, ...] | None, exclude: tuple[Pattern, ...]
 ) -> tuple[Recipe | None, str, bool]:
-    """The recipe, or why there is none; and whether a pattern asked for this layer."""
+    """The recipe, or the reason for none; and whether a pattern named this layer."""
     for pattern in exclude:
         if matches(pattern, path, layer):
             return None, f"excluded by {pattern!r}", True

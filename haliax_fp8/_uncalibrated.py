@@ -1,4 +1,4 @@
-"""Which static scales are still to be found by calibration, read from a model on the host."""
+"""Which static scales are not calibrated yet, read from a model on the host."""
 
 from typing import Any
 
@@ -16,11 +16,11 @@ _OPERANDS = ("input", "kernel", "output_grad")
 
 
 def uncalibrated_operands(state: Any, *, wait: bool = True) -> tuple[str, ...]:
-    """The operands of an op whose scale calibration has not found, in one layer of its stack at least.
+    """The operands of an op whose scale is not calibrated in at least one layer of its stack.
 
     Args:
-        state: An op's state. What is abstract or traced has no values to read, and none is reported.
-        wait: Whether to wait for a state that is being computed; without it, none is reported for such a state.
+        state: An op's state. An abstract or traced state has no values to read, so no operand is reported.
+        wait: Whether to wait for a state that is being computed; without it, no operand is reported for such a state.
     """
     if not isinstance(state, OpState):
         return ()
@@ -30,10 +30,10 @@ def uncalibrated_operands(state: Any, *, wait: bool = True) -> tuple[str, ...]:
 
 
 def require_calibrated(model: Any, *, wait: bool = True) -> None:
-    """Raises a ValueError that names the layers, if a static scale is still to be found by calibration.
+    """Raises a ValueError that names the layers, if a static scale is not calibrated yet.
 
     Args:
-        model: A model; not checked where it is traced or abstract.
+        model: A model; not checked if it is traced or abstract.
         wait: As in `uncalibrated_operands`.
     """
     is_op = lambda node: isinstance(node, Fp8DotGeneral)

@@ -34,7 +34,7 @@ def find_layers(module: Any, rules: tuple[LayerRule, ...]) -> dict[str, tuple[An
 
 
 def map_layers[M](function: Callable[[str, Any], M], module: M, rules: tuple[LayerRule, ...]) -> M:
-    """The tree with `function(path, layer)` in the place of every layer that has a rule."""
+    """The tree with every layer that has a rule replaced by `function(path, layer)`."""
     return map_layers_in_stacks(lambda path, layer, stack: function(path, layer), module, rules)
 
 
@@ -69,20 +69,20 @@ def _walk(
 
 
 def nothing_to_convert(module: Any, rules: tuple[LayerRule, ...], left: Mapping[str, str]) -> ValueError:
-    """What to raise for a model without a layer that can be converted.
+    """The error for a model without a layer that can be converted.
 
     Args:
-        module: What was given as the model.
+        module: The given model.
         rules: The rules of the layer classes that can be converted.
         left: The reason for each layer that was found and cannot be, by path.
     """
     if isinstance(module, type):
-        return ValueError(f"module is the class {module.__name__} and has to be an instance, with weights")
+        return ValueError(f"module is the class {module.__name__}, but must be an instance, with weights")
     classes = jax.tree.leaves([rule.layer_type for rule in rules if not isinstance(rule, Refused)])
     names = ", ".join(f"{cls.__name__} of {cls.__module__.partition('.')[0]}" for cls in classes)
     found = "".join(f"; {path or 'the module itself'} cannot be: {reason}" for path, reason in list(left.items())[:3])
     return ValueError(
-        f"module of class {type(module).__name__} has no layer to convert{found}. Converted are {names}, anywhere in a "
-        "tree of modules, lists and dicts. Where a module multiplies by arrays of its own, call an Fp8DotGeneral or "
-        "Fp8Einsum there; for a layer class of your own, give Fp8Config(layers=...) a LayerRule"
+        f"module of class {type(module).__name__} has no layer to convert{found}. Convertible are {names}, anywhere in "
+        "a tree of modules, lists and dicts. If a module multiplies by plain arrays, call an Fp8DotGeneral or "
+        "Fp8Einsum there; for your own layer class, give Fp8Config(layers=...) a LayerRule"
     )

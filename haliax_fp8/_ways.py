@@ -1,4 +1,4 @@
-"""How a gradient is taken where JAX or Equinox cannot take it in the best way, and what to do where neither can."""
+"""Fallbacks for gradients that JAX or Equinox cannot take in the best way, and the errors if none works."""
 
 import dataclasses
 import traceback
@@ -13,14 +13,14 @@ from ._state import StateNotDifferentiated, fp32_max_grad
 
 @dataclasses.dataclass(frozen=True)
 class Way:
-    """What state is inside a differentiated function, and how that is run. All ways give the same numbers.
+    """The form of state inside a differentiated function, and how the function runs. All ways give the same numbers.
 
     Args:
-        inexact: Whether records count as inexact arrays. Equinox gives no tangent to what is none in
-            `filter_custom_jvp`, and refuses one in `filter_custom_vjp`; but a loss that casts inexact arrays would
-            cast them.
-        tables: Whether states stay tables, for a function that has the rest of their model and puts it together.
-        whole: Whether the gradient is one program, whatever the user runs operation by operation.
+        inexact: Whether records count as inexact arrays. For other arrays, Equinox gives no tangent in
+            `filter_custom_jvp`, and refuses one in `filter_custom_vjp`; but a loss that casts inexact arrays would cast
+            them.
+        tables: Whether states stay tables, for a function that assembles its model from parts.
+        whole: Whether the gradient is one program, even if the user runs operation by operation.
     """
 
     inexact: bool = False
@@ -32,7 +32,7 @@ def first_that_works(gradients_of: Callable[..., Any], *args: Any, **kwargs: Any
     """`gradients_of(way, *args, **kwargs)` in the first way in which JAX can differentiate the function.
 
     Raises:
-        ValueError: If it can in none, and this is why.
+        ValueError: If JAX cannot in any; with the reason.
     """
     # Other records are a kind of random keys to JAX, which it then takes for used twice.
     way = Way(inexact=jax.config.jax_debug_key_reuse)
@@ -64,7 +64,7 @@ def _looks_for_nans() -> bool:
 
 
 def _another(way: Way, error: Exception) -> Way | None:
-    """The way to take after this error; None if the error is the answer."""
+    """The way to try after this error; None if the error is final."""
     is_assertion = isinstance(error, AssertionError)
     if not way.tables and "OpRecord" in str(error):
         return dataclasses.replace(way, tables=True)
@@ -77,7 +77,7 @@ def _another(way: Way, error: Exception) -> Way | None:
 
 
 def _explanation(way: Way, error: Exception) -> str | None:
-    """What to do instead; None if it is not state that cannot be differentiated."""
+    """What to do instead; None if the error is not about state."""
     if _modules(error, "diffrax._adjoint", "_loop_backsolve_bwd"):
         return (
             "diffrax.BacksolveAdjoint solves for the gradient of FP8 state as if it were a number that changes with "
@@ -85,7 +85,7 @@ def _explanation(way: Way, error: Exception) -> str | None:
         )
     if _modules(error, "equinox.internal._loop.checkpointed"):
         return (
-            "Equinox's checkpointed loop adds up the gradients of its steps, and FP8 state takes their maximum. Use "
+            "Equinox's checkpointed loop adds up the gradients of its steps, but FP8 state needs their maximum. Use "
             'equinox.internal.while_loop with kind="bounded", or scan with kind="lax"; with Diffrax, '
             "adjoint=diffrax.DirectAdjoint()"
         )
@@ -94,19 +94,19 @@ def _explanation(way: Way, error: Exception) -> str | None:
     text = str(error)
     if "linear_transpose only supports" in text:
         return (
-            "jax.lax.custom_root transposes only what is linear in floats, and FP8 state is none of them. Use "
+            "jax.lax.custom_root transposes only functions of floats, and FP8 state is not a float. Use "
             "optimistix.root_find or optimistix.fixed_point, whose default adjoint is exact"
         )
     if "Cannot convert_element_type" in text or "can only convert from extended" in text:
         return (
-            "FP8 state was cast inside the differentiated function. Cast the arrays for which "
-            "jnp.issubdtype(x.dtype, jnp.floating) holds, which state's does not; eqx.is_inexact_array includes it "
-            "where a function of Equinox with a derivative of its own calls the layer"
+            "FP8 state was cast inside the differentiated function. Cast only arrays for which "
+            "jnp.issubdtype(x.dtype, jnp.floating) holds, which is false for state; eqx.is_inexact_array includes it "
+            "if an Equinox function with a custom derivative calls the layer"
         )
     if way.tables and ("reduce_sum" in text or "abstract method sum" in text):
         return (
-            "examples that are mapped by vmap take branches of their own (jax.lax.cond or switch), or a jax.custom_vjp "
-            "is mapped, in a function that was given a part of its model and puts the model together. Pass the whole "
+            "examples mapped by vmap each take their own branch (jax.lax.cond or switch), or a jax.custom_vjp is "
+            "mapped, in a function that gets only a part of its model and assembles the model inside. Pass the whole "
             "model as the first argument; or compute both branches outside cond, and choose with jnp.where"
         )
     return (
@@ -124,7 +124,7 @@ def _is_about_state(error: Exception) -> bool:
 
 
 def _modules(error: Exception, module: str, function: str | None = None) -> bool:
-    """Whether a function of a module, or of what is inside it, was running when the error was raised."""
+    """Whether a function of a module or its submodules was running when the error was raised."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     inside = lambda frame: f"{frame.f_globals.get('__name__', '')}.".startswith(f"{module}.")
     return any(inside(frame) and function in (None, frame.f_code.co_name) for frame in frames)

@@ -1,4 +1,4 @@
-"""WherePays: leaves those layers in high precision that would not be faster in FP8."""
+"""WherePays: leaves layers in high precision that would not be faster in FP8."""
 
 import dataclasses
 import math
@@ -18,35 +18,37 @@ from ._roofline import LIKELY, Efficiency
 
 @dataclasses.dataclass(frozen=True)
 class WherePays:
-    """Converts a layer only if a training step is predicted to be faster with it in FP8, on a device that you name.
+    """Converts a layer only if FP8 is predicted to make a training step faster, on a device that you name.
 
-    FP8 saves half of the time of a product, and adds casts, amaxes and transpositions, whose time grows with the sides
-    of the matrices and not with their product: it pays for large layers and many tokens. The prediction is a roofline,
-    see `Prediction`; no device has to be there, and none is asked.
+    FP8 halves the time of a product, but adds casts, amaxes and transpositions, whose time grows with the sizes of the
+    matrices and not with their product. So it pays for large layers and many tokens. The prediction is a roofline, see
+    `Prediction`; it does not need the device.
 
-    A layer is judged as if it stood alone. In a model, layers share casts and casts merge with what is around them, so
-    FP8 mostly adds less than predicted. What it adds was counted in programs for NVIDIA's devices; of a TPU it is taken
-    to be as on a B200.
+    Each layer is judged in isolation. In a model, layers share casts, and casts fuse with the operations around them,
+    so FP8 usually adds less than predicted. Its overhead was counted in programs for NVIDIA GPUs; for a TPU it is
+    assumed to equal that of a B200.
 
-    What `targets` selects is judged; what an override gives a recipe is converted in any case. A layer that is used
-    several times in a step, with fewer rows than there are tokens, or not in bf16, is judged as if it were not so: name
-    it in an override or in `exclude`.
+    Layers selected by `targets` are judged; layers with a recipe in `overrides` are always converted. The prediction
+    assumes that a layer is used once per step, with one row per token, in bf16. If that is wrong for a layer, name it
+    in an override or in `exclude`.
 
     Args:
-        device: A device or its name, such as `"h100"`; `"local"` for the one that is here. It needs known peaks.
-        tokens: How many rows every layer multiplies in a step, on one device: batch times sequence length. With
-            gradient accumulation, those of one microbatch.
-        at_least: How many times as fast as bf16 FP8 has to be. Above 1, for the prediction is an estimate.
-        experts_per_token: How many experts of a mixture each token is given to.
-        efficiency: What the device reaches of its peaks. The default decides in the middle of what was measured, and
-            `Prediction.gain_range` has the ends; shares of your own are taken as they are.
-        peaks: The device's figures, for one that has none here.
+        device: A device or its name, such as `"h100"`; `"local"` for the local one. It needs known peaks.
+        tokens: The number of rows that every layer multiplies in a step, on one device: batch times sequence length.
+            With gradient accumulation, those of one microbatch.
+        at_least: The speedup over bf16 that FP8 has to reach. A value above 1 adds a margin, since the prediction is an
+            estimate.
+        experts_per_token: The number of experts of a mixture that each token is sent to.
+        efficiency: The shares of its peaks that the device reaches. The default is the middle of the measured range,
+            and `Prediction.gain_range` covers its ends; custom shares are used as given.
+        peaks: The device's figures, if the package does not know them.
 
     Raises:
-        ValueError: If the device is unknown or has no peaks, a count is no positive integer, or `at_least` is below 1.
+        ValueError: If the device is unknown or has no peaks, a count is not a positive integer, or `at_least` is below
+            1.
 
     References:
-        torchao draws the line by sizes, `_auto_filter_for_recipe`, from such a roofline.
+        torchao decides by sizes from a similar roofline, `_auto_filter_for_recipe`.
 
     Example:
         >>> Wide, Narrow, Mlp = hax.make_axes(wide=4096, narrow=64, mlp=14336)

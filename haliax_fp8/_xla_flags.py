@@ -1,4 +1,4 @@
-"""The flags that a user gives XLA, and the one among them that decides about FP8 on NVIDIA's GPUs."""
+"""The flags that a user gives XLA, including the one that matters most for FP8 on NVIDIA GPUs."""
 
 import dataclasses
 import os
@@ -16,7 +16,7 @@ _BOOLEANS = {"true": True, "1": True, "": True, "false": False, "0": False}
 
 @dataclasses.dataclass(frozen=True)
 class XlaFlags:
-    """Flags by name, without their dashes; what is not named has XLA's default.
+    """Flags by name, without their dashes; all others have XLA's defaults.
 
     Args:
         values: The text of each flag's value; empty for a flag without one, which is true.
@@ -67,7 +67,7 @@ class XlaFlags:
         return XlaFlags.parse((os.environ if environment is None else environment).get("XLA_FLAGS", ""))
 
     def with_options(self, options: Mapping[str, Any]) -> "XlaFlags":
-        """These, and a compiler's options above them.
+        """These flags, overridden by a compiler's options.
 
         Args:
             options: As in `jax.jit(compiler_options=...)`.
@@ -79,7 +79,7 @@ class XlaFlags:
         """Whether Triton may make matrix products.
 
         Raises:
-            ValueError: If the flag has another value than true or false.
+            ValueError: If the flag is neither true nor false.
         """
         text = self.values.get(TRITON_PRODUCTS, "true")
         value = _BOOLEANS.get(text.lower())

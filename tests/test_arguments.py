@@ -71,7 +71,7 @@ CASES = {
         "device=3 of supported is not a Device; use a name such as 'h100'",
     ),
     "a list as an operand": (lambda: op()([[1.0] * 4], w, MATRICES), r"lhs of an FP8 product is a list; .*jnp.asarray"),
-    "a number as an operand": (lambda: op()(x, 1.0, MATRICES), "rhs of an FP8 product is a float; give an array"),
+    "a number as an operand": (lambda: op()(x, 1.0, MATRICES), "rhs of an FP8 product is a float; pass an array"),
     "a list in a grouped product": (lambda: ragged(jnp.array([1, 1]), [[1.0, 1.0]]), "lhs of an FP8 product is a list"),
     "a list in an einsum": (lambda: Fp8Einsum.init()("ab,bc->ac", x, [[1.0]]), "kernel of an FP8 einsum is a list"),
     "no dimension numbers": (
@@ -108,11 +108,11 @@ CASES = {
     "quantize to float16": (lambda: fp8.quantize(x, 1.0, jnp.float16), "cast=float16 is not the dtype of a format"),
     "scale and history exchanged": (
         lambda: ops.in_q(jnp.float32, E4M3.dtype, x, jnp.zeros(16), jnp.ones(1)),
-        r"scale.shape=\(16,\).*were scale and amax_history exchanged",
+        r"scale.shape=\(16,\).*are scale and amax_history swapped",
     ),
     "scale and history exchanged, qdq": (
         lambda: ops.in_qdq(jnp.float32, E4M3.dtype, x, jnp.zeros(16), jnp.ones(1)),
-        "were scale and amax_history exchanged",
+        "are scale and amax_history swapped",
     ),
     "rematerialized": (lambda: fp8.rematerialized(3), "function=3 of rematerialized is not a Callable; use a function"),
     "compressed": (lambda: fp8.compressed(3), "function=3 of compressed is not a Callable; use a function"),

@@ -526,7 +526,7 @@ def test_losses_with_names_or_with_more_than_a_number():
 
 @pytest.mark.parametrize("empty", [[], iter([]), ()], ids=["list", "iterator", "tuple"])
 def test_no_batches(empty):
-    with pytest.raises(ValueError, match="batches is empty; calibration needs one batch at least"):
+    with pytest.raises(ValueError, match="batches is empty; calibration needs at least one batch"):
         calibrate(fp8_linear_layers(mlp(), SHORT), weighted_sum, empty)
 
 

@@ -224,8 +224,8 @@ def test_on_a_cpu_nothing_is_in_fp8(training, capsys):
         (["--demo", "lama-8b", "--target", "local"], "the nearest are ['llama-8b'"),
         (["--demo", "gpt2", "--target", "local", "--recipe", "delaid"], "'delayed'"),
         (["--demo", "gpt2", "--target", "local", "--layers", "1", "--exclude", "blocks.x"], "exclude='blocks.x'"),
-        (["--demo", "gpt2", "--target", "local", "--tokens", "100", "--length", "64"], "--tokens 100 is no multiple"),
-        (["--demo", "gpt2", "--target", "local", "--tokens", "64", "--devices", "2"], "--devices 2 cannot divide"),
+        (["--demo", "gpt2", "--target", "local", "--tokens", "100", "--length", "64"], "100 is not a multiple"),
+        (["--demo", "gpt2", "--target", "local", "--tokens", "64", "--devices", "2"], "over --devices 2;"),
     ],
 )
 def test_errors(training, capsys, arguments, message):
@@ -250,7 +250,7 @@ def test_errors(training, capsys, arguments, message):
         (["training.py:make_step", "--devices", "0"], "invalid positive integer value: '0'"),
         (["training.py:make_step", "--xla", "no_value"], "invalid OPTION=VALUE value"),
         (["training.py:make_step", "--mesh", "8"], "invalid AXIS=N,... value: '8'"),
-        (["--demo", "gpt2", "--mesh", "data=8"], "--mesh is for steps of your own"),
+        (["--demo", "gpt2", "--mesh", "data=8"], "--mesh is for your own steps"),
     ],
 )
 def test_flags_that_do_not_fit(capsys, arguments, message):

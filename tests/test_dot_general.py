@@ -661,7 +661,7 @@ def test_second_derivatives_say_what_to_do():
 def test_state_access():
     op = delayed(5)
     assert op.scale("kernel").shape == () and op.amax_history("output_grad").shape == (5,)
-    with pytest.raises(ValueError, match="operand='weight' is none of .*'kernel'"):
+    with pytest.raises(ValueError, match="operand='weight' is not one of .*'kernel'"):
         op.scale("weight")
     assert isinstance(op.state, OverwriteWithGradient)
     assert {leaf.dtype for leaf in jax.tree.leaves(op)} == {np.dtype(np.float32)}

@@ -410,7 +410,7 @@ def test_moe_under_vmap():
 
 def test_moe_takes_one_axis_of_rows():
     layer = KINDS["haliax.MoELinear"].converted
-    with pytest.raises(ValueError, match="takes one axis of rows beside 'input': flatten the others"):
+    with pytest.raises(ValueError, match="takes one axis of rows besides 'input': flatten the others"):
         layer(hax.ones((Rows, Mid, In)), hax.named(jnp.array(SIZES), Experts))
 
 

@@ -131,7 +131,7 @@ def test_what_is_no_choice_is_refused():
 
 @pytest.mark.parametrize("recipe", ["current", "rowwise"])
 def test_scales_of_the_tensor_itself_are_shared_anyway(recipe):
-    with pytest.raises(ValueError, match="keeps state of their input"):
+    with pytest.raises(ValueError, match="keeps state for their input"):
         fp8.fuse_projections(fp8_linear_layers(MODELS["one"](), Fp8Config(recipe=recipe)))
 
 

@@ -274,7 +274,7 @@ def test_microbatches_that_are_no_number_of_parts_are_an_error(microbatches):
 
 
 WRONG_ARGUMENTS = {
-    "exchanged": (optax.sgd(0.1), loss_fn, {}, r"are exchanged; use TrainStep\(loss_fn, optimizer\)"),
+    "exchanged": (optax.sgd(0.1), loss_fn, {}, r"are swapped; use TrainStep\(loss_fn, optimizer\)"),
     "loss called": (3.0, optax.sgd(0.1), {}, r"loss_fn=3.0 is not a function; .* loss_fn\(model, \*batch\)"),
     "no optimizer": (loss_fn, None, {}, r"optimizer=None is not an optimizer; .* optax.adamw\(1e-3\)"),
     "a rate": (loss_fn, 1e-3, {}, r"optimizer=0.001 is not an optimizer; .* optax.adamw\(1e-3\)"),
@@ -376,7 +376,7 @@ def test_a_key_among_the_batch_needs_parts_for_microbatches(model):
 def test_optimizer_state_of_the_plain_model_is_an_error(model, name):
     plain, step = restore_linear_layers(model), TrainStep(loss_fn, OPTIMIZERS[name])
     opt_state = step.init(plain)
-    with pytest.raises(ValueError, match=r"opt_state is not that of this model.*transfer_optimizer_state\(opt_state, "):
+    with pytest.raises(ValueError, match=r"opt_state does not belong .*transfer_optimizer_state\(opt_state, "):
         step(model, opt_state, *batch_of(0))
     step(model, transfer_optimizer_state(opt_state, plain, model), *batch_of(0))
 
@@ -463,7 +463,7 @@ def test_transfer_gives_the_state_of_an_uninterrupted_run(name, direction):
 
 def test_transfer_refuses_a_model_with_other_parameters(model):
     opt_state = optax.adam(1e-2).init(trainable(model))
-    with pytest.raises(ValueError, match="new_model has other parameters than old_model"):
+    with pytest.raises(ValueError, match="new_model and old_model have different parameters"):
         transfer_optimizer_state(opt_state, model, model.first)
 
 

@@ -108,7 +108,7 @@ def test_computations_users_and_parameters():
 @pytest.mark.parametrize(
     "text, message",
     [
-        ("module @jit_f {}", "no HLO module"),
+        ("module @jit_f {}", "not an HLO module"),
         (HEADER, "no ENTRY"),
         (HEADER + "ENTRY %main (x: f32[]) -> f32[] {\n  %x = f32[] parameter(0)\n}\n", "no ROOT"),
         (HEADER + "ENTRY %main () -> f32[] {\n  what is this\n}\n", "not an HLO instruction"),

@@ -188,7 +188,7 @@ class RawWeights(eqx.Module):
             "of class dict has no layer .* Linear of haliax, .*Linear of eq",
         ),
         (RawWeights(jnp.ones((4, 4))), "of class RawWeights .*Fp8DotGeneral or Fp8Einsum there.*LayerRule"),
-        (eqx.nn.MLP, "is the class MLP and has to be an instance"),
+        (eqx.nn.MLP, "is the class MLP, but must be an instance"),
         ([eqx.nn.Conv1d(2, 2, 3, key=jax.random.key(0))], "no layer to convert; 0 cannot be: convolutions have no FP8"),
     ],
     ids=["None", "3", "norm", "raw", "class", "conv"],
@@ -615,7 +615,7 @@ def test_what_is_no_configuration_names_the_call_that_was_meant(config, meant):
         ({"zzz": 1}, "zzz=1 is not an option of Fp8Config; all of them are targets, exclude, recipe, "),
         (
             {"config": SHORT, "exclude": "head"},
-            r"config came together with exclude='head'.*dataclasses.replace\(config, exc",
+            r"config was given together with exclude='head'.*dataclasses.replace\(config, exc",
         ),
     ],
     ids=["near", "far", "both"],

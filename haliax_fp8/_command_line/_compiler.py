@@ -19,7 +19,7 @@ def install_compiler(name: str) -> None:
         name: One of `compilers`.
 
     Raises:
-        UsageError: If there is neither pip nor uv, or it fails; what it said is on the screen by then.
+        UsageError: If there is neither pip nor uv, or if it fails; its output is on the screen.
     """
     say, compiler = on_error().print, compilers[name]
     if compiler.unpacked is not None:
@@ -31,13 +31,13 @@ def install_compiler(name: str) -> None:
     if status != 0 or compiler.unpacked is None:
         shutil.rmtree(compiler.directory, ignore_errors=True)
         raise UsageError(
-            f"{compiler.requirement} could not be installed, see above. It exists for Linux, and for released versions "
-            "of JAX"
+            f"{compiler.requirement} could not be installed, see above. It exists only for Linux and for released "
+            "versions of JAX"
         )
     for other in compiler.directory.parent.glob(f"{compiler.package}-for-*"):
         if other != compiler.directory:
             shutil.rmtree(other, ignore_errors=True)  # of the JAX that was here before
-    say("Installed. `python -m haliax_fp8 devices` lists what can be compiled for now.")
+    say("Installed. `python -m haliax_fp8 devices` lists what this machine can compile for.")
 
 
 def _installer() -> Sequence[str]:

@@ -128,7 +128,7 @@ stackings: Mapping[str, Stacking] = {
 
 
 def in_bfloat16[M](model: M) -> M:
-    """The model with its float32 weights in bf16; FP8 state is no weight and stays float32."""
+    """The model with its float32 weights in bf16; FP8 state is not a weight and stays float32."""
 
     def cast(leaf: Any) -> Any:
         return leaf.astype(jnp.bfloat16) if eqx.is_inexact_array(leaf) else leaf
@@ -174,11 +174,11 @@ def demo_step(
         ValueError: If the numbers do not fit together, or the configuration does not fit the model.
     """
     if tokens % length:
-        raise ValueError(f"--tokens {tokens} is no multiple of --length {length}")
+        raise ValueError(f"--tokens {tokens} is not a multiple of --length {length}")
     if tokens // length % devices:
         raise ValueError(
-            f"--tokens {tokens} make {tokens // length} sequences of --length {length}, which --devices {devices} "
-            "cannot divide; take more tokens or shorter sequences"
+            f"--tokens {tokens} gives {tokens // length} sequences of --length {length}, which do not divide evenly "
+            f"over --devices {devices}; use more tokens or shorter sequences"
         )
     shape = demo.shape if layers is None else dataclasses.replace(demo.shape, layers=layers)
     init = lambda: LanguageModel.init(shape, length, stackings[stacking], key=jax.random.key(0))

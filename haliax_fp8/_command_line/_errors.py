@@ -2,4 +2,4 @@
 
 
 class UsageError(Exception):
-    """The command cannot be carried out as it was given; the message says what to change."""
+    """The command cannot run as given; the message says what to change."""

@@ -15,12 +15,12 @@ from ._errors import UsageError
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """A training step with what it is called with.
+    """A training step with its arguments.
 
     Args:
         function: The step.
         args: Its arguments, arrays or `ShapeDtypeStruct`s.
-        shardings: A `PartitionSpec` (or a tree of them, or None) for each argument; None where arrays say it.
+        shardings: A `PartitionSpec` (or a tree of them, or None) for each argument; None to use the arrays' own.
         known: Reasons why layers stay in high precision, by path.
     """
 

@@ -20,11 +20,11 @@ examples:
   python -m haliax_fp8 preflight my_training.py:make_step --compare my_training.py:make_bf16_step --json report.json
   python -m haliax_fp8 preflight --demo llama-8b --layers 4 --tokens 8192 --target b200 --compare
 
-FILE.py:FUNCTION takes no arguments and returns (step_fn, args), args being the tuple that the step is called with:
-arrays, or ShapeDtypeStructs as eqx.filter_eval_shape makes them. It may return (step_fn, args, shardings), with a
-PartitionSpec or None for each argument. The step is compiled, not run.
+FILE.py:FUNCTION takes no arguments and returns (step_fn, args), where args is the tuple of the step's arguments:
+arrays, or ShapeDtypeStructs from eqx.filter_eval_shape. It may return (step_fn, args, shardings), with a PartitionSpec
+or None for each argument. The step is compiled, not run.
 
-exit status: 0 all is well, 1 a requirement is not met, 2 the command or a package is wrong, 130 interrupted.
+exit status: 0 success, 1 a requirement is not met, 2 the command or a package is wrong, 130 interrupted.
 """
 
 
@@ -36,17 +36,17 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
     """
     parser = argparse.ArgumentParser(
         prog="python -m haliax_fp8",
-        description="Says which matrix products of a training step will run in FP8 on a device that is not here.",
+        description="Reports which matrix products of a training step will run in FP8 on a device that you name.",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     preflight = _preflight_parser(commands)
     for name, text in (
-        ("devices", "list devices, what runs on them natively, and what can be compiled for here"),
+        ("devices", "list devices, what they run natively, and which of them this machine can compile for"),
         ("formats", "list the FP8 formats with range, precision and subnormals"),
     ):
         command = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
         command.add_argument("--json", action="store_true", help="print JSON")
-    text = "get XLA's compiler for devices that are not here, for preflight; JAX goes on computing on what is here"
+    text = "install XLA's compiler for devices that this machine lacks, for preflight; JAX keeps its own devices"
     install = commands.add_parser("install-compiler", help=text, description=text[0].upper() + text[1:] + ".")
     known = ", ".join(f"{name} ({compiler.megabytes} MB)" for name, compiler in compilers.items())
     install.add_argument("compiler", choices=compilers, metavar="NAME", help=f"one of {known}")
@@ -60,14 +60,14 @@ def _preflight_parser(commands: Any) -> argparse.ArgumentParser:
     parser = commands.add_parser(
         "preflight",
         help="compile a step and list its products",
-        description="Compiles a training step for a device that need not be here, and lists every matrix product with "
-        "its formats, its kernel, and the reason where it is not in FP8.",
+        description="Compiles a training step for a device that this machine need not have, and lists every matrix "
+        "product with its formats, its kernel, and the reason if it is not in FP8.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("step", nargs="?", metavar="FILE.py:FUNCTION", help="what makes the step, see below")
+    parser.add_argument("step", nargs="?", metavar="FILE.py:FUNCTION", help="function that makes the step, see below")
     parser.add_argument("--target", default="h100", metavar="NAME", help=f"default h100; one of {', '.join(targets)}")
-    parser.add_argument("--devices", type=_positive, metavar="N", help="how many devices (default: as --mesh, or 1)")
+    parser.add_argument("--devices", type=_positive, metavar="N", help="how many devices (default: from --mesh, or 1)")
     parser.add_argument("--mesh", type=_mesh, metavar="AXIS=N,...", help="mesh axes and their sizes, such as data=8")
     parser.add_argument(
         "--compare",
@@ -82,7 +82,7 @@ def _preflight_parser(commands: Any) -> argparse.ArgumentParser:
         default=[],
         type=_requirement,
         metavar="NAME=VALUE",
-        help=f"exit with 1 if it does not hold; may be repeated; names: {', '.join(requirements())}",
+        help=f"exit with status 1 if not met; may be repeated; names: {', '.join(requirements())}",
     )
     parser.add_argument("--json", nargs="?", const="-", metavar="FILE", help="write JSON, to the screen without FILE")
     parser.add_argument("--markdown", nargs="?", const="-", metavar="FILE", help="write Markdown, likewise")
@@ -92,8 +92,8 @@ def _preflight_parser(commands: Any) -> argparse.ArgumentParser:
         default=[],
         type=_compiler_option,
         metavar="OPTION=VALUE",
-        help="an option of XLA's compiler, above the environment's XLA_FLAGS, such as "
-        "xla_gpu_enable_triton_gemm=false; may be repeated",
+        help="an option for XLA's compiler, overrides XLA_FLAGS, such as xla_gpu_enable_triton_gemm=false; may be "
+        "repeated",
     )
     parser.add_argument(
         "--one-setting",
@@ -101,7 +101,7 @@ def _preflight_parser(commands: Any) -> argparse.ArgumentParser:
         help="do not compile a second time with the other setting of xla_gpu_enable_triton_gemm",
     )
     parser.add_argument("--svg", metavar="FILE", help="draw the table as a picture")
-    demo = parser.add_argument_group("a model with published shapes instead of a step of your own")
+    demo = parser.add_argument_group("a model with published shapes instead of your own step")
     demo.add_argument("--demo", metavar="NAME", help=f"one of {', '.join(demos)}")
     demo.add_argument("--layers", type=_positive, metavar="N", help="blocks (default: as published)")
     demo.add_argument("--tokens", type=_positive, default=8192, metavar="N", help="tokens in a step (default 8192)")
@@ -120,7 +120,7 @@ def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None
     if options.demo is None and options.compare == IN_BFLOAT16:
         parser.error("--compare without a value is for --demo; give the FILE.py:FUNCTION of the baseline")
     if options.demo is not None and options.mesh is not None:
-        parser.error("--mesh is for steps of your own; a demo divides its arrays over --devices N")
+        parser.error("--mesh is for your own steps; a demo divides its arrays over --devices N")
     if options.json == options.markdown == "-":
         parser.error("--json and --markdown cannot both go to the screen; give one of them a FILE")
     if options.length is None:
@@ -135,7 +135,7 @@ def requirements() -> dict[str, inspect.Parameter]:
 
 
 def _argument(kind: str) -> Callable[[Callable[[str], Any]], Callable[[str], Any]]:
-    """Lets argparse say what was expected: its message is "invalid KIND value"."""
+    """Lets argparse say what it expected: its message is "invalid KIND value"."""
 
     def named(parse: Callable[[str], Any]) -> Callable[[str], Any]:
         parse.__name__ = kind

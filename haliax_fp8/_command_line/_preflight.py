@@ -58,7 +58,7 @@ def check_target(name: str) -> None:
 
 
 def demo_steps(options: argparse.Namespace) -> tuple[Step, Step | None]:
-    """The demo, and where it was asked for the same in bf16."""
+    """The demo and, if requested, the same in bf16."""
     demo = demo_by_name(options.demo)
     sizes = {name: getattr(options, name) for name in ("layers", "tokens", "length")}
     sizes["devices"] = options.devices or 1
@@ -98,7 +98,7 @@ def reasons(model: Any, config: Fp8Config | None) -> dict[str, str]:
 
 
 def compile_with_progress(step: Step, baseline: Step | None, options: argparse.Namespace) -> PreflightReport:
-    """The report; what is being compiled is shown on the standard error meanwhile."""
+    """The report; the standard error shows what is being compiled meanwhile."""
     console = on_error()
     columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
     with Progress(*columns, console=console, transient=True) as progress:
@@ -132,7 +132,7 @@ def compile_with_progress(step: Step, baseline: Step | None, options: argparse.N
 
 
 def interruptible[T](function: Callable[[], T]) -> T:
-    """Calls a function in a thread of its own.
+    """Calls a function in a separate thread.
 
     Python handles Ctrl-C between its own instructions: in the main thread it would wait for the compiler's end.
     """
@@ -169,7 +169,7 @@ def write(report: PreflightReport, options: argparse.Namespace) -> None:
 
 
 def explain(error: Exception, options: argparse.Namespace) -> str:
-    """One line for what the package raises; the whole traceback for what went wrong within the user's file."""
+    """One line for errors of the package; the whole traceback for errors in the user's file."""
     files = {os.path.realpath(split_reference(r)[0]) for r in (options.step, options.compare) if r}
     frames = {os.path.realpath(frame.filename) for frame in traceback.extract_tb(error.__traceback__)}
     if files & frames or not isinstance(error, ValueError | RuntimeError):

@@ -1,4 +1,4 @@
-"""Where output goes: results to the standard output, all else to the standard error."""
+"""Where output goes: results to the standard output, everything else to the standard error."""
 
 import io
 import re
@@ -18,7 +18,7 @@ def screen() -> Console:
 
 
 def on_error() -> Console:
-    """For messages: as they are, a line stays a line."""
+    """For messages, unchanged: a line stays a line."""
     return Console(stderr=True, soft_wrap=True, markup=False, highlight=False)
 
 

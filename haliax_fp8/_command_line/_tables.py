@@ -22,11 +22,11 @@ class DeviceRow:
     """A device, as the command `devices` lists it.
 
     Args:
-        name: What `--target` and `describe(device=...)` call it.
+        name: Its name for `--target` and `describe(device=...)`.
         kind: The device's own name.
         capability: Compute capability or architecture; empty if it has none.
         native: The recipes that it multiplies natively.
-        otherwise: What becomes of the others: `"emulated"` or `"refused"`, with the reason of the first.
+        otherwise: What happens to the others: `"emulated"` or `"refused"`, with the reason of the first.
         preflight: `"ready"`, what makes it ready, or `"no target"`.
     """
 
@@ -39,7 +39,7 @@ class DeviceRow:
 
 
 def device_rows() -> list[DeviceRow]:
-    """The devices that are here, and all that are known by name."""
+    """The local devices, and all devices known by name."""
     here = Device.default()
     kind = f"{len(jax.devices())} × {here.kind}"
     return [_device_row("local", here, kind), *(_device_row(n, d, d.kind) for n, d in devices.items() if n != "cpu")]
@@ -71,7 +71,7 @@ def device_table(rows: list[DeviceRow]) -> Table:
         title_justify="left",
         title_style="bold",
         box=rich.box.SIMPLE,
-        caption=Text(remedies),  # Text, not markup: an extra in brackets is no style.
+        caption=Text(remedies),  # Text, not markup: an extra in brackets is not a style.
         caption_justify="left",
     )
     for column in ("name", "device", "capability", "recipes that run natively", "preflight"):

@@ -1,4 +1,4 @@
-"""What a rule says about the layers of one class."""
+"""The interface of rules, each for the layers of one class."""
 
 import abc
 import dataclasses
@@ -20,8 +20,8 @@ from .._support import Support, supported
 class LayerRule(abc.ABC):
     """How the layers of one class are converted.
 
-    Write one for a class of your own and pass it in `Fp8Config(layers=(MyRule(), *default_layers))`; the first rule
-    whose class fits a layer is used.
+    Write one for your own class and pass it in `Fp8Config(layers=(MyRule(), *default_layers))`. The first rule whose
+    class matches a layer is used.
     """
 
     @property
@@ -54,25 +54,25 @@ class LayerRule(abc.ABC):
         """The layer as it was before `convert`."""
 
     def support(self, recipe: Recipe, device: Device) -> Support:
-        """What becomes of the products of such a layer on a device; of most layers, what `supported` says."""
+        """How the products of such a layer run on a device; for most layers, as `supported` says."""
         return supported(recipe, device)
 
     def size(self, layer: Any, stack: tuple[hax.Axis, ...]) -> LayerSize | None:
-        """The matrices of one layer of the stacks; None where nobody can say, and its time is not predicted."""
+        """The matrices of one layer of the stacks; None if unknown, and then its time is not predicted."""
         return None
 
     def part(self, layer: Any) -> Hashable | None:
-        """What `split` needs to know of a layer that is joined with others; None for layers that cannot be."""
+        """What `split` needs to know of a layer that is joined with others; None if it cannot be joined."""
         return None
 
     def join(self, layers: Sequence[Any]) -> Any:
-        """One plain layer with the outputs of several plain ones, one after the other.
+        """One plain layer with the concatenated outputs of several plain ones.
 
         Args:
-            layers: Which have a `part`.
+            layers: Layers that have a `part`.
 
         Raises:
-            ValueError: If they differ in more than what they put out.
+            ValueError: If they differ in more than their outputs.
         """
         raise ValueError(f"layers of {type(layers[0]).__name__} cannot be joined")
 
@@ -81,12 +81,12 @@ class LayerRule(abc.ABC):
 
         Args:
             joined: The layer. If it is converted, all get its op.
-            parts: What `part` said of each.
+            parts: The `part` of each.
         """
         raise ValueError(f"a {type(joined).__name__} cannot be split")
 
     def only_if_named(self, layer: Any) -> str | None:
-        """Why a layer is converted only where `targets` or an override selects it; None for most layers."""
+        """Why a layer is converted only if `targets` or an override selects it; None for most layers."""
         return None
 
 
@@ -135,7 +135,7 @@ class Refused(LayerRule):
 
 
 def integer_weight(weight: Any) -> str | None:
-    """The refusal of weights that are not floating-point; None where they are, or are no arrays at all."""
+    """The refusal of weights that are not floating-point; None if they are, or are not arrays at all."""
     array = weight.array if isinstance(weight, hax.NamedArray) else weight
     dtype = getattr(array, "dtype", None)
     if dtype is None or jnp.issubdtype(dtype, jnp.floating):

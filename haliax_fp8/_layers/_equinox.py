@@ -55,7 +55,7 @@ class Fp8Linear(eqx.nn.Linear):
 
 @dataclasses.dataclass(frozen=True)
 class EquinoxLinear(LayerRule):
-    """`eqx.nn.Linear`, which has no place for an op: an `Fp8Linear`, a subclass, takes its place."""
+    """`eqx.nn.Linear`, which has no field for an op: an `Fp8Linear`, a subclass, replaces it."""
 
     @property
     def layer_type(self) -> type:
@@ -143,7 +143,7 @@ def _with_arrays(layer: eqx.nn.Linear, weight: Any, bias: Any, outputs: Any = No
 
 
 def _leading_shape(layer: eqx.nn.Linear) -> tuple[int, ...] | None:
-    """The sizes of the weight's axes before its matrix; None where nobody can say.
+    """The sizes of the weight's axes before its matrix; None if unknown.
 
     A weight need not be an array: FlowJAX's layers hold a node that computes it, such as a masked array, once the whole
     model is unwrapped; `eqx.nn.Shared` leaves a node without arrays. The bias has the same leading axes.

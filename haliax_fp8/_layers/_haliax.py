@@ -69,7 +69,7 @@ class HaliaxLinear(LayerRule):
         return layer.Out if out and any(names[i : i + len(out)] == out for i in range(len(names))) else None
 
     def join(self, layers: Sequence[hnn.Linear]) -> hnn.Linear:
-        """Of one output axis, `joined`, in the place of the layers' own."""
+        """With one output axis, `joined`, instead of the layers' own."""
         first = layers[0]
         alike = lambda layer: (layer.In, layer.bias is None, layer._reparam_cls, layer.weight.dtype)
         if any(alike(layer) != alike(first) for layer in layers):
@@ -113,7 +113,7 @@ def _joined(arrays: Sequence[hax.NamedArray]) -> hax.NamedArray:
 
 
 class Fp8Embedding(hnn.Embedding):
-    """A `haliax.nn.Embedding` whose `unembed` multiplies in FP8; the look-up stays as it is."""
+    """A `haliax.nn.Embedding` whose `unembed` multiplies in FP8; the lookup does not change."""
 
     dot_general: Fp8DotGeneral = eqx.field(kw_only=True)
 
@@ -143,7 +143,7 @@ class HaliaxEmbedding(LayerRule):
         return subclass(layer, hnn.Embedding) or integer_weight(layer.weight)
 
     def only_if_named(self, layer: hnn.Embedding) -> str:
-        """A look-up is no product, and a head in FP8 is a choice to make: the loss reads it directly."""
+        """A lookup is not a product, and an FP8 head is an explicit choice: the loss reads it directly."""
         return "a tied head is converted only if a target names it"
 
     def shape(self, layer: hnn.Embedding) -> str:
@@ -191,7 +191,7 @@ class Fp8MoELinear(hnn.MoELinear):
         ragged = hax.axis.without_axes(inputs.axes, self.In)
         if len(ragged) != 1:
             raise ValueError(
-                f"inputs have axes {inputs.axes}; a MoELinear takes one axis of rows beside {self.In.name!r}: flatten "
+                f"inputs have axes {inputs.axes}; a MoELinear takes one axis of rows besides {self.In.name!r}: flatten "
                 "the others into it"
             )
         rows = inputs.rearrange((*ragged, self.In)).array

@@ -42,7 +42,7 @@ def round_down_to_power_of_two(x: Float32[Array, "*shape"]) -> Float32[Array, "*
 
 
 def round_up_scale(scale: Float32[Array, "*shape"], bits: int) -> Float32[Array, "*shape"]:
-    """The least number of so many significant bits that is not below a positive scale; infinity and NaN stay.
+    """The smallest number with so many significant bits that is not below a positive scale; infinity and NaN stay.
 
     A larger scale clips nothing. It moves values down in the format's range, by at most `2**(1 - bits)`: 12.5 % with
     4 bits. Rounding keeps its relative precision, as the format is a floating-point one.
@@ -62,7 +62,7 @@ def round_up_scale(scale: Float32[Array, "*shape"], bits: int) -> Float32[Array,
 def amax_over(x: Float[Array, "*shape"], axes: tuple[int, ...], *, keepdims: bool = True) -> Float32[Array, "*blocks"]:
     """The largest magnitude along some axes; NaN if one of them is infinite or NaN.
 
-    A scale of NaN, and every value under it: a gradient that overflowed has to be seen by whoever skips such steps.
+    The scale is then NaN, and so is every value with it: code that skips overflowed steps has to notice them.
 
     Args:
         x: Values in any floating dtype.

@@ -1,4 +1,4 @@
-"""What delayed scaling measures of a tensor, and how its history of measurements gives one number."""
+"""What delayed scaling measures of a tensor, and how its history is reduced to one number."""
 
 import abc
 import dataclasses
@@ -57,7 +57,7 @@ class AbstractAmaxCompute(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class MaxOfHistory(AbstractAmaxCompute):
-    """The largest amax of the history: nothing is clipped unless it grows beyond all that was seen."""
+    """The largest amax of the history: values are clipped only if they exceed everything in the history."""
 
     def of_history(self, history: Float32[Array, "*rows history"]) -> Float32[Array, "*rows 1"]:
         """`max(history)`."""
@@ -81,13 +81,13 @@ class RecoveringMax(AbstractAmaxCompute):
     everything to zero until that step has left the history; this rule does so for `steps` steps at most. A tensor that
     grows, or alternates within a factor of `factor`, gets the scale of `MaxOfHistory`, and nothing of it is clipped.
 
-    Where the last few steps recorded nothing above zero, as behind a layer whose own input was flushed to zero, the
-    smallest amax of the history takes their place: all layers recover in the same step, not one after the other.
+    If the last few steps recorded only zeros, as after a layer whose own input was flushed to zero, the smallest amax
+    of the history takes their place. So all layers recover in the same step, not one after the other.
 
     Args:
-        steps: How many of the last steps count. Beyond the history's length it changes nothing.
-        factor: How far above their amaxes the number may be. E4M3 holds a tensor whose scale is 256 times too large
-            without loss (`docs/recipes/rows.md`); a `margin` of delayed scaling comes on top of it.
+        steps: How many of the last steps count. Values above the history's length have no further effect.
+        factor: How far above their amaxes the result may be. E4M3 represents a tensor whose scale is 256 times too
+            large without loss (`docs/recipes/rows.md`); the `margin` of delayed scaling is applied on top.
 
     Raises:
         ValueError: If `steps` is not a positive integer, or `factor` is below 1 or not finite.
@@ -125,7 +125,7 @@ class RecoveringMax(AbstractAmaxCompute):
 class MovingAverage(AbstractAmaxCompute):
     """The exponential moving average of the amaxes: one outlier moves the scale a little, and is clipped.
 
-    `sum(decay**age * amax) / sum(decay**age)` over what the history recorded, so that the first steps have no bias.
+    `sum(decay**age * amax) / sum(decay**age)` over the recorded steps, so the first steps are unbiased.
 
     Args:
         decay: The weight of a step relative to the one after it.
@@ -158,13 +158,14 @@ class MovingAverage(AbstractAmaxCompute):
 
 @dataclasses.dataclass(frozen=True)
 class Percentile(AbstractAmaxCompute):
-    """A percentile of `|x|` in place of its maximum: a few outliers are clipped, and all else keeps its precision.
+    """A percentile of `|x|` instead of its maximum: a few outliers are clipped, and everything else keeps its
+    precision.
 
-    Exact, which takes a sort of the tensor: meant for research and for calibration. Several uses of one state record
-    the largest of their percentiles.
+    It is exact, which requires sorting the tensor, and meant for research and calibration. Several uses of one state
+    record the largest of their percentiles.
 
     Args:
-        percent: How much of the tensor must fit the range.
+        percent: The percentage of elements that must fit the range.
 
     Raises:
         ValueError: If `percent` is not above 0 and at most 100.

@@ -1,4 +1,4 @@
-"""What a scaling has to say: how it quantizes an operand at one use, and if it remembers, what and how."""
+"""The interface of scalings: how they quantize an operand at one use, and what they remember, if anything."""
 
 import abc
 import dataclasses
@@ -19,7 +19,7 @@ class OperandUse(NamedTuple):
     Args:
         format: The format to round to.
         contracted: The axes of the operand that the product sums over.
-        ensemble: How many leading axes number independent members, each with scales of its own.
+        ensemble: How many leading axes number independent members, each with its own scales.
         stored: The scales that the state holds, `[*ensemble]`; None if the scaling is stateless.
         rounding: How to round.
         key: For a rounding that is random, one key for each member.
@@ -46,8 +46,8 @@ class OperandUse(NamedTuple):
 class AbstractScaling(abc.ABC):
     """How one operand gets its scale: which elements share one, and when their amax is measured.
 
-    A scaling is a value: frozen, hashable, compared by its fields. What it remembers between steps is not in it but in
-    the state of the op that uses it.
+    A scaling is a value: frozen, hashable, compared by its fields. What it remembers between steps is stored in the
+    state of the op that uses it.
     """
 
     quantizes: ClassVar[bool] = True
@@ -84,8 +84,8 @@ class AbstractScaling(abc.ABC):
 class AbstractStatefulScaling(AbstractScaling):
     """A scaling whose scale comes from state that is carried from step to step.
 
-    The state is a row of a table, one for each operand: first the scale for the next use, then what the scaling wants.
-    A step measures each operand, and enters what it measured.
+    The state is a row of a table per operand: first the scale for the next use, then whatever the scaling remembers. A
+    step measures each operand, and records the result.
     """
 
     directional: ClassVar[bool] = False
@@ -94,7 +94,7 @@ class AbstractStatefulScaling(AbstractScaling):
     """Whether the scale that `quantize` uses is the state's, so that nobody else need keep it."""
 
     measures: ClassVar[int]
-    """How many numbers a step records of an operand; with 0 it records none, and the rows stay as they are."""
+    """How many numbers a step records of an operand; with 0 it records none, and the rows do not change."""
 
     @property
     @abc.abstractmethod

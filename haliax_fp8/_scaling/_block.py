@@ -19,17 +19,17 @@ class BlockScaling(AbstractScaling):
     """One scale per block: `size` elements along the contraction, or a square of them.
 
     DeepSeek-V3 scales input and output gradient in blocks of 1x128 and the kernel in blocks of 128x128. Squares are
-    the same for both products that use the kernel; 1-D blocks are quantized anew for each.
+    the same for both products that use the kernel; 1-D blocks are quantized again for each.
 
     Args:
         size: Elements of a block along the contracted axis (the last one, if several are contracted).
-        square: Whether a block spans as many elements of the last free axis too.
-        power_of_two: Round scales up to powers of two. Then the blocks of 128 are blocks of 32 with equal scales, which
+        square: Whether a block also spans `size` elements of the last free axis.
+        power_of_two: Round scales up to powers of two. Blocks of 128 then equal blocks of 32 with the same scale, which
             hardware multiplies.
-        padding: Whether an axis may end in the middle of a block, as if it went on with zeros.
+        padding: Whether the last block of an axis may be partial, as if padded with zeros.
 
     Raises:
-        ValueError: If `size` is below 1; when used, if a block is cut by the edge and `padding` is False.
+        ValueError: If `size` is below 1; when used, if the last block is partial and `padding` is False.
 
     References:
         DeepSeek-V3 (arXiv:2412.19437), section 3.3.2; TransformerEngine's `Float8BlockScaling`.
@@ -51,7 +51,7 @@ class BlockScaling(AbstractScaling):
 
     @property
     def units(self) -> MatrixUnits:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Powers of two for whole blocks of 32 are MXFP8, a scale repeated; any other scale no hardware takes."""
+        """Powers of two for whole blocks of 32 are MXFP8 with repeated scales; no hardware supports any other scale."""
         return MX_UNITS if self.power_of_two and self.size % 32 == 0 else NO_UNITS
 
     @property

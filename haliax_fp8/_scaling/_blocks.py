@@ -50,7 +50,7 @@ def blockwise_sum(x: Float32[Array, "*shape"], block: tuple[int, ...]) -> Float3
 
 
 def _split(x: Array, block: tuple[int, ...]) -> tuple[Array, tuple[int, ...]]:
-    """Each axis as blocks by elements of one, filled up with zeros; and the axes of elements."""
+    """Each axis split into blocks by elements, padded with zeros; and the axes of elements."""
     x = jnp.pad(x, [(0, -size % b) for size, b in zip(x.shape, block, strict=True)])
     shape = [part for size, b in zip(x.shape, block, strict=True) for part in (size // b, b)]
     return x.reshape(shape), tuple(range(1, 2 * len(block), 2))

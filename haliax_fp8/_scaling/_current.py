@@ -57,8 +57,8 @@ class CurrentScaling(AbstractScaling):
 class RowwiseScaling(AbstractScaling):
     """One scale per row: for everything that the product sums over at once.
 
-    An outlier spoils its own row and no other. A row of fprop is a column of wgrad, so that operands of two products
-    are quantized for each.
+    An outlier spoils only its own row. A row of fprop is a column of wgrad, so an operand of two products is quantized
+    for each.
 
     Args:
         power_of_two: Round scales up to powers of two, as torchao does: data then differ from those of float32 scales

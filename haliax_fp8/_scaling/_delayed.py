@@ -24,16 +24,17 @@ _SMALLEST_SCALE = float(jnp.finfo(jnp.float32).tiny)
 class DelayedScaling(AbstractStatefulScaling):
     """One scale per tensor, from the largest amax of the last steps.
 
-    `scale = amax / max * 2**margin` with `amax = max(history)`; the history is that of the steps *before* this one, so
-    the tensor is read once, not twice. What exceeds the range then is clipped in this step and fits in the next.
+    `scale = amax / max * 2**margin` with `amax = max(history)`. The history covers the steps *before* this one, so the
+    tensor is read once, not twice. A value that exceeds the range is clipped in this step and fits in the next.
 
     Args:
         amax_history_length: How many steps the history remembers. A spike keeps the scale large for that many steps,
-            and one a million times too large flushes all else to zero for as long; 16 to 32 reacts faster, 1024 is the
-            field's default. `amax_compute=RecoveringMax()` bounds that time under any length.
+            and a spike a million times too large flushes everything else to zero for as long. 16 to 32 reacts faster;
+            1024 is the default in the field. `amax_compute=RecoveringMax()` bounds that time for any length.
         margin: Headroom as a power of two: the scale is multiplied by `2**margin`.
-        amax_compute: What a step measures of a tensor, and how the history gives one number.
-        update_interval: The scale moves in the first step and then every so many steps; the history records each.
+        amax_compute: What a step measures of a tensor, and how the history is reduced to one number.
+        update_interval: The scale is updated in the first step and then every `update_interval` steps; the history
+            records every step.
         power_of_two: Round scales up to powers of two.
 
     Raises:
@@ -70,7 +71,7 @@ class DelayedScaling(AbstractStatefulScaling):
                 "the history has to hold the amax of the last step (the field's default is 1024)"
             )
         if self.update_interval < 1:
-            raise ValueError(f"update_interval={self.update_interval} must be at least 1: 1 moves the scale every step")
+            raise ValueError(f"update_interval={self.update_interval} must be at least 1, an update at every step")
         if not isinstance(self.amax_compute, AbstractAmaxCompute):
             raise ValueError(
                 f"amax_compute={self.amax_compute!r} is not a rule for the amax; use MaxOfHistory(), MostRecent(), "
@@ -124,13 +125,13 @@ class DelayedScaling(AbstractStatefulScaling):
     ) -> Float32[Array, "*ensemble operands 2"]:
         """The next step's scale, from a history that this step's amax has entered; and that amax.
 
-        `scale = 1 / ((limit / max(history)) / 2**margin)` with the newest amax in the place of the oldest.
+        `scale = 1 / ((limit / max(history)) / 2**margin)`, where the newest amax has replaced the oldest.
         The double reciprocal is Flax's: `amax / limit` differs from it in the last bit for half of all amaxes. Where
         the history holds nothing above zero, the scale stays. The scale never falls with the amax, so that taking the
         maximum over several uses of one state gives the state of their largest amax.
 
-        An amax that is infinite or NaN is entered as `-inf`, which no maximum sees: peers record it, and keep the
-        scale frozen until it leaves the history.
+        An infinite or NaN amax is recorded as `-inf`, which no maximum sees. Other libraries record it unchanged, and
+        their scale is stuck until it leaves the history.
 
         Args:
             rows: For each operand the scale of this step, then the amaxes of the steps before.

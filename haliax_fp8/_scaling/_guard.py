@@ -1,12 +1,12 @@
-"""A second number beside each stored scale, by which a state that anything but its own update changed is recognised.
+"""A second number next to each stored scale, which reveals state that anything but its own update changed.
 
 The guard is `sqrt(scale)`, coarsely: half of the bits of the scale rounded up to 4 significant bits. Four properties
 make it work:
 
-- It is monotone, so that the maximum of several gradients' tables is as consistent as each of them.
-- It is not linear. What optimizers, weight decay, averages and sums do to a number moves a scale and its guard apart.
-- It lies on a coarse grid, of 8 values for each factor of 4. Hardly any arithmetic ends on it.
-- It says what the rounded scale is, which products in bfloat16 take.
+- It is monotone, so the maximum of several gradients' tables is as consistent as each of them. - It is not linear.
+  Optimizers, weight decay, averages and sums make a scale and its guard disagree. - It lies on a coarse grid, of 8
+  values for each factor of 4. Hardly any arithmetic lands on it. - It yields the rounded scale, which products in
+  bfloat16 use.
 """
 
 from typing import Any
@@ -40,8 +40,8 @@ def checked(
 ) -> tuple[Float32[Array, "*shape"], Float32[Array, "*shape"]]:
     """Scales as products take them, exact and rounded up; NaN where the guard is not that of the scale.
 
-    Where both are 0 or both `-inf`, the scale is 1: a trainer that overwrites state as it comes, where a step did not
-    reach a layer. An infinite scale, which calibration has not found yet, stays.
+    If both are 0 or both `-inf`, the scale is 1: a step did not reach the layer, and a trainer copied its gradient into
+    the state. An infinite scale, which is not calibrated yet, stays.
 
     Args:
         scale: Stored scales.
@@ -53,7 +53,7 @@ def checked(
 
 
 def is_own(scale: Float32[Array, "*shape"], guard: Float32[Array, "*shape"]) -> Bool[Array, "*shape"]:
-    """Whether scales are as their own updates left them."""
+    """Whether only their own updates changed the scales."""
     _, consistent, unreached = _read(scale, guard)
     return lax.bitwise_or(consistent, unreached)
 

@@ -15,19 +15,18 @@ from ._base import AbstractScaling, AbstractStatefulScaling, OperandUse
 
 @dataclasses.dataclass(frozen=True)
 class HadamardScaling(AbstractScaling):
-    """Another scaling, behind a rotation of every 16 elements along the contraction.
+    """Another scaling, applied after rotating every 16 elements along the contraction.
 
-    Both operands of a product are rotated, `(a R) (b R)^T = a b^T`, so that the product stays what it was, while an
-    outlier is shared by the 16 elements of its group and no longer sets their scale alone. `R` is a Hadamard matrix
-    with signs flipped at random, once and for all. A grouped product, which sums over parts of an axis, is left
-    unrotated.
+    Both operands of a product are rotated, `(a R) (b R)^T = a b^T`, so the product does not change, but an outlier is
+    shared by the 16 elements of its group and no longer sets their scale alone. `R` is a Hadamard matrix with fixed
+    random signs. A grouped product, which sums over parts of an axis, is not rotated.
 
     Args:
         scaling: How the rotated operand is quantized; a stateless scaling.
-        padding: Whether an axis that is no multiple of 16 is filled up with zeros.
+        padding: Whether to pad an axis with zeros if its length is not a multiple of 16.
 
     Raises:
-        ValueError: If `scaling` keeps state; when used, if an axis would be filled up and `padding` is False.
+        ValueError: If `scaling` keeps state; when used, if an axis would be padded and `padding` is False.
 
     References:
         QuaRot (arXiv:2404.00456); arXiv:2509.25149, section 4.2: on the operands of wgrad.
@@ -64,7 +63,7 @@ class HadamardScaling(AbstractScaling):
         if rotation.padding and not self.padding:
             raise ValueError(
                 f"axis {rotation.axis} of an operand of shape {x.shape} is not a multiple of the {GROUP} elements that "
-                f"{self} rotates; make it one, or let it be filled up with padding=True"
+                f"{self} rotates; make it one, or pad it with zeros, padding=True"
             )
         quantized = self.scaling.quantize(rotation.apply(x), use)
         return dataclasses.replace(quantized, rotation=rotation)

@@ -12,7 +12,7 @@ from ._base import AbstractScaling, OperandUse
 
 @dataclasses.dataclass(frozen=True)
 class HighPrecision(AbstractScaling):
-    """Leaves an operand as it is. Both operands of a product have to be left, or none."""
+    """Does not quantize the operand. Use it for both operands of a product, or for neither."""
 
     quantizes: ClassVar[bool] = False
     directional: ClassVar[bool] = True

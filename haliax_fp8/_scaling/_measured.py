@@ -18,7 +18,7 @@ from ._base import AbstractScaling, AbstractStatefulScaling, OperandUse
 class MeasuredScaling(AbstractStatefulScaling):
     """Quantizes as another scaling does, and records amax, saturation, underflow and squared error.
 
-    The row is that of the scaling, which stays as it is, and the four numbers behind it.
+    The row is that of the scaling, unchanged, followed by the four numbers.
 
     Args:
         scaling: The scaling that quantizes.
@@ -75,8 +75,8 @@ class MeasuredScaling(AbstractStatefulScaling):
     ) -> Float32[Array, "*ensemble 1 4"]:
         """Amax; the shares of elements clipped and flushed to zero; and `|x - q|^2 / |x|^2`.
 
-        Clipped is what ends at the format's maximum and lost more than rounding would have taken. Where rotation mixes
-        elements before they are quantized, shares are those of the values after it is undone.
+        An element is clipped if it ends at the format's maximum and lost more than rounding would have cost. Where
+        rotation mixes elements before they are quantized, shares are those of the values after it is undone.
         """
         axes = tuple(range(ensemble, x.ndim))
         x, values = x.astype(jnp.float32), quantized.dequantize()

@@ -24,10 +24,10 @@ class MXFP8Scaling(AbstractScaling):
 
     Args:
         square: Blocks of 32x32, the same for both products that use an operand.
-        padding: Whether an axis may end in the middle of a block, as if it went on with zeros.
+        padding: Whether the last block of an axis may be partial, as if padded with zeros.
 
     Raises:
-        ValueError: When used, if a block is cut by the edge and `padding` is False.
+        ValueError: When used, if the last block is partial and `padding` is False.
 
     References:
         OCP Microscaling Formats 1.0, section 6.3; TransformerEngine `util/ptx_arch_spec.cuh::float_to_e8m0`.

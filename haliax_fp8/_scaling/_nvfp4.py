@@ -29,23 +29,23 @@ class NVFP4Scaling(AbstractScaling):
     `tensor_scale = amax(tensor) / (448 * 6)`, `block_scale = E4M3(amax(block) / 6 / tensor_scale)`, and
     `scale = block_scale * tensor_scale`; 6 is the maximum of E2M1. An operand has 4.5 bits per element.
 
-    The block scale is rounded to nearest, which clips the largest elements of some blocks by up to 6 %. Where the data
-    are rounded at random it is rounded up: nothing is clipped, and the mean over many draws is the value itself.
+    The block scale is rounded to nearest, which clips the largest elements of some blocks by up to 6 %. If the data are
+    rounded stochastically, it is rounded up: nothing is clipped, and the mean over many draws is the value itself.
 
     Args:
         square: Blocks of 16x16, the same for both products that use an operand; kernels take them.
-        padding: Whether an axis may end in the middle of a block, as if it went on with zeros.
-        four_over_six: Whether a block may map its amax to 4 in place of 6, where its squared error is then smaller:
-            E2M1 has nothing between 4 and 6, and 3 below 4. For random rounding it is the error that is expected. The
-            error of a block is never above that of `four_over_six=False`.
+        padding: Whether the last block of an axis may be partial, as if padded with zeros.
+        four_over_six: Whether a block may map its amax to 4 instead of 6 if that makes its squared error smaller: E2M1
+            has no value between 4 and 6, but 3 below 4. With stochastic rounding, the expected error decides. The error
+            of a block is never above that of `four_over_six=False`.
 
     Raises:
-        ValueError: When used, if a block is cut by the edge and `padding` is False.
+        ValueError: When used, if the last block is partial and `padding` is False.
 
     References:
         NVIDIA, Pretraining Large Language Models with NVFP4 (arXiv:2509.25149); TransformerEngine's
         `NVFP4BlockScaling`. Four Over Six (arXiv:2512.02010), which also lowers the tensor's 448 to 256, so that the
-        blocks next to the tensor's amax have the choice too; then some blocks are worse than without it.
+        blocks near the tensor's amax have the choice too; then some blocks are worse than without it.
 
     Example:
         >>> x = jnp.zeros((2, 16)).at[0, :4].set(jnp.array([10.0, 20.0, 30.0, 40.0])).at[1, 0].set(2688.0)

@@ -12,10 +12,10 @@ from ._high_precision import unscaled
 
 @dataclasses.dataclass(frozen=True)
 class ObservedScaling(AbstractStatefulScaling):
-    """Leaves an operand as it is, and records what the scaling needs that will be used later.
+    """Does not quantize the operand, but records what the later scaling needs.
 
-    Calibration runs a model with it: every product is that of high precision, so that one bad scale does not spoil the
-    amaxes of the layers behind it.
+    Calibration runs a model with it: every product runs in high precision, so one bad scale does not spoil the amaxes
+    of later layers.
 
     Args:
         scaling: The scaling whose state is recorded.

@@ -18,15 +18,15 @@ from ._delayed import DelayedScaling
 class StaticScaling(AbstractStatefulScaling):
     """One scale per tensor that training does not move.
 
-    For inference, where `calibrate` sets the scale to the largest amax that it saw, `scale = amax / max * 2**margin`;
-    and for models whose activations have a known size by construction, such as those of unit scaling, where the scale
-    is given. No amax is taken while the model runs.
+    For inference, where `calibrate` derives the scale from the largest amax that it saw,
+    `scale = amax / max * 2**margin`; and for models whose activations have a known size by construction, such as those
+    of unit scaling, where the scale is given. No amax is computed while the model runs.
 
     Without a given scale, the model has to be calibrated before its first step. Until then the scale is infinite, and
     every product that uses it is NaN; `TrainStep` and `quantization_statistics` raise, and `describe` says so.
 
     Args:
-        scale: The scale before calibration; None if only calibration can tell.
+        scale: The scale before calibration; None if calibration has to find it.
         margin: Headroom of calibrated scales, as a power of two.
 
     Raises:
@@ -53,7 +53,7 @@ class StaticScaling(AbstractStatefulScaling):
             if not self.scale > 0.0:
                 raise ValueError(
                     f"scale={self.scale} of StaticScaling must be positive and finite: values are divided by it. "
-                    "Give None if calibration is to find it"
+                    "Use None to let calibration find it"
                 )
         require_margin(self.margin, of="StaticScaling")
 

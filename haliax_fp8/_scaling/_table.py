@@ -58,9 +58,9 @@ def scales_in(table: Array, limits: Sequence[float]) -> tuple[Array, Array]:
 def _multipliable(scales: Float32[Array, "*ensemble rows"], limit: float) -> Float32[Array, "*ensemble rows"]:
     """Scales of (input, kernel, output gradient), whose products float32 holds where that is possible.
 
-    A product of two scales below `2**-126` is flushed to zero, and the gradient with it, although sums that are
-    multiplied by it may make it a number. So the scale of the output's gradient is raised to `2**-126 / min(others)`,
-    by so much at most that the amax remains above 1 in its format: there FP8 has its full precision.
+    A product of two scales below `2**-126` is flushed to zero, and the gradient with it, even if the gradient itself
+    would be representable. So the scale of the output's gradient is raised to `2**-126 / min(others)`, but only so far
+    that the amax stays above 1 in its format, where FP8 has its full precision.
     """
     of_ops = lax.reshape(scales, (*scales.shape[:-1], scales.shape[-1] // 3, 3))
     of_input, of_kernel, of_grad = (lax.slice_in_dim(of_ops, i, i + 1, axis=of_ops.ndim - 1) for i in range(3))
@@ -113,7 +113,7 @@ def updated(
 def next_table(
     table: Array, measured: Array | None, scalings: Sequence[AbstractScaling], limits: Sequence[float]
 ) -> Array:
-    """As `updated`, but for rows that are not as their last update left them, which stay."""
+    """As `updated`, except for rows that something else has changed, which stay."""
     own = lax.broadcast_in_dim(_is_own(table), table.shape, range(table.ndim))
     return lax.select(own, updated(table, measured, scalings, limits), table)
 
@@ -158,11 +158,10 @@ def completed(table: Array, change: Array, scalings: Sequence[AbstractScaling]) 
 
 
 def overwriting(table: Array, gradient: Array, scalings: Sequence[AbstractScaling], limits: Sequence[float]) -> Array:
-    """The change of tables by what gradients newly recorded; all else is computed anew from these tables.
+    """The change of tables by the newly recorded numbers in gradients; everything else is recomputed from these tables.
 
-    So a gradient that is a sum over several uses cannot corrupt scales and histories. Rows stay as they were where the
-    gradient is that of a layer that the step did not reach (a scale of 0 or `-inf`), and where what it recorded is not
-    finite.
+    So a gradient that is a sum over several uses cannot corrupt scales and histories. Rows do not change if the step
+    did not reach the layer (a scale of 0 or `-inf`), or if it recorded something that is not finite.
 
     Args:
         table: As in `completion`.
@@ -203,7 +202,7 @@ def overwritten(table: Array, change: Array, scalings: Sequence[AbstractScaling]
 
 
 def _is_own(table: Array) -> Array:
-    """Whether each row is as its last update left it; a row that is not stays as it is, for its next use to show it."""
+    """Whether only its own updates changed each row; any other row is kept, so that its next use reveals it."""
     axis = table.ndim - 1
     return is_own(*(lax.slice_in_dim(table, i, i + 1, axis=axis) for i in (0, table.shape[axis] - 1)))
 
@@ -242,7 +241,7 @@ def _of_all(scalings: Sequence[AbstractScaling]) -> AbstractStatefulScaling | No
 
 
 def _groups(scalings: Sequence[AbstractScaling]) -> dict[AbstractStatefulScaling, tuple[int, ...]]:
-    """The rows of each scaling that keeps state: those with the same are updated in one go."""
+    """The rows of each scaling that keeps state: rows with the same scaling are updated at once."""
     groups: dict[AbstractStatefulScaling, tuple[int, ...]] = {}
     for row, scaling in enumerate(scalings):
         if isinstance(scaling, AbstractStatefulScaling):

@@ -75,8 +75,8 @@ def scale_of(name: str, value: ArrayLike) -> Array:
     array = state_of(name, value)
     if array.size != 1:
         raise ValueError(
-            f"{name}.shape={array.shape}, but the scale of a tensor has to be () or (1,); were {name} and amax_history "
-            "exchanged? For stacked state, use jax.vmap"
+            f"{name}.shape={array.shape}, but the scale of a tensor has to be () or (1,); are {name} and amax_history "
+            "swapped? For stacked state, use jax.vmap"
         )
     return array
 

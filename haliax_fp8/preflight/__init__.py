@@ -1,9 +1,9 @@
-"""Compile a training step for a device that is not here, and see which of its products run in FP8.
+"""Compile a training step for a device that you do not have, and see which of its products run in FP8.
 
     report = preflight(step, model, opt_state, batch, target="h100")
 
-Needs no accelerator and no driver, but XLA's compiler for the device, which `python -m haliax_fp8 install-compiler`
-gets.
+It needs no accelerator and no driver, only XLA's compiler for the device, which `python -m haliax_fp8 install-compiler`
+installs.
 """
 
 from .._peaks import Peaks as Peaks

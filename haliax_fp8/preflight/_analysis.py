@@ -30,7 +30,7 @@ COLLECTIVES = (
     "ragged-all-to-all",
 )
 _SMALL = 10**6
-# Custom calls that say nothing of what they compute.
+# Custom calls that do not describe what they compute.
 _OPAQUE = ("__gpu$xla.gpu.triton", "tpu_custom_call", "mosaic_gpu", "__cudnn$fmha", "triton_kernel_call")
 
 
@@ -40,7 +40,7 @@ def analyze(compiled: Compiled, target: Target, known: Mapping[str, str] | None 
     Args:
         compiled: The program.
         target: What it was compiled for.
-        known: Reasons why layers stay in high precision, by their paths, as `describe` knows them.
+        known: Reasons why layers stay in high precision, by path, as from `describe`.
 
     Returns:
         The program's products, kernels and collectives.
@@ -87,7 +87,7 @@ def _found(module: Module, opcode: str) -> list[tuple[Computation, Instruction]]
 
 @dataclasses.dataclass(frozen=True)
 class _Reader:
-    """Finds products and says what became of them."""
+    """Finds products and determines how they run."""
 
     module: Module
     written: WrittenProducts

@@ -16,8 +16,8 @@ def has_fp8_product(program: Any) -> bool:
             or StableHLO.
 
     Returns:
-        For a compiled program, what will run: a CPU emulates FP8 and has no such product. For a lowered one, what was
-        asked for.
+        For a compiled program, what will run: a CPU emulates FP8, so it has no such product. For a lowered one, what
+        was requested.
 
     Example:
         >>> lowered = jax.jit(lambda x: jnp.dot(x, x, preferred_element_type=jnp.float32)).lower(
@@ -38,7 +38,7 @@ _STABLEHLO = re.compile(r"stablehlo\.dot\w* .*: \(tensor<[\dx?]*f8E\w+>, tensor<
 
 
 def check_fp8_call(lowered: Any) -> None:
-    """Prints whether a lowered function will multiply in FP8 where it is compiled, as the Flax guide's function does.
+    """Prints whether a lowered function will multiply in FP8 once compiled, like the function in Flax's guide.
 
     Args:
         lowered: What `jax.jit(f).lower(...)` returns.

@@ -1,4 +1,4 @@
-"""Compiles a function of trees for devices that need not be here, without allocating any of its arrays."""
+"""Compiles a function of trees for devices that this machine need not have, without allocating any of its arrays."""
 
 import dataclasses
 import inspect
@@ -55,12 +55,12 @@ def compile_for(
 
     Args:
         function: Any callable, jitted or not. Arguments that inner `jit`s donate are donated.
-        args: Its arguments: trees of arrays or `ShapeDtypeStruct`s; what is no array is static.
+        args: Its arguments: trees of arrays or `ShapeDtypeStruct`s; everything else is static.
         target: What to compile for.
         mesh: Devices of the target.
-        shardings: A tree of `PartitionSpec`s for `args`, or a prefix of one; None takes what arrays are sharded by.
-        flags: The user's, those of the environment included.
-        compiler_options: Beside those of the target.
+        shardings: A tree of `PartitionSpec`s for `args`, or a prefix of one; None uses the arrays' own shardings.
+        flags: The user's, including those of the environment.
+        compiler_options: In addition to those of the target.
 
     Returns:
         The program.
@@ -68,7 +68,7 @@ def compile_for(
     begin = time.perf_counter()
     inputs = _Inputs.of(function, args, mesh, shardings)
     with jax.set_mesh(mesh), warnings.catch_warnings():
-        # Of donated arguments that no result fits. Who donates all of them means those that do.
+        # For donated arguments that no result fits: donating all of them means those that do fit.
         warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
         traced = jax.jit(inputs.call).trace({}, inputs.abstract)
         donated = _donated(traced, inputs)
@@ -158,7 +158,7 @@ def _specs(args: tuple[Any, ...], shardings: Any) -> list[Any]:
         spread = jax.tree.broadcast(shardings, args, is_leaf=is_spec)
     except ValueError as error:
         raise ValueError(
-            f"shardings={shardings} is no prefix of the tree of arguments: give a tuple with one PartitionSpec (or a "
+            f"shardings={shardings} is not a prefix of the argument tree: give a tuple with one PartitionSpec (or a "
             "tree of them, or None) for each argument"
         ) from error
     return jax.tree.structure(args).flatten_up_to(spread)
@@ -188,7 +188,7 @@ def _donated(traced: Any, inputs: _Inputs) -> list[str]:
 def _memory(stats: Any) -> Memory:
     arguments, outputs = stats.argument_size_in_bytes, stats.output_size_in_bytes
     aliased, temporaries = stats.alias_size_in_bytes, stats.temp_size_in_bytes
-    # Some backends report a peak of their own, but not all, and not all of the same.
+    # Some backends report their own peak, but not all, and not all the same one.
     peak = arguments + outputs - aliased + temporaries
     return Memory(arguments, outputs, aliased, temporaries, peak)
 

@@ -1,8 +1,8 @@
-"""Where XLA's compilers for devices that are not here are: beside the environment's packages, where JAX does not look.
+"""Where XLA's compilers for other devices are installed: next to the environment's packages, where JAX does not look.
 
 Each comes in the wheel that JAX loads to run on such a device. Among the environment's packages, JAX would start it in
-every program, look for a device or a driver, and log that there is none, with a traceback or with errors. So
-`python -m haliax_fp8 install-compiler` unpacks the wheel elsewhere, and it is loaded when something is compiled.
+every program, look for a device or a driver, and log that it found none, with a traceback or with errors. So
+`python -m haliax_fp8 install-compiler` unpacks the wheel elsewhere, and it is loaded only to compile something.
 """
 
 import dataclasses
@@ -17,11 +17,11 @@ class Compiler:
     """A compiler in a wheel.
 
     Args:
-        name: What `install-compiler` calls it.
+        name: Its name for `install-compiler`.
         devices: What it compiles for, for messages.
         package: The wheel.
-        megabytes: What has to be loaded from the network.
-        file: What of the wheel is looked for.
+        megabytes: The size of the download.
+        file: The file that has to be in the wheel.
     """
 
     name: str
@@ -32,7 +32,7 @@ class Compiler:
 
     @property
     def requirement(self) -> str:
-        """The wheel that fits the JAX that is installed: the one that JAX names, or the one of jaxlib's version."""
+        """The wheel that fits the installed JAX: the one that JAX names, or the one of jaxlib's version."""
         for required in importlib.metadata.requires("jax") or ():
             if (version := re.match(rf"{self.package}\s*([=<>~!][^;]*)", required)) is not None:
                 return self.package + version[1].strip()
@@ -40,7 +40,8 @@ class Compiler:
 
     @property
     def directory(self) -> pathlib.Path:
-        """Where it is unpacked: in the environment, but not on Python's path; another one for each version of JAX."""
+        """Where it is unpacked: in the environment, but not on Python's path; a separate directory for each version of
+        JAX."""
         folder = f"{self.package}-for-jaxlib-{importlib.metadata.version('jaxlib')}"
         return pathlib.Path(sys.prefix) / "share" / "haliax_fp8" / folder
 
@@ -52,7 +53,7 @@ class Compiler:
 
     @property
     def missing(self) -> str:
-        """What to say where it is needed."""
+        """The message if it is needed but missing."""
         return f"XLA's compiler for {self.devices}: run `python -m haliax_fp8 install-compiler {self.name}`"
 
 

@@ -1,7 +1,7 @@
 """Where a product's result ends: forward through casts, scales, sums and the optimizer, to the results of the program.
 
-The weight whose gradient a product makes is no operand of it. But the gradient, element by element, makes a result: the
-new weight, or the optimizer's moments.
+The weight whose gradient a product computes is not an operand of it. But the gradient, element by element, becomes a
+result: the new weight, or the optimizer's moments.
 """
 
 from collections.abc import Iterator, Sequence

@@ -22,8 +22,8 @@ class Dimensions:
         rhs: The second operand.
         out: The result.
         block_scaled: Whether the operands come with a scale for each block.
-        groups: Of a grouped product, how many groups there are, of which each row meets one: `n`, `m` and `k` are those
-            of a single group.
+        groups: The number of groups of a grouped product, of which each row uses one: `n`, `m` and `k` are those of a
+            single group.
     """
 
     batch: int
@@ -54,8 +54,8 @@ class Dimensions:
         return dataclasses.replace(self, m=m, n=n, k=k)
 
     def as_written(self, written: "Dimensions") -> "Dimensions":
-        """With the sizes that a product was written with, if these are those padded to multiples of 16; or those of a
-        sum that XLA split in several, to add them up afterwards.
+        """With the sizes that the product was written with, if these are the same padded to multiples of 16, or the
+        sizes of a sum that XLA split to add the parts up afterwards.
 
         Args:
             written: The sizes before.

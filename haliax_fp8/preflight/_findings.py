@@ -26,7 +26,7 @@ def findings(step: Program, baseline: Program | None, target: Target) -> tuple[s
     if widened := _runs(step, lambda product: product.is_fp8 and bool(product.widened)):
         found.append(
             f"products that read FP8 and widen it inside Triton's kernel: {widened}; on the device XLA times that "
-            "kernel against cuBLASLt's FP8 product and takes the faster one"
+            "kernel against cuBLASLt's FP8 product and uses the faster one"
         )
     if partial := imprecise_sums(step, target):
         found.append(
@@ -44,16 +44,16 @@ def findings(step: Program, baseline: Program | None, target: Target) -> tuple[s
     if padded:
         sizes = sorted(set(", ".join(product.indivisible for product in padded).split(", ")))
         count = sum(product.executions for product in padded)
-        found.append(f"{count} FP8 products are padded, as sizes are no multiples of 16: {', '.join(sizes)}")
+        found.append(f"{count} FP8 products are padded, because sizes are not multiples of 16: {', '.join(sizes)}")
     if wide := _runs(step, lambda product: product.compute == "f32"):
         found.append(f"{wide} products take weights in float32, as the model computes in float32: cast it to bfloat16")
     if baseline is not None and _share_in_float32(baseline) > 0.5:
-        found.append("the baseline computes in float32: compare with bf16, which is faster without FP8 as well")
+        found.append("the baseline computes in float32: compare with bf16, which is also faster without FP8")
     return tuple(found)
 
 
 def launch_bound(program: Program, name: str) -> str:
-    """What to say of a program that spends most of its time starting kernels.
+    """The finding about a program that spends most of its time launching kernels.
 
     Args:
         program: The program.

@@ -8,7 +8,8 @@ from ._target import Target
 
 
 def first_line(flags: XlaFlags, target: Target, step: Program, other: Program | None) -> str:
-    """Which flags the step was compiled with; for NVIDIA's GPUs, whether Triton makes products, and what if not.
+    """The flags that the step was compiled with; for NVIDIA GPUs, also the effect of the other setting for Triton's
+    products.
 
     Args:
         flags: The user's.

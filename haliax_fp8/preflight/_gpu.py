@@ -29,11 +29,11 @@ class GpuTarget(Target):
         return Device("cuda", self.kind, self.compute_capability)
 
     def compiler_options(self, flags: XlaFlags) -> Mapping[str, Any]:
-        """Triton's products as the user's flags have them; and less work where the program stays the same.
+        """Triton's products as the user's flags set them; and less work where that does not change the program.
 
-        Machine code need not be good, as nothing runs; and the autotuner of what is no product, which has nothing to
-        measure with, would compile each of its kernels once more, only to keep it as it is. XLA's decisions stay the
-        same, in less than half the time.
+        Machine code need not be good, since nothing runs. And the autotuner for other kernels, which has nothing to
+        measure on, would compile each of them again only to keep it unchanged. XLA's decisions stay the same, in less
+        than half the time.
         """
         quick = {"xla_backend_optimization_level": 0, "xla_gpu_experimental_enable_fusion_autotuner": False}
         options = {name: value for name, value in quick.items() if name not in flags.values}
@@ -77,5 +77,5 @@ class GpuTarget(Target):
             raise RuntimeError(missing)
         hosts, per_host = (1, count) if count <= 8 else (count // 8, 8)
         if hosts * per_host != count:
-            raise ValueError(f"devices={count} is more than one host of 8 GPUs and no multiple of it")
+            raise ValueError(f"devices={count} is more than one host of 8 GPUs, but not a multiple of 8")
         return gpu_compiler.cuda_topology(target_config=self.config, topology=f"{hosts}x{per_host}x1").devices

@@ -44,13 +44,14 @@ def _plugin() -> ModuleType:
 
 
 def cuda_topology(**options: str) -> topologies.TopologyDescription:
-    """A description of GPUs, in this process: no GPU, no driver, and the process's own devices stay what they are.
+    """A description of GPUs, in this process: without a GPU or a driver, and without changing the process's own
+    devices.
 
-    In this process, and not in a child: a child would have to be sent the program, which takes `jax.export`, another
-    package (flatbuffers) and seconds. If the plugin is among the environment's packages, JAX starts it with its other
-    backends; if it is elsewhere, or failed then, it is started here. JAX has chosen its default device by then, and
-    does not again. The plugin refuses to start where it cannot ask for the versions of CUDA's libraries, unless it is
-    told not to ask.
+    It runs in this process, not in a child, because sending the program to a child takes `jax.export`, another package
+    (flatbuffers) and seconds. If the plugin is among the environment's packages, JAX starts it with its other backends;
+    if it is elsewhere, or failed then, it is started here. By then JAX has chosen its default device, and does not
+    choose again. The plugin refuses to start if it cannot query the versions of CUDA's libraries, unless it is told not
+    to.
     """
     has_libraries = any(importlib.util.find_spec(name) is not None for name in _LIBRARIES)
     skip = contextlib.nullcontext()
@@ -67,7 +68,7 @@ def cuda_topology(**options: str) -> topologies.TopologyDescription:
 
 @contextlib.contextmanager
 def _without_warnings(logger: str) -> Iterator[None]:
-    """The plugin warns that what talks to a driver is not installed; this is what is wanted."""
+    """The plugin warns that the driver interface is not installed, which is intended here."""
     is_error = lambda record: record.levelno >= logging.ERROR
     logging.getLogger(logger).addFilter(is_error)
     try:

@@ -193,7 +193,7 @@ def parse_hlo(text: str) -> Module:
         The module.
 
     Raises:
-        ValueError: If the text is no HLO module, or a line in it cannot be read.
+        ValueError: If the text is not an HLO module, or a line in it cannot be read.
 
     Example:
         >>> module = parse_hlo('''HloModule double
@@ -206,7 +206,7 @@ def parse_hlo(text: str) -> Module:
     """
     header = re.search(r"^HloModule ([^\s,]+)", text, re.MULTILINE)
     if header is None:
-        raise ValueError(f"text is no HLO module: it starts with {text[:60]!r}; pass compiled.as_text()")
+        raise ValueError(f"text is not an HLO module: it starts with {text[:60]!r}; pass compiled.as_text()")
     computations: dict[str, Computation] = {}
     entry = None
     opened: tuple[str, bool, dict[str, Instruction]] | None = None

@@ -13,7 +13,7 @@ from ._target import Target
 
 @dataclasses.dataclass(frozen=True)
 class LocalTarget(Target):
-    """The devices that are here, by JAX's default."""
+    """The local devices, as JAX lists them by default."""
 
     @property
     def device(self) -> Device:
@@ -39,5 +39,5 @@ class LocalTarget(Target):
         """The first of `jax.devices()`."""
         found = jax.devices()
         if len(found) < count:
-            raise ValueError(f"devices={count} but only {len(found)} are here; name a target to compile for more")
+            raise ValueError(f"devices={count}, but this machine has {len(found)}; name a target to compile for more")
         return found[:count]

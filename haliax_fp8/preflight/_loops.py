@@ -1,4 +1,4 @@
-"""How often a loop runs: as XLA says, or as a counter from one constant to another says."""
+"""How often a loop runs: from XLA, or from a counter that runs from one constant to another."""
 
 import dataclasses
 
@@ -8,8 +8,9 @@ from ._hlo import Computation, Instruction, Module
 def trip_count(module: Module, computation: Computation, loop: Instruction) -> int | None:
     """How often the body of a `while` runs.
 
-    XLA writes the number to the loop for GPUs and CPUs, not for TPUs. There the condition says it, as JAX writes
-    `scan` and `fori_loop`: a counter is compared with a constant, starts at one, and has one added in each run.
+    XLA annotates the loop with the number for GPUs and CPUs, but not for TPUs. There it follows from the condition that
+    JAX writes for `scan` and `fori_loop`: a counter starts at a constant, is compared with a constant, and is
+    incremented by one in each run.
 
     Args:
         module: The program.

@@ -10,11 +10,11 @@ from ._walk import Site, is_fusion, subprograms
 
 @dataclasses.dataclass(frozen=True)
 class Origin:
-    """The way of a value.
+    """The origin of a value.
 
     Args:
-        arguments: The names of the program's arguments that it is a copy of, cast, sliced or scaled: one; several where
-            XLA has put them side by side, to merge products; none if it is computed.
+        arguments: The names of the program's arguments that it is a copy of, cast, sliced or scaled: one; several if
+            XLA concatenated them to merge products; none if it is computed.
         dtype: The narrowest floating type of 16 bits or more that it had on the way; empty if none.
         quantized: The FP8 element type that it had on the way, itself included; empty if none.
         rescaled: Whether it was multiplied after that.
@@ -30,7 +30,7 @@ class Origin:
     padded: bool
 
 
-# Instructions that hand on the values of one operand, and which one.
+# Instructions that pass on the values of one operand, and which one.
 _HANDED_ON = {
     **dict.fromkeys(("convert", "bitcast", "bitcast-convert", "copy", "transpose", "reshape", "slice", "pad"), 0),
     **dict.fromkeys(("dynamic-slice", "opt-barrier", "reduce-precision", "copy-start", "copy-done"), 0),
@@ -160,7 +160,7 @@ def _argument(site: Site, indices: list[int]) -> Site | None:
         return None
     caller, number = site.caller, site.instruction.parameter_number
     if caller.instruction.opcode == "while":
-        # What a loop hands from run to run began as its operand, if the body leaves it as it is.
+        # What a loop passes from run to run began as its operand, if the body does not change it.
         if not indices or not _is_invariant(site, indices[-1]):
             return None if not indices else _carried(site, indices)
         return caller.operands[0]

@@ -26,35 +26,34 @@ def preflight(
     other_setting: bool = True,
     progress: Callable[[str], None] | None = None,
 ) -> PreflightReport:
-    """Says what a training step will run on a device, and in which format, before there is one.
+    """Reports what a training step will run on a device, and in which formats, without the device.
 
-    The step is compiled, not run; no array is allocated. XLA gets the flags that it would get where the step runs:
-    those of the environment (`XLA_FLAGS`) and `compiler_options`, else its defaults.
+    The step is compiled, not run; no array is allocated. XLA gets the same flags as in a real run: those of the
+    environment (`XLA_FLAGS`) and `compiler_options`, otherwise its defaults.
 
     Args:
         step_fn: The step: any callable, jitted or not.
-        *args: Its arguments: trees of arrays, or of `jax.ShapeDtypeStruct`s as `eqx.filter_eval_shape` makes them. What
-            is no array is static, as in `eqx.filter_jit`.
-        target: The device: one of `targets`, or a `Target` of your own. `"local"` is what is here.
+        *args: Its arguments: trees of arrays, or of `jax.ShapeDtypeStruct`s from `eqx.filter_eval_shape`. Everything
+            that is not an array is static, as in `eqx.filter_jit`.
+        target: The device: one of `targets`, or your own `Target`. `"local"` is the local device.
         devices: How many; by default as many as `mesh` has, or one.
-        mesh: The axes that devices are arranged in and their sizes, such as `{"data": 8}`; or a mesh with the same.
-        shardings: A tuple with a `PartitionSpec` (or a tree of them, or None) for each argument. By default what
-            arrays are sharded by, where the mesh has those axes.
+        mesh: The mesh axes and their sizes, such as `{"data": 8}`; or a mesh with the same.
+        shardings: A tuple with a `PartitionSpec` (or a tree of them, or None) for each argument. By default the arrays'
+            own shardings, if the mesh has those axes.
         compare: A baseline: another step with the same arguments, or `(step, arguments)`.
-        known: Reasons why layers stay in high precision, by their paths, for the report to name; `describe` has them.
-        compiler_options: XLA's, as in `jax.jit(compiler_options=...)`: they count before the environment's flags.
-            A step that passes some to its own `jit` tells the preflight, with a method
-            `compiler_options(*args, device=device)`.
-        other_setting: For NVIDIA's GPUs, whether the report says what changes with the other setting of
-            `xla_gpu_enable_triton_gemm`. The step is compiled once more for that, when the report is first shown.
-        progress: Called with what begins, such as `compiling the step`.
+        known: Reasons why layers stay in high precision, by path, for the report to name; `describe` has them.
+        compiler_options: XLA's, as in `jax.jit(compiler_options=...)`; they override the environment's flags. A step
+            that passes options to its own `jit` reports them with a method `compiler_options(*args, device=device)`.
+        other_setting: For NVIDIA GPUs, whether the report says what changes with the other setting of
+            `xla_gpu_enable_triton_gemm`. For that, the step is compiled again when the report is first shown.
+        progress: Called with the name of each stage, such as `compiling the step`.
 
     Returns:
         The report.
 
     Raises:
-        ValueError: If the target, the mesh or the shardings do not fit; what the step itself raises is not caught.
-        RuntimeError: If the target's compiler is not installed; with the command that installs it.
+        ValueError: If the target, the mesh or the shardings do not fit; errors of the step itself are not caught.
+        RuntimeError: If the target's compiler is not installed; the message has the command that installs it.
 
     Example:
         >>> step = jax.grad(lambda w, x: (x @ w).sum())

@@ -5,7 +5,7 @@ import enum
 
 
 class Verdict(enum.Enum):
-    """What became of a product."""
+    """How a product runs."""
 
     FP8 = "FP8"
     """The kernel reads both operands in FP8 (or narrower), and the device has units that multiply them."""
@@ -23,7 +23,7 @@ class Product:
 
     Args:
         layer: The path of the weight's layer in the arguments, such as `model.layers.0.up`; empty if it has none.
-        role: `fprop`, `dgrad` or `wgrad`; `forward` or `backward` where the program does not say more.
+        role: `fprop`, `dgrad` or `wgrad`; `forward` or `backward` if the program does not say more.
         scope: The stack of named scopes that it was traced in.
         batch: See above.
         m: See above.
@@ -33,19 +33,19 @@ class Product:
         rhs: Of the second operand's.
         widened: The element type that the kernel itself widens FP8 operands to before it multiplies them; empty if it
             multiplies what it reads.
-        out: Of the result, as it is written to memory.
-        compute: Of the weight where the model multiplies it: before it is quantized, and after a cast to the compute
-            dtype; empty if unknown.
+        out: The element type of the result, as written to memory.
+        compute: The element type of the weight where the model multiplies it, before quantization and after a cast to
+            the compute dtype; empty if unknown.
         written: XLA's name of the operands' element type in the program before it was optimized; as compiled if that is
             unknown.
         block_scaled: Whether the operands come with a scale for each block.
-        indivisible: The dimensions that are no multiple of 16, such as `k=4095`; empty if there are none.
+        indivisible: The dimensions that are not a multiple of 16, such as `k=4095`; empty if there are none.
         kernel: What runs it, such as `cublasLt f8`.
-        groups: How many times what was asked for it computes: XLA multiplies every row by the kernels of all groups,
-            and keeps one; 1 if it is no such product.
-        executions: How often it runs in one step, loops counted out.
+        groups: How many times the requested work it computes: XLA multiplies every row by the kernels of all groups,
+            and keeps one result; 1 for other products.
+        executions: How often it runs in one step, with loops unrolled.
         bytes: What one run reads and writes.
-        verdict: What became of it.
+        verdict: How it runs.
         reason: Why it is not in FP8; empty if it is.
     """
 

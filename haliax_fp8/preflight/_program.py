@@ -9,14 +9,14 @@ from ._product import Product, Verdict
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """What a program needs on each device, in bytes.
+    """The memory that a program needs on each device, in bytes.
 
     Args:
         arguments: Of its arguments.
         outputs: Of its results.
         aliased: Of results that are written over donated arguments.
-        temporaries: Of everything between.
-        peak: Arguments, outputs that are not aliased, and temporaries: what has to be free for it to run.
+        temporaries: Of everything in between.
+        peak: Arguments, outputs that are not aliased, and temporaries: what must be free for it to run.
     """
 
     arguments: int
@@ -28,12 +28,12 @@ class Memory:
 
 @dataclasses.dataclass(frozen=True)
 class Kernels:
-    """Kernels that are no matrix product.
+    """Kernels that are not matrix products.
 
     Args:
         count: How many run in a step.
-        bytes: What they read and write, slices and updates in place counted as what they touch.
-        small: How many of them move less than 1 MB: such a kernel takes less time than its start.
+        bytes: What they read and write; slices and in-place updates count only what they touch.
+        small: How many of them move less than 1 MB: such a kernel takes less time than its launch.
     """
 
     count: int
@@ -48,7 +48,7 @@ class Collective:
     Args:
         kind: Such as `all-gather`.
         dtype: XLA's name of the element type.
-        bytes: Of one run, the larger of what a device gives and what it gets.
+        bytes: Of one run, the larger of what a device sends and what it receives.
         executions: How often it runs in one step.
         scope: The stack of named scopes that it was traced in.
     """
@@ -79,12 +79,12 @@ class Opaque:
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """Seconds on one device, by the roofline: each kernel takes as long as its FLOPs or its bytes need, and its start.
+    """Seconds on one device, by the roofline: each kernel takes the time of its FLOPs or its bytes, plus its launch.
 
     Args:
         products: Of matrix products.
         others: Of all other kernels.
-        launches: What of both it takes to start kernels.
+        launches: The part of both that launches take.
     """
 
     products: float
@@ -108,11 +108,11 @@ class Program:
 
     Args:
         products: Every matrix product, in the order in which they run.
-        others: Kernels that are no matrix product.
+        others: Kernels that are not matrix products.
         collectives: Communication between devices.
-        opaque: Kernels whose inside is not known.
+        opaque: Kernels that the program does not describe.
         memory: What it needs.
-        unknown_loops: How many loops have a length that XLA does not know; each is counted as one run.
+        unknown_loops: How many loops have a length that XLA does not know; each counts as one run.
         branches: How many `cond`s there are; all their branches are counted.
         seconds: How long tracing and compiling took.
     """
@@ -146,7 +146,7 @@ class Program:
 
     @property
     def useful_flops(self) -> int:
-        """What the model asked for of them; XLA computes grouped products for all groups of every row."""
+        """The FLOPs that the model requested; XLA computes grouped products for all groups of every row."""
         return sum(product.useful_flops for product in self.products)
 
     @property

@@ -61,10 +61,10 @@ class Page:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """Products that are alike but for the number of their layer.
+    """Products that differ only in the number of their layer.
 
     Args:
-        where: The layer, its number left out where there are several.
+        where: The layer, without its number if there are several.
         product: One of them.
         count: How many run in a step.
         flops: Of all.
@@ -184,7 +184,7 @@ def as_renderable(page: Page) -> RenderableType:
         table.add_column(column, overflow="fold", justify="right" if column in ("runs", "FLOPs") else "left")
     for row in rows(page.step):
         cells = _cells(row, page.step)
-        # Text, not markup: brackets in a path are no style.
+        # Text, not markup: brackets in a path are not a style.
         table.add_row(*map(Text, cells[:-1]), Text(cells[-1], _STYLES[row.product.verdict]))
     sums = Table(box=rich.box.SIMPLE, show_header=page.baseline is not None)
     for column in _heads(page):

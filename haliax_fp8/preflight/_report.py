@@ -1,4 +1,4 @@
-"""What a preflight found, with what it did not look at, and what it can be held to."""
+"""The results of a preflight, their limits, and requirements on them."""
 
 import dataclasses
 import functools
@@ -20,14 +20,14 @@ from ._target import Target
 
 
 class PreflightError(AssertionError):
-    """A report does not meet what was required of it."""
+    """A report does not meet its requirements."""
 
 
 @dataclasses.dataclass(frozen=True)
 class PreflightReport:
-    """What a step compiles to on a target, and what a baseline does.
+    """What a step and a baseline compile to on a target.
 
-    Print it, or ask for `to_json()` or `to_markdown()`. Figures are those of one device.
+    Print it, or call `to_json()` or `to_markdown()`. Figures are per device.
 
     Args:
         target: What was compiled for.
@@ -57,8 +57,8 @@ class PreflightReport:
 
     @functools.cached_property
     def other(self) -> Program | None:
-        """The step with the other setting of `xla_gpu_enable_triton_gemm`; None if it was not asked for, or does not
-        matter on the target. It is compiled when this is first read: when the report is shown."""
+        """The step with the other setting of `xla_gpu_enable_triton_gemm`; None if not requested, or if it does not
+        matter on the target. It is compiled on first access: when the report is shown."""
         return None if self.compile_other is None else self.compile_other()
 
     @property
@@ -73,8 +73,8 @@ class PreflightReport:
 
     @property
     def speedup(self) -> float | None:
-        """The baseline's estimated time divided by the step's; None where no peaks are known, or devices communicate:
-        how much of that is hidden behind kernels, nobody can say from the program."""
+        """The baseline's estimated time divided by the step's; None if no peaks are known, or if devices communicate:
+        the program does not show how much of that overlaps with kernels."""
         return self._speedup(LIKELY)
 
     @property
@@ -109,7 +109,7 @@ class PreflightReport:
 
     @property
     def findings(self) -> tuple[str, ...]:
-        """What a reader should know of the step, worst first."""
+        """What a reader should know about the step, worst first."""
         found = list(findings(self.step, self.baseline, self.target))
         programs = {"step": (self.step, self.estimate)}
         if self.baseline is not None:
@@ -119,8 +119,8 @@ class PreflightReport:
                 found.append(launch_bound(program, name))
         if self.baseline is not None and self._collectives:
             found.append(
-                "no speed-up is estimated: what devices send each other takes time, some of it hidden behind kernels, "
-                "and is not in the times"
+                "no speedup is estimated: the times do not include communication between devices, an unknown part of "
+                "which overlaps with kernels"
             )
         return tuple(found)
 
@@ -135,9 +135,9 @@ class PreflightReport:
         if self.step.opaque:
             names = sorted({kernel.target for kernel in self.step.opaque})
             count = len(self.step.opaque)
-            found.append(f"{count} kernels cannot be looked into, and are not in the times: {', '.join(names)}")
+            found.append(f"{count} kernels cannot be analyzed, and are not in the times: {', '.join(names)}")
         if self._collectives:
-            found.append("communication is not part of the times")
+            found.append("the times do not include communication")
         return tuple(found)
 
     def require(
@@ -148,17 +148,17 @@ class PreflightReport:
         peak_memory_ratio: float | None = None,
         speedup: float | None = None,
     ) -> None:
-        """Holds the step to what it shall reach.
+        """Checks that the step meets requirements.
 
         Args:
-            fp8_flops: The least share of FLOPs in FP8.
-            asked_flops: The least share of FLOPs in FP8, emulated ones counted: for tests on a CPU.
-            peak_memory_ratio: The most peak memory, as a multiple of the baseline's.
-            speedup: The least estimated speedup over the baseline: in the middle of the range.
+            fp8_flops: The minimum share of FLOPs in FP8.
+            asked_flops: The minimum share of FLOPs in FP8, including emulated ones: for tests on a CPU.
+            peak_memory_ratio: The maximum peak memory, as a multiple of the baseline's.
+            speedup: The minimum estimated speedup over the baseline, taken in the middle of the range.
 
         Raises:
-            PreflightError: If it does not; with the products that are the reason.
-            ValueError: If there is no baseline, or no estimate, for what is required.
+            PreflightError: If it does not; the message lists the products at fault.
+            ValueError: If a requirement needs a baseline or an estimate, and the report lacks it.
         """
         failures = []
         for name, least, share in (
@@ -178,8 +178,8 @@ class PreflightReport:
             if value is None:
                 if self.baseline is not None and self._collectives:
                     raise ValueError(
-                        f"{name}={bound} cannot be required of {math.prod(self.mesh.values())} devices: what they send "
-                        "each other is not in the times. Require fp8_flops, or compile the step for one device"
+                        f"{name}={bound} cannot be required of {math.prod(self.mesh.values())} devices: the times do "
+                        "not include communication. Require fp8_flops, or compile the step for one device"
                     )
                 raise ValueError(f"{name}={bound} needs a baseline and known peaks; pass compare= to preflight")
             if sign * value > sign * bound:
@@ -227,7 +227,7 @@ def _lines(products: list[Product]) -> list[str]:
 
 
 def _plain(report: PreflightReport) -> dict[str, Any]:
-    """The report's fields and what is computed from them."""
+    """The report's fields and values computed from them."""
 
     def program(found: Program | None, estimate: Estimate | None) -> dict[str, Any] | None:
         if found is None:

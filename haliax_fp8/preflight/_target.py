@@ -1,4 +1,4 @@
-"""What XLA has to know of a device to compile for it."""
+"""What XLA needs to know about a device to compile for it."""
 
 import abc
 import contextlib
@@ -24,7 +24,7 @@ class Target(abc.ABC):
     Args:
         name: What `preflight(target=...)` calls it.
         kind: The device's own name.
-        peaks: How fast it is; None where nobody can say.
+        peaks: Its peak rates; None if unknown.
     """
 
     name: str
@@ -38,10 +38,10 @@ class Target(abc.ABC):
 
     @abc.abstractmethod
     def compiler_options(self, flags: XlaFlags) -> Mapping[str, Any]:
-        """What the compiler is told beside the program.
+        """The compiler's options.
 
         Args:
-            flags: The user's; what they say is kept.
+            flags: The user's, which take precedence.
         """
 
     @property
@@ -51,18 +51,18 @@ class Target(abc.ABC):
 
     @abc.abstractmethod
     def missing(self) -> str | None:
-        """Why nothing can be compiled for it here, with the command that changes it; None if all is there."""
+        """Why this machine cannot compile for it, with the command that fixes that; None if it can."""
 
     @abc.abstractmethod
     def devices(self, count: int) -> Sequence[Any]:
-        """As many devices, of which none has to be there.
+        """That many devices, which this machine need not have.
 
         Args:
             count: How many.
 
         Raises:
-            RuntimeError: If a package is missing; with the command that installs it.
-            ValueError: If the target has no such number of devices.
+            RuntimeError: If a package is missing; the message has the command that installs it.
+            ValueError: If the target cannot have that number of devices.
         """
 
     def lacks(self, dtype: str) -> str | None:

@@ -90,10 +90,10 @@ targets: Mapping[str, Target] = {
 
 
 def target_of(target: str | Target) -> Target:
-    """The target of a name; a `Target` is itself.
+    """The target with a name; a `Target` is returned unchanged.
 
     Args:
-        target: One of `targets`, in any case, or another name of its device; or a target of your own.
+        target: One of `targets`, in any case, or another name of its device; or your own target.
 
     Raises:
         ValueError: If the name is unknown.

@@ -45,17 +45,17 @@ class TpuTarget(Target):
         return f"target {self.name!r} needs {TPU.missing}"
 
     def devices(self, count: int) -> Sequence[Any]:
-        """The first of the smallest slice that has as many."""
+        """The first devices of the smallest slice that has that many."""
         if (missing := self.missing()) is not None:
             raise RuntimeError(missing)
         for shape in ("1x1x1", "2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8"):
             found = self._slice(shape)
             if len(found) >= count:
                 return found[:count]
-        raise ValueError(f"devices={count} is more than a slice of 512 TPUs has")
+        raise ValueError(f"devices={count} is more than a slice of 512 TPUs")
 
     def _slice(self, shape: str) -> Sequence[Any]:
-        jax.devices("cpu")  # The process's own backends are made first, and stay as they are.
+        jax.devices("cpu")  # The process's own backends are made first, and do not change.
         # Where libtpu is loaded already, as on a TPU, JAX looks for no path.
         library = {} if TPU.unpacked is None else {"TPU_LIBRARY_PATH": str(TPU.unpacked)}
         with environment(**_NO_TPU_HERE, **library):

@@ -21,7 +21,8 @@ _SLICES = {"dynamic-slice", "slice", "gather"}
 
 
 def is_kernel(site: Site) -> bool:
-    """Whether an instruction makes the device do something: not a name for a value, not the end of what has begun."""
+    """Whether an instruction makes the device do something: not an alias of a value, not the end of an asynchronous
+    one."""
     opcode = site.instruction.opcode
     return opcode not in NO_KERNEL and not opcode.endswith(("-done", "-update"))
 
@@ -61,7 +62,7 @@ def _read(parameter: Site) -> int:
     """What a fusion reads of one of its operands."""
     whole = parameter.instruction.shape.bytes
     if parameter.instruction.is_root:
-        return whole  # Of a fusion within a fusion: handed on as it is.
+        return whole  # Of a fusion within a fusion: passed on unchanged.
     parts = 0
     for user in _users(parameter):
         opcode, operands = user.instruction.opcode, user.operands

@@ -93,7 +93,7 @@ def is_scaled_dot(instruction: Instruction) -> bool:
 def subprograms(instruction: Instruction) -> tuple[str, ...]:
     """The functions that an instruction runs as programs of several kernels: bodies of loops, branches, calls.
 
-    The condition of a loop and what `reduce` or `sort` apply to scalars are no part of it.
+    The condition of a loop and what `reduce` or `sort` apply to scalars are not part of it.
     """
     opcode = instruction.opcode
     if is_scaled_dot(instruction):

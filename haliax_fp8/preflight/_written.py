@@ -1,7 +1,7 @@
 """The products as they were written, before the compiler changed them.
 
-XLA may drop a cast to FP8 that it takes for excess precision, and with it the only trace in the compiled program that
-FP8 was asked for. The program before optimization still has it.
+XLA may drop a cast to FP8 as excess precision, and with it the only trace in the compiled program that FP8 was
+requested. The program before optimization still has it.
 """
 
 import dataclasses
@@ -53,7 +53,7 @@ class WrittenProducts:
         return WrittenProducts({scope: tuple(products) for scope, products in found.items()})
 
     def find(self, scope: str, size: Dimensions) -> Written | None:
-        """The product that a compiled one was made from; None if it is not to be told.
+        """The product that a compiled one was made from; None if it cannot be determined.
 
         Args:
             scope: Its stack of named scopes.
@@ -66,7 +66,7 @@ class WrittenProducts:
 
 
 def full_scope(site: Site) -> str:
-    """An instruction's scopes behind those of the calls that lead to it.
+    """An instruction's scopes after those of the calls that lead to it.
 
     Args:
         site: The instruction.
@@ -80,7 +80,7 @@ def full_scope(site: Site) -> str:
 
 
 def _agreeing(products: Iterable[Written]) -> list[Written]:
-    """The products, if FP8 was asked for in all of them alike."""
+    """The products, if FP8 was requested for all of them alike."""
     products = list(products)
     kinds = {(p.lhs.quantized, p.rhs.quantized, p.lhs.rescaled, p.rhs.rescaled) for p in products}
     return products if len(kinds) == 1 else []
