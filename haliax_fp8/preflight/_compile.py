@@ -70,6 +70,8 @@ def compile_for(
     with jax.set_mesh(mesh), warnings.catch_warnings():
         # For donated arguments that no result fits: donating all of them means those that do fit.
         warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
+        # JAX keeps such programs in its compilation cache too, and cannot read back those for devices not here.
+        warnings.filterwarnings("ignore", message="Error reading persistent compilation cache")
         traced = jax.jit(inputs.call).trace({}, inputs.abstract)
         donated = _donated(traced, inputs)
         if donated:
