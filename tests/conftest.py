@@ -39,6 +39,17 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
+@pytest.fixture(autouse=True, scope="module")
+def few_programs():
+    """Lets go of what earlier files compiled before Linux runs out of memory maps for it, which ends the process.
+
+    A program for the CPU takes about 16 maps, and a process may have 65,530.
+    """
+    maps = pathlib.Path("/proc/self/maps")
+    if maps.exists() and maps.read_bytes().count(b"\n") > 25_000:
+        jax.clear_caches()
+
+
 @pytest.fixture
 def getkey():
     """A function that returns a new key at each call, the same sequence in every run."""
