@@ -5,66 +5,70 @@
 converts a model; `partition_for_grad_overwrite` and `apply_updates` make its training step. See `docs/`.
 """
 
-from . import ops as ops, preflight as preflight
-from ._calibrate import calibrate as calibrate, fp8_states as fp8_states
-from ._checkpoint import save_fp8_operands as save_fp8_operands, save_nothing_but_fp8 as save_nothing_but_fp8
-from ._compressed import compressed as compressed
-from ._describe import LayerDescription as LayerDescription, ModelDescription as ModelDescription, describe as describe
-from ._device import Device as Device
+from . import (
+    devices as devices,
+    layers as layers,
+    memory as memory,
+    ops as ops,
+    preflight as preflight,
+    statistics as statistics,
+    training as training,
+)
 from ._einsum import Fp8Einsum as Fp8Einsum
-from ._exact_gradients import exact_gradients as exact_gradients
-from ._formats import (
+from ._jax.max_grad import fp32_max_grad as fp32_max_grad
+from ._op import Fp8DotGeneral as Fp8DotGeneral
+from ._state.marker import OverwriteWithGradient as OverwriteWithGradient
+from ._state.op_state import OpState as OpState
+from .devices import Device as Device, Efficiency as Efficiency
+from .layers import (
+    EquinoxLinear as EquinoxLinear,
+    Fp8Config as Fp8Config,
+    HaliaxEmbedding as HaliaxEmbedding,
+    HaliaxLinear as HaliaxLinear,
+    HaliaxMoELinear as HaliaxMoELinear,
+    LayerDescription as LayerDescription,
+    LayerRule as LayerRule,
+    LayerSize as LayerSize,
+    ModelDescription as ModelDescription,
+    Prediction as Prediction,
+    Refused as Refused,
+    WherePays as WherePays,
+    default_layers as default_layers,
+    describe as describe,
+    fp8_linear_layers as fp8_linear_layers,
+    restore_linear_layers as restore_linear_layers,
+)
+from .memory import (
+    AbstractFusion as AbstractFusion,
+    AbstractKernelResidual as AbstractKernelResidual,
+    FusedProjections as FusedProjections,
+    KeepQuantized as KeepQuantized,
+    OneProduct as OneProduct,
+    Requantize as Requantize,
+    RequantizeWhereCheap as RequantizeWhereCheap,
+    SharedInput as SharedInput,
+    compressed as compressed,
+    fuse_projections as fuse_projections,
+    projections as projections,
+    rematerialized as rematerialized,
+    save_fp8_operands as save_fp8_operands,
+    save_nothing_but_fp8 as save_nothing_but_fp8,
+    separate_projections as separate_projections,
+)
+from .recipes import (
     E2M1 as E2M1,
     E4M3 as E4M3,
     E4M3FNUZ as E4M3FNUZ,
     E5M2 as E5M2,
     E5M2FNUZ as E5M2FNUZ,
-    Format as Format,
-    saturating_cast as saturating_cast,
-)
-from ._fuse import (
-    AbstractFusion as AbstractFusion,
-    OneProduct as OneProduct,
-    SharedInput as SharedInput,
-    fuse_projections as fuse_projections,
-    projections as projections,
-    separate_projections as separate_projections,
-)
-from ._fused_projections import FusedProjections as FusedProjections
-from ._kernel_residual import (
-    AbstractKernelResidual as AbstractKernelResidual,
-    KeepQuantized as KeepQuantized,
-    Requantize as Requantize,
-    RequantizeWhereCheap as RequantizeWhereCheap,
-)
-from ._keys import with_rounding_keys as with_rounding_keys
-from ._layer_work import LayerSize as LayerSize
-from ._layers import (
-    EquinoxLinear as EquinoxLinear,
-    HaliaxEmbedding as HaliaxEmbedding,
-    HaliaxLinear as HaliaxLinear,
-    HaliaxMoELinear as HaliaxMoELinear,
-    LayerRule as LayerRule,
-    Refused as Refused,
-    default_layers as default_layers,
-)
-from ._op import Fp8DotGeneral as Fp8DotGeneral
-from ._overwrite import OpState as OpState, OverwriteWithGradient as OverwriteWithGradient
-from ._own_state import require_own_state as require_own_state
-from ._prediction import Prediction as Prediction
-from ._presets import aliases as aliases, recipe_by_name as recipe_by_name, recipes as recipes
-from ._quantized_array import QuantizedArray as QuantizedArray, quantize as quantize
-from ._recipe import Quantization as Quantization, Recipe as Recipe
-from ._rematerialized import rematerialized as rematerialized
-from ._roofline import Efficiency as Efficiency
-from ._rounding import AbstractRounding as AbstractRounding, Stochastic as Stochastic, ToNearest as ToNearest
-from ._scaling import (
     AbstractAmaxCompute as AbstractAmaxCompute,
+    AbstractRounding as AbstractRounding,
     AbstractScaling as AbstractScaling,
     AbstractStatefulScaling as AbstractStatefulScaling,
     BlockScaling as BlockScaling,
     CurrentScaling as CurrentScaling,
     DelayedScaling as DelayedScaling,
+    Format as Format,
     HadamardScaling as HadamardScaling,
     HighPrecision as HighPrecision,
     MaxOfHistory as MaxOfHistory,
@@ -74,36 +78,43 @@ from ._scaling import (
     NVFP4Scaling as NVFP4Scaling,
     OperandUse as OperandUse,
     Percentile as Percentile,
+    Quantization as Quantization,
+    QuantizedArray as QuantizedArray,
+    Recipe as Recipe,
     RecoveringMax as RecoveringMax,
     RowwiseScaling as RowwiseScaling,
     StaticScaling as StaticScaling,
+    Stochastic as Stochastic,
+    Support as Support,
+    ToNearest as ToNearest,
+    aliases as aliases,
+    quantize as quantize,
+    recipe_by_name as recipe_by_name,
+    recipes as recipes,
+    saturating_cast as saturating_cast,
+    supported as supported,
 )
-from ._state import fp32_max_grad as fp32_max_grad
-from ._statistics import (
+from .statistics import (
     ModelStatistics as ModelStatistics,
     OpStatistics as OpStatistics,
     quantization_statistics as quantization_statistics,
 )
-from ._support import Support as Support, supported as supported
-from ._train_step import (
+from .training import (
     TrainStep as TrainStep,
-    trainable as trainable,
-    transfer_optimizer_state as transfer_optimizer_state,
-)
-from ._training import (
     accumulate_gradients as accumulate_gradients,
     apply_updates as apply_updates,
+    calibrate as calibrate,
+    exact_gradients as exact_gradients,
     filter_grad as filter_grad,
     filter_value_and_grad as filter_value_and_grad,
+    fp8_states as fp8_states,
     partition_for_grad_overwrite as partition_for_grad_overwrite,
+    require_own_state as require_own_state,
+    trainable as trainable,
+    transfer_optimizer_state as transfer_optimizer_state,
     with_max_gradients as with_max_gradients,
+    with_rounding_keys as with_rounding_keys,
 )
-from ._transform import (
-    Fp8Config as Fp8Config,
-    fp8_linear_layers as fp8_linear_layers,
-    restore_linear_layers as restore_linear_layers,
-)
-from ._where_pays import WherePays as WherePays
 
 
 __version__ = "0.1.0"

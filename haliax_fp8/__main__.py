@@ -3,7 +3,7 @@
 import os
 import sys
 
-from ._command_line import INTERRUPTED, main
+from ._cli.main import INTERRUPTED, main
 
 
 def run() -> None:

@@ -10,7 +10,7 @@ from jax import lax
 from jaxtyping import Array, DTypeLike, Float
 
 from ._op import Fp8DotGeneral
-from ._presets import RecipeLike
+from .recipes.named import RecipeLike
 
 
 class Fp8Einsum(eqx.Module):

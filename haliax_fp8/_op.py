@@ -12,18 +12,19 @@ from haliax.state_dict import ModuleWithStateDictSerialization, StateDict
 from jax import lax
 from jaxtyping import Array, DTypeLike, Float, Int
 
-from ._contraction import AbstractContraction, DotContraction
-from ._dimension_numbers import DimensionNumbers, DotDimensions
-from ._dot_general import fp8_dot_general
-from ._kernel_residual import AbstractKernelResidual, KeepQuantized
-from ._op_arguments import check_groups, check_operands, floating_dtype, has_explicit_axes, precision_of
-from ._overwrite import OpState
-from ._presets import RecipeLike, as_recipe
-from ._product_spec import ProductSpec
-from ._ragged import RaggedContraction
-from ._recipe import Recipe
-from ._records import OpRecord
-from ._scaling import DelayedScaling
+from ._product.arguments import check_groups, check_operands, floating_dtype, has_explicit_axes, precision_of
+from ._product.contraction import AbstractContraction
+from ._product.dimensions import DimensionNumbers, DotDimensions
+from ._product.dot import DotContraction
+from ._product.grouped import RaggedContraction
+from ._product.kernel_residual import AbstractKernelResidual, KeepQuantized
+from ._product.primitive import fp8_dot_general
+from ._product.spec import ProductSpec
+from ._state.op_state import OpState
+from ._state.records import OpRecord
+from .recipes.named import RecipeLike, as_recipe
+from .recipes.recipe import Recipe
+from .recipes.scaling import DelayedScaling
 
 
 # The words of a key of JAX's default generator.

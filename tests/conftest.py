@@ -68,20 +68,20 @@ def compiled(monkeypatch):
 
     Products are cuBLASLt's, as in a `TrainStep`, unless options of the compiler are given.
     """
-    from haliax_fp8.preflight import _preflight
+    from haliax_fp8.preflight import run
 
-    texts, compile_for = [], _preflight.compile_for
+    texts, compile_for = [], run.compile_for
 
     def recorded(*args, **options):
         program = compile_for(*args, **options)
         texts.append(program.text)
         return program
 
-    monkeypatch.setattr(_preflight, "compile_for", recorded)
+    monkeypatch.setattr(run, "compile_for", recorded)
 
     def compiled_of(step, *args, **options):
         options = {"compiler_options": {"xla_gpu_enable_triton_gemm": False}, "other_setting": False, **options}
-        report = _preflight.preflight(step, *args, **options)
+        report = run.preflight(step, *args, **options)
         return texts[-1], report
 
     return compiled_of

@@ -8,11 +8,11 @@ import equinox as eqx
 import jax
 import numpy as np
 
-from haliax_fp8.preflight._dimensions import dimensions
-from haliax_fp8.preflight._hlo import Computation, Instruction, Module, Shape, parse_hlo
-from haliax_fp8.preflight._source import role
-from haliax_fp8.preflight._traffic import NO_KERNEL
-from haliax_fp8.preflight._walk import Site, entry_sites, kernels, opened
+from haliax_fp8.preflight.hlo.dimensions import dimensions
+from haliax_fp8.preflight.hlo.scopes import role
+from haliax_fp8.preflight.hlo.sites import Site, entry_sites, kernels, opened
+from haliax_fp8.preflight.hlo.text import Computation, Instruction, Module, Shape, parse_hlo
+from haliax_fp8.preflight.hlo.traffic import NO_KERNEL
 
 
 type Arrays = Counter[tuple[str, int]]

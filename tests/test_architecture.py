@@ -1,6 +1,7 @@
-"""The layout of the package: which module may import which, and what a file may be. A new module needs a place here."""
+"""The layout of the package: which folder may import which, and what a file may be. A new folder needs a place here."""
 
 import ast
+import graphlib
 import importlib
 import inspect
 import sys
@@ -14,48 +15,39 @@ import haliax_fp8
 
 ROOT = Path(haliax_fp8.__file__).parent
 
-# A module (a file, or a folder as a whole) may import modules of the lines above its own, never one of its own line.
-# So the numerics can be read without the layers, and training, calibration and the rest never need each other.
-LAYERS = (
-    ("_require",),
-    (
-        "_formats",
-        "_rotation",
-        "_state",
-        "_dimension_numbers",
-        "_opaque",
-        "_mesh_axes",
-        "_op_arguments",
-        "_targets",
-        "_kernel_residual",
-        "_checkpoint",
-        "_peaks",
-        "_xla_flags",
-    ),
-    ("_quantized_array", "_rounding", "_device", "_roofline", "_ways"),
-    ("_scaling", "_scaled_product", "preflight"),
-    ("_contraction",),
-    ("_recipe", "_ragged", "_members", "ops"),
-    ("_product_spec", "_overwrite", "_presets", "_layer_work", "_compiler_options"),
-    ("_measures", "_next_state", "_operands", "_prediction", "_records"),
-    ("_products",),
-    ("_mapped_tangent",),
-    ("_dot_general", "_support"),
-    ("_op", "_compressed", "_merge"),
-    ("_own_state",),
-    ("_layers", "_einsum", "_keys", "_rematerialized", "_loss", "_uncalibrated"),
-    ("_where_pays", "_walk"),
-    ("_transform", "_training"),
-    ("_exact_gradients",),
-    ("_describe", "_calibrate", "_statistics", "_fused_projections"),
-    ("_train_step", "_fuse"),
-    ("_command_line",),
+# A folder (or a file beside the folders) may import those of the lines above its own, never one of its own line.
+# Folders whose names begin with an underscore are private.
+FLOORS = (
+    # The ground: JAX extended, numbers.
+    ("_jax", "_numerics"),
+    ("devices",),
+    # What becomes of a number: formats, scalings, recipes.
+    ("recipes",),
+    # What is remembered from step to step.
+    ("_state",),
+    # One product and its derivative.
+    ("_product",),
+    # The two public ops.
+    ("_op",),
+    # Models; and proof before purchase, which needs no model.
+    ("_einsum", "layers", "preflight"),
+    # The loop.
+    ("training", "memory", "ops"),
+    ("statistics",),
+    ("_cli",),
     ("__init__", "__main__"),
 )
-RANK = {module: rank for rank, line in enumerate(LAYERS) for module in line}
+FLOOR = {room: floor for floor, line in enumerate(FLOORS) for room in line}
 
-# Up to and with the product: to be read and tested without Haliax and Equinox's layers.
-WITHOUT_HALIAX = {module for line in LAYERS[: RANK["_dot_general"] + 1] for module in line} - {"_overwrite", "_records"}
+# Up to and with the product: to be read and tested without Haliax, but for what its marker type needs.
+WITHOUT_HALIAX = {room for line in FLOORS[: FLOOR["_product"] + 1] for room in line}
+WITH_THE_MARKER = {"_state/marker.py", "_state/op_state.py", "_state/records.py"}
+
+# The preflight reads any program, also of other packages: it knows devices, not recipes or layers.
+OF_THE_PREFLIGHT = {"devices", "_numerics"}
+
+# As an attribute of the package this is the dictionary of named recipes, and not the folder.
+SHADOWED = {"haliax_fp8.recipes"}
 
 MAX_LINES = 330
 
@@ -64,9 +56,19 @@ def files() -> list[Path]:
     return sorted(ROOT.rglob("*.py"))
 
 
-def module_of(path: Path) -> str:
-    """The file, or the folder that it is in, as the table above names it."""
+def folders() -> list[Path]:
+    """The package's folder and every one in it that holds Python files."""
+    return sorted({path.parent for path in files()})
+
+
+def room_of(path: Path) -> str:
+    """The folder that a file is in, or the file beside the folders, as the table above names it."""
     return path.relative_to(ROOT).parts[0].removesuffix(".py")
+
+
+def module_of(path: Path) -> str:
+    """The full name of a file's or folder's module."""
+    return ".".join(["haliax_fp8", *path.relative_to(ROOT).with_suffix("").parts]).removesuffix(".__init__")
 
 
 def tree_of(path: Path) -> ast.Module:
@@ -85,52 +87,73 @@ def imports(path: Path) -> Iterator[str]:
             yield from (".".join([*base, alias.name]) for alias in node.names)
 
 
-def inner_imports(path: Path) -> set[str]:
-    """The modules of the package that a file imports, as the table names them."""
-    names = {tuple(name.split(".")) for name in imports(path)}
+def imported_from(path: Path, folder: Path) -> set[str]:
+    """What a file imports of a folder: the files and folders in it, `__init__` for names of the folder itself."""
+    inside = module_of(folder).split(".") if folder != ROOT else ["haliax_fp8"]
     found = set()
-    for name in names:
-        if name[0] == "haliax_fp8":
-            # `from haliax_fp8 import x` asks for the whole package, unless x is a module.
-            found.add(name[1] if len(name) > 1 and name[1] in RANK else "__init__")
+    for name in (name.split(".") for name in imports(path)):
+        if name[: len(inside)] == inside:
+            rest = name[len(inside) :]
+            is_module = bool(rest) and ((folder / rest[0]).is_dir() or (folder / f"{rest[0]}.py").is_file())
+            found.add(rest[0] if is_module else "__init__")
     return found
 
 
 over_files = pytest.mark.parametrize("path", files(), ids=lambda path: str(path.relative_to(ROOT)))
+over_folders = pytest.mark.parametrize("folder", folders(), ids=lambda path: path.relative_to(ROOT.parent).as_posix())
 
 
-def test_every_module_has_a_place():
-    found = {module_of(path) for path in files()}
-    assert found == set(RANK), "a new module: decide what it may import, and give it a line in LAYERS"
-    assert sum(map(len, LAYERS)) == len(RANK), "a module has two lines in LAYERS"
+def test_every_room_has_a_place():
+    found = {room_of(path) for path in files()}
+    assert found == set(FLOOR), "a new folder: decide what it may import, and give it a place in FLOORS"
+    assert sum(map(len, FLOORS)) == len(FLOOR), "a folder has two places in FLOORS"
 
 
 @over_files
 def test_imports_go_up_the_table(path):
-    module = module_of(path)
-    for imported in inner_imports(path) - {module}:
-        assert RANK[imported] < RANK[module], f"{path.name} imports {imported}, which does not stand above {module}"
+    room = room_of(path)
+    for imported in imported_from(path, ROOT) - {room}:
+        assert FLOOR[imported] < FLOOR[room], f"{path.name} imports {imported}, which does not stand above {room}"
+
+
+@over_folders
+def test_no_circles_inside_a_folder(folder):
+    """Its files, and its folders as a whole: no two of them need each other."""
+    needs: dict[str, set[str]] = {}
+    for path in folder.rglob("*.py"):
+        child = path.relative_to(folder).parts[0].removesuffix(".py")
+        needs.setdefault(child, set()).update(imported_from(path, folder) - {child})
+    try:
+        graphlib.TopologicalSorter(needs).prepare()
+    except graphlib.CycleError as error:
+        pytest.fail(f"a circle of imports: {' -> '.join(reversed(error.args[1]))}")
+
+
+def test_the_preflight_needs_no_recipes_and_no_layers():
+    needed = {room for path in (ROOT / "preflight").rglob("*.py") for room in imported_from(path, ROOT)}
+    assert needed - {"preflight"} <= OF_THE_PREFLIGHT
 
 
 def test_this_file_sees_imports():
     """The reader of imports, on what it has to find."""
-    assert {"_op", "_recipe", "_layers"} <= inner_imports(ROOT / "_layers" / "_haliax.py")
-    assert {"_layers", "_targets"} <= inner_imports(ROOT / "_walk.py")
-    assert {"_formats", "_state"} == inner_imports(ROOT / "ops" / "_arguments.py")
-    assert "haliax.quantization.CustomGradientAccumulation" in set(imports(ROOT / "_overwrite.py"))
-    assert any(name.startswith("jax._src") for name in imports(ROOT / "_state.py"))
+    assert {"_op", "recipes", "layers"} <= imported_from(ROOT / "layers" / "haliax.py", ROOT)
+    assert {"rule", "patterns"} <= imported_from(ROOT / "layers" / "walk.py", ROOT / "layers")
+    assert {"_numerics", "_jax"} == imported_from(ROOT / "ops" / "arguments.py", ROOT)
+    assert {"run", "target"} <= imported_from(ROOT / "preflight" / "__init__.py", ROOT / "preflight")
+    assert "haliax.quantization.CustomGradientAccumulation" in set(imports(ROOT / "_state" / "marker.py"))
+    assert any(name.startswith("jax._src") for name in imports(ROOT / "_jax" / "max_grad.py"))
 
 
 @over_files
 def test_numerics_do_not_need_haliax(path):
-    if module_of(path) in WITHOUT_HALIAX:
+    if room_of(path) in WITHOUT_HALIAX and path.relative_to(ROOT).as_posix() not in WITH_THE_MARKER:
         assert not [name for name in imports(path) if name.split(".")[0] == "haliax"]
 
 
 @over_files
-def test_only_state_imports_the_internals_of_jax(path):
+def test_only_one_folder_imports_the_internals_of_jax(path):
     internals = [name for name in imports(path) if name.startswith(("jax._src", "jaxlib"))]
-    assert not internals or path.name == "_state.py"
+    assert not internals or room_of(path) == "_jax"
 
 
 @over_files
@@ -145,11 +168,34 @@ def test_files_are_short(path):
     assert len(path.read_text().splitlines()) <= MAX_LINES
 
 
-def test_names_of_files():
-    """Every file is private, but for what users import as a module; none is a drawer for the rest."""
-    names = {path.stem for path in files()}
-    assert all(name.startswith("_") for name in names)
-    assert not {name.strip("_") for name in names} & {"utils", "util", "helpers", "common", "misc"}
+@over_files
+def test_names_of_files(path):
+    """Whether a file is private is said by its folder; none is a drawer for the rest."""
+    is_special = path.stem in ("__init__", "__main__")
+    assert is_special or path.stem.startswith("_") == (path.parent == ROOT)
+    assert path.stem.strip("_") not in {"utils", "util", "helpers", "common", "misc"}
+
+
+def test_public_folders_are_attributes_of_the_package():
+    public = {path.name for path in folders() if path.parent == ROOT and not path.name.startswith("_")}
+    assert public <= set(vars(haliax_fp8))
+
+
+@over_folders
+def test_no_file_has_the_name_of_an_export(folder):
+    """Or `import folder.name` would give something else than the file."""
+    for path in [*folder.glob("*.py"), *(child for child in folders() if child.parent == folder)]:
+        name = module_of(path)
+        if path.stem not in ("__init__", "__main__") and name not in SHADOWED:
+            module = importlib.import_module(name)
+            assert getattr(importlib.import_module(name.rpartition(".")[0]), path.stem) is module
+
+
+@pytest.mark.parametrize("folder", ["_jax", "_product"])
+def test_readmes_name_every_file(folder):
+    text = (ROOT / folder / "README.md").read_text()
+    missing = [path.name for path in (ROOT / folder).glob("[a-z]*.py") if f"`{path.name}`" not in text]
+    assert not missing
 
 
 def definitions(node: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.AST]]:
@@ -173,7 +219,7 @@ def classes() -> list[type]:
     """Every class that the package defines."""
     found = []
     for path in files():
-        name = ".".join(["haliax_fp8", *path.relative_to(ROOT).with_suffix("").parts]).removesuffix(".__init__")
+        name = module_of(path)
         module = importlib.import_module(name)
         found += [value for value in vars(module).values() if inspect.isclass(value) and value.__module__ == name]
     return found

@@ -14,10 +14,10 @@ import jax
 import pytest
 
 import haliax_fp8 as fp8
-from haliax_fp8._command_line import main
-from haliax_fp8._command_line._demo import demo_by_name, demo_step, demos
+from haliax_fp8._cli.demo import demo_by_name, demo_step, demos
+from haliax_fp8._cli.main import main
 from haliax_fp8.preflight import targets
-from haliax_fp8.preflight._compilers import NVIDIA
+from haliax_fp8.preflight.target.compilers import NVIDIA
 
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -151,7 +151,7 @@ def test_options_reach_the_compiler(training, capsys):
 @pytest.mark.parametrize("name", ["H100", "TPU v6e"])
 def test_targets_are_named_as_everywhere_else(capsys, monkeypatch, name):
     """In any case, and by other names: it gets as far as asking for the target's compiler."""
-    from haliax_fp8.preflight._targets import target_of
+    from haliax_fp8.preflight.target.named import target_of
 
     monkeypatch.setattr(type(target_of(name)), "missing", lambda self: f"{self.name} is known")
     assert run("preflight", "--demo", "gpt2", "--target", name) == 2
@@ -371,7 +371,7 @@ def test_the_flops_of_a_demo(capsys, blocks):
 @pytest.fixture
 def installed(monkeypatch, tmp_path):
     """The commands that `install-compiler` runs, with a function that says what each puts where it is told to."""
-    from haliax_fp8._command_line import _compiler
+    from haliax_fp8._cli import compiler
 
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
     commands, files = [], []
@@ -384,7 +384,7 @@ def installed(monkeypatch, tmp_path):
             path.touch()
         return subprocess.CompletedProcess(command, 0 if files else 1)
 
-    monkeypatch.setattr(_compiler.subprocess, "run", run)
+    monkeypatch.setattr(compiler.subprocess, "run", run)
     return commands, files.append
 
 

@@ -29,10 +29,10 @@ from kept_arrays import kept_arrays, residuals, xla_name
 
 import haliax_fp8 as fp8
 from haliax_fp8.preflight import preflight
-from haliax_fp8.preflight._dimensions import dimensions
-from haliax_fp8.preflight._hlo import parse_hlo
-from haliax_fp8.preflight._traffic import is_kernel
-from haliax_fp8.preflight._walk import entry_sites, kernels, opened
+from haliax_fp8.preflight.hlo.dimensions import dimensions
+from haliax_fp8.preflight.hlo.sites import entry_sites, kernels, opened
+from haliax_fp8.preflight.hlo.text import parse_hlo
+from haliax_fp8.preflight.hlo.traffic import is_kernel
 
 
 E4M3 = "f8e4m3fn"

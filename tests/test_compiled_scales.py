@@ -10,8 +10,8 @@ from compiled_models import gradient_of, on, struct
 from jax.sharding import PartitionSpec
 
 import haliax_fp8 as fp8
-from haliax_fp8.preflight._hlo import parse_hlo
-from haliax_fp8.preflight._walk import entry_sites, kernels, opened
+from haliax_fp8.preflight.hlo.sites import entry_sites, kernels, opened
+from haliax_fp8.preflight.hlo.text import parse_hlo
 
 
 ROWS = 1024

@@ -4,7 +4,7 @@ import jax
 import pytest
 
 import haliax_fp8 as fp8
-from haliax_fp8._device import FP8_UNITS, MX_UNITS, NO_UNITS, Device, devices
+from haliax_fp8.devices.device import FP8_UNITS, MX_UNITS, NO_UNITS, Device, devices
 
 
 # From the vendors' documents: NVIDIA's table of compute capabilities (FP8 tensor cores since 8.9, block scaling since

@@ -10,7 +10,7 @@ from helpers import dimension_numbers
 from hypothesis import example, given, settings
 from jax import lax
 
-from haliax_fp8._dimension_numbers import DotDimensions
+from haliax_fp8._product.dimensions import DotDimensions
 
 
 PLAIN = ((((1,), (0,)), ((), ())), (2, 3), (3, 4))

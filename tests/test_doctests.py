@@ -79,4 +79,4 @@ def test_example(module, path, line, text):
 
 def test_public_functions_have_examples():
     with_example = {param.id for param in examples()}
-    assert {"haliax_fp8._transform.fp8_linear_layers", "haliax_fp8._train_step.TrainStep"} <= with_example
+    assert {"haliax_fp8.layers.convert.fp8_linear_layers", "haliax_fp8.training.step.TrainStep"} <= with_example

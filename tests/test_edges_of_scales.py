@@ -12,7 +12,7 @@ import recipe_reference as reference
 from helpers import E4M3, EPS, assert_within, float64, products
 
 import haliax_fp8 as fp8
-from haliax_fp8._scaling._blocks import e8m0_exponent
+from haliax_fp8.recipes.scaling.block_geometry import e8m0_exponent
 
 
 MATRIX = (((1,), (0,)), ((), ()))

@@ -17,7 +17,7 @@ from hypothesis import given, settings, strategies as st
 from jax import lax
 
 import haliax_fp8 as fp8
-from haliax_fp8._scaling._table import guarded
+from haliax_fp8._state.table import guarded
 
 
 WIDTH, LENGTH = 8, 4

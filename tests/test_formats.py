@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from haliax_fp8 import _formats
-from haliax_fp8._formats import E4M3, E4M3FNUZ, E5M2, E5M2FNUZ, Format, saturating_cast
+from haliax_fp8._numerics import formats
+from haliax_fp8._numerics.formats import E4M3, E4M3FNUZ, E5M2, E5M2FNUZ, Format, saturating_cast
 
 
 FORMATS = [E4M3, E5M2, E4M3FNUZ, E5M2FNUZ]
@@ -215,5 +215,5 @@ def test_dynamic_range_example():
 
 
 def test_examples_of_the_docstrings():
-    failed, attempted = doctest.testmod(_formats)
+    failed, attempted = doctest.testmod(formats)
     assert attempted > 0 and failed == 0

@@ -11,7 +11,7 @@ from helpers import rounded_up
 from jax import lax
 
 import haliax_fp8 as fp8
-from haliax_fp8._scaling._guard import checked, guard_of, is_changed
+from haliax_fp8._state.guard import checked, guard_of, is_changed
 
 
 X = jax.random.normal(jax.random.key(1), (16, 8))

@@ -11,7 +11,7 @@ from helpers import equations
 from jax import lax
 
 from haliax_fp8 import filter_grad, fp8_linear_layers
-from haliax_fp8._opaque import opaque
+from haliax_fp8._jax.opaque import opaque
 
 
 @opaque("power")

@@ -403,7 +403,7 @@ def test_shardings_of_arguments_are_kept():
     "alias, name", [("H100", "h100"), ("RTX 4090", "rtx4090"), ("v6e", "tpu6e"), ("TPU v5e", "tpu5e")]
 )
 def test_a_device_has_one_entry_and_other_names_lead_to_it(alias, name):
-    from haliax_fp8.preflight._targets import target_of
+    from haliax_fp8.preflight.target.named import target_of
 
     assert target_of(alias) is targets[name]
     assert fp8.Device.by_name(alias) == fp8.Device.by_name(name) == targets[name].device

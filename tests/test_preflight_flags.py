@@ -10,10 +10,10 @@ import pytest
 from test_preflight_products import module, read
 
 import haliax_fp8 as fp8
-from haliax_fp8._compiler_options import cost_of_flags, log_cost_of_flags, training_options
-from haliax_fp8._device import devices
-from haliax_fp8._xla_flags import XlaFlags
+from haliax_fp8.devices.device import devices
+from haliax_fp8.devices.xla_flags import XlaFlags
 from haliax_fp8.preflight import PreflightError, Verdict, preflight, targets
+from haliax_fp8.recipes.compiler_options import cost_of_flags, log_cost_of_flags, training_options
 
 
 TRITON = "xla_gpu_enable_triton_gemm"

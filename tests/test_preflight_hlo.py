@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from haliax_fp8.preflight._hlo import Shape, parse_hlo
-from haliax_fp8.preflight._walk import entry_sites, kernels, opened
+from haliax_fp8.preflight.hlo.sites import entry_sites, kernels, opened
+from haliax_fp8.preflight.hlo.text import Shape, parse_hlo
 
 
 HEADER = "HloModule jit_f, is_scheduled=true, entry_computation_layout={(f32[2]{0})->f32[2]{0}}\n\n"

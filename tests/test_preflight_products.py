@@ -14,8 +14,8 @@ import pytest
 
 import haliax_fp8 as fp8
 from haliax_fp8.preflight import Memory, Verdict, preflight, targets
-from haliax_fp8.preflight._analysis import analyze
-from haliax_fp8.preflight._compile import Compiled
+from haliax_fp8.preflight.compile import Compiled
+from haliax_fp8.preflight.verdict.analysis import analyze
 
 
 def read(text, target="h100", written="", outputs=(), known=None):

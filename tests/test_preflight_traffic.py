@@ -2,11 +2,11 @@
 
 import pytest
 
-from haliax_fp8.preflight._dimensions import Dimensions
-from haliax_fp8.preflight._hlo import Shape, parse_hlo
-from haliax_fp8.preflight._reason import indivisible
-from haliax_fp8.preflight._traffic import is_kernel, touched
-from haliax_fp8.preflight._walk import entry_sites, kernels
+from haliax_fp8.preflight.hlo.dimensions import Dimensions
+from haliax_fp8.preflight.hlo.sites import entry_sites, kernels
+from haliax_fp8.preflight.hlo.text import Shape, parse_hlo
+from haliax_fp8.preflight.hlo.traffic import is_kernel, touched
+from haliax_fp8.preflight.verdict.reason import indivisible
 
 
 MATRIX, ROW, INDEX = 4 * 1000 * 64, 4 * 64, 4

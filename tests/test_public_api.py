@@ -1,6 +1,7 @@
 """Every public name has a docstring and a place in the documentation."""
 
 import ast
+import importlib
 import inspect
 import pathlib
 import re
@@ -17,7 +18,7 @@ DOCUMENTED = re.findall(r"^::: haliax_fp8\.(\w+)$", API, re.MULTILINE)
 
 
 def exported_names():
-    """What `__init__.py` exports: `from ._module import name as name`."""
+    """What `__init__.py` exports: `from .folder import name as name`."""
     tree = ast.parse((PACKAGE / "__init__.py").read_text())
     return {alias.asname for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names}
 
@@ -82,3 +83,26 @@ def test_api_page_lists_exactly_the_public_names_of_the_preflight():
 def test_functions_of_the_low_level_module_have_docstrings():
     missing = [name for name in haliax_fp8.ops.__all__ if not getattr(haliax_fp8.ops, name).__doc__]
     assert not missing
+
+
+def exports_of(module):
+    """The names that a public module exports."""
+    tree = ast.parse(pathlib.Path(module.__file__).read_text())
+    return {alias.asname for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+
+
+def test_modules_hold_the_same_names():
+    """Everything but the two ops and their state is also in one module for its subject, as the same object."""
+    subjects = ("devices", "recipes", "layers", "training", "statistics", "memory")
+    # Not as an attribute: `haliax_fp8.recipes` is the dictionary.
+    modules = {name: importlib.import_module(f"haliax_fp8.{name}") for name in subjects}
+    found = [name for module in modules.values() for name in sorted(exports_of(module))]
+    assert len(found) == len(set(found))
+    # The preflight exports it too, as the type of a field of its targets.
+    assert set(found) - set(PUBLIC) == {"Peaks"}
+    alone = {"Fp8DotGeneral", "Fp8Einsum", "OverwriteWithGradient", "OpState", "fp32_max_grad"}
+    assert set(PUBLIC) - set(found) - {*subjects, "preflight", "ops"} == alone
+    for name in set(found) - {"Peaks"}:
+        assert all(
+            getattr(haliax_fp8, name) is vars(module)[name] for module in modules.values() if name in vars(module)
+        )

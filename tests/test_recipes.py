@@ -14,7 +14,7 @@ import pytest
 import recipe_reference as reference
 
 import haliax_fp8 as fp8
-from haliax_fp8._scaling._blocks import e8m0_exponent
+from haliax_fp8.recipes.scaling.block_geometry import e8m0_exponent
 
 
 MATRIX = (((1,), (0,)), ((), ()))

@@ -11,8 +11,8 @@ import pytest
 from helpers import EPS, assert_within, equations, products
 
 import haliax_fp8 as fp8
-from haliax_fp8._dimension_numbers import DotDimensions
-from haliax_fp8._scaled_product import exponent_of, native_product
+from haliax_fp8._product.dimensions import DotDimensions
+from haliax_fp8._product.scales import exponent_of, native_product
 
 
 MATRIX = (((1,), (0,)), ((), ()))

@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +15,9 @@ from jax._src.interpreters import ad, pxla
 from jax.sharding import NamedSharding, PartitionSpec as P, SingleDeviceSharding
 
 import haliax_fp8
-from haliax_fp8 import _state
-from haliax_fp8._dot_general import fp8_dot_p
-from haliax_fp8._state import fp32_max_grad, is_max_grad, to_float32, to_max_grad
+from haliax_fp8._jax import max_grad
+from haliax_fp8._jax.max_grad import fp32_max_grad, is_max_grad, to_float32, to_max_grad
+from haliax_fp8._product.primitive import fp8_dot_p
 
 
 jitted_or_not = pytest.mark.parametrize("transform", [jax.jit, lambda f: f], ids=["jit", "eager"])
@@ -292,17 +293,18 @@ def test_full(transform):
 def test_element_type():
     assert repr(fp32_max_grad) == fp32_max_grad.name == "float32_max_grad"
     assert fp32_max_grad.itemsize == 4
-    assert fp32_max_grad == _state._MaxGradDType(np.dtype(np.float32)) and hash(fp32_max_grad)
+    assert fp32_max_grad == max_grad._MaxGradDType(np.dtype(np.float32)) and hash(fp32_max_grad)
     assert jnp.issubdtype(fp32_max_grad, jax.dtypes.extended)
-    assert not jnp.issubdtype(jnp.float32, _state.max_grad) and jnp.issubdtype(fp32_max_grad, _state.max_grad)
+    assert not jnp.issubdtype(jnp.float32, max_grad.max_grad) and jnp.issubdtype(fp32_max_grad, max_grad.max_grad)
 
 
 # --- What the file needs of JAX's internals: each part fails on its own when JAX changes ------------------------------
 
 
 def test_internals_are_the_ones_that_this_file_checks():
-    tree = ast.parse(inspect.getsource(_state))
-    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and "jax._src" in node.module]
+    folder = pathlib.Path(inspect.getfile(max_grad)).parent
+    nodes = [node for path in folder.glob("*.py") for node in ast.walk(ast.parse(path.read_text()))]
+    imports = [node for node in nodes if isinstance(node, ast.ImportFrom) and "jax._src" in (node.module or "")]
     needed = {f"{node.module}.{alias.name}" for node in imports for alias in node.names}
     assert needed == {
         "jax._src.core",
@@ -346,14 +348,14 @@ def test_internals_result_handlers():
         core.ShapedArray((2,), np.dtype(np.float32)), sharding, True
     )
     np.testing.assert_array_equal(handler([STATE]), STATE)
-    ours = _state._MaxGradRules.global_sharded_result_handler(core.ShapedArray((2,), fp32_max_grad), sharding, True)
+    ours = max_grad._MaxGradRules.global_sharded_result_handler(core.ShapedArray((2,), fp32_max_grad), sharding, True)
     assert is_max_grad(ours([STATE]))
 
 
 def test_internals_eager_adder():
     """JAX has no adder for these arrays, so ours is in its table. If this fails, see whether it is still needed."""
-    assert raw_jaxval_adders[earray.EArray] is _state._add_eagerly
-    total = _state._add_eagerly(to_max_grad(STATE), to_max_grad(STATE[::-1]))
+    assert raw_jaxval_adders[earray.EArray] is max_grad._add_eagerly
+    total = max_grad._add_eagerly(to_max_grad(STATE), to_max_grad(STATE[::-1]))
     np.testing.assert_array_equal(to_float32(total), [20.0, 20.0])
 
 
@@ -375,13 +377,13 @@ def test_without_the_rule_gradients_are_the_same(monkeypatch):
 
 
 def test_internals_sums_of_records():
-    """JAX sums records over an axis, and refuses to add them: what `_members.py` builds on."""
-    total = jax.jit(lambda x: to_float32(lax.reduce_sum(_state.to_record(x, inexact=False), (0,))))(STATE)
+    """JAX sums records over an axis, and refuses to add them: what `_state/members.py` builds on."""
+    total = jax.jit(lambda x: to_float32(lax.reduce_sum(max_grad.to_record(x, inexact=False), (0,))))(STATE)
     assert float(total) == 30.0
-    assert float(jax.jit(lambda x: to_float32(_state.to_record(x, inexact=True).sum(0)))(STATE)) == 30.0
+    assert float(jax.jit(lambda x: to_float32(max_grad.to_record(x, inexact=True).sum(0)))(STATE)) == 30.0
     with pytest.raises(TypeError, match="add does not accept"):
-        jax.jit(lambda x: _state.to_record(x, inexact=False) + _state.to_record(x, inexact=False))(STATE)
-    for dtype in (_state.fp32_record, _state.fp32_inexact_record):
+        jax.jit(lambda x: max_grad.to_record(x, inexact=False) + max_grad.to_record(x, inexact=False))(STATE)
+    for dtype in (max_grad.fp32_record, max_grad.fp32_inexact_record):
         assert dtype != np.dtype(np.float32) and dtype != fp32_max_grad
         assert not jnp.issubdtype(dtype, jnp.floating)  # mixed precision leaves it alone
-    assert jnp.issubdtype(_state.fp32_inexact_record, jnp.inexact)
+    assert jnp.issubdtype(max_grad.fp32_inexact_record, jnp.inexact)

@@ -12,8 +12,8 @@ import optax
 import pytest
 
 import haliax_fp8 as fp8
-from haliax_fp8 import _transform
-from haliax_fp8._device import FP8_UNITS, Device, devices
+from haliax_fp8.devices.device import FP8_UNITS, Device, devices
+from haliax_fp8.layers import convert
 
 
 A100, H100, B200 = (Device.by_name(name) for name in ("a100", "h100", "b200"))
@@ -35,7 +35,7 @@ def linear():
 @pytest.fixture
 def on(monkeypatch):
     """Makes a device the one that conversion finds here."""
-    return lambda device: monkeypatch.setattr(_transform.Device, "default", staticmethod(lambda: device))
+    return lambda device: monkeypatch.setattr(convert.Device, "default", staticmethod(lambda: device))
 
 
 @pytest.mark.parametrize("device", devices)

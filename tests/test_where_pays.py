@@ -14,11 +14,11 @@ from hypothesis import given, settings, strategies as st
 
 import haliax_fp8 as fp8
 from haliax_fp8 import Efficiency, Fp8Config, WherePays, describe, fp8_linear_layers
-from haliax_fp8._device import devices
-from haliax_fp8._kernel_residual import RequantizeWhereCheap
-from haliax_fp8._layer_work import LayerWork
-from haliax_fp8._peaks import peaks
-from haliax_fp8._prediction import predict
+from haliax_fp8._product.kernel_residual import RequantizeWhereCheap
+from haliax_fp8.devices.device import devices
+from haliax_fp8.devices.peaks import peaks
+from haliax_fp8.layers.layer_work import LayerWork
+from haliax_fp8.layers.prediction import predict
 
 
 H100 = fp8.Device.by_name("h100")

@@ -5,10 +5,10 @@ import dataclasses
 import pytest
 
 import haliax_fp8 as fp8
-from haliax_fp8._layer_work import LayerSize, LayerWork
-from haliax_fp8._peaks import Peaks, peaks
-from haliax_fp8._prediction import predict
-from haliax_fp8._roofline import FASTEST, LIKELY, SLOWEST, Roofline
+from haliax_fp8.devices.peaks import Peaks, peaks
+from haliax_fp8.devices.roofline import FASTEST, LIKELY, SLOWEST, Roofline
+from haliax_fp8.layers.layer_work import LayerSize, LayerWork
+from haliax_fp8.layers.prediction import predict
 
 
 WITHIN = 0.07

@@ -15,11 +15,11 @@ maximum is taken instead. These functions do not know `vmap` over examples with 
 cotangents too, and with `fp32_max_grad` JAX raises an error. `Fp8DotGeneral` has neither limit.
 """
 
-from .._state import fp32_max_grad
+from .._jax.max_grad import fp32_max_grad
 from ..preflight import check_fp8_call
-from ._in_out import in_q, in_qdq, out_dq, out_qdq
-from ._meta import compute_amax_history, compute_scale, get_fp8_max, update_fp8_meta
-from ._quantize import dequantize, qdq, quantize, quantize_dequantize
+from .casts import dequantize, qdq, quantize, quantize_dequantize
+from .in_out import in_q, in_qdq, out_dq, out_qdq
+from .meta import compute_amax_history, compute_scale, get_fp8_max, update_fp8_meta
 
 
 __all__ = [

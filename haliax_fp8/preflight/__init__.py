@@ -6,21 +6,21 @@ It needs no accelerator and no driver, only XLA's compiler for the device, which
 installs.
 """
 
-from .._peaks import Peaks as Peaks
-from ._check import check_fp8_call as check_fp8_call, has_fp8_product as has_fp8_product
-from ._gpu import GpuTarget as GpuTarget
-from ._local import LocalTarget as LocalTarget
-from ._preflight import preflight as preflight
-from ._product import Product as Product, Verdict as Verdict
-from ._program import (
+from ..devices.peaks import Peaks as Peaks
+from .check import check_fp8_call as check_fp8_call, has_fp8_product as has_fp8_product
+from .compile import Memory as Memory
+from .report.report import PreflightError as PreflightError, PreflightReport as PreflightReport
+from .run import preflight as preflight
+from .target.gpu import GpuTarget as GpuTarget
+from .target.local import LocalTarget as LocalTarget
+from .target.named import targets as targets
+from .target.target import Target as Target
+from .target.tpu import TpuTarget as TpuTarget
+from .verdict.product import Product as Product, Verdict as Verdict
+from .verdict.program import (
     Collective as Collective,
     Estimate as Estimate,
     Kernels as Kernels,
-    Memory as Memory,
     Opaque as Opaque,
     Program as Program,
 )
-from ._report import PreflightError as PreflightError, PreflightReport as PreflightReport
-from ._target import Target as Target
-from ._targets import targets as targets
-from ._tpu import TpuTarget as TpuTarget

@@ -1,0 +1,210 @@
+"""Training steps of models with published shapes: what `preflight --demo` compiles."""
+
+import dataclasses
+import difflib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import equinox as eqx
+import haliax as hax
+import haliax.nn as hnn
+import jax
+import jax.numpy as jnp
+import optax
+from haliax import Axis, NamedArray
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Float, PRNGKeyArray
+
+from .._state.marker import OverwriteWithGradient
+from ..layers.convert import Fp8Config, fp8_linear_layers
+from ..training.step import TrainStep
+from .demo_models import AbstractShape, Block, Gpt2Shape, LlamaShape, MixtralShape
+
+
+@dataclasses.dataclass(frozen=True)
+class Demo:
+    """A published model.
+
+    Args:
+        title: Its name.
+        shape: Its sizes.
+        source: Where they are published.
+    """
+
+    title: str
+    shape: AbstractShape
+    source: str
+
+
+demos: Mapping[str, Demo] = {
+    "gpt2": Demo(
+        "GPT-2 124M",
+        Gpt2Shape(layers=12, hidden=768, heads=12, kv_heads=12, mlp=3072, vocab=50257),
+        "huggingface.co/openai-community/gpt2, config.json",
+    ),
+    "llama-8b": Demo(
+        "Llama 3.1 8B",
+        LlamaShape(layers=32, hidden=4096, heads=32, kv_heads=8, mlp=14336, vocab=128256),
+        "The Llama 3 Herd of Models (arXiv:2407.21783), table 3",
+    ),
+    "llama-70b": Demo(
+        "Llama 3.1 70B",
+        LlamaShape(layers=80, hidden=8192, heads=64, kv_heads=8, mlp=28672, vocab=128256),
+        "The Llama 3 Herd of Models (arXiv:2407.21783), table 3",
+    ),
+    "mixtral-8x7b": Demo(
+        "Mixtral 8x7B",
+        MixtralShape(layers=32, hidden=4096, heads=32, kv_heads=8, mlp=14336, vocab=32000, experts=8, chosen=2),
+        "Mixtral of Experts (arXiv:2401.04088), table 1",
+    ),
+}
+"""The models by name."""
+
+
+def demo_by_name(name: str) -> Demo:
+    """The demo of a name.
+
+    Args:
+        name: A key of `demos`.
+
+    Raises:
+        ValueError: If there is none; the nearest are listed.
+    """
+    if name not in demos:
+        near = difflib.get_close_matches(name, demos, n=3, cutoff=0.3)
+        raise ValueError(f"--demo {name} is unknown; the nearest are {near or list(demos)}, all are {list(demos)}")
+    return demos[name]
+
+
+class LanguageModel(eqx.Module):
+    """Embedding, blocks, norm, head."""
+
+    embedding: hnn.Embedding
+    positions: NamedArray | None
+    blocks: hnn.Stacked[Block] | hnn.BlockSeq[Block]
+    norm: hnn.LayerNorm | hnn.RmsNorm
+    head: hnn.Linear | None
+
+    @staticmethod
+    def init(shape: AbstractShape, length: int, stack: "Stacking", *, key: PRNGKeyArray) -> "LanguageModel":
+        """With random weights, for sequences of up to `length` tokens."""
+        keys = jax.random.split(key, 4)
+        learned = (Axis("position", length), shape.Hidden)
+        return LanguageModel(
+            hnn.Embedding.init(Axis("vocab", shape.vocab), shape.Hidden, key=keys[0]),
+            None if shape.rope_theta else 0.02 * hax.random.normal(keys[1], learned),
+            stack(shape, keys[2]),
+            shape.norm(),
+            shape.head(key=keys[3]),
+        )
+
+    def __call__(self, tokens: NamedArray) -> NamedArray:
+        """Logits `(batch, position, vocab)` of each next token."""
+        x = self.embedding(tokens)
+        if self.positions is not None:
+            x = x + self.positions
+        x = self.norm(self.blocks.fold(x))
+        return self.embedding.unembed(x) if self.head is None else self.head(x)
+
+
+type Stacking = Callable[[AbstractShape, PRNGKeyArray], hnn.Stacked[Block] | hnn.BlockSeq[Block]]
+
+
+def _stacked(shape: AbstractShape, key: PRNGKeyArray, checkpointing: bool) -> hnn.Stacked[Block]:
+    stacked = hnn.Stacked.init(Axis("layers", shape.layers), Block, gradient_checkpointing=checkpointing)
+    return stacked(shape, key=jax.random.split(key, shape.layers))
+
+
+def _unrolled(shape: AbstractShape, key: PRNGKeyArray) -> hnn.BlockSeq[Block]:
+    return hnn.BlockSeq.init(Axis("layers", shape.layers), Block)(shape, key=jax.random.split(key, shape.layers))
+
+
+stackings: Mapping[str, Stacking] = {
+    "checkpointed": lambda shape, key: _stacked(shape, key, True),
+    "scan": lambda shape, key: _stacked(shape, key, False),
+    "unrolled": _unrolled,
+}
+"""How blocks follow each other: in a `lax.scan` that recomputes each in the backward pass, without, or one by one."""
+
+
+def in_bfloat16[M](model: M) -> M:
+    """The model with its float32 weights in bf16; FP8 state is not a weight and stays float32."""
+
+    def cast(leaf: Any) -> Any:
+        return leaf.astype(jnp.bfloat16) if eqx.is_inexact_array(leaf) else leaf
+
+    return jax.tree.map(cast, model, is_leaf=lambda node: isinstance(node, OverwriteWithGradient))
+
+
+def next_token_loss(model: LanguageModel, tokens: NamedArray) -> Float[Array, ""]:
+    """The mean cross-entropy of each token given those before it; float32 weights, computed in bf16."""
+    logits = in_bfloat16(model)(tokens).astype(jnp.float32)
+    targets = hax.roll(tokens, -1, "position")
+    likelihood = hax.take(logits, "vocab", targets) - hnn.logsumexp(logits, "vocab")
+    # The last token has no successor.
+    known = hax.arange(tokens.resolve_axis("position")) < tokens.resolve_axis("position").size - 1
+    return -hax.mean(likelihood, where=known.broadcast_axis(tokens.axes)).scalar()
+
+
+def demo_step(
+    demo: Demo,
+    *,
+    layers: int | None,
+    tokens: int,
+    length: int,
+    stacking: str,
+    config: Fp8Config | None,
+    devices: int = 1,
+) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """A training step with AdamW, float32 master weights and bf16 activations, and its abstract arguments.
+
+    On several devices the batch is divided among them, and so are weights and moments, along the width of the residual
+    stream (FSDP): each device gathers a layer's kernel when it needs it.
+
+    Args:
+        demo: Which model.
+        layers: How many blocks; None as published.
+        tokens: How many in a step.
+        length: How many in a sequence.
+        stacking: A key of `stackings`.
+        config: How to convert; None leaves the model in bf16.
+        devices: The size of the mesh axis `devices`.
+
+    Raises:
+        ValueError: If the numbers do not fit together, or the configuration does not fit the model.
+    """
+    if tokens % length:
+        raise ValueError(f"--tokens {tokens} is not a multiple of --length {length}")
+    if tokens // length % devices:
+        raise ValueError(
+            f"--tokens {tokens} gives {tokens // length} sequences of --length {length}, which do not divide evenly "
+            f"over --devices {devices}; use more tokens or shorter sequences"
+        )
+    shape = demo.shape if layers is None else dataclasses.replace(demo.shape, layers=layers)
+    init = lambda: LanguageModel.init(shape, length, stackings[stacking], key=jax.random.key(0))
+    model = eqx.filter_eval_shape(init)
+    model = model if config is None else fp8_linear_layers(model, config)
+    train = TrainStep(next_token_loss, optax.adamw(1e-4), donate=True)
+    Batch = (Axis("batch", tokens // length), Axis("position", length))
+    batch = eqx.filter_eval_shape(lambda: hax.zeros(Batch, jnp.int32))
+    # Of the key, recipes that do not round at random make nothing.
+    args = (model, eqx.filter_eval_shape(train.init, model), batch, jax.eval_shape(lambda: jax.random.key(0)))
+
+    def step(model: LanguageModel, opt_state: Any, batch: NamedArray, key: PRNGKeyArray) -> Any:
+        with hax.axis_mapping({"batch": "devices"}):
+            return train(model, opt_state, batch, key=key)
+
+    return step, _divided(args, AbstractMesh((devices,), ("devices",)))
+
+
+def _divided[T](tree: T, mesh: AbstractMesh) -> T:
+    """Abstract arrays with shardings: over their batch axis, or along the residual stream; the rest on every device."""
+
+    def divide(node: Any) -> Any:
+        if not isinstance(node, NamedArray):
+            return node
+        spec = PartitionSpec(*("devices" if axis.name in ("batch", "hidden") else None for axis in node.axes))
+        array = jax.ShapeDtypeStruct(node.array.shape, node.array.dtype, sharding=NamedSharding(mesh, spec))
+        return NamedArray(array, node.axes)  # pyright: ignore[reportArgumentType]
+
+    return jax.tree.map(divide, tree, is_leaf=lambda node: isinstance(node, NamedArray))

@@ -1,0 +1,101 @@
+"""Reads a user's step: `FILE.py:FUNCTION` or `package.module:FUNCTION`."""
+
+import dataclasses
+import difflib
+import importlib
+import importlib.util
+import pathlib
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from .errors import UsageError
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """A training step with its arguments.
+
+    Args:
+        function: The step.
+        args: Its arguments, arrays or `ShapeDtypeStruct`s.
+        shardings: A `PartitionSpec` (or a tree of them, or None) for each argument; None to use the arrays' own.
+        known: Reasons why layers stay in high precision, by path.
+    """
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    shardings: Any = None
+    known: dict[str, str] = dataclasses.field(default_factory=dict)
+
+
+def split_reference(reference: str) -> tuple[str, str]:
+    """`my_training.py:make_step` -> `("my_training.py", "make_step")`.
+
+    Raises:
+        UsageError: If one of the two is missing.
+    """
+    file, colon, name = reference.rpartition(":")
+    if not colon or not file or not name.isidentifier():
+        raise UsageError(f"{reference!r} names no function; write FILE.py:FUNCTION, such as my_training.py:make_step")
+    return file, name
+
+
+def load_step(reference: str) -> Step:
+    """Calls the function that makes a step.
+
+    Args:
+        reference: `FILE.py:FUNCTION` or `package.module:FUNCTION`. The function takes nothing and returns
+            `(step_fn, args)`, or `(step_fn, args, shardings)`.
+
+    Raises:
+        UsageError: If there is no such file, module or function, or it returns something else. What the user's code
+            raises is not caught.
+    """
+    file, name = split_reference(reference)
+    module = _module(file)
+    make = getattr(module, name, None)
+    if not callable(make):
+        functions = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        near = difflib.get_close_matches(name, functions, n=3) or functions[:5]
+        raise UsageError(f"{file} has no function {name!r}; it has {', '.join(near) or 'none'}")
+    made = make()
+    if not isinstance(made, tuple) or len(made) not in (2, 3) or not callable(made[0]) or not _is_sequence(made[1]):
+        raise UsageError(
+            f"{reference} returned {_brief(made)}; it has to return (step_fn, args) or (step_fn, args, shardings), "
+            "args being a tuple"
+        )
+    return Step(made[0], tuple(made[1]), made[2] if len(made) == 3 else None)
+
+
+def _module(file: str) -> ModuleType:
+    path = pathlib.Path(file)
+    if path.suffix != ".py":
+        try:
+            sys.path.insert(0, "")
+            return importlib.import_module(file)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{file}.".startswith(f"{error.name}."):
+                raise  # A module that the user's module imports.
+            raise UsageError(f"there is no module {file!r} here; for a file, write {file}.py:FUNCTION") from None
+        finally:
+            sys.path.remove("")
+    if not path.is_file():
+        raise UsageError(f"there is no file {file}")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # As `python FILE.py` does: its neighbours can be imported.
+    sys.path.insert(0, str(path.resolve().parent))
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _is_sequence(value: Any) -> bool:
+    return isinstance(value, tuple | list) and not hasattr(value, "_fields")
+
+
+def _brief(value: Any) -> str:
+    return f"{type(value).__name__} of {len(value)}" if isinstance(value, tuple | list) else type(value).__name__

@@ -1,0 +1,56 @@
+"""Runs a command and turns what happens into an exit status."""
+
+import json
+from collections.abc import Sequence
+
+from .compiler import install_compiler
+from .errors import UsageError
+from .options import parse_options
+from .platforms import use_local_devices
+from .preflight import explain, run_preflight
+from .screen import on_error, screen
+from .tables import as_json, device_rows, device_table, format_rows, format_table
+
+
+INTERRUPTED = 130
+"""The exit status after Ctrl-C: 128 and the signal's number, as shells have it."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line.
+
+    Args:
+        argv: The arguments; None takes those of the process.
+
+    Returns:
+        The exit status: 0 all is well, 1 a requirement is not met, 2 the command or a package is wrong, 130 after
+        Ctrl-C.
+    """
+    options = parse_options(argv)
+    say = on_error().print
+    try:
+        if options.command == "preflight":
+            return run_preflight(options)
+        if options.command == "install-compiler":
+            install_compiler(options.compiler)
+            return 0
+        rows, table = {
+            "devices": (device_rows, device_table),
+            "formats": (format_rows, format_table),
+        }[options.command]
+        use_local_devices()
+        found = rows()
+        if options.json:
+            print(json.dumps(as_json(found), indent=2))
+        else:
+            screen().print(table(found))
+        return 0
+    except KeyboardInterrupt:
+        say("Stopped.")
+        return INTERRUPTED
+    except UsageError as error:
+        say(f"error: {error}", style="red")
+        return 2
+    except Exception as error:  # Whatever the user's step raises while it is traced.
+        say(explain(error, options), style="red")
+        return 2

@@ -1,0 +1,176 @@
+"""The command line's flags."""
+
+import argparse
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ..preflight import PreflightReport, targets
+from ..preflight.target.compilers import compilers
+from ..recipes.named import recipes
+from .demo import demos, stackings
+
+
+# `--compare` without a value: the demo in bf16.
+IN_BFLOAT16 = ""
+
+_EPILOG = """\
+examples:
+  python -m haliax_fp8 preflight my_training.py:make_step --target h100 --require fp8_flops=0.9
+  python -m haliax_fp8 preflight my_training.py:make_step --compare my_training.py:make_bf16_step --json report.json
+  python -m haliax_fp8 preflight --demo llama-8b --layers 4 --tokens 8192 --target b200 --compare
+
+FILE.py:FUNCTION takes no arguments and returns (step_fn, args), where args is the tuple of the step's arguments:
+arrays, or ShapeDtypeStructs from eqx.filter_eval_shape. It may return (step_fn, args, shardings), with a PartitionSpec
+or None for each argument. The step is compiled, not run.
+
+exit status: 0 success, 1 a requirement is not met, 2 the command or a package is wrong, 130 interrupted.
+"""
+
+
+def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parses the flags and checks those that depend on one another.
+
+    Raises:
+        SystemExit: With status 2, and a message that names the flag, its value and the remedy.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m haliax_fp8",
+        description="Reports which matrix products of a training step will run in FP8 on a device that you name.",
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    preflight = _preflight_parser(commands)
+    for name, text in (
+        ("devices", "list devices, what they run natively, and which of them this machine can compile for"),
+        ("formats", "list the FP8 formats with range, precision and subnormals"),
+    ):
+        command = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+        command.add_argument("--json", action="store_true", help="print JSON")
+    text = "install XLA's compiler for devices that this machine lacks, for preflight; JAX keeps its own devices"
+    install = commands.add_parser("install-compiler", help=text, description=text[0].upper() + text[1:] + ".")
+    known = ", ".join(f"{name} ({compiler.megabytes} MB)" for name, compiler in compilers.items())
+    install.add_argument("compiler", choices=compilers, metavar="NAME", help=f"one of {known}")
+    options = parser.parse_args(argv)
+    if options.command == "preflight":
+        _check(preflight, options)
+    return options
+
+
+def _preflight_parser(commands: Any) -> argparse.ArgumentParser:
+    parser = commands.add_parser(
+        "preflight",
+        help="compile a step and list its products",
+        description="Compiles a training step for a device that this machine need not have, and lists every matrix "
+        "product with its formats, its kernel, and the reason if it is not in FP8.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("step", nargs="?", metavar="FILE.py:FUNCTION", help="function that makes the step, see below")
+    parser.add_argument("--target", default="h100", metavar="NAME", help=f"default h100; one of {', '.join(targets)}")
+    parser.add_argument("--devices", type=_positive, metavar="N", help="how many devices (default: from --mesh, or 1)")
+    parser.add_argument("--mesh", type=_mesh, metavar="AXIS=N,...", help="mesh axes and their sizes, such as data=8")
+    parser.add_argument(
+        "--compare",
+        nargs="?",
+        const=IN_BFLOAT16,
+        metavar="FILE.py:FUNCTION",
+        help="a baseline to compare with; with --demo without a value: the same model in bf16",
+    )
+    parser.add_argument(
+        "--require",
+        action="append",
+        default=[],
+        type=_requirement,
+        metavar="NAME=VALUE",
+        help=f"exit with status 1 if not met; may be repeated; names: {', '.join(requirements())}",
+    )
+    parser.add_argument("--json", nargs="?", const="-", metavar="FILE", help="write JSON, to the screen without FILE")
+    parser.add_argument("--markdown", nargs="?", const="-", metavar="FILE", help="write Markdown, likewise")
+    parser.add_argument(
+        "--xla",
+        action="append",
+        default=[],
+        type=_compiler_option,
+        metavar="OPTION=VALUE",
+        help="an option for XLA's compiler, overrides XLA_FLAGS, such as xla_gpu_enable_triton_gemm=false; may be "
+        "repeated",
+    )
+    parser.add_argument(
+        "--one-setting",
+        action="store_true",
+        help="do not compile a second time with the other setting of xla_gpu_enable_triton_gemm",
+    )
+    parser.add_argument("--svg", metavar="FILE", help="draw the table as a picture")
+    demo = parser.add_argument_group("a model with published shapes instead of your own step")
+    demo.add_argument("--demo", metavar="NAME", help=f"one of {', '.join(demos)}")
+    demo.add_argument("--layers", type=_positive, metavar="N", help="blocks (default: as published)")
+    demo.add_argument("--tokens", type=_positive, default=8192, metavar="N", help="tokens in a step (default 8192)")
+    demo.add_argument("--length", type=_positive, metavar="N", help="tokens in a sequence (default: at most 2048)")
+    demo.add_argument("--blocks", choices=list(stackings), default="checkpointed", help="default: checkpointed")
+    demo.add_argument(
+        "--recipe", default="delayed", metavar="NAME", help=f"default delayed; {', '.join(recipes)}, none"
+    )
+    demo.add_argument("--exclude", action="append", default=[], metavar="PATTERN", help="layers to leave in bf16")
+    return parser
+
+
+def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    if (options.step is None) == (options.demo is None):
+        parser.error(f"give FILE.py:FUNCTION, or --demo with one of {', '.join(demos)}")
+    if options.demo is None and options.compare == IN_BFLOAT16:
+        parser.error("--compare without a value is for --demo; give the FILE.py:FUNCTION of the baseline")
+    if options.demo is not None and options.mesh is not None:
+        parser.error("--mesh is for your own steps; a demo divides its arrays over --devices N")
+    if options.json == options.markdown == "-":
+        parser.error("--json and --markdown cannot both go to the screen; give one of them a FILE")
+    if options.length is None:
+        options.length = min(options.tokens, 2048)
+    options.require, options.xla = dict(options.require), dict(options.xla)
+
+
+def requirements() -> dict[str, inspect.Parameter]:
+    """What `PreflightReport.require` can hold a step to."""
+    parameters = inspect.signature(PreflightReport.require).parameters
+    return {name: parameter for name, parameter in parameters.items() if name != "self"}
+
+
+def _argument(kind: str) -> Callable[[Callable[[str], Any]], Callable[[str], Any]]:
+    """Lets argparse say what it expected: its message is "invalid KIND value"."""
+
+    def named(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+        parse.__name__ = kind
+        return parse
+
+    return named
+
+
+@_argument("positive integer")
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise ValueError
+    return value
+
+
+@_argument("AXIS=N,...")
+def _mesh(text: str) -> dict[str, int]:
+    axes = [part.partition("=") for part in text.split(",")]
+    if not all(name.isidentifier() for name, _, _ in axes):
+        raise ValueError
+    return {name: _positive(size) for name, _, size in axes}
+
+
+@_argument("NAME=VALUE")
+def _requirement(text: str) -> tuple[str, float]:
+    name, _, value = text.partition("=")
+    if name not in requirements():
+        raise argparse.ArgumentTypeError(f"{name!r} cannot be required; choose from {', '.join(requirements())}")
+    return name, float(value)
+
+
+@_argument("OPTION=VALUE")
+def _compiler_option(text: str) -> tuple[str, Any]:
+    name, equals, value = text.partition("=")
+    if not name.isidentifier() or not equals:
+        raise ValueError
+    return name, {"true": True, "false": False}.get(value.lower(), value)

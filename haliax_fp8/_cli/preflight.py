@@ -1,0 +1,177 @@
+"""The command `preflight`: compiles a user's step or a demo, shows the report, holds it to requirements."""
+
+import argparse
+import os
+import pathlib
+import threading
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from ..devices.device import canonical
+from ..layers.convert import Fp8Config
+from ..layers.description import describe
+from ..preflight import PreflightError, PreflightReport, preflight, targets
+from .demo import demo_by_name, demo_step
+from .errors import UsageError
+from .load import Step, load_step, split_reference
+from .options import IN_BFLOAT16
+from .platforms import compile_only, use_local_devices
+from .screen import as_svg, on_error, screen
+
+
+def run_preflight(options: argparse.Namespace) -> int:
+    """Compiles and reports.
+
+    Returns:
+        The exit status: 0, or 1 if a requirement is not met.
+
+    Raises:
+        UsageError: If the command does not fit, or a package is missing.
+        KeyboardInterrupt: On Ctrl-C, at once; a compilation may go on in its thread until the process ends.
+    """
+    check_target(options.target)
+    use_local_devices() if canonical(options.target) == "local" else compile_only()
+    step, baseline = demo_steps(options) if options.demo else user_steps(options)
+    report = compile_with_progress(step, baseline, options)
+    write(report, options)
+    try:
+        report.require(**options.require)
+    except PreflightError as error:
+        on_error().print(str(error), style="red")
+        return 1
+    return 0
+
+
+def check_target(name: str) -> None:
+    """Says early, and in one line, that a target is unknown or its compiler missing.
+
+    Raises:
+        UsageError: Naming the remedy.
+    """
+    if canonical(name) not in targets:
+        raise UsageError(f"--target {name} is unknown; choose one of {', '.join(targets)}")
+    if (missing := targets[canonical(name)].missing()) is not None:
+        raise UsageError(missing)
+
+
+def demo_steps(options: argparse.Namespace) -> tuple[Step, Step | None]:
+    """The demo and, if requested, the same in bf16."""
+    demo = demo_by_name(options.demo)
+    sizes = {name: getattr(options, name) for name in ("layers", "tokens", "length")}
+    sizes["devices"] = options.devices or 1
+
+    def make(config: Fp8Config | None) -> Step:
+        try:
+            function, args = demo_step(demo, **sizes, stacking=options.blocks, config=config)
+        except ValueError as error:
+            raise UsageError(str(error)) from error
+        return Step(function, args, known=reasons(args[0], config))
+
+    config = None if options.recipe == "none" else demo_config(options)
+    if options.compare not in (None, IN_BFLOAT16):
+        return make(config), load_step(options.compare)
+    return make(config), None if options.compare is None else make(None)
+
+
+def demo_config(options: argparse.Namespace) -> Fp8Config:
+    """How the demo is converted."""
+    try:
+        return Fp8Config(recipe=options.recipe, exclude=options.exclude)
+    except ValueError as error:
+        raise UsageError(f"--{error}") from error
+
+
+def user_steps(options: argparse.Namespace) -> tuple[Step, Step | None]:
+    """The user's step and baseline."""
+    references = [options.step, *([] if options.compare is None else [options.compare])]
+    step, *baseline = map(load_step, references)
+    step.known.update({path: reason for arg in step.args for path, reason in reasons(arg, None).items()})
+    return step, baseline[0] if baseline else None
+
+
+def reasons(model: Any, config: Fp8Config | None) -> dict[str, str]:
+    """Why layers of a model stay in high precision, by path."""
+    return {layer.path: layer.reason for layer in describe(model, config) if layer.reason}
+
+
+def compile_with_progress(step: Step, baseline: Step | None, options: argparse.Namespace) -> PreflightReport:
+    """The report; the standard error shows what is being compiled meanwhile."""
+    console = on_error()
+    columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("starting", total=None)
+
+        def say(what: str) -> None:
+            progress.update(task, description=what)
+            if not console.is_terminal:
+                console.print(what)
+
+        def compile_all() -> PreflightReport:
+            report = preflight(
+                step.function,
+                *step.args,
+                target=options.target,
+                devices=options.devices,
+                mesh=options.mesh,
+                shardings=step.shardings,
+                compare=None if baseline is None else (baseline.function, baseline.args),
+                known=step.known,
+                compiler_options=options.xla,
+                other_setting=not options.one_setting,
+                progress=say,
+            )
+            if report.compile_other is not None:
+                say("compiling with the other setting of xla_gpu_enable_triton_gemm")
+                assert report.other is not None
+            return report
+
+        return interruptible(compile_all)
+
+
+def interruptible[T](function: Callable[[], T]) -> T:
+    """Calls a function in a separate thread.
+
+    Python handles Ctrl-C between its own instructions: in the main thread it would wait for the compiler's end.
+    """
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def call() -> None:
+        try:
+            results.append(function())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+    return results[0]
+
+
+def write(report: PreflightReport, options: argparse.Namespace) -> None:
+    """The table on the screen, unless JSON or Markdown goes there; and the files that were asked for."""
+    forms = {options.json: report.to_json, options.markdown: report.to_markdown}
+    for file, form in forms.items():
+        if file not in (None, "-"):
+            pathlib.Path(file).write_text(form())
+    if options.svg is not None:
+        title = f"preflight {options.step or options.demo} --target {options.target}"
+        pathlib.Path(options.svg).write_text(as_svg(report.__rich__(), title))
+    if "-" in forms:
+        print(forms["-"]())
+    else:
+        screen().print(report)
+
+
+def explain(error: Exception, options: argparse.Namespace) -> str:
+    """One line for errors of the package; the whole traceback for errors in the user's file."""
+    files = {os.path.realpath(split_reference(r)[0]) for r in (options.step, options.compare) if r}
+    frames = {os.path.realpath(frame.filename) for frame in traceback.extract_tb(error.__traceback__)}
+    if files & frames or not isinstance(error, ValueError | RuntimeError):
+        return "".join(traceback.format_exception(error))
+    return f"error: {error}"

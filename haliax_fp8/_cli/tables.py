@@ -1,0 +1,163 @@
+"""The commands `devices` and `formats`: what is supported, and the formats in numbers."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import rich.box
+from rich.table import Table
+from rich.text import Text
+
+from .._numerics import formats
+from .._numerics.formats import Format
+from ..devices.device import Device, devices
+from ..preflight import targets
+from ..recipes.named import recipes
+from ..recipes.support import supported
+
+
+@dataclasses.dataclass(frozen=True)
+class DeviceRow:
+    """A device, as the command `devices` lists it.
+
+    Args:
+        name: Its name for `--target` and `describe(device=...)`.
+        kind: The device's own name.
+        capability: Compute capability or architecture; empty if it has none.
+        native: The recipes that it multiplies natively.
+        otherwise: What happens to the others: `"emulated"` or `"refused"`, with the reason of the first.
+        preflight: `"ready"`, what makes it ready, or `"no target"`.
+    """
+
+    name: str
+    kind: str
+    capability: str
+    native: tuple[str, ...]
+    otherwise: str
+    preflight: str
+
+
+def device_rows() -> list[DeviceRow]:
+    """The local devices, and all devices known by name."""
+    here = Device.default()
+    kind = f"{len(jax.devices())} × {here.kind}"
+    return [_device_row("local", here, kind), *(_device_row(n, d, d.kind) for n, d in devices.items() if n != "cpu")]
+
+
+def _device_row(name: str, device: Device, kind: str) -> DeviceRow:
+    found = {recipe: supported(recipe, device) for recipe in recipes}
+    others = [support for support in found.values() if not support.is_native]
+    target = targets.get(name)
+    return DeviceRow(
+        name=name,
+        kind=kind,
+        capability=device.compute_capability,
+        native=tuple(recipe for recipe, support in found.items() if support.is_native),
+        otherwise=f"{others[0].outcome}: {others[0].reason}" if others else "",
+        preflight="no target" if target is None else target.missing() or "ready",
+    )
+
+
+def device_table(rows: list[DeviceRow]) -> Table:
+    """For a terminal."""
+    missing: dict[str, list[str]] = {}
+    for row in rows:
+        if row.preflight not in ("ready", "no target"):
+            missing.setdefault(row.preflight.partition(" needs ")[2], []).append(row.name)
+    remedies = "\n".join(f"{', '.join(names)} need {what}" for what, names in missing.items())
+    table = Table(
+        title="Devices",
+        title_justify="left",
+        title_style="bold",
+        box=rich.box.SIMPLE,
+        caption=Text(remedies),  # Text, not markup: an extra in brackets is not a style.
+        caption_justify="left",
+    )
+    for column in ("name", "device", "capability", "recipes that run natively", "preflight"):
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        natively = Text(_summary(row), "green" if row.native else "yellow")
+        state = row.preflight if row.preflight in ("ready", "no target") else "not installed"
+        ready = Text(state, "green" if state == "ready" else "dim")
+        table.add_row(*map(Text, (row.name, row.kind, row.capability)), natively, ready)
+    return table
+
+
+def _summary(row: DeviceRow) -> str:
+    if not row.native:
+        return f"none, {row.otherwise}"
+    others = [recipe for recipe in recipes if recipe not in row.native]
+    if len(others) < len(row.native):
+        return f"all but {', '.join(others)}" if others else "all"
+    return ", ".join(row.native)
+
+
+@dataclasses.dataclass(frozen=True)
+class FormatRow:
+    """A format in numbers.
+
+    Args:
+        name: The format.
+        bits: Of sign, exponent and significand.
+        max: The largest finite value.
+        smallest_normal: The smallest positive value with full precision.
+        smallest_subnormal: The smallest positive value.
+        subnormals: How many positive values lie below the smallest normal one.
+        relative_error: The largest relative error of rounding a normal value.
+        binades: `log2(max / smallest_subnormal)`.
+        dtype: The NumPy element type.
+    """
+
+    name: str
+    bits: str
+    max: float
+    smallest_normal: float
+    smallest_subnormal: float
+    subnormals: int
+    relative_error: float
+    binades: float
+    dtype: str
+
+
+def format_rows() -> list[FormatRow]:
+    """Every format of the package."""
+    return [_format_row(format) for format in vars(formats).values() if isinstance(format, Format)]
+
+
+def _format_row(format: Format) -> FormatRow:
+    return FormatRow(
+        name=format.name,
+        bits=f"1 + {format.exponent_bits} + {format.mantissa_bits}",
+        max=format.max,
+        smallest_normal=format.smallest_normal,
+        smallest_subnormal=format.smallest_subnormal,
+        subnormals=2**format.mantissa_bits - 1,
+        relative_error=format.relative_error,
+        binades=format.dynamic_range,
+        dtype=str(format.dtype),
+    )
+
+
+def format_table(rows: list[FormatRow]) -> Table:
+    """For a terminal."""
+    table = Table(title="Formats", title_justify="left", title_style="bold", box=rich.box.SIMPLE)
+    heads = ("format", "bits", "max", "smallest normal", "smallest subnormal", "subnormals", "rel. error", "binades")
+    for index, column in enumerate((*heads, "dtype")):
+        table.add_column(column, overflow="fold", justify="left" if index in (0, 1, len(heads)) else "right")
+    for row in rows:
+        numbers = (f"{row.max:g}", _power(row.smallest_normal), _power(row.smallest_subnormal), str(row.subnormals))
+        error = f"{row.relative_error:.2%}"
+        table.add_row(*map(Text, (row.name, row.bits, *numbers, error, f"{row.binades:.1f}", row.dtype)))
+    return table
+
+
+def _power(value: float) -> str:
+    """A power of two as such."""
+    exponent = math.log2(value)
+    return f"2^{exponent:.0f}" if exponent.is_integer() else f"{value:g}"
+
+
+def as_json(rows: list[Any]) -> list[dict[str, Any]]:
+    """Rows as JSON has them."""
+    return [dataclasses.asdict(row) for row in rows]

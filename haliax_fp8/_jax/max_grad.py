@@ -1,0 +1,210 @@
+"""`fp32_max_grad`: float32 whose gradients accumulate by maximum instead of by sum.
+
+State travels from the backward pass to the next step as the state's cotangent. If a value is used several times, JAX
+adds its cotangents, but amaxes have to be combined by maximum. JAX lets an element type define what "add" means to
+automatic differentiation (`add_any` asks the type). So state that is cast to this type at the top of the differentiated
+function returns as the exact maximum over all uses: called twice, tied, constant of a `scan`, branch of a `cond`. State
+that no use reaches is `-inf`, the identity of the maximum. The idea comes from Flax (google/flax#3623).
+
+It needs JAX's internals; `tests/test_state.py` checks what it uses.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax._src import core, dtypes, earray
+from jax._src.ad_util import raw_jaxval_adders
+from jax._src.interpreters import pxla
+from jax._src.lax.lax import from_edtype_p, to_edtype_p
+from jaxtyping import Array
+
+
+class max_grad(dtypes.prng_key):
+    """The abstract type of `fp32_max_grad`, for `jnp.issubdtype`.
+
+    Not a floating type, so that a loss that casts floating arrays of its model (mixed precision) leaves state alone.
+    A subtype of random keys because Haliax's `scan` indexes its arguments, and indexing supports no other extended
+    type.
+    """
+
+
+class record(dtypes.prng_key, np.number):
+    """The abstract type of `fp32_record`: also a number, which JAX requires in order to sum over an axis."""
+
+
+class inexact_record(dtypes.extended, np.inexact):
+    """The abstract type of `fp32_inexact_record`, for which `eqx.is_inexact_array` holds; so indexing accepts it."""
+
+
+class _MaxGradRules:
+    """What JAX asks of an element type that is not NumPy's."""
+
+    @staticmethod
+    def physical_element_aval(dtype: "_MaxGradDType") -> core.ShapedArray:
+        return core.ShapedArray((), dtype.float_dtype)
+
+    @staticmethod
+    def convert_from(from_dtype: "_MaxGradDType", to_dtype: np.dtype) -> bool:
+        return from_dtype.float_dtype == to_dtype
+
+    @staticmethod
+    def convert_to(from_dtype: np.dtype, to_dtype: "_MaxGradDType") -> bool:
+        return to_dtype.float_dtype == from_dtype
+
+    @staticmethod
+    def tangent_dtype(dtype: "_MaxGradDType") -> "_MaxGradDType":
+        return dtype
+
+    @staticmethod
+    def add(dtype: "_MaxGradDType", x: Array, y: Array) -> Array:
+        return _cast(lax.max(to_float32(x), to_float32(y)), dtype)
+
+    @staticmethod
+    def zero(dtype: "_MaxGradDType") -> Array:
+        return _cast(lax.full((), dtype.identity, dtype.float_dtype), dtype)
+
+    @staticmethod
+    def full(shape, fill_value, dtype: "_MaxGradDType") -> Array:
+        if is_max_grad(fill_value):
+            fill_value = to_float32(fill_value)
+        elif type(fill_value) is int and fill_value == 0:
+            # How automatic differentiation asks for the additive zero, where an index leaves something out.
+            fill_value = dtype.identity
+        return _cast(lax.full(shape, fill_value, dtype.float_dtype), dtype)
+
+    @staticmethod
+    def global_sharded_result_handler(aval, out_sharding, committed):
+        physical_aval = core.physical_aval(aval)
+        handler = pxla.global_result_handlers[core.ShapedArray](physical_aval, out_sharding, committed)
+        return handler.wrap(lambda data: earray.EArray(aval, data))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _MaxGradDType(dtypes.ExtendedDType):
+    """The element type.
+
+    Args:
+        float_dtype: What an element is.
+        scalar: The abstract type.
+        identity: What stands for no cotangent at all.
+        manual_axes: Of a record, the mesh axes of the `shard_map` that it was made in.
+    """
+
+    float_dtype: np.dtype
+    scalar: type = max_grad
+    identity: float = -np.inf
+    manual_axes: tuple[str, ...] = ()
+    _rules: ClassVar = _MaxGradRules
+
+    @property
+    def type(self):
+        return self.scalar
+
+    @property
+    def dtype(self) -> np.dtype:
+        """How NumPy, which JAX asks for the zero that a sum begins with, finds a type of its own for this one."""
+        if issubclass(self.scalar, np.number):
+            return self.float_dtype
+        raise AttributeError("dtype")
+
+    # Not a data class's, which would leave it to NumPy to say whether this is float32.
+    def __eq__(self, other: object) -> bool:
+        if other is None:
+            # The last step of a sum converts to None, by which JAX means the unchanged type.
+            return issubclass(self.scalar, np.number)
+        return isinstance(other, _MaxGradDType) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    @property
+    def _key(self) -> tuple[Any, ...]:
+        return self.float_dtype, self.scalar, self.identity, self.manual_axes
+
+    @property
+    def name(self) -> str:
+        return f"{self.float_dtype.name}_max_grad"
+
+    @property
+    def itemsize(self) -> int:
+        return self.float_dtype.itemsize
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+fp32_max_grad = _MaxGradDType(np.dtype(np.float32))
+"""The element type: float32 whose cotangents JAX adds by maximum. Cast to it and from it with `astype`."""
+
+
+fp32_record = _MaxGradDType(np.dtype(np.float32), record, 0.0)
+"""The same for what `_state/members.py` makes fit to be summed over an axis; so its identity has to be 0."""
+
+
+fp32_inexact_record = _MaxGradDType(np.dtype(np.float32), inexact_record, 0.0)
+"""The same for functions of Equinox that give no tangent to what is not inexact, such as `eqx.filter_custom_jvp`."""
+
+
+def _add_eagerly(x: Array, y: Array) -> Array:
+    """Outside `jit` JAX looks the adder up by the type of the array, and knows none for extended element types."""
+    return jax.jit(lambda x, y: x.dtype._rules.add(x.dtype, x, y))(x, y)
+
+
+# JAX's own registry for adders of array types (not a patch: no entry exists for this type).
+raw_jaxval_adders.setdefault(earray.EArray, _add_eagerly)
+
+
+def is_max_grad(x: object) -> bool:
+    """Whether an array's element type is `fp32_max_grad`, or that of records."""
+    return isinstance(getattr(x, "dtype", None), _MaxGradDType)
+
+
+def to_max_grad(x: Array) -> Array:
+    """Casts float32 to `fp32_max_grad`; returns `fp32_max_grad` and records unchanged."""
+    return x if is_max_grad(x) else _cast(x, fp32_max_grad)
+
+
+def to_record(x: Array, *, inexact: bool) -> Array:
+    """Casts float32 to `fp32_record` or `fp32_inexact_record`."""
+    dtype = fp32_inexact_record if inexact else fp32_record
+    manual_axes = tuple(jax.sharding.get_abstract_mesh().manual_axes)
+    return _cast(x, dataclasses.replace(dtype, manual_axes=manual_axes) if manual_axes else dtype)
+
+
+def to_dtype_of(x: Array, like: Any) -> Array:
+    """Casts float32 to the element type of `like`, which is `fp32_max_grad` or that of records; or to float32."""
+    return _cast(x, like.dtype) if is_max_grad(like) else to_float32(x)
+
+
+def _cast(x: Array, dtype: _MaxGradDType) -> Array:
+    return to_edtype_p.bind(x, edtype=dtype)
+
+
+def to_float32(x: Array) -> Array:
+    """Casts to float32 from any floating element type, `fp32_max_grad` included."""
+    if is_max_grad(x):
+        # Not `convert_element_type`, which asks NumPy whether there is anything to convert.
+        return from_edtype_p.bind(x, dtype=np.dtype(np.float32))
+    return lax.convert_element_type(x, jnp.float32)
+
+
+class StateNotDifferentiated(TypeError):
+    """A layer is differentiated without its state, because JAX or Equinox treats the state like integers."""
+
+
+def require_differentiated_state(state: Any, is_linear: bool) -> None:
+    """Raises if a kernel has a tangent but its state has none, although a gradient of both is taken."""
+    if not is_linear and is_max_grad(state) and state.dtype.scalar is not inexact_record:
+        raise StateNotDifferentiated(f"state of type {fp32_max_grad.name} has no tangent, and its layer has one")
+
+
+def axes_since_recorded(state: Any, manual_axes: Sequence[str]) -> tuple[str, ...]:
+    """Which of these mesh axes belong to a `shard_map` inside the function that a record was made for."""
+    if not is_max_grad(state) or state.dtype == fp32_max_grad:
+        return ()
+    return tuple(axis for axis in manual_axes if axis not in state.dtype.manual_axes)

@@ -1,0 +1,1 @@
+"""Numbers: formats, rounding, rotation, and arrays with their scales."""

@@ -1,0 +1,212 @@
+"""QuantizedArray: data in a format and the scale that gives the values back."""
+
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.core import Tracer
+from jax.typing import ArrayLike, DTypeLike
+from jaxtyping import Array, Float, Float32, Shaped
+
+from .formats import FORMATS, Format, saturating_cast
+from .rotation import Rotation
+
+
+type Cast = Callable[[Array], Array]
+
+
+class QuantizedArray(eqx.Module):
+    """An array in a low-precision format: `x ≈ data * scale`.
+
+    `scale` is a scalar for the whole array, or has the rank of `data`; then each of its elements belongs to a block of
+    `data`, and `block` is the shape of a block. A scale of shape `(1, 1)` also belongs to the whole array, and
+    `(rows, 1)` has one per row. With `block=(1, 128)` each row has a scale for every 128 elements, and its last block
+    may be partial. One rule covers all scalings.
+
+    Args:
+        data: The rounded values, in an element type of a `Format` (or unrounded, with scales of 1).
+        scale: float32, positive (0 for a block of zeros); see above for its shape.
+        block: The shape of a block. By default `data.shape / scale.shape`, which then has to be whole.
+        scale_bits: The largest number of significant bits of any scale: 1 if all are powers of two, which multiply
+            without rounding; 4 if the product of two scales is exact in bfloat16; 24 for any float32.
+        rotation: The rotation applied to the values before they were quantized.
+
+    Raises:
+        ValueError: If the shapes break the rule.
+
+    Example:
+        >>> q = quantize(jnp.array([[1.0, -300.0]]), jnp.full((1, 1), 0.75), E4M3)
+        >>> q.data.astype(jnp.float32), q.dequantize()
+        (Array([[   1.375, -384.   ]], dtype=float32), Array([[   1.03125, -288.     ]], dtype=float32))
+    """
+
+    data: Float[Array, "*shape"]
+    scale: Float32[Array, "*blocks"]
+    block: tuple[int, ...] | None = eqx.field(static=True, default=None)
+    scale_bits: int = eqx.field(static=True, default=24)
+    rotation: Rotation | None = eqx.field(static=True, default=None)
+
+    def __check_init__(self) -> None:
+        check_blocks(self.data.shape, self.scale.shape, self.block)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the values; that of the data, unless a rotation padded it."""
+        if self.rotation is None:
+            return self.data.shape
+        return tuple(
+            self.rotation.length if axis == self.rotation.axis else n for axis, n in enumerate(self.data.shape)
+        )
+
+    def dequantize(self) -> Float32[Array, "*shape"]:
+        """The values in float32: `data * scale`, rotated back."""
+        values = self.dequantize_rotated()
+        return values if self.rotation is None else self.rotation.undo(values)
+
+    def dequantize_rotated(self) -> Float32[Array, "*data"]:
+        """`data * scale` in float32, still rotated: enough for a product whose operands are rotated alike."""
+        return lax.mul(
+            lax.convert_element_type(self.data, jnp.float32), expand(self.scale, self.data.shape, self.block)
+        )
+
+
+def check_blocks(data: tuple[int, ...], scale: tuple[int, ...], block: tuple[int, ...] | None) -> None:
+    """Raises a ValueError unless a scale's shape fits the data's, by the rule of `QuantizedArray`."""
+    if scale == ():
+        return
+    if len(data) != len(scale) or (block is not None and len(block) != len(data)):
+        fits = False
+    elif block is None:
+        fits = all(s > 0 and d % s == 0 for d, s in zip(data, scale, strict=True) if d)
+    else:
+        fits = all(s == -(-d // b) for d, s, b in zip(data, scale, block, strict=True))
+    if not fits:
+        raise ValueError(
+            f"scale of shape {scale} does not fit data of shape {data} with block={block}: unless it is a scalar, it "
+            "needs the same rank and one element per block of data, as jnp.max(..., keepdims=True) returns it"
+        )
+
+
+def expand(
+    scale: Shaped[Array, "*blocks"], shape: tuple[int, ...], block: tuple[int, ...] | None = None
+) -> Shaped[Array, "..."]:
+    """Repeats each scale over its block, without a copy where one serves a whole dimension; a scalar stays one."""
+    if scale.ndim == 0:
+        return scale
+    for axis, (count, size) in enumerate(zip(scale.shape, shape, strict=True)):
+        if count not in (1, size):
+            repeats = size // count if block is None else block[axis]
+            scale = jnp.repeat(scale, repeats, axis=axis)
+            scale = lax.slice_in_dim(scale, 0, size, axis=axis)
+    return lax.broadcast_in_dim(scale, shape, range(len(shape)))
+
+
+def quantize(
+    x: Float[ArrayLike, "*shape"], scale: Float32[ArrayLike, "*blocks"], cast: Format | DTypeLike | Cast
+) -> QuantizedArray:
+    """Divides by the scale, clips to the format's maximum and rounds.
+
+    `data = cast(clip(x / scale, -max, max))`, computed in float32. It divides rather than multiplying by a reciprocal:
+    the two differ in the last bit, and Flax divides. Infinities become NaN, and NaN stays NaN.
+
+    Args:
+        x: Values in any floating dtype.
+        scale: float32 and positive, shaped as `QuantizedArray` says.
+        cast: The format of the result or its dtype, rounding to nearest, ties to even; or a function that clips and
+            rounds.
+
+    Returns:
+        The quantized array.
+
+    Raises:
+        ValueError: If `x` is not floating-point, the scale is not float32, does not fit the shape of `x` or is not
+            positive (where its values are known, outside `jit`), or `cast` is none of these.
+
+    Example:
+        >>> quantize(jnp.array([0.5, -1000.0]), 1.0, jnp.float8_e4m3fn).data
+        Array([0.5, -448], dtype=float8_e4m3fn)
+    """
+    x, scale = (jnp.asarray(v) if hasattr(v, "dtype") else jnp.asarray(v, jnp.float32) for v in (x, scale))
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise ValueError(f"x.dtype={x.dtype} is not floating-point; cast it with x.astype(jnp.float32)")
+    if scale.dtype != jnp.float32:
+        raise ValueError(f"scale.dtype={scale.dtype} has to be float32; compute it with scale.astype(jnp.float32)")
+    check_blocks(x.shape, scale.shape, None)
+    if not isinstance(scale, Tracer) and not bool(jnp.all((scale > 0.0) & jnp.isfinite(scale))):
+        raise ValueError(
+            "scale must be positive and finite, because values are divided by it; use 1 for a block of zeros, and "
+            "amax / format.max otherwise"
+        )
+    return divide_by(x, scale, _format_or_cast(cast))
+
+
+def divide_by(x: Float[Array, "*shape"], scale: Float32[Array, "*blocks"], cast: Format | Cast) -> QuantizedArray:
+    """What `quantize` computes, without checking arguments.
+
+    Args:
+        x: Values in any floating dtype.
+        scale: float32, shaped as `QuantizedArray` says.
+        cast: A format, or a function that clips and rounds.
+    """
+    quotient = lax.div(lax.convert_element_type(x, jnp.float32), expand(scale, x.shape))
+    return QuantizedArray(_as_cast(cast)(_visible(x, quotient)), scale)
+
+
+def quantize_by(
+    x: Float[Array, "*shape"],
+    multiplier: Float32[Array, "*blocks"],
+    cast: Format | Cast,
+    block: tuple[int, ...] | None = None,
+    *,
+    scale_bits: int = 24,
+) -> QuantizedArray:
+    """Multiplies, clips and rounds: `data = cast(clip(x * multiplier))`, `scale = 1 / multiplier`.
+
+    TransformerEngine and torchao compute this if the scale comes from the tensor itself. A tensor, row or block that
+    contains an infinity or NaN has a multiplier of NaN, so all of its data are NaN.
+
+    Args:
+        x: Values in any floating dtype.
+        multiplier: float32, shaped as a scale.
+        cast: As in `quantize`.
+        block: The shape of a block, see `QuantizedArray`.
+        scale_bits: See `QuantizedArray`; multipliers have as many.
+    """
+    x = lax.convert_element_type(x, jnp.float32)
+    data = _as_cast(cast)(lax.mul(x, expand(multiplier, x.shape, block)))
+    return QuantizedArray(data, lax.div(lax.full_like(multiplier, 1.0), multiplier), block, scale_bits=scale_bits)
+
+
+def _format_or_cast(cast: Any) -> Any:
+    """A format for its dtype, because calling the dtype would not clip; a format or a function unchanged."""
+    with contextlib.suppress(TypeError):  # raised for anything but a dtype
+        if not isinstance(cast, Format) and cast is not None:
+            dtype = np.dtype(cast)
+            if dtype in FORMATS:
+                return FORMATS[dtype]
+            raise ValueError(f"cast={dtype} is not the dtype of a format; use E4M3 or E5M2, or a function")
+    if not (isinstance(cast, Format) or callable(cast)):
+        raise ValueError(f"cast={cast!r} must be a format such as E4M3, its dtype, or a function that clips and rounds")
+    return cast
+
+
+def _visible(x: Float[Array, "*shape"], scaled: Float32[Array, "*shape"]) -> Float32[Array, "*shape"]:
+    """`scaled`, or NaN where `x` is infinite: clipped, it would look like a valid value.
+
+    E4M3 has no infinity. A finite value that overflows when it is scaled is clipped like any other.
+    """
+    # `x - x` is 0 of finite values alone. XLA's fusions of norms for GPUs take no `is_finite`, so that the cast behind
+    # a norm would be a kernel of its own; and a magnitude here is shared with the amax, which tears the two apart.
+    # In float32, as what is scaled: of an activation computed in float32, XLA would store a copy in bfloat16 for this.
+    x = lax.convert_element_type(x, jnp.float32)
+    finite = lax.eq(lax.sub(x, x), lax.full_like(x, 0.0))
+    return lax.select(finite, scaled, lax.full_like(scaled, np.nan))
+
+
+def _as_cast(cast: Format | Cast) -> Cast:
+    return functools.partial(saturating_cast, format=cast) if isinstance(cast, Format) else cast

@@ -1,0 +1,113 @@
+"""Rounding: how a value between two neighbours of a format becomes one of them."""
+
+import abc
+import dataclasses
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Float32, Key
+
+from .formats import Format, saturating_cast, spacing_of
+
+
+@dataclasses.dataclass(frozen=True)
+class AbstractRounding(abc.ABC):
+    """How values are rounded to a format. A value: frozen, hashable, compared by its fields."""
+
+    needs_key: ClassVar[bool]
+    """Whether `cast` draws random numbers."""
+
+    @abc.abstractmethod
+    def cast(
+        self, x: Float[Array, "*shape"], format: Format, key: Key[Array, "*ensemble"] | None
+    ) -> Float[Array, "*shape"]:
+        """Rounds to a format; values beyond its maximum are clipped.
+
+        Args:
+            x: Values to round.
+            format: The format to round to.
+            key: Random keys, one for each member of the leading axes; None if none is needed.
+
+        Returns:
+            An array of `format.storage`.
+        """
+
+    def squared_error(self, x: Float32[Array, "*shape"], format: Format) -> Float32[Array, "*shape"]:
+        """`(cast(x) - x)**2`, or its expected value; by default that of rounding to nearest.
+
+        Args:
+            x: Values to round.
+            format: The format to round to.
+        """
+        return (saturating_cast(x, format).astype(jnp.float32) - x) ** 2
+
+
+@dataclasses.dataclass(frozen=True)
+class ToNearest(AbstractRounding):
+    """To the nearest value, ties to even: the smallest error per element."""
+
+    needs_key: ClassVar[bool] = False
+
+    def cast(
+        self, x: Float[Array, "*shape"], format: Format, key: Key[Array, "*ensemble"] | None
+    ) -> Float[Array, "*shape"]:
+        """`saturating_cast`."""
+        del key
+        return saturating_cast(x, format)
+
+
+@dataclasses.dataclass(frozen=True)
+class Stochastic(AbstractRounding):
+    """Up or down at random, so that the mean over many draws is the value itself.
+
+    Between neighbours `lo <= |x| < hi` it takes `hi` with probability `(|x| - lo) / (hi - lo)`, where
+    `u ~ uniform[0, 1)` is below that share. Each element's error is larger than that of `ToNearest`, but errors do not
+    add up: sums over many elements stay unbiased, unless elements exceed the format's maximum and are clipped.
+
+    References:
+        arXiv:1502.02551; NVIDIA's NVFP4 recipe (arXiv:2509.25149, section 4.4) rounds output gradients this way.
+
+    Example:
+        >>> x = jnp.full(10_000, 1.01)
+        >>> rounded = Stochastic().cast(x, E4M3, jax.random.key(0)).astype(jnp.float32)
+        >>> sorted(set(rounded.tolist())), bool(abs(rounded.mean() - 1.01) < 0.002)
+        ([1.0, 1.125], True)
+    """
+
+    needs_key: ClassVar[bool] = True
+
+    def cast(
+        self, x: Float[Array, "*shape"], format: Format, key: Key[Array, "*ensemble"] | None
+    ) -> Float[Array, "*shape"]:
+        """Rounds at random; infinities become the maximum, NaN stays."""
+        assert key is not None
+        x = lax.convert_element_type(x, jnp.float32)
+        limit = np.float32(format.max)
+        magnitude = lax.clamp(np.float32(0.0), jnp.abs(x), limit)
+        spacing = spacing_of(magnitude, format)
+        steps = magnitude / spacing  # exact: the spacing is a power of two
+        lower = jnp.floor(steps)
+        up = _uniform(key, x.shape) < steps - lower
+        rounded = jnp.where(up, lower + np.float32(1.0), lower) * spacing
+        # Every value is one of the format's by now, so that this cast rounds nothing.
+        return saturating_cast(jnp.copysign(jnp.where(jnp.isnan(x), x, rounded), x), format)
+
+    def squared_error(self, x: Float32[Array, "*shape"], format: Format) -> Float32[Array, "*shape"]:
+        """`(hi - |x|) (|x| - lo)`, the variance; beyond the maximum, the square of what is clipped."""
+        limit = np.float32(format.max)
+        magnitude = jnp.abs(x)
+        spacing = spacing_of(jnp.minimum(magnitude, limit), format)
+        steps = jnp.minimum(magnitude, limit) / spacing
+        above = steps - jnp.floor(steps)
+        return above * (np.float32(1.0) - above) * spacing**2 + jnp.maximum(magnitude - limit, 0.0) ** 2
+
+
+def _uniform(key: Key[Array, "*ensemble"], shape: tuple[int, ...]) -> Float[Array, "*shape"]:
+    draw = lambda key: jax.random.uniform(key, shape[members:], jnp.float32)
+    members = key.ndim
+    for _ in range(members):
+        draw = jax.vmap(draw)
+    return draw(key)

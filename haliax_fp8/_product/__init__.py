@@ -1,0 +1,1 @@
+"""The product with its derivative: fprop, dgrad and wgrad. See README.md."""

@@ -1,0 +1,145 @@
+"""The batching rule for the linear half of a product, for when JAX differentiates first and batches afterwards.
+
+With a `jax.custom_jvp` around a layer, or in an implicit layer, JAX maps the tangent of a product, with its residuals.
+The mapped axis belongs in the contraction, as in the product itself: one state serves all examples, with one gradient
+of the kernel and one amax. Only if state is mapped too does each example have its own.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from jax import lax
+
+from .._jax.mapped_axis import to_front
+from .._numerics.quantized_array import QuantizedArray
+from .spec import ProductSpec
+from .three_products import Residuals
+
+
+class TangentArguments(NamedTuple):
+    """The inputs of a product's tangent; or the mapped axis of each array, None if it has none.
+
+    Args:
+        tangents: Of lhs, rhs and, if there is one, the state; None where zero.
+        residuals: What the product kept.
+        extras: What else the contraction needs.
+    """
+
+    tangents: Sequence[Any]
+    residuals: Residuals
+    extras: Sequence[Any]
+
+
+def with_mapped_axis(
+    args: TangentArguments, axes: TangentArguments, size: int, spec: ProductSpec
+) -> tuple[TangentArguments, ProductSpec, int]:
+    """The product's tangent over all examples: its arguments, what is static, and where the result has the axis.
+
+    Args:
+        args: The arguments, some with a mapped axis.
+        axes: Where that is.
+        size: Its size.
+        spec: What is static about the product of one example.
+    """
+    if _state_is_mapped(args, axes, spec) or not (_is_mapped(axes, 0) or _is_mapped(axes, 1) or axes.extras):
+        return _as_members(args, axes, size), dataclasses.replace(spec, ensemble=spec.ensemble + 1), 0
+    return _folded(args, axes, size, spec)
+
+
+def _state_is_mapped(args: TangentArguments, axes: TangentArguments, spec: ProductSpec) -> bool:
+    of_state, residuals = [axis for axis in axes.tangents[2:] if axis is not None], axes.residuals
+    if of_state or residuals.state is not None or residuals.key is not None:
+        return True
+    # Scales may be within what was measured, which is mapped in any case. Their tangent is, if they are; without it
+    # nobody knows, and members that share what they need not are right as well.
+    within = spec.records and residuals.measured is not None
+    return within and args.tangents[2] is None
+
+
+def _is_mapped(axes: TangentArguments, role: int) -> bool:
+    saved = axes.residuals[role]
+    parts = (saved.data, saved.scale) if isinstance(saved, QuantizedArray) else (saved,)
+    return any(axis is not None for axis in (axes.tangents[role], *parts))
+
+
+def _as_members(args: TangentArguments, axes: TangentArguments, size: int) -> TangentArguments:
+    """Every array with the mapped axis in front."""
+
+    def in_front(x: Any, axis: Any) -> Any:
+        if x is None:
+            return None
+        if isinstance(x, QuantizedArray):
+            return _with_axis(x, axis, size, 0, each_its_own=True)
+        return to_front(x, axis, size, 0)
+
+    return TangentArguments(
+        [in_front(x, axis) for x, axis in zip(args.tangents, axes.tangents, strict=True)],
+        Residuals(*(in_front(x, axis) for x, axis in zip(args.residuals, axes.residuals, strict=True))),
+        tuple(in_front(x, axis) for x, axis in zip(args.extras, axes.extras, strict=True)),
+    )
+
+
+def _folded(
+    args: TangentArguments, axes: TangentArguments, size: int, spec: ProductSpec
+) -> tuple[TangentArguments, ProductSpec, int]:
+    position = spec.ensemble
+
+    def with_axis(role: int) -> Any:
+        saved: Any = args.residuals[role]
+        axis: Any = axes.residuals[role]
+        if isinstance(saved, QuantizedArray):
+            return _with_axis(saved, axis, size, position, each_its_own=False)
+        return to_front(saved, axis, size, position)
+
+    saved = [with_axis(role) if _is_mapped(axes, role) else args.residuals[role] for role in (0, 1)]
+    arrays: list[Any] = [x.data if isinstance(x, QuantizedArray) else x for x in saved]
+    of_operands = [position if _is_mapped(axes, role) else None for role in (0, 1)]
+    moved, contraction, out_axis = spec.contraction.fold(
+        (*arrays, *args.extras), (*of_operands, *axes.extras), size, spec.ensemble
+    )
+    # A contraction may want the axis in an operand that was not mapped.
+    has_axis = [x.ndim > y.ndim or axis is not None for x, y, axis in zip(moved, arrays, of_operands, strict=False)]
+    saved = [with_axis(role) if has_axis[role] else saved[role] for role in (0, 1)]
+    tangents = [
+        to_front(t, axis, size, position) if t is not None and wanted else t
+        for t, axis, wanted in zip(args.tangents[:2], axes.tangents[:2], has_axis, strict=True)
+    ]
+    measured, axis = args.residuals.measured, axes.residuals.measured
+    if measured is not None and isinstance(axis, int):
+        measured = lax.reduce_max(measured, (axis,))
+    residuals = args.residuals._replace(lhs=saved[0], rhs=saved[1], measured=measured)
+    folded = TangentArguments([*tangents, *args.tangents[2:]], residuals, tuple(moved[2:]))
+    return folded, dataclasses.replace(spec, contraction=contraction), out_axis + spec.ensemble
+
+
+def _with_axis(x: QuantizedArray, axes: Any, size: int, position: int, *, each_its_own: bool) -> QuantizedArray:
+    """The array with the mapped axis at a position.
+
+    Args:
+        x: The array.
+        axes: Where its parts have the axis.
+        size: The size of the axis.
+        position: Where to move it.
+        each_its_own: Whether every example has its own scale, even if it was not mapped.
+    """
+    data = to_front(x.data, axes.data, size, position)
+    scale, is_mapped = x.scale, axes.scale is not None
+    if scale.ndim == int(is_mapped):
+        # One number for the whole array: an axis of size 1 for each of the data's.
+        if is_mapped or each_its_own:
+            shape = [1] * data.ndim
+            shape[position] = size if is_mapped else 1
+            scale = lax.reshape(scale, shape)
+            if not is_mapped:
+                scale = lax.broadcast_in_dim(scale, (size, *shape[1:]), range(data.ndim))
+    elif is_mapped or each_its_own:
+        scale = to_front(scale, axes.scale, size, position)
+    else:
+        scale = lax.expand_dims(scale, (position,))
+    block, rotation = x.block, x.rotation
+    if block is not None:
+        block = (*block[:position], 1 if scale.shape[position] == size else size, *block[position:])
+    if rotation is not None and rotation.axis >= position:
+        rotation = dataclasses.replace(rotation, axis=rotation.axis + 1)
+    return dataclasses.replace(x, data=data, scale=scale, block=block, rotation=rotation)

@@ -1,0 +1,211 @@
+"""The FP8 product as a JAX primitive with a linear tangent primitive.
+
+Why a primitive and not `jax.custom_vjp`: JAX batches before it differentiates. Under `vmap`, `fp8_dot` folds the mapped
+axis into the product, and only then is it differentiated: one product per gradient, one amax over everything, the same
+program as the batched call. A `custom_vjp` is differentiated example by example: amaxes get summed, and the kernel's
+gradient becomes a batch of outer products. `vmap(grad(f))`, where differentiation comes first, still gives per-example
+gradients; and forward mode works, which `custom_vjp` refuses.
+
+    fp8_dot(lhs, rhs, *state, *key)                quantize, multiply, rescale
+      jvp       -> fp8_dot_tangent(tangents..., residuals...)      linear in the tangents
+      transpose -> quantize the output's gradient; dgrad, wgrad; the new state as the state's cotangent
+
+Residuals are the quantized operands, once each (of a kernel often nothing, see `_product/kernel_residual.py`), and a
+few numbers. State enters as one array (none for a stateless recipe) and leaves as its cotangent: a whole table, already
+updated; or scales, whose cotangent is what was measured (`OpRecord`). See `_jax/max_grad.py` for several uses.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, UInt32
+
+from .._jax.linearization import define_linearization
+from .._jax.mapped_axis import to_front
+from .._jax.max_grad import axes_since_recorded, require_differentiated_state, to_dtype_of
+from .._jax.mesh_axes import unchecked_axes, varying_axes
+from .._numerics.quantized_array import QuantizedArray
+from .._state.members import recorded_by_first
+from .mapped_tangent import TangentArguments, with_mapped_axis
+from .spec import ProductSpec
+from .three_products import backward, forward, product, tangent
+
+
+def fp8_dot_general(
+    lhs: Float[Array, "..."],
+    rhs: Float[Array, "..."],
+    state: Array | None,
+    spec: ProductSpec,
+    extras: tuple[Array, ...] = (),
+    key: UInt32[Array, "*ensemble 2"] | None = None,
+) -> Float[Array, "..."]:
+    """The product of a contraction in the formats of a recipe.
+
+    `out = dot(q(lhs), q(rhs)) * (scale_lhs * scale_rhs)`, accumulated in float32.
+
+    Args:
+        lhs: The first operand.
+        rhs: The second operand.
+        state: Scales and histories in float32 or `fp32_max_grad`; None for a stateless recipe.
+        spec: What is static.
+        extras: What else the contraction needs, such as the group sizes of a ragged one.
+        key: The words of the key for stochastic rounding, for a recipe that needs one.
+
+    Returns:
+        The product in `spec.out_dtype`.
+    """
+    lhs, rhs = _vary_together(lhs, rhs)
+    return fp8_dot_p.bind(lhs, rhs, *extras, *(x for x in (state, key) if x is not None), spec=spec)
+
+
+def _vary_together(*arrays: Array) -> Sequence[Array]:
+    """Inside `shard_map`, marks operands as varying over the same mesh axes; its transpose sums their gradients."""
+    varying = [varying_axes(x) for x in arrays]
+    union = frozenset().union(*varying)
+    return [
+        lax.pcast(x, tuple(sorted(union - axes)), to="varying") if union - axes else x
+        for x, axes in zip(arrays, varying, strict=True)
+    ]
+
+
+# --- The primitives -------------------------------------------------------------------------------------------------
+
+fp8_dot_p = Primitive("fp8_dot")
+fp8_dot_tangent_p = Primitive("fp8_dot_tangent")
+
+
+def _fp8_dot(lhs: Array, rhs: Array, *others: Array, spec: ProductSpec) -> Array:
+    extras, state, key = _split_others(others, spec)
+    return product(lhs, rhs, extras, state, key, spec)
+
+
+def _split_others(others: Sequence[Any], spec: ProductSpec) -> tuple[tuple[Any, ...], Any, Any]:
+    """Extras, then state and key, each None if the recipe has none."""
+    rest = list(others[spec.contraction.extras :])
+    state = rest.pop(0) if spec.recipe.is_stateful else None
+    key = rest.pop(0) if spec.recipe.needs_key else None
+    return tuple(others[: spec.contraction.extras]), state, key
+
+
+def _fp8_dot_aval(lhs, rhs, *others, spec: ProductSpec):
+    shape = spec.contraction.with_batch_axes(spec.ensemble).out_shape(lhs.shape, rhs.shape)
+    sharding = lhs.sharding.update(spec=P(*[None] * len(shape)))
+    return lhs.update(shape=shape, dtype=spec.out_dtype, weak_type=False, sharding=sharding)
+
+
+def _fp8_dot_jvp(primals, tangents, *, spec: ProductSpec):
+    lhs, rhs, *others = primals
+    extras, state, key = _split_others(others, spec)
+    # Reverse mode comes here from within `jax.checkpoint` only, else to the rule below.
+    out, residuals = forward(lhs, rhs, extras, state, key, spec, rematerialized=True)
+    tangents = (*tangents[:2], *(t for t in [_split_others(tangents[2:], spec)[1]] if t is not None))
+    linear = tuple(type(t) is not ad.Zero for t in tangents)
+    _check_linear(linear, state, spec)
+    given = [t for t in tangents if type(t) is not ad.Zero]
+    leaves, structure = jax.tree.flatten((residuals, extras))
+    return out, fp8_dot_tangent_p.bind(*given, *leaves, spec=spec, linear=linear, structure=structure)
+
+
+def _fp8_dot_linearize(linear: Sequence[bool], *primals: Any, spec: ProductSpec):
+    """What the JVP says, for reverse mode."""
+    lhs, rhs, *others = primals
+    extras, state, key = _split_others(others, spec)
+    out, residuals = forward(lhs, rhs, extras, state, key, spec, rematerialized=False)
+    of_state = [is_linear for is_linear in [_split_others(linear[2:], spec)[1]] if is_linear is not None]
+    _check_linear((*linear[:2], *of_state), state, spec)
+    leaves, structure = jax.tree.flatten((residuals, extras))
+    params = {"spec": spec, "linear": (*linear[:2], *of_state), "structure": structure}
+    return out, leaves, lambda residuals, tangents: fp8_dot_tangent_p.bind(*tangents, *residuals, **params)
+
+
+def _check_linear(linear: Sequence[bool], state: Any, spec: ProductSpec) -> None:
+    """Raises unless JAX will combine the state's gradients correctly."""
+    if state is None:
+        return
+    if linear[0 if spec.kernel_is_lhs else 1]:
+        require_differentiated_state(state, linear[2])
+    if linear[2] and axes_since_recorded(state, unchecked_axes()):
+        raise ValueError(
+            f"a gradient is taken outside of shard_map over {unchecked_axes()} with check_vma=False, where JAX would "
+            "sum the amaxes of all devices. Take the gradient inside shard_map, or use check_vma=True"
+        )
+
+
+def _fp8_dot_batch(args, axes, *, spec: ProductSpec):
+    """Folds the mapped axis into the product; only a state or key that is mapped too makes independent members."""
+    size = next(x.shape[axis] for x, axis in zip(args, axes, strict=True) if axis is not None)
+    operands, of_op = args[: 2 + spec.contraction.extras], args[2 + spec.contraction.extras :]
+    if any(axis is not None for axis in axes[len(operands) :]):
+        args = [to_front(x, axis, size, 0) for x, axis in zip(args, axes, strict=True)]
+        return fp8_dot_p.bind(*args, spec=dataclasses.replace(spec, ensemble=spec.ensemble + 1)), 0
+    operands, contraction, out_axis = spec.contraction.fold(operands, axes[: len(operands)], size, spec.ensemble)
+    out = fp8_dot_p.bind(*operands, *of_op, spec=dataclasses.replace(spec, contraction=contraction))
+    return out, out_axis + spec.ensemble
+
+
+def _unpack(args, linear: tuple[bool, ...], structure) -> tuple[list[Any], Any, Any]:
+    """The equation's operands as they were bound: tangents (None where zero), residuals, extras."""
+    given = iter(args[: sum(linear)])
+    tangents: list[Any] = [next(given) if is_linear else None for is_linear in linear]
+    residuals, extras = jax.tree.unflatten(structure, args[sum(linear) :])
+    return tangents, residuals, extras
+
+
+def _fp8_dot_tangent(*args: Array, spec: ProductSpec, linear: tuple[bool, ...], structure) -> Array:
+    tangents, residuals, extras = _unpack(args, linear, structure)
+    return tangent([t for t in tangents[:2] if t is not None], residuals, extras, spec=spec, linear=linear[:2])
+
+
+def _fp8_dot_tangent_aval(*args: Any, spec: ProductSpec, linear: tuple[bool, ...], structure):
+    _, residuals, _ = _unpack(args, linear, structure)
+    # A QuantizedArray's own shape: a rotation may have filled up its data.
+    avals: list[Any] = [x.data if isinstance(x, QuantizedArray) else x for x in residuals[:2]]
+    lhs, rhs = (aval.update(shape=operand.shape) for aval, operand in zip(avals, residuals[:2], strict=True))
+    return _fp8_dot_aval(lhs, rhs, spec=spec)
+
+
+def _fp8_dot_transpose(grad, *args, spec: ProductSpec, linear: tuple[bool, ...], structure):
+    tangents, residuals, extras = _unpack(args, linear, structure)
+    if type(grad) is ad.Zero:
+        return [None] * len(args)
+    lhs, rhs = (t.aval.dtype if ad.is_undefined_primal(t) else None for t in tangents[:2])
+    gradients, new_state = backward(grad, residuals, extras, spec=spec, dtypes=(lhs, rhs), update=any(linear[2:]))
+    if new_state is not None:
+        if spec.records:
+            new_state = recorded_by_first(new_state, grad, spec.ensemble)
+        new_state = to_dtype_of(new_state, tangents[2].aval)
+    cotangents = [*gradients, *([new_state] if len(linear) > 2 else [])]
+    undefined = [ct if ad.is_undefined_primal(t) else None for ct, t in zip(cotangents, tangents, strict=True)]
+    return [ct for ct, is_linear in zip(undefined, linear, strict=True) if is_linear] + [None] * (
+        len(args) - sum(linear)
+    )
+
+
+def _fp8_dot_tangent_batch(args, axes, *, spec: ProductSpec, linear: tuple[bool, ...], structure):
+    """Where JAX differentiates first: folds the mapped axis into the product, as `_fp8_dot_batch` does."""
+    size = next(x.shape[axis] for x, axis in zip(args, axes, strict=True) if axis is not None)
+    given, mapped = (TangentArguments(*_unpack(x, linear, structure)) for x in (args, axes))
+    given, spec, out_axis = with_mapped_axis(given, mapped, size, spec)
+    leaves, structure = jax.tree.flatten((given.residuals, given.extras))
+    tangents = [t for t in given.tangents if t is not None]
+    return fp8_dot_tangent_p.bind(*tangents, *leaves, spec=spec, linear=linear, structure=structure), out_axis
+
+
+for _primitive, _function, _aval in (
+    (fp8_dot_p, _fp8_dot, _fp8_dot_aval),
+    (fp8_dot_tangent_p, _fp8_dot_tangent, _fp8_dot_tangent_aval),
+):
+    _primitive.def_impl(_function)
+    _primitive.def_abstract_eval(_aval)
+    mlir.register_lowering(_primitive, mlir.lower_fun(_function, multiple_results=False))
+ad.primitive_jvps[fp8_dot_p] = _fp8_dot_jvp
+define_linearization(fp8_dot_p, _fp8_dot_linearize)
+batching.primitive_batchers[fp8_dot_p] = _fp8_dot_batch
+ad.primitive_transposes[fp8_dot_tangent_p] = _fp8_dot_transpose
+batching.primitive_batchers[fp8_dot_tangent_p] = _fp8_dot_tangent_batch

@@ -1,0 +1,163 @@
+"""Sums that give a maximum: what a product records for state that JAX has mapped, and will sum over the mapped axis.
+
+If every example takes its own branch of a `lax.cond` under `vmap`, or if a `jax.custom_vjp` is mapped, JAX gives every
+example its own copy of the state, and sums what the copies record. Members of an ensemble look the same, but their
+records are their own. So every state in a differentiated function carries a unique number, its mark, which follows the
+state everywhere: copies share it. The first copy records the largest measurement of all copies, and the others record
+0, so the sum over them is the maximum.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.core import ShapedArray
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
+from jaxtyping import Array, Bool, Float32
+
+from .._jax.mapped_axis import to_front
+
+
+_FIRST = np.float32(1.0).view(np.int32)
+
+
+def marks(shapes: Sequence[tuple[int, ...]]) -> list[Float32[Array, "..."]]:
+    """A unique number for each element of arrays of these shapes.
+
+    Consecutive floats from 1 on: only equality counts. If this is mapped, which makes each example a separate
+    evaluation, all examples get different numbers.
+    """
+    sizes = [int(np.prod(shape)) for shape in shapes]
+    if not sizes:
+        return []
+    total = sum(sizes)
+    numbers = lax.iota(np.int32, total) + (evaluation_p.bind() * np.int32(total) + _FIRST)
+    parts = lax.split(lax.bitcast_convert_type(numbers, np.float32), sizes)
+    return [lax.reshape(part, shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+def recorded_by_first(
+    measured: Float32[Array, "*ensemble numbers"], grad: Array, ensemble: int
+) -> Float32[Array, "*ensemble numbers"]:
+    """What each member of an ensemble records: the first of those with the same mark the maximum, the others zeros.
+
+    A member whose branch was not taken receives a gradient of zeros, and records zeros. It is indistinguishable from
+    one whose result had no effect, which also records zeros.
+
+    Args:
+        measured: What each member measured, nowhere negative; last its mark.
+        grad: The output's gradient.
+        ensemble: How many leading axes number members.
+    """
+    mark = lax.index_in_dim(measured, measured.shape[-1] - 1, axis=measured.ndim - 1, keepdims=False)
+    return members_p.bind(measured, mark, grad, ensemble=ensemble, alone=False)
+
+
+def measured_of_copies(
+    measured: Float32[Array, "*ensemble numbers"],
+    table: Float32[Array, "*ensemble operands columns"],
+    of_kernel: Float32[Array, "*ensemble measures"],
+    grad: Array,
+    ensemble: int,
+) -> tuple[Float32[Array, "*ensemble numbers"], Bool[Array, "*ensemble"]]:
+    """The same for whole tables, which have no mark: copies of one state have equal values and equal kernels.
+
+    Members of an ensemble hardly ever do. Members that are copies of each other, before their first step, are treated
+    as one: all but the first keep their state for this step.
+
+    Args:
+        measured: What each member measured.
+        table: Its state.
+        of_kernel: What it measured of its kernel.
+        grad: The output's gradient.
+        ensemble: How many leading axes number members.
+
+    Returns:
+        What each member records, and whether it records.
+    """
+    axis = measured.ndim - 1
+    words = lax.concatenate([lax.collapse(table, axis), of_kernel], axis)
+    words = lax.bitcast_convert_type(words, np.uint32)
+    # Odd numbers, by which arrays that differ in one word always have different sums.
+    factors = lax.broadcasted_iota(np.uint32, words.shape, axis) * np.uint32(2 * 1640531527) + np.uint32(1)
+    mark = jnp.sum(words * factors, axis=axis, dtype=np.uint32)
+    ones = jnp.ones((*measured.shape[:-1], 1), measured.dtype)
+    measured = members_p.bind(lax.concatenate([measured, ones], axis), mark, grad, ensemble=ensemble, alone=True)
+    measured, records = lax.split(measured, (measured.shape[axis] - 1, 1), axis)
+    return measured, lax.squeeze(records, (axis,)) > np.float32(0.0)
+
+
+@jax.jit
+def measured_by_reached(
+    records: Float32[Array, "*stack numbers"], mark: Float32[Array, "*stack ops"]
+) -> Float32[Array, "*stack measured"]:
+    """The contents of the records of several ops besides their marks; `-inf`, the identity of the maximum, without the
+    mark.
+
+    Args:
+        records: The gradients of the ops' records, one after the other.
+        mark: The ops' marks, as `marks` gave them.
+    """
+    ops = mark.shape[-1]
+    records = lax.reshape(records, (*mark.shape, records.shape[-1] // ops))
+    axis, last = records.ndim - 1, records.shape[-1] - 1
+    measured = lax.slice_in_dim(records, 0, last, axis=axis)
+    reached = lax.eq(lax.slice_in_dim(records, last, None, axis=axis), lax.expand_dims(mark, (axis,)))
+    reached = lax.broadcast_in_dim(reached, measured.shape, range(measured.ndim))
+    measured = lax.select(reached, measured, lax.full_like(measured, -jnp.inf))
+    return lax.reshape(measured, (*mark.shape[:-1], ops * last))
+
+
+# --- The primitives: `vmap` makes members of both ---------------------------------------------------------------------
+
+evaluation_p = Primitive("fp8_evaluation")
+members_p = Primitive("fp8_members")
+
+
+def _evaluation_batch(axis_data: Any, args: Any, axes: Any) -> tuple[Array, int]:
+    """Each example of a `vmap` is a separate evaluation."""
+    del args, axes
+    return evaluation_p.bind() * np.int32(axis_data.size) + lax.iota(np.int32, axis_data.size), 0
+
+
+def _members(measured: Array, mark: Array, grad: Array, *, ensemble: int, alone: bool) -> Array:
+    if ensemble == 0:
+        return measured
+    count = int(np.prod(measured.shape[:ensemble]))
+    flat, mark = lax.reshape(measured, (count, measured.shape[-1])), lax.reshape(mark, (count,))
+    order = jnp.argsort(mark)
+    first = order[jnp.searchsorted(mark[order], mark)]
+    needed = jnp.any(lax.reshape(grad, (count, grad.size // max(count, 1))) != 0, axis=1)
+    if alone:
+        # One without copies always records: a trainer may replace its state with zeros.
+        needed |= jnp.zeros(count, np.int32).at[first].add(1)[first] == 1
+    flat = jnp.where(needed[:, None], flat, np.float32(0.0))
+    return lax.reshape(jnp.zeros_like(flat).at[first].max(flat), measured.shape)
+
+
+def _members_lowering(ctx: Any, measured: Any, *args: Any, ensemble: int, alone: bool) -> Any:
+    # Nearly always: nothing to trace.
+    return [measured] if ensemble == 0 else _lowered_members(ctx, measured, *args, ensemble=ensemble, alone=alone)
+
+
+_lowered_members = mlir.lower_fun(_members, multiple_results=False)
+
+
+def _members_batch(args: Any, axes: Any, *, ensemble: int, alone: bool) -> tuple[Array, int]:
+    size = next(x.shape[axis] for x, axis in zip(args, axes, strict=True) if axis is not None)
+    args = [to_front(x, axis, size, 0) for x, axis in zip(args, axes, strict=True)]
+    return members_p.bind(*args, ensemble=ensemble + 1, alone=alone), 0
+
+
+evaluation_p.def_impl(lambda: jnp.int32(0))
+evaluation_p.def_abstract_eval(lambda: ShapedArray((), np.dtype(np.int32)))
+mlir.register_lowering(evaluation_p, mlir.lower_fun(lambda: jnp.int32(0), multiple_results=False))
+batching.fancy_primitive_batchers[evaluation_p] = _evaluation_batch
+members_p.def_impl(_members)
+members_p.def_abstract_eval(lambda measured, mark, grad, **params: measured)
+mlir.register_lowering(members_p, _members_lowering)
+batching.primitive_batchers[members_p] = _members_batch

@@ -1,0 +1,106 @@
+"""What an FP8 op remembers from step to step."""
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
+
+from .._jax.max_grad import is_max_grad, to_float32, to_max_grad
+from ..recipes.recipe import Recipe
+from ..recipes.scaling import AbstractScaling
+from .marker import OverwriteWithGradient
+from .table import first_table, guarded, unguarded
+from .together import overwrite_states
+
+
+class OpState(OverwriteWithGradient):
+    """What an op remembers: a table with a row for each operand, first the scale that its next use takes.
+
+    It is a single array, so a step reads and writes one buffer per layer. It is named, so that Haliax never scans over
+    it by mistake. In stacked layers, the axes of the stack come first.
+
+    Args:
+        table: float32, `[*stack, operand, column]`, with a row for input, kernel and output gradient. A row of delayed
+            scaling is its scale, initially 1, then the amaxes, initially 0, newest first, then oldest to newest; last
+            the guard, which reveals a scale that anything but its own update changed.
+        scalings: The scalings that read and write the rows.
+        limits: The largest value of each operand's format.
+        input_group: A name shared by ops that read the same input, see `fuse_projections`; None for most.
+    """
+
+    table: hax.NamedArray
+    scalings: tuple[AbstractScaling, ...] = eqx.field(static=True)
+    limits: tuple[float, ...] = eqx.field(static=True)
+    input_group: str | None = eqx.field(static=True, default=None)
+
+    @staticmethod
+    def init(recipe: Recipe, stack: tuple[hax.Axis, ...] = ()) -> "OpState | None":
+        """The state before the first step; None for a recipe that keeps none.
+
+        Args:
+            recipe: The recipe of the op.
+            stack: Axes of the layer stacks that the op's layer is in.
+        """
+        first = first_table(recipe.scalings)
+        if first is None:
+            return None
+        axes = (*stack, hax.Axis("fp8_operand", first.shape[0]), hax.Axis("fp8_state", first.shape[1]))
+        table = hax.named(jnp.broadcast_to(first, tuple(axis.size for axis in axes)), axes)
+        return OpState(table, recipe.scalings, recipe.limits)
+
+    @property
+    def scale(self) -> Array:
+        """The scales that the next use takes, `[*stack, operand]`."""
+        return self.table.array[..., 0]
+
+    @property
+    def array(self) -> Array:
+        """The table as the product takes it: float32 (or `fp32_max_grad`), whatever the model was cast to."""
+        return as_state(self.table.array)
+
+    def with_array(self, table: Array) -> "OpState":
+        """This state with another table."""
+        # Through the tree: inside `vmap` and `scan` the names may count axes that the array does not have.
+        return jax.tree.unflatten(jax.tree.structure(self), [table])
+
+    def accumulate(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, other: "OpState"
+    ) -> "OpState":
+        """The maximum of both, exact because every evaluation began with the same scale and history."""
+        return other.with_array(jnp.maximum(self.array, other.array))
+
+    def overwritten_by(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, gradient: "OpState"
+    ) -> "OpState":
+        """The state with the newest amax of the gradient entered.
+
+        Only that amax is used; scale and the rest of the history are recomputed from this state. So a plain gradient,
+        which sums if a layer is used several times, cannot corrupt them. State does not change if the step did not
+        reach the layer (a scale of 0 or `-inf`) or if the amax is not finite.
+        """
+        return overwrite_states([self], [gradient])[0]
+
+    def with_recipe(self, recipe: Recipe) -> "OpState":
+        """This state as a recipe updates it whose rows begin as these do, and may be longer."""
+        first, rows = first_table(recipe.scalings), unguarded(self.array)
+        assert first is not None
+        padding = [(0, 0)] * (rows.ndim - 1) + [(0, first.shape[1] - 1 - rows.shape[-1])]
+        table = lax.concatenate([jnp.pad(rows, padding), self.array[..., -1:]], rows.ndim - 1)
+        return OpState(self.table, recipe.scalings, self.limits, self.input_group).with_array(table)
+
+    def with_scale(self, scale: Array) -> "OpState":
+        """This state with other scales, which broadcast to `[*stack, operand]`."""
+        rows = unguarded(self.array)
+        scale = jnp.broadcast_to(jnp.asarray(scale, jnp.float32), rows.shape[:-1])
+        return self.with_array(guarded(rows.at[..., 0].set(scale)))
+
+    def with_max_gradients(self) -> "OpState":
+        """The table in `fp32_max_grad`."""
+        return self.with_array(to_max_grad(self.array))
+
+
+def as_state(table: Array) -> Array:
+    """A table as products take it: `fp32_max_grad` unchanged, everything else in float32."""
+    return table if is_max_grad(table) or table.dtype == jnp.float32 else to_float32(table)

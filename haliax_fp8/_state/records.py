@@ -1,0 +1,170 @@
+"""Records: they replace states in a differentiated function, and return as what a step measured."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array
+
+from .._jax.max_grad import to_float32, to_max_grad, to_record
+from .marker import OverwriteWithGradient
+from .members import marks
+from .op_state import OpState, as_state
+from .table import completed, completion, record_length, scales_in
+from .together import concatenated, kinds, together
+
+
+class OpRecord(OverwriteWithGradient):
+    """The scales of an op, without its histories: it replaces the op's state in a differentiated function.
+
+    Its gradient is what the step measured, one or a few numbers per operand, not a table with a whole history. So each
+    layer computes, moves and keeps only what differs between layers, and the histories of all layers are updated at
+    once afterwards (`complete_states`).
+
+    Args:
+        table: float32, `[*stack, record_length + 1]`: the operands' scales, the same rounded up to 4 significant bits,
+            then zeros, last a mark (`_state/members.py`); as a gradient, what was measured, an operand's numbers one
+            after the other, then zeros and the mark, or zeros alone.
+        shared: Both scales of the first operand, `[*stack, 2]`, if the op belongs to a group that reads the same input.
+            The table then holds those of the other operands, and the whole group has the same array here.
+        group_place: Which one of the group this is.
+    """
+
+    table: hax.NamedArray
+    shared: hax.NamedArray | None = None
+    group_place: int | None = eqx.field(static=True, default=None)
+
+    @property
+    def array(self) -> Array:
+        """The table as the product takes it, with all rows."""
+        others = as_state(self.table.array)
+        if self.shared is None:
+            return others
+        shared, axis = as_state(self.shared.array), others.ndim - 1
+        parts = lax.split(others, (2, 2, others.shape[-1] - 4), axis)
+        first, second = lax.split(shared, (1, 1), axis)
+        return lax.concatenate([first, parts[0], second, *parts[1:]], axis)
+
+    @property
+    def scale(self) -> Array:
+        """The scales that the next use takes, `[*stack, operand]`."""
+        return to_float32(self.array)[..., :3]
+
+    def accumulate(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, other: "OpRecord"
+    ) -> "OpRecord":
+        """The maximum of both."""
+        return jax.tree.map(jnp.maximum, self, other)
+
+    def overwritten_by(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, gradient: "OpRecord"
+    ) -> "OpRecord":
+        """Itself: it belongs to one evaluation, and has no next step."""
+        del gradient
+        return self
+
+    def with_max_gradients(self) -> "OpRecord":
+        """The table in `fp32_max_grad`."""
+        return jax.tree.map(to_max_grad, self)
+
+
+def record_states(states: Sequence[OpState], *, inexact: bool = False) -> list[OpRecord]:
+    """The records of states, in `fp32_record`; all of a kind at once.
+
+    Args:
+        states: This step's. Those of an input group take the largest scale of their inputs, which is each one's own
+            if they always read the same.
+        inexact: Whether in `fp32_inexact_record`.
+    """
+    scales: dict[int, _Scales] = {}
+    joined: list[int] = []
+    for members in kinds(states).values():
+        tables, limits = [states[i].array for i in members], states[members[0]].limits
+        if tables[0].ndim > 2:
+            # Of stacked layers there are few, and XLA compiles the same slice of each once.
+            scales |= {i: _scales_in(table, limits) for i, table in zip(members, tables, strict=True)}
+            continue
+        sizes = [table.shape[0] for table in tables]
+        both = lax.optimization_barrier(_scales_in(concatenated(tables), limits))
+        exact, rounded = (lax.split(x, sizes) for x in both)
+        scales |= dict(zip(members, zip(exact, rounded, strict=True), strict=True))
+        joined += members
+    groups: dict[Any, list[int]] = {}
+    for i, state in enumerate(states):
+        if state.input_group is not None:
+            groups.setdefault((state.input_group, scales[i][0].shape), []).append(i)
+    largest: dict[int, _Scales] = {}
+    for members in groups.values():
+        if len(members) > 1:
+            of_inputs = [[lax.slice_in_dim(x, 0, 1, axis=x.ndim - 1) for x in scales[i]] for i in members]
+            exact, rounded = (functools.reduce(lax.max, xs) for xs in zip(*of_inputs, strict=True))
+            largest[members[0]] = exact, rounded
+    # XLA makes all parts in one kernel where they are computed, however little; a mere slice is a kernel of its own.
+    one = lax.optimization_barrier(np.float32(1.0))
+    scales |= {i: (lax.mul(scales[i][0], one), lax.mul(scales[i][1], one)) for i in joined}
+    # Apart from what uses them: XLA would merge kernels of different layers that read the same array of scales, and
+    # all that they make would have to be there at once.
+    apart = {i: scales[i] for i in joined}, {i: x for i, x in largest.items() if i in joined}
+    for found, values in zip((scales, largest), lax.optimization_barrier(apart), strict=True):
+        found |= values
+    shared = {
+        i: (place, largest[members[0]])
+        for members in groups.values()
+        if members[0] in largest
+        for place, i in enumerate(members)
+    }
+    return [
+        _record(state, scales[i], mark, *shared.get(i, (None, None)), inexact=inexact)
+        for i, (state, mark) in enumerate(zip(states, _marks(states), strict=True))
+    ]
+
+
+def _marks(states: Sequence[OpState]) -> list[Array]:
+    """The mark of each layer, `[*stack, 1]`."""
+    return marks([(*state.table.array.shape[:-2], 1) for state in states])
+
+
+# Exact, and rounded up.
+type _Scales = tuple[Array, Array]
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _scales_in(tables: Array, limits: tuple[float, ...]) -> _Scales:
+    """Of each row. Jitted, so that layers share one trace."""
+    return scales_in(tables, limits)
+
+
+def _record(
+    state: OpState, scales: _Scales, mark: Array, group_place: int | None, shared: _Scales | None, *, inexact: bool
+) -> OpRecord:
+    """The record of scales `[*stack, operand]`, the first of which a group may share."""
+    stack, axis = state.table.axis_names[:-2], scales[0].ndim - 1
+    missing = record_length(state.scalings) - 2 * scales[0].shape[-1]
+    last = [jnp.zeros((*scales[0].shape[:-1], missing), jnp.float32), mark] if missing else [mark]
+
+    def named(parts: Sequence[Array], name: str) -> hax.NamedArray:
+        # As in `with_array`: the names may count axes that the array does not have.
+        array: Any = np.zeros((0,) * (len(stack) + 1))
+        structure = jax.tree.structure(hax.NamedArray(array, (*stack, name)))
+        return jax.tree.unflatten(structure, [to_record(lax.concatenate(parts, axis), inexact=inexact)])
+
+    if shared is None:
+        return OpRecord(named([*scales, *last], "fp8_record"))
+    others = [lax.slice_in_dim(x, 1, None, axis=axis) for x in scales]
+    return OpRecord(named([*others, *last], "fp8_other_records"), named(shared, "fp8_shared_record"), group_place)
+
+
+def complete_states(states: Sequence[OpState], records: Sequence[OpRecord]) -> list[OpState]:
+    """The states of the next step, as gradients, from what a step recorded; all of a kind at once.
+
+    Args:
+        states: This step's.
+        records: The gradients of their records, in the same order.
+    """
+    return together(completion, completed, states, records, _marks(states))

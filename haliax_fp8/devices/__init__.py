@@ -1,0 +1,5 @@
+"""Devices: what their matrix units multiply, how fast they are, and which flags XLA compiles for them with."""
+
+from .device import Device as Device
+from .peaks import Peaks as Peaks
+from .roofline import Efficiency as Efficiency

@@ -1,0 +1,22 @@
+"""The layer classes that are converted unless told otherwise: one rule per class."""
+
+import equinox as eqx
+import haliax.nn as hnn
+
+from .equinox import EquinoxLinear
+from .haliax import HaliaxEmbedding, HaliaxLinear, HaliaxMoELinear
+from .rule import LayerRule, Refused
+
+
+default_layers: tuple[LayerRule, ...] = (
+    HaliaxLinear(),
+    HaliaxMoELinear(),
+    HaliaxEmbedding(),
+    EquinoxLinear(),
+    Refused(
+        (eqx.nn.GRUCell, eqx.nn.LSTMCell),
+        "a recurrent cell multiplies by raw weight matrices; use Fp8DotGeneral in a cell of your own",
+    ),
+    Refused((eqx.nn.Conv, eqx.nn.ConvTranspose, hnn.Conv, hnn.ConvTranspose), "convolutions have no FP8 product"),
+)
+"""The rules that `Fp8Config` uses unless told otherwise; the first one that fits a layer decides."""

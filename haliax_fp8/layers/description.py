@@ -1,0 +1,275 @@
+"""describe: what every linear layer of a model runs in, as rows, as a table and as one line."""
+
+import collections
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import haliax as hax
+import jax
+import rich.box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from .._op import Fp8DotGeneral
+from ..devices.device import Device
+from ..recipes.recipe import Recipe
+from ..recipes.support import Support
+from .convert import Fp8Config, as_config, decide
+from .own_state import require_own_state
+from .prediction import Prediction
+from .uncalibrated import uncalibrated_operands
+from .walk import find_layers, rule_of
+from .where_pays import WherePays
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerDescription:
+    """One linear layer.
+
+    Args:
+        path: Its path in the model.
+        shape: Its input and output axes.
+        stacked: The stacks that repeat it, such as `layers 12`.
+        recipe: The recipe that it runs, or None in high precision.
+        reason: Why it stays in high precision; empty for a converted layer.
+        support: How its products run on the requested device; None in high precision.
+        prediction: Its predicted times in bf16 and in FP8, whichever it runs in; None if not requested, or if unknown.
+        uncalibrated: The operands whose static scale is not calibrated yet.
+        scales: How whole-tensor scales are rounded when they are applied; empty if the layer has none.
+    """
+
+    path: str
+    shape: str
+    stacked: str
+    recipe: str | None
+    reason: str
+    support: Support | None = None
+    prediction: Prediction | None = None
+    uncalibrated: tuple[str, ...] = ()
+    scales: str = ""
+
+    @property
+    def is_fp8(self) -> bool:
+        """Whether the layer's products run in FP8."""
+        return self.recipe is not None
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelDescription:
+    """Every linear layer of a model. Iterate over it, or print it.
+
+    Args:
+        layers: In the order of the tree.
+        device: The requested device; if None, `support` refers to the local one.
+        where: What times are predicted for; None if they are not.
+    """
+
+    layers: tuple[LayerDescription, ...]
+    device: Device | None = None
+    where: WherePays | None = None
+
+    def __iter__(self) -> Iterator[LayerDescription]:
+        return iter(self.layers)
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    def __getitem__(self, path: str) -> LayerDescription:
+        """The layer at a path."""
+        for layer in self.layers:
+            if layer.path == path:
+                return layer
+        raise KeyError(f"no linear layer at {path!r}; there are {[layer.path for layer in self.layers]}")
+
+    @property
+    def fp8_count(self) -> int:
+        """How many layers run in FP8."""
+        return sum(layer.is_fp8 for layer in self.layers)
+
+    @property
+    def summary(self) -> str:
+        """One line for the start of a program: how many layers run in FP8, with which recipes, natively or emulated.
+
+        Example:
+            >>> describe(fp8_linear_layers(model), device="h100").summary
+            'FP8: 2 of 2 linear layers, DelayedScaling E4M3/E4M3/E5M2, native on NVIDIA H100 80GB HBM3'
+        """
+        recipes = collections.Counter(layer.recipe for layer in self.layers if layer.recipe)
+        if not recipes:
+            return f"FP8: none of {len(self.layers)} linear layers"
+        counted = " + ".join(f"{count} {recipe}" if len(recipes) > 1 else recipe for recipe, count in recipes.items())
+        described = f"FP8: {self.fp8_count} of {len(self.layers)} linear layers, {counted}, {_where(self.layers)}"
+        waiting = sum(bool(layer.uncalibrated) for layer in self.layers)
+        return f"{described}, {waiting} to be calibrated first" if waiting else described
+
+    @property
+    def estimate(self) -> str:
+        """One line on the predicted time of the layers; empty if not requested."""
+        predicted = [(layer.is_fp8, layer.prediction) for layer in self.layers if layer.prediction is not None]
+        if self.where is None or not predicted:
+            return ""
+        bf16 = sum(prediction.bf16 for _, prediction in predicted)
+        now = sum(prediction.fp8 if is_fp8 else prediction.bf16 for is_fp8, prediction in predicted)
+        least, most = (
+            bf16 / sum(p.bf16 / p.gain_range[end] if is_fp8 else p.bf16 for is_fp8, p in predicted) for end in (0, 1)
+        )
+        starting = sum(prediction.launches for is_fp8, prediction in predicted if is_fp8)
+        bound = "; starting kernels takes longer than the work in them" if starting > now / 2 else ""
+        return (
+            f"{bf16 / now:.2f} times as fast as with all of them in bf16 ({least:.2f} to {most:.2f}; estimate for "
+            f"these layers' products on {self.where}: {1e3 * now:.3g} ms a step instead of {1e3 * bf16:.3g} ms{bound})"
+        )
+
+    @property
+    def scales(self) -> str:
+        """How scales of whole tensors are rounded, over all layers; empty if there are none."""
+        found = "; ".join(dict.fromkeys(layer.scales for layer in self.layers if layer.scales))
+        return f"Scales: {found}" if found else ""
+
+    @property
+    def note(self) -> str:
+        """How the device runs FP8 products that it does not run natively."""
+        emulated = [layer.support for layer in self.layers if layer.support is not None and not layer.support.is_native]
+        if not emulated:
+            return ""
+        if emulated[0].device.emulates:
+            where = "this CPU" if self.device is None else "a CPU"
+            return f"FP8 products are emulated on {where}, with the same rounding"
+        reasons = "; ".join(dict.fromkeys(support.reason for support in emulated))
+        return f"FP8 products are emulated on {emulated[0].device.kind}, slower than high precision: {reasons}"
+
+    def __rich__(self) -> Table:
+        title = f"{self.fp8_count} of {len(self.layers)} linear layers in FP8"
+        table = Table(
+            title=title,
+            box=rich.box.SIMPLE,
+            title_justify="left",
+            title_style="bold",
+            caption="\n".join(filter(None, (self.scales, self.note, self.estimate))),
+            caption_justify="left",
+        )
+        on_device = () if self.device is None else (f"on {self.device.kind}",)
+        gain = () if self.where is None else ("gain",)
+        for column in ("layer", "shape", "stacked", "runs in", *on_device, *gain):
+            table.add_column(column, overflow="fold")
+        for layer in self.layers:
+            # Text, not markup: a pattern such as `[a-z]*` in a reason is not a style.
+            runs_in = Text(layer.recipe, "green") if layer.recipe else Text(f"high precision: {layer.reason}", "yellow")
+            if layer.uncalibrated:
+                runs_in = Text(f"{layer.recipe}; calibrate first: no scale for {', '.join(layer.uncalibrated)}", "red")
+            cells = [*map(Text, (layer.path or "(the module itself)", layer.shape, layer.stacked)), runs_in]
+            cells += [] if self.device is None else [_verdict(layer.support)]
+            table.add_row(*cells, *([] if self.where is None else [_gain(layer.prediction)]))
+        return table
+
+    def __str__(self) -> str:
+        console = Console(width=120, color_system=None)
+        with console.capture() as capture:
+            console.print(self)
+        return "\n".join(line.rstrip() for line in capture.get().splitlines())
+
+
+def describe(
+    model: Any,
+    config: Fp8Config | None = None,
+    *,
+    device: Device | str | None = None,
+    where: WherePays | None = None,
+) -> ModelDescription:
+    """Lists every linear layer of a model with its recipe, or the reason why it stays in high precision.
+
+    Args:
+        model: A converted model, or any other tree.
+        config: The configuration that the model was converted with; with it, reasons name its patterns.
+        device: The device, or its name such as `"h100"`, for which to report whether each layer's products are native
+            or emulated; by default the local one.
+        where: The device and tokens for which to predict the gain of FP8; by default those of the configuration, if
+            any. A layer in high precision is predicted with the recipe that it would get.
+
+    Returns:
+        The layers; `print` shows them as a table, and `summary` is one line for the start of a program.
+
+    Raises:
+        ValueError: If the device's name is unknown, or `config` is not an `Fp8Config`; or if anything but its own
+            update changed the FP8 state of the model.
+
+    Example:
+        >>> layers = {"up": hax.nn.Linear.init(hax.Axis("in", 8), hax.Axis("out", 4), key=jax.random.key(0))}
+        >>> describe(layers)["up"].reason
+        'not converted'
+    """
+    require_own_state(model)
+    named = Device.by_name(device) if isinstance(device, str) else device
+    place = Device.default() if named is None else named
+    given = as_config(config)
+    where = given.where if where is None else where
+    rules = given.layers
+    decisions = {} if config is None else decide(model, config)
+    # What a layer in high precision would run: as the configuration has it, if it were judged for these tokens.
+    candidates = {} if where is None else decide(model, dataclasses.replace(given, where=where))
+    rows = []
+    for path, (layer, stack) in find_layers(model, rules).items():
+        rule = rule_of(layer, rules)
+        op = rule.op(layer)
+        reason = ""
+        if op is None:
+            planned = decisions[path].reason if path in decisions else ""
+            reason = rule.refusal(layer) or planned or rule.only_if_named(layer) or "not converted"
+        prediction = candidates[path].prediction if path in candidates else None
+        if where is not None and op is not None:
+            prediction = where.predict(rule, layer, stack, op.recipe, op.kernel_residual)
+        rows.append(
+            LayerDescription(
+                path=path,
+                shape=rule.shape(layer),
+                stacked=_sizes(stack),
+                recipe=None if op is None else str(op.recipe),
+                reason=reason,
+                support=None if op is None else rule.support(op.recipe, place),
+                prediction=prediction,
+                uncalibrated=() if op is None else uncalibrated_operands(op.state),
+                scales="" if op is None else op.recipe.scales,
+            )
+        )
+    return ModelDescription(tuple(rows), named, where)
+
+
+def recipes_of(model: Any) -> list[Recipe]:
+    """The recipes of a model's FP8 products, each once.
+
+    Args:
+        model: A converted model, or any other tree.
+    """
+    is_op = lambda node: isinstance(node, Fp8DotGeneral)
+    return list(dict.fromkeys(node.recipe for node in jax.tree.leaves(model, is_leaf=is_op) if is_op(node)))
+
+
+def _where(layers: tuple[LayerDescription, ...]) -> str:
+    """Whether all converted layers run natively."""
+    supports = [layer.support for layer in layers if layer.support is not None]
+    native = sum(support.is_native for support in supports)
+    mixed = f"{native} native and {len(supports) - native} emulated"
+    how = {0: "emulated", len(supports): "native"}.get(native, mixed)
+    return f"{how} on {supports[0].device.kind}"
+
+
+def _verdict(support: Support | None) -> Text:
+    """How a converted layer's products run on the device: the model is there, so refused means emulated."""
+    if support is None:
+        return Text("")
+    return Text("native", "green") if support.is_native else Text(f"emulated: {support.reason}", "yellow")
+
+
+def _gain(prediction: Prediction | None) -> Text:
+    """How many times as fast FP8 is predicted to be."""
+    if prediction is None:
+        return Text("")
+    low, high = prediction.gain_range
+    style = "green" if prediction.gain >= 1.0 else "yellow"
+    return Text(f"{prediction.gain:.2f}× ({low:.2f} to {high:.2f})", style)
+
+
+def _sizes(stack: tuple[hax.Axis, ...]) -> str:
+    return " × ".join(f"{axis.name} {axis.size}" for axis in stack)

@@ -1,0 +1,54 @@
+"""The check of Flax's guide to FP8: does a program multiply in FP8?"""
+
+import re
+from typing import Any
+
+from .hlo.dimensions import dimensions
+from .hlo.sites import entry_sites, kernels, opened
+from .hlo.text import parse_hlo
+
+
+def has_fp8_product(program: Any) -> bool:
+    """Whether a program has a matrix product of FP8 operands.
+
+    Args:
+        program: What `jax.jit(f).lower(...)` returns, or what `.compile()` makes of that; or the text of either, as HLO
+            or StableHLO.
+
+    Returns:
+        For a compiled program, what will run: a CPU emulates FP8, so it has no such product. For a lowered one, what
+        was requested.
+
+    Example:
+        >>> lowered = jax.jit(lambda x: jnp.dot(x, x, preferred_element_type=jnp.float32)).lower(
+        ...     jnp.ones((16, 16), jnp.float8_e4m3fn))
+        >>> has_fp8_product(lowered), has_fp8_product(lowered.compile())
+        (True, False)
+    """
+    text = program if isinstance(program, str) else program.as_text()
+    if not text.lstrip().startswith("HloModule"):
+        return _STABLEHLO.search(text) is not None
+    sites = (site for kernel in kernels(entry_sites(parse_hlo(text))) for site in opened(kernel))
+    sizes = filter(None, map(dimensions, sites))
+    return any(size.lhs.dtype.startswith("f8") and size.rhs.dtype.startswith("f8") for size in sizes)
+
+
+# Such as `stablehlo.dot_general %0, %1, ... : (tensor<2x3xf8E4M3FN>, tensor<3x4xf8E5M2>) -> tensor<2x4xf32>`.
+_STABLEHLO = re.compile(r"stablehlo\.dot\w* .*: \(tensor<[\dx?]*f8E\w+>, tensor<[\dx?]*f8E\w+>\) ->")
+
+
+def check_fp8_call(lowered: Any) -> None:
+    """Prints whether a lowered function will multiply in FP8 once compiled, like the function in Flax's guide.
+
+    Args:
+        lowered: What `jax.jit(f).lower(...)` returns.
+
+    References:
+        The user guide "FP8 basics" of Flax, whose own version looks for the operands' types in the text of a custom
+        call; XLA no longer prints them there.
+
+    Example:
+        >>> check_fp8_call(jax.jit(jnp.dot).lower(jnp.ones((16, 16)), jnp.ones((16, 16))))
+        No Fp8 call!
+    """
+    print("Fp8 call detected!" if has_fp8_product(lowered.compile()) or has_fp8_product(lowered) else "No Fp8 call!")

@@ -1,0 +1,236 @@
+"""Compiles a function of trees for devices that this machine need not have, without allocating any of its arrays."""
+
+import dataclasses
+import inspect
+import math
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import equinox as eqx
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from ..devices.xla_flags import XlaFlags
+from .hlo.scopes import dotted
+from .target.target import Target
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """The memory that a program needs on each device, in bytes.
+
+    Args:
+        arguments: Of its arguments.
+        outputs: Of its results.
+        aliased: Of results that are written over donated arguments.
+        temporaries: Of everything in between.
+        peak: Arguments, outputs that are not aliased, and temporaries: what must be free for it to run.
+    """
+
+    arguments: int
+    outputs: int
+    aliased: int
+    temporaries: int
+    peak: int
+
+
+MeshLike = Mesh | AbstractMesh | Mapping[str, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """A compiled function.
+
+    Args:
+        text: The program as XLA prints it.
+        written: The program before XLA optimized it; empty if it is not known.
+        outputs: The paths of its results.
+        memory: What it needs.
+        seconds: How long tracing and compiling took.
+    """
+
+    text: str
+    written: str
+    outputs: tuple[str, ...]
+    memory: Memory
+    seconds: float
+
+
+def compile_for(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    *,
+    target: Target,
+    mesh: Mesh,
+    shardings: Any = None,
+    flags: XlaFlags,
+    compiler_options: Mapping[str, Any] | None = None,
+) -> Compiled:
+    """Compiles a function of trees.
+
+    Args:
+        function: Any callable, jitted or not. Arguments that inner `jit`s donate are donated.
+        args: Its arguments: trees of arrays or `ShapeDtypeStruct`s; everything else is static.
+        target: What to compile for.
+        mesh: Devices of the target.
+        shardings: A tree of `PartitionSpec`s for `args`, or a prefix of one; None uses the arrays' own shardings.
+        flags: The user's, including those of the environment.
+        compiler_options: In addition to those of the target.
+
+    Returns:
+        The program.
+    """
+    begin = time.perf_counter()
+    inputs = _Inputs.of(function, args, mesh, shardings)
+    with jax.set_mesh(mesh), warnings.catch_warnings():
+        # For donated arguments that no result fits: donating all of them means those that do fit.
+        warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
+        # JAX keeps such programs in its compilation cache too, and cannot read back those for devices not here.
+        warnings.filterwarnings("ignore", message="Error reading persistent compilation cache")
+        traced = jax.jit(inputs.call).trace({}, inputs.abstract)
+        donated = _donated(traced, inputs)
+        if donated:
+            rest = {name: x for name, x in inputs.abstract.items() if name not in donated}
+            given = {name: inputs.abstract[name] for name in donated}
+            traced = jax.jit(inputs.call, donate_argnums=0).trace(given, rest)
+        lowered = traced.lower()
+        written = lowered.as_text("hlo", debug_info=True)
+        options = {**target.compiler_options(flags), **(compiler_options or {})}
+        compiled = lowered.compile(compiler_options=options)
+    text, memory = compiled.as_text(), _memory(compiled.memory_analysis())
+    assert text is not None
+    results = jax.tree_util.tree_flatten_with_path(traced.out_info)[0]
+    outputs = tuple(dotted(jax.tree_util.keystr(path)) for path, _ in results)
+    return Compiled(text, written, outputs, memory, time.perf_counter() - begin)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Inputs:
+    """A call with its arrays taken out and given names.
+
+    Args:
+        leaves: All leaves of the function and its arguments, arrays abstract.
+        structure: Their tree.
+        names: Of each leaf that is an array, by its place among the leaves.
+    """
+
+    leaves: tuple[Any, ...]
+    structure: Any
+    names: dict[int, str]
+
+    @staticmethod
+    def of(function: Callable[..., Any], args: tuple[Any, ...], mesh: Mesh, shardings: Any) -> "_Inputs":
+        paths, structure = jax.tree_util.tree_flatten_with_path((function, args))
+        specs = _specs(args, shardings)
+        count = len(paths) - len(specs)
+        specs = [None] * count + specs
+        arguments = _argument_names(function, len(args))
+        leaves, names = [], {}
+        for place, ((path, leaf), spec) in enumerate(zip(paths, specs, strict=True)):
+            if not _is_array(leaf):
+                leaves.append(leaf)
+                continue
+            leaves.append(_abstract(leaf, spec, mesh))
+            first, rest = ("step_fn", path[1:]) if place < count else (arguments[path[1].idx], path[2:])
+            name = dotted(first + jax.tree_util.keystr(rest))
+            names[place] = name if name not in names.values() else f"{name}#{place}"
+        return _Inputs(tuple(leaves), structure, names)
+
+    @property
+    def abstract(self) -> dict[str, Any]:
+        """The arrays by name."""
+        return {name: self.leaves[place] for place, name in self.names.items()}
+
+    def call(self, donated: dict[str, Any], arrays: dict[str, Any]) -> Any:
+        """The function, called with arrays; returns the arrays of its result."""
+        arrays = {**arrays, **donated}
+        leaves = [arrays[self.names[i]] if i in self.names else leaf for i, leaf in enumerate(self.leaves)]
+        function, args = jax.tree.unflatten(self.structure, leaves)
+        return eqx.filter(function(*args), eqx.is_array)
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct)
+
+
+def _abstract(leaf: Any, spec: Any, mesh: Mesh) -> jax.ShapeDtypeStruct:
+    if spec is None:
+        sharding = getattr(leaf, "sharding", None)
+        spec = PartitionSpec()
+        if isinstance(sharding, NamedSharding) and set(sharding.mesh.axis_names) <= set(mesh.axis_names):
+            spec = sharding.spec
+    elif isinstance(spec, NamedSharding):
+        spec = spec.spec
+    aval = jax.typeof(leaf) if not isinstance(leaf, jax.ShapeDtypeStruct) else leaf
+    weak = bool(getattr(aval, "weak_type", False))
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=NamedSharding(mesh, spec), weak_type=weak)
+
+
+def _specs(args: tuple[Any, ...], shardings: Any) -> list[Any]:
+    """A spec or None for each leaf of the arguments."""
+    is_spec = lambda node: node is None or isinstance(node, PartitionSpec | NamedSharding)
+    if shardings is None:
+        return [None] * len(jax.tree.leaves(args))
+    try:
+        spread = jax.tree.broadcast(shardings, args, is_leaf=is_spec)
+    except ValueError as error:
+        raise ValueError(
+            f"shardings={shardings} is not a prefix of the argument tree: give a tuple with one PartitionSpec (or a "
+            "tree of them, or None) for each argument"
+        ) from error
+    return jax.tree.structure(args).flatten_up_to(spread)
+
+
+def _argument_names(function: Callable[..., Any], count: int) -> list[str]:
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        parameters = ()
+    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return [names[i] if i < len(names) else f"arg{i}" for i in range(count)]
+
+
+def _donated(traced: Any, inputs: _Inputs) -> list[str]:
+    """The names of arguments that a `jit` within the function donates: within another `jit`, JAX forgets that."""
+    jaxpr = traced.jaxpr.jaxpr
+    donated = set()
+    for equation in jaxpr.eqns:
+        flags = equation.params.get("donated_invars", ())
+        donated |= {id(var) for var, flag in zip(equation.invars, flags, strict=False) if flag}
+    # JAX sorts the keys of a dictionary.
+    names = sorted(inputs.abstract)
+    return [name for name, var in zip(names, jaxpr.invars, strict=True) if id(var) in donated]
+
+
+def _memory(stats: Any) -> Memory:
+    arguments, outputs = stats.argument_size_in_bytes, stats.output_size_in_bytes
+    aliased, temporaries = stats.alias_size_in_bytes, stats.temp_size_in_bytes
+    # Some backends report their own peak, but not all, and not all the same one.
+    peak = arguments + outputs - aliased + temporaries
+    return Memory(arguments, outputs, aliased, temporaries, peak)
+
+
+def make_mesh(target: Target, devices: int | None, mesh: MeshLike | None) -> Mesh:
+    """A mesh of a target's devices.
+
+    Args:
+        target: The target.
+        devices: How many; None for as many as `mesh` has, or one.
+        mesh: Axes and sizes, or a mesh of other devices with the same; None for one axis, `devices`.
+
+    Raises:
+        ValueError: If the two do not fit.
+    """
+    if mesh is None:
+        mesh = {"devices": 1 if devices is None else devices}
+    sizes = dict(mesh) if isinstance(mesh, Mapping) else dict(mesh.shape)
+    count = math.prod(sizes.values())
+    if devices not in (None, count):
+        raise ValueError(f"devices={devices}, but mesh has {count}: {sizes}; leave devices out, or make them equal")
+    if count < 1:
+        raise ValueError(f"devices={count} must be at least 1")
+    types = getattr(mesh, "axis_types", None)
+    return Mesh(np.asarray(target.devices(count)).reshape(tuple(sizes.values())), tuple(sizes), axis_types=types)

@@ -1,0 +1,1 @@
+"""Compiled programs as XLA prints them: read, and taken apart."""

@@ -1,0 +1,110 @@
+"""Where a product's result ends: forward through casts, scales, sums and the optimizer, to the results of the program.
+
+The weight whose gradient a product computes is not an operand of it. But the gradient, element by element, becomes a
+result: the new weight, or the optimizer's moments.
+"""
+
+from collections.abc import Iterator, Sequence
+
+from .sites import Site, is_fusion, subprograms
+
+
+# Each element of their result comes from the same element of an operand; or they only move elements.
+_ELEMENTWISE = {
+    *("add", "subtract", "multiply", "divide", "maximum", "minimum", "negate", "abs", "sqrt", "rsqrt", "power"),
+    *("select", "clamp", "convert", "copy", "bitcast", "transpose", "reshape", "reduce-precision", "sign"),
+    *("slice", "pad", "dynamic-slice", "concatenate", "opt-barrier", "copy-start", "copy-done"),
+    *("all-reduce", "all-reduce-start", "all-reduce-done", "reduce-scatter", "reduce-scatter-start"),
+    *("reduce-scatter-done", "all-gather", "all-gather-start", "all-gather-done", "async-done", "fusion-done"),
+    *("all-to-all", "collective-permute", "collective-permute-start", "collective-permute-done"),
+}
+
+
+def destinations(site: Site) -> Iterator[int]:
+    """The places in the program's result that an instruction's value makes.
+
+    Args:
+        site: The instruction that makes the value; where it makes a tuple, its first element is meant.
+
+    Yields:
+        Indices into the tuple that the entry returns.
+    """
+    waiting: list[tuple[Site, tuple[int, ...]]] = [(site, (0,) if site.instruction.shape.dtype == "tuple" else ())]
+    seen = set()
+    scope = site.instruction.op_name
+    while waiting:
+        value, path = waiting.pop()
+        key = id(value.computation), value.instruction.name, path
+        if key in seen:
+            continue
+        seen.add(key)
+        if value.instruction.is_root:
+            if value.caller is None:
+                yield path[0] if path else 0
+            else:
+                waiting += _returned(value.caller, path)
+        for user in value.computation.users[value.instruction.name]:
+            waiting += _after(value, value.beside(user.name), path, scope)
+
+
+def _after(value: Site, user: Site, path: tuple[int, ...], scope: str) -> list[tuple[Site, tuple[int, ...]]]:
+    """Where a value goes through one of its users."""
+    instruction = user.instruction
+    opcode = instruction.opcode
+    places = [i for i, name in enumerate(instruction.operands) if name == value.instruction.name]
+    if opcode == "get-tuple-element":
+        return [(user, path[1:])] if path and int(instruction.attribute("index")) == path[0] else []
+    if opcode == "tuple":
+        return [(user, (place, *path)) for place in places]
+    if opcode == "dynamic-update-slice":
+        return [(user, path)] if 1 in places or 0 in places else []
+    if is_fusion(instruction):
+        return [(_parameter(user, instruction.called("calls")[0], place), path) for place in places]
+    inner = subprograms(instruction)
+    if opcode == "conditional":
+        return [(_parameter(user, inner[place - 1], 0), path) for place in places if place > 0]
+    if inner:
+        return [(_parameter(user, inner[0], place), path) for place in places]
+    # XLA may split a product in several and add them up: that has the product's scope.
+    is_part = opcode == "reduce" and bool(scope) and instruction.op_name == scope
+    if opcode not in _ELEMENTWISE and not is_part:
+        return []
+    if instruction.shape.dtype == "tuple" and len(instruction.operands) > 1:
+        # Takes several operands and returns a tuple of as many.
+        return [(user, (place, *path)) for place in places]
+    return [(user, path)]
+
+
+def _parameter(caller: Site, name: str, number: int) -> Site:
+    root = caller.root(name)
+    return root.beside(root.computation.parameters[number].name)
+
+
+def _returned(caller: Site, path: tuple[int, ...]) -> list[tuple[Site, tuple[int, ...]]]:
+    """Where the result of a function goes: to who called it; of a loop's body, to its next run as well."""
+    if caller.instruction.opcode != "while":
+        return [(caller, path)]
+    return [(caller, path), (_parameter(caller, caller.instruction.called("body")[0], 0), path)]
+
+
+def matching(outputs: Sequence[str], arguments: Sequence[str]) -> tuple[str, ...]:
+    """The arguments that outputs are named after: each time the shortest whose path, its first name left out, ends it.
+
+    Args:
+        outputs: Paths of results, such as `0.layers.0.up.weight` and `1.mu.layers.0.up.weight`.
+        arguments: Paths of arguments, such as `model.layers.0.up.weight`.
+
+    Returns:
+        The arguments' paths, each once.
+
+    Example:
+        >>> matching(["1.mu.layers.0.weight"], ["opt_state.0.mu.layers.0.weight", "model.layers.0.weight"])
+        ('model.layers.0.weight',)
+    """
+    inner = {argument: argument.partition(".")[2] for argument in arguments}
+    found = []
+    for output in outputs:
+        fits = [name for name, path in inner.items() if path and (output == path or output.endswith(f".{path}"))]
+        if fits:
+            found.append(min(fits, key=lambda path: path.count(".")))
+    return tuple(dict.fromkeys(found))

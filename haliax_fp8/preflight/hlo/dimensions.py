@@ -1,0 +1,232 @@
+"""How large a matrix product is, read from the attributes of the instruction that makes it."""
+
+import dataclasses
+import math
+import re
+from typing import Any
+
+from .sites import Site, is_scaled_dot
+from .text import Shape
+
+
+@dataclasses.dataclass(frozen=True)
+class Dimensions:
+    """`batch` products of an `m × k` and a `k × n` matrix, and the element types.
+
+    Args:
+        batch: See above.
+        m: See above.
+        n: See above.
+        k: See above.
+        lhs: The first operand.
+        rhs: The second operand.
+        out: The result.
+        block_scaled: Whether the operands come with a scale for each block.
+        groups: The number of groups of a grouped product, of which each row uses one: `n`, `m` and `k` are those of a
+            single group.
+    """
+
+    batch: int
+    m: int
+    n: int
+    k: int
+    lhs: Shape
+    rhs: Shape
+    out: Shape
+    block_scaled: bool = False
+    groups: int = 1
+
+    def same_as(self, other: "Dimensions") -> bool:
+        """Whether the sizes are those of another product, or of its transpose.
+
+        Args:
+            other: The other product.
+        """
+        return (self.batch, self.k, {self.m, self.n}) == (other.batch, other.k, {other.m, other.n})
+
+    def padded_to(self, multiple: int) -> "Dimensions":
+        """With `m`, `n` and `k` rounded up.
+
+        Args:
+            multiple: To what.
+        """
+        m, n, k = (-(-size // multiple) * multiple for size in (self.m, self.n, self.k))
+        return dataclasses.replace(self, m=m, n=n, k=k)
+
+    def as_written(self, written: "Dimensions") -> "Dimensions":
+        """With the sizes that the product was written with, if these are the same padded to multiples of 16, or the
+        sizes of a sum that XLA split to add the parts up afterwards.
+
+        Args:
+            written: The sizes before.
+        """
+        if self.batch > written.batch and self.batch * self.k == written.batch * written.k:
+            whole = dataclasses.replace(self, batch=written.batch, k=written.k)
+            return whole if whole.same_as(written) else self
+        padded = written.padded_to(16)
+        if not padded.same_as(self):
+            return self
+        m, n = (written.m, written.n) if padded.m == self.m else (written.n, written.m)
+        return dataclasses.replace(self, m=m, n=n, k=written.k)
+
+
+def dimensions(site: Site) -> Dimensions | None:
+    """The size of the matrix product that an instruction makes; None if it makes none.
+
+    Args:
+        site: The instruction.
+
+    References:
+        HLO's `dot`, `scaled-dot`, `ragged-dot` and `convolution`: https://openxla.org/xla/operation_semantics
+        cuBLAS and oneDNN calls: the `GemmBackendConfig` and `OneDnnMatMulConfig` messages in XLA.
+    """
+    instruction = site.instruction
+    if instruction.opcode in ("dot", "scaled-dot"):
+        contract = instruction.ints("lhs_contracting_dims")
+        size = _of_dot(site, instruction.ints("lhs_batch_dims"), contract, instruction.ints("rhs_contracting_dims"))
+        return dataclasses.replace(size, block_scaled=instruction.opcode == "scaled-dot")
+    if is_scaled_dot(instruction):
+        return _of_composite(site)
+    if instruction.opcode == "ragged-dot":
+        return _of_ragged_dot(site)
+    if instruction.opcode == "convolution":
+        return _of_convolution(site)
+    if instruction.opcode == "custom-call":
+        return _of_custom_call(site)
+    return None
+
+
+def _of_dot(
+    site: Site, lhs_batch: tuple[int, ...], lhs_contract: tuple[int, ...], rhs_contract: tuple[int, ...]
+) -> Dimensions:
+    lhs, rhs = (operand.instruction.shape for operand in site.operands[:2])
+    batch = math.prod(lhs.dims[axis] for axis in lhs_batch)
+    k = math.prod(lhs.dims[axis] for axis in lhs_contract)
+    if k != math.prod(rhs.dims[axis] for axis in rhs_contract):
+        raise ValueError(f"{site.instruction.name} contracts axes of different sizes: {lhs} and {rhs}")
+    # An empty product has no FLOPs; its sizes do not matter.
+    m, n = lhs.size // (batch * k or 1), rhs.size // (batch * k or 1)
+    return Dimensions(batch, m, n, k, lhs, rhs, _result(site))
+
+
+def _result(site: Site) -> Shape:
+    # Calls of a library return their workspace too.
+    return site.instruction.shape.arrays[0]
+
+
+def _of_composite(site: Site) -> Dimensions:
+    """Of a call with `dimension_numbers = [[[2], [2]], [[0], [0]]]`: contracted axes, then batch axes."""
+    text = site.instruction.attribute("frontend_attributes")
+    match = re.search(r"dimension_numbers = \[\[\[([\d, ]*)\], \[([\d, ]*)\]\], \[\[([\d, ]*)\]", text)
+    if match is None:
+        raise ValueError(f"{site.instruction.name} is a scaled dot without dimension numbers: {text}")
+    lhs_contract, rhs_contract, lhs_batch = (tuple(map(int, re.findall(r"\d+", group))) for group in match.groups())
+    return dataclasses.replace(_of_dot(site, lhs_batch, lhs_contract, rhs_contract), block_scaled=True)
+
+
+def _of_ragged_dot(site: Site) -> Dimensions:
+    """Each row is multiplied by the kernel of one group; or (where rows are contracted) is summed into one."""
+    lhs, rhs = (operand.instruction.shape for operand in site.operands[:2])
+    instruction = site.instruction
+    batch = math.prod(lhs.dims[axis] for axis in instruction.ints("lhs_batch_dims"))
+    contract = instruction.ints("lhs_contracting_dims")
+    k = math.prod(lhs.dims[axis] for axis in contract)
+    kernels = math.prod(rhs.dims[axis] for axis in instruction.ints("rhs_group_dims"))
+    m, n = lhs.size // (batch * k), rhs.size // (batch * k * kernels)
+    # The third operand is the sizes of the groups.
+    groups = site.operands[2].instruction.shape.dims[-1]
+    return Dimensions(batch, m, n, k, lhs, rhs, _result(site), groups=groups)
+
+
+def _of_custom_call(site: Site) -> Dimensions | None:
+    instruction = site.instruction
+    target = instruction.attribute("custom_call_target")
+    if target.startswith("__cudnn$conv"):
+        return _of_convolution(site)
+    for key in ("gemm_backend_config", "onednn_matmul_config", "cudnn_block_scaled_dot_backend_config"):
+        config = instruction.config.get(key)
+        if config is not None:
+            numbers = config.get("dot_dimension_numbers")
+            if numbers is not None:
+                size = _of_dot(site, *(_axes(numbers, name) for name in _NUMBERS))
+                return dataclasses.replace(size, block_scaled=key.startswith("cudnn") or target.endswith("$mx"))
+    if target.startswith("__onednn$matmul"):
+        # oneDNN's calls multiply the last two axes.
+        rank = len(site.operands[0].instruction.shape.dims)
+        rhs_rank = len(site.operands[1].instruction.shape.dims)
+        return _of_dot(site, tuple(range(rank - 2)), (rank - 1,), (rhs_rank - 2,))
+    return None
+
+
+_NUMBERS = ("lhs_batch_dimensions", "lhs_contracting_dimensions", "rhs_contracting_dimensions")
+
+
+def _axes(numbers: dict[str, Any], name: str) -> tuple[int, ...]:
+    return tuple(map(int, numbers.get(name, ())))
+
+
+def _of_convolution(site: Site) -> Dimensions:
+    """A convolution's multiplications, padding and holes not counted: TPUs write batched products as convolutions.
+
+    The first operand's batch is `m`, the kernel's output features are `n`. Output positions that read all of a window
+    multiply `m`; a spatial axis in which each output position reads one element of its own is a batch axis.
+    """
+    lhs, rhs = (operand.instruction.shape for operand in site.operands[:2])
+    out = _result(site)
+    lhs_labels, rhs_labels, out_labels = re.split("_|->", site.instruction.attribute("dim_labels"))
+    batch_groups = math.prod(site.instruction.ints("batch_group_count") or (1,))
+    m = lhs.dims[lhs_labels.index("b")] // batch_groups
+    n = rhs.dims[rhs_labels.index("o")]
+    k = rhs.dims[rhs_labels.index("i")]  # Of one group of features.
+    batch = 1
+    for axis, window in zip(sorted(set(lhs_labels) - set("bf?")), _windows(site), strict=True):
+        positions = out.dims[out_labels.index(axis)]
+        pairs = window.pairs(lhs.dims[lhs_labels.index(axis)], positions)
+        if pairs == positions == window.size:
+            batch *= positions
+        elif positions == 1 or pairs % positions:
+            k *= pairs
+        else:
+            m, k = m * positions, k * (pairs // positions)
+    return Dimensions(batch, m, n, k, lhs, rhs, out)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Window:
+    """One spatial axis of a convolution's window."""
+
+    size: int
+    stride: int = 1
+    pad_low: int = 0
+    lhs_dilate: int = 1
+    rhs_dilate: int = 1
+
+    def pairs(self, size: int, positions: int) -> int:
+        """How many pairs of an output position and an element of the window meet an element of the input."""
+        if self.stride == self.lhs_dilate == self.rhs_dilate == self.size == 1 and self.pad_low == 0:
+            return min(size, positions)
+        count = 0
+        dilated = (size - 1) * self.lhs_dilate + 1
+        for position in range(positions):
+            for element in range(self.size):
+                index = position * self.stride + element * self.rhs_dilate - self.pad_low
+                count += 0 <= index < dilated and index % self.lhs_dilate == 0
+        return count
+
+
+def _windows(site: Site) -> list[_Window]:
+    """Of a window such as `{size=3x3 stride=2x1 pad=0_0x1_1 lhs_dilate=1x2}`."""
+    text = site.instruction.attribute("window").strip("{}")
+    fields = dict(part.split("=") for part in text.split())
+    if not fields:
+        return []
+    sizes = list(map(int, fields["size"].split("x")))
+
+    def values(name: str, default: int) -> list[int]:
+        return list(map(int, fields[name].split("x"))) if name in fields else [default] * len(sizes)
+
+    lows = [int(pad.split("_")[0]) for pad in fields["pad"].split("x")] if "pad" in fields else [0] * len(sizes)
+    return [
+        _Window(*each)
+        for each in zip(sizes, values("stride", 1), lows, values("lhs_dilate", 1), values("rhs_dilate", 1), strict=True)
+    ]

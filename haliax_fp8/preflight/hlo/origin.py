@@ -1,0 +1,226 @@
+"""Where an operand comes from: back through casts, copies, slices, loops and fusions, to an argument if it is one."""
+
+import dataclasses
+from collections.abc import Iterator
+
+from .scopes import dotted
+from .sites import Site, is_fusion, subprograms
+from .text import Shape
+
+
+@dataclasses.dataclass(frozen=True)
+class Origin:
+    """The origin of a value.
+
+    Args:
+        arguments: The names of the program's arguments that it is a copy of, cast, sliced or scaled: one; several if
+            XLA concatenated them to merge products; none if it is computed.
+        dtype: The narrowest floating type of 16 bits or more that it had on the way; empty if none.
+        quantized: The FP8 element type that it had on the way, itself included; empty if none.
+        rescaled: Whether it was multiplied after that.
+        in_blocks: Whether by several numbers, as with a scale for each block.
+        padded: Whether it was padded after that.
+    """
+
+    arguments: tuple[str, ...]
+    dtype: str
+    quantized: str
+    rescaled: bool
+    in_blocks: bool
+    padded: bool
+
+
+# Instructions that pass on the values of one operand, and which one.
+_HANDED_ON = {
+    **dict.fromkeys(("convert", "bitcast", "bitcast-convert", "copy", "transpose", "reshape", "slice", "pad"), 0),
+    **dict.fromkeys(("dynamic-slice", "opt-barrier", "reduce-precision", "copy-start", "copy-done"), 0),
+    **dict.fromkeys(("all-gather", "all-gather-start", "all-gather-done", "all-to-all", "collective-permute"), 0),
+    **dict.fromkeys(("collective-permute-start", "collective-permute-done", "async-done", "reverse"), 0),
+    **dict.fromkeys(("clamp", "dynamic-update-slice"), 1),
+}
+# Of two operands, one may be a scale or a bound that the other is combined with.
+_SCALED = {"multiply", "divide", "minimum", "maximum"}
+
+
+def origin(site: Site) -> Origin:
+    """Follows a value back.
+
+    Args:
+        site: The instruction that makes the value.
+
+    Returns:
+        What is known about it.
+    """
+    arguments: tuple[str, ...] = ()
+    quantized = ""
+    rescaled = in_blocks = padded = False
+    wide: list[Shape] = []
+    for step in _way(site):
+        instruction = step.instruction
+        if instruction.opcode == "parameter" and step.caller is None:
+            arguments = (dotted(instruction.op_name or instruction.name),)
+        elif instruction.opcode == "concatenate":
+            parts = [origin(operand) for operand in step.operands]
+            if all(part.arguments for part in parts):
+                arguments = tuple(name for part in parts for name in part.arguments)
+                quantized = quantized or parts[0].quantized
+        shape = instruction.shape
+        if not quantized and shape.dtype.startswith(("f8e4", "f8e5", "f4e2")):
+            quantized = shape.dtype
+        if shape.dtype in ("bf16", "f16", "f32", "f64"):
+            wide.append(shape)
+        if not quantized:
+            if instruction.opcode in ("multiply", "divide"):
+                rescaled = True
+                in_blocks |= not any(map(_repeats_one_number, step.operands))
+            padded |= instruction.opcode == "pad"
+    narrowest = min(wide, key=lambda shape: shape.bits).dtype if wide else ""
+    return Origin(arguments, narrowest, quantized, rescaled and bool(quantized), in_blocks and bool(quantized), padded)
+
+
+@dataclasses.dataclass(frozen=True)
+class Entering:
+    """The array that a kernel reads an operand of its product from.
+
+    Args:
+        dtype: Its element type in memory.
+        in_blocks: Whether the kernel multiplies it by several numbers, as with a scale for each block.
+    """
+
+    dtype: str
+    in_blocks: bool
+
+
+def entering(kernel: Site, operand: Site) -> Entering | None:
+    """Follows an operand back to where it comes into a fusion: through casts, scales and what only moves elements.
+
+    Args:
+        kernel: The fusion.
+        operand: An operand of an instruction within it.
+
+    Returns:
+        What is known of the array; None if the fusion computes the operand in another way.
+    """
+    in_blocks = False
+    for step in _way(operand):
+        if step.computation is kernel.computation:
+            return Entering(step.instruction.shape.dtype, in_blocks)
+        if step.instruction.opcode in ("multiply", "divide"):
+            in_blocks |= not any(map(_repeats_one_number, step.operands))
+    return None
+
+
+def _way(site: Site) -> Iterator[Site]:
+    """The instructions that made a value, backwards as long as each hands on one operand."""
+    # A value in a tuple is named by the way through the tuple: the innermost index last.
+    indices: list[int] = []
+    seen: set[tuple[int, str, tuple[int, ...]]] = set()
+    current: Site | None = site
+    while current is not None:
+        key = id(current.computation), current.instruction.name, tuple(indices)
+        if key in seen:
+            return
+        seen.add(key)
+        yield current
+        current = _before(current, indices)
+
+
+def _before(site: Site, indices: list[int]) -> Site | None:
+    """One step back; `indices` is changed to what is looked for in the value of that step."""
+    instruction = site.instruction
+    opcode = instruction.opcode
+    if opcode == "get-tuple-element":
+        indices.append(int(instruction.attribute("index")))
+        return site.operands[0]
+    if opcode == "tuple" and indices:
+        return site.operands[indices.pop()]
+    if opcode == "parameter":
+        return _argument(site, indices)
+    if is_fusion(instruction):
+        return site.root(instruction.called("calls")[0])
+    if opcode == "while":
+        return site.root(instruction.called("body")[0])
+    if (opcode == "call" or opcode.endswith("-start")) and (inner := subprograms(instruction)):
+        return site.root(inner[0])
+    if opcode.endswith("-done") and site.operands[0].instruction.opcode in ("fusion-start", "async-start"):
+        return site.operands[0]
+    if opcode in _HANDED_ON:
+        # Some take several operands and return a tuple of as many.
+        several = indices and instruction.shape.dtype == "tuple" and len(instruction.operands) > 1
+        return site.operands[indices.pop() if several else _HANDED_ON[opcode]]
+    if opcode in _SCALED or opcode == "select":
+        candidates = [operand for operand in site.operands[-2:] if not _is_broadcast(operand)]
+        return candidates[0] if len(candidates) == 1 else None
+    return None
+
+
+def _argument(site: Site, indices: list[int]) -> Site | None:
+    """What a function's parameter stands for where it is called."""
+    if site.caller is None:
+        return None
+    caller, number = site.caller, site.instruction.parameter_number
+    if caller.instruction.opcode == "while":
+        # What a loop passes from run to run began as its operand, if the body does not change it.
+        if not indices or not _is_invariant(site, indices[-1]):
+            return None if not indices else _carried(site, indices)
+        return caller.operands[0]
+    if caller.instruction.opcode == "conditional":
+        branches = subprograms(caller.instruction)
+        return caller.operands[1 + branches.index(site.computation.name)]
+    return caller.operands[number]
+
+
+def _element(site: Site, index: int) -> Site | None:
+    """What a loop's body returns in a place of its tuple."""
+    root = site.beside(site.computation.root.name)
+    return root.operands[index] if root.instruction.opcode == "tuple" else None
+
+
+def _is_invariant(site: Site, index: int) -> bool:
+    """Whether a loop's body returns in a place what it got there."""
+    element = _element(site, index)
+    while element is not None and element.instruction.opcode in ("copy", "bitcast"):
+        element = element.operands[0]
+    return (
+        element is not None
+        and element.instruction.opcode == "get-tuple-element"
+        and int(element.instruction.attribute("index")) == index
+        and element.operands[0].instruction.opcode == "parameter"
+    )
+
+
+def _carried(site: Site, indices: list[int]) -> Site | None:
+    """What a loop's body wrote in earlier runs, if it fills an array slice by slice."""
+    element = _element(site, indices[-1])
+    if element is None or element.instruction.opcode not in ("dynamic-update-slice", "fusion"):
+        return None
+    indices.pop()
+    return element
+
+
+def _is_broadcast(site: Site) -> bool:
+    """Whether a value is one number, or numbers repeated: a scale, a bound, a bias."""
+    indices: list[int] = []
+    current: Site | None = site
+    for _ in range(64):
+        if current is None:
+            return False
+        instruction = current.instruction
+        if instruction.opcode in ("broadcast", "constant", "iota") or _is_number(instruction.shape):
+            return True
+        if instruction.opcode in _SCALED:
+            return all(map(_is_broadcast, current.operands))
+        current = _before(current, indices)
+    return False
+
+
+def _repeats_one_number(site: Site) -> bool:
+    while not _is_number(site.instruction.shape):
+        if site.instruction.opcode not in ("broadcast", "convert", "bitcast", "reshape", "copy", "transpose"):
+            return False
+        site = site.operands[0]
+    return True
+
+
+def _is_number(shape: Shape) -> bool:
+    return shape.dtype != "tuple" and shape.size == 1

@@ -1,0 +1,108 @@
+"""What a kernel reads and writes, in bytes: of an array that it slices or updates in place, only the slice."""
+
+from .sites import Site, is_fusion
+
+
+# These neither run nor move anything.
+NO_KERNEL = {
+    "parameter",
+    "constant",
+    "tuple",
+    "get-tuple-element",
+    "bitcast",
+    "after-all",
+    "partition-id",
+    "replica-id",
+    "domain",
+    "add-dependency",
+    "opt-barrier",
+}
+_SLICES = {"dynamic-slice", "slice", "gather"}
+
+
+def is_kernel(site: Site) -> bool:
+    """Whether an instruction makes the device do something: not an alias of a value, not the end of an asynchronous
+    one."""
+    opcode = site.instruction.opcode
+    return opcode not in NO_KERNEL and not opcode.endswith(("-done", "-update"))
+
+
+def touched(kernel: Site) -> int:
+    """Bytes that one run of a kernel reads and writes.
+
+    Args:
+        kernel: A fusion, or any other instruction.
+    """
+    instruction = kernel.instruction
+    if is_fusion(instruction):
+        name = instruction.called("calls")[0]
+        body = kernel.module[name]
+        read = sum(_read(kernel.root(name).beside(parameter.name)) for parameter in body.parameters)
+        return read + _written(kernel.root(name))
+    opcode = instruction.opcode
+    if opcode in _SLICES:
+        return 2 * instruction.shape.bytes + sum(o.instruction.shape.bytes for o in kernel.operands[1:])
+    if opcode == "dynamic-update-slice":
+        return 2 * kernel.operands[1].instruction.shape.bytes
+    if opcode == "scatter":
+        return sum(2 * o.instruction.shape.bytes for o in kernel.operands[1:])
+    return sum(o.instruction.shape.bytes for o in kernel.operands) + sum(shape.bytes for shape in kernel.results)
+
+
+def _users(site: Site) -> list[Site]:
+    """The instructions of a fusion that read a value, names for it looked through."""
+    found = []
+    for user in site.computation.users[site.instruction.name]:
+        other = site.beside(user.name)
+        found += _users(other) if user.opcode in ("bitcast", "get-tuple-element") else [other]
+    return found
+
+
+def _read(parameter: Site) -> int:
+    """What a fusion reads of one of its operands."""
+    whole = parameter.instruction.shape.bytes
+    if parameter.instruction.is_root:
+        return whole  # Of a fusion within a fusion: passed on unchanged.
+    parts = 0
+    for user in _users(parameter):
+        opcode, operands = user.instruction.opcode, user.operands
+        is_first = _is_name_for(operands[0], parameter) if operands else False
+        if opcode in _SLICES and is_first:
+            parts += user.instruction.shape.bytes
+        elif opcode in ("dynamic-update-slice", "scatter") and is_first:
+            continue  # Written in place, not read.
+        elif is_fusion(user.instruction):
+            name = user.instruction.called("calls")[0]
+            inner = user.module[name].parameters
+            parts += sum(
+                _read(user.root(name).beside(inner[i].name))
+                for i, operand in enumerate(operands)
+                if _is_name_for(operand, parameter)
+            )
+        else:
+            return whole
+    return min(whole, parts)
+
+
+def _is_name_for(site: Site, value: Site) -> bool:
+    while site.instruction.opcode == "bitcast":
+        site = site.operands[0]
+    return site.instruction.name == value.instruction.name
+
+
+def _written(root: Site) -> int:
+    """What a fusion writes: of an update in place, the update."""
+    instruction = root.instruction
+    if instruction.opcode == "tuple":
+        return sum(map(_written, root.operands))
+    if instruction.opcode == "bitcast":
+        return _written(root.operands[0])
+    if instruction.opcode == "dynamic-update-slice":
+        return root.operands[1].instruction.shape.bytes
+    if instruction.opcode == "scatter":
+        return root.operands[2].instruction.shape.bytes
+    if instruction.opcode == "parameter":
+        return 0
+    if is_fusion(instruction):
+        return _written(root.root(instruction.called("calls")[0]))
+    return instruction.shape.bytes

@@ -1,0 +1,225 @@
+"""The report as a table in the terminal and as Markdown."""
+
+import dataclasses
+import re
+from collections.abc import Callable
+
+import rich.box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from ...devices.peaks import Peaks
+from ...devices.roofline import FASTEST, LIKELY, SLOWEST, Roofline
+from ..hlo.scopes import place
+from ..verdict.product import Product, Verdict
+from ..verdict.program import Program
+
+
+@dataclasses.dataclass(frozen=True)
+class Page:
+    """What is shown of a report.
+
+    Args:
+        flags: The first line: what XLA was told.
+        headline: The one line that matters.
+        step: The step.
+        baseline: What it is compared with; None if there is nothing.
+        peaks: What the estimate of times assumes; None if there is none.
+        findings: What a reader should know.
+        caveats: What the report does not know.
+    """
+
+    flags: str
+    headline: str
+    step: Program
+    baseline: Program | None
+    peaks: Peaks | None
+    findings: tuple[str, ...]
+    caveats: tuple[str, ...]
+
+    @property
+    def programs(self) -> tuple[Program, ...]:
+        """The step, and the baseline if there is one."""
+        return (self.step,) if self.baseline is None else (self.step, self.baseline)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """The caveats, and the peaks that times are estimated with."""
+        if self.peaks is None:
+            return self.caveats
+        likely, ends = LIKELY, (SLOWEST, FASTEST)
+        return (
+            *self.caveats,
+            f"times are a roofline estimate: {likely.fp8_flops} of {self.peaks.fp8 / 1e12:.5g} TFLOP/s in FP8, "
+            f"{likely.flops} of {self.peaks.bf16 / 1e12:.4g} in bf16, {likely.bandwidth} of "
+            f"{self.peaks.bandwidth / 1e12:.3g} TB/s ({self.peaks.source}), {1e6 * likely.launch:g} µs to start a "
+            f"kernel; ranges are what was measured: {ends[0].fp8_flops} to {ends[1].fp8_flops} in FP8, "
+            f"{ends[0].bandwidth} to {ends[1].bandwidth} of the bandwidth, starts counted or hidden",
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """Products that differ only in the number of their layer.
+
+    Args:
+        where: The layer, without its number if there are several.
+        product: One of them.
+        count: How many run in a step.
+        flops: Of all.
+    """
+
+    where: str
+    product: Product
+    count: int
+    flops: int
+
+
+def rows(program: Program) -> list[Row]:
+    """Products in groups of those that are alike.
+
+    Args:
+        program: The program.
+    """
+    groups: dict[tuple, list[Product]] = {}
+    for product in program.products:
+        where = re.sub(r"\.\d+(?=\.|$)", ".*", product.layer) or place(product.scope)
+        alike = dataclasses.replace(product, layer="", scope="", bytes=0, executions=0)
+        groups.setdefault((where, alike), []).append(product)
+    return [
+        Row(
+            where=products[0].layer if len(products) == 1 and products[0].layer else where,
+            product=products[0],
+            count=sum(product.executions for product in products),
+            flops=sum(product.flops for product in products),
+        )
+        for (where, _), products in groups.items()
+    ]
+
+
+_COLUMNS = ("product", "role", "shape", "operands", "out", "kernel", "runs", "FLOPs", "verdict")
+_STYLES = {Verdict.FP8: "green", Verdict.EMULATED: "yellow", Verdict.HIGH_PRECISION: "red"}
+
+
+def _cells(row: Row, program: Program) -> tuple[str, ...]:
+    product = row.product
+    verdict = f"{product.verdict.value}: {product.reason}" if product.reason else product.verdict.value
+    operands = product.lhs if product.lhs == product.rhs else f"{product.lhs}·{product.rhs}"
+    share = f"{row.flops / (program.flops or 1):.1%}"
+    return row.where, product.role, product.shape, operands, product.out, product.kernel, str(row.count), share, verdict
+
+
+def totals(page: Page) -> list[tuple[str, ...]]:
+    """The lines of the table of totals: a name, the step's figure, the baseline's.
+
+    Args:
+        page: What is shown.
+    """
+    figures: list[tuple[str, Callable[[Program], str]]] = []
+    if (peaks := page.peaks) is not None:
+        figures.append(("time (estimate)", lambda p: _time(p, peaks)))
+    figures.append(("FLOPs in FP8", lambda p: f"{p.fp8_share:.1%} of {p.flops:.4g}"))
+    if any(program.useful_flops != program.flops for program in page.programs):
+        figures.append(("useful FLOPs", lambda p: f"{p.useful_flops / (p.flops or 1):.1%}, {p.useful_flops:.4g}"))
+    figures += [
+        ("products in FP8", _count_in_fp8),
+        ("other kernels", lambda p: f"{p.others.count} ({p.others.small} under 1 MB), {size(p.others.bytes)}"),
+        ("temporaries", lambda p: size(p.memory.temporaries)),
+        ("peak memory", lambda p: size(p.memory.peak)),
+        ("collectives", collectives),
+    ]
+    figures.append(("compiled in", lambda p: f"{p.seconds:.1f} s"))
+    return [(name, *map(figure, page.programs)) for name, figure in figures]
+
+
+def _time(program: Program, peaks: Peaks) -> str:
+    likely, *ends = (program.estimate(Roofline(peaks, e)).total for e in (LIKELY, SLOWEST, FASTEST))
+    return f"{1e3 * likely:.3g} ms ({1e3 * min(ends):.3g} to {1e3 * max(ends):.3g})"
+
+
+def _count_in_fp8(program: Program) -> str:
+    count = sum(product.executions for product in program.products if product.is_fp8)
+    return f"{count} of {sum(product.executions for product in program.products)}"
+
+
+def collectives(program: Program) -> str:
+    """Kinds and formats with their bytes per step.
+
+    Args:
+        program: The program.
+    """
+    sums: dict[str, int] = {}
+    for found in program.collectives:
+        name = f"{found.kind} {found.dtype}"
+        sums[name] = sums.get(name, 0) + found.bytes * found.executions
+    return ", ".join(f"{name} {size(total)}" for name, total in sums.items()) or "none"
+
+
+def size(count: int | float) -> str:
+    """Bytes for people.
+
+    Args:
+        count: How many.
+
+    Example:
+        >>> size(4123456789)
+        '4.12 GB'
+    """
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"
+
+
+def as_renderable(page: Page) -> RenderableType:
+    """For a terminal.
+
+    Args:
+        page: What is shown.
+    """
+    table = Table(title=page.headline, box=rich.box.SIMPLE, title_justify="left", title_style="bold")
+    for column in _COLUMNS:
+        table.add_column(column, overflow="fold", justify="right" if column in ("runs", "FLOPs") else "left")
+    for row in rows(page.step):
+        cells = _cells(row, page.step)
+        # Text, not markup: brackets in a path are not a style.
+        table.add_row(*map(Text, cells[:-1]), Text(cells[-1], _STYLES[row.product.verdict]))
+    sums = Table(box=rich.box.SIMPLE, show_header=page.baseline is not None)
+    for column in _heads(page):
+        sums.add_column(column)
+    for line in totals(page):
+        sums.add_row(*map(Text, line))
+    findings = [Text(f"! {finding}", "yellow") for finding in page.findings]
+    return Group(Text(page.flags), table, sums, *findings, *(Text(f"? {note}", "dim") for note in page.notes))
+
+
+def _heads(page: Page) -> tuple[str, ...]:
+    return ("", "step", "baseline")[: 1 + len(page.programs)]
+
+
+def as_markdown(page: Page) -> str:
+    """For a pull request or a page.
+
+    Args:
+        page: What is shown.
+    """
+    lines = [
+        page.flags,
+        "",
+        f"**{page.headline}**",
+        "",
+        *_table(_COLUMNS, [_cells(row, page.step) for row in rows(page.step)]),
+        "",
+    ]
+    lines += [*_table(_heads(page), totals(page)), ""]
+    lines += [f"- {finding}" for finding in page.findings] + [f"- not known: {note}" for note in page.notes]
+    return "\n".join(lines) + "\n"
+
+
+def _table(heads: tuple[str, ...], body: list[tuple[str, ...]]) -> list[str]:
+    def line(cells: tuple[str, ...]) -> str:
+        return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+    return [line(heads), line(tuple("---" for _ in heads)), *map(line, body)]

@@ -1,0 +1,259 @@
+"""The results of a preflight, their limits, and requirements on them."""
+
+import dataclasses
+import functools
+import json
+import math
+from collections.abc import Callable
+from typing import Any
+
+from rich.console import Console, RenderableType
+
+from ...devices.roofline import FASTEST, LIKELY, SLOWEST, Efficiency, Roofline
+from ...devices.xla_flags import XlaFlags
+from ..target.target import Target
+from ..verdict.product import Product, Verdict
+from ..verdict.program import Estimate, Program
+from .findings import findings, launch_bound
+from .flags_line import first_line
+from .render import Page, as_markdown, as_renderable
+
+
+class PreflightError(AssertionError):
+    """A report does not meet its requirements."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PreflightReport:
+    """What a step and a baseline compile to on a target.
+
+    Print it, or call `to_json()` or `to_markdown()`. Figures are per device.
+
+    Args:
+        target: What was compiled for.
+        mesh: The axes of the mesh and their sizes.
+        step: The step.
+        baseline: The program that it is compared with; None if there is none.
+        flags: The flags that XLA got from the user.
+        compile_other: Compiles the step with the other setting of `xla_gpu_enable_triton_gemm`; None if nobody asked.
+    """
+
+    target: Target
+    mesh: dict[str, int]
+    step: Program
+    baseline: Program | None = None
+    flags: XlaFlags = XlaFlags()
+    compile_other: Callable[[], Program] | None = dataclasses.field(default=None, repr=False, compare=False)
+
+    @property
+    def products(self) -> tuple[Product, ...]:
+        """Every matrix product of the step."""
+        return self.step.products
+
+    @property
+    def fp8_share(self) -> float:
+        """The share of the step's FLOPs that run in FP8."""
+        return self.step.fp8_share
+
+    @functools.cached_property
+    def other(self) -> Program | None:
+        """The step with the other setting of `xla_gpu_enable_triton_gemm`; None if not requested, or if it does not
+        matter on the target. It is compiled on first access: when the report is shown."""
+        return None if self.compile_other is None else self.compile_other()
+
+    @property
+    def estimate(self) -> Estimate | None:
+        """The roofline estimate of the step's time; None where no peaks are known."""
+        return self._estimate(self.step)
+
+    @property
+    def baseline_estimate(self) -> Estimate | None:
+        """The same of the baseline."""
+        return self._estimate(self.baseline)
+
+    @property
+    def speedup(self) -> float | None:
+        """The baseline's estimated time divided by the step's; None if no peaks are known, or if devices communicate:
+        the program does not show how much of that overlaps with kernels."""
+        return self._speedup(LIKELY)
+
+    @property
+    def speedup_range(self) -> tuple[float, float] | None:
+        """The least and the most of `speedup`, with the shares of peaks that were measured."""
+        # Not the ends alone: where launches dominate, slower memory hides what they add.
+        found = [self._speedup(efficiency) for efficiency in (SLOWEST, LIKELY, FASTEST)]
+        known = [speedup for speedup in found if speedup is not None]
+        return (min(known), max(known)) if known else None
+
+    def _estimate(self, program: Program | None, efficiency: Efficiency = LIKELY) -> Estimate | None:
+        if program is None or self.target.peaks is None:
+            return None
+        return program.estimate(Roofline(self.target.peaks, efficiency))
+
+    def _speedup(self, efficiency: Efficiency) -> float | None:
+        step, baseline = (self._estimate(program, efficiency) for program in (self.step, self.baseline))
+        if step is None or baseline is None or self._collectives:
+            return None
+        return baseline.total / step.total
+
+    @property
+    def _collectives(self) -> bool:
+        return any(program is not None and program.collectives for program in (self.step, self.baseline))
+
+    @property
+    def peak_memory_ratio(self) -> float | None:
+        """The step's peak memory divided by the baseline's."""
+        if self.baseline is None:
+            return None
+        return self.step.memory.peak / self.baseline.memory.peak
+
+    @property
+    def findings(self) -> tuple[str, ...]:
+        """What a reader should know about the step, worst first."""
+        found = list(findings(self.step, self.baseline, self.target))
+        programs = {"step": (self.step, self.estimate)}
+        if self.baseline is not None:
+            programs["baseline"] = (self.baseline, self.baseline_estimate)
+        for name, (program, estimate) in programs.items():
+            if estimate is not None and estimate.is_launch_bound:
+                found.append(launch_bound(program, name))
+        if self.baseline is not None and self._collectives:
+            found.append(
+                "no speedup is estimated: the times do not include communication between devices, an unknown part of "
+                "which overlaps with kernels"
+            )
+        return tuple(found)
+
+    @property
+    def caveats(self) -> tuple[str, ...]:
+        """What the report does not know."""
+        found = list(self.target.caveats)
+        if self.step.unknown_loops:
+            found.append(f"{self.step.unknown_loops} loops of unknown length are counted as one run")
+        if self.step.branches:
+            found.append(f"all branches of {self.step.branches} conditionals are counted")
+        if self.step.opaque:
+            names = sorted({kernel.target for kernel in self.step.opaque})
+            count = len(self.step.opaque)
+            found.append(f"{count} kernels cannot be analyzed, and are not in the times: {', '.join(names)}")
+        if self._collectives:
+            found.append("the times do not include communication")
+        return tuple(found)
+
+    def require(
+        self,
+        *,
+        fp8_flops: float | None = None,
+        asked_flops: float | None = None,
+        peak_memory_ratio: float | None = None,
+        speedup: float | None = None,
+    ) -> None:
+        """Checks that the step meets requirements.
+
+        Args:
+            fp8_flops: The minimum share of FLOPs in FP8.
+            asked_flops: The minimum share of FLOPs in FP8, including emulated ones: for tests on a CPU.
+            peak_memory_ratio: The maximum peak memory, as a multiple of the baseline's.
+            speedup: The minimum estimated speedup over the baseline, taken in the middle of the range.
+
+        Raises:
+            PreflightError: If it does not; the message lists the products at fault.
+            ValueError: If a requirement needs a baseline or an estimate, and the report lacks it.
+        """
+        failures = []
+        for name, least, share in (
+            ("fp8_flops", fp8_flops, self.fp8_share),
+            ("asked_flops", asked_flops, self.step.share(Verdict.FP8, Verdict.EMULATED)),
+        ):
+            if least is not None and share < least:
+                failures.append(f"{name}={least} is required, but {share:.4f} of the FLOPs run in FP8:")
+                wrong = [p for p in self.step.without_fp8 if name == "fp8_flops" or p.verdict is not Verdict.EMULATED]
+                failures += [f"  {line}" for line in _lines(wrong)]
+        for name, bound, value, sign in (
+            ("peak_memory_ratio", peak_memory_ratio, self.peak_memory_ratio, 1),
+            ("speedup", speedup, self.speedup, -1),
+        ):
+            if bound is None:
+                continue
+            if value is None:
+                if self.baseline is not None and self._collectives:
+                    raise ValueError(
+                        f"{name}={bound} cannot be required of {math.prod(self.mesh.values())} devices: the times do "
+                        "not include communication. Require fp8_flops, or compile the step for one device"
+                    )
+                raise ValueError(f"{name}={bound} needs a baseline and known peaks; pass compare= to preflight")
+            if sign * value > sign * bound:
+                failures.append(f"{name}={bound} is required, but it is {value:.3f}")
+        if failures:
+            raise PreflightError(
+                "\n".join([f"the step does not meet its requirements on {self.target.kind}", *failures])
+            )
+
+    @property
+    def _page(self) -> Page:
+        devices = math.prod(self.mesh.values())
+        where = self.target.kind if devices == 1 else f"{devices} × {self.target.kind}"
+        share = f"{self.fp8_share:.1%} of the FLOPs in FP8 on {where}"
+        if self.speedup is None or self.speedup_range is None:
+            headline = share
+        else:
+            low, high = self.speedup_range
+            headline = f"{self.speedup:.2f}× as fast as the baseline (estimate, {low:.2f} to {high:.2f}), {share}"
+        first = first_line(self.flags, self.target, self.step, self.other)
+        return Page(first, headline, self.step, self.baseline, self.target.peaks, self.findings, self.caveats)
+
+    def to_json(self) -> str:
+        """All of it, as JSON."""
+        return json.dumps(_plain(self), indent=2, ensure_ascii=False)
+
+    def to_markdown(self) -> str:
+        """The report for a pull request or a page."""
+        return as_markdown(self._page)
+
+    def __rich__(self) -> RenderableType:
+        return as_renderable(self._page)
+
+    def __str__(self) -> str:
+        console = Console(width=140, color_system=None)
+        with console.capture() as capture:
+            console.print(self)
+        return "\n".join(line.rstrip() for line in capture.get().splitlines())
+
+
+def _lines(products: list[Product]) -> list[str]:
+    return [
+        f"{p.layer or p.scope} {p.role} {p.shape} {p.lhs}·{p.rhs} in {p.kernel}: {p.reason}" for p in products[:20]
+    ] + ([f"and {len(products) - 20} more"] if len(products) > 20 else [])
+
+
+def _plain(report: PreflightReport) -> dict[str, Any]:
+    """The report's fields and values computed from them."""
+
+    def program(found: Program | None, estimate: Estimate | None) -> dict[str, Any] | None:
+        if found is None:
+            return None
+        fields = dataclasses.asdict(found)
+        fields["products"] = [
+            {**dataclasses.asdict(p), "verdict": p.verdict.value, "flops": p.flops, "useful_flops": p.useful_flops}
+            for p in found.products
+        ]
+        totals = {"flops": found.flops, "useful_flops": found.useful_flops, "fp8_share": found.fp8_share}
+        return {**totals, **fields, "estimate": estimate and {**dataclasses.asdict(estimate), "total": estimate.total}}
+
+    return {
+        "flags": first_line(report.flags, report.target, report.step, report.other),
+        "xla_flags": dict(report.flags.values),
+        "target": {
+            "name": report.target.name,
+            "kind": report.target.kind,
+            "peaks": report.target.peaks and dataclasses.asdict(report.target.peaks),
+        },
+        "mesh": report.mesh,
+        "step": program(report.step, report.estimate),
+        "baseline": program(report.baseline, report.baseline_estimate),
+        "speedup": report.speedup,
+        "speedup_range": report.speedup_range,
+        "peak_memory_ratio": report.peak_memory_ratio,
+        "findings": report.findings,
+        "caveats": report.caveats,
+    }

@@ -1,0 +1,105 @@
+"""preflight: compile a step for a device that need not be here, and read what it will run."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ..devices.device import Device
+from ..devices.xla_flags import TRITON_PRODUCTS, XlaFlags
+from .compile import MeshLike, compile_for, make_mesh
+from .report.report import PreflightReport
+from .target.named import target_of
+from .target.target import Target
+from .verdict.analysis import analyze
+from .verdict.program import Program
+
+
+def preflight(
+    step_fn: Callable[..., Any],
+    *args: Any,
+    target: str | Target = "h100",
+    devices: int | None = None,
+    mesh: MeshLike | None = None,
+    shardings: Any = None,
+    compare: Callable[..., Any] | tuple[Callable[..., Any], tuple[Any, ...]] | None = None,
+    known: Mapping[str, str] | None = None,
+    compiler_options: Mapping[str, Any] | None = None,
+    other_setting: bool = True,
+    progress: Callable[[str], None] | None = None,
+) -> PreflightReport:
+    """Reports what a training step will run on a device, and in which formats, without the device.
+
+    The step is compiled, not run; no array is allocated. XLA gets the same flags as in a real run: those of the
+    environment (`XLA_FLAGS`) and `compiler_options`, otherwise its defaults.
+
+    Args:
+        step_fn: The step: any callable, jitted or not.
+        *args: Its arguments: trees of arrays, or of `jax.ShapeDtypeStruct`s from `eqx.filter_eval_shape`. Everything
+            that is not an array is static, as in `eqx.filter_jit`.
+        target: The device: one of `targets`, or your own `Target`. `"local"` is the local device.
+        devices: How many; by default as many as `mesh` has, or one.
+        mesh: The mesh axes and their sizes, such as `{"data": 8}`; or a mesh with the same.
+        shardings: A tuple with a `PartitionSpec` (or a tree of them, or None) for each argument. By default the arrays'
+            own shardings, if the mesh has those axes.
+        compare: A baseline: another step with the same arguments, or `(step, arguments)`.
+        known: Reasons why layers stay in high precision, by path, for the report to name; `describe` has them.
+        compiler_options: XLA's, as in `jax.jit(compiler_options=...)`; they override the environment's flags. A step
+            that passes options to its own `jit` reports them with a method `compiler_options(*args, device=device)`.
+        other_setting: For NVIDIA GPUs, whether the report says what changes with the other setting of
+            `xla_gpu_enable_triton_gemm`. For that, the step is compiled again when the report is first shown.
+        progress: Called with the name of each stage, such as `compiling the step`.
+
+    Returns:
+        The report.
+
+    Raises:
+        ValueError: If the target, the mesh or the shardings do not fit; errors of the step itself are not caught.
+        RuntimeError: If the target's compiler is not installed; the message has the command that installs it.
+
+    Example:
+        >>> step = jax.grad(lambda w, x: (x @ w).sum())
+        >>> report = preflight(step, jnp.ones((32, 16)), jnp.ones((8, 32)), target="local")
+        >>> [(p.role, p.flops) for p in report.products]
+        [('backward', 8192)]
+    """
+    say = progress or (lambda _: None)
+    chosen = target_of(target)
+    given = {**_own_options(step_fn, args, chosen.device), **(compiler_options or {})}
+    flags = XlaFlags.of_environment().with_options(given)
+    its_mesh = make_mesh(chosen, devices, mesh)
+
+    def program(function: Callable[..., Any], arguments: tuple[Any, ...], flags: XlaFlags, options: Mapping[str, Any]):
+        compiled = compile_for(
+            function,
+            arguments,
+            target=chosen,
+            mesh=its_mesh,
+            shardings=shardings,
+            flags=flags,
+            compiler_options=options,
+        )
+        return analyze(compiled, chosen, known)
+
+    def with_other_setting() -> Program:
+        options = {**given, TRITON_PRODUCTS: not flags.triton_products}
+        return program(step_fn, args, flags.with_options(options), options)
+
+    say(f"compiling the step for {chosen.kind}")
+    step = program(step_fn, args, flags, given)
+    baseline = None
+    if compare is not None:
+        say(f"compiling the baseline for {chosen.kind}")
+        other, other_args = compare if isinstance(compare, tuple) else (compare, args)
+        baseline = program(other, other_args, flags, given)
+    has_setting = other_setting and chosen.device.platform == "cuda"
+    return PreflightReport(
+        chosen, dict(its_mesh.shape), step, baseline, flags, with_other_setting if has_setting else None
+    )
+
+
+def _own_options(step_fn: Callable[..., Any], args: tuple[Any, ...], device: Device) -> dict[str, Any]:
+    """What a step passes to its own `jit`.
+
+    The program does not show it: JAX refuses options of a `jit` within another, so that a traced step passes none.
+    """
+    options: Callable[..., Mapping[str, Any]] | None = getattr(step_fn, "compiler_options", None)
+    return {} if options is None else {**options(*args, device=device)}

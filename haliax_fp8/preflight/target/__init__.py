@@ -1,0 +1,1 @@
+"""What to compile for: devices that this machine need not have."""

@@ -1,0 +1,99 @@
+"""What XLA needs to know about a device to compile for it."""
+
+import abc
+import contextlib
+import dataclasses
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from ..._numerics.formats import E4M3, E4M3FNUZ, E5M2, E5M2FNUZ
+from ...devices.device import MX_UNITS, Device
+from ...devices.peaks import Peaks
+from ...devices.xla_flags import XlaFlags
+
+
+# XLA's names of the formats that products may run in.
+_FORMATS = {"f8e4m3fn": E4M3, "f8e5m2": E5M2, "f8e4m3fnuz": E4M3FNUZ, "f8e5m2fnuz": E5M2FNUZ}
+
+
+@dataclasses.dataclass(frozen=True)
+class Target(abc.ABC):
+    """A device to compile for.
+
+    Args:
+        name: What `preflight(target=...)` calls it.
+        kind: The device's own name.
+        peaks: Its peak rates; None if unknown.
+    """
+
+    name: str
+    kind: str
+    peaks: Peaks | None
+
+    @property
+    @abc.abstractmethod
+    def device(self) -> Device:
+        """What decides which formats it multiplies."""
+
+    @abc.abstractmethod
+    def compiler_options(self, flags: XlaFlags) -> Mapping[str, Any]:
+        """The compiler's options.
+
+        Args:
+            flags: The user's, which take precedence.
+        """
+
+    @property
+    @abc.abstractmethod
+    def caveats(self) -> tuple[str, ...]:
+        """What a report for this target cannot know."""
+
+    @abc.abstractmethod
+    def missing(self) -> str | None:
+        """Why this machine cannot compile for it, with the command that fixes that; None if it can."""
+
+    @abc.abstractmethod
+    def devices(self, count: int) -> Sequence[Any]:
+        """That many devices, which this machine need not have.
+
+        Args:
+            count: How many.
+
+        Raises:
+            RuntimeError: If a package is missing; the message has the command that installs it.
+            ValueError: If the target cannot have that number of devices.
+        """
+
+    def lacks(self, dtype: str) -> str | None:
+        """Why the device does not multiply an element type; None if it does.
+
+        Args:
+            dtype: XLA's name, such as `f8e4m3fn`.
+        """
+        if self.device.emulates and dtype.startswith("f8"):
+            return "a CPU has no FP8 products: they are emulated, with the same rounding"
+        format = _FORMATS.get(dtype)
+        return None if format is None else self.device.lacks(format)
+
+    def lacks_block_scaling(self) -> str | None:
+        """Why the device does not multiply operands with a scale for each block; None if it does."""
+        units = dataclasses.replace(MX_UNITS, products="block-scaled products")
+        reason = units.lacking(self.device)
+        return None if reason is None else f"{reason}: the kernel widens the operands"
+
+
+@contextlib.contextmanager
+def environment(**variables: str) -> Iterator[None]:
+    """Sets variables of the environment for a while, those that are not set.
+
+    Args:
+        **variables: Their values by name.
+    """
+    missing = {name: value for name, value in variables.items() if name not in os.environ}
+    os.environ.update(missing)
+    try:
+        yield
+    finally:
+        for name in missing:
+            os.environ.pop(name, None)

@@ -1,0 +1,74 @@
+"""TPUs: XLA's TPU compiler, in the package `libtpu`."""
+
+import dataclasses
+import importlib.util
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.experimental import topologies
+
+from ...devices.device import Device
+from ...devices.xla_flags import XlaFlags
+from .compilers import TPU
+from .target import Target, environment
+
+
+@dataclasses.dataclass(frozen=True)
+class TpuTarget(Target):
+    """A TPU, compiled for by the package `libtpu`.
+
+    Args:
+        topology: The generation in libtpu's names of topologies, such as `v6e`.
+    """
+
+    topology: str
+
+    @property
+    def device(self) -> Device:
+        """By its name."""
+        return Device("tpu", self.kind)
+
+    def compiler_options(self, flags: XlaFlags) -> Mapping[str, Any]:
+        """None: the flags in the environment are XLA's own business."""
+        return {}
+
+    @property
+    def caveats(self) -> tuple[str, ...]:
+        """No TPU, so nothing was measured."""
+        return ("times are estimates, nothing ran",)
+
+    def missing(self) -> str | None:
+        """The compiler, if it is not installed."""
+        if TPU.unpacked is not None or importlib.util.find_spec("libtpu"):
+            return None
+        return f"target {self.name!r} needs {TPU.missing}"
+
+    def devices(self, count: int) -> Sequence[Any]:
+        """The first devices of the smallest slice that has that many."""
+        if (missing := self.missing()) is not None:
+            raise RuntimeError(missing)
+        for shape in ("1x1x1", "2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8"):
+            found = self._slice(shape)
+            if len(found) >= count:
+                return found[:count]
+        raise ValueError(f"devices={count} is more than a slice of 512 TPUs")
+
+    def _slice(self, shape: str) -> Sequence[Any]:
+        jax.devices("cpu")  # The process's own backends are made first, and do not change.
+        # Where libtpu is loaded already, as on a TPU, JAX looks for no path.
+        library = {} if TPU.unpacked is None else {"TPU_LIBRARY_PATH": str(TPU.unpacked)}
+        with environment(**_NO_TPU_HERE, **library):
+            try:
+                return topologies.get_topology_desc(f"{self.topology}:{shape}", "tpu").devices
+            except jax.errors.JaxRuntimeError:
+                return ()  # Not every generation has every shape.
+
+
+# libtpu would ask a server what machine this is, and warn that none answers.
+_NO_TPU_HERE = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v6e-1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_WORKER_ID": "0",
+}

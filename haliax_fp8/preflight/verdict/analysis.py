@@ -1,0 +1,227 @@
+"""From the text of a compiled program to what it does."""
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Mapping
+
+from ..compile import Compiled
+from ..hlo.destination import destinations, matching
+from ..hlo.dimensions import Dimensions, dimensions
+from ..hlo.loops import trip_count
+from ..hlo.origin import Entering, Origin, entering, origin
+from ..hlo.scopes import asks_for_fp8, dotted, layer_of, role, rotates
+from ..hlo.sites import Site, entry_sites, is_fusion, kernels, opened
+from ..hlo.text import Computation, Instruction, Module, parse_hlo
+from ..hlo.traffic import is_kernel, touched
+from ..target.target import Target
+from .product import Product
+from .program import Collective, Kernels, Opaque, Program
+from .reason import Evidence, indivisible, judge
+from .written import Written, WrittenProducts
+
+
+COLLECTIVES = (
+    "all-gather",
+    "all-reduce",
+    "reduce-scatter",
+    "all-to-all",
+    "collective-permute",
+    "collective-broadcast",
+    "ragged-all-to-all",
+)
+_SMALL = 10**6
+# Custom calls that do not describe what they compute.
+_OPAQUE = ("__gpu$xla.gpu.triton", "tpu_custom_call", "mosaic_gpu", "__cudnn$fmha", "triton_kernel_call")
+
+
+def analyze(compiled: Compiled, target: Target, known: Mapping[str, str] | None = None) -> Program:
+    """Reads what a compiled program does.
+
+    Args:
+        compiled: The program.
+        target: What it was compiled for.
+        known: Reasons why layers stay in high precision, by path, as from `describe`.
+
+    Returns:
+        The program's products, kernels and collectives.
+    """
+    module = parse_hlo(compiled.text)
+    written = WrittenProducts.of(compiled.written) if compiled.written else WrittenProducts({})
+    reader = _Reader(module, written, compiled.outputs, target, known or {})
+    products: list[Product] = []
+    collectives: list[Collective] = []
+    opaque: list[Opaque] = []
+    count = moved = small = 0
+    for kernel in kernels(entry_sites(module)):
+        if not is_kernel(kernel):
+            continue
+        found = list(reader.products(kernel))
+        if found:
+            products += found
+        elif (kind := kernel.instruction.opcode.removesuffix("-start")) in COLLECTIVES:
+            collectives.append(_collective(kernel, kind))
+        elif _is_opaque(kernel):
+            operands = tuple(operand.instruction.shape.dtype for operand in kernel.operands)
+            name = kernel.instruction.attribute("custom_call_target")
+            opaque.append(Opaque(name, operands, kernel.executions, kernel.instruction.op_name))
+        else:
+            count += kernel.executions
+            moved += kernel.executions * touched(kernel)
+            small += kernel.executions * (touched(kernel) < _SMALL)
+    loops = _found(module, "while")
+    return Program(
+        products=tuple(products),
+        others=Kernels(count, moved, small),
+        collectives=tuple(collectives),
+        opaque=tuple(opaque),
+        memory=compiled.memory,
+        unknown_loops=sum(trip_count(module, computation, loop) is None for computation, loop in loops),
+        branches=len(_found(module, "conditional")),
+        seconds=compiled.seconds,
+    )
+
+
+def _found(module: Module, opcode: str) -> list[tuple[Computation, Instruction]]:
+    return [(c, instruction) for c in module.computations.values() for instruction in c if instruction.opcode == opcode]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Reader:
+    """Finds products and determines how they run."""
+
+    module: Module
+    written: WrittenProducts
+    outputs: tuple[str, ...]
+    target: Target
+    known: Mapping[str, str]
+
+    @functools.cached_property
+    def arguments(self) -> tuple[str, ...]:
+        """The names of the program's arguments."""
+        return tuple(dotted(i.op_name or i.name) for i in self.module.entry.parameters)
+
+    def products(self, kernel: Site) -> Iterator[Product]:
+        """The products that a kernel makes."""
+        for site in opened(kernel):
+            if (size := dimensions(site)) is not None:
+                yield self._product(kernel, site, size)
+
+    def _product(self, kernel: Site, site: Site, size: Dimensions) -> Product:
+        scope = site.instruction.op_name or kernel.instruction.op_name
+        written = self.written.find(scope, size)
+        if written is not None:
+            size = size.as_written(written.size)
+        lhs, rhs = (origin(operand) for operand in site.operands[:2])
+        weight = _weight(lhs, rhs, written)
+        made = self._makes(site)
+        its_role = role(scope)
+        if asks_for_fp8(scope) and not rotates(scope) and its_role in ("forward", "backward"):
+            # XLA drops the inner scopes of some products.
+            its_role = "fprop" if its_role == "forward" else "wgrad" if made else "dgrad"
+        # The operands of wgrad are activations, one of which may be an argument.
+        arguments = made if its_role in ("wgrad", "backward") and made else ()
+        if not arguments and its_role != "wgrad":
+            arguments = weight.arguments
+        layer = " + ".join(dict.fromkeys(map(layer_of, arguments)))
+        evidence = Evidence(size, scope, layer, lhs, rhs, written, _entering(kernel, site))
+        verdict, reason = judge(evidence, self.target, self.known)
+        return Product(
+            layer=layer,
+            role=its_role,
+            scope=scope,
+            batch=size.batch,
+            m=size.m,
+            n=size.n,
+            k=size.k,
+            lhs=evidence.read[0],
+            rhs=evidence.read[1],
+            widened=evidence.widened,
+            out=_stored_dtype(kernel, size),
+            compute=weight.dtype if arguments and arguments == weight.arguments else "",
+            written=_widest(size if written is None else written.size),
+            block_scaled=evidence.block_scaled,
+            indivisible=indivisible(size),
+            kernel=_kernel_name(kernel, site),
+            groups=_groups(size, written),
+            executions=site.executions,
+            bytes=touched(kernel),
+            verdict=verdict,
+            reason=reason,
+        )
+
+    def _makes(self, site: Site) -> tuple[str, ...]:
+        """The arguments whose gradients a product makes."""
+        places = list(destinations(site))
+        if len(self.outputs) <= max(places, default=0):
+            return ()
+        return matching([self.outputs[place] for place in places], self.arguments)
+
+
+def _widest(size: Dimensions) -> str:
+    """The element type of the wider operand."""
+    return max((size.lhs, size.rhs), key=lambda shape: shape.bits).dtype
+
+
+def _entering(kernel: Site, site: Site) -> tuple[Entering | None, Entering | None]:
+    """The arrays that a kernel of Triton's reads a product's operands from."""
+    if not _is_triton(kernel):
+        return None, None
+    lhs, rhs = (entering(kernel, operand) for operand in site.operands[:2])
+    return lhs, rhs
+
+
+def _groups(size: Dimensions, written: Written | None) -> int:
+    """How many kernels a row is multiplied by, where a grouped product became a dense one."""
+    return 1 if written is None or size.groups > 1 else written.size.groups
+
+
+def _weight(lhs: Origin, rhs: Origin, written: Written | None) -> Origin:
+    """The operand that is a weight: an argument; of two, the one that is deeper in its tree."""
+    found = [lhs, rhs] if written is None else [lhs, rhs, written.lhs, written.rhs]
+    return max(found, key=lambda one: max((1 + name.count(".") for name in one.arguments), default=0))
+
+
+def _stored_dtype(kernel: Site, size: Dimensions) -> str:
+    """The type that a product's result has in memory: a fusion may cast it before it writes it."""
+    if is_fusion(kernel.instruction):
+        for shape in kernel.results:
+            if shape.size == size.out.size:
+                return shape.dtype
+    return size.out.dtype
+
+
+_LIBRARY_NAMES = {
+    "__cublas$lt$matmul$f8": "cublasLt f8",
+    "__cublas$lt$matmul$mx": "cublasLt mx",
+    "__cublas$lt$matmul": "cublasLt",
+    "__cublas$gemm": "cublas",
+    "__cudnn$blockScaledDot": "cuDNN block scaled",
+    "__onednn$matmul": "oneDNN",
+}
+
+
+def _kernel_name(kernel: Site, site: Site) -> str:
+    instruction = site.instruction
+    if instruction.opcode == "custom-call":
+        name = instruction.attribute("custom_call_target")
+        return _LIBRARY_NAMES.get(name, name)
+    if kernel is site:
+        return instruction.opcode
+    return f"{'Triton' if _is_triton(kernel) else 'fused'} {instruction.opcode}"
+
+
+def _is_triton(kernel: Site) -> bool:
+    """Whether a fusion is compiled by Triton: XLA calls it `__triton_gemm` or `__triton_nested_gemm_fusion`."""
+    config = kernel.instruction.config.get("fusion_backend_config", {})
+    return is_fusion(kernel.instruction) and "triton" in config.get("kind", "")
+
+
+def _is_opaque(kernel: Site) -> bool:
+    return kernel.instruction.attribute("custom_call_target").startswith(_OPAQUE)
+
+
+def _collective(kernel: Site, kind: str) -> Collective:
+    given = tuple(array for operand in kernel.operands for array in operand.instruction.shape.arrays)
+    dtype = max(kernel.results, key=lambda shape: shape.bytes).dtype
+    size = max(sum(shape.bytes for shape in shapes) for shapes in (given, kernel.results))
+    return Collective(kind, dtype, size, kernel.executions, kernel.instruction.op_name)

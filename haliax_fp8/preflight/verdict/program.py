@@ -1,0 +1,158 @@
+"""What a step compiles to: its products, its other kernels, its memory, its collectives."""
+
+import dataclasses
+
+from ...devices.roofline import Roofline
+from ..compile import Memory
+from ..hlo.text import Shape
+from .product import Product, Verdict
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernels:
+    """Kernels that are not matrix products.
+
+    Args:
+        count: How many run in a step.
+        bytes: What they read and write; slices and in-place updates count only what they touch.
+        small: How many of them move less than 1 MB: such a kernel takes less time than its launch.
+    """
+
+    count: int
+    bytes: int
+    small: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """Communication between devices.
+
+    Args:
+        kind: Such as `all-gather`.
+        dtype: XLA's name of the element type.
+        bytes: Of one run, the larger of what a device sends and what it receives.
+        executions: How often it runs in one step.
+        scope: The stack of named scopes that it was traced in.
+    """
+
+    kind: str
+    dtype: str
+    bytes: int
+    executions: int
+    scope: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Opaque:
+    """A kernel that the program does not describe, such as one written in Pallas: its FLOPs are not counted.
+
+    Args:
+        target: The custom call's name.
+        operands: XLA's names of the operands' element types.
+        executions: How often it runs in one step.
+        scope: The stack of named scopes that it was traced in.
+    """
+
+    target: str
+    operands: tuple[str, ...]
+    executions: int
+    scope: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+    """Seconds on one device, by the roofline: each kernel takes the time of its FLOPs or its bytes, plus its launch.
+
+    Args:
+        products: Of matrix products.
+        others: Of all other kernels.
+        launches: The part of both that launches take.
+    """
+
+    products: float
+    others: float
+    launches: float
+
+    @property
+    def total(self) -> float:
+        """All kernels, one after the other."""
+        return self.products + self.others
+
+    @property
+    def is_launch_bound(self) -> bool:
+        """Whether starting kernels takes more time than all the work in them."""
+        return self.launches > self.total / 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A compiled step.
+
+    Args:
+        products: Every matrix product, in the order in which they run.
+        others: Kernels that are not matrix products.
+        collectives: Communication between devices.
+        opaque: Kernels that the program does not describe.
+        memory: What it needs.
+        unknown_loops: How many loops have a length that XLA does not know; each counts as one run.
+        branches: How many `cond`s there are; all their branches are counted.
+        seconds: How long tracing and compiling took.
+    """
+
+    products: tuple[Product, ...]
+    others: Kernels
+    collectives: tuple[Collective, ...]
+    opaque: tuple[Opaque, ...]
+    memory: Memory
+    unknown_loops: int
+    branches: int
+    seconds: float
+
+    @property
+    def flops(self) -> int:
+        """Of all products in a step, on one device."""
+        return sum(product.flops for product in self.products)
+
+    def share(self, *verdicts: Verdict) -> float:
+        """The share of the FLOPs with one of the verdicts; 0 if there are none.
+
+        Args:
+            *verdicts: Such as `Verdict.FP8`.
+        """
+        return sum(p.flops for p in self.products if p.verdict in verdicts) / (self.flops or 1)
+
+    @property
+    def fp8_share(self) -> float:
+        """The share of the FLOPs that run in FP8."""
+        return self.share(Verdict.FP8)
+
+    @property
+    def useful_flops(self) -> int:
+        """The FLOPs that the model requested; XLA computes grouped products for all groups of every row."""
+        return sum(product.useful_flops for product in self.products)
+
+    @property
+    def without_fp8(self) -> tuple[Product, ...]:
+        """The products that do not run in FP8, the largest first."""
+        return tuple(sorted((p for p in self.products if not p.is_fp8), key=lambda p: -p.flops))
+
+    def estimate(self, roofline: Roofline) -> Estimate:
+        """The roofline estimate.
+
+        Args:
+            roofline: How fast the device is.
+        """
+        runs = sum(product.executions for product in self.products)
+        return Estimate(
+            products=sum(_seconds(product, roofline) for product in self.products),
+            others=roofline.others(self.others.bytes, self.others.count),
+            launches=roofline.launches(runs + self.others.count),
+        )
+
+
+def _seconds(product: Product, roofline: Roofline) -> float:
+    """At the rate of the wider operand; FP8 operands on a device without FP8 are multiplied as bfloat16."""
+    wider = product.widened or max((product.lhs, product.rhs), key=lambda dtype: Shape(dtype).bits)
+    dtype = "bf16" if Shape(wider).bits <= 8 and not product.is_fp8 else wider
+    moved = product.executions * product.bytes
+    return roofline.products(dtype, product.flops, moved, product.executions, in_blocks=product.block_scaled)

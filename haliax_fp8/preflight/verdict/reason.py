@@ -1,0 +1,144 @@
+"""Why a product does not run in FP8."""
+
+import dataclasses
+from collections.abc import Mapping
+
+from ..hlo.dimensions import Dimensions
+from ..hlo.origin import Entering, Origin
+from ..hlo.scopes import asks_for_fp8, rotates
+from ..target.target import Target
+from .product import Verdict
+from .written import Written
+
+
+@dataclasses.dataclass(frozen=True)
+class Evidence:
+    """All that is known of a product when it is judged.
+
+    Args:
+        size: Its sizes and element types, as compiled.
+        scope: The stack of named scopes.
+        layer: The layer's path; empty if none is known.
+        lhs: Where the first operand comes from.
+        rhs: Where the second operand comes from.
+        written: The product before optimization, if it is known.
+        entering: Of a product within a kernel of Triton's, the arrays that the kernel reads its operands from.
+    """
+
+    size: Dimensions
+    scope: str
+    layer: str
+    lhs: Origin
+    rhs: Origin
+    written: Written | None = None
+    entering: tuple[Entering | None, Entering | None] = (None, None)
+
+    @property
+    def multiplied(self) -> tuple[str, str]:
+        """The element types that are multiplied."""
+        return self.size.lhs.dtype, self.size.rhs.dtype
+
+    @property
+    def read(self) -> tuple[str, str]:
+        """The element types that the kernel reads, if it widens two operands in FP8; else those that are multiplied."""
+        first, second = self.entering
+        if any(map(is_narrow, self.multiplied)) or first is None or second is None:
+            return self.multiplied
+        dtypes = first.dtype, second.dtype
+        return dtypes if all(map(is_narrow, dtypes)) else self.multiplied
+
+    @property
+    def widened(self) -> str:
+        """The element type that the kernel widens FP8 operands to; empty if it multiplies what it reads."""
+        return self.size.lhs.dtype if self.read != self.multiplied else ""
+
+    @property
+    def scaled_inside(self) -> bool:
+        """Whether a kernel that widens its operands multiplies them by scales of blocks."""
+        return bool(self.widened) and any(entry is not None and entry.in_blocks for entry in self.entering)
+
+    @property
+    def block_scaled(self) -> bool:
+        """Whether operands come with a scale for each block, as compiled or as written."""
+        return self.size.block_scaled or (self.written is not None and self.written.size.block_scaled)
+
+    @property
+    def origins(self) -> tuple[Origin, Origin]:
+        """Of both operands; before optimization, if that is known."""
+        return (self.lhs, self.rhs) if self.written is None else (self.written.lhs, self.written.rhs)
+
+
+def judge(evidence: Evidence, target: Target, known: Mapping[str, str]) -> tuple[Verdict, str]:
+    """What became of a product, and why it is not in FP8.
+
+    Args:
+        evidence: What is known of it.
+        target: What it was compiled for.
+        known: Reasons by layer, from `describe`.
+
+    Returns:
+        The verdict, and the reason; empty for a product in FP8.
+    """
+    if all(map(is_narrow, evidence.read)) and not evidence.scaled_inside:
+        reasons = [target.lacks(dtype) for dtype in evidence.read]
+        if evidence.block_scaled:
+            reasons.append(target.lacks_block_scaling())
+        lacking = [reason for reason in reasons if reason is not None]
+        return (Verdict.EMULATED, lacking[0]) if lacking else (Verdict.FP8, "")
+    quantized = [origin.quantized for origin in evidence.origins if origin.quantized]
+    if len(quantized) == 2:
+        return Verdict.EMULATED, _why_emulated(evidence, quantized, target)
+    return Verdict.HIGH_PRECISION, _why_high_precision(evidence, quantized, known)
+
+
+def _why_emulated(evidence: Evidence, quantized: list[str], target: Target) -> str:
+    wide = evidence.size.lhs.dtype
+    # First what no device would change.
+    if evidence.written is not None and evidence.written.size.block_scaled:
+        return f"block scaling is emulated: the operands are dequantized and multiplied in {wide}"
+    if any(origin.rescaled for origin in evidence.origins) and not asks_for_fp8(evidence.scope):
+        return f"quantize-dequantize: the operands are rounded to FP8, then multiplied in {wide}"
+    if any(origin.in_blocks for origin in evidence.origins):
+        return f"block scaling is emulated: the operands are dequantized and multiplied in {wide}"
+    for dtype in quantized:
+        if (reason := target.lacks(dtype)) is not None:
+            return reason
+    if sizes := indivisible(evidence.size):
+        return f"{sizes}: FP8 products need multiples of 16"
+    return f"the product reads {wide}: XLA widened the FP8 operands in other kernels"
+
+
+def is_narrow(dtype: str) -> bool:
+    """Whether an element type is FP8 or narrower.
+
+    Args:
+        dtype: XLA's name.
+    """
+    return dtype.startswith(("f8", "f4"))
+
+
+def indivisible(size: Dimensions) -> str:
+    """The dimensions that FP8 tensor cores cannot take, such as `m=5, k=4095`; empty if there are none.
+
+    Args:
+        size: The sizes.
+    """
+    return ", ".join(f"{name}={value}" for name, value in (("m", size.m), ("n", size.n), ("k", size.k)) if value % 16)
+
+
+def _why_high_precision(evidence: Evidence, quantized: list[str], known: Mapping[str, str]) -> str:
+    for layer, reason in known.items():
+        if any(path == layer or path.endswith(f".{layer}") for path in evidence.layer.split(" + ")):
+            return reason
+    if quantized:
+        return f"only one operand is {quantized[0]}"
+    if rotates(evidence.scope):
+        return "rotates an operand"
+    if asks_for_fp8(evidence.scope):
+        return "the recipe keeps this product in high precision"
+    # As written: on a CPU, XLA widens bfloat16 too.
+    size = evidence.size if evidence.written is None else evidence.written.size
+    in_float32 = ", in float32" if "f32" in (size.lhs.dtype, size.rhs.dtype) else ""
+    if evidence.size.batch > 1 and not any(origin.arguments for origin in evidence.origins):
+        return f"a batched product of activations, as in attention{in_float32}"
+    return f"not converted{in_float32}"

@@ -1,0 +1,39 @@
+"""Recipes: a format, a scaling and a rounding for each operand; by name, and whether a device multiplies them.
+
+`scaling/` has one file per scaling.
+"""
+
+from .._numerics.formats import (
+    E2M1 as E2M1,
+    E4M3 as E4M3,
+    E4M3FNUZ as E4M3FNUZ,
+    E5M2 as E5M2,
+    E5M2FNUZ as E5M2FNUZ,
+    Format as Format,
+    saturating_cast as saturating_cast,
+)
+from .._numerics.quantized_array import QuantizedArray as QuantizedArray, quantize as quantize
+from .._numerics.rounding import AbstractRounding as AbstractRounding, Stochastic as Stochastic, ToNearest as ToNearest
+from .named import aliases as aliases, recipe_by_name as recipe_by_name, recipes as recipes
+from .recipe import Quantization as Quantization, Recipe as Recipe
+from .scaling import (
+    AbstractAmaxCompute as AbstractAmaxCompute,
+    AbstractScaling as AbstractScaling,
+    AbstractStatefulScaling as AbstractStatefulScaling,
+    BlockScaling as BlockScaling,
+    CurrentScaling as CurrentScaling,
+    DelayedScaling as DelayedScaling,
+    HadamardScaling as HadamardScaling,
+    HighPrecision as HighPrecision,
+    MaxOfHistory as MaxOfHistory,
+    MostRecent as MostRecent,
+    MovingAverage as MovingAverage,
+    MXFP8Scaling as MXFP8Scaling,
+    NVFP4Scaling as NVFP4Scaling,
+    OperandUse as OperandUse,
+    Percentile as Percentile,
+    RecoveringMax as RecoveringMax,
+    RowwiseScaling as RowwiseScaling,
+    StaticScaling as StaticScaling,
+)
+from .support import Support as Support, supported as supported

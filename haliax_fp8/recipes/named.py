@@ -1,0 +1,117 @@
+"""Recipes by name, for configuration files; with the names that TransformerEngine and torchao use as aliases."""
+
+import dataclasses
+import difflib
+from typing import Any
+
+from .._numerics.formats import E2M1, E4M3
+from .._numerics.rounding import Stochastic
+from .recipe import Quantization, Recipe
+from .scaling import (
+    AbstractScaling,
+    BlockScaling,
+    CurrentScaling,
+    DelayedScaling,
+    HadamardScaling,
+    HighPrecision,
+    MXFP8Scaling,
+    NVFP4Scaling,
+    RowwiseScaling,
+    StaticScaling,
+)
+
+
+def _rowwise_wgrad_bf16() -> Recipe:
+    high = Quantization(E4M3, HighPrecision())
+    return dataclasses.replace(
+        Recipe.of(RowwiseScaling()),
+        kernel_for_dgrad=Quantization(E4M3, CurrentScaling(power_of_two=True)),
+        input_for_wgrad=high,
+        output_grad_for_wgrad=high,
+    )
+
+
+def _nvfp4() -> Recipe:
+    """As NVIDIA trains with it: gradients rounded stochastically, wgrad's operands rotated first."""
+    recipe = Recipe.of(NVFP4Scaling(), forward=E2M1)
+    rotated = HadamardScaling(NVFP4Scaling())
+    return dataclasses.replace(
+        recipe,
+        output_grad=dataclasses.replace(recipe.output_grad, rounding=Stochastic()),
+        input_for_wgrad=Quantization(E2M1, rotated),
+        output_grad_for_wgrad=Quantization(E2M1, rotated, Stochastic()),
+    )
+
+
+recipes: dict[str, Recipe] = {
+    "delayed": Recipe.of(DelayedScaling()),
+    "current": Recipe.of(CurrentScaling()),
+    "rowwise": Recipe.of(RowwiseScaling()),
+    "rowwise_wgrad_bf16": _rowwise_wgrad_bf16(),
+    "deepseek": Recipe.of(BlockScaling()),
+    "mxfp8": Recipe.of(MXFP8Scaling()),
+    "nvfp4": _nvfp4(),
+    "static": Recipe.of(StaticScaling()),
+}
+"""Every named recipe."""
+
+aliases: dict[str, str] = {
+    # TransformerEngine's classes
+    "DelayedScaling": "delayed",
+    "Float8CurrentScaling": "current",
+    "Float8BlockScaling": "deepseek",
+    "MXFP8BlockScaling": "mxfp8",
+    "NVFP4BlockScaling": "nvfp4",
+    # torchao's recipe names
+    "tensorwise": "current",
+    "rowwise_with_gw_hp": "rowwise_wgrad_bf16",
+    "mxfp8_rceil": "mxfp8",
+}
+"""Other libraries' names."""
+
+
+type RecipeLike = Recipe | AbstractScaling | str
+
+
+def as_recipe(recipe: Any, name: str = "recipe") -> Recipe:
+    """A recipe from what a user gave.
+
+    Args:
+        recipe: A `Recipe`, the name of one, or a scaling to use for all operands.
+        name: The argument's name, for errors.
+
+    Raises:
+        ValueError: If it is none of these.
+    """
+    if isinstance(recipe, str):
+        recipe = recipe_by_name(recipe)
+    if isinstance(recipe, AbstractScaling):
+        recipe = Recipe.of(recipe)
+    if not isinstance(recipe, Recipe):
+        raise ValueError(f"{name}={recipe!r} is not a recipe; use a name such as 'delayed', a scaling, or Recipe(...)")
+    return recipe
+
+
+def recipe_by_name(name: str) -> Recipe:
+    """The recipe with a name.
+
+    Args:
+        name: A key of `recipes` or of `aliases`.
+
+    Raises:
+        ValueError: If there is none; the nearest names are listed.
+
+    Example:
+        >>> print(recipe_by_name("rowwise_with_gw_hp"))
+        RowwiseScaling E4M3/E4M3/E4M3, wgrad in high precision
+    """
+    recipe = recipes.get(aliases.get(name, name))
+    if recipe is None:
+        listed = lambda names: ", ".join(map(repr, names))
+        near = difflib.get_close_matches(name, [*recipes, *aliases], n=3, cutoff=0.4)
+        hint = f"the nearest are {listed(near)}; " if near else ""
+        raise ValueError(
+            f"recipe={name!r} is unknown; {hint}all are {listed(recipes)}, and by other libraries' names "
+            f"{listed(aliases)}"
+        )
+    return recipe

@@ -1,0 +1,262 @@
+"""Recipe: a format and a scaling for each operand of a linear layer's three products."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Literal
+
+from .._numerics.formats import E4M3, E5M2, Format
+from .._numerics.require import require
+from .._numerics.rounding import AbstractRounding, ToNearest
+from .scaling import (
+    SHORT_BITS,
+    AbstractScaling,
+    AbstractStatefulScaling,
+    DelayedScaling,
+    HadamardScaling,
+    HighPrecision,
+    MeasuredScaling,
+    MXFP8Scaling,
+    ObservedScaling,
+    stores_scale,
+)
+
+
+OperandName = Literal["input", "kernel", "output_grad"]
+
+# The field that says how each operand is quantized for the second of its products.
+_SECOND_USES: dict[str, str] = {
+    "input": "input_for_wgrad",
+    "kernel": "kernel_for_dgrad",
+    "output_grad": "output_grad_for_wgrad",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Quantization:
+    """How one operand is quantized.
+
+    Args:
+        format: The element type that hardware multiplies.
+        scaling: Where its scale comes from.
+        rounding: Which of its neighbours in the format a value becomes.
+
+    Raises:
+        ValueError: If an argument is of another kind, such as a format's name.
+    """
+
+    format: Format
+    scaling: AbstractScaling
+    rounding: AbstractRounding = ToNearest()
+
+    def __post_init__(self) -> None:
+        require("format", self.format, Format, "E4M3 or E5M2", of="Quantization")
+        require("scaling", self.scaling, AbstractScaling, "a scaling such as DelayedScaling()", of="Quantization")
+        require("rounding", self.rounding, AbstractRounding, "ToNearest() or Stochastic()", of="Quantization")
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """A format and a scaling for each operand of the products fprop, dgrad and wgrad.
+
+    Args:
+        input: The layer's input, an operand of fprop and wgrad.
+        kernel: The layer's weight, an operand of fprop and dgrad.
+        output_grad: The gradient of the layer's output, an operand of dgrad and wgrad.
+        input_for_wgrad: How the input is quantized for wgrad; None as for fprop.
+        kernel_for_dgrad: How the kernel is quantized for dgrad; None as for fprop.
+        output_grad_for_wgrad: How the output's gradient is quantized for wgrad; None as for dgrad.
+
+    Raises:
+        ValueError: If only one operand of a product is in high precision, or rotated; if MXFP8's gradients are in E5M2;
+            if an operand's second use keeps separate state; or if an operand is not a `Quantization`.
+
+    Example:
+        >>> Recipe.of(DelayedScaling(amax_history_length=16)).output_grad.format
+        E5M2
+        >>> high = Quantization(E4M3, HighPrecision())
+        >>> wgrad_in_bf16 = dataclasses.replace(
+        ...     Recipe.of(CurrentScaling()), input_for_wgrad=high, output_grad_for_wgrad=high
+        ... )
+    """
+
+    input: Quantization
+    kernel: Quantization
+    output_grad: Quantization
+    input_for_wgrad: Quantization | None = None
+    kernel_for_dgrad: Quantization | None = None
+    output_grad_for_wgrad: Quantization | None = None
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            if (value := getattr(self, field.name)) is not None or field.name in _SECOND_USES:
+                example = "Quantization(E4M3, scaling), or Recipe.of(scaling) for all operands"
+                require(field.name, value, Quantization, example, of="Recipe")
+        for name, operands in self.products.items():
+            high = [not q.scaling.quantizes for q in operands]
+            if any(high) and not all(high):
+                raise ValueError(
+                    f"recipe leaves one operand of {name} in high precision and quantizes the other: {operands}; "
+                    "a product runs in FP8 with both or not at all"
+                )
+            rotated = [isinstance(q.scaling, HadamardScaling) for q in operands]
+            if any(rotated) and not all(rotated):
+                raise ValueError(
+                    f"recipe rotates one operand of {name} and not the other: {operands}; use HadamardScaling for both"
+                )
+            if any(isinstance(q.scaling, HadamardScaling) for q in self.quantizations):
+                raise ValueError(
+                    "recipe rotates an operand of fprop or dgrad, which is not supported; use HadamardScaling for "
+                    "input_for_wgrad and output_grad_for_wgrad"
+                )
+        for name, second_use in _SECOND_USES.items():
+            first, second = getattr(self, name), getattr(self, second_use)
+            if second is not None and isinstance(second.scaling, AbstractStatefulScaling) and second != first:
+                raise ValueError(
+                    f"recipe has {second_use}={second}, whose scaling keeps state, and {name}={first}: an operand has "
+                    f"one state, so leave {second_use} as None, or give it a stateless scaling"
+                )
+        for quantization in (self.output_grad, self.output_grad_for_wgrad or self.output_grad):
+            scaling = quantization.scaling
+            scaling = scaling.scaling if isinstance(scaling, HadamardScaling) else scaling
+            if isinstance(scaling, MXFP8Scaling) and quantization.format == E5M2:
+                raise ValueError(
+                    "recipe has output_grad in E5M2 with MXFP8Scaling, which is known to diverge "
+                    "(NVIDIA-NeMo/Megatron-Bridge#638): blocks of 32 need precision, not range; use E4M3"
+                )
+
+    @staticmethod
+    def of(scaling: AbstractScaling, *, forward: Format = E4M3, backward: Format | None = None) -> "Recipe":
+        """One scaling for all operands, with one format for the forward and one for the backward pass.
+
+        With one scale per tensor the default is TransformerEngine's `HYBRID`, E4M3 forward for precision and E5M2
+        backward for range; rows and blocks do not need the range, and use E4M3 for both.
+
+        Args:
+            scaling: How every operand gets its scale.
+            forward: The format of input and kernel.
+            backward: The format of the output's gradient.
+
+        Raises:
+            ValueError: If `scaling` is not a scaling, or a format not a `Format`.
+        """
+        require("scaling", scaling, AbstractScaling, "DelayedScaling(), or recipe_by_name for a name", of="Recipe.of")
+        return Recipe(
+            input=Quantization(forward, scaling),
+            kernel=Quantization(forward, scaling.for_kernel),
+            output_grad=Quantization(scaling.gradient_format if backward is None else backward, scaling),
+        )
+
+    @property
+    def products(self) -> dict[str, tuple[Quantization, Quantization]]:
+        """The operands of each product."""
+        return {
+            "fprop": (self.input, self.kernel),
+            "dgrad": (self.output_grad, self.kernel_for_dgrad or self.kernel),
+            "wgrad": (self.input_for_wgrad or self.input, self.output_grad_for_wgrad or self.output_grad),
+        }
+
+    @property
+    def quantizations(self) -> tuple[Quantization, Quantization, Quantization]:
+        """The three operands in the order in which state stores them."""
+        return (self.input, self.kernel, self.output_grad)
+
+    @property
+    def scalings(self) -> tuple[AbstractScaling, AbstractScaling, AbstractScaling]:
+        """The operands' scalings in the order in which state stores them."""
+        return (self.input.scaling, self.kernel.scaling, self.output_grad.scaling)
+
+    @property
+    def formats(self) -> tuple[Format, ...]:
+        """The formats that products are in; none for products in high precision."""
+        operands = (q for pair in self.products.values() for q in pair if q.scaling.quantizes)
+        return tuple(dict.fromkeys(q.format for q in operands))
+
+    @property
+    def limits(self) -> tuple[float, ...]:
+        """The largest value of each operand's format, in that order."""
+        return tuple(q.format.max for q in self.quantizations)
+
+    @property
+    def scales(self) -> str:
+        """How scales of whole tensors are rounded where they multiply; empty if the recipe has none."""
+        if not any(stores_scale(scaling) or scaling.one_scale for scaling in self.scalings):
+            return ""
+        return f"exact in float32, rounded up to {SHORT_BITS} significant bits in bfloat16"
+
+    @property
+    def is_stateful(self) -> bool:
+        """Whether an op with this recipe remembers anything from step to step."""
+        return any(isinstance(scaling, AbstractStatefulScaling) for scaling in self.scalings)
+
+    @property
+    def needs_key(self) -> bool:
+        """Whether an operand is rounded at random."""
+        return any(q.rounding.needs_key for pair in self.products.values() for q in pair)
+
+    @property
+    def measures_kernel_again(self) -> bool:
+        """Whether quantizing the kernel for dgrad, apart from fprop, takes an amax that fprop has taken already."""
+        scaling = self.kernel.scaling
+        shared = self.kernel_for_dgrad in (None, self.kernel) and not scaling.directional
+        return shared and scaling.quantizes and not stores_scale(scaling)
+
+    @property
+    def observed(self) -> "Recipe":
+        """This recipe in high precision, recording what its state needs."""
+
+        def observe(quantization: Quantization) -> Quantization:
+            scaling = quantization.scaling
+            observed = ObservedScaling(scaling) if isinstance(scaling, AbstractStatefulScaling) else HighPrecision()
+            return Quantization(quantization.format, observed)
+
+        return self._map(observe)
+
+    @property
+    def measured(self) -> "Recipe":
+        """This recipe, recording what quantization does to each operand."""
+
+        def measure(quantization: Quantization) -> Quantization:
+            return dataclasses.replace(quantization, scaling=MeasuredScaling(quantization.scaling, quantization.format))
+
+        first = {name: measure(getattr(self, name)) for name in _SECOND_USES}
+        # A second use that is as the first stays so: both then share what is quantized.
+        second = {use: first[name] for name, use in _SECOND_USES.items() if getattr(self, use) == getattr(self, name)}
+        return dataclasses.replace(self, **first, **second)
+
+    @property
+    def delayed(self) -> DelayedScaling | None:
+        """The first delayed scaling of an operand, or None if the recipe keeps no history."""
+        return next((scaling for scaling in self.scalings if isinstance(scaling, DelayedScaling)), None)
+
+    def _map(self, function: Callable[[Quantization], Quantization]) -> "Recipe":
+        optional = (self.input_for_wgrad, self.kernel_for_dgrad, self.output_grad_for_wgrad)
+        return Recipe(*map(function, self.quantizations), *(None if q is None else function(q) for q in optional))
+
+    def with_amax_history_length(self, length: int) -> "Recipe":
+        """This recipe with another history length in its delayed scalings.
+
+        Args:
+            length: How many steps they remember.
+
+        Raises:
+            ValueError: If it is not a positive integer.
+        """
+
+        def replace(quantization: Quantization) -> Quantization:
+            if not isinstance(quantization.scaling, DelayedScaling):
+                return quantization
+            scaling = dataclasses.replace(quantization.scaling, amax_history_length=length)
+            return dataclasses.replace(quantization, scaling=scaling)
+
+        return self._map(replace)
+
+    def __str__(self) -> str:
+        formats = "/".join(q.format.name for q in self.quantizations)
+        scalings = {type(q.scaling).__name__: None for q in self.quantizations}
+        products = self.products
+        high = [name for name, operands in products.items() if not operands[0].scaling.quantizes]
+        rotated = [name for name, operands in products.items() if isinstance(operands[0].scaling, HadamardScaling)]
+        random = [name for name, operands in products.items() if any(q.rounding.needs_key for q in operands)]
+        notes = {"in high precision": high, "rotated": rotated, "rounded at random": random}
+        described = [f"{'/'.join(names)} {note}" for note, names in notes.items() if names]
+        return ", ".join([f"{'+'.join(scalings)} {formats}", *described])

@@ -1,0 +1,27 @@
+"""Scalings: how one operand gets its scale. One file per scaling."""
+
+from .amax import SHORT_BITS as SHORT_BITS, round_up_scale as round_up_scale
+from .amax_rules import (
+    AbstractAmaxCompute as AbstractAmaxCompute,
+    MaxOfHistory as MaxOfHistory,
+    MostRecent as MostRecent,
+    MovingAverage as MovingAverage,
+    Percentile as Percentile,
+    RecoveringMax as RecoveringMax,
+)
+from .base import (
+    AbstractScaling as AbstractScaling,
+    AbstractStatefulScaling as AbstractStatefulScaling,
+    OperandUse as OperandUse,
+    stores_scale as stores_scale,
+)
+from .block import BlockScaling as BlockScaling
+from .current import CurrentScaling as CurrentScaling, RowwiseScaling as RowwiseScaling
+from .delayed import DelayedScaling as DelayedScaling, usable as usable
+from .hadamard import HadamardScaling as HadamardScaling
+from .high_precision import HighPrecision as HighPrecision
+from .measured import MeasuredScaling as MeasuredScaling
+from .mxfp8 import MXFP8Scaling as MXFP8Scaling
+from .nvfp4 import NVFP4Scaling as NVFP4Scaling
+from .observed import ObservedScaling as ObservedScaling
+from .static import StaticScaling as StaticScaling

@@ -1,0 +1,83 @@
+"""From the amax of a block of elements to the multiplier that fills a format's range."""
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Float32
+
+
+SHORT_BITS = 4
+"""How many significant bits rounded scales have: the product of two is exact in bfloat16, which has 8."""
+
+
+# Its reciprocal is float32's smallest normal number; a smaller scale is flushed to zero on a CPU.
+LARGEST_MULTIPLIER = 2.0**126
+
+
+def multiplier_of(
+    amax: Float32[Array, "*shape"], limit: float, *, power_of_two: bool = False
+) -> Float32[Array, "*shape"]:
+    """`limit / amax`, at most `2**126`; 1 where the amax is zero, NaN where it is NaN.
+
+    With `power_of_two` it is rounded down to a power of two, so that nothing exceeds the limit: the scale, its
+    reciprocal, goes up.
+
+    Args:
+        amax: The largest magnitudes.
+        limit: The largest value of the format.
+        power_of_two: Whether to clear the significand.
+
+    References:
+        TransformerEngine, `common/recipe/recipe_common.cuh::compute_scale_from_amax`; torchao's
+        `round_scales_to_power_of_2`.
+    """
+    multiplier = lax.div(lax.full_like(amax, limit), amax)
+    multiplier = jnp.minimum(multiplier, jnp.float32(LARGEST_MULTIPLIER))
+    if power_of_two:
+        multiplier = round_down_to_power_of_two(multiplier)
+    multiplier = jnp.where(amax > 0.0, multiplier, jnp.float32(1.0))
+    return jnp.where(jnp.isnan(amax), amax, multiplier)
+
+
+def round_down_to_power_of_two(x: Float32[Array, "*shape"]) -> Float32[Array, "*shape"]:
+    """Clears the significand; infinities stay."""
+    bits = lax.bitcast_convert_type(x, jnp.uint32)
+    return lax.bitcast_convert_type(bits & np.uint32(0xFF800000), jnp.float32)
+
+
+def round_up_scale(scale: Float32[Array, "*shape"], bits: int) -> Float32[Array, "*shape"]:
+    """The smallest number with so many significant bits that is not below a positive scale; infinity and NaN stay.
+
+    A larger scale clips nothing. It moves values down in the format's range, by at most `2**(1 - bits)`: 12.5 % with
+    4 bits. Rounding keeps its relative precision, as the format is a floating-point one.
+
+    Args:
+        scale: Scales.
+        bits: How many significant bits to keep, the leading one included; 24 keeps them all.
+    """
+    if bits == 24:
+        return scale
+    dropped = np.uint32((1 << (24 - bits)) - 1)
+    # Of all NaNs the first: adding to others would carry into the sign.
+    words = lax.min(lax.bitcast_convert_type(scale, jnp.uint32), np.uint32(0x7FC00000))
+    return lax.bitcast_convert_type((words + dropped) & ~dropped, jnp.float32)
+
+
+def amax_over(x: Float[Array, "*shape"], axes: tuple[int, ...], *, keepdims: bool = True) -> Float32[Array, "*blocks"]:
+    """The largest magnitude along some axes; NaN if one of them is infinite or NaN.
+
+    The scale is then NaN, and so is every value with it: code that skips overflowed steps has to notice them.
+
+    Args:
+        x: Values in any floating dtype.
+        axes: Those that the maximum is taken over.
+        keepdims: Whether they stay with size 1.
+    """
+    # As whole numbers magnitudes have the same order, with NaN on top: a maximum of float32 drops it on a CPU.
+    bits = lax.bitcast_convert_type(lax.abs(x), jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
+    amax = lax.bitcast_convert_type(jnp.max(bits, axis=axes, keepdims=keepdims, initial=0), x.dtype)
+    finite = lax.is_finite(amax)
+    if x.dtype.itemsize > 4:
+        # What float64 alone can hold is clipped.
+        amax = jnp.minimum(amax, float(np.finfo(np.float32).max))
+    return jnp.where(finite, lax.convert_element_type(amax, jnp.float32), jnp.float32(jnp.nan))

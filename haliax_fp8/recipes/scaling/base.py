@@ -1,0 +1,190 @@
+"""The interface of scalings: how they quantize an operand at one use, and what they remember, if anything."""
+
+import abc
+import dataclasses
+from typing import ClassVar, NamedTuple
+
+from jax import lax
+from jaxtyping import Array, Float, Float32, Key
+
+from ..._numerics.formats import E5M2, Format
+from ..._numerics.quantized_array import QuantizedArray
+from ..._numerics.rounding import AbstractRounding, ToNearest
+from ...devices.device import MatrixUnits
+
+
+class OperandUse(NamedTuple):
+    """What a scaling needs to know of one use of an operand.
+
+    Args:
+        format: The format to round to.
+        contracted: The axes of the operand that the product sums over.
+        ensemble: How many leading axes number independent members, each with its own scales.
+        stored: The scales that the state holds, `[*ensemble]`; None if the scaling is stateless.
+        rounding: How to round.
+        key: For a rounding that is random, one key for each member.
+        mixable: Whether the product sums over the last contracted axis as a whole. A grouped product does not: there,
+            neighbours may belong to different groups.
+        scale_bits: How many significant bits a scale for the whole tensor may have, see `QuantizedArray`.
+    """
+
+    format: Format
+    contracted: tuple[int, ...]
+    ensemble: int = 0
+    stored: Float32[Array, " *ensemble"] | None = None
+    rounding: AbstractRounding = ToNearest()
+    key: Key[Array, "*ensemble"] | None = None
+    mixable: bool = True
+    scale_bits: int = 24
+
+    def cast(self, x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+        """Rounds to the format as this use does, clipping what lies beyond its maximum."""
+        return self.rounding.cast(x, self.format, self.key)
+
+
+@dataclasses.dataclass(frozen=True)
+class AbstractScaling(abc.ABC):
+    """How one operand gets its scale: which elements share one, and when their amax is measured.
+
+    A scaling is a value: frozen, hashable, compared by its fields. What it remembers between steps is stored in the
+    state of the op that uses it.
+    """
+
+    quantizes: ClassVar[bool] = True
+    """Whether the operand is rounded at all; False leaves it in high precision."""
+
+    units: ClassVar[MatrixUnits]
+    """The hardware that multiplies operands with such scales, as they are; of a scaling that quantizes."""
+
+    directional: ClassVar[bool]
+    """Whether the scales depend on which axes are contracted. An operand of two products is then quantized twice."""
+
+    one_scale: ClassVar[bool] = False
+    """Whether a tensor has one scale: that of a product in bfloat16 is rounded up to 4 significant bits."""
+
+    gradient_format: ClassVar[Format] = E5M2
+    """The format that output gradients take with this scaling, unless a recipe says otherwise."""
+
+    @property
+    def for_kernel(self) -> "AbstractScaling":
+        """The scaling that a kernel takes where this one is used for all operands."""
+        return self
+
+    @abc.abstractmethod
+    def quantize(self, x: Float[Array, "*shape"], use: OperandUse) -> QuantizedArray:
+        """Quantizes an operand.
+
+        Args:
+            x: The operand.
+            use: What is done with it.
+        """
+
+
+@dataclasses.dataclass(frozen=True)
+class AbstractStatefulScaling(AbstractScaling):
+    """A scaling whose scale comes from state that is carried from step to step.
+
+    The state is a row of a table per operand: first the scale for the next use, then whatever the scaling remembers. A
+    step measures each operand, and records the result.
+    """
+
+    directional: ClassVar[bool] = False
+
+    stores_scale: ClassVar[bool] = True
+    """Whether the scale that `quantize` uses is the state's, so that nobody else need keep it."""
+
+    measures: ClassVar[int]
+    """How many numbers a step records of an operand; with 0 it records none, and the rows do not change."""
+
+    @property
+    @abc.abstractmethod
+    def first_row(self) -> tuple[float, ...]:
+        """The row before the first step."""
+
+    @abc.abstractmethod
+    def measure(
+        self, x: Float[Array, "*shape"], quantized: QuantizedArray, ensemble: int
+    ) -> Float32[Array, "*ensemble 1 measures"]:
+        """What a step records of an operand, as a row; several uses record the maximum.
+
+        Args:
+            x: The operand; it may have no elements.
+            quantized: What `quantize` made of it.
+            ensemble: How many leading axes number members.
+        """
+
+    def measure_parts(
+        self, x: Float[Array, "*shape"], quantized: QuantizedArray, ensemble: int
+    ) -> Float[Array, "*ensemble measures parts"]:
+        """What a step records of parts of an operand, in any dtype; their maximum is what `measure` returns.
+
+        Args:
+            x: As in `measure`.
+            quantized: As in `measure`.
+            ensemble: As in `measure`.
+        """
+        return lax.reshape(self.measure(x, quantized, ensemble), (*x.shape[:ensemble], self.measures, 1))
+
+    @abc.abstractmethod
+    def head(
+        self,
+        rows: Float32[Array, "*ensemble operands columns"],
+        measured: Float32[Array, "*ensemble operands measures"],
+        limits: tuple[float, ...],
+    ) -> Float32[Array, "*ensemble operands changed"]:
+        """The first columns of the rows after a step: those that are computed from several others.
+
+        Args:
+            rows: The rows before it, of the operands with this scaling.
+            measured: What this step measured of them; where it is not finite, the scale must not come from it.
+            limits: The largest value of each of these operands' formats.
+        """
+
+    def tail(self, rows: Float32[Array, "*ensemble operands columns"]) -> Float32[Array, "*ensemble operands others"]:
+        """The other columns after a step: moved, or computed element by element. By default there are none.
+
+        Args:
+            rows: The rows before it.
+        """
+        return lax.slice_in_dim(rows, 0, 0, axis=rows.ndim - 1)
+
+    def update(
+        self,
+        rows: Float32[Array, "*ensemble operands columns"],
+        measured: Float32[Array, "*ensemble operands measures"],
+        limits: tuple[float, ...],
+    ) -> Float32[Array, "*ensemble operands columns"]:
+        """The rows after a step: `head`, then `tail`."""
+        return lax.concatenate([self.head(rows, measured, limits), self.tail(rows)], rows.ndim - 1)
+
+    def calibrated(
+        self,
+        rows: Float32[Array, "*ensemble operands columns"],
+        measured: Float32[Array, "*ensemble operands measures"],
+        limits: tuple[float, ...],
+    ) -> Float32[Array, "*ensemble operands columns"]:
+        """The rows after a step of calibration; as `update` for a scaling that learns from every step."""
+        return self.update(rows, measured, limits)
+
+    def newest(
+        self, rows: Float32[Array, "*ensemble operands columns"]
+    ) -> Float32[Array, "*ensemble operands measures"]:
+        """What the last update entered into rows: they travel as a gradient, which may be a sum or a maximum."""
+        return lax.slice_in_dim(rows, 1, 1 + self.measures, axis=rows.ndim - 1)
+
+    @abc.abstractmethod
+    def with_scale(
+        self, data: Float[Array, "*shape"], stored: Float32[Array, " *ensemble"], ensemble: int
+    ) -> QuantizedArray:
+        """What `quantize` returned, from its data: the backward pass need not keep scales that the state holds.
+
+        Args:
+            data: The data that `quantize` returned.
+            stored: The scales that the state held.
+            ensemble: How many leading axes number members.
+        """
+
+
+def stores_scale(scaling: AbstractScaling) -> bool:
+    """Whether the state holds the scale that a scaling quantizes with."""
+    return isinstance(scaling, AbstractStatefulScaling) and scaling.stores_scale

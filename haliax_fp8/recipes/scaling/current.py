@@ -1,0 +1,86 @@
+"""Current scaling: the scale of a tensor, or of each of its rows, comes from the tensor itself."""
+
+import dataclasses
+from typing import ClassVar
+
+from jax import lax
+from jaxtyping import Array, Float
+
+from ..._numerics.formats import E4M3, Format
+from ..._numerics.quantized_array import QuantizedArray, quantize, quantize_by
+from ..._numerics.require import require_bool
+from ...devices.device import FP8_UNITS, MatrixUnits
+from .amax import amax_over, multiplier_of, round_up_scale
+from .base import AbstractScaling, OperandUse
+
+
+@dataclasses.dataclass(frozen=True)
+class CurrentScaling(AbstractScaling):
+    """One scale per tensor, from its own amax: `scale = amax / max`.
+
+    No state, and nothing is ever clipped; the price is that the tensor is read twice, once for its amax.
+
+    Args:
+        power_of_two: Round scales up to powers of two.
+
+    Raises:
+        ValueError: If `power_of_two` is neither True nor False.
+
+    References:
+        TransformerEngine's `Float8CurrentScaling`; torchao's tensorwise recipe; the Flax FP8 guide.
+
+    Example:
+        >>> CurrentScaling().quantize(jnp.array([3.5, -7.0]), OperandUse(E4M3, contracted=(0,))).scale
+        Array([0.015625], dtype=float32)
+    """
+
+    power_of_two: bool = False
+
+    units: ClassVar[MatrixUnits] = FP8_UNITS
+    directional: ClassVar[bool] = False
+    one_scale: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        require_bool("power_of_two", self.power_of_two, of="CurrentScaling")
+
+    def quantize(self, x: Float[Array, "*shape"], use: OperandUse) -> QuantizedArray:
+        """Quantizes with the amax of each member."""
+        amax = amax_over(x, tuple(range(use.ensemble, x.ndim)))
+        multiplier = multiplier_of(amax, use.format.max, power_of_two=self.power_of_two)
+        if self.power_of_two or use.scale_bits == 24:
+            return quantize_by(x, multiplier, use.cast, scale_bits=1 if self.power_of_two else 24)
+        scale = round_up_scale(lax.div(lax.full_like(multiplier, 1.0), multiplier), use.scale_bits)
+        return dataclasses.replace(quantize(x, scale, use.cast), scale_bits=use.scale_bits)
+
+
+@dataclasses.dataclass(frozen=True)
+class RowwiseScaling(AbstractScaling):
+    """One scale per row: for everything that the product sums over at once.
+
+    An outlier spoils only its own row. A row of fprop is a column of wgrad, so an operand of two products is quantized
+    for each.
+
+    Args:
+        power_of_two: Round scales up to powers of two, as torchao does: data then differ from those of float32 scales
+            by rounding only.
+
+    Raises:
+        ValueError: If `power_of_two` is neither True nor False.
+
+    References:
+        torchao's rowwise recipe (`Float8LinearConfig.from_recipe_name("rowwise")`).
+    """
+
+    power_of_two: bool = True
+
+    units: ClassVar[MatrixUnits] = FP8_UNITS
+    directional: ClassVar[bool] = True
+    gradient_format: ClassVar[Format] = E4M3
+
+    def __post_init__(self) -> None:
+        require_bool("power_of_two", self.power_of_two, of="RowwiseScaling")
+
+    def quantize(self, x: Float[Array, "*shape"], use: OperandUse) -> QuantizedArray:
+        """Quantizes with the amaxes over the contracted axes."""
+        multiplier = multiplier_of(amax_over(x, use.contracted), use.format.max, power_of_two=self.power_of_two)
+        return quantize_by(x, multiplier, use.cast, scale_bits=1 if self.power_of_two else 24)

@@ -1,0 +1,200 @@
+"""Delayed scaling: the scale of a step comes from the amaxes of the steps before it."""
+
+import dataclasses
+from typing import ClassVar
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Float32
+
+from ..._numerics.quantized_array import QuantizedArray, divide_by
+from ..._numerics.require import require_bool, require_integer, require_margin
+from ...devices.device import FP8_UNITS, MatrixUnits
+from .amax import round_down_to_power_of_two
+from .amax_rules import AbstractAmaxCompute, MaxOfHistory
+from .base import AbstractStatefulScaling, OperandUse
+
+
+# The smallest scale that is not flushed to zero. Below it stand tensors whose amax is under 1e-35.
+_SMALLEST_SCALE = float(jnp.finfo(jnp.float32).tiny)
+
+
+@dataclasses.dataclass(frozen=True)
+class DelayedScaling(AbstractStatefulScaling):
+    """One scale per tensor, from the largest amax of the last steps.
+
+    `scale = amax / max * 2**margin` with `amax = max(history)`. The history covers the steps *before* this one, so the
+    tensor is read once, not twice. A value that exceeds the range is clipped in this step and fits in the next.
+
+    Args:
+        amax_history_length: How many steps the history remembers. A spike keeps the scale large for that many steps,
+            and a spike a million times too large flushes everything else to zero for as long. 16 to 32 reacts faster;
+            1024 is the default in the field. `amax_compute=RecoveringMax()` bounds that time for any length.
+        margin: Headroom as a power of two: the scale is multiplied by `2**margin`.
+        amax_compute: What a step measures of a tensor, and how the history is reduced to one number.
+        update_interval: The scale is updated in the first step and then every `update_interval` steps; the history
+            records every step.
+        power_of_two: Round scales up to powers of two.
+
+    Raises:
+        ValueError: If `amax_history_length` or `update_interval` is below 1, `margin` is beyond ±17, the binades that
+            E4M3 has, or an argument is of the wrong kind.
+
+    References:
+        `flax.linen.fp8_ops` (the arithmetic, kept bit for bit); TransformerEngine's `DelayedScaling`;
+        arXiv:2209.05433, section 3.
+
+    Example:
+        >>> import haliax_fp8
+        >>> haliax_fp8.DelayedScaling(amax_history_length=16, margin=1)
+        DelayedScaling(amax_history_length=16, margin=1)
+    """
+
+    amax_history_length: int = 1024
+    margin: int = 0
+    amax_compute: AbstractAmaxCompute = MaxOfHistory()
+    update_interval: int = 1
+    power_of_two: bool = False
+
+    units: ClassVar[MatrixUnits] = FP8_UNITS
+    measures: ClassVar[int] = 1
+
+    def __post_init__(self) -> None:
+        for name in ("amax_history_length", "update_interval"):
+            require_integer(name, getattr(self, name), of="DelayedScaling")
+        require_margin(self.margin, of="DelayedScaling")
+        require_bool("power_of_two", self.power_of_two, of="DelayedScaling")
+        if self.amax_history_length < 1:
+            raise ValueError(
+                f"amax_history_length={self.amax_history_length} must be at least 1: "
+                "the history has to hold the amax of the last step (the field's default is 1024)"
+            )
+        if self.update_interval < 1:
+            raise ValueError(f"update_interval={self.update_interval} must be at least 1, an update at every step")
+        if not isinstance(self.amax_compute, AbstractAmaxCompute):
+            raise ValueError(
+                f"amax_compute={self.amax_compute!r} is not a rule for the amax; use MaxOfHistory(), MostRecent(), "
+                "RecoveringMax(), MovingAverage() or Percentile()"
+            )
+
+    def __repr__(self) -> str:
+        given = [
+            f"{field.name}={getattr(self, field.name)!r}"
+            for field in dataclasses.fields(self)
+            if field.name in ("amax_history_length", "margin") or getattr(self, field.name) != field.default
+        ]
+        return f"DelayedScaling({', '.join(given)})"
+
+    @property
+    def first_row(self) -> tuple[float, ...]:
+        """A scale of 1, and a history of zeros: newest first, then oldest to newest. Last the steps since an update."""
+        counter = (0.0,) if self.update_interval > 1 else ()
+        return (1.0, *(0.0,) * self.amax_history_length, *counter)
+
+    def quantize(self, x: Float[Array, "*shape"], use: OperandUse) -> QuantizedArray:
+        """Quantizes with the stored scale, one for all elements of each member."""
+        assert use.stored is not None
+        return divide_by(x, _shaped(use.stored, x.ndim, use.ensemble), use.cast)
+
+    def with_scale(
+        self, data: Float[Array, "*shape"], stored: Float32[Array, " *ensemble"], ensemble: int
+    ) -> QuantizedArray:
+        """The data with the stored scale."""
+        return QuantizedArray(data, _shaped(stored, data.ndim, ensemble))
+
+    def measure(
+        self, x: Float[Array, "*shape"], quantized: QuantizedArray, ensemble: int
+    ) -> Float32[Array, "*ensemble 1 1"]:
+        """The amax."""
+        del quantized
+        return lax.reshape(self.amax_compute.measure(x, ensemble), (*x.shape[:ensemble], 1, 1))
+
+    def measure_parts(
+        self, x: Float[Array, "*shape"], quantized: QuantizedArray, ensemble: int
+    ) -> Float[Array, "*ensemble 1 parts"]:
+        """The amaxes of rows."""
+        del quantized
+        return self.amax_compute.measure_parts(x, ensemble)
+
+    def head(
+        self,
+        rows: Float32[Array, "*ensemble operands columns"],
+        measured: Float32[Array, "*ensemble operands 1"],
+        limits: tuple[float, ...],
+    ) -> Float32[Array, "*ensemble operands 2"]:
+        """The next step's scale, from a history that this step's amax has entered; and that amax.
+
+        `scale = 1 / ((limit / max(history)) / 2**margin)`, where the newest amax has replaced the oldest.
+        The double reciprocal is Flax's: `amax / limit` differs from it in the last bit for half of all amaxes. Where
+        the history holds nothing above zero, the scale stays. The scale never falls with the amax, so that taking the
+        maximum over several uses of one state gives the state of their largest amax.
+
+        An infinite or NaN amax is recorded as `-inf`, which no maximum sees. Other libraries record it unchanged, and
+        their scale is stuck until it leaves the history.
+
+        Args:
+            rows: For each operand the scale of this step, then the amaxes of the steps before.
+            measured: This step's amaxes.
+            limits: The largest value of each operand's format.
+        """
+        axis, end = rows.ndim - 1, 1 + self.amax_history_length
+        scale = lax.slice_in_dim(rows, 0, 1, axis=axis)
+        newest = lax.select(lax.is_finite(measured), measured, lax.full_like(measured, -jnp.inf))
+        history = lax.concatenate([newest, *self._moved(rows)], axis)
+        new_scale = self._scale_of(history, scale, limits)
+        if self.update_interval > 1:
+            counter = lax.slice_in_dim(rows, end, end + 1, axis=axis)
+            new_scale = lax.select(lax.eq(counter, lax.full_like(counter, 0.0)), new_scale, scale)
+        return lax.concatenate([new_scale, newest], axis)
+
+    def tail(self, rows: Float32[Array, "*ensemble operands columns"]) -> Float32[Array, "*ensemble operands others"]:
+        """The rest of `roll(history, -1)`, and the steps since an update."""
+        axis, end = rows.ndim - 1, 1 + self.amax_history_length
+        columns = self._moved(rows)
+        if self.update_interval > 1:
+            counter = lax.slice_in_dim(rows, end, end + 1, axis=axis)
+            columns.append(lax.rem(counter + np.float32(1.0), lax.full_like(counter, self.update_interval)))
+        return lax.concatenate(columns, axis)
+
+    def _moved(self, rows: Array) -> list[Array]:
+        """`roll(history, -1)` without its first entry, which this step's amax takes."""
+        axis, end = rows.ndim - 1, 1 + self.amax_history_length
+        rest = lax.slice_in_dim(rows, min(3, end), end, axis=axis)
+        return [rest, lax.slice_in_dim(rows, 1, min(2, end - 1), axis=axis)]
+
+    def calibrated(
+        self,
+        rows: Float32[Array, "*ensemble operands columns"],
+        measured: Float32[Array, "*ensemble operands 1"],
+        limits: tuple[float, ...],
+    ) -> Float32[Array, "*ensemble operands columns"]:
+        """As `update`, with a scale that moves at every batch whatever `update_interval` is, and in the next step."""
+        if self.update_interval == 1:
+            return self.update(rows, measured, limits)
+        history = lax.slice_in_dim(rows, 0, 1 + self.amax_history_length, axis=rows.ndim - 1)
+        new = self.update(jnp.concatenate([history, jnp.zeros_like(measured)], -1), measured, limits)
+        return new.at[..., -1].set(0.0)
+
+    def _scale_of(self, history: Array, scale: Array, limits: tuple[float, ...]) -> Array:
+        amax = self.amax_compute.of_history(history)
+        limit = lax.broadcast_in_dim(np.asarray(limits, np.float32), scale.shape, (scale.ndim - 2,))
+        zero, one = lax.full_like(scale, 0.0), lax.full_like(scale, 1.0)
+        inverse = lax.div(limit, amax)
+        if self.margin:
+            inverse = lax.div(inverse, lax.full_like(scale, 2.0**self.margin))
+        inverse = lax.select(lax.gt(amax, zero), inverse, lax.div(one, usable(scale)))
+        if self.power_of_two:
+            inverse = round_down_to_power_of_two(inverse)
+        return lax.max(lax.div(one, inverse), lax.full_like(scale, _SMALLEST_SCALE))
+
+
+def usable(scale: Float32[Array, "*shape"]) -> Float32[Array, "*shape"]:
+    """Scales of 0 or `-inf` as 1: a trainer that overwrites state as it comes, where a layer was not reached."""
+    # Without an array of constants, which JAX would trace and lower apart from the loop that a layer is in.
+    positive = lax.max(scale, np.float32(0.0))
+    return lax.add(positive, lax.convert_element_type(lax.eq(positive, np.float32(0.0)), jnp.float32))
+
+
+def _shaped(stored: Float32[Array, " *ensemble"], ndim: int, ensemble: int) -> Float32[Array, "..."]:
+    return stored if ensemble == 0 else lax.reshape(stored, (*stored.shape, *(1,) * (ndim - ensemble)))

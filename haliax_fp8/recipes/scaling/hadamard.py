@@ -1,0 +1,69 @@
+"""Random Hadamard transform: spreads outliers over their neighbours before an operand is quantized."""
+
+import dataclasses
+from typing import ClassVar
+
+from jaxtyping import Array, Float
+
+from ..._numerics.formats import Format
+from ..._numerics.quantized_array import QuantizedArray
+from ..._numerics.require import require
+from ..._numerics.rotation import GROUP, Rotation
+from ...devices.device import MatrixUnits
+from .base import AbstractScaling, AbstractStatefulScaling, OperandUse
+
+
+@dataclasses.dataclass(frozen=True)
+class HadamardScaling(AbstractScaling):
+    """Another scaling, applied after rotating every 16 elements along the contraction.
+
+    Both operands of a product are rotated, `(a R) (b R)^T = a b^T`, so the product does not change, but an outlier is
+    shared by the 16 elements of its group and no longer sets their scale alone. `R` is a Hadamard matrix with fixed
+    random signs. A grouped product, which sums over parts of an axis, is not rotated.
+
+    Args:
+        scaling: How the rotated operand is quantized; a stateless scaling.
+        padding: Whether to pad an axis with zeros if its length is not a multiple of 16.
+
+    Raises:
+        ValueError: If `scaling` keeps state; when used, if an axis would be padded and `padding` is False.
+
+    References:
+        QuaRot (arXiv:2404.00456); arXiv:2509.25149, section 4.2: on the operands of wgrad.
+    """
+
+    scaling: AbstractScaling
+    padding: bool = True
+
+    directional: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        require("scaling", self.scaling, AbstractScaling, "CurrentScaling() or NVFP4Scaling()", of="HadamardScaling")
+        if isinstance(self.scaling, AbstractStatefulScaling):
+            raise ValueError(
+                f"scaling={self.scaling} of HadamardScaling keeps state, which describes the operand before it is "
+                "rotated; use a stateless one, such as CurrentScaling() or NVFP4Scaling()"
+            )
+
+    @property
+    def units(self) -> MatrixUnits:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Those of the scaling: rotations of both operands cancel."""
+        return self.scaling.units
+
+    @property
+    def gradient_format(self) -> Format:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """That of the scaling."""
+        return self.scaling.gradient_format
+
+    def quantize(self, x: Float[Array, "*shape"], use: OperandUse) -> QuantizedArray:
+        """Rotates, then quantizes."""
+        if not (use.mixable and use.contracted):
+            return self.scaling.quantize(x, use)
+        rotation = Rotation(axis=use.contracted[-1], length=x.shape[use.contracted[-1]])
+        if rotation.padding and not self.padding:
+            raise ValueError(
+                f"axis {rotation.axis} of an operand of shape {x.shape} is not a multiple of the {GROUP} elements that "
+                f"{self} rotates; make it one, or pad it with zeros, padding=True"
+            )
+        quantized = self.scaling.quantize(rotation.apply(x), use)
+        return dataclasses.replace(quantized, rotation=rotation)

@@ -1,0 +1,128 @@
+"""NVFP4: 4-bit data in blocks of 16, with a scale of 8 bits for each block and one of 32 bits for the tensor."""
+
+import dataclasses
+from typing import ClassVar
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Float32
+
+from ..._numerics.formats import E2M1, E4M3, Format, saturating_cast, spacing_of
+from ..._numerics.quantized_array import QuantizedArray, expand
+from ...devices.device import NO_UNITS, MatrixUnits
+from .amax import multiplier_of
+from .base import AbstractScaling, OperandUse
+from .block_geometry import block_shape, blockwise_amax, blockwise_sum
+
+
+# Twice the smallest scale that no device flushes to zero: rounded to E4M3, it may lose a third.
+_SMALLEST_SCALE = np.float32(2.0**-125)
+
+_MARGIN = np.float32(2.0**-13)
+
+
+@dataclasses.dataclass(frozen=True)
+class NVFP4Scaling(AbstractScaling):
+    """Blocks of 16 along the contraction, with scales in E4M3 that one float32 scale brings into E4M3's range.
+
+    `tensor_scale = amax(tensor) / (448 * 6)`, `block_scale = E4M3(amax(block) / 6 / tensor_scale)`, and
+    `scale = block_scale * tensor_scale`; 6 is the maximum of E2M1. An operand has 4.5 bits per element.
+
+    The block scale is rounded to nearest, which clips the largest elements of some blocks by up to 6 %. If the data are
+    rounded stochastically, it is rounded up: nothing is clipped, and the mean over many draws is the value itself.
+
+    Args:
+        square: Blocks of 16x16, the same for both products that use an operand; kernels take them.
+        padding: Whether the last block of an axis may be partial, as if padded with zeros.
+        four_over_six: Whether a block may map its amax to 4 instead of 6 if that makes its squared error smaller: E2M1
+            has no value between 4 and 6, but 3 below 4. With stochastic rounding, the expected error decides. The error
+            of a block is never above that of `four_over_six=False`.
+
+    Raises:
+        ValueError: When used, if the last block is partial and `padding` is False.
+
+    References:
+        NVIDIA, Pretraining Large Language Models with NVFP4 (arXiv:2509.25149); TransformerEngine's
+        `NVFP4BlockScaling`. Four Over Six (arXiv:2512.02010), which also lowers the tensor's 448 to 256, so that the
+        blocks near the tensor's amax have the choice too; then some blocks are worse than without it.
+
+    Example:
+        >>> x = jnp.zeros((2, 16)).at[0, :4].set(jnp.array([10.0, 20.0, 30.0, 40.0])).at[1, 0].set(2688.0)
+        >>> for four_over_six in (False, True):
+        ...     q = NVFP4Scaling(four_over_six=four_over_six).quantize(x, OperandUse(E2M1, contracted=(1,)))
+        ...     print(q.data[0, :4].astype(jnp.float32))
+        [1.5 3.  4.  6. ]
+        [1. 2. 3. 4.]
+    """
+
+    square: bool = False
+    padding: bool = True
+    four_over_six: bool = False
+
+    units: ClassVar[MatrixUnits] = NO_UNITS
+    gradient_format: ClassVar[Format] = E2M1
+
+    @property
+    def directional(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Squares look the same from both sides."""
+        return not self.square
+
+    @property
+    def for_kernel(self) -> AbstractScaling:
+        """Squares."""
+        return dataclasses.replace(self, square=True)
+
+    def quantize(self, x: Float[Array, "*shape"], use: OperandUse) -> QuantizedArray:
+        """Quantizes with the amax of each block and that of the tensor."""
+        block = block_shape(x.shape, 16, use, square=self.square, padding=self.padding, scaling=self)
+        x = lax.convert_element_type(x, jnp.float32)
+        amax = blockwise_amax(x, block)
+        # A block that holds an infinity or NaN has a scale of NaN, and leaves the others theirs.
+        finite = jnp.isfinite(amax)
+        axes = tuple(range(use.ensemble, x.ndim))
+        of_tensor = jnp.max(jnp.where(finite, amax, 0.0), axis=axes, keepdims=True, initial=0.0)
+        multiplier = multiplier_of(of_tensor, E4M3.max * use.format.max)
+        unit = np.float32(1.0) / multiplier
+        wanted = amax * (multiplier / np.float32(use.format.max))
+        # Else the scale, a product of the two, would be flushed to zero for tensors below 1e-34.
+        wanted = jnp.where(amax > 0.0, jnp.maximum(wanted, _SMALLEST_SCALE * multiplier), np.float32(0.0))
+        scale = _block_scale(wanted, use) * unit
+        if self.four_over_six:
+            scale = self._better(x, scale, wanted, unit, use, block)
+        scale = jnp.where(finite, scale, np.float32(np.nan))
+        return QuantizedArray(use.cast(_scaled(x, scale, block)), scale, block)
+
+    def _better(
+        self, x: Array, for_six: Array, wanted: Array, unit: Array, use: OperandUse, block: tuple[int, ...]
+    ) -> Float32[Array, "*blocks"]:
+        """Of each block the scale with the smaller squared error: that for 6, or half as much again."""
+        for_four = _block_scale(wanted * np.float32(1.5), use) * unit
+        error_of_six, error_of_four = (
+            blockwise_sum(use.rounding.squared_error(_scaled(x, scale, block), use.format), block)
+            for scale in (for_six, for_four)
+        )
+        ratio = for_four / for_six
+        # In units of the scale for 6. The margin is above what float32 rounds of up to 256 elements' errors.
+        better = error_of_four * ratio * ratio + _MARGIN * (error_of_six + np.float32(1.0)) < error_of_six
+        fits = wanted * np.float32(1.5) <= np.float32(E4M3.max)
+        return jnp.where(better & fits, for_four, for_six)
+
+
+def _block_scale(wanted: Float32[Array, "*blocks"], use: OperandUse) -> Float32[Array, "*blocks"]:
+    """Rounded to E4M3: up where data are rounded at random, since clipping has no mean of zero; else to nearest."""
+    if use.rounding.needs_key:
+        spacing = spacing_of(wanted, E4M3)
+        # Exact: every value is one of E4M3's by now.
+        rounded = saturating_cast(jnp.ceil(wanted / spacing) * spacing, E4M3)
+    else:
+        rounded = saturating_cast(wanted, E4M3)
+    # The barrier keeps XLA from taking the two casts for nothing; and, where a rotated operand is a constant of the
+    # program, its CPU compiler from evaluating it with elements in the wrong places.
+    return lax.optimization_barrier(rounded).astype(jnp.float32)
+
+
+def _scaled(x: Float32[Array, "*shape"], scale: Float32[Array, "*blocks"], block: tuple[int, ...]) -> Array:
+    """`x / scale`, by a multiplication; of blocks whose scale is 0 something finite."""
+    inverse = jnp.minimum(np.float32(1.0) / scale, np.finfo(np.float32).max)
+    return x * expand(inverse, x.shape, block)

@@ -1,0 +1,110 @@
+"""Static scaling: scales that are given, or come from calibration, and never change."""
+
+import dataclasses
+import math
+from typing import ClassVar
+
+from jax import lax
+from jaxtyping import Array, Float, Float32
+
+from ..._numerics.quantized_array import QuantizedArray
+from ..._numerics.require import require_margin, require_number
+from ...devices.device import FP8_UNITS, MatrixUnits
+from .base import AbstractStatefulScaling, OperandUse
+from .delayed import DelayedScaling
+
+
+@dataclasses.dataclass(frozen=True)
+class StaticScaling(AbstractStatefulScaling):
+    """One scale per tensor that training does not move.
+
+    For inference, where `calibrate` derives the scale from the largest amax that it saw,
+    `scale = amax / max * 2**margin`; and for models whose activations have a known size by construction, such as those
+    of unit scaling, where the scale is given. No amax is computed while the model runs.
+
+    Without a given scale, the model has to be calibrated before its first step. Until then the scale is infinite, and
+    every product that uses it is NaN; `TrainStep` and `quantization_statistics` raise, and `describe` says so.
+
+    Args:
+        scale: The scale before calibration; None if calibration has to find it.
+        margin: Headroom of calibrated scales, as a power of two.
+
+    Raises:
+        ValueError: If `scale` is not positive and finite, or `margin` is not an integer between -17 and 17.
+
+    References:
+        vLLM's and TensorRT-LLM's static activation scales; Unit Scaling (arXiv:2303.11257), where the scale is 1.
+
+    Example:
+        >>> op = Fp8DotGeneral.init(StaticScaling(scale=0.25))
+        >>> op.scale("kernel")
+        Array(0.25, dtype=float32)
+    """
+
+    scale: float | None = None
+    margin: int = 0
+
+    units: ClassVar[MatrixUnits] = FP8_UNITS
+    measures: ClassVar[int] = 0
+
+    def __post_init__(self) -> None:
+        if self.scale is not None:
+            require_number("scale", self.scale, "1.0", of="StaticScaling")
+            if not self.scale > 0.0:
+                raise ValueError(
+                    f"scale={self.scale} of StaticScaling must be positive and finite: values are divided by it. "
+                    "Use None to let calibration find it"
+                )
+        require_margin(self.margin, of="StaticScaling")
+
+    @property
+    def first_row(self) -> tuple[float, ...]:
+        """The scale, infinite until calibration finds it; and the largest amax of calibration so far."""
+        # Not NaN: `jax.debug_nans` would stop where the model is converted, not where the scale is used.
+        return (math.inf if self.scale is None else self.scale, 0.0)
+
+    @property
+    def _tensorwise(self) -> DelayedScaling:
+        return DelayedScaling(amax_history_length=1, margin=self.margin)
+
+    def quantize(self, x: Float[Array, "*shape"], use: OperandUse) -> QuantizedArray:
+        """Quantizes with the stored scale."""
+        return self._tensorwise.quantize(x, use)
+
+    def with_scale(
+        self, data: Float[Array, "*shape"], stored: Float32[Array, " *ensemble"], ensemble: int
+    ) -> QuantizedArray:
+        """The data with the stored scale."""
+        return self._tensorwise.with_scale(data, stored, ensemble)
+
+    def measure(
+        self, x: Float[Array, "*shape"], quantized: QuantizedArray, ensemble: int
+    ) -> Float32[Array, "*ensemble 1 1"]:
+        """The amax; asked for in calibration only."""
+        return self._tensorwise.measure(x, quantized, ensemble)
+
+    def head(
+        self,
+        rows: Float32[Array, "*ensemble operands columns"],
+        measured: Float32[Array, "*ensemble operands measures"],
+        limits: tuple[float, ...],
+    ) -> Float32[Array, "*ensemble operands columns"]:
+        """The rows as they are."""
+        del measured, limits
+        return rows
+
+    def calibrated(
+        self,
+        rows: Float32[Array, "*ensemble operands columns"],
+        measured: Float32[Array, "*ensemble operands 1"],
+        limits: tuple[float, ...],
+    ) -> Float32[Array, "*ensemble operands columns"]:
+        """The scale from the largest amax of all batches so far; 0 where none was above zero and no scale is known."""
+        axis = rows.ndim - 1
+        largest = lax.max(measured, lax.slice_in_dim(rows, 1, 2, axis=axis))
+        updated = self._tensorwise.update(rows, largest, limits)
+        scale, amax = lax.slice_in_dim(updated, 0, 1, axis=axis), lax.slice_in_dim(updated, 1, 2, axis=axis)
+        # Microbatches are combined by maximum, in which what one of them did not find must not win. State is not
+        # overwritten by a scale of 0.
+        known = lax.select(lax.is_finite(scale), scale, lax.full_like(scale, 0.0))
+        return lax.concatenate([known, amax], axis)

@@ -1,0 +1,123 @@
+"""supported: whether a device's matrix units multiply what a recipe makes, and if not, why."""
+
+import dataclasses
+from typing import Literal
+
+from .._numerics.require import require
+from ..devices.device import FP8_UNITS, Device
+from .named import RecipeLike, as_recipe
+from .recipe import Quantization, Recipe
+
+
+@dataclasses.dataclass(frozen=True)
+class Support:
+    """What becomes of a recipe's products on a device.
+
+    Args:
+        device: The device.
+        outcome: `"native"`: its matrix units multiply all of the recipe's FP8 products; `"emulated"`: it is a CPU,
+            which computes them with the same rounding; or `"refused"`: it is an accelerator that would have to emulate
+            them, slower than high precision. Conversion then raises, unless emulation is requested.
+        reason: Why.
+    """
+
+    device: Device
+    outcome: Literal["native", "emulated", "refused"]
+    reason: str
+
+    @property
+    def is_native(self) -> bool:
+        """Whether the device's matrix units multiply the products."""
+        return self.outcome == "native"
+
+    def __str__(self) -> str:
+        return f"{self.outcome} on {self.device.kind}: {self.reason}"
+
+
+def supported(recipe: RecipeLike, device: Device | str | None = None) -> Support:
+    """Whether a device multiplies the products of a recipe, or emulates them.
+
+    Args:
+        recipe: A recipe, its name, or a scaling to use for all operands.
+        device: A device or its name, such as `"h100"`; by default the one that JAX computes on.
+
+    Returns:
+        The outcome with its reason. Products that the recipe leaves in high precision do not count.
+
+    Raises:
+        ValueError: If a name is unknown; the nearest ones are listed. If `recipe` is not a recipe.
+
+    References:
+        Compute capabilities: NVIDIA's cuBLAS documentation, `cublasLtMatmul` (FP8 from 8.9, blocks of 32 from 10.0).
+        TransformerEngine's `check_fp8_support` and `check_mxfp8_support` use the same limits.
+
+    Example:
+        >>> print(supported("mxfp8", "b200").outcome, supported("delayed", "cpu").outcome)
+        native emulated
+        >>> print(supported("delayed", "a100").reason)
+        FP8 products need compute capability 8.9 (Ada, Hopper, Blackwell), and it has 8.0
+    """
+    recipe = as_recipe(recipe)
+    device = Device.default() if device is None else Device.by_name(device) if isinstance(device, str) else device
+    require("device", device, Device, "a name such as 'h100', or None for the local device", of="supported")
+    if device.emulates:
+        return Support(device, "emulated", "a CPU has no FP8 units; products are computed with the same rounding")
+    products = {name: operands for name, operands in recipe.products.items() if operands[0].scaling.quantizes}
+    lacking: dict[str, list[str]] = {}
+    for name, operands in products.items():
+        if (reason := _lacking(operands, device)) is not None:
+            lacking.setdefault(reason, []).append(name)
+    if not lacking:
+        formats = " and ".join(format.name for format in recipe.formats)
+        return Support(device, "native", f"its matrix units multiply {formats}" if formats else "no product is in FP8")
+    if list(lacking.values()) == [list(products)]:
+        return Support(device, "refused", next(iter(lacking)))
+    reasons = (f"{', '.join(names)}: {reason}" for reason, names in lacking.items())
+    return Support(device, "refused", "; ".join(reasons))
+
+
+def _lacking(operands: tuple[Quantization, Quantization], device: Device) -> str | None:
+    """Why the device cannot multiply the operands of one product."""
+    units = {operand.scaling.units for operand in operands}
+    if len(units) > 1:
+        return f"no unit multiplies {operands[0].scaling} by {operands[1].scaling}"
+    for unit in units:
+        if (reason := unit.lacking(device)) is not None:
+            return reason
+    return next((reason for operand in operands if (reason := device.lacks(operand.format))), None)
+
+
+def supported_in_groups(recipe: Recipe, device: Device) -> Support:
+    """As `supported`, for grouped products, in which only one scale for the tensor stays outside the sum.
+
+    Each row of the output belongs to a group with its own kernel; wgrad sums over parts of an axis.
+
+    Args:
+        recipe: The recipe.
+        device: The device.
+    """
+    support = supported(recipe, device)
+    operands = [operand for pair in recipe.products.values() for operand in pair if operand.scaling.quantizes]
+    finer = dict.fromkeys(str(o.scaling) for o in operands if o.scaling.units is not FP8_UNITS or o.scaling.directional)
+    if support.is_native and finer:
+        reason = f"grouped products take one scale per tensor; operands scaled by {', '.join(finer)} are dequantized"
+        return Support(device, "refused", reason)
+    return support
+
+
+def require_support(recipe: Recipe, support: Support) -> None:
+    """Raises where an accelerator would emulate what it was asked to multiply.
+
+    Args:
+        recipe: The recipe.
+        support: What becomes of it on the device.
+
+    Raises:
+        ValueError: Naming the recipe, the device, the reason and the remedy.
+    """
+    if support.outcome == "refused":
+        raise ValueError(
+            f"recipe {recipe} would be emulated on {support.device.kind}, slower than high precision: "
+            f"{support.reason}. Leave the model unconverted, choose a recipe that supported(recipe, device) calls "
+            "native, or request emulation with Fp8Config(emulate=True)"
+        )

@@ -1,0 +1,19 @@
+"""Training: gradients with exact maxima, the update of parameters and state, and what a training loop needs besides."""
+
+from ..layers.own_state import require_own_state as require_own_state
+from .calibration import calibrate as calibrate, fp8_states as fp8_states
+from .exact_loss import exact_gradients as exact_gradients
+from .gradients import (
+    filter_grad as filter_grad,
+    filter_value_and_grad as filter_value_and_grad,
+    with_max_gradients as with_max_gradients,
+)
+from .keys import with_rounding_keys as with_rounding_keys
+from .optimizer_state import transfer_optimizer_state as transfer_optimizer_state
+from .step import TrainStep as TrainStep
+from .updates import (
+    accumulate_gradients as accumulate_gradients,
+    apply_updates as apply_updates,
+    partition_for_grad_overwrite as partition_for_grad_overwrite,
+    trainable as trainable,
+)

@@ -1,0 +1,132 @@
+"""calibrate: a pass in high precision that fills the state, so that training starts with good scales."""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import equinox as eqx
+import haliax as hax
+import jax
+import numpy as np
+
+from .._op import Fp8DotGeneral
+from .._state.marker import OverwriteWithGradient
+from .gradients import filter_grad
+from .loss import scalar_loss
+
+
+def calibrate[M](model: M, loss_fn: Callable[..., Any], batches: Iterable[Any]) -> M:
+    """Runs forward and backward passes in high precision and records every amax in the model's state.
+
+    State starts with scales of 1. With that scale, E5M2 rounds gradients around 1e-6 to zero: the last layer finds its
+    scale in the first step, the one before it in the second, and so on. After calibration on one batch, all layers
+    train from the first step. Stateless recipes need no calibration: layers with such a recipe, and models that have
+    only such layers, are returned unchanged.
+
+    Each batch has to match one evaluation of the loss in training. If a step splits its batch into microbatches, output
+    gradients are larger than those of the whole batch; `TrainStep.calibrate` splits as its step does.
+
+    Args:
+        model: A converted model. Its parameters are not changed.
+        loss_fn: `loss_fn(model, *batch)`, a scalar.
+        batches: An iterable of batches, one step each. A tuple holds several arguments of `loss_fn`.
+
+    Returns:
+        The model with its state filled: the history holds one amax for each batch, newest first.
+
+    Raises:
+        ValueError: If `batches` is empty or is itself a batch, if `loss_fn` does not return one number, or if the model
+            has no FP8 layer.
+
+    Example:
+        >>> fp8_model = calibrate(fp8_linear_layers(model), loss_fn, [(x,)])
+        >>> all(bool((node.scale != 1.0).all()) for node in fp8_states(fp8_model))
+        True
+    """
+    if not _has_ops(model):
+        raise ValueError(
+            "model has no FP8 layer to calibrate; convert it first: model = fp8_linear_layers(model, config)"
+        )
+    _require_batches(batches)
+    if not fp8_states(model):
+        return model
+    count = 0
+    for batch in batches:
+        arguments = batch if isinstance(batch, tuple) else (batch,)
+        model = recorded(model, lambda observed, arguments=arguments: _gradients(observed, loss_fn, arguments))
+        count += 1
+    if count == 0:
+        raise ValueError("batches is empty; calibration needs at least one batch")
+    return model
+
+
+def recorded[M](model: M, gradients_of: Callable[[M], Any]) -> M:
+    """The model after one step of calibration.
+
+    Args:
+        model: A converted model; one without state is returned unchanged.
+        gradients_of: Computes the gradients of a model, of which only the state's are used. It gets the model with
+            every product in high precision, recording what the state of its recipe needs.
+    """
+    if not fp8_states(model):
+        return model
+    observed = _observed(model)
+    return _overwritten(model, observed, gradients_of(observed))
+
+
+def fp8_states(model: Any) -> list[OverwriteWithGradient]:
+    """All state in a model that gradients overwrite."""
+    return [node for node in jax.tree.leaves(model, is_leaf=_is_state) if _is_state(node)]
+
+
+# One function for all calls, so that a second calibration with the same loss does not compile again.
+@eqx.filter_jit
+def _gradients(model: Any, loss_fn: Callable[..., Any], batch: tuple[Any, ...]) -> Any:
+    return filter_grad(lambda model: scalar_loss(loss_fn(model, *batch)))(model)
+
+
+def _observed[M](model: M) -> M:
+    """The model with every op in high precision, recording."""
+
+    def observe(node: Any) -> Any:
+        return node.with_recipe(node.recipe.observed) if _is_op(node) else node
+
+    return jax.tree.map(observe, model, is_leaf=_is_op)
+
+
+def _overwritten[M](model: M, observed: M, gradients: Any) -> M:
+    """The model with the state that the observed model's would have."""
+    pairs = zip(fp8_states(observed), fp8_states(gradients), strict=True)
+    new = iter([jax.tree.leaves(state.overwritten_by(gradient)) for state, gradient in pairs])
+    # The observed state's arrays, in a state that training updates.
+    overwrite = lambda node: jax.tree.unflatten(jax.tree.structure(node), next(new)) if _is_state(node) else node
+    return jax.tree.map(overwrite, model, is_leaf=_is_state)
+
+
+def _require_batches(batches: Any) -> None:
+    """A single batch instead of a list would be iterated row by row, or argument by argument."""
+    if isinstance(batches, tuple):
+        is_batch = any(_is_batch(element) for element in batches)
+    else:
+        is_batch = _is_batch(batches) or not isinstance(batches, Iterable)
+    if is_batch:
+        raise ValueError(
+            f"batches is a {type(batches).__name__}, which is one batch or a part of it; pass a list of batches: "
+            "calibrate(model, loss_fn, [batch]). For a loss_fn with several arguments a batch is a tuple of them, "
+            "[(x, y)]"
+        )
+
+
+def _is_batch(value: Any) -> bool:
+    return isinstance(value, jax.Array | np.ndarray | hax.NamedArray | Mapping | eqx.Module | str | bytes)
+
+
+def _has_ops(model: Any) -> bool:
+    return bool(fp8_states(model)) or any(map(_is_op, jax.tree.leaves(model, is_leaf=_is_op)))
+
+
+def _is_state(node: Any) -> bool:
+    return isinstance(node, OverwriteWithGradient)
+
+
+def _is_op(node: Any) -> bool:
+    return isinstance(node, Fp8DotGeneral)

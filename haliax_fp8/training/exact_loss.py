@@ -1,0 +1,102 @@
+"""exact_gradients: a loss whose gradient is that of `filter_grad`, whatever takes it."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from haliax.quantization import CustomGradientAccumulation
+from jax import lax
+
+from .._state.records import OpRecord
+from .gradients import filter_value_and_grad
+
+
+def exact_gradients(loss_fn: Callable[..., Any], *, has_aux: bool = False) -> Callable[..., Any]:
+    """A loss whose gradient is that of `filter_grad`, even if a trainer takes it with `jax.grad` or `eqx.filter_grad`.
+
+    Some trainers, such as Levanter's, take the gradient of a loss themselves. Their gradient then sums the amaxes of a
+    layer that is used several times, updates each layer's state separately, and quantizes a shared input once per
+    layer. Wrap the loss in this function to avoid all three: the gradient is taken inside and passed on.
+
+    Args:
+        loss_fn: `loss_fn(model, *args, **kwargs)`, returning a scalar, or `(scalar, aux)` with `has_aux`. It is
+            differentiated with respect to the model alone.
+        has_aux: Whether `loss_fn` also returns auxiliary results, which are not differentiated.
+
+    Returns:
+        A function with the same arguments and results.
+
+    Raises:
+        ValueError: When called, if it is differentiated with respect to anything but its first argument.
+
+    Example:
+        >>> def twice(layer, x):
+        ...     return (layer(x) + layer(3.0 * x)).sum().array
+        >>> x = hax.ones((hax.Axis("batch", 2), layer.In))
+        >>> gradient = eqx.filter_grad(exact_gradients(twice))(layer, x)
+        >>> float(gradient.dot_general.amax_history("input")[0])
+        3.0
+    """
+
+    @functools.wraps(loss_fn)
+    def call(model: Any, *args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(node, OpRecord) for node in jax.tree.leaves(model, is_leaf=_is_record)):
+            # `filter_grad` takes the gradient already.
+            return loss_fn(model, *args, **kwargs)
+        (of_model, of_others), rest = eqx.partition((model, (args, kwargs)), eqx.is_inexact_array)
+        static: list[Any] = []
+
+        def evaluate(function: Callable[..., Any], of_model: Any, of_others: Any) -> Any:
+            model, (args, kwargs) = eqx.combine((of_model, of_others), rest)
+            return function(model, *args, **kwargs)
+
+        def arrays_of(result: Any) -> Any:
+            arrays, others = eqx.partition(result, eqx.is_array)
+            static[:] = [others]
+            return arrays
+
+        @jax.custom_vjp
+        def loss(of_model: Any, of_others: Any) -> Any:
+            return arrays_of(evaluate(loss_fn, of_model, of_others))
+
+        def forward(of_model: Any, of_others: Any) -> tuple[Any, Any]:
+            if any(x.perturbed for x in jax.tree.leaves(of_others, is_leaf=_is_primal)):
+                raise ValueError(
+                    "a loss in exact_gradients was differentiated with respect to an argument other than its first, "
+                    "the model; move everything that you differentiate into the first argument"
+                )
+            values = jax.tree.map(lambda x: x.value, (of_model, of_others), is_leaf=_is_primal)
+            result, gradients = evaluate(filter_value_and_grad(loss_fn, has_aux=has_aux), *values)
+            in_dtype = lambda x, g: lax.convert_element_type(g, x.dtype)
+            return arrays_of(result), (jax.tree.map(in_dtype, values[0], gradients), values[1])
+
+        def backward(kept: Any, cotangents: Any) -> tuple[Any, Any]:
+            gradients, of_others = kept
+            (cotangent,) = jax.tree.leaves(cotangents[0] if has_aux else cotangents)
+            # State is not a direction: a loss that counts twice has the same amaxes.
+            scaled = lambda node: node if _is_state(node) else node * cotangent.astype(node.dtype)
+            return jax.tree.map(scaled, gradients, is_leaf=_is_state), jax.tree.map(jnp.zeros_like, of_others)
+
+        loss.defvjp(forward, backward, symbolic_zeros=True)
+        arrays = loss(of_model, of_others)
+        result = eqx.combine(arrays, static[0])
+        if not has_aux:
+            return result
+        return result[0], jax.tree.map(lambda x: lax.stop_gradient(x) if eqx.is_array(x) else x, result[1])
+
+    return call
+
+
+def _is_record(node: Any) -> bool:
+    return isinstance(node, OpRecord)
+
+
+def _is_state(node: Any) -> bool:
+    return isinstance(node, CustomGradientAccumulation)
+
+
+def _is_primal(node: Any) -> bool:
+    return isinstance(node, jax.custom_derivatives.CustomVJPPrimal)

@@ -1,0 +1,80 @@
+"""with_rounding_keys: gives every op that rounds stochastically its own key."""
+
+import dataclasses
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Key
+
+from .._op import Fp8DotGeneral
+
+
+def with_rounding_keys[M](model: M, key: Key[Array, ""]) -> M:
+    """The model with a key in every op whose recipe rounds stochastically; other models are returned unchanged.
+
+    Call it inside the loss, with a new key in each step. Every layer, each member of a stack or an ensemble, and each
+    operand of each product draws its own numbers; the same key reproduces them. A layer that is used several times in
+    one step draws the same numbers for operands of the same shape, and so do the examples of `vmap(grad(f))` unless
+    each has a key. Inside `shard_map`, devices draw different numbers for operands that vary over them; with
+    `check_vma=False` JAX does not know which do, and all draw the same.
+
+    Args:
+        model: A converted model, or any tree that holds ops.
+        key: A key, from `jax.random.key`.
+
+    Returns:
+        The model, for this step.
+
+    Raises:
+        ValueError: If `key` is not a single key.
+
+    Example:
+        >>> fp4_model = fp8_linear_layers(model, Fp8Config(recipe="nvfp4"))
+        >>> step_key = jax.random.fold_in(jax.random.key(0), 17)
+        >>> loss_fn(with_rounding_keys(fp4_model, step_key), x).shape
+        ()
+    """
+    _require_single_key(key)
+    is_op = lambda node: isinstance(node, Fp8DotGeneral)
+    leaves, structure = jax.tree.flatten(model, is_leaf=is_op)
+    return jax.tree.unflatten(structure, [_with_key(leaf, key, i) for i, leaf in enumerate(leaves)])
+
+
+def require_step_key(key: Any, loss_fn: Callable[..., Any], batch: tuple[Any, ...]) -> None:
+    """Raises a ValueError where the `key` of a training step is not one key, or seems to be meant for the loss.
+
+    Args:
+        key: The key; None is fine.
+        loss_fn: The step's loss.
+        batch: What the loss is given after the model.
+    """
+    if key is None:
+        return
+    _require_single_key(key)
+    try:
+        signature = inspect.signature(loss_fn)
+        given = signature.bind_partial(None, *batch).arguments
+    except (TypeError, ValueError):  # no signature, or a batch that does not fit it: the call will say so
+        return
+    if "key" in signature.parameters and "key" not in given:
+        raise ValueError(
+            "key= is for recipes that round at random; it does not reach loss_fn, which has a parameter 'key'. Pass "
+            "the loss's own key as part of the batch, step(model, opt_state, *batch, loss_key), or pass None there"
+        )
+
+
+def _require_single_key(key: Any) -> None:
+    if not (isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key) and key.ndim == 0):
+        raise ValueError(f"key={key!r} is not a single random key; make one with jax.random.key(seed)")
+
+
+def _with_key(node: Any, key: Array, index: int) -> Any:
+    if not isinstance(node, Fp8DotGeneral) or node.key is None:
+        return node
+    # The words of keys, drawn as random numbers: whatever generator `key` is of, and as many as the op has members.
+    words = jax.random.bits(jax.random.fold_in(key, index), node.key.array.shape, jnp.uint32)
+    # Through the tree: inside `vmap` and `scan` the names may count axes that the array does not have.
+    return dataclasses.replace(node, key=jax.tree.unflatten(jax.tree.structure(node.key), [words]), has_key=True)

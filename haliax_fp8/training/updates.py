@@ -1,0 +1,190 @@
+"""The end of a training step: state split from parameters, both updated, microbatches added up."""
+
+import dataclasses
+from typing import Any
+
+import equinox as eqx
+import haliax as hax
+import haliax.quantization as haxq
+import jax
+import jax.numpy as jnp
+import numpy as np
+from haliax.quantization import CustomGradientAccumulation
+from jaxtyping import Array, PyTree
+
+from .._state.marker import OverwriteWithGradient
+from .._state.op_state import OpState
+from .._state.together import overwrite_states
+from ..layers.own_state import require_own_state
+
+
+def partition_for_grad_overwrite[T](tree: T) -> tuple[T, T]:
+    """Splits a model or its gradients into state that gradients overwrite and the rest, which the optimizer sees.
+
+    Args:
+        tree: A model, or a tree of gradients with its structure.
+
+    Returns:
+        `(overwrites, rest)`: each has the structure of `tree`, with None where the other one has a node.
+
+    References:
+        Identical to `haliax.quantization.partition_for_grad_overwrite`, which also finds state by its marker type.
+
+    Example:
+        >>> overwrites, params = partition_for_grad_overwrite(fp8_linear_layers(model))
+        >>> overwrites.layers[0].weight is None, params.layers[0].dot_general.state is None
+        (True, True)
+    """
+    return haxq.partition_for_grad_overwrite(tree)
+
+
+def apply_updates[T](module: T, updates: PyTree, overwrites: PyTree) -> T:
+    """The model after a step: parameters plus their updates, and state replaced by what the gradients carried.
+
+    State is not copied from the gradient: each layer's scale and history are recomputed from the model's own and the
+    newest amax of the gradient. So state does not change if the step did not reach the layer or an amax is not finite,
+    and it is not corrupted if a layer was used several times under a plain gradient.
+
+    Args:
+        module: The model before the step.
+        updates: What the optimizer returned: the structure of the model, None where nothing is updated.
+        overwrites: The first part of `partition_for_grad_overwrite(gradients)`.
+
+    Returns:
+        The model for the next step, its parameters in their own dtype.
+
+    Raises:
+        ValueError: If `updates` or `overwrites` do not have the model's structure, or are swapped; outside `jit`, if
+            anything but its own update changed the model's state.
+    """
+
+    pairs: list[tuple[OpState, OpState]] = []
+
+    def apply(leaf: Any, update: Any, overwrite: Any) -> Any:
+        if isinstance(leaf, OverwriteWithGradient):
+            if overwrite is None:
+                if update is not None:
+                    raise ValueError(
+                        "updates contain FP8 state, which an optimizer must not see: split the gradients first with "
+                        "overwrites, grads = partition_for_grad_overwrite(grads), and start with "
+                        "optimizer.init(trainable(model))"
+                    )
+                return leaf
+            _require_same_type("overwrites", leaf, overwrite)
+            if isinstance(leaf, OpState):
+                pairs.append((leaf, overwrite))
+                return _Place(len(pairs) - 1)
+            return leaf.overwritten_by(overwrite)
+        if overwrite is not None and isinstance(leaf, CustomGradientAccumulation):
+            return overwrite
+        if overwrite is not None or isinstance(update, CustomGradientAccumulation):
+            raise ValueError(
+                "overwrites have an array where the model has a parameter: they are swapped with updates, or not "
+                "split from them. Call apply_updates(model, updates, overwrites) with overwrites, grads = "
+                "partition_for_grad_overwrite(grads), and updates from the optimizer"
+            )
+        return jax.tree.map(_add, update, leaf, is_leaf=lambda node: node is None)
+
+    require_own_state(module)
+    try:
+        applied = jax.tree.map(apply, module, updates, overwrites, is_leaf=_is_state_or_missing)
+    except (ValueError, TypeError) as error:
+        for name, tree in (("updates", updates), ("overwrites", overwrites)):
+            _require_structure_of(module, name, tree, error)
+        raise
+    states = overwrite_states([leaf for leaf, _ in pairs], [overwrite for _, overwrite in pairs])
+    fill = lambda node: states[node.index] if isinstance(node, _Place) else node
+    return jax.tree.map(fill, applied, is_leaf=lambda node: isinstance(node, _Place))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """Where a state goes once all are computed."""
+
+    index: int
+
+
+def _add(update: Array | None, parameter: Any) -> Any:
+    if update is None:  # nothing to differentiate: a function, integers
+        return parameter
+    if parameter.shape != update.shape:
+        raise ValueError(f"updates have an array of shape {update.shape} for a parameter of shape {parameter.shape}")
+    dtype = common_dtype(parameter.dtype, update.dtype)
+    return (parameter.astype(dtype) + update.astype(dtype)).astype(parameter.dtype)
+
+
+def common_dtype(a: np.dtype, b: np.dtype) -> np.dtype:
+    """The dtype that holds both, also in a program that allows no implicit promotion."""
+    with jax.numpy_dtype_promotion("standard"):
+        return np.dtype(jnp.promote_types(a, b))
+
+
+def _is_state_or_none(node: Any) -> bool:
+    return node is None or isinstance(node, CustomGradientAccumulation)
+
+
+def _is_state_or_missing(node: Any) -> bool:
+    return node is None or isinstance(node, CustomGradientAccumulation | hax.NamedArray)
+
+
+def _require_same_type(name: str, expected: Any, got: Any) -> None:
+    if type(expected) is not type(got):
+        raise ValueError(
+            f"{name} have a {type(got).__name__} where the model has a {type(expected).__name__}; "
+            "pass the first part of partition_for_grad_overwrite(gradients)"
+        )
+
+
+def _require_structure_of(module: Any, name: str, tree: Any, cause: Exception) -> None:
+    """Says which of the two trees is not the model's, by the first path that only one of them has."""
+
+    def paths(t: Any) -> dict[str, Any]:
+        flat, _ = jax.tree_util.tree_flatten_with_path(t, is_leaf=_is_state_or_missing)
+        return {jax.tree_util.keystr(path): leaf for path, leaf in flat}
+
+    ours, theirs = paths(module), paths(tree)
+    differing = [path for path in (*ours, *theirs) if (path in ours) != (path in theirs)]
+    if differing:
+        raise ValueError(
+            f"{name} do not have the structure of the model: they differ at {differing[0]!r}. Take them from the "
+            "gradients of this model, and initialise the optimizer with the second part of "
+            "partition_for_grad_overwrite(model)"
+        ) from cause
+
+
+def accumulate_gradients[T](accumulated: T | None, gradients: T) -> T:
+    """Adds the gradients of another microbatch: parameters are summed, state takes the maximum.
+
+    Args:
+        accumulated: The sum so far; None before the first microbatch.
+        gradients: The gradients of one microbatch, taken with the same model.
+
+    Returns:
+        The new sum. Divide the parameters' part by the number of microbatches, not the state.
+
+    Raises:
+        ValueError: If the trees differ in structure.
+
+    References:
+        `haliax.quantization.accumulate_gradients`, which also works on our state.
+    """
+    if accumulated is None:
+        return gradients
+
+    def add(total: Any, gradient: Any) -> Any:
+        if isinstance(total, CustomGradientAccumulation):
+            if type(gradient) is not type(total):
+                raise ValueError(f"gradients have a {type(gradient).__name__} in place of a {type(total).__name__}")
+            return total.accumulate(gradient)
+        return gradient if total is None else total + gradient
+
+    try:
+        return jax.tree.map(add, accumulated, gradients, is_leaf=_is_state_or_none)
+    except (ValueError, TypeError) as error:
+        _require_structure_of(accumulated, "gradients", gradients, error)
+        raise
+
+
+def trainable[M](model: M) -> M:
+    """The part of a model that an optimizer may see: its inexact arrays, without state that gradients overwrite."""
+    return eqx.filter(partition_for_grad_overwrite(model)[1], eqx.is_inexact_array)

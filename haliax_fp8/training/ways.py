@@ -1,0 +1,130 @@
+"""Fallbacks for gradients that JAX or Equinox cannot take in the best way, and the errors if none works."""
+
+import dataclasses
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+
+from .._jax.max_grad import StateNotDifferentiated, fp32_max_grad
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """The form of state inside a differentiated function, and how the function runs. All ways give the same numbers.
+
+    Args:
+        inexact: Whether records count as inexact arrays. For other arrays, Equinox gives no tangent in
+            `filter_custom_jvp`, and refuses one in `filter_custom_vjp`; but a loss that casts inexact arrays would cast
+            them.
+        tables: Whether states stay tables, for a function that assembles its model from parts.
+        whole: Whether the gradient is one program, even if the user runs operation by operation.
+    """
+
+    inexact: bool = False
+    tables: bool = False
+    whole: bool = False
+
+
+def first_that_works(gradients_of: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """`gradients_of(way, *args, **kwargs)` in the first way in which JAX can differentiate the function.
+
+    Raises:
+        ValueError: If JAX cannot in any; with the reason.
+    """
+    # Other records are a kind of random keys to JAX, which it then takes for used twice.
+    way = Way(inexact=jax.config.jax_debug_key_reuse)
+    while True:
+        try:
+            if not way.whole:
+                return gradients_of(way, *args, **kwargs)
+            with jax.disable_jit(False):
+                return eqx.filter_jit(gradients_of)(way, *args, **kwargs)
+        except (ValueError, TypeError, AssertionError, NotImplementedError) as error:
+            other = _another(way, error)
+            if other is None:
+                if way.whole and isinstance(error, NotImplementedError) and _looks_for_nans():
+                    raise FloatingPointError(_NAN) from error
+                if (reason := _explanation(way, error)) is None:
+                    raise
+                raise ValueError(reason) from error
+        way = other
+
+
+_NAN = (
+    "jax_debug_nans or jax_debug_infs found a NaN or an infinity in the gradient, and cannot say where, because FP8 "
+    "state cannot be run operation by operation. Look for it in restore_linear_layers(model)"
+)
+
+
+def _looks_for_nans() -> bool:
+    return jax.config.jax_debug_nans or jax.config.jax_debug_infs
+
+
+def _another(way: Way, error: Exception) -> Way | None:
+    """The way to try after this error; None if the error is final."""
+    is_assertion = isinstance(error, AssertionError)
+    if not way.tables and "OpRecord" in str(error):
+        return dataclasses.replace(way, tables=True)
+    if not way.inexact and (isinstance(error, StateNotDifferentiated) or is_assertion):
+        return dataclasses.replace(way, inexact=True)
+    by_steps = is_assertion or isinstance(error, NotImplementedError)
+    if not way.whole and (by_steps or (jax.config.jax_disable_jit and _is_about_state(error))):
+        return dataclasses.replace(way, whole=True)
+    return None
+
+
+def _explanation(way: Way, error: Exception) -> str | None:
+    """What to do instead; None if the error is not about state."""
+    if _modules(error, "diffrax._adjoint", "_loop_backsolve_bwd"):
+        return (
+            "diffrax.BacksolveAdjoint solves for the gradient of FP8 state as if it were a number that changes with "
+            "time. Use adjoint=diffrax.DirectAdjoint(), which is exact"
+        )
+    if _modules(error, "equinox.internal._loop.checkpointed"):
+        return (
+            "Equinox's checkpointed loop adds up the gradients of its steps, but FP8 state needs their maximum. Use "
+            'equinox.internal.while_loop with kind="bounded", or scan with kind="lax"; with Diffrax, '
+            "adjoint=diffrax.DirectAdjoint()"
+        )
+    if not _is_about_state(error):
+        return None
+    text = str(error)
+    if "linear_transpose only supports" in text:
+        return (
+            "jax.lax.custom_root transposes only functions of floats, and FP8 state is not a float. Use "
+            "optimistix.root_find or optimistix.fixed_point, whose default adjoint is exact"
+        )
+    if "Cannot convert_element_type" in text or "can only convert from extended" in text:
+        return (
+            "FP8 state was cast inside the differentiated function. Cast only arrays for which "
+            "jnp.issubdtype(x.dtype, jnp.floating) holds, which is false for state; eqx.is_inexact_array includes it "
+            "if an Equinox function with a custom derivative calls the layer"
+        )
+    if way.tables and ("reduce_sum" in text or "abstract method sum" in text):
+        return (
+            "examples mapped by vmap each take their own branch (jax.lax.cond or switch), or a jax.custom_vjp is "
+            "mapped, in a function that gets only a part of its model and assembles the model inside. Pass the whole "
+            "model as the first argument; or compute both branches outside cond, and choose with jnp.where"
+        )
+    return (
+        "FP8 state was sliced inside the differentiated function (as in `jax.tree.map(lambda a: a[0], layers)`), or "
+        "added, and JAX cannot differentiate that for state whose gradients accumulate by maximum. Take layers out of "
+        "a stack with jax.lax.dynamic_index_in_dim or jnp.unstack, or scan over them; or use eqx.filter_grad, which "
+        "sums the newest amaxes of a layer's uses"
+    )
+
+
+def _is_about_state(error: Exception) -> bool:
+    """Whether JAX refuses the element type; where it asks NumPy for a name, it calls it float32."""
+    refusals = ("reduce_sum does not accept dtype", "add does not accept dtype float32 ", "abstract method")
+    return fp32_max_grad.name in str(error) or any(refusal in str(error) for refusal in refusals)
+
+
+def _modules(error: Exception, module: str, function: str | None = None) -> bool:
+    """Whether a function of a module or its submodules was running when the error was raised."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    inside = lambda frame: f"{frame.f_globals.get('__name__', '')}.".startswith(f"{module}.")
+    return any(inside(frame) and function in (None, frame.f_code.co_name) for frame in frames)
