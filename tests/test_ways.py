@@ -10,6 +10,7 @@ from jax import lax
 from jax.sharding import AxisType, PartitionSpec as P
 
 import haliax_fp8 as fp8
+from haliax_fp8._state.members import _compared, _sorted
 
 
 CONFIG = fp8.Fp8Config(amax_history_length=4)
@@ -154,6 +155,18 @@ def test_a_plain_gradient_of_an_ensemble_is_each_members():
     gradients = eqx.filter_jit(eqx.filter_grad(of_all))(together)
     alone = [eqx.filter_grad(loss)(member, x[i], scales[i]) for i, member in enumerate(members)]
     assert_same(gradients.dot_general, jax.tree.map(lambda *leaves: jnp.stack(leaves), *alone).dot_general)
+
+
+@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize("of_copies", [_compared, _sorted])
+def test_the_first_of_several_copies_records_the_maximum_of_the_needed(of_copies, alone):
+    flat = jnp.asarray([[1.0, 9.0], [5.0, 2.0], [7.0, 7.0], [3.0, 1.0], [8.0, 4.0], [6.0, 6.0]])
+    mark = jnp.asarray([4, 2, 4, 4, 1, 2], np.uint32)
+    needed = jnp.asarray([True, False, True, False, False, True])
+    # Of mark 4 the first and the third, of mark 2 the last; that of mark 1 has no copies.
+    single = [8.0, 4.0] if alone else [0.0, 0.0]
+    expected = [[7.0, 9.0], [6.0, 6.0], [0.0, 0.0], [0.0, 0.0], single, [0.0, 0.0]]
+    np.testing.assert_array_equal(of_copies(flat, mark, needed, alone=alone), expected)
 
 
 @jitted_or_not

@@ -129,14 +129,35 @@ def _members(measured: Array, mark: Array, grad: Array, *, ensemble: int, alone:
         return measured
     count = int(np.prod(measured.shape[:ensemble]))
     flat, mark = lax.reshape(measured, (count, measured.shape[-1])), lax.reshape(mark, (count,))
-    order = jnp.argsort(mark)
-    first = order[jnp.searchsorted(mark[order], mark)]
     needed = jnp.any(lax.reshape(grad, (count, grad.size // max(count, 1))) != 0, axis=1)
+    of_copies = _compared if count <= _MANY else _sorted
+    return lax.reshape(of_copies(flat, mark, needed, alone=alone), measured.shape)
+
+
+# Comparing each with each is one small kernel on a GPU, where sorting is about thirty.
+_MANY = 1024
+
+
+def _compared(flat: Array, mark: Array, needed: Array, *, alone: bool) -> Array:
+    """The maximum over the needed ones of those with the same mark, for the first of them; zeros for the others."""
+    same = mark[:, None] == mark[None, :]
     if alone:
         # One without copies always records: a trainer may replace its state with zeros.
-        needed |= jnp.zeros(count, np.int32).at[first].add(1)[first] == 1
+        needed |= same.sum(axis=1) == 1
+    largest = jnp.where((same & needed[None, :])[..., None], flat[None], np.float32(0.0)).max(axis=1)
+    place = lax.iota(np.int32, mark.shape[0])
+    is_first = ~jnp.any(same & (place[None, :] < place[:, None]), axis=1)
+    return jnp.where(is_first[:, None], largest, np.float32(0.0))
+
+
+def _sorted(flat: Array, mark: Array, needed: Array, *, alone: bool) -> Array:
+    """The same for many."""
+    order = jnp.argsort(mark)
+    first = order[jnp.searchsorted(mark[order], mark)]
+    if alone:
+        needed |= jnp.zeros(mark.shape, np.int32).at[first].add(1)[first] == 1
     flat = jnp.where(needed[:, None], flat, np.float32(0.0))
-    return lax.reshape(jnp.zeros_like(flat).at[first].max(flat), measured.shape)
+    return jnp.zeros_like(flat).at[first].max(flat)
 
 
 def _members_lowering(ctx: Any, measured: Any, *args: Any, ensemble: int, alone: bool) -> Any:
