@@ -129,6 +129,9 @@ def _members(measured: Array, mark: Array, grad: Array, *, ensemble: int, alone:
         return measured
     count = int(np.prod(measured.shape[:ensemble]))
     flat, mark = lax.reshape(measured, (count, measured.shape[-1])), lax.reshape(mark, (count,))
+    if grad.ndim > ensemble:
+        # As amaxes are taken, so that XLA reads the gradient once for both.
+        grad = lax.reduce_max(lax.abs(grad), (grad.ndim - 1,))
     needed = jnp.any(lax.reshape(grad, (count, grad.size // max(count, 1))) != 0, axis=1)
     of_copies = _compared if count <= _MANY else _sorted
     return lax.reshape(of_copies(flat, mark, needed, alone=alone), measured.shape)

@@ -5,7 +5,6 @@ compares: `tests/test_where_pays_programs.py`.
 """
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Iterable
 
@@ -155,6 +154,9 @@ class LayerWork:
         work = self.padding_of_bf16(name for name in PRODUCTS if not self.is_fp8(name))
         for operand in _USES:
             work += self._quantizing(operand)
+        if self.size.members > 1 and any(isinstance(s, AbstractStatefulScaling) for s in self.recipe.scalings):
+            # Joining what each member measured, and telling members from copies of one.
+            work += Work(kernels=4)
         for name, (_, _, out) in PRODUCTS.items():
             if not self.is_fp8(name):
                 continue
@@ -185,12 +187,6 @@ class LayerWork:
     def _is_padded(self, operand: str, *, is_fp8: bool) -> bool:
         return any(side % _MULTIPLE[is_fp8] for side in self._sides(operand))
 
-    def _is_padded_again(self, operand: str) -> bool:
-        """In its second layout: the transposing pass pads as for bf16, because XLA first sees a bf16 product."""
-        if not self.transposes:
-            return self._is_padded(operand, is_fp8=True)
-        return any(-(-side // _MULTIPLE[False]) * _MULTIPLE[False] % _MULTIPLE[True] for side in self._sides(operand))
-
     def _quantizing(self, operand: str) -> Work:
         """What one operand costs: amaxes, casts, its second layout, padding."""
         products = [name for name in _USES[operand] if self.is_fp8(name)]
@@ -199,10 +195,9 @@ class LayerWork:
         elements = self.elements(operand)
         uses = [self.recipe.products[name][PRODUCTS[name].index(operand)] for name in products]
         first = uses[0]
-        padded = [self._is_padded(operand, is_fp8=True), self._is_padded_again(operand)]
         work = Work()
-        for _ in itertools.compress(products, padded):
-            work += Work(2 * elements, kernels=1)
+        if self._is_padded(operand, is_fp8=True):
+            work = Work(2 * elements * len(products), kernels=len(products))
         if len(uses) == 2 and uses[0] == uses[1] and not first.scaling.directional:
             return work + _cast(first, elements) + self._second_layout(operand, first) + self._recorded(operand, first)
         for use in uses:
