@@ -3,10 +3,10 @@
 The guard is `sqrt(scale)`, coarsely: half of the bits of the scale rounded up to 4 significant bits. Four properties
 make it work:
 
-- It is monotone, so the maximum of several gradients' tables is as consistent as each of them. - It is not linear.
-  Optimizers, weight decay, averages and sums make a scale and its guard disagree. - It lies on a coarse grid, of 8
-  values for each factor of 4. Hardly any arithmetic lands on it. - It yields the rounded scale, which products in
-  bfloat16 use.
+- It is monotone, so the maximum of several gradients' tables is as consistent as each of them.
+- It is not linear. Optimizers, weight decay, averages and sums make a scale and its guard disagree.
+- It lies on a coarse grid, of 8 values for each factor of 4. Hardly any arithmetic lands on it.
+- It yields the rounded scale, which products in bfloat16 use.
 """
 
 from typing import Any

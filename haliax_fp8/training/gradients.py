@@ -1,7 +1,7 @@
 """Gradients whose state is an exact maximum over all uses of a layer."""
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -11,9 +11,6 @@ from .._state.marker import OverwriteWithGradient
 from .._state.op_state import OpState
 from .._state.records import OpRecord, complete_states, record_states
 from .ways import Way, first_that_works
-
-
-T = TypeVar("T")
 
 
 def filter_grad(function: Callable[..., Any], *, has_aux: bool = False) -> Callable[..., Any]:
