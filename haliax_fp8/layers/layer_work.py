@@ -155,8 +155,8 @@ class LayerWork:
         for operand in _USES:
             work += self._quantizing(operand)
         if self.size.members > 1 and any(isinstance(s, AbstractStatefulScaling) for s in self.recipe.scalings):
-            # Joining what each member measured, and telling members from copies of one. Fitted to one program, which has
-            # seven more than a layer's prediction; some of these every layer has.
+            # Joining what each member measured, and telling members from copies of one. Fitted to one program, which
+            # has seven more than one layer's prediction.
             work += Work(kernels=4)
         for name, (_, _, out) in PRODUCTS.items():
             if not self.is_fp8(name):
