@@ -150,7 +150,7 @@ def test_sums_over_devices_are_of_scaled_products(rows, kernel, name, target, co
 
 @pytest.mark.parametrize(("name", "target"), on(["mapped"], ["h100"]))
 def test_mapped_gradients_multiply_in_fp8(name, target, compiled):
-    """Of members with scales of their own: the product is stored in float32, as cuBLASLt takes one number."""
+    """Of members with scales of their own. cuBLASLt takes one number, so another kernel multiplies what it stored."""
     del name
     make = lambda: eqx.filter_vmap(lambda key: Layer(hnn.Linear.init(In, Out, key=key, use_bias=False)))(
         jax.random.split(jax.random.key(0), 3)
@@ -159,3 +159,4 @@ def test_mapped_gradients_multiply_in_fp8(name, target, compiled):
     step = eqx.filter_vmap(gradient_of(call))
     text, report = compiled(step, models, struct(3, ROWS, 512), target=target)
     report.require(fp8_flops=1.0)
+    assert len(products(text)) == 3
