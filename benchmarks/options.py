@@ -33,7 +33,7 @@ def _converted(change: Callable[[Any], Any] = lambda model: model, **options: An
 
 BF16, DEFAULT, HALIAX = (LIBRARIES[name] for name in ("bf16", "haliax_fp8", "haliax.quantization"))
 FUSED = _converted(fp8.fuse_projections)
-FUSED_KEPT = _converted(fp8.fuse_projections, kernel_residual=fp8.KeepQuantized())
+FUSED_KEPT = _converted(fp8.fuse_projections, kernel_residual=fp8.KernelResidual.KEEP)
 # Neither amaxes nor state.
 STATIC = _converted(fp8.fuse_projections, recipe="static")
 QKV = [("query", "key", "value")]
@@ -48,7 +48,7 @@ ONE = {
     "FP8, one product for q/k/v": _converted(_one_product),
     "FP8, one product for q/k/v and gate/up": _converted(lambda m: fp8.fuse_projections(m, how=fp8.OneProduct())),
 }
-ONE_KEPT = _converted(_one_product, kernel_residual=fp8.KeepQuantized())
+ONE_KEPT = _converted(_one_product, kernel_residual=fp8.KernelResidual.KEEP)
 ALL = {"bf16": BF16, "Haliax's op": HALIAX, "FP8, fused": FUSED}
 
 
@@ -72,7 +72,7 @@ OPTIONS: dict[str, tuple[Stack, Library]] = {
     "unrolled: FP8": (STACKS["Llama-8B, unrolled"], DEFAULT),
     "unrolled: FP8, kernels kept": (
         STACKS["Llama-8B, unrolled"],
-        _converted(kernel_residual=fp8.KeepQuantized()),
+        _converted(kernel_residual=fp8.KernelResidual.KEEP),
     ),
     "unrolled: FP8, fused": (STACKS["Llama-8B, unrolled"], FUSED),
     "unrolled: FP8, fused, kernels kept": (STACKS["Llama-8B, unrolled"], FUSED_KEPT),

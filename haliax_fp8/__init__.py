@@ -40,12 +40,9 @@ from .layers import (
 )
 from .memory import (
     AbstractFusion as AbstractFusion,
-    AbstractKernelResidual as AbstractKernelResidual,
     FusedProjections as FusedProjections,
-    KeepQuantized as KeepQuantized,
+    KernelResidual as KernelResidual,
     OneProduct as OneProduct,
-    Requantize as Requantize,
-    RequantizeWhereCheap as RequantizeWhereCheap,
     SharedInput as SharedInput,
     compressed as compressed,
     fuse_projections as fuse_projections,
@@ -104,6 +101,7 @@ from .training import (
     accumulate_gradients as accumulate_gradients,
     apply_updates as apply_updates,
     calibrate as calibrate,
+    cast_params as cast_params,
     exact_gradients as exact_gradients,
     filter_grad as filter_grad,
     filter_value_and_grad as filter_value_and_grad,

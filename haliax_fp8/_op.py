@@ -17,7 +17,7 @@ from ._product.contraction import AbstractContraction
 from ._product.dimensions import DimensionNumbers, DotDimensions
 from ._product.dot import DotContraction
 from ._product.grouped import RaggedContraction
-from ._product.kernel_residual import AbstractKernelResidual, KeepQuantized
+from ._product.kernel_residual import KernelResidual
 from ._product.primitive import fp8_dot_general
 from ._product.spec import ProductSpec
 from ._state.op_state import OpState
@@ -75,7 +75,7 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
     kernel_shape: tuple[int, ...] | None = eqx.field(static=True)
     stack: tuple[hax.Axis, ...] = eqx.field(static=True, default=())
     has_key: bool = eqx.field(static=True, default=False)
-    kernel_residual: AbstractKernelResidual = eqx.field(static=True, default=KeepQuantized())
+    kernel_residual: KernelResidual = eqx.field(static=True, default=KernelResidual.KEEP)
 
     @staticmethod
     def init(
@@ -138,9 +138,11 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
             )
         self._check(lhs, rhs)
         dims = DotDimensions.of(dimension_numbers, lhs.shape, rhs.shape)
-        kernel_is_lhs = self._kernel_is_lhs(lhs.shape, rhs.shape, dims)
-        spec = self._spec(DotContraction(dims), kernel_is_lhs, lhs, rhs, precision, preferred_element_type)
-        return fp8_dot_general(lhs, rhs, self._state_array, spec, key=self._key_array)
+        # From here on the input comes first; the contraction alone knows how they are multiplied.
+        contraction = DotContraction(dims, kernel_first=self._kernel_is_lhs(lhs.shape, rhs.shape, dims))
+        input, kernel = contraction.placed(lhs, rhs)
+        spec = self._spec(contraction, input, kernel, precision, preferred_element_type)
+        return fp8_dot_general(input, kernel, self._state_array, spec, key=self._key_array)
 
     @jax.named_scope("fp8_ragged_dot")
     def ragged_dot(
@@ -165,7 +167,7 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
         """
         self._check(lhs, rhs)
         check_groups(lhs, rhs, group_sizes)
-        spec = self._spec(RaggedContraction(), False, lhs, rhs, precision, preferred_element_type)
+        spec = self._spec(RaggedContraction(), lhs, rhs, precision, preferred_element_type)
         return fp8_dot_general(lhs, rhs, self._state_array, spec, (group_sizes,), key=self._key_array)
 
     def with_recipe(self, recipe: Recipe) -> "Fp8DotGeneral":
@@ -203,30 +205,26 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
     def _spec(
         self,
         contraction: AbstractContraction,
-        kernel_is_lhs: bool,
-        lhs: Array,
-        rhs: Array,
+        input: Array,
+        kernel: Array,
         precision: lax.PrecisionLike,
         preferred_element_type: DTypeLike | None,
     ) -> ProductSpec:
         if preferred_element_type is not None:
             out_dtype = floating_dtype("preferred_element_type", preferred_element_type)
         else:
-            out_dtype = self.compute_dtype or np.dtype(jnp.promote_types(lhs.dtype, rhs.dtype))
+            out_dtype = self.compute_dtype or np.dtype(jnp.promote_types(input.dtype, kernel.dtype))
         return ProductSpec(
             recipe=self.recipe,
             contraction=contraction,
-            kernel_is_lhs=kernel_is_lhs,
             compute_dtype=self.compute_dtype,
             out_dtype=out_dtype,
             precision=precision_of(precision),
+            state=None if self.state is None else self.state.form(stacked=bool(self.stack)),
             has_key=self.has_key,
             requantizes=self.kernel_residual.requantizes(
                 measures_again=self.recipe.measures_kernel_again, stacked=bool(self.stack)
             ),
-            records=isinstance(self.state, OpRecord),
-            stacked=bool(self.stack),
-            group_place=self.state.group_place if isinstance(self.state, OpRecord) else None,
         )
 
     def __pdoc__(self, **kwargs: object) -> wl.AbstractDoc:

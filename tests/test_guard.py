@@ -12,6 +12,7 @@ from jax import lax
 
 import haliax_fp8 as fp8
 from haliax_fp8._state.guard import checked, guard_of, is_changed
+from haliax_fp8._state.table import scales_in
 
 
 X = jax.random.normal(jax.random.key(1), (16, 8))
@@ -47,20 +48,31 @@ SCALES = np.concatenate(
 ).astype(np.float32)
 
 
-def test_scales_are_rounded_up_to_four_bits():
-    exact, short = checked(jnp.asarray(SCALES), guard_of(jnp.asarray(SCALES)))
-    np.testing.assert_array_equal(exact, SCALES)
-    fits = rounded_up(SCALES, 4) <= np.finfo(np.float32).max
-    np.testing.assert_array_equal(np.asarray(short)[fits], rounded_up(SCALES, 4)[fits].astype(np.float32))
-    assert not is_changed(SCALES, np.asarray(guard_of(jnp.asarray(SCALES))))
+def test_scales_with_their_guards_pass():
+    guards = guard_of(jnp.asarray(SCALES))
+    np.testing.assert_array_equal(checked(jnp.asarray(SCALES), guards), SCALES)
+    assert not is_changed(SCALES, np.asarray(guards))
+
+
+def scales_of_operands() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Scales of input, kernel and output gradient; those that are exact, and those rounded up for bfloat16."""
+    scales = np.random.default_rng(0).permutation(SCALES[(SCALES > 2.0**-60) & (SCALES < 2.0**60)])
+    scales = scales[: len(scales) // 3 * 3].reshape(-1, 3)
+    table = jnp.stack([jnp.asarray(scales), guard_of(jnp.asarray(scales))], axis=-1)
+    return scales, *(np.asarray(x) for x in scales_in(table, (448.0, 448.0, 57344.0)))
+
+
+def test_scales_are_rounded_up_to_the_bits_of_their_operand():
+    scales, exact, rounded = scales_of_operands()
+    np.testing.assert_array_equal(exact, scales)
+    expected = np.stack([rounded_up(scales[:, i], bits) for i, bits in enumerate((1, 7, 1))], axis=1)
+    np.testing.assert_array_equal(rounded, expected.astype(np.float32))
 
 
 def test_bfloat16_holds_the_product_of_two_rounded_scales():
-    _, short = checked(jnp.asarray(SCALES), guard_of(jnp.asarray(SCALES)))
-    short = np.asarray(short, np.float64)
-    short = short[(short > 2.0**-60) & (short < 2.0**60)]
-    products = short[:-1] * short[1:]
-    np.testing.assert_array_equal(products.astype(jnp.bfloat16).astype(np.float64), products)
+    of_input, of_kernel, of_grad = scales_of_operands()[2].astype(np.float64).T
+    for products in (of_input * of_kernel, of_grad * of_kernel, of_input * of_grad):
+        np.testing.assert_array_equal(products.astype(jnp.bfloat16).astype(np.float64), products)
 
 
 def test_the_guard_is_monotone():
@@ -96,17 +108,16 @@ def test_changes_are_noticed(name):
     guards = np.asarray(guard_of(jnp.asarray(scales)))
     with np.errstate(all="ignore"):
         scale, guard = (np.asarray(x, np.float32) for x in CHANGES[name](scales, guards))
-    exact, short = checked(jnp.asarray(scale), jnp.asarray(guard))
+    taken = checked(jnp.asarray(scale), jnp.asarray(guard))
     changed = (scale != scales) | (guard != guards)
-    assert np.isnan(exact[changed]).all() and np.isnan(short[changed]).all()
+    assert np.isnan(taken[changed]).all()
     places = np.flatnonzero(changed)[:200]
     assert all(is_changed(scale[i : i + 1], guard[i : i + 1]) for i in places)
 
 
 def test_what_a_trainer_leaves_of_layers_that_were_not_reached_is_a_scale_of_one():
     for value in (0.0, -np.inf):
-        exact, short = checked(jnp.float32(value), jnp.float32(value))
-        assert float(exact) == float(short) == 1.0
+        assert float(checked(jnp.float32(value), jnp.float32(value))) == 1.0
         assert not is_changed(np.full(1, value, np.float32), np.full(1, value, np.float32))
 
 

@@ -36,7 +36,7 @@ def test_the_kernel_is_rounded_to_the_compute_dtype_first_both_times(name):
     w = np.full((16, 8), 1 + 1 / 16 + 1 / 512, np.float32)
     w[0, :] = w[:, 0] = 448.0
     x, recipe = jnp.full((4, 16), 448.0), fp8.Recipe.of(SCALINGS[name])
-    for choice in (fp8.KeepQuantized(), fp8.Requantize()):
+    for choice in (fp8.KernelResidual.KEEP, fp8.KernelResidual.REQUANTIZE):
         op = fp8.Fp8DotGeneral.init(recipe, kernel_shape=(8,), compute_dtype=jnp.bfloat16)
         op = dataclasses.replace(op, kernel_residual=choice)
         out, pullback = jax.vjp(lambda x, op=op: op(x, jnp.asarray(w), MATRIX), x)
@@ -80,6 +80,8 @@ def test_kernels_of_three_axes(name, layout):
         out, pullback = jax.vjp(lambda lhs, rhs: chosen(lhs, rhs, numbers), lhs, rhs)
         return pullback(jnp.linspace(-1, 1, out.size).reshape(out.shape))
 
-    both = jax.jit(lambda *args: [gradients(choice, *args) for choice in (fp8.KeepQuantized(), fp8.Requantize())])
+    both = jax.jit(
+        lambda *args: [gradients(choice, *args) for choice in (fp8.KernelResidual.KEEP, fp8.KernelResidual.REQUANTIZE)]
+    )
     for kept, again in zip(*both(*map(spread, shapes)), strict=True):
         np.testing.assert_array_equal(kept, again)

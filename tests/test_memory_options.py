@@ -18,7 +18,7 @@ from haliax_fp8 import Fp8Config, fp8_linear_layers
 
 
 Embed, Mlp, Rows = hax.make_axes(embed=32, mlp=64, rows=16)
-KERNEL_RESIDUALS = [fp8.KeepQuantized(), fp8.Requantize(), fp8.RequantizeWhereCheap()]
+KERNEL_RESIDUALS = [fp8.KernelResidual.KEEP, fp8.KernelResidual.REQUANTIZE, fp8.KernelResidual.REQUANTIZE_WHERE_CHEAP]
 
 
 class GatedMlp(eqx.Module):
@@ -116,8 +116,8 @@ def test_what_is_kept_of_a_kernel():
 
 def test_a_choice_can_be_changed_and_keeps_the_state():
     _, model = trained(fp8_linear_layers(MODELS["one"]()))
-    again = fp8_linear_layers(model, Fp8Config(kernel_residual=fp8.KeepQuantized()))
-    assert again.up.dot_general.kernel_residual == fp8.KeepQuantized()
+    again = fp8_linear_layers(model, Fp8Config(kernel_residual=fp8.KernelResidual.KEEP))
+    assert again.up.dot_general.kernel_residual == fp8.KernelResidual.KEEP
     assert_same(again, model)
 
 

@@ -701,7 +701,7 @@ def test_a_target_in_a_model_without_layers():
         ({"layers": (eqx.nn.Linear,)}, "layers=.* must be a tuple of LayerRule instances"),
         ({"layers": (haliax_fp8.EquinoxLinear,)}, "layers=.* must be a tuple of LayerRule instances"),
         ({"layers": haliax_fp8.EquinoxLinear()}, "layers=.* must be a tuple of LayerRule instances"),
-        ({"kernel_residual": "keep"}, "kernel_residual='keep' is not one of RequantizeWhereCheap"),
+        ({"kernel_residual": "keep"}, "kernel_residual='keep' is not a KernelResidual; use one of KernelResidual.KEEP"),
         ({"where": "h100"}, "where='h100' must be a WherePays"),
     ],
     ids=str,
@@ -914,7 +914,7 @@ def test_describe():
         table["tail"]
     text = str(table)
     assert text.startswith("3 of 5 linear layers in FP8")
-    assert table["head"].scales in text and "rounded up to 4 significant bits in bfloat16" in table["head"].scales
+    assert table["head"].scales in text and "the kernel's to 7 significant bits" in table["head"].scales
     assert table["bad"].scales == "" == describe({"a": fp8_linear_layers(linear(), recipe="rowwise")})["a"].scales
     for path, (shape, _, recipe, reason, _) in rows.items():
         (line,) = [line for line in text.splitlines() if path in line.split()]

@@ -14,7 +14,7 @@ from hypothesis import given, settings, strategies as st
 
 import haliax_fp8 as fp8
 from haliax_fp8 import Efficiency, Fp8Config, WherePays, describe, fp8_linear_layers
-from haliax_fp8._product.kernel_residual import RequantizeWhereCheap
+from haliax_fp8._product.kernel_residual import KernelResidual
 from haliax_fp8.devices.device import devices
 from haliax_fp8.devices.peaks import peaks
 from haliax_fp8.layers.layer_work import LayerWork
@@ -34,7 +34,7 @@ def linear(inputs, outputs):
 def predicted(tokens, inputs, outputs, device="h100", recipe="delayed", **options):
     rule, layer, stack = fp8.HaliaxLinear(), linear(inputs, outputs), ()
     where = WherePays(device, tokens=tokens, **options)
-    return where.predict(rule, layer, stack, fp8.recipes[recipe], RequantizeWhereCheap())
+    return where.predict(rule, layer, stack, fp8.recipes[recipe], KernelResidual.REQUANTIZE_WHERE_CHEAP)
 
 
 def gain(*args, **options):

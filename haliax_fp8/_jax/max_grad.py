@@ -18,7 +18,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax._src import core, dtypes, earray
-from jax._src.ad_util import raw_jaxval_adders
 from jax._src.interpreters import pxla
 from jax._src.lax.lax import from_edtype_p, to_edtype_p
 from jaxtyping import Array
@@ -150,13 +149,12 @@ fp32_inexact_record = _MaxGradDType(np.dtype(np.float32), inexact_record, 0.0)
 """The same for functions of Equinox that give no tangent to what is not inexact, such as `eqx.filter_custom_jvp`."""
 
 
-def _add_eagerly(x: Array, y: Array) -> Array:
-    """Outside `jit` JAX looks the adder up by the type of the array, and knows none for extended element types."""
-    return jax.jit(lambda x, y: x.dtype._rules.add(x.dtype, x, y))(x, y)
+def is_missing_adder(error: Exception) -> bool:
+    """Whether a gradient failed because it was taken outside `jit`.
 
-
-# JAX's own registry for adders of array types (not a patch: no entry exists for this type).
-raw_jaxval_adders.setdefault(earray.EArray, _add_eagerly)
+    There JAX looks an adder up by the type of the array, and knows none for extended element types.
+    """
+    return isinstance(error, KeyError) and error.args == (earray.EArray,)
 
 
 def is_max_grad(x: object) -> bool:

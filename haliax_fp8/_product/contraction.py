@@ -2,38 +2,36 @@
 
 import abc
 from collections.abc import Sequence
-from typing import Literal
 
 import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Float32
 
 from .._numerics.quantized_array import QuantizedArray
-
-
-ProductName = Literal["product", "gradient_of_lhs", "gradient_of_rhs"]
+from ..recipes.recipe import ProductName
 
 
 class AbstractContraction(abc.ABC):
-    """A bilinear map of two operands, with the two gradients that it has. Frozen and hashable.
+    """A bilinear map of input and kernel, with the two gradients that it has. Frozen and hashable.
 
-    Laws: `gradient_of_lhs(g, rhs)` is the transpose of `lhs -> product(lhs, rhs)` at `g`, and the same for rhs;
-    `fold` is what `jax.vmap` of the product would compute.
+    Laws: dgrad is the transpose of `input -> fprop(input, kernel)` at the output's gradient, and wgrad that of
+    `kernel -> fprop(input, kernel)`; `fold` is what `jax.vmap` of fprop would compute. Operands come in the order of
+    `OPERANDS`, whichever order the hardware's product takes them in.
     """
 
     groups: frozenset[ProductName] = frozenset()
     """The products that do not sum over their last contracted axis as a whole, but over groups of it."""
 
     extras: int
-    """The number of operands besides lhs and rhs; integers, not differentiated."""
+    """The number of operands besides input and kernel; integers, not differentiated."""
 
     @abc.abstractmethod
-    def out_shape(self, lhs_shape: Sequence[int], rhs_shape: Sequence[int]) -> tuple[int, ...]:
-        """The shape of the product."""
+    def out_shape(self, input_shape: Sequence[int], kernel_shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape of the output."""
 
     @abc.abstractmethod
     def with_batch_axes(self, count: int) -> "AbstractContraction":
-        """The contraction with `count` new leading axes in every operand and the product."""
+        """The contraction with `count` new leading axes in every operand and the output."""
 
     @abc.abstractmethod
     def fold(
@@ -42,31 +40,24 @@ class AbstractContraction(abc.ABC):
         """Takes an axis that `vmap` maps into the contraction.
 
         Args:
-            operands: lhs, rhs and extras, each with the mapped axis and `ensemble` leading axes before it.
+            operands: Input, kernel and extras, each with the mapped axis and `ensemble` leading axes before it.
             axes: Where each operand has the mapped axis; None where it has none.
             size: The size of the mapped axis.
             ensemble: The number of leading axes that this contraction does not count.
 
         Returns:
-            The operands, the contraction that multiplies them, and where the product has the axis.
+            The operands, the contraction that multiplies them, and where the output has the axis.
         """
 
     @abc.abstractmethod
-    def contracted(self, product: ProductName, lhs_ndim: int, rhs_ndim: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The axes that a product sums over, in each of its operands.
-
-        Args:
-            product: `"product"`, of lhs and rhs; `"gradient_of_lhs"`, of the output's gradient and rhs; or
-                `"gradient_of_rhs"`, of the output's gradient and lhs.
-            lhs_ndim: The rank of lhs.
-            rhs_ndim: The rank of rhs.
-        """
+    def contracted(self, product: ProductName) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The axes that a product sums over, in each of its operands."""
 
     @abc.abstractmethod
     def dot(
         self,
-        lhs: Float[Array, "..."],
-        rhs: Float[Array, "..."],
+        input: Float[Array, "..."],
+        kernel: Float[Array, "..."],
         extras: tuple[Array, ...],
         precision: lax.PrecisionLike,
     ) -> Float32[Array, "..."]:
@@ -75,38 +66,20 @@ class AbstractContraction(abc.ABC):
     @abc.abstractmethod
     def product(
         self,
-        lhs: QuantizedArray,
-        rhs: QuantizedArray,
+        product: ProductName,
+        operands: tuple[QuantizedArray, QuantizedArray],
         extras: tuple[Array, ...],
         precision: lax.PrecisionLike,
         dtype: np.dtype,
         scale: Float32[Array, ""] | None,
     ) -> Float[Array, "..."]:
-        """The product of two quantized arrays, scales applied in float32, rounded to `dtype` once.
+        """A product of two quantized arrays, scales applied in float32, rounded to `dtype` once.
 
-        `scale` is the product of their scales, if that is computed already.
+        Args:
+            product: Which of the three.
+            operands: Its operands.
+            extras: What else the contraction takes.
+            precision: Of the product.
+            dtype: Of the result, which has the layout of the output, the input or the kernel.
+            scale: The product of the operands' scales, if that is computed already.
         """
-
-    @abc.abstractmethod
-    def gradient_of_lhs(
-        self,
-        grad: QuantizedArray,
-        rhs: QuantizedArray,
-        extras: tuple[Array, ...],
-        precision: lax.PrecisionLike,
-        dtype: np.dtype,
-        scale: Float32[Array, ""] | None,
-    ) -> Float[Array, "..."]:
-        """The gradient of lhs, in its layout, from that of the product; in `dtype`."""
-
-    @abc.abstractmethod
-    def gradient_of_rhs(
-        self,
-        grad: QuantizedArray,
-        lhs: QuantizedArray,
-        extras: tuple[Array, ...],
-        precision: lax.PrecisionLike,
-        dtype: np.dtype,
-        scale: Float32[Array, ""] | None,
-    ) -> Float[Array, "..."]:
-        """The gradient of rhs, in its layout, from that of the product; in `dtype`."""

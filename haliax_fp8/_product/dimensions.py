@@ -1,6 +1,7 @@
 """Which axes a product contracts, batches and keeps; and what becomes of them under `vmap` and in its gradients."""
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -74,15 +75,20 @@ class DotDimensions:
         """As `lax.dot_general` takes them."""
         return (self.lhs_contract, self.rhs_contract), (self.lhs_batch, self.rhs_batch)
 
-    @property
+    @functools.cached_property
     def lhs_free(self) -> tuple[int, ...]:
         """Axes of lhs that the output keeps."""
         return _others(self.lhs_ndim, self.lhs_contract, self.lhs_batch)
 
-    @property
+    @functools.cached_property
     def rhs_free(self) -> tuple[int, ...]:
         """Axes of rhs that the output keeps."""
         return _others(self.rhs_ndim, self.rhs_contract, self.rhs_batch)
+
+    @property
+    def out_ndim(self) -> int:
+        """The rank of the output."""
+        return len(self.lhs_batch) + len(self.lhs_free) + len(self.rhs_free)
 
     @property
     def swapped(self) -> "DotDimensions":
@@ -93,10 +99,8 @@ class DotDimensions:
 
     def out_shape(self, lhs_shape: Sequence[int], rhs_shape: Sequence[int]) -> tuple[int, ...]:
         """The shape of the output."""
-        batch = tuple(lhs_shape[axis] for axis in self.lhs_batch)
-        return (
-            batch + tuple(lhs_shape[axis] for axis in self.lhs_free) + tuple(rhs_shape[axis] for axis in self.rhs_free)
-        )
+        of_lhs, of_rhs = self.lhs_batch + self.lhs_free, self.rhs_free
+        return (*[lhs_shape[axis] for axis in of_lhs], *[rhs_shape[axis] for axis in of_rhs])
 
     def with_axis_in_lhs(self) -> tuple["DotDimensions", int]:
         """With a new leading axis of lhs, which the output keeps; and where the output has it."""
@@ -149,8 +153,7 @@ class DotDimensions:
         self, grad_batch: tuple[int, ...], grad_contract: tuple[int, ...]
     ) -> tuple["DotDimensions", tuple[int, ...]]:
         """Of lhs; `swapped` makes it that of rhs, which differs in where the output's gradient has its axes."""
-        grad_ndim = len(self.lhs_batch) + len(self.lhs_free) + len(self.rhs_free)
-        dims = DotDimensions(grad_contract, self.rhs_free, grad_batch, self.rhs_batch, grad_ndim, self.rhs_ndim)
+        dims = DotDimensions(grad_contract, self.rhs_free, grad_batch, self.rhs_batch, self.out_ndim, self.rhs_ndim)
         # The output has batch axes, free axes of lhs, and the contracted axes in the order in which rhs has them.
         contract = [self.lhs_contract[i] for i in np.argsort(self.rhs_contract)]
         layout = np.argsort([*self.lhs_batch, *self.lhs_free, *contract])
@@ -158,9 +161,9 @@ class DotDimensions:
 
 
 def _shift(axes: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(axis + 1 for axis in axes)
+    return tuple([axis + 1 for axis in axes])
 
 
 def _others(ndim: int, *groups: tuple[int, ...]) -> tuple[int, ...]:
     taken = {axis for group in groups for axis in group}
-    return tuple(axis for axis in range(ndim) if axis not in taken)
+    return tuple([axis for axis in range(ndim) if axis not in taken])

@@ -10,9 +10,10 @@ from jaxtyping import Array, Float, Float32
 
 from .._jax.mapped_axis import to_front
 from .._numerics.quantized_array import QuantizedArray
-from .contraction import AbstractContraction, ProductName
+from ..recipes.recipe import ProductName
+from .contraction import AbstractContraction
 from .dimensions import DotDimensions
-from .scales import quantized_dot
+from .scales import scaled_dot
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,25 +22,32 @@ class DotContraction(AbstractContraction):
 
     Args:
         dimensions: Which axes are contracted, batched and kept.
+        kernel_first: Whether the kernel is the first operand of `lax.dot_general`: `einsum` may swap the two. Nothing
+            else knows.
     """
 
     dimensions: DotDimensions
+    kernel_first: bool = False
 
     extras = 0
 
-    def out_shape(self, lhs_shape: Sequence[int], rhs_shape: Sequence[int]) -> tuple[int, ...]:
-        """Batch axes, free axes of lhs, free axes of rhs."""
-        return self.dimensions.out_shape(lhs_shape, rhs_shape)
+    def placed[A](self, input: A, kernel: A) -> tuple[A, A]:
+        """Input and kernel as `lax.dot_general` takes them; or back."""
+        return (kernel, input) if self.kernel_first else (input, kernel)
+
+    def out_shape(self, input_shape: Sequence[int], kernel_shape: Sequence[int]) -> tuple[int, ...]:
+        """Batch axes, free axes of the first operand, free axes of the second."""
+        return self.dimensions.out_shape(*self.placed(input_shape, kernel_shape))
 
     def with_batch_axes(self, count: int) -> "DotContraction":
         """Batched over `count` leading axes."""
-        return DotContraction(self.dimensions.with_batch_axes(count))
+        return dataclasses.replace(self, dimensions=self.dimensions.with_batch_axes(count)) if count else self
 
     def fold(
         self, operands: Sequence[Array], axes: Sequence[int | None], size: int, ensemble: int
     ) -> tuple[Sequence[Array], "DotContraction", int]:
         """The mapped axis is a free axis of the operand that has it, or a batch axis of both."""
-        (lhs, rhs), (lhs_axis, rhs_axis) = operands, axes
+        (lhs, rhs), (lhs_axis, rhs_axis) = self.placed(*operands), self.placed(*axes)
         if rhs_axis is None:
             dimensions, out_axis = self.dimensions.with_axis_in_lhs()
         elif lhs_axis is None:
@@ -48,73 +56,52 @@ class DotContraction(AbstractContraction):
             dimensions, out_axis = self.dimensions.with_batch_axis()
         lhs = lhs if lhs_axis is None else to_front(lhs, lhs_axis, size, ensemble)
         rhs = rhs if rhs_axis is None else to_front(rhs, rhs_axis, size, ensemble)
-        return (lhs, rhs), DotContraction(dimensions), out_axis
+        return self.placed(lhs, rhs), dataclasses.replace(self, dimensions=dimensions), out_axis
 
-    def contracted(self, product: ProductName, lhs_ndim: int, rhs_ndim: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def contracted(self, product: ProductName) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Of `lax.dot_general` and its two gradients."""
-        dimensions = self.dimensions
-        if product == "gradient_of_lhs":
-            dimensions = dimensions.gradient_of_lhs()[0]
-        elif product == "gradient_of_rhs":
-            dimensions = dimensions.gradient_of_rhs()[0]
-        return _in_order(dimensions.lhs_contract, dimensions.rhs_contract)
+        dimensions, _, swapped = self._of(product)
+        # Pairs in the order of the first operand's axes: blocks run along the last pair, in both.
+        pairs = sorted(zip(dimensions.lhs_contract, dimensions.rhs_contract, strict=True))
+        first, second = (tuple(axes) for axes in zip(*pairs, strict=True)) if pairs else ((), ())
+        return (second, first) if swapped else (first, second)
 
     def dot(
         self,
-        lhs: Float[Array, "..."],
-        rhs: Float[Array, "..."],
+        input: Float[Array, "..."],
+        kernel: Float[Array, "..."],
         extras: tuple[Array, ...],
         precision: lax.PrecisionLike,
     ) -> Float32[Array, "..."]:
         """`lax.dot_general`."""
+        lhs, rhs = self.placed(input, kernel)
         return lax.dot_general(
             lhs, rhs, self.dimensions.numbers, precision=precision, preferred_element_type=jnp.float32
         )
 
     def product(
         self,
-        lhs: QuantizedArray,
-        rhs: QuantizedArray,
+        product: ProductName,
+        operands: tuple[QuantizedArray, QuantizedArray],
         extras: tuple[Array, ...],
         precision: lax.PrecisionLike,
         dtype: np.dtype,
         scale: Float32[Array, ""] | None,
     ) -> Float[Array, "..."]:
-        """`dot(lhs.data, rhs.data) * (lhs.scale * rhs.scale)`."""
-        return quantized_dot(lhs, rhs, self.dimensions, precision, dtype, scale)
+        """`dot(a.data, b.data) * (a.scale * b.scale)`, in the layout that the product's result has."""
+        dimensions, layout, swapped = self._of(product)
+        a, b = reversed(operands) if swapped else operands
+        out = scaled_dot(a, b, dimensions, precision, dtype, scale)
+        return out if layout == tuple(range(out.ndim)) else lax.transpose(out, layout)
 
-    def gradient_of_lhs(
-        self,
-        grad: QuantizedArray,
-        rhs: QuantizedArray,
-        extras: tuple[Array, ...],
-        precision: lax.PrecisionLike,
-        dtype: np.dtype,
-        scale: Float32[Array, ""] | None,
-    ) -> Float[Array, "..."]:
-        """Contracts the free axes of rhs."""
-        dimensions, layout = self.dimensions.gradient_of_lhs()
-        return _transposed(quantized_dot(grad, rhs, dimensions, precision, dtype, scale), layout)
-
-    def gradient_of_rhs(
-        self,
-        grad: QuantizedArray,
-        lhs: QuantizedArray,
-        extras: tuple[Array, ...],
-        precision: lax.PrecisionLike,
-        dtype: np.dtype,
-        scale: Float32[Array, ""] | None,
-    ) -> Float[Array, "..."]:
-        """Contracts the free axes of lhs."""
-        dimensions, layout = self.dimensions.gradient_of_rhs()
-        return _transposed(quantized_dot(grad, lhs, dimensions, precision, dtype, scale), layout)
-
-
-def _in_order(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Pairs of contracted axes in the order of the first operand's: blocks run along the last pair, in both."""
-    pairs = sorted(zip(a, b, strict=True))
-    return tuple(axis for axis, _ in pairs), tuple(axis for _, axis in pairs)
-
-
-def _transposed(x: Array, layout: tuple[int, ...]) -> Array:
-    return x if layout == tuple(range(x.ndim)) else lax.transpose(x, layout)
+    def _of(self, product: ProductName) -> tuple[DotDimensions, tuple[int, ...], bool]:
+        """The axes of a product, the layout of its result, and whether it takes its operands in the other order."""
+        if product == "fprop":
+            dimensions = self.dimensions
+            return dimensions, tuple(range(dimensions.out_ndim)), self.kernel_first
+        if (product == "dgrad") != self.kernel_first:
+            dimensions, layout = self.dimensions.gradient_of_lhs()
+        else:
+            dimensions, layout = self.dimensions.gradient_of_rhs()
+        # The output's gradient comes first.
+        return dimensions, layout, product == "wgrad"

@@ -11,12 +11,16 @@ from jaxtyping import Array, Float, Float32
 
 from .._jax.mapped_axis import to_front
 from .._numerics.quantized_array import QuantizedArray
-from .contraction import AbstractContraction, ProductName
+from ..recipes.recipe import ProductName
+from .contraction import AbstractContraction
+from .scales import members_dot
 
 
-_ROWS_BY_KERNEL = lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), [0], [0])
-_GRAD_BY_KERNEL = lax.RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), [0], [0])
-_ROWS_BY_GRAD = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
+_NUMBERS: dict[ProductName, lax.RaggedDotDimensionNumbers] = {
+    "fprop": lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), [0], [0]),
+    "dgrad": lax.RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), [0], [0]),
+    "wgrad": lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], []),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,11 +37,11 @@ class RaggedContraction(AbstractContraction):
     batch: int = 0
 
     extras = 1
-    groups = frozenset[ProductName]({"gradient_of_rhs"})
+    groups = frozenset[ProductName]({"wgrad"})
 
-    def out_shape(self, lhs_shape: Sequence[int], rhs_shape: Sequence[int]) -> tuple[int, ...]:
+    def out_shape(self, input_shape: Sequence[int], kernel_shape: Sequence[int]) -> tuple[int, ...]:
         """`[*batch, M, N]`."""
-        return (*lhs_shape[:-1], rhs_shape[-1])
+        return (*input_shape[:-1], kernel_shape[-1])
 
     def with_batch_axes(self, count: int) -> "RaggedContraction":
         """Batched over `count` more leading axes."""
@@ -50,90 +54,42 @@ class RaggedContraction(AbstractContraction):
         moved = [to_front(x, axis, size, ensemble) for x, axis in zip(operands, axes, strict=True)]
         return moved, self.with_batch_axes(1), 0
 
-    def contracted(self, product: ProductName, lhs_ndim: int, rhs_ndim: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Inputs for the product, outputs for the gradient of the rows, rows for that of the kernels."""
-        if product == "product":
-            return (lhs_ndim - 1,), (rhs_ndim - 2,)
-        if product == "gradient_of_lhs":
-            return (lhs_ndim - 1,), (rhs_ndim - 1,)
-        return (lhs_ndim - 2,), (lhs_ndim - 2,)
+    def contracted(self, product: ProductName) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Inputs for fprop, outputs for dgrad, rows for wgrad."""
+        ((first, second), _) = _NUMBERS[product].dot_dimension_numbers
+        return (self.batch + first[0],), (self.batch + second[0],)
 
     def dot(
         self,
-        lhs: Float[Array, "..."],
-        rhs: Float[Array, "..."],
+        input: Float[Array, "..."],
+        kernel: Float[Array, "..."],
         extras: tuple[Array, ...],
         precision: lax.PrecisionLike,
     ) -> Float32[Array, "..."]:
         """`lax.ragged_dot_general`."""
-        return self._dot(_ROWS_BY_KERNEL, precision)(lhs, rhs, *extras)
+        return self._dot("fprop", extras, precision)(input, kernel)
 
     def product(
         self,
-        lhs: QuantizedArray,
-        rhs: QuantizedArray,
+        product: ProductName,
+        operands: tuple[QuantizedArray, QuantizedArray],
         extras: tuple[Array, ...],
         precision: lax.PrecisionLike,
         dtype: np.dtype,
         scale: Float32[Array, ""] | None,
     ) -> Float[Array, "..."]:
-        """Rows times kernels."""
-        return self._scaled(_ROWS_BY_KERNEL, lhs, rhs, extras, precision, scale).astype(dtype)
+        """Rows times kernels; rows of the output's gradient times transposed kernels; for each group, the sum of the
+        outer products of its rows."""
+        return members_dot(self._dot(product, extras, precision), *operands, self.batch, dtype, scale)
 
-    def gradient_of_lhs(
-        self,
-        grad: QuantizedArray,
-        rhs: QuantizedArray,
-        extras: tuple[Array, ...],
-        precision: lax.PrecisionLike,
-        dtype: np.dtype,
-        scale: Float32[Array, ""] | None,
-    ) -> Float[Array, "..."]:
-        """Rows of the output's gradient times transposed kernels."""
-        return self._scaled(_GRAD_BY_KERNEL, grad, rhs, extras, precision, scale).astype(dtype)
-
-    def gradient_of_rhs(
-        self,
-        grad: QuantizedArray,
-        lhs: QuantizedArray,
-        extras: tuple[Array, ...],
-        precision: lax.PrecisionLike,
-        dtype: np.dtype,
-        scale: Float32[Array, ""] | None,
-    ) -> Float[Array, "..."]:
-        """For each group, the sum over its rows of outer products."""
-        return self._scaled(_ROWS_BY_GRAD, lhs, grad, extras, precision, scale).astype(dtype)
-
-    def _scaled(
-        self,
-        numbers: lax.RaggedDotDimensionNumbers,
-        a: QuantizedArray,
-        b: QuantizedArray,
-        extras: tuple[Array, ...],
-        precision: lax.PrecisionLike,
-        scale: Float32[Array, "..."] | None,
-    ) -> Float32[Array, "..."]:
-        if not (_one_scale(a, self.batch) and _one_scale(b, self.batch)):
-            return self._dot(numbers, precision)(a.dequantize(), b.dequantize(), *extras)
-        out = self._dot(numbers, precision)(a.data, b.data, *extras)
-        if scale is None:
-            scale = _of_batch(a, self.batch) * _of_batch(b, self.batch)
-        return out * scale.reshape(scale.shape + (1,) * (out.ndim - scale.ndim))
-
-    def _dot(self, numbers: lax.RaggedDotDimensionNumbers, precision: lax.PrecisionLike) -> Callable[..., Array]:
-        def dot(lhs: Array, rhs: Array, group_sizes: Array) -> Array:
+    def _dot(
+        self, product: ProductName, group_sizes: tuple[Array, ...], precision: lax.PrecisionLike
+    ) -> Callable[[Array, Array], Array]:
+        def dot(a: Array, b: Array, group_sizes: Array) -> Array:
             return lax.ragged_dot_general(
-                lhs, rhs, group_sizes, numbers, precision=precision, preferred_element_type=jnp.float32
+                a, b, group_sizes, _NUMBERS[product], precision=precision, preferred_element_type=jnp.float32
             )
 
         for _ in range(self.batch):
             dot = jax.vmap(dot)
-        return dot
-
-
-def _one_scale(x: QuantizedArray, batch: int) -> bool:
-    return all(count == 1 for count in x.scale.shape[batch:])
-
-
-def _of_batch(x: QuantizedArray, batch: int) -> Float32[Array, "..."]:
-    return x.scale.reshape(x.scale.shape[:batch])
+        return lambda a, b: dot(a, b, *group_sizes)

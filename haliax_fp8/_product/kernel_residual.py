@@ -1,53 +1,26 @@
 """What the backward pass keeps of a kernel: its FP8 copy, or nothing, since the kernel itself is in memory anyway."""
 
-import abc
-import dataclasses
+import enum
 
 
-@dataclasses.dataclass(frozen=True)
-class AbstractKernelResidual(abc.ABC):
+class KernelResidual(enum.Enum):
     """Where dgrad gets its FP8 kernel from. The choice does not change values."""
 
-    @abc.abstractmethod
-    def requantizes(self, *, measures_again: bool, stacked: bool) -> bool:
-        """Whether the backward pass quantizes the kernel again.
-
-        Args:
-            measures_again: Whether that takes another pass over the kernel, for its amax.
-            stacked: Whether the layer is one of a `haliax.nn.Stacked`, whose kernels are slices of one array.
-        """
-
-
-@dataclasses.dataclass(frozen=True)
-class KeepQuantized(AbstractKernelResidual):
+    KEEP = "keep"
     """Keeps what the forward pass quantized: a byte per element, from the forward to the backward pass.
 
     For kernels that are not parameters: in a product by hand the kernel may be computed, and would otherwise be kept in
     high precision.
     """
 
-    def requantizes(self, *, measures_again: bool, stacked: bool) -> bool:
-        """No."""
-        del measures_again, stacked
-        return False
-
-
-@dataclasses.dataclass(frozen=True)
-class Requantize(AbstractKernelResidual):
+    REQUANTIZE = "requantize"
     """Keeps nothing: the backward pass quantizes the kernel again, in the layout that dgrad reads.
 
     A parameter stays in memory for the whole step, so this saves a byte per weight. It costs reading the kernel once
     more, or twice with scales from the tensor itself.
     """
 
-    def requantizes(self, *, measures_again: bool, stacked: bool) -> bool:
-        """Yes."""
-        del measures_again, stacked
-        return True
-
-
-@dataclasses.dataclass(frozen=True)
-class RequantizeWhereCheap(AbstractKernelResidual):
+    REQUANTIZE_WHERE_CHEAP = "requantize_where_cheap"
     """Quantizes again if that needs no other amax and no copy of the kernel; otherwise keeps the quantized kernel.
 
     No other amax: with delayed and static scaling, rows and one-dimensional blocks. No copy: a scan over a
@@ -55,5 +28,12 @@ class RequantizeWhereCheap(AbstractKernelResidual):
     """
 
     def requantizes(self, *, measures_again: bool, stacked: bool) -> bool:
-        """Neither measured again nor stacked."""
-        return not measures_again and not stacked
+        """Whether the backward pass quantizes the kernel again.
+
+        Args:
+            measures_again: Whether that takes another pass over the kernel, for its amax.
+            stacked: Whether the layer is one of a `haliax.nn.Stacked`, whose kernels are slices of one array.
+        """
+        if self is KernelResidual.REQUANTIZE_WHERE_CHEAP:
+            return not measures_again and not stacked
+        return self is KernelResidual.REQUANTIZE

@@ -21,7 +21,7 @@ class TangentArguments(NamedTuple):
     """The inputs of a product's tangent; or the mapped axis of each array, None if it has none.
 
     Args:
-        tangents: Of lhs, rhs and, if there is one, the state; None where zero.
+        tangents: Of input, kernel and, if there is one, the state; None where zero.
         residuals: What the product kept.
         extras: What else the contraction needs.
     """
@@ -42,25 +42,26 @@ def with_mapped_axis(
         size: Its size.
         spec: What is static about the product of one example.
     """
-    if _state_is_mapped(args, axes, spec) or not (_is_mapped(axes, 0) or _is_mapped(axes, 1) or axes.extras):
+    if _state_is_mapped(args, axes) or not (_is_mapped(axes, 0) or _is_mapped(axes, 1) or axes.extras):
         return _as_members(args, axes, size), dataclasses.replace(spec, ensemble=spec.ensemble + 1), 0
     return _folded(args, axes, size, spec)
 
 
-def _state_is_mapped(args: TangentArguments, axes: TangentArguments, spec: ProductSpec) -> bool:
+def _state_is_mapped(args: TangentArguments, axes: TangentArguments) -> bool:
     of_state, residuals = [axis for axis in axes.tangents[2:] if axis is not None], axes.residuals
     if of_state or residuals.state is not None or residuals.key is not None:
         return True
     # Scales may be within what was measured, which is mapped in any case. Their tangent is, if they are; without it
     # nobody knows, and members that share what they need not are right as well.
-    within = spec.records and residuals.measured is not None
+    within = args.residuals.state is None and residuals.measured is not None
     return within and args.tangents[2] is None
 
 
-def _is_mapped(axes: TangentArguments, role: int) -> bool:
-    saved = axes.residuals[role]
+def _is_mapped(axes: TangentArguments, place: int) -> bool:
+    """Whether the input (place 0) or the kernel (place 1) has the axis, or its tangent has."""
+    saved = axes.residuals[place]
     parts = (saved.data, saved.scale) if isinstance(saved, QuantizedArray) else (saved,)
-    return any(axis is not None for axis in (axes.tangents[role], *parts))
+    return any(axis is not None for axis in (axes.tangents[place], *parts))
 
 
 def _as_members(args: TangentArguments, axes: TangentArguments, size: int) -> TangentArguments:
@@ -85,22 +86,22 @@ def _folded(
 ) -> tuple[TangentArguments, ProductSpec, int]:
     position = spec.ensemble
 
-    def with_axis(role: int) -> Any:
-        saved: Any = args.residuals[role]
-        axis: Any = axes.residuals[role]
+    def with_axis(place: int) -> Any:
+        saved: Any = args.residuals[place]
+        axis: Any = axes.residuals[place]
         if isinstance(saved, QuantizedArray):
             return _with_axis(saved, axis, size, position, each_its_own=False)
         return to_front(saved, axis, size, position)
 
-    saved = [with_axis(role) if _is_mapped(axes, role) else args.residuals[role] for role in (0, 1)]
+    saved = [with_axis(place) if _is_mapped(axes, place) else args.residuals[place] for place in (0, 1)]
     arrays: list[Any] = [x.data if isinstance(x, QuantizedArray) else x for x in saved]
-    of_operands = [position if _is_mapped(axes, role) else None for role in (0, 1)]
+    of_operands = [position if _is_mapped(axes, place) else None for place in (0, 1)]
     moved, contraction, out_axis = spec.contraction.fold(
         (*arrays, *args.extras), (*of_operands, *axes.extras), size, spec.ensemble
     )
     # A contraction may want the axis in an operand that was not mapped.
     has_axis = [x.ndim > y.ndim or axis is not None for x, y, axis in zip(moved, arrays, of_operands, strict=False)]
-    saved = [with_axis(role) if has_axis[role] else saved[role] for role in (0, 1)]
+    saved = [with_axis(place) if has_axis[place] else saved[place] for place in (0, 1)]
     tangents = [
         to_front(t, axis, size, position) if t is not None and wanted else t
         for t, axis, wanted in zip(args.tangents[:2], axes.tangents[:2], has_axis, strict=True)
@@ -108,7 +109,7 @@ def _folded(
     measured, axis = args.residuals.measured, axes.residuals.measured
     if measured is not None and isinstance(axis, int):
         measured = lax.reduce_max(measured, (axis,))
-    residuals = args.residuals._replace(lhs=saved[0], rhs=saved[1], measured=measured)
+    residuals = args.residuals._replace(input=saved[0], kernel=saved[1], measured=measured)
     folded = TangentArguments([*tangents, *args.tangents[2:]], residuals, tuple(moved[2:]))
     return folded, dataclasses.replace(spec, contraction=contraction), out_axis + spec.ensemble
 

@@ -6,7 +6,7 @@ program as the batched call. A `custom_vjp` is differentiated example by example
 gradient becomes a batch of outer products. `vmap(grad(f))`, where differentiation comes first, still gives per-example
 gradients; and forward mode works, which `custom_vjp` refuses.
 
-    fp8_dot(lhs, rhs, *state, *key)                quantize, multiply, rescale
+    fp8_dot(input, kernel, *state, *key)               quantize, multiply, rescale
       jvp       -> fp8_dot_tangent(tangents..., residuals...)      linear in the tangents
       transpose -> quantize the output's gradient; dgrad, wgrad; the new state as the state's cotangent
 
@@ -31,15 +31,14 @@ from .._jax.mapped_axis import to_front
 from .._jax.max_grad import axes_since_recorded, require_differentiated_state, to_dtype_of
 from .._jax.mesh_axes import unchecked_axes, varying_axes
 from .._numerics.quantized_array import QuantizedArray
-from .._state.members import recorded_by_first
 from .mapped_tangent import TangentArguments, with_mapped_axis
 from .spec import ProductSpec
 from .three_products import backward, forward, product, tangent
 
 
 def fp8_dot_general(
-    lhs: Float[Array, "..."],
-    rhs: Float[Array, "..."],
+    input: Float[Array, "..."],
+    kernel: Float[Array, "..."],
     state: Array | None,
     spec: ProductSpec,
     extras: tuple[Array, ...] = (),
@@ -47,11 +46,11 @@ def fp8_dot_general(
 ) -> Float[Array, "..."]:
     """The product of a contraction in the formats of a recipe.
 
-    `out = dot(q(lhs), q(rhs)) * (scale_lhs * scale_rhs)`, accumulated in float32.
+    `out = dot(q(input), q(kernel)) * (scale_input * scale_kernel)`, accumulated in float32.
 
     Args:
-        lhs: The first operand.
-        rhs: The second operand.
+        input: The layer's input.
+        kernel: Its weight.
         state: Scales and histories in float32 or `fp32_max_grad`; None for a stateless recipe.
         spec: What is static.
         extras: What else the contraction needs, such as the group sizes of a ragged one.
@@ -60,8 +59,8 @@ def fp8_dot_general(
     Returns:
         The product in `spec.out_dtype`.
     """
-    lhs, rhs = _vary_together(lhs, rhs)
-    return fp8_dot_p.bind(lhs, rhs, *extras, *(x for x in (state, key) if x is not None), spec=spec)
+    input, kernel = _vary_together(input, kernel)
+    return fp8_dot_p.bind(input, kernel, *extras, *(x for x in (state, key) if x is not None), spec=spec)
 
 
 def _vary_together(*arrays: Array) -> Sequence[Array]:
@@ -80,9 +79,9 @@ fp8_dot_p = Primitive("fp8_dot")
 fp8_dot_tangent_p = Primitive("fp8_dot_tangent")
 
 
-def _fp8_dot(lhs: Array, rhs: Array, *others: Array, spec: ProductSpec) -> Array:
+def _fp8_dot(input: Array, kernel: Array, *others: Array, spec: ProductSpec) -> Array:
     extras, state, key = _split_others(others, spec)
-    return product(lhs, rhs, extras, state, key, spec)
+    return product(input, kernel, extras, state, key, spec)
 
 
 def _split_others(others: Sequence[Any], spec: ProductSpec) -> tuple[tuple[Any, ...], Any, Any]:
@@ -93,17 +92,17 @@ def _split_others(others: Sequence[Any], spec: ProductSpec) -> tuple[tuple[Any, 
     return tuple(others[: spec.contraction.extras]), state, key
 
 
-def _fp8_dot_aval(lhs, rhs, *others, spec: ProductSpec):
-    shape = spec.contraction.with_batch_axes(spec.ensemble).out_shape(lhs.shape, rhs.shape)
-    sharding = lhs.sharding.update(spec=P(*[None] * len(shape)))
-    return lhs.update(shape=shape, dtype=spec.out_dtype, weak_type=False, sharding=sharding)
+def _fp8_dot_aval(input, kernel, *others, spec: ProductSpec):
+    shape = spec.batched.out_shape(input.shape, kernel.shape)
+    sharding = input.sharding.update(spec=P(*[None] * len(shape)))
+    return input.update(shape=shape, dtype=spec.out_dtype, weak_type=False, sharding=sharding)
 
 
 def _fp8_dot_jvp(primals, tangents, *, spec: ProductSpec):
-    lhs, rhs, *others = primals
+    input, kernel, *others = primals
     extras, state, key = _split_others(others, spec)
     # Reverse mode comes here from within `jax.checkpoint` only, else to the rule below.
-    out, residuals = forward(lhs, rhs, extras, state, key, spec, rematerialized=True)
+    out, residuals = forward(input, kernel, extras, state, key, spec, rematerialized=True)
     tangents = (*tangents[:2], *(t for t in [_split_others(tangents[2:], spec)[1]] if t is not None))
     linear = tuple(type(t) is not ad.Zero for t in tangents)
     _check_linear(linear, state, spec)
@@ -114,9 +113,9 @@ def _fp8_dot_jvp(primals, tangents, *, spec: ProductSpec):
 
 def _fp8_dot_linearize(linear: Sequence[bool], *primals: Any, spec: ProductSpec):
     """What the JVP says, for reverse mode."""
-    lhs, rhs, *others = primals
+    input, kernel, *others = primals
     extras, state, key = _split_others(others, spec)
-    out, residuals = forward(lhs, rhs, extras, state, key, spec, rematerialized=False)
+    out, residuals = forward(input, kernel, extras, state, key, spec, rematerialized=False)
     of_state = [is_linear for is_linear in [_split_others(linear[2:], spec)[1]] if is_linear is not None]
     _check_linear((*linear[:2], *of_state), state, spec)
     leaves, structure = jax.tree.flatten((residuals, extras))
@@ -128,7 +127,7 @@ def _check_linear(linear: Sequence[bool], state: Any, spec: ProductSpec) -> None
     """Raises unless JAX will combine the state's gradients correctly."""
     if state is None:
         return
-    if linear[0 if spec.kernel_is_lhs else 1]:
+    if linear[1]:
         require_differentiated_state(state, linear[2])
     if linear[2] and axes_since_recorded(state, unchecked_axes()):
         raise ValueError(
@@ -166,19 +165,17 @@ def _fp8_dot_tangent_aval(*args: Any, spec: ProductSpec, linear: tuple[bool, ...
     _, residuals, _ = _unpack(args, linear, structure)
     # A QuantizedArray's own shape: a rotation may have filled up its data.
     avals: list[Any] = [x.data if isinstance(x, QuantizedArray) else x for x in residuals[:2]]
-    lhs, rhs = (aval.update(shape=operand.shape) for aval, operand in zip(avals, residuals[:2], strict=True))
-    return _fp8_dot_aval(lhs, rhs, spec=spec)
+    input, kernel = (aval.update(shape=operand.shape) for aval, operand in zip(avals, residuals[:2], strict=True))
+    return _fp8_dot_aval(input, kernel, spec=spec)
 
 
 def _fp8_dot_transpose(grad, *args, spec: ProductSpec, linear: tuple[bool, ...], structure):
     tangents, residuals, extras = _unpack(args, linear, structure)
     if type(grad) is ad.Zero:
         return [None] * len(args)
-    lhs, rhs = (t.aval.dtype if ad.is_undefined_primal(t) else None for t in tangents[:2])
-    gradients, new_state = backward(grad, residuals, extras, spec=spec, dtypes=(lhs, rhs), update=any(linear[2:]))
+    dx, dw = (t.aval.dtype if ad.is_undefined_primal(t) else None for t in tangents[:2])
+    gradients, new_state = backward(grad, residuals, extras, spec=spec, dtypes=(dx, dw), update=any(linear[2:]))
     if new_state is not None:
-        if spec.records:
-            new_state = recorded_by_first(new_state, grad, spec.ensemble)
         new_state = to_dtype_of(new_state, tangents[2].aval)
     cotangents = [*gradients, *([new_state] if len(linear) > 2 else [])]
     undefined = [ct if ad.is_undefined_primal(t) else None for ct, t in zip(cotangents, tangents, strict=True)]

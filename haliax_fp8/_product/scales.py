@@ -9,11 +9,12 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Float32
 
+from .._jax.xla import on_cpu, on_cuda
 from .._numerics.quantized_array import QuantizedArray, expand
 from .dimensions import DotDimensions
 
 
-def quantized_dot(
+def scaled_dot(
     a: QuantizedArray,
     b: QuantizedArray,
     dims: DotDimensions,
@@ -21,28 +22,54 @@ def quantized_dot(
     dtype: np.dtype,
     scale: Float32[Array, ""] | None,
 ) -> Array:
-    """`dot(a, b)` in a dtype; scales that are constant along what is contracted factor out of the sum."""
+    """`dot(a, b)` in a dtype; scales that are constant along what is contracted factor out of the sum.
+
+    Args:
+        a: The first operand of `lax.dot_general`.
+        b: The second.
+        dims: What is contracted.
+        precision: Of the product.
+        dtype: Of the result.
+        scale: The product of both scales, if that is computed already.
+    """
 
     def dot(x: Array, y: Array, dtype: np.dtype) -> Array:
         return lax.dot_general(x, y, dims.numbers, precision=precision, preferred_element_type=dtype)
 
     if not (_factors_out(a, dims.lhs_contract) and _factors_out(b, dims.rhs_contract)):
-        return lax.convert_element_type(scaled_product(a, b, dims, precision), dtype)
+        return lax.convert_element_type(block_scaled_dot(a, b, dims, precision), dtype)
     if a.scale.size == b.scale.size == 1:
         if scale is None:
             scale = lax.mul(_scalar(a.scale), _scalar(b.scale))
-        return _rescaled(dot, a.data, b.data, scale, dtype, exact=a.scale_bits + b.scale_bits <= _BFLOAT16_BITS)
-    out = dot(a.data, b.data, _FLOAT32)
-    a, b = (
-        QuantizedArray(x.data, x.scale if x.scale.ndim else lax.reshape(x.scale, (1,) * x.data.ndim)) for x in (a, b)
-    )
-    batch, kept_a, kept_b = len(dims.lhs_batch), len(dims.lhs_free), len(dims.rhs_free)
-    scale_a = lax.transpose(a.scale, dims.lhs_batch + dims.lhs_free + dims.lhs_contract)
-    scale_b = lax.transpose(b.scale, dims.rhs_batch + dims.rhs_free + dims.rhs_contract)
-    scale_a = lax.reshape(scale_a, scale_a.shape[: batch + kept_a] + (1,) * kept_b)
-    scale_b = lax.reshape(scale_b, scale_b.shape[:batch] + (1,) * kept_a + scale_b.shape[batch : batch + kept_b])
-    out = lax.mul(out, lax.mul(expand(scale_a, out.shape), expand(scale_b, out.shape)))
-    return lax.convert_element_type(out, dtype)
+        return _one_scale_dot(dot, a, b, scale, dtype)
+    return _rows_scaled(dot(a.data, b.data, _FLOAT32), a, b, dims, dtype)
+
+
+def members_dot(
+    dot: Callable[[Array, Array], Array],
+    a: QuantizedArray,
+    b: QuantizedArray,
+    batch: int,
+    dtype: np.dtype,
+    scale: Float32[Array, "..."] | None,
+) -> Array:
+    """`dot(a, b)` in a dtype, where members of leading axes have a scale each. Other scales do not factor out.
+
+    Args:
+        dot: The product of two arrays, in float32.
+        a: Its first operand.
+        b: Its second.
+        batch: How many leading axes number members.
+        dtype: Of the result.
+        scale: The product of both scales, if that is computed already.
+    """
+    if any(count > 1 for x in (a, b) for count in x.scale.shape[batch:]):
+        return dot(a.dequantize(), b.dequantize()).astype(dtype)
+    out = dot(a.data, b.data)
+    if scale is None:
+        of_a, of_b = (x.scale.reshape(x.scale.shape[:batch]) for x in (a, b))
+        scale = of_a * of_b
+    return (out * scale.reshape(scale.shape + (1,) * (out.ndim - scale.ndim))).astype(dtype)
 
 
 _FLOAT32 = np.dtype(np.float32)
@@ -52,10 +79,10 @@ _FLOAT32 = np.dtype(np.float32)
 _BFLOAT16_BITS = 8
 
 
-def _rescaled(
-    dot: Callable[..., Array], a: Array, b: Array, scale: Float32[Array, ""], dtype: np.dtype, *, exact: bool
+def _one_scale_dot(
+    dot: Callable[..., Array], a: QuantizedArray, b: QuantizedArray, scale: Float32[Array, ""], dtype: np.dtype
 ) -> Array:
-    """`dot(a, b) * scale` in a dtype.
+    """`dot(a.data, b.data) * scale` in a dtype.
 
     On NVIDIA GPUs a product in bfloat16 is the product of the FP8 data, in bfloat16, times the scale. cuBLASLt computes
     both at once and rounds once. Triton's kernels, which XLA prefers by default, read FP8 only if the FP8 data are
@@ -66,11 +93,10 @@ def _rescaled(
 
     Args:
         dot: The product of two arrays in a dtype.
-        a: The data of the first operand.
-        b: Of the second.
+        a: The first operand.
+        b: The second.
         scale: The product of their scales.
         dtype: Of the result.
-        exact: Whether bfloat16 holds `scale`.
     """
 
     def in_float32(a: Array, b: Array, scale: Array) -> Array:
@@ -79,9 +105,24 @@ def _rescaled(
     def in_dtype(a: Array, b: Array, scale: Array) -> Array:
         return lax.mul(dot(a, b, dtype), lax.convert_element_type(scale, dtype))
 
+    exact = a.scale_bits + b.scale_bits <= _BFLOAT16_BITS
     if dtype != jnp.bfloat16 or not exact:
-        return in_float32(a, b, scale)
-    return lax.platform_dependent(a, b, scale, cuda=in_dtype, default=in_float32)
+        return in_float32(a.data, b.data, scale)
+    return on_cuda(in_dtype, in_float32, a.data, b.data, scale)
+
+
+def _rows_scaled(
+    out: Float32[Array, "..."], a: QuantizedArray, b: QuantizedArray, dims: DotDimensions, dtype: np.dtype
+) -> Array:
+    """A product times the scales of its operands' rows."""
+    batch, kept_a, kept_b = len(dims.lhs_batch), len(dims.lhs_free), len(dims.rhs_free)
+    of_a, of_b = (x.scale if x.scale.ndim else lax.reshape(x.scale, (1,) * x.data.ndim) for x in (a, b))
+    of_a = lax.transpose(of_a, dims.lhs_batch + dims.lhs_free + dims.lhs_contract)
+    of_b = lax.transpose(of_b, dims.rhs_batch + dims.rhs_free + dims.rhs_contract)
+    of_a = lax.reshape(of_a, of_a.shape[: batch + kept_a] + (1,) * kept_b)
+    of_b = lax.reshape(of_b, of_b.shape[:batch] + (1,) * kept_a + of_b.shape[batch : batch + kept_b])
+    out = lax.mul(out, lax.mul(expand(of_a, out.shape), expand(of_b, out.shape)))
+    return lax.convert_element_type(out, dtype)
 
 
 def _factors_out(x: QuantizedArray, contract: tuple[int, ...]) -> bool:
@@ -100,7 +141,7 @@ def _scalar(x: Array) -> Array:
 _BLOCK = 32
 
 
-def scaled_product(
+def block_scaled_dot(
     a: QuantizedArray, b: QuantizedArray, dimensions: DotDimensions, precision: lax.PrecisionLike
 ) -> Float32[Array, "..."]:
     """`dot(a.data * a.scale, b.data * b.scale)`, accumulated in float32.
@@ -138,7 +179,7 @@ def scaled_product(
     def native(a: QuantizedArray, b: QuantizedArray) -> Array:
         return native_product(a, b, in_order)
 
-    return lax.platform_dependent(a, b, cpu=dequantized, default=native)
+    return on_cpu(dequantized, native, a, b)
 
 
 def native_product(a: QuantizedArray, b: QuantizedArray, dimensions: DotDimensions) -> Float32[Array, "..."]:

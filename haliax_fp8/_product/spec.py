@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._state.table import record_length
-from ..recipes.recipe import Quantization, Recipe
-from ..recipes.scaling import SHORT_BITS
-from .contraction import AbstractContraction, ProductName
+from .._state.form import AbstractStateForm
+from ..recipes.recipe import SCALE_BITS, USES, OperandName, ProductName, Recipe
+from ..recipes.scaling import AbstractStatefulScaling, stores_scale
+from .contraction import AbstractContraction
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,32 +20,23 @@ class ProductSpec:
     Args:
         recipe: How the operands are quantized.
         contraction: What is multiplied with what, and its gradients; the axes of the ensemble not counted.
-        kernel_is_lhs: Which operand is the kernel: `einsum` may have swapped them.
         compute_dtype: The dtype that operands and output are rounded to around the product; None leaves them.
         out_dtype: The dtype of the output.
         precision: Of fprop. The default lets the hardware accumulate fast; dgrad and wgrad never do.
+        state: The form in which state enters; None for a stateless recipe.
         has_key: Whether a key for stochastic rounding was given; without one, rounding stochastically raises.
         requantizes: Whether the backward pass quantizes the kernel again, instead of keeping its FP8 copy.
-        records: Whether state is not the whole table, whose gradient is the next step's, but the scales alone, whose
-            gradient is what was measured: `[*ensemble, record_length + 1]`, an operand's numbers one after the other,
-            then zeros, and last a mark (`_state/members.py`).
-        stacked: Whether the layer is one of a stack, from which a scan slices its state.
-        group_place: Which of the layers this is that have the very same scale of their input (`fuse_projections`);
-            None if it is alone.
         ensemble: How many leading axes of every array number independent members, each with its own state.
     """
 
     recipe: Recipe
     contraction: AbstractContraction
-    kernel_is_lhs: bool
     compute_dtype: np.dtype | None
     out_dtype: np.dtype
     precision: lax.Precision
+    state: AbstractStateForm | None = None
     has_key: bool = False
     requantizes: bool = False
-    records: bool = False
-    stacked: bool = False
-    group_place: int | None = None
     ensemble: int = 0
 
     @functools.cached_property
@@ -56,48 +47,50 @@ class ProductSpec:
         # JAX hashes what is static at every call; this holds the whole recipe.
         return self._hash
 
-    @property
-    def quantizations(self) -> tuple[Quantization, Quantization, Quantization]:
-        """Of lhs, rhs and the output's gradient."""
-        lhs, rhs, grad = (self.recipe.quantizations[i] for i in self.state_rows)
-        return lhs, rhs, grad
+    @functools.cached_property
+    def batched(self) -> AbstractContraction:
+        """The contraction with the axes of the ensemble."""
+        return self.contraction.with_batch_axes(self.ensemble)
 
-    def quantization(self, role: int, product: ProductName) -> Quantization:
-        """Of lhs (role 0), rhs (1) or the output's gradient (2) in one of the contraction's products."""
-        if product == "product":
-            return self.quantizations[role]
-        # The gradient of the input is dgrad, that of the kernel wgrad.
-        is_wgrad = (product == "gradient_of_lhs") == self.kernel_is_lhs
-        first, second = self.recipe.products["wgrad" if is_wgrad else "dgrad"]
-        of_grad, of_other = (second, first) if is_wgrad else (first, second)
-        return of_grad if role == 2 else of_other
-
-    @property
-    def scale_bits(self) -> int:
-        """How many significant bits the scales of whole tensors have.
+    @functools.cached_property
+    def exact_scales(self) -> bool:
+        """Whether the scales of whole tensors are exact, or rounded up to `SCALE_BITS`.
 
         A product that is rounded to bfloat16 is multiplied by its scale in bfloat16, where XLA finds FP8 whatever its
-        flags; with 4 bits per operand, the product of two scales is exact there.
+        flags; so the product of two scales has to be exact there.
         """
-        return SHORT_BITS if (self.compute_dtype or self.out_dtype) == jnp.bfloat16 else 24
+        return (self.compute_dtype or self.out_dtype) != jnp.bfloat16
+
+    def scale_bits(self, operand: OperandName) -> int:
+        """How many significant bits the scale of an operand has."""
+        return 24 if self.exact_scales else SCALE_BITS[operand]
 
     @property
-    def record_length(self) -> int:
-        """How many numbers a record has."""
-        return record_length(self.recipe.scalings)
+    def group_place(self) -> int | None:
+        """Which one this is of the layers that share the scale of their input; None if it is alone."""
+        return None if self.state is None else self.state.group_place
 
-    @property
-    def wgrad_precision(self) -> lax.PrecisionLike:
-        """Full accumulation, by a different name in each layer of a group.
+    def quantized_once(self, operand: OperandName) -> bool:
+        """Whether an operand is quantized once for its two products."""
+        first, second = (self.recipe.quantization(operand, product) for product in USES[operand])
+        return first == second and not first.scaling.directional
 
-        XLA merges small products that share an operand, as the weight gradients of layers with the same input do, if
-        they request the same precision. For FP8 data, both names mean the same.
-        """
-        high, highest = lax.Precision.HIGH, lax.Precision.HIGHEST
-        ways = (highest, highest), (highest, high), (high, highest), (high, high)
-        return highest if self.group_place is None else ways[self.group_place % len(ways)]
+    def quantized_for(self, operand: OperandName, product: ProductName) -> ProductName:
+        """The product that an operand is quantized for, to be used in this one."""
+        first, _ = USES[operand]
+        return first if self.quantized_once(operand) else product
 
-    @property
-    def state_rows(self) -> tuple[int, int, int]:
-        """Where state (in the order input, kernel, output gradient) describes lhs, rhs and the output's gradient."""
-        return (1, 0, 2) if self.kernel_is_lhs else (0, 1, 2)
+    def keeps_itself(self, operand: OperandName) -> bool:
+        """Whether the backward pass keeps an operand itself: a kernel to quantize again, or one in high precision."""
+        if self.requantizes and operand == "kernel":
+            return True
+        return not self.recipe.quantization(operand, USES[operand][1]).scaling.quantizes
+
+    def takes_stored_scale(self, operand: OperandName, product: ProductName) -> bool:
+        """Whether an operand is quantized with the scale that the state holds."""
+        scaling = self.recipe.quantization(operand, product).scaling
+        return scaling.quantizes and stores_scale(scaling)
+
+    def is_stateful(self, operand: OperandName, product: ProductName) -> bool:
+        """Whether an operand is quantized by a scaling that keeps state."""
+        return isinstance(self.recipe.quantization(operand, product).scaling, AbstractStatefulScaling)

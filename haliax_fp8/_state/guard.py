@@ -1,12 +1,11 @@
 """A second number next to each stored scale, which reveals state that anything but its own update changed.
 
-The guard is `sqrt(scale)`, coarsely: half of the bits of the scale rounded up to 4 significant bits. Four properties
+The guard is `sqrt(scale)`, coarsely: half of the bits of the scale rounded up to 4 significant bits. Three properties
 make it work:
 
 - It is monotone, so the maximum of several gradients' tables is as consistent as each of them.
 - It is not linear. Optimizers, weight decay, averages and sums make a scale and its guard disagree.
 - It lies on a coarse grid, of 8 values for each factor of 4. Hardly any arithmetic lands on it.
-- It yields the rounded scale, which products in bfloat16 use.
 """
 
 from typing import Any
@@ -16,7 +15,11 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float32
 
-from ..recipes.scaling.amax import SHORT_BITS, round_up_scale
+from ..recipes.scaling.amax import round_up_scale
+
+
+# The significant bits of the scale that a guard is made of.
+_BITS = 4
 
 
 # What halving the bits of 1.0 leaves to be added, so that its guard is 1.0.
@@ -29,14 +32,12 @@ _LOWEST, _HIGHEST = np.float32(8 / 9 * (1 - 2.0**-8)), np.float32(1 + 2.0**-8)
 
 def guard_of(scale: Float32[Array, "*shape"]) -> Float32[Array, "*shape"]:
     """The guard of positive scales."""
-    words = lax.bitcast_convert_type(round_up_scale(scale, SHORT_BITS), jnp.uint32)
+    words = lax.bitcast_convert_type(round_up_scale(scale, _BITS), jnp.uint32)
     return lax.bitcast_convert_type((words >> np.uint32(1)) + _HALF, jnp.float32)
 
 
-def checked(
-    scale: Float32[Array, "*shape"], guard: Float32[Array, "*shape"]
-) -> tuple[Float32[Array, "*shape"], Float32[Array, "*shape"]]:
-    """Scales as products take them, exact and rounded up; NaN where the guard is not that of the scale.
+def checked(scale: Float32[Array, "*shape"], guard: Float32[Array, "*shape"]) -> Float32[Array, "*shape"]:
+    """Scales as products take them; NaN where the guard is not that of the scale.
 
     If both are 0 or both `-inf`, the scale is 1: a step did not reach the layer, and a trainer copied its gradient into
     the state. An infinite scale, which is not calibrated yet, stays.
@@ -45,22 +46,20 @@ def checked(
         scale: Stored scales.
         guard: Stored beside them.
     """
-    short, consistent, unreached = _read(scale, guard)
+    consistent, unreached = _fits(scale, guard)
     otherwise = lax.select(unreached, lax.full_like(scale, 1.0), lax.full_like(scale, np.nan))
-    return lax.select(consistent, scale, otherwise), lax.select(consistent, short, otherwise)
+    return lax.select(consistent, scale, otherwise)
 
 
 def is_own(scale: Float32[Array, "*shape"], guard: Float32[Array, "*shape"]) -> Bool[Array, "*shape"]:
     """Whether only their own updates changed the scales."""
-    _, consistent, unreached = _read(scale, guard)
-    return lax.bitwise_or(consistent, unreached)
+    return lax.bitwise_or(*_fits(scale, guard))
 
 
-def _read(scale: Array, guard: Array) -> tuple[Array, Array, Array]:
-    """The rounded scale; whether the guard is that of the scale; whether a step did not reach the layer."""
+def _fits(scale: Array, guard: Array) -> tuple[Array, Array]:
+    """Whether a guard is that of a scale; and whether a step did not reach the layer."""
     words = lax.bitcast_convert_type(guard, jnp.uint32)
-    short = lax.bitcast_convert_type((words - _HALF) << np.uint32(1), jnp.float32)
-    return short, *_fits(scale, guard, words, short)
+    return _compared(scale, guard, words, lax.bitcast_convert_type((words - _HALF) << np.uint32(1), jnp.float32))
 
 
 def is_changed(scale: np.ndarray, guard: np.ndarray) -> bool:
@@ -68,13 +67,13 @@ def is_changed(scale: np.ndarray, guard: np.ndarray) -> bool:
     words = np.ascontiguousarray(guard, np.float32).view(np.uint32)
     short = ((words - _HALF) << np.uint32(1)).view(np.float32)
     with np.errstate(invalid="ignore", over="ignore"):
-        consistent, unreached = _fits(np.asarray(scale, np.float32), np.asarray(guard, np.float32), words, short)
+        consistent, unreached = _compared(np.asarray(scale, np.float32), np.asarray(guard, np.float32), words, short)
     return not bool((consistent | unreached).all())
 
 
-def _fits(scale: Any, guard: Any, words: Any, short: Any) -> tuple[Any, Any]:
+def _compared(scale: Any, guard: Any, words: Any, short: Any) -> tuple[Any, Any]:
     """Whether a guard is that of a scale; and whether a step did not reach the layer."""
-    on_grid = (words & np.uint32((1 << (23 - SHORT_BITS)) - 1)) == np.uint32(0)
+    on_grid = (words & np.uint32((1 << (23 - _BITS)) - 1)) == np.uint32(0)
     near = (scale >= short * _LOWEST) & (scale <= short * _HIGHEST)
     unreached = (scale == guard) & ((scale == np.float32(0.0)) | (scale == np.float32(-np.inf)))
     return on_grid & near & (short > np.float32(0.0)), unreached

@@ -13,10 +13,12 @@ from jax import lax
 from jaxtyping import Array
 
 from .._jax.max_grad import to_float32, to_max_grad, to_record
+from .._jax.xla import computed_together, not_constant, not_merged_across_layers
+from .form import RecordForm
 from .marker import OverwriteWithGradient
 from .members import marks
 from .op_state import OpState, as_state
-from .table import completed, completion, record_length, scales_in
+from .table import measured_in_record, record_length, scales_in
 from .together import concatenated, kinds, together
 
 
@@ -28,9 +30,9 @@ class OpRecord(OverwriteWithGradient):
     once afterwards (`complete_states`).
 
     Args:
-        table: float32, `[*stack, record_length + 1]`: the operands' scales, the same rounded up to 4 significant bits,
-            then zeros, last a mark (`_state/members.py`); as a gradient, what was measured, an operand's numbers one
-            after the other, then zeros and the mark, or zeros alone.
+        table: float32, `[*stack, record_length + 1]`: the operands' scales, the same rounded up to
+            `SCALE_BITS`, then zeros, last a mark (`_state/members.py`); as a gradient, what was measured, an operand's
+            numbers one after the other, then zeros and the mark, or zeros alone.
         shared: Both scales of the first operand, `[*stack, 2]`, if the op belongs to a group that reads the same input.
             The table then holds those of the other operands, and the whole group has the same array here.
         group_place: Which one of the group this is.
@@ -55,6 +57,10 @@ class OpRecord(OverwriteWithGradient):
     def scale(self) -> Array:
         """The scales that the next use takes, `[*stack, operand]`."""
         return to_float32(self.array)[..., :3]
+
+    def form(self, *, stacked: bool) -> RecordForm:
+        """How it enters a product, of a layer that may be one of a stack."""
+        return RecordForm(stacked, self.group_place)
 
     def accumulate(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, other: "OpRecord"
@@ -91,7 +97,7 @@ def record_states(states: Sequence[OpState], *, inexact: bool = False) -> list[O
             scales |= {i: _scales_in(table, limits) for i, table in zip(members, tables, strict=True)}
             continue
         sizes = [table.shape[0] for table in tables]
-        both = lax.optimization_barrier(_scales_in(concatenated(tables), limits))
+        both = computed_together(_scales_in(concatenated(tables), limits))
         exact, rounded = (lax.split(x, sizes) for x in both)
         scales |= dict(zip(members, zip(exact, rounded, strict=True), strict=True))
         joined += members
@@ -106,12 +112,10 @@ def record_states(states: Sequence[OpState], *, inexact: bool = False) -> list[O
             exact, rounded = (functools.reduce(lax.max, xs) for xs in zip(*of_inputs, strict=True))
             largest[members[0]] = exact, rounded
     # XLA makes all parts in one kernel where they are computed, however little; a mere slice is a kernel of its own.
-    one = lax.optimization_barrier(np.float32(1.0))
+    one = not_constant(np.float32(1.0))
     scales |= {i: (lax.mul(scales[i][0], one), lax.mul(scales[i][1], one)) for i in joined}
-    # Apart from what uses them: XLA would merge kernels of different layers that read the same array of scales, and
-    # all that they make would have to be there at once.
     apart = {i: scales[i] for i in joined}, {i: x for i, x in largest.items() if i in joined}
-    for found, values in zip((scales, largest), lax.optimization_barrier(apart), strict=True):
+    for found, values in zip((scales, largest), not_merged_across_layers(apart), strict=True):
         found |= values
     shared = {
         i: (place, largest[members[0]])
@@ -167,4 +171,4 @@ def complete_states(states: Sequence[OpState], records: Sequence[OpRecord]) -> l
         states: This step's.
         records: The gradients of their records, in the same order.
     """
-    return together(completion, completed, states, records, _marks(states))
+    return together(measured_in_record, states, records, _marks(states), otherwise=-np.inf)

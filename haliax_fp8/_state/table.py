@@ -12,6 +12,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float32
 
+from ..recipes.recipe import SCALE_BITS
+from ..recipes.scaling.amax import round_up_scale
 from ..recipes.scaling.base import AbstractScaling, AbstractStatefulScaling
 from .guard import checked, guard_of, is_own
 
@@ -19,7 +21,7 @@ from .guard import checked, guard_of, is_own
 type Table = Float32[Array, "*ensemble operands columns"]
 
 
-def first_table(scalings: Sequence[AbstractScaling]) -> np.ndarray | None:
+def first_table(scalings: tuple[AbstractScaling, ...]) -> np.ndarray | None:
     """The table before the first step; None if no scaling keeps state. A stateless operand has a row, of scale 1."""
     if not any(isinstance(scaling, AbstractStatefulScaling) for scaling in scalings):
         return None
@@ -51,11 +53,13 @@ def scales_in(table: Array, limits: Sequence[float]) -> tuple[Array, Array]:
     """
     axis = table.ndim - 1
     first, last = (lax.index_in_dim(table, i, axis=axis, keepdims=False) for i in (0, table.shape[axis] - 1))
-    exact, rounded = checked(first, last)
-    return _multipliable(exact, limits[-1]), _multipliable(rounded, limits[-1])
+    scales = checked(first, last)
+    return _multipliable(scales, limits[-1], exact=True), _multipliable(scales, limits[-1], exact=False)
 
 
-def _multipliable(scales: Float32[Array, "*ensemble rows"], limit: float) -> Float32[Array, "*ensemble rows"]:
+def _multipliable(
+    scales: Float32[Array, "*ensemble rows"], limit: float, *, exact: bool
+) -> Float32[Array, "*ensemble rows"]:
     """Scales of (input, kernel, output gradient), whose products float32 holds where that is possible.
 
     A product of two scales below `2**-126` is flushed to zero, and the gradient with it, even if the gradient itself
@@ -63,8 +67,11 @@ def _multipliable(scales: Float32[Array, "*ensemble rows"], limit: float) -> Flo
     that the amax stays above 1 in its format, where FP8 has its full precision.
     """
     of_ops = lax.reshape(scales, (*scales.shape[:-1], scales.shape[-1] // 3, 3))
-    of_input, of_kernel, of_grad = (lax.slice_in_dim(of_ops, i, i + 1, axis=of_ops.ndim - 1) for i in range(3))
-    # A power of two, by its exponent: exact, and a scale of 4 bits remains one.
+    of_input, of_kernel, of_grad = (
+        round_up_scale(lax.slice_in_dim(of_ops, i, i + 1, axis=of_ops.ndim - 1), 24 if exact else bits)
+        for i, bits in enumerate(SCALE_BITS.values())
+    )
+    # A power of two, by its exponent: exact, and a scale of a few bits remains one.
     exponent = lax.bitcast_convert_type(lax.min(of_input, of_kernel), np.int32) >> np.int32(23)
     lowest = lax.max(np.int32(2 * 127 - 126) - exponent, lax.full_like(exponent, 1)) << np.int32(23)
     lowest = lax.bitcast_convert_type(lowest, np.float32)
@@ -73,27 +80,36 @@ def _multipliable(scales: Float32[Array, "*ensemble rows"], limit: float) -> Flo
     return lax.reshape(lax.concatenate([of_input, of_kernel, of_grad], of_ops.ndim - 1), scales.shape)
 
 
-def record_length(scalings: Sequence[AbstractScaling]) -> int:
+@functools.cache
+def record_length(scalings: tuple[AbstractScaling, ...]) -> int:
     """How many numbers a record has: exact scales, then rounded ones; as a gradient, what a step measured."""
     return max(2, measures(scalings)) * len(scalings)
 
 
-def measures(scalings: Sequence[AbstractScaling]) -> int:
+@functools.cache
+def measures(scalings: tuple[AbstractScaling, ...]) -> int:
     """How many numbers a step records of each operand."""
     return max(s.measures if isinstance(s, AbstractStatefulScaling) else 0 for s in scalings)
 
 
-def updated(
-    table: Array, measured: Array | None, scalings: Sequence[AbstractScaling], limits: Sequence[float]
+def next_table(
+    table: Array, measured: Array | None, scalings: tuple[AbstractScaling, ...], limits: Sequence[float]
 ) -> Array:
-    """The table of the next step.
+    """The table of the next step; rows that anything but their own update has changed stay.
 
     Args:
         table: This step's, `[*ensemble, operands, columns]`.
-        measured: What the step recorded, `[*ensemble, operands, measures]`; None if nothing is.
+        measured: What the step measured, `[*ensemble, operands, measures]`; None if nothing is.
         scalings: Of each operand.
         limits: The largest value of each operand's format.
     """
+    own = lax.broadcast_in_dim(_is_own(table), table.shape, range(table.ndim))
+    return lax.select(own, _updated(table, measured, scalings, limits), table)
+
+
+def _updated(
+    table: Array, measured: Array | None, scalings: tuple[AbstractScaling, ...], limits: Sequence[float]
+) -> Array:
     operands, rows = table.ndim - 2, {}
     for scaling, members in _groups(scalings).items():
         if scaling.measures == 0 or measured is None:
@@ -110,31 +126,20 @@ def updated(
     return lax.concatenate([rows[row] for row in range(len(scalings))], operands)
 
 
-def next_table(
-    table: Array, measured: Array | None, scalings: Sequence[AbstractScaling], limits: Sequence[float]
-) -> Array:
-    """As `updated`, except for rows that something else has changed, which stay."""
-    own = lax.broadcast_in_dim(_is_own(table), table.shape, range(table.ndim))
-    return lax.select(own, updated(table, measured, scalings, limits), table)
-
-
-def completion(table: Array, record: Array, scalings: Sequence[AbstractScaling], limits: Sequence[float]) -> Array:
-    """The change of tables that gradients of scales bring, which are what a step measured.
+def measured_in_record(record: Array, scalings: tuple[AbstractScaling, ...]) -> tuple[Array, Array]:
+    """What a step measured, from the gradients of records; and whether it reached each row.
 
     Several uses of an op take the maximum, whose identity is `-inf`: no use at all.
 
     Args:
-        table: This step's, `[*ensemble, ops * operands, columns]`.
         record: `[*ensemble, ops * record_length]`; first what was measured, an operand's numbers one after the other.
         scalings: Of each operand of an op.
-        limits: The largest value of each operand's format.
 
     Returns:
-        What has to be computed from several columns, the rest being moved element by element: for each row whether it
-        changes, and the first columns of the new one.
+        `[*ensemble, ops * operands, measures]` and `[*ensemble, ops * operands, 1]`.
     """
-    ensemble, rows = table.shape[:-2], table.shape[-2]
-    ops, columns = rows // len(scalings), measures(scalings)
+    ensemble, ops = record.shape[:-1], record.shape[-1] // record_length(scalings)
+    columns, rows = measures(scalings), ops * len(scalings)
     of_ops = lax.reshape(record, (*ensemble, ops, record_length(scalings)))
     of_ops = lax.slice_in_dim(of_ops, 0, len(scalings) * columns, axis=len(ensemble) + 1)
     measured = lax.reshape(of_ops, (*ensemble, rows, columns))
@@ -149,56 +154,82 @@ def completion(table: Array, record: Array, scalings: Sequence[AbstractScaling],
     used = lax.broadcast_in_dim(used, (*ensemble, ops, len(scalings)), range(len(ensemble) + 2))
     first = measured if columns == 1 else lax.slice_in_dim(measured, 0, 1, axis=len(ensemble) + 1)
     reached = lax.bitwise_and(lax.ne(first, lax.full_like(first, -np.inf)), lax.reshape(used, (*ensemble, rows, 1)))
-    return _change(reached & _is_own(table), _heads(table, measured, scalings, limits))
+    return measured, reached
 
 
-def completed(table: Array, change: Array, scalings: Sequence[AbstractScaling]) -> Array:
-    """The table of the next step as a gradient; `-inf` where the op was not reached."""
-    return _assembled(table, change, scalings, lax.full_like(table, -jnp.inf))
+def measured_in_gradient(gradient: Array, scalings: tuple[AbstractScaling, ...]) -> tuple[Array, Array]:
+    """What a step measured, from tables that are gradients: the newest numbers in them, and nothing else.
 
-
-def overwriting(table: Array, gradient: Array, scalings: Sequence[AbstractScaling], limits: Sequence[float]) -> Array:
-    """The change of tables by the newly recorded numbers in gradients; everything else is recomputed from these tables.
-
-    So a gradient that is a sum over several uses cannot corrupt scales and histories. Rows do not change if the step
-    did not reach the layer (a scale of 0 or `-inf`), or if it recorded something that is not finite.
+    So a gradient that is a sum over several uses cannot corrupt scales and histories. A step that did not reach a row
+    left a scale of 0 or `-inf`; one that measured something that is not finite counts as well.
 
     Args:
-        table: As in `completion`.
-        gradient: Tables, as `updated` would have made them.
-        scalings: As in `completion`.
-        limits: As in `completion`.
+        gradient: Tables, as `next_table` would have made them.
+        scalings: Of each operand of an op.
 
     Returns:
-        As `completion`.
+        As `measured_in_record`.
     """
-    axis, count = table.ndim - 2, len(scalings)
+    axis, count = gradient.ndim - 2, len(scalings)
     groups = {s: rows for s, rows in _groups(scalings).items() if s.measures}
-    ops = range(table.shape[axis] // count)
+    ops = range(gradient.shape[axis] // count)
     parts: dict[int, tuple[Array, Array]] = {}
     for scaling, members in groups.items():
         rows = tuple(op * count + row for op in ops for row in members)
         of_rows = _rows_of(gradient, rows, len(scaling.first_row))
-        entered, reached = scaling.newest(of_rows), of_rows[..., :1]
-        finite = jnp.isfinite(entered) & (entered >= 0.0)
-        fine = jnp.isfinite(reached) & (reached > 0.0) & finite.all(axis=-1, keepdims=True)
+        newest, scale = scaling.newest(of_rows), of_rows[..., :1]
+        finite = jnp.isfinite(newest) & (newest >= 0.0)
+        reached = jnp.isfinite(scale) & (scale > 0.0) & finite.all(axis=-1, keepdims=True)
         if len(groups) == 1 and len(members) == count:
-            return _change(fine & _is_own(table), _heads(table, entered, scalings, limits))
-        entered = jnp.pad(entered, [(0, 0)] * (axis + 1) + [(0, measures(scalings) - scaling.measures)])
+            return newest, reached
+        newest = jnp.pad(newest, [(0, 0)] * (axis + 1) + [(0, measures(scalings) - scaling.measures)])
         for i, row in enumerate(rows):
-            of_row = [lax.slice_in_dim(x, i, i + 1, axis=axis) for x in (entered, fine)]
+            of_row = [lax.slice_in_dim(x, i, i + 1, axis=axis) for x in (newest, reached)]
             parts[row] = of_row[0], of_row[1]
-    nothing = jnp.zeros((*table.shape[:axis], 1, max(1, measures(scalings))), jnp.float32)
-    missing = nothing, jnp.zeros((*table.shape[:axis], 1, 1), bool)
-    newest, changes = (
-        lax.concatenate([parts.get(row, missing)[i] for row in range(table.shape[axis])], axis) for i in (0, 1)
+    nothing = jnp.zeros((*gradient.shape[:axis], 1, max(1, measures(scalings))), jnp.float32)
+    missing = nothing, jnp.zeros((*gradient.shape[:axis], 1, 1), bool)
+    newest, reached = (
+        lax.concatenate([parts.get(row, missing)[i] for row in range(gradient.shape[axis])], axis) for i in (0, 1)
     )
-    return _change(changes & _is_own(table), _heads(table, newest, scalings, limits))
+    return newest, reached
 
 
-def overwritten(table: Array, change: Array, scalings: Sequence[AbstractScaling]) -> Array:
-    """The table of the next step: as it was where it does not change."""
-    return _assembled(table, change, scalings, table)
+def change_of(
+    table: Array, measured: Array, reached: Array, scalings: tuple[AbstractScaling, ...], limits: Sequence[float]
+) -> Array:
+    """What a step changes in tables and has to be computed from several columns; the rest moves element by element.
+
+    Args:
+        table: This step's, `[*ensemble, ops * operands, columns]`.
+        measured: As `measured_in_record` returns it.
+        reached: Likewise.
+        scalings: Of each operand of an op.
+        limits: The largest value of each operand's format.
+
+    Returns:
+        For each row whether it changes, and the first columns of the new one.
+    """
+    changes = lax.convert_element_type(reached & _is_own(table), jnp.float32)
+    return lax.concatenate([changes, _heads(table, measured, scalings, limits)], table.ndim - 1)
+
+
+def changed(table: Array, change: Array, scalings: tuple[AbstractScaling, ...], otherwise: float | None) -> Array:
+    """The table of the next step, from what `change_of` returned.
+
+    Args:
+        table: This step's.
+        change: Its rows of the change.
+        scalings: Of each operand of an op.
+        otherwise: What stands in rows that do not change; None for what stands there now.
+    """
+    axis = table.ndim - 1
+    changes = lax.slice_in_dim(change, 0, 1, axis=axis)
+    changes = lax.gt(changes, lax.full_like(changes, 0.0))
+    new = lax.slice_in_dim(change, 1, None, axis=axis)
+    if (scaling := _of_all(scalings)) is not None:
+        new = lax.concatenate([new, scaling.tail(unguarded(table))], axis)
+    kept = table if otherwise is None else lax.full_like(table, otherwise)
+    return lax.select(lax.broadcast_in_dim(changes, table.shape, range(table.ndim)), guarded(new), kept)
 
 
 def _is_own(table: Array) -> Array:
@@ -207,40 +238,26 @@ def _is_own(table: Array) -> Array:
     return is_own(*(lax.slice_in_dim(table, i, i + 1, axis=axis) for i in (0, table.shape[axis] - 1)))
 
 
-def _change(changes: Array, head: Array) -> Array:
-    return lax.concatenate([lax.convert_element_type(changes, jnp.float32), head], head.ndim - 1)
-
-
-def _heads(table: Array, measured: Array, scalings: Sequence[AbstractScaling], limits: Sequence[float]) -> Array:
+def _heads(table: Array, measured: Array, scalings: tuple[AbstractScaling, ...], limits: Sequence[float]) -> Array:
     """The first columns after a step."""
     ops = table.shape[-2] // len(scalings)
     if (scaling := _of_all(scalings)) is not None:
         measured = lax.slice_in_dim(measured, 0, scaling.measures, axis=measured.ndim - 1)
         return scaling.head(unguarded(table), measured, tuple(limits) * ops)
     in_ops = lambda x: lax.reshape(x, (*x.shape[:-2], ops, len(scalings), x.shape[-1]))
-    new = updated(in_ops(table), in_ops(measured), scalings, limits)
+    new = _updated(in_ops(table), in_ops(measured), scalings, limits)
     return unguarded(lax.reshape(new, table.shape))
 
 
-def _assembled(table: Array, change: Array, scalings: Sequence[AbstractScaling], otherwise: Array) -> Array:
-    axis = table.ndim - 1
-    changes = lax.slice_in_dim(change, 0, 1, axis=axis)
-    changes = lax.gt(changes, lax.full_like(changes, 0.0))
-    new = lax.slice_in_dim(change, 1, None, axis=axis)
-    if (scaling := _of_all(scalings)) is not None:
-        new = lax.concatenate([new, scaling.tail(unguarded(table))], axis)
-    new = guarded(new)
-    return lax.select(lax.broadcast_in_dim(changes, table.shape, range(table.ndim)), new, otherwise)
-
-
-def _of_all(scalings: Sequence[AbstractScaling]) -> AbstractStatefulScaling | None:
+@functools.cache
+def _of_all(scalings: tuple[AbstractScaling, ...]) -> AbstractStatefulScaling | None:
     """The scaling of all operands, if they have the same and it records."""
     first = scalings[0]
     same = all(scaling == first for scaling in scalings)
     return first if same and isinstance(first, AbstractStatefulScaling) and first.measures else None
 
 
-def _groups(scalings: Sequence[AbstractScaling]) -> dict[AbstractStatefulScaling, tuple[int, ...]]:
+def _groups(scalings: tuple[AbstractScaling, ...]) -> dict[AbstractStatefulScaling, tuple[int, ...]]:
     """The rows of each scaling that keeps state: rows with the same scaling are updated at once."""
     groups: dict[AbstractStatefulScaling, tuple[int, ...]] = {}
     for row, scaling in enumerate(scalings):

@@ -12,9 +12,10 @@ from jaxtyping import Array
 
 from .._jax.max_grad import to_float32
 from .._jax.mesh_axes import varying_axes
+from .._jax.xla import computed_together, not_constant
 from ..recipes.scaling import AbstractScaling
 from .members import measured_by_reached
-from .table import measures, overwriting, overwritten
+from .table import change_of, changed, measured_in_gradient, measures
 
 
 def overwrite_states(states: Sequence[Any], gradients: Sequence[Any]) -> list[Any]:
@@ -24,17 +25,26 @@ def overwrite_states(states: Sequence[Any], gradients: Sequence[Any]) -> list[An
         states: This step's, each an `OpState`, which imports this file.
         gradients: Their gradients, in the same order.
     """
-    return together(overwriting, overwritten, states, gradients)
+    return together(measured_in_gradient, states, gradients, otherwise=None)
 
 
 def together(
-    change_of: Callable[..., Array],
-    changed: Callable[..., Array],
+    measured_in: Callable[..., tuple[Array, Array]],
     states: Sequence[Any],
     others: Sequence[Any],
     of_ops: Sequence[Array] | None = None,
+    *,
+    otherwise: float | None,
 ) -> list[Any]:
-    """Computes the change of all states of a kind at once: a kernel or two for all layers, not for each."""
+    """The states of the next step; those of a kind at once, in a kernel or two for all layers.
+
+    Args:
+        measured_in: What was measured, and whether each row was reached, from the gradients.
+        states: This step's.
+        others: Their gradients, or those of their records.
+        of_ops: The marks of the records.
+        otherwise: What stands in rows that do not change; None for what stands there now.
+    """
     new = list(states)
     for members in kinds(states, others).values():
         scalings, limits = states[members[0]].scalings, states[members[0]].limits
@@ -47,23 +57,23 @@ def together(
         of_others = to_float32(of_others[0] if len(of_others) == 1 else lax.concatenate(of_others, axis))
         if of_ops is not None:
             of_others = measured_by_reached(of_others, lax.concatenate([of_ops[i] for i in members], axis))
-        # Apart from the tables: one kernel for the changes of all.
-        changes = lax.optimization_barrier(change_of(tables, of_others, scalings, limits))
+        measured, reached = measured_in(of_others, scalings)
+        changes = computed_together(change_of(tables, measured, reached, scalings, limits))
         rows = changes.shape[-2] // len(members)
-        # Their places are not constants, or writing each table would be another program for XLA to compile.
-        starts = lax.optimization_barrier([np.int32(rows * place) for place in range(len(members))])
+        starts = not_constant([np.int32(rows * place) for place in range(len(members))])
         for i, start in zip(members, starts, strict=True):
-            new[i] = states[i].with_array(_changed(states[i].array, changes, start, changed=changed, scalings=scalings))
+            table = _changed(states[i].array, changes, start, scalings=scalings, otherwise=otherwise)
+            new[i] = states[i].with_array(table)
     return new
 
 
-@functools.partial(jax.jit, static_argnames=("changed", "scalings"))
+@functools.partial(jax.jit, static_argnames=("scalings", "otherwise"))
 def _changed(
-    table: Array, changes: Array, start: Array, *, changed: Callable[..., Array], scalings: Sequence[AbstractScaling]
+    table: Array, changes: Array, start: Array, *, scalings: tuple[AbstractScaling, ...], otherwise: float | None
 ) -> Array:
     """The table with its part of the changes. Jitted, so that layers share one trace."""
     axis = table.ndim - 2
-    return changed(table, lax.dynamic_slice_in_dim(changes, start, table.shape[axis], axis), scalings)
+    return changed(table, lax.dynamic_slice_in_dim(changes, start, table.shape[axis], axis), scalings, otherwise)
 
 
 def kinds(states: Sequence[Any], others: Sequence[Any] | None = None) -> dict[Any, list[int]]:

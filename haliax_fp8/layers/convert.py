@@ -10,7 +10,7 @@ from jaxtyping import DTypeLike
 
 from .._op import Fp8DotGeneral
 from .._product.arguments import floating_dtype
-from .._product.kernel_residual import AbstractKernelResidual, RequantizeWhereCheap
+from .._product.kernel_residual import KernelResidual
 from ..devices.device import Device
 from ..devices.xla_flags import XlaFlags
 from ..recipes.compiler_options import log_cost_of_flags
@@ -42,8 +42,8 @@ class Fp8Config:
         amax_history_length: Sets the history length of every delayed scaling, of which there has to be one; None
             keeps the lengths of the recipes (1024 by default).
         compute_dtype: The dtype that the products' operands and results are rounded to; None does not round.
-        kernel_residual: What the backward pass keeps of kernels: `RequantizeWhereCheap()`, `Requantize()` or
-            `KeepQuantized()`. Changes memory and speed, not values.
+        kernel_residual: What the backward pass keeps of kernels, a `KernelResidual`. Changes memory and speed, not
+            values.
         emulate: Converts even if the default device is an accelerator without the units for a recipe's products; see
             `supported`. A CPU always emulates, with the same rounding.
         layers: The rules of the layer classes; see `LayerRule`.
@@ -64,7 +64,7 @@ class Fp8Config:
     overrides: Mapping[Pattern, RecipeLike | None] = dataclasses.field(default_factory=dict)
     amax_history_length: int | None = None
     compute_dtype: DTypeLike | None = None
-    kernel_residual: AbstractKernelResidual = RequantizeWhereCheap()
+    kernel_residual: KernelResidual = KernelResidual.REQUANTIZE_WHERE_CHEAP
     emulate: bool = False
     layers: tuple[LayerRule, ...] = default_layers
     where: WherePays | None = None
@@ -88,10 +88,10 @@ class Fp8Config:
             )
         if self.compute_dtype is not None:
             floating_dtype("compute_dtype", self.compute_dtype)
-        if not isinstance(self.kernel_residual, AbstractKernelResidual):
+        if not isinstance(self.kernel_residual, KernelResidual):
             raise ValueError(
-                f"kernel_residual={self.kernel_residual!r} is not one of RequantizeWhereCheap(), Requantize() and "
-                "KeepQuantized()"
+                f"kernel_residual={self.kernel_residual!r} is not a KernelResidual; use one of "
+                f"{', '.join(map(str, KernelResidual))}"
             )
         if not isinstance(self.emulate, bool):
             raise ValueError(f"emulate={self.emulate!r} must be True or False")
@@ -255,7 +255,7 @@ def fp8_linear_layers[M](module: M, config: Fp8Config | None = None, **options: 
     return map_layers(convert, module, config.layers)
 
 
-def _keeping(rule: LayerRule, layer: Any, op: Fp8DotGeneral, kernel_residual: AbstractKernelResidual) -> Any:
+def _keeping(rule: LayerRule, layer: Any, op: Fp8DotGeneral, kernel_residual: KernelResidual) -> Any:
     """The converted layer with another choice of what is kept of its kernel."""
     if op.kernel_residual == kernel_residual:
         return layer

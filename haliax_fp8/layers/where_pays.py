@@ -6,7 +6,7 @@ from typing import Any
 
 import haliax as hax
 
-from .._product.kernel_residual import AbstractKernelResidual
+from .._product.kernel_residual import KernelResidual
 from ..devices.device import Device, canonical, devices
 from ..devices.peaks import Peaks, peaks
 from ..devices.roofline import LIKELY, Efficiency
@@ -110,7 +110,7 @@ class WherePays:
         layer: Any,
         stack: tuple[hax.Axis, ...],
         recipe: Recipe,
-        kernel_residual: AbstractKernelResidual,
+        kernel_residual: KernelResidual,
     ) -> Prediction | None:
         """What all layers of a stack take; None if the rule says no size, or the device would emulate the recipe.
 

@@ -1,6 +1,7 @@
 """Recipe: a format and a scaling for each operand of a linear layer's three products."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Literal
 
@@ -8,7 +9,6 @@ from .._numerics.formats import E4M3, E5M2, Format
 from .._numerics.require import require
 from .._numerics.rounding import AbstractRounding, ToNearest
 from .scaling import (
-    SHORT_BITS,
     AbstractScaling,
     AbstractStatefulScaling,
     DelayedScaling,
@@ -22,6 +22,30 @@ from .scaling import (
 
 
 OperandName = Literal["input", "kernel", "output_grad"]
+ProductName = Literal["fprop", "dgrad", "wgrad"]
+
+OPERANDS: dict[ProductName, tuple[OperandName, OperandName]] = {
+    "fprop": ("input", "kernel"),
+    "dgrad": ("output_grad", "kernel"),
+    "wgrad": ("input", "output_grad"),
+}
+"""The operands of each product."""
+
+USES: dict[OperandName, tuple[ProductName, ProductName]] = {
+    "input": ("fprop", "wgrad"),
+    "kernel": ("fprop", "dgrad"),
+    "output_grad": ("dgrad", "wgrad"),
+}
+"""The products of each operand."""
+
+SCALE_BITS: dict[OperandName, int] = {"input": 1, "kernel": 7, "output_grad": 1}
+"""The significant bits that scales of whole tensors are rounded up to, for products in bfloat16.
+
+A bfloat16 has 8, so the scales of the two operands of each product multiply exactly. The kernel takes all but one of
+them: it hardly changes from step to step, so with a coarse scale its rounding errors stay the same as well, where those
+of a scale that follows its amax closely average out. Inputs and gradients are new in every step; a power of two costs
+them range, not precision.
+"""
 
 # The field that says how each operand is quantized for the second of its products.
 _SECOND_USES: dict[str, str] = {
@@ -146,21 +170,25 @@ class Recipe:
             output_grad=Quantization(scaling.gradient_format if backward is None else backward, scaling),
         )
 
-    @property
-    def products(self) -> dict[str, tuple[Quantization, Quantization]]:
-        """The operands of each product."""
+    @functools.cached_property
+    def products(self) -> dict[ProductName, tuple[Quantization, Quantization]]:
+        """How the operands of each product are quantized, in the order of `OPERANDS`."""
         return {
             "fprop": (self.input, self.kernel),
             "dgrad": (self.output_grad, self.kernel_for_dgrad or self.kernel),
             "wgrad": (self.input_for_wgrad or self.input, self.output_grad_for_wgrad or self.output_grad),
         }
 
-    @property
+    def quantization(self, operand: OperandName, product: ProductName) -> Quantization:
+        """How an operand is quantized for one of its products."""
+        return self.products[product][OPERANDS[product].index(operand)]
+
+    @functools.cached_property
     def quantizations(self) -> tuple[Quantization, Quantization, Quantization]:
         """The three operands in the order in which state stores them."""
         return (self.input, self.kernel, self.output_grad)
 
-    @property
+    @functools.cached_property
     def scalings(self) -> tuple[AbstractScaling, AbstractScaling, AbstractScaling]:
         """The operands' scalings in the order in which state stores them."""
         return (self.input.scaling, self.kernel.scaling, self.output_grad.scaling)
@@ -171,7 +199,7 @@ class Recipe:
         operands = (q for pair in self.products.values() for q in pair if q.scaling.quantizes)
         return tuple(dict.fromkeys(q.format for q in operands))
 
-    @property
+    @functools.cached_property
     def limits(self) -> tuple[float, ...]:
         """The largest value of each operand's format, in that order."""
         return tuple(q.format.max for q in self.quantizations)
@@ -181,14 +209,15 @@ class Recipe:
         """How scales of whole tensors are rounded where they multiply; empty if the recipe has none."""
         if not any(stores_scale(scaling) or scaling.one_scale for scaling in self.scalings):
             return ""
-        return f"exact in float32, rounded up to {SHORT_BITS} significant bits in bfloat16"
+        kernel = SCALE_BITS["kernel"]
+        return f"exact in float32; in bfloat16 rounded up to powers of two, the kernel's to {kernel} significant bits"
 
-    @property
+    @functools.cached_property
     def is_stateful(self) -> bool:
         """Whether an op with this recipe remembers anything from step to step."""
         return any(isinstance(scaling, AbstractStatefulScaling) for scaling in self.scalings)
 
-    @property
+    @functools.cached_property
     def needs_key(self) -> bool:
         """Whether an operand is rounded at random."""
         return any(q.rounding.needs_key for pair in self.products.values() for q in pair)

@@ -2,6 +2,7 @@
 
 from ..layers.own_state import require_own_state as require_own_state
 from .calibration import calibrate as calibrate, fp8_states as fp8_states
+from .cast import cast_params as cast_params
 from .exact_loss import exact_gradients as exact_gradients
 from .gradients import (
     filter_grad as filter_grad,

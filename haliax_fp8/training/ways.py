@@ -8,7 +8,7 @@ from typing import Any
 import equinox as eqx
 import jax
 
-from .._jax.max_grad import StateNotDifferentiated, fp32_max_grad
+from .._jax.max_grad import StateNotDifferentiated, fp32_max_grad, is_missing_adder
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,7 +20,8 @@ class Way:
             `filter_custom_jvp`, and refuses one in `filter_custom_vjp`; but a loss that casts inexact arrays would cast
             them.
         tables: Whether states stay tables, for a function that assembles its model from parts.
-        whole: Whether the gradient is one program, even if the user runs operation by operation.
+        whole: Whether the gradient is one program, even if the user runs operation by operation: outside `jit` JAX
+            cannot add up the gradients of several uses.
     """
 
     inexact: bool = False
@@ -42,7 +43,7 @@ def first_that_works(gradients_of: Callable[..., Any], *args: Any, **kwargs: Any
                 return gradients_of(way, *args, **kwargs)
             with jax.disable_jit(False):
                 return eqx.filter_jit(gradients_of)(way, *args, **kwargs)
-        except (ValueError, TypeError, AssertionError, NotImplementedError) as error:
+        except (ValueError, TypeError, AssertionError, NotImplementedError, KeyError) as error:
             other = _another(way, error)
             if other is None:
                 if way.whole and isinstance(error, NotImplementedError) and _looks_for_nans():
@@ -70,7 +71,7 @@ def _another(way: Way, error: Exception) -> Way | None:
         return dataclasses.replace(way, tables=True)
     if not way.inexact and (isinstance(error, StateNotDifferentiated) or is_assertion):
         return dataclasses.replace(way, inexact=True)
-    by_steps = is_assertion or isinstance(error, NotImplementedError)
+    by_steps = is_assertion or isinstance(error, NotImplementedError) or is_missing_adder(error)
     if not way.whole and (by_steps or (jax.config.jax_disable_jit and _is_about_state(error))):
         return dataclasses.replace(way, whole=True)
     return None

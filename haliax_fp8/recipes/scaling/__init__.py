@@ -1,6 +1,6 @@
 """Scalings: how one operand gets its scale. One file per scaling."""
 
-from .amax import SHORT_BITS as SHORT_BITS, round_up_scale as round_up_scale
+from .amax import round_up_scale as round_up_scale
 from .amax_rules import (
     AbstractAmaxCompute as AbstractAmaxCompute,
     MaxOfHistory as MaxOfHistory,

@@ -6,10 +6,6 @@ from jax import lax
 from jaxtyping import Array, Float, Float32
 
 
-SHORT_BITS = 4
-"""How many significant bits rounded scales have: the product of two is exact in bfloat16, which has 8."""
-
-
 # Its reciprocal is float32's smallest normal number; a smaller scale is flushed to zero on a CPU.
 LARGEST_MULTIPLIER = 2.0**126
 
@@ -48,8 +44,8 @@ def round_down_to_power_of_two(x: Float32[Array, "*shape"]) -> Float32[Array, "*
 def round_up_scale(scale: Float32[Array, "*shape"], bits: int) -> Float32[Array, "*shape"]:
     """The smallest number with so many significant bits that is not below a positive scale; infinity and NaN stay.
 
-    A larger scale clips nothing. It moves values down in the format's range, by at most `2**(1 - bits)`: 12.5 % with
-    4 bits. Rounding keeps its relative precision, as the format is a floating-point one.
+    A larger scale clips nothing. It moves values down in the format's range, by at most a factor of
+    `1 + 2**(1 - bits)`. Rounding keeps its relative precision, as the format is a floating-point one.
 
     Args:
         scale: Scales.

@@ -19,31 +19,14 @@ _ROWS = 1024
 class AbstractAmaxCompute(abc.ABC):
     """A rule for the amax that delayed scaling divides by. `amax_compute_algo` in TransformerEngine."""
 
-    def measure(self, x: Float[Array, "*shape"], ensemble: int) -> Float32[Array, "*ensemble"]:
-        """What a step records: `max |x|`, of each member of the leading axes; 0 for an operand without elements."""
-        axes = tuple(range(ensemble, x.ndim))
-        magnitude = lax.abs(x)
-        amax = jnp.max(magnitude, axis=axes, initial=0.0) if x.size == 0 else lax.reduce_max(magnitude, axes)
-        return lax.convert_element_type(amax, jnp.float32)
+    @abc.abstractmethod
+    def measure(self, x: Float[Array, "*shape"], ensemble: int) -> Float[Array, "*ensemble 1 parts"]:
+        """What a step measures of parts of an operand, in any dtype; it records their maximum.
 
-    def measure_parts(self, x: Float[Array, "*shape"], ensemble: int) -> Float[Array, "*ensemble 1 parts"]:
-        """What a step records of parts of an operand, whose maximum is what `measure` returns; in the operand's dtype.
-
-        The parts are the rows of the leading axes, enough to keep a device busy. A maximum over all of a large operand
-        takes two kernels, the second of which the caller shares between operands.
+        Args:
+            x: The operand; it may have no elements, and then 0 is measured.
+            ensemble: How many leading axes number members, each with its own amax.
         """
-        rows, axis = 1, ensemble
-        while axis < x.ndim - 1 and rows < _ROWS:
-            rows, axis = rows * x.shape[axis], axis + 1
-        # A wider operand is one part. Where it is the result of an FP8 product, XLA lets cuBLASLt quantize it and take
-        # its amax; and takes any maximum of its magnitudes for that of all (it fails on a vector of them).
-        if x.size == 0 or rows == 1 or x.dtype.itemsize > 2:
-            return self._whole(x, ensemble)
-        parts = lax.reduce_max(lax.abs(x), tuple(range(axis, x.ndim)))
-        return lax.reshape(parts, (*x.shape[:ensemble], 1, rows))
-
-    def _whole(self, x: Float[Array, "*shape"], ensemble: int) -> Float32[Array, "*ensemble 1 1"]:
-        return lax.reshape(self.measure(x, ensemble), (*x.shape[:ensemble], 1, 1))
 
     @abc.abstractmethod
     def of_history(self, history: Float32[Array, "*rows history"]) -> Float32[Array, "*rows 1"]:
@@ -55,9 +38,34 @@ class AbstractAmaxCompute(abc.ABC):
         """
 
 
+def amaxes_of_rows(x: Float[Array, "*shape"], ensemble: int) -> Float[Array, "*ensemble 1 parts"]:
+    """`max |x|` of the rows of the leading axes, enough of them to keep a device busy; 0 for a row without elements.
+
+    Args:
+        x: The operand.
+        ensemble: How many leading axes number members.
+    """
+    rows, axis = 1, ensemble
+    while axis < x.ndim - 1 and rows < _ROWS:
+        rows, axis = rows * x.shape[axis], axis + 1
+    # A wider operand is one part. Where it is the result of an FP8 product, XLA lets cuBLASLt quantize it and take
+    # its amax; and takes any maximum of its magnitudes for that of all (it fails on a vector of them).
+    if x.size == 0 or rows == 1 or x.dtype.itemsize > 2:
+        axes, magnitude, rows = tuple(range(ensemble, x.ndim)), lax.abs(x), 1
+        amax = jnp.max(magnitude, axis=axes, initial=0.0) if x.size == 0 else lax.reduce_max(magnitude, axes)
+        parts = lax.convert_element_type(amax, jnp.float32)
+    else:
+        parts = lax.reduce_max(lax.abs(x), tuple(range(axis, x.ndim)))
+    return lax.reshape(parts, (*x.shape[:ensemble], 1, rows))
+
+
 @dataclasses.dataclass(frozen=True)
 class MaxOfHistory(AbstractAmaxCompute):
     """The largest amax of the history: values are clipped only if they exceed everything in the history."""
+
+    def measure(self, x: Float[Array, "*shape"], ensemble: int) -> Float[Array, "*ensemble 1 parts"]:
+        """The amaxes of rows."""
+        return amaxes_of_rows(x, ensemble)
 
     def of_history(self, history: Float32[Array, "*rows history"]) -> Float32[Array, "*rows 1"]:
         """`max(history)`."""
@@ -67,6 +75,10 @@ class MaxOfHistory(AbstractAmaxCompute):
 @dataclasses.dataclass(frozen=True)
 class MostRecent(AbstractAmaxCompute):
     """The last step's amax: reacts at once, and forgets at once."""
+
+    def measure(self, x: Float[Array, "*shape"], ensemble: int) -> Float[Array, "*ensemble 1 parts"]:
+        """The amaxes of rows."""
+        return amaxes_of_rows(x, ensemble)
 
     def of_history(self, history: Float32[Array, "*rows history"]) -> Float32[Array, "*rows 1"]:
         """`history[0]`."""
@@ -107,6 +119,10 @@ class RecoveringMax(AbstractAmaxCompute):
         if not (1.0 <= self.factor < np.inf):
             raise ValueError(f"factor={self.factor} of RecoveringMax must be finite and at least 1; 256 is usual")
 
+    def measure(self, x: Float[Array, "*shape"], ensemble: int) -> Float[Array, "*ensemble 1 parts"]:
+        """The amaxes of rows."""
+        return amaxes_of_rows(x, ensemble)
+
     def of_history(self, history: Float32[Array, "*rows history"]) -> Float32[Array, "*rows 1"]:
         """`min(max(history), factor * max(last steps))`."""
         axis, length = history.ndim - 1, history.shape[-1]
@@ -145,6 +161,10 @@ class MovingAverage(AbstractAmaxCompute):
         if not 0.0 < self.decay < 1.0:
             raise ValueError(f"decay={self.decay} of MovingAverage must lie between 0 and 1; 0.9 is usual")
 
+    def measure(self, x: Float[Array, "*shape"], ensemble: int) -> Float[Array, "*ensemble 1 parts"]:
+        """The amaxes of rows."""
+        return amaxes_of_rows(x, ensemble)
+
     def of_history(self, history: Float32[Array, "*rows history"]) -> Float32[Array, "*rows 1"]:
         """The weighted mean of the positive entries."""
         length = history.shape[-1]
@@ -172,7 +192,7 @@ class Percentile(AbstractAmaxCompute):
 
     Example:
         >>> Percentile(75.0).measure(jnp.array([1.0, -2.0, 3.0, -400.0, 5.0]), 0)
-        Array(5., dtype=float32)
+        Array([[5.]], dtype=float32)
     """
 
     percent: float = 99.99
@@ -182,18 +202,17 @@ class Percentile(AbstractAmaxCompute):
         if not 0.0 < self.percent <= 100.0:
             raise ValueError(f"percent={self.percent} of Percentile must be above 0 and at most 100; 99.99 is usual")
 
-    def measure(self, x: Float[Array, "*shape"], ensemble: int) -> Float32[Array, "*ensemble"]:
-        """The smallest element of `|x|` that `percent` of all elements do not exceed."""
+    def measure(self, x: Float[Array, "*shape"], ensemble: int) -> Float[Array, "*ensemble 1 1"]:
+        """The smallest element of `|x|` that `percent` of all elements do not exceed.
+
+        Of the operand as a whole: the percentile of all is not the largest of the parts' percentiles.
+        """
         if x.size == 0:
-            return super().measure(x, ensemble)
-        magnitude = lax.convert_element_type(lax.abs(x), jnp.float32).reshape(*x.shape[:ensemble], -1)
+            return amaxes_of_rows(x, ensemble)
+        magnitude = lax.convert_element_type(lax.abs(x), jnp.float32).reshape(*x.shape[:ensemble], 1, -1)
         count = magnitude.shape[-1]
         rank = max(0, int(np.ceil(count * self.percent / 100.0)) - 1)
-        return jnp.sort(magnitude, axis=-1)[..., rank]
-
-    def measure_parts(self, x: Float[Array, "*shape"], ensemble: int) -> Float[Array, "*ensemble 1 1"]:
-        """Of the operand as a whole: the percentile of all is not the largest of the parts' percentiles."""
-        return self._whole(x, ensemble)
+        return jnp.sort(magnitude, axis=-1)[..., rank : rank + 1]
 
     def of_history(self, history: Float32[Array, "*rows history"]) -> Float32[Array, "*rows 1"]:
         """The largest of them."""

@@ -60,7 +60,7 @@ class AbstractScaling(abc.ABC):
     """Whether the scales depend on which axes are contracted. An operand of two products is then quantized twice."""
 
     one_scale: ClassVar[bool] = False
-    """Whether a tensor has one scale: that of a product in bfloat16 is rounded up to 4 significant bits."""
+    """Whether a tensor has one scale, which is rounded up for a product in bfloat16, see `SCALE_BITS`."""
 
     gradient_format: ClassVar[Format] = E5M2
     """The format that output gradients take with this scaling, unless a recipe says otherwise."""
@@ -104,26 +104,16 @@ class AbstractStatefulScaling(AbstractScaling):
     @abc.abstractmethod
     def measure(
         self, x: Float[Array, "*shape"], quantized: QuantizedArray, ensemble: int
-    ) -> Float32[Array, "*ensemble 1 measures"]:
-        """What a step records of an operand, as a row; several uses record the maximum.
+    ) -> Float[Array, "*ensemble measures parts"]:
+        """What a step measures of parts of an operand, in any dtype. It records their maximum, as several uses do.
+
+        A maximum over all of a large operand takes two kernels; of parts, operands share the second.
 
         Args:
             x: The operand; it may have no elements.
             quantized: What `quantize` made of it.
             ensemble: How many leading axes number members.
         """
-
-    def measure_parts(
-        self, x: Float[Array, "*shape"], quantized: QuantizedArray, ensemble: int
-    ) -> Float[Array, "*ensemble measures parts"]:
-        """What a step records of parts of an operand, in any dtype; their maximum is what `measure` returns.
-
-        Args:
-            x: As in `measure`.
-            quantized: As in `measure`.
-            ensemble: As in `measure`.
-        """
-        return lax.reshape(self.measure(x, quantized, ensemble), (*x.shape[:ensemble], self.measures, 1))
 
     @abc.abstractmethod
     def head(

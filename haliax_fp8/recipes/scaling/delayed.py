@@ -105,17 +105,10 @@ class DelayedScaling(AbstractStatefulScaling):
 
     def measure(
         self, x: Float[Array, "*shape"], quantized: QuantizedArray, ensemble: int
-    ) -> Float32[Array, "*ensemble 1 1"]:
-        """The amax."""
-        del quantized
-        return lax.reshape(self.amax_compute.measure(x, ensemble), (*x.shape[:ensemble], 1, 1))
-
-    def measure_parts(
-        self, x: Float[Array, "*shape"], quantized: QuantizedArray, ensemble: int
     ) -> Float[Array, "*ensemble 1 parts"]:
         """The amaxes of rows."""
         del quantized
-        return self.amax_compute.measure_parts(x, ensemble)
+        return self.amax_compute.measure(x, ensemble)
 
     def head(
         self,

@@ -72,7 +72,7 @@ class MeasuredScaling(AbstractStatefulScaling):
 
     def measure(
         self, x: Float[Array, "*shape"], quantized: QuantizedArray, ensemble: int
-    ) -> Float32[Array, "*ensemble 1 4"]:
+    ) -> Float32[Array, "*ensemble 4 1"]:
         """Amax; the shares of elements clipped and flushed to zero; and `|x - q|^2 / |x|^2`.
 
         An element is clipped if it ends at the format's maximum and lost more than rounding would have cost. Where
@@ -95,7 +95,7 @@ class MeasuredScaling(AbstractStatefulScaling):
         error = jnp.sum(((x - values) / unit) ** 2, axes) / jnp.where(squares > 0.0, squares, jnp.float32(1.0))
         amax = amax.reshape(x.shape[:ensemble])
         shares = [jnp.sum(condition.astype(jnp.float32), axes) / count for condition in (clipped, flushed)]
-        return jnp.expand_dims(jnp.stack([amax, *shares, error], axis=-1), ensemble)
+        return jnp.stack([amax, *shares, error], axis=-1)[..., None]
 
     def head(
         self,

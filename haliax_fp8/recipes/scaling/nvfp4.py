@@ -8,6 +8,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Float32
 
+from ..._jax.xla import actually_rounded
 from ..._numerics.formats import E2M1, E4M3, Format, saturating_cast, spacing_of
 from ..._numerics.quantized_array import QuantizedArray, expand
 from ...devices.device import NO_UNITS, MatrixUnits
@@ -117,9 +118,9 @@ def _block_scale(wanted: Float32[Array, "*blocks"], use: OperandUse) -> Float32[
         rounded = saturating_cast(jnp.ceil(wanted / spacing) * spacing, E4M3)
     else:
         rounded = saturating_cast(wanted, E4M3)
-    # The barrier keeps XLA from taking the two casts for nothing; and, where a rotated operand is a constant of the
-    # program, its CPU compiler from evaluating it with elements in the wrong places.
-    return lax.optimization_barrier(rounded).astype(jnp.float32)
+    # This also keeps XLA's CPU compiler from evaluating a rotated operand that is a constant of the program, with
+    # elements in the wrong places.
+    return actually_rounded(rounded).astype(jnp.float32)
 
 
 def _scaled(x: Float32[Array, "*shape"], scale: Float32[Array, "*blocks"], block: tuple[int, ...]) -> Array:

@@ -43,7 +43,7 @@ class ObservedScaling(AbstractStatefulScaling):
 
     def measure(
         self, x: Float[Array, "*shape"], quantized: QuantizedArray, ensemble: int
-    ) -> Float32[Array, "*ensemble 1 1"]:
+    ) -> Float[Array, "*ensemble 1 parts"]:
         """As the scaling does."""
         return self.scaling.measure(x, quantized, ensemble)
 

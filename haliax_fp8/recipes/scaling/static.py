@@ -79,8 +79,8 @@ class StaticScaling(AbstractStatefulScaling):
 
     def measure(
         self, x: Float[Array, "*shape"], quantized: QuantizedArray, ensemble: int
-    ) -> Float32[Array, "*ensemble 1 1"]:
-        """The amax; asked for in calibration only."""
+    ) -> Float[Array, "*ensemble 1 parts"]:
+        """The amaxes of rows; asked for in calibration only."""
         return self._tensorwise.measure(x, quantized, ensemble)
 
     def head(

@@ -1,0 +1,101 @@
+"""What programs tell XLA: barriers and switches between platforms, each as a function named after what it is for.
+
+A barrier is the identity, but XLA computes all of its operands before any of its results is used, and sees through it
+in neither direction. So each of these functions undoes one optimization that would cost more than it saves.
+`tests/test_xla.py` compiles a program with and without each.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from jax import lax
+from jaxtyping import Array
+
+
+def computed_together[T](values: T) -> T:
+    """Values that are made in one kernel, of which every user reads its part.
+
+    Otherwise XLA computes each part again where it is used: with many layers, many small kernels instead of one.
+    """
+    return lax.optimization_barrier(values)
+
+
+def not_constant[T](value: T) -> T:
+    """A number that XLA does not know.
+
+    Known numbers make every layer's small program another one to compile; and a multiplication by a known one, which
+    joins slices into a single kernel, would be dropped.
+    """
+    return lax.optimization_barrier(value)
+
+
+def not_merged_across_layers[T](values: T) -> T:
+    """Values of several layers whose users stay apart.
+
+    Otherwise XLA merges kernels of different layers that read the same array, and all that they make has to be in
+    memory at once.
+    """
+    return lax.optimization_barrier(values)
+
+
+def own_operand(x: Array, own: Array) -> Array:
+    """An operand that several products share, as the operand of one of them.
+
+    XLA merges small products that share an operand, and then has to split the result and to apply separate scales. A
+    barrier over the operand and something that belongs to one product alone keeps that product separate.
+
+    Args:
+        x: The shared operand.
+        own: An array that only this product reads.
+    """
+    return lax.optimization_barrier((x, own))[0]
+
+
+def own_precision(place: int | None) -> lax.PrecisionLike:
+    """Full accumulation, under a different name for each of several products that share an operand.
+
+    XLA merges such products only if they request the same precision. Of FP8 data, all these names mean the same. A
+    barrier as in `own_operand` would separate the operand from its transposition.
+
+    Args:
+        place: Which of the products it is; None if it is alone.
+    """
+    high, highest = lax.Precision.HIGH, lax.Precision.HIGHEST
+    names = (highest, highest), (highest, high), (high, highest), (high, high)
+    return highest if place is None else names[place % len(names)]
+
+
+def not_kept_from_forward(x: Array) -> Array:
+    """An operand that the backward pass quantizes again.
+
+    Otherwise XLA finds that the forward pass has quantized it in the same way, and keeps that copy in memory.
+    """
+    return lax.optimization_barrier(x)
+
+
+def transposed_separately[T](data: T) -> T:
+    """FP8 data whose transposition is a kernel of its own.
+
+    On NVIDIA GPUs up to Hopper an FP8 operand has to lie along what is summed. A kernel that casts and transposes
+    cannot also take the amax, so that two kernels would read the operand in high precision. Apart from the cast, the
+    transposition reads one byte per element.
+    """
+    return lax.optimization_barrier(data)
+
+
+def actually_rounded(x: Array) -> Array:
+    """A value in a narrow format that is converted back.
+
+    Otherwise XLA may drop both conversions, and with them the rounding.
+    """
+    return lax.optimization_barrier(x)
+
+
+def on_cuda(there: Callable[..., Array], elsewhere: Callable[..., Array], *operands: Any) -> Array:
+    """`there(*operands)` in programs for NVIDIA GPUs, `elsewhere(*operands)` in all others."""
+    return lax.platform_dependent(*operands, cuda=there, default=elsewhere)
+
+
+def on_cpu(there: Callable[..., Array], elsewhere: Callable[..., Array], *operands: Any) -> Array:
+    """`there(*operands)` in programs for CPUs, `elsewhere(*operands)` in all others."""
+    return lax.platform_dependent(*operands, cpu=there, default=elsewhere)

@@ -1,0 +1,210 @@
+"""The two forms in which an op's state enters a product, and what the product returns as its cotangent."""
+
+import abc
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float32
+
+from .._jax.max_grad import is_max_grad, to_float32
+from ..recipes.recipe import Recipe
+from .members import measured_of_copies, recorded_by_first
+from .table import measures, next_table, record_length, scales_in
+
+
+# What was measured of parts of an operand: `[*ensemble, measures, parts]`, with as many parts as the operand has.
+type Parts = Array
+
+
+class Kept(NamedTuple):
+    """What the backward pass finds of state and measurements.
+
+    Args:
+        state: What the scales come from: a table, or a record without its mark.
+        mark: The mark of a record, `[*ensemble, 1, parts]`; None for a table, or if nothing was measured.
+        measured: What was measured of input and kernel; None if nothing.
+    """
+
+    state: Array
+    mark: Array | None
+    measured: list[Parts] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class AbstractStateForm(abc.ABC):
+    """How state enters a product.
+
+    Args:
+        stacked: Whether the layer is one of a stack, from which a scan slices its state.
+        group_place: Which one this is of the layers that share the scale of their input; None if it is alone.
+    """
+
+    stacked: bool = False
+    group_place: int | None = None
+
+    packs_state: ClassVar[bool]
+    """Whether state and measurements are kept as one array."""
+
+    @property
+    def alike(self) -> "AbstractStateForm":
+        """The form as all layers of a group have it, so that they share traces."""
+        return self if self.group_place is None else dataclasses.replace(self, group_place=0)
+
+    @abc.abstractmethod
+    def scales(self, state: Array, limits: tuple[float, ...], *, exact: bool) -> tuple[Array, Array, Array]:
+        """The scales of input, kernel and output gradient, `[*ensemble]`.
+
+        Args:
+            state: As it enters the product, or as it is kept.
+            limits: The largest value of each operand's format.
+            exact: Whether as they are, or rounded up to `SCALE_BITS`.
+        """
+
+    @abc.abstractmethod
+    def packed(self, state: Array, measured: Sequence[Parts]) -> Array:
+        """What the backward pass needs as one array: what was measured, and the state if `packs_state`.
+
+        Args:
+            state: As it entered the product.
+            measured: What was measured of input and kernel.
+        """
+
+    @abc.abstractmethod
+    def kept(self, measured: Array | None, state: Array | None, recipe: Recipe, ensemble: int) -> Kept:
+        """What the backward pass kept, taken apart.
+
+        Args:
+            measured: As `packed` returned it; None if nothing was measured.
+            state: The state; None if it was packed.
+            recipe: The recipe of the op.
+            ensemble: How many leading axes number members.
+        """
+
+    @abc.abstractmethod
+    def cotangent(self, kept: Kept, of_grad: Parts | None, grad: Array, recipe: Recipe, ensemble: int) -> Array:
+        """The cotangent of the state, in float32.
+
+        Args:
+            kept: As `kept` returned it.
+            of_grad: What was measured of the output's gradient; None if nothing was measured of any operand.
+            grad: The output's gradient.
+            recipe: The recipe of the op.
+            ensemble: How many leading axes number members.
+        """
+
+
+@dataclasses.dataclass(frozen=True)
+class TableForm(AbstractStateForm):
+    """The whole table. Its cotangent is the table of the next step, so a plain gradient is complete."""
+
+    packs_state: ClassVar[bool] = False
+
+    def scales(self, state: Array, limits: tuple[float, ...], *, exact: bool) -> tuple[Array, Array, Array]:
+        """From scales and guards."""
+        return _three(scales_in(to_float32(state), limits)[0 if exact else 1])
+
+    def packed(self, state: Array, measured: Sequence[Parts]) -> Array:
+        """What was measured."""
+        return _joined(measured)
+
+    def kept(self, measured: Array | None, state: Array | None, recipe: Recipe, ensemble: int) -> Kept:
+        """The table, and what was measured."""
+        assert state is not None
+        return Kept(state, None, None if measured is None else _apart(measured, recipe, ensemble))
+
+    def cotangent(self, kept: Kept, of_grad: Parts | None, grad: Array, recipe: Recipe, ensemble: int) -> Array:
+        """The table of the next step; zeros if another member, a copy of this one's state, records for both."""
+        maxima, table = is_max_grad(kept.state), to_float32(kept.state)
+        if kept.measured is None or of_grad is None:
+            measured = lax.full((*table.shape[:-2], 0), 0.0, np.float32)
+        else:
+            measured = _whole(_joined([*kept.measured, of_grad]))
+        if maxima:
+            return _next_table(table, measured, recipe=recipe)
+        of_kernel = lax.index_in_dim(_of_operands(measured), 1, axis=measured.ndim - 1, keepdims=False)
+        measured, records = measured_of_copies(measured, table, of_kernel, grad, ensemble)
+        new = _next_table(table, measured, recipe=recipe)
+        return lax.select(lax.broadcast_in_dim(records, new.shape, range(records.ndim)), new, lax.full_like(new, 0.0))
+
+
+@dataclasses.dataclass(frozen=True)
+class RecordForm(AbstractStateForm):
+    """Scales alone, with a mark: `[*ensemble, record_length + 1]`. The cotangent is what was measured, and the mark.
+
+    State and measurements are kept as one array, because a scan stacks each array that it keeps.
+    """
+
+    packs_state: ClassVar[bool] = True
+
+    def scales(self, state: Array, limits: tuple[float, ...], *, exact: bool) -> tuple[Array, Array, Array]:
+        """As they are: exact ones come first, then rounded ones."""
+        return _three(state, first=0 if exact else 3)
+
+    def packed(self, state: Array, measured: Sequence[Parts]) -> Array:
+        """The state as rows in front of what was measured."""
+        return _joined([lax.expand_dims(to_float32(state), (state.ndim,)), *measured])
+
+    def kept(self, measured: Array | None, state: Array | None, recipe: Recipe, ensemble: int) -> Kept:
+        """State, mark and measurements apart."""
+        if measured is None:
+            assert state is not None
+            return Kept(lax.slice_in_dim(state, 0, state.shape[-1] - 1, axis=state.ndim - 1), None, None)
+        count = record_length(recipe.scalings)
+        rows, mark, measured = lax.split(measured, (count, 1, measured.shape[ensemble] - count - 1), ensemble)
+        if rows.shape[ensemble + 1] > 1:
+            rows = lax.slice_in_dim(rows, 0, 1, axis=ensemble + 1)
+        return Kept(lax.squeeze(rows, (ensemble + 1,)), mark, _apart(measured, recipe, ensemble))
+
+    def cotangent(self, kept: Kept, of_grad: Parts | None, grad: Array, recipe: Recipe, ensemble: int) -> Array:
+        """What was measured of all operands, padded to the length of a record; then the mark."""
+        if kept.measured is None or of_grad is None or kept.mark is None:
+            return lax.full((*kept.state.shape[:-1], kept.state.shape[-1] + 1), 0.0, np.float32)
+        missing = record_length(recipe.scalings) - 3 * measures(recipe.scalings)
+        padding = [jnp.zeros((*of_grad.shape[:-2], missing, 1), of_grad.dtype)] if missing else []
+        measured = _whole(_joined([*kept.measured, of_grad, *padding, kept.mark]))
+        return recorded_by_first(measured, grad, ensemble)
+
+
+def _three(numbers: Array, first: int = 0) -> tuple[Array, Array, Array]:
+    # One by one: XLA finds out that slices of two layers' are the same scale.
+    axis = numbers.ndim - 1
+    x, w, g = (to_float32(lax.index_in_dim(numbers, first + i, axis, keepdims=False)) for i in range(3))
+    return x, w, g
+
+
+def _joined(measured: Sequence[Array]) -> Parts:
+    """The measurements of several operands as one array; those with fewer parts are padded with `-inf`."""
+    if len({x.dtype for x in measured}) > 1:
+        measured = [to_float32(x) for x in measured]
+    axis, parts = measured[0].ndim - 2, max(x.shape[-1] for x in measured)
+    none = [(0, 0, 0)] * (axis + 1)
+    fill = lambda x: lax.pad(x, np.asarray(-np.inf, x.dtype), [*none, (0, parts - x.shape[-1], 0)])
+    return lax.concatenate([x if x.shape[-1] == parts else fill(x) for x in measured], axis)
+
+
+def _apart(measured: Array, recipe: Recipe, ensemble: int) -> list[Parts]:
+    """Those of input and kernel."""
+    count = measures(recipe.scalings)
+    return list(lax.split(measured, (count, count), ensemble))
+
+
+def _whole(measured: Parts) -> Float32[Array, "*ensemble measures"]:
+    """The measurements of operands as a whole, in float32."""
+    axes = (measured.ndim - 1,)
+    return to_float32(lax.squeeze(measured, axes) if measured.shape[-1] == 1 else lax.reduce_max(measured, axes))
+
+
+def _of_operands(measured: Array) -> Float32[Array, "*ensemble 3 measures"]:
+    return lax.reshape(measured, (*measured.shape[:-1], 3, measured.shape[-1] // 3))
+
+
+# Jitted, so that ops of all shapes share one trace.
+@functools.partial(jax.jit, static_argnames="recipe")
+def _next_table(table: Array, measured: Array, *, recipe: Recipe) -> Array:
+    return next_table(table, _of_operands(measured) if measured.shape[-1] else None, recipe.scalings, recipe.limits)
