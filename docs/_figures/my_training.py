@@ -1,7 +1,7 @@
 """The step of `preflight.md`. Its picture is drawn, in this folder, by
 
     python -m haliax_fp8 preflight my_training.py:make_step --compare my_training.py:make_bf16_step \\
-        --xla xla_gpu_enable_triton_gemm=false --svg images/preflight.svg
+        --xla xla_gpu_enable_triton_gemm=false --svg ../images/preflight.svg
 """
 
 import equinox as eqx

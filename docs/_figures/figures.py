@@ -1,4 +1,4 @@
-"""Draws the figures of the documentation: `uv run docs/figures.py [folder]`."""
+"""Draws the figures of the documentation: `uv run docs/_figures/figures.py [folder]`."""
 
 import math
 import pathlib
@@ -152,4 +152,4 @@ def main(folder: pathlib.Path) -> None:
 
 
 if __name__ == "__main__":
-    main(pathlib.Path(sys.argv[1] if len(sys.argv) > 1 else pathlib.Path(__file__).parent / "images"))
+    main(pathlib.Path(sys.argv[1] if len(sys.argv) > 1 else pathlib.Path(__file__).parents[1] / "images"))
