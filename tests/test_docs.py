@@ -16,7 +16,11 @@ from haliax_fp8.preflight import preflight, targets
 
 ROOT = pathlib.Path(__file__).parent.parent
 FIGURES = ROOT / "docs" / "_figures"
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+    *sorted((ROOT / "examples").rglob("*.md")),
+]
 NAMES = {page: page.relative_to(ROOT).with_suffix("").as_posix() for page in PAGES}
 
 # A fenced block, or code that a page needs and does not show.
@@ -95,7 +99,8 @@ def test_tests_that_a_page_names_exist(page):
 def test_readme_shows_how_to_run_and_test():
     shell = [m["code"] for m in _BLOCK.finditer((ROOT / "README.md").read_text()) if m["kind"] == "bash"]
     lines = [line for block in shell for line in block.splitlines()]
-    assert "pip install uv && uv run examples/train_lm.py" in lines
+    assert "pip install uv && uv run examples/quickstart.py" in lines
+    assert "uv run python -m examples.train_lm" in lines
     assert "pip install uv && uv run pytest" in lines
 
 

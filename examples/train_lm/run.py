@@ -1,4 +1,4 @@
-"""The models that `train_lm.py` trains side by side: loss, optimizer, conversion, one step, evaluation."""
+"""One of the models that train side by side: loss, optimizer, conversion, one step, evaluation."""
 
 import argparse
 import dataclasses
@@ -13,9 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from corpus import Corpus
-from llama import Llama, next_token_loss, swiglu
-from lm_options import LEFT_ALONE, model_config, recipes
 
 from haliax_fp8 import (
     Fp8Config,
@@ -28,6 +25,10 @@ from haliax_fp8 import (
     transfer_optimizer_state,
     with_rounding_keys,
 )
+
+from ..llama import Llama, next_token_loss, swiglu
+from .corpus import Corpus
+from .options import LEFT_ALONE, model_config, recipes
 
 
 BASELINE_NAMES = {"bfloat16": "bf16", "float32": "f32"}

@@ -1,4 +1,4 @@
-"""What `train_vit.py` shows at the end: the table and the figure."""
+"""What is shown at the end: the table and the figure."""
 
 import dataclasses
 import pathlib

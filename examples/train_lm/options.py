@@ -1,12 +1,12 @@
-"""The command line of `train_lm.py`: every option of the model, the optimizer, the recipe and the run."""
+"""The command line: every option of the model, the optimizer, the recipe and the run."""
 
 import argparse
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from llama import LlamaConfig
-
 from haliax_fp8 import E4M3, E5M2, DelayedScaling, Recipe, StaticScaling, recipes as named_recipes
+
+from ..llama import LlamaConfig
 
 
 FORMATS = {"E4M3": E4M3, "E5M2": E5M2}
@@ -49,7 +49,7 @@ class _Formatter(argparse.ArgumentDefaultsHelpFormatter):
 def make_parser() -> argparse.ArgumentParser:
     """The parser, with its flags in groups."""
     parser = argparse.ArgumentParser(
-        prog="train_lm.py",
+        prog="python -m examples.train_lm",
         formatter_class=_Formatter,
         description="Trains a byte-level Llama in bf16 and in FP8, side by side, from the same initialization on the "
         "same batches; shows how far apart they end; writes a sample of text. Ctrl-C keeps a checkpoint.",

@@ -1,8 +1,8 @@
 """Trains a small vision transformer in bf16 and in FP8 on handwritten digits, and compares their accuracy.
 
-    python examples/train_vit.py                      # three seeds, under 2.5 minutes on 2 CPU cores
-    python examples/train_vit.py --seeds 7 --epochs 20 --convert-head
-    python examples/train_vit.py --help
+    python -m examples.train_vit                      # three seeds, under 2.5 minutes on 2 CPU cores
+    python -m examples.train_vit --seeds 7 --epochs 20 --convert-head
+    python -m examples.train_vit --help
 
 The model is plain Equinox: `jax.vmap(model)` over `eqx.nn.Linear`, `eqx.nn.MultiheadAttention` and `eqx.nn.LayerNorm`;
 nothing in it is about FP8. Both runs of a seed share initialization, batches and optimizer, and differ by one line,
@@ -14,7 +14,6 @@ import argparse
 import dataclasses
 import json
 import pathlib
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -28,8 +27,6 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
-from vit import CLASSES, SIDE, VisionTransformer
-from vit_report import Run, gaps, results_table, write_figure
 
 from haliax_fp8 import (
     DelayedScaling,
@@ -41,6 +38,9 @@ from haliax_fp8 import (
     fp8_linear_layers,
     trainable,
 )
+
+from .model import CLASSES, SIDE, VisionTransformer
+from .report import Run, gaps, results_table, write_figure
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,7 +196,7 @@ class _Formatter(argparse.ArgumentDefaultsHelpFormatter):
 def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parses the flags and checks those that depend on one another."""
     parser = argparse.ArgumentParser(
-        prog="train_vit.py",
+        prog="python -m examples.train_vit",
         formatter_class=_Formatter,
         description="Trains a small vision transformer in bf16 and in FP8 from the same initialization, on "
         "scikit-learn's handwritten digits; shows the test accuracy of both and a figure of their curves.",
@@ -262,7 +262,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     console.print(f"Curves: {folder / 'curves.png'}; the same in numbers: {folder / 'results.json'}")
     console.print(f"{time.perf_counter() - start:.0f} s")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,4 +1,4 @@
-"""Atomic checkpoints for `train_lm.py`: arrays in one file, progress as JSON next to it."""
+"""Atomic checkpoints: arrays in one file, progress as JSON next to it."""
 
 import json
 import os
@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import equinox as eqx
-from lm_options import flag_name
+
+from .options import flag_name
 
 
 _PROGRESS = "checkpoint.json"

@@ -1,4 +1,4 @@
-"""A small vision transformer in plain Equinox, for `train_vit.py`. Nothing here is about FP8."""
+"""A small vision transformer in plain Equinox. Nothing here is about FP8."""
 
 import equinox as eqx
 import jax

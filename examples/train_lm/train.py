@@ -1,16 +1,16 @@
 """Trains a small language model in bf16 and in FP8, side by side, and compares the final losses.
 
-    python examples/train_lm.py                       # under 4 minutes on 2 CPU cores
-    python examples/train_lm.py --data my_book.txt --steps 2000
-    python examples/train_lm.py --fp8-after 150       # converts the model in mid-training
-    python examples/train_lm.py --resume              # after Ctrl-C: continues to the same losses
-    python examples/train_lm.py --help
+    python -m examples.train_lm                       # under 4 minutes on 2 CPU cores
+    python -m examples.train_lm --data my_book.txt --steps 2000
+    python -m examples.train_lm --fp8-after 150       # converts the model in mid-training
+    python -m examples.train_lm --resume              # after Ctrl-C: continues to the same losses
+    python -m examples.train_lm --help
 
 Both models start from the same initialization and see the same batches. Master weights are float32; the loss casts them
 to bf16. The FP8 model differs by one line, `model = fp8_linear_layers(model, config)`: the projections of its blocks
 multiply in FP8. On a CPU those products are emulated, slower but with the same rounding.
 
-The model is in `llama.py`, the text in `corpus.py`, loss, optimizer and conversion in `lm_run.py`.
+The README beside this file says what is in the others.
 """
 
 import argparse
@@ -24,17 +24,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import lm_checkpoint
 import numpy as np
-from corpus import Corpus, load_corpus
-from llama import generate
-from lm_options import binding_flags, parse_options
-from lm_report import Curve, results_table, write_figure, write_results
-from lm_run import Run, cast_weights, is_fp8_step, make_evaluation, make_loss, make_optimizer, make_runs
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from haliax_fp8 import TrainStep, describe, fp8_linear_layers, trainable
+
+from ..llama import generate
+from . import checkpoint
+from .corpus import Corpus, load_corpus
+from .options import binding_flags, parse_options
+from .report import Curve, results_table, write_figure, write_results
+from .run import Run, cast_weights, is_fp8_step, make_evaluation, make_loss, make_optimizer, make_runs
 
 
 class Stopped(Exception):
@@ -102,7 +103,7 @@ def save_runs(runs: Sequence[Run], corpus: Corpus, options: argparse.Namespace) 
     """Writes a checkpoint of all runs."""
     state = [(run.model, run.opt_state) for run in runs]
     history = {run.name: {"losses": run.losses, "validation": run.validation} for run in runs}
-    lm_checkpoint.save(pathlib.Path(options.out), len(runs[0].losses), state, _binding(options, corpus), history)
+    checkpoint.save(pathlib.Path(options.out), len(runs[0].losses), state, _binding(options, corpus), history)
 
 
 def resume_runs(options: argparse.Namespace, step: TrainStep, corpus: Corpus) -> list[Run]:
@@ -112,12 +113,12 @@ def resume_runs(options: argparse.Namespace, step: TrainStep, corpus: Corpus) ->
         ValueError: If there is no checkpoint, or its flags differ.
     """
     folder = pathlib.Path(options.out)
-    progress = lm_checkpoint.read_progress(folder)
+    progress = checkpoint.read_progress(folder)
     if progress is None:
         raise ValueError(f"--resume: there is no checkpoint in --out {folder}; start without --resume")
-    lm_checkpoint.check_flags(progress["flags"], _binding(options, corpus), folder)
+    checkpoint.check_flags(progress["flags"], _binding(options, corpus), folder)
     runs = make_runs(options, step, progress["step"])
-    state = lm_checkpoint.load_state(folder, progress, [(run.model, run.opt_state) for run in runs])
+    state = checkpoint.load_state(folder, progress, [(run.model, run.opt_state) for run in runs])
     for run, (run.model, run.opt_state) in zip(runs, state, strict=True):
         history = progress["history"][run.name]
         run.losses = history["losses"]
@@ -127,7 +128,7 @@ def resume_runs(options: argparse.Namespace, step: TrainStep, corpus: Corpus) ->
 
 def announce(runs: Sequence[Run], corpus: Corpus, options: argparse.Namespace, console: Console) -> None:
     """Says what is active: text, model, device, how many layers are converted and whether FP8 is emulated."""
-    earlier = lm_checkpoint.read_progress(pathlib.Path(options.out))
+    earlier = checkpoint.read_progress(pathlib.Path(options.out))
     if earlier is not None and not options.resume:
         _say(console, f"Starting over; replaces the checkpoint of step {earlier['step']}. Use --resume to continue it")
     device = jax.devices()[0]
@@ -192,8 +193,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         report(runs, options, console)
     except (Stopped, KeyboardInterrupt):
         given = [argument for argument in (sys.argv[1:] if argv is None else argv) if argument != "--resume"]
-        command = shlex.join(["python", sys.argv[0], *given, "--resume"])
-        _say(console, _farewell(lm_checkpoint.read_progress(folder), _binding(options, corpus), command))
+        command = shlex.join(["python", "-m", "examples.train_lm", *given, "--resume"])
+        _say(console, _farewell(checkpoint.read_progress(folder), _binding(options, corpus), command))
         return 130
     return 0
 
@@ -233,7 +234,3 @@ def _binding(options: argparse.Namespace, corpus: Corpus) -> dict[str, Any]:
 
 def _say(console: Console, line: str) -> None:
     console.print(line, markup=False, highlight=False, soft_wrap=True)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

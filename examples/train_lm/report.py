@@ -1,4 +1,4 @@
-"""What `train_lm.py` shows at the end: the table, the figure, the results as JSON."""
+"""What is shown at the end: the table, the figure, the results as JSON."""
 
 import dataclasses
 import json
