@@ -13,7 +13,7 @@ import haliax.nn as hnn
 import jax
 import jax.numpy as jnp
 import optax
-from libraries import in_bf16
+from lib.libraries import in_bf16
 from models import Block, Sizes
 
 import haliax_fp8 as fp8

@@ -1,19 +1,19 @@
 """Claim: a converted layer needs fewer kernels besides its products than marin-haliax's or Flax's, and no more bytes.
 
-    uv run benchmarks/compiled_layer.py [--json FILE] [--markdown] [--target h200]
+    uv run benchmarks/fewer_kernels_per_layer_than_peers.py [--json FILE] [--markdown] [--target h200]
 
-The linear layers of `on_gpu.py`, forward and backward, compiled for a device that this machine need not have, as
-`compiled_program.py` does with models. "Other" kernels are not matrix products: those that quantize.
+The linear layers of `faster_on_hopper.py`, forward and backward, compiled for a device that this machine need not have,
+as `fewer_kernels_than_peers.py` does with models. "Other" kernels are not matrix products: those that quantize.
 Counts and bytes are read from the program; the time is an estimate by the device's data sheet, and nothing runs.
 """
 
 import argparse
 
 import equinox as eqx
-import on_gpu
-import output
-from libraries import LIBRARIES
-from output import Row
+import faster_on_hopper
+from lib import output
+from lib.libraries import LIBRARIES
+from lib.output import Row
 from rich.progress import Progress
 
 from haliax_fp8.preflight import preflight
@@ -21,7 +21,7 @@ from haliax_fp8.preflight import preflight
 
 def row(library: str, size: tuple[int, int, int], target: str) -> Row:
     """What one program holds."""
-    function, arguments = eqx.filter_eval_shape(on_gpu.linear_layer, library, *size)
+    function, arguments = eqx.filter_eval_shape(faster_on_hopper.linear_layer, library, *size)
     report = preflight(function, *arguments, target=target)
     return {
         "size": " x ".join(map(str, size)),
@@ -53,7 +53,7 @@ def main() -> None:
     parser.add_argument("--target", default="h200")
     output.add_arguments(parser)
     options = parser.parse_args()
-    plan, rows = on_gpu.Plan(), []
+    plan, rows = faster_on_hopper.Plan(), []
     with Progress(transient=True) as progress:
         cases = [(library, size) for size in (plan.first, *plan.grid) for library in LIBRARIES]
         for library, size in progress.track(cases, description="compiling"):

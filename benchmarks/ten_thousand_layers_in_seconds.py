@@ -1,6 +1,6 @@
 """Claim: functions on model trees take seconds for 10 000 layers, and time proportional to their number.
 
-    uv run benchmarks/tree.py [--layers 10000] [--json FILE] [--markdown]
+    uv run benchmarks/ten_thousand_layers_in_seconds.py [--layers 10000] [--json FILE] [--markdown]
 
 Processor time, on the CPU, of conversion, `describe` and the splitting of state from weights, on tiny layers of Haliax
 and of Equinox. Each is run on a tenth of the layers too: what is in proportion takes as long per layer. Medians.
@@ -18,7 +18,7 @@ import equinox as eqx
 import haliax as hax
 import haliax.nn as hnn
 import jax
-import output
+from lib import output
 from rich.progress import Progress
 
 import haliax_fp8 as fp8

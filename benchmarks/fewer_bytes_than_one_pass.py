@@ -1,6 +1,6 @@
 """Claim: for gradients, XLA's kernels move fewer bytes than one that casts, transposes and takes the amax in one pass.
 
-    uv run benchmarks/one_pass.py [--json FILE] [--markdown] [--target h100]
+    uv run benchmarks/fewer_bytes_than_one_pass.py [--json FILE] [--markdown] [--target h100]
 
 That one, in Pallas, reads an operand once and writes all three: two bytes read and two written for each element. XLA
 needs several kernels for that. But it puts what makes the operand into them, and nothing into Pallas's; so the operand
@@ -17,12 +17,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import output
 from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array
+from lib import output
+from lib.output import Row
 from models import LLAMA_8B, Sizes
-from output import Row
 from rich.progress import Progress
 
 from haliax_fp8.preflight import preflight

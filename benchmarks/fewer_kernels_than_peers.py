@@ -1,12 +1,12 @@
 """Claim: converted models need fewer kernels besides their products than with marin-haliax's or Flax's own FP8.
 
-    uv run benchmarks/compiled_program.py [--json FILE] [--markdown] [--target h100]
+    uv run benchmarks/fewer_kernels_than_peers.py [--json FILE] [--markdown] [--target h100]
 
 Compiles the gradient of four blocks' linear layers of Llama-8B, and of a stack of eight MLPs (2048 -> 8192 -> 2048),
 8192 tokens, for a device that this machine need not have: in bf16, with `haliax_fp8`, with `haliax.quantization`, and
-with Flax's op instead of Haliax's (see `libraries.py`). Prints what the compiled programs contain. "Other" kernels are
-all those that are not matrix products. Counts and bytes are read from the program. Time on the device is an estimate
-from data-sheet peaks; the seconds are those of tracing and compiling on this machine; nothing runs. Set
+with Flax's op instead of Haliax's (see `lib/libraries.py`). Prints what the compiled programs contain. "Other" kernels
+are all those that are not matrix products. Counts and bytes are read from the program. Time on the device is an
+estimate from data-sheet peaks; the seconds are those of tracing and compiling on this machine; nothing runs. Set
 `JAX_PLATFORMS=cpu` if JAX finds a GPU plugin without its driver.
 """
 
@@ -14,8 +14,8 @@ import argparse
 from typing import Any
 
 import equinox as eqx
-import output
-from libraries import LIBRARIES, Library
+from lib import output
+from lib.libraries import LIBRARIES, Library
 from models import LLAMA_8B, STACKS, Sizes, Stack, loss
 from rich.progress import Progress
 

@@ -1,9 +1,9 @@
 """Claim: with rematerialization between products, FP8 moves little more than bf16 and needs far less memory.
 
-    uv run benchmarks/options.py [--json FILE] [--markdown] [--target h100]
+    uv run benchmarks/less_memory_than_bf16.py [--json FILE] [--markdown] [--target h100]
 
-The options of `docs/performance.md` on four blocks of Llama-8B, compiled as `compiled_program.py` does: counts and
-bytes are read from the program, the time on the device is an estimate by its data sheet's peaks; nothing runs.
+The options of `docs/performance.md` on four blocks of Llama-8B, compiled as `fewer_kernels_than_peers.py` does: counts
+and bytes are read from the program, the time on the device is an estimate by its data sheet's peaks; nothing runs.
 """
 
 import argparse
@@ -13,9 +13,9 @@ from typing import Any
 
 import haliax as hax
 import haliax.nn as hnn
-import output
-from compiled_program import COLUMNS, held
-from libraries import LIBRARIES, Library
+from fewer_kernels_than_peers import COLUMNS, held
+from lib import output
+from lib.libraries import LIBRARIES, Library
 from models import LLAMA_8B, STACKS, CompressedBlock, Float32Block, RematerializedBlock, Stack, llama
 from rich.progress import Progress
 

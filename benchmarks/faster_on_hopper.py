@@ -1,8 +1,8 @@
 """Claim: on a Hopper GPU, converted layers and models are faster than bf16, and than marin-haliax's and Flax's own FP8.
 
-    uv run benchmarks/on_gpu.py [--minutes 7.5] [--json FILE] [--markdown]     # needs a GPU and jax[cuda]
-    uv run benchmarks/on_gpu.py --show FILE [--markdown]                       # prints what a run has written
-    uv run benchmarks/on_gpu.py --smoke                                        # tiny sizes, on any device: no figures
+    uv run benchmarks/faster_on_hopper.py [--minutes 7.5] [--json FILE] [--markdown]  # needs a GPU and jax[cuda]
+    uv run benchmarks/faster_on_hopper.py --show FILE [--markdown]                    # prints what a run has written
+    uv run benchmarks/faster_on_hopper.py --smoke                                     # tiny sizes, anywhere: no figures
 
 Measures, on random inputs, medians of repeated runs after warm-up, libraries in turn within one process:
 
@@ -10,9 +10,9 @@ Measures, on random inputs, medians of repeated runs after warm-up, libraries in
 - one linear layer forward and backward (output, gradients of input and kernel, next state) on a grid of sizes. Flax's
   is `flax.linen.Dense` with its op, the others are `haliax.nn.Linear`;
 - the gradient of four blocks' linear layers of Llama-8B, unrolled and as a scan; there Flax's op replaces Haliax's, see
-  `libraries.py`. Also with rematerialized norms and activations, in bf16 and with our options for memory; - training
-  steps of a model with the shape of Llama-8B (`language_model.py`) with the most sequences that fit, in bf16 and with
-  `haliax_fp8`, in sequence, because both do not fit at once.
+  `lib/libraries.py`. Also with rematerialized norms and activations, in bf16 and with our options for memory;
+- training steps of a model with the shape of Llama-8B (`lib/language_model.py`) with the most sequences that fit, in
+  bf16 and with `haliax_fp8`, one after the other, because both do not fit at once.
 
 The time of a layer or block is that of its kernels in sequence: several runs are started in a row. One step sets the
 scales before the measurement. Memory is what the compiled program needs, arguments included, from XLA's own analysis: a
@@ -49,15 +49,14 @@ import haliax.nn as hnn  # noqa: E402
 import haliax.quantization as haxq  # noqa: E402
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
-import language_model  # noqa: E402
-import output  # noqa: E402
 from flax.linen import fp8_ops  # noqa: E402
-from language_model import ModelSizes  # noqa: E402
-from libraries import LIBRARIES, Library, in_bf16  # noqa: E402
+from less_memory_than_bf16 import BF16, FUSED_KEPT, ONE_KEPT  # noqa: E402
+from lib import language_model, output  # noqa: E402
+from lib.language_model import ModelSizes  # noqa: E402
+from lib.libraries import LIBRARIES, Library, in_bf16  # noqa: E402
+from lib.output import Row  # noqa: E402
+from lib.programs import compiled, explained, figures, measure_in_turn, seconds_of  # noqa: E402
 from models import STACKS, TINY, Float32Block, Sizes, Stack, llama, loss  # noqa: E402
-from options import BF16, FUSED_KEPT, ONE_KEPT  # noqa: E402
-from output import Row  # noqa: E402
-from programs import compiled, explained, figures, measure_in_turn, seconds_of  # noqa: E402
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn  # noqa: E402
 
 
@@ -264,7 +263,7 @@ REMATERIALIZED = {
     "haliax_fp8, rematerialized, fused": FUSED_KEPT,
     "haliax_fp8, rematerialized, one product for q/k/v": ONE_KEPT,
 }
-"""What `options.py` compares by bytes, with norms and activations rematerialized in float32 and kernels kept."""
+"""What `less_memory_than_bf16.py` compares by bytes; norms and activations rematerialized in float32, kernels kept."""
 
 
 def blocks(stack: Stack, chosen: Library, sizes: Sizes) -> tuple[Callable[[], Any], Row]:

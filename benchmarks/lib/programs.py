@@ -8,7 +8,7 @@ from typing import Any
 
 import equinox as eqx
 import jax
-from output import Row
+from lib.output import Row
 
 
 @dataclasses.dataclass(frozen=True)

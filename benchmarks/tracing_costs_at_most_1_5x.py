@@ -1,10 +1,10 @@
 """Claim: tracing and lowering a converted model takes at most 1.5 times as long as the plain one.
 
-    uv run benchmarks/trace_time.py [--compile] [--json FILE] [--markdown]
+    uv run benchmarks/tracing_costs_at_most_1_5x.py [--compile] [--json FILE] [--markdown]
 
 Processor time of `jax.jit(value_and_grad).lower()` with empty caches, plain and converted in turn; prints medians. With
 `--compile` also that of XLA's compiler, all its threads together, for the CPU that it runs on: there FP8 is emulated,
-in code that no accelerator needs. How long XLA's compiler for a GPU takes is a column of `compiled_program.py`.
+in code that no accelerator needs. How long XLA's compiler for a GPU takes is a column of `fewer_kernels_than_peers.py`.
 """
 
 import argparse
@@ -19,7 +19,7 @@ import haliax as hax
 import haliax.nn as hnn
 import jax
 import jax.numpy as jnp
-import output
+from lib import output
 from rich.progress import Progress
 
 import haliax_fp8 as fp8
