@@ -2,11 +2,11 @@
 
     uv run benchmarks/fewer_bytes_than_one_pass.py [--json FILE] [--markdown] [--target h100]
 
-That one, in Pallas, reads an operand once and writes all three: two bytes read and two written for each element. XLA
-needs several kernels for that. But it puts what makes the operand into them, and nothing into Pallas's; so the operand
-has to be there in bfloat16 first. Compiled for a device that need not be here, with the sizes of Llama-8B and 8192
-tokens: both gradients of SwiGLU, and the kernel of a linear layer, which is there anyway. Bytes are read from the
-program, those of the Pallas kernel are known; nothing runs.
+That one kernel, in Pallas, reads an operand once and writes all three: two bytes read and two written per element. XLA
+needs several kernels. But it fuses the operations that compute the operand into its own kernels, and not into Pallas's,
+for which the operand must first be written in bfloat16. Compiled for a device that this machine need not have, with the
+sizes of Llama-8B and 8192 tokens: both gradients of SwiGLU, and the kernel of a linear layer, which is in memory
+anyway. Bytes are read from the program; those of the Pallas kernel are known. Nothing runs.
 """
 
 import argparse

@@ -4,7 +4,7 @@
 
 The linear layers of `faster_on_hopper.py`, forward and backward, compiled for a device that this machine need not have,
 as `fewer_kernels_than_peers.py` does with models. "Other" kernels are not matrix products: those that quantize.
-Counts and bytes are read from the program; the time is an estimate by the device's data sheet, and nothing runs.
+Counts and bytes are read from the program; the time is an estimate from the device's data sheet. Nothing runs.
 """
 
 import argparse

@@ -3,7 +3,7 @@
     uv run benchmarks/less_memory_than_bf16.py [--json FILE] [--markdown] [--target h100]
 
 The options of `docs/performance.md` on four blocks of Llama-8B, compiled as `fewer_kernels_than_peers.py` does: counts
-and bytes are read from the program, the time on the device is an estimate by its data sheet's peaks; nothing runs.
+and bytes are read from the program, and the time is an estimate from the device's data-sheet peaks. Nothing runs.
 """
 
 import argparse

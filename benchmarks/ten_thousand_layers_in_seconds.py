@@ -3,7 +3,8 @@
     uv run benchmarks/ten_thousand_layers_in_seconds.py [--layers 10000] [--json FILE] [--markdown]
 
 Processor time, on the CPU, of conversion, `describe` and the splitting of state from weights, on tiny layers of Haliax
-and of Equinox. Each is run on a tenth of the layers too: what is in proportion takes as long per layer. Medians.
+and of Equinox. Each also runs on a tenth of the layers: if time is proportional to their number, the time per layer is
+the same. Medians.
 """
 
 import argparse

@@ -6,6 +6,8 @@ Conversion is one line, and the training step differs in three. On a CPU, FP8 pr
 same rounding. For a language model see `train_lm/`.
 """
 
+from typing import Any
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -28,7 +30,7 @@ def loss_fn(model: eqx.nn.MLP, x: jax.Array, y: jax.Array) -> jax.Array:
     return jnp.mean(jnp.square(prediction.astype(jnp.float32) - y))
 
 
-def train(model: eqx.nn.MLP, teacher: eqx.nn.MLP, steps: int) -> list[float]:
+def train(model: Any, teacher: eqx.nn.MLP, steps: int) -> list[float]:
     """Trains a model, plain or converted, to imitate the teacher; returns the loss of each step."""
     optimizer = optax.adamw(2e-3)
     opt_state = optimizer.init(trainable(model))
