@@ -9,7 +9,7 @@ import haliax as hax
 import haliax.nn as hnn
 import jax
 import jax.numpy as jnp
-from libraries import in_bf16
+from lib.libraries import in_bf16
 
 import haliax_fp8 as fp8
 

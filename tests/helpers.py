@@ -138,10 +138,10 @@ def unchecked() -> Iterator[None]:
         jaxtyping.config.update("jaxtyping_disable", before)
 
 
-def run_example(script: str, *arguments: str) -> None:
-    """Runs an example as its users do: in a process of its own, whose machine code is made to be fast."""
-    path = pathlib.Path(__file__).parents[1] / "examples" / script
-    subprocess.run([sys.executable, str(path), *arguments], env=os.environ | {"XLA_FLAGS": ""}, check=True)
+def run_example(*arguments: str) -> None:
+    """Runs Python in the repository's root as users run an example: with machine code that is made to be fast."""
+    root = pathlib.Path(__file__).parents[1]
+    subprocess.run([sys.executable, *arguments], cwd=root, env=os.environ | {"XLA_FLAGS": ""}, check=True)
 
 
 # --- Dimension numbers ------------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """The benchmarks run, at tiny sizes: what they compare is what they say, and a failure is a row and not the end."""
 
+import ast
 import dataclasses
 import gc
 import json
@@ -17,16 +18,17 @@ import pytest
 import haliax_fp8 as fp8
 
 
-sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "benchmarks"))
+BENCHMARKS = pathlib.Path(__file__).parents[1] / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
 
-import compiled_layer  # noqa: E402
-import compiled_program  # noqa: E402
-import on_gpu  # noqa: E402
-import one_pass  # noqa: E402
-import output  # noqa: E402
-import trace_time  # noqa: E402
-import tree  # noqa: E402
-from libraries import LIBRARIES, in_bf16  # noqa: E402
+import faster_on_hopper  # noqa: E402
+import fewer_bytes_than_one_pass  # noqa: E402
+import fewer_kernels_per_layer_than_peers  # noqa: E402
+import fewer_kernels_than_peers  # noqa: E402
+import ten_thousand_layers_in_seconds  # noqa: E402
+import tracing_costs_at_most_1_5x  # noqa: E402
+from lib import output  # noqa: E402
+from lib.libraries import LIBRARIES, in_bf16  # noqa: E402
 from models import STACKS, TINY, loss  # noqa: E402
 
 
@@ -35,7 +37,7 @@ ONE_LAYER = dataclasses.replace(TINY, mlp_blocks=1)
 
 @pytest.fixture(autouse=True)
 def standard_promotion():
-    """What who runs a benchmark has."""
+    """JAX's defaults, with which users run a benchmark."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
 
@@ -46,22 +48,36 @@ def no_collection(monkeypatch):
     monkeypatch.setattr(gc, "collect", lambda: 0)
 
 
+SCRIPTS = [path for path in sorted(BENCHMARKS.glob("*.py")) if "__main__" in path.read_text()]
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
+def test_a_script_is_named_by_its_claim_and_has_results(path):
+    (
+        claim,
+        *_,
+    ) = (ast.get_docstring(ast.parse(path.read_text())) or "").splitlines()
+    assert claim.startswith("Claim: ")
+    assert f"benchmarks/{path.name} " in path.read_text()
+    assert f"benchmarks/{path.name} " in (BENCHMARKS / "RESULTS.md").read_text()
+
+
 def run(tmp_path, *arguments):
     """The rows that a small run on this CPU writes."""
     path = tmp_path / "rows.json"
-    on_gpu.main(["--smoke", "--json", str(path), *arguments])
+    faster_on_hopper.main(["--smoke", "--json", str(path), *arguments])
     return json.loads(path.read_text())["rows"]
 
 
 def test_a_failure_is_a_row_and_the_rest_is_measured(tmp_path, monkeypatch, capsys):
-    real = on_gpu.linear_layer
+    real = faster_on_hopper.linear_layer
 
     def planted(library, *size):
-        if library == "haliax.quantization" and size == on_gpu.SMOKE.first:
+        if library == "haliax.quantization" and size == faster_on_hopper.SMOKE.first:
             raise RuntimeError("RESOURCE_EXHAUSTED: planted")
         return real(library, *size)
 
-    monkeypatch.setattr(on_gpu, "linear_layer", planted)
+    monkeypatch.setattr(faster_on_hopper, "linear_layer", planted)
     rows = run(tmp_path, "--minutes", "1e6", "--part", "linear", "--part", "product", "--markdown")
     failed = [row for row in rows if "error" in row]
     assert [(row["library"], row["error"]) for row in failed] == [
@@ -71,7 +87,7 @@ def test_a_failure_is_a_row_and_the_rest_is_measured(tmp_path, monkeypatch, caps
     assert measured == {
         *(("linear", "16 x 32 x 48", library) for library in LIBRARIES if library != "haliax.quantization"),
         *(("linear", "16 x 16 x 16", library) for library in LIBRARIES),
-        *(("product", "16 x 32 x 16", operands) for operands in on_gpu.OPERANDS),
+        *(("product", "16 x 32 x 16", operands) for operands in faster_on_hopper.OPERANDS),
     }
     printed = capsys.readouterr().out
     assert "shows that the benchmark runs, and no speed" in printed
@@ -86,7 +102,7 @@ def test_a_run_that_fails_does_not_stop_those_in_turn_with_it(monkeypatch):
 
     calls = []
     runs = {"fine": lambda: jnp.ones(2), "failing": fails_at_the_second_call}
-    found = on_gpu.measure_in_turn(runs, repeats=3, least_seconds=0.0)
+    found = faster_on_hopper.measure_in_turn(runs, repeats=3, least_seconds=0.0)
     assert len(found["fine"]) == 3
     assert str(found["failing"]) == "planted"
 
@@ -107,12 +123,12 @@ def test_an_interrupted_run_has_written_what_it_measured(tmp_path, monkeypatch):
     def killed(*size):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(on_gpu, "compiled_linear_layer", killed)
+    monkeypatch.setattr(faster_on_hopper, "compiled_linear_layer", killed)
     # Products come before the rest of the grid, and after the first layer; that is interrupted at once.
-    plan = on_gpu.points(on_gpu.SMOKE, ["product", "linear"])
-    monkeypatch.setattr(on_gpu, "points", lambda *_: plan[1:])
+    plan = faster_on_hopper.points(faster_on_hopper.SMOKE, ["product", "linear"])
+    monkeypatch.setattr(faster_on_hopper, "points", lambda *_: plan[1:])
     rows = run(tmp_path, "--minutes", "1e6")
-    assert [row["library"] for row in rows] == list(on_gpu.OPERANDS)
+    assert [row["library"] for row in rows] == list(faster_on_hopper.OPERANDS)
 
 
 def test_training_tries_fewer_sequences_where_memory_is_short(monkeypatch):
@@ -125,8 +141,8 @@ def test_training_tries_fewer_sequences_where_memory_is_short(monkeypatch):
         return {"ms": 1.0, "tokens_per_second": {"bf16": 100.0, "haliax_fp8": 150.0}[library]}
 
     tried = []
-    monkeypatch.setattr(on_gpu, "training_steps", steps)
-    rows = list(on_gpu.trained(on_gpu.Plan(sequences=8)))
+    monkeypatch.setattr(faster_on_hopper, "training_steps", steps)
+    rows = list(faster_on_hopper.trained(faster_on_hopper.Plan(sequences=8)))
     assert tried == [("bf16", 8), ("bf16", 4), ("bf16", 2), *(("haliax_fp8", n) for n in (4, 2))]
     assert [row["times_bf16"] for row in rows] == [1.0, 1.5]
 
@@ -139,12 +155,12 @@ def test_the_model_trains(tmp_path):
 
 
 def test_verdicts_are_those_of_the_rows():
-    plan = on_gpu.Plan(first=(8, 8, 8), grid=((16, 16, 16),))
+    plan = faster_on_hopper.Plan(first=(8, 8, 8), grid=((16, 16, 16),))
     ms = {"bf16": 4.0, "haliax_fp8": 2.0, "haliax.quantization": 3.0, "flax": 3.0}
     first = [{"part": "linear", "size": "8 x 8 x 8", "library": k, "ms": v, "times_bf16": 4 / v} for k, v in ms.items()]
     second = [{**row, "size": "16 x 16 x 16", "ms": 2.0} for row in first]
     block = {"part": "Llama-8B, unrolled", "size": "4 blocks", "library": "haliax_fp8", "times_bf16": 1.2}
-    assert on_gpu.verdicts([*first, *second, block], plan) == [
+    assert faster_on_hopper.verdicts([*first, *second, block], plan) == [
         "linear 8 x 8 x 8: 2.00 x bf16, 1.6 asked for: met",
         "Llama-8B, unrolled 4 blocks: 1.20 x bf16, 1.4 asked for: NOT met",
         "Llama-8B, scan 4 blocks: not measured",
@@ -172,7 +188,7 @@ def test_flax_op_in_a_haliax_layer_gives_flax_numbers():
 def test_the_state_of_a_gradient_is_the_next_one_and_weights_stay():
     model, x = LIBRARIES["haliax_fp8"].convert(STACKS["MLP"].model(ONE_LAYER)), STACKS["MLP"].batch(ONE_LAYER)
     gradient = eqx.filter_jit(fp8.filter_grad(loss))(model, x)
-    new = on_gpu.with_state_of(gradient, model)
+    new = faster_on_hopper.with_state_of(gradient, model)
     overwrites, rest = fp8.partition_for_grad_overwrite(gradient)
     expected = eqx.filter_jit(fp8.apply_updates)(model, jax.tree.map(jnp.zeros_like, rest), overwrites)
     assert jax.tree.structure(new) == jax.tree.structure(model)
@@ -181,32 +197,34 @@ def test_the_state_of_a_gradient_is_the_next_one_and_weights_stay():
 
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_a_compiled_program_is_a_row(library):
-    row = compiled_program.row("MLP", library, "local", ONE_LAYER)
+    row = fewer_kernels_than_peers.row("MLP", library, "local", ONE_LAYER)
     # Three products for each of its two linear layers; the first needs no gradient of its input.
     assert row["products"] == 5
     assert row["estimate_ms"] is None  # nobody knows this device's peaks
 
 
 def test_a_compiled_layer_is_a_row():
-    row = compiled_layer.row("haliax_fp8", (16, 32, 48), "local")
+    row = fewer_kernels_per_layer_than_peers.row("haliax_fp8", (16, 32, 48), "local")
     assert row["size"] == "16 x 32 x 48"
     assert row["other_kernels"] > 0
 
 
 def test_the_tree_makes_rows():
-    rows = tree.measure(20, 1)
+    rows = ten_thousand_layers_in_seconds.measure(20, 1)
     assert {(row["library"], row["operation"]) for row in rows} == {
-        (library, operation) for library in tree.MODELS for operation in tree.OPERATIONS
+        (library, operation)
+        for library in ten_thousand_layers_in_seconds.MODELS
+        for operation in ten_thousand_layers_in_seconds.OPERATIONS
     }
 
 
 def test_tracing_and_compiling_make_rows_of_a_page(capsys, monkeypatch):
     case = STACKS["MLP"].model(ONE_LAYER), loss, STACKS["MLP"].batch(ONE_LAYER)
-    monkeypatch.setattr(trace_time, "CASES", {"MLP": lambda: case})
-    rows = trace_time.measure(1, compiles=True)
+    monkeypatch.setattr(tracing_costs_at_most_1_5x, "CASES", {"MLP": lambda: case})
+    rows = tracing_costs_at_most_1_5x.measure(1, compiles=True)
     assert [row["step"] for row in rows] == ["trace and lower", "compile for the CPU"]
     assert all(row["plain_s"] > 0 and row["fp8_s"] > 0 for row in rows)
-    output.show("Title", trace_time.COLUMNS, rows, output.environment(), markdown=True)
+    output.show("Title", tracing_costs_at_most_1_5x.COLUMNS, rows, output.environment(), markdown=True)
     assert "| MLP | trace and lower |" in capsys.readouterr().out
 
 
@@ -214,8 +232,8 @@ def test_one_pass_gives_what_several_give():
     """The kernel that is compared with XLA's, interpreted."""
     x = jax.random.normal(jax.random.key(0), (256, 384), jnp.bfloat16) * 8
     scale = jnp.float32(1e-3)  # Clips some.
-    data, transposed, amax = one_pass.with_pallas(x, scale, interpret=True)
-    expected, expected_transposed, of_rows = one_pass.with_xla(x, scale)
+    data, transposed, amax = fewer_bytes_than_one_pass.with_pallas(x, scale, interpret=True)
+    expected, expected_transposed, of_rows = fewer_bytes_than_one_pass.with_xla(x, scale)
     np.testing.assert_array_equal(data.astype(np.float32), expected.astype(np.float32))
     np.testing.assert_array_equal(transposed.astype(np.float32), expected_transposed.astype(np.float32))
     np.testing.assert_array_equal(amax, np.abs(np.asarray(x, np.float32)).reshape(2, 128, 3, 128).max((1, 3)))

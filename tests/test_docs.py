@@ -15,7 +15,12 @@ from haliax_fp8.preflight import preflight, targets
 
 
 ROOT = pathlib.Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+FIGURES = ROOT / "docs" / "_figures"
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+    *sorted((ROOT / "examples").rglob("*.md")),
+]
 NAMES = {page: page.relative_to(ROOT).with_suffix("").as_posix() for page in PAGES}
 
 # A fenced block, or code that a page needs and does not show.
@@ -94,15 +99,16 @@ def test_tests_that_a_page_names_exist(page):
 def test_readme_shows_how_to_run_and_test():
     shell = [m["code"] for m in _BLOCK.finditer((ROOT / "README.md").read_text()) if m["kind"] == "bash"]
     lines = [line for block in shell for line in block.splitlines()]
-    assert "pip install uv && uv run examples/train_lm.py" in lines
+    assert "pip install uv && uv run examples/quickstart.py" in lines
+    assert "uv run python -m examples.train_lm" in lines
     assert "pip install uv && uv run pytest" in lines
 
 
 def test_figures_are_those_of_their_script(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
-    monkeypatch.syspath_prepend(ROOT / "docs")  # as when it is run as a script
-    runpy.run_path(str(ROOT / "docs" / "figures.py"))["main"](tmp_path)
-    # The picture of a report is drawn by the command line, see `docs/my_training.py`.
+    monkeypatch.syspath_prepend(FIGURES)  # as when it is run as a script
+    runpy.run_path(str(FIGURES / "figures.py"))["main"](tmp_path)
+    # The picture of a report is drawn by the command line, see `docs/_figures/my_training.py`.
     drawn = {path.name for path in tmp_path.iterdir()} | {"preflight.svg"}
     assert drawn == {path.name for path in (ROOT / "docs" / "images").iterdir()}
     shown = {pathlib.Path(target).name for page in PAGES for target in re.findall(r"\((\S+\.svg)\)", page.read_text())}
@@ -111,11 +117,11 @@ def test_figures_are_those_of_their_script(tmp_path, monkeypatch):
 
 def test_the_picture_of_a_report_is_of_the_step_on_its_page():
     """The page shows the code that the picture is drawn from; and if it can be compiled here, what it is drawn from."""
-    page, step = (ROOT / "docs" / "preflight.md").read_text(), (ROOT / "docs" / "my_training.py").read_text()
+    page, step = (ROOT / "docs" / "preflight.md").read_text(), (FIGURES / "my_training.py").read_text()
     assert step.partition('"""\n\n')[2] in page
     if targets["h100"].missing() is not None:
         pytest.skip(targets["h100"].missing())
-    make_step = runpy.run_path(str(ROOT / "docs" / "my_training.py"))["make_step"]
+    make_step = runpy.run_path(str(FIGURES / "my_training.py"))["make_step"]
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         step, args = make_step()
         report = preflight(step, *args, target="h100", compiler_options={"xla_gpu_enable_triton_gemm": False})

@@ -1,9 +1,10 @@
-"""The example `examples/train_lm.py`: its command line, resuming, conversion in mid-training, model and text."""
+"""The example `examples/train_lm/`: its command line, resuming, conversion in mid-training, model and text."""
 
 import dataclasses
 import json
 import math
 import pathlib
+import runpy
 import signal
 import sys
 
@@ -16,16 +17,9 @@ import optax
 import pytest
 from helpers import run_example
 
+from examples.llama import Llama, LlamaConfig, apply_rope, generate, next_token_loss, rope_tables
+from examples.train_lm import checkpoint, corpus, report, train
 from haliax_fp8 import describe
-
-
-sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "examples"))
-
-import corpus  # noqa: E402
-import lm_checkpoint  # noqa: E402
-import lm_report  # noqa: E402
-import train_lm  # noqa: E402
-from llama import Llama, LlamaConfig, apply_rope, generate, next_token_loss, rope_tables  # noqa: E402
 
 
 STEPS = 6
@@ -52,7 +46,7 @@ def finished(tmp_path_factory) -> pathlib.Path:
     """The folder of a run from beginning to end."""
     folder = tmp_path_factory.mktemp("finished")
     with jax.numpy_dtype_promotion("standard"):
-        assert train_lm.main([*TINY, "--out", str(folder)]) == 0
+        assert train.main([*TINY, "--out", str(folder)]) == 0
     return folder
 
 
@@ -87,7 +81,7 @@ def test_results_figure_and_sample_are_written(finished, capsys):
     assert results["fp8 delayed"]["gap_percent"] == pytest.approx(100 * (ratio - 1))
     assert (finished / "loss.png").read_bytes().startswith(b"\x89PNG")
     # A finished run can be resumed: it has nothing left to train, and reports once more.
-    assert train_lm.main([*TINY, "--out", str(finished), "--resume", "--prompt", "def f"]) == 0
+    assert train.main([*TINY, "--out", str(finished), "--resume", "--prompt", "def f"]) == 0
     printed = capsys.readouterr().out
     assert "def f" in printed and f"{results['bf16']['validation_loss']:.4f}" in printed
 
@@ -96,17 +90,18 @@ def test_after_ctrl_c_resume_continues_to_the_same_losses(finished, tmp_path, mo
     arguments = [*TINY, "--out", str(tmp_path)]
     with monkeypatch.context() as patch:
         interrupt_in_step(patch, index=2)
-        assert train_lm.main(arguments) == 130
+        assert train.main(arguments) == 130
     assert {name: len(curve) for name, curve in losses(tmp_path).items()} == {"bf16": 3, "fp8 delayed": 3}
-    assert "--resume" in capsys.readouterr().out.splitlines()[-1]
-    assert train_lm.main([*arguments, "--resume"]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert "python -m examples.train_lm " in last and last.endswith(" --resume")
+    assert train.main([*arguments, "--resume"]) == 0
     assert losses(tmp_path) == losses(finished)
 
 
 def test_second_ctrl_c_stops_at_once(tmp_path, monkeypatch, capsys):
     before = signal.getsignal(signal.SIGINT)
     interrupt_in_step(monkeypatch, index=0, times=2)
-    assert train_lm.main([*TINY, "--out", str(tmp_path)]) == 130
+    assert train.main([*TINY, "--out", str(tmp_path)]) == 130
     assert "before the first checkpoint" in capsys.readouterr().out
     assert not (tmp_path / "checkpoint.json").exists()
     assert signal.getsignal(signal.SIGINT) is before
@@ -115,7 +110,7 @@ def test_second_ctrl_c_stops_at_once(tmp_path, monkeypatch, capsys):
 def test_conversion_in_mid_training_and_back_keeps_the_optimizer_state(finished, tmp_path, monkeypatch):
     steps = []
 
-    def spied(run, *args, original=train_lm.Run.train):
+    def spied(run, *args, original=train.Run.train):
         if run.config is not None:
             counts = {int(count) for _, count in optax.tree.get_all_with_path(run.opt_state, "count")}
             steps.append(
@@ -127,13 +122,13 @@ def test_conversion_in_mid_training_and_back_keeps_the_optimizer_state(finished,
             )
         original(run, *args)
 
-    monkeypatch.setattr(train_lm.Run, "train", spied)
+    monkeypatch.setattr(train.Run, "train", spied)
     flags = [*TINY, "--fp8-after", "2", "--fp8-until", "4", "--out", str(tmp_path)]
     # Interrupted while converted: the checkpoint has FP8 state, and the resumed run starts with it.
     with monkeypatch.context() as patch:
         interrupt_in_step(patch, index=2)
-        assert train_lm.main(flags) == 130
-    assert train_lm.main([*flags, "--resume"]) == 0
+        assert train.main(flags) == 130
+    assert train.main([*flags, "--resume"]) == 0
     assert [is_fp8 for is_fp8, _, _ in steps] == [False, False, True, True, False, False]
     assert [counts for _, counts, _ in steps] == [{i} for i in range(STEPS)]
     assert [has_moments for _, _, has_moments in steps] == [False] + [True] * (STEPS - 1)
@@ -144,12 +139,12 @@ def test_conversion_in_mid_training_and_back_keeps_the_optimizer_state(finished,
 
 
 def test_resume_refuses_other_flags(finished, tmp_path, capsys):
-    assert train_lm.main([*TINY, "--learning-rate", "0.5", "--out", str(finished), "--resume"]) == 2
+    assert train.main([*TINY, "--learning-rate", "0.5", "--out", str(finished), "--resume"]) == 2
     message = capsys.readouterr().out
     assert "--learning-rate is 0.5 now and 0.003 in the checkpoint" in message
     text = tmp_path / "text"
     text.write_bytes(bytes(range(256)) * 200)
-    assert train_lm.main([*TINY, "--data", str(text), "--out", str(finished), "--resume"]) == 2
+    assert train.main([*TINY, "--data", str(text), "--out", str(finished), "--resume"]) == 2
     assert "--data is" in capsys.readouterr().out
 
 
@@ -166,7 +161,7 @@ def test_resume_refuses_other_flags(finished, tmp_path, capsys):
     ],
 )
 def test_flags_that_do_not_fit_the_model_or_the_text(flags, message, tmp_path, capsys):
-    assert train_lm.main([*TINY, "--out", str(tmp_path), *flags.split()]) == 2
+    assert train.main([*TINY, "--out", str(tmp_path), *flags.split()]) == 2
     assert message in capsys.readouterr().out
 
 
@@ -187,16 +182,19 @@ def test_flags_that_do_not_fit_the_model_or_the_text(flags, message, tmp_path, c
 )
 def test_flags_that_contradict_each_other(flags, message, capsys):
     with pytest.raises(SystemExit) as exit:
-        train_lm.main([*TINY, *flags.split()])
+        train.main([*TINY, *flags.split()])
     assert exit.value.code == 2
     assert message in capsys.readouterr().err
 
 
-def test_help_names_every_group(capsys):
+def test_help_names_every_group(monkeypatch, capsys):
+    """By the module that `python -m` runs."""
+    monkeypatch.setattr(sys, "argv", ["examples/train_lm/__main__.py", "--help"])
     with pytest.raises(SystemExit) as exit:
-        train_lm.main(["--help"])
+        runpy.run_module("examples.train_lm", run_name="__main__")
     assert exit.value.code == 0
     printed = capsys.readouterr().out
+    assert printed.startswith("usage: python -m examples.train_lm ")
     assert all(f"\n{group}" in printed for group in ("run:", "recipe:", "model:", "optimizer"))
 
 
@@ -204,19 +202,19 @@ def test_help_names_every_group(capsys):
 
 
 def test_interrupted_save_leaves_the_checkpoint_before(tmp_path, monkeypatch):
-    lm_checkpoint.save(tmp_path, 1, [jnp.ones(3)], {}, {})
+    checkpoint.save(tmp_path, 1, [jnp.ones(3)], {}, {})
 
     def full_disk(*args):
         raise OSError("no space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(lm_checkpoint.eqx, "tree_serialise_leaves", full_disk)
+        patch.setattr(checkpoint.eqx, "tree_serialise_leaves", full_disk)
         with pytest.raises(OSError):
-            lm_checkpoint.save(tmp_path, 2, [jnp.zeros(3)], {}, {})
-    progress = lm_checkpoint.read_progress(tmp_path)
+            checkpoint.save(tmp_path, 2, [jnp.zeros(3)], {}, {})
+    progress = checkpoint.read_progress(tmp_path)
     assert progress is not None and progress["step"] == 1
-    np.testing.assert_array_equal(lm_checkpoint.load_state(tmp_path, progress, [jnp.zeros(3)])[0], np.ones(3))
-    lm_checkpoint.save(tmp_path, 2, [jnp.zeros(3)], {}, {})
+    np.testing.assert_array_equal(checkpoint.load_state(tmp_path, progress, [jnp.zeros(3)])[0], np.ones(3))
+    checkpoint.save(tmp_path, 2, [jnp.zeros(3)], {}, {})
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint.json", "step_000002.eqx"]
 
 
@@ -346,12 +344,12 @@ def test_statistics_of_the_step_get_a_column():
     from rich.console import Console
 
     curves = {
-        "bf16": lm_report.Curve([3.0, 2.0], [(2, 2.0)], 100.0, 3.0, {}),
-        "fp8": lm_report.Curve([3.0, 2.1], [(2, 2.01)], 50.0, 6.0, {"saturation": 0.0125}),
+        "bf16": report.Curve([3.0, 2.0], [(2, 2.0)], 100.0, 3.0, {}),
+        "fp8": report.Curve([3.0, 2.1], [(2, 2.01)], 50.0, 6.0, {"saturation": 0.0125}),
     }
     console = Console(width=120)
     with console.capture() as capture:
-        console.print(lm_report.results_table(curves, "bf16"))
+        console.print(report.results_table(curves, "bf16"))
     assert "saturation" in capture.get() and "1.250 %" in capture.get() and "+0.50 %" in capture.get()
 
 
@@ -364,7 +362,7 @@ def test_fp8_ends_within_one_percent_of_bf16(tmp_path):
     flags = ["--steps", "300", "--eval-every", "0", "--checkpoint-every", "0", "--sample-bytes", "0"]
     gaps = []
     for seed in range(3):
-        run_example("train_lm.py", "--seed", str(seed), "--out", str(tmp_path / str(seed)), *flags)
+        run_example("-m", "examples.train_lm", "--seed", str(seed), "--out", str(tmp_path / str(seed)), *flags)
         results = json.loads((tmp_path / str(seed) / "results.json").read_text())
         assert results["bf16"]["validation_loss"] < 2.0, "both have learned more than the frequency of letter pairs"
         gaps.append(results["fp8 delayed"]["gap_percent"])

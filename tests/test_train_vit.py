@@ -1,7 +1,8 @@
-"""The example `examples/train_vit.py`: its command line, and its claim that FP8 classifies as bf16 does."""
+"""The example `examples/train_vit/`: its command line, and its claim that FP8 classifies as bf16 does."""
 
 import json
 import pathlib
+import runpy
 import sys
 
 import equinox as eqx
@@ -11,13 +12,9 @@ import numpy as np
 import pytest
 from helpers import run_example
 
+from examples.train_vit import train
+from examples.train_vit.model import VisionTransformer
 from haliax_fp8 import describe, fp8_linear_layers
-
-
-sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "examples"))
-
-import train_vit  # noqa: E402
-from vit import VisionTransformer  # noqa: E402
 
 
 TINY = "--seeds 3 --epochs 2 --layers 1 --hidden 16 --heads 2 --mlp 16 --batch-size 256 --amax-history-length 4".split()
@@ -34,9 +31,12 @@ def results(folder: pathlib.Path) -> dict:
     return json.loads((folder / "results.json").read_text())
 
 
-def test_the_command_line(tmp_path, capsys):
+def test_the_command_line(tmp_path, monkeypatch, capsys):
     """Table, figure and numbers agree; both models learn, from the same loss on the same batches, not bit by bit."""
-    assert train_vit.main([*TINY, "--out", str(tmp_path)]) == 0
+    monkeypatch.setattr(sys, "argv", ["examples/train_vit/__main__.py", *TINY, "--out", str(tmp_path)])
+    with pytest.raises(SystemExit) as exit:
+        runpy.run_module("examples.train_vit", run_name="__main__")
+    assert exit.value.code == 0
     written, printed = results(tmp_path), capsys.readouterr().out
     (bf16,), (fp8,) = written["bf16"], written["FP8"]
     assert written["seeds"] == [3]
@@ -56,11 +56,11 @@ def test_the_command_line(tmp_path, capsys):
 def test_which_layers_are_converted(convert_head, monkeypatch, capsys, tmp_path):
     """All but the classifier head, unless a flag asks for it too."""
     trained = []
-    empty = train_vit.Run([1.0], [50.0])
-    monkeypatch.setattr(train_vit, "train", lambda model, *args: trained.append(model) or empty)
-    monkeypatch.setattr(train_vit, "calibrate", lambda model, *args: model)
+    empty = train.Run([1.0], [50.0])
+    monkeypatch.setattr(train, "train", lambda model, *args: trained.append(model) or empty)
+    monkeypatch.setattr(train, "calibrate", lambda model, *args: model)
     flags = ["--epochs", "1", "--verbose", *(["--convert-head"] if convert_head else [])]
-    assert train_vit.main([*TINY, *flags, "--out", str(tmp_path)]) == 0
+    assert train.main([*TINY, *flags, "--out", str(tmp_path)]) == 0
     plain, converted = trained
     left_alone = [row.path for row in describe(converted) if not row.is_fp8]
     assert left_alone == ([] if convert_head else ["head"])
@@ -80,24 +80,24 @@ def test_which_layers_are_converted(convert_head, monkeypatch, capsys, tmp_path)
 )
 def test_flags_that_do_not_fit(flags, message, capsys):
     with pytest.raises(SystemExit) as stopped:
-        train_vit.main(flags.split())
+        train.main(flags.split())
     assert stopped.value.code == 2
     assert message in capsys.readouterr().err
 
 
 def test_a_batch_larger_than_the_data_set(capsys, tmp_path):
-    assert train_vit.main(["--batch-size", "2000", "--out", str(tmp_path)]) == 2
+    assert train.main(["--batch-size", "2000", "--out", str(tmp_path)]) == 2
     assert "--batch-size 2000 is more than the 1257 images" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_loss_that_is_not_finite(capsys, tmp_path):
     """One line that names the flag, not a run to its end."""
-    assert train_vit.main([*TINY, "--learning-rate", "1e30", "--warmup", "0", "--out", str(tmp_path)]) == 2
+    assert train.main([*TINY, "--learning-rate", "1e30", "--warmup", "0", "--out", str(tmp_path)]) == 2
     assert "lower --learning-rate 1e+30" in " ".join(capsys.readouterr().out.split())
 
 
 def test_splits_have_every_class_on_both_sides():
-    digits = train_vit.Digits.load(0.3, seed=5)
+    digits = train.Digits.load(0.3, seed=5)
     assert len(digits.train_labels) + len(digits.test_labels) == 1797
     shares = [np.bincount(labels) / len(labels) for labels in (digits.train_labels, digits.test_labels)]
     np.testing.assert_allclose(*shares, atol=0.01)
@@ -106,7 +106,7 @@ def test_splits_have_every_class_on_both_sides():
 
 def test_batches_are_those_of_the_seed():
     """One epoch shows each image once; the same generator gives the same batches to both models."""
-    digits = train_vit.Digits.load(0.3, seed=5)
+    digits = train.Digits.load(0.3, seed=5)
     epochs = [list(digits.batches(100, noise, np.random.default_rng(0))) for noise in (0.0, 0.0, 0.5)]
     assert [len(epoch) for epoch in epochs] == [12] * 3
     for (images, labels), (same, same_labels), (noisy, _) in zip(*epochs, strict=True):
@@ -140,7 +140,7 @@ def test_patches_cover_the_image():
 
 def test_the_cast_leaves_state_alone():
     model = VisionTransformer(patch=4, layers=1, hidden=16, heads=2, mlp=8, key=jax.random.key(0))
-    cast = train_vit.in_bfloat16(fp8_linear_layers(model))
+    cast = train.in_bfloat16(fp8_linear_layers(model))
     assert cast.embed.weight.dtype == cast.positions.dtype == jnp.bfloat16
     assert cast.embed.dot_general.scale("kernel").dtype == jnp.float32
 
@@ -148,7 +148,7 @@ def test_the_cast_leaves_state_alone():
 @pytest.mark.slow
 def test_fp8_classifies_as_bf16_does(tmp_path):
     """What the example is there to show, with its default options: within one point for each of three seeds."""
-    run_example("train_vit.py", "--out", str(tmp_path))
+    run_example("-m", "examples.train_vit", "--out", str(tmp_path))
     written = results(tmp_path)
     assert len(written["gaps"]) == 3 and max(map(abs, written["gaps"])) <= 1.0
     for run in (*written["bf16"], *written["FP8"]):

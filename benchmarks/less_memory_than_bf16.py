@@ -1,0 +1,125 @@
+"""Claim: with rematerialization between products, FP8 moves little more than bf16 and needs far less memory.
+
+    uv run benchmarks/less_memory_than_bf16.py [--json FILE] [--markdown] [--target h100]
+
+The options of `docs/performance.md` on four blocks of Llama-8B, compiled as `fewer_kernels_than_peers.py` does: counts
+and bytes are read from the program, and the time is an estimate from the device's data-sheet peaks. Nothing runs.
+"""
+
+import argparse
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import haliax as hax
+import haliax.nn as hnn
+from fewer_kernels_than_peers import COLUMNS, held
+from lib import output
+from lib.libraries import LIBRARIES, Library
+from models import LLAMA_8B, STACKS, CompressedBlock, Float32Block, RematerializedBlock, Stack, llama
+from rich.progress import Progress
+
+import haliax_fp8 as fp8
+
+
+def _saving(*names: str) -> hax.ScanCheckpointPolicy:
+    return hax.ScanCheckpointPolicy(save_block_internals=list(names))
+
+
+def _converted(change: Callable[[Any], Any] = lambda model: model, **options: Any) -> Library:
+    convert = lambda model: change(fp8.fp8_linear_layers(model, fp8.Fp8Config(**options)))
+    return dataclasses.replace(LIBRARIES["haliax_fp8"], convert=convert)
+
+
+BF16, DEFAULT, HALIAX = (LIBRARIES[name] for name in ("bf16", "haliax_fp8", "haliax.quantization"))
+FUSED = _converted(fp8.fuse_projections)
+FUSED_KEPT = _converted(fp8.fuse_projections, kernel_residual=fp8.KernelResidual.KEEP)
+# Neither amaxes nor state.
+STATIC = _converted(fp8.fuse_projections, recipe="static")
+QKV = [("query", "key", "value")]
+
+
+def _one_product(model: Any) -> Any:
+    """One product for q/k/v; gate and up quantize their input once."""
+    return fp8.fuse_projections(fp8.fuse_projections(model, QKV, how=fp8.OneProduct()), [("gate", "up")])
+
+
+ONE = {
+    "FP8, one product for q/k/v": _converted(_one_product),
+    "FP8, one product for q/k/v and gate/up": _converted(lambda m: fp8.fuse_projections(m, how=fp8.OneProduct())),
+}
+ONE_KEPT = _converted(_one_product, kernel_residual=fp8.KernelResidual.KEEP)
+ALL = {"bf16": BF16, "Haliax's op": HALIAX, "FP8, fused": FUSED}
+
+
+def _rematerialized(
+    kind: Any, name: str, libraries: dict[str, Library], joined: dict[str, Library], **options: Any
+) -> dict[str, tuple[Stack, Library]]:
+    """What lies between products keeps its inputs alone, in all libraries; computed in its own dtype, or in float32."""
+    blocks = {
+        "rematerialized": (RematerializedBlock, libraries),
+        "rematerialized in float32": (Float32Block, libraries | joined),
+    }
+    return {
+        f"{name}, {how}: {library}": (llama(kind, block, **options), converted)
+        for how, (block, chosen) in blocks.items()
+        for library, converted in chosen.items()
+    }
+
+
+OPTIONS: dict[str, tuple[Stack, Library]] = {
+    "unrolled: bf16": (STACKS["Llama-8B, unrolled"], BF16),
+    "unrolled: FP8": (STACKS["Llama-8B, unrolled"], DEFAULT),
+    "unrolled: FP8, kernels kept": (
+        STACKS["Llama-8B, unrolled"],
+        _converted(kernel_residual=fp8.KernelResidual.KEEP),
+    ),
+    "unrolled: FP8, fused": (STACKS["Llama-8B, unrolled"], FUSED),
+    "unrolled: FP8, fused, kernels kept": (STACKS["Llama-8B, unrolled"], FUSED_KEPT),
+    "unrolled: FP8, fused, constant scales": (STACKS["Llama-8B, unrolled"], STATIC),
+    **_rematerialized(
+        hnn.BlockSeq,
+        "unrolled",
+        {**ALL, "FP8, fused, kernels kept": FUSED_KEPT},
+        {**ONE, "FP8, one product for q/k/v, kernels kept": ONE_KEPT},
+    ),
+    "scan: bf16": (STACKS["Llama-8B, scan"], BF16),
+    "scan: FP8": (STACKS["Llama-8B, scan"], DEFAULT),
+    "scan: FP8, fused": (STACKS["Llama-8B, scan"], FUSED),
+    "scan: FP8, fused, constant scales": (STACKS["Llama-8B, scan"], STATIC),
+    "scan: FP8, fused, compressed": (llama(hnn.Stacked, CompressedBlock), FUSED),
+    **_rematerialized(hnn.Stacked, "scan", ALL, ONE),
+    "scan: FP8, fused, save_fp8_operands": (
+        llama(hnn.Stacked, gradient_checkpointing=_saving("fp8_operand", "fp8_output")),
+        FUSED,
+    ),
+    "scan: FP8, fused, save_nothing_but_fp8": (
+        llama(hnn.Stacked, gradient_checkpointing=_saving("fp8_operand")),
+        FUSED,
+    ),
+    "scan + checkpointing: bf16": (STACKS["Llama-8B, scan + checkpointing"], BF16),
+    "scan + checkpointing: FP8": (STACKS["Llama-8B, scan + checkpointing"], DEFAULT),
+    "scan + checkpointing: FP8, fused": (STACKS["Llama-8B, scan + checkpointing"], FUSED),
+    "scan + checkpointing: FP8, fused, constant scales": (STACKS["Llama-8B, scan + checkpointing"], STATIC),
+    **_rematerialized(hnn.Stacked, "scan + checkpointing", ALL, ONE, gradient_checkpointing=True),
+}
+
+
+def main() -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--target", default="h100")
+    parser.add_argument("--option", choices=OPTIONS, action="append", help="default: all")
+    output.add_arguments(parser)
+    options = parser.parse_args()
+    rows = []
+    with Progress(transient=True) as progress:
+        for name in progress.track(options.option or list(OPTIONS), description="compiling"):
+            rows.append({"option": name, **held(*OPTIONS[name], options.target, LLAMA_8B)})
+    title = f"Gradient of four blocks of Llama-8B, {LLAMA_8B.tokens} tokens, compiled for {options.target}"
+    columns = {name: column for name, column in COLUMNS.items() if name not in ("stack", "library")}
+    output.finish(title, {"option": lambda r: r["option"], **columns}, rows, options)
+
+
+if __name__ == "__main__":
+    main()

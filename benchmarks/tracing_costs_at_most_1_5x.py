@@ -1,0 +1,188 @@
+"""Claim: tracing and lowering a converted model takes at most 1.5 times as long as the plain one.
+
+    uv run benchmarks/tracing_costs_at_most_1_5x.py [--compile] [--json FILE] [--markdown]
+
+Processor time of `jax.jit(value_and_grad).lower()` with empty caches, plain and converted in turn; prints medians. With
+`--compile` also that of XLA's compiler, all its threads together, for the CPU that it runs on: there FP8 is emulated,
+in code that no accelerator needs. How long XLA's compiler for a GPU takes is a column of `fewer_kernels_than_peers.py`.
+"""
+
+import argparse
+import gc
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import haliax as hax
+import haliax.nn as hnn
+import jax
+import jax.numpy as jnp
+from lib import output
+from rich.progress import Progress
+
+import haliax_fp8 as fp8
+
+
+WIDTH, HEADS, LENGTH, BATCH = 64, 4, 16, 8
+
+
+class Block(eqx.Module):
+    """A transformer block in Haliax: RMSNorm and causal attention, RMSNorm and SwiGLU; seven linear layers."""
+
+    norms: tuple[hnn.RmsNorm, hnn.RmsNorm]
+    query: hnn.Linear
+    key: hnn.Linear
+    value: hnn.Linear
+    out: hnn.Linear
+    gate: hnn.Linear
+    up: hnn.Linear
+    down: hnn.Linear
+
+    @staticmethod
+    def init(*, key: jax.Array) -> "Block":
+        """A block of width `WIDTH`."""
+        embed, mlp = hax.Axis("embed", WIDTH), hax.Axis("mlp", 4 * WIDTH)
+        head = (hax.Axis("heads", HEADS), hax.Axis("head_dim", WIDTH // HEADS))
+        keys = iter(jax.random.split(key, 7))
+        linear = lambda In, Out: hnn.Linear.init(In, Out, key=next(keys), use_bias=False)
+        return Block(
+            (hnn.RmsNorm.init(embed), hnn.RmsNorm.init(embed)),
+            *(linear(embed, head) for _ in range(3)),
+            linear(head, embed),
+            linear(embed, mlp),
+            linear(embed, mlp),
+            linear(mlp, embed),
+        )
+
+    def __call__(self, x: hax.NamedArray) -> hax.NamedArray:
+        """Adds the attention's and the feed-forward layer's output."""
+        h = self.norms[0](x)
+        position = x.resolve_axis("position")
+        keys = position.alias("key_position")
+        k, v = (layer(h).rename({"position": "key_position"}) for layer in (self.key, self.value))
+        mask = hnn.attention.causal_mask(position, keys)
+        x = x + self.out(hnn.attention.dot_product_attention(keys, "head_dim", self.query(h), k, v, mask))
+        h = self.norms[1](x)
+        return x + self.down(hnn.silu(self.gate(h)) * self.up(h))
+
+
+class EquinoxBlock(eqx.Module):
+    """A transformer block in Equinox, for one sequence: its linear layers are mapped over the tokens."""
+
+    norms: tuple[eqx.nn.LayerNorm, eqx.nn.LayerNorm]
+    attention: eqx.nn.MultiheadAttention
+    mlp: eqx.nn.MLP
+
+    def __init__(self, key: jax.Array):
+        attention, mlp = jax.random.split(key)
+        self.norms = (eqx.nn.LayerNorm(WIDTH), eqx.nn.LayerNorm(WIDTH))
+        self.attention = eqx.nn.MultiheadAttention(HEADS, WIDTH, key=attention)
+        self.mlp = eqx.nn.MLP(WIDTH, WIDTH, 4 * WIDTH, 1, key=mlp)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Adds the attention's and the feed-forward layer's output."""
+        h = jax.vmap(self.norms[0])(x)
+        x = x + self.attention(h, h, h)
+        return x + jax.vmap(self.mlp)(jax.vmap(self.norms[1])(x))
+
+
+def unrolled() -> tuple[Any, Callable[..., Any], Any]:
+    """Eight blocks one after the other."""
+    model = hnn.BlockSeq.init(hax.Axis("block", 8), Block)(key=jax.random.split(jax.random.key(0), 8))
+    return model, lambda model, x: (model.fold(x) ** 2).mean().scalar(), _batch()
+
+
+def scan() -> tuple[Any, Callable[..., Any], Any]:
+    """Twenty-four blocks in a scan."""
+    model = hnn.Stacked.init(hax.Axis("block", 24), Block)(key=jax.random.split(jax.random.key(0), 24))
+    return model, lambda model, x: (model.fold(x) ** 2).mean().scalar(), _batch()
+
+
+def nested_vmap() -> tuple[Any, Callable[..., Any], Any]:
+    """Four Equinox blocks, mapped over the batch and, inside, over the tokens."""
+    model = eqx.nn.Sequential([eqx.nn.Lambda(EquinoxBlock(key)) for key in jax.random.split(jax.random.key(0), 4)])
+    return model, lambda model, x: (jax.vmap(model)(x) ** 2).mean(), jnp.ones((BATCH, LENGTH, WIDTH))
+
+
+def _batch() -> hax.NamedArray:
+    return hax.ones((hax.Axis("batch", BATCH), hax.Axis("position", LENGTH), hax.Axis("embed", WIDTH)))
+
+
+CASES = {
+    "8 blocks, unrolled": unrolled,
+    "4 Equinox blocks, nested vmap": nested_vmap,
+    "24 blocks, scan": scan,
+}
+
+
+def seconds_taken(
+    model: Any, loss: Callable[..., Any], batch: Any, gradient: Callable[..., Any], *, compiles: bool
+) -> tuple[float, float]:
+    """Of tracing, differentiation and lowering to StableHLO, and of XLA (0 if it is not asked), nothing cached.
+
+    Without garbage collection, as `timeit`.
+    """
+    jax.clear_caches()
+    gc.collect()
+    gc.disable()
+    try:
+        start = time.process_time()
+        lowered = eqx.filter_jit(gradient(loss)).lower(model, batch)
+        between = time.process_time()
+        if compiles:
+            lowered.compile()
+        return between - start, time.process_time() - between
+    finally:
+        gc.enable()
+
+
+def measure(repeats: int, *, compiles: bool) -> list[dict[str, Any]]:
+    """One row per case: medians, and the median of the paired ratios."""
+    rows = []
+    with Progress(transient=True) as progress:
+        for name, case in progress.track(CASES.items(), description="tracing"):
+            model, loss, batch = case()
+            converted = fp8.fp8_linear_layers(model)
+            pairs = [
+                (
+                    seconds_taken(model, loss, batch, eqx.filter_value_and_grad, compiles=compiles),
+                    seconds_taken(converted, loss, batch, fp8.filter_value_and_grad, compiles=compiles),
+                )
+                for _ in range(repeats + 1)
+            ][1:]
+            rows.append({"case": name, "step": "trace and lower", **_medians([(a[0], b[0]) for a, b in pairs])})
+            if compiles:
+                rows.append({"case": name, "step": "compile for the CPU", **_medians([(a[1], b[1]) for a, b in pairs])})
+    return rows
+
+
+def _medians(pairs: list[tuple[float, float]]) -> dict[str, float]:
+    plain, ours = zip(*pairs, strict=True)
+    ratio = statistics.median(b / a for a, b in pairs)
+    return {"plain_s": statistics.median(plain), "fp8_s": statistics.median(ours), "ratio": ratio}
+
+
+COLUMNS = {
+    "case": lambda r: r["case"],
+    "step": lambda r: r["step"],
+    "plain, s": lambda r: f"{r['plain_s']:.3f}",
+    "FP8, s": lambda r: f"{r['fp8_s']:.3f}",
+    "ratio": lambda r: f"{r['ratio']:.2f}",
+}
+
+
+def main() -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--compile", action="store_true", help="XLA's compiler too")
+    output.add_arguments(parser)
+    options = parser.parse_args()
+    rows = measure(options.repeats, compiles=options.compile)
+    output.finish("Tracing, lowering and compiling, processor time", COLUMNS, rows, options)
+
+
+if __name__ == "__main__":
+    main()

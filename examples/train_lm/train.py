@@ -1,0 +1,236 @@
+"""Trains a small language model in bf16 and in FP8, side by side, and compares the final losses.
+
+    python -m examples.train_lm                       # under 4 minutes on 2 CPU cores
+    python -m examples.train_lm --data my_book.txt --steps 2000
+    python -m examples.train_lm --fp8-after 150       # converts the model in mid-training
+    python -m examples.train_lm --resume              # after Ctrl-C: continues to the same losses
+    python -m examples.train_lm --help
+
+Both models start from the same initialization and see the same batches. Master weights are float32; the loss casts them
+to bf16. The FP8 model differs by one line, `model = fp8_linear_layers(model, config)`: the projections of its blocks
+multiply in FP8. On a CPU those products are emulated, slower but with the same rounding.
+
+The README beside this file says what is in the others.
+"""
+
+import argparse
+import pathlib
+import shlex
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from haliax_fp8 import TrainStep, describe, fp8_linear_layers, trainable
+
+from ..llama import generate
+from . import checkpoint
+from .corpus import Corpus, load_corpus
+from .options import binding_flags, parse_options
+from .report import Curve, results_table, write_figure, write_results
+from .run import Run, cast_weights, is_fp8_step, make_evaluation, make_loss, make_optimizer, make_runs
+
+
+class Stopped(Exception):
+    """Ctrl-C was pressed, and a checkpoint has been written."""
+
+
+@contextmanager
+def stop_requests() -> Iterator[Callable[[], bool]]:
+    """Lets Ctrl-C wait for the end of the step; a second Ctrl-C interrupts at once."""
+    requested = False
+
+    def request(signum: int, frame: Any) -> None:
+        nonlocal requested
+        if requested:
+            raise KeyboardInterrupt
+        requested = True
+
+    before = signal.signal(signal.SIGINT, request)
+    try:
+        yield lambda: requested
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def train(runs: Sequence[Run], step: TrainStep, corpus: Corpus, options: argparse.Namespace, console: Console) -> None:
+    """Trains all runs, one step of each in turn, to the end or to Ctrl-C; writes checkpoints.
+
+    Raises:
+        Stopped: After Ctrl-C.
+    """
+    evaluate = make_evaluation(options, corpus)
+    first = len(runs[0].losses)
+    columns = [
+        MofNCompleteColumn(),
+        BarColumn(bar_width=None),
+        TextColumn("{task.fields[status]}"),
+        TimeRemainingColumn(elapsed_when_finished=True),
+        TextColumn("{task.fields[what]}"),
+    ]
+    with stop_requests() as stop_requested, Progress(*columns, console=console) as progress:
+        task = progress.add_task("", total=options.steps, completed=first, status="compiling", what="left")
+        for index in range(first, options.steps):
+            batch = jnp.asarray(corpus.batch(options.seed, index, options.batch_size, options.seq_len))
+            key = _step_key(options, index)
+            for run in runs:
+                if run.set_converted(is_fp8_step(options, index)):
+                    run.calibrate(step, batch)
+                run.train(step, batch, key)
+            done = index + 1
+            is_last = done == options.steps
+            if is_last or _is_due(options.eval_every, done):
+                for run in runs:
+                    run.validation.append((done, evaluate(run.model)))
+            progress.update(task, completed=done, status=_status(runs, options), what="in all" if is_last else "left")
+            if not console.is_terminal and (is_last or _is_due(max(1, options.steps // 10), done)):
+                # Nobody sees a bar move in a log.
+                _say(console, f"step {done}/{options.steps}  {_status(runs, options)}")
+            if is_last or stop_requested() or _is_due(options.checkpoint_every, done):
+                save_runs(runs, corpus, options)
+            if stop_requested() and not is_last:
+                raise Stopped
+
+
+def save_runs(runs: Sequence[Run], corpus: Corpus, options: argparse.Namespace) -> None:
+    """Writes a checkpoint of all runs."""
+    state = [(run.model, run.opt_state) for run in runs]
+    history = {run.name: {"losses": run.losses, "validation": run.validation} for run in runs}
+    checkpoint.save(pathlib.Path(options.out), len(runs[0].losses), state, _binding(options, corpus), history)
+
+
+def resume_runs(options: argparse.Namespace, step: TrainStep, corpus: Corpus) -> list[Run]:
+    """The runs from the checkpoint.
+
+    Raises:
+        ValueError: If there is no checkpoint, or its flags differ.
+    """
+    folder = pathlib.Path(options.out)
+    progress = checkpoint.read_progress(folder)
+    if progress is None:
+        raise ValueError(f"--resume: there is no checkpoint in --out {folder}; start without --resume")
+    checkpoint.check_flags(progress["flags"], _binding(options, corpus), folder)
+    runs = make_runs(options, step, progress["step"])
+    state = checkpoint.load_state(folder, progress, [(run.model, run.opt_state) for run in runs])
+    for run, (run.model, run.opt_state) in zip(runs, state, strict=True):
+        history = progress["history"][run.name]
+        run.losses = history["losses"]
+        run.validation = [(done, loss) for done, loss in history["validation"]]
+    return runs
+
+
+def announce(runs: Sequence[Run], corpus: Corpus, options: argparse.Namespace, console: Console) -> None:
+    """Says what is active: text, model, device, how many layers are converted and whether FP8 is emulated."""
+    earlier = checkpoint.read_progress(pathlib.Path(options.out))
+    if earlier is not None and not options.resume:
+        _say(console, f"Starting over; replaces the checkpoint of step {earlier['step']}. Use --resume to continue it")
+    device = jax.devices()[0]
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(trainable(runs[0].model)))
+    _say(
+        console,
+        f"{parameters:,} parameters on {device.device_kind}; {corpus.name}: {len(corpus.train):,} bytes to train on, "
+        f"{len(corpus.validation):,} held back",
+    )
+    for run in runs:
+        if run.config is None:
+            continue
+        description = describe(fp8_linear_layers(run.model, run.config), run.config)
+        _say(console, f"{run.name}: {description.summary}")
+        if options.verbose:
+            console.print(description)
+
+
+def report(runs: Sequence[Run], options: argparse.Namespace, console: Console) -> None:
+    """Table, figure, results, and a sample of the last run."""
+    folder = pathlib.Path(options.out)
+    baseline = next((run.name for run in runs if run.config is None), None)
+    curves = {run.name: _curve(run, options) for run in runs}
+    console.print(results_table(curves, baseline))
+    write_results(folder / "results.json", curves, baseline)
+    write_figure(folder / "loss.png", curves, baseline)
+    _say(console, f"Loss curves: {folder / 'loss.png'}; numbers: {folder / 'results.json'}")
+    if options.sample_bytes:
+        prompt = options.prompt.encode()
+        text = generate(
+            cast_weights(runs[-1].model, options.compute_dtype),
+            jnp.asarray(np.frombuffer(prompt, np.uint8), jnp.int32),
+            count=options.sample_bytes,
+            temperature=options.temperature,
+            key=jax.random.key(options.seed),
+        )
+        console.print(f"\n{runs[-1].name} writes:", style="bold", highlight=False)
+        written = prompt + np.asarray(text).astype(np.uint8).tobytes()
+        console.print(written.decode(errors="replace"), markup=False, highlight=False)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns its exit status: 0, 2 if flags are wrong, 130 after Ctrl-C."""
+    options = parse_options(argv)
+    console = Console()
+    folder = pathlib.Path(options.out)
+    try:
+        corpus = load_corpus(options.data, options.validation_fraction)
+        step = TrainStep(make_loss(options), make_optimizer(options), microbatches=options.microbatches)
+        runs = resume_runs(options, step, corpus) if options.resume else make_runs(options, step)
+        make_evaluation(options, corpus)
+        announce(runs, corpus, options, console)
+    except ValueError as error:
+        console.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+        return 2
+    try:
+        train(runs, step, corpus, options, console)
+        last = options.steps - 1
+        batch = jnp.asarray(corpus.batch(options.seed, last, options.batch_size, options.seq_len))
+        for run in runs:
+            run.measure(step, batch, _step_key(options, last))
+        report(runs, options, console)
+    except (Stopped, KeyboardInterrupt):
+        given = [argument for argument in (sys.argv[1:] if argv is None else argv) if argument != "--resume"]
+        command = shlex.join(["python", "-m", "examples.train_lm", *given, "--resume"])
+        _say(console, _farewell(checkpoint.read_progress(folder), _binding(options, corpus), command))
+        return 130
+    return 0
+
+
+def _farewell(progress: dict[str, Any] | None, flags: dict[str, Any], command: str) -> str:
+    # What lies in the folder may be of an earlier run, with other flags.
+    if progress is None or progress["flags"] != flags:
+        return "Stopped before the first checkpoint."
+    return f"Stopped; the checkpoint is that of step {progress['step']}. To continue: {command}"
+
+
+def _step_key(options: argparse.Namespace, index: int) -> jax.Array:
+    return jax.random.fold_in(jax.random.key(options.seed), index)
+
+
+def _is_due(every: int, done: int) -> bool:
+    return every > 0 and done % every == 0
+
+
+def _status(runs: Sequence[Run], options: argparse.Namespace) -> str:
+    losses = "  ".join(f"{run.name} {run.losses[-1]:.3f}" for run in runs)
+    tokens = options.batch_size * options.seq_len * len(runs)
+    # A median, so that neither compilation nor a busy moment of the machine counts.
+    return f"{losses}  {tokens / sum(np.median(run.seconds[-20:]) for run in runs):,.0f} tokens/s"
+
+
+def _curve(run: Run, options: argparse.Namespace) -> Curve:
+    tokens = options.batch_size * options.seq_len
+    speed = tokens / float(np.median(run.seconds)) if run.seconds else None
+    return Curve(run.losses, run.validation, speed, sum(run.seconds) or None, run.statistics)
+
+
+def _binding(options: argparse.Namespace, corpus: Corpus) -> dict[str, Any]:
+    """What a resumed run must share: the flags that change losses, and the text."""
+    return binding_flags(options) | {"data": corpus.digest}
+
+
+def _say(console: Console, line: str) -> None:
+    console.print(line, markup=False, highlight=False, soft_wrap=True)
