@@ -10,6 +10,7 @@ It needs JAX's internals; `tests/test_state.py` checks what it uses.
 """
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -118,10 +119,14 @@ class _MaxGradDType(dtypes.ExtendedDType):
             return issubclass(self.scalar, np.number)
         return isinstance(other, _MaxGradDType) and self._key == other._key
 
-    def __hash__(self) -> int:
+    @functools.cached_property
+    def _hash(self) -> int:
         return hash(self._key)
 
-    @property
+    def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
     def _key(self) -> tuple[Any, ...]:
         return self.float_dtype, self.scalar, self.identity, self.manual_axes
 
@@ -138,7 +143,10 @@ class _MaxGradDType(dtypes.ExtendedDType):
 
 
 fp32_max_grad = _MaxGradDType(np.dtype(np.float32))
-"""The element type: float32 whose cotangents JAX adds by maximum. Cast to it and from it with `astype`."""
+"""The element type: float32 whose cotangents JAX adds by maximum. Cast to it and from it with `astype`.
+
+Take gradients under `jax.jit`: outside, JAX cannot add cotangents of an element type that is not its own.
+"""
 
 
 fp32_record = _MaxGradDType(np.dtype(np.float32), record, 0.0)

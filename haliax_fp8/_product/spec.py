@@ -9,7 +9,7 @@ from jax import lax
 
 from .._state.form import AbstractStateForm
 from ..recipes.recipe import SCALE_BITS, USES, OperandName, ProductName, Recipe
-from ..recipes.scaling import AbstractStatefulScaling, stores_scale
+from ..recipes.scaling import stores_scale
 from .contraction import AbstractContraction
 
 
@@ -41,7 +41,7 @@ class ProductSpec:
 
     @functools.cached_property
     def _hash(self) -> int:
-        return hash(tuple(getattr(self, field.name) for field in dataclasses.fields(self)))
+        return hash(tuple([getattr(self, field.name) for field in dataclasses.fields(self)]))
 
     def __hash__(self) -> int:
         # JAX hashes what is static at every call; this holds the whole recipe.
@@ -70,15 +70,9 @@ class ProductSpec:
         """Which one this is of the layers that share the scale of their input; None if it is alone."""
         return None if self.state is None else self.state.group_place
 
-    def quantized_once(self, operand: OperandName) -> bool:
-        """Whether an operand is quantized once for its two products."""
-        first, second = (self.recipe.quantization(operand, product) for product in USES[operand])
-        return first == second and not first.scaling.directional
-
     def quantized_for(self, operand: OperandName, product: ProductName) -> ProductName:
         """The product that an operand is quantized for, to be used in this one."""
-        first, _ = USES[operand]
-        return first if self.quantized_once(operand) else product
+        return USES[operand][0] if operand in self.recipe.quantized_once else product
 
     def keeps_itself(self, operand: OperandName) -> bool:
         """Whether the backward pass keeps an operand itself: a kernel to quantize again, or one in high precision."""
@@ -90,7 +84,3 @@ class ProductSpec:
         """Whether an operand is quantized with the scale that the state holds."""
         scaling = self.recipe.quantization(operand, product).scaling
         return scaling.quantizes and stores_scale(scaling)
-
-    def is_stateful(self, operand: OperandName, product: ProductName) -> bool:
-        """Whether an operand is quantized by a scaling that keeps state."""
-        return isinstance(self.recipe.quantization(operand, product).scaling, AbstractStatefulScaling)

@@ -190,7 +190,7 @@ def backward(
         if dtype is None:
             return None
         operand, of_grad = residuals.operand(other, scales, spec), quantized_grad(product)
-        if product == "wgrad" and spec.quantized_once("output_grad"):
+        if product == "wgrad" and "output_grad" in spec.recipe.quantized_once:
             # cuBLASLt wants it transposed here.
             of_grad = dataclasses.replace(of_grad, data=transposed_separately(of_grad.data))
         both = (of_grad, operand) if product == "dgrad" else (operand, of_grad)

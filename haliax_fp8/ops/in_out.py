@@ -91,7 +91,7 @@ def in_qdq(
         ...     scale, history = scale.astype(fp32_max_grad), history.astype(fp32_max_grad)
         ...     x = in_qdq(jnp.float32, jnp.float8_e4m3fn, x, scale, history)
         ...     return x + in_qdq(jnp.float32, jnp.float8_e4m3fn, y, scale, history)
-        >>> jax.grad(reuse, (2, 3))(2.0, 3.0, jnp.array(1.0), jnp.zeros(3))
+        >>> jax.jit(jax.grad(reuse, (2, 3)))(2.0, 3.0, jnp.array(1.0), jnp.zeros(3))
         (Array(1., dtype=float32), Array([3., 0., 0.], dtype=float32))
     """
     return _in_qdq(compute_dtype, q_dtype, wide("inp", inp), scale_of("scale", scale), history_of(amax_history))

@@ -184,6 +184,16 @@ class Recipe:
         return self.products[product][OPERANDS[product].index(operand)]
 
     @functools.cached_property
+    def quantized_once(self) -> frozenset[OperandName]:
+        """The operands that are quantized once for both of their products."""
+
+        def alike(operand: OperandName) -> bool:
+            first, second = (self.quantization(operand, product) for product in USES[operand])
+            return first == second and not first.scaling.directional
+
+        return frozenset(operand for operand in USES if alike(operand))
+
+    @functools.cached_property
     def quantizations(self) -> tuple[Quantization, Quantization, Quantization]:
         """The three operands in the order in which state stores them."""
         return (self.input, self.kernel, self.output_grad)
