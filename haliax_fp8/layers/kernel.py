@@ -35,7 +35,7 @@ class Kernel:
         Out: The output axes, or the number of output features.
         Experts: The axes that number the kernels of a grouped product, in which each row is multiplied by one of them.
         leading: The sizes of a plain weight's axes before those of one kernel: ensembles first, then stacks. By default
-            all but the last two. A `NamedArray` needs none: stacks have names there, and ensembles have not.
+            all but the last two. Not used for a `NamedArray`, where stacks have names, and ensembles do not.
 
     Example:
         >>> Kernel(jnp.ones((12, 64, 256)), 64, 256).text

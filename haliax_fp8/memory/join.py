@@ -23,7 +23,7 @@ class JoinedLinear(eqx.Module):
     """Linear layers of the same input as one layer, with one weight and one product. Made by `join_linear`.
 
     Args:
-        linear: The layer, with the outputs of all: along an axis `joined`, or one after the other in its features.
+        linear: The layer, whose outputs are those of all of them, one after the other (Haliax: along an axis `joined`).
         parts: The output axes, or the number of output features, of each.
     """
 
@@ -46,18 +46,19 @@ def join_linear(layers: Sequence[Linear]) -> JoinedLinear:
     """Makes one layer of several that read the same tensor, such as q/k/v, to be called in your own module.
 
     The products of the layers become one, in the forward pass and for each gradient: fewer kernels to launch and to
-    compile. In high precision the numbers are the same, up to the order of summation. `fp8_linear_layers` converts the
-    joined layer like any other. In FP8 the joined kernel has one scale, and so has the joined output gradient, whose
-    parts have to be concatenated before it is quantized: for q/k/v and for gate/up, that moves more bytes than one
-    product saves (`docs/performance.md`). If output axes are sharded, as in tensor parallelism, parts would also have
-    to move between devices. `share_input_scales` has none of these costs.
+    compile. In high precision the numbers are the same, up to the order of summation.
+
+    `fp8_linear_layers` converts the joined layer like any other. Its kernel then has one scale, and so has its output
+    gradient, whose parts have to be concatenated before it is quantized. For q/k/v that moves more bytes than one
+    product saves (`docs/performance.md`). If output axes are sharded, as in tensor parallelism, parts of the output
+    also have to move between devices. `share_input_scales` has none of these costs.
 
     Args:
-        layers: Plain layers of `haliax.nn.Linear` or of `eqx.nn.Linear`, which may be stacked. They may differ in their
-            outputs alone.
+        layers: Layers of `haliax.nn.Linear` or of `eqx.nn.Linear`, not converted yet. They may be stacked, and may
+            differ only in their outputs.
 
     Returns:
-        A module; called with the input, it returns the outputs of all layers.
+        A module that maps the input to a tuple of the layers' outputs.
 
     Raises:
         ValueError: If layers are of other classes, are converted already, or differ in more than their outputs.
