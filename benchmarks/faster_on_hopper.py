@@ -50,13 +50,13 @@ import haliax.quantization as haxq  # noqa: E402
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 from flax.linen import fp8_ops  # noqa: E402
-from less_memory_than_bf16 import BF16, FUSED_KEPT, ONE_KEPT  # noqa: E402
+from less_memory_than_bf16 import BF16, SHARED_KEPT  # noqa: E402
 from lib import language_model, output  # noqa: E402
 from lib.language_model import ModelSizes  # noqa: E402
 from lib.libraries import LIBRARIES, Library, in_bf16  # noqa: E402
 from lib.output import Row  # noqa: E402
 from lib.programs import compiled, explained, figures, measure_in_turn, seconds_of  # noqa: E402
-from models import STACKS, TINY, Float32Block, Sizes, Stack, llama, loss  # noqa: E402
+from models import STACKS, TINY, Float32Block, JoinedBlock, Sizes, Stack, llama, loss  # noqa: E402
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn  # noqa: E402
 
 
@@ -153,8 +153,8 @@ def points(plan: Plan, parts: Sequence[str] | None = None) -> list[Point]:
 
     def stack(name: str) -> Point:
         builders = {library: partial(blocks, STACKS[name], LIBRARIES[library], plan.blocks) for library in LIBRARIES}
-        rematerialized = llama(KINDS[name], Float32Block)
-        builders |= {how: partial(blocks, rematerialized, it, plan.blocks) for how, it in REMATERIALIZED.items()}
+        for how, (block, library) in REMATERIALIZED.items():
+            builders[how] = partial(blocks, llama(KINDS[name], block), library, plan.blocks)
         return Point(name, f"{plan.blocks.blocks} blocks", partial(measured_in_turn, builders, plan, None))
 
     train = Point("training", f"{plan.model.length} tokens a sequence", partial(trained, plan))
@@ -259,9 +259,9 @@ def compiled_linear_layer(library: str, *size: int) -> tuple[Callable[[], Any], 
 
 KINDS = {"Llama-8B, unrolled": hnn.BlockSeq, "Llama-8B, scan": hnn.Stacked}
 REMATERIALIZED = {
-    "bf16, rematerialized": BF16,
-    "haliax_fp8, rematerialized, fused": FUSED_KEPT,
-    "haliax_fp8, rematerialized, one product for q/k/v": ONE_KEPT,
+    "bf16, rematerialized": (Float32Block, BF16),
+    "haliax_fp8, rematerialized, shared": (Float32Block, SHARED_KEPT),
+    "haliax_fp8, rematerialized, q/k/v joined": (JoinedBlock, SHARED_KEPT),
 }
 """What `less_memory_than_bf16.py` compares by bytes; norms and activations rematerialized in float32, kernels kept."""
 

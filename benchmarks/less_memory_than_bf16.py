@@ -16,7 +16,7 @@ import haliax.nn as hnn
 from fewer_kernels_than_peers import COLUMNS, held
 from lib import output
 from lib.libraries import LIBRARIES, Library
-from models import LLAMA_8B, STACKS, CompressedBlock, Float32Block, RematerializedBlock, Stack, llama
+from models import LLAMA_8B, STACKS, CompressedBlock, Float32Block, JoinedBlock, RematerializedBlock, Stack, llama
 from rich.progress import Progress
 
 import haliax_fp8 as fp8
@@ -32,33 +32,22 @@ def _converted(change: Callable[[Any], Any] = lambda model: model, **options: An
 
 
 BF16, DEFAULT, HALIAX = (LIBRARIES[name] for name in ("bf16", "haliax_fp8", "haliax.quantization"))
-FUSED = _converted(fp8.fuse_projections)
-FUSED_KEPT = _converted(fp8.fuse_projections, kernel_residual=fp8.KernelResidual.KEEP)
+SHARED = _converted(fp8.share_input_scales)
+SHARED_KEPT = _converted(fp8.share_input_scales, kernel_residual=fp8.KernelResidual.KEEP)
 # Neither amaxes nor state.
-STATIC = _converted(fp8.fuse_projections, recipe="static")
-QKV = [("query", "key", "value")]
-
-
-def _one_product(model: Any) -> Any:
-    """One product for q/k/v; gate and up quantize their input once."""
-    return fp8.fuse_projections(fp8.fuse_projections(model, QKV, how=fp8.OneProduct()), [("gate", "up")])
-
-
-ONE = {
-    "FP8, one product for q/k/v": _converted(_one_product),
-    "FP8, one product for q/k/v and gate/up": _converted(lambda m: fp8.fuse_projections(m, how=fp8.OneProduct())),
-}
-ONE_KEPT = _converted(_one_product, kernel_residual=fp8.KernelResidual.KEEP)
-ALL = {"bf16": BF16, "Haliax's op": HALIAX, "FP8, fused": FUSED}
+STATIC = _converted(fp8.share_input_scales, recipe="static")
+ALL = {"bf16": BF16, "Haliax's op": HALIAX, "FP8, shared": SHARED}
 
 
 def _rematerialized(
-    kind: Any, name: str, libraries: dict[str, Library], joined: dict[str, Library], **options: Any
+    kind: Any, name: str, libraries: dict[str, Library], **options: Any
 ) -> dict[str, tuple[Stack, Library]]:
     """What lies between products keeps its inputs alone, in all libraries; computed in its own dtype, or in float32."""
+    ours = {library: how for library, how in libraries.items() if library.startswith("FP8")}
     blocks = {
         "rematerialized": (RematerializedBlock, libraries),
-        "rematerialized in float32": (Float32Block, libraries | joined),
+        "rematerialized in float32": (Float32Block, libraries),
+        "rematerialized in float32, q/k/v joined": (JoinedBlock, ours),
     }
     return {
         f"{name}, {how}: {library}": (llama(kind, block, **options), converted)
@@ -74,34 +63,29 @@ OPTIONS: dict[str, tuple[Stack, Library]] = {
         STACKS["Llama-8B, unrolled"],
         _converted(kernel_residual=fp8.KernelResidual.KEEP),
     ),
-    "unrolled: FP8, fused": (STACKS["Llama-8B, unrolled"], FUSED),
-    "unrolled: FP8, fused, kernels kept": (STACKS["Llama-8B, unrolled"], FUSED_KEPT),
-    "unrolled: FP8, fused, constant scales": (STACKS["Llama-8B, unrolled"], STATIC),
-    **_rematerialized(
-        hnn.BlockSeq,
-        "unrolled",
-        {**ALL, "FP8, fused, kernels kept": FUSED_KEPT},
-        {**ONE, "FP8, one product for q/k/v, kernels kept": ONE_KEPT},
-    ),
+    "unrolled: FP8, shared": (STACKS["Llama-8B, unrolled"], SHARED),
+    "unrolled: FP8, shared, kernels kept": (STACKS["Llama-8B, unrolled"], SHARED_KEPT),
+    "unrolled: FP8, shared, constant scales": (STACKS["Llama-8B, unrolled"], STATIC),
+    **_rematerialized(hnn.BlockSeq, "unrolled", {**ALL, "FP8, shared, kernels kept": SHARED_KEPT}),
     "scan: bf16": (STACKS["Llama-8B, scan"], BF16),
     "scan: FP8": (STACKS["Llama-8B, scan"], DEFAULT),
-    "scan: FP8, fused": (STACKS["Llama-8B, scan"], FUSED),
-    "scan: FP8, fused, constant scales": (STACKS["Llama-8B, scan"], STATIC),
-    "scan: FP8, fused, compressed": (llama(hnn.Stacked, CompressedBlock), FUSED),
-    **_rematerialized(hnn.Stacked, "scan", ALL, ONE),
-    "scan: FP8, fused, save_fp8_operands": (
+    "scan: FP8, shared": (STACKS["Llama-8B, scan"], SHARED),
+    "scan: FP8, shared, constant scales": (STACKS["Llama-8B, scan"], STATIC),
+    "scan: FP8, shared, compressed": (llama(hnn.Stacked, CompressedBlock), SHARED),
+    **_rematerialized(hnn.Stacked, "scan", ALL),
+    "scan: FP8, shared, save_fp8_operands": (
         llama(hnn.Stacked, gradient_checkpointing=_saving("fp8_operand", "fp8_output")),
-        FUSED,
+        SHARED,
     ),
-    "scan: FP8, fused, save_nothing_but_fp8": (
+    "scan: FP8, shared, save_nothing_but_fp8": (
         llama(hnn.Stacked, gradient_checkpointing=_saving("fp8_operand")),
-        FUSED,
+        SHARED,
     ),
     "scan + checkpointing: bf16": (STACKS["Llama-8B, scan + checkpointing"], BF16),
     "scan + checkpointing: FP8": (STACKS["Llama-8B, scan + checkpointing"], DEFAULT),
-    "scan + checkpointing: FP8, fused": (STACKS["Llama-8B, scan + checkpointing"], FUSED),
-    "scan + checkpointing: FP8, fused, constant scales": (STACKS["Llama-8B, scan + checkpointing"], STATIC),
-    **_rematerialized(hnn.Stacked, "scan + checkpointing", ALL, ONE, gradient_checkpointing=True),
+    "scan + checkpointing: FP8, shared": (STACKS["Llama-8B, scan + checkpointing"], SHARED),
+    "scan + checkpointing: FP8, shared, constant scales": (STACKS["Llama-8B, scan + checkpointing"], STATIC),
+    **_rematerialized(hnn.Stacked, "scan + checkpointing", ALL, gradient_checkpointing=True),
 }
 
 

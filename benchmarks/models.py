@@ -67,6 +67,9 @@ TINY = Sizes(
 """For tests."""
 
 
+QKV = ("query", "key", "value")
+
+
 class Block(eqx.Module):
     """The linear layers of a block of Llama-8B, with RMSNorm and SwiGLU; attention's scores are left out."""
 
@@ -99,8 +102,12 @@ class Block(eqx.Module):
     def __call__(self, x: hax.NamedArray) -> hax.NamedArray:
         """Adds both halves' output."""
         h = self.norm(0, x)
-        x = x + self.out(self.mixed(self.query(h), self.key(h), self.value(h)))
+        x = x + self.out(self.mixed(*self.projected(h)))
         return self.feed_forward(x)
+
+    def projected(self, h: hax.NamedArray) -> tuple[hax.NamedArray, ...]:
+        """Queries, keys and values."""
+        return self.query(h), self.key(h), self.value(h)
 
     def feed_forward(self, x: hax.NamedArray) -> hax.NamedArray:
         """Adds the second half's output."""
@@ -161,6 +168,23 @@ class Float32Block(RematerializedBlock):
     def rematerialized(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """In float32."""
         return fp8.rematerialized(function, compute_dtype=jnp.float32)
+
+
+class JoinedBlock(Float32Block):
+    """The same, with one product for queries, keys and values."""
+
+    qkv: fp8.JoinedLinear
+
+    @staticmethod
+    def init(sizes: Sizes, *, key: jax.Array) -> "JoinedBlock":  # pyright: ignore[reportIncompatibleMethodOverride]
+        """A block with random weights."""
+        fields = vars(Block.init(sizes, key=key))
+        apart = [fields[name] for name in QKV]
+        return JoinedBlock(**fields | dict.fromkeys(QKV), qkv=fp8.join_linear(apart))
+
+    def projected(self, h: hax.NamedArray) -> tuple[hax.NamedArray, ...]:
+        """Queries, keys and values."""
+        return self.qkv(h)
 
 
 class CompressedBlock(Block):

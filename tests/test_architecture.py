@@ -136,7 +136,7 @@ def test_the_preflight_needs_no_recipes_and_no_layers():
 
 def test_this_file_sees_imports():
     """The reader of imports, on what it has to find."""
-    assert {"_op", "recipes", "layers"} <= imported_from(ROOT / "layers" / "haliax.py", ROOT)
+    assert {"_op", "recipes", "layers"} <= imported_from(ROOT / "layers" / "kernel.py", ROOT)
     assert {"rule", "patterns"} <= imported_from(ROOT / "layers" / "walk.py", ROOT / "layers")
     assert {"_numerics", "_jax"} == imported_from(ROOT / "ops" / "arguments.py", ROOT)
     assert {"run", "target"} <= imported_from(ROOT / "preflight" / "__init__.py", ROOT / "preflight")

@@ -86,7 +86,7 @@ ODD = hax.Axis("embed", 500), hax.Axis("mlp", 250)
 
 # A model, its input, and how many products its gradients have; None where XLA merges those with the same operand.
 CASES = {
-    "fused projections": (lambda: converted(Projections.init(), fp8.fuse_projections), (ROWS, 512), 9),
+    "shared input": (lambda: converted(Projections.init(), fp8.share_input_scales), (ROWS, 512), 9),
     # Layers that read the same have the very same FP8 input, and XLA merges their small products.
     "current scaling": (lambda: converted(Projections.init(), recipe="current"), (ROWS, 512), None),
     "two inputs": (lambda: converted(TwoInputs.init()), (ROWS, 512), None),
@@ -118,7 +118,7 @@ def test_every_product_reads_fp8_and_its_scale(name, target, triton, compiled):
     for site in found:
         # Where XLA merges, fills up or adds, the scale, which bfloat16 holds, comes in another kernel.
         assert scale_of(site).shape.dtype == "f32"
-        assert name != "fused projections" or scale_of(site).opcode != "constant"
+        assert name != "shared input" or scale_of(site).opcode != "constant"
 
 
 @pytest.mark.parametrize(

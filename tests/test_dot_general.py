@@ -286,7 +286,7 @@ def test_preferred_element_type_in_any_spelling(preferred):
 
 
 def in_bf16(scales):
-    """What products in bfloat16 take, of input, kernel and output gradient: rounded up to 1, 7 and 1 significant bits."""
+    """What products in bfloat16 take of input, kernel, output gradient: rounded up to 1, 7 and 1 significant bits."""
     return [jnp.float32(rounded_up(scale, bits)) for scale, bits in zip(scales, (1, 7, 1), strict=True)]
 
 

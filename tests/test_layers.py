@@ -22,6 +22,7 @@ from haliax_fp8 import (
     EquinoxLinear,
     Fp8Config,
     Fp8DotGeneral,
+    Kernel,
     LayerRule,
     apply_updates,
     calibrate,
@@ -647,22 +648,16 @@ class DenseRule(LayerRule):
     layer_type = Dense
 
     def refusal(self, layer):
-        return "it is too small to be worth it" if min(layer.kernel.shape) < 8 else None
+        return "it is too small to be worth it" if min(layer.kernel.shape[-2:]) < 8 else None
 
-    def shape(self, layer):
-        return " -> ".join(map(str, layer.kernel.shape))
+    def kernel(self, layer):
+        return Kernel(layer.kernel, *layer.kernel.shape[-2:])
 
     def op(self, layer):
         return layer.op if isinstance(layer, Fp8Dense) else None
 
-    def convert(self, layer, recipe, compute_dtype, stack):
-        return self.with_op(layer, Fp8DotGeneral.init(recipe, compute_dtype=compute_dtype, stack=stack))
-
     def with_op(self, layer, op):
-        return Fp8Dense(layer.kernel, op)
-
-    def restore(self, layer):
-        return Dense(layer.kernel)
+        return Dense(layer.kernel) if op is None else Fp8Dense(layer.kernel, op)
 
 
 def test_a_layer_and_a_rule_of_ones_own():
@@ -691,6 +686,40 @@ def test_a_layer_and_a_rule_of_ones_own():
     assert GRADIENT_DB <= sqnr(plain, ours)
     kernels = (eqx.filter_grad(loss)(d, x).kernel for d in (model["dense"], dense))
     assert GRADIENT_DB <= sqnr(*kernels)
+
+
+class DenseBlock(eqx.Module):
+    """Two layers of one's own in a block of a Haliax stack."""
+
+    first: Dense
+    second: Dense
+
+    @staticmethod
+    def init(*, key):
+        return DenseBlock(*(Dense(jax.random.normal(k, (48, 48)) / 48) for k in jax.random.split(key)))
+
+    def __call__(self, x):
+        return x + self.first(x) * self.second(x)
+
+
+def test_layers_of_ones_own_in_stacks_and_ensembles():
+    """Each layer of a stack and each member of an ensemble has a state; all it takes is the kernel's last two axes."""
+    config = Fp8Config(layers=(DenseRule(), *default_layers), amax_history_length=4)
+    stack = hnn.Stacked.init(Layers, DenseBlock)(key=jax.random.split(jax.random.key(0), 3))
+    fp8 = fp8_linear_layers(stack, config)
+    assert describe(fp8, config)["stacked.first"].shape == "48 -> 48"
+    shared = haliax_fp8.share_input_scales(fp8, [("first", "second")], rules=config.layers)
+    assert shared.stacked.second.op.state.input_group == "stacked.first+second"
+    assert_same(haliax_fp8.separate_input_scales(shared, rules=config.layers), fp8)
+    x = normal((96, 48), 1)
+    loss = lambda model, x: jnp.sum(model.fold(x))
+    kernels = jnp.max(jnp.abs(stack.stacked.first.kernel), axis=(1, 2))
+    measured = filter_grad(loss)(shared, x).stacked.first.op.amax_history("kernel")[:, 0]
+    np.testing.assert_array_equal(measured, kernels)
+
+    ensemble = eqx.filter_vmap(Dense)(stack.stacked.first.kernel)
+    ops = fp8_linear_layers(ensemble, config).op
+    np.testing.assert_array_equal(ops.scale("kernel"), jnp.ones(3))
 
 
 def linear(in_features=48, out_features=56) -> eqx.nn.Linear:

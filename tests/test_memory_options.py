@@ -1,4 +1,4 @@
-"""What changes memory and speed, and no value: kernels kept or quantized again, fused projections, checkpoint policies;
+"""What changes memory and speed, and no value: kernels kept or quantized again, shared scales, checkpoint policies;
 and compressed activations, which change gradients within FP8's rounding."""
 
 import dataclasses
@@ -126,41 +126,41 @@ def test_what_is_no_choice_is_refused():
         Fp8Config(kernel_residual="keep")
 
 
-# --- Fused projections ------------------------------------------------------------------------------------------------
+# --- Shared input scales ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("recipe", ["current", "rowwise"])
 def test_scales_of_the_tensor_itself_are_shared_anyway(recipe):
     with pytest.raises(ValueError, match="keeps state for their input"):
-        fp8.fuse_projections(fp8_linear_layers(MODELS["one"](), Fp8Config(recipe=recipe)))
+        fp8.share_input_scales(fp8_linear_layers(MODELS["one"](), Fp8Config(recipe=recipe)))
 
 
 @pytest.mark.parametrize(
     "model, gradient",
     [("one", fp8.filter_value_and_grad), ("one", eqx.filter_value_and_grad), ("stacked", fp8.filter_value_and_grad)],
 )
-def test_fused_layers_train_the_same(model, gradient):
+def test_layers_that_share_train_the_same(model, gradient):
     """They read the same tensor, so the largest scale of the group is each one's own."""
     plain = fp8_linear_layers(MODELS[model]())
-    fused = fp8.fuse_projections(plain)
-    assert_same(fused, plain)
-    results = [trained(m, gradient=gradient) for m in (plain, fused)]
+    shared = fp8.share_input_scales(plain)
+    assert_same(shared, plain)
+    results = [trained(m, gradient=gradient) for m in (plain, shared)]
     assert results[0][0] == results[1][0]
     assert_same(*(new for _, new in results))
-    separated = fp8.separate_projections(results[1][1])
+    separated = fp8.separate_input_scales(results[1][1])
     assert jax.tree.structure(separated) == jax.tree.structure(results[0][1])
 
 
-def test_fused_attention_of_equinox_trains_the_same():
+def test_attention_of_equinox_that_shares_trains_the_same():
     """`vmap` over the batch outside and over the tokens inside; three layers share their input's scale."""
     attention = eqx.nn.MultiheadAttention(2, 16, key=jax.random.key(0))
     x = jax.random.normal(jax.random.key(1), (3, 5, 16))
     loss_fn = lambda model: (jax.vmap(lambda x: model(x, x, x))(x) ** 2).mean()
     plain = fp8_linear_layers(attention)
-    fused = fp8.fuse_projections(plain)
-    assert fused.query_proj.dot_general.state.input_group == "query_proj+key_proj+value_proj"
-    assert fused.output_proj.dot_general.state.input_group is None
-    results = [eqx.filter_jit(fp8.filter_value_and_grad(loss_fn))(model) for model in (plain, fused)]
+    shared = fp8.share_input_scales(plain)
+    assert shared.query_proj.dot_general.state.input_group == "query_proj+key_proj+value_proj"
+    assert shared.output_proj.dot_general.state.input_group is None
+    results = [eqx.filter_jit(fp8.filter_value_and_grad(loss_fn))(model) for model in (plain, shared)]
     assert results[0][0] == results[1][0]
     assert_same(*(gradients for _, gradients in results))
 
@@ -176,7 +176,7 @@ def test_layers_with_other_inputs_take_the_larger_scale():
             return self.gate(x) + self.up(100.0 * x)
 
     one = MODELS["one"]()
-    model = fp8.fuse_projections(fp8_linear_layers(Two(one.gate, one.up), Fp8Config(amax_history_length=1)))
+    model = fp8.share_input_scales(fp8_linear_layers(Two(one.gate, one.up), Fp8Config(amax_history_length=1)))
     _, model = trained(model, steps=1)
     scales = [float(layer.dot_general.scale("input")) for layer in (model.gate, model.up)]
     assert scales[1] == pytest.approx(100 * scales[0], rel=1e-6)
@@ -191,18 +191,26 @@ def test_layers_with_other_inputs_take_the_larger_scale():
 )
 def test_groups_that_do_not_fit(groups, words):
     with pytest.raises(ValueError, match=words):
-        fp8.fuse_projections(fp8_linear_layers(MODELS["one"]()), groups)
+        fp8.share_input_scales(fp8_linear_layers(MODELS["one"]()), groups)
 
 
 def test_groups_are_taken_at_their_word():
     """Nobody can tell from the layers whether they read the same tensor; these do not, and only share a scale."""
-    fused = fp8.fuse_projections(fp8_linear_layers(MODELS["one"]()), [("gate", "down")])
-    assert fused.down.dot_general.state.input_group == "gate+down"
+    shared = fp8.share_input_scales(fp8_linear_layers(MODELS["one"]()), [("gate", "down")])
+    assert shared.down.dot_general.state.input_group == "gate+down"
+
+
+def test_only_layers_that_quantize_alike_share():
+    """Of three layers of a group, two have the same recipe for their input."""
+    config = Fp8Config(overrides={"gate": fp8.DelayedScaling(margin=1)})
+    shared = fp8.share_input_scales(fp8_linear_layers(MODELS["one"](), config), [("gate", "up", "down")])
+    groups = [layer.dot_general.state.input_group for layer in (shared.gate, shared.up, shared.down)]
+    assert groups == [None, "up+down", "up+down"]
 
 
 def test_a_model_that_is_not_converted_is_refused():
     with pytest.raises(ValueError, match="Convert the model first"):
-        fp8.fuse_projections(MODELS["one"]())
+        fp8.share_input_scales(MODELS["one"]())
 
 
 def test_the_input_is_quantized_once():
@@ -217,7 +225,7 @@ def test_the_input_is_quantized_once():
         return len(re.findall(r" = f8e4m3fn\[16,32\]\S* convert\(", program.as_text() or ""))
 
     plain = fp8_linear_layers(MODELS["one"]())
-    assert (quantizations(plain), quantizations(fp8.fuse_projections(plain))) == (2, 1)
+    assert (quantizations(plain), quantizations(fp8.share_input_scales(plain))) == (2, 1)
 
 
 # --- Checkpointing ----------------------------------------------------------------------------------------------------

@@ -88,7 +88,7 @@ def test_the_largest_scale_of_an_input_group_serves_all():
 
     # Value and state leave the differentiated function; outside, every layer has the scale of its own.
     outputs = lambda model: (jnp.float32(0.0), [out.array for out in model(x, factor)])
-    _, shared = fp8.filter_grad(outputs, has_aux=True)(fp8.fuse_projections(model, [("first", "second")]))
+    _, shared = fp8.filter_grad(outputs, has_aux=True)(fp8.share_input_scales(model, [("first", "second")]))
     _, apart = fp8.filter_grad(outputs, has_aux=True)(model)
 
     def with_scale(layer, scale):
@@ -103,7 +103,7 @@ def test_the_largest_scale_of_an_input_group_serves_all():
 def test_calibration_and_statistics_of_an_input_group_keep_it():
     """Both run the model with other recipes for a while."""
     model = fp8.fp8_linear_layers(Two.init(), fp8.Fp8Config(amax_history_length=HISTORY))
-    model = fp8.fuse_projections(model, [("first", "second")])
+    model = fp8.share_input_scales(model, [("first", "second")])
     other = model.first.dot_general.with_recipe(model.first.dot_general.recipe.measured)
     assert other.state.input_group == model.first.dot_general.state.input_group == "first+second"
 

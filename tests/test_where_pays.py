@@ -17,7 +17,7 @@ from haliax_fp8 import Efficiency, Fp8Config, WherePays, describe, fp8_linear_la
 from haliax_fp8._product.kernel_residual import KernelResidual
 from haliax_fp8.devices.device import devices
 from haliax_fp8.devices.peaks import peaks
-from haliax_fp8.layers.layer_work import LayerWork
+from haliax_fp8.layers.layer_work import LayerSize, LayerWork
 from haliax_fp8.layers.prediction import predict
 
 
@@ -142,7 +142,7 @@ def test_sides_that_are_padded():
 
 def test_products_left_in_high_precision_gain_nothing():
     recipe = fp8.recipes["rowwise_wgrad_bf16"]
-    work = LayerWork(fp8.LayerSize(4096, 4096), 8192, recipe, True, H100)
+    work = LayerWork(LayerSize(4096, 4096), 8192, recipe, True, H100)
     assert not work.is_fp8("wgrad") and work.rescales("dgrad")
     prediction = predicted(32768, 16384, 16384, recipe="rowwise_wgrad_bf16")
     assert 1 < prediction.gain < 1.5
@@ -155,7 +155,7 @@ def test_rotation_is_one_more_pass():
     rotated = fp8.Quantization(fp8.E4M3, fp8.HadamardScaling(fp8.CurrentScaling()))
     plain = fp8.Recipe.of(fp8.CurrentScaling())
     recipe = dataclasses.replace(plain, input_for_wgrad=rotated, output_grad_for_wgrad=rotated)
-    work = LayerWork(fp8.LayerSize(1024, 1024), 1024, plain, False, H100)
+    work = LayerWork(LayerSize(1024, 1024), 1024, plain, False, H100)
     assert dataclasses.replace(work, recipe=recipe).added.bytes > work.added.bytes
 
 
@@ -278,16 +278,14 @@ def test_a_rule_without_sizes():
     class MyRule(fp8.LayerRule):
         layer_type = hnn.Linear
         refusal = lambda self, layer: None
-        shape = lambda self, layer: "?"
+        kernel = lambda self, layer: fp8.Kernel(layer.weight)
         op = lambda self, layer: None
-        convert = lambda self, layer, recipe, compute_dtype, stack: layer
         with_op = lambda self, layer, op: layer
-        restore = lambda self, layer: layer
 
     config = Fp8Config(layers=(MyRule(),), where=WherePays("h100", tokens=8192))
-    assert describe({"x": linear(4096, 4096)}, config)["x"].reason == (
-        "its time in FP8 is unknown: MyRule has no size(layer, stack)"
-    )
+    row = describe({"x": linear(4096, 4096)}, config)["x"]
+    assert row.reason == "its time in FP8 is unknown: the Kernel that MyRule returns has no In and Out"
+    assert row.shape == "4096 × 4096"
 
 
 WIDTHS = st.integers(1, 20000)

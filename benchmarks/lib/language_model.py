@@ -13,10 +13,10 @@ import haliax.nn as hnn
 import jax
 import jax.numpy as jnp
 import optax
-from lib.libraries import in_bf16
 from models import Block, Sizes
 
 import haliax_fp8 as fp8
+from lib.libraries import in_bf16
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,6 +8,7 @@ from typing import Any
 
 import equinox as eqx
 import jax
+
 from lib.output import Row
 
 

@@ -28,7 +28,7 @@ class OpState(OverwriteWithGradient):
             the guard, which reveals a scale that anything but its own update changed.
         scalings: The scalings that read and write the rows.
         limits: The largest value of each operand's format.
-        input_group: A name shared by ops that read the same input, see `fuse_projections`; None for most.
+        input_group: A name shared by ops that read the same input, see `share_input_scales`; None for most.
     """
 
     table: hax.NamedArray

@@ -13,7 +13,7 @@ from .description import (
 )
 from .equinox import EquinoxLinear as EquinoxLinear
 from .haliax import HaliaxEmbedding as HaliaxEmbedding, HaliaxLinear as HaliaxLinear, HaliaxMoELinear as HaliaxMoELinear
-from .layer_work import LayerSize as LayerSize
+from .kernel import Kernel as Kernel
 from .prediction import Prediction as Prediction
 from .rule import LayerRule as LayerRule, Refused as Refused
 from .where_pays import WherePays as WherePays

@@ -228,11 +228,10 @@ def fp8_linear_layers[M](module: M, config: Fp8Config | None = None, **options: 
         raise nothing_to_convert(module, config.layers, left)
     if not config.emulate:
         device = Device.default()
-        chosen = dict.fromkeys((decision.rule, decision.recipe) for decision in decisions.values())
-        for rule, recipe in chosen:
-            if recipe is not None:
-                require_support(recipe, rule.support(recipe, device))
-        log_cost_of_flags(XlaFlags.of_environment(), device, (recipe for _, recipe in chosen if recipe is not None))
+        chosen = [(decision, decision.recipe) for decision in decisions.values() if decision.recipe is not None]
+        for decision, recipe in chosen:
+            require_support(recipe, decision.rule.kernel(decision.layer).support(recipe, device))
+        log_cost_of_flags(XlaFlags.of_environment(), device, dict.fromkeys(recipe for _, recipe in chosen))
     converted: dict[Any, Any] = {}
 
     def convert(path: str, layer: Any) -> Any:
@@ -245,11 +244,8 @@ def fp8_linear_layers[M](module: M, config: Fp8Config | None = None, **options: 
         # The same object in two places stays one object, unless an override gives one of the places another recipe.
         key = id(layer), decision.recipe
         if key not in converted:
-            plain = layer if op is None else rule.restore(layer)
-            new = rule.convert(plain, decision.recipe, config.compute_dtype, decision.stack)
-            op = rule.op(new)
-            assert op is not None
-            converted[key] = _keeping(rule, new, op, config.kernel_residual)
+            op = rule.kernel(layer).init_op(decision.recipe, config.compute_dtype, decision.stack)
+            converted[key] = rule.with_op(layer, dataclasses.replace(op, kernel_residual=config.kernel_residual))
         return converted[key]
 
     return map_layers(convert, module, config.layers)
@@ -276,7 +272,7 @@ def restore_linear_layers[M](module: M, config: Fp8Config | None = None) -> M:
 
     def restore(path: str, layer: Any) -> Any:
         rule = rule_of(layer, rules)
-        return layer if rule.op(layer) is None else rule.restore(layer)
+        return layer if rule.op(layer) is None else rule.with_op(layer, None)
 
     return map_layers(restore, module, rules)
 
@@ -305,7 +301,7 @@ def decide(module: Any, config: Fp8Config) -> dict[str, Decision]:
         if recipe is not None and config.where is not None:
             prediction = config.where.predict(rule, layer, stack, recipe, config.kernel_residual)
             overridden = any(matches(pattern, path, layer) for pattern in config.overrides)
-            if not overridden and (slower := config.where.refusal(rule, prediction, recipe)) is not None:
+            if not overridden and (slower := config.where.refusal(rule, layer, prediction, recipe)) is not None:
                 recipe, reason = None, slower
         decisions[path] = Decision(path, layer, rule, stack, recipe, reason, prediction)
     return decisions

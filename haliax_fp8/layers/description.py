@@ -212,7 +212,7 @@ def describe(
     rows = []
     for path, (layer, stack) in find_layers(model, rules).items():
         rule = rule_of(layer, rules)
-        op = rule.op(layer)
+        op, kernel = rule.op(layer), rule.kernel(layer)
         reason = ""
         if op is None:
             planned = decisions[path].reason if path in decisions else ""
@@ -223,11 +223,11 @@ def describe(
         rows.append(
             LayerDescription(
                 path=path,
-                shape=rule.shape(layer),
+                shape=kernel.text,
                 stacked=_sizes(stack),
                 recipe=None if op is None else str(op.recipe),
                 reason=reason,
-                support=None if op is None else rule.support(op.recipe, place),
+                support=None if op is None else kernel.support(op.recipe, place),
                 prediction=prediction,
                 uncalibrated=() if op is None else uncalibrated_operands(op.state),
                 scales="" if op is None else op.recipe.scales,

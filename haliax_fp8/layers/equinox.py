@@ -1,20 +1,16 @@
 """Rules for Equinox's layers."""
 
 import dataclasses
-import math
-from collections.abc import Sequence
 from typing import Any
 
 import equinox as eqx
-import haliax as hax
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from .._op import Fp8DotGeneral
-from ..recipes.recipe import Recipe
-from .layer_work import LayerSize
-from .rule import LayerRule, integer_weight, state_like
+from .kernel import Kernel
+from .rule import LayerRule, integer_weight
 
 
 class Fp8Linear(eqx.nn.Linear):
@@ -73,72 +69,30 @@ class EquinoxLinear(LayerRule):
             )
         return integer_weight(layer.weight)
 
-    def shape(self, layer: eqx.nn.Linear) -> str:
-        """Input and output features."""
-        return f"{layer.in_features} -> {layer.out_features}"
-
-    def size(self, layer: eqx.nn.Linear, stack: tuple[hax.Axis, ...]) -> LayerSize:
-        """Input and output features, and the members of an ensemble."""
-        inputs, outputs = (1 if n == "scalar" else n for n in (layer.in_features, layer.out_features))
-        members, _ = _leading(layer, stack)
-        return LayerSize(inputs, outputs, members=math.prod(members))
+    def kernel(self, layer: eqx.nn.Linear) -> Kernel:
+        """From the input features to the output features."""
+        return Kernel(layer.weight, layer.in_features, layer.out_features, leading=_leading_shape(layer) or ())
 
     def op(self, layer: eqx.nn.Linear) -> Fp8DotGeneral | None:
         """The op of an `Fp8Linear`."""
         return layer.dot_general if isinstance(layer, Fp8Linear) else None
 
-    def convert(
-        self, layer: eqx.nn.Linear, recipe: Recipe, compute_dtype: Any, stack: tuple[hax.Axis, ...]
-    ) -> Fp8Linear:
-        """An `Fp8Linear` with the same arrays; leading axes of the weight are those of stacks and ensembles."""
-        members, stack = _leading(layer, stack)
-        op = Fp8DotGeneral.init(recipe, compute_dtype=compute_dtype, stack=stack)
-        return Fp8Linear(layer, state_like(op, layer.weight, members))
-
-    def with_op(self, layer: eqx.nn.Linear, op: Fp8DotGeneral) -> Fp8Linear:
-        """An `Fp8Linear` with the op."""
-        return Fp8Linear(layer, op)
-
-    def restore(self, layer: eqx.nn.Linear) -> eqx.nn.Linear:
-        """A plain `Linear` with the same arrays."""
-        return _with_arrays(layer, layer.weight, layer.bias)
-
-    def part(self, layer: eqx.nn.Linear) -> int | None:
-        """The output features; those of an ensemble or a stack are along the weight's second last axis."""
-        if self.refusal(layer) is not None or not hasattr(layer.weight, "ndim"):
-            return None
-        return None if "scalar" in (layer.in_features, layer.out_features) else int(layer.out_features)
-
-    def join(self, layers: Sequence[eqx.nn.Linear]) -> eqx.nn.Linear:
-        """With all output features."""
-        alike = lambda layer: (layer.in_features, layer.use_bias, layer.weight.dtype)
-        if any(alike(layer) != alike(layers[0]) for layer in layers):
-            raise ValueError(f"layers differ in input features, bias or dtype: {list(map(alike, layers))}")
-        weight = jnp.concatenate([layer.weight for layer in layers], -2)
-        biases = [layer.bias for layer in layers if layer.bias is not None]
-        return _with_arrays(layers[0], weight, jnp.concatenate(biases, -1) if biases else None, weight.shape[-2])
-
-    def split(self, joined: eqx.nn.Linear, parts: Sequence[int]) -> list[eqx.nn.Linear]:
-        """With the features that the layers had."""
-
-        def part(end: int, count: int) -> eqx.nn.Linear:
-            bias = None if joined.bias is None else joined.bias[..., end - count : end]
-            plain = _with_arrays(joined, joined.weight[..., end - count : end, :], bias, count)
-            return plain if (op := self.op(joined)) is None else self.with_op(plain, op)
-
-        return [part(sum(parts[: i + 1]), count) for i, count in enumerate(parts)]
+    def with_op(self, layer: eqx.nn.Linear, op: Fp8DotGeneral | None) -> eqx.nn.Linear:
+        """An `Fp8Linear` with the op, or a plain `Linear`."""
+        return plain_linear(layer) if op is None else Fp8Linear(layer, op)
 
 
-def _with_arrays(layer: eqx.nn.Linear, weight: Any, bias: Any, outputs: Any = None) -> eqx.nn.Linear:
-    """A plain layer with other arrays, and as many output features; None leaves those."""
+def plain_linear(layer: eqx.nn.Linear, **changes: Any) -> eqx.nn.Linear:
+    """A plain layer with the fields of another one, or of a converted one.
+
+    Args:
+        layer: The layer.
+        **changes: Fields with other values.
+    """
     # As JAX rebuilds a module from its leaves: its constructor would draw weights, and a trace of it takes 2 ms.
     plain = object.__new__(eqx.nn.Linear)
     for field in dataclasses.fields(eqx.nn.Linear):
-        object.__setattr__(plain, field.name, getattr(layer, field.name))
-    object.__setattr__(plain, "weight", weight)
-    object.__setattr__(plain, "bias", bias)
-    if outputs is not None:
-        object.__setattr__(plain, "out_features", outputs)
+        object.__setattr__(plain, field.name, changes.get(field.name, getattr(layer, field.name)))
     return plain
 
 
@@ -153,11 +107,3 @@ def _leading_shape(layer: eqx.nn.Linear) -> tuple[int, ...] | None:
             return shape[: len(shape) - matrix]
     stacked = any(getattr(leaf, "ndim", 0) > 2 for leaf in jax.tree.leaves(layer.weight))
     return None if stacked else ()
-
-
-def _leading(layer: eqx.nn.Linear, stack: tuple[hax.Axis, ...]) -> tuple[tuple[int, ...], tuple[hax.Axis, ...]]:
-    """The weight's axes before its matrix: those of an ensemble, then those of the stacks, if it has them."""
-    leading = _leading_shape(layer) or ()
-    sizes = tuple(axis.size for axis in stack)
-    stack = stack if leading[len(leading) - len(sizes) :] == sizes else ()
-    return leading[: len(leading) - len(stack)], stack

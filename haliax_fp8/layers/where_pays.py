@@ -112,7 +112,7 @@ class WherePays:
         recipe: Recipe,
         kernel_residual: KernelResidual,
     ) -> Prediction | None:
-        """What all layers of a stack take; None if the rule says no size, or the device would emulate the recipe.
+        """What all layers of a stack take; None if sizes are unknown, or the device would emulate the recipe.
 
         Args:
             rule: Of the layer.
@@ -121,8 +121,9 @@ class WherePays:
             recipe: What it runs or would run.
             kernel_residual: What its backward pass keeps of the kernel.
         """
-        size = rule.size(layer, stack)
-        if size is None or not rule.support(recipe, self._device).is_native:
+        kernel = rule.kernel(layer)
+        size = kernel.size(stack)
+        if size is None or not kernel.support(recipe, self._device).is_native:
             return None
         rows = self.tokens * (self.experts_per_token if size.experts > 1 else 1)
         requantizes = kernel_residual.requantizes(measures_again=recipe.measures_kernel_again, stacked=bool(stack))
@@ -130,18 +131,19 @@ class WherePays:
         repeats = math.prod(axis.size for axis in stack)
         return predict(work, self._known_peaks(), self.efficiency, repeats=repeats)
 
-    def refusal(self, rule: LayerRule, prediction: Prediction | None, recipe: Recipe) -> str | None:
+    def refusal(self, rule: LayerRule, layer: Any, prediction: Prediction | None, recipe: Recipe) -> str | None:
         """Why a layer is left in high precision; None if FP8 pays.
 
         Args:
             rule: Of the layer.
+            layer: The layer.
             prediction: What `predict` says.
             recipe: What the layer would run.
         """
         if prediction is None:
-            support = rule.support(recipe, self._device)
+            support = rule.kernel(layer).support(recipe, self._device)
             if support.is_native:
-                return f"its time in FP8 is unknown: {type(rule).__name__} has no size(layer, stack)"
+                return f"its time in FP8 is unknown: the Kernel that {type(rule).__name__} returns has no In and Out"
             return f"FP8 would be emulated on {self.name}: {support.reason}"
         if prediction.gain >= self.at_least:
             return None

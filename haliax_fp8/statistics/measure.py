@@ -163,8 +163,7 @@ def _measuring[M](model: M) -> M:
         if op.state is not None:
             return rule.with_op(layer, op.with_recipe(recipe))
         # State as conversion makes it: with the axes of the stacks and ensembles that the layer is in.
-        made = rule.op(rule.convert(rule.restore(layer), recipe, op.compute_dtype, stack))
-        assert made is not None
+        made = rule.kernel(layer).init_op(recipe, op.compute_dtype, stack)
         return rule.with_op(layer, dataclasses.replace(op, recipe=recipe, state=made.state))
 
     def measure_alone(node: Any) -> Any:

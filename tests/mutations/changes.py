@@ -267,13 +267,6 @@ CHANGES = (
         "return dims, len(self.lhs_batch)",
         ("test_dimension_numbers.py::test_new_axes_are_those_of_vmap",),
     ),
-    Change(
-        "joined products are split along the last axis where the kernel is first",
-        "memory/merge.py",
-        "0 if product.side == 0 else out.ndim - 1)",
-        "out.ndim - 1)",
-        ("test_fused_projections.py::test_the_same_gradients",),
-    ),
     # --- states
     Change(
         "layers in other formats take the first one's limits",
@@ -608,6 +601,27 @@ CHANGES = (
         "contracted = (x.ndim - 1,) if x.ndim else ()",
         "contracted = (0,) if x.ndim else ()",
         ("test_memory_options.py::test_an_outlier_among_compressed_activations_spoils_its_own_row_only",),
+    ),
+    Change(
+        "layers with other recipes for their input share its scale",
+        "memory/shared_input.py",
+        "members[parent, i, op.recipe.input, op.compute_dtype, shape]",
+        "members[parent, i, shape]",
+        ("test_memory_options.py::test_only_layers_that_quantize_alike_share",),
+    ),
+    Change(
+        "the parts of a joined layer are cut as if they were equal",
+        "memory/join.py",
+        "list(itertools.accumulate(map(count, parts)))[:-1]",
+        "[i * count(parts[0]) for i in range(1, len(parts))]",
+        ("test_join.py::test_the_same_gradients",),
+    ),
+    Change(
+        "layers in a stack of plain arrays have one state",
+        "layers/kernel.py",
+        "stack if leading[len(leading) - len(sizes) :] == sizes else ()",
+        "()",
+        ("test_layers.py::test_equinox_layers_in_a_stack",),
     ),
     Change(
         "an update is rounded before it is added",

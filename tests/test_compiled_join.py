@@ -1,4 +1,4 @@
-"""Joined layers as a GPU that is not here would multiply them: once, in FP8, under the name of the joined layer."""
+"""Joined layers as a GPU that is not here would multiply them: once, in FP8."""
 
 import equinox as eqx
 import haliax as hax
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 import haliax_fp8 as fp8
-from haliax_fp8 import Fp8Config, OneProduct, fp8_linear_layers, fuse_projections
+from haliax_fp8 import Fp8Config, fp8_linear_layers, join_linear
 from haliax_fp8.preflight import targets
 
 
@@ -16,18 +16,18 @@ Wide, Out, Tokens = hax.make_axes(embed=512, mlp=1024, token=512)
 
 
 class Gated(eqx.Module):
-    gate: hnn.Linear
-    up: hnn.Linear
+    gate_up: fp8.JoinedLinear
 
     def __call__(self, x):
-        return hnn.silu(self.gate(x)) * self.up(x)
+        gate, up = self.gate_up(x)
+        return hnn.silu(gate) * up
 
     @staticmethod
     def init(config):
         keys = jax.random.split(jax.random.key(0))
         layers = [hnn.Linear.init(Wide, Out, key=key, use_bias=False) for key in keys]
-        bf16 = jax.tree.map(lambda x: x.astype(jnp.bfloat16), Gated(*layers))
-        return fuse_projections(fp8_linear_layers(bf16, config), how=OneProduct())
+        bf16 = jax.tree.map(lambda x: x.astype(jnp.bfloat16), Gated(join_linear(layers)))
+        return fp8_linear_layers(bf16, config)
 
 
 def step(model, x):
@@ -45,5 +45,5 @@ def test_a_gpu_multiplies_once(recipe, compiled):
     x = jax.ShapeDtypeStruct((Tokens.size, Wide.size), jnp.bfloat16)
     _, report = compiled(step, model, x, target="h100")
     found = [(product.layer, product.executions) for product in report.step.products]
-    assert found == [("model.joined.gate+up", 1)] * 3
+    assert found == [("model.gate_up.linear", 1)] * 3
     assert all(product.is_fp8 for product in report.step.products)

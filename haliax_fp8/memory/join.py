@@ -1,0 +1,182 @@
+"""join_linear: layers that read the same tensor become one layer, whose output is split again."""
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import equinox as eqx
+import haliax as hax
+import haliax.nn as hnn
+import jax.numpy as jnp
+
+from ..layers.default import default_layers
+from ..layers.equinox import plain_linear
+from ..layers.kernel import Features, axes_of, count
+from ..layers.walk import rule_of
+
+
+type Linear = hnn.Linear | eqx.nn.Linear
+
+
+class JoinedLinear(eqx.Module):
+    """Linear layers of the same input as one layer, with one weight and one product. Made by `join_linear`.
+
+    Args:
+        linear: The layer, whose outputs are those of all of them, one after the other (Haliax: along an axis `joined`).
+        parts: The output axes, or the number of output features, of each.
+    """
+
+    linear: Linear
+    parts: tuple[Features, ...] = eqx.field(static=True)
+
+    def __call__(self, x: Any, *, key: Any = None) -> tuple[Any, ...]:
+        """The output of each layer.
+
+        Args:
+            x: Their input.
+            key: Passed to the layer.
+        """
+        outputs = zip(_split(self.linear(x, key=key), self.parts, -1), self.parts, strict=True)
+        # As Equinox's layers have it, "scalar" features have no axis.
+        return hax.auto_sharded(tuple(jnp.squeeze(out, -1) if part == "scalar" else out for out, part in outputs))
+
+
+def join_linear(layers: Sequence[Linear]) -> JoinedLinear:
+    """Makes one layer of several that read the same tensor, such as q/k/v, to be called in your own module.
+
+    The products of the layers become one, in the forward pass and for each gradient: fewer kernels to launch and to
+    compile. In high precision the numbers are the same, up to the order of summation.
+
+    `fp8_linear_layers` converts the joined layer like any other. Its kernel then has one scale, and so has its output
+    gradient, whose parts have to be concatenated before it is quantized. For q/k/v that moves more bytes than one
+    product saves (`docs/performance.md`). If output axes are sharded, as in tensor parallelism, parts of the output
+    also have to move between devices. `share_input_scales` has none of these costs.
+
+    Args:
+        layers: Layers of `haliax.nn.Linear` or of `eqx.nn.Linear`, not converted yet. They may be stacked, and may
+            differ only in their outputs.
+
+    Returns:
+        A module that maps the input to a tuple of the layers' outputs.
+
+    Raises:
+        ValueError: If layers are of other classes, are converted already, or differ in more than their outputs.
+
+    References:
+        TransformerEngine's `fuse_qkv_params`.
+
+    Example:
+        >>> class Attention(eqx.Module):
+        ...     qkv: JoinedLinear
+        ...     def __call__(self, x):
+        ...         q, k, v = self.qkv(x)
+        ...         return hax.dot(q, k, axis="head") * v
+        >>> In, Out = hax.make_axes(embed=16, head=16)
+        >>> q, k, v = (hnn.Linear.init(In, Out, key=key) for key in jax.random.split(jax.random.key(0), 3))
+        >>> model = fp8_linear_layers(Attention(join_linear([q, k, v])))
+        >>> model.qkv.linear.weight.axes
+        (Axis(name='joined', size=48), Axis(name='embed', size=16))
+        >>> model(hax.ones(In)).axes
+        (Axis(name='head', size=16),)
+    """
+    _check(layers)
+    parts = tuple(_outputs(layer) for layer in layers)
+    weight = _concatenated([layer.weight for layer in layers], parts, -2)
+    bias = _concatenated([layer.bias for layer in layers], parts, -1)
+    total = sum(map(count, parts))
+    outputs = hax.Axis(_JOINED, total) if isinstance(layers[0], hnn.Linear) else total
+    return JoinedLinear(_with(layers[0], weight, bias, outputs), parts)
+
+
+def split_linear(joined: JoinedLinear) -> list[Linear]:
+    """The inverse of `join_linear`, for checkpoints: plain layers with their parts of the weight, bit for bit.
+
+    The joined layer may have been converted and trained since. Its FP8 state is left out, because its scales are those
+    of all layers together: convert the layers again, and calibrate them, to go on in FP8.
+
+    Args:
+        joined: The joined layers. For an ensemble of Haliax's layers, use `eqx.filter_vmap(split_linear)`.
+
+    Raises:
+        ValueError: If `joined` is something else.
+
+    Example:
+        >>> layers = [eqx.nn.Linear(16, size, key=jax.random.key(size)) for size in (32, 8)]
+        >>> trained = fp8_linear_layers(join_linear(layers))
+        >>> bool(eqx.tree_equal(split_linear(trained), layers))
+        True
+    """
+    if not isinstance(joined, JoinedLinear):
+        raise ValueError(f"joined is a {type(joined).__name__}, but must be a JoinedLinear, made by join_linear")
+    linear = rule_of(joined.linear, default_layers).with_op(joined.linear, None)
+    weights, biases = _split(linear.weight, joined.parts, -2), _split(linear.bias, joined.parts, -1)
+    parts = zip(weights, biases, joined.parts, strict=True)
+    return [_with(linear, weight, bias, outputs) for weight, bias, outputs in parts]
+
+
+_JOINED = "joined"
+
+
+def _check(layers: Any) -> None:
+    if not isinstance(layers, Sequence) or not layers:
+        what = "is empty" if isinstance(layers, Sequence) else f"is a {type(layers).__name__}"
+        raise ValueError(f"layers of join_linear {what}, but must be a sequence of layers, such as [q, k, v]")
+    for i, layer in enumerate(layers):
+        if not isinstance(layer, hnn.Linear | eqx.nn.Linear) or not hasattr(layer.weight, "dtype"):
+            raise ValueError(
+                f"layers[{i}] of join_linear is a {type(layer).__name__}, but must be a haliax.nn.Linear or an "
+                "eqx.nn.Linear whose weight is an array"
+            )
+        rule = rule_of(layer, default_layers)
+        if rule.op(layer) is not None:
+            raise ValueError(f"layers[{i}] of join_linear is converted already; join layers, then convert the model")
+        if (refusal := rule.refusal(layer)) is not None:
+            raise ValueError(f"layers[{i}] of join_linear cannot be joined: {refusal}")
+    kinds = [_common(layer) for layer in layers]
+    for name in kinds[0]:
+        if any(kind.get(name) != kinds[0][name] for kind in kinds):
+            raise ValueError(f"layers of join_linear differ in {name}: {[kind.get(name) for kind in kinds]}")
+
+
+def _common(layer: Linear) -> dict[str, Any]:
+    """What layers must have in common."""
+    library = type(layer).__module__.partition(".")[0]
+    kind = {"class": f"{library}.{type(layer).__name__}", "dtype": str(layer.weight.dtype)}
+    kind["bias"] = "no" if layer.bias is None else "yes"
+    if isinstance(layer, eqx.nn.Linear):
+        return kind | {"input features": layer.in_features, "stacked axes": layer.weight.shape[:-2]}
+    axes = axes_of(hax.flatten_axes(layer.weight.axes, layer.Out, _JOINED))
+    others = [_JOINED if axis.name == _JOINED else axis for axis in axes]
+    return kind | {"input axes": layer.In, "axes of the weight": others, "reparametrization": layer._reparam_cls}
+
+
+def _outputs(layer: Linear) -> Features:
+    return layer.Out if isinstance(layer, hnn.Linear) else layer.out_features
+
+
+def _with(layer: Linear, weight: Any, bias: Any, outputs: Any) -> Linear:
+    if isinstance(layer, hnn.Linear):
+        return dataclasses.replace(layer, weight=weight, bias=bias, Out=outputs)
+    return plain_linear(layer, weight=weight, bias=bias, out_features=outputs)
+
+
+def _concatenated(arrays: Sequence[Any], parts: Sequence[Any], axis: int) -> Any:
+    """Along `joined`, in place of the output axes, or along an axis of plain arrays."""
+    if arrays[0] is None:
+        return None
+    if not isinstance(arrays[0], hax.NamedArray):
+        return jnp.concatenate(arrays, axis)
+    flat = [x.flatten_axes(part, _JOINED) for x, part in zip(arrays, parts, strict=True)]
+    return hax.concatenate(_JOINED, flat)
+
+
+def _split(x: Any, parts: Sequence[Any], axis: int) -> list[Any]:
+    """The inverse."""
+    if x is None:
+        return [None] * len(parts)
+    ends = list(itertools.accumulate(map(count, parts)))[:-1]
+    if not isinstance(x, hax.NamedArray):
+        return jnp.split(x, ends, axis)
+    flat = [hax.NamedArray(array, x.axis_names) for array in jnp.split(x.array, ends, x.axis_names.index(_JOINED))]
+    return [array.unflatten_axis(_JOINED, part) for array, part in zip(flat, parts, strict=True)]
