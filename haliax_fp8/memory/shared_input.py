@@ -89,8 +89,8 @@ def share_input_scales[M](
     if not marked:
         raise ValueError(
             f"groups={groups!r} name no two layers of one module that can share a scale; the layers are "
-            f"{list(found)[:12]}. Name layers that exist, and convert the model first, with a recipe that keeps state "
-            "for their input; without state, layers that read the same tensor have the same scale anyway"
+            f"{list(found)[:12]}. Convert the model first, with a recipe that keeps state for their input, and name "
+            "layers that exist. Without state, layers that read the same tensor have the same scale anyway"
         )
     return _with_groups(model, marked, rules)
 
