@@ -1,0 +1,147 @@
+"""What each function of `_jax/xla.py` does to a program for an H100: the program with it and without it."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from compiled_models import on, struct
+from jax import lax
+
+from haliax_fp8._jax import xla
+
+
+f8, f32 = jnp.float8_e4m3fn, jnp.float32
+ROWS, IN, OUT = 1024, 512, 256
+
+
+def numbers(*shape):
+    return jax.ShapeDtypeStruct(shape, f32)
+
+
+def quantized(x):
+    return jnp.clip(x.astype(f32) / 3.0, -448.0, 448.0).astype(f8)
+
+
+def product(x, w, precision=None):
+    numbers = (((1,), (0,)), ((), ()))
+    return lax.dot_general(x, w, numbers, precision=precision, preferred_element_type=jnp.bfloat16)
+
+
+def scales_of_layers(told, table, *xs):
+    scales = (xla.computed_together if told else lambda x: x)(jnp.exp(table[:, 0]) * 3.0)
+    return [x * scales[i] for i, x in enumerate(xs)]
+
+
+def slices(told, table):
+    scales = xla.computed_together(jnp.sqrt(jnp.max(table, axis=1)))
+    one = xla.not_constant(np.float32(1.0)) if told else np.float32(1.0)
+    return [scales[i : i + 1] * one for i in range(6)]
+
+
+def layers(told, table, *xs):
+    scales = xla.computed_together(jnp.sqrt(jnp.max(table, axis=1)))
+    scales = [scales[i] * xla.not_constant(np.float32(1.0)) for i in range(6)]
+    scales = xla.not_merged_across_layers(scales) if told else scales
+    return [x * scale for x, scale in zip(xs, scales, strict=True)]
+
+
+def products_of_one_operand(told, x, *ws):
+    return [product(xla.own_operand(x, w) if told else x, w) for w in ws]
+
+
+def precise_products_of_one_operand(told, x, *ws):
+    places = range(len(ws)) if told else [None] * len(ws)
+    return [product(x, w, xla.own_precision(place)) for place, w in zip(places, ws, strict=True)]
+
+
+def kernel_quantized_twice(told, w, x):
+    hidden = jnp.tanh(product(x.astype(f8), quantized(w)))
+    again = xla.not_kept_from_forward(w) if told else w
+    return product(hidden.astype(f8), quantized(again).T)
+
+
+def transposed(told, x):
+    data = quantized(x)
+    return data, (xla.transposed_separately(data) if told else data).T, jnp.max(jnp.abs(x))
+
+
+def rounded(told, x):
+    narrow = x.astype(f8)
+    return (xla.actually_rounded(narrow) if told else narrow).astype(f32) * 2.0
+
+
+def kernels(text):
+    return len(re.findall(r"^  (?:ROOT )?%\S+ = .* fusion\(", text[text.index("ENTRY") :], re.MULTILINE))
+
+
+def exponentials(text):
+    return text.count(" exponential(")
+
+
+def products(text):
+    return text.count('custom_call_target="__cublas')
+
+
+def casts_to_fp8(text):
+    return len(re.findall(r"= f8e4m3fn\S* convert\(", text))
+
+
+def readers_of_the_argument(text):
+    entry = text[text.index("ENTRY") :]
+    (argument,) = re.findall(r"(%\S+) = \S+ parameter\(0\)", entry)
+    return len(re.findall(rf"fusion\({re.escape(argument)}\)", entry))
+
+
+ROWS_OF_LAYERS = (numbers(6, 64), *(numbers(256, 256) for _ in range(6)))
+DIFFERENT_LAYERS = (numbers(6, 64), *(numbers(64 * (i + 1), 256) for i in range(6)))
+ONE_OPERAND = (struct(ROWS, IN), *(struct(IN, OUT) for _ in range(3)))
+
+# A function that is told or not, its arguments, what is counted, and how often it is found if told, and if not.
+CASES = {
+    "computed_together": (scales_of_layers, DIFFERENT_LAYERS, exponentials, 1, 6),
+    "own_operand": (products_of_one_operand, ONE_OPERAND, products, 3, 1),
+    "own_precision": (precise_products_of_one_operand, ONE_OPERAND, products, 3, 1),
+    "not_kept_from_forward": (kernel_quantized_twice, (struct(IN, IN), struct(ROWS, IN)), casts_to_fp8, 4, 3),
+    "transposed_separately": (transposed, (struct(ROWS, IN),), readers_of_the_argument, 1, 2),
+    "actually_rounded": (rounded, (numbers(ROWS),), casts_to_fp8, 1, 0),
+}
+
+
+def text_of(function, told, args, target, compiled):
+    return compiled(jax.jit(lambda *args: function(told, *args)), *args, target=target)[0]
+
+
+@pytest.mark.parametrize(("name", "target"), on(CASES, ["h100"]))
+def test_xla_does_as_it_is_told(name, target, compiled):
+    function, args, count, if_told, if_not = CASES[name]
+    found = [count(text_of(function, told, args, target, compiled)) for told in (True, False)]
+    assert found == [if_told, if_not]
+
+
+# A function, its arguments, and whether it is to have a kernel for each of the six layers if told.
+KERNELS = {
+    "not_constant": (slices, ROWS_OF_LAYERS[:1], False),
+    "not_merged_across_layers": (layers, ROWS_OF_LAYERS, True),
+}
+
+
+@pytest.mark.parametrize(("name", "target"), on(KERNELS, ["h100"]))
+def test_xla_merges_or_separates_kernels(name, target, compiled):
+    function, args, separates = KERNELS[name]
+    told, not_told = (kernels(text_of(function, told, args, target, compiled)) for told in (True, False))
+    few, many = (not_told, told) if separates else (told, not_told)
+    assert few < 6 <= many
+
+
+def test_every_function_has_a_case():
+    functions = {name for name, value in vars(xla).items() if getattr(value, "__module__", "") == xla.__name__}
+    assert functions == {*CASES, *KERNELS, "on_cpu", "on_cuda"}
+
+
+@pytest.mark.parametrize("choose, expected", [(xla.on_cpu, 1.0), (xla.on_cuda, 2.0)])
+def test_switches_between_platforms(choose, expected):
+    """On this CPU."""
+    one, two = lambda x: x, lambda x: 2.0 * x
+    assert float(jax.jit(lambda x: choose(one, two, x))(jnp.float32(1.0))) == expected
