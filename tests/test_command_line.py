@@ -213,7 +213,7 @@ def test_on_a_cpu_nothing_is_in_fp8(training, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["training.py:make_step", "--target", "h1000"], "--target h1000 is unknown; choose one of h100"),
+        (["training.py:make_step", "--target", "h1000"], "--target='h1000' is unknown; choose one of h100"),
         (["training.py"], "names no function; write FILE.py:FUNCTION"),
         (["absent.py:make_step", "--target", "local"], "there is no file absent.py"),
         (["absent:make_step", "--target", "local"], "there is no module 'absent'"),

@@ -409,13 +409,6 @@ def test_a_device_has_one_entry_and_other_names_lead_to_it(alias, name):
     assert fp8.Device.by_name(alias) == fp8.Device.by_name(name) == targets[name].device
 
 
-def test_targets_are_devices_of_the_one_table():
-    for name, target in targets.items():
-        if name != "local":
-            device = fp8.Device.by_name(name)
-            assert (target.name, target.kind, target.device) == (name, device.kind, device)
-
-
 def test_peaks_by_format():
     h100, a100 = targets["h100"].peaks, targets["a100"].peaks
     assert h100.flops("f8e5m2") / h100.flops("bf16") == pytest.approx(2, rel=1e-3)

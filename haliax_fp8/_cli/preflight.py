@@ -10,10 +10,11 @@ from typing import Any
 
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from ..devices.device import canonical
+from ..devices.catalog import canonical
 from ..layers.convert import Fp8Config
 from ..layers.description import describe
-from ..preflight import PreflightError, PreflightReport, preflight, targets
+from ..preflight import PreflightError, PreflightReport, preflight
+from ..preflight.target.named import target_of
 from .demo import demo_by_name, demo_step
 from .errors import UsageError
 from .load import Step, load_step, split_reference
@@ -51,9 +52,11 @@ def check_target(name: str) -> None:
     Raises:
         UsageError: Naming the remedy.
     """
-    if canonical(name) not in targets:
-        raise UsageError(f"--target {name} is unknown; choose one of {', '.join(targets)}")
-    if (missing := targets[canonical(name)].missing()) is not None:
+    try:
+        missing = target_of(name).missing()
+    except ValueError as error:
+        raise UsageError(f"--{error}") from error
+    if missing is not None:
         raise UsageError(missing)
 
 

@@ -68,7 +68,7 @@ class Roofline:
         efficiency: The shares of the peaks that it reaches.
 
     Example:
-        >>> from haliax_fp8.devices.peaks import peaks
+        >>> from haliax_fp8.devices.catalog import peaks
         >>> roofline = Roofline(peaks["h100"])
         >>> flops, moved = 2 * 8192**3, 3 * 2 * 8192**2
         >>> f"{1e3 * roofline.products('bf16', flops, moved):.2f} ms"

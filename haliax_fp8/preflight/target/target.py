@@ -1,15 +1,14 @@
 """What XLA needs to know about a device to compile for it."""
 
 import abc
-import contextlib
 import dataclasses
-import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..._numerics.formats import E4M3, E4M3FNUZ, E5M2, E5M2FNUZ
-from ...devices.device import MX_UNITS, Device
+from ...devices.device import Device
 from ...devices.peaks import Peaks
+from ...devices.units import MX_UNITS
 from ...devices.xla_flags import XlaFlags
 
 
@@ -78,22 +77,5 @@ class Target(abc.ABC):
 
     def lacks_block_scaling(self) -> str | None:
         """Why the device does not multiply operands with a scale for each block; None if it does."""
-        units = dataclasses.replace(MX_UNITS, products="block-scaled products")
-        reason = units.lacking(self.device)
+        reason = self.device.lacks(dataclasses.replace(MX_UNITS, products="block-scaled products"))
         return None if reason is None else f"{reason}: the kernel widens the operands"
-
-
-@contextlib.contextmanager
-def environment(**variables: str) -> Iterator[None]:
-    """Sets variables of the environment for a while, those that are not set.
-
-    Args:
-        **variables: Their values by name.
-    """
-    missing = {name: value for name, value in variables.items() if name not in os.environ}
-    os.environ.update(missing)
-    try:
-        yield
-    finally:
-        for name in missing:
-            os.environ.pop(name, None)
