@@ -198,20 +198,20 @@ def test_readmes_name_every_file(folder):
     assert not missing
 
 
-def definitions(node: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.AST]]:
-    """Public classes and functions, and the public methods of public classes."""
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and not child.name.startswith("_"):
-            yield prefix + child.name, child
-            if isinstance(child, ast.ClassDef):
-                yield from definitions(child, f"{child.name}.")
+def definitions(tree: ast.Module) -> Iterator[ast.ClassDef | ast.FunctionDef]:
+    """Public classes and functions, and abstract methods: what others call without reading it, or have to implement."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            is_public = node in tree.body and not node.name.startswith("_")
+            if is_public or "abstractmethod" in " ".join(map(ast.unparse, node.decorator_list)):
+                yield node
 
 
 @over_files
 def test_docstrings(path):
     tree = tree_of(path)
     assert ast.get_docstring(tree), "the file"
-    missing = [name for name, node in definitions(tree) if not ast.get_docstring(node)]
+    missing = [node.name for node in definitions(tree) if not ast.get_docstring(node)]
     assert not missing
 
 

@@ -4,7 +4,6 @@ import dataclasses
 import inspect
 import math
 import time
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,6 +14,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from ..devices.xla_flags import XlaFlags
 from .hlo.scopes import dotted
+from .target.process import changed_process
 from .target.target import Target
 
 
@@ -85,26 +85,31 @@ def compile_for(
     """
     begin = time.perf_counter()
     inputs = _Inputs.of(function, args, mesh, shardings)
-    with jax.set_mesh(mesh), warnings.catch_warnings():
-        # For donated arguments that no result fits: donating all of them means those that do fit.
-        warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
-        # JAX keeps such programs in its compilation cache too, and cannot read back those for devices not here.
-        warnings.filterwarnings("ignore", message="Error reading persistent compilation cache")
+    with jax.set_mesh(mesh):
         traced = jax.jit(inputs.call).trace({}, inputs.abstract)
         donated = _donated(traced, inputs)
         if donated:
             rest = {name: x for name, x in inputs.abstract.items() if name not in donated}
             given = {name: inputs.abstract[name] for name in donated}
             traced = jax.jit(inputs.call, donate_argnums=0).trace(given, rest)
-        lowered = traced.lower()
-        written = lowered.as_text("hlo", debug_info=True)
         options = {**target.compiler_options(flags), **(compiler_options or {})}
-        compiled = lowered.compile(compiler_options=options)
+        with changed_process(ignored=_WARNINGS):
+            lowered = traced.lower()
+            compiled = lowered.compile(compiler_options=options)
+        written = lowered.as_text("hlo", debug_info=True)
     text, memory = compiled.as_text(), _memory(compiled.memory_analysis())
     assert text is not None
     results = jax.tree_util.tree_flatten_with_path(traced.out_info)[0]
     outputs = tuple(dotted(jax.tree_util.keystr(path)) for path, _ in results)
     return Compiled(text, written, outputs, memory, time.perf_counter() - begin)
+
+
+_WARNINGS = (
+    # For donated arguments that no result fits: donating all of them means those that do fit.
+    "Some donated buffers were not usable",
+    # JAX keeps such programs in its compilation cache too, and cannot read back those for devices not here.
+    "Error reading persistent compilation cache",
+)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,22 +17,18 @@ class LocalTarget(Target):
 
     @property
     def device(self) -> Device:
-        """The default device."""
         return Device.default()
 
     def compiler_options(self, flags: XlaFlags) -> Mapping[str, Any]:
-        """None: the flags in the environment are XLA's own business."""
-        return {}
+        return {}  # The flags in the environment are XLA's own business.
 
     @property
     def caveats(self) -> tuple[str, ...]:
-        """Compiled, not run."""
         return (
             ("times are estimates, nothing ran",) if self.peaks else ("no peaks are known, so no times are estimated",)
         )
 
     def missing(self) -> None:
-        """Nothing."""
         return None
 
     def devices(self, count: int) -> Sequence[Any]:
