@@ -18,7 +18,7 @@ from .._numerics.quantized_array import QuantizedArray
 from .._state.table import measures
 from ..recipes.scaling import AbstractStatefulScaling, stores_scale
 from .contraction import ProductName
-from .names import FP8_OPERAND, FP8_OUTPUT
+from .names import DGRAD, FP8_OPERAND, FP8_OUTPUT, FPROP, WGRAD
 from .next_state import next_state
 from .operands import (
     OTHER_PRODUCT,
@@ -164,7 +164,7 @@ def _forward(
     """The output; what the backward pass needs of lhs and rhs, None for the operand itself; and what was measured."""
     lhs, rhs = (round_to(x, spec.compute_dtype) for x in (lhs, rhs))
     scales = scales_of(state, spec)
-    with jax.named_scope("fprop"):
+    with jax.named_scope(FPROP):
         contraction = spec.contraction.with_batch_axes(spec.ensemble)
         axes = contraction.contracted("product", lhs.ndim, rhs.ndim)
         quantized = [
@@ -259,7 +259,7 @@ def backward(
         out = getattr(contraction, product)(of_grad, operand, extras, precision, spec.compute_dtype or dtype, scale)
         return round_to(out, dtype)
 
-    names = ("wgrad", "dgrad") if spec.kernel_is_lhs else ("dgrad", "wgrad")
+    names = (WGRAD, DGRAD) if spec.kernel_is_lhs else (DGRAD, WGRAD)
     with jax.named_scope(names[0]):
         grad_lhs = gradient("gradient_of_lhs", 1, dtypes[0])
     with jax.named_scope(names[1]):

@@ -3,6 +3,11 @@
 import dataclasses
 
 
+def is_narrow(dtype: str) -> bool:
+    """Whether an element type is FP8 or narrower, by XLA's name of it, such as `f8e4m3fn`."""
+    return dtype.startswith(("f8", "f4"))
+
+
 @dataclasses.dataclass(frozen=True)
 class Peaks:
     """The peak rates of one device: dense products, and bytes between it and its memory, per second.
@@ -27,6 +32,6 @@ class Peaks:
         Args:
             dtype: XLA's name, such as `bf16`.
         """
-        if dtype.startswith(("f8", "f4")):
+        if is_narrow(dtype):
             return self.fp8
         return self.bf16 if dtype in ("bf16", "f16") else self.f32

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 
-from .peaks import Peaks
+from .peaks import Peaks, is_narrow
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Roofline:
         """
         shares = self.efficiency
         share = shares.flops
-        if dtype.startswith(("f8", "f4")):
+        if is_narrow(dtype):
             share = shares.block_flops if in_blocks else shares.fp8_flops
         computing = flops / (share * self.peaks.flops(dtype))
         return max(computing, self.moving(bytes)) + self.launches(count)

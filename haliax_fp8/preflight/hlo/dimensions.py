@@ -3,10 +3,10 @@
 import dataclasses
 import math
 import re
-from typing import Any
 
-from .sites import Site, is_scaled_dot
+from .sites import Site
 from .text import Shape
+from .vocabulary import BLOCK_SCALED, ONEDNN, Call, call_of, dot_numbers, is_scaled_dot, target_of_call
 
 
 @dataclasses.dataclass(frozen=True)
@@ -14,13 +14,8 @@ class Dimensions:
     """`batch` products of an `m × k` and a `k × n` matrix, and the element types.
 
     Args:
-        batch: See above.
-        m: See above.
-        n: See above.
-        k: See above.
-        lhs: The first operand.
-        rhs: The second operand.
-        out: The result.
+        batch, m, n, k: The sizes.
+        lhs, rhs, out: The operands and the result.
         block_scaled: Whether the operands come with a scale for each block.
         groups: The number of groups of a grouped product, of which each row uses one: `n`, `m` and `k` are those of a
             single group.
@@ -37,29 +32,17 @@ class Dimensions:
     groups: int = 1
 
     def same_as(self, other: "Dimensions") -> bool:
-        """Whether the sizes are those of another product, or of its transpose.
-
-        Args:
-            other: The other product.
-        """
+        """Whether the sizes are those of another product, or of its transpose."""
         return (self.batch, self.k, {self.m, self.n}) == (other.batch, other.k, {other.m, other.n})
 
     def padded_to(self, multiple: int) -> "Dimensions":
-        """With `m`, `n` and `k` rounded up.
-
-        Args:
-            multiple: To what.
-        """
+        """With `m`, `n` and `k` rounded up."""
         m, n, k = (-(-size // multiple) * multiple for size in (self.m, self.n, self.k))
         return dataclasses.replace(self, m=m, n=n, k=k)
 
     def as_written(self, written: "Dimensions") -> "Dimensions":
         """With the sizes that the product was written with, if these are the same padded to multiples of 16, or the
-        sizes of a sum that XLA split to add the parts up afterwards.
-
-        Args:
-            written: The sizes before.
-        """
+        sizes of a sum that XLA split to add the parts up afterwards."""
         if self.batch > written.batch and self.batch * self.k == written.batch * written.k:
             whole = dataclasses.replace(self, batch=written.batch, k=written.k)
             return whole if whole.same_as(written) else self
@@ -73,12 +56,8 @@ class Dimensions:
 def dimensions(site: Site) -> Dimensions | None:
     """The size of the matrix product that an instruction makes; None if it makes none.
 
-    Args:
-        site: The instruction.
-
     References:
         HLO's `dot`, `scaled-dot`, `ragged-dot` and `convolution`: https://openxla.org/xla/operation_semantics
-        cuBLAS and oneDNN calls: the `GemmBackendConfig` and `OneDnnMatMulConfig` messages in XLA.
     """
     instruction = site.instruction
     if instruction.opcode in ("dot", "scaled-dot"):
@@ -139,30 +118,16 @@ def _of_ragged_dot(site: Site) -> Dimensions:
 
 
 def _of_custom_call(site: Site) -> Dimensions | None:
-    instruction = site.instruction
-    target = instruction.attribute("custom_call_target")
-    if target.startswith("__cudnn$conv"):
-        return _of_convolution(site)
-    for key in ("gemm_backend_config", "onednn_matmul_config", "cudnn_block_scaled_dot_backend_config"):
-        config = instruction.config.get(key)
-        if config is not None:
-            numbers = config.get("dot_dimension_numbers")
-            if numbers is not None:
-                size = _of_dot(site, *(_axes(numbers, name) for name in _NUMBERS))
-                return dataclasses.replace(size, block_scaled=key.startswith("cudnn") or target.endswith("$mx"))
-    if target.startswith("__onednn$matmul"):
-        # oneDNN's calls multiply the last two axes.
-        rank = len(site.operands[0].instruction.shape.dims)
-        rhs_rank = len(site.operands[1].instruction.shape.dims)
-        return _of_dot(site, tuple(range(rank - 2)), (rank - 1,), (rhs_rank - 2,))
+    match call_of(site.instruction):
+        case Call.CONVOLUTION:
+            return _of_convolution(site)
+        case Call.PRODUCT if (numbers := dot_numbers(site.instruction)) is not None:
+            is_block_scaled = target_of_call(site.instruction) in BLOCK_SCALED
+            return dataclasses.replace(_of_dot(site, *numbers), block_scaled=is_block_scaled)
+        case Call.PRODUCT if target_of_call(site.instruction) == ONEDNN:
+            lhs, rhs = (len(operand.instruction.shape.dims) for operand in site.operands[:2])
+            return _of_dot(site, tuple(range(lhs - 2)), (lhs - 1,), (rhs - 2,))  # Of the last two axes.
     return None
-
-
-_NUMBERS = ("lhs_batch_dimensions", "lhs_contracting_dimensions", "rhs_contracting_dimensions")
-
-
-def _axes(numbers: dict[str, Any], name: str) -> tuple[int, ...]:
-    return tuple(map(int, numbers.get(name, ())))
 
 
 def _of_convolution(site: Site) -> Dimensions:

@@ -4,8 +4,20 @@ import dataclasses
 from collections.abc import Iterator
 
 from .scopes import dotted
-from .sites import Site, is_fusion, subprograms
+from .sites import Site
 from .text import Shape
+from .vocabulary import (
+    COPIES,
+    HANDED_ON,
+    QUANTIZED,
+    SCALES,
+    SCALES_AND_BOUNDS,
+    WIDE,
+    begins,
+    ends,
+    is_fusion,
+    subprograms,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,27 +42,8 @@ class Origin:
     padded: bool
 
 
-# Instructions that pass on the values of one operand, and which one.
-_HANDED_ON = {
-    **dict.fromkeys(("convert", "bitcast", "bitcast-convert", "copy", "transpose", "reshape", "slice", "pad"), 0),
-    **dict.fromkeys(("dynamic-slice", "opt-barrier", "reduce-precision", "copy-start", "copy-done"), 0),
-    **dict.fromkeys(("all-gather", "all-gather-start", "all-gather-done", "all-to-all", "collective-permute"), 0),
-    **dict.fromkeys(("collective-permute-start", "collective-permute-done", "async-done", "reverse"), 0),
-    **dict.fromkeys(("clamp", "dynamic-update-slice"), 1),
-}
-# Of two operands, one may be a scale or a bound that the other is combined with.
-_SCALED = {"multiply", "divide", "minimum", "maximum"}
-
-
 def origin(site: Site) -> Origin:
-    """Follows a value back.
-
-    Args:
-        site: The instruction that makes the value.
-
-    Returns:
-        What is known about it.
-    """
+    """Follows a value back."""
     arguments: tuple[str, ...] = ()
     quantized = ""
     rescaled = in_blocks = padded = False
@@ -65,12 +58,12 @@ def origin(site: Site) -> Origin:
                 arguments = tuple(name for part in parts for name in part.arguments)
                 quantized = quantized or parts[0].quantized
         shape = instruction.shape
-        if not quantized and shape.dtype.startswith(("f8e4", "f8e5", "f4e2")):
+        if not quantized and shape.dtype.startswith(QUANTIZED):
             quantized = shape.dtype
-        if shape.dtype in ("bf16", "f16", "f32", "f64"):
+        if shape.dtype in WIDE:
             wide.append(shape)
         if not quantized:
-            if instruction.opcode in ("multiply", "divide"):
+            if instruction.opcode in SCALES:
                 rescaled = True
                 in_blocks |= not any(map(_repeats_one_number, step.operands))
             padded |= instruction.opcode == "pad"
@@ -105,7 +98,7 @@ def entering(kernel: Site, operand: Site) -> Entering | None:
     for step in _way(operand):
         if step.computation is kernel.computation:
             return Entering(step.instruction.shape.dtype, in_blocks)
-        if step.instruction.opcode in ("multiply", "divide"):
+        if step.instruction.opcode in SCALES:
             in_blocks |= not any(map(_repeats_one_number, step.operands))
     return None
 
@@ -140,15 +133,15 @@ def _before(site: Site, indices: list[int]) -> Site | None:
         return site.root(instruction.called("calls")[0])
     if opcode == "while":
         return site.root(instruction.called("body")[0])
-    if (opcode == "call" or opcode.endswith("-start")) and (inner := subprograms(instruction)):
+    if (opcode == "call" or begins(opcode)) and (inner := subprograms(instruction)):
         return site.root(inner[0])
-    if opcode.endswith("-done") and site.operands[0].instruction.opcode in ("fusion-start", "async-start"):
+    if ends(opcode) and site.operands[0].instruction.opcode in ("fusion-start", "async-start"):
         return site.operands[0]
-    if opcode in _HANDED_ON:
+    if opcode in HANDED_ON:
         # Some take several operands and return a tuple of as many.
         several = indices and instruction.shape.dtype == "tuple" and len(instruction.operands) > 1
-        return site.operands[indices.pop() if several else _HANDED_ON[opcode]]
-    if opcode in _SCALED or opcode == "select":
+        return site.operands[indices.pop() if several else HANDED_ON[opcode]]
+    if opcode in SCALES_AND_BOUNDS or opcode == "select":
         candidates = [operand for operand in site.operands[-2:] if not _is_broadcast(operand)]
         return candidates[0] if len(candidates) == 1 else None
     return None
@@ -208,7 +201,7 @@ def _is_broadcast(site: Site) -> bool:
         instruction = current.instruction
         if instruction.opcode in ("broadcast", "constant", "iota") or _is_number(instruction.shape):
             return True
-        if instruction.opcode in _SCALED:
+        if instruction.opcode in SCALES_AND_BOUNDS:
             return all(map(_is_broadcast, current.operands))
         current = _before(current, indices)
     return False
@@ -216,7 +209,7 @@ def _is_broadcast(site: Site) -> bool:
 
 def _repeats_one_number(site: Site) -> bool:
     while not _is_number(site.instruction.shape):
-        if site.instruction.opcode not in ("broadcast", "convert", "bitcast", "reshape", "copy", "transpose"):
+        if site.instruction.opcode not in {"broadcast", "transpose", *COPIES}:
             return False
         site = site.operands[0]
     return True

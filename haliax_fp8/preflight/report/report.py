@@ -233,6 +233,7 @@ def _plain(report: PreflightReport) -> dict[str, Any]:
         if found is None:
             return None
         fields = dataclasses.asdict(found)
+        del fields["text"]  # Longer than all the rest.
         fields["products"] = [
             {**dataclasses.asdict(p), "verdict": p.verdict.value, "flops": p.flops, "useful_flops": p.useful_flops}
             for p in found.products

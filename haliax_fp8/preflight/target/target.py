@@ -5,15 +5,11 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..._numerics.formats import E4M3, E4M3FNUZ, E5M2, E5M2FNUZ
 from ...devices.device import Device
 from ...devices.peaks import Peaks
 from ...devices.units import MX_UNITS
 from ...devices.xla_flags import XlaFlags
-
-
-# XLA's names of the formats that products may run in.
-_FORMATS = {"f8e4m3fn": E4M3, "f8e5m2": E5M2, "f8e4m3fnuz": E4M3FNUZ, "f8e5m2fnuz": E5M2FNUZ}
+from ..hlo.vocabulary import FORMATS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +68,7 @@ class Target(abc.ABC):
         """
         if self.device.emulates and dtype.startswith("f8"):
             return "a CPU has no FP8 products: they are emulated, with the same rounding"
-        format = _FORMATS.get(dtype)
+        format = FORMATS.get(dtype)
         return None if format is None else self.device.lacks(format)
 
     def lacks_block_scaling(self) -> str | None:

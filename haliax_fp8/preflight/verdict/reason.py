@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Mapping
 
+from ...devices.peaks import is_narrow
 from ..hlo.dimensions import Dimensions
 from ..hlo.origin import Entering, Origin
 from ..hlo.scopes import asks_for_fp8, rotates
@@ -106,15 +107,6 @@ def _why_emulated(evidence: Evidence, quantized: list[str], target: Target) -> s
     if sizes := indivisible(evidence.size):
         return f"{sizes}: FP8 products need multiples of 16"
     return f"the product reads {wide}: XLA widened the FP8 operands in other kernels"
-
-
-def is_narrow(dtype: str) -> bool:
-    """Whether an element type is FP8 or narrower.
-
-    Args:
-        dtype: XLA's name.
-    """
-    return dtype.startswith(("f8", "f4"))
 
 
 def indivisible(size: Dimensions) -> str:
