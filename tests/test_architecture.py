@@ -43,8 +43,10 @@ FLOOR = {room: floor for floor, line in enumerate(FLOORS) for room in line}
 WITHOUT_HALIAX = {room for line in FLOORS[: FLOOR["_product"] + 1] for room in line}
 WITH_THE_MARKER = {"_state/marker.py", "_state/op_state.py", "_state/records.py"}
 
-# The preflight reads any program, also of other packages: it knows devices, not recipes or layers.
-OF_THE_PREFLIGHT = {"devices", "_numerics"}
+# The preflight reads any program, also of other packages: it knows devices, not recipes or layers. Of the product it
+# knows the names that traced programs carry.
+OF_THE_PREFLIGHT = {"devices", "_numerics", "_product"}
+NAMES_OF_THE_PRODUCT = {"names"}
 
 # As an attribute of the package this is the dictionary of named recipes, and not the folder.
 SHADOWED = {"haliax_fp8.recipes"}
@@ -130,8 +132,11 @@ def test_no_circles_inside_a_folder(folder):
 
 
 def test_the_preflight_needs_no_recipes_and_no_layers():
-    needed = {room for path in (ROOT / "preflight").rglob("*.py") for room in imported_from(path, ROOT)}
-    assert needed - {"preflight"} <= OF_THE_PREFLIGHT
+    files = list((ROOT / "preflight").rglob("*.py"))
+    needed = {room for path in files for room in imported_from(path, ROOT)}
+    assert needed - {"preflight"} == OF_THE_PREFLIGHT
+    of_the_product = {file for path in files for file in imported_from(path, ROOT / "_product")}
+    assert of_the_product == NAMES_OF_THE_PRODUCT
 
 
 def test_this_file_sees_imports():
@@ -139,7 +144,7 @@ def test_this_file_sees_imports():
     assert {"_op", "recipes", "layers"} <= imported_from(ROOT / "layers" / "haliax.py", ROOT)
     assert {"rule", "patterns"} <= imported_from(ROOT / "layers" / "walk.py", ROOT / "layers")
     assert {"_numerics", "_jax"} == imported_from(ROOT / "ops" / "arguments.py", ROOT)
-    assert {"run", "target"} <= imported_from(ROOT / "preflight" / "__init__.py", ROOT / "preflight")
+    assert {"step", "target"} <= imported_from(ROOT / "preflight" / "__init__.py", ROOT / "preflight")
     assert "haliax.quantization.CustomGradientAccumulation" in set(imports(ROOT / "_state" / "marker.py"))
     assert any(name.startswith("jax._src") for name in imports(ROOT / "_jax" / "max_grad.py"))
 

@@ -436,7 +436,7 @@ def test_where_a_compiler_is_installed_programs_stay_silent(tmp_path):
     program = """
 import jax, haliax_fp8 as fp8
 x = jax.numpy.ones((32, 32))
-fp8.preflight.preflight(lambda x: x @ x, x, target="h100")
+fp8.preflight.inspect_step(lambda x: x @ x, x, target="h100")
 assert jax.default_backend() == "cpu" and (x @ x).sum() == 32**3
 """
     environment = {name: value for name, value in os.environ.items() if not name.startswith("JAX_")}

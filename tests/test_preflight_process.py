@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from haliax_fp8.preflight import preflight, targets
+from haliax_fp8.preflight import inspect_step, targets
 from haliax_fp8.preflight.target.process import changed_process
 
 
@@ -102,7 +102,7 @@ def test_preflights_in_threads(names):
     reports = {}
 
     def compile_for(place, name):
-        reports[place] = preflight(step, *args, target=name, other_setting=False)
+        reports[place] = inspect_step(step, *args, target=name, other_setting=False)
 
     in_threads(*(lambda place=place, name=name: compile_for(place, name) for place, name in enumerate(names)))
     assert [reports[place].target.name for place in range(len(names))] == names

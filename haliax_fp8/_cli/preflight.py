@@ -13,7 +13,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from ..devices.catalog import canonical
 from ..layers.convert import Fp8Config
 from ..layers.description import describe
-from ..preflight import PreflightError, PreflightReport, preflight
+from ..preflight import PreflightError, PreflightReport, inspect_step
 from ..preflight.target.named import target_of
 from .demo import demo_by_name, demo_step
 from .errors import UsageError
@@ -113,7 +113,7 @@ def compile_with_progress(step: Step, baseline: Step | None, options: argparse.N
                 console.print(what)
 
         def compile_all() -> PreflightReport:
-            report = preflight(
+            report = inspect_step(
                 step.function,
                 *step.args,
                 target=options.target,

@@ -42,15 +42,7 @@ MeshLike = Mesh | AbstractMesh | Mapping[str, int]
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """A compiled function.
-
-    Args:
-        text: The program as XLA prints it.
-        written: The program before XLA optimized it; empty if it is not known.
-        outputs: The paths of its results.
-        memory: What it needs.
-        seconds: How long tracing and compiling took.
-    """
+    """A compiled function: its text, also as it was before XLA optimized it, and the paths of its results."""
 
     text: str
     written: str
@@ -69,19 +61,9 @@ def compile_for(
     flags: XlaFlags,
     compiler_options: Mapping[str, Any] | None = None,
 ) -> Compiled:
-    """Compiles a function of trees.
+    """Compiles a function of trees; see `inspect_step` for the arguments. `mesh` is one of the target's devices.
 
-    Args:
-        function: Any callable, jitted or not. Arguments that inner `jit`s donate are donated.
-        args: Its arguments: trees of arrays or `ShapeDtypeStruct`s; everything else is static.
-        target: What to compile for.
-        mesh: Devices of the target.
-        shardings: A tree of `PartitionSpec`s for `args`, or a prefix of one; None uses the arrays' own shardings.
-        flags: The user's, including those of the environment.
-        compiler_options: In addition to those of the target.
-
-    Returns:
-        The program.
+    Arguments that inner `jit`s donate are donated.
     """
     begin = time.perf_counter()
     inputs = _Inputs.of(function, args, mesh, shardings)
@@ -114,13 +96,7 @@ _WARNINGS = (
 
 @dataclasses.dataclass(frozen=True)
 class _Inputs:
-    """A call with its arrays taken out and given names.
-
-    Args:
-        leaves: All leaves of the function and its arguments, arrays abstract.
-        structure: Their tree.
-        names: Of each leaf that is an array, by its place among the leaves.
-    """
+    """A call with its arrays taken out: all leaves, arrays abstract; their tree; and the arrays' names by place."""
 
     leaves: tuple[Any, ...]
     structure: Any
@@ -177,8 +153,6 @@ def _abstract(leaf: Any, spec: Any, mesh: Mesh) -> jax.ShapeDtypeStruct:
 def _specs(args: tuple[Any, ...], shardings: Any) -> list[Any]:
     """A spec or None for each leaf of the arguments."""
     is_spec = lambda node: node is None or isinstance(node, PartitionSpec | NamedSharding)
-    if shardings is None:
-        return [None] * len(jax.tree.leaves(args))
     try:
         spread = jax.tree.broadcast(shardings, args, is_leaf=is_spec)
     except ValueError as error:
@@ -211,11 +185,10 @@ def _donated(traced: Any, inputs: _Inputs) -> list[str]:
 
 
 def _memory(stats: Any) -> Memory:
-    arguments, outputs = stats.argument_size_in_bytes, stats.output_size_in_bytes
-    aliased, temporaries = stats.alias_size_in_bytes, stats.temp_size_in_bytes
+    sizes = [getattr(stats, f"{name}_size_in_bytes") for name in ("argument", "output", "alias", "temp")]
+    arguments, outputs, aliased, temporaries = sizes
     # Some backends report their own peak, but not all, and not all the same one.
-    peak = arguments + outputs - aliased + temporaries
-    return Memory(arguments, outputs, aliased, temporaries, peak)
+    return Memory(*sizes, peak=arguments + outputs - aliased + temporaries)
 
 
 def make_mesh(target: Target, devices: int | None, mesh: MeshLike | None) -> Mesh:
@@ -227,7 +200,7 @@ def make_mesh(target: Target, devices: int | None, mesh: MeshLike | None) -> Mes
         mesh: Axes and sizes, or a mesh of other devices with the same; None for one axis, `devices`.
 
     Raises:
-        ValueError: If the two do not fit.
+        ValueError: If `devices` and `mesh` do not fit.
     """
     if mesh is None:
         mesh = {"devices": 1 if devices is None else devices}

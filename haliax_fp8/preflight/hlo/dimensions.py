@@ -146,8 +146,8 @@ def _of_convolution(site: Site) -> Dimensions:
     batch = 1
     for axis, window in zip(sorted(set(lhs_labels) - set("bf?")), _windows(site), strict=True):
         positions = out.dims[out_labels.index(axis)]
-        pairs = window.pairs(lhs.dims[lhs_labels.index(axis)], positions)
-        if pairs == positions == window.size:
+        pairs = _pairs(window, lhs.dims[lhs_labels.index(axis)], positions)
+        if pairs == positions == window["size"]:
             batch *= positions
         elif positions == 1 or pairs % positions:
             k *= pairs
@@ -156,42 +156,18 @@ def _of_convolution(site: Site) -> Dimensions:
     return Dimensions(batch, m, n, k, lhs, rhs, out)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Window:
-    """One spatial axis of a convolution's window."""
-
-    size: int
-    stride: int = 1
-    pad_low: int = 0
-    lhs_dilate: int = 1
-    rhs_dilate: int = 1
-
-    def pairs(self, size: int, positions: int) -> int:
-        """How many pairs of an output position and an element of the window meet an element of the input."""
-        if self.stride == self.lhs_dilate == self.rhs_dilate == self.size == 1 and self.pad_low == 0:
-            return min(size, positions)
-        count = 0
-        dilated = (size - 1) * self.lhs_dilate + 1
-        for position in range(positions):
-            for element in range(self.size):
-                index = position * self.stride + element * self.rhs_dilate - self.pad_low
-                count += 0 <= index < dilated and index % self.lhs_dilate == 0
-        return count
+def _windows(site: Site) -> list[dict[str, int]]:
+    """What a window such as `{size=3x3 stride=2x1 pad=0_0x1_1 lhs_dilate=1x2}` says of each spatial axis."""
+    fields = (part.split("=") for part in site.instruction.attribute("window").strip("{}").split())
+    columns = {name: [int(value.split("_")[0]) for value in values.split("x")] for name, values in fields}
+    return [{name: values[axis] for name, values in columns.items()} for axis in range(len(columns.get("size", ())))]
 
 
-def _windows(site: Site) -> list[_Window]:
-    """Of a window such as `{size=3x3 stride=2x1 pad=0_0x1_1 lhs_dilate=1x2}`."""
-    text = site.instruction.attribute("window").strip("{}")
-    fields = dict(part.split("=") for part in text.split())
-    if not fields:
-        return []
-    sizes = list(map(int, fields["size"].split("x")))
-
-    def values(name: str, default: int) -> list[int]:
-        return list(map(int, fields[name].split("x"))) if name in fields else [default] * len(sizes)
-
-    lows = [int(pad.split("_")[0]) for pad in fields["pad"].split("x")] if "pad" in fields else [0] * len(sizes)
-    return [
-        _Window(*each)
-        for each in zip(sizes, values("stride", 1), lows, values("lhs_dilate", 1), values("rhs_dilate", 1), strict=True)
-    ]
+def _pairs(window: dict[str, int], size: int, positions: int) -> int:
+    """How many pairs of an output position and an element of the window meet an element of the input."""
+    stride, dilation = window.get("stride", 1), window.get("rhs_dilate", 1)
+    low, holes = window.get("pad", 0), window.get("lhs_dilate", 1)
+    if stride == dilation == holes == window["size"] == 1 and low == 0:
+        return min(size, positions)
+    indices = (p * stride + element * dilation - low for p in range(positions) for element in range(window["size"]))
+    return sum(0 <= index <= (size - 1) * holes and index % holes == 0 for index in indices)

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterator
 
 from .scopes import dotted
-from .sites import Site
+from .sites import Site, element_of_state
 from .text import Shape
 from .vocabulary import (
     COPIES,
@@ -85,14 +85,9 @@ class Entering:
 
 
 def entering(kernel: Site, operand: Site) -> Entering | None:
-    """Follows an operand back to where it comes into a fusion: through casts, scales and what only moves elements.
+    """Follows an operand within a fusion back to where it enters: through casts, scales and what only moves elements.
 
-    Args:
-        kernel: The fusion.
-        operand: An operand of an instruction within it.
-
-    Returns:
-        What is known of the array; None if the fusion computes the operand in another way.
+    None if the fusion computes it in another way.
     """
     in_blocks = False
     for step in _way(operand):
@@ -153,42 +148,26 @@ def _argument(site: Site, indices: list[int]) -> Site | None:
         return None
     caller, number = site.caller, site.instruction.parameter_number
     if caller.instruction.opcode == "while":
-        # What a loop passes from run to run began as its operand, if the body does not change it.
-        if not indices or not _is_invariant(site, indices[-1]):
-            return None if not indices else _carried(site, indices)
-        return caller.operands[0]
+        return _of_state(site, indices)
     if caller.instruction.opcode == "conditional":
         branches = subprograms(caller.instruction)
         return caller.operands[1 + branches.index(site.computation.name)]
     return caller.operands[number]
 
 
-def _element(site: Site, index: int) -> Site | None:
-    """What a loop's body returns in a place of its tuple."""
-    root = site.beside(site.computation.root.name)
-    return root.operands[index] if root.instruction.opcode == "tuple" else None
-
-
-def _is_invariant(site: Site, index: int) -> bool:
-    """Whether a loop's body returns in a place what it got there."""
-    element = _element(site, index)
-    while element is not None and element.instruction.opcode in ("copy", "bitcast"):
-        element = element.operands[0]
-    return (
-        element is not None
-        and element.instruction.opcode == "get-tuple-element"
-        and int(element.instruction.attribute("index")) == index
-        and element.operands[0].instruction.opcode == "parameter"
-    )
-
-
-def _carried(site: Site, indices: list[int]) -> Site | None:
-    """What a loop's body wrote in earlier runs, if it fills an array slice by slice."""
-    element = _element(site, indices[-1])
-    if element is None or element.instruction.opcode not in ("dynamic-update-slice", "fusion"):
+def _of_state(state: Site, indices: list[int]) -> Site | None:
+    """Where an element of a loop's state comes from: what the loop began with, if the body hands it on as it was; what
+    the body wrote in earlier runs, if it fills an array slice by slice."""
+    root = state.beside(state.computation.root.name)
+    if not indices or root.instruction.opcode != "tuple" or state.caller is None:
+        return None
+    result = root.operands[indices[-1]]
+    if element_of_state(result) == indices[-1]:
+        return state.caller.operands[0]
+    if result.instruction.opcode not in ("dynamic-update-slice", "fusion"):
         return None
     indices.pop()
-    return element
+    return result
 
 
 def _is_broadcast(site: Site) -> bool:

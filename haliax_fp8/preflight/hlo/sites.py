@@ -66,11 +66,7 @@ def entry_sites(module: Module) -> Iterator[Site]:
 
 
 def kernels(sites: Iterator[Site]) -> Iterator[Site]:
-    """The instructions that run, fusions as one; loops, calls and branches are opened.
-
-    Args:
-        sites: Where to begin, such as `entry_sites(module)`.
-    """
+    """The instructions that run, fusions as one; loops, calls and branches are opened. See `entry_sites`."""
     for site in sites:
         inner = subprograms(site.instruction)
         if not inner:
@@ -102,11 +98,11 @@ def trip_count(loop: Site) -> int | None:
     if test.instruction.opcode != "compare" or {initial.instruction.opcode, body.instruction.opcode} != {"tuple"}:
         return None
     counter, limit = test.operands
-    if (index := _element(counter)) is None:
+    if (index := element_of_state(counter)) is None:
         return None
     start, stop, step = _number(initial.operands[index]), _number(limit), _added(body.operands[index], index)
-    place = _element(limit)
-    if place is not None and place == _element(body.operands[place]):
+    place = element_of_state(limit)
+    if place is not None and place == element_of_state(body.operands[place]):
         stop = _number(initial.operands[place])  # Handed on from run to run as it was.
     beyond = COMPARISONS.get(test.instruction.attribute("direction"))
     if start is None or stop is None or not step or beyond is None:
@@ -137,8 +133,8 @@ def _number(site: Site) -> int | None:
     return int(text) if text.lstrip("-").isdigit() else None
 
 
-def _element(site: Site) -> int | None:
-    """Which element of the loop's state a value is, if it is one."""
+def element_of_state(site: Site) -> int | None:
+    """Which element of a loop's state a value in its body or condition is, if it is one as it was."""
     found = _computed(site)
     if found.instruction.opcode != "get-tuple-element" or found.operands[0].instruction.opcode != "parameter":
         return None
@@ -151,6 +147,6 @@ def _added(result: Site, index: int) -> int | None:
     if operation.instruction.opcode != "add":
         return None
     first, second = operation.operands
-    if _element(first) == index:
+    if element_of_state(first) == index:
         return _number(second)
-    return _number(first) if _element(second) == index else None
+    return _number(first) if element_of_state(second) == index else None

@@ -14,8 +14,7 @@ from ...devices.xla_flags import XlaFlags
 from ..target.target import Target
 from ..verdict.product import Product, Verdict
 from ..verdict.program import Estimate, Program
-from .findings import findings, launch_bound
-from .flags_line import first_line
+from .findings import findings, first_line
 from .render import Page, as_markdown, as_renderable
 
 
@@ -110,19 +109,7 @@ class PreflightReport:
     @property
     def findings(self) -> tuple[str, ...]:
         """What a reader should know about the step, worst first."""
-        found = list(findings(self.step, self.baseline, self.target))
-        programs = {"step": (self.step, self.estimate)}
-        if self.baseline is not None:
-            programs["baseline"] = (self.baseline, self.baseline_estimate)
-        for name, (program, estimate) in programs.items():
-            if estimate is not None and estimate.is_launch_bound:
-                found.append(launch_bound(program, name))
-        if self.baseline is not None and self._collectives:
-            found.append(
-                "no speedup is estimated: the times do not include communication between devices, an unknown part of "
-                "which overlaps with kernels"
-            )
-        return tuple(found)
+        return findings(self.step, self.baseline, self.target)
 
     @property
     def caveats(self) -> tuple[str, ...]:
@@ -181,7 +168,7 @@ class PreflightReport:
                         f"{name}={bound} cannot be required of {math.prod(self.mesh.values())} devices: the times do "
                         "not include communication. Require fp8_flops, or compile the step for one device"
                     )
-                raise ValueError(f"{name}={bound} needs a baseline and known peaks; pass compare= to preflight")
+                raise ValueError(f"{name}={bound} needs a baseline and known peaks; pass compare= to inspect_step")
             if sign * value > sign * bound:
                 failures.append(f"{name}={bound} is required, but it is {value:.3f}")
         if failures:

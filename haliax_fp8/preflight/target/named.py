@@ -4,8 +4,7 @@ from collections.abc import Mapping
 
 from ...devices.catalog import NotCompiled, Row, XlaGpu, XlaTpu, canonical, catalog
 from .gpu import GpuTarget
-from .local import LocalTarget
-from .target import Target
+from .target import LocalTarget, Target
 from .tpu import TpuTarget
 
 

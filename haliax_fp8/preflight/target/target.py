@@ -1,9 +1,11 @@
-"""What XLA needs to know about a device to compile for it."""
+"""What XLA needs to know about a device to compile for it; and the devices that are here."""
 
 import abc
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+import jax
 
 from ...devices.device import Device
 from ...devices.peaks import Peaks
@@ -17,7 +19,7 @@ class Target(abc.ABC):
     """A device to compile for.
 
     Args:
-        name: What `preflight(target=...)` calls it.
+        name: What `inspect_step(target=...)` calls it.
         kind: The device's own name.
         peaks: Its peak rates; None if unknown.
     """
@@ -75,3 +77,31 @@ class Target(abc.ABC):
         """Why the device does not multiply operands with a scale for each block; None if it does."""
         reason = self.device.lacks(dataclasses.replace(MX_UNITS, products="block-scaled products"))
         return None if reason is None else f"{reason}: the kernel widens the operands"
+
+
+@dataclasses.dataclass(frozen=True)
+class LocalTarget(Target):
+    """The local devices, as JAX lists them by default."""
+
+    @property
+    def device(self) -> Device:
+        return Device.default()
+
+    def compiler_options(self, flags: XlaFlags) -> Mapping[str, Any]:
+        return {}  # The flags in the environment are XLA's own business.
+
+    @property
+    def caveats(self) -> tuple[str, ...]:
+        return (
+            ("times are estimates, nothing ran",) if self.peaks else ("no peaks are known, so no times are estimated",)
+        )
+
+    def missing(self) -> None:
+        return None
+
+    def devices(self, count: int) -> Sequence[Any]:
+        """The first of `jax.devices()`."""
+        found = jax.devices()
+        if len(found) < count:
+            raise ValueError(f"devices={count}, but this machine has {len(found)}; name a target to compile for more")
+        return found[:count]

@@ -15,25 +15,19 @@ from ..hlo.text import Module, parse_hlo
 from ..hlo.traffic import is_kernel, touched
 from ..hlo.vocabulary import COLLECTIVES, LIBRARIES, Call, call_of, is_fusion, is_triton, target_of_call
 from ..target.target import Target
-from .product import Product
+from .product import TRITON, Product
 from .program import Collective, Kernels, Opaque, Program
 from .reason import Evidence, indivisible, judge
-from .written import Written, WrittenProducts
+from .written import Written, made_from, written_products
 
 
 _SMALL = 10**6
 
 
 def analyze(compiled: Compiled, target: Target, known: Mapping[str, str] | None = None) -> Program:
-    """Reads what a compiled program does.
-
-    Args:
-        compiled: The program.
-        target: What it was compiled for.
-        known: Reasons why layers stay in high precision, by path, as from `describe`.
-    """
+    """What a program does, compiled for a target; `known` are reasons why layers stay in high precision, by path."""
     module = parse_hlo(compiled.text)
-    written = WrittenProducts.of(compiled.written) if compiled.written else WrittenProducts({})
+    written = written_products(compiled.written) if compiled.written else {}
     reader = _Reader(module, written, compiled.outputs, target, known or {})
     products: list[Product] = []
     collectives: list[Collective] = []
@@ -76,7 +70,7 @@ class _Reader:
     """Finds products and determines how they run."""
 
     module: Module
-    written: WrittenProducts
+    written: Mapping[str, list[Written]]
     outputs: tuple[str, ...]
     target: Target
     known: Mapping[str, str]
@@ -94,7 +88,7 @@ class _Reader:
 
     def _product(self, kernel: Site, site: Site, size: Dimensions) -> Product:
         scope = site.instruction.op_name or kernel.instruction.op_name
-        written = self.written.find(scope, size)
+        written = made_from(self.written.get(scope, []), size)
         if written is not None:
             size = size.as_written(written.size)
         lhs, rhs = (origin(operand) for operand in site.operands[:2])
@@ -171,7 +165,7 @@ def _kernel_name(kernel: Site, site: Site) -> str:
         return LIBRARIES.get(name, name)
     if kernel is site:
         return site.instruction.opcode
-    return f"{'Triton' if is_triton(kernel.instruction) else 'fused'} {site.instruction.opcode}"
+    return f"{TRITON if is_triton(kernel.instruction) else 'fused'} {site.instruction.opcode}"
 
 
 def _collective(kernel: Site, kind: str) -> Collective:

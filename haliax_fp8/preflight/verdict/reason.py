@@ -20,8 +20,7 @@ class Evidence:
         size: Its sizes and element types, as compiled.
         scope: The stack of named scopes.
         layer: The layer's path; empty if none is known.
-        lhs: Where the first operand comes from.
-        rhs: Where the second operand comes from.
+        lhs, rhs: Where the operands come from.
         written: The product before optimization, if it is known.
         entering: Of a product within a kernel of Triton's, the arrays that the kernel reads its operands from.
     """
@@ -70,16 +69,7 @@ class Evidence:
 
 
 def judge(evidence: Evidence, target: Target, known: Mapping[str, str]) -> tuple[Verdict, str]:
-    """What became of a product, and why it is not in FP8.
-
-    Args:
-        evidence: What is known of it.
-        target: What it was compiled for.
-        known: Reasons by layer, from `describe`.
-
-    Returns:
-        The verdict, and the reason; empty for a product in FP8.
-    """
+    """What became of a product, and why it is not in FP8: empty if it is. `known` are reasons by layer."""
     if all(map(is_narrow, evidence.read)) and not evidence.scaled_inside:
         reasons = [target.lacks(dtype) for dtype in evidence.read]
         if evidence.block_scaled:
@@ -110,11 +100,7 @@ def _why_emulated(evidence: Evidence, quantized: list[str], target: Target) -> s
 
 
 def indivisible(size: Dimensions) -> str:
-    """The dimensions that FP8 tensor cores cannot take, such as `m=5, k=4095`; empty if there are none.
-
-    Args:
-        size: The sizes.
-    """
+    """The dimensions that FP8 tensor cores cannot take, such as `m=5, k=4095`; empty if there are none."""
     return ", ".join(f"{name}={value}" for name, value in (("m", size.m), ("n", size.n), ("k", size.k)) if value % 16)
 
 

@@ -13,7 +13,7 @@ from .verdict.analysis import analyze
 from .verdict.program import Program
 
 
-def preflight(
+def inspect_step(
     step_fn: Callable[..., Any],
     *args: Any,
     target: str | Target = "h100",
@@ -57,7 +57,7 @@ def preflight(
 
     Example:
         >>> step = jax.grad(lambda w, x: (x @ w).sum())
-        >>> report = preflight(step, jnp.ones((32, 16)), jnp.ones((8, 32)), target="local")
+        >>> report = inspect_step(step, jnp.ones((32, 16)), jnp.ones((8, 32)), target="local")
         >>> [(p.role, p.flops) for p in report.products]
         [('backward', 8192)]
     """
