@@ -57,11 +57,11 @@ def compile_for(
     *,
     target: Target,
     mesh: Mesh,
-    shardings: Any = None,
+    shardings: Any,
     flags: XlaFlags,
-    compiler_options: Mapping[str, Any] | None = None,
+    options: Mapping[str, Any],
 ) -> Compiled:
-    """Compiles a function of trees; see `inspect_step` for the arguments. `mesh` is one of the target's devices.
+    """Compiles a function of trees; the arguments are those of `inspect_step`, `flags` all that the user has set.
 
     Arguments that inner `jit`s donate are donated.
     """
@@ -69,15 +69,13 @@ def compile_for(
     inputs = _Inputs.of(function, args, mesh, shardings)
     with jax.set_mesh(mesh):
         traced = jax.jit(inputs.call).trace({}, inputs.abstract)
-        donated = _donated(traced, inputs)
-        if donated:
+        if donated := _donated(traced, inputs):
             rest = {name: x for name, x in inputs.abstract.items() if name not in donated}
             given = {name: inputs.abstract[name] for name in donated}
             traced = jax.jit(inputs.call, donate_argnums=0).trace(given, rest)
-        options = {**target.compiler_options(flags), **(compiler_options or {})}
         with changed_process(ignored=_WARNINGS):
             lowered = traced.lower()
-            compiled = lowered.compile(compiler_options=options)
+            compiled = lowered.compile(compiler_options={**target.compiler_options(flags), **options})
         written = lowered.as_text("hlo", debug_info=True)
     text, memory = compiled.as_text(), _memory(compiled.memory_analysis())
     assert text is not None
@@ -107,11 +105,10 @@ class _Inputs:
         paths, structure = jax.tree_util.tree_flatten_with_path((function, args))
         specs = _specs(args, shardings)
         count = len(paths) - len(specs)
-        specs = [None] * count + specs
         arguments = _argument_names(function, len(args))
         leaves, names = [], {}
-        for place, ((path, leaf), spec) in enumerate(zip(paths, specs, strict=True)):
-            if not _is_array(leaf):
+        for place, ((path, leaf), spec) in enumerate(zip(paths, [None] * count + specs, strict=True)):
+            if not isinstance(leaf, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct):
                 leaves.append(leaf)
                 continue
             leaves.append(_abstract(leaf, spec, mesh))
@@ -131,10 +128,6 @@ class _Inputs:
         leaves = [arrays[self.names[i]] if i in self.names else leaf for i, leaf in enumerate(self.leaves)]
         function, args = jax.tree.unflatten(self.structure, leaves)
         return eqx.filter(function(*args), eqx.is_array)
-
-
-def _is_array(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct)
 
 
 def _abstract(leaf: Any, spec: Any, mesh: Mesh) -> jax.ShapeDtypeStruct:

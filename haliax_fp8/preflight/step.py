@@ -67,33 +67,25 @@ def inspect_step(
     flags = XlaFlags.of_environment().with_options(given)
     its_mesh = make_mesh(chosen, devices, mesh)
 
-    def program(function: Callable[..., Any], arguments: tuple[Any, ...], flags: XlaFlags, options: Mapping[str, Any]):
+    def program(function: Callable[..., Any], arguments: tuple[Any, ...], **more: Any) -> Program:
+        options = {**given, **more}
+        all_flags = flags.with_options(options)
         compiled = compile_for(
-            function,
-            arguments,
-            target=chosen,
-            mesh=its_mesh,
-            shardings=shardings,
-            flags=flags,
-            compiler_options=options,
+            function, arguments, target=chosen, mesh=its_mesh, shardings=shardings, flags=all_flags, options=options
         )
         return analyze(compiled, chosen, known)
 
-    def with_other_setting() -> Program:
-        options = {**given, TRITON_PRODUCTS: not flags.triton_products}
-        return program(step_fn, args, flags.with_options(options), options)
-
     say(f"compiling the step for {chosen.kind}")
-    step = program(step_fn, args, flags, given)
+    step = program(step_fn, args)
     baseline = None
     if compare is not None:
         say(f"compiling the baseline for {chosen.kind}")
         other, other_args = compare if isinstance(compare, tuple) else (compare, args)
-        baseline = program(other, other_args, flags, given)
-    has_setting = other_setting and chosen.device.platform == "cuda"
-    return PreflightReport(
-        chosen, dict(its_mesh.shape), step, baseline, flags, with_other_setting if has_setting else None
-    )
+        baseline = program(other, other_args)
+    with_other_setting = None
+    if other_setting and chosen.device.platform == "cuda":
+        with_other_setting = lambda: program(step_fn, args, **{TRITON_PRODUCTS: not flags.triton_products})
+    return PreflightReport(chosen, dict(its_mesh.shape), step, baseline, flags, with_other_setting)
 
 
 def _own_options(step_fn: Callable[..., Any], args: tuple[Any, ...], device: Device) -> dict[str, Any]:

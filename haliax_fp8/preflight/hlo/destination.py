@@ -15,11 +15,7 @@ type _Part = tuple[Site, tuple[int, ...]]
 
 
 def destinations(site: Site) -> Iterator[int]:
-    """The places in the program's result that an instruction's value makes; of a tuple, its first element.
-
-    Yields:
-        Indices into the tuple that the entry returns.
-    """
+    """The places in the program's result that an instruction's value makes; of a tuple, its first element."""
     waiting: list[_Part] = [(site, (0,) if site.instruction.shape.dtype == "tuple" else ())]
     seen = set()
     scope = site.instruction.op_name
@@ -80,10 +76,6 @@ def _returned(caller: Site, path: tuple[int, ...]) -> list[_Part]:
 
 def matching(outputs: Sequence[str], arguments: Sequence[str]) -> tuple[str, ...]:
     """The arguments that outputs are named after: each time the shortest whose path, its first name left out, ends it.
-
-    Args:
-        outputs: Paths of results, such as `0.layers.0.up.weight` and `1.mu.layers.0.up.weight`.
-        arguments: Paths of arguments, such as `model.layers.0.up.weight`.
 
     Example:
         >>> matching(["1.mu.layers.0.weight"], ["opt_state.0.mu.layers.0.weight", "model.layers.0.weight"])

@@ -11,14 +11,10 @@ from .vocabulary import BLOCK_SCALED, ONEDNN, Call, call_of, dot_numbers, is_sca
 
 @dataclasses.dataclass(frozen=True)
 class Dimensions:
-    """`batch` products of an `m × k` and a `k × n` matrix, and the element types.
+    """`batch` products of an `m × k` and a `k × n` matrix, and the shapes of operands and result.
 
-    Args:
-        batch, m, n, k: The sizes.
-        lhs, rhs, out: The operands and the result.
-        block_scaled: Whether the operands come with a scale for each block.
-        groups: The number of groups of a grouped product, of which each row uses one: `n`, `m` and `k` are those of a
-            single group.
+    Block-scaled operands come with a scale for each block. In a grouped product each row uses one of the groups; the
+    sizes are those of a single group.
     """
 
     batch: int
@@ -108,8 +104,7 @@ def _of_ragged_dot(site: Site) -> Dimensions:
     lhs, rhs = (operand.instruction.shape for operand in site.operands[:2])
     instruction = site.instruction
     batch = math.prod(lhs.dims[axis] for axis in instruction.ints("lhs_batch_dims"))
-    contract = instruction.ints("lhs_contracting_dims")
-    k = math.prod(lhs.dims[axis] for axis in contract)
+    k = math.prod(lhs.dims[axis] for axis in instruction.ints("lhs_contracting_dims"))
     kernels = math.prod(rhs.dims[axis] for axis in instruction.ints("rhs_group_dims"))
     m, n = lhs.size // (batch * k), rhs.size // (batch * k * kernels)
     # The third operand is the sizes of the groups.

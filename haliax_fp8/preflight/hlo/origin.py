@@ -3,21 +3,11 @@
 import dataclasses
 from collections.abc import Iterator
 
+from . import vocabulary as words
 from .scopes import dotted
 from .sites import Site, element_of_state
 from .text import Shape
-from .vocabulary import (
-    COPIES,
-    HANDED_ON,
-    QUANTIZED,
-    SCALES,
-    SCALES_AND_BOUNDS,
-    WIDE,
-    begins,
-    ends,
-    is_fusion,
-    subprograms,
-)
+from .vocabulary import begins, ends, is_fusion, subprograms
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +21,6 @@ class Origin:
         quantized: The FP8 element type that it had on the way, itself included; empty if none.
         rescaled: Whether it was multiplied after that.
         in_blocks: Whether by several numbers, as with a scale for each block.
-        padded: Whether it was padded after that.
     """
 
     arguments: tuple[str, ...]
@@ -39,14 +28,13 @@ class Origin:
     quantized: str
     rescaled: bool
     in_blocks: bool
-    padded: bool
 
 
 def origin(site: Site) -> Origin:
     """Follows a value back."""
     arguments: tuple[str, ...] = ()
     quantized = ""
-    rescaled = in_blocks = padded = False
+    rescaled = in_blocks = False
     wide: list[Shape] = []
     for step in _way(site):
         instruction = step.instruction
@@ -58,27 +46,20 @@ def origin(site: Site) -> Origin:
                 arguments = tuple(name for part in parts for name in part.arguments)
                 quantized = quantized or parts[0].quantized
         shape = instruction.shape
-        if not quantized and shape.dtype.startswith(QUANTIZED):
+        if not quantized and shape.dtype.startswith(words.QUANTIZED):
             quantized = shape.dtype
-        if shape.dtype in WIDE:
+        if shape.dtype in words.WIDE:
             wide.append(shape)
-        if not quantized:
-            if instruction.opcode in SCALES:
-                rescaled = True
-                in_blocks |= not any(map(_repeats_one_number, step.operands))
-            padded |= instruction.opcode == "pad"
+        if not quantized and instruction.opcode in words.SCALES:
+            rescaled = True
+            in_blocks |= not any(map(_repeats_one_number, step.operands))
     narrowest = min(wide, key=lambda shape: shape.bits).dtype if wide else ""
-    return Origin(arguments, narrowest, quantized, rescaled and bool(quantized), in_blocks and bool(quantized), padded)
+    return Origin(arguments, narrowest, quantized, rescaled and bool(quantized), in_blocks and bool(quantized))
 
 
 @dataclasses.dataclass(frozen=True)
 class Entering:
-    """The array that a kernel reads an operand of its product from.
-
-    Args:
-        dtype: Its element type in memory.
-        in_blocks: Whether the kernel multiplies it by several numbers, as with a scale for each block.
-    """
+    """The array that a kernel reads an operand of its product from, and whether the kernel scales it in blocks."""
 
     dtype: str
     in_blocks: bool
@@ -93,7 +74,7 @@ def entering(kernel: Site, operand: Site) -> Entering | None:
     for step in _way(operand):
         if step.computation is kernel.computation:
             return Entering(step.instruction.shape.dtype, in_blocks)
-        if step.instruction.opcode in SCALES:
+        if step.instruction.opcode in words.SCALES:
             in_blocks |= not any(map(_repeats_one_number, step.operands))
     return None
 
@@ -132,11 +113,11 @@ def _before(site: Site, indices: list[int]) -> Site | None:
         return site.root(inner[0])
     if ends(opcode) and site.operands[0].instruction.opcode in ("fusion-start", "async-start"):
         return site.operands[0]
-    if opcode in HANDED_ON:
+    if opcode in words.HANDED_ON:
         # Some take several operands and return a tuple of as many.
         several = indices and instruction.shape.dtype == "tuple" and len(instruction.operands) > 1
-        return site.operands[indices.pop() if several else HANDED_ON[opcode]]
-    if opcode in SCALES_AND_BOUNDS or opcode == "select":
+        return site.operands[indices.pop() if several else words.HANDED_ON[opcode]]
+    if opcode in words.SCALES_AND_BOUNDS or opcode == "select":
         candidates = [operand for operand in site.operands[-2:] if not _is_broadcast(operand)]
         return candidates[0] if len(candidates) == 1 else None
     return None
@@ -180,7 +161,7 @@ def _is_broadcast(site: Site) -> bool:
         instruction = current.instruction
         if instruction.opcode in ("broadcast", "constant", "iota") or _is_number(instruction.shape):
             return True
-        if instruction.opcode in SCALES_AND_BOUNDS:
+        if instruction.opcode in words.SCALES_AND_BOUNDS:
             return all(map(_is_broadcast, current.operands))
         current = _before(current, indices)
     return False
@@ -188,7 +169,7 @@ def _is_broadcast(site: Site) -> bool:
 
 def _repeats_one_number(site: Site) -> bool:
     while not _is_number(site.instruction.shape):
-        if site.instruction.opcode not in {"broadcast", "transpose", *COPIES}:
+        if site.instruction.opcode not in {"broadcast", "transpose", *words.COPIES}:
             return False
         site = site.operands[0]
     return True

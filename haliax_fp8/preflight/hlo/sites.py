@@ -9,15 +9,8 @@ from .vocabulary import COMPARISONS, COPIES, begins, is_fusion, known_trip_count
 
 @dataclasses.dataclass(frozen=True)
 class Site:
-    """An instruction in its place.
-
-    Args:
-        module: The program.
-        computation: The function that it is in.
-        instruction: The instruction.
-        executions: How often it runs in one run of the program.
-        caller: The loop, call or fusion that runs the function; None in the entry.
-    """
+    """An instruction in its place: the program, the function in it, how often it runs each time the program does, and
+    the loop, call or fusion that runs the function; None in the entry."""
 
     module: Module
     computation: Computation

@@ -19,13 +19,7 @@ _BITS = {"pred": 8, "token": 0, "opaque": 0, "bf16": 16, "tf32": 32}
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """An array's element type and sizes, or a tuple of shapes.
-
-    Args:
-        dtype: XLA's name of the element type, such as `f8e4m3fn`; `tuple` for a tuple.
-        dims: The sizes; of a dynamic dimension, its bound.
-        elements: The parts of a tuple.
-    """
+    """An array's element type, as XLA names it, and sizes, of a dynamic dimension its bound; or a `tuple` of shapes."""
 
     dtype: str
     dims: tuple[int, ...] = ()
@@ -66,16 +60,8 @@ class Shape:
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
-    """One instruction.
-
-    Args:
-        name: Unique in its module.
-        shape: Of its result.
-        opcode: Such as `dot` or `custom-call`.
-        operands: The names of its operands; of a parameter or a constant, the text in the parentheses.
-        attributes: The text of each attribute, by name.
-        is_root: Whether it is the result of its computation.
-    """
+    """One instruction: operands are names, of a parameter or a constant the text in the parentheses; attributes are the
+    text of each; the root is the result of its computation."""
 
     name: str
     shape: Shape

@@ -5,8 +5,7 @@ from .vocabulary import NO_KERNEL, SLICES, ends, is_fusion
 
 
 def is_kernel(site: Site) -> bool:
-    """Whether an instruction makes the device do something: not an alias of a value, not the end of an asynchronous
-    one."""
+    """Whether an instruction makes the device do something: not an alias, not the end of what another one began."""
     return site.instruction.opcode not in NO_KERNEL and not ends(site.instruction.opcode)
 
 

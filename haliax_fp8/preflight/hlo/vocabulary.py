@@ -6,6 +6,7 @@ reported as opaque, and fails the tests that compile programs.
 """
 
 import enum
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -112,6 +113,10 @@ def subprograms(instruction: Instruction) -> tuple[str, ...]:
     if begins(opcode) and not is_fusion(instruction):
         return instruction.called("calls", "async_computation")
     return ()
+
+
+STABLEHLO_FP8_PRODUCT = re.compile(r"stablehlo\.dot\w* .*: \(tensor<[\dx?]*f8E\w+>, tensor<[\dx?]*f8E\w+>\) ->")
+"""Such as `stablehlo.dot_general %0, %1, ... : (tensor<2x3xf8E4M3FN>, tensor<3x4xf8E5M2>) -> tensor<2x4xf32>`."""
 
 
 # --- Configurations of instructions -----------------------------------------------------------------------------------

@@ -59,15 +59,13 @@ def findings(step: Program, baseline: Program | None, target: Target) -> tuple[s
             f"dgrad and wgrad products in Triton, which does not accumulate FP8 in full float32 on Hopper: {partial}; "
             f"with {TRITON_PRODUCTS}=false cuBLASLt does"
         )
-    grouped = [product for product in step.products if product.groups > 1]
-    if grouped:
+    if grouped := [product for product in step.products if product.groups > 1]:
         executed, useful = sum(p.flops for p in grouped), sum(p.useful_flops for p in grouped)
         found.append(
             f"grouped products compute {executed:.4g} FLOPs, of which {useful:.4g} are useful: XLA multiplies every "
             "row by the kernels of all groups, and keeps one"
         )
-    padded = [product for product in step.products if product.is_fp8 and product.indivisible]
-    if padded:
+    if padded := [product for product in step.products if product.is_fp8 and product.indivisible]:
         sizes = sorted(set(", ".join(product.indivisible for product in padded).split(", ")))
         count = sum(product.executions for product in padded)
         found.append(f"{count} FP8 products are padded, because sizes are not multiples of 16: {', '.join(sizes)}")

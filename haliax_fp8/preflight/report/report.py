@@ -102,9 +102,7 @@ class PreflightReport:
     @property
     def peak_memory_ratio(self) -> float | None:
         """The step's peak memory divided by the baseline's."""
-        if self.baseline is None:
-            return None
-        return self.step.memory.peak / self.baseline.memory.peak
+        return None if self.baseline is None else self.step.memory.peak / self.baseline.memory.peak
 
     @property
     def findings(self) -> tuple[str, ...]:
@@ -208,9 +206,9 @@ class PreflightReport:
 
 
 def _lines(products: list[Product]) -> list[str]:
-    return [
-        f"{p.layer or p.scope} {p.role} {p.shape} {p.lhs}·{p.rhs} in {p.kernel}: {p.reason}" for p in products[:20]
-    ] + ([f"and {len(products) - 20} more"] if len(products) > 20 else [])
+    first, more = products[:20], len(products[20:])
+    lines = [f"{p.layer or p.scope} {p.role} {p.shape} {p.lhs}·{p.rhs} in {p.kernel}: {p.reason}" for p in first]
+    return [*lines, f"and {more} more"] if more else lines
 
 
 def _plain(report: PreflightReport) -> dict[str, Any]:
@@ -228,20 +226,17 @@ def _plain(report: PreflightReport) -> dict[str, Any]:
         totals = {"flops": found.flops, "useful_flops": found.useful_flops, "fp8_share": found.fp8_share}
         return {**totals, **fields, "estimate": estimate and {**dataclasses.asdict(estimate), "total": estimate.total}}
 
+    target, figures = report.target, ("speedup", "speedup_range", "peak_memory_ratio", "findings", "caveats")
     return {
         "flags": first_line(report.flags, report.target, report.step, report.other),
         "xla_flags": dict(report.flags.values),
         "target": {
-            "name": report.target.name,
-            "kind": report.target.kind,
-            "peaks": report.target.peaks and dataclasses.asdict(report.target.peaks),
+            "name": target.name,
+            "kind": target.kind,
+            "peaks": target.peaks and dataclasses.asdict(target.peaks),
         },
         "mesh": report.mesh,
         "step": program(report.step, report.estimate),
         "baseline": program(report.baseline, report.baseline_estimate),
-        "speedup": report.speedup,
-        "speedup_range": report.speedup_range,
-        "peak_memory_ratio": report.peak_memory_ratio,
-        "findings": report.findings,
-        "caveats": report.caveats,
+        **{name: getattr(report, name) for name in figures},
     }

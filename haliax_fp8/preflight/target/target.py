@@ -92,9 +92,7 @@ class LocalTarget(Target):
 
     @property
     def caveats(self) -> tuple[str, ...]:
-        return (
-            ("times are estimates, nothing ran",) if self.peaks else ("no peaks are known, so no times are estimated",)
-        )
+        return ("times are estimates, nothing ran" if self.peaks else "no peaks are known, so no times are estimated",)
 
     def missing(self) -> None:
         return None

@@ -42,8 +42,8 @@ def analyze(compiled: Compiled, target: Target, known: Mapping[str, str] | None 
         elif (kind := instruction.opcode.removesuffix("-start")) in COLLECTIVES:
             collectives.append(_collective(kernel, kind))
         elif instruction.opcode == "custom-call" and call_of(instruction) is not Call.OTHER:
-            operands = tuple(operand.instruction.shape.dtype for operand in kernel.operands)
-            opaque.append(Opaque(target_of_call(instruction), operands, kernel.executions, instruction.op_name))
+            dtypes = tuple(operand.instruction.shape.dtype for operand in kernel.operands)
+            opaque.append(Opaque(target_of_call(instruction), dtypes, kernel.executions, instruction.op_name))
         else:
             count += kernel.executions
             moved += kernel.executions * touched(kernel)

@@ -14,15 +14,9 @@ from .written import Written
 
 @dataclasses.dataclass(frozen=True)
 class Evidence:
-    """All that is known of a product when it is judged.
+    """All that is known of a product when it is judged: as compiled, and as written.
 
-    Args:
-        size: Its sizes and element types, as compiled.
-        scope: The stack of named scopes.
-        layer: The layer's path; empty if none is known.
-        lhs, rhs: Where the operands come from.
-        written: The product before optimization, if it is known.
-        entering: Of a product within a kernel of Triton's, the arrays that the kernel reads its operands from.
+    `entering` are the arrays that a kernel of Triton's reads the operands from.
     """
 
     size: Dimensions
