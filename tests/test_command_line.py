@@ -1,5 +1,6 @@
 """The command line: what it prints, what it exits with, and that it says in one line what is wrong."""
 
+import importlib
 import importlib.metadata
 import importlib.util
 import json
@@ -121,6 +122,13 @@ def test_the_products_of_a_step(training, capsys):
 def test_a_module_may_be_named_instead_of_a_file(training, capsys):
     assert local("training:make_step", "--json") == 0
     assert json.loads(capsys.readouterr().out)["step"]["flops"] == CONVERTED + HIGH
+
+
+def test_a_file_named_like_a_library_does_not_hide_it(training, tmp_path, capsys):
+    (tmp_path / "colorsys.py").write_text(TRAINING)
+    before = list(sys.path)
+    assert local("colorsys.py:make_step", "--json") == 0
+    assert hasattr(importlib.import_module("colorsys"), "rgb_to_hsv") and sys.path == before
 
 
 def test_the_table_goes_to_the_screen_and_progress_to_the_standard_error(training, capsys):

@@ -3,6 +3,7 @@
 import argparse
 import os
 import pathlib
+import sys
 import threading
 import traceback
 from collections.abc import Callable
@@ -35,8 +36,12 @@ def run_preflight(options: argparse.Namespace) -> int:
     """
     check_target(options.target)
     use_local_devices() if canonical(options.target) == "local" else compile_only()
-    step, baseline = demo_steps(options) if options.demo else user_steps(options)
-    report = compile_with_progress(step, baseline, options)
+    path = list(sys.path)
+    try:
+        step, baseline = demo_steps(options) if options.demo else user_steps(options)
+        report = compile_with_progress(step, baseline, options)
+    finally:
+        sys.path[:] = path  # Without the folders of the user's files.
     write(report, options)
     try:
         report.require(**options.require)

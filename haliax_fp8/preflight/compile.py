@@ -42,7 +42,7 @@ MeshLike = Mesh | AbstractMesh | Mapping[str, int]
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """A compiled function: its text, also as it was before XLA optimized it, and the paths of its results."""
+    """A compiled function: its text, after and before XLA optimized it; the paths of its results; what it takes."""
 
     text: str
     written: str
@@ -94,7 +94,7 @@ _WARNINGS = (
 
 @dataclasses.dataclass(frozen=True)
 class _Inputs:
-    """A call with its arrays taken out: all leaves, arrays abstract; their tree; and the arrays' names by place."""
+    """A call with its arrays taken out: its leaves with abstract arrays, their tree, and the arrays' names by place."""
 
     leaves: tuple[Any, ...]
     structure: Any

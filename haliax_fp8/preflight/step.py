@@ -29,7 +29,7 @@ def inspect_step(
     """Reports what a training step will run on a device, and in which formats, without the device.
 
     The step is compiled, not run; no array is allocated. XLA gets the same flags as in a real run: those of the
-    environment (`XLA_FLAGS`) and `compiler_options`, otherwise its defaults.
+    environment (`XLA_FLAGS`) and `compiler_options`, otherwise its defaults. Threads take turns.
 
     Args:
         step_fn: The step: any callable, jitted or not.
@@ -47,9 +47,6 @@ def inspect_step(
         other_setting: For NVIDIA GPUs, whether the report says what changes with the other setting of
             `xla_gpu_enable_triton_gemm`. For that, the step is compiled again when the report is first shown.
         progress: Called with the name of each stage, such as `compiling the step`.
-
-    Returns:
-        The report.
 
     Raises:
         ValueError: If the target, the mesh or the shardings do not fit; errors of the step itself are not caught.

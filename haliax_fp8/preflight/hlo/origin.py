@@ -59,7 +59,7 @@ def origin(site: Site) -> Origin:
 
 @dataclasses.dataclass(frozen=True)
 class Entering:
-    """The array that a kernel reads an operand of its product from, and whether the kernel scales it in blocks."""
+    """The element type of the array that a kernel reads an operand from, and whether the kernel scales it in blocks."""
 
     dtype: str
     in_blocks: bool
@@ -125,15 +125,14 @@ def _before(site: Site, indices: list[int]) -> Site | None:
 
 def _argument(site: Site, indices: list[int]) -> Site | None:
     """What a function's parameter stands for where it is called."""
-    if site.caller is None:
+    if (caller := site.caller) is None:
         return None
-    caller, number = site.caller, site.instruction.parameter_number
     if caller.instruction.opcode == "while":
         return _of_state(site, indices)
     if caller.instruction.opcode == "conditional":
         branches = subprograms(caller.instruction)
         return caller.operands[1 + branches.index(site.computation.name)]
-    return caller.operands[number]
+    return caller.operands[site.instruction.parameter_number]
 
 
 def _of_state(state: Site, indices: list[int]) -> Site | None:

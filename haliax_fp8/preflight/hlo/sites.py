@@ -9,8 +9,11 @@ from .vocabulary import COMPARISONS, COPIES, begins, is_fusion, known_trip_count
 
 @dataclasses.dataclass(frozen=True)
 class Site:
-    """An instruction in its place: the program, the function in it, how often it runs each time the program does, and
-    the loop, call or fusion that runs the function; None in the entry."""
+    """An instruction in its place in a program.
+
+    `executions` says how often it runs in one run of the program. `caller` is the loop, call or fusion that runs the
+    function that it is in; None in the entry.
+    """
 
     module: Module
     computation: Computation

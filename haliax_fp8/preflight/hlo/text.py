@@ -19,7 +19,7 @@ _BITS = {"pred": 8, "token": 0, "opaque": 0, "bf16": 16, "tf32": 32}
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """An array's element type, as XLA names it, and sizes, of a dynamic dimension its bound; or a `tuple` of shapes."""
+    """An array's element type by XLA's name, and its sizes; or a tuple of shapes, whose `dtype` is `tuple`."""
 
     dtype: str
     dims: tuple[int, ...] = ()
@@ -60,8 +60,11 @@ class Shape:
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
-    """One instruction: operands are names, of a parameter or a constant the text in the parentheses; attributes are the
-    text of each; the root is the result of its computation."""
+    """One instruction.
+
+    Operands are given by name; those of a parameter or a constant are the text in its parentheses. Attributes are the
+    text behind each name. The root is the result of its computation.
+    """
 
     name: str
     shape: Shape
@@ -110,7 +113,7 @@ class Instruction:
 
 @dataclasses.dataclass(frozen=True)
 class Computation:
-    """A function of a program: instructions by name, in the order in which they run; `root` is the value it returns."""
+    """A function of a program: its instructions by name, in the order in which they run, and its result."""
 
     name: str
     instructions: dict[str, Instruction]

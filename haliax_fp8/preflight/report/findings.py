@@ -71,7 +71,8 @@ def findings(step: Program, baseline: Program | None, target: Target) -> tuple[s
         found.append(f"{count} FP8 products are padded, because sizes are not multiples of 16: {', '.join(sizes)}")
     if wide := _runs(step, lambda product: product.compute == "f32"):
         found.append(f"{wide} products take weights in float32, as the model computes in float32: cast it to bfloat16")
-    if baseline is not None and _share_in_float32(baseline) > 0.5:
+    in_float32 = sum(product.flops for product in baseline.products if product.written == "f32") if baseline else 0
+    if baseline is not None and 2 * in_float32 > baseline.flops:
         found.append("the baseline computes in float32: compare with bf16, which is also faster without FP8")
     for name, program in {"step": step, "baseline": baseline}.items():
         if program is not None and target.peaks and program.estimate(Roofline(target.peaks)).is_launch_bound:
@@ -101,7 +102,3 @@ def imprecise_sums(step: Program, target: Target) -> int:
 
 def _runs(program: Program, condition: Callable[[Product], bool]) -> int:
     return sum(product.executions for product in program.products if condition(product))
-
-
-def _share_in_float32(program: Program) -> float:
-    return sum(product.flops for product in program.products if product.written == "f32") / (program.flops or 1)

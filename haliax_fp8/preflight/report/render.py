@@ -18,7 +18,7 @@ from ..verdict.program import Program
 
 @dataclasses.dataclass(frozen=True)
 class Page:
-    """What is shown of a report: its first line, the line that matters, and the report's own fields."""
+    """What is shown of a report: the flags in the first line, the headline, and fields of the report."""
 
     flags: str
     headline: str
@@ -51,7 +51,7 @@ class Page:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """Products that differ only in the number of their layer: where, one of them, how many run, and their FLOPs."""
+    """Products that differ only in the number of their layer: where they are, one of them, and the sums of all."""
 
     where: str
     product: Product

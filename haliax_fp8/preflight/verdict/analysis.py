@@ -25,7 +25,7 @@ _SMALL = 10**6
 
 
 def analyze(compiled: Compiled, target: Target, known: Mapping[str, str] | None = None) -> Program:
-    """What a program does, compiled for a target; `known` are reasons why layers stay in high precision, by path."""
+    """Reads what a program does. `known` has reasons why layers stay in high precision, by path, as from `describe`."""
     module = parse_hlo(compiled.text)
     written = written_products(compiled.written) if compiled.written else {}
     reader = _Reader(module, written, compiled.outputs, target, known or {})

@@ -14,9 +14,9 @@ from .written import Written
 
 @dataclasses.dataclass(frozen=True)
 class Evidence:
-    """All that is known of a product when it is judged: as compiled, and as written.
+    """All that is known of a product when it is judged: as it was compiled, and as it was written.
 
-    `entering` are the arrays that a kernel of Triton's reads the operands from.
+    Of a product within a Triton kernel, `entering` are the arrays that the kernel reads the operands from.
     """
 
     size: Dimensions
@@ -63,7 +63,7 @@ class Evidence:
 
 
 def judge(evidence: Evidence, target: Target, known: Mapping[str, str]) -> tuple[Verdict, str]:
-    """What became of a product, and why it is not in FP8: empty if it is. `known` are reasons by layer."""
+    """What became of a product, and the reason if it is not in FP8, else an empty one. `known` has reasons by layer."""
     if all(map(is_narrow, evidence.read)) and not evidence.scaled_inside:
         reasons = [target.lacks(dtype) for dtype in evidence.read]
         if evidence.block_scaled:
