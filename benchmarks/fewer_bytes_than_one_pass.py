@@ -25,7 +25,7 @@ from lib.output import Row
 from models import LLAMA_8B, Sizes
 from rich.progress import Progress
 
-from haliax_fp8.preflight import preflight
+from haliax_fp8.preflight import inspect_step
 
 
 _TILE = 128
@@ -125,7 +125,7 @@ def cases(sizes: Sizes) -> dict[str, Case]:
 
 def row(name: str, case: Case, way: str, target: str) -> Row:
     """What one program moves for one pass."""
-    program = preflight(functools.partial(case.function, WAYS[way]), *case.arguments, target=target).step
+    program = inspect_step(functools.partial(case.function, WAYS[way]), *case.arguments, target=target).step
     # The preflight counts apart what it cannot look into: two bytes read and two written, and a float32 for each tile.
     of_pallas = sum(kernel.executions for kernel in program.opaque) * 4 * (case.elements + case.elements // _TILE**2)
     moved = (program.others.bytes + of_pallas) / case.passes

@@ -16,13 +16,13 @@ from lib.libraries import LIBRARIES
 from lib.output import Row
 from rich.progress import Progress
 
-from haliax_fp8.preflight import preflight
+from haliax_fp8.preflight import inspect_step
 
 
 def row(library: str, size: tuple[int, int, int], target: str) -> Row:
     """What one program holds."""
     function, arguments = eqx.filter_eval_shape(faster_on_hopper.linear_layer, library, *size)
-    report = preflight(function, *arguments, target=target)
+    report = inspect_step(function, *arguments, target=target)
     return {
         "size": " x ".join(map(str, size)),
         "library": library,

@@ -19,7 +19,7 @@ from lib.libraries import LIBRARIES, Library
 from models import LLAMA_8B, STACKS, Sizes, Stack, loss
 from rich.progress import Progress
 
-from haliax_fp8.preflight import preflight
+from haliax_fp8.preflight import inspect_step
 
 
 def row(stack: str, library: str, target: str, sizes: Sizes = LLAMA_8B) -> dict[str, Any]:
@@ -31,7 +31,7 @@ def held(stack: Stack, library: Library, target: str, sizes: Sizes) -> dict[str,
     """What the gradient of a stack compiles to."""
     model = eqx.filter_eval_shape(lambda: library.convert(stack.model(sizes)))
     x = eqx.filter_eval_shape(stack.batch, sizes)
-    report = preflight(library.gradient(loss), model, x, target=target)
+    report = inspect_step(library.gradient(loss), model, x, target=target)
     program = report.step
     return {
         "products": sum(product.executions for product in program.products),

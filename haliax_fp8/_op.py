@@ -18,6 +18,7 @@ from ._product.dimensions import DimensionNumbers, DotDimensions
 from ._product.dot import DotContraction
 from ._product.grouped import RaggedContraction
 from ._product.kernel_residual import KernelResidual
+from ._product.names import FP8_DOT_GENERAL, FP8_RAGGED_DOT
 from ._product.primitive import fp8_dot_general
 from ._product.spec import ProductSpec
 from ._state.op_state import OpState
@@ -104,7 +105,7 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
         key = hax.zeros((*stack, _KEY), jnp.uint32) if recipe.needs_key else None
         return Fp8DotGeneral(OpState.init(recipe, stack), key, recipe, dtype, kernel_shape, stack)
 
-    @jax.named_scope("fp8_dot_general")
+    @jax.named_scope(FP8_DOT_GENERAL)
     def __call__(
         self,
         lhs: Float[Array, "..."],
@@ -144,7 +145,7 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
         spec = self._spec(contraction, input, kernel, precision, preferred_element_type)
         return fp8_dot_general(input, kernel, self._state_array, spec, key=self._key_array)
 
-    @jax.named_scope("fp8_ragged_dot")
+    @jax.named_scope(FP8_RAGGED_DOT)
     def ragged_dot(
         self,
         lhs: Float[Array, "rows inputs"],

@@ -12,7 +12,9 @@ import jax.numpy as jnp
 import pytest
 
 import haliax_fp8 as fp8
-from haliax_fp8.preflight import targets
+from haliax_fp8.preflight import Program, targets
+from haliax_fp8.preflight.hlo.text import parse_hlo
+from haliax_fp8.preflight.hlo.vocabulary import Call, call_of, target_of_call
 
 
 # So that no two arrays of a step have as many elements, unless they are of the same kind.
@@ -179,6 +181,12 @@ def _abstract(make: Callable[[], Any]) -> Any:
     is_state = lambda node: isinstance(node, fp8.OverwriteWithGradient)
     cast = lambda x: struct(*x.shape) if isinstance(x, jax.ShapeDtypeStruct) and x.dtype == jnp.float32 else x
     return jax.tree.map(lambda x: x if is_state(x) else cast(x), eqx.filter_eval_shape(make), is_leaf=is_state)
+
+
+def unknown_calls(program: Program) -> set[str]:
+    """The custom calls of a compiled program that the preflight has no word for, wherever they are."""
+    calls = (i for c in parse_hlo(program.text).computations.values() for i in c if i.opcode == "custom-call")
+    return {target_of_call(i) for i in calls if call_of(i) is Call.UNKNOWN}
 
 
 def loss_of(call: Callable[[Any, Any], Any]) -> Callable[[tuple[Any, Any]], Any]:

@@ -63,26 +63,20 @@ def getkey():
 
 
 @pytest.fixture
-def compiled(monkeypatch):
-    """A function with the arguments of `preflight`, for the text of what the target's compiler made, and the report.
+def compiled():
+    """A function with the arguments of `inspect_step`, for the text of what the target's compiler made, and the report.
 
     Products are cuBLASLt's, as in a `TrainStep`, unless options of the compiler are given.
     """
-    from haliax_fp8.preflight import run
+    from compiled_models import unknown_calls
 
-    texts, compile_for = [], run.compile_for
-
-    def recorded(*args, **options):
-        program = compile_for(*args, **options)
-        texts.append(program.text)
-        return program
-
-    monkeypatch.setattr(run, "compile_for", recorded)
+    from haliax_fp8.preflight import inspect_step
 
     def compiled_of(step, *args, **options):
         options = {"compiler_options": {"xla_gpu_enable_triton_gemm": False}, "other_setting": False, **options}
-        report = run.preflight(step, *args, **options)
-        return texts[-1], report
+        report = inspect_step(step, *args, **options)
+        assert unknown_calls(report.step) == set()
+        return report.step.text, report
 
     return compiled_of
 

@@ -12,7 +12,7 @@ from haliax_fp8.preflight.hlo.dimensions import dimensions
 from haliax_fp8.preflight.hlo.scopes import role
 from haliax_fp8.preflight.hlo.sites import Site, entry_sites, kernels, opened
 from haliax_fp8.preflight.hlo.text import Computation, Instruction, Module, Shape, parse_hlo
-from haliax_fp8.preflight.hlo.traffic import NO_KERNEL
+from haliax_fp8.preflight.hlo.vocabulary import NO_KERNEL
 
 
 type Arrays = Counter[tuple[str, int]]

@@ -43,8 +43,10 @@ FLOOR = {room: floor for floor, line in enumerate(FLOORS) for room in line}
 WITHOUT_HALIAX = {room for line in FLOORS[: FLOOR["_product"] + 1] for room in line}
 WITH_THE_MARKER = {"_state/marker.py", "_state/op_state.py", "_state/records.py"}
 
-# The preflight reads any program, also of other packages: it knows devices, not recipes or layers.
-OF_THE_PREFLIGHT = {"devices", "_numerics"}
+# The preflight reads any program, also of other packages: it knows devices, not recipes or layers. Of the product it
+# knows the names that traced programs carry.
+OF_THE_PREFLIGHT = {"devices", "_numerics", "_product"}
+NAMES_OF_THE_PRODUCT = {"names"}
 
 # As an attribute of the package this is the dictionary of named recipes, and not the folder.
 SHADOWED = {"haliax_fp8.recipes"}
@@ -130,8 +132,11 @@ def test_no_circles_inside_a_folder(folder):
 
 
 def test_the_preflight_needs_no_recipes_and_no_layers():
-    needed = {room for path in (ROOT / "preflight").rglob("*.py") for room in imported_from(path, ROOT)}
-    assert needed - {"preflight"} <= OF_THE_PREFLIGHT
+    files = list((ROOT / "preflight").rglob("*.py"))
+    needed = {room for path in files for room in imported_from(path, ROOT)}
+    assert needed - {"preflight"} == OF_THE_PREFLIGHT
+    of_the_product = {file for path in files for file in imported_from(path, ROOT / "_product")}
+    assert of_the_product == NAMES_OF_THE_PRODUCT
 
 
 def test_this_file_sees_imports():
@@ -139,7 +144,7 @@ def test_this_file_sees_imports():
     assert {"_op", "recipes", "layers"} <= imported_from(ROOT / "layers" / "kernel.py", ROOT)
     assert {"rule", "patterns"} <= imported_from(ROOT / "layers" / "walk.py", ROOT / "layers")
     assert {"_numerics", "_jax"} == imported_from(ROOT / "ops" / "arguments.py", ROOT)
-    assert {"run", "target"} <= imported_from(ROOT / "preflight" / "__init__.py", ROOT / "preflight")
+    assert {"step", "target"} <= imported_from(ROOT / "preflight" / "__init__.py", ROOT / "preflight")
     assert "haliax.quantization.CustomGradientAccumulation" in set(imports(ROOT / "_state" / "marker.py"))
     assert any(name.startswith("jax._src") for name in imports(ROOT / "_jax" / "max_grad.py"))
 
@@ -198,20 +203,20 @@ def test_readmes_name_every_file(folder):
     assert not missing
 
 
-def definitions(node: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.AST]]:
-    """Public classes and functions, and the public methods of public classes."""
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and not child.name.startswith("_"):
-            yield prefix + child.name, child
-            if isinstance(child, ast.ClassDef):
-                yield from definitions(child, f"{child.name}.")
+def definitions(tree: ast.Module) -> Iterator[ast.ClassDef | ast.FunctionDef]:
+    """Public classes and functions, and abstract methods: what others call without reading it, or have to implement."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            is_public = node in tree.body and not node.name.startswith("_")
+            if is_public or "abstractmethod" in " ".join(map(ast.unparse, node.decorator_list)):
+                yield node
 
 
 @over_files
 def test_docstrings(path):
     tree = tree_of(path)
     assert ast.get_docstring(tree), "the file"
-    missing = [name for name, node in definitions(tree) if not ast.get_docstring(node)]
+    missing = [node.name for node in definitions(tree) if not ast.get_docstring(node)]
     assert not missing
 
 

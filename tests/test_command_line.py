@@ -1,5 +1,6 @@
 """The command line: what it prints, what it exits with, and that it says in one line what is wrong."""
 
+import importlib
 import importlib.metadata
 import importlib.util
 import json
@@ -123,6 +124,13 @@ def test_a_module_may_be_named_instead_of_a_file(training, capsys):
     assert json.loads(capsys.readouterr().out)["step"]["flops"] == CONVERTED + HIGH
 
 
+def test_a_file_named_like_a_library_does_not_hide_it(training, tmp_path, capsys):
+    (tmp_path / "colorsys.py").write_text(TRAINING)
+    before = list(sys.path)
+    assert local("colorsys.py:make_step", "--json") == 0
+    assert hasattr(importlib.import_module("colorsys"), "rgb_to_hsv") and sys.path == before
+
+
 def test_the_table_goes_to_the_screen_and_progress_to_the_standard_error(training, capsys):
     assert local(f"{training}:make_step") == 0
     out, err = capsys.readouterr()
@@ -213,7 +221,7 @@ def test_on_a_cpu_nothing_is_in_fp8(training, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["training.py:make_step", "--target", "h1000"], "--target h1000 is unknown; choose one of h100"),
+        (["training.py:make_step", "--target", "h1000"], "--target='h1000' is unknown; choose one of h100"),
         (["training.py"], "names no function; write FILE.py:FUNCTION"),
         (["absent.py:make_step", "--target", "local"], "there is no file absent.py"),
         (["absent:make_step", "--target", "local"], "there is no module 'absent'"),
@@ -436,7 +444,7 @@ def test_where_a_compiler_is_installed_programs_stay_silent(tmp_path):
     program = """
 import jax, haliax_fp8 as fp8
 x = jax.numpy.ones((32, 32))
-fp8.preflight.preflight(lambda x: x @ x, x, target="h100")
+fp8.preflight.inspect_step(lambda x: x @ x, x, target="h100")
 assert jax.default_backend() == "cpu" and (x @ x).sum() == 32**3
 """
     environment = {name: value for name, value in os.environ.items() if not name.startswith("JAX_")}

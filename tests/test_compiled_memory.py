@@ -28,7 +28,7 @@ from jax.sharding import PartitionSpec
 from kept_arrays import kept_arrays, residuals, xla_name
 
 import haliax_fp8 as fp8
-from haliax_fp8.preflight import preflight
+from haliax_fp8.preflight import inspect_step
 from haliax_fp8.preflight.hlo.dimensions import dimensions
 from haliax_fp8.preflight.hlo.sites import entry_sites, kernels, opened
 from haliax_fp8.preflight.hlo.text import parse_hlo
@@ -267,7 +267,7 @@ def test_weights_are_gathered_in_one_byte_each(name, target):
     model = converted(KINDS[name], DividedPair)
     is_kernel = lambda x: isinstance(x, jax.ShapeDtypeStruct) and x.dtype == jnp.bfloat16 and x.size >= KERNEL
     divided = PartitionSpec(*[None] * (name == "scan"), "data", None)
-    report = preflight(
+    report = inspect_step(
         gradient_of(KINDS[name].call),
         model,
         inputs(),

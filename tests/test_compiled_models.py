@@ -6,10 +6,10 @@ What the project claims of itself; `test_preflight_products.py` holds that the r
 from collections import Counter
 
 import pytest
-from compiled_models import FLOPS, KINDS, ONE_BLOCK, SwiGLU, converted, gradient_of, inputs, on, plain
+from compiled_models import FLOPS, KINDS, ONE_BLOCK, SwiGLU, converted, gradient_of, inputs, on, plain, unknown_calls
 
 import haliax_fp8 as fp8
-from haliax_fp8.preflight import Verdict, preflight
+from haliax_fp8.preflight import Verdict, inspect_step
 
 
 E4M3, E5M2 = "f8e4m3fn", "f8e5m2"
@@ -36,7 +36,7 @@ def layers(products):
 def test_every_product_of_a_model_runs_in_fp8(name, target):
     kind = KINDS[name]
     options = {} if target == "tpu7x" else {"compiler_options": {"xla_gpu_enable_triton_gemm": False}}
-    report = preflight(gradient_of(kind.call), converted(kind), inputs(), target=target, **options)
+    report = inspect_step(gradient_of(kind.call), converted(kind), inputs(), target=target, **options)
     report.require(fp8_flops=1.0)
     formats = {(p.role, *sorted((p.lhs, p.rhs)), p.verdict) for p in report.products}
     assert formats == {
@@ -50,13 +50,13 @@ def test_every_product_of_a_model_runs_in_fp8(name, target):
     assert layers(report.products) == {(role, name) for role in runs for name in SwiGLU.names}
     if target != "tpu7x":
         assert {p.kernel for p in report.products} == {"cublasLt f8"}
-    assert report.step.unknown_loops == 0 and not report.step.opaque
+    assert report.step.unknown_loops == 0 and not report.step.opaque and unknown_calls(report.step) == set()
 
 
 @pytest.mark.parametrize("name", ["vmapped Equinox", "twice vmapped Equinox"])
 def test_on_the_cpu_too_each_gradient_is_one_product(name):
     kind = KINDS[name]
-    report = preflight(gradient_of(kind.call), converted(kind), inputs(), target="local")
+    report = inspect_step(gradient_of(kind.call), converted(kind), inputs(), target="local")
     assert total(report.products, lambda p: 1) == kind.runs(len(SwiGLU.names))
     report.require(asked_flops=1.0)
 
@@ -64,7 +64,7 @@ def test_on_the_cpu_too_each_gradient_is_one_product(name):
 @pytest.mark.parametrize(("name", "target"), on(["scan"], ["h100", "tpu7x"]))
 def test_a_plain_model_runs_none(name, target):
     """The same reading, on what it must not find."""
-    report = preflight(gradient_of(KINDS[name].call), plain(KINDS[name]), inputs(), target=target)
+    report = inspect_step(gradient_of(KINDS[name].call), plain(KINDS[name]), inputs(), target=target)
     assert report.fp8_share == 0.0
     assert {(p.lhs, p.rhs, p.verdict) for p in report.products} == {("bf16", "bf16", Verdict.HIGH_PRECISION)}
 
@@ -73,7 +73,7 @@ def test_a_plain_model_runs_none(name, target):
 def test_a_device_without_fp8_is_told(name, target):
     """All products are there, and none is in FP8."""
     kind = KINDS[name]
-    report = preflight(gradient_of(kind.call), converted(kind), inputs(), target=target)
+    report = inspect_step(gradient_of(kind.call), converted(kind), inputs(), target=target)
     runs = kind.runs(len(SwiGLU.names))
     assert total(report.products, lambda p: p.flops) == {role: n * FLOPS for role, n in runs.items()}
     assert {(p.verdict, "TPU7x" in p.reason) for p in report.products} == {(Verdict.EMULATED, True)}
@@ -113,7 +113,8 @@ def test_every_product_is_what_the_recipe_says(recipe, target):
     """Where `supported` calls a recipe native, products are in its formats; where not, the report says why."""
     assert fp8.supported(recipe, target).is_native == ((recipe, target) not in EMULATED)
     kind = KINDS["scan"] if (recipe, target) in SCANNED else ONE_BLOCK
-    report = preflight(gradient_of(kind.call), converted(kind, recipe=recipe), inputs(), target=target)
+    report = inspect_step(gradient_of(kind.call), converted(kind, recipe=recipe), inputs(), target=target)
+    assert unknown_calls(report.step) == set()
     runs = kind.runs(len(SwiGLU.names))
     products = [p for p in report.products if p.role in runs]
     for product in products:

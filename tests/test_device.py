@@ -1,10 +1,17 @@
 """What devices have, and that names and JAX's own descriptions lead to the same device."""
 
+import re
+
 import jax
 import pytest
 
 import haliax_fp8 as fp8
-from haliax_fp8.devices.device import FP8_UNITS, MX_UNITS, NO_UNITS, Device, devices
+from haliax_fp8.devices import Device
+from haliax_fp8.devices.catalog import NotCompiled, canonical, catalog
+from haliax_fp8.devices.device import devices
+from haliax_fp8.devices.units import FP8_UNITS, MX_UNITS, NO_UNITS
+from haliax_fp8.preflight import targets
+from haliax_fp8.preflight.target.named import target_of
 
 
 # From the vendors' documents: NVIDIA's table of compute capabilities (FP8 tensor cores since 8.9, block scaling since
@@ -15,12 +22,35 @@ FNUZ_ONLY = {"mi300x", "mi325x"}
 every_device = pytest.mark.parametrize("name", [name for name in devices if name != "cpu"])
 
 
+@pytest.mark.parametrize("row", catalog.values(), ids=lambda row: row.name)
+def test_a_row_of_the_catalog_is_all_that_a_device_needs(row):
+    """Its names, its peaks, and how the preflight compiles for it, or why it does not."""
+    device = Device.by_name(row.name)
+    assert (device.platform, device.kind, device.compute_capability) == (row.platform, row.kind, row.compute_capability)
+    assert {Device.by_name(name) for name in (row.name.upper(), *row.aliases)} == {device}
+    assert device.peaks == row.peaks
+    if isinstance(row.xla, NotCompiled):
+        assert row.name not in targets and row.peaks is None
+        with pytest.raises(ValueError, match=re.escape(f"target={row.name!r} is no target: {row.xla.reason}; choose")):
+            target_of(row.name)
+    else:
+        target = targets[row.name]
+        assert (target.name, target.kind, target.device, target.peaks) == (row.name, row.kind, device, row.peaks)
+        assert row.peaks.fp8 >= row.peaks.bf16 > row.peaks.f32 > 0 and row.peaks.source
+
+
+def test_a_name_means_one_device():
+    names = [name for row in catalog.values() for name in (row.name, *row.aliases)]
+    assert len(names) == len(set(names)) and all(canonical(name) in catalog for name in names)
+    assert len({row.kind for row in catalog.values()}) == len(catalog)
+
+
 @every_device
 def test_units(name):
     device = Device.by_name(name)
-    assert (FP8_UNITS.lacking(device) is None) == (name in WITH_FP8)
-    assert (MX_UNITS.lacking(device) is None) == (name in WITH_MX)
-    assert NO_UNITS.lacking(device) is not None
+    assert (device.lacks(FP8_UNITS) is None) == (name in WITH_FP8)
+    assert (device.lacks(MX_UNITS) is None) == (name in WITH_MX)
+    assert device.lacks(NO_UNITS) is not None
 
 
 @every_device
@@ -39,17 +69,18 @@ def test_a_cpu_emulates_all_formats():
 
 @pytest.mark.parametrize("units", [FP8_UNITS, MX_UNITS])
 def test_a_missing_unit_is_said_with_what_it_needs_and_what_is_there(units):
-    assert "capability" in units.lacking(Device.by_name("a100")) and "has 8.0" in units.lacking(Device.by_name("a100"))
-    assert "gfx90a" in units.lacking(Device.by_name("mi250x"))
-    assert "unknown" in units.lacking(Device("cuda", "NVIDIA something"))
-    assert "metal" in units.lacking(Device("metal", "Apple M4"))
-    assert "CPU" in units.lacking(Device.by_name("cpu"))
+    on_a100 = Device.by_name("a100").lacks(units)
+    assert "capability" in on_a100 and "has 8.0" in on_a100
+    assert "gfx90a" in Device.by_name("mi250x").lacks(units)
+    assert "unknown" in Device("cuda", "NVIDIA something").lacks(units)
+    assert "metal" in Device("metal", "Apple M4").lacks(units)
+    assert "CPU" in Device.by_name("cpu").lacks(units)
 
 
 def test_compute_capabilities_are_compared_as_numbers():
     """As text, 10.0 is below 8.9."""
-    assert FP8_UNITS.lacking(Device("cuda", "NVIDIA B200", "10.0")) is None
-    assert MX_UNITS.lacking(Device("cuda", "NVIDIA B300", "10.3")) is None
+    assert Device("cuda", "NVIDIA B200", "10.0").lacks(FP8_UNITS) is None
+    assert Device("cuda", "NVIDIA B300", "10.3").lacks(MX_UNITS) is None
 
 
 @pytest.mark.parametrize(

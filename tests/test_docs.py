@@ -11,7 +11,7 @@ import runpy
 import jax
 import pytest
 
-from haliax_fp8.preflight import preflight, targets
+from haliax_fp8.preflight import inspect_step, targets
 
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -124,7 +124,7 @@ def test_the_picture_of_a_report_is_of_the_step_on_its_page():
     make_step = runpy.run_path(str(FIGURES / "my_training.py"))["make_step"]
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         step, args = make_step()
-        report = preflight(step, *args, target="h100", compiler_options={"xla_gpu_enable_triton_gemm": False})
+        report = inspect_step(step, *args, target="h100", compiler_options={"xla_gpu_enable_triton_gemm": False})
     picture = (ROOT / "docs" / "images" / "preflight.svg").read_text()
     for product in report.products:
         assert (

@@ -12,7 +12,7 @@ from test_preflight_products import module, read
 import haliax_fp8 as fp8
 from haliax_fp8.devices.device import devices
 from haliax_fp8.devices.xla_flags import XlaFlags
-from haliax_fp8.preflight import PreflightError, Verdict, preflight, targets
+from haliax_fp8.preflight import PreflightError, Verdict, inspect_step, targets
 from haliax_fp8.recipes.compiler_options import cost_of_flags, log_cost_of_flags, training_options
 
 
@@ -189,7 +189,9 @@ SCALE = struct()
 
 
 def compiled_for(function, target, triton, *, scale=SCALE):
-    return preflight(function, *OPERANDS, scale, target=target, compiler_options={TRITON: triton}, other_setting=False)
+    return inspect_step(
+        function, *OPERANDS, scale, target=target, compiler_options={TRITON: triton}, other_setting=False
+    )
 
 
 @pytest.mark.parametrize("triton, kernel", [(True, "Triton dot"), (False, "cublasLt f8")])
@@ -215,7 +217,7 @@ def test_operands_that_other_kernels_widen_are_not_in_fp8(target):
 
 def test_barriers_do_not_hide_that_fp8_was_asked_for():
     """On a CPU too: what an operand was before is looked for in the program before optimization."""
-    (product,) = preflight(dequantizes, *OPERANDS, SCALE, target="local").products
+    (product,) = inspect_step(dequantizes, *OPERANDS, SCALE, target="local").products
     assert product.verdict is Verdict.EMULATED and product.reason.startswith("quantize-dequantize")
 
 
@@ -305,7 +307,7 @@ def training_step(model, x):
 
 @pytest.mark.parametrize("target", on_gpu("h100", "b200"))
 def test_the_first_line_says_which_flags_and_what_the_other_setting_changes(no_flags, target):
-    report = preflight(training_step, struct(256, 256, dtype=E4M3), struct(512, 256, dtype=E4M3), target=target)
+    report = inspect_step(training_step, struct(256, 256, dtype=E4M3), struct(512, 256, dtype=E4M3), target=target)
     line = report.to_markdown().splitlines()[0]
     assert line.startswith(
         f"XLA flags: XLA's defaults ({TRITON}=true); with {TRITON}=false: 100.0% of the FLOPs in FP8"
@@ -324,7 +326,7 @@ def test_the_first_line_says_which_flags_and_what_the_other_setting_changes(no_f
 def test_the_environment_decides_and_options_come_before_it(monkeypatch, target):
     monkeypatch.setenv("XLA_FLAGS", f"--{TRITON}=false")
     kernels = lambda **options: [
-        p.kernel for p in preflight(multiplies_fp8, *OPERANDS, SCALE, target=target, **options).products
+        p.kernel for p in inspect_step(multiplies_fp8, *OPERANDS, SCALE, target=target, **options).products
     ]
     assert kernels() == ["cublasLt f8"]
     assert kernels(compiler_options={TRITON: True}) == ["Triton dot"]
@@ -333,13 +335,13 @@ def test_the_environment_decides_and_options_come_before_it(monkeypatch, target)
         """A step whose own `jit` has options."""
 
         __call__ = staticmethod(multiplies_fp8)
-        compiler_options = staticmethod(lambda *args: {TRITON: len(args) == 3})
+        compiler_options = staticmethod(lambda *args, device: {TRITON: len(args) == 3 and device.platform == "cuda"})
 
-    assert [p.kernel for p in preflight(Step(), *OPERANDS, SCALE, target=target).products] == ["Triton dot"]
+    assert [p.kernel for p in inspect_step(Step(), *OPERANDS, SCALE, target=target).products] == ["Triton dot"]
 
 
 def test_elsewhere_the_first_line_is_the_flags_alone(no_flags):
-    report = preflight(lambda x: x @ x, struct(16, 16), target="local")
+    report = inspect_step(lambda x: x @ x, struct(16, 16), target="local")
     assert str(report).splitlines()[0] == "XLA flags: XLA's defaults" and report.other is None
 
 
@@ -353,7 +355,8 @@ def test_block_scaled_products_need_triton(target):
     step = lambda model, x: jax.vmap(model)(x)
     args = eqx.filter_eval_shape(make), struct(512, 256)
     shares = [
-        preflight(step, *args, target=target, compiler_options={TRITON: triton}).fp8_share for triton in (True, False)
+        inspect_step(step, *args, target=target, compiler_options={TRITON: triton}).fp8_share
+        for triton in (True, False)
     ]
     assert shares == [1.0, 0.0]
 
@@ -395,7 +398,7 @@ def test_useful_flops_of_experts(target, converted):
         return fp8.filter_grad(loss)(layer)
 
     x, sizes = hax.NamedArray(struct(640, 128), (Row, In)), hax.NamedArray(struct(4, dtype=jnp.int32), (Experts,))
-    report = preflight(step, eqx.filter_eval_shape(make), x, sizes, target=target, other_setting=False)
+    report = inspect_step(step, eqx.filter_eval_shape(make), x, sizes, target=target, other_setting=False)
     asked = 2 * 640 * 128 * 256
     assert [product.useful_flops for product in report.products] == [asked, asked]
     assert report.step.useful_flops == 2 * asked and report.step.flops == 4 * 2 * asked

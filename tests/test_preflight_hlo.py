@@ -102,7 +102,8 @@ def test_computations_users_and_parameters():
     assert set(module.computations) == {"inner", "main"} and module.entry.name == "main"
     assert [p.name for p in module["inner"].parameters] == ["p0", "p1"]
     assert [user.name for user in module.entry.users["x"]] == ["f"]
-    assert [operand.name for operand in module["inner"].operands(module["inner"].root)] == ["p0", "p1"]
+    (root,) = (site for site in opened(list(entry_sites(module))[-1]) if site.instruction.opcode == "subtract")
+    assert [operand.instruction.name for operand in root.operands] == ["p0", "p1"]
 
 
 @pytest.mark.parametrize(

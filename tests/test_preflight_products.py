@@ -13,7 +13,7 @@ import optax
 import pytest
 
 import haliax_fp8 as fp8
-from haliax_fp8.preflight import Memory, Verdict, preflight, targets
+from haliax_fp8.preflight import Memory, Verdict, inspect_step, targets
 from haliax_fp8.preflight.compile import Compiled
 from haliax_fp8.preflight.verdict.analysis import analyze
 
@@ -374,7 +374,7 @@ def test_convolutions_count_what_is_multiplied(stride, pad, dilate):
         numbers = ("NWC", "WIO", "NWC")
         return jax.lax.conv_general_dilated(x, w, (stride,), [pad], rhs_dilation=(dilate,), dimension_numbers=numbers)
 
-    report = preflight(convolve, *(jax.ShapeDtypeStruct(s, jnp.float32) for s in (x, w)), target="local")
+    report = inspect_step(convolve, *(jax.ShapeDtypeStruct(s, jnp.float32) for s in (x, w)), target="local")
     assert report.step.flops == 2 * convolution_macs(x, w, stride, pad, dilate)
 
 
@@ -449,14 +449,14 @@ MLP_MACS = 2 * (32 * 64 + 64 * 64 + 64 * 16) + (64 * 64 + 64 * 16)
 @pytest.mark.parametrize("convert", [lambda m: m, fp8.fp8_linear_layers], ids=["plain", "fp8"])
 @pytest.mark.parametrize("batch", [48, 16])
 def test_unrolled_layers(convert, batch):
-    report = preflight(mlp_gradient, abstract(lambda: convert(mlp())), struct(batch, 32), target="local")
+    report = inspect_step(mlp_gradient, abstract(lambda: convert(mlp())), struct(batch, 32), target="local")
     assert report.step.flops == 2 * batch * MLP_MACS
     assert len(report.products) == 8
 
 
 def test_every_product_is_named_after_its_layer():
     model = abstract(lambda: fp8.fp8_linear_layers(mlp()))
-    report = preflight(mlp_gradient, model, struct(48, 32), target="local")
+    report = inspect_step(mlp_gradient, model, struct(48, 32), target="local")
     expected = {(f"model.layers.{i}", role) for i in range(3) for role in ("fprop", "dgrad", "wgrad")}
     assert {(p.layer, p.role) for p in report.products} == expected - {("model.layers.0", "dgrad")}
     sizes = {(p.layer, p.role): (p.m * p.n * p.k) for p in report.products}
@@ -464,7 +464,7 @@ def test_every_product_is_named_after_its_layer():
 
 
 def test_without_our_scopes_layers_are_named_too():
-    report = preflight(mlp_gradient, abstract(mlp), struct(48, 32), target="local")
+    report = inspect_step(mlp_gradient, abstract(mlp), struct(48, 32), target="local")
     assert {p.layer for p in report.products} == {f"model.layers.{i}" for i in range(3)}
     assert sorted(p.role for p in report.products) == ["backward"] * 5 + ["forward"] * 3
 
@@ -504,7 +504,7 @@ def test_stacks(stack, checkpointing, forward, converted):
         return fp8.fp8_linear_layers(model) if converted else model
 
     x = hax.NamedArray(struct(TOKENS, EMBED), (hax.Axis("token", TOKENS), hax.Axis("embed", EMBED)))
-    report = preflight(stack_gradient, abstract(make), x, target="local")
+    report = inspect_step(stack_gradient, abstract(make), x, target="local")
     product = 2 * TOKENS * EMBED * HIDDEN
     # Of two layers in each block: fprop (again where checkpoints recompute it), dgrad and wgrad. Nobody asks for the
     # gradient of x; a loop computes it in every step, as all its steps are alike.
@@ -524,7 +524,7 @@ def test_attention_is_told_from_layers():
         return jax.nn.softmax(jnp.einsum("hqd,hkd->hqk", q, k)) @ x
 
     w = {name: struct(32, 32) for name in ("query", "key")}
-    report = preflight(attention, w, struct(4, 24, 32), target="local")
+    report = inspect_step(attention, w, struct(4, 24, 32), target="local")
     reasons = {p.layer: p.reason for p in report.products}
     assert reasons["w.query"] == reasons["w.key"] == "not converted"
     assert reasons[""] == "a batched product of activations, as in attention"
@@ -540,7 +540,7 @@ def test_vmapped_layers_are_one_product(converted):
     def step(model, x):
         return fp8.filter_grad(lambda model: (jax.vmap(jax.vmap(model))(x).astype(jnp.float32) ** 2).mean())(model)
 
-    report = preflight(step, abstract(make), struct(4, 24, 32), target="local")
+    report = inspect_step(step, abstract(make), struct(4, 24, 32), target="local")
     assert len(report.products) == 2 and report.step.flops == 2 * 2 * 4 * 24 * 32 * 64
     assert {product.layer for product in report.products} == {"model"}
 
@@ -551,7 +551,7 @@ def test_grouped_products_of_experts():
     layer = abstract(lambda: hnn.MoELinear.init(Experts, In, Out, key=jax.random.key(0), use_bias=False))
     x = hax.NamedArray(struct(48, 32), (hax.Axis("row", 48), In))
     sizes = hax.NamedArray(struct(4, dtype=jnp.int32), (Experts,))
-    report = preflight(lambda layer, x, sizes: layer(x, sizes), layer, x, sizes, target="local")
+    report = inspect_step(lambda layer, x, sizes: layer(x, sizes), layer, x, sizes, target="local")
     grouped = 2 * 48 * 32 * 64
     assert report.step.flops in (grouped, 4 * grouped)
 
@@ -560,9 +560,9 @@ def test_donated_arguments_are_donated():
     """JAX forgets what an inner `jit` donates; peak memory would count it twice."""
     kept = lambda x: jnp.sin(x) * 2
     for function in (jax.jit(kept, donate_argnums=0), eqx.filter_jit(kept, donate="all")):
-        donating = preflight(function, struct(256, 256), target="local").step.memory
+        donating = inspect_step(function, struct(256, 256), target="local").step.memory
         assert donating.aliased == donating.outputs == 2 * 256 * 256
-    assert preflight(jax.jit(kept), struct(256, 256), target="local").step.memory.aliased == 0
+    assert inspect_step(jax.jit(kept), struct(256, 256), target="local").step.memory.aliased == 0
 
 
 def test_a_training_step_of_ours_donates():
@@ -571,7 +571,7 @@ def test_a_training_step_of_ours_donates():
     loss = lambda model, x: (jax.vmap(model)(x).astype(jnp.float32) ** 2).mean()
     steps = [fp8.TrainStep(loss, optax.sgd(1e-3, momentum=0.9), donate=donate) for donate in (False, True)]
     state = eqx.filter_eval_shape(steps[0].init, model)
-    kept, donated = (preflight(step, model, state, x, target="local").step.memory for step in steps)
+    kept, donated = (inspect_step(step, model, state, x, target="local").step.memory for step in steps)
     weights = 2 * (32 * 64 + 64 * 64 + 64 * 16)
     assert kept.aliased == 0 and donated.aliased >= 2 * weights
 
@@ -584,14 +584,14 @@ def test_arguments_of_all_kinds():
         return getattr(jnp, name)(activation(x @ w) * factor) + jax.random.normal(key)
 
     arguments = (jnp.ones((8, 4)), np.ones((2, 8), np.float32), jax.random.key(0), 2, "mean", jax.nn.relu)
-    report = preflight(step, *arguments, target="local")
+    report = inspect_step(step, *arguments, target="local")
     assert report.step.flops == 2 * 2 * 8 * 4
 
 
 def test_nothing_is_allocated():
     """An argument of 34 GB, more than machines for tests have."""
     big = 2**17
-    report = preflight(lambda a, b: (a @ b).sum(), struct(big, big), struct(big, 16), target="local")
+    report = inspect_step(lambda a, b: (a @ b).sum(), struct(big, big), struct(big, 16), target="local")
     assert report.step.memory.arguments >= 2 * big**2
     assert report.step.flops == 2 * 16 * big**2
 
@@ -657,7 +657,7 @@ def test_gathers_of_a_mesh():
     """A weight sharded over four devices is gathered: three quarters come from elsewhere, all of it is written."""
     from jax.sharding import PartitionSpec as P
 
-    report = preflight(
+    report = inspect_step(
         lambda w, x: x @ jax.lax.with_sharding_constraint(w, P()),
         struct(64, 32, dtype=jnp.float32),
         struct(16, 64, dtype=jnp.float32),

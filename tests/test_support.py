@@ -12,7 +12,9 @@ import optax
 import pytest
 
 import haliax_fp8 as fp8
-from haliax_fp8.devices.device import FP8_UNITS, Device, devices
+from haliax_fp8.devices import Device
+from haliax_fp8.devices.device import devices
+from haliax_fp8.devices.units import FP8_UNITS
 from haliax_fp8.layers import convert
 
 

@@ -15,8 +15,8 @@ from hypothesis import given, settings, strategies as st
 import haliax_fp8 as fp8
 from haliax_fp8 import Efficiency, Fp8Config, WherePays, describe, fp8_linear_layers
 from haliax_fp8._product.kernel_residual import KernelResidual
+from haliax_fp8.devices.catalog import peaks
 from haliax_fp8.devices.device import devices
-from haliax_fp8.devices.peaks import peaks
 from haliax_fp8.layers.layer_work import LayerSize, LayerWork
 from haliax_fp8.layers.prediction import predict
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 import haliax_fp8 as fp8
-from haliax_fp8.preflight import preflight, targets
+from haliax_fp8.preflight import inspect_step, targets
 
 
 pytestmark = pytest.mark.slow
@@ -39,7 +39,7 @@ def program(model, grad, inputs, grads, target, call, in_triton=False):
     step = lambda model, x, g: grad(loss, has_aux=True)((model, x), g)
     # The figures are those of products in cuBLASLt. Block-scaled ones are Triton's alone.
     options = {"xla_gpu_enable_triton_gemm": in_triton}
-    return preflight(step, model, inputs, grads, target=target, compiler_options=options).step
+    return inspect_step(step, model, inputs, grads, target=target, compiler_options=options).step
 
 
 def added(make, recipe, inputs, grads, target, call=lambda model, x: model(x), tokens=None):

@@ -5,7 +5,8 @@ import dataclasses
 import pytest
 
 import haliax_fp8 as fp8
-from haliax_fp8.devices.peaks import Peaks, peaks
+from haliax_fp8.devices.catalog import peaks
+from haliax_fp8.devices.peaks import Peaks
 from haliax_fp8.devices.roofline import FASTEST, LIKELY, SLOWEST, Roofline
 from haliax_fp8.layers.layer_work import LayerSize, LayerWork
 from haliax_fp8.layers.prediction import predict

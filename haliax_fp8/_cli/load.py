@@ -83,12 +83,14 @@ def _module(file: str) -> ModuleType:
             sys.path.remove("")
     if not path.is_file():
         raise UsageError(f"there is no file {file}")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    # Not the file's own name: it may be that of a library.
+    name = f"haliax_fp8_step_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     # As `python FILE.py` does: its neighbours can be imported.
     sys.path.insert(0, str(path.resolve().parent))
-    sys.modules[path.stem] = module
+    sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
 

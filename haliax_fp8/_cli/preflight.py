@@ -3,6 +3,7 @@
 import argparse
 import os
 import pathlib
+import sys
 import threading
 import traceback
 from collections.abc import Callable
@@ -10,10 +11,11 @@ from typing import Any
 
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from ..devices.device import canonical
+from ..devices.catalog import canonical
 from ..layers.convert import Fp8Config
 from ..layers.description import describe
-from ..preflight import PreflightError, PreflightReport, preflight, targets
+from ..preflight import PreflightError, PreflightReport, inspect_step
+from ..preflight.target.named import target_of
 from .demo import demo_by_name, demo_step
 from .errors import UsageError
 from .load import Step, load_step, split_reference
@@ -34,8 +36,12 @@ def run_preflight(options: argparse.Namespace) -> int:
     """
     check_target(options.target)
     use_local_devices() if canonical(options.target) == "local" else compile_only()
-    step, baseline = demo_steps(options) if options.demo else user_steps(options)
-    report = compile_with_progress(step, baseline, options)
+    path = list(sys.path)
+    try:
+        step, baseline = demo_steps(options) if options.demo else user_steps(options)
+        report = compile_with_progress(step, baseline, options)
+    finally:
+        sys.path[:] = path  # Without the folders of the user's files.
     write(report, options)
     try:
         report.require(**options.require)
@@ -51,9 +57,11 @@ def check_target(name: str) -> None:
     Raises:
         UsageError: Naming the remedy.
     """
-    if canonical(name) not in targets:
-        raise UsageError(f"--target {name} is unknown; choose one of {', '.join(targets)}")
-    if (missing := targets[canonical(name)].missing()) is not None:
+    try:
+        missing = target_of(name).missing()
+    except ValueError as error:
+        raise UsageError(f"--{error}") from error
+    if missing is not None:
         raise UsageError(missing)
 
 
@@ -110,7 +118,7 @@ def compile_with_progress(step: Step, baseline: Step | None, options: argparse.N
                 console.print(what)
 
         def compile_all() -> PreflightReport:
-            report = preflight(
+            report = inspect_step(
                 step.function,
                 *step.args,
                 target=options.target,

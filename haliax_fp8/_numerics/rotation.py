@@ -13,6 +13,9 @@ from jaxtyping import Array, Float, Float32
 GROUP = 16
 """How many elements are rotated together."""
 
+ROTATION = "rotation"
+"""The scope of the product that rotates, by which it is told from the products whose operands it rotates."""
+
 # One row of signs for all uses, as in TransformerEngine: both operands of a product need the same.
 _SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 
@@ -62,8 +65,7 @@ class Rotation:
     def _times(self, x: Array, matrix: np.ndarray) -> Array:
         last = jnp.moveaxis(x, self.axis, -1)
         groups = last.reshape(*last.shape[:-1], last.shape[-1] // GROUP, GROUP)
-        # So that it is told from the products whose operands it rotates.
-        with jax.named_scope("rotation"):
+        with jax.named_scope(ROTATION):
             rotated = lax.dot_general(
                 groups,
                 jnp.asarray(matrix),

@@ -1,8 +1,27 @@
-"""The names under which checkpoint policies find what a product makes."""
+"""The names that a traced product carries: scopes, which the preflight finds it by, and names of what is kept."""
 
-FP8_OPERAND = "fp8_operand"
-"""The name of the input of a product in FP8, which its backward pass needs."""
+from typing import Final
+
+from .._numerics.rotation import ROTATION as ROTATION
 
 
-FP8_OUTPUT = "fp8_output"
-"""The name of a product's result."""
+FP8_DOT_GENERAL: Final = "fp8_dot_general"
+"""The scope of a product in FP8."""
+
+FP8_RAGGED_DOT: Final = "fp8_ragged_dot"
+"""The scope of a grouped product in FP8."""
+
+FPROP: Final = "fprop"
+"""The scope of the product that gives the output, within one of those."""
+
+DGRAD: Final = "dgrad"
+"""The scope of the product that gives the gradient of the input."""
+
+WGRAD: Final = "wgrad"
+"""The scope of the product that gives the gradient of the kernel."""
+
+FP8_OPERAND: Final = "fp8_operand"
+"""What checkpoint policies call the input of a product in FP8, which its backward pass needs."""
+
+FP8_OUTPUT: Final = "fp8_output"
+"""What checkpoint policies call a product's result."""

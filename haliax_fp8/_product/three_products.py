@@ -18,7 +18,7 @@ from .._numerics.quantized_array import QuantizedArray
 from .._state.form import Kept
 from .._state.table import measures
 from ..recipes.recipe import OPERANDS, USES, OperandName, ProductName
-from .names import FP8_OPERAND, FP8_OUTPUT
+from .names import DGRAD, FP8_OPERAND, FP8_OUTPUT, FPROP, WGRAD
 from .operands import Scales, from_saved, measured_parts, quantize_operand, round_to, saved_of, scales_of
 from .spec import ProductSpec
 
@@ -128,7 +128,7 @@ def _fprop(
         "kernel": round_to(kernel, spec.compute_dtype),
     }
     scales = scales_of(state, spec)
-    with jax.named_scope("fprop"):
+    with jax.named_scope(FPROP):
         quantized = {
             operand: quantize_operand(x, operand, "fprop", scales, key, spec) for operand, x in operands.items()
         }
@@ -196,11 +196,14 @@ def backward(
         both = (of_grad, operand) if product == "dgrad" else (operand, of_grad)
         precision = own_precision(spec.group_place) if product == "wgrad" else lax.Precision.HIGHEST
         scale = scales.of_both(product, spec) if scales else None
-        with jax.named_scope(product):
-            out = spec.batched.product(product, both, extras, precision, spec.compute_dtype or dtype, scale)
-            return round_to(out, dtype)
+        out = spec.batched.product(product, both, extras, precision, spec.compute_dtype or dtype, scale)
+        return round_to(out, dtype)
 
-    gradients = gradient("dgrad", "kernel", dtypes[0]), gradient("wgrad", "input", dtypes[1])
+    with jax.named_scope(DGRAD):
+        of_input = gradient("dgrad", "kernel", dtypes[0])
+    with jax.named_scope(WGRAD):
+        of_kernel = gradient("wgrad", "input", dtypes[1])
+    gradients = of_input, of_kernel
     if kept is None or spec.state is None or not update:
         return gradients, None
     of_grad = None

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 
-from .peaks import Peaks
+from .peaks import Peaks, is_narrow
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Roofline:
         efficiency: The shares of the peaks that it reaches.
 
     Example:
-        >>> from haliax_fp8.devices.peaks import peaks
+        >>> from haliax_fp8.devices.catalog import peaks
         >>> roofline = Roofline(peaks["h100"])
         >>> flops, moved = 2 * 8192**3, 3 * 2 * 8192**2
         >>> f"{1e3 * roofline.products('bf16', flops, moved):.2f} ms"
@@ -90,7 +90,7 @@ class Roofline:
         """
         shares = self.efficiency
         share = shares.flops
-        if dtype.startswith(("f8", "f4")):
+        if is_narrow(dtype):
             share = shares.block_flops if in_blocks else shares.fp8_flops
         computing = flops / (share * self.peaks.flops(dtype))
         return max(computing, self.moving(bytes)) + self.launches(count)

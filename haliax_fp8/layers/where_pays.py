@@ -7,8 +7,9 @@ from typing import Any
 import haliax as hax
 
 from .._product.kernel_residual import KernelResidual
-from ..devices.device import Device, canonical, devices
-from ..devices.peaks import Peaks, peaks
+from ..devices.catalog import canonical, peaks
+from ..devices.device import Device
+from ..devices.peaks import Peaks
 from ..devices.roofline import LIKELY, Efficiency
 from ..recipes.recipe import Recipe
 from .layer_work import LayerWork
@@ -93,12 +94,8 @@ class WherePays:
         return Device.by_name(self.device) if isinstance(self.device, str) else self.device
 
     def _known_peaks(self) -> Peaks:
-        if self.peaks is not None:
-            return self.peaks
-        kind = self._device.kind
-        for name, figures in peaks.items():
-            if devices[name].kind == kind:
-                return figures
+        if (known := self.peaks or self._device.peaks) is not None:
+            return known
         raise ValueError(
             f"device={self.device!r} has no peaks to predict times with; choose one of {[*peaks]}, or give "
             "WherePays(..., peaks=haliax_fp8.preflight.Peaks(...)) those of its data sheet"

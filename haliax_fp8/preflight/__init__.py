@@ -1,6 +1,6 @@
 """Compile a training step for a device that you do not have, and see which of its products run in FP8.
 
-    report = preflight(step, model, opt_state, batch, target="h100")
+    report = inspect_step(step, model, opt_state, batch, target="h100")
 
 It needs no accelerator and no driver, only XLA's compiler for the device, which `python -m haliax_fp8 install-compiler`
 installs.
@@ -10,11 +10,10 @@ from ..devices.peaks import Peaks as Peaks
 from .check import check_fp8_call as check_fp8_call, has_fp8_product as has_fp8_product
 from .compile import Memory as Memory
 from .report.report import PreflightError as PreflightError, PreflightReport as PreflightReport
-from .run import preflight as preflight
+from .step import inspect_step as inspect_step
 from .target.gpu import GpuTarget as GpuTarget
-from .target.local import LocalTarget as LocalTarget
 from .target.named import targets as targets
-from .target.target import Target as Target
+from .target.target import LocalTarget as LocalTarget, Target as Target
 from .target.tpu import TpuTarget as TpuTarget
 from .verdict.product import Product as Product, Verdict as Verdict
 from .verdict.program import (

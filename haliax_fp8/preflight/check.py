@@ -1,11 +1,11 @@
 """The check of Flax's guide to FP8: does a program multiply in FP8?"""
 
-import re
 from typing import Any
 
 from .hlo.dimensions import dimensions
 from .hlo.sites import entry_sites, kernels, opened
 from .hlo.text import parse_hlo
+from .hlo.vocabulary import STABLEHLO_FP8_PRODUCT
 
 
 def has_fp8_product(program: Any) -> bool:
@@ -27,14 +27,10 @@ def has_fp8_product(program: Any) -> bool:
     """
     text = program if isinstance(program, str) else program.as_text()
     if not text.lstrip().startswith("HloModule"):
-        return _STABLEHLO.search(text) is not None
+        return STABLEHLO_FP8_PRODUCT.search(text) is not None
     sites = (site for kernel in kernels(entry_sites(parse_hlo(text))) for site in opened(kernel))
     sizes = filter(None, map(dimensions, sites))
     return any(size.lhs.dtype.startswith("f8") and size.rhs.dtype.startswith("f8") for size in sizes)
-
-
-# Such as `stablehlo.dot_general %0, %1, ... : (tensor<2x3xf8E4M3FN>, tensor<3x4xf8E5M2>) -> tensor<2x4xf32>`.
-_STABLEHLO = re.compile(r"stablehlo\.dot\w* .*: \(tensor<[\dx?]*f8E\w+>, tensor<[\dx?]*f8E\w+>\) ->")
 
 
 def check_fp8_call(lowered: Any) -> None:

@@ -4,7 +4,6 @@ import dataclasses
 import inspect
 import math
 import time
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,6 +14,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from ..devices.xla_flags import XlaFlags
 from .hlo.scopes import dotted
+from .target.process import changed_process
 from .target.target import Target
 
 
@@ -42,15 +42,7 @@ MeshLike = Mesh | AbstractMesh | Mapping[str, int]
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """A compiled function.
-
-    Args:
-        text: The program as XLA prints it.
-        written: The program before XLA optimized it; empty if it is not known.
-        outputs: The paths of its results.
-        memory: What it needs.
-        seconds: How long tracing and compiling took.
-    """
+    """A compiled function: its text, after and before XLA optimized it; the paths of its results; what it takes."""
 
     text: str
     written: str
@@ -65,41 +57,26 @@ def compile_for(
     *,
     target: Target,
     mesh: Mesh,
-    shardings: Any = None,
+    shardings: Any,
     flags: XlaFlags,
-    compiler_options: Mapping[str, Any] | None = None,
+    options: Mapping[str, Any],
 ) -> Compiled:
-    """Compiles a function of trees.
+    """Compiles a function of trees; the arguments are those of `inspect_step`, `flags` all that the user has set.
 
-    Args:
-        function: Any callable, jitted or not. Arguments that inner `jit`s donate are donated.
-        args: Its arguments: trees of arrays or `ShapeDtypeStruct`s; everything else is static.
-        target: What to compile for.
-        mesh: Devices of the target.
-        shardings: A tree of `PartitionSpec`s for `args`, or a prefix of one; None uses the arrays' own shardings.
-        flags: The user's, including those of the environment.
-        compiler_options: In addition to those of the target.
-
-    Returns:
-        The program.
+    Arguments that inner `jit`s donate are donated.
     """
     begin = time.perf_counter()
     inputs = _Inputs.of(function, args, mesh, shardings)
-    with jax.set_mesh(mesh), warnings.catch_warnings():
-        # For donated arguments that no result fits: donating all of them means those that do fit.
-        warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
-        # JAX keeps such programs in its compilation cache too, and cannot read back those for devices not here.
-        warnings.filterwarnings("ignore", message="Error reading persistent compilation cache")
+    with jax.set_mesh(mesh):
         traced = jax.jit(inputs.call).trace({}, inputs.abstract)
-        donated = _donated(traced, inputs)
-        if donated:
+        if donated := _donated(traced, inputs):
             rest = {name: x for name, x in inputs.abstract.items() if name not in donated}
             given = {name: inputs.abstract[name] for name in donated}
             traced = jax.jit(inputs.call, donate_argnums=0).trace(given, rest)
-        lowered = traced.lower()
+        with changed_process(ignored=_WARNINGS):
+            lowered = traced.lower()
+            compiled = lowered.compile(compiler_options={**target.compiler_options(flags), **options})
         written = lowered.as_text("hlo", debug_info=True)
-        options = {**target.compiler_options(flags), **(compiler_options or {})}
-        compiled = lowered.compile(compiler_options=options)
     text, memory = compiled.as_text(), _memory(compiled.memory_analysis())
     assert text is not None
     results = jax.tree_util.tree_flatten_with_path(traced.out_info)[0]
@@ -107,15 +84,17 @@ def compile_for(
     return Compiled(text, written, outputs, memory, time.perf_counter() - begin)
 
 
+_WARNINGS = (
+    # For donated arguments that no result fits: donating all of them means those that do fit.
+    "Some donated buffers were not usable",
+    # JAX keeps such programs in its compilation cache too, and cannot read back those for devices not here.
+    "Error reading persistent compilation cache",
+)
+
+
 @dataclasses.dataclass(frozen=True)
 class _Inputs:
-    """A call with its arrays taken out and given names.
-
-    Args:
-        leaves: All leaves of the function and its arguments, arrays abstract.
-        structure: Their tree.
-        names: Of each leaf that is an array, by its place among the leaves.
-    """
+    """A call with its arrays taken out: its leaves with abstract arrays, their tree, and the arrays' names by place."""
 
     leaves: tuple[Any, ...]
     structure: Any
@@ -126,11 +105,10 @@ class _Inputs:
         paths, structure = jax.tree_util.tree_flatten_with_path((function, args))
         specs = _specs(args, shardings)
         count = len(paths) - len(specs)
-        specs = [None] * count + specs
         arguments = _argument_names(function, len(args))
         leaves, names = [], {}
-        for place, ((path, leaf), spec) in enumerate(zip(paths, specs, strict=True)):
-            if not _is_array(leaf):
+        for place, ((path, leaf), spec) in enumerate(zip(paths, [None] * count + specs, strict=True)):
+            if not isinstance(leaf, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct):
                 leaves.append(leaf)
                 continue
             leaves.append(_abstract(leaf, spec, mesh))
@@ -152,10 +130,6 @@ class _Inputs:
         return eqx.filter(function(*args), eqx.is_array)
 
 
-def _is_array(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct)
-
-
 def _abstract(leaf: Any, spec: Any, mesh: Mesh) -> jax.ShapeDtypeStruct:
     if spec is None:
         sharding = getattr(leaf, "sharding", None)
@@ -172,8 +146,6 @@ def _abstract(leaf: Any, spec: Any, mesh: Mesh) -> jax.ShapeDtypeStruct:
 def _specs(args: tuple[Any, ...], shardings: Any) -> list[Any]:
     """A spec or None for each leaf of the arguments."""
     is_spec = lambda node: node is None or isinstance(node, PartitionSpec | NamedSharding)
-    if shardings is None:
-        return [None] * len(jax.tree.leaves(args))
     try:
         spread = jax.tree.broadcast(shardings, args, is_leaf=is_spec)
     except ValueError as error:
@@ -206,11 +178,10 @@ def _donated(traced: Any, inputs: _Inputs) -> list[str]:
 
 
 def _memory(stats: Any) -> Memory:
-    arguments, outputs = stats.argument_size_in_bytes, stats.output_size_in_bytes
-    aliased, temporaries = stats.alias_size_in_bytes, stats.temp_size_in_bytes
+    sizes = [getattr(stats, f"{name}_size_in_bytes") for name in ("argument", "output", "alias", "temp")]
+    arguments, outputs, aliased, temporaries = sizes
     # Some backends report their own peak, but not all, and not all the same one.
-    peak = arguments + outputs - aliased + temporaries
-    return Memory(arguments, outputs, aliased, temporaries, peak)
+    return Memory(*sizes, peak=arguments + outputs - aliased + temporaries)
 
 
 def make_mesh(target: Target, devices: int | None, mesh: MeshLike | None) -> Mesh:
@@ -222,7 +193,7 @@ def make_mesh(target: Target, devices: int | None, mesh: MeshLike | None) -> Mes
         mesh: Axes and sizes, or a mesh of other devices with the same; None for one axis, `devices`.
 
     Raises:
-        ValueError: If the two do not fit.
+        ValueError: If `devices` and `mesh` do not fit.
     """
     if mesh is None:
         mesh = {"devices": 1 if devices is None else devices}

@@ -82,7 +82,7 @@ def _lacking(operands: tuple[Quantization, Quantization], device: Device) -> str
     if len(units) > 1:
         return f"no unit multiplies {operands[0].scaling} by {operands[1].scaling}"
     for unit in units:
-        if (reason := unit.lacking(device)) is not None:
+        if (reason := device.lacks(unit)) is not None:
             return reason
     return next((reason for operand in operands if (reason := device.lacks(operand.format))), None)
 

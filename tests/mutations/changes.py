@@ -681,6 +681,27 @@ CHANGES = (
     ),
     # --- preflight
     Change(
+        "threads change the process at the same time",
+        "preflight/target/process.py",
+        "with _ONE_AT_A_TIME, contextlib.ExitStack() as undo:",
+        "with contextlib.ExitStack() as undo:",
+        ("test_preflight_process.py",),
+    ),
+    Change(
+        "a custom call that nobody knows is one of the other kernels",
+        "preflight/verdict/analysis.py",
+        "call_of(instruction) is not Call.OTHER",
+        "call_of(instruction) is Call.OPAQUE",
+        ("test_preflight_vocabulary.py",),
+    ),
+    Change(
+        "a rotation's scope is a copy of its name",
+        "_numerics/rotation.py",
+        "with jax.named_scope(ROTATION):",
+        'with jax.named_scope("rotation"):',
+        ("test_preflight_vocabulary.py",),
+    ),
+    Change(
         "multiples of 8 count as sides that FP8 takes",
         "preflight/verdict/reason.py",
         "if value % 16",
@@ -710,7 +731,7 @@ CHANGES = (
     ),
     Change(
         "loops up to and including a limit run once less",
-        "preflight/hlo/loops.py",
+        "preflight/hlo/vocabulary.py",
         '"LE": 1',
         '"LE": 0',
         ("test_preflight_products.py::test_loops_that_count_from_constant_to_constant",),
@@ -753,8 +774,8 @@ CHANGES = (
     Change(
         "the end of what began is a kernel of its own",
         "preflight/hlo/traffic.py",
-        'not opcode.endswith(("-done", "-update"))',
-        "True",
+        "and not ends(site.instruction.opcode)",
+        "",
         ("test_preflight_traffic.py",),
     ),
 )

@@ -6,30 +6,17 @@ result: the new weight, or the optimizer's moments.
 
 from collections.abc import Iterator, Sequence
 
-from .sites import Site, is_fusion, subprograms
+from .sites import Site
+from .vocabulary import ELEMENTWISE, is_fusion, subprograms
 
 
-# Each element of their result comes from the same element of an operand; or they only move elements.
-_ELEMENTWISE = {
-    *("add", "subtract", "multiply", "divide", "maximum", "minimum", "negate", "abs", "sqrt", "rsqrt", "power"),
-    *("select", "clamp", "convert", "copy", "bitcast", "transpose", "reshape", "reduce-precision", "sign"),
-    *("slice", "pad", "dynamic-slice", "concatenate", "opt-barrier", "copy-start", "copy-done"),
-    *("all-reduce", "all-reduce-start", "all-reduce-done", "reduce-scatter", "reduce-scatter-start"),
-    *("reduce-scatter-done", "all-gather", "all-gather-start", "all-gather-done", "async-done", "fusion-done"),
-    *("all-to-all", "collective-permute", "collective-permute-start", "collective-permute-done"),
-}
+# A value, and where the part of it that is followed lies if it is a tuple.
+type _Part = tuple[Site, tuple[int, ...]]
 
 
 def destinations(site: Site) -> Iterator[int]:
-    """The places in the program's result that an instruction's value makes.
-
-    Args:
-        site: The instruction that makes the value; where it makes a tuple, its first element is meant.
-
-    Yields:
-        Indices into the tuple that the entry returns.
-    """
-    waiting: list[tuple[Site, tuple[int, ...]]] = [(site, (0,) if site.instruction.shape.dtype == "tuple" else ())]
+    """The places in the program's result that an instruction's value makes; of a tuple, its first element."""
+    waiting: list[_Part] = [(site, (0,) if site.instruction.shape.dtype == "tuple" else ())]
     seen = set()
     scope = site.instruction.op_name
     while waiting:
@@ -47,7 +34,7 @@ def destinations(site: Site) -> Iterator[int]:
             waiting += _after(value, value.beside(user.name), path, scope)
 
 
-def _after(value: Site, user: Site, path: tuple[int, ...], scope: str) -> list[tuple[Site, tuple[int, ...]]]:
+def _after(value: Site, user: Site, path: tuple[int, ...], scope: str) -> list[_Part]:
     """Where a value goes through one of its users."""
     instruction = user.instruction
     opcode = instruction.opcode
@@ -67,7 +54,7 @@ def _after(value: Site, user: Site, path: tuple[int, ...], scope: str) -> list[t
         return [(_parameter(user, inner[0], place), path) for place in places]
     # XLA may split a product in several and add them up: that has the product's scope.
     is_part = opcode == "reduce" and bool(scope) and instruction.op_name == scope
-    if opcode not in _ELEMENTWISE and not is_part:
+    if opcode not in ELEMENTWISE and not is_part:
         return []
     if instruction.shape.dtype == "tuple" and len(instruction.operands) > 1:
         # Takes several operands and returns a tuple of as many.
@@ -80,7 +67,7 @@ def _parameter(caller: Site, name: str, number: int) -> Site:
     return root.beside(root.computation.parameters[number].name)
 
 
-def _returned(caller: Site, path: tuple[int, ...]) -> list[tuple[Site, tuple[int, ...]]]:
+def _returned(caller: Site, path: tuple[int, ...]) -> list[_Part]:
     """Where the result of a function goes: to who called it; of a loop's body, to its next run as well."""
     if caller.instruction.opcode != "while":
         return [(caller, path)]
@@ -89,13 +76,6 @@ def _returned(caller: Site, path: tuple[int, ...]) -> list[tuple[Site, tuple[int
 
 def matching(outputs: Sequence[str], arguments: Sequence[str]) -> tuple[str, ...]:
     """The arguments that outputs are named after: each time the shortest whose path, its first name left out, ends it.
-
-    Args:
-        outputs: Paths of results, such as `0.layers.0.up.weight` and `1.mu.layers.0.up.weight`.
-        arguments: Paths of arguments, such as `model.layers.0.up.weight`.
-
-    Returns:
-        The arguments' paths, each once.
 
     Example:
         >>> matching(["1.mu.layers.0.weight"], ["opt_state.0.mu.layers.0.weight", "model.layers.0.weight"])

@@ -3,27 +3,18 @@
 import dataclasses
 import math
 import re
-from typing import Any
 
-from .sites import Site, is_scaled_dot
+from .sites import Site
 from .text import Shape
+from .vocabulary import BLOCK_SCALED, ONEDNN, Call, call_of, dot_numbers, is_scaled_dot, target_of_call
 
 
 @dataclasses.dataclass(frozen=True)
 class Dimensions:
-    """`batch` products of an `m × k` and a `k × n` matrix, and the element types.
+    """`batch` products of an `m × k` and a `k × n` matrix, and the shapes of operands and result.
 
-    Args:
-        batch: See above.
-        m: See above.
-        n: See above.
-        k: See above.
-        lhs: The first operand.
-        rhs: The second operand.
-        out: The result.
-        block_scaled: Whether the operands come with a scale for each block.
-        groups: The number of groups of a grouped product, of which each row uses one: `n`, `m` and `k` are those of a
-            single group.
+    Block-scaled operands come with a scale for each block. In a grouped product each row uses one of the groups; the
+    sizes are those of a single group.
     """
 
     batch: int
@@ -37,29 +28,17 @@ class Dimensions:
     groups: int = 1
 
     def same_as(self, other: "Dimensions") -> bool:
-        """Whether the sizes are those of another product, or of its transpose.
-
-        Args:
-            other: The other product.
-        """
+        """Whether the sizes are those of another product, or of its transpose."""
         return (self.batch, self.k, {self.m, self.n}) == (other.batch, other.k, {other.m, other.n})
 
     def padded_to(self, multiple: int) -> "Dimensions":
-        """With `m`, `n` and `k` rounded up.
-
-        Args:
-            multiple: To what.
-        """
+        """With `m`, `n` and `k` rounded up."""
         m, n, k = (-(-size // multiple) * multiple for size in (self.m, self.n, self.k))
         return dataclasses.replace(self, m=m, n=n, k=k)
 
     def as_written(self, written: "Dimensions") -> "Dimensions":
         """With the sizes that the product was written with, if these are the same padded to multiples of 16, or the
-        sizes of a sum that XLA split to add the parts up afterwards.
-
-        Args:
-            written: The sizes before.
-        """
+        sizes of a sum that XLA split to add the parts up afterwards."""
         if self.batch > written.batch and self.batch * self.k == written.batch * written.k:
             whole = dataclasses.replace(self, batch=written.batch, k=written.k)
             return whole if whole.same_as(written) else self
@@ -73,12 +52,8 @@ class Dimensions:
 def dimensions(site: Site) -> Dimensions | None:
     """The size of the matrix product that an instruction makes; None if it makes none.
 
-    Args:
-        site: The instruction.
-
     References:
         HLO's `dot`, `scaled-dot`, `ragged-dot` and `convolution`: https://openxla.org/xla/operation_semantics
-        cuBLAS and oneDNN calls: the `GemmBackendConfig` and `OneDnnMatMulConfig` messages in XLA.
     """
     instruction = site.instruction
     if instruction.opcode in ("dot", "scaled-dot"):
@@ -129,8 +104,7 @@ def _of_ragged_dot(site: Site) -> Dimensions:
     lhs, rhs = (operand.instruction.shape for operand in site.operands[:2])
     instruction = site.instruction
     batch = math.prod(lhs.dims[axis] for axis in instruction.ints("lhs_batch_dims"))
-    contract = instruction.ints("lhs_contracting_dims")
-    k = math.prod(lhs.dims[axis] for axis in contract)
+    k = math.prod(lhs.dims[axis] for axis in instruction.ints("lhs_contracting_dims"))
     kernels = math.prod(rhs.dims[axis] for axis in instruction.ints("rhs_group_dims"))
     m, n = lhs.size // (batch * k), rhs.size // (batch * k * kernels)
     # The third operand is the sizes of the groups.
@@ -139,30 +113,16 @@ def _of_ragged_dot(site: Site) -> Dimensions:
 
 
 def _of_custom_call(site: Site) -> Dimensions | None:
-    instruction = site.instruction
-    target = instruction.attribute("custom_call_target")
-    if target.startswith("__cudnn$conv"):
-        return _of_convolution(site)
-    for key in ("gemm_backend_config", "onednn_matmul_config", "cudnn_block_scaled_dot_backend_config"):
-        config = instruction.config.get(key)
-        if config is not None:
-            numbers = config.get("dot_dimension_numbers")
-            if numbers is not None:
-                size = _of_dot(site, *(_axes(numbers, name) for name in _NUMBERS))
-                return dataclasses.replace(size, block_scaled=key.startswith("cudnn") or target.endswith("$mx"))
-    if target.startswith("__onednn$matmul"):
-        # oneDNN's calls multiply the last two axes.
-        rank = len(site.operands[0].instruction.shape.dims)
-        rhs_rank = len(site.operands[1].instruction.shape.dims)
-        return _of_dot(site, tuple(range(rank - 2)), (rank - 1,), (rhs_rank - 2,))
+    match call_of(site.instruction):
+        case Call.CONVOLUTION:
+            return _of_convolution(site)
+        case Call.PRODUCT if (numbers := dot_numbers(site.instruction)) is not None:
+            is_block_scaled = target_of_call(site.instruction) in BLOCK_SCALED
+            return dataclasses.replace(_of_dot(site, *numbers), block_scaled=is_block_scaled)
+        case Call.PRODUCT if target_of_call(site.instruction) == ONEDNN:
+            lhs, rhs = (len(operand.instruction.shape.dims) for operand in site.operands[:2])
+            return _of_dot(site, tuple(range(lhs - 2)), (lhs - 1,), (rhs - 2,))  # Of the last two axes.
     return None
-
-
-_NUMBERS = ("lhs_batch_dimensions", "lhs_contracting_dimensions", "rhs_contracting_dimensions")
-
-
-def _axes(numbers: dict[str, Any], name: str) -> tuple[int, ...]:
-    return tuple(map(int, numbers.get(name, ())))
 
 
 def _of_convolution(site: Site) -> Dimensions:
@@ -181,8 +141,8 @@ def _of_convolution(site: Site) -> Dimensions:
     batch = 1
     for axis, window in zip(sorted(set(lhs_labels) - set("bf?")), _windows(site), strict=True):
         positions = out.dims[out_labels.index(axis)]
-        pairs = window.pairs(lhs.dims[lhs_labels.index(axis)], positions)
-        if pairs == positions == window.size:
+        pairs = _pairs(window, lhs.dims[lhs_labels.index(axis)], positions)
+        if pairs == positions == window["size"]:
             batch *= positions
         elif positions == 1 or pairs % positions:
             k *= pairs
@@ -191,42 +151,18 @@ def _of_convolution(site: Site) -> Dimensions:
     return Dimensions(batch, m, n, k, lhs, rhs, out)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Window:
-    """One spatial axis of a convolution's window."""
-
-    size: int
-    stride: int = 1
-    pad_low: int = 0
-    lhs_dilate: int = 1
-    rhs_dilate: int = 1
-
-    def pairs(self, size: int, positions: int) -> int:
-        """How many pairs of an output position and an element of the window meet an element of the input."""
-        if self.stride == self.lhs_dilate == self.rhs_dilate == self.size == 1 and self.pad_low == 0:
-            return min(size, positions)
-        count = 0
-        dilated = (size - 1) * self.lhs_dilate + 1
-        for position in range(positions):
-            for element in range(self.size):
-                index = position * self.stride + element * self.rhs_dilate - self.pad_low
-                count += 0 <= index < dilated and index % self.lhs_dilate == 0
-        return count
+def _windows(site: Site) -> list[dict[str, int]]:
+    """What a window such as `{size=3x3 stride=2x1 pad=0_0x1_1 lhs_dilate=1x2}` says of each spatial axis."""
+    fields = (part.split("=") for part in site.instruction.attribute("window").strip("{}").split())
+    columns = {name: [int(value.split("_")[0]) for value in values.split("x")] for name, values in fields}
+    return [{name: values[axis] for name, values in columns.items()} for axis in range(len(columns.get("size", ())))]
 
 
-def _windows(site: Site) -> list[_Window]:
-    """Of a window such as `{size=3x3 stride=2x1 pad=0_0x1_1 lhs_dilate=1x2}`."""
-    text = site.instruction.attribute("window").strip("{}")
-    fields = dict(part.split("=") for part in text.split())
-    if not fields:
-        return []
-    sizes = list(map(int, fields["size"].split("x")))
-
-    def values(name: str, default: int) -> list[int]:
-        return list(map(int, fields[name].split("x"))) if name in fields else [default] * len(sizes)
-
-    lows = [int(pad.split("_")[0]) for pad in fields["pad"].split("x")] if "pad" in fields else [0] * len(sizes)
-    return [
-        _Window(*each)
-        for each in zip(sizes, values("stride", 1), lows, values("lhs_dilate", 1), values("rhs_dilate", 1), strict=True)
-    ]
+def _pairs(window: dict[str, int], size: int, positions: int) -> int:
+    """How many pairs of an output position and an element of the window meet an element of the input."""
+    stride, dilation = window.get("stride", 1), window.get("rhs_dilate", 1)
+    low, holes = window.get("pad", 0), window.get("lhs_dilate", 1)
+    if stride == dilation == holes == window["size"] == 1 and low == 0:
+        return min(size, positions)
+    indices = (p * stride + element * dilation - low for p in range(positions) for element in range(window["size"]))
+    return sum(0 <= index <= (size - 1) * holes and index % holes == 0 for index in indices)

@@ -3,9 +3,11 @@
 import dataclasses
 from collections.abc import Iterator
 
+from . import vocabulary as words
 from .scopes import dotted
-from .sites import Site, is_fusion, subprograms
+from .sites import Site, element_of_state
 from .text import Shape
+from .vocabulary import begins, ends, is_fusion, subprograms
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,7 +21,6 @@ class Origin:
         quantized: The FP8 element type that it had on the way, itself included; empty if none.
         rescaled: Whether it was multiplied after that.
         in_blocks: Whether by several numbers, as with a scale for each block.
-        padded: Whether it was padded after that.
     """
 
     arguments: tuple[str, ...]
@@ -27,33 +28,13 @@ class Origin:
     quantized: str
     rescaled: bool
     in_blocks: bool
-    padded: bool
-
-
-# Instructions that pass on the values of one operand, and which one.
-_HANDED_ON = {
-    **dict.fromkeys(("convert", "bitcast", "bitcast-convert", "copy", "transpose", "reshape", "slice", "pad"), 0),
-    **dict.fromkeys(("dynamic-slice", "opt-barrier", "reduce-precision", "copy-start", "copy-done"), 0),
-    **dict.fromkeys(("all-gather", "all-gather-start", "all-gather-done", "all-to-all", "collective-permute"), 0),
-    **dict.fromkeys(("collective-permute-start", "collective-permute-done", "async-done", "reverse"), 0),
-    **dict.fromkeys(("clamp", "dynamic-update-slice"), 1),
-}
-# Of two operands, one may be a scale or a bound that the other is combined with.
-_SCALED = {"multiply", "divide", "minimum", "maximum"}
 
 
 def origin(site: Site) -> Origin:
-    """Follows a value back.
-
-    Args:
-        site: The instruction that makes the value.
-
-    Returns:
-        What is known about it.
-    """
+    """Follows a value back."""
     arguments: tuple[str, ...] = ()
     quantized = ""
-    rescaled = in_blocks = padded = False
+    rescaled = in_blocks = False
     wide: list[Shape] = []
     for step in _way(site):
         instruction = step.instruction
@@ -65,47 +46,35 @@ def origin(site: Site) -> Origin:
                 arguments = tuple(name for part in parts for name in part.arguments)
                 quantized = quantized or parts[0].quantized
         shape = instruction.shape
-        if not quantized and shape.dtype.startswith(("f8e4", "f8e5", "f4e2")):
+        if not quantized and shape.dtype.startswith(words.QUANTIZED):
             quantized = shape.dtype
-        if shape.dtype in ("bf16", "f16", "f32", "f64"):
+        if shape.dtype in words.WIDE:
             wide.append(shape)
-        if not quantized:
-            if instruction.opcode in ("multiply", "divide"):
-                rescaled = True
-                in_blocks |= not any(map(_repeats_one_number, step.operands))
-            padded |= instruction.opcode == "pad"
+        if not quantized and instruction.opcode in words.SCALES:
+            rescaled = True
+            in_blocks |= not any(map(_repeats_one_number, step.operands))
     narrowest = min(wide, key=lambda shape: shape.bits).dtype if wide else ""
-    return Origin(arguments, narrowest, quantized, rescaled and bool(quantized), in_blocks and bool(quantized), padded)
+    return Origin(arguments, narrowest, quantized, rescaled and bool(quantized), in_blocks and bool(quantized))
 
 
 @dataclasses.dataclass(frozen=True)
 class Entering:
-    """The array that a kernel reads an operand of its product from.
-
-    Args:
-        dtype: Its element type in memory.
-        in_blocks: Whether the kernel multiplies it by several numbers, as with a scale for each block.
-    """
+    """The element type of the array that a kernel reads an operand from, and whether the kernel scales it in blocks."""
 
     dtype: str
     in_blocks: bool
 
 
 def entering(kernel: Site, operand: Site) -> Entering | None:
-    """Follows an operand back to where it comes into a fusion: through casts, scales and what only moves elements.
+    """Follows an operand within a fusion back to where it enters: through casts, scales and what only moves elements.
 
-    Args:
-        kernel: The fusion.
-        operand: An operand of an instruction within it.
-
-    Returns:
-        What is known of the array; None if the fusion computes the operand in another way.
+    None if the fusion computes it in another way.
     """
     in_blocks = False
     for step in _way(operand):
         if step.computation is kernel.computation:
             return Entering(step.instruction.shape.dtype, in_blocks)
-        if step.instruction.opcode in ("multiply", "divide"):
+        if step.instruction.opcode in words.SCALES:
             in_blocks |= not any(map(_repeats_one_number, step.operands))
     return None
 
@@ -140,15 +109,15 @@ def _before(site: Site, indices: list[int]) -> Site | None:
         return site.root(instruction.called("calls")[0])
     if opcode == "while":
         return site.root(instruction.called("body")[0])
-    if (opcode == "call" or opcode.endswith("-start")) and (inner := subprograms(instruction)):
+    if (opcode == "call" or begins(opcode)) and (inner := subprograms(instruction)):
         return site.root(inner[0])
-    if opcode.endswith("-done") and site.operands[0].instruction.opcode in ("fusion-start", "async-start"):
+    if ends(opcode) and site.operands[0].instruction.opcode in ("fusion-start", "async-start"):
         return site.operands[0]
-    if opcode in _HANDED_ON:
+    if opcode in words.HANDED_ON:
         # Some take several operands and return a tuple of as many.
         several = indices and instruction.shape.dtype == "tuple" and len(instruction.operands) > 1
-        return site.operands[indices.pop() if several else _HANDED_ON[opcode]]
-    if opcode in _SCALED or opcode == "select":
+        return site.operands[indices.pop() if several else words.HANDED_ON[opcode]]
+    if opcode in words.SCALES_AND_BOUNDS or opcode == "select":
         candidates = [operand for operand in site.operands[-2:] if not _is_broadcast(operand)]
         return candidates[0] if len(candidates) == 1 else None
     return None
@@ -156,46 +125,29 @@ def _before(site: Site, indices: list[int]) -> Site | None:
 
 def _argument(site: Site, indices: list[int]) -> Site | None:
     """What a function's parameter stands for where it is called."""
-    if site.caller is None:
+    if (caller := site.caller) is None:
         return None
-    caller, number = site.caller, site.instruction.parameter_number
     if caller.instruction.opcode == "while":
-        # What a loop passes from run to run began as its operand, if the body does not change it.
-        if not indices or not _is_invariant(site, indices[-1]):
-            return None if not indices else _carried(site, indices)
-        return caller.operands[0]
+        return _of_state(site, indices)
     if caller.instruction.opcode == "conditional":
         branches = subprograms(caller.instruction)
         return caller.operands[1 + branches.index(site.computation.name)]
-    return caller.operands[number]
+    return caller.operands[site.instruction.parameter_number]
 
 
-def _element(site: Site, index: int) -> Site | None:
-    """What a loop's body returns in a place of its tuple."""
-    root = site.beside(site.computation.root.name)
-    return root.operands[index] if root.instruction.opcode == "tuple" else None
-
-
-def _is_invariant(site: Site, index: int) -> bool:
-    """Whether a loop's body returns in a place what it got there."""
-    element = _element(site, index)
-    while element is not None and element.instruction.opcode in ("copy", "bitcast"):
-        element = element.operands[0]
-    return (
-        element is not None
-        and element.instruction.opcode == "get-tuple-element"
-        and int(element.instruction.attribute("index")) == index
-        and element.operands[0].instruction.opcode == "parameter"
-    )
-
-
-def _carried(site: Site, indices: list[int]) -> Site | None:
-    """What a loop's body wrote in earlier runs, if it fills an array slice by slice."""
-    element = _element(site, indices[-1])
-    if element is None or element.instruction.opcode not in ("dynamic-update-slice", "fusion"):
+def _of_state(state: Site, indices: list[int]) -> Site | None:
+    """Where an element of a loop's state comes from: what the loop began with, if the body hands it on as it was; what
+    the body wrote in earlier runs, if it fills an array slice by slice."""
+    root = state.beside(state.computation.root.name)
+    if not indices or root.instruction.opcode != "tuple" or state.caller is None:
+        return None
+    result = root.operands[indices[-1]]
+    if element_of_state(result) == indices[-1]:
+        return state.caller.operands[0]
+    if result.instruction.opcode not in ("dynamic-update-slice", "fusion"):
         return None
     indices.pop()
-    return element
+    return result
 
 
 def _is_broadcast(site: Site) -> bool:
@@ -208,7 +160,7 @@ def _is_broadcast(site: Site) -> bool:
         instruction = current.instruction
         if instruction.opcode in ("broadcast", "constant", "iota") or _is_number(instruction.shape):
             return True
-        if instruction.opcode in _SCALED:
+        if instruction.opcode in words.SCALES_AND_BOUNDS:
             return all(map(_is_broadcast, current.operands))
         current = _before(current, indices)
     return False
@@ -216,7 +168,7 @@ def _is_broadcast(site: Site) -> bool:
 
 def _repeats_one_number(site: Site) -> bool:
     while not _is_number(site.instruction.shape):
-        if site.instruction.opcode not in ("broadcast", "convert", "bitcast", "reshape", "copy", "transpose"):
+        if site.instruction.opcode not in {"broadcast", "transpose", *words.COPIES}:
             return False
         site = site.operands[0]
     return True

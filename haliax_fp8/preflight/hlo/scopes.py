@@ -1,13 +1,15 @@
-"""What the scopes of an instruction and the names of arguments say about where a product is in the model."""
+"""What the scopes of an instruction and the names of arguments say about where a product is in the model.
+
+An instruction's scope is the stack of named scopes that it was traced in, as `op_name` has it, outermost first.
+"""
 
 import re
+
+from ..._product.names import DGRAD, FP8_DOT_GENERAL, FP8_RAGGED_DOT, FPROP, ROTATION, WGRAD
 
 
 def role(scope: str) -> str:
     """`fprop`, `dgrad` or `wgrad` of this package's products; `forward` or `backward` of others, and of rotations.
-
-    Args:
-        scope: The instruction's stack of named scopes.
 
     Example:
         >>> role("jit(step)/jvp(MLP)/fp8_linear/fp8_dot_general/fp8_forward/fprop/dot_general")
@@ -15,46 +17,40 @@ def role(scope: str) -> str:
         >>> role("jit(step)/transpose(jvp(MLP))/dot_general")
         'backward'
     """
-    for name in () if rotates(scope) else re.findall(r"[^/]+", scope):
-        if name in ("fprop", "dgrad", "wgrad"):
+    for name in () if rotates(scope) else scope.split("/"):
+        if name in (FPROP, DGRAD, WGRAD):
             return name
     return "backward" if re.search(r"\btranspose\(", scope) else "forward"
 
 
 def asks_for_fp8(scope: str) -> bool:
-    """Whether a product was traced in one of this package's ops.
-
-    Args:
-        scope: The instruction's stack of named scopes.
-    """
-    return re.search(r"(^|/)fp8_(dot_general|ragged_dot)(/|$)", scope) is not None
+    """Whether a product was traced in one of this package's ops."""
+    return not {FP8_DOT_GENERAL, FP8_RAGGED_DOT}.isdisjoint(scope.split("/"))
 
 
 def rotates(scope: str) -> bool:
     """Whether a product rotates an operand of one of this package's products.
 
-    Args:
-        scope: The instruction's stack of named scopes.
-
     Example:
         >>> rotates("jit(step)/transpose(jvp(MLP))/fp8_dot_general/fp8_backward/wgrad/rotation/dot_general")
         True
     """
-    return asks_for_fp8(scope) and "rotation" in scope.split("/")
+    return asks_for_fp8(scope) and ROTATION in scope.split("/")
 
 
-def without_transforms(scope: str) -> str:
-    """The scopes that a forward product and its gradients have in common.
-
-    Args:
-        scope: The instruction's stack of named scopes.
+def place(scope: str) -> str:
+    """What a reader knows a scope by: the named scopes in it, without functions that JAX and this package jit.
 
     Example:
-        >>> without_transforms("jit(step)/transpose(jvp(vmap(Attention)))/qk/dot_general")
-        'step/Attention/qk/dot_general'
+        >>> place("jit(step)/jvp(Attention)/contract head_dim -> position/0 1, 2 1 -> 0 2/dot_general")
+        'Attention/contract head_dim -> position'
+        >>> place("jit(step)/transpose(jvp(vmap(Attention)))/qk/dot_general")
+        'Attention/qk'
     """
     names = []
     for part in _parts(scope):
+        if re.fullmatch(r"jit\(.*\)|[\d ,]+ -> [\d ]*|\w+_general|dot", part):
+            continue
         while (match := re.fullmatch(r"(\w+)\((.*)\)", part)) is not None:
             part = match[2]
         if part and part not in ("while", "body", "cond", "closed_call", "checkpoint", "rematted_computation"):
@@ -75,10 +71,7 @@ def _parts(scope: str) -> list[str]:
 
 
 def dotted(path: str) -> str:
-    """A path as `describe` writes it, without the dictionary in which `compile_for` hands over arrays.
-
-    Args:
-        path: What JAX prints of a path in a tree.
+    """What JAX prints of a path in a tree, as `describe` writes it, without the dictionary of `compile_for`'s arrays.
 
     Example:
         >>> dotted("model.layers[0].up['weight'].array"), dotted("arrays['model.layers.0.weight']")
@@ -93,25 +86,8 @@ def dotted(path: str) -> str:
 def layer_of(argument: str) -> str:
     """The layer of a weight: its path without the names of the weight and of the array in it.
 
-    Args:
-        argument: A path with dots.
-
     Example:
         >>> layer_of("model.layers.0.up.weight.array"), layer_of("w")
         ('model.layers.0.up', 'w')
     """
     return re.sub(r"(?<=.)\.(weight|kernel)(\.(array|value|\d+))?$", "", argument)
-
-
-def place(scope: str) -> str:
-    """What a reader knows a scope by: the named scopes in it, without functions that JAX and this package jit.
-
-    Args:
-        scope: The instruction's stack of named scopes.
-
-    Example:
-        >>> place("jit(step)/jvp(Attention)/contract head_dim -> position/0 1, 2 1 -> 0 2/dot_general")
-        'Attention/contract head_dim -> position'
-    """
-    names = [part for part in _parts(scope) if not re.fullmatch(r"jit\(.*\)|[\d ,]+ -> [\d ]*|\w+_general|dot", part)]
-    return without_transforms("/".join(names)).strip("/")

@@ -3,26 +3,22 @@
 import dataclasses
 from collections.abc import Iterator
 
-from .loops import trip_count
 from .text import Computation, Instruction, Module, Shape
+from .vocabulary import COMPARISONS, COPIES, begins, is_fusion, known_trip_count, subprograms
 
 
 @dataclasses.dataclass(frozen=True)
 class Site:
-    """An instruction in its place.
+    """An instruction in its place in a program.
 
-    Args:
-        module: The program.
-        computation: The function that it is in.
-        instruction: The instruction.
-        executions: How often it runs in one run of the program.
-        caller: The loop, call or fusion that runs the function; None in the entry.
+    `executions` says how often it runs in one run of the program. `caller` is the loop, call or fusion that runs the
+    function that it is in; None in the entry.
     """
 
     module: Module
     computation: Computation
     instruction: Instruction
-    executions: int
+    executions: int = 1
     caller: "Site | None" = None
 
     def beside(self, name: str) -> "Site":
@@ -45,76 +41,28 @@ class Site:
             return got[:1]
         if self.instruction.opcode == "fusion-start":
             return self.root(self.instruction.called("calls")[0]).instruction.shape.arrays
-        begins = self.instruction.opcode.endswith("-start") and len(got) > given
-        return got[given : 2 * given] if begins else got
-
-    @property
-    def _inner_executions(self) -> int:
-        """How often what the instruction calls runs: of a loop of unknown length, once."""
-        if self.instruction.opcode != "while":
-            return self.executions
-        count = trip_count(self.module, self.computation, self.instruction)
-        return self.executions * (1 if count is None else count)
-
-    def inside(self, name: str) -> Iterator["Site"]:
-        """The instructions of a function that this one calls."""
-        computation = self.module[name]
-        executions = self._inner_executions
-        for instruction in computation:
-            yield Site(self.module, computation, instruction, executions, self)
+        return got[given : 2 * given] if begins(self.instruction.opcode) and len(got) > given else got
 
     def root(self, name: str) -> "Site":
-        """The result of a function that this instruction calls."""
-        computation = self.module[name]
-        return Site(self.module, computation, computation.root, self._inner_executions, self)
+        """The result of a function that this instruction calls; a loop of unknown length calls it once."""
+        computation, executions = self.module[name], self.executions
+        if self.instruction.opcode == "while" and (count := trip_count(self)) is not None:
+            executions *= count
+        return Site(self.module, computation, computation.root, executions, self)
+
+    def inside(self, name: str) -> Iterator["Site"]:
+        """All instructions of a function that this instruction calls."""
+        root = self.root(name)
+        return (root.beside(instruction.name) for instruction in root.computation)
 
 
 def entry_sites(module: Module) -> Iterator[Site]:
     """The instructions of the entry."""
-    return (Site(module, module.entry, instruction, 1) for instruction in module.entry)
-
-
-def is_fusion(instruction: Instruction) -> bool:
-    """Whether what the instruction calls runs within one kernel."""
-    return instruction.opcode in ("fusion", "fusion-start")
-
-
-def is_scaled_dot(instruction: Instruction) -> bool:
-    """Whether an instruction is `jax.lax.scaled_dot` before optimization: a call of a function that defines it.
-
-    Args:
-        instruction: The instruction.
-    """
-    return instruction.opcode == "call" and 'composite.name="xla.scaled_dot"' in instruction.attribute(
-        "frontend_attributes"
-    )
-
-
-def subprograms(instruction: Instruction) -> tuple[str, ...]:
-    """The functions that an instruction runs as programs of several kernels: bodies of loops, branches, calls.
-
-    The condition of a loop and what `reduce` or `sort` apply to scalars are not part of it.
-    """
-    opcode = instruction.opcode
-    if is_scaled_dot(instruction):
-        return ()
-    if opcode == "while":
-        return instruction.called("body")
-    if opcode == "conditional":
-        return instruction.called("branch_computations", "true_computation", "false_computation")
-    if opcode == "call":
-        return instruction.called("to_apply", "calls")
-    if opcode.endswith("-start") and not is_fusion(instruction):
-        return instruction.called("calls", "async_computation")
-    return ()
+    return (Site(module, module.entry, instruction) for instruction in module.entry)
 
 
 def kernels(sites: Iterator[Site]) -> Iterator[Site]:
-    """The instructions that run, fusions as one; loops, calls and branches are opened.
-
-    Args:
-        sites: Where to begin, such as `entry_sites(module)`.
-    """
+    """The instructions that run, fusions as one; loops, calls and branches are opened. See `entry_sites`."""
     for site in sites:
         inner = subprograms(site.instruction)
         if not inner:
@@ -130,3 +78,71 @@ def opened(kernel: Site) -> Iterator[Site]:
         for name in kernel.instruction.called("calls"):
             for inner in kernel.inside(name):
                 yield from opened(inner)
+
+
+def trip_count(loop: Site) -> int | None:
+    """How often the body of a `while` runs; None if that is not known before the program runs.
+
+    XLA annotates the loop with the number for GPUs and CPUs, but not for TPUs. There it follows from the condition that
+    JAX writes for `scan` and `fori_loop`: a counter starts at a constant, is compared with a constant, and is
+    incremented by one in each run.
+    """
+    if (known := known_trip_count(loop.instruction)) is not None:
+        return known
+    test, body = (_computed(_result(loop, name)) for name in ("condition", "body"))
+    initial = loop.operands[0]
+    if test.instruction.opcode != "compare" or {initial.instruction.opcode, body.instruction.opcode} != {"tuple"}:
+        return None
+    counter, limit = test.operands
+    if (index := element_of_state(counter)) is None:
+        return None
+    start, stop, step = _number(initial.operands[index]), _number(limit), _added(body.operands[index], index)
+    place = element_of_state(limit)
+    if place is not None and place == element_of_state(body.operands[place]):
+        stop = _number(initial.operands[place])  # Handed on from run to run as it was.
+    beyond = COMPARISONS.get(test.instruction.attribute("direction"))
+    if start is None or stop is None or not step or beyond is None:
+        return None
+    return max(0, -((start - stop - beyond) // step))
+
+
+def _result(loop: Site, attribute: str) -> Site:
+    computation = loop.module[loop.instruction.called(attribute)[0]]
+    return Site(loop.module, computation, computation.root)
+
+
+def _computed(site: Site) -> Site:
+    """What computes a value: copies, casts and fusions looked through."""
+    if site.instruction.opcode in COPIES:
+        return _computed(site.operands[0])
+    if is_fusion(site.instruction):
+        return _computed(site.root(site.instruction.called("calls")[0]))
+    if site.instruction.opcode == "parameter" and site.caller is not None and is_fusion(site.caller.instruction):
+        return _computed(site.caller.operands[site.instruction.parameter_number])
+    return site
+
+
+def _number(site: Site) -> int | None:
+    """The integer that a value is, if it is constant."""
+    found = _computed(site).instruction
+    text = found.operands[0] if found.opcode == "constant" and found.operands else ""
+    return int(text) if text.lstrip("-").isdigit() else None
+
+
+def element_of_state(site: Site) -> int | None:
+    """Which element of a loop's state a value in its body or condition is, if it is one as it was."""
+    found = _computed(site)
+    if found.instruction.opcode != "get-tuple-element" or found.operands[0].instruction.opcode != "parameter":
+        return None
+    return int(found.instruction.attribute("index"))
+
+
+def _added(result: Site, index: int) -> int | None:
+    """What a run adds to an element of the state."""
+    operation = _computed(result)
+    if operation.instruction.opcode != "add":
+        return None
+    first, second = operation.operands
+    if element_of_state(first) == index:
+        return _number(second)
+    return _number(first) if element_of_state(second) == index else None

@@ -19,18 +19,10 @@ _BITS = {"pred": 8, "token": 0, "opaque": 0, "bf16": 16, "tf32": 32}
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """An array's element type and sizes, or a tuple of shapes.
-
-    Args:
-        dtype: XLA's name of the element type, such as `f8e4m3fn`; `tuple` for a tuple.
-        dims: The sizes; of a dynamic dimension, its bound.
-        layout: The order of dimensions and tiles in memory, such as `1,0`; empty where the text has none.
-        elements: The parts of a tuple.
-    """
+    """An array's element type by XLA's name, and its sizes; or a tuple of shapes, whose `dtype` is `tuple`."""
 
     dtype: str
     dims: tuple[int, ...] = ()
-    layout: str = ""
     elements: tuple["Shape", ...] = ()
 
     @property
@@ -70,13 +62,8 @@ class Shape:
 class Instruction:
     """One instruction.
 
-    Args:
-        name: Unique in its module.
-        shape: Of its result.
-        opcode: Such as `dot` or `custom-call`.
-        operands: The names of its operands; of a parameter or a constant, the text in the parentheses.
-        attributes: The text of each attribute, by name.
-        is_root: Whether it is the result of its computation.
+    Operands are given by name; those of a parameter or a constant are the text in its parentheses. Attributes are the
+    text behind each name. The root is the result of its computation.
     """
 
     name: str
@@ -126,13 +113,7 @@ class Instruction:
 
 @dataclasses.dataclass(frozen=True)
 class Computation:
-    """A function of the program: instructions in the order in which they run.
-
-    Args:
-        name: Its name.
-        instructions: By name, in order.
-        root: The instruction whose value it returns.
-    """
+    """A function of a program: its instructions by name, in the order in which they run, and its result."""
 
     name: str
     instructions: dict[str, Instruction]
@@ -143,10 +124,6 @@ class Computation:
 
     def __getitem__(self, name: str) -> Instruction:
         return self.instructions[name]
-
-    def operands(self, instruction: Instruction) -> tuple[Instruction, ...]:
-        """An instruction's operands."""
-        return tuple(self.instructions[name] for name in instruction.operands)
 
     @functools.cached_property
     def parameters(self) -> tuple[Instruction, ...]:
@@ -167,15 +144,8 @@ class Computation:
 
 @dataclasses.dataclass(frozen=True)
 class Module:
-    """A program.
+    """A program: its functions by name, and the one that runs."""
 
-    Args:
-        name: Its name.
-        computations: By name.
-        entry: The computation that runs.
-    """
-
-    name: str
     computations: dict[str, Computation]
     entry: Computation
 
@@ -188,9 +158,6 @@ def parse_hlo(text: str) -> Module:
 
     Args:
         text: What `compiled.as_text()` or `lowered.as_text("hlo")` returns.
-
-    Returns:
-        The module.
 
     Raises:
         ValueError: If the text is not an HLO module, or a line in it cannot be read.
@@ -218,30 +185,24 @@ def parse_hlo(text: str) -> Module:
                 opened = match["name"], match["entry"] is not None, {}
         elif line == "}" or line.startswith("}, "):
             name, is_entry, instructions = opened
-            computation = _computation(name, instructions)
-            computations[name] = computation
-            entry, opened = (computation if is_entry else entry), None
+            if not (roots := [instruction for instruction in instructions.values() if instruction.is_root]):
+                raise ValueError(f"computation {name} has no ROOT instruction; the text may be cut")
+            computations[name] = Computation(name, instructions, roots[0])
+            entry, opened = (computations[name] if is_entry else entry), None
         elif line:
             instruction = _instruction(line)
             opened[2][instruction.name] = instruction
     if entry is None:
         raise ValueError(f"HLO module {header[1]} has no ENTRY computation; the text may be cut")
-    return Module(header[1], computations, entry)
+    return Module(computations, entry)
 
 
 _COMPUTATION = re.compile(r"(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) (?:\(.*\) -> .*)?\{$")
 _RESULT = re.compile(r"(?P<root>ROOT )?%?(?P<name>[\w.\-]+) = ")
 _OPCODE = re.compile(r" ?(?P<opcode>[a-z][\w\-]*)\(")
-_ARRAY = re.compile(r"(?P<dtype>\w+)\[(?P<dims>[^\]]*)\](?:\{(?P<layout>[^{}]*)\})?")
+_ARRAY = re.compile(r"(?P<dtype>\w+)\[(?P<dims>[^\]]*)\](?:\{[^{}]*\})?")
 # Brackets, commas, and strings and comments as a whole: brackets and commas in those mean nothing.
 _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|/\*.*?\*/|[(){}\[\],]')
-
-
-def _computation(name: str, instructions: dict[str, Instruction]) -> Computation:
-    roots = [instruction for instruction in instructions.values() if instruction.is_root]
-    if not roots:
-        raise ValueError(f"computation {name} has no ROOT instruction; the text may be cut")
-    return Computation(name, instructions, roots[0])
 
 
 def _instruction(line: str) -> Instruction:
@@ -258,20 +219,11 @@ def _instruction(line: str) -> Instruction:
         name=result["name"],
         shape=shape,
         opcode=opcode["opcode"],
-        operands=tuple(_operand(part) for part in parts),
-        attributes=dict(_attribute(part) for part in attributes),
+        # Some printers put an operand's shape before its name.
+        operands=tuple(part.rsplit(" ", 1)[-1].removeprefix("%") for part in parts),
+        attributes={name: value for name, _, value in (part.partition("=") for part in attributes)},
         is_root=result["root"] is not None,
     )
-
-
-def _operand(text: str) -> str:
-    # Some printers put an operand's shape before its name.
-    return text.rsplit(" ", 1)[-1].removeprefix("%")
-
-
-def _attribute(text: str) -> tuple[str, str]:
-    name, _, value = text.partition("=")
-    return name, value
 
 
 def _split(line: str, start: int) -> tuple[list[str], int]:
@@ -305,7 +257,7 @@ def _shape(line: str, start: int) -> tuple[Shape, int]:
     if match is None:
         raise ValueError(f"not an HLO shape: {line[start : start + 80]!r}")
     dims = tuple(int(dim.strip().removeprefix("<=")) for dim in match["dims"].split(",") if dim.strip())
-    return Shape(match["dtype"], dims, match["layout"] or ""), match.end()
+    return Shape(match["dtype"], dims), match.end()
 
 
 def _unquoted(text: str) -> str:

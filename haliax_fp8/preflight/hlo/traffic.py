@@ -1,46 +1,22 @@
 """What a kernel reads and writes, in bytes: of an array that it slices or updates in place, only the slice."""
 
-from .sites import Site, is_fusion
-
-
-# These neither run nor move anything.
-NO_KERNEL = {
-    "parameter",
-    "constant",
-    "tuple",
-    "get-tuple-element",
-    "bitcast",
-    "after-all",
-    "partition-id",
-    "replica-id",
-    "domain",
-    "add-dependency",
-    "opt-barrier",
-}
-_SLICES = {"dynamic-slice", "slice", "gather"}
+from .sites import Site
+from .vocabulary import NO_KERNEL, SLICES, ends, is_fusion
 
 
 def is_kernel(site: Site) -> bool:
-    """Whether an instruction makes the device do something: not an alias of a value, not the end of an asynchronous
-    one."""
-    opcode = site.instruction.opcode
-    return opcode not in NO_KERNEL and not opcode.endswith(("-done", "-update"))
+    """Whether an instruction makes the device do something: not an alias, not the end of what another one began."""
+    return site.instruction.opcode not in NO_KERNEL and not ends(site.instruction.opcode)
 
 
 def touched(kernel: Site) -> int:
-    """Bytes that one run of a kernel reads and writes.
-
-    Args:
-        kernel: A fusion, or any other instruction.
-    """
+    """Bytes that one run of a kernel, a fusion or any other instruction, reads and writes."""
     instruction = kernel.instruction
     if is_fusion(instruction):
-        name = instruction.called("calls")[0]
-        body = kernel.module[name]
-        read = sum(_read(kernel.root(name).beside(parameter.name)) for parameter in body.parameters)
-        return read + _written(kernel.root(name))
+        root = kernel.root(instruction.called("calls")[0])
+        return sum(_read(root.beside(p.name)) for p in root.computation.parameters) + _written(root)
     opcode = instruction.opcode
-    if opcode in _SLICES:
+    if opcode in SLICES:
         return 2 * instruction.shape.bytes + sum(o.instruction.shape.bytes for o in kernel.operands[1:])
     if opcode == "dynamic-update-slice":
         return 2 * kernel.operands[1].instruction.shape.bytes
@@ -67,16 +43,15 @@ def _read(parameter: Site) -> int:
     for user in _users(parameter):
         opcode, operands = user.instruction.opcode, user.operands
         is_first = _is_name_for(operands[0], parameter) if operands else False
-        if opcode in _SLICES and is_first:
+        if opcode in SLICES and is_first:
             parts += user.instruction.shape.bytes
         elif opcode in ("dynamic-update-slice", "scatter") and is_first:
             continue  # Written in place, not read.
         elif is_fusion(user.instruction):
-            name = user.instruction.called("calls")[0]
-            inner = user.module[name].parameters
+            root = user.root(user.instruction.called("calls")[0])
             parts += sum(
-                _read(user.root(name).beside(inner[i].name))
-                for i, operand in enumerate(operands)
+                _read(root.beside(inner.name))
+                for inner, operand in zip(root.computation.parameters, operands, strict=True)
                 if _is_name_for(operand, parameter)
             )
         else:

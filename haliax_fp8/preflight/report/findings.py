@@ -1,21 +1,47 @@
-"""What a reader should know of a compiled step: found in the program, worst first."""
+"""What a report says in sentences: which flags the step was compiled with, and what a reader should know of it."""
 
 from collections.abc import Callable
 
-from ...devices.xla_flags import TRITON_PRODUCTS
+from ..._product.names import DGRAD, WGRAD
+from ...devices.roofline import Roofline
+from ...devices.xla_flags import TRITON_PRODUCTS, XlaFlags
 from ..target.target import Target
-from ..verdict.product import Product, Verdict
+from ..verdict.product import TRITON, Product, Verdict
 from ..verdict.program import Program
 
 
-def findings(step: Program, baseline: Program | None, target: Target) -> tuple[str, ...]:
-    """One sentence for each thing that costs speed or precision, or makes the comparison mean less.
+def first_line(flags: XlaFlags, target: Target, step: Program, other: Program | None) -> str:
+    """The flags that the step was compiled with; for NVIDIA GPUs, also what changes with the other setting for Triton's
+    products, if the step was compiled with that too."""
+    line = f"XLA flags: {flags}"
+    if target.device.platform != "cuda":
+        return line
+    setting, opposite = (str(value).lower() for value in (flags.triton_products, not flags.triton_products))
+    if TRITON_PRODUCTS not in flags.values:
+        line += f" ({TRITON_PRODUCTS}={setting})"
+    if other is None:
+        return f"{line}; not compiled with {TRITON_PRODUCTS}={opposite}"
+    return f"{line}; with {TRITON_PRODUCTS}={opposite}: {', '.join(_changes(target, step, other))}"
 
-    Args:
-        step: The step.
-        baseline: What it is compared with.
-        target: What both were compiled for.
-    """
+
+def _changes(target: Target, step: Program, other: Program) -> list[str]:
+    """What the other setting changes, as `there instead of here`."""
+    shares = f"{other.fp8_share:.1%}", f"{step.fp8_share:.1%}"
+    found = [
+        f"{shares[0]} of the FLOPs in FP8{' as well' if shares[0] == shares[1] else f' instead of {shares[1]}'}",
+        f"{other.others.count} other kernels instead of {step.others.count}",
+    ]
+    if target.peaks is not None:
+        times = (1e3 * program.estimate(Roofline(target.peaks)).total for program in (other, step))
+        found.append("an estimated {:.3g} ms instead of {:.3g}".format(*times))
+    here, there = (imprecise_sums(program, target) for program in (step, other))
+    if here != there:
+        found.append("dgrad and wgrad accumulate in full" if here else "dgrad and wgrad do not accumulate in full")
+    return found
+
+
+def findings(step: Program, baseline: Program | None, target: Target) -> tuple[str, ...]:
+    """One sentence for each thing that costs speed or precision, or makes the comparison mean less; worst first."""
     found = []
     by_reason: dict[tuple[Verdict, str], list[Product]] = {}
     for product in step.without_fp8:
@@ -33,57 +59,46 @@ def findings(step: Program, baseline: Program | None, target: Target) -> tuple[s
             f"dgrad and wgrad products in Triton, which does not accumulate FP8 in full float32 on Hopper: {partial}; "
             f"with {TRITON_PRODUCTS}=false cuBLASLt does"
         )
-    grouped = [product for product in step.products if product.groups > 1]
-    if grouped:
+    if grouped := [product for product in step.products if product.groups > 1]:
         executed, useful = sum(p.flops for p in grouped), sum(p.useful_flops for p in grouped)
         found.append(
             f"grouped products compute {executed:.4g} FLOPs, of which {useful:.4g} are useful: XLA multiplies every "
             "row by the kernels of all groups, and keeps one"
         )
-    padded = [product for product in step.products if product.is_fp8 and product.indivisible]
-    if padded:
+    if padded := [product for product in step.products if product.is_fp8 and product.indivisible]:
         sizes = sorted(set(", ".join(product.indivisible for product in padded).split(", ")))
         count = sum(product.executions for product in padded)
         found.append(f"{count} FP8 products are padded, because sizes are not multiples of 16: {', '.join(sizes)}")
     if wide := _runs(step, lambda product: product.compute == "f32"):
         found.append(f"{wide} products take weights in float32, as the model computes in float32: cast it to bfloat16")
-    if baseline is not None and _share_in_float32(baseline) > 0.5:
+    in_float32 = sum(product.flops for product in baseline.products if product.written == "f32") if baseline else 0
+    if baseline is not None and 2 * in_float32 > baseline.flops:
         found.append("the baseline computes in float32: compare with bf16, which is also faster without FP8")
+    for name, program in {"step": step, "baseline": baseline}.items():
+        if program is not None and target.peaks and program.estimate(Roofline(target.peaks)).is_launch_bound:
+            runs = program.others.count + _runs(program, lambda product: True)
+            found.append(
+                f"the {name} is launch-bound: starting its {runs} kernels takes longer than all the work in them "
+                f"({program.others.small} move less than 1 MB)"
+            )
+    if baseline is not None and (step.collectives or baseline.collectives):
+        found.append(
+            "no speedup is estimated: the times do not include communication between devices, an unknown part of "
+            "which overlaps with kernels"
+        )
     return tuple(found)
-
-
-def launch_bound(program: Program, name: str) -> str:
-    """The finding about a program that spends most of its time launching kernels.
-
-    Args:
-        program: The program.
-        name: What to call it: `step` or `baseline`.
-    """
-    runs = program.others.count + sum(product.executions for product in program.products)
-    return (
-        f"the {name} is launch-bound: starting its {runs} kernels takes longer than all the work in them "
-        f"({program.others.small} move less than 1 MB)"
-    )
 
 
 def imprecise_sums(step: Program, target: Target) -> int:
     """How many dgrad and wgrad products run in kernels that do not promote their FP8 sums to float32.
 
     Triton's, on Hopper, at any precision: the tensor cores keep some 14 bits of a sum, and Triton leaves it to them.
-
-    Args:
-        step: The program.
-        target: What it was compiled for.
     """
     if not target.device.compute_capability.startswith("9."):
         return 0
-    in_triton = lambda p: p.is_fp8 and not p.widened and p.kernel.startswith("Triton")
-    return _runs(step, lambda product: product.role in ("dgrad", "wgrad") and in_triton(product))
+    in_triton = lambda p: p.is_fp8 and not p.widened and p.kernel.startswith(TRITON)
+    return _runs(step, lambda product: product.role in (DGRAD, WGRAD) and in_triton(product))
 
 
 def _runs(program: Program, condition: Callable[[Product], bool]) -> int:
     return sum(product.executions for product in program.products if condition(product))
-
-
-def _share_in_float32(program: Program) -> float:
-    return sum(product.flops for product in program.products if product.written == "f32") / (program.flops or 1)

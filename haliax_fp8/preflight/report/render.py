@@ -18,17 +18,7 @@ from ..verdict.program import Program
 
 @dataclasses.dataclass(frozen=True)
 class Page:
-    """What is shown of a report.
-
-    Args:
-        flags: The first line: what XLA was told.
-        headline: The one line that matters.
-        step: The step.
-        baseline: What it is compared with; None if there is nothing.
-        peaks: What the estimate of times assumes; None if there is none.
-        findings: What a reader should know.
-        caveats: What the report does not know.
-    """
+    """What is shown of a report: the flags in the first line, the headline, and fields of the report."""
 
     flags: str
     headline: str
@@ -61,14 +51,7 @@ class Page:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """Products that differ only in the number of their layer.
-
-    Args:
-        where: The layer, without its number if there are several.
-        product: One of them.
-        count: How many run in a step.
-        flops: Of all.
-    """
+    """Products that differ only in the number of their layer: where they are, one of them, and the sums of all."""
 
     where: str
     product: Product
@@ -77,11 +60,7 @@ class Row:
 
 
 def rows(program: Program) -> list[Row]:
-    """Products in groups of those that are alike.
-
-    Args:
-        program: The program.
-    """
+    """Products in groups of those that are alike."""
     groups: dict[tuple, list[Product]] = {}
     for product in program.products:
         where = re.sub(r"\.\d+(?=\.|$)", ".*", product.layer) or place(product.scope)
@@ -111,11 +90,7 @@ def _cells(row: Row, program: Program) -> tuple[str, ...]:
 
 
 def totals(page: Page) -> list[tuple[str, ...]]:
-    """The lines of the table of totals: a name, the step's figure, the baseline's.
-
-    Args:
-        page: What is shown.
-    """
+    """The lines of the table of totals: a name, the step's figure, the baseline's."""
     figures: list[tuple[str, Callable[[Program], str]]] = []
     if (peaks := page.peaks) is not None:
         figures.append(("time (estimate)", lambda p: _time(p, peaks)))
@@ -128,8 +103,8 @@ def totals(page: Page) -> list[tuple[str, ...]]:
         ("temporaries", lambda p: size(p.memory.temporaries)),
         ("peak memory", lambda p: size(p.memory.peak)),
         ("collectives", collectives),
+        ("compiled in", lambda p: f"{p.seconds:.1f} s"),
     ]
-    figures.append(("compiled in", lambda p: f"{p.seconds:.1f} s"))
     return [(name, *map(figure, page.programs)) for name, figure in figures]
 
 
@@ -144,11 +119,7 @@ def _count_in_fp8(program: Program) -> str:
 
 
 def collectives(program: Program) -> str:
-    """Kinds and formats with their bytes per step.
-
-    Args:
-        program: The program.
-    """
+    """Kinds and formats with their bytes per step."""
     sums: dict[str, int] = {}
     for found in program.collectives:
         name = f"{found.kind} {found.dtype}"
@@ -158,9 +129,6 @@ def collectives(program: Program) -> str:
 
 def size(count: int | float) -> str:
     """Bytes for people.
-
-    Args:
-        count: How many.
 
     Example:
         >>> size(4123456789)
@@ -174,11 +142,7 @@ def size(count: int | float) -> str:
 
 
 def as_renderable(page: Page) -> RenderableType:
-    """For a terminal.
-
-    Args:
-        page: What is shown.
-    """
+    """For a terminal."""
     table = Table(title=page.headline, box=rich.box.SIMPLE, title_justify="left", title_style="bold")
     for column in _COLUMNS:
         table.add_column(column, overflow="fold", justify="right" if column in ("runs", "FLOPs") else "left")
@@ -200,19 +164,9 @@ def _heads(page: Page) -> tuple[str, ...]:
 
 
 def as_markdown(page: Page) -> str:
-    """For a pull request or a page.
-
-    Args:
-        page: What is shown.
-    """
-    lines = [
-        page.flags,
-        "",
-        f"**{page.headline}**",
-        "",
-        *_table(_COLUMNS, [_cells(row, page.step) for row in rows(page.step)]),
-        "",
-    ]
+    """For a pull request or a page."""
+    lines = [page.flags, "", f"**{page.headline}**", ""]
+    lines += [*_table(_COLUMNS, [_cells(row, page.step) for row in rows(page.step)]), ""]
     lines += [*_table(_heads(page), totals(page)), ""]
     lines += [f"- {finding}" for finding in page.findings] + [f"- not known: {note}" for note in page.notes]
     return "\n".join(lines) + "\n"

@@ -14,8 +14,7 @@ from ...devices.xla_flags import XlaFlags
 from ..target.target import Target
 from ..verdict.product import Product, Verdict
 from ..verdict.program import Estimate, Program
-from .findings import findings, launch_bound
-from .flags_line import first_line
+from .findings import findings, first_line
 from .render import Page, as_markdown, as_renderable
 
 
@@ -103,26 +102,12 @@ class PreflightReport:
     @property
     def peak_memory_ratio(self) -> float | None:
         """The step's peak memory divided by the baseline's."""
-        if self.baseline is None:
-            return None
-        return self.step.memory.peak / self.baseline.memory.peak
+        return None if self.baseline is None else self.step.memory.peak / self.baseline.memory.peak
 
     @property
     def findings(self) -> tuple[str, ...]:
         """What a reader should know about the step, worst first."""
-        found = list(findings(self.step, self.baseline, self.target))
-        programs = {"step": (self.step, self.estimate)}
-        if self.baseline is not None:
-            programs["baseline"] = (self.baseline, self.baseline_estimate)
-        for name, (program, estimate) in programs.items():
-            if estimate is not None and estimate.is_launch_bound:
-                found.append(launch_bound(program, name))
-        if self.baseline is not None and self._collectives:
-            found.append(
-                "no speedup is estimated: the times do not include communication between devices, an unknown part of "
-                "which overlaps with kernels"
-            )
-        return tuple(found)
+        return findings(self.step, self.baseline, self.target)
 
     @property
     def caveats(self) -> tuple[str, ...]:
@@ -181,7 +166,7 @@ class PreflightReport:
                         f"{name}={bound} cannot be required of {math.prod(self.mesh.values())} devices: the times do "
                         "not include communication. Require fp8_flops, or compile the step for one device"
                     )
-                raise ValueError(f"{name}={bound} needs a baseline and known peaks; pass compare= to preflight")
+                raise ValueError(f"{name}={bound} needs a baseline and known peaks; pass compare= to inspect_step")
             if sign * value > sign * bound:
                 failures.append(f"{name}={bound} is required, but it is {value:.3f}")
         if failures:
@@ -221,9 +206,9 @@ class PreflightReport:
 
 
 def _lines(products: list[Product]) -> list[str]:
-    return [
-        f"{p.layer or p.scope} {p.role} {p.shape} {p.lhs}·{p.rhs} in {p.kernel}: {p.reason}" for p in products[:20]
-    ] + ([f"and {len(products) - 20} more"] if len(products) > 20 else [])
+    first, more = products[:20], len(products[20:])
+    lines = [f"{p.layer or p.scope} {p.role} {p.shape} {p.lhs}·{p.rhs} in {p.kernel}: {p.reason}" for p in first]
+    return [*lines, f"and {more} more"] if more else lines
 
 
 def _plain(report: PreflightReport) -> dict[str, Any]:
@@ -233,6 +218,7 @@ def _plain(report: PreflightReport) -> dict[str, Any]:
         if found is None:
             return None
         fields = dataclasses.asdict(found)
+        del fields["text"]  # Longer than all the rest.
         fields["products"] = [
             {**dataclasses.asdict(p), "verdict": p.verdict.value, "flops": p.flops, "useful_flops": p.useful_flops}
             for p in found.products
@@ -240,20 +226,17 @@ def _plain(report: PreflightReport) -> dict[str, Any]:
         totals = {"flops": found.flops, "useful_flops": found.useful_flops, "fp8_share": found.fp8_share}
         return {**totals, **fields, "estimate": estimate and {**dataclasses.asdict(estimate), "total": estimate.total}}
 
+    target, figures = report.target, ("speedup", "speedup_range", "peak_memory_ratio", "findings", "caveats")
     return {
         "flags": first_line(report.flags, report.target, report.step, report.other),
         "xla_flags": dict(report.flags.values),
         "target": {
-            "name": report.target.name,
-            "kind": report.target.kind,
-            "peaks": report.target.peaks and dataclasses.asdict(report.target.peaks),
+            "name": target.name,
+            "kind": target.kind,
+            "peaks": target.peaks and dataclasses.asdict(target.peaks),
         },
         "mesh": report.mesh,
         "step": program(report.step, report.estimate),
         "baseline": program(report.baseline, report.baseline_estimate),
-        "speedup": report.speedup,
-        "speedup_range": report.speedup_range,
-        "peak_memory_ratio": report.peak_memory_ratio,
-        "findings": report.findings,
-        "caveats": report.caveats,
+        **{name: getattr(report, name) for name in figures},
     }

@@ -14,15 +14,7 @@ import sys
 
 @dataclasses.dataclass(frozen=True)
 class Compiler:
-    """A compiler in a wheel.
-
-    Args:
-        name: Its name for `install-compiler`.
-        devices: What it compiles for, for messages.
-        package: The wheel.
-        megabytes: The size of the download.
-        file: The file that has to be in the wheel.
-    """
+    """A compiler in a wheel: its name for `install-compiler`, the devices it compiles for, and a file that is in it."""
 
     name: str
     devices: str

@@ -1,19 +1,26 @@
 """NVIDIA GPUs: XLA's GPU compiler, in this process and without a driver."""
 
 import dataclasses
+import importlib
+import importlib.util
+import os
 from collections.abc import Mapping, Sequence
+from types import ModuleType
 from typing import Any
+
+import jax
+from jax.experimental import topologies
 
 from ...devices.device import Device
 from ...devices.xla_flags import TRITON_PRODUCTS, XlaFlags
-from . import gpu_compiler
 from .compilers import NVIDIA
+from .process import changed_process
 from .target import Target
 
 
 @dataclasses.dataclass(frozen=True)
 class GpuTarget(Target):
-    """An NVIDIA GPU, compiled for by XLA's GPU compiler, see `gpu_compiler.py`.
+    """An NVIDIA GPU, compiled for by XLA's GPU compiler.
 
     Args:
         compute_capability: Such as `9.0`.
@@ -25,7 +32,6 @@ class GpuTarget(Target):
 
     @property
     def device(self) -> Device:
-        """By its compute capability."""
         return Device("cuda", self.kind, self.compute_capability)
 
     def compiler_options(self, flags: XlaFlags) -> Mapping[str, Any]:
@@ -41,15 +47,28 @@ class GpuTarget(Target):
 
     @property
     def caveats(self) -> tuple[str, ...]:
-        """No GPU, so nothing was measured."""
         return (
             "no GPU, so no autotuner: a product shown in Triton may run in cuBLASLt on the device, with the same "
             "operands, where XLA finds that faster",
             "times are estimates, nothing ran",
         )
 
+    def missing(self) -> str | None:
+        if _plugin_among_packages() is not None or NVIDIA.unpacked is not None:
+            return None
+        return f"target {self.name!r} needs {NVIDIA.missing}"
+
+    def devices(self, count: int) -> Sequence[Any]:
+        """GPUs of one host, up to eight; beyond that hosts of eight."""
+        if (missing := self.missing()) is not None:
+            raise RuntimeError(missing)
+        hosts, per_host = (1, count) if count <= 8 else (count // 8, 8)
+        if hosts * per_host != count:
+            raise ValueError(f"devices={count} is more than one host of 8 GPUs, but not a multiple of 8")
+        return _topology(target_config=self._config, topology=f"{hosts}x{per_host}x1").devices
+
     @property
-    def config(self) -> str:
+    def _config(self) -> str:
         """A `stream_executor.GpuTargetConfigProto` in text form."""
         major, minor = self.compute_capability.split(".")
         features = "feature_extension: ACCELERATED_FEATURES" if int(major) >= 9 else ""
@@ -65,17 +84,46 @@ class GpuTarget(Target):
             device_description_str: "{self.kind}"
         """
 
-    def missing(self) -> str | None:
-        """The compiler, if it is not installed."""
-        if gpu_compiler.is_installed():
-            return None
-        return f"target {self.name!r} needs {NVIDIA.missing}"
 
-    def devices(self, count: int) -> Sequence[Any]:
-        """GPUs of one host, up to eight; beyond that hosts of eight."""
-        if (missing := self.missing()) is not None:
-            raise RuntimeError(missing)
-        hosts, per_host = (1, count) if count <= 8 else (count // 8, 8)
-        if hosts * per_host != count:
-            raise ValueError(f"devices={count} is more than one host of 8 GPUs, but not a multiple of 8")
-        return gpu_compiler.cuda_topology(target_config=self.config, topology=f"{hosts}x{per_host}x1").devices
+_PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
+_LIBRARIES = ("jax_cuda13_plugin", "jax_cuda12_plugin")
+
+
+def _plugin_among_packages() -> str | None:
+    """The module of JAX's plugin for NVIDIA GPUs, if it is installed as a package."""
+    if importlib.util.find_spec("jax_plugins") is None:
+        return None
+    return next((name for name in _PLUGINS if importlib.util.find_spec(name) is not None), None)
+
+
+def _plugin() -> ModuleType:
+    if (name := _plugin_among_packages()) is not None:
+        return importlib.import_module(name)
+    path = NVIDIA.unpacked
+    assert path is not None
+    spec = importlib.util.spec_from_file_location(_PLUGINS[0], path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _topology(**options: str) -> topologies.TopologyDescription:
+    """A description of GPUs, without a GPU or a driver, and without changing the process's own devices.
+
+    It is made in this process, not in a child, because sending the program to a child takes `jax.export`, another
+    package (flatbuffers) and seconds. If the plugin is installed as a package, JAX starts it with its other backends;
+    if it is elsewhere, or failed then, it is started here. By then JAX has chosen its default device, and does not
+    choose again. The plugin refuses to start if it cannot query the versions of CUDA's libraries, unless it is told not
+    to, and warns that there is no driver, which is intended here.
+    """
+    has_libraries = any(importlib.util.find_spec(name) is not None for name in _LIBRARIES)
+    has_driver = os.path.exists("/proc/driver/nvidia/version")
+    skip = {} if has_libraries and has_driver else {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
+    with changed_process(variables=skip, quiet=[_plugin_among_packages() or _PLUGINS[0]]):
+        jax.devices("cpu")
+        try:
+            return topologies.get_topology_desc("", "cuda", **options)
+        except NotImplementedError:
+            _plugin().initialize()
+            return topologies.get_topology_desc("", "cuda", **options)

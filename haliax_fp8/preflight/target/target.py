@@ -1,20 +1,17 @@
-"""What XLA needs to know about a device to compile for it."""
+"""What XLA needs to know about a device to compile for it; and the devices that are here."""
 
 import abc
-import contextlib
 import dataclasses
-import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..._numerics.formats import E4M3, E4M3FNUZ, E5M2, E5M2FNUZ
-from ...devices.device import MX_UNITS, Device
+import jax
+
+from ...devices.device import Device
 from ...devices.peaks import Peaks
+from ...devices.units import MX_UNITS
 from ...devices.xla_flags import XlaFlags
-
-
-# XLA's names of the formats that products may run in.
-_FORMATS = {"f8e4m3fn": E4M3, "f8e5m2": E5M2, "f8e4m3fnuz": E4M3FNUZ, "f8e5m2fnuz": E5M2FNUZ}
+from ..hlo.vocabulary import FORMATS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,7 +19,7 @@ class Target(abc.ABC):
     """A device to compile for.
 
     Args:
-        name: What `preflight(target=...)` calls it.
+        name: What `inspect_step(target=...)` calls it.
         kind: The device's own name.
         peaks: Its peak rates; None if unknown.
     """
@@ -73,27 +70,36 @@ class Target(abc.ABC):
         """
         if self.device.emulates and dtype.startswith("f8"):
             return "a CPU has no FP8 products: they are emulated, with the same rounding"
-        format = _FORMATS.get(dtype)
+        format = FORMATS.get(dtype)
         return None if format is None else self.device.lacks(format)
 
     def lacks_block_scaling(self) -> str | None:
         """Why the device does not multiply operands with a scale for each block; None if it does."""
-        units = dataclasses.replace(MX_UNITS, products="block-scaled products")
-        reason = units.lacking(self.device)
+        reason = self.device.lacks(dataclasses.replace(MX_UNITS, products="block-scaled products"))
         return None if reason is None else f"{reason}: the kernel widens the operands"
 
 
-@contextlib.contextmanager
-def environment(**variables: str) -> Iterator[None]:
-    """Sets variables of the environment for a while, those that are not set.
+@dataclasses.dataclass(frozen=True)
+class LocalTarget(Target):
+    """The local devices, as JAX lists them by default."""
 
-    Args:
-        **variables: Their values by name.
-    """
-    missing = {name: value for name, value in variables.items() if name not in os.environ}
-    os.environ.update(missing)
-    try:
-        yield
-    finally:
-        for name in missing:
-            os.environ.pop(name, None)
+    @property
+    def device(self) -> Device:
+        return Device.default()
+
+    def compiler_options(self, flags: XlaFlags) -> Mapping[str, Any]:
+        return {}  # The flags in the environment are XLA's own business.
+
+    @property
+    def caveats(self) -> tuple[str, ...]:
+        return ("times are estimates, nothing ran" if self.peaks else "no peaks are known, so no times are estimated",)
+
+    def missing(self) -> None:
+        return None
+
+    def devices(self, count: int) -> Sequence[Any]:
+        """The first of `jax.devices()`."""
+        found = jax.devices()
+        if len(found) < count:
+            raise ValueError(f"devices={count}, but this machine has {len(found)}; name a target to compile for more")
+        return found[:count]

@@ -11,7 +11,8 @@ from jax.experimental import topologies
 from ...devices.device import Device
 from ...devices.xla_flags import XlaFlags
 from .compilers import TPU
-from .target import Target, environment
+from .process import changed_process
+from .target import Target
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,20 +27,16 @@ class TpuTarget(Target):
 
     @property
     def device(self) -> Device:
-        """By its name."""
         return Device("tpu", self.kind)
 
     def compiler_options(self, flags: XlaFlags) -> Mapping[str, Any]:
-        """None: the flags in the environment are XLA's own business."""
-        return {}
+        return {}  # The flags in the environment are XLA's own business.
 
     @property
     def caveats(self) -> tuple[str, ...]:
-        """No TPU, so nothing was measured."""
         return ("times are estimates, nothing ran",)
 
     def missing(self) -> str | None:
-        """The compiler, if it is not installed."""
         if TPU.unpacked is not None or importlib.util.find_spec("libtpu"):
             return None
         return f"target {self.name!r} needs {TPU.missing}"
@@ -58,7 +55,7 @@ class TpuTarget(Target):
         jax.devices("cpu")  # The process's own backends are made first, and do not change.
         # Where libtpu is loaded already, as on a TPU, JAX looks for no path.
         library = {} if TPU.unpacked is None else {"TPU_LIBRARY_PATH": str(TPU.unpacked)}
-        with environment(**_NO_TPU_HERE, **library):
+        with changed_process(variables={**_NO_TPU_HERE, **library}):
             try:
                 return topologies.get_topology_desc(f"{self.topology}:{shape}", "tpu").devices
             except jax.errors.JaxRuntimeError:

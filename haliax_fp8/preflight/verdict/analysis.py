@@ -4,49 +4,30 @@ import dataclasses
 import functools
 from collections.abc import Iterator, Mapping
 
+from ..._product.names import DGRAD, FPROP, WGRAD
 from ..compile import Compiled
 from ..hlo.destination import destinations, matching
 from ..hlo.dimensions import Dimensions, dimensions
-from ..hlo.loops import trip_count
-from ..hlo.origin import Entering, Origin, entering, origin
+from ..hlo.origin import Origin, entering, origin
 from ..hlo.scopes import asks_for_fp8, dotted, layer_of, role, rotates
-from ..hlo.sites import Site, entry_sites, is_fusion, kernels, opened
-from ..hlo.text import Computation, Instruction, Module, parse_hlo
+from ..hlo.sites import Site, entry_sites, kernels, opened, trip_count
+from ..hlo.text import Module, parse_hlo
 from ..hlo.traffic import is_kernel, touched
+from ..hlo.vocabulary import COLLECTIVES, LIBRARIES, Call, call_of, is_fusion, is_triton, target_of_call
 from ..target.target import Target
-from .product import Product
+from .product import TRITON, Product
 from .program import Collective, Kernels, Opaque, Program
 from .reason import Evidence, indivisible, judge
-from .written import Written, WrittenProducts
+from .written import Written, made_from, written_products
 
 
-COLLECTIVES = (
-    "all-gather",
-    "all-reduce",
-    "reduce-scatter",
-    "all-to-all",
-    "collective-permute",
-    "collective-broadcast",
-    "ragged-all-to-all",
-)
 _SMALL = 10**6
-# Custom calls that do not describe what they compute.
-_OPAQUE = ("__gpu$xla.gpu.triton", "tpu_custom_call", "mosaic_gpu", "__cudnn$fmha", "triton_kernel_call")
 
 
 def analyze(compiled: Compiled, target: Target, known: Mapping[str, str] | None = None) -> Program:
-    """Reads what a compiled program does.
-
-    Args:
-        compiled: The program.
-        target: What it was compiled for.
-        known: Reasons why layers stay in high precision, by path, as from `describe`.
-
-    Returns:
-        The program's products, kernels and collectives.
-    """
+    """Reads what a program does. `known` has reasons why layers stay in high precision, by path, as from `describe`."""
     module = parse_hlo(compiled.text)
-    written = WrittenProducts.of(compiled.written) if compiled.written else WrittenProducts({})
+    written = written_products(compiled.written) if compiled.written else {}
     reader = _Reader(module, written, compiled.outputs, target, known or {})
     products: list[Product] = []
     collectives: list[Collective] = []
@@ -55,34 +36,33 @@ def analyze(compiled: Compiled, target: Target, known: Mapping[str, str] | None 
     for kernel in kernels(entry_sites(module)):
         if not is_kernel(kernel):
             continue
-        found = list(reader.products(kernel))
+        instruction, found = kernel.instruction, list(reader.products(kernel))
         if found:
             products += found
-        elif (kind := kernel.instruction.opcode.removesuffix("-start")) in COLLECTIVES:
+        elif (kind := instruction.opcode.removesuffix("-start")) in COLLECTIVES:
             collectives.append(_collective(kernel, kind))
-        elif _is_opaque(kernel):
-            operands = tuple(operand.instruction.shape.dtype for operand in kernel.operands)
-            name = kernel.instruction.attribute("custom_call_target")
-            opaque.append(Opaque(name, operands, kernel.executions, kernel.instruction.op_name))
+        elif instruction.opcode == "custom-call" and call_of(instruction) is not Call.OTHER:
+            dtypes = tuple(operand.instruction.shape.dtype for operand in kernel.operands)
+            opaque.append(Opaque(target_of_call(instruction), dtypes, kernel.executions, instruction.op_name))
         else:
             count += kernel.executions
             moved += kernel.executions * touched(kernel)
             small += kernel.executions * (touched(kernel) < _SMALL)
-    loops = _found(module, "while")
     return Program(
         products=tuple(products),
         others=Kernels(count, moved, small),
         collectives=tuple(collectives),
         opaque=tuple(opaque),
         memory=compiled.memory,
-        unknown_loops=sum(trip_count(module, computation, loop) is None for computation, loop in loops),
+        unknown_loops=sum(trip_count(loop) is None for loop in _found(module, "while")),
         branches=len(_found(module, "conditional")),
         seconds=compiled.seconds,
+        text=compiled.text,
     )
 
 
-def _found(module: Module, opcode: str) -> list[tuple[Computation, Instruction]]:
-    return [(c, instruction) for c in module.computations.values() for instruction in c if instruction.opcode == opcode]
+def _found(module: Module, opcode: str) -> list[Site]:
+    return [Site(module, c, i) for c in module.computations.values() for i in c if i.opcode == opcode]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +70,7 @@ class _Reader:
     """Finds products and determines how they run."""
 
     module: Module
-    written: WrittenProducts
+    written: Mapping[str, list[Written]]
     outputs: tuple[str, ...]
     target: Target
     known: Mapping[str, str]
@@ -108,7 +88,7 @@ class _Reader:
 
     def _product(self, kernel: Site, site: Site, size: Dimensions) -> Product:
         scope = site.instruction.op_name or kernel.instruction.op_name
-        written = self.written.find(scope, size)
+        written = made_from(self.written.get(scope, []), size)
         if written is not None:
             size = size.as_written(written.size)
         lhs, rhs = (origin(operand) for operand in site.operands[:2])
@@ -117,13 +97,15 @@ class _Reader:
         its_role = role(scope)
         if asks_for_fp8(scope) and not rotates(scope) and its_role in ("forward", "backward"):
             # XLA drops the inner scopes of some products.
-            its_role = "fprop" if its_role == "forward" else "wgrad" if made else "dgrad"
+            its_role = FPROP if its_role == "forward" else WGRAD if made else DGRAD
         # The operands of wgrad are activations, one of which may be an argument.
-        arguments = made if its_role in ("wgrad", "backward") and made else ()
-        if not arguments and its_role != "wgrad":
+        arguments = made if its_role in (WGRAD, "backward") and made else ()
+        if not arguments and its_role != WGRAD:
             arguments = weight.arguments
         layer = " + ".join(dict.fromkeys(map(layer_of, arguments)))
-        evidence = Evidence(size, scope, layer, lhs, rhs, written, _entering(kernel, site))
+        # The arrays that a kernel of Triton's reads the operands from.
+        read = [entering(kernel, operand) if is_triton(kernel.instruction) else None for operand in site.operands[:2]]
+        evidence = Evidence(size, scope, layer, lhs, rhs, written, (read[0], read[1]))
         verdict, reason = judge(evidence, self.target, self.known)
         return Product(
             layer=layer,
@@ -142,7 +124,8 @@ class _Reader:
             block_scaled=evidence.block_scaled,
             indivisible=indivisible(size),
             kernel=_kernel_name(kernel, site),
-            groups=_groups(size, written),
+            # Where a grouped product became a dense one, each row is multiplied by the kernels of all groups.
+            groups=1 if written is None or size.groups > 1 else written.size.groups,
             executions=site.executions,
             bytes=touched(kernel),
             verdict=verdict,
@@ -162,19 +145,6 @@ def _widest(size: Dimensions) -> str:
     return max((size.lhs, size.rhs), key=lambda shape: shape.bits).dtype
 
 
-def _entering(kernel: Site, site: Site) -> tuple[Entering | None, Entering | None]:
-    """The arrays that a kernel of Triton's reads a product's operands from."""
-    if not _is_triton(kernel):
-        return None, None
-    lhs, rhs = (entering(kernel, operand) for operand in site.operands[:2])
-    return lhs, rhs
-
-
-def _groups(size: Dimensions, written: Written | None) -> int:
-    """How many kernels a row is multiplied by, where a grouped product became a dense one."""
-    return 1 if written is None or size.groups > 1 else written.size.groups
-
-
 def _weight(lhs: Origin, rhs: Origin, written: Written | None) -> Origin:
     """The operand that is a weight: an argument; of two, the one that is deeper in its tree."""
     found = [lhs, rhs] if written is None else [lhs, rhs, written.lhs, written.rhs]
@@ -190,34 +160,12 @@ def _stored_dtype(kernel: Site, size: Dimensions) -> str:
     return size.out.dtype
 
 
-_LIBRARY_NAMES = {
-    "__cublas$lt$matmul$f8": "cublasLt f8",
-    "__cublas$lt$matmul$mx": "cublasLt mx",
-    "__cublas$lt$matmul": "cublasLt",
-    "__cublas$gemm": "cublas",
-    "__cudnn$blockScaledDot": "cuDNN block scaled",
-    "__onednn$matmul": "oneDNN",
-}
-
-
 def _kernel_name(kernel: Site, site: Site) -> str:
-    instruction = site.instruction
-    if instruction.opcode == "custom-call":
-        name = instruction.attribute("custom_call_target")
-        return _LIBRARY_NAMES.get(name, name)
+    if name := target_of_call(site.instruction):
+        return LIBRARIES.get(name, name)
     if kernel is site:
-        return instruction.opcode
-    return f"{'Triton' if _is_triton(kernel) else 'fused'} {instruction.opcode}"
-
-
-def _is_triton(kernel: Site) -> bool:
-    """Whether a fusion is compiled by Triton: XLA calls it `__triton_gemm` or `__triton_nested_gemm_fusion`."""
-    config = kernel.instruction.config.get("fusion_backend_config", {})
-    return is_fusion(kernel.instruction) and "triton" in config.get("kind", "")
-
-
-def _is_opaque(kernel: Site) -> bool:
-    return kernel.instruction.attribute("custom_call_target").startswith(_OPAQUE)
+        return site.instruction.opcode
+    return f"{TRITON if is_triton(kernel.instruction) else 'fused'} {site.instruction.opcode}"
 
 
 def _collective(kernel: Site, kind: str) -> Collective:

@@ -4,6 +4,10 @@ import dataclasses
 import enum
 
 
+TRITON = "Triton"
+"""How the names of kernels begin that Triton makes."""
+
+
 class Verdict(enum.Enum):
     """How a product runs."""
 

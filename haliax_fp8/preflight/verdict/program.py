@@ -97,6 +97,7 @@ class Program:
         unknown_loops: How many loops have a length that XLA does not know; each counts as one run.
         branches: How many `cond`s there are; all their branches are counted.
         seconds: How long tracing and compiling took.
+        text: The program, as XLA prints it.
     """
 
     products: tuple[Product, ...]
@@ -107,6 +108,7 @@ class Program:
     unknown_loops: int
     branches: int
     seconds: float
+    text: str = dataclasses.field(repr=False)
 
     @property
     def flops(self) -> int:

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Mapping
 
+from ...devices.peaks import is_narrow
 from ..hlo.dimensions import Dimensions
 from ..hlo.origin import Entering, Origin
 from ..hlo.scopes import asks_for_fp8, rotates
@@ -13,16 +14,9 @@ from .written import Written
 
 @dataclasses.dataclass(frozen=True)
 class Evidence:
-    """All that is known of a product when it is judged.
+    """All that is known of a product when it is judged: as it was compiled, and as it was written.
 
-    Args:
-        size: Its sizes and element types, as compiled.
-        scope: The stack of named scopes.
-        layer: The layer's path; empty if none is known.
-        lhs: Where the first operand comes from.
-        rhs: Where the second operand comes from.
-        written: The product before optimization, if it is known.
-        entering: Of a product within a kernel of Triton's, the arrays that the kernel reads its operands from.
+    Of a product within a Triton kernel, `entering` are the arrays that the kernel reads the operands from.
     """
 
     size: Dimensions
@@ -69,16 +63,7 @@ class Evidence:
 
 
 def judge(evidence: Evidence, target: Target, known: Mapping[str, str]) -> tuple[Verdict, str]:
-    """What became of a product, and why it is not in FP8.
-
-    Args:
-        evidence: What is known of it.
-        target: What it was compiled for.
-        known: Reasons by layer, from `describe`.
-
-    Returns:
-        The verdict, and the reason; empty for a product in FP8.
-    """
+    """What became of a product, and the reason if it is not in FP8, else an empty one. `known` has reasons by layer."""
     if all(map(is_narrow, evidence.read)) and not evidence.scaled_inside:
         reasons = [target.lacks(dtype) for dtype in evidence.read]
         if evidence.block_scaled:
@@ -108,21 +93,8 @@ def _why_emulated(evidence: Evidence, quantized: list[str], target: Target) -> s
     return f"the product reads {wide}: XLA widened the FP8 operands in other kernels"
 
 
-def is_narrow(dtype: str) -> bool:
-    """Whether an element type is FP8 or narrower.
-
-    Args:
-        dtype: XLA's name.
-    """
-    return dtype.startswith(("f8", "f4"))
-
-
 def indivisible(size: Dimensions) -> str:
-    """The dimensions that FP8 tensor cores cannot take, such as `m=5, k=4095`; empty if there are none.
-
-    Args:
-        size: The sizes.
-    """
+    """The dimensions that FP8 tensor cores cannot take, such as `m=5, k=4095`; empty if there are none."""
     return ", ".join(f"{name}={value}" for name, value in (("m", size.m), ("n", size.n), ("k", size.k)) if value % 16)
 
 

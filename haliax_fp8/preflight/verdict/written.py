@@ -5,7 +5,6 @@ requested. The program before optimization still has it.
 """
 
 import dataclasses
-from collections.abc import Iterable, Mapping
 
 from ..hlo.dimensions import Dimensions, dimensions
 from ..hlo.origin import Origin, origin
@@ -15,62 +14,32 @@ from ..hlo.text import parse_hlo
 
 @dataclasses.dataclass(frozen=True)
 class Written:
-    """A product before optimization.
-
-    Args:
-        size: Its sizes and element types; on a mesh, those of all devices together.
-        lhs: Where the first operand comes from.
-        rhs: Where the second operand comes from.
-    """
+    """A product before optimization, on a mesh that of all devices together; and where its operands come from."""
 
     size: Dimensions
     lhs: Origin
     rhs: Origin
 
 
-@dataclasses.dataclass(frozen=True)
-class WrittenProducts:
-    """All products of a program before optimization.
-
-    Args:
-        by_scope: The products of each stack of named scopes.
-    """
-
-    by_scope: Mapping[str, tuple[Written, ...]]
-
-    @staticmethod
-    def of(text: str) -> "WrittenProducts":
-        """Reads them.
-
-        Args:
-            text: What `lowered.as_text("hlo", debug_info=True)` returns.
-        """
-        found: dict[str, list[Written]] = {}
-        for site in kernels(entry_sites(parse_hlo(text))):
-            if (size := dimensions(site)) is not None:
-                lhs, rhs = (origin(operand) for operand in site.operands[:2])
-                found.setdefault(full_scope(site), []).append(Written(size, lhs, rhs))
-        return WrittenProducts({scope: tuple(products) for scope, products in found.items()})
-
-    def find(self, scope: str, size: Dimensions) -> Written | None:
-        """The product that a compiled one was made from; None if it cannot be determined.
-
-        Args:
-            scope: Its stack of named scopes.
-            size: Its sizes.
-        """
-        candidates = self.by_scope.get(scope, ())
-        same = [written for written in candidates if written.size.same_as(size)]
-        padded = [written for written in candidates if written.size.padded_to(16).same_as(size)]
-        return next(iter(_agreeing(same) or _agreeing(padded) or _agreeing(candidates)), None)
+def written_products(text: str) -> dict[str, list[Written]]:
+    """The products in what `lowered.as_text("hlo", debug_info=True)` returns, by their stack of named scopes."""
+    found: dict[str, list[Written]] = {}
+    for site in kernels(entry_sites(parse_hlo(text))):
+        if (size := dimensions(site)) is not None:
+            lhs, rhs = (origin(operand) for operand in site.operands[:2])
+            found.setdefault(_full_scope(site), []).append(Written(size, lhs, rhs))
+    return found
 
 
-def full_scope(site: Site) -> str:
-    """An instruction's scopes after those of the calls that lead to it.
+def made_from(candidates: list[Written], size: Dimensions) -> Written | None:
+    """The product of the same scope that a compiled one was made from; None if it cannot be determined."""
+    same = [written for written in candidates if written.size.same_as(size)]
+    padded = [written for written in candidates if written.size.padded_to(16).same_as(size)]
+    return next(iter(_agreeing(same) or _agreeing(padded) or _agreeing(candidates)), None)
 
-    Args:
-        site: The instruction.
-    """
+
+def _full_scope(site: Site) -> str:
+    """An instruction's scopes after those of the calls that lead to it."""
     names, current = [site.instruction.op_name], site.caller
     while current is not None:
         if current.instruction.opcode == "call":
@@ -79,8 +48,7 @@ def full_scope(site: Site) -> str:
     return "/".join(name for name in reversed(names) if name)
 
 
-def _agreeing(products: Iterable[Written]) -> list[Written]:
+def _agreeing(products: list[Written]) -> list[Written]:
     """The products, if FP8 was requested for all of them alike."""
-    products = list(products)
     kinds = {(p.lhs.quantized, p.rhs.quantized, p.lhs.rescaled, p.rhs.rescaled) for p in products}
     return products if len(kinds) == 1 else []

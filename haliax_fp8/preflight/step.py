@@ -13,7 +13,7 @@ from .verdict.analysis import analyze
 from .verdict.program import Program
 
 
-def preflight(
+def inspect_step(
     step_fn: Callable[..., Any],
     *args: Any,
     target: str | Target = "h100",
@@ -29,7 +29,7 @@ def preflight(
     """Reports what a training step will run on a device, and in which formats, without the device.
 
     The step is compiled, not run; no array is allocated. XLA gets the same flags as in a real run: those of the
-    environment (`XLA_FLAGS`) and `compiler_options`, otherwise its defaults.
+    environment (`XLA_FLAGS`) and `compiler_options`, otherwise its defaults. Threads take turns.
 
     Args:
         step_fn: The step: any callable, jitted or not.
@@ -48,16 +48,13 @@ def preflight(
             `xla_gpu_enable_triton_gemm`. For that, the step is compiled again when the report is first shown.
         progress: Called with the name of each stage, such as `compiling the step`.
 
-    Returns:
-        The report.
-
     Raises:
         ValueError: If the target, the mesh or the shardings do not fit; errors of the step itself are not caught.
         RuntimeError: If the target's compiler is not installed; the message has the command that installs it.
 
     Example:
         >>> step = jax.grad(lambda w, x: (x @ w).sum())
-        >>> report = preflight(step, jnp.ones((32, 16)), jnp.ones((8, 32)), target="local")
+        >>> report = inspect_step(step, jnp.ones((32, 16)), jnp.ones((8, 32)), target="local")
         >>> [(p.role, p.flops) for p in report.products]
         [('backward', 8192)]
     """
@@ -67,33 +64,25 @@ def preflight(
     flags = XlaFlags.of_environment().with_options(given)
     its_mesh = make_mesh(chosen, devices, mesh)
 
-    def program(function: Callable[..., Any], arguments: tuple[Any, ...], flags: XlaFlags, options: Mapping[str, Any]):
+    def program(function: Callable[..., Any], arguments: tuple[Any, ...], **more: Any) -> Program:
+        options = {**given, **more}
+        all_flags = flags.with_options(options)
         compiled = compile_for(
-            function,
-            arguments,
-            target=chosen,
-            mesh=its_mesh,
-            shardings=shardings,
-            flags=flags,
-            compiler_options=options,
+            function, arguments, target=chosen, mesh=its_mesh, shardings=shardings, flags=all_flags, options=options
         )
         return analyze(compiled, chosen, known)
 
-    def with_other_setting() -> Program:
-        options = {**given, TRITON_PRODUCTS: not flags.triton_products}
-        return program(step_fn, args, flags.with_options(options), options)
-
     say(f"compiling the step for {chosen.kind}")
-    step = program(step_fn, args, flags, given)
+    step = program(step_fn, args)
     baseline = None
     if compare is not None:
         say(f"compiling the baseline for {chosen.kind}")
         other, other_args = compare if isinstance(compare, tuple) else (compare, args)
-        baseline = program(other, other_args, flags, given)
-    has_setting = other_setting and chosen.device.platform == "cuda"
-    return PreflightReport(
-        chosen, dict(its_mesh.shape), step, baseline, flags, with_other_setting if has_setting else None
-    )
+        baseline = program(other, other_args)
+    with_other_setting = None
+    if other_setting and chosen.device.platform == "cuda":
+        with_other_setting = lambda: program(step_fn, args, **{TRITON_PRODUCTS: not flags.triton_products})
+    return PreflightReport(chosen, dict(its_mesh.shape), step, baseline, flags, with_other_setting)
 
 
 def _own_options(step_fn: Callable[..., Any], args: tuple[Any, ...], device: Device) -> dict[str, Any]:

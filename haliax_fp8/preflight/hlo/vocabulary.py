@@ -1,0 +1,217 @@
+"""XLA's words: every opcode, attribute, custom call and configuration key that means something to the preflight.
+
+The exception is HLO's own grammar, such as `parameter`, `tuple` and `while`, which the code that walks through programs
+spells out. What XLA renames is changed here. What it adds shows up by name: a custom call that is not listed is
+reported as opaque, and fails the tests that compile programs.
+"""
+
+import enum
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from ..._numerics.formats import E4M3, E4M3FNUZ, E5M2, E5M2FNUZ
+from .text import Instruction
+
+
+# --- Element types ----------------------------------------------------------------------------------------------------
+
+FORMATS = {"f8e4m3fn": E4M3, "f8e5m2": E5M2, "f8e4m3fnuz": E4M3FNUZ, "f8e5m2fnuz": E5M2FNUZ}
+"""The formats that products may run in."""
+
+QUANTIZED = ("f8e4", "f8e5", "f4e2")
+"""How the names of types begin that values are quantized to; other narrow types are those of scales."""
+
+WIDE = ("bf16", "f16", "f32", "f64")
+"""The types that values are quantized from."""
+
+
+# --- Opcodes by kind --------------------------------------------------------------------------------------------------
+
+NO_KERNEL = {
+    *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id"),
+    *("domain", "add-dependency", "opt-barrier"),
+}
+"""These neither run nor move anything."""
+
+SLICES = {"dynamic-slice", "slice", "gather"}
+"""Of their first operand, these read what they return."""
+
+COLLECTIVES = {
+    *("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast"),
+    "ragged-all-to-all",
+}
+"""Communication between devices."""
+
+COPIES = {"copy", "bitcast", "convert", "reshape"}
+"""The same numbers in another place, type or shape."""
+
+_MOVES = {
+    *COPIES,
+    *("transpose", "slice", "pad", "dynamic-slice", "reduce-precision", "opt-barrier", "copy-start", "copy-done"),
+    *("async-done", "all-to-all", "all-gather", "all-gather-start", "all-gather-done"),
+    *("collective-permute", "collective-permute-start", "collective-permute-done"),
+}
+
+HANDED_ON = {
+    **dict.fromkeys((*_MOVES, "bitcast-convert", "reverse"), 0),
+    **dict.fromkeys(("clamp", "dynamic-update-slice"), 1),
+}
+"""The operand whose values an instruction passes on."""
+
+SCALES = {"multiply", "divide"}
+"""What applies a scale."""
+
+SCALES_AND_BOUNDS = {*SCALES, "minimum", "maximum"}
+"""One of their two operands may be a scale or a bound that the other is combined with."""
+
+ELEMENTWISE = {
+    *_MOVES,
+    *SCALES_AND_BOUNDS,
+    *("add", "subtract", "negate", "abs", "sqrt", "rsqrt", "power", "select", "clamp", "sign", "concatenate"),
+    *("all-reduce", "all-reduce-start", "all-reduce-done", "fusion-done"),
+    *("reduce-scatter", "reduce-scatter-start", "reduce-scatter-done"),
+}
+"""Each element of their result comes from the same element of an operand; or they only move elements."""
+
+
+def begins(opcode: str) -> bool:
+    """Whether an instruction only begins what another one ends."""
+    return opcode.endswith("-start")
+
+
+def ends(opcode: str) -> bool:
+    """Whether an instruction only ends, or goes on with, what another one began."""
+    return opcode.endswith(("-done", "-update"))
+
+
+def is_fusion(instruction: Instruction) -> bool:
+    """Whether what the instruction calls runs within one kernel."""
+    return instruction.opcode in ("fusion", "fusion-start")
+
+
+def is_scaled_dot(instruction: Instruction) -> bool:
+    """Whether an instruction is `jax.lax.scaled_dot` before optimization: a call of a function that defines it."""
+    name = 'composite.name="xla.scaled_dot"'
+    return instruction.opcode == "call" and name in instruction.attribute("frontend_attributes")
+
+
+def subprograms(instruction: Instruction) -> tuple[str, ...]:
+    """The functions that an instruction runs as programs of several kernels: bodies of loops, branches, calls.
+
+    The condition of a loop and what `reduce` or `sort` apply to scalars are not part of it.
+    """
+    opcode = instruction.opcode
+    if is_scaled_dot(instruction):
+        return ()
+    if opcode == "while":
+        return instruction.called("body")
+    if opcode == "conditional":
+        return instruction.called("branch_computations", "true_computation", "false_computation")
+    if opcode == "call":
+        return instruction.called("to_apply", "calls")
+    if begins(opcode) and not is_fusion(instruction):
+        return instruction.called("calls", "async_computation")
+    return ()
+
+
+STABLEHLO_FP8_PRODUCT = re.compile(r"stablehlo\.dot\w* .*: \(tensor<[\dx?]*f8E\w+>, tensor<[\dx?]*f8E\w+>\) ->")
+"""Such as `stablehlo.dot_general %0, %1, ... : (tensor<2x3xf8E4M3FN>, tensor<3x4xf8E5M2>) -> tensor<2x4xf32>`."""
+
+
+# --- Configurations of instructions -----------------------------------------------------------------------------------
+
+
+def known_trip_count(loop: Instruction) -> int | None:
+    """How often a `while` runs, if XLA has found out."""
+    count = loop.config.get("known_trip_count", {}).get("n")
+    return None if count is None else int(count)
+
+
+COMPARISONS = {"LT": 0, "LE": 1, "GT": 0, "GE": -1}
+"""The directions of `compare`: how many steps of one beyond the limit still count."""
+
+
+def is_triton(instruction: Instruction) -> bool:
+    """Whether a fusion is compiled by Triton: XLA calls it `__triton_gemm` or `__triton_nested_gemm_fusion`."""
+    config = instruction.config.get("fusion_backend_config", {})
+    return is_fusion(instruction) and "triton" in config.get("kind", "")
+
+
+def dot_numbers(call: Instruction) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]] | None:
+    """A library call's batch axes of the first operand, and the contracted axes of both; None if it names none.
+
+    References:
+        The messages `GemmBackendConfig` and `OneDnnMatMulConfig` in XLA.
+    """
+    for key in ("gemm_backend_config", "onednn_matmul_config", "cudnn_block_scaled_dot_backend_config"):
+        numbers: dict[str, Any] | None = call.config.get(key, {}).get("dot_dimension_numbers")
+        if numbers is not None:
+            names = "lhs_batch_dimensions", "lhs_contracting_dimensions", "rhs_contracting_dimensions"
+            first, second, third = (tuple(map(int, numbers.get(name, ()))) for name in names)
+            return first, second, third
+    return None
+
+
+# --- Custom calls -----------------------------------------------------------------------------------------------------
+
+
+class Call(enum.Enum):
+    """What a custom call does."""
+
+    PRODUCT = "a matrix product"
+    CONVOLUTION = "a convolution"
+    OTHER = "no product"
+    OPAQUE = "it does not describe what it computes"
+    UNKNOWN = "not in this list"
+
+
+ONEDNN = "__onednn$matmul"
+"""Without dimension numbers it multiplies the last two axes."""
+
+LIBRARIES: Mapping[str, str] = {
+    "__cublas$lt$matmul$f8": "cublasLt f8",
+    "__cublas$lt$matmul$mx": "cublasLt mx",
+    "__cublas$lt$matmul": "cublasLt",
+    "__cublas$gemm": "cublas",
+    "__cudnn$blockScaledDot": "cuDNN block scaled",
+    ONEDNN: "oneDNN",
+}
+"""What a report calls the products of libraries."""
+
+BLOCK_SCALED = {"__cublas$lt$matmul$mx", "__cudnn$blockScaledDot"}
+"""The products whose operands come with a scale for each block."""
+
+# By the beginnings of their names; of several that fit, the longest counts.
+_CALLS: Mapping[Call, tuple[str, ...]] = {
+    Call.PRODUCT: (*LIBRARIES, "__cublas$lt$groupedMatmul"),
+    Call.CONVOLUTION: ("__cudnn$conv",),
+    Call.OPAQUE: (
+        # Kernels in Pallas, Triton or CUDA; cuDNN's attention.
+        *("__gpu$xla.gpu.triton", "__gpu$xla.gpu.ptx", "triton_kernel_call", "mosaic_gpu", "tpu_custom_call"),
+        *("__cudnn$fmha", "__onednn$convolution"),
+    ),
+    Call.OTHER: (
+        # Sorts, norms, random numbers, decompositions, transforms.
+        *("__cub$", "__gpu$TopK", "TopK", "ApproxTopK", "PartialReduce", "__cudnn$norm", "__onednn$layernorm"),
+        *("__onednn$softmax", "cu_threefry2x32", "__cublas$triangularSolve", "lapack_", "cusolver_", "cublas_"),
+        *("ducc_", "dynamic_ducc_"),
+        # Where arrays are, and calls of Python on the host.
+        *("AllocateBuffer", "CreateBuffer", "Pin", "Unpin", "MoveTo", "annotate_device_", "Sharding", "SPMD"),
+        *("LayoutConstraint", "SliceToDynamic", "PadToStatic", "X64", "AssumeGatherIndicesInBound"),
+        *("GatherScatterIndicesBitpacked", "ConcatBitcast"),
+        *("xla_ffi_", "xla_python_", "xla_buffer_"),
+    ),
+}
+
+
+def call_of(instruction: Instruction) -> Call:
+    """What a custom call does."""
+    name = target_of_call(instruction)
+    found = {known: call for call, names in _CALLS.items() for known in names if name.startswith(known)}
+    return found[max(found, key=len)] if found else Call.UNKNOWN
+
+
+def target_of_call(instruction: Instruction) -> str:
+    """The name of what a custom call calls; empty for any other instruction."""
+    return instruction.attribute("custom_call_target")
