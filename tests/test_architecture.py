@@ -18,8 +18,8 @@ ROOT = Path(haliax_fp8.__file__).parent
 # A folder (or a file beside the folders) may import those of the lines above its own, never one of its own line.
 # Folders whose names begin with an underscore are private.
 FLOORS = (
-    # The ground: JAX extended, numbers.
-    ("_jax", "_numerics"),
+    # The ground: JAX extended, numbers, printed tables.
+    ("_jax", "_numerics", "_tables"),
     ("devices",),
     # What becomes of a number: formats, scalings, recipes.
     ("recipes",),
@@ -44,7 +44,7 @@ WITHOUT_HALIAX = {room for line in FLOORS[: FLOOR["_product"] + 1] for room in l
 WITH_THE_MARKER = {"_state/marker.py", "_state/op_state.py", "_state/records.py"}
 
 # The preflight reads any program, also of other packages: it knows devices, not recipes or layers.
-OF_THE_PREFLIGHT = {"devices", "_numerics"}
+OF_THE_PREFLIGHT = {"devices", "_numerics", "_tables"}
 
 # As an attribute of the package this is the dictionary of named recipes, and not the folder.
 SHADOWED = {"haliax_fp8.recipes"}

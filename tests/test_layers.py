@@ -25,7 +25,7 @@ from haliax_fp8 import (
     LayerRule,
     apply_updates,
     calibrate,
-    default_layers,
+    default_rules,
     describe,
     filter_grad,
     fp8_linear_layers,
@@ -668,7 +668,7 @@ class DenseRule(LayerRule):
 def test_a_layer_and_a_rule_of_ones_own():
     model = {"dense": Dense(normal((48, 56), 0)), "small": Dense(jnp.ones((4, 8))), "linear": linear()}
     assert [row.path for row in describe(fp8_linear_layers(model))] == ["linear"]
-    config = Fp8Config(layers=(DenseRule(), *default_layers), amax_history_length=4)
+    config = Fp8Config(rules=(DenseRule(), *default_rules), amax_history_length=4)
     fp8 = fp8_linear_layers(model, config)
     assert {row.path: (row.shape, row.is_fp8, row.reason) for row in describe(fp8, config)} == {
         "dense": ("48 -> 56", True, ""),
@@ -705,8 +705,8 @@ def test_the_first_rule_that_fits_decides():
             return super().refusal(layer) or (None if layer.in_features > 50 else "fewer than 50 features")
 
     model = {"narrow": linear(), "wide": linear(64, 8)}
-    for layers, converted in (((Wide(), *default_layers), {"wide"}), ((*default_layers, Wide()), {"narrow", "wide"})):
-        config = Fp8Config(layers=layers)
+    for layers, converted in (((Wide(), *default_rules), {"wide"}), ((*default_rules, Wide()), {"narrow", "wide"})):
+        config = Fp8Config(rules=layers)
         fp8 = fp8_linear_layers(model, config)
         assert {row.path for row in describe(fp8, config) if row.is_fp8} == converted
 

@@ -20,7 +20,7 @@ from .layer_work import LayerSize
 class LayerRule(abc.ABC):
     """How the layers of one class are converted.
 
-    Write one for your own class and pass it in `Fp8Config(layers=(MyRule(), *default_layers))`. The first rule whose
+    Write one for your own class and pass it in `Fp8Config(rules=(MyRule(), *default_rules))`. The first rule whose
     class matches a layer is used.
     """
 

@@ -10,7 +10,7 @@ import jax
 
 from .._op import Fp8DotGeneral
 from .._state.op_state import OpState
-from ..layers.default import default_layers
+from ..layers.default import default_rules
 from ..layers.rule import LayerRule
 from ..layers.walk import find_layers, map_layers, rule_of
 from .fused_projections import FusedProjections
@@ -118,7 +118,7 @@ def fuse_projections[M](
     groups: Sequence[Sequence[str]] = projections,
     *,
     how: AbstractFusion = SharedInput(),
-    layers: tuple[LayerRule, ...] = default_layers,
+    layers: tuple[LayerRule, ...] = default_rules,
 ) -> M:
     """Makes layers of one module that read the same tensor quantize it once, or multiply it once.
 
@@ -172,7 +172,7 @@ def fuse_projections[M](
     return fused
 
 
-def separate_projections[M](model: M, *, layers: tuple[LayerRule, ...] = default_layers) -> M:
+def separate_projections[M](model: M, *, layers: tuple[LayerRule, ...] = default_rules) -> M:
     """The inverse of `fuse_projections`: every layer has its own weight, and its own scale for its input.
 
     Args:
