@@ -1,7 +1,6 @@
 """Training steps of models with published shapes: what `preflight --demo` compiles."""
 
 import dataclasses
-import difflib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,8 +14,10 @@ from haliax import Axis, NamedArray
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, PRNGKeyArray
 
+from .._numerics.require import nearest
 from .._state.marker import OverwriteWithGradient
-from ..layers.convert import Fp8Config, fp8_linear_layers
+from ..layers.config import Fp8Config
+from ..layers.convert import fp8_linear_layers
 from ..training.step import TrainStep
 from .demo_models import AbstractShape, Block, Gpt2Shape, LlamaShape, MixtralShape
 
@@ -71,7 +72,7 @@ def demo_by_name(name: str) -> Demo:
         ValueError: If there is none; the nearest are listed.
     """
     if name not in demos:
-        near = difflib.get_close_matches(name, demos, n=3, cutoff=0.3)
+        near = nearest(name, demos)
         raise ValueError(f"--demo {name} is unknown; the nearest are {near or list(demos)}, all are {list(demos)}")
     return demos[name]
 

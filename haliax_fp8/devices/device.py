@@ -5,12 +5,12 @@ along the sum have to be applied inside it, by units made for their blocks.
 """
 
 import dataclasses
-import difflib
 import re
 
 import jax
 
 from .._numerics.formats import E4M3FNUZ, E5M2FNUZ, Format
+from .._numerics.require import nearest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Device:
             return Device.default()
         device = devices.get(known)
         if device is None:
-            near = difflib.get_close_matches(name.lower(), devices, n=3, cutoff=0.4)
+            near = nearest(name, devices)
             raise ValueError(
                 f"device={name!r} is unknown; the nearest are {near or list(devices)}, all are {[*devices]}"
             )
