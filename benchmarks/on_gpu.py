@@ -54,7 +54,7 @@ import output  # noqa: E402
 from flax.linen import fp8_ops  # noqa: E402
 from language_model import ModelSizes  # noqa: E402
 from libraries import LIBRARIES, Library, in_bf16  # noqa: E402
-from models import STACKS, TINY, Float32Block, Sizes, Stack, llama, loss  # noqa: E402
+from models import REMATERIALIZED_IN_FLOAT32, STACKS, TINY, Sizes, Stack, llama, loss  # noqa: E402
 from options import BF16, FUSED_KEPT, ONE_KEPT  # noqa: E402
 from output import Row  # noqa: E402
 from programs import compiled, explained, figures, measure_in_turn, seconds_of  # noqa: E402
@@ -112,7 +112,7 @@ class Plan:
 SMOKE = Plan(
     first=(16, 32, 48),
     blocks=TINY,
-    model=ModelSizes(dataclasses.replace(TINY, blocks=2), vocab=64, length=16),
+    model=ModelSizes(dataclasses.replace(TINY.llama, vocab=64, max_length=16, checkpointing=True)),
     sequences=2,
     products=((16, 32, 16),),
     grid=((16, 16, 16),),
@@ -154,16 +154,16 @@ def points(plan: Plan, parts: Sequence[str] | None = None) -> list[Point]:
 
     def stack(name: str) -> Point:
         builders = {library: partial(blocks, STACKS[name], LIBRARIES[library], plan.blocks) for library in LIBRARIES}
-        rematerialized = llama(KINDS[name], Float32Block)
+        rematerialized = llama(stacked=name == SCAN, **REMATERIALIZED_IN_FLOAT32)
         builders |= {how: partial(blocks, rematerialized, it, plan.blocks) for how, it in REMATERIALIZED.items()}
-        return Point(name, f"{plan.blocks.blocks} blocks", partial(measured_in_turn, builders, plan, None))
+        return Point(name, f"{plan.blocks.llama.layers} blocks", partial(measured_in_turn, builders, plan, None))
 
-    train = Point("training", f"{plan.model.length} tokens a sequence", partial(trained, plan))
+    train = Point("training", f"{plan.model.config.max_length} tokens a sequence", partial(trained, plan))
     products = [
         in_turn("product", size, {name: partial(product, *dtypes, *size) for name, dtypes in OPERANDS.items()}, 1)
         for size in plan.products
     ]
-    stacks = [stack("Llama-8B, unrolled"), stack("Llama-8B, scan")]
+    stacks = [stack("Llama-8B, unrolled"), stack(SCAN)]
     every = [linear(plan.first), *stacks, train, *products, *map(linear, plan.grid)]
     names = dict.fromkeys(point.part for point in every)
     if unknown := set(parts or ()) - names.keys():
@@ -258,7 +258,7 @@ def compiled_linear_layer(library: str, *size: int) -> tuple[Callable[[], Any], 
     return partial(program, with_state_of(gradient, layer), x, cotangent), program.facts
 
 
-KINDS = {"Llama-8B, unrolled": hnn.BlockSeq, "Llama-8B, scan": hnn.Stacked}
+SCAN = "Llama-8B, scan"
 REMATERIALIZED = {
     "bf16, rematerialized": BF16,
     "haliax_fp8, rematerialized, fused": FUSED_KEPT,
@@ -313,7 +313,7 @@ def trained(plan: Plan) -> Iterator[Row]:
             gc.collect()
             sequences //= 2
         if "tokens_per_second" in row:
-            layers, batch = sizes.blocks.blocks, f"{sequences} x {sizes.length} tokens"
+            layers, batch = sizes.config.layers, f"{sequences} x {sizes.config.max_length} tokens"
             row["size"] = f"{layers} layers, {batch}, {implementation} attention"
             baseline = row["tokens_per_second"] if library == "bf16" else baseline
             if baseline:
@@ -343,7 +343,7 @@ def training_steps(
 
     seconds_of(run, 1)
     measured = [seconds_of(run, 1) for _ in range(repeats)]
-    per_second = sequences * sizes.length / statistics.median(measured)
+    per_second = sequences * sizes.config.max_length / statistics.median(measured)
     peak = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
     so_far = {} if peak is None else {"peak_gb_of_the_process_so_far": peak / 1e9}
     return {**figures(measured), **program.facts, **so_far, "tokens_per_second": per_second}
@@ -406,8 +406,8 @@ def verdicts(rows: Sequence[Row], plan: Plan) -> list[str]:
     ahead = f"ahead of marin-haliax and Flax at {len(complete) - len(behind)} of {len(complete)} measured grid points"
     return [
         best_of("linear", " x ".join(map(str, plan.first)), 1.6),
-        best_of("Llama-8B, unrolled", f"{plan.blocks.blocks} blocks", 1.4),
-        best_of("Llama-8B, scan", f"{plan.blocks.blocks} blocks", 1.4),
+        best_of("Llama-8B, unrolled", f"{plan.blocks.llama.layers} blocks", 1.4),
+        best_of("Llama-8B, scan", f"{plan.blocks.llama.layers} blocks", 1.4),
         f"{ahead} of {asked}" + (f"; behind at {', '.join(behind)}" if behind else ""),
     ]
 

@@ -12,11 +12,10 @@ from collections.abc import Callable
 from typing import Any
 
 import haliax as hax
-import haliax.nn as hnn
 import output
 from compiled_program import COLUMNS, held
 from libraries import LIBRARIES, Library
-from models import LLAMA_8B, STACKS, CompressedBlock, Float32Block, RematerializedBlock, Stack, llama
+from models import COMPRESSED, LLAMA_8B, REMATERIALIZED, REMATERIALIZED_IN_FLOAT32, STACKS, Stack, llama
 from rich.progress import Progress
 
 import haliax_fp8 as fp8
@@ -53,16 +52,16 @@ ALL = {"bf16": BF16, "Haliax's op": HALIAX, "FP8, fused": FUSED}
 
 
 def _rematerialized(
-    kind: Any, name: str, libraries: dict[str, Library], joined: dict[str, Library], **options: Any
+    name: str, libraries: dict[str, Library], joined: dict[str, Library], **options: Any
 ) -> dict[str, tuple[Stack, Library]]:
     """What lies between products keeps its inputs alone, in all libraries; computed in its own dtype, or in float32."""
-    blocks = {
-        "rematerialized": (RematerializedBlock, libraries),
-        "rematerialized in float32": (Float32Block, libraries | joined),
+    parts = {
+        "rematerialized": (REMATERIALIZED, libraries),
+        "rematerialized in float32": (REMATERIALIZED_IN_FLOAT32, libraries | joined),
     }
     return {
-        f"{name}, {how}: {library}": (llama(kind, block, **options), converted)
-        for how, (block, chosen) in blocks.items()
+        f"{name}, {how}: {library}": (llama(**changed, **options), converted)
+        for how, (changed, chosen) in parts.items()
         for library, converted in chosen.items()
     }
 
@@ -78,30 +77,30 @@ OPTIONS: dict[str, tuple[Stack, Library]] = {
     "unrolled: FP8, fused, kernels kept": (STACKS["Llama-8B, unrolled"], FUSED_KEPT),
     "unrolled: FP8, fused, constant scales": (STACKS["Llama-8B, unrolled"], STATIC),
     **_rematerialized(
-        hnn.BlockSeq,
         "unrolled",
         {**ALL, "FP8, fused, kernels kept": FUSED_KEPT},
         {**ONE, "FP8, one product for q/k/v, kernels kept": ONE_KEPT},
+        stacked=False,
     ),
     "scan: bf16": (STACKS["Llama-8B, scan"], BF16),
     "scan: FP8": (STACKS["Llama-8B, scan"], DEFAULT),
     "scan: FP8, fused": (STACKS["Llama-8B, scan"], FUSED),
     "scan: FP8, fused, constant scales": (STACKS["Llama-8B, scan"], STATIC),
-    "scan: FP8, fused, compressed": (llama(hnn.Stacked, CompressedBlock), FUSED),
-    **_rematerialized(hnn.Stacked, "scan", ALL, ONE),
+    "scan: FP8, fused, compressed": (llama(**COMPRESSED), FUSED),
+    **_rematerialized("scan", ALL, ONE),
     "scan: FP8, fused, save_fp8_operands": (
-        llama(hnn.Stacked, gradient_checkpointing=_saving("fp8_operand", "fp8_output")),
+        llama(checkpointing=_saving("fp8_operand", "fp8_output")),
         FUSED,
     ),
     "scan: FP8, fused, save_nothing_but_fp8": (
-        llama(hnn.Stacked, gradient_checkpointing=_saving("fp8_operand")),
+        llama(checkpointing=_saving("fp8_operand")),
         FUSED,
     ),
     "scan + checkpointing: bf16": (STACKS["Llama-8B, scan + checkpointing"], BF16),
     "scan + checkpointing: FP8": (STACKS["Llama-8B, scan + checkpointing"], DEFAULT),
     "scan + checkpointing: FP8, fused": (STACKS["Llama-8B, scan + checkpointing"], FUSED),
     "scan + checkpointing: FP8, fused, constant scales": (STACKS["Llama-8B, scan + checkpointing"], STATIC),
-    **_rematerialized(hnn.Stacked, "scan + checkpointing", ALL, ONE, gradient_checkpointing=True),
+    **_rematerialized("scan + checkpointing", ALL, ONE, checkpointing=True),
 }
 
 

@@ -10,7 +10,7 @@ Both models start from the same initialization and see the same batches. Master 
 to bf16. The FP8 model differs by one line, `model = fp8_linear_layers(model, config)`: the projections of its blocks
 multiply in FP8. On a CPU those products are emulated, slower but with the same rounding.
 
-The model is in `llama.py`, the text in `corpus.py`, loss, optimizer and conversion in `lm_run.py`.
+The model is in `haliax_fp8.demo`, the text in `corpus.py`, loss, optimizer and conversion in `lm_run.py`.
 """
 
 import argparse
@@ -27,10 +27,10 @@ import jax.numpy as jnp
 import lm_checkpoint
 import numpy as np
 from corpus import Corpus, load_corpus
-from llama import generate
 from lm_options import binding_flags, parse_options
 from lm_report import Curve, results_table, write_figure, write_results
 from lm_run import Run, cast_weights, is_fp8_step, make_evaluation, make_loss, make_optimizer, make_runs
+from lm_sample import generate
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 

@@ -6,6 +6,7 @@ converts a model; `partition_for_grad_overwrite` and `apply_updates` make its tr
 """
 
 from . import (
+    demo as demo,
     devices as devices,
     layers as layers,
     memory as memory,

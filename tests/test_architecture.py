@@ -30,7 +30,7 @@ FLOORS = (
     # The two public ops.
     ("_op",),
     # Models; and proof before purchase, which needs no model.
-    ("_einsum", "layers", "preflight"),
+    ("_einsum", "layers", "preflight", "demo"),
     # The loop.
     ("training", "memory", "ops"),
     ("statistics",),

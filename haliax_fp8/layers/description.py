@@ -6,11 +6,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import haliax as hax
-import jax
 from rich.table import Table
 from rich.text import Text
 
-from .._op import Fp8DotGeneral
 from .._tables import Printable, new_table
 from ..devices.device import Device
 from ..recipes.recipe import Recipe
@@ -18,6 +16,7 @@ from ..recipes.support import Support
 from .config import Fp8Config, as_config
 from .convert import decide
 from .only_where_faster import FasterOn
+from .ops import all_ops
 from .own_state import require_own_state
 from .prediction import Prediction
 from .uncalibrated import uncalibrated_operands
@@ -224,8 +223,7 @@ def recipes_of(model: Any) -> list[Recipe]:
     Args:
         model: A converted model, or any other tree.
     """
-    is_op = lambda node: isinstance(node, Fp8DotGeneral)
-    return list(dict.fromkeys(node.recipe for node in jax.tree.leaves(model, is_leaf=is_op) if is_op(node)))
+    return list(dict.fromkeys(op.recipe for op in all_ops(model)))
 
 
 def _where(layers: tuple[LayerDescription, ...]) -> str:

@@ -121,6 +121,7 @@ class LayerWork:
                 if operand != "kernel" and not transposes:
                     work += _quantizing(uses[1], -2 * elements)  # one kernel reads the operand for both casts
             elif operand == "kernel" and self.requantizes:
+                # In the same layout, XLA writes the copy again and reads nothing twice.
                 work += _cast(first, elements) if transposes else _quantizing(first, elements)
             elif transposes:
                 # The cast of the input writes both layouts; others take a kernel that reads FP8 and writes it.
@@ -131,11 +132,10 @@ class LayerWork:
         return work
 
     def _padded(self, operand: str) -> Work:
-        """In bfloat16 an operand is padded once for all products; in FP8 each product's cast is followed by padding."""
+        """Padding reads an operand and writes it: in bfloat16 once for all products, in FP8 for each of them."""
         names = [name for name, operands in PRODUCTS.items() if operand in operands[:2]]
-        passes = [2 for name in names if self._is_fp8(name) and self._needs_padding(operand, name)]
-        if any(not self._is_fp8(name) and self._needs_padding(operand, name) for name in names):
-            passes.append(4)
+        is_fp8 = [self._is_fp8(name) for name in names if self._needs_padding(operand, name)]
+        passes = [2] * sum(is_fp8) + [4] * (not all(is_fp8))
         return Work(sum(passes) * self._elements(operand), kernels=len(passes))
 
     def _fp8_uses(self, operand: str) -> list[Quantization]:

@@ -17,8 +17,8 @@ from .._op import Fp8DotGeneral
 from .._state.op_state import OpState
 from .._tables import Printable, new_table
 from ..layers.default import default_rules
+from ..layers.ops import all_ops, is_op, named_ops
 from ..layers.own_state import require_own_state
-from ..layers.patterns import path_string
 from ..layers.uncalibrated import require_calibrated
 from ..layers.walk import map_layers_in_stacks, rule_of
 from ..recipes.scaling import AbstractStatefulScaling, MeasuredScaling
@@ -127,20 +127,13 @@ def quantization_statistics(model: Any, loss_fn: Callable[..., Any], *batch: Any
         >>> measured["layers.0"].sqnr.shape
         (3,)
     """
-    is_op = lambda node: isinstance(node, Fp8DotGeneral)
-    ops = [node for node in jax.tree.leaves(model, is_leaf=is_op) if is_op(node)]
-    if not ops:
+    if not all_ops(model):
         raise ValueError("model has no FP8 product to measure; convert it with fp8_linear_layers")
     require_own_state(model)
     require_calibrated(model)
     measuring = _measuring(model)
     gradients = filter_grad(lambda model: scalar_loss(loss_fn(model, *batch)))(measuring)
-    found = {}
-    for path, node in jax.tree_util.tree_flatten_with_path(gradients, is_leaf=is_op)[0]:
-        if is_op(node):
-            name = path_string(path).removesuffix("dot_general").removesuffix(".")
-            found[name] = _statistics(node)
-    return ModelStatistics(found)
+    return ModelStatistics({name: _statistics(op) for name, op in named_ops(gradients)})
 
 
 def _measuring[M](model: M) -> M:
@@ -164,7 +157,6 @@ def _measuring[M](model: M) -> M:
             return node
         return node.with_recipe(node.recipe.measured)
 
-    is_op = lambda node: isinstance(node, Fp8DotGeneral)
     return jax.tree.map(measure_alone, map_layers_in_stacks(measure, model, default_rules), is_leaf=is_op)
 
 
