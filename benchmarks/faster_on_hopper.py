@@ -56,7 +56,7 @@ from lib.language_model import ModelSizes  # noqa: E402
 from lib.libraries import LIBRARIES, Library, in_bf16  # noqa: E402
 from lib.output import Row  # noqa: E402
 from lib.programs import compiled, explained, figures, measure_in_turn, seconds_of  # noqa: E402
-from models import STACKS, TINY, Float32Block, JoinedBlock, Sizes, Stack, llama, loss  # noqa: E402
+from models import REMATERIALIZED_IN_FLOAT32, STACKS, TINY, Sizes, Stack, llama, loss  # noqa: E402
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn  # noqa: E402
 
 
@@ -111,7 +111,7 @@ class Plan:
 SMOKE = Plan(
     first=(16, 32, 48),
     blocks=TINY,
-    model=ModelSizes(dataclasses.replace(TINY, blocks=2), vocab=64, length=16),
+    model=ModelSizes(dataclasses.replace(TINY.llama, vocab=64, max_length=16, checkpointing=True)),
     sequences=2,
     products=((16, 32, 16),),
     grid=((16, 16, 16),),
@@ -153,16 +153,17 @@ def points(plan: Plan, parts: Sequence[str] | None = None) -> list[Point]:
 
     def stack(name: str) -> Point:
         builders = {library: partial(blocks, STACKS[name], LIBRARIES[library], plan.blocks) for library in LIBRARIES}
-        for how, (block, library) in REMATERIALIZED.items():
-            builders[how] = partial(blocks, llama(KINDS[name], block), library, plan.blocks)
-        return Point(name, f"{plan.blocks.blocks} blocks", partial(measured_in_turn, builders, plan, None))
+        for how, (joined, library) in REMATERIALIZED.items():
+            rematerialized = llama(joined=joined, stacked=name == SCAN, **REMATERIALIZED_IN_FLOAT32)
+            builders[how] = partial(blocks, rematerialized, library, plan.blocks)
+        return Point(name, f"{plan.blocks.llama.layers} blocks", partial(measured_in_turn, builders, plan, None))
 
-    train = Point("training", f"{plan.model.length} tokens a sequence", partial(trained, plan))
+    train = Point("training", f"{plan.model.config.max_length} tokens a sequence", partial(trained, plan))
     products = [
         in_turn("product", size, {name: partial(product, *dtypes, *size) for name, dtypes in OPERANDS.items()}, 1)
         for size in plan.products
     ]
-    stacks = [stack("Llama-8B, unrolled"), stack("Llama-8B, scan")]
+    stacks = [stack("Llama-8B, unrolled"), stack(SCAN)]
     every = [linear(plan.first), *stacks, train, *products, *map(linear, plan.grid)]
     names = dict.fromkeys(point.part for point in every)
     if unknown := set(parts or ()) - names.keys():
@@ -257,11 +258,12 @@ def compiled_linear_layer(library: str, *size: int) -> tuple[Callable[[], Any], 
     return partial(program, with_state_of(gradient, layer), x, cotangent), program.facts
 
 
-KINDS = {"Llama-8B, unrolled": hnn.BlockSeq, "Llama-8B, scan": hnn.Stacked}
+SCAN = "Llama-8B, scan"
+# Whether q/k/v are joined, and the library.
 REMATERIALIZED = {
-    "bf16, rematerialized": (Float32Block, BF16),
-    "haliax_fp8, rematerialized, shared": (Float32Block, SHARED_KEPT),
-    "haliax_fp8, rematerialized, q/k/v joined": (JoinedBlock, SHARED_KEPT),
+    "bf16, rematerialized": (False, BF16),
+    "haliax_fp8, rematerialized, shared": (False, SHARED_KEPT),
+    "haliax_fp8, rematerialized, q/k/v joined": (True, SHARED_KEPT),
 }
 """What `less_memory_than_bf16.py` compares by bytes; norms and activations rematerialized in float32, kernels kept."""
 
@@ -312,7 +314,7 @@ def trained(plan: Plan) -> Iterator[Row]:
             gc.collect()
             sequences //= 2
         if "tokens_per_second" in row:
-            layers, batch = sizes.blocks.blocks, f"{sequences} x {sizes.length} tokens"
+            layers, batch = sizes.config.layers, f"{sequences} x {sizes.config.max_length} tokens"
             row["size"] = f"{layers} layers, {batch}, {implementation} attention"
             baseline = row["tokens_per_second"] if library == "bf16" else baseline
             if baseline:
@@ -342,7 +344,7 @@ def training_steps(
 
     seconds_of(run, 1)
     measured = [seconds_of(run, 1) for _ in range(repeats)]
-    per_second = sequences * sizes.length / statistics.median(measured)
+    per_second = sequences * sizes.config.max_length / statistics.median(measured)
     peak = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
     so_far = {} if peak is None else {"peak_gb_of_the_process_so_far": peak / 1e9}
     return {**figures(measured), **program.facts, **so_far, "tokens_per_second": per_second}
@@ -405,8 +407,8 @@ def verdicts(rows: Sequence[Row], plan: Plan) -> list[str]:
     ahead = f"ahead of marin-haliax and Flax at {len(complete) - len(behind)} of {len(complete)} measured grid points"
     return [
         best_of("linear", " x ".join(map(str, plan.first)), 1.6),
-        best_of("Llama-8B, unrolled", f"{plan.blocks.blocks} blocks", 1.4),
-        best_of("Llama-8B, scan", f"{plan.blocks.blocks} blocks", 1.4),
+        best_of("Llama-8B, unrolled", f"{plan.blocks.llama.layers} blocks", 1.4),
+        best_of("Llama-8B, scan", f"{plan.blocks.llama.layers} blocks", 1.4),
         f"{ahead} of {asked}" + (f"; behind at {', '.join(behind)}" if behind else ""),
     ]
 

@@ -113,13 +113,13 @@ class Case:
 def cases(sizes: Sizes) -> dict[str, Case]:
     """By name."""
     of = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
-    scale, activation = jax.ShapeDtypeStruct((), jnp.float32), of(sizes.tokens, sizes.mlp)
-    kernel = of(sizes.mlp, sizes.embed)
-    of_swiglu = (activation, activation, activation, (scale, scale)), sizes.tokens * sizes.mlp, 2
+    scale, activation = jax.ShapeDtypeStruct((), jnp.float32), of(sizes.tokens, sizes.llama.mlp)
+    kernel = of(sizes.llama.mlp, sizes.llama.hidden)
+    of_swiglu = (activation, activation, activation, (scale, scale)), sizes.tokens * sizes.llama.mlp, 2
     return {
         "both gradients of SwiGLU": Case(gradients, *of_swiglu),
         "the same, computed in float32": Case(gradients_in_float32, *of_swiglu),
-        "a kernel": Case(lambda way, x, scale: way(x, scale), (kernel, scale), sizes.mlp * sizes.embed, 1),
+        "a kernel": Case(lambda way, x, scale: way(x, scale), (kernel, scale), sizes.llama.mlp * sizes.llama.hidden, 1),
     }
 
 

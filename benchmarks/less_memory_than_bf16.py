@@ -12,11 +12,10 @@ from collections.abc import Callable
 from typing import Any
 
 import haliax as hax
-import haliax.nn as hnn
 from fewer_kernels_than_peers import COLUMNS, held
 from lib import output
 from lib.libraries import LIBRARIES, Library
-from models import LLAMA_8B, STACKS, CompressedBlock, Float32Block, JoinedBlock, RematerializedBlock, Stack, llama
+from models import COMPRESSED, LLAMA_8B, REMATERIALIZED, REMATERIALIZED_IN_FLOAT32, STACKS, Stack, llama
 from rich.progress import Progress
 
 import haliax_fp8 as fp8
@@ -39,19 +38,17 @@ STATIC = _converted(fp8.share_input_scales, recipe="static")
 ALL = {"bf16": BF16, "Haliax's op": HALIAX, "FP8, shared": SHARED}
 
 
-def _rematerialized(
-    kind: Any, name: str, libraries: dict[str, Library], **options: Any
-) -> dict[str, tuple[Stack, Library]]:
+def _rematerialized(name: str, libraries: dict[str, Library], **options: Any) -> dict[str, tuple[Stack, Library]]:
     """What lies between products keeps its inputs alone, in all libraries; computed in its own dtype, or in float32."""
     ours = {library: how for library, how in libraries.items() if library.startswith("FP8")}
-    blocks = {
-        "rematerialized": (RematerializedBlock, libraries),
-        "rematerialized in float32": (Float32Block, libraries),
-        "rematerialized in float32, q/k/v joined": (JoinedBlock, ours),
+    parts = {
+        "rematerialized": (REMATERIALIZED, libraries),
+        "rematerialized in float32": (REMATERIALIZED_IN_FLOAT32, libraries),
+        "rematerialized in float32, q/k/v joined": ({**REMATERIALIZED_IN_FLOAT32, "joined": True}, ours),
     }
     return {
-        f"{name}, {how}: {library}": (llama(kind, block, **options), converted)
-        for how, (block, chosen) in blocks.items()
+        f"{name}, {how}: {library}": (llama(**changed, **options), converted)
+        for how, (changed, chosen) in parts.items()
         for library, converted in chosen.items()
     }
 
@@ -66,26 +63,26 @@ OPTIONS: dict[str, tuple[Stack, Library]] = {
     "unrolled: FP8, shared": (STACKS["Llama-8B, unrolled"], SHARED),
     "unrolled: FP8, shared, kernels kept": (STACKS["Llama-8B, unrolled"], SHARED_KEPT),
     "unrolled: FP8, shared, constant scales": (STACKS["Llama-8B, unrolled"], STATIC),
-    **_rematerialized(hnn.BlockSeq, "unrolled", {**ALL, "FP8, shared, kernels kept": SHARED_KEPT}),
+    **_rematerialized("unrolled", {**ALL, "FP8, shared, kernels kept": SHARED_KEPT}, stacked=False),
     "scan: bf16": (STACKS["Llama-8B, scan"], BF16),
     "scan: FP8": (STACKS["Llama-8B, scan"], DEFAULT),
     "scan: FP8, shared": (STACKS["Llama-8B, scan"], SHARED),
     "scan: FP8, shared, constant scales": (STACKS["Llama-8B, scan"], STATIC),
-    "scan: FP8, shared, compressed": (llama(hnn.Stacked, CompressedBlock), SHARED),
-    **_rematerialized(hnn.Stacked, "scan", ALL),
+    "scan: FP8, shared, compressed": (llama(**COMPRESSED), SHARED),
+    **_rematerialized("scan", ALL),
     "scan: FP8, shared, save_fp8_operands": (
-        llama(hnn.Stacked, gradient_checkpointing=_saving("fp8_operand", "fp8_output")),
+        llama(checkpointing=_saving("fp8_operand", "fp8_output")),
         SHARED,
     ),
     "scan: FP8, shared, save_nothing_but_fp8": (
-        llama(hnn.Stacked, gradient_checkpointing=_saving("fp8_operand")),
+        llama(checkpointing=_saving("fp8_operand")),
         SHARED,
     ),
     "scan + checkpointing: bf16": (STACKS["Llama-8B, scan + checkpointing"], BF16),
     "scan + checkpointing: FP8": (STACKS["Llama-8B, scan + checkpointing"], DEFAULT),
     "scan + checkpointing: FP8, shared": (STACKS["Llama-8B, scan + checkpointing"], SHARED),
     "scan + checkpointing: FP8, shared, constant scales": (STACKS["Llama-8B, scan + checkpointing"], STATIC),
-    **_rematerialized(hnn.Stacked, "scan + checkpointing", ALL, gradient_checkpointing=True),
+    **_rematerialized("scan + checkpointing", ALL, checkpointing=True),
 }
 
 

@@ -6,6 +6,7 @@ converts a model; `partition_for_grad_overwrite` and `apply_updates` make its tr
 """
 
 from . import (
+    demo as demo,
     devices as devices,
     layers as layers,
     memory as memory,
@@ -22,6 +23,7 @@ from ._state.op_state import OpState as OpState
 from .devices import Device as Device, Efficiency as Efficiency
 from .layers import (
     EquinoxLinear as EquinoxLinear,
+    FasterOn as FasterOn,
     Fp8Config as Fp8Config,
     HaliaxEmbedding as HaliaxEmbedding,
     HaliaxLinear as HaliaxLinear,
@@ -32,8 +34,7 @@ from .layers import (
     ModelDescription as ModelDescription,
     Prediction as Prediction,
     Refused as Refused,
-    WherePays as WherePays,
-    default_layers as default_layers,
+    default_rules as default_rules,
     describe as describe,
     fp8_linear_layers as fp8_linear_layers,
     restore_linear_layers as restore_linear_layers,

@@ -18,8 +18,8 @@ ROOT = Path(haliax_fp8.__file__).parent
 # A folder (or a file beside the folders) may import those of the lines above its own, never one of its own line.
 # Folders whose names begin with an underscore are private.
 FLOORS = (
-    # The ground: JAX extended, numbers.
-    ("_jax", "_numerics"),
+    # The ground: JAX extended, numbers, printed tables.
+    ("_jax", "_numerics", "_tables"),
     ("devices",),
     # What becomes of a number: formats, scalings, recipes.
     ("recipes",),
@@ -30,7 +30,7 @@ FLOORS = (
     # The two public ops.
     ("_op",),
     # Models; and proof before purchase, which needs no model.
-    ("_einsum", "layers", "preflight"),
+    ("_einsum", "layers", "preflight", "demo"),
     # The loop.
     ("training", "memory", "ops"),
     ("statistics",),
@@ -45,7 +45,7 @@ WITH_THE_MARKER = {"_state/marker.py", "_state/op_state.py", "_state/records.py"
 
 # The preflight reads any program, also of other packages: it knows devices, not recipes or layers. Of the product it
 # knows the names that traced programs carry.
-OF_THE_PREFLIGHT = {"devices", "_numerics", "_product"}
+OF_THE_PREFLIGHT = {"devices", "_numerics", "_tables", "_product"}
 NAMES_OF_THE_PRODUCT = {"names"}
 
 # As an attribute of the package this is the dictionary of named recipes, and not the folder.

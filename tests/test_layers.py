@@ -26,7 +26,7 @@ from haliax_fp8 import (
     LayerRule,
     apply_updates,
     calibrate,
-    default_layers,
+    default_rules,
     describe,
     filter_grad,
     fp8_linear_layers,
@@ -663,7 +663,7 @@ class DenseRule(LayerRule):
 def test_a_layer_and_a_rule_of_ones_own():
     model = {"dense": Dense(normal((48, 56), 0)), "small": Dense(jnp.ones((4, 8))), "linear": linear()}
     assert [row.path for row in describe(fp8_linear_layers(model))] == ["linear"]
-    config = Fp8Config(layers=(DenseRule(), *default_layers), amax_history_length=4)
+    config = Fp8Config(rules=(DenseRule(), *default_rules), amax_history_length=4)
     fp8 = fp8_linear_layers(model, config)
     assert {row.path: (row.shape, row.is_fp8, row.reason) for row in describe(fp8, config)} == {
         "dense": ("48 -> 56", True, ""),
@@ -704,7 +704,7 @@ class DenseBlock(eqx.Module):
 
 def test_layers_of_ones_own_in_stacks_and_ensembles():
     """Each layer of a stack and each member of an ensemble has a state; all it takes is the kernel's last two axes."""
-    config = Fp8Config(layers=(DenseRule(), *default_layers), amax_history_length=4)
+    config = Fp8Config(rules=(DenseRule(), *default_rules), amax_history_length=4)
     stack = hnn.Stacked.init(Layers, DenseBlock)(key=jax.random.split(jax.random.key(0), 3))
     fp8 = fp8_linear_layers(stack, config)
     assert describe(fp8, config)["stacked.first"].shape == "48 -> 48"
@@ -734,8 +734,8 @@ def test_the_first_rule_that_fits_decides():
             return super().refusal(layer) or (None if layer.in_features > 50 else "fewer than 50 features")
 
     model = {"narrow": linear(), "wide": linear(64, 8)}
-    for layers, converted in (((Wide(), *default_layers), {"wide"}), ((*default_layers, Wide()), {"narrow", "wide"})):
-        config = Fp8Config(layers=layers)
+    for layers, converted in (((Wide(), *default_rules), {"wide"}), ((*default_rules, Wide()), {"narrow", "wide"})):
+        config = Fp8Config(rules=layers)
         fp8 = fp8_linear_layers(model, config)
         assert {row.path for row in describe(fp8, config) if row.is_fp8} == converted
 

@@ -1,6 +1,5 @@
 """The example `examples/train_lm/`: its command line, resuming, conversion in mid-training, model and text."""
 
-import dataclasses
 import json
 import math
 import pathlib
@@ -17,9 +16,10 @@ import optax
 import pytest
 from helpers import run_example
 
-from examples.llama import Llama, LlamaConfig, apply_rope, generate, next_token_loss, rope_tables
 from examples.train_lm import checkpoint, corpus, report, train
+from examples.train_lm.sample import generate
 from haliax_fp8 import describe
+from haliax_fp8.demo import Transformer, TransformerConfig
 
 
 STEPS = 6
@@ -246,95 +246,22 @@ def test_validation_text_is_held_back_and_read_in_full():
     assert len(paragraphs) > 20 and not any(p in train for p in paragraphs)
 
 
-# --- Model ------------------------------------------------------------------------------------------------------------
-
-CONFIG = LlamaConfig(layers=2, hidden=16, heads=4, kv_heads=2, head_dim=8, mlp=24, vocab=32, max_length=12, unroll=1)
+# --- Sample -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def model() -> Llama:
-    return eqx.filter_jit(Llama.init)(CONFIG, key=jax.random.key(0))
-
-
-@pytest.fixture(scope="module")
-def tokens() -> hax.NamedArray:
-    return hax.random.randint(jax.random.key(1), {"batch": 2, "position": 12}, 0, 32)
-
-
-def test_no_position_sees_a_later_one(model, tokens):
-    changed = tokens.array.at[:, 7].add(1) % 32
-    logits = eqx.filter_jit(lambda model, tokens: model(tokens).array)
-    before, after = logits(model, tokens), logits(model, hax.named(changed, tokens.axes))
-    np.testing.assert_array_equal(before[:, :7], after[:, :7])
-    assert np.all(np.any(before[:, 7:] != after[:, 7:], axis=-1))
-
-
-def test_rope_depends_on_distance_only():
-    Position, HeadDim = hax.Axis("position", 9), hax.Axis("head_dim", 8)
-    cos, sin = rope_tables(Position, HeadDim, 100.0)
-    query, key = (hax.random.normal(jax.random.key(i), HeadDim).broadcast_axis(Position) for i in (2, 3))
-    turned = [apply_rope(x, cos, sin, HeadDim).array for x in (query, key)]
-    scores = np.asarray(turned[0] @ turned[1].T)
-    for distance in range(-8, 9):
-        diagonal = np.diagonal(scores, distance)
-        np.testing.assert_allclose(diagonal, diagonal[0], rtol=1e-5, atol=1e-5)
-    assert np.ptp(scores) > 0.1
-
-
-def test_grouped_query_attention_is_attention_with_repeated_keys(model):
-    grouped = model.blocks.get_layer(1).attention
-    Position = hax.Axis("position", 5)
-    x = hax.random.normal(jax.random.key(5), (Position, CONFIG.Hidden))
-    cos, sin = rope_tables(Position, CONFIG.HeadDim, CONFIG.rope_theta)
-
-    def projected(layer):
-        return layer(x).rearrange((..., Position, CONFIG.HeadDim)).array.reshape(-1, 5, 8)
-
-    def turned(heads):
-        return jnp.stack(
-            [apply_rope(hax.named(h, (Position, CONFIG.HeadDim)), cos, sin, CONFIG.HeadDim).array for h in heads]
-        )
-
-    query, key = turned(projected(grouped.query)), turned(projected(grouped.key))
-    value = projected(grouped.value)
-    key, value = (jnp.repeat(x, CONFIG.heads // CONFIG.kv_heads, axis=0) for x in (key, value))
-    scores = jnp.where(jnp.tril(jnp.ones((5, 5), bool)), query @ key.mT / jnp.sqrt(8.0), -jnp.inf)
-    mixed = (jax.nn.softmax(scores) @ value).reshape(CONFIG.kv_heads, -1, 5, 8)
-    axes = (CONFIG.KvHeads, CONFIG.Group, Position, CONFIG.HeadDim)
-    expected = grouped.output(hax.named(mixed, axes)).rearrange((Position, CONFIG.Hidden))
-    got = grouped(x, cos, sin).rearrange((Position, CONFIG.Hidden))
-    np.testing.assert_allclose(got.array, expected.array, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("change", [{"checkpointing": True}, {"unroll": 2}])
-def test_checkpointing_and_unrolling_change_no_gradient(change, model, tokens):
-    other = dataclasses.replace(CONFIG, **change)
-    # The same weights in a model whose blocks are folded differently.
-    blocks = hax.nn.Stacked(
-        model.blocks.stacked, model.blocks.Block, hax.nn.ScanCheckpointPolicy.from_bool_or_str(other.checkpointing)
-    )
-    changed = dataclasses.replace(model, blocks=blocks, config=other)
-    expected, got = (eqx.filter_jit(eqx.filter_grad(next_token_loss))(m, tokens) for m in (model, changed))
-    for a, b in zip(jax.tree.leaves(expected), jax.tree.leaves(got), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
-
-
-def test_greedy_sample_is_the_likeliest_continuation(model):
+def test_greedy_sample_is_the_likeliest_continuation():
     """Beyond the window too, where the oldest token drops out."""
+    config = TransformerConfig(layers=2, hidden=16, heads=4, kv_heads=2, head_dim=8, mlp=24, vocab=32, max_length=12)
+    model = eqx.filter_jit(Transformer.init)(config, key=jax.random.key(0))
     prompt = jnp.array([1, 2, 3], jnp.int32)
     got = generate(model, prompt, count=14, temperature=0.0, key=jax.random.key(0))
     logits = eqx.filter_jit(lambda model, tokens: model(tokens).array)
     written = [1, 2, 3]
     for _ in range(14):
-        window = written[-CONFIG.max_length :]
-        padded = jnp.zeros(CONFIG.max_length, jnp.int32).at[: len(window)].set(jnp.array(window))
+        window = written[-config.max_length :]
+        padded = jnp.zeros(config.max_length, jnp.int32).at[: len(window)].set(jnp.array(window))
         written.append(int(jnp.argmax(logits(model, hax.named(padded, "position"))[len(window) - 1])))
     assert got.tolist() == written[3:]
-
-
-def test_sequence_beyond_the_table_is_refused(model):
-    with pytest.raises(ValueError, match="tokens has 13 positions, more than max_length=12"):
-        model(hax.zeros({"position": 13}, dtype=jnp.int32))
 
 
 # --- Report -----------------------------------------------------------------------------------------------------------

@@ -5,91 +5,45 @@ Embedding and head stay in bf16, as is common. There are no rotary positions.
 """
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import equinox as eqx
 import haliax as hax
-import haliax.nn as hnn
 import jax
 import jax.numpy as jnp
 import optax
-from models import Block, Sizes
+from models import LLAMA_8B
 
 import haliax_fp8 as fp8
+from haliax_fp8.demo import Transformer, TransformerConfig
 from lib.libraries import in_bf16
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelSizes:
-    """The sizes of the model and of its batches.
+    """The sizes of the model; its sequences are as long as it allows."""
 
-    Args:
-        blocks: Of a block, and how many there are.
-        vocab: How many tokens there are to choose from.
-        length: Of a sequence.
-    """
-
-    blocks: Sizes = Sizes(blocks=32)
-    vocab: int = 128256
-    length: int = 4096
+    config: TransformerConfig = dataclasses.replace(
+        LLAMA_8B.llama, layers=32, vocab=128256, max_length=4096, checkpointing=True
+    )
 
     def with_layers(self, layers: int) -> "ModelSizes":
         """The same with another number of blocks."""
-        return dataclasses.replace(self, blocks=dataclasses.replace(self.blocks, blocks=layers))
+        return ModelSizes(dataclasses.replace(self.config, layers=layers))
 
 
-class AttentionBlock(eqx.Module):
-    """A block with causal attention between its linear layers."""
-
-    layers: Block
-    implementation: str | None = eqx.field(static=True)
-
-    @staticmethod
-    def init(sizes: Sizes, implementation: str | None, *, key: jax.Array) -> "AttentionBlock":
-        """With random weights; the implementation is that of `jax.nn.dot_product_attention`."""
-        return AttentionBlock(Block.init(sizes, key=key), implementation)
-
-    def __call__(self, x: hax.NamedArray) -> hax.NamedArray:
-        """Maps `(batch, position, embed)` to the same axes."""
-        h = self.layers.norms[0](x)
-        query, key, value = self.layers.query(h), self.layers.key(h), self.layers.value(h)
-        leading = x.axes[:2]
-        as_heads = lambda q: q.array.reshape(*(axis.size for axis in leading), -1, q.axes[-1].size)
-        out = jax.nn.dot_product_attention(
-            as_heads(query), as_heads(key), as_heads(value), is_causal=True, implementation=self.implementation
-        )
-        x = x + self.layers.out(hax.named(out.reshape(query.array.shape), query.axes))
-        return self.layers.feed_forward(x)
+def attention(
+    query: hax.NamedArray, key: hax.NamedArray, value: hax.NamedArray, *rotary: Any, implementation: str | None
+) -> hax.NamedArray:
+    """JAX's causal attention, without rotary positions, of queries `(batch, position, ...)`."""
+    as_heads = lambda x: x.array.reshape(*x.array.shape[:2], -1, x.axes[-1].size)
+    heads = (as_heads(x) for x in (query, key, value))
+    out = jax.nn.dot_product_attention(*heads, is_causal=True, implementation=implementation)
+    return hax.named(out.reshape(query.array.shape), query.axes)
 
 
-class LanguageModel(eqx.Module):
-    """Embedding, blocks in a checkpointed scan, norm, head."""
-
-    embedding: hnn.Embedding
-    blocks: hnn.Stacked
-    norm: hnn.RmsNorm
-    head: hnn.Linear
-
-    @staticmethod
-    def init(sizes: ModelSizes, implementation: str | None, *, key: jax.Array) -> "LanguageModel":
-        """With random weights."""
-        first, second, third = jax.random.split(key, 3)
-        Embed, Vocab = sizes.blocks.Embed, hax.Axis("vocab", sizes.vocab)
-        Blocks = hax.Axis("block", sizes.blocks.blocks)
-        blocks = hnn.Stacked.init(Blocks, AttentionBlock, gradient_checkpointing=True)
-        return LanguageModel(
-            hnn.Embedding.init(Vocab, Embed, key=first),
-            blocks(sizes.blocks, implementation, key=jax.random.split(second, Blocks.size)),
-            hnn.RmsNorm.init(Embed, use_bias=False),
-            hnn.Linear.init(Embed, Vocab, key=third, use_bias=False),
-        )
-
-    def __call__(self, tokens: hax.NamedArray) -> hax.NamedArray:
-        """Logits `(batch, position, vocab)` of each next token."""
-        return self.head(self.norm(self.blocks.fold(self.embedding(tokens))))
-
-
-def next_token_loss(model: LanguageModel, tokens: hax.NamedArray) -> jax.Array:
+def next_token_loss(model: Transformer, tokens: hax.NamedArray) -> jax.Array:
     """The mean cross-entropy of each token given those before it."""
     # The state of FP8 layers is not a weight.
     remembered, weights = fp8.partition_for_grad_overwrite(model)
@@ -113,14 +67,15 @@ STEP = fp8.TrainStep(next_token_loss, optax.adamw(1e-4))
 
 def initial(library: str, sizes: ModelSizes, implementation: str | None) -> tuple[Any, Any]:
     """The model and the optimizer's state."""
-    model = CONVERSIONS[library](LanguageModel.init(sizes, implementation, key=jax.random.key(0)))
+    config = dataclasses.replace(sizes.config, attention=partial(attention, implementation=implementation))
+    model = CONVERSIONS[library](Transformer.init(config, key=jax.random.key(0)))
     return model, STEP.init(model)
 
 
 def batch(sizes: ModelSizes, sequences: int) -> hax.NamedArray:
     """Random tokens."""
-    axes = hax.Axis("batch", sequences), hax.Axis("position", sizes.length)
-    return hax.random.randint(jax.random.key(1), axes, 0, sizes.vocab)
+    axes = hax.Axis("batch", sequences), hax.Axis("position", sizes.config.max_length)
+    return hax.random.randint(jax.random.key(1), axes, 0, sizes.config.vocab)
 
 
 def state_bytes(sizes: ModelSizes) -> int:
@@ -139,5 +94,5 @@ def fitting_layers(sizes: ModelSizes, limit: int) -> int:
     one, two = (state_bytes(sizes.with_layers(layers)) for layers in (1, 2))
     # Beside weights and moments, 12 bytes for each weight, gradients (4) and the copy that is multiplied (2).
     needed = lambda layers: 1.5 * (one + (layers - 1) * (two - one))
-    fitting = [layers for layers in range(1, sizes.blocks.blocks + 1) if needed(layers) <= 0.65 * limit]
+    fitting = [layers for layers in range(1, sizes.config.layers + 1) if needed(layers) <= 0.65 * limit]
     return max(fitting, default=1)

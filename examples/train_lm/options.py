@@ -5,8 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from haliax_fp8 import E4M3, E5M2, DelayedScaling, Recipe, StaticScaling, recipes as named_recipes
-
-from ..llama import LlamaConfig
+from haliax_fp8.demo import TransformerConfig
 
 
 FORMATS = {"E4M3": E4M3, "E5M2": E5M2}
@@ -96,7 +95,7 @@ def make_parser() -> argparse.ArgumentParser:
     recipe.add_argument("--fp8-until", type=_positive_int, metavar="N", help="convert back after N steps")
 
     model = parser.add_argument_group("model")
-    default = LlamaConfig()
+    default = TransformerConfig()
     model.add_argument("--layers", type=_positive_int, default=default.layers, metavar="N", help="blocks")
     model.add_argument(
         "--hidden", type=_positive_int, default=default.hidden, metavar="N", help="width of the residual stream"
@@ -165,13 +164,13 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def model_config(options: argparse.Namespace) -> LlamaConfig:
+def model_config(options: argparse.Namespace) -> TransformerConfig:
     """The model's sizes from the flags.
 
     Raises:
         ValueError: If the sizes do not fit together.
     """
-    return LlamaConfig(
+    return TransformerConfig(
         layers=options.layers,
         hidden=options.hidden,
         heads=options.heads,

@@ -25,8 +25,8 @@ from haliax_fp8 import (
     transfer_optimizer_state,
     with_rounding_keys,
 )
+from haliax_fp8.demo import Transformer, swiglu
 
-from ..llama import Llama, next_token_loss, swiglu
 from .corpus import Corpus
 from .options import LEFT_ALONE, model_config, recipes
 
@@ -51,7 +51,7 @@ class Run:
     """
 
     name: str
-    model: Llama
+    model: Transformer
     opt_state: Any
     config: Fp8Config | None
     is_converted: bool = False
@@ -133,7 +133,7 @@ def make_runs(options: argparse.Namespace, step: TrainStep, done: int = 0) -> li
         sizes = model_config(options)
         if config is not None and options.compress_activations:
             sizes = dataclasses.replace(sizes, activation=compressed(swiglu))
-        model = Llama.init(sizes, key=jax.random.key(options.seed))
+        model = Transformer.init(sizes, key=jax.random.key(options.seed))
         runs.append(Run(name, model, step.init(model), config))
         runs[-1].set_converted(done > 0 and is_fp8_step(options, done - 1))
     return runs
@@ -144,7 +144,7 @@ def is_fp8_step(options: argparse.Namespace, index: int) -> bool:
     return options.fp8_after <= index and (options.fp8_until is None or index < options.fp8_until)
 
 
-def cast_weights(model: Llama, dtype: Any) -> Llama:
+def cast_weights(model: Transformer, dtype: Any) -> Transformer:
     """The model with its float32 weights in `dtype`. FP8 state is not a weight and stays float32.
 
     The cast is part of the differentiated function, so gradients arrive in float32 at the master weights.
@@ -156,10 +156,27 @@ def cast_weights(model: Llama, dtype: Any) -> Llama:
     return jax.tree.map(cast, model, is_leaf=lambda node: isinstance(node, OverwriteWithGradient))
 
 
-def make_loss(options: argparse.Namespace) -> Callable[[Llama, jax.Array], jax.Array]:
+def next_token_loss(model: Transformer, tokens: hax.NamedArray) -> jax.Array:
+    """Mean cross-entropy in nats of each token given those before it.
+
+    Args:
+        model: The model, in any dtype; the cross-entropy is computed in float32.
+        tokens: Integers `(..., position)`: the first `position - 1` are read, the last `position - 1` predicted.
+
+    Returns:
+        A scalar, float32.
+    """
+    logits = model(tokens["position", :-1]).astype(jnp.float32)
+    targets = hnn.one_hot(tokens["position", 1:], model.config.Vocab, dtype=jnp.float32)
+    loss = hnn.cross_entropy_loss(logits, model.config.Vocab, targets)
+    assert isinstance(loss, hax.NamedArray)
+    return loss.scalar()
+
+
+def make_loss(options: argparse.Namespace) -> Callable[[Transformer, jax.Array], jax.Array]:
     """The loss of bytes `(batch, position)`, computed in `--compute-dtype`."""
 
-    def loss(model: Llama, batch: jax.Array) -> jax.Array:
+    def loss(model: Transformer, batch: jax.Array) -> jax.Array:
         tokens = hax.named(batch, ("batch", "position"))
         return next_token_loss(cast_weights(model, options.compute_dtype), tokens)
 
@@ -196,7 +213,7 @@ def _decayed(params: Any) -> Any:
     return jax.tree.map(lambda node: jax.tree.map(lambda _: not is_norm(node), node), params, is_leaf=is_norm)
 
 
-def make_evaluation(options: argparse.Namespace, corpus: Corpus) -> Callable[[Llama], float]:
+def make_evaluation(options: argparse.Namespace, corpus: Corpus) -> Callable[[Transformer], float]:
     """The mean validation loss of a model, over the same batches every time.
 
     Raises:

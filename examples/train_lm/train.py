@@ -30,12 +30,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from haliax_fp8 import TrainStep, describe, fp8_linear_layers, trainable
 
-from ..llama import generate
 from . import checkpoint
 from .corpus import Corpus, load_corpus
 from .options import binding_flags, parse_options
 from .report import Curve, results_table, write_figure, write_results
 from .run import Run, cast_weights, is_fp8_step, make_evaluation, make_loss, make_optimizer, make_runs
+from .sample import generate
 
 
 class Stopped(Exception):

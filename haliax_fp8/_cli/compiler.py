@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from ..preflight.target.compilers import compilers
-from .errors import UsageError
+from .load import UsageError
 from .screen import on_error
 
 

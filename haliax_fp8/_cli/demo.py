@@ -1,8 +1,8 @@
 """Training steps of models with published shapes: what `preflight --demo` compiles."""
 
 import dataclasses
-import difflib
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import equinox as eqx
@@ -15,10 +15,12 @@ from haliax import Axis, NamedArray
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, PRNGKeyArray
 
+from .._numerics.require import nearest
 from .._state.marker import OverwriteWithGradient
-from ..layers.convert import Fp8Config, fp8_linear_layers
+from ..demo import MixtureOfExperts, Mlp, Transformer, TransformerConfig, layer_norm
+from ..layers.config import Fp8Config
+from ..layers.convert import fp8_linear_layers
 from ..training.step import TrainStep
-from .demo_models import AbstractShape, Block, Gpt2Shape, LlamaShape, MixtralShape
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,34 +29,55 @@ class Demo:
 
     Args:
         title: Its name.
-        shape: Its sizes.
+        config: Its sizes and parts.
         source: Where they are published.
     """
 
     title: str
-    shape: AbstractShape
+    config: TransformerConfig
     source: str
 
+
+_llama_3 = partial(TransformerConfig, kv_heads=8, head_dim=128, vocab=128256, rope_theta=500_000.0, unroll=1)
+_gpt_2 = partial(
+    TransformerConfig,
+    head_dim=64,
+    vocab=50257,
+    rope_theta=None,
+    norm=layer_norm,
+    feed_forward=Mlp.init,
+    use_bias=True,
+    tied_head=True,
+    unroll=1,
+)
 
 demos: Mapping[str, Demo] = {
     "gpt2": Demo(
         "GPT-2 124M",
-        Gpt2Shape(layers=12, hidden=768, heads=12, kv_heads=12, mlp=3072, vocab=50257),
+        _gpt_2(layers=12, hidden=768, heads=12, kv_heads=12, mlp=3072),
         "huggingface.co/openai-community/gpt2, config.json",
     ),
     "llama-8b": Demo(
         "Llama 3.1 8B",
-        LlamaShape(layers=32, hidden=4096, heads=32, kv_heads=8, mlp=14336, vocab=128256),
+        _llama_3(layers=32, hidden=4096, heads=32, mlp=14336),
         "The Llama 3 Herd of Models (arXiv:2407.21783), table 3",
     ),
     "llama-70b": Demo(
         "Llama 3.1 70B",
-        LlamaShape(layers=80, hidden=8192, heads=64, kv_heads=8, mlp=28672, vocab=128256),
+        _llama_3(layers=80, hidden=8192, heads=64, mlp=28672),
         "The Llama 3 Herd of Models (arXiv:2407.21783), table 3",
     ),
     "mixtral-8x7b": Demo(
         "Mixtral 8x7B",
-        MixtralShape(layers=32, hidden=4096, heads=32, kv_heads=8, mlp=14336, vocab=32000, experts=8, chosen=2),
+        _llama_3(
+            layers=32,
+            hidden=4096,
+            heads=32,
+            mlp=14336,
+            vocab=32000,
+            rope_theta=1_000_000.0,
+            feed_forward=partial(MixtureOfExperts.init, experts=8, chosen=2),
+        ),
         "Mixtral of Experts (arXiv:2401.04088), table 1",
     ),
 }
@@ -71,58 +94,15 @@ def demo_by_name(name: str) -> Demo:
         ValueError: If there is none; the nearest are listed.
     """
     if name not in demos:
-        near = difflib.get_close_matches(name, demos, n=3, cutoff=0.3)
+        near = nearest(name, demos)
         raise ValueError(f"--demo {name} is unknown; the nearest are {near or list(demos)}, all are {list(demos)}")
     return demos[name]
 
 
-class LanguageModel(eqx.Module):
-    """Embedding, blocks, norm, head."""
-
-    embedding: hnn.Embedding
-    positions: NamedArray | None
-    blocks: hnn.Stacked[Block] | hnn.BlockSeq[Block]
-    norm: hnn.LayerNorm | hnn.RmsNorm
-    head: hnn.Linear | None
-
-    @staticmethod
-    def init(shape: AbstractShape, length: int, stack: "Stacking", *, key: PRNGKeyArray) -> "LanguageModel":
-        """With random weights, for sequences of up to `length` tokens."""
-        keys = jax.random.split(key, 4)
-        learned = (Axis("position", length), shape.Hidden)
-        return LanguageModel(
-            hnn.Embedding.init(Axis("vocab", shape.vocab), shape.Hidden, key=keys[0]),
-            None if shape.rope_theta else 0.02 * hax.random.normal(keys[1], learned),
-            stack(shape, keys[2]),
-            shape.norm(),
-            shape.head(key=keys[3]),
-        )
-
-    def __call__(self, tokens: NamedArray) -> NamedArray:
-        """Logits `(batch, position, vocab)` of each next token."""
-        x = self.embedding(tokens)
-        if self.positions is not None:
-            x = x + self.positions
-        x = self.norm(self.blocks.fold(x))
-        return self.embedding.unembed(x) if self.head is None else self.head(x)
-
-
-type Stacking = Callable[[AbstractShape, PRNGKeyArray], hnn.Stacked[Block] | hnn.BlockSeq[Block]]
-
-
-def _stacked(shape: AbstractShape, key: PRNGKeyArray, checkpointing: bool) -> hnn.Stacked[Block]:
-    stacked = hnn.Stacked.init(Axis("layers", shape.layers), Block, gradient_checkpointing=checkpointing)
-    return stacked(shape, key=jax.random.split(key, shape.layers))
-
-
-def _unrolled(shape: AbstractShape, key: PRNGKeyArray) -> hnn.BlockSeq[Block]:
-    return hnn.BlockSeq.init(Axis("layers", shape.layers), Block)(shape, key=jax.random.split(key, shape.layers))
-
-
-stackings: Mapping[str, Stacking] = {
-    "checkpointed": lambda shape, key: _stacked(shape, key, True),
-    "scan": lambda shape, key: _stacked(shape, key, False),
-    "unrolled": _unrolled,
+stackings: Mapping[str, Mapping[str, Any]] = {
+    "checkpointed": {"checkpointing": True},
+    "scan": {},
+    "unrolled": {"stacked": False},
 }
 """How blocks follow each other: in a `lax.scan` that recomputes each in the backward pass, without, or one by one."""
 
@@ -136,7 +116,7 @@ def in_bfloat16[M](model: M) -> M:
     return jax.tree.map(cast, model, is_leaf=lambda node: isinstance(node, OverwriteWithGradient))
 
 
-def next_token_loss(model: LanguageModel, tokens: NamedArray) -> Float[Array, ""]:
+def next_token_loss(model: Transformer, tokens: NamedArray) -> Float[Array, ""]:
     """The mean cross-entropy of each token given those before it; float32 weights, computed in bf16."""
     logits = in_bfloat16(model)(tokens).astype(jnp.float32)
     targets = hax.roll(tokens, -1, "position")
@@ -180,9 +160,9 @@ def demo_step(
             f"--tokens {tokens} gives {tokens // length} sequences of --length {length}, which do not divide evenly "
             f"over --devices {devices}; use more tokens or shorter sequences"
         )
-    shape = demo.shape if layers is None else dataclasses.replace(demo.shape, layers=layers)
-    init = lambda: LanguageModel.init(shape, length, stackings[stacking], key=jax.random.key(0))
-    model = eqx.filter_eval_shape(init)
+    sizes = {"layers": layers or demo.config.layers, "max_length": length}
+    shape = dataclasses.replace(demo.config, **sizes, **stackings[stacking])
+    model = eqx.filter_eval_shape(lambda: Transformer.init(shape, key=jax.random.key(0)))
     model = model if config is None else fp8_linear_layers(model, config)
     train = TrainStep(next_token_loss, optax.adamw(1e-4), donate=True)
     Batch = (Axis("batch", tokens // length), Axis("position", length))
@@ -190,7 +170,7 @@ def demo_step(
     # Of the key, recipes that do not round at random make nothing.
     args = (model, eqx.filter_eval_shape(train.init, model), batch, jax.eval_shape(lambda: jax.random.key(0)))
 
-    def step(model: LanguageModel, opt_state: Any, batch: NamedArray, key: PRNGKeyArray) -> Any:
+    def step(model: Transformer, opt_state: Any, batch: NamedArray, key: PRNGKeyArray) -> Any:
         with hax.axis_mapping({"batch": "devices"}):
             return train(model, opt_state, batch, key=key)
 

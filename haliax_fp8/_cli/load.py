@@ -1,7 +1,6 @@
 """Reads a user's step: `FILE.py:FUNCTION` or `package.module:FUNCTION`."""
 
 import dataclasses
-import difflib
 import importlib
 import importlib.util
 import pathlib
@@ -10,7 +9,11 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from .errors import UsageError
+from .._numerics.require import nearest
+
+
+class UsageError(Exception):
+    """The command cannot run as given; the message, one line without a traceback, says what to change."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +61,7 @@ def load_step(reference: str) -> Step:
     make = getattr(module, name, None)
     if not callable(make):
         functions = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        near = difflib.get_close_matches(name, functions, n=3) or functions[:5]
+        near = nearest(name, functions) or functions[:5]
         raise UsageError(f"{file} has no function {name!r}; it has {', '.join(near) or 'none'}")
     made = make()
     if not isinstance(made, tuple) or len(made) not in (2, 3) or not callable(made[0]) or not _is_sequence(made[1]):

@@ -4,10 +4,9 @@ import json
 from collections.abc import Sequence
 
 from .compiler import install_compiler
-from .errors import UsageError
+from .load import UsageError
 from .options import parse_options
-from .platforms import use_local_devices
-from .preflight import explain, run_preflight
+from .preflight import explain, run_preflight, use_local_devices
 from .screen import on_error, screen
 from .tables import as_json, device_rows, device_table, format_rows, format_table
 

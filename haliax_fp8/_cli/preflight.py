@@ -1,6 +1,8 @@
 """The command `preflight`: compiles a user's step or a demo, shows the report, holds it to requirements."""
 
 import argparse
+import importlib.util
+import logging
 import os
 import pathlib
 import sys
@@ -9,18 +11,17 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+import jax
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from ..devices.catalog import canonical
-from ..layers.convert import Fp8Config
+from ..layers.config import Fp8Config
 from ..layers.description import describe
 from ..preflight import PreflightError, PreflightReport, inspect_step
 from ..preflight.target.named import target_of
 from .demo import demo_by_name, demo_step
-from .errors import UsageError
-from .load import Step, load_step, split_reference
+from .load import Step, UsageError, load_step, split_reference
 from .options import IN_BFLOAT16
-from .platforms import compile_only, use_local_devices
 from .screen import as_svg, on_error, screen
 
 
@@ -49,6 +50,23 @@ def run_preflight(options: argparse.Namespace) -> int:
         on_error().print(str(error), style="red")
         return 1
     return 0
+
+
+def compile_only() -> None:
+    """Leaves accelerators alone: this process computes on the CPU, and compiles for other devices.
+
+    A step for another device does not need the local ones; its conversion would check them for FP8 units.
+    """
+    jax.config.update("jax_platforms", "cpu")
+    # XLA's GPU compiler warns that what runs its programs is not installed: it need not be.
+    logging.getLogger("jax_plugins.xla_cuda13").setLevel(logging.ERROR)
+
+
+def use_local_devices() -> None:
+    """Computes on the local devices; these include no NVIDIA GPU if only XLA's compiler for them is installed."""
+    if importlib.util.find_spec("jax_cuda13_plugin") is None and importlib.util.find_spec("jax_plugins") is not None:
+        if importlib.util.find_spec("jax_plugins.xla_cuda13") is not None:
+            compile_only()
 
 
 def check_target(name: str) -> None:

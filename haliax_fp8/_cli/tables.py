@@ -5,12 +5,12 @@ import math
 from typing import Any
 
 import jax
-import rich.box
 from rich.table import Table
 from rich.text import Text
 
 from .._numerics import formats
 from .._numerics.formats import Format
+from .._tables import new_table
 from ..devices.device import Device, devices
 from ..preflight import targets
 from ..recipes.named import recipes
@@ -66,14 +66,7 @@ def device_table(rows: list[DeviceRow]) -> Table:
         if row.preflight not in ("ready", "no target"):
             missing.setdefault(row.preflight.partition(" needs ")[2], []).append(row.name)
     remedies = "\n".join(f"{', '.join(names)} need {what}" for what, names in missing.items())
-    table = Table(
-        title="Devices",
-        title_justify="left",
-        title_style="bold",
-        box=rich.box.SIMPLE,
-        caption=Text(remedies),  # Text, not markup: an extra in brackets is not a style.
-        caption_justify="left",
-    )
+    table = new_table("Devices", remedies)
     for column in ("name", "device", "capability", "recipes that run natively", "preflight"):
         table.add_column(column, overflow="fold")
     for row in rows:
@@ -141,7 +134,7 @@ def _format_row(format: Format) -> FormatRow:
 
 def format_table(rows: list[FormatRow]) -> Table:
     """For a terminal."""
-    table = Table(title="Formats", title_justify="left", title_style="bold", box=rich.box.SIMPLE)
+    table = new_table("Formats")
     heads = ("format", "bits", "max", "smallest normal", "smallest subnormal", "subnormals", "rel. error", "binades")
     for index, column in enumerate((*heads, "dtype")):
         table.add_column(column, overflow="fold", justify="left" if index in (0, 1, len(heads)) else "right")

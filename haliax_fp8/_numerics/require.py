@@ -1,7 +1,9 @@
 """Checks that the arguments of many classes need, with errors that name the argument, its value and what to give."""
 
+import difflib
 import math
 import numbers
+from collections.abc import Iterable
 from typing import Any
 
 
@@ -19,6 +21,22 @@ def require(name: str, value: object, kind: Any, example: str, of: str) -> None:
         kind_name = kind.__name__.removeprefix("Abstract")
         article = "an" if kind_name[0] in "AEIOU" else "a"
         raise ValueError(f"{name}={value!r} of {of} is not {article} {kind_name}; use {example}")
+
+
+def nearest(name: str, known: Iterable[str], count: int = 3) -> list[str]:
+    """The known names that are most like an unknown one, in any case, the likeliest first; often empty.
+
+    Args:
+        name: The unknown name.
+        known: The known names.
+        count: The most that are returned.
+
+    Example:
+        >>> nearest("H10", ["a100", "h100", "cpu"])
+        ['h100', 'a100']
+    """
+    by_lower = {one.lower(): one for one in known}
+    return [by_lower[one] for one in difflib.get_close_matches(name.lower(), by_lower, n=count, cutoff=0.4)]
 
 
 def require_bool(name: str, value: object, of: str) -> None:

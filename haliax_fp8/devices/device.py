@@ -1,13 +1,13 @@
 """A device, as far as it decides whether there is FP8, and how fast."""
 
 import dataclasses
-import difflib
 import re
 from collections.abc import Mapping
 
 import jax
 
 from .._numerics.formats import E4M3FNUZ, E5M2FNUZ, Format
+from .._numerics.require import nearest
 from .catalog import canonical, catalog, peaks
 from .peaks import Peaks
 from .units import FP8_UNITS, MX_UNITS as MX_UNITS, NO_UNITS as NO_UNITS, MatrixUnits
@@ -53,8 +53,9 @@ class Device:
         """
         if (known := canonical(name)) == "local":
             return Device.default()
-        if (device := devices.get(known)) is None:
-            near = difflib.get_close_matches(name.lower(), devices, n=3, cutoff=0.4)
+        device = devices.get(known)
+        if device is None:
+            near = nearest(name, devices)
             raise ValueError(
                 f"device={name!r} is unknown; the nearest are {near or list(devices)}, all are {[*devices]}"
             )

@@ -1,4 +1,4 @@
-"""How long kernels take: the one roofline of the preflight, of `WherePays` and of `describe`."""
+"""How long kernels take: the one roofline of the preflight, of `FasterOn` and of `describe`."""
 
 import dataclasses
 import math

@@ -1,11 +1,8 @@
 """Layers: which layer classes can be converted, and how; the conversion of a model, and a description of it."""
 
-from .convert import (
-    Fp8Config as Fp8Config,
-    fp8_linear_layers as fp8_linear_layers,
-    restore_linear_layers as restore_linear_layers,
-)
-from .default import default_layers as default_layers
+from .config import Fp8Config as Fp8Config
+from .convert import fp8_linear_layers as fp8_linear_layers, restore_linear_layers as restore_linear_layers
+from .default import default_rules as default_rules
 from .description import (
     LayerDescription as LayerDescription,
     ModelDescription as ModelDescription,
@@ -14,6 +11,6 @@ from .description import (
 from .equinox import EquinoxLinear as EquinoxLinear
 from .haliax import HaliaxEmbedding as HaliaxEmbedding, HaliaxLinear as HaliaxLinear, HaliaxMoELinear as HaliaxMoELinear
 from .kernel import Kernel as Kernel
+from .only_where_faster import FasterOn as FasterOn
 from .prediction import Prediction as Prediction
 from .rule import LayerRule as LayerRule, Refused as Refused
-from .where_pays import WherePays as WherePays

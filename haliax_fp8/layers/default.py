@@ -8,7 +8,7 @@ from .haliax import HaliaxEmbedding, HaliaxLinear, HaliaxMoELinear
 from .rule import LayerRule, Refused
 
 
-default_layers: tuple[LayerRule, ...] = (
+default_rules: tuple[LayerRule, ...] = (
     HaliaxLinear(),
     HaliaxMoELinear(),
     HaliaxEmbedding(),

@@ -6,22 +6,20 @@ from collections.abc import Iterator
 from typing import Any
 
 import haliax as hax
-import jax
-import rich.box
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from .._op import Fp8DotGeneral
+from .._tables import Printable, new_table
 from ..devices.device import Device
 from ..recipes.recipe import Recipe
 from ..recipes.support import Support
-from .convert import Fp8Config, as_config, decide
+from .config import Fp8Config, as_config
+from .convert import decide
+from .only_where_faster import FasterOn
+from .ops import all_ops
 from .own_state import require_own_state
 from .prediction import Prediction
 from .uncalibrated import uncalibrated_operands
-from .walk import find_layers, rule_of
-from .where_pays import WherePays
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,19 +54,19 @@ class LayerDescription:
         return self.recipe is not None
 
 
-@dataclasses.dataclass(frozen=True)
-class ModelDescription:
+@dataclasses.dataclass(frozen=True, repr=False)
+class ModelDescription(Printable):
     """Every linear layer of a model. Iterate over it, or print it.
 
     Args:
         layers: In the order of the tree.
         device: The requested device; if None, `support` refers to the local one.
-        where: What times are predicted for; None if they are not.
+        predict: The device and tokens that times are predicted for; None if they are not.
     """
 
     layers: tuple[LayerDescription, ...]
     device: Device | None = None
-    where: WherePays | None = None
+    predict: FasterOn | None = None
 
     def __iter__(self) -> Iterator[LayerDescription]:
         return iter(self.layers)
@@ -108,7 +106,7 @@ class ModelDescription:
     def estimate(self) -> str:
         """One line on the predicted time of the layers; empty if not requested."""
         predicted = [(layer.is_fp8, layer.prediction) for layer in self.layers if layer.prediction is not None]
-        if self.where is None or not predicted:
+        if self.predict is None or not predicted:
             return ""
         bf16 = sum(prediction.bf16 for _, prediction in predicted)
         now = sum(prediction.fp8 if is_fp8 else prediction.bf16 for is_fp8, prediction in predicted)
@@ -117,9 +115,10 @@ class ModelDescription:
         )
         starting = sum(prediction.launches for is_fp8, prediction in predicted if is_fp8)
         bound = "; starting kernels takes longer than the work in them" if starting > now / 2 else ""
+        times = f"{1e3 * now:.3g} ms a step instead of {1e3 * bf16:.3g} ms"
         return (
             f"{bf16 / now:.2f} times as fast as with all of them in bf16 ({least:.2f} to {most:.2f}; estimate for "
-            f"these layers' products on {self.where}: {1e3 * now:.3g} ms a step instead of {1e3 * bf16:.3g} ms{bound})"
+            f"these layers' products on {self.predict}: {times}{bound})"
         )
 
     @property
@@ -141,17 +140,12 @@ class ModelDescription:
         return f"FP8 products are emulated on {emulated[0].device.kind}, slower than high precision: {reasons}"
 
     def __rich__(self) -> Table:
-        title = f"{self.fp8_count} of {len(self.layers)} linear layers in FP8"
-        table = Table(
-            title=title,
-            box=rich.box.SIMPLE,
-            title_justify="left",
-            title_style="bold",
-            caption="\n".join(filter(None, (self.scales, self.note, self.estimate))),
-            caption_justify="left",
+        table = new_table(
+            f"{self.fp8_count} of {len(self.layers)} linear layers in FP8",
+            "\n".join(filter(None, (self.scales, self.note, self.estimate))),
         )
         on_device = () if self.device is None else (f"on {self.device.kind}",)
-        gain = () if self.where is None else ("gain",)
+        gain = () if self.predict is None else ("gain",)
         for column in ("layer", "shape", "stacked", "runs in", *on_device, *gain):
             table.add_column(column, overflow="fold")
         for layer in self.layers:
@@ -161,14 +155,8 @@ class ModelDescription:
                 runs_in = Text(f"{layer.recipe}; calibrate first: no scale for {', '.join(layer.uncalibrated)}", "red")
             cells = [*map(Text, (layer.path or "(the module itself)", layer.shape, layer.stacked)), runs_in]
             cells += [] if self.device is None else [_verdict(layer.support)]
-            table.add_row(*cells, *([] if self.where is None else [_gain(layer.prediction)]))
+            table.add_row(*cells, *([] if self.predict is None else [_gain(layer.prediction)]))
         return table
-
-    def __str__(self) -> str:
-        console = Console(width=120, color_system=None)
-        with console.capture() as capture:
-            console.print(self)
-        return "\n".join(line.rstrip() for line in capture.get().splitlines())
 
 
 def describe(
@@ -176,7 +164,7 @@ def describe(
     config: Fp8Config | None = None,
     *,
     device: Device | str | None = None,
-    where: WherePays | None = None,
+    predict: FasterOn | None = None,
 ) -> ModelDescription:
     """Lists every linear layer of a model with its recipe, or the reason why it stays in high precision.
 
@@ -185,8 +173,9 @@ def describe(
         config: The configuration that the model was converted with; with it, reasons name its patterns.
         device: The device, or its name such as `"h100"`, for which to report whether each layer's products are native
             or emulated; by default the local one.
-        where: The device and tokens for which to predict the gain of FP8; by default those of the configuration, if
-            any. A layer in high precision is predicted with the recipe that it would get.
+        predict: The device and tokens for which to predict the gain of FP8, such as `FasterOn("h100", tokens=8192)`;
+            by default those of the configuration's `only_if`, if any. A layer in high precision is predicted with the
+            recipe that it would get.
 
     Returns:
         The layers; `print` shows them as a table, and `summary` is one line for the start of a program.
@@ -204,36 +193,28 @@ def describe(
     named = Device.by_name(device) if isinstance(device, str) else device
     place = Device.default() if named is None else named
     given = as_config(config)
-    where = given.where if where is None else where
-    rules = given.layers
-    decisions = {} if config is None else decide(model, config)
-    # What a layer in high precision would run: as the configuration has it, if it were judged for these tokens.
-    candidates = {} if where is None else decide(model, dataclasses.replace(given, where=where))
+    predict = given.only_if if predict is None else predict
     rows = []
-    for path, (layer, stack) in find_layers(model, rules).items():
-        rule = rule_of(layer, rules)
+    for path, decision in decide(model, given).items():
+        layer, rule, stack = decision.layer, decision.rule, decision.stack
         op, kernel = rule.op(layer), rule.kernel(layer)
-        reason = ""
-        if op is None:
-            planned = decisions[path].reason if path in decisions else ""
-            reason = rule.refusal(layer) or planned or rule.only_if_named(layer) or "not converted"
-        prediction = candidates[path].prediction if path in candidates else None
-        if where is not None and op is not None:
-            prediction = where.predict(rule, layer, stack, op.recipe, op.kernel_residual)
+        recipe, residual = decision.selected, given.kernel_residual
+        if op is not None:
+            recipe, residual = op.recipe, op.kernel_residual
         rows.append(
             LayerDescription(
                 path=path,
                 shape=kernel.text,
                 stacked=_sizes(stack),
                 recipe=None if op is None else str(op.recipe),
-                reason=reason,
+                reason="" if op is not None else decision.reason or "not converted",
                 support=None if op is None else kernel.support(op.recipe, place),
-                prediction=prediction,
+                prediction=predict and recipe and predict.predict(rule, layer, stack, recipe, residual),
                 uncalibrated=() if op is None else uncalibrated_operands(op.state),
                 scales="" if op is None else op.recipe.scales,
             )
         )
-    return ModelDescription(tuple(rows), named, where)
+    return ModelDescription(tuple(rows), named, predict)
 
 
 def recipes_of(model: Any) -> list[Recipe]:
@@ -242,8 +223,7 @@ def recipes_of(model: Any) -> list[Recipe]:
     Args:
         model: A converted model, or any other tree.
     """
-    is_op = lambda node: isinstance(node, Fp8DotGeneral)
-    return list(dict.fromkeys(node.recipe for node in jax.tree.leaves(model, is_leaf=is_op) if is_op(node)))
+    return list(dict.fromkeys(op.recipe for op in all_ops(model)))
 
 
 def _where(layers: tuple[LayerDescription, ...]) -> str:

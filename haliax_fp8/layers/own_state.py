@@ -6,10 +6,9 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from .._op import Fp8DotGeneral
 from .._state.guard import is_changed as scale_is_changed
 from .._state.op_state import OpState
-from .patterns import path_string
+from .ops import all_ops, named_ops
 
 
 def require_own_state(model: Any, *, wait: bool = True) -> None:
@@ -22,14 +21,10 @@ def require_own_state(model: Any, *, wait: bool = True) -> None:
         model: A model, or any tree; not checked if it is traced or abstract.
         wait: Whether to wait for state that is being computed; without it, such state is not checked.
     """
-    is_op = lambda node: isinstance(node, Fp8DotGeneral)
     # Paths are slow to make, and needed for the message alone.
-    if not any(is_op(x) and is_changed(x.state, wait=wait) for x in jax.tree.leaves(model, is_leaf=is_op)):
+    if not any(is_changed(op.state, wait=wait) for op in all_ops(model)):
         return
-    found = []
-    for path, node in jax.tree_util.tree_flatten_with_path(model, is_leaf=is_op)[0]:
-        if is_op(node) and is_changed(node.state, wait=wait):
-            found.append(path_string(path).removesuffix("dot_general").removesuffix(".") or "the model itself")
+    found = [name or "the model itself" for name, op in named_ops(model) if is_changed(op.state, wait=wait)]
     if found:
         raise ValueError(changed_message(found))
 

@@ -1,6 +1,5 @@
 """Patterns that select layers by their path, and the error if one selects nothing."""
 
-import difflib
 import fnmatch
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -8,6 +7,8 @@ from typing import Any
 
 import numpy as np
 from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, KeyEntry, SequenceKey
+
+from .._numerics.require import nearest
 
 
 type Predicate = Callable[[str, Any], bool]
@@ -73,7 +74,7 @@ def unmatched_error(name: str, pattern: Pattern, paths: Sequence[str]) -> ValueE
     shown = paths
     if isinstance(pattern, str):
         by_end = {path.rpartition(".")[2]: path for path in reversed(paths)}
-        near = difflib.get_close_matches(pattern, [*paths, *by_end], n=5, cutoff=0.5)
+        near = nearest(pattern, [*paths, *by_end], 5)
         shown = list(dict.fromkeys(by_end.get(n, n) for n in near)) or paths
     listed = ", ".join(shown[:5]) + (f", … ({len(paths)} in all)" if len(paths) > 5 else "")
     hint = ""

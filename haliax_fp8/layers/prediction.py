@@ -4,7 +4,9 @@ import dataclasses
 
 from ..devices.peaks import Peaks
 from ..devices.roofline import FASTEST, LIKELY, SLOWEST, Efficiency, Roofline
-from .layer_work import PRODUCTS, LayerWork
+from ..recipes.recipe import OPERANDS, Recipe
+from ..recipes.scaling import HighPrecision
+from .layer_work import LayerWork
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,22 +48,28 @@ class Prediction:
         return self.launches > self.fp8 / 2
 
 
+_IN_BF16 = Recipe.of(HighPrecision())
+
+
 def predict(work: LayerWork, peaks: Peaks, efficiency: Efficiency, *, repeats: int = 1) -> Prediction:
     """The time of a layer's products, in bf16 and with its recipe.
 
-    For each of fprop, dgrad and wgrad, `m × k` times `k × n`, as `Roofline` has it; FP8's operands have one byte per
-    element, bf16's have two. The rest takes the time of its bytes and its launches.
-
     Args:
-        work: What there is to do for the layer.
-        peaks: What the device does at best.
-        efficiency: What it reaches of that. With the default, the range is that of the sources.
+        work: The layer.
+        peaks: The device's peak rates.
+        efficiency: The shares of them that it reaches. With the default, the range is that of the sources.
         repeats: How many such layers there are, one after the other.
     """
-    bf16, products, overhead = _seconds(work, Roofline(peaks, efficiency))
+    plain = dataclasses.replace(work, recipe=_IN_BF16)
+
+    def seconds(efficiency: Efficiency) -> tuple[float, float, float]:
+        roofline = Roofline(peaks, efficiency)
+        return sum(plain.seconds(roofline)), *work.seconds(roofline)
+
+    bf16, products, overhead = seconds(efficiency)
     # Not the ends alone: where launches dominate, slower memory hides what they add.
-    measured = (SLOWEST, LIKELY, FASTEST) if efficiency == LIKELY else (efficiency,)
-    gains = [_gain(work, Roofline(peaks, one)) for one in measured]
+    measured = map(seconds, (SLOWEST, LIKELY, FASTEST) if efficiency == LIKELY else (efficiency,))
+    gains = [bf16 / (products + overhead) for bf16, products, overhead in measured]
     added = work.added
     return Prediction(
         bf16=repeats * bf16,
@@ -69,25 +77,6 @@ def predict(work: LayerWork, peaks: Peaks, efficiency: Efficiency, *, repeats: i
         overhead=repeats * overhead,
         overhead_bytes=repeats * (added.bytes + added.block_bytes),
         overhead_kernels=repeats * added.kernels,
-        launches=repeats * Roofline(peaks, efficiency).launches(len(PRODUCTS) + added.kernels),
+        launches=repeats * Roofline(peaks, efficiency).launches(len(OPERANDS) + added.kernels),
         gain_range=(min(gains), max(gains)),
     )
-
-
-def _seconds(work: LayerWork, roofline: Roofline) -> tuple[float, float, float]:
-    """In bf16; and with the recipe, the products and everything else."""
-
-    def product(name: str, is_fp8: bool) -> float:
-        dtype, flops = "f8e4m3fn" if is_fp8 else "bf16", work.flops(is_fp8=is_fp8)
-        moved = work.product_bytes(name, is_fp8=is_fp8)
-        return roofline.products(dtype, flops, moved, in_blocks=is_fp8 and work.in_blocks(name))
-
-    padding, added = work.padding_of_bf16(PRODUCTS), work.added
-    bf16 = sum(product(name, False) for name in PRODUCTS) + roofline.others(padding.bytes, padding.kernels)
-    products = sum(product(name, work.is_fp8(name)) for name in PRODUCTS)
-    return bf16, products, roofline.others(added.bytes, added.kernels, added.block_bytes)
-
-
-def _gain(work: LayerWork, roofline: Roofline) -> float:
-    bf16, products, overhead = _seconds(work, roofline)
-    return bf16 / (products + overhead)

@@ -15,7 +15,7 @@ from .kernel import Kernel
 class LayerRule(abc.ABC):
     """How the layers of one class are converted.
 
-    Write one for your own class and pass it in `Fp8Config(layers=(MyRule(), *default_layers))`. The first rule whose
+    Write one for your own class and pass it in `Fp8Config(rules=(MyRule(), *default_rules))`. The first rule whose
     class matches a layer is used.
 
     Example:
@@ -35,7 +35,7 @@ class LayerRule(abc.ABC):
         ...         return layer.op
         ...     def with_op(self, layer, op):
         ...         return Dense(layer.weight, op)
-        >>> config = Fp8Config(layers=(DenseRule(), *default_layers))
+        >>> config = Fp8Config(rules=(DenseRule(), *default_rules))
         >>> fp8_linear_layers(Dense(jnp.ones((64, 256))), config).op
         Fp8DotGeneral(DelayedScaling E4M3/E4M3/E5M2)
     """

@@ -2,14 +2,12 @@
 
 from typing import Any
 
-import jax
 import numpy as np
 
-from .._op import Fp8DotGeneral
 from .._state.op_state import OpState
 from ..recipes.scaling import StaticScaling
+from .ops import all_ops, named_ops
 from .own_state import table_on_host
-from .patterns import path_string
 
 
 _OPERANDS = ("input", "kernel", "output_grad")
@@ -36,15 +34,11 @@ def require_calibrated(model: Any, *, wait: bool = True) -> None:
         model: A model; not checked if it is traced or abstract.
         wait: As in `uncalibrated_operands`.
     """
-    is_op = lambda node: isinstance(node, Fp8DotGeneral)
     # Paths are slow to make, and needed for the message alone.
-    if not any(is_op(x) and uncalibrated_operands(x.state, wait=wait) for x in jax.tree.leaves(model, is_leaf=is_op)):
+    if not any(uncalibrated_operands(op.state, wait=wait) for op in all_ops(model)):
         return
-    found = []
-    for path, node in jax.tree_util.tree_flatten_with_path(model, is_leaf=is_op)[0]:
-        if is_op(node) and (operands := uncalibrated_operands(node.state, wait=wait)):
-            name = path_string(path).removesuffix("dot_general").removesuffix(".") or "the model itself"
-            found.append(f"{name} ({', '.join(operands)})")
+    operands = {name: uncalibrated_operands(op.state, wait=wait) for name, op in named_ops(model)}
+    found = [f"{name or 'the model itself'} ({', '.join(missing)})" for name, missing in operands.items() if missing]
     if found:
         more = f" and {len(found) - 3} more" if len(found) > 3 else ""
         raise ValueError(

@@ -84,5 +84,5 @@ def nothing_to_convert(module: Any, rules: tuple[LayerRule, ...], left: Mapping[
     return ValueError(
         f"module of class {type(module).__name__} has no layer to convert{found}. Convertible are {names}, anywhere in "
         "a tree of modules, lists and dicts. If a module multiplies by plain arrays, call an Fp8DotGeneral or "
-        "Fp8Einsum there; for your own layer class, give Fp8Config(layers=...) a LayerRule"
+        "Fp8Einsum there; for your own layer class, give Fp8Config(rules=...) a LayerRule"
     )

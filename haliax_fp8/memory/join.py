@@ -10,7 +10,7 @@ import haliax as hax
 import haliax.nn as hnn
 import jax.numpy as jnp
 
-from ..layers.default import default_layers
+from ..layers.default import default_rules
 from ..layers.equinox import plain_linear
 from ..layers.kernel import Features, axes_of, count
 from ..layers.walk import rule_of
@@ -109,7 +109,7 @@ def split_linear(joined: JoinedLinear) -> list[Linear]:
     """
     if not isinstance(joined, JoinedLinear):
         raise ValueError(f"joined is a {type(joined).__name__}, but must be a JoinedLinear, made by join_linear")
-    linear = rule_of(joined.linear, default_layers).with_op(joined.linear, None)
+    linear = rule_of(joined.linear, default_rules).with_op(joined.linear, None)
     weights, biases = _split(linear.weight, joined.parts, -2), _split(linear.bias, joined.parts, -1)
     parts = zip(weights, biases, joined.parts, strict=True)
     return [_with(linear, weight, bias, outputs) for weight, bias, outputs in parts]
@@ -128,7 +128,7 @@ def _check(layers: Any) -> None:
                 f"layers[{i}] of join_linear is a {type(layer).__name__}, but must be a haliax.nn.Linear or an "
                 "eqx.nn.Linear whose weight is an array"
             )
-        rule = rule_of(layer, default_layers)
+        rule = rule_of(layer, default_rules)
         if rule.op(layer) is not None:
             raise ValueError(f"layers[{i}] of join_linear is converted already; join layers, then convert the model")
         if (refusal := rule.refusal(layer)) is not None:

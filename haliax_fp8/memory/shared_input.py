@@ -9,7 +9,7 @@ import jax
 
 from .._op import Fp8DotGeneral
 from .._state.op_state import OpState
-from ..layers.default import default_layers
+from ..layers.default import default_rules
 from ..layers.rule import LayerRule
 from ..layers.walk import find_layers, map_layers, rule_of
 
@@ -25,7 +25,7 @@ projections: tuple[tuple[str, ...], ...] = (
 
 
 def share_input_scales[M](
-    model: M, groups: Sequence[Sequence[str]] = projections, *, rules: tuple[LayerRule, ...] = default_layers
+    model: M, groups: Sequence[Sequence[str]] = projections, *, rules: tuple[LayerRule, ...] = default_rules
 ) -> M:
     """Makes layers of one module that read the same tensor, such as q/k/v, quantize it once.
 
@@ -95,7 +95,7 @@ def share_input_scales[M](
     return _with_groups(model, marked, rules)
 
 
-def separate_input_scales[M](model: M, *, rules: tuple[LayerRule, ...] = default_layers) -> M:
+def separate_input_scales[M](model: M, *, rules: tuple[LayerRule, ...] = default_rules) -> M:
     """The inverse of `share_input_scales`: every layer has its own scale for its input.
 
     Args:

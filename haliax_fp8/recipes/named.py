@@ -1,10 +1,10 @@
 """Recipes by name, for configuration files; with the names that TransformerEngine and torchao use as aliases."""
 
 import dataclasses
-import difflib
 from typing import Any
 
 from .._numerics.formats import E2M1, E4M3
+from .._numerics.require import nearest
 from .._numerics.rounding import Stochastic
 from .recipe import Quantization, Recipe
 from .scaling import (
@@ -108,7 +108,7 @@ def recipe_by_name(name: str) -> Recipe:
     recipe = recipes.get(aliases.get(name, name))
     if recipe is None:
         listed = lambda names: ", ".join(map(repr, names))
-        near = difflib.get_close_matches(name, [*recipes, *aliases], n=3, cutoff=0.4)
+        near = nearest(name, [*recipes, *aliases])
         hint = f"the nearest are {listed(near)}; " if near else ""
         raise ValueError(
             f"recipe={name!r} is unknown; {hint}all are {listed(recipes)}, and by other libraries' names "

@@ -9,16 +9,16 @@ import haliax as hax
 import jax
 import jax.numpy as jnp
 import numpy as np
-import rich.box
+from jax.core import Tracer
 from jaxtyping import Array, Float32
-from rich.console import Console
 from rich.table import Table
 
 from .._op import Fp8DotGeneral
 from .._state.op_state import OpState
-from ..layers.default import default_layers
+from .._tables import Printable, new_table
+from ..layers.default import default_rules
+from ..layers.ops import all_ops, is_op, named_ops
 from ..layers.own_state import require_own_state
-from ..layers.patterns import path_string
 from ..layers.uncalibrated import require_calibrated
 from ..layers.walk import map_layers_in_stacks, rule_of
 from ..recipes.scaling import AbstractStatefulScaling, MeasuredScaling
@@ -53,7 +53,7 @@ class OpStatistics(eqx.Module):
         return -10.0 * jnp.log10(self.error)
 
 
-class ModelStatistics(eqx.Module):
+class ModelStatistics(Printable, eqx.Module):
     """The statistics of a model's ops, by path. Print it for a table.
 
     Args:
@@ -82,17 +82,15 @@ class ModelStatistics(eqx.Module):
         return jnp.nanmean(jnp.concatenate([getattr(op, name).ravel() for op in self.ops.values()]))
 
     def __rich__(self) -> Table:
-        table = Table(
-            title="Quantization of each operand (the worst of a stack)",
-            box=rich.box.SIMPLE,
-            title_justify="left",
-            title_style="bold",
-        )
+        table = new_table("Quantization of each operand (the worst of a stack)")
         for column in ("op", "operand"):
             table.add_column(column, overflow="fold")
         for column in ("amax", "saturation", "underflow", "SQNR"):
             table.add_column(column, justify="right")
         for path, op in self.ops.items():
+            if any(isinstance(leaf, Tracer) or not eqx.is_array(leaf) for leaf in jax.tree.leaves(op)):
+                table.add_row(path, "traced or abstract: no numbers")
+                continue
             # NaN, for members that the loss does not reach, gives way to numbers.
             worst = lambda values, reduce=np.fmax: reduce.reduce(np.asarray(values).reshape(-1, 3), axis=0)
             columns = worst(op.amax), worst(op.saturation), worst(op.underflow), worst(op.sqnr, np.fmin)
@@ -101,12 +99,6 @@ class ModelStatistics(eqx.Module):
                 cells = f"{amax:.3g}", f"{saturation:.3%}", f"{underflow:.3%}", f"{sqnr:.1f} dB"
                 table.add_row("" if i else path, operand, *cells)
         return table
-
-    def __str__(self) -> str:
-        console = Console(width=120, color_system=None)
-        with console.capture() as capture:
-            console.print(self)
-        return "\n".join(line.rstrip() for line in capture.get().splitlines())
 
 
 def quantization_statistics(model: Any, loss_fn: Callable[..., Any], *batch: Any) -> ModelStatistics:
@@ -135,27 +127,20 @@ def quantization_statistics(model: Any, loss_fn: Callable[..., Any], *batch: Any
         >>> measured["layers.0"].sqnr.shape
         (3,)
     """
-    is_op = lambda node: isinstance(node, Fp8DotGeneral)
-    ops = [node for node in jax.tree.leaves(model, is_leaf=is_op) if is_op(node)]
-    if not ops:
+    if not all_ops(model):
         raise ValueError("model has no FP8 product to measure; convert it with fp8_linear_layers")
     require_own_state(model)
     require_calibrated(model)
     measuring = _measuring(model)
     gradients = filter_grad(lambda model: scalar_loss(loss_fn(model, *batch)))(measuring)
-    found = {}
-    for path, node in jax.tree_util.tree_flatten_with_path(gradients, is_leaf=is_op)[0]:
-        if is_op(node):
-            name = path_string(path).removesuffix("dot_general").removesuffix(".")
-            found[name] = _statistics(node)
-    return ModelStatistics(found)
+    return ModelStatistics({name: _statistics(op) for name, op in named_ops(gradients)})
 
 
 def _measuring[M](model: M) -> M:
     """The model with ops whose state records statistics in addition."""
 
     def measure(path: str, layer: Any, stack: tuple[hax.Axis, ...]) -> Any:
-        rule = rule_of(layer, default_layers)
+        rule = rule_of(layer, default_rules)
         op = rule.op(layer)
         if op is None:
             return layer
@@ -171,8 +156,7 @@ def _measuring[M](model: M) -> M:
             return node
         return node.with_recipe(node.recipe.measured)
 
-    is_op = lambda node: isinstance(node, Fp8DotGeneral)
-    return jax.tree.map(measure_alone, map_layers_in_stacks(measure, model, default_layers), is_leaf=is_op)
+    return jax.tree.map(measure_alone, map_layers_in_stacks(measure, model, default_rules), is_leaf=is_op)
 
 
 def _statistics(gradient: Fp8DotGeneral) -> OpStatistics:

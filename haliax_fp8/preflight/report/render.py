@@ -9,6 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from ..._tables import new_table
 from ...devices.peaks import Peaks
 from ...devices.roofline import FASTEST, LIKELY, SLOWEST, Roofline
 from ..hlo.scopes import place
@@ -143,7 +144,7 @@ def size(count: int | float) -> str:
 
 def as_renderable(page: Page) -> RenderableType:
     """For a terminal."""
-    table = Table(title=page.headline, box=rich.box.SIMPLE, title_justify="left", title_style="bold")
+    table = new_table(page.headline)
     for column in _COLUMNS:
         table.add_column(column, overflow="fold", justify="right" if column in ("runs", "FLOPs") else "left")
     for row in rows(page.step):

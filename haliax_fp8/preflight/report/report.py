@@ -5,10 +5,11 @@ import functools
 import json
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 
+from ..._tables import Printable
 from ...devices.roofline import FASTEST, LIKELY, SLOWEST, Efficiency, Roofline
 from ...devices.xla_flags import XlaFlags
 from ..target.target import Target
@@ -22,8 +23,8 @@ class PreflightError(AssertionError):
     """A report does not meet its requirements."""
 
 
-@dataclasses.dataclass(frozen=True)
-class PreflightReport:
+@dataclasses.dataclass(frozen=True, repr=False)
+class PreflightReport(Printable):
     """What a step and a baseline compile to on a target.
 
     Print it, or call `to_json()` or `to_markdown()`. Figures are per device.
@@ -36,6 +37,8 @@ class PreflightReport:
         flags: The flags that XLA got from the user.
         compile_other: Compiles the step with the other setting of `xla_gpu_enable_triton_gemm`; None if nobody asked.
     """
+
+    width: ClassVar[int] = 140
 
     target: Target
     mesh: dict[str, int]
@@ -197,12 +200,6 @@ class PreflightReport:
 
     def __rich__(self) -> RenderableType:
         return as_renderable(self._page)
-
-    def __str__(self) -> str:
-        console = Console(width=140, color_system=None)
-        with console.capture() as capture:
-            console.print(self)
-        return "\n".join(line.rstrip() for line in capture.get().splitlines())
 
 
 def _lines(products: list[Product]) -> list[str]:

@@ -65,6 +65,12 @@ class AbstractScaling(abc.ABC):
     gradient_format: ClassVar[Format] = E5M2
     """The format that output gradients take with this scaling, unless a recipe says otherwise."""
 
+    cast_bytes: ClassVar[float] = 5.0
+    """What quantizing reads and writes per element: bfloat16 for the amax and again for the cast, and FP8."""
+
+    cast_kernels: ClassVar[int] = 3
+    """The kernels that it takes: the amax of parts, the amax of those, the cast."""
+
     @property
     def for_kernel(self) -> "AbstractScaling":
         """The scaling that a kernel takes where this one is used for all operands."""
@@ -89,6 +95,10 @@ class AbstractStatefulScaling(AbstractScaling):
     """
 
     directional: ClassVar[bool] = False
+
+    # The scale is known before the operand is read: one pass.
+    cast_bytes: ClassVar[float] = 3.0
+    cast_kernels: ClassVar[int] = 1
 
     stores_scale: ClassVar[bool] = True
     """Whether the scale that `quantize` uses is the state's, so that nobody else need keep it."""

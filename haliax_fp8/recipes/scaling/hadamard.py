@@ -55,6 +55,16 @@ class HadamardScaling(AbstractScaling):
         """That of the scaling."""
         return self.scaling.gradient_format
 
+    @property
+    def cast_bytes(self) -> float:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Those of the scaling; and the rotation reads and writes bfloat16."""
+        return self.scaling.cast_bytes + 4.0
+
+    @property
+    def cast_kernels(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Those of the scaling, and the rotation."""
+        return self.scaling.cast_kernels + 1
+
     def quantize(self, x: Float[Array, "*shape"], use: OperandUse) -> QuantizedArray:
         """Rotates, then quantizes."""
         if not (use.mixable and use.contracted):

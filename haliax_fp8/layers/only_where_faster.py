@@ -1,4 +1,4 @@
-"""WherePays: leaves layers in high precision that would not be faster in FP8."""
+"""FasterOn: leaves layers in high precision that would not be faster in FP8."""
 
 import dataclasses
 import math
@@ -8,7 +8,7 @@ import haliax as hax
 
 from .._product.kernel_residual import KernelResidual
 from ..devices.catalog import canonical, peaks
-from ..devices.device import Device
+from ..devices.device import Device, devices
 from ..devices.peaks import Peaks
 from ..devices.roofline import LIKELY, Efficiency
 from ..recipes.recipe import Recipe
@@ -18,7 +18,7 @@ from .rule import LayerRule
 
 
 @dataclasses.dataclass(frozen=True)
-class WherePays:
+class FasterOn:
     """Converts a layer only if FP8 is predicted to make a training step faster, on a device that you name.
 
     FP8 halves the time of a product, but adds casts, amaxes and transpositions, whose time grows with the sizes of the
@@ -55,7 +55,7 @@ class WherePays:
         >>> Wide, Narrow, Mlp = hax.make_axes(wide=4096, narrow=64, mlp=14336)
         >>> make = lambda In: hnn.Linear.init(In, Mlp, key=jax.random.key(0), use_bias=False)
         >>> layers = eqx.filter_eval_shape(lambda: {"up": make(Wide), "gate": make(Narrow)})
-        >>> config = Fp8Config(where=WherePays("h100", tokens=8192))
+        >>> config = Fp8Config(only_if=FasterOn("h100", tokens=8192))
         >>> table = describe(fp8_linear_layers(layers, config), config)
         >>> print(f"{table['up'].prediction.gain:.2f}, {table['gate'].reason}")
         1.49, FP8 would take 1.57 times bf16's time on h100 at 8192 tokens
@@ -72,14 +72,14 @@ class WherePays:
         for name in ("tokens", "experts_per_token"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{name}={value!r} of WherePays must be a positive integer")
+                raise ValueError(f"{name}={value!r} of FasterOn must be a positive integer")
         if not 1.0 <= self.at_least < math.inf:
             raise ValueError(
-                f"at_least={self.at_least!r} of WherePays must be 1 or more: below, FP8 is slower than bf16"
+                f"at_least={self.at_least!r} of FasterOn must be 1 or more: below, FP8 is slower than bf16"
             )
         if not isinstance(self.efficiency, Efficiency):
-            raise ValueError(f"efficiency={self.efficiency!r} of WherePays must be an Efficiency(...)")
-        self._known_peaks()
+            raise ValueError(f"efficiency={self.efficiency!r} of FasterOn must be an Efficiency(...)")
+        _ = self._peaks  # raises if they are unknown
 
     def __str__(self) -> str:
         return f"{self.name} at {self.tokens} tokens"
@@ -93,12 +93,17 @@ class WherePays:
     def _device(self) -> Device:
         return Device.by_name(self.device) if isinstance(self.device, str) else self.device
 
-    def _known_peaks(self) -> Peaks:
-        if (known := self.peaks or self._device.peaks) is not None:
-            return known
+    @property
+    def _peaks(self) -> Peaks:
+        if self.peaks is not None:
+            return self.peaks
+        kind = self._device.kind
+        for name, figures in peaks.items():
+            if devices[name].kind == kind:
+                return figures
         raise ValueError(
             f"device={self.device!r} has no peaks to predict times with; choose one of {[*peaks]}, or give "
-            "WherePays(..., peaks=haliax_fp8.preflight.Peaks(...)) those of its data sheet"
+            "FasterOn(..., peaks=haliax_fp8.preflight.Peaks(...)) those of its data sheet"
         )
 
     def predict(
@@ -109,13 +114,13 @@ class WherePays:
         recipe: Recipe,
         kernel_residual: KernelResidual,
     ) -> Prediction | None:
-        """What all layers of a stack take; None if sizes are unknown, or the device would emulate the recipe.
+        """The time of all layers of a stack; None if its sizes are unknown, or the device would emulate the recipe.
 
         Args:
-            rule: Of the layer.
+            rule: The layer's rule.
             layer: The layer.
             stack: The stacks that it is in.
-            recipe: What it runs or would run.
+            recipe: The recipe that it runs or would run.
             kernel_residual: What its backward pass keeps of the kernel.
         """
         kernel = rule.kernel(layer)
@@ -125,18 +130,18 @@ class WherePays:
         rows = self.tokens * (self.experts_per_token if size.experts > 1 else 1)
         requantizes = kernel_residual.requantizes(measures_again=recipe.measures_kernel_again, stacked=bool(stack))
         work = LayerWork(size, rows, recipe, requantizes, self._device)
-        repeats = math.prod(axis.size for axis in stack)
-        return predict(work, self._known_peaks(), self.efficiency, repeats=repeats)
+        return predict(work, self._peaks, self.efficiency, repeats=math.prod(axis.size for axis in stack))
 
-    def refusal(self, rule: LayerRule, layer: Any, prediction: Prediction | None, recipe: Recipe) -> str | None:
-        """Why a layer is left in high precision; None if FP8 pays.
-
-        Args:
-            rule: Of the layer.
-            layer: The layer.
-            prediction: What `predict` says.
-            recipe: What the layer would run.
-        """
+    def refusal(
+        self,
+        rule: LayerRule,
+        layer: Any,
+        stack: tuple[hax.Axis, ...],
+        recipe: Recipe,
+        kernel_residual: KernelResidual,
+    ) -> str | None:
+        """Why a layer stays in high precision; None if it is faster in FP8. Arguments as in `predict`."""
+        prediction = self.predict(rule, layer, stack, recipe, kernel_residual)
         if prediction is None:
             support = rule.kernel(layer).support(recipe, self._device)
             if support.is_native:

@@ -1,0 +1,15 @@
+"""Demo: language models in plain Haliax to try FP8 on; the preflight's `--demo`, examples and benchmarks use them."""
+
+from .transformer import (
+    Attention as Attention,
+    Block as Block,
+    SwiGlu as SwiGlu,
+    Transformer as Transformer,
+    TransformerConfig as TransformerConfig,
+    causal_attention as causal_attention,
+    init_blocks as init_blocks,
+    rotary_tables as rotary_tables,
+    rotate as rotate,
+    swiglu as swiglu,
+)
+from .variants import MixtureOfExperts as MixtureOfExperts, Mlp as Mlp, layer_norm as layer_norm

@@ -1,0 +1,300 @@
+"""A decoder-only language model in Haliax. By default a Llama: RMSNorm, RoPE, grouped-query attention, SwiGLU.
+
+Nothing in this file is about FP8. `haliax_fp8.fp8_linear_layers` converts the model from outside: it finds every
+`haliax.nn.Linear` in the tree by its path, for example `blocks.stacked.attention.query`.
+
+References:
+    Llama: arXiv:2302.13971; RMSNorm: arXiv:1910.07467; RoPE: arXiv:2104.09864; grouped-query attention:
+    arXiv:2305.13245; SwiGLU: arXiv:2002.05202.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import haliax as hax
+import haliax.nn as hnn
+import jax
+import jax.numpy as jnp
+from haliax import Axis, AxisSelector, NamedArray
+from jaxtyping import PRNGKeyArray
+
+
+type Norm = hnn.RmsNorm | hnn.LayerNorm
+
+
+def swiglu(gate: NamedArray, up: NamedArray) -> NamedArray:
+    """`silu(gate) * up`."""
+    return hnn.silu(gate) * up
+
+
+def causal_attention(query: NamedArray, key: NamedArray, value: NamedArray, *rotary: NamedArray) -> NamedArray:
+    """Attention to all earlier positions; scores and softmax in float32.
+
+    Args:
+        query: `(..., position, kv_heads, group, head_dim)`, the axes in any order.
+        key: `(..., position, kv_heads, head_dim)`. By names alone, the query heads of a group share a key head.
+        value: The same axes as `key`.
+        *rotary: The tables of `rotary_tables`; without them, nothing is rotated.
+
+    Returns:
+        An array with the axes of `query`.
+    """
+    Position, HeadDim = query.resolve_axis("position"), query.resolve_axis("head_dim")
+    KeyPosition = Position.alias("key_position")
+    if rotary:
+        query, key = rotate(query, *rotary), rotate(key, *rotary)
+    renames: dict[AxisSelector, AxisSelector] = {Position: KeyPosition}
+    key, value = key.rename(renames), value.rename(renames)
+    scores = hax.dot(query * (1.0 / math.sqrt(HeadDim.size)), key, axis=HeadDim).astype(jnp.float32)
+    scores = hax.where(hnn.attention.causal_mask(Position, KeyPosition), scores, -1e9)
+    return hax.dot(hnn.softmax(scores, axis=KeyPosition).astype(value.dtype), value, axis=KeyPosition)
+
+
+def rotary_tables(Position: Axis, HeadDim: Axis, theta: float) -> tuple[NamedArray, NamedArray]:
+    """Cosine and sine of each position's angles, `position * theta**(-2i / head_dim)`.
+
+    Returns:
+        Two float32 arrays `(Position, HeadDim)`; the second half of `HeadDim` repeats the first.
+    """
+    half = jnp.arange(HeadDim.size // 2, dtype=jnp.float32)
+    wavelength = theta ** (-2.0 * half / HeadDim.size)
+    angles = jnp.arange(Position.size, dtype=jnp.float32)[:, None] * wavelength[None, :]
+    angles = hax.named(jnp.concatenate([angles, angles], axis=-1), (Position, HeadDim))
+    return hax.cos(angles), hax.sin(angles)
+
+
+def rotate(x: NamedArray, cos: NamedArray, sin: NamedArray) -> NamedArray:
+    """Rotates each pair `(x[i], x[i + head_dim / 2])` by its position's angle."""
+    HeadDim = x.resolve_axis("head_dim")
+    first, second = x[HeadDim, : HeadDim.size // 2], x[HeadDim, HeadDim.size // 2 :]
+    turned = hax.concatenate(HeadDim, [-second, first])
+    return x * cos.astype(x.dtype) + turned * sin.astype(x.dtype)
+
+
+def rms_norm(config: "TransformerConfig") -> Norm:
+    """RMSNorm in float32 whatever the weights' dtype: a sum of squares in bf16 loses the small ones."""
+    return hnn.RmsNorm.init(config.Hidden, eps=config.norm_eps, use_bias=False, dtype=jnp.dtype(jnp.float32))
+
+
+class Attention(eqx.Module):
+    """Four linear layers, and a function between them that mixes positions."""
+
+    query: hnn.Linear
+    key: hnn.Linear
+    value: hnn.Linear
+    output: hnn.Linear
+    config: "TransformerConfig" = eqx.field(static=True)
+
+    @staticmethod
+    def init(config: "TransformerConfig", *, key: PRNGKeyArray) -> "Attention":
+        """With random weights."""
+        keys, scale = jax.random.split(key, 4), config.residual_scale
+        QueryHeads = (config.KvHeads, config.Group, config.HeadDim)
+        KeyHeads = (config.KvHeads, config.HeadDim)
+        linear = lambda In, Out, key, **options: hnn.Linear.init(In, Out, key=key, use_bias=config.use_bias, **options)
+        return Attention(
+            query=linear(config.Hidden, QueryHeads, keys[0]),
+            key=linear(config.Hidden, KeyHeads, keys[1]),
+            value=linear(config.Hidden, KeyHeads, keys[2]),
+            output=linear(QueryHeads, config.Hidden, keys[3], init_scale=scale),
+            config=config,
+        )
+
+    def __call__(self, x: NamedArray, *rotary: NamedArray) -> NamedArray:
+        """Maps `(..., position, hidden)` to the same axes."""
+        attend = self.config.between(self.config.attention)
+        return self.output(attend(self.query(x), self.key(x), self.value(x), *rotary))
+
+
+class SwiGlu(eqx.Module):
+    """`down(silu(gate(x)) * up(x))`."""
+
+    gate: hnn.Linear
+    up: hnn.Linear
+    down: hnn.Linear
+    config: "TransformerConfig" = eqx.field(static=True)
+
+    @staticmethod
+    def init(config: "TransformerConfig", *, key: PRNGKeyArray) -> "SwiGlu":
+        """With random weights."""
+        keys, scale = jax.random.split(key, 3), config.residual_scale
+        return SwiGlu(
+            gate=hnn.Linear.init(config.Hidden, config.Mlp, key=keys[0], use_bias=config.use_bias),
+            up=hnn.Linear.init(config.Hidden, config.Mlp, key=keys[1], use_bias=config.use_bias),
+            down=hnn.Linear.init(config.Mlp, config.Hidden, key=keys[2], use_bias=config.use_bias, init_scale=scale),
+            config=config,
+        )
+
+    def __call__(self, x: NamedArray) -> NamedArray:
+        """Maps `(..., hidden)` to the same axes."""
+        activation = self.config.between(self.config.activation)
+        return self.down(activation(self.gate(x), self.up(x)))
+
+
+@dataclasses.dataclass(frozen=True)
+class TransformerConfig:
+    """Sizes, each of them a named axis, and parts. The default is a small Llama.
+
+    Args:
+        layers: Number of blocks.
+        hidden: Width of the residual stream.
+        heads: Query heads.
+        kv_heads: Key and value heads; each is shared by `heads / kv_heads` query heads.
+        head_dim: Width of a head; even, because RoPE rotates pairs.
+        mlp: Width of the feed-forward layer, or of each expert's.
+        vocab: Number of tokens; 256 for bytes.
+        max_length: Longest sequence.
+        rope_theta: Base of RoPE's wavelengths; None learns positions instead.
+        norm: Makes a norm from the configuration.
+        norm_eps: Added to the mean square in RMSNorm.
+        feed_forward: Makes a feed-forward layer from the configuration and a key.
+        activation: The function between the products of `SwiGlu`.
+        attention: The function of query, key and value between the products of `Attention`.
+        between: Changes each function between products, the norms included: `haliax_fp8.rematerialized`, for example.
+        use_bias: Whether linear layers have biases.
+        tied_head: Whether the head is the embedding.
+        stacked: Whether blocks are stacked, and run in a `lax.scan`, or follow each other in the program.
+        checkpointing: Recompute each block in the backward pass, keeping only its input.
+        unroll: The number of blocks per iteration of the scan. More blocks compile longer and run faster.
+
+    Raises:
+        ValueError: If `heads` is not a multiple of `kv_heads`, or `head_dim` is odd.
+    """
+
+    layers: int = 3
+    hidden: int = 96
+    heads: int = 3
+    kv_heads: int = 1
+    head_dim: int = 32
+    mlp: int = 256
+    vocab: int = 256
+    max_length: int = 128
+    rope_theta: float | None = 10_000.0
+    norm: "Callable[[TransformerConfig], Norm]" = rms_norm
+    norm_eps: float = 1e-5
+    feed_forward: Callable[..., Any] = SwiGlu.init
+    activation: Callable[[NamedArray, NamedArray], NamedArray] = swiglu
+    attention: Callable[..., NamedArray] = causal_attention
+    between: Callable[[Any], Any] = lambda function: function
+    use_bias: bool = False
+    tied_head: bool = False
+    stacked: bool = True
+    checkpointing: Any = False
+    unroll: int = 3
+
+    def __post_init__(self) -> None:
+        if self.heads % self.kv_heads:
+            raise ValueError(
+                f"heads={self.heads} is not a multiple of kv_heads={self.kv_heads}; every key head serves the same "
+                "number of query heads"
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim={self.head_dim} is odd; RoPE rotates pairs of elements, so use an even number")
+
+    Layers = property(lambda self: Axis("layers", self.layers))
+    Hidden = property(lambda self: Axis("hidden", self.hidden))
+    KvHeads = property(lambda self: Axis("kv_heads", self.kv_heads))
+    Group = property(lambda self: Axis("group", self.heads // self.kv_heads))
+    HeadDim = property(lambda self: Axis("head_dim", self.head_dim))
+    Mlp = property(lambda self: Axis("mlp", self.mlp))
+    Vocab = property(lambda self: Axis("vocab", self.vocab))
+
+    @property
+    def residual_scale(self) -> float:
+        """Scale of the weights that write to the residual stream, so that its variance does not grow with depth."""
+        return 1.0 / math.sqrt(2 * self.layers)
+
+
+class Block(eqx.Module):
+    """A pre-norm transformer block."""
+
+    attention_norm: Norm
+    attention: Attention
+    mlp_norm: Norm
+    mlp: Any
+    config: TransformerConfig = eqx.field(static=True)
+
+    @staticmethod
+    def init(config: TransformerConfig, *, key: PRNGKeyArray) -> "Block":
+        """With random weights."""
+        attention_key, mlp_key = jax.random.split(key)
+        return Block(
+            attention_norm=config.norm(config),
+            attention=Attention.init(config, key=attention_key),
+            mlp_norm=config.norm(config),
+            mlp=config.feed_forward(config, key=mlp_key),
+            config=config,
+        )
+
+    def __call__(self, x: NamedArray, *rotary: NamedArray) -> NamedArray:
+        """Maps `(..., position, hidden)` to the same axes."""
+        between = self.config.between
+        x = x + self.attention(between(self.attention_norm)(x), *rotary)
+        return x + self.mlp(between(self.mlp_norm)(x))
+
+
+class Transformer(eqx.Module):
+    """The whole model: embedding, blocks, norm, head."""
+
+    embedding: hnn.Embedding
+    positions: NamedArray | None
+    blocks: hnn.Stacked[Block] | hnn.BlockSeq[Block]
+    norm: Norm
+    head: hnn.Linear | None
+    config: TransformerConfig = eqx.field(static=True)
+
+    @staticmethod
+    def init(config: TransformerConfig, *, key: PRNGKeyArray) -> "Transformer":
+        """With random weights."""
+        embedding_key, blocks_key, head_key = jax.random.split(key, 3)
+        positions = None
+        if config.rope_theta is None:
+            axes = (Axis("position", config.max_length), config.Hidden)
+            positions = 0.02 * hax.random.normal(jax.random.fold_in(embedding_key, 1), axes)
+        head = None
+        if not config.tied_head:
+            head = hnn.Linear.init(config.Hidden, config.Vocab, key=head_key, use_bias=config.use_bias)
+        return Transformer(
+            embedding=hnn.Embedding.init(config.Vocab, config.Hidden, key=embedding_key),
+            positions=positions,
+            blocks=init_blocks(config, key=blocks_key),
+            norm=config.norm(config),
+            head=head,
+            config=config,
+        )
+
+    def __call__(self, tokens: NamedArray) -> NamedArray:
+        """Logits of each next token.
+
+        Args:
+            tokens: Integers `(..., position)`.
+
+        Returns:
+            `(..., position, vocab)` in the dtype of the weights.
+
+        Raises:
+            ValueError: If the sequence is longer than `config.max_length`.
+        """
+        Position, theta = tokens.resolve_axis("position"), self.config.rope_theta
+        if Position.size > self.config.max_length:
+            raise ValueError(
+                f"tokens has {Position.size} positions, more than max_length={self.config.max_length}; "
+                "shorten the sequence or build the model with a larger max_length"
+            )
+        x = self.embedding(tokens)
+        if self.positions is not None:
+            x = x + self.positions["position", : Position.size]
+        rotary = () if theta is None else rotary_tables(Position, self.config.HeadDim, theta)
+        x = self.norm(self.blocks.fold(x, *rotary, unroll=self.config.unroll))
+        return self.embedding.unembed(x) if self.head is None else self.head(x)
+
+
+def init_blocks(config: TransformerConfig, *, key: PRNGKeyArray) -> hnn.Stacked[Block] | hnn.BlockSeq[Block]:
+    """The blocks, each with weights of its own."""
+    keys, checkpointing = jax.random.split(key, config.layers), config.checkpointing
+    if config.stacked:
+        return hnn.Stacked.init(config.Layers, Block, gradient_checkpointing=checkpointing)(config, key=keys)
+    return hnn.BlockSeq.init(config.Layers, Block, gradient_checkpointing=checkpointing)(config, key=keys)

@@ -1,0 +1,177 @@
+"""Fp8Config: which layers of a model are converted, and with which recipe."""
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+from jaxtyping import DTypeLike
+
+from .._numerics.require import nearest
+from .._product.arguments import floating_dtype
+from .._product.kernel_residual import KernelResidual
+from ..recipes.named import RecipeLike, aliases, as_recipe, recipes
+from ..recipes.recipe import Recipe
+from ..recipes.scaling import AbstractScaling, DelayedScaling
+from .default import default_rules
+from .only_where_faster import FasterOn
+from .patterns import Pattern, Targets, as_patterns
+from .rule import LayerRule
+
+
+@dataclasses.dataclass(frozen=True)
+class Fp8Config:
+    """Which layers are converted, and with which recipe.
+
+    A pattern is the last component of a path (`"up_proj"`), a full dotted path, a glob, a regular expression (both
+    match in full), a compiled regular expression, or a function `(path, layer) -> bool`.
+
+    Args:
+        targets: Patterns of the layers to convert; None converts all.
+        exclude: Patterns of layers to leave alone, whatever `targets` says.
+        recipe: A recipe, its name, or a scaling to use for all operands.
+        overrides: A recipe for each pattern; None leaves the selected layers alone. The first pattern that matches
+            wins.
+        amax_history_length: Sets the history length of every delayed scaling, of which there has to be one; None
+            keeps the lengths of the recipes (1024 by default).
+        compute_dtype: The dtype that the products' operands and results are rounded to; None does not round.
+        kernel_residual: What the backward pass keeps of kernels, a `KernelResidual`. Changes memory and speed, not
+            values.
+        emulate: Converts even if the default device is an accelerator without the units for a recipe's products; see
+            `supported`. A CPU always emulates, with the same rounding.
+        rules: The rules of the layer classes; see `LayerRule`.
+        only_if: Converts a selected layer only if it is predicted to be faster, such as
+            `FasterOn("h100", tokens=8192)`; None converts all.
+
+    Raises:
+        ValueError: If an argument is of the wrong kind, `targets` is empty, the history length is below 1 or no recipe
+            keeps a history, or `compute_dtype` is not a floating-point dtype of at least 16 bits.
+
+    Example:
+        >>> Fp8Config(targets=["up_proj", "down_proj"], exclude="*.head").recipe
+        DelayedScaling(amax_history_length=1024, margin=0)
+    """
+
+    targets: Targets | None = None
+    exclude: Targets = ()
+    recipe: RecipeLike = DelayedScaling()
+    overrides: Mapping[Pattern, RecipeLike | None] = dataclasses.field(default_factory=dict)
+    amax_history_length: int | None = None
+    compute_dtype: DTypeLike | None = None
+    kernel_residual: KernelResidual = KernelResidual.REQUANTIZE_WHERE_CHEAP
+    emulate: bool = False
+    rules: tuple[LayerRule, ...] = default_rules
+    only_if: FasterOn | None = None
+
+    def __post_init__(self) -> None:
+        if self.targets is not None and not as_patterns("targets", self.targets):
+            raise ValueError(f"targets={self.targets!r} selects no layer; None converts every layer")
+        as_patterns("exclude", self.exclude)
+        if not isinstance(self.overrides, Mapping):
+            raise ValueError(f"overrides={self.overrides!r} must be a mapping from patterns to recipes (or None)")
+        as_patterns("overrides", tuple(self.overrides))
+        resolved = [
+            recipe for recipe in (self.resolved_recipe, *self.resolved_overrides.values()) if recipe is not None
+        ]
+        if self.amax_history_length is not None and all(recipe.delayed is None for recipe in resolved):
+            raise ValueError(
+                f"amax_history_length={self.amax_history_length} has no effect on recipe={self.recipe!r}, which keeps "
+                "no history; leave it out, or use recipe='delayed'"
+            )
+        if self.compute_dtype is not None:
+            floating_dtype("compute_dtype", self.compute_dtype)
+        if not isinstance(self.kernel_residual, KernelResidual):
+            raise ValueError(
+                f"kernel_residual={self.kernel_residual!r} is not a KernelResidual; use one of "
+                f"{', '.join(map(str, KernelResidual))}"
+            )
+        if not isinstance(self.emulate, bool):
+            raise ValueError(f"emulate={self.emulate!r} must be True or False")
+        if not isinstance(self.rules, tuple) or not all(isinstance(rule, LayerRule) for rule in self.rules):
+            raise ValueError(
+                f"rules={self.rules!r} must be a tuple of LayerRule instances, such as (MyRule(), *default_rules); "
+                "to select layers of a model, use targets or exclude"
+            )
+        if self.only_if is not None and not isinstance(self.only_if, FasterOn):
+            raise ValueError(
+                f"only_if={self.only_if!r} must be a FasterOn(device, tokens=...), or None to convert every layer that "
+                "is selected"
+            )
+
+    @functools.cached_property
+    def resolved_recipe(self) -> Recipe:
+        """`recipe`, with this configuration's history length."""
+        return self.resolve(self.recipe)
+
+    @functools.cached_property
+    def resolved_overrides(self) -> Mapping[Pattern, Recipe | None]:
+        """`overrides`, with this configuration's history length."""
+        return {
+            pattern: None if recipe is None else self.resolve(recipe, f"overrides[{pattern!r}]")
+            for pattern, recipe in self.overrides.items()
+        }
+
+    def resolve(self, recipe: Any, name: str = "recipe") -> Recipe:
+        """A recipe from what the user gave, with this configuration's history length.
+
+        Args:
+            recipe: A `Recipe`, the name of one, or a scaling.
+            name: The argument's name, for errors.
+
+        Raises:
+            ValueError: If it is none of these, or the history length is not a positive integer.
+        """
+        recipe = as_recipe(recipe, name)
+        if self.amax_history_length is None:
+            return recipe
+        return recipe.with_amax_history_length(self.amax_history_length)
+
+
+def as_config(config: Any, options: Mapping[str, Any] | None = None, *, call: str = "Fp8Config(") -> Fp8Config:
+    """The configuration given by an argument `config` or by keywords.
+
+    Args:
+        config: The argument; None for the default.
+        options: Fields of `Fp8Config` given as keywords.
+        call: The beginning of a call that takes these fields as keywords, for errors.
+
+    Raises:
+        ValueError: If it is something else, both were given, or `Fp8Config` has no such field.
+    """
+    options = _known(options or {})
+    if config is None:
+        return Fp8Config(**options)
+    if isinstance(config, Fp8Config):
+        if not options:
+            return config
+        given = ", ".join(f"{name}={value!r}" for name, value in options.items())
+        raise ValueError(
+            f"config was given together with {given}: pass a config or keywords, not both. "
+            f"dataclasses.replace(config, {given}) is the config with these changes"
+        )
+    if isinstance(config, type) and issubclass(config, Fp8Config):
+        raise ValueError("config is the class Fp8Config, but must be an instance; did you mean Fp8Config()?")
+    match config:
+        case Mapping():
+            meant = ", ".join(f"{name}={value!r}" for name, value in _known(config).items())
+        case str():
+            meant = f"{'recipe' if config in (*recipes, *aliases) else 'targets'}={config!r}"
+        case AbstractScaling():
+            meant = f"recipe={config!r}"
+        case type() if issubclass(config, AbstractScaling):
+            meant = f"recipe={config.__name__}()"
+        case _:
+            meant = "recipe=..."
+    shown = str(config) if isinstance(config, Recipe) else repr(config)
+    raise ValueError(f"config={shown} is not an Fp8Config; did you mean {call}{meant})?")
+
+
+def _known(options: Mapping[Any, Any]) -> Mapping[str, Any]:
+    """The options, if all are fields of `Fp8Config`; raises with the nearest if not."""
+    fields = [field.name for field in dataclasses.fields(Fp8Config)]
+    for name, value in options.items():
+        if name not in fields:
+            near = nearest(str(name), fields, 1)
+            hint = f"did you mean {near[0]}? All are" if near else "all of them are"
+            raise ValueError(f"{name}={value!r} is not an option of Fp8Config; {hint} {', '.join(fields)}")
+    return options
