@@ -31,10 +31,10 @@ def _converted(change: Callable[[Any], Any] = lambda model: model, **options: An
 
 
 BF16, DEFAULT, HALIAX = (LIBRARIES[name] for name in ("bf16", "haliax_fp8", "haliax.quantization"))
-SHARED = _converted(fp8.share_input_scales)
-SHARED_KEPT = _converted(fp8.share_input_scales, kernel_residual=fp8.KernelResidual.KEEP)
+SHARED = _converted(fp8.memory.share_input_scales)
+SHARED_KEPT = _converted(fp8.memory.share_input_scales, kernel_residual=fp8.memory.KernelResidual.KEEP)
 # Neither amaxes nor state.
-STATIC = _converted(fp8.share_input_scales, recipe="static")
+STATIC = _converted(fp8.memory.share_input_scales, recipe="static")
 ALL = {"bf16": BF16, "Haliax's op": HALIAX, "FP8, shared": SHARED}
 
 
@@ -58,7 +58,7 @@ OPTIONS: dict[str, tuple[Stack, Library]] = {
     "unrolled: FP8": (STACKS["Llama-8B, unrolled"], DEFAULT),
     "unrolled: FP8, kernels kept": (
         STACKS["Llama-8B, unrolled"],
-        _converted(kernel_residual=fp8.KernelResidual.KEEP),
+        _converted(kernel_residual=fp8.memory.KernelResidual.KEEP),
     ),
     "unrolled: FP8, shared": (STACKS["Llama-8B, unrolled"], SHARED),
     "unrolled: FP8, shared, kernels kept": (STACKS["Llama-8B, unrolled"], SHARED_KEPT),

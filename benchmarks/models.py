@@ -57,16 +57,16 @@ TINY = Sizes(
 def _rematerialized_in_float32(function: Any) -> Any:
     # The norms compute in float32 anyway.
     dtype = None if isinstance(function, eqx.Module) else jnp.float32
-    return fp8.rematerialized(function, compute_dtype=dtype)
+    return fp8.memory.rematerialized(function, compute_dtype=dtype)
 
 
-REMATERIALIZED = {"between": fp8.rematerialized}
+REMATERIALIZED = {"between": fp8.memory.rematerialized}
 """Everything between products keeps only its inputs."""
 
 REMATERIALIZED_IN_FLOAT32 = {"between": _rematerialized_in_float32}
 """The same, computed in float32."""
 
-COMPRESSED = {"activation": fp8.compressed(swiglu)}
+COMPRESSED = {"activation": fp8.memory.compressed(swiglu)}
 """The inputs of the activation function are kept in FP8."""
 
 
@@ -116,14 +116,14 @@ class Stack:
 class JoinedAttention(eqx.Module):
     """`Attention` with one product for queries, keys and values."""
 
-    qkv: fp8.JoinedLinear
+    qkv: fp8.memory.JoinedLinear
     output: hnn.Linear
     config: TransformerConfig = eqx.field(static=True)
 
     @staticmethod
     def of(attention: Attention) -> "JoinedAttention":
         """The same layers, joined."""
-        qkv = fp8.join_linear([attention.query, attention.key, attention.value])
+        qkv = fp8.memory.join_linear([attention.query, attention.key, attention.value])
         return JoinedAttention(qkv, attention.output, attention.config)
 
     def __call__(self, x: hax.NamedArray, *rotary: hax.NamedArray) -> hax.NamedArray:

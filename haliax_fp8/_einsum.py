@@ -10,7 +10,7 @@ from jax import lax
 from jaxtyping import Array, DTypeLike, Float
 
 from ._op import Fp8DotGeneral
-from .recipes.named import RecipeLike
+from .recipes.catalog import RecipeLike
 
 
 class Fp8Einsum(eqx.Module):

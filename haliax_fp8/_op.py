@@ -23,7 +23,7 @@ from ._product.primitive import fp8_dot_general
 from ._product.spec import ProductSpec
 from ._state.op_state import OpState
 from ._state.records import OpRecord
-from .recipes.named import RecipeLike, as_recipe
+from .recipes.catalog import RecipeLike, as_recipe
 from .recipes.recipe import Recipe
 from .recipes.scaling import DelayedScaling
 

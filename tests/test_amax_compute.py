@@ -11,6 +11,17 @@ from helpers import unchecked
 from numpy_reference import DelayedOptionsReference, moving_average, percentile
 
 import haliax_fp8 as fp8
+from haliax_fp8.recipes import (
+    E4M3,
+    E5M2,
+    CurrentScaling,
+    MaxOfHistory,
+    MostRecent,
+    MovingAverage,
+    Percentile,
+    Quantization,
+    StaticScaling,
+)
 
 
 MATRIX = (((1,), (0,)), ((), ()))
@@ -28,15 +39,15 @@ def last(amaxes):
 RECIPES = {
     "rules": [
         (
-            fp8.DelayedScaling(amax_history_length=4, amax_compute=fp8.MostRecent()),
+            fp8.DelayedScaling(amax_history_length=4, amax_compute=MostRecent()),
             lambda limit: DelayedOptionsReference(limit, 4, last),
         ),
         (
-            fp8.DelayedScaling(amax_history_length=16, amax_compute=fp8.MovingAverage()),
+            fp8.DelayedScaling(amax_history_length=16, amax_compute=MovingAverage()),
             lambda limit: DelayedOptionsReference(limit, 16, moving_average(0.9)),
         ),
         (
-            fp8.DelayedScaling(amax_history_length=8, amax_compute=fp8.Percentile(90.0)),
+            fp8.DelayedScaling(amax_history_length=8, amax_compute=Percentile(90.0)),
             lambda limit: DelayedOptionsReference(limit, 8, measure=percentile(90.0)),
         ),
     ],
@@ -51,7 +62,7 @@ RECIPES = {
         ),
         (
             fp8.DelayedScaling(
-                amax_history_length=5, amax_compute=fp8.MovingAverage(0.5), update_interval=3, power_of_two=True
+                amax_history_length=5, amax_compute=MovingAverage(0.5), update_interval=3, power_of_two=True
             ),
             lambda limit: DelayedOptionsReference(limit, 5, moving_average(0.5), interval=3, power_of_two=True),
         ),
@@ -60,8 +71,8 @@ RECIPES = {
 
 
 def recipe_of(scalings):
-    formats = fp8.E4M3, fp8.E4M3, fp8.E5M2
-    return fp8.Recipe(*(fp8.Quantization(f, s) for f, s in zip(formats, scalings, strict=True)))
+    formats = E4M3, E4M3, E5M2
+    return fp8.Recipe(*(Quantization(f, s) for f, s in zip(formats, scalings, strict=True)))
 
 
 def tensors(step):
@@ -138,7 +149,7 @@ def test_scales_are_those_of_the_simulation(name, program):
 def test_most_recent_is_transformer_engines():
     """`amax_compute_algo="most_recent"`: `amax_history[0]`, where TransformerEngine writes the newest amax; a zero, an
     infinity or a NaN there keeps the scale."""
-    scaling = fp8.DelayedScaling(amax_history_length=3, amax_compute=fp8.MostRecent(), margin=1)
+    scaling = fp8.DelayedScaling(amax_history_length=3, amax_compute=MostRecent(), margin=1)
     rows, scale, limit = jnp.asarray([scaling.first_row], jnp.float32), 1.0, 448.0
     for amax in (2.0, 7.0, 0.0, 3.0, np.inf, np.nan, 1e-3, 5.0):
         rows = scaling.update(rows, jnp.array([[amax]], jnp.float32), (limit,))
@@ -151,11 +162,19 @@ def test_most_recent_is_transformer_engines():
 @pytest.mark.parametrize("size", [1, 8, 10, 1000])
 def test_percentiles_count_exactly(percent, size):
     x = np.random.default_rng(size).standard_normal(size).astype(np.float32)
-    got = fp8.Percentile(percent).measure(jnp.asarray(x), 0)
+    got = Percentile(percent).measure(jnp.asarray(x), 0)
     assert float(got[0, 0]) == float(percentile(percent)(x))
 
 
-@pytest.mark.parametrize("rule", [fp8.MaxOfHistory(), fp8.MovingAverage(0.7), fp8.MostRecent(), fp8.Percentile(75.0)])
+@pytest.mark.parametrize(
+    "rule",
+    [
+        MaxOfHistory(),
+        MovingAverage(0.7),
+        MostRecent(),
+        Percentile(75.0),
+    ],
+)
 def test_rules_take_members_apart(rule):
     x = jnp.asarray(np.random.default_rng(0).standard_normal((3, 4, 5)), jnp.float32)
     whole = lambda parts: parts.max(axis=-1)
@@ -167,7 +186,7 @@ def test_rules_take_members_apart(rule):
 
 
 def test_a_moving_average_is_below_a_spike_and_without_bias():
-    rule = fp8.MovingAverage(0.5)
+    rule = MovingAverage(0.5)
     assert float(rule.of_history(jnp.array([3.0, 0.0, 0.0, 0.0]))[0]) == 3.0  # the first step counts in full
     assert float(rule.of_history(jnp.array([0.0, 0.0, 0.0, 0.0]))[0]) == 0.0
     assert float(rule.of_history(jnp.array([-jnp.inf, 2.0, 2.0, 2.0]))[0]) == 2.0
@@ -177,7 +196,7 @@ def test_a_moving_average_is_below_a_spike_and_without_bias():
 
 # --- A scaling for each operand ---------------------------------------------------------------------------------------
 
-MIXED = recipe_of([fp8.DelayedScaling(amax_history_length=3), fp8.StaticScaling(0.5), fp8.CurrentScaling()])
+MIXED = recipe_of([fp8.DelayedScaling(amax_history_length=3), StaticScaling(0.5), CurrentScaling()])
 LENGTHS = recipe_of(
     [
         fp8.DelayedScaling(amax_history_length=2),
@@ -204,7 +223,7 @@ def test_delayed_input_static_kernel_current_gradient():
     """Each operand is quantized by its own scaling, and only the delayed one is remembered."""
     op, step = fp8.Fp8DotGeneral.init(MIXED), stepping(one_use)
     singles = {
-        operand: fp8.Fp8DotGeneral.init(fp8.Recipe.of(scaling, backward=fp8.E5M2))
+        operand: fp8.Fp8DotGeneral.init(fp8.Recipe.of(scaling, backward=E5M2))
         for operand, scaling in zip(OPERANDS, MIXED.scalings, strict=True)
     }
     for i in range(4):
@@ -299,7 +318,7 @@ def test_calibration_of_operands_that_scale_differently(recipe):
         amaxes = [np.abs(batch[row]).max() for batch in batches]
         if isinstance(q.scaling, fp8.DelayedScaling):
             amax = max(amaxes[-q.scaling.amax_history_length :]) * 2.0**q.scaling.margin
-        elif isinstance(q.scaling, fp8.StaticScaling):
+        elif isinstance(q.scaling, StaticScaling):
             amax = max(amaxes)
         else:
             amax = q.format.max
@@ -322,18 +341,18 @@ def test_bad_options_are_refused():
         fp8.DelayedScaling(amax_compute="most_recent")
     for decay in (0.0, 1.0, -1.0):
         with pytest.raises(ValueError, match=r"decay=.* of MovingAverage must lie between 0 and 1; 0.9 is usual"):
-            fp8.MovingAverage(decay)
+            MovingAverage(decay)
     for percent in (0.0, 100.1):
         with pytest.raises(ValueError, match=r"percent=.* of Percentile must be above 0 and at most 100"):
-            fp8.Percentile(percent)
-    for rule in (fp8.MovingAverage, fp8.Percentile):
+            Percentile(percent)
+    for rule in (MovingAverage, Percentile):
         with pytest.raises(ValueError, match=f"=nan of {rule.__name__} must be a finite number; use one such as"):
             rule(float("nan"))
 
 
 def test_a_second_use_with_state_of_its_own_is_refused():
-    base = fp8.Recipe.of(fp8.CurrentScaling())
-    delayed = fp8.Quantization(fp8.E4M3, fp8.DelayedScaling())
+    base = fp8.Recipe.of(CurrentScaling())
+    delayed = Quantization(E4M3, fp8.DelayedScaling())
     with pytest.raises(ValueError, match="kernel_for_dgrad=.*keeps state.*leave kernel_for_dgrad as None"):
         dataclasses.replace(base, kernel_for_dgrad=delayed)
     # The same again is what None means.

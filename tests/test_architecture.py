@@ -48,9 +48,6 @@ WITH_THE_MARKER = {"_state/marker.py", "_state/op_state.py", "_state/records.py"
 OF_THE_PREFLIGHT = {"devices", "_numerics", "_tables", "_product"}
 NAMES_OF_THE_PRODUCT = {"names"}
 
-# As an attribute of the package this is the dictionary of named recipes, and not the folder.
-SHADOWED = {"haliax_fp8.recipes"}
-
 MAX_LINES = 330
 
 
@@ -191,7 +188,7 @@ def test_no_file_has_the_name_of_an_export(folder):
     """Or `import folder.name` would give something else than the file."""
     for path in [*folder.glob("*.py"), *(child for child in folders() if child.parent == folder)]:
         name = module_of(path)
-        if path.stem not in ("__init__", "__main__") and name not in SHADOWED:
+        if path.stem not in ("__init__", "__main__"):
             module = importlib.import_module(name)
             assert getattr(importlib.import_module(name.rpartition(".")[0]), path.stem) is module
 

@@ -9,7 +9,18 @@ import pytest
 from helpers import unchecked
 
 import haliax_fp8 as fp8
-from haliax_fp8 import E4M3, CurrentScaling, DelayedScaling, Fp8DotGeneral, Fp8Einsum, Quantization, Recipe, ops
+from haliax_fp8 import DelayedScaling, Fp8DotGeneral, Fp8Einsum, Recipe, ops
+from haliax_fp8.recipes import (
+    E4M3,
+    BlockScaling,
+    CurrentScaling,
+    HadamardScaling,
+    MovingAverage,
+    Percentile,
+    Quantization,
+    RowwiseScaling,
+    StaticScaling,
+)
 
 
 MATRICES = (((1,), (0,)), ((), ()))
@@ -46,18 +57,27 @@ CASES = {
     ),
     "format and scaling exchanged": (lambda: Quantization(CurrentScaling(), E4M3), "format=Current.* is not a Format"),
     "no rounding": (lambda: Quantization(E4M3, CurrentScaling(), "nearest"), "rounding='nearest' .* is not a Rounding"),
-    "no scaling behind a rotation": (lambda: fp8.HadamardScaling("nvfp4"), "scaling='nvfp4' of HadamardScaling"),
-    "a block's size": (lambda: fp8.BlockScaling(size=12.5), "size=12.5 of BlockScaling must be an integer"),
+    "no scaling behind a rotation": (
+        lambda: HadamardScaling("nvfp4"),
+        "scaling='nvfp4' of HadamardScaling",
+    ),
+    "a block's size": (lambda: BlockScaling(size=12.5), "size=12.5 of BlockScaling must be an integer"),
     "current, power of two": (
         lambda: CurrentScaling(power_of_two="yes"),
         "power_of_two='yes' .* must be True or False",
     ),
-    "rows, power of two": (lambda: fp8.RowwiseScaling(power_of_two=1), "power_of_two=1 .* must be True or False"),
-    "an average's decay": (lambda: fp8.MovingAverage("a"), "decay='a' of MovingAverage must be a finite number"),
-    "a percentile": (lambda: fp8.Percentile("99"), "percent='99' of Percentile must be a finite number"),
-    "a static scale": (lambda: fp8.StaticScaling("1"), "scale='1' of StaticScaling must be a finite number"),
+    "rows, power of two": (
+        lambda: RowwiseScaling(power_of_two=1),
+        "power_of_two=1 .* must be True or False",
+    ),
+    "an average's decay": (
+        lambda: MovingAverage("a"),
+        "decay='a' of MovingAverage must be a finite number",
+    ),
+    "a percentile": (lambda: Percentile("99"), "percent='99' of Percentile must be a finite number"),
+    "a static scale": (lambda: StaticScaling("1"), "scale='1' of StaticScaling must be a finite number"),
     "a static margin": (
-        lambda: fp8.StaticScaling(margin=100),
+        lambda: StaticScaling(margin=100),
         "margin=100 of StaticScaling must lie between -17 and 17",
     ),
     "an op's recipe": (lambda: Fp8DotGeneral.init(3), "recipe=3 is not a recipe"),
@@ -67,7 +87,7 @@ CASES = {
     ),
     "an op's stack": (lambda: Fp8DotGeneral.init(stack=("layers",)), r"stack=\('layers',\) must be a tuple such as"),
     "a device": (
-        lambda: fp8.supported("delayed", 3),
+        lambda: fp8.recipes.supported("delayed", 3),
         "device=3 of supported is not a Device; use a name such as 'h100'",
     ),
     "a list as an operand": (lambda: op()([[1.0] * 4], w, MATRICES), r"lhs of an FP8 product is a list; .*jnp.asarray"),
@@ -93,19 +113,34 @@ CASES = {
     ),
     "an ensemble, not mapped": (lambda: jax.vmap(ensemble())(x), r"state of \(3,\) layers.*eqx.filter_vmap"),
     "a cast of integers": (
-        lambda: fp8.saturating_cast(jnp.array([1]), E4M3),
+        lambda: fp8.recipes.saturating_cast(jnp.array([1]), E4M3),
         "x of saturating_cast is int32, not a float",
     ),
-    "a cast to a name": (lambda: fp8.saturating_cast(x, "E4M3"), "format='E4M3' of saturating_cast is not a Format"),
+    "a cast to a name": (
+        lambda: fp8.recipes.saturating_cast(x, "E4M3"),
+        "format='E4M3' of saturating_cast is not a Format",
+    ),
     "quantize, a scale that does not fit": (
-        lambda: fp8.quantize(x, jnp.ones(3), E4M3),
+        lambda: fp8.recipes.quantize(x, jnp.ones(3), E4M3),
         r"scale of shape \(3,\) does not fit data of shape \(2, 4\)",
     ),
-    "quantize, a scale of 0": (lambda: fp8.quantize(x, jnp.float32(0), E4M3), "scale must be positive and finite"),
-    "quantize, a scale of bfloat16": (lambda: fp8.quantize(x, jnp.bfloat16(1), E4M3), "scale.dtype=bfloat16 has to be"),
-    "quantize, integers": (lambda: fp8.quantize(jnp.array([1]), 1.0, E4M3), "x.dtype=int32 is not floating-point"),
-    "quantize to a name": (lambda: fp8.quantize(x, 1.0, "E4M3"), "cast='E4M3' must be a format such as E4M3"),
-    "quantize to float16": (lambda: fp8.quantize(x, 1.0, jnp.float16), "cast=float16 is not the dtype of a format"),
+    "quantize, a scale of 0": (
+        lambda: fp8.recipes.quantize(x, jnp.float32(0), E4M3),
+        "scale must be positive and finite",
+    ),
+    "quantize, a scale of bfloat16": (
+        lambda: fp8.recipes.quantize(x, jnp.bfloat16(1), E4M3),
+        "scale.dtype=bfloat16 has to be",
+    ),
+    "quantize, integers": (
+        lambda: fp8.recipes.quantize(jnp.array([1]), 1.0, E4M3),
+        "x.dtype=int32 is not floating-point",
+    ),
+    "quantize to a name": (lambda: fp8.recipes.quantize(x, 1.0, "E4M3"), "cast='E4M3' must be a format such as E4M3"),
+    "quantize to float16": (
+        lambda: fp8.recipes.quantize(x, 1.0, jnp.float16),
+        "cast=float16 is not the dtype of a format",
+    ),
     "scale and history exchanged": (
         lambda: ops.in_q(jnp.float32, E4M3.dtype, x, jnp.zeros(16), jnp.ones(1)),
         r"scale.shape=\(16,\).*are scale and amax_history swapped",
@@ -114,10 +149,13 @@ CASES = {
         lambda: ops.in_qdq(jnp.float32, E4M3.dtype, x, jnp.zeros(16), jnp.ones(1)),
         "are scale and amax_history swapped",
     ),
-    "rematerialized": (lambda: fp8.rematerialized(3), "function=3 of rematerialized is not a Callable; use a function"),
-    "compressed": (lambda: fp8.compressed(3), "function=3 of compressed is not a Callable; use a function"),
+    "rematerialized": (
+        lambda: fp8.memory.rematerialized(3),
+        "function=3 of rematerialized is not a Callable; use a function",
+    ),
+    "compressed": (lambda: fp8.memory.compressed(3), "function=3 of compressed is not a Callable; use a function"),
     "compressed, scaling": (
-        lambda: fp8.compressed(jax.nn.silu, "rowwise"),
+        lambda: fp8.memory.compressed(jax.nn.silu, "rowwise"),
         "scaling='rowwise' of compressed is not a Sc",
     ),
 }
@@ -137,8 +175,8 @@ def test_it_is_refused_by_name(case):
 def test_a_dtype_quantizes_as_its_format_does(dtype):
     """A dtype can be called as well, and would not clip: 1000 would be NaN."""
     values = jnp.array([0.3, 1000.0, -1e30])
-    quantized = fp8.quantize(values, 1.0, dtype)
-    expected = fp8.quantize(values, jnp.float32(1), E4M3)
+    quantized = fp8.recipes.quantize(values, 1.0, dtype)
+    expected = fp8.recipes.quantize(values, jnp.float32(1), E4M3)
     assert quantized.data.dtype == E4M3.dtype
     np.testing.assert_array_equal(quantized.data.astype(np.float32), expected.data.astype(np.float32))
     np.testing.assert_array_equal(quantized.data.astype(np.float32)[1:], [448.0, -448.0])
@@ -149,7 +187,7 @@ def test_the_largest_margins_leave_something(margin):
     """The amax itself neither vanishes nor, with headroom, is clipped: 448 * 2**-17 rounds to two subnormals."""
     scaling = DelayedScaling(amax_history_length=1, margin=margin)
     table = scaling.update(jnp.array([scaling.first_row]), jnp.array([[3.0]]), (E4M3.max,))
-    data = fp8.quantize(jnp.array([3.0]), table[0, 0], E4M3).data
+    data = fp8.recipes.quantize(jnp.array([3.0]), table[0, 0], E4M3).data
     assert 0.0 < float(data[0]) <= 448.0
     assert float(data[0]) == (448.0 if margin < 0 else 2 * E4M3.smallest_subnormal)
 

@@ -18,16 +18,15 @@ from haliax_fp8 import (
     Fp8Config,
     Fp8DotGeneral,
     Fp8Einsum,
-    OpState,
     TrainStep,
     apply_updates,
     calibrate,
     filter_grad,
     fp8_linear_layers,
-    fp8_states,
     partition_for_grad_overwrite,
     trainable,
 )
+from haliax_fp8.training import OpState, fp8_states
 
 
 Batch, In, Mid, Out = hax.make_axes(batch=12, input=8, mid=10, output=6)

@@ -308,7 +308,9 @@ def test_devices(capsys):
     rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
     assert set(targets) <= set(rows)
     for name, row in rows.items():
-        assert row["native"] == [recipe for recipe in fp8.recipes if fp8.supported(recipe, name).is_native]
+        assert row["native"] == [
+            recipe for recipe in fp8.recipes.named if fp8.recipes.supported(recipe, name).is_native
+        ]
     assert rows["local"]["kind"] == f"{len(jax.devices())} × cpu" and rows["local"]["preflight"] == "ready"
     assert rows["mi300x"]["preflight"] == "no target"
     assert run("devices") == 0

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import pytest
 
 import haliax_fp8 as fp8
-from haliax_fp8 import Fp8Config, fp8_linear_layers, join_linear
+from haliax_fp8 import Fp8Config, fp8_linear_layers
+from haliax_fp8.memory import JoinedLinear, join_linear
 from haliax_fp8.preflight import targets
 
 
@@ -16,7 +17,7 @@ Wide, Out, Tokens = hax.make_axes(embed=512, mlp=1024, token=512)
 
 
 class Gated(eqx.Module):
-    gate_up: fp8.JoinedLinear
+    gate_up: JoinedLinear
 
     def __call__(self, x):
         gate, up = self.gate_up(x)

@@ -74,14 +74,14 @@ def test_fp8_copies_are_kept_in_place_of_operands(name):
     assert after - before == +of_all_blocks(name, copies)
 
 
-@pytest.mark.parametrize("recipe", fp8.recipes)
+@pytest.mark.parametrize("recipe", fp8.recipes.named)
 def test_every_recipe_keeps_what_its_gradients_multiply(recipe):
     before = kept_by_jax(ONE_BLOCK, plain(ONE_BLOCK))
     after = kept_by_jax(ONE_BLOCK, converted(ONE_BLOCK, recipe=recipe))
-    products = fp8.recipes[recipe].products
+    products = fp8.recipes.named[recipe].products
     (for_wgrad, _), (_, for_dgrad) = products["wgrad"], products["dgrad"]
     # Where the amax would have to be taken again, copies of kernels are kept.
-    kernels = 3 * fp8.recipes[recipe].measures_kernel_again
+    kernels = 3 * fp8.recipes.named[recipe].measures_kernel_again
     operands = Counter({("bf16", KERNEL): kernels})
     copies = Counter({(xla_name(for_dgrad.format.storage), KERNEL): kernels})
     if for_wgrad.scaling.quantizes:
@@ -217,7 +217,7 @@ class GatedInFloat32(Gated):
 
     @staticmethod
     def activation(gate, up):
-        return fp8.rematerialized(Gated.activation, compute_dtype=jnp.float32)(gate, up)
+        return fp8.memory.rematerialized(Gated.activation, compute_dtype=jnp.float32)(gate, up)
 
 
 CALLS = {"plain": lambda model, x: jax.vmap(model)(x)}

@@ -95,7 +95,7 @@ EMULATED = {
 
 def expected(recipe, target, role):
     """What the products of a role have to be: element types, verdict, and how the reason begins."""
-    first, second = fp8.recipes[recipe].products[role]
+    first, second = fp8.recipes.named[recipe].products[role]
     if not first.scaling.quantizes:
         return ("bf16", "bf16"), Verdict.HIGH_PRECISION, "the recipe keeps this product in high precision"
     if (recipe, target) in EMULATED:
@@ -108,10 +108,10 @@ def expected(recipe, target, role):
 SCANNED = {("current", "h100"), ("rowwise", "h100"), ("static", "h100"), ("mxfp8", "b200"), ("mxfp8", "tpu7x")}
 
 
-@pytest.mark.parametrize(("recipe", "target"), on(recipe for recipe in fp8.recipes if recipe != "delayed"))
+@pytest.mark.parametrize(("recipe", "target"), on(recipe for recipe in fp8.recipes.named if recipe != "delayed"))
 def test_every_product_is_what_the_recipe_says(recipe, target):
     """Where `supported` calls a recipe native, products are in its formats; where not, the report says why."""
-    assert fp8.supported(recipe, target).is_native == ((recipe, target) not in EMULATED)
+    assert fp8.recipes.supported(recipe, target).is_native == ((recipe, target) not in EMULATED)
     kind = KINDS["scan"] if (recipe, target) in SCANNED else ONE_BLOCK
     report = inspect_step(gradient_of(kind.call), converted(kind, recipe=recipe), inputs(), target=target)
     assert unknown_calls(report.step) == set()

@@ -86,7 +86,7 @@ ODD = hax.Axis("embed", 500), hax.Axis("mlp", 250)
 
 # A model, its input, and how many products its gradients have; None where XLA merges those with the same operand.
 CASES = {
-    "shared input": (lambda: converted(Projections.init(), fp8.share_input_scales), (ROWS, 512), 9),
+    "shared input": (lambda: converted(Projections.init(), fp8.memory.share_input_scales), (ROWS, 512), 9),
     # Layers that read the same have the very same FP8 input, and XLA merges their small products.
     "current scaling": (lambda: converted(Projections.init(), recipe="current"), (ROWS, 512), None),
     "two inputs": (lambda: converted(TwoInputs.init()), (ROWS, 512), None),

@@ -5,13 +5,13 @@ import re
 import jax
 import pytest
 
-import haliax_fp8 as fp8
 from haliax_fp8.devices import Device
 from haliax_fp8.devices.catalog import NotCompiled, canonical, catalog
 from haliax_fp8.devices.device import devices
 from haliax_fp8.devices.units import FP8_UNITS, MX_UNITS, NO_UNITS
 from haliax_fp8.preflight import targets
 from haliax_fp8.preflight.target.named import target_of
+from haliax_fp8.recipes import E4M3, E4M3FNUZ, E5M2, E5M2FNUZ
 
 
 # From the vendors' documents: NVIDIA's table of compute capabilities (FP8 tensor cores since 8.9, block scaling since
@@ -56,7 +56,7 @@ def test_units(name):
 @every_device
 def test_formats(name):
     device = Device.by_name(name)
-    has = {f.name for f in (fp8.E4M3, fp8.E5M2, fp8.E4M3FNUZ, fp8.E5M2FNUZ) if device.lacks(f) is None}
+    has = {f.name for f in (E4M3, E5M2, E4M3FNUZ, E5M2FNUZ) if device.lacks(f) is None}
     fnuz, ocp = {"E4M3FNUZ", "E5M2FNUZ"}, {"E4M3", "E5M2"}
     assert has == (set() if name not in WITH_FP8 else fnuz if name in FNUZ_ONLY else ocp)
 
@@ -64,7 +64,7 @@ def test_formats(name):
 def test_a_cpu_emulates_all_formats():
     device = Device.by_name("cpu")
     assert device.emulates
-    assert [device.lacks(f) for f in (fp8.E4M3, fp8.E5M2, fp8.E4M3FNUZ, fp8.E5M2FNUZ)] == [None] * 4
+    assert [device.lacks(f) for f in (E4M3, E5M2, E4M3FNUZ, E5M2FNUZ)] == [None] * 4
 
 
 @pytest.mark.parametrize("units", [FP8_UNITS, MX_UNITS])

@@ -42,8 +42,8 @@ from haliax_fp8 import (
     apply_updates,
     fp8_linear_layers,
     partition_for_grad_overwrite,
-    saturating_cast,
 )
+from haliax_fp8.recipes import saturating_cast
 
 
 f32, bf16, f16 = jnp.float32, jnp.bfloat16, jnp.float16
@@ -179,7 +179,7 @@ def test_margin_is_a_power_of_two(margin):
 
 def test_formats_of_the_recipe_are_used():
     """E5M2 everywhere: the limits of the scales and the types of the operands."""
-    recipe = haliax_fp8.Recipe.of(DelayedScaling(amax_history_length=2), forward=haliax_fp8.E5M2)
+    recipe = haliax_fp8.Recipe.of(DelayedScaling(amax_history_length=2), forward=haliax_fp8.recipes.E5M2)
     op = Fp8DotGeneral.init(recipe)
     numbers, lhs, rhs, grad = operands("plain")
     _, op = step(op, lhs, rhs, grad, numbers)
@@ -376,7 +376,7 @@ def test_accuracy_after_warm_up():
         assert sqnr(x, quantize(x, scale, dtype)) >= gate
 
 
-@pytest.mark.parametrize("format, gate", [(haliax_fp8.E4M3, 31), (haliax_fp8.E5M2, 25)])
+@pytest.mark.parametrize("format, gate", [(haliax_fp8.recipes.E4M3, 31), (haliax_fp8.recipes.E5M2, 25)])
 def test_accuracy_of_a_round_trip(format, gate):
     x = random(0, (256, 256))
     scale = jnp.max(jnp.abs(x)) / format.max
@@ -386,9 +386,9 @@ def test_accuracy_of_a_round_trip(format, gate):
 def test_one_scale_per_tensor_is_spoilt_by_one_outlier():
     """The known limit of this recipe, which block scalings do not have: the rest falls below 20 dB."""
     x = random(0, (256, 256)).at[0, 0].set(1e5)
-    scale = jnp.max(jnp.abs(x)) / haliax_fp8.E4M3.max
+    scale = jnp.max(jnp.abs(x)) / haliax_fp8.recipes.E4M3.max
     rest = x.at[0, 0].set(0)
-    assert sqnr(rest, saturating_cast(rest / scale, haliax_fp8.E4M3).astype(f32) * scale) < 20
+    assert sqnr(rest, saturating_cast(rest / scale, haliax_fp8.recipes.E4M3).astype(f32) * scale) < 20
 
 
 # --- What runs in FP8, and what is kept -------------------------------------------------------------------------------
@@ -673,4 +673,8 @@ def test_default_recipe_is_flaxs():
     for name in OPERANDS:
         np.testing.assert_array_equal(op.scale(name), 1.0)
         np.testing.assert_array_equal(op.amax_history(name), np.zeros(1024, np.float32))
-    assert [q.format for q in op.recipe.quantizations] == [haliax_fp8.E4M3, haliax_fp8.E4M3, haliax_fp8.E5M2]
+    assert [q.format for q in op.recipe.quantizations] == [
+        haliax_fp8.recipes.E4M3,
+        haliax_fp8.recipes.E4M3,
+        haliax_fp8.recipes.E5M2,
+    ]

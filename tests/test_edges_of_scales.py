@@ -12,6 +12,7 @@ import recipe_reference as reference
 from helpers import E4M3, EPS, assert_within, float64, products
 
 import haliax_fp8 as fp8
+from haliax_fp8.recipes import BlockScaling, CurrentScaling, MXFP8Scaling, NVFP4Scaling, OperandUse, RowwiseScaling
 from haliax_fp8.recipes.scaling.block_geometry import e8m0_exponent
 
 
@@ -21,12 +22,12 @@ LAYER = fp8.fp8_linear_layers(eqx.nn.Linear(16, 16, key=jax.random.key(0)), fp8.
 
 # scaling, and what it makes of a matrix whose last axis is contracted
 STATELESS = {
-    "current": (fp8.CurrentScaling(), reference.current),
-    "rowwise": (fp8.RowwiseScaling(), reference.rowwise),
-    "1x16": (fp8.BlockScaling(size=16), lambda x: reference.block(x, columns=16)),
-    "16x16": (fp8.BlockScaling(size=16, square=True), lambda x: reference.block(x, rows=16, columns=16)),
-    "mxfp8": (fp8.MXFP8Scaling(), reference.mxfp8),
-    "mxfp8, 32x32": (fp8.MXFP8Scaling(square=True), lambda x: reference.mxfp8(x, rows=32)),
+    "current": (CurrentScaling(), reference.current),
+    "rowwise": (RowwiseScaling(), reference.rowwise),
+    "1x16": (BlockScaling(size=16), lambda x: reference.block(x, columns=16)),
+    "16x16": (BlockScaling(size=16, square=True), lambda x: reference.block(x, rows=16, columns=16)),
+    "mxfp8": (MXFP8Scaling(), reference.mxfp8),
+    "mxfp8, 32x32": (MXFP8Scaling(square=True), lambda x: reference.mxfp8(x, rows=32)),
 }
 
 
@@ -36,7 +37,7 @@ def test_members_of_an_ensemble_have_scales_of_their_own(name):
     scaling, expected = STATELESS[name]
     sizes = np.exp2([[0, 12, -9], [5, -3, 30]])[..., None, None]
     x = (np.random.default_rng(0).standard_normal((2, 3, 40, 70)) * sizes).astype(np.float32)
-    got = jax.jit(lambda x: scaling.quantize(x, fp8.OperandUse(fp8.E4M3, contracted=(3,), ensemble=2)))(x)
+    got = jax.jit(lambda x: scaling.quantize(x, OperandUse(fp8.recipes.E4M3, contracted=(3,), ensemble=2)))(x)
     for member in np.ndindex(2, 3):
         data, scale = expected(x[member])
         np.testing.assert_array_equal(np.asarray(got.data[member]).view(np.uint8), data.view(np.uint8))
@@ -46,20 +47,20 @@ def test_members_of_an_ensemble_have_scales_of_their_own(name):
 @pytest.mark.parametrize(
     "scaling, blocked",
     [
-        (fp8.BlockScaling(size=4), (2,)),
-        (fp8.BlockScaling(size=4, square=True), (2, 3)),
-        (fp8.MXFP8Scaling(), (2,)),
-        (fp8.MXFP8Scaling(square=True), (2, 3)),
-        (fp8.NVFP4Scaling(), (2,)),
-        (fp8.NVFP4Scaling(square=True), (2, 3)),
+        (BlockScaling(size=4), (2,)),
+        (BlockScaling(size=4, square=True), (2, 3)),
+        (MXFP8Scaling(), (2,)),
+        (MXFP8Scaling(square=True), (2, 3)),
+        (NVFP4Scaling(), (2,)),
+        (NVFP4Scaling(square=True), (2, 3)),
     ],
     ids=str,
 )
 def test_blocks_run_along_the_last_contracted_and_the_last_free_axis(scaling, blocked):
     """Of four axes the first and the third are contracted: blocks along the third, squares along the fourth too."""
-    size = {fp8.BlockScaling: 4, fp8.MXFP8Scaling: 32, fp8.NVFP4Scaling: 16}[type(scaling)]
+    size = {BlockScaling: 4, MXFP8Scaling: 32, NVFP4Scaling: 16}[type(scaling)]
     x = np.random.default_rng(0).standard_normal((33, 34, 35, 36)).astype(np.float32)
-    got = scaling.quantize(jnp.asarray(x), fp8.OperandUse(fp8.E4M3, contracted=(0, 2)))
+    got = scaling.quantize(jnp.asarray(x), OperandUse(fp8.recipes.E4M3, contracted=(0, 2)))
     assert got.block == tuple(size if axis in blocked else 1 for axis in range(4))
     assert got.scale.shape == tuple(-(-n // b) for n, b in zip(x.shape, got.block, strict=True))
 
@@ -82,8 +83,8 @@ def test_the_smallest_scale_of_e8m0_that_no_device_flushes():
     held = codes[codes >= 2.0]  # times 2**-127 they are normal numbers of float32, and half of them this format's
     x = np.zeros((4, 32), np.float32)
     x.flat[: len(held)] = held * 2.0**-127 * np.where(np.arange(len(held)) % 2, -1, 1)
-    use = fp8.OperandUse(fp8.E4M3, contracted=(1,))
-    got = jax.jit(lambda x: fp8.MXFP8Scaling().quantize(x, use))(x)
+    use = OperandUse(fp8.recipes.E4M3, contracted=(1,))
+    got = jax.jit(lambda x: MXFP8Scaling().quantize(x, use))(x)
     np.testing.assert_array_equal(float64(got.data), x.astype(np.float64) * 2.0**126)
     scale = np.where((x != 0).any(axis=1), np.float32(2.0**-126), np.float32(0.0)).view(np.uint32)
     found = np.asarray(got.scale).view(np.uint32).ravel()
@@ -95,7 +96,7 @@ def test_every_product_takes_rows_along_what_it_sums_over():
     rng = np.random.default_rng(0)
     spread = lambda shape: (rng.standard_normal(shape) * np.exp2(rng.integers(-12, 12, shape))).astype(np.float32)
     x, w, g = spread((6, 16)), spread((16, 8)), spread((6, 8))
-    op = fp8.Fp8DotGeneral.init(fp8.Recipe.of(fp8.RowwiseScaling(power_of_two=False)))
+    op = fp8.Fp8DotGeneral.init(fp8.Recipe.of(RowwiseScaling(power_of_two=False)))
     out, pullback = jax.jit(lambda x, w: jax.vjp(lambda x, w: op(x, w, MATRIX), x, w))(x, w)
 
     def rows(a):
@@ -116,7 +117,7 @@ def test_blocks_of_a_free_axis_that_are_neither_the_axis_nor_one_element(kernel_
     rng = np.random.default_rng(0)
     spread = lambda shape: (rng.standard_normal(shape) * np.exp2(rng.integers(-8, 9, shape))).astype(np.float32)
     x, w, g = spread((5, 4)), spread((4, free)), spread((5, free))
-    op = fp8.Fp8DotGeneral.init(fp8.Recipe.of(fp8.BlockScaling(size=4)), kernel_shape=(free,))
+    op = fp8.Fp8DotGeneral.init(fp8.Recipe.of(BlockScaling(size=4)), kernel_shape=(free,))
     if kernel_first:
         call = lambda w, x: op(w, x, (((0,), (1,)), ((), ())))
         out, pullback = jax.vjp(call, w, x)

@@ -22,10 +22,10 @@ from haliax_fp8 import (
     Fp8Einsum,
     apply_updates,
     filter_grad,
-    fp8_states,
     partition_for_grad_overwrite,
 )
 from haliax_fp8._einsum import Subscripts
+from haliax_fp8.training import fp8_states
 
 
 SHORT = DelayedScaling(amax_history_length=4)

@@ -18,6 +18,7 @@ from jax import lax
 
 import haliax_fp8 as fp8
 from haliax_fp8._state.table import guarded
+from haliax_fp8.recipes import StaticScaling
 
 
 WIDTH, LENGTH = 8, 4
@@ -534,7 +535,7 @@ def test_every_recipe_differentiated_first(recipe, both):
     w, x, c = (jax.random.normal(jax.random.key(i), s) for i, s in enumerate([(64, 32), (3, 48, 64), (3, 48, 32)]))
     w = w if not both else jnp.stack([w, 2 * w, 0.1 * w])
     x = x * jnp.asarray([1.0, 8.0, 0.3])[:, None, None]
-    op = fp8.Fp8DotGeneral.init(fp8.StaticScaling(1.0) if recipe == "static" else recipe)
+    op = fp8.Fp8DotGeneral.init(StaticScaling(1.0) if recipe == "static" else recipe)
     if op.recipe.needs_key:
         op = fp8.with_rounding_keys(op, jax.random.key(0))
     call = with_custom_jvp(lambda op, w, h, flag: op(h, w, (((1,), (0,)), ((), ()))))

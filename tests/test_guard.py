@@ -185,7 +185,7 @@ def test_wrong_loops_give_nan_by_the_second_step(name, how):
     assert np.isfinite(losses[0]) and np.isnan(losses[1:]).all()
     for look in (
         fp8.describe,
-        fp8.require_own_state,
+        fp8.training.require_own_state,
         lambda m: fp8.quantization_statistics(m, mean_square, X),
         fp8.TrainStep(mean_square, optax.sgd(0.1)).init,
         lambda m: fp8.TrainStep(mean_square, optax.sgd(0.1))(m, (), X),
@@ -228,7 +228,7 @@ def test_haliax_own_loop_keeps_scales_consistent():
     for _ in range(5):
         model, state, loss = step(model, state)
         assert np.isfinite(loss)
-    fp8.require_own_state(model)
+    fp8.training.require_own_state(model)
 
 
 def test_an_average_of_parameters_alone_is_fine():
@@ -239,7 +239,7 @@ def test_an_average_of_parameters_alone_is_fine():
         model, state, _ = step(model, state, X)
         average = optax.incremental_update(fp8.trainable(model), average, 0.1)
     averaged = eqx.combine(average, model)
-    fp8.require_own_state(averaged)
+    fp8.training.require_own_state(averaged)
     assert np.isfinite(mean_square(averaged, X))
 
 
@@ -268,7 +268,7 @@ def twice(model, x):
 def test_exact_gradients_are_those_of_filter_grad(loss_fn):
     model = mlp(amax_history_length=4)
     ours = eqx.filter_jit(fp8.filter_grad(loss_fn))(model, X)
-    theirs = eqx.filter_jit(eqx.filter_grad(fp8.exact_gradients(loss_fn)))(model, X)
+    theirs = eqx.filter_jit(eqx.filter_grad(fp8.training.exact_gradients(loss_fn)))(model, X)
     both = zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True)
     assert jax.tree.structure(ours) == jax.tree.structure(theirs)
     assert all(bool((a == b).all()) for a, b in both)
@@ -276,8 +276,10 @@ def test_exact_gradients_are_those_of_filter_grad(loss_fn):
 
 def test_exact_gradients_with_auxiliary_results_and_a_factor():
     model = mlp(amax_history_length=4)
-    loss_fn = fp8.exact_gradients(lambda m, x: (mean_square(m, x), {"sum": x.sum(), "name": "a"}), has_aux=True)
-    plain = fp8.exact_gradients(mean_square)
+    loss_fn = fp8.training.exact_gradients(
+        lambda m, x: (mean_square(m, x), {"sum": x.sum(), "name": "a"}), has_aux=True
+    )
+    plain = fp8.training.exact_gradients(mean_square)
     gradients, aux = eqx.filter_grad(loss_fn, has_aux=True)(model, X)
     tripled = eqx.filter_grad(lambda m, x: 3.0 * plain(m, x))(model, X)
     assert aux["name"] == "a" and float(aux["sum"]) == float(X.sum())

@@ -10,7 +10,8 @@ import pytest
 from helpers import equations
 
 import haliax_fp8 as fp8
-from haliax_fp8 import Fp8Config, describe, fp8_linear_layers, join_linear, split_linear
+from haliax_fp8 import Fp8Config, describe, fp8_linear_layers
+from haliax_fp8.memory import JoinedLinear, join_linear, split_linear
 
 
 Embed, Heads, Head, Rows = hax.make_axes(embed=32, heads=4, head=16, rows=16)
@@ -117,7 +118,7 @@ def test_a_trained_layer_comes_apart_without_state(make):
         model = fp8.apply_updates(model, jax.tree.map(lambda g: -0.01 * g, gradients), overwrites)
     assert float(model.linear.dot_general.scale("kernel")) != 1.0
     layers = split_linear(model)
-    assert not fp8.fp8_states(layers)
+    assert not fp8.training.fp8_states(layers)
     assert_same(join_linear(layers), fp8.restore_linear_layers(model))
     assert [type(layer) for layer in layers] == [type(layer) for layer in make(jax.random.key(0))]
 
@@ -125,7 +126,7 @@ def test_a_trained_layer_comes_apart_without_state(make):
 class Attention(eqx.Module):
     """As an author writes it."""
 
-    qkv: fp8.JoinedLinear
+    qkv: JoinedLinear
 
     @staticmethod
     def init(*, key):

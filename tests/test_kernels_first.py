@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import haliax_fp8 as fp8
+from haliax_fp8.recipes import BlockScaling
 
 
 OPERANDS = ("input", "kernel", "output_grad")
@@ -136,7 +137,7 @@ def test_the_order_in_which_contracted_axes_are_named_does_not_matter():
     """Blocks run along one of them: the same, whichever is named last."""
     x, w, g = normal(0, 8, 3, 8), normal(1, 8, 8, 5), normal(2, 3, 5)
     spread = np.exp2(np.random.default_rng(3).integers(-6, 6, (8, 3, 8))).astype(np.float32)
-    op = fp8.Fp8DotGeneral.init(fp8.Recipe.of(fp8.BlockScaling(size=4)))
+    op = fp8.Fp8DotGeneral.init(fp8.Recipe.of(BlockScaling(size=4)))
 
     @functools.partial(jax.jit, static_argnums=0)
     def of(contract, x, w):

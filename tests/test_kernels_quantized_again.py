@@ -8,15 +8,17 @@ import numpy as np
 import pytest
 
 import haliax_fp8 as fp8
+from haliax_fp8.memory import KernelResidual
+from haliax_fp8.recipes import E4M3, BlockScaling, CurrentScaling, HighPrecision, Quantization, RowwiseScaling
 
 
 MATRIX = (((1,), (0,)), ((), ()))
 SCALINGS = {
     "delayed": fp8.DelayedScaling(amax_history_length=2),
-    "current": fp8.CurrentScaling(),
-    "rowwise": fp8.RowwiseScaling(),
-    "squares": fp8.BlockScaling(size=4, square=True),
-    "1-D blocks": fp8.BlockScaling(size=4),
+    "current": CurrentScaling(),
+    "rowwise": RowwiseScaling(),
+    "squares": BlockScaling(size=4, square=True),
+    "1-D blocks": BlockScaling(size=4),
 }
 # numbers, shapes of lhs and rhs: kernels of three axes, of which the middle one is contracted or two of them are
 LAYOUTS = {
@@ -36,7 +38,7 @@ def test_the_kernel_is_rounded_to_the_compute_dtype_first_both_times(name):
     w = np.full((16, 8), 1 + 1 / 16 + 1 / 512, np.float32)
     w[0, :] = w[:, 0] = 448.0
     x, recipe = jnp.full((4, 16), 448.0), fp8.Recipe.of(SCALINGS[name])
-    for choice in (fp8.KernelResidual.KEEP, fp8.KernelResidual.REQUANTIZE):
+    for choice in (KernelResidual.KEEP, KernelResidual.REQUANTIZE):
         op = fp8.Fp8DotGeneral.init(recipe, kernel_shape=(8,), compute_dtype=jnp.bfloat16)
         op = dataclasses.replace(op, kernel_residual=choice)
         out, pullback = jax.vjp(lambda x, op=op: op(x, jnp.asarray(w), MATRIX), x)
@@ -49,7 +51,10 @@ def test_the_kernel_is_rounded_to_the_compute_dtype_first_both_times(name):
 @pytest.mark.parametrize("high", ["fprop", "wgrad"])
 def test_an_input_is_kept_as_wgrad_takes_it(high):
     """Whatever fprop does: its FP8 copy if wgrad runs in FP8, and itself, not a copy, if not."""
-    base, precise = fp8.Recipe.of(fp8.CurrentScaling()), fp8.Quantization(fp8.E4M3, fp8.HighPrecision())
+    base, precise = (
+        fp8.Recipe.of(CurrentScaling()),
+        Quantization(E4M3, HighPrecision()),
+    )
     if high == "wgrad":
         recipe = dataclasses.replace(base, input_for_wgrad=precise, output_grad_for_wgrad=precise)
     else:
@@ -81,7 +86,7 @@ def test_kernels_of_three_axes(name, layout):
         return pullback(jnp.linspace(-1, 1, out.size).reshape(out.shape))
 
     both = jax.jit(
-        lambda *args: [gradients(choice, *args) for choice in (fp8.KernelResidual.KEEP, fp8.KernelResidual.REQUANTIZE)]
+        lambda *args: [gradients(choice, *args) for choice in (KernelResidual.KEEP, KernelResidual.REQUANTIZE)]
     )
     for kept, again in zip(*both(*map(spread, shapes)), strict=True):
         np.testing.assert_array_equal(kept, again)

@@ -19,21 +19,18 @@ from numpy_reference import OPERANDS, DelayedScalingReference, amax, assert_stat
 
 import haliax_fp8
 from haliax_fp8 import (
-    EquinoxLinear,
     Fp8Config,
     Fp8DotGeneral,
-    Kernel,
-    LayerRule,
     apply_updates,
     calibrate,
-    default_rules,
     describe,
     filter_grad,
     fp8_linear_layers,
-    fp8_states,
     partition_for_grad_overwrite,
     restore_linear_layers,
 )
+from haliax_fp8.layers import EquinoxLinear, Kernel, LayerRule, default_rules
+from haliax_fp8.training import fp8_states
 
 
 # What rounding costs on normally distributed data, each element by itself: E4M3 leaves 31.5 dB, E5M2 25.5 dB. A product
@@ -708,9 +705,9 @@ def test_layers_of_ones_own_in_stacks_and_ensembles():
     stack = hnn.Stacked.init(Layers, DenseBlock)(key=jax.random.split(jax.random.key(0), 3))
     fp8 = fp8_linear_layers(stack, config)
     assert describe(fp8, config)["stacked.first"].shape == "48 -> 48"
-    shared = haliax_fp8.share_input_scales(fp8, [("first", "second")], rules=config.layers)
+    shared = haliax_fp8.memory.share_input_scales(fp8, [("first", "second")], rules=config.layers)
     assert shared.stacked.second.op.state.input_group == "stacked.first+second"
-    assert_same(haliax_fp8.separate_input_scales(shared, rules=config.layers), fp8)
+    assert_same(haliax_fp8.memory.separate_input_scales(shared, rules=config.layers), fp8)
     x = normal((96, 48), 1)
     loss = lambda model, x: jnp.sum(model.fold(x))
     kernels = jnp.max(jnp.abs(stack.stacked.first.kernel), axis=(1, 2))

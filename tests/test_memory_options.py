@@ -15,10 +15,15 @@ from helpers import EPS, unchecked
 
 import haliax_fp8 as fp8
 from haliax_fp8 import Fp8Config, fp8_linear_layers
+from haliax_fp8.memory import KernelResidual
 
 
 Embed, Mlp, Rows = hax.make_axes(embed=32, mlp=64, rows=16)
-KERNEL_RESIDUALS = [fp8.KernelResidual.KEEP, fp8.KernelResidual.REQUANTIZE, fp8.KernelResidual.REQUANTIZE_WHERE_CHEAP]
+KERNEL_RESIDUALS = [
+    KernelResidual.KEEP,
+    KernelResidual.REQUANTIZE,
+    KernelResidual.REQUANTIZE_WHERE_CHEAP,
+]
 
 
 class GatedMlp(eqx.Module):
@@ -116,8 +121,8 @@ def test_what_is_kept_of_a_kernel():
 
 def test_a_choice_can_be_changed_and_keeps_the_state():
     _, model = trained(fp8_linear_layers(MODELS["one"]()))
-    again = fp8_linear_layers(model, Fp8Config(kernel_residual=fp8.KernelResidual.KEEP))
-    assert again.up.dot_general.kernel_residual == fp8.KernelResidual.KEEP
+    again = fp8_linear_layers(model, Fp8Config(kernel_residual=KernelResidual.KEEP))
+    assert again.up.dot_general.kernel_residual == KernelResidual.KEEP
     assert_same(again, model)
 
 
@@ -132,7 +137,7 @@ def test_what_is_no_choice_is_refused():
 @pytest.mark.parametrize("recipe", ["current", "rowwise"])
 def test_scales_of_the_tensor_itself_are_shared_anyway(recipe):
     with pytest.raises(ValueError, match="keeps state for their input"):
-        fp8.share_input_scales(fp8_linear_layers(MODELS["one"](), Fp8Config(recipe=recipe)))
+        fp8.memory.share_input_scales(fp8_linear_layers(MODELS["one"](), Fp8Config(recipe=recipe)))
 
 
 @pytest.mark.parametrize(
@@ -142,12 +147,12 @@ def test_scales_of_the_tensor_itself_are_shared_anyway(recipe):
 def test_layers_that_share_train_the_same(model, gradient):
     """They read the same tensor, so the largest scale of the group is each one's own."""
     plain = fp8_linear_layers(MODELS[model]())
-    shared = fp8.share_input_scales(plain)
+    shared = fp8.memory.share_input_scales(plain)
     assert_same(shared, plain)
     results = [trained(m, gradient=gradient) for m in (plain, shared)]
     assert results[0][0] == results[1][0]
     assert_same(*(new for _, new in results))
-    separated = fp8.separate_input_scales(results[1][1])
+    separated = fp8.memory.separate_input_scales(results[1][1])
     assert jax.tree.structure(separated) == jax.tree.structure(results[0][1])
 
 
@@ -157,7 +162,7 @@ def test_attention_of_equinox_that_shares_trains_the_same():
     x = jax.random.normal(jax.random.key(1), (3, 5, 16))
     loss_fn = lambda model: (jax.vmap(lambda x: model(x, x, x))(x) ** 2).mean()
     plain = fp8_linear_layers(attention)
-    shared = fp8.share_input_scales(plain)
+    shared = fp8.memory.share_input_scales(plain)
     assert shared.query_proj.dot_general.state.input_group == "query_proj+key_proj+value_proj"
     assert shared.output_proj.dot_general.state.input_group is None
     results = [eqx.filter_jit(fp8.filter_value_and_grad(loss_fn))(model) for model in (plain, shared)]
@@ -176,7 +181,7 @@ def test_layers_with_other_inputs_take_the_larger_scale():
             return self.gate(x) + self.up(100.0 * x)
 
     one = MODELS["one"]()
-    model = fp8.share_input_scales(fp8_linear_layers(Two(one.gate, one.up), Fp8Config(amax_history_length=1)))
+    model = fp8.memory.share_input_scales(fp8_linear_layers(Two(one.gate, one.up), Fp8Config(amax_history_length=1)))
     _, model = trained(model, steps=1)
     scales = [float(layer.dot_general.scale("input")) for layer in (model.gate, model.up)]
     assert scales[1] == pytest.approx(100 * scales[0], rel=1e-6)
@@ -191,26 +196,26 @@ def test_layers_with_other_inputs_take_the_larger_scale():
 )
 def test_groups_that_do_not_fit(groups, words):
     with pytest.raises(ValueError, match=words):
-        fp8.share_input_scales(fp8_linear_layers(MODELS["one"]()), groups)
+        fp8.memory.share_input_scales(fp8_linear_layers(MODELS["one"]()), groups)
 
 
 def test_groups_are_taken_at_their_word():
     """Nobody can tell from the layers whether they read the same tensor; these do not, and only share a scale."""
-    shared = fp8.share_input_scales(fp8_linear_layers(MODELS["one"]()), [("gate", "down")])
+    shared = fp8.memory.share_input_scales(fp8_linear_layers(MODELS["one"]()), [("gate", "down")])
     assert shared.down.dot_general.state.input_group == "gate+down"
 
 
 def test_only_layers_that_quantize_alike_share():
     """Of three layers of a group, two have the same recipe for their input."""
     config = Fp8Config(overrides={"gate": fp8.DelayedScaling(margin=1)})
-    shared = fp8.share_input_scales(fp8_linear_layers(MODELS["one"](), config), [("gate", "up", "down")])
+    shared = fp8.memory.share_input_scales(fp8_linear_layers(MODELS["one"](), config), [("gate", "up", "down")])
     groups = [layer.dot_general.state.input_group for layer in (shared.gate, shared.up, shared.down)]
     assert groups == [None, "up+down", "up+down"]
 
 
 def test_a_model_that_is_not_converted_is_refused():
     with pytest.raises(ValueError, match="Convert the model first"):
-        fp8.share_input_scales(MODELS["one"]())
+        fp8.memory.share_input_scales(MODELS["one"]())
 
 
 def test_the_input_is_quantized_once():
@@ -225,14 +230,14 @@ def test_the_input_is_quantized_once():
         return len(re.findall(r" = f8e4m3fn\[16,32\]\S* convert\(", program.as_text() or ""))
 
     plain = fp8_linear_layers(MODELS["one"]())
-    assert (quantizations(plain), quantizations(fp8.share_input_scales(plain))) == (2, 1)
+    assert (quantizations(plain), quantizations(fp8.memory.share_input_scales(plain))) == (2, 1)
 
 
 # --- Checkpointing ----------------------------------------------------------------------------------------------------
 
 POLICIES = {
-    "save_fp8_operands": (fp8.save_fp8_operands, ["fp8_operand", "fp8_output"]),
-    "save_nothing_but_fp8": (fp8.save_nothing_but_fp8, ["fp8_operand"]),
+    "save_fp8_operands": (fp8.memory.save_fp8_operands, ["fp8_operand", "fp8_output"]),
+    "save_nothing_but_fp8": (fp8.memory.save_nothing_but_fp8, ["fp8_operand"]),
 }
 
 
@@ -273,7 +278,7 @@ def test_what_policies_keep(name, wide):
 def test_compressed_gradients_are_those_at_rounded_inputs():
     swiglu = lambda gate, up: jax.nn.silu(gate) * up
     gate, up, g = (jax.random.normal(jax.random.key(i), (16, 64)) for i in range(3))
-    out, pullback = jax.vjp(fp8.compressed(swiglu), gate, up)
+    out, pullback = jax.vjp(fp8.memory.compressed(swiglu), gate, up)
     np.testing.assert_array_equal(out, swiglu(gate, up))
     rounded = []
     for x in (np.asarray(gate), np.asarray(up)):
@@ -289,7 +294,7 @@ def test_an_outlier_among_compressed_activations_spoils_its_own_row_only():
     x = np.random.default_rng(0).standard_normal((16, 64)).astype(np.float32)
     x[3, 5] = 3e6
     for values in (x, x[3], x.reshape(2, 8, 64)):
-        (gradient,) = jax.vjp(fp8.compressed(jnp.square), jnp.asarray(values))[1](jnp.ones(values.shape))
+        (gradient,) = jax.vjp(fp8.memory.compressed(jnp.square), jnp.asarray(values))[1](jnp.ones(values.shape))
         scale = 2.0 ** np.ceil(np.log2(np.abs(values).max(axis=-1, keepdims=True) / 448))
         kept = (values / scale).astype(jnp.float8_e4m3fn).astype(np.float64) * scale
         np.testing.assert_array_equal(np.asarray(gradient, np.float64), 2 * kept)
@@ -299,20 +304,20 @@ def test_compressed_activations_keep_a_byte_per_element():
     swiglu = lambda gate, up: jax.nn.silu(gate) * up
     x = jnp.ones((16, 64), jnp.bfloat16)
     kept = lambda f: [y for y in jax.tree.leaves(jax.vjp(f, x, x)[1]) if y.size == x.size]
-    assert {y.dtype for y in kept(fp8.compressed(swiglu))} == {np.dtype(jnp.float8_e4m3fn)}
-    assert len(kept(fp8.compressed(swiglu))) == 2 < len(kept(swiglu))
+    assert {y.dtype for y in kept(fp8.memory.compressed(swiglu))} == {np.dtype(jnp.float8_e4m3fn)}
+    assert len(kept(fp8.memory.compressed(swiglu))) == 2 < len(kept(swiglu))
 
 
 def test_compressed_named_arrays_train():
     model = fp8_linear_layers(MODELS["one"]())
-    compressed = dataclasses.replace(model, activation=fp8.compressed(model.activation))
+    compressed = dataclasses.replace(model, activation=fp8.memory.compressed(model.activation))
     losses, other = trained(model, steps=5)[0], trained(compressed, steps=5)[0]
     assert other[0] == losses[0] and other[-1] < other[0]
     np.testing.assert_allclose(other, losses, rtol=0.02)
 
 
 def test_compressed_under_transformations():
-    f = fp8.compressed(lambda x: jax.nn.gelu(x))
+    f = fp8.memory.compressed(lambda x: jax.nn.gelu(x))
     x = jax.random.normal(jax.random.key(0), (4, 16))
     gradient = jax.grad(lambda x: f(x).sum())
     # Its terms are of magnitude 1, and cancel.
@@ -322,4 +327,4 @@ def test_compressed_under_transformations():
 
 def test_compressed_refuses_scalings_with_state():
     with pytest.raises(ValueError, match="must quantize without state"):
-        fp8.compressed(jax.nn.gelu, fp8.DelayedScaling())
+        fp8.memory.compressed(jax.nn.gelu, fp8.DelayedScaling())

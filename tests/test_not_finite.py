@@ -8,6 +8,7 @@ import optax
 import pytest
 
 import haliax_fp8 as fp8
+from haliax_fp8.recipes import E4M3, E5M2, CurrentScaling, OperandUse, Quantization, StaticScaling
 
 
 MATRIX = (((1,), (0,)), ((), ()))
@@ -18,7 +19,7 @@ LOCAL = ["delayed", "static", "rowwise", "mxfp8"]
 
 
 # Without calibration there is no scale, and nothing is finite.
-CALIBRATED = {**fp8.recipes, "static": fp8.Recipe.of(fp8.StaticScaling(1e-5))}
+CALIBRATED = {**fp8.recipes.named, "static": fp8.Recipe.of(StaticScaling(1e-5))}
 
 
 def keyed(recipe):
@@ -56,7 +57,7 @@ def assert_shown(recipe, results, arrays, message):
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("recipe", fp8.recipes)
+@pytest.mark.parametrize("recipe", fp8.recipes.named)
 def test_results_that_are_not_finite_in_high_precision_are_not_here(recipe, dtype):
     op = keyed(recipe)
 
@@ -81,7 +82,7 @@ def test_results_that_are_not_finite_in_high_precision_are_not_here(recipe, dtyp
         assert all(jnp.isfinite(x).all() for x in clean(*(jnp.asarray(a, dtype) for a in operands())))
 
 
-@pytest.mark.parametrize("recipe", fp8.recipes)
+@pytest.mark.parametrize("recipe", fp8.recipes.named)
 def test_apply_if_finite_skips_the_step(recipe):
     """One example's loss overflows; all parameters stay, and the next step trains."""
     model = fp8.fp8_linear_layers(
@@ -112,18 +113,18 @@ def test_apply_if_finite_skips_the_step(recipe):
 def test_a_finite_value_that_overflows_when_it_is_divided_is_clipped():
     """Under a scale that was made for something much smaller, as any other value beyond the range."""
     x = jnp.array([3.0, -3e38, jnp.inf, jnp.nan, 1e-36])
-    data = fp8.quantize(x, jnp.full((1,), 1e-37), fp8.E4M3).data.astype(jnp.float32)
+    data = fp8.recipes.quantize(x, jnp.full((1,), 1e-37), E4M3).data.astype(jnp.float32)
     np.testing.assert_array_equal(data, [448.0, -448.0, np.nan, np.nan, 10.0])
 
 
-@pytest.mark.parametrize("recipe", [name for name in fp8.recipes if name != "current"])
+@pytest.mark.parametrize("recipe", [name for name in fp8.recipes.named if name != "current"])
 def test_other_rows_keep_what_they_had(recipe):
     """With one scale for the tensor, taken from the tensor itself, there is nothing to keep."""
-    q = fp8.recipes[recipe].output_grad
+    q = fp8.recipes.named[recipe].output_grad
     x = operands()[2]
     bad = x.copy()
     bad[5, 7] = np.inf
-    use = fp8.OperandUse(q.format, (1,), stored=jnp.float32(1e-8), rounding=q.rounding, key=KEY)
+    use = OperandUse(q.format, (1,), stored=jnp.float32(1e-8), rounding=q.rounding, key=KEY)
     clean, spoilt = (np.asarray(q.scaling.quantize(jnp.asarray(a), use).dequantize()) for a in (x, bad))
     others = np.arange(20) != 5
     np.testing.assert_array_equal(clean[others], spoilt[others])
@@ -133,7 +134,7 @@ def test_other_rows_keep_what_they_had(recipe):
 # --- Very small tensors -----------------------------------------------------------------------------------------------
 
 TINY = float(np.finfo(np.float32).tiny)
-STATELESS = [name for name in fp8.recipes if not fp8.recipes[name].is_stateful]
+STATELESS = [name for name in fp8.recipes.named if not fp8.recipes.named[name].is_stateful]
 
 
 @pytest.mark.parametrize("recipe", STATELESS)
@@ -144,8 +145,13 @@ def test_scales_down_to_the_smallest_normal_number_are_not_flushed(recipe):
     """
     unit = np.random.default_rng(0).uniform(-1, 1, (16, 64)).astype(np.float32)
     unit[3, 5] = 1.0
-    for q in dict.fromkeys((*fp8.recipes[recipe].quantizations, fp8.Quantization(fp8.E5M2, fp8.CurrentScaling()))):
-        use = fp8.OperandUse(q.format, (1,), rounding=q.rounding, key=KEY)
+    for q in dict.fromkeys(
+        (
+            *fp8.recipes.named[recipe].quantizations,
+            Quantization(E5M2, CurrentScaling()),
+        )
+    ):
+        use = OperandUse(q.format, (1,), rounding=q.rounding, key=KEY)
         quantize = jax.jit(lambda x, q=q, use=use: q.scaling.quantize(x, use))
         for amax in (1e-30, 7e-34, 1e-35, 1e-37, 1.2e-38):
             x = unit * np.float32(amax)

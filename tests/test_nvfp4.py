@@ -15,13 +15,14 @@ from helpers import equations, sqnr
 
 import haliax_fp8 as fp8
 from haliax_fp8._numerics.rotation import Rotation
+from haliax_fp8.recipes import E2M1, HadamardScaling, NVFP4Scaling, OperandUse, Quantization, Stochastic, ToNearest
 
 
 MATRIX = (((1,), (0,)), ((), ()))
 KEY = jax.random.key(7)
 E2M1_VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 
-RECIPE = fp8.recipes["nvfp4"]
+RECIPE = fp8.recipes.named["nvfp4"]
 UNROTATED = dataclasses.replace(RECIPE, input_for_wgrad=None, output_grad_for_wgrad=None)
 
 
@@ -36,7 +37,7 @@ def test_e2m1_has_the_values_of_ml_dtypes():
     codes = np.arange(16, dtype=np.uint8)
     values = codes.view(ml_dtypes.float4_e2m1fn).astype(np.float64)
     np.testing.assert_array_equal(values, np.concatenate([E2M1_VALUES, -E2M1_VALUES]))
-    format = fp8.E2M1
+    format = E2M1
     assert (format.max, format.smallest_normal, format.smallest_subnormal) == (6.0, 1.0, 0.5)
     assert (format.exponent_bits, format.mantissa_bits) == (2, 1)
     # The container holds them all.
@@ -53,8 +54,8 @@ def test_e2m1_rounds_to_the_nearest_value_and_ties_to_the_even_code(dtype):
     x = np.concatenate([E2M1_VALUES, ties, ties * (1 - off), ties * (1 + off), [6.9, 7.0, 8.0, 1e4, np.inf]])
     expected = np.concatenate([E2M1_VALUES, of_ties, E2M1_VALUES[:-1], E2M1_VALUES[1:], [6.0] * 5])
     x, expected = np.concatenate([x, -x]), np.concatenate([expected, -expected])
-    got = jax.jit(lambda x: fp8.saturating_cast(x, fp8.E2M1))(jnp.asarray(x, dtype))
-    assert got.dtype == fp8.E2M1.storage
+    got = jax.jit(lambda x: fp8.recipes.saturating_cast(x, E2M1))(jnp.asarray(x, dtype))
+    assert got.dtype == E2M1.storage
     np.testing.assert_array_equal(np.asarray(got).astype(np.float64), expected)
     np.testing.assert_array_equal(np.signbit(np.asarray(got).astype(np.float32)), np.signbit(expected))
 
@@ -62,8 +63,8 @@ def test_e2m1_rounds_to_the_nearest_value_and_ties_to_the_even_code(dtype):
 def test_e2m1_is_the_cast_of_ml_dtypes():
     x = np.concatenate([normal(4000) * 3, np.linspace(-6.5, 6.5, 2001, dtype=np.float32)])
     expected = np.clip(x, -6, 6).astype(ml_dtypes.float4_e2m1fn).astype(np.float32)
-    np.testing.assert_array_equal(fp8.saturating_cast(jnp.asarray(x), fp8.E2M1).astype(jnp.float32), expected)
-    assert np.isnan(np.asarray(fp8.saturating_cast(jnp.array([jnp.nan]), fp8.E2M1)).astype(np.float32)).all()
+    np.testing.assert_array_equal(fp8.recipes.saturating_cast(jnp.asarray(x), E2M1).astype(jnp.float32), expected)
+    assert np.isnan(np.asarray(fp8.recipes.saturating_cast(jnp.array([jnp.nan]), E2M1)).astype(np.float32)).all()
 
 
 # --- Scales and data --------------------------------------------------------------------------------------------------
@@ -101,8 +102,8 @@ MATRICES = matrices()
 def test_data_and_scales_equal_the_reference_bit_for_bit(square, matrix):
     x = MATRICES[matrix]
     data, scale = reference.nvfp4(x, rows=16 if square else 1)
-    scaling = fp8.NVFP4Scaling(square=square)
-    got = jax.jit(lambda x: scaling.quantize(x, fp8.OperandUse(fp8.E2M1, contracted=(1,))))(x)
+    scaling = NVFP4Scaling(square=square)
+    got = jax.jit(lambda x: scaling.quantize(x, OperandUse(E2M1, contracted=(1,))))(x)
     # Under a scale of NaN, which is that of a whole block, the data say nothing.
     nan = np.isnan(reference.expand(scale, x.shape, 16 if square else 1, 16))
     np.testing.assert_array_equal(np.asarray(got.data).view(np.uint8)[~nan], data.view(np.uint8)[~nan])
@@ -111,7 +112,7 @@ def test_data_and_scales_equal_the_reference_bit_for_bit(square, matrix):
 
 def test_each_member_of_an_ensemble_has_a_tensor_scale_of_its_own():
     x = np.stack([normal((8, 32), seed) * 10.0**seed for seed in range(3)]).astype(np.float32)
-    got = fp8.NVFP4Scaling().quantize(jnp.asarray(x), fp8.OperandUse(fp8.E2M1, contracted=(2,), ensemble=1))
+    got = NVFP4Scaling().quantize(jnp.asarray(x), OperandUse(E2M1, contracted=(2,), ensemble=1))
     for member, (data, scale) in enumerate(zip(got.data, got.scale, strict=True)):
         expected = reference.nvfp4(x[member])
         np.testing.assert_array_equal(np.asarray(data).view(np.uint8), expected[0].view(np.uint8))
@@ -120,7 +121,10 @@ def test_each_member_of_an_ensemble_has_a_tensor_scale_of_its_own():
 
 def test_block_scales_are_e4m3_multiples_of_one_number():
     x = MATRICES["normal"]
-    scale = np.asarray(fp8.NVFP4Scaling().quantize(jnp.asarray(x), fp8.OperandUse(fp8.E2M1, (1,))).scale, np.float64)
+    scale = np.asarray(
+        NVFP4Scaling().quantize(jnp.asarray(x), OperandUse(E2M1, (1,))).scale,
+        np.float64,
+    )
     in_e4m3 = scale / (np.abs(x).max() / (448.0 * 6.0))
     np.testing.assert_allclose(in_e4m3, in_e4m3.astype(ml_dtypes.float8_e4m3fn).astype(np.float64), rtol=1e-6)
     assert in_e4m3.max() == pytest.approx(448.0)
@@ -133,15 +137,15 @@ def by_blocks(x, rows):
 
 
 def scaling_and_use(rounding, square=False, **options):
-    use = fp8.OperandUse(fp8.E2M1, (1,), rounding=rounding, key=KEY)
-    return fp8.NVFP4Scaling(square=square, **options), use
+    use = OperandUse(E2M1, (1,), rounding=rounding, key=KEY)
+    return NVFP4Scaling(square=square, **options), use
 
 
 @pytest.mark.parametrize("square", [False, True], ids=["1x16", "16x16"])
 def test_block_scales_are_rounded_up_where_rounding_is_random(square):
     """To the smallest value of E4M3 that clips nothing."""
     codes = np.arange(127, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float64)
-    scaling, use = scaling_and_use(fp8.Stochastic(), square)
+    scaling, use = scaling_and_use(Stochastic(), square)
     for name in ("normal", "cut by the edge", "rows of zeros", "blocks too small for their scales", "bfloat16"):
         x = MATRICES[name]
         scale = np.asarray(scaling.quantize(jnp.asarray(x), use).scale, np.float64).ravel()
@@ -155,7 +159,7 @@ def test_block_scales_are_rounded_up_where_rounding_is_random(square):
 def squared_errors(x, q, rounding, rows):
     """Of each block, from the values of E2M1: of rounding to nearest what it is, of random rounding the variance."""
     scale = reference.expand(np.asarray(q.scale, np.float64), x.shape, rows, 16)
-    if isinstance(rounding, fp8.ToNearest):
+    if isinstance(rounding, ToNearest):
         errors = (np.asarray(q.data, np.float64) * scale - x) ** 2
     else:
         magnitude = np.clip(np.abs(x) / np.where(scale > 0, scale, 1.0), 0.0, 6.0)
@@ -165,7 +169,7 @@ def squared_errors(x, q, rounding, rows):
     return by_blocks(errors, rows).sum(axis=1)
 
 
-@pytest.mark.parametrize("rounding", [fp8.ToNearest(), fp8.Stochastic()], ids=["nearest", "random"])
+@pytest.mark.parametrize("rounding", [ToNearest(), Stochastic()], ids=["nearest", "random"])
 @pytest.mark.parametrize("square", [False, True], ids=["1x16", "16x16"])
 def test_no_block_is_worse_with_four_over_six(square, rounding):
     rows = 16 if square else 1
@@ -191,7 +195,7 @@ def test_four_over_six_chooses_between_two_scales_and_takes_four_where_it_fits()
     """30 of 40 is 4.5 of 6, which E2M1 has not, and 3 of 4."""
     x = np.zeros((3, 16), np.float32)
     x[0, :4], x[1, :4], x[2, 0] = [10, 20, 30, 40], [10, 15, 20, 60], 6 * 448
-    scaling, use = scaling_and_use(fp8.ToNearest(), four_over_six=True)
+    scaling, use = scaling_and_use(ToNearest(), four_over_six=True)
     got = scaling.quantize(jnp.asarray(x), use)
     np.testing.assert_array_equal(got.scale[:, 0], [10.0, 10.0, 448.0])
     np.testing.assert_array_equal(got.dequantize()[:2], x[:2])
@@ -217,7 +221,7 @@ def test_gradients_are_unbiased(operands, four_over_six):
         g = rng.standard_t(4, g.shape) * np.exp(0.5 * rng.standard_normal((256, 1))) * 1e-6
     x, w, g = (jnp.asarray(a, jnp.float32) for a in (x, w, g))
     change = lambda s: dataclasses.replace(s, four_over_six=four_over_six)
-    rotated = fp8.HadamardScaling(change(RECIPE.input.scaling))
+    rotated = HadamardScaling(change(RECIPE.input.scaling))
     recipe = dataclasses.replace(
         RECIPE,
         output_grad=dataclasses.replace(RECIPE.output_grad, scaling=change(RECIPE.output_grad.scaling)),
@@ -229,7 +233,7 @@ def test_gradients_are_unbiased(operands, four_over_six):
     def gradients(key, x, w, g):
         return jax.vjp(lambda x, w: fp8.with_rounding_keys(op, key)(x, w, MATRIX), x, w)[1](g)
 
-    quantized = lambda q, a, axis: np.asarray(q.scaling.quantize(a, fp8.OperandUse(q.format, (axis,))).dequantize())
+    quantized = lambda q, a, axis: np.asarray(q.scaling.quantize(a, OperandUse(q.format, (axis,))).dequantize())
     exact = np.asarray(g, np.float64) @ quantized(recipe.kernel, w, 1).T.astype(np.float64)
     exact = exact, quantized(recipe.input_for_wgrad, x, 0).T.astype(np.float64) @ np.asarray(g, np.float64)
     slopes = []
@@ -341,11 +345,9 @@ def test_wgrad_of_a_grouped_product_is_left_unrotated():
     found = []
     for recipe in (RECIPE, UNROTATED):
         # Keyed inside: random rounding of wgrad's operand is the same in both.
-        same = dataclasses.replace(
-            recipe, output_grad=dataclasses.replace(recipe.output_grad, rounding=fp8.ToNearest())
-        )
+        same = dataclasses.replace(recipe, output_grad=dataclasses.replace(recipe.output_grad, rounding=ToNearest()))
         if same.output_grad_for_wgrad is not None:
-            nearest = dataclasses.replace(same.output_grad_for_wgrad, rounding=fp8.ToNearest())
+            nearest = dataclasses.replace(same.output_grad_for_wgrad, rounding=ToNearest())
             same = dataclasses.replace(same, output_grad_for_wgrad=nearest)
         converted = fp8.fp8_linear_layers(layer, fp8.Fp8Config(recipe=same))
         found.append(eqx.filter_jit(fp8.filter_grad(loss))(converted).weight.array)
@@ -359,12 +361,12 @@ def test_wgrad_of_a_grouped_product_is_left_unrotated():
 
 def test_state_behind_a_rotation_is_refused():
     with pytest.raises(ValueError, match=r"scaling=DelayedScaling\(.* of HadamardScaling keeps state.*stateless"):
-        fp8.HadamardScaling(fp8.DelayedScaling())
+        HadamardScaling(fp8.DelayedScaling())
 
 
 def test_rotating_one_operand_or_another_product_is_refused():
-    rotated = fp8.Quantization(fp8.E2M1, fp8.HadamardScaling(fp8.NVFP4Scaling()))
+    rotated = Quantization(E2M1, HadamardScaling(NVFP4Scaling()))
     with pytest.raises(ValueError, match="rotates one operand of wgrad"):
         dataclasses.replace(UNROTATED, input_for_wgrad=rotated)
     with pytest.raises(ValueError, match="rotates an operand of fprop"):
-        fp8.Recipe.of(fp8.HadamardScaling(fp8.NVFP4Scaling()), forward=fp8.E2M1)
+        fp8.Recipe.of(HadamardScaling(NVFP4Scaling()), forward=E2M1)

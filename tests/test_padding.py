@@ -9,6 +9,19 @@ import pytest
 import recipe_reference as reference
 
 import haliax_fp8 as fp8
+from haliax_fp8.recipes import (
+    E2M1,
+    E4M3,
+    BlockScaling,
+    CurrentScaling,
+    HadamardScaling,
+    MXFP8Scaling,
+    NVFP4Scaling,
+    OperandUse,
+    RowwiseScaling,
+    StaticScaling,
+    ToNearest,
+)
 
 
 MATRIX = (((1,), (0,)), ((), ()))
@@ -18,11 +31,11 @@ WHOLE = 256  # a multiple of 16, 32 and 128
 
 def to_nearest(recipe):
     """The recipe without random rounding, whose draws depend on the shape."""
-    return recipe._map(lambda q: dataclasses.replace(q, rounding=fp8.ToNearest()))
+    return recipe._map(lambda q: dataclasses.replace(q, rounding=ToNearest()))
 
 
-RECIPES = {name: to_nearest(recipe) for name, recipe in fp8.recipes.items()}
-RECIPES["static"] = fp8.Recipe.of(fp8.StaticScaling(1.0))  # a scale that is given: nothing is calibrated here
+RECIPES = {name: to_nearest(recipe) for name, recipe in fp8.recipes.named.items()}
+RECIPES["static"] = fp8.Recipe.of(StaticScaling(1.0))  # a scale that is given: nothing is calibrated here
 
 
 def problem():
@@ -60,15 +73,15 @@ def test_products_are_those_of_operands_filled_up_with_zeros(name):
 
 
 BLOCKS = {
-    "1x128": (fp8.BlockScaling(), 128),
-    "128x128": (fp8.BlockScaling(square=True), 128),
-    "mxfp8": (fp8.MXFP8Scaling(), 32),
-    "mxfp8, 32x32": (fp8.MXFP8Scaling(square=True), 32),
-    "nvfp4": (fp8.NVFP4Scaling(), 16),
-    "nvfp4, 16x16": (fp8.NVFP4Scaling(square=True), 16),
-    "rotated nvfp4": (fp8.HadamardScaling(fp8.NVFP4Scaling()), 16),
-    "rowwise": (fp8.RowwiseScaling(), 1),
-    "current": (fp8.CurrentScaling(), 1),
+    "1x128": (BlockScaling(), 128),
+    "128x128": (BlockScaling(square=True), 128),
+    "mxfp8": (MXFP8Scaling(), 32),
+    "mxfp8, 32x32": (MXFP8Scaling(square=True), 32),
+    "nvfp4": (NVFP4Scaling(), 16),
+    "nvfp4, 16x16": (NVFP4Scaling(square=True), 16),
+    "rotated nvfp4": (HadamardScaling(NVFP4Scaling()), 16),
+    "rowwise": (RowwiseScaling(), 1),
+    "current": (CurrentScaling(), 1),
 }
 
 
@@ -78,8 +91,8 @@ def test_data_and_scales_are_those_of_an_array_filled_up_with_zeros(name):
     scaling, _ = BLOCKS[name]
     x = jax.random.normal(jax.random.key(1), (130, 141)) * jnp.exp2(jnp.arange(141) // 10)[None, :]
     whole = jnp.pad(x, [(0, -size % 128) for size in x.shape])
-    format = fp8.E2M1 if "nvfp4" in name else fp8.E4M3
-    use = fp8.OperandUse(format, contracted=(1,))
+    format = E2M1 if "nvfp4" in name else E4M3
+    use = OperandUse(format, contracted=(1,))
     quantize = jax.jit(lambda x: scaling.quantize(x, use))
     cut, filled = quantize(x), quantize(whole)
     inside = tuple(slice(size) for size in cut.data.shape)
@@ -91,8 +104,8 @@ def test_data_and_scales_are_those_of_an_array_filled_up_with_zeros(name):
 def test_without_padding_a_cut_block_is_an_error_that_names_axis_and_size(name):
     scaling, size = BLOCKS[name]
     scaling = dataclasses.replace(scaling, padding=False)
-    format = fp8.E2M1 if "nvfp4" in name else fp8.E4M3
-    use = fp8.OperandUse(format, contracted=(1,))
+    format = E2M1 if "nvfp4" in name else E4M3
+    use = OperandUse(format, contracted=(1,))
     cut = rf"axis 1 of an operand of shape \(256, {size + 1}\)"
     message = rf"{cut} is not a multiple of the {size} elements.*padding=True"
     with pytest.raises(ValueError, match=message):
@@ -106,7 +119,7 @@ def test_without_padding_a_cut_block_is_an_error_that_names_axis_and_size(name):
 
 @pytest.mark.parametrize("axis, shapes", [("fprop", ((128, 100), (100, 128))), ("wgrad", ((100, 128), (128, 128)))])
 def test_each_product_asks_for_whole_blocks_of_what_it_sums_over(axis, shapes):
-    op = fp8.Fp8DotGeneral.init(fp8.Recipe.of(fp8.BlockScaling(padding=False)))
+    op = fp8.Fp8DotGeneral.init(fp8.Recipe.of(BlockScaling(padding=False)))
     x, w = map(jnp.ones, shapes)
     with pytest.raises(ValueError, match="is not a multiple of the 128 elements of a block"):
         jax.grad(lambda x, w: op(x, w, MATRIX).sum(), (0, 1))(x, w)
@@ -117,10 +130,10 @@ def test_each_product_asks_for_whole_blocks_of_what_it_sums_over(axis, shapes):
 # --- Subnormals -------------------------------------------------------------------------------------------------------
 
 SUBNORMAL = {
-    "current": (fp8.CurrentScaling(), reference.current),
-    "rowwise": (fp8.RowwiseScaling(), reference.rowwise),
-    "1x128": (fp8.BlockScaling(), reference.block),
-    "mxfp8": (fp8.MXFP8Scaling(), reference.mxfp8),
+    "current": (CurrentScaling(), reference.current),
+    "rowwise": (RowwiseScaling(), reference.rowwise),
+    "1x128": (BlockScaling(), reference.block),
+    "mxfp8": (MXFP8Scaling(), reference.mxfp8),
 }
 
 
@@ -130,7 +143,7 @@ def test_subnormals_of_float16_are_values_like_others(name):
     scaling, expected = SUBNORMAL[name]
     x = (np.random.default_rng(0).standard_normal((20, 150)) * 1e-6).astype(np.float16)
     data, scale = expected(x)
-    got = jax.jit(lambda x: scaling.quantize(x, fp8.OperandUse(fp8.E4M3, contracted=(1,))))(x)
+    got = jax.jit(lambda x: scaling.quantize(x, OperandUse(E4M3, contracted=(1,))))(x)
     np.testing.assert_array_equal(np.asarray(got.data).view(np.uint8), data.view(np.uint8))
     np.testing.assert_array_equal(got.scale, scale)
 
@@ -141,6 +154,6 @@ def test_subnormals_of_float32_become_nothing_larger(name):
     scaling, _ = BLOCKS[name]
     x = np.full((4, 160), 1e-39, np.float32)
     x[0] = 1e-45
-    format = fp8.E2M1 if "nvfp4" in name else fp8.E4M3
-    values = np.asarray(scaling.quantize(jnp.asarray(x), fp8.OperandUse(format, contracted=(1,))).dequantize())
+    format = E2M1 if "nvfp4" in name else E4M3
+    values = np.asarray(scaling.quantize(jnp.asarray(x), OperandUse(format, contracted=(1,))).dequantize())
     assert (np.abs(values) <= 1.2e-38).all()

@@ -16,11 +16,12 @@ from numpy_reference import FNUZ, OCP, OPERANDS, DelayedScalingReference, amax
 
 import haliax_fp8
 from haliax_fp8 import DelayedScaling, Fp8Config, Fp8DotGeneral, Recipe, apply_updates, fp8_linear_layers
+from haliax_fp8.recipes import E4M3, E4M3FNUZ, E5M2, E5M2FNUZ
 
 
 GENRES = {
-    "OCP": (haliax_fp8.E4M3, haliax_fp8.E5M2, OCP),
-    "NANOO": (haliax_fp8.E4M3FNUZ, haliax_fp8.E5M2FNUZ, FNUZ),
+    "OCP": (E4M3, E5M2, OCP),
+    "NANOO": (E4M3FNUZ, E5M2FNUZ, FNUZ),
 }
 both_genres = pytest.mark.parametrize("genre", list(GENRES))
 

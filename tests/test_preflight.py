@@ -408,7 +408,7 @@ def test_a_device_has_one_entry_and_other_names_lead_to_it(alias, name):
     from haliax_fp8.preflight.target.named import target_of
 
     assert target_of(alias) is targets[name]
-    assert fp8.Device.by_name(alias) == fp8.Device.by_name(name) == targets[name].device
+    assert fp8.devices.Device.by_name(alias) == fp8.devices.Device.by_name(name) == targets[name].device
 
 
 def test_peaks_by_format():

@@ -13,6 +13,7 @@ import haliax_fp8 as fp8
 from haliax_fp8.devices.device import devices
 from haliax_fp8.devices.xla_flags import XlaFlags
 from haliax_fp8.preflight import PreflightError, Verdict, inspect_step, targets
+from haliax_fp8.recipes import E4M3 as FORMAT, HighPrecision, Quantization
 from haliax_fp8.recipes.compiler_options import cost_of_flags, log_cost_of_flags, training_options
 
 
@@ -95,7 +96,7 @@ OFF = XlaFlags({TRITON: "false"})
     ],
 )
 def test_what_flags_cost(flags, device, recipe, cost):
-    found = cost_of_flags(flags, devices[device], [fp8.recipes[recipe]])
+    found = cost_of_flags(flags, devices[device], [fp8.recipes.named[recipe]])
     if cost is None:
         assert found is None
     else:
@@ -105,24 +106,24 @@ def test_what_flags_cost(flags, device, recipe, cost):
 
 
 def test_gradients_in_high_precision_cost_nothing():
-    high = fp8.Quantization(fp8.E4M3, fp8.HighPrecision())
+    high = Quantization(FORMAT, HighPrecision())
     assert cost_of_flags(XlaFlags(), devices["h100"], [fp8.Recipe(high, high, high)]) is None
     assert cost_of_flags(XlaFlags(), devices["h100"], []) is None
 
 
 @pytest.mark.parametrize("device", devices)
-@pytest.mark.parametrize("recipe", fp8.recipes)
+@pytest.mark.parametrize("recipe", fp8.recipes.named)
 def test_the_options_of_a_training_step_leave_no_cost(device, recipe):
-    recipes = [fp8.recipes[recipe]]
+    recipes = [fp8.recipes.named[recipe]]
     options = training_options(recipes, devices[device])
     assert options == {} or options == {TRITON: False}
-    if fp8.supported(recipe, device).is_native:
+    if fp8.recipes.supported(recipe, device).is_native:
         assert cost_of_flags(XlaFlags().with_options(options), devices[device], recipes) is None
 
 
 @pytest.mark.parametrize("device, flags, level", [("h100", XlaFlags(), "INFO"), ("b200", OFF, "WARNING")])
 def test_a_cost_is_one_line_in_the_log(caplog, device, flags, level):
-    recipe = fp8.recipes["delayed" if device == "h100" else "mxfp8"]
+    recipe = fp8.recipes.named["delayed" if device == "h100" else "mxfp8"]
     with caplog.at_level("INFO", "haliax_fp8"):
         log_cost_of_flags(flags, devices[device], [recipe])
         log_cost_of_flags(flags, devices["cpu"], [recipe])
@@ -131,7 +132,7 @@ def test_a_cost_is_one_line_in_the_log(caplog, device, flags, level):
 
 def test_conversion_says_it(caplog, monkeypatch):
     layer = eqx.nn.Linear(16, 16, key=jax.random.key(0))
-    monkeypatch.setattr(fp8.Device, "default", staticmethod(lambda: devices["b200"]))
+    monkeypatch.setattr(fp8.devices.Device, "default", staticmethod(lambda: devices["b200"]))
     monkeypatch.setenv("XLA_FLAGS", f"--{TRITON}=false")
     fp8.fp8_linear_layers(layer, fp8.Fp8Config(recipe="mxfp8"))
     (record,) = caplog.records
@@ -145,7 +146,7 @@ def test_conversion_says_it(caplog, monkeypatch):
 def test_so_does_the_training_step(caplog, monkeypatch):
     model = fp8.fp8_linear_layers(eqx.nn.Linear(16, 16, key=jax.random.key(0)), fp8.Fp8Config(recipe="mxfp8"))
     step = fp8.TrainStep(lambda model, x: model(x).sum(), optax.sgd(0.1))
-    monkeypatch.setattr(fp8.Device, "default", staticmethod(lambda: devices["b200"]))
+    monkeypatch.setattr(fp8.devices.Device, "default", staticmethod(lambda: devices["b200"]))
     step.init(model)
     assert not caplog.records
     monkeypatch.setenv("XLA_FLAGS", f"--{TRITON}=false")
@@ -375,7 +376,7 @@ SCALED_DOT = [
 @pytest.mark.parametrize("name", [name for name in targets if name != "local"])
 def test_block_scaled_products_are_in_fp8_where_supported_says_so(name):
     (product,) = read(module(SCALED_DOT), name).products
-    assert (product.verdict is Verdict.FP8) == fp8.supported("mxfp8", name).is_native
+    assert (product.verdict is Verdict.FP8) == fp8.recipes.supported("mxfp8", name).is_native
     assert bool(product.reason) == (product.verdict is not Verdict.FP8)
 
 

@@ -10,18 +10,28 @@ import recipe_reference as reference
 from helpers import EPS, assert_within, products
 
 import haliax_fp8 as fp8
+from haliax_fp8.recipes import (
+    E4M3FNUZ,
+    E5M2,
+    E5M2FNUZ,
+    BlockScaling,
+    CurrentScaling,
+    MXFP8Scaling,
+    OperandUse,
+    RowwiseScaling,
+)
 
 
 MATRIX = (((1,), (0,)), ((), ()))
-FNUZ = {"forward": fp8.E4M3FNUZ, "backward": fp8.E5M2FNUZ}
-E4M3 = {"forward": fp8.E4M3, "backward": fp8.E4M3}
+FNUZ = {"forward": E4M3FNUZ, "backward": E5M2FNUZ}
+E4M3 = {"forward": fp8.recipes.E4M3, "backward": fp8.recipes.E4M3}
 FORMATS = {"fnuz": FNUZ, "E4M3": E4M3}
 # scaling, and its reference for operands whose last axis is contracted
 SCALINGS = {
-    "current": (fp8.CurrentScaling(), reference.current),
-    "rowwise": (fp8.RowwiseScaling(), reference.rowwise),
-    "1x128": (fp8.BlockScaling(), reference.block),
-    "mxfp8": (fp8.MXFP8Scaling(), reference.mxfp8),
+    "current": (CurrentScaling(), reference.current),
+    "rowwise": (RowwiseScaling(), reference.rowwise),
+    "1x128": (BlockScaling(), reference.block),
+    "mxfp8": (MXFP8Scaling(), reference.mxfp8),
 }
 
 over_formats = pytest.mark.parametrize("formats", FORMATS.values(), ids=FORMATS)
@@ -36,14 +46,14 @@ def loss(op, x, w, c):
     return (c * op(x, w, MATRIX)).sum()
 
 
-@pytest.mark.parametrize("format", [fp8.E5M2, fp8.E4M3FNUZ, fp8.E5M2FNUZ], ids=repr)
+@pytest.mark.parametrize("format", [E5M2, E4M3FNUZ, E5M2FNUZ], ids=repr)
 @pytest.mark.parametrize("name", SCALINGS)
 def test_data_and_scales_in_each_format_bit_for_bit(name, format):
     scaling, expected = SCALINGS[name]
     x = tensors()[0]
     x[0], x[1, 0], x[2, 5] = 0.0, -0.0, 1e-30
     data, scale = expected(x, format=format.name)
-    got = jax.jit(lambda x: scaling.quantize(x, fp8.OperandUse(format, contracted=(1,))))(x)
+    got = jax.jit(lambda x: scaling.quantize(x, OperandUse(format, contracted=(1,))))(x)
     assert got.data.dtype == format.dtype
     np.testing.assert_array_equal(np.asarray(got.data).view(np.uint8), data.view(np.uint8))
     np.testing.assert_array_equal(got.scale, scale)
@@ -66,7 +76,7 @@ def test_the_three_products_are_those_of_the_quantized_operands(formats):
         assert_within(got, exact, (160 + 4) * EPS * magnitude)
 
 
-@pytest.mark.parametrize("name, scaling", [("fnuz", fp8.DelayedScaling()), ("E4M3", fp8.RowwiseScaling())])
+@pytest.mark.parametrize("name, scaling", [("fnuz", fp8.DelayedScaling()), ("E4M3", RowwiseScaling())])
 def test_a_model_trains(name, scaling):
     formats = FORMATS[name]
     recipe = fp8.Recipe.of(scaling, **formats)
@@ -86,8 +96,8 @@ def test_gradients_in_e4m3_are_nearer_than_in_e5m2():
     x, w, c = map(jnp.asarray, tensors())
     exact = np.asarray(c, np.float64) @ np.asarray(w, np.float64).T
     errors = []
-    for backward in (fp8.E5M2, fp8.E4M3):
-        op = fp8.Fp8DotGeneral.init(fp8.Recipe.of(fp8.CurrentScaling(), backward=backward))
+    for backward in (E5M2, fp8.recipes.E4M3):
+        op = fp8.Fp8DotGeneral.init(fp8.Recipe.of(CurrentScaling(), backward=backward))
         errors.append(np.linalg.norm(jax.grad(loss, 1)(op, x, w, c) - exact))
     # The kernel's error, E4M3's in both, is half of the second: a factor of sqrt((4 + 1) / 2).
     assert errors[0] / errors[1] == pytest.approx(np.sqrt(2.5), rel=0.1)

@@ -14,33 +14,45 @@ import pytest
 import recipe_reference as reference
 
 import haliax_fp8 as fp8
+from haliax_fp8.recipes import (
+    E2M1,
+    E4M3,
+    E5M2,
+    BlockScaling,
+    CurrentScaling,
+    HighPrecision,
+    MXFP8Scaling,
+    OperandUse,
+    Quantization,
+    RowwiseScaling,
+)
 from haliax_fp8.recipes.scaling.block_geometry import e8m0_exponent
 
 
 MATRIX = (((1,), (0,)), ((), ()))
-RECIPES = sorted(fp8.recipes)
-STATELESS = [name for name in RECIPES if not fp8.recipes[name].is_stateful]
+RECIPES = sorted(fp8.recipes.named)
+STATELESS = [name for name in RECIPES if not fp8.recipes.named[name].is_stateful]
 KEY = jax.random.key(42)
 # scaling, its reference, and the error of its scales: 0 where they are powers of two
 SCALINGS = {
-    "current": (fp8.CurrentScaling(), reference.current),
+    "current": (CurrentScaling(), reference.current),
     "current, powers of two": (
-        fp8.CurrentScaling(power_of_two=True),
+        CurrentScaling(power_of_two=True),
         lambda x: reference.current(x, power_of_two=True),
     ),
-    "rowwise": (fp8.RowwiseScaling(), reference.rowwise),
+    "rowwise": (RowwiseScaling(), reference.rowwise),
     "rowwise, float32": (
-        fp8.RowwiseScaling(power_of_two=False),
+        RowwiseScaling(power_of_two=False),
         lambda x: reference.rowwise(x, power_of_two=False),
     ),
-    "1x128": (fp8.BlockScaling(), reference.block),
-    "128x128": (fp8.BlockScaling(square=True), lambda x: reference.block(x, rows=128)),
+    "1x128": (BlockScaling(), reference.block),
+    "128x128": (BlockScaling(square=True), lambda x: reference.block(x, rows=128)),
     "1x16, float32": (
-        fp8.BlockScaling(size=16, power_of_two=False),
+        BlockScaling(size=16, power_of_two=False),
         lambda x: reference.block(x, columns=16, power_of_two=False),
     ),
-    "mxfp8": (fp8.MXFP8Scaling(), reference.mxfp8),
-    "mxfp8, 32x32": (fp8.MXFP8Scaling(square=True), lambda x: reference.mxfp8(x, rows=32)),
+    "mxfp8": (MXFP8Scaling(), reference.mxfp8),
+    "mxfp8, 32x32": (MXFP8Scaling(square=True), lambda x: reference.mxfp8(x, rows=32)),
 }
 
 
@@ -74,7 +86,7 @@ def test_data_and_scales_equal_the_reference_bit_for_bit(name, matrix):
     scaling, expected = SCALINGS[name]
     x = MATRICES[matrix]
     data, scale = expected(x)
-    got = jax.jit(lambda x: scaling.quantize(x, fp8.OperandUse(fp8.E4M3, contracted=(1,))))(x)
+    got = jax.jit(lambda x: scaling.quantize(x, OperandUse(E4M3, contracted=(1,))))(x)
     nan = np.isnan(data.astype(np.float32))
     np.testing.assert_array_equal(np.isnan(np.asarray(got.data).astype(np.float32)), nan)
     np.testing.assert_array_equal(np.asarray(got.data).view(np.uint8)[~nan], data.view(np.uint8)[~nan])
@@ -105,7 +117,7 @@ def sqnr(reference, x):
 def prepared(name, loss, op=None):
     """An op that has seen one step, so that delayed and static scaling have scales; with a key if it needs one."""
     op = fp8.Fp8DotGeneral.init(name) if op is None else op
-    op = fp8.calibrate(op, loss, [()]) if fp8.recipes[name].is_stateful else op
+    op = fp8.calibrate(op, loss, [()]) if fp8.recipes.named[name].is_stateful else op
     return fp8.with_rounding_keys(op, KEY)
 
 
@@ -118,10 +130,10 @@ def gates(name):
     the operand's mean square. Two such operands: 17 dB. Random rounding of one of them has twice its error: 15.2 dB.
     One dB below that, for the rounding of the scales.
     """
-    recipe = fp8.recipes[name]
-    if recipe.input.format == fp8.E2M1:
+    recipe = fp8.recipes.named[name]
+    if recipe.input.format == E2M1:
         return 16, 14.2
-    return 28, 24 if recipe.output_grad.format == fp8.E5M2 else 28
+    return 28, 24 if recipe.output_grad.format == E5M2 else 28
 
 
 def problem(dtype=jnp.float32, rows=96, inputs=160, outputs=80):
@@ -150,11 +162,11 @@ def test_an_outlier_spoils_its_own_block_only(name):
     x = np.asarray(problem(rows=256, inputs=256)[0]).copy()
     x[0, 0] = 1e5
     quantize = lambda q, x: np.asarray(
-        q.scaling.quantize(jnp.asarray(x), fp8.OperandUse(q.format, contracted=(1,))).dequantize()
+        q.scaling.quantize(jnp.asarray(x), OperandUse(q.format, contracted=(1,))).dequantize()
     )
-    clean, tensor = np.ones_like(x, bool), fp8.recipes["current"].input
+    clean, tensor = np.ones_like(x, bool), fp8.recipes.named["current"].input
     clean[0] = False
-    assert sqnr(x[clean], quantize(fp8.recipes[name].input, x)[clean]) >= 31
+    assert sqnr(x[clean], quantize(fp8.recipes.named[name].input, x)[clean]) >= 31
     assert sqnr(x[clean], quantize(tensor, x)[clean]) < 20
 
 
@@ -250,13 +262,13 @@ def test_layers_with_different_recipes_train_in_one_step():
         model, opt_state, metrics = step(model, opt_state, x)
         losses.append(float(metrics["loss"]))
     assert losses[-1] < 0.7 * losses[0]
-    assert len(fp8.fp8_states(model)) == 1
+    assert len(fp8.training.fp8_states(model)) == 1
 
 
 def test_each_product_kept_in_high_precision_is_exact_and_runs_there():
     x, w, c = problem()
-    high = fp8.Quantization(fp8.E4M3, fp8.HighPrecision())
-    base = fp8.Recipe.of(fp8.CurrentScaling())
+    high = Quantization(E4M3, HighPrecision())
+    base = fp8.Recipe.of(CurrentScaling())
     cases = {
         "dgrad": (
             dataclasses.replace(base, kernel_for_dgrad=high, output_grad=high, output_grad_for_wgrad=base.input),
@@ -273,21 +285,21 @@ def test_each_product_kept_in_high_precision_is_exact_and_runs_there():
         assert f"{name} in high precision" in str(recipe)
 
 
-@pytest.mark.parametrize("alias", sorted(fp8.aliases))
+@pytest.mark.parametrize("alias", sorted(fp8.recipes.aliases))
 def test_aliases_name_recipes(alias):
-    assert fp8.recipe_by_name(alias) is fp8.recipes[fp8.aliases[alias]]
+    assert fp8.recipes.by_name(alias) is fp8.recipes.named[fp8.recipes.aliases[alias]]
 
 
 def test_bad_recipes_are_refused_with_the_reason():
     with pytest.raises(ValueError, match="nearest are.*'rowwise'"):
         fp8.Fp8Config(recipe="row-wise")
     with pytest.raises(ValueError, match="diverge"):
-        fp8.Recipe.of(fp8.MXFP8Scaling(), backward=fp8.E5M2)
-    high = fp8.Quantization(fp8.E4M3, fp8.HighPrecision())
+        fp8.Recipe.of(MXFP8Scaling(), backward=E5M2)
+    high = Quantization(E4M3, HighPrecision())
     with pytest.raises(ValueError, match="one operand of wgrad"):
-        dataclasses.replace(fp8.Recipe.of(fp8.CurrentScaling()), input_for_wgrad=high)
+        dataclasses.replace(fp8.Recipe.of(CurrentScaling()), input_for_wgrad=high)
     with pytest.raises(ValueError, match="at least 1"):
-        fp8.BlockScaling(size=0)
+        BlockScaling(size=0)
 
 
 @pytest.mark.parametrize("name", RECIPES)

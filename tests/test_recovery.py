@@ -8,6 +8,7 @@ import pytest
 from helpers import unchecked
 
 import haliax_fp8 as fp8
+from haliax_fp8.recipes import MaxOfHistory, MostRecent, RecoveringMax
 
 
 LENGTH, BEFORE, AFTER = 24, 6, 30
@@ -62,7 +63,7 @@ def dead_steps(found):
 @pytest.mark.parametrize("steps", [1, 4, 16])
 def test_steps_that_are_dead_after_an_outlier(steps):
     """All layers are back at once, although each sees zeros until the one before it is back; and as good as before."""
-    found, _ = accuracies(fp8.RecoveringMax(steps), OUTLIER)
+    found, _ = accuracies(RecoveringMax(steps), OUTLIER)
     assert dead_steps(found) <= steps
     assert found[BEFORE + 1] < 3.0
     # Within a few steps more, what is clipped meanwhile has grown to its size through all layers.
@@ -71,20 +72,20 @@ def test_steps_that_are_dead_after_an_outlier(steps):
 
 def test_the_maximum_is_dead_for_the_history_and_the_most_recent_for_a_step():
     """What the rule is measured against; behind one layer another takes a step more."""
-    assert dead_steps(accuracies(fp8.MaxOfHistory(), OUTLIER)[0]) >= LENGTH
-    assert dead_steps(accuracies(fp8.MostRecent(), OUTLIER)[0]) <= 4
+    assert dead_steps(accuracies(MaxOfHistory(), OUTLIER)[0]) >= LENGTH
+    assert dead_steps(accuracies(MostRecent(), OUTLIER)[0]) <= 4
 
 
 def test_an_update_interval_adds_to_it():
-    found, _ = accuracies(fp8.RecoveringMax(4), OUTLIER, update_interval=3)
+    found, _ = accuracies(RecoveringMax(4), OUTLIER, update_interval=3)
     assert dead_steps(found) <= 4 + 3
 
 
 def test_within_the_factor_it_is_the_maximum_bit_for_bit():
     """A tensor that alternates: nobody's scale comes from the other's step."""
     factors = [1.0, 100.0, 0.5, 3.0, 90.0, 1.0] * 2
-    states = [accuracies(rule, factors, jnp.tanh)[1] for rule in (fp8.MaxOfHistory(), fp8.RecoveringMax(2))]
-    for a, b in zip(*map(fp8.fp8_states, states), strict=True):
+    states = [accuracies(rule, factors, jnp.tanh)[1] for rule in (MaxOfHistory(), RecoveringMax(2))]
+    for a, b in zip(*map(fp8.training.fp8_states, states), strict=True):
         np.testing.assert_array_equal(a.array, b.array)
 
 
@@ -92,7 +93,7 @@ def test_within_the_factor_it_is_the_maximum_bit_for_bit():
 def test_numbers_are_those_of_the_definition_and_never_fall_with_the_newest(steps):
     rng = np.random.default_rng(0)
     for length in (1, 2, 5, 20):
-        rule = fp8.RecoveringMax(steps, factor=8.0)
+        rule = RecoveringMax(steps, factor=8.0)
         history = np.exp(rng.normal(0.0, 6.0, (40, length))).astype(np.float32)
         history[rng.random(history.shape) < 0.3] = 0.0
         history[rng.random(history.shape) < 0.1] = -np.inf
@@ -109,15 +110,15 @@ def test_numbers_are_those_of_the_definition_and_never_fall_with_the_newest(step
 
 
 def test_zeros_alone_keep_the_scale():
-    assert float(fp8.RecoveringMax().of_history(jnp.zeros(5))[0]) == 0.0
+    assert float(RecoveringMax().of_history(jnp.zeros(5))[0]) == 0.0
 
 
 def test_bad_options_are_refused():
     for steps in (0, -1, True):
         with pytest.raises(ValueError, match="steps=.* of RecoveringMax must be a positive integer; 16 is usual"):
-            fp8.RecoveringMax(steps)
+            RecoveringMax(steps)
     with unchecked(), pytest.raises(ValueError, match=r"steps=2.5 of RecoveringMax must be a positive integer"):
-        fp8.RecoveringMax(2.5)
+        RecoveringMax(2.5)
     for factor in (0.5, float("inf"), float("nan")):
         with pytest.raises(ValueError, match="factor=.* of RecoveringMax must be finite and at least 1; 256 is usual"):
-            fp8.RecoveringMax(factor=factor)
+            RecoveringMax(factor=factor)

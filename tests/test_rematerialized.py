@@ -27,14 +27,16 @@ def kept(function, *args):
 def test_keeps_inputs_alone():
     args = pair()
     inputs = sorted((x.shape, x.dtype.name) for x in args)
-    assert kept(fp8.rematerialized(swiglu), *args) == inputs
-    assert kept(fp8.rematerialized(swiglu, compute_dtype=jnp.float32), *args) == inputs
+    assert kept(fp8.memory.rematerialized(swiglu), *args) == inputs
+    assert kept(fp8.memory.rematerialized(swiglu, compute_dtype=jnp.float32), *args) == inputs
     assert len(kept(swiglu, *args)) > 2
 
 
 def test_is_the_function_bit_for_bit():
     args, grad = pair(), pair()[0]
-    (out, pullback), (expected, expected_pullback) = (jax.vjp(f, *args) for f in (fp8.rematerialized(swiglu), swiglu))
+    (out, pullback), (expected, expected_pullback) = (
+        jax.vjp(f, *args) for f in (fp8.memory.rematerialized(swiglu), swiglu)
+    )
     np.testing.assert_array_equal(out, expected)
     jax.tree.map(np.testing.assert_array_equal, pullback(grad), expected_pullback(grad))
 
@@ -49,7 +51,7 @@ def in_float64(gate, up, grad):
 def test_float32_rounds_once():
     """Within half a unit in the last place of bfloat16, and what float32 adds."""
     gate, up = pair()
-    out, pullback = jax.vjp(fp8.rematerialized(swiglu, compute_dtype=jnp.float32), gate, up)
+    out, pullback = jax.vjp(fp8.memory.rematerialized(swiglu, compute_dtype=jnp.float32), gate, up)
     plain, plain_pullback = jax.vjp(swiglu, gate, up)
     worst = 0.0
     for got, less, exact in zip(
@@ -74,8 +76,8 @@ def test_modules_keep_their_parameters_gradients():
         return jax.tree.leaves(eqx.filter_grad(lambda args: loss(*args))((norm, x)))
 
     plain = gradients(lambda norm: norm)
-    jax.tree.map(np.testing.assert_array_equal, gradients(fp8.rematerialized), plain)
-    in_float32 = gradients(lambda norm: fp8.rematerialized(norm, compute_dtype=jnp.float32))
+    jax.tree.map(np.testing.assert_array_equal, gradients(fp8.memory.rematerialized), plain)
+    in_float32 = gradients(lambda norm: fp8.memory.rematerialized(norm, compute_dtype=jnp.float32))
     for a, b in zip(in_float32, plain, strict=True):
         assert a.dtype == b.dtype
         np.testing.assert_allclose(np.float32(a), np.float32(b), rtol=0.05, atol=0.05 * float(abs(b).max()))
@@ -83,7 +85,7 @@ def test_modules_keep_their_parameters_gradients():
 
 @pytest.mark.parametrize("dtype", [None, jnp.float32])
 def test_under_transformations(dtype):
-    f = fp8.rematerialized(lambda x: jax.nn.gelu(x), compute_dtype=dtype)
+    f = fp8.memory.rematerialized(lambda x: jax.nn.gelu(x), compute_dtype=dtype)
     x = jax.random.normal(jax.random.key(0), (4, 16))
     gradient = jax.grad(lambda x: f(x).sum())
     np.testing.assert_allclose(jax.vmap(gradient)(x), jax.jit(gradient)(x), rtol=1e-6, atol=1e-7)
@@ -124,7 +126,7 @@ def test_a_scan_stacks_the_inputs_alone():
         return [aval.dtype.name for aval in wide], step(model, x)
 
     plain, expected = stacked(lambda f: f)
-    found, got = stacked(fp8.rematerialized)
+    found, got = stacked(fp8.memory.rematerialized)
     # The block's input and what goes into the activation; and the inputs of two products.
     assert sorted(found) == ["float32"] * 2 + ["float8_e4m3fn"] * 2 and len(plain) > 6
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
@@ -136,7 +138,7 @@ def test_scales_stay_as_they_are():
     Embed, Batch = hax.make_axes(embed=16, batch=4)
     layer = fp8.fp8_linear_layers(hnn.Linear.init(Embed, Embed.alias("out"), key=jax.random.key(0)))
     x = hax.ones((Batch, Embed)) * 1.001
-    loss = lambda layer: fp8.rematerialized(layer, compute_dtype=jnp.bfloat16)(x).sum().scalar()
+    loss = lambda layer: fp8.memory.rematerialized(layer, compute_dtype=jnp.bfloat16)(x).sum().scalar()
     (rounded, gradient) = eqx.filter_value_and_grad(loss)(layer)
     assert gradient.dot_general.state.table.array.dtype == jnp.float32 and rounded.dtype == jnp.float32
     kernel = np.abs(np.asarray(layer.weight.array.astype(jnp.bfloat16), np.float32)).max()
@@ -145,4 +147,4 @@ def test_scales_stay_as_they_are():
 
 def test_refuses_what_is_no_floating_dtype():
     with pytest.raises(ValueError, match="compute_dtype=.*is not a floating dtype"):
-        fp8.rematerialized(jax.nn.gelu, compute_dtype=jnp.int32)
+        fp8.memory.rematerialized(jax.nn.gelu, compute_dtype=jnp.int32)

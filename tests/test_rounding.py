@@ -14,10 +14,21 @@ from helpers import unchecked
 from jax.sharding import AxisType, PartitionSpec as P
 
 import haliax_fp8 as fp8
+from haliax_fp8.recipes import (
+    E2M1,
+    E4M3,
+    E4M3FNUZ,
+    E5M2,
+    E5M2FNUZ,
+    CurrentScaling,
+    Quantization,
+    RowwiseScaling,
+    Stochastic,
+)
 
 
 MATRIX = (((1,), (0,)), ((), ()))
-FORMATS = [fp8.E4M3, fp8.E5M2, fp8.E4M3FNUZ, fp8.E5M2FNUZ, fp8.E2M1]
+FORMATS = [E4M3, E5M2, E4M3FNUZ, E5M2FNUZ, E2M1]
 KEY, OTHER_KEY = jax.random.key(3), jax.random.key(4)
 DRAWS = 10_000
 
@@ -29,7 +40,7 @@ over_formats = pytest.mark.parametrize("format", FORMATS, ids=repr)
 
 def magnitudes(format):
     """Every finite value of a format that is not negative, decoded by `ml_dtypes`."""
-    bits = 4 if format is fp8.E2M1 else 8
+    bits = 4 if format is E2M1 else 8
     values = np.arange(2 ** (bits - 1), dtype=np.uint8).view(format.dtype).astype(np.float64)
     return values[np.isfinite(values)]
 
@@ -40,7 +51,7 @@ def cast():
 
     @eqx.filter_jit
     def counts(x, format, key):
-        drawn = fp8.Stochastic().cast(jnp.broadcast_to(x[:, None], (x.size, DRAWS)), format, key).astype(jnp.float32)
+        drawn = Stochastic().cast(jnp.broadcast_to(x[:, None], (x.size, DRAWS)), format, key).astype(jnp.float32)
         return drawn.min(axis=1), drawn.max(axis=1), (drawn == drawn.max(axis=1, keepdims=True)).sum(axis=1)
 
     return counts
@@ -83,7 +94,7 @@ def test_what_has_one_answer_is_not_drawn(cast, format):
     smallest, largest, _ = cast(jnp.asarray(x, jnp.float32), format, KEY)
     np.testing.assert_array_equal(smallest, expected)
     np.testing.assert_array_equal(largest, expected)
-    assert np.isnan(np.asarray(fp8.Stochastic().cast(jnp.array([jnp.nan]), format, KEY)).astype(np.float32)).all()
+    assert np.isnan(np.asarray(Stochastic().cast(jnp.array([jnp.nan]), format, KEY)).astype(np.float32)).all()
 
 
 @over_formats
@@ -100,15 +111,15 @@ def test_a_share_of_one_in_a_thousand(cast, format):
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_narrow_input_draws_as_float32_does(dtype):
     x = jax.random.normal(KEY, (64,), dtype)
-    data = fp8.Stochastic().cast(x, fp8.E4M3, KEY)
-    np.testing.assert_array_equal(data, fp8.Stochastic().cast(x.astype(jnp.float32), fp8.E4M3, KEY))
+    data = Stochastic().cast(x, E4M3, KEY)
+    np.testing.assert_array_equal(data, Stochastic().cast(x.astype(jnp.float32), E4M3, KEY))
 
 
 def test_keys_of_an_ensemble_draw_for_their_members():
     keys, x = jax.random.split(KEY, 4).reshape(2, 2), jax.random.normal(KEY, (2, 2, 40))
-    got = fp8.Stochastic().cast(x, fp8.E5M2, keys)
+    got = Stochastic().cast(x, E5M2, keys)
     for i, j in np.ndindex(2, 2):
-        np.testing.assert_array_equal(got[i, j], fp8.Stochastic().cast(x[i, j], fp8.E5M2, keys[i, j]))
+        np.testing.assert_array_equal(got[i, j], Stochastic().cast(x[i, j], E5M2, keys[i, j]))
 
 
 # --- The draws of a product -------------------------------------------------------------------------------------------
@@ -120,8 +131,8 @@ HALVES = jnp.where(jnp.eye(SIZE, dtype=bool), 448.0, 1.0625)
 UNIT = jnp.eye(SIZE)
 OFF_DIAGONAL = ~np.eye(SIZE, dtype=bool)
 
-RANDOM = fp8.Quantization(fp8.E4M3, fp8.RowwiseScaling(), fp8.Stochastic())
-NEAREST = fp8.Quantization(fp8.E4M3, fp8.RowwiseScaling())
+RANDOM = Quantization(E4M3, RowwiseScaling(), Stochastic())
+NEAREST = Quantization(E4M3, RowwiseScaling())
 ALL_RANDOM = fp8.Recipe(RANDOM, RANDOM, RANDOM)
 RANDOM_GRADIENT = fp8.Recipe(NEAREST, NEAREST, RANDOM)
 
@@ -173,7 +184,7 @@ def test_every_operand_of_every_product_draws_its_own_numbers():
 
 
 def test_an_operand_with_one_scale_is_rounded_once_for_both_products():
-    tensor = fp8.Quantization(fp8.E4M3, fp8.CurrentScaling(), fp8.Stochastic())
+    tensor = Quantization(E4M3, CurrentScaling(), Stochastic())
     dx, dw = pullback(keyed(fp8.Recipe(tensor, tensor, tensor)), UNIT, UNIT, HALVES)
     np.testing.assert_array_equal(ups(dx), ups(dw))
 
@@ -264,7 +275,7 @@ def test_per_example_gradients_draw_as_single_calls_do():
 def test_an_op_with_state_under_vmap_of_its_keys_or_its_state(mapped, order):
     """Whichever of the two is mapped makes members; each is as by itself, state and draws, and operands are shared."""
     scaling = fp8.DelayedScaling(amax_history_length=2)
-    random = fp8.Quantization(fp8.E4M3, scaling, fp8.Stochastic())
+    random = Quantization(E4M3, scaling, Stochastic())
     op = fp8.Fp8DotGeneral.init(fp8.Recipe(random, random, random))
     axes = {"keys": (None, 0), "states": (0, None), "both": (0, 0)}[mapped]
     given = jnp.array([0.25, 1.5, 3.0]), jax.random.split(KEY, 3)

@@ -13,15 +13,16 @@ from helpers import EPS, assert_within, equations, products
 import haliax_fp8 as fp8
 from haliax_fp8._product.dimensions import DotDimensions
 from haliax_fp8._product.scales import exponent_of, native_product
+from haliax_fp8.recipes import E4M3, BlockScaling, CurrentScaling, MXFP8Scaling, NVFP4Scaling, OperandUse, StaticScaling
 
 
 MATRIX = (((1,), (0,)), ((), ()))
 BLOCKS = {
-    "mxfp8": fp8.MXFP8Scaling(),
-    "mxfp8, 32x32": fp8.MXFP8Scaling(square=True),
-    "1x128": fp8.BlockScaling(),
-    "128x128": fp8.BlockScaling(square=True),
-    "1x96": fp8.BlockScaling(size=96),
+    "mxfp8": MXFP8Scaling(),
+    "mxfp8, 32x32": MXFP8Scaling(square=True),
+    "1x128": BlockScaling(),
+    "128x128": BlockScaling(square=True),
+    "1x96": BlockScaling(size=96),
 }
 # dimension numbers, shapes: the last pair of contracted axes carries the blocks
 PRODUCTS = {
@@ -45,8 +46,8 @@ def operands(shape_a, shape_b):
 def quantized(a, b, numbers, scaling_a, scaling_b):
     """In the order of contraction that an op quantizes in: that of the first operand's axes."""
     pairs = sorted(zip(*numbers[0], strict=True))
-    a = scaling_a.quantize(a, fp8.OperandUse(fp8.E4M3, contracted=tuple(axis for axis, _ in pairs)))
-    b = scaling_b.quantize(b, fp8.OperandUse(fp8.E4M3, contracted=tuple(axis for _, axis in pairs)))
+    a = scaling_a.quantize(a, OperandUse(E4M3, contracted=tuple(axis for axis, _ in pairs)))
+    b = scaling_b.quantize(b, OperandUse(E4M3, contracted=tuple(axis for _, axis in pairs)))
     ordered = (tuple(axis for axis, _ in pairs), tuple(axis for _, axis in pairs)), numbers[1]
     return a, b, ordered
 
@@ -103,22 +104,22 @@ def programs(scaling, rows=256):
 def test_products_that_hardware_takes_have_a_native_branch():
     """The branch that a CPU does not take is in the program still: XLA chooses by platform."""
     native = {
-        "mxfp8": fp8.MXFP8Scaling(),
-        "deepseek": fp8.BlockScaling(),
-        "float32 scales": fp8.BlockScaling(power_of_two=False),
-        "blocks of 16": fp8.BlockScaling(size=16),
-        "nvfp4": fp8.NVFP4Scaling(),
-        "current": fp8.CurrentScaling(),
+        "mxfp8": MXFP8Scaling(),
+        "deepseek": BlockScaling(),
+        "float32 scales": BlockScaling(power_of_two=False),
+        "blocks of 16": BlockScaling(size=16),
+        "nvfp4": NVFP4Scaling(),
+        "current": CurrentScaling(),
     }
     counts = {name: programs(scaling).count("scaled_dot") for name, scaling in native.items()}
     assert counts == {"mxfp8": 3, "deepseek": 3} | dict.fromkeys(list(native)[2:], 0)
 
 
-@pytest.mark.parametrize("name", sorted(fp8.recipes))
+@pytest.mark.parametrize("name", sorted(fp8.recipes.named))
 def test_operands_without_elements(name):
     """No rows; nothing to sum over."""
     # A static scale has to be given: there is nothing to measure.
-    recipe = fp8.StaticScaling(1.0) if name == "static" else name
+    recipe = StaticScaling(1.0) if name == "static" else name
     op = fp8.with_rounding_keys(fp8.Fp8DotGeneral.init(recipe), jax.random.key(0))
     for shapes in (((0, 64), (64, 32)), ((4, 0), (0, 32))):
         x, w = map(jnp.ones, shapes)

@@ -10,6 +10,7 @@ import pytest
 from numpy_reference import FNUZ, OCP, OPERANDS, DelayedScalingReference, amax, assert_state_is
 
 import haliax_fp8 as fp8
+from haliax_fp8.recipes import E4M3, E4M3FNUZ, E5M2, E5M2FNUZ
 
 
 HISTORY = 2
@@ -53,8 +54,11 @@ def after_a_step(model, factor, x, g, gradient):
 @pytest.mark.parametrize(
     "formats",
     [
-        [(fp8.E4M3, fp8.E5M2, OCP), (fp8.E4M3FNUZ, fp8.E5M2FNUZ, FNUZ)],
-        [(fp8.E5M2, fp8.E5M2, dict.fromkeys(OPERANDS, 57344.0)), (fp8.E4M3, fp8.E5M2, OCP)],
+        [(E4M3, E5M2, OCP), (E4M3FNUZ, E5M2FNUZ, FNUZ)],
+        [
+            (E5M2, E5M2, dict.fromkeys(OPERANDS, 57344.0)),
+            (E4M3, E5M2, OCP),
+        ],
     ],
     ids=["fnuz second", "E5M2 first"],
 )
@@ -88,7 +92,7 @@ def test_the_largest_scale_of_an_input_group_serves_all():
 
     # Value and state leave the differentiated function; outside, every layer has the scale of its own.
     outputs = lambda model: (jnp.float32(0.0), [out.array for out in model(x, factor)])
-    _, shared = fp8.filter_grad(outputs, has_aux=True)(fp8.share_input_scales(model, [("first", "second")]))
+    _, shared = fp8.filter_grad(outputs, has_aux=True)(fp8.memory.share_input_scales(model, [("first", "second")]))
     _, apart = fp8.filter_grad(outputs, has_aux=True)(model)
 
     def with_scale(layer, scale):
@@ -103,7 +107,7 @@ def test_the_largest_scale_of_an_input_group_serves_all():
 def test_calibration_and_statistics_of_an_input_group_keep_it():
     """Both run the model with other recipes for a while."""
     model = fp8.fp8_linear_layers(Two.init(), fp8.Fp8Config(amax_history_length=HISTORY))
-    model = fp8.share_input_scales(model, [("first", "second")])
+    model = fp8.memory.share_input_scales(model, [("first", "second")])
     other = model.first.dot_general.with_recipe(model.first.dot_general.recipe.measured)
     assert other.state.input_group == model.first.dot_general.state.input_group == "first+second"
 

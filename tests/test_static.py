@@ -12,16 +12,14 @@ import pytest
 from helpers import accumulation_error, assert_within, equations, fp8_products, unchecked
 
 import haliax_fp8 as fp8
+from haliax_fp8.recipes import E4M3, E5M2, CurrentScaling, Quantization, StaticScaling
 
 
 MATRIX = (((1,), (0,)), ((), ()))
 OPERANDS = ("input", "kernel", "output_grad")
 GIVEN = (0.25, 0.3, 3e-4)
 RECIPE = fp8.Recipe(
-    *(
-        fp8.Quantization(format, fp8.StaticScaling(scale))
-        for format, scale in zip((fp8.E4M3, fp8.E4M3, fp8.E5M2), GIVEN, strict=True)
-    )
+    *(Quantization(format, StaticScaling(scale)) for format, scale in zip((E4M3, E4M3, E5M2), GIVEN, strict=True))
 )
 
 
@@ -52,7 +50,7 @@ def test_products_use_the_given_scales():
 
 @pytest.mark.parametrize("margin", [0, 3, -2])
 def test_calibration_takes_the_largest_amax_of_all_batches(margin):
-    op = fp8.Fp8DotGeneral.init(fp8.StaticScaling(scale=5.0, margin=margin))
+    op = fp8.Fp8DotGeneral.init(StaticScaling(scale=5.0, margin=margin))
     batches = [tensors(1), tensors(4), tensors(2)]
     op = fp8.calibrate(op, loss, batches)
     for row, (operand, limit) in enumerate(zip(OPERANDS, (448.0, 448.0, 57344.0), strict=True)):
@@ -75,7 +73,7 @@ def test_calibration_of_an_operand_of_zeros_or_infinities_keeps_the_scale():
 def test_calibrated_scales_clip_nothing_and_margins_leave_room():
     x, w, c = tensors()
     for margin, room in ((0, 1.0), (1, 2.0)):
-        op = fp8.calibrate(fp8.Fp8DotGeneral.init(fp8.StaticScaling(margin=margin)), loss, [(x, w, c)])
+        op = fp8.calibrate(fp8.Fp8DotGeneral.init(StaticScaling(margin=margin)), loss, [(x, w, c)])
         used = float(jnp.abs(x).max() / (op.scale("input") * 448.0))
         assert used == pytest.approx(1.0 / room)
         measured = fp8.quantization_statistics(op, loss, x, w, c)
@@ -111,7 +109,7 @@ def test_a_training_step_moves_parameters_only():
     for _ in range(3):
         new, opt_state, metrics = step(new, opt_state, x)
     assert metrics["loss"] < mean_square(model, x)
-    for before, after in zip(fp8.fp8_states(model), fp8.fp8_states(new), strict=True):
+    for before, after in zip(fp8.training.fp8_states(model), fp8.training.fp8_states(new), strict=True):
         np.testing.assert_array_equal(before.array, after.array)
     assert not np.array_equal(model.layers[0].weight, new.layers[0].weight)
 
@@ -131,10 +129,10 @@ def reductions(scaling):
 
 
 def test_no_amax_is_taken():
-    assert reductions(fp8.StaticScaling()) == []
+    assert reductions(StaticScaling()) == []
     # The reader of programs, on what it has to find: an amax for each operand, and the history's.
     assert reductions(fp8.DelayedScaling()) == ["reduce_max"] * 4
-    assert len(reductions(fp8.CurrentScaling())) == 3
+    assert len(reductions(CurrentScaling())) == 3
 
 
 # --- Before calibration -----------------------------------------------------------------------------------------------
@@ -148,8 +146,8 @@ def uses(op, x, w, c):
 @pytest.mark.parametrize("transform", [lambda f: f, jax.jit], ids=["eager", "jit"])
 @pytest.mark.parametrize("without", OPERANDS)
 def test_an_unknown_scale_makes_every_product_that_uses_it_nan(transform, without):
-    given = fp8.Recipe.of(fp8.StaticScaling(0.25))
-    unknown = dataclasses.replace(getattr(given, without), scaling=fp8.StaticScaling())
+    given = fp8.Recipe.of(StaticScaling(0.25))
+    unknown = dataclasses.replace(getattr(given, without), scaling=StaticScaling())
     op = fp8.Fp8DotGeneral.init(dataclasses.replace(given, **{without: unknown}))
     arrays, static = eqx.partition(op, eqx.is_array)
     found = transform(lambda arrays, *args: uses(eqx.combine(arrays, static), *args))(arrays, *tensors())
@@ -266,10 +264,10 @@ def test_conversion_with_debug_nans():
 @pytest.mark.parametrize("scale", [0.0, -1.0, float("inf"), float("nan")])
 def test_scales_that_are_none_are_refused(scale):
     with pytest.raises(ValueError, match=r"scale=.* of StaticScaling must be (positive and|a) finite"):
-        fp8.StaticScaling(scale=scale)
+        StaticScaling(scale=scale)
 
 
 @pytest.mark.parametrize("margin", [1.5, True, "1"])
 def test_margins_that_are_no_integers_are_refused(margin):
     with unchecked(), pytest.raises(ValueError, match=r"margin=.* of StaticScaling must be an integer"):
-        fp8.StaticScaling(margin=margin)
+        StaticScaling(margin=margin)

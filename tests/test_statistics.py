@@ -10,6 +10,17 @@ import pytest
 import recipe_reference as reference
 
 import haliax_fp8 as fp8
+from haliax_fp8.recipes import (
+    E2M1,
+    E4M3,
+    E4M3FNUZ,
+    E5M2,
+    CurrentScaling,
+    HighPrecision,
+    NVFP4Scaling,
+    Quantization,
+    StaticScaling,
+)
 
 
 MATRIX = (((1,), (0,)), ((), ()))
@@ -106,7 +117,7 @@ def test_clipped_and_flushed_elements_are_counted(kind, formats):
     forward, backward = (getattr(fp8, name) for name in formats)
     by_operand = (forward, forward, backward)
     if kind == "static":
-        quantizations = [fp8.Quantization(f, fp8.StaticScaling(s)) for f, s in zip(by_operand, SCALES, strict=True)]
+        quantizations = [Quantization(f, StaticScaling(s)) for f, s in zip(by_operand, SCALES, strict=True)]
         op = fp8.Fp8DotGeneral.init(fp8.Recipe(*quantizations))
     else:
         op = fp8.Fp8DotGeneral.init(fp8.Recipe.of(fp8.DelayedScaling(), forward=forward, backward=backward))
@@ -124,11 +135,11 @@ def test_clipped_and_flushed_elements_are_counted(kind, formats):
     assert any(row["saturation"] > 0 for row in rows)
 
 
-@pytest.mark.parametrize("format", [fp8.E4M3, fp8.E5M2, fp8.E4M3FNUZ, fp8.E2M1], ids=repr)
+@pytest.mark.parametrize("format", [E4M3, E5M2, E4M3FNUZ, E2M1], ids=repr)
 def test_what_rounds_to_the_maximum_is_not_clipped(format):
     half = 2.0 ** (np.floor(np.log2(format.max)) - format.mantissa_bits - 1)
     x = jnp.array([[format.max, format.max + 0.99 * half, -format.max - 0.99 * half, format.max + 1.01 * half]])
-    static = fp8.Quantization(format, fp8.StaticScaling(1.0))
+    static = Quantization(format, StaticScaling(1.0))
     op = fp8.Fp8DotGeneral.init(fp8.Recipe(static, static, static))
     (got,) = fp8.quantization_statistics(op, loss, x, jnp.ones((4, 1)), jnp.ones((1, 1))).ops.values()
     assert float(got.saturation[0]) == 0.25
@@ -139,7 +150,7 @@ def test_a_recipe_of_four_bits_counts_and_its_flushed_blocks_are_not_clipped():
     x, w, c = tensors()
     x = x.copy()
     x[0, 0] = 1e9
-    recipe = fp8.Recipe.of(fp8.NVFP4Scaling(), forward=fp8.E2M1)
+    recipe = fp8.Recipe.of(NVFP4Scaling(), forward=E2M1)
     (got,) = fp8.quantization_statistics(
         fp8.Fp8DotGeneral.init(recipe), loss, *map(jnp.asarray, (x, w, c))
     ).ops.values()
@@ -157,7 +168,7 @@ def test_a_recipe_of_four_bits_counts_and_its_flushed_blocks_are_not_clipped():
 def test_magnitudes_whose_squares_float32_does_not_have(factor):
     """Gradients of a mean over many elements are that small; their error is the same at any magnitude."""
     x, w, c = map(jnp.asarray, tensors())
-    op = fp8.Fp8DotGeneral.init(fp8.CurrentScaling(power_of_two=True))
+    op = fp8.Fp8DotGeneral.init(CurrentScaling(power_of_two=True))
     at = lambda factor: next(iter(fp8.quantization_statistics(op, loss, x, w, factor * c).ops.values()))
     exponent = 2.0 ** round(np.log2(factor))
     plain, scaled = at(1.0), at(exponent)
@@ -171,7 +182,7 @@ def test_magnitudes_whose_squares_float32_does_not_have(factor):
 
 def prepared(name, *arrays):
     op = fp8.Fp8DotGeneral.init(name)
-    op = fp8.calibrate(op, loss, [arrays]) if fp8.recipes[name].is_stateful else op
+    op = fp8.calibrate(op, loss, [arrays]) if fp8.recipes.named[name].is_stateful else op
     return fp8.with_rounding_keys(op, KEY)
 
 
@@ -208,7 +219,7 @@ def test_measuring_changes_no_number_of_the_model(name):
 
 
 def test_a_second_use_that_is_written_out_is_shared_still():
-    tensor = fp8.Quantization(fp8.E4M3, fp8.CurrentScaling())
+    tensor = Quantization(E4M3, CurrentScaling())
     recipe = dataclasses.replace(fp8.Recipe(tensor, tensor, tensor), input_for_wgrad=tensor, kernel_for_dgrad=tensor)
     measured = recipe.measured
     assert measured.input_for_wgrad == measured.input and measured.kernel_for_dgrad == measured.kernel
@@ -237,7 +248,10 @@ def test_members_of_an_ensemble_are_measured_apart():
 
 def test_operands_in_high_precision_lose_nothing():
     x, w, c = map(jnp.asarray, tensors())
-    high, tensor = fp8.Quantization(fp8.E4M3, fp8.HighPrecision()), fp8.Quantization(fp8.E4M3, fp8.CurrentScaling())
+    high, tensor = (
+        Quantization(E4M3, HighPrecision()),
+        Quantization(E4M3, CurrentScaling()),
+    )
     # fprop alone in FP8: the gradient of the output stays as it is.
     recipe = fp8.Recipe(tensor, tensor, high, input_for_wgrad=high, kernel_for_dgrad=high)
     (got,) = fp8.quantization_statistics(fp8.Fp8DotGeneral.init(recipe), loss, x, w, c).ops.values()

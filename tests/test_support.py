@@ -16,6 +16,18 @@ from haliax_fp8.devices import Device
 from haliax_fp8.devices.device import devices
 from haliax_fp8.devices.units import FP8_UNITS
 from haliax_fp8.layers import convert
+from haliax_fp8.recipes import (
+    E4M3,
+    E4M3FNUZ,
+    E5M2FNUZ,
+    BlockScaling,
+    CurrentScaling,
+    HadamardScaling,
+    HighPrecision,
+    MXFP8Scaling,
+    Quantization,
+    RowwiseScaling,
+)
 
 
 A100, H100, B200 = (Device.by_name(name) for name in ("a100", "h100", "b200"))
@@ -41,9 +53,9 @@ def on(monkeypatch):
 
 
 @pytest.mark.parametrize("device", devices)
-@pytest.mark.parametrize("recipe", fp8.recipes)
+@pytest.mark.parametrize("recipe", fp8.recipes.named)
 def test_outcomes(recipe, device):
-    support = fp8.supported(recipe, device)
+    support = fp8.recipes.supported(recipe, device)
     expected = "emulated" if device == "cpu" else "native" if (recipe, device) in NATIVE else "refused"
     assert support.outcome == expected
     assert support.is_native == (expected == "native")
@@ -51,12 +63,16 @@ def test_outcomes(recipe, device):
 
 
 def test_a_recipe_may_be_given_as_its_name_a_scaling_or_itself():
-    ways = ("current", fp8.CurrentScaling(), fp8.Recipe.of(fp8.CurrentScaling()))
-    assert len({fp8.supported(way, H100) for way in ways}) == 1
+    ways = ("current", CurrentScaling(), fp8.Recipe.of(CurrentScaling()))
+    assert len({fp8.recipes.supported(way, H100) for way in ways}) == 1
 
 
 def test_without_a_device_the_one_that_is_here_is_meant():
-    assert fp8.supported("delayed") == fp8.supported("delayed", "local") == fp8.supported("delayed", "cpu")
+    assert (
+        fp8.recipes.supported("delayed")
+        == fp8.recipes.supported("delayed", "local")
+        == fp8.recipes.supported("delayed", "cpu")
+    )
 
 
 @pytest.mark.parametrize(
@@ -73,36 +89,37 @@ def test_without_a_device_the_one_that_is_here_is_meant():
     ],
 )
 def test_reasons(recipe, device, reason):
-    assert re.search(reason, fp8.supported(recipe, device).reason)
+    assert re.search(reason, fp8.recipes.supported(recipe, device).reason)
 
 
 def test_fnuz_recipes_are_for_mi300_alone():
-    recipe = fp8.Recipe.of(fp8.DelayedScaling(), forward=fp8.E4M3FNUZ, backward=fp8.E5M2FNUZ)
-    native = {name for name in devices if fp8.supported(recipe, name).is_native}
+    recipe = fp8.Recipe.of(fp8.DelayedScaling(), forward=E4M3FNUZ, backward=E5M2FNUZ)
+    native = {name for name in devices if fp8.recipes.supported(recipe, name).is_native}
     assert native == {"mi300x", "mi325x"}
 
 
 def test_a_product_of_two_kinds_of_scales_is_no_units():
     mixed = dataclasses.replace(
-        fp8.Recipe.of(fp8.MXFP8Scaling()), kernel=fp8.Quantization(fp8.E4M3, fp8.CurrentScaling())
+        fp8.Recipe.of(MXFP8Scaling()),
+        kernel=Quantization(E4M3, CurrentScaling()),
     )
-    support = fp8.supported(mixed, B200)
+    support = fp8.recipes.supported(mixed, B200)
     assert support.outcome == "refused"
     # wgrad does not use the kernel, and is a product of two MXFP8 operands.
     assert support.reason.startswith("fprop, dgrad: ")
 
 
 def test_products_in_high_precision_need_nothing():
-    high = fp8.Quantization(fp8.E4M3, fp8.HighPrecision())
+    high = Quantization(E4M3, HighPrecision())
     recipe = fp8.Recipe(high, high, high)
-    assert fp8.supported(recipe, A100).is_native
+    assert fp8.recipes.supported(recipe, A100).is_native
     # Left in high precision are the products that the device would lack units for.
-    mx = fp8.Recipe.of(fp8.MXFP8Scaling())
-    current = fp8.Quantization(fp8.E4M3, fp8.CurrentScaling())
+    mx = fp8.Recipe.of(MXFP8Scaling())
+    current = Quantization(E4M3, CurrentScaling())
     forward_only = dataclasses.replace(
         mx, input=current, kernel=current, output_grad=high, kernel_for_dgrad=high, input_for_wgrad=high
     )
-    assert fp8.supported(forward_only, H100).is_native
+    assert fp8.recipes.supported(forward_only, H100).is_native
 
 
 @pytest.mark.parametrize(
@@ -111,21 +128,26 @@ def test_products_in_high_precision_need_nothing():
 )
 def test_unknown_names_are_refused_with_the_nearest(recipe, device, message):
     with pytest.raises(ValueError, match=message):
-        fp8.supported(recipe, device)
+        fp8.recipes.supported(recipe, device)
 
 
 def test_only_powers_of_two_for_whole_blocks_of_32_are_mxfp8():
-    scalings = (fp8.BlockScaling(64), fp8.BlockScaling(128), fp8.BlockScaling(48), fp8.BlockScaling(power_of_two=False))
-    assert [fp8.supported(scaling, "b200").is_native for scaling in scalings] == [True, True, False, False]
+    scalings = (
+        BlockScaling(64),
+        BlockScaling(128),
+        BlockScaling(48),
+        BlockScaling(power_of_two=False),
+    )
+    assert [fp8.recipes.supported(scaling, "b200").is_native for scaling in scalings] == [True, True, False, False]
 
 
 def test_a_scaling_within_another_decides():
-    rotated = fp8.Quantization(fp8.E4M3, fp8.HadamardScaling(fp8.MXFP8Scaling()))
+    rotated = Quantization(E4M3, HadamardScaling(MXFP8Scaling()))
     recipe = dataclasses.replace(
-        fp8.Recipe.of(fp8.CurrentScaling()), input_for_wgrad=rotated, output_grad_for_wgrad=rotated
+        fp8.Recipe.of(CurrentScaling()), input_for_wgrad=rotated, output_grad_for_wgrad=rotated
     )
-    assert fp8.supported(recipe, "b200").is_native
-    assert fp8.supported(recipe, "h100").reason.startswith("wgrad: MXFP8 products")
+    assert fp8.recipes.supported(recipe, "b200").is_native
+    assert fp8.recipes.supported(recipe, "h100").reason.startswith("wgrad: MXFP8 products")
 
 
 def test_grouped_products_take_one_scale_per_tensor(on):
@@ -156,7 +178,7 @@ def test_conversion_refuses_to_emulate_on_an_accelerator(linear, on, device, rec
     on(Device.by_name(device))
     with pytest.raises(ValueError, match=Device.by_name(device).kind) as error:
         fp8.fp8_linear_layers(linear, fp8.Fp8Config(recipe=recipe))
-    assert fp8.supported(recipe, device).reason in str(error.value)
+    assert fp8.recipes.supported(recipe, device).reason in str(error.value)
     assert "emulate=True" in str(error.value)
 
 
@@ -236,4 +258,4 @@ def test_the_training_step_logs_the_summary_and_prints_nothing(linear, caplog, c
 
 def test_units_are_values():
     """A recipe is compared and hashed by its scalings; the units that these name are the same objects."""
-    assert fp8.DelayedScaling.units is fp8.CurrentScaling.units is fp8.RowwiseScaling.units is FP8_UNITS
+    assert fp8.DelayedScaling.units is CurrentScaling.units is RowwiseScaling.units is FP8_UNITS

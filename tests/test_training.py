@@ -12,8 +12,6 @@ from helpers import EPS, assert_within, float64, quantize, rounded_up, rounding_
 from numpy_reference import OCP, OPERANDS, DelayedScalingReference, amax, assert_state_is
 
 from haliax_fp8 import (
-    E4M3,
-    E5M2,
     Fp8Config,
     TrainStep,
     accumulate_gradients,
@@ -24,6 +22,7 @@ from haliax_fp8 import (
     partition_for_grad_overwrite,
     trainable,
 )
+from haliax_fp8.recipes import E4M3, E5M2
 
 
 f32, bf16, f16 = jnp.float32, jnp.bfloat16, jnp.float16

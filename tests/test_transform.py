@@ -29,6 +29,7 @@ from haliax_fp8 import (
     partition_for_grad_overwrite,
     restore_linear_layers,
 )
+from haliax_fp8.recipes import E4M3
 
 
 Batch, In, Out, Hidden = hax.make_axes(batch=4, input=8, output=6, hidden=10)
@@ -539,7 +540,7 @@ def test_exclude_wins_over_targets_and_overrides():
 
 
 def test_overrides():
-    e4m3 = Recipe.of(DelayedScaling(amax_history_length=7), backward=haliax_fp8.E4M3)
+    e4m3 = Recipe.of(DelayedScaling(amax_history_length=7), backward=E4M3)
     config = Fp8Config(
         targets="layers.*",
         recipe=DelayedScaling(amax_history_length=5),
@@ -593,7 +594,7 @@ def test_fields_of_the_configuration_as_keywords():
             "fp8_linear_layers(model, recipe=DelayedScaling(amax_history_length=4, margin=0))?",
         ),
         (DelayedScaling, "fp8_linear_layers(model, recipe=DelayedScaling())?"),
-        (haliax_fp8.recipes["current"], "fp8_linear_layers(model, recipe=...)?"),
+        (haliax_fp8.recipes.named["current"], "fp8_linear_layers(model, recipe=...)?"),
         (Fp8Config, "did you mean Fp8Config()?"),
         (3, "config=3 is not an Fp8Config"),
         ({"recip": "rowwise"}, "recip='rowwise' is not an option of Fp8Config; did you mean recipe?"),
@@ -699,8 +700,8 @@ def test_a_target_in_a_model_without_layers():
         ({"targets": ""}, "targets holds an empty string"),
         ({"emulate": "yes"}, "emulate='yes' must be True or False"),
         ({"rules": (eqx.nn.Linear,)}, "rules=.* must be a tuple of LayerRule instances"),
-        ({"rules": (haliax_fp8.EquinoxLinear,)}, "rules=.* must be a tuple of LayerRule instances"),
-        ({"rules": haliax_fp8.EquinoxLinear()}, "rules=.* must be a tuple of LayerRule instances"),
+        ({"rules": (haliax_fp8.layers.EquinoxLinear,)}, "rules=.* must be a tuple of LayerRule instances"),
+        ({"rules": haliax_fp8.layers.EquinoxLinear()}, "rules=.* must be a tuple of LayerRule instances"),
         ({"kernel_residual": "keep"}, "kernel_residual='keep' is not a KernelResidual; use one of KernelResidual.KEEP"),
         ({"only_if": "h100"}, "only_if='h100' must be a FasterOn"),
     ],
@@ -779,7 +780,7 @@ def test_converting_twice_keeps_the_state():
     [
         Fp8Config(amax_history_length=5),
         Fp8Config(amax_history_length=4, recipe=DelayedScaling(margin=1)),
-        Fp8Config(amax_history_length=4, recipe=Recipe.of(DelayedScaling(), backward=haliax_fp8.E4M3)),
+        Fp8Config(amax_history_length=4, recipe=Recipe.of(DelayedScaling(), backward=E4M3)),
         Fp8Config(amax_history_length=4, compute_dtype=jnp.float16),
     ],
     ids=["length", "margin", "format", "compute dtype"],
@@ -899,7 +900,7 @@ def test_the_same_object_with_two_recipes():
 
 def test_describe():
     model = {"stack": blocks(), "head": linear(Out=(Out, Hidden)), "bad": integer_weights(), "mlp": [linear()]}
-    config = Fp8Config(exclude="mlp.0", overrides={"down": Recipe.of(DelayedScaling(8), backward=haliax_fp8.E4M3)})
+    config = Fp8Config(exclude="mlp.0", overrides={"down": Recipe.of(DelayedScaling(8), backward=E4M3)})
     table = describe(fp8_linear_layers(model, config), config)
     rows = {row.path: (row.shape, row.stacked, row.recipe, row.reason, row.is_fp8) for row in table}
     assert rows == {

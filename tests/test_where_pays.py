@@ -13,15 +13,18 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 import haliax_fp8 as fp8
-from haliax_fp8 import Efficiency, FasterOn, Fp8Config, describe, fp8_linear_layers
+from haliax_fp8 import Fp8Config, describe, fp8_linear_layers
 from haliax_fp8._product.kernel_residual import KernelResidual
+from haliax_fp8.devices import Efficiency
 from haliax_fp8.devices.catalog import peaks
 from haliax_fp8.devices.device import devices
+from haliax_fp8.layers import FasterOn
 from haliax_fp8.layers.layer_work import LayerSize, LayerWork
 from haliax_fp8.layers.prediction import predict
+from haliax_fp8.recipes import E4M3, CurrentScaling, HadamardScaling, HighPrecision, Quantization
 
 
-H100 = fp8.Device.by_name("h100")
+H100 = fp8.devices.Device.by_name("h100")
 WITH_FP8 = ("h100", "h200", "b200", "l40s", "rtx4090", "tpu7x")
 
 
@@ -32,9 +35,9 @@ def linear(inputs, outputs):
 
 
 def predicted(tokens, inputs, outputs, device="h100", recipe="delayed", **options):
-    rule, layer, stack = fp8.HaliaxLinear(), linear(inputs, outputs), ()
+    rule, layer, stack = fp8.layers.HaliaxLinear(), linear(inputs, outputs), ()
     faster = FasterOn(device, tokens=tokens, **options)
-    return faster.predict(rule, layer, stack, fp8.recipes[recipe], KernelResidual.REQUANTIZE_WHERE_CHEAP)
+    return faster.predict(rule, layer, stack, fp8.recipes.named[recipe], KernelResidual.REQUANTIZE_WHERE_CHEAP)
 
 
 def gain(*args, **options):
@@ -141,21 +144,21 @@ def test_sides_that_are_padded():
 
 
 def test_products_left_in_high_precision_gain_nothing():
-    recipe = fp8.recipes["rowwise_wgrad_bf16"]
+    recipe = fp8.recipes.named["rowwise_wgrad_bf16"]
     work = LayerWork(LayerSize(4096, 2048), 8192, recipe, True, H100)
     input_, kernel, grad = 8192 * 4096, 4096 * 2048, 8192 * 2048
     # fprop and dgrad have scales of rows: their results are read in float32 and written in bf16. wgrad adds nothing.
     assert work.added.bytes == 5 * input_ + 10 * kernel + 5 * grad + 6 * (grad + input_)
     prediction = predicted(32768, 16384, 16384, recipe="rowwise_wgrad_bf16")
     assert 1 < prediction.gain < 1.5
-    high = fp8.Quantization(fp8.E4M3, fp8.HighPrecision())
+    high = Quantization(E4M3, HighPrecision())
     none = predict(dataclasses.replace(work, recipe=fp8.Recipe(high, high, high)), peaks["h100"], Efficiency())
     assert none.gain == 1 and none.overhead == 0 and none.gain_range == (1, 1)
 
 
 def test_rotation_is_one_more_pass():
-    rotated = fp8.Quantization(fp8.E4M3, fp8.HadamardScaling(fp8.CurrentScaling()))
-    plain = fp8.Recipe.of(fp8.CurrentScaling())
+    rotated = Quantization(E4M3, HadamardScaling(CurrentScaling()))
+    plain = fp8.Recipe.of(CurrentScaling())
     recipe = dataclasses.replace(plain, input_for_wgrad=rotated, output_grad_for_wgrad=rotated)
     work = LayerWork(LayerSize(1024, 1024), 1024, plain, False, H100)
     assert dataclasses.replace(work, recipe=recipe).added.bytes > work.added.bytes
@@ -277,10 +280,10 @@ def test_experts_take_one_scale_per_tensor():
 
 def test_a_rule_without_sizes():
     @dataclasses.dataclass(frozen=True)
-    class MyRule(fp8.LayerRule):
+    class MyRule(fp8.layers.LayerRule):
         layer_type = hnn.Linear
         refusal = lambda self, layer: None
-        kernel = lambda self, layer: fp8.Kernel(layer.weight)
+        kernel = lambda self, layer: fp8.layers.Kernel(layer.weight)
         op = lambda self, layer: None
         with_op = lambda self, layer, op: layer
 
@@ -297,7 +300,7 @@ WIDTHS = st.integers(1, 20000)
     st.lists(st.tuples(WIDTHS, WIDTHS), min_size=1, max_size=4),
     st.integers(1, 200_000),
     st.sampled_from(WITH_FP8),
-    st.sampled_from(tuple(fp8.recipes)),
+    st.sampled_from(tuple(fp8.recipes.named)),
 )
 @settings(max_examples=60, deadline=None)
 def test_never_slower_than_bf16(sizes, tokens, device, recipe):
@@ -411,7 +414,7 @@ def test_the_time_of_a_launch(value):
 
 def test_devices_are_found_by_their_kind():
     """A device that is here has the name that JAX gives it."""
-    here = FasterOn(fp8.Device("cuda", "NVIDIA H100 80GB HBM3", "9.0"), tokens=8192)
+    here = FasterOn(fp8.devices.Device("cuda", "NVIDIA H100 80GB HBM3", "9.0"), tokens=8192)
     assert str(here) == "NVIDIA H100 80GB HBM3 at 8192 tokens"
     row = {"x": linear(4096, 4096)}
     assert (

@@ -50,7 +50,7 @@ def added(make, recipe, inputs, grads, target, call=lambda model, x: model(x), t
     x, g = (eqx.filter_eval_shape(lambda axes=axes: hax.zeros(axes, jnp.bfloat16)) for axes in (inputs, grads))
     bf16 = program(plain, eqx.filter_grad, x, g, target, call).others
     quantized = program(model, fp8.filter_grad, x, g, target, call, recipe in BLOCKS).others
-    (row,) = fp8.describe(model, predict=fp8.FasterOn(target, tokens=tokens or inputs[0].size))
+    (row,) = fp8.describe(model, predict=fp8.layers.FasterOn(target, tokens=tokens or inputs[0].size))
     return quantized.bytes - bf16.bytes, quantized.count - bf16.count, row.prediction
 
 
@@ -131,7 +131,7 @@ def test_layers_in_a_model(kind, recipe):
     x = eqx.filter_eval_shape(lambda: hax.zeros((T, In), jnp.bfloat16))
     bf16 = program(plain, eqx.filter_grad, x, x, "h100", fold).others
     quantized = program(model, fp8.filter_grad, x, x, "h100", fold).others
-    rows = fp8.describe(model, predict=fp8.FasterOn("h100", tokens=4096))
+    rows = fp8.describe(model, predict=fp8.layers.FasterOn("h100", tokens=4096))
     assert quantized.bytes - bf16.bytes <= 1.25 * sum(row.prediction.overhead_bytes for row in rows)
 
 

@@ -27,7 +27,7 @@ LINEARS = ((HIDDEN, 3 * HIDDEN), (HIDDEN, HIDDEN), (HIDDEN, FFN), (FFN, HIDDEN))
 
 def transformer_engine(device, figures, recipe):
     """The gain of the four layers, likely, least and most; and the milliseconds of bf16, and of what FP8 adds."""
-    device, recipe = fp8.Device.by_name(device), fp8.recipes[recipe]
+    device, recipe = fp8.devices.Device.by_name(device), fp8.recipes.named[recipe]
     found = [predict(LayerWork(LayerSize(*s), TOKENS, recipe, True, device), figures, LIKELY) for s in LINEARS]
     bf16 = sum(one.bf16 for one in found)
     ends = [bf16 / sum(one.bf16 / one.gain_range[end] for one in found) for end in (0, 1)]

@@ -12,7 +12,8 @@ import sharing_figures
 from drawing import BLUE, GREEN, GREY, ORANGE, RED, STYLE, arrow, blank, box
 from matplotlib.figure import Figure
 
-from haliax_fp8 import E4M3, E5M2, DelayedScaling, Format, saturating_cast
+from haliax_fp8 import DelayedScaling
+from haliax_fp8.recipes import E4M3, E5M2, Format, saturating_cast
 
 
 def three_products() -> Figure:

@@ -8,14 +8,14 @@ from drawing import BLUE, GREEN, GREY, ORANGE, RED
 from jaxtyping import Array
 from matplotlib.figure import Figure
 
-from haliax_fp8 import (
+from haliax_fp8 import DelayedScaling
+from haliax_fp8.recipes import (
     E2M1,
     E4M3,
     E5M2,
     AbstractScaling,
     BlockScaling,
     CurrentScaling,
-    DelayedScaling,
     Format,
     HadamardScaling,
     MaxOfHistory,

@@ -4,8 +4,9 @@ import argparse
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from haliax_fp8 import E4M3, E5M2, DelayedScaling, Recipe, StaticScaling, recipes as named_recipes
+from haliax_fp8 import DelayedScaling, Recipe
 from haliax_fp8.demo import TransformerConfig
+from haliax_fp8.recipes import E4M3, E5M2, StaticScaling, named as named_recipes
 
 
 FORMATS = {"E4M3": E4M3, "E5M2": E5M2}

@@ -18,7 +18,6 @@ from haliax_fp8 import (
     Fp8Config,
     OverwriteWithGradient,
     TrainStep,
-    compressed,
     fp8_linear_layers,
     quantization_statistics,
     restore_linear_layers,
@@ -26,6 +25,7 @@ from haliax_fp8 import (
     with_rounding_keys,
 )
 from haliax_fp8.demo import Transformer, swiglu
+from haliax_fp8.memory import compressed
 
 from .corpus import Corpus
 from .options import LEFT_ALONE, model_config, recipes

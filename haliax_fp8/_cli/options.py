@@ -7,7 +7,7 @@ from typing import Any
 
 from ..preflight import PreflightReport, targets
 from ..preflight.target.compilers import compilers
-from ..recipes.named import recipes
+from ..recipes.catalog import named
 from .demo import demos, stackings
 
 
@@ -107,9 +107,7 @@ def _preflight_parser(commands: Any) -> argparse.ArgumentParser:
     demo.add_argument("--tokens", type=_positive, default=8192, metavar="N", help="tokens in a step (default 8192)")
     demo.add_argument("--length", type=_positive, metavar="N", help="tokens in a sequence (default: at most 2048)")
     demo.add_argument("--blocks", choices=list(stackings), default="checkpointed", help="default: checkpointed")
-    demo.add_argument(
-        "--recipe", default="delayed", metavar="NAME", help=f"default delayed; {', '.join(recipes)}, none"
-    )
+    demo.add_argument("--recipe", default="delayed", metavar="NAME", help=f"default delayed; {', '.join(named)}, none")
     demo.add_argument("--exclude", action="append", default=[], metavar="PATTERN", help="layers to leave in bf16")
     return parser
 

@@ -13,7 +13,7 @@ from .._numerics.formats import Format
 from .._tables import new_table
 from ..devices.device import Device, devices
 from ..preflight import targets
-from ..recipes.named import recipes
+from ..recipes.catalog import named
 from ..recipes.support import supported
 
 
@@ -46,7 +46,7 @@ def device_rows() -> list[DeviceRow]:
 
 
 def _device_row(name: str, device: Device, kind: str) -> DeviceRow:
-    found = {recipe: supported(recipe, device) for recipe in recipes}
+    found = {recipe: supported(recipe, device) for recipe in named}
     others = [support for support in found.values() if not support.is_native]
     target = targets.get(name)
     return DeviceRow(
@@ -80,7 +80,7 @@ def device_table(rows: list[DeviceRow]) -> Table:
 def _summary(row: DeviceRow) -> str:
     if not row.native:
         return f"none, {row.otherwise}"
-    others = [recipe for recipe in recipes if recipe not in row.native]
+    others = [recipe for recipe in named if recipe not in row.native]
     if len(others) < len(row.native):
         return f"all but {', '.join(others)}" if others else "all"
     return ", ".join(row.native)

@@ -153,7 +153,7 @@ class TransformerConfig:
         feed_forward: Makes a feed-forward layer from the configuration and a key.
         activation: The function between the products of `SwiGlu`.
         attention: The function of query, key and value between the products of `Attention`.
-        between: Changes each function between products, the norms included: `haliax_fp8.rematerialized`, for example.
+        between: Changes each function between products, the norms included, such as `memory.rematerialized`.
         use_bias: Whether linear layers have biases.
         tied_head: Whether the head is the embedding.
         stacked: Whether blocks are stacked, and run in a `lax.scan`, or follow each other in the program.

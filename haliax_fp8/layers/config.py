@@ -10,7 +10,7 @@ from jaxtyping import DTypeLike
 from .._numerics.require import nearest
 from .._product.arguments import floating_dtype
 from .._product.kernel_residual import KernelResidual
-from ..recipes.named import RecipeLike, aliases, as_recipe, recipes
+from ..recipes.catalog import RecipeLike, aliases, as_recipe, named
 from ..recipes.recipe import Recipe
 from ..recipes.scaling import AbstractScaling, DelayedScaling
 from .default import default_rules
@@ -155,7 +155,7 @@ def as_config(config: Any, options: Mapping[str, Any] | None = None, *, call: st
         case Mapping():
             meant = ", ".join(f"{name}={value!r}" for name, value in _known(config).items())
         case str():
-            meant = f"{'recipe' if config in (*recipes, *aliases) else 'targets'}={config!r}"
+            meant = f"{'recipe' if config in (*named, *aliases) else 'targets'}={config!r}"
         case AbstractScaling():
             meant = f"recipe={config!r}"
         case type() if issubclass(config, AbstractScaling):

@@ -14,7 +14,7 @@ from .._numerics.formats import (
 )
 from .._numerics.quantized_array import QuantizedArray as QuantizedArray, quantize as quantize
 from .._numerics.rounding import AbstractRounding as AbstractRounding, Stochastic as Stochastic, ToNearest as ToNearest
-from .named import aliases as aliases, recipe_by_name as recipe_by_name, recipes as recipes
+from .catalog import aliases as aliases, by_name as by_name, named as named
 from .recipe import Quantization as Quantization, Recipe as Recipe
 from .scaling import (
     AbstractAmaxCompute as AbstractAmaxCompute,

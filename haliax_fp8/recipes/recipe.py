@@ -163,7 +163,7 @@ class Recipe:
         Raises:
             ValueError: If `scaling` is not a scaling, or a format not a `Format`.
         """
-        require("scaling", scaling, AbstractScaling, "DelayedScaling(), or recipe_by_name for a name", of="Recipe.of")
+        require("scaling", scaling, AbstractScaling, "DelayedScaling(), or recipes.by_name for a name", of="Recipe.of")
         return Recipe(
             input=Quantization(forward, scaling),
             kernel=Quantization(forward, scaling.for_kernel),

@@ -5,7 +5,7 @@ from typing import Literal
 
 from .._numerics.require import require
 from ..devices.device import FP8_UNITS, Device
-from .named import RecipeLike, as_recipe
+from .catalog import RecipeLike, as_recipe
 from .recipe import Quantization, Recipe
 
 

@@ -1,5 +1,6 @@
 """Training: gradients with exact maxima, the update of parameters and state, and what a training loop needs besides."""
 
+from .._state.op_state import OpState as OpState
 from ..layers.own_state import require_own_state as require_own_state
 from .calibration import calibrate as calibrate, fp8_states as fp8_states
 from .cast import cast_params as cast_params

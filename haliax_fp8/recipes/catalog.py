@@ -43,7 +43,7 @@ def _nvfp4() -> Recipe:
     )
 
 
-recipes: dict[str, Recipe] = {
+named: dict[str, Recipe] = {
     "delayed": Recipe.of(DelayedScaling()),
     "current": Recipe.of(CurrentScaling()),
     "rowwise": Recipe.of(RowwiseScaling()),
@@ -84,7 +84,7 @@ def as_recipe(recipe: Any, name: str = "recipe") -> Recipe:
         ValueError: If it is none of these.
     """
     if isinstance(recipe, str):
-        recipe = recipe_by_name(recipe)
+        recipe = by_name(recipe)
     if isinstance(recipe, AbstractScaling):
         recipe = Recipe.of(recipe)
     if not isinstance(recipe, Recipe):
@@ -92,26 +92,26 @@ def as_recipe(recipe: Any, name: str = "recipe") -> Recipe:
     return recipe
 
 
-def recipe_by_name(name: str) -> Recipe:
+def by_name(name: str) -> Recipe:
     """The recipe with a name.
 
     Args:
-        name: A key of `recipes` or of `aliases`.
+        name: A key of `named` or of `aliases`.
 
     Raises:
         ValueError: If there is none; the nearest names are listed.
 
     Example:
-        >>> print(recipe_by_name("rowwise_with_gw_hp"))
+        >>> print(by_name("rowwise_with_gw_hp"))
         RowwiseScaling E4M3/E4M3/E4M3, wgrad in high precision
     """
-    recipe = recipes.get(aliases.get(name, name))
+    recipe = named.get(aliases.get(name, name))
     if recipe is None:
         listed = lambda names: ", ".join(map(repr, names))
-        near = nearest(name, [*recipes, *aliases])
+        near = nearest(name, [*named, *aliases])
         hint = f"the nearest are {listed(near)}; " if near else ""
         raise ValueError(
-            f"recipe={name!r} is unknown; {hint}all are {listed(recipes)}, and by other libraries' names "
+            f"recipe={name!r} is unknown; {hint}all are {listed(named)}, and by other libraries' names "
             f"{listed(aliases)}"
         )
     return recipe
