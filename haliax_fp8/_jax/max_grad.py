@@ -6,7 +6,7 @@ automatic differentiation (`add_any` asks the type). So state that is cast to th
 function returns as the exact maximum over all uses: called twice, tied, constant of a `scan`, branch of a `cond`. State
 that no use reaches is `-inf`, the identity of the maximum. The idea comes from Flax (google/flax#3623).
 
-It needs JAX's internals; `tests/test_state.py` checks what it uses.
+It needs JAX's internals; `tests/state/test_state.py` checks what it uses.
 """
 
 import dataclasses

@@ -2,7 +2,7 @@
 
 A barrier is the identity, but XLA computes all of its operands before any of its results is used, and sees through it
 in neither direction. So each of these functions undoes one optimization that would cost more than it saves.
-`tests/test_xla.py` compiles a program with and without each.
+`tests/programs/test_xla.py` compiles a program with and without each.
 """
 
 from collections.abc import Callable

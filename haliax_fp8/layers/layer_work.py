@@ -2,7 +2,7 @@
 
 What a cast costs is a constant of each scaling, `cast_bytes` and `cast_kernels`. This file adds what depends on the
 layer and on the device. All figures are read from programs that XLA makes for an H100 and a B200, kernel by kernel;
-`tests/test_where_pays_programs.py` compiles layers and compares.
+`tests/programs/test_where_pays_programs.py` compiles layers and compares.
 """
 
 import dataclasses

@@ -105,12 +105,19 @@ def changed(change: Change, root: Path) -> tuple[Path, str]:
     return path, text[:start] + change.new + text[end:]
 
 
+def place_of_test(test: str, root: Path) -> Path:
+    """A test as on the command line, in whichever folder of tests its file is."""
+    file, *names = test.split("::")
+    (path,) = (root / "tests").rglob(file)
+    return Path("::".join([str(path.relative_to(root)), *names]))
+
+
 def run_tests(root: Path, tests: Sequence[str], limit: float) -> tuple[int | None, str]:
     """Pytest's exit code, None if it did not end in time; and what it printed.
 
     Args:
         root: A copy of the repository.
-        tests: Files or tests, relative to its folder of tests; `file.py -k words` as on the command line.
+        tests: Files or tests, by the file's name.
         limit: Seconds.
     """
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-n0", "-p", "no:cacheprovider", "--no-header", "-rf"]
@@ -118,7 +125,7 @@ def run_tests(root: Path, tests: Sequence[str], limit: float) -> tuple[int | Non
     environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": str(root), "COLUMNS": "200"}
     try:
         done = subprocess.run(
-            [*command, *(f"tests/{test}" for test in tests)],
+            [*command, *(str(place_of_test(test, root)) for test in tests)],
             cwd=root,
             env=environment,
             capture_output=True,

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 
-SCRIPT = pathlib.Path(__file__).parents[1] / "examples" / "quickstart.py"
+SCRIPT = pathlib.Path(__file__).parents[2] / "examples" / "quickstart.py"
 
 
 def test_a_few_steps(capsys):

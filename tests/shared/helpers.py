@@ -140,7 +140,7 @@ def unchecked() -> Iterator[None]:
 
 def run_example(*arguments: str) -> None:
     """Runs Python in the repository's root as users run an example: with machine code that is made to be fast."""
-    root = pathlib.Path(__file__).parents[1]
+    root = pathlib.Path(__file__).parents[2]
     subprocess.run([sys.executable, *arguments], cwd=root, env=os.environ | {"XLA_FLAGS": ""}, check=True)
 
 

@@ -14,7 +14,7 @@ import pytest
 from haliax_fp8.preflight import inspect_step, targets
 
 
-ROOT = pathlib.Path(__file__).parent.parent
+ROOT = pathlib.Path(__file__).parents[2]
 FIGURES = ROOT / "docs" / "_figures"
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),

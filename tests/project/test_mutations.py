@@ -9,7 +9,7 @@ import runpy
 import pytest
 
 
-FOLDER = pathlib.Path(__file__).parent / "mutations"
+FOLDER = pathlib.Path(__file__).parents[1] / "mutations"
 
 
 @pytest.fixture
@@ -45,7 +45,10 @@ def test_every_change_is_described_once_and_changes_something(script):
 
 def test_the_tests_that_should_notice_exist(script):
     named = {test for change in script["CHANGES"] for test in change.tests}
-    files = {name: (FOLDER.parent / name).read_text() for name in {test.partition("::")[0] for test in named}}
+    root = FOLDER.parents[1]
+    files = {
+        name: (root / script["place_of_test"](name, root)).read_text() for name in {t.partition("::")[0] for t in named}
+    }
     missing = [t for t in named if "::" in t and f"def {t.partition('::')[2]}(" not in files[t.partition("::")[0]]]
     assert not missing
 

@@ -4,7 +4,7 @@ Skipped where Levanter is not installed. It needs JAX below 0.12 and over a giga
 environment of its own:
 
     uv run --isolated --no-project --with-editable . --with "marin-levanter>=0.2.227.dev0" \
-        --with beartype --with hypothesis --with pytest pytest tests/test_others_levanter.py
+        --with beartype --with hypothesis --with pytest pytest tests/peers/test_others_levanter.py
 """
 
 import pathlib

@@ -2,7 +2,7 @@
 
 Each test is skipped where its package is not installed. To install them all:
 
-    uv run --group others pytest tests/test_others_models.py
+    uv run --group others pytest tests/peers/test_others_models.py
 """
 
 import dataclasses

@@ -18,7 +18,7 @@ import pytest
 import haliax_fp8 as fp8
 
 
-BENCHMARKS = pathlib.Path(__file__).parents[1] / "benchmarks"
+BENCHMARKS = pathlib.Path(__file__).parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
 import faster_on_hopper  # noqa: E402

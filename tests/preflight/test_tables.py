@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from haliax_fp8 import describe, fp8_linear_layers, quantization_statistics
-from haliax_fp8.preflight import preflight
+from haliax_fp8.preflight import inspect_step
 
 
 In, Out = hax.make_axes(In=16, Out=32)
@@ -31,7 +31,7 @@ RESULTS = {
     "describe": (lambda: describe(PLAIN), ["0 of 1 linear layers in FP8", "up[0]", "not converted"], 120),
     "statistics": (lambda: measured(X), ["Quantization of each operand", "up[0]", "output_grad", "SQNR"], 120),
     "preflight": (
-        lambda: preflight(lambda a, b: a @ b, jnp.ones((8, 8)), jnp.ones((8, 8)), target="local"),
+        lambda: inspect_step(lambda a, b: a @ b, jnp.ones((8, 8)), jnp.ones((8, 8)), target="local"),
         ["of the FLOPs in FP8 on", "other kernels"],
         140,
     ),

@@ -21,7 +21,7 @@ from haliax_fp8.preflight import targets
 from haliax_fp8.preflight.target.compilers import NVIDIA
 
 
-ROOT = pathlib.Path(__file__).parent.parent
+ROOT = pathlib.Path(__file__).parents[2]
 ROWS, WIDTH, OUT = 32, 64, 48
 
 # A user's file: one step with a linear layer in FP8 and one matrix in high precision, another step without FP8.
