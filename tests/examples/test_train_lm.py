@@ -285,12 +285,9 @@ def test_statistics_of_the_step_get_a_column():
 
 @pytest.mark.slow
 def test_fp8_ends_within_one_percent_of_bf16(tmp_path):
-    """In the mean of three seeds, which spread by more than 1 %: -0.1, +1.6 and -0.4 % when this was written."""
-    flags = ["--steps", "300", "--eval-every", "0", "--checkpoint-every", "0", "--sample-bytes", "0"]
-    gaps = []
-    for seed in range(3):
-        run_example("-m", "examples.train_lm", "--seed", str(seed), "--out", str(tmp_path / str(seed)), *flags)
-        results = json.loads((tmp_path / str(seed) / "results.json").read_text())
-        assert results["bf16"]["validation_loss"] < 2.0, "both have learned more than the frequency of letter pairs"
-        gaps.append(results["fp8 delayed"]["gap_percent"])
-    assert abs(np.mean(gaps)) < 1.0, gaps
+    """The default run. Other seeds take as long: `uv run python -m examples.train_lm --seed 1`."""
+    flags = ["--seed", "0", "--eval-every", "0", "--sample-bytes", "0"]
+    run_example("-m", "examples.train_lm", *flags, "--out", str(tmp_path))
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert results["bf16"]["validation_loss"] < 1.6, "both have learned more than the frequency of letter pairs"
+    assert abs(results["fp8 delayed"]["gap_percent"]) < 1.0
