@@ -15,6 +15,7 @@ import optax
 
 from haliax_fp8 import (
     apply_updates,
+    cast_params,
     describe,
     filter_value_and_grad,
     fp8_linear_layers,
@@ -25,7 +26,7 @@ from haliax_fp8 import (
 
 def loss_fn(model: eqx.nn.MLP, x: jax.Array, y: jax.Array) -> jax.Array:
     """The mean squared error, computed in bf16 from float32 weights."""
-    model = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16) if eqx.is_inexact_array(leaf) else leaf, model)
+    model = cast_params(model, jnp.bfloat16)
     prediction = jax.vmap(model)(x.astype(jnp.bfloat16))
     return jnp.mean(jnp.square(prediction.astype(jnp.float32) - y))
 

@@ -16,8 +16,8 @@ import optax
 
 from haliax_fp8 import (
     Fp8Config,
-    OverwriteWithGradient,
     TrainStep,
+    cast_params,
     fp8_linear_layers,
     quantization_statistics,
     restore_linear_layers,
@@ -144,18 +144,6 @@ def is_fp8_step(options: argparse.Namespace, index: int) -> bool:
     return options.fp8_after <= index and (options.fp8_until is None or index < options.fp8_until)
 
 
-def cast_weights(model: Transformer, dtype: Any) -> Transformer:
-    """The model with its float32 weights in `dtype`. FP8 state is not a weight and stays float32.
-
-    The cast is part of the differentiated function, so gradients arrive in float32 at the master weights.
-    """
-
-    def cast(leaf: Any) -> Any:
-        return leaf.astype(dtype) if eqx.is_inexact_array(leaf) else leaf
-
-    return jax.tree.map(cast, model, is_leaf=lambda node: isinstance(node, OverwriteWithGradient))
-
-
 def next_token_loss(model: Transformer, tokens: hax.NamedArray) -> jax.Array:
     """Mean cross-entropy in nats of each token given those before it.
 
@@ -178,7 +166,7 @@ def make_loss(options: argparse.Namespace) -> Callable[[Transformer, jax.Array],
 
     def loss(model: Transformer, batch: jax.Array) -> jax.Array:
         tokens = hax.named(batch, ("batch", "position"))
-        return next_token_loss(cast_weights(model, options.compute_dtype), tokens)
+        return next_token_loss(cast_params(model, options.compute_dtype), tokens)
 
     return loss
 

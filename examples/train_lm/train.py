@@ -28,13 +28,13 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from haliax_fp8 import TrainStep, describe, fp8_linear_layers, trainable
+from haliax_fp8 import TrainStep, cast_params, describe, fp8_linear_layers, trainable
 
 from . import checkpoint
 from .corpus import Corpus, load_corpus
 from .options import binding_flags, parse_options
 from .report import Curve, results_table, write_figure, write_results
-from .run import Run, cast_weights, is_fp8_step, make_evaluation, make_loss, make_optimizer, make_runs
+from .run import Run, is_fp8_step, make_evaluation, make_loss, make_optimizer, make_runs
 from .sample import generate
 
 
@@ -159,7 +159,7 @@ def report(runs: Sequence[Run], options: argparse.Namespace, console: Console) -
     if options.sample_bytes:
         prompt = options.prompt.encode()
         text = generate(
-            cast_weights(runs[-1].model, options.compute_dtype),
+            cast_params(runs[-1].model, options.compute_dtype),
             jnp.asarray(np.frombuffer(prompt, np.uint8), jnp.int32),
             count=options.sample_bytes,
             temperature=options.temperature,

@@ -16,7 +16,6 @@ import json
 import pathlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import equinox as eqx
 import jax
@@ -31,9 +30,9 @@ from sklearn.model_selection import train_test_split
 from haliax_fp8 import (
     DelayedScaling,
     Fp8Config,
-    OverwriteWithGradient,
     TrainStep,
     calibrate,
+    cast_params,
     describe,
     fp8_linear_layers,
     trainable,
@@ -74,21 +73,9 @@ class Digits:
             yield images, self.train_labels[chosen]
 
 
-def in_bfloat16(model: VisionTransformer) -> VisionTransformer:
-    """The model with its float32 weights in bf16; FP8 state is not a weight and stays float32.
-
-    Called inside the loss, so the optimizer keeps float32 master weights and gets float32 gradients.
-    """
-
-    def cast(leaf: Any) -> Any:
-        return leaf.astype(jnp.bfloat16) if eqx.is_inexact_array(leaf) else leaf
-
-    return jax.tree.map(cast, model, is_leaf=lambda node: isinstance(node, OverwriteWithGradient))
-
-
 def logits_of(model: VisionTransformer, images: jax.Array) -> jax.Array:
     """The logits of a batch of images, computed in bf16, returned in float32."""
-    return jax.vmap(in_bfloat16(model))(images.astype(jnp.bfloat16)).astype(jnp.float32)
+    return jax.vmap(cast_params(model, jnp.bfloat16))(images.astype(jnp.bfloat16)).astype(jnp.float32)
 
 
 def make_loss(smoothing: float) -> Callable[[VisionTransformer, jax.Array, jax.Array], jax.Array]:

@@ -16,10 +16,10 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from .._numerics.require import nearest
-from .._state.marker import OverwriteWithGradient
 from ..demo import MixtureOfExperts, Mlp, Transformer, TransformerConfig, layer_norm
 from ..layers.config import Fp8Config
 from ..layers.convert import fp8_linear_layers
+from ..training.cast import cast_params
 from ..training.step import TrainStep
 
 
@@ -107,18 +107,9 @@ stackings: Mapping[str, Mapping[str, Any]] = {
 """How blocks follow each other: in a `lax.scan` that recomputes each in the backward pass, without, or one by one."""
 
 
-def in_bfloat16[M](model: M) -> M:
-    """The model with its float32 weights in bf16; FP8 state is not a weight and stays float32."""
-
-    def cast(leaf: Any) -> Any:
-        return leaf.astype(jnp.bfloat16) if eqx.is_inexact_array(leaf) else leaf
-
-    return jax.tree.map(cast, model, is_leaf=lambda node: isinstance(node, OverwriteWithGradient))
-
-
 def next_token_loss(model: Transformer, tokens: NamedArray) -> Float[Array, ""]:
     """The mean cross-entropy of each token given those before it; float32 weights, computed in bf16."""
-    logits = in_bfloat16(model)(tokens).astype(jnp.float32)
+    logits = cast_params(model, jnp.bfloat16)(tokens).astype(jnp.float32)
     targets = hax.roll(tokens, -1, "position")
     likelihood = hax.take(logits, "vocab", targets) - hnn.logsumexp(logits, "vocab")
     # The last token has no successor.
