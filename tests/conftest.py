@@ -4,6 +4,7 @@ import collections
 import importlib.util
 import os
 import pathlib
+import zlib
 
 
 # The tests run on the CPU wherever they run; the GPU compiler's package, if installed, looks for a driver otherwise.
@@ -81,8 +82,26 @@ def compiled():
     return compiled_of
 
 
+# How many cases of a test run unless all are asked for. `tests/project` runs all of its own: each is a file or a page.
+CASES = 4
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Files with long tests first, then those with many: with one of them at the end, a process would wait for it."""
+    """Marks cases that the default run leaves out, spread evenly; each test leaves out others.
+
+    Files with long tests first, then those with many: with one of them at the end, a process would wait for it.
+    """
+    cases = collections.defaultdict(list)
+    for item in items:
+        if item.path.parent.name != "project":
+            cases[item.path, item.originalname].append(item)
+    for (_, name), found in cases.items():
+        first = zlib.crc32(name.encode()) % len(found)
+        kept = {(first + i * len(found) // CASES) % len(found) for i in range(CASES)}
+        for i, item in enumerate(found):
+            if len(found) > CASES and i not in kept:
+                item.add_marker(pytest.mark.more)
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     count = collections.Counter(item.path for item in items)
     items.sort(key=lambda item: (item.path not in slow, -count[item.path], item.path))

@@ -120,7 +120,20 @@ def run_tests(root: Path, tests: Sequence[str], limit: float) -> tuple[int | Non
         tests: Files or tests, by the file's name.
         limit: Seconds.
     """
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-n0", "-p", "no:cacheprovider", "--no-header", "-rf"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-x",
+        "-n0",
+        "-p",
+        "no:cacheprovider",
+        "--no-header",
+        "-rf",
+        "-m",
+        "not slow",
+    ]
     # No bytecode: a change within the second, and of the same length, would not be seen.
     environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": str(root), "COLUMNS": "200"}
     try:
