@@ -5,7 +5,6 @@ Embedding and head stay in bf16, as is common. There are no rotary positions.
 """
 
 import dataclasses
-from functools import partial
 from typing import Any
 
 import equinox as eqx
@@ -17,7 +16,6 @@ from models import LLAMA_8B
 
 import haliax_fp8 as fp8
 from haliax_fp8.demo import Transformer, TransformerConfig
-from lib.libraries import in_bf16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,27 +31,31 @@ class ModelSizes:
         return ModelSizes(dataclasses.replace(self.config, layers=layers))
 
 
-def attention(
-    query: hax.NamedArray, key: hax.NamedArray, value: hax.NamedArray, *rotary: Any, implementation: str | None
-) -> hax.NamedArray:
-    """JAX's causal attention, without rotary positions, of queries `(batch, position, ...)`."""
-    as_heads = lambda x: x.array.reshape(*x.array.shape[:2], -1, x.axes[-1].size)
-    heads = (as_heads(x) for x in (query, key, value))
-    out = jax.nn.dot_product_attention(*heads, is_causal=True, implementation=implementation)
-    return hax.named(out.reshape(query.array.shape), query.axes)
+@dataclasses.dataclass(frozen=True)
+class JaxAttention:
+    """JAX's causal attention, without rotary positions, of queries `(batch, position, ...)`.
+
+    Args:
+        implementation: As in `jax.nn.dot_product_attention`.
+    """
+
+    implementation: str | None
+
+    def __call__(
+        self, query: hax.NamedArray, key: hax.NamedArray, value: hax.NamedArray, *rotary: Any
+    ) -> hax.NamedArray:
+        """An array with the axes of `query`."""
+        as_heads = lambda x: x.array.reshape(*x.array.shape[:2], -1, x.axes[-1].size)
+        heads = (as_heads(x) for x in (query, key, value))
+        out = jax.nn.dot_product_attention(*heads, is_causal=True, implementation=self.implementation)
+        return hax.named(out.reshape(query.array.shape), query.axes)
 
 
 def next_token_loss(model: Transformer, tokens: hax.NamedArray) -> jax.Array:
     """The mean cross-entropy of each token given those before it."""
-    # The state of FP8 layers is not a weight.
-    remembered, weights = fp8.partition_for_grad_overwrite(model)
-    logits = eqx.combine(remembered, in_bf16(weights), is_leaf=_is_state)(tokens).array.astype(jnp.float32)
+    logits = fp8.cast_params(model, jnp.bfloat16)(tokens).array.astype(jnp.float32)
     losses = optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], tokens.array[:, 1:])
     return losses.mean()
-
-
-def _is_state(node: Any) -> bool:
-    return isinstance(node, fp8.OverwriteWithGradient)
 
 
 CONVERSIONS = {
@@ -67,7 +69,7 @@ STEP = fp8.TrainStep(next_token_loss, optax.adamw(1e-4))
 
 def initial(library: str, sizes: ModelSizes, implementation: str | None) -> tuple[Any, Any]:
     """The model and the optimizer's state."""
-    config = dataclasses.replace(sizes.config, attention=partial(attention, implementation=implementation))
+    config = dataclasses.replace(sizes.config, attention=JaxAttention(implementation))
     model = CONVERSIONS[library](Transformer.init(config, key=jax.random.key(0)))
     return model, STEP.init(model)
 

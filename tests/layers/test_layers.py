@@ -705,9 +705,9 @@ def test_layers_of_ones_own_in_stacks_and_ensembles():
     stack = hnn.Stacked.init(Layers, DenseBlock)(key=jax.random.split(jax.random.key(0), 3))
     fp8 = fp8_linear_layers(stack, config)
     assert describe(fp8, config)["stacked.first"].shape == "48 -> 48"
-    shared = haliax_fp8.memory.share_input_scales(fp8, [("first", "second")], rules=config.layers)
+    shared = haliax_fp8.memory.share_input_scales(fp8, [("first", "second")], rules=config.rules)
     assert shared.stacked.second.op.state.input_group == "stacked.first+second"
-    assert_same(haliax_fp8.memory.separate_input_scales(shared, rules=config.layers), fp8)
+    assert_same(haliax_fp8.memory.separate_input_scales(shared, rules=config.rules), fp8)
     x = normal((96, 48), 1)
     loss = lambda model, x: jnp.sum(model.fold(x))
     kernels = jnp.max(jnp.abs(stack.stacked.first.kernel), axis=(1, 2))

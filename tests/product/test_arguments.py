@@ -49,7 +49,7 @@ CASES = {
     ),
     "a recipe of a name": (
         lambda: Recipe.of("delayed"),
-        "scaling='delayed' of Recipe.of is not a Scaling; use .*recipe_by",
+        "scaling='delayed' of Recipe.of is not a Scaling; use .*recipes.by_name",
     ),
     "a format's name": (
         lambda: Quantization("E4M3", CurrentScaling()),

@@ -91,7 +91,7 @@ def test_links_to_files_lead_somewhere(page):
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES.get)
 def test_tests_that_a_page_names_exist(page):
-    tests = "".join(path.read_text() for path in (ROOT / "tests").glob("*.py"))
+    tests = "".join(path.read_text() for path in (ROOT / "tests").rglob("*.py"))
     missing = [name for name in re.findall(r"`(test_\w+)`", page.read_text()) if f"def {name}(" not in tests]
     assert not missing
 

@@ -114,7 +114,7 @@ SCALES = (2.0**-9, 2.0**-9, 2.0**-16)
     ],
 )
 def test_clipped_and_flushed_elements_are_counted(kind, formats):
-    forward, backward = (getattr(fp8, name) for name in formats)
+    forward, backward = (getattr(fp8.recipes, name) for name in formats)
     by_operand = (forward, forward, backward)
     if kind == "static":
         quantizations = [Quantization(f, StaticScaling(s)) for f, s in zip(by_operand, SCALES, strict=True)]
