@@ -7,7 +7,6 @@ from .transformer import (
     Transformer as Transformer,
     TransformerConfig as TransformerConfig,
     causal_attention as causal_attention,
-    init_blocks as init_blocks,
     rotary_tables as rotary_tables,
     rotate as rotate,
     swiglu as swiglu,

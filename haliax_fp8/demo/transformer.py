@@ -260,7 +260,7 @@ class Transformer(eqx.Module):
         return Transformer(
             embedding=hnn.Embedding.init(config.Vocab, config.Hidden, key=embedding_key),
             positions=positions,
-            blocks=init_blocks(config, key=blocks_key),
+            blocks=_blocks(config, key=blocks_key),
             norm=config.norm(config),
             head=head,
             config=config,
@@ -292,9 +292,7 @@ class Transformer(eqx.Module):
         return self.embedding.unembed(x) if self.head is None else self.head(x)
 
 
-def init_blocks(config: TransformerConfig, *, key: PRNGKeyArray) -> hnn.Stacked[Block] | hnn.BlockSeq[Block]:
-    """The blocks, each with weights of its own."""
-    keys, checkpointing = jax.random.split(key, config.layers), config.checkpointing
-    if config.stacked:
-        return hnn.Stacked.init(config.Layers, Block, gradient_checkpointing=checkpointing)(config, key=keys)
-    return hnn.BlockSeq.init(config.Layers, Block, gradient_checkpointing=checkpointing)(config, key=keys)
+def _blocks(config: TransformerConfig, *, key: PRNGKeyArray) -> hnn.Stacked[Block] | hnn.BlockSeq[Block]:
+    kind = hnn.Stacked if config.stacked else hnn.BlockSeq
+    blocks = kind.init(config.Layers, Block, gradient_checkpointing=config.checkpointing)
+    return blocks(config, key=jax.random.split(key, config.layers))

@@ -16,7 +16,6 @@ from haliax_fp8.demo import (
     Mlp,
     Transformer,
     TransformerConfig,
-    init_blocks,
     layer_norm,
     rotary_tables,
     rotate,
@@ -99,7 +98,7 @@ def test_checkpointing_and_unrolling_change_no_gradient(change, model, tokens):
 
 
 def test_blocks_one_by_one_are_the_stacked_blocks(model, tokens):
-    one_by_one = init_blocks(dataclasses.replace(CONFIG, stacked=False), key=jax.random.key(0))
+    one_by_one = Transformer.init(dataclasses.replace(CONFIG, stacked=False), key=jax.random.key(0)).blocks
     blocks = dataclasses.replace(one_by_one, blocks=[model.blocks.get_layer(i) for i in range(CONFIG.layers)])
     other = dataclasses.replace(model, blocks=blocks)
     expected, got = (eqx.filter_jit(lambda model: model(tokens).array)(m) for m in (model, other))
