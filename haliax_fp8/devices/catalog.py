@@ -1,4 +1,7 @@
-"""The catalog of devices: one row for each. Names, units, peaks and the preflight's targets follow from it."""
+"""The catalog of devices: one row for each, from which names, units, peaks and the preflight's targets follow.
+
+To add a device, add its row.
+"""
 
 import dataclasses
 import functools
@@ -10,7 +13,7 @@ from .peaks import Peaks
 
 @dataclasses.dataclass(frozen=True)
 class XlaGpu:
-    """What XLA's compiler has to know of an NVIDIA GPU: fields of its `GpuDeviceInfoProto`, sizes in bytes."""
+    """What XLA's compiler has to know of an NVIDIA GPU: fields of its message `GpuDeviceInfoProto`, sizes in bytes."""
 
     core_count: int
     fpus_per_core: int
@@ -21,11 +24,6 @@ class XlaGpu:
     clock_rate_ghz: float
     memory_bandwidth: int
     device_memory_size: int
-
-    @property
-    def description(self) -> str:
-        """The fields, as the text form of a protocol buffer has them."""
-        return " ".join(f"{name}: {value}" for name, value in dataclasses.asdict(self).items())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,9 +71,6 @@ class Row:
     aliases: tuple[str, ...] = ()
 
 
-_AMPERE = functools.partial(
-    XlaGpu, threads_per_core_limit=2048, shared_memory_per_core=167936, shared_memory_per_block_optin=166912
-)
 _ADA = functools.partial(
     XlaGpu,
     fpus_per_core=128,
@@ -84,15 +79,14 @@ _ADA = functools.partial(
     shared_memory_per_block_optin=101376,
     clock_rate_ghz=2.52,
 )
-# Hopper and Blackwell.
-_HOPPER = functools.partial(
+_SINCE_HOPPER = functools.partial(
     XlaGpu,
     fpus_per_core=128,
     threads_per_core_limit=2048,
     shared_memory_per_core=233472,
     shared_memory_per_block_optin=232448,
 )
-_H100 = functools.partial(_HOPPER, core_count=132, l2_cache_size=52428800, clock_rate_ghz=1.98)
+_H100 = functools.partial(_SINCE_HOPPER, core_count=132, l2_cache_size=52428800, clock_rate_ghz=1.98)
 _H100_PEAKS = functools.partial(Peaks, fp8=1978.9e12, bf16=989.4e12, f32=494.7e12)
 
 _AMD = NotCompiled("XLA's compiler for AMD's GPUs needs ROCm")
@@ -120,7 +114,7 @@ _ROWS = (
         "cuda",
         "NVIDIA B200",
         "10.0",
-        _HOPPER(
+        _SINCE_HOPPER(
             core_count=148,
             l2_cache_size=132644864,
             clock_rate_ghz=1.965,
@@ -136,9 +130,12 @@ _ROWS = (
         "cuda",
         "NVIDIA A100-SXM4-80GB",
         "8.0",
-        _AMPERE(
+        XlaGpu(
             core_count=108,
             fpus_per_core=64,
+            threads_per_core_limit=2048,
+            shared_memory_per_core=167936,
+            shared_memory_per_block_optin=166912,
             l2_cache_size=41943040,
             clock_rate_ghz=1.41,
             memory_bandwidth=2039040000000,

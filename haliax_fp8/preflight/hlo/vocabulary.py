@@ -199,8 +199,8 @@ _CALLS: Mapping[Call, tuple[str, ...]] = {
         # Where arrays are, and calls of Python on the host.
         *("AllocateBuffer", "CreateBuffer", "Pin", "Unpin", "MoveTo", "annotate_device_", "Sharding", "SPMD"),
         *("LayoutConstraint", "SliceToDynamic", "PadToStatic", "X64", "AssumeGatherIndicesInBound"),
-        *("GatherScatterIndicesBitpacked", "ConcatBitcast"),
-        *("xla_ffi_", "xla_python_", "xla_buffer_"),
+        *("GatherScatterIndicesBitpacked", "ConcatBitcast", "xla_ffi_python_", "xla_ffi_partitioned_python_"),
+        *("xla_python_", "xla_buffer_python_"),
     ),
 }
 

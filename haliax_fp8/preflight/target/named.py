@@ -1,5 +1,6 @@
 """The targets by name: what the catalog of devices says how to compile for, and the local devices."""
 
+import dataclasses
 from collections.abc import Mapping
 
 from ...devices.catalog import NotCompiled, Row, XlaGpu, XlaTpu, canonical, catalog
@@ -11,7 +12,8 @@ from .tpu import TpuTarget
 def _target(row: Row) -> Target | None:
     match row.xla:
         case XlaGpu() as gpu:
-            return GpuTarget(row.name, row.kind, row.peaks, row.compute_capability, gpu.description)
+            description = " ".join(f"{name}: {value}" for name, value in dataclasses.asdict(gpu).items())
+            return GpuTarget(row.name, row.kind, row.peaks, row.compute_capability, description)
         case XlaTpu() as tpu:
             return TpuTarget(row.name, row.kind, row.peaks, tpu.generation)
         case NotCompiled():
