@@ -73,7 +73,7 @@ COMPRESSED = {"activation": fp8.memory.compressed(swiglu)}
 
 class Block(eqx.Module):
     """A block of `haliax_fp8.demo` with its norms first: XLA lays out memory by the order of arguments, so that another
-    order would change the memory that programs need by up to 2 %."""
+    order would change the memory that programs need by a few percent."""
 
     norms: tuple[Any, Any]
     attention: demo.Attention
