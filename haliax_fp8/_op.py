@@ -131,7 +131,7 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
         Returns:
             The product, axes in the order batch, free of lhs, free of rhs.
         """
-        # Haliax passes one without effect if there is no mesh, or if all its axes are `AxisType.Auto`.
+        # Without a mesh, or with automatic axes alone, Haliax passes a sharding that has no effect.
         if out_sharding is not None and has_explicit_axes(out_sharding):
             raise ValueError(
                 f"out_sharding={out_sharding} was given to an FP8 product, which does not support explicit mesh axes "

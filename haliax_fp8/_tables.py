@@ -48,6 +48,6 @@ def new_table(title: str, caption: str = "") -> Table:
         title_justify="left",
         title_style="bold",
         box=rich.box.SIMPLE,
-        caption=Text(caption) if caption else None,  # not markup: brackets are no style
+        caption=Text(caption) if caption else None,  # not markup, which would read brackets as styles
         caption_justify="left",
     )

@@ -1,7 +1,7 @@
 """A language model with the shape of Llama-8B: as many of its layers as fit, trained with AdamW.
 
 Weights and moments are float32, products run in bf16 or FP8, and blocks are recomputed in the backward pass.
-Embedding and head stay in bf16, as is common. There are no rotary positions.
+The embedding and the head stay in bf16, as is common. Positions are not encoded.
 """
 
 import dataclasses

@@ -110,12 +110,12 @@ def resume_runs(options: argparse.Namespace, step: TrainStep, corpus: Corpus) ->
     """The runs from the checkpoint.
 
     Raises:
-        ValueError: If there is no checkpoint, or its flags differ.
+        ValueError: If the checkpoint is missing, or was written with other flags.
     """
     folder = pathlib.Path(options.out)
     progress = checkpoint.read_progress(folder)
     if progress is None:
-        raise ValueError(f"--resume: there is no checkpoint in --out {folder}; start without --resume")
+        raise ValueError(f"--resume found no checkpoint in --out {folder}; start without --resume")
     checkpoint.check_flags(progress["flags"], _binding(options, corpus), folder)
     runs = make_runs(options, step, progress["step"])
     state = checkpoint.load_state(folder, progress, [(run.model, run.opt_state) for run in runs])

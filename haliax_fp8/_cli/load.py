@@ -81,11 +81,11 @@ def _module(file: str) -> ModuleType:
         except ModuleNotFoundError as error:
             if error.name is None or not f"{file}.".startswith(f"{error.name}."):
                 raise  # A module that the user's module imports.
-            raise UsageError(f"there is no module {file!r} here; for a file, write {file}.py:FUNCTION") from None
+            raise UsageError(f"cannot find a module named {file!r}; to name a file, write {file}.py:FUNCTION") from None
         finally:
             sys.path.remove("")
     if not path.is_file():
-        raise UsageError(f"there is no file {file}")
+        raise UsageError(f"cannot find the file {file}; give its path from the current directory")
     # Not the file's own name: it may be that of a library.
     name = f"haliax_fp8_step_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)

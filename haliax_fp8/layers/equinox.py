@@ -64,8 +64,8 @@ class EquinoxLinear(LayerRule):
             return f"{type(layer).__name__} is a subclass of Linear and may multiply otherwise"
         if _leading_shape(layer) is None:
             return (
-                f"its weight is a {type(layer.weight).__name__} that holds stacked arrays, and there is no bias that "
-                "tells how many layers they are; convert the model once this weight is an array"
+                f"its weight is a {type(layer.weight).__name__} that holds stacked arrays, and without a bias the "
+                "number of stacked layers is unknown; convert the model once this weight is an array"
             )
         return integer_weight(layer.weight)
 

@@ -223,8 +223,8 @@ def test_on_a_cpu_nothing_is_in_fp8(training, capsys):
     [
         (["training.py:make_step", "--target", "h1000"], "--target='h1000' is unknown; choose one of h100"),
         (["training.py"], "names no function; write FILE.py:FUNCTION"),
-        (["absent.py:make_step", "--target", "local"], "there is no file absent.py"),
-        (["absent:make_step", "--target", "local"], "there is no module 'absent'"),
+        (["absent.py:make_step", "--target", "local"], "cannot find the file absent.py"),
+        (["absent:make_step", "--target", "local"], "cannot find a module named 'absent'"),
         (["training.py:make_stop", "--target", "local"], "no function 'make_stop'; it has make_step"),
         (["training.py:CONSTANT", "--target", "local"], "no function 'CONSTANT'"),
         (["training.py:make_nothing", "--target", "local"], "returned int; it has to return (step_fn, args)"),

@@ -31,7 +31,9 @@ def test_a_row_of_the_catalog_is_all_that_a_device_needs(row):
     assert device.peaks == row.peaks
     if isinstance(row.xla, NotCompiled):
         assert row.name not in targets and row.peaks is None
-        with pytest.raises(ValueError, match=re.escape(f"target={row.name!r} is no target: {row.xla.reason}; choose")):
+        with pytest.raises(
+            ValueError, match=re.escape(f"target={row.name!r} cannot be compiled for: {row.xla.reason}; choose")
+        ):
             target_of(row.name)
     else:
         target = targets[row.name]

@@ -151,7 +151,7 @@ def test_resume_refuses_other_flags(finished, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--resume", "there is no checkpoint"),
+        ("--resume", "--resume found no checkpoint"),
         ("--heads 3 --kv-heads 2", "heads=3 is not a multiple of kv_heads=2"),
         ("--head-dim 15", "head_dim=15 is odd"),
         ("--exclude no_such_layer", "no_such_layer"),

@@ -114,8 +114,8 @@ def _topology(**options: str) -> topologies.TopologyDescription:
     It is made in this process, not in a child, because sending the program to a child takes `jax.export`, another
     package (flatbuffers) and seconds. If the plugin is installed as a package, JAX starts it with its other backends;
     if it is elsewhere, or failed then, it is started here. By then JAX has chosen its default device, and does not
-    choose again. The plugin refuses to start if it cannot query the versions of CUDA's libraries, unless it is told not
-    to, and warns that there is no driver, which is intended here.
+    choose again. Unless told otherwise, the plugin refuses to start if it cannot query the versions of CUDA's
+    libraries. Its warning about a missing driver is suppressed, because no driver is needed here.
     """
     has_libraries = any(importlib.util.find_spec(name) is not None for name in _LIBRARIES)
     has_driver = os.path.exists("/proc/driver/nvidia/version")

@@ -45,6 +45,6 @@ def target_of(target: str | Target) -> Target:
     if (name := canonical(target)) not in targets:
         why = "is unknown"
         if name in catalog and isinstance(xla := catalog[name].xla, NotCompiled):
-            why = f"is no target: {xla.reason}"
+            why = f"cannot be compiled for: {xla.reason}"
         raise ValueError(f"target={target!r} {why}; choose one of {', '.join(targets)}")
     return targets[name]
