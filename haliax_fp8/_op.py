@@ -16,16 +16,19 @@ from ._product.arguments import check_groups, check_operands, floating_dtype, ha
 from ._product.contraction import AbstractContraction
 from ._product.dimensions import DimensionNumbers, DotDimensions
 from ._product.dot import DotContraction
-from ._product.grouped import RaggedContraction
+from ._product.grouped.contraction import RaggedContraction
 from ._product.kernel_residual import KernelResidual
 from ._product.names import FP8_DOT_GENERAL, FP8_RAGGED_DOT
 from ._product.primitive import fp8_dot_general
 from ._product.spec import ProductSpec
 from ._state.op_state import OpState
 from ._state.records import OpRecord
+from .devices.device import Device
+from .devices.grouped import GroupedKernels
 from .recipes.catalog import RecipeLike, as_recipe
 from .recipes.recipe import Recipe
 from .recipes.scaling import DelayedScaling
+from .recipes.support import supported_in_groups
 
 
 # The words of a key of JAX's default generator.
@@ -47,6 +50,8 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
         kernel_shape: The sizes of the kernel's free axes, if known. `einsum` may swap the operands; these sizes tell
             the kernel from the input. If they do not decide (or are None), the kernel is the second operand.
         kernel_residual: What the backward pass keeps of the kernel; `fp8_linear_layers` sets it from its configuration.
+        allow_dense_groups: Whether `ragged_dot` may multiply every row by the kernels of all groups where the device has
+            no grouped kernel, or none for the recipe; likewise.
 
     A recipe with stochastic rounding needs a key from `with_rounding_keys` wherever it rounds that way: NVFP4 in the
     backward pass.
@@ -77,6 +82,7 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
     stack: tuple[hax.Axis, ...] = eqx.field(static=True, default=())
     has_key: bool = eqx.field(static=True, default=False)
     kernel_residual: KernelResidual = eqx.field(static=True, default=KernelResidual.KEEP)
+    allow_dense_groups: bool = eqx.field(static=True, default=False)
 
     @staticmethod
     def init(
@@ -156,6 +162,11 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
     ) -> Float[Array, "rows outputs"]:
         """Multiplies as `lax.ragged_dot` does: consecutive groups of rows, each by its own kernel.
 
+        NVIDIA's GPUs since Hopper do it in kernels that compute one product for each row. A CPU emulates FP8 with
+        `lax.ragged_dot`. On anything else it raises, unless `allow_dense_groups` is set: XLA then computes a product for
+        each row and group. Sizes that are negative or add up to more than the rows raise where their values are known,
+        and make the product NaN inside `jit`.
+
         Args:
             lhs: The rows of all groups, one group after the other.
             rhs: The groups' kernels.
@@ -163,12 +174,17 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
             precision: As in `__call__`.
             preferred_element_type: As in `__call__`.
 
+        Raises:
+            ValueError: If operands or sizes are of another kind or do not fit, or the device has no grouped kernel for
+                the recipe.
+
         Returns:
             The product; one scale serves the kernels of all groups.
         """
         self._check(lhs, rhs)
         check_groups(lhs, rhs, group_sizes)
-        spec = self._spec(RaggedContraction(), lhs, rhs, precision, preferred_element_type)
+        contraction = RaggedContraction(kernels=self._grouped_kernels())
+        spec = self._spec(contraction, lhs, rhs, precision, preferred_element_type)
         return fp8_dot_general(lhs, rhs, self._state_array, spec, (group_sizes,), key=self._key_array)
 
     def with_recipe(self, recipe: Recipe) -> "Fp8DotGeneral":
@@ -194,6 +210,20 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
                 f"an FP8 product was called with the state of {leading} layers, those of an ensemble or a stack; call "
                 "them under eqx.filter_vmap or jax.vmap, or in a scan over the stack, so that each gets its own state"
             )
+
+    def _grouped_kernels(self) -> GroupedKernels:
+        """What multiplies groups on the device that this is traced for."""
+        support = supported_in_groups(self.recipe, Device.current())
+        kernels = GroupedKernels.of(support.device)
+        if support.outcome != "refused" and kernels is not None:
+            return kernels
+        if not self.allow_dense_groups:
+            raise ValueError(
+                f"a grouped product with the recipe {self.recipe} cannot run in FP8: {support.reason}. Choose another "
+                "recipe; or leave these layers in high precision, with Fp8Config(exclude=...); or let every row be "
+                "multiplied by the kernels of all groups, with Fp8Config(allow_dense_groups=True)"
+            )
+        return GroupedKernels.XLA
 
     @property
     def _state_array(self) -> Array | None:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from jax._src.interpreters import partial_eval as pe
 from jax.extend.core import Literal, Primitive
 from jax.interpreters import ad, batching, mlir
 
@@ -64,12 +65,20 @@ def opaque[**P, T](*static_argnames: str) -> Callable[[Callable[P, T]], Callable
             leaves, structure = jax.tree.flatten(args)
             traced = jitted.trace(*jax.tree.unflatten(structure, map(jax.typeof, leaves)), **static_arguments)
             static = tuple(sorted(static_arguments.items()))
-            results = primitive.bind(*leaves, structure=structure, static=static, call_jaxpr=traced.jaxpr)
+            results = primitive.bind(*leaves, structure=structure, static=static, call_jaxpr=_low(traced.jaxpr))
             return jax.tree.unflatten(jax.tree.structure(traced.out_info), results)
 
         return call
 
     return decorate
+
+
+def _low(jaxpr: Any) -> Any:
+    """A traced function as primitives keep it: a Pallas kernel is traced with references, which JAX takes out later.
+
+    Before JAX had such functions, and if it finds another way, there is nothing to do.
+    """
+    return pe.lower_jaxpr2(jaxpr) if getattr(jaxpr, "is_high", False) else jaxpr
 
 
 def _mapped_results(jaxpr: Any, are_mapped: Sequence[bool]) -> tuple[int | None, ...]:

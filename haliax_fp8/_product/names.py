@@ -1,5 +1,6 @@
 """The names that a traced product carries: scopes, which the preflight finds it by, and names of what is kept."""
 
+import re
 from typing import Final
 
 from .._numerics.rotation import ROTATION as ROTATION
@@ -10,6 +11,21 @@ FP8_DOT_GENERAL: Final = "fp8_dot_general"
 
 FP8_RAGGED_DOT: Final = "fp8_ragged_dot"
 """The scope of a grouped product in FP8."""
+
+FP8_GROUPED: Final = "fp8_grouped"
+"""The scope of a grouped product's own kernel, within one of its three products; then comes `tile_scope`."""
+
+
+def tile_scope(rows: int, columns: int, depth: int) -> str:
+    """The scope that says what the blocks of a grouped kernel compute, such as `tile_64x128x128`."""
+    return f"tile_{rows}x{columns}x{depth}"
+
+
+def tile_of_scope(scope: str) -> tuple[int, int, int] | None:
+    """The inverse of `tile_scope`; None of another scope."""
+    found = re.fullmatch(r"tile_(\d+)x(\d+)x(\d+)", scope)
+    return None if found is None else (int(found[1]), int(found[2]), int(found[3]))
+
 
 FPROP: Final = "fprop"
 """The scope of the product that gives the output, within one of those."""

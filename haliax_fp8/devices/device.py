@@ -37,6 +37,23 @@ class Device:
         return Device(platform, device.device_kind, str(getattr(device, "compute_capability", "")))
 
     @staticmethod
+    def current() -> "Device":
+        """The device that what is traced now is meant for: that of the mesh in use (`jax.set_mesh`), else the default.
+
+        So a program that is compiled for a device elsewhere takes that device's path.
+        """
+        meant = jax.sharding.get_abstract_mesh().abstract_device
+        if meant is None:
+            return Device.default()
+        platforms = ("cuda", "rocm") if meant.platform == "gpu" else (meant.platform,)
+        rows = (row for row in catalog.values() if row.platform in platforms and row.kind == meant.device_kind)
+        row = next(rows, None)
+        if row is not None:
+            return Device(row.platform, row.kind, row.compute_capability)
+        default = Device.default()
+        return default if default.kind == meant.device_kind else Device(platforms[0], meant.device_kind)
+
+    @staticmethod
     def by_name(name: str) -> "Device":
         """A device by name; this machine need not have it.
 

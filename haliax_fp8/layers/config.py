@@ -37,6 +37,8 @@ class Fp8Config:
         compute_dtype: The dtype that the products' operands and results are rounded to; None does not round.
         kernel_residual: What the backward pass keeps of kernels, a `KernelResidual`. Changes memory and speed, not
             values.
+        allow_dense_groups: Lets grouped products (mixture of experts) multiply every row by the kernels of all groups
+            where the device has no grouped kernel, or none for the recipe. By default that raises.
         emulate: Converts even if the default device is an accelerator without the units for a recipe's products; see
             `supported`. A CPU always emulates, with the same rounding.
         rules: The rules of the layer classes; see `LayerRule`.
@@ -59,6 +61,7 @@ class Fp8Config:
     amax_history_length: int | None = None
     compute_dtype: DTypeLike | None = None
     kernel_residual: KernelResidual = KernelResidual.REQUANTIZE_WHERE_CHEAP
+    allow_dense_groups: bool = False
     emulate: bool = False
     rules: tuple[LayerRule, ...] = default_rules
     only_if: FasterOn | None = None
@@ -85,8 +88,9 @@ class Fp8Config:
                 f"kernel_residual={self.kernel_residual!r} is not a KernelResidual; use one of "
                 f"{', '.join(map(str, KernelResidual))}"
             )
-        if not isinstance(self.emulate, bool):
-            raise ValueError(f"emulate={self.emulate!r} must be True or False")
+        for name in ("allow_dense_groups", "emulate"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise ValueError(f"{name}={value!r} must be True or False")
         if not isinstance(self.rules, tuple) or not all(isinstance(rule, LayerRule) for rule in self.rules):
             raise ValueError(
                 f"rules={self.rules!r} must be a tuple of LayerRule instances, such as (MyRule(), *default_rules); "

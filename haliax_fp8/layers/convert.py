@@ -6,12 +6,11 @@ from typing import Any
 import haliax as hax
 
 from .._op import Fp8DotGeneral
-from .._product.kernel_residual import KernelResidual
 from ..devices.device import Device
 from ..devices.xla_flags import XlaFlags
 from ..recipes.compiler_options import log_cost_of_flags
 from ..recipes.recipe import Recipe
-from ..recipes.support import require_support
+from ..recipes.support import require_support, supported
 from .config import Fp8Config, as_config
 from .patterns import Pattern, as_patterns, matches, unmatched_error
 from .rule import LayerRule
@@ -84,7 +83,9 @@ def fp8_linear_layers[M](module: M, config: Fp8Config | None = None, **options: 
         device = Device.default()
         chosen = [(decision, decision.recipe) for decision in decisions.values() if decision.recipe is not None]
         for decision, recipe in chosen:
-            require_support(recipe, decision.rule.kernel(decision.layer).support(recipe, device))
+            kernel = decision.rule.kernel(decision.layer)
+            dense = config.allow_dense_groups and kernel.Experts is not None
+            require_support(recipe, supported(recipe, device) if dense else kernel.support(recipe, device))
         log_cost_of_flags(XlaFlags.of_environment(), device, dict.fromkeys(recipe for _, recipe in chosen))
     converted: dict[Any, Any] = {}
 
@@ -94,22 +95,25 @@ def fp8_linear_layers[M](module: M, config: Fp8Config | None = None, **options: 
             return layer
         op, rule = decision.rule.op(layer), decision.rule
         if op is not None and (op.recipe, op.compute_dtype) == (decision.recipe, config.compute_dtype):
-            return _keeping(rule, layer, op, config.kernel_residual)
+            return _with_choices(rule, layer, op, config)
         # The same object in two places stays one object, unless an override gives one of the places another recipe.
         key = id(layer), decision.recipe
         if key not in converted:
             op = rule.kernel(layer).init_op(decision.recipe, config.compute_dtype, decision.stack)
-            converted[key] = rule.with_op(layer, dataclasses.replace(op, kernel_residual=config.kernel_residual))
+            converted[key] = _with_choices(rule, layer, op, config)
         return converted[key]
 
     return map_layers(convert, module, config.rules)
 
 
-def _keeping(rule: LayerRule, layer: Any, op: Fp8DotGeneral, kernel_residual: KernelResidual) -> Any:
-    """The converted layer with another choice of what is kept of its kernel."""
-    if op.kernel_residual == kernel_residual:
+def _with_choices(rule: LayerRule, layer: Any, op: Fp8DotGeneral, config: Fp8Config) -> Any:
+    """The layer with an op that computes as the configuration says: what changes neither recipe nor state."""
+    # Emulated, a grouped product is dense in any case.
+    dense = config.allow_dense_groups or config.emulate
+    choices = {"kernel_residual": config.kernel_residual, "allow_dense_groups": dense}
+    if rule.op(layer) is op and all(getattr(op, name) == choice for name, choice in choices.items()):
         return layer
-    return rule.with_op(layer, dataclasses.replace(op, kernel_residual=kernel_residual))
+    return rule.with_op(layer, dataclasses.replace(op, **choices))
 
 
 def restore_linear_layers[M](module: M, config: Fp8Config | None = None) -> M:

@@ -3,10 +3,13 @@
 import dataclasses
 from typing import Literal
 
+from .._numerics.formats import E4M3, E5M2
 from .._numerics.require import require
 from ..devices.device import FP8_UNITS, Device
+from ..devices.grouped import BLOCK, GroupedKernels
 from .catalog import RecipeLike, as_recipe
 from .recipe import Quantization, Recipe
+from .scaling import BlockScaling, HadamardScaling, MeasuredScaling
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,21 +91,46 @@ def _lacking(operands: tuple[Quantization, Quantization], device: Device) -> str
 
 
 def supported_in_groups(recipe: Recipe, device: Device) -> Support:
-    """As `supported`, for grouped products, in which only one scale for the tensor stays outside the sum.
-
-    Each row of the output belongs to a group with its own kernel; wgrad sums over parts of an axis.
+    """As `supported`, for grouped products, which take kernels of their own.
 
     Args:
         recipe: The recipe.
         device: The device.
+
+    Example:
+        >>> h100, tpu = Device.by_name("h100"), Device.by_name("tpu7x")
+        >>> print(supported_in_groups(as_recipe("deepseek"), h100).reason)
+        a kernel for Hopper multiplies E4M3 in groups
+        >>> print(supported_in_groups(as_recipe("delayed"), tpu).reason)
+        there is no grouped FP8 kernel for TPU7x; see Fp8Config(allow_dense_groups=True)
     """
-    support = supported(recipe, device)
+    kernels = GroupedKernels.of(device)
+    if kernels is GroupedKernels.XLA:
+        return supported(recipe, device)
+    if kernels is None:
+        support = supported(recipe, device)
+        reason = f"there is no grouped FP8 kernel for {device.kind}; see Fp8Config(allow_dense_groups=True)"
+        return Support(device, "refused", reason) if support.is_native else support
     operands = [operand for pair in recipe.products.values() for operand in pair if operand.scaling.quantizes]
-    finer = dict.fromkeys(str(o.scaling) for o in operands if o.scaling.units is not FP8_UNITS or o.scaling.directional)
-    if support.is_native and finer:
-        reason = f"grouped products take one scale per tensor; operands scaled by {', '.join(finer)} are dequantized"
-        return Support(device, "refused", reason)
-    return support
+    others = dict.fromkeys(str(operand.scaling) for operand in operands if not _in_kernel(operand, kernels))
+    if not others:
+        formats = " and ".join(format.name for format in recipe.formats)
+        made = f"a kernel for {kernels.value} multiplies {formats} in groups" if formats else "no product is in FP8"
+        return Support(device, "native", made)
+    scales = ["whole tensors", "rows", f"blocks of {BLOCK}"][: 3 if kernels is GroupedKernels.HOPPER else 2]
+    taken = f"the grouped kernel for {kernels.value} takes scales of {', '.join(scales[:-1])} and {scales[-1]}"
+    return Support(device, "refused", f"{taken}, not those of {', '.join(others)}")
+
+
+def _in_kernel(operand: Quantization, kernels: GroupedKernels) -> bool:
+    """Whether a grouped kernel takes an operand as it is quantized."""
+    scaling = operand.scaling
+    scaling = scaling.scaling if isinstance(scaling, MeasuredScaling) else scaling
+    if operand.format not in (E4M3, E5M2) or isinstance(scaling, HadamardScaling):
+        return False
+    if isinstance(scaling, BlockScaling):
+        return scaling.size == BLOCK and kernels is GroupedKernels.HOPPER
+    return scaling.units is FP8_UNITS
 
 
 def require_support(recipe: Recipe, support: Support) -> None:

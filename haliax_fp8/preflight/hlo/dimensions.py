@@ -6,7 +6,7 @@ import re
 
 from .sites import Site
 from .text import Shape
-from .vocabulary import BLOCK_SCALED, ONEDNN, Call, call_of, dot_numbers, is_scaled_dot, target_of_call
+from .vocabulary import BLOCK_SCALED, ONEDNN, Call, call_of, dot_numbers, grouped_tile, is_scaled_dot, target_of_call
 
 
 @dataclasses.dataclass(frozen=True)
@@ -14,7 +14,7 @@ class Dimensions:
     """`batch` products of an `m × k` and a `k × n` matrix, and the shapes of operands and result.
 
     Block-scaled operands come with a scale for each block. In a grouped product each row uses one of the groups; the
-    sizes are those of a single group.
+    sizes are those of a single group. What a kernel computes is `surplus` times that.
     """
 
     batch: int
@@ -26,6 +26,7 @@ class Dimensions:
     out: Shape
     block_scaled: bool = False
     groups: int = 1
+    surplus: float = 1.0
 
     def same_as(self, other: "Dimensions") -> bool:
         """Whether the sizes are those of another product, or of its transpose."""
@@ -112,7 +113,25 @@ def _of_ragged_dot(site: Site) -> Dimensions:
     return Dimensions(batch, m, n, k, lhs, rhs, _result(site), groups=groups)
 
 
+def _of_grouped_kernel(site: Site, tile: tuple[int, int, int]) -> Dimensions:
+    """Rows times the kernel of their group, or sums over the rows of groups; operands lie along the sum.
+
+    How large groups are is known on the device only. On average, the last tile of a group is half empty; a sum over its
+    rows begins and ends within a piece that it shares.
+    """
+    lhs, rhs = (operand.instruction.shape for operand in site.operands[:2])
+    out = _result(site)
+    (m, n), k = (lhs.dims[0], out.dims[1]), rhs.dims[1]
+    if out.dims[0] == m:
+        surplus = 1.0 + (rhs.dims[0] // n) * tile[0] / 2 / m
+    else:
+        surplus = 1.0 + (out.dims[0] // m) * tile[2] / k
+    return Dimensions(1, m, n, k, lhs, rhs, out, surplus=surplus)
+
+
 def _of_custom_call(site: Site) -> Dimensions | None:
+    if (tile := grouped_tile(site.instruction)) is not None:
+        return _of_grouped_kernel(site, tile)
     match call_of(site.instruction):
         case Call.CONVOLUTION:
             return _of_convolution(site)

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..._numerics.formats import E4M3, E4M3FNUZ, E5M2, E5M2FNUZ
+from ..._product.names import FP8_GROUPED, tile_of_scope
 from .text import Instruction
 
 
@@ -179,6 +180,9 @@ LIBRARIES: Mapping[str, str] = {
 }
 """What a report calls the products of libraries."""
 
+MOSAIC = "mosaic_gpu"
+"""Kernels written in Pallas for NVIDIA's GPUs since Hopper."""
+
 BLOCK_SCALED = {"__cublas$lt$matmul$mx", "__cudnn$blockScaledDot"}
 """The products whose operands come with a scale for each block."""
 
@@ -188,7 +192,7 @@ _CALLS: Mapping[Call, tuple[str, ...]] = {
     Call.CONVOLUTION: ("__cudnn$conv",),
     Call.OPAQUE: (
         # Kernels in Pallas, Triton or CUDA; cuDNN's attention.
-        *("__gpu$xla.gpu.triton", "__gpu$xla.gpu.ptx", "triton_kernel_call", "mosaic_gpu", "tpu_custom_call"),
+        *("__gpu$xla.gpu.triton", "__gpu$xla.gpu.ptx", "triton_kernel_call", MOSAIC, "tpu_custom_call"),
         *("__cudnn$fmha", "__onednn$convolution"),
     ),
     Call.OTHER: (
@@ -205,9 +209,21 @@ _CALLS: Mapping[Call, tuple[str, ...]] = {
 }
 
 
+def grouped_tile(instruction: Instruction) -> tuple[int, int, int] | None:
+    """Rows, columns and depth of the tiles of this package's grouped kernel; None of anything else."""
+    if not target_of_call(instruction).startswith(MOSAIC) or FP8_GROUPED not in instruction.op_name.split("/"):
+        return None
+    found = next(filter(None, map(tile_of_scope, instruction.op_name.split("/"))), None)
+    if found is None:
+        raise ValueError(f"{instruction.name} is a grouped kernel without a tile: {instruction.op_name}")
+    return found
+
+
 def call_of(instruction: Instruction) -> Call:
     """What a custom call does."""
     name = target_of_call(instruction)
+    if grouped_tile(instruction) is not None:
+        return Call.PRODUCT
     found = {known: call for call, names in _CALLS.items() for known in names if name.startswith(known)}
     return found[max(found, key=len)] if found else Call.UNKNOWN
 

@@ -13,7 +13,7 @@ from ..hlo.scopes import asks_for_fp8, dotted, layer_of, role, rotates
 from ..hlo.sites import Site, entry_sites, kernels, opened, trip_count
 from ..hlo.text import Module, parse_hlo
 from ..hlo.traffic import is_kernel, touched
-from ..hlo.vocabulary import COLLECTIVES, LIBRARIES, Call, call_of, is_fusion, is_triton, target_of_call
+from ..hlo.vocabulary import COLLECTIVES, LIBRARIES, Call, call_of, grouped_tile, is_fusion, is_triton, target_of_call
 from ..target.target import Target
 from .product import TRITON, Product
 from .program import Collective, Kernels, Opaque, Program
@@ -126,6 +126,7 @@ class _Reader:
             kernel=_kernel_name(kernel, site),
             # Where a grouped product became a dense one, each row is multiplied by the kernels of all groups.
             groups=1 if written is None or size.groups > 1 else written.size.groups,
+            surplus=size.surplus,
             executions=site.executions,
             bytes=touched(kernel),
             verdict=verdict,
@@ -161,6 +162,8 @@ def _stored_dtype(kernel: Site, size: Dimensions) -> str:
 
 
 def _kernel_name(kernel: Site, site: Site) -> str:
+    if grouped_tile(site.instruction) is not None:
+        return "grouped f8" if "f8" in site.operands[0].instruction.shape.dtype else "grouped"
     if name := target_of_call(site.instruction):
         return LIBRARIES.get(name, name)
     if kernel is site:

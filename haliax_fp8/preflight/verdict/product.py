@@ -47,6 +47,8 @@ class Product:
         kernel: What runs it, such as `cublasLt f8`.
         groups: How many times the requested work it computes: XLA multiplies every row by the kernels of all groups,
             and keeps one result; 1 for other products.
+        surplus: How many times the requested work a grouped kernel computes, because its last tiles are not full: an
+            average over the sizes of groups, which are known on the device only.
         executions: How often it runs in one step, with loops unrolled.
         bytes: What one run reads and writes.
         verdict: How it runs.
@@ -70,6 +72,7 @@ class Product:
     indivisible: str
     kernel: str
     groups: int
+    surplus: float
     executions: int
     bytes: int
     verdict: Verdict
@@ -78,12 +81,16 @@ class Product:
     @property
     def flops(self) -> int:
         """Of all runs in a step: two for each multiplication and addition."""
+        return round(self.surplus * self._flops)
+
+    @property
+    def _flops(self) -> int:
         return 2 * self.batch * self.m * self.n * self.k * self.executions
 
     @property
     def useful_flops(self) -> int:
         """Those among them that the model asked for."""
-        return self.flops // self.groups
+        return self._flops // self.groups
 
     @property
     def shape(self) -> str:

@@ -1,4 +1,4 @@
-"""Grouped products: rows of one operand multiplied by the kernel of the group that each is in (mixture of experts)."""
+"""The contraction of grouped products: rows multiplied by the kernel of the group that each is in (experts)."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -9,11 +9,14 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Float32
 
-from .._jax.mapped_axis import to_front
-from .._numerics.quantized_array import QuantizedArray
-from ..recipes.recipe import ProductName
-from .contraction import AbstractContraction
-from .scales import members_dot
+from ..._jax.mapped_axis import to_front
+from ..._numerics.quantized_array import QuantizedArray
+from ...devices.grouped import GroupedKernels
+from ...recipes.recipe import ProductName
+from ..contraction import AbstractContraction
+from ..scales import members_dot
+from .kernels import grouped_product, takes
+from .tiles import within_bounds
 
 
 _NUMBERS: dict[ProductName, lax.RaggedDotDimensionNumbers] = {
@@ -30,11 +33,16 @@ class RaggedContraction(AbstractContraction):
     Row `m` is multiplied by the kernel of its group; groups are consecutive, and rows after the last group give 0.
     dgrad is the same with transposed kernels; wgrad sums over the rows of each group: `[G, K, N]`.
 
+    Sizes that are negative, or that add up to more than the rows, make all of a product NaN: where they are known only
+    on the device, nothing else shows them at no cost.
+
     Args:
         batch: The number of leading axes of all operands and the product; each entry is a separate product.
+        kernels: What multiplies.
     """
 
     batch: int = 0
+    kernels: GroupedKernels = GroupedKernels.XLA
 
     extras = 1
     groups = frozenset[ProductName]({"wgrad"})
@@ -45,7 +53,7 @@ class RaggedContraction(AbstractContraction):
 
     def with_batch_axes(self, count: int) -> "RaggedContraction":
         """Batched over `count` more leading axes."""
-        return RaggedContraction(self.batch + count)
+        return dataclasses.replace(self, batch=self.batch + count)
 
     def fold(
         self, operands: Sequence[Array], axes: Sequence[int | None], size: int, ensemble: int
@@ -80,7 +88,14 @@ class RaggedContraction(AbstractContraction):
     ) -> Float[Array, "..."]:
         """Rows times kernels; rows of the output's gradient times transposed kernels; for each group, the sum of the
         outer products of its rows."""
-        return members_dot(self._dot(product, extras, precision), *operands, self.batch, dtype, scale)
+        (group_sizes,), (a, b) = extras, operands
+        in_bounds = jnp.all(group_sizes == within_bounds(group_sizes, a.data.shape[self.batch]))
+        valid = jnp.where(in_bounds, jnp.float32(1.0), jnp.float32(np.nan))
+        a = dataclasses.replace(a, scale=a.scale * valid)
+        if self.kernels is not GroupedKernels.XLA and takes(a, b):
+            return grouped_product(self.kernels, product, a, b, group_sizes, precision, dtype)
+        scale = None if scale is None else scale * valid
+        return members_dot(self._dot(product, extras, precision), a, b, self.batch, dtype, scale)
 
     def _dot(
         self, product: ProductName, group_sizes: tuple[Array, ...], precision: lax.PrecisionLike

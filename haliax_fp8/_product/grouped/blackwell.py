@@ -1,0 +1,103 @@
+"""A grouped product on Blackwell: `tcgen05` multiplies FP8 of both formats from shared into tensor memory, in float32."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float
+
+from .mosaic import Job, call, scaled, store, stored_transforms, swizzled
+from .tiles import Jobs, Scales, Tile
+
+
+# The warps of a block that load and multiply.
+_LOADS, _MULTIPLIES = 0, 1
+
+
+def blackwell_product(
+    a: Float[Array, "a_rows a_depth"],
+    b: Float[Array, "b_rows b_depth"],
+    jobs: Jobs,
+    scales: Scales,
+    out: jax.ShapeDtypeStruct,
+    tile: Tile,
+    *,
+    whole: bool,
+) -> Float[Array, "out_rows columns"]:
+    """`a @ b.T` for each job, times the scales, rounded once.
+
+    Args:
+        a: FP8 of either format.
+        b: Likewise.
+        jobs: What each row of blocks does.
+        scales: The scales of both operands, the same for all that is summed.
+        out: Shape and dtype of the result.
+        tile: The tiles, of 128 rows.
+        whole: Whether all tiles of the result are whole.
+    """
+    assert not scales.change_along_sum
+    shape, stages = (tile.rows, tile.columns), tile.stages
+    scratch = [
+        plgpu.SMEM((stages, tile.rows, tile.depth), a.dtype, transforms=swizzled(tile.depth, a.dtype)),
+        plgpu.SMEM((stages, tile.columns, tile.depth), b.dtype, transforms=swizzled(tile.depth, b.dtype)),
+        plgpu.SMEM(shape, out.dtype, transforms=stored_transforms(whole, tile, out.dtype)),
+        plgpu.TMEM(shape, jnp.float32),
+        # Both operands of a piece are loaded.
+        plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+        # A piece is multiplied, and its memory free; and all are.
+        plgpu.Barrier(num_arrivals=1, num_barriers=stages, orders_tensor_core=True),
+        plgpu.Barrier(num_arrivals=1, orders_tensor_core=True),
+    ]
+    body = functools.partial(_body, whole=whole)
+    return call(body, a, b, jobs.stacked(), scales, out, tile, scratch)
+
+
+def _body(
+    a: Any, b: Any, jobs: Any, groups: Any, *refs: Any, tile: Tile, dtype: Any, change_along_sum: bool, whole: bool
+) -> None:
+    del change_along_sum
+    *vectors, out, a_smem, b_smem, out_smem, total_tmem, loaded, free, done = refs
+    job = Job.of(jobs, tile)
+
+    def slot_of(step: Array) -> Array:
+        return lax.rem(step, jnp.int32(tile.stages))
+
+    def load(step: Array, _: None) -> None:
+        slot = slot_of(step)
+        pl.when(step >= tile.stages)(lambda: plgpu.barrier_wait(free.at[slot]))
+        for operand, smem, row, rows, piece in (
+            (a, a_smem, job.a_row, tile.rows, job.a_piece(step)),
+            (b, b_smem, job.b_row + job.column, tile.columns, job.b_piece(step)),
+        ):
+            source = operand.at[pl.ds(row, rows), pl.ds(piece * tile.depth, tile.depth)]
+            plgpu.copy_gmem_to_smem(source, smem.at[slot], loaded.at[slot])
+
+    def multiply(step: Array, _: None) -> None:
+        slot = slot_of(step)
+        plgpu.barrier_wait(loaded.at[slot])
+        operands = a_smem.at[slot], b_smem.at[slot].transpose((1, 0))
+        plgpu.tcgen05_mma(total_tmem, *operands, free.at[slot], accumulate=step > 0)
+
+    @plgpu.warp_map
+    def _(warp: Array) -> None:
+        @pl.when(warp == _LOADS)
+        def _() -> None:
+            lax.fori_loop(0, job.steps, load, None)
+
+        @pl.when(warp == _MULTIPLIES)
+        def _() -> None:
+            lax.fori_loop(0, job.steps, multiply, None)
+            plgpu.tcgen05_commit_arrive(done)
+
+    plgpu.barrier_wait(done)
+    layout = plgpu.Layout.TCGEN05
+    total = plgpu.async_load_tmem(total_tmem, layout=layout)
+    plgpu.wait_load_tmem()
+    # Nothing was written for a block without rows.
+    total = jnp.where(job.steps > 0, total * groups[job.group], 0.0)
+    result = lax.convert_element_type(scaled(total, vectors, job, 0, tile, layout), dtype)
+    store(result, out_smem, out, job, tile, jobs_are_whole=whole)

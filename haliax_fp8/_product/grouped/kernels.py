@@ -1,0 +1,221 @@
+"""Operands and scales as grouped kernels want them, for each of the three products."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Float32, Int, Int32
+
+from ..._numerics.quantized_array import QuantizedArray, expand
+from ...devices.grouped import BLOCK, GroupedKernels
+from ...recipes.recipe import ProductName
+from ..names import FP8_GROUPED, tile_scope
+from .tiles import Jobs, Scales, Tile, groups_jobs, rows_jobs, with_edges, within_bounds
+
+
+_FP8 = (jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2))
+_SIXTEEN_BITS = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
+
+
+def takes(a: QuantizedArray, b: QuantizedArray) -> bool:
+    """Whether kernels multiply such data: FP8, or what a recipe leaves in 16 bits. Empty operands are left to XLA."""
+    known = (*_FP8, *_SIXTEEN_BITS)
+    return all(x.data.dtype in known and x.data.size for x in (a, b))
+
+
+def grouped_product(
+    kernels: GroupedKernels,
+    product: ProductName,
+    a: QuantizedArray,
+    b: QuantizedArray,
+    group_sizes: Int[Array, "*members groups"],
+    precision: lax.PrecisionLike,
+    dtype: np.dtype,
+) -> Float[Array, "..."]:
+    """fprop, dgrad or wgrad of groups, by a device's kernel.
+
+    Args:
+        kernels: Of the device; not XLA's.
+        product: Which of the three.
+        a: The rows `[*members, rows, sum]`; of wgrad the inputs `[*members, rows, inputs]`.
+        b: The kernels `[*members, groups, inputs, outputs]`; of wgrad the output gradients.
+        group_sizes: How many rows each group has.
+        precision: DEFAULT lets Hopper's tensor cores add up with fewer bits than float32 has.
+        dtype: Of the result.
+
+    Raises:
+        ValueError: If the kernels do not take the scales of the operands.
+    """
+    *members, groups = group_sizes.shape
+    of_groups = _of_groups(a, b, group_sizes.shape, is_wgrad=product == "wgrad")
+    if members and of_groups is None:
+        # Rows and columns have scales, other ones for each member.
+        one = lambda member: grouped_product(kernels, product, *member, precision, dtype)
+        return lax.map(one, (a, b, group_sizes))
+    sizes = within_bounds(group_sizes.reshape(-1, groups), a.data.shape[len(members)])
+    work = _Work(kernels, sizes, a.data.shape[len(members)], of_groups, precision == lax.Precision.DEFAULT, dtype)
+    with jax.named_scope(FP8_GROUPED):
+        if product == "wgrad":
+            out = work.sums_over_groups(a, b)
+            return out.reshape(*members, groups, *out.shape[1:])
+        out = work.rows_by_kernels(a, b, inputs_are_summed=product == "fprop")
+        return out.reshape(*members, -1, out.shape[1])
+
+
+@dataclasses.dataclass(frozen=True)
+class _Work:
+    """A grouped product, but for its operands.
+
+    Args:
+        kernels: What multiplies.
+        sizes: Of each member's groups.
+        rows: How many rows a member has.
+        of_groups: The scale of both operands for each group; None if rows and columns have their own.
+        fast: Whether fewer bits will do for the sum.
+        dtype: Of the result.
+    """
+
+    kernels: GroupedKernels
+    sizes: Int32[Array, "members groups"]
+    rows: int
+    of_groups: Float32[Array, " all_groups"] | None
+    fast: bool
+    dtype: np.dtype
+
+    def rows_by_kernels(
+        self, a: QuantizedArray, b: QuantizedArray, *, inputs_are_summed: bool
+    ) -> Float[Array, "all_rows columns"]:
+        """Each row times its group's kernel, over the kernel's inputs or outputs."""
+        (x, kernel), depth = _alike(a.data, b.data), a.data.shape[-1]
+        x, kernel = x.reshape(-1, depth), kernel.reshape(-1, *kernel.shape[-2:])
+        # Tensor cores read FP8 along the sum.
+        kernel = jnp.swapaxes(kernel, 1, 2) if inputs_are_summed else kernel
+        columns, pieces, vectors = kernel.shape[1], 1, ()
+        if self.of_groups is None:
+            pieces = self._pieces((a, 1), (b, 1 if inputs_are_summed else 2))
+            shape = (pieces, columns) if inputs_are_summed else (columns, pieces)
+            of_columns = _lines(b, (self.sizes.size, *shape))
+            vectors = _lines(a, (self.rows, pieces)).T, jnp.moveaxis(of_columns, 1 if inputs_are_summed else 2, 0)
+        fast = self.fast and pieces == 1
+        tile = self._tile(x.dtype, columns, depth, fast=fast, blocks=pieces > 1)
+        total = len(x)
+        x, kernel = _filled(x, (1, tile.depth), least=tile.rows), _filled(kernel, (1, tile.columns, tile.depth))
+        if vectors:
+            of_columns = _filled(vectors[1], (1, 1, tile.columns)).reshape(pieces, -1)
+            vectors = _filled(vectors[0].T, (1, 1), least=tile.rows).T, of_columns
+        jobs = rows_jobs(self.sizes, self.rows, len(x), kernel.shape[1], tile, x.shape[1])
+        shape, kernel = (len(x), kernel.shape[1]), kernel.reshape(-1, kernel.shape[2])
+        out = self._run(x, kernel, jobs, vectors, shape, tile, fast=fast, whole=False)
+        return out[:total, :columns]
+
+    def sums_over_groups(self, a: QuantizedArray, b: QuantizedArray) -> Float[Array, "all_groups width columns"]:
+        """For each group, the sum of the outer products of its rows."""
+        x, y = _alike(a.data, b.data)
+        x, y = x.reshape(-1, x.shape[-1]), y.reshape(-1, y.shape[-1])
+        width, columns, pieces, vectors = x.shape[1], y.shape[1], 1, ()
+        if self.of_groups is None:
+            pieces = self._pieces((a, 0), (b, 0))
+            vectors = _lines(a, (pieces, width)), _lines(b, (pieces, columns))
+        tile = self._tile(x.dtype, columns, self.rows, fast=False, blocks=pieces > 1)
+        x, y = _filled(x, (tile.depth, tile.rows)), _filled(y, (tile.depth, tile.columns))
+        if vectors:
+            vectors = _filled(vectors[0], (1, tile.rows)), _filled(vectors[1], (1, tile.columns))
+        jobs = groups_jobs(self.sizes, self.rows, len(x), x.shape[1], tile)
+        edged, shape = with_edges(x, self.sizes, self.rows, tile.depth), (self.sizes.size * x.shape[1], y.shape[1])
+        out = self._run(edged.T, y.T, jobs, vectors, shape, tile, fast=False, whole=True)
+        return out.reshape(self.sizes.size, -1, out.shape[1])[:, :width, :columns]
+
+    def _run(
+        self,
+        a: Array,
+        b: Array,
+        jobs: Jobs,
+        vectors: tuple[Array, ...],
+        shape: tuple[int, int],
+        tile: Tile,
+        *,
+        fast: bool,
+        whole: bool,
+    ) -> Array:
+        # Pallas and its compiler take half a second to import; most programs have no experts.
+        from .blackwell import blackwell_product
+        from .hopper import hopper_product
+
+        ones = self.of_groups
+        if ones is None:
+            ones = jnp.ones(self.sizes.size, jnp.float32)
+        scales, out = Scales(ones, *vectors), jax.ShapeDtypeStruct(shape, self.dtype)
+        with jax.named_scope(tile_scope(tile.rows, tile.columns, tile.depth)):
+            if self.kernels is GroupedKernels.BLACKWELL:
+                return blackwell_product(a, b, jobs, scales, out, tile, whole=whole)
+            return hopper_product(a, b, jobs, scales, out, tile, fast=fast, whole=whole)
+
+    def _tile(self, dtype: np.dtype, columns: int, depth: int, *, fast: bool, blocks: bool) -> Tile:
+        """The tiles of a product.
+
+        What lies beyond a group's last row is multiplied in vain, so small groups have small tiles.
+
+        Args:
+            dtype: Of the data.
+            columns: Of the result.
+            depth: How much is summed.
+            fast: Whether one sum is kept. Two of 128 rows do not fit into Hopper's registers.
+            blocks: Whether each piece of the sum has scales, which are those of `BLOCK` elements.
+        """
+        are_small = depth <= 64 or self.rows < 1024 * self.sizes.shape[1]
+        rows = 64 if self.kernels is GroupedKernels.HOPPER and (are_small or not fast) else 128
+        deep = BLOCK if blocks else (64 if are_small else 128) // dtype.itemsize
+        return Tile(rows, 64 if columns <= 64 else 128, deep)
+
+    def _pieces(self, *operands: tuple[QuantizedArray, int]) -> int:
+        """How many parts of the sum have scales of their own, which is along the axis given with each operand."""
+        pieces = 1
+        for x, axis in operands:
+            if x.scale.ndim == 0 or x.scale.shape[axis] == 1:
+                continue
+            size = x.data.shape[axis]
+            block = size // x.scale.shape[axis] if x.block is None else x.block[axis]
+            if block != BLOCK or self.kernels is not GroupedKernels.HOPPER:
+                raise ValueError(
+                    f"recipe has a scale for each {block} elements of a sum, which the grouped kernel for "
+                    f"{self.kernels.value} does not take; use a recipe that supported_in_groups calls native"
+                )
+            pieces = -(-size // BLOCK)
+        return pieces
+
+
+def _of_groups(
+    a: QuantizedArray, b: QuantizedArray, shape: tuple[int, ...], *, is_wgrad: bool
+) -> Float32[Array, " all_groups"] | None:
+    """The scales of both operands multiplied, where each has one for a group, a member or all; else None."""
+    both = jnp.ones(shape, jnp.float32)
+    for x, leading in ((a, len(shape) - 1), (b, len(shape) - is_wgrad)):
+        if any(count > 1 for count in x.scale.shape[leading:]):
+            return None
+        of_leading = x.scale.reshape(x.scale.shape[:leading])
+        both = both * of_leading.reshape(of_leading.shape + (1,) * (len(shape) - of_leading.ndim))
+    return both.reshape(-1)
+
+
+def _alike(a: Array, b: Array) -> tuple[Array, Array]:
+    """Data of the same width: FP8 of either format, or both in the wider dtype."""
+    wide = [x.dtype for x in (a, b) if x.dtype not in _FP8]
+    return (lax.convert_element_type(a, wide[0]), lax.convert_element_type(b, wide[0])) if wide else (a, b)
+
+
+def _lines(x: QuantizedArray, shape: tuple[int, ...]) -> Float32[Array, "..."]:
+    """The scales of an operand, repeated to a shape that is the data's, but for the number of pieces of the sum."""
+    scale = x.scale if x.scale.ndim else x.scale.reshape((1,) * len(shape))
+    return expand(scale, shape, x.block)
+
+
+def _filled(x: Array, multiples: tuple[int, ...], least: int = 0) -> Array:
+    """Filled up with zeros to multiples of something along each of its axes, and to so many rows at least.
+
+    Axes in front of those with a multiple stay as they are.
+    """
+    missing = [-size % multiple for size, multiple in zip(x.shape, multiples, strict=True)]
+    missing[0] = max(missing[0], least - x.shape[0])
+    return jnp.pad(x, [(0, count) for count in missing]) if any(missing) else x

@@ -1,0 +1,184 @@
+"""What one block of a grouped kernel computes: which tile of which group, from which rows and columns of the operands.
+
+All three products are one kernel. Each of its blocks multiplies a tile of rows of `a` by a tile of rows of `b`, both
+along their last axis, and writes a tile of the result. What differs is where tiles begin: a table says so, an entry for
+each row of blocks.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Float32, Int32
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """The size of a block's work.
+
+    Args:
+        rows: Of the result.
+        columns: Of the result.
+        depth: What a block multiplies at once, of what it sums over.
+        stages: How many such pieces are in shared memory.
+    """
+
+    rows: int
+    columns: int
+    depth: int
+    stages: int = 4
+
+
+class Jobs(NamedTuple):
+    """The work of each row of blocks.
+
+    Args:
+        a_row: Where its rows of `a` begin.
+        b_row: Where the rows of `b` begin that belong to its first column.
+        out_row: Where its rows of the result begin.
+        skip: How many of them are another block's work.
+        count: How many of the next are its own; 0 for a block that has nothing to do.
+        steps: How many pieces it sums up; 0 writes zeros.
+        first: The first of these pieces.
+        edges: Where `a` has the first and the last piece once more, with nothing of other groups; -1 if nowhere.
+        group: The group, whose scale the sum is multiplied by.
+    """
+
+    a_row: Int32[Array, " jobs"]
+    b_row: Int32[Array, " jobs"]
+    out_row: Int32[Array, " jobs"]
+    skip: Int32[Array, " jobs"]
+    count: Int32[Array, " jobs"]
+    steps: Int32[Array, " jobs"]
+    first: Int32[Array, " jobs"]
+    edges: Int32[Array, " jobs"]
+    group: Int32[Array, " jobs"]
+
+    def stacked(self) -> Int32[Array, "fields jobs"]:
+        """As one array, for a kernel to read."""
+        return jnp.stack([x.astype(jnp.int32) for x in self])
+
+
+class Scales(NamedTuple):
+    """The scales of a grouped product, `[pieces]` being 1 where they are the same for all that is summed.
+
+    Args:
+        groups: Of each group, both operands' multiplied.
+        rows: Of the rows of `a`; None if they all have the group's.
+        columns: Of the rows of `b`; None together with `rows`.
+    """
+
+    groups: Float32[Array, " groups"]
+    rows: Float32[Array, "pieces a_rows"] | None = None
+    columns: Float32[Array, "pieces b_rows"] | None = None
+
+    @property
+    def change_along_sum(self) -> bool:
+        """Whether each piece of the sum has scales of its own."""
+        return self.rows is not None and self.rows.shape[0] > 1
+
+
+def rows_jobs(
+    sizes: Int32[Array, "members groups"], rows: int, length: int, columns: int, tile: Tile, depth: int
+) -> Jobs:
+    """The work of a product that multiplies each row by the kernel of its group.
+
+    A group's tiles begin at its first row, wherever that is; its last one may be partial. What follows the last group
+    is a group of its own, whose rows are zeros. A tile that would run over the end of `a` begins earlier, and leaves
+    the rows that it has too many to those whose they are.
+
+    Args:
+        sizes: How many rows each group has; members' rows follow each other. The sum of a member's is at most `rows`.
+        rows: How many rows a member has.
+        length: How many all have, filled up to those of a tile.
+        columns: How many columns the kernels have.
+        tile: The tiles.
+        depth: What is summed over.
+    """
+    members, groups = sizes.shape
+    ends = jnp.cumsum(sizes, axis=1)
+    sizes = jnp.concatenate([sizes, rows - ends[:, -1:]], axis=1)
+    ends = jnp.concatenate([ends, jnp.full((members, 1), rows, ends.dtype)], axis=1)
+    starts = (ends - sizes + rows * jnp.arange(members, dtype=ends.dtype)[:, None]).reshape(-1)
+    sizes = sizes.reshape(-1)
+    tiles = (sizes + (tile.rows - 1)) // tile.rows
+    last = jnp.cumsum(tiles)
+    job = jnp.arange(-(-members * rows // tile.rows) + members * (groups + 1), dtype=jnp.int32)
+    which = jnp.minimum(jnp.searchsorted(last, job, side="right"), len(sizes) - 1)
+    within = (job - (last - tiles)[which]) * tile.rows
+    in_use = job < last[-1]
+    start = jnp.where(in_use, starts[which] + within, 0)
+    count = jnp.where(in_use, jnp.minimum(sizes[which] - within, tile.rows), 0)
+    base = jnp.minimum(start, length - tile.rows)
+    member, group = which // (groups + 1), which % (groups + 1)
+    has_kernel = (group < groups) & (count > 0)
+    group = member * groups + jnp.minimum(group, groups - 1)
+    nowhere = jnp.full_like(job, -1)
+    steps = jnp.where(has_kernel, depth // tile.depth, 0)
+    return Jobs(base, group * columns, base, start - base, count, steps, jnp.zeros_like(job), nowhere, group)
+
+
+def groups_jobs(sizes: Int32[Array, "members groups"], rows: int, length: int, width: int, tile: Tile) -> Jobs:
+    """The work of a product that sums over the rows of each group.
+
+    The rows lie along the last axis of both operands. `a` is what `with_edges` returned, transposed.
+
+    Args:
+        sizes: As in `rows_jobs`.
+        rows: How many rows a member has.
+        length: How many all have, filled up to a multiple of the tile's depth.
+        width: The rows of a group's result.
+        tile: The tiles.
+    """
+    first, steps = _pieces(sizes, rows, tile.depth)
+    count, tiles = first.size, width // tile.rows
+    group = jnp.repeat(jnp.arange(count, dtype=jnp.int32), tiles)
+    row = jnp.tile(tile.rows * jnp.arange(tiles, dtype=jnp.int32), count)
+    edges = length // tile.depth + 2 * group
+    none, whole = jnp.zeros_like(group), jnp.full_like(group, tile.rows)
+    return Jobs(row, none, group * width + row, none, whole, steps[group], first[group], edges, group)
+
+
+def with_edges(
+    x: Float[Array, "length width"], sizes: Int32[Array, "members groups"], rows: int, depth: int
+) -> Float[Array, "length_and_edges width"]:
+    """Rows, followed by the first and the last piece of each group once more, where the rows of other groups are zero.
+
+    So a kernel sums over whole pieces, aligned in memory, without a mask. It takes two pieces for each group.
+
+    Args:
+        x: The rows of all members, filled up to a multiple of the depth.
+        sizes: As in `rows_jobs`.
+        rows: How many rows a member has.
+        depth: How many rows a piece has.
+    """
+    first, steps = _pieces(sizes, rows, depth)
+    starts, ends = _bounds(sizes, rows)
+    pieces = jnp.stack([first, first + jnp.maximum(steps - 1, 0)], axis=1)
+    at = (pieces[:, :, None] * depth + jnp.arange(depth, dtype=jnp.int32)).reshape(len(starts), -1)
+    own = (at >= starts[:, None]) & (at < ends[:, None])
+    taken = jnp.take(x, at.reshape(-1), axis=0, mode="clip")
+    return lax.concatenate([x, jnp.where(own.reshape(-1, 1), taken, jnp.zeros((), x.dtype))], 0)
+
+
+def _bounds(sizes: Int32[Array, "members groups"], rows: int) -> tuple[Array, Array]:
+    """Where each group's rows begin and end."""
+    ends = jnp.cumsum(sizes, axis=1) + rows * jnp.arange(len(sizes), dtype=jnp.int32)[:, None]
+    return (ends - sizes).reshape(-1), ends.reshape(-1)
+
+
+def _pieces(sizes: Int32[Array, "members groups"], rows: int, depth: int) -> tuple[Array, Array]:
+    """The first piece that each group has rows in, and how many it has them in."""
+    starts, ends = _bounds(sizes, rows)
+    first = starts // depth
+    return first, jnp.where(ends > starts, (ends + depth - 1) // depth - first, 0)
+
+
+def within_bounds(sizes: Int32[Array, "*members groups"], rows: int) -> Int32[Array, "*members groups"]:
+    """Sizes that no kernel reads or writes beyond its operands with: none negative, their sum at most `rows`.
+
+    Where that changes them, the product is NaN, see `RaggedContraction`.
+    """
+    ends = jnp.minimum(jnp.cumsum(jnp.maximum(sizes, 0), axis=-1), rows)
+    return jnp.diff(ends, axis=-1, prepend=0).astype(jnp.int32)

@@ -1,0 +1,42 @@
+"""Which devices have kernels for grouped products, those of a mixture of experts."""
+
+import enum
+from collections.abc import Mapping
+
+from .device import Device
+
+
+class GroupedKernels(enum.Enum):
+    """What multiplies groups of rows, each by its own kernel."""
+
+    XLA = "XLA"
+    """`lax.ragged_dot`, which XLA makes a dense product of where it has no kernel: every row times the kernels of all
+    groups, of which one product is kept. A CPU, which emulates FP8 anyway, has nothing else."""
+
+    HOPPER = "Hopper"
+    """This package's kernel for compute capability 9.0. It also takes scales for blocks of 128 along the sum."""
+
+    BLACKWELL = "Blackwell"
+    """This package's kernel for compute capabilities 10.0 and 10.3."""
+
+    @staticmethod
+    def of(device: Device) -> "GroupedKernels | None":
+        """Those of a device; None if it has none.
+
+        Example:
+            >>> GroupedKernels.of(Device.by_name("h200")), GroupedKernels.of(Device.by_name("a100"))
+            (<GroupedKernels.HOPPER: 'Hopper'>, None)
+        """
+        if device.emulates:
+            return GroupedKernels.XLA
+        return _BY_CAPABILITY.get(device.compute_capability) if device.platform == "cuda" else None
+
+
+_BY_CAPABILITY: Mapping[str, GroupedKernels] = {
+    "9.0": GroupedKernels.HOPPER,
+    "10.0": GroupedKernels.BLACKWELL,
+    "10.3": GroupedKernels.BLACKWELL,
+}
+
+BLOCK = 128
+"""How many elements along the sum share a scale in the kernel that takes such scales."""
