@@ -156,7 +156,8 @@ def with_edges(
     first, steps = _pieces(sizes, rows, depth)
     starts, ends = _bounds(sizes, rows)
     pieces = jnp.stack([first, first + jnp.maximum(steps - 1, 0)], axis=1)
-    at = (pieces[:, :, None] * depth + jnp.arange(depth, dtype=jnp.int32)).reshape(len(starts), -1)
+    at = pieces[:, :, None] * depth + jnp.arange(depth, dtype=jnp.int32)[None, None]
+    at = at.reshape(len(starts), -1)
     own = (at >= starts[:, None]) & (at < ends[:, None])
     taken = jnp.take(x, at.reshape(-1), axis=0, mode="clip")
     return lax.concatenate([x, jnp.where(own.reshape(-1, 1), taken, jnp.zeros((), x.dtype))], 0)
