@@ -31,8 +31,8 @@ def install_compiler(name: str) -> None:
     if status != 0 or compiler.unpacked is None:
         shutil.rmtree(compiler.directory, ignore_errors=True)
         raise UsageError(
-            f"{' '.join(compiler.requirements)} could not be installed, see above. It exists only for Linux and for released "
-            "versions of JAX"
+            f"{' '.join(compiler.requirements)} could not be installed, see above. It exists only for Linux and for "
+            "released versions of JAX"
         )
     for other in compiler.directory.parent.glob(f"{next(iter(compiler.files))}-for-*"):
         if other != compiler.directory:

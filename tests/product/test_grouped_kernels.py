@@ -73,11 +73,19 @@ def scaled(data, shape, seed, block=None):
         (HOPPER, "wgrad", True),
         (BLACKWELL, "dgrad", False),
         (BLACKWELL, "wgrad", False),
-        *(pytest.param(*case, marks=pytest.mark.more) for case in [
-            (HOPPER, "fprop", True), (HOPPER, "dgrad", False), (HOPPER, "dgrad", True), (HOPPER, "wgrad", False),
-            (BLACKWELL, "fprop", False), (BLACKWELL, "fprop", True), (BLACKWELL, "dgrad", True),
-            (BLACKWELL, "wgrad", True),
-        ]),
+        *(
+            pytest.param(*case, marks=pytest.mark.more)
+            for case in [
+                (HOPPER, "fprop", True),
+                (HOPPER, "dgrad", False),
+                (HOPPER, "dgrad", True),
+                (HOPPER, "wgrad", False),
+                (BLACKWELL, "fprop", False),
+                (BLACKWELL, "fprop", True),
+                (BLACKWELL, "dgrad", True),
+                (BLACKWELL, "wgrad", True),
+            ]
+        ),
     ],
 )
 def test_products_equal_float64(kernels, product, rowwise, interpreted):

@@ -33,6 +33,7 @@ def grouped_product(
     group_sizes: Int[Array, "*members groups"],
     precision: lax.PrecisionLike,
     dtype: np.dtype,
+    of_groups: Float32[Array, "*members groups"] | None = None,
 ) -> Float[Array, "..."]:
     """fprop, dgrad or wgrad of groups, by a device's kernel.
 
@@ -44,18 +45,21 @@ def grouped_product(
         group_sizes: How many rows each group has.
         precision: DEFAULT lets Hopper's tensor cores add up with fewer bits than float32 has.
         dtype: Of the result.
+        of_groups: The scale of both operands for each group, instead of theirs.
 
     Raises:
         ValueError: If the kernels do not take the scales of the operands.
     """
     *members, groups = group_sizes.shape
-    of_groups = _of_groups(a, b, group_sizes.shape, is_wgrad=product == "wgrad")
+    if of_groups is None:
+        of_groups = _of_groups(a, b, group_sizes.shape, is_wgrad=product == "wgrad")
     if members and of_groups is None:
         # Rows and columns have scales, other ones for each member.
         one = lambda member: grouped_product(kernels, product, *member, precision, dtype)
         return lax.map(one, (a, b, group_sizes))
     sizes = within_bounds(group_sizes.reshape(-1, groups), a.data.shape[len(members)])
-    work = _Work(kernels, sizes, a.data.shape[len(members)], of_groups, precision == lax.Precision.DEFAULT, dtype)
+    flat = None if of_groups is None else of_groups.reshape(-1)
+    work = _Work(kernels, sizes, a.data.shape[len(members)], flat, precision == lax.Precision.DEFAULT, dtype)
     with jax.named_scope(FP8_GROUPED):
         if product == "wgrad":
             out = work.sums_over_groups(a, b)
@@ -188,7 +192,7 @@ class _Work:
 
 def _of_groups(
     a: QuantizedArray, b: QuantizedArray, shape: tuple[int, ...], *, is_wgrad: bool
-) -> Float32[Array, " all_groups"] | None:
+) -> Float32[Array, "*members groups"] | None:
     """The scales of both operands multiplied, where each has one for a group, a member or all; else None."""
     both = jnp.ones(shape, jnp.float32)
     for x, leading in ((a, len(shape) - 1), (b, len(shape) - is_wgrad)):
@@ -196,7 +200,7 @@ def _of_groups(
             return None
         of_leading = x.scale.reshape(x.scale.shape[:leading])
         both = both * of_leading.reshape(of_leading.shape + (1,) * (len(shape) - of_leading.ndim))
-    return both.reshape(-1)
+    return both
 
 
 def _alike(a: Array, b: Array) -> tuple[Array, Array]:
