@@ -17,18 +17,16 @@ from ._product.contraction import AbstractContraction
 from ._product.dimensions import DimensionNumbers, DotDimensions
 from ._product.dot import DotContraction
 from ._product.grouped.contraction import RaggedContraction
+from ._product.grouped.kernels import kernels_for
 from ._product.kernel_residual import KernelResidual
 from ._product.names import FP8_DOT_GENERAL, FP8_RAGGED_DOT
 from ._product.primitive import fp8_dot_general
 from ._product.spec import ProductSpec
 from ._state.op_state import OpState
 from ._state.records import OpRecord
-from .devices.device import Device
-from .devices.grouped import GroupedKernels
 from .recipes.catalog import RecipeLike, as_recipe
 from .recipes.recipe import Recipe
 from .recipes.scaling import DelayedScaling, stores_scale
-from .recipes.support import supported_in_groups
 
 
 # The words of a key of JAX's default generator.
@@ -158,7 +156,7 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
         self._check(lhs, rhs)
         dims = DotDimensions.of(dimension_numbers, lhs.shape, rhs.shape)
         # From here on the input comes first; the contraction alone knows how they are multiplied.
-        contraction = DotContraction(dims, kernel_first=self._kernel_is_lhs(lhs.shape, rhs.shape, dims))
+        contraction = DotContraction(dims, kernel_first=dims.kernel_is_lhs(self.kernel_shape, lhs.shape, rhs.shape))
         input, kernel = contraction.placed(lhs, rhs)
         spec = self._spec(contraction, input, kernel, precision, preferred_element_type)
         return fp8_dot_general(input, kernel, self._state_array, spec, key=self._key_array)
@@ -195,7 +193,9 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
         """
         self._check(lhs, rhs, groups=rhs.shape[:1] if self.state_per_group and hasattr(rhs, "shape") else ())
         check_groups(lhs, rhs, group_sizes)
-        contraction = RaggedContraction(kernels=self._grouped_kernels(), own_state=self.state_per_group)
+        contraction = RaggedContraction(
+            kernels=kernels_for(self.recipe, allow_dense=self.allow_dense_groups), own_state=self.state_per_group
+        )
         spec = self._spec(contraction, lhs, rhs, precision, preferred_element_type)
         return fp8_dot_general(lhs, rhs, self._state_array, spec, (group_sizes,), key=self._key_array)
 
@@ -222,20 +222,6 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
                 f"an FP8 product was called with the state of {leading} layers, those of an ensemble or a stack; call "
                 "them under eqx.filter_vmap or jax.vmap, or in a scan over the stack, so that each gets its own state"
             )
-
-    def _grouped_kernels(self) -> GroupedKernels:
-        """What multiplies groups on the device that this is traced for."""
-        support = supported_in_groups(self.recipe, Device.current())
-        kernels = GroupedKernels.of(support.device)
-        if support.outcome != "refused" and kernels is not None:
-            return kernels
-        if not self.allow_dense_groups:
-            raise ValueError(
-                f"a grouped product with the recipe {self.recipe} cannot run in FP8: {support.reason}. Choose another "
-                "recipe; or leave these layers in high precision, with Fp8Config(exclude=...); or let every row be "
-                "multiplied by the kernels of all groups, with Fp8Config(allow_dense_groups=True)"
-            )
-        return GroupedKernels.XLA
 
     @property
     def _state_array(self) -> Array | None:
@@ -286,19 +272,6 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
 
     def __eq__(self, other: object) -> bool:
         return self is other
-
-    def _kernel_is_lhs(self, lhs_shape: tuple[int, ...], rhs_shape: tuple[int, ...], dims: DotDimensions) -> bool:
-        if self.kernel_shape is None:
-            return False
-        batch = tuple(lhs_shape[axis] for axis in dims.lhs_batch)
-
-        def fits(free: tuple[int, ...]) -> bool:
-            # A free axis of the kernel is a batch axis of the product where the input has it too.
-            return free == self.kernel_shape or sorted(free + batch) == sorted(self.kernel_shape or ())
-
-        lhs_free = tuple(lhs_shape[axis] for axis in dims.lhs_free)
-        rhs_free = tuple(rhs_shape[axis] for axis in dims.rhs_free)
-        return fits(lhs_free) and not fits(rhs_free)
 
     def scale(self, operand: str) -> Array:
         """The scale for the next use of "input", "kernel" or "output_grad", `[*stack]`."""

@@ -9,14 +9,39 @@ from jax import lax
 from jaxtyping import Array, Float, Float32, Int, Int32
 
 from ..._numerics.quantized_array import QuantizedArray, expand
+from ...devices.device import Device
 from ...devices.grouped import BLOCK, GroupedKernels
-from ...recipes.recipe import ProductName
+from ...recipes.recipe import ProductName, Recipe
+from ...recipes.support import supported_in_groups
 from ..names import FP8_GROUPED, tile_scope
 from .tiles import Jobs, Scales, Tile, groups_jobs, rows_jobs, with_edges, within_bounds
 
 
 _FP8 = (jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2))
 _SIXTEEN_BITS = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
+
+
+def kernels_for(recipe: Recipe, *, allow_dense: bool) -> GroupedKernels:
+    """What multiplies groups on the device that this is traced for.
+
+    Args:
+        recipe: How operands are quantized.
+        allow_dense: Whether XLA's dense products will do where there is no kernel.
+
+    Raises:
+        ValueError: If the device has none for the recipe, and dense products are not allowed.
+    """
+    support = supported_in_groups(recipe, Device.current())
+    kernels = GroupedKernels.of(support.device)
+    if support.outcome != "refused" and kernels is not None:
+        return kernels
+    if not allow_dense:
+        raise ValueError(
+            f"a grouped product with the recipe {recipe} cannot run in FP8: {support.reason}. Choose another recipe; "
+            "or leave these layers in high precision, with Fp8Config(exclude=...); or let every row be multiplied by "
+            "the kernels of all groups, with Fp8Config(allow_dense_groups=True)"
+        )
+    return GroupedKernels.XLA
 
 
 def takes(a: QuantizedArray, b: QuantizedArray) -> bool:
@@ -55,7 +80,7 @@ def grouped_product(
         of_groups = _of_groups(a, b, group_sizes.shape, is_wgrad=product == "wgrad")
     if members and of_groups is None:
         # Rows and columns have scales, other ones for each member.
-        one = lambda member: grouped_product(kernels, product, *member, precision, dtype)
+        one = lambda member: grouped_product(kernels, product, member[0], member[1], member[2], precision, dtype)
         return lax.map(one, (a, b, group_sizes))
     sizes = within_bounds(group_sizes.reshape(-1, groups), a.data.shape[len(members)])
     flat = None if of_groups is None else of_groups.reshape(-1)
