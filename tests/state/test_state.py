@@ -315,6 +315,7 @@ def test_internals_are_the_ones_that_this_file_checks():
         "jax._src.earray",
         "jax._src.ad_util.Zero",
         "jax._src.interpreters.ad",
+        "jax._src.interpreters.partial_eval",
         "jax._src.interpreters.pxla",
         "jax._src.lax.lax.from_edtype_p",
         "jax._src.lax.lax.to_edtype_p",
