@@ -17,9 +17,11 @@ from ._product.contraction import AbstractContraction
 from ._product.dimensions import DimensionNumbers, DotDimensions
 from ._product.dot import DotContraction
 from ._product.grouped import RaggedContraction
+from ._product.kernel_copies import KernelCopies, require_fit
 from ._product.kernel_residual import KernelResidual
 from ._product.names import FP8_DOT_GENERAL, FP8_RAGGED_DOT
 from ._product.primitive import fp8_dot_general
+from ._product.quantize_kernel import quantize_kernel
 from ._product.spec import ProductSpec
 from ._state.op_state import OpState
 from ._state.records import OpRecord
@@ -47,6 +49,8 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
         kernel_shape: The sizes of the kernel's free axes, if known. `einsum` may swap the operands; these sizes tell
             the kernel from the input. If they do not decide (or are None), the kernel is the second operand.
         kernel_residual: What the backward pass keeps of the kernel; `fp8_linear_layers` sets it from its configuration.
+        kernel_copies: The kernel as its products take it, from `quantize_kernels`; without them each product quantizes
+            it.
 
     A recipe with stochastic rounding needs a key from `with_rounding_keys` wherever it rounds that way: NVFP4 in the
     backward pass.
@@ -77,6 +81,7 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
     stack: tuple[hax.Axis, ...] = eqx.field(static=True, default=())
     has_key: bool = eqx.field(static=True, default=False)
     kernel_residual: KernelResidual = eqx.field(static=True, default=KernelResidual.KEEP)
+    kernel_copies: KernelCopies[hax.NamedArray] | None = None
 
     @staticmethod
     def init(
@@ -143,7 +148,7 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
         contraction = DotContraction(dims, kernel_first=self._kernel_is_lhs(lhs.shape, rhs.shape, dims))
         input, kernel = contraction.placed(lhs, rhs)
         spec = self._spec(contraction, input, kernel, precision, preferred_element_type)
-        return fp8_dot_general(input, kernel, self._state_array, spec, key=self._key_array)
+        return self._multiply(input, kernel, (), spec)
 
     @jax.named_scope(FP8_RAGGED_DOT)
     def ragged_dot(
@@ -169,7 +174,37 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
         self._check(lhs, rhs)
         check_groups(lhs, rhs, group_sizes)
         spec = self._spec(RaggedContraction(), lhs, rhs, precision, preferred_element_type)
-        return fp8_dot_general(lhs, rhs, self._state_array, spec, (group_sizes,), key=self._key_array)
+        return self._multiply(lhs, rhs, (group_sizes,), spec)
+
+    def _multiply(self, input: Array, kernel: Array, extras: tuple[Array, ...], spec: ProductSpec) -> Array:
+        if self.kernel_copies is None:
+            return fp8_dot_general(input, kernel, self._state_array, spec, extras, self._key_array)
+        copies = jax.tree.map(lambda x: x.array, self.kernel_copies, is_leaf=lambda x: isinstance(x, hax.NamedArray))
+        dtype = np.dtype(kernel.dtype) if spec.compute_dtype is None else spec.compute_dtype
+        require_fit(copies, kernel.shape, dtype, spec.contraction, exact_scales=spec.exact_scales)
+        spec = dataclasses.replace(spec, copies=jax.tree.structure(copies), requantizes=False)
+        return fp8_dot_general(input, kernel, self._state_array, spec, extras, self._key_array, copies)
+
+    def with_kernel_copies(
+        self, kernel: Float[Array, "..."], contraction: AbstractContraction, leading: tuple[str | None, ...] = ()
+    ) -> "Fp8DotGeneral":
+        """This op with copies of its kernel; as it is if its recipe rounds kernels at random, or not at all.
+
+        Args:
+            kernel: The kernel, behind the axes of ensembles and stacks.
+            contraction: Its products; of the input's axes, only those that are contracted have to be right.
+            leading: The name of each axis in front; None for those of ensembles.
+        """
+        spec = dataclasses.replace(self._spec(contraction, kernel, kernel, None, None), ensemble=len(leading))
+        copies = quantize_kernel(kernel, self._state_array, spec)
+        names = tuple(name for name in leading if name is not None)
+
+        def named(x: Array) -> hax.NamedArray:
+            axes = (*names, *(f"fp8_kernel_{i}" for i in range(x.ndim - len(leading))))
+            # Through the tree: names do not count the axes of ensembles.
+            return jax.tree.unflatten(jax.tree.structure(hax.named(np.zeros((1,) * len(axes)), axes)), [x])
+
+        return dataclasses.replace(self, kernel_copies=jax.tree.map(named, copies))
 
     def with_recipe(self, recipe: Recipe) -> "Fp8DotGeneral":
         """This op with a recipe whose state begins as its own does, such as `recipe.observed` or `recipe.measured`."""
@@ -231,7 +266,8 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
     def __pdoc__(self, **kwargs: object) -> wl.AbstractDoc:
         """One line in printed models; JAX also prints a module's name each time it traces one."""
         stack = self.state.table.array.shape[:-2] if self.state is not None else ()
-        return wl.TextDoc(f"Fp8DotGeneral({self.recipe}{f', stack={stack}' if stack else ''})")
+        copies = "" if self.kernel_copies is None else ", kernel quantized"
+        return wl.TextDoc(f"Fp8DotGeneral({self.recipe}{f', stack={stack}' if stack else ''}{copies})")
 
     # `jnp.einsum(..., _dot_general=op)` hashes what it is given; arrays have no hash, but an op is the same as itself.
     def __hash__(self) -> int:
@@ -282,7 +318,15 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
         """Nothing: a state dict holds weights, the same for a converted and an unconverted model.
 
         Scales and histories are rebuilt within a few steps, and are part of Equinox's serialisation.
+
+        Raises:
+            ValueError: If the op has copies of its kernel.
         """
+        if self.kernel_copies is not None:
+            raise ValueError(
+                "a model with quantized kernels was saved: they are copies for one step. Save the model that "
+                "quantize_kernels was given"
+            )
         return {}
 
     def from_state_dict(self, state_dict: StateDict, prefix: str | None = None) -> "Fp8DotGeneral":

@@ -17,6 +17,7 @@ from .._state.form import AbstractStateForm
 from .._state.table import measures
 from ..recipes.recipe import OPERANDS, OperandName, ProductName
 from ..recipes.scaling import AbstractStatefulScaling, OperandUse, stores_scale
+from .kernel_copies import KernelCopies, KernelCopy, values_of
 from .spec import ProductSpec
 
 
@@ -72,7 +73,13 @@ def _scales_of(state: Array, *, form: AbstractStateForm, limits: tuple[float, ..
 
 
 def quantize_operand(
-    x: Array, operand: OperandName, product: ProductName, scales: Scales | None, key: Array | None, spec: ProductSpec
+    x: Array,
+    operand: OperandName,
+    product: ProductName,
+    scales: Scales | None,
+    key: Array | None,
+    spec: ProductSpec,
+    copies: KernelCopies[Array] | None = None,
 ) -> QuantizedArray:
     """An operand in the format that a product takes it in.
 
@@ -83,7 +90,10 @@ def quantize_operand(
         scales: What the state stores.
         key: What random rounding draws from.
         spec: What is static about the product.
+        copies: Those of a kernel that was quantized before.
     """
+    if operand == "kernel" and copies is not None and (copy := copies.of(product)) is not None:
+        return from_saved(copy, operand, product, scales, spec)
     quantization = spec.recipe.quantization(operand, product)
     scaling = quantization.scaling
     use = OperandUse(
@@ -133,9 +143,15 @@ def saved_of(
 
 
 def from_saved(
-    saved: Array | QuantizedArray, operand: OperandName, product: ProductName, scales: Scales | None, spec: ProductSpec
+    saved: Array | QuantizedArray | KernelCopy[Array],
+    operand: OperandName,
+    product: ProductName,
+    scales: Scales | None,
+    spec: ProductSpec,
 ) -> QuantizedArray:
-    """The inverse of `saved_of`."""
+    """The inverse of `saved_of`; or a copy of a kernel, as if it had been saved."""
+    if isinstance(saved, KernelCopy):
+        saved = values_of(saved)
     if isinstance(saved, QuantizedArray):
         return saved
     scaling = spec.recipe.quantization(operand, product).scaling
