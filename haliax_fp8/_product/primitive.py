@@ -183,9 +183,12 @@ def _fp8_dot_tangent_aval(*args: Any, spec: ProductSpec, linear: tuple[bool, ...
 def _aval_of(kept: Any) -> Any:
     """What is kept of an operand, with the operand's own shape: data may be filled up, or have another order."""
     if isinstance(kept, KernelCopy):
-        words: Any = kept.data.words
-        return words.update(shape=shape_of(kept))
-    return kept.data.update(shape=kept.shape) if isinstance(kept, QuantizedArray) else kept
+        aval: Any = kept.data.words
+        return aval.update(shape=shape_of(kept))
+    if isinstance(kept, QuantizedArray):
+        aval = kept.data
+        return aval.update(shape=kept.shape)
+    return kept
 
 
 def _fp8_dot_transpose(grad, *args, spec: ProductSpec, linear: tuple[bool, ...], structure):
