@@ -2,10 +2,10 @@
 
     uv run benchmarks/a_third_fewer_bytes_in_microbatches.py [--json FILE] [--markdown] [--target h100]
 
-The gradients of an MLP, 4096 -> 14336 -> 4096, summed over four microbatches of 2048 tokens in a scan: with kernels that
-each product quantizes, and from `quantize_kernels`. Compiled for a device that this machine need not have, with XLA's
-default flags and with cuBLASLt's products alone, as a `TrainStep` compiles. Bytes are read from the program. Nothing
-runs.
+The gradients of an MLP, 4096 -> 14336 -> 4096, summed over four microbatches of 2048 tokens in a scan: with kernels
+that each product quantizes, and from `quantize_kernels`. Compiled for a device that this machine need not have, with
+XLA's default flags and with cuBLASLt's products alone, as a `TrainStep` compiles. Bytes are read from the program.
+Nothing runs.
 """
 
 import argparse

@@ -49,8 +49,7 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
         kernel_shape: The sizes of the kernel's free axes, if known. `einsum` may swap the operands; these sizes tell
             the kernel from the input. If they do not decide (or are None), the kernel is the second operand.
         kernel_residual: What the backward pass keeps of the kernel; `fp8_linear_layers` sets it from its configuration.
-        kernel_copies: The kernel as its products take it, from `quantize_kernels`; without them each product quantizes
-            it.
+        kernel_copies: The kernel as its products take it, from `quantize_kernels`; else each product quantizes it.
 
     A recipe with stochastic rounding needs a key from `with_rounding_keys` wherever it rounds that way: NVFP4 in the
     backward pass.
@@ -188,11 +187,11 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
     def with_kernel_copies(
         self, kernel: Float[Array, "..."], contraction: AbstractContraction, leading: tuple[str | None, ...] = ()
     ) -> "Fp8DotGeneral":
-        """This op with copies of its kernel; as it is if its recipe rounds kernels at random, or not at all.
+        """This op with copies of its kernel, unless its recipe rounds kernels at random, or not at all.
 
         Args:
             kernel: The kernel, behind the axes of ensembles and stacks.
-            contraction: Its products; of the input's axes, only those that are contracted have to be right.
+            contraction: Its products, with any input.
             leading: The name of each axis in front; None for those of ensembles.
         """
         spec = dataclasses.replace(self._spec(contraction, kernel, kernel, None, None), ensemble=len(leading))
@@ -323,10 +322,7 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
             ValueError: If the op has copies of its kernel.
         """
         if self.kernel_copies is not None:
-            raise ValueError(
-                "a model with quantized kernels was saved: they are copies for one step. Save the model that "
-                "quantize_kernels was given"
-            )
+            raise ValueError("a model with quantized kernels was saved; save the one that quantize_kernels was given")
         return {}
 
     def from_state_dict(self, state_dict: StateDict, prefix: str | None = None) -> "Fp8DotGeneral":
