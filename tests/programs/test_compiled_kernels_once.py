@@ -30,10 +30,10 @@ def test_microbatches_read_the_copies(name, target):
 
 @pytest.mark.parametrize(("name", "target"), on(["delayed"], ["h100"]))
 def test_cublaslt_finds_what_it_reads(name, target):
-    """cuBLASLt wants the kernel transposed for dgrad, in each microbatch; now once."""
+    """The kernel of dgrad transposed, as it lies in memory: else each microbatch would transpose it again."""
     with jax.numpy_dtype_promotion("standard"):
         each, once = (row(name, way, "cuBLASLt alone", target) for way in ("in each microbatch", "once"))
     assert each["fp8_flops"] == once["fp8_flops"] == 1.0
-    # Of the kernels: cast for fprop, and cast and transposed for dgrad in one; against cast twice and transposed once.
-    saved = SIZES.microbatches * (3 + 3 + 1) - (3 + 3 + 2)
-    assert each["other_gb"] - once["other_gb"] >= 0.99 * saved * WEIGHTS / 1e9
+    # A cast reads two bytes and writes one, also if it transposes; transposing FP8 reads one and writes one.
+    saved = (SIZES.microbatches * (3 + 3 + 3) - (3 + 3 + 2)) * WEIGHTS
+    assert each["other_gb"] - once["other_gb"] == pytest.approx(saved / 1e9, rel=0.01)
