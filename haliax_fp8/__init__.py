@@ -29,6 +29,7 @@ from .layers import (
     Fp8Config as Fp8Config,
     describe as describe,
     fp8_linear_layers as fp8_linear_layers,
+    quantize_kernels as quantize_kernels,
     restore_linear_layers as restore_linear_layers,
 )
 
