@@ -17,6 +17,18 @@ if not any("xla_backend_optimization_level" in flag for flag in _flags):
     _flags.append("--xla_backend_optimization_level=0")
 os.environ["XLA_FLAGS"] = " ".join(_flags)
 
+# What is compiled is kept, for the other process, for those that tests start and for the next run: half of the time is
+# XLA's. A program is found by its text, with the names of its scopes, because tests read these out of it, but without
+# the lines that it comes from. `--cache-clear` forgets all.
+PROGRAMS = pathlib.Path(__file__).parents[1] / ".pytest_cache" / "d" / "programs"
+for _name, _value in {
+    "CACHE_DIR": str(PROGRAMS),
+    "CACHE_INCLUDE_METADATA_IN_KEY": "true",
+}.items():
+    os.environ.setdefault(f"JAX_COMPILATION_{_name}", _value)
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
+
 from jaxtyping import install_import_hook  # noqa: E402
 
 
