@@ -53,7 +53,7 @@ CHANGES = (
         "_product/operands.py",
         "spec.batched.contracted(product)[OPERANDS[product].index(operand)]",
         "spec.batched.contracted(product)[0]",
-        ("test_kernels_quantized_again.py",),
+        ("test_edges_of_scales.py::test_every_product_takes_rows_along_what_it_sums_over",),
     ),
     Change(
         "scales of blocks of a free axis are taken for scales of columns",
@@ -88,7 +88,7 @@ CHANGES = (
         "_product/three_products.py",
         "grad = round_to(grad, spec.compute_dtype)",
         "grad = round_to(grad, None)",
-        ("test_training.py::test_low_precision_parameters_train",),
+        ("test_dot_general.py::test_the_output_gradient_is_rounded_to_the_compute_dtype_first",),
     ),
     Change(
         "scales keep all bits where products are rounded to bfloat16",
@@ -102,7 +102,7 @@ CHANGES = (
         "_state/form.py",
         "_joined([*kept.measured, of_grad, *padding, kept.mark])",
         "_joined([*reversed(kept.measured), of_grad, *padding, kept.mark])",
-        ("test_dot_general.py::test_kernel_as_the_first_operand",),
+        ("test_kernels_first.py::test_a_stack_takes_the_scales_of_each_product",),
     ),
     Change(
         "dgrad and wgrad are exchanged where the kernel comes first",
@@ -226,7 +226,7 @@ CHANGES = (
         "_product/grouped.py",
         "return (self.batch + first[0],), (self.batch + second[0],)",
         'return (self.batch + first[0] + (product == "wgrad"),), (self.batch + second[0] + (product == "wgrad"),)',
-        ("test_recipes.py::test_grouped_products",),
+        ("test_edges_of_scales.py::test_what_grouped_products_sum_over",),
     ),
     Change(
         "grouped wgrad counts as a sum over all rows",
@@ -803,7 +803,10 @@ CHANGES = (
         "devices/roofline.py",
         "max(computing, self.moving(bytes)) + self.launches(count)",
         "max(computing, self.moving(bytes)) + self.launches(1)",
-        ("test_where_pays.py", "test_preflight_products.py",),
+        (
+            "test_where_pays.py",
+            "test_preflight_products.py",
+        ),
     ),
     Change(
         "kernels that quantize in blocks are as fast as others",
