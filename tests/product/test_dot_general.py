@@ -541,7 +541,7 @@ def test_kernel_as_the_first_operand():
 def test_the_output_gradient_is_rounded_to_the_compute_dtype_first():
     """`1 + 1/8 + 1/512` is above the middle of 1 and 1.25, bfloat16 makes that middle of it, and E5M2 then 1."""
     op, eye = Fp8DotGeneral.init(compute_dtype=bf16), jnp.eye(8)
-    _, pullback = jax.vjp(lambda x, w: op(x, w, PLAIN), eye, eye)
+    _, pullback = jax.vjp(lambda x, w: op(x, w, PLAIN, preferred_element_type=f32), eye, eye)
     for gradient in pullback(jnp.full((8, 8), 1 + 1 / 8 + 1 / 512)):
         np.testing.assert_array_equal(gradient, np.ones((8, 8)))
 
