@@ -546,6 +546,15 @@ def test_the_output_gradient_is_rounded_to_the_compute_dtype_first():
         np.testing.assert_array_equal(gradient, np.ones((8, 8)))
 
 
+def test_a_small_kernel_leaves_small_gradients_in_their_range():
+    """The gradient's scale is raised, so that its product with the kernel's is no subnormal, but not above its amax."""
+    numbers, x, w, grad = operands("plain", scales=(1.0, 2.0**-92, 2.0**-60))
+    op = warm(delayed(), x, w, grad, numbers)
+    (_, _, dw), _ = step(op, x, w, grad, numbers)
+    x, grad = float64(x), float64(grad)
+    assert_within(dw, x.T @ grad, (2**-3 + 2**-4 + 2**-7) * (np.abs(x).T @ np.abs(grad)))
+
+
 def test_kernel_is_second_where_sizes_do_not_decide():
     x, w = random(0, (8, 16), scale=100.0), random(1, (16, 8))
     sizes = [float(jnp.max(jnp.abs(a))) for a in (x, w)]

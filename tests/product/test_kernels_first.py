@@ -78,6 +78,8 @@ def test_a_stack_takes_the_scales_of_each_product(kernel_first):
     np.testing.assert_allclose(of_x, of_x_alone, rtol=1e-6)
     np.testing.assert_allclose(of_w, jnp.stack([of_w for _, of_w in layers]), rtol=1e-6)
     np.testing.assert_allclose(newest(of_stack), jnp.stack([newest(op) for op, _ in layers]), rtol=1e-6)
+    np.testing.assert_array_equal(newest(of_stack)[:, 1], jnp.abs(w).max((1, 2)))
+    np.testing.assert_array_equal(newest(of_stack)[[0, -1], [0, 2]], [jnp.abs(x).max(), jnp.abs(g).max()])
 
 
 @kernel_first_or_second
