@@ -391,16 +391,6 @@ CHANGES = (
         ("test_training.py::test_low_precision_parameters_train",),
     ),
     Change(
-        "every copy of a state records",
-        "_state/form.py",
-        "lax.select(lax.broadcast_in_dim(records, new.shape, range(records.ndim)), new, lax.full_like(new, 0.0))",
-        "new",
-        (
-            "test_exactness.py::test_a_plain_gradient_corrupts_nothing",
-            "test_ways.py",
-        ),
-    ),
-    Change(
         "MXFP8 divides by 2**-127, which is flushed to zero",
         "recipes/scaling/mxfp8.py",
         "normal = jnp.maximum(exponent, 1)",
