@@ -390,6 +390,7 @@ CHANGES = (
         "first=0",
         ("test_training.py::test_low_precision_parameters_train",),
     ),
+    # --- scalings
     Change(
         "MXFP8 divides by 2**-127, which is flushed to zero",
         "recipes/scaling/mxfp8.py",
