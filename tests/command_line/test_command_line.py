@@ -288,14 +288,22 @@ def test_ctrl_c_ends_at_once_without_a_traceback(training, tmp_path):
         "import time\ndef step(x):\n    open('started', 'w').close()\n    time.sleep(100)\n    return x\n"
         "def make_step():\n    import jax.numpy as jnp\n    return step, (jnp.zeros(3),)\n"
     )
-    command = [sys.executable, "-m", "haliax_fp8", "preflight", "slow.py:make_step", "--target", "local"]
+    # Shells have what they start in the background ignore Ctrl-C, the tests and their children too.
+    program = (
+        "import runpy, signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+        "runpy.run_module('haliax_fp8', run_name='__main__', alter_sys=True)"
+    )
+    command = [sys.executable, "-c", program, "preflight", "slow.py:make_step", "--target", "local"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True)
-    while not (tmp_path / "started").exists():
-        assert process.poll() is None, process.communicate()[1]
-        time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=30)
+    with subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            while not (tmp_path / "started").exists():
+                assert process.poll() is None, process.communicate()[1]
+                time.sleep(0.05)
+            process.send_signal(signal.SIGINT)
+            _, err = process.communicate(timeout=60)
+        finally:
+            process.kill()
     assert process.returncode == 130
     assert "Stopped." in err and "Traceback" not in err
 
