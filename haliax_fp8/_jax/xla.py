@@ -8,6 +8,7 @@ in neither direction. So each of these functions undoes one optimization that wo
 from collections.abc import Callable
 from typing import Any
 
+import jax
 from jax import lax
 from jaxtyping import Array
 
@@ -81,6 +82,20 @@ def transposed_separately[T](data: T) -> T:
     transposition reads one byte per element.
     """
     return lax.optimization_barrier(data)
+
+
+@jax.custom_jvp
+def read_together(x: Array) -> Array:
+    """A product's result, for kernels that are fused with each other because they all read it.
+
+    XLA does not fuse kernels that have nothing in common but a result of one of Triton's products: both gradients of a
+    gated activation, their casts and their amaxes would each read the same arrays again. The gradient passes without a
+    barrier, to be cast where it is computed.
+    """
+    return lax.optimization_barrier(x)
+
+
+read_together.defjvps(lambda tangent, out, x: tangent)
 
 
 def actually_rounded(x: Array) -> Array:
