@@ -4,7 +4,6 @@ import collections
 import importlib.util
 import os
 import pathlib
-import shutil
 import zlib
 
 
@@ -17,18 +16,6 @@ if not any("xla_backend_optimization_level" in flag for flag in _flags):
     # what is tested, stay the same. Whoever names a level gets it: CI runs some files with the default, 3.
     _flags.append("--xla_backend_optimization_level=0")
 os.environ["XLA_FLAGS"] = " ".join(_flags)
-
-# What is compiled is kept, for the other process, for those that tests start and for the next run: half of the time is
-# XLA's. A program is found by its text, with the names of its scopes, which tests read out of it, but without the lines
-# that it comes from. `--cache-clear` forgets all.
-PROGRAMS = pathlib.Path(__file__).parents[1] / ".pytest_cache" / "d" / "programs"
-for _name, _value in {
-    "JAX_COMPILATION_CACHE_DIR": str(PROGRAMS),
-    "JAX_COMPILATION_CACHE_INCLUDE_METADATA_IN_KEY": "true",
-    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-    "JAX_TRACEBACK_IN_LOCATIONS_LIMIT": "0",
-}.items():
-    os.environ.setdefault(_name, _value)
 
 from jaxtyping import install_import_hook  # noqa: E402
 
@@ -51,13 +38,6 @@ import pytest  # noqa: E402
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
-
-
-def pytest_configure(config):
-    """Forgets all programs when they take more than a gigabyte, most of them of code that has changed since."""
-    is_first = not hasattr(config, "workerinput")
-    if is_first and PROGRAMS.exists() and sum(path.stat().st_size for path in PROGRAMS.iterdir()) > 2**30:
-        shutil.rmtree(PROGRAMS)
 
 
 @pytest.fixture(autouse=True, scope="module")

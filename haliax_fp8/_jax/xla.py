@@ -8,6 +8,7 @@ in neither direction. So each of these functions undoes one optimization that wo
 from collections.abc import Callable
 from typing import Any
 
+import jax
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array
@@ -96,6 +97,20 @@ def transposed_once(x: Array, order: tuple[int, ...]) -> Array:
     """
     as_it_is = lambda x: with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim))))
     return lax.optimization_barrier(as_it_is(lax.transpose(lax.optimization_barrier(as_it_is(x)), order)))
+
+
+@jax.custom_jvp
+def read_together(x: Array) -> Array:
+    """A product's result, for kernels that are fused with each other because they all read it.
+
+    XLA does not fuse kernels that have nothing in common but a result of one of Triton's products: both gradients of a
+    gated activation, their casts and their amaxes would each read the same arrays again. The gradient passes without a
+    barrier, to be cast where it is computed.
+    """
+    return lax.optimization_barrier(x)
+
+
+read_together.defjvps(lambda tangent, out, x: tangent)
 
 
 def actually_rounded(x: Array) -> Array:

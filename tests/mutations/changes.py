@@ -648,6 +648,20 @@ CHANGES = (
         ("test_memory_options.py::test_an_outlier_among_compressed_activations_spoils_its_own_row_only",),
     ),
     Change(
+        "what lies between layers is kept after all",
+        "memory/rematerialization/between.py",
+        "if is_after and outputs:",
+        "if is_after and not outputs:",
+        ("test_rematerialize.py::test_a_scan_keeps_what_it_keeps_with_rematerialized_in_the_code",),
+    ),
+    Change(
+        "a module that is changed again is changed twice",
+        "memory/rematerialization/subclass.py",
+        "plain = without_rematerialization(module)",
+        "plain = module",
+        ("test_rematerialize.py::test_it_is_reversible_and_changes_nothing_twice",),
+    ),
+    Change(
         "layers with other recipes for their input share its scale",
         "memory/shared_input.py",
         "members[parent, i, op.recipe.input, op.compute_dtype, shape]",
