@@ -11,6 +11,9 @@ FP8_DOT_GENERAL: Final = "fp8_dot_general"
 FP8_RAGGED_DOT: Final = "fp8_ragged_dot"
 """The scope of a grouped product in FP8."""
 
+FP8_ATTENTION: Final = "fp8_attention"
+"""The scope of attention in FP8."""
+
 FPROP: Final = "fprop"
 """The scope of the product that gives the output, within one of those."""
 
