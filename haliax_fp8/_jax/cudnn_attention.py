@@ -7,10 +7,10 @@ program is loaded.
 """
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax._src import dispatch
@@ -137,32 +137,22 @@ def _over_batch_and_heads(
     static = tuple(range(operands + scalars, operands + scalars + extra))
     divided = custom_partitioning(call, static_argnums=static)
 
-    def specs(shapes: Any) -> tuple[Any, Any]:
-        """The mesh axes of batch and heads: the query's, as far as keys have as many heads."""
-        spec = [*shapes[0].sharding.spec, None, None, None][:3]
-        sizes, names = shapes[0].sharding.mesh.shape, spec[2]
-        names = () if names is None else names if isinstance(names, tuple) else (names,)
-        count = 1
-        for name in names:
-            count *= sizes[name]
-        return spec[0], spec[2] if shapes[1].shape[2] % count == 0 else None
-
     def partition(*args: Any) -> tuple[Any, ...]:
-        *given, mesh, arg_shapes, result_shapes = args
-        batch, heads = specs(arg_shapes)
+        *given, mesh, shapes, _ = args
+        batch, _, heads, *_ = [*shapes[0].sharding.spec, None, None, None]
+        if shapes[1].shape[2] % math.prod(mesh.shape[name] for name in _names(heads)):
+            heads = None  # There are fewer heads of keys.
         place = {"b": batch, "h": heads, "g": heads}
-        shardings = lambda axes: NamedSharding(mesh, P(*(place.get(name) for name in axes.split())))
-        names = [x for spec in (batch, heads) if spec is not None for x in (spec if isinstance(spec, tuple) else (spec,))]
+        sharding = lambda axes: NamedSharding(mesh, P(*(place.get(name) for name in axes.split())))
+        names = (*_names(batch), *_names(heads))
 
         def on_each(*arrays: Array) -> Sequence[Array]:
             found = list(call(*arrays, *given))
-            if names:
-                found[amaxes] = [lax.pmax(x, tuple(names)) for x in found[amaxes]]
+            found[amaxes] = [lax.pmax(x, names) if names else x for x in found[amaxes]]
             return found
 
-        out = [shardings(axes) for axes in results.split(", ")]
-        inputs = tuple(shardings(axes) for axes in rule.split(" -> ")[0].split(", "))
-        return mesh, on_each, out, inputs
+        inputs, out = ([sharding(axes) for axes in side.split(", ")] for side in rule.split(" -> "))
+        return mesh, on_each, out, tuple(inputs)
 
     divided.def_partition(
         partition=partition,
@@ -170,6 +160,11 @@ def _over_batch_and_heads(
         need_replication_factors=("t", "d", "s", "w", "x", "y", "z"),  # in the order of the rule
     )
     return divided
+
+
+def _names(spec: Any) -> tuple[Any, ...]:
+    """The mesh axes that divide an axis of an array."""
+    return spec if isinstance(spec, tuple) else () if spec is None else (spec,)
 
 
 def _forward_call(*args: Any) -> Sequence[Array]:
@@ -185,9 +180,7 @@ def _backward_call(*args: Any) -> Sequence[Array]:
 
 
 _AMAX = "w x y z"
-_forward = functools.partial(
-    _over_batch_and_heads, _forward_call, operands=3, extra=3, scalars=6, amaxes=slice(1, 3)
-)
+_forward = functools.partial(_over_batch_and_heads, _forward_call, operands=3, extra=3, scalars=6, amaxes=slice(1, 3))
 _with_logs = _forward(f"b t h d, {_AMAX}, {_AMAX}, b h t")
 _without_logs = _forward(f"b t h d, {_AMAX}, {_AMAX}")
 

@@ -82,7 +82,9 @@ def _on_cuda(of_one: Callable[..., Any], otherwise: Callable[..., Any]) -> Calla
     return call
 
 
-def _cudnn_forward(query: Array, key: Array, value: Array, scales: Array, *, attention: Attention, differentiated: bool):
+def _cudnn_forward(
+    query: Array, key: Array, value: Array, scales: Array, *, attention: Attention, differentiated: bool
+):
     by, size = Scales(scales, rounds=True), query.shape[-1]
     if differentiated:
         _require_whole_tiles(query, key)
@@ -94,7 +96,14 @@ def _cudnn_forward(query: Array, key: Array, value: Array, scales: Array, *, att
 
 
 def _cudnn_backward(
-    query: Array, key: Array, value: Array, output: Array, output_grad: Array, logs: Array, scales: Array, *,
+    query: Array,
+    key: Array,
+    value: Array,
+    output: Array,
+    output_grad: Array,
+    logs: Array,
+    scales: Array,
+    *,
     attention: Attention,
 ):
     by, size = Scales(scales, rounds=True), query.shape[-1]

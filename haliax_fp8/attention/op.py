@@ -18,7 +18,7 @@ from .._product.names import FP8_ATTENTION
 from .._state.op_state import OpState
 from .._state.records import OpRecord
 from ..devices.device import Device
-from ..recipes.scaling import DelayedScaling
+from ..recipes.scaling import DelayedScaling, ObservedScaling
 from ..recipes.scaling.amax_rules import Percentile
 from .emulated import Attention
 from .primitive import AttentionSpec, fp8_attention
@@ -45,10 +45,9 @@ class Fp8Attention(ModuleWithStateDictSerialization):
 
     Args:
         state: Scales and histories of the ten tensors.
-        scaling: Of all of them.
+        scaling: Of all of them; an `ObservedScaling` computes in float32 and records, for `calibrate`.
         emulate: Whether to emulate on accelerators too, with every score in memory: slower than bfloat16.
         stack: Axes of the layer stacks that the op's layer is in.
-        observes: Whether to compute in float32, and record; see `calibrate`.
 
     Raises:
         ValueError: If an argument is of another kind, or the default device has no such attention and `emulate` is
@@ -68,10 +67,9 @@ class Fp8Attention(ModuleWithStateDictSerialization):
     """
 
     state: OpState | OpRecord | None
-    scaling: DelayedScaling = eqx.field(static=True)
+    scaling: DelayedScaling | ObservedScaling = eqx.field(static=True)
     emulate: bool = eqx.field(static=True, default=False)
     stack: tuple[hax.Axis, ...] = eqx.field(static=True, default=())
-    observes: bool = eqx.field(static=True, default=False)
 
     @staticmethod
     def init(
@@ -140,8 +138,8 @@ class Fp8Attention(ModuleWithStateDictSerialization):
         _check(operands, is_causal=is_causal)
         if self.state is None:
             raise ValueError(
-                "an Fp8Attention was called without its state; if the model was split (eqx.partition, eqx.filter), join "
-                "its parts with eqx.combine first"
+                "an Fp8Attention was called without its state; if the model was split (eqx.partition, eqx.filter), "
+                "join its parts with eqx.combine first"
             )
         if leading := self.state.table.array.shape[: -1 if isinstance(self.state, OpRecord) else -2]:
             raise ValueError(
@@ -152,7 +150,7 @@ class Fp8Attention(ModuleWithStateDictSerialization):
             Attention(
                 scale=1.0 / math.sqrt(query.shape[-1]) if scale is None else float(scale),
                 is_causal=is_causal,
-                rounds=not self.observes,
+                rounds=self.scaling.quantizes,
                 emulate=self.emulate,
             ),
             self.scaling,
@@ -166,7 +164,9 @@ class Fp8Attention(ModuleWithStateDictSerialization):
     @property
     def observed(self) -> "Fp8Attention":
         """This op in float32, recording what its state needs."""
-        return dataclasses.replace(self, observes=True)
+        scaling = self.scaling if isinstance(self.scaling, ObservedScaling) else ObservedScaling(self.scaling)
+        state = self.state and dataclasses.replace(self.state, scalings=(scaling,) * len(TENSORS))
+        return dataclasses.replace(self, scaling=scaling, state=state)
 
     def scale(self, tensor: str) -> Array:
         """The scale for the next use of a tensor, `[*stack]`.
@@ -183,7 +183,9 @@ class Fp8Attention(ModuleWithStateDictSerialization):
         Args:
             tensor: As in `scale`.
         """
-        return self._table[..., _row(tensor), 1 : 1 + self.scaling.amax_history_length]
+        scaling = self.scaling.scaling if isinstance(self.scaling, ObservedScaling) else self.scaling
+        assert isinstance(scaling, DelayedScaling)
+        return self._table[..., _row(tensor), 1 : 1 + scaling.amax_history_length]
 
     @property
     def _table(self) -> Array:
@@ -249,8 +251,8 @@ def _check(operands: dict[str, Any], *, is_causal: bool) -> None:
     fit = key.shape == value.shape and query.shape[-1] == key.shape[-1] and query.shape[:-3] == key.shape[:-3]
     if not fit or key.shape[-2] == 0 or query.shape[-2] % key.shape[-2]:
         raise ValueError(
-            f"query {query.shape}, key {key.shape} and value {value.shape} of an Fp8Attention do not fit: key and value "
-            "have the same shape, and a number of heads that divides the query's"
+            f"query {query.shape}, key {key.shape} and value {value.shape} of an Fp8Attention do not fit: key and "
+            "value have the same shape, and a number of heads that divides the query's"
         )
     if is_causal and query.shape[-3] != key.shape[-3]:
         raise ValueError(

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Float32
 from .._jax.mesh_axes import axes_to_reduce
 from .._jax.opaque import opaque
 from .._product.names import FP8_ATTENTION
-from ..recipes.scaling import DelayedScaling
+from ..recipes.scaling import AbstractStatefulScaling
 from . import kernels
 from .emulated import Attention, Scales, reference
 from .state import cotangent, scales_of
@@ -33,7 +33,7 @@ class AttentionSpec:
     """
 
     attention: Attention
-    scaling: DelayedScaling
+    scaling: AbstractStatefulScaling
     is_record: bool
     out_dtype: np.dtype
     ensemble: int = 0
@@ -118,9 +118,7 @@ def backward(
     measured = lax.concatenate(
         [residuals.measured, _measured([grad], amaxes, state, spec)], residuals.measured.ndim - 1
     )
-    new = cotangent(
-        measured, state, grad, is_record=spec.is_record, scaling=spec.scaling, ensemble=spec.ensemble
-    )
+    new = cotangent(measured, state, grad, is_record=spec.is_record, scaling=spec.scaling, ensemble=spec.ensemble)
     return (of_query, of_key, of_value), new
 
 
@@ -138,11 +136,16 @@ def _scales(state: Array, spec: AttentionSpec) -> Scales:
 
 
 def _measured(
-    operands: Sequence[Float[Array, "..."]], amaxes: Float32[Array, "*ensemble kernel"], state: Array, spec: AttentionSpec
+    operands: Sequence[Float[Array, "..."]],
+    amaxes: Float32[Array, "*ensemble kernel"],
+    state: Array,
+    spec: AttentionSpec,
 ) -> Float32[Array, "*ensemble all"]:
     """The amaxes of operands, then those that the kernel found; devices that share the state take the largest."""
     found = [
-        lax.convert_element_type(jnp.max(jnp.abs(x), axis=tuple(range(spec.ensemble, x.ndim)), initial=0.0), jnp.float32)
+        lax.convert_element_type(
+            jnp.max(jnp.abs(x), axis=tuple(range(spec.ensemble, x.ndim)), initial=0.0), jnp.float32
+        )
         for x in operands
     ]
     amaxes = lax.concatenate([*(lax.expand_dims(x, (x.ndim,)) for x in found), amaxes], amaxes.ndim - 1)

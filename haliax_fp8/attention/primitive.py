@@ -12,7 +12,6 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
@@ -116,9 +115,7 @@ def _transpose(grad: Any, *args: Any, spec: AttentionSpec, linear: tuple[bool, .
         return [None] * len(args)
     tangents, residuals = _unpack(args, linear)
     dtypes = [t.aval.dtype if ad.is_undefined_primal(t) else spec.out_dtype for t in tangents[:3]]
-    gradients, state = backward(
-        grad, residuals, spec=spec, dtypes=(dtypes[0], dtypes[1], dtypes[2]), update=linear[3]
-    )
+    gradients, state = backward(grad, residuals, spec=spec, dtypes=(dtypes[0], dtypes[1], dtypes[2]), update=linear[3])
     if state is not None:
         state = to_dtype_of(state, tangents[3].aval)
     found = zip((*gradients, state), tangents, linear, strict=True)
@@ -159,7 +156,8 @@ def _tangent_batch(args: Any, axes: Any, *, spec: AttentionSpec, linear: tuple[b
         return fp8_attention_tangent_p.bind(*args, spec=spec, linear=linear), 0
     place = spec.ensemble
     into = lambda x, axis: None if x is None else _into_batch(x, axis, size, place)
-    moved = [into(x, axis) for x, axis in zip((*tangents[:3], *residuals[:5]), (*of_tangents[:3], *of_residuals[:5]))]
+    arrays, their_axes = (*tangents[:3], *residuals[:5]), (*of_tangents[:3], *of_residuals[:5])
+    moved = [into(x, axis) for x, axis in zip(arrays, their_axes, strict=True)]
     measured = residuals.measured
     if of_residuals.measured is not None:
         measured = lax.reduce_max(measured, (of_residuals.measured,))
