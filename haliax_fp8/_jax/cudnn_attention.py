@@ -39,7 +39,7 @@ def lower_with_devices(*primitives: Any) -> None:
 
 
 def fp8_forward(
-    operands: Sequence[Float[Array, "batch tokens heads head_dim"]],
+    operands: Sequence[Float[Array, "batch _ _ head_dim"]],
     scales: Sequence[Float32[Array, ""]],
     *,
     scale: float,
@@ -65,7 +65,7 @@ def fp8_forward(
 
 
 def fp8_backward(
-    operands: Sequence[Float[Array, "batch tokens heads head_dim"]],
+    operands: Sequence[Float[Array, "batch _ _ head_dim"]],
     logs: Float32[Array, "batch heads tokens"],
     scales: Sequence[Float32[Array, ""]],
     *,

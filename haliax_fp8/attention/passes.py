@@ -69,7 +69,8 @@ def output(query: Array, key: Array, value: Array, state: Array, spec: Attention
 def forward(query: Array, key: Array, value: Array, state: Array, spec: AttentionSpec) -> tuple[Array, Residuals]:
     """The output, and the residuals of the backward pass."""
     out, kept = _forward(query, key, value, state, spec=spec, differentiated=True)
-    return out, Residuals(*kept, state)
+    quantized_query, quantized_key, quantized_value, of_kernel, logs, measured = kept
+    return out, Residuals(quantized_query, quantized_key, quantized_value, of_kernel, logs, measured, state)
 
 
 @opaque("spec", "differentiated")
