@@ -81,15 +81,15 @@ def _forward(
     by = _scales(state, spec)
     operands = dict(zip(OPERANDS, (query, key, value), strict=True))
     with jax.named_scope(FP8_ATTENTION):
-        data = [by.quantize(name, x) for name, x in operands.items()]
+        q, k, v = (by.quantize(name, x) for name, x in operands.items())
         out, logs, amaxes = kernels.forward(
-            *data, by.all, attention=spec.attention, differentiated=differentiated, members=spec.ensemble
+            q, k, v, by.all, attention=spec.attention, differentiated=differentiated, members=spec.ensemble
         )
     result = lax.convert_element_type(by.dequantize("output", out), spec.out_dtype)
     if not differentiated:
         return result, ()
     measured = _measured([*operands.values()], amaxes, state, spec)
-    return result, (*data, out, logs, measured)
+    return result, (q, k, v, out, logs, measured)
 
 
 @opaque("spec", "dtypes", "update")

@@ -70,8 +70,9 @@ def _attention_aval(query: Any, *others: Any, spec: AttentionSpec) -> Any:
 
 
 def _linearize(linear: Sequence[bool], *primals: Any, spec: AttentionSpec) -> Any:
-    _check_linear(linear, primals[3])
-    out, residuals = forward(*primals, spec)
+    query, key, value, state = primals
+    _check_linear(linear, state)
+    out, residuals = forward(query, key, value, state, spec)
     bind = lambda residuals, tangents: fp8_attention_tangent_p.bind(
         *tangents, *residuals, spec=spec, linear=tuple(linear)
     )
@@ -155,9 +156,11 @@ def _tangent_batch(args: Any, axes: Any, *, spec: AttentionSpec, linear: tuple[b
         spec = dataclasses.replace(spec, ensemble=spec.ensemble + 1)
         return fp8_attention_tangent_p.bind(*args, spec=spec, linear=linear), 0
     place = spec.ensemble
-    into = lambda x, axis: None if x is None else _into_batch(x, axis, size, place)
-    arrays, their_axes = (*tangents[:3], *residuals[:5]), (*of_tangents[:3], *of_residuals[:5])
-    moved = [into(x, axis) for x, axis in zip(arrays, their_axes, strict=True)]
+    data: tuple[Any, ...] = tuple(residuals)
+    arrays = [*tangents[:3], *data[:5]]
+    their_axes: tuple[Any, ...] = tuple(of_residuals)
+    pairs = zip(arrays, (*of_tangents[:3], *their_axes[:5]), strict=True)
+    moved = [None if x is None else _into_batch(x, axis, size, place) for x, axis in pairs]
     measured = residuals.measured
     if of_residuals.measured is not None:
         measured = lax.reduce_max(measured, (of_residuals.measured,))

@@ -1,4 +1,4 @@
-"""What `_jax/cudnn_attention.py` needs of JAX: the arguments and results of cuDNN's calls, without a compiler for GPUs."""
+"""What `_jax/cudnn_attention.py` needs of JAX: the arguments and results of cuDNN's calls, without their compiler."""
 
 import inspect
 
