@@ -115,8 +115,12 @@ stackings: Mapping[str, Mapping[str, Any]] = {
 """How blocks follow each other: in a `lax.scan` that recomputes each in the backward pass, without, or one by one."""
 
 
-LOSS_TOKENS = 2048
-"""The tokens of each device whose logits are in memory at once."""
+LOSS_TOKENS = 4096
+"""The tokens of each device whose logits are in memory at once: of 128256 words, 2 GB in float32.
+
+Fewer take less memory. But for each part of the tokens the head's kernel is quantized, gathered from other devices, and
+its gradient added up.
+"""
 
 
 def bfloat16_loss(model: Transformer, tokens: NamedArray, *, at_once: int) -> Float[Array, ""]:

@@ -32,7 +32,7 @@ def next_token_loss(model: Transformer, tokens: NamedArray, *, at_once: int | No
     count_of_known = sequences * (Position.size - 1)
 
     def losses(model: Transformer, x: NamedArray, targets: NamedArray, known: NamedArray) -> Float[Array, ""]:
-        with jax.named_scope("loss"):
+        with jax.named_scope("cross_entropy"):
             logits = model.logits(x).astype(jnp.float32)
             likelihood = hax.take(logits, "vocab", targets) - hnn.logsumexp(logits, "vocab")
             return -hax.sum(hax.where(known.broadcast_axis(targets.axes), likelihood, 0.0)).scalar()
