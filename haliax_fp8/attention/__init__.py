@@ -1,3 +1,3 @@
 """Attention in FP8, experimental: `Fp8Attention`."""
 
-from .op import HEAD_DIMS as HEAD_DIMS, Fp8Attention as Fp8Attention
+from .op import Fp8Attention as Fp8Attention
