@@ -57,7 +57,9 @@ class Fp8Attention(ModuleWithStateDictSerialization):
         cuDNN's documentation of SDPA in FP8 and its backward pass; FlashAttention-3 (arXiv:2407.08608), section 3.3.
 
     Example:
-        >>> attend = haliax_fp8.attention.Fp8Attention.init(scaling=DelayedScaling(amax_history_length=4))
+        >>> from haliax_fp8 import DelayedScaling
+        >>> from haliax_fp8.attention import Fp8Attention
+        >>> attend = Fp8Attention.init(scaling=DelayedScaling(amax_history_length=4))
         >>> q, kv = jnp.ones((2, 16, 4, 64)), jnp.ones((2, 16, 1, 64))
         >>> attend(q, kv, kv, is_causal=True).shape
         (2, 16, 4, 64)
