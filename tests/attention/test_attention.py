@@ -91,6 +91,7 @@ def test_without_rounding_it_is_attention():
         np.testing.assert_allclose(a, b, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_forward_mode_is_the_derivative_at_the_quantized_operands():
     arrays = operands(tokens=6)
     op = trained(new_op(), *arrays, is_causal=True)
