@@ -7,6 +7,7 @@ converts a model; `partition_for_grad_overwrite` and `apply_updates` make its tr
 
 # Modules: the rest of what is public, by subject.
 from . import (
+    attention as attention,
     demo as demo,
     devices as devices,
     layers as layers,

@@ -26,6 +26,7 @@ from ._product.quantize_kernel import quantize_kernel
 from ._product.spec import ProductSpec
 from ._state.op_state import OpState
 from ._state.records import OpRecord
+from ._state.require import require_state
 from .recipes.catalog import RecipeLike, as_recipe
 from .recipes.recipe import Recipe
 from .recipes.scaling import DelayedScaling, stores_scale
@@ -157,7 +158,8 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
                 f"out_sharding={out_sharding} was given to an FP8 product, which does not support explicit mesh axes "
                 "yet; use a mesh with axis_types=AxisType.Auto"
             )
-        self._check(lhs, rhs)
+        check_operands(lhs, rhs)
+        require_state(self.state, self.recipe)
         dims = DotDimensions.of(dimension_numbers, lhs.shape, rhs.shape)
         # From here on the input comes first; the contraction alone knows how they are multiplied.
         contraction = DotContraction(dims, kernel_first=dims.kernel_is_lhs(self.kernel_shape, lhs.shape, rhs.shape))
@@ -195,8 +197,9 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
         Returns:
             The product; one scale serves the kernels of all groups.
         """
-        self._check(lhs, rhs, groups=rhs.shape[:1] if self.state_per_group and hasattr(rhs, "shape") else ())
+        check_operands(lhs, rhs)
         check_groups(lhs, rhs, group_sizes)
+        require_state(self.state, self.recipe, groups=rhs.shape[:1] if self.state_per_group else ())
         contraction = RaggedContraction(
             kernels=kernels_for(self.recipe, allow_dense=self.allow_dense_groups), own_state=self.state_per_group
         )
@@ -239,23 +242,6 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
             raise ValueError("an op's recipe was changed inside a differentiated function; change it before")
         state = OpState.init(recipe, self.stack) if self.state is None else self.state.with_recipe(recipe)
         return dataclasses.replace(self, recipe=recipe, state=state)
-
-    def _check(self, lhs: Array, rhs: Array, groups: tuple[int, ...] = ()) -> None:
-        """Raises unless the operands are arrays, and the state is there and that of a single layer (and its groups)."""
-        check_operands(lhs, rhs)
-        if self.state is None:
-            if self.recipe.is_stateful:
-                raise ValueError(
-                    f"an FP8 product with the recipe {self.recipe} was called without its state; if the model was "
-                    "split (eqx.partition, eqx.filter), join its parts with eqx.combine first"
-                )
-            return
-        leading = self.state.table.array.shape[: -1 if isinstance(self.state, OpRecord) else -2]
-        if leading != groups:
-            raise ValueError(
-                f"an FP8 product was called with the state of {leading} layers, those of an ensemble or a stack; call "
-                "them under eqx.filter_vmap or jax.vmap, or in a scan over the stack, so that each gets its own state"
-            )
 
     @property
     def _state_array(self) -> Array | None:

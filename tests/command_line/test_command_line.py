@@ -359,7 +359,9 @@ def test_a_demo_has_the_published_number_of_parameters(name):
 
 
 def test_a_demo_holds_no_array():
-    _, args = demo_step(demo_by_name("gpt2"), layers=2, tokens=64, length=32, stacking="scan", config=fp8.Fp8Config())
+    # A recipe that rounds at random has keys, of which an optimizer has nothing.
+    config = fp8.Fp8Config(recipe="nvfp4")
+    _, args = demo_step(demo_by_name("gpt2"), layers=2, tokens=64, length=32, stacking="scan", config=config)
     assert not [leaf for leaf in jax.tree.leaves(args) if isinstance(leaf, jax.Array)]
 
 
