@@ -26,10 +26,10 @@ from ._product.quantize_kernel import quantize_kernel
 from ._product.spec import ProductSpec
 from ._state.op_state import OpState
 from ._state.records import OpRecord
-from ._state.require import require_state
+from ._state.require import require_state, require_stored_scales
 from .recipes.catalog import RecipeLike, as_recipe
 from .recipes.recipe import Recipe
-from .recipes.scaling import DelayedScaling, stores_scale
+from .recipes.scaling import DelayedScaling
 
 
 # The words of a key of JAX's default generator.
@@ -109,11 +109,7 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
         """
         recipe = as_recipe(DelayedScaling() if recipe is None else recipe)
         if groups is not None:
-            if not all(stores_scale(scaling) for scaling in recipe.scalings):
-                raise ValueError(
-                    f"scale_per_expert=True needs a recipe that stores the scales of all operands, and {recipe} does "
-                    'not; use "delayed" or "static", or scale_per_expert=False'
-                )
+            require_stored_scales(recipe)
             stack = (*stack, groups)
         dtype = None if compute_dtype is None else floating_dtype("compute_dtype", compute_dtype)
         for name, value, kind, example in (
