@@ -118,8 +118,7 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
         ):
             if not isinstance(value, tuple) or not all(isinstance(entry, kind | np.integer) for entry in value):
                 raise ValueError(f"{name}={value!r} must be a tuple such as {example}")
-        key = hax.zeros((*stack, _KEY), jnp.uint32) if recipe.needs_key else None
-        state = OpState.init(recipe, stack)
+        state, key = OpState.init(recipe, stack), hax.zeros((*stack, _KEY), jnp.uint32) if recipe.needs_key else None
         return Fp8DotGeneral(state, key, recipe, dtype, kernel_shape, stack, state_per_group=groups is not None)
 
     @jax.named_scope(FP8_DOT_GENERAL)
@@ -196,9 +195,8 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
         check_operands(lhs, rhs)
         check_groups(lhs, rhs, group_sizes)
         require_state(self.state, self.recipe, groups=rhs.shape[:1] if self.state_per_group else ())
-        contraction = RaggedContraction(
-            kernels=kernels_for(self.recipe, allow_dense=self.allow_dense_groups), own_state=self.state_per_group
-        )
+        kernels = kernels_for(self.recipe, allow_dense=self.allow_dense_groups)
+        contraction = RaggedContraction(kernels=kernels, own_state=self.state_per_group)
         spec = self._spec(contraction, lhs, rhs, precision, preferred_element_type)
         return self._multiply(lhs, rhs, (group_sizes,), spec)
 
