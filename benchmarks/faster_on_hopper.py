@@ -13,6 +13,8 @@ Measures, on random inputs, medians of repeated runs after warm-up, libraries in
   `lib/libraries.py`. Also with rematerialized norms and activations, in bf16 and with our options for memory;
 - the gradients of an MLP over four microbatches, in bf16, with kernels that each microbatch quantizes, and with kernels
   quantized once;
+- a layer of experts, its output and gradients: bf16 with and without `use_gmm`, and our kernels;
+- causal attention and its gradients, in bf16 by cuDNN and in FP8;
 - training steps of a model with the shape of Llama-8B (`lib/language_model.py`) with the most sequences that fit, in
   bf16 and with `haliax_fp8`, one after the other, because both do not fit at once.
 
@@ -54,7 +56,7 @@ import jax.numpy as jnp  # noqa: E402
 from a_third_fewer_bytes_in_microbatches import WAYS, MicrobatchSizes, gradients, in_each, mlp  # noqa: E402
 from flax.linen import fp8_ops  # noqa: E402
 from less_memory_than_bf16 import BF16, SHARED_KEPT  # noqa: E402
-from lib import language_model, output  # noqa: E402
+from lib import attention, experts, language_model, output  # noqa: E402
 from lib.language_model import ModelSizes  # noqa: E402
 from lib.libraries import LIBRARIES, Library, in_bf16  # noqa: E402
 from lib.output import Row  # noqa: E402
@@ -71,6 +73,8 @@ class Plan:
         first: The linear layer that a claim is about: tokens, in, out.
         blocks: The sizes of the blocks.
         microbatches: The sizes of the MLP and its microbatches.
+        experts: Layers of experts: how many, rows, in, out.
+        attention: Attentions: tokens, heads, heads of keys and values, features of a head.
         model: The sizes of the model.
         sequences: The most sequences in a batch that are tried, a power of two.
         products: Sizes of products alone.
@@ -84,6 +88,8 @@ class Plan:
     first: tuple[int, int, int] = (8192, 4096, 14336)
     blocks: Sizes = Sizes()
     microbatches: MicrobatchSizes = MicrobatchSizes()
+    experts: tuple[tuple[int, int, int, int], ...] = ((8, 16384, 4096, 14336), (64, 16384, 2048, 1408))
+    attention: tuple[tuple[int, int, int, int], ...] = ((8192, 32, 8, 128), (32768, 32, 8, 128))
     model: ModelSizes = ModelSizes()
     sequences: int = 8
     products: tuple[tuple[int, int, int], ...] = (
@@ -117,6 +123,8 @@ SMOKE = Plan(
     first=(16, 32, 48),
     blocks=TINY,
     microbatches=MicrobatchSizes(32, 48, 16, 2),
+    experts=((2, 32, 16, 16),),
+    attention=((16, 2, 1, 128),),
     model=ModelSizes(dataclasses.replace(TINY.llama, vocab=64, max_length=16, checkpointing=True)),
     sequences=2,
     products=((16, 32, 16),),
@@ -173,13 +181,36 @@ def points(plan: Plan, parts: Sequence[str] | None = None) -> list[Point]:
             measured_in_turn, {name: partial(mlp_gradients, *way, sizes) for name, way in ways.items()}, plan, None
         ),
     )
+
+    def experts_of(size: tuple[int, int, int, int]) -> Point:
+        builders = {name: partial(layer_of_experts, *way, *size) for name, way in experts.WAYS.items()}
+        # Each row is multiplied by one kernel.
+        useful = 3 * 2 * math.prod(size[1:])
+        return Point("experts", " x ".join(map(str, size)), partial(measured_in_turn, builders, plan, useful))
+
+    def attention_of(size: tuple[int, int, int, int]) -> Point:
+        tokens, heads, _, features = size
+        builders = {name: partial(one_attention, name, *size) for name in attention.WAYS}
+        # Two products forward, five backward, each half of the square.
+        useful = 7 * tokens**2 * heads * features
+        return Point("attention", " x ".join(map(str, size)), partial(measured_in_turn, builders, plan, useful))
+
     train = Point("training", f"{plan.model.config.max_length} tokens a sequence", partial(trained, plan))
     products = [
         in_turn("product", size, {name: partial(product, *dtypes, *size) for name, dtypes in OPERANDS.items()}, 1)
         for size in plan.products
     ]
     stacks = [stack("Llama-8B, unrolled"), stack(SCAN)]
-    every = [linear(plan.first), *stacks, microbatches, train, *products, *map(linear, plan.grid)]
+    every = [
+        linear(plan.first),
+        *stacks,
+        microbatches,
+        *map(experts_of, plan.experts),
+        *map(attention_of, plan.attention),
+        train,
+        *products,
+        *map(linear, plan.grid),
+    ]
     names = dict.fromkeys(point.part for point in every)
     if unknown := set(parts or ()) - names.keys():
         raise ValueError(f"--part {unknown.pop()!r} is not one of {list(names)}")
@@ -301,6 +332,23 @@ def mlp_gradients(
     program = compiled(partial(gradients, prepare, sizes), model, batch, **options)
     model = with_state_of(program(model, batch), model)
     return partial(program, model, batch), program.facts
+
+
+def layer_of_experts(recipe: str | None, use_gmm: bool, *size: int) -> tuple[Callable[[], Any], Row]:
+    """Output and gradients of a layer of experts, the scales set by a first run."""
+    layer, *batch = experts.layer_and_batch(recipe, *size, use_gmm=use_gmm)
+    with experts.mesh_of(layer):
+        program = compiled(experts.gradients, layer, *batch)
+    _, (gradient, _) = program(layer, *batch)
+    return partial(program, with_state_of(gradient, layer), *batch), program.facts
+
+
+def one_attention(way: str, *size: int) -> tuple[Callable[[], Any], Row]:
+    """Output and gradients of causal attention."""
+    op, *arrays = attention.op_and_arrays(way, *size)
+    program = compiled(attention.gradients, op, *arrays)
+    _, (gradient, *_) = program(op, *arrays)
+    return partial(program, with_state_of(gradient, op), *arrays), program.facts
 
 
 def with_state_of(gradient: Any, model: Any) -> Any:

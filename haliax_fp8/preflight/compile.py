@@ -77,19 +77,28 @@ def compile_for(
             lowered = traced.lower()
             try:
                 compiled = lowered.compile(compiler_options={**target.compiler_options(flags), **options})
-            except jax.errors.JaxRuntimeError as error:
-                if "Mosaic GPU pass pipeline failed" not in str(error):
+            except RuntimeError as error:
+                if (remedy := _of_kernels(str(error))) is None:
                     raise
-                raise RuntimeError(
-                    f"a kernel in Pallas could not be compiled for {target.name}. JAX compiles such kernels for one "
-                    "architecture in a process, that of the first target; compile for others in a process each"
-                ) from error
+                raise RuntimeError(f"a kernel in Pallas could not be compiled for {target.name}: {remedy}") from error
         written = lowered.as_text("hlo", debug_info=True)
     text, memory = compiled.as_text(), _memory(compiled.memory_analysis())
     assert text is not None
     results = jax.tree_util.tree_flatten_with_path(traced.out_info)[0]
     outputs = tuple(dotted(jax.tree_util.keystr(path)) for path, _ in results)
     return Compiled(text, written, outputs, memory, time.perf_counter() - begin)
+
+
+def _of_kernels(message: str) -> str | None:
+    """Why a kernel in Pallas was not compiled, and what to do; None if something else failed."""
+    if "No PTX compilation provider" in message:
+        return "it takes ptxas, of NVIDIA's CUDA toolkit or the package nvidia-cuda-nvcc; put its folder on the PATH"
+    if "Mosaic GPU pass pipeline failed" in message:
+        return (
+            "JAX compiles such kernels for one architecture in a process, that of the first target; compile for others "
+            "in a process each"
+        )
+    return None
 
 
 _WARNINGS = (

@@ -1,0 +1,65 @@
+"""Claim: experts in FP8 compute the useful products, where XLA multiplies every row by the kernels of all of them.
+
+    uv run benchmarks/experts_compute_what_is_useful.py [--target h100] [--markdown] [--json FILE]
+
+Compiles a layer of experts, its output and both gradients, for a GPU that need not be here, with XLA's default flags,
+and counts FLOPs, bytes of other kernels and temporaries. One target in a process: see `docs/experts.md`.
+"""
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+from lib import output
+from lib.experts import gradients, layer_and_batch
+from lib.output import Row
+from rich.progress import Progress
+
+from haliax_fp8.preflight import inspect_step
+
+
+SIZES = {"8 experts": (8, 16384, 4096, 14336), "64 experts": (64, 16384, 2048, 1408)}
+RECIPES = (None, "delayed", "rowwise", "deepseek")
+COLUMNS: dict[str, Callable[[Any], str]] = {
+    "experts": lambda row: row["size"],
+    "recipe": lambda row: row["recipe"],
+    "FLOPs useful": lambda row: f"{row['useful']:.3g}",
+    "computed": lambda row: f"{row['computed']:.3g}",
+    "in FP8": lambda row: f"{row['fp8']:.0%}",
+    "other GB": lambda row: f"{row['gigabytes']:.2f}",
+    "temporaries, MB": lambda row: f"{row['megabytes']:,.0f}",
+}
+
+
+def figures(target: str, recipe: str | None, size: str) -> Row:
+    """What the compiled program does."""
+    args = eqx.filter_eval_shape(layer_and_batch, recipe, *SIZES[size], use_gmm=False)
+    found = inspect_step(gradients, *args, target=target, other_setting=False).step
+    return {
+        "size": size,
+        "recipe": recipe or "bf16",
+        "useful": found.useful_flops,
+        "computed": found.flops,
+        "fp8": found.fp8_share,
+        "gigabytes": found.others.bytes / 1e9,
+        "megabytes": found.memory.temporaries / 1e6,
+    }
+
+
+def main() -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--target", default="h100", help="the GPU to compile for; default: %(default)s")
+    output.add_arguments(parser)
+    options = parser.parse_args()
+    recipes = [recipe for recipe in RECIPES if recipe != "deepseek" or options.target in ("h100", "h200")]
+    cases, rows = [(recipe, size) for size in SIZES for recipe in recipes], []
+    with Progress(transient=True) as progress:
+        for case in progress.track(cases, description="compiling"):
+            rows.append(figures(options.target, *case))
+    output.finish(f"A layer of experts, compiled for {options.target}", COLUMNS, rows, options)
+
+
+if __name__ == "__main__":
+    main()
