@@ -12,6 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int32
 
+from ..._jax.mesh_axes import as_varying
 from .tiles import Jobs, Scales, Tile
 
 
@@ -127,4 +128,6 @@ def call(
         scratch_types=list(scratch),
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
     )
-    return kernel(a, b, jobs, scales.groups, *given)
+    operands = (a, b, jobs, scales.groups, *given)
+    # Pallas does not say that what a kernel computes differs among the devices of a `shard_map` where its operands do.
+    return as_varying(kernel(*operands), operands)
