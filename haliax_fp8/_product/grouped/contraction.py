@@ -15,7 +15,8 @@ from ...devices.grouped import GroupedKernels
 from ...recipes.recipe import ProductName
 from ..contraction import AbstractContraction
 from ..scales import members_dot
-from .kernels import grouped_product, takes
+from .kernels import takes
+from .partitioned import PartitionedProduct
 from .tiles import within_bounds
 
 
@@ -93,7 +94,7 @@ class RaggedContraction(AbstractContraction):
         valid = jnp.where(in_bounds, jnp.float32(1.0), jnp.float32(np.nan))
         a = dataclasses.replace(a, scale=a.scale * valid)
         if self.kernels is not GroupedKernels.XLA and takes(a, b):
-            return grouped_product(self.kernels, product, a, b, group_sizes, precision, dtype)
+            return PartitionedProduct.of(self.kernels, product, a, b, group_sizes, precision, dtype)
         scale = None if scale is None else scale * valid
         return members_dot(self._dot(product, extras, precision), a, b, self.batch, dtype, scale)
 
