@@ -17,18 +17,16 @@ from ._product.contraction import AbstractContraction
 from ._product.dimensions import DimensionNumbers, DotDimensions
 from ._product.dot import DotContraction
 from ._product.grouped.contraction import RaggedContraction
+from ._product.grouped.kernels import kernels_for
 from ._product.kernel_residual import KernelResidual
 from ._product.names import FP8_DOT_GENERAL, FP8_RAGGED_DOT
 from ._product.primitive import fp8_dot_general
 from ._product.spec import ProductSpec
 from ._state.op_state import OpState
 from ._state.records import OpRecord
-from .devices.device import Device
-from .devices.grouped import GroupedKernels
 from .recipes.catalog import RecipeLike, as_recipe
 from .recipes.recipe import Recipe
-from .recipes.scaling import DelayedScaling
-from .recipes.support import supported_in_groups
+from .recipes.scaling import DelayedScaling, stores_scale
 
 
 # The words of a key of JAX's default generator.
@@ -50,8 +48,9 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
         kernel_shape: The sizes of the kernel's free axes, if known. `einsum` may swap the operands; these sizes tell
             the kernel from the input. If they do not decide (or are None), the kernel is the second operand.
         kernel_residual: What the backward pass keeps of the kernel; `fp8_linear_layers` sets it from its configuration.
-        allow_dense_groups: Whether `ragged_dot` may multiply every row by the kernels of all groups where the device has
-            no grouped kernel, or none for the recipe; likewise.
+        allow_dense_groups: Whether `ragged_dot` may multiply every row by the kernels of all groups where the device
+            has no grouped kernel, or none for the recipe; likewise.
+        state_per_group: Whether each group of `ragged_dot` has a state of its own; its axis is the last of `stack`.
 
     A recipe with stochastic rounding needs a key from `with_rounding_keys` wherever it rounds that way: NVFP4 in the
     backward pass.
@@ -83,6 +82,7 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
     has_key: bool = eqx.field(static=True, default=False)
     kernel_residual: KernelResidual = eqx.field(static=True, default=KernelResidual.KEEP)
     allow_dense_groups: bool = eqx.field(static=True, default=False)
+    state_per_group: bool = eqx.field(static=True, default=False)
 
     @staticmethod
     def init(
@@ -91,6 +91,7 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
         compute_dtype: DTypeLike | None = None,
         kernel_shape: tuple[int, ...] | None = None,
         stack: tuple[hax.Axis, ...] = (),
+        groups: hax.Axis | None = None,
     ) -> "Fp8DotGeneral":
         """An op before its first step.
 
@@ -99,8 +100,16 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
             compute_dtype: See the class.
             kernel_shape: See the class.
             stack: The axes of the stack that the op's layer is in; its state gets them too.
+            groups: The axis of groups that have a state of their own; None if they share one.
         """
         recipe = as_recipe(DelayedScaling() if recipe is None else recipe)
+        if groups is not None:
+            if not all(stores_scale(scaling) for scaling in recipe.scalings):
+                raise ValueError(
+                    f"scale_per_expert=True needs a recipe that stores the scales of all operands, and {recipe} does "
+                    'not; use "delayed" or "static", or scale_per_expert=False'
+                )
+            stack = (*stack, groups)
         dtype = None if compute_dtype is None else floating_dtype("compute_dtype", compute_dtype)
         for name, value, kind, example in (
             ("kernel_shape", kernel_shape or (), int, "(128,), the sizes of the kernel's free axes"),
@@ -109,7 +118,8 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
             if not isinstance(value, tuple) or not all(isinstance(entry, kind | np.integer) for entry in value):
                 raise ValueError(f"{name}={value!r} must be a tuple such as {example}")
         key = hax.zeros((*stack, _KEY), jnp.uint32) if recipe.needs_key else None
-        return Fp8DotGeneral(OpState.init(recipe, stack), key, recipe, dtype, kernel_shape, stack)
+        state = OpState.init(recipe, stack)
+        return Fp8DotGeneral(state, key, recipe, dtype, kernel_shape, stack, state_per_group=groups is not None)
 
     @jax.named_scope(FP8_DOT_GENERAL)
     def __call__(
@@ -146,7 +156,7 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
         self._check(lhs, rhs)
         dims = DotDimensions.of(dimension_numbers, lhs.shape, rhs.shape)
         # From here on the input comes first; the contraction alone knows how they are multiplied.
-        contraction = DotContraction(dims, kernel_first=self._kernel_is_lhs(lhs.shape, rhs.shape, dims))
+        contraction = DotContraction(dims, kernel_first=dims.kernel_is_lhs(self.kernel_shape, lhs.shape, rhs.shape))
         input, kernel = contraction.placed(lhs, rhs)
         spec = self._spec(contraction, input, kernel, precision, preferred_element_type)
         return fp8_dot_general(input, kernel, self._state_array, spec, key=self._key_array)
@@ -163,9 +173,9 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
         """Multiplies as `lax.ragged_dot` does: consecutive groups of rows, each by its own kernel.
 
         NVIDIA's GPUs since Hopper do it in kernels that compute one product for each row. A CPU emulates FP8 with
-        `lax.ragged_dot`. On anything else it raises, unless `allow_dense_groups` is set: XLA then computes a product for
-        each row and group. Sizes that are negative or add up to more than the rows raise where their values are known,
-        and make the product NaN inside `jit`.
+        `lax.ragged_dot`. On anything else it raises, unless `allow_dense_groups` is set: XLA then computes a product
+        for each row and group. Sizes that are negative or add up to more than the rows raise where their values are
+        known, and make the product NaN inside `jit`.
 
         Args:
             lhs: The rows of all groups, one group after the other.
@@ -181,9 +191,11 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
         Returns:
             The product; one scale serves the kernels of all groups.
         """
-        self._check(lhs, rhs)
+        self._check(lhs, rhs, groups=rhs.shape[:1] if self.state_per_group and hasattr(rhs, "shape") else ())
         check_groups(lhs, rhs, group_sizes)
-        contraction = RaggedContraction(kernels=self._grouped_kernels())
+        contraction = RaggedContraction(
+            kernels=kernels_for(self.recipe, allow_dense=self.allow_dense_groups), own_state=self.state_per_group
+        )
         spec = self._spec(contraction, lhs, rhs, precision, preferred_element_type)
         return fp8_dot_general(lhs, rhs, self._state_array, spec, (group_sizes,), key=self._key_array)
 
@@ -194,8 +206,8 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
         state = OpState.init(recipe, self.stack) if self.state is None else self.state.with_recipe(recipe)
         return dataclasses.replace(self, recipe=recipe, state=state)
 
-    def _check(self, lhs: Array, rhs: Array) -> None:
-        """Raises unless the operands are arrays, and the state is there and that of a single layer."""
+    def _check(self, lhs: Array, rhs: Array, groups: tuple[int, ...] = ()) -> None:
+        """Raises unless the operands are arrays, and the state is there and that of a single layer (and its groups)."""
         check_operands(lhs, rhs)
         if self.state is None:
             if self.recipe.is_stateful:
@@ -205,25 +217,11 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
                 )
             return
         leading = self.state.table.array.shape[: -1 if isinstance(self.state, OpRecord) else -2]
-        if leading:
+        if leading != groups:
             raise ValueError(
                 f"an FP8 product was called with the state of {leading} layers, those of an ensemble or a stack; call "
                 "them under eqx.filter_vmap or jax.vmap, or in a scan over the stack, so that each gets its own state"
             )
-
-    def _grouped_kernels(self) -> GroupedKernels:
-        """What multiplies groups on the device that this is traced for."""
-        support = supported_in_groups(self.recipe, Device.current())
-        kernels = GroupedKernels.of(support.device)
-        if support.outcome != "refused" and kernels is not None:
-            return kernels
-        if not self.allow_dense_groups:
-            raise ValueError(
-                f"a grouped product with the recipe {self.recipe} cannot run in FP8: {support.reason}. Choose another "
-                "recipe; or leave these layers in high precision, with Fp8Config(exclude=...); or let every row be "
-                "multiplied by the kernels of all groups, with Fp8Config(allow_dense_groups=True)"
-            )
-        return GroupedKernels.XLA
 
     @property
     def _state_array(self) -> Array | None:
@@ -251,12 +249,17 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
             compute_dtype=self.compute_dtype,
             out_dtype=out_dtype,
             precision=precision_of(precision),
-            state=None if self.state is None else self.state.form(stacked=bool(self.stack)),
+            state=None if self.state is None else self.state.form(stacked=self._is_stacked),
+            ensemble=int(contraction.own_state),
             has_key=self.has_key,
             requantizes=self.kernel_residual.requantizes(
-                measures_again=self.recipe.measures_kernel_again, stacked=bool(self.stack)
+                measures_again=self.recipe.measures_kernel_again, stacked=self._is_stacked
             ),
         )
+
+    @property
+    def _is_stacked(self) -> bool:
+        return len(self.stack) > self.state_per_group
 
     def __pdoc__(self, **kwargs: object) -> wl.AbstractDoc:
         """One line in printed models; JAX also prints a module's name each time it traces one."""
@@ -269,19 +272,6 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
 
     def __eq__(self, other: object) -> bool:
         return self is other
-
-    def _kernel_is_lhs(self, lhs_shape: tuple[int, ...], rhs_shape: tuple[int, ...], dims: DotDimensions) -> bool:
-        if self.kernel_shape is None:
-            return False
-        batch = tuple(lhs_shape[axis] for axis in dims.lhs_batch)
-
-        def fits(free: tuple[int, ...]) -> bool:
-            # A free axis of the kernel is a batch axis of the product where the input has it too.
-            return free == self.kernel_shape or sorted(free + batch) == sorted(self.kernel_shape or ())
-
-        lhs_free = tuple(lhs_shape[axis] for axis in dims.lhs_free)
-        rhs_free = tuple(rhs_shape[axis] for axis in dims.rhs_free)
-        return fits(lhs_free) and not fits(rhs_free)
 
     def scale(self, operand: str) -> Array:
         """The scale for the next use of "input", "kernel" or "output_grad", `[*stack]`."""

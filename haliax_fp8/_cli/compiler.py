@@ -13,7 +13,7 @@ from .screen import on_error
 
 
 def install_compiler(name: str) -> None:
-    """Unpacks the wheel with the compiler where the preflight finds it and JAX does not.
+    """Unpacks the wheels with the compiler where the preflight finds it and JAX does not.
 
     Args:
         name: One of `compilers`.
@@ -25,16 +25,16 @@ def install_compiler(name: str) -> None:
     if compiler.unpacked is not None:
         say(f"XLA's compiler for {compiler.devices} is installed already, in {compiler.directory}", soft_wrap=True)
         return
-    command = [*_installer(), "--no-deps", "--target", str(compiler.directory), compiler.requirement]
+    command = [*_installer(), "--no-deps", "--target", str(compiler.directory), *compiler.requirements]
     say(f"Getting XLA's compiler for {compiler.devices}, {compiler.megabytes} MB:", " ".join(command), soft_wrap=True)
     status = subprocess.run(command, check=False).returncode
     if status != 0 or compiler.unpacked is None:
         shutil.rmtree(compiler.directory, ignore_errors=True)
         raise UsageError(
-            f"{compiler.requirement} could not be installed, see above. It exists only for Linux and for released "
-            "versions of JAX"
+            f"{' '.join(compiler.requirements)} could not be installed, see above. It exists only for Linux and for "
+            "released versions of JAX"
         )
-    for other in compiler.directory.parent.glob(f"{compiler.package}-for-*"):
+    for other in compiler.directory.parent.glob(f"{next(iter(compiler.files))}-for-*"):
         if other != compiler.directory:
             shutil.rmtree(other, ignore_errors=True)  # of the JAX that was here before
     say("Installed. `python -m haliax_fp8 devices` lists what this machine can compile for.")

@@ -22,6 +22,9 @@ class AbstractContraction(abc.ABC):
     groups: frozenset[ProductName] = frozenset()
     """The products that do not sum over their last contracted axis as a whole, but over groups of it."""
 
+    own_state: bool = False
+    """Whether the groups that `extras` tells the sizes of are members of an ensemble, with a state each."""
+
     extras: int
     """The number of operands besides input and kernel; integers, not differentiated."""
 
@@ -71,7 +74,7 @@ class AbstractContraction(abc.ABC):
         extras: tuple[Array, ...],
         precision: lax.PrecisionLike,
         dtype: np.dtype,
-        scale: Float32[Array, ""] | None,
+        scale: Float32[Array, "*members"] | None,
     ) -> Float[Array, "..."]:
         """A product of two quantized arrays, scales applied in float32, rounded to `dtype` once.
 
@@ -81,5 +84,6 @@ class AbstractContraction(abc.ABC):
             extras: What else the contraction takes.
             precision: Of the product.
             dtype: Of the result, which has the layout of the output, the input or the kernel.
-            scale: The product of the operands' scales, if that is computed already.
+            scale: The product of the operands' scales, if that is computed already; of groups with a state each,
+                theirs.
         """

@@ -17,6 +17,7 @@ from .._state.form import AbstractStateForm
 from .._state.table import measures
 from ..recipes.recipe import OPERANDS, OperandName, ProductName
 from ..recipes.scaling import AbstractStatefulScaling, OperandUse, stores_scale
+from .grouped.rows import largest_of_groups, of_each_row
 from .spec import ProductSpec
 
 
@@ -38,7 +39,13 @@ class Scales(NamedTuple):
     products: dict[ProductName, Array] | None
 
     def of_both(self, product: ProductName, spec: ProductSpec) -> Array | None:
-        """The product of two operands' scales, where it is computed already."""
+        """The product of two operands' scales, where it is computed already, or belongs to a group of rows."""
+        if spec.contraction.own_state:
+            first, second = (
+                self.operands[operand] if spec.takes_stored_scale(operand, product) else jnp.float32(1.0)
+                for operand in OPERANDS[product]
+            )
+            return jnp.broadcast_to(jnp.multiply(first, second), self.operands["kernel"].shape)
         if self.products is None or not all(spec.takes_stored_scale(x, product) for x in OPERANDS[product]):
             return None
         return self.products[product]
@@ -72,7 +79,13 @@ def _scales_of(state: Array, *, form: AbstractStateForm, limits: tuple[float, ..
 
 
 def quantize_operand(
-    x: Array, operand: OperandName, product: ProductName, scales: Scales | None, key: Array | None, spec: ProductSpec
+    x: Array,
+    operand: OperandName,
+    product: ProductName,
+    scales: Scales | None,
+    key: Array | None,
+    extras: tuple[Array, ...],
+    spec: ProductSpec,
 ) -> QuantizedArray:
     """An operand in the format that a product takes it in.
 
@@ -82,6 +95,7 @@ def quantize_operand(
         product: The product.
         scales: What the state stores.
         key: What random rounding draws from.
+        extras: What else the contraction takes.
         spec: What is static about the product.
     """
     quantization = spec.recipe.quantization(operand, product)
@@ -90,13 +104,32 @@ def quantize_operand(
         format=quantization.format,
         contracted=spec.batched.contracted(product)[OPERANDS[product].index(operand)],
         ensemble=spec.ensemble,
-        stored=scales.operands[operand] if scales and isinstance(scaling, AbstractStatefulScaling) else None,
+        stored=_stored(x, operand, scales, extras, spec) if isinstance(scaling, AbstractStatefulScaling) else None,
         rounding=quantization.rounding,
         key=_key_of(x, key, operand, product, spec) if quantization.rounding.needs_key else None,
         mixable=product not in spec.contraction.groups,
         scale_bits=spec.scale_bits(operand),
     )
-    return _with_bits(scaling.quantize(x, use), operand, product, spec)
+    return _with_bits(_of_group(scaling.quantize(x, use), operand, spec), operand, product, spec)
+
+
+def _stored(
+    x: Array, operand: OperandName, scales: Scales | None, extras: tuple[Array, ...], spec: ProductSpec
+) -> Array | None:
+    """The stored scale of an operand's members. Where groups have states, that of each row is its group's."""
+    if scales is None:
+        return None
+    stored = scales.operands[operand]
+    if not spec.contraction.own_state or operand == "kernel":
+        return stored
+    return of_each_row(stored, extras[0], x.shape[spec.ensemble - 1])
+
+
+def _of_group(x: QuantizedArray, operand: OperandName, spec: ProductSpec) -> QuantizedArray:
+    """An operand without scales, where the product applies those of its groups."""
+    if not spec.contraction.own_state:
+        return x
+    return dataclasses.replace(x, scale=jnp.ones((), jnp.float32))
 
 
 def _with_bits(x: QuantizedArray, operand: OperandName, product: ProductName, spec: ProductSpec) -> QuantizedArray:
@@ -140,12 +173,32 @@ def from_saved(
         return saved
     scaling = spec.recipe.quantization(operand, product).scaling
     assert isinstance(scaling, AbstractStatefulScaling) and scales is not None
+    if spec.contraction.own_state:
+        return _with_bits(QuantizedArray(saved, jnp.ones((), jnp.float32)), operand, product, spec)
     quantized = scaling.with_scale(saved, scales.operands[operand], spec.ensemble)
     return _with_bits(quantized, operand, product, spec)
 
 
+def values_of(
+    x: QuantizedArray, operand: OperandName, scales: Scales | None, extras: tuple[Array, ...], spec: ProductSpec
+) -> Array:
+    """An operand's values in float32; those of groups with a state each have their scales there."""
+    values = x.dequantize()
+    if not spec.contraction.own_state or scales is None:
+        return values
+    scale = scales.operands[operand]
+    if operand != "kernel":
+        scale = of_each_row(scale, extras[0], x.shape[spec.ensemble - 1])
+    return values * lax.expand_dims(scale, range(scale.ndim, values.ndim))
+
+
 def measured_parts(
-    x: Float[Array, "..."], quantized: QuantizedArray, operand: OperandName, spec: ProductSpec, state: Array
+    x: Float[Array, "..."],
+    quantized: QuantizedArray,
+    operand: OperandName,
+    extras: tuple[Array, ...],
+    spec: ProductSpec,
+    state: Array,
 ) -> Float[Array, "*ensemble measures parts"]:
     """What the state records of parts of an operand, padded with zeros to the largest record.
 
@@ -153,13 +206,22 @@ def measured_parts(
         x: The operand.
         quantized: What it was quantized to.
         operand: Which it is.
+        extras: What else the contraction takes.
         spec: What is static about the product.
         state: The state; inside `shard_map` devices that share it take the maximum over theirs.
     """
     scaling, count = getattr(spec.recipe, operand).scaling, measures(spec.recipe.scalings)
     if not (isinstance(scaling, AbstractStatefulScaling) and scaling.measures):
-        return jnp.zeros((*x.shape[: spec.ensemble], count, 1), x.dtype)
+        return jnp.zeros((*state.shape[: spec.ensemble], count, 1), x.dtype)
     values = scaling.measure(x, quantized, spec.ensemble)
+    if spec.contraction.own_state and operand != "kernel":
+        if scaling.measures != 1:
+            raise ValueError(
+                "quantization_statistics does not tell experts apart that have a state each; take the statistics of "
+                "the model converted with scale_per_expert=False"
+            )
+        # Of each row, then of each group.
+        values = largest_of_groups(jnp.max(values, axis=-1), extras[0])[..., None]
     if (missing := count - values.shape[-2]) > 0:
         values = jnp.pad(values, [(0, 0)] * spec.ensemble + [(0, missing), (0, 0)])
     axes = axes_to_reduce(x, state)

@@ -18,8 +18,9 @@ from .._numerics.quantized_array import QuantizedArray
 from .._state.form import Kept
 from .._state.table import measures
 from ..recipes.recipe import OPERANDS, USES, OperandName, ProductName
+from .grouped.rows import largest_of_groups
 from .names import DGRAD, FP8_OPERAND, FP8_OUTPUT, FPROP, WGRAD
-from .operands import Scales, from_saved, measured_parts, quantize_operand, round_to, saved_of, scales_of
+from .operands import Scales, from_saved, measured_parts, quantize_operand, round_to, saved_of, scales_of, values_of
 from .spec import ProductSpec
 
 
@@ -51,7 +52,9 @@ class Residuals(NamedTuple):
             return None
         return spec.state.kept(self.measured, self.state, spec.recipe, spec.ensemble)
 
-    def operand(self, operand: OperandName, scales: Scales | None, spec: ProductSpec) -> QuantizedArray:
+    def operand(
+        self, operand: OperandName, scales: Scales | None, extras: tuple[Array, ...], spec: ProductSpec
+    ) -> QuantizedArray:
         """Input or kernel as quantized for the backward pass."""
         saved = self.input if operand == "input" else self.kernel
         product = spec.quantized_for(operand, USES[operand][1])
@@ -59,7 +62,8 @@ class Residuals(NamedTuple):
             return from_saved(saved, operand, product, scales, spec)
         if operand == "kernel":
             saved = not_kept_from_forward(saved)
-        return quantize_operand(round_to(saved, spec.compute_dtype), operand, product, scales, self.key, spec)
+        x = round_to(saved, spec.compute_dtype)
+        return quantize_operand(x, operand, product, scales, self.key, extras, spec)
 
 
 def forward(
@@ -130,7 +134,7 @@ def _fprop(
     scales = scales_of(state, spec)
     with jax.named_scope(FPROP):
         quantized = {
-            operand: quantize_operand(x, operand, "fprop", scales, key, spec) for operand, x in operands.items()
+            operand: quantize_operand(x, operand, "fprop", scales, key, extras, spec) for operand, x in operands.items()
         }
         both = _own_input(quantized["input"], quantized["kernel"], spec), quantized["kernel"]
         dtype, scale = spec.compute_dtype or spec.out_dtype, scales.of_both("fprop", spec) if scales else None
@@ -139,7 +143,7 @@ def _fprop(
         return out, (None, None), None
     measured = None
     if state is not None and spec.state is not None and measures(spec.recipe.scalings):
-        parts = [measured_parts(x, quantized[operand], operand, spec, state) for operand, x in operands.items()]
+        parts = [measured_parts(x, quantized[operand], operand, extras, spec, state) for operand, x in operands.items()]
         measured = spec.state.packed(state, parts)
     saved: list[Saved] = []
     for operand, x in operands.items():
@@ -150,7 +154,7 @@ def _fprop(
         if product != "fprop":
             # 1-D blocks run along what is contracted, so the other product needs the operand quantized anew; now,
             # while it is there in high precision.
-            quantized[operand] = quantize_operand(x, operand, product, scales, key, spec)
+            quantized[operand] = quantize_operand(x, operand, product, scales, key, extras, spec)
         saved.append(saved_of(quantized[operand], operand, product, spec))
     return out, (saved[0], saved[1]), measured
 
@@ -183,13 +187,14 @@ def backward(
     def quantized_grad(product: ProductName) -> QuantizedArray:
         product = spec.quantized_for("output_grad", product)
         if product not in quantized:
-            quantized[product] = quantize_operand(grad, "output_grad", product, scales, residuals.key, spec)
+            key = residuals.key
+            quantized[product] = quantize_operand(grad, "output_grad", product, scales, key, extras, spec)
         return quantized[product]
 
     def gradient(product: ProductName, other: OperandName, dtype: np.dtype | None) -> Array | None:
         if dtype is None:
             return None
-        operand, of_grad = residuals.operand(other, scales, spec), quantized_grad(product)
+        operand, of_grad = residuals.operand(other, scales, extras, spec), quantized_grad(product)
         if product == "wgrad" and "output_grad" in spec.recipe.quantized_once:
             # cuBLASLt wants it transposed here.
             of_grad = dataclasses.replace(of_grad, data=transposed_separately(of_grad.data))
@@ -208,8 +213,14 @@ def backward(
         return gradients, None
     of_grad = None
     if kept.measured is not None:
-        of_grad = measured_parts(grad, quantized_grad("dgrad"), "output_grad", spec, kept.state)
-    return gradients, spec.state.cotangent(kept, of_grad, state_grad, spec.recipe, spec.ensemble)
+        of_grad = measured_parts(grad, quantized_grad("dgrad"), "output_grad", extras, spec, kept.state)
+    if not spec.contraction.own_state:
+        return gradients, spec.state.cotangent(kept, of_grad, state_grad, spec.recipe, spec.ensemble)
+    of_groups = largest_of_groups(jnp.max(lax.abs(state_grad), axis=-1, keepdims=True), extras[0])
+    new_state = spec.state.cotangent(kept, of_grad, of_groups, spec.recipe, spec.ensemble)
+    # A group without rows was not reached.
+    has_rows = lax.expand_dims(extras[0] > 0, range(spec.ensemble, new_state.ndim))
+    return gradients, jnp.where(has_rows, new_state, np.float32(0.0))
 
 
 @functools.partial(jax.jit, static_argnames=("spec", "linear"))
@@ -224,14 +235,16 @@ def tangent(
     """The output's tangent, `dot(dx, w) + dot(x, dw)`, rounding taken as the identity."""
     kept = residuals.kept(spec)
     scales = scales_of(kept.state if kept else None, spec)
-    x, w = (residuals.operand(operand, scales, spec) for operand in OPERANDS["fprop"])
+    x, w = (residuals.operand(operand, scales, extras, spec) for operand in OPERANDS["fprop"])
     given = iter(tangents)
     dx, dw = (next(given) if is_linear else None for is_linear in linear)
     terms = []
     if dx is not None:
-        terms.append(spec.batched.dot(dx.astype(jnp.float32), w.dequantize(), extras, lax.Precision.HIGHEST))
+        of_kernel = values_of(w, "kernel", scales, extras, spec)
+        terms.append(spec.batched.dot(dx.astype(jnp.float32), of_kernel, extras, lax.Precision.HIGHEST))
     if dw is not None:
-        terms.append(spec.batched.dot(x.dequantize(), dw.astype(jnp.float32), extras, lax.Precision.HIGHEST))
+        of_input = values_of(x, "input", scales, extras, spec)
+        terms.append(spec.batched.dot(of_input, dw.astype(jnp.float32), extras, lax.Precision.HIGHEST))
     if not terms:
         return jnp.zeros(spec.batched.out_shape(x.shape, w.shape), spec.out_dtype)
     return sum(terms[1:], start=terms[0]).astype(spec.out_dtype)

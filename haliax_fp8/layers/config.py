@@ -37,6 +37,9 @@ class Fp8Config:
         compute_dtype: The dtype that the products' operands and results are rounded to; None does not round.
         kernel_residual: What the backward pass keeps of kernels, a `KernelResidual`. Changes memory and speed, not
             values.
+        scale_per_expert: Gives each expert of a mixture scales and histories of its own, of its kernel and of the rows
+            that it gets; one without rows keeps them as they are. By default a layer's experts share theirs. For
+            recipes that store scales.
         allow_dense_groups: Lets grouped products (mixture of experts) multiply every row by the kernels of all groups
             where the device has no grouped kernel, or none for the recipe. By default that raises.
         emulate: Converts even if the default device is an accelerator without the units for a recipe's products; see
@@ -61,6 +64,7 @@ class Fp8Config:
     amax_history_length: int | None = None
     compute_dtype: DTypeLike | None = None
     kernel_residual: KernelResidual = KernelResidual.REQUANTIZE_WHERE_CHEAP
+    scale_per_expert: bool = False
     allow_dense_groups: bool = False
     emulate: bool = False
     rules: tuple[LayerRule, ...] = default_rules
@@ -88,7 +92,7 @@ class Fp8Config:
                 f"kernel_residual={self.kernel_residual!r} is not a KernelResidual; use one of "
                 f"{', '.join(map(str, KernelResidual))}"
             )
-        for name in ("allow_dense_groups", "emulate"):
+        for name in ("scale_per_expert", "allow_dense_groups", "emulate"):
             if not isinstance(value := getattr(self, name), bool):
                 raise ValueError(f"{name}={value!r} must be True or False")
         if not isinstance(self.rules, tuple) or not all(isinstance(rule, LayerRule) for rule in self.rules):

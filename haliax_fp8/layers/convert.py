@@ -97,12 +97,16 @@ def fp8_linear_layers[M](module: M, config: Fp8Config | None = None, **options: 
         if decision.recipe is None:
             return layer
         op, rule = decision.rule.op(layer), decision.rule
-        if op is not None and (op.recipe, op.compute_dtype) == (decision.recipe, config.compute_dtype):
+        kernel = rule.kernel(layer)
+        per_expert = config.scale_per_expert and kernel.Experts is not None
+        made_of = decision.recipe, config.compute_dtype, per_expert
+        if op is not None and (op.recipe, op.compute_dtype, op.state_per_group) == made_of:
             return _with_choices(rule, layer, op, config)
         # The same object in two places stays one object, unless an override gives one of the places another recipe.
         key = id(layer), decision.recipe
         if key not in converted:
-            op = rule.kernel(layer).init_op(decision.recipe, config.compute_dtype, decision.stack)
+            choices = {"scale_per_expert": config.scale_per_expert}
+            op = kernel.init_op(decision.recipe, config.compute_dtype, decision.stack, **choices)
             converted[key] = _with_choices(rule, layer, op, config)
         return converted[key]
 

@@ -80,16 +80,29 @@ class Kernel:
         """
         return supported(recipe, device) if self.Experts is None else supported_in_groups(recipe, device)
 
-    def init_op(self, recipe: Recipe, compute_dtype: DTypeLike | None, stack: tuple[hax.Axis, ...]) -> Fp8DotGeneral:
+    def init_op(
+        self,
+        recipe: Recipe,
+        compute_dtype: DTypeLike | None,
+        stack: tuple[hax.Axis, ...],
+        *,
+        scale_per_expert: bool = False,
+    ) -> Fp8DotGeneral:
         """An op for products with this kernel, with a state for each layer of the stacks and member of an ensemble.
 
         Args:
             recipe: The op's recipe.
             compute_dtype: See `Fp8DotGeneral`.
             stack: The axes of the stacks that the layer is in.
+            scale_per_expert: Whether each expert, if the layer has any, gets a state of its own.
         """
         members, stack = self._members_and_stack(stack)
-        op = Fp8DotGeneral.init(recipe, compute_dtype=compute_dtype, kernel_shape=self._output_shape, stack=stack)
+        groups = None
+        if scale_per_expert and self.Experts is not None:
+            (groups,) = axes_of(self.Experts)
+        op = Fp8DotGeneral.init(
+            recipe, compute_dtype=compute_dtype, kernel_shape=self._output_shape, stack=stack, groups=groups
+        )
         abstract = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(self.weight))
 
         def repeat(x: jax.Array) -> jax.Array | jax.ShapeDtypeStruct:

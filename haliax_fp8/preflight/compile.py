@@ -75,7 +75,15 @@ def compile_for(
             traced = jax.jit(inputs.call, donate_argnums=0).trace(given, rest)
         with changed_process(ignored=_WARNINGS):
             lowered = traced.lower()
-            compiled = lowered.compile(compiler_options={**target.compiler_options(flags), **options})
+            try:
+                compiled = lowered.compile(compiler_options={**target.compiler_options(flags), **options})
+            except jax.errors.JaxRuntimeError as error:
+                if "Mosaic GPU pass pipeline failed" not in str(error):
+                    raise
+                raise RuntimeError(
+                    f"a kernel in Pallas could not be compiled for {target.name}. JAX compiles such kernels for one "
+                    "architecture in a process, that of the first target; compile for others in a process each"
+                ) from error
         written = lowered.as_text("hlo", debug_info=True)
     text, memory = compiled.as_text(), _memory(compiled.memory_analysis())
     assert text is not None

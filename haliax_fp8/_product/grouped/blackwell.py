@@ -1,4 +1,4 @@
-"""A grouped product on Blackwell: `tcgen05` multiplies FP8 of both formats from shared into tensor memory, in float32."""
+"""A grouped product on Blackwell: `tcgen05` multiplies FP8 of both formats and sums in float32, in tensor memory."""
 
 import functools
 from typing import Any

@@ -15,8 +15,8 @@ from ...devices.grouped import GroupedKernels
 from ...recipes.recipe import ProductName
 from ..contraction import AbstractContraction
 from ..scales import members_dot
-from .kernels import takes
-from .partitioned import PartitionedProduct
+from .kernels import grouped_product, takes
+from .rows import of_each_row
 from .tiles import within_bounds
 
 
@@ -40,10 +40,13 @@ class RaggedContraction(AbstractContraction):
     Args:
         batch: The number of leading axes of all operands and the product; each entry is a separate product.
         kernels: What multiplies.
+        own_state: Whether each group has a state of its own, and so scales: the last axis of the ensemble numbers
+            groups, and rows do not have it.
     """
 
     batch: int = 0
     kernels: GroupedKernels = GroupedKernels.XLA
+    own_state: bool = False
 
     extras = 1
     groups = frozenset[ProductName]({"wgrad"})
@@ -53,13 +56,18 @@ class RaggedContraction(AbstractContraction):
         return (*input_shape[:-1], kernel_shape[-1])
 
     def with_batch_axes(self, count: int) -> "RaggedContraction":
-        """Batched over `count` more leading axes."""
-        return dataclasses.replace(self, batch=self.batch + count)
+        """Batched over `count` more leading axes; of these, one may number the groups."""
+        return dataclasses.replace(self, batch=self.batch + count - self.own_state)
 
     def fold(
         self, operands: Sequence[Array], axes: Sequence[int | None], size: int, ensemble: int
     ) -> tuple[Sequence[Array], "RaggedContraction", int]:
         """A batch axis of every operand: examples have their own groups."""
+        if self.own_state:
+            raise ValueError(
+                "vmap maps a grouped product whose experts have a state each (scale_per_expert=True) over examples "
+                "that share it; call it once for the rows of all examples, or convert with scale_per_expert=False"
+            )
         moved = [to_front(x, axis, size, ensemble) for x, axis in zip(operands, axes, strict=True)]
         return moved, self.with_batch_axes(1), 0
 
@@ -85,7 +93,7 @@ class RaggedContraction(AbstractContraction):
         extras: tuple[Array, ...],
         precision: lax.PrecisionLike,
         dtype: np.dtype,
-        scale: Float32[Array, ""] | None,
+        scale: Float32[Array, "*members"] | None,
     ) -> Float[Array, "..."]:
         """Rows times kernels; rows of the output's gradient times transposed kernels; for each group, the sum of the
         outer products of its rows."""
@@ -93,10 +101,16 @@ class RaggedContraction(AbstractContraction):
         in_bounds = jnp.all(group_sizes == within_bounds(group_sizes, a.data.shape[self.batch]))
         valid = jnp.where(in_bounds, jnp.float32(1.0), jnp.float32(np.nan))
         a = dataclasses.replace(a, scale=a.scale * valid)
-        if self.kernels is not GroupedKernels.XLA and takes(a, b):
-            return PartitionedProduct.of(self.kernels, product, a, b, group_sizes, precision, dtype)
         scale = None if scale is None else scale * valid
-        return members_dot(self._dot(product, extras, precision), a, b, self.batch, dtype, scale)
+        if self.kernels is not GroupedKernels.XLA and takes(a, b):
+            of_groups = scale if self.own_state else None
+            return grouped_product(self.kernels, product, a, b, group_sizes, precision, dtype, of_groups)
+        dot = self._dot(product, extras, precision)
+        if self.own_state and product != "wgrad":
+            assert scale is not None
+            of_rows = of_each_row(scale, group_sizes, a.data.shape[self.batch])
+            return (dot(a.data, b.data) * of_rows[..., None]).astype(dtype)
+        return members_dot(dot, a, b, self.batch, dtype, scale)
 
     def _dot(
         self, product: ProductName, group_sizes: tuple[Array, ...], precision: lax.PrecisionLike

@@ -46,7 +46,16 @@ def hopper_product(
 
 
 def _body(
-    a: Any, b: Any, jobs: Any, groups: Any, *refs: Any, tile: Tile, dtype: Any, change_along_sum: bool, fast: bool, whole: bool
+    a: Any,
+    b: Any,
+    jobs: Any,
+    groups: Any,
+    *refs: Any,
+    tile: Tile,
+    dtype: Any,
+    change_along_sum: bool,
+    fast: bool,
+    whole: bool,
 ) -> None:
     *vectors, out = refs
     job = Job.of(jobs, tile)

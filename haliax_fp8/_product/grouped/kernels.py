@@ -9,14 +9,39 @@ from jax import lax
 from jaxtyping import Array, Float, Float32, Int, Int32
 
 from ..._numerics.quantized_array import QuantizedArray, expand
+from ...devices.device import Device
 from ...devices.grouped import BLOCK, GroupedKernels
-from ...recipes.recipe import ProductName
+from ...recipes.recipe import ProductName, Recipe
+from ...recipes.support import supported_in_groups
 from ..names import FP8_GROUPED, tile_scope
 from .tiles import Jobs, Scales, Tile, groups_jobs, rows_jobs, with_edges, within_bounds
 
 
 _FP8 = (jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2))
 _SIXTEEN_BITS = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
+
+
+def kernels_for(recipe: Recipe, *, allow_dense: bool) -> GroupedKernels:
+    """What multiplies groups on the device that this is traced for.
+
+    Args:
+        recipe: How operands are quantized.
+        allow_dense: Whether XLA's dense products will do where there is no kernel.
+
+    Raises:
+        ValueError: If the device has none for the recipe, and dense products are not allowed.
+    """
+    support = supported_in_groups(recipe, Device.current())
+    kernels = GroupedKernels.of(support.device)
+    if support.outcome != "refused" and kernels is not None:
+        return kernels
+    if not allow_dense:
+        raise ValueError(
+            f"a grouped product with the recipe {recipe} cannot run in FP8: {support.reason}. Choose another recipe; "
+            "or leave these layers in high precision, with Fp8Config(exclude=...); or let every row be multiplied by "
+            "the kernels of all groups, with Fp8Config(allow_dense_groups=True)"
+        )
+    return GroupedKernels.XLA
 
 
 def takes(a: QuantizedArray, b: QuantizedArray) -> bool:
@@ -33,6 +58,7 @@ def grouped_product(
     group_sizes: Int[Array, "*members groups"],
     precision: lax.PrecisionLike,
     dtype: np.dtype,
+    of_groups: Float32[Array, "*members groups"] | None = None,
 ) -> Float[Array, "..."]:
     """fprop, dgrad or wgrad of groups, by a device's kernel.
 
@@ -44,18 +70,21 @@ def grouped_product(
         group_sizes: How many rows each group has.
         precision: DEFAULT lets Hopper's tensor cores add up with fewer bits than float32 has.
         dtype: Of the result.
+        of_groups: The scale of both operands for each group, instead of theirs.
 
     Raises:
         ValueError: If the kernels do not take the scales of the operands.
     """
     *members, groups = group_sizes.shape
-    of_groups = _of_groups(a, b, group_sizes.shape, is_wgrad=product == "wgrad")
+    if of_groups is None:
+        of_groups = _of_groups(a, b, group_sizes.shape, is_wgrad=product == "wgrad")
     if members and of_groups is None:
         # Rows and columns have scales, other ones for each member.
-        one = lambda member: grouped_product(kernels, product, *member, precision, dtype)
+        one = lambda member: grouped_product(kernels, product, member[0], member[1], member[2], precision, dtype)
         return lax.map(one, (a, b, group_sizes))
     sizes = within_bounds(group_sizes.reshape(-1, groups), a.data.shape[len(members)])
-    work = _Work(kernels, sizes, a.data.shape[len(members)], of_groups, precision == lax.Precision.DEFAULT, dtype)
+    flat = None if of_groups is None else of_groups.reshape(-1)
+    work = _Work(kernels, sizes, a.data.shape[len(members)], flat, precision == lax.Precision.DEFAULT, dtype)
     with jax.named_scope(FP8_GROUPED):
         if product == "wgrad":
             out = work.sums_over_groups(a, b)
@@ -188,7 +217,7 @@ class _Work:
 
 def _of_groups(
     a: QuantizedArray, b: QuantizedArray, shape: tuple[int, ...], *, is_wgrad: bool
-) -> Float32[Array, " all_groups"] | None:
+) -> Float32[Array, "*members groups"] | None:
     """The scales of both operands multiplied, where each has one for a group, a member or all; else None."""
     both = jnp.ones(shape, jnp.float32)
     for x, leading in ((a, len(shape) - 1), (b, len(shape) - is_wgrad)):
@@ -196,7 +225,7 @@ def _of_groups(
             return None
         of_leading = x.scale.reshape(x.scale.shape[:leading])
         both = both * of_leading.reshape(of_leading.shape + (1,) * (len(shape) - of_leading.ndim))
-    return both.reshape(-1)
+    return both
 
 
 def _alike(a: Array, b: Array) -> tuple[Array, Array]:

@@ -23,7 +23,7 @@ class Job(NamedTuple):
     b_row: Array
     out_row: Array
     skip: Array
-    count: Array
+    own: Array
     steps: Array
     first: Array
     edges: Array
@@ -34,7 +34,8 @@ class Job(NamedTuple):
     def of(jobs: Any, tile: Tile) -> "Job":
         """That of the block that asks."""
         row, column = lax.axis_index("rows"), lax.axis_index("columns")
-        return Job(*(jobs[field, row] for field in range(len(Jobs._fields))), column * tile.columns)
+        fields = {name: jobs[i, row] for i, name in enumerate(Jobs._fields)}
+        return Job(**fields, column=column * tile.columns)
 
     def a_piece(self, step: Array) -> Array:
         """The piece of `a` that a step multiplies."""
@@ -50,7 +51,9 @@ def swizzled(columns: int, dtype: Any) -> tuple[Any, ...]:
     """How tiles lie in shared memory, for tensor cores to read and without conflicts between threads."""
     itemsize = np.dtype(dtype).itemsize
     swizzle = min(128, columns * itemsize)
-    return plgpu.TilingTransform((8, swizzle // itemsize)), plgpu.SwizzleTransform(swizzle)
+    tiling: Any = plgpu.TilingTransform
+    swizzling: Any = plgpu.SwizzleTransform
+    return tiling((8, swizzle // itemsize)), swizzling(swizzle)
 
 
 def scaled(x: Array, refs: Sequence[Any], job: Job, piece: Any, tile: Tile, layout: Any) -> Array:
@@ -99,12 +102,12 @@ def store(tile_value: Array, smem: Any, out: Any, job: Job, tile: Tile, *, jobs_
         begin, part = job.skip, tile.rows
         while part:
 
-            @pl.when(job.count & part != 0)
+            @pl.when(job.own & part != 0)
             def _(begin: Array = begin, part: int = part) -> None:
                 rows = pl.ds(begin, part), pl.ds(job.out_row + begin, part)
                 plgpu.copy_smem_to_gmem(smem.at[rows[0]], out.at[rows[1], columns])
 
-            begin, part = begin + (job.count & part), part // 2
+            begin, part = begin + (job.own & part), part // 2
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 

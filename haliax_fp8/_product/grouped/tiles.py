@@ -38,7 +38,7 @@ class Jobs(NamedTuple):
         b_row: Where the rows of `b` begin that belong to its first column.
         out_row: Where its rows of the result begin.
         skip: How many of them are another block's work.
-        count: How many of the next are its own; 0 for a block that has nothing to do.
+        own: How many of the next are its own; 0 for a block that has nothing to do.
         steps: How many pieces it sums up; 0 writes zeros.
         first: The first of these pieces.
         edges: Where `a` has the first and the last piece once more, with nothing of other groups; -1 if nowhere.
@@ -49,7 +49,7 @@ class Jobs(NamedTuple):
     b_row: Int32[Array, " jobs"]
     out_row: Int32[Array, " jobs"]
     skip: Int32[Array, " jobs"]
-    count: Int32[Array, " jobs"]
+    own: Int32[Array, " jobs"]
     steps: Int32[Array, " jobs"]
     first: Int32[Array, " jobs"]
     edges: Int32[Array, " jobs"]
@@ -156,7 +156,8 @@ def with_edges(
     first, steps = _pieces(sizes, rows, depth)
     starts, ends = _bounds(sizes, rows)
     pieces = jnp.stack([first, first + jnp.maximum(steps - 1, 0)], axis=1)
-    at = (pieces[:, :, None] * depth + jnp.arange(depth, dtype=jnp.int32)).reshape(len(starts), -1)
+    at = pieces[:, :, None] * depth + jnp.arange(depth, dtype=jnp.int32)[None, None]
+    at = at.reshape(len(starts), -1)
     own = (at >= starts[:, None]) & (at < ends[:, None])
     taken = jnp.take(x, at.reshape(-1), axis=0, mode="clip")
     return lax.concatenate([x, jnp.where(own.reshape(-1, 1), taken, jnp.zeros((), x.dtype))], 0)

@@ -10,38 +10,42 @@ import importlib.metadata
 import pathlib
 import re
 import sys
+from collections.abc import Mapping, Sequence
 
 
 @dataclasses.dataclass(frozen=True)
 class Compiler:
-    """A compiler in a wheel: its name for `install-compiler`, the devices it compiles for, and a file that is in it."""
+    """A compiler in wheels.
+
+    Args:
+        name: Its name for `install-compiler`.
+        devices: What it compiles for.
+        files: By wheel, a file that is in it; the first is the compiler, others what it needs for some programs.
+        megabytes: What they take.
+    """
 
     name: str
     devices: str
-    package: str
+    files: Mapping[str, str]
     megabytes: int
-    file: str
 
     @property
-    def requirement(self) -> str:
-        """The wheel that fits the installed JAX: the one that JAX names, or the one of jaxlib's version."""
-        for required in importlib.metadata.requires("jax") or ():
-            if (version := re.match(rf"{self.package}\s*([=<>~!][^;]*)", required)) is not None:
-                return self.package + version[1].strip()
-        return f"{self.package}=={importlib.metadata.version('jaxlib')}"
+    def requirements(self) -> Sequence[str]:
+        """The wheels that fit the installed JAX: those that JAX names, or those of jaxlib's version."""
+        return [_requirement(package) for package in self.files]
 
     @property
     def directory(self) -> pathlib.Path:
         """Where it is unpacked: in the environment, but not on Python's path; a separate directory for each version of
         JAX."""
-        folder = f"{self.package}-for-jaxlib-{importlib.metadata.version('jaxlib')}"
+        folder = f"{next(iter(self.files))}-for-jaxlib-{importlib.metadata.version('jaxlib')}"
         return pathlib.Path(sys.prefix) / "share" / "haliax_fp8" / folder
 
     @property
     def unpacked(self) -> pathlib.Path | None:
-        """The file, if it was unpacked."""
-        path = self.directory / self.file
-        return path if path.exists() else None
+        """The compiler's file, if all wheels were unpacked."""
+        paths = [self.directory / file for file in self.files.values()]
+        return paths[0] if all(path.exists() for path in paths) else None
 
     @property
     def missing(self) -> str:
@@ -49,6 +53,22 @@ class Compiler:
         return f"XLA's compiler for {self.devices}: run `python -m haliax_fp8 install-compiler {self.name}`"
 
 
-NVIDIA = Compiler("nvidia", "NVIDIA's GPUs", "jax-cuda13-pjrt", 135, "jax_plugins/xla_cuda13/__init__.py")
-TPU = Compiler("tpu", "TPUs", "libtpu", 480, "libtpu/libtpu.so")
+def _requirement(package: str) -> str:
+    for required in importlib.metadata.requires("jax") or ():
+        if (version := re.match(rf"{package}\s*([=<>~!][^;]*)", required)) is not None:
+            return package + version[1].strip()
+    return f"{package}=={importlib.metadata.version('jaxlib')}"
+
+
+NVIDIA = Compiler(
+    "nvidia",
+    "NVIDIA's GPUs",
+    {
+        "jax-cuda13-pjrt": "jax_plugins/xla_cuda13/__init__.py",
+        # Compiles kernels that are written in Pallas for Hopper and Blackwell.
+        "jax-cuda13-plugin": "jax_cuda13_plugin/__init__.py",
+    },
+    143,
+)
+TPU = Compiler("tpu", "TPUs", {"libtpu": "libtpu/libtpu.so"}, 480)
 compilers = {compiler.name: compiler for compiler in (NVIDIA, TPU)}

@@ -4,6 +4,7 @@ import dataclasses
 import importlib
 import importlib.util
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any
@@ -85,8 +86,9 @@ class GpuTarget(Target):
         """
 
 
+_LIBRARY = "jax_cuda13_plugin"
 _PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
-_LIBRARIES = ("jax_cuda13_plugin", "jax_cuda12_plugin")
+_LIBRARIES = (_LIBRARY, "jax_cuda12_plugin")
 
 
 def _plugin_among_packages() -> str | None:
@@ -108,6 +110,21 @@ def _plugin() -> ModuleType:
     return module
 
 
+def _find_libraries() -> None:
+    """Lets JAX find what compiles kernels in Pallas, if it was unpacked beside the compiler.
+
+    A package that is imported stays known. On Python's path, it would be found by programs that do not compile for
+    absent GPUs as well.
+    """
+    if NVIDIA.unpacked is None or any(importlib.util.find_spec(name) is not None for name in _LIBRARIES):
+        return
+    spec = importlib.util.spec_from_file_location(_LIBRARY, NVIDIA.directory / NVIDIA.files["jax-cuda13-plugin"])
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[_LIBRARY] = module
+    spec.loader.exec_module(module)
+
+
 def _topology(**options: str) -> topologies.TopologyDescription:
     """A description of GPUs, without a GPU or a driver, and without changing the process's own devices.
 
@@ -117,6 +134,7 @@ def _topology(**options: str) -> topologies.TopologyDescription:
     choose again. Unless told otherwise, the plugin refuses to start if it cannot query the versions of CUDA's
     libraries. Its warning about a missing driver is suppressed, because no driver is needed here.
     """
+    _find_libraries()
     has_libraries = any(importlib.util.find_spec(name) is not None for name in _LIBRARIES)
     has_driver = os.path.exists("/proc/driver/nvidia/version")
     skip = {} if has_libraries and has_driver else {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}

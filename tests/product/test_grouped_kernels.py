@@ -1,0 +1,201 @@
+"""Grouped kernels as JAX's interpreter runs them, which raises for races and reads out of bounds; and who gets them."""
+
+import dataclasses
+import zlib
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from haliax_fp8 import Fp8DotGeneral, filter_grad
+from haliax_fp8._numerics.quantized_array import QuantizedArray
+from haliax_fp8._product.grouped.contraction import RaggedContraction
+from haliax_fp8._product.grouped.kernels import grouped_product
+from haliax_fp8._product.primitive import fp8_dot_general
+from haliax_fp8.devices import Device
+from haliax_fp8.devices.grouped import GroupedKernels
+from haliax_fp8.recipes.support import supported_in_groups
+
+
+HOPPER, BLACKWELL, XLA = GroupedKernels.HOPPER, GroupedKernels.BLACKWELL, GroupedKernels.XLA
+
+# More than a tile of 64 rows, an empty group, one that ends within a tile, rows beyond the last group; nothing that
+# tiles divide.
+ROWS, INPUTS, OUTPUTS, SIZES = 150, 72, 40, (70, 0, 61)
+
+
+@pytest.fixture
+def interpreted():
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True, on_race="raise")):
+        yield
+
+
+def random(shape, dtype, seed=0):
+    return np.random.default_rng(zlib.crc32(repr((shape, seed)).encode())).normal(size=shape).astype(dtype)
+
+
+def reference(product, a, b, sizes):
+    """In float64, from values in FP8 and their scales."""
+    of = np.repeat(np.arange(len(sizes) + 1), [*sizes, len(a) - sum(sizes)])
+    if product == "wgrad":
+        return np.stack([a[of == group].T @ b[of == group] for group in range(len(sizes))])
+    b = np.concatenate([b, np.zeros_like(b[:1])])
+    return np.stack([row @ (b[group] if product == "fprop" else b[group].T) for row, group in zip(a, of, strict=True)])
+
+
+E4M3, E5M2 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
+
+# Operands of each product: shape and format, and the shapes of their scales per tensor, per row, and per block of 128.
+PRODUCTS = {
+    "fprop": ((ROWS, INPUTS), E4M3, (3, INPUTS, OUTPUTS), E4M3),
+    "dgrad": ((ROWS, OUTPUTS), E5M2, (3, INPUTS, OUTPUTS), E4M3),
+    "wgrad": ((ROWS, INPUTS), E4M3, (ROWS, OUTPUTS), E5M2),
+}
+ROWWISE = {
+    "fprop": ((ROWS, 1), (3, 1, OUTPUTS)),
+    "dgrad": ((ROWS, 1), (3, INPUTS, 1)),
+    "wgrad": ((1, INPUTS), (1, OUTPUTS)),
+}
+
+
+def scaled(data, shape, seed, block=None):
+    scale = np.exp2(np.random.default_rng(seed).uniform(-3, 3, size=shape)).astype(np.float32)
+    return QuantizedArray(jnp.asarray(data), jnp.asarray(scale), block)
+
+
+@pytest.mark.parametrize(
+    "kernels, product, rowwise",
+    [
+        (HOPPER, "fprop", False),
+        (HOPPER, "wgrad", True),
+        (BLACKWELL, "dgrad", False),
+        (BLACKWELL, "wgrad", False),
+        *(
+            pytest.param(*case, marks=pytest.mark.more)
+            for case in [
+                (HOPPER, "fprop", True),
+                (HOPPER, "dgrad", False),
+                (HOPPER, "dgrad", True),
+                (HOPPER, "wgrad", False),
+                (BLACKWELL, "fprop", False),
+                (BLACKWELL, "fprop", True),
+                (BLACKWELL, "dgrad", True),
+                (BLACKWELL, "wgrad", True),
+            ]
+        ),
+    ],
+)
+def test_products_equal_float64(kernels, product, rowwise, interpreted):
+    """Sums of FP8 products in float32; only the order of additions differs, so 1e-6 of the largest."""
+    a_shape, a_format, b_shape, b_format = PRODUCTS[product]
+    scales = ROWWISE[product] if rowwise else ((), ())
+    a, b = scaled(random(a_shape, a_format), scales[0], 1), scaled(random(b_shape, b_format), scales[1], 2)
+    sizes = jnp.array(SIZES, jnp.int32)
+    precision = jax.lax.Precision.DEFAULT if product == "fprop" else jax.lax.Precision.HIGHEST
+    found = grouped_product(kernels, product, a, b, sizes, precision, np.dtype(np.float32))
+    values = [np.asarray(x.data, np.float64) * np.asarray(x.scale, np.float64) for x in (a, b)]
+    expected = reference(product, *values, SIZES)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6 * np.abs(expected).max())
+    if product != "wgrad":
+        assert (np.asarray(found)[sum(SIZES) :] == 0).all()
+
+
+@pytest.mark.parametrize(
+    "product", ["wgrad", pytest.param("fprop", marks=pytest.mark.more), pytest.param("dgrad", marks=pytest.mark.more)]
+)
+def test_blocks_of_128_are_scaled_within_the_sum(product, interpreted):
+    """Of 200 elements along each sum: the second block is partial."""
+    shapes = {
+        "fprop": ((60, 200), (60, 2), (1, 128), (2, 200, 64), (2, 2, 1), (1, 128, 128)),
+        "dgrad": ((60, 200), (60, 2), (1, 128), (2, 64, 200), (2, 1, 2), (1, 128, 128)),
+        "wgrad": ((200, 64), (2, 64), (128, 1), (200, 64), (2, 64), (128, 1)),
+    }
+    a_shape, a_scale, a_block, b_shape, b_scale, b_block = shapes[product]
+    sizes = (20, 40) if product != "wgrad" else (90, 110)
+    a, b = scaled(random(a_shape, E4M3), a_scale, 1, a_block), scaled(random(b_shape, E4M3), b_scale, 2, b_block)
+    high = jax.lax.Precision.HIGHEST
+    found = grouped_product(HOPPER, product, a, b, jnp.array(sizes), high, np.dtype(np.float32))
+    expected = reference(product, *(np.asarray(x.dequantize(), np.float64) for x in (a, b)), sizes)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6 * np.abs(expected).max())
+
+
+def multiplied(kernels, x, w, sizes, recipe="delayed"):
+    """Output, gradients and next state of a product of a device's kernels."""
+    op = Fp8DotGeneral.init(recipe)
+
+    def run(op, x, w):
+        spec = op._spec(RaggedContraction(kernels=kernels), x, w, None, None)
+        one = lambda x, w, sizes: fp8_dot_general(x, w, op._state_array, spec, (sizes,), key=op._key_array)
+        out = (jax.vmap(one) if x.ndim == 3 else one)(x, w, sizes)
+        return (out.astype(jnp.float32) ** 2).sum(), out
+
+    gradients, out = filter_grad(lambda args: run(*args), has_aux=True)((op, x, w))
+    return out, gradients
+
+
+@pytest.mark.parametrize(
+    "kernels, batch", [(HOPPER, ()), pytest.param(BLACKWELL, (2,), marks=pytest.mark.more)], ids=str
+)
+def test_an_op_computes_what_it_computes_on_a_cpu(kernels, batch, interpreted):
+    """State bit for bit; bfloat16 rounds what differs in the last bit of float32."""
+    x, w = random((*batch, 50, 48), np.float32), random((*batch, 3, 48, 24), np.float32)
+    sizes = jnp.broadcast_to(jnp.array([20, 0, 17]), (*batch, 3))
+    found, expected = (
+        multiplied(which, jnp.asarray(x, jnp.bfloat16), jnp.asarray(w, jnp.bfloat16), sizes) for which in (kernels, XLA)
+    )
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert a.dtype == b.dtype and a.shape == b.shape
+        tolerance = 0.0 if a.dtype == jnp.float32 else 2.0**-7 * float(jnp.abs(b).max())
+        np.testing.assert_allclose(a.astype(jnp.float32), b.astype(jnp.float32), rtol=0, atol=tolerance)
+
+
+def test_wrong_sizes_are_not_a_number_inside_jit():
+    op, x, w = Fp8DotGeneral.init("current"), jnp.ones((5, 4)), jnp.ones((2, 4, 3))
+    product = jax.jit(op.ragged_dot)
+    assert jnp.isfinite(product(x, w, jnp.array([2, 3]))).all()
+    for sizes in ([2, 4], [-1, 3]):
+        assert jnp.isnan(product(x, w, jnp.array(sizes))).all()
+
+
+@pytest.mark.parametrize(
+    "device, recipe, outcome, reason",
+    [
+        ("h100", "delayed", "native", "kernel for Hopper multiplies E4M3 and E5M2"),
+        ("h200", "deepseek", "native", "kernel for Hopper multiplies E4M3"),
+        ("b200", "rowwise", "native", "kernel for Blackwell"),
+        ("b200", "deepseek", "refused", "takes scales of whole tensors and rows, not those of BlockScaling"),
+        ("h100", "mxfp8", "refused", "not those of MXFP8Scaling"),
+        ("tpu7x", "delayed", "refused", "no grouped FP8 kernel for TPU7x"),
+        ("a100", "delayed", "refused", "compute capability 8.9"),
+        ("cpu", "mxfp8", "emulated", "no FP8 units"),
+    ],
+)
+def test_who_has_a_kernel_for_what(device, recipe, outcome, reason):
+    found = supported_in_groups(Fp8DotGeneral.init(recipe).recipe, Device.by_name(device))
+    assert found.outcome == outcome and reason in found.reason
+
+
+def meant_for(kind):
+    """The context of tracing for a device that is not here."""
+    platform = "tpu" if "TPU" in kind else "gpu"
+    device = jax.sharding.AbstractDevice(device_kind=kind, num_cores=None, platform=platform)
+    mesh = jax.sharding.AbstractMesh((), (), axis_types=())
+    return jax.sharding.use_abstract_mesh(mesh.update(abstract_device=device))
+
+
+def test_a_device_without_a_kernel_raises_unless_dense_products_are_allowed():
+    op, shapes = Fp8DotGeneral.init(), [jax.ShapeDtypeStruct((8, 4), jnp.float32)]
+    shapes += [jax.ShapeDtypeStruct((2, 4, 3), jnp.float32), jax.ShapeDtypeStruct((2,), jnp.int32)]
+    with meant_for("TPU7x"):
+        assert Device.current().kind == "TPU7x"
+        with pytest.raises(ValueError, match=r"no grouped FP8 kernel for TPU7x.*allow_dense_groups=True"):
+            jax.eval_shape(op.ragged_dot, *shapes)
+        dense = dataclasses.replace(op, allow_dense_groups=True)
+        assert jax.eval_shape(dense.ragged_dot, *shapes).shape == (8, 3)
+    with meant_for("NVIDIA H100 80GB HBM3"):
+        assert Device.current() == Device.by_name("h100")
+        text = str(jax.make_jaxpr(op.ragged_dot)(*(jnp.zeros(x.shape, x.dtype) for x in shapes)))
+        assert "ragged_dot" not in text

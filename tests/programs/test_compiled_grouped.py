@@ -1,0 +1,48 @@
+"""A mixture-of-experts layer as GPUs that are not here would run it: useful products alone, in FP8 tensor cores."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import grouped_layer
+import pytest
+from grouped_layer import SHAPES
+
+from haliax_fp8.preflight import targets
+
+
+# Executed FLOPs, gigabytes of other kernels, megabytes of temporaries; XLA's dense products take 46.2e12 and 18.1e12
+# FLOPs. Tiles of Blackwell have twice the rows of Hopper's smallest, so that small groups fill them less.
+LIMITS = {
+    "h100": {"8 experts": (6.4e12, 7.6, 1000), "64 experts": (0.35e12, 2.6, 260)},
+    "b200": {"8 experts": (6.4e12, 7.6, 1000), "64 experts": (0.36e12, 2.6, 260)},
+}
+# On Hopper with the formats of both operands, each way round.
+INSTRUCTIONS = {
+    "h100": {"e4m3.e4m3", "e5m2.e4m3", "e4m3.e5m2"},
+    "b200": {"tcgen05.mma.cta_group::1.kind::f8f6f4"},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(targets["h100"].missing() is not None, reason="needs XLA's compiler for NVIDIA's GPUs")
+@pytest.mark.parametrize("device", LIMITS)
+def test_experts_cost_what_is_useful(device):
+    program = pathlib.Path(grouped_layer.__file__)
+    # JAX prints the kernels' machine code.
+    environment = {**os.environ, "MOSAIC_GPU_DUMP_PTX": "1"}
+    command = [sys.executable, program, device]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    found = json.loads(ran.stdout.splitlines()[-1])
+    for name, case in found.items():
+        assert case["products"] == [[role, "grouped f8", "bf16"] for role in ("dgrad", "fprop", "wgrad")], name
+        assert case["fp8_share"] == 1.0
+    for name, (flops, gigabytes, megabytes) in LIMITS[device].items():
+        _, rows, inputs, outputs = SHAPES[name]
+        assert found[name]["useful_flops"] == 3 * 2 * rows * inputs * outputs < found[name]["flops"] <= flops
+        assert found[name]["gigabytes"] <= gigabytes and found[name]["megabytes"] <= megabytes
+    words = {word for word in (ran.stdout + ran.stderr).split() if word.startswith(("wgmma.mma_async", "tcgen05.mma."))}
+    assert {word.split(".f32.")[-1] for word in words} == INSTRUCTIONS[device]
