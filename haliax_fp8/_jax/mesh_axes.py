@@ -20,6 +20,16 @@ def as_varying(x: Array, others: Sequence[Array]) -> Array:
     return lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
 
 
+def automatic_axes() -> tuple[str, ...]:
+    """The axes of the mesh in use over which XLA divides arrays as it sees fit; () without a mesh (`jax.set_mesh`)."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return tuple(
+        name
+        for name, kind in zip(mesh.axis_names, mesh.axis_types or (), strict=True)
+        if kind == jax.sharding.AxisType.Auto and mesh.shape[name] > 1
+    )
+
+
 def unchecked_axes() -> tuple[str, ...]:
     """The mesh axes of a `shard_map` with `check_vma=False`, which does not know what varies; () elsewhere."""
     manual = tuple(jax.sharding.get_abstract_mesh().manual_axes)
