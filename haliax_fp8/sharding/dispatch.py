@@ -73,6 +73,11 @@ def send_rows(
     scales = scales_of(lax.stop_gradient(to_float32(op.state.array)), spec)
     assert scales is not None
     scale = scales.operands["input"]
+    if scale.ndim:
+        raise ValueError(
+            f"op has a scale for each of {scale.size} experts, and rows are sent with one: send them in high precision, "
+            "or convert with scale_per_expert=False"
+        )
     # Differentiated, the amax would be a sum over devices.
     amax = jnp.max(jnp.abs(round_to(lax.stop_gradient(rows), op.compute_dtype)), initial=0.0)
     axes = axes_to_reduce(rows, scale)
@@ -93,7 +98,7 @@ def _send(
     del gradient_format
 
     def quantized(x: Array) -> Array:
-        return quantize_operand(x, "input", "fprop", Scales({"input": scale}, None), None, spec).data
+        return quantize_operand(x, "input", "fprop", Scales({"input": scale}, None), None, (), spec).data
 
     largest = jnp.abs(quantized(amax).astype(jnp.float32))
     values = exchange(quantized(round_to(rows, spec.compute_dtype))).astype(jnp.float32)

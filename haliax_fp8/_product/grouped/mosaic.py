@@ -12,7 +12,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int32
 
-from ..._jax.mesh_axes import as_varying
+from ..._jax.mesh_axes import as_varying, varying_axes
+from ..._jax.opaque import on_one_device
 from .tiles import Jobs, Scales, Tile
 
 
@@ -132,5 +133,6 @@ def call(
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
     )
     operands = (a, b, jobs, scales.groups, *given)
-    # Pallas does not say that what a kernel computes differs among the devices of a `shard_map` where its operands do.
-    return as_varying(kernel(*operands), operands)
+    if not any(map(varying_axes, operands)):
+        return kernel(*operands)
+    return as_varying(on_one_device(kernel, *operands), operands)
