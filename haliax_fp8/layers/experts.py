@@ -1,4 +1,4 @@
-"""A grouped product that each device of a mesh computes of its own rows, as `haliax.nn.MoELinear` with `use_gmm` does."""
+"""A grouped product that each device of a mesh computes of its rows, as `haliax.nn.MoELinear` with `use_gmm` does."""
 
 from typing import NamedTuple
 
@@ -45,7 +45,7 @@ def product_on_each_device(
     sizes: Int[Array, " experts"],
     axes: MeshAxes,
 ) -> Float[Array, "rows outputs"]:
-    """`op.ragged_dot` under `shard_map`: a device's rows are sorted by expert, and its group sizes are those of its rows.
+    """`op.ragged_dot` under `shard_map`: a device's rows are sorted by expert, and group sizes are those of its rows.
 
     What `haliax.nn.MoELinear` with `use_gmm` computes. Sizes may differ among devices although no axis says so, as in
     Levanter's models. Two cases more are right here:
@@ -57,7 +57,7 @@ def product_on_each_device(
     Experts that are divided as rows are have rows that were sent to them: each device has the sizes of its experts.
 
     Args:
-        op: The op; its state is the same on all devices.
+        op: The op. Its state is the same on all devices, or that of each expert where the expert is.
         rows: The rows of all devices.
         kernel: All kernels.
         sizes: How many rows each expert has.
@@ -80,7 +80,7 @@ def product_on_each_device(
         return lax.psum(out, summed) if summed else out
 
     specs = (
-        P(),
+        P(axes.experts if op.state_per_group else None),
         P(axes.rows, axes.inputs),
         P(axes.experts, axes.inputs, axes.outputs),
         P(axes.experts if come_to_experts else None),

@@ -75,8 +75,8 @@ def send_rows(
     scale = scales.operands["input"]
     if scale.ndim:
         raise ValueError(
-            f"op has a scale for each of {scale.size} experts, and rows are sent with one: send them in high precision, "
-            "or convert with scale_per_expert=False"
+            f"op has a scale for each of {scale.size} experts, and rows are sent with one: send them in high "
+            "precision, or convert with scale_per_expert=False"
         )
     # Differentiated, the amax would be a sum over devices.
     amax = jnp.max(jnp.abs(round_to(lax.stop_gradient(rows), op.compute_dtype)), initial=0.0)

@@ -183,9 +183,10 @@ def test_use_gmm_with_whole_rows(mapping):
     ],
     ids=["the same experts", "experts of their own"],
 )
-def test_use_gmm_with_rows_of_each_device(mapping, sizes, of_devices):
+@pytest.mark.parametrize("scale_per_expert", [False, True])
+def test_use_gmm_with_rows_of_each_device(mapping, sizes, of_devices, scale_per_expert):
     layer, x, c = gmm_problem()
-    layer = fp8.fp8_linear_layers(layer, amax_history_length=4)
+    layer = fp8.fp8_linear_layers(layer, amax_history_length=4, scale_per_expert=scale_per_expert)
 
     def one_after_the_other(args):
         layer, x = args
