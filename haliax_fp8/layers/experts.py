@@ -1,5 +1,6 @@
 """A grouped product that each device of a mesh computes of its rows, as `haliax.nn.MoELinear` with `use_gmm` does."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import equinox as eqx
@@ -90,5 +91,5 @@ def product_on_each_device(
     return on_devices(arrays, rows, kernel, sizes)
 
 
-def _names(axes: str | tuple[str, ...] | None) -> tuple[str, ...]:
+def _names(axes: str | Sequence[str] | None) -> tuple[str, ...]:
     return () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
