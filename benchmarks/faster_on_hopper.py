@@ -11,6 +11,8 @@ Measures, on random inputs, medians of repeated runs after warm-up, libraries in
   is `flax.linen.Dense` with its op, the others are `haliax.nn.Linear`;
 - the gradient of four blocks' linear layers of Llama-8B, unrolled and as a scan; there Flax's op replaces Haliax's, see
   `lib/libraries.py`. Also with rematerialized norms and activations, in bf16 and with our options for memory;
+- the gradients of an MLP over four microbatches, in bf16, with kernels that each microbatch quantizes, and with kernels
+  quantized once;
 - training steps of a model with the shape of Llama-8B (`lib/language_model.py`) with the most sequences that fit, in
   bf16 and with `haliax_fp8`, one after the other, because both do not fit at once.
 
@@ -49,6 +51,7 @@ import haliax.nn as hnn  # noqa: E402
 import haliax.quantization as haxq  # noqa: E402
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
+from a_third_fewer_bytes_in_microbatches import WAYS, MicrobatchSizes, gradients, in_each, mlp  # noqa: E402
 from flax.linen import fp8_ops  # noqa: E402
 from less_memory_than_bf16 import BF16, SHARED_KEPT  # noqa: E402
 from lib import language_model, output  # noqa: E402
@@ -67,6 +70,7 @@ class Plan:
     Args:
         first: The linear layer that a claim is about: tokens, in, out.
         blocks: The sizes of the blocks.
+        microbatches: The sizes of the MLP and its microbatches.
         model: The sizes of the model.
         sequences: The most sequences in a batch that are tried, a power of two.
         products: Sizes of products alone.
@@ -79,6 +83,7 @@ class Plan:
 
     first: tuple[int, int, int] = (8192, 4096, 14336)
     blocks: Sizes = Sizes()
+    microbatches: MicrobatchSizes = MicrobatchSizes()
     model: ModelSizes = ModelSizes()
     sequences: int = 8
     products: tuple[tuple[int, int, int], ...] = (
@@ -111,6 +116,7 @@ class Plan:
 SMOKE = Plan(
     first=(16, 32, 48),
     blocks=TINY,
+    microbatches=MicrobatchSizes(32, 48, 16, 2),
     model=ModelSizes(dataclasses.replace(TINY.llama, vocab=64, max_length=16, checkpointing=True)),
     sequences=2,
     products=((16, 32, 16),),
@@ -158,13 +164,22 @@ def points(plan: Plan, parts: Sequence[str] | None = None) -> list[Point]:
             builders[how] = partial(blocks, rematerialized, library, plan.blocks)
         return Point(name, f"{plan.blocks.llama.layers} blocks", partial(measured_in_turn, builders, plan, None))
 
+    ways = {"bf16": (None, in_each)} | {f"haliax_fp8, {name}": ("delayed", way) for name, way in WAYS.items()}
+    sizes = plan.microbatches
+    microbatches = Point(
+        "microbatches",
+        f"{sizes.microbatches} x {sizes.tokens} x {sizes.inputs} x {sizes.hidden}",
+        partial(
+            measured_in_turn, {name: partial(mlp_gradients, *way, sizes) for name, way in ways.items()}, plan, None
+        ),
+    )
     train = Point("training", f"{plan.model.config.max_length} tokens a sequence", partial(trained, plan))
     products = [
         in_turn("product", size, {name: partial(product, *dtypes, *size) for name, dtypes in OPERANDS.items()}, 1)
         for size in plan.products
     ]
     stacks = [stack("Llama-8B, unrolled"), stack(SCAN)]
-    every = [linear(plan.first), *stacks, train, *products, *map(linear, plan.grid)]
+    every = [linear(plan.first), *stacks, microbatches, train, *products, *map(linear, plan.grid)]
     names = dict.fromkeys(point.part for point in every)
     if unknown := set(parts or ()) - names.keys():
         raise ValueError(f"--part {unknown.pop()!r} is not one of {list(names)}")
@@ -274,6 +289,18 @@ def blocks(stack: Stack, chosen: Library, sizes: Sizes) -> tuple[Callable[[], An
     program = compiled(chosen.gradient(loss), model, x)
     model = with_state_of(program(model, x), model)
     return partial(program, model, x), program.facts
+
+
+def mlp_gradients(
+    recipe: str | None, prepare: Callable[[Any], Any], sizes: MicrobatchSizes
+) -> tuple[Callable[[], Any], Row]:
+    """Those over all microbatches, compiled as a `TrainStep` is; the scales set by a first run."""
+    model = eqx.filter_jit(mlp)(sizes, recipe)
+    batch = random(1, (sizes.microbatches, sizes.tokens, sizes.inputs))
+    options = {"xla_gpu_enable_triton_gemm": False} if jax.default_backend() == "gpu" else {}
+    program = compiled(partial(gradients, prepare, sizes), model, batch, **options)
+    model = with_state_of(program(model, batch), model)
+    return partial(program, model, batch), program.facts
 
 
 def with_state_of(gradient: Any, model: Any) -> Any:

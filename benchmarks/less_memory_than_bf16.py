@@ -15,7 +15,7 @@ import haliax as hax
 from fewer_kernels_than_peers import COLUMNS, held
 from lib import output
 from lib.libraries import LIBRARIES, Library
-from models import COMPRESSED, LLAMA_8B, REMATERIALIZED, REMATERIALIZED_IN_FLOAT32, STACKS, Stack, llama
+from models import COMPRESSED, LLAMA_8B, REMATERIALIZED, REMATERIALIZED_IN_FLOAT32, RULES, STACKS, Stack, llama
 from rich.progress import Progress
 
 import haliax_fp8 as fp8
@@ -35,6 +35,25 @@ SHARED = _converted(fp8.memory.share_input_scales)
 SHARED_KEPT = _converted(fp8.memory.share_input_scales, kernel_residual=fp8.memory.KernelResidual.KEEP)
 # Neither amaxes nor state.
 STATIC = _converted(fp8.memory.share_input_scales, recipe="static")
+
+
+def _from_outside(library: Library, device: str) -> Library:
+    """Converted, then `rematerialize`d: the blocks' code does nothing for it."""
+    change = lambda model: fp8.memory.rematerialize(library.convert(model), device=device, rules=RULES)
+    return dataclasses.replace(library, convert=change)
+
+
+def from_outside(device: str) -> dict[str, tuple[Stack, Library]]:
+    """The rows with `rematerialize`, which depend on the device."""
+    libraries = {"bf16": BF16, "FP8": DEFAULT, "FP8, shared": SHARED, "FP8, shared, kernels kept": SHARED_KEPT}
+    return {
+        f"{name}, rematerialize: {library}": (STACKS[f"Llama-8B, {name}"], _from_outside(how, device))
+        for name in ("unrolled", "scan", "scan + checkpointing")
+        for library, how in libraries.items()
+        if name == "unrolled" or "kept" not in library
+    }
+
+
 ALL = {"bf16": BF16, "Haliax's op": HALIAX, "FP8, shared": SHARED}
 
 
@@ -90,13 +109,13 @@ def main() -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--target", default="h100")
-    parser.add_argument("--option", choices=OPTIONS, action="append", help="default: all")
+    parser.add_argument("--option", choices=[*OPTIONS, *from_outside("h100")], action="append", help="default: all")
     output.add_arguments(parser)
     options = parser.parse_args()
-    rows = []
+    rows, cases = [], OPTIONS | from_outside(options.target)
     with Progress(transient=True) as progress:
-        for name in progress.track(options.option or list(OPTIONS), description="compiling"):
-            rows.append({"option": name, **held(*OPTIONS[name], options.target, LLAMA_8B)})
+        for name in progress.track(options.option or list(cases), description="compiling"):
+            rows.append({"option": name, **held(*cases[name], options.target, LLAMA_8B)})
     title = f"Gradient of four blocks of Llama-8B, {LLAMA_8B.tokens} tokens, compiled for {options.target}"
     columns = {name: column for name, column in COLUMNS.items() if name not in ("stack", "library")}
     output.finish(title, {"option": lambda r: r["option"], **columns}, rows, options)

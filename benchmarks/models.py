@@ -61,6 +61,12 @@ def _rematerialized_in_float32(function: Any) -> Any:
     return fp8.memory.rematerialized(function, compute_dtype=dtype)
 
 
+RULES = (
+    fp8.memory.BetweenLayers((demo.SwiGlu,), before=("gate", "up"), after=("down",), gated=True),
+    *fp8.memory.default_rematerialization,
+)
+"""For `rematerialize`: the blocks' feed-forward layers, beside what it knows."""
+
 REMATERIALIZED = {"between": fp8.memory.rematerialized}
 """Everything between products keeps only its inputs."""
 

@@ -7,6 +7,7 @@ converts a model; `partition_for_grad_overwrite` and `apply_updates` make its tr
 
 # Modules: the rest of what is public, by subject.
 from . import (
+    attention as attention,
     demo as demo,
     devices as devices,
     layers as layers,
@@ -30,6 +31,7 @@ from .layers import (
     Fp8Config as Fp8Config,
     describe as describe,
     fp8_linear_layers as fp8_linear_layers,
+    quantize_kernels as quantize_kernels,
     restore_linear_layers as restore_linear_layers,
 )
 

@@ -18,15 +18,18 @@ from ._product.dimensions import DimensionNumbers, DotDimensions
 from ._product.dot import DotContraction
 from ._product.grouped.contraction import RaggedContraction
 from ._product.grouped.kernels import kernels_for
+from ._product.kernel_copies import KernelCopies, require_fit
 from ._product.kernel_residual import KernelResidual
 from ._product.names import FP8_DOT_GENERAL, FP8_RAGGED_DOT
 from ._product.primitive import fp8_dot_general
+from ._product.quantize_kernel import quantize_kernel
 from ._product.spec import ProductSpec
 from ._state.op_state import OpState
 from ._state.records import OpRecord
+from ._state.require import require_state, require_stored_scales
 from .recipes.catalog import RecipeLike, as_recipe
 from .recipes.recipe import Recipe
-from .recipes.scaling import DelayedScaling, stores_scale
+from .recipes.scaling import DelayedScaling
 
 
 # The words of a key of JAX's default generator.
@@ -51,6 +54,7 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
         allow_dense_groups: Whether `ragged_dot` may multiply every row by the kernels of all groups where the device
             has no grouped kernel, or none for the recipe; likewise.
         state_per_group: Whether each group of `ragged_dot` has a state of its own; its axis is the last of `stack`.
+        kernel_copies: The kernel as its products take it, from `quantize_kernels`; else each product quantizes it.
 
     A recipe with stochastic rounding needs a key from `with_rounding_keys` wherever it rounds that way: NVFP4 in the
     backward pass.
@@ -83,6 +87,7 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
     kernel_residual: KernelResidual = eqx.field(static=True, default=KernelResidual.KEEP)
     allow_dense_groups: bool = eqx.field(static=True, default=False)
     state_per_group: bool = eqx.field(static=True, default=False)
+    kernel_copies: KernelCopies[hax.NamedArray] | None = None
 
     @staticmethod
     def init(
@@ -104,11 +109,7 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
         """
         recipe = as_recipe(DelayedScaling() if recipe is None else recipe)
         if groups is not None:
-            if not all(stores_scale(scaling) for scaling in recipe.scalings):
-                raise ValueError(
-                    f"scale_per_expert=True needs a recipe that stores the scales of all operands, and {recipe} does "
-                    'not; use "delayed" or "static", or scale_per_expert=False'
-                )
+            require_stored_scales(recipe)
             stack = (*stack, groups)
         dtype = None if compute_dtype is None else floating_dtype("compute_dtype", compute_dtype)
         for name, value, kind, example in (
@@ -153,13 +154,14 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
                 f"out_sharding={out_sharding} was given to an FP8 product, which does not support explicit mesh axes "
                 "yet; use a mesh with axis_types=AxisType.Auto"
             )
-        self._check(lhs, rhs)
+        check_operands(lhs, rhs)
+        require_state(self.state, self.recipe)
         dims = DotDimensions.of(dimension_numbers, lhs.shape, rhs.shape)
         # From here on the input comes first; the contraction alone knows how they are multiplied.
         contraction = DotContraction(dims, kernel_first=dims.kernel_is_lhs(self.kernel_shape, lhs.shape, rhs.shape))
         input, kernel = contraction.placed(lhs, rhs)
         spec = self._spec(contraction, input, kernel, precision, preferred_element_type)
-        return fp8_dot_general(input, kernel, self._state_array, spec, key=self._key_array)
+        return self._multiply(input, kernel, (), spec)
 
     @jax.named_scope(FP8_RAGGED_DOT)
     def ragged_dot(
@@ -191,13 +193,44 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
         Returns:
             The product; one scale serves the kernels of all groups.
         """
-        self._check(lhs, rhs, groups=rhs.shape[:1] if self.state_per_group and hasattr(rhs, "shape") else ())
+        check_operands(lhs, rhs)
         check_groups(lhs, rhs, group_sizes)
+        require_state(self.state, self.recipe, groups=rhs.shape[:1] if self.state_per_group else ())
         contraction = RaggedContraction(
             kernels=kernels_for(self.recipe, allow_dense=self.allow_dense_groups), own_state=self.state_per_group
         )
         spec = self._spec(contraction, lhs, rhs, precision, preferred_element_type)
-        return fp8_dot_general(lhs, rhs, self._state_array, spec, (group_sizes,), key=self._key_array)
+        return self._multiply(lhs, rhs, (group_sizes,), spec)
+
+    def _multiply(self, input: Array, kernel: Array, extras: tuple[Array, ...], spec: ProductSpec) -> Array:
+        if self.kernel_copies is None:
+            return fp8_dot_general(input, kernel, self._state_array, spec, extras, self._key_array)
+        copies = jax.tree.map(lambda x: x.array, self.kernel_copies, is_leaf=lambda x: isinstance(x, hax.NamedArray))
+        dtype = np.dtype(kernel.dtype) if spec.compute_dtype is None else spec.compute_dtype
+        require_fit(copies, kernel.shape, dtype, spec.contraction, exact_scales=spec.exact_scales)
+        spec = dataclasses.replace(spec, copies=jax.tree.structure(copies), requantizes=False)
+        return fp8_dot_general(input, kernel, self._state_array, spec, extras, self._key_array, copies)
+
+    def with_kernel_copies(
+        self, kernel: Float[Array, "..."], contraction: AbstractContraction, leading: tuple[str | None, ...] = ()
+    ) -> "Fp8DotGeneral":
+        """This op with copies of its kernel, unless its recipe rounds kernels at random, or not at all.
+
+        Args:
+            kernel: The kernel, behind the axes of ensembles and stacks.
+            contraction: Its products, with any input.
+            leading: The name of each axis in front; None for those of ensembles.
+        """
+        spec = dataclasses.replace(self._spec(contraction, kernel, kernel, None, None), ensemble=len(leading))
+        copies = quantize_kernel(kernel, self._state_array, spec)
+        names = tuple(name for name in leading if name is not None)
+
+        def named(x: Array) -> hax.NamedArray:
+            axes = (*names, *(f"fp8_kernel_{i}" for i in range(x.ndim - len(leading))))
+            # Through the tree: names do not count the axes of ensembles.
+            return jax.tree.unflatten(jax.tree.structure(hax.named(np.zeros((1,) * len(axes)), axes)), [x])
+
+        return dataclasses.replace(self, kernel_copies=jax.tree.map(named, copies))
 
     def with_recipe(self, recipe: Recipe) -> "Fp8DotGeneral":
         """This op with a recipe whose state begins as its own does, such as `recipe.observed` or `recipe.measured`."""
@@ -205,23 +238,6 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
             raise ValueError("an op's recipe was changed inside a differentiated function; change it before")
         state = OpState.init(recipe, self.stack) if self.state is None else self.state.with_recipe(recipe)
         return dataclasses.replace(self, recipe=recipe, state=state)
-
-    def _check(self, lhs: Array, rhs: Array, groups: tuple[int, ...] = ()) -> None:
-        """Raises unless the operands are arrays, and the state is there and that of a single layer (and its groups)."""
-        check_operands(lhs, rhs)
-        if self.state is None:
-            if self.recipe.is_stateful:
-                raise ValueError(
-                    f"an FP8 product with the recipe {self.recipe} was called without its state; if the model was "
-                    "split (eqx.partition, eqx.filter), join its parts with eqx.combine first"
-                )
-            return
-        leading = self.state.table.array.shape[: -1 if isinstance(self.state, OpRecord) else -2]
-        if leading != groups:
-            raise ValueError(
-                f"an FP8 product was called with the state of {leading} layers, those of an ensemble or a stack; call "
-                "them under eqx.filter_vmap or jax.vmap, or in a scan over the stack, so that each gets its own state"
-            )
 
     @property
     def _state_array(self) -> Array | None:
@@ -264,7 +280,8 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
     def __pdoc__(self, **kwargs: object) -> wl.AbstractDoc:
         """One line in printed models; JAX also prints a module's name each time it traces one."""
         stack = self.state.table.array.shape[:-2] if self.state is not None else ()
-        return wl.TextDoc(f"Fp8DotGeneral({self.recipe}{f', stack={stack}' if stack else ''})")
+        copies = "" if self.kernel_copies is None else ", kernel quantized"
+        return wl.TextDoc(f"Fp8DotGeneral({self.recipe}{f', stack={stack}' if stack else ''}{copies})")
 
     # `jnp.einsum(..., _dot_general=op)` hashes what it is given; arrays have no hash, but an op is the same as itself.
     def __hash__(self) -> int:
@@ -302,7 +319,12 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
         """Nothing: a state dict holds weights, the same for a converted and an unconverted model.
 
         Scales and histories are rebuilt within a few steps, and are part of Equinox's serialisation.
+
+        Raises:
+            ValueError: If the op has copies of its kernel.
         """
+        if self.kernel_copies is not None:
+            raise ValueError("a model with quantized kernels was saved; save the one that quantize_kernels was given")
         return {}
 
     def from_state_dict(self, state_dict: StateDict, prefix: str | None = None) -> "Fp8DotGeneral":

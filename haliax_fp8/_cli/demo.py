@@ -7,7 +7,6 @@ from typing import Any
 
 import equinox as eqx
 import haliax as hax
-import haliax.nn as hnn
 import jax
 import jax.numpy as jnp
 import optax
@@ -16,7 +15,16 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from .._numerics.require import nearest
-from ..demo import MixtureOfExperts, Mlp, Transformer, TransformerConfig, layer_norm
+from ..demo import (
+    MixtureOfExperts,
+    Mlp,
+    Transformer,
+    TransformerConfig,
+    causal_attention,
+    fused_causal_attention,
+    layer_norm,
+    next_token_loss,
+)
 from ..layers.config import Fp8Config
 from ..layers.convert import fp8_linear_layers
 from ..training.cast import cast_params
@@ -107,14 +115,17 @@ stackings: Mapping[str, Mapping[str, Any]] = {
 """How blocks follow each other: in a `lax.scan` that recomputes each in the backward pass, without, or one by one."""
 
 
-def next_token_loss(model: Transformer, tokens: NamedArray) -> Float[Array, ""]:
-    """The mean cross-entropy of each token given those before it; float32 weights, computed in bf16."""
-    logits = cast_params(model, jnp.bfloat16)(tokens).astype(jnp.float32)
-    targets = hax.roll(tokens, -1, "position")
-    likelihood = hax.take(logits, "vocab", targets) - hnn.logsumexp(logits, "vocab")
-    # The last token has no successor.
-    known = hax.arange(tokens.resolve_axis("position")) < tokens.resolve_axis("position").size - 1
-    return -hax.mean(likelihood, where=known.broadcast_axis(tokens.axes)).scalar()
+LOSS_TOKENS = 4096
+"""The tokens of each device whose logits are in memory at once: of 128256 words, 2 GB in float32.
+
+Fewer take less memory. But for each part of the tokens the head's kernel is quantized, gathered from other devices, and
+its gradient added up.
+"""
+
+
+def bfloat16_loss(model: Transformer, tokens: NamedArray, *, at_once: int) -> Float[Array, ""]:
+    """`next_token_loss` of a model with float32 weights that computes in bf16."""
+    return next_token_loss(cast_params(model, jnp.bfloat16), tokens, at_once=at_once)
 
 
 def demo_step(
@@ -126,6 +137,7 @@ def demo_step(
     stacking: str,
     config: Fp8Config | None,
     devices: int = 1,
+    fused_attention: bool = False,
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """A training step with AdamW, float32 master weights and bf16 activations, and its abstract arguments.
 
@@ -140,6 +152,7 @@ def demo_step(
         stacking: A key of `stackings`.
         config: How to convert; None leaves the model in bf16.
         devices: The size of the mesh axis `devices`.
+        fused_attention: Whether attention is cuDNN's, which keeps no scores in memory: for NVIDIA GPUs.
 
     Raises:
         ValueError: If the numbers do not fit together, or the configuration does not fit the model.
@@ -152,10 +165,12 @@ def demo_step(
             f"over --devices {devices}; use more tokens or shorter sequences"
         )
     sizes = {"layers": layers or demo.config.layers, "max_length": length}
-    shape = dataclasses.replace(demo.config, **sizes, **stackings[stacking])
+    attention = fused_causal_attention if fused_attention else causal_attention
+    shape = dataclasses.replace(demo.config, **sizes, **stackings[stacking], attention=attention)
     model = eqx.filter_eval_shape(lambda: Transformer.init(shape, key=jax.random.key(0)))
     model = model if config is None else fp8_linear_layers(model, config)
-    train = TrainStep(next_token_loss, optax.adamw(1e-4), donate=True)
+    loss = partial(bfloat16_loss, at_once=LOSS_TOKENS * devices)
+    train = TrainStep(loss, optax.adamw(1e-4), donate=True)
     Batch = (Axis("batch", tokens // length), Axis("position", length))
     batch = eqx.filter_eval_shape(lambda: hax.zeros(Batch, jnp.int32))
     # Of the key, recipes that do not round at random make nothing.
@@ -172,7 +187,8 @@ def _divided[T](tree: T, mesh: AbstractMesh) -> T:
     """Abstract arrays with shardings: over their batch axis, or along the residual stream; the rest on every device."""
 
     def divide(node: Any) -> Any:
-        if not isinstance(node, NamedArray):
+        # Of a random key, the optimizer has none.
+        if not isinstance(node, NamedArray) or node.array is None:
             return node
         spec = PartitionSpec(*("devices" if axis.name in ("batch", "hidden") else None for axis in node.axes))
         array = jax.ShapeDtypeStruct(node.array.shape, node.array.dtype, sharding=NamedSharding(mesh, spec))

@@ -15,6 +15,7 @@ import jax
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from ..devices.catalog import canonical
+from ..devices.device import Device
 from ..layers.config import Fp8Config
 from ..layers.description import describe
 from ..preflight import PreflightError, PreflightReport, inspect_step
@@ -88,6 +89,10 @@ def demo_steps(options: argparse.Namespace) -> tuple[Step, Step | None]:
     demo = demo_by_name(options.demo)
     sizes = {name: getattr(options, name) for name in ("layers", "tokens", "length")}
     sizes["devices"] = options.devices or 1
+    sizes["fused_attention"] = has_fused_attention(target_of(options.target).device)
+
+    how = "cuDNN's, without scores in memory" if sizes["fused_attention"] else "XLA's, with scores in memory"
+    on_error().print(f"attention: {how}")
 
     def make(config: Fp8Config | None) -> Step:
         try:
@@ -100,6 +105,11 @@ def demo_steps(options: argparse.Namespace) -> tuple[Step, Step | None]:
     if options.compare not in (None, IN_BFLOAT16):
         return make(config), load_step(options.compare)
     return make(config), None if options.compare is None else make(None)
+
+
+def has_fused_attention(device: Device) -> bool:
+    """Whether a device has cuDNN's attention, whose scores are not in memory."""
+    return device.platform == "cuda" and float(device.compute_capability or 0.0) >= 8.0
 
 
 def demo_config(options: argparse.Namespace) -> Fp8Config:

@@ -8,7 +8,9 @@ in neither direction. So each of these functions undoes one optimization that wo
 from collections.abc import Callable
 from typing import Any
 
+import jax
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array
 
 
@@ -81,6 +83,34 @@ def transposed_separately[T](data: T) -> T:
     transposition reads one byte per element.
     """
     return lax.optimization_barrier(data)
+
+
+def transposed_once(x: Array, order: tuple[int, ...]) -> Array:
+    """A transposed copy that several products read, as it lies in memory.
+
+    Otherwise XLA would name the same data by other axes, and each product that wants them transposed would do that
+    itself. Where the copy comes from has its own order, else what computes that would be transposed too.
+
+    Args:
+        x: What is copied.
+        order: Which axis of it each axis of the copy is.
+    """
+    as_it_is = lambda x: with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim))))
+    return lax.optimization_barrier(as_it_is(lax.transpose(lax.optimization_barrier(as_it_is(x)), order)))
+
+
+@jax.custom_jvp
+def read_together(x: Array) -> Array:
+    """A product's result, for kernels that are fused with each other because they all read it.
+
+    XLA does not fuse kernels that have nothing in common but a result of one of Triton's products: both gradients of a
+    gated activation, their casts and their amaxes would each read the same arrays again. The gradient passes without a
+    barrier, to be cast where it is computed.
+    """
+    return lax.optimization_barrier(x)
+
+
+read_together.defjvps(lambda tangent, out, x: tangent)
 
 
 def actually_rounded(x: Array) -> Array:

@@ -9,10 +9,12 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import jax
 from jax import lax
 
 from .._jax.mapped_axis import to_front
 from .._numerics.quantized_array import QuantizedArray
+from .kernel_copies import KernelCopy, with_leading_axis
 from .spec import ProductSpec
 from .three_products import Residuals
 
@@ -59,9 +61,8 @@ def _state_is_mapped(args: TangentArguments, axes: TangentArguments) -> bool:
 
 def _is_mapped(axes: TangentArguments, place: int) -> bool:
     """Whether the input (place 0) or the kernel (place 1) has the axis, or its tangent has."""
-    saved = axes.residuals[place]
-    parts = (saved.data, saved.scale) if isinstance(saved, QuantizedArray) else (saved,)
-    return any(axis is not None for axis in (axes.tangents[place], *parts))
+    # None is no leaf.
+    return axes.tangents[place] is not None or bool(jax.tree.leaves(axes.residuals[place]))
 
 
 def _as_members(args: TangentArguments, axes: TangentArguments, size: int) -> TangentArguments:
@@ -72,6 +73,8 @@ def _as_members(args: TangentArguments, axes: TangentArguments, size: int) -> Ta
             return None
         if isinstance(x, QuantizedArray):
             return _with_axis(x, axis, size, 0, each_its_own=True)
+        if isinstance(x, KernelCopy):
+            return with_leading_axis(x, axis, size, 0)
         return to_front(x, axis, size, 0)
 
     return TangentArguments(
@@ -91,10 +94,12 @@ def _folded(
         axis: Any = axes.residuals[place]
         if isinstance(saved, QuantizedArray):
             return _with_axis(saved, axis, size, position, each_its_own=False)
+        if isinstance(saved, KernelCopy):
+            return with_leading_axis(saved, axis, size, position)
         return to_front(saved, axis, size, position)
 
     saved = [with_axis(place) if _is_mapped(axes, place) else args.residuals[place] for place in (0, 1)]
-    arrays: list[Any] = [x.data if isinstance(x, QuantizedArray) else x for x in saved]
+    arrays: list[Any] = [_array_of(x) for x in saved]
     of_operands = [position if _is_mapped(axes, place) else None for place in (0, 1)]
     moved, contraction, out_axis = spec.contraction.fold(
         (*arrays, *args.extras), (*of_operands, *axes.extras), size, spec.ensemble
@@ -112,6 +117,13 @@ def _folded(
     residuals = args.residuals._replace(input=saved[0], kernel=saved[1], measured=measured)
     folded = TangentArguments([*tangents, *args.tangents[2:]], residuals, tuple(moved[2:]))
     return folded, dataclasses.replace(spec, contraction=contraction), out_axis + spec.ensemble
+
+
+def _array_of(saved: Any) -> Any:
+    """One with the operand's axes in front; the others may be in another order."""
+    if isinstance(saved, KernelCopy):
+        return saved.data.words
+    return saved.data if isinstance(saved, QuantizedArray) else saved
 
 
 def _with_axis(x: QuantizedArray, axes: Any, size: int, position: int, *, each_its_own: bool) -> QuantizedArray:

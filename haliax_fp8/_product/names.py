@@ -27,6 +27,9 @@ def tile_of_scope(scope: str) -> tuple[int, int, int] | None:
     return None if found is None else (int(found[1]), int(found[2]), int(found[3]))
 
 
+FP8_ATTENTION: Final = "fp8_attention"
+"""The scope of attention in FP8."""
+
 FPROP: Final = "fprop"
 """The scope of the product that gives the output, within one of those."""
 

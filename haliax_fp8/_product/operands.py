@@ -18,6 +18,7 @@ from .._state.table import measures
 from ..recipes.recipe import OPERANDS, OperandName, ProductName
 from ..recipes.scaling import AbstractStatefulScaling, OperandUse, stores_scale
 from .grouped.rows import largest_of_groups, of_each_row
+from .kernel_copies import KernelCopies, KernelCopy, values_of
 from .spec import ProductSpec
 
 
@@ -86,6 +87,7 @@ def quantize_operand(
     key: Array | None,
     extras: tuple[Array, ...],
     spec: ProductSpec,
+    copies: KernelCopies[Array] | None = None,
 ) -> QuantizedArray:
     """An operand in the format that a product takes it in.
 
@@ -97,7 +99,10 @@ def quantize_operand(
         key: What random rounding draws from.
         extras: What else the contraction takes.
         spec: What is static about the product.
+        copies: Those of a kernel that was quantized before.
     """
+    if operand == "kernel" and copies is not None and (copy := copies.of(product)) is not None:
+        return from_saved(copy, operand, product, scales, spec)
     quantization = spec.recipe.quantization(operand, product)
     scaling = quantization.scaling
     use = OperandUse(
@@ -166,9 +171,15 @@ def saved_of(
 
 
 def from_saved(
-    saved: Array | QuantizedArray, operand: OperandName, product: ProductName, scales: Scales | None, spec: ProductSpec
+    saved: Array | QuantizedArray | KernelCopy[Array],
+    operand: OperandName,
+    product: ProductName,
+    scales: Scales | None,
+    spec: ProductSpec,
 ) -> QuantizedArray:
-    """The inverse of `saved_of`."""
+    """The inverse of `saved_of`; or a copy of a kernel, as if it had been saved."""
+    if isinstance(saved, KernelCopy):
+        saved = values_of(saved)
     if isinstance(saved, QuantizedArray):
         return saved
     scaling = spec.recipe.quantization(operand, product).scaling
@@ -179,7 +190,7 @@ def from_saved(
     return _with_bits(quantized, operand, product, spec)
 
 
-def values_of(
+def scaled_values(
     x: QuantizedArray, operand: OperandName, scales: Scales | None, extras: tuple[Array, ...], spec: ProductSpec
 ) -> Array:
     """An operand's values in float32; those of groups with a state each have their scales there."""

@@ -30,6 +30,7 @@ from .._jax.mapped_axis import to_front
 from .._jax.max_grad import axes_since_recorded, require_differentiated_state, to_dtype_of
 from .._jax.mesh_axes import as_varying, unchecked_axes
 from .._numerics.quantized_array import QuantizedArray
+from .kernel_copies import KernelCopies, KernelCopy, folded, is_mapped, shape_of
 from .mapped_tangent import TangentArguments, with_mapped_axis
 from .spec import ProductSpec
 from .three_products import backward, forward, product, tangent
@@ -42,6 +43,7 @@ def fp8_dot_general(
     spec: ProductSpec,
     extras: tuple[Array, ...] = (),
     key: UInt32[Array, "*ensemble 2"] | None = None,
+    copies: KernelCopies[Array] | None = None,
 ) -> Float[Array, "..."]:
     """The product of a contraction in the formats of a recipe.
 
@@ -54,12 +56,14 @@ def fp8_dot_general(
         spec: What is static.
         extras: What else the contraction needs, such as the group sizes of a ragged one.
         key: The words of the key for stochastic rounding, for a recipe that needs one.
+        copies: Of a kernel that was quantized before, with their structure in `spec`; else None.
 
     Returns:
         The product in `spec.out_dtype`.
     """
     input, kernel = _vary_together(input, kernel)
-    return fp8_dot_p.bind(input, kernel, *extras, *(x for x in (state, key) if x is not None), spec=spec)
+    of_op = (*(x for x in (state, key) if x is not None), *jax.tree.leaves(copies))
+    return fp8_dot_p.bind(input, kernel, *extras, *of_op, spec=spec)
 
 
 def _vary_together(*arrays: Array) -> Sequence[Array]:
@@ -74,16 +78,16 @@ fp8_dot_tangent_p = Primitive("fp8_dot_tangent")
 
 
 def _fp8_dot(input: Array, kernel: Array, *others: Array, spec: ProductSpec) -> Array:
-    extras, state, key = _split_others(others, spec)
-    return product(input, kernel, extras, state, key, spec)
+    return product(input, kernel, *_split_others(others, spec), spec)
 
 
-def _split_others(others: Sequence[Any], spec: ProductSpec) -> tuple[tuple[Any, ...], Any, Any]:
-    """Extras, then state and key, each None if the recipe has none."""
+def _split_others(others: Sequence[Any], spec: ProductSpec) -> tuple[tuple[Any, ...], Any, Any, Any]:
+    """Extras, then state and key, each None if the recipe has none, and the kernel's copies, None if it has none."""
     rest = list(others[spec.contraction.extras :])
     state = rest.pop(0) if spec.recipe.is_stateful else None
     key = rest.pop(0) if spec.recipe.needs_key else None
-    return tuple(others[: spec.contraction.extras]), state, key
+    copies = None if spec.copies is None else jax.tree.unflatten(spec.copies, rest)
+    return tuple(others[: spec.contraction.extras]), state, key, copies
 
 
 def _fp8_dot_aval(input, kernel, *others, spec: ProductSpec):
@@ -94,9 +98,9 @@ def _fp8_dot_aval(input, kernel, *others, spec: ProductSpec):
 
 def _fp8_dot_jvp(primals, tangents, *, spec: ProductSpec):
     input, kernel, *others = primals
-    extras, state, key = _split_others(others, spec)
+    extras, state, key, copies = _split_others(others, spec)
     # Reverse mode comes here from within `jax.checkpoint` only, else to the rule below.
-    out, residuals = forward(input, kernel, extras, state, key, spec, rematerialized=True)
+    out, residuals = forward(input, kernel, extras, state, key, copies, spec, rematerialized=True)
     tangents = (*tangents[:2], *(t for t in [_split_others(tangents[2:], spec)[1]] if t is not None))
     linear = tuple(type(t) is not ad.Zero for t in tangents)
     _check_linear(linear, state, spec)
@@ -108,8 +112,8 @@ def _fp8_dot_jvp(primals, tangents, *, spec: ProductSpec):
 def _fp8_dot_linearize(linear: Sequence[bool], *primals: Any, spec: ProductSpec):
     """What the JVP says, for reverse mode."""
     input, kernel, *others = primals
-    extras, state, key = _split_others(others, spec)
-    out, residuals = forward(input, kernel, extras, state, key, spec, rematerialized=False)
+    extras, state, key, copies = _split_others(others, spec)
+    out, residuals = forward(input, kernel, extras, state, key, copies, spec, rematerialized=False)
     of_state = [is_linear for is_linear in [_split_others(linear[2:], spec)[1]] if is_linear is not None]
     _check_linear((*linear[:2], *of_state), state, spec)
     leaves, structure = jax.tree.flatten((residuals, extras))
@@ -133,11 +137,20 @@ def _check_linear(linear: Sequence[bool], state: Any, spec: ProductSpec) -> None
 def _fp8_dot_batch(args, axes, *, spec: ProductSpec):
     """Folds the mapped axis into the product; only a state or key that is mapped too makes independent members."""
     size = next(x.shape[axis] for x, axis in zip(args, axes, strict=True) if axis is not None)
-    operands, of_op = args[: 2 + spec.contraction.extras], args[2 + spec.contraction.extras :]
-    if any(axis is not None for axis in axes[len(operands) :]):
+    count = 2 + spec.contraction.extras
+    *_, state, key, copies = _split_others(args[2:], spec)
+    *_, state_axis, key_axis, copies_axes = _split_others(axes[2:], spec)
+    if state_axis is not None or key_axis is not None:
         args = [to_front(x, axis, size, 0) for x, axis in zip(args, axes, strict=True)]
         return fp8_dot_p.bind(*args, spec=dataclasses.replace(spec, ensemble=spec.ensemble + 1)), 0
-    operands, contraction, out_axis = spec.contraction.fold(operands, axes[: len(operands)], size, spec.ensemble)
+    operands, axes = list(args[:count]), list(axes[:count])
+    if axes[1] is None and is_mapped(copies_axes):
+        operands[1], axes[1] = to_front(operands[1], None, size, spec.ensemble), spec.ensemble
+    ndim = operands[1].ndim - (axes[1] is not None)
+    operands, contraction, out_axis = spec.contraction.fold(operands, axes, size, spec.ensemble)
+    if copies is not None:
+        copies = folded(copies, copies_axes, size, spec.ensemble, kernel_has_axis=operands[1].ndim > ndim)
+    of_op = (*(x for x in (state, key) if x is not None), *jax.tree.leaves(copies))
     out = fp8_dot_p.bind(*operands, *of_op, spec=dataclasses.replace(spec, contraction=contraction))
     return out, out_axis + spec.ensemble
 
@@ -157,10 +170,19 @@ def _fp8_dot_tangent(*args: Array, spec: ProductSpec, linear: tuple[bool, ...], 
 
 def _fp8_dot_tangent_aval(*args: Any, spec: ProductSpec, linear: tuple[bool, ...], structure):
     _, residuals, _ = _unpack(args, linear, structure)
-    # A QuantizedArray's own shape: a rotation may have filled up its data.
-    avals: list[Any] = [x.data if isinstance(x, QuantizedArray) else x for x in residuals[:2]]
-    input, kernel = (aval.update(shape=operand.shape) for aval, operand in zip(avals, residuals[:2], strict=True))
+    input, kernel = map(_aval_of, residuals[:2])
     return _fp8_dot_aval(input, kernel, spec=spec)
+
+
+def _aval_of(kept: Any) -> Any:
+    """What is kept of an operand, with the operand's own shape: data may be filled up, or have another order."""
+    if isinstance(kept, KernelCopy):
+        aval: Any = kept.data.words
+        return aval.update(shape=shape_of(kept))
+    if isinstance(kept, QuantizedArray):
+        aval = kept.data
+        return aval.update(shape=kept.shape)
+    return kept
 
 
 def _fp8_dot_transpose(grad, *args, spec: ProductSpec, linear: tuple[bool, ...], structure):

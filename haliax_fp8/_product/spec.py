@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -26,6 +27,7 @@ class ProductSpec:
         state: The form in which state enters; None for a stateless recipe.
         has_key: Whether a key for stochastic rounding was given; without one, rounding stochastically raises.
         requantizes: Whether the backward pass quantizes the kernel again, instead of keeping its FP8 copy.
+        copies: The structure of the kernel's copies, if it was quantized before, see `KernelCopies`; None if not.
         ensemble: How many leading axes of every array number independent members, each with its own state.
     """
 
@@ -37,6 +39,7 @@ class ProductSpec:
     state: AbstractStateForm | None = None
     has_key: bool = False
     requantizes: bool = False
+    copies: Any = None
     ensemble: int = 0
 
     @functools.cached_property

@@ -19,8 +19,9 @@ from .._state.form import Kept
 from .._state.table import measures
 from ..recipes.recipe import OPERANDS, USES, OperandName, ProductName
 from .grouped.rows import largest_of_groups
+from .kernel_copies import KernelCopies, KernelCopy, array_of
 from .names import DGRAD, FP8_OPERAND, FP8_OUTPUT, FPROP, WGRAD
-from .operands import Scales, from_saved, measured_parts, quantize_operand, round_to, saved_of, scales_of, values_of
+from .operands import Scales, from_saved, measured_parts, quantize_operand, round_to, saved_of, scaled_values, scales_of
 from .spec import ProductSpec
 
 
@@ -34,14 +35,15 @@ class Residuals(NamedTuple):
     Args:
         input: The input as quantized for wgrad, its data alone where the state has its scale; the input itself where
             wgrad is in high precision.
-        kernel: The kernel as quantized for dgrad, likewise; the kernel itself where it is quantized again.
+        kernel: The kernel as quantized for dgrad, likewise; the kernel itself where it is quantized again; the copy
+            that was made before, if there is one.
         measured: What the state records of parts of input and kernel; None if nothing; see `AbstractStateForm.packed`.
         state: The state, from which the next one is made; None where it is within `measured`.
         key: What random rounding draws from.
     """
 
     input: Array | QuantizedArray
-    kernel: Array | QuantizedArray
+    kernel: Array | QuantizedArray | KernelCopy[Array]
     measured: Array | None
     state: Array | None
     key: Array | None
@@ -58,7 +60,7 @@ class Residuals(NamedTuple):
         """Input or kernel as quantized for the backward pass."""
         saved = self.input if operand == "input" else self.kernel
         product = spec.quantized_for(operand, USES[operand][1])
-        if isinstance(saved, QuantizedArray) or not spec.keeps_itself(operand):
+        if isinstance(saved, QuantizedArray | KernelCopy) or not spec.keeps_itself(operand):
             return from_saved(saved, operand, product, scales, spec)
         if operand == "kernel":
             saved = not_kept_from_forward(saved)
@@ -72,6 +74,7 @@ def forward(
     extras: tuple[Array, ...],
     state: Array | None,
     key: Array | None,
+    copies: KernelCopies[Array] | None,
     spec: ProductSpec,
     *,
     rematerialized: bool,
@@ -84,12 +87,15 @@ def forward(
         extras: As in `fp8_dot_general`; likewise what follows.
         state: None for a stateless recipe.
         key: The random key for stochastic rounding.
+        copies: Of a kernel that was quantized before; else None.
         spec: What is static.
         rematerialized: Whether this is recomputed right before the backward pass.
     """
-    out, saved, measured = _fprop(input, kernel, extras, state, key, spec=spec, differentiated=True)
+    out, saved, measured = _fprop(input, kernel, extras, state, key, copies, spec=spec, differentiated=True)
     kept_input = _kept(input, saved[0], is_kernel=False, rematerialized=rematerialized)
-    kept_kernel = _kept(kernel, saved[1], is_kernel=True, rematerialized=rematerialized)
+    # A copy that was made before is an argument too.
+    own = kernel if copies is None or copies.dgrad is None else copies.dgrad
+    kept_kernel = _kept(own, saved[1], is_kernel=True, rematerialized=rematerialized)
     if measured is not None and spec.state is not None and spec.state.packs_state:
         state = None
     return checkpoint_name(out, FP8_OUTPUT), Residuals(kept_input, kept_kernel, measured, state, key)
@@ -108,10 +114,16 @@ def _kept(x: Any, copy: Saved, *, is_kernel: bool, rematerialized: bool) -> Any:
 
 
 def product(
-    input: Array, kernel: Array, extras: tuple[Array, ...], state: Array | None, key: Array | None, spec: ProductSpec
+    input: Array,
+    kernel: Array,
+    extras: tuple[Array, ...],
+    state: Array | None,
+    key: Array | None,
+    copies: KernelCopies[Array] | None,
+    spec: ProductSpec,
 ) -> Array:
     """The output, if no gradient is requested."""
-    return _fprop(input, kernel, extras, state, key, spec=spec, differentiated=False)[0]
+    return _fprop(input, kernel, extras, state, key, copies, spec=spec, differentiated=False)[0]
 
 
 @opaque("spec", "differentiated")
@@ -121,6 +133,7 @@ def _fprop(
     extras: tuple[Array, ...],
     state: Array | None,
     key: Array | None,
+    copies: KernelCopies[Array] | None,
     *,
     spec: ProductSpec,
     differentiated: bool,
@@ -134,7 +147,8 @@ def _fprop(
     scales = scales_of(state, spec)
     with jax.named_scope(FPROP):
         quantized = {
-            operand: quantize_operand(x, operand, "fprop", scales, key, extras, spec) for operand, x in operands.items()
+            operand: quantize_operand(x, operand, "fprop", scales, key, extras, spec, copies)
+            for operand, x in operands.items()
         }
         both = _own_input(quantized["input"], quantized["kernel"], spec), quantized["kernel"]
         dtype, scale = spec.compute_dtype or spec.out_dtype, scales.of_both("fprop", spec) if scales else None
@@ -143,12 +157,17 @@ def _fprop(
         return out, (None, None), None
     measured = None
     if state is not None and spec.state is not None and measures(spec.recipe.scalings):
-        parts = [measured_parts(x, quantized[operand], operand, extras, spec, state) for operand, x in operands.items()]
+        parts = [
+            measured_parts(x, quantized[operand], operand, extras, spec, state)
+            if operand == "input" or copies is None or copies.measured is None
+            else array_of(copies.measured)
+            for operand, x in operands.items()
+        ]
         measured = spec.state.packed(state, parts)
     saved: list[Saved] = []
     for operand, x in operands.items():
         product = spec.quantized_for(operand, USES[operand][1])
-        if spec.keeps_itself(operand):
+        if spec.keeps_itself(operand) or (operand == "kernel" and copies is not None):
             saved.append(None)
             continue
         if product != "fprop":
@@ -240,10 +259,10 @@ def tangent(
     dx, dw = (next(given) if is_linear else None for is_linear in linear)
     terms = []
     if dx is not None:
-        of_kernel = values_of(w, "kernel", scales, extras, spec)
+        of_kernel = scaled_values(w, "kernel", scales, extras, spec)
         terms.append(spec.batched.dot(dx.astype(jnp.float32), of_kernel, extras, lax.Precision.HIGHEST))
     if dw is not None:
-        of_input = values_of(x, "input", scales, extras, spec)
+        of_input = scaled_values(x, "input", scales, extras, spec)
         terms.append(spec.batched.dot(of_input, dw.astype(jnp.float32), extras, lax.Precision.HIGHEST))
     if not terms:
         return jnp.zeros(spec.batched.out_shape(x.shape, w.shape), spec.out_dtype)

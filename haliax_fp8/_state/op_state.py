@@ -23,9 +23,9 @@ class OpState(OverwriteWithGradient):
     it by mistake. In stacked layers, the axes of the stack come first.
 
     Args:
-        table: float32, `[*stack, operand, column]`, with a row for input, kernel and output gradient. A row of delayed
-            scaling is its scale, initially 1, then the amaxes, initially 0, newest first, then oldest to newest; last
-            the guard, which reveals a scale that anything but its own update changed.
+        table: float32, `[*stack, operand, column]`, with a row for each operand: input, kernel and output gradient of
+            a product. A row of delayed scaling is its scale, initially 1, then the amaxes, initially 0, newest first,
+            then oldest to newest; last the guard, which reveals a scale that anything but its own update changed.
         scalings: The scalings that read and write the rows.
         limits: The largest value of each operand's format.
         input_group: A name shared by ops that read the same input, see `share_input_scales`; None for most.
@@ -44,12 +44,25 @@ class OpState(OverwriteWithGradient):
             recipe: The recipe of the op.
             stack: Axes of the layer stacks that the op's layer is in.
         """
-        first = first_table(recipe.scalings)
+        return OpState.of(recipe.scalings, recipe.limits, stack)
+
+    @staticmethod
+    def of(
+        scalings: tuple[AbstractScaling, ...], limits: tuple[float, ...], stack: tuple[hax.Axis, ...] = ()
+    ) -> "OpState | None":
+        """The state before the first step of an op with these operands; None if no scaling keeps any.
+
+        Args:
+            scalings: Of each operand.
+            limits: The largest value of each operand's format.
+            stack: As in `init`.
+        """
+        first = first_table(scalings)
         if first is None:
             return None
         axes = (*stack, hax.Axis("fp8_operand", first.shape[0]), hax.Axis("fp8_state", first.shape[1]))
         table = hax.named(jnp.broadcast_to(first, tuple(axis.size for axis in axes)), axes)
-        return OpState(table, recipe.scalings, recipe.limits)
+        return OpState(table, scalings, limits)
 
     @property
     def scale(self) -> Array:

@@ -47,6 +47,8 @@ def unguarded(table: Array) -> Array:
 def scales_in(table: Array, limits: Sequence[float]) -> tuple[Array, Array]:
     """The scales of rows as products take them: exact, and rounded up; NaN where something else changed the row.
 
+    Both are the same for ops with other operands than a product's three, whose scales are not multiplied in bfloat16.
+
     Args:
         table: `[*ensemble, ops * operands, columns]`.
         limits: The largest value of each operand's format.
@@ -54,6 +56,8 @@ def scales_in(table: Array, limits: Sequence[float]) -> tuple[Array, Array]:
     axis = table.ndim - 1
     first, last = (lax.index_in_dim(table, i, axis=axis, keepdims=False) for i in (0, table.shape[axis] - 1))
     scales = checked(first, last)
+    if len(limits) != 3:
+        return scales, scales
     return _multipliable(scales, limits[-1], exact=True), _multipliable(scales, limits[-1], exact=False)
 
 

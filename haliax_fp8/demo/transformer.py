@@ -278,6 +278,10 @@ class Transformer(eqx.Module):
         Raises:
             ValueError: If the sequence is longer than `config.max_length`.
         """
+        return self.logits(self.activations(tokens))
+
+    def activations(self, tokens: NamedArray) -> NamedArray:
+        """What the head reads: `(..., position, hidden)`; see `__call__`."""
         Position, theta = tokens.resolve_axis("position"), self.config.rope_theta
         if Position.size > self.config.max_length:
             raise ValueError(
@@ -288,7 +292,10 @@ class Transformer(eqx.Module):
         if self.positions is not None:
             x = x + self.positions["position", : Position.size]
         rotary = () if theta is None else rotary_tables(Position, self.config.HeadDim, theta)
-        x = self.norm(self.blocks.fold(x, *rotary, unroll=self.config.unroll))
+        return self.norm(self.blocks.fold(x, *rotary, unroll=self.config.unroll))
+
+    def logits(self, x: NamedArray) -> NamedArray:
+        """The head, or the embedding in its place."""
         return self.embedding.unembed(x) if self.head is None else self.head(x)
 
 

@@ -42,7 +42,7 @@ class Device:
 
         So a program that is compiled for a device elsewhere takes that device's path.
         """
-        meant = jax.sharding.get_abstract_mesh().abstract_device
+        meant = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
         if meant is None:
             return Device.default()
         platforms = ("cuda", "rocm") if meant.platform == "gpu" else (meant.platform,)

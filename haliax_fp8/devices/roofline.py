@@ -21,6 +21,8 @@ class Efficiency:
             running.
         block_flops: As `fp8_flops`, for products with block scales: a third faster than in bf16.
         block_bandwidth: As `bandwidth`, for kernels that quantize in blocks: 1 TB/s of the 8 that a GB200 has.
+        attention: As `flops`, of a fused causal attention, forward and backward: 480 TFLOP/s of an H100. Assumed.
+        fp8_attention: As `fp8_flops`, of the same: 1.3 times as fast as in bf16. Assumed.
 
     Raises:
         ValueError: If a share is not above 0 and at most 1, or `launch` is negative.
@@ -40,9 +42,11 @@ class Efficiency:
     launch: float = 2e-6
     block_flops: float = 0.52
     block_bandwidth: float = 0.125
+    attention: float = 0.485
+    fp8_attention: float = 0.315
 
     def __post_init__(self) -> None:
-        for name in ("flops", "fp8_flops", "bandwidth", "block_flops", "block_bandwidth"):
+        for name in (field.name for field in dataclasses.fields(self) if field.name != "launch"):
             value = getattr(self, name)
             if not 0.0 < value <= 1.0:
                 raise ValueError(f"{name}={value!r} of Efficiency must be a share of the peak: above 0, at most 1")
@@ -94,6 +98,18 @@ class Roofline:
             share = shares.block_flops if in_blocks else shares.fp8_flops
         computing = flops / (share * self.peaks.flops(dtype))
         return max(computing, self.moving(bytes)) + self.launches(count)
+
+    def attention(self, dtype: str, flops: int, bytes: int, count: int = 1) -> float:
+        """Seconds of `count` products of fused attentions.
+
+        Args:
+            dtype: As in `products`.
+            flops: Of all of them.
+            bytes: What all of them read and write.
+            count: How many.
+        """
+        share = self.efficiency.fp8_attention if is_narrow(dtype) else self.efficiency.attention
+        return max(flops / (share * self.peaks.flops(dtype)), self.moving(bytes)) + self.launches(count)
 
     def others(self, bytes: int, count: int, block_bytes: int = 0) -> float:
         """Seconds of kernels that are not products.

@@ -13,4 +13,5 @@ from .haliax import HaliaxEmbedding as HaliaxEmbedding, HaliaxLinear as HaliaxLi
 from .kernel import Kernel as Kernel
 from .only_where_faster import FasterOn as FasterOn
 from .prediction import Prediction as Prediction
+from .quantized_kernels import quantize_kernels as quantize_kernels
 from .rule import LayerRule as LayerRule, Refused as Refused

@@ -2,7 +2,7 @@
 
 import collections
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import haliax as hax
@@ -19,6 +19,7 @@ from .only_where_faster import FasterOn
 from .ops import all_ops
 from .own_state import require_own_state
 from .prediction import Prediction
+from .rematerialization import find_rematerialized
 from .uncalibrated import uncalibrated_operands
 
 
@@ -62,11 +63,13 @@ class ModelDescription(Printable):
         layers: In the order of the tree.
         device: The requested device; if None, `support` refers to the local one.
         predict: The device and tokens that times are predicted for; None if they are not.
+        rematerialized: The modules that `memory.rematerialize` changed: what each is, by path.
     """
 
     layers: tuple[LayerDescription, ...]
     device: Device | None = None
     predict: FasterOn | None = None
+    rematerialized: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def __iter__(self) -> Iterator[LayerDescription]:
         return iter(self.layers)
@@ -128,6 +131,12 @@ class ModelDescription(Printable):
         return f"Scales: {found}" if found else ""
 
     @property
+    def between(self) -> str:
+        """How many modules between the layers are rematerialized, by kind; empty if none is."""
+        counted = collections.Counter(self.rematerialized.values())
+        return "Rematerialized: " + ", ".join(f"{n} {kind}" for kind, n in counted.items()) if counted else ""
+
+    @property
     def note(self) -> str:
         """How the device runs FP8 products that it does not run natively."""
         emulated = [layer.support for layer in self.layers if layer.support is not None and not layer.support.is_native]
@@ -142,7 +151,7 @@ class ModelDescription(Printable):
     def __rich__(self) -> Table:
         table = new_table(
             f"{self.fp8_count} of {len(self.layers)} linear layers in FP8",
-            "\n".join(filter(None, (self.scales, self.note, self.estimate))),
+            "\n".join(filter(None, (self.scales, self.between, self.note, self.estimate))),
         )
         on_device = () if self.device is None else (f"on {self.device.kind}",)
         gain = () if self.predict is None else ("gain",)
@@ -214,7 +223,7 @@ def describe(
                 scales="" if op is None else op.recipe.scales,
             )
         )
-    return ModelDescription(tuple(rows), named, predict)
+    return ModelDescription(tuple(rows), named, predict, dict(find_rematerialized(model)))
 
 
 def recipes_of(model: Any) -> list[Recipe]:

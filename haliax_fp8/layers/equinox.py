@@ -71,7 +71,8 @@ class EquinoxLinear(LayerRule):
 
     def kernel(self, layer: eqx.nn.Linear) -> Kernel:
         """From the input features to the output features."""
-        return Kernel(layer.weight, layer.in_features, layer.out_features, leading=_leading_shape(layer) or ())
+        leading = _leading_shape(layer) or ()
+        return Kernel(layer.weight, layer.in_features, layer.out_features, leading=leading, contracted=(1,))
 
     def op(self, layer: eqx.nn.Linear) -> Fp8DotGeneral | None:
         """The op of an `Fp8Linear`."""

@@ -32,7 +32,7 @@ class HaliaxLinear(LayerRule):
 
     def kernel(self, layer: hnn.Linear) -> Kernel:
         """From the input axes to the output axes."""
-        return Kernel(layer.weight, layer.In, layer.Out)
+        return Kernel(layer.weight, layer.In, layer.Out, factor=float(layer.reparam.active_scale))
 
     def op(self, layer: hnn.Linear) -> Fp8DotGeneral | None:
         """The `dot_general`, if it is ours."""

@@ -36,6 +36,9 @@ class Kernel:
         Experts: The axes that number the kernels of a grouped product, in which each row is multiplied by one of them.
         leading: The sizes of a plain weight's axes before those of one kernel: ensembles first, then stacks. By default
             all but the last two. Not used for a `NamedArray`, where stacks have names, and ensembles do not.
+        contracted: Which axes of one kernel fprop sums over. By default those of `In` in a `NamedArray`, and in a
+            matrix the one that has as many elements; a square matrix does not tell.
+        factor: What the layer multiplies its weight by before the product, as muP does.
 
     Example:
         >>> Kernel(jnp.ones((12, 64, 256)), 64, 256).text
@@ -50,6 +53,8 @@ class Kernel:
     Out: Features | None = None
     Experts: hax.AxisSpec | None = None
     leading: tuple[int, ...] | None = None
+    contracted: tuple[int, ...] | None = None
+    factor: float = 1.0
 
     @property
     def text(self) -> str:
@@ -68,7 +73,7 @@ class Kernel:
         if self.In is None or self.Out is None:
             return None
         experts = 1 if self.Experts is None else count(self.Experts)
-        members, _ = self._members_and_stack(stack)
+        members, _ = self.members_and_stack(stack)
         return LayerSize(count(self.In), count(self.Out), members=math.prod(members), experts=experts)
 
     def support(self, recipe: Recipe, device: Device) -> Support:
@@ -96,7 +101,7 @@ class Kernel:
             stack: The axes of the stacks that the layer is in.
             scale_per_expert: Whether each expert, if the layer has any, gets a state of its own.
         """
-        members, stack = self._members_and_stack(stack)
+        members, stack = self.members_and_stack(stack)
         groups = None
         if scale_per_expert and self.Experts is not None:
             (groups,) = axes_of(self.Experts)
@@ -124,8 +129,12 @@ class Kernel:
         names = self.weight.axis_names if isinstance(self.weight, hax.NamedArray) else tuple(sizes)
         return tuple(sizes[name] for name in names if name in sizes)
 
-    def _members_and_stack(self, stack: tuple[hax.Axis, ...]) -> tuple[tuple[int, ...], tuple[hax.Axis, ...]]:
-        """The sizes of the ensembles' axes, and those of the stacks' axes that the weight has."""
+    def members_and_stack(self, stack: tuple[hax.Axis, ...]) -> tuple[tuple[int, ...], tuple[hax.Axis, ...]]:
+        """The sizes of the ensembles' axes, and those of the stacks' axes that the weight has.
+
+        Args:
+            stack: The axes of the stacks that the layer is in.
+        """
         # The weight, or the array in it, may be a node without a shape, such as `eqx.nn.Shared` leaves.
         shape = getattr(self._array, "shape", None)
         if isinstance(self.weight, hax.NamedArray):

@@ -4,7 +4,15 @@ from .._product.kernel_residual import KernelResidual as KernelResidual
 from .compression import compressed as compressed
 from .join import JoinedLinear as JoinedLinear, join_linear as join_linear, split_linear as split_linear
 from .policies import save_fp8_operands as save_fp8_operands, save_nothing_but_fp8 as save_nothing_but_fp8
-from .rematerialize import rematerialized as rematerialized
+from .rematerialization import (
+    BetweenLayers as BetweenLayers,
+    RematerializationRule as RematerializationRule,
+    WholeCall as WholeCall,
+    default_rematerialization as default_rematerialization,
+    rematerialize as rematerialize,
+    rematerialized as rematerialized,
+    restore_rematerialized as restore_rematerialized,
+)
 from .shared_input import (
     projections as projections,
     separate_input_scales as separate_input_scales,

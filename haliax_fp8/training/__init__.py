@@ -10,6 +10,7 @@ from .gradients import (
     filter_value_and_grad as filter_value_and_grad,
     with_max_gradients as with_max_gradients,
 )
+from .kernel_quantization import KernelQuantization as KernelQuantization
 from .keys import with_rounding_keys as with_rounding_keys
 from .optimizer_state import transfer_optimizer_state as transfer_optimizer_state
 from .step import TrainStep as TrainStep

@@ -10,6 +10,7 @@ import numpy as np
 
 from .._op import Fp8DotGeneral
 from .._state.marker import OverwriteWithGradient
+from ..attention.op import Fp8Attention
 from .gradients import filter_grad
 from .loss import scalar_loss
 
@@ -88,6 +89,8 @@ def _observed[M](model: M) -> M:
     """The model with every op in high precision, recording."""
 
     def observe(node: Any) -> Any:
+        if isinstance(node, Fp8Attention):
+            return node.observed
         return node.with_recipe(node.recipe.observed) if _is_op(node) else node
 
     return jax.tree.map(observe, model, is_leaf=_is_op)
@@ -129,4 +132,4 @@ def _is_state(node: Any) -> bool:
 
 
 def _is_op(node: Any) -> bool:
-    return isinstance(node, Fp8DotGeneral)
+    return isinstance(node, Fp8DotGeneral | Fp8Attention)

@@ -10,6 +10,7 @@ from .._jax.max_grad import is_max_grad
 from .._state.marker import OverwriteWithGradient
 from .._state.op_state import OpState
 from .._state.records import OpRecord, complete_states, record_states
+from ..layers.quantized_kernels import without_kernel_copies
 from .ways import Way, first_that_works
 
 
@@ -72,6 +73,7 @@ def filter_value_and_grad(function: Callable[..., Any], *, has_aux: bool = False
 
         # To JAX, `fp32_max_grad` is no more a float than integers are.
         value, gradients = jax.value_and_grad(of, has_aux=has_aux, allow_int=True)(differentiated)
+        gradients = without_kernel_copies(gradients)
         return value, gradients if way.tables else _completed(model, gradients)
 
     def take(model: Any, *args: Any, **kwargs: Any) -> Any:

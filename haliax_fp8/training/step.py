@@ -15,12 +15,17 @@ from jaxtyping import Array, Float, Key, PyTree
 
 from ..devices.device import Device
 from ..devices.xla_flags import XlaFlags
+from ..layers.config import Fp8Config
+from ..layers.default import default_rules
 from ..layers.description import describe, recipes_of
 from ..layers.own_state import require_own_state
+from ..layers.quantized_kernels import quantize_kernels, require_no_kernel_copies
+from ..layers.rule import LayerRule
 from ..layers.uncalibrated import require_calibrated
 from ..recipes.compiler_options import log_cost_of_flags, training_options
 from .calibration import recorded
 from .gradients import filter_value_and_grad
+from .kernel_quantization import KernelQuantization, as_kernel_quantization
 from .keys import require_step_key, with_rounding_keys
 from .loss import scalar_loss
 from .updates import accumulate_gradients, apply_updates, common_dtype, partition_for_grad_overwrite, trainable
@@ -50,12 +55,17 @@ class TrainStep(eqx.Module):
             `jax.random.split(key, microbatches)` into the batch; the loss gets an array with one key.
         donate: Reuses the memory of the model and the optimizer state for the new ones. Anything that shares arrays
             with them, such as the model before conversion, becomes unusable after the step.
+        quantize_kernels: Whether each microbatch quantizes the kernels, or the step does it `"once"` for all of them.
+        rules: Those of `Fp8Config(rules=...)` that the model was converted with, to find the kernels of your own layer
+            classes.
 
     Raises:
-        ValueError: If `loss_fn` is not a function, `optimizer` is not an optimizer, or `microbatches` is not an integer
-            of at least 1. When called, if `microbatches` does not divide a batch, if `loss_fn` returns anything but one
-            number, if `opt_state` belongs to another model, if `key` is not a single key or is meant for `loss_fn`, or
-            if the model has static scales that are not calibrated.
+        ValueError: If `loss_fn` is not a function, `optimizer` is not an optimizer, `microbatches` is not an integer
+            of at least 1, `quantize_kernels` is not a `KernelQuantization` or the name of one, or `rules` are no rules.
+            When called, if `microbatches` does not divide a batch, if `loss_fn` returns anything but one number, if
+            `opt_state` belongs to another model, if `key` is not a single key or is meant for `loss_fn`, or if the
+            model has quantized kernels, or static scales that are not calibrated; with `quantize_kernels="once"` also
+            as the function `quantize_kernels` does.
 
     Example:
         >>> step = TrainStep(loss_fn, optax.adamw(1e-3))
@@ -69,6 +79,10 @@ class TrainStep(eqx.Module):
     optimizer: optax.GradientTransformation | optax.MultiSteps
     microbatches: int = eqx.field(default=1, static=True)
     donate: bool = eqx.field(default=False, static=True)
+    quantize_kernels: KernelQuantization | str = eqx.field(
+        default=KernelQuantization.IN_EACH_MICROBATCH, static=True, converter=as_kernel_quantization
+    )
+    rules: tuple[LayerRule, ...] = eqx.field(default=default_rules, static=True)
 
     def __check_init__(self) -> None:
         _require_loss_and_optimizer(self.loss_fn, self.optimizer)
@@ -79,6 +93,8 @@ class TrainStep(eqx.Module):
             )
         if not isinstance(self.donate, bool):
             raise ValueError(f"donate={self.donate!r} must be True or False")
+        # Raises if they are no rules.
+        Fp8Config(rules=self.rules)
 
     def init(self, model: PyTree) -> PyTree:
         """The optimizer's state for the trainable part of the model.
@@ -89,6 +105,7 @@ class TrainStep(eqx.Module):
         if _logger.isEnabledFor(logging.INFO):
             _logger.info(describe(model).summary)
         require_own_state(model)
+        require_no_kernel_copies(model)
         flags = XlaFlags.of_environment().with_options(self.compiler_options(model))
         log_cost_of_flags(flags, Device.default(), recipes_of(model))
         return self.optimizer.init(trainable(model))
@@ -131,6 +148,7 @@ class TrainStep(eqx.Module):
             True
         """
         require_step_key(key, self.loss_fn, batch)
+        require_no_kernel_copies(model)
         return recorded(model, lambda observed: _overwrites((self, batch, key), observed))
 
     def __call__(
@@ -151,6 +169,7 @@ class TrainStep(eqx.Module):
         # Without waiting for the step before: the model that it got was checked already.
         require_calibrated(model, wait=False)
         require_own_state(model, wait=False)
+        require_no_kernel_copies(model)
         nested = any(isinstance(x, Tracer) for x in jax.tree.leaves((model, opt_state, batch)))
         options = {} if nested else self.compiler_options(model)
         return _step(self.donate, tuple(options.items()))((self, batch, key), model, opt_state)
@@ -210,9 +229,11 @@ def _loss_and_gradients(
         return scalar_loss(step.loss_fn(model if key is None else with_rounding_keys(model, key), *batch))
 
     value_and_grad = filter_value_and_grad(loss_fn)
-    count = step.microbatches
+    count, evaluated = step.microbatches, model
+    if step.quantize_kernels is KernelQuantization.ONCE:
+        evaluated = quantize_kernels(model, Fp8Config(rules=step.rules))
     if count == 1:
-        loss, gradients = value_and_grad(model, batch, key)
+        loss, gradients = value_and_grad(evaluated, batch, key)
         return loss, *partition_for_grad_overwrite(gradients)
 
     def split(x: Array) -> Array:
@@ -234,7 +255,7 @@ def _loss_and_gradients(
 
     def microbatch(arrays: Any) -> tuple[Array, Any]:
         arrays, key = arrays
-        loss, gradients = value_and_grad(model, eqx.combine(arrays, rest), key)
+        loss, gradients = value_and_grad(evaluated, eqx.combine(arrays, rest), key)
         # Sums of bfloat16 gradients stop growing after a few hundred terms.
         return loss, jax.tree.map(lambda g: g.astype(common_dtype(g.dtype, np.dtype(np.float32))), gradients)
 

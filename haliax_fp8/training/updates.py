@@ -16,6 +16,7 @@ from .._state.marker import OverwriteWithGradient
 from .._state.op_state import OpState
 from .._state.together import overwrite_states
 from ..layers.own_state import require_own_state
+from ..layers.quantized_kernels import require_no_kernel_copies, without_kernel_copies
 
 
 def partition_for_grad_overwrite[T](tree: T) -> tuple[T, T]:
@@ -25,7 +26,11 @@ def partition_for_grad_overwrite[T](tree: T) -> tuple[T, T]:
         tree: A model, or a tree of gradients with its structure.
 
     Returns:
-        `(overwrites, rest)`: each has the structure of `tree`, with None where the other one has a node.
+        `(overwrites, rest)`: each has the structure of `tree`, with None where the other one has a node. Gradients of
+        a model with quantized kernels have that of the model without them.
+
+    Raises:
+        ValueError: If `tree` is a model with quantized kernels.
 
     References:
         Identical to `haliax.quantization.partition_for_grad_overwrite`, which also finds state by its marker type.
@@ -35,7 +40,8 @@ def partition_for_grad_overwrite[T](tree: T) -> tuple[T, T]:
         >>> overwrites.layers[0].weight is None, params.layers[0].dot_general.state is None
         (True, True)
     """
-    return haxq.partition_for_grad_overwrite(tree)
+    require_no_kernel_copies(tree, "tree")
+    return haxq.partition_for_grad_overwrite(without_kernel_copies(tree))
 
 
 def apply_updates[T](module: T, updates: PyTree, overwrites: PyTree) -> T:
@@ -54,8 +60,8 @@ def apply_updates[T](module: T, updates: PyTree, overwrites: PyTree) -> T:
         The model for the next step, its parameters in their own dtype.
 
     Raises:
-        ValueError: If `updates` or `overwrites` do not have the model's structure, or are swapped; outside `jit`, if
-            anything but its own update changed the model's state.
+        ValueError: If `updates` or `overwrites` do not have the model's structure, or are swapped; if the model has
+            quantized kernels; outside `jit`, if anything but its own update changed the model's state.
     """
 
     pairs: list[tuple[OpState, OpState]] = []
@@ -86,6 +92,7 @@ def apply_updates[T](module: T, updates: PyTree, overwrites: PyTree) -> T:
         return jax.tree.map(_add, update, leaf, is_leaf=lambda node: node is None)
 
     require_own_state(module)
+    require_no_kernel_copies(module, "module")
     try:
         applied = jax.tree.map(apply, module, updates, overwrites, is_leaf=_is_state_or_missing)
     except (ValueError, TypeError) as error:

@@ -288,14 +288,22 @@ def test_ctrl_c_ends_at_once_without_a_traceback(training, tmp_path):
         "import time\ndef step(x):\n    open('started', 'w').close()\n    time.sleep(100)\n    return x\n"
         "def make_step():\n    import jax.numpy as jnp\n    return step, (jnp.zeros(3),)\n"
     )
-    command = [sys.executable, "-m", "haliax_fp8", "preflight", "slow.py:make_step", "--target", "local"]
+    # Shells have what they start in the background ignore Ctrl-C, the tests and their children too.
+    program = (
+        "import runpy, signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+        "runpy.run_module('haliax_fp8', run_name='__main__', alter_sys=True)"
+    )
+    command = [sys.executable, "-c", program, "preflight", "slow.py:make_step", "--target", "local"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True)
-    while not (tmp_path / "started").exists():
-        assert process.poll() is None, process.communicate()[1]
-        time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=30)
+    with subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            while not (tmp_path / "started").exists():
+                assert process.poll() is None, process.communicate()[1]
+                time.sleep(0.05)
+            process.send_signal(signal.SIGINT)
+            _, err = process.communicate(timeout=60)
+        finally:
+            process.kill()
     assert process.returncode == 130
     assert "Stopped." in err and "Traceback" not in err
 
@@ -351,7 +359,9 @@ def test_a_demo_has_the_published_number_of_parameters(name):
 
 
 def test_a_demo_holds_no_array():
-    _, args = demo_step(demo_by_name("gpt2"), layers=2, tokens=64, length=32, stacking="scan", config=fp8.Fp8Config())
+    # A recipe that rounds at random has keys, of which an optimizer has nothing.
+    config = fp8.Fp8Config(recipe="nvfp4")
+    _, args = demo_step(demo_by_name("gpt2"), layers=2, tokens=64, length=32, stacking="scan", config=config)
     assert not [leaf for leaf in jax.tree.leaves(args) if isinstance(leaf, jax.Array)]
 
 

@@ -11,12 +11,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import haliax_fp8 as fp8
 from haliax_fp8.demo import (
     MixtureOfExperts,
     Mlp,
     Transformer,
     TransformerConfig,
+    causal_attention,
+    fused,
+    fused_causal_attention,
     layer_norm,
+    next_token_loss,
     rotary_tables,
     rotate,
 )
@@ -164,3 +169,59 @@ def test_sequence_beyond_the_table_is_refused(model):
 def test_sizes_that_do_not_fit(sizes, message):
     with pytest.raises(ValueError, match=message):
         TransformerConfig(**sizes)
+
+
+# --- The loss ---------------------------------------------------------------------------------------------------------
+
+
+def mean_cross_entropy(model, tokens):
+    """By the definition, of all tokens at once."""
+    log_shares = jax.nn.log_softmax(model(tokens).rearrange(("batch", "position", "vocab")).array, axis=-1)
+    found = jnp.take_along_axis(log_shares[:, :-1], tokens.array[:, 1:, None], axis=-1)
+    return -found.mean()
+
+
+@pytest.mark.parametrize("tied_head", [False, True])
+def test_the_loss_of_parts_is_that_of_all_tokens(tokens, tied_head):
+    model = Transformer.init(dataclasses.replace(CONFIG, tied_head=tied_head), key=jax.random.key(0))
+    expected, gradient = eqx.filter_jit(eqx.filter_value_and_grad(mean_cross_entropy))(model, tokens)
+    for at_once in (8,) if tied_head else (8, 1):
+        loss = eqx.filter_value_and_grad(partial(next_token_loss, at_once=at_once))
+        found, of_model = eqx.filter_jit(loss)(model, tokens)
+        # Sums of 22 numbers in float32, in another order.
+        np.testing.assert_allclose(found, expected, rtol=1e-6)
+        for a, b in zip(jax.tree.leaves(of_model), jax.tree.leaves(gradient), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_logits_in_float32_are_never_whole(model, tokens):
+    """The largest float32 array with the vocabulary as an axis is that of two tokens of each sequence."""
+    loss = eqx.filter_value_and_grad(partial(next_token_loss, at_once=4))
+    text = eqx.filter_jit(loss).lower(model, tokens).as_text()
+    assert "2x2x32xf32" in text and "2x12x32xf32" not in text
+    whole = eqx.filter_jit(eqx.filter_value_and_grad(next_token_loss)).lower(model, tokens).as_text()
+    assert "2x12x32xf32" in whole
+
+
+def test_an_fp8_head_records_the_maximum_over_parts(tokens):
+    model = fp8.fp8_linear_layers(Transformer.init(CONFIG, key=jax.random.key(0)), targets=["head"])
+    whole, parts = (
+        eqx.filter_jit(fp8.filter_grad(partial(next_token_loss, at_once=at_once)))(model, tokens).head.dot_general
+        for at_once in (None, 4)
+    )
+    for operand in ("input", "kernel", "output_grad"):
+        a, b = whole.amax_history(operand)[0], parts.amax_history(operand)[0]
+        np.testing.assert_allclose(a, b, rtol=1e-5)
+
+
+def test_fused_attention_is_given_what_causal_attention_is(monkeypatch):
+    """With JAX's own attention in the place of cuDNN's, which no CPU has."""
+    Position, KvHeads, Group, HeadDim = hax.make_axes(position=6, kv_heads=2, group=3, head_dim=8)
+    Batch = hax.Axis("batch", 2)
+    query = hax.random.normal(jax.random.key(0), (Batch, KvHeads, Position, Group, HeadDim))
+    key, value = (hax.random.normal(jax.random.key(i), (Batch, Position, KvHeads, HeadDim)) for i in (1, 2))
+    rotary = rotary_tables(Position, HeadDim, 100.0)
+    monkeypatch.setattr(fused, "attention", jax.nn.dot_product_attention)
+    found = fused_causal_attention(query, key, value, *rotary).rearrange(query.axes)
+    expected = causal_attention(query, key, value, *rotary).rearrange(query.axes)
+    np.testing.assert_allclose(found.array, expected.array, atol=1e-5)

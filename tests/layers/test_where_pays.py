@@ -18,6 +18,7 @@ from haliax_fp8._product.kernel_residual import KernelResidual
 from haliax_fp8.devices import Efficiency
 from haliax_fp8.devices.catalog import peaks
 from haliax_fp8.devices.device import devices
+from haliax_fp8.devices.roofline import Roofline
 from haliax_fp8.layers import FasterOn
 from haliax_fp8.layers.layer_work import LayerSize, LayerWork
 from haliax_fp8.layers.prediction import predict
@@ -74,6 +75,13 @@ def test_by_hand():
     least = (product + 6e-6) / (3 * flop / (0.68 * 1978.9e12) + moved / (0.47 * 3.35e12) + 30e-6)
     most = product / (3 * flop / (0.78 * 1978.9e12) + moved / (0.92 * 3.35e12))
     assert prediction.gain_range == pytest.approx((least, most), rel=1e-12)
+
+
+def test_several_products_take_as_long_as_one_after_the_other():
+    """Launches too."""
+    roofline = Roofline(peaks["h100"])
+    one = roofline.products("f8e4m3fn", 10**9, 10**6)
+    assert roofline.products("f8e4m3fn", 6 * 10**9, 6 * 10**6, count=6) == pytest.approx(6 * one, rel=1e-12)
 
 
 def test_products_of_few_tokens_take_as_long_as_their_bytes():

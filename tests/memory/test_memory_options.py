@@ -211,6 +211,18 @@ def test_only_layers_that_quantize_alike_share():
     shared = fp8.memory.share_input_scales(fp8_linear_layers(MODELS["one"](), config), [("gate", "up", "down")])
     groups = [layer.dot_general.state.input_group for layer in (shared.gate, shared.up, shared.down)]
     assert groups == [None, "up+down", "up+down"]
+    one = fp8_linear_layers(MODELS["one"]())
+    rounded = dataclasses.replace(one.gate.dot_general, compute_dtype=np.dtype(jnp.bfloat16))
+    one = eqx.tree_at(lambda model: model.gate.dot_general, one, rounded)
+    shared = fp8.memory.share_input_scales(one, [("gate", "up", "down")])
+    assert (shared.gate.dot_general.state.input_group, shared.up.dot_general.state.input_group) == (None, "up+down")
+
+
+def test_layers_of_different_modules_do_not_share():
+    """Their inputs are others: a group's name says which module it is of."""
+    shared = fp8.memory.share_input_scales({name: fp8_linear_layers(MODELS["one"]()) for name in ("first", "second")})
+    groups = {name: model.gate.dot_general.state.input_group for name, model in shared.items()}
+    assert groups == {"first": "first.gate+up", "second": "second.gate+up"}
 
 
 def test_a_model_that_is_not_converted_is_refused():

@@ -65,6 +65,38 @@ def test_a_dot_with_batch_and_several_contracted_axes():
     assert product.bytes == 2 * (3 * 5 * 7 * 11 + 7 * 13 * 3 * 11) + 4 * 3 * 5 * 13
 
 
+@pytest.mark.parametrize("dtype, verdict", [("f8e4m3fn", Verdict.FP8), ("bf16", Verdict.HIGH_PRECISION)])
+@pytest.mark.parametrize("mask, hidden", [("CAUSAL", 2), ("NO_MASK", 1)])
+def test_a_fused_attention_makes_two_products_forward_and_five_backward(dtype, verdict, mask, hidden):
+    """Two sequences of 256 tokens, six heads of 64, which share two heads of keys with 128 tokens."""
+    config = {"mask_type": mask, "intermediate_tensor_shape": {"dimensions": ["2", "6", "256", "128"]}}
+    config = json.dumps({"cudnn_fmha_backend_config": config})
+    q, kv = f"{dtype}[2,256,6,64]{{3,2,1,0}}", f"{dtype}[2,128,2,64]{{3,2,1,0}}"
+    call = '%{} = ({}, u8[0]{{0}}) custom-call(%q, %k, %k), custom_call_target="__cudnn$fmhaSoftmax{}", {}'
+    of = lambda scope: f'metadata={{op_name="{scope}"}}, backend_config={config}'
+    text = module(
+        [
+            f"%q = {q} parameter(0)",
+            f"%k = {kv} parameter(1)",
+            call.format("f", q, "F8", of("jit(f)/jvp(attention)/fwd")),
+            "ROOT " + call.format("b", f"{q}, {kv}, {kv}", "BackwardF8", of("jit(f)/transpose(jvp(attention))/bwd")),
+        ]
+    )
+    program = read(text)
+    flops = 2 * 2 * 6 * 256 * 128 * 64 // hidden
+    assert [(p.role, p.flops, p.verdict) for p in program.products] == [
+        *[("forward", flops, verdict)] * 2,
+        *[("backward", flops, verdict)] * 5,
+    ]
+    assert program.opaque == () and program.others.count == 0
+    assert {p.kernel for p in program.products} == {"cuDNN attention"}
+    reasons = {"" if verdict is Verdict.FP8 else "fused attention in bf16"}
+    assert {p.reason for p in program.products} == reasons
+    # Neither an older GPU nor one with other formats multiplies them.
+    if dtype != "bf16":
+        assert {p.verdict for p in read(text, "a100").products} == {Verdict.EMULATED}
+
+
 @pytest.mark.parametrize(
     "target, dtype, kernel, verdict",
     [

@@ -88,7 +88,7 @@ def call(target):
         ("__cublas$lt$matmul$f8$graph", Call.PRODUCT),
         ("__cublas$triangularSolve", Call.OTHER),
         ("__cudnn$convForward", Call.CONVOLUTION),
-        ("__cudnn$fmhaSoftmaxBackwardF8", Call.OPAQUE),
+        ("__cudnn$fmhaSoftmaxBackwardF8", Call.ATTENTION),
         ("__gpu$xla.gpu.triton", Call.OPAQUE),
         ("__cub$DeviceRadixSort", Call.OTHER),
         ("xla_ffi_partitioned_python_gpu_callback", Call.OTHER),

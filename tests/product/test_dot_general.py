@@ -538,6 +538,23 @@ def test_kernel_as_the_first_operand():
             np.testing.assert_array_equal(straight.scale(name), swapped.scale(name))
 
 
+def test_the_output_gradient_is_rounded_to_the_compute_dtype_first():
+    """`1 + 1/8 + 1/512` is above the middle of 1 and 1.25, bfloat16 makes that middle of it, and E5M2 then 1."""
+    op, eye = Fp8DotGeneral.init(compute_dtype=bf16), jnp.eye(8)
+    _, pullback = jax.vjp(lambda x, w: op(x, w, PLAIN, preferred_element_type=f32), eye, eye)
+    for gradient in pullback(jnp.full((8, 8), 1 + 1 / 8 + 1 / 512)):
+        np.testing.assert_array_equal(gradient, np.ones((8, 8)))
+
+
+def test_a_small_kernel_leaves_small_gradients_in_their_range():
+    """The gradient's scale is raised, so that its product with the kernel's is no subnormal, but not above its amax."""
+    numbers, x, w, grad = operands("plain", scales=(1.0, 2.0**-92, 2.0**-60))
+    op = warm(delayed(), x, w, grad, numbers)
+    (_, _, dw), _ = step(op, x, w, grad, numbers)
+    x, grad = float64(x), float64(grad)
+    assert_within(dw, x.T @ grad, (2**-3 + 2**-4 + 2**-7) * (np.abs(x).T @ np.abs(grad)))
+
+
 def test_kernel_is_second_where_sizes_do_not_decide():
     x, w = random(0, (8, 16), scale=100.0), random(1, (16, 8))
     sizes = [float(jnp.max(jnp.abs(a))) for a in (x, w)]

@@ -12,7 +12,9 @@ import recipe_reference as reference
 from helpers import E4M3, EPS, assert_within, float64, products
 
 import haliax_fp8 as fp8
+from haliax_fp8._product.grouped import RaggedContraction
 from haliax_fp8.recipes import BlockScaling, CurrentScaling, MXFP8Scaling, NVFP4Scaling, OperandUse, RowwiseScaling
+from haliax_fp8.recipes.recipe import OPERANDS
 from haliax_fp8.recipes.scaling.block_geometry import e8m0_exponent
 
 
@@ -107,6 +109,15 @@ def test_every_product_takes_rows_along_what_it_sums_over():
     for actual, a, b in ((out, x, w.T), (dx, g, w), (dw, x.T, g.T)):
         a, b = rows(a), rows(b)
         assert_within(actual, a @ b.T, (a.shape[1] + 4) * EPS * (np.abs(a) @ np.abs(b).T))
+
+
+@pytest.mark.parametrize("batch", [0, 2])
+def test_what_grouped_products_sum_over(batch):
+    """Inputs in fprop, outputs in dgrad, rows in wgrad: there lie the rows that share a scale."""
+    axes = {"input": "mk", "kernel": "gkn", "output_grad": "mn"}
+    for product, summed in {"fprop": "k", "dgrad": "n", "wgrad": "m"}.items():
+        expected = tuple((batch + axes[operand].index(summed),) for operand in OPERANDS[product])
+        assert RaggedContraction(batch).contracted(product) == expected
 
 
 @pytest.mark.parametrize("free", [9, 10], ids=["blocks that divide it otherwise", "blocks that do not divide it"])

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from helpers import equations
 from jax import lax
+from jax.experimental import pallas as pl
 
 from haliax_fp8 import filter_grad, fp8_linear_layers
 from haliax_fp8._jax.opaque import opaque
@@ -97,3 +98,18 @@ def test_is_not_differentiated(times):
         square = jax.vmap(square)
     with pytest.raises(ValueError, match="restore_linear_layers"):
         jax.grad(lambda x: square(x).sum())(jnp.ones((2,) * times))
+
+
+@opaque()
+def doubled_by_a_kernel(x):
+    def kernel(x_ref, out_ref):
+        out_ref[...] = 2.0 * x_ref[...]
+
+    return pl.pallas_call(kernel, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype), interpret=True)(x)
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.vmap], ids=["eager", "jit", "vmap"])
+def test_internals_a_kernel_in_pallas_may_be_inside(wrap):
+    """JAX traces such kernels with references, which no equation of another primitive may hold."""
+    x = jnp.arange(8.0).reshape(2, 4)
+    np.testing.assert_array_equal(wrap(doubled_by_a_kernel)(x), 2.0 * x)

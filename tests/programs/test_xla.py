@@ -135,9 +135,47 @@ def test_xla_merges_or_separates_kernels(name, target, compiled):
     assert few < 6 <= many
 
 
+def gated(told, x, gate_kernel, up_kernel, down_kernel, grad):
+    """SwiGLU between FP8 products, recomputed with its gradients, as they are in a checkpointed block."""
+    outputs = product(x, gate_kernel), product(x, up_kernel)
+
+    def swiglu(gate, up):
+        gate, up = (y.astype(f32) for y in map(xla.read_together if told else lambda y: y, (gate, up)))
+        return (jax.nn.silu(gate) * up).astype(jnp.bfloat16)
+
+    out, pullback = jax.vjp(swiglu, *outputs)
+    arrays = out, *pullback(product(grad, down_kernel))
+    return [(quantized(y), jnp.max(jnp.abs(y.astype(f32)))) for y in arrays], [
+        product(quantized(y).T, x) for y in arrays
+    ]
+
+
+def readers_of_products(text):
+    """Kernels, besides products, of the entry."""
+    return len(re.findall(r" fusion\(.*kind=k(?:Loop|Input)", text[text.index("ENTRY") :]))
+
+
+def fp8(*shape):
+    return struct(*shape, dtype=f8)
+
+
+@pytest.mark.parametrize(("name", "target"), on(["read_together"], ["h100"]))
+def test_what_reads_a_product_of_tritons_is_fused(name, target, compiled):
+    """With XLA's defaults. The sizes are Llama's: how XLA fuses depends on them."""
+    rows, width, inner = 8192, 4096, 14336
+    args = fp8(rows, width), fp8(width, inner), fp8(width, inner), fp8(width, inner), fp8(rows, width)
+    texts = [
+        compiled(jax.jit(lambda *args, told=told: gated(told, *args)), *args, target=target, compiler_options={})[0]
+        for told in (True, False)
+    ]
+    told, not_told = map(readers_of_products, texts)
+    assert told < not_told
+
+
 def test_every_function_has_a_case():
     functions = {name for name, value in vars(xla).items() if getattr(value, "__module__", "") == xla.__name__}
-    assert functions == {*CASES, *KERNELS, "on_cpu", "on_cuda"}
+    # Small programs do not show what the last one does: `test_compiled_kernels_once.py`, with cuBLASLt alone.
+    assert functions == {*CASES, *KERNELS, "on_cpu", "on_cuda", "read_together", "transposed_once"}
 
 
 @pytest.mark.parametrize("choose, expected", [(xla.on_cpu, 1.0), (xla.on_cuda, 2.0)])

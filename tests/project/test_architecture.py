@@ -27,8 +27,8 @@ FLOORS = (
     ("_state",),
     # One product and its derivative.
     ("_product",),
-    # The two public ops.
-    ("_op",),
+    # The public ops.
+    ("_op", "attention"),
     # Models; and proof before purchase, which needs no model.
     ("_einsum", "layers", "preflight", "demo"),
     # The loop.
@@ -41,11 +41,11 @@ FLOOR = {room: floor for floor, line in enumerate(FLOORS) for room in line}
 
 # Up to and with the product: to be read and tested without Haliax, but for what its marker type needs.
 WITHOUT_HALIAX = {room for line in FLOORS[: FLOOR["_product"] + 1] for room in line}
-WITH_THE_MARKER = {"_state/marker.py", "_state/op_state.py", "_state/records.py"}
+WITH_THE_MARKER = {"_state/marker.py", "_state/op_state.py", "_state/records.py", "_state/require.py"}
 
 # The preflight reads any program, also of other packages: it knows devices, not recipes or layers. Of the product it
 # knows the names that traced programs carry.
-OF_THE_PREFLIGHT = {"devices", "_numerics", "_tables", "_product"}
+OF_THE_PREFLIGHT = {"devices", "_jax", "_numerics", "_tables", "_product"}
 NAMES_OF_THE_PRODUCT = {"names"}
 
 MAX_LINES = 330

@@ -113,6 +113,7 @@ def test_what_there_is_no_time_for_is_a_row_that_says_so(tmp_path):
         "linear",
         "Llama-8B, unrolled",
         "Llama-8B, scan",
+        "microbatches",
         "training",
         "product",
     }

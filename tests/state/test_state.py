@@ -311,10 +311,15 @@ def test_internals_are_the_ones_that_this_file_checks():
     needed = {f"{node.module}.{alias.name}" for node in imports for alias in node.names}
     assert needed == {
         "jax._src.core",
+        # Under test in `tests/attention/test_cudnn.py`, and with XLA's compiler in `tests/programs/`.
+        "jax._src.cudnn.fused_attention_stablehlo",
+        "jax._src.dispatch",
+        "jax._src.xla_bridge",
         "jax._src.dtypes",
         "jax._src.earray",
         "jax._src.ad_util.Zero",
         "jax._src.interpreters.ad",
+        "jax._src.interpreters.partial_eval",
         "jax._src.interpreters.pxla",
         "jax._src.lax.lax.from_edtype_p",
         "jax._src.lax.lax.to_edtype_p",

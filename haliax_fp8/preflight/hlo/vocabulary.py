@@ -5,6 +5,7 @@ spells out. What XLA renames is changed here. What it adds shows up by name: a c
 reported as opaque, and fails the tests that compile programs.
 """
 
+import dataclasses
 import enum
 import re
 from collections.abc import Mapping
@@ -162,6 +163,7 @@ class Call(enum.Enum):
 
     PRODUCT = "a matrix product"
     CONVOLUTION = "a convolution"
+    ATTENTION = "the products of a fused attention"
     OTHER = "no product"
     OPAQUE = "it does not describe what it computes"
     UNKNOWN = "not in this list"
@@ -190,10 +192,11 @@ BLOCK_SCALED = {"__cublas$lt$matmul$mx", "__cudnn$blockScaledDot"}
 _CALLS: Mapping[Call, tuple[str, ...]] = {
     Call.PRODUCT: (*LIBRARIES, "__cublas$lt$groupedMatmul"),
     Call.CONVOLUTION: ("__cudnn$conv",),
+    Call.ATTENTION: ("__cudnn$fmha",),
     Call.OPAQUE: (
-        # Kernels in Pallas, Triton or CUDA; cuDNN's attention.
+        # Kernels in Pallas, Triton or CUDA.
         *("__gpu$xla.gpu.triton", "__gpu$xla.gpu.ptx", "triton_kernel_call", MOSAIC, "tpu_custom_call"),
-        *("__cudnn$fmha", "__onednn$convolution"),
+        "__onednn$convolution",
     ),
     Call.OTHER: (
         # Sorts, norms, random numbers, decompositions, transforms.
@@ -231,3 +234,43 @@ def call_of(instruction: Instruction) -> Call:
 def target_of_call(instruction: Instruction) -> str:
     """The name of what a custom call calls; empty for any other instruction."""
     return instruction.attribute("custom_call_target")
+
+
+# --- Fused attention --------------------------------------------------------------------------------------------------
+
+CUDNN_ATTENTION = "cuDNN attention"
+"""What a report calls the kernels of cuDNN's attention."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Scores:
+    """The scores of a fused attention, which are not in memory.
+
+    Args:
+        batch: Of sequences, and of heads of the query.
+        queries: How many tokens ask.
+        keys: How many are asked.
+        is_causal: Whether half of them are hidden, and left out.
+        is_backward: Whether the call makes gradients.
+    """
+
+    batch: int
+    queries: int
+    keys: int
+    is_causal: bool
+    is_backward: bool
+
+
+def scores_of(call: Instruction) -> Scores | None:
+    """Those of a call of cuDNN's attention; None if it does not say.
+
+    References:
+        The message `CudnnfMHABackendConfig` in XLA.
+    """
+    config: dict[str, Any] = call.config.get("cudnn_fmha_backend_config", {})
+    dimensions = config.get("intermediate_tensor_shape", {}).get("dimensions", ())
+    if len(dimensions) != 4:
+        return None
+    batch, heads, queries, keys = map(int, dimensions)
+    is_causal = "CAUSAL" in config.get("mask_type", "")
+    return Scores(batch * heads, queries, keys, is_causal, "Backward" in target_of_call(call))

@@ -124,6 +124,11 @@ class PreflightReport(Printable):
             names = sorted({kernel.target for kernel in self.step.opaque})
             count = len(self.step.opaque)
             found.append(f"{count} kernels cannot be analyzed, and are not in the times: {', '.join(names)}")
+        if any(product.in_attention for product in self.step.products):
+            found.append(
+                "whether cuDNN has a kernel for each fused attention, and how much memory that works in, is known on "
+                "the device alone"
+            )
         if self._collectives:
             found.append("the times do not include communication")
         return tuple(found)

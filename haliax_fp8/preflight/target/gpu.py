@@ -12,6 +12,7 @@ from typing import Any
 import jax
 from jax.experimental import topologies
 
+from ..._jax.late_plugin import complete_plugin
 from ...devices.device import Device
 from ...devices.xla_flags import TRITON_PRODUCTS, XlaFlags
 from .compilers import NVIDIA
@@ -144,4 +145,5 @@ def _topology(**options: str) -> topologies.TopologyDescription:
             return topologies.get_topology_desc("", "cuda", **options)
         except NotImplementedError:
             _plugin().initialize()
+            complete_plugin("cuda")
             return topologies.get_topology_desc("", "cuda", **options)

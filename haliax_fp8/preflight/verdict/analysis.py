@@ -15,6 +15,7 @@ from ..hlo.text import Module, parse_hlo
 from ..hlo.traffic import is_kernel, touched
 from ..hlo.vocabulary import COLLECTIVES, LIBRARIES, Call, call_of, grouped_tile, is_fusion, is_triton, target_of_call
 from ..target.target import Target
+from .attention import attention_products, is_attention
 from .product import TRITON, Product
 from .program import Collective, Kernels, Opaque, Program
 from .reason import Evidence, indivisible, judge
@@ -82,6 +83,9 @@ class _Reader:
 
     def products(self, kernel: Site) -> Iterator[Product]:
         """The products that a kernel makes."""
+        if is_attention(kernel):
+            yield from attention_products(kernel, self.target)
+            return
         for site in opened(kernel):
             if (size := dimensions(site)) is not None:
                 yield self._product(kernel, site, size)

@@ -53,6 +53,8 @@ class Product:
         bytes: What one run reads and writes.
         verdict: How it runs.
         reason: Why it is not in FP8; empty if it is.
+        in_attention: Whether it is one of the products of a fused attention.
+        halved: Whether the kernel leaves out one half of it, which a causal mask hides.
     """
 
     layer: str
@@ -77,6 +79,8 @@ class Product:
     bytes: int
     verdict: Verdict
     reason: str
+    in_attention: bool = False
+    halved: bool = False
 
     @property
     def flops(self) -> int:
@@ -85,7 +89,7 @@ class Product:
 
     @property
     def _flops(self) -> int:
-        return 2 * self.batch * self.m * self.n * self.k * self.executions
+        return (1 if self.halved else 2) * self.batch * self.m * self.n * self.k * self.executions
 
     @property
     def useful_flops(self) -> int:

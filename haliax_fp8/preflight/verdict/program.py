@@ -157,4 +157,6 @@ def _seconds(product: Product, roofline: Roofline) -> float:
     wider = product.widened or max((product.lhs, product.rhs), key=lambda dtype: Shape(dtype).bits)
     dtype = "bf16" if Shape(wider).bits <= 8 and not product.is_fp8 else wider
     moved = product.executions * product.bytes
+    if product.in_attention:
+        return roofline.attention(dtype, product.flops, moved, product.executions)
     return roofline.products(dtype, product.flops, moved, product.executions, in_blocks=product.block_scaled)

@@ -95,7 +95,12 @@ def _why_emulated(evidence: Evidence, quantized: list[str], target: Target) -> s
 
 def indivisible(size: Dimensions) -> str:
     """The dimensions that FP8 tensor cores cannot take, such as `m=5, k=4095`; empty if there are none."""
-    return ", ".join(f"{name}={value}" for name, value in (("m", size.m), ("n", size.n), ("k", size.k)) if value % 16)
+    return indivisible_sizes(size.m, size.n, size.k)
+
+
+def indivisible_sizes(m: int, n: int, k: int) -> str:
+    """The same of three sizes."""
+    return ", ".join(f"{name}={value}" for name, value in (("m", m), ("n", n), ("k", k)) if value % 16)
 
 
 def _why_high_precision(evidence: Evidence, quantized: list[str], known: Mapping[str, str]) -> str:

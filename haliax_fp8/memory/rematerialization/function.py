@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import DTypeLike
 
-from .._numerics.require import require
-from .._product.arguments import floating_dtype
-from .._state.marker import OverwriteWithGradient
+from ..._numerics.require import require
+from ..._product.arguments import floating_dtype
+from ..._state.marker import OverwriteWithGradient
 
 
 def rematerialized(function: Callable[..., Any], compute_dtype: DTypeLike | None = None) -> Callable[..., Any]:

@@ -1,0 +1,199 @@
+"""cuDNN's fused attention in FP8 and in bfloat16, whose scores are never in memory, as JAX's own custom calls.
+
+JAX's public way to them asks a GPU for its compute capability and its version of cuDNN, and so compiles only where the
+GPU is. The calls themselves ask for neither, so they are made here directly: their limits, which JAX would check, are
+checked by callers. Whether cuDNN has a kernel for a call is known only on the device: it is asked for one when the
+program is loaded.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax._src import dispatch
+from jax._src.cudnn import fused_attention_stablehlo as cudnn
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import NamedSharding, PartitionSpec as P
+from jaxtyping import Array, Float, Float32
+
+
+# What cuDNN calls `[batch, tokens, heads, head_dim]`.
+_LAYOUT = cudnn.AttentionLayout.BTNH.value
+
+# JAX hands it to its own checks, none of which a newer one would fail.
+_VERSION = 91000
+
+
+def lower_with_devices(*primitives: Any) -> None:
+    """Declares primitives whose lowering contains these calls, which are divided over the devices of a program.
+
+    JAX looks for such primitives where it can see them, which is not within the lowering of others.
+
+    Args:
+        *primitives: Those that are in a traced program.
+    """
+    dispatch.prim_requires_devices_during_lowering.update(primitives)
+
+
+def fp8_forward(
+    operands: Sequence[Float[Array, "batch _ _ head_dim"]],
+    scales: Sequence[Float32[Array, ""]],
+    *,
+    scale: float,
+    is_causal: bool,
+    differentiated: bool,
+) -> tuple[Array, Array, Array, Array]:
+    """The output in FP8, the largest softmax weight, the largest output, and the logarithms that the gradient needs.
+
+    Args:
+        operands: Query, key and value in E4M3.
+        scales: What query, key, value and weights are multiplied with to give them back; what weights and output are
+            multiplied with to be rounded.
+        scale: Multiplies the scores.
+        is_causal: Whether a query sees only keys up to its own place.
+        differentiated: Whether a gradient follows. Without one, the logarithms are zeros.
+    """
+    query = operands[0]
+    numbers = [lax.reshape(x, (1, 1, 1, 1)) for x in scales]
+    found = _fp8_forward(*operands, *numbers, scale, is_causal, differentiated)
+    batch, tokens, heads, _ = query.shape
+    logs = found[3] if differentiated else jnp.zeros((batch, heads, tokens), jnp.float32)
+    return found[0], lax.reshape(found[1], ()), lax.reshape(found[2], ()), logs
+
+
+def fp8_backward(
+    operands: Sequence[Float[Array, "batch _ _ head_dim"]],
+    logs: Float32[Array, "batch heads tokens"],
+    scales: Sequence[Float32[Array, ""]],
+    *,
+    scale: float,
+    is_causal: bool,
+) -> tuple[Array, ...]:
+    """The gradients of query, key and value in FP8; the largest of each, and the largest gradient of a score.
+
+    Args:
+        operands: Query, key, value, output and the output's gradient in E4M3.
+        logs: From the forward pass.
+        scales: What query, key, value, output, the output's gradient, weights and scores' gradients are multiplied with
+            to give them back; what weights, the gradients of query, key, value and scores are multiplied with to be
+            rounded.
+        scale: As in the forward pass.
+        is_causal: Likewise.
+    """
+    numbers = [lax.reshape(x, (1, 1, 1, 1)) for x in scales]
+    *gradients, of_query, of_key, of_value, of_scores = _fp8_backward(*operands, logs, *numbers, scale, is_causal)
+    return *gradients, *(lax.reshape(x, ()) for x in (of_query, of_key, of_value, of_scores))
+
+
+def attention(
+    query: Float[Array, "batch tokens heads head_dim"],
+    key: Float[Array, "batch keys kv_heads head_dim"],
+    value: Float[Array, "batch keys kv_heads head_dim"],
+    *,
+    scale: float,
+    is_causal: bool,
+) -> Float[Array, "batch tokens heads head_dim"]:
+    """`jax.nn.dot_product_attention(implementation="cudnn")` for bfloat16 or float16, compiled without a device.
+
+    Args:
+        query: The queries.
+        key: The keys.
+        value: The values.
+        scale: Multiplies the scores.
+        is_causal: Whether a query sees only keys up to its own place.
+    """
+    none = jnp.zeros(0, query.dtype)
+    mask = cudnn.MaskType.CAUSAL if is_causal else cudnn.MaskType.NO_MASK
+    # After the operands: bias, lengths, offsets and pages, arguments of a function of scores; then what is static: the
+    # seed and rate of dropout, that there is no bias, no window, no function of scores.
+    others: tuple[Any, ...] = (none,) * 7
+    static = (scale, 42, 0.0, (False, False), mask, _LAYOUT, None, None, _VERSION, False)
+    return cudnn._dot_product_attention(query, key, value, *others, (), *static)
+
+
+# --- Divided over devices ---------------------------------------------------------------------------------------------
+
+# JAX's own rule for these calls keeps each device's largest values as if they were everybody's.
+
+
+def _over_batch_and_heads(
+    call: Callable[..., Sequence[Array]], results: str, *, operands: int, extra: int, scalars: int, amaxes: slice
+) -> Callable[..., Sequence[Array]]:
+    """A call that may be divided along its batch and its heads, with the largest values of all devices.
+
+    Args:
+        call: Takes arrays, then static arguments.
+        results: The axes of its results, one letter each.
+        operands: How many arrays come first: query, then key and value, then others like the query.
+        extra: How many static arguments there are.
+        scalars: How many scales there are.
+        amaxes: Which results are largest values.
+    """
+    arrays = ["b t h d", "b s g d", "b s g d", "b t h d", "b t h d", "b h t"][:operands]
+    rule = f"{', '.join([*arrays, *['w x y z'] * scalars])} -> {results}"
+    static = tuple(range(operands + scalars, operands + scalars + extra))
+    divided = custom_partitioning(call, static_argnums=static)
+
+    def partition(*args: Any) -> tuple[Any, ...]:
+        *given, mesh, shapes, _ = args
+        batch, _, heads, *_ = [*shapes[0].sharding.spec, None, None, None]
+        if shapes[1].shape[2] % math.prod(mesh.shape[name] for name in _names(heads)):
+            heads = None  # There are fewer heads of keys.
+        place = {"b": batch, "h": heads, "g": heads}
+        sharding = lambda axes: NamedSharding(mesh, P(*(place.get(name) for name in axes.split())))
+        names = (*_names(batch), *_names(heads))
+
+        def on_each(*arrays: Array) -> Sequence[Array]:
+            found = list(call(*arrays, *given))
+            found[amaxes] = [lax.pmax(x, names) if names else x for x in found[amaxes]]
+            return found
+
+        inputs, out = ([sharding(axes) for axes in side.split(", ")] for side in rule.split(" -> "))
+        return mesh, on_each, out, tuple(inputs)
+
+    divided.def_partition(
+        partition=partition,
+        sharding_rule=rule,
+        need_replication_factors=("t", "d", "s", "w", "x", "y", "z"),  # in the order of the rule
+    )
+    return divided
+
+
+def _names(spec: Any) -> tuple[Any, ...]:
+    """The mesh axes that divide an axis of an array."""
+    return spec if isinstance(spec, tuple) else () if spec is None else (spec,)
+
+
+def _forward_call(*args: Any) -> Sequence[Array]:
+    *arrays, scale, is_causal, differentiated = args
+    params = {"scale": scale, "use_causal_mask": is_causal, "layout": _LAYOUT, "is_training": differentiated}
+    return cudnn._dot_product_attention_fp8_fwd_p.bind(*arrays, **params)
+
+
+def _backward_call(*args: Any) -> Sequence[Array]:
+    *arrays, scale, is_causal = args
+    params = {"scale": scale, "use_causal_mask": is_causal, "layout": _LAYOUT}
+    return cudnn._dot_product_attention_fp8_bwd_p.bind(*arrays, **params)
+
+
+_AMAX = "w x y z"
+_forward = functools.partial(_over_batch_and_heads, _forward_call, operands=3, extra=3, scalars=6, amaxes=slice(1, 3))
+_with_logs = _forward(f"b t h d, {_AMAX}, {_AMAX}, b h t")
+_without_logs = _forward(f"b t h d, {_AMAX}, {_AMAX}")
+
+
+def _fp8_forward(*args: Any) -> Sequence[Array]:
+    return (_with_logs if args[-1] else _without_logs)(*args)
+
+
+_fp8_backward = _over_batch_and_heads(
+    _backward_call,
+    ", ".join(["b t h d", "b s g d", "b s g d", *[_AMAX] * 4]),
+    operands=6,
+    extra=2,
+    scalars=12,
+    amaxes=slice(3, 7),
+)

@@ -1,0 +1,70 @@
+"""Makes the copies of a kernel that its products take."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from .._jax.max_grad import to_float32
+from .._jax.xla import transposed_once
+from .._numerics.quantized_array import QuantizedArray
+from .._state.table import measures
+from ..recipes.recipe import USES, ProductName
+from ..recipes.scaling import stores_scale
+from .kernel_copies import Bits, KernelCopies, KernelCopy
+from .operands import measured_parts, quantize_operand, round_to, scales_of
+from .spec import ProductSpec
+
+
+def quantize_kernel(kernel: Float[Array, "..."], state: Array | None, spec: ProductSpec) -> KernelCopies[Array] | None:
+    """The copies of a kernel for all products with it; None if none are quantized, or some are rounded at random.
+
+    Bit for bit what the products would quantize. Nothing is differentiated: gradients reach the kernel itself.
+
+    Args:
+        kernel: The kernel, behind the axes of members.
+        state: The state of its op; None for a stateless recipe.
+        spec: What is static about its products; the contraction of the kernel's axes alone has to be right.
+    """
+    uses = [spec.recipe.quantization("kernel", product) for product in USES["kernel"]]
+    if any(use.rounding.needs_key for use in uses) or not any(use.scaling.quantizes for use in uses):
+        return None
+    state = None if state is None else lax.stop_gradient(to_float32(state))
+    return _copies(lax.stop_gradient(kernel), state, spec=spec)
+
+
+@functools.partial(jax.jit, static_argnames="spec")
+def _copies(kernel: Array, state: Array | None, *, spec: ProductSpec) -> KernelCopies[Array]:
+    kernel = round_to(kernel, spec.compute_dtype)
+    scales, found, copies = scales_of(state, spec), {}, []
+    for product in USES["kernel"]:
+        quantized_for = spec.quantized_for("kernel", product)
+        if quantized_for not in found:
+            found[quantized_for] = quantize_operand(kernel, "kernel", product, scales, None, (), spec)
+        copies.append(_copy(found[quantized_for], product, spec))
+    measured = None
+    if state is not None and measures(spec.recipe.scalings):
+        parts = measured_parts(kernel, found["fprop"], "kernel", (), spec, state)
+        measured = Bits.of(jnp.max(parts, axis=-1, keepdims=True))
+    directional = any(spec.recipe.quantization("kernel", use).scaling.directional for use in USES["kernel"])
+    contracted = tuple(spec.contraction.contracted(product)[1] for product in USES["kernel"]) if directional else None
+    return KernelCopies(copies[0], copies[1], measured, kernel.dtype, spec.exact_scales, contracted)
+
+
+def _copy(quantized: QuantizedArray, product: ProductName, spec: ProductSpec) -> KernelCopy[Array] | None:
+    scaling, leading = spec.recipe.quantization("kernel", product).scaling, spec.ensemble
+    if not scaling.quantizes:
+        return None
+    contracted = spec.contraction.contracted(product)[1]
+    kept = [axis for axis in range(quantized.data.ndim - leading) if axis not in contracted]
+    # In the order of the kernel, so that axes which lie last already stay where they are.
+    order = (*kept, *sorted(contracted))
+    data = quantized.data
+    if order != tuple(range(len(order))):
+        places = (*range(leading), *(leading + axis for axis in order))
+        data = transposed_once(data, places)
+    scale = None if stores_scale(scaling) else Bits.of(quantized.scale)
+    block = None if quantized.block is None else quantized.block[leading:]
+    return KernelCopy(Bits.of(data), scale, order, block, quantized.scale_bits)

@@ -1,0 +1,181 @@
+"""Attention with the roundings of cuDNN's kernels in FP8, in plain JAX: every score is in memory.
+
+    weights  = softmax(scale * q k^T)                      rounded with the scale of `weights`
+    output   = weights v                                   rounded with that of `output`
+    dv       = weights^T do                                rounded; `weights` in FP8, as above
+    dscores  = (do v^T - rowsum(do * o)) * weights * scale rounded; `weights` here in float32
+    dq, dk   = dscores k, dscores^T q                      rounded
+
+Everything between roundings is in float32, and so is the sum over the query heads that share a key.
+
+References:
+    cuDNN's documentation of SDPA in FP8; cudnn-frontend, `scaled_dot_product_flash_attention` and `sdpa_fp8_bwd`, for
+    what is rounded, with which scale, and what an amax is taken of.
+"""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Float32
+
+from .._jax.xla import actually_rounded
+from .._numerics.formats import E4M3
+from .._numerics.quantized_array import divide_by
+from .tensors import TENSORS
+
+
+@dataclasses.dataclass(frozen=True)
+class Attention:
+    """All that is static about one attention.
+
+    Args:
+        scale: Multiplies the scores.
+        is_causal: Whether a query sees only keys up to its own place.
+        rounds: Whether tensors are rounded to FP8; without, scales are not used.
+        emulate: Whether to emulate on every device, also on those that have cuDNN's kernels.
+    """
+
+    scale: float
+    is_causal: bool
+    rounds: bool = True
+    emulate: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Scales:
+    """The scales of the ten tensors by name.
+
+    Args:
+        all: float32, `[*members, 10]`.
+        rounds: Whether tensors are rounded at all.
+    """
+
+    all: Float32[Array, "*members 10"]
+    rounds: bool
+
+    def __getitem__(self, name: str) -> Float32[Array, "*members"]:
+        return lax.index_in_dim(self.all, TENSORS.index(name), self.all.ndim - 1, keepdims=False)
+
+    def over(self, name: str, x: Array) -> Float32[Array, "..."]:
+        """The scale of a tensor, to be multiplied with an array."""
+        return lax.expand_dims(self[name], range(self.all.ndim - 1, x.ndim))
+
+    def quantize(self, name: str, x: Float[Array, "..."]) -> Array:
+        """The data of a tensor in FP8; itself in float32 if nothing is rounded."""
+        return divide_by(x, self.over(name, x), E4M3).data if self.rounds else x.astype(jnp.float32)
+
+    def dequantize(self, name: str, data: Array) -> Float32[Array, "..."]:
+        """A tensor from its data."""
+        x = actually_rounded(data).astype(jnp.float32) if self.rounds else data
+        return x * self.over(name, x) if self.rounds else x
+
+    def rounded(self, name: str, x: Float32[Array, "..."]) -> Float32[Array, "..."]:
+        """What rounding leaves of a tensor."""
+        return self.dequantize(name, self.quantize(name, x))
+
+
+def forward(
+    query: Array, key: Array, value: Array, scales: Float32[Array, "*members 10"], *, attention: Attention
+) -> tuple[Array, Array, Float32[Array, "*members 2"]]:
+    """The output's data, the logarithms that the gradient needs, and the amaxes of weights and output.
+
+    Args:
+        query: Its data, `[*members, batch, tokens, heads, head_dim]`.
+        key: Its data; its heads may serve several of the query's.
+        value: Likewise.
+        scales: Of all tensors.
+        attention: What is static.
+    """
+    by = Scales(scales, rounds=attention.rounds)
+    members = scales.ndim - 1
+    q, k, v = (by.dequantize(name, x) for name, x in (("query", query), ("key", key), ("value", value)))
+    scores = _scores(q, k, attention)
+    highest = jnp.max(scores, axis=-1, keepdims=True)
+    logs = highest + jnp.log(jnp.sum(jnp.exp(scores - highest), axis=-1, keepdims=True))
+    weights = jnp.exp(scores - logs)
+    out = _einsum("...bhgts,...bshd->...bthgd", by.rounded("weights", weights), v)
+    out = jnp.reshape(out, query.shape)
+    amaxes = jnp.stack([_amax(weights, members), _amax(out, members)], axis=-1)
+    return by.quantize("output", out), jnp.reshape(logs, (*query.shape[:-3], -1, query.shape[-3])), amaxes
+
+
+def backward(
+    query: Array,
+    key: Array,
+    value: Array,
+    output: Array,
+    output_grad: Array,
+    logs: Float32[Array, "*members batch heads tokens"],
+    scales: Float32[Array, "*members 10"],
+    *,
+    attention: Attention,
+) -> tuple[Array, Array, Array, Float32[Array, "*members 4"]]:
+    """The data of the gradients of query, key and value; the amaxes of the gradients of scores, query, key and value.
+
+    Args:
+        query: As in the forward pass.
+        key: Likewise.
+        value: Likewise.
+        output: As the forward pass returned it.
+        output_grad: The data of its gradient.
+        logs: As the forward pass returned them.
+        scales: Of all tensors.
+        attention: What is static.
+    """
+    by = Scales(scales, rounds=attention.rounds)
+    members = scales.ndim - 1
+    named = {"query": query, "key": key, "value": value, "output": output, "output_grad": output_grad}
+    q, k, v, o, g = (by.dequantize(name, x) for name, x in named.items())
+    scores = _scores(q, k, attention)
+    weights = jnp.exp(scores - jnp.reshape(logs, (*scores.shape[:-1], 1)))
+    in_groups = lambda x: _in_groups(x, k)
+    of_value = _einsum("...bhgts,...bthgd->...bshd", by.rounded("weights", weights), in_groups(g))
+    of_weights = _einsum("...bthgd,...bshd->...bhgts", in_groups(g), v)
+    along = jnp.moveaxis(jnp.sum(in_groups(g) * in_groups(o), axis=-1), -3, -1)
+    of_scores = (of_weights - along[..., None]) * weights * np.float32(attention.scale)
+    rounded = by.rounded("scores_grad", of_scores)
+    of_query = jnp.reshape(_einsum("...bhgts,...bshd->...bthgd", rounded, k), query.shape)
+    of_key = _einsum("...bhgts,...bthgd->...bshd", rounded, in_groups(q))
+    measured = [of_scores, of_query, of_key, of_value]
+    gradients = {"query_grad": of_query, "key_grad": of_key, "value_grad": of_value}
+    of_query, of_key, of_value = (by.quantize(name, x) for name, x in gradients.items())
+    return of_query, of_key, of_value, jnp.stack([_amax(x, members) for x in measured], axis=-1)
+
+
+def reference(
+    query: Float32[Array, "*members batch tokens heads head_dim"],
+    key: Float32[Array, "*members batch keys kv_heads head_dim"],
+    value: Float32[Array, "*members batch keys kv_heads head_dim"],
+    *,
+    attention: Attention,
+) -> Float32[Array, "*members batch tokens heads head_dim"]:
+    """Attention in float32, which rounds nothing."""
+    scores = _scores(query, key, attention)
+    weights = jnp.exp(scores - jnp.max(scores, axis=-1, keepdims=True))
+    weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
+    return jnp.reshape(_einsum("...bhgts,...bshd->...bthgd", weights, value), query.shape)
+
+
+def _in_groups(x: Array, key: Array) -> Array:
+    """With an axis for the heads of a key, and one for the queries that each serves."""
+    heads = key.shape[-2]
+    return jnp.reshape(x, (*x.shape[:-2], heads, x.shape[-2] // heads, x.shape[-1]))
+
+
+def _scores(query: Array, key: Array, attention: Attention) -> Float32[Array, "*batch heads group tokens keys"]:
+    scores = _einsum("...bthgd,...bshd->...bhgts", _in_groups(query, key), key) * np.float32(attention.scale)
+    if not attention.is_causal:
+        return scores
+    place, of_key = (lax.broadcasted_iota(jnp.int32, scores.shape[-2:], axis) for axis in (0, 1))
+    seen = lax.broadcast_in_dim(lax.le(of_key, place), scores.shape, (scores.ndim - 2, scores.ndim - 1))
+    return jnp.where(seen, scores, np.float32(-np.inf))
+
+
+def _einsum(subscripts: str, *operands: Array) -> Float32[Array, "..."]:
+    return jnp.einsum(subscripts, *operands, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+
+
+def _amax(x: Array, members: int) -> Float32[Array, "*members"]:
+    return jnp.max(jnp.abs(x), axis=tuple(range(members, x.ndim)), initial=0.0)

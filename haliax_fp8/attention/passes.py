@@ -1,0 +1,154 @@
+"""The forward and the backward pass of attention: quantize, call the kernel, give back; and what is measured."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Float32
+
+from .._jax.mesh_axes import axes_to_reduce
+from .._jax.opaque import opaque
+from .._product.names import FP8_ATTENTION
+from ..recipes.scaling import AbstractStatefulScaling
+from . import kernels
+from .emulated import Attention, Scales, reference
+from .state import cotangent, scales_of
+from .tensors import OPERANDS
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionSpec:
+    """All that is static about one FP8 attention with its state.
+
+    Args:
+        attention: What is computed, and how.
+        scaling: Of all ten tensors.
+        is_record: Whether the state is a record, or a whole table.
+        out_dtype: The dtype of the output.
+        ensemble: How many leading axes of every array number independent members, each with its own state.
+    """
+
+    attention: Attention
+    scaling: AbstractStatefulScaling
+    is_record: bool
+    out_dtype: np.dtype
+    ensemble: int = 0
+
+
+class Residuals(NamedTuple):
+    """What the backward pass keeps: FP8 data, and a few numbers.
+
+    Args:
+        query: The query as quantized.
+        key: The key as quantized.
+        value: The value as quantized.
+        output: The output as the kernel rounded it.
+        logs: The logarithms of each row's sum.
+        measured: The amaxes of the five tensors of the forward pass.
+        state: Where the scales come from.
+    """
+
+    query: Array
+    key: Array
+    value: Array
+    output: Array
+    logs: Array
+    measured: Array
+    state: Array
+
+
+def output(query: Array, key: Array, value: Array, state: Array, spec: AttentionSpec) -> Array:
+    """The output, if no gradient is requested."""
+    return _forward(query, key, value, state, spec=spec, differentiated=False)[0]
+
+
+def forward(query: Array, key: Array, value: Array, state: Array, spec: AttentionSpec) -> tuple[Array, Residuals]:
+    """The output, and the residuals of the backward pass."""
+    out, kept = _forward(query, key, value, state, spec=spec, differentiated=True)
+    quantized_query, quantized_key, quantized_value, of_kernel, logs, measured = kept
+    return out, Residuals(quantized_query, quantized_key, quantized_value, of_kernel, logs, measured, state)
+
+
+@opaque("spec", "differentiated")
+def _forward(
+    query: Array, key: Array, value: Array, state: Array, *, spec: AttentionSpec, differentiated: bool
+) -> tuple[Array, tuple[Array, ...]]:
+    """The output; all residuals but the state."""
+    by = _scales(state, spec)
+    operands = dict(zip(OPERANDS, (query, key, value), strict=True))
+    with jax.named_scope(FP8_ATTENTION):
+        q, k, v = (by.quantize(name, x) for name, x in operands.items())
+        out, logs, amaxes = kernels.forward(
+            q, k, v, by.all, attention=spec.attention, differentiated=differentiated, members=spec.ensemble
+        )
+    result = lax.convert_element_type(by.dequantize("output", out), spec.out_dtype)
+    if not differentiated:
+        return result, ()
+    measured = _measured([*operands.values()], amaxes, state, spec)
+    return result, (q, k, v, out, logs, measured)
+
+
+@opaque("spec", "dtypes", "update")
+def backward(
+    grad: Array,
+    residuals: Residuals,
+    *,
+    spec: AttentionSpec,
+    dtypes: tuple[np.dtype, np.dtype, np.dtype],
+    update: bool,
+) -> tuple[tuple[Array, Array, Array], Array | None]:
+    """The gradients of query, key and value in the dtypes given, and if wanted that of the state."""
+    by, state = _scales(residuals.state, spec), residuals.state
+    with jax.named_scope(FP8_ATTENTION):
+        data = by.quantize("output_grad", grad)
+        *found, amaxes = kernels.backward(
+            *residuals[:4], data, residuals.logs, by.all, attention=spec.attention, members=spec.ensemble
+        )
+    names = ("query_grad", "key_grad", "value_grad")
+    gradients = [
+        lax.convert_element_type(by.dequantize(name, x), dtype)
+        for name, x, dtype in zip(names, found, dtypes, strict=True)
+    ]
+    of_query, of_key, of_value = gradients
+    if not update:
+        return (of_query, of_key, of_value), None
+    measured = lax.concatenate(
+        [residuals.measured, _measured([grad], amaxes, state, spec)], residuals.measured.ndim - 1
+    )
+    new = cotangent(measured, state, grad, is_record=spec.is_record, scaling=spec.scaling, ensemble=spec.ensemble)
+    return (of_query, of_key, of_value), new
+
+
+def tangent(tangents: Sequence[Array | None], residuals: Residuals, *, spec: AttentionSpec) -> Array:
+    """The output's tangent at the quantized operands, rounding taken as the identity."""
+    by = _scales(residuals.state, spec)
+    operands = [by.dequantize(name, x) for name, x in zip(OPERANDS, residuals[:3], strict=True)]
+    given = [jnp.zeros_like(x) if t is None else t.astype(jnp.float32) for x, t in zip(operands, tangents, strict=True)]
+    function = lambda *operands: reference(*operands, attention=spec.attention)
+    return jax.jvp(function, tuple(operands), tuple(given))[1].astype(spec.out_dtype)
+
+
+def _scales(state: Array, spec: AttentionSpec) -> Scales:
+    return Scales(scales_of(state, is_record=spec.is_record), spec.attention.rounds)
+
+
+def _measured(
+    operands: Sequence[Float[Array, "..."]],
+    amaxes: Float32[Array, "*ensemble kernel"],
+    state: Array,
+    spec: AttentionSpec,
+) -> Float32[Array, "*ensemble all"]:
+    """The amaxes of operands, then those that the kernel found; devices that share the state take the largest."""
+    found = [
+        lax.convert_element_type(
+            jnp.max(jnp.abs(x), axis=tuple(range(spec.ensemble, x.ndim)), initial=0.0), jnp.float32
+        )
+        for x in operands
+    ]
+    amaxes = lax.concatenate([*(lax.expand_dims(x, (x.ndim,)) for x in found), amaxes], amaxes.ndim - 1)
+    axes = axes_to_reduce(operands[0], state)
+    return lax.pmax(amaxes, axes) if axes else amaxes

@@ -1,0 +1,64 @@
+"""How the state of an attention enters it, and what it returns as the state's cotangent."""
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float32
+
+from .._jax.max_grad import is_max_grad, to_float32
+from .._numerics.formats import E4M3
+from .._state.members import recorded_by_first
+from .._state.table import next_table, record_length, scales_in
+from ..recipes.scaling import AbstractStatefulScaling
+from .tensors import TENSORS
+
+
+LIMITS = (E4M3.max,) * len(TENSORS)
+"""The largest values of the tensors' formats."""
+
+
+def scales_of(state: Array, *, is_record: bool) -> Float32[Array, "*ensemble 10"]:
+    """The scales of the ten tensors.
+
+    Args:
+        state: A table, or a record.
+        is_record: Which.
+    """
+    numbers = to_float32(state)
+    if is_record:
+        return lax.slice_in_dim(numbers, 0, len(TENSORS), axis=numbers.ndim - 1)
+    return scales_in(numbers, LIMITS)[0]
+
+
+def cotangent(
+    measured: Float32[Array, "*ensemble 10"],
+    state: Array,
+    grad: Array,
+    *,
+    is_record: bool,
+    scaling: AbstractStatefulScaling,
+    ensemble: int,
+) -> Float32[Array, "..."]:
+    """The cotangent of the state: the table of the next step; or what was measured, and the mark of the record.
+
+    Args:
+        measured: The amaxes of the ten tensors.
+        state: A table, or a record.
+        grad: The output's gradient.
+        is_record: Which the state is.
+        scaling: Of all tensors.
+        ensemble: How many leading axes number members.
+    """
+    numbers, scalings = to_float32(state), (scaling,) * len(TENSORS)
+    if not is_record:
+        if ensemble and not is_max_grad(state):
+            # A product tells copies of a state from members of an ensemble by their kernels; here there is none.
+            raise ValueError(
+                "an Fp8Attention has a state of its own for each example or member (an ensemble, or a lax.cond or "
+                "custom_vjp under vmap), and its gradient is taken with eqx.filter_grad, which would sum the amaxes of "
+                "examples. Use haliax_fp8.filter_grad, TrainStep, or training.exact_gradients"
+            )
+        return next_table(numbers, lax.expand_dims(measured, (measured.ndim,)), scalings, LIMITS)
+    missing = record_length(scalings) - len(TENSORS)
+    mark = lax.slice_in_dim(numbers, numbers.shape[-1] - 1, None, axis=numbers.ndim - 1)
+    zeros = jnp.zeros((*measured.shape[:-1], missing), jnp.float32)
+    return recorded_by_first(lax.concatenate([measured, zeros, mark], measured.ndim - 1), grad, ensemble)

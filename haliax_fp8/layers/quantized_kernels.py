@@ -1,0 +1,164 @@
+"""quantize_kernels: every kernel quantized once, for all products of a step."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import haliax as hax
+import jax
+import jax.numpy as jnp
+
+from .._op import Fp8DotGeneral
+from .._product.contraction import AbstractContraction
+from .._product.dimensions import DotDimensions
+from .._product.dot import DotContraction
+from .._product.grouped.contraction import RaggedContraction
+from .config import Fp8Config, as_config
+from .kernel import Features, Kernel, axes_of, count
+from .ops import all_ops, is_op, named_ops
+from .walk import map_layers_in_stacks, rule_of
+
+
+def quantize_kernels[M](model: M, config: Fp8Config | None = None) -> M:
+    """The model with each kernel as its products take it, so that several evaluations quantize it once.
+
+    Every product quantizes its kernel, and every microbatch has such a product. Give the loss of all microbatches this
+    model instead, or make it inside a loss that loops, as over the stages of a pipeline. Numbers are the same, bit for
+    bit: outputs, gradients and state. Gradients are those of `model`, and have its structure.
+
+    It is for one step, within its `jit`: the copies are those of the weights that `model` has now, and of no later
+    one's. So what would carry them into the next step raises: `TrainStep`, `trainable`, `apply_updates`, and Haliax's
+    state dict. Use `model` there. `TrainStep(quantize_kernels="once")` does all this.
+
+    The copies take a byte per weight for fprop and one for dgrad, stored along what each of them sums over, as
+    cuBLASLt reads it up to Hopper. Some layers stay as they are, and quantize in each product: those whose recipe
+    rounds kernels at random, whose weight is not an array (`eqx.nn.Shared`), or whose class has no rule. In an ensemble
+    under `vmap`, a stateless recipe with one scale per tensor has one for each member.
+
+    Args:
+        model: A converted model; others are returned unchanged.
+        config: Only its `rules` matter; needed if the model was converted with custom rules.
+
+    Returns:
+        The model for the losses of one step.
+
+    Raises:
+        ValueError: If the scales of a layer's recipe run along what is contracted, and its `Kernel` does not tell which
+            axes those are. When called, if a product gets another kernel than the layer's weight: of another shape, or
+            in another dtype, as in a loss that casts its parameters.
+
+    Example:
+        >>> fp8_model = fp8_linear_layers(model)
+        >>> quantized = quantize_kernels(fp8_model)
+        >>> bool(loss_fn(quantized, x) == loss_fn(fp8_model, x))
+        True
+    """
+    done: dict[int, Any] = {}
+    rules = as_config(config).rules
+
+    def quantized(path: str, layer: Any, stack: tuple[hax.Axis, ...]) -> Any:
+        rule = rule_of(layer, rules)
+        if (op := rule.op(layer)) is None:
+            return layer
+        # The same object in two places stays one object.
+        if id(layer) not in done:
+            done[id(layer)] = rule.with_op(layer, _with_copies(path, op, rule.kernel(layer), stack))
+        return done[id(layer)]
+
+    return map_layers_in_stacks(quantized, model, rules)
+
+
+def without_kernel_copies[T](tree: T) -> T:
+    """A model, or its gradients, without what `quantize_kernels` added; unchanged if there is nothing.
+
+    Args:
+        tree: The model, or any tree.
+    """
+    if all(op.kernel_copies is None for op in all_ops(tree)):
+        return tree
+    plain = lambda node: dataclasses.replace(node, kernel_copies=None) if is_op(node) else node
+    return jax.tree.map(plain, tree, is_leaf=is_op)
+
+
+def require_no_kernel_copies(model: Any, name: str = "model") -> None:
+    """Raises a ValueError if a model that is to last has copies of its kernels, which would not follow its weights.
+
+    Args:
+        model: A model, or any tree; gradients have no copies.
+        name: The argument's name, for the error.
+    """
+    if not any(_has_copies(op) for op in all_ops(model)):
+        return
+    paths = [path or "the model itself" for path, op in named_ops(model) if _has_copies(op)]
+    more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
+    raise ValueError(
+        f"{name} has quantized kernels, in {', '.join(paths[:3])}{more}: copies of the weights of one step, which do "
+        "not change with them. Pass the model that quantize_kernels was given; only losses get the one with copies"
+    )
+
+
+def _has_copies(op: Fp8DotGeneral) -> bool:
+    # In gradients there is None in their places, or JAX's arrays without elements.
+    leaves = jax.tree.leaves(op.kernel_copies)
+    return any(getattr(leaf, "dtype", None) != jax.dtypes.float0 for leaf in leaves)
+
+
+def _with_copies(path: str, op: Fp8DotGeneral, kernel: Kernel, stack: tuple[hax.Axis, ...]) -> Fp8DotGeneral:
+    array = kernel.weight.array if isinstance(kernel.weight, hax.NamedArray) else kernel.weight
+    if not hasattr(array, "dtype") or not jnp.issubdtype(array.dtype, jnp.floating) or op.state_per_group:
+        return op
+    members, stack = kernel.members_and_stack(stack)
+    names = tuple(axis.name for axis in stack)
+    leading = (*(None for _ in members), *names)
+    if isinstance(kernel.weight, hax.NamedArray):
+        array, contraction = _of_named(kernel, names, len(members))
+    else:
+        contraction = _of_plain(path, op, kernel, array.shape[len(leading) :])
+    if kernel.factor != 1.0:
+        array = array * kernel.factor
+    return op.with_kernel_copies(array, contraction, leading)
+
+
+def _of_named(kernel: Kernel, stack: Sequence[str], members: int) -> tuple[jax.Array, AbstractContraction]:
+    """The kernel as the layer hands it over, and its products."""
+    array, names = kernel.weight.array, kernel.weight.axis_names
+    own = [name for name in names if name not in stack]
+    if kernel.Experts is not None:
+        # As `Fp8MoELinear` rearranges it.
+        own = [*_names(kernel.Experts), *_names(kernel.In), *_names(kernel.Out)]
+    order = [names.index(name) + members for name in (*stack, *own)]
+    array = jnp.transpose(array, (*range(members), *order))
+    if kernel.Experts is not None:
+        return array, RaggedContraction()
+    inputs = kernel.contracted
+    if inputs is None:
+        inputs = tuple(map(own.index, _names(kernel.In)))
+    return array, _dot(array.shape[members + len(stack) :], inputs)
+
+
+def _names(features: Features | hax.AxisSpec | None) -> list[str]:
+    return [] if features is None or isinstance(features, int | str) else [axis.name for axis in axes_of(features)]
+
+
+def _of_plain(path: str, op: Fp8DotGeneral, kernel: Kernel, shape: tuple[int, ...]) -> AbstractContraction:
+    """The products of a weight whose axes have no names."""
+    if kernel.contracted is not None:
+        return _dot(shape, kernel.contracted)
+    if kernel.In is not None and kernel.Out is not None:
+        sizes = count(kernel.Out), count(kernel.In)
+        found = [axes for axes, fits in (((1,), sizes), ((0,), sizes[::-1])) if shape == fits]
+        if len(found) == 1:
+            return _dot(shape, found[0])
+    if any(op.recipe.quantization("kernel", product).scaling.directional for product in ("fprop", "dgrad")):
+        raise ValueError(
+            f"the kernel of {path or 'the model itself'} has shape {shape}, which does not tell what its product sums "
+            f"over, and scales of the recipe ({op.recipe}) run along that. Say it in the Kernel of the layer's "
+            "LayerRule: Kernel(..., contracted=(1,))"
+        )
+    # One scale for all: what is contracted decides in which order the data are stored, no more.
+    return _dot(shape, (len(shape) - 1,) if shape else ())
+
+
+def _dot(shape: tuple[int, ...], contracted: tuple[int, ...]) -> DotContraction:
+    sizes = tuple(shape[axis] for axis in contracted)
+    return DotContraction(DotDimensions.of(((range(len(sizes)), contracted), ((), ())), sizes, shape))

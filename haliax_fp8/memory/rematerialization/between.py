@@ -1,0 +1,168 @@
+"""The rule for modules that compute something cheap between linear layers, such as a gated activation."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..._jax.xla import read_together
+from .function import rematerialized
+from .rule import RematerializationRule, loaded
+
+
+@dataclasses.dataclass(frozen=True)
+class BetweenLayers(RematerializationRule):
+    """Modules such as `down(silu(gate(x)) * up(x))`: what they compute between their layers keeps only its inputs.
+
+    The layers run as before, once. The module's code stays in charge: for the input of a layer in `after`, it is called
+    again with the layers' outputs so far in place of the layers, up to where it calls that layer. So this works for any
+    code that does nothing expensive between its layers, and gives what that code gives.
+
+    Args:
+        types: The classes; or their full names, such as `"package.module:Class"`, where a package may be missing.
+        before: The attributes that hold the layers whose outputs are kept; or sequences of layers.
+        after: The attributes that hold the layers whose inputs are computed again.
+        gated: Whether outputs of several of them are multiplied in between.
+
+    Example:
+        >>> class GLU(eqx.Module):
+        ...     gate: hnn.Linear
+        ...     up: hnn.Linear
+        ...     down: hnn.Linear
+        ...     def __call__(self, x):
+        ...         return self.down(hnn.sigmoid(self.gate(x)) * self.up(x))
+        >>> rule = BetweenLayers((GLU,), before=("gate", "up"), after=("down",), gated=True)
+        >>> Embed, Inner = hax.make_axes(embed=16, inner=32)
+        >>> gate, up = (hnn.Linear.init(Embed, Inner, key=jax.random.key(i)) for i in range(2))
+        >>> glu = GLU(gate, up, hnn.Linear.init(Inner, Embed, key=jax.random.key(2)))
+        >>> model = rematerialize(glu, rules=(rule, *default_rematerialization))
+        >>> bool((model(hax.ones(Embed)).array == glu(hax.ones(Embed)).array).all())
+        True
+    """
+
+    types: tuple[type | str, ...]
+    before: tuple[str, ...]
+    after: tuple[str, ...]
+    gated: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("before", "after"):
+            value = getattr(self, name)
+            if isinstance(value, str) or not value:
+                raise ValueError(f"{name}={value!r} of BetweenLayers must be a tuple of attributes, such as ('down',)")
+
+    @property
+    def module_types(self) -> tuple[type, ...]:
+        """Those of the classes that are loaded."""
+        return loaded(self.types)
+
+    def refusal(self, module: Any) -> str | None:
+        """Attributes that the module does not have."""
+        missing = [name for name in (*self.before, *self.after) if not hasattr(module, name)]
+        return f"it has no attribute {', '.join(missing)}" if missing else None
+
+    @property
+    def is_gated(self) -> bool:
+        """As given."""
+        return self.gated
+
+    def call(
+        self,
+        plain: Callable[..., Any],
+        module: Any,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        compute_dtype: np.dtype | None,
+    ) -> Any:
+        """The call, with a recomputed input for each layer in `after`."""
+        outputs: list[Any] = []
+        rest = with_attributes(module, dict.fromkeys((*self.before, *self.after)))
+
+        def input_of_next(rest: Any, outputs: list[Any], args: Any, kwargs: Any) -> Any:
+            """What the code computes from the outputs of the layers so far, for the layer that it calls next."""
+            calls = iter(outputs)
+
+            def replay(layer: Any, x: Any, layer_args: Any, layer_kwargs: Any, *, is_after: bool) -> Any:
+                for out in calls:
+                    return out
+                raise _Reached(x)
+
+            try:
+                plain(self._with_stand_ins(rest, module, replay), *args, **kwargs)
+            except _Reached as reached:
+                return reached.x
+            raise ValueError(f"{type(module).__name__} called its layers in another way when it was called again")
+
+        recomputed = rematerialized(input_of_next, compute_dtype)
+
+        def record(layer: Any, x: Any, layer_args: Any, layer_kwargs: Any, *, is_after: bool) -> Any:
+            if is_after and outputs:
+                # What the code has computed in place of this, nothing reads: compilers leave it out.
+                try:
+                    x = recomputed(rest, jax.tree.map(_as_read, list(outputs)), args, kwargs)
+                except jax.errors.UnexpectedTracerError as error:
+                    raise ValueError(
+                        f"{type(module).__name__} maps its layers one by one, as in jax.vmap(self.{self.after[0]})(x), "
+                        "so BetweenLayers does not see their outputs; map the module as a whole"
+                    ) from error
+            outputs.append(layer(x, *layer_args, **layer_kwargs))
+            return outputs[-1]
+
+        return plain(self._with_stand_ins(module, module, record), *args, **kwargs)
+
+    def _with_stand_ins(self, module: Any, layers: Any, called: Callable[..., Any]) -> Any:
+        """The module with a function in the place of each layer; `layers` is the module that has the layers."""
+        stand_ins = {}
+        for name in dict.fromkeys((*self.before, *self.after)):
+            layer, is_after = getattr(layers, name), name in self.after
+            is_sequence = isinstance(layer, list | tuple)
+            found = [_StandIn(one, called, is_after) for one in (layer if is_sequence else [layer])]
+            stand_ins[name] = tuple(found) if is_sequence else found[0]
+        return with_attributes(module, stand_ins)
+
+
+def _as_read(x: Any) -> Any:
+    is_floating = isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.floating)
+    return read_together(x) if is_floating else x
+
+
+class _Reached(BaseException):
+    """Ends a call at a layer; no `except Exception` of the module's code stops it.
+
+    Args:
+        x: The layer's input.
+    """
+
+    def __init__(self, x: Any) -> None:
+        self.x = x
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _StandIn:
+    """In the place of a layer while its module is called; has the layer's attributes."""
+
+    layer: Any
+    called: Callable[..., Any]
+    is_after: bool
+
+    def __call__(self, x: Any, /, *args: Any, **kwargs: Any) -> Any:
+        return self.called(self.layer, x, args, kwargs, is_after=self.is_after)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.layer, name)
+
+
+def with_attributes(module: Any, attributes: Mapping[str, Any]) -> Any:
+    """A copy of a module with other values, of any type, for some attributes; its constructor does not run.
+
+    Args:
+        module: The module.
+        attributes: The values by name.
+    """
+    copy = object.__new__(type(module))
+    for name, value in {**vars(module), **attributes}.items():
+        object.__setattr__(copy, name, value)
+    return copy

@@ -1,0 +1,128 @@
+"""rematerialize: the norms and activations of a model keep only their inputs for the backward pass."""
+
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..._numerics.require import require, require_bool
+from ...devices.device import Device
+from ...layers.patterns import path_string
+from ...layers.rematerialization import AbstractRematerialized
+from .default import default_rematerialization
+from .rule import RematerializationRule
+from .subclass import Rematerialization, with_rematerialization, without_rematerialization
+
+
+def rematerialize[M](
+    model: M,
+    *,
+    device: Device | str | None = None,
+    in_float32: bool | None = None,
+    rules: tuple[RematerializationRule, ...] = default_rematerialization,
+) -> M:
+    """Makes a model's norms, and the activations between its linear layers, keep only their inputs.
+
+    They are computed again in the backward pass, which costs little, as `rematerialized` does for a function; but the
+    model's code need not call it. Without it, a scan over layers stacks their intermediate values, often in float32,
+    and XLA's default flags keep it from fusing what follows a product. The model may be converted, before or after
+    this, or not at all.
+
+    Each of these modules becomes an instance of a subclass of its class: attributes, parameters, paths and state dicts
+    stay, and so do values and gradients, unless `in_float32`. `transfer_optimizer_state` carries an optimizer's state
+    over. `describe` lists the modules.
+
+    Args:
+        model: The model.
+        device: The device that the model will run on, or its name; by default the local one. It decides on float32.
+        in_float32: Whether gated activations are computed in float32 and rounded once, which is more accurate. By
+            default where that moves fewer bytes in compiled programs: on Hopper.
+        rules: Which classes are changed, and how. For your own feed-forward class, add a `BetweenLayers`.
+
+    Returns:
+        The model with these modules changed; `restore_rematerialized` undoes it.
+
+    Raises:
+        ValueError: If no rule matches, a module cannot be changed, or the device's name is unknown.
+
+    References:
+        Selective recomputation, arXiv:2205.05198, section 5.
+
+    Example:
+        >>> embed, key = hax.Axis("embed", 64), jax.random.key(0)
+        >>> model = {"norm": hnn.LayerNorm.init(embed), "mlp": hnn.MLP.init(embed, embed, 256, 1, key=key)}
+        >>> model = rematerialize(fp8_linear_layers(model))
+        >>> describe(model).rematerialized
+        {'mlp': 'MLP', 'norm': 'LayerNorm'}
+        >>> isinstance(model["norm"], hnn.LayerNorm), model["norm"].weight.axes
+        (True, (Axis(name='embed', size=64),))
+    """
+    for rule in rules:
+        require("rules", rule, RematerializationRule, "BetweenLayers(...) or WholeCall(...)", of="rematerialize")
+    if in_float32 is not None:
+        require_bool("in_float32", in_float32, of="rematerialize")
+    else:
+        place = Device.by_name(device) if isinstance(device, str) else device or Device.default()
+        in_float32 = _gains_from_float32(place)
+    dtype = np.dtype(jnp.float32) if in_float32 else None
+    changed: list[str] = []
+
+    def change(path: str, module: Any) -> Any:
+        rule = next(rule for rule in rules if isinstance(module, rule.module_types))
+        plain = without_rematerialization(module)
+        refusal = rule.refusal(plain) if isinstance(plain, eqx.Module) else "it is not an eqx.Module"
+        if refusal is not None:
+            raise ValueError(
+                f"rules of rematerialize match {path or 'the model itself'}, a {type(plain).__name__}, which cannot be "
+                f"changed: {refusal}"
+            )
+        changed.append(path)
+        return with_rematerialization(module, Rematerialization(rule, dtype if rule.is_gated else None))
+
+    result = _map_modules(change, model, tuple(one for rule in rules for one in rule.module_types))
+    if not changed:
+        names = sorted({one.__name__ for rule in rules for one in rule.module_types})
+        raise ValueError(
+            f"model of class {type(model).__name__} has no module that rules of rematerialize match; they match "
+            f"{', '.join(names)}. For your own class, add WholeCall((Norm,)) or BetweenLayers((Mlp,), "
+            "before=('gate', 'up'), after=('down',), gated=True) to rules"
+        )
+    return result
+
+
+def restore_rematerialized[M](model: M) -> M:
+    """The inverse of `rematerialize`: every module has the class that it had.
+
+    Args:
+        model: The model, which may have been converted and trained since.
+
+    Example:
+        >>> bool(eqx.tree_equal(restore_rematerialized(rematerialize(model)), model))
+        True
+    """
+    return _map_modules(lambda path, module: without_rematerialization(module), model, (AbstractRematerialized,))
+
+
+def _gains_from_float32(device: Device) -> bool:
+    """Whether programs with gated activations move fewer bytes then. `docs/performance.md` has the figures."""
+    return device.platform == "cuda" and device.compute_capability.startswith("9.")
+
+
+def _map_modules(change: Callable[[str, Any], Any], tree: Any, types: tuple[type, ...]) -> Any:
+    """The tree with every module of these classes changed, and first those in it."""
+
+    def walk(prefix: tuple[Any, ...], tree: Any) -> Any:
+        def visit(path: tuple[Any, ...], node: Any) -> Any:
+            if not isinstance(node, types):
+                return node
+            path = (*prefix, *path)
+            return change(path_string(path), walk(path, node))
+
+        is_inner = lambda node: node is not tree and isinstance(node, types)
+        return jax.tree_util.tree_map_with_path(visit, tree, is_leaf=is_inner)
+
+    inner = walk((), tree)
+    return change("", inner) if isinstance(tree, types) else inner

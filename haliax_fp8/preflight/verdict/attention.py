@@ -1,0 +1,70 @@
+"""The products of a fused attention: one kernel makes two in the forward pass, and five in the backward pass."""
+
+from collections.abc import Iterator
+
+from ...devices.peaks import is_narrow
+from ..hlo.scopes import role
+from ..hlo.sites import Site
+from ..hlo.traffic import touched
+from ..hlo.vocabulary import CUDNN_ATTENTION, Call, call_of, scores_of
+from ..target.target import Target
+from .product import Product, Verdict
+from .reason import indivisible_sizes
+
+
+def is_attention(kernel: Site) -> bool:
+    """Whether a kernel is a fused attention whose sizes are known."""
+    call = kernel.instruction
+    return call.opcode == "custom-call" and call_of(call) is Call.ATTENTION and scores_of(call) is not None
+
+
+def attention_products(kernel: Site, target: Target) -> Iterator[Product]:
+    """The products that a fused attention makes.
+
+    Forward: scores and output. Backward: the scores again, and the gradients of weights, value, query and key.
+
+    Args:
+        kernel: For which `is_attention` holds.
+        target: The device.
+    """
+    scores = scores_of(kernel.instruction)
+    assert scores is not None
+    query, key, value = (operand.instruction.shape for operand in kernel.operands[:3])
+    m, n, width, of_value = scores.queries, scores.keys, query.dims[-1], value.dims[-1]
+    sizes = [(m, n, width), (m, of_value, n)]
+    if scores.is_backward:
+        # Of weights, value, query and key; the output itself is not made again.
+        sizes = [sizes[0], (m, n, of_value), (n, of_value, m), (m, width, n), (n, width, m)]
+    dtypes = query.dtype, key.dtype
+    narrow = all(map(is_narrow, dtypes))
+    lacking = next((reason for dtype in dtypes if narrow and (reason := target.lacks(dtype)) is not None), None)
+    verdict = Verdict.HIGH_PRECISION if not narrow else Verdict.EMULATED if lacking else Verdict.FP8
+    reason = lacking or ("" if narrow else f"fused attention in {query.dtype}")
+    scope = kernel.instruction.op_name
+    for m, n, k in sizes:
+        yield Product(
+            layer="",
+            role=role(scope),
+            scope=scope,
+            batch=scores.batch,
+            m=m,
+            n=n,
+            k=k,
+            lhs=dtypes[0],
+            rhs=dtypes[1],
+            widened="",
+            out=kernel.results[0].dtype,
+            compute="",
+            written=query.dtype,
+            block_scaled=False,
+            indivisible=indivisible_sizes(m, n, k),
+            kernel=CUDNN_ATTENTION,
+            groups=1,
+            surplus=1.0,
+            executions=kernel.executions,
+            bytes=touched(kernel) // len(sizes),
+            verdict=verdict,
+            reason=reason,
+            in_attention=True,
+            halved=scores.is_causal,
+        )
