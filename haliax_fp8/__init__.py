@@ -15,6 +15,7 @@ from . import (
     ops as ops,
     preflight as preflight,
     recipes as recipes,
+    sharding as sharding,
     statistics as statistics,
     training as training,
 )

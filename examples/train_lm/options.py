@@ -1,11 +1,12 @@
 """The command line: every option of the model, the optimizer, the recipe and the run."""
 
 import argparse
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from haliax_fp8 import DelayedScaling, Recipe
-from haliax_fp8.demo import TransformerConfig
+from haliax_fp8.demo import MixtureOfExperts, SwiGlu, TransformerConfig
 from haliax_fp8.recipes import E4M3, E5M2, StaticScaling, named as named_recipes
 
 
@@ -108,6 +109,9 @@ def make_parser() -> argparse.ArgumentParser:
     model.add_argument("--head-dim", type=_positive_int, default=default.head_dim, metavar="N", help="width of a head")
     model.add_argument("--mlp", type=_positive_int, default=default.mlp, metavar="N", help="width of the SwiGLU layer")
     model.add_argument(
+        "--experts", type=_natural_int, default=0, metavar="N", help="SwiGLU layers, two for each byte; 0: one for all"
+    )
+    model.add_argument(
         "--rope-theta", type=_positive_float, default=default.rope_theta, metavar="X", help="base of RoPE"
     )
     model.add_argument(
@@ -178,12 +182,21 @@ def model_config(options: argparse.Namespace) -> TransformerConfig:
         kv_heads=options.kv_heads,
         head_dim=options.head_dim,
         mlp=options.mlp,
+        feed_forward=_feed_forward(options.experts),
         max_length=options.seq_len,
         rope_theta=options.rope_theta,
         norm_eps=options.norm_eps,
         checkpointing=options.gradient_checkpointing,
         unroll=options.unroll,
     )
+
+
+@functools.cache
+def _feed_forward(experts: int) -> Callable[..., Any]:
+    """The same function for the same number: configurations are compared."""
+    if not experts:
+        return SwiGlu.init
+    return functools.partial(MixtureOfExperts.init, experts=experts, chosen=min(2, experts))
 
 
 def recipes(options: argparse.Namespace) -> dict[str, Recipe]:

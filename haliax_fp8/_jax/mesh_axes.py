@@ -1,5 +1,7 @@
 """Inside `shard_map`: the mesh axes over which an array differs from device to device."""
 
+from collections.abc import Sequence
+
 import jax
 from jax import lax
 from jaxtyping import Array
@@ -10,6 +12,22 @@ def varying_axes(x: Array) -> frozenset[str]:
     aval = jax.typeof(x)
     axes = getattr(aval, "manual_axis_type", None)  # JAX 0.12 moved `vma` here.
     return frozenset(axes.varying if axes is not None else getattr(aval, "vma", ()))
+
+
+def as_varying(x: Array, others: Sequence[Array]) -> Array:
+    """An array, marked as differing over all mesh axes over which the others differ."""
+    missing = frozenset().union(*map(varying_axes, others)) - varying_axes(x)
+    return lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
+
+
+def automatic_axes() -> tuple[str, ...]:
+    """The axes of the mesh in use over which XLA divides arrays as it sees fit; () without a mesh (`jax.set_mesh`)."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return tuple(
+        name
+        for name, kind in zip(mesh.axis_names, mesh.axis_types or (), strict=True)
+        if kind == jax.sharding.AxisType.Auto and mesh.shape[name] > 1
+    )
 
 
 def unchecked_axes() -> tuple[str, ...]:

@@ -14,8 +14,9 @@ from typing import Any
 
 import jax
 from jax._src.interpreters import partial_eval as pe
-from jax.extend.core import Literal, Primitive
+from jax.extend.core import Literal, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
+from jaxtyping import Array
 
 
 def opaque[**P, T](*static_argnames: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
@@ -102,3 +103,25 @@ def _refuse(primals: Any, tangents: Any, **params: Any) -> Any:
         "product) is not defined, because the gradient's operands are rounded to FP8. Compute second derivatives with "
         "the layers in high precision: restore_linear_layers(model) gives the same model without FP8"
     )
+
+
+def on_one_device(function: Callable[..., Array], *arrays: Array) -> Array:
+    """`function(*arrays)`, traced inside `shard_map` as if nothing differed among devices, and opaque to it.
+
+    Pallas' pipelines for Blackwell refuse references to what does. A kernel does not talk to other devices, so it need
+    not know; whoever calls this has to say that the result differs.
+    """
+    traced = jax.make_jaxpr(function)(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays))
+    (result,) = _on_one_device_p.bind(*arrays, call_jaxpr=_low(traced))
+    return result
+
+
+_on_one_device_p = Primitive("fp8_on_one_device")
+_on_one_device_p.multiple_results = True
+_on_one_device_p.def_impl(lambda *arrays, call_jaxpr: jax.jit(jaxpr_as_fun(call_jaxpr))(*arrays))
+_on_one_device_p.def_abstract_eval(lambda *avals, call_jaxpr: call_jaxpr.out_avals)
+mlir.register_lowering(_on_one_device_p, functools.partial(mlir.core_call_lowering, name=_on_one_device_p.name))
+batching.primitive_batchers[_on_one_device_p] = lambda arrays, axes, *, call_jaxpr: (
+    jax.vmap(jaxpr_as_fun(call_jaxpr), in_axes=axes)(*arrays),
+    [0] * len(call_jaxpr.out_avals),
+)

@@ -20,7 +20,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import PartitionSpec as P
@@ -29,7 +28,7 @@ from jaxtyping import Array, Float, UInt32
 from .._jax.linearization import define_linearization
 from .._jax.mapped_axis import to_front
 from .._jax.max_grad import axes_since_recorded, require_differentiated_state, to_dtype_of
-from .._jax.mesh_axes import unchecked_axes, varying_axes
+from .._jax.mesh_axes import as_varying, unchecked_axes
 from .._numerics.quantized_array import QuantizedArray
 from .kernel_copies import KernelCopies, KernelCopy, folded, is_mapped, shape_of
 from .mapped_tangent import TangentArguments, with_mapped_axis
@@ -69,12 +68,7 @@ def fp8_dot_general(
 
 def _vary_together(*arrays: Array) -> Sequence[Array]:
     """Inside `shard_map`, marks operands as varying over the same mesh axes; its transpose sums their gradients."""
-    varying = [varying_axes(x) for x in arrays]
-    union = frozenset().union(*varying)
-    return [
-        lax.pcast(x, tuple(sorted(union - axes)), to="varying") if union - axes else x
-        for x, axes in zip(arrays, varying, strict=True)
-    ]
+    return [as_varying(x, arrays) for x in arrays]
 
 
 # --- The primitives -------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from ..recipes.recipe import Recipe
 from ..recipes.support import require_support, supported
 from .config import Fp8Config, as_config
 from .patterns import Pattern, as_patterns, matches, unmatched_error
+from .router import ROUTER, routers
 from .rule import LayerRule
 from .walk import find_layers, map_layers, nothing_to_convert, rule_of
 
@@ -28,6 +29,7 @@ class Decision:
         recipe: The recipe that it gets; None if it stays in high precision.
         reason: Why it stays in high precision; empty otherwise.
         selected: The recipe that the patterns select for it, whether or not it would be faster.
+        only_if_named: Why it is converted only if `targets` or an override selects it; None for most layers.
     """
 
     layer: Any
@@ -36,13 +38,14 @@ class Decision:
     recipe: Recipe | None
     reason: str
     selected: Recipe | None
+    only_if_named: str | None
 
     @property
     def is_convertible(self) -> bool:
         """Whether the layer is converted, or could be with other targets, overrides or tokens."""
         if self.recipe is not None or self.rule.op(self.layer) is not None:
             return True
-        return self.rule.refusal(self.layer) is None and self.rule.only_if_named(self.layer) is None
+        return self.rule.refusal(self.layer) is None and self.only_if_named is None
 
 
 def fp8_linear_layers[M](module: M, config: Fp8Config | None = None, **options: Any) -> M:
@@ -150,14 +153,17 @@ def decide(module: Any, config: Fp8Config) -> dict[str, Decision]:
         for pattern in as_patterns(name, given):
             if not any(matches(pattern, path, layer) for path, (layer, _) in found.items()):
                 raise unmatched_error(name, pattern, list(found))
+    rules = {path: rule_of(layer, config.rules) for path, (layer, _) in found.items()}
+    are_routers = routers({path: rules[path].kernel(layer) for path, (layer, _) in found.items()})
     decisions = {}
     for path, (layer, stack) in found.items():
-        rule = rule_of(layer, config.rules)
+        rule = rules[path]
+        condition = ROUTER if path in are_routers else rule.only_if_named(layer)
         refusal = rule.refusal(layer) if rule.op(layer) is None else None
         recipe, reason, is_named = _select(path, layer, config)
         if recipe is not None and refusal is not None and is_named:
             raise ValueError(f"the targets or overrides select {path}, which cannot be converted: {refusal}")
-        if recipe is not None and not is_named and (condition := rule.only_if_named(layer)) is not None:
+        if recipe is not None and not is_named and condition is not None:
             recipe, reason = None, condition
         if refusal is not None:
             recipe, reason = None, refusal
@@ -166,7 +172,7 @@ def decide(module: Any, config: Fp8Config) -> dict[str, Decision]:
             slower = config.only_if.refusal(rule, layer, stack, recipe, config.kernel_residual)
             if slower is not None:
                 recipe, reason = None, slower
-        decisions[path] = Decision(layer, rule, stack, recipe, reason, selected)
+        decisions[path] = Decision(layer, rule, stack, recipe, reason, selected, condition)
     return decisions
 
 

@@ -10,6 +10,7 @@ import jax
 from haliax.quantization import DotGeneralOp
 
 from .._op import Fp8DotGeneral
+from .experts import MeshAxes, product_on_each_device
 from .kernel import Kernel, axes_of
 from .rule import LayerRule, integer_weight
 
@@ -91,7 +92,10 @@ class HaliaxEmbedding(LayerRule):
 
 
 class Fp8MoELinear(hnn.MoELinear):
-    """A `haliax.nn.MoELinear` whose grouped products run in FP8."""
+    """A `haliax.nn.MoELinear` whose grouped products run in FP8.
+
+    With `use_gmm`, each device of a mesh multiplies its own rows, as without FP8; see `product_on_each_device`.
+    """
 
     dot_general: Fp8DotGeneral = eqx.field(kw_only=True)
 
@@ -115,7 +119,12 @@ class Fp8MoELinear(hnn.MoELinear):
         (experts,) = axes_of(self.Experts)
         kernel = self.weight.rearrange((experts, self.In, self.Out)).array
         sizes = group_sizes.rearrange((experts,)).array
-        out = hax.named(self.dot_general.ragged_dot(rows, kernel, sizes), (*ragged, self.Out))
+        mesh_axes = MeshAxes.of(*ragged, self.In, self.Out, experts) if self.use_gmm else None
+        if mesh_axes is None:
+            product = self.dot_general.ragged_dot(rows, kernel, sizes)
+        else:
+            product = product_on_each_device(self.dot_general, rows, kernel, sizes, mesh_axes)
+        out = hax.named(product, (*ragged, self.Out))
         out = out.rearrange(axes_of(hax.axis.replace_axis(inputs.axes, self.In, self.Out)))
         return hax.auto_sharded(out if self.bias is None else out + self.bias)
 

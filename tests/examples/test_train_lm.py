@@ -17,8 +17,9 @@ import pytest
 from helpers import run_example
 
 from examples.train_lm import checkpoint, corpus, report, train
+from examples.train_lm.options import model_config, parse_options
 from examples.train_lm.sample import generate
-from haliax_fp8 import describe
+from haliax_fp8 import describe, fp8_linear_layers
 from haliax_fp8.demo import Transformer, TransformerConfig
 
 
@@ -48,6 +49,16 @@ def finished(tmp_path_factory) -> pathlib.Path:
     with jax.numpy_dtype_promotion("standard"):
         assert train.main([*TINY, "--out", str(folder)]) == 0
     return folder
+
+
+def test_a_mixture_of_experts_trains_in_fp8(tmp_path):
+    """Its router stays in high precision. How far it ends from bf16 takes minutes; the README has it."""
+    options = [*TINY, "--layers", "1", "--experts", "4", "--no-baseline", "--sample-bytes", "0", "--out", str(tmp_path)]
+    assert train.main(options) == 0
+    (curve,) = losses(tmp_path).values()
+    assert curve[0] == pytest.approx(math.log(256), rel=0.2) and curve[-1] < 0.9 * curve[0]
+    layers = describe(fp8_linear_layers(Transformer.init(model_config(parse_options(options)), key=jax.random.key(0))))
+    assert [row.path for row in layers if "mlp" in row.path and not row.is_fp8] == ["blocks.stacked.mlp.router"]
 
 
 def interrupt_in_step(monkeypatch, index: int, times: int = 1) -> None:

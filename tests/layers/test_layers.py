@@ -349,6 +349,29 @@ def test_moe_is_one_product_per_expert(sizes):
     assert not np.any(out[sum(sizes) :]) and not np.any(dx[sum(sizes) :])
 
 
+def test_routers_stay_in_high_precision():
+    """By what they choose among, whatever their name, or by their name; a gate of a gated unit is none."""
+    key = jax.random.key(0)
+    Many = hax.Axis(Experts.name, 2 * Experts.size)
+    model = {
+        "gate": hnn.Linear.init(In, Experts, key=key),
+        "experts": hnn.MoELinear.init(Experts, In, Out, key=key),
+        "mlp": {"gate": hnn.Linear.init(In, Out, key=key), "router": eqx.nn.Linear(8, 4, key=key)},
+    }
+    converted = describe(fp8_linear_layers(model))
+    assert {row.path: row.is_fp8 for row in converted} == {
+        "experts": True,
+        "gate": False,
+        "mlp.gate": True,
+        "mlp.router": False,
+    }
+    assert "a router is converted only if a target names it" in describe(model)["gate"].reason
+    assert describe(fp8_linear_layers(model, targets=["gate", "router"])).fp8_count == 3
+    assert describe(fp8_linear_layers(model, overrides={"mlp.router": "current"}))["mlp.router"].is_fp8
+    # Without such experts, a layer with outputs of that name is one like others.
+    assert describe(fp8_linear_layers(hnn.Linear.init(In, Many, key=key))).fp8_count == 1
+
+
 def precision_of(equation):
     """Of both operands, which a product takes alike."""
     (precision,) = set(equation.params["precision"] or (jax.lax.Precision.DEFAULT,))

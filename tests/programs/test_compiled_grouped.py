@@ -6,8 +6,10 @@ import pathlib
 import subprocess
 import sys
 
+import expert_parallel
 import grouped_layer
 import pytest
+from expert_parallel import DEVICES, INPUTS, OUTPUTS, ROWS
 from grouped_layer import SHAPES
 
 from haliax_fp8.preflight import targets
@@ -46,3 +48,21 @@ def test_experts_cost_what_is_useful(device):
         assert found[name]["gigabytes"] <= gigabytes and found[name]["megabytes"] <= megabytes
     words = {word for word in (ran.stdout + ran.stderr).split() if word.startswith(("wgmma.mma_async", "tcgen05.mma."))}
     assert {word.split(".f32.")[-1] for word in words} == INSTRUCTIONS[device]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(targets["h100"].missing() is not None, reason="needs XLA's compiler for NVIDIA's GPUs")
+@pytest.mark.parametrize("device", ["h100", "b200"])
+def test_each_device_multiplies_its_own_rows_and_experts(device):
+    """Rows travel in FP8, gradients in bfloat16; without `shard_map` the product is refused."""
+    command = [sys.executable, expert_parallel.__file__, device]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    found = json.loads(ran.stdout.splitlines()[-1])
+    assert {role: kernel for role, (kernel, _) in found["products"].items()} == dict.fromkeys(
+        ("dgrad", "wgrad"), "grouped f8"
+    )
+    of_each = 2 * ROWS * INPUTS * OUTPUTS // DEVICES
+    assert found["flops"] == 2 * of_each
+    assert set(found["sent"]) == {"bf16", "f8e4m3fn"}
+    assert "jax.shard_map" in found["refusal"] and "use_gmm=True" in found["refusal"]

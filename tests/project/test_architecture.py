@@ -32,7 +32,7 @@ FLOORS = (
     # Models; and proof before purchase, which needs no model.
     ("_einsum", "layers", "preflight", "demo"),
     # The loop.
-    ("training", "memory", "ops"),
+    ("training", "memory", "sharding", "ops"),
     ("statistics",),
     ("_cli",),
     ("__init__", "__main__"),

@@ -8,6 +8,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int, Int32
 
+from ..._jax.mesh_axes import automatic_axes
 from ..._numerics.quantized_array import QuantizedArray, expand
 from ...devices.device import Device
 from ...devices.grouped import BLOCK, GroupedKernels
@@ -29,12 +30,24 @@ def kernels_for(recipe: Recipe, *, allow_dense: bool) -> GroupedKernels:
         allow_dense: Whether XLA's dense products will do where there is no kernel.
 
     Raises:
-        ValueError: If the device has none for the recipe, and dense products are not allowed.
+        ValueError: If the device has none for the recipe, or a mesh divides work on its own accord, and dense products
+            are not allowed.
     """
     support = supported_in_groups(recipe, Device.current())
     kernels = GroupedKernels.of(support.device)
     if support.outcome != "refused" and kernels is not None:
-        return kernels
+        axes = automatic_axes() if kernels is not GroupedKernels.XLA else ()
+        if not axes:
+            return kernels
+        if not allow_dense:
+            raise ValueError(
+                f"a grouped product was called on a mesh whose axes {axes} are automatic: XLA cannot divide a kernel's "
+                "work, and would gather rows and kernels of all devices, for each to compute everything. Call it under "
+                "jax.shard_map over these axes, with each device's own rows and experts; a haliax.nn.MoELinear does so "
+                "with use_gmm=True. Or let XLA divide dense products, of every row and all groups, with "
+                "Fp8Config(allow_dense_groups=True)"
+            )
+        return GroupedKernels.XLA
     if not allow_dense:
         raise ValueError(
             f"a grouped product with the recipe {recipe} cannot run in FP8: {support.reason}. Choose another recipe; "

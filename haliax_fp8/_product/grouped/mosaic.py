@@ -12,6 +12,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int32
 
+from ..._jax.mesh_axes import as_varying, varying_axes
+from ..._jax.opaque import on_one_device
 from .tiles import Jobs, Scales, Tile
 
 
@@ -130,4 +132,7 @@ def call(
         scratch_types=list(scratch),
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
     )
-    return kernel(a, b, jobs, scales.groups, *given)
+    operands = (a, b, jobs, scales.groups, *given)
+    if not any(map(varying_axes, operands)):
+        return kernel(*operands)
+    return as_varying(on_one_device(kernel, *operands), operands)

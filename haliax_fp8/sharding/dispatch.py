@@ -1,0 +1,141 @@
+"""send_rows: rows travel to the devices of their experts in FP8."""
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Float32
+
+from .._jax.max_grad import to_float32
+from .._jax.mesh_axes import as_varying, axes_to_reduce
+from .._numerics.formats import Format
+from .._numerics.quantized_array import divide_by
+from .._op import Fp8DotGeneral
+from .._product.grouped.contraction import RaggedContraction
+from .._product.operands import Scales, quantize_operand, round_to, scales_of
+from .._product.spec import ProductSpec
+from ..recipes.scaling import stores_scale
+
+
+type Exchange = Callable[[Array], Array]
+
+
+def send_rows(
+    rows: Float[Array, "*rows inputs"], op: Fp8DotGeneral, exchange: Exchange, *, gradient_format: Format | None = None
+) -> Float[Array, "*received inputs"]:
+    """Sends rows to other devices in FP8, as the op would quantize them: half the bytes of bfloat16, the same result.
+
+    For expert parallelism, inside `shard_map`: before `op.ragged_dot`. What arrives has the dtype of `rows`, is rounded
+    with the op's scale for its input and has the same amax over all devices. So the op makes the same FP8 data of it as
+    of the rows themselves, records the same amax, and its products and state are bit for bit what they are when `rows`
+    are sent in high precision. That holds for float32 and bfloat16.
+
+    Elements that round to the largest value sent arrive as the amax itself (it is sent as one number): the op rounds
+    them to the same FP8 value again, and sees what its next scale has to cover.
+
+    Args:
+        rows: What is sent.
+        op: The op that multiplies the rows. Its input has a scale that is known before the step, as in delayed or
+            static scaling. Other ops that read the same rows record the amax too, but round twice, unless their scale
+            is the same.
+        exchange: Moves rows among devices, whatever their dtype and their length, and computes nothing, such as
+            `lambda x: lax.all_to_all(x, "experts", 0, 0, tiled=True)`, or one that calls `lax.ragged_all_to_all`.
+        gradient_format: The format in which gradients travel back, each row with a scale of its own, from its amax;
+            None sends them in high precision.
+
+    Returns:
+        What arrives.
+
+    Raises:
+        ValueError: If the op's recipe has no scale for its input before the rows are there.
+
+    References:
+        DeepSeek-V3's technical report (arXiv:2412.19437, section 3.3.3) sends activations before up-projections in
+        FP8, and keeps combining in bfloat16.
+
+    Example:
+        >>> op = Fp8DotGeneral.init("delayed")
+        >>> send_rows(jnp.array([[1.03, -2.0]]), op, lambda x: x[::-1])
+        Array([[ 1., -2.]], dtype=float32)
+    """
+    scaling = op.recipe.input.scaling
+    if not stores_scale(scaling) or op.state is None:
+        raise ValueError(
+            f"op has the recipe {op.recipe}, where an input's scale is not known before the rows are there: send them "
+            "in high precision, or use recipe='delayed'"
+        )
+    out_dtype = op.compute_dtype or np.dtype(rows.dtype)
+    form = op.state.form(stacked=bool(op.stack))
+    spec = ProductSpec(op.recipe, RaggedContraction(), op.compute_dtype, out_dtype, lax.Precision.DEFAULT, form)
+    scales = scales_of(lax.stop_gradient(to_float32(op.state.array)), spec)
+    assert scales is not None
+    scale = scales.operands["input"]
+    if scale.ndim:
+        raise ValueError(
+            f"op has a scale for each of {scale.size} experts, and rows are sent with one: send them in high "
+            "precision, or convert with scale_per_expert=False"
+        )
+    # Differentiated, the amax would be a sum over devices.
+    amax = jnp.max(jnp.abs(round_to(lax.stop_gradient(rows), op.compute_dtype)), initial=0.0)
+    axes = axes_to_reduce(rows, scale)
+    amax = lax.pmax(amax, axes) if axes else amax
+    return _send(rows, scale, amax, spec, exchange, gradient_format)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
+def _send(
+    rows: Float[Array, "*rows inputs"],
+    scale: Float32[Array, ""],
+    amax: Float[Array, ""],
+    spec: ProductSpec,
+    exchange: Exchange,
+    gradient_format: Format | None,
+) -> Float[Array, "*received inputs"]:
+    """Rounding is taken as the identity: what arrives has the derivative of the exchange."""
+    del gradient_format
+
+    def quantized(x: Array) -> Array:
+        return quantize_operand(x, "input", "fprop", Scales({"input": scale}, None), None, (), spec).data
+
+    largest = jnp.abs(quantized(amax).astype(jnp.float32))
+    values = exchange(quantized(round_to(rows, spec.compute_dtype))).astype(jnp.float32)
+    exact = jnp.where(jnp.abs(values) == largest, jnp.sign(values) * amax.astype(jnp.float32), values * scale)
+    return exact.astype(rows.dtype)
+
+
+def _send_forward(
+    rows: Array, scale: Array, amax: Array, spec: ProductSpec, exchange: Exchange, gradient_format: Format | None
+) -> tuple[Array, tuple[Array, Array, Array]]:
+    return _send(rows, scale, amax, spec, exchange, gradient_format), (scale, amax, rows[..., :0])
+
+
+def _send_backward(
+    spec: ProductSpec,
+    exchange: Exchange,
+    gradient_format: Format | None,
+    kept: tuple[Array, Array, Array],
+    grad: Array,
+) -> tuple[Array, Array, Array]:
+    del spec
+    scale, amax, nothing = kept
+
+    def back(x: Array) -> Array:
+        # JAX checks that what comes back differs over the same mesh axes as the rows did.
+        sent = as_varying(jnp.zeros((*nothing.shape[:-1], x.shape[-1]), x.dtype), (nothing,))
+        (received,) = jax.linear_transpose(exchange, sent)(x)
+        return received
+
+    if gradient_format is None:
+        received = back(grad)
+    else:
+        largest = jnp.max(jnp.abs(grad.astype(jnp.float32)), axis=-1, keepdims=True)
+        of_rows = jnp.where(largest > 0, largest / gradient_format.max, 1.0)
+        data = divide_by(grad, of_rows, gradient_format).data
+        received = (back(data).astype(jnp.float32) * back(of_rows)).astype(grad.dtype)
+    return received, jnp.zeros_like(scale), jnp.zeros_like(amax)
+
+
+_send.defvjp(_send_forward, _send_backward)

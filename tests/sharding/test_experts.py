@@ -1,0 +1,201 @@
+"""Experts divided over devices: values, gradients and state are those of one device."""
+
+import functools
+
+import equinox as eqx
+import haliax as hax
+import haliax.nn as hnn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+import haliax_fp8 as fp8
+from haliax_fp8.recipes import E5M2
+from haliax_fp8.sharding import send_rows
+
+
+DEVICES, EXPERTS, INPUTS, OUTPUTS, CAPACITY = 4, 8, 16, 24, 5
+# Each device sends as many rows to each other one.
+ROWS = DEVICES * DEVICES * CAPACITY
+MESH = jax.make_mesh((DEVICES,), ("experts",), axis_types=(AxisType.Auto,))
+# Of each device's experts, those that have rows on it: one has none, another device does not fill its rows.
+SIZES = jnp.array([20, 0, 3, 17, 10, 10, 6, 8], jnp.int32)
+OWN = P("experts")
+
+
+def exchange(x):
+    return lax.all_to_all(x, "experts", 0, 0, tiled=True)
+
+
+@functools.cache
+def problem(dtype=jnp.float32):
+    """An op that has a scale, which the new rows exceed; rows, kernels, and what the output is multiplied by."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    rows, kernels, c = (
+        jax.random.normal(key, shape).astype(dtype)
+        for key, shape in zip(keys, ((ROWS, INPUTS), (EXPERTS, INPUTS, OUTPUTS), (ROWS, OUTPUTS)), strict=True)
+    )
+    op = fp8.Fp8DotGeneral.init(fp8.DelayedScaling(amax_history_length=4))
+    first = eqx.filter_jit(fp8.filter_grad(lambda op: op.ragged_dot(rows / 3, kernels, SIZES).sum()))(op)
+    return (fp8.apply_updates(op, jax.tree.map(jnp.zeros_like, op), first), kernels, rows), c
+
+
+def on_devices(loss, *, check_vma=True, outside=False):
+    """The gradients of op, kernels and rows; op and kernels are shared, or each device's own."""
+    specs = (P(), OWN, OWN), OWN, OWN
+    if outside:
+        total = lambda *args: lax.psum(loss(*args), "experts")
+        mapped = jax.shard_map(total, mesh=MESH, in_specs=specs, out_specs=P(), check_vma=check_vma)
+        return eqx.filter_jit(fp8.filter_grad(mapped))
+    return eqx.filter_jit(
+        jax.shard_map(fp8.filter_grad(loss), mesh=MESH, in_specs=specs, out_specs=specs[0], check_vma=check_vma)
+    )
+
+
+def assert_equal(actual, expected):
+    jax.tree.map(np.testing.assert_array_equal, jax.tree.leaves(actual), jax.tree.leaves(expected))
+
+
+def of_rows(rows):
+    """Rows without what lies beyond those of a device's experts, which one device alone does not have in between."""
+    kept = [np.asarray(rows[i * ROWS // DEVICES :][: SIZES[2 * i : 2 * i + 2].sum()]) for i in range(DEVICES)]
+    return np.concatenate(kept)
+
+
+@pytest.mark.parametrize(("check_vma", "outside"), [(True, True), (True, False), (False, False)])
+def test_under_shard_map(check_vma, outside):
+    """An expert without rows among them."""
+    (op, kernels, rows), c = problem()
+    loss = lambda params, sizes, c: (params[0].ragged_dot(params[2], params[1], sizes) * c).sum()
+    got = on_devices(loss, check_vma=check_vma, outside=outside)((op, kernels, rows), SIZES, c)
+    # Amaxes count rows that no expert has, so one device has them too, after the others.
+    beyond = np.setdiff1d(np.asarray(rows), of_rows(rows)).reshape(-1, INPUTS)
+    alone = jnp.concatenate([of_rows(rows), np.zeros_like(beyond)])
+    alone = alone.at[len(alone) - len(beyond) :].set(jnp.abs(rows).max())
+    beyond_c = jnp.full((len(beyond), OUTPUTS), jnp.abs(c).max())
+    expected = eqx.filter_jit(fp8.filter_grad(loss))(
+        (op, kernels, alone), SIZES, jnp.concatenate([of_rows(c), beyond_c])
+    )
+    assert_equal(got[:2], expected[:2])
+    np.testing.assert_array_equal(of_rows(got[2]), expected[2][: -len(beyond)])
+    assert not np.any(got[1][1]) and np.any(got[1][0])
+
+
+@pytest.mark.parametrize("specs", [(P(), OWN), (OWN, OWN)], ids=["rows on all devices", "rows divided"])
+def test_under_automatic_axes(specs):
+    """Groups of all rows, whatever is where."""
+    (op, kernels, rows), c = problem()
+    rows_at, kernels_at = (NamedSharding(MESH, spec) for spec in specs)
+    gradients = eqx.filter_jit(fp8.filter_grad(lambda params: (params[0].ragged_dot(*params[1:], SIZES) * c).sum()))
+    expected = gradients((op, rows, kernels))
+    got = gradients((op, jax.device_put(rows, rows_at), jax.device_put(kernels, kernels_at)))
+    assert_equal(got[0], expected[0])
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), got[1:], expected[1:])
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_rows_sent_in_fp8_give_the_same(dtype):
+    """Products, gradients and state, bit for bit, although rows exceed the scale; FP8 is what travels."""
+    params, c = problem(dtype)
+
+    def gradients(send):
+        loss = lambda params, sizes, c: (params[0].ragged_dot(send(params[2], params[0]), params[1], sizes) * c).sum()
+        return on_devices(loss, outside=True)
+
+    sent = gradients(lambda rows, op: send_rows(rows, op, exchange))
+    assert_equal(sent(params, SIZES, c), gradients(lambda rows, op: exchange(rows))(params, SIZES, c))
+    text = sent.lower(params, SIZES, c).as_text()
+    sends = [line for line in text.splitlines() if "stablehlo.all_to_all" in line]
+    assert sum("f8E4M3FN" in line for line in sends) == 1 and len(sends) == 2
+
+
+def test_gradients_sent_in_fp8():
+    """Each element is off by half a step of E5M2 at most: 1/8 of itself, or of the smallest normal number."""
+    (_, _, rows), c = problem()
+    op = problem()[0][0]
+
+    def back(gradient_format):
+        loss = lambda rows, c: (send_rows(rows, op, exchange, gradient_format=gradient_format) * c).sum()
+        return jax.jit(jax.shard_map(jax.grad(loss), mesh=MESH, in_specs=(OWN, OWN), out_specs=OWN))
+
+    c = c[:, :INPUTS]
+    exact, rounded = back(None)(rows, c), back(E5M2)(rows, c)
+    scale = np.abs(exact).max(-1, keepdims=True) / E5M2.max
+    assert np.all(np.abs(rounded - exact) <= np.maximum(np.abs(exact), 2.0**-14 * scale) / 8 * (1 + 1e-5))
+    assert np.any(rounded != exact)
+
+
+def test_what_cannot_be_sent():
+    with pytest.raises(ValueError, match="recipe='delayed'"):
+        send_rows(jnp.ones((4, 8)), fp8.Fp8DotGeneral.init("current"), lambda x: x)
+
+
+# --- haliax.nn.MoELinear with use_gmm: each device multiplies its rows ------------------------------------------------
+
+Experts, In, Out, Rows = hax.make_axes(experts=4, embed=8, mlp=16, rows=24)
+DATA_AND_MODEL = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+OF_ALL = (10, 0, 9, 5)
+
+
+def sizes_of(sizes):
+    return hax.named(jnp.array(sizes, jnp.int32), Experts)
+
+
+def gmm_problem():
+    keys = jax.random.split(jax.random.key(0), 3)
+    layer = hnn.MoELinear.init(Experts, In, Out, key=keys[0], use_gmm=True)
+    return layer, hax.random.normal(keys[1], (Rows, In)), hax.random.normal(keys[2], (Rows, Out))
+
+
+def gmm_gradients(layer, x, c, sizes, mapping=None):
+    loss = lambda args, sizes: hax.sum(args[0](args[1], sizes) * c).scalar()
+    gradients = eqx.filter_jit(fp8.filter_grad(loss))
+    if mapping is None:
+        return gradients((layer, x), sizes_of(sizes))
+    with jax.set_mesh(DATA_AND_MODEL), hax.axis_mapping(mapping):
+        return gradients((layer, x), sizes_of(sizes))
+
+
+@pytest.mark.parametrize(
+    "mapping", [{"mlp": "model"}, {"embed": "model"}, {"mlp": "model", "embed": "data"}, {"experts": "model"}], ids=str
+)
+def test_use_gmm_with_whole_rows(mapping):
+    """Outputs, inputs (whose parts are summed) or experts are divided; rows are not. Sums of parts round otherwise."""
+    layer, x, c = gmm_problem()
+    converted = fp8.fp8_linear_layers(layer, amax_history_length=4)
+    got = gmm_gradients(converted, x, c, OF_ALL, mapping)
+    expected = gmm_gradients(converted, x, c, OF_ALL)
+    assert_equal(got[0].dot_general, expected[0].dot_general)
+    for actual, reference in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(actual, reference, rtol=1e-5, atol=1e-5)
+    assert got[0].use_gmm and fp8.restore_linear_layers(converted) == layer
+
+
+@pytest.mark.parametrize(
+    ("mapping", "sizes", "of_devices"),
+    [
+        ({"rows": "data"}, (5, 0, 4, 3), [(5, 0, 4, 3)] * 2),
+        # Rows have been sent to the devices of their experts.
+        ({"rows": "data", "experts": "data"}, (5, 7, 0, 11), [(5, 7, 0, 0), (0, 0, 0, 11)]),
+    ],
+    ids=["the same experts", "experts of their own"],
+)
+@pytest.mark.parametrize("scale_per_expert", [False, True])
+def test_use_gmm_with_rows_of_each_device(mapping, sizes, of_devices, scale_per_expert):
+    layer, x, c = gmm_problem()
+    layer = fp8.fp8_linear_layers(layer, amax_history_length=4, scale_per_expert=scale_per_expert)
+
+    def one_after_the_other(args):
+        layer, x = args
+        halves = [hax.dslice(first, Rows.size // 2) for first in (0, Rows.size // 2)]
+        outs = [layer(x["rows", half], sizes_of(s)) for half, s in zip(halves, of_devices, strict=True)]
+        return sum(hax.sum(out * c["rows", half]).scalar() for out, half in zip(outs, halves, strict=True))
+
+    expected = eqx.filter_jit(fp8.filter_grad(one_after_the_other))((layer, x))
+    got = gmm_gradients(layer, x, c, sizes, mapping)
+    assert_equal(got[0].dot_general, expected[0].dot_general)
+    for actual, reference in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(actual, reference, rtol=1e-5, atol=1e-5)
