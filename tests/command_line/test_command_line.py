@@ -409,21 +409,26 @@ def installed(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name, requirement, file",
+    "name, requirement, files",
     [
-        ("nvidia", f"jax-cuda13-pjrt=={importlib.metadata.version('jaxlib')}", "jax_plugins/xla_cuda13/__init__.py"),
-        ("tpu", "libtpu==", "libtpu/libtpu.so"),
+        (
+            "nvidia",
+            f"jax-cuda13-pjrt=={importlib.metadata.version('jaxlib')}",
+            ["jax_plugins/xla_cuda13/__init__.py", "jax_cuda13_plugin/__init__.py"],
+        ),
+        ("tpu", "libtpu==", ["libtpu/libtpu.so"]),
     ],
 )
-def test_a_compiler_is_installed_once_and_beside_the_packages(name, requirement, file, installed, tmp_path, capsys):
+def test_a_compiler_is_installed_once_and_beside_the_packages(name, requirement, files, installed, tmp_path, capsys):
     commands, put = installed
-    put(file)
+    for file in files:
+        put(file)
     old = tmp_path / "share" / "haliax_fp8" / f"{requirement.partition('==')[0]}-for-jaxlib-0.0.1"
     old.mkdir(parents=True)
     assert main(["install-compiler", name]) == 0
     (command,) = commands
     folder = pathlib.Path(command[command.index("--target") + 1])
-    assert command[-1].startswith(requirement) and "--no-deps" in command
+    assert command[-len(files)].startswith(requirement) and "--no-deps" in command
     assert folder.is_relative_to(tmp_path) and str(folder) not in sys.path and folder.exists() and not old.exists()
     assert targets["h100" if name == "nvidia" else "tpu7x"].missing() is None
     assert main(["install-compiler", name]) == 0 and len(commands) == 1
@@ -440,6 +445,7 @@ def test_without_pip_uv_installs_the_compiler(installed, monkeypatch, capsys):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "pip" else find(name))
     commands, put = installed
     put("jax_plugins/xla_cuda13/__init__.py")
+    put("jax_cuda13_plugin/__init__.py")
     monkeypatch.setenv("UV", "/somewhere/uv")
     assert main(["install-compiler", "nvidia"]) == 0
     assert commands[0][:3] == ["/somewhere/uv", "pip", "install"] and sys.executable in commands[0]

@@ -278,10 +278,10 @@ def test_what_a_device_would_emulate_is_left_alone(device, recipe, reason):
     assert row.reason.startswith(reason) and row.prediction is None
 
 
-def test_experts_take_one_scale_per_tensor():
+def test_experts_take_what_their_kernel_takes():
     Experts, In, Out = hax.make_axes(experts=8, In=4096, Out=14336)
     moe = {"x": eqx.filter_eval_shape(lambda: hnn.MoELinear.init(Experts, In, Out, key=jax.random.key(0)))}
-    for recipe, fp8_count in (("delayed", 1), ("rowwise", 0)):
+    for recipe, fp8_count in (("delayed", 1), ("rowwise", 1), ("mxfp8", 0)):
         config = Fp8Config(recipe=recipe, only_if=FasterOn("h100", tokens=65536, experts_per_token=2))
         assert describe(fp8_linear_layers(moe, config), config).fp8_count == fp8_count
 
