@@ -386,7 +386,7 @@ def test_block_scaled_products_are_in_fp8_where_supported_says_so(name):
 @pytest.mark.parametrize("converted", [False, True], ids=["bf16", "fp8"])
 @pytest.mark.parametrize("target", on_gpu("h100"))
 def test_useful_flops_of_experts(target, converted):
-    """XLA multiplies every row by the kernels of all four experts: a quarter is what was asked for."""
+    """XLA multiplies every row by the kernels of all four experts: a quarter is what was asked for. Ours does not."""
     Experts, In, Out, Row = hax.make_axes(experts=4, d=128, f=256, row=640)
 
     def make():
@@ -402,8 +402,14 @@ def test_useful_flops_of_experts(target, converted):
     report = inspect_step(step, eqx.filter_eval_shape(make), x, sizes, target=target, other_setting=False)
     asked = 2 * 640 * 128 * 256
     assert [product.useful_flops for product in report.products] == [asked, asked]
-    assert report.step.useful_flops == 2 * asked and report.step.flops == 4 * 2 * asked
-    assert "useful FLOPs" in str(report) and any("of which 8.389e+07 are useful" in f for f in report.findings)
+    assert report.step.useful_flops == 2 * asked and "useful FLOPs" in str(report)
+    if converted:
+        # Tiles of 64 rows, half of each group's last one empty; and a piece of 64 rows more in the sum of each group.
+        assert report.step.flops == asked * (1 + 4 * 32 / 640) + asked * (1 + 4 * 64 / 640)
+        assert not any("are useful" in finding for finding in report.findings)
+    else:
+        assert report.step.flops == 4 * 2 * asked
+        assert any("of which 8.389e+07 are useful" in finding for finding in report.findings)
 
 
 def test_a_grouped_product_that_stays_one_is_all_useful():

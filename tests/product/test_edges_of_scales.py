@@ -12,7 +12,7 @@ import recipe_reference as reference
 from helpers import E4M3, EPS, assert_within, float64, products
 
 import haliax_fp8 as fp8
-from haliax_fp8._product.grouped import RaggedContraction
+from haliax_fp8._product.grouped.contraction import RaggedContraction
 from haliax_fp8.recipes import BlockScaling, CurrentScaling, MXFP8Scaling, NVFP4Scaling, OperandUse, RowwiseScaling
 from haliax_fp8.recipes.recipe import OPERANDS
 from haliax_fp8.recipes.scaling.block_geometry import e8m0_exponent

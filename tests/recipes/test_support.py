@@ -150,7 +150,7 @@ def test_a_scaling_within_another_decides():
     assert fp8.recipes.supported(recipe, "h100").reason.startswith("wgrad: MXFP8 products")
 
 
-def test_grouped_products_take_one_scale_per_tensor(on):
+def test_grouped_products_take_what_their_kernel_takes(on):
     Experts, In, Out = hax.make_axes(experts=2, embed=32, mlp=32)
     layers = {
         "dense": hnn.Linear.init(In, Out, key=jax.random.key(0)),
@@ -162,10 +162,10 @@ def test_grouped_products_take_one_scale_per_tensor(on):
         rows = fp8.describe(model, device="b200")
         assert rows["dense"].support.is_native
         native[recipe] = rows["grouped"].support.is_native
-    assert native == {"delayed": True, "current": True, "static": True, "rowwise": False, "mxfp8": False}
+    assert native == {"delayed": True, "current": True, "static": True, "rowwise": True, "mxfp8": False}
     on(B200)
-    with pytest.raises(ValueError, match="grouped products take one scale per tensor"):
-        fp8.fp8_linear_layers(layers, fp8.Fp8Config(recipe="rowwise"))
+    with pytest.raises(ValueError, match="kernel for Blackwell takes scales of whole tensors and rows, not those of"):
+        fp8.fp8_linear_layers(layers, fp8.Fp8Config(recipe="mxfp8"))
 
 
 # --- Conversion -------------------------------------------------------------------------------------------------------
