@@ -4,6 +4,7 @@ import enum
 from collections.abc import Mapping
 
 from .device import Device
+from .units import FP8_UNITS
 
 
 class GroupedKernels(enum.Enum):
@@ -19,6 +20,9 @@ class GroupedKernels(enum.Enum):
     BLACKWELL = "Blackwell"
     """This package's kernel for compute capabilities 10.0 and 10.3."""
 
+    TPU = "TPU"
+    """This package's kernel for TPUs that multiply FP8."""
+
     @staticmethod
     def of(device: Device) -> "GroupedKernels | None":
         """Those of a device; None if it has none.
@@ -29,6 +33,8 @@ class GroupedKernels(enum.Enum):
         """
         if device.emulates:
             return GroupedKernels.XLA
+        if device.platform == "tpu" and device.lacks(FP8_UNITS) is None:
+            return GroupedKernels.TPU
         return _BY_CAPABILITY.get(device.compute_capability) if device.platform == "cuda" else None
 
 

@@ -9,16 +9,16 @@ from jax import lax
 from jaxtyping import Array, Float, Float32, Int, Int32
 
 from ..._jax.mesh_axes import automatic_axes
-from ..._numerics.quantized_array import QuantizedArray, expand
+from ..._numerics.quantized_array import QuantizedArray
 from ...devices.device import Device
 from ...devices.grouped import BLOCK, GroupedKernels
 from ...recipes.recipe import ProductName, Recipe
 from ...recipes.support import supported_in_groups
 from ..names import FP8_GROUPED, tile_scope
+from .operands import FP8, alike, filled, lines
 from .tiles import Jobs, Scales, Tile, groups_jobs, rows_jobs, with_edges, within_bounds
 
 
-_FP8 = (jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2))
 _SIXTEEN_BITS = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 
 
@@ -59,7 +59,7 @@ def kernels_for(recipe: Recipe, *, allow_dense: bool) -> GroupedKernels:
 
 def takes(a: QuantizedArray, b: QuantizedArray) -> bool:
     """Whether kernels multiply such data: FP8, or what a recipe leaves in 16 bits. Empty operands are left to XLA."""
-    known = (*_FP8, *_SIXTEEN_BITS)
+    known = (*FP8, *_SIXTEEN_BITS)
     return all(x.data.dtype in known and x.data.size for x in (a, b))
 
 
@@ -97,6 +97,12 @@ def grouped_product(
         return lax.map(one, (a, b, group_sizes))
     sizes = within_bounds(group_sizes.reshape(-1, groups), a.data.shape[len(members)])
     flat = None if of_groups is None else of_groups.reshape(-1)
+    if kernels is GroupedKernels.TPU:
+        from .tpu import tpu_product
+
+        with jax.named_scope(FP8_GROUPED):
+            out = tpu_product(product, a, b, sizes, a.data.shape[len(members)], flat, dtype)
+        return out.reshape(*members, *([groups] if product == "wgrad" else [-1]), *out.shape[1:])
     work = _Work(kernels, sizes, a.data.shape[len(members)], flat, precision == lax.Precision.DEFAULT, dtype)
     with jax.named_scope(FP8_GROUPED):
         if product == "wgrad":
@@ -130,7 +136,7 @@ class _Work:
         self, a: QuantizedArray, b: QuantizedArray, *, inputs_are_summed: bool
     ) -> Float[Array, "all_rows columns"]:
         """Each row times its group's kernel, over the kernel's inputs or outputs."""
-        (x, kernel), depth = _alike(a.data, b.data), a.data.shape[-1]
+        (x, kernel), depth = alike(a.data, b.data), a.data.shape[-1]
         x, kernel = x.reshape(-1, depth), kernel.reshape(-1, *kernel.shape[-2:])
         # Tensor cores read FP8 along the sum.
         kernel = jnp.swapaxes(kernel, 1, 2) if inputs_are_summed else kernel
@@ -138,15 +144,15 @@ class _Work:
         if self.of_groups is None:
             pieces = self._pieces((a, 1), (b, 1 if inputs_are_summed else 2))
             shape = (pieces, columns) if inputs_are_summed else (columns, pieces)
-            of_columns = _lines(b, (self.sizes.size, *shape))
-            vectors = _lines(a, (self.rows, pieces)).T, jnp.moveaxis(of_columns, 1 if inputs_are_summed else 2, 0)
+            of_columns = lines(b, (self.sizes.size, *shape))
+            vectors = lines(a, (self.rows, pieces)).T, jnp.moveaxis(of_columns, 1 if inputs_are_summed else 2, 0)
         fast = self.fast and pieces == 1
         tile = self._tile(x.dtype, columns, depth, fast=fast, blocks=pieces > 1)
         total = len(x)
-        x, kernel = _filled(x, (1, tile.depth), least=tile.rows), _filled(kernel, (1, tile.columns, tile.depth))
+        x, kernel = filled(x, (1, tile.depth), least=tile.rows), filled(kernel, (1, tile.columns, tile.depth))
         if vectors:
-            of_columns = _filled(vectors[1], (1, 1, tile.columns)).reshape(pieces, -1)
-            vectors = _filled(vectors[0].T, (1, 1), least=tile.rows).T, of_columns
+            of_columns = filled(vectors[1], (1, 1, tile.columns)).reshape(pieces, -1)
+            vectors = filled(vectors[0].T, (1, 1), least=tile.rows).T, of_columns
         jobs = rows_jobs(self.sizes, self.rows, len(x), kernel.shape[1], tile, x.shape[1])
         shape, kernel = (len(x), kernel.shape[1]), kernel.reshape(-1, kernel.shape[2])
         out = self._run(x, kernel, jobs, vectors, shape, tile, fast=fast, whole=False)
@@ -154,16 +160,16 @@ class _Work:
 
     def sums_over_groups(self, a: QuantizedArray, b: QuantizedArray) -> Float[Array, "all_groups width columns"]:
         """For each group, the sum of the outer products of its rows."""
-        x, y = _alike(a.data, b.data)
+        x, y = alike(a.data, b.data)
         x, y = x.reshape(-1, x.shape[-1]), y.reshape(-1, y.shape[-1])
         width, columns, pieces, vectors = x.shape[1], y.shape[1], 1, ()
         if self.of_groups is None:
             pieces = self._pieces((a, 0), (b, 0))
-            vectors = _lines(a, (pieces, width)), _lines(b, (pieces, columns))
+            vectors = lines(a, (pieces, width)), lines(b, (pieces, columns))
         tile = self._tile(x.dtype, columns, self.rows, fast=False, blocks=pieces > 1)
-        x, y = _filled(x, (tile.depth, tile.rows)), _filled(y, (tile.depth, tile.columns))
+        x, y = filled(x, (tile.depth, tile.rows)), filled(y, (tile.depth, tile.columns))
         if vectors:
-            vectors = _filled(vectors[0], (1, tile.rows)), _filled(vectors[1], (1, tile.columns))
+            vectors = filled(vectors[0], (1, tile.rows)), filled(vectors[1], (1, tile.columns))
         jobs = groups_jobs(self.sizes, self.rows, len(x), x.shape[1], tile)
         edged, shape = with_edges(x, self.sizes, self.rows, tile.depth), (self.sizes.size * x.shape[1], y.shape[1])
         out = self._run(edged.T, y.T, jobs, vectors, shape, tile, fast=False, whole=True)
@@ -239,25 +245,3 @@ def _of_groups(
         of_leading = x.scale.reshape(x.scale.shape[:leading])
         both = both * of_leading.reshape(of_leading.shape + (1,) * (len(shape) - of_leading.ndim))
     return both
-
-
-def _alike(a: Array, b: Array) -> tuple[Array, Array]:
-    """Data of the same width: FP8 of either format, or both in the wider dtype."""
-    wide = [x.dtype for x in (a, b) if x.dtype not in _FP8]
-    return (lax.convert_element_type(a, wide[0]), lax.convert_element_type(b, wide[0])) if wide else (a, b)
-
-
-def _lines(x: QuantizedArray, shape: tuple[int, ...]) -> Float32[Array, "..."]:
-    """The scales of an operand, repeated to a shape that is the data's, but for the number of pieces of the sum."""
-    scale = x.scale if x.scale.ndim else x.scale.reshape((1,) * len(shape))
-    return expand(scale, shape, x.block)
-
-
-def _filled(x: Array, multiples: tuple[int, ...], least: int = 0) -> Array:
-    """Filled up with zeros to multiples of something along each of its axes, and to so many rows at least.
-
-    Axes in front of those with a multiple stay as they are.
-    """
-    missing = [-size % multiple for size, multiple in zip(x.shape, multiples, strict=True)]
-    missing[0] = max(missing[0], least - x.shape[0])
-    return jnp.pad(x, [(0, count) for count in missing]) if any(missing) else x

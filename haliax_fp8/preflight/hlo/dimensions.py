@@ -6,7 +6,17 @@ import re
 
 from .sites import Site
 from .text import Shape
-from .vocabulary import BLOCK_SCALED, ONEDNN, Call, call_of, dot_numbers, grouped_tile, is_scaled_dot, target_of_call
+from .vocabulary import (
+    BLOCK_SCALED,
+    MOSAIC_TPU,
+    ONEDNN,
+    Call,
+    call_of,
+    dot_numbers,
+    grouped_tile,
+    is_scaled_dot,
+    target_of_call,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,19 +124,36 @@ def _of_ragged_dot(site: Site) -> Dimensions:
 
 
 def _of_grouped_kernel(site: Site, tile: tuple[int, int, int]) -> Dimensions:
-    """Rows times the kernel of their group, or sums over the rows of groups; operands lie along the sum.
+    """Rows times the kernel of their group, or sums over the rows of groups.
 
-    How large groups are is known on the device only. On average, the last tile of a group is half empty; a sum over its
-    rows begins and ends within a piece that it shares.
+    How large groups are is known on the device only. On GPUs operands lie along the sum; the last tile of a group is
+    half empty on average, and a sum over its rows begins and ends within a piece that it shares. On TPUs tiles of rows
+    are aligned, and each boundary between groups is within one, which is then multiplied twice.
     """
-    lhs, rhs = (operand.instruction.shape for operand in site.operands[:2])
+    lhs, rhs = (operand.instruction.shape for operand in grouped_operands(site))
     out = _result(site)
+    if target_of_call(site.instruction) == MOSAIC_TPU:
+        if len(rhs.dims) == 3:
+            m, k = lhs.dims
+            return Dimensions(1, m, out.dims[1], k, lhs, rhs, out, surplus=1.0 + rhs.dims[0] * tile[0] / m)
+        k, m = lhs.dims
+        return Dimensions(1, m, rhs.dims[1], k, lhs, rhs, out, surplus=1.0 + out.dims[0] * tile[2] / k)
     (m, n), k = (lhs.dims[0], out.dims[1]), rhs.dims[1]
     if out.dims[0] == m:
         surplus = 1.0 + (rhs.dims[0] // n) * tile[0] / 2 / m
     else:
         surplus = 1.0 + (out.dims[0] // m) * tile[2] / k
     return Dimensions(1, m, n, k, lhs, rhs, out, surplus=surplus)
+
+
+def grouped_operands(site: Site) -> tuple[Site, Site]:
+    """Both operands of a grouped kernel, which takes tables of its work as well."""
+    first, second, *_ = (x for x in site.operands if len(x.instruction.shape.dims) > 1 and _is_floating(x))
+    return first, second
+
+
+def _is_floating(site: Site) -> bool:
+    return "f" in site.instruction.shape.dtype
 
 
 def _of_custom_call(site: Site) -> Dimensions | None:

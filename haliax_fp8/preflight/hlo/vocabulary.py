@@ -185,6 +185,9 @@ LIBRARIES: Mapping[str, str] = {
 MOSAIC = "mosaic_gpu"
 """Kernels written in Pallas for NVIDIA's GPUs since Hopper."""
 
+MOSAIC_TPU = "tpu_custom_call"
+"""Kernels written in Pallas for TPUs."""
+
 BLOCK_SCALED = {"__cublas$lt$matmul$mx", "__cudnn$blockScaledDot"}
 """The products whose operands come with a scale for each block."""
 
@@ -195,7 +198,7 @@ _CALLS: Mapping[Call, tuple[str, ...]] = {
     Call.ATTENTION: ("__cudnn$fmha",),
     Call.OPAQUE: (
         # Kernels in Pallas, Triton or CUDA.
-        *("__gpu$xla.gpu.triton", "__gpu$xla.gpu.ptx", "triton_kernel_call", MOSAIC, "tpu_custom_call"),
+        *("__gpu$xla.gpu.triton", "__gpu$xla.gpu.ptx", "triton_kernel_call", MOSAIC, MOSAIC_TPU),
         "__onednn$convolution",
     ),
     Call.OTHER: (
@@ -214,7 +217,8 @@ _CALLS: Mapping[Call, tuple[str, ...]] = {
 
 def grouped_tile(instruction: Instruction) -> tuple[int, int, int] | None:
     """Rows, columns and depth of the tiles of this package's grouped kernel; None of anything else."""
-    if not target_of_call(instruction).startswith(MOSAIC) or FP8_GROUPED not in instruction.op_name.split("/"):
+    is_pallas = target_of_call(instruction).startswith((MOSAIC, MOSAIC_TPU))
+    if not is_pallas or FP8_GROUPED not in instruction.op_name.split("/"):
         return None
     found = next(filter(None, map(tile_of_scope, instruction.op_name.split("/"))), None)
     if found is None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from ..._product.names import DGRAD, FPROP, WGRAD
 from ..compile import Compiled
 from ..hlo.destination import destinations, matching
-from ..hlo.dimensions import Dimensions, dimensions
+from ..hlo.dimensions import Dimensions, dimensions, grouped_operands
 from ..hlo.origin import Origin, entering, origin
 from ..hlo.scopes import asks_for_fp8, dotted, layer_of, role, rotates
 from ..hlo.sites import Site, entry_sites, kernels, opened, trip_count
@@ -95,7 +95,8 @@ class _Reader:
         written = made_from(self.written.get(scope, []), size)
         if written is not None:
             size = size.as_written(written.size)
-        lhs, rhs = (origin(operand) for operand in site.operands[:2])
+        operands = site.operands[:2] if grouped_tile(site.instruction) is None else grouped_operands(site)
+        lhs, rhs = (origin(operand) for operand in operands)
         weight = _weight(lhs, rhs, written)
         made = self._makes(site)
         its_role = role(scope)
@@ -108,7 +109,7 @@ class _Reader:
             arguments = weight.arguments
         layer = " + ".join(dict.fromkeys(map(layer_of, arguments)))
         # The arrays that a kernel of Triton's reads the operands from.
-        read = [entering(kernel, operand) if is_triton(kernel.instruction) else None for operand in site.operands[:2]]
+        read = [entering(kernel, operand) if is_triton(kernel.instruction) else None for operand in operands]
         evidence = Evidence(size, scope, layer, lhs, rhs, written, (read[0], read[1]))
         verdict, reason = judge(evidence, self.target, self.known)
         return Product(
@@ -167,7 +168,7 @@ def _stored_dtype(kernel: Site, size: Dimensions) -> str:
 
 def _kernel_name(kernel: Site, site: Site) -> str:
     if grouped_tile(site.instruction) is not None:
-        return "grouped f8" if "f8" in site.operands[0].instruction.shape.dtype else "grouped"
+        return "grouped f8" if "f8" in grouped_operands(site)[0].instruction.shape.dtype else "grouped"
     if name := target_of_call(site.instruction):
         return LIBRARIES.get(name, name)
     if kernel is site:
