@@ -93,6 +93,11 @@ def _of_kernels(message: str) -> str | None:
     """Why a kernel in Pallas was not compiled, and what to do; None if something else failed."""
     if "No PTX compilation provider" in message:
         return "it takes ptxas, of NVIDIA's CUDA toolkit or the package nvidia-cuda-nvcc; put its folder on the PATH"
+    if "Failed to materialize symbols" in message and "mosaic_gpu" in message:
+        return (
+            "jax.experimental.pallas.mosaic_gpu was imported before what compiles its kernels was found; call "
+            "haliax_fp8.preflight first, in a process of its own"
+        )
     if "Mosaic GPU pass pipeline failed" in message:
         return (
             "JAX compiles such kernels for one architecture in a process, that of the first target; compile for others "

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu, tpu as pltpu
 
 from haliax_fp8 import Fp8DotGeneral, filter_grad
 from haliax_fp8._numerics.quantized_array import QuantizedArray
@@ -20,17 +20,19 @@ from haliax_fp8.devices.grouped import GroupedKernels
 from haliax_fp8.recipes.support import supported_in_groups
 
 
-HOPPER, BLACKWELL, XLA = GroupedKernels.HOPPER, GroupedKernels.BLACKWELL, GroupedKernels.XLA
+HOPPER, BLACKWELL, TPU = GroupedKernels.HOPPER, GroupedKernels.BLACKWELL, GroupedKernels.TPU
+XLA = GroupedKernels.XLA
 
 # More than a tile of 64 rows, an empty group, one that ends within a tile, rows beyond the last group; nothing that
 # tiles divide.
 ROWS, INPUTS, OUTPUTS, SIZES = 150, 72, 40, (70, 0, 61)
 
 
-@pytest.fixture
-def interpreted():
-    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True, on_race="raise")):
-        yield
+def interpreted(kernels):
+    """The context in which JAX runs a device's kernels on a CPU."""
+    if kernels is TPU:
+        return pltpu.force_tpu_interpret_mode(pltpu.InterpretParams())
+    return plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True, on_race="raise"))
 
 
 def random(shape, dtype, seed=0):
@@ -73,6 +75,8 @@ def scaled(data, shape, seed, block=None):
         (HOPPER, "wgrad", True),
         (BLACKWELL, "dgrad", False),
         (BLACKWELL, "wgrad", False),
+        (TPU, "fprop", True),
+        (TPU, "wgrad", False),
         *(
             pytest.param(*case, marks=pytest.mark.more)
             for case in [
@@ -84,18 +88,23 @@ def scaled(data, shape, seed, block=None):
                 (BLACKWELL, "fprop", True),
                 (BLACKWELL, "dgrad", True),
                 (BLACKWELL, "wgrad", True),
+                (TPU, "fprop", False),
+                (TPU, "dgrad", False),
+                (TPU, "dgrad", True),
+                (TPU, "wgrad", True),
             ]
         ),
     ],
 )
-def test_products_equal_float64(kernels, product, rowwise, interpreted):
+def test_products_equal_float64(kernels, product, rowwise):
     """Sums of FP8 products in float32; only the order of additions differs, so 1e-6 of the largest."""
     a_shape, a_format, b_shape, b_format = PRODUCTS[product]
     scales = ROWWISE[product] if rowwise else ((), ())
     a, b = scaled(random(a_shape, a_format), scales[0], 1), scaled(random(b_shape, b_format), scales[1], 2)
     sizes = jnp.array(SIZES, jnp.int32)
     precision = jax.lax.Precision.DEFAULT if product == "fprop" else jax.lax.Precision.HIGHEST
-    found = grouped_product(kernels, product, a, b, sizes, precision, np.dtype(np.float32))
+    with interpreted(kernels):
+        found = grouped_product(kernels, product, a, b, sizes, precision, np.dtype(np.float32))
     values = [np.asarray(x.data, np.float64) * np.asarray(x.scale, np.float64) for x in (a, b)]
     expected = reference(product, *values, SIZES)
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6 * np.abs(expected).max())
@@ -106,7 +115,7 @@ def test_products_equal_float64(kernels, product, rowwise, interpreted):
 @pytest.mark.parametrize(
     "product", ["wgrad", pytest.param("fprop", marks=pytest.mark.more), pytest.param("dgrad", marks=pytest.mark.more)]
 )
-def test_blocks_of_128_are_scaled_within_the_sum(product, interpreted):
+def test_blocks_of_128_are_scaled_within_the_sum(product):
     """Of 200 elements along each sum: the second block is partial."""
     shapes = {
         "fprop": ((60, 200), (60, 2), (1, 128), (2, 200, 64), (2, 2, 1), (1, 128, 128)),
@@ -117,7 +126,8 @@ def test_blocks_of_128_are_scaled_within_the_sum(product, interpreted):
     sizes = (20, 40) if product != "wgrad" else (90, 110)
     a, b = scaled(random(a_shape, E4M3), a_scale, 1, a_block), scaled(random(b_shape, E4M3), b_scale, 2, b_block)
     high = jax.lax.Precision.HIGHEST
-    found = grouped_product(HOPPER, product, a, b, jnp.array(sizes), high, np.dtype(np.float32))
+    with interpreted(HOPPER):
+        found = grouped_product(HOPPER, product, a, b, jnp.array(sizes), high, np.dtype(np.float32))
     expected = reference(product, *(np.asarray(x.dequantize(), np.float64) for x in (a, b)), sizes)
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6 * np.abs(expected).max())
 
@@ -137,15 +147,18 @@ def multiplied(kernels, x, w, sizes, recipe="delayed"):
 
 
 @pytest.mark.parametrize(
-    "kernels, batch", [(HOPPER, ()), pytest.param(BLACKWELL, (2,), marks=pytest.mark.more)], ids=str
+    "kernels, batch",
+    [(HOPPER, ()), *(pytest.param(x, (2,), marks=pytest.mark.more) for x in (BLACKWELL, TPU))],
+    ids=str,
 )
-def test_an_op_computes_what_it_computes_on_a_cpu(kernels, batch, interpreted):
+def test_an_op_computes_what_it_computes_on_a_cpu(kernels, batch):
     """State bit for bit; bfloat16 rounds what differs in the last bit of float32."""
     x, w = random((*batch, 50, 48), np.float32), random((*batch, 3, 48, 24), np.float32)
     sizes = jnp.broadcast_to(jnp.array([20, 0, 17]), (*batch, 3))
-    found, expected = (
-        multiplied(which, jnp.asarray(x, jnp.bfloat16), jnp.asarray(w, jnp.bfloat16), sizes) for which in (kernels, XLA)
-    )
+    x, w = jnp.asarray(x, jnp.bfloat16), jnp.asarray(w, jnp.bfloat16)
+    with interpreted(kernels):
+        found = multiplied(kernels, x, w, sizes)
+    expected = multiplied(XLA, x, w, sizes)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         assert a.dtype == b.dtype and a.shape == b.shape
         tolerance = 0.0 if a.dtype == jnp.float32 else 2.0**-7 * float(jnp.abs(b).max())
@@ -168,7 +181,10 @@ def test_wrong_sizes_are_not_a_number_inside_jit():
         ("b200", "rowwise", "native", "kernel for Blackwell"),
         ("b200", "deepseek", "refused", "takes scales of whole tensors and rows, not those of BlockScaling"),
         ("h100", "mxfp8", "refused", "not those of MXFP8Scaling"),
-        ("tpu7x", "delayed", "refused", "no grouped FP8 kernel for TPU7x"),
+        ("tpu7x", "delayed", "native", "kernel for TPU multiplies E4M3 and E5M2"),
+        ("tpu7x", "deepseek", "refused", "takes scales of whole tensors and rows"),
+        ("tpu6e", "delayed", "refused", "need a TPU7x"),
+        ("mi350x", "delayed", "refused", "no grouped FP8 kernel for AMD Instinct MI350X"),
         ("a100", "delayed", "refused", "compute capability 8.9"),
         ("cpu", "mxfp8", "emulated", "no FP8 units"),
     ],
@@ -189,9 +205,9 @@ def meant_for(kind):
 def test_a_device_without_a_kernel_raises_unless_dense_products_are_allowed():
     op, shapes = Fp8DotGeneral.init(), [jax.ShapeDtypeStruct((8, 4), jnp.float32)]
     shapes += [jax.ShapeDtypeStruct((2, 4, 3), jnp.float32), jax.ShapeDtypeStruct((2,), jnp.int32)]
-    with meant_for("TPU7x"):
-        assert Device.current().kind == "TPU7x"
-        with pytest.raises(ValueError, match=r"no grouped FP8 kernel for TPU7x.*allow_dense_groups=True"):
+    with meant_for("TPU v6 lite"):
+        assert Device.current().kind == "TPU v6 lite"
+        with pytest.raises(ValueError, match=r"need a TPU7x.*allow_dense_groups=True"):
             jax.eval_shape(op.ragged_dot, *shapes)
         dense = dataclasses.replace(op, allow_dense_groups=True)
         assert jax.eval_shape(dense.ragged_dot, *shapes).shape == (8, 3)

@@ -1,5 +1,7 @@
 """What the blocks of grouped kernels do: every row and every piece of a sum exactly once, within the operands."""
 
+from collections import Counter
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from haliax_fp8._product.grouped.tiles import Tile, groups_jobs, rows_jobs, with_edges, within_bounds
+from haliax_fp8._product.grouped.tpu import visits
 
 
 TILE = Tile(rows=8, columns=16, depth=4)
@@ -66,6 +69,40 @@ def test_sums_over_groups_take_each_row_once(sizes):
         assert sum((p * q).sum() for p, q in zip(read, of_b, strict=True)) == (own**2).sum()
         seen.add((group, a))
     assert seen == {(group, tile) for group in range(3 * len(sizes)) for tile in (0, 8)}
+
+
+make_visits = jax.jit(visits, static_argnums=(1, 2, 3), static_argnames="of_rows")
+
+
+@given(of_members)
+@settings(max_examples=50, deadline=None)
+def test_visits_of_a_tpu_meet_each_row_of_each_group_once(sizes):
+    """Tiles are aligned there, so that several groups may visit one; visits to a tile follow each other."""
+    total = len(sizes) * ROWS
+    length = -(-total // TILE.rows) * TILE.rows
+    for of_rows in (True, False):
+        made = make_visits(jnp.array(sizes, jnp.int32), ROWS, length, TILE.rows, of_rows=of_rows)
+        found, order = np.full(total, -1), []
+        firsts, lasts = Counter(), Counter()
+        for tile, group, begin, end, place, multiplies in zip(*map(np.asarray, made), strict=True):
+            assert 0 <= tile < length // TILE.rows
+            order.append((group, tile) if not of_rows else tile)
+            firsts[group] += place % 2
+            lasts[group] += place >= 2
+            own = slice(max(begin, tile * TILE.rows), min(end, (tile + 1) * TILE.rows))
+            if multiplies:
+                assert (found[own] == -1).all()
+                found[own] = group
+        assert order == sorted(order)
+        expected = np.full(total, -1)
+        for member, of_member in enumerate(sizes):
+            for group, start in enumerate(np.cumsum([0, *of_member[:-1]])):
+                expected[member * ROWS + start :][: of_member[group]] = 3 * member + group
+        np.testing.assert_array_equal(found, expected)
+        if not of_rows:
+            # Each group is a sum: begun once and written once, without rows too.
+            every = {group: 1 for group in range(3 * len(sizes))}
+            assert firsts == every and lasts == every
 
 
 @pytest.mark.parametrize(

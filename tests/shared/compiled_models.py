@@ -38,6 +38,14 @@ def on(names: Iterable[str], targets_: Iterable[str] = TARGETS) -> list:
     return found
 
 
+def with_one_architecture(cases: list) -> list:
+    """Without experts on a second architecture of NVIDIA's: JAX compiles kernels in Pallas for one in a process.
+
+    `test_compiled_grouped.py` compiles for each in a process of its own.
+    """
+    return [case for case in cases if case.values != ("experts", "b200")]
+
+
 # --- Blocks -----------------------------------------------------------------------------------------------------------
 
 
@@ -104,7 +112,7 @@ class Kind:
         call: Applies it to an array `[TOKENS, EMBED]`.
         blocks: How many blocks it has.
         recomputes: Whether a block's forward pass runs twice, but for its last product, which no gradient reads.
-        experts: By how many kernels a row is multiplied: XLA lets the right one through.
+        experts: How many kernels a layer has.
     """
 
     make: Callable[[Any], Any]

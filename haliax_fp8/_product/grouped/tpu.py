@@ -71,7 +71,8 @@ def visits(sizes: Int32[Array, "members groups"], rows: int, length: int, tile: 
     end = jnp.where(in_use, ends[which], begin)
     member, group = which // (groups + of_rows), which % (groups + of_rows)
     multiplies = (end > begin) & (group < groups)
-    place = jnp.where(in_use, (within == 0) + 2 * (within == count[which] - 1), 0)
+    is_first, is_last = (x.astype(jnp.int32) for x in (within == 0, within == count[which] - 1))
+    place = jnp.where(in_use, is_first + 2 * is_last, 0)
     group = member * groups + jnp.minimum(group, groups - 1)
     return Visits(*(x.astype(jnp.int32) for x in (first[which] + within, group, begin, end, place, multiplies)))
 
