@@ -1,4 +1,4 @@
-"""FP8 training and serving for JAX models written in Equinox and Haliax.
+"""FP8 training for JAX models written in Equinox and Haliax.
 
     model = fp8_linear_layers(model)
 
