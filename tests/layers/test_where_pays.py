@@ -213,13 +213,13 @@ def test_ensembles_stacks_and_experts():
 
 
 def test_a_transformer():
-    """Of a model of 8B parameters the projections pay; a router and a small head do not."""
-    layers = {"up": linear(4096, 14336), "query": linear(4096, 4096), "router": linear(4096, 8), "tiny": linear(64, 64)}
+    """Of a model of 8B parameters the projections pay; narrow layers do not."""
+    layers = {"up": linear(4096, 14336), "query": linear(4096, 4096), "narrow": linear(4096, 8), "tiny": linear(64, 64)}
     table = converted(layers, device="h100", tokens=8192)
     assert [row.path for row in table if row.is_fp8] == ["query", "up"]
     assert 1.3 < table["query"].prediction.gain < table["up"].prediction.gain < 2
     assert table["tiny"].reason.startswith("FP8 would take ")
-    assert re.fullmatch(r"FP8 would take \d+\.\d\d times bf16's time on h100 at 8192 tokens", table["router"].reason)
+    assert re.fullmatch(r"FP8 would take \d+\.\d\d times bf16's time on h100 at 8192 tokens", table["narrow"].reason)
     assert table["tiny"].reason.endswith(": starting its kernels takes longer than their work")
     assert table["tiny"].prediction.is_launch_bound and not table["query"].prediction.is_launch_bound
     assert all(row.reason == "" for row in table if row.is_fp8)

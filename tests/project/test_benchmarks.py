@@ -114,6 +114,8 @@ def test_what_there_is_no_time_for_is_a_row_that_says_so(tmp_path):
         "Llama-8B, unrolled",
         "Llama-8B, scan",
         "microbatches",
+        "experts",
+        "attention",
         "training",
         "product",
     }
