@@ -62,7 +62,7 @@ class MLP(eqx.Module):
 
 
 def mlp(sizes: MicrobatchSizes, recipe: str | None) -> MLP:
-    """The model in bfloat16; converted, unless there is no recipe."""
+    """The model in bfloat16, converted if a recipe is given."""
     _, Embed, Mlp = sizes.axes
     up, down = (hnn.Linear.init(*axes, key=jax.random.key(0), use_bias=False) for axes in ((Embed, Mlp), (Mlp, Embed)))
     model = in_bf16(MLP(up, down))

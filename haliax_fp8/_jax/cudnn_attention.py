@@ -107,8 +107,8 @@ def attention(
     """
     none = jnp.zeros(0, query.dtype)
     mask = cudnn.MaskType.CAUSAL if is_causal else cudnn.MaskType.NO_MASK
-    # After the operands: bias, lengths, offsets and pages, arguments of a function of scores; then what is static: the
-    # seed and rate of dropout, that there is no bias, no window, no function of scores.
+    # After the operands come bias, lengths, offsets, pages and the arguments of a function of scores, all empty; then
+    # static arguments, which turn off dropout, bias, windows and functions of scores.
     others: tuple[Any, ...] = (none,) * 7
     static = (scale, 42, 0.0, (False, False), mask, _LAYOUT, None, None, _VERSION, False)
     return cudnn._dot_product_attention(query, key, value, *others, (), *static)

@@ -61,7 +61,7 @@ def _state_is_mapped(args: TangentArguments, axes: TangentArguments) -> bool:
 
 def _is_mapped(axes: TangentArguments, place: int) -> bool:
     """Whether the input (place 0) or the kernel (place 1) has the axis, or its tangent has."""
-    # None is no leaf.
+    # JAX does not count None as a leaf.
     return axes.tangents[place] is not None or bool(jax.tree.leaves(axes.residuals[place]))
 
 

@@ -13,8 +13,8 @@ def routers(kernels: Mapping[str, Kernel]) -> frozenset[str]:
     """The paths of a model's routers.
 
     A router is a layer whose outputs are the experts of another one, `Experts` of a `haliax.nn.MoELinear`, whatever its
-    name; or one with a part of its path called `router`. A layer called `gate` is none, if the model has no such
-    experts: gated units have gates too. A router has few outputs, so there is no time to gain.
+    name; or one with a part of its path called `router`. The name `gate` alone does not make a router: gated units have
+    gates too. A router has few outputs, so FP8 would save no time.
 
     Args:
         kernels: The kernels of a model's layers by path.

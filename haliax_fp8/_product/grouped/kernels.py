@@ -27,7 +27,7 @@ def kernels_for(recipe: Recipe, *, allow_dense: bool) -> GroupedKernels:
 
     Args:
         recipe: How operands are quantized.
-        allow_dense: Whether XLA's dense products will do where there is no kernel.
+        allow_dense: Whether to fall back on XLA's dense products without a kernel.
 
     Raises:
         ValueError: If the device has none for the recipe, or a mesh divides work on its own accord, and dense products
