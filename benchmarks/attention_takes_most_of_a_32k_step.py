@@ -9,8 +9,8 @@ blocks are not recomputed. Each kernel belongs to a part by the scope that it wa
 
 Bytes and FLOPs are read from the programs. Every time is an estimate by the roofline of the preflight, and kernels run
 one after the other; the rates of attention and of collectives are assumed; no collective overlaps with anything. The
-last row of each length was not compiled: it takes attention's products at the rate assumed for FP8. Both steps are compiled
-with `xla_gpu_enable_triton_gemm=false`, as `TrainStep` compiles those with FP8.
+last row of each length was not compiled: it takes attention's products at the rate assumed for FP8. Both steps are
+compiled with `xla_gpu_enable_triton_gemm=false`, as `TrainStep` compiles those with FP8.
 """
 
 import argparse
