@@ -63,9 +63,9 @@ class TrainStep(eqx.Module):
         ValueError: If `loss_fn` is not a function, `optimizer` is not an optimizer, `microbatches` is not an integer
             of at least 1, `quantize_kernels` is not a `KernelQuantization` or the name of one, or `rules` is not a
             tuple of rules. When called, if `microbatches` does not divide a batch, if `loss_fn` returns anything but
-            one number, if `opt_state` belongs to another model, if `key` is not a single key or is meant for `loss_fn`, or if the
-            model has quantized kernels, or static scales that are not calibrated; with `quantize_kernels="once"` also
-            as the function `quantize_kernels` does.
+            one number, if `opt_state` belongs to another model, if `key` is not a single key or is meant for
+            `loss_fn`, or if the model has quantized kernels, or static scales that are not calibrated; with
+            `quantize_kernels="once"` also as the function `quantize_kernels` does.
 
     Example:
         >>> step = TrainStep(loss_fn, optax.adamw(1e-3))
