@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-import equinox as eqx
 import haliax as hax
 import jax
 import jax.numpy as jnp
@@ -54,7 +53,8 @@ def quantization_statistics(model: Any, loss_fn: Callable[..., Any], *batch: Any
     require_calibrated(model)
     measuring = _measuring(model)
     gradients = filter_grad(lambda model: scalar_loss(loss_fn(model, *batch)))(measuring)
-    return ModelStatistics({name: _statistics(op) for name, op in named_ops(gradients)})
+    by_path = {name: _statistics(op) for name, op in named_ops(gradients)}
+    return ModelStatistics(tuple(by_path), tuple(by_path.values()))
 
 
 def _measuring[M](model: M) -> M:

@@ -72,17 +72,25 @@ class ModelStatistics(Printable, eqx.Module):
     """The statistics of a model's ops, by path. Print it for a table.
 
     Args:
-        ops: For each op its statistics.
+        paths: The paths of the ops, in the order of the model's tree.
+        of_ops: The statistics of each of them.
     """
 
-    ops: dict[str, OpStatistics]
+    # Not a dictionary: JAX sorts those by their keys, "layers.10" before "layers.2".
+    paths: tuple[str, ...] = eqx.field(static=True)
+    of_ops: tuple[OpStatistics, ...]
 
     width: ClassVar[int] = 80
 
+    @property
+    def ops(self) -> dict[str, OpStatistics]:
+        """The statistics of each op by its path."""
+        return dict(zip(self.paths, self.of_ops, strict=True))
+
     def __getitem__(self, path: str) -> OpStatistics:
         """The statistics of the op at a path."""
-        if path not in self.ops:
-            raise KeyError(f"no op at {path!r}; there are {list(self.ops)}")
+        if path not in self.paths:
+            raise KeyError(f"no op at {path!r}; there are {list(self.paths)}")
         return self.ops[path]
 
     @property
@@ -120,8 +128,7 @@ class ModelStatistics(Printable, eqx.Module):
         """Each layer's name, its op's statistics, and its index in their stack; several for the op of a stack."""
         for path, op in self.ops.items():
             for index in np.ndindex(op.amax.shape[:-1]):
-                numbered = "".join(f"[{i}]" for i in index)
-                yield (path or "model") + numbered, op, index
+                yield numbered(path, index), op, index
 
     def _mean(self, name: str) -> Float32[Array, ""]:
         return jnp.nanmean(jnp.concatenate([getattr(op, name).ravel() for op in self.ops.values()]))
@@ -147,3 +154,8 @@ class ModelStatistics(Printable, eqx.Module):
                     cells = (*cells[:3], f"{nonfinite[i]:.0f} NaN or inf")
                 table.add_row("" if i else path, operand, *cells)
         return table
+
+
+def numbered(path: str, index: tuple[int, ...]) -> str:
+    """The name of a layer: its path, and its number in a stack; "model" for the model itself."""
+    return (path or "model") + "".join(f"[{i}]" for i in index)

@@ -178,7 +178,9 @@ def test_a_recipe_of_four_bits_counts_and_its_flushed_blocks_are_not_clipped():
     assert row["underflow"] > 0.9
     # The error is that of the outlier, and as small as float32's own squared.
     del row["rms_error"]
-    np.testing.assert_allclose([float(getattr(got, name)[0]) for name in row], list(row.values()), rtol=1e-4, atol=1e-13)
+    np.testing.assert_allclose(
+        [float(getattr(got, name)[0]) for name in row], list(row.values()), rtol=1e-4, atol=1e-13
+    )
 
 
 def test_elements_that_are_not_finite_are_counted_and_left_out():
