@@ -24,12 +24,14 @@ class ScaledMatrix:
         scale: One for each block; those at the edge may be cut.
         block: The rows and columns of a block.
         origin: Where the scales come from, for people.
+        input_scale: The scale of the layer's input; None if each engine computes its own.
     """
 
     data: Float[np.ndarray, "out in"]
     scale: Float32[np.ndarray, "blocks_out blocks_in"]
     block: tuple[int, int]
     origin: str
+    input_scale: float | None = None
 
     def dequantized(self) -> Float32[np.ndarray, "out in"]:
         """`data * scale`, in float32."""
@@ -92,12 +94,18 @@ def quantized(
     if not np.isfinite(matrix.astype(np.float32)).all():
         raise ValueError("it holds an infinity or NaN, which FP8 would spread over a block; export an earlier step")
     values, limit = matrix.astype(np.float32), np.float32(format.max)
-    if stored is not None:
+    if stored is not None and (block != (1, 32) or np.frexp(stored)[0] == 0.5):
         if not (np.isfinite(stored) and stored > 0):
             raise ValueError(f"its scale in the state is {stored}; calibrate the model, or train a step")
         blocks = tuple(-(-size // b) for size, b in zip(matrix.shape, block, strict=True))
         scale = np.full(blocks, stored, np.float32)
         return _divided(values, scale, block, format, "state of training", bf16_scales=bf16_scales)
+    if isinstance(scaling, CurrentScaling) and block not in ((1, 32), matrix.shape):
+        # One scale for all: the same in each block, so that the values are those of training.
+        whole = quantized(matrix, matrix.shape, scaling=scaling, bf16_scales=bf16_scales, format=format)
+        blocks = tuple(-(-size // b) for size, b in zip(matrix.shape, block, strict=True))
+        scale = np.ascontiguousarray(np.broadcast_to(whole.scale, blocks))
+        return dataclasses.replace(whole, scale=scale, block=block)
     amax = _amax(values, block)
     if block == (1, 32):
         return _microscaled(values, amax, block, format)

@@ -31,7 +31,8 @@ class Matrix:
         factor: What the layer multiplies its weight by.
         op: The op of its products; None if it has none.
         frozen: The layer itself, if its values are in FP8.
-        quantizable: Whether a layout with FP8 weights quantizes it, unless it is told otherwise.
+        quantizable: Whether a layout with FP8 weights quantizes it.
+        is_embedding: Whether it is a table of embeddings, which is no linear layer in a checkpoint.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Matrix:
     op: Fp8DotGeneral | None
     frozen: Any
     quantizable: bool
+    is_embedding: bool
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -64,7 +66,9 @@ class Matrix:
         """The data and scales of a layer whose weight is in FP8."""
         kernel = self.frozen.kernel
         data, scale = (np.asarray(plain(x))[self.index] for x in (kernel.data, kernel.scale))
-        return ScaledMatrix(data.view(kernel.format), scale.view(np.float32), kernel.block, "FP8 in the model")
+        return ScaledMatrix(
+            data.view(kernel.format), scale.view(np.float32), kernel.block, "FP8 in the model", self.input_scale
+        )
 
     @property
     def scaling(self) -> AbstractScaling | None:
@@ -183,11 +187,12 @@ class _Layer:
             data = self.layer.kernel.data
             parts = _parts_of_data(data, self.place)
             names = parts.named(self.place)
-            return [Matrix(name, None, parts, index, 1.0, None, self.layer, quantizable) for name, index in names]
+            return [Matrix(name, None, parts, index, 1.0, None, self.layer, quantizable, False) for name, index in names]
         kernel = self.rule.kernel(self.layer)
         parts, array = of_kernel(kernel, self.place), plain(kernel.weight)
+        is_embedding = isinstance(self.layer, hnn.Embedding)
         return [
-            Matrix(name, array, parts, index, kernel.factor, self.op, None, quantizable)
+            Matrix(name, array, parts, index, kernel.factor, self.op, None, quantizable, is_embedding)
             for name, index in parts.named(self.place)
         ]
 
