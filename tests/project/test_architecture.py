@@ -33,7 +33,7 @@ FLOORS = (
     ("_einsum", "layers", "preflight", "demo"),
     # The loop.
     ("training", "memory", "sharding", "ops"),
-    ("statistics",),
+    ("statistics", "checkpoints"),
     ("_cli",),
     ("__init__", "__main__"),
 )
