@@ -57,10 +57,22 @@ def new_folder(directory: str | os.PathLike[str]) -> Iterator[pathlib.Path]:
     try:
         yield temporary
         temporary.chmod(0o755)
+        for path in (*temporary.iterdir(), temporary):
+            _to_disk(path)
         temporary.replace(final)
+        _to_disk(final.parent)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+
+
+def _to_disk(path: pathlib.Path) -> None:
+    """Waits until a file, or the names in a folder, would survive a crash."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def write_tensors(
@@ -96,7 +108,9 @@ def _numbered(i: int, n: int) -> str:
     return f"model-{i:05d}-of-{n:05d}.safetensors"
 
 
-def _write(path: pathlib.Path, groups: Sequence[tuple[Sequence[TensorSpec], Callable[[], Sequence[np.ndarray]]]]) -> None:
+def _write(
+    path: pathlib.Path, groups: Sequence[tuple[Sequence[TensorSpec], Callable[[], Sequence[np.ndarray]]]]
+) -> None:
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offsets, offset = {}, 0
     # The widest elements first: so each tensor begins at a multiple of its element, without which PyTorch fails.
@@ -117,5 +131,3 @@ def _write(path: pathlib.Path, groups: Sequence[tuple[Sequence[TensorSpec], Call
                     )
                 file.seek(begin + offsets[spec.name])
                 file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
-        file.flush()
-        os.fsync(file.fileno())
