@@ -155,7 +155,7 @@ def scale_values(scale: np.ndarray) -> np.ndarray:
     """
     if scale.dtype in BYTES:
         bits = scale.view(np.uint8).astype(np.int32)
-        return np.where(bits == 255, np.float32(np.nan), np.ldexp(np.float32(1.0), bits - 127)).astype(np.float32)
+        return np.where(bits == 255, np.float32(np.nan), np.ldexp(np.float32(1.0), np.minimum(bits, 254) - 127)).astype(np.float32)
     return scale.astype(np.float32)
 
 

@@ -82,10 +82,11 @@ def _tensors(paths: list[pathlib.Path], listed: dict[str, str] | None) -> dict[s
         for name, stored in read_header(path).items():
             if name in tensors:
                 raise BrokenCheckpoint(path.name, f"it is in {tensors[name].file.name} too; it may be in one", name)
-            if listed is not None and listed.get(name) != path.name:
-                where = f"says that it is in {listed[name]}" if name in listed else "does not list it"
-                raise BrokenCheckpoint(path.name, f"{INDEX} {where}", name)
             tensors[name] = stored
+    for name, stored in tensors.items():
+        if listed is not None and listed.get(name) != stored.file.name:
+            where = f"says that it is in {listed[name]}" if name in listed else "does not list it"
+            raise BrokenCheckpoint(stored.file.name, f"{INDEX} {where}", name)
     for name, file in (listed or {}).items():
         if name not in tensors:
             raise BrokenCheckpoint(file, f"it is not there, and {INDEX} says that it is", name)

@@ -41,7 +41,9 @@ class Stored:
     def array(self) -> np.ndarray:
         """Its values, mapped and read-only: bytes are read as they are used."""
         if self.bytes == 0:
-            return np.zeros(self.shape, self.dtype)
+            words = np.zeros(self.shape, self.dtype)
+            words.flags.writeable = False
+            return words
         words = np.memmap(self.file, np.uint8, "r", offset=self.offset, shape=(self.bytes,))
         if self.offset % self.dtype.itemsize:
             words = np.array(words)  # not aligned: a view would not be allowed
