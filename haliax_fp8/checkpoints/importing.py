@@ -15,7 +15,8 @@ import numpy as np
 from ..layers.config import Fp8Config, as_config
 from ..layers.kernel import Kernel, axes_of
 from ..layers.rule import LayerRule
-from .frozen import FrozenEquinoxLinear, FrozenKernel, FrozenLinear, FrozenMoELinear, is_frozen
+from .frozen import FrozenEquinoxLinear, FrozenLinear, FrozenMoELinear, is_frozen
+from .frozen_kernel import FrozenKernel
 from .model.matrices import Parts, of_array, of_kernel, plain
 from .model.quantize import ScaledMatrix
 from .model.source import is_norm, other_arrays
