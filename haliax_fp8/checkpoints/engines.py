@@ -81,9 +81,7 @@ engines = (
     Engine(
         ("W8A16",), *_TRANSFORMERS, Verdict.DEQUANTIZED, "in bfloat16 it casts scales to bfloat16 before", Source.RUN
     ),
-    Engine(
-        ("MXFP8",), *_TRANSFORMERS, Verdict.EMULATED, "in bfloat16 alone: dtype=float32 is an error", Source.RUN
-    ),
+    Engine(("MXFP8",), *_TRANSFORMERS, Verdict.EMULATED, "in bfloat16 alone: dtype=float32 is an error", Source.RUN),
     Engine(
         ("fp8",),
         "Transformers 5.23.0, accelerate 1.15.0",
@@ -117,21 +115,24 @@ engines = (
     ),
     Engine(("modelopt",), "TensorRT-LLM", _HOPPER, Verdict.FP8, "", Source.DOCUMENTATION),
     Engine(
-        ("FP8_DYNAMIC", "fp8"), *_TPU, Verdict.FP8, "layers of Qwen2, Qwen3, Gemma 4, DeepSeek; not Llama's", Source.CODE
+        ("FP8_DYNAMIC", "fp8"),
+        *_TPU,
+        Verdict.FP8,
+        "layers of Qwen2, Qwen3, Gemma 4, DeepSeek; not Llama's",
+        Source.CODE,
     ),
-    Engine(
-        ("FP8_BLOCK",), *_TPU, Verdict.REFUSED, "blocks of merged layers (gate and up) are an error", Source.CODE
-    ),
-    Engine(
-        ("FP8_TENSOR",), *_TPU, Verdict.REFUSED, "a scale is reshaped to one for each output", Source.CODE
-    ),
+    Engine(("FP8_BLOCK",), *_TPU, Verdict.REFUSED, "blocks of merged layers (gate and up) are an error", Source.CODE),
+    Engine(("FP8_TENSOR",), *_TPU, Verdict.REFUSED, "a scale is reshaped to one for each output", Source.CODE),
     Engine(("W8A16", "MXFP8"), *_TPU, Verdict.REFUSED, "NotImplementedError", Source.CODE),
-    Engine(
-        ("FP8_DYNAMIC", "fp8"), *_SGLANG_JAX, Verdict.FP8, "needs format float-quantized, or fp8", Source.CODE
-    ),
+    Engine(("FP8_DYNAMIC", "fp8"), *_SGLANG_JAX, Verdict.FP8, "needs format float-quantized, or fp8", Source.CODE),
     Engine(("MXFP8",), *_SGLANG_JAX, Verdict.GARBAGE, "ignores other formats, with a warning", Source.CODE),
     Engine(
-        ("fp8",), "MaxText, from 2026-08 on", "TPU, GPU", Verdict.DEQUANTIZED, "reads files with PyTorch", Source.DOCUMENTATION
+        ("fp8",),
+        "MaxText, from 2026-08 on",
+        "TPU, GPU",
+        Verdict.DEQUANTIZED,
+        "reads files with PyTorch",
+        Source.DOCUMENTATION,
     ),
 )
 """What was found in November 2026; engines of other versions may do otherwise."""

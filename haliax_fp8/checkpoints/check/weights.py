@@ -23,6 +23,8 @@ BYTES = (np.dtype(np.uint8), E8M0)
 # A weight whose data, times their scales, are as large as this has lost its scales, or was quantized twice.
 _LARGE = 112.0
 
+_LIMIT = 448.0
+
 
 def is_fp8(stored: Stored) -> bool:
     """Whether a tensor is in one of the 8-bit formats of floating point."""
@@ -155,7 +157,9 @@ def scale_values(scale: np.ndarray) -> np.ndarray:
     """
     if scale.dtype in BYTES:
         bits = scale.view(np.uint8).astype(np.int32)
-        return np.where(bits == 255, np.float32(np.nan), np.ldexp(np.float32(1.0), np.minimum(bits, 254) - 127)).astype(np.float32)
+        return np.where(bits == 255, np.float32(np.nan), np.ldexp(np.float32(1.0), np.minimum(bits, 254) - 127)).astype(
+            np.float32
+        )
     return scale.astype(np.float32)
 
 
@@ -177,15 +181,12 @@ def _magnitudes(folder: TensorFolder, quantization: Quantization, name: str, sca
             f"data * scale reaches {float((found * scale).max()):.0f}: the scales are lost, or it was quantized twice",
         )
         return
-    # A scale is chosen so that its block uses the format's range. Equal scales, and powers of two, may come from a
-    # larger block.
-    used = found[found > 0] >= 192
-    if np.unique(scale).size > max(8, scale.size // 4) and used.mean() < 0.5:
-        problem = (
-            f"{1 - used.mean():.0%} of the blocks that share a scale use less than half of E4M3's range: these are the "
-            "scales of other data, or the weight is transposed"
-        )
-        yield Fault(file, name, problem)
+    # The largest of each row is 448 then, and of the columns that of some.
+    if quantization.strategy == "channel" and shape[0] == shape[1] >= 16 and np.unique(scale).size > 1:
+        columns = amaxes(data, (shape[0], 1))
+        if (columns == _LIMIT).all() and not (found == _LIMIT).all():
+            problem = "each of its columns reaches 448, and not each row, which has the scale: it is transposed"
+            yield Fault(file, name, problem)
 
 
 def fused_faults(folder: TensorFolder, quantization: Quantization) -> Iterator[Fault]:

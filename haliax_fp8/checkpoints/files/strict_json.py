@@ -19,9 +19,10 @@ def json_object(text: bytes, file: str, *, what: str = "content", constants: boo
     Raises:
         BrokenCheckpoint: If it is no JSON object, nested too deep, or has a name twice.
     """
-    refuse = {} if constants else {"parse_constant": _no_constant}
     try:
-        content = json.loads(text.decode("utf-8"), object_pairs_hook=_once, **refuse)
+        content = json.loads(
+            text.decode("utf-8"), object_pairs_hook=_once, parse_constant=None if constants else _no_constant
+        )
     except UnicodeDecodeError:
         raise BrokenCheckpoint(file, f"its {what} is not UTF-8; the file is damaged, or of another format") from None
     except RecursionError:

@@ -146,9 +146,8 @@ def quantization_of(config: Mapping[str, Any], beside: Mapping[str, Any] | None 
             ignore = _names(found, "ignore") or _names(found, "exclude_modules")
             assert algorithm == "FP8"
             return Quantization("modelopt", "tensor", None, Inputs("tensor", False), ignore, cached=cached)
-    raise _wrong(
-        f"quant_method={found.get('quant_method')!r:.60} is unknown; read are 'compressed-tensors', 'fp8' and 'modelopt'"
-    )
+    method = f"quant_method={found.get('quant_method')!r:.60}"
+    raise _wrong(f"{method} is unknown; read are 'compressed-tensors', 'fp8' and 'modelopt'")
 
 
 def _compressed_tensors(found: Mapping[str, Any]) -> Quantization:
@@ -156,8 +155,8 @@ def _compressed_tensors(found: Mapping[str, Any]) -> Quantization:
     format = _one_of(found, "format", formats)
     if found.get("quantization_status") not in ("compressed", "frozen"):
         raise _wrong(
-            f"quantization_status={found.get('quantization_status')!r:.40}; without 'compressed', Transformers quantizes "
-            "the weights again and computes other numbers"
+            f"quantization_status={found.get('quantization_status')!r:.40}; without 'compressed', Transformers "
+            "quantizes the weights again and computes other numbers"
         )
     groups = found.get("config_groups")
     if not isinstance(groups, Mapping) or not groups:

@@ -142,12 +142,12 @@ def plan(
 def _quantized(matrix: Matrix, block: tuple[int, int], choices: Choices, *, static: bool) -> ScaledMatrix:
     if matrix.frozen is not None:
         made = matrix.frozen_values()
-        if (spread := spread(made, block)) is None:
+        if (finer := spread(made, block)) is None:
             raise ValueError(
                 f"{matrix.name} is in FP8 in blocks of {made.block}, which the layout's blocks of {block} cannot hold; "
                 "choose the layout that it was imported from, or thaw the model to quantize it anew"
             )
-        return dataclasses.replace(spread, input_scale=made.input_scale if static else None)
+        return dataclasses.replace(finer, input_scale=made.input_scale if static else None)
     training = choices.training_scales
     try:
         made = quantized(

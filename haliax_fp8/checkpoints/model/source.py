@@ -187,7 +187,9 @@ class _Layer:
             data = self.layer.kernel.data
             parts = _parts_of_data(data, self.place)
             names = parts.named(self.place)
-            return [Matrix(name, None, parts, index, 1.0, None, self.layer, quantizable, False) for name, index in names]
+            return [
+                Matrix(name, None, parts, index, 1.0, None, self.layer, quantizable, False) for name, index in names
+            ]
         kernel = self.rule.kernel(self.layer)
         parts, array = of_kernel(kernel, self.place), plain(kernel.weight)
         is_embedding = isinstance(self.layer, hnn.Embedding)
