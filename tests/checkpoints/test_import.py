@@ -48,7 +48,10 @@ SCALES = {
     "column": (RNG.uniform(1, 2, (160, 1)).astype(BF16), compressed()),
     "cut blocks": (RNG.uniform(1, 2, (2, 2)).astype(np.float32), BLOCKS),
     "E8M0 in uint8": (RNG.integers(100, 140, (160, 6)).astype(np.uint8), compressed("group", group_size=32)),
-    "weight_scale_inv": (RNG.uniform(1, 2, (2, 2)).astype(np.float32), {"quant_method": "fp8", "weight_block_size": [128, 128]}),
+    "weight_scale_inv": (
+        RNG.uniform(1, 2, (2, 2)).astype(np.float32),
+        {"quant_method": "fp8", "weight_block_size": [128, 128]},
+    ),
     "modelopt": (np.float32(0.5), {"quant_method": "modelopt", "quant_algo": "FP8"}),
 }
 
@@ -76,7 +79,7 @@ def test_shapes_of_scales(case, tmp_path):
 
 
 def test_fused_layers_and_tied_heads(tmp_path):
-    """`qkv_proj` and `gate_up_proj` are taken apart, also where a block of scales lies across; the head is the table."""
+    """`qkv_proj` and `gate_up_proj` are taken apart, also within a block of scales; the head is the embedding."""
     config = dataclasses.replace(CONFIG, layers=1)
     model = Transformer.init(config, key=jax.random.key(0))
     layer = "model.layers.0."
@@ -148,18 +151,22 @@ def test_adapters_on_frozen_weights(tmp_path):
     assert jax.tree.leaves(params.blocks.stacked.mlp.gate.base) == jax.tree.leaves(found.blocks.stacked.mlp.up) == []
     updates, _ = optax.sgd(0.1).update(found, optax.sgd(0.1).init(params))
     trained = eqx.apply_updates(adapted, updates)
-    np.testing.assert_array_equal(trained.blocks.stacked.mlp.up.kernel.data.array, frozen.blocks.stacked.mlp.up.kernel.data.array)
+    np.testing.assert_array_equal(
+        trained.blocks.stacked.mlp.up.kernel.data.array, frozen.blocks.stacked.mlp.up.kernel.data.array
+    )
     # Merged: the base dequantized, plus the product.
     layer = trained.blocks.stacked.mlp.gate
     plain = layer.base.thawed(jnp.float32)
     delta = layer.up.dot(layer.down, axis="rank").rearrange(plain.weight.axes)
-    merged = eqx.tree_at(lambda m: m.blocks.stacked.mlp.gate, trained, dataclasses.replace(plain, weight=plain.weight + delta))
+    merged = eqx.tree_at(
+        lambda m: m.blocks.stacked.mlp.gate, trained, dataclasses.replace(plain, weight=plain.weight + delta)
+    )
     report = export_model(merged, tmp_path / "merged", names=names.LLAMA, targets=("*.attention.*", "*.mlp.*"))
     assert report.origins == {"FP8 in the model": 12, "computed for the export": 2}
     with pytest.raises(ValueError, match=r"attention\.query is in FP8 .* thaw the model"):
         export_model(merged, tmp_path / "no", "BF16", names=names.LLAMA)
-    with pytest.raises(ValueError, match="blocks of"):
-        export_model(frozen, tmp_path / "no", "FP8_TENSOR", names=names.LLAMA)
+    with pytest.raises(ValueError, match=r"in FP8 in blocks of \(1, 64\), which .* blocks of \(128, 128\) cannot hold"):
+        export_model(frozen, tmp_path / "no", "FP8_BLOCK", names=names.LLAMA)
 
 
 def test_the_backward_pass_keeps_fp8_only():
@@ -188,7 +195,11 @@ def test_what_does_not_fit(tmp_path):
         "not said": ({"up.weight": DATA, "up.weight_scale": scale}, None, "no quantization_config"),
         "nan": ({"up.weight": DATA, "up.weight_scale": scale * np.nan}, compressed(), r"up\.weight_scale .* positive"),
         "zero": ({"up.weight": DATA, "up.weight_scale": scale * 0}, compressed(), r"up\.weight_scale .* positive"),
-        "shape": ({"up.weight": DATA, "up.weight_scale": scale[:5]}, compressed(), r"up\.weight_scale has shape \(5, 1\)"),
+        "shape": (
+            {"up.weight": DATA, "up.weight_scale": scale[:5]},
+            compressed(),
+            r"up\.weight_scale has shape \(5, 1\)",
+        ),
         "transposed": ({"up.weight": DATA.T.copy(), "up.weight_scale": scale[:1]}, compressed("tensor"), "transposed"),
         "missing": ({"down.weight": np.ones((160, 192), BF16)}, None, r"no up\.weight; the nearest are down\.weight"),
         "unused": ({"up.weight": np.ones((160, 192), BF16), "x": np.ones(3)}, None, "no place for x"),

@@ -96,7 +96,9 @@ def _numbered(i: int, n: int) -> str:
     return f"model-{i:05d}-of-{n:05d}.safetensors"
 
 
-def _write(path: pathlib.Path, groups: Sequence[tuple[Sequence[TensorSpec], Callable[[], Sequence[np.ndarray]]]]) -> None:
+def _write(
+    path: pathlib.Path, groups: Sequence[tuple[Sequence[TensorSpec], Callable[[], Sequence[np.ndarray]]]]
+) -> None:
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offsets, offset = {}, 0
     # The widest elements first: so each tensor begins at a multiple of its element, without which PyTorch fails.

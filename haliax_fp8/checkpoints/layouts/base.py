@@ -90,9 +90,7 @@ class AbstractLayout(abc.ABC):
         return found
 
 
-def decode(
-    layer: str, tensors: Mapping[str, np.ndarray], block_size: tuple[int, int] | None
-) -> ScaledMatrix:
+def decode(layer: str, tensors: Mapping[str, np.ndarray], block_size: tuple[int, int] | None) -> ScaledMatrix:
     """The FP8 data and scales of a layer, whichever layout wrote them.
 
     Scales may have the shapes `[]`, `[1]`, `[out]`, `[out, 1]` or one for each block, in float32, bfloat16 or float16,
@@ -131,7 +129,11 @@ def _values(name: str, scale: np.ndarray) -> np.ndarray:
         if (exponents == 255).any():
             raise ValueError(f"{name} holds a NaN (255 in E8M0)")
         # 0 means 2**-127, which is subnormal in float32.
-        return np.where(exponents == 0, np.uint32(0x00400000), exponents << np.uint32(23)).astype(np.uint32).view(np.float32)
+        return (
+            np.where(exponents == 0, np.uint32(0x00400000), exponents << np.uint32(23))
+            .astype(np.uint32)
+            .view(np.float32)
+        )
     if scale.dtype.kind not in "fV" or scale.dtype.itemsize < 2:
         raise ValueError(f"{name} is in {scale.dtype}, which is no dtype of scales")
     values = scale.astype(np.float32)

@@ -87,7 +87,9 @@ def _of_groups(quantization: Mapping[str, Any]) -> tuple[int, int] | None:
         if not isinstance(weights, Mapping):
             raise ValueError(f"{name} of config_groups has no weights")
         if (weights.get("num_bits"), weights.get("type")) != (8, "float"):
-            raise ValueError(f"{name} has weights of {weights.get('num_bits')} bits, {weights.get('type')}; 8, float is read")
+            raise ValueError(
+                f"{name} has weights of {weights.get('num_bits')} bits, {weights.get('type')}; 8, float is read"
+            )
         match weights.get("strategy"):
             case "tensor" | "channel":
                 blocks.add(None)

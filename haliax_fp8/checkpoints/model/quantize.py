@@ -109,7 +109,9 @@ def quantized(
     amax = _amax(values, block)
     if block == (1, 32):
         return _microscaled(values, amax, block, format)
-    power_of_two = scaling is not None and fits(scaling, matrix.shape, block) and getattr(scaling, "power_of_two", False)
+    power_of_two = (
+        scaling is not None and fits(scaling, matrix.shape, block) and getattr(scaling, "power_of_two", False)
+    )
     if scaling is None or not fits(scaling, matrix.shape, block):
         scale = np.maximum(amax / limit, np.float32(1.0 / LARGEST_MULTIPLIER))
         scale = np.where(amax > 0, scale, np.float32(1.0))

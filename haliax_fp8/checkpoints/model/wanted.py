@@ -9,7 +9,7 @@ import numpy as np
 from ..._numerics.require import nearest
 from ...layers.rule import LayerRule
 from ..names import NameMap
-from .quantize import ScaledMatrix, expanded
+from .quantize import ScaledMatrix
 from .source import collect
 
 
@@ -90,7 +90,9 @@ class Found:
             scale = np.repeat(scale, height, axis=0)[: matrix.data.shape[0]]
             height = 1
         part = scale[start // height : -(-stop // height)]
-        return Found(self.name, dataclasses.replace(matrix, data=matrix.data[start:stop], scale=part, block=(height, width)))
+        return Found(
+            self.name, dataclasses.replace(matrix, data=matrix.data[start:stop], scale=part, block=(height, width))
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,7 +176,9 @@ class Wanted:
             if last in parts and f"{whole}.{field}" in self.available:
                 sizes = [self.outputs.get(f"{parent}.{part}" if parent else part) for part in parts]
                 if None in sizes:
-                    raise ValueError(f"{whole} holds {', '.join(parts)}, of which the model has not all; join its layers")
+                    raise ValueError(
+                        f"{whole} holds {', '.join(parts)}, of which the model has not all; join its layers"
+                    )
                 start = sum(size for size in sizes[: parts.index(last)] if size)
                 found = self._read(whole, field)
                 total = sum(size for size in sizes if size)
