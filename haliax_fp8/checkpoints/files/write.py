@@ -57,10 +57,22 @@ def new_folder(directory: str | os.PathLike[str]) -> Iterator[pathlib.Path]:
     try:
         yield temporary
         temporary.chmod(0o755)
+        for path in (*temporary.iterdir(), temporary):
+            _to_disk(path)
         temporary.replace(final)
+        _to_disk(final.parent)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+
+
+def _to_disk(path: pathlib.Path) -> None:
+    """Waits until a file, or the names in a folder, would survive a crash."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def write_tensors(
@@ -119,5 +131,3 @@ def _write(
                     )
                 file.seek(begin + offsets[spec.name])
                 file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
-        file.flush()
-        os.fsync(file.fileno())

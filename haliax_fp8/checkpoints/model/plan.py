@@ -10,7 +10,7 @@ from ...layers.config import Fp8Config, as_config
 from ...layers.patterns import Targets, as_patterns
 from ..names import NameMap
 from .matrices import plain
-from .quantize import ScaledMatrix, quantized, rounded_up_to_bf16
+from .quantize import ScaledMatrix, quantized, rounded_up_to_bf16, spread
 from .source import Matrix, Other, collect
 
 
@@ -142,7 +142,7 @@ def plan(
 def _quantized(matrix: Matrix, block: tuple[int, int], choices: Choices, *, static: bool) -> ScaledMatrix:
     if matrix.frozen is not None:
         made = matrix.frozen_values()
-        if (spread := _spread(made, block)) is None:
+        if (spread := spread(made, block)) is None:
             raise ValueError(
                 f"{matrix.name} is in FP8 in blocks of {made.block}, which the layout's blocks of {block} cannot hold; "
                 "choose the layout that it was imported from, or thaw the model to quantize it anew"
@@ -167,19 +167,6 @@ def _quantized(matrix: Matrix, block: tuple[int, int], choices: Choices, *, stat
     if choices.bf16_scales:
         scale = rounded_up_to_bf16(scale.reshape(1))[0]
     return dataclasses.replace(made, input_scale=float(scale))
-
-
-def _spread(matrix: ScaledMatrix, block: tuple[int, int]) -> ScaledMatrix | None:
-    """The same data with scales for finer blocks; None if its blocks are not made of such."""
-    shape = matrix.data.shape
-    clipped = [tuple(min(size, b) for size, b in zip(shape, blocks, strict=True)) for blocks in (matrix.block, block)]
-    if clipped[0] == clipped[1]:
-        return dataclasses.replace(matrix, block=block)
-    if any(coarse % fine and coarse != size for coarse, fine, size in zip(*clipped, shape, strict=True)):
-        return None
-    starts = [np.arange(0, size, fine) // coarse for size, coarse, fine in zip(shape, *clipped, strict=True)]
-    scale = np.ascontiguousarray(matrix.scale[np.ix_(*starts)])
-    return dataclasses.replace(matrix, scale=scale, block=block)
 
 
 def _dtype(tensor: Matrix | Other, choices: Choices) -> np.dtype:

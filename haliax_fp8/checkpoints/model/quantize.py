@@ -128,6 +128,24 @@ def quantized(
     return ScaledMatrix(data, scale, block, "recipe of training")
 
 
+def spread(matrix: ScaledMatrix, block: tuple[int, int]) -> ScaledMatrix | None:
+    """The same data with scales for finer blocks; None if its blocks are not made of such.
+
+    Args:
+        matrix: A kernel.
+        block: The rows and columns of the finer blocks.
+    """
+    shape = matrix.data.shape
+    clipped = [tuple(min(size, b) for size, b in zip(shape, blocks, strict=True)) for blocks in (matrix.block, block)]
+    if clipped[0] == clipped[1]:
+        return dataclasses.replace(matrix, block=block)
+    if any(coarse % fine and coarse != size for coarse, fine, size in zip(*clipped, shape, strict=True)):
+        return None
+    starts = [np.arange(0, size, fine) // coarse for size, coarse, fine in zip(shape, *clipped, strict=True)]
+    scale = np.ascontiguousarray(matrix.scale[np.ix_(*starts)])
+    return dataclasses.replace(matrix, scale=scale, block=block)
+
+
 def fits(scaling: AbstractScaling, shape: tuple[int, ...], block: tuple[int, int]) -> bool:
     """Whether a stateless scaling has a scale for each of these blocks, if one axis is summed and one is not.
 
