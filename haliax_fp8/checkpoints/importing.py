@@ -138,7 +138,7 @@ def _field_of(layer: Any, kernel: Kernel) -> str:
         if getattr(layer, field.name, None) is kernel.weight:
             return field.name
     raise ValueError(
-        f"the weight of a {type(layer).__name__}, as its LayerRule gives it, is none of its fields; import needs a rule "
+        f"the weight of a {type(layer).__name__}, as its LayerRule gives it, is none of its fields; give a rule "
         "whose Kernel holds the field itself"
     )
 
@@ -187,7 +187,7 @@ def _frozen(
     )
     match layer:
         case hnn.Linear():
-            fields = (None, layer.bias, layer.In, layer.Out, layer.dot_general, layer._reparam_cls)
+            fields: tuple[Any, ...] = (None, layer.bias, layer.In, layer.Out, layer.dot_general, layer._reparam_cls)
             return FrozenLinear(*fields, kernel=bits)
         case hnn.MoELinear():
             fields = (None, layer.bias, layer.Experts, layer.In, layer.Out)

@@ -53,9 +53,8 @@ class NameMap:
         """
         if isinstance(names, NameMap):
             return names
-        if isinstance(names, Mapping):
-            names = names.items()
-        return NameMap(tuple((str(model), str(checkpoint)) for model, checkpoint in names or ()))
+        pairs: Iterable[tuple[str, str]] = names.items() if isinstance(names, Mapping) else names or ()
+        return NameMap(tuple((str(model), str(checkpoint)) for model, checkpoint in pairs))
 
     def to_checkpoint(self, name: str) -> str:
         """The checkpoint's name of a tensor or layer of the model."""
@@ -121,7 +120,7 @@ QWEN3_MOE = QWEN3 | {
     f"{_BLOCK}.mlp.router": f"{_LAYER}.mlp.gate",
     **{f"{_BLOCK}.mlp.{part}.{{e}}": f"{_LAYER}.{_EXPERT}.{part}_proj" for part in ("gate", "up", "down")},
 }
-"""Those of Qwen3's mixtures of experts, from `demo.MixtureOfExperts`; also what `mlp.experts.{e}.gate_proj` is called."""
+"""Those of Qwen3's mixtures of experts, from `demo.MixtureOfExperts`: experts are `mlp.experts.{e}.gate_proj`."""
 
 MIXTRAL = LLAMA | {
     f"{_BLOCK}.mlp.router": f"{_LAYER}.block_sparse_moe.gate",

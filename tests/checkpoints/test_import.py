@@ -79,7 +79,7 @@ def test_shapes_of_scales(case, tmp_path):
 
 
 def test_fused_layers_and_tied_heads(tmp_path):
-    """`qkv_proj` and `gate_up_proj` are taken apart, also where a block of scales lies across; the head is the table."""
+    """`qkv_proj` and `gate_up_proj` are taken apart, also within a block of scales; the head is the embedding."""
     config = dataclasses.replace(CONFIG, layers=1)
     model = Transformer.init(config, key=jax.random.key(0))
     layer = "model.layers.0."
@@ -165,8 +165,8 @@ def test_adapters_on_frozen_weights(tmp_path):
     assert report.origins == {"FP8 in the model": 12, "computed for the export": 2}
     with pytest.raises(ValueError, match=r"attention\.query is in FP8 .* thaw the model"):
         export_model(merged, tmp_path / "no", "BF16", names=names.LLAMA)
-    with pytest.raises(ValueError, match="blocks of"):
-        export_model(frozen, tmp_path / "no", "FP8_TENSOR", names=names.LLAMA)
+    with pytest.raises(ValueError, match=r"in FP8 in blocks of \(1, 64\), which .* blocks of \(128, 128\) cannot hold"):
+        export_model(frozen, tmp_path / "no", "FP8_BLOCK", names=names.LLAMA)
 
 
 def test_the_backward_pass_keeps_fp8_only():

@@ -233,9 +233,9 @@ def other_arrays(layer: Any, rule: LayerRule, place: Place) -> list[tuple[str, A
     weight = None if is_frozen(layer) else rule.kernel(layer).weight
     found = []
     for field in dataclasses.fields(layer):
-        value = getattr(layer, field.name, None)
+        value: Any = getattr(layer, field.name, None)
         if not field.metadata.get("static", False) and is_array(value) and value is not weight:
-            members = 0 if isinstance(value, hax.NamedArray) else max(0, len(value.shape) - 1 - len(place.stack))
+            members = 0 if isinstance(value, hax.NamedArray) else max(0, value.ndim - 1 - len(place.stack))
             found.append((field.name, value, of_array(value, place, members=members, flat=True)))
     return found
 
