@@ -23,7 +23,7 @@ from .files.folder import CONFIG, INDEX
 from .layouts import AbstractLayout, as_layout
 from .layouts.base import decode
 from .layouts.quantization import KEY, Quantization
-from .model.quantize import ScaledMatrix, expanded, quantized, spread
+from .quantize import ScaledMatrix, expanded, quantized, spread
 from .roles import WEIGHT, is_head, is_linear, is_router
 
 

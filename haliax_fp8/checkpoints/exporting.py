@@ -19,9 +19,9 @@ from ..layers.patterns import Targets
 from .files import TensorSpec, new_folder, write_tensors
 from .layouts import AbstractLayout, as_layout
 from .model.plan import Choices, Kernel, Plan, plan
-from .model.quantize import ScaledMatrix
 from .model.source_of_folder import FolderSource
 from .names import NameMap
+from .quantize import ScaledMatrix
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

@@ -18,12 +18,12 @@ from ..layers.rule import LayerRule
 from .frozen import FrozenEquinoxLinear, FrozenLinear, FrozenMoELinear, is_frozen
 from .frozen_kernel import FrozenKernel
 from .model.matrices import Parts, of_array, of_kernel, plain
-from .model.quantize import ScaledMatrix
 from .model.source import is_norm, other_arrays
 from .model.source_of_folder import FolderSource
 from .model.tree import Place, visit
 from .model.wanted import Wanted
 from .names import NameMap
+from .quantize import ScaledMatrix
 
 
 class Weights(enum.Enum):

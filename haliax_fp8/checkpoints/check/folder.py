@@ -6,17 +6,13 @@ import pathlib
 from collections.abc import Iterator
 
 from ..files import BrokenCheckpoint, TensorFolder
-from ..files.strict_json import json_file
 from ..layouts.ignore import REGEX, matched
-from ..layouts.quantization import CONFIG, Quantization, quantization_of
+from ..layouts.quantization import CONFIG, Quantization, read_quantization
 from ..roles import WEIGHT, is_head, is_linear, is_router
 from .report import CheckReport, Fault
 from .sizes import size_faults
 from .values import not_finite
 from .weights import fused_faults, is_fp8, weight_faults
-
-
-MODELOPT = "hf_quant_config.json"
 
 
 def check_folder(directory: str | os.PathLike[str], *, follow_links: bool = False) -> CheckReport:
@@ -61,8 +57,7 @@ def open_checkpoint(path: pathlib.Path, *, follow_links: bool) -> tuple[TensorFo
         BrokenCheckpoint: If a file is not what it has to be.
     """
     folder = TensorFolder.open(path, follow_links=follow_links)
-    beside = json_file(path / MODELOPT) if (path / MODELOPT).is_file() else None
-    return folder, quantization_of(folder.config, beside)
+    return folder, read_quantization(folder)
 
 
 def ignored_layers(folder: TensorFolder, quantization: Quantization) -> set[str]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ..model.quantize import ScaledMatrix
+from ..quantize import ScaledMatrix
 from .base import FLOAT32, FP8, INPUT_SCALES, WEIGHT_SCALES, AbstractLayout
 
 

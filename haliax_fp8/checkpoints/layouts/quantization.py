@@ -4,11 +4,13 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from ..files.broken import BrokenCheckpoint
+from ..files import BrokenCheckpoint, TensorFolder
+from ..files.strict_json import json_file
 
 
 CONFIG = "config.json"
 KEY = "quantization_config"
+MODELOPT = "hf_quant_config.json"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,6 +111,19 @@ class Quantization:
         return ((*front, -(-rows // height), -(-columns // width)),)
 
 
+def read_quantization(folder: TensorFolder) -> Quantization | None:
+    """What the configuration of a folder says; None if nothing is quantized.
+
+    Args:
+        folder: The folder.
+
+    Raises:
+        BrokenCheckpoint: As `quantization_of`.
+    """
+    beside = folder.directory / MODELOPT
+    return quantization_of(folder.config, json_file(beside) if beside.is_file() else None)
+
+
 def quantization_of(config: Mapping[str, Any], beside: Mapping[str, Any] | None = None) -> Quantization | None:
     """What a configuration says; None if nothing is quantized.
 
@@ -128,7 +143,7 @@ def quantization_of(config: Mapping[str, Any], beside: Mapping[str, Any] | None 
     if found is None and beside is not None:
         inner = beside.get("quantization")
         if not isinstance(inner, Mapping):
-            raise BrokenCheckpoint("hf_quant_config.json", "it has no object 'quantization'")
+            raise BrokenCheckpoint(MODELOPT, "it has no object 'quantization'")
         renamed = {"exclude_modules": "ignore"}
         found = {renamed.get(name, name): value for name, value in inner.items()} | {"quant_method": "modelopt"}
     if found is None:

@@ -9,8 +9,8 @@ import numpy as np
 from ...layers.config import Fp8Config, as_config
 from ...layers.patterns import Targets, as_patterns
 from ..names import NameMap
+from ..quantize import ScaledMatrix, quantized, rounded_up_to_bf16, spread
 from .matrices import plain
-from .quantize import ScaledMatrix, quantized, rounded_up_to_bf16, spread
 from .source import Matrix, Other, collect
 
 

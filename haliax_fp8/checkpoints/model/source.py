@@ -14,8 +14,8 @@ from ...layers.router import routers
 from ...layers.rule import LayerRule
 from ...recipes.scaling import AbstractScaling, stores_scale
 from ..frozen import is_frozen
+from ..quantize import ScaledMatrix
 from .matrices import Parts, of_array, of_kernel, plain
-from .quantize import ScaledMatrix
 from .tree import Place, is_array, visit
 
 

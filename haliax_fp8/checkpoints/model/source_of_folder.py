@@ -7,8 +7,8 @@ import numpy as np
 
 from ..files import TensorFolder
 from ..layouts.base import FP8, INPUT_SCALES, WEIGHT_SCALES, decode
-from ..layouts.catalog import layout_of_config
-from .quantize import ScaledMatrix
+from ..layouts.quantization import read_quantization
+from ..quantize import ScaledMatrix
 
 
 _SCALES = (*WEIGHT_SCALES, *INPUT_SCALES)
@@ -37,11 +37,11 @@ class FolderSource:
             ValueError: As `TensorFolder.open`; or if an FP8 weight has no scale.
         """
         folder = TensorFolder.open(directory)
-        block, quantized = layout_of_config(folder.config)
+        quantization = read_quantization(folder)
         for name, stored in folder.tensors.items():
-            if stored.dtype == FP8 and name.endswith(".weight") and not quantized:
+            if stored.dtype == FP8 and name.endswith(".weight") and quantization is None:
                 raise ValueError(f"{name} is in FP8, and config.json of {folder.directory} has no quantization_config")
-        return FolderSource(folder, block)
+        return FolderSource(folder, None if quantization is None else quantization.block)
 
     @property
     def names(self) -> list[str]:

@@ -9,7 +9,7 @@ import numpy as np
 from ..._numerics.require import nearest
 from ...layers.rule import LayerRule
 from ..names import NameMap
-from .quantize import ScaledMatrix
+from ..quantize import ScaledMatrix
 from .source import collect
 
 

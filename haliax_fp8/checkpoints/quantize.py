@@ -6,10 +6,10 @@ import ml_dtypes
 import numpy as np
 from jaxtyping import Float, Float32
 
-from ..._numerics.formats import E4M3, Format
-from ...recipes.scaling import BlockScaling, CurrentScaling, MXFP8Scaling, RowwiseScaling
-from ...recipes.scaling.amax import LARGEST_MULTIPLIER
-from ...recipes.scaling.base import AbstractScaling
+from .._numerics.formats import E4M3, Format
+from ..recipes.scaling import BlockScaling, CurrentScaling, MXFP8Scaling, RowwiseScaling
+from ..recipes.scaling.amax import LARGEST_MULTIPLIER
+from ..recipes.scaling.base import AbstractScaling
 
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
