@@ -172,12 +172,16 @@ class Call(enum.Enum):
 ONEDNN = "__onednn$matmul"
 """Without dimension numbers it multiplies the last two axes."""
 
+CUDNN_IN_BLOCKS = "__cudnn$blockScaledDot"
+"""XLA makes it of its own `__op$block_scaled_dot`, without dimension numbers: operands have a batch, rows, and what is
+summed; the scales of each follow."""
+
 LIBRARIES: Mapping[str, str] = {
     "__cublas$lt$matmul$f8": "cublasLt f8",
     "__cublas$lt$matmul$mx": "cublasLt mx",
     "__cublas$lt$matmul": "cublasLt",
     "__cublas$gemm": "cublas",
-    "__cudnn$blockScaledDot": "cuDNN block scaled",
+    CUDNN_IN_BLOCKS: "cuDNN block scaled",
     ONEDNN: "oneDNN",
 }
 """What a report calls the products of libraries."""
@@ -188,7 +192,7 @@ MOSAIC = "mosaic_gpu"
 MOSAIC_TPU = "tpu_custom_call"
 """Kernels written in Pallas for TPUs."""
 
-BLOCK_SCALED = {"__cublas$lt$matmul$mx", "__cudnn$blockScaledDot"}
+BLOCK_SCALED = {"__cublas$lt$matmul$mx", CUDNN_IN_BLOCKS}
 """The products whose operands come with a scale for each block."""
 
 # By the beginnings of their names; of several that fit, the longest counts.
