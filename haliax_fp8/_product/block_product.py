@@ -174,7 +174,8 @@ def _lowered(
     context: Any, *operands: Any, dimensions: DotDimensions, dtype: np.dtype, fused_on_many: bool = True
 ) -> Any:
     product = functools.partial(_block_product, dimensions=dimensions, dtype=dtype)
-    divided = DividedProduct(dimensions, block=_BLOCK)
+    blocks = context.avals_in[1].shape[dimensions.lhs_contract[-1]]
+    divided = DividedProduct(dimensions, _BLOCK, blocks)
     return lower_after_partitioning(
         context,
         *operands,

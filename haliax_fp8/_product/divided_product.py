@@ -30,10 +30,12 @@ class DividedProduct:
     Args:
         dimensions: What is contracted; blocks run along the last pair of axes.
         block: How many elements of the last contracted axis share a scale.
+        blocks: How many blocks that axis has.
     """
 
     dimensions: DotDimensions
     block: int
+    blocks: int
 
     @functools.cached_property
     def lhs(self) -> _Axes:
@@ -60,7 +62,9 @@ class DividedProduct:
     @property
     def rule(self) -> str:
         """For Shardy: which axes belong together; elements of a block stay together."""
-        data = lambda axes: " ".join(f"({axis} element)" if axis == self._last else axis for axis in axes)
+        # Shardy takes no factor of size one beside others.
+        in_blocks = f"({self._last} element)" if self.blocks > 1 else "element"
+        data = lambda axes: " ".join(in_blocks if axis == self._last else axis for axis in axes)
         arrays = data(self.lhs), " ".join(self.lhs), data(self.rhs), " ".join(self.rhs)
         return f"{', '.join(arrays)} -> {' '.join(self.out)}"
 
@@ -68,7 +72,8 @@ class DividedProduct:
     def sizes(self) -> dict[str, Any]:
         """What the rule does not show."""
         summed = tuple(f"c{i}" for i in range(len(self.dimensions.lhs_contract)))
-        return {"element": self.block, "reduction_factors": summed, "need_replication_factors": ("element",)}
+        size = {"element": self.block} if self.blocks > 1 else {}
+        return {**size, "reduction_factors": summed, "need_replication_factors": ("element",)}
 
     def partition(self, product: Callable[..., Array], mesh: Any, args: Sequence[Any], result: Any) -> Any:
         """What each device computes of its parts, as `custom_partitioning` asks for it.
