@@ -7,13 +7,14 @@ reported as opaque, and fails the tests that compile programs.
 
 import dataclasses
 import enum
+import math
 import re
 from collections.abc import Mapping
 from typing import Any
 
 from ..._numerics.formats import E4M3, E4M3FNUZ, E5M2, E5M2FNUZ
 from ..._product.names import FP8_GROUPED, tile_of_scope
-from .text import Instruction
+from .text import Instruction, Module
 
 
 # --- Element types ----------------------------------------------------------------------------------------------------
@@ -128,6 +129,37 @@ def known_trip_count(loop: Instruction) -> int | None:
     """How often a `while` runs, if XLA has found out."""
     count = loop.config.get("known_trip_count", {}).get("n")
     return None if count is None else int(count)
+
+
+def devices_in_group(collective: Instruction, devices: int) -> int:
+    """How many devices communicate with each other.
+
+    Args:
+        collective: An instruction with `replica_groups`: all groups, such as `{{0,1},{2,3}}`; their number and size,
+            such as `[2,2]<=[4]`; or the axes of a mesh over which they run, such as `mesh['a'=2,'b'=4] {'b'}`.
+        devices: Of the whole program.
+    """
+    text = collective.attributes.get("replica_groups", "")
+    if (counts := re.match(r"\[(\d+),(\d+)\]<=", text)) is not None:
+        return int(counts[2])
+    if text.startswith("mesh"):
+        mesh, _, axes = text.rpartition("{")
+        sizes = dict(re.findall(r"'(\w+)'=(\d+)", mesh))
+        # Part of an axis has its own size behind it: `'a':(1)2`.
+        return math.prod(int(part or sizes[name]) for name, part in re.findall(r"'(\w+)'(?::\(\d+\)(\d+))?", axes))
+    first = re.search(r"\{([\d,]+)\}", text)
+    return devices if first is None else first[1].count(",") + 1
+
+
+def is_synchronous(collective: Instruction) -> bool:
+    """Whether XLA runs an instruction that begins to its end before anything else."""
+    return bool(collective.config.get("collective_backend_config", {}).get("is_sync"))
+
+
+def reduction_of(module: Module, collective: Instruction) -> str:
+    """The opcode that a collective combines values with; empty if it does not."""
+    names = collective.called("to_apply")
+    return module[names[0]].root.opcode if names else ""
 
 
 COMPARISONS = {"LT": 0, "LE": 1, "GT": 0, "GE": -1}
