@@ -488,3 +488,26 @@ def test_the_process_keeps_its_backend():
         [sys.executable, "-c", code], env={**os.environ, "JAX_PLATFORMS": "cpu"}, capture_output=True, text=True
     )
     assert run.returncode == 0 and "Traceback" not in run.stderr, run.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(targets["h100"].missing() is not None, reason="needs the package jax-cuda13-pjrt")
+def test_arguments_on_the_host_are_not_on_the_device():
+    """JAX drops their memory kind, as no memory of a described GPU has that name; the report does not."""
+    mesh = jax.sharding.Mesh(np.asarray(jax.devices()[:1]), ("data",))
+    on_host = jax.sharding.NamedSharding(mesh, P("data"), memory_kind="pinned_host")
+    weight = jax.ShapeDtypeStruct((256, 64), jnp.float32, sharding=on_host)
+    x = struct(16, 256, dtype=jnp.float32)
+    multiply = lambda w, x: x @ jax.device_put(w, jax.memory.Space.Device)
+    of_array = inspect_step(multiply, weight, x, target="h100", mesh={"data": 4}, other_setting=False)
+    plain = struct(256, 64, dtype=jnp.float32)
+    shardings = (on_host, None)
+    of_spec = inspect_step(
+        multiply, plain, x, target="h100", mesh={"data": 4}, shardings=shardings, other_setting=False
+    )
+    for report in (of_array, of_spec):
+        memory = report.step.memory
+        assert (memory.host, memory.arguments) == (4 * 256 * 64 // 4, 4 * 16 * 256)
+        assert memory.peak == memory.arguments + memory.outputs + memory.temporaries
+        assert any(note.startswith("16.4 kB of the arguments are in the host's memory") for note in report.caveats)
+        assert "arguments on the host" in str(report)

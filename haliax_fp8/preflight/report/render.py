@@ -100,11 +100,13 @@ def totals(page: Page) -> list[tuple[str, ...]]:
     figures.append(("FLOPs in FP8", lambda p: f"{p.fp8_share:.1%} of {p.flops:.4g}"))
     if any(program.useful_flops != program.flops for program in page.programs):
         figures.append(("useful FLOPs", lambda p: f"{p.useful_flops / (p.flops or 1):.1%}, {p.useful_flops:.4g}"))
+    on_host = any(program.memory.host for program in page.programs)
     figures += [
         ("products in FP8", _count_in_fp8),
         ("other kernels", lambda p: f"{p.others.count} ({p.others.small} under 1 MB), {size(p.others.bytes)}"),
         ("temporaries", lambda p: size(p.memory.temporaries)),
         ("peak memory", lambda p: size(p.memory.peak)),
+        *([("arguments on the host", lambda p: size(p.memory.host))] if on_host else []),
         ("sent to other devices", collectives),
         ("compiled in", lambda p: f"{p.seconds:.1f} s"),
     ]

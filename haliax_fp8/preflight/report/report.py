@@ -132,6 +132,12 @@ class PreflightReport(Printable):
                 "whether cuDNN has a kernel for each fused attention, and how much memory that works in, is known on "
                 "the device alone"
             )
+        if self.step.memory.ignores_host:
+            found.append(
+                f"{size(self.step.memory.host)} of the arguments are in the host's memory, which the compiler's "
+                f"description of {self.target.kind} does not have: XLA planned the step as if they were on the device, "
+                "without the copies between both, and a donated one counts as written over"
+            )
         if self._collectives:
             found.append("the times do not include communication")
         return tuple(found)

@@ -127,8 +127,14 @@ def _end(begin: Site) -> str | None:
     """The name of what ends an asynchronous collective; None of one that blocks."""
     if not begins(begin.instruction.opcode) or is_synchronous(begin.instruction):
         return None
-    users = begin.computation.users[begin.instruction.name]
-    return next((user.name for user in users if ends(user.opcode)), None)
+    current = begin.instruction
+    while not current.opcode.endswith("-done"):
+        # Some have steps between start and end.
+        users = (user for user in begin.computation.users[current.name] if ends(user.opcode))
+        if (after := next(users, None)) is None:
+            return None
+        current = after
+    return current.name
 
 
 def _between(begin: Site, end: str, multiplying: Sequence[Multiplying]) -> tuple[str, ...]:
