@@ -121,7 +121,7 @@ _WARNINGS = (
 
 @dataclasses.dataclass(frozen=True)
 class _Inputs:
-    """A call with its arrays taken out: its leaves with abstract arrays, their tree, the arrays' names by place, and the
+    """A call with its arrays taken out: leaves with abstract arrays, their tree, the arrays' names by place, and the
     places of those in the host's memory, which a sharding forgets if the device is described without."""
 
     leaves: tuple[Any, ...]
