@@ -1,6 +1,7 @@
 """Products of operands with a scale for each block of the sum, by what hardware has for them, on one device or many."""
 
 import dataclasses
+import enum
 import functools
 import math
 from typing import Any
@@ -12,13 +13,15 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, UInt8
+from jaxtyping import Array, BFloat16, Float, UInt8
 
 from .._jax.after_partitioning import devices_of, lower_after_partitioning, lower_with_devices
 from .._jax.mapped_axis import to_front
 from .._jax.mesh_axes import as_varying
 from .._jax.xla import on_cpu
 from .._numerics.quantized_array import QuantizedArray, expand
+from ..devices.device import Device
+from ..devices.units import MX_UNITS
 from .dimensions import DotDimensions
 from .divided_product import DividedProduct
 
@@ -87,7 +90,11 @@ def native_product(
     """
     operands = *_in_blocks(a, dimensions.lhs_contract[-1]), *_in_blocks(b, dimensions.rhs_contract[-1])
     operands = [as_varying(x, operands) for x in operands]
-    return block_product_p.bind(*operands, dimensions=dimensions, dtype=np.dtype(dtype))
+    # A GPU that has no units for blocks, where emulation was requested, would multiply dequantized operands without
+    # a library. A program that is made for GPUs elsewhere does not say which they are.
+    device = Device.current()
+    in_hardware = device.platform != "cuda" or device.lacks(MX_UNITS) is None
+    return block_product_p.bind(*operands, dimensions=dimensions, dtype=np.dtype(dtype), in_hardware=in_hardware)
 
 
 def _in_blocks_of_32(x: QuantizedArray, contracted: int) -> bool:
@@ -122,14 +129,18 @@ def exponent_of(scale: Array) -> UInt8[Array, "*blocks"]:
 block_product_p = Primitive("fp8_block_product")
 
 
-def _block_product(
-    a: Array, of_a: Array, b: Array, of_b: Array, *, dimensions: DotDimensions, dtype: np.dtype, fused: bool
-) -> Float[Array, "..."]:
-    """The product on one device; scales are their biased exponents.
+class Means(enum.Enum):
+    """What multiplies data and scales of blocks in XLA."""
 
-    `fused` takes the operation that XLA may put into a kernel of Triton's, which it has to find before it divides a
-    program. Otherwise it is cuDNN's, on Blackwell; where cuDNN has none, XLA dequantizes the operands of that.
-    """
+    SCALED_DOT = "an operation that becomes one kernel, which XLA has to find before it divides a program"
+    SCALED_MATMUL = "cuDNN's kernel, on Blackwell"
+    DEQUANTIZED = "a product of operands that other kernels have widened"
+
+
+def _block_product(
+    a: Array, of_a: Array, b: Array, of_b: Array, *, dimensions: DotDimensions, dtype: np.dtype, means: Means
+) -> Float[Array, "..."]:
+    """The product on one device; scales are their biased exponents."""
 
     def rows(x: Array, batch: tuple[int, ...], free: tuple[int, ...], contracted: tuple[int, ...]) -> Array:
         return lax.transpose(x, (*batch, *free, *contracted)).reshape(
@@ -141,37 +152,49 @@ def _block_product(
 
     lhs, of_lhs = data_and_scale(a, of_a, dimensions.lhs_batch, dimensions.lhs_free, dimensions.lhs_contract)
     rhs, of_rhs = data_and_scale(b, of_b, dimensions.rhs_batch, dimensions.rhs_free, dimensions.rhs_contract)
-    if fused:
-        numbers = ((2,), (2,)), ((0,), (0,))
-        out = lax.scaled_dot(
-            lhs,
-            rhs,
-            lhs_scale=of_lhs,
-            rhs_scale=of_rhs,
-            dimension_numbers=numbers,
-            preferred_element_type=jnp.float32,
-        )
-    else:
-        out = jax.nn.scaled_matmul(lhs, rhs, of_lhs, of_rhs, preferred_element_type=dtype)
+    numbers = ((2,), (2,)), ((0,), (0,))
+    match means:
+        case Means.SCALED_MATMUL:
+            out = jax.nn.scaled_matmul(lhs, rhs, of_lhs, of_rhs, preferred_element_type=dtype)
+        case Means.SCALED_DOT:
+            scales = {"lhs_scale": of_lhs, "rhs_scale": of_rhs}
+            out = lax.scaled_dot(lhs, rhs, **scales, dimension_numbers=numbers, preferred_element_type=jnp.float32)
+        case Means.DEQUANTIZED:
+            both = _values(lhs, of_lhs), _values(rhs, of_rhs)
+            out = lax.dot_general(*both, numbers, preferred_element_type=jnp.float32)
     return lax.convert_element_type(out.reshape(dimensions.out_shape(a.shape, b.shape)), dtype)
 
 
-def _aval(a: Any, of_a: Any, b: Any, of_b: Any, *, dimensions: DotDimensions, dtype: np.dtype) -> Any:
-    del of_a, of_b
+def _values(data: Array, scale: Array) -> BFloat16[Array, "batch rows contracted"]:
+    """Data times scales, which bfloat16 holds."""
+    blocks = lax.convert_element_type(data, jnp.float32).reshape(*scale.shape, _BLOCK)
+    scaled = blocks * lax.convert_element_type(scale, jnp.float32)[..., None]
+    return lax.convert_element_type(scaled.reshape(data.shape), jnp.bfloat16)
+
+
+def _aval(
+    a: Any, of_a: Any, b: Any, of_b: Any, *, dimensions: DotDimensions, dtype: np.dtype, in_hardware: bool
+) -> Any:
+    del of_a, of_b, in_hardware
     shape = dimensions.out_shape(a.shape, b.shape)
     return a.update(shape=shape, dtype=dtype, weak_type=False, sharding=a.sharding.update(spec=P(*[None] * len(shape))))
 
 
-def _batched(args: Any, axes: Any, *, dimensions: DotDimensions, dtype: np.dtype) -> tuple[Array, int]:
+def _batched(args: Any, axes: Any, *, dimensions: DotDimensions, **params: Any) -> tuple[Array, int]:
     """The mapped axis is a batch axis of both operands."""
     size = next(x.shape[axis] for x, axis in zip(args, axes, strict=True) if axis is not None)
     args = [to_front(x, axis, size, 0) for x, axis in zip(args, axes, strict=True)]
     dimensions, out_axis = dimensions.with_batch_axis()
-    return block_product_p.bind(*args, dimensions=dimensions, dtype=dtype), out_axis
+    return block_product_p.bind(*args, dimensions=dimensions, **params), out_axis
 
 
 def _lowered(
-    context: Any, *operands: Any, dimensions: DotDimensions, dtype: np.dtype, fused_on_many: bool = True
+    context: Any,
+    *operands: Any,
+    dimensions: DotDimensions,
+    dtype: np.dtype,
+    in_hardware: bool,
+    of_part: Means = Means.DEQUANTIZED,
 ) -> Any:
     product = functools.partial(_block_product, dimensions=dimensions, dtype=dtype)
     blocks = context.avals_in[1].shape[dimensions.lhs_contract[-1]]
@@ -180,21 +203,26 @@ def _lowered(
         context,
         *operands,
         name=_NAME,
-        function=functools.partial(product, fused=True),
-        part=functools.partial(product, fused=fused_on_many),
+        function=functools.partial(product, means=Means.SCALED_DOT),
+        part=functools.partial(product, means=of_part),
         rule=divided.rule,
         sizes=divided.sizes,
         partition=divided.partition,
     )
 
 
-def _lowered_on_rocm(context: Any, *operands: Any, dimensions: DotDimensions, dtype: np.dtype) -> Any:
+def _lowered_on_cuda(context: Any, *operands: Any, in_hardware: bool, **params: Any) -> Any:
+    of_part = Means.SCALED_MATMUL if in_hardware else Means.DEQUANTIZED
+    return _lowered(context, *operands, in_hardware=in_hardware, of_part=of_part, **params)
+
+
+def _lowered_on_rocm(context: Any, *operands: Any, **params: Any) -> Any:
     if devices_of(context) > 1:
         raise ValueError(
             f"{_NAME} cannot be divided over {devices_of(context)} AMD devices: XLA would dequantize the operands. "
             "Choose a recipe whose scales stay outside the sum, such as 'rowwise', or use one device"
         )
-    return _lowered(context, *operands, dimensions=dimensions, dtype=dtype)
+    return _lowered(context, *operands, **params)
 
 
 _NAME = "a product with a scale for each block of 32 (recipes such as mxfp8 and deepseek)"
@@ -202,7 +230,7 @@ _NAME = "a product with a scale for each block of 32 (recipes such as mxfp8 and 
 block_product_p.def_impl(lambda *args, **params: jax.jit(functools.partial(block_product_p.bind, **params))(*args))
 block_product_p.def_abstract_eval(_aval)
 mlir.register_lowering(block_product_p, _lowered)
-mlir.register_lowering(block_product_p, functools.partial(_lowered, fused_on_many=False), platform="cuda")
+mlir.register_lowering(block_product_p, _lowered_on_cuda, platform="cuda")
 mlir.register_lowering(block_product_p, _lowered_on_rocm, platform="rocm")
 batching.primitive_batchers[block_product_p] = _batched
 lower_with_devices(block_product_p)
