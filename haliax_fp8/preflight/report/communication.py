@@ -16,19 +16,22 @@ def lines(program: Program) -> list[tuple[str, ...]]:
     Args:
         program: The step.
     """
-    runs: dict[tuple[str, str, str], int] = {}
-    sent: dict[tuple[str, str, str], float] = {}
+    groups: dict[tuple[str, str], list[Collective]] = {}
+    sent: dict[tuple[str, str], float] = {}
     for found in program.collectives:
-        contents = [(_kind(found), _content(found, part), _meanwhile(found)) for part in found.parts]
-        for key in dict.fromkeys(contents):
-            runs[key] = runs.get(key, 0) + found.executions
-        for key, part in zip(contents, found.parts, strict=True):
+        keys = [(_kind(found), _content(found, part)) for part in found.parts]
+        for key in dict.fromkeys(keys):
+            groups.setdefault(key, []).append(found)
+        for key, part in zip(keys, found.parts, strict=True):
             sent[key] = sent.get(key, 0.0) + part.wire * found.executions
-    return [(key[0], key[1], str(count), size(sent[key]), key[2]) for key, count in runs.items()]
+    return [
+        (*key, str(sum(found.executions for found in alike)), size(sent[key]), _meanwhile(alike))
+        for key, alike in groups.items()
+    ]
 
 
 def _kind(found: Collective) -> str:
-    return {"": found.kind, "add": found.kind, "maximum": f"{found.kind} (max)"}.get(found.reduction, found.kind)
+    return f"{found.kind} (max)" if found.reduction == "maximum" else found.kind
 
 
 def _content(found: Collective, part: Part) -> str:
@@ -37,8 +40,10 @@ def _content(found: Collective, part: Part) -> str:
     return f"{part.dtype} operands" if part.feeds_product else part.dtype
 
 
-def _meanwhile(found: Collective) -> str:
-    if not found.is_asynchronous:
+def _meanwhile(alike: list[Collective]) -> str:
+    if not any(found.is_asynchronous for found in alike):
         return "nothing"
-    count = len(found.meanwhile)
-    return f"{count or 'no'} product{'s' * (count != 1)}"
+    least, most = (choose(len(found.meanwhile) for found in alike) for choose in (min, max))
+    if least < most:
+        return f"{least} to {most} products"
+    return "1 product" if most == 1 else f"{most or 'no'} products"
