@@ -4,6 +4,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Float32
 
 from ..._state.guard import is_changed
 from ..._state.op_state import OpState
@@ -18,14 +19,16 @@ def first_of(state: OpState) -> np.ndarray:
     return np.array(np.broadcast_to(first, shape))
 
 
-def refusal(table: np.ndarray) -> str | None:
+def refusal(table: Float32[np.ndarray, "*stack operands columns"]) -> str | None:
     """Why the numbers of a table cannot be a state; None if they can."""
     if not is_changed(table[..., 0], table[..., -1]):
         return None
     return "the scales in the checkpoint were changed by something other than their own update, such as an optimizer"
 
 
-def fitted(table: np.ndarray, state: OpState) -> np.ndarray | None:
+def fitted(
+    table: Float32[np.ndarray, "*stack operands columns"], state: OpState
+) -> Float32[np.ndarray, "*stack operands own_columns"] | None:
     """A table of another width as that of a state; None if no row of it remembers amaxes that the state has use for.
 
     A row `[scale, newest, oldest, ..., second newest, guard]` keeps its newest amaxes. If some have to go, the oldest
@@ -55,7 +58,7 @@ def fitted(table: np.ndarray, state: OpState) -> np.ndarray | None:
     return np.asarray(guarded(jnp.asarray(result[..., :-1]))) if found else None
 
 
-def _resized(history: np.ndarray, length: int) -> np.ndarray:
+def _resized(history: Float32[np.ndarray, "*stack old"], length: int) -> Float32[np.ndarray, "*stack new"]:
     in_time = np.concatenate([history[..., 1:], history[..., :1]], axis=-1)
     surplus = in_time.shape[-1] - length
     if surplus > 0:

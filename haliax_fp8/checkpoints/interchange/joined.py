@@ -66,7 +66,7 @@ class WithJoined(AbstractSource):
 
     def how(self, name: str) -> str | None:
         """Of which entries it was made."""
-        return f"made of {', '.join(self.made[name].sources)}, bit for bit" if name in self.made else None
+        return f"made of {', '.join(self.made[name].parts)}, bit for bit" if name in self.made else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +76,7 @@ class _Made:
     Args:
         entry: Its shape and dtype.
         sources: The names of the entries.
+        parts: Those of the layers that have them.
         layers: The layers, without arrays, whose leaves these are.
         convert: From these layers with their arrays to the layers that have the leaf.
         index: Which of their leaves it is.
@@ -83,6 +84,7 @@ class _Made:
 
     entry: jax.ShapeDtypeStruct
     sources: tuple[str, ...]
+    parts: tuple[str, ...]
     layers: Any
     convert: Any
     index: int
@@ -145,7 +147,7 @@ def _made_of(
     made = (jax.ShapeDtypeStruct(value.shape, dtype) for value in wanted)
     only = eqx.filter(have, is_saved)
     return {
-        name: _Made(entry, tuple(sources), only, convert, index)
+        name: _Made(entry, tuple(sources), tuple(have_names), only, convert, index)
         for index, (name, entry) in enumerate(zip(names, made, strict=True))
     }
 

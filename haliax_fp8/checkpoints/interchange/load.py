@@ -56,11 +56,11 @@ def load_into(
 
     Example:
         >>> from haliax_fp8.checkpoints import load_into
-        >>> trained = fp8_linear_layers(model, recipe=DelayedScaling(amax_history_length=8))
-        >>> shorter = fp8_linear_layers(model, recipe=DelayedScaling(amax_history_length=4))
-        >>> loaded, report = load_into(shorter, hax.state_dict.to_state_dict(layer, "0"))
-        >>> report.kept
-        ()
+        >>> fp8_model = fp8_linear_layers(model, recipe=DelayedScaling(amax_history_length=8))
+        >>> weights = {"layers.0.weight": np.ones((32, 16), np.float32)}
+        >>> loaded, report = load_into(fp8_model, weights)
+        >>> report.kept, "calibrate" in report.fresh["layers.0.dot_general.state.table"]
+        (('layers.0.weight',), True)
     """
     require_no_kernel_copies(model)
     source = open_checkpoint(path, model, made_from)
@@ -192,7 +192,7 @@ def _incomplete(report: LoadReport) -> str:
     lines = [f"{name} {what}: {why}" for name, what, why in report.differences()]
     return (
         f"strict=True, and the checkpoint is not that of this model ({report.summary}): {_listed(lines)}. For a model "
-        "with the same history length and recipe convert it as the saved one was; for a plain checkpoint load first and "
+        "with the same history length and recipe convert it as the saved one was; for a plain checkpoint load first, "
         "convert after; or use strict=False, which pads and cuts histories and starts other state fresh"
     )
 

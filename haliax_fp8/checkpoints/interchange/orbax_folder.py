@@ -73,7 +73,7 @@ class OrbaxFolder(AbstractSource):
 
 
 def _name(path: tuple[Any, ...], others: set[str]) -> str:
-    """As `names.leaves_of`. Orbax takes the array inside a named array for a list of one; so lists of one look alike."""
+    """As `names.leaves_of` has it: Orbax takes the array inside a named array for a list with one array."""
     name = path_string(path)
     whole, _, last = name.rpartition(".")
     return whole if last == "0" and whole and f"{whole}.1" not in others else name

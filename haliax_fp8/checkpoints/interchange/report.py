@@ -14,14 +14,15 @@ class LoadReport(Printable):
 
     Args:
         kept: Names of the model's leaves that have the numbers of the checkpoint, bit for bit.
-        changed: Those whose numbers were fitted, and how: a history cut or padded, another dtype, layers joined or split.
+        changed: Those whose numbers were fitted, and how: a history of another length, another dtype, joined layers.
         fresh: Those that the checkpoint does not provide, and why. State is then that before the first step, everything
             else is as it was in the model given.
         unused: Names of entries that the model has no place for.
 
     Example:
         >>> from haliax_fp8.checkpoints import load_into
-        >>> _, report = load_into(fp8_linear_layers(model), {"layers.0.bias": np.zeros(16, np.float32), "old": np.ones(3)})
+        >>> arrays = {"layers.0.bias": np.zeros(32, np.float32), "old": np.ones(3)}
+        >>> _, report = load_into(fp8_linear_layers(model), arrays)
         >>> report.kept, report.unused
         (('layers.0.bias',), ('old',))
     """
@@ -39,9 +40,7 @@ class LoadReport(Printable):
     @property
     def summary(self) -> str:
         """One line: how many of each."""
-        return (
-            f"{len(self.kept)} kept, {len(self.changed)} changed, {len(self.fresh)} fresh, {len(self.unused)} unused"
-        )
+        return f"{len(self.kept)} kept, {len(self.changed)} changed, {len(self.fresh)} fresh, {len(self.unused)} unused"
 
     def differences(self) -> list[tuple[str, str, str]]:
         """Name, what became of it, and how or why, of everything that was not simply kept."""

@@ -1,6 +1,5 @@
 """Haliax's state dicts: their keys as the names of a model's leaves."""
 
-import functools
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -69,18 +68,17 @@ class _Stack(tuple[str, ...]):
 def _renamed(model: Any, entries: Entries) -> Mapping[str, tuple[str, ...]]:
     """For each name the keys of its parts."""
     places = sorted(_places(model), key=lambda place: -len(place[0]))
+    patterns = [(re.compile(pattern), name) for pattern, name in places]
     plain: dict[str, tuple[str, ...]] = {}
     stacks: dict[str, dict[int, str]] = {}
     for key in entries:
-        name, index = key, None
-        for pattern, prefix in _patterns(tuple(places)):
-            if (match := pattern.match(key)) is not None:
-                name, index = prefix + key[match.end() :], match.groupdict().get("index")
-                break
-        if index is None:
+        found = ((pattern.match(key), name) for pattern, name in patterns)
+        match, name = next((pair for pair in found if pair[0] is not None), (None, ""))
+        name = key if match is None else name + key[match.end() :]
+        if match is None or not match.groups():
             plain[name] = (key,)
         else:
-            stacks.setdefault(name, {})[int(index)] = key
+            stacks.setdefault(name, {})[int(match.group(1))] = key
     whole = {name: _Stack(parts[i] for i in range(len(parts))) for name, parts in stacks.items() if _is_full(parts)}
     partial = {key: (key,) for name, parts in stacks.items() if name not in whole for key in parts.values()}
     return plain | partial | whole
@@ -90,30 +88,23 @@ def _is_full(parts: dict[int, str]) -> bool:
     return sorted(parts) == list(range(len(parts)))
 
 
-type _Place = tuple[str, str, bool]
-"""What keys begin with, what names begin with, and whether an index stands between."""
+def _places(node: Any, pattern: str = "", name: str = "") -> Iterator[tuple[str, str]]:
+    """Where keys differ from names beneath a node: what keys begin with, as a pattern, and what names begin with.
 
-
-@functools.lru_cache(maxsize=8)
-def _patterns(places: tuple[_Place, ...]) -> tuple[tuple[re.Pattern[str], str], ...]:
-    begins = lambda key, stacked: re.escape(key) + (r"(?P<index>\d+)\." if stacked else "")
-    return tuple((re.compile(begins(key, stacked)), name) for key, name, stacked in places)
-
-
-def _places(node: Any, key: str = "", name: str = "") -> Iterator[_Place]:
-    """Where keys differ from names beneath a node, each with a dot at its end if it is not empty."""
+    The pattern has a group for the index of a layer in a stack. Each has a dot at its end if it is not empty.
+    """
     has_map = getattr(node, "_state_dict_key_map", None)
-    renames: dict[str, str | None] = has_map() if callable(has_map) and not isinstance(node, type) else {}
+    renames: Any = has_map() if callable(has_map) and not isinstance(node, type) else {}
     for path, child in _children(node):
         field = path_string(path)
         part = renames.get(field, field)
-        inner_key = key if part is None else f"{key}{part}."
-        inner_name = f"{name}{field}."
-        if isinstance(node, hnn.Stacked) and field == "stacked":
-            yield inner_key, inner_name, True
-        elif part != field:
-            yield inner_key, inner_name, False
-        yield from _places(child, inner_key, inner_name)
+        inner = pattern if part is None else rf"{pattern}{re.escape(part)}\."
+        # A stack in a stack keeps its keys: nothing in Haliax says how both indices are written.
+        if isinstance(node, hnn.Stacked) and field == "stacked" and "(" not in pattern:
+            inner = rf"{inner}(\d+)\."
+        if inner != rf"{pattern}{re.escape(field)}\.":
+            yield inner, f"{name}{field}."
+        yield from _places(child, inner, f"{name}{field}.")
 
 
 def _children(node: Any) -> list[tuple[Any, Any]]:
