@@ -31,7 +31,7 @@ def test_two_processes_train_as_one_and_one_resumes_what_two_saved(tmp_path):
     port = free_port()
     leader, other = (start(process, 2, port, tmp_path) for process in (0, 1))
     try:
-        other.wait(timeout=120)
+        other.communicate(timeout=120)
         killed = time.monotonic()
         _, message = leader.communicate(timeout=60)
         assert time.monotonic() - killed < 60
