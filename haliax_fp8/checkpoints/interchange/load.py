@@ -3,7 +3,7 @@
 import dataclasses
 import os
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,10 +19,7 @@ from .report import LoadReport
 from .source import AbstractSource
 
 
-M = TypeVar("M")
-
-
-def load_into(
+def load_into[M](
     model: M,
     path: str | os.PathLike[str] | Mapping[str, Any],
     *,
