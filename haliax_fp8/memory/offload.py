@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Float32
 from ..layers.patterns import path_string
 
 
-type Named = Mapping[str, Float32[Array, "..."]]
+type Named = Mapping[str, Float[Array, "..."]]
 
 
 class HostState(eqx.Module):
@@ -72,18 +72,18 @@ class HostOptimizer(eqx.Module):
             raise ValueError(
                 "params hold no arrays; give trainable(model) of a model with arrays, inside eval_shape too"
             )
-        masters = {
-            size: _to({name: _widened(x) for name, x in group.items()}, jax.memory.Space.Host)
-            for size, group in groups.items()
-        }
+        masters = {size: _to_host({name: _widened(x) for name, x in group.items()}) for size, group in groups.items()}
         states = {}
         for size, group in groups.items():
             first = self.optimizer.init({name: _widened(x) for name, x in group.items()})
-            states[size] = _to(first, jax.memory.Space.Host) if size == 0 else self._placed(size, group, first)
+            states[size] = _to_host(first) if size == 0 else self._placed(size, group, first)
         return HostState(masters, states)
 
     def update[P](self, gradients: P, state: HostState, params: P) -> tuple[P, HostState]:
-        """New parameters, and the new state in the host's memory. Inside `jit`, with the state donated.
+        """New parameters, and the new state in the host's memory. Inside `jit`, with parameters and state donated.
+
+        Let the jitted function return model and state in the order of its arguments: JAX gives donated memory to
+        results of the same shape and dtype in their order, and does not look whether it is the host's.
 
         Args:
             gradients: The second part of `partition_for_grad_overwrite(gradients)`.
@@ -127,7 +127,7 @@ class HostOptimizer(eqx.Module):
     def _placed(self, size: int, group: Mapping[str, Any], state: Any) -> Any:
         """What has an entry for each layer in the host's memory; counters stay on the device."""
         is_stacked = self._stacked(size, group, state)
-        return jax.tree.map(lambda x, on_host: _to(x, jax.memory.Space.Host) if on_host else x, state, is_stacked)
+        return jax.tree.map(lambda x, on_host: _to_host(x) if on_host else x, state, is_stacked)
 
     def _step(self, gradients: Named, masters: Named, state: Any, dtypes: Mapping[str, Any]) -> tuple[Any, Any, Any]:
         wide = {name: _widened(g) for name, g in gradients.items()}
@@ -136,22 +136,22 @@ class HostOptimizer(eqx.Module):
         return {name: x.astype(dtypes[name]) for name, x in masters.items()}, masters, state
 
     def _whole(self, gradients: Any, masters: Any, state: Any, dtypes: Any) -> tuple[Any, Any, Any]:
-        narrow, masters, state = self._step(
-            gradients, _to(masters, jax.memory.Space.Device), _to(state, jax.memory.Space.Device), dtypes
-        )
-        return narrow, _to(masters, jax.memory.Space.Host), _to(state, jax.memory.Space.Host)
+        narrow, masters, state = self._step(gradients, _to_device(masters), _to_device(state), dtypes)
+        return narrow, _to_host(masters), _to_host(state)
 
     def _in_layers(self, gradients: Any, masters: Any, state: Any, dtypes: Any) -> tuple[Any, Any, Any]:
         size = next(iter(masters.values())).shape[0]
         is_stacked = self._stacked(size, masters, state)
         stacked, shared = eqx.partition(state, is_stacked)
 
+        host = jax.memory.Space.Host
+
         def layer(newest: Any, slices: Any) -> tuple[Any, Any]:
             gradients, masters, stacked = slices
-            whole = eqx.combine(_to(stacked, jax.memory.Space.Device), shared)
-            narrow, masters, state = self._step(gradients, _to(masters, jax.memory.Space.Device), whole, dtypes)
+            whole = eqx.combine(_to_device(stacked), shared)
+            narrow, masters, state = self._step(gradients, _to_device(masters), whole, dtypes)
             stacked, newest = eqx.partition(state, is_stacked)
-            return newest, (narrow, _to(masters, jax.memory.Space.Host), _to(stacked, jax.memory.Space.Host))
+            return newest, (narrow, _to(masters, host), _to(stacked, host))
 
         # Every layer counts the same step.
         shared_after, (narrow, masters, stacked) = jax.lax.scan(layer, shared, (gradients, masters, stacked))
@@ -177,3 +177,12 @@ def _widened(x: Float[Array, "*shape"]) -> Float32[Array, "*shape"]:
 
 def _to(tree: Any, space: jax.memory.Space) -> Any:
     return jax.tree.map(lambda x: jax.device_put(x, space), tree)
+
+
+def _to_device(tree: Any) -> Any:
+    return _to(tree, jax.memory.Space.Device)
+
+
+def _to_host(tree: Any) -> Any:
+    """Single numbers stay on the device: JAX may give the memory of one that is donated to the loss."""
+    return jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Host) if x.ndim else x, tree)
