@@ -132,7 +132,7 @@ class HostOptimizer(eqx.Module):
     def _step(self, gradients: Named, masters: Named, state: Any, dtypes: Mapping[str, Any]) -> tuple[Any, Any, Any]:
         wide = {name: _widened(g) for name, g in gradients.items()}
         updates, state = self.optimizer.update(wide, state, masters)
-        masters = optax.apply_updates(masters, updates)
+        masters = {name: master + updates[name] for name, master in masters.items()}
         return {name: x.astype(dtypes[name]) for name, x in masters.items()}, masters, state
 
     def _whole(self, gradients: Any, masters: Any, state: Any, dtypes: Any) -> tuple[Any, Any, Any]:
@@ -175,7 +175,7 @@ def _widened(x: Float[Array, "*shape"]) -> Float32[Array, "*shape"]:
     return x.astype(jnp.float32)
 
 
-def _to(tree: Any, space: jax.memory.Space) -> Any:
+def _to(tree: Any, space: Any) -> Any:
     return jax.tree.map(lambda x: jax.device_put(x, space), tree)
 
 
