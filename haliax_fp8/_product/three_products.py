@@ -13,7 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
 from .._jax.opaque import opaque
-from .._jax.xla import not_kept_from_forward, own_operand, own_precision, transposed_separately
+from .._jax.xla import gathered_once, not_kept_from_forward, own_operand, own_precision, transposed_separately
 from .._numerics.quantized_array import QuantizedArray
 from .._state.form import Kept
 from .._state.table import measures
@@ -106,7 +106,7 @@ def _kept(x: Any, copy: Saved, *, is_kernel: bool, rematerialized: bool) -> Any:
     if copy is None:
         # An argument goes past `_fprop`: JAX would take it for a result that has to be stored.
         return x
-    if is_kernel or rematerialized:
+    if rematerialized and not is_kernel:
         # An input that is kept from the forward to the backward pass had better be transposed before.
         copy = transposed_separately(copy)
     # A kernel has no name: it is kept to be quantized again.
@@ -150,6 +150,9 @@ def _fprop(
             operand: quantize_operand(x, operand, "fprop", scales, key, extras, spec, copies)
             for operand, x in operands.items()
         }
+        if differentiated and copies is None and spec.keeps_kernel_copy:
+            kernel = quantized["kernel"]
+            quantized["kernel"] = dataclasses.replace(kernel, data=gathered_once(kernel.data))
         both = _own_input(quantized["input"], quantized["kernel"], spec), quantized["kernel"]
         dtype, scale = spec.compute_dtype or spec.out_dtype, scales.of_both("fprop", spec) if scales else None
         out = round_to(spec.batched.product("fprop", both, extras, spec.precision, dtype, scale), spec.out_dtype)
