@@ -210,14 +210,18 @@ def backward(
         product = spec.quantized_for("output_grad", product)
         if product not in quantized:
             key = residuals.key
-            quantized[product] = quantize_operand(grad, "output_grad", product, scales, key, extras, spec)
+            of_grad = quantize_operand(grad, "output_grad", product, scales, key, extras, spec)
+            if "output_grad" in spec.recipe.quantized_once and None not in dtypes:
+                # cuBLASLt wants it transposed in wgrad.
+                of_grad = dataclasses.replace(of_grad, data=gathered_once(of_grad.data))
+            quantized[product] = of_grad
         return quantized[product]
 
     def gradient(product: ProductName, other: OperandName, dtype: np.dtype | None) -> Array | None:
         if dtype is None:
             return None
         operand, of_grad = residuals.operand(other, scales, extras, spec), quantized_grad(product)
-        if product == "wgrad" and "output_grad" in spec.recipe.quantized_once:
+        if product == "wgrad" and "output_grad" in spec.recipe.quantized_once and None in dtypes:
             # cuBLASLt wants it transposed here.
             of_grad = dataclasses.replace(of_grad, data=transposed_separately(of_grad.data))
         both = (of_grad, operand) if product == "dgrad" else (operand, of_grad)
