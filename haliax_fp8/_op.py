@@ -211,7 +211,11 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
         return fp8_dot_general(input, kernel, self._state_array, spec, extras, self._key_array, copies)
 
     def quantized_kernel(
-        self, kernel: Float[Array, "..."], contraction: AbstractContraction, leading: int, gathered: PartitionSpec | None
+        self,
+        kernel: Float[Array, "..."],
+        contraction: AbstractContraction,
+        leading: int,
+        gathered: PartitionSpec | None,
     ) -> KernelCopies[Array] | None:
         """Copies of a kernel as products with it take them; None if the recipe rounds kernels at random, or not at all.
 

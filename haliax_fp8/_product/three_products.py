@@ -12,6 +12,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
+from .._jax.mesh_axes import automatic_axes
 from .._jax.opaque import opaque
 from .._jax.xla import gathered_once, not_kept_from_forward, own_operand, own_precision, transposed_separately
 from .._numerics.quantized_array import QuantizedArray
@@ -183,7 +184,8 @@ def _fprop(
 
 def _own_input(input: QuantizedArray, kernel: QuantizedArray, spec: ProductSpec) -> QuantizedArray:
     """The input of fprop, kept apart from other layers' products of it."""
-    if spec.group_place is None:
+    if spec.group_place is None or automatic_axes():
+        # Behind a barrier for each product, devices would send each other the operand for each.
         return input
     # The kernel's data, if the product reads them as they are stored; else its scale, for which they need not be there.
     ndim, axes = kernel.data.ndim, spec.batched.contracted("fprop")[1]

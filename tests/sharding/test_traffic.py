@@ -107,7 +107,6 @@ def gathered(text):
 CHOICES = [
     ("in_each_microbatch", None),
     ("in_each_microbatch", (("batch", "data"),)),
-    ("once", None),
     ("gathered_once", (("batch", "data"),)),
 ]
 
