@@ -781,6 +781,13 @@ CHANGES = (
         ("test_optimizers.py::test_microbatches_average_gradients",),
     ),
     Change(
+        "microbatches are contiguous rows, so that devices send each other theirs",
+        "training/step.py",
+        "return whole_in_front(jnp.swapaxes(parts, 0, 1))",
+        "return x.reshape(count, x.shape[0] // count, *x.shape[1:])",
+        ("test_traffic.py::test_devices_keep_their_rows",),
+    ),
+    Change(
         "the loss of microbatches is summed, not averaged",
         "training/step.py",
         "return loss / count, overwrites, gradients",

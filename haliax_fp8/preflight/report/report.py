@@ -41,7 +41,7 @@ class PreflightReport(Printable):
         compile_other: Compiles the step with the other setting of `xla_gpu_enable_triton_gemm`; None if nobody asked.
     """
 
-    width: ClassVar[int] = 140
+    width: ClassVar[int | None] = 140
 
     target: Target
     mesh: dict[str, int]
