@@ -4,6 +4,8 @@ import collections
 import importlib.util
 import os
 import pathlib
+import signal
+import threading
 import zlib
 
 
@@ -16,6 +18,10 @@ if not any("xla_backend_optimization_level" in flag for flag in _flags):
     # what is tested, stay the same. Whoever names a level gets it: CI runs some files with the default, 3.
     _flags.append("--xla_backend_optimization_level=0")
 os.environ["XLA_FLAGS"] = " ".join(_flags)
+
+# A shell that starts the tests in the background lets them ignore Ctrl-C, and their children with them.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN and threading.current_thread() is threading.main_thread():
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 from jaxtyping import install_import_hook  # noqa: E402
 
@@ -83,11 +89,23 @@ def compiled():
 
 
 # How many cases of a test run unless all are asked for. `tests/project` runs all of its own: each is a file or a page.
-CASES = 4
+CASES = 3
+
+
+def pytest_addoption(parser):
+    """`--sample-more N:SEED`: of the cases that the default run leaves out, every N-th; the seed says which."""
+    parser.addoption("--sample-more", metavar="N:SEED", help="run one in N of the tests marked `more`, chosen by SEED")
+
+
+def pytest_report_header(config):
+    """The command that repeats a run with a sample."""
+    if sample := config.getoption("--sample-more"):
+        return f"one in {sample.partition(':')[0]} of the tests marked `more`; again with --sample-more {sample}"
+    return None
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     """Marks cases that the default run leaves out, spread evenly; each test leaves out others.
 
     Files with long tests first, then those with many: with one of them at the end, a process would wait for it.
@@ -102,6 +120,16 @@ def pytest_collection_modifyitems(items):
         for i, item in enumerate(found):
             if len(found) > CASES and i not in kept:
                 item.add_marker(pytest.mark.more)
+    if sample := config.getoption("--sample-more"):
+        count, _, seed = sample.partition(":")
+        left_out = [
+            item
+            for item in items
+            if item.get_closest_marker("more") and zlib.crc32(f"{seed} {item.nodeid}".encode()) % int(count)
+        ]
+        config.hook.pytest_deselected(items=left_out)
+        without = set(left_out)
+        items[:] = [item for item in items if item not in without]
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     count = collections.Counter(item.path for item in items)
     items.sort(key=lambda item: (item.path not in slow, -count[item.path], item.path))

@@ -1,7 +1,14 @@
-"""Statistics: what FP8 does to the operands of a model's products."""
+"""Statistics: what FP8 does to the operands of a model's products, and what is wrong where it does harm."""
 
-from .measure import (
-    ModelStatistics as ModelStatistics,
-    OpStatistics as OpStatistics,
-    quantization_statistics as quantization_statistics,
+from .diagnosis import (
+    Diagnosis as Diagnosis,
+    Finding as Finding,
+    Problem as Problem,
+    Remedy as Remedy,
+    Thresholds as Thresholds,
+    apply_remedies as apply_remedies,
+    diagnose as diagnose,
 )
+from .history import scale_ages as scale_ages
+from .measure import quantization_statistics as quantization_statistics
+from .result import ModelStatistics as ModelStatistics, OpStatistics as OpStatistics

@@ -4,101 +4,21 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-import equinox as eqx
 import haliax as hax
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.core import Tracer
-from jaxtyping import Array, Float32
-from rich.table import Table
 
 from .._op import Fp8DotGeneral
 from .._state.op_state import OpState
-from .._tables import Printable, new_table
 from ..layers.default import default_rules
 from ..layers.ops import all_ops, is_op, named_ops
 from ..layers.own_state import require_own_state
 from ..layers.uncalibrated import require_calibrated
 from ..layers.walk import map_layers_in_stacks, rule_of
-from ..recipes.scaling import AbstractStatefulScaling, MeasuredScaling
+from ..recipes.scaling import STATISTICS, MeasuredScaling
 from ..training.gradients import filter_grad
 from ..training.loss import scalar_loss
-
-
-OPERANDS = ("input", "kernel", "output_grad")
-
-
-class OpStatistics(eqx.Module):
-    """What quantization does to the operands of one op, `[*stack, 3]` for input, kernel and output gradient.
-
-    Operands that the loss does not reach have NaN; operands in high precision lose nothing, so their shares are 0. If
-    an op is used several times, each number is the largest over its uses.
-
-    Args:
-        amax: `max |x|`.
-        saturation: The share of elements that are clipped at the format's maximum.
-        underflow: The share of elements that are flushed to zero.
-        error: `|x - q|**2 / |x|**2`, the mean square error of quantization relative to the operand.
-    """
-
-    amax: Float32[Array, "*stack 3"]
-    saturation: Float32[Array, "*stack 3"]
-    underflow: Float32[Array, "*stack 3"]
-    error: Float32[Array, "*stack 3"]
-
-    @property
-    def sqnr(self) -> Float32[Array, "*stack 3"]:
-        """The signal-to-quantization-noise ratio in dB: `-10 log10(error)`; infinite without error."""
-        return -10.0 * jnp.log10(self.error)
-
-
-class ModelStatistics(Printable, eqx.Module):
-    """The statistics of a model's ops, by path. Print it for a table.
-
-    Args:
-        ops: For each op its statistics.
-    """
-
-    ops: dict[str, OpStatistics]
-
-    def __getitem__(self, path: str) -> OpStatistics:
-        """The statistics of the op at a path."""
-        if path not in self.ops:
-            raise KeyError(f"no op at {path!r}; there are {list(self.ops)}")
-        return self.ops[path]
-
-    @property
-    def saturation(self) -> Float32[Array, ""]:
-        """The mean share of clipped elements over all operands that the loss reaches."""
-        return self._mean("saturation")
-
-    @property
-    def underflow(self) -> Float32[Array, ""]:
-        """The mean share of elements flushed to zero over all operands that the loss reaches."""
-        return self._mean("underflow")
-
-    def _mean(self, name: str) -> Float32[Array, ""]:
-        return jnp.nanmean(jnp.concatenate([getattr(op, name).ravel() for op in self.ops.values()]))
-
-    def __rich__(self) -> Table:
-        table = new_table("Quantization of each operand (the worst of a stack)")
-        for column in ("op", "operand"):
-            table.add_column(column, overflow="fold")
-        for column in ("amax", "saturation", "underflow", "SQNR"):
-            table.add_column(column, justify="right")
-        for path, op in self.ops.items():
-            if any(isinstance(leaf, Tracer) or not eqx.is_array(leaf) for leaf in jax.tree.leaves(op)):
-                table.add_row(path, "traced or abstract: no numbers")
-                continue
-            # NaN, for members that the loss does not reach, gives way to numbers.
-            worst = lambda values, reduce=np.fmax: reduce.reduce(np.asarray(values).reshape(-1, 3), axis=0)
-            columns = worst(op.amax), worst(op.saturation), worst(op.underflow), worst(op.sqnr, np.fmin)
-            for i, operand in enumerate(OPERANDS):
-                amax, saturation, underflow, sqnr = (column[i] for column in columns)
-                cells = f"{amax:.3g}", f"{saturation:.3%}", f"{underflow:.3%}", f"{sqnr:.1f} dB"
-                table.add_row("" if i else path, operand, *cells)
-        return table
+from .result import ModelStatistics, OpStatistics
 
 
 def quantization_statistics(model: Any, loss_fn: Callable[..., Any], *batch: Any) -> ModelStatistics:
@@ -114,7 +34,7 @@ def quantization_statistics(model: Any, loss_fn: Callable[..., Any], *batch: Any
         *batch: The arguments of the loss after the model.
 
     Returns:
-        Amax, saturation, underflow and error of input, kernel and output gradient of every op.
+        What `OpStatistics` lists, of input, kernel and output gradient of every op.
 
     Raises:
         ValueError: If the model has no FP8 op, or static scales that are not calibrated, or if `loss_fn` does not
@@ -133,7 +53,8 @@ def quantization_statistics(model: Any, loss_fn: Callable[..., Any], *batch: Any
     require_calibrated(model)
     measuring = _measuring(model)
     gradients = filter_grad(lambda model: scalar_loss(loss_fn(model, *batch)))(measuring)
-    return ModelStatistics({name: _statistics(op) for name, op in named_ops(gradients)})
+    by_path = {name: _statistics(op) for name, op in named_ops(gradients)}
+    return ModelStatistics(tuple(by_path), tuple(by_path.values()))
 
 
 def _measuring[M](model: M) -> M:
@@ -164,11 +85,11 @@ def _statistics(gradient: Fp8DotGeneral) -> OpStatistics:
     table, scalings = gradient.state.array, gradient.state.scalings
     rows = []
     for row, scaling in enumerate(scalings):
-        assert isinstance(scaling, AbstractStatefulScaling)
-        values = scaling.newest(table[..., row : row + 1, :])
+        assert isinstance(scaling, MeasuredScaling)
+        values = scaling.statistics(table[..., row : row + 1, :])
         scale = table[..., row : row + 1, :1]
         # A scale is positive; the gradient of a layer that the loss does not reach has 0 or `-inf` there.
         reached = jnp.isfinite(values) & jnp.isfinite(scale) & (scale > 0.0)
         rows.append(jnp.where(reached, values, jnp.nan))
     measured = jnp.concatenate(rows, axis=-2)
-    return OpStatistics(*(measured[..., i] for i in range(measured.shape[-1])))
+    return OpStatistics(**{name: measured[..., i] for i, name in enumerate(STATISTICS)})

@@ -26,7 +26,17 @@ from haliax_fp8.recipes import (
 MATRIX = (((1,), (0,)), ((), ()))
 OPERANDS = ("input", "kernel", "output_grad")
 KEY = jax.random.key(0)
-FIELDS = ("amax", "saturation", "underflow", "error")
+FIELDS = (
+    "amax",
+    "saturation",
+    "underflow",
+    "error",
+    "rms_error",
+    "norm",
+    "dynamic_range",
+    "kurtosis",
+    "nonfinite",
+)
 
 
 def tensors(seed=0):
@@ -43,13 +53,19 @@ def loss(op, x, w, c):
 
 
 def expected(x, values, limit_reached):
-    """Amax, saturation, underflow and error in float64."""
-    x = x.astype(np.float64)
+    """The statistics in float64; of the finite elements."""
+    x, values, finite = (a[np.isfinite(x)] for a in (x.astype(np.float64), values, np.isfinite(x)))
+    centered = x - x.mean()
     return {
         "amax": np.abs(x).max(),
         "saturation": limit_reached.mean(),
-        "underflow": ((values == 0) & (x != 0)).mean(),
+        "underflow": ((values == 0) & (x != 0)).sum() / limit_reached.size,
         "error": ((x - values) ** 2).sum() / (x**2).sum(),
+        "rms_error": np.sqrt(((x - values) ** 2).sum() / limit_reached.size),
+        "norm": np.sqrt((x**2).sum()),
+        "dynamic_range": np.log2(np.abs(x).max() / np.abs(x)[x != 0].min()),
+        "kurtosis": (centered**4).mean() / (centered**2).mean() ** 2,
+        "nonfinite": limit_reached.size - finite.size,
     }
 
 
@@ -77,7 +93,7 @@ def by_blocks(x, name, operand):
 def assert_statistics(got, rows):
     """`got` has a number for each operand, `rows` one dictionary for each."""
     for operand, row in enumerate(rows):
-        for field in FIELDS:
+        for field in row:
             actual = float(getattr(got, field)[operand])
             # Shares are counts; errors are sums of squares in float32.
             np.testing.assert_allclose(
@@ -129,7 +145,9 @@ def test_clipped_and_flushed_elements_are_counted(kind, formats):
         # Beyond where rounding to nearest would have stayed at the largest value, had there been a next one.
         bits = {"E4M3": 3, "E5M2": 2, "E4M3FNUZ": 3, "E5M2FNUZ": 2, "E2M1": 1}[format.name]
         half_way = format.max + 2.0 ** (np.floor(np.log2(format.max)) - bits) / 2
-        rows.append(expected(x, values, np.abs(scaled) > half_way))
+        top = np.abs(values) == format.max * scale
+        row = expected(x, values, np.abs(scaled) > half_way)
+        rows.append(row | {"scale": scale, "last_bin": top.mean()})
     (got,) = fp8.quantization_statistics(op, loss, *map(jnp.asarray, arrays)).ops.values()
     assert_statistics(got, rows)
     assert any(row["saturation"] > 0 for row in rows)
@@ -159,9 +177,36 @@ def test_a_recipe_of_four_bits_counts_and_its_flushed_blocks_are_not_clipped():
     row = expected(x, values, np.zeros(x.shape, bool))
     assert row["underflow"] > 0.9
     # The error is that of the outlier, and as small as float32's own squared.
+    del row["rms_error"]
     np.testing.assert_allclose(
-        [float(getattr(got, field)[0]) for field in FIELDS], [row[field] for field in FIELDS], rtol=1e-4, atol=1e-13
+        [float(getattr(got, name)[0]) for name in row], list(row.values()), rtol=1e-4, atol=1e-13
     )
+
+
+def test_elements_that_are_not_finite_are_counted_and_left_out():
+    """The scale is stored, so the others keep their values."""
+    x, w, c = tensors()
+    x[0, :2], x[1, 0] = np.nan, -np.inf
+    static = Quantization(E4M3, StaticScaling(2.0**-5))
+    op = fp8.Fp8DotGeneral.init(fp8.Recipe(static, static, static))
+    measured = fp8.quantization_statistics(op, loss, *map(jnp.asarray, (x, w, c)))
+    (got,) = measured.ops.values()
+    scaled = np.where(np.isfinite(x), x, 0.0) * 2.0**5
+    values = reference.cast(scaled.astype(np.float32), "E4M3").astype(np.float64) * 2.0**-5
+    row = expected(x, values, np.abs(scaled) > 464)
+    assert row["nonfinite"] == 3
+    for field in FIELDS:
+        np.testing.assert_allclose(float(getattr(got, field)[0]), row[field], rtol=1e-4, err_msg=field)
+    assert float(got.nonfinite[1]) == 0 and float(got.nonfinite[2]) == 0
+    assert "3 NaN or inf" in str(measured)
+
+
+def test_names_for_trackers():
+    model = fp8.fp8_linear_layers(eqx.nn.MLP(8, 8, 16, 1, key=KEY), fp8.Fp8Config(recipe="current"))
+    x = jax.random.normal(KEY, (4, 8))
+    measured = jax.jit(lambda: fp8.quantization_statistics(model, lambda m: (jax.vmap(m)(x) ** 2).mean()).flat("q"))()
+    assert len(measured) == 2 * 3 * (len(fp8.statistics.OpStatistics.__dataclass_fields__) + 1)
+    np.testing.assert_allclose(float(measured["q/layers.0/input/amax"]), np.abs(np.asarray(x)).max())
 
 
 @pytest.mark.parametrize("factor", [1e-28, 1e25])
@@ -256,6 +301,8 @@ def test_operands_in_high_precision_lose_nothing():
     recipe = fp8.Recipe(tensor, tensor, high, input_for_wgrad=high, kernel_for_dgrad=high)
     (got,) = fp8.quantization_statistics(fp8.Fp8DotGeneral.init(recipe), loss, x, w, c).ops.values()
     np.testing.assert_allclose(got.amax, [float(jnp.abs(a).max()) for a in (x, w, c)])
+    np.testing.assert_allclose(got.over_noise[0], 1 / np.sqrt(3 * float(got.error[0])), rtol=1e-6)
+    np.testing.assert_allclose(got.mse[0] * x.size, got.error[0] * (x**2).sum(), rtol=1e-5)
     assert float(got.error[0]) > 0 and float(got.error[1]) > 0
     assert (float(got.saturation[2]), float(got.underflow[2]), float(got.error[2])) == (0.0, 0.0, 0.0)
     assert float(got.sqnr[2]) == np.inf

@@ -1,0 +1,314 @@
+"""The checks of `diagnose`: each finds one kind of problem among all operands of a model.
+
+Their order is that of urgency. An operand is reported once: what comes first explains what comes after.
+"""
+
+import math
+from collections.abc import Callable, Iterable
+
+from ..._numerics.formats import E4M3, E5M2
+from ...recipes.scaling import CurrentScaling, DelayedScaling, StaticScaling
+from .finding import Finding, Problem, Remedy
+from .operand import Operand
+from .thresholds import Thresholds
+
+
+type Check = Callable[[list[Operand], Thresholds], Iterable[Finding]]
+
+# The scalings that give a tensor one scale.
+_ONE_SCALE = DelayedScaling, StaticScaling, CurrentScaling
+
+_NEARLY_ALL = 0.99
+
+_PAPER_OF_FORMATS = "arXiv:2209.05433, section 3"
+_PAPER_OF_NOISE = "arXiv:2505.19115, section 5"
+
+
+def not_finite(all: list[Operand], thresholds: Thresholds) -> Iterable[Finding]:
+    """The first operand with elements that are not finite: the others follow from it."""
+    del thresholds
+    bad = [operand for operand in all if operand["nonfinite"] > 0]
+    for name, order, product in (("kernel", 0, "fprop and dgrad"), ("input", 0, "fprop"), ("output_grad", -1, "dgrad")):
+        # A kernel spoils the inputs behind it, an input the gradients; and gradients come from the last layer.
+        if of_name := [operand for operand in bad if operand.name == name]:
+            others = len(bad) - 1
+            more = f"; {others} more operands follow from it or have some as well" if others else ""
+            yield _finding(
+                of_name[order],
+                Problem.NOT_FINITE,
+                seen=f"{of_name[order]['nonfinite']:.0f} elements are infinite or NaN, first in {product}{more}",
+                threshold="0 elements",
+                source="any of them makes the loss or a gradient NaN",
+                advice={
+                    "kernel": "the weight itself is spoiled: go back to the last checkpoint, and skip steps whose "
+                    "gradients are not finite (optax.apply_if_finite)",
+                    "input": "look for the first NaN in the batch and in what comes before this layer; clean the data "
+                    "or skip the step (optax.apply_if_finite)",
+                    "output_grad": "the loss's gradient is not finite behind this layer: look for log(0), 0/0 or an "
+                    "overflow in the loss; skip the step (optax.apply_if_finite)",
+                }[name],
+            )
+            return
+
+
+def formats_swapped(all: list[Operand], thresholds: Thresholds) -> Iterable[Finding]:
+    """E5M2 forward and E4M3 backward: the wrong way round."""
+    del thresholds
+    for operand in all:
+        forward, backward = operand.recipe.input, operand.recipe.output_grad
+        if operand.name == "input" and (forward.format, backward.format) == (E5M2, E4M3):
+            yield _finding(
+                operand,
+                Problem.FORMATS_SWAPPED,
+                seen="inputs are in E5M2, with 2 bits of mantissa, and output gradients in E4M3",
+                threshold="E4M3 for inputs and kernels, E5M2 for output gradients",
+                source=_PAPER_OF_FORMATS,
+                advice="use a named recipe, or Recipe.of(scaling), which has the formats the right way round",
+                remedy=Remedy.STANDARD_FORMATS,
+            )
+
+
+def not_calibrated(all: list[Operand], thresholds: Thresholds) -> Iterable[Finding]:
+    """Scales at 1 that have seen no step, and do not fit."""
+    for operand in all:
+        history = operand.history
+        if history is None or history.largest > 0.0 or history.scale != 1.0 or not operand["amax"] > 0.0:
+            continue
+        if _is_clipped(operand, thresholds) or operand["underflow"] > thresholds.underflow:
+            yield _finding(
+                operand,
+                Problem.NOT_CALIBRATED,
+                seen=f"scale 1 and an empty history; amax {operand['amax']:.2g}, {_shares(operand)}",
+                threshold=_limits(thresholds),
+                source="heuristic",
+                advice="calibrate the model before training: model = step.calibrate(model, *batch). If it has been "
+                "trained, its state is not updated: apply the overwrites of every step",
+            )
+
+
+def foreign_state(all: list[Operand], thresholds: Thresholds) -> Iterable[Finding]:
+    """Kernels whose amax is not what the last step recorded: no optimizer changes one layer that much."""
+    kernels = [o for o in all if o.name == "kernel" and o.history and o.history.newest > 0.0 and o["amax"] > 0.0]
+    moved = [o for o in kernels if abs(math.log2(_newer(o))) > math.log2(thresholds.kernel_jump)]
+    in_all = len(kernels) >= 3 and len(moved) > len(kernels) / 2
+    for operand in moved:
+        assert operand.history is not None
+        seen = f"amax {operand['amax']:.2g}; the last step recorded {operand.history.newest:.2g}"
+        threshold = f"a factor of {thresholds.kernel_jump:g}"
+        if in_all:
+            advice = (
+                f"most kernels moved that far in one step ({len(moved)} of {len(kernels)}): lower the learning rate, "
+                "lengthen its warmup or clip gradients (optax.clip_by_global_norm), and go back to a checkpoint"
+            )
+            yield _finding(operand, Problem.JUMP, seen, threshold, "heuristic", advice)
+        else:
+            advice = (
+                "the state is not that of this layer: it was loaded from elsewhere, or the weight was replaced. "
+                "Calibrate again: model = step.calibrate(model, *batch); or load matching state"
+            )
+            yield _finding(operand, Problem.FOREIGN_STATE, seen, threshold, "heuristic", advice)
+
+
+def jump(all: list[Operand], thresholds: Thresholds) -> Iterable[Finding]:
+    """Operands that are clipped because they are far larger than in any step that the history remembers."""
+    for operand in all:
+        history = operand.history
+        if history is None or history.largest <= 0.0 or not _is_clipped(operand, thresholds):
+            continue
+        factor = operand["amax"] / history.largest
+        if factor > thresholds.jump:
+            yield _finding(
+                operand,
+                Problem.JUMP,
+                seen=f"amax {operand['amax']:.2g}, {factor:.2g} times the largest of the history; {_shares(operand)}",
+                threshold=f"a factor of {thresholds.jump:g}",
+                source="heuristic",
+                advice="the next step's scale will fit. If it happens again and again, look for the batch or layer "
+                "that causes it, and use a recipe that measures the amax in the step itself: rowwise or mxfp8",
+                remedy=Remedy.SCALE_PER_ROW,
+            )
+
+
+def growth(all: list[Operand], thresholds: Thresholds) -> Iterable[Finding]:
+    """Amaxes that grow in every step: each step is clipped by the scale of the one before."""
+    for operand in all:
+        factor = 1.0 if operand.history is None else operand.history.growth(thresholds.growth_steps)
+        if factor > thresholds.growth:
+            yield _finding(
+                operand,
+                Problem.GROWTH,
+                seen=f"amax grew in each of the last {thresholds.growth_steps} steps, {factor:.2g} times in all; "
+                f"{_shares(operand)}",
+                threshold=f"a factor of {thresholds.growth:g}",
+                source="heuristic",
+                advice="training diverges, or warms up: look at the learning rate and at normalization. Until it is "
+                "settled, a margin of one binade keeps growing operands unclipped",
+                remedy=Remedy.MARGIN,
+            )
+
+
+def saturation(all: list[Operand], thresholds: Thresholds) -> Iterable[Finding]:
+    """Operands that are clipped, for no reason that the history shows."""
+    for operand in all:
+        if _is_clipped(operand, thresholds):
+            delayed = isinstance(operand.quantization.scaling, DelayedScaling)
+            yield _finding(
+                operand,
+                Problem.SATURATION,
+                seen=f"{operand['saturation']:.2%} of the elements are clipped at {operand.format.max:g} times the "
+                "scale",
+                threshold=f"{thresholds.saturation:.1%}",
+                source="heuristic",
+                advice="give the operand headroom, DelayedScaling(margin=1), or a recipe that measures the amax in the "
+                "step itself"
+                if delayed
+                else "calibrate the scale on more batches, or use a recipe that measures the amax in the step itself",
+                remedy=Remedy.MARGIN if delayed else Remedy.SCALE_PER_ROW,
+            )
+
+
+def outliers(all: list[Operand], thresholds: Thresholds) -> Iterable[Finding]:
+    """Inputs and kernels with a few elements so large that one scale for all flushes others to zero."""
+    for operand in all:
+        if operand.name == "output_grad" or not isinstance(operand.quantization.scaling, _ONE_SCALE):
+            continue
+        if operand["kurtosis"] > thresholds.kurtosis and operand["underflow"] > thresholds.underflow_of_outliers:
+            yield _finding(
+                operand,
+                Problem.OUTLIERS,
+                seen=f"kurtosis {operand['kurtosis']:.0f} (a normal distribution has 3), and "
+                f"{operand['underflow']:.1%} of the elements are flushed to zero: a few elements or channels determine "
+                "the scale of all",
+                threshold=f"{thresholds.kurtosis:g} and {thresholds.underflow_of_outliers:.0%}",
+                source="heuristic",
+                advice="scales for rows or blocks keep outliers to themselves: rowwise, deepseek or mxfp8",
+                remedy=Remedy.SCALE_PER_ROW,
+            )
+
+
+def underflow(all: list[Operand], thresholds: Thresholds) -> Iterable[Finding]:
+    """Operands much of which is flushed to zero: by a scale that follows an old spike, or by outliers of their own."""
+    for operand in all:
+        if not operand["underflow"] > thresholds.underflow:
+            continue
+        history, seen = operand.history, f"{operand['underflow']:.1%} of the elements are flushed to zero"
+        limit = f"{thresholds.underflow:.0%}"
+        if history is not None and history.largest > thresholds.jump * max(operand["amax"], history.newest):
+            yield _finding(
+                operand,
+                Problem.OLD_SPIKE,
+                seen=f"{seen}: the scale follows an amax of {history.largest:.2g} from {history.age} steps ago, this "
+                f"step's is {operand['amax']:.2g}",
+                threshold=limit,
+                source="heuristic",
+                advice="use a shorter history, or DelayedScaling(amax_compute=RecoveringMax())",
+                remedy=Remedy.SHORTER_HISTORY,
+            )
+        else:
+            too_wide = (
+                f"; its values span {operand['dynamic_range']:.0f} bits, {operand.format.name} holds "
+                f"{operand.format.dynamic_range:.0f}"
+            )
+            yield _finding(
+                operand,
+                Problem.UNDERFLOW,
+                seen=seen + too_wide,
+                threshold=limit,
+                source="heuristic",
+                advice="E5M2 for output gradients, finer scales (rowwise, mxfp8), or this layer in high precision",
+                remedy=Remedy.SCALE_PER_ROW,
+            )
+
+
+def noise(all: list[Operand], thresholds: Thresholds) -> Iterable[Finding]:
+    """Output gradients smaller than sqrt(3) times the noise of their quantization."""
+    for operand in all:
+        if operand.name == "output_grad" and operand["error"] > 1.0 / (3.0 * thresholds.over_noise**2):
+            yield _finding(
+                operand,
+                Problem.NOISE,
+                seen=f"the gradient is {1 / math.sqrt(operand['error']):.2g} times as large as its quantization noise",
+                threshold=f"sqrt(3) * {thresholds.over_noise:g}",
+                source=_PAPER_OF_NOISE,
+                advice="finer scales (rowwise, mxfp8), more mantissa for gradients, or this layer in high precision",
+                remedy=Remedy.HIGH_PRECISION,
+            )
+
+
+def dead(all: list[Operand], thresholds: Thresholds) -> Iterable[Finding]:
+    """Layers that nothing goes into, or that get no gradient.
+
+    Without those behind a kernel of zeros, as LoRA's, and those whose gradient was flushed to zero on its way.
+    """
+    del thresholds
+    flushed = any(o.name == "output_grad" and o["underflow"] > _NEARLY_ALL for o in all)
+    parents = {_parent(o.layer) for o in all if o.name == "kernel" and o["amax"] == 0.0}
+    reported = set()
+    for operand in all:
+        place = operand.layer, operand.index
+        if operand.name == "kernel" or _parent(operand.layer) in parents or place in reported:
+            continue
+        if operand.is_reached and (operand["amax"] > 0.0 or (flushed and operand.name == "output_grad")):
+            continue
+        what = "is zero everywhere" if operand.is_reached else "is not reached by the loss"
+        reported.add(place)
+        yield _finding(
+            operand,
+            Problem.DEAD,
+            seen=f"the {operand.name.replace('_', ' ')} {what}",
+            threshold="any element that is not zero",
+            source="a layer without input or gradient does not learn",
+            advice="if the layer is an expert, it got no rows: balance the router. Otherwise look for activations that "
+            "are zero for every input, a mask, a stopped gradient, or a layer that the model does not call",
+        )
+
+
+CHECKS: tuple[Check, ...] = (
+    not_finite,
+    formats_swapped,
+    not_calibrated,
+    foreign_state,
+    jump,
+    growth,
+    saturation,
+    outliers,
+    underflow,
+    noise,
+    dead,
+)
+"""All checks, the most urgent first."""
+
+
+def _finding(
+    operand: Operand,
+    problem: Problem,
+    seen: str,
+    threshold: str,
+    source: str,
+    advice: str,
+    remedy: Remedy = Remedy.NONE,
+) -> Finding:
+    place = operand.layer, operand.index, operand.name
+    return Finding(*place, problem, seen, threshold, source, advice, remedy)
+
+
+def _is_clipped(operand: Operand, thresholds: Thresholds) -> bool:
+    """Whether clipping costs more than rounding ever could: a few elements just above the maximum do no harm."""
+    return operand["saturation"] > thresholds.saturation and operand["error"] > operand.format.relative_error**2
+
+
+def _shares(operand: Operand) -> str:
+    return f"{operand['saturation']:.2%} clipped, {operand['underflow']:.2%} flushed to zero"
+
+
+def _limits(thresholds: Thresholds) -> str:
+    return f"{thresholds.saturation:.1%} clipped or {thresholds.underflow:.0%} flushed to zero"
+
+
+def _newer(operand: Operand) -> float:
+    assert operand.history is not None
+    return operand["amax"] / operand.history.newest
+
+
+def _parent(path: str) -> str:
+    return path.rpartition(".")[0]

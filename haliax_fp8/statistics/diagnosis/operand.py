@@ -1,0 +1,78 @@
+"""Operand: all that the checks know of one operand of one layer."""
+
+import dataclasses
+
+import numpy as np
+
+from ..._numerics.formats import Format
+from ...layers.ops import named_ops
+from ...recipes.recipe import Quantization, Recipe
+from ..history import History
+from ..result import OPERANDS, ModelStatistics, OpStatistics
+
+
+@dataclasses.dataclass(frozen=True)
+class Operand:
+    """One operand of one layer: its statistics as numbers, its history, and how it is quantized.
+
+    Args:
+        layer: The path of the layer.
+        index: Which layer of a stack.
+        name: "input", "kernel" or "output_grad".
+        numbers: The fields of `OpStatistics`.
+        history: The amaxes of past steps; None if the scaling keeps none.
+        recipe: That of the op.
+    """
+
+    layer: str
+    index: tuple[int, ...]
+    name: str
+    numbers: dict[str, float]
+    history: History | None
+    recipe: Recipe
+
+    def __getitem__(self, statistic: str) -> float:
+        return self.numbers[statistic]
+
+    @property
+    def quantization(self) -> Quantization:
+        """How it is quantized."""
+        return getattr(self.recipe, self.name)
+
+    @property
+    def format(self) -> Format:
+        """The format that it is quantized to."""
+        return self.quantization.format
+
+    @property
+    def is_reached(self) -> bool:
+        """Whether the loss depends on it."""
+        return not np.isnan(self.numbers["amax"])
+
+
+def operands(model: object, statistics: ModelStatistics) -> list[Operand]:
+    """Every operand, in the order of the model's tree.
+
+    Args:
+        model: The model that the statistics are of.
+        statistics: From `quantization_statistics`, outside `jit`.
+
+    Raises:
+        ValueError: If they are of another model.
+    """
+    ops = dict(named_ops(model))
+    if ops.keys() != set(statistics.paths):
+        missing = sorted(ops.keys() ^ set(statistics.paths))
+        raise ValueError(
+            f"statistics are not those of this model: {missing[:3]} are in one of the two only; measure it with "
+            "quantization_statistics(model, loss_fn, *batch)"
+        )
+    found = []
+    for path, op in ops.items():
+        arrays = {name: np.asarray(getattr(statistics[path], name)) for name in OpStatistics.__dataclass_fields__}
+        for index in np.ndindex(arrays["amax"].shape[:-1]):
+            for row, name in enumerate(OPERANDS):
+                numbers = {field: float(array[*index, row]) for field, array in arrays.items()}
+                history = History.of(op, row, index)
+                found.append(Operand(path, index, name, numbers, history, op.recipe))
+    return found

@@ -1,0 +1,30 @@
+"""Thresholds: from where on a number counts as a problem."""
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Thresholds:
+    """From where on a number counts as a problem. All but `over_noise` are heuristics, chosen on small models.
+
+    Args:
+        saturation: The share of clipped elements, where clipping costs more than rounding could.
+        underflow: The share of elements flushed to zero.
+        jump: How many times an amax may exceed the largest of its history.
+        kernel_jump: By what factor the amax of a kernel may change in one step.
+        growth: By what factor an amax may grow that grows in each of the last `growth_steps` steps.
+        growth_steps: See `growth`.
+        kurtosis: Of inputs and kernels with one scale, if also `underflow_of_outliers` is exceeded.
+        underflow_of_outliers: The share of elements flushed to zero beside outliers.
+        over_noise: `|x| / (sqrt(3) |x - q|)` of output gradients (arXiv:2505.19115).
+    """
+
+    saturation: float = 0.001
+    underflow: float = 0.05
+    jump: float = 4.0
+    kernel_jump: float = 2.0
+    growth: float = 4.0
+    growth_steps: int = 8
+    kurtosis: float = 50.0
+    underflow_of_outliers: float = 0.01
+    over_noise: float = 1.0

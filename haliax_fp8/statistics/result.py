@@ -1,0 +1,161 @@
+"""OpStatistics and ModelStatistics: what was measured of the operands of one op, and of all ops of a model."""
+
+from collections.abc import Iterator
+from typing import ClassVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jaxtyping import Array, Float32
+from rich.table import Table
+
+from .._tables import Printable, new_table
+
+
+OPERANDS = ("input", "kernel", "output_grad")
+
+
+class OpStatistics(eqx.Module):
+    """What quantization does to the operands of one op, `[*stack, 3]` for input, kernel and output gradient.
+
+    Operands that the loss does not reach have NaN; operands in high precision lose nothing, so their shares are 0. If
+    an op is used several times, each number is the largest over its uses. `x` are the finite elements of an operand,
+    `q` what they are quantized to.
+
+    Args:
+        amax: `max |x|`.
+        scale: The scale, `x ≈ data * scale`; of blocks the largest.
+        saturation: The share of elements that are clipped at the format's maximum.
+        underflow: The share of elements that are not zero and are flushed to zero.
+        last_bin: The share of elements that end at the format's maximum, whether they are clipped or not: where it is
+            large, neighbouring values have become one (arXiv:2506.20752).
+        error: `|x - q|**2 / |x|**2`, the mean square error of quantization relative to the operand.
+        rms_error: `sqrt(mean((x - q)**2))`, in the units of the operand.
+        norm: `|x|`, the square root of the sum of squares.
+        dynamic_range: `log2(max |x| / min |x|)` over elements that are not zero, in bits. A format with one scale holds
+            about 18 (E4M3) or 32 (E5M2) of them.
+        kurtosis: `mean((x - mean)**4) / variance**2`: 3 for a normal distribution, large for one with outliers.
+        nonfinite: How many elements are infinite or NaN.
+    """
+
+    amax: Float32[Array, "*stack 3"]
+    scale: Float32[Array, "*stack 3"]
+    saturation: Float32[Array, "*stack 3"]
+    underflow: Float32[Array, "*stack 3"]
+    last_bin: Float32[Array, "*stack 3"]
+    error: Float32[Array, "*stack 3"]
+    rms_error: Float32[Array, "*stack 3"]
+    norm: Float32[Array, "*stack 3"]
+    dynamic_range: Float32[Array, "*stack 3"]
+    kurtosis: Float32[Array, "*stack 3"]
+    nonfinite: Float32[Array, "*stack 3"]
+
+    @property
+    def sqnr(self) -> Float32[Array, "*stack 3"]:
+        """The signal-to-quantization-noise ratio in dB: `-10 log10(error)`; infinite without error."""
+        return -10.0 * jnp.log10(self.error)
+
+    @property
+    def mse(self) -> Float32[Array, "*stack 3"]:
+        """`mean((x - q)**2)`; of tiny gradients it underflows in float32, where `rms_error` does not."""
+        return self.rms_error**2
+
+    @property
+    def over_noise(self) -> Float32[Array, "*stack 3"]:
+        """`|x| / (sqrt(3) |x - q|)`: below 1, noise of quantization outweighs a gradient (arXiv:2505.19115)."""
+        return 1.0 / jnp.sqrt(3.0 * self.error)
+
+
+class ModelStatistics(Printable, eqx.Module):
+    """The statistics of a model's ops, by path. Print it for a table.
+
+    Args:
+        paths: The paths of the ops, in the order of the model's tree.
+        of_ops: The statistics of each of them.
+    """
+
+    # Not a dictionary: JAX sorts those by their keys, "layers.10" before "layers.2".
+    paths: tuple[str, ...] = eqx.field(static=True)
+    of_ops: tuple[OpStatistics, ...]
+
+    width: ClassVar[int] = 80
+
+    @property
+    def ops(self) -> dict[str, OpStatistics]:
+        """The statistics of each op by its path."""
+        return dict(zip(self.paths, self.of_ops, strict=True))
+
+    def __getitem__(self, path: str) -> OpStatistics:
+        """The statistics of the op at a path."""
+        if path not in self.paths:
+            raise KeyError(f"no op at {path!r}; there are {list(self.paths)}")
+        return self.ops[path]
+
+    @property
+    def saturation(self) -> Float32[Array, ""]:
+        """The mean share of clipped elements over all operands that the loss reaches."""
+        return self._mean("saturation")
+
+    @property
+    def underflow(self) -> Float32[Array, ""]:
+        """The mean share of elements flushed to zero over all operands that the loss reaches."""
+        return self._mean("underflow")
+
+    def flat(self, prefix: str = "fp8") -> dict[str, Float32[Array, ""]]:
+        """Every number by the name `{prefix}/{layer}/{operand}/{statistic}`, as trackers and loggers take them.
+
+        Layers of a stack are numbered: `fp8/blocks[3]/input/amax`. It works under `jit`, where the numbers are traced.
+
+        Args:
+            prefix: What the names begin with.
+
+        Example:
+            >>> measured = quantization_statistics(fp8_linear_layers(model), loss_fn, x)
+            >>> float(measured.flat()["fp8/layers.0/input/saturation"])
+            0.0
+        """
+        names = (*OpStatistics.__dataclass_fields__, "sqnr")
+        return {
+            f"{prefix}/{layer}/{operand}/{name}": getattr(op, name)[*index, i]
+            for layer, op, index in self.each()
+            for i, operand in enumerate(OPERANDS)
+            for name in names
+        }
+
+    def each(self) -> Iterator[tuple[str, OpStatistics, tuple[int, ...]]]:
+        """Each layer's name, its op's statistics, and its index in their stack; several for the op of a stack."""
+        for path, op in self.ops.items():
+            for index in np.ndindex(op.amax.shape[:-1]):
+                yield numbered(path, index), op, index
+
+    def _mean(self, name: str) -> Float32[Array, ""]:
+        return jnp.nanmean(jnp.concatenate([getattr(op, name).ravel() for op in self.ops.values()]))
+
+    def __rich__(self) -> Table:
+        table = new_table("Quantization of each operand (the worst of a stack)")
+        for column in ("op", "operand"):
+            table.add_column(column, overflow="fold")
+        for column in ("amax", "saturation", "underflow", "SQNR"):
+            table.add_column(column, justify="right", no_wrap=True)
+        for path, op in self.ops.items():
+            if any(isinstance(leaf, Tracer) or not eqx.is_array(leaf) for leaf in jax.tree.leaves(op)):
+                table.add_row(path, "traced or abstract: no numbers")
+                continue
+            # NaN, for members that the loss does not reach, gives way to numbers.
+            worst = lambda values, reduce=np.fmax: reduce.reduce(np.asarray(values).reshape(-1, 3), axis=0)
+            columns = worst(op.amax), worst(op.saturation), worst(op.underflow), worst(op.sqnr, np.fmin)
+            nonfinite = worst(op.nonfinite)
+            for i, operand in enumerate(OPERANDS):
+                amax, saturation, underflow, sqnr = (column[i] for column in columns)
+                cells = f"{amax:.3g}", f"{saturation:.3%}", f"{underflow:.3%}", f"{sqnr:.1f} dB"
+                if nonfinite[i] > 0:
+                    cells = (*cells[:3], f"{nonfinite[i]:.0f} NaN or inf")
+                table.add_row("" if i else path, operand, *cells)
+        return table
+
+
+def numbered(path: str, index: tuple[int, ...]) -> str:
+    """The name of a layer: its path, and its number in a stack; "model" for the model itself."""
+    return (path or "model") + "".join(f"[{i}]" for i in index)

@@ -1,0 +1,329 @@
+"""`diagnose`: planted problems are named with layer, operand and remedy; healthy models are left in peace."""
+
+import dataclasses
+import logging
+
+import equinox as eqx
+import haliax as hax
+import haliax.nn as hnn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import haliax_fp8 as fp8
+from haliax_fp8.recipes import E4M3, E5M2, DelayedScaling, Recipe
+from haliax_fp8.statistics import Problem, Remedy, Thresholds, apply_remedies, diagnose, scale_ages
+
+
+WIDTH, DEPTH, ROWS, STEPS, HISTORY = 32, 3, 64, 12, 16
+KEY = jax.random.key(0)
+
+
+class Net(eqx.Module):
+    """Residual blocks with a normalization before each, and a head."""
+
+    layers: list[eqx.nn.Linear]
+    head: eqx.nn.Linear
+
+    def __init__(self, key):
+        *keys, last = jax.random.split(key, DEPTH + 1)
+        self.layers = [eqx.nn.Linear(WIDTH, WIDTH, key=key) for key in keys]
+        self.head = eqx.nn.Linear(WIDTH, WIDTH, key=last)
+
+    def __call__(self, x, blow=0.0, gain=1.0):
+        """`blow` multiplies the input of the third layer by `1 + blow`, `gain` the gradients behind the second."""
+        for i, layer in enumerate(self.layers):
+            x = _with_gain(x, gain) if i == 2 else x
+            normal = x / jnp.sqrt(jnp.mean(x**2) + 1e-6)
+            normal = normal * (1.0 + blow) if i == 2 else normal
+            x = x + jax.nn.silu(layer(normal)) / (1.0 + (blow if i == 2 else 0.0))
+        return self.head(x)
+
+
+@jax.custom_vjp
+def _with_gain(x, gain):
+    return x
+
+
+_with_gain.defvjp(lambda x, gain: (x, gain), lambda gain, g: (g * gain, None))
+
+
+def loss(model, x, y):
+    return jnp.mean((jax.vmap(model)(x) - y) ** 2)
+
+
+def batch(seed):
+    x = jax.random.normal(jax.random.fold_in(KEY, seed), (ROWS, WIDTH))
+    return x, jnp.roll(x, 1, axis=-1)
+
+
+def trained(recipe="delayed", *, calibrate=True, rate=0.1, steps=STEPS, seed=0):
+    if recipe == "delayed":
+        recipe = DelayedScaling(amax_history_length=HISTORY)
+    model = fp8.fp8_linear_layers(Net(jax.random.fold_in(KEY, 100 + seed)), recipe=recipe)
+    step = fp8.TrainStep(loss, optax.sgd(rate, momentum=0.9))
+    if calibrate:
+        model = step.calibrate(model, *batch(999))
+    opt_state = step.init(model)
+    for i in range(steps):
+        model, opt_state, metrics = step(model, opt_state, *batch(i))
+        assert np.isfinite(float(metrics["loss"]))
+    return model
+
+
+@pytest.fixture(scope="module")
+def healthy():
+    return trained()
+
+
+_measure = eqx.filter_jit(fp8.quantization_statistics)
+
+
+def found(model, loss_fn=loss, data=None, thresholds=None):
+    measured = _measure(model, loss_fn, *(batch(STEPS) if data is None else data))
+    return diagnose(model, measured, thresholds)
+
+
+def only(diagnosis, problem):
+    """The findings of a kind, which are all there are."""
+    assert diagnosis and {finding.problem for finding in diagnosis.findings} == {problem}, diagnosis
+    return diagnosis.findings
+
+
+def at(model, i):
+    return model.layers[i].dot_general
+
+
+def with_weight(model, i, weight):
+    return eqx.tree_at(lambda m: m.layers[i].weight, model, weight)
+
+
+# --- Healthy models ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"recipe": "delayed"},
+        {"recipe": "current"},
+        {"recipe": "mxfp8"},
+        {"recipe": "delayed", "seed": 1, "rate": 0.5},
+        {"recipe": DelayedScaling(amax_history_length=4), "seed": 2, "steps": 40},
+    ],
+    ids=["delayed", "current", "mxfp8", "larger_rate", "longer"],
+)
+def test_healthy_models_are_left_in_peace(options):
+    model = trained(**options)
+    diagnosis = found(model)
+    assert not diagnosis, diagnosis
+    assert str(diagnosis) == "No problem found."
+
+
+# --- Planted problems -------------------------------------------------------------------------------------------------
+
+
+def test_activations_of_one_layer_ten_thousand_times_larger(healthy):
+    blown = lambda m, x, y: jnp.mean((jax.vmap(lambda row: m(row, blow=1e4))(x) - y) ** 2)
+    (finding,) = [f for f in found(healthy, blown).findings if f.operand == "input"]
+    assert (finding.layer, finding.problem, finding.remedy) == ("layers.2", Problem.JUMP, Remedy.SCALE_PER_ROW)
+    assert "times the largest of the history" in finding.seen
+
+
+def test_nan_in_one_microbatch(healthy):
+    x, y = batch(STEPS)
+    parts = lambda a: a.reshape(4, ROWS // 4, WIDTH)
+    accumulated = lambda m, x, y: jnp.mean(jax.lax.map(lambda part: loss(m, *part), (parts(x), parts(y))))
+    (finding,) = only(found(healthy, accumulated, (x.at[20, 3].set(jnp.nan), y)), Problem.NOT_FINITE)
+    assert (finding.layer, finding.operand) == ("layers.0", "input")
+    assert "apply_if_finite" in finding.advice and "fprop" in finding.seen
+
+
+def test_nan_in_a_kernel_is_the_cause_not_the_inputs_behind_it(healthy):
+    spoiled = with_weight(healthy, 1, healthy.layers[1].weight.at[0, 0].set(jnp.inf))
+    (finding,) = only(found(spoiled), Problem.NOT_FINITE)
+    assert (finding.layer, finding.operand) == ("layers.1", "kernel")
+
+
+def test_a_dead_layer(healthy):
+    dead = eqx.tree_at(lambda m: m.layers[1].bias, healthy, jnp.full(WIDTH, -1e4))
+    (finding,) = only(found(dead), Problem.DEAD)
+    assert (finding.layer, finding.operand) == ("layers.1", "output_grad")
+
+
+def test_formats_swapped():
+    swapped = Recipe.of(DelayedScaling(amax_history_length=HISTORY), forward=E5M2, backward=E4M3)
+    model = trained(swapped, steps=0)
+    findings = only(diagnosis := found(model), Problem.FORMATS_SWAPPED)
+    assert [f.layer for f in findings] == [*(f"layers.{i}" for i in range(DEPTH)), "head"]
+    assert all(f.operand == "input" and f.remedy is Remedy.STANDARD_FORMATS for f in findings)
+    mended = apply_remedies(model, diagnosis)
+    assert at(mended, 0).recipe == Recipe.of(DelayedScaling(amax_history_length=HISTORY))
+
+
+def test_state_of_another_layer(healthy):
+    """Of a checkpoint whose weights are a quarter as large."""
+    other = healthy.layers[2].dot_general.state.array.at[:, :-1].multiply(0.25)
+    from_elsewhere = dataclasses.replace(at(healthy, 2), state=at(healthy, 2).state.with_array(other))
+    scales = from_elsewhere.state.scale
+    from_elsewhere = dataclasses.replace(from_elsewhere, state=from_elsewhere.state.with_scale(scales))
+    model = eqx.tree_at(lambda m: m.layers[2].dot_general, healthy, from_elsewhere)
+    named = [(f.layer, f.operand) for f in found(model).findings if f.problem is Problem.FOREIGN_STATE]
+    assert named == [("layers.2", "kernel")]
+
+
+def test_clipped_gradients(healthy):
+    """The margin of a scale set by hand is too small for the gradients alone."""
+    state = at(healthy, 1).state
+    small = dataclasses.replace(at(healthy, 1), state=state.with_scale(state.scale.at[2].multiply(1 / 64)))
+    model = eqx.tree_at(lambda m: m.layers[1].dot_general, healthy, small)
+    (finding,) = only(found(model), Problem.SATURATION)
+    assert (finding.layer, finding.operand, finding.remedy) == ("layers.1", "output_grad", Remedy.MARGIN)
+    assert at(apply_remedies(model, found(model)), 1).recipe.output_grad.scaling.margin == 1
+
+
+def test_drift(healthy):
+    """Weights that grow by a quarter in each step, as a loss without normalization lets them."""
+    model, step = healthy, fp8.TrainStep(loss, optax.sgd(0.0))
+    for i in range(9):
+        model = with_weight(model, 2, model.layers[2].weight * 1.25)
+        model, _, _ = step(model, step.init(model), *batch(i))
+    (finding,) = [f for f in found(model).findings if f.operand == "kernel"]
+    assert (finding.layer, finding.problem, finding.remedy) == ("layers.2", Problem.GROWTH, Remedy.MARGIN)
+
+
+def test_an_expert_that_never_runs():
+    experts = [eqx.nn.Linear(WIDTH, WIDTH, key=key) for key in jax.random.split(KEY, 3)]
+    model = fp8.fp8_linear_layers(experts, recipe="current")
+    x, y = batch(0)
+    routed = x[:, 0] > 0.0
+
+    def loss(model, x, y):
+        rows = jnp.where(routed[:, None], x, 0.0), jnp.where(routed[:, None], 0.0, x), jnp.zeros_like(x)
+        return jnp.mean((sum(jax.vmap(e)(r) for e, r in zip(model, rows, strict=True)) - y) ** 2)
+
+    (finding,) = only(found(model, loss, (x, y)), Problem.DEAD)
+    assert (finding.layer, finding.operand) == ("2", "input") and "expert" in finding.advice
+    unused = lambda model, x, y: jnp.mean((jax.vmap(model[0])(x) - y) ** 2)
+    assert [f.layer for f in only(found(model, unused, (x, y)), Problem.DEAD)] == ["1", "2"]
+
+
+def test_scales_left_at_one():
+    small = lambda m, x, y: 1e-9 * loss(m, x, y)
+    # Nothing passes the head, so the layers before it have no gradient at all.
+    (finding,) = only(found(trained(calibrate=False, steps=0), small), Problem.NOT_CALIBRATED)
+    assert (finding.layer, finding.operand) == ("head", "output_grad") and "calibrate" in finding.advice
+
+
+def test_a_spike_of_the_learning_rate(healthy):
+    moved = jax.tree.map(
+        lambda x: x + jax.random.normal(KEY, x.shape) if eqx.is_inexact_array(x) and x.ndim == 2 else x,
+        fp8.trainable(healthy),
+    )
+    model = eqx.combine(moved, healthy)
+    findings = [f for f in found(model).findings if f.operand == "kernel"]
+    assert len(findings) == DEPTH + 1 and all("learning rate" in f.advice for f in findings)
+
+
+def test_underflow_of_deep_gradients(healthy):
+    """Gradients of the first layers are suddenly far below what the history remembers of them."""
+    weak = lambda m, x, y: jnp.mean((jax.vmap(lambda row: m(row, gain=1e-10))(x) - y) ** 2)
+    findings = found(healthy, weak).findings
+    (finding,) = [f for f in findings if f.layer == "layers.1"]
+    assert (finding.operand, finding.problem) == ("output_grad", Problem.OLD_SPIKE)
+    assert finding.remedy is Remedy.SHORTER_HISTORY and {f.layer for f in findings} <= {"layers.0", "layers.1"}
+
+
+def test_underflow_of_gradients_that_one_scale_cannot_hold():
+    """Each example's gradient is half that of the one before: 64 binades, of which E5M2 holds 32."""
+    fading = lambda m, x, y: jnp.sum(jnp.exp2(-jnp.arange(64.0))[:, None] * (jax.vmap(m)(x) - y) ** 2)
+    findings = only(found(trained("current", steps=1), fading), Problem.UNDERFLOW)
+    # Half of the rows end there; the layers before it get what is left.
+    assert findings[-1].layer == "head" and "E5M2 holds 32" in findings[-1].seen
+    assert {(f.operand, f.remedy) for f in findings} == {("output_grad", Remedy.SCALE_PER_ROW)}
+
+
+def test_an_outlier_channel():
+    model = trained("current", steps=1)
+    wide = lambda m, x, y: jnp.mean((jax.vmap(m.layers[0])(x.at[:, 5].multiply(1e5)) - y) ** 2)
+    findings = [f for f in found(model, wide).findings if f.layer == "layers.0"]
+    assert [(f.operand, f.problem, f.remedy) for f in findings] == [("input", Problem.OUTLIERS, Remedy.SCALE_PER_ROW)]
+
+
+# --- What surrounds them ----------------------------------------------------------------------------------------------
+
+
+def test_the_zero_matrices_of_lora_are_not_dead():
+    class Adapted(eqx.Module):
+        base: eqx.nn.Linear
+        lora: dict[str, eqx.nn.Linear]
+
+        def __call__(self, x):
+            return self.base(x) + self.lora["B"](self.lora["A"](x))
+
+    a, b, c = jax.random.split(KEY, 3)
+    up = eqx.nn.Linear(8, WIDTH, use_bias=False, key=b)
+    up = eqx.tree_at(lambda m: m.weight, up, jnp.zeros_like(up.weight))
+    lora = {"A": eqx.nn.Linear(WIDTH, 8, use_bias=False, key=a), "B": up}
+    model = fp8.fp8_linear_layers(Adapted(eqx.nn.Linear(WIDTH, WIDTH, key=c), lora), recipe="current")
+    assert not found(model)
+
+
+def test_layers_of_a_stack_are_told_apart_and_an_old_spike_gets_a_shorter_history(caplog):
+    Layers, Width = hax.Axis("layers", 3), hax.Axis("width", WIDTH)
+
+    class Block(eqx.Module):
+        linear: hnn.Linear
+
+        @staticmethod
+        def init(*, key):
+            return Block(hnn.Linear.init(Width, Width.alias("out"), key=key))
+
+        def __call__(self, x):
+            return x + hax.rename(self.linear(x), {"out": "width"})
+
+    stacked = hnn.Stacked.init(Layers, Block)(key=jax.random.split(KEY, 3))
+    model = fp8.fp8_linear_layers(stacked, recipe=DelayedScaling(amax_history_length=HISTORY))
+    x = hax.random.normal(KEY, (hax.Axis("rows", 8), Width))
+    square = lambda m, x: hax.mean(m.fold(x) ** 2).scalar()
+    model = fp8.calibrate(model, square, [(x,)])
+    op = model.stacked.linear.dot_general
+    # Layer 1 remembers a gradient that was 1e12 times as large.
+    table = op.state.array.at[1, 2, 3].set(1e12).at[1, 2, 0].set(1e12 / 57344)
+    state = op.state.with_array(table)
+    model = eqx.tree_at(
+        lambda m: m.stacked.linear.dot_general, model, dataclasses.replace(op, state=state.with_scale(state.scale))
+    )
+    diagnosis = found(model, square, (x,))
+    (finding,) = only(diagnosis, Problem.OLD_SPIKE)
+    assert (finding.layer, finding.index, finding.operand) == ("stacked.linear", (1,), "output_grad")
+    assert scale_ages(model)["stacked.linear[1]/output_grad"] == HISTORY - 2
+    with caplog.at_level(logging.INFO, logger="haliax_fp8"):
+        mended = apply_remedies(model, diagnosis)
+    assert "stacked.linear (output_grad, old spike): a history of 16 steps" in caplog.text
+    np.testing.assert_array_equal(mended.stacked.linear.dot_general.state.scale, state.scale)
+    text = str(diagnosis)
+    assert "stacked.linear[1], output_grad: old spike" in text and max(map(len, text.splitlines())) <= 80
+
+
+def test_what_apply_does_can_be_chosen(healthy):
+    blown = lambda m, x, y: jnp.mean((jax.vmap(lambda row: m(row, blow=1e4))(x) - y) ** 2)
+    diagnosis = found(healthy, blown)
+    untouched = apply_remedies(healthy, diagnosis, [Remedy.MARGIN])
+    assert at(untouched, 2).recipe == at(healthy, 2).recipe
+    assert at(apply_remedies(healthy, diagnosis), 2).recipe == fp8.recipes.named["rowwise"]
+
+
+def test_thresholds_decide(healthy):
+    assert found(healthy, thresholds=Thresholds(growth=0.5, growth_steps=1, underflow=-1.0))
+
+
+def test_what_is_not_of_the_model_is_refused(healthy):
+    measured = _measure(healthy, loss, *batch(0))
+    with pytest.raises(ValueError, match="statistics are not those of this model"):
+        diagnose(healthy.layers, measured)
+    with pytest.raises(ValueError, match="statistics=dict must be what quantization_statistics"):
+        diagnose(healthy, {})
+    with pytest.raises(ValueError, match="model has no FP8 product to diagnose"):
+        diagnose(fp8.restore_linear_layers(healthy), measured)
