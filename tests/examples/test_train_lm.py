@@ -42,7 +42,7 @@ def standard_promotion():
 
 @pytest.fixture(autouse=True, scope="module")
 def compiled_once():
-    """Runs with the same flags share a loss and an optimizer, and so what is compiled for them, as in one process.
+    """Runs with the same flags on the same mesh share a loss and an optimizer, and so what is compiled for them.
 
     When models are converted changes neither.
     """
@@ -52,7 +52,10 @@ def compiled_once():
 
         def of(options):
             flags = {k: v for k, v in binding_flags(options).items() if k not in ("fp8_after", "fp8_until")}
-            return made.setdefault(json.dumps(flags, sort_keys=True), make(options))
+            key = json.dumps(flags | {"mesh": options.mesh}, sort_keys=True)
+            if key not in made:
+                made[key] = make(options)
+            return made[key]
 
         return of
 
