@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 
+from .checkpoint import run_checkpoint
 from .compiler import install_compiler
 from .load import UsageError
 from .options import parse_options
@@ -30,6 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if options.command == "preflight":
             return run_preflight(options)
+        if options.command == "checkpoint":
+            return run_checkpoint(options)
         if options.command == "install-compiler":
             install_compiler(options.compiler)
             return 0

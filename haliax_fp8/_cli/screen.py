@@ -11,10 +11,14 @@ from rich.terminal_theme import DEFAULT_TERMINAL_THEME
 _WIDTH = 140
 
 
-def screen() -> Console:
-    """For results."""
+def screen(width: int = _WIDTH) -> Console:
+    """For results.
+
+    Args:
+        width: The number of columns where there is no terminal.
+    """
     console = Console()
-    return console if console.is_terminal else Console(width=_WIDTH)
+    return console if console.is_terminal else Console(width=width)
 
 
 def on_error() -> Console:

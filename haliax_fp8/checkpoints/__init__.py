@@ -1,5 +1,27 @@
-"""Checkpoints: saved, and loaded into models of another recipe, library or layout."""
+"""Checkpoints: saved, loaded into other models, and exchanged with inference engines in the layouts that these load."""
 
+from . import names as names
+from .byte_tokenizer import write_byte_tokenizer as write_byte_tokenizer
+from .check import CheckReport as CheckReport, Fault as Fault, check_folder as check_folder
+from .convert import (
+    Conversion as Conversion,
+    Converted as Converted,
+    Scales as Scales,
+    convert_folder as convert_folder,
+)
+from .engines import Engine as Engine
+from .explain import Explanation as Explanation, explain_folder as explain_folder
+from .exporting import ExportReport as ExportReport, export_model as export_model, serving_tensors as serving_tensors
+from .files import BrokenCheckpoint as BrokenCheckpoint
+from .frozen import (
+    FrozenEquinoxLinear as FrozenEquinoxLinear,
+    FrozenLinear as FrozenLinear,
+    FrozenMoELinear as FrozenMoELinear,
+    thaw as thaw,
+)
+from .importing import Weights as Weights, import_model as import_model
 from .interchange.equinox_file import save as save
 from .interchange.load import load_into as load_into
 from .interchange.report import LoadReport as LoadReport
+from .layouts import AbstractLayout as AbstractLayout
+from .names import NameMap as NameMap

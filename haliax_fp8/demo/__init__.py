@@ -1,6 +1,7 @@
 """Demo: language models in plain Haliax to try FP8 on; the preflight's `--demo`, examples and benchmarks use them."""
 
 from .fused import fused_causal_attention as fused_causal_attention
+from .hugging_face import hugging_face_config as hugging_face_config
 from .loss import next_token_loss as next_token_loss
 from .transformer import (
     Attention as Attention,

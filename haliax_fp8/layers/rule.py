@@ -103,7 +103,9 @@ class Refused(LayerRule):
 
 
 def integer_weight(weight: Any) -> str | None:
-    """The refusal of weights that are not floating-point; None if they are, or are not arrays at all."""
+    """The refusal of weights that are missing or not floating-point; None if they are, or are not arrays at all."""
+    if weight is None:
+        return "it has no weight of its own, such as a layer whose kernel is in FP8 for good"
     array = weight.array if isinstance(weight, hax.NamedArray) else weight
     dtype = getattr(array, "dtype", None)
     if dtype is None or jnp.issubdtype(dtype, jnp.floating):

@@ -177,6 +177,7 @@ def test_only_what_is_declared_is_imported(path):
         "equinox",
         "haliax",
         "jaxtyping",
+        "ml_dtypes",
         "numpy",
         "optax",
         "rich",

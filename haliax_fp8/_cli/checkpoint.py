@@ -1,0 +1,103 @@
+"""The commands `checkpoint check`, `explain` and `convert`: folders of quantized weights, without an accelerator."""
+
+import argparse
+import json
+import pathlib
+from typing import Any
+
+from ..checkpoints import BrokenCheckpoint, CheckReport, check_folder, convert_folder, explain_folder
+from ..checkpoints.convert import Scales
+from ..checkpoints.layouts.catalog import PLAIN, named
+from .load import UsageError
+from .screen import on_error, screen
+
+
+# Of a terminal, a log and a mail.
+_WIDTH = 80
+
+_EPILOG = """\
+examples:
+  haliax-fp8 checkpoint check DIR
+  haliax-fp8 checkpoint explain DIR
+  haliax-fp8 checkpoint convert DIR --to FP8_DYNAMIC --output NEW
+
+exit status: 0 sound, 1 broken, 2 the command is wrong.
+"""
+
+
+def add_checkpoint_parser(commands: Any) -> None:
+    """Adds the commands to the parser.
+
+    Args:
+        commands: What `add_subparsers` gave.
+    """
+    text = "check, explain or convert a folder of quantized weights, such as those that vLLM and Transformers load"
+    group = commands.add_parser(
+        "checkpoint",
+        help=text,
+        description=text[0].upper() + text[1:] + ".",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    actions = group.add_subparsers(dest="action", required=True, metavar="check | explain | convert")
+    check = actions.add_parser("check", help="say what is wrong, by file and tensor")
+    check.add_argument("--json", action="store_true", help="print JSON")
+    explain = actions.add_parser("explain", help="say what it holds, and which engines load it")
+    convert = actions.add_parser("convert", help="write it in another layout")
+    layouts = [*named, PLAIN]
+    convert.add_argument("--to", required=True, choices=layouts, metavar="LAYOUT", help=f"one of {', '.join(layouts)}")
+    convert.add_argument("--output", required=True, type=pathlib.Path, metavar="NEW", help="a new or empty folder")
+    rounding = [member.value for member in Scales]
+    convert.add_argument("--scales", choices=rounding, default="bfloat16", help="what new scales may be")
+    kinds = ("bfloat16", "float16", "float32")
+    convert.add_argument("--dtype", choices=kinds, default="bfloat16", help="the dtype of plain weights")
+    for action in (check, explain, convert):
+        action.add_argument("directory", type=pathlib.Path, metavar="DIR", help="config.json and safetensors")
+        action.add_argument(
+            "--follow-links", action="store_true", help="allow files that are links to elsewhere, as a hub's cache has"
+        )
+
+
+def run_checkpoint(options: argparse.Namespace) -> int:
+    """Runs one of the three.
+
+    Args:
+        options: The parsed flags.
+
+    Returns:
+        The exit status: 0, or 1 if the checkpoint is broken.
+
+    Raises:
+        UsageError: If the folder does not exist, or a conversion cannot be as asked.
+    """
+    if not options.directory.is_dir():
+        raise UsageError(f"DIR={str(options.directory)!r} is no folder; give the one that holds config.json")
+    try:
+        if options.action == "check":
+            report = check_folder(options.directory, follow_links=options.follow_links)
+            print(_as_json(report)) if options.json else screen(_WIDTH).print(report)
+            return 0 if report.is_sound else 1
+        if options.action == "explain":
+            screen(_WIDTH).print(explain_folder(options.directory, follow_links=options.follow_links))
+            return 0
+        done = convert_folder(
+            options.directory,
+            options.output,
+            options.to,
+            scales=options.scales,
+            dtype=options.dtype,
+            follow_links=options.follow_links,
+        )
+        screen(_WIDTH).print(done)
+        return 0
+    except BrokenCheckpoint as broken:
+        on_error().print(f"broken: {broken}", style="red")
+        return 1
+    except (ValueError, OSError) as error:
+        raise UsageError(str(error)) from None
+
+
+def _as_json(report: CheckReport) -> str:
+    faults = [{"file": f.file, "tensor": f.tensor, "problem": f.problem, "error": f.is_error} for f in report.faults]
+    found = {"layout": report.layout, "sound": report.is_sound, "quantized": report.quantized, "faults": faults}
+    return json.dumps(found, indent=2)

@@ -1,0 +1,231 @@
+"""The FP8 weights of a folder, and their scales."""
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+
+from ..files import TensorFolder
+from ..files.header import Stored
+from ..layouts.quantization import Quantization
+from ..roles import FUSED, WEIGHT, is_embedding, is_linear, is_norm
+from .report import Fault
+from .values import BF16, E4M3, E8M0, amaxes, not_finite
+
+
+SCALES = ("weight_scale", "weight_scale_inv", "input_scale", "activation_scale")
+CACHE_SCALES = ("k_scale", "v_scale", "q_scale", "prob_scale")
+OF_INPUTS = ("input_scale", "activation_scale")
+
+FLOATS = (np.dtype(np.float32), BF16, np.dtype(np.float16))
+BYTES = (np.dtype(np.uint8), E8M0)
+
+# A weight whose data, times their scales, are as large as this has lost its scales, or was quantized twice.
+_LARGE = 112.0
+
+_LIMIT = 448.0
+
+
+def is_fp8(stored: Stored) -> bool:
+    """Whether a tensor is in one of the 8-bit formats of floating point."""
+    return stored.dtype.itemsize == 1 and stored.dtype.name.startswith("float8") and stored.dtype != E8M0
+
+
+def weight_faults(folder: TensorFolder, quantization: Quantization | None, ignored: set[str]) -> Iterator[Fault]:
+    """What is wrong with the weights that are in FP8, and with those that should be.
+
+    Args:
+        folder: The folder.
+        quantization: What its configuration says.
+        ignored: The layers that it leaves alone.
+    """
+    for name, stored in folder.tensors.items():
+        layer = name.removesuffix(WEIGHT)
+        if is_fp8(stored):
+            wrong = _out_of_place(name, layer, stored, quantization, ignored)
+            if wrong:
+                yield Fault(stored.file.name, name, wrong)
+            elif quantization is not None:
+                yield from _scaled(folder, quantization, layer)
+        elif name.rpartition(".")[2] in SCALES + CACHE_SCALES:
+            yield from _owner(folder, quantization, name)
+
+
+def _out_of_place(name: str, layer: str, stored: Stored, quantization: Quantization | None, ignored: set[str]) -> str:
+    if quantization is None:
+        return "it is in FP8, and config.json has no quantization_config: engines take its bytes for the weights"
+    if stored.dtype != E4M3:
+        return f"it is in {stored.dtype}; weights for engines are in float8_e4m3fn"
+    if not name.endswith(WEIGHT):
+        return "it is in FP8, which only weights of layers may be: it has no scale"
+    if is_embedding(layer) or is_norm(layer):
+        return "it is in FP8, and engines read embeddings and norms without scales"
+    if not is_linear(layer, len(stored.shape)):
+        return f"it is in FP8 with shape {stored.shape}; weights of linear layers have the axes [out, in]"
+    if layer in ignored:
+        return "it is in FP8, and `ignore` lists the layer: engines take its bytes for the weights"
+    return ""
+
+
+def _owner(folder: TensorFolder, quantization: Quantization | None, name: str) -> Iterator[Fault]:
+    """What is wrong with a scale as such: whose it is, and its values."""
+    layer, _, kind = name.rpartition(".")
+    stored = folder.tensors[name]
+    if kind in CACHE_SCALES:
+        if problem := _bad_values(folder, name, positive_or_absent=True):
+            yield Fault(stored.file.name, name, problem)
+        return
+    weight = folder.tensors.get(layer + WEIGHT)
+    if weight is None:
+        yield Fault(stored.file.name, name, f"it is a scale, and there is no {layer}{WEIGHT}")
+    elif not is_fp8(weight):
+        yield Fault(stored.file.name, name, f"it is a scale, and {layer}{WEIGHT} is in {weight.dtype}, which has none")
+    elif quantization is not None and kind in OF_INPUTS and kind != quantization.input_scale_name:
+        yield Fault(stored.file.name, name, f"engines look for {quantization.input_scale_name} in this layout")
+    elif quantization is not None and kind in OF_INPUTS and not quantization.is_static:
+        yield Fault(stored.file.name, name, "inputs are not static: engines ignore it", is_error=False)
+    elif quantization is not None and kind not in OF_INPUTS and kind != quantization.scale_name:
+        yield Fault(stored.file.name, name, f"engines look for {quantization.scale_name} in this layout")
+
+
+def _scaled(folder: TensorFolder, quantization: Quantization, layer: str) -> Iterator[Fault]:
+    """What is wrong with a weight in E4M3 and its scales."""
+    name, scale_name = layer + WEIGHT, f"{layer}.{quantization.scale_name}"
+    stored = folder.tensors[name]
+    if count := not_finite(folder[name]):
+        yield Fault(stored.file.name, name, f"{count} of its elements are NaN")
+        return
+    if quantization.is_static:
+        yield from _input_scale(folder, f"{layer}.{quantization.input_scale_name}", stored)
+    scale = folder.tensors.get(scale_name)
+    if scale is None:
+        problem = f"it is in FP8 and has no {scale_name}: some engines take its bytes for the weights"
+        yield Fault(stored.file.name, name, problem)
+        return
+    right = BYTES if quantization.exponents else FLOATS
+    if scale.dtype not in right:
+        expected = " or ".join(dtype.name for dtype in right)
+        yield Fault(scale.file.name, scale_name, f"it is in {scale.dtype}; its layout has {expected}")
+        return
+    expected_shapes = quantization.scale_shapes(stored.shape)
+    if scale.shape not in expected_shapes:
+        reversed_shape = (*stored.shape[:-2], *stored.shape[:-3:-1])
+        transposed = scale.shape in quantization.scale_shapes(reversed_shape)
+        hint = "; it fits the transposed weight, which has to be [out, in]" if transposed else ""
+        yield Fault(scale.file.name, scale_name, _shape_problem(scale.shape, expected_shapes, stored.shape) + hint)
+        return
+    if problem := _bad_values(folder, scale_name):
+        yield Fault(scale.file.name, scale_name, problem)
+        return
+    if len(stored.shape) == 2 and math.prod(stored.shape):
+        yield from _magnitudes(folder, quantization, name, scale_name)
+
+
+def _input_scale(folder: TensorFolder, name: str, weight: Stored) -> Iterator[Fault]:
+    stored = folder.tensors.get(name)
+    if stored is None:
+        yield Fault(weight.file.name, name, "it is missing, and inputs are static: engines need the scale")
+    elif stored.dtype not in FLOATS:
+        yield Fault(stored.file.name, name, f"it is in {stored.dtype}; scales of inputs are in float32")
+    elif math.prod(stored.shape) != max(1, math.prod(weight.shape[:-2])):
+        yield Fault(stored.file.name, name, f"it has shape {stored.shape}; a static input has one scale")
+    elif problem := _bad_values(folder, name):
+        yield Fault(stored.file.name, name, problem)
+
+
+def _shape_problem(shape: tuple[int, ...], expected: tuple[tuple[int, ...], ...], weight: tuple[int, ...]) -> str:
+    return f"it has shape {shape}; a weight of shape {weight} has {' or '.join(map(str, expected))} in this layout"
+
+
+def _bad_values(folder: TensorFolder, name: str, *, positive_or_absent: bool = False) -> str:
+    scale = scale_values(folder[name])
+    if count := int(np.isnan(scale).sum()):
+        return f"{count} of {scale.size} scales are NaN"
+    if count := int(np.isinf(scale).sum()):
+        return f"{count} of {scale.size} scales are infinite"
+    # Engines write -1 for a scale of keys and values that is not there.
+    if count := int(((scale <= 0) & ~((scale == -1) & positive_or_absent)).sum()):
+        return f"{count} of {scale.size} scales are zero or negative; a scale is a positive factor"
+    return ""
+
+
+def scale_values(scale: np.ndarray) -> np.ndarray:
+    """Scales as they multiply, in float32; exponents in bytes become powers of two.
+
+    Args:
+        scale: As stored.
+    """
+    if scale.dtype in BYTES:
+        bits = scale.view(np.uint8).astype(np.int32)
+        return np.where(bits == 255, np.float32(np.nan), np.ldexp(np.float32(1.0), np.minimum(bits, 254) - 127)).astype(
+            np.float32
+        )
+    return scale.astype(np.float32)
+
+
+def _magnitudes(folder: TensorFolder, quantization: Quantization, name: str, scale_name: str) -> Iterator[Fault]:
+    """Data and scales that do not belong together."""
+    data, scale = folder[name], scale_values(folder[scale_name])
+    shape = data.shape
+    block = {"tensor": shape, "channel": (1, shape[1])}.get(quantization.strategy, quantization.block or shape)
+    found = amaxes(data, (block[0], block[1]))
+    file = folder.tensors[name].file.name
+    if not found.any():
+        yield Fault(file, name, "all of its elements are zero", is_error=False)
+        return
+    scale = scale.reshape(found.shape)
+    if (found * scale).max() >= _LARGE and scale.min() >= 0.25:
+        yield Fault(
+            folder.tensors[scale_name].file.name,
+            scale_name,
+            f"data * scale reaches {float((found * scale).max()):.0f}: the scales are lost, or it was quantized twice",
+        )
+        return
+    # The largest of each row is 448 then, and of the columns that of some.
+    if quantization.strategy == "channel" and shape[0] == shape[1] >= 16 and np.unique(scale).size > 1:
+        columns = amaxes(data, (shape[0], 1))
+        if (columns == _LIMIT).all() and not (found == _LIMIT).all():
+            problem = "each of its columns reaches 448, and not each row, which has the scale: it is transposed"
+            yield Fault(file, name, problem)
+
+
+def fused_faults(folder: TensorFolder, quantization: Quantization) -> Iterator[Fault]:
+    """Layers that engines make one, and that do not fit together.
+
+    Args:
+        folder: The folder.
+        quantization: What its configuration says.
+    """
+    for names in FUSED:
+        for first in [name for name in folder.tensors if name.endswith(f".{names[0]}{WEIGHT}")]:
+            parent = first.removesuffix(f"{names[0]}{WEIGHT}")
+            partners = [f"{parent}{name}" for name in names]
+            if not all(f"{partner}{WEIGHT}" in folder.tensors for partner in partners):
+                continue
+            weights = [folder.tensors[f"{partner}{WEIGHT}"] for partner in partners]
+            file, what = weights[0].file.name, ", ".join(names)
+            if len({is_fp8(weight) for weight in weights}) > 1:
+                yield Fault(file, first, f"some of {what} are in FP8 and some are not; engines make them one layer")
+            elif is_fp8(weights[0]):
+                yield from _partners(folder, quantization, partners, first, what)
+
+
+def _partners(
+    folder: TensorFolder, quantization: Quantization, partners: list[str], first: str, what: str
+) -> Iterator[Fault]:
+    file = folder.tensors[first].file.name
+    kinds = [quantization.scale_name] if quantization.strategy == "tensor" else []
+    kinds += [quantization.input_scale_name] if quantization.is_static else []
+    for kind in kinds:
+        stored = [folder.tensors.get(f"{partner}.{kind}") for partner in partners]
+        if any(scale is None or math.prod(scale.shape) != 1 for scale in stored):
+            continue
+        scales = [float(scale_values(folder[f"{partner}.{kind}"]).reshape(())) for partner in partners]
+        if len(set(scales)) > 1 and all(map(math.isfinite, scales)):
+            problem = f"{kind} of {what} differ: engines that make them one layer quantize again, with the largest"
+            yield Fault(file, first, problem, is_error=False)
+    rows = [folder.tensors[f"{partner}{WEIGHT}"].shape[0] for partner in partners[:-1]]
+    height = (quantization.block or (1, 1))[0]
+    if any(row % height for row in rows):
+        problem = f"{what} have {rows} outputs, no multiples of {height}: engines that make them one layer refuse"
+        yield Fault(file, first, problem, is_error=False)

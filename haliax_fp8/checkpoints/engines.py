@@ -1,0 +1,151 @@
+"""Which engine loads which layout, with which kernel, and how that is known."""
+
+import dataclasses
+import enum
+
+
+class Verdict(enum.Enum):
+    """What becomes of a checkpoint in an engine."""
+
+    FP8 = "multiplies in FP8"
+    EMULATED = "rounds as FP8 does, multiplies in high precision"
+    DEQUANTIZED = "dequantizes"
+    REFUSED = "refuses"
+    GARBAGE = "computes garbage, silently"
+
+
+class Source(enum.Enum):
+    """How a row of the table is known."""
+
+    RUN = "seen running"
+    LOADED = "seen loading"
+    CODE = "its source"
+    DOCUMENTATION = "its documentation"
+
+
+@dataclasses.dataclass(frozen=True)
+class Engine:
+    """An engine and a layout.
+
+    Args:
+        layouts: The layouts, by their names.
+        engine: The engine and its version.
+        hardware: Where it runs.
+        verdict: What becomes of the checkpoint.
+        detail: The kernel, or what is missing.
+        source: How that is known.
+    """
+
+    layouts: tuple[str, ...]
+    engine: str
+    hardware: str
+    verdict: Verdict
+    detail: str
+    source: Source
+
+
+_VLLM_CPU = "vLLM 0.32.0", "CPU, AVX-512 without AMX"
+_VLLM_GPU = "vLLM 0.32.0"
+_HOPPER = "NVIDIA from 8.9 on"
+_TRANSFORMERS = "Transformers 5.23.0, compressed-tensors 0.20.0", "CPU"
+_TPU = "tpu-inference b8692ff, flax_nnx", "TPU"
+_SGLANG_JAX = "sglang-jax cddbf6f", "TPU, GPU"
+
+engines = (
+    Engine(
+        ("FP8_DYNAMIC",),
+        *_VLLM_CPU,
+        Verdict.FP8,
+        "ChannelWiseTorchFP8ScaledMMLinearKernel, torch._scaled_mm",
+        Source.RUN,
+    ),
+    Engine(
+        ("FP8",), *_VLLM_CPU, Verdict.REFUSED, "loads; its kernel fails on an input scale without axes", Source.LOADED
+    ),
+    Engine(
+        ("FP8_TENSOR", "modelopt"),
+        *_VLLM_CPU,
+        Verdict.REFUSED,
+        "loads; static_scaled_fp8_quant is missing in this build",
+        Source.LOADED,
+    ),
+    Engine(("FP8_BLOCK", "fp8"), *_VLLM_CPU, Verdict.REFUSED, "needs AMX", Source.RUN),
+    Engine(("W8A16", "MXFP8"), *_VLLM_CPU, Verdict.REFUSED, "no kernel for a CPU", Source.RUN),
+    Engine(
+        ("FP8", "FP8_TENSOR", "FP8_DYNAMIC", "FP8_BLOCK"),
+        *_TRANSFORMERS,
+        Verdict.EMULATED,
+        "rounds inputs too; in bfloat16 it casts scales to bfloat16",
+        Source.RUN,
+    ),
+    Engine(
+        ("W8A16",), *_TRANSFORMERS, Verdict.DEQUANTIZED, "in bfloat16 it casts scales to bfloat16 before", Source.RUN
+    ),
+    Engine(("MXFP8",), *_TRANSFORMERS, Verdict.EMULATED, "in bfloat16 alone: dtype=float32 is an error", Source.RUN),
+    Engine(
+        ("fp8",),
+        "Transformers 5.23.0, accelerate 1.15.0",
+        "CPU",
+        Verdict.DEQUANTIZED,
+        "to bfloat16 alone: dtype=float32 is an error",
+        Source.RUN,
+    ),
+    Engine(
+        ("modelopt",), "Transformers 5.23.0", "CPU", Verdict.GARBAGE, "loads the data without their scales", Source.RUN
+    ),
+    Engine(
+        ("FP8", "FP8_TENSOR", "FP8_DYNAMIC", "FP8_BLOCK", "fp8", "modelopt"),
+        _VLLM_GPU,
+        _HOPPER,
+        Verdict.FP8,
+        "",
+        Source.DOCUMENTATION,
+    ),
+    Engine(
+        ("W8A16",), _VLLM_GPU, "NVIDIA from 8.0 on", Verdict.DEQUANTIZED, "Marlin, in the kernel", Source.DOCUMENTATION
+    ),
+    Engine(("MXFP8",), _VLLM_GPU, "NVIDIA Blackwell", Verdict.FP8, "", Source.DOCUMENTATION),
+    Engine(
+        ("FP8", "FP8_TENSOR", "FP8_DYNAMIC", "FP8_BLOCK", "fp8", "modelopt"),
+        "SGLang",
+        _HOPPER,
+        Verdict.FP8,
+        "",
+        Source.DOCUMENTATION,
+    ),
+    Engine(("modelopt",), "TensorRT-LLM", _HOPPER, Verdict.FP8, "", Source.DOCUMENTATION),
+    Engine(
+        ("FP8_DYNAMIC", "fp8"),
+        *_TPU,
+        Verdict.FP8,
+        "layers of Qwen2, Qwen3, Gemma 4, DeepSeek; not Llama's",
+        Source.CODE,
+    ),
+    Engine(("FP8_BLOCK",), *_TPU, Verdict.REFUSED, "blocks of merged layers (gate and up) are an error", Source.CODE),
+    Engine(("FP8_TENSOR",), *_TPU, Verdict.REFUSED, "a scale is reshaped to one for each output", Source.CODE),
+    Engine(("W8A16", "MXFP8"), *_TPU, Verdict.REFUSED, "NotImplementedError", Source.CODE),
+    Engine(("FP8_DYNAMIC", "fp8"), *_SGLANG_JAX, Verdict.FP8, "needs format float-quantized, or fp8", Source.CODE),
+    Engine(("MXFP8",), *_SGLANG_JAX, Verdict.GARBAGE, "ignores other formats, with a warning", Source.CODE),
+    Engine(
+        ("fp8",),
+        "MaxText, from 2026-08 on",
+        "TPU, GPU",
+        Verdict.DEQUANTIZED,
+        "reads files with PyTorch",
+        Source.DOCUMENTATION,
+    ),
+)
+"""What was found in November 2026; engines of other versions may do otherwise."""
+
+
+def engines_for(layout: str) -> tuple[Engine, ...]:
+    """The rows of a layout.
+
+    Args:
+        layout: Its name, such as `"FP8_DYNAMIC"`.
+
+    Example:
+        >>> [row.engine for row in engines_for("FP8_DYNAMIC") if row.source is Source.RUN]
+        ['vLLM 0.32.0', 'Transformers 5.23.0, compressed-tensors 0.20.0']
+    """
+    return tuple(row for row in engines if layout in row.layouts)

@@ -1,0 +1,110 @@
+"""explain_folder: what a checkpoint holds, what its products are, and who loads it."""
+
+import dataclasses
+import os
+import pathlib
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from .._tables import Printable, new_table
+from .check.folder import open_checkpoint
+from .check.weights import CACHE_SCALES, SCALES, is_fp8
+from .engines import Engine, engines_for
+from .layouts.quantization import Quantization
+from .roles import WEIGHT, is_linear
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Explanation(Printable):
+    """What a folder holds.
+
+    Args:
+        directory: The folder.
+        quantization: What its configuration says; None if nothing is quantized.
+        weights: The number of weights in FP8.
+        weight_bytes: What their data take.
+        scale_bytes: What all scales take.
+        high: The number of matrices in high precision.
+        other_bytes: What all else takes.
+        plain_bytes: What the tensors would take with these weights in bf16.
+        engines: Who loads it.
+    """
+
+    directory: pathlib.Path
+    quantization: Quantization | None
+    weights: int
+    weight_bytes: int
+    scale_bytes: int
+    high: int
+    other_bytes: int
+    plain_bytes: int
+    engines: tuple[Engine, ...]
+
+    @property
+    def layout(self) -> str:
+        """The name of the layout."""
+        return "not quantized" if self.quantization is None else self.quantization.name
+
+    def __rich__(self) -> RenderableType:
+        """A table of what is there, and one of engines."""
+        held = new_table(f"{self.directory.name}: {self.layout}", self._products())
+        for column in ("tensors", "number", "bytes", "format"):
+            held.add_column(column, overflow="fold", justify="right" if column in ("number", "bytes") else "left")
+        held.add_row("weights in FP8", str(self.weights), f"{self.weight_bytes:,}", "E4M3" if self.weights else "")
+        held.add_row("their scales", "", f"{self.scale_bytes:,}", self._scales())
+        held.add_row("matrices in high precision, and the rest", str(self.high), f"{self.other_bytes:,}", "")
+        total = self.weight_bytes + self.scale_bytes + self.other_bytes
+        held.add_row("all", "", f"{total:,}", f"{total / max(1, self.plain_bytes):.3f} of bf16")
+        if not self.engines:
+            return Group(held, Text("No engine's reading of this layout is known here."))
+        table = new_table("Who loads it", "Engines of other versions may do otherwise.")
+        for column in ("engine", "hardware", "what it does", "known from"):
+            table.add_column(column, overflow="fold")
+        for row in self.engines:
+            what = f"{row.verdict.value}; {row.detail}" if row.detail else row.verdict.value
+            table.add_row(*map(Text, (row.engine, row.hardware, what, row.source.value)))
+        return Group(held, table)
+
+    def _scales(self) -> str:
+        found = self.quantization
+        if found is None:
+            return ""
+        one = {"tensor": "one for a weight", "channel": "one for an output"}.get(found.strategy)
+        return (one or f"one for {found.block} elements") + (", E8M0" if found.exponents else "")
+
+    def _products(self) -> str:
+        found = self.quantization
+        if found is None:
+            return "All products are in high precision."
+        if found.inputs is None:
+            return "Products: weights are dequantized, inputs stay in high precision."
+        return f"Products: E4M3 by E4M3; inputs have {found.inputs}."
+
+
+def explain_folder(directory: str | os.PathLike[str], *, follow_links: bool = False) -> Explanation:
+    """Says what a folder holds: layout, formats of products, bytes; and which engine does what with it.
+
+    Only headers and the configuration are read. `check_folder` says whether the tensors are as they should be.
+
+    Args:
+        directory: The folder.
+        follow_links: As in `check_folder`.
+
+    Raises:
+        BrokenCheckpoint: If the folder cannot be read; names the file, and the tensor if it is one.
+    """
+    path = pathlib.Path(directory)
+    folder, quantization = open_checkpoint(path, follow_links=follow_links)
+    weights = weight_bytes = scale_bytes = other_bytes = high = 0
+    for name, stored in folder.tensors.items():
+        if is_fp8(stored):
+            weights, weight_bytes = weights + 1, weight_bytes + stored.bytes
+        elif name.rpartition(".")[2] in SCALES + CACHE_SCALES:
+            scale_bytes += stored.bytes
+        else:
+            high += name.endswith(WEIGHT) and is_linear(name.removesuffix(WEIGHT), len(stored.shape))
+            other_bytes += stored.bytes
+    rows = () if quantization is None else engines_for(quantization.name)
+    plain = 2 * weight_bytes + other_bytes
+    return Explanation(path, quantization, weights, weight_bytes, scale_bytes, high, other_bytes, plain, rows)

@@ -1,0 +1,121 @@
+"""The header of a safetensors file: where each tensor is."""
+
+import dataclasses
+import math
+import pathlib
+import struct
+from typing import Any
+
+import numpy as np
+
+from .broken import BrokenCheckpoint
+from .strict_json import json_object
+from .types import DTYPES
+
+
+# What the format's own parser accepts at most.
+_LONGEST_HEADER = 100_000_000
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """Where a tensor is.
+
+    Args:
+        file: Its file.
+        dtype: Its dtype.
+        shape: Its shape.
+        offset: Its first byte in the file.
+    """
+
+    file: pathlib.Path
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def bytes(self) -> int:
+        """Its size in the file."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def array(self) -> np.ndarray:
+        """Its values, mapped and read-only: bytes are read as they are used."""
+        if self.bytes == 0:
+            words = np.zeros(self.shape, self.dtype)
+            words.flags.writeable = False
+            return words
+        words = np.memmap(self.file, np.uint8, "r", offset=self.offset, shape=(self.bytes,))
+        if self.offset % self.dtype.itemsize:
+            words = np.array(words)  # not aligned: a view would not be allowed
+            words.flags.writeable = False
+        return np.asarray(words).view(self.dtype).reshape(self.shape)
+
+
+def read_header(path: pathlib.Path) -> dict[str, Stored]:
+    """The tensors of a file by their names; none is read.
+
+    The bytes of the tensors have to fill the file: without gap or overlap, and to its end.
+
+    Args:
+        path: The file.
+
+    Raises:
+        BrokenCheckpoint: If the file is not what the format says; names the tensor, if it is one.
+    """
+    file = path.name
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as content:
+            start = content.read(8)
+            length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
+            if len(start) < 8:
+                raise BrokenCheckpoint(file, f"it is truncated: {size} bytes hold no header; copy it again")
+            if length > min(_LONGEST_HEADER, size - 8):
+                problem = f"it is truncated, or no safetensors file: its header would have {length} bytes of {size}"
+                raise BrokenCheckpoint(file, problem)
+            text = content.read(length)
+    except OSError as error:
+        raise BrokenCheckpoint(file, f"it cannot be read: {error.strerror}") from None
+    header = json_object(text, file, what="header", constants=False)
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise BrokenCheckpoint(file, "its __metadata__ is no object of strings", "__metadata__")
+    found = {name: _stored(path, name, entry, 8 + length) for name, entry in header.items()}
+    end = 8 + length
+    for name, stored in sorted(found.items(), key=lambda item: (item[1].offset, item[1].bytes)):
+        if stored.offset != end:
+            kind = "overlap the tensor" if stored.offset < end else "leave a gap behind the tensor"
+            raise BrokenCheckpoint(file, f"its bytes {kind} before it; the file is damaged", name)
+        end += stored.bytes
+    if end != size:
+        problem = f"it is truncated: {size} bytes, of {end}" if end > size else f"{size - end} bytes follow its tensors"
+        raise BrokenCheckpoint(file, f"{problem}; copy it again", _last(found) if end > size else "")
+    return found
+
+
+def _last(found: dict[str, Stored]) -> str:
+    return max(found, key=lambda name: found[name].offset, default="")
+
+
+def _stored(path: pathlib.Path, name: str, entry: Any, base: int) -> Stored:
+    def wrong(problem: str) -> BrokenCheckpoint:
+        return BrokenCheckpoint(path.name, problem, printable)
+
+    printable = name.encode("utf-8", "backslashreplace").decode()
+    if printable != name:
+        raise wrong("its name is not Unicode")
+    if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
+        raise wrong("the header does not say dtype, shape and data_offsets of it")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise wrong(f"its dtype {dtype!r:.40} is unknown; known are {', '.join(DTYPES)}")
+    for what, numbers in (("shape", shape), ("data_offsets", offsets)):
+        if not isinstance(numbers, list) or not all(type(n) is int and 0 <= n < 2**63 for n in numbers):
+            raise wrong(f"its {what} {numbers!r:.60} is no list of whole numbers from 0 to 2**63 - 1")
+    kind = DTYPES[dtype]
+    if len(shape) > 32:  # NumPy's arrays have 64 axes at most, tensors of models four
+        raise wrong(f"its shape has {len(shape)} axes; 32 are read")
+    taken = math.prod(shape) * kind.itemsize
+    if len(offsets) != 2 or offsets[1] - offsets[0] != taken:
+        raise wrong(f"its shape {shape} in {dtype} takes {taken} bytes, and it is said to be at {offsets}")
+    return Stored(path, kind, tuple(shape), base + offsets[0])

@@ -1,0 +1,69 @@
+"""JSON read strictly: an object, each name once."""
+
+import json
+import pathlib
+from typing import Any
+
+from .broken import BrokenCheckpoint
+
+
+def json_object(text: bytes, file: str, *, what: str = "content", constants: bool = True) -> dict[str, Any]:
+    """The JSON object that a text holds.
+
+    Args:
+        text: The text, in UTF-8.
+        file: Where it is from, for errors.
+        what: What the text is, for errors.
+        constants: Whether `NaN` and `Infinity` are numbers, as Python writes them and JSON does not know.
+
+    Raises:
+        BrokenCheckpoint: If it is no JSON object, nested too deep, or has a name twice.
+    """
+    try:
+        content = json.loads(
+            text.decode("utf-8"), object_pairs_hook=_once, parse_constant=None if constants else _no_constant
+        )
+    except UnicodeDecodeError:
+        raise BrokenCheckpoint(file, f"its {what} is not UTF-8; the file is damaged, or of another format") from None
+    except RecursionError:
+        raise BrokenCheckpoint(file, f"its {what} is nested too deep to be a checkpoint's") from None
+    except _Twice as error:
+        raise BrokenCheckpoint(file, f"its {what} has the name twice; each may be there once", str(error)) from None
+    except ValueError as error:
+        raise BrokenCheckpoint(file, f"its {what} is not JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise BrokenCheckpoint(file, f"its {what} is a {type(content).__name__}, but must be a JSON object")
+    return content
+
+
+def json_file(path: pathlib.Path) -> dict[str, Any]:
+    """The JSON object of a file.
+
+    Args:
+        path: The file.
+
+    Raises:
+        BrokenCheckpoint: As `json_object`, or if the file cannot be read.
+    """
+    try:
+        text = path.read_bytes()
+    except OSError as error:
+        raise BrokenCheckpoint(path.name, f"it cannot be read: {error.strerror}") from None
+    return json_object(text, path.name)
+
+
+class _Twice(ValueError):
+    """A name that an object has twice."""
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise _Twice(name.encode("utf-8", "backslashreplace").decode())
+        found[name] = value
+    return found
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is no number of JSON")

@@ -1,0 +1,208 @@
+"""import_model: a checkpoint in any of the layouts, made by anyone, into a model of Haliax or Equinox."""
+
+import dataclasses
+import enum
+import os
+from typing import Any
+
+import equinox as eqx
+import haliax as hax
+import haliax.nn as hnn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..layers.config import Fp8Config, as_config
+from ..layers.kernel import Kernel, axes_of
+from ..layers.rule import LayerRule
+from .frozen import FrozenEquinoxLinear, FrozenLinear, FrozenMoELinear, is_frozen
+from .frozen_kernel import FrozenKernel
+from .model.matrices import Parts, of_array, of_kernel, plain
+from .model.source import is_norm, other_arrays
+from .model.source_of_folder import FolderSource
+from .model.tree import Place, visit
+from .model.wanted import Wanted
+from .names import NameMap
+from .quantize import ScaledMatrix
+
+
+class Weights(enum.Enum):
+    """What becomes of weights that a checkpoint holds in FP8."""
+
+    DEQUANTIZED = "dequantized"
+    """`data * scale`, in the dtype of the model's parameters: to train them."""
+
+    FROZEN = "frozen"
+    """FP8 data and scales as they are, which never change: a base for adapters."""
+
+
+def import_model[M](
+    directory: str | os.PathLike[str],
+    model: M,
+    *,
+    names: Any = None,
+    weights: Weights | str = Weights.DEQUANTIZED,
+    strict: bool = True,
+    config: Fp8Config | None = None,
+) -> M:
+    """Reads a checkpoint into a model, without PyTorch.
+
+    The layout is the one that `config.json` names; a folder without quantization is read as it is. Weights that the
+    checkpoint has in FP8 become what `weights` says, all others take the dtype of the model's parameters. Layers that
+    engines fuse (`qkv_proj`, `gate_up_proj`) are taken apart, and a head that the checkpoint ties to its embedding gets
+    the embedding. A converted model keeps its FP8 state, which is that of other weights: calibrate it.
+
+    Args:
+        directory: The folder of the checkpoint.
+        model: A model of the same sizes, whose weights do not matter: it may be abstract (`eqx.filter_eval_shape`).
+            Arrays are placed as its own are, if they have a sharding.
+        names: The `NameMap`, or a dict from the model's names to the checkpoint's: `names.LLAMA` for the demo's.
+        weights: `"dequantized"` or `"frozen"`; see `Weights`.
+        strict: Whether a tensor of the checkpoint that the model has no place for is an error.
+        config: Only its `rules` matter; needed for layers of your own classes.
+
+    Returns:
+        The model with the checkpoint's weights.
+
+    Raises:
+        ValueError: If the folder is broken, in the sense of the checks of its layout; if a tensor is missing, has
+            another shape than the model or no place in it; each names the tensor.
+    """
+    try:
+        weights = Weights(weights)
+    except ValueError:
+        options = ", ".join(repr(member.value) for member in Weights)
+        raise ValueError(f"weights={weights!r} must be one of {options}") from None
+    rules = as_config(config).rules
+    checkpoint = Wanted.of(FolderSource.open(directory), NameMap.of(names), model, rules)
+    loaded = visit(model, _Loader(checkpoint, weights), rules)
+    if strict and (unused := checkpoint.unused()):
+        more = f" and {len(unused) - 3} more" if len(unused) > 3 else ""
+        raise ValueError(
+            f"the model has no place for {', '.join(unused[:3])}{more} of {os.fspath(directory)}; map their names with "
+            "names=..., or leave them out with strict=False"
+        )
+    return loaded
+
+
+@dataclasses.dataclass(frozen=True)
+class _Loader:
+    checkpoint: Wanted
+    weights: Weights
+
+    def layer(self, layer: Any, rule: LayerRule, place: Place) -> Any:
+        if is_frozen(layer):
+            raise ValueError(f"model has a frozen layer at {place}; pass the plain model that it was imported into")
+        changes: dict[str, Any] = {}
+        for name, array, parts in other_arrays(layer, rule, place):
+            read = lambda path, shape, name=name: self.checkpoint.array(f"{path}.{name}", shape)
+            changes[name] = _filled(array, parts, place, read)
+        kernel = rule.kernel(layer)
+        parts = of_kernel(kernel, place)
+        found = [(index, self.checkpoint.matrix(name, parts.shape)) for name, index in parts.named(place)]
+        if self.weights is Weights.FROZEN and any(matrix.is_quantized for _, matrix in found):
+            layer = rule.with_op(_with(layer, changes), None)
+            scaled = [(index, matrix.scaled()) for index, matrix in found]
+            return _frozen(layer, kernel, parts, place, scaled)
+        values = iter([matrix for _, matrix in found])
+        weight = _filled(kernel.weight, parts, place, lambda path, shape: next(values).dense() / kernel.factor)
+        return _with(layer, {**changes, _field_of(layer, kernel): weight})
+
+    def array(self, array: Any, owner: Any, place: Place) -> Any:
+        dtype = np.dtype(plain(array).dtype)
+        if not jnp.issubdtype(dtype, jnp.floating):
+            return array
+        return _filled(array, of_array(array, place, flat=is_norm(owner)), place, self.checkpoint.array)
+
+
+def _filled(like: Any, parts: Parts, place: Place, read: Any) -> Any:
+    """An array like another one, part by part."""
+    template = plain(like)
+    values = np.empty(template.shape, template.dtype)
+    for name, index in parts.named(place):
+        parts.write(values, index, read(name, parts.shape).astype(template.dtype))
+    array = _placed(values, template)
+    if not isinstance(like, hax.NamedArray):
+        return array
+    return jax.tree.unflatten(jax.tree.structure(like), [array])
+
+
+def _placed(values: np.ndarray, template: Any) -> jax.Array:
+    """On the devices of a template that says where it is; an abstract one may not."""
+    sharding = getattr(template, "sharding", None)
+    return jnp.asarray(values) if sharding is None else jax.device_put(values, sharding)
+
+
+def _field_of(layer: Any, kernel: Kernel) -> str:
+    for field in dataclasses.fields(layer):
+        if getattr(layer, field.name, None) is kernel.weight:
+            return field.name
+    raise ValueError(
+        f"the weight of a {type(layer).__name__}, as its LayerRule gives it, is none of its fields; give a rule "
+        "whose Kernel holds the field itself"
+    )
+
+
+def _with(layer: Any, changes: dict[str, Any]) -> Any:
+    """The layer with other fields; without its constructor, which may take other arguments."""
+    changed = object.__new__(type(layer))
+    for field in dataclasses.fields(layer):
+        if hasattr(layer, field.name):
+            object.__setattr__(changed, field.name, changes.get(field.name, getattr(layer, field.name)))
+    return changed
+
+
+def _frozen(
+    layer: Any, kernel: Kernel, parts: Parts, place: Place, found: list[tuple[tuple[int, ...], ScaledMatrix]]
+) -> Any:
+    """The layer with FP8 data and scales in place of its weight."""
+    first = found[0][1]
+    if any((matrix.block, matrix.data.dtype) != (first.block, first.data.dtype) for _, matrix in found):
+        raise ValueError(f"the blocks of {place} have scales for other blocks of elements each; import it dequantized")
+    data = np.empty((*parts.leading, *first.data.shape), np.uint8)
+    scale = np.empty((*parts.leading, *first.scale.shape), np.uint32)
+    with_input = all(matrix.input_scale is not None for _, matrix in found)
+    inputs = np.empty(parts.leading, np.uint32) if with_input else None
+    for index, matrix in found:
+        data[index] = matrix.data.view(np.uint8)
+        scale[index] = np.ascontiguousarray(matrix.scale, np.float32).view(np.uint32)
+        if inputs is not None:
+            inputs[index] = np.float32(matrix.input_scale).view(np.uint32)
+    axes = _leading_axes(kernel, parts, place)
+
+    def named(array: np.ndarray, *behind: str) -> Any:
+        if axes is None:
+            return jnp.asarray(array)
+        sizes = array.shape[array.ndim - len(behind) :] if behind else ()
+        all_axes = (*axes, *(hax.Axis(name, size) for name, size in zip(behind, sizes, strict=True)))
+        template = hax.named(np.zeros([axis.size for axis in all_axes], bool), all_axes)
+        return jax.tree.unflatten(jax.tree.structure(template), [jnp.asarray(array)])
+
+    bits = FrozenKernel(
+        named(data, "fp8_out", "fp8_in"),
+        named(scale, "fp8_rows", "fp8_columns"),
+        None if inputs is None else named(inputs),
+        first.data.dtype,
+        first.block,
+    )
+    match layer:
+        case hnn.Linear():
+            fields: tuple[Any, ...] = (None, layer.bias, layer.In, layer.Out, layer.dot_general, layer._reparam_cls)
+            return FrozenLinear(*fields, kernel=bits)
+        case hnn.MoELinear():
+            fields = (None, layer.bias, layer.Experts, layer.In, layer.Out)
+            return FrozenMoELinear(*fields, use_gmm=layer.use_gmm, kernel=bits)
+        case eqx.nn.Linear():
+            return FrozenEquinoxLinear(layer, bits)
+    raise ValueError(
+        f"{place} is a {type(layer).__name__}, of which there is no frozen form; import it with weights='dequantized', "
+        "or leave it in high precision in the checkpoint"
+    )
+
+
+def _leading_axes(kernel: Kernel, parts: Parts, place: Place) -> tuple[hax.Axis, ...] | None:
+    """The named axes in front of the matrices; None for plain arrays."""
+    if not isinstance(kernel.weight, hax.NamedArray):
+        return None
+    stack = [axis for axis, block in zip(place.stack, parts.blocks, strict=True) if block is not None]
+    return (*stack, *(() if kernel.Experts is None else axes_of(kernel.Experts)))

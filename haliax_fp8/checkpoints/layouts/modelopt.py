@@ -1,0 +1,45 @@
+"""NVIDIA ModelOpt's layout, which TensorRT-LLM and vLLM load. Transformers loads it without its scales."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..quantize import ScaledMatrix
+from .base import FLOAT32, FP8, INPUT_SCALES, WEIGHT_SCALES, AbstractLayout
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelOptFp8(AbstractLayout):
+    """One scale for each weight and each input, without axes.
+
+    References:
+        `hf_quant_config.json` of ModelOpt's exports.
+    """
+
+    @property
+    def is_static(self) -> bool:
+        """True."""
+        return True
+
+    def block(self, shape: tuple[int, int]) -> tuple[int, int]:
+        """The whole kernel."""
+        return shape
+
+    def tensors(self, shape: tuple[int, int]) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
+        """A weight and two numbers."""
+        return {"weight": (FP8, shape), WEIGHT_SCALES[0]: (FLOAT32, ()), INPUT_SCALES[0]: (FLOAT32, ())}
+
+    def encode(self, matrix: ScaledMatrix) -> dict[str, np.ndarray]:
+        """A layer's tensors."""
+        scales = {WEIGHT_SCALES[0]: matrix.scale.reshape(()), INPUT_SCALES[0]: np.float32(matrix.input_scale)}
+        return {"weight": matrix.data} | {name: np.asarray(scale, np.float32) for name, scale in scales.items()}
+
+    def config_files(self, ignore: Sequence[str]) -> tuple[Mapping[str, Any], Mapping[str, Mapping[str, Any]]]:
+        """`hf_quant_config.json`, and the same in `config.json`, where newer engines look."""
+        producer = {"name": "haliax_fp8"}
+        quantization = {"quant_algo": "FP8", "kv_cache_quant_algo": None, "exclude_modules": list(ignore)}
+        config = {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": list(ignore), "producer": producer}
+        files = {"hf_quant_config.json": {"producer": producer, "quantization": quantization}}
+        return {"quantization_config": config}, files

@@ -1,0 +1,1 @@
+"""Models, as checkpoints see them: a list of named matrices and vectors."""

@@ -1,0 +1,183 @@
+"""What an export writes: each tensor's name, shape and dtype beforehand, its values when they are asked for."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from ...layers.config import Fp8Config, as_config
+from ...layers.patterns import Targets, as_patterns
+from ..names import NameMap
+from ..quantize import ScaledMatrix, quantized, rounded_up_to_bf16, spread
+from .matrices import plain
+from .source import Matrix, Other, collect
+
+
+# Layers that engines leave in high precision, by their names in models.
+HEADS = ("head", "lm_head")
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """A layer's weight that is written in FP8.
+
+    Args:
+        name: The layer's name in the checkpoint.
+        shape: `[out, in]`.
+        quantize: Makes its data and scales.
+    """
+
+    name: str
+    shape: tuple[int, int]
+    quantize: Callable[[], ScaledMatrix]
+
+
+@dataclasses.dataclass(frozen=True)
+class Dense:
+    """A tensor that is written as it is.
+
+    Args:
+        name: Its name in the checkpoint.
+        shape: Its shape.
+        dtype: Its dtype.
+        read: Reads its values.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    read: Callable[[], np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Everything that an export writes.
+
+    Args:
+        kernels: The weights in FP8.
+        dense: All other tensors.
+        ignore: The linear layers that stay in high precision, by the checkpoint's names.
+    """
+
+    kernels: tuple[Kernel, ...]
+    dense: tuple[Dense, ...]
+    ignore: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Choices:
+    """How the tensors of a model are written.
+
+    Args:
+        names: From the model's names to the checkpoint's.
+        dtype: In which the model computes, and in which what is not quantized is written; None keeps each array's own.
+        bf16_scales: Whether scales are rounded up to what bfloat16 holds.
+        training_scales: Whether kernels get the scales of the next step of training, where a layout can have them.
+        targets: The layers to quantize; None for those that are in FP8 in training, or all if none is.
+        exclude: Layers to leave in high precision; None for heads, unless training has them in FP8.
+        config: Of which only the rules of layer classes matter.
+    """
+
+    names: NameMap
+    dtype: np.dtype | None
+    bf16_scales: bool
+    training_scales: bool
+    targets: Targets | None
+    exclude: Targets | None
+    config: Fp8Config | None
+
+
+def plan(
+    model: Any, choices: Choices, block_of: Callable[[tuple[int, int]], tuple[int, int]] | None, *, static: bool
+) -> Plan:
+    """What an export of a model writes, and from where.
+
+    Args:
+        model: The model.
+        choices: How.
+        block_of: The blocks of a kernel of a shape; None if nothing is quantized.
+        static: Whether each layer needs a scale of its input.
+
+    Raises:
+        ValueError: If two tensors get the same name, nothing is left to quantize, or a scale is missing.
+    """
+    names, rules = choices.names, as_config(choices.config).rules
+    targets = None if choices.targets is None else as_patterns("targets", choices.targets)
+    exclude = HEADS if choices.exclude is None else as_patterns("exclude", choices.exclude)
+    found = collect(model, rules, targets=targets, exclude=exclude)
+    kernels, dense, ignore = [], [], []
+    for matrix in found.matrices:
+        name = names.to_checkpoint(matrix.name)
+        if block_of is None or not matrix.quantizable:
+            if matrix.frozen is not None:
+                raise ValueError(
+                    f"{matrix.name} is in FP8 in the model and would be written in high precision; thaw the model "
+                    "first, or choose a layout with FP8 weights that has it"
+                )
+            read = lambda matrix=matrix: matrix.values(choices.dtype)
+            dense.append(Dense(f"{name}.weight", matrix.shape, _dtype(matrix, choices), read))
+            if not matrix.is_embedding:
+                ignore.append(name)
+            continue
+        if static and matrix.input_scale is None:
+            raise ValueError(
+                f"{matrix.name} has no scale for its input, which a static layout needs: it has to come from training "
+                "with delayed or static scaling, or from calibrate(fp8_linear_layers(model, recipe='static'), ...). "
+                "'FP8_DYNAMIC' needs none"
+            )
+        block = block_of(matrix.shape)
+        quantize = lambda matrix=matrix, block=block: _quantized(matrix, block, choices, static=static)
+        kernels.append(Kernel(name, matrix.shape, quantize))
+    for other in found.others:
+        name, dtype = names.to_checkpoint(other.name), _dtype(other, choices)
+        read = lambda other=other: other.values(choices.dtype)
+        dense.append(Dense(name, other.parts.shape, dtype, read))
+    _require_one_each([*(f"{kernel.name}.weight" for kernel in kernels), *(tensor.name for tensor in dense)])
+    if block_of is not None and not kernels:
+        raise ValueError("model has no layer to quantize; give targets=..., or the layout 'BF16' for a plain export")
+    return Plan(tuple(kernels), tuple(dense), tuple(ignore))
+
+
+def _quantized(matrix: Matrix, block: tuple[int, int], choices: Choices, *, static: bool) -> ScaledMatrix:
+    if matrix.frozen is not None:
+        made = matrix.frozen_values()
+        if (finer := spread(made, block)) is None:
+            raise ValueError(
+                f"{matrix.name} is in FP8 in blocks of {made.block}, which the layout's blocks of {block} cannot hold; "
+                "choose the layout that it was imported from, or thaw the model to quantize it anew"
+            )
+        return dataclasses.replace(finer, input_scale=made.input_scale if static else None)
+    training = choices.training_scales
+    try:
+        made = quantized(
+            matrix.values(choices.dtype),
+            block,
+            scaling=matrix.scaling if training else None,
+            stored=matrix.stored_scale if training else None,
+            bf16_scales=choices.bf16_scales,
+        )
+    except ValueError as error:
+        raise ValueError(f"{matrix.name} cannot be exported: {error}") from None
+    if not static:
+        return made
+    scale = np.float32(matrix.input_scale)
+    if not (np.isfinite(scale) and scale > 0):
+        raise ValueError(f"{matrix.name} has the input scale {scale}; calibrate the model, or train a step")
+    if choices.bf16_scales:
+        scale = rounded_up_to_bf16(scale.reshape(1))[0]
+    return dataclasses.replace(made, input_scale=float(scale))
+
+
+def _dtype(tensor: Matrix | Other, choices: Choices) -> np.dtype:
+    own = np.dtype(plain(tensor.array).dtype)
+    if isinstance(tensor, Matrix) and tensor.op is not None and tensor.op.compute_dtype is not None:
+        return tensor.op.compute_dtype
+    is_float = own.kind == "f" or own.name.startswith(("bfloat", "float"))
+    return choices.dtype if choices.dtype is not None and is_float else own
+
+
+def _require_one_each(names: list[str]) -> None:
+    twice = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
+    if twice:
+        raise ValueError(f"names gives {twice[0]!r} to two tensors of the model; each needs a name of its own")

@@ -1,0 +1,253 @@
+"""What an export reads: each matrix and each other array of a model, by name, without copying any."""
+
+import dataclasses
+from typing import Any
+
+import haliax as hax
+import haliax.nn as hnn
+import numpy as np
+
+from ..._numerics.formats import E4M3
+from ..._op import Fp8DotGeneral
+from ...layers.patterns import Pattern, matches
+from ...layers.router import routers
+from ...layers.rule import LayerRule
+from ...recipes.scaling import AbstractScaling, stores_scale
+from ..frozen import is_frozen
+from ..quantize import ScaledMatrix
+from .matrices import Parts, of_array, of_kernel, plain
+from .tree import Place, is_array, visit
+
+
+@dataclasses.dataclass(frozen=True)
+class Matrix:
+    """One kernel of a model.
+
+    Args:
+        name: The name of its layer in the state dict, numbers filled in.
+        array: The layer's weight; None if its values are in FP8 for good.
+        parts: Where the matrices of the layer lie in it.
+        index: Which of them this is.
+        factor: What the layer multiplies its weight by.
+        op: The op of its products; None if it has none.
+        frozen: The layer itself, if its values are in FP8.
+        quantizable: Whether a layout with FP8 weights quantizes it.
+        is_embedding: Whether it is a table of embeddings, which is no linear layer in a checkpoint.
+    """
+
+    name: str
+    array: Any
+    parts: Parts
+    index: tuple[int, ...]
+    factor: float
+    op: Fp8DotGeneral | None
+    frozen: Any
+    quantizable: bool
+    is_embedding: bool
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of the kernel, `[out, in]`."""
+        return self.parts.shape[0], self.parts.shape[1]
+
+    def values(self, dtype: np.dtype | None) -> np.ndarray:
+        """The kernel as a layer that computes in a dtype hands it to its product, `[out, in]`.
+
+        Args:
+            dtype: The dtype; None for the array's own. The op's, if it has one, decides.
+        """
+        values = self.parts.read(self.array, self.index)
+        if self.factor != 1.0:
+            values = (values * np.asarray(self.factor, values.dtype)).astype(values.dtype)
+        dtype = self.op.compute_dtype if self.op is not None and self.op.compute_dtype is not None else dtype
+        return values if dtype is None else values.astype(dtype)
+
+    def frozen_values(self) -> ScaledMatrix:
+        """The data and scales of a layer whose weight is in FP8."""
+        kernel = self.frozen.kernel
+        data, scale = (np.asarray(plain(x))[self.index] for x in (kernel.data, kernel.scale))
+        return ScaledMatrix(
+            data.view(kernel.format), scale.view(np.float32), kernel.block, "FP8 in the model", self.input_scale
+        )
+
+    @property
+    def scaling(self) -> AbstractScaling | None:
+        """That of the kernel in training; None if there is none that an export in E4M3 can have."""
+        if self.op is None:
+            return None
+        quantization = self.op.recipe.quantization("kernel", "fprop")
+        return quantization.scaling if quantization.format == E4M3 and quantization.scaling.quantizes else None
+
+    @property
+    def stored_scale(self) -> float | None:
+        """The scale that the next step quantizes the kernel with, if the state has it."""
+        return self._stored("kernel") if self.scaling is not None and stores_scale(self.scaling) else None
+
+    @property
+    def input_scale(self) -> float | None:
+        """The scale that the next step quantizes the input with, if the state has it; or that of a frozen layer."""
+        if self.frozen is not None:
+            scale = self.frozen.kernel.input_scale
+            if scale is None:
+                return None
+            scale = np.asarray(plain(scale))
+            return float(scale[self.index[: scale.ndim]].view(np.float32))
+        if self.op is None:
+            return None
+        quantization = self.op.recipe.quantization("input", "fprop")
+        if quantization.format != E4M3 or not stores_scale(quantization.scaling):
+            return None
+        return self._stored("input")
+
+    def _stored(self, operand: str) -> float:
+        assert self.op is not None
+        scale = np.asarray(self.op.scale(operand))
+        return float(scale[self.index[: scale.ndim]])
+
+
+@dataclasses.dataclass(frozen=True)
+class Other:
+    """Any other array of a model, or a part of it.
+
+    Args:
+        name: Its name in the state dict, numbers filled in.
+        array: The array.
+        parts: Where its parts lie in it.
+        index: Which of them this is.
+    """
+
+    name: str
+    array: Any
+    parts: Parts
+    index: tuple[int, ...]
+
+    def values(self, dtype: np.dtype | None) -> np.ndarray:
+        """The part; floating-point ones in a dtype, if one is given."""
+        values = self.parts.read(self.array, self.index)
+        is_float = values.dtype.kind == "f" or values.dtype.name.startswith(("bfloat", "float"))
+        return values.astype(dtype) if dtype is not None and is_float else values
+
+
+@dataclasses.dataclass(frozen=True)
+class Collected:
+    """All that a model holds.
+
+    Args:
+        matrices: The kernels of its layers.
+        others: The rest.
+    """
+
+    matrices: list[Matrix]
+    others: list[Other]
+
+
+def collect(
+    model: Any, rules: tuple[LayerRule, ...], *, targets: tuple[Pattern, ...] | None, exclude: tuple[Pattern, ...]
+) -> Collected:
+    """The matrices and arrays of a model.
+
+    Args:
+        model: The model.
+        rules: Those of the layer classes.
+        targets: The layers to quantize, by their names in the state dict with `*` for the numbers of blocks; None for
+            those that have an op, or for all but routers and embeddings if none has.
+        exclude: The layers to leave in high precision.
+    """
+    found = _Collector([], [])
+    visit(model, found, rules)
+    any_fp8 = any(layer.op is not None or is_frozen(layer.layer) for layer in found.layers)
+    kernels = {str(layer.place): layer.rule.kernel(layer.layer) for layer in found.layers if not is_frozen(layer.layer)}
+    are_routers = routers(kernels)
+    matrices, others = [], list(found.others)
+    for layer in found.layers:
+        path = str(layer.place)
+        named = targets is not None and any(matches(pattern, path, layer.layer) for pattern in targets)
+        if targets is None:
+            condition = path in are_routers or layer.rule.only_if_named(layer.layer) is not None
+            named = layer.op is not None or is_frozen(layer.layer) if any_fp8 else not condition
+        left = any(matches(pattern, path, layer.layer) for pattern in exclude)
+        # An embedding is read by rows too: its table stays as it is.
+        quantizable = named and not left and not isinstance(layer.layer, hnn.Embedding)
+        matrices += layer.matrices(quantizable=quantizable)
+    return Collected(matrices, others)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Layer:
+    layer: Any
+    rule: LayerRule
+    place: Place
+
+    @property
+    def op(self) -> Fp8DotGeneral | None:
+        return None if is_frozen(self.layer) else self.rule.op(self.layer)
+
+    def matrices(self, *, quantizable: bool) -> list[Matrix]:
+        if is_frozen(self.layer):
+            data = self.layer.kernel.data
+            parts = _parts_of_data(data, self.place)
+            names = parts.named(self.place)
+            return [
+                Matrix(name, None, parts, index, 1.0, None, self.layer, quantizable, False) for name, index in names
+            ]
+        kernel = self.rule.kernel(self.layer)
+        parts, array = of_kernel(kernel, self.place), plain(kernel.weight)
+        is_embedding = isinstance(self.layer, hnn.Embedding)
+        return [
+            Matrix(name, array, parts, index, kernel.factor, self.op, None, quantizable, is_embedding)
+            for name, index in parts.named(self.place)
+        ]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Collector:
+    layers: list[_Layer]
+    others: list[Other]
+
+    def layer(self, layer: Any, rule: LayerRule, place: Place) -> Any:
+        self.layers.append(_Layer(layer, rule, place))
+        for name, array, parts in other_arrays(layer, rule, place):
+            named = parts.named(place)
+            self.others.extend(Other(f"{layer_name}.{name}", plain(array), parts, i) for layer_name, i in named)
+        return layer
+
+    def array(self, array: Any, owner: Any, place: Place) -> Any:
+        parts = of_array(array, place, flat=is_norm(owner))
+        self.others.extend(Other(name, plain(array), parts, index) for name, index in parts.named(place))
+        return array
+
+
+def is_norm(owner: Any) -> bool:
+    """Whether the arrays of a module are vectors in a checkpoint, whatever axes they have."""
+    return isinstance(owner, hnn.LayerNorm | hnn.RmsNorm)
+
+
+def other_arrays(layer: Any, rule: LayerRule, place: Place) -> list[tuple[str, Any, Parts]]:
+    """The arrays of a layer besides its weight, such as its bias: the field, the array and where its parts lie.
+
+    Args:
+        layer: The layer.
+        rule: Its rule.
+        place: Where it is.
+    """
+    weight = None if is_frozen(layer) else rule.kernel(layer).weight
+    found = []
+    for field in dataclasses.fields(layer):
+        value: Any = getattr(layer, field.name, None)
+        if not field.metadata.get("static", False) and is_array(value) and value is not weight:
+            members = 0 if isinstance(value, hax.NamedArray) else max(0, value.ndim - 1 - len(place.stack))
+            found.append((field.name, value, of_array(value, place, members=members, flat=True)))
+    return found
+
+
+def _parts_of_data(data: Any, place: Place) -> Parts:
+    """Where the matrices of FP8 data lie, whose last two axes are theirs."""
+    array = plain(data)
+    n = array.ndim - 2
+    if isinstance(data, hax.NamedArray):
+        names, members = data.axis_names, array.ndim - len(data.axis_names)
+        blocks = tuple(members + names.index(a.name) if a.name in names else None for a in place.stack)
+    else:
+        members = n - len(place.stack)
+        blocks = tuple(members + i for i in range(len(place.stack)))
+    return Parts(tuple(range(array.ndim)), array.shape[:n], blocks, array.shape[n:], array.shape[n:])

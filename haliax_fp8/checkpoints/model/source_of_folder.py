@@ -1,0 +1,74 @@
+"""A folder as the source of what a model wants."""
+
+import dataclasses
+import os
+
+import numpy as np
+
+from ..files import TensorFolder
+from ..layouts.base import FP8, INPUT_SCALES, WEIGHT_SCALES, decode
+from ..layouts.quantization import read_quantization
+from ..quantize import ScaledMatrix
+
+
+_SCALES = (*WEIGHT_SCALES, *INPUT_SCALES)
+
+
+@dataclasses.dataclass(frozen=True)
+class FolderSource:
+    """The tensors of a folder, by the checkpoint's names.
+
+    Args:
+        folder: The folder.
+        block: The blocks that its configuration names.
+    """
+
+    folder: TensorFolder
+    block: tuple[int, int] | None
+
+    @staticmethod
+    def open(directory: str | os.PathLike[str]) -> "FolderSource":
+        """Reads headers and configuration.
+
+        Args:
+            directory: The folder.
+
+        Raises:
+            ValueError: As `TensorFolder.open`; or if an FP8 weight has no scale.
+        """
+        folder = TensorFolder.open(directory)
+        quantization = read_quantization(folder)
+        for name, stored in folder.tensors.items():
+            if stored.dtype == FP8 and name.endswith(".weight") and quantization is None:
+                raise ValueError(f"{name} is in FP8, and config.json of {folder.directory} has no quantization_config")
+        return FolderSource(folder, None if quantization is None else quantization.block)
+
+    @property
+    def names(self) -> list[str]:
+        """Of all tensors, those of scales left out."""
+        return [name for name in self.folder.tensors if name.rpartition(".")[2] not in _SCALES]
+
+    @property
+    def ties_head(self) -> bool:
+        """Whether the configuration says that the head is the embedding."""
+        return bool(self.folder.config.get("tie_word_embeddings"))
+
+    def kernel(self, layer: str) -> ScaledMatrix | None:
+        """The FP8 data and scales of a layer; None if its weight is not in FP8.
+
+        Args:
+            layer: Its name.
+        """
+        stored = self.folder.tensors.get(f"{layer}.weight")
+        if stored is None or stored.dtype != FP8:
+            return None
+        present = [name for name in ("weight", *_SCALES) if f"{layer}.{name}" in self.folder.tensors]
+        return decode(layer, {name: self.folder[f"{layer}.{name}"] for name in present}, self.block)
+
+    def array(self, name: str) -> np.ndarray:
+        """A tensor as it is.
+
+        Args:
+            name: Its name.
+        """
+        return self.folder[name]

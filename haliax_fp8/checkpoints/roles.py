@@ -1,0 +1,51 @@
+"""What a tensor is, by its name: the names that Hugging Face's models use, and those of this package's."""
+
+import re
+from collections.abc import Iterable
+
+
+_EMBEDDINGS = re.compile(r"(^|\.)(\w*embed\w*|wte|wpe|shared)$")
+_NORMS = re.compile(r"(^|\.)(\w*norm\w*|ln_\w+)$")
+_HEADS = re.compile(r"(^|\.)(lm_head|head|score|classifier|embed_out)$")
+_ROUTERS = re.compile(r"(^|\.)(gate|router|\w*router|shared_expert_gate)$")
+
+WEIGHT = ".weight"
+
+FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("query", "key", "value"), ("gate", "up"))
+"""Layers with the same input, which engines make one."""
+
+
+def is_embedding(layer: str) -> bool:
+    """Whether a layer is a table of vectors, or of positions."""
+    return bool(_EMBEDDINGS.search(layer))
+
+
+def is_norm(layer: str) -> bool:
+    """Whether a layer scales its input."""
+    return bool(_NORMS.search(layer))
+
+
+def is_head(layer: str) -> bool:
+    """Whether a layer makes logits."""
+    return bool(_HEADS.search(layer))
+
+
+def is_router(layer: str, names: Iterable[str] = ()) -> bool:
+    """Whether a layer chooses experts; one called `gate` beside an `up` is a projection.
+
+    Args:
+        layer: Its name.
+        names: Those of all tensors.
+    """
+    parent = layer.rpartition(".")[0]
+    return bool(_ROUTERS.search(layer)) and f"{parent}.up{WEIGHT}" not in names
+
+
+def is_linear(layer: str, axes: int) -> bool:
+    """Whether a weight may be that of linear layers: a matrix, or one for each expert.
+
+    Args:
+        layer: The layer's name.
+        axes: Of its weight.
+    """
+    return axes in (2, 3) and not is_embedding(layer) and not is_norm(layer)

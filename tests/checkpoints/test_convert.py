@@ -1,0 +1,212 @@
+"""Conversion between layouts, and the command line."""
+
+import json
+import tracemalloc
+
+import ml_dtypes
+import numpy as np
+import pytest
+from folders import BLOCKS, LAYOUTS, LINEAR, checkpoint, plain, write
+
+from haliax_fp8._cli.main import main
+from haliax_fp8.checkpoints import BrokenCheckpoint, check_folder, convert_folder, explain_folder
+from haliax_fp8.checkpoints.files import TensorFolder
+
+
+BF16 = np.dtype(ml_dtypes.bfloat16)
+
+
+def values(folder, weight):
+    """`data * scale` in float64, from the files."""
+    tensors = TensorFolder.open(folder)
+    data = tensors[weight].astype(np.float64)
+    names = [name for name in tensors.tensors if name.startswith(f"{weight}_scale")]
+    if not names:
+        return data
+    scale = tensors[names[0]]
+    if scale.dtype == np.uint8:
+        scale = np.exp2(scale.astype(np.float64) - 127)
+    scale = scale.astype(np.float64)
+    scale = scale.reshape((-1, 1) if scale.ndim == 1 else (1, 1) if scale.ndim == 0 else scale.shape)
+    if scale.size == 1:
+        return data * scale
+    rows, columns = (-(-size // count) for size, count in zip(data.shape, scale.shape, strict=True))
+    height, width = (128 if size > 1 and rows > 1 else size for size in (rows, columns)) if rows > 1 else (1, columns)
+    return data * np.repeat(np.repeat(scale, height, 0), width, 1)[: data.shape[0], : data.shape[1]]
+
+
+def weights():
+    return [name for name in plain() if "_proj" in name]
+
+
+def power_of_two(layout):
+    """A checkpoint whose scales are powers of two."""
+    tensors, config = checkpoint(layout)
+    for name in [name for name in tensors if "weight_scale" in name]:
+        tensors[name] = np.exp2(np.ceil(np.log2(tensors[name]))).astype(np.float32)
+    return tensors, config
+
+
+EXACT = {
+    "FP8_TENSOR": ("FP8", "FP8_DYNAMIC", "FP8_BLOCK", "fp8", "W8A16", "modelopt"),
+    "FP8_DYNAMIC": ("W8A16",),
+    "FP8": ("FP8_DYNAMIC", "W8A16"),
+    "FP8_BLOCK": ("fp8",),
+    "fp8": ("FP8_BLOCK",),
+    "modelopt": ("FP8_TENSOR", "FP8_DYNAMIC"),
+}
+
+
+def test_where_data_and_scales_can_stay_they_do(tmp_path):
+    for before, layouts in EXACT.items():
+        source = write(tmp_path / before, *checkpoint(before))
+        for after in layouts:
+            target = tmp_path / f"{before}-{after}"
+            done = convert_folder(source, target, after)
+            assert done.is_exact and done.error == 0 and len(done.weights) == len(weights())
+            old, new = TensorFolder.open(source), TensorFolder.open(target)
+            for name in weights():
+                assert old[name].tobytes() == new[name].tobytes()
+                assert np.array_equal(values(source, name), values(target, name)), (before, after, name)
+            for name in ("lm_head.weight", "model.norm.weight"):
+                assert old[name].tobytes() == new[name].tobytes()
+            assert check_folder(target).is_sound and check_folder(target).layout == after
+
+
+def test_there_and_back_is_exact(tmp_path):
+    """Between layouts whose scales fit, and through plain float32; through bf16 with powers of two."""
+    for layout in ("FP8_DYNAMIC", "fp8", "MXFP8"):
+        tensors, config = power_of_two(layout) if layout != "MXFP8" else checkpoint(layout)
+        source = write(tmp_path / layout, tensors, config)
+        for dtype in ("float32", "bfloat16"):
+            done = convert_folder(source, tmp_path / f"{layout}-{dtype}", "BF16", dtype=dtype)
+            assert done.is_exact
+            for name in weights():
+                back = TensorFolder.open(tmp_path / f"{layout}-{dtype}")[name].astype(np.float64)
+                assert np.array_equal(back, values(source, name))
+    source = tmp_path / "FP8_DYNAMIC"
+    assert convert_folder(source, tmp_path / "mx", "MXFP8").is_exact
+    for name in weights():
+        assert np.array_equal(values(source, name), values(tmp_path / "mx", name))
+    there = convert_folder(write(tmp_path / "a", *checkpoint("FP8_BLOCK")), tmp_path / "b", "fp8")
+    back = convert_folder(tmp_path / "b", tmp_path / "c", "FP8_BLOCK")
+    assert there.is_exact and back.is_exact
+    for name, array in checkpoint("FP8_BLOCK")[0].items():
+        assert TensorFolder.open(tmp_path / "c")[name].tobytes() == array.tobytes()
+
+
+def test_rounding_is_measured(tmp_path):
+    source = write(tmp_path / "plain", *checkpoint(None))
+    for scales in ("float32", "bfloat16", "power-of-two"):
+        target = tmp_path / scales
+        done = convert_folder(source, target, "FP8_DYNAMIC", scales=scales)
+        assert not done.is_exact
+        found = TensorFolder.open(target)
+        for converted in done.weights:
+            before, after = plain()[converted.name].astype(np.float64), values(target, converted.name)
+            error = np.linalg.norm(after - before) / np.linalg.norm(before)
+            np.testing.assert_allclose(converted.error, error, rtol=1e-5)
+            # Three bits of significand: at most 1/16 of an element, and 2.6 % on average; subnormals add little.
+            assert error < 1 / 16
+            scale = found[f"{converted.name}_scale"]
+            exact = {
+                "bfloat16": scale.astype(BF16).astype(np.float32),
+                "power-of-two": np.exp2(np.rint(np.log2(scale))),
+            }
+            assert np.array_equal(exact.get(scales, scale), scale)
+            # No value is clipped: the largest of a row is within half a step of its place.
+            amax = np.abs(before).max(1, keepdims=True)
+            assert (amax <= scale * 448 * (1 + 1e-6)).all()
+    done = convert_folder(write(tmp_path / "x", *checkpoint("FP8_DYNAMIC")), tmp_path / "y", "FP8_BLOCK")
+    assert not done.is_exact and 0 < done.error < 1 / 16
+
+
+def test_every_layout_from_plain_is_sound(tmp_path):
+    source = write(tmp_path / "plain", *checkpoint(None))
+    (source / "tokenizer.json").write_text("{}")
+    (source / "pytorch_model.bin").write_bytes(b"never read")
+    for layout in LAYOUTS:
+        if layout in ("FP8", "FP8_TENSOR", "modelopt"):
+            with pytest.raises(ValueError, match="no scale for its input.*calibrate"):
+                convert_folder(source, tmp_path / layout, layout)
+            assert not (tmp_path / layout).exists()
+            continue
+        convert_folder(source, tmp_path / layout, layout, shard_bytes=100_000)
+        report = check_folder(tmp_path / layout)
+        assert report.is_sound and report.layout == layout and report.quantized == len(weights())
+        assert (tmp_path / layout / "model.safetensors.index.json").exists()
+        assert (tmp_path / layout / "tokenizer.json").read_text() == "{}"
+        assert not (tmp_path / layout / "pytorch_model.bin").exists()
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith(".")) == []
+
+
+def test_a_broken_folder_is_not_converted(tmp_path):
+    tensors, config = checkpoint("FP8_DYNAMIC")
+    name = f"{weights()[0]}_scale"
+    source = write(tmp_path / "x", tensors | {name: tensors[name] * np.float32(np.nan)}, config)
+    with pytest.raises(BrokenCheckpoint, match=f"model.safetensors: {name}: .* NaN"):
+        convert_folder(source, tmp_path / "y", "FP8_BLOCK")
+    assert not (tmp_path / "y").exists()
+
+
+def test_one_weight_is_in_memory_at_a_time(tmp_path):
+    random = np.random.default_rng(0)
+    size = 512
+    tensors = {f"layers.{i}.up.weight": random.standard_normal((size, size)).astype(BF16) for i in range(40)}
+    source = write(tmp_path / "x", tensors, {})
+    tracemalloc.start()
+    convert_folder(source, tmp_path / "y", "FP8_DYNAMIC")
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    # Of one weight: values, data, what they give back, and the steps between, in float32; the folder has 21 MB.
+    assert peak < 10 * 4 * size**2
+
+
+def test_explanations(tmp_path):
+    for layout in LAYOUTS:
+        tensors, config = checkpoint(layout)
+        found = explain_folder(write(tmp_path / layout, tensors, config))
+        assert found.layout == layout and found.weights == len(weights())
+        assert found.weight_bytes == sum(tensors[name].size for name in weights())
+        assert found.scale_bytes == sum(
+            array.nbytes for name, array in tensors.items() if name.endswith(("scale", "inv"))
+        )
+        assert found.weight_bytes + found.scale_bytes + found.other_bytes == sum(a.nbytes for a in tensors.values())
+        assert found.engines and all(row.source for row in found.engines)
+        assert layout in str(found) and "seen running" in str(found)
+    assert BLOCKS and LINEAR
+
+
+def test_command_line(tmp_path, capsys):
+    good = write(tmp_path / "good", *checkpoint("FP8_DYNAMIC"))
+    tensors, config = checkpoint("FP8_DYNAMIC")
+    del tensors[f"{weights()[0]}_scale"]
+    broken = write(tmp_path / "broken", tensors, config)
+    run = lambda *arguments: main(["checkpoint", *map(str, arguments)])
+    assert run("check", good) == 0 and "sound" in capsys.readouterr().out
+    assert run("check", broken) == 1
+    out = capsys.readouterr().out
+    assert "broken" in out and "model.safetensors" in out.replace("\n", "") and max(map(len, out.splitlines())) <= 80
+    assert run("check", "--json", broken) == 1
+    (fault,) = json.loads(capsys.readouterr().out)["faults"]
+    assert (fault["file"], fault["tensor"]) == ("model.safetensors", weights()[0])
+    assert run("explain", good) == 0
+    out = capsys.readouterr().out
+    assert "FP8_DYNAMIC" in out and "vLLM" in out and max(map(len, out.splitlines())) <= 80
+    assert run("convert", good, "--to", "W8A16", "--output", tmp_path / "new") == 0
+    assert "the same values" in capsys.readouterr().out
+    assert run("convert", good, "--to", "W8A16", "--output", tmp_path / "new") == 2  # not empty
+    assert "not empty" in capsys.readouterr().err
+    assert run("convert", broken, "--to", "W8A16", "--output", tmp_path / "other") == 1
+    assert weights()[0] in capsys.readouterr().err
+    assert run("check", tmp_path / "nothing") == 2
+    for wrong in (
+        ("check",),
+        ("verify", good),
+        (),
+        ("convert", good),
+        ("convert", good, "--to", "FP9", "--output", "x"),
+    ):
+        with pytest.raises(SystemExit) as stopped:
+            run(*wrong)
+        assert stopped.value.code == 2

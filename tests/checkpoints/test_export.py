@@ -1,0 +1,337 @@
+"""Exports: the numbers of training under the names of engines, in every layout, and back."""
+
+import dataclasses
+import functools
+import json
+import struct
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from haliax.state_dict import to_torch_compatible_state_dict
+
+from haliax_fp8 import Fp8Config, Recipe, fp8_linear_layers
+from haliax_fp8.checkpoints import export_model, import_model, names, serving_tensors, thaw
+from haliax_fp8.checkpoints.layouts import named as layouts
+from haliax_fp8.checkpoints.quantize import quantized
+from haliax_fp8.demo import MixtureOfExperts, Transformer, TransformerConfig, hugging_face_config
+from haliax_fp8.layers import Kernel, LayerRule, default_rules
+from haliax_fp8.recipes import E4M3
+from haliax_fp8.recipes.scaling import (
+    BlockScaling,
+    CurrentScaling,
+    MXFP8Scaling,
+    OperandUse,
+    RowwiseScaling,
+    StaticScaling,
+)
+
+
+CONFIG = TransformerConfig(layers=2, hidden=64, heads=2, kv_heads=1, head_dim=32, mlp=96, vocab=64)
+BF16, FP8 = ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return Transformer.init(CONFIG, key=jax.random.key(0))
+
+
+@pytest.fixture(scope="module")
+def trained(plain):
+    """Converted, with a state as after some steps: scales that differ, and are no powers of two."""
+    model = fp8_linear_layers(plain, exclude="head")
+
+    def scaled(node):
+        if not hasattr(node, "with_scale"):
+            return node
+        shape = node.scale.shape
+        return node.with_scale(jnp.asarray(np.random.default_rng(shape).uniform(1e-3, 2e-3, shape), jnp.float32))
+
+    return jax.tree.map(scaled, model, is_leaf=lambda node: hasattr(node, "with_scale"))
+
+
+def read(path: Path) -> dict[str, np.ndarray]:
+    """An independent reader of safetensors."""
+    raw = path.read_bytes()
+    (length,) = struct.unpack("<Q", raw[:8])
+    kinds = {"F8_E4M3": FP8, "BF16": BF16, "F32": np.float32, "U8": np.uint8}
+    found = {}
+    for name, entry in json.loads(raw[8 : 8 + length]).items():
+        if name != "__metadata__":
+            first, last = (8 + length + offset for offset in entry["data_offsets"])
+            assert first % np.dtype(kinds[entry["dtype"]]).itemsize == (8 + length) % 8 == 0
+            found[name] = np.frombuffer(raw[first:last], kinds[entry["dtype"]]).reshape(entry["shape"])
+    return found
+
+
+def bytes_of(tensors) -> dict[str, tuple]:
+    return {name: (x.dtype.name, x.shape, np.ascontiguousarray(x).tobytes()) for name, x in dict(tensors).items()}
+
+
+@pytest.mark.parametrize("layout", layouts)
+def test_round_trip(trained, plain, layout, tmp_path):
+    """Exported, imported frozen, exported again: every byte. Dequantized, it is `data * scale`. Streamed, the same."""
+    options = {"names": names.LLAMA, "config": hugging_face_config(plain)}
+    report = export_model(trained, tmp_path / "first", layout, **options)
+    frozen = import_model(tmp_path / "first", eqx.filter_eval_shape(lambda: plain), names=names.LLAMA, weights="frozen")
+    export_model(frozen, tmp_path / "second", layout, **options)
+    first, second = ((tmp_path / folder / "model.safetensors").read_bytes() for folder in ("first", "second"))
+    assert first == second
+    assert (tmp_path / "first/config.json").read_text() == (tmp_path / "second/config.json").read_text()
+    assert report.quantized == 14 and report.ignore == ("lm_head",)
+    tensors = read(tmp_path / "first/model.safetensors")
+    assert bytes_of(tensors) == bytes_of(serving_tensors(trained, layout, names=names.LLAMA))
+    dequantized = import_model(tmp_path / "first", plain, names=names.LLAMA)
+    thawed = thaw(frozen, jnp.float32)
+    assert bool(eqx.tree_equal(dequantized, thawed))
+    weight = np.asarray(dequantized.blocks.stacked.mlp.down.weight.array[1])
+    assert_dequantized(tensors, "model.layers.1.mlp.down_proj", weight, layout)
+
+
+def assert_dequantized(tensors, layer, weight, layout):
+    """`data * scale` in float64 from the bytes, by the documentation of each layout."""
+    data = tensors[f"{layer}.weight"].astype(np.float64)
+    scale = tensors.get(f"{layer}.weight_scale", tensors.get(f"{layer}.weight_scale_inv"))
+    if scale.dtype == np.uint8:
+        scale = np.repeat(2.0 ** (scale.astype(np.float64) - 127), 32, axis=1)
+    elif scale.ndim == 2 and scale.shape[1] == -(-data.shape[1] // 128) and scale.shape[0] == -(-data.shape[0] // 128):
+        scale = np.kron(scale.astype(np.float64), np.ones((128, 128)))[: data.shape[0], : data.shape[1]]
+    np.testing.assert_array_equal(weight, (data * scale.astype(np.float64)).astype(np.float32))
+    assert ("input_scale" in str(list(tensors))) == layouts[layout].is_static
+
+
+def test_static_layouts_have_the_numbers_of_training(trained, tmp_path):
+    """The next step's scales, kernels rounded to bfloat16 first: with scales as they are, the bytes of the step."""
+    export_model(trained, tmp_path / "out", "FP8", names=names.LLAMA, bf16_scales=False)
+    tensors = read(tmp_path / "out/model.safetensors")
+    layer = trained.blocks.stacked.attention.query
+    for i in range(2):
+        kernel = np.asarray(layer.weight.array[i].astype(jnp.bfloat16).astype(jnp.float32)).reshape(64, 64)
+        scale = np.asarray(layer.dot_general.scale("kernel"))[i]
+        expected = np.clip(kernel / scale, -448, 448).astype(FP8)
+        name = f"model.layers.{i}.self_attn.q_proj"
+        assert tensors[f"{name}.weight"].tobytes() == expected.tobytes()
+        np.testing.assert_array_equal(tensors[f"{name}.weight_scale"], np.full((64, 1), scale))
+        np.testing.assert_array_equal(tensors[f"{name}.input_scale"], layer.dot_general.scale("input")[i : i + 1])
+
+
+def test_scales_for_bfloat16(trained):
+    """Rounded up, by less than one part in 128, and the kernel is quantized with the rounded scale."""
+    rounded, exact = (dict(serving_tensors(trained, "FP8", bf16_scales=choice)) for choice in (True, False))
+    kernel = np.asarray(trained.blocks.stacked.mlp.up.weight.array[0].astype(jnp.bfloat16).astype(jnp.float32))
+    for name, scale in rounded.items():
+        if name.endswith("_scale"):
+            assert (scale == scale.astype(BF16).astype(np.float32)).all()
+            assert (scale >= exact[name]).all() and (scale < exact[name] * (1 + 2**-7)).all()
+    data, scale = rounded["blocks.0.mlp.up.weight"], rounded["blocks.0.mlp.up.weight_scale"]
+    assert data.tobytes() == np.clip(kernel / scale, -448, 448).astype(FP8).tobytes()
+
+
+@pytest.mark.parametrize(
+    ("scaling", "block"),
+    [
+        (RowwiseScaling(), (1, 300)),
+        (RowwiseScaling(power_of_two=False), (1, 300)),
+        (CurrentScaling(), (200, 300)),
+        (BlockScaling(square=True), (128, 128)),
+        (BlockScaling(square=True, power_of_two=False), (128, 128)),
+        (MXFP8Scaling(), (1, 32)),
+    ],
+    ids=str,
+)
+def test_kernels_are_those_of_the_scaling(scaling, block):
+    """What is computed in NumPy is what the products compute, bit for bit, zeros and cut blocks included."""
+    kernel = np.random.default_rng(0).normal(size=(200, 300)).astype(np.float32)
+    kernel[3], kernel[5:9, :64] = 0.0, 1e-30
+    expected = scaling.quantize(jnp.asarray(kernel), OperandUse(E4M3, (1,)))
+    found = quantized(kernel, block, scaling=scaling, bf16_scales=False)
+    assert found.data.tobytes() == np.asarray(expected.data).tobytes()
+    np.testing.assert_array_equal(found.scale.ravel(), np.asarray(expected.scale).ravel())
+
+
+def test_one_scale_of_training_is_repeated():
+    """A layout with finer blocks holds the numbers of a step with one scale per kernel."""
+    kernel = np.random.default_rng(0).normal(size=(200, 300)).astype(np.float32)
+    whole = quantized(kernel, (200, 300), scaling=CurrentScaling())
+    for block in ((1, 300), (128, 128)):
+        part = quantized(kernel, block, scaling=CurrentScaling())
+        assert part.data.tobytes() == whole.data.tobytes() and (part.scale == whole.scale).all()
+    fresh = quantized(kernel, (1, 300), scaling=None, bf16_scales=False)
+    np.testing.assert_array_equal(fresh.scale[:, 0], np.abs(kernel).max(1) / np.float32(448))
+
+
+def test_names_are_those_of_state_dicts(plain):
+    """Without a map, every entry of Haliax's state dict, with its values."""
+    expected = {name: np.asarray(x) for name, x in to_torch_compatible_state_dict(plain).items()}
+    assert bytes_of(serving_tensors(plain, "BF16", dtype=None)) == bytes_of(expected)
+
+
+def test_experts_and_routers(tmp_path):
+    """Each expert by itself; the router stays; BlockSeq and Stacked are the same checkpoint; and back."""
+    experts = functools.partial(MixtureOfExperts.init, experts=3, chosen=2)
+    config = dataclasses.replace(CONFIG, layers=1, feed_forward=experts)
+    model = Transformer.init(config, key=jax.random.key(1))
+    seq = Transformer.init(dataclasses.replace(config, stacked=False), key=jax.random.key(1))
+    report = export_model(model, tmp_path / "out", "FP8_BLOCK", names=names.QWEN3_MOE)
+    assert report.ignore == ("model.layers.0.mlp.gate", "lm_head")
+    tensors = read(tmp_path / "out/model.safetensors")
+    assert tensors["model.layers.0.mlp.experts.2.gate_proj.weight"].shape == (96, 64)
+    assert tensors["model.layers.0.mlp.gate.weight"].dtype == BF16
+    assert bytes_of(tensors) == bytes_of(serving_tensors(seq, "FP8_BLOCK", names=names.QWEN3_MOE))
+    weight = np.asarray(import_model(tmp_path / "out", model, names=names.QWEN3_MOE).blocks.stacked.mlp.up.weight.array)
+    assert_dequantized(tensors, "model.layers.0.mlp.experts.1.up_proj", weight[0, 1].T, "FP8_BLOCK")
+    frozen = import_model(tmp_path / "out", model, names=names.QWEN3_MOE, weights="frozen")
+    again = serving_tensors(frozen, "FP8_BLOCK", names=names.QWEN3_MOE)
+    assert bytes_of(tensors) == bytes_of(again)
+    rows, sizes = hax.random.normal(jax.random.key(2), (hax.Axis("row", 4), config.Hidden)), jnp.array([1, 0, 3])
+    found = frozen.blocks.get_layer(0).mlp.up(rows, hax.named(sizes, experts.keywords and "experts"))
+    expected = np.concatenate([np.asarray(rows.array)[:1] @ weight[0, 0], np.asarray(rows.array)[1:] @ weight[0, 2]])
+    np.testing.assert_allclose(found.array, expected, rtol=1e-5, atol=1e-5)
+
+
+class Dense(eqx.Module):
+    """A class of one's own, with its weight `[in, out]`."""
+
+    kernel: jax.Array
+    op: object = None
+
+
+class DenseRule(LayerRule):
+    layer_type = Dense
+
+    def refusal(self, layer):
+        return None
+
+    def kernel(self, layer):
+        return Kernel(layer.kernel, *layer.kernel.shape[-2:], contracted=(0,))
+
+    def op(self, layer):
+        return layer.op
+
+    def with_op(self, layer, op):
+        return Dense(layer.kernel, op)
+
+
+def test_equinox_and_own_classes(tmp_path):
+    """Equinox's layers, an ensemble of them, and a class with a rule, whose weight lies the other way."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    ensemble = eqx.filter_vmap(lambda key: eqx.nn.Linear(32, 16, key=key))(keys)
+    dense = Dense(jax.random.normal(keys[0], (32, 48)))
+    model = {"ensemble": ensemble, "mlp": eqx.nn.MLP(8, 8, 16, 1, key=keys[0]), "own": (dense, None)}
+    rules = Fp8Config(rules=(DenseRule(), *default_rules))
+    export_model(model, tmp_path / "out", "BF16", dtype=None, rules_of=rules)
+    tensors = read(tmp_path / "out/model.safetensors")
+    np.testing.assert_array_equal(tensors["own.0.weight"], dense.kernel.T)
+    np.testing.assert_array_equal(tensors["ensemble.2.weight"], ensemble.weight[2])
+    np.testing.assert_array_equal(tensors["ensemble.2.bias"], ensemble.bias[2])
+    zeros = jax.tree.map(lambda x: 0 * x if eqx.is_array(x) else x, model)
+    assert bool(eqx.tree_equal(import_model(tmp_path / "out", zeros, config=rules), model))
+    export_model(model, tmp_path / "fp8", rules_of=rules)
+    frozen = import_model(tmp_path / "fp8", {**zeros, "own": ()}, weights="frozen", config=rules, strict=False)
+    x = jax.random.normal(keys[1], (32,))
+    found = eqx.filter_vmap(lambda layer: layer(x))(frozen["ensemble"])
+    expected = eqx.filter_vmap(lambda layer: layer(x))(thaw(frozen["ensemble"], jnp.float32))
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_shards(plain, tmp_path):
+    """Several files and an index: each tensor in one of them, none larger than asked for, the same tensors."""
+    export_model(plain, tmp_path / "one", names=names.LLAMA)
+    export_model(plain, tmp_path / "many", names=names.LLAMA, shard_bytes=20_000)
+    index = json.loads((tmp_path / "many/model.safetensors.index.json").read_text())
+    files = sorted(path.name for path in (tmp_path / "many").glob("*.safetensors"))
+    assert len(files) > 3 and set(index["weight_map"].values()) == set(files)
+    tensors = {}
+    for file in files:
+        part = read(tmp_path / "many" / file)
+        assert all(index["weight_map"][name] == file for name in part)
+        assert sum(x.nbytes for x in part.values()) <= 20_000
+        tensors |= part
+    assert bytes_of(tensors) == bytes_of(read(tmp_path / "one/model.safetensors"))
+    assert index["metadata"]["total_size"] == sum(x.nbytes for x in tensors.values())
+    loaded = [import_model(tmp_path / folder, plain, names=names.LLAMA) for folder in ("one", "many")]
+    assert bool(eqx.tree_equal(*loaded))
+
+
+def test_what_cannot_be_exported(plain, tmp_path):
+    """Errors name the tensor, and leave nothing behind."""
+    broken = eqx.tree_at(
+        lambda m: m.blocks.stacked.mlp.up.weight.array, plain, replace_fn=lambda x: x.at[1].set(jnp.nan)
+    )
+    uncalibrated = fp8_linear_layers(plain, recipe=Recipe.of(StaticScaling()), exclude="head")
+    cases = [
+        (lambda: export_model(broken, tmp_path / "a"), r"blocks\.1\.mlp\.up .* infinity or NaN"),
+        (
+            lambda: export_model(plain, tmp_path / "a", "FP8"),
+            r"blocks\.0\.attention\.query has no scale for its input.*FP8_DYN",
+        ),
+        (lambda: export_model(uncalibrated, tmp_path / "a", "FP8"), "calibrate the model"),
+        (lambda: export_model(plain, tmp_path / "a", "FP8_DYNAMC"), "the nearest are 'FP8_DYNAMIC'"),
+        (lambda: export_model(plain, tmp_path / "a", exclude="*"), "no layer to quantize"),
+        (
+            lambda: export_model(plain, tmp_path / "a", names={"embedding": "head"}),
+            "gives 'head.weight' to two tensors",
+        ),
+        (lambda: names.NameMap.of({"a.{i}": "b"}), "other placeholders"),
+    ]
+    for call, message in cases:
+        with pytest.raises(ValueError, match=message):
+            call()
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full/file").touch()
+    with pytest.raises(ValueError, match="not empty"):
+        export_model(plain, tmp_path / "full")
+
+
+def test_what_reads_back_otherwise_is_no_export(plain, tmp_path, monkeypatch):
+    """A disk that loses a byte, and one that is full."""
+    from haliax_fp8.checkpoints import exporting
+
+    write = exporting.write_tensors
+
+    def losing(folder, groups, limit):
+        write(folder, groups, limit)
+        with (folder / "model.safetensors").open("r+b") as file:
+            file.seek(-1, 2)
+            last = file.read(1)
+            file.seek(-1, 2)
+            file.write(bytes([last[0] ^ 1]))
+
+    def full(folder, groups, limit):
+        write(folder, groups[:2], limit)
+        raise OSError(28, "No space left on device")
+
+    for broken, error in ((losing, ValueError), (full, OSError)):
+        monkeypatch.setattr(exporting, "write_tensors", broken)
+        with pytest.raises(error):
+            export_model(plain, tmp_path / "out")
+        assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_memory():
+    """Beside the model, an export takes little more than its largest tensor."""
+    code = """
+        import resource, tempfile, jax, jax.numpy as jnp, equinox as eqx
+        from haliax_fp8.checkpoints import export_model
+        linear = eqx.nn.Linear(8, 8, use_bias=False, key=jax.random.key(0))
+        model = [eqx.tree_at(lambda l: l.weight, linear, jnp.full((2048, 2048), i + 1.0)) for i in range(24)]
+        peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        export_model(model[:1], tempfile.mkdtemp() + "/warm")
+        before = peak()
+        export_model(model, tempfile.mkdtemp() + "/out")
+        print(peak() - before)
+    """
+    run = [sys.executable, "-c", textwrap.dedent(code)]
+    extra = float(subprocess.run(run, check=True, capture_output=True, text=True).stdout)
+    # 24 kernels of 4 MiB each in FP8; the whole would be 96.
+    assert extra < 40

@@ -1,0 +1,81 @@
+"""Reads the exports with other people's code alone: PyTorch, Transformers, compressed-tensors. Neither JAX nor us.
+
+    python tests/others/read_exports.py FOLDER
+
+Prints a table; exits with 1 if anything differs from what `write_exports.py` noted.
+"""
+
+import importlib.metadata
+import pathlib
+import sys
+
+import numpy as np
+import torch
+import transformers
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
+
+
+COMPRESSED = ("FP8_DYNAMIC", "FP8_BLOCK", "MXFP8", "FP8", "FP8_TENSOR", "W8A16")
+
+
+def main(folder: pathlib.Path) -> int:
+    """Compares everything; the number of failures."""
+    expected, rows = np.load(folder / "expected.npz"), []
+
+    def note(what: str, passed: bool, figure: str) -> None:
+        rows.append((what, passed, figure))
+        print(f"{'ok  ' if passed else 'FAIL'} {what:45} {figure}", flush=True)
+
+    tokens = torch.from_numpy(expected["tokens"]).long()
+    with torch.no_grad():
+        model = AutoModelForCausalLM.from_pretrained(folder / "FP32", dtype=torch.float32)
+        logits = model(tokens).logits.numpy()
+    error = np.linalg.norm(logits - expected["logits"]) / np.linalg.norm(expected["logits"])
+    note("float32 logits in Transformers", error < 1e-5, f"{error:.1e} relative")
+
+    for layout in (*COMPRESSED, "fp8"):
+        # MXFP8 and fp8 decompress to bfloat16 only; scales that bfloat16 holds make that exact up to its rounding.
+        dtype = torch.bfloat16 if layout in ("MXFP8", "fp8") else torch.float32
+        model = AutoModelForCausalLM.from_pretrained(folder / layout, dtype=dtype)
+        with torch.no_grad():
+            finite = bool(model(tokens).logits.isfinite().all())  # which also decompresses
+        state, different, count = model.state_dict(), 0, 0
+        for key in (key for key in expected if key.startswith(f"{layout}/")):
+            ours = torch.from_numpy(expected[key]).to(dtype)
+            theirs = state[key.removeprefix(f"{layout}/")]
+            different += int((ours != theirs).sum()) if theirs.dtype == dtype else ours.numel()
+            count += ours.numel()
+        note(f"{layout}: decompressed weights", different == 0 and finite, f"{different} of {count} differ, {dtype}")
+
+    with safe_open(folder / "FP8" / "model.safetensors", "pt") as file:
+        name = "model.layers.1.mlp.gate_proj"
+        weight, scale = file.get_tensor(f"{name}.weight"), file.get_tensor(f"{name}.weight_scale")
+        input_scale = file.get_tensor(f"{name}.input_scale")
+    x = torch.from_numpy(expected["product/x"]).view(torch.bfloat16)
+    data = (x.float() / input_scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+    same = bool((data.view(torch.uint8) == torch.from_numpy(expected["product/input"])).all())
+    note("FP8: bytes of the quantized input", same, f"{data.numel()} bytes")
+    # One scale for the whole kernel, as rows of equal scales.
+    equal = bool((scale == scale[0]).all())
+    product = torch._scaled_mm(data, weight.T, scale_a=input_scale, scale_b=scale[0], out_dtype=torch.bfloat16)
+    share = (product == torch.from_numpy(expected["product/out"]).view(torch.bfloat16)).float().mean().item()
+    note(
+        "FP8: torch._scaled_mm, and our product", share >= 0.999 and equal, f"{100 * share:.2f} % of outputs bit-equal"
+    )
+
+    for layout in ("FP8_DYNAMIC", "FP8", "fp8", "sharded"):
+        tokenizer = AutoTokenizer.from_pretrained(folder / layout)
+        exact = tokenizer("The über\n").input_ids == list("The über\n".encode())
+        write = pipeline("text-generation", model=str(folder / layout), tokenizer=tokenizer)
+        text = write("The ", max_new_tokens=8, do_sample=False)[0]["generated_text"]
+        note(f"{layout}: tokenizer and generated text", exact and len(text) > 4, repr(text))
+
+    versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers", "compressed-tensors")}
+    print(f"Python {sys.version.split()[0]}, {', '.join(f'{name} {v}' for name, v in versions.items())}")
+    return sum(not passed for _, passed, _ in rows)
+
+
+if __name__ == "__main__":
+    transformers.logging.set_verbosity_error()
+    sys.exit(min(1, main(pathlib.Path(sys.argv[1]))))

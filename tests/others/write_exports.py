@@ -1,0 +1,71 @@
+"""Writes what `read_exports.py` compares: a small Llama in every layout, and what this library computes of it.
+
+python tests/others/write_exports.py FOLDER
+"""
+
+import pathlib
+import sys
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from haliax_fp8 import calibrate, cast_params, fp8_linear_layers
+from haliax_fp8.checkpoints import export_model, import_model, names, write_byte_tokenizer
+from haliax_fp8.checkpoints.layouts import named
+from haliax_fp8.demo import Transformer, TransformerConfig, hugging_face_config
+from haliax_fp8.recipes import E4M3, quantize
+
+
+CONFIG = TransformerConfig(layers=2, hidden=128, heads=4, kv_heads=2, head_dim=64, mlp=384)
+
+
+def main(folder: pathlib.Path) -> None:
+    """Exports, logits in float32 of the plain model, and the weights as this library dequantizes them."""
+    plain = Transformer.init(CONFIG, key=jax.random.key(0))
+    text = np.frombuffer(b"The statement to the sequence is the sequence.", np.uint8).astype(np.int32)
+    tokens = hax.named(jnp.asarray(text)[None], ("batch", "position"))
+    model = fp8_linear_layers(plain, exclude="head")
+    loss = lambda m, t: jnp.mean(jnp.square(cast_params(m, jnp.bfloat16)(t).array.astype(jnp.float32)))
+    model = calibrate(model, loss, [tokens])
+    expected = {"tokens": text[None], "logits": np.asarray(eqx.filter_jit(lambda m, t: m(t).array)(plain, tokens))}
+    for layout in (*named, "FP32"):
+        quantized = layout != "FP32"
+        dtype = "bfloat16" if quantized else "float32"
+        options = {"names": names.LLAMA, "config": hugging_face_config(plain, dtype=dtype), "dtype": dtype}
+        export_model(model, folder / layout, layout if quantized else "BF16", **options)
+        write_byte_tokenizer(folder / layout, max_length=CONFIG.max_length)
+        if quantized:
+            loaded = import_model(folder / layout, plain, names=names.LLAMA)
+            for part in ("gate", "down"):
+                weight = getattr(loaded.blocks.stacked.mlp, part).weight.array[1]
+                expected[f"{layout}/model.layers.1.mlp.{part}_proj.weight"] = np.asarray(weight)
+            query = loaded.blocks.stacked.attention.query.weight.array[0].reshape(-1, CONFIG.hidden)
+            expected[f"{layout}/model.layers.0.self_attn.q_proj.weight"] = np.asarray(query)
+    x = jax.random.normal(jax.random.key(1), (64, CONFIG.hidden), jnp.bfloat16)
+    expected |= product(folder / "FP8", plain, x)
+    export_model(model, folder / "sharded", names=names.LLAMA, config=hugging_face_config(plain), shard_bytes=200_000)
+    write_byte_tokenizer(folder / "sharded", max_length=CONFIG.max_length)
+    np.savez(folder / "expected.npz", **expected)
+
+
+def product(folder: pathlib.Path, plain: Transformer, x: jax.Array) -> dict[str, np.ndarray]:
+    """Input bytes and output bits of one layer: the products that this library multiplies, of the exported numbers."""
+    frozen = import_model(folder, plain, names=names.LLAMA, weights="frozen").blocks.stacked.mlp.gate.kernel
+    assert isinstance(frozen.input_scale, hax.NamedArray)
+    words = (a.array[1] for a in (frozen.data, frozen.scale, frozen.input_scale) if isinstance(a, hax.NamedArray))
+    data, scale, input_scale = words
+    weight = lax.bitcast_convert_type(data, jnp.float8_e4m3fn)
+    scales = [lax.bitcast_convert_type(s, jnp.float32) for s in (input_scale, scale[0, 0])]
+    q = quantize(x, scales[0], E4M3).data
+    out = lax.dot_general(q, weight, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+    out = (out * (scales[0] * scales[1])).astype(jnp.bfloat16)
+    bits = {"product/x": (x, jnp.uint16), "product/input": (q, jnp.uint8), "product/out": (out, jnp.uint16)}
+    return {name: np.asarray(lax.bitcast_convert_type(array, kind)) for name, (array, kind) in bits.items()}
+
+
+if __name__ == "__main__":
+    main(pathlib.Path(sys.argv[1]))
