@@ -1,4 +1,4 @@
-"""Checkpoints: models as named tensors, in the layouts that inference engines load, and back."""
+"""Checkpoints: saved, and loaded into other models; exported as engines load them, imported, checked and converted."""
 
 from . import names as names
 from .byte_tokenizer import write_byte_tokenizer as write_byte_tokenizer
@@ -20,5 +20,8 @@ from .frozen import (
     thaw as thaw,
 )
 from .importing import Weights as Weights, import_model as import_model
+from .interchange.equinox_file import save as save
+from .interchange.load import load_into as load_into
+from .interchange.report import LoadReport as LoadReport
 from .layouts import AbstractLayout as AbstractLayout
 from .names import NameMap as NameMap
