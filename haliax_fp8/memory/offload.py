@@ -131,6 +131,8 @@ class HostOptimizer(eqx.Module):
 
     def _step(self, gradients: Named, masters: Named, state: Any, dtypes: Mapping[str, Any]) -> tuple[Any, Any, Any]:
         wide = {name: _widened(g) for name, g in gradients.items()}
+        # Optax's types know trees, not dictionaries.
+        updates: Any
         updates, state = self.optimizer.update(wide, state, masters)
         masters = {name: master + updates[name] for name, master in masters.items()}
         return {name: x.astype(dtypes[name]) for name, x in masters.items()}, masters, state
