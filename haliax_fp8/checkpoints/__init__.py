@@ -1,4 +1,4 @@
-"""Checkpoints: saved, loaded into other models, and exchanged with inference engines in the layouts that these load."""
+"""Checkpoints: saved, and loaded into other models; exported as engines load them, imported, checked and converted."""
 
 from . import names as names
 from .byte_tokenizer import write_byte_tokenizer as write_byte_tokenizer

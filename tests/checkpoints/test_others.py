@@ -1,0 +1,20 @@
+"""PyTorch, Transformers and compressed-tensors read what we export, wherever an environment with them is named."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+SCRIPTS = Path(__file__).parents[1] / "others"
+PYTHON = os.environ.get("HALIAX_FP8_TORCH_PYTHON")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(PYTHON is None, reason="HALIAX_FP8_TORCH_PYTHON names no Python; see tests/others/README.md")
+def test_other_libraries_agree(tmp_path):
+    subprocess.run([sys.executable, SCRIPTS / "write_exports.py", tmp_path], check=True)
+    read = subprocess.run([str(PYTHON), SCRIPTS / "read_exports.py", tmp_path], capture_output=True, text=True)
+    assert read.returncode == 0, read.stdout
