@@ -197,7 +197,7 @@ COLUMNS: dict[str, Callable[[Any], str]] = {
 
 def main() -> None:
     """Prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--target", default="h100")
     output.add_arguments(parser)
     options = parser.parse_args()

@@ -88,8 +88,8 @@ def transposed_separately[T](data: T) -> T:
 def gathered_once[T](data: T) -> T:
     """FP8 data that several products read, of which devices may hold parts.
 
-    Each of these products needs all parts. Behind a barrier, XLA sends them once for all, and in FP8: else it sends
-    them before the cast, or for each product.
+    Each of these products needs all parts. Behind a barrier, XLA sends them once for all, and in FP8. Otherwise it
+    sends them before the cast, or for each product.
     """
     return lax.optimization_barrier(data)
 

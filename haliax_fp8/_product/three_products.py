@@ -152,8 +152,8 @@ def _fprop(
             for operand, x in operands.items()
         }
         if differentiated and copies is None and spec.keeps_kernel_copy:
-            kernel = quantized["kernel"]
-            quantized["kernel"] = dataclasses.replace(kernel, data=gathered_once(kernel.data))
+            copy = quantized["kernel"]
+            quantized["kernel"] = dataclasses.replace(copy, data=gathered_once(copy.data))
         both = _own_input(quantized["input"], quantized["kernel"], spec), quantized["kernel"]
         dtype, scale = spec.compute_dtype or spec.out_dtype, scales.of_both("fprop", spec) if scales else None
         out = round_to(spec.batched.product("fprop", both, extras, spec.precision, dtype, scale), spec.out_dtype)

@@ -18,8 +18,8 @@ import optax
 import pytest
 from helpers import run_example
 
-from examples.train_lm import checkpoint, corpus, report, train
-from examples.train_lm.options import model_config, parse_options
+from examples.train_lm import checkpoint, corpus, report, run, train
+from examples.train_lm.options import binding_flags, model_config, parse_options
 from examples.train_lm.sample import generate
 from haliax_fp8 import describe, fp8_linear_layers
 from haliax_fp8.demo import Transformer, TransformerConfig
@@ -40,13 +40,41 @@ def standard_promotion():
         yield
 
 
+@pytest.fixture(autouse=True, scope="module")
+def compiled_once():
+    """Runs with the same flags on the same mesh share a loss and an optimizer, and so what is compiled for them.
+
+    When models are converted changes neither.
+    """
+
+    def shared(make):
+        made = {}
+
+        def of(options):
+            flags = {k: v for k, v in binding_flags(options).items() if k not in ("fp8_after", "fp8_until")}
+            key = json.dumps(flags | {"mesh": options.mesh}, sort_keys=True)
+            if key not in made:
+                made[key] = make(options)
+            return made[key]
+
+        return of
+
+    with pytest.MonkeyPatch.context() as patch:
+        # `train` makes the loss of the step, `run` that of the evaluation.
+        make_loss = shared(run.make_loss)
+        patch.setattr(train, "make_loss", make_loss)
+        patch.setattr(run, "make_loss", make_loss)
+        patch.setattr(train, "make_optimizer", shared(run.make_optimizer))
+        yield
+
+
 def losses(folder: pathlib.Path) -> dict[str, list[float]]:
     history = json.loads((folder / "checkpoint.json").read_text())["history"]
     return {name: run["losses"] for name, run in history.items()}
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory) -> pathlib.Path:
+def finished(tmp_path_factory, compiled_once) -> pathlib.Path:
     """The folder of a run from beginning to end."""
     folder = tmp_path_factory.mktemp("finished")
     with jax.numpy_dtype_promotion("standard"):

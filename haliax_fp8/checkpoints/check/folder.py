@@ -38,6 +38,12 @@ def check_folder(directory: str | os.PathLike[str], *, follow_links: bool = Fals
     if quantization is not None:
         faults += [*_not_quantized(folder, quantization, ignored), *fused_faults(folder, quantization)]
         faults += _entries(folder, quantization)
+        if quantization.method == "compressed-tensors" and quantization.status not in ("compressed", "frozen"):
+            problem = (
+                f"quantization_status is {quantization.status}; without 'compressed', Transformers quantizes the "
+                "weights again and computes other numbers"
+            )
+            faults.append(Fault(CONFIG, "quantization_config", problem))
     quantized = sum(map(is_fp8, folder.tensors.values()))
     if quantization is not None and not quantized:
         faults.append(Fault(CONFIG, "quantization_config", "it is there, and no tensor is in FP8"))

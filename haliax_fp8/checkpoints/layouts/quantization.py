@@ -47,6 +47,7 @@ class Quantization:
         targets: The layers meant: classes, names, or regular expressions.
         exponents: Whether scales are exponents in bytes, E8M0.
         cached: Whether keys and values are kept in FP8, with scales.
+        status: What compressed-tensors says of the weights: `"compressed"` if they are stored in FP8.
     """
 
     method: str
@@ -57,6 +58,7 @@ class Quantization:
     targets: tuple[str, ...] = ("Linear",)
     exponents: bool = False
     cached: bool = False
+    status: str | None = None
 
     @property
     def scale_name(self) -> str:
@@ -168,11 +170,6 @@ def quantization_of(config: Mapping[str, Any], beside: Mapping[str, Any] | None 
 def _compressed_tensors(found: Mapping[str, Any]) -> Quantization:
     formats = ("float-quantized", "naive-quantized", "mxfp8-quantized")
     format = _one_of(found, "format", formats)
-    if found.get("quantization_status") not in ("compressed", "frozen"):
-        raise _wrong(
-            f"quantization_status={found.get('quantization_status')!r:.40}; without 'compressed', Transformers "
-            "quantizes the weights again and computes other numbers"
-        )
     groups = found.get("config_groups")
     if not isinstance(groups, Mapping) or not groups:
         raise _wrong("config_groups is missing or empty; it says how the weights are stored")
@@ -182,7 +179,9 @@ def _compressed_tensors(found: Mapping[str, Any]) -> Quantization:
         raise _wrong("config_groups has groups of different schemes; one scheme for all layers is read")
     targets = tuple(target for _, _, _, targets, _ in read for target in targets)
     ignore, cached = _names(found, "ignore"), found.get("kv_cache_scheme") is not None
-    return Quantization("compressed-tensors", strategy, block, inputs, ignore, targets, exponents, cached)
+    status = found.get("quantization_status")
+    status = None if status is None else str(status)
+    return Quantization("compressed-tensors", strategy, block, inputs, ignore, targets, exponents, cached, status)
 
 
 def _group(
