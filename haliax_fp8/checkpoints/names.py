@@ -53,8 +53,7 @@ class NameMap:
         """
         if isinstance(names, NameMap):
             return names
-        pairs: Iterable[tuple[str, str]] = names.items() if isinstance(names, Mapping) else names or ()
-        return NameMap(tuple((str(model), str(checkpoint)) for model, checkpoint in pairs))
+        return NameMap(tuple(dict(names or ()).items()))
 
     def to_checkpoint(self, name: str) -> str:
         """The checkpoint's name of a tensor or layer of the model."""

@@ -22,6 +22,7 @@ def hugging_face_config(model: Transformer, *, dtype: str = "bfloat16") -> dict[
             layer.
 
     Example:
+        >>> from haliax_fp8.demo import Transformer, TransformerConfig
         >>> model = Transformer.init(TransformerConfig(layers=1), key=jax.random.key(0))
         >>> hugging_face_config(model)["architectures"]
         ['LlamaForCausalLM']

@@ -35,7 +35,8 @@ def write(folder, tensors, quantization=None, **config):
 
 def compressed(strategy="channel", **weights):
     group = {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "float", "strategy": strategy, **weights}}
-    return {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"group_0": group}}
+    common = {"quant_method": "compressed-tensors", "format": "float-quantized", "quantization_status": "compressed"}
+    return {**common, "config_groups": {"group_0": group}}
 
 
 RNG = np.random.default_rng(0)
