@@ -4,11 +4,13 @@ import dataclasses
 import math
 from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Float32
 
+from .._jax.mesh_axes import as_varying
 from .._jax.xla import on_cpu, on_cuda
 from .._numerics.quantized_array import QuantizedArray, expand
 from .dimensions import DotDimensions
@@ -204,6 +206,8 @@ def native_product(a: QuantizedArray, b: QuantizedArray, dimensions: DotDimensio
         dimension_numbers=(((2,), (2,)), ((0,), (0,))),
         preferred_element_type=jnp.float32,
     )
+    # XLA's scaled product does not say over which axes of a `shard_map` its result differs.
+    out = as_varying(out, jax.tree.leaves((a, b)))
     return out.reshape(dimensions.out_shape(a.data.shape, b.data.shape))
 
 
