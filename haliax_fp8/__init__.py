@@ -8,6 +8,7 @@ converts a model; `partition_for_grad_overwrite` and `apply_updates` make its tr
 # Modules: the rest of what is public, by subject.
 from . import (
     attention as attention,
+    checkpoints as checkpoints,
     demo as demo,
     devices as devices,
     layers as layers,

@@ -10,7 +10,7 @@ import numpy as np
 import wadler_lindig as wl
 from haliax.state_dict import ModuleWithStateDictSerialization, StateDict
 from jax import lax
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, DTypeLike, Float, Int
 
 from ._jax.explicit_axes import sharding_of_product
@@ -215,26 +215,23 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
         spec = dataclasses.replace(spec, copies=jax.tree.structure(copies), requantizes=False)
         return fp8_dot_general(input, kernel, state, spec, extras, key, copies, sharding)
 
-    def with_kernel_copies(
-        self, kernel: Float[Array, "..."], contraction: AbstractContraction, leading: tuple[str | None, ...] = ()
-    ) -> "Fp8DotGeneral":
-        """This op with copies of its kernel, unless its recipe rounds kernels at random, or not at all.
+    def quantized_kernel(
+        self,
+        kernel: Float[Array, "..."],
+        contraction: AbstractContraction,
+        leading: int,
+        gathered: PartitionSpec | None,
+    ) -> KernelCopies[Array] | None:
+        """Copies of a kernel as products with it take them; None if the recipe rounds kernels at random, or not at all.
 
         Args:
             kernel: The kernel, behind the axes of ensembles and stacks.
             contraction: Its products, with any input.
-            leading: The name of each axis in front; None for those of ensembles.
+            leading: How many axes are in front.
+            gathered: How the copies are divided over the mesh; None leaves that to XLA.
         """
-        spec = dataclasses.replace(self._spec(contraction, kernel, kernel, None, None), ensemble=len(leading))
-        copies = quantize_kernel(kernel, self._state_array, spec)
-        names = tuple(name for name in leading if name is not None)
-
-        def named(x: Array) -> hax.NamedArray:
-            axes = (*names, *(f"fp8_kernel_{i}" for i in range(x.ndim - len(leading))))
-            # Through the tree: names do not count the axes of ensembles.
-            return jax.tree.unflatten(jax.tree.structure(hax.named(np.zeros((1,) * len(axes)), axes)), [x])
-
-        return dataclasses.replace(self, kernel_copies=jax.tree.map(named, copies))
+        spec = dataclasses.replace(self._spec(contraction, kernel, kernel, None, None), ensemble=leading)
+        return quantize_kernel(kernel, self._state_array, spec, gathered)
 
     def with_recipe(self, recipe: Recipe) -> "Fp8DotGeneral":
         """This op with a recipe whose state begins as its own does, such as `recipe.observed` or `recipe.measured`."""

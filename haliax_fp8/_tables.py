@@ -2,6 +2,7 @@
 
 import abc
 import io
+import shutil
 from typing import ClassVar
 
 import rich.box
@@ -13,25 +14,29 @@ from rich.text import Text
 class Printable(abc.ABC):
     """What `print`, a Python prompt and a notebook show as a table, and `rich` with colors."""
 
-    width: ClassVar[int] = 120
-    """The number of columns of the text; a terminal that `rich` prints to has its own."""
+    width: ClassVar[int | None] = None
+    """The number of columns of the text; by default those of the terminal (or `COLUMNS`), and 80 without one."""
 
     @abc.abstractmethod
     def __rich__(self) -> RenderableType:
         """What to show."""
 
     def __str__(self) -> str:
-        console = Console(width=self.width, color_system=None, force_jupyter=False)
+        console = Console(width=self._columns, color_system=None, force_jupyter=False)
         with console.capture() as capture:
             console.print(self)
         return "\n".join(line.rstrip() for line in capture.get().splitlines())
+
+    @property
+    def _columns(self) -> int:
+        return shutil.get_terminal_size((80, 24)).columns if self.width is None else self.width
 
     # Data classes need `repr=False` to inherit it.
     def __repr__(self) -> str:
         return str(self)
 
     def _repr_html_(self) -> str:
-        console = Console(width=self.width, record=True, file=io.StringIO(), force_jupyter=False)
+        console = Console(width=self._columns, record=True, file=io.StringIO(), force_jupyter=False)
         console.print(self)
         return console.export_html(inline_styles=True, code_format='<pre style="line-height: 1.2">{code}</pre>')
 

@@ -6,7 +6,7 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
-import equinox as eqx
+from haliax_fp8.checkpoints import load_into, save as save_tree
 
 from .options import flag_name
 
@@ -29,15 +29,13 @@ def save(folder: pathlib.Path, step: int, state: Any, flags: Mapping[str, Any], 
     """
     folder.mkdir(parents=True, exist_ok=True)
     arrays = folder / f"step_{step:06d}.eqx"
-    temporary = arrays.with_suffix(".tmp")
-    with temporary.open("wb") as file:
-        eqx.tree_serialise_leaves(file, state)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(arrays)
+    save_tree(arrays, state)
     progress = {"step": step, "arrays": arrays.name, "flags": dict(flags), "history": dict(history)}
     temporary = folder / (_PROGRESS + ".tmp")
-    temporary.write_text(json.dumps(progress))
+    with temporary.open("w") as file:
+        file.write(json.dumps(progress))
+        file.flush()
+        os.fsync(file.fileno())
     temporary.replace(folder / _PROGRESS)
     for old in folder.glob("step_*.eqx"):
         if old != arrays:
@@ -76,6 +74,6 @@ def load_state(folder: pathlib.Path, progress: Mapping[str, Any], like: Any) -> 
     Args:
         folder: Where the checkpoint is.
         progress: What `read_progress` returned.
-        like: A tree with the saved structure, shapes and dtypes.
+        like: A tree with the saved structure, shapes and dtypes; its arrays may be on other devices.
     """
-    return eqx.tree_deserialise_leaves(folder / progress["arrays"], like)
+    return load_into(like, folder / progress["arrays"], strict=True)[0]

@@ -32,7 +32,7 @@ LEFT_ALONE = {"nvfp4": ("*.attention.*",)}
 # Flags that may differ between a run and its continuation: they do not change a single loss. `--data` is compared by
 # the text itself.
 _FREE = {"data", "out", "resume", "checkpoint_every", "eval_every", "eval_batches", "sample_bytes", "prompt"}
-_FREE |= {"temperature", "verbose"}
+_FREE |= {"temperature", "verbose", "mesh"}
 
 
 class _Formatter(argparse.ArgumentDefaultsHelpFormatter):
@@ -73,6 +73,13 @@ def make_parser() -> argparse.ArgumentParser:
     run.add_argument("--prompt", default="The ", metavar="TEXT", help="what the sample continues")
     run.add_argument(
         "--temperature", type=_natural_float, default=0.7, metavar="X", help="of the sample; 0: the likeliest byte"
+    )
+    run.add_argument(
+        "--mesh",
+        type=_mesh,
+        metavar="AXES",
+        help="divide over devices, as data=4,model=2: data is fully sharded, model is tensor parallelism. On a CPU the "
+        "devices are virtual. May differ when a run is resumed",
     )
     run.add_argument("--verbose", action="store_true", help="list every layer: converted, or why not")
 
@@ -225,6 +232,17 @@ def _number(kind: type, lowest: float, inclusive: bool, words: str) -> Callable[
     # argparse says "invalid <name> value" if the text is not a number.
     parse.__name__ = words
     return parse
+
+
+def _mesh(text: str) -> dict[str, int]:
+    """`data=4,model=2` as sizes of mesh axes."""
+    sizes: dict[str, int] = {}
+    for part in text.split(","):
+        name, _, size = part.partition("=")
+        if name not in ("data", "model") or name in sizes or not size.isdecimal() or int(size) < 1:
+            raise argparse.ArgumentTypeError(f"{text} is not a mesh of data and model, such as data=4,model=2")
+        sizes[name] = int(size)
+    return sizes
 
 
 _positive_int = _number(int, 1, True, "an integer of at least 1")

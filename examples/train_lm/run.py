@@ -28,6 +28,7 @@ from haliax_fp8.demo import Transformer, swiglu
 from haliax_fp8.memory import compressed
 
 from .corpus import Corpus
+from .layout import Layout
 from .options import LEFT_ALONE, model_config, recipes
 
 
@@ -43,6 +44,7 @@ class Run:
         model: The model, plain or converted.
         opt_state: The optimizer's state for it.
         config: How to convert it; None for the baseline.
+        layout: On which devices it is.
         is_converted: Whether `model` is converted now.
         losses: Training loss of every completed step.
         validation: Completed steps and validation loss.
@@ -54,6 +56,7 @@ class Run:
     model: Transformer
     opt_state: Any
     config: Fp8Config | None
+    layout: Layout
     is_converted: bool = False
     losses: list[float] = dataclasses.field(default_factory=list)
     validation: list[tuple[int, float]] = dataclasses.field(default_factory=list)
@@ -70,13 +73,14 @@ class Run:
             return False
         old = self.model
         self.model = fp8_linear_layers(old, self.config) if to_fp8 else restore_linear_layers(old)
+        self.model = self.layout.place(self.model)
         self.opt_state = transfer_optimizer_state(self.opt_state, old, self.model)
         self.is_converted = to_fp8
         return to_fp8
 
     def calibrate(self, step: TrainStep, batch: jax.Array) -> None:
         """Fills scales and histories from a batch, so that the first step in FP8 already has gradients."""
-        self.model = step.calibrate(self.model, batch)
+        self.model = self.layout.place(step.calibrate(self.model, batch))
 
     def measure(self, step: TrainStep, batch: jax.Array, key: jax.Array) -> None:
         """Records the shares of elements that quantization clips and flushes to zero, over a batch."""
@@ -98,7 +102,9 @@ class Run:
             FloatingPointError: If the loss is not finite.
         """
         start = time.perf_counter()
-        self.model, self.opt_state, metrics = step(self.model, self.opt_state, batch, key=key)
+        *state, metrics = step(self.model, self.opt_state, batch, key=key)
+        # XLA may divide results otherwise than arguments; the next step would then be another program.
+        self.model, self.opt_state = self.layout.place(tuple(state))
         # Reading the numbers waits for the device, so this times the step, not its dispatch.
         loss = float(metrics["loss"])
         self.seconds.append(time.perf_counter() - start)
@@ -110,12 +116,13 @@ class Run:
             )
 
 
-def make_runs(options: argparse.Namespace, step: TrainStep, done: int = 0) -> list[Run]:
+def make_runs(options: argparse.Namespace, step: TrainStep, layout: Layout, done: int = 0) -> list[Run]:
     """The models to train side by side, all from the same initialization, with fresh optimizer states.
 
     Args:
         options: The flags.
         step: The training step, which makes the optimizer state.
+        layout: The devices to train on.
         done: The number of completed steps, which decides whether the FP8 models are converted at this point.
 
     Raises:
@@ -134,7 +141,8 @@ def make_runs(options: argparse.Namespace, step: TrainStep, done: int = 0) -> li
         if config is not None and options.compress_activations:
             sizes = dataclasses.replace(sizes, activation=compressed(swiglu))
         model = Transformer.init(sizes, key=jax.random.key(options.seed))
-        runs.append(Run(name, model, step.init(model), config))
+        model = layout.place(model)
+        runs.append(Run(name, model, layout.place(step.init(model)), config, layout))
         runs[-1].set_converted(done > 0 and is_fp8_step(options, done - 1))
     return runs
 
@@ -201,7 +209,7 @@ def _decayed(params: Any) -> Any:
     return jax.tree.map(lambda node: jax.tree.map(lambda _: not is_norm(node), node), params, is_leaf=is_norm)
 
 
-def make_evaluation(options: argparse.Namespace, corpus: Corpus) -> Callable[[Transformer], float]:
+def make_evaluation(options: argparse.Namespace, corpus: Corpus, layout: Layout) -> Callable[[Transformer], float]:
     """The mean validation loss of a model, over the same batches every time.
 
     Raises:
@@ -209,4 +217,4 @@ def make_evaluation(options: argparse.Namespace, corpus: Corpus) -> Callable[[Tr
     """
     batches = corpus.validation_batches(options.batch_size, options.seq_len, options.eval_batches)
     loss = eqx.filter_jit(make_loss(options))
-    return lambda model: float(np.mean([float(loss(model, jnp.asarray(batch))) for batch in batches]))
+    return lambda model: float(np.mean([float(loss(model, layout.batch(batch))) for batch in batches]))

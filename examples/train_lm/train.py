@@ -3,6 +3,7 @@
     python -m examples.train_lm                       # under 4 minutes on 2 CPU cores
     python -m examples.train_lm --data my_book.txt --steps 2000
     python -m examples.train_lm --fp8-after 150       # converts the model in mid-training
+    python -m examples.train_lm --mesh data=4,model=2 # on 8 devices; on a CPU, virtual ones
     python -m examples.train_lm --resume              # after Ctrl-C: continues to the same losses
     python -m examples.train_lm --help
 
@@ -32,7 +33,8 @@ from haliax_fp8 import TrainStep, cast_params, describe, fp8_linear_layers, trai
 
 from . import checkpoint
 from .corpus import Corpus, load_corpus
-from .options import binding_flags, parse_options
+from .layout import Layout, make_layout
+from .options import binding_flags, model_config, parse_options
 from .report import Curve, results_table, write_figure, write_results
 from .run import Run, is_fp8_step, make_evaluation, make_loss, make_optimizer, make_runs
 from .sample import generate
@@ -66,7 +68,8 @@ def train(runs: Sequence[Run], step: TrainStep, corpus: Corpus, options: argpars
     Raises:
         Stopped: After Ctrl-C.
     """
-    evaluate = make_evaluation(options, corpus)
+    layout = runs[0].layout
+    evaluate = make_evaluation(options, corpus, layout)
     first = len(runs[0].losses)
     columns = [
         MofNCompleteColumn(),
@@ -78,7 +81,7 @@ def train(runs: Sequence[Run], step: TrainStep, corpus: Corpus, options: argpars
     with stop_requests() as stop_requested, Progress(*columns, console=console) as progress:
         task = progress.add_task("", total=options.steps, completed=first, status="compiling", what="left")
         for index in range(first, options.steps):
-            batch = jnp.asarray(corpus.batch(options.seed, index, options.batch_size, options.seq_len))
+            batch = layout.batch(corpus.batch(options.seed, index, options.batch_size, options.seq_len))
             key = _step_key(options, index)
             for run in runs:
                 if run.set_converted(is_fp8_step(options, index)):
@@ -106,7 +109,7 @@ def save_runs(runs: Sequence[Run], corpus: Corpus, options: argparse.Namespace) 
     checkpoint.save(pathlib.Path(options.out), len(runs[0].losses), state, _binding(options, corpus), history)
 
 
-def resume_runs(options: argparse.Namespace, step: TrainStep, corpus: Corpus) -> list[Run]:
+def resume_runs(options: argparse.Namespace, step: TrainStep, corpus: Corpus, layout: Layout) -> list[Run]:
     """The runs from the checkpoint.
 
     Raises:
@@ -117,7 +120,7 @@ def resume_runs(options: argparse.Namespace, step: TrainStep, corpus: Corpus) ->
     if progress is None:
         raise ValueError(f"--resume found no checkpoint in --out {folder}; start without --resume")
     checkpoint.check_flags(progress["flags"], _binding(options, corpus), folder)
-    runs = make_runs(options, step, progress["step"])
+    runs = make_runs(options, step, layout, progress["step"])
     state = checkpoint.load_state(folder, progress, [(run.model, run.opt_state) for run in runs])
     for run, (run.model, run.opt_state) in zip(runs, state, strict=True):
         history = progress["history"][run.name]
@@ -138,6 +141,8 @@ def announce(runs: Sequence[Run], corpus: Corpus, options: argparse.Namespace, c
         f"{parameters:,} parameters on {device.device_kind}; {corpus.name}: {len(corpus.train):,} bytes to train on, "
         f"{len(corpus.validation):,} held back",
     )
+    if options.mesh is not None:
+        _say(console, runs[0].layout.summary)
     for run in runs:
         if run.config is None:
             continue
@@ -177,20 +182,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder = pathlib.Path(options.out)
     try:
         corpus = load_corpus(options.data, options.validation_fraction)
+        # First of all: it decides how many devices a CPU is.
+        layout = make_layout(options.mesh, model_config(options), options.batch_size // options.microbatches)
         step = TrainStep(make_loss(options), make_optimizer(options), microbatches=options.microbatches)
-        runs = resume_runs(options, step, corpus) if options.resume else make_runs(options, step)
-        make_evaluation(options, corpus)
+        runs = resume_runs(options, step, corpus, layout) if options.resume else make_runs(options, step, layout)
+        make_evaluation(options, corpus, layout)
         announce(runs, corpus, options, console)
     except ValueError as error:
         console.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
         return 2
     try:
-        train(runs, step, corpus, options, console)
-        last = options.steps - 1
-        batch = jnp.asarray(corpus.batch(options.seed, last, options.batch_size, options.seq_len))
-        for run in runs:
-            run.measure(step, batch, _step_key(options, last))
-        report(runs, options, console)
+        with layout.active():
+            train(runs, step, corpus, options, console)
+            last = options.steps - 1
+            batch = layout.batch(corpus.batch(options.seed, last, options.batch_size, options.seq_len))
+            for run in runs:
+                run.measure(step, batch, _step_key(options, last))
+            report(runs, options, console)
     except (Stopped, KeyboardInterrupt):
         given = [argument for argument in (sys.argv[1:] if argv is None else argv) if argument != "--resume"]
         command = shlex.join(["python", "-m", "examples.train_lm", *given, "--resume"])

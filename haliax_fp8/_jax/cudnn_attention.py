@@ -13,7 +13,6 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
-from jax._src import dispatch
 from jax._src.cudnn import fused_attention_stablehlo as cudnn
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec as P
@@ -25,17 +24,6 @@ _LAYOUT = cudnn.AttentionLayout.BTNH.value
 
 # JAX hands it to its own checks, none of which a newer one would fail.
 _VERSION = 91000
-
-
-def lower_with_devices(*primitives: Any) -> None:
-    """Declares primitives whose lowering contains these calls, which are divided over the devices of a program.
-
-    JAX looks for such primitives where it can see them, which is not within the lowering of others.
-
-    Args:
-        *primitives: Those that are in a traced program.
-    """
-    dispatch.prim_requires_devices_during_lowering.update(primitives)
 
 
 def fp8_forward(

@@ -37,7 +37,7 @@ def unchecked_axes() -> tuple[str, ...]:
 
 
 def axes_of_parts(x: Array) -> tuple[str, ...]:
-    """The mesh axes over which devices hold parts of an operand, inside `shard_map`; all of them if nothing is known."""
+    """The mesh axes over which devices hold parts of an operand, inside `shard_map`; all, if nothing is known."""
     return unchecked_axes() or tuple(sorted(varying_axes(x)))
 
 

@@ -22,16 +22,17 @@ from typing import Any
 import jax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
 from jaxtyping import Array, Float, UInt32
 
+from .._jax.after_partitioning import lower_with_devices
+from .._jax.explicit_axes import with_automatic_axes
 from .._jax.linearization import define_linearization
 from .._jax.mapped_axis import to_front
 from .._jax.max_grad import axes_since_recorded, require_differentiated_state, to_dtype_of
-from .._jax.explicit_axes import with_automatic_axes
 from .._jax.mesh_axes import as_varying, unchecked_axes
 from .._numerics.quantized_array import QuantizedArray
+from ..devices.units import MX_UNITS
 from .kernel_copies import KernelCopies, KernelCopy, folded, is_mapped, shape_of
 from .mapped_tangent import TangentArguments, with_mapped_axis
 from .spec import ProductSpec
@@ -68,7 +69,7 @@ def fp8_dot_general(
     of_op = (*(x for x in (state, key) if x is not None), *jax.tree.leaves(copies))
 
     def multiply(input: Array, kernel: Array, *others: Array) -> Array:
-        return fp8_dot_p.bind(*_vary_together(input, kernel), *others, spec=spec)
+        return _primitive_of(spec).bind(*_vary_together(input, kernel), *others, spec=spec)
 
     return with_automatic_axes(multiply, out_sharding, input, kernel, *extras, *of_op)
 
@@ -81,7 +82,14 @@ def _vary_together(*arrays: Array) -> Sequence[Array]:
 # --- The primitives -------------------------------------------------------------------------------------------------
 
 fp8_dot_p = Primitive("fp8_dot")
+# The same, for products that are divided over devices when they are lowered: JAX has to know by the primitive.
+fp8_dot_in_blocks_p = Primitive("fp8_dot")
 fp8_dot_tangent_p = Primitive("fp8_dot_tangent")
+
+
+def _primitive_of(spec: ProductSpec) -> Primitive:
+    operands = (operand for pair in spec.recipe.products.values() for operand in pair if operand.scaling.quantizes)
+    return fp8_dot_in_blocks_p if any(operand.scaling.units is MX_UNITS for operand in operands) else fp8_dot_p
 
 
 def _fp8_dot(input: Array, kernel: Array, *others: Array, spec: ProductSpec) -> Array:
@@ -149,7 +157,8 @@ def _fp8_dot_batch(args, axes, *, spec: ProductSpec):
     *_, state_axis, key_axis, copies_axes = _split_others(axes[2:], spec)
     if state_axis is not None or key_axis is not None:
         args = [to_front(x, axis, size, 0) for x, axis in zip(args, axes, strict=True)]
-        return fp8_dot_p.bind(*args, spec=dataclasses.replace(spec, ensemble=spec.ensemble + 1)), 0
+        spec = dataclasses.replace(spec, ensemble=spec.ensemble + 1)
+        return _primitive_of(spec).bind(*args, spec=spec), 0
     operands, axes = list(args[:count]), list(axes[:count])
     if axes[1] is None and is_mapped(copies_axes):
         operands[1], axes[1] = to_front(operands[1], None, size, spec.ensemble), spec.ensemble
@@ -158,8 +167,8 @@ def _fp8_dot_batch(args, axes, *, spec: ProductSpec):
     if copies is not None:
         copies = folded(copies, copies_axes, size, spec.ensemble, kernel_has_axis=operands[1].ndim > ndim)
     of_op = (*(x for x in (state, key) if x is not None), *jax.tree.leaves(copies))
-    out = fp8_dot_p.bind(*operands, *of_op, spec=dataclasses.replace(spec, contraction=contraction))
-    return out, out_axis + spec.ensemble
+    spec = dataclasses.replace(spec, contraction=contraction)
+    return _primitive_of(spec).bind(*operands, *of_op, spec=spec), out_axis + spec.ensemble
 
 
 def _unpack(args, linear: tuple[bool, ...], structure) -> tuple[list[Any], Any, Any]:
@@ -219,13 +228,16 @@ def _fp8_dot_tangent_batch(args, axes, *, spec: ProductSpec, linear: tuple[bool,
 
 for _primitive, _function, _aval in (
     (fp8_dot_p, _fp8_dot, _fp8_dot_aval),
+    (fp8_dot_in_blocks_p, _fp8_dot, _fp8_dot_aval),
     (fp8_dot_tangent_p, _fp8_dot_tangent, _fp8_dot_tangent_aval),
 ):
     _primitive.def_impl(_function)
     _primitive.def_abstract_eval(_aval)
     mlir.register_lowering(_primitive, mlir.lower_fun(_function, multiple_results=False))
-ad.primitive_jvps[fp8_dot_p] = _fp8_dot_jvp
-define_linearization(fp8_dot_p, _fp8_dot_linearize)
-batching.primitive_batchers[fp8_dot_p] = _fp8_dot_batch
+for _primitive in (fp8_dot_p, fp8_dot_in_blocks_p):
+    ad.primitive_jvps[_primitive] = _fp8_dot_jvp
+    define_linearization(_primitive, _fp8_dot_linearize)
+    batching.primitive_batchers[_primitive] = _fp8_dot_batch
+lower_with_devices(fp8_dot_in_blocks_p)
 ad.primitive_transposes[fp8_dot_tangent_p] = _fp8_dot_transpose
 batching.primitive_batchers[fp8_dot_tangent_p] = _fp8_dot_tangent_batch

@@ -1,14 +1,17 @@
 """Makes the copies of a kernel that its products take."""
 
+import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
+from .._jax.constraint import divided
 from .._jax.max_grad import to_float32
-from .._jax.xla import transposed_once
+from .._jax.xla import gathered_once, transposed_once
 from .._numerics.quantized_array import QuantizedArray
 from .._state.table import measures
 from ..recipes.recipe import USES, ProductName
@@ -18,7 +21,9 @@ from .operands import measured_parts, quantize_operand, round_to, scales_of
 from .spec import ProductSpec
 
 
-def quantize_kernel(kernel: Float[Array, "..."], state: Array | None, spec: ProductSpec) -> KernelCopies[Array] | None:
+def quantize_kernel(
+    kernel: Float[Array, "..."], state: Array | None, spec: ProductSpec, gathered: PartitionSpec | None = None
+) -> KernelCopies[Array] | None:
     """The copies of a kernel for all products with it; None if none are quantized, or some are rounded at random.
 
     Bit for bit what the products would quantize. Nothing is differentiated: gradients reach the kernel itself.
@@ -27,22 +32,30 @@ def quantize_kernel(kernel: Float[Array, "..."], state: Array | None, spec: Prod
         kernel: The kernel, behind the axes of members.
         state: The state of its op; None for a stateless recipe.
         spec: What is static about its products; the contraction of the kernel's axes alone has to be right.
+        gathered: How the copies are divided over the mesh, by the kernel's axes; None leaves that to XLA.
     """
     uses = [spec.recipe.quantization("kernel", product) for product in USES["kernel"]]
     if any(use.rounding.needs_key for use in uses) or not any(use.scaling.quantizes for use in uses):
         return None
     state = None if state is None else lax.stop_gradient(to_float32(state))
-    return _copies(lax.stop_gradient(kernel), state, spec=spec)
+    return _copies(lax.stop_gradient(kernel), state, spec=spec, gathered=gathered)
 
 
-@functools.partial(jax.jit, static_argnames="spec")
-def _copies(kernel: Array, state: Array | None, *, spec: ProductSpec) -> KernelCopies[Array]:
+@functools.partial(jax.jit, static_argnames=("spec", "gathered"))
+def _copies(
+    kernel: Array, state: Array | None, *, spec: ProductSpec, gathered: PartitionSpec | None
+) -> KernelCopies[Array]:
     kernel = round_to(kernel, spec.compute_dtype)
     scales, found, copies = scales_of(state, spec), {}, []
     for product in USES["kernel"]:
         quantized_for = spec.quantized_for("kernel", product)
         if quantized_for not in found:
-            found[quantized_for] = quantize_operand(kernel, "kernel", product, scales, None, (), spec)
+            quantized = quantize_operand(kernel, "kernel", product, scales, None, (), spec)
+            if gathered is not None:
+                # Both copies come from what was gathered: behind a transposition, XLA would gather bfloat16.
+                data = divided(gathered_once(quantized.data), gathered)
+                quantized = dataclasses.replace(quantized, data=data)
+            found[quantized_for] = quantized
         copies.append(_copy(found[quantized_for], product, spec))
     measured = None
     if state is not None and measures(spec.recipe.scalings):

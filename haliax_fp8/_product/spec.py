@@ -83,6 +83,11 @@ class ProductSpec:
             return True
         return not self.recipe.quantization(operand, USES[operand][1]).scaling.quantizes
 
+    @property
+    def keeps_kernel_copy(self) -> bool:
+        """Whether fprop and dgrad read the same FP8 kernel."""
+        return self.quantized_for("kernel", "dgrad") == "fprop" and not self.keeps_itself("kernel")
+
     def takes_stored_scale(self, operand: OperandName, product: ProductName) -> bool:
         """Whether an operand is quantized with the scale that the state holds."""
         scaling = self.recipe.quantization(operand, product).scaling

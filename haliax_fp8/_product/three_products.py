@@ -12,8 +12,9 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
+from .._jax.mesh_axes import automatic_axes
 from .._jax.opaque import opaque
-from .._jax.xla import not_kept_from_forward, own_operand, own_precision, transposed_separately
+from .._jax.xla import gathered_once, not_kept_from_forward, own_operand, own_precision, transposed_separately
 from .._numerics.quantized_array import QuantizedArray
 from .._state.form import Kept
 from .._state.table import measures
@@ -106,7 +107,7 @@ def _kept(x: Any, copy: Saved, *, is_kernel: bool, rematerialized: bool) -> Any:
     if copy is None:
         # An argument goes past `_fprop`: JAX would take it for a result that has to be stored.
         return x
-    if is_kernel or rematerialized:
+    if rematerialized and not is_kernel:
         # An input that is kept from the forward to the backward pass had better be transposed before.
         copy = transposed_separately(copy)
     # A kernel has no name: it is kept to be quantized again.
@@ -150,6 +151,9 @@ def _fprop(
             operand: quantize_operand(x, operand, "fprop", scales, key, extras, spec, copies)
             for operand, x in operands.items()
         }
+        if differentiated and copies is None and spec.keeps_kernel_copy:
+            copy = quantized["kernel"]
+            quantized["kernel"] = dataclasses.replace(copy, data=gathered_once(copy.data))
         both = _own_input(quantized["input"], quantized["kernel"], spec), quantized["kernel"]
         dtype, scale = spec.compute_dtype or spec.out_dtype, scales.of_both("fprop", spec) if scales else None
         out = round_to(spec.batched.product("fprop", both, extras, spec.precision, dtype, scale), spec.out_dtype)
@@ -180,7 +184,8 @@ def _fprop(
 
 def _own_input(input: QuantizedArray, kernel: QuantizedArray, spec: ProductSpec) -> QuantizedArray:
     """The input of fprop, kept apart from other layers' products of it."""
-    if spec.group_place is None:
+    if spec.group_place is None or automatic_axes():
+        # Behind a barrier for each product, devices would send each other the operand for each.
         return input
     # The kernel's data, if the product reads them as they are stored; else its scale, for which they need not be there.
     ndim, axes = kernel.data.ndim, spec.batched.contracted("fprop")[1]
@@ -207,14 +212,18 @@ def backward(
         product = spec.quantized_for("output_grad", product)
         if product not in quantized:
             key = residuals.key
-            quantized[product] = quantize_operand(grad, "output_grad", product, scales, key, extras, spec)
+            of_grad = quantize_operand(grad, "output_grad", product, scales, key, extras, spec)
+            if "output_grad" in spec.recipe.quantized_once and None not in dtypes:
+                # cuBLASLt wants it transposed in wgrad.
+                of_grad = dataclasses.replace(of_grad, data=gathered_once(of_grad.data))
+            quantized[product] = of_grad
         return quantized[product]
 
     def gradient(product: ProductName, other: OperandName, dtype: np.dtype | None) -> Array | None:
         if dtype is None:
             return None
         operand, of_grad = residuals.operand(other, scales, extras, spec), quantized_grad(product)
-        if product == "wgrad" and "output_grad" in spec.recipe.quantized_once:
+        if product == "wgrad" and "output_grad" in spec.recipe.quantized_once and None in dtypes:
             # cuBLASLt wants it transposed here.
             of_grad = dataclasses.replace(of_grad, data=transposed_separately(of_grad.data))
         both = (of_grad, operand) if product == "dgrad" else (operand, of_grad)

@@ -12,6 +12,7 @@ from jax.interpreters import batching, mlir
 from jaxtyping import Array, Float32
 
 from .._jax import cudnn_attention
+from .._jax.after_partitioning import lower_with_devices
 from .._jax.mapped_axis import to_front
 from . import emulated
 from .emulated import Attention, Scales
@@ -197,4 +198,4 @@ for _primitive, _emulation, _cudnn, _avals in (
     mlir.register_lowering(_primitive, _lowered(_emulation), platform="cpu")
     mlir.register_lowering(_primitive, _lowered(_on_cuda(_cudnn, _emulation)), platform="cuda")
     batching.primitive_batchers[_primitive] = _batch(_primitive)
-cudnn_attention.lower_with_devices(forward_p, backward_p)
+lower_with_devices(forward_p, backward_p)

@@ -18,7 +18,7 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
-from .._jax.cudnn_attention import lower_with_devices
+from .._jax.after_partitioning import lower_with_devices
 from .._jax.linearization import define_linearization
 from .._jax.mapped_axis import to_front
 from .._jax.max_grad import axes_since_recorded, require_differentiated_state, to_dtype_of

@@ -288,7 +288,8 @@ class Transformer(eqx.Module):
                 f"tokens has {Position.size} positions, more than max_length={self.config.max_length}; "
                 "shorten the sequence or build the model with a larger max_length"
             )
-        x = self.embedding(tokens)
+        # As the blocks' outputs are: or XLA divides features of the residual stream as the embedding's are.
+        x = hax.auto_sharded(self.embedding(tokens))
         if self.positions is not None:
             x = x + self.positions["position", : Position.size]
         rotary = () if theta is None else rotary_tables(Position, self.config.HeadDim, theta)

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import haliax as hax
+from rich.console import Group, RenderableType
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -15,11 +17,13 @@ from ..recipes.recipe import Recipe
 from ..recipes.support import Support
 from .config import Fp8Config, as_config
 from .convert import decide
+from .description_table import grouped
 from .only_where_faster import FasterOn
 from .ops import all_ops
 from .own_state import require_own_state
 from .prediction import Prediction
 from .rematerialization import find_rematerialized
+from .rule import Refused
 from .uncalibrated import uncalibrated_operands
 
 
@@ -37,6 +41,7 @@ class LayerDescription:
         prediction: Its predicted times in bf16 and in FP8, whichever it runs in; None if not requested, or if unknown.
         uncalibrated: The operands whose static scale is not calibrated yet.
         scales: How whole-tensor scales are rounded when they are applied; empty if the layer has none.
+        is_linear: Whether it counts as a linear layer: not an embedding, unless it was converted, nor a convolution.
     """
 
     path: str
@@ -48,6 +53,7 @@ class LayerDescription:
     prediction: Prediction | None = None
     uncalibrated: tuple[str, ...] = ()
     scales: str = ""
+    is_linear: bool = True
 
     @property
     def is_fp8(self) -> bool:
@@ -90,6 +96,11 @@ class ModelDescription(Printable):
         return sum(layer.is_fp8 for layer in self.layers)
 
     @property
+    def count(self) -> int:
+        """How many linear layers there are; without layers of other kinds, such as embeddings that are no head."""
+        return sum(layer.is_linear for layer in self.layers)
+
+    @property
     def summary(self) -> str:
         """One line for the start of a program: how many layers run in FP8, with which recipes, natively or emulated.
 
@@ -99,9 +110,9 @@ class ModelDescription(Printable):
         """
         recipes = collections.Counter(layer.recipe for layer in self.layers if layer.recipe)
         if not recipes:
-            return f"FP8: none of {len(self.layers)} linear layers"
+            return f"FP8: none of {self.count} linear layers"
         counted = " + ".join(f"{count} {recipe}" if len(recipes) > 1 else recipe for recipe, count in recipes.items())
-        described = f"FP8: {self.fp8_count} of {len(self.layers)} linear layers, {counted}, {_where(self.layers)}"
+        described = f"FP8: {self.fp8_count} of {self.count} linear layers, {counted}, {_where(self.layers)}"
         waiting = sum(bool(layer.uncalibrated) for layer in self.layers)
         return f"{described}, {waiting} to be calibrated first" if waiting else described
 
@@ -148,23 +159,47 @@ class ModelDescription(Printable):
         reasons = "; ".join(dict.fromkeys(support.reason for support in emulated))
         return f"FP8 products are emulated on {emulated[0].device.kind}, slower than high precision: {reasons}"
 
-    def __rich__(self) -> Table:
-        table = new_table(
-            f"{self.fp8_count} of {len(self.layers)} linear layers in FP8",
-            "\n".join(filter(None, (self.scales, self.between, self.note, self.estimate))),
+    def __rich__(self) -> RenderableType:
+        recipes = {layer.recipe for layer in self.layers if layer.recipe is not None}
+        (only,) = recipes if len(recipes) == 1 else (None,)
+        supports = {layer.support for layer in self.layers if layer.support is not None}
+        everywhere = self.device is not None and len(supports) == 1 and next(iter(supports)).is_native
+        native = f", native on {self.device.kind}" if everywhere and self.device is not None else ""
+        count = f"{self.fp8_count} of {self.count} linear layers in FP8"
+        lines = self.estimate, self.note, self.scales, self.between
+        return Group(
+            Text(f"{count}{f': {only}' if only else ''}{native}", "bold"),
+            self._table(only, with_support=self.device is not None and not native),
+            *(Text(line, "dim") for line in lines if line),
         )
-        on_device = () if self.device is None else (f"on {self.device.kind}",)
-        gain = () if self.predict is None else ("gain",)
-        for column in ("layer", "shape", "stacked", "runs in", *on_device, *gain):
+
+    def _table(self, only: str | None, *, with_support: bool) -> Table:
+        kind = lambda layer: (layer.recipe, layer.reason, layer.support, layer.uncalibrated, layer.prediction)
+        groups = list(grouped(self.layers, kind))
+        lengths = [
+            len(word) + (2 if group.prefix else 0)
+            for group in groups
+            for row in group.rows
+            for word in row.name.split()
+        ]
+        table = new_table("")
+        table.title = None
+        # Names break last.
+        table.add_column("layer", overflow="fold", min_width=min(28, max(lengths, default=0)))
+        for column in ("shape", "runs in", *(("on device",) if with_support else ())):
             table.add_column(column, overflow="fold")
-        for layer in self.layers:
-            # Text, not markup: a pattern such as `[a-z]*` in a reason is not a style.
-            runs_in = Text(layer.recipe, "green") if layer.recipe else Text(f"high precision: {layer.reason}", "yellow")
-            if layer.uncalibrated:
-                runs_in = Text(f"{layer.recipe}; calibrate first: no scale for {', '.join(layer.uncalibrated)}", "red")
-            cells = [*map(Text, (layer.path or "(the module itself)", layer.shape, layer.stacked)), runs_in]
-            cells += [] if self.device is None else [_verdict(layer.support)]
-            table.add_row(*cells, *([] if self.predict is None else [_gain(layer.prediction)]))
+        if self.predict is not None:
+            table.add_column("gain", no_wrap=True)
+        for group in groups:
+            if group.prefix:
+                table.add_row(Text(group.prefix), Text(group.stacked))
+            for row in group.rows:
+                indent = 2 if group.prefix else 0
+                stack = f" ({group.stacked})" if group.stacked and not group.prefix else ""
+                name = Padding(Text((row.name or "(the module itself)") + stack), (0, 0, 0, indent))
+                cells = [name, Text("\n".join(row.shapes)), _runs_in(row.layer, only)]
+                cells += [_verdict(row.layer.support)] if with_support else []
+                table.add_row(*cells, *([] if self.predict is None else [_gain(row.layer.prediction)]))
         return table
 
 
@@ -221,6 +256,7 @@ def describe(
                 prediction=predict and recipe and predict.predict(rule, layer, stack, recipe, residual),
                 uncalibrated=() if op is None else uncalibrated_operands(op.state),
                 scales="" if op is None else op.recipe.scales,
+                is_linear=op is not None or not (isinstance(rule, Refused) or rule.only_if_named(layer)),
             )
         )
     return ModelDescription(tuple(rows), named, predict, dict(find_rematerialized(model)))
@@ -249,6 +285,16 @@ def _verdict(support: Support | None) -> Text:
     if support is None:
         return Text("")
     return Text("native", "green") if support.is_native else Text(f"emulated: {support.reason}", "yellow")
+
+
+def _runs_in(layer: LayerDescription, only: str | None) -> Text:
+    """The recipe, unless all layers have the same; or why there is none."""
+    # Text, not markup: a pattern such as `[a-z]*` in a reason is not a style.
+    if layer.recipe is None:
+        return Text(f"high precision: {layer.reason}", "yellow")
+    if layer.uncalibrated:
+        return Text(f"{layer.recipe}; calibrate first: no scale for {', '.join(layer.uncalibrated)}", "red")
+    return Text("FP8" if layer.recipe == only else layer.recipe, "green")
 
 
 def _gain(prediction: Prediction | None) -> Text:

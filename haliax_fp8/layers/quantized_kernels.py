@@ -7,7 +7,11 @@ from typing import Any
 import haliax as hax
 import jax
 import jax.numpy as jnp
+import numpy as np
+from haliax.partitioning import physical_axis_name
+from jax.sharding import PartitionSpec
 
+from .._jax.constraint import automatic_mesh
 from .._op import Fp8DotGeneral
 from .._product.contraction import AbstractContraction
 from .._product.dimensions import DotDimensions
@@ -19,7 +23,7 @@ from .ops import all_ops, is_op, named_ops
 from .walk import map_layers_in_stacks, rule_of
 
 
-def quantize_kernels[M](model: M, config: Fp8Config | None = None) -> M:
+def quantize_kernels[M](model: M, config: Fp8Config | None = None, *, gather: bool = False) -> M:
     """The model with each kernel as its products take it, so that several evaluations quantize it once.
 
     Every product quantizes its kernel, and every microbatch has such a product. Give the loss of all microbatches this
@@ -38,14 +42,18 @@ def quantize_kernels[M](model: M, config: Fp8Config | None = None) -> M:
     Args:
         model: A converted model; others are returned unchanged.
         config: Only its `rules` matter; needed if the model was converted with custom rules.
+        gather: Whether the copies are gathered here, in FP8, from devices that each hold a part of a kernel; by default
+            every product gathers its own. Named axes are then divided over the devices as Haliax's axis mapping says,
+            that of the computation (`hax.axis_mapping`), and axes that it leaves out are whole. Kernels without names
+            are whole. Needs a mesh with automatic axes, `jax.set_mesh(mesh)`.
 
     Returns:
         The model for the losses of one step.
 
     Raises:
         ValueError: If the scales of a layer's recipe run along what is contracted, and its `Kernel` does not tell which
-            axes those are. When called, if a product gets another kernel than the layer's weight: of another shape, or
-            in another dtype, as in a loss that casts its parameters.
+            axes those are, or `gather` is set without such a mesh. When called, if a product gets another kernel than
+            the layer's weight: of another shape, or in another dtype, as in a loss that casts its parameters.
 
     Example:
         >>> fp8_model = fp8_linear_layers(model)
@@ -53,6 +61,12 @@ def quantize_kernels[M](model: M, config: Fp8Config | None = None) -> M:
         >>> bool(loss_fn(quantized, x) == loss_fn(fp8_model, x))
         True
     """
+    if gather and not automatic_mesh():
+        raise ValueError(
+            "kernels cannot be gathered once: no mesh with automatic axes is set. Set it where the step is called, "
+            "jax.set_mesh(mesh), with axis_types=AxisType.Auto for all axes; on one device there is nothing to gather, "
+            "and quantizing once does the rest"
+        )
     done: dict[int, Any] = {}
     rules = as_config(config).rules
 
@@ -62,7 +76,7 @@ def quantize_kernels[M](model: M, config: Fp8Config | None = None) -> M:
             return layer
         # The same object in two places stays one object.
         if id(layer) not in done:
-            done[id(layer)] = rule.with_op(layer, _with_copies(path, op, rule.kernel(layer), stack))
+            done[id(layer)] = rule.with_op(layer, _with_copies(path, op, rule.kernel(layer), stack, gather))
         return done[id(layer)]
 
     return map_layers_in_stacks(quantized, model, rules)
@@ -103,29 +117,38 @@ def _has_copies(op: Fp8DotGeneral) -> bool:
     return any(getattr(leaf, "dtype", None) != jax.dtypes.float0 for leaf in leaves)
 
 
-def _with_copies(path: str, op: Fp8DotGeneral, kernel: Kernel, stack: tuple[hax.Axis, ...]) -> Fp8DotGeneral:
+def _with_copies(
+    path: str, op: Fp8DotGeneral, kernel: Kernel, stack: tuple[hax.Axis, ...], gather: bool
+) -> Fp8DotGeneral:
     array = kernel.weight.array if isinstance(kernel.weight, hax.NamedArray) else kernel.weight
     if not hasattr(array, "dtype") or not jnp.issubdtype(array.dtype, jnp.floating) or op.state_per_group:
         return op
     members, stack = kernel.members_and_stack(stack)
     names = tuple(axis.name for axis in stack)
-    leading = (*(None for _ in members), *names)
+    leading = members + tuple(axis.size for axis in stack)
+    whole = PartitionSpec()
     if isinstance(kernel.weight, hax.NamedArray):
         array, contraction = _of_named(kernel, names, len(members))
+        axes = (*names, *_own_axes(kernel, names))
+        whole = PartitionSpec(*(None for _ in members), *map(physical_axis_name, axes))
     else:
         contraction = _of_plain(path, op, kernel, array.shape[len(leading) :])
     if kernel.factor != 1.0:
         array = array * kernel.factor
-    return op.with_kernel_copies(array, contraction, leading)
+    copies = op.quantized_kernel(array, contraction, len(leading), whole if gather else None)
+
+    def named(x: jax.Array) -> hax.NamedArray:
+        axes = (*names, *(f"fp8_kernel_{i}" for i in range(x.ndim - len(leading))))
+        # Through the tree: names do not count the axes of ensembles.
+        return jax.tree.unflatten(jax.tree.structure(hax.named(np.zeros((1,) * len(axes)), axes)), [x])
+
+    return dataclasses.replace(op, kernel_copies=jax.tree.map(named, copies))
 
 
 def _of_named(kernel: Kernel, stack: Sequence[str], members: int) -> tuple[jax.Array, AbstractContraction]:
     """The kernel as the layer hands it over, and its products."""
     array, names = kernel.weight.array, kernel.weight.axis_names
-    own = [name for name in names if name not in stack]
-    if kernel.Experts is not None:
-        # As `Fp8MoELinear` rearranges it.
-        own = [*_names(kernel.Experts), *_names(kernel.In), *_names(kernel.Out)]
+    own = _own_axes(kernel, stack)
     order = [names.index(name) + members for name in (*stack, *own)]
     array = jnp.transpose(array, (*range(members), *order))
     if kernel.Experts is not None:
@@ -134,6 +157,14 @@ def _of_named(kernel: Kernel, stack: Sequence[str], members: int) -> tuple[jax.A
     if inputs is None:
         inputs = tuple(map(own.index, _names(kernel.In)))
     return array, _dot(array.shape[members + len(stack) :], inputs)
+
+
+def _own_axes(kernel: Kernel, stack: Sequence[str]) -> list[str]:
+    """The names of one kernel's axes, in the order in which the layer hands it over."""
+    if kernel.Experts is not None:
+        # As `Fp8MoELinear` rearranges it.
+        return [*_names(kernel.Experts), *_names(kernel.In), *_names(kernel.Out)]
+    return [name for name in kernel.weight.axis_names if name not in stack]
 
 
 def _names(features: Features | hax.AxisSpec | None) -> list[str]:

@@ -15,9 +15,9 @@ from .target.gpu import GpuTarget as GpuTarget
 from .target.named import targets as targets
 from .target.target import LocalTarget as LocalTarget, Target as Target
 from .target.tpu import TpuTarget as TpuTarget
+from .verdict.collective import Collective as Collective, Part as Part
 from .verdict.product import Product as Product, Verdict as Verdict
 from .verdict.program import (
-    Collective as Collective,
     Estimate as Estimate,
     Kernels as Kernels,
     Opaque as Opaque,

@@ -23,11 +23,14 @@ class Memory:
     """The memory that a program needs on each device, in bytes.
 
     Args:
-        arguments: Of its arguments.
+        arguments: Of its arguments, without those in the host's memory.
         outputs: Of its results.
         aliased: Of results that are written over donated arguments.
         temporaries: Of everything in between.
         peak: Arguments, outputs that are not aliased, and temporaries: what must be free for it to run.
+        host: Of arguments that their shardings put into the host's memory (`memory_kind`).
+        ignores_host: Whether the compiler was not told of these, as JAX drops memory kinds that it does not know of the
+            target: it planned the step as if they were on the device.
     """
 
     arguments: int
@@ -35,6 +38,8 @@ class Memory:
     aliased: int
     temporaries: int
     peak: int
+    host: int = 0
+    ignores_host: bool = False
 
 
 MeshLike = Mesh | AbstractMesh | Mapping[str, int]
@@ -82,7 +87,7 @@ def compile_for(
                     raise
                 raise RuntimeError(f"a kernel in Pallas could not be compiled for {target.name}: {remedy}") from error
         written = lowered.as_text("hlo", debug_info=True)
-    text, memory = compiled.as_text(), _memory(compiled.memory_analysis())
+    text, memory = compiled.as_text(), _memory(compiled.memory_analysis(), inputs.bytes_on_host)
     assert text is not None
     results = jax.tree_util.tree_flatten_with_path(traced.out_info)[0]
     outputs = tuple(dotted(jax.tree_util.keystr(path)) for path, _ in results)
@@ -116,11 +121,13 @@ _WARNINGS = (
 
 @dataclasses.dataclass(frozen=True)
 class _Inputs:
-    """A call with its arrays taken out: its leaves with abstract arrays, their tree, and the arrays' names by place."""
+    """A call with its arrays taken out: leaves with abstract arrays, their tree, the arrays' names by place, and the
+    places of those in the host's memory, which a sharding forgets if the device is described without."""
 
     leaves: tuple[Any, ...]
     structure: Any
     names: dict[int, str]
+    on_host: frozenset[int]
 
     @staticmethod
     def of(function: Callable[..., Any], args: tuple[Any, ...], mesh: Mesh, shardings: Any) -> "_Inputs":
@@ -128,21 +135,29 @@ class _Inputs:
         specs = _specs(args, shardings)
         count = len(paths) - len(specs)
         arguments = _argument_names(function, len(args))
-        leaves, names = [], {}
+        leaves, names, on_host = [], {}, set()
         for place, ((path, leaf), spec) in enumerate(zip(paths, [None] * count + specs, strict=True)):
             if not isinstance(leaf, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct):
                 leaves.append(leaf)
                 continue
-            leaves.append(_abstract(leaf, spec, mesh))
+            if _is_on_host(leaf, spec, mesh):
+                on_host.add(place)
+            leaves.append(_abstract(leaf, spec, mesh, on_host=place in on_host))
             first, rest = ("step_fn", path[1:]) if place < count else (arguments[path[1].idx], path[2:])
             name = dotted(first + jax.tree_util.keystr(rest))
             names[place] = name if name not in names.values() else f"{name}#{place}"
-        return _Inputs(tuple(leaves), structure, names)
+        return _Inputs(tuple(leaves), structure, names, frozenset(on_host))
 
     @property
     def abstract(self) -> dict[str, Any]:
         """The arrays by name."""
         return {name: self.leaves[place] for place, name in self.names.items()}
+
+    @property
+    def bytes_on_host(self) -> int:
+        """What each device's part of the arrays in the host's memory takes."""
+        arrays = [self.leaves[place] for place in self.on_host]
+        return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in arrays)
 
     def call(self, donated: dict[str, Any], arrays: dict[str, Any]) -> Any:
         """The function, called with arrays; returns the arrays of its result."""
@@ -152,7 +167,7 @@ class _Inputs:
         return eqx.filter(function(*args), eqx.is_array)
 
 
-def _abstract(leaf: Any, spec: Any, mesh: Mesh) -> jax.ShapeDtypeStruct:
+def _abstract(leaf: Any, spec: Any, mesh: Mesh, *, on_host: bool) -> jax.ShapeDtypeStruct:
     if spec is None:
         sharding = getattr(leaf, "sharding", None)
         spec = PartitionSpec()
@@ -162,7 +177,15 @@ def _abstract(leaf: Any, spec: Any, mesh: Mesh) -> jax.ShapeDtypeStruct:
         spec = spec.spec
     aval = jax.typeof(leaf) if not isinstance(leaf, jax.ShapeDtypeStruct) else leaf
     weak = bool(getattr(aval, "weak_type", False))
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=NamedSharding(mesh, spec), weak_type=weak)
+    sharding = NamedSharding(mesh, spec, memory_kind="pinned_host" if on_host else None)
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding, weak_type=weak)
+
+
+def _is_on_host(leaf: Any, spec: Any, mesh: Mesh) -> bool:
+    """Whether an array's sharding puts it into the host's memory, which of a CPU is the only one."""
+    sharding = spec if isinstance(spec, NamedSharding) else getattr(leaf, "sharding", None)
+    is_host = isinstance(sharding, NamedSharding) and sharding.memory_kind == "pinned_host"
+    return is_host and mesh.devices.flat[0].platform != "cpu"
 
 
 def _specs(args: tuple[Any, ...], shardings: Any) -> list[Any]:
@@ -199,11 +222,15 @@ def _donated(traced: Any, inputs: _Inputs) -> list[str]:
     return [name for name, var in zip(names, jaxpr.invars, strict=True) if id(var) in donated]
 
 
-def _memory(stats: Any) -> Memory:
+def _memory(stats: Any, on_host: int) -> Memory:
     sizes = [getattr(stats, f"{name}_size_in_bytes") for name in ("argument", "output", "alias", "temp")]
     arguments, outputs, aliased, temporaries = sizes
+    ignores_host = on_host > 0 and getattr(stats, "host_argument_size_in_bytes", 0) == 0
+    if ignores_host:
+        arguments -= on_host
     # Some backends report their own peak, but not all, and not all the same one.
-    return Memory(*sizes, peak=arguments + outputs - aliased + temporaries)
+    peak = arguments + outputs - aliased + temporaries
+    return Memory(arguments, outputs, aliased, temporaries, peak, on_host, ignores_host)
 
 
 def make_mesh(target: Target, devices: int | None, mesh: MeshLike | None) -> Mesh:

@@ -1,7 +1,6 @@
 """OpStatistics and ModelStatistics: what was measured of the operands of one op, and of all ops of a model."""
 
 from collections.abc import Iterator
-from typing import ClassVar
 
 import equinox as eqx
 import jax
@@ -79,8 +78,6 @@ class ModelStatistics(Printable, eqx.Module):
     # Not a dictionary: JAX sorts those by their keys, "layers.10" before "layers.2".
     paths: tuple[str, ...] = eqx.field(static=True)
     of_ops: tuple[OpStatistics, ...]
-
-    width: ClassVar[int] = 80
 
     @property
     def ops(self) -> dict[str, OpStatistics]:

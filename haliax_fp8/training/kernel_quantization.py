@@ -16,6 +16,13 @@ class KernelQuantization(enum.Enum):
     A kernel is read once per step. Its copies take two bytes per weight for as long as the step lasts.
     """
 
+    GATHERED_ONCE = "gathered_once"
+    """Likewise, and each device gets all that it multiplies by before the first microbatch, in FP8.
+
+    Every weight travels once per step, as one byte. The two bytes per weight are then those of whole kernels, on every
+    device. See `quantize_kernels(gather=True)` for what is whole.
+    """
+
 
 def as_kernel_quantization(value: Any) -> KernelQuantization:
     """A member, given as itself or by its value.
@@ -29,5 +36,5 @@ def as_kernel_quantization(value: Any) -> KernelQuantization:
     try:
         return KernelQuantization(value)
     except ValueError as error:
-        names = " or ".join(repr(member.value) for member in KernelQuantization)
-        raise ValueError(f"quantize_kernels={value!r} must be {names}, or a KernelQuantization") from error
+        names = ", ".join(repr(member.value) for member in KernelQuantization)
+        raise ValueError(f"quantize_kernels={value!r} must be one of {names}, or a KernelQuantization") from error

@@ -13,6 +13,7 @@ import optax
 from jax.core import Tracer
 from jaxtyping import Array, Float, Key, PyTree
 
+from .._jax.constraint import whole_in_front
 from ..devices.device import Device
 from ..devices.xla_flags import XlaFlags
 from ..layers.config import Fp8Config
@@ -50,12 +51,14 @@ class TrainStep(eqx.Module):
         loss_fn: `loss_fn(model, *batch)`, the mean loss over the batch: a scalar, or a `NamedArray` without axes. Keys
             that it needs, for example for dropout, are part of the batch.
         optimizer: Any Optax optimizer.
-        microbatches: The number of parts into which the leading axis of every array in the batch is split. The parts
-            run in a `lax.scan`; gradients are averaged, and amaxes combined by maximum. For a key per part, put
+        microbatches: The number of parts into which the leading axis of every array in the batch is split: part `i`
+            has the rows `i`, `i + microbatches`, and so on, so that devices which divide this axis keep their rows. The
+            parts run in a `lax.scan`; gradients are averaged, and amaxes combined by maximum. For a key per part, put
             `jax.random.split(key, microbatches)` into the batch; the loss gets an array with one key.
         donate: Reuses the memory of the model and the optimizer state for the new ones. Anything that shares arrays
             with them, such as the model before conversion, becomes unusable after the step.
-        quantize_kernels: Whether each microbatch quantizes the kernels, or the step does it `"once"` for all of them.
+        quantize_kernels: Whether each microbatch quantizes the kernels, or the step does it `"once"` for all of them;
+            with `"gathered_once"` it also gathers them once, for devices that each hold a part.
         rules: Those of `Fp8Config(rules=...)` that the model was converted with, to find the kernels of your own layer
             classes.
 
@@ -65,7 +68,7 @@ class TrainStep(eqx.Module):
             tuple of rules. When called, if `microbatches` does not divide a batch, if `loss_fn` returns anything but
             one number, if `opt_state` belongs to another model, if `key` is not a single key or is meant for
             `loss_fn`, or if the model has quantized kernels, or static scales that are not calibrated; with
-            `quantize_kernels="once"` also as the function `quantize_kernels` does.
+            `quantize_kernels="once"` and `"gathered_once"` also as the function `quantize_kernels` does.
 
     Example:
         >>> step = TrainStep(loss_fn, optax.adamw(1e-3))
@@ -230,8 +233,9 @@ def _loss_and_gradients(
 
     value_and_grad = filter_value_and_grad(loss_fn)
     count, evaluated = step.microbatches, model
-    if step.quantize_kernels is KernelQuantization.ONCE:
-        evaluated = quantize_kernels(model, Fp8Config(rules=step.rules))
+    if step.quantize_kernels is not KernelQuantization.IN_EACH_MICROBATCH:
+        gather = step.quantize_kernels is KernelQuantization.GATHERED_ONCE
+        evaluated = quantize_kernels(model, Fp8Config(rules=step.rules), gather=gather)
     if count == 1:
         loss, gradients = value_and_grad(evaluated, batch, key)
         return loss, *partition_for_grad_overwrite(gradients)
@@ -246,7 +250,9 @@ def _loss_and_gradients(
             raise ValueError(
                 f"microbatches={count} does not divide the leading axis of a batch array of shape {x.shape}"
             )
-        return x.reshape(count, x.shape[0] // count, *x.shape[1:])
+        # Devices that divide the leading axis keep their rows: the outer part of a divided axis stays divided.
+        parts = x.reshape(x.shape[0] // count, count, *x.shape[1:])
+        return whole_in_front(jnp.swapaxes(parts, 0, 1))
 
     arrays, rest = eqx.partition(batch, eqx.is_array)
     arrays = jax.tree.map(split, arrays)

@@ -193,5 +193,19 @@ def accumulate_gradients[T](accumulated: T | None, gradients: T) -> T:
 
 
 def trainable[M](model: M) -> M:
-    """The part of a model that an optimizer may see: its inexact arrays, without state that gradients overwrite."""
-    return eqx.filter(partition_for_grad_overwrite(model)[1], eqx.is_inexact_array)
+    """The part of a model that an optimizer may see: its inexact arrays, without state that gradients overwrite.
+
+    Args:
+        model: The model, its arrays or `jax.ShapeDtypeStruct`s of them, as `eqx.filter_eval_shape` returns it.
+
+    Example:
+        >>> abstract = eqx.filter_eval_shape(eqx.nn.Linear, 3, 2, key=jax.random.key(0))
+        >>> [x.shape for x in jax.tree.leaves(trainable(abstract))]
+        [(2, 3), (2,)]
+    """
+    return eqx.filter(partition_for_grad_overwrite(model)[1], _is_inexact)
+
+
+def _is_inexact(leaf: Any) -> bool:
+    is_abstract = isinstance(leaf, jax.ShapeDtypeStruct)
+    return jnp.issubdtype(leaf.dtype, jnp.inexact) if is_abstract else eqx.is_inexact_array(leaf)

@@ -2,9 +2,11 @@
 
 import json
 import math
+import os
 import pathlib
 import runpy
 import signal
+import subprocess
 import sys
 
 import equinox as eqx
@@ -16,13 +18,14 @@ import optax
 import pytest
 from helpers import run_example
 
-from examples.train_lm import checkpoint, corpus, report, train
-from examples.train_lm.options import model_config, parse_options
+from examples.train_lm import checkpoint, corpus, report, run, train
+from examples.train_lm.options import binding_flags, model_config, parse_options
 from examples.train_lm.sample import generate
 from haliax_fp8 import describe, fp8_linear_layers
 from haliax_fp8.demo import Transformer, TransformerConfig
 
 
+ROOT = pathlib.Path(__file__).parents[2]
 STEPS = 6
 TINY = (
     f"--steps {STEPS} --layers 2 --hidden 32 --heads 2 --kv-heads 1 --head-dim 16 --mlp 64 --seq-len 32 --batch-size 4 "
@@ -37,13 +40,41 @@ def standard_promotion():
         yield
 
 
+@pytest.fixture(autouse=True, scope="module")
+def compiled_once():
+    """Runs with the same flags on the same mesh share a loss and an optimizer, and so what is compiled for them.
+
+    When models are converted changes neither.
+    """
+
+    def shared(make):
+        made = {}
+
+        def of(options):
+            flags = {k: v for k, v in binding_flags(options).items() if k not in ("fp8_after", "fp8_until")}
+            key = json.dumps(flags | {"mesh": options.mesh}, sort_keys=True)
+            if key not in made:
+                made[key] = make(options)
+            return made[key]
+
+        return of
+
+    with pytest.MonkeyPatch.context() as patch:
+        # `train` makes the loss of the step, `run` that of the evaluation.
+        make_loss = shared(run.make_loss)
+        patch.setattr(train, "make_loss", make_loss)
+        patch.setattr(run, "make_loss", make_loss)
+        patch.setattr(train, "make_optimizer", shared(run.make_optimizer))
+        yield
+
+
 def losses(folder: pathlib.Path) -> dict[str, list[float]]:
     history = json.loads((folder / "checkpoint.json").read_text())["history"]
     return {name: run["losses"] for name, run in history.items()}
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory) -> pathlib.Path:
+def finished(tmp_path_factory, compiled_once) -> pathlib.Path:
     """The folder of a run from beginning to end."""
     folder = tmp_path_factory.mktemp("finished")
     with jax.numpy_dtype_promotion("standard"):
@@ -109,6 +140,33 @@ def test_after_ctrl_c_resume_continues_to_the_same_losses(finished, tmp_path, mo
     assert losses(tmp_path) == losses(finished)
 
 
+def test_mesh_makes_virtual_devices():
+    """In a process of its own, in which JAX has not started."""
+    code = (
+        "from examples.train_lm.layout import make_layout; from haliax_fp8.demo import TransformerConfig; import jax; "
+        "print(make_layout({'data': 4, 'model': 2}, TransformerConfig(), 8).summary, jax.device_count())"
+    )
+    environment = os.environ | {"XLA_FLAGS": ""}
+    found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert found.stdout.strip() == "batch, hidden over data=4; mlp over model=2 8"
+
+
+@pytest.mark.slow
+def test_a_run_on_a_mesh_resumes_on_another(tmp_path, monkeypatch):
+    """Losses are those of one device, up to sums in another order; counted from the start of each layout."""
+    flags = [*TINY, "--no-baseline", "--layers", "1", "--compute-dtype", "float32", "--sample-bytes", "0"]
+    flags += ["--learning-rate", "1e-4"]
+    assert train.main([*flags, "--out", str(tmp_path / "one")]) == 0
+    flags += ["--out", str(tmp_path / "mesh"), "--mesh"]
+    with monkeypatch.context() as patch:
+        interrupt_in_step(patch, index=2)
+        assert train.main([*flags, "data=2,model=2"]) == 130
+    assert train.main([*flags, "data=4", "--resume"]) == 0
+    (one,), (divided,) = losses(tmp_path / "one").values(), losses(tmp_path / "mesh").values()
+    assert len(divided) == STEPS and divided[-1] < divided[0]
+    assert divided == pytest.approx(one, rel=1e-4)
+
+
 def test_second_ctrl_c_stops_at_once(tmp_path, monkeypatch, capsys):
     before = signal.getsignal(signal.SIGINT)
     interrupt_in_step(monkeypatch, index=0, times=2)
@@ -166,6 +224,8 @@ def test_resume_refuses_other_flags(finished, tmp_path, capsys):
         ("--heads 3 --kv-heads 2", "heads=3 is not a multiple of kv_heads=2"),
         ("--head-dim 15", "head_dim=15 is odd"),
         ("--exclude no_such_layer", "no_such_layer"),
+        ("--mesh data=64", "--mesh needs 64 devices, and JAX has 4 cpu devices"),
+        ("--mesh data=3", "--mesh data=3 does not divide the 4 rows"),
         ("--data /no/such/file", "--data /no/such/file cannot be read"),
         ("--validation-fraction 0.7", "--validation-fraction 0.7"),
         ("--batch-size 4096", "less than one batch of 4096"),
@@ -188,6 +248,7 @@ def test_flags_that_do_not_fit_the_model_or_the_text(flags, message, tmp_path, c
         ("--warmup 6", "--warmup 6 must be below --steps 6"),
         ("--fp8-after 6", "--fp8-after 6 must be below --steps 6"),
         ("--fp8-after 3 --fp8-until 3", "--fp8-until 3 must be above --fp8-after 3"),
+        ("--mesh data=4,pipe=2", "data=4,pipe=2 is not a mesh of data and model, such as data=4,model=2"),
         ("--prompt=", "--prompt '' must have 1 to 32 bytes"),
     ],
 )
@@ -219,7 +280,7 @@ def test_interrupted_save_leaves_the_checkpoint_before(tmp_path, monkeypatch):
         raise OSError("no space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint.eqx, "tree_serialise_leaves", full_disk)
+        patch.setattr(checkpoint.os, "fsync", full_disk)
         with pytest.raises(OSError):
             checkpoint.save(tmp_path, 2, [jnp.zeros(3)], {}, {})
     progress = checkpoint.read_progress(tmp_path)

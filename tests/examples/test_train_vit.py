@@ -139,10 +139,13 @@ def test_patches_cover_the_image():
 
 
 @pytest.mark.slow
-def test_fp8_classifies_as_bf16_does(tmp_path):
-    """What the example is there to show, with its default options: within one point for each of three seeds."""
-    run_example("-m", "examples.train_vit", "--out", str(tmp_path))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.more), pytest.param(2, marks=pytest.mark.more)])
+def test_fp8_classifies_as_bf16_does(seed, tmp_path):
+    """What the example is there to show, with its default options: within one point for each of its three seeds."""
+    assert seed in train.parse_options([]).seeds
+    run_example("-m", "examples.train_vit", "--seeds", str(seed), "--out", str(tmp_path))
     written = results(tmp_path)
-    assert len(written["gaps"]) == 3 and max(map(abs, written["gaps"])) <= 1.0
+    (gap,) = written["gaps"]
+    assert written["seeds"] == [seed] and abs(gap) <= 1.0
     for run in (*written["bf16"], *written["FP8"]):
         assert run["accuracies"][-1] > 95.0

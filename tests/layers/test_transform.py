@@ -915,11 +915,41 @@ def test_describe():
         table["tail"]
     text = str(table)
     assert text.startswith("3 of 5 linear layers in FP8")
-    assert table["head"].scales in text and "the kernel's to 7 significant bits" in table["head"].scales
+    assert (
+        table["head"].scales in " ".join(text.split()) and "the kernel's to 7 significant bits" in table["head"].scales
+    )
     assert table["bad"].scales == "" == describe({"a": fp8_linear_layers(linear(), recipe="rowwise")})["a"].scales
+    # What layers of one stack have in common is said once.
+    assert "stack.stacked" in text and text.count("layers 3") == 1
     for path, (shape, _, recipe, reason, _) in rows.items():
-        (line,) = [line for line in text.splitlines() if path in line.split()]
-        assert shape in line and (recipe or f"high precision: {reason}"[:40]) in line  # longer reasons are wrapped
+        name = path.removeprefix("stack.stacked.")
+        (line,) = [line for line in text.splitlines() if line.split()[:1] == [name]]
+        words = (recipe or f"high precision: {reason}").split()
+        assert shape.split(" -> ")[0] in line and words[0] in line  # what is longer is wrapped
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_the_table_says_what_layers_have_in_common_once(monkeypatch):
+    """Siblings that differ in name and shape alone share a row, unless they are a list's; other kinds do not count."""
+    conv = eqx.nn.Conv1d(2, 2, 1, key=jax.random.key(0))
+    attention = {name: linear() for name in ("query", "key", "value")}
+    model = fp8_linear_layers({"conv": conv, "attention": attention, "list": [linear() for _ in range(3)]})
+    table = describe(model)
+    assert (len(table), table.count, table.fp8_count) == (7, 6, 6)
+    monkeypatch.setenv("COLUMNS", "120")
+    lines = [line.split("  ")[1].strip() for line in str(table).splitlines() if "->" in line]
+    assert lines == ["attention: key, query, value", "list.0", "list.1", "list.2"]
+    assert "6 of 6 linear layers in FP8: DelayedScaling E4M3/E4M3/E5M2" in str(table).splitlines()[0]
+
+
+@pytest.mark.parametrize("columns", [60, 80, 140])
+def test_the_table_takes_the_width_of_the_terminal(monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    config = Fp8Config(exclude="mlp_with_a_name.0")
+    lines = str(describe({"mlp_with_a_name": [linear(), linear()]}, config)).splitlines()
+    assert max(map(len, lines)) <= columns
+    reason = "high precision: excluded by 'mlp_with_a_name.0'"
+    assert any(reason in line for line in lines) == (columns > 80)
 
 
 def test_describe_before_conversion_says_what_would_become_of_each_layer():

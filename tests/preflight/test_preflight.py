@@ -1,6 +1,7 @@
 """What a preflight says of a step: planted mistakes are found and named, requirements are held, all can be printed."""
 
 import dataclasses
+import functools
 import json
 import os
 import re
@@ -488,3 +489,27 @@ def test_the_process_keeps_its_backend():
         [sys.executable, "-c", code], env={**os.environ, "JAX_PLATFORMS": "cpu"}, capture_output=True, text=True
     )
     assert run.returncode == 0 and "Traceback" not in run.stderr, run.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(targets["h100"].missing() is not None, reason="needs the package jax-cuda13-pjrt")
+def test_arguments_on_the_host_are_not_on_the_device():
+    """JAX drops their memory kind, as no memory of a described GPU has that name; the report does not."""
+    mesh = jax.make_mesh((1,), ("data",))
+    on_host = jax.sharding.NamedSharding(mesh, P("data"), memory_kind="pinned_host")
+    weight = jax.ShapeDtypeStruct((256, 64), jnp.float32, sharding=on_host)
+    x = struct(16, 256, dtype=jnp.float32)
+    multiply = lambda w, x: x @ jax.device_put(w, jax.memory.Space.Device)
+    on_four = functools.partial(inspect_step, multiply, target="h100", mesh={"data": 4}, other_setting=False)
+    of_array = on_four(weight, x)
+    plain = struct(256, 64, dtype=jnp.float32)
+    shardings = (on_host, None)
+    of_spec = inspect_step(
+        multiply, plain, x, target="h100", mesh={"data": 4}, shardings=shardings, other_setting=False
+    )
+    for report in (of_array, of_spec):
+        memory = report.step.memory
+        assert (memory.host, memory.arguments) == (4 * 256 * 64 // 4, 4 * 16 * 256)
+        assert memory.peak == memory.arguments + memory.outputs + memory.temporaries
+        assert any(note.startswith("16.4 kB of the arguments are in the host's memory") for note in report.caveats)
+        assert "arguments on the host" in str(report)

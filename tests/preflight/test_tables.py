@@ -28,8 +28,8 @@ def measured(x):
 X = hax.ones((hax.Axis("batch", 16), In))
 
 RESULTS = {
-    "describe": (lambda: describe(PLAIN), ["0 of 1 linear layers in FP8", "up[0]", "not converted"], 120),
-    "statistics": (lambda: measured(X), ["Quantization of each operand", "up[0]", "output_grad", "SQNR"], 120),
+    "describe": (lambda: describe(PLAIN), ["0 of 1 linear layers in FP8", "up[0]", "not converted"], 80),
+    "statistics": (lambda: measured(X), ["Quantization of each operand", "up[0]", "output_grad", "SQNR"], 80),
     "preflight": (
         lambda: inspect_step(lambda a, b: a @ b, jnp.ones((8, 8)), jnp.ones((8, 8)), target="local"),
         ["of the FLOPs in FP8 on", "other kernels"],
@@ -62,7 +62,7 @@ def test_html(shown):
 def test_statistics_without_numbers():
     """A repr never raises: an error message may hold it."""
     abstract = eqx.filter_eval_shape(measured, X)
-    assert "traced or abstract: no numbers" in repr(abstract)
+    assert "traced or abstract: no numbers" in " ".join(repr(abstract).split())
 
     @eqx.filter_jit
     def traced(x):
@@ -71,4 +71,4 @@ def test_statistics_without_numbers():
 
     seen: list[str] = []
     traced(X)
-    assert "traced or abstract: no numbers" in seen[0]
+    assert "traced or abstract: no numbers" in " ".join(seen[0].split())

@@ -153,15 +153,30 @@ def check(gradients, problem, uses):
     np.testing.assert_allclose(op.state.scale, scale, rtol=3 * 2.0**-24)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
-@given(
+compositions = given(
     seed=st.integers(0, 1000),
     uses=st.integers(1, 3),
     wrappers=st.lists(st.sampled_from(sorted(WRAPPERS)), min_size=1, max_size=3),
     loop=st.sampled_from(sorted(LOOPS)),
     gradient=st.sampled_from(sorted(GRADIENTS)),
 )
+
+
+@settings(max_examples=20, deadline=None, derandomize=True)
+@compositions
 def test_any_composition_gives_the_gradients_and_the_state_of_the_plain_call(seed, uses, wrappers, loop, gradient):
+    check_composition(seed, uses, wrappers, loop, gradient)
+
+
+@pytest.mark.more
+@settings(max_examples=60, deadline=None, derandomize=True)
+@compositions
+def test_more_compositions(seed, uses, wrappers, loop, gradient):
+    """Others: without a source of chance, Hypothesis draws by a test's name."""
+    check_composition(seed, uses, wrappers, loop, gradient)
+
+
+def check_composition(seed, uses, wrappers, loop, gradient):
     problem = random_problem(seed)
     f = layer
     for name in wrappers:

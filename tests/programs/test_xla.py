@@ -172,10 +172,13 @@ def test_what_reads_a_product_of_tritons_is_fused(name, target, compiled):
     assert told < not_told
 
 
+# What small programs for one device do not show: `test_compiled_kernels_once.py`, `test_compiled_traffic.py`.
+SHOWN_ELSEWHERE = ("transposed_once", "gathered_once")
+
+
 def test_every_function_has_a_case():
     functions = {name for name, value in vars(xla).items() if getattr(value, "__module__", "") == xla.__name__}
-    # Small programs do not show what the last one does: `test_compiled_kernels_once.py`, with cuBLASLt alone.
-    assert functions == {*CASES, *KERNELS, "on_cpu", "on_cuda", "read_together", "transposed_once"}
+    assert functions == {*CASES, *KERNELS, "on_cpu", "on_cuda", "read_together", *SHOWN_ELSEWHERE}
 
 
 @pytest.mark.parametrize("choose, expected", [(xla.on_cpu, 1.0), (xla.on_cuda, 2.0)])

@@ -33,7 +33,7 @@ FLOORS = (
     ("_einsum", "layers", "preflight", "demo"),
     # The loop.
     ("training", "memory", "sharding", "ops"),
-    ("statistics",),
+    ("statistics", "checkpoints"),
     ("_cli",),
     ("__init__", "__main__"),
 )
@@ -172,7 +172,18 @@ def test_only_one_folder_imports_the_internals_of_jax(path):
 @over_files
 def test_only_what_is_declared_is_imported(path):
     """The dependencies of `pyproject.toml`, and what they bring: no peer, no test library."""
-    declared = {"jax", "equinox", "haliax", "jaxtyping", "numpy", "optax", "rich", "wadler_lindig", "haliax_fp8"}
+    declared = {
+        "jax",
+        "equinox",
+        "haliax",
+        "jaxtyping",
+        "numpy",
+        "optax",
+        "rich",
+        "safetensors",
+        "wadler_lindig",
+        "haliax_fp8",
+    }
     assert {name.split(".")[0] for name in imports(path)} <= declared | sys.stdlib_module_names
 
 

@@ -16,7 +16,7 @@ PACKAGE = pathlib.Path(haliax_fp8.__file__).parent
 API = (PACKAGE.parent / "docs" / "api.md").read_text()
 DOCUMENTED = re.findall(r"^::: haliax_fp8\.((?:\w+\.)?\w+)$", API, re.MULTILINE)
 # The modules whose names are documented one by one.
-SUBJECTS = ("attention", "devices", "recipes", "layers", "training", "statistics", "memory", "sharding")
+SUBJECTS = ("attention", "checkpoints", "devices", "recipes", "layers", "training", "statistics", "memory", "sharding")
 
 
 def exports(path):

@@ -54,14 +54,12 @@ def test_scales_of_each_device():
     assert 1e-4 < np.linalg.norm(divided - whole) / np.linalg.norm(whole) < 2.0**-3
 
 
+@pytest.mark.parametrize("per_device", [True, False])
 @pytest.mark.parametrize("scaling", [CurrentScaling, NVFP4Scaling])
-def test_per_device_needs_no_communication(scaling):
-    for per_device in (True, False):
-        model, x, mesh = problem(Recipe.of(scaling(per_device=per_device)))
-        out = jax.shard_map(
-            lambda x: model[0](x, model[1], NUMBERS), mesh=mesh, in_specs=P("rows"), out_specs=P("rows")
-        )
-        assert ("all_reduce" in jax.jit(out).lower(x).as_text()) != per_device
+def test_per_device_needs_no_communication(scaling, per_device):
+    model, x, mesh = problem(Recipe.of(scaling(per_device=per_device)))
+    out = jax.shard_map(lambda x: model[0](x, model[1], NUMBERS), mesh=mesh, in_specs=P("rows"), out_specs=P("rows"))
+    assert ("all_reduce" in jax.jit(out).lower(x).as_text()) != per_device
 
 
 @pytest.mark.parametrize("specs", ["prefix", "leaves"])

@@ -313,7 +313,12 @@ def test_internals_are_the_ones_that_this_file_checks():
         "jax._src.core",
         # Under test in `tests/attention/test_cudnn.py`, and with XLA's compiler in `tests/programs/`.
         "jax._src.cudnn.fused_attention_stablehlo",
+        # Under test in `tests/sharding/test_blocks.py`.
+        "jax._src.custom_partitioning",
         "jax._src.dispatch",
+        "jax._src.interpreters.mlir.custom_call",
+        "jax._src.sharding_impls.SPMDAxisContext",
+        "jax._src.sharding_impls.ShardingContext",
         "jax._src.xla_bridge",
         "jax._src.dtypes",
         "jax._src.earray",

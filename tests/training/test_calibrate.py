@@ -270,7 +270,7 @@ def test_a_step_records_the_amaxes_of_its_own_microbatches(microbatches):
     step = TrainStep(mean_loss, optax.sgd(0.1), microbatches=microbatches)
     plain, (x, g) = mlp(), batches(1)[0]
     model = step.calibrate(fp8_linear_layers(plain, SHORT), x, g)
-    parts = zip(np.split(x, microbatches), np.split(g * microbatches / np.float32(12), microbatches), strict=True)
+    parts = [(x[i::microbatches], (g * microbatches / np.float32(12))[i::microbatches]) for i in range(microbatches)]
     seen = [numpy_amaxes(plain, *part) for part in parts]
     for name in ("first", "second"):
         for operand, history in histories(getattr(model, name).dot_general).items():

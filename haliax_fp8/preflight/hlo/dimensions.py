@@ -8,6 +8,7 @@ from .sites import Site
 from .text import Shape
 from .vocabulary import (
     BLOCK_SCALED,
+    CUDNN_IN_BLOCKS,
     MOSAIC_TPU,
     ONEDNN,
     Call,
@@ -165,6 +166,10 @@ def _of_custom_call(site: Site) -> Dimensions | None:
         case Call.PRODUCT if (numbers := dot_numbers(site.instruction)) is not None:
             is_block_scaled = target_of_call(site.instruction) in BLOCK_SCALED
             return dataclasses.replace(_of_dot(site, *numbers), block_scaled=is_block_scaled)
+        case Call.PRODUCT if target_of_call(site.instruction) == CUDNN_IN_BLOCKS:
+            # Scales are in blocks along what is summed, which is the last axis of both.
+            last = len(site.operands[0].instruction.shape.dims) - 1
+            return dataclasses.replace(_of_dot(site, tuple(range(last - 1)), (last,), (last,)), block_scaled=True)
         case Call.PRODUCT if target_of_call(site.instruction) == ONEDNN:
             lhs, rhs = (len(operand.instruction.shape.dims) for operand in site.operands[:2])
             return _of_dot(site, tuple(range(lhs - 2)), (lhs - 1,), (rhs - 2,))  # Of the last two axes.

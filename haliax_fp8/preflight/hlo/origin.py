@@ -79,8 +79,21 @@ def entering(kernel: Site, operand: Site) -> Entering | None:
     return None
 
 
+def gathers(site: Site) -> Iterator[tuple[Site, int]]:
+    """The all-gathers that a value comes through, cast, sliced or scaled before and after; and which of their results
+    it is."""
+    for step, indices in _places(site):
+        if step.instruction.opcode in ("all-gather", "all-gather-start"):
+            yield step, indices[-1] if indices else 0
+
+
 def _way(site: Site) -> Iterator[Site]:
     """The instructions that made a value, backwards as long as each hands on one operand."""
+    return (step for step, _ in _places(site))
+
+
+def _places(site: Site) -> Iterator[tuple[Site, tuple[int, ...]]]:
+    """The same, and where the value lies in a tuple that an instruction makes."""
     # A value in a tuple is named by the way through the tuple: the innermost index last.
     indices: list[int] = []
     seen: set[tuple[int, str, tuple[int, ...]]] = set()
@@ -90,7 +103,7 @@ def _way(site: Site) -> Iterator[Site]:
         if key in seen:
             return
         seen.add(key)
-        yield current
+        yield current, tuple(indices)
         current = _before(current, indices)
 
 

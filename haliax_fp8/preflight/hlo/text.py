@@ -144,10 +144,11 @@ class Computation:
 
 @dataclasses.dataclass(frozen=True)
 class Module:
-    """A program: its functions by name, and the one that runs."""
+    """A program: its functions by name, the one that runs, and for how many devices it is."""
 
     computations: dict[str, Computation]
     entry: Computation
+    devices: int = 1
 
     def __getitem__(self, name: str) -> Computation:
         return self.computations[name]
@@ -194,7 +195,9 @@ def parse_hlo(text: str) -> Module:
             opened[2][instruction.name] = instruction
     if entry is None:
         raise ValueError(f"HLO module {header[1]} has no ENTRY computation; the text may be cut")
-    return Module(computations, entry)
+    line = text[header.start() :].partition("\n")[0]
+    counts = re.findall(r"(?:num_partitions|replica_count)=(\d+)", line)
+    return Module(computations, entry, math.prod(map(int, counts)))
 
 
 _COMPUTATION = re.compile(r"(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) (?:\(.*\) -> .*)?\{$")

@@ -7,13 +7,14 @@ reported as opaque, and fails the tests that compile programs.
 
 import dataclasses
 import enum
+import math
 import re
 from collections.abc import Mapping
 from typing import Any
 
 from ..._numerics.formats import E4M3, E4M3FNUZ, E5M2, E5M2FNUZ
 from ..._product.names import FP8_GROUPED, tile_of_scope
-from .text import Instruction
+from .text import Instruction, Module
 
 
 # --- Element types ----------------------------------------------------------------------------------------------------
@@ -130,6 +131,37 @@ def known_trip_count(loop: Instruction) -> int | None:
     return None if count is None else int(count)
 
 
+def devices_in_group(collective: Instruction, devices: int) -> int:
+    """How many devices communicate with each other.
+
+    Args:
+        collective: An instruction with `replica_groups`: all groups, such as `{{0,1},{2,3}}`; their number and size,
+            such as `[2,2]<=[4]`; or the axes of a mesh over which they run, such as `mesh['a'=2,'b'=4] {'b'}`.
+        devices: Of the whole program.
+    """
+    text = collective.attributes.get("replica_groups", "")
+    if (counts := re.match(r"\[(\d+),(\d+)\]<=", text)) is not None:
+        return int(counts[2])
+    if text.startswith("mesh"):
+        mesh, _, axes = text.rpartition("{")
+        sizes = dict(re.findall(r"'(\w+)'=(\d+)", mesh))
+        # Part of an axis has its own size behind it: `'a':(1)2`.
+        return math.prod(int(part or sizes[name]) for name, part in re.findall(r"'(\w+)'(?::\(\d+\)(\d+))?", axes))
+    first = re.search(r"\{([\d,]+)\}", text)
+    return devices if first is None else first[1].count(",") + 1
+
+
+def is_synchronous(collective: Instruction) -> bool:
+    """Whether XLA runs an instruction that begins to its end before anything else."""
+    return bool(collective.config.get("collective_backend_config", {}).get("is_sync"))
+
+
+def reduction_of(module: Module, collective: Instruction) -> str:
+    """The opcode that a collective combines values with; empty if it does not."""
+    names = collective.called("to_apply")
+    return module[names[0]].root.opcode if names else ""
+
+
 COMPARISONS = {"LT": 0, "LE": 1, "GT": 0, "GE": -1}
 """The directions of `compare`: how many steps of one beyond the limit still count."""
 
@@ -172,12 +204,16 @@ class Call(enum.Enum):
 ONEDNN = "__onednn$matmul"
 """Without dimension numbers it multiplies the last two axes."""
 
+CUDNN_IN_BLOCKS = "__cudnn$blockScaledDot"
+"""XLA makes it of its own `__op$block_scaled_dot`, without dimension numbers: operands have a batch, rows, and what is
+summed; the scales of each follow."""
+
 LIBRARIES: Mapping[str, str] = {
     "__cublas$lt$matmul$f8": "cublasLt f8",
     "__cublas$lt$matmul$mx": "cublasLt mx",
     "__cublas$lt$matmul": "cublasLt",
     "__cublas$gemm": "cublas",
-    "__cudnn$blockScaledDot": "cuDNN block scaled",
+    CUDNN_IN_BLOCKS: "cuDNN block scaled",
     ONEDNN: "oneDNN",
 }
 """What a report calls the products of libraries."""
@@ -188,7 +224,7 @@ MOSAIC = "mosaic_gpu"
 MOSAIC_TPU = "tpu_custom_call"
 """Kernels written in Pallas for TPUs."""
 
-BLOCK_SCALED = {"__cublas$lt$matmul$mx", "__cudnn$blockScaledDot"}
+BLOCK_SCALED = {"__cublas$lt$matmul$mx", CUDNN_IN_BLOCKS}
 """The products whose operands come with a scale for each block."""
 
 # By the beginnings of their names; of several that fit, the longest counts.

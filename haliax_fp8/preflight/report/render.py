@@ -15,6 +15,8 @@ from ...devices.roofline import FASTEST, LIKELY, SLOWEST, Roofline
 from ..hlo.scopes import place
 from ..verdict.product import Product, Verdict
 from ..verdict.program import Program
+from . import communication
+from .units import size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,12 +100,14 @@ def totals(page: Page) -> list[tuple[str, ...]]:
     figures.append(("FLOPs in FP8", lambda p: f"{p.fp8_share:.1%} of {p.flops:.4g}"))
     if any(program.useful_flops != program.flops for program in page.programs):
         figures.append(("useful FLOPs", lambda p: f"{p.useful_flops / (p.flops or 1):.1%}, {p.useful_flops:.4g}"))
+    on_host = any(program.memory.host for program in page.programs)
     figures += [
         ("products in FP8", _count_in_fp8),
         ("other kernels", lambda p: f"{p.others.count} ({p.others.small} under 1 MB), {size(p.others.bytes)}"),
         ("temporaries", lambda p: size(p.memory.temporaries)),
         ("peak memory", lambda p: size(p.memory.peak)),
-        ("collectives", collectives),
+        *([("arguments on the host", lambda p: size(p.memory.host))] if on_host else []),
+        ("sent to other devices", collectives),
         ("compiled in", lambda p: f"{p.seconds:.1f} s"),
     ]
     return [(name, *map(figure, page.programs)) for name, figure in figures]
@@ -120,26 +124,13 @@ def _count_in_fp8(program: Program) -> str:
 
 
 def collectives(program: Program) -> str:
-    """Kinds and formats with their bytes per step."""
-    sums: dict[str, int] = {}
+    """Kinds and formats with the bytes that a device sends in a step."""
+    sums: dict[str, float] = {}
     for found in program.collectives:
-        name = f"{found.kind} {found.dtype}"
-        sums[name] = sums.get(name, 0) + found.bytes * found.executions
+        for part in found.parts:
+            name = f"{found.kind} {part.dtype}"
+            sums[name] = sums.get(name, 0) + part.wire * found.executions
     return ", ".join(f"{name} {size(total)}" for name, total in sums.items()) or "none"
-
-
-def size(count: int | float) -> str:
-    """Bytes for people.
-
-    Example:
-        >>> size(4123456789)
-        '4.12 GB'
-    """
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} TB"
 
 
 def as_renderable(page: Page) -> RenderableType:
@@ -156,8 +147,14 @@ def as_renderable(page: Page) -> RenderableType:
         sums.add_column(column)
     for line in totals(page):
         sums.add_row(*map(Text, line))
+    sent = Table(box=rich.box.SIMPLE)
+    for column in communication.HEADS:
+        sent.add_column(column, overflow="fold", justify="right" if column in ("runs", "sent") else "left")
+    for line in communication.lines(page.step):
+        sent.add_row(*map(Text, line))
+    tables = [table, sums, *([sent] if page.step.collectives else [])]
     findings = [Text(f"! {finding}", "yellow") for finding in page.findings]
-    return Group(Text(page.flags), table, sums, *findings, *(Text(f"? {note}", "dim") for note in page.notes))
+    return Group(Text(page.flags), *tables, *findings, *(Text(f"? {note}", "dim") for note in page.notes))
 
 
 def _heads(page: Page) -> tuple[str, ...]:
@@ -169,6 +166,8 @@ def as_markdown(page: Page) -> str:
     lines = [page.flags, "", f"**{page.headline}**", ""]
     lines += [*_table(_COLUMNS, [_cells(row, page.step) for row in rows(page.step)]), ""]
     lines += [*_table(_heads(page), totals(page)), ""]
+    if page.step.collectives:
+        lines += [*_table(communication.HEADS, communication.lines(page.step)), ""]
     lines += [f"- {finding}" for finding in page.findings] + [f"- not known: {note}" for note in page.notes]
     return "\n".join(lines) + "\n"
 

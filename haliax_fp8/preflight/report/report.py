@@ -10,13 +10,16 @@ from typing import Any, ClassVar
 from rich.console import RenderableType
 
 from ..._tables import Printable
+from ...devices.peaks import is_narrow
 from ...devices.roofline import FASTEST, LIKELY, SLOWEST, Efficiency, Roofline
 from ...devices.xla_flags import XlaFlags
+from ..hlo.scopes import place
 from ..target.target import Target
 from ..verdict.product import Product, Verdict
 from ..verdict.program import Estimate, Program
 from .findings import findings, first_line
 from .render import Page, as_markdown, as_renderable
+from .units import size
 
 
 class PreflightError(AssertionError):
@@ -38,7 +41,7 @@ class PreflightReport(Printable):
         compile_other: Compiles the step with the other setting of `xla_gpu_enable_triton_gemm`; None if nobody asked.
     """
 
-    width: ClassVar[int] = 140
+    width: ClassVar[int | None] = 140
 
     target: Target
     mesh: dict[str, int]
@@ -129,6 +132,12 @@ class PreflightReport(Printable):
                 "whether cuDNN has a kernel for each fused attention, and how much memory that works in, is known on "
                 "the device alone"
             )
+        if self.step.memory.ignores_host:
+            found.append(
+                f"{size(self.step.memory.host)} of the arguments are in the host's memory, which the compiler's "
+                f"description of {self.target.kind} does not have: XLA planned the step as if they were on the device, "
+                "without the copies between both, and a donated one counts as written over"
+            )
         if self._collectives:
             found.append("the times do not include communication")
         return tuple(found)
@@ -138,6 +147,7 @@ class PreflightReport(Printable):
         *,
         fp8_flops: float | None = None,
         asked_flops: float | None = None,
+        fp8_gathers: float | None = None,
         peak_memory_ratio: float | None = None,
         speedup: float | None = None,
     ) -> None:
@@ -146,12 +156,14 @@ class PreflightReport(Printable):
         Args:
             fp8_flops: The minimum share of FLOPs in FP8.
             asked_flops: The minimum share of FLOPs in FP8, including emulated ones: for tests on a CPU.
+            fp8_gathers: The minimum share of the bytes gathered from other devices for operands of products, kernels
+                among them, that is in FP8. A step that gathers none meets it.
             peak_memory_ratio: The maximum peak memory, as a multiple of the baseline's.
             speedup: The minimum estimated speedup over the baseline, taken in the middle of the range.
 
         Raises:
             PreflightError: If it does not; the message lists the products at fault.
-            ValueError: If a requirement needs a baseline or an estimate, and the report lacks it.
+            ValueError: If a requirement needs a baseline, an estimate or several devices, and the report lacks it.
         """
         failures = []
         for name, least, share in (
@@ -162,6 +174,8 @@ class PreflightReport(Printable):
                 failures.append(f"{name}={least} is required, but {share:.4f} of the FLOPs run in FP8:")
                 wrong = [p for p in self.step.without_fp8 if name == "fp8_flops" or p.verdict is not Verdict.EMULATED]
                 failures += [f"  {line}" for line in _lines(wrong)]
+        if fp8_gathers is not None:
+            failures += self._wide_gathers(fp8_gathers)
         for name, bound, value, sign in (
             ("peak_memory_ratio", peak_memory_ratio, self.peak_memory_ratio, 1),
             ("speedup", speedup, self.speedup, -1),
@@ -181,6 +195,22 @@ class PreflightReport(Printable):
             raise PreflightError(
                 "\n".join([f"the step does not meet its requirements on {self.target.kind}", *failures])
             )
+
+    def _wide_gathers(self, least: float) -> list[str]:
+        """What is gathered in more than FP8, if that is too much."""
+        if math.prod(self.mesh.values()) == 1:
+            raise ValueError(f"fp8_gathers={least} needs several devices; pass devices= or mesh= to inspect_step")
+        share = self.step.fp8_gathers
+        if share is None or share >= least:
+            return []
+        wide = [
+            f"  {found.kind} of {part.dtype}, {size(part.wire)}, {found.executions} times, in {place(found.scope)}"
+            for found in self.step.collectives
+            for part in found.parts
+            if part.feeds_product and not is_narrow(part.dtype)
+        ]
+        more = [f"  and {len(wide) - 20} more"] if len(wide) > 20 else []
+        return [f"fp8_gathers={least} is required, but {share:.4f} of the bytes are in FP8:", *wide[:20], *more]
 
     @property
     def _page(self) -> Page:
@@ -225,7 +255,12 @@ def _plain(report: PreflightReport) -> dict[str, Any]:
             {**dataclasses.asdict(p), "verdict": p.verdict.value, "flops": p.flops, "useful_flops": p.useful_flops}
             for p in found.products
         ]
-        totals = {"flops": found.flops, "useful_flops": found.useful_flops, "fp8_share": found.fp8_share}
+        fields["collectives"] = [
+            {**dataclasses.asdict(c), "wire": c.wire, "reduces_gradients": c.reduces_gradients}
+            for c in found.collectives
+        ]
+        shares = {"fp8_share": found.fp8_share, "fp8_gathers": found.fp8_gathers}
+        totals = {"flops": found.flops, "useful_flops": found.useful_flops, **shares}
         return {**totals, **fields, "estimate": estimate and {**dataclasses.asdict(estimate), "total": estimate.total}}
 
     target, figures = report.target, ("speedup", "speedup_range", "peak_memory_ratio", "findings", "caveats")

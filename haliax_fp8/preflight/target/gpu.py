@@ -78,7 +78,7 @@ class GpuTarget(Target):
             gpu_device_info {{
               threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
               block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
-              registers_per_core_limit: 65536 registers_per_block_limit: 65536
+              registers_per_core_limit: 65536 registers_per_block_limit: 65536 dnn_version: "9.10.0"
               cuda_compute_capability {{ major: {major} minor: {minor} {features} }}
               {self.description}
             }}

@@ -8,16 +8,17 @@ from ..._product.names import DGRAD, FPROP, WGRAD
 from ..compile import Compiled
 from ..hlo.destination import destinations, matching
 from ..hlo.dimensions import Dimensions, dimensions, grouped_operands
-from ..hlo.origin import Origin, entering, origin
-from ..hlo.scopes import asks_for_fp8, dotted, layer_of, role, rotates
+from ..hlo.origin import Origin, entering, gathers, origin
+from ..hlo.scopes import asks_for_fp8, dotted, layer_of, place, role, rotates
 from ..hlo.sites import Site, entry_sites, kernels, opened, trip_count
 from ..hlo.text import Module, parse_hlo
 from ..hlo.traffic import is_kernel, touched
 from ..hlo.vocabulary import COLLECTIVES, LIBRARIES, Call, call_of, grouped_tile, is_fusion, is_triton, target_of_call
 from ..target.target import Target
 from .attention import attention_products, is_attention
+from .collective import Multiplying, read_collective
 from .product import TRITON, Product
-from .program import Collective, Kernels, Opaque, Program
+from .program import Kernels, Opaque, Program
 from .reason import Evidence, indivisible, judge
 from .written import Written, made_from, written_products
 
@@ -31,7 +32,8 @@ def analyze(compiled: Compiled, target: Target, known: Mapping[str, str] | None 
     written = written_products(compiled.written) if compiled.written else {}
     reader = _Reader(module, written, compiled.outputs, target, known or {})
     products: list[Product] = []
-    collectives: list[Collective] = []
+    communicating: list[tuple[Site, str]] = []
+    multiplying: list[Multiplying] = []
     opaque: list[Opaque] = []
     count = moved = small = 0
     for kernel in kernels(entry_sites(module)):
@@ -40,8 +42,9 @@ def analyze(compiled: Compiled, target: Target, known: Mapping[str, str] | None 
         instruction, found = kernel.instruction, list(reader.products(kernel))
         if found:
             products += found
+            multiplying.append(Multiplying(kernel, tuple(f"{p.layer or place(p.scope)} {p.role}" for p in found)))
         elif (kind := instruction.opcode.removesuffix("-start")) in COLLECTIVES:
-            collectives.append(_collective(kernel, kind))
+            communicating.append((kernel, kind))
         elif instruction.opcode == "custom-call" and call_of(instruction) is not Call.OTHER:
             dtypes = tuple(operand.instruction.shape.dtype for operand in kernel.operands)
             opaque.append(Opaque(target_of_call(instruction), dtypes, kernel.executions, instruction.op_name))
@@ -49,6 +52,15 @@ def analyze(compiled: Compiled, target: Target, known: Mapping[str, str] | None 
             count += kernel.executions
             moved += kernel.executions * touched(kernel)
             small += kernel.executions * (touched(kernel) < _SMALL)
+    gathered = {
+        (gather.computation.name, gather.instruction.name, result)
+        for one in multiplying
+        for site in opened(one.kernel)
+        if dimensions(site) is not None
+        for operand in site.operands[:2]
+        for gather, result in gathers(operand)
+    }
+    collectives = [read_collective(site, kind, gathered, multiplying) for site, kind in communicating]
     return Program(
         products=tuple(products),
         others=Kernels(count, moved, small),
@@ -174,10 +186,3 @@ def _kernel_name(kernel: Site, site: Site) -> str:
     if kernel is site:
         return site.instruction.opcode
     return f"{TRITON if is_triton(kernel.instruction) else 'fused'} {site.instruction.opcode}"
-
-
-def _collective(kernel: Site, kind: str) -> Collective:
-    given = tuple(array for operand in kernel.operands for array in operand.instruction.shape.arrays)
-    dtype = max(kernel.results, key=lambda shape: shape.bytes).dtype
-    size = max(sum(shape.bytes for shape in shapes) for shapes in (given, kernel.results))
-    return Collective(kind, dtype, size, kernel.executions, kernel.instruction.op_name)

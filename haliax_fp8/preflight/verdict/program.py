@@ -5,6 +5,7 @@ import dataclasses
 from ...devices.roofline import Roofline
 from ..compile import Memory
 from ..hlo.text import Shape
+from .collective import Collective, fp8_share_of_gathers
 from .product import Product, Verdict
 
 
@@ -21,25 +22,6 @@ class Kernels:
     count: int
     bytes: int
     small: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Collective:
-    """Communication between devices.
-
-    Args:
-        kind: Such as `all-gather`.
-        dtype: XLA's name of the element type.
-        bytes: Of one run, the larger of what a device sends and what it receives.
-        executions: How often it runs in one step.
-        scope: The stack of named scopes that it was traced in.
-    """
-
-    kind: str
-    dtype: str
-    bytes: int
-    executions: int
-    scope: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,6 +109,11 @@ class Program:
     def fp8_share(self) -> float:
         """The share of the FLOPs that run in FP8."""
         return self.share(Verdict.FP8)
+
+    @property
+    def fp8_gathers(self) -> float | None:
+        """The share of the bytes gathered for operands of products that is in FP8; None if none are gathered."""
+        return fp8_share_of_gathers(self.collectives)
 
     @property
     def useful_flops(self) -> int:

@@ -135,7 +135,7 @@ class DelayedScaling(AbstractStatefulScaling):
         scale = lax.slice_in_dim(rows, 0, 1, axis=axis)
         newest = lax.select(lax.is_finite(measured), measured, lax.full_like(measured, -jnp.inf))
         history = lax.concatenate([newest, *self._moved(rows)], axis)
-        new_scale = self._scale_of(history, scale, limits)
+        new_scale = self.scale_of(history, scale, limits)
         if self.update_interval > 1:
             counter = lax.slice_in_dim(rows, end, end + 1, axis=axis)
             new_scale = lax.select(lax.eq(counter, lax.full_like(counter, 0.0)), new_scale, scale)
@@ -169,7 +169,19 @@ class DelayedScaling(AbstractStatefulScaling):
         new = self.update(jnp.concatenate([history, jnp.zeros_like(measured)], -1), measured, limits)
         return new.at[..., -1].set(0.0)
 
-    def _scale_of(self, history: Array, scale: Array, limits: tuple[float, ...]) -> Array:
+    def scale_of(
+        self,
+        history: Float32[Array, "*ensemble operands history"],
+        scale: Float32[Array, "*ensemble operands 1"],
+        limits: tuple[float, ...],
+    ) -> Float32[Array, "*ensemble operands 1"]:
+        """The scale that follows from a history; where that holds nothing above zero, the scale as it was.
+
+        Args:
+            history: Newest first, then oldest to newest.
+            scale: The scale before.
+            limits: The largest value of each operand's format.
+        """
         amax = self.amax_compute.of_history(history)
         limit = lax.broadcast_in_dim(np.asarray(limits, np.float32), scale.shape, (scale.ndim - 2,))
         zero, one = lax.full_like(scale, 0.0), lax.full_like(scale, 1.0)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import enum
-from typing import ClassVar
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -74,8 +73,6 @@ class Diagnosis(Printable):
     """
 
     findings: tuple[Finding, ...]
-
-    width: ClassVar[int] = 80
 
     def __bool__(self) -> bool:
         return bool(self.findings)

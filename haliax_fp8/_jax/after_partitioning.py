@@ -1,0 +1,142 @@
+"""A function that XLA's partitioner does not see: it is lowered when the program is divided over devices already.
+
+Some of XLA's operations do not survive the way through Shardy, JAX's partitioner, whatever their sharding
+(`lax.scaled_dot` is one). In the program they are a custom call that names how its axes belong together; once XLA has
+divided the program, it asks for what each device runs.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax._src import custom_partitioning, dispatch
+from jax._src.interpreters.mlir import custom_call
+from jax._src.sharding_impls import ShardingContext, SPMDAxisContext
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+from jax.sharding import Sharding
+from jaxtyping import Array
+
+
+# Takes what a device computes of its part, the mesh, arguments and result with their shapes and shardings. Returns the
+# mesh, what each device runs, the sharding of its result and those of its arguments.
+type Partition = Callable[
+    [Callable[..., Array], Any, Sequence[Any], Any], tuple[Any, Callable[..., Array], Any, Sequence[Any]]
+]
+
+
+def lower_after_partitioning(
+    context: Any,
+    *operands: Any,
+    name: str,
+    function: Callable[..., Array],
+    part: Callable[..., Array],
+    rule: str,
+    sizes: Any,
+    partition: Partition,
+) -> Any:
+    """Lowers a function of arrays; in a program for several devices, after XLA has divided that.
+
+    Args:
+        context: Of a primitive's lowering rule.
+        *operands: Its operands, likewise.
+        name: What the function is, for messages.
+        function: What one device computes of whole arrays, in a program that is not divided.
+        part: The same function as a device of several computes it, of its part.
+        rule: Which axes of arguments and result belong together, as `custom_partitioning` takes it.
+        sizes: The sizes of factors that the rule does not show, and which are summed: its keyword arguments.
+        partition: What each device computes of its parts.
+
+    Raises:
+        ValueError: Inside a `shard_map` over a part of the mesh, which XLA cannot divide further; or where it is not
+            known over which mesh arrays are divided.
+    """
+    module = context.module_context
+    axes = module.axis_context
+    inline = mlir.lower_fun(function, multiple_results=False)
+    if isinstance(axes, SPMDAxisContext):
+        automatic = [
+            axis for axis in axes.mesh.axis_names if axis not in axes.manual_axes and axes.mesh.shape[axis] > 1
+        ]
+        if automatic:
+            raise ValueError(
+                f"{name} was called inside shard_map over {sorted(axes.manual_axes)}, where XLA would divide it over "
+                f"{automatic} as well, which it cannot. Call it under shard_map over all axes of the mesh, or under "
+                "none; or choose a recipe whose scales stay outside the sum, such as 'rowwise'"
+            )
+        if axes.mesh.size == 1:
+            return inline(context, *operands)
+        return _by_each_device(context, operands, part)
+    if not isinstance(axes, ShardingContext) or axes.num_devices == 1:
+        return inline(context, *operands)
+    if axes.device_assignment is None or axes.abstract_mesh is None:
+        raise ValueError(
+            f"{name} is divided over {axes.num_devices} devices, but the mesh is not known where it is lowered. Give "
+            "the arguments of the outermost jax.jit NamedShardings of one mesh; or choose a recipe whose scales stay "
+            "outside the sum, such as 'rowwise'"
+        )
+    call = custom_partitioning.custom_partitioning(lambda *arrays: part(*arrays))
+    call.def_partition(partition=functools.partial(partition, part), sharding_rule=rule, **sizes)
+    return mlir.lower_fun(call, multiple_results=False)(context, *operands)
+
+
+def devices_of(context: Any) -> int:
+    """For how many devices a program is lowered, by the context of a primitive's lowering rule."""
+    axes = context.module_context.axis_context
+    if isinstance(axes, SPMDAxisContext):
+        return axes.mesh.size
+    return axes.num_devices if isinstance(axes, ShardingContext) else 1
+
+
+def lower_with_devices(*primitives: Primitive) -> None:
+    """Declares primitives whose lowering contains calls that are divided over the devices of a program.
+
+    JAX looks for such primitives where it can see them, which is not within the lowering of others.
+
+    Args:
+        *primitives: Those that are in a traced program.
+    """
+    dispatch.prim_requires_devices_during_lowering.update(primitives)
+
+
+# --- Inside shard_map -------------------------------------------------------------------------------------------------
+
+# There each device has its part already, and JAX would lower the call in place, where the partitioner sees it.
+
+
+def _by_each_device(context: Any, operands: Sequence[Any], function: Callable[..., Array]) -> Any:
+    """The function of what each device has, still hidden from the partitioner."""
+    module = context.module_context
+    structure = jax.tree.structure(tuple(context.avals_in))
+    call = custom_partitioning._ShardingCallbackInfo(
+        propagate_user_sharding=None,
+        partition=lambda mesh, args, result: (mesh, function, result.sharding, tuple(x.sharding for x in args)),
+        to_mesh_pspec_sharding=lambda sharding, ndim: _AsItIs(sharding),
+        in_tree=structure,
+        out_tree=jax.tree.structure(0),
+        infer_sharding_from_operands=None,
+        module_context=module,
+        mesh=module.axis_context.mesh,
+        static_args=(),
+    )
+    # XLA asks by this name for what is registered there, as long as the program lives.
+    key = str(id(call))
+    custom_partitioning._sharding_callbacks[key.encode()] = call
+    module.add_keepalive(call)
+    types = [mlir.ir.RankedTensorType.get(x.shape, mlir.dtype_to_ir_type(x.dtype)) for x in context.avals_out]
+    name = custom_partitioning._CUSTOM_PARTITIONING_CALL_NAME
+    return custom_call(name, result_types=types, operands=operands, backend_config=key).results
+
+
+class _AsItIs(Sharding):
+    """A sharding that XLA named, which only XLA has to understand."""
+
+    def __init__(self, sharding: Any) -> None:
+        self.sharding = sharding
+
+    def check_compatible_aval(self, aval_shape: Any) -> None:
+        """Whatever XLA says."""
+
+    def _to_xla_hlo_sharding(self, num_dimensions: int) -> Any:
+        return self.sharding

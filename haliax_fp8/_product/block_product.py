@@ -1,0 +1,236 @@
+"""Products of operands with a scale for each block of the sum, by what hardware has for them, on one device or many."""
+
+import dataclasses
+import enum
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, BFloat16, Float, UInt8
+
+from .._jax.after_partitioning import devices_of, lower_after_partitioning, lower_with_devices
+from .._jax.mapped_axis import to_front
+from .._jax.mesh_axes import as_varying
+from .._jax.xla import on_cpu
+from .._numerics.quantized_array import QuantizedArray, expand
+from ..devices.device import Device
+from ..devices.units import MX_UNITS
+from .dimensions import DotDimensions
+from .divided_product import DividedProduct
+
+
+# What hardware and XLA's scaled dot take: one E8M0 scale for 32 elements along the contraction.
+_BLOCK = 32
+
+
+def block_scaled_dot(
+    a: QuantizedArray, b: QuantizedArray, dimensions: DotDimensions, precision: lax.PrecisionLike, dtype: np.dtype
+) -> Float[Array, "..."]:
+    """`dot(a.data * a.scale, b.data * b.scale)`, accumulated in float32.
+
+    If all scales are powers of two and belong to blocks of 32 along the contraction, or of a multiple of 32, an
+    accelerator multiplies the FP8 data directly (`jax.lax.scaled_dot`): in hardware on Blackwell, in one fused
+    kernel that widens in registers on Hopper. Anything else, and everything on a CPU, multiplies dequantized operands.
+
+    Args:
+        a: The first operand.
+        b: The second operand, its contracted axes paired with those of the first.
+        dimensions: What is contracted.
+        precision: Of the product of dequantized operands.
+        dtype: Of the result.
+
+    Returns:
+        The product, axes in the order of `lax.dot_general`.
+    """
+
+    def dequantized(a: QuantizedArray, b: QuantizedArray) -> Array:
+        out = lax.dot_general(
+            a.dequantize_rotated(),
+            b.dequantize_rotated(),
+            dimensions.numbers,
+            precision=precision,
+            preferred_element_type=jnp.float32,
+        )
+        return lax.convert_element_type(out, dtype)
+
+    pairs = sorted(zip(dimensions.lhs_contract, dimensions.rhs_contract, strict=True))
+    if not (pairs and _in_blocks_of_32(a, pairs[-1][0]) and _in_blocks_of_32(b, pairs[-1][1])):
+        return dequantized(a, b)
+    in_order = dataclasses.replace(
+        dimensions, lhs_contract=tuple(axis for axis, _ in pairs), rhs_contract=tuple(axis for _, axis in pairs)
+    )
+
+    def native(a: QuantizedArray, b: QuantizedArray) -> Array:
+        return native_product(a, b, in_order, dtype)
+
+    return on_cpu(dequantized, native, a, b)
+
+
+def native_product(
+    a: QuantizedArray, b: QuantizedArray, dimensions: DotDimensions, dtype: np.dtype
+) -> Float[Array, "..."]:
+    """The product of FP8 data and E8M0 scales, by `jax.lax.scaled_dot`.
+
+    Args:
+        a: The first operand. Its scales are powers of two for blocks whose size along the last contracted axis is a
+            multiple of 32.
+        b: The second operand, likewise.
+        dimensions: What is contracted; blocks run along the last pair of axes.
+        dtype: Of the result; also that in which devices add up parts of the sum.
+
+    Returns:
+        The product, axes in the order of `lax.dot_general`.
+    """
+    operands = *_in_blocks(a, dimensions.lhs_contract[-1]), *_in_blocks(b, dimensions.rhs_contract[-1])
+    operands = [as_varying(x, operands) for x in operands]
+    # A GPU that has no units for blocks, where emulation was requested, would multiply dequantized operands without
+    # a library. A program that is made for GPUs elsewhere does not say which they are.
+    device = Device.current()
+    in_hardware = device.platform != "cuda" or device.lacks(MX_UNITS) is None
+    return block_product_p.bind(*operands, dimensions=dimensions, dtype=np.dtype(dtype), in_hardware=in_hardware)
+
+
+def _in_blocks_of_32(x: QuantizedArray, contracted: int) -> bool:
+    # An operand without elements has no blocks to give to the hardware.
+    return x.scale_bits == 1 and x.block is not None and x.block[contracted] % _BLOCK == 0 and x.data.size > 0
+
+
+def _in_blocks(x: QuantizedArray, last: int) -> tuple[Float[Array, "*shape"], UInt8[Array, "*blocks"]]:
+    """Data padded with zeros to whole blocks along an axis; and the biased exponent of each block of 32."""
+    size = x.data.shape[last]
+    padding = -size % _BLOCK
+    data = jnp.pad(x.data, [(0, padding if axis == last else 0) for axis in range(x.data.ndim)])
+    assert x.block is not None
+    block = tuple(_BLOCK if axis == last else n for axis, n in enumerate(x.block))
+    blocks = (size + padding) // _BLOCK
+    exponent = exponent_of(x.scale)
+    if x.block[last] != _BLOCK:
+        exponent = jnp.repeat(exponent, x.block[last] // _BLOCK, axis=last)
+        exponent = lax.slice_in_dim(exponent, 0, blocks, axis=last)
+    whole = tuple(blocks if axis == last else n for axis, n in enumerate(x.data.shape))
+    return data, expand(exponent, whole, tuple(1 if axis == last else n for axis, n in enumerate(block)))
+
+
+def exponent_of(scale: Array) -> UInt8[Array, "*blocks"]:
+    """The biased exponent of powers of two, which is their E8M0; 255 for NaN."""
+    bits = lax.bitcast_convert_type(scale, jnp.uint32) >> np.uint32(23)
+    return bits.astype(jnp.uint8)
+
+
+# --- The primitive ----------------------------------------------------------------------------------------------------
+
+block_product_p = Primitive("fp8_block_product")
+
+
+class Means(enum.Enum):
+    """What multiplies data and scales of blocks in XLA."""
+
+    SCALED_DOT = "an operation that becomes one kernel, which XLA has to find before it divides a program"
+    SCALED_MATMUL = "cuDNN's kernel, on Blackwell"
+    DEQUANTIZED = "a product of operands that other kernels have widened"
+
+
+def _block_product(
+    a: Array, of_a: Array, b: Array, of_b: Array, *, dimensions: DotDimensions, dtype: np.dtype, means: Means
+) -> Float[Array, "..."]:
+    """The product on one device; scales are their biased exponents."""
+
+    def rows(x: Array, batch: tuple[int, ...], free: tuple[int, ...], contracted: tuple[int, ...]) -> Array:
+        return lax.transpose(x, (*batch, *free, *contracted)).reshape(
+            *(math.prod(x.shape[axis] for axis in axes) for axes in (batch, free, contracted))
+        )
+
+    def data_and_scale(x: Array, of_x: Array, *axes: tuple[int, ...]) -> tuple[Array, Array]:
+        return rows(x, *axes), lax.bitcast_convert_type(rows(of_x, *axes), jnp.float8_e8m0fnu)
+
+    lhs, of_lhs = data_and_scale(a, of_a, dimensions.lhs_batch, dimensions.lhs_free, dimensions.lhs_contract)
+    rhs, of_rhs = data_and_scale(b, of_b, dimensions.rhs_batch, dimensions.rhs_free, dimensions.rhs_contract)
+    numbers = ((2,), (2,)), ((0,), (0,))
+    match means:
+        case Means.SCALED_MATMUL:
+            out = jax.nn.scaled_matmul(lhs, rhs, of_lhs, of_rhs, preferred_element_type=dtype)
+        case Means.SCALED_DOT:
+            scales = {"lhs_scale": of_lhs, "rhs_scale": of_rhs}
+            out = lax.scaled_dot(lhs, rhs, **scales, dimension_numbers=numbers, preferred_element_type=jnp.float32)
+        case Means.DEQUANTIZED:
+            both = _values(lhs, of_lhs), _values(rhs, of_rhs)
+            out = lax.dot_general(*both, numbers, preferred_element_type=jnp.float32)
+    return lax.convert_element_type(out.reshape(dimensions.out_shape(a.shape, b.shape)), dtype)
+
+
+def _values(data: Array, scale: Array) -> BFloat16[Array, "batch rows contracted"]:
+    """Data times scales, which bfloat16 holds."""
+    blocks = lax.convert_element_type(data, jnp.float32).reshape(*scale.shape, _BLOCK)
+    scaled = blocks * lax.convert_element_type(scale, jnp.float32)[..., None]
+    return lax.convert_element_type(scaled.reshape(data.shape), jnp.bfloat16)
+
+
+def _aval(
+    a: Any, of_a: Any, b: Any, of_b: Any, *, dimensions: DotDimensions, dtype: np.dtype, in_hardware: bool
+) -> Any:
+    del of_a, of_b, in_hardware
+    shape = dimensions.out_shape(a.shape, b.shape)
+    return a.update(shape=shape, dtype=dtype, weak_type=False, sharding=a.sharding.update(spec=P(*[None] * len(shape))))
+
+
+def _batched(args: Any, axes: Any, *, dimensions: DotDimensions, **params: Any) -> tuple[Array, int]:
+    """The mapped axis is a batch axis of both operands."""
+    size = next(x.shape[axis] for x, axis in zip(args, axes, strict=True) if axis is not None)
+    args = [to_front(x, axis, size, 0) for x, axis in zip(args, axes, strict=True)]
+    dimensions, out_axis = dimensions.with_batch_axis()
+    return block_product_p.bind(*args, dimensions=dimensions, **params), out_axis
+
+
+def _lowered(
+    context: Any,
+    *operands: Any,
+    dimensions: DotDimensions,
+    dtype: np.dtype,
+    in_hardware: bool,
+    of_part: Means = Means.DEQUANTIZED,
+) -> Any:
+    product = functools.partial(_block_product, dimensions=dimensions, dtype=dtype)
+    blocks = context.avals_in[1].shape[dimensions.lhs_contract[-1]]
+    divided = DividedProduct(dimensions, _BLOCK, blocks)
+    return lower_after_partitioning(
+        context,
+        *operands,
+        name=_NAME,
+        function=functools.partial(product, means=Means.SCALED_DOT),
+        part=functools.partial(product, means=of_part),
+        rule=divided.rule,
+        sizes=divided.sizes,
+        partition=divided.partition,
+    )
+
+
+def _lowered_on_cuda(context: Any, *operands: Any, in_hardware: bool, **params: Any) -> Any:
+    of_part = Means.SCALED_MATMUL if in_hardware else Means.DEQUANTIZED
+    return _lowered(context, *operands, in_hardware=in_hardware, of_part=of_part, **params)
+
+
+def _lowered_on_rocm(context: Any, *operands: Any, **params: Any) -> Any:
+    if devices_of(context) > 1:
+        raise ValueError(
+            f"{_NAME} cannot be divided over {devices_of(context)} AMD devices: XLA would dequantize the operands. "
+            "Choose a recipe whose scales stay outside the sum, such as 'rowwise', or use one device"
+        )
+    return _lowered(context, *operands, **params)
+
+
+_NAME = "a product with a scale for each block of 32 (recipes such as mxfp8 and deepseek)"
+
+block_product_p.def_impl(lambda *args, **params: jax.jit(functools.partial(block_product_p.bind, **params))(*args))
+block_product_p.def_abstract_eval(_aval)
+mlir.register_lowering(block_product_p, _lowered)
+mlir.register_lowering(block_product_p, _lowered_on_cuda, platform="cuda")
+mlir.register_lowering(block_product_p, _lowered_on_rocm, platform="rocm")
+batching.primitive_batchers[block_product_p] = _batched
+lower_with_devices(block_product_p)

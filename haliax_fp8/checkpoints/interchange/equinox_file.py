@@ -1,0 +1,181 @@
+"""Files of Equinox's serialisation, with an index of names behind the leaves.
+
+Equinox's own `tree_deserialise_leaves` reads these files too: it does not read beyond the last leaf.
+"""
+
+import json
+import os
+import pathlib
+import struct
+import uuid
+from collections.abc import Iterator
+from typing import Any, BinaryIO
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .names import Leaf, described, is_saved, leaves_of
+from .source import HostArrays
+
+
+# Behind the index: its length and this mark.
+_MARK = b"haliax_fp8 names"
+_END = struct.Struct(f"<Q{len(_MARK)}s")
+
+
+def save(path: str | os.PathLike[str], tree: Any) -> None:
+    """Writes a model, or any tree, as a file of Equinox's serialisation that knows its leaves by name.
+
+    The file is written under another name, flushed to the disk and renamed, so a save that is interrupted leaves the
+    file that was there. `load_into` reads it into models of another recipe, history length or layout, and
+    `eqx.tree_deserialise_leaves` into the same model.
+
+    Args:
+        path: The file; `.eqx` is added if the name has no suffix, as Equinox does.
+        tree: A model, or a tuple of model, optimizer state and whatever else a resumed run needs.
+
+    Raises:
+        ValueError: If an array is divided over several processes, or a leaf is a random key with a type (save
+            `jax.random.key_data` of it).
+
+    Example:
+        >>> import tempfile
+        >>> from haliax_fp8.checkpoints import load_into, save
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     save(f"{folder}/model.eqx", model)
+        ...     fp8_model, report = load_into(fp8_linear_layers(model), f"{folder}/model.eqx")
+        >>> report.summary, bool((fp8_model.layers[0].weight == model.layers[0].weight).all())
+        ('4 kept, 0 changed, 2 fresh, 0 unused', True)
+    """
+    path = with_suffix(path)
+    saved = [leaf for leaf in leaves_of(tree) if is_saved(leaf.value)]
+    for leaf in saved:
+        _require_savable(leaf)
+    index = [{"name": leaf.name, "dtype": described(leaf.value).dtype.name} for leaf in saved]
+    encoded = json.dumps(index).encode()
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            eqx.tree_serialise_leaves(file, tree)
+            file.write(encoded + _END.pack(len(encoded), _MARK))
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    _flush_folder(path.parent)
+
+
+def open_equinox(path: pathlib.Path, made_from: Any) -> HostArrays:
+    """The entries of a file.
+
+    Args:
+        path: The file.
+        made_from: For files without an index, the tree, or one of the same structure, that the file was made from.
+
+    Raises:
+        ValueError: If the file is no such file, is cut off, or has no index and `made_from` is missing or differs.
+    """
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        index = _index(file, size)
+        if index is not None:
+            names = [(entry["name"], jnp.dtype(entry["dtype"])) for entry in index]
+            expected = []
+        elif made_from is None:
+            raise ValueError(
+                f"{path} has no index of names: Equinox wrote it without. Give the model that it was made from, "
+                "load_into(model, path, made_from=old_model); eqx.filter_eval_shape makes one without arrays. "
+                "checkpoints.save writes files with names"
+            )
+        else:
+            expected = [leaf for leaf in leaves_of(made_from) if is_saved(leaf.value)]
+            names = [(leaf.name, described(leaf.value).dtype) for leaf in expected]
+        file.seek(0)
+        arrays = {name: header for (name, _), header in zip(names, _headers(file, size, names, path), strict=True)}
+    _require_made_from(expected, arrays, path)
+    dtypes = dict(names)
+    entries = {name: jax.ShapeDtypeStruct(shape, dtypes[name]) for name, (shape, _, _) in arrays.items()}
+
+    def array(name: str) -> np.ndarray:
+        (shape, in_columns, offset), dtype = arrays[name], np.dtype(dtypes[name])
+        if 0 in shape:
+            return np.zeros(shape, dtype)
+        # As bytes: NumPy's files do not know bfloat16 and the FP8 formats by name.
+        mapped = np.memmap(path, dtype, "r", offset, shape, "F" if in_columns else "C")
+        return np.asarray(mapped)
+
+    return HostArrays(entries, array)
+
+
+def with_suffix(path: str | os.PathLike[str]) -> pathlib.Path:
+    """The path of the file, as Equinox completes it."""
+    path = pathlib.Path(path)
+    return path if path.suffix else path.with_suffix(".eqx")
+
+
+def _require_savable(leaf: Leaf) -> None:
+    value = leaf.value
+    if isinstance(value, jax.ShapeDtypeStruct):
+        raise ValueError(f"tree is abstract: {leaf.name} has no numbers to save")
+    if isinstance(value, jax.Array) and not (value.is_fully_addressable or value.is_fully_replicated):
+        raise ValueError(
+            f"{leaf.name} is divided over several processes; save the tree with Orbax, from which load_into reads too"
+        )
+    if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+        raise ValueError(f"{leaf.name} is a random key, which Equinox cannot save; save jax.random.key_data(key)")
+
+
+def _flush_folder(folder: pathlib.Path) -> None:
+    """A rename is on the disk once the folder is."""
+    if not hasattr(os, "O_DIRECTORY"):  # Windows
+        return
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _index(file: BinaryIO, size: int) -> list[dict[str, str]] | None:
+    if size < _END.size:
+        return None
+    file.seek(size - _END.size)
+    length, mark = _END.unpack(file.read(_END.size))
+    if mark != _MARK or length > size - _END.size:
+        return None
+    file.seek(size - _END.size - length)
+    return json.loads(file.read(length))
+
+
+type _Header = tuple[tuple[int, ...], bool, int]
+
+
+def _headers(file: BinaryIO, size: int, names: list[tuple[str, Any]], path: pathlib.Path) -> Iterator[_Header]:
+    """Shape, whether columns come first, and where the numbers begin, of one array after the other."""
+    for name, dtype in names:
+        try:
+            version = np.lib.format.read_magic(file)
+            read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+            shape, in_columns, stored = read(file)
+        except (ValueError, OSError) as error:
+            raise ValueError(f"{path} ends, or is no file of Equinox's, where {name} should begin: {error}") from error
+        start = file.tell()
+        end = start + int(np.prod(shape, dtype=np.int64)) * stored.itemsize
+        if stored.hasobject or end > size or stored.itemsize != np.dtype(dtype).itemsize:
+            what = "is cut off" if end > size else f"holds {stored} where made_from has {np.dtype(dtype).name}"
+            raise ValueError(f"{path} {what}, in {name}")
+        file.seek(end)
+        yield shape, in_columns, start
+
+
+def _require_made_from(expected: list[Leaf], found: dict[str, _Header], path: pathlib.Path) -> None:
+    for leaf in expected:
+        shape = described(leaf.value).shape
+        if found[leaf.name][0] != shape:
+            raise ValueError(
+                f"{path} was not made from a model like made_from: {leaf.name} has shape {found[leaf.name][0]} in the "
+                f"file and {shape} in made_from"
+            )

@@ -1,0 +1,199 @@
+"""load_into: a checkpoint of one model as the numbers of another."""
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ...layers.quantized_kernels import require_no_kernel_copies
+from .histories import first_of, fitted, refusal, widths
+from .joined import Joined, check_joined, with_joined
+from .names import Leaf, described, is_saved, leaves_of, with_leaves
+from .open import on_host, open_checkpoint
+from .place import placed, sharding_of
+from .report import LoadReport
+from .source import AbstractSource
+
+
+def load_into[M](
+    model: M,
+    path: str | os.PathLike[str] | Mapping[str, Any],
+    *,
+    strict: bool = False,
+    joined: Joined | None = None,
+    made_from: Any = None,
+) -> tuple[M, LoadReport]:
+    """A model with the numbers of a checkpoint, which may be of another recipe, or of the plain model.
+
+    What has the name and the shape of a leaf is loaded, in the leaf's dtype and onto its devices, one leaf at a time.
+    Histories of delayed scaling are cut or padded so that their maximum stays the same, and scales computed anew. Other
+    state starts fresh. So a plain model's checkpoint loads into a converted one and the reverse, with any recipe.
+
+    Args:
+        model: What to load into: a model, a tuple of model and optimizer state, any tree. Arrays may be
+            `jax.ShapeDtypeStruct`s (`eqx.filter_eval_shape`), whose sharding is then that of the loaded array.
+        path: A file of `save` or of Equinox's serialisation, a safetensors file, the folder of a step that Orbax wrote,
+            or a mapping of names to arrays. Keys of safetensors and of mappings may be those of Haliax's state dict.
+        strict: Whether anything but a complete load is an error: a leaf changed or fresh, or an entry unused.
+        joined: Which fields of the model, or of the one in the checkpoint, `join_linear` made of which:
+            `{"qkv": ("q", "k", "v")}`. The checkpoint of either model then loads into the other.
+        made_from: For files of Equinox without names: the tree that was saved, or one of its structure.
+
+    Returns:
+        The model, and what became of every leaf and entry.
+
+    Raises:
+        ValueError: If there is no checkpoint, or a damaged one; if an abstract model has a leaf that the checkpoint
+            lacks; if a weight in FP8 comes without its scale; with `strict`, if the load is not complete. The message
+            names the leaves and the remedy.
+
+    Example:
+        >>> from haliax_fp8.checkpoints import load_into
+        >>> fp8_model = fp8_linear_layers(model, recipe=DelayedScaling(amax_history_length=8))
+        >>> weights = {"layers.0.weight": np.ones((32, 16), np.float32)}
+        >>> loaded, report = load_into(fp8_model, weights)
+        >>> report.kept, "calibrate" in report.fresh["layers.0.dot_general.state.table"]
+        (('layers.0.weight',), True)
+    """
+    require_no_kernel_copies(model)
+    source = open_checkpoint(path, model, made_from)
+    if joined is not None:
+        source = with_joined(source, model, check_joined(joined))
+    leaves = list(leaves_of(model))
+    plans = [_plan(leaf, source) if is_saved(leaf.value) else _Plan() for leaf in leaves]
+    _require_all(leaves, plans)
+    found = source.read({p.source: p.sharding for p in plans if p.source is not None})
+    values, kept, changed, fresh = [], [], {}, {}
+    for leaf, plan in zip(leaves, plans, strict=True):
+        value, how, why = leaf.value, plan.how, plan.why
+        if plan.source is not None:
+            array = found[plan.source]
+            if leaf.state is not None:
+                array, how, why = _table(on_host(array), leaf)
+            value = None if array is None else placed(array, leaf.value)
+        if leaf.state is not None and (plan.source is None or value is None):
+            value = placed(first_of(leaf.state), leaf.value)
+        elif why is not None and isinstance(value, jax.ShapeDtypeStruct):
+            value = placed(np.zeros(value.shape, value.dtype), leaf.value)
+        values.append(value)
+        if why is not None:
+            fresh[leaf.name] = why
+        elif how is not None:
+            changed[leaf.name] = how
+        elif plan.source is not None:
+            kept.append(leaf.name)
+    used = {plan.source for plan in plans}
+    report = LoadReport(tuple(kept), changed, fresh, tuple(sorted(source.entries.keys() - used)))
+    if strict and not report.is_complete:
+        raise ValueError(_incomplete(report))
+    return with_leaves(model, values), report
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """What becomes of a leaf.
+
+    Args:
+        source: The name of the entry that it is made of; None if there is none.
+        sharding: Where that is to be read to.
+        how: How it is changed; None if it is not.
+        why: Why it is fresh; None if it is not.
+    """
+
+    source: str | None = None
+    sharding: Any = None
+    how: str | None = None
+    why: str | None = None
+
+
+def _plan(leaf: Leaf, source: AbstractSource) -> _Plan:
+    # In Orbax's folders a list with one array looks like a named array.
+    whole, _, last = leaf.name.rpartition(".")
+    name = leaf.name if leaf.name in source.entries or last != "0" else whole
+    entry, target = source.entries.get(name), described(leaf.value)
+    if entry is None:
+        return _Plan(why=_MISSING_STATE if leaf.state is not None else "not in the checkpoint")
+    if leaf.state is not None:
+        # Rows and stack have to fit; the width is a matter of the recipe.
+        if entry.shape[:-1] != target.shape[:-1] or not entry.shape or entry.shape[-1] < 3:
+            return _Plan(why=f"the state in the checkpoint has shape {entry.shape}, this one {target.shape}")
+        return _Plan(name)
+    if entry.shape != target.shape:
+        return _Plan(why=f"shape {entry.shape} in the checkpoint, {target.shape} here")
+    if entry.dtype == target.dtype:
+        return _Plan(name, sharding_of(leaf.value), how=source.how(name))
+    if _is_fp8(entry.dtype) and not _is_fp8(target.dtype):
+        raise ValueError(
+            f"{leaf.name} is stored in {np.dtype(entry.dtype).name}: FP8 data without its scale is not a weight. Load "
+            "a checkpoint of the model before it was quantized"
+        )
+    kinds = [_kind(dtype) for dtype in (entry.dtype, target.dtype)]
+    names = [str(dtype) for dtype in (entry.dtype, target.dtype)]
+    if kinds[0] != kinds[1] or kinds[0] is None:
+        return _Plan(why=f"{names[0]} in the checkpoint, {names[1]} here")
+    return _Plan(name, how=f"{names[0]} in the checkpoint, cast to {names[1]}")
+
+
+_MISSING_STATE = (
+    "not in the checkpoint, whose model has no such state: plain, of another recipe, or a state dict; calibrate "
+    "the model to begin with scales that fit"
+)
+
+
+def _kind(dtype: Any) -> Any:
+    kinds = (jnp.floating, jnp.integer, jnp.bool_)
+    return next((kind for kind in kinds if jnp.issubdtype(dtype, kind)), None)
+
+
+def _is_fp8(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.floating) and np.dtype(dtype).itemsize == 1
+
+
+def _table(array: np.ndarray, leaf: Leaf) -> tuple[np.ndarray | None, str | None, str | None]:
+    """The table of a state, how it was changed, and why it is fresh instead."""
+    assert leaf.state is not None
+    table = array.astype(np.float32, copy=False)
+    if (why := refusal(table)) is not None:
+        return None, None, why
+    if table.shape == leaf.value.shape:
+        same = array.dtype == leaf.value.dtype
+        return table, None if same else f"{array.dtype} in the checkpoint, cast to {leaf.value.dtype}", None
+    result = fitted(table, leaf.state)
+    if result is None:
+        return None, None, "the state in the checkpoint is that of another scaling, or has recorded nothing"
+    return result, widths(table, leaf.state), None
+
+
+def _require_all(leaves: list[Leaf], plans: list[_Plan]) -> None:
+    """An abstract leaf that nothing is known of has no numbers; state and rounding keys have first ones."""
+    missing = [
+        f"{leaf.name}: {plan.why}"
+        for leaf, plan in zip(leaves, plans, strict=True)
+        if plan.why is not None
+        and isinstance(leaf.value, jax.ShapeDtypeStruct)
+        and leaf.state is None
+        and not leaf.name.endswith("dot_general.key")
+    ]
+    if missing:
+        raise ValueError(
+            "the checkpoint lacks leaves of a model that has no numbers of its own: " + _listed(missing) + ". Give a "
+            "model with arrays, whose own stay there, or the checkpoint of this model"
+        )
+
+
+def _incomplete(report: LoadReport) -> str:
+    lines = [f"{name} {what}: {why}" for name, what, why in report.differences()]
+    return (
+        f"strict=True, and the checkpoint is not that of this model ({report.summary}): {_listed(lines)}. For a model "
+        "with the same history length and recipe convert it as the saved one was; for a plain checkpoint load first, "
+        "convert after; or use strict=False, which pads and cuts histories and starts other state fresh"
+    )
+
+
+def _listed(lines: list[str]) -> str:
+    more = f"; and {len(lines) - 5} more" if len(lines) > 5 else ""
+    return "; ".join(lines[:5]) + more

@@ -1,0 +1,67 @@
+"""The leaves of a tree by name: what entries of a checkpoint are matched with."""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import haliax as hax
+import jax
+import numpy as np
+
+from ..._state.op_state import OpState
+from ...layers.patterns import path_string
+
+
+class Leaf(NamedTuple):
+    """An array or a number of a tree.
+
+    Args:
+        name: Its path, joined by dots, as `layers.0.weight`; for a named array that of the array inside is left out.
+        value: An array, a `jax.ShapeDtypeStruct`, a Python number, or None where a named array has none.
+        state: The state whose table it is; else None.
+    """
+
+    name: str
+    value: Any
+    state: OpState | None = None
+
+
+def _is_whole(node: Any) -> bool:
+    return isinstance(node, OpState | hax.NamedArray)
+
+
+def leaves_of(tree: Any) -> Iterator[Leaf]:
+    """Every leaf, in the order of the tree; the table of an op's state once, with the state."""
+    for path, node in jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_whole)[0]:
+        name = path_string(path)
+        if isinstance(node, OpState):
+            yield Leaf(f"{name}.table", node.table.array, node)
+        elif isinstance(node, hax.NamedArray):
+            yield Leaf(name, node.array)
+        else:
+            yield Leaf(name, node)
+
+
+def with_leaves(tree: Any, values: list[Any]) -> Any:
+    """The tree with other values in the order of `leaves_of`."""
+    nodes, structure = jax.tree.flatten(tree, is_leaf=_is_whole)
+
+    def replaced(node: Any, value: Any) -> Any:
+        if isinstance(node, OpState):
+            return node.with_array(value)
+        # Through the tree: the names may count axes that the array does not have.
+        return jax.tree.unflatten(jax.tree.structure(node), [value]) if isinstance(node, hax.NamedArray) else value
+
+    return jax.tree.unflatten(structure, [replaced(*pair) for pair in zip(nodes, values, strict=True)])
+
+
+def is_saved(value: Any) -> bool:
+    """Whether a leaf is an array or a number, which checkpoints hold; anything else comes from the code."""
+    return eqx.is_array_like(value) or isinstance(value, jax.ShapeDtypeStruct)
+
+
+def described(value: Any) -> jax.ShapeDtypeStruct:
+    """Shape and dtype of such a leaf."""
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return jax.ShapeDtypeStruct(value.shape, value.dtype)
+    return jax.ShapeDtypeStruct((), np.asarray(value).dtype)

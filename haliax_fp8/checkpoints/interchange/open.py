@@ -1,0 +1,51 @@
+"""Which kind of checkpoint a path is."""
+
+import os
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from .equinox_file import open_equinox, with_suffix
+from .names import described
+from .orbax_folder import OrbaxFolder
+from .safetensors_file import open_safetensors
+from .source import AbstractSource, HostArrays
+from .state_dict import with_names_of
+
+
+def open_checkpoint(path: Any, model: Any, made_from: Any) -> AbstractSource:
+    """A checkpoint, with the names of a model's leaves where it has them under other keys.
+
+    Args:
+        path: As in `load_into`.
+        model: Likewise.
+        made_from: Likewise.
+
+    Raises:
+        ValueError: If there is nothing, or nothing that can be read.
+    """
+    if isinstance(path, Mapping):
+        arrays = {str(name): array for name, array in path.items() if array is not None}
+        entries = {name: described(array) for name, array in arrays.items()}
+        return with_names_of(model, HostArrays(entries, arrays.__getitem__))
+    if not isinstance(path, str | os.PathLike):
+        raise ValueError(f"path={path!r} must be a file, a folder of Orbax, or a state dict")
+    path = pathlib.Path(path)
+    if path.is_dir():
+        return OrbaxFolder(path)
+    path = path if path.exists() else with_suffix(path)
+    if not path.exists():
+        raise ValueError(f"path {path} does not exist")
+    if path.suffix == ".safetensors":
+        return with_names_of(model, open_safetensors(path))
+    return open_equinox(path, made_from)
+
+
+def on_host(array: Any) -> np.ndarray:
+    """An array's numbers in memory of their own."""
+    if isinstance(array, jax.Array) and not array.is_fully_addressable:
+        array = array.addressable_data(0)
+    return np.array(array)

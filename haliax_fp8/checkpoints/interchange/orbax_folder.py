@@ -1,0 +1,107 @@
+"""Orbax's checkpoints: a folder per step, whose arrays are restored onto their shardings."""
+
+import importlib
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from ...layers.patterns import path_string
+from .source import AbstractSource, Entries
+
+
+# What Orbax writes into the folder of a tree.
+_METADATA = "_METADATA"
+
+
+class OrbaxFolder(AbstractSource):
+    """What `StandardCheckpointer`, or a `CheckpointManager` with one item, wrote in a step."""
+
+    def __init__(self, path: pathlib.Path):
+        """Reads shapes and dtypes.
+
+        Args:
+            path: The folder of a step, or of the tree in it.
+
+        Raises:
+            ValueError: If it is not such a folder, or Orbax is not installed.
+        """
+        self._path = _tree_in(path)
+        self._orbax = _orbax()
+        checkpointer = self._checkpointer()
+        metadata = checkpointer.metadata(self._path)
+        # Since 0.11 in a description of the step.
+        metadata = getattr(metadata, "item_metadata", metadata)
+        self._tree = getattr(metadata, "tree", metadata)
+        flat = jax.tree_util.tree_flatten_with_path(self._tree)[0]
+        paths = {path_string(path) for path, _ in flat}
+        self._names = [_name(path, paths) for path, _ in flat]
+        self._entries = {
+            name: jax.ShapeDtypeStruct(tuple(getattr(leaf, "shape", ())), _dtype(leaf))
+            for name, (_, leaf) in zip(self._names, flat, strict=True)
+        }
+
+    @property
+    def entries(self) -> Entries:
+        """What the folder holds."""
+        return self._entries
+
+    def read(self, wanted: Mapping[str, Any]) -> Mapping[str, Any]:
+        """All at once: Orbax reads several arrays at a time, and each device its own part."""
+        arrays, ocp = [], self._orbax
+        arguments, structure = [], jax.tree.structure(self._tree)
+        for name in self._names:
+            entry = self._entries[name]
+            sharding = wanted.get(name)
+            arrays.append(ocp.PLACEHOLDER if name not in wanted else entry)
+            on_host = ocp.RestoreArgs(restore_type=np.ndarray)
+            arguments.append(on_host if sharding is None else ocp.ArrayRestoreArgs(sharding=sharding))
+        item, restore_args = (jax.tree.unflatten(structure, leaves) for leaves in (arrays, arguments))
+        with self._checkpointer() as checkpointer:
+            restored = checkpointer.restore(self._path, ocp.args.PyTreeRestore(item=item, restore_args=restore_args))
+        flat = structure.flatten_up_to(restored)
+        return {name: array for name, array in zip(self._names, flat, strict=True) if name in wanted}
+
+    def how(self, name: str) -> str | None:
+        """Every one is stored."""
+        return None
+
+    def _checkpointer(self) -> Any:
+        return self._orbax.Checkpointer(self._orbax.PyTreeCheckpointHandler())
+
+
+def _name(path: tuple[Any, ...], others: set[str]) -> str:
+    """As `names.leaves_of` has it: Orbax takes the array inside a named array for a list with one array."""
+    name = path_string(path)
+    whole, _, last = name.rpartition(".")
+    return whole if last == "0" and whole and f"{whole}.1" not in others else name
+
+
+def _dtype(leaf: Any) -> Any:
+    dtype = getattr(leaf, "dtype", None)
+    return np.dtype(np.float32) if dtype is None else dtype
+
+
+def _orbax() -> Any:
+    try:
+        return importlib.import_module("orbax.checkpoint")
+    except ImportError as error:
+        raise ValueError("path is a folder of Orbax, which is not installed: pip install orbax-checkpoint") from error
+
+
+def _tree_in(path: pathlib.Path) -> pathlib.Path:
+    """The folder of the tree, in that of a step."""
+    path = path.absolute()
+    if (path / _METADATA).exists():
+        return path
+    items = sorted(child.name for child in path.iterdir() if (child / _METADATA).exists())
+    if len(items) == 1:
+        return path / items[0]
+    steps = sorted(int(child.name) for child in path.iterdir() if child.name.isdigit())
+    if items:
+        raise ValueError(f"path {path} holds several items; name one of them: {', '.join(items)}")
+    if steps:
+        raise ValueError(f"path {path} holds several steps; name one of them, such as {path / str(steps[-1])}")
+    raise ValueError(f"path {path} is not a checkpoint of Orbax: it has no {_METADATA}; the save may not have ended")

@@ -1,0 +1,58 @@
+"""What became of every entry of a checkpoint."""
+
+import dataclasses
+from collections.abc import Mapping
+
+from rich.table import Table
+
+from ..._tables import Printable, new_table
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class LoadReport(Printable):
+    """What `load_into` did: prints as a table.
+
+    Args:
+        kept: Names of the model's leaves that have the numbers of the checkpoint, bit for bit.
+        changed: Those whose numbers were fitted, and how: a history of another length, another dtype, joined layers.
+        fresh: Those that the checkpoint does not provide, and why. State is then that before the first step, everything
+            else is as it was in the model given.
+        unused: Names of entries that the model has no place for.
+
+    Example:
+        >>> from haliax_fp8.checkpoints import load_into
+        >>> arrays = {"layers.0.bias": np.zeros(32, np.float32), "old": np.ones(3)}
+        >>> _, report = load_into(fp8_linear_layers(model), arrays)
+        >>> report.kept, report.unused
+        (('layers.0.bias',), ('old',))
+    """
+
+    kept: tuple[str, ...]
+    changed: Mapping[str, str]
+    fresh: Mapping[str, str]
+    unused: tuple[str, ...]
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every leaf was kept and every entry used."""
+        return not (self.changed or self.fresh or self.unused)
+
+    @property
+    def summary(self) -> str:
+        """One line: how many of each."""
+        return f"{len(self.kept)} kept, {len(self.changed)} changed, {len(self.fresh)} fresh, {len(self.unused)} unused"
+
+    def differences(self) -> list[tuple[str, str, str]]:
+        """Name, what became of it, and how or why, of everything that was not simply kept."""
+        rows = [(name, "changed", how) for name, how in self.changed.items()]
+        rows += [(name, "fresh", why) for name, why in self.fresh.items()]
+        return rows + [(name, "unused", "the model has no such leaf") for name in self.unused]
+
+    def __rich__(self) -> Table:
+        """A line for everything that was not simply kept."""
+        table = new_table(f"Loaded: {self.summary}")
+        for column in ("name", "", "how, or why"):
+            table.add_column(column, overflow="fold")
+        for row in self.differences():
+            table.add_row(*row)
+        return table

@@ -1,0 +1,167 @@
+"""Communication between devices: what is sent, how many bytes of it, what runs meanwhile, and what it is for."""
+
+import dataclasses
+from collections.abc import Collection, Sequence
+
+from ..._product.names import WGRAD
+from ...devices.peaks import is_narrow
+from ..hlo.scopes import role
+from ..hlo.sites import Site
+from ..hlo.text import Shape
+from ..hlo.vocabulary import begins, devices_in_group, ends, is_synchronous, reduction_of
+
+
+# An instruction by the names of its function and of itself, and which of several results.
+type Result = tuple[str, str, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """One of the arrays that a collective sends at once.
+
+    Args:
+        dtype: XLA's name of its element type.
+        wire: The bytes that a device sends of it in one run, in a ring.
+        feeds_product: Whether a gather of it ends in an operand of a matrix product, cast and scaled at most.
+    """
+
+    dtype: str
+    wire: float
+    feeds_product: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """Communication between devices.
+
+    Args:
+        kind: Such as `all-gather`.
+        dtype: XLA's name of the element type; of several arrays, that of the largest.
+        bytes: Of one run, the larger of what a device holds before and after.
+        executions: How often it runs in one step.
+        scope: The stack of named scopes that it was traced in.
+        devices: How many communicate with each other.
+        parts: The arrays that it sends at once.
+        reduction: How it combines values, such as `add` or `maximum`; empty if it only moves them.
+        is_asynchronous: Whether kernels may run between its start and its end.
+        meanwhile: The products that run between, such as `model.up wgrad`.
+    """
+
+    kind: str
+    dtype: str
+    bytes: int
+    executions: int
+    scope: str
+    devices: int = 1
+    parts: tuple[Part, ...] = ()
+    reduction: str = ""
+    is_asynchronous: bool = False
+    meanwhile: tuple[str, ...] = ()
+
+    @property
+    def wire(self) -> int:
+        """The bytes that a device sends in one run, in a ring of `n`: `(n-1)/n` of what is gathered, scattered or
+        exchanged, twice that of an all-reduce."""
+        return round(sum(part.wire for part in self.parts))
+
+    @property
+    def reduces_gradients(self) -> bool:
+        """Whether it adds up gradients of weights, or of what is computed from them."""
+        is_sum = self.reduction == "add" and self.dtype.startswith(("f", "bf"))
+        return is_sum and role(self.scope) in (WGRAD, "backward")
+
+
+@dataclasses.dataclass(frozen=True)
+class Multiplying:
+    """A kernel that multiplies, and the names of its products."""
+
+    kernel: Site
+    names: tuple[str, ...]
+
+
+def read_collective(
+    site: Site, kind: str, product_operands: Collection[Result], multiplying: Sequence[Multiplying]
+) -> Collective:
+    """What a collective does.
+
+    Args:
+        site: Its instruction; of an asynchronous one, that which begins.
+        kind: Its opcode without `-start`.
+        product_operands: The results of gathers that end in operands of products.
+        multiplying: The kernels that multiply.
+    """
+    given = tuple(array for operand in site.operands for array in operand.instruction.shape.arrays)
+    made = site.results
+    devices = devices_in_group(site.instruction, site.module.devices)
+    # Some take more operands than they return: where to put what they receive, and how much of it.
+    wires = [_wire(kind, before, after, devices) for before, after in zip(given, made, strict=False)]
+    parts = tuple(
+        Part(shape.dtype, wire, (site.computation.name, site.instruction.name, place) in product_operands)
+        for place, (shape, wire) in enumerate(zip(made, wires, strict=True))
+    )
+    begin = site.caller if site.caller is not None and begins(site.caller.instruction.opcode) else site
+    end = _end(begin)
+    return Collective(
+        kind=kind,
+        dtype=max(made, key=lambda shape: shape.bytes).dtype,
+        bytes=max(sum(shape.bytes for shape in shapes) for shapes in (given, made)),
+        executions=site.executions,
+        scope=site.instruction.op_name,
+        devices=devices,
+        parts=parts,
+        reduction=reduction_of(site.module, site.instruction),
+        is_asynchronous=end is not None,
+        meanwhile=() if end is None else _between(begin, end, multiplying),
+    )
+
+
+def _wire(kind: str, before: Shape, after: Shape, devices: int) -> float:
+    """What a device sends to its neighbour in a ring."""
+    whole = max(before.bytes, after.bytes)
+    if kind in ("collective-permute", "collective-broadcast"):
+        return whole
+    return whole * (devices - 1) / devices * (2 if kind == "all-reduce" else 1)
+
+
+def _end(begin: Site) -> str | None:
+    """The name of what ends an asynchronous collective; None of one that blocks."""
+    if not begins(begin.instruction.opcode) or is_synchronous(begin.instruction):
+        return None
+    current = begin.instruction
+    while not current.opcode.endswith("-done"):
+        # Some have steps between start and end.
+        users = (user for user in begin.computation.users[current.name] if ends(user.opcode))
+        if (after := next(users, None)) is None:
+            return None
+        current = after
+    return current.name
+
+
+def _between(begin: Site, end: str, multiplying: Sequence[Multiplying]) -> tuple[str, ...]:
+    """The products whose kernels run after the one and before the other, in the order of the program."""
+    order = list(begin.computation.instructions)
+    within = set(order[order.index(begin.instruction.name) + 1 : order.index(end)])
+    found: list[str] = []
+    for one in multiplying:
+        site: Site | None = one.kernel
+        while site is not None and site.computation is not begin.computation:
+            site = site.caller
+        if site is not None and site.instruction.name in within:
+            found += one.names
+    return tuple(found)
+
+
+def fp8_share_of_gathers(collectives: Sequence[Collective]) -> float | None:
+    """The share of the bytes gathered for operands of products that is in FP8 or narrower; None if none are.
+
+    Args:
+        collectives: All of a program.
+    """
+    sent = [
+        (part.dtype, part.wire * found.executions)
+        for found in collectives
+        for part in found.parts
+        if found.kind == "all-gather" and part.feeds_product
+    ]
+    total = sum(wire for _, wire in sent)
+    return sum(wire for dtype, wire in sent if is_narrow(dtype)) / total if total else None

@@ -1,0 +1,386 @@
+"""Checkpoints of plain and converted models, loaded into one another through every kind of file."""
+
+import functools
+import pathlib
+
+import equinox as eqx
+import haliax as hax
+import haliax.nn as hnn
+import haliax.state_dict as hsd
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+import safetensors.numpy
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+from haliax_fp8 import DelayedScaling, TrainStep, fp8_linear_layers
+from haliax_fp8._state.op_state import OpState
+from haliax_fp8._state.table import guarded
+from haliax_fp8.checkpoints import load_into, save
+from haliax_fp8.checkpoints.interchange.names import is_saved, leaves_of
+from haliax_fp8.memory import join_linear
+from haliax_fp8.recipes import StaticScaling
+
+
+Embed, Heads, Size, Key = hax.make_axes(embed=8, heads=2, size=3, key=4)
+
+
+class Apart(eqx.Module):
+    q: hnn.Linear
+    k: hnn.Linear
+    up: eqx.nn.Linear
+
+
+class Together(eqx.Module):
+    qk: eqx.Module
+    up: eqx.nn.Linear
+
+
+@functools.cache
+def block(seed, *, joined=False):
+    keys = jax.random.split(jax.random.key(seed), 3)
+    q, k = hnn.Linear.init(Embed, (Heads, Size), key=keys[0]), hnn.Linear.init(Embed, Key, key=keys[1])
+    up = eqx.nn.Linear(8, 4, key=keys[2])
+    return Together(join_linear([q, k]), up) if joined else Apart(q, k, up)
+
+
+RECIPES = {
+    "delayed 8": DelayedScaling(amax_history_length=8),
+    "delayed 64": DelayedScaling(amax_history_length=64),
+    "current": "current",
+    "static": StaticScaling(0.5),
+    "joined": DelayedScaling(amax_history_length=8),
+}
+MODELS = ("plain", *RECIPES)
+
+
+def made(name, seed):
+    """A model; its histories as after many steps, a different amax in each."""
+    model = block(seed, joined=name == "joined")
+    if name == "plain":
+        return model
+    return trained(fp8_linear_layers(model, recipe=RECIPES[name]), np.random.default_rng(seed))
+
+
+def trained(model, random):
+    def state(node):
+        if not isinstance(node, OpState) or not isinstance(node.scalings[0], DelayedScaling):
+            return node
+        history = np.exp(random.normal(size=node.array[..., 1:-1].shape)).astype(np.float32)
+        # In the order of Flax's arithmetic, which the last bit depends on.
+        scale = np.float32(1) / (np.float32(node.limits)[:, None] / history.max(-1, keepdims=True))
+        return node.with_array(guarded(jnp.concatenate([scale, history], -1)))
+
+    return jax.tree.map(state, model, is_leaf=lambda node: isinstance(node, OpState))
+
+
+def arrays_of(model):
+    return {leaf.name: np.asarray(leaf.value) for leaf in leaves_of(model) if is_saved(leaf.value)}
+
+
+def through_equinox(model, path):
+    save(path / "model.eqx", model)
+    return path / "model.eqx"
+
+
+def through_safetensors(model, path):
+    safetensors.numpy.save_file(arrays_of(model), path / "model.safetensors")
+    return path / "model.safetensors"
+
+
+def through_state_dict(model, path):
+    arrays = {name: np.asarray(array) for name, array in hsd.to_state_dict(model).items()}
+    hsd.save_state_dict(arrays, path / "model.safetensors")
+    return path / "model.safetensors"
+
+
+def through_orbax(model, path):
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(path / "orbax", eqx.filter(model, eqx.is_array))
+    return path / "orbax"
+
+
+KINDS = {f.__name__: f for f in (through_equinox, through_safetensors, through_state_dict, through_orbax)}
+
+
+def weights(model):
+    """The weights of the layers apart, in NumPy: rows of a joined one are those of its layers."""
+    arrays = {name: array for name, array in arrays_of(model).items() if ".state" not in name}
+    if isinstance(model, Apart):
+        return arrays
+    for end in ("weight", "bias"):
+        whole = arrays.pop(f"qk.linear.{end}")
+        arrays |= {f"q.{end}": whole[:6].reshape(2, 3, *whole.shape[1:]), f"k.{end}": whole[6:]}
+    return arrays
+
+
+def tables(model):
+    return {leaf.name: np.asarray(leaf.value) for leaf in leaves_of(model) if leaf.state is not None}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_pair(kind, tmp_path: pathlib.Path):
+    saved = {name: made(name, seed=1) for name in MODELS}
+    given = {name: made(name, seed=2) for name in MODELS}
+    for old, model in saved.items():
+        (tmp_path / old).mkdir()
+        path = KINDS[kind](model, tmp_path / old)
+        for new, into in given.items():
+            loaded, report = load_into(into, path, joined={"qk": ("q", "k")})
+            assert jax.tree.structure(loaded) == jax.tree.structure(into)
+            want, got = weights(model), weights(loaded)
+            assert want.keys() == got.keys()
+            for name in want:
+                np.testing.assert_array_equal(got[name], want[name], err_msg=f"{old} -> {new}: {name}")
+            check_states(old, new, tables(model), tables(loaded), report, with_states=kind != "through_state_dict")
+            assert sorted([*report.kept, *report.changed, *report.fresh]) == sorted(arrays_of(into))
+
+
+def check_states(old, new, stored, loaded, report, *, with_states):
+    assert all(name in report.fresh for name in loaded.keys() - stored.keys())
+    assert set(report.unused) == (set(stored) - set(loaded) if with_states else set())
+    for name, table in loaded.items():
+        source = stored.get(name) if with_states else None
+        histories = "static" not in (old, new)
+        if source is not None and source.shape == table.shape:
+            assert name in report.kept
+            np.testing.assert_array_equal(table, source)
+        elif source is not None and histories:
+            assert name in report.changed
+            # The scale to the last bit, the newest amax, and the maximum, of which the scale was made.
+            np.testing.assert_array_equal(table[:, :2], source[:, :2])
+            np.testing.assert_array_equal(table[:, -1], source[:, -1])
+            np.testing.assert_array_equal(table[:, 1:-1].max(-1), source[:, 1:-1].max(-1))
+            both = min(table.shape[1], source.shape[1]) - 4
+            np.testing.assert_array_equal(table[:, -1 - both : -1], source[:, -1 - both : -1])
+        else:
+            assert name in report.fresh
+            first = 0.5 if new == "static" else 1.0
+            np.testing.assert_array_equal(table[:, 0], np.full(3, first))
+            np.testing.assert_array_equal(table[:, 1:-1], np.zeros_like(table[:, 1:-1]))
+
+
+# --- Stacks, state dicts, dtypes --------------------------------------------------------------------------------------
+
+
+Layers = hax.Axis("layers", 3)
+
+
+class Body(eqx.Module):
+    """A layer whose fields have other names in state dicts."""
+
+    up: hnn.Linear
+
+    def _state_dict_key_map(self):
+        return {"up": "up_proj"}
+
+    @staticmethod
+    def init(key):
+        return Body(hnn.Linear.init(Embed, (Heads, Size), key=key))
+
+
+class Model(hsd.ModuleWithStateDictSerialization):
+    blocks: hnn.Stacked[Body]
+
+    def _state_dict_key_map(self):
+        return {"blocks": "h"}
+
+
+@functools.cache
+def stacked(seed):
+    keys = jax.random.split(jax.random.key(seed), Layers.size)
+    return Model(hnn.Stacked.init(Layers, Body)(keys))
+
+
+@pytest.mark.parametrize("flattened", [False, True])
+def test_state_dict_of_a_stack(flattened, tmp_path):
+    """Keys are renamed, and each layer has its own; other libraries' files have one axis for several."""
+    model, into = stacked(1), fp8_linear_layers(stacked(2), recipe=DelayedScaling(amax_history_length=4))
+    found = hsd.to_torch_compatible_state_dict(model) if flattened else hsd.to_state_dict(model)
+    found = {name: np.asarray(array) for name, array in found.items()}
+    assert found["h.2.up_proj.weight"].shape == ((6, 8) if flattened else (2, 3, 8))
+    hsd.save_state_dict(found, tmp_path / "model.safetensors")
+    for source in (found, tmp_path / "model.safetensors"):
+        loaded, report = load_into(into, source)
+        assert set(report.kept) == {"blocks.stacked.up.weight", "blocks.stacked.up.bias"} and not report.unused
+        np.testing.assert_array_equal(loaded.blocks.stacked.up.weight.array, model.blocks.stacked.up.weight.array)
+    missing = {name: array for name, array in found.items() if name != "h.1.up_proj.bias"}
+    loaded, report = load_into(into, missing)
+    assert "blocks.stacked.up.bias" in report.fresh and report.unused == ("h.0.up_proj.bias", "h.2.up_proj.bias")
+
+
+def test_histories_of_a_stack_are_cut_layer_by_layer():
+    model = fp8_linear_layers(stacked(1), recipe=DelayedScaling(amax_history_length=6))
+    model = trained(model, np.random.default_rng(0))
+    short = fp8_linear_layers(stacked(1), recipe=DelayedScaling(amax_history_length=2, update_interval=4))
+    loaded, report = load_into(short, arrays_of(model))
+    name = "blocks.stacked.up.dot_general.state.table"
+    assert "cut to" in report.changed[name]
+    old, new = arrays_of(model)[name], arrays_of(loaded)[name]
+    # The source is taken to count steps as well, so its last column is no amax; the count begins anew.
+    np.testing.assert_array_equal(new[..., 1], old[..., 1])
+    np.testing.assert_array_equal(new[..., 2], old[..., 2:6].max(-1))
+    np.testing.assert_array_equal(new[..., 3], np.zeros((3, 3)))
+
+
+def test_dtypes_are_the_models_and_fp8_weights_are_refused():
+    model = block(1)
+    half = {name: array.astype(jnp.bfloat16) for name, array in arrays_of(model).items()}
+    loaded, report = load_into(block(2), half)
+    assert report.changed["up.weight"] == "bfloat16 in the checkpoint, cast to float32"
+    np.testing.assert_array_equal(loaded.up.weight, half["up.weight"].astype(np.float32))
+    with pytest.raises(ValueError, match="up.weight is stored in float8_e4m3fn: FP8 data without its scale"):
+        load_into(model, half | {"up.weight": half["up.weight"].astype(jnp.float8_e4m3fn)})
+    _, report = load_into(model, half | {"up.weight": np.zeros((4, 8), np.int32), "up.bias": np.zeros(5, np.float32)})
+    assert report.fresh == {
+        "up.weight": "int32 in the checkpoint, float32 here",
+        "up.bias": "shape (5,) in the checkpoint, (4,) here",
+    }
+
+
+def test_state_that_an_optimizer_moved_starts_fresh():
+    arrays = arrays_of(made("delayed 8", 1))
+    arrays["up.dot_general.state.table"] = arrays["up.dot_general.state.table"] * np.float32(0.9)
+    loaded, report = load_into(made("delayed 8", 2), arrays)
+    assert "other than their own update" in report.fresh["up.dot_general.state.table"]
+    np.testing.assert_array_equal(loaded.up.dot_general.scale("kernel"), 1.0)
+
+
+# --- Devices ----------------------------------------------------------------------------------------------------------
+
+
+def test_arrays_land_where_the_models_are(tmp_path):
+    """With arrays and without; from files that Equinox alone would put on the first device."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("data",))
+    rows, everywhere = NamedSharding(mesh, P("data")), NamedSharding(mesh, P())
+    model, place = made("delayed 8", 1), lambda x: jax.device_put(x, rows if x.shape == (4, 8) else everywhere)
+    given = jax.tree.map(lambda x: place(x) if eqx.is_array(x) else x, made("delayed 64", 2))
+    abstract = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) if eqx.is_array(x) else x, given
+    )
+    for through in (through_equinox, through_safetensors, through_orbax):
+        path = through(model, tmp_path)
+        for into in (given, abstract):
+            loaded, report = load_into(into, path)
+            assert loaded.up.weight.sharding == rows and len(loaded.up.weight.sharding.device_set) == 4
+            assert loaded.up.dot_general.state.table.array.sharding == everywhere
+            np.testing.assert_array_equal(loaded.up.weight, model.up.weight)
+            assert len(report.kept) == 6 and len(report.changed) == 3
+
+
+def test_an_abstract_model_needs_every_leaf_but_state():
+    abstract = _abstract(made("delayed 8", 1))
+    arrays = weights(made("delayed 8", 1))
+    loaded, _ = load_into(abstract, arrays)
+    np.testing.assert_array_equal(loaded.up.dot_general.scale("input"), 1.0)
+    del arrays["q.bias"]
+    with pytest.raises(ValueError, match="lacks leaves .* q.bias: not in the checkpoint"):
+        load_into(abstract, arrays)
+
+
+def _abstract(model):
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if eqx.is_array(x) else x, model)
+
+
+# --- Strict, errors ---------------------------------------------------------------------------------------------------
+
+
+def test_strict_refuses_anything_but_the_same_model(tmp_path):
+    path = through_equinox(made("delayed 8", 1), tmp_path)
+    assert load_into(made("delayed 8", 2), path, strict=True)[1].is_complete
+    for other, what in {
+        "delayed 64": "up.dot_general.state.table changed: the history of 8 steps was padded to 64",
+        "plain": "up.dot_general.state.table unused",
+        "static": "up.dot_general.state.table fresh: the state in the checkpoint is that of another scaling",
+    }.items():
+        with pytest.raises(ValueError, match="strict=True.*convert it as the saved one was") as raised:
+            load_into(made(other, 2), path, strict=True)
+        assert what in str(raised.value)
+
+
+def test_files_of_equinox_without_names(tmp_path):
+    model = made("delayed 8", 1)
+    eqx.tree_serialise_leaves(tmp_path / "old.eqx", model)
+    into = made("delayed 64", 2)
+    with pytest.raises(ValueError, match="no index of names.*made_from=old_model"):
+        load_into(into, tmp_path / "old.eqx")
+    loaded, report = load_into(into, tmp_path / "old", made_from=_abstract(model))
+    assert len(report.kept) == 6 and len(report.changed) == 3
+    np.testing.assert_array_equal(loaded.q.weight.array, model.q.weight.array)
+    with pytest.raises(ValueError, match=r"q.dot_general.state.table has shape \(3, 10\) in the file and \(3, 66\)"):
+        load_into(into, tmp_path / "old", made_from=into)
+    content = (tmp_path / "old.eqx").read_bytes()
+    (tmp_path / "cut.eqx").write_bytes(content[:-5])
+    with pytest.raises(ValueError, match="cut.eqx is cut off, in up.dot_general.state.table"):
+        load_into(into, tmp_path / "cut.eqx", made_from=model)
+    (tmp_path / "no.eqx").write_bytes(b"not NumPy's")
+    with pytest.raises(ValueError, match="no file of Equinox's, where q.weight should begin"):
+        load_into(into, tmp_path / "no.eqx", made_from=model)
+
+
+def test_paths_that_are_no_checkpoint(tmp_path):
+    model = block(1)
+    with pytest.raises(ValueError, match="does not exist"):
+        load_into(model, tmp_path / "none.eqx")
+    (tmp_path / "10").mkdir()
+    with pytest.raises(ValueError, match="several steps; name one of them, such as .*10"):
+        load_into(model, tmp_path)
+    with pytest.raises(ValueError, match="the save may not have ended"):
+        load_into(model, tmp_path / "10")
+    (tmp_path / "bad.safetensors").write_bytes(b"12345678")
+    with pytest.raises(ValueError, match="no sound safetensors file"):
+        load_into(model, tmp_path / "bad.safetensors")
+    with pytest.raises(ValueError, match="path=3 must be a file"):
+        load_into(model, 3)
+    with pytest.raises(ValueError, match="joined='qkv' must name each joined layer's field"):
+        load_into(model, {}, joined="qkv")
+
+
+# --- Saving -----------------------------------------------------------------------------------------------------------
+
+
+def test_equinox_reads_what_save_writes(tmp_path):
+    model = {"half": jnp.ones(3, jnp.bfloat16), "model": made("delayed 8", 1), "step": 7, "rate": 0.5, "f": jax.nn.relu}
+    save(tmp_path / "model", model)
+    again = eqx.tree_deserialise_leaves(tmp_path / "model.eqx", model)
+    assert eqx.tree_equal(again, model)
+    loaded, report = load_into(model | {"step": 0, "rate": 0.0}, tmp_path / "model", strict=True)
+    assert eqx.tree_equal(loaded, model) and {"step", "rate", "half"} <= set(report.kept)
+
+
+def test_interrupted_save_leaves_the_last_good_one(tmp_path, monkeypatch):
+    save(tmp_path / "model.eqx", {"x": jnp.ones(3)})
+    with monkeypatch.context() as patch:
+        patch.setattr("os.fsync", lambda file: (_ for _ in ()).throw(OSError("no space left on device")))
+        with pytest.raises(OSError):
+            save(tmp_path / "model.eqx", {"x": jnp.zeros(3)})
+    assert [path.name for path in tmp_path.iterdir()] == ["model.eqx"]
+    np.testing.assert_array_equal(load_into({"x": jnp.zeros(3)}, tmp_path / "model.eqx")[0]["x"], np.ones(3))
+    with pytest.raises(ValueError, match="x is a random key"):
+        save(tmp_path / "model.eqx", {"x": jax.random.key(0)})
+    with pytest.raises(ValueError, match="abstract: x has no numbers"):
+        save(tmp_path / "model.eqx", {"x": jax.ShapeDtypeStruct((3,), jnp.float32)})
+
+
+def test_resume_is_bit_for_bit(tmp_path):
+    """Model, state and optimizer through a file and through Orbax, in the middle of a run."""
+    x = jax.random.normal(jax.random.key(3), (16, 8))
+    step = TrainStep(lambda model, x: (jax.vmap(model)(x) ** 2).mean(), optax.adamw(1e-2))
+    model = fp8_linear_layers(eqx.nn.Linear(8, 8, key=jax.random.key(0)), recipe=DelayedScaling(amax_history_length=4))
+    fresh = model, step.init(model)
+
+    def run(state, steps):
+        for i in steps:
+            with jax.numpy_dtype_promotion("standard"):  # which optax needs
+                *state, metrics = step(*state, x * (1 + i))
+        return tuple(state), float(metrics["loss"])
+
+    half, _ = run(fresh, range(3))
+    whole, loss = run(half, range(3, 6))
+    assert not eqx.tree_equal(whole, half)
+    for through in (through_equinox, through_orbax):
+        resumed, _ = load_into(fresh, through(half, tmp_path), strict=True)
+        assert eqx.tree_equal(run(resumed, range(3, 6)), (whole, loss))

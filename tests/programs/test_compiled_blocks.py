@@ -1,0 +1,102 @@
+"""Products with a scale for each block on several GPUs that are not here: what runs, and what is sent."""
+
+import functools
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import haliax_fp8 as fp8
+from haliax_fp8.preflight import inspect_step, targets
+
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(targets["b200"].missing() is not None, reason="needs the package jax-cuda13-pjrt"),
+]
+
+WIDTH, HIDDEN, TOKENS, DEVICES = 256, 1024, 8192, 8
+
+
+class Block(eqx.Module):
+    up: eqx.nn.Linear
+    down: eqx.nn.Linear
+
+    def __init__(self):
+        linear = functools.partial(eqx.nn.Linear, use_bias=False, key=jax.random.key(0))
+        self.up, self.down = linear(WIDTH, HIDDEN), linear(HIDDEN, WIDTH)
+
+    def __call__(self, x):
+        return x + jax.vmap(self.down)(jax.nn.gelu(jax.vmap(self.up)(x)))
+
+
+def converted(recipe):
+    config = fp8.Fp8Config(recipe=recipe, emulate=True)  # This machine is a CPU.
+    return eqx.filter_eval_shape(lambda: fp8.fp8_linear_layers([Block(), Block()], config))
+
+
+def loss(blocks, x):
+    for block in fp8.cast_params(blocks, jnp.bfloat16):
+        x = block(x)
+    return (x.astype(jnp.float32) ** 2).mean()
+
+
+def step(blocks, x):
+    gradients = fp8.filter_grad(loss)(blocks, x)
+    overwrites, gradients = fp8.partition_for_grad_overwrite(gradients)
+    return fp8.apply_updates(blocks, jax.tree.map(jnp.negative, gradients), overwrites)
+
+
+X = jax.ShapeDtypeStruct((TOKENS, WIDTH), jnp.bfloat16)
+
+
+@functools.cache
+def divided(recipe):
+    """Weights and tokens over eight B200s (FSDP)."""
+    model = converted(recipe)
+    weights = jax.tree.map(lambda leaf: P("data") if leaf.shape in ((WIDTH, HIDDEN), (HIDDEN, WIDTH)) else P(), model)
+    mesh = {"data": DEVICES}
+    return inspect_step(step, model, X, target="b200", mesh=mesh, shardings=(weights, P("data")), other_setting=False)
+
+
+def sent(report):
+    return sum(found.wire * found.executions for found in report.step.collectives)
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "deepseek"])
+def test_blocks_send_little_more_than_delayed_scaling(recipe):
+    """One byte in 32 is a scale; and the products are in FP8, in a library's kernel."""
+    report = divided(recipe)
+    assert report.fp8_share == 1.0 and {p.kernel for p in report.products} == {"cuDNN block scaled"}
+    # Three products of each layer, but for dgrad of the first.
+    assert report.step.flops == 2 * (3 * 4 - 1) * TOKENS // DEVICES * WIDTH * HIDDEN
+    assert sent(report) <= 1.1 * sent(divided("delayed"))
+    report.require(fp8_gathers=1.0)
+
+
+def test_devices_multiply_blocks_inside_shard_map():
+    mean = lambda gradients: jax.tree.map(lambda g: jax.lax.pmean(g, "data"), gradients)
+    parts = jax.shard_map(
+        lambda model, x: mean(fp8.filter_grad(loss)(model, x)), in_specs=(P(), P("data")), out_specs=P()
+    )
+    report = inspect_step(
+        parts, converted("mxfp8"), X, target="b200", mesh={"data": 2}, shardings=(P(), P("data")), other_setting=False
+    )
+    assert report.fp8_share == 1.0 and {p.kernel for p in report.products} == {"cuDNN block scaled"}
+    assert {found.kind for found in report.step.collectives} == {"all-reduce"}
+
+
+def test_hopper_says_that_it_emulates_blocks():
+    report = inspect_step(
+        step,
+        converted("mxfp8"),
+        X,
+        target="h100",
+        mesh={"data": 2},
+        shardings=(P(), P("data")),
+        other_setting=False,
+    )
+    assert report.fp8_share == 0.0
+    assert all("block scaling is emulated" in product.reason for product in report.products)

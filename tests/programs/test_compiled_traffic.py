@@ -1,0 +1,42 @@
+"""What devices send each other in steps for eight GPUs that are not here: kernels in FP8, and how often."""
+
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+from compiled_models import on
+
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+from kernels_travel_once_in_fp8 import CASES, TINY, row  # noqa: E402
+
+
+WEIGHTS = sum(x.size for x in jax.tree.leaves(CASES["FSDP, bf16"].model(TINY)) if x.ndim > 1)
+OF_MLP = sum(x.size for x in jax.tree.leaves(CASES["MLP, 4 microbatches, bf16"].model(TINY)))
+EXPECTED = {
+    # For each of a kernel's passes; kept, or in a block that is recomputed, the backward pass shares one.
+    "FSDP": 2 * WEIGHTS,
+    "FSDP, kernels kept": WEIGHTS,
+    "FSDP, scan + checkpointing": 2 * WEIGHTS,
+    # The gradient of the first layer's input is not needed.
+    "MLP, 4 microbatches": 4 * 1.5 * OF_MLP,
+    "MLP, kernels gathered once": OF_MLP,
+}
+
+
+@pytest.mark.parametrize("name, target", on(EXPECTED, ["h100"]))
+def test_kernels_travel_in_fp8(name, target):
+    with jax.numpy_dtype_promotion("standard"):
+        found = row(CASES[name], target, TINY)
+    # A byte per weight; norms and their like travel in bfloat16.
+    assert found["gathered_fp8"] == pytest.approx(EXPECTED[name], rel=0.02)
+    assert found["gathered_wider"] <= 0.02 * WEIGHTS
+
+
+@pytest.mark.parametrize("name, target", on(["FSDP, current scaling"], ["h100"]))
+def test_amaxes_of_all_kernels_are_one_reduction(name, target):
+    """Each block has eight tensors between products whose amax the next one waits for; and there is one of the loss."""
+    with jax.numpy_dtype_promotion("standard"):
+        assert row(CASES[name], target, TINY)["reductions"] == 2 * 8 + 1 + 1
