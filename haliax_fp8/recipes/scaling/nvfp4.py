@@ -43,7 +43,8 @@ class NVFP4Scaling(AbstractScaling):
         per_device: Inside `jax.shard_map`, a tensor scale for each device's part, as in `CurrentScaling`.
 
     Raises:
-        ValueError: If `per_device` is neither True nor False; when used, if the last block is partial and `padding` is False.
+        ValueError: If `per_device` is neither True nor False; when used, if the last block is partial and
+            `padding` is False.
 
     References:
         NVIDIA, Pretraining Large Language Models with NVFP4 (arXiv:2509.25149); TransformerEngine's
