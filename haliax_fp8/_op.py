@@ -10,10 +10,11 @@ import numpy as np
 import wadler_lindig as wl
 from haliax.state_dict import ModuleWithStateDictSerialization, StateDict
 from jax import lax
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, DTypeLike, Float, Int
 
-from ._product.arguments import check_groups, check_operands, floating_dtype, has_explicit_axes, precision_of
+from ._jax.explicit_axes import sharding_of_product
+from ._product.arguments import check_groups, check_operands, floating_dtype, precision_of
 from ._product.contraction import AbstractContraction
 from ._product.dimensions import DimensionNumbers, DotDimensions
 from ._product.dot import DotContraction
@@ -143,25 +144,21 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
                 full.
             preferred_element_type: The dtype of the output. Without it, `compute_dtype`; without that, the dtype that
                 the operands promote to.
-            out_sharding: Must be None: meshes with explicit axes are not supported.
+            out_sharding: Of the output, on a mesh with explicit axes: as in `lax.dot_general`, which also says what it
+                is without it, and raises where that is ambiguous. Elsewhere it has no effect.
 
         Returns:
             The product, axes in the order batch, free of lhs, free of rhs.
         """
-        # Without a mesh, or with automatic axes alone, Haliax passes a sharding that has no effect.
-        if out_sharding is not None and has_explicit_axes(out_sharding):
-            raise ValueError(
-                f"out_sharding={out_sharding} was given to an FP8 product, which does not support explicit mesh axes "
-                "yet; use a mesh with axis_types=AxisType.Auto"
-            )
         check_operands(lhs, rhs)
         require_state(self.state, self.recipe)
         dims = DotDimensions.of(dimension_numbers, lhs.shape, rhs.shape)
+        sharding = sharding_of_product(lhs, rhs, dims.numbers, out_sharding)
         # From here on the input comes first; the contraction alone knows how they are multiplied.
         contraction = DotContraction(dims, kernel_first=dims.kernel_is_lhs(self.kernel_shape, lhs.shape, rhs.shape))
         input, kernel = contraction.placed(lhs, rhs)
         spec = self._spec(contraction, input, kernel, precision, preferred_element_type)
-        return self._multiply(input, kernel, (), spec)
+        return self._multiply(input, kernel, (), spec, sharding)
 
     @jax.named_scope(FP8_RAGGED_DOT)
     def ragged_dot(
@@ -201,14 +198,22 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
         spec = self._spec(contraction, lhs, rhs, precision, preferred_element_type)
         return self._multiply(lhs, rhs, (group_sizes,), spec)
 
-    def _multiply(self, input: Array, kernel: Array, extras: tuple[Array, ...], spec: ProductSpec) -> Array:
+    def _multiply(
+        self,
+        input: Array,
+        kernel: Array,
+        extras: tuple[Array, ...],
+        spec: ProductSpec,
+        sharding: NamedSharding | None = None,
+    ) -> Array:
+        state, key = self._state_array, self._key_array
         if self.kernel_copies is None:
-            return fp8_dot_general(input, kernel, self._state_array, spec, extras, self._key_array)
+            return fp8_dot_general(input, kernel, state, spec, extras, key, out_sharding=sharding)
         copies = jax.tree.map(lambda x: x.array, self.kernel_copies, is_leaf=lambda x: isinstance(x, hax.NamedArray))
         dtype = np.dtype(kernel.dtype) if spec.compute_dtype is None else spec.compute_dtype
         require_fit(copies, kernel.shape, dtype, spec.contraction, exact_scales=spec.exact_scales)
         spec = dataclasses.replace(spec, copies=jax.tree.structure(copies), requantizes=False)
-        return fp8_dot_general(input, kernel, self._state_array, spec, extras, self._key_array, copies)
+        return fp8_dot_general(input, kernel, state, spec, extras, key, copies, sharding)
 
     def quantized_kernel(
         self,

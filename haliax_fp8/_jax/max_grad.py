@@ -92,7 +92,7 @@ class _MaxGradDType(dtypes.ExtendedDType):
         float_dtype: What an element is.
         scalar: The abstract type.
         identity: What stands for no cotangent at all.
-        manual_axes: Of a record, the mesh axes of the `shard_map` that it was made in.
+        manual_axes: The mesh axes of the `shard_map` that state was cast in.
     """
 
     float_dtype: np.dtype
@@ -172,14 +172,18 @@ def is_max_grad(x: object) -> bool:
 
 def to_max_grad(x: Array) -> Array:
     """Casts float32 to `fp32_max_grad`; returns `fp32_max_grad` and records unchanged."""
-    return x if is_max_grad(x) else _cast(x, fp32_max_grad)
+    return x if is_max_grad(x) else _cast(x, _made_here(fp32_max_grad))
 
 
 def to_record(x: Array, *, inexact: bool) -> Array:
     """Casts float32 to `fp32_record` or `fp32_inexact_record`."""
-    dtype = fp32_inexact_record if inexact else fp32_record
+    return _cast(x, _made_here(fp32_inexact_record if inexact else fp32_record))
+
+
+def _made_here(dtype: _MaxGradDType) -> _MaxGradDType:
+    """The type of what a `shard_map` makes, if this is inside one."""
     manual_axes = tuple(jax.sharding.get_abstract_mesh().manual_axes)
-    return _cast(x, dataclasses.replace(dtype, manual_axes=manual_axes) if manual_axes else dtype)
+    return dataclasses.replace(dtype, manual_axes=manual_axes) if manual_axes else dtype
 
 
 def to_dtype_of(x: Array, like: Any) -> Array:
@@ -210,7 +214,7 @@ def require_differentiated_state(state: Any, is_linear: bool) -> None:
 
 
 def axes_since_recorded(state: Any, manual_axes: Sequence[str]) -> tuple[str, ...]:
-    """Which of these mesh axes belong to a `shard_map` inside the function that a record was made for."""
-    if not is_max_grad(state) or state.dtype == fp32_max_grad:
+    """Which of these mesh axes belong to a `shard_map` inside the function that state was cast for."""
+    if not is_max_grad(state):
         return ()
     return tuple(axis for axis in manual_axes if axis not in state.dtype.manual_axes)

@@ -36,6 +36,11 @@ def unchecked_axes() -> tuple[str, ...]:
     return manual if manual and not varying_axes(lax.axis_index(manual[0])) else ()
 
 
+def axes_of_parts(x: Array) -> tuple[str, ...]:
+    """The mesh axes over which devices hold parts of an operand, inside `shard_map`; all, if nothing is known."""
+    return unchecked_axes() or tuple(sorted(varying_axes(x)))
+
+
 def axes_to_reduce(x: Array, state: Array) -> tuple[str, ...]:
     """The mesh axes over which devices hold parts of an operand but share the state, inside `shard_map`."""
     if unchecked := unchecked_axes():

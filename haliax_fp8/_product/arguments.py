@@ -8,18 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.core import Tracer
-from jax.sharding import AxisType
 from jaxtyping import Array
 
 
-def has_explicit_axes(sharding: object) -> bool:
-    """Whether an `out_sharding` asks for something that an FP8 product cannot give."""
-    mesh = getattr(sharding, "mesh", None)
-    return mesh is None or AxisType.Explicit in mesh.axis_types
-
-
 def check_operands(lhs: Any, rhs: Any) -> None:
-    """Raises unless both operands are floating-point arrays that are not sharded over explicit axes."""
+    """Raises unless both operands are floating-point arrays."""
     for name, x in (("lhs", lhs), ("rhs", rhs)):
         if not isinstance(x, jax.Array | np.ndarray | np.generic):
             raise ValueError(
@@ -30,11 +23,6 @@ def check_operands(lhs: Any, rhs: Any) -> None:
             raise ValueError(
                 f"{name} of an FP8 product has dtype {x.dtype}; cast it to a floating dtype, or leave this product to "
                 "lax.dot_general"
-            )
-        if any(jax.typeof(x).sharding.spec):
-            raise ValueError(
-                f"{name} of an FP8 product is {jax.typeof(x)}: it is sharded over explicit mesh axes, which are not "
-                "supported yet; use a mesh with axis_types=AxisType.Auto"
             )
 
 
@@ -47,6 +35,12 @@ def check_groups(lhs: Array, rhs: Array, group_sizes: Any) -> None:
             f"lhs {lhs.shape}, rhs {rhs.shape} and group_sizes {group_sizes.shape} do not fit: "
             "they must be [rows, inputs], [groups, inputs, outputs] and [groups]"
         )
+    for name, x in (("lhs", lhs), ("rhs", rhs), ("group_sizes", group_sizes)):
+        if any(jax.typeof(x).sharding.spec):
+            raise ValueError(
+                f"{name} of a grouped FP8 product is {jax.typeof(x)}: it is sharded over explicit mesh axes, which "
+                "lax.ragged_dot does not support; use a mesh with axis_types=AxisType.Auto, or shard_map"
+            )
     if not isinstance(group_sizes, Tracer):
         sizes = np.asarray(group_sizes)
         if (sizes < 0).any() or sizes.sum() > lhs.shape[0]:

@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
-from .._jax.mesh_axes import axes_to_reduce, varying_axes
+from .._jax.mesh_axes import axes_of_parts, axes_to_reduce, varying_axes
 from .._jax.xla import computed_together
 from .._numerics.quantized_array import QuantizedArray
 from .._state.form import AbstractStateForm
@@ -114,6 +114,7 @@ def quantize_operand(
         key=_key_of(x, key, operand, product, spec) if quantization.rounding.needs_key else None,
         mixable=product not in spec.contraction.groups,
         scale_bits=spec.scale_bits(operand),
+        devices=axes_of_parts(x),
     )
     return _with_bits(_of_group(scaling.quantize(x, use), operand, spec), operand, product, spec)
 

@@ -22,10 +22,11 @@ from typing import Any
 import jax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
-from jax.sharding import PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
 from jaxtyping import Array, Float, UInt32
 
 from .._jax.after_partitioning import lower_with_devices
+from .._jax.explicit_axes import with_automatic_axes
 from .._jax.linearization import define_linearization
 from .._jax.mapped_axis import to_front
 from .._jax.max_grad import axes_since_recorded, require_differentiated_state, to_dtype_of
@@ -46,6 +47,7 @@ def fp8_dot_general(
     extras: tuple[Array, ...] = (),
     key: UInt32[Array, "*ensemble 2"] | None = None,
     copies: KernelCopies[Array] | None = None,
+    out_sharding: NamedSharding | None = None,
 ) -> Float[Array, "..."]:
     """The product of a contraction in the formats of a recipe.
 
@@ -59,13 +61,17 @@ def fp8_dot_general(
         extras: What else the contraction needs, such as the group sizes of a ragged one.
         key: The words of the key for stochastic rounding, for a recipe that needs one.
         copies: Of a kernel that was quantized before, with their structure in `spec`; else None.
+        out_sharding: Of the product, on a mesh with explicit axes; else None.
 
     Returns:
         The product in `spec.out_dtype`.
     """
-    input, kernel = _vary_together(input, kernel)
     of_op = (*(x for x in (state, key) if x is not None), *jax.tree.leaves(copies))
-    return _primitive_of(spec).bind(input, kernel, *extras, *of_op, spec=spec)
+
+    def multiply(input: Array, kernel: Array, *others: Array) -> Array:
+        return _primitive_of(spec).bind(*_vary_together(input, kernel), *others, spec=spec)
+
+    return with_automatic_axes(multiply, out_sharding, input, kernel, *extras, *of_op)
 
 
 def _vary_together(*arrays: Array) -> Sequence[Array]:

@@ -621,32 +621,6 @@ def test_axes_of_different_sizes():
         delayed()(jnp.ones((6, 16)), jnp.ones((15, 8)), PLAIN)
 
 
-def test_out_sharding_on_an_explicit_mesh():
-    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Explicit,))
-    numbers, lhs, rhs, _ = operands("plain")
-    with jax.set_mesh(mesh):
-        for out_sharding in (NamedSharding(mesh, P("data", None)), P("data", None)):
-            with pytest.raises(ValueError, match="out_sharding=.*AxisType.Auto"):
-                delayed()(lhs, rhs, numbers, out_sharding=out_sharding)
-
-
-def test_operands_on_an_explicit_mesh():
-    """Replicated operands are fine; sharded ones are refused here, not by JAX in the backward pass."""
-    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Explicit,))
-    numbers, lhs, rhs, _ = operands("plain")
-    op = delayed()
-    loss = lambda lhs, rhs: op(lhs, rhs, numbers).sum()
-    expected = jax.grad(loss)(lhs, rhs)
-    with jax.set_mesh(mesh):
-        replicated = jax.device_put(lhs, P())
-        np.testing.assert_array_equal(jax.jit(jax.grad(loss))(replicated, rhs), expected)
-        for transform in (jax.jit, lambda f: f):
-            with pytest.raises(ValueError, match=r"lhs of an FP8 product is float32\[6@data,16\].*AxisType.Auto"):
-                transform(jax.grad(loss))(jax.device_put(lhs, P("data")), rhs)
-            with pytest.raises(ValueError, match=r"rhs of an FP8 product is float32\[16,8@data\].*AxisType.Auto"):
-                transform(loss)(replicated, jax.device_put(rhs, P(None, "data")))
-
-
 def test_operands_on_a_mesh_of_automatic_axes():
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
     numbers, lhs, rhs, grad = operands("plain")

@@ -26,6 +26,7 @@ class OperandUse(NamedTuple):
         mixable: Whether the product sums over the last contracted axis as a whole. A grouped product does not: there,
             neighbours may belong to different groups.
         scale_bits: How many significant bits a scale for the whole tensor may have, see `QuantizedArray`.
+        devices: Inside `shard_map`, the mesh axes over which devices hold parts of the operand; () elsewhere.
     """
 
     format: Format
@@ -36,6 +37,7 @@ class OperandUse(NamedTuple):
     key: Key[Array, "*ensemble"] | None = None
     mixable: bool = True
     scale_bits: int = 24
+    devices: tuple[str, ...] = ()
 
     def cast(self, x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
         """Rounds to the format as this use does, clipping what lies beyond its maximum."""

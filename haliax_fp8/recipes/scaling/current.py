@@ -10,7 +10,7 @@ from ..._numerics.formats import E4M3, Format
 from ..._numerics.quantized_array import QuantizedArray, quantize, quantize_by
 from ..._numerics.require import require_bool
 from ...devices.device import FP8_UNITS, MatrixUnits
-from .amax import amax_over, multiplier_of, round_up_scale
+from .amax import amax_over, amax_over_devices, multiplier_of, round_up_scale
 from .base import AbstractScaling, OperandUse
 
 
@@ -20,11 +20,16 @@ class CurrentScaling(AbstractScaling):
 
     No state, and nothing is ever clipped; the price is that the tensor is read twice, once for its amax.
 
+    Inside `jax.shard_map`, the amax is that of all devices that hold parts of the tensor: along the mesh axes over
+    which it varies, or along all with `check_vma=False`, where JAX does not know what varies.
+
     Args:
         power_of_two: Round scales up to powers of two.
+        per_device: Inside `jax.shard_map`, a scale for each device's part, from the part's own amax: devices do not
+            communicate, and results depend on how the tensor is divided. Nothing changes elsewhere.
 
     Raises:
-        ValueError: If `power_of_two` is neither True nor False.
+        ValueError: If `power_of_two` or `per_device` is neither True nor False.
 
     References:
         TransformerEngine's `Float8CurrentScaling`; torchao's tensorwise recipe; the Flax FP8 guide.
@@ -35,6 +40,7 @@ class CurrentScaling(AbstractScaling):
     """
 
     power_of_two: bool = False
+    per_device: bool = False
 
     units: ClassVar[MatrixUnits] = FP8_UNITS
     directional: ClassVar[bool] = False
@@ -42,10 +48,12 @@ class CurrentScaling(AbstractScaling):
 
     def __post_init__(self) -> None:
         require_bool("power_of_two", self.power_of_two, of="CurrentScaling")
+        require_bool("per_device", self.per_device, of="CurrentScaling")
 
     def quantize(self, x: Float[Array, "*shape"], use: OperandUse) -> QuantizedArray:
         """Quantizes with the amax of each member."""
         amax = amax_over(x, tuple(range(use.ensemble, x.ndim)))
+        amax = amax_over_devices(amax, () if self.per_device else use.devices)
         multiplier = multiplier_of(amax, use.format.max, power_of_two=self.power_of_two)
         if self.power_of_two or use.scale_bits == 24:
             return quantize_by(x, multiplier, use.cast, scale_bits=1 if self.power_of_two else 24)

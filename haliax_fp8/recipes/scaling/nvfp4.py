@@ -11,8 +11,9 @@ from jaxtyping import Array, Float, Float32
 from ..._jax.xla import actually_rounded
 from ..._numerics.formats import E2M1, E4M3, Format, saturating_cast, spacing_of
 from ..._numerics.quantized_array import QuantizedArray, expand
+from ..._numerics.require import require_bool
 from ...devices.device import NO_UNITS, MatrixUnits
-from .amax import multiplier_of
+from .amax import amax_over_devices, multiplier_of
 from .base import AbstractScaling, OperandUse
 from .block_geometry import block_shape, blockwise_amax, blockwise_sum
 
@@ -39,9 +40,11 @@ class NVFP4Scaling(AbstractScaling):
         four_over_six: Whether a block may map its amax to 4 instead of 6 if that makes its squared error smaller: E2M1
             has no value between 4 and 6, but 3 below 4. With stochastic rounding, the expected error decides. The error
             of a block is never above that of `four_over_six=False`.
+        per_device: Inside `jax.shard_map`, a tensor scale for each device's part, as in `CurrentScaling`.
 
     Raises:
-        ValueError: When used, if the last block is partial and `padding` is False.
+        ValueError: If `per_device` is neither True nor False; when used, if the last block is partial and
+            `padding` is False.
 
     References:
         NVIDIA, Pretraining Large Language Models with NVFP4 (arXiv:2509.25149); TransformerEngine's
@@ -60,9 +63,13 @@ class NVFP4Scaling(AbstractScaling):
     square: bool = False
     padding: bool = True
     four_over_six: bool = False
+    per_device: bool = False
 
     units: ClassVar[MatrixUnits] = NO_UNITS
     gradient_format: ClassVar[Format] = E2M1
+
+    def __post_init__(self) -> None:
+        require_bool("per_device", self.per_device, of="NVFP4Scaling")
 
     @property
     def directional(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -83,6 +90,7 @@ class NVFP4Scaling(AbstractScaling):
         finite = jnp.isfinite(amax)
         axes = tuple(range(use.ensemble, x.ndim))
         of_tensor = jnp.max(jnp.where(finite, amax, 0.0), axis=axes, keepdims=True, initial=0.0)
+        of_tensor = amax_over_devices(of_tensor, () if self.per_device else use.devices)
         multiplier = multiplier_of(of_tensor, E4M3.max * use.format.max)
         unit = np.float32(1.0) / multiplier
         wanted = amax * (multiplier / np.float32(use.format.max))

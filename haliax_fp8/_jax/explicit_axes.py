@@ -1,0 +1,63 @@
+"""Meshes with explicit axes: the sharding of a product's result, and what XLA divides by itself inside the product."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jaxtyping import Array
+
+
+type _Numbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
+
+
+def explicit_axes_of(x: object) -> tuple[str, ...]:
+    """The explicit axes of the mesh of a sharding, or else of an array; () without a mesh."""
+    mesh = getattr(x, "mesh", None)
+    if mesh is None and isinstance(x, jax.Array):
+        mesh = jax.typeof(x).sharding.mesh
+    if mesh is None:
+        return ()
+    types = mesh.axis_types or ()
+    return tuple(name for name, kind in zip(mesh.axis_names, types, strict=True) if kind == AxisType.Explicit)
+
+
+def sharding_of_product(lhs: Array, rhs: Array, dimension_numbers: _Numbers, out_sharding: Any) -> NamedSharding | None:
+    """What `lax.dot_general` gives its result, or raises, on a mesh with explicit axes; None on any other.
+
+    Args:
+        lhs: The first operand.
+        rhs: The second.
+        dimension_numbers: As `lax.dot_general` takes them.
+        out_sharding: As `lax.dot_general` takes it.
+    """
+    if not any(map(explicit_axes_of, (lhs, rhs, jax.sharding.get_abstract_mesh()))):
+        return None
+    dtype = jnp.promote_types(lhs.dtype, rhs.dtype)
+
+    def product(lhs: Array, rhs: Array) -> Array:
+        lhs, rhs = (lax.convert_element_type(x, dtype) for x in (lhs, rhs))
+        return lax.dot_general(lhs, rhs, dimension_numbers, out_sharding=out_sharding)
+
+    return jax.eval_shape(product, lhs, rhs).sharding
+
+
+def with_automatic_axes(function: Callable[..., Array], sharding: NamedSharding | None, *arrays: Array) -> Array:
+    """`function(*arrays)`, in which XLA divides arrays as it sees fit, with a result of this sharding.
+
+    Quantizing takes maxima over tensors and blocks, and state that belongs to all devices. The types of explicit axes
+    would say nothing about these, but each step would have to name its sharding. The gradient of each array has the
+    array's own sharding. With None the function is called as it is.
+
+    Args:
+        function: A function of arrays.
+        sharding: Of its result.
+        *arrays: Its arguments.
+    """
+    if sharding is None:
+        return function(*arrays)
+    # Without `out_sharding` it would return a function, and its types say so in any case.
+    of_arrays: Any = jax.sharding.auto_axes(function, axes=explicit_axes_of(sharding), out_sharding=sharding)
+    return of_arrays(*arrays)

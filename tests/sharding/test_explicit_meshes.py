@@ -1,0 +1,89 @@
+"""On a mesh with explicit axes, products have the types and the numbers that they have elsewhere."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+import haliax_fp8 as fp8
+
+
+NUMBERS = (((1,), (0,)), ((), ()))
+
+# The specs of x, of both kernels, and of both outputs.
+LAYOUTS = {
+    "data": (P("data"), P(), P(), P("data"), P("data")),
+    "fsdp": (P("data"), P("data"), P("data"), P("data"), P("data")),
+    "columns": (P(), P(None, "model"), P("model"), P(None, "model"), P()),
+    "rows": (P(None, "model"), P("model"), P("model"), P(None, "model"), P(None, "model")),
+    "fsdp and columns": (P("data"), P("data", "model"), P("model", "data"), P("data", "model"), P("data")),
+}
+
+
+def mesh_of(*kinds):
+    return jax.make_mesh((2, 2), ("data", "model"), axis_types=kinds)
+
+
+def step(recipe, layout, kind):
+    """Loss and gradients, the new state among them, of two layers."""
+    mesh, key = mesh_of(kind, kind), jax.random.key(0)
+    outs = LAYOUTS[layout][3:] if kind == AxisType.Explicit else (None, None)
+
+    def loss(model, x):
+        (op, w), (other, v) = fp8.with_rounding_keys(model, key) if recipe == "nvfp4" else model
+        h = jax.nn.relu(op(x, w, NUMBERS, out_sharding=outs[0]))
+        return jnp.mean(other(h, v, NUMBERS, out_sharding=outs[1]) ** 2)
+
+    arrays = [jax.random.normal(k, (n, 64)) / 8 for k, n in zip(jax.random.split(key, 3), (8, 64, 64), strict=True)]
+    with jax.set_mesh(mesh):
+        x, w, v = (jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(arrays, LAYOUTS[layout][:3], strict=True))
+        model = [(fp8.Fp8DotGeneral.init(recipe), w), (fp8.Fp8DotGeneral.init(recipe), v)]
+        value, gradients = eqx.filter_jit(fp8.filter_value_and_grad(loss))(model, x)
+    for (_, kernel), (_, gradient) in zip(model, gradients, strict=True):
+        assert jax.typeof(gradient) == jax.typeof(kernel)
+    return float(value), gradients
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("recipe", ["delayed", "current", "rowwise", "deepseek", "mxfp8", "nvfp4"])
+def test_numbers_are_those_of_automatic_axes(recipe, layout):
+    (loss, gradients), (expected_loss, expected) = (step(recipe, layout, x) for x in (AxisType.Explicit, AxisType.Auto))
+    assert np.isfinite(loss)
+    np.testing.assert_allclose(loss, expected_loss, rtol=2e-6)
+    for (op, w), (expected_op, expected_w) in zip(gradients, expected, strict=True):
+        w, expected_w = np.asarray(w), np.asarray(expected_w)
+        assert np.linalg.norm(w - expected_w) <= (3e-2 if recipe == "nvfp4" else 5e-3) * np.linalg.norm(expected_w)
+        if op.state is not None:
+            assert not any(jax.typeof(op.state.array).sharding.spec)
+            np.testing.assert_array_max_ulp(np.asarray(op.state.array), np.asarray(expected_op.state.array), 2)
+
+
+@pytest.mark.parametrize("kinds", [("Explicit", "Explicit"), ("Explicit", "Auto")])
+def test_equinox_layer_under_vmap(kinds):
+    """Its output and gradients have the types that the plain layer's have."""
+    mesh = mesh_of(*(AxisType[kind] for kind in kinds))
+    with jax.set_mesh(mesh):
+        layer = eqx.nn.Linear(32, 64, key=jax.random.key(0))
+        weight = jax.device_put(layer.weight, NamedSharding(mesh, P("model")))
+        layer = eqx.tree_at(lambda layer: layer.weight, layer, weight)
+        x = jax.device_put(jax.random.normal(jax.random.key(1), (8, 32)), NamedSharding(mesh, P("data")))
+        run = lambda layer, x: (jnp.mean((out := jax.vmap(layer)(x)) ** 2), out)
+        take = eqx.filter_jit(fp8.filter_value_and_grad(run, has_aux=True))
+        (_, plain_out), plain = take(layer, x)
+        (_, out), gradients = take(fp8.fp8_linear_layers(layer), x)
+    assert jax.typeof(out) == jax.typeof(plain_out) and jax.typeof(gradients.weight) == jax.typeof(plain.weight)
+    assert out.sharding.is_equivalent_to(NamedSharding(mesh, P("data", "model")), 2) or "Auto" in kinds
+
+
+def test_ambiguous_contraction_is_jax_error():
+    mesh = mesh_of(AxisType.Explicit, AxisType.Explicit)
+    with jax.set_mesh(mesh):
+        x, w = (jax.device_put(jnp.ones((32, 32)), NamedSharding(mesh, s)) for s in (P(None, "model"), P("model")))
+        for dot in (lax.dot_general, fp8.Fp8DotGeneral.init()):
+            with pytest.raises(Exception, match="ambiguous how the output should be sharded"):
+                dot(x, w, NUMBERS)
+        with pytest.raises(ValueError, match="lhs of a grouped FP8 product is .*AxisType.Auto"):
+            fp8.Fp8DotGeneral.init().ragged_dot(x, jnp.ones((2, 32, 8)), jnp.array([16, 16]))
