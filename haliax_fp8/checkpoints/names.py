@@ -3,6 +3,7 @@
 import dataclasses
 import re
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 
 _PLACEHOLDER = re.compile(r"\{(\w+)\}")
@@ -53,7 +54,9 @@ class NameMap:
         """
         if isinstance(names, NameMap):
             return names
-        return NameMap(tuple(dict(names or ()).items()))
+        # A mapping may be an iterable of pairs as well, as far as types know.
+        pairs: Any = names.items() if isinstance(names, Mapping) else names or ()
+        return NameMap(tuple((str(model), str(checkpoint)) for model, checkpoint in pairs))
 
     def to_checkpoint(self, name: str) -> str:
         """The checkpoint's name of a tensor or layer of the model."""
