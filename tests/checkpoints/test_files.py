@@ -3,6 +3,8 @@
 import json
 import os
 import struct
+import subprocess
+import sys
 
 import ml_dtypes
 import numpy as np
@@ -178,3 +180,39 @@ def test_broken_configurations_are_refused(tmp_path):
     (pickled / "model.safetensors").rename(pickled / "pytorch_model.bin")
     with pytest.raises(BrokenCheckpoint, match="model.safetensors: it is missing.*never read"):
         TensorFolder.open(pickled)
+
+
+WRITE = """
+import os, resource, sys
+import numpy as np
+from haliax_fp8.checkpoints.files import TensorSpec, new_folder, write_tensors
+
+def groups():
+    array = np.zeros((64, 1024), np.float32)
+    for i in range(4):
+        yield [TensorSpec(str(i), array.dtype, array.shape)], (lambda i=i: made(i, array))
+
+def made(i, array):
+    if i == 2 and sys.argv[2] == "killed":
+        os.kill(os.getpid(), 9)
+    return [array]
+
+if sys.argv[2] == "full":
+    import signal
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (600_000, 600_000))
+with new_folder(sys.argv[1]) as folder:
+    write_tensors(folder, list(groups()), 10**9)
+"""
+
+
+def test_a_folder_is_complete_or_absent(tmp_path):
+    """Whether the process is killed in the middle, or there is no room: a file may not grow beyond a limit."""
+    for how in ("killed", "full", "well"):
+        path = tmp_path / how / "folder"
+        done = subprocess.run([sys.executable, "-c", WRITE, str(path), how], capture_output=True, text=True)
+        assert path.exists() == (done.returncode == 0) == (how == "well"), done.stderr
+        if how == "full":
+            assert "File too large" in done.stderr and not list(path.parent.iterdir())
+    (tmp_path / "well" / "folder" / "config.json").write_text("{}")
+    assert list(TensorFolder.open(tmp_path / "well" / "folder").tensors) == list("0123")
