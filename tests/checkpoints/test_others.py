@@ -18,3 +18,11 @@ def test_other_libraries_agree(tmp_path):
     subprocess.run([sys.executable, SCRIPTS / "write_exports.py", tmp_path], check=True)
     read = subprocess.run([str(PYTHON), SCRIPTS / "read_exports.py", tmp_path], capture_output=True, text=True)
     assert read.returncode == 0, read.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(PYTHON is None, reason="HALIAX_FP8_TORCH_PYTHON names no Python; see tests/others/README.md")
+def test_what_other_libraries_wrote_is_imported(tmp_path):
+    subprocess.run([str(PYTHON), SCRIPTS / "write_checkpoints.py", tmp_path], check=True)
+    read = subprocess.run([sys.executable, SCRIPTS / "read_checkpoints.py", tmp_path], capture_output=True, text=True)
+    assert read.returncode == 0, read.stdout + read.stderr
