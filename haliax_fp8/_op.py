@@ -158,7 +158,7 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
         contraction = DotContraction(dims, kernel_first=dims.kernel_is_lhs(self.kernel_shape, lhs.shape, rhs.shape))
         input, kernel = contraction.placed(lhs, rhs)
         spec = self._spec(contraction, input, kernel, precision, preferred_element_type)
-        return self._multiply(input, kernel, (), spec, sharding)
+        return self._multiply((input, kernel), (), spec, sharding)
 
     @jax.named_scope(FP8_RAGGED_DOT)
     def ragged_dot(
@@ -196,24 +196,19 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
         kernels = kernels_for(self.recipe, allow_dense=self.allow_dense_groups)
         contraction = RaggedContraction(kernels=kernels, own_state=self.state_per_group)
         spec = self._spec(contraction, lhs, rhs, precision, preferred_element_type)
-        return self._multiply(lhs, rhs, (group_sizes,), spec)
+        return self._multiply((lhs, rhs), (group_sizes,), spec)
 
     def _multiply(
-        self,
-        input: Array,
-        kernel: Array,
-        extras: tuple[Array, ...],
-        spec: ProductSpec,
-        sharding: NamedSharding | None = None,
+        self, both: tuple[Array, Array], extras: tuple[Array, ...], spec: ProductSpec, out: NamedSharding | None = None
     ) -> Array:
-        state, key = self._state_array, self._key_array
+        (input, kernel), state, key = both, self._state_array, self._key_array
         if self.kernel_copies is None:
-            return fp8_dot_general(input, kernel, state, spec, extras, key, out_sharding=sharding)
+            return fp8_dot_general(input, kernel, state, spec, extras, key, out_sharding=out)
         copies = jax.tree.map(lambda x: x.array, self.kernel_copies, is_leaf=lambda x: isinstance(x, hax.NamedArray))
         dtype = np.dtype(kernel.dtype) if spec.compute_dtype is None else spec.compute_dtype
         require_fit(copies, kernel.shape, dtype, spec.contraction, exact_scales=spec.exact_scales)
         spec = dataclasses.replace(spec, copies=jax.tree.structure(copies), requantizes=False)
-        return fp8_dot_general(input, kernel, state, spec, extras, key, copies, sharding)
+        return fp8_dot_general(input, kernel, state, spec, extras, key, copies, out)
 
     def quantized_kernel(
         self,
