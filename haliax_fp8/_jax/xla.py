@@ -85,15 +85,6 @@ def transposed_separately[T](data: T) -> T:
     return lax.optimization_barrier(data)
 
 
-def gathered_once[T](data: T) -> T:
-    """FP8 data that several products read, of which devices may hold parts.
-
-    Each of these products needs all parts. Behind a barrier, XLA sends them once for all, and in FP8. Otherwise it
-    sends them before the cast, or for each product.
-    """
-    return lax.optimization_barrier(data)
-
-
 def transposed_once(x: Array, order: tuple[int, ...]) -> Array:
     """A transposed copy that several products read, as it lies in memory.
 

@@ -11,7 +11,8 @@ from jaxtyping import Array, Float
 
 from .._jax.constraint import divided
 from .._jax.max_grad import to_float32
-from .._jax.xla import gathered_once, transposed_once
+from .._jax.several_devices import gathered_once
+from .._jax.xla import transposed_once
 from .._numerics.quantized_array import QuantizedArray
 from .._state.table import measures
 from ..recipes.recipe import USES, ProductName

@@ -14,7 +14,8 @@ from jaxtyping import Array
 
 from .._jax.mesh_axes import automatic_axes
 from .._jax.opaque import opaque
-from .._jax.xla import gathered_once, not_kept_from_forward, own_operand, own_precision, transposed_separately
+from .._jax.several_devices import gathered_once
+from .._jax.xla import not_kept_from_forward, own_operand, own_precision, transposed_separately
 from .._numerics.quantized_array import QuantizedArray
 from .._state.form import Kept
 from .._state.table import measures
@@ -214,8 +215,8 @@ def backward(
             key = residuals.key
             of_grad = quantize_operand(grad, "output_grad", product, scales, key, extras, spec)
             if "output_grad" in spec.recipe.quantized_once and None not in dtypes:
-                # cuBLASLt wants it transposed in wgrad.
-                of_grad = dataclasses.replace(of_grad, data=gathered_once(of_grad.data))
+                # cuBLASLt wants it transposed in wgrad; and if devices hold parts of it, they send each once.
+                of_grad = dataclasses.replace(of_grad, data=transposed_separately(of_grad.data))
             quantized[product] = of_grad
         return quantized[product]
 

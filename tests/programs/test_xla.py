@@ -172,8 +172,8 @@ def test_what_reads_a_product_of_tritons_is_fused(name, target, compiled):
     assert told < not_told
 
 
-# What small programs for one device do not show: `test_compiled_kernels_once.py`, `test_compiled_traffic.py`.
-SHOWN_ELSEWHERE = ("transposed_once", "gathered_once")
+# What small programs do not show: `test_compiled_kernels_once.py`.
+SHOWN_ELSEWHERE = ("transposed_once",)
 
 
 def test_every_function_has_a_case():
