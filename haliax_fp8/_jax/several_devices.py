@@ -1,7 +1,8 @@
-"""What a program tells XLA only if it is for several devices, which is known when it is lowered, not before."""
+"""Barriers that depend on how many devices a program is for, which is known when it is lowered, not before."""
 
 from typing import Any
 
+import jax
 from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
@@ -16,21 +17,31 @@ def gathered_once(data: Array) -> Array:
     Each of these products needs all parts. Behind a barrier, XLA sends them once for all, and in FP8. Otherwise it
     sends them before the cast, or for each product. On a single device a barrier would only keep XLA from fusing.
     """
-    return gathered_once_p.bind(data)
+    return barrier_p.bind(data, several=True)
 
 
-gathered_once_p = Primitive("fp8_gathered_once")
-gathered_once_p.def_impl(lambda x: x)
-gathered_once_p.def_abstract_eval(lambda x: x)
-batching.primitive_batchers[gathered_once_p] = lambda args, axes: (gathered_once(*args), *axes)
-# As of a barrier, but the tangent is not data in FP8, and passes without one.
-ad.primitive_jvps[gathered_once_p] = lambda primals, tangents: (gathered_once(*primals), *tangents)
+def transposed_separately_on_one[T](data: T) -> T:
+    """As `transposed_separately`, of data that was `gathered_once`: a second barrier would send it again.
+
+    Args:
+        data: A tree of arrays.
+    """
+    return jax.tree.map(lambda x: barrier_p.bind(x, several=False), data)
 
 
-def _lowered(context: Any, x: Any) -> Any:
-    if devices_of(context) == 1:
+barrier_p = Primitive("fp8_barrier")
+"""The identity; a barrier in programs for several devices, or in those for one."""
+barrier_p.def_impl(lambda x, several: x)
+barrier_p.def_abstract_eval(lambda x, several: x)
+batching.primitive_batchers[barrier_p] = lambda args, axes, several: (barrier_p.bind(*args, several=several), *axes)
+# As of a barrier, but a tangent is not data in FP8, and passes without one.
+ad.primitive_jvps[barrier_p] = lambda primals, tangents, several: (barrier_p.bind(*primals, several=several), *tangents)
+
+
+def _lowered(context: Any, x: Any, *, several: bool) -> Any:
+    if (devices_of(context) > 1) != several:
         return [x]
     return mlir.lower_fun(lax.optimization_barrier, multiple_results=False)(context, x)
 
 
-mlir.register_lowering(gathered_once_p, _lowered)
+mlir.register_lowering(barrier_p, _lowered)

@@ -14,7 +14,7 @@ from jaxtyping import Array
 
 from .._jax.mesh_axes import automatic_axes
 from .._jax.opaque import opaque
-from .._jax.several_devices import gathered_once
+from .._jax.several_devices import gathered_once, transposed_separately_on_one
 from .._jax.xla import not_kept_from_forward, own_operand, own_precision, transposed_separately
 from .._numerics.quantized_array import QuantizedArray
 from .._state.form import Kept
@@ -108,7 +108,9 @@ def _kept(x: Any, copy: Saved, *, is_kernel: bool, rematerialized: bool) -> Any:
     if copy is None:
         # An argument goes past `_fprop`: JAX would take it for a result that has to be stored.
         return x
-    if rematerialized and not is_kernel:
+    if is_kernel:
+        copy = transposed_separately_on_one(copy)
+    elif rematerialized:
         # An input that is kept from the forward to the backward pass had better be transposed before.
         copy = transposed_separately(copy)
     # A kernel has no name: it is kept to be quantized again.
@@ -215,8 +217,7 @@ def backward(
             key = residuals.key
             of_grad = quantize_operand(grad, "output_grad", product, scales, key, extras, spec)
             if "output_grad" in spec.recipe.quantized_once and None not in dtypes:
-                # cuBLASLt wants it transposed in wgrad; and if devices hold parts of it, they send each once.
-                of_grad = dataclasses.replace(of_grad, data=transposed_separately(of_grad.data))
+                of_grad = dataclasses.replace(of_grad, data=gathered_once(of_grad.data))
             quantized[product] = of_grad
         return quantized[product]
 
@@ -224,7 +225,7 @@ def backward(
         if dtype is None:
             return None
         operand, of_grad = residuals.operand(other, scales, extras, spec), quantized_grad(product)
-        if product == "wgrad" and "output_grad" in spec.recipe.quantized_once and None in dtypes:
+        if product == "wgrad" and "output_grad" in spec.recipe.quantized_once:
             # cuBLASLt wants it transposed here.
             of_grad = dataclasses.replace(of_grad, data=transposed_separately(of_grad.data))
         both = (of_grad, operand) if product == "dgrad" else (operand, of_grad)
