@@ -16,6 +16,7 @@ from . import (
     ops as ops,
     preflight as preflight,
     recipes as recipes,
+    serving as serving,
     sharding as sharding,
     statistics as statistics,
     training as training,

@@ -15,3 +15,4 @@ from .only_where_faster import FasterOn as FasterOn
 from .prediction import Prediction as Prediction
 from .quantized_kernels import quantize_kernels as quantize_kernels
 from .rule import LayerRule as LayerRule, Refused as Refused
+from .served import AbstractServedLayer as AbstractServedLayer

@@ -6,9 +6,11 @@ import haliax.nn as hnn
 from .equinox import EquinoxLinear
 from .haliax import HaliaxEmbedding, HaliaxLinear, HaliaxMoELinear
 from .rule import LayerRule, Refused
+from .served import ServedLayers
 
 
 default_rules: tuple[LayerRule, ...] = (
+    ServedLayers(),
     HaliaxLinear(),
     HaliaxMoELinear(),
     HaliaxEmbedding(),

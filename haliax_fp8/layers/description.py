@@ -24,6 +24,7 @@ from .own_state import require_own_state
 from .prediction import Prediction
 from .rematerialization import find_rematerialized
 from .rule import Refused
+from .served import AbstractServedLayer
 from .uncalibrated import uncalibrated_operands
 
 
@@ -35,7 +36,7 @@ class LayerDescription:
         path: Its path in the model.
         shape: Its input and output axes.
         stacked: The stacks that repeat it, such as `layers 12`.
-        recipe: The recipe that it runs, or None in high precision.
+        recipe: The recipe that it runs, or how it is quantized for inference; None in high precision.
         reason: Why it stays in high precision; empty for a converted layer.
         support: How its products run on the requested device; None in high precision.
         prediction: Its predicted times in bf16 and in FP8, whichever it runs in; None if not requested, or if unknown.
@@ -243,16 +244,20 @@ def describe(
         layer, rule, stack = decision.layer, decision.rule, decision.stack
         op, kernel = rule.op(layer), rule.kernel(layer)
         recipe, residual = decision.selected, given.kernel_residual
+        text, multiplied = None, None
         if op is not None:
             recipe, residual = op.recipe, op.kernel_residual
+            text, multiplied = str(op.recipe), op.recipe
+        elif isinstance(layer, AbstractServedLayer):
+            text, multiplied = layer.kernel.text, layer.kernel.recipe
         rows.append(
             LayerDescription(
                 path=path,
                 shape=kernel.text,
                 stacked=_sizes(stack),
-                recipe=None if op is None else str(op.recipe),
-                reason="" if op is not None else decision.reason or "not converted",
-                support=None if op is None else kernel.support(op.recipe, place),
+                recipe=text,
+                reason="" if text is not None else decision.reason or "not converted",
+                support=None if multiplied is None else kernel.support(multiplied, place),
                 prediction=predict and recipe and predict.predict(rule, layer, stack, recipe, residual),
                 uncalibrated=() if op is None else uncalibrated_operands(op.state),
                 scales="" if op is None else op.recipe.scales,
@@ -274,6 +279,8 @@ def recipes_of(model: Any) -> list[Recipe]:
 def _where(layers: tuple[LayerDescription, ...]) -> str:
     """Whether all converted layers run natively."""
     supports = [layer.support for layer in layers if layer.support is not None]
+    if not supports:
+        return "inputs in high precision"
     native = sum(support.is_native for support in supports)
     mixed = f"{native} native and {len(supports) - native} emulated"
     how = {0: "emulated", len(supports): "native"}.get(native, mixed)

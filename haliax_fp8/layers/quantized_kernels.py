@@ -1,24 +1,18 @@
 """quantize_kernels: every kernel quantized once, for all products of a step."""
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import haliax as hax
 import jax
-import jax.numpy as jnp
-import numpy as np
 from haliax.partitioning import physical_axis_name
 from jax.sharding import PartitionSpec
 
 from .._jax.constraint import automatic_mesh
 from .._op import Fp8DotGeneral
-from .._product.contraction import AbstractContraction
-from .._product.dimensions import DotDimensions
-from .._product.dot import DotContraction
-from .._product.grouped.contraction import RaggedContraction
 from .config import Fp8Config, as_config
-from .kernel import Features, Kernel, axes_of, count
+from .kernel import Kernel
+from .multiplied import is_floating, multiplied, named_behind
 from .ops import all_ops, is_op, named_ops
 from .walk import map_layers_in_stacks, rule_of
 
@@ -120,76 +114,16 @@ def _has_copies(op: Fp8DotGeneral) -> bool:
 def _with_copies(
     path: str, op: Fp8DotGeneral, kernel: Kernel, stack: tuple[hax.Axis, ...], gather: bool
 ) -> Fp8DotGeneral:
-    array = kernel.weight.array if isinstance(kernel.weight, hax.NamedArray) else kernel.weight
-    if not hasattr(array, "dtype") or not jnp.issubdtype(array.dtype, jnp.floating) or op.state_per_group:
+    if not is_floating(kernel) or op.state_per_group:
         return op
-    members, stack = kernel.members_and_stack(stack)
-    names = tuple(axis.name for axis in stack)
-    leading = members + tuple(axis.size for axis in stack)
+    directional = any(op.recipe.quantization("kernel", product).scaling.directional for product in ("fprop", "dgrad"))
+    found = multiplied(path, kernel, stack, directional=directional)
+    names, leading = tuple(axis.name for axis in found.stack), found.leading
     whole = PartitionSpec()
-    if isinstance(kernel.weight, hax.NamedArray):
-        array, contraction = _of_named(kernel, names, len(members))
-        axes = (*names, *_own_axes(kernel, names))
-        whole = PartitionSpec(*(None for _ in members), *map(physical_axis_name, axes))
-    else:
-        contraction = _of_plain(path, op, kernel, array.shape[len(leading) :])
-    if kernel.factor != 1.0:
-        array = array * kernel.factor
-    copies = op.quantized_kernel(array, contraction, len(leading), whole if gather else None)
-
-    def named(x: jax.Array) -> hax.NamedArray:
-        axes = (*names, *(f"fp8_kernel_{i}" for i in range(x.ndim - len(leading))))
-        # Through the tree: names do not count the axes of ensembles.
-        return jax.tree.unflatten(jax.tree.structure(hax.named(np.zeros((1,) * len(axes)), axes)), [x])
-
+    if found.own_names is not None:
+        axes = (*names, *found.own_names)
+        members = leading - len(names)
+        whole = PartitionSpec(*(None for _ in range(members)), *map(physical_axis_name, axes))
+    copies = op.quantized_kernel(found.array, found.contraction, leading, whole if gather else None)
+    named = lambda x: named_behind(x, found.stack, leading)
     return dataclasses.replace(op, kernel_copies=jax.tree.map(named, copies))
-
-
-def _of_named(kernel: Kernel, stack: Sequence[str], members: int) -> tuple[jax.Array, AbstractContraction]:
-    """The kernel as the layer hands it over, and its products."""
-    array, names = kernel.weight.array, kernel.weight.axis_names
-    own = _own_axes(kernel, stack)
-    order = [names.index(name) + members for name in (*stack, *own)]
-    array = jnp.transpose(array, (*range(members), *order))
-    if kernel.Experts is not None:
-        return array, RaggedContraction()
-    inputs = kernel.contracted
-    if inputs is None:
-        inputs = tuple(map(own.index, _names(kernel.In)))
-    return array, _dot(array.shape[members + len(stack) :], inputs)
-
-
-def _own_axes(kernel: Kernel, stack: Sequence[str]) -> list[str]:
-    """The names of one kernel's axes, in the order in which the layer hands it over."""
-    if kernel.Experts is not None:
-        # As `Fp8MoELinear` rearranges it.
-        return [*_names(kernel.Experts), *_names(kernel.In), *_names(kernel.Out)]
-    return [name for name in kernel.weight.axis_names if name not in stack]
-
-
-def _names(features: Features | hax.AxisSpec | None) -> list[str]:
-    return [] if features is None or isinstance(features, int | str) else [axis.name for axis in axes_of(features)]
-
-
-def _of_plain(path: str, op: Fp8DotGeneral, kernel: Kernel, shape: tuple[int, ...]) -> AbstractContraction:
-    """The products of a weight whose axes have no names."""
-    if kernel.contracted is not None:
-        return _dot(shape, kernel.contracted)
-    if kernel.In is not None and kernel.Out is not None:
-        sizes = count(kernel.Out), count(kernel.In)
-        found = [axes for axes, fits in (((1,), sizes), ((0,), sizes[::-1])) if shape == fits]
-        if len(found) == 1:
-            return _dot(shape, found[0])
-    if any(op.recipe.quantization("kernel", product).scaling.directional for product in ("fprop", "dgrad")):
-        raise ValueError(
-            f"the kernel of {path or 'the model itself'} has shape {shape}, which does not tell what its product sums "
-            f"over, and scales of the recipe ({op.recipe}) run along that. Say it in the Kernel of the layer's "
-            "LayerRule: Kernel(..., contracted=(1,))"
-        )
-    # One scale for all: what is contracted decides in which order the data are stored, no more.
-    return _dot(shape, (len(shape) - 1,) if shape else ())
-
-
-def _dot(shape: tuple[int, ...], contracted: tuple[int, ...]) -> DotContraction:
-    sizes = tuple(shape[axis] for axis in contracted)
-    return DotContraction(DotDimensions.of(((range(len(sizes)), contracted), ((), ())), sizes, shape))

@@ -65,6 +65,16 @@ class LayerRule(abc.ABC):
         """Why a layer is converted only if `targets` or an override selects it; None for most layers."""
         return None
 
+    def served(self, layer: Any, kernel: Any) -> Any:
+        """The layer for inference, an `AbstractServedLayer`; None if the rule has none.
+
+        Args:
+            layer: The layer, converted or not.
+            kernel: The `serving.ServedKernel` that it multiplies by, in place of its weight.
+        """
+        del layer, kernel
+        return None
+
 
 @dataclasses.dataclass(frozen=True)
 class Refused(LayerRule):

@@ -34,6 +34,8 @@ FLOORS = (
     # The loop.
     ("training", "memory", "sharding", "ops"),
     ("statistics", "checkpoints"),
+    # The model for inference.
+    ("serving",),
     ("_cli",),
     ("__init__", "__main__"),
 )

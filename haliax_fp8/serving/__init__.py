@@ -1,0 +1,11 @@
+"""Serving: models for inference with weights in FP8, which compute what training computes."""
+
+from .kernel import ServedKernel as ServedKernel
+from .layers import (
+    ServedEmbedding as ServedEmbedding,
+    ServedEquinoxLinear as ServedEquinoxLinear,
+    ServedLinear as ServedLinear,
+    ServedMoELinear as ServedMoELinear,
+)
+from .quantize import dequantize as dequantize, quantize_for_inference as quantize_for_inference
+from .scheme import Scheme as Scheme, schemes as schemes

@@ -1,0 +1,187 @@
+"""ServedKernel: FP8 data and scales that a layer multiplies by, in place of a weight."""
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import NamedSharding
+from jaxtyping import Array, DTypeLike, Float, Int
+
+from .._jax.explicit_axes import explicit_axes_of, sharding_of_product, with_automatic_axes
+from .._numerics.quantized_array import QuantizedArray
+from .._product.arguments import precision_of
+from .._product.contraction import AbstractContraction
+from .._product.dimensions import DimensionNumbers, DotDimensions
+from .._product.dot import DotContraction
+from .._product.grouped.contraction import RaggedContraction
+from .._product.grouped.kernels import kernels_for
+from ..recipes.recipe import SCALE_BITS, Recipe
+from ..recipes.scaling import StaticScaling
+from .product import ServedProduct, served_product
+from .scheme import Scheme
+
+
+class ServedKernel(eqx.Module):
+    """A kernel as products of inference take it: a byte for each weight, and its scales.
+
+    Its arrays have the axes of ensembles and stacks in front, named as Haliax divides them.
+
+    Args:
+        data: The rounded weights, with what the product sums over last.
+        scale: float32, in the layout of the kernel.
+        input_scale: The stored scale of the input, float32; None if the scheme has none.
+        scheme: How inputs are quantized.
+        order: Which axis of the kernel each axis of the data is.
+        contracted: The axes of the kernel that its product sums over.
+        block: The shape of a block, see `QuantizedArray`.
+        scale_bits: See `QuantizedArray`.
+        compute_dtype: The dtype that input and output are rounded to around the product; None leaves them.
+        dtype: The dtype of the weight.
+        origin: Where the scales come from, for people.
+    """
+
+    data: hax.NamedArray
+    scale: hax.NamedArray
+    input_scale: hax.NamedArray | None
+    scheme: Scheme = eqx.field(static=True)
+    order: tuple[int, ...] = eqx.field(static=True)
+    contracted: tuple[int, ...] = eqx.field(static=True)
+    block: tuple[int, ...] | None = eqx.field(static=True)
+    scale_bits: int = eqx.field(static=True)
+    compute_dtype: np.dtype | None = eqx.field(static=True)
+    dtype: np.dtype = eqx.field(static=True)
+    origin: str = eqx.field(static=True)
+
+    @property
+    def text(self) -> str:
+        """The scheme, and where scales come from."""
+        return f"for inference: {self.scheme}, {self.origin}"
+
+    @property
+    def recipe(self) -> Recipe | None:
+        """The recipe of its product; None if inputs are in high precision."""
+        return self.scheme.recipe
+
+    @property
+    def bytes(self) -> int:
+        """What data and scales take."""
+        arrays = (self.data.array, self.scale.array, *([] if self.input_scale is None else [self.input_scale.array]))
+        return sum(x.size * x.dtype.itemsize for x in arrays)
+
+    @property
+    def quantized(self) -> QuantizedArray:
+        """Data and scales in the layout of the kernel, behind the axes of ensembles and stacks."""
+        data, scale = self.data.array, self.scale.array
+        leading = data.ndim - len(self.order)
+        inverse = tuple(leading + int(axis) for axis in np.argsort(self.order))
+        if inverse != tuple(range(leading, data.ndim)):
+            data = lax.transpose(data, (*range(leading), *inverse))
+        if scale.ndim == leading and leading:
+            scale = scale.reshape(*scale.shape, *(1,) * len(self.order))
+        block = None if self.block is None else (*(1,) * leading, *self.block)
+        return QuantizedArray(data, scale, block, scale_bits=self.scale_bits)
+
+    def values(self, dtype: DTypeLike) -> Float[Array, "..."]:
+        """`data * scale`, computed in float32 and rounded to a dtype, in the layout of the kernel."""
+        return self.quantized.dequantize().astype(dtype)
+
+    def dot_general(
+        self,
+        input: Float[Array, "..."],
+        dimension_numbers: DimensionNumbers,
+        preferred_element_type: DTypeLike | None = None,
+    ) -> Float[Array, "..."]:
+        """Multiplies an input as `lax.dot_general(input, kernel, dimension_numbers)` would.
+
+        Args:
+            input: The input, the first operand.
+            dimension_numbers: `((input_contract, kernel_contract), (input_batch, kernel_batch))`.
+            preferred_element_type: The dtype of the output; by default that of the computation.
+
+        Raises:
+            ValueError: If it sums over other axes than the kernel was quantized for, or the input is in another dtype
+                than that.
+
+        Returns:
+            The product; axes in the order batch, free of input, free of kernel.
+        """
+        kernel = self._of_one_layer()
+        dims = DotDimensions.of(dimension_numbers, input.shape, kernel.data.shape)
+        contraction = DotContraction(dims, kernel_first=False)
+        sharding = None
+        if any(map(explicit_axes_of, (input, kernel.data, jax.sharding.get_abstract_mesh()))):
+            sharding = sharding_of_product(input, kernel.data.astype(input.dtype), dims.numbers, None)
+        out_dtype = None if preferred_element_type is None else np.dtype(preferred_element_type)
+        return self._multiply(input, kernel, (), contraction, out_dtype, sharding)
+
+    def ragged_dot(
+        self, rows: Float[Array, "rows inputs"], group_sizes: Int[Array, " groups"]
+    ) -> Float[Array, "rows outputs"]:
+        """Multiplies groups of rows, each by its own kernel, as `lax.ragged_dot` does.
+
+        Args:
+            rows: The rows of all groups, one group after the other.
+            group_sizes: How many rows each group has.
+
+        Raises:
+            ValueError: If the device has no grouped kernel for the scheme.
+        """
+        recipe = self.scheme.recipe
+        assert recipe is not None
+        contraction = RaggedContraction(kernels=kernels_for(recipe, allow_dense=False))
+        return self._multiply(rows, self._of_one_layer(), (group_sizes,), contraction)
+
+    def _of_one_layer(self) -> QuantizedArray:
+        if self.data.array.ndim != len(self.order):
+            raise ValueError(
+                f"a kernel of shape {self.data.array.shape} was called, of {self.data.array.ndim - len(self.order)} "
+                "axes of a stack or an ensemble too many; call it in a scan or under vmap"
+            )
+        return self.quantized
+
+    def result_dtype(self, input: Float[Array, "..."]) -> np.dtype:
+        """The dtype that an input and the weight promote to."""
+        return np.dtype(jnp.promote_types(input.dtype, self.dtype))
+
+    def _multiply(
+        self,
+        input: Array,
+        kernel: QuantizedArray,
+        extras: tuple[Array, ...],
+        contraction: AbstractContraction,
+        out_dtype: np.dtype | None = None,
+        sharding: NamedSharding | None = None,
+    ) -> Array:
+        out_dtype = out_dtype or self.compute_dtype or self.result_dtype(input)
+        computed_in = self.compute_dtype or out_dtype
+        self._require_fit(contraction, computed_in, input.dtype)
+        bits = 24 if computed_in != jnp.bfloat16 else SCALE_BITS["input"]
+        spec = ServedProduct(self.scheme, contraction, self.compute_dtype, out_dtype, bits, precision_of(None))
+        scale = None if self.input_scale is None else self.input_scale.array
+
+        def multiply(input: Array, *arrays: Array) -> Array:
+            data, of_kernel, *of_input = arrays
+            quantized = QuantizedArray(data, of_kernel, kernel.block, scale_bits=kernel.scale_bits)
+            return served_product(input, quantized, of_input[0] if of_input else None, extras, spec)
+
+        arrays = (kernel.data, kernel.scale, *([] if scale is None else [scale]))
+        return with_automatic_axes(multiply, sharding, input, *arrays)
+
+    def _require_fit(self, contraction: AbstractContraction, computed_in: np.dtype, dtype: np.dtype) -> None:
+        axes = contraction.contracted("fprop")[1]
+        directional = self.scheme.kernel.directional
+        if directional and (set(axes), axes[-1:]) != (set(self.contracted), self.contracted[-1:]):
+            raise ValueError(
+                f"a kernel is summed over axes {axes}, but was quantized for a sum over {self.contracted}: its scales "
+                f"run along those. Give the Kernel of the layer's LayerRule contracted={axes}"
+            )
+        rounds = isinstance(self.scheme.kernel, StaticScaling) or self.scheme.kernel.one_scale
+        made_for = self.compute_dtype or self.dtype
+        if rounds and (made_for == jnp.bfloat16) != (computed_in == jnp.bfloat16):
+            raise ValueError(
+                f"the input has dtype {dtype}, but the kernel was quantized for products in {made_for}, which take "
+                "other scales: cast the model to the dtype of its inputs before quantize_for_inference, with "
+                "cast_params, or convert it with fp8_linear_layers(model, compute_dtype=...)"
+            )

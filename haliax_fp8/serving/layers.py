@@ -1,0 +1,300 @@
+"""Served layers: those of Haliax and Equinox, with a kernel in FP8 in place of the weight."""
+
+from typing import Any
+
+import equinox as eqx
+import haliax as hax
+import haliax.nn as hnn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from haliax.quantization import DotGeneralOp
+from haliax.state_dict import StateDict, to_state_dict
+from jax import Array
+from jax.typing import DTypeLike
+
+from ..layers.equinox import plain_linear
+from ..layers.kernel import Kernel, axes_of
+from ..layers.served import AbstractServedLayer
+from .kernel import ServedKernel
+
+
+# Where the plain layer has one, as in frozen layers.
+_NO_WEIGHT: Any = None
+
+
+class ServedLinear(AbstractServedLayer, hnn.Linear):
+    """A `haliax.nn.Linear` in FP8 for inference. Made by `quantize_for_inference`.
+
+    Args:
+        kernel: What it multiplies by, muP's factor included; `weight` holds nothing.
+        axes: The axes of the kernel.
+    """
+
+    kernel: ServedKernel = eqx.field(kw_only=True)
+    axes: tuple[hax.Axis, ...] = eqx.field(static=True, kw_only=True)
+
+    @staticmethod
+    def of(layer: hnn.Linear, kernel: ServedKernel) -> "ServedLinear":
+        """The layer with a kernel in place of its weight.
+
+        Args:
+            layer: A plain or a converted layer.
+            kernel: Its weight, quantized.
+        """
+        axes = _in_order(layer.weight, (*axes_of(layer.Out), *axes_of(layer.In)))
+        plain: Any = DotGeneralOp.default()
+        return ServedLinear(
+            _NO_WEIGHT, layer.bias, layer.In, layer.Out, plain, layer._reparam_cls, kernel=kernel, axes=axes
+        )
+
+    @jax.named_scope("served_linear")
+    def __call__(self, inputs: hax.NamedArray, *, key: Any = None) -> hax.NamedArray:
+        """Maps `In` to `Out`.
+
+        Args:
+            inputs: With the axes `In`.
+            key: Not used.
+        """
+        del key
+        q = hax.auto_sharded(_named_product(self.kernel, inputs, self.axes, axes_of(self.In)))
+        return q if self.bias is None else hax.auto_sharded(q + self.bias)
+
+    @property
+    def described(self) -> Kernel:
+        """From the input axes to the output axes."""
+        return Kernel(None, self.In, self.Out)
+
+    def dequantized(self, dtype: DTypeLike) -> hnn.Linear:
+        """The plain layer."""
+        weight = _weight(self.kernel, self.axes, dtype, float(self.reparam.active_scale))
+        return hnn.Linear(weight, self.bias, self.In, self.Out, self.dot_general, self._reparam_cls)
+
+    def to_state_dict(self, prefix: str | None = None) -> StateDict:
+        """That of the plain layer: `data * scale` in the dtype of the weight, under the same keys."""
+        return to_state_dict(self.dequantized(self.kernel.dtype), prefix)
+
+    def from_state_dict(self, state_dict: StateDict, prefix: str | None = None) -> Any:
+        """Raises: a state dict holds weights in high precision."""
+        raise _no_state_dict(prefix)
+
+
+class ServedEmbedding(AbstractServedLayer, hnn.Embedding):
+    """A `haliax.nn.Embedding` whose table is in FP8: looked up and scaled, or multiplied by in `unembed`.
+
+    Args:
+        kernel: The table; `weight` holds nothing.
+        axes: Its axes.
+    """
+
+    kernel: ServedKernel = eqx.field(kw_only=True)
+    axes: tuple[hax.Axis, ...] = eqx.field(static=True, kw_only=True)
+
+    @staticmethod
+    def of(layer: hnn.Embedding, kernel: ServedKernel) -> "ServedEmbedding":
+        """The layer with a kernel in place of its table.
+
+        Args:
+            layer: A plain or a converted layer.
+            kernel: Its table, quantized.
+        """
+        axes = _in_order(layer.weight, (layer.Vocab, *axes_of(layer.Embed)))
+        return ServedEmbedding(_NO_WEIGHT, layer.Vocab, layer.Embed, layer._reparam_cls, kernel=kernel, axes=axes)
+
+    def embed(self, input_ids: hax.NamedArray) -> hax.NamedArray:
+        """The vectors of tokens, `data * scale` in the dtype of the table.
+
+        Args:
+            input_ids: The tokens.
+        """
+        kernel = self.kernel.quantized
+        if kernel.scale.ndim and kernel.scale.shape[1:] != (1,) * (kernel.scale.ndim - 1):
+            raise ValueError(
+                f"an embedding has scales of blocks, {self.kernel.scheme}, and its rows cannot be looked up; exclude "
+                "it, or choose a scheme with one scale for each row, such as 'dynamic'"
+            )
+        rows = hax.named(kernel.data, self.axes).take(self.Vocab, input_ids)
+        values = rows.astype(jnp.float32)
+        scale = kernel.scale.reshape(-1)
+        if scale.shape[0] == self.Vocab.size > 1:
+            values = values * hax.named(scale, self.Vocab).take(self.Vocab, input_ids)
+        else:
+            values = values * scale[0]
+        return values.astype(self.kernel.dtype) * self.reparam.active_scale
+
+    def unembed(self, input_embeds: hax.NamedArray) -> hax.NamedArray:
+        """The logits.
+
+        Args:
+            input_embeds: With the embedding axes.
+        """
+        return (
+            _named_product(self.kernel, input_embeds, self.axes, axes_of(self.Embed))
+            * self.reparam.unembed_active_scale
+        )
+
+    def resize_embeddings(self, new_size: int, key: Array | None = None) -> Any:
+        """Raises: new rows would have to be quantized."""
+        raise ValueError("a quantized embedding was resized; resize it before quantize_for_inference")
+
+    @property
+    def described(self) -> Kernel:
+        """From the embedding axes to the vocabulary."""
+        return Kernel(None, self.Embed, self.Vocab)
+
+    def dequantized(self, dtype: DTypeLike) -> hnn.Embedding:
+        """The plain layer."""
+        return hnn.Embedding(_weight(self.kernel, self.axes, dtype, 1.0), self.Vocab, self.Embed, self._reparam_cls)
+
+
+class ServedMoELinear(AbstractServedLayer, hnn.MoELinear):
+    """A `haliax.nn.MoELinear` in FP8 for inference.
+
+    Args:
+        kernel: The kernels of all experts; `weight` holds nothing.
+        axes: Their axes.
+        weight_axes: The axes of the weight, in its order.
+    """
+
+    kernel: ServedKernel = eqx.field(kw_only=True)
+    axes: tuple[hax.Axis, ...] = eqx.field(static=True, kw_only=True)
+    weight_axes: tuple[hax.Axis, ...] = eqx.field(static=True, kw_only=True)
+
+    @staticmethod
+    def of(layer: hnn.MoELinear, kernel: ServedKernel) -> "ServedMoELinear":
+        """The layer with a kernel in place of its weight.
+
+        Args:
+            layer: A plain or a converted layer.
+            kernel: Its weight, quantized.
+        """
+        axes = (*axes_of(layer.Experts), layer.In, layer.Out)
+        return ServedMoELinear(
+            _NO_WEIGHT,
+            layer.bias,
+            layer.Experts,
+            layer.In,
+            layer.Out,
+            layer.use_gmm,
+            kernel=kernel,
+            axes=axes,
+            weight_axes=_in_order(layer.weight, axes),
+        )
+
+    @jax.named_scope("served_moe_linear")
+    def __call__(self, inputs: hax.NamedArray, group_sizes: hax.NamedArray, *, key: Any = None) -> hax.NamedArray:
+        """Multiplies each expert's rows by its kernel; rows beyond the last group give 0.
+
+        Args:
+            inputs: One ragged axis and `In`; the rows of each expert are consecutive.
+            group_sizes: How many rows each expert has.
+            key: Not used.
+        """
+        del key
+        rows = hax.axis.without_axes(inputs.axes, self.In)
+        if len(rows) != 1:
+            raise ValueError(f"inputs have axes {inputs.axes}; flatten all but {self.In.name!r} into one of rows")
+        sizes = group_sizes.rearrange(axes_of(self.Experts)).array
+        out = self.kernel.ragged_dot(inputs.rearrange((*rows, self.In)).array, sizes)
+        named = hax.named(out, (*rows, self.Out))
+        named = named.rearrange(axes_of(hax.axis.replace_axis(inputs.axes, self.In, self.Out)))
+        return hax.auto_sharded(named if self.bias is None else named + self.bias)
+
+    @property
+    def described(self) -> Kernel:
+        """From the input axis to the output axis, for each expert."""
+        return Kernel(None, self.In, self.Out, self.Experts)
+
+    def dequantized(self, dtype: DTypeLike) -> hnn.MoELinear:
+        """The plain layer."""
+        weight = _weight(self.kernel, self.axes, dtype, 1.0)
+        stack = weight.axes[: len(weight.axes) - len(self.axes)]
+        weight = weight.rearrange((*stack, *self.weight_axes))
+        return hnn.MoELinear(weight, self.bias, self.Experts, self.In, self.Out, use_gmm=self.use_gmm)
+
+
+class ServedEquinoxLinear(AbstractServedLayer, eqx.nn.Linear):
+    """An `eqx.nn.Linear` in FP8 for inference.
+
+    Args:
+        linear: The layer whose other fields it takes.
+        kernel: The weight, quantized.
+    """
+
+    kernel: ServedKernel
+
+    def __init__(self, linear: eqx.nn.Linear, kernel: ServedKernel):
+        for name in ("bias", "in_features", "out_features", "use_bias"):
+            setattr(self, name, getattr(linear, name))
+        self.weight: Any = None
+        self.kernel = kernel
+
+    @jax.named_scope("served_linear")
+    def __call__(self, x: Array, *, key: Any = None) -> Array:
+        """`weight @ x + bias` for one example; `jax.vmap` over a batch is one product.
+
+        Args:
+            x: Shape `(in_features,)`, or `()` for `"scalar"`.
+            key: Not used.
+        """
+        del key
+        if self.in_features == "scalar":
+            x = jnp.broadcast_to(x, (1,))
+        x = self.kernel.dot_general(x, (((0,), (1,)), ((), ())), self.kernel.result_dtype(x))
+        if self.bias is not None:
+            x = x + self.bias
+        return jnp.squeeze(x) if self.out_features == "scalar" else x
+
+    @property
+    def described(self) -> Kernel:
+        """From the input features to the output features."""
+        return Kernel(None, self.in_features, self.out_features)
+
+    def dequantized(self, dtype: DTypeLike) -> eqx.nn.Linear:
+        """The plain layer."""
+        return plain_linear(self, weight=self.kernel.values(dtype))
+
+
+def _in_order(weight: hax.NamedArray, axes: tuple[hax.Axis, ...]) -> tuple[hax.Axis, ...]:
+    """Axes in the order in which a weight has them."""
+    by_name = {axis.name: axis for axis in axes}
+    return tuple(by_name[name] for name in weight.axis_names if name in by_name)
+
+
+def _named_product(
+    kernel: ServedKernel, inputs: hax.NamedArray, axes: tuple[hax.Axis, ...], contracted: tuple[hax.Axis, ...]
+) -> hax.NamedArray:
+    """As `inputs.dot(weight, axis=contracted)`."""
+    of_input, of_kernel = [axis.name for axis in inputs.axes], [axis.name for axis in axes]
+    summed = {axis.name for axis in contracted}
+    if missing := summed - set(of_input):
+        raise ValueError(f"inputs have axes {inputs.axes}, without {sorted(missing)}, which the layer sums over")
+    pairs = [name for name in of_input if name in summed]
+    batch = [name for name in of_input if name in of_kernel and name not in summed]
+    places = lambda names, among: tuple(map(among.index, names))
+    summed_axes = places(pairs, of_input), places(pairs, of_kernel)
+    numbers = summed_axes, (places(batch, of_input), places(batch, of_kernel))
+    out = kernel.dot_general(inputs.array, numbers, kernel.result_dtype(inputs.array))
+    sizes = {axis.name: axis for axis in (*inputs.axes, *axes)}
+    rest = [[name for name in names if name not in (*pairs, *batch)] for names in (of_input, of_kernel)]
+    named = hax.named(out, tuple(sizes[name] for name in (*batch, *rest[0], *rest[1])))
+    order = [name for name in of_input if name not in pairs] + rest[1]
+    return named.rearrange(tuple(sizes[name] for name in order))
+
+
+def _weight(kernel: ServedKernel, axes: tuple[hax.Axis, ...], dtype: DTypeLike, factor: float) -> hax.NamedArray:
+    """`data * scale`, named; divided by what the layer multiplies its weight by."""
+    values = kernel.values(jnp.float32)
+    values = (values if factor == 1.0 else values / factor).astype(dtype)
+    stack = kernel.data.axis_names[: len(kernel.data.axis_names) - len(axes)]
+    names = (*stack, *(axis.name for axis in axes))
+    # Through the tree: names do not count the axes of ensembles.
+    template = hax.named(np.zeros((1,) * len(names)), names)
+    return jax.tree.unflatten(jax.tree.structure(template), [values])
+
+
+def _no_state_dict(prefix: str | None) -> ValueError:
+    return ValueError(
+        f"a state dict was loaded into {prefix or 'a layer'}, whose kernel is in FP8 for inference: load it into the "
+        "plain model, and quantize that"
+    )

@@ -1,0 +1,207 @@
+"""The kernel of a layer as its next step of training would quantize it, or with scales of its own."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.core import Tracer
+from jaxtyping import Array, Float
+
+from .._jax.max_grad import to_float32
+from .._numerics.quantized_array import QuantizedArray
+from .._op import Fp8DotGeneral
+from .._product.operands import quantize_operand, round_to, scales_of
+from .._product.spec import ProductSpec
+from .._state.op_state import OpState
+from ..layers.multiplied import Multiplied, is_floating, multiplied, named_behind
+from ..layers.own_state import table_on_host
+from ..layers.rule import LayerRule
+from ..layers.uncalibrated import uncalibrated_operands
+from ..recipes.recipe import SCALE_BITS
+from ..recipes.scaling import DelayedScaling, OperandUse, stores_scale
+from .kernel import ServedKernel
+from .scheme import Scheme
+
+
+_ROWS = {"input": 0, "kernel": 1}
+
+
+def served_kernel(path: str, rule: LayerRule, layer: Any, stack: tuple[hax.Axis, ...], scheme: Scheme) -> ServedKernel:
+    """The kernel of a layer, quantized for inference.
+
+    Args:
+        path: Of the layer, for errors.
+        rule: Its rule.
+        layer: The layer, converted or not.
+        stack: The axes of the stacks that it is in.
+        scheme: How it is quantized.
+
+    Raises:
+        ValueError: If the scheme asks for scales that the layer lacks, its weight is not finite, or not an array.
+    """
+    name = path or "the model itself"
+    op, kernel = rule.op(layer), rule.kernel(layer)
+    if not is_floating(kernel):
+        raise ValueError(f"the weight of {name} is a {type(kernel.weight).__name__}, not an array of floating numbers")
+    if kernel.Experts is not None and scheme.input is None:
+        raise ValueError(
+            f"{name} multiplies each row by the kernel of an expert, for which there is no product of a kernel in FP8 "
+            "and an input in high precision; exclude it, or use another scheme"
+        )
+    if op is not None and op.state_per_group:
+        raise ValueError(
+            f"{name} has a scale for each expert (scale_per_expert=True), which inference does not take; train with "
+            "one for all, or exclude it"
+        )
+    found = multiplied(path, kernel, stack, directional=scheme.kernel.directional)
+    _require_finite(name, found.array)
+    compute_dtype = None if op is None else op.compute_dtype
+    spec, state = None, None
+    if scheme.stored:
+        op = _with_scales(name, op, scheme)
+        assert isinstance(op.state, OpState)
+        spec, state = _spec_of(op, op.state, found), to_float32(op.state.array)
+        scheme = dataclasses.replace(scheme, format=op.recipe.kernel.format)
+    quantized, input_scale = _quantized(
+        found.array,
+        state,
+        spec=spec,
+        scheme=scheme,
+        contraction=found.contraction,
+        leading=found.leading,
+        compute_dtype=compute_dtype,
+    )
+    contracted = found.contraction.contracted("fprop")[1]
+    ndim = quantized.data.ndim - found.leading
+    order = (*(axis for axis in range(ndim) if axis not in contracted), *sorted(contracted))
+    data = quantized.data
+    if order != tuple(range(ndim)):
+        data = jnp.transpose(data, (*range(found.leading), *(found.leading + axis for axis in order)))
+    named = functools.partial(named_behind, stack=found.stack, leading=found.leading)
+    return ServedKernel(
+        named(data),
+        _named_scale(quantized.scale, found),
+        None if input_scale is None else named(input_scale),
+        scheme,
+        order,
+        contracted,
+        None if quantized.block is None else quantized.block[found.leading :],
+        quantized.scale_bits,
+        compute_dtype,
+        np.dtype(found.array.dtype),
+        _origin(scheme),
+    )
+
+
+def _named_scale(scale: Array, found: Multiplied) -> hax.NamedArray:
+    # One scale for each layer, whatever the rank of its kernel: what a stack is divided into.
+    if scale.size == np.prod(found.array.shape[: found.leading], dtype=int):
+        scale = scale.reshape(found.array.shape[: found.leading])
+    return named_behind(scale, found.stack, found.leading)
+
+
+def _spec_of(op: Fp8DotGeneral, state: OpState, found: Multiplied) -> ProductSpec:
+    """The product of the next step."""
+    return ProductSpec(
+        recipe=op.recipe,
+        contraction=found.contraction,
+        compute_dtype=op.compute_dtype,
+        out_dtype=op.compute_dtype or np.dtype(found.array.dtype),
+        precision=lax.Precision.DEFAULT,
+        state=state.form(stacked=False),
+        ensemble=found.leading,
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("spec", "scheme", "contraction", "leading", "compute_dtype"))
+def _quantized(
+    array: Float[Array, "..."],
+    state: Array | None,
+    *,
+    spec: ProductSpec | None,
+    scheme: Scheme,
+    contraction: Any,
+    leading: int,
+    compute_dtype: np.dtype | None,
+) -> tuple[QuantizedArray, Array | None]:
+    """The kernel, and the stored scale of the input."""
+    in_bf16 = (compute_dtype or array.dtype) == jnp.bfloat16
+    array = round_to(array, compute_dtype)
+    scales = None if spec is None else scales_of(state, spec)
+    if "kernel" in scheme.stored:
+        assert spec is not None
+        quantized = quantize_operand(array, "kernel", "fprop", scales, None, (), spec)
+    else:
+        use = OperandUse(
+            format=scheme.format,
+            contracted=contraction.with_batch_axes(leading).contracted("fprop")[1],
+            ensemble=leading,
+            scale_bits=SCALE_BITS["kernel"] if in_bf16 else 24,
+        )
+        quantized = scheme.kernel.quantize(array, use)
+    return quantized, scales.operands["input"] if scales is not None and "input" in scheme.stored else None
+
+
+def _with_scales(name: str, op: Fp8DotGeneral | None, scheme: Scheme) -> Fp8DotGeneral:
+    """The op of a layer; raises a ValueError unless its state has the scales that a scheme asks for."""
+    asked = " and ".join(scheme.stored)
+    calibrate = (
+        "calibrate the model first: model = calibrate(fp8_linear_layers(model, 'static'), loss_fn, batches); or use a "
+        "scheme that computes scales, such as 'dynamic'"
+    )
+    if op is None:
+        raise ValueError(
+            f"{name} has no state of training, and scheme={scheme} takes the scales of {asked} from there; {calibrate}"
+        )
+    for operand in scheme.stored:
+        quantization = op.recipe.quantization(operand, "fprop")
+        if not stores_scale(quantization.scaling):
+            raise ValueError(
+                f"the recipe of {name} ({op.recipe}) stores no scale of its {operand}, which scheme={scheme} takes: "
+                f"current scales depend on the batch. Use a scheme that computes scales, such as 'dynamic'; or "
+                f"{calibrate}"
+            )
+        if quantization.rounding.needs_key:
+            raise ValueError(f"the recipe of {name} rounds its {operand} at random, which inference does not")
+    if op.recipe.input.format != op.recipe.kernel.format:
+        raise ValueError(f"the recipe of {name} has input and kernel in two formats: {op.recipe}; use 'dynamic'")
+    missing = [operand for operand in uncalibrated_operands(op.state) if operand in scheme.stored]
+    table = table_on_host(op.state)
+    if table is not None and isinstance(op.state, OpState):
+        for operand in scheme.stored:
+            row = table[..., _ROWS[operand], :]
+            # Before its first step: the scale is 1, and no amax was recorded.
+            if (
+                isinstance(op.recipe.scalings[_ROWS[operand]], DelayedScaling)
+                and ((row[..., 0] == 1.0) & (row[..., 1:-1] == 0.0).all(-1)).any()
+            ):
+                missing.append(operand)
+            elif not (np.isfinite(row[..., 0]) & (row[..., 0] > 0.0)).all() and operand not in missing:
+                missing.append(operand)
+    if missing:
+        raise ValueError(
+            f"the state of {name} has no scale of its {' and '.join(dict.fromkeys(missing))} yet, as before the first "
+            f"step; train a step, or {calibrate}"
+        )
+    return op
+
+
+def _require_finite(name: str, array: Array) -> None:
+    if isinstance(array, Tracer | jax.ShapeDtypeStruct):
+        return
+    if not bool(jnp.all(jnp.isfinite(array))):
+        raise ValueError(
+            f"the weight of {name} holds an infinity or NaN, which FP8 would spread; quantize the model of an earlier "
+            "step"
+        )
+
+
+def _origin(scheme: Scheme) -> str:
+    if not scheme.stored:
+        return "scales computed"
+    return f"scales of {' and '.join(scheme.stored)} from the state of training"

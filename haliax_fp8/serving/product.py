@@ -1,0 +1,249 @@
+"""One product in inference: the input is quantized, or not, and multiplied by a kernel that is quantized already."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Float32
+
+from .._jax.mesh_axes import automatic_axes, axes_of_parts
+from .._jax.xla import on_cuda, own_operand
+from .._numerics.quantized_array import QuantizedArray
+from .._product.contraction import AbstractContraction
+from .._product.dot import DotContraction
+from .._product.operands import round_to
+from ..recipes.scaling import OperandUse, stores_scale
+from .scheme import Scheme
+
+
+# What XLA multiplies with tensor cores: of fewer rows it makes a sum of products in higher precision, of a kernel that
+# it has dequantized, and for blocks of 32 its compiler for GPUs fails.
+ROWS = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class ServedProduct:
+    """All that is static about a product.
+
+    Args:
+        scheme: How the input is quantized.
+        contraction: What is multiplied, the axes of the ensemble not counted.
+        compute_dtype: The dtype that input and output are rounded to around the product; None leaves them.
+        out_dtype: The dtype of the output.
+        input_bits: How many significant bits the scale of a whole input has.
+        precision: Of the product.
+        ensemble: How many leading axes of every array number independent members.
+    """
+
+    scheme: Scheme
+    contraction: AbstractContraction
+    compute_dtype: np.dtype | None
+    out_dtype: np.dtype
+    input_bits: int
+    precision: lax.Precision = lax.Precision.DEFAULT
+    ensemble: int = 0
+
+    @property
+    def batched(self) -> AbstractContraction:
+        """The contraction with the axes of the ensemble."""
+        return self.contraction.with_batch_axes(self.ensemble)
+
+
+def served_product(
+    input: Float[Array, "..."],
+    kernel: QuantizedArray,
+    input_scale: Float32[Array, "*ensemble"] | None,
+    extras: tuple[Array, ...],
+    spec: ServedProduct,
+) -> Float[Array, "..."]:
+    """fprop as training computes it, from a kernel that is quantized already.
+
+    `vmap` folds into the product, as in training; only a kernel that is mapped makes members. It has no gradient.
+
+    Args:
+        input: The input.
+        kernel: The quantized kernel.
+        input_scale: The stored scale of the input; None if the scheme has none.
+        extras: What else the contraction takes.
+        spec: What is static.
+
+    Raises:
+        ValueError: If it is differentiated.
+    """
+
+    @jax.custom_jvp
+    def multiply(input: Array, kernel: QuantizedArray, input_scale: Any, extras: Any) -> Array:
+        return _foldable(input, kernel, input_scale, extras, spec)
+
+    @multiply.defjvp
+    def no_gradient(primals: Any, tangents: Any) -> Any:
+        del primals, tangents
+        raise ValueError(
+            "a model that quantize_for_inference made was differentiated: it keeps nothing for gradients. Train the "
+            "model that it was made of; or train adapters on FP8 weights, with checkpoints.import_model(..., "
+            "weights='frozen'); serving.dequantize(model) gives plain layers"
+        )
+
+    return multiply(input, kernel, input_scale, extras)
+
+
+def _foldable(input: Array, kernel: QuantizedArray, input_scale: Any, extras: Any, spec: ServedProduct) -> Array:
+    @jax.custom_batching.custom_vmap
+    def multiply(input: Array, kernel: QuantizedArray, input_scale: Any, extras: Any) -> Array:
+        return _multiply(input, kernel, input_scale, extras, spec)
+
+    @multiply.def_vmap
+    def mapped(size: int, is_mapped: Any, *operands: Any) -> tuple[Array, bool]:
+        return _mapped(size, is_mapped, operands, spec), True
+
+    return multiply(input, kernel, input_scale, extras)
+
+
+def _mapped(size: int, is_mapped: Any, operands: Any, spec: ServedProduct) -> Array:
+    """The product of arrays that have a mapped axis in front."""
+    input, kernel, input_scale, extras = operands
+    if any(jax.tree.leaves(is_mapped[1:3])):
+        repeated = lambda x, mapped: x if mapped else jnp.broadcast_to(x, (size, *x.shape))
+        input, kernel, input_scale, extras = jax.tree.map(repeated, tuple(operands), tuple(is_mapped))
+        spec = dataclasses.replace(spec, ensemble=spec.ensemble + 1)
+        return _foldable(input, _with_rank_of_data(kernel, spec), input_scale, extras, spec)
+    if not isinstance(spec.contraction, DotContraction):
+        raise ValueError(
+            "vmap maps the rows of experts whose kernels are quantized for inference; call the layer once, with the "
+            "rows of all examples on one axis"
+        )
+    axes = (0 if jax.tree.leaves(is_mapped[0])[0] else None, None)
+    (input, data), contraction, out_axis = spec.contraction.fold((input, kernel.data), axes, size, spec.ensemble)
+    kernel, spec = dataclasses.replace(kernel, data=data), dataclasses.replace(spec, contraction=contraction)
+    out = _foldable(input, kernel, input_scale, extras, spec)
+    return jnp.moveaxis(out, out_axis + spec.ensemble, 0)
+
+
+def _with_rank_of_data(x: QuantizedArray, spec: ServedProduct) -> QuantizedArray:
+    """Scales of members, one for each, with the rank of the data; and blocks likewise."""
+    scale, block = x.scale, x.block
+    if scale.ndim < x.data.ndim:
+        scale = scale.reshape(*scale.shape, *(1,) * (x.data.ndim - scale.ndim))
+    if block is not None:
+        block = (*(1,) * (x.data.ndim - len(block)), *block)
+    return dataclasses.replace(x, scale=scale, block=block)
+
+
+def _multiply(
+    input: Array, kernel: QuantizedArray, input_scale: Any, extras: tuple[Array, ...], spec: ServedProduct
+) -> Array:
+    dtype = spec.compute_dtype or spec.out_dtype
+    input = round_to(input, spec.compute_dtype)
+    if spec.scheme.input is None:
+        # The scale of the kernel factors out: XLA reads the FP8 data where it multiplies.
+        quantized = QuantizedArray(not_joined(input, kernel), jnp.ones((), jnp.float32))
+        kernel = dataclasses.replace(kernel, data=lax.convert_element_type(kernel.data, input.dtype))
+        return round_to(_product(quantized, kernel, extras, spec, dtype), spec.out_dtype)
+    quantized = quantized_input(input, input_scale, spec)
+    # Behind the cast: XLA may keep more bits of what it rounds twice, and here the same as in training.
+    quantized = dataclasses.replace(quantized, data=not_joined(quantized.data, kernel))
+    if rows_of(input.shape, spec) >= ROWS:
+        return round_to(_product(quantized, kernel, extras, spec, dtype), spec.out_dtype)
+
+    def as_it_is(quantized: QuantizedArray, kernel: QuantizedArray) -> Array:
+        return _product(quantized, kernel, extras, spec, dtype)
+
+    def filled(quantized: QuantizedArray, kernel: QuantizedArray) -> Array:
+        return filled_product(quantized, kernel, extras, spec, dtype)
+
+    return round_to(on_cuda(filled, as_it_is, quantized, kernel), spec.out_dtype)
+
+
+def quantized_input(input: Array, input_scale: Any, spec: ServedProduct) -> QuantizedArray:
+    """The input in FP8.
+
+    Args:
+        input: The input, in the dtype of the computation.
+        input_scale: Its stored scale; None if the scheme has none.
+        spec: What is static.
+    """
+    scaling = spec.scheme.input
+    assert scaling is not None
+    use = OperandUse(
+        format=spec.scheme.format,
+        contracted=spec.batched.contracted("fprop")[0],
+        ensemble=spec.ensemble,
+        stored=input_scale,
+        scale_bits=spec.input_bits,
+        devices=axes_of_parts(input),
+    )
+    quantized = scaling.quantize(input, use)
+    return dataclasses.replace(quantized, scale_bits=spec.input_bits) if stores_scale(scaling) else quantized
+
+
+def not_joined(data: Array, kernel: QuantizedArray) -> Array:
+    """An input as the operand of one product; as it is on several devices, which would send it for each.
+
+    Layers with the same input would become one product otherwise, of kernels that are written next to each other in
+    each call.
+
+    Args:
+        data: The input.
+        kernel: The kernel, of which only its scale belongs to this product as it is stored.
+    """
+    return data if automatic_axes() else own_operand(data, kernel.scale)
+
+
+def rows_of(shape: tuple[int, ...], spec: ServedProduct) -> int:
+    """How many rows a member's input has; without a limit where groups of rows are multiplied.
+
+    Args:
+        shape: Of the input.
+        spec: What is static.
+    """
+    contraction = spec.batched
+    if not isinstance(contraction, DotContraction):
+        return ROWS
+    dims = contraction.dimensions
+    free = dims.rhs_free if contraction.kernel_first else dims.lhs_free
+    return math.prod(shape[axis] for axis in free)
+
+
+def filled_product(
+    input: QuantizedArray, kernel: QuantizedArray, extras: tuple[Array, ...], spec: ServedProduct, dtype: np.dtype
+) -> Array:
+    """The product of an input that is filled up with rows of zeros, to `ROWS` of them at least.
+
+    Args:
+        input: The quantized input.
+        kernel: The quantized kernel.
+        extras: What else the contraction takes.
+        spec: What is static.
+        dtype: Of the result.
+    """
+    count = -(-ROWS // max(rows_of(input.data.shape, spec), 1))
+    position = spec.ensemble
+
+    def filled(x: Array, value: float) -> Array:
+        x = lax.expand_dims(x, (position,))
+        padding = [(0, count - 1 if axis == position else 0, 0) for axis in range(x.ndim)]
+        return lax.pad(x, jnp.asarray(value, x.dtype), padding)
+
+    both, contraction, out_axis = spec.contraction.fold(
+        (filled(input.data, 0.0), kernel.data), (position, None), count, position
+    )
+    scale = input.scale
+    if scale.size > 1:
+        scale = filled(scale, 1.0)
+    elif scale.ndim:
+        scale = lax.expand_dims(scale, (position,))
+    block = None if input.block is None else (*input.block[:position], 1, *input.block[position:])
+    wide = dataclasses.replace(input, data=both[0], scale=scale, block=block)
+    spec = dataclasses.replace(spec, contraction=contraction)
+    out = _product(wide, dataclasses.replace(kernel, data=both[1]), extras, spec, dtype)
+    return lax.index_in_dim(out, 0, axis=out_axis + spec.ensemble, keepdims=False)
+
+
+def _product(
+    input: QuantizedArray, kernel: QuantizedArray, extras: tuple[Array, ...], spec: ServedProduct, dtype: np.dtype
+) -> Array:
+    return spec.batched.product("fprop", (input, kernel), extras, spec.precision, dtype, None)

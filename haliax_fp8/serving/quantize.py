@@ -1,0 +1,196 @@
+"""quantize_for_inference: a model with its weights in FP8, and nothing of training; and back."""
+
+import dataclasses
+from typing import Any
+
+import haliax as hax
+import haliax.nn as hnn
+import jax
+from jaxtyping import DTypeLike
+
+from ..checkpoints.roles import is_head
+from ..layers.config import Fp8Config, as_config
+from ..layers.equinox import EquinoxLinear
+from ..layers.haliax import HaliaxEmbedding, HaliaxLinear, HaliaxMoELinear
+from ..layers.own_state import require_own_state
+from ..layers.patterns import Targets, as_patterns, matches, unmatched_error
+from ..layers.router import routers
+from ..layers.rule import LayerRule
+from ..layers.served import AbstractServedLayer
+from ..layers.walk import find_layers, map_layers_in_stacks, nothing_to_convert, rule_of
+from .kernel import ServedKernel
+from .layers import ServedEmbedding, ServedEquinoxLinear, ServedLinear, ServedMoELinear
+from .of_training import served_kernel
+from .scheme import SchemeLike, as_scheme
+
+
+def quantize_for_inference[M](
+    model: M,
+    scheme: SchemeLike = "static",
+    *,
+    targets: Targets | None = None,
+    exclude: Targets = (),
+    unstack: bool = True,
+    rules_of: Fp8Config | None = None,
+) -> M:
+    """The model with the weights of its linear layers in FP8: one byte each, and scales.
+
+    | scheme | kernels | inputs |
+    |---|---|---|
+    | `"static"` | the scale that the state of training holds for the next step | likewise |
+    | `"dynamic"` | a scale for each output | a scale for each row, as it comes |
+    | `"block"` | blocks of 128x128 | blocks of 1x128, as they come |
+    | `"weight_only"` | a scale for each output | high precision |
+    | `"mxfp8"` | blocks of 32, powers of two | likewise, as they come |
+
+    A layer computes what it computes in training with such scales, bit for bit. State, histories and copies in high
+    precision are gone, and it has no gradient. Stacks become one layer after the other, because in a loop XLA copies
+    FP8 kernels before it multiplies. On NVIDIA's GPUs, products of fewer than 16 rows are filled up to 16.
+
+    Kernels are rounded to the dtype that their products compute in, then quantized. A loss that casts its parameters
+    computes in that dtype: cast the model first, `cast_params(model, jnp.bfloat16)`.
+
+    Args:
+        model: A model that trains in FP8, of which the layers that do are quantized; or a plain one, of which all
+            linear layers are, but heads, embeddings and routers.
+        scheme: A `Scheme`, or the name of one.
+        targets: The layers to quantize instead: patterns as in `fp8_linear_layers`; heads, embeddings and routers too.
+        exclude: Layers to leave in high precision.
+        unstack: Whether each `haliax.nn.Stacked` with such a layer becomes a `BlockSeq`, with the same keys in state
+            dicts. Stacks in ensembles stay.
+        rules_of: Only its `rules` matter; needed for layers of your own classes.
+
+    Returns:
+        The model for inference.
+
+    Raises:
+        ValueError: If a stored scale is asked for that a layer lacks, or that is not calibrated; if a pattern selects
+            no layer, or one that cannot be quantized; if a kernel holds an infinity or NaN; or if the class of a layer
+            has no form for inference.
+
+    Example:
+        >>> served = quantize_for_inference(eqx.nn.MLP(64, 64, 128, 2, key=jax.random.key(0)), "dynamic")
+        >>> served.layers[0].kernel.data.array.dtype, served.layers[0].kernel.bytes
+        (dtype(float8_e4m3fn), 8704)
+    """
+    chosen = as_scheme(scheme)
+    require_own_state(model)
+    rules = as_config(rules_of).rules
+    selected = _selected(model, rules, targets, exclude)
+    done: dict[int, Any] = {}
+
+    def quantized(path: str, layer: Any, stack: tuple[hax.Axis, ...]) -> Any:
+        rule = rule_of(layer, rules)
+        if isinstance(layer, AbstractServedLayer):
+            return layer
+        if path not in selected:
+            return layer if rule.op(layer) is None else rule.with_op(layer, None)
+        # The same object in two places stays one object.
+        if id(layer) not in done:
+            done[id(layer)] = _served(path, rule, layer, served_kernel(path, rule, layer, stack, chosen))
+        return done[id(layer)]
+
+    served = map_layers_in_stacks(quantized, model, rules)
+    return _unstacked(served) if unstack else served
+
+
+def dequantize[M](model: M, dtype: DTypeLike = "float32") -> M:
+    """The model with plain layers, whose weights are `data * scale`: exact in float32, rounded once in another dtype.
+
+    Args:
+        model: A model that `quantize_for_inference` made.
+        dtype: The dtype of these weights.
+
+    Example:
+        >>> served = quantize_for_inference(eqx.nn.Linear(64, 64, key=jax.random.key(0)), "weight_only")
+        >>> type(dequantize(served)), dequantize(served).weight.dtype
+        (<class 'equinox.nn._linear.Linear'>, dtype('float32'))
+    """
+    is_served = lambda node: isinstance(node, AbstractServedLayer)
+    return jax.tree.map(lambda node: node.dequantized(dtype) if is_served(node) else node, model, is_leaf=is_served)
+
+
+def _selected(model: Any, rules: tuple[LayerRule, ...], targets: Targets | None, exclude: Targets) -> frozenset[str]:
+    """The paths of the layers to quantize."""
+    found = {path: layer for path, (layer, _) in find_layers(model, rules).items()}
+    by_path = {path: rule_of(layer, rules) for path, layer in found.items()}
+    excluded = as_patterns("exclude", exclude)
+    named = as_patterns("targets", () if targets is None else targets)
+    for name, patterns in (("targets", named), ("exclude", excluded)):
+        for pattern in patterns:
+            if not any(matches(pattern, path, layer) for path, layer in found.items()):
+                raise unmatched_error(name, pattern, list(found))
+    is_any = lambda patterns, path: any(matches(pattern, path, found[path]) for pattern in patterns)
+    refused = {
+        path: reason
+        for path, rule in by_path.items()
+        if rule.op(found[path]) is None and (reason := rule.refusal(found[path])) is not None
+    }
+    if targets is not None:
+        selected = [path for path in found if is_any(named, path)]
+        for path in selected:
+            if path in refused and not is_any(excluded, path):
+                raise ValueError(f"targets select {path}, which cannot be quantized: {refused[path]}")
+    elif any(rule.op(found[path]) is not None for path, rule in by_path.items()):
+        selected = [path for path, rule in by_path.items() if rule.op(found[path]) is not None]
+    else:
+        are_routers = routers({path: rule.kernel(found[path]) for path, rule in by_path.items()})
+        named_only = lambda path: (
+            path in refused or path in are_routers or by_path[path].only_if_named(found[path]) or is_head(path)
+        )
+        selected = [path for path in found if not named_only(path)]
+    selected = [path for path in selected if not is_any(excluded, path)]
+    if not selected:
+        left = {path: refused.get(path, "a head, an embedding or a router, or excluded") for path in found}
+        raise nothing_to_convert(model, rules, left)
+    return frozenset(selected)
+
+
+def _served(path: str, rule: LayerRule, layer: Any, kernel: ServedKernel) -> Any:
+    """The layer that multiplies by a kernel in FP8."""
+    match rule:
+        case HaliaxLinear():
+            return ServedLinear.of(layer, kernel)
+        case HaliaxMoELinear():
+            return ServedMoELinear.of(layer, kernel)
+        case HaliaxEmbedding():
+            return ServedEmbedding.of(layer, kernel)
+        case EquinoxLinear():
+            return ServedEquinoxLinear(layer, kernel)
+    made = rule.served(layer, kernel)
+    if not isinstance(made, AbstractServedLayer):
+        raise ValueError(
+            f"{path or 'the model itself'} is a {type(layer).__name__}, for which {type(rule).__name__}.served(layer, "
+            f"kernel) returned {made!r}: it has to return an AbstractServedLayer that multiplies by "
+            "kernel.dot_general(...). Write that method, or exclude the layer"
+        )
+    return made
+
+
+def _unstacked(tree: Any) -> Any:
+    """The tree without stacks of such layers, but in ensembles."""
+    is_stack = lambda node: isinstance(node, hnn.Stacked)
+
+    def unstacked(node: Any) -> Any:
+        if not is_stack(node) or not _holds_served(node) or _in_ensemble(node):
+            return node if not is_stack(node) else dataclasses.replace(node, stacked=_unstacked(node.stacked))
+        blocks = tuple(map(_unstacked, node.unstacked()))
+        return hnn.BlockSeq(blocks, node.Block, node.gradient_checkpointing)
+
+    return jax.tree.map(unstacked, tree, is_leaf=is_stack)
+
+
+def _served_in(tree: Any) -> list[AbstractServedLayer]:
+    is_served = lambda node: isinstance(node, AbstractServedLayer)
+    return [node for node in jax.tree.leaves(tree, is_leaf=is_served) if is_served(node)]
+
+
+def _holds_served(tree: Any) -> bool:
+    return bool(_served_in(tree))
+
+
+def _in_ensemble(tree: Any) -> bool:
+    """Whether arrays have axes that their names do not count."""
+    named = lambda node: isinstance(node, hax.NamedArray)
+    leaves = [node for node in jax.tree.leaves(tree, is_leaf=named) if named(node)]
+    return any(leaf.array.ndim != len(leaf.axis_names) for leaf in leaves)

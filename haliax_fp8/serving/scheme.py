@@ -1,0 +1,143 @@
+"""Scheme: how kernels and inputs are quantized for inference; and the schemes that have names."""
+
+import dataclasses
+import functools
+from typing import Any
+
+from .._numerics.formats import E4M3, Format
+from .._numerics.require import nearest, require
+from ..recipes.recipe import OperandName, Quantization, Recipe
+from ..recipes.scaling import (
+    AbstractScaling,
+    BlockScaling,
+    CurrentScaling,
+    HighPrecision,
+    MXFP8Scaling,
+    RowwiseScaling,
+    StaticScaling,
+    stores_scale,
+)
+
+
+# Those whose scales stay outside of the sum.
+_OUTSIDE = (StaticScaling, CurrentScaling, RowwiseScaling)
+_INSIDE = (BlockScaling, MXFP8Scaling)
+
+
+@dataclasses.dataclass(frozen=True)
+class Scheme:
+    """How the layers of a model multiply in inference.
+
+    Args:
+        kernel: How kernels get their scales, once. `StaticScaling()` takes those that the state of training holds for
+            the next step.
+        input: How inputs get theirs, in each product; `StaticScaling()` likewise. None leaves them in high precision.
+        format: The format of both; that of training, where scales come from there.
+
+    Raises:
+        ValueError: If a scaling is not one for inference, or hardware has no product of the two.
+
+    Example:
+        >>> per_channel = Scheme(RowwiseScaling(), StaticScaling())
+        >>> per_channel.rows_are_independent, Scheme(CurrentScaling(), CurrentScaling()).rows_are_independent
+        (True, False)
+    """
+
+    kernel: AbstractScaling
+    input: AbstractScaling | None = None
+    format: Format = E4M3
+
+    def __post_init__(self) -> None:
+        require("format", self.format, Format, "E4M3", of="Scheme")
+        for name, scaling in (("kernel", self.kernel), ("input", self.input)):
+            if not isinstance(scaling, (*_OUTSIDE, *_INSIDE)) and not (name == "input" and scaling is None):
+                raise ValueError(
+                    f"{name}={scaling!r} of Scheme is not a scaling for inference; use StaticScaling() for the scales "
+                    "that training stores, delayed ones too, CurrentScaling(), RowwiseScaling(), BlockScaling() or "
+                    "MXFP8Scaling()"
+                )
+        for name in ("kernel", "input"):
+            scaling = getattr(self, name)
+            if isinstance(scaling, StaticScaling) and scaling != StaticScaling():
+                raise ValueError(
+                    f"{name}={scaling} of Scheme gives a scale or a margin, but scales come from the state of training "
+                    "or of calibration: use StaticScaling() here, and the other one in the recipe that is calibrated"
+                )
+        if self.input is None and not isinstance(self.kernel, _OUTSIDE):
+            raise ValueError(
+                f"kernel={self.kernel} of Scheme without input scaling: scales of blocks do not factor out of the sum, "
+                "so that XLA would write a dequantized copy of the kernel for each product. Use RowwiseScaling(), a "
+                "scale for each output"
+            )
+        if self.input is not None and isinstance(self.kernel, _INSIDE) != isinstance(self.input, _INSIDE):
+            raise ValueError(
+                f"kernel={self.kernel} and input={self.input} of Scheme: no hardware multiplies blocks by operands "
+                "whose scales are outside of the sum; use blocks for both or for neither"
+            )
+
+    @property
+    def stored(self) -> tuple[OperandName, ...]:
+        """The operands whose scale comes from the state of training."""
+        both: dict[OperandName, AbstractScaling | None] = {"input": self.input, "kernel": self.kernel}
+        return tuple(name for name, scaling in both.items() if scaling is not None and stores_scale(scaling))
+
+    @property
+    def rows_are_independent(self) -> bool:
+        """Whether a row of the input is quantized alike whatever else is in its batch.
+
+        Not so if all rows have one scale that comes from themselves.
+        """
+        return not isinstance(self.input, CurrentScaling) and not getattr(self.input, "square", False)
+
+    @functools.cached_property
+    def recipe(self) -> Recipe | None:
+        """The recipe of fprop; None if inputs are in high precision."""
+        if self.input is None:
+            return None
+        high = Quantization(self.format, HighPrecision())
+        return Recipe(
+            input=Quantization(self.format, self.input),
+            kernel=Quantization(self.format, self.kernel),
+            output_grad=high,
+            input_for_wgrad=high,
+            kernel_for_dgrad=high,
+        )
+
+    def __str__(self) -> str:
+        names = [name for name, scheme in schemes.items() if scheme == self]
+        if names:
+            return names[0]
+        of_input = "in high precision" if self.input is None else str(self.input)
+        return f"kernel {self.kernel}, input {of_input}"
+
+
+schemes: dict[str, Scheme] = {
+    "static": Scheme(StaticScaling(), StaticScaling()),
+    "dynamic": Scheme(RowwiseScaling(), RowwiseScaling()),
+    "block": Scheme(BlockScaling(square=True), BlockScaling()),
+    "weight_only": Scheme(RowwiseScaling()),
+    "mxfp8": Scheme(MXFP8Scaling(), MXFP8Scaling()),
+}
+"""Every named scheme."""
+
+type SchemeLike = Scheme | str
+
+
+def as_scheme(scheme: Any) -> Scheme:
+    """A scheme from what a user gave.
+
+    Args:
+        scheme: A `Scheme`, or the name of one.
+
+    Raises:
+        ValueError: If it is neither; the nearest names are listed.
+    """
+    if isinstance(scheme, Scheme):
+        return scheme
+    if isinstance(scheme, str) and scheme in schemes:
+        return schemes[scheme]
+    near = nearest(scheme, list(schemes)) if isinstance(scheme, str) else []
+    hint = f"; the nearest are {', '.join(map(repr, near))}" if near else ""
+    raise ValueError(
+        f"scheme={scheme!r} is not a scheme{hint}; use one of {', '.join(map(repr, schemes))}, or Scheme(kernel, input)"
+    )
