@@ -7,5 +7,6 @@ from .layers import (
     ServedLinear as ServedLinear,
     ServedMoELinear as ServedMoELinear,
 )
+from .parity import Difference as Difference, Mismatch as Mismatch, serving_mismatch as serving_mismatch
 from .quantize import dequantize as dequantize, quantize_for_inference as quantize_for_inference
 from .scheme import Scheme as Scheme, schemes as schemes

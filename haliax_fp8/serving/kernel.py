@@ -19,6 +19,7 @@ from .._product.grouped.contraction import RaggedContraction
 from .._product.grouped.kernels import kernels_for
 from ..recipes.recipe import SCALE_BITS, Recipe
 from ..recipes.scaling import StaticScaling
+from ..recipes.scaling.block_geometry import power_of_two
 from .product import ServedProduct, served_product
 from .scheme import Scheme
 
@@ -30,7 +31,7 @@ class ServedKernel(eqx.Module):
 
     Args:
         data: The rounded weights, with what the product sums over last.
-        scale: float32, in the layout of the kernel.
+        scale: float32, in the layout of the kernel; of MXFP8 the exponents, E8M0 in uint8, as the format has them.
         input_scale: The stored scale of the input, float32; None if the scheme has none.
         scheme: How inputs are quantized.
         order: Which axis of the kernel each axis of the data is.
@@ -74,6 +75,8 @@ class ServedKernel(eqx.Module):
     def quantized(self) -> QuantizedArray:
         """Data and scales in the layout of the kernel, behind the axes of ensembles and stacks."""
         data, scale = self.data.array, self.scale.array
+        if scale.dtype == jnp.uint8:
+            scale = power_of_two(scale.astype(jnp.int32))
         leading = data.ndim - len(self.order)
         inverse = tuple(leading + int(axis) for axis in np.argsort(self.order))
         if inverse != tuple(range(leading, data.ndim)):

@@ -15,6 +15,7 @@ from jaxtyping import Array, Float
 from .._jax.max_grad import to_float32
 from .._numerics.quantized_array import QuantizedArray
 from .._op import Fp8DotGeneral
+from .._product.block_product import exponent_of
 from .._product.operands import quantize_operand, round_to, scales_of
 from .._product.spec import ProductSpec
 from .._state.op_state import OpState
@@ -23,7 +24,7 @@ from ..layers.own_state import table_on_host
 from ..layers.rule import LayerRule
 from ..layers.uncalibrated import uncalibrated_operands
 from ..recipes.recipe import SCALE_BITS
-from ..recipes.scaling import DelayedScaling, OperandUse, stores_scale
+from ..recipes.scaling import DelayedScaling, MXFP8Scaling, OperandUse, stores_scale
 from .kernel import ServedKernel
 from .scheme import Scheme
 
@@ -85,7 +86,7 @@ def served_kernel(path: str, rule: LayerRule, layer: Any, stack: tuple[hax.Axis,
     named = functools.partial(named_behind, stack=found.stack, leading=found.leading)
     return ServedKernel(
         named(data),
-        _named_scale(quantized.scale, found),
+        _named_scale(quantized.scale, found, scheme),
         None if input_scale is None else named(input_scale),
         scheme,
         order,
@@ -98,10 +99,12 @@ def served_kernel(path: str, rule: LayerRule, layer: Any, stack: tuple[hax.Axis,
     )
 
 
-def _named_scale(scale: Array, found: Multiplied) -> hax.NamedArray:
+def _named_scale(scale: Array, found: Multiplied, scheme: Scheme) -> hax.NamedArray:
     # One scale for each layer, whatever the rank of its kernel: what a stack is divided into.
     if scale.size == np.prod(found.array.shape[: found.leading], dtype=int):
         scale = scale.reshape(found.array.shape[: found.leading])
+    if isinstance(scheme.kernel, MXFP8Scaling):
+        scale = exponent_of(scale)
     return named_behind(scale, found.stack, found.leading)
 
 

@@ -232,7 +232,7 @@ def filled_product(
         (filled(input.data, 0.0), kernel.data), (position, None), count, position
     )
     scale = input.scale
-    if scale.size > 1:
+    if input.block is not None or scale.size > 1:
         scale = filled(scale, 1.0)
     elif scale.ndim:
         scale = lax.expand_dims(scale, (position,))

@@ -18,6 +18,7 @@ from ..layers.router import routers
 from ..layers.rule import LayerRule
 from ..layers.served import AbstractServedLayer
 from ..layers.walk import find_layers, map_layers_in_stacks, nothing_to_convert, rule_of
+from .blocks import ServedBlocks
 from .kernel import ServedKernel
 from .layers import ServedEmbedding, ServedEquinoxLinear, ServedLinear, ServedMoELinear
 from .of_training import served_kernel
@@ -56,8 +57,8 @@ def quantize_for_inference[M](
         scheme: A `Scheme`, or the name of one.
         targets: The layers to quantize instead: patterns as in `fp8_linear_layers`; heads, embeddings and routers too.
         exclude: Layers to leave in high precision.
-        unstack: Whether each `haliax.nn.Stacked` with such a layer becomes a `BlockSeq`, with the same keys in state
-            dicts. Stacks in ensembles stay.
+        unstack: Whether each `haliax.nn.Stacked` with such a layer becomes a `BlockSeq`, with the same numbers, and
+            the same keys in state dicts. Stacks in ensembles stay.
         rules_of: Only its `rules` matter; needed for layers of your own classes.
 
     Returns:
@@ -175,7 +176,7 @@ def _unstacked(tree: Any) -> Any:
         if not is_stack(node) or not _holds_served(node) or _in_ensemble(node):
             return node if not is_stack(node) else dataclasses.replace(node, stacked=_unstacked(node.stacked))
         blocks = tuple(map(_unstacked, node.unstacked()))
-        return hnn.BlockSeq(blocks, node.Block, node.gradient_checkpointing)
+        return ServedBlocks(blocks, node.Block, node.gradient_checkpointing)
 
     return jax.tree.map(unstacked, tree, is_leaf=is_stack)
 

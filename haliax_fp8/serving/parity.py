@@ -1,0 +1,154 @@
+"""serving_mismatch: how far a served model's log-probabilities are from those of training, and what that is next to."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float32, Int
+from rich.console import RenderableType
+
+from .._tables import Printable, new_table
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """How far log-probabilities `q` are from `p`, those of training, over all positions.
+
+    Args:
+        mean: Of `|log q - log p|` of the tokens.
+        largest: The largest of it.
+        kl: The mean of `KL(p, q) = sum p (log p - log q)`, in nats, over the whole vocabulary.
+        k3: The mean of `r - 1 - log r` with `r = q / p` of the tokens: what estimates the KL of tokens drawn from `p`.
+        agreement: In which share of positions both have the same most likely token.
+        equal: The share of logits that are the same, bit for bit.
+    """
+
+    mean: float
+    largest: float
+    kl: float
+    k3: float
+    agreement: float
+    equal: float
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Mismatch(Printable):
+    """What `serving_mismatch` found.
+
+    Args:
+        served: The served model against the training model.
+        floor: The training model against itself, compiled with intermediates rounded otherwise.
+        positions: How many positions were compared.
+    """
+
+    served: Difference
+    floor: Difference
+    positions: int
+
+    def __rich__(self) -> RenderableType:
+        """A row for the served model, and one for the floor."""
+        table = new_table(f"Against the training model, {self.positions} positions")
+        for column in ("", "mean change of log p", "largest", "KL", "k3", "same greedy token", "equal logits"):
+            table.add_column(column)
+        for name, found in (("served", self.served), ("floor: training, rounded otherwise", self.floor)):
+            changes = (f"{x:.3g}" for x in (found.mean, found.largest, found.kl, found.k3))
+            table.add_row(name, *changes, f"{found.agreement:.1%}", f"{found.equal:.1%}")
+        return table
+
+
+def _called(model: Any, batch: Any) -> Any:
+    return model(batch)
+
+
+def serving_mismatch(
+    train_model: Any,
+    served: Any,
+    batch: Any,
+    *,
+    logits: Callable[[Any, Any], Any] = _called,
+    tokens: Int[Array, "..."] | hax.NamedArray | None = None,
+) -> Mismatch:
+    """Compares the log-probabilities of a served model with those of the model in training.
+
+    Beside them stands the floor: the same numbers for the training model compiled with
+    `xla_allow_excess_precision=False`. XLA then rounds intermediates wherever the program says so, and by default
+    leaves some roundings out. No engine that computes with other kernels can be expected to come closer.
+
+    Args:
+        train_model: The model in training.
+        served: What serves it: `quantize_for_inference(train_model, ...)`, or a plain or imported model.
+        batch: What both are called with.
+        logits: `logits(model, batch)`, the logits with the vocabulary on the last axis.
+        tokens: The token at each position whose log-probability is compared, such as the ones that were generated; by
+            default those that the training model finds most likely.
+
+    Returns:
+        The differences; `print` shows them as a table.
+
+    Raises:
+        ValueError: If the two have logits of different shapes, or some are not finite.
+
+    Example:
+        >>> model = eqx.nn.MLP(32, 16, 64, 1, key=jax.random.key(0))
+        >>> served, batch = quantize_for_inference(model, "dynamic"), jnp.ones((4, 32))
+        >>> found = serving_mismatch(model, served, batch, logits=lambda model, x: jax.vmap(model)(x))
+        >>> found.floor.kl <= found.served.kl < 0.01
+        True
+    """
+    of_training = _computed(logits, train_model, batch)
+    found = _computed(logits, served, batch)
+    otherwise = _computed(logits, train_model, batch, xla_allow_excess_precision=False)
+    if of_training.shape != found.shape:
+        raise ValueError(
+            f"train_model has logits of shape {of_training.shape}, and served of shape {found.shape}; compare models "
+            "with the same vocabulary, on the same batch"
+        )
+    for name, x in (("train_model", of_training), ("served", found)):
+        if not np.isfinite(x).all():
+            raise ValueError(f"the logits of {name} hold an infinity or NaN, so that nothing can be compared")
+    if tokens is None:
+        chosen = of_training.argmax(-1)
+    else:
+        chosen = np.asarray(tokens.array if isinstance(tokens, hax.NamedArray) else tokens)
+        if chosen.shape != of_training.shape[:-1]:
+            raise ValueError(f"tokens has shape {chosen.shape}, but there are logits for {of_training.shape[:-1]}")
+    positions = int(np.prod(of_training.shape[:-1]))
+    return Mismatch(_difference(of_training, found, chosen), _difference(of_training, otherwise, chosen), positions)
+
+
+def _computed(
+    logits: Callable[[Any, Any], Any], model: Any, batch: Any, **options: bool
+) -> Float32[np.ndarray, "... vocabulary"]:
+    """The logits, from one program."""
+    arrays, static = eqx.partition((model, batch), eqx.is_array)
+
+    def compute(arrays: Any) -> Array:
+        out = logits(*eqx.combine(arrays, static))
+        return out.array if isinstance(out, hax.NamedArray) else out
+
+    return np.asarray(jax.jit(compute, compiler_options=options)(arrays).astype(jnp.float32))
+
+
+def _difference(p: np.ndarray, q: np.ndarray, tokens: np.ndarray) -> Difference:
+    """In float64, from logits."""
+    log_p, log_q = (_log_softmax(x.astype(np.float64)) for x in (p, q))
+    of_tokens = lambda x: np.take_along_axis(x, tokens[..., None], -1)
+    change = of_tokens(log_q) - of_tokens(log_p)
+    return Difference(
+        mean=float(np.abs(change).mean()),
+        largest=float(np.abs(change).max()),
+        kl=float((np.exp(log_p) * (log_p - log_q)).sum(-1).mean()),
+        k3=float((np.expm1(change) - change).mean()),
+        agreement=float((p.argmax(-1) == q.argmax(-1)).mean()),
+        equal=float((p == q).mean()),
+    )
+
+
+def _log_softmax(x: np.ndarray) -> np.ndarray:
+    shifted = x - x.max(-1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
