@@ -86,7 +86,7 @@ def served_kernel(path: str, rule: LayerRule, layer: Any, stack: tuple[hax.Axis,
     named = functools.partial(named_behind, stack=found.stack, leading=found.leading)
     return ServedKernel(
         named(data),
-        _named_scale(quantized.scale, found, scheme),
+        _named_scale(quantized, found, scheme),
         None if input_scale is None else named(input_scale),
         scheme,
         order,
@@ -99,9 +99,10 @@ def served_kernel(path: str, rule: LayerRule, layer: Any, stack: tuple[hax.Axis,
     )
 
 
-def _named_scale(scale: Array, found: Multiplied, scheme: Scheme) -> hax.NamedArray:
+def _named_scale(quantized: QuantizedArray, found: Multiplied, scheme: Scheme) -> hax.NamedArray:
+    scale = quantized.scale
     # One scale for each layer, whatever the rank of its kernel: what a stack is divided into.
-    if scale.size == np.prod(found.array.shape[: found.leading], dtype=int):
+    if quantized.block is None and scale.size == np.prod(found.array.shape[: found.leading], dtype=int):
         scale = scale.reshape(found.array.shape[: found.leading])
     if isinstance(scheme.kernel, MXFP8Scaling):
         scale = exponent_of(scale)

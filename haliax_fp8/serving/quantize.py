@@ -178,7 +178,8 @@ def _unstacked(tree: Any) -> Any:
         blocks = tuple(map(_unstacked, node.unstacked()))
         return ServedBlocks(blocks, node.Block, node.gradient_checkpointing)
 
-    return jax.tree.map(unstacked, tree, is_leaf=is_stack)
+    # The same layer in two places stays one object.
+    return jax.tree.map(unstacked, tree, is_leaf=lambda node: is_stack(node) or isinstance(node, AbstractServedLayer))
 
 
 def _served_in(tree: Any) -> list[AbstractServedLayer]:

@@ -1,0 +1,331 @@
+"""Models for inference: which layers, in which form, under which transformations, and what they are made back into."""
+
+import dataclasses
+
+import equinox as eqx
+import haliax as hax
+import haliax.nn as hnn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from haliax.state_dict import to_state_dict
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from haliax_fp8 import Fp8Config, calibrate, describe, fp8_linear_layers
+from haliax_fp8._product.dimensions import DotDimensions
+from haliax_fp8._product.dot import DotContraction
+from haliax_fp8.layers import AbstractServedLayer, Kernel, LayerRule, default_rules
+from haliax_fp8.recipes import E4M3, CurrentScaling, DelayedScaling, HighPrecision, MXFP8Scaling, RowwiseScaling
+from haliax_fp8.serving import Scheme, ServedKernel, dequantize, quantize_for_inference, schemes
+from haliax_fp8.serving.product import ROWS, ServedProduct, filled_product, quantized_input
+
+
+In, Out, Vocab, Experts, Rows, Layers = hax.make_axes(inputs=64, outputs=32, vocab=48, experts=3, rows=6, layers=2)
+MATRICES = (((1,), (0,)), ((), ()))
+
+
+def normal(seed, *shape, dtype=jnp.float32):
+    return jax.random.normal(jax.random.key(seed), shape, dtype)
+
+
+def kernels_in(model):
+    is_kernel = lambda node: isinstance(node, ServedKernel)
+    return [node for node in jax.tree.leaves(model, is_leaf=is_kernel) if is_kernel(node)]
+
+
+def equinox_linear(key=0):
+    return eqx.nn.Linear(64, 32, key=jax.random.key(key))
+
+
+def calibrated(model, x):
+    return calibrate(fp8_linear_layers(model, recipe="static"), lambda m, x: jax.vmap(m)(x).sum(), [(x,)])
+
+
+@pytest.mark.parametrize("scheme", schemes)
+def test_values_and_bytes(scheme):
+    """Against quantization in NumPy: data, scales, `data * scale`, the output; a byte for each weight, and no more."""
+    layer, x = equinox_linear(), normal(1, 5, 64)
+    model = calibrated(layer, x) if scheme == "static" else layer
+    served = quantize_for_inference(model, scheme)
+    kernel, weight = served.kernel, np.asarray(layer.weight, np.float64)
+    data, scale = np.asarray(kernel.data.array).astype(np.float64), kernel.quantized.scale
+    per_scale = {"static": (), "dynamic": (32, 1), "block": (1, 1), "weight_only": (32, 1), "mxfp8": (32, 2)}[scheme]
+    assert kernel.data.array.dtype == jnp.float8_e4m3fn and kernel.data.array.shape == (32, 64)
+    assert scale.shape == per_scale and kernel.scale.array.dtype == (jnp.uint8 if scheme == "mxfp8" else jnp.float32)
+    leaves = [leaf for leaf in jax.tree.leaves(served) if leaf is not served.bias]
+    assert sum(leaf.size * leaf.dtype.itemsize for leaf in leaves) == kernel.bytes
+    assert kernel.bytes == weight.size + kernel.scale.array.nbytes + (4 if scheme == "static" else 0)
+    assert sum(leaf.size >= weight.size for leaf in leaves) == 1
+    scale = np.asarray(scale, np.float64)
+    spread = np.repeat(scale, 32, axis=1) if scheme == "mxfp8" else np.broadcast_to(scale, (32, 64))
+    plain = dequantize(served)
+    np.testing.assert_array_equal(np.asarray(plain.weight), (data * spread).astype(np.float32))
+    assert type(plain) is eqx.nn.Linear and plain.bias is layer.bias
+    # Half a unit in the last place of E4M3, or half of its smallest subnormal.
+    error = np.maximum(np.abs(weight) * 2.0**-4, spread * 2.0**-10)
+    assert (np.abs(data * spread - weight) <= error * (1 + 1e-6)).all()
+    out = np.asarray(jax.jit(jax.vmap(served))(x), np.float64)
+    expected = np.asarray(x, np.float64) @ (data * spread).T + np.asarray(layer.bias, np.float64)
+    of_inputs = 0.0 if scheme == "weight_only" else np.abs(np.asarray(x)).max() * 2.0**-4
+    bound = of_inputs * np.abs(data * spread).sum(1) + 1e-4
+    assert (np.abs(out - expected) <= bound).all() and np.abs(out - expected).mean() < 0.2 * bound.mean()
+
+
+class Model(eqx.Module):
+    """One layer of each kind."""
+
+    embedding: hnn.Embedding
+    blocks: hnn.Stacked
+    experts: hnn.MoELinear
+    router: hnn.Linear
+    head: hnn.Linear
+    last: eqx.nn.Linear
+
+    @staticmethod
+    def init():
+        keys = jax.random.split(jax.random.key(0), 6)
+        return Model(
+            hnn.Embedding.init(Vocab, In, key=keys[0]),
+            hnn.Stacked.init(Layers, Same)(jax.random.split(keys[1], 2)),
+            hnn.MoELinear.init(Experts, In, Out, key=keys[2]),
+            hnn.Linear.init(In, Experts, key=keys[3]),
+            hnn.Linear.init(In, Vocab, key=keys[4]),
+            eqx.nn.Linear(64, 32, key=keys[5]),
+        )
+
+
+class Same(eqx.Module):
+    linear: hnn.Linear
+
+    @staticmethod
+    def init(key):
+        return Same(hnn.Linear.init(In, In.alias("again"), key=key))
+
+    def __call__(self, x):
+        return self.linear(x).rename({"again": "inputs"})
+
+
+def test_which_layers():
+    """All that are linear in a plain model, or that trained in FP8; others if they are named."""
+    model = Model.init()
+    served = quantize_for_inference(model, "dynamic")
+    described = {layer.path: layer for layer in describe(served)}
+    in_fp8 = {path for path, layer in described.items() if layer.is_fp8}
+    assert in_fp8 == {"blocks.blocks.0.linear", "blocks.blocks.1.linear", "experts", "last"}
+    assert described["last"].recipe == "for inference: dynamic, scales computed"
+    assert described["head"].reason == "not converted"
+    assert served.head.weight.array is model.head.weight.array
+    shared = {"a": equinox_linear(), "b": None}
+    both = quantize_for_inference({**shared, "b": shared["a"]}, "dynamic")
+    assert both["a"] is both["b"]
+    by_name = quantize_for_inference(model, "dynamic", targets=("head", "embedding", "router"))
+    assert {layer.path for layer in describe(by_name) if layer.is_fp8} == {"head", "embedding", "router"}
+    # What trains in FP8, heads too; what is excluded is plain again.
+    converted = fp8_linear_layers(model, recipe="rowwise", targets=("head", "last"))
+    of_training = quantize_for_inference(converted, "dynamic", exclude="last")
+    assert [layer.path for layer in describe(of_training) if layer.is_fp8] == ["head"]
+    assert type(of_training.last) is eqx.nn.Linear
+    # Served layers stay, and are not converted to train.
+    assert quantize_for_inference(quantize_for_inference(model, "dynamic", targets="last"), "dynamic").last is not None
+    with pytest.raises(ValueError, match="in FP8 for inference"):
+        fp8_linear_layers(served, targets="experts")
+    assert describe(quantize_for_inference(equinox_linear(), "weight_only")).summary.endswith(
+        "inputs in high precision"
+    )
+    # The same keys as the plain model, and its values.
+    keys = to_state_dict(dataclasses.replace(served, experts=None, last=None))
+    assert keys.keys() == to_state_dict(dataclasses.replace(model, experts=None, last=None)).keys()
+
+
+def test_haliax_layers():
+    """Experts, an embedding and its transpose, against products of `data * scale`, with inputs that FP8 holds."""
+    model = Model.init()
+    model = quantize_for_inference(model, "dynamic", targets=("experts", "embedding"))
+    plain = dequantize(model)
+    # Powers of two, of which E4M3 holds these: only kernels are rounded.
+    x = hax.named(2.0 ** jax.random.randint(jax.random.key(2), (6, 64), -2, 3).astype(jnp.float32), (Rows, In))
+    sizes = hax.named(jnp.array([2, 0, 3]), Experts)
+    ours, theirs = model.experts(x, sizes), plain.experts(x, sizes)
+    assert ours.axes == theirs.axes
+    np.testing.assert_allclose(ours.array[:5], theirs.array[:5], rtol=1e-5, atol=1e-4)
+    np.testing.assert_allclose(model.embedding.unembed(x).array, plain.embedding.unembed(x).array, rtol=1e-5, atol=1e-3)
+    tokens = hax.named(jnp.array([0, 47, 5]), "position")
+    np.testing.assert_array_equal(model.embedding.embed(tokens).array, plain.embedding.embed(tokens).array)
+    with pytest.raises(ValueError, match="for which there is no product of a kernel in FP8"):
+        quantize_for_inference(Model.init(), "weight_only", targets="experts")
+    with pytest.raises(ValueError, match="rows of experts"):
+        jax.vmap(lambda x: model.experts(hax.named(x, (Rows, In)), sizes).array)(jnp.stack([x.array, x.array]))
+
+
+@pytest.mark.parametrize("scheme", ["static", "dynamic", "mxfp8"])
+def test_transformations(scheme):
+    """`jit`, `vmap` of examples at once and nested, ensembles, and a mesh: the numbers of one product."""
+    x = normal(1, 4, 2, 64)
+    model = calibrated(equinox_linear(), x[:, 0]) if scheme == "static" else equinox_linear()
+    served = quantize_for_inference(model, scheme)
+    once = jax.vmap(jax.vmap(served))(x)
+    np.testing.assert_array_equal(jax.jit(jax.vmap(jax.vmap(served), in_axes=1, out_axes=1))(x), once)
+    # An ensemble: each member as if it were alone.
+    members = [equinox_linear(key) for key in range(3)]
+    if scheme == "static":
+        members = [calibrated(layer, (1 + i) * x[:, 0]) for i, layer in enumerate(members)]
+    ensemble = jax.tree.map(lambda *leaves: jnp.stack(leaves), *members)
+    together = quantize_for_inference(ensemble, scheme)
+    alone = jnp.stack([jax.vmap(quantize_for_inference(member, scheme))(x[:, 0]) for member in members])
+    call = lambda layer, x: jax.vmap(layer)(x)
+    np.testing.assert_array_equal(eqx.filter_vmap(call, in_axes=(eqx.if_array(0), None))(together, x[:, 0]), alone)
+    swapped = eqx.filter_vmap(lambda layer, x: layer(x), in_axes=(eqx.if_array(0), None))
+    np.testing.assert_array_equal(jax.vmap(lambda x: swapped(together, x))(x[:, 0]), alone.swapaxes(0, 1))
+    assert jax.tree.map(jnp.shape, dequantize(together)).weight == (3, 32, 64)
+    # Weights over two devices, rows over two others.
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "model"))
+    put = lambda x, *spec: jax.device_put(x, NamedSharding(mesh, PartitionSpec(*spec)))
+    divided = eqx.tree_at(lambda l: l.weight, model, put(model.weight, "model"))
+    with jax.set_mesh(mesh):
+        on_devices = quantize_for_inference(divided, scheme)
+        assert on_devices.kernel.data.array.sharding.spec[:1] == ("model",)
+        found = jax.jit(jax.vmap(on_devices))(put(x[:, 0], "data"))
+    np.testing.assert_array_equal(found, once[:, 0])
+
+
+@pytest.mark.parametrize("scheme", ["static", "dynamic", "block", "mxfp8"])
+def test_row_alone_is_row_in_batch(scheme):
+    """Whatever else is in the batch: a row's FP8 data and its result, bit for bit, with a row that is far larger."""
+    x = normal(1, 20, 64).at[3].mul(1000.0)
+    model = calibrated(equinox_linear(), x) if scheme == "static" else equinox_linear()
+    assert schemes[scheme].rows_are_independent
+    call = jax.jit(jax.vmap(quantize_for_inference(model, scheme)))
+    together = call(x)
+    for rows in (slice(0, 1), slice(3, 4), slice(5, 18)):
+        np.testing.assert_array_equal(call(x[rows]), together[rows])
+
+
+def test_rows_of_one_scale_are_not_independent():
+    """The claim is refused where it would be wrong."""
+    scheme = Scheme(RowwiseScaling(), CurrentScaling())
+    assert not scheme.rows_are_independent
+    x = normal(1, 20, 64).at[3].mul(1000.0)
+    call = jax.jit(jax.vmap(quantize_for_inference(equinox_linear(), scheme)))
+    assert not np.array_equal(call(x[:1]), call(x)[:1])
+
+
+@pytest.mark.parametrize("kernel_first", [False, True])
+@pytest.mark.parametrize("scheme", ["dynamic", "block", "mxfp8"])
+@pytest.mark.parametrize("shape", [(64,), (3, 64), (2, 5, 64)], ids=str)
+def test_filled_up_rows_change_nothing(scheme, shape, kernel_first):
+    """What NVIDIA's GPUs multiply for few rows: exact sums of small numbers, so that no order of them matters."""
+    numbers = (((len(shape) - 1,), (1,)), ((), ()))
+    if kernel_first:
+        numbers = (((1,), (len(shape) - 1,)), ((), ()))
+    shapes = (shape, (32, 64))
+    dims = DotDimensions.of(numbers, *(reversed(shapes) if kernel_first else shapes))
+    contraction = DotContraction(dims, kernel_first=kernel_first)
+    spec = ServedProduct(schemes[scheme], contraction, None, np.dtype(np.float32), 24)
+    x = 2.0 ** jax.random.randint(jax.random.key(0), shape, -2, 3).astype(jnp.float32)
+    kernel = quantize_for_inference(eqx.nn.Linear(64, 32, key=jax.random.key(1)), scheme).kernel.quantized
+    quantized = quantized_input(x, None, spec)
+    filled = filled_product(quantized, kernel, (), spec, np.dtype(np.float32))
+    expected = contraction.product("fprop", (quantized, kernel), (), spec.precision, np.dtype(np.float32), None)
+    np.testing.assert_allclose(filled, expected, rtol=1e-6, atol=1e-6)
+    jaxpr = jax.make_jaxpr(lambda x: filled_product(x, kernel, (), spec, np.dtype(np.float32)))(quantized)
+    (pad, *_) = [equation for equation in jaxpr.jaxpr.eqns if equation.primitive.name == "pad"]
+    assert np.prod(pad.outvars[0].aval.shape[:-1]) >= ROWS
+
+
+class Dense(eqx.Module):
+    weight: jax.Array
+    op: object = None
+
+    def __call__(self, x):
+        multiply = jax.lax.dot_general if self.op is None else self.op
+        return multiply(x, self.weight, MATRICES)
+
+
+class ServedDense(AbstractServedLayer):
+    kernel: ServedKernel
+
+    def __call__(self, x):
+        return self.kernel.dot_general(x, MATRICES)
+
+    @property
+    def described(self):
+        return Kernel(None, 64, 32)
+
+    def dequantized(self, dtype):
+        return Dense(self.kernel.values(dtype))
+
+
+@dataclasses.dataclass(frozen=True)
+class DenseRule(LayerRule):
+    layer_type = Dense
+
+    def refusal(self, layer):
+        return None
+
+    def kernel(self, layer):
+        return Kernel(layer.weight, *layer.weight.shape[-2:], contracted=(0,))
+
+    def op(self, layer):
+        return layer.op
+
+    def with_op(self, layer, op):
+        return Dense(layer.weight, op)
+
+
+@dataclasses.dataclass(frozen=True)
+class ServedDenseRule(DenseRule):
+    def served(self, layer, kernel):
+        return ServedDense(kernel)
+
+
+def test_a_class_of_ones_own():
+    """By its rule; without the method, the error names it."""
+    config = Fp8Config(recipe="rowwise", rules=(ServedDenseRule(), *default_rules))
+    layer, x = Dense(normal(0, 64, 32)), normal(1, 5, 64)
+    trained = fp8_linear_layers(layer, config)
+    served = quantize_for_inference(trained, "dynamic", rules_of=config)
+    np.testing.assert_array_equal(eqx.filter_jit(served)(x), eqx.filter_jit(trained)(x))
+    # Stored with what is summed over last.
+    assert served.kernel.data.array.shape == (32, 64) and dequantize(served).weight.shape == (64, 32)
+    with pytest.raises(ValueError, match=r"DenseRule.served\(layer, kernel\) returned None"):
+        quantize_for_inference(layer, "dynamic", rules_of=Fp8Config(rules=(DenseRule(), *default_rules)))
+    with pytest.raises(ValueError, match=r"quantized for a sum over \(0,\)"):
+        served.kernel.dot_general(normal(1, 5, 32), (((1,), (1,)), ((), ())))
+
+
+def test_errors():
+    """Each says what to do instead."""
+    layer, x = equinox_linear(), normal(1, 5, 64)
+    served = quantize_for_inference(layer, "dynamic")
+    with pytest.raises(ValueError, match=r"was differentiated: it keeps nothing for gradients"):
+        jax.grad(lambda x: jax.vmap(served)(x).sum())(x)
+    with pytest.raises(ValueError, match=r"was differentiated"):
+        eqx.filter_grad(lambda model: jax.vmap(model)(x).sum())(served)
+    with pytest.raises(ValueError, match="scheme='dynamics' is not a scheme; the nearest are 'dynamic'"):
+        quantize_for_inference(layer, "dynamics")
+    with pytest.raises(ValueError, match="exclude='up' selects no layer"):
+        quantize_for_inference({"down": layer}, "dynamic", exclude="up")
+    with pytest.raises(ValueError, match="holds an infinity or NaN"):
+        quantize_for_inference(eqx.tree_at(lambda l: l.weight, layer, layer.weight.at[0, 0].set(jnp.nan)), "dynamic")
+    with pytest.raises(ValueError, match="too many; call it in a scan or under vmap"):
+        stacked = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), layer)
+        quantize_for_inference(stacked, "dynamic")(x[0])
+    with pytest.raises(ValueError, match="quantized for products in float32, which take other scales"):
+        calibrated_layer = quantize_for_inference(calibrated(layer, x), "static")
+        calibrated_layer.kernel.dot_general(x[0].astype(jnp.bfloat16), (((0,), (1,)), ((), ())), jnp.bfloat16)
+    moe = hnn.MoELinear.init(Experts, In, Out, key=jax.random.key(0))
+    with pytest.raises(ValueError, match="a scale for each expert"):
+        quantize_for_inference(fp8_linear_layers(moe, scale_per_expert=True), "dynamic")
+    linear = hnn.Linear.init(In, Out, key=jax.random.key(0))
+    with pytest.raises(ValueError, match="without \\['inputs'\\], which the layer sums over"):
+        quantize_for_inference(linear, "dynamic")(hax.ones(Out))
+    for kernel, input, message in (
+        (HighPrecision(), None, "not a scaling for inference"),
+        (DelayedScaling(), None, r"use StaticScaling\(\) for the scales that training stores"),
+        (MXFP8Scaling(), None, "dequantized copy"),
+        (MXFP8Scaling(), RowwiseScaling(), "no hardware multiplies blocks"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Scheme(kernel, input)
+    assert schemes["dynamic"].format == E4M3
