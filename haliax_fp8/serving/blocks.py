@@ -11,53 +11,88 @@ import jax.numpy as jnp
 from .._jax.xla import actually_rounded
 
 
+type Unroll = int | bool | None
+
+
 class ServedBlocks(hnn.BlockSeq):
     """The blocks of a `haliax.nn.Stacked`, each with arrays of its own, and with the numbers of the loop, bit for bit.
 
-    A loop writes what passes from block to block to memory, rounded. Without the loop, XLA keeps it in float32 where it
-    can, and other numbers are quantized.
+    A loop writes to memory what passes from one turn to the next, rounded. Without the loop, XLA keeps it in float32
+    where it can, and other numbers are quantized. `unroll`, the blocks of a turn, says where that is, and no more.
     """
 
-    def fold(self, init: Any, *args: Any, **kwargs: Any) -> Any:
+    def fold(self, init: Any, *args: Any, unroll: Unroll = None, **kwargs: Any) -> Any:
         """As `BlockSeq.fold`."""
-        return self._rounding().fold(init, *args, **kwargs)
+        return self._with_turns(unroll, scans=False).fold(init, *args, **kwargs)
 
-    def scan(self, init: Any, *extra_args: Any, **extra_kwargs: Any) -> Any:
+    def scan(self, init: Any, *extra_args: Any, unroll: Unroll = None, **extra_kwargs: Any) -> Any:
         """As `BlockSeq.scan`."""
-        return self._rounding().scan(init, *extra_args, **extra_kwargs)
+        return self._with_turns(unroll, scans=True).scan(init, *extra_args, **extra_kwargs)
 
-    def fold_via(self, fn: Callable[..., Any], **kwargs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def fold_via(self, fn: Callable[..., Any], *, unroll: Unroll = None) -> Any:
         """As `BlockSeq.fold_via`."""
-        return self._plain(self.blocks).fold_via(_rounding(fn), **kwargs)
+        return self._with_turns(unroll, scans=False).fold_via(_in_turn(fn))
 
-    def scan_via(self, fn: Callable[..., Any], **kwargs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def scan_via(self, fn: Callable[..., Any], *, unroll: Unroll = None) -> Any:
         """As `BlockSeq.scan_via`."""
-        return self._plain(self.blocks).scan_via(_rounding(fn), **kwargs)
+        return self._with_turns(unroll, scans=True).scan_via(_in_turn(fn))
 
-    def _rounding(self) -> hnn.BlockSeq:
-        return self._plain(tuple(map(_Rounding, self.blocks)))
+    def _with_turns(self, unroll: Unroll, *, scans: bool) -> hnn.BlockSeq:
+        count = len(self.blocks)
+        turn = 1 if unroll is None else count if unroll is True else int(unroll)
+        # As `lax.scan` does it: what is left over comes behind the loop, and a single turn of several blocks is no loop.
+        in_loop = 0 if turn == count > 1 else count // turn * turn
 
-    def _plain(self, blocks: Any) -> hnn.BlockSeq:
+        def placed(i: int, block: Any) -> "_InTurn":
+            is_inside = i < in_loop
+            starts, ends = is_inside and i % turn == 0, i == in_loop - 1
+            return _InTurn(block, starts=starts, ends=ends, is_inside=is_inside, scans=scans)
+
+        blocks = tuple(placed(i, block) for i, block in enumerate(self.blocks))
         return hnn.BlockSeq(blocks, self.Block, self.gradient_checkpointing)
 
 
-class _Rounding(eqx.Module):
-    """A block whose arguments and results are rounded to their dtypes."""
+class _InTurn(eqx.Module):
+    """A block at its place in a loop.
+
+    Args:
+        block: The block.
+        starts: Whether a turn starts with it.
+        ends: Whether the loop ends with it.
+        is_inside: Whether it is in the loop.
+        scans: Whether it returns what is stacked besides what it passes on.
+    """
 
     block: Any
+    starts: bool = eqx.field(static=True)
+    ends: bool = eqx.field(static=True)
+    is_inside: bool = eqx.field(static=True)
+    scans: bool = eqx.field(static=True)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return _rounding(lambda block, *args, **kwargs: block(*args, **kwargs))(self.block, *args, **kwargs)
+    def __call__(self, carry: Any, *args: Any, **kwargs: Any) -> Any:
+        return self.call(lambda block, *args, **kwargs: block(*args, **kwargs), carry, *args, **kwargs)
+
+    def call(self, fn: Callable[..., Any], carry: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.starts:
+            carry = _rounded(carry)
+        if self.is_inside:
+            args, kwargs = _rounded((args, kwargs))
+        result = fn(self.block, carry, *args, **kwargs)
+        if not self.scans:
+            return _rounded(result) if self.ends else result
+        carry, output = result
+        return _rounded(carry) if self.ends else carry, _rounded(output) if self.is_inside else output
 
 
-def _rounding(fn: Callable[..., Any]) -> Callable[..., Any]:
-    def call(block: Any, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = jax.tree.map(_rounded, (args, kwargs))
-        return jax.tree.map(_rounded, fn(block, *args, **kwargs))
-
-    return call
+def _in_turn(fn: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda placed, carry, *args, **kwargs: placed.call(fn, carry, *args, **kwargs)
 
 
-def _rounded(x: Any) -> Any:
-    is_narrow = eqx.is_array(x) and jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4
-    return actually_rounded(x) if is_narrow else x
+def _rounded[T](tree: T) -> T:
+    """Arrays of 16 bits as they are in memory."""
+
+    def rounded(x: Any) -> Any:
+        is_narrow = eqx.is_array(x) and jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4
+        return actually_rounded(x) if is_narrow else x
+
+    return jax.tree.map(rounded, tree)

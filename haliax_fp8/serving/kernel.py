@@ -27,12 +27,13 @@ from .scheme import Scheme
 class ServedKernel(eqx.Module):
     """A kernel as products of inference take it: a byte for each weight, and its scales.
 
-    Its arrays have the axes of ensembles and stacks in front, named as Haliax divides them.
+    Its arrays have the axes of ensembles and stacks in front, named as Haliax divides them. They hold bits, whole
+    numbers: no optimizer takes them for parameters, and a model that is cast to another dtype keeps them.
 
     Args:
-        data: The rounded weights, with what the product sums over last.
-        scale: float32, in the layout of the kernel; of MXFP8 the exponents, E8M0 in uint8, as the format has them.
-        input_scale: The stored scale of the input, float32; None if the scheme has none.
+        data: The bits of the rounded weights, with what the product sums over last.
+        scale: Those of float32 scales, in the layout of the kernel; of MXFP8 the exponents, E8M0.
+        input_scale: Those of the stored scale of the input; None if the scheme has none.
         scheme: How inputs are quantized.
         order: Which axis of the kernel each axis of the data is.
         contracted: The axes of the kernel that its product sums over.
@@ -74,9 +75,11 @@ class ServedKernel(eqx.Module):
     @property
     def quantized(self) -> QuantizedArray:
         """Data and scales in the layout of the kernel, behind the axes of ensembles and stacks."""
-        data, scale = self.data.array, self.scale.array
+        data, scale = lax.bitcast_convert_type(self.data.array, self.scheme.format.dtype), self.scale.array
         if scale.dtype == jnp.uint8:
             scale = power_of_two(scale.astype(jnp.int32))
+        else:
+            scale = lax.bitcast_convert_type(scale, jnp.float32)
         leading = data.ndim - len(self.order)
         inverse = tuple(leading + int(axis) for axis in np.argsort(self.order))
         if inverse != tuple(range(leading, data.ndim)):
@@ -162,7 +165,9 @@ class ServedKernel(eqx.Module):
         self._require_fit(contraction, computed_in, input.dtype)
         bits = 24 if computed_in != jnp.bfloat16 else SCALE_BITS["input"]
         spec = ServedProduct(self.scheme, contraction, self.compute_dtype, out_dtype, bits, precision_of(None))
-        scale = None if self.input_scale is None else self.input_scale.array
+        scale = None
+        if self.input_scale is not None:
+            scale = lax.bitcast_convert_type(self.input_scale.array, jnp.float32)
 
         def multiply(input: Array, *arrays: Array) -> Array:
             data, of_kernel, *of_input = arrays

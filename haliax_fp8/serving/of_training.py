@@ -85,9 +85,9 @@ def served_kernel(path: str, rule: LayerRule, layer: Any, stack: tuple[hax.Axis,
         data = jnp.transpose(data, (*range(found.leading), *(found.leading + axis for axis in order)))
     named = functools.partial(named_behind, stack=found.stack, leading=found.leading)
     return ServedKernel(
-        named(data),
+        named(lax.bitcast_convert_type(data, jnp.uint8)),
         _named_scale(quantized, found, scheme),
-        None if input_scale is None else named(input_scale),
+        None if input_scale is None else named(lax.bitcast_convert_type(input_scale, jnp.uint32)),
         scheme,
         order,
         contracted,
@@ -106,6 +106,8 @@ def _named_scale(quantized: QuantizedArray, found: Multiplied, scheme: Scheme) -
         scale = scale.reshape(found.array.shape[: found.leading])
     if isinstance(scheme.kernel, MXFP8Scaling):
         scale = exponent_of(scale)
+    else:
+        scale = lax.bitcast_convert_type(scale, jnp.uint32)
     return named_behind(scale, found.stack, found.leading)
 
 

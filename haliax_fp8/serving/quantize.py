@@ -71,7 +71,7 @@ def quantize_for_inference[M](
 
     Example:
         >>> served = quantize_for_inference(eqx.nn.MLP(64, 64, 128, 2, key=jax.random.key(0)), "dynamic")
-        >>> served.layers[0].kernel.data.array.dtype, served.layers[0].kernel.bytes
+        >>> served.layers[0].kernel.quantized.data.dtype, served.layers[0].kernel.bytes
         (dtype(float8_e4m3fn), 8704)
     """
     chosen = as_scheme(scheme)

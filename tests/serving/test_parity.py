@@ -194,3 +194,25 @@ def test_language_model():
     served = quantize_for_inference(model, "static")
     assert loss(served, tokens) == loss(model, tokens)
     np.testing.assert_array_equal(logits(served), logits(model))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("unroll", [1, 2, 3])
+def test_turns_of_a_loop(unroll):
+    """What a loop rounds between its turns of several blocks, and behind it; between other elementwise operations."""
+    Three, x = hax.Axis("layers", 3), batch(jnp.bfloat16)
+    blocks = hnn.Stacked.init(Three, Block)(jax.random.split(jax.random.key(0), 3))
+    around = lambda x: hnn.silu(x * 1.37) * (x + 0.3)
+    loss = lambda model, x: model.fold(x).array.astype(jnp.float32).sum()
+    model = calibrate(fp8_linear_layers(cast_params(blocks, jnp.bfloat16), recipe="static"), loss, [(x,)])
+    call = eqx.filter_jit(lambda model: around(model.fold(around(x), unroll=unroll)).array)
+    served = quantize_for_inference(model, "static")
+    np.testing.assert_array_equal(call(served), call(model))
+    via = eqx.filter_jit(
+        lambda model: around(model.fold_via(lambda block, x: block(x), unroll=unroll)(around(x))).array
+    )
+    np.testing.assert_array_equal(via(served), call(model))
+    twice = lambda block, x: (block(x), x)
+    scanned = eqx.filter_jit(lambda model: model.scan_via(twice, unroll=unroll)(around(x)))
+    for ours, theirs in zip(scanned(served), scanned(model), strict=True):
+        np.testing.assert_array_equal(ours.array, theirs.array)

@@ -12,7 +12,7 @@ import pytest
 from haliax.state_dict import to_state_dict
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from haliax_fp8 import Fp8Config, calibrate, describe, fp8_linear_layers
+from haliax_fp8 import Fp8Config, calibrate, cast_params, describe, fp8_linear_layers, trainable
 from haliax_fp8._product.dimensions import DotDimensions
 from haliax_fp8._product.dot import DotContraction
 from haliax_fp8.layers import AbstractServedLayer, Kernel, LayerRule, default_rules
@@ -49,10 +49,10 @@ def test_values_and_bytes(scheme):
     model = calibrated(layer, x) if scheme == "static" else layer
     served = quantize_for_inference(model, scheme)
     kernel, weight = served.kernel, np.asarray(layer.weight, np.float64)
-    data, scale = np.asarray(kernel.data.array).astype(np.float64), kernel.quantized.scale
+    data, scale = np.asarray(kernel.quantized.data).astype(np.float64), kernel.quantized.scale
     per_scale = {"static": (), "dynamic": (32, 1), "block": (1, 1), "weight_only": (32, 1), "mxfp8": (32, 2)}[scheme]
-    assert kernel.data.array.dtype == jnp.float8_e4m3fn and kernel.data.array.shape == (32, 64)
-    assert scale.shape == per_scale and kernel.scale.array.dtype == (jnp.uint8 if scheme == "mxfp8" else jnp.float32)
+    assert kernel.quantized.data.dtype == jnp.float8_e4m3fn and kernel.data.array.shape == (32, 64)
+    assert scale.shape == per_scale and kernel.scale.array.dtype == (jnp.uint8 if scheme == "mxfp8" else jnp.uint32)
     leaves = [leaf for leaf in jax.tree.leaves(served) if leaf is not served.bias]
     assert sum(leaf.size * leaf.dtype.itemsize for leaf in leaves) == kernel.bytes
     assert kernel.bytes == weight.size + kernel.scale.array.nbytes + (4 if scheme == "static" else 0)
@@ -300,8 +300,10 @@ def test_errors():
     served = quantize_for_inference(layer, "dynamic")
     with pytest.raises(ValueError, match=r"was differentiated: it keeps nothing for gradients"):
         jax.grad(lambda x: jax.vmap(served)(x).sum())(x)
-    with pytest.raises(ValueError, match=r"was differentiated"):
-        eqx.filter_grad(lambda model: jax.vmap(model)(x).sum())(served)
+    # Neither parameters, nor cast with them.
+    np.testing.assert_array_equal(eqx.filter_grad(lambda model: jax.vmap(model)(x).sum())(served).bias, 5.0)
+    assert jax.tree.leaves(trainable(served)) == [served.bias]
+    assert cast_params(served, jnp.bfloat16).kernel.scale.array is served.kernel.scale.array
     with pytest.raises(ValueError, match="scheme='dynamics' is not a scheme; the nearest are 'dynamic'"):
         quantize_for_inference(layer, "dynamics")
     with pytest.raises(ValueError, match="exclude='up' selects no layer"):

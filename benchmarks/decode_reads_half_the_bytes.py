@@ -1,0 +1,127 @@
+"""Claim: in inference weights in FP8 are read as they are stored, half the bytes of bf16, and nothing copies them.
+
+    uv run benchmarks/decode_reads_half_the_bytes.py [--json FILE] [--markdown] [--target h100]
+
+Four blocks of Llama-8B with something elementwise in attention's place, one after the other, for 1, 16 and 256 rows.
+`quantize_for_inference` makes them of a model in bf16, or of one that trains with delayed scaling. Compiled for a GPU
+that this machine need not have, with XLA's defaults, where Triton's kernels multiply too, and with cuBLASLt alone.
+Arguments and temporaries are XLA's; what kernels besides products move is read from the program. Nothing runs, so that
+nothing is said about time.
+"""
+
+import argparse
+import collections
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import haliax as hax
+import jax.numpy as jnp
+import models
+from lib import output
+from lib.output import Row
+from models import LLAMA_8B, Sizes
+from rich.progress import Progress
+
+import haliax_fp8 as fp8
+from haliax_fp8.preflight import inspect_step
+from haliax_fp8.serving import quantize_for_inference
+
+
+SCHEMES = ("bf16", "static", "dynamic", "weight_only", "mxfp8", "block")
+ROWS = (1, 16, 256)
+FLAGS = {"XLA's defaults": {}, "cuBLASLt alone": {"xla_gpu_enable_triton_gemm": False}}
+
+
+def served(scheme: str, sizes: Sizes, *, stacked: bool = False, unstack: bool = True) -> Any:
+    """The blocks, abstract.
+
+    Args:
+        scheme: How they are quantized, or "bf16".
+        sizes: Their sizes.
+        stacked: Whether they begin as a stack.
+        unstack: Whether the stack becomes one block after the other.
+    """
+
+    def make() -> Any:
+        blocks = models.llama(stacked=stacked).model(sizes)
+        if scheme == "bf16":
+            return blocks
+        if scheme == "static":
+            blocks = fp8.fp8_linear_layers(blocks, recipe="delayed", emulate=True)
+        return quantize_for_inference(blocks, scheme, unstack=unstack)
+
+    return eqx.filter_eval_shape(make)
+
+
+def row(scheme: str, rows: int, flags: str, target: str, sizes: Sizes = LLAMA_8B, **stack: bool) -> Row:
+    """What one program takes and moves.
+
+    Args:
+        scheme: How weights are quantized, or "bf16".
+        rows: The rows of the input.
+        flags: The compiler's, a key of `FLAGS`.
+        target: The device.
+        sizes: Of the blocks.
+        **stack: As in `served`.
+    """
+    blocks = served(scheme, sizes, **stack)
+    axes = hax.Axis("token", rows), hax.Axis("hidden", sizes.llama.hidden)
+    x = eqx.filter_eval_shape(lambda: hax.zeros(axes, jnp.bfloat16))
+    call = lambda blocks, x: blocks.fold(x)
+    options = FLAGS[flags]
+    program = inspect_step(call, blocks, x, target=target, compiler_options=options, other_setting=False).step
+    verdicts = collections.Counter(product.verdict.name for product in program.products)
+    return {
+        "scheme": scheme,
+        "rows": rows,
+        "flags": flags,
+        "arguments": program.memory.arguments,
+        "temporaries": program.memory.temporaries,
+        "others": program.others.bytes,
+        "fp8": verdicts["FP8"],
+        "products": len(program.products),
+    }
+
+
+def with_baseline(found: list[Row]) -> list[Row]:
+    """Rows with what bf16 takes beside them."""
+    bf16 = {(r["rows"], r["flags"]): r for r in found if r["scheme"] == "bf16"}
+    return [{**r, "bf16": bf16[r["rows"], r["flags"]]} for r in found]
+
+
+def traffic(r: Row) -> float:
+    """The bytes of a call: each argument read once, and what other kernels move."""
+    return r["arguments"] + r["others"]
+
+
+COLUMNS: dict[str, Callable[[Any], str]] = {
+    "flags": lambda r: r["flags"],
+    "rows": lambda r: str(r["rows"]),
+    "weights": lambda r: r["scheme"],
+    "products in FP8": lambda r: f"{r['fp8']} of {r['products']}",
+    "arguments, MB": lambda r: f"{r['arguments'] / 1e6:,.0f}",
+    "of bf16's": lambda r: f"{r['arguments'] / r['bf16']['arguments']:.3f}",
+    "temporaries, MB": lambda r: f"{r['temporaries'] / 1e6:,.1f}",
+    "moved by other kernels, MB": lambda r: f"{r['others'] / 1e6:,.0f}",
+    "all that is read or moved, of bf16's": lambda r: f"{traffic(r) / traffic(r['bf16']):.3f}",
+}
+
+
+def main() -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--target", default="h100")
+    output.add_arguments(parser)
+    options = parser.parse_args()
+    cases = [(flags, rows, scheme) for flags in FLAGS for rows in ROWS for scheme in SCHEMES]
+    found = []
+    with Progress(transient=True) as progress:
+        for flags, rows, scheme in progress.track(cases, description="compiling"):
+            found.append(row(scheme, rows, flags, options.target))
+    title = f"Four blocks of Llama-8B in inference, compiled for {options.target}"
+    output.finish(title, COLUMNS, with_baseline(found), options, left=3)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,212 @@
+"""Serves what `examples.train_lm` trained: quantizes it each way, compares, exports, reloads, and writes text.
+
+    python -m examples.train_lm --steps 300           # first: trains, and keeps a checkpoint
+    python -m examples.serve_lm                       # a table of schemes; folders that inference engines load
+    python -m examples.serve_lm --run runs/train_lm --export runs/served --schemes static dynamic
+
+The reference is the trained model with its weights in bf16. A model served with the scales of training computes what
+training computed, bit for bit. Other kernels than those of training cannot be expected to come closer than the floor:
+what another rounding of intermediates makes of the very model that trained.
+"""
+
+import argparse
+import dataclasses
+import pathlib
+import shutil
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from examples.train_lm import checkpoint
+from examples.train_lm.corpus import load_corpus
+from examples.train_lm.layout import make_layout
+from examples.train_lm.options import model_config, parse_options
+from examples.train_lm.run import Run, make_evaluation, make_loss, make_optimizer
+from examples.train_lm.sample import generate
+from examples.train_lm.train import resume_runs
+from haliax_fp8 import TrainStep, cast_params, restore_linear_layers
+from haliax_fp8.checkpoints import export_model, import_model, names, write_byte_tokenizer
+from haliax_fp8.demo import Transformer, hugging_face_config
+from haliax_fp8.serving import quantize_for_inference, schemes, serving_mismatch
+
+
+LAYOUTS = {
+    "static": "FP8",
+    "dynamic": "FP8_DYNAMIC",
+    "block": "FP8_BLOCK",
+    "weight_only": "W8A16",
+    "mxfp8": "MXFP8",
+    "bf16": "BF16",
+}
+"""The layout that engines load, for each scheme."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Served:
+    """One way to serve the model.
+
+    Args:
+        scheme: Its name.
+        model: The model.
+        memory: Bytes of all weights.
+        disk: Bytes of the exported weights.
+        loss: Of the validation text.
+        kl: From the model in bf16, the mean over positions.
+        agreement: In which share of positions the likeliest byte is that of the model in bf16.
+        mismatch: The mean change of log p of the text's bytes against training.
+    """
+
+    scheme: str
+    model: Transformer
+    memory: int
+    disk: int
+    loss: float
+    kl: float
+    agreement: float
+    mismatch: float
+
+
+def trained_run(folder: pathlib.Path, data: str | None) -> tuple[Run, argparse.Namespace, Any]:
+    """The FP8 run of a checkpoint, the flags that it was trained with, and the text.
+
+    Args:
+        folder: The `--out` of the training.
+        data: Its `--data`.
+
+    Raises:
+        ValueError: If there is no checkpoint, or no run in FP8.
+    """
+    progress = checkpoint.read_progress(folder)
+    if progress is None:
+        raise ValueError(f"--run {folder} has no checkpoint; train first: python -m examples.train_lm --out {folder}")
+    defaults = vars(parse_options(["--out", str(folder), *(["--data", data] if data else [])]))
+    # The text has its hash there.
+    known = {name: value for name, value in progress["flags"].items() if name in defaults and name != "data"}
+    options = argparse.Namespace(**{**defaults, **known})
+    corpus = load_corpus(options.data, options.validation_fraction)
+    layout = make_layout(None, model_config(options), options.batch_size)
+    step = TrainStep(make_loss(options), make_optimizer(options), microbatches=options.microbatches)
+    runs = [run for run in resume_runs(options, step, corpus, layout) if run.is_converted]
+    if not runs:
+        raise ValueError(f"--run {folder} holds no model in FP8; train one, without --recipe none")
+    return runs[-1], options, corpus
+
+
+def exported(model: Transformer, scheme: str, folder: pathlib.Path, like: Transformer) -> int:
+    """Writes the model as engines load it, reads it back, and returns the bytes of its weights.
+
+    Args:
+        model: The trained model.
+        scheme: Which of `LAYOUTS`.
+        folder: Where to; replaced.
+        like: A plain model of the same sizes.
+    """
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    config = hugging_face_config(model)
+    report = export_model(model, folder, LAYOUTS[scheme], names=names.LLAMA, config=config)
+    write_byte_tokenizer(folder, max_length=model.config.max_length)
+    import_model(folder, like, names=names.LLAMA)
+    return report.quantized_bytes + report.dense_bytes
+
+
+def weight_bytes(model: Transformer) -> int:
+    """What a model's arrays take."""
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(model) if hasattr(x, "dtype"))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns its exit status: 0, or 2 if something is missing."""
+    parser = argparse.ArgumentParser(
+        prog="python -m examples.serve_lm", description=(__doc__ or "").splitlines()[0].replace("`", "")
+    )
+    parser.add_argument("--run", type=pathlib.Path, default=pathlib.Path("runs/train_lm"), help="--out of the training")
+    parser.add_argument("--data", help="the text it was trained on, if that was given")
+    parser.add_argument("--export", type=pathlib.Path, default=pathlib.Path("runs/served"), help="where folders go")
+    parser.add_argument("--schemes", nargs="+", choices=schemes, default=list(schemes))
+    parser.add_argument("--prompt", default="The ", help="what the text continues")
+    parser.add_argument("--bytes", type=int, default=120, help="length of the text")
+    flags = parser.parse_args(argv)
+    console = Console()
+    try:
+        run, options, corpus = trained_run(flags.run, flags.data)
+        found = [served(scheme, run, options, corpus, flags.export) for scheme in ("bf16", *flags.schemes)]
+    except ValueError as error:
+        console.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+        return 2
+    console.print(table(found, run, options, corpus))
+    prompt = jnp.asarray(np.frombuffer(flags.prompt.encode(), np.uint8), jnp.int32)
+    for one in found:
+        text = generate(one.model, prompt, count=flags.bytes, temperature=0.0, key=jax.random.key(0))
+        written = flags.prompt + np.asarray(text).astype(np.uint8).tobytes().decode(errors="replace")
+        console.print(f"{one.scheme} writes: {written!r}", markup=False, highlight=False)
+    console.print(
+        f"\nFolders: {flags.export}/<scheme>. vLLM serves them on a GPU, and dynamic on a CPU too: vllm serve "
+        f"{flags.export}/dynamic --max-model-len {options.seq_len}; Transformers: pipeline('text-generation', "
+        f"'{flags.export}/dynamic'). Which engine loads which: haliax-fp8 checkpoint explain {flags.export}/dynamic",
+        markup=False,
+        highlight=False,
+    )
+    return 0
+
+
+def served(scheme: str, run: Run, options: argparse.Namespace, corpus: Any, export: pathlib.Path) -> Served:
+    """The model served one way, compared, and exported.
+
+    Args:
+        scheme: The scheme, or "bf16".
+        run: The trained model.
+        options: The flags of its training.
+        corpus: Its text.
+        export: Where folders go.
+    """
+    training = cast_params(run.model, options.compute_dtype)
+    plain = restore_linear_layers(training)
+    model = plain if scheme == "bf16" else quantize_for_inference(training, scheme)
+    tokens, targets = compared(options, corpus)
+    of_training = serving_mismatch(training, model, tokens, tokens=targets).served
+    of_bf16 = serving_mismatch(plain, model, tokens, tokens=targets).served
+    loss = make_evaluation(options, corpus, run.layout)(model)
+    disk = exported(training, scheme, export / scheme, plain)
+    return Served(scheme, model, weight_bytes(model), disk, loss, of_bf16.kl, of_bf16.agreement, of_training.mean)
+
+
+def compared(options: argparse.Namespace, corpus: Any) -> tuple[hax.NamedArray, jax.Array]:
+    """A batch of the validation text, and the byte that follows each."""
+    batch = jnp.asarray(corpus.validation_batches(options.batch_size, options.seq_len, 1)[0])
+    return hax.named(batch[:, :-1], ("batch", "position")), batch[:, 1:]
+
+
+def table(found: Sequence[Served], run: Run, options: argparse.Namespace, corpus: Any) -> Table:
+    """A row for each way, next to the floor of the last column."""
+    training = cast_params(run.model, options.compute_dtype)
+    tokens, targets = compared(options, corpus)
+    floor = serving_mismatch(training, training, tokens, tokens=targets).floor.mean
+    caption = f"The floor of the last column, training with intermediates rounded otherwise: {floor:.4f}"
+    out = Table(title=f"{run.name}, served", caption=caption)
+    for column in ("scheme", "memory", "disk", "loss", "of bf16's", "KL", "greedy", "from training"):
+        out.add_column(column, justify="left" if column == "scheme" else "right", no_wrap=True)
+    reference = found[0]
+    for one in found:
+        out.add_row(
+            one.scheme,
+            f"{one.memory / 1e3:,.0f} kB",
+            f"{one.disk / 1e3:,.0f} kB",
+            f"{one.loss:.4f}",
+            f"{one.loss / reference.loss - 1:+.3%}",
+            f"{one.kl:.1e}",
+            f"{one.agreement:.1%}",
+            f"{one.mismatch:.4f}",
+        )
+    return out
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,41 @@
+"""Models for inference, as a GPU that is not here would run them: weights read as they are stored, and never copied."""
+
+import dataclasses
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+from compiled_models import on
+
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+from decode_reads_half_the_bytes import row, served  # noqa: E402
+from models import LLAMA_8B  # noqa: E402
+
+
+# Nothing is allocated, and programs are as large as those of smaller layers, of which XLA makes other kernels.
+SIZES = dataclasses.replace(LLAMA_8B, llama=dataclasses.replace(LLAMA_8B.llama, layers=2))
+WEIGHTS = sum(x.size for x in jax.tree.leaves(served("bf16", SIZES)) if x.ndim > 1)
+
+
+@pytest.mark.parametrize(("scheme", "target"), on(["static", "weight_only"], ["h100"]))
+def test_kernels_are_not_copied(scheme, target):
+    """For one row and for 16: a byte for each weight, and beside them what activations take."""
+    for rows in (1, 16):
+        found, bf16 = (row(name, rows, "XLA's defaults", target, SIZES) for name in (scheme, "bf16"))
+        assert found["fp8"] == (found["products"] if scheme == "static" else 0)
+        assert found["arguments"] == pytest.approx(WEIGHTS, rel=0.02) and bf16["arguments"] >= 2 * WEIGHTS
+        assert found["temporaries"] - bf16["temporaries"] < 0.03 * WEIGHTS
+        assert found["others"] < 0.5 * WEIGHTS
+
+
+@pytest.mark.parametrize(("scheme", "target"), on(["static"], ["h100"]))
+def test_what_unstacking_is_for(scheme, target):
+    """In a loop, each kernel is copied before it is multiplied: read and written once more."""
+    apart, in_loop = (
+        row(scheme, 16, "XLA's defaults", target, SIZES, stacked=True, unstack=unstack) for unstack in (True, False)
+    )
+    assert apart["fp8"] == apart["products"] > 0
+    assert in_loop["others"] - apart["others"] > WEIGHTS
