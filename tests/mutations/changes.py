@@ -1009,4 +1009,33 @@ CHANGES = (
         "",
         ("test_preflight_traffic.py",),
     ),
+    # --- serving
+    Change(
+        "kernels of inference are quantized from the parameters' dtype",
+        "serving/of_training.py",
+        "    array = round_to(array, compute_dtype)\n",
+        "",
+        ("test_quantize.py::test_compute_dtype_of_the_layer",),
+    ),
+    Change(
+        "what passes between blocks is not rounded as in the loop",
+        "serving/blocks.py",
+        "            carry = _rounded(carry)\n        if self.is_inside",
+        "            carry = carry\n        if self.is_inside",
+        ("test_parity.py::test_served_as_trained",),
+    ),
+    Change(
+        "a served input is quantized with an exact scale in bfloat16",
+        "serving/of_training.py",
+        "out_dtype=op.compute_dtype or np.dtype(found.array.dtype),",
+        "out_dtype=np.dtype(np.float32),",
+        ("test_parity.py::test_served_as_trained",),
+    ),
+    Change(
+        "scales of rows that are filled up are left out",
+        "serving/product.py",
+        "        scale = filled(scale, 1.0)\n",
+        "        scale = lax.broadcast_in_dim(jnp.ones((), jnp.float32), filled(scale, 1.0).shape, ())\n",
+        ("test_quantize.py::test_filled_up_rows_change_nothing",),
+    ),
 )

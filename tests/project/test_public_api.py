@@ -26,6 +26,7 @@ SUBJECTS = (
     "memory",
     "sharding",
     "checkpoints",
+    "serving",
 )
 
 

@@ -72,6 +72,17 @@ def test_values_and_bytes(scheme):
     assert (np.abs(out - expected) <= bound).all() and np.abs(out - expected).mean() < 0.2 * bound.mean()
 
 
+def test_compute_dtype_of_the_layer():
+    """Parameters in float32 that the layer's op rounds: kernels are quantized from what the product takes."""
+    layer, x = equinox_linear(), normal(1, 5, 64)
+    converted = fp8_linear_layers(layer, recipe="static", compute_dtype=jnp.bfloat16)
+    trained = calibrate(converted, lambda m, x: jax.vmap(m)(x).sum(), [(x,)])
+    call = eqx.filter_jit(lambda model: jax.vmap(model)(x))
+    out = call(quantize_for_inference(trained, "static"))
+    assert out.dtype == jnp.float32
+    np.testing.assert_array_equal(out, call(trained))
+
+
 class Model(eqx.Module):
     """One layer of each kind."""
 
