@@ -1,0 +1,41 @@
+"""The example `examples/serve_lm.py`: from a checkpoint to a table, folders and text."""
+
+import jax
+import pytest
+
+from examples import serve_lm
+from examples.train_lm import train
+from haliax_fp8.checkpoints import check_folder
+
+
+TINY = (
+    "--steps 3 --layers 2 --hidden 32 --heads 2 --kv-heads 1 --head-dim 16 --mlp 64 --seq-len 32 --batch-size 4 "
+    "--amax-history-length 4 --eval-batches 2 --sample-bytes 0 --unroll 1 --no-baseline"
+).split()
+
+
+@pytest.fixture(autouse=True)
+def standard_promotion():
+    """What users of the example have; optax's AdamW does not run under strict promotion."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def test_without_a_checkpoint(tmp_path, capsys):
+    assert serve_lm.main(["--run", str(tmp_path)]) == 2
+    assert "train first: python -m examples.train_lm --out" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_serves_what_was_trained(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "140")
+    assert train.main([*TINY, "--out", str(tmp_path)]) == 0
+    folder = tmp_path / "served"
+    arguments = ["--run", str(tmp_path), "--export", str(folder), "--schemes", "static", "--bytes", "8"]
+    assert serve_lm.main(arguments) == 0
+    out = capsys.readouterr().out
+    (row,) = [line for line in out.splitlines() if line.startswith("│ static")]
+    # The mean change of log p from training: none.
+    assert row.split("│")[-2].strip() == "0.0000"
+    assert "static writes: 'The " in out
+    assert check_folder(folder / "static").is_sound and check_folder(folder / "bf16").is_sound
