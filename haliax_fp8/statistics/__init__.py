@@ -11,4 +11,5 @@ from .diagnosis import (
 )
 from .history import scale_ages as scale_ages
 from .measure import quantization_statistics as quantization_statistics
+from .monitor import Every as Every, every as every
 from .result import ModelStatistics as ModelStatistics, OpStatistics as OpStatistics
