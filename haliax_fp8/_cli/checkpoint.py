@@ -12,7 +12,6 @@ from .load import UsageError
 from .screen import on_error, screen
 
 
-
 _EPILOG = """\
 examples:
   haliax-fp8 checkpoint check DIR

@@ -142,7 +142,8 @@ def _format_row(format: Format) -> FormatRow:
 def format_table(rows: list[FormatRow]) -> Table:
     """For a terminal."""
     table = new_table("Formats")
-    table.padding = (0, 1, 0, 0)
+    # Without lines, or nine columns are wider than 80.
+    table.box, table.padding = None, (0, 1, 0, 0)
     # Broken by hand, so that numbers never are.
     heads = ("format", "bits", "max", "smallest\nnormal", "smallest\nsubnormal", "sub-\nnormals", "rel.\nerror")
     for index, column in enumerate((*heads, "bina-\ndes", "dtype")):

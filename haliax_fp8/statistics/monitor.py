@@ -3,8 +3,6 @@
 import dataclasses
 from typing import Any
 
-import jax
-
 from ..layers.rule import LayerRule
 from ..training.monitor import AbstractMonitor
 from .measure import measuring, statistics_in, without_measurements

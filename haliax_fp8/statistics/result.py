@@ -68,7 +68,6 @@ class OpStatistics(Printable, eqx.Module):
         """`|x| / (sqrt(3) |x - q|)`: below 1, noise of quantization outweighs a gradient (arXiv:2505.19115)."""
         return 1.0 / jnp.sqrt(3.0 * self.error)
 
-
     def __rich__(self) -> Table:
         table = new_table("Quantization of each operand" + (" (the worst of a stack)" if self.amax.ndim > 1 else ""))
         for column in ("", *OPERANDS):

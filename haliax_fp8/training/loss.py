@@ -30,8 +30,8 @@ def scalar_loss(value: Any) -> Any:
         return value.array
     if isinstance(value, tuple | list | dict):
         raise ValueError(
-            f"loss_fn returned a {type(value).__name__} of {len(value)}, but must return the loss alone. For a loss with "
-            "auxiliary results, (loss, aux), use TrainStep(loss_fn, optimizer, has_aux=True); elsewhere give "
+            f"loss_fn returned a {type(value).__name__} of {len(value)}, but must return the loss alone. For a loss "
+            "with auxiliary results, (loss, aux), use TrainStep(loss_fn, optimizer, has_aux=True); elsewhere give "
             "lambda *args: loss_fn(*args)[0]"
         )
     if isinstance(value, jax.Array | np.ndarray) and jnp.ndim(value) > 0:

@@ -96,12 +96,16 @@ def gradients_of_batch(
 
     def accumulate(carry: tuple[Array, Any], arrays: StepInput) -> tuple[tuple[Array, Any], list[Array]]:
         loss, aux, gradients = microbatch(arrays)
-        return (carry[0] + loss, accumulate_gradients(carry[1], gradients)), jax.tree.leaves(eqx.filter(aux, eqx.is_array))
+        return (carry[0] + loss, accumulate_gradients(carry[1], gradients)), jax.tree.leaves(
+            eqx.filter(aux, eqx.is_array)
+        )
 
     loss, aux, gradients = microbatch(jax.tree.map(lambda x: x[0], arrays))
     (loss, gradients), others = jax.lax.scan(accumulate, (loss, gradients), jax.tree.map(lambda x: x[1:], arrays))
     overwrites, gradients = partition_for_grad_overwrite(gradients)
-    gradients = jax.tree.map(lambda g, p: (g / count).astype(p.dtype), gradients, trainable(without_kernel_copies(model)))
+    gradients = jax.tree.map(
+        lambda g, p: (g / count).astype(p.dtype), gradients, trainable(without_kernel_copies(model))
+    )
     return BatchGradients(loss / count, _stacked(aux, others), overwrites, gradients)
 
 

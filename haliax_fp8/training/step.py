@@ -95,9 +95,7 @@ class TrainStep(eqx.Module):
 
     def __check_init__(self) -> None:
         require_loss_and_optimizer(self.loss_fn, self.optimizer)
-        require_choices(
-            microbatches=self.microbatches, donate=self.donate, has_aux=self.has_aux, monitor=self.monitor
-        )
+        require_choices(microbatches=self.microbatches, donate=self.donate, has_aux=self.has_aux, monitor=self.monitor)
         # Raises unless they are rules.
         Fp8Config(rules=self.rules)
 
@@ -193,7 +191,9 @@ class TrainStep(eqx.Module):
         options = {} if nested else self.compiler_options(model)
         run = _step(self.donate, tuple(options.items()))
         if self.monitor is None:
-            bare, steps = (opt_state.optimizer, opt_state.steps) if isinstance(opt_state, CountedState) else (opt_state, None)
+            bare, steps = (
+                (opt_state.optimizer, opt_state.steps) if isinstance(opt_state, CountedState) else (opt_state, None)
+            )
             model, bare, metrics, _ = run((self, given), model, bare)
             return model, bare if steps is None else CountedState(steps + 1, bare), metrics
         state = counted(opt_state, nested=nested)

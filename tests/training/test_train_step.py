@@ -150,7 +150,10 @@ MISTAKES = {
     "no batch": (lambda: STEP(MODEL, STEP.init(MODEL)), r"0 arguments .*'x'.*step\(model, opt_state, \*batch\)"),
     "no state": (lambda: STEP(MODEL, X), r"0 arguments .*step\(model, opt_state, \*batch\)"),
     "array as state": (lambda: STEP(MODEL, X, X), r"array of shape \(4, 8\).*step\(model, opt_state, \*batch\)"),
-    "of the plain model": (lambda: STEP(MODEL, STEP.init(PLAIN), X), "made for a plain model.*transfer_optimizer_state"),
+    "of the plain model": (
+        lambda: STEP(MODEL, STEP.init(PLAIN), X),
+        "made for a plain model.*transfer_optimizer_state",
+    ),
     "of a converted model": (
         lambda: STEP(PLAIN, STEP.init(MODEL), X),
         "made for a model with recipe DelayedScaling.*this model is plain.*transfer_optimizer_state",
@@ -164,12 +167,18 @@ MISTAKES = {
         lambda: STEP(MODEL, (), X),
         r"opt_state is not that of this model and optimizer: it has nothing at .*step.init\(model\)",
     ),
-    "a key too many": (lambda: STEP(MODEL, STEP.init(MODEL), X, loss_key=KEY), "loss_key is given to loss_fn as .*'key'"),
+    "a key too many": (
+        lambda: STEP(MODEL, STEP.init(MODEL), X, loss_key=KEY),
+        "loss_key is given to loss_fn as .*'key'",
+    ),
     "a key too few": (
         lambda: TrainStep(needs_key, MOMENTUM)(MODEL, STEP.init(MODEL), X),
         "needs a key: pass loss_key=",
     ),
-    "no aux": (lambda: TrainStep(loss_fn, MOMENTUM, has_aux=True)(MODEL, STEP.init(MODEL), X), r"must return \(loss, aux\)"),
+    "no aux": (
+        lambda: TrainStep(loss_fn, MOMENTUM, has_aux=True)(MODEL, STEP.init(MODEL), X),
+        r"must return \(loss, aux\)",
+    ),
     "aux by surprise": (
         lambda: TrainStep(lambda m, x: (loss_fn(m, x), {}), MOMENTUM)(MODEL, STEP.init(MODEL), X),
         "returned a tuple of 2.*has_aux=True",

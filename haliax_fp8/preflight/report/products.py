@@ -77,7 +77,7 @@ def layer_table(program: Program) -> Table:
     table.add_column("rows × in × out", no_wrap=True)
     table.add_column("FLOPs", no_wrap=True, justify="right")
     for column in _SIDES:
-        table.add_column(column, min_width=len(Verdict.EMULATED.value))
+        table.add_column(column, no_wrap=True)
     for prefix, found in _in_groups(_layers(program)):
         if prefix:
             table.add_row(Text(prefix))
@@ -126,7 +126,7 @@ def _layers(program: Program) -> list[_Layer]:
     layers = [_Layer(name, tuple(products), True) for name, products in found.items()]
     if between:
         is_attention = any(p.in_attention or "attention" in p.scope.lower() for p in between)
-        name = "attention: between activations" if is_attention else "between activations"
+        name = "attention (no weights)" if is_attention else "products without weights"
         layers.append(_Layer(name, tuple(between), False))
     return layers
 
