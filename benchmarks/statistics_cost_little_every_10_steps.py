@@ -3,7 +3,7 @@
 Times steps that measure and steps that do not, in turns, in CPU time of this process: on a busy machine wall time says
 little. The cost of measuring every tenth step is a tenth of what a step that measures takes longer.
 
-    python benchmarks/statistics_cost_little_every_10_steps.py [--recipes delayed current] [--width 512]
+    python benchmarks/statistics_cost_little_every_10_steps.py [--recipes delayed current] [--width 1024]
 """
 
 import argparse
@@ -22,9 +22,9 @@ def main() -> None:
     """Prints a line for each recipe."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--recipes", nargs="+", default=["delayed", "current"])
-    parser.add_argument("--width", type=int, default=512)
-    parser.add_argument("--batch", type=int, default=1024)
-    parser.add_argument("--repeats", type=int, default=8)
+    parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument("--batch", type=int, default=4096)
+    parser.add_argument("--repeats", type=int, default=4)
     options = parser.parse_args()
     device = jax.devices()[0].device_kind
     print(f"MLP of 4 layers, width {options.width}, batch {options.batch}, bf16, on {device}; JAX {jax.__version__}")
