@@ -205,6 +205,11 @@ def _fp8_dot_transpose(grad, *args, spec: ProductSpec, linear: tuple[bool, ...],
     tangents, residuals, extras = _unpack(args, linear, structure)
     if type(grad) is ad.Zero:
         return [None] * len(args)
+    if linear[1] and len(linear) > 2 and linear[2]:
+        # A function with a derivative of its own turns tangents that it does not get into zeros, here constants.
+        is_linear = [ad.is_undefined_primal(t) for t in tangents[1:]]
+        if is_linear[0]:
+            require_differentiated_state(tangents[2].aval if is_linear[1] else tangents[2], is_linear[1])
     dx, dw = (t.aval.dtype if ad.is_undefined_primal(t) else None for t in tangents[:2])
     gradients, new_state = backward(grad, residuals, extras, spec=spec, dtypes=(dx, dw), update=any(linear[2:]))
     if new_state is not None:
