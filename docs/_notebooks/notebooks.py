@@ -1,12 +1,17 @@
 """Makes `examples/notebooks/` from pages of the documentation, so that neither can differ from the other.
 
-    python docs/_notebooks/notebooks.py     # writes every notebook again
+    python docs/_notebooks/notebooks.py           # writes every notebook again
+    python docs/_notebooks/notebooks.py --run     # first runs the pages, and writes what they print today into them
 
 Each `python` block is a cell. A `text` block right after one is its output; everything else is Markdown, with links
 that lead from the notebook to the page's neighbours.
 """
 
+import argparse
+import contextlib
+import io
 import json
+import os
 import pathlib
 import re
 from typing import Any
@@ -62,13 +67,38 @@ def as_text(notebook: dict[str, Any]) -> str:
     return json.dumps(notebook, indent=1, ensure_ascii=False) + "\n"
 
 
+def with_todays_output(text: str) -> str:
+    """The text of a page, with what its blocks print now where it shows what they print."""
+    namespace: dict[str, Any] = {"__name__": "page"}
+
+    def run(block: re.Match[str]) -> str:
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            exec(block["code"], namespace)
+        if block["output"] is None:
+            return block[0]
+        lines = [line.rstrip() for line in printed.getvalue().rstrip().splitlines()]
+        return f"```python\n{block['code']}```\n\n```text\n" + "\n".join(lines) + "\n```\n"
+
+    return _BLOCK.sub(run, text)
+
+
 def _lines(text: str) -> list[str]:
     return text.splitlines(keepends=True)
 
 
 def main() -> None:
     """Writes every notebook."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument(
+        "--run", nargs="*", metavar="PAGE", help="run these pages before, or all of them if none is named"
+    )
+    run = parser.parse_args().run
+    os.environ["COLUMNS"] = "80"
     for page in PAGES:
+        path = ROOT / "docs" / page
+        if run is not None and (not run or page in run):
+            path.write_text(with_todays_output(path.read_text()))
         notebook_path(page).write_text(as_text(notebook_of(page)))
 
 
