@@ -121,10 +121,14 @@ class BlackBox(Printable):
         if described.get("kind") != _KIND:
             raise ValueError(f"{path} is no black box; give a file that black_box(...).save(path) wrote")
         found = json.loads(described["black_box"])
-        of_axes = {name: tuple(x) if isinstance(x, list) else x for name, x in found["dimensions"].items()}
+        of_axes: dict[str, Any] = {
+            name: tuple(x) if isinstance(x, list) else x for name, x in found["dimensions"].items()
+        }
         dtype = found["compute_dtype"]
         return BlackBox(
-            *(arrays.get(name) for name in ("input", "kernel", "output_grad", "state", "key")),
+            *(arrays[name] for name in ("input", "kernel", "output_grad")),
+            state=arrays.get("state"),
+            key=arrays.get("key"),
             contraction=DotContraction(DotDimensions(**of_axes), kernel_first=found["kernel_first"]),
             recipe=recipe_from_json(found["recipe"]),
             compute_dtype=None if dtype is None else np.dtype(jnp.dtype(dtype)),

@@ -1,6 +1,7 @@
 """Culprit: the operand that spoils a product, and the element or channel in it."""
 
 import dataclasses
+from typing import NamedTuple
 
 import numpy as np
 
@@ -48,9 +49,12 @@ class Culprit:
                 first = tuple(int(i) for i in np.argwhere(bad)[0])
                 more = "the only one" if count == 1 else f"the first of {count}"
                 return Culprit(name, USES[name][0], first, f"{values[name][first]}, {more} that is not finite")
-        of_operands = [(name, *found) for name in _ORDER if (found := _outlier(values[name])) is not None]
-        if of_operands:
-            name, place, factor = max(of_operands, key=lambda found: found[2])
+        outliers: dict[OperandName, _Outlier] = {
+            name: found for name in _ORDER if (found := _outlier(values[name])) is not None
+        }
+        if outliers:
+            name = max(outliers, key=lambda name: outliers[name].factor)
+            place, factor = outliers[name].place, outliers[name].factor
             seen = f"an outlier, {factor:.0f} times as large as the median of its kind"
             return Culprit(name, USES[name][0], place, seen)
         return Culprit(box.operand, box.product, (), box.reason)
@@ -66,26 +70,28 @@ class Culprit:
         return f"{self.where}, which {self.product} reads first: {self.seen}"
 
 
-def _outlier(x: np.ndarray) -> tuple[tuple[int | None, ...], float] | None:
+class _Outlier(NamedTuple):
+    place: tuple[int | None, ...]
+    factor: float
+
+
+def _outlier(x: np.ndarray) -> _Outlier | None:
     """The slice along one axis whose amax stands out most; None if none does."""
-    found: tuple[tuple[int | None, ...], float] | None = None
+    magnitude, found = np.abs(x), None
     for axis in range(x.ndim):
-        amaxes = np.abs(x).max(tuple(i for i in range(x.ndim) if i != axis))
+        amaxes = magnitude.max(tuple(i for i in range(x.ndim) if i != axis))
         median = float(np.median(amaxes))
         if len(amaxes) < 8 or median <= 0.0:
             continue
         factors = amaxes / median
-        factor = float(factors.max())
-        few = max(1, int(_FEW * len(amaxes)))
-        if factor > _OUTLIER and int((factors > _OUTLIER).sum()) <= few and (found is None or factor > found[1]):
-            place: list[int | None] = [None] * x.ndim
-            place[axis] = int(factors.argmax())
-            found = tuple(place), factor
-    if found is None:
-        return None
-    # A single element stands out along every axis, a channel along one.
-    (axis,) = [i for i, index in enumerate(found[0]) if index is not None]
-    inside = np.abs(np.take(x, found[0][axis], axis))
-    if inside.size > 1 and int((inside > inside.max() / 2).sum()) == 1 and inside.max() > _OUTLIER * np.median(inside):
-        return tuple(int(i) for i in np.unravel_index(int(np.abs(x).argmax()), x.shape)), found[1]
+        largest, few = float(factors.max()), max(1, int(_FEW * len(amaxes)))
+        if largest <= _OUTLIER or int((factors > _OUTLIER).sum()) > few or (found and largest <= found.factor):
+            continue
+        index = int(factors.argmax())
+        found = _Outlier(tuple(index if i == axis else None for i in range(x.ndim)), largest)
+        # A single element stands out along every axis, a channel along one.
+        inside = np.take(magnitude, index, axis)
+        if inside.size > 1 and inside.max() > _OUTLIER * np.median(inside) and (inside > inside.max() / 2).sum() == 1:
+            element = np.unravel_index(int(magnitude.argmax()), x.shape)
+            found = _Outlier(tuple(int(i) for i in element), largest)
     return found

@@ -70,19 +70,20 @@ def black_box(
     ops = dict(named_ops(model))
     if not ops:
         raise ValueError("model has no FP8 product to keep; convert it with fp8_linear_layers")
+    name: OperandName
     if layer is None:
         worst, reason = _worst(model, eqx.filter_jit(quantization_statistics)(model, loss_fn, *batch))
-        layer, index, operand = worst.layer, worst.index, worst.name
+        path, index, name = worst.layer, worst.index, next(x for x in USES if x == worst.name)
     else:
-        operand, reason = "input", "its layer was named"
-        if layer not in ops:
+        path, name, reason = layer, "input", "its layer was named"
+        if path not in ops:
             raise ValueError(f"layer={layer!r} has no FP8 product; there are {list(ops)}")
-    op = ops[layer]
+    op = ops[path]
     stack = op.state.table.array.shape[:-2] if isinstance(op.state, OpState) else _stack_of(op)
     if len(index) != len(stack) or any(not 0 <= i < n for i, n in zip(index, stack, strict=True)):
         raise ValueError(f"index={index} is none of a layer in stacks of sizes {stack}; give one number for each")
-    of_layer = numbered(layer, index)
-    seen, numbers = _recorded(model, loss_fn, batch, layer, stack, limit)
+    of_layer = numbered(path, index)
+    seen, numbers = _recorded(model, loss_fn, batch, path, stack, limit)
     numbers = np.asarray(numbers)[index]
     uses = numbers[-1]
     if uses != 1.0:
@@ -91,7 +92,6 @@ def black_box(
             "give a loss_fn that uses it once, or another layer"
         )
     table = table_on_host(op.state)
-    name: OperandName = operand
     return BlackBox(
         *seen.split(numbers[:-1]),
         state=None if table is None else table[index],
@@ -101,7 +101,7 @@ def black_box(
         compute_dtype=op.compute_dtype,
         out_dtype=seen.out_dtype,
         precision=seen.precision,
-        layer=layer,
+        layer=path,
         index=index,
         operand=name,
         product=USES[name][0],

@@ -35,8 +35,8 @@ class Seen:
     """
 
     contraction: DotContraction
-    shapes: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
-    dtypes: tuple[np.dtype, np.dtype, np.dtype]
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[np.dtype, ...]
     out_dtype: np.dtype
     precision: lax.Precision
 

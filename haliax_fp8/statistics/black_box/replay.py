@@ -137,8 +137,8 @@ def replay(box: BlackBox | str | os.PathLike[str], recipes: Sequence[RecipeLike]
     for name, recipe in {"as trained": box.recipe, **others}.items():
         state = _own_state(box) if name == "as trained" else _fitting_state(recipe, operands)
         products, lost = _products(operands, box, recipe, state)
-        for product, out in products.items():
-            of_product = lost[product]
+        for product in OPERANDS:
+            out, of_product = products[product], lost[product]
             found.append(
                 Replayed(
                     name,

@@ -85,7 +85,7 @@ def compare(
 
     models = [eqx.partition(with_twins(model), _is_array, is_leaf=_is_twin) for model in (plain, converted)]
     _require_alike(*(arrays for arrays, _ in models))
-    return _compared(*(arrays for arrays, _ in models), models[1][1], function, batch, tuple(twins))
+    return _compared(models[0][0], models[1][0], models[1][1], function, batch, tuple(twins))
 
 
 def _twin(layer: Any, stack: tuple[hax.Axis, ...], rules: tuple[LayerRule, ...]) -> Twin | None:
