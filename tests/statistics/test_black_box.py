@@ -99,18 +99,20 @@ def test_an_infinite_gradient_is_traced_to_its_element(tmp_path, capsys):
 
 
 def test_an_outlier_channel_is_named_and_blocks_are_better():
-    """A channel 2**17 times as large, which small weights make up for: one scale flushes all the others."""
-    model = mlp()
-    factor = jnp.where(jnp.arange(64) == 5, 2.0**17, 1.0)[None]
-    model = eqx.tree_at(lambda m: m.layers[0].weight, model, model.layers[0].weight / factor)
-    box = black_box(converted(model, "current"), loss, X * factor)
-    assert (box.layer, box.operand, box.product) == ("layers.0", "input", "fprop")
+    """A channel 2**22 times as large, which small weights make up for: one scale flushes all the others."""
+    x = jax.random.normal(jax.random.key(1), (8, 256))
+    factor = jnp.where(jnp.arange(256) == 5, 2.0**22, 1.0)[None]
+    layer = eqx.nn.Linear(256, 16, key=jax.random.key(0))
+    layer = converted(eqx.tree_at(lambda layer: layer.weight, layer, layer.weight / factor), "current")
+    box = black_box(layer, lambda layer, x: jnp.mean(jax.vmap(layer)(x) ** 2), x * factor)
+    assert (box.layer, box.operand, box.product) == ("", "input", "fprop")
     found = replay(box, ["mxfp8", CurrentScaling()])
     assert found.culprit.where == "input[:, 5]" and "an outlier" in found.culprit.seen
-    assert found.of("mxfp8", "fprop").sqnr > found.of("as trained", "fprop").sqnr + 10.0
-    # MXFP8 flushes what is in one block of 32 with the channel, the tensor's scale everything else.
+    # MXFP8 loses the block of 32 with the channel, the tensor's scale everything else: an eighth, and all.
+    assert found.of("mxfp8", "fprop").sqnr > found.of("as trained", "fprop").sqnr + 6.0
     flushed = [found.of(name, "fprop").underflow["input"] for name in ("as trained", "mxfp8")]
-    assert flushed[0] > 0.9 and 0.4 < flushed[1] < 0.52
+    assert flushed[0] > 0.9 and flushed[1] < 0.13
+    assert found.best == "mxfp8"
     # A scaling without a name is tried as well; this one is that of the box.
     unnamed = found.products[6]
     assert unnamed.recipe.startswith("CurrentScaling") and unnamed.sqnr == found.of("as trained", "fprop").sqnr
@@ -139,15 +141,8 @@ def test_a_layer_of_a_stack_in_bfloat16():
     np.testing.assert_array_equal(box.kernel, second.up.weight.array)
     assert box.state.shape == stack.stacked.up.dot_general.state.table.array.shape[1:]
     found = replay(box, ["nvfp4"])
-    out = np.asarray(
-        second.up.dot_general(
-            *box.contraction.placed(jnp.asarray(box.input), jnp.asarray(box.kernel)), box.contraction.dimensions.numbers
-        ).astype(jnp.float32),
-        np.float64,
-    )
-    exact = np.asarray(box.input, np.float64) @ np.asarray(box.kernel, np.float64).T
-    exact = exact if exact.shape == out.shape else exact.T
-    assert out.size == found.of("as trained", "fprop").size and found.of("nvfp4", "wgrad").sqnr > 5.0
+    assert found.of("as trained", "fprop").size == 4 * 32
+    assert found.of("as trained", "fprop").sqnr > 20.0 > found.of("nvfp4", "fprop").sqnr > 10.0
 
 
 def test_an_ensemble_mapped_over_a_batch():
@@ -158,8 +153,8 @@ def test_an_ensemble_mapped_over_a_batch():
     np.testing.assert_array_equal(box.kernel, members.weight[2])
     np.testing.assert_array_equal(box.input, X)
     assert box.output_grad.shape == (8, 16)
-    outs = jax.vmap(lambda w, b, x: w @ x + b, (None, None, 0))(members.weight[2], members.bias[2], X)
-    np.testing.assert_allclose(box.output_grad, 2 * outs / (3 * 8 * 16), rtol=0.2, atol=2e-4)
+    outs = eqx.filter_vmap(lambda member: jax.vmap(member)(X))(model)
+    np.testing.assert_allclose(box.output_grad, 2 * outs[2] / outs.size, rtol=1e-5)
 
 
 def test_errors_say_what_to_do():
