@@ -1,5 +1,19 @@
 """Statistics: what FP8 does to the operands of a model's products, and what is wrong where it does harm."""
 
+from .black_box import (
+    BlackBox as BlackBox,
+    Culprit as Culprit,
+    Replay as Replay,
+    Replayed as Replayed,
+    black_box as black_box,
+    replay as replay,
+)
+from .comparison import (
+    Distance as Distance,
+    LayerComparison as LayerComparison,
+    ModelComparison as ModelComparison,
+    compare as compare,
+)
 from .diagnosis import (
     Diagnosis as Diagnosis,
     Finding as Finding,
