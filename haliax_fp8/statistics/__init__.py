@@ -22,6 +22,7 @@ from .diagnosis import (
     Thresholds as Thresholds,
     apply_remedies as apply_remedies,
     diagnose as diagnose,
+    where_not_finite as where_not_finite,
 )
 from .history import scale_ages as scale_ages
 from .measure import quantization_statistics as quantization_statistics
