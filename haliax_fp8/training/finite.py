@@ -22,8 +22,8 @@ class NonFiniteStep(ValueError):
         self.step, self.names, self.where = step, names, where
         of_step = "the step" if step is None else f"step {step}"
         place = where or (
-            "where it began, require_finite_step(..., where=partial(where_not_finite, model, loss_fn, *batch)) says, and "
-            "black_box(model, loss_fn, *batch) keeps its operands, with the model that the step was given"
+            "where it began, require_finite_step(..., where=partial(where_not_finite, model, loss_fn, *batch)) says, "
+            "and black_box(model, loss_fn, *batch) keeps its operands, with the model that the step was given"
         )
         super().__init__(
             f"{of_step} is not finite: {', '.join(names)}. {place[0].upper()}{place[1:]}. Keep the model and the "

@@ -17,9 +17,9 @@ from .thresholds import Thresholds
 def where_not_finite(model: Any, loss_fn: Callable[..., Any], *batch: Any) -> str:
     """Runs a step's forward and backward pass again, and says in words which operand is not finite first.
 
-    For the message of `require_finite_step(metrics, where=functools.partial(where_not_finite, model, loss_fn, *batch))`,
-    which calls it only when a step is not finite. A kernel comes before an input before an output gradient, because each
-    spoils the next.
+    `require_finite_step(metrics, where=partial(where_not_finite, model, loss_fn, *batch))` calls it only when a step is
+    not finite, and puts the answer into its error. A kernel comes before an input before an output gradient, because
+    each spoils the next.
 
     Args:
         model: The model that the step was given; not under `jit`.
