@@ -48,6 +48,12 @@ def test_other_good_checkpoints_pass(tmp_path):
         tensors[name] = exponents.astype(np.uint8).view(ml_dtypes.float8_e8m0fnu)
     report = check_folder(write(tmp_path / "ue8m0", tensors, config))
     assert report.is_sound, report
+    tensors, config = checkpoint("FP8_DYNAMIC")
+    # One output is large, and the others are as they were; and rows and columns that all reach the largest value.
+    tensors[SCALE] = at_first(tensors[SCALE], 0.5)
+    np.fill_diagonal(tensors[f"{SQUARE}.weight"], 448.0)
+    report = check_folder(write(tmp_path / "large", tensors, config))
+    assert report.faults == (), report
     tensors, config = checkpoint("modelopt")
     inner = {"quant_algo": "FP8", "kv_cache_quant_algo": None, "exclude_modules": ["lm_head*"]}
     del config["quantization_config"]
