@@ -24,7 +24,7 @@ from .layouts import AbstractLayout, as_layout
 from .layouts.base import decode
 from .layouts.quantization import KEY, Quantization
 from .quantize import ScaledMatrix, expanded, quantized, spread
-from .roles import WEIGHT, is_head, is_linear, is_router
+from ..layers.roles import WEIGHT, is_head, is_linear, is_router
 
 
 class Scales(enum.Enum):

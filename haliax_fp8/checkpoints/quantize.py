@@ -1,6 +1,7 @@
 """One kernel in FP8, computed in NumPy: the numbers of the products, without a compiled program for each shape."""
 
 import dataclasses
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -53,16 +54,19 @@ def expanded(scale: np.ndarray, shape: tuple[int, ...], block: tuple[int, int]) 
     return scale
 
 
-def rounded_up_to_bf16(scale: Float32[np.ndarray, "..."]) -> Float32[np.ndarray, "..."]:
-    """The smallest numbers of bfloat16 that are not below positive scales.
+BF16_BITS = 8
+"""The significant bits of bfloat16: an engine that casts scales to it changes nothing of those with so many."""
 
-    An engine that casts scales to bfloat16 then changes nothing, and a larger scale clips nothing.
+
+def rounded_up(scale: Float32[np.ndarray, "..."], bits: int = BF16_BITS) -> Float32[np.ndarray, "..."]:
+    """The smallest numbers with so many significant bits that are not below positive scales: they clip nothing.
 
     Args:
         scale: The scales.
+        bits: How many, the leading one included.
     """
-    words = scale.view(np.uint32) + np.uint32(0xFFFF)
-    return (words & np.uint32(0xFFFF0000)).view(np.float32)
+    dropped = np.uint32((1 << (24 - bits)) - 1)
+    return ((scale.view(np.uint32) + dropped) & ~dropped).view(np.float32)
 
 
 def quantized(
@@ -71,13 +75,14 @@ def quantized(
     *,
     scaling: AbstractScaling | None = None,
     stored: float | None = None,
+    scale_bits: int = 24,
     bf16_scales: bool = True,
     format: Format = E4M3,
 ) -> ScaledMatrix:
     """Quantizes a kernel, with the scales that training has where they fit the blocks.
 
-    The rules are those of the scalings, bit for bit: delayed and static scaling divide by the stored scale; current
-    ones multiply by `limit / amax`. Without a scaling of training, `scale = amax / limit`, and values are divided by
+    The rules are those of the scalings, bit for bit: delayed and static scaling divide by the stored scale, rounded up
+    to `scale_bits`; current ones multiply by `limit / amax`. Without a scaling of training, `scale = amax / limit`, and values are divided by
     it. With `bf16_scales`, scales that bfloat16 does not hold are rounded up, and values divided by those.
 
     Args:
@@ -85,6 +90,7 @@ def quantized(
         block: The rows and columns of a block; `(1, 32)` has scales that are powers of two, as MXFP8.
         scaling: That of the kernel in training; None for fresh scales.
         stored: The scale that the state of training holds.
+        scale_bits: How many significant bits the scale of a whole kernel has where the step multiplies by it.
         bf16_scales: See above.
         format: The format.
 
@@ -98,11 +104,12 @@ def quantized(
         if not (np.isfinite(stored) and stored > 0):
             raise ValueError(f"its scale in the state is {stored}; calibrate the model, or train a step")
         blocks = tuple(-(-size // b) for size, b in zip(matrix.shape, block, strict=True))
-        scale = np.full(blocks, stored, np.float32)
+        scale = rounded_up(np.full(blocks, stored, np.float32), scale_bits)
         return _divided(values, scale, block, format, "state of training", bf16_scales=bf16_scales)
     if isinstance(scaling, CurrentScaling) and block not in ((1, 32), matrix.shape):
         # One scale for all: the same in each block, so that the values are those of training.
-        whole = quantized(matrix, matrix.shape, scaling=scaling, bf16_scales=bf16_scales, format=format)
+        options: Any = {"scaling": scaling, "scale_bits": scale_bits, "bf16_scales": bf16_scales, "format": format}
+        whole = quantized(matrix, matrix.shape, **options)
         blocks = tuple(-(-size // b) for size, b in zip(matrix.shape, block, strict=True))
         scale = np.ascontiguousarray(np.broadcast_to(whole.scale, blocks))
         return dataclasses.replace(whole, scale=scale, block=block)
@@ -122,7 +129,11 @@ def quantized(
     if power_of_two:
         multiplier = (multiplier.view(np.uint32) & np.uint32(0xFF800000)).view(np.float32)
     scale = np.float32(1.0) / multiplier
-    if bf16_scales and not (rounded_up_to_bf16(scale) == scale).all():
+    if isinstance(scaling, CurrentScaling) and scale_bits < 24 and not power_of_two:
+        return _divided(
+            values, rounded_up(scale, scale_bits), block, format, "recipe of training", bf16_scales=bf16_scales
+        )
+    if bf16_scales and not (rounded_up(scale) == scale).all():
         return _divided(values, scale, block, format, "recipe of training", bf16_scales=True)
     data = _cast(values * expanded(multiplier, values.shape, block), format)
     return ScaledMatrix(data, scale, block, "recipe of training")
@@ -171,7 +182,7 @@ def _divided(
     values: np.ndarray, scale: np.ndarray, block: tuple[int, int], format: Format, origin: str, *, bf16_scales: bool
 ) -> ScaledMatrix:
     if bf16_scales:
-        scale = rounded_up_to_bf16(np.ascontiguousarray(scale, np.float32))
+        scale = rounded_up(np.ascontiguousarray(scale, np.float32))
     data = _cast(values / expanded(scale, values.shape, block), format)
     return ScaledMatrix(data, scale, block, origin)
 

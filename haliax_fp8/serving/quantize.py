@@ -8,7 +8,7 @@ import haliax.nn as hnn
 import jax
 from jaxtyping import DTypeLike
 
-from ..checkpoints.roles import is_head
+from ..layers.roles import is_head
 from ..layers.config import Fp8Config, as_config
 from ..layers.equinox import EquinoxLinear
 from ..layers.haliax import HaliaxEmbedding, HaliaxLinear, HaliaxMoELinear

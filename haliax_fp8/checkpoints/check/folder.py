@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from ..files import BrokenCheckpoint, TensorFolder
 from ..layouts.ignore import REGEX, matched
 from ..layouts.quantization import CONFIG, Quantization, read_quantization
-from ..roles import WEIGHT, is_head, is_linear, is_router
+from ...layers.roles import WEIGHT, is_head, is_linear, is_router
 from .report import CheckReport, Fault
 from .sizes import size_faults
 from .values import not_finite

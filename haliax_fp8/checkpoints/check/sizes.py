@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ..files import TensorFolder
-from ..roles import WEIGHT
+from ...layers.roles import WEIGHT
 from .report import Fault
 
 

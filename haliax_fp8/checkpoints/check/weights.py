@@ -8,7 +8,7 @@ import numpy as np
 from ..files import TensorFolder
 from ..files.header import Stored
 from ..layouts.quantization import Quantization
-from ..roles import FUSED, WEIGHT, is_embedding, is_linear, is_norm
+from ...layers.roles import FUSED, WEIGHT, is_embedding, is_linear, is_norm
 from .report import Fault
 from .values import BF16, E4M3, E8M0, amaxes, not_finite
 

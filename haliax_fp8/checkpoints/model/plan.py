@@ -8,8 +8,9 @@ import numpy as np
 
 from ...layers.config import Fp8Config, as_config
 from ...layers.patterns import Targets, as_patterns
+from ...recipes.recipe import SCALE_BITS, OperandName
 from ..names import NameMap
-from ..quantize import ScaledMatrix, quantized, rounded_up_to_bf16, spread
+from ..quantize import BF16, BF16_BITS, ScaledMatrix, quantized, rounded_up, spread
 from .matrices import plain
 from .source import Matrix, Other, collect
 
@@ -155,6 +156,7 @@ def _quantized(matrix: Matrix, block: tuple[int, int], choices: Choices, *, stat
             block,
             scaling=matrix.scaling if training else None,
             stored=matrix.stored_scale if training else None,
+            scale_bits=_scale_bits(matrix, choices, "kernel"),
             bf16_scales=choices.bf16_scales,
         )
     except ValueError as error:
@@ -164,9 +166,14 @@ def _quantized(matrix: Matrix, block: tuple[int, int], choices: Choices, *, stat
     scale = np.float32(matrix.input_scale)
     if not (np.isfinite(scale) and scale > 0):
         raise ValueError(f"{matrix.name} has the input scale {scale}; calibrate the model, or train a step")
-    if choices.bf16_scales:
-        scale = rounded_up_to_bf16(scale.reshape(1))[0]
+    bits = _scale_bits(matrix, choices, "input")
+    scale = rounded_up(scale.reshape(1), min(bits, BF16_BITS) if choices.bf16_scales else bits)[0]
     return dataclasses.replace(made, input_scale=float(scale))
+
+
+def _scale_bits(matrix: Matrix, choices: Choices, operand: OperandName) -> int:
+    """How many significant bits the scale of an operand has where the step multiplies: fewer in bfloat16."""
+    return SCALE_BITS[operand] if _dtype(matrix, choices) == BF16 else 24
 
 
 def _dtype(tensor: Matrix | Other, choices: Choices) -> np.dtype:
