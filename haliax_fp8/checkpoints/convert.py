@@ -15,6 +15,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from .._tables import Printable, new_table
+from ..layers.roles import WEIGHT, is_head, is_linear, is_router
 from .check import check_folder
 from .check.folder import ignored_layers, open_checkpoint
 from .check.weights import CACHE_SCALES, SCALES, is_fp8
@@ -24,7 +25,6 @@ from .layouts import AbstractLayout, as_layout
 from .layouts.base import decode
 from .layouts.quantization import KEY, Quantization
 from .quantize import ScaledMatrix, expanded, quantized, spread
-from ..layers.roles import WEIGHT, is_head, is_linear, is_router
 
 
 class Scales(enum.Enum):

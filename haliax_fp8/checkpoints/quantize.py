@@ -82,8 +82,9 @@ def quantized(
     """Quantizes a kernel, with the scales that training has where they fit the blocks.
 
     The rules are those of the scalings, bit for bit: delayed and static scaling divide by the stored scale, rounded up
-    to `scale_bits`; current ones multiply by `limit / amax`. Without a scaling of training, `scale = amax / limit`, and values are divided by
-    it. With `bf16_scales`, scales that bfloat16 does not hold are rounded up, and values divided by those.
+    to `scale_bits`; current ones multiply by `limit / amax`. Without a scaling of training, `scale = amax / limit`, and
+    values are divided by it. With `bf16_scales`, scales that bfloat16 does not hold are rounded up, and values divided
+    by those.
 
     Args:
         matrix: The kernel, in the dtype in which it is multiplied.

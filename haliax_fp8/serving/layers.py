@@ -1,5 +1,7 @@
 """Served layers: those of Haliax and Equinox, with a kernel in FP8 in place of the weight."""
 
+import dataclasses
+import math
 from typing import Any
 
 import equinox as eqx
@@ -21,6 +23,9 @@ from .kernel import ServedKernel
 
 # Where the plain layer has one, as in frozen layers.
 _NO_WEIGHT: Any = None
+
+# Axes of a matrix that a layer's several outputs and inputs make.
+_AS_ONE = ("fp8_out", "fp8_in")
 
 
 class ServedLinear(AbstractServedLayer, hnn.Linear):
@@ -48,6 +53,22 @@ class ServedLinear(AbstractServedLayer, hnn.Linear):
             _NO_WEIGHT, layer.bias, layer.In, layer.Out, plain, layer._reparam_cls, kernel=kernel, axes=axes
         )
 
+    @staticmethod
+    def of_matrix(layer: hnn.Linear, kernel: ServedKernel) -> "ServedLinear":
+        """The layer with a matrix of a checkpoint in place of its weight.
+
+        Its scales may be of blocks that lie across the layer's own axes, so several axes are multiplied as one.
+
+        Args:
+            layer: A plain or a converted layer.
+            kernel: `[out, in]`.
+        """
+        axes = (*axes_of(layer.Out), *axes_of(layer.In))
+        if len(axes_of(layer.Out)) != 1 or len(axes_of(layer.In)) != 1:
+            sizes = (math.prod(axis.size for axis in axes_of(part)) for part in (layer.Out, layer.In))
+            axes = tuple(hax.Axis(name, size) for name, size in zip(_AS_ONE, sizes, strict=True))
+        return dataclasses.replace(ServedLinear.of(layer, kernel), axes=axes)
+
     @jax.named_scope("served_linear")
     def __call__(self, inputs: hax.NamedArray, *, key: Any = None) -> hax.NamedArray:
         """Maps `In` to `Out`.
@@ -57,7 +78,14 @@ class ServedLinear(AbstractServedLayer, hnn.Linear):
             key: Not used.
         """
         del key
-        q = hax.auto_sharded(_named_product(self.kernel, inputs, self.axes, axes_of(self.In)))
+        if self._multiplies_as_one:
+            inputs = (
+                inputs.flatten_axes(self.In, _AS_ONE[1]) if axes_of(self.In) else inputs.broadcast_axis(self.axes[1])
+            )
+            q = _named_product(self.kernel, inputs, self.axes, self.axes[1:])
+            q = hax.auto_sharded(_apart(q, self.axes[0], self.Out))
+        else:
+            q = hax.auto_sharded(_named_product(self.kernel, inputs, self.axes, axes_of(self.In)))
         return q if self.bias is None else hax.auto_sharded(q + self.bias)
 
     @property
@@ -68,7 +96,13 @@ class ServedLinear(AbstractServedLayer, hnn.Linear):
     def dequantized(self, dtype: DTypeLike) -> hnn.Linear:
         """The plain layer."""
         weight = _weight(self.kernel, self.axes, dtype, float(self.reparam.active_scale))
+        if self._multiplies_as_one:
+            weight = _apart(_apart(weight, self.axes[0], self.Out), self.axes[1], self.In)
         return hnn.Linear(weight, self.bias, self.In, self.Out, self.dot_general, self._reparam_cls)
+
+    @property
+    def _multiplies_as_one(self) -> bool:
+        return self.axes[-1].name == _AS_ONE[1]
 
     def to_state_dict(self, prefix: str | None = None) -> StateDict:
         """That of the plain layer: `data * scale` in the dtype of the weight, under the same keys."""
@@ -253,6 +287,11 @@ class ServedEquinoxLinear(AbstractServedLayer, eqx.nn.Linear):
     def dequantized(self, dtype: DTypeLike) -> eqx.nn.Linear:
         """The plain layer."""
         return plain_linear(self, weight=self.kernel.values(dtype))
+
+
+def _apart(x: hax.NamedArray, one: hax.Axis, several: hax.AxisSpec) -> hax.NamedArray:
+    """With several axes, or none, in place of one."""
+    return x.unflatten_axis(one, several) if axes_of(several) else x[one, 0]
 
 
 def _in_order(weight: hax.NamedArray, axes: tuple[hax.Axis, ...]) -> tuple[hax.Axis, ...]:

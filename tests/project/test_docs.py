@@ -98,7 +98,9 @@ def test_tests_that_a_page_names_exist(page):
 
 def test_files_that_the_page_of_claims_names_exist():
     """What settles a claim has to be there: scripts, results, examples."""
-    named = re.findall(r"`((?:haliax_fp8|benchmarks|examples|tests|docs)/[\w./]+)`", (ROOT / "docs/seeds.md").read_text())
+    named = re.findall(
+        r"`((?:haliax_fp8|benchmarks|examples|tests|docs)/[\w./]+)`", (ROOT / "docs/seeds.md").read_text()
+    )
     assert len(named) > 5
     assert [name for name in named if not (ROOT / name).exists()] == []
 

@@ -5,10 +5,10 @@ import os
 import pathlib
 from collections.abc import Iterator
 
+from ...layers.roles import WEIGHT, is_head, is_linear, is_router
 from ..files import BrokenCheckpoint, TensorFolder
 from ..layouts.ignore import REGEX, matched
 from ..layouts.quantization import CONFIG, Quantization, read_quantization
-from ...layers.roles import WEIGHT, is_head, is_linear, is_router
 from .report import CheckReport, Fault
 from .sizes import size_faults
 from .values import not_finite

@@ -5,10 +5,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from ...layers.roles import FUSED, WEIGHT, is_embedding, is_linear, is_norm
 from ..files import TensorFolder
 from ..files.header import Stored
 from ..layouts.quantization import Quantization
-from ...layers.roles import FUSED, WEIGHT, is_embedding, is_linear, is_norm
 from .report import Fault
 from .values import BF16, E4M3, E8M0, amaxes, not_finite
 

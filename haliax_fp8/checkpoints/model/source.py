@@ -12,10 +12,12 @@ from ..._op import Fp8DotGeneral
 from ...layers.patterns import Pattern, matches
 from ...layers.router import routers
 from ...layers.rule import LayerRule
+from ...layers.served import AbstractServedLayer
 from ...recipes.scaling import AbstractScaling, stores_scale
 from ..frozen import is_frozen
 from ..quantize import ScaledMatrix
 from .matrices import Parts, of_array, of_kernel, plain
+from .served_matrices import ServedMatrices
 from .tree import Place, is_array, visit
 
 
@@ -64,6 +66,8 @@ class Matrix:
 
     def frozen_values(self) -> ScaledMatrix:
         """The data and scales of a layer whose weight is in FP8."""
+        if isinstance(self.frozen, AbstractServedLayer):
+            return ServedMatrices.of(self.frozen).matrix(self.index)
         kernel = self.frozen.kernel
         data, scale = (np.asarray(plain(x))[self.index] for x in (kernel.data, kernel.scale))
         return ScaledMatrix(
@@ -86,6 +90,8 @@ class Matrix:
     @property
     def input_scale(self) -> float | None:
         """The scale that the next step quantizes the input with, if the state has it; or that of a frozen layer."""
+        if isinstance(self.frozen, AbstractServedLayer):
+            return self.frozen_values().input_scale
         if self.frozen is not None:
             scale = self.frozen.kernel.input_scale
             if scale is None:
@@ -155,8 +161,8 @@ def collect(
     """
     found = _Collector([], [])
     visit(model, found, rules)
-    any_fp8 = any(layer.op is not None or is_frozen(layer.layer) for layer in found.layers)
-    kernels = {str(layer.place): layer.rule.kernel(layer.layer) for layer in found.layers if not is_frozen(layer.layer)}
+    any_fp8 = any(layer.op is not None or is_in_fp8(layer.layer) for layer in found.layers)
+    kernels = {str(layer.place): layer.rule.kernel(layer.layer) for layer in found.layers if not is_in_fp8(layer.layer)}
     are_routers = routers(kernels)
     matrices, others = [], list(found.others)
     for layer in found.layers:
@@ -164,7 +170,7 @@ def collect(
         named = targets is not None and any(matches(pattern, path, layer.layer) for pattern in targets)
         if targets is None:
             condition = path in are_routers or layer.rule.only_if_named(layer.layer) is not None
-            named = layer.op is not None or is_frozen(layer.layer) if any_fp8 else not condition
+            named = layer.op is not None or is_in_fp8(layer.layer) if any_fp8 else not condition
         left = any(matches(pattern, path, layer.layer) for pattern in exclude)
         # An embedding is read by rows too: its table stays as it is.
         quantizable = named and not left and not isinstance(layer.layer, hnn.Embedding)
@@ -180,12 +186,14 @@ class _Layer:
 
     @property
     def op(self) -> Fp8DotGeneral | None:
-        return None if is_frozen(self.layer) else self.rule.op(self.layer)
+        return None if is_in_fp8(self.layer) else self.rule.op(self.layer)
 
     def matrices(self, *, quantizable: bool) -> list[Matrix]:
-        if is_frozen(self.layer):
-            data = self.layer.kernel.data
-            parts = _parts_of_data(data, self.place)
+        if is_in_fp8(self.layer):
+            if isinstance(self.layer, AbstractServedLayer):
+                parts = ServedMatrices.of(self.layer).parts(self.place)
+            else:
+                parts = _parts_of_data(self.layer.kernel.data, self.place)
             names = parts.named(self.place)
             return [
                 Matrix(name, None, parts, index, 1.0, None, self.layer, quantizable, False) for name, index in names
@@ -217,6 +225,11 @@ class _Collector:
         return array
 
 
+def is_in_fp8(layer: Any) -> bool:
+    """Whether the weight of a layer is FP8 data and scales, frozen or for inference."""
+    return is_frozen(layer) or isinstance(layer, AbstractServedLayer)
+
+
 def is_norm(owner: Any) -> bool:
     """Whether the arrays of a module are vectors in a checkpoint, whatever axes they have."""
     return isinstance(owner, hnn.LayerNorm | hnn.RmsNorm)
@@ -230,7 +243,7 @@ def other_arrays(layer: Any, rule: LayerRule, place: Place) -> list[tuple[str, A
         rule: Its rule.
         place: Where it is.
     """
-    weight = None if is_frozen(layer) else rule.kernel(layer).weight
+    weight = None if is_in_fp8(layer) else rule.kernel(layer).weight
     found = []
     for field in dataclasses.fields(layer):
         value: Any = getattr(layer, field.name, None)
