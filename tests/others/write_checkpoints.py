@@ -15,8 +15,8 @@ import torch
 from compressed_tensors.compressors import ModelCompressor
 from compressed_tensors.quantization import (
     QuantizationConfig,
-    QuantizationStatus,
     QuantizationScheme,
+    QuantizationStatus,
     apply_quantization_config,
     preset_name_to_scheme,
 )
