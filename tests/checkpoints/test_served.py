@@ -11,9 +11,11 @@ import pytest
 from folders import checkpoint, write
 
 from haliax_fp8 import calibrate, fp8_linear_layers
-from haliax_fp8.checkpoints import export_model, import_model, names, serving_tensors
+from haliax_fp8.attention import Fp8Attention
+from haliax_fp8.checkpoints import check_folder, export_model, import_model, names, serving_tensors
+from haliax_fp8.checkpoints.files import TensorFolder
 from haliax_fp8.demo import Transformer, TransformerConfig
-from haliax_fp8.recipes import RowwiseScaling, StaticScaling
+from haliax_fp8.recipes import DelayedScaling, RowwiseScaling, StaticScaling
 from haliax_fp8.serving import Scheme, ServedKernel, dequantize, quantize_for_inference
 
 
@@ -215,3 +217,42 @@ def test_what_cannot_be_served(tmp_path):
     with pytest.raises(ValueError, match="no product of a kernel in FP8 and an input in high precision"):
         import_model(tmp_path / "b", plain_experts(), weights="served")
     assert not (tmp_path / "no").exists()
+
+
+class Attention(eqx.Module):
+    key: hnn.Linear
+    value: hnn.Linear
+    attend: Fp8Attention
+
+    @staticmethod
+    def init(key):
+        keys = jax.random.split(key)
+        scaling = DelayedScaling(amax_history_length=4)
+        layers = (hnn.Linear.init(In, (Head, Dim), key=key) for key in keys)
+        return Attention(*layers, Fp8Attention.init(scaling=scaling))
+
+
+def test_scales_of_keys_and_values(tmp_path):
+    """Those of the next step of attention, one of each for a layer; without such attention the error says why."""
+    model = {"layers": hnn.Stacked.init(Layers, Attention)(jax.random.split(jax.random.key(0), 2))}
+    op = model["layers"].stacked.attend
+    with pytest.raises(ValueError, match=r"layers\.0 has no amaxes of keys and values yet"):
+        export_model(model, tmp_path / "no", kv_cache_scales=True)
+    table = np.array(op.state.array)
+    for layer in range(2):
+        for row in range(table.shape[1]):
+            table[layer, row, 0], table[layer, row, 1] = 0.01 * (1 + layer + row), 4.48 * (1 + layer + row)
+    filled = eqx.tree_at(lambda op: op.state.table.array, op, jnp.asarray(table))
+    model = {"layers": eqx.tree_at(lambda stack: stack.stacked.attend, model["layers"], filled)}
+    for layout, parts in (("FP8_DYNAMIC", ("k_scale", "v_scale")), ("W8A16", ("k_scale", "v_scale"))):
+        folder = tmp_path / layout
+        export_model(model, folder, layout, kv_cache_scales=True, bf16_scales=False)
+        tensors = TensorFolder.open(folder)
+        for layer in range(2):
+            for part, tensor in zip(parts, ("key", "value"), strict=True):
+                np.testing.assert_array_equal(tensors[f"layers.{layer}.{part}"], [filled.scale(tensor)[layer]])
+        assert check_folder(folder).is_sound and not check_folder(folder).faults
+    with pytest.raises(ValueError, match="nothing in the model has seen keys and values: the state of a projection"):
+        export_model({"up": eqx.nn.Linear(8, 8, key=jax.random.key(0))}, tmp_path / "no", kv_cache_scales=True)
+    with pytest.raises(ValueError, match="no place for scales of keys and values; use one of compressed-tensors"):
+        export_model(model, tmp_path / "no", "fp8", kv_cache_scales=True)

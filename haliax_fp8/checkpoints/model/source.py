@@ -1,6 +1,7 @@
 """What an export reads: each matrix and each other array of a model, by name, without copying any."""
 
 import dataclasses
+import itertools
 from typing import Any
 
 import haliax as hax
@@ -9,6 +10,7 @@ import numpy as np
 
 from ..._numerics.formats import E4M3
 from ..._op import Fp8DotGeneral
+from ...attention.op import Fp8Attention
 from ...layers.patterns import Pattern, matches
 from ...layers.router import routers
 from ...layers.rule import LayerRule
@@ -16,6 +18,7 @@ from ...layers.served import AbstractServedLayer
 from ...recipes.scaling import AbstractScaling, stores_scale
 from ..frozen import is_frozen
 from ..quantize import ScaledMatrix
+from .cache_scale import CacheScale
 from .matrices import Parts, of_array, of_kernel, plain
 from .served_matrices import ServedMatrices
 from .tree import Place, is_array, visit
@@ -141,10 +144,12 @@ class Collected:
     Args:
         matrices: The kernels of its layers.
         others: The rest.
+        caches: The attentions that know the scales of keys and values.
     """
 
     matrices: list[Matrix]
     others: list[Other]
+    caches: list[CacheScale]
 
 
 def collect(
@@ -159,7 +164,7 @@ def collect(
             those that have an op, or for all but routers and embeddings if none has.
         exclude: The layers to leave in high precision.
     """
-    found = _Collector([], [])
+    found = _Collector([], [], [])
     visit(model, found, rules)
     any_fp8 = any(layer.op is not None or is_in_fp8(layer.layer) for layer in found.layers)
     kernels = {str(layer.place): layer.rule.kernel(layer.layer) for layer in found.layers if not is_in_fp8(layer.layer)}
@@ -175,7 +180,7 @@ def collect(
         # An embedding is read by rows too: its table stays as it is.
         quantizable = named and not left and not isinstance(layer.layer, hnn.Embedding)
         matrices += layer.matrices(quantizable=quantizable)
-    return Collected(matrices, others)
+    return Collected(matrices, others, found.caches)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -211,6 +216,13 @@ class _Layer:
 class _Collector:
     layers: list[_Layer]
     others: list[Other]
+    caches: list[CacheScale]
+
+    def attention(self, op: Fp8Attention, place: Place) -> Any:
+        for blocks in itertools.product(*(range(axis.size) for axis in place.stack)):
+            # The engine's attention is what holds the projections.
+            self.caches.append(CacheScale(place.name(blocks).rpartition(".")[0], op, blocks))
+        return op
 
     def layer(self, layer: Any, rule: LayerRule, place: Place) -> Any:
         self.layers.append(_Layer(layer, rule, place))
