@@ -76,7 +76,12 @@ def is_same_output(got: str, expected: str) -> bool:
     return doctest.OutputChecker().check_output(expected, got, doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS)
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if blocks_of(p.read_text())], ids=NAMES.get)
+# Pages that are notebooks run as these, in `test_notebooks.py`.
+RUN_ELSEWHERE = {ROOT / "docs" / page for page in runpy.run_path(str(ROOT / "docs/_notebooks/notebooks.py"))["PAGES"]}
+RUN_HERE = [page for page in PAGES if page not in RUN_ELSEWHERE and blocks_of(page.read_text())]
+
+
+@pytest.mark.parametrize("page", RUN_HERE, ids=NAMES.get)
 def test_code_of_page_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert run_page(page.read_text(), str(page.relative_to(ROOT))) == []
