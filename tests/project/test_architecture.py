@@ -33,9 +33,10 @@ FLOORS = (
     ("_einsum", "layers", "preflight", "demo"),
     # The loop.
     ("training", "memory", "sharding", "ops"),
-    ("statistics", "checkpoints"),
-    # The model for inference.
-    ("serving",),
+    # What became of its numbers; the model for inference.
+    ("statistics", "serving"),
+    # Models on disk, those for inference too.
+    ("checkpoints",),
     ("_cli",),
     ("__init__", "__main__"),
 )

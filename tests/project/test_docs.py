@@ -101,6 +101,15 @@ def test_tests_that_a_page_names_exist(page):
     assert not missing
 
 
+def test_files_that_the_page_of_claims_names_exist():
+    """What settles a claim has to be there: scripts, results, examples."""
+    named = re.findall(
+        r"`((?:haliax_fp8|benchmarks|examples|tests|docs)/[\w./]+)`", (ROOT / "docs/seeds.md").read_text()
+    )
+    assert len(named) > 5
+    assert [name for name in named if not (ROOT / name).exists()] == []
+
+
 def test_readme_shows_how_to_run_and_test():
     shell = [m["code"] for m in _BLOCK.finditer((ROOT / "README.md").read_text()) if m["kind"] == "bash"]
     lines = [line for block in shell for line in block.splitlines()]
