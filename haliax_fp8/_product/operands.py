@@ -11,6 +11,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from .._jax.mesh_axes import axes_of_parts, axes_to_reduce, varying_axes
+from .._jax.several_devices import divided_as_made
 from .._jax.xla import computed_together
 from .._numerics.quantized_array import QuantizedArray
 from .._state.form import AbstractStateForm
@@ -237,4 +238,4 @@ def measured_parts(
     if (missing := count - values.shape[-2]) > 0:
         values = jnp.pad(values, [(0, 0)] * spec.ensemble + [(0, missing), (0, 0)])
     axes = axes_to_reduce(x, state)
-    return lax.pmax(values, axes) if axes else values
+    return lax.pmax(values, axes) if axes else divided_as_made(values)
