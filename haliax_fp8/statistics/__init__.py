@@ -10,5 +10,6 @@ from .diagnosis import (
     diagnose as diagnose,
 )
 from .history import scale_ages as scale_ages
+from .log import StatisticsLog as StatisticsLog
 from .measure import quantization_statistics as quantization_statistics
 from .result import ModelStatistics as ModelStatistics, OpStatistics as OpStatistics
