@@ -27,9 +27,9 @@ def loss_fn(model: eqx.nn.MLP, x: Array) -> Array:
 
 
 def batch(seed: int, step: int) -> Array:
-    """Inputs that are eight times larger from step 20 to step 29."""
+    """Inputs that are three times larger from step 20 to step 29."""
     key = jax.random.fold_in(jax.random.key(seed), step)
-    return jax.random.normal(key, (64, WIDTH)) * (8.0 if 20 <= step < 30 else 1.0)
+    return jax.random.normal(key, (64, WIDTH)) * (3.0 if 20 <= step < 30 else 1.0)
 
 
 @functools.cache

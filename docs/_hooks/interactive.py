@@ -11,7 +11,7 @@ import jax
 
 from haliax_fp8.checkpoints.engines import engines
 from haliax_fp8.recipes import Format, HadamardScaling, OperandUse, Quantization, named
-from haliax_fp8.recipes.recipe import OPERANDS, OperandName
+from haliax_fp8.recipes.recipe import ProductName
 from haliax_fp8.recipes.scaling import stores_scale
 
 
@@ -22,7 +22,8 @@ MARK = re.compile(r"<!-- interactive: ([a-z-]+) -->\n((?:\|.*\n)*)")
 _SIDE = 256
 # How many of the 8 squares along a side of a tile a block covers; more would be too small to see.
 _DRAWN = {1: 1, 16: 2, 32: 2, 128: 4, _SIDE: 8}
-_SHORT: dict[OperandName, str] = {"input": "x", "kernel": "w", "output_grad": "g"}
+# What is multiplied, from left to right.
+_FACTORS: dict[ProductName, tuple[str, str]] = {"fprop": ("x", "w"), "dgrad": ("g", "wᵀ"), "wgrad": ("xᵀ", "g")}
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
@@ -62,14 +63,14 @@ def engine_table() -> str:
 
 def recipe_tiles() -> str:
     """Each product of each named recipe: its two operands, their formats, and which elements share a scale."""
-    head = "".join(f"<th>{name}</th>" for name in ("recipe", *OPERANDS))
+    head = "".join(f"<th>{name}</th>" for name in ("recipe", *_FACTORS))
     rows = []
     for name, recipe in named.items():
         cells = [f"<th><code>{name}</code></th>"]
         for product, operands in recipe.products.items():
             tiles = [
-                _tile(_SHORT[operand], quantization, is_left=i == 0)
-                for i, (operand, quantization) in enumerate(zip(OPERANDS[product], operands, strict=True))
+                _tile(factor, quantization, is_left=i == 0)
+                for i, (factor, quantization) in enumerate(zip(_FACTORS[product], operands, strict=True))
             ]
             cells.append(f'<td><div class="fp8-pair">{"<span>·</span>".join(tiles)}</div></td>')
         rows.append(f"<tr>{''.join(cells)}</tr>")

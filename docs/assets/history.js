@@ -16,8 +16,8 @@
   // Always the same noise, so that only the sliders change the picture.
   const noise = (step) => 1 + 0.25 * Math.sin(12.9898 * step) + 0.12 * Math.sin(78.233 * step);
   const SIGNALS = {
-    "a tensor that grows": (step) => 0.5 * 1.06 ** step * noise(step),
     "one spike": (step) => (step === 20 ? 12 : 2 * noise(step)),
+    "a tensor that grows": (step) => 0.5 * 1.06 ** step * noise(step),
     "a fall, as after warmup": (step) => (step < 24 ? 8 : 1) * noise(step),
     "only noise": (step) => 3 * noise(step),
   };

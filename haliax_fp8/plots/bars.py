@@ -65,7 +65,7 @@ def benchmark_bars(
                 continue
             axes.barh(i, float(value), color=style.color + "99", edgecolor=style.color, hatch=style.hatch, height=0.7)
             ratio = f" ({float(value) / base:.2f}×)" if base and names[i] != baseline else ""
-            axes.text(float(value), i, f" {float(value):.3g}{ratio}", va="center", fontsize=8.5)
+            axes.text(float(value), i, f" {_short(float(value))}{ratio}", va="center", fontsize=8.5)
         # Room for the text beside the longest bar.
         axes.set_xlim(0.0, 1.4 * max(float(row[key]) for row in rows if _is_number(row.get(key))))
         axes.set_xlabel(heading)
@@ -81,6 +81,11 @@ def _rows(results: str | pathlib.Path | Sequence[Mapping[str, Any]]) -> list[Map
     if not isinstance(read, dict) or not isinstance(read.get("rows"), list):
         raise ValueError(f"results={str(results)!r} has no list of rows; write it with a benchmark's --json")
     return read["rows"]
+
+
+def _short(value: float) -> str:
+    """Three digits, or all before the point."""
+    return f"{value:,.0f}" if abs(value) >= 1000.0 else f"{value:.3g}"
 
 
 def _is_number(value: Any) -> bool:

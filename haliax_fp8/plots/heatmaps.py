@@ -65,6 +65,11 @@ def statistics_heatmaps(
         one.invert_yaxis()
         one.set_title(f"{name} of the {operand}", loc="left", fontsize=10)
         bar = figure.colorbar(ScalarMappable(image.norm, image.cmap), ax=one, pad=0.01, aspect=12)
+        if isinstance(norm, LogNorm):
+            # matplotlib's own are none or too many where the numbers span less than a power of ten.
+            marks = np.geomspace(norm.vmin, norm.vmax, 4)
+            bar.set_ticks(marks, labels=[f"{mark:.2g}" for mark in marks])
+            bar.minorticks_off()
         bar.set_label("%" if name in _SHARES else "dB" if name == "sqnr" else "")
     axes[-1].set_xlabel("step")
     return figure
