@@ -21,6 +21,7 @@ from jax import lax
 from jax._src import core, dtypes, earray
 from jax._src.interpreters import pxla
 from jax._src.lax.lax import from_edtype_p, to_edtype_p
+from jax.interpreters import ad
 from jaxtyping import Array
 
 
@@ -93,12 +94,14 @@ class _MaxGradDType(dtypes.ExtendedDType):
         scalar: The abstract type.
         identity: What stands for no cotangent at all.
         manual_axes: The mesh axes of the `shard_map` that state was cast in.
+        knows_its_axes: Whether they are known; not of a cast by `astype`, to a type that is the same everywhere.
     """
 
     float_dtype: np.dtype
     scalar: type = max_grad
     identity: float = -np.inf
     manual_axes: tuple[str, ...] = ()
+    knows_its_axes: bool = False
     _rules: ClassVar = _MaxGradRules
 
     @property
@@ -128,6 +131,7 @@ class _MaxGradDType(dtypes.ExtendedDType):
 
     @functools.cached_property
     def _key(self) -> tuple[Any, ...]:
+        # Without `knows_its_axes`: state is of one type outside of `shard_map`, whoever cast it.
         return self.float_dtype, self.scalar, self.identity, self.manual_axes
 
     @property
@@ -181,9 +185,13 @@ def to_record(x: Array, *, inexact: bool) -> Array:
 
 
 def _made_here(dtype: _MaxGradDType) -> _MaxGradDType:
-    """The type of what a `shard_map` makes, if this is inside one."""
-    manual_axes = tuple(jax.sharding.get_abstract_mesh().manual_axes)
-    return dataclasses.replace(dtype, manual_axes=manual_axes) if manual_axes else dtype
+    """The type of what is cast here, which knows inside which `shard_map` that is."""
+    return _made_in(dtype, tuple(jax.sharding.get_abstract_mesh().manual_axes))
+
+
+@functools.cache
+def _made_in(dtype: _MaxGradDType, manual_axes: tuple[str, ...]) -> _MaxGradDType:
+    return dataclasses.replace(dtype, manual_axes=manual_axes, knows_its_axes=True)
 
 
 def to_dtype_of(x: Array, like: Any) -> Array:
@@ -213,8 +221,12 @@ def require_differentiated_state(state: Any, is_linear: bool) -> None:
         raise StateNotDifferentiated(f"state of type {fp32_max_grad.name} has no tangent, and its layer has one")
 
 
-def axes_since_recorded(state: Any, manual_axes: Sequence[str]) -> tuple[str, ...]:
-    """Which of these mesh axes belong to a `shard_map` inside the function that state was cast for."""
-    if not is_max_grad(state):
-        return ()
-    return tuple(axis for axis in manual_axes if axis not in state.dtype.manual_axes)
+def require_transposed_state(state: Any, others: Sequence[Any]) -> None:
+    """The same in reverse mode: a `custom_jvp` turns each tangent that it is not given into zeros, here constants.
+
+    Args:
+        state: The state's tangent, as a transposition gets it.
+        others: Those of the operands; None where zero.
+    """
+    if any(map(ad.is_undefined_primal, others)) and not ad.is_undefined_primal(state):
+        require_differentiated_state(state, False)

@@ -1,15 +1,21 @@
 """Inside `shard_map`: the mesh axes over which an array differs from device to device."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 from jax import lax
+from jax.interpreters import ad
 from jaxtyping import Array
 
 
-def varying_axes(x: Array) -> frozenset[str]:
-    """The mesh axes over which an array differs from device to device, inside `shard_map`."""
-    aval = jax.typeof(x)
+def varying_axes(x: Any) -> frozenset[str]:
+    """The mesh axes over which an array differs from device to device, inside `shard_map`.
+
+    Args:
+        x: The array; or what a transposition has in its place, `ad.UndefinedPrimal`.
+    """
+    aval = x.aval if ad.is_undefined_primal(x) else jax.typeof(x)
     axes = getattr(aval, "manual_axis_type", None)  # JAX 0.12 moved `vma` here.
     return frozenset(axes.varying if axes is not None else getattr(aval, "vma", ()))
 
@@ -41,8 +47,13 @@ def axes_of_parts(x: Array) -> tuple[str, ...]:
     return unchecked_axes() or tuple(sorted(varying_axes(x)))
 
 
-def axes_to_reduce(x: Array, state: Array) -> tuple[str, ...]:
-    """The mesh axes over which devices hold parts of an operand but share the state, inside `shard_map`."""
+def axes_to_reduce(measured: Sequence[Array], state_axes: frozenset[str]) -> tuple[str, ...]:
+    """The mesh axes over which devices measured parts of operands but share the state, inside `shard_map`.
+
+    Args:
+        measured: What was measured, or of what.
+        state_axes: The axes over which the state differs from device to device.
+    """
     if unchecked := unchecked_axes():
         return unchecked  # Nothing is known; a maximum too many does no harm.
-    return tuple(sorted(varying_axes(x) - varying_axes(state)))
+    return tuple(sorted(frozenset().union(*map(varying_axes, measured)) - state_axes))

@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
-from .._jax.mesh_axes import axes_of_parts, axes_to_reduce, varying_axes
+from .._jax.mesh_axes import axes_of_parts, varying_axes
 from .._jax.xla import computed_together
 from .._numerics.quantized_array import QuantizedArray
 from .._state.form import AbstractStateForm
@@ -220,7 +220,7 @@ def measured_parts(
         operand: Which it is.
         extras: What else the contraction takes.
         spec: What is static about the product.
-        state: The state; inside `shard_map` devices that share it take the maximum over theirs.
+        state: The state. Inside `shard_map` each device measures its own part.
     """
     scaling, count = getattr(spec.recipe, operand).scaling, measures(spec.recipe.scalings)
     if not (isinstance(scaling, AbstractStatefulScaling) and scaling.measures):
@@ -236,5 +236,4 @@ def measured_parts(
         values = largest_of_groups(jnp.max(values, axis=-1), extras[0])[..., None]
     if (missing := count - values.shape[-2]) > 0:
         values = jnp.pad(values, [(0, 0)] * spec.ensemble + [(0, missing), (0, 0)])
-    axes = axes_to_reduce(x, state)
-    return lax.pmax(values, axes) if axes else values
+    return values

@@ -29,8 +29,9 @@ from .._jax.after_partitioning import lower_with_devices
 from .._jax.explicit_axes import with_automatic_axes
 from .._jax.linearization import define_linearization
 from .._jax.mapped_axis import to_front
-from .._jax.max_grad import axes_since_recorded, require_differentiated_state, to_dtype_of
-from .._jax.mesh_axes import as_varying, unchecked_axes
+from .._jax.max_grad import require_differentiated_state, require_transposed_state, to_dtype_of
+from .._jax.mesh_axes import as_varying, varying_axes
+from .._jax.unchecked_devices import require_gradient_inside, require_transposition_inside
 from .._numerics.quantized_array import QuantizedArray
 from ..devices.units import MX_UNITS
 from .kernel_copies import KernelCopies, KernelCopy, folded, is_mapped, shape_of
@@ -142,11 +143,8 @@ def _check_linear(linear: Sequence[bool], state: Any, spec: ProductSpec) -> None
         return
     if linear[1]:
         require_differentiated_state(state, linear[2])
-    if linear[2] and axes_since_recorded(state, unchecked_axes()):
-        raise ValueError(
-            f"a gradient is taken outside of shard_map over {unchecked_axes()} with check_vma=False, where JAX would "
-            "sum the amaxes of all devices. Take the gradient inside shard_map, or use check_vma=True"
-        )
+    if linear[2]:
+        require_gradient_inside(state)
 
 
 def _fp8_dot_batch(args, axes, *, spec: ProductSpec):
@@ -168,7 +166,16 @@ def _fp8_dot_batch(args, axes, *, spec: ProductSpec):
         copies = folded(copies, copies_axes, size, spec.ensemble, kernel_has_axis=operands[1].ndim > ndim)
     of_op = (*(x for x in (state, key) if x is not None), *jax.tree.leaves(copies))
     spec = dataclasses.replace(spec, contraction=contraction)
-    return _primitive_of(spec).bind(*operands, *of_op, spec=spec), out_axis + spec.ensemble
+    return _in_front(_primitive_of(spec).bind(*operands, *of_op, spec=spec), out_axis + spec.ensemble)
+
+
+def _in_front(out: Array, axis: int) -> tuple[Array, int]:
+    """A mapped result with the axis in front, as it is where JAX differentiates first.
+
+    If a mapped `jax.custom_jvp` or `custom_vjp` is traced before it is differentiated, JAX takes the axis of what its
+    derivative returns to be that of what the function itself returned.
+    """
+    return to_front(out, axis, out.shape[axis], 0), 0
 
 
 def _unpack(args, linear: tuple[bool, ...], structure) -> tuple[list[Any], Any, Any]:
@@ -206,7 +213,14 @@ def _fp8_dot_transpose(grad, *args, spec: ProductSpec, linear: tuple[bool, ...],
     if type(grad) is ad.Zero:
         return [None] * len(args)
     dx, dw = (t.aval.dtype if ad.is_undefined_primal(t) else None for t in tangents[:2])
-    gradients, new_state = backward(grad, residuals, extras, spec=spec, dtypes=(dx, dw), update=any(linear[2:]))
+    update = len(linear) > 2 and linear[2]
+    if update:
+        require_transposed_state(tangents[2], tangents[1:2])
+        require_transposition_inside(tangents[2])
+    state_axes = varying_axes(tangents[2]) if update else frozenset()
+    gradients, new_state = backward(
+        grad, residuals, extras, spec=spec, dtypes=(dx, dw), update=update, state_axes=state_axes
+    )
     if new_state is not None:
         new_state = to_dtype_of(new_state, tangents[2].aval)
     cotangents = [*gradients, *([new_state] if len(linear) > 2 else [])]
@@ -223,7 +237,8 @@ def _fp8_dot_tangent_batch(args, axes, *, spec: ProductSpec, linear: tuple[bool,
     given, spec, out_axis = with_mapped_axis(given, mapped, size, spec)
     leaves, structure = jax.tree.flatten((given.residuals, given.extras))
     tangents = [t for t in given.tangents if t is not None]
-    return fp8_dot_tangent_p.bind(*tangents, *leaves, spec=spec, linear=linear, structure=structure), out_axis
+    out = fp8_dot_tangent_p.bind(*tangents, *leaves, spec=spec, linear=linear, structure=structure)
+    return _in_front(out, out_axis)
 
 
 for _primitive, _function, _aval in (

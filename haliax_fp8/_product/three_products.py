@@ -12,7 +12,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
-from .._jax.mesh_axes import automatic_axes
+from .._jax.mesh_axes import automatic_axes, axes_to_reduce
 from .._jax.opaque import opaque
 from .._jax.several_devices import gathered_once, transposed_separately_on_one
 from .._jax.xla import not_kept_from_forward, own_operand, own_precision, transposed_separately
@@ -196,7 +196,7 @@ def _own_input(input: QuantizedArray, kernel: QuantizedArray, spec: ProductSpec)
     return dataclasses.replace(input, data=own_operand(input.data, own))
 
 
-@opaque("spec", "dtypes", "update")
+@opaque("spec", "dtypes", "update", "state_axes")
 def backward(
     grad: Array,
     residuals: Residuals,
@@ -205,8 +205,19 @@ def backward(
     spec: ProductSpec,
     dtypes: tuple[np.dtype | None, np.dtype | None],
     update: bool,
+    state_axes: frozenset[str],
 ) -> tuple[tuple[Array | None, Array | None], Array | None]:
-    """The gradients of input and kernel in the dtypes given (None: not wanted), and if wanted that of the state."""
+    """The gradients of input and kernel in the dtypes given (None: not wanted), and if wanted that of the state.
+
+    Args:
+        grad: The output's gradient.
+        residuals: What the forward pass kept.
+        extras: What else the contraction needs.
+        spec: What is static.
+        dtypes: Those of the gradients.
+        update: Whether the gradient of the state is wanted.
+        state_axes: Inside `shard_map`, the mesh axes over which devices have states of their own.
+    """
     grad, state_grad = round_to(grad, spec.compute_dtype), grad
     kept = residuals.kept(spec)
     scales, quantized = scales_of(kept.state if kept else None, spec), {}
@@ -244,10 +255,12 @@ def backward(
     of_grad = None
     if kept.measured is not None:
         of_grad = measured_parts(grad, quantized_grad("dgrad"), "output_grad", extras, spec, kept.state)
+    # What a device measured is all that differs, so that one maximum over devices is enough for all operands.
+    devices = () if of_grad is None else axes_to_reduce((*(kept.measured or ()), of_grad), state_axes)
     if not spec.contraction.own_state:
-        return gradients, spec.state.cotangent(kept, of_grad, state_grad, spec.recipe, spec.ensemble)
+        return gradients, spec.state.cotangent(kept, of_grad, state_grad, spec.recipe, spec.ensemble, devices)
     of_groups = largest_of_groups(jnp.max(lax.abs(state_grad), axis=-1, keepdims=True), extras[0])
-    new_state = spec.state.cotangent(kept, of_grad, of_groups, spec.recipe, spec.ensemble)
+    new_state = spec.state.cotangent(kept, of_grad, of_groups, spec.recipe, spec.ensemble, devices)
     # A group without rows was not reached.
     has_rows = lax.expand_dims(extras[0] > 0, range(spec.ensemble, new_state.ndim))
     return gradients, jnp.where(has_rows, new_state, np.float32(0.0))

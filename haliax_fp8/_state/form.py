@@ -87,7 +87,15 @@ class AbstractStateForm(abc.ABC):
         """
 
     @abc.abstractmethod
-    def cotangent(self, kept: Kept, of_grad: Parts | None, grad: Array, recipe: Recipe, ensemble: int) -> Array:
+    def cotangent(
+        self,
+        kept: Kept,
+        of_grad: Parts | None,
+        grad: Array,
+        recipe: Recipe,
+        ensemble: int,
+        devices: tuple[str, ...] = (),
+    ) -> Array:
         """The cotangent of the state, in float32.
 
         Args:
@@ -96,6 +104,7 @@ class AbstractStateForm(abc.ABC):
             grad: The output's gradient.
             recipe: The recipe of the op.
             ensemble: How many leading axes number members.
+            devices: Inside `shard_map`, the mesh axes over which devices share the state, and record the maximum.
         """
 
 
@@ -118,13 +127,21 @@ class TableForm(AbstractStateForm):
         assert state is not None
         return Kept(state, None, None if measured is None else _apart(measured, recipe, ensemble))
 
-    def cotangent(self, kept: Kept, of_grad: Parts | None, grad: Array, recipe: Recipe, ensemble: int) -> Array:
+    def cotangent(
+        self,
+        kept: Kept,
+        of_grad: Parts | None,
+        grad: Array,
+        recipe: Recipe,
+        ensemble: int,
+        devices: tuple[str, ...] = (),
+    ) -> Array:
         """The table of the next step; zeros if another member, a copy of this one's state, records for both."""
         maxima, table = is_max_grad(kept.state), to_float32(kept.state)
         if kept.measured is None or of_grad is None:
             measured = lax.full((*table.shape[:-2], 0), 0.0, np.float32)
         else:
-            measured = _whole(_joined([*kept.measured, of_grad]))
+            measured = _largest(_whole(_joined([*kept.measured, of_grad])), devices)
         if maxima:
             return _next_table(table, measured, recipe=recipe)
         of_kernel = lax.index_in_dim(_of_operands(measured), 1, axis=measured.ndim - 1, keepdims=False)
@@ -161,14 +178,22 @@ class RecordForm(AbstractStateForm):
             rows = lax.slice_in_dim(rows, 0, 1, axis=ensemble + 1)
         return Kept(lax.squeeze(rows, (ensemble + 1,)), mark, _apart(measured, recipe, ensemble))
 
-    def cotangent(self, kept: Kept, of_grad: Parts | None, grad: Array, recipe: Recipe, ensemble: int) -> Array:
+    def cotangent(
+        self,
+        kept: Kept,
+        of_grad: Parts | None,
+        grad: Array,
+        recipe: Recipe,
+        ensemble: int,
+        devices: tuple[str, ...] = (),
+    ) -> Array:
         """What was measured of all operands, padded to the length of a record; then the mark."""
         if kept.measured is None or of_grad is None or kept.mark is None:
             return lax.full((*kept.state.shape[:-1], kept.state.shape[-1] + 1), 0.0, np.float32)
         missing = record_length(recipe.scalings) - 3 * measures(recipe.scalings)
         padding = [jnp.zeros((*of_grad.shape[:-2], missing, 1), of_grad.dtype)] if missing else []
         measured = _whole(_joined([*kept.measured, of_grad, *padding, kept.mark]))
-        return recorded_by_first(measured, grad, ensemble)
+        return _largest(recorded_by_first(measured, grad, ensemble), devices)
 
 
 def _three(numbers: Array, first: int = 0) -> tuple[Array, Array, Array]:
@@ -198,6 +223,10 @@ def _whole(measured: Parts) -> Float32[Array, "*ensemble measures"]:
     """The measurements of operands as a whole, in float32."""
     axes = (measured.ndim - 1,)
     return to_float32(lax.squeeze(measured, axes) if measured.shape[-1] == 1 else lax.reduce_max(measured, axes))
+
+
+def _largest(measured: Array, devices: tuple[str, ...]) -> Array:
+    return lax.pmax(measured, devices) if devices else measured
 
 
 def _of_operands(measured: Array) -> Float32[Array, "*ensemble 3 measures"]:

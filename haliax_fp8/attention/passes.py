@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Float32
 
-from .._jax.mesh_axes import axes_to_reduce
+from .._jax.mesh_axes import axes_to_reduce, varying_axes
 from .._jax.opaque import opaque
 from .._product.names import FP8_ATTENTION
 from ..recipes.scaling import AbstractStatefulScaling
@@ -150,5 +150,5 @@ def _measured(
         for x in operands
     ]
     amaxes = lax.concatenate([*(lax.expand_dims(x, (x.ndim,)) for x in found), amaxes], amaxes.ndim - 1)
-    axes = axes_to_reduce(operands[0], state)
+    axes = axes_to_reduce(operands[:1], varying_axes(state))
     return lax.pmax(amaxes, axes) if axes else amaxes

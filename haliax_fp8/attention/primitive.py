@@ -12,6 +12,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
@@ -21,8 +22,9 @@ from jaxtyping import Array, Float
 from .._jax.after_partitioning import lower_with_devices
 from .._jax.linearization import define_linearization
 from .._jax.mapped_axis import to_front
-from .._jax.max_grad import axes_since_recorded, require_differentiated_state, to_dtype_of
-from .._jax.mesh_axes import unchecked_axes, varying_axes
+from .._jax.max_grad import require_differentiated_state, require_transposed_state, to_dtype_of
+from .._jax.mesh_axes import varying_axes
+from .._jax.unchecked_devices import require_gradient_inside, require_transposition_inside
 from .passes import AttentionSpec, Residuals, backward, forward, output, tangent
 
 
@@ -89,11 +91,8 @@ def _check_linear(linear: Sequence[bool], state: Any) -> None:
     """Raises unless JAX will combine the state's gradients correctly."""
     if any(linear[:3]):
         require_differentiated_state(state, linear[3])
-    if linear[3] and axes_since_recorded(state, unchecked_axes()):
-        raise ValueError(
-            f"a gradient is taken outside of shard_map over {unchecked_axes()} with check_vma=False, where JAX would "
-            "sum the amaxes of all devices. Take the gradient inside shard_map, or use check_vma=True"
-        )
+    if linear[3]:
+        require_gradient_inside(state)
 
 
 def _unpack(args: Sequence[Any], linear: tuple[bool, ...]) -> tuple[list[Any], Residuals]:
@@ -115,6 +114,9 @@ def _transpose(grad: Any, *args: Any, spec: AttentionSpec, linear: tuple[bool, .
     if type(grad) is ad.Zero:
         return [None] * len(args)
     tangents, residuals = _unpack(args, linear)
+    if linear[3]:
+        require_transposed_state(tangents[3], tangents[:3])
+        require_transposition_inside(tangents[3])
     dtypes = [t.aval.dtype if ad.is_undefined_primal(t) else spec.out_dtype for t in tangents[:3]]
     gradients, state = backward(grad, residuals, spec=spec, dtypes=(dtypes[0], dtypes[1], dtypes[2]), update=linear[3])
     if state is not None:
@@ -134,7 +136,9 @@ def _into_batch(x: Array, axis: int | None, size: int, place: int) -> Array:
 
 
 def _out_of_batch(x: Array, size: int, place: int) -> Array:
-    return lax.reshape(x, (*x.shape[:place], size, x.shape[place] // size, *x.shape[place + 1 :]))
+    """A result with the mapped axis in front, as the kernels themselves map; see `_product/primitive.py`."""
+    x = lax.reshape(x, (*x.shape[:place], size, x.shape[place] // size, *x.shape[place + 1 :]))
+    return jnp.moveaxis(x, place, 0)
 
 
 def _attention_batch(args: Any, axes: Any, *, spec: AttentionSpec) -> tuple[Array, int]:
@@ -144,7 +148,7 @@ def _attention_batch(args: Any, axes: Any, *, spec: AttentionSpec) -> tuple[Arra
         return fp8_attention_p.bind(*args, spec=dataclasses.replace(spec, ensemble=spec.ensemble + 1)), 0
     place = spec.ensemble
     operands = [_into_batch(x, axis, size, place) for x, axis in zip(args[:3], axes[:3], strict=True)]
-    return _out_of_batch(fp8_attention_p.bind(*operands, args[3], spec=spec), size, place), place
+    return _out_of_batch(fp8_attention_p.bind(*operands, args[3], spec=spec), size, place), 0
 
 
 def _tangent_batch(args: Any, axes: Any, *, spec: AttentionSpec, linear: tuple[bool, ...]) -> tuple[Array, int]:
@@ -166,7 +170,7 @@ def _tangent_batch(args: Any, axes: Any, *, spec: AttentionSpec, linear: tuple[b
         measured = lax.reduce_max(measured, (of_residuals.measured,))
     given = [x for x in (*moved[:3], tangents[3]) if x is not None]
     out = fp8_attention_tangent_p.bind(*given, *moved[3:], measured, residuals.state, spec=spec, linear=linear)
-    return _out_of_batch(out, size, place), place
+    return _out_of_batch(out, size, place), 0
 
 
 for _primitive, _function, _aval, _batch in (

@@ -10,7 +10,7 @@ from jax import lax
 from jaxtyping import Array, Float, Float32
 
 from .._jax.max_grad import to_float32
-from .._jax.mesh_axes import as_varying, axes_to_reduce
+from .._jax.mesh_axes import as_varying, axes_to_reduce, varying_axes
 from .._numerics.formats import Format
 from .._numerics.quantized_array import divide_by
 from .._op import Fp8DotGeneral
@@ -80,7 +80,7 @@ def send_rows(
         )
     # Differentiated, the amax would be a sum over devices.
     amax = jnp.max(jnp.abs(round_to(lax.stop_gradient(rows), op.compute_dtype)), initial=0.0)
-    axes = axes_to_reduce(rows, scale)
+    axes = axes_to_reduce((rows,), varying_axes(scale))
     amax = lax.pmax(amax, axes) if axes else amax
     return _send(rows, scale, amax, spec, exchange, gradient_format)
 

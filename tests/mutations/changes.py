@@ -420,9 +420,9 @@ CHANGES = (
     ),
     Change(
         "the maximum over devices is not taken",
-        "_product/operands.py",
-        "lax.pmax(values, axes) if axes else values",
-        "values",
+        "_state/form.py",
+        "lax.pmax(measured, devices) if devices else measured",
+        "measured",
         ("test_exactness.py::test_shard_map_takes_the_maximum_over_devices",),
     ),
     Change(
@@ -470,8 +470,8 @@ CHANGES = (
     Change(
         "what a table measured of input and kernel is exchanged",
         "_state/form.py",
-        "measured = _whole(_joined([*kept.measured, of_grad])) if maxima",
-        "measured = _whole(_joined([*reversed(kept.measured), of_grad]))\n        if maxima",
+        "_largest(_whole(_joined([*kept.measured, of_grad])), devices)",
+        "_largest(_whole(_joined([*reversed(kept.measured), of_grad])), devices)",
         ("test_dot_general.py::test_any_dimension_numbers",),
     ),
     Change(
@@ -1008,6 +1008,41 @@ CHANGES = (
         "and not ends(site.instruction.opcode)",
         "",
         ("test_preflight_traffic.py",),
+    ),
+    Change(
+        "a mapped product has its axis wherever the contraction puts it",
+        "_product/primitive.py",
+        "return to_front(out, axis, out.shape[axis], 0), 0",
+        "return out, axis",
+        ("test_exactness.py::test_mapped_derivatives_have_the_axes_of_the_result",),
+    ),
+    Change(
+        "state that a custom_jvp replaced with zeros goes unnoticed",
+        "_jax/max_grad.py",
+        "if any(map(ad.is_undefined_primal, others)) and not ad.is_undefined_primal(state):",
+        "if False:",
+        ("test_exactness.py::test_a_custom_jvp_of_each_row_inside_equinoxs",),
+    ),
+    Change(
+        "a cast by a caller inside shard_map counts as one outside",
+        "_jax/unchecked_devices.py",
+        "is_max_grad(state) and state.dtype.knows_its_axes and any",
+        "is_max_grad(state) and any",
+        ("test_shard_map.py::test_casts_by_the_caller",),
+    ),
+    Change(
+        "every transposition inside shard_map counts as shard_map's own",
+        "_jax/unchecked_devices.py",
+        'innermost is not None and "transpose" in innermost.f_code.co_qualname',
+        "innermost is not None",
+        ("test_shard_map.py::test_casts_by_the_caller",),
+    ),
+    Change(
+        "each device records what it measured itself where members share a state",
+        "_product/three_products.py",
+        "devices = () if of_grad is None else axes_to_reduce(",
+        "devices = () if of_grad is None or spec.ensemble == 0 else axes_to_reduce(",
+        ("test_exactness.py::test_shard_map_takes_the_maximum_over_devices",),
     ),
     # --- serving
     Change(

@@ -62,6 +62,41 @@ def test_per_device_needs_no_communication(scaling, per_device):
     assert ("all_reduce" in jax.jit(out).lower(x).as_text()) != per_device
 
 
+def maxima_over_devices(function, *args):
+    """How many there are in a program."""
+    found = jax.jit(function).lower(*args).as_text().split('"stablehlo.all_reduce"')[1:]
+    return sum("stablehlo.maximum" in text.split("stablehlo.return")[0] for text in found)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("gradient", [fp8.filter_grad, eqx.filter_grad], ids=["ours", "equinox's"])
+def test_one_maximum_over_devices_serves_all_operands(gradient, check_vma):
+    """Of a kernel that all devices have, too."""
+    model, x, mesh = problem("delayed")
+    inside = lambda model, x: gradient(loss)(model, x)[0]
+    take = jax.shard_map(inside, mesh=mesh, in_specs=(P(), P("rows")), out_specs=P(), check_vma=check_vma)
+    assert maxima_over_devices(take, model, x) == 1
+
+
+@pytest.mark.parametrize("taken", ["inside", "outside", "outside, cast inside"])
+def test_casts_by_the_caller(taken):
+    """By `astype`, to a type that does not say where it was made."""
+    model, x, mesh = problem("delayed")
+    cast = lambda model: (jax.tree.map(lambda x: x.astype(fp8.fp32_max_grad), model[0]), model[1])
+    specs = dict(mesh=mesh, out_specs=P(), check_vma=False)
+    each = lambda model, x: loss(cast(model) if taken == "outside, cast inside" else model, x)
+    around = jax.shard_map(lambda model, x: lax.psum(each(model, x), "rows"), in_specs=(P(), P("rows")), **specs)
+    outside = jax.grad(lambda model: around(cast(model) if taken == "outside" else model, x))
+    if taken != "inside":
+        with pytest.raises(ValueError, match="Take the gradient inside shard_map, or use check_vma=True"):
+            jax.jit(outside)(model)
+        return
+    inside = lambda model, x: jax.grad(lambda model: loss(cast(model), x))(model)[0]
+    op = jax.jit(jax.shard_map(inside, in_specs=(P(), P("rows")), **specs))(model, x)
+    whole, _ = eqx.filter_jit(fp8.filter_grad(loss))(model, x)
+    np.testing.assert_array_max_ulp(np.asarray(op.state.array), np.asarray(whole.state.array), 2)
+
+
 @pytest.mark.parametrize("specs", ["prefix", "leaves"])
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_gradient_around_it(check_vma, specs):

@@ -4,6 +4,7 @@ A function takes `op, w, h, flag`: an op, a weight, an array whose leading axes 
 """
 
 import equinox as eqx
+import equinox.internal as eqxi
 import haliax as hax
 import jax
 import jax.numpy as jnp
@@ -78,6 +79,17 @@ def of_each_row(f, op, w, h, flag):
     """What `f` makes of each row, which it may know more of than all rows together."""
     flags = jnp.broadcast_to(flag, h.shape[:1])
     return jax.vmap(lambda row, flag: f(op, w, row, flag))(h, flags)
+
+
+def bounded_loop(f):
+    """Equinox's loop, which knows only when it runs how often."""
+
+    def call(op, w, h, flag):
+        body = lambda carry: (carry[0] + 1, f(op, w, carry[1], flag))
+        times = flag.astype(jnp.int32)
+        return eqxi.while_loop(lambda carry: carry[0] < times, body, (0, h), max_steps=2, kind="bounded")[1]
+
+    return call
 
 
 WRAPPERS = {
