@@ -47,11 +47,11 @@ def _needs_script(kind: str, text: str) -> str:
 
 def engine_table() -> str:
     """Which engine loads which layout; one row per layout, so that it can be filtered."""
-    columns = ("layout", "engine", "hardware", "what becomes of it", "how known", "detail")
+    columns = ("layout", "engine", "hardware", "what it does", "detail", "known from")
     rows = []
     for engine in engines:
         for layout in engine.layouts:
-            cells = (layout, engine.engine, engine.hardware, engine.verdict.value, engine.source.value, engine.detail)
+            cells = (layout, engine.engine, engine.hardware, engine.verdict.value, engine.detail, engine.source.value)
             rows.append("".join(f"<td>{html.escape(cell)}</td>" for cell in cells))
     head = "".join(f"<th>{column}</th>" for column in columns)
     body = "".join(f"<tr>{row}</tr>" for row in sorted(rows))

@@ -96,7 +96,7 @@
   function show(table, x) {
     const rows = Object.entries(FORMATS).map(([name, format]) => {
       const found = fp8.round(format, x);
-      const error = x !== 0 && Number.isFinite(x) ? `${print((100 * Math.abs(found.value - x)) / Math.abs(x))} %` : "";
+      const error = x !== 0 && Number.isFinite(x) ? `${Number(((100 * Math.abs(found.value - x)) / Math.abs(x)).toPrecision(3))}&nbsp;%` : "";
       const cells = [
         `<b>${name}</b>`,
         bits(format, found.pattern),
