@@ -38,10 +38,10 @@ class TokenMismatch(eqx.Module):
 
 
 def log_probability_mismatch(
-    trained: Float[Array | np.ndarray, "*tokens"] | hax.NamedArray,
-    sampled: Float[Array | np.ndarray, "*tokens"] | hax.NamedArray,
+    trained: Float[Array | np.ndarray, "..."] | hax.NamedArray,
+    sampled: Float[Array | np.ndarray, "..."] | hax.NamedArray,
     *,
-    mask: Bool[Array | np.ndarray, "*tokens"] | hax.NamedArray | None = None,
+    mask: Bool[Array | np.ndarray, "..."] | hax.NamedArray | None = None,
 ) -> TokenMismatch:
     """Compares given log-probabilities of sampled tokens: those of training with those of the engine that drew them.
 

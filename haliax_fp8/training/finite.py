@@ -1,6 +1,6 @@
 """The gate: a step whose loss or gradient is not finite is not taken."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -15,15 +15,15 @@ class NonFiniteStep(ValueError):
     Args:
         step: Which step it was; None if not said.
         names: The metrics that are not finite.
-        where: What is known of the place, in words; empty if nothing is.
+        where: Where it began, in words; empty if nobody looked.
     """
 
     def __init__(self, step: int | None, names: tuple[str, ...], where: str = ""):
         self.step, self.names, self.where = step, names, where
         of_step = "the step" if step is None else f"step {step}"
         place = where or (
-            "where it began: black_box(model, loss_fn, *batch) names layer, operand and product, with the model that "
-            "the step was given"
+            "where it began, require_finite_step(..., where=partial(where_not_finite, model, loss_fn, *batch)) says, "
+            "and black_box(model, loss_fn, *batch) keeps its operands, with the model that the step was given"
         )
         super().__init__(
             f"{of_step} is not finite: {', '.join(names)}. {place[0].upper()}{place[1:]}. Keep the model and the "
@@ -32,7 +32,12 @@ class NonFiniteStep(ValueError):
         )
 
 
-def require_finite_step(metrics: Mapping[str, Array | np.ndarray | float], *, step: int | None = None) -> None:
+def require_finite_step(
+    metrics: Mapping[str, Array | np.ndarray | float],
+    *,
+    step: int | None = None,
+    where: Callable[[], str] | None = None,
+) -> None:
     """Raises if a step's loss or gradient is infinite or NaN; call it before the new model replaces the old one.
 
     It reads what the step returns anyway, so the compiled program has nothing in addition: the norm of the gradients is
@@ -42,9 +47,12 @@ def require_finite_step(metrics: Mapping[str, Array | np.ndarray | float], *, st
     Args:
         metrics: What `TrainStep` returned, or numbers of your own step.
         step: Its number, for the message.
+        where: Looks for the place, if the step is not finite: `functools.partial(where_not_finite, model,
+            loss_fn, *batch)`.
 
     Raises:
-        NonFiniteStep: If one of the numbers is not finite. It is a `ValueError`, and names the step.
+        NonFiniteStep: If one of the numbers is not finite. It is a `ValueError`, and says which step, what `where`
+            found, and what to do.
         ValueError: If `metrics` is empty or traced: inside `jit` there is nothing to read.
 
     Example:
@@ -62,4 +70,4 @@ def require_finite_step(metrics: Mapping[str, Array | np.ndarray | float], *, st
     numbers: dict[str, Any] = jax.device_get(dict(metrics))
     bad = tuple(f"{name} is {float(x)}" for name, x in numbers.items() if not np.isfinite(x).all())
     if bad:
-        raise NonFiniteStep(step, bad)
+        raise NonFiniteStep(step, bad, "" if where is None else where())

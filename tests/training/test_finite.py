@@ -1,5 +1,7 @@
 """The gate: steps that are not finite are refused, before the model is replaced and before a file is written."""
 
+import functools
+
 import equinox as eqx
 import haliax as hax
 import jax
@@ -10,19 +12,21 @@ import pytest
 
 import haliax_fp8 as fp8
 from haliax_fp8.checkpoints import load_into, save
+from haliax_fp8.statistics import where_not_finite
 from haliax_fp8.training import NonFiniteStep, require_finite_step
 
 
 def test_a_poisoned_batch_is_refused_and_the_old_model_goes_on(tmp_path):
     model = fp8.fp8_linear_layers(eqx.nn.MLP(16, 4, 16, 1, key=jax.random.key(0)), fp8.Fp8Config(recipe="current"))
-    step = fp8.TrainStep(lambda model, x: jnp.mean(jax.vmap(model)(x) ** 2), optax.adam(1e-3))
+    loss = lambda model, x: jnp.mean(jax.vmap(model)(x) ** 2)
+    step = fp8.TrainStep(loss, optax.sgd(0.1, momentum=0.9))
     opt_state, x = step.init(model), jax.random.normal(jax.random.key(1), (8, 16))
     file, batches = tmp_path / "model.eqx", [x, x.at[2, 3].set(jnp.nan), x]
     refused = []
     for i, batch in enumerate(batches):
         new_model, new_state, metrics = step(model, opt_state, batch)
         try:
-            require_finite_step(metrics, step=i)
+            require_finite_step(metrics, step=i, where=functools.partial(where_not_finite, model, loss, batch))
         except NonFiniteStep as error:
             refused.append((error.step, str(error)))
             with pytest.raises(
@@ -34,7 +38,12 @@ def test_a_poisoned_batch_is_refused_and_the_old_model_goes_on(tmp_path):
         model, opt_state = new_model, new_state
         save(file, (model, opt_state))
     assert [i for i, _ in refused] == [1]
-    assert "step 1 is not finite: " in refused[0][1] and "loss is nan" in refused[0][1] and "black_box" in refused[0][1]
+    assert (
+        "step 1 is not finite: " in refused[0][1]
+        and "loss is nan" in refused[0][1]
+        and "skip this batch" in refused[0][1]
+    )
+    assert "The first in layers.0: input, which fprop reads; 1 elements are infinite or NaN" in refused[0][1]
     (loaded, _), _ = load_into((model, opt_state), file)
     assert all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves(eqx.filter(loaded, eqx.is_inexact_array)))
     poisoned, _ = load_into(model, tmp_path / "poisoned.eqx")

@@ -72,7 +72,7 @@ def layer_table(program: Program) -> Table:
     Args:
         program: The step.
     """
-    table = Table(box=rich.box.SIMPLE)
+    table = Table(box=rich.box.SIMPLE, padding=(0, 1, 0, 0))
     table.add_column("layer", overflow="fold", min_width=12)
     table.add_column("rows × in × out", no_wrap=True)
     table.add_column("FLOPs", no_wrap=True, justify="right")
@@ -172,8 +172,8 @@ def each_product(program: Program) -> RenderableType:
             last = row.where
         _, role, shape, operands, out, kernel, runs, share, verdict = cells(row, program)
         line = Table.grid(padding=(0, 1, 0, 0))
-        for width in (9, 7):
-            line.add_column(no_wrap=True, min_width=width, max_width=width, justify="left" if width == 9 else "right")
+        for width, justify in ((10, "left"), (6, "right")):
+            line.add_column(no_wrap=True, min_width=width, max_width=width, justify=justify)
         line.add_column(overflow="fold")
         words = f"{shape}, {operands} to {out}, {kernel}, {runs} runs: "
         line.add_row(f"  {role}", share, Text(words).append(verdict, STYLES[row.product.verdict]))

@@ -100,7 +100,8 @@ def as_renderable(page: Page, *, every_product: bool = False) -> RenderableType:
     """
     sums = Table(box=rich.box.SIMPLE, show_header=page.baseline is not None)
     for column in _heads(page):
-        sums.add_column(column, no_wrap=True)
+        # Figures break between words alone.
+        sums.add_column(column, no_wrap=not column, overflow="fold")
     for name, *figures in totals(page):
         sums.add_row(name, *map(Text, figures))
     sent = Table(box=rich.box.SIMPLE)

@@ -3,4 +3,4 @@
 from .box import BlackBox as BlackBox
 from .culprit import Culprit as Culprit
 from .keep import black_box as black_box
-from .replay import Replay as Replay, Replayed as Replayed, replay as replay
+from .replaying import Replay as Replay, Replayed as Replayed, replay as replay
