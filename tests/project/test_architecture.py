@@ -33,9 +33,10 @@ FLOORS = (
     ("_einsum", "layers", "preflight", "demo"),
     # The loop.
     ("training", "memory", "sharding", "ops"),
-    ("statistics", "checkpoints"),
-    # What is made of models and statistics: models for inference, pictures.
-    ("serving", "plots"),
+    # What became of its numbers; the model for inference.
+    ("statistics", "serving"),
+    # Models on disk, those for inference too; pictures.
+    ("checkpoints", "plots"),
     ("_cli",),
     ("__init__", "__main__"),
 )

@@ -76,7 +76,12 @@ def is_same_output(got: str, expected: str) -> bool:
     return doctest.OutputChecker().check_output(expected, got, doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS)
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if blocks_of(p.read_text())], ids=NAMES.get)
+# Pages that are notebooks run as these, in `test_notebooks.py`.
+RUN_ELSEWHERE = {ROOT / "docs" / page for page in runpy.run_path(str(ROOT / "docs/_notebooks/notebooks.py"))["PAGES"]}
+RUN_HERE = [page for page in PAGES if page not in RUN_ELSEWHERE and blocks_of(page.read_text())]
+
+
+@pytest.mark.parametrize("page", RUN_HERE, ids=NAMES.get)
 def test_code_of_page_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert run_page(page.read_text(), str(page.relative_to(ROOT))) == []
@@ -94,6 +99,15 @@ def test_tests_that_a_page_names_exist(page):
     tests = "".join(path.read_text() for path in (ROOT / "tests").rglob("*.py"))
     missing = [name for name in re.findall(r"`(test_\w+)`", page.read_text()) if f"def {name}(" not in tests]
     assert not missing
+
+
+def test_files_that_the_page_of_claims_names_exist():
+    """What settles a claim has to be there: scripts, results, examples."""
+    named = re.findall(
+        r"`((?:haliax_fp8|benchmarks|examples|tests|docs)/[\w./]+)`", (ROOT / "docs/seeds.md").read_text()
+    )
+    assert len(named) > 5
+    assert [name for name in named if not (ROOT / name).exists()] == []
 
 
 def test_readme_shows_how_to_run_and_test():
