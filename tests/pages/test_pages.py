@@ -89,6 +89,11 @@ class Seen:
     anchors: dict[str, set[str]] = dataclasses.field(default_factory=dict)
 
 
+def failed(request) -> bool:
+    """Whether something was not found; not what is given up because the next page is opened, such as an icon."""
+    return request.failure != "net::ERR_ABORTED"
+
+
 def visit(browser, site, size, scheme) -> Seen:
     """Opens every page."""
     seen = Seen()
@@ -99,7 +104,7 @@ def visit(browser, site, size, scheme) -> Seen:
     where = ""
     page.on("console", lambda m: seen.faults.append(f"{where}: {m.text}") if m.type in ("error", "warning") else None)
     page.on("pageerror", lambda error: seen.faults.append(f"{where}: {error}"))
-    page.on("requestfailed", lambda request: seen.faults.append(f"{where}: {request.url} was not found"))
+    page.on("requestfailed", lambda r: seen.faults.append(f"{where}: {r.url}: {r.failure}") if failed(r) else None)
     page.on("request", lambda r: seen.faults.append(f"{where}: asks for {r.url}") if r.url.startswith("http") else None)
     for path in sorted(site.rglob("*.html")):
         if path.name == "404.html":
