@@ -11,9 +11,10 @@ from jaxtyping import Array, Float32
 from rich.table import Table
 
 from .._tables import Printable, new_table
+from ..recipes.recipe import OperandName
 
 
-OPERANDS = ("input", "kernel", "output_grad")
+OPERANDS: tuple[OperandName, ...] = ("input", "kernel", "output_grad")
 
 
 class OpStatistics(eqx.Module):
