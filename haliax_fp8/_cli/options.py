@@ -104,6 +104,9 @@ def _preflight_parser(commands: Any) -> argparse.ArgumentParser:
         action="store_true",
         help="do not compile a second time with the other setting of xla_gpu_enable_triton_gemm",
     )
+    parser.add_argument(
+        "--all", action="store_true", help="list every product with formats and kernel, not a row per layer"
+    )
     parser.add_argument("--svg", metavar="FILE", help="draw the table as a picture")
     demo = parser.add_argument_group("a model with published shapes instead of your own step")
     demo.add_argument("--demo", metavar="NAME", help=f"one of {', '.join(demos)}")

@@ -25,5 +25,7 @@ from .kept import (
     black_box as black_box,
     replay as replay,
 )
+from .log import StatisticsLog as StatisticsLog
 from .measure import quantization_statistics as quantization_statistics
+from .monitor import Every as Every, every as every
 from .result import ModelStatistics as ModelStatistics, OpStatistics as OpStatistics

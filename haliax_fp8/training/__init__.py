@@ -13,6 +13,7 @@ from .gradients import (
 )
 from .kernel_quantization import KernelQuantization as KernelQuantization
 from .keys import with_rounding_keys as with_rounding_keys
+from .monitor import AbstractMonitor as AbstractMonitor, CountedState as CountedState
 from .optimizer_state import transfer_optimizer_state as transfer_optimizer_state
 from .step import TrainStep as TrainStep
 from .updates import (

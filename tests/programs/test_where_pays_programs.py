@@ -11,7 +11,8 @@ import haliax_fp8 as fp8
 from haliax_fp8.preflight import inspect_step, targets
 
 
-pytestmark = pytest.mark.slow
+# Each compiles two programs, and all check one formula: CI runs some of them.
+pytestmark = [pytest.mark.slow, pytest.mark.more]
 
 PER_TENSOR_OR_ROW = ("delayed", "current", "static", "rowwise", "rowwise_wgrad_bf16")
 BLOCKS = ("deepseek", "mxfp8")

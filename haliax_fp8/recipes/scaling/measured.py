@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float32
 
+from ..._jax.xla import made_before_it_is_measured
 from ..._numerics.formats import Format
 from ..._numerics.quantized_array import QuantizedArray
 from ...devices.device import MatrixUnits
@@ -105,7 +106,7 @@ class MeasuredScaling(AbstractStatefulScaling):
         and lost more than rounding would have cost. Where rotation mixes elements before they are quantized, the
         shares are those of the values after it is undone, and none counts as clipped or in the last bin.
         """
-        statistics = statistics_of(x, quantized, ensemble, self.format)[..., None]
+        statistics = statistics_of(*made_before_it_is_measured((x, quantized)), ensemble, self.format)[..., None]
         if self._stateful is None or not self._inner_measures:
             return statistics
         inner = self._stateful.measure(x, quantized, ensemble)
