@@ -13,9 +13,6 @@ from .load import UsageError
 from .screen import screen
 
 
-# Of a terminal, a log and a mail.
-_WIDTH = 80
-
 _EPILOG = """\
 examples:
   haliax-fp8 replay step-1200.safetensors
@@ -68,8 +65,8 @@ def run_replay(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(_as_json(found), indent=2))
     else:
-        screen(_WIDTH).print(box)
-        screen(_WIDTH).print(found)
+        screen().print(box)
+        screen().print(found)
     return 0
 
 

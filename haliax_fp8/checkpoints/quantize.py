@@ -140,10 +140,11 @@ def quantized(
         blocks = tuple(-(-size // b) for size, b in zip(matrix.shape, block, strict=True))
         scale = rounded_up(np.full(blocks, stored, np.float32), scale_bits)
         return _divided(matrix, scale, block, format, "state of training", bf16_scales=bf16_scales)
-    if isinstance(scaling, CurrentScaling) and block not in ((1, 32), matrix.shape):
+    height, width = matrix.shape
+    if isinstance(scaling, CurrentScaling) and block not in ((1, 32), (height, width)):
         # One scale for all: the same in each block, so that the values are those of training.
         options: Any = {"scaling": scaling, "scale_bits": scale_bits, "bf16_scales": bf16_scales, "format": format}
-        whole = quantized(matrix, matrix.shape, **options)
+        whole = quantized(matrix, (height, width), **options)
         blocks = tuple(-(-size // b) for size, b in zip(matrix.shape, block, strict=True))
         scale = np.ascontiguousarray(np.broadcast_to(whole.scale, blocks))
         return dataclasses.replace(whole, scale=scale, block=block)

@@ -48,7 +48,7 @@ def benchmark_bars(
     if baseline is not None and baseline not in names:
         raise ValueError(f"baseline={baseline!r} is none of the rows {names}")
     for key in values:
-        if not any(_is_number(row.get(key)) for row in rows):
+        if all(_number(row, key) is None for row in rows):
             raise ValueError(f"values has {key!r}, which no row of results has as a number; there are {list(rows[0])}")
     figure = panels(1, 1.0)[0]
     figure.clear()
@@ -56,18 +56,17 @@ def benchmark_bars(
     grid = figure.subplots(1, len(values), sharey=True, squeeze=False)[0]
     for axes, (key, heading) in zip(grid, values.items(), strict=True):
         axes.spines[["top", "right"]].set_visible(False)
-        base = None if baseline is None else rows[names.index(baseline)].get(key)
-        base = float(base) if _is_number(base) else None
+        base = None if baseline is None else _number(rows[names.index(baseline)], key)
         for i, row in enumerate(rows):
-            style, value = look(i), row.get(key)
-            if not _is_number(value):
+            style, value = look(i), _number(row, key)
+            if value is None:
                 axes.text(0.0, i, " none", va="center", fontsize=8.5)
                 continue
-            axes.barh(i, float(value), color=style.color + "99", edgecolor=style.color, hatch=style.hatch, height=0.7)
-            ratio = f" ({float(value) / base:.2f}×)" if base and names[i] != baseline else ""
-            axes.text(float(value), i, f" {_short(float(value))}{ratio}", va="center", fontsize=8.5)
+            axes.barh(i, value, color=style.color + "99", edgecolor=style.color, hatch=style.hatch, height=0.7)
+            ratio = f" ({value / base:.2f}×)" if base and names[i] != baseline else ""
+            axes.text(value, i, f" {_short(value)}{ratio}", va="center", fontsize=8.5)
         # Room for the text beside the longest bar.
-        axes.set_xlim(0.0, 1.4 * max(float(row[key]) for row in rows if _is_number(row.get(key))))
+        axes.set_xlim(0.0, 1.4 * max(value for row in rows if (value := _number(row, key)) is not None))
         axes.set_xlabel(heading)
         axes.set_yticks(range(len(rows)), names)
     grid[0].invert_yaxis()
@@ -88,5 +87,9 @@ def _short(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000.0 else f"{value:.3g}"
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float | np.number) and not isinstance(value, bool) and bool(np.isfinite(value))
+def _number(row: Mapping[str, Any], key: str) -> float | None:
+    """What a row has under a key, if that is a finite number."""
+    value = row.get(key)
+    if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
+        return None
+    return float(value) if np.isfinite(value) else None

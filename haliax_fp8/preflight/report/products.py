@@ -172,8 +172,8 @@ def each_product(program: Program) -> RenderableType:
             last = row.where
         _, role, shape, operands, out, kernel, runs, share, verdict = cells(row, program)
         line = Table.grid(padding=(0, 1, 0, 0))
-        for width, justify in ((10, "left"), (6, "right")):
-            line.add_column(no_wrap=True, min_width=width, max_width=width, justify=justify)
+        line.add_column(no_wrap=True, min_width=10, max_width=10)
+        line.add_column(no_wrap=True, min_width=6, max_width=6, justify="right")
         line.add_column(overflow="fold")
         words = f"{shape}, {operands} to {out}, {kernel}, {runs} runs: "
         line.add_row(f"  {role}", share, Text(words).append(verdict, STYLES[row.product.verdict]))
