@@ -13,9 +13,10 @@ from rich.table import Table
 from rich.text import Text
 
 from .._tables import Printable, common_prefix, new_table
+from ..recipes.recipe import OperandName
 
 
-OPERANDS = ("input", "kernel", "output_grad")
+OPERANDS: tuple[OperandName, ...] = ("input", "kernel", "output_grad")
 
 
 class OpStatistics(Printable, eqx.Module):

@@ -20,7 +20,7 @@ from ..diagnosis.checks import not_finite
 from ..diagnosis.operand import Operand, operands
 from ..diagnosis.thresholds import Thresholds
 from ..measure import quantization_statistics
-from ..result import numbered
+from ..result import ModelStatistics, numbered
 from .box import BlackBox
 from .recorder import RECORDED, Recorder, Seen
 
@@ -73,7 +73,7 @@ def black_box(
     name: OperandName
     if layer is None:
         worst, reason = _worst(model, eqx.filter_jit(quantization_statistics)(model, loss_fn, *batch))
-        path, index, name = worst.layer, worst.index, next(x for x in USES if x == worst.name)
+        path, index, name = worst.layer, worst.index, worst.name
     else:
         path, name, reason = layer, "input", "its layer was named"
         if path not in ops:
@@ -110,7 +110,7 @@ def black_box(
     )
 
 
-def _worst(model: Any, measured: Any) -> tuple[Any, str]:
+def _worst(model: Any, measured: ModelStatistics) -> tuple[Operand, str]:
     """The operand that explains what is wrong, and why."""
     everything = operands(model, measured)
     for finding in not_finite(everything, Thresholds()):
