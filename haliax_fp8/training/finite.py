@@ -6,7 +6,6 @@ from typing import Any
 import jax
 import numpy as np
 from jax.core import Tracer
-from jaxtyping import Array
 
 
 class NonFiniteStep(ValueError):
@@ -33,7 +32,7 @@ class NonFiniteStep(ValueError):
 
 
 def require_finite_step(
-    metrics: Mapping[str, Array | np.ndarray | float],
+    metrics: Mapping[str, Any],
     *,
     step: int | None = None,
     where: Callable[[], str] | None = None,
@@ -45,7 +44,9 @@ def require_finite_step(
     gone by then; stop, and go back to a checkpoint.
 
     Args:
-        metrics: What `TrainStep` returned, or numbers of your own step.
+        metrics: What `TrainStep` returned, or numbers of your own step. Auxiliary results, `aux`, and what a monitor
+            measured, by names like `fp8/layers.0/input/sqnr`, are not looked at: of a layer that the loss does not
+            reach they are NaN in a healthy step.
         step: Its number, for the message.
         where: Looks for the place, if the step is not finite: `functools.partial(where_not_finite, model,
             loss_fn, *batch)`.
@@ -67,7 +68,8 @@ def require_finite_step(
         )
     if any(isinstance(value, Tracer) for value in metrics.values()):
         raise ValueError("metrics are traced; call require_finite_step outside of jit, with what the step returned")
-    numbers: dict[str, Any] = jax.device_get(dict(metrics))
+    read = {name: value for name, value in metrics.items() if name != "aux" and name.count("/") < 3}
+    numbers: dict[str, Any] = jax.device_get(read)
     bad = tuple(f"{name} is {float(x)}" for name, x in numbers.items() if not np.isfinite(x).all())
     if bad:
         raise NonFiniteStep(step, bad, "" if where is None else where())

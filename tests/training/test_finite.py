@@ -54,6 +54,11 @@ def test_what_is_read_and_what_is_not():
     require_finite_step({"loss": jnp.float32(3.0), "grad_norm": 2.0})
     with pytest.raises(NonFiniteStep, match="the step is not finite: grad_norm is inf"):
         require_finite_step({"loss": jnp.float32(3.0), "grad_norm": jnp.float32(jnp.inf)})
+    # Of an operand that nothing reads, and of one that loses nothing.
+    measured = {"fp8/layers.0/input/amax": np.float32(np.nan), "fp8/layers.0/input/sqnr": np.float32(np.inf)}
+    require_finite_step({"loss": 3.0, "grad_norm": 2.0, "aux": {"name": "text"}, **measured})
+    with pytest.raises(NonFiniteStep, match="loss is nan"):
+        require_finite_step({"loss": jnp.float32(jnp.nan), **measured})
     with pytest.raises(ValueError, match="metrics is empty"):
         require_finite_step({})
     with pytest.raises(ValueError, match="outside of jit"):
