@@ -10,6 +10,7 @@ import numpy as np
 import optax
 from jaxtyping import Array
 from matplotlib.figure import Figure
+from matplotlib.text import Text
 
 import haliax_fp8 as fp8
 from haliax_fp8 import DelayedScaling, plots
@@ -18,6 +19,7 @@ from haliax_fp8.statistics import StatisticsLog
 
 
 RESULTS = pathlib.Path(__file__).parents[2] / "benchmarks" / "RESULTS.md"
+ON_BOTH = "#7d8896"
 SEEDS, STEPS, EVERY, WIDTH = 3, 60, 3, 32
 
 
@@ -65,7 +67,14 @@ def loss_curves() -> Figure:
 
 def heatmaps() -> Figure:
     """The inputs of every layer while the data change."""
-    return plots.statistics_heatmaps(trained()[1], "input")
+    figure = plots.statistics_heatmaps(trained()[1], "input")
+    # Readable on white and on black: of this picture the site does not turn the lightness around.
+    for text in figure.findobj(Text):
+        text.set_color(ON_BOTH)
+    for axes in figure.axes:
+        axes.tick_params(color=ON_BOTH, labelcolor=ON_BOTH)
+        axes.spines[:].set_color(ON_BOTH)
+    return figure
 
 
 def operand_histogram() -> Figure:

@@ -52,7 +52,9 @@ def operand_histogram(x: ArrayLike, format: Format, scale: float | None = None, 
     high = np.ceil(2.0 * np.log2(max(float(scaled.max()), format.max))) / 2.0 + 0.5
     edges = 2.0 ** np.arange(low, high + 0.25, 0.5)
     figure, (axes,) = panels(1, 3.2)
-    axes.hist(scaled, bins=edges, weights=np.full(len(scaled), 100.0 / len(scaled)), color=look(0).color, alpha=0.8)
+    axes.hist(
+        scaled, bins=edges.tolist(), weights=np.full(len(scaled), 100.0 / len(scaled)), color=look(0).color, alpha=0.8
+    )
     zones = (
         (edges[0], half, RED, "////", "become zero"),
         (half, format.smallest_normal, GREY, "....", "subnormal"),

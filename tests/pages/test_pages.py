@@ -27,6 +27,8 @@ if CHROMIUM is None:
 # It builds the site, which takes half a minute, and opens some two hundred pages.
 pytestmark = pytest.mark.slow
 ROOT = pathlib.Path(__file__).parents[2]
+# Milliseconds: a busy machine takes its time over the page of the API.
+PATIENCE = 180_000
 WIDTHS = {"wide": (1280, 900), "phone": (390, 844)}
 
 # What is wider than the window: the page itself, or something that no box around it scrolls or cuts.
@@ -87,16 +89,22 @@ class Seen:
     anchors: dict[str, set[str]] = dataclasses.field(default_factory=dict)
 
 
+def failed(request) -> bool:
+    """Whether something was not found; not what is given up because the next page is opened, such as an icon."""
+    return request.failure != "net::ERR_ABORTED"
+
+
 def visit(browser, site, size, scheme) -> Seen:
     """Opens every page."""
     seen = Seen()
     width, height = WIDTHS[size]
     context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme)
+    context.set_default_timeout(PATIENCE)
     page = context.new_page()
     where = ""
     page.on("console", lambda m: seen.faults.append(f"{where}: {m.text}") if m.type in ("error", "warning") else None)
     page.on("pageerror", lambda error: seen.faults.append(f"{where}: {error}"))
-    page.on("requestfailed", lambda request: seen.faults.append(f"{where}: {request.url} was not found"))
+    page.on("requestfailed", lambda r: seen.faults.append(f"{where}: {r.url}: {r.failure}") if failed(r) else None)
     page.on("request", lambda r: seen.faults.append(f"{where}: asks for {r.url}") if r.url.startswith("http") else None)
     for path in sorted(site.rglob("*.html")):
         if path.name == "404.html":
@@ -139,6 +147,7 @@ def leads(link, seen: Seen) -> bool:
 def opened(browser, site):
     """A function that opens a page of the site at 1280 px."""
     context = browser.new_context(viewport={"width": 1280, "height": 900})
+    context.set_default_timeout(PATIENCE)
 
     def open_page(name):
         page = context.new_page()
