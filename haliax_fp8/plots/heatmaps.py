@@ -68,7 +68,7 @@ def statistics_heatmaps(
         if isinstance(norm, LogNorm):
             # matplotlib's own are none or too many where the numbers span less than a power of ten.
             marks = np.geomspace(*image.get_clim(), 4)
-            bar.set_ticks(marks, labels=[f"{mark:.2g}" for mark in marks])
+            bar.set_ticks(marks.tolist(), labels=[f"{mark:.2g}" for mark in marks])
             bar.minorticks_off()
         bar.set_label("%" if name in _SHARES else "dB" if name == "sqnr" else "")
     axes[-1].set_xlabel("step")
