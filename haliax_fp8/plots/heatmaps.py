@@ -67,8 +67,8 @@ def statistics_heatmaps(
         bar = figure.colorbar(ScalarMappable(image.norm, image.cmap), ax=one, pad=0.01, aspect=12)
         if isinstance(norm, LogNorm):
             # matplotlib's own are none or too many where the numbers span less than a power of ten.
-            marks = np.geomspace(*image.get_clim(), 4).tolist()
-            bar.set_ticks(marks, labels=[f"{mark:.2g}" for mark in marks])
+            marks = np.geomspace(*image.get_clim(), 4)
+            bar.set_ticks(marks.tolist(), labels=[f"{mark:.2g}" for mark in marks])
             bar.minorticks_off()
         bar.set_label("%" if name in _SHARES else "dB" if name == "sqnr" else "")
     axes[-1].set_xlabel("step")
