@@ -143,7 +143,7 @@ def quantized(
     if isinstance(scaling, CurrentScaling) and block not in ((1, 32), matrix.shape):
         # One scale for all: the same in each block, so that the values are those of training.
         options: Any = {"scaling": scaling, "scale_bits": scale_bits, "bf16_scales": bf16_scales, "format": format}
-        whole = quantized(matrix, matrix.shape, **options)
+        whole = quantized(matrix, (matrix.shape[0], matrix.shape[1]), **options)
         blocks = tuple(-(-size // b) for size, b in zip(matrix.shape, block, strict=True))
         scale = np.ascontiguousarray(np.broadcast_to(whole.scale, blocks))
         return dataclasses.replace(whole, scale=scale, block=block)
