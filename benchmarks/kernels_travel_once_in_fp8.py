@@ -102,7 +102,8 @@ class SequenceBlock(eqx.Module):
     def __call__(self, x: hax.NamedArray) -> hax.NamedArray:
         """Adds both halves' output."""
         norms, attention, mlp = self.block.norms, self.block.attention, self.block.mlp
-        inside, between = {"sequence": "position"}, {"position": "sequence"}
+        inside: Mapping[Any, Any] = {"sequence": "position"}
+        between: Mapping[Any, Any] = {"position": "sequence"}
         h = norms[0](x).rename(inside)
         mixed = models.mix(attention.query(h), attention.key(h), attention.value(h))
         x = x + attention.output(mixed.rename(between))
