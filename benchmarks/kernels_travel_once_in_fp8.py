@@ -28,17 +28,42 @@ from lib.output import Row
 from rich.progress import Progress
 
 import haliax_fp8 as fp8
-from haliax_fp8.demo import TransformerConfig
+from haliax_fp8.demo import TransformerConfig, swiglu
 from haliax_fp8.memory import KernelResidual
 from haliax_fp8.preflight import inspect_step
 from haliax_fp8.preflight.hlo.sites import entry_sites, kernels
 from haliax_fp8.preflight.hlo.text import Shape, parse_hlo
 
 
-DEVICES = 8
 BF16 = jnp.dtype(jnp.bfloat16)
-FSDP = {"hidden": "devices"}
-TENSOR_PARALLEL = {"mlp": "devices", "kv_heads": "devices"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """What eight devices divide.
+
+    Args:
+        mesh: The mesh axes and their sizes.
+        parameters: The mesh axis of each named axis of parameters.
+        activations: The same of activations. With `sequence`, positions are divided between layers, see
+            `docs/scaling-out.md`.
+    """
+
+    mesh: Mapping[str, int]
+    parameters: Mapping[str, str]
+    activations: Mapping[str, str]
+
+    @property
+    def sequence(self) -> bool:
+        """Whether positions are divided between layers."""
+        return "sequence" in self.activations
+
+
+_FEATURES = {"mlp": "model", "kv_heads": "model"}
+FSDP = Layout({"data": 8}, {"hidden": "data"}, {"token": "data"})
+TENSOR_PARALLEL = Layout({"model": 8}, _FEATURES, _FEATURES)
+SEQUENCE = Layout({"model": 8}, _FEATURES, {**_FEATURES, "sequence": "model"})
+ALL = Layout({"data": 4, "model": 2}, {"hidden": "data", **_FEATURES}, {"batch": "data", **SEQUENCE.activations})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,15 +72,42 @@ class TrafficSizes:
 
     Args:
         config: Of the blocks.
-        tokens: Of each device.
+        tokens: Of each device, or of all that divide features.
     """
 
     config: TransformerConfig = dataclasses.replace(models.LLAMA_8B.llama, layers=2)
     tokens: int = 8192
 
 
-TINY = TrafficSizes(dataclasses.replace(models.TINY.llama, hidden=256, head_dim=64, mlp=512), tokens=256)
+TINY = TrafficSizes(
+    dataclasses.replace(models.TINY.llama, hidden=256, heads=16, kv_heads=8, head_dim=16, mlp=512), tokens=256
+)
 """For tests."""
+
+
+class SequenceBlock(eqx.Module):
+    """`models.Block` with positions divided between layers, where the axis is called `sequence`.
+
+    It is renamed in front of a row-parallel layer, whose output Haliax then divides by positions; behind it, that
+    would be whole first, and so would its gradient, in bfloat16.
+    """
+
+    block: models.Block
+
+    @staticmethod
+    def init(config: TransformerConfig, *, key: jax.Array) -> "SequenceBlock":
+        """A block with random weights."""
+        return SequenceBlock(models.Block.init(config, key=key))
+
+    def __call__(self, x: hax.NamedArray) -> hax.NamedArray:
+        """Adds both halves' output."""
+        norms, attention, mlp = self.block.norms, self.block.attention, self.block.mlp
+        inside, between = {"sequence": "position"}, {"position": "sequence"}
+        h = norms[0](x).rename(inside)
+        mixed = models.mix(attention.query(h), attention.key(h), attention.value(h))
+        x = x + attention.output(mixed.rename(between))
+        h = norms[1](x).rename(inside)
+        return x + mlp.down(swiglu(mlp.gate(h), mlp.up(h)).rename(between))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,18 +115,20 @@ class Case:
     """A step.
 
     Args:
-        layout: What is divided: parameters' axes over devices; tokens too, unless it is a tensor-parallel one.
+        layout: What is divided.
         recipe: Of the layers; None for bf16.
         stack: Whether blocks run in a scan that recomputes them.
         mlp: Whether the model is the MLP, with four microbatches.
+        shared: Whether q/k/v, and gate and up, share the scale of their input, and XLA merges equal gathers.
         config: Options of the conversion.
         step: Options of `TrainStep`.
     """
 
-    layout: Mapping[str, str] = dataclasses.field(default_factory=lambda: FSDP)
+    layout: Layout = FSDP
     recipe: str | None = "delayed"
     stack: bool = False
     mlp: bool = False
+    shared: bool = False
     config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     step: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -88,11 +142,13 @@ class Case:
                 model: Any = MLP(linear(Hidden, Inner), linear(Inner, Hidden))
             else:
                 kind = hnn.Stacked if self.stack else hnn.BlockSeq
-                blocks = kind.init(sizes.config.Layers, models.Block, gradient_checkpointing=self.stack)
+                block = SequenceBlock if self.layout.sequence else models.Block
+                blocks = kind.init(sizes.config.Layers, block, gradient_checkpointing=self.stack)
                 model = blocks(sizes.config, key=jax.random.split(jax.random.key(0), sizes.config.layers))
             if self.recipe is None:
                 return model
-            return fp8.fp8_linear_layers(model, recipe=self.recipe, emulate=True, compute_dtype=BF16, **self.config)
+            model = fp8.fp8_linear_layers(model, recipe=self.recipe, emulate=True, compute_dtype=BF16, **self.config)
+            return fp8.memory.share_input_scales(model) if self.shared else model
 
         return eqx.filter_eval_shape(make)
 
@@ -106,6 +162,9 @@ class Case:
 
 
 MICROBATCHES = {"microbatches": 4}
+MERGED = {"xla_gpu_experimental_collective_cse_distance_threshold": 1_000_000}
+"""Of XLA: gathers of equal data are one, however far apart."""
+
 CASES = {
     "FSDP, bf16": Case(recipe=None),
     "FSDP": Case(),
@@ -115,6 +174,14 @@ CASES = {
     "FSDP, current scaling": Case(recipe="current"),
     "tensor-parallel, bf16": Case(TENSOR_PARALLEL, recipe=None),
     "tensor-parallel": Case(TENSOR_PARALLEL),
+    "tensor-parallel + sequence, bf16": Case(SEQUENCE, recipe=None),
+    "tensor-parallel + sequence": Case(SEQUENCE),
+    "tensor-parallel + sequence, shared scales": Case(SEQUENCE, shared=True),
+    "FSDP 4 x tensor-parallel 2 + sequence, bf16": Case(ALL, recipe=None),
+    "FSDP 4 x tensor-parallel 2 + sequence": Case(ALL),
+    "FSDP 4 x tensor-parallel 2 + sequence, kernels kept": Case(
+        ALL, shared=True, config={"kernel_residual": KernelResidual.KEEP}
+    ),
     "MLP, 4 microbatches, bf16": Case(recipe=None, mlp=True, step=MICROBATCHES),
     "MLP, 4 microbatches": Case(mlp=True, step=MICROBATCHES),
     "MLP, kernels quantized once": Case(mlp=True, step={**MICROBATCHES, "quantize_kernels": "once"}),
@@ -140,44 +207,47 @@ def sent(text: str) -> collections.Counter[tuple[str, str]]:
 
 def row(case: Case, target: str, sizes: TrafficSizes = TrafficSizes()) -> Row:
     """What one program holds."""
-    mesh = {"devices": DEVICES}
-    is_fsdp = case.layout is FSDP
-    Token = hax.Axis("token", sizes.tokens * (DEVICES if is_fsdp else 1))
-    tokens = {"token": "devices"} if is_fsdp else {}
+    layout = case.layout
     train = fp8.TrainStep(case.loss, optax.adamw(1e-4), donate=True, **case.step)
     model = case.model(sizes)
     args = model, eqx.filter_eval_shape(train.init, model)
-    x = eqx.filter_eval_shape(lambda: hax.zeros((Token, sizes.config.Hidden), BF16))
+    x = eqx.filter_eval_shape(lambda: hax.zeros((*_tokens(layout, sizes), sizes.config.Hidden), BF16))
 
     def step(model: Any, opt_state: Any, x: hax.NamedArray) -> Any:
-        with hax.axis_mapping(tokens if is_fsdp else case.layout):
+        with hax.axis_mapping(dict(layout.activations)):
             return train(model, opt_state, x)
 
-    given = (*_divided(args, case.layout), _divided(x, tokens))
-    options = {"xla_gpu_enable_triton_gemm": False}
-    report = inspect_step(step, *given, target=target, mesh=mesh, compiler_options=options, other_setting=False)
-    found, scaled = sent(report.step.text), (DEVICES - 1) / DEVICES
-    times = {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2}
+    given = (*_divided(args, layout.mesh, layout.parameters), _divided(x, layout.mesh, layout.activations))
+    options = {"xla_gpu_enable_triton_gemm": False, **(MERGED if case.shared else {})}
+    report = inspect_step(step, *given, target=target, mesh=layout.mesh, compiler_options=options, other_setting=False)
+    found = sent(report.step.text)
     of = lambda kind, fp8_only: sum(b for (k, t), b in found.items() if k == kind and t.startswith("f8") == fp8_only)
     return {
         "gathered_fp8": of("all-gather", True),
         "gathered_wider": of("all-gather", False),
         "scattered": sum(b for (kind, _), b in found.items() if kind == "reduce-scatter"),
-        "wire": scaled * sum(times.get(kind, 1) * size for (kind, _), size in found.items()),
+        "wire": sum(collective.wire * collective.executions for collective in report.step.collectives),
         "reductions": sum(c.executions for c in report.step.collectives if c.kind.startswith("all-reduce")),
         "peak": report.step.memory.peak,
         "fp8_flops": report.fp8_share,
     }
 
 
-def _divided[T](tree: T, layout: Mapping[str, str]) -> T:
+def _tokens(layout: Layout, sizes: TrafficSizes) -> tuple[hax.Axis, ...]:
+    """The axes of tokens: a single one, or two sequences for each device that has its own."""
+    if not layout.sequence:
+        return (hax.Axis("token", sizes.tokens * layout.mesh.get("data", 1)),)
+    return hax.Axis("batch", 2 * layout.mesh.get("data", 1)), hax.Axis("sequence", sizes.tokens // 2)
+
+
+def _divided[T](tree: T, sizes: Mapping[str, int], mapping: Mapping[str, str]) -> T:
     """Abstract arrays with the shardings of a layout."""
-    mesh = AbstractMesh((DEVICES,), ("devices",))
+    mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes))
 
     def divide(node: Any) -> Any:
         if not isinstance(node, hax.NamedArray) or node.array is None:
             return node
-        spec = PartitionSpec(*(layout.get(axis.name) for axis in node.axes))
+        spec = PartitionSpec(*(mapping.get(axis.name) for axis in node.axes))
         array = jax.ShapeDtypeStruct(node.array.shape, node.array.dtype, sharding=NamedSharding(mesh, spec))
         return hax.NamedArray(array, node.axes)  # pyright: ignore[reportArgumentType]
 

@@ -2,8 +2,9 @@
 
 import abc
 import io
+import itertools
 import shutil
-from typing import ClassVar
+from collections.abc import Sequence
 
 import rich.box
 from rich.console import Console, RenderableType
@@ -14,31 +15,29 @@ from rich.text import Text
 class Printable(abc.ABC):
     """What `print`, a Python prompt and a notebook show as a table, and `rich` with colors."""
 
-    width: ClassVar[int | None] = None
-    """The number of columns of the text; by default those of the terminal (or `COLUMNS`), and 80 without one."""
-
     @abc.abstractmethod
     def __rich__(self) -> RenderableType:
         """What to show."""
 
     def __str__(self) -> str:
-        console = Console(width=self._columns, color_system=None, force_jupyter=False)
+        console = Console(width=columns(), color_system=None, force_jupyter=False)
         with console.capture() as capture:
             console.print(self)
         return "\n".join(line.rstrip() for line in capture.get().splitlines())
-
-    @property
-    def _columns(self) -> int:
-        return shutil.get_terminal_size((80, 24)).columns if self.width is None else self.width
 
     # Data classes need `repr=False` to inherit it.
     def __repr__(self) -> str:
         return str(self)
 
     def _repr_html_(self) -> str:
-        console = Console(width=self._columns, record=True, file=io.StringIO(), force_jupyter=False)
+        console = Console(width=columns(), record=True, file=io.StringIO(), force_jupyter=False)
         console.print(self)
         return console.export_html(inline_styles=True, code_format='<pre style="line-height: 1.2">{code}</pre>')
+
+
+def columns() -> int:
+    """How wide tables are: as `COLUMNS` says, or the terminal, or 80 columns without one."""
+    return shutil.get_terminal_size((80, 24)).columns
 
 
 def new_table(title: str, caption: str = "") -> Table:
@@ -56,3 +55,14 @@ def new_table(title: str, caption: str = "") -> Table:
         caption=Text(caption) if caption else None,  # not markup, which would read brackets as styles
         caption_justify="left",
     )
+
+
+def common_prefix(paths: Sequence[str]) -> str:
+    """The segments that all dotted paths begin with, but for their last: said once, above the rest of each.
+
+    Args:
+        paths: At least one.
+    """
+    split = [path.split(".")[:-1] for path in paths]
+    same = itertools.takewhile(lambda segments: len(set(segments)) == 1, zip(*split, strict=False))
+    return ".".join(segments[0] for segments in same)

@@ -35,23 +35,6 @@ def sqnr(x: Array, y: Array) -> float:
     return float(20.0 * jnp.log10(jnp.linalg.norm(x) / jnp.linalg.norm(x - y)))
 
 
-def format_values() -> Figure:
-    """All values between 0 and 2."""
-    figure, axes = plt.subplots(figsize=(7.6, 2.0), layout="constrained")
-    grid = jnp.linspace(0.0, 2.0, 2**13 + 1)
-    for y, (format, color) in enumerate(((E2M1, GREEN), (E5M2, ORANGE), (E4M3, BLUE))):
-        values = np.unique(np.asarray(saturating_cast(grid, format).astype(jnp.float32)))
-        axes.vlines(values, y - 0.32, y + 0.32, color=color, lw=1.3)
-        count = int(((values >= 1.0) & (values < 2.0)).sum())
-        axes.text(2.06, y, f"{count} in [1, 2)", va="center", fontsize=8.5, color=color)
-    axes.set(yticks=[0, 1, 2], xlim=(-0.03, 2.32), ylim=(-0.6, 2.6), xticks=np.arange(0, 2.25, 0.25))
-    axes.set_yticklabels(["E2M1", "E5M2", "E4M3"])
-    axes.spines["left"].set_visible(False)
-    axes.tick_params(axis="y", length=0)
-    axes.set_xlabel("value, in units of the scale")
-    return figure
-
-
 def scale_off() -> Figure:
     """Accuracy under a scale that is too large, as after a spike: range is what E5M2 has more of."""
     x = jax.random.normal(jax.random.key(0), (2**14,))
@@ -179,7 +162,6 @@ def hadamard() -> Figure:
 
 
 FIGURES = {
-    "format-values": format_values,
     "scale-off": scale_off,
     "amax-rules": amax_rules,
     "outliers": outliers,

@@ -14,7 +14,14 @@ from .options import flag_name
 _PROGRESS = "checkpoint.json"
 
 
-def save(folder: pathlib.Path, step: int, state: Any, flags: Mapping[str, Any], history: Mapping[str, Any]) -> None:
+def save(
+    folder: pathlib.Path,
+    step: int,
+    state: Any,
+    flags: Mapping[str, Any],
+    history: Mapping[str, Any],
+    text: str | None = None,
+) -> None:
     """Writes a checkpoint; if interrupted, the previous one remains.
 
     Each step's arrays have their own file name, and both files are first written under another name. The new checkpoint
@@ -26,11 +33,12 @@ def save(folder: pathlib.Path, step: int, state: Any, flags: Mapping[str, Any], 
         state: Models and optimizer states, any pytree of arrays.
         flags: Flags that a continued run must share.
         history: Losses so far.
+        text: The file that is trained on; None for the default.
     """
     folder.mkdir(parents=True, exist_ok=True)
     arrays = folder / f"step_{step:06d}.eqx"
     save_tree(arrays, state)
-    progress = {"step": step, "arrays": arrays.name, "flags": dict(flags), "history": dict(history)}
+    progress = {"step": step, "arrays": arrays.name, "flags": dict(flags), "history": dict(history), "text": text}
     temporary = folder / (_PROGRESS + ".tmp")
     with temporary.open("w") as file:
         file.write(json.dumps(progress))
@@ -48,6 +56,16 @@ def read_progress(folder: pathlib.Path) -> dict[str, Any] | None:
         return json.loads((folder / _PROGRESS).read_text())
     except FileNotFoundError:
         return None
+
+
+def given_flags(progress: Mapping[str, Any]) -> dict[str, Any]:
+    """The flags of the run that wrote a checkpoint, which a resumed run takes where it is given no others.
+
+    Args:
+        progress: What `read_progress` returned.
+    """
+    # Of the text the flags have a hash.
+    return {**progress["flags"], "data": progress.get("text")}
 
 
 def check_flags(saved: Mapping[str, Any], now: Mapping[str, Any], folder: pathlib.Path) -> None:

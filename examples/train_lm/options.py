@@ -2,7 +2,7 @@
 
 import argparse
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from haliax_fp8 import DelayedScaling, Recipe
@@ -63,7 +63,7 @@ def make_parser() -> argparse.ArgumentParser:
     run.add_argument("--data", metavar="FILE", help="text to train on (default: the documentation inside Python)")
     run.add_argument("--validation-fraction", type=float, default=0.1, metavar="X", help="share of the text held back")
     run.add_argument("--out", metavar="DIR", default="runs/train_lm", help="where checkpoint, figure and results go")
-    run.add_argument("--resume", action="store_true", help="continue from the checkpoint in --out")
+    run.add_argument("--resume", action="store_true", help="continue from the checkpoint in --out, with its flags")
     run.add_argument("--checkpoint-every", type=_natural_int, default=100, metavar="N", help="steps; 0: at the end")
     run.add_argument("--eval-every", type=_natural_int, default=100, metavar="N", help="steps; 0: at the end")
     run.add_argument(
@@ -153,14 +153,28 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
+def resumed_folder(argv: Sequence[str] | None) -> str | None:
+    """The folder whose checkpoint the flags ask to continue; None without `--resume`."""
+    options = make_parser().parse_args(argv)
+    return options.out if options.resume else None
+
+
+def parse_options(argv: Sequence[str] | None, defaults: Mapping[str, Any] | None = None) -> argparse.Namespace:
     """Parses the flags and checks those that depend on one another.
+
+    Args:
+        argv: The flags; None takes those of the process.
+        defaults: Values of flags that are not given: of a checkpoint.
 
     Raises:
         SystemExit: With status 2 and a message that names the flag, its value and the remedy.
     """
     parser = make_parser()
+    known = vars(parser.parse_args([]))
+    parser.set_defaults(**{name: value for name, value in (defaults or {}).items() if name in known})
     options = parser.parse_args(argv)
+    # Those of a checkpoint and those given again are the same.
+    options.exclude = list(dict.fromkeys(options.exclude))
     if options.recipe == "none" and options.no_baseline:
         parser.error("--recipe none --no-baseline leaves nothing to train; drop one of the two")
     if options.batch_size % options.microbatches:

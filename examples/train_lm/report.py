@@ -13,6 +13,7 @@ matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt  # noqa: E402  (after the choice of a backend that needs no screen)
 import numpy as np  # noqa: E402
+import rich.box  # noqa: E402
 from matplotlib import ticker  # noqa: E402
 from rich.table import Table  # noqa: E402
 
@@ -47,12 +48,14 @@ def gap_percent(curve: Curve, baseline: Curve) -> float:
 
 
 def results_table(curves: Mapping[str, Curve], baseline: str | None) -> Table:
-    """One row per trained model."""
+    """One row per trained model; at most 80 columns wide."""
     names = sorted({name for curve in curves.values() for name in curve.statistics})
     table = Table(title=f"After {len(next(iter(curves.values())).losses)} steps", title_justify="left")
-    headings = ["run", "validation loss", "gap", *names, "tokens/s", "seconds"]
+    table.box, table.padding = rich.box.SIMPLE, (0, 1, 0, 0)
+    # Broken by hand, so that numbers never are.
+    headings = ["run", "validation\nloss", "gap", *names, "tokens/s", "seconds"]
     for column, heading in enumerate(headings):
-        table.add_column(heading, justify="right" if column else "left", no_wrap=not column)
+        table.add_column(heading, justify="right" if column else "left", no_wrap=column > 0, overflow="fold")
     for name, curve in curves.items():
         gap = "" if baseline is None or name == baseline else f"{gap_percent(curve, curves[baseline]):+.2f} %"
         statistics = [f"{100 * curve.statistics[key]:.3f} %" if key in curve.statistics else "" for key in names]
@@ -61,6 +64,37 @@ def results_table(curves: Mapping[str, Curve], baseline: str | None) -> Table:
         seconds = "" if curve.seconds is None else f"{curve.seconds:,.0f}"
         table.add_row(name, f"{loss:.4f}", gap, *statistics, speed, seconds)
     return table
+
+
+NOISE = 0.5
+"""How far apart runs of the default length end that differ in rounding alone, in percent: `docs/performance.md`."""
+
+
+def verdict(curves: Mapping[str, Curve], baseline: str | None, *, emulated: bool, is_documented: bool) -> str:
+    """What the results mean, in sentences; empty without a baseline and another run.
+
+    Args:
+        curves: The results.
+        baseline: The name of the baseline's.
+        emulated: Whether the device emulates FP8.
+        is_documented: Whether the runs are those for which `NOISE` is documented.
+    """
+    others = [name for name in curves if name != baseline]
+    if baseline is None or not others:
+        return ""
+    ends = []
+    for name in others:
+        gap = gap_percent(curves[name], curves[baseline])
+        ends.append(f"{name} ends {abs(gap):.2f} % {'above' if gap > 0 else 'below'} {baseline}")
+    sentences = ["; ".join(ends)]
+    if is_documented:
+        sentences.append(f"Runs like these that differ in rounding alone end about {NOISE:g} % apart")
+    else:
+        sentences.append("One seed cannot tell a gap from noise: compare the means of several, with --seed")
+    speeds = {name: curve.tokens_per_second for name, curve in curves.items() if curve.tokens_per_second is not None}
+    if emulated and baseline in speeds and any(speeds.get(name, np.inf) < speeds[baseline] for name in others):
+        sentences.append("FP8 is slower here because a CPU emulates it")
+    return ". ".join(sentences) + "."
 
 
 def write_results(path: pathlib.Path, curves: Mapping[str, Curve], baseline: str | None) -> None:

@@ -41,3 +41,18 @@ def generate(model: Transformer, prompt: jax.Array, *, count: int, temperature: 
 
     start = (window, jnp.asarray(prompt.size, jnp.int32))
     return jax.lax.scan(next_token, start, jax.random.split(key, count))[1]
+
+
+def printable(text: bytes) -> str:
+    """Bytes as text for a terminal, which control characters among them would command.
+
+    Args:
+        text: Bytes of a model, which may be anything.
+
+    Returns:
+        The text, with U+FFFD for what is no UTF-8, and for control characters but line feeds and tabs.
+    """
+    shown = lambda character: (
+        character if character.isprintable() or character in "\n\t" else "\N{REPLACEMENT CHARACTER}"
+    )
+    return "".join(map(shown, text.decode(errors="replace")))

@@ -17,49 +17,37 @@ The README beside this file says what is in the others.
 import argparse
 import pathlib
 import shlex
-import signal
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 from haliax_fp8 import TrainStep, cast_params, describe, fp8_linear_layers, trainable
+from haliax_fp8.devices import Device
 
+from ..interrupts import INTERRUPTED, stop_requests
 from . import checkpoint
 from .corpus import Corpus, load_corpus
 from .layout import Layout, make_layout
-from .options import binding_flags, model_config, parse_options
-from .report import Curve, results_table, write_figure, write_results
+from .options import binding_flags, model_config, parse_options, resumed_folder
+from .report import Curve, results_table, verdict, write_figure, write_results
 from .run import Run, is_fp8_step, make_evaluation, make_loss, make_optimizer, make_runs
-from .sample import generate
+from .sample import generate, printable
 
 
 class Stopped(Exception):
     """Ctrl-C was pressed, and a checkpoint has been written."""
-
-
-@contextmanager
-def stop_requests() -> Iterator[Callable[[], bool]]:
-    """Lets Ctrl-C wait for the end of the step; a second Ctrl-C interrupts at once."""
-    requested = False
-
-    def request(signum: int, frame: Any) -> None:
-        nonlocal requested
-        if requested:
-            raise KeyboardInterrupt
-        requested = True
-
-    before = signal.signal(signal.SIGINT, request)
-    try:
-        yield lambda: requested
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def train(runs: Sequence[Run], step: TrainStep, corpus: Corpus, options: argparse.Namespace, console: Console) -> None:
@@ -75,11 +63,15 @@ def train(runs: Sequence[Run], step: TrainStep, corpus: Corpus, options: argpars
         MofNCompleteColumn(),
         BarColumn(bar_width=None),
         TextColumn("{task.fields[status]}"),
-        TimeRemainingColumn(elapsed_when_finished=True),
-        TextColumn("{task.fields[what]}"),
+        # The first runs while XLA compiles; the second knows more after a few steps.
+        TimeElapsedColumn(),
+        TextColumn("so far,"),
+        TimeRemainingColumn(),
+        TextColumn("left"),
     ]
-    with stop_requests() as stop_requested, Progress(*columns, console=console) as progress:
-        task = progress.add_task("", total=options.steps, completed=first, status="compiling", what="left")
+    say, farewell = lambda line: _say(console, line), lambda: _farewell(options, corpus)
+    with stop_requests(say, farewell) as stop_requested, Progress(*columns, console=console) as progress:
+        task = progress.add_task("", total=options.steps, completed=first, status="compiling")
         for index in range(first, options.steps):
             batch = layout.batch(corpus.batch(options.seed, index, options.batch_size, options.seq_len))
             key = _step_key(options, index)
@@ -92,7 +84,7 @@ def train(runs: Sequence[Run], step: TrainStep, corpus: Corpus, options: argpars
             if is_last or _is_due(options.eval_every, done):
                 for run in runs:
                     run.validation.append((done, evaluate(run.model)))
-            progress.update(task, completed=done, status=_status(runs, options), what="in all" if is_last else "left")
+            progress.update(task, completed=done, status=_status(runs, options))
             if not console.is_terminal and (is_last or _is_due(max(1, options.steps // 10), done)):
                 # Nobody sees a bar move in a log.
                 _say(console, f"step {done}/{options.steps}  {_status(runs, options)}")
@@ -106,7 +98,8 @@ def save_runs(runs: Sequence[Run], corpus: Corpus, options: argparse.Namespace) 
     """Writes a checkpoint of all runs."""
     state = [(run.model, run.opt_state) for run in runs]
     history = {run.name: {"losses": run.losses, "validation": run.validation} for run in runs}
-    checkpoint.save(pathlib.Path(options.out), len(runs[0].losses), state, _binding(options, corpus), history)
+    folder, binding = pathlib.Path(options.out), _binding(options, corpus)
+    checkpoint.save(folder, len(runs[0].losses), state, binding, history, options.data)
 
 
 def resume_runs(options: argparse.Namespace, step: TrainStep, corpus: Corpus, layout: Layout) -> list[Run]:
@@ -141,8 +134,11 @@ def announce(runs: Sequence[Run], corpus: Corpus, options: argparse.Namespace, c
         f"{parameters:,} parameters on {device.device_kind}; {corpus.name}: {len(corpus.train):,} bytes to train on, "
         f"{len(corpus.validation):,} held back",
     )
+    if 0 in corpus.train:
+        _say(console, f"{corpus.name} is no text: it has bytes of 0. The model learns them all the same")
     if options.mesh is not None:
         _say(console, runs[0].layout.summary)
+    _say(console, _what_it_takes(runs, options))
     for run in runs:
         if run.config is None:
             continue
@@ -150,6 +146,20 @@ def announce(runs: Sequence[Run], corpus: Corpus, options: argparse.Namespace, c
         _say(console, f"{run.name}: {description.summary}")
         if options.verbose:
             console.print(description)
+
+
+def _what_it_takes(runs: Sequence[Run], options: argparse.Namespace) -> str:
+    """How much work it is; in minutes, where that was measured."""
+    steps = f"{options.steps - len(runs[0].losses)} steps of {len(runs)} {'model' if len(runs) == 1 else 'models'}"
+    measured = ""
+    if jax.default_backend() == "cpu" and _is_documented(options):
+        measured = "; on two idle CPU cores all of it takes 4 minutes, on busy ones up to three times that"
+    return f"{steps}. First XLA compiles, which has no progress to show{measured}. Ctrl-C keeps a checkpoint"
+
+
+def _is_documented(options: argparse.Namespace) -> bool:
+    """Whether the flags are those whose figures are documented: the defaults, but for the seed."""
+    return binding_flags(options) | {"seed": 0} == binding_flags(parse_options([]))
 
 
 def report(runs: Sequence[Run], options: argparse.Namespace, console: Console) -> None:
@@ -163,23 +173,29 @@ def report(runs: Sequence[Run], options: argparse.Namespace, console: Console) -
     _say(console, f"Loss curves: {folder / 'loss.png'}; numbers: {folder / 'results.json'}")
     if options.sample_bytes:
         prompt = options.prompt.encode()
-        text = generate(
-            cast_params(runs[-1].model, options.compute_dtype),
-            jnp.asarray(np.frombuffer(prompt, np.uint8), jnp.int32),
-            count=options.sample_bytes,
-            temperature=options.temperature,
-            key=jax.random.key(options.seed),
-        )
+        # It compiles once more.
+        with console.status("writing a sample"):
+            text = generate(
+                cast_params(runs[-1].model, options.compute_dtype),
+                jnp.asarray(np.frombuffer(prompt, np.uint8), jnp.int32),
+                count=options.sample_bytes,
+                temperature=options.temperature,
+                key=jax.random.key(options.seed),
+            )
+            written = prompt + np.asarray(text).astype(np.uint8).tobytes()
         console.print(f"\n{runs[-1].name} writes:", style="bold", highlight=False)
-        written = prompt + np.asarray(text).astype(np.uint8).tobytes()
-        console.print(written.decode(errors="replace"), markup=False, highlight=False)
+        console.print(printable(written), markup=False, highlight=False)
+    emulated = Device.default().emulates
+    if line := verdict(curves, baseline, emulated=emulated, is_documented=_is_documented(options)):
+        console.print(f"\n{line}", markup=False, highlight=False)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns its exit status: 0, 2 if flags are wrong, 130 after Ctrl-C."""
-    options = parse_options(argv)
     console = Console()
-    folder = pathlib.Path(options.out)
+    resumed = resumed_folder(argv)
+    progress = None if resumed is None else checkpoint.read_progress(pathlib.Path(resumed))
+    options = parse_options(argv, None if progress is None else checkpoint.given_flags(progress))
     try:
         corpus = load_corpus(options.data, options.validation_fraction)
         # First of all: it decides how many devices a CPU is.
@@ -200,17 +216,19 @@ def main(argv: Sequence[str] | None = None) -> int:
                 run.measure(step, batch, _step_key(options, last))
             report(runs, options, console)
     except (Stopped, KeyboardInterrupt):
-        given = [argument for argument in (sys.argv[1:] if argv is None else argv) if argument != "--resume"]
-        command = shlex.join(["python", "-m", "examples.train_lm", *given, "--resume"])
-        _say(console, _farewell(checkpoint.read_progress(folder), _binding(options, corpus), command))
-        return 130
+        _say(console, _farewell(options, corpus))
+        return INTERRUPTED
     return 0
 
 
-def _farewell(progress: dict[str, Any] | None, flags: dict[str, Any], command: str) -> str:
+def _farewell(options: argparse.Namespace, corpus: Corpus) -> str:
+    """The last line after Ctrl-C: what is there, and how to go on."""
+    progress = checkpoint.read_progress(pathlib.Path(options.out))
     # What lies in the folder may be of an earlier run, with other flags.
-    if progress is None or progress["flags"] != flags:
+    if progress is None or progress["flags"] != _binding(options, corpus):
         return "Stopped before the first checkpoint."
+    # The checkpoint has the other flags.
+    command = shlex.join(["python", "-m", "examples.train_lm", "--out", options.out, "--resume"])
     return f"Stopped; the checkpoint is that of step {progress['step']}. To continue: {command}"
 
 

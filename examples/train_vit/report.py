@@ -50,6 +50,17 @@ def results_table(runs: dict[str, list[Run]], seeds: Sequence[int]) -> Table:
     return table
 
 
+def verdict(runs: dict[str, list[Run]]) -> str:
+    """What the results mean: the mean gap, next to how far seeds of bf16 differ."""
+    found = gaps(runs)
+    mean = float(np.mean(found))
+    line = f"FP8 ends {abs(mean):.2f} points {'below' if mean < 0 else 'above'} bf16"
+    if len(found) < 2:
+        return f"{line}; one seed cannot tell that from noise: give several, --seeds 0 1 2."
+    finals = [run.accuracies[-1] for run in runs["bf16"]]
+    return f"{line}, the mean of {len(found)} seeds; bf16 itself differs by {max(finals) - min(finals):.2f} points."
+
+
 def write_figure(path: pathlib.Path, runs: dict[str, list[Run]]) -> None:
     """Training loss and test accuracy over epochs: the mean over seeds, with the range of the seeds around it."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")

@@ -12,9 +12,6 @@ from .load import UsageError
 from .screen import on_error, screen
 
 
-# Of a terminal, a log and a mail.
-_WIDTH = 80
-
 _EPILOG = """\
 examples:
   haliax-fp8 checkpoint check DIR
@@ -75,10 +72,10 @@ def run_checkpoint(options: argparse.Namespace) -> int:
     try:
         if options.action == "check":
             report = check_folder(options.directory, follow_links=options.follow_links)
-            print(_as_json(report)) if options.json else screen(_WIDTH).print(report)
+            print(_as_json(report)) if options.json else screen().print(report)
             return 0 if report.is_sound else 1
         if options.action == "explain":
-            screen(_WIDTH).print(explain_folder(options.directory, follow_links=options.follow_links))
+            screen().print(explain_folder(options.directory, follow_links=options.follow_links))
             return 0
         done = convert_folder(
             options.directory,
@@ -88,7 +85,7 @@ def run_checkpoint(options: argparse.Namespace) -> int:
             dtype=options.dtype,
             follow_links=options.follow_links,
         )
-        screen(_WIDTH).print(done)
+        screen().print(done)
         return 0
     except BrokenCheckpoint as broken:
         on_error().print(f"broken: {broken}", style="red")

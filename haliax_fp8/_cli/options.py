@@ -10,6 +10,7 @@ from ..preflight.target.compilers import compilers
 from ..recipes.catalog import named
 from .checkpoint import add_checkpoint_parser
 from .demo import demos, stackings
+from .replay import add_replay_parser
 
 
 # `--compare` without a value: the demo in bf16.
@@ -48,6 +49,7 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
         command = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
         command.add_argument("--json", action="store_true", help="print JSON")
     add_checkpoint_parser(commands)
+    add_replay_parser(commands)
     text = "install XLA's compiler for devices that this machine lacks, for preflight; JAX keeps its own devices"
     install = commands.add_parser("install-compiler", help=text, description=text[0].upper() + text[1:] + ".")
     known = ", ".join(f"{name} ({compiler.megabytes} MB)" for name, compiler in compilers.items())
@@ -101,6 +103,9 @@ def _preflight_parser(commands: Any) -> argparse.ArgumentParser:
         "--one-setting",
         action="store_true",
         help="do not compile a second time with the other setting of xla_gpu_enable_triton_gemm",
+    )
+    parser.add_argument(
+        "--all", action="store_true", help="list every product with formats and kernel, not a row per layer"
     )
     parser.add_argument("--svg", metavar="FILE", help="draw the table as a picture")
     demo = parser.add_argument_group("a model with published shapes instead of your own step")

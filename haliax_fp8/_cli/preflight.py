@@ -191,17 +191,18 @@ def interruptible[T](function: Callable[[], T]) -> T:
 
 def write(report: PreflightReport, options: argparse.Namespace) -> None:
     """The table on the screen, unless JSON or Markdown goes there; and the files that were asked for."""
+    shown = report.in_full if options.all else report.__rich__()
     forms = {options.json: report.to_json, options.markdown: report.to_markdown}
     for file, form in forms.items():
         if file not in (None, "-"):
             pathlib.Path(file).write_text(form())
     if options.svg is not None:
         title = f"preflight {options.step or options.demo} --target {options.target}"
-        pathlib.Path(options.svg).write_text(as_svg(report.__rich__(), title))
+        pathlib.Path(options.svg).write_text(as_svg(shown, title))
     if "-" in forms:
         print(forms["-"]())
     else:
-        screen().print(report)
+        screen().print(shown)
 
 
 def explain(error: Exception, options: argparse.Namespace) -> str:

@@ -7,18 +7,13 @@ from rich.console import Console, RenderableType
 from rich.terminal_theme import DEFAULT_TERMINAL_THEME
 
 
-# A pipe, a file or a picture has no width: this one fits every table.
-_WIDTH = 140
+# Of a picture.
+_WIDTH = 100
 
 
-def screen(width: int = _WIDTH) -> Console:
-    """For results.
-
-    Args:
-        width: The number of columns where there is no terminal.
-    """
-    console = Console()
-    return console if console.is_terminal else Console(width=width)
+def screen() -> Console:
+    """For results: as wide as `COLUMNS` says or the terminal is, and 80 columns in a pipe or a file."""
+    return Console()
 
 
 def on_error() -> Console:

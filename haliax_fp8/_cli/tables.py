@@ -65,10 +65,17 @@ def device_table(rows: list[DeviceRow]) -> Table:
     for row in rows:
         if row.preflight not in ("ready", "no target"):
             missing.setdefault(row.preflight.partition(" needs ")[2], []).append(row.name)
-    remedies = "\n".join(f"{', '.join(names)} need {what}" for what, names in missing.items())
-    table = new_table("Devices", remedies)
-    for column in ("name", "device", "capability", "recipes that run natively", "preflight"):
-        table.add_column(column, overflow="fold")
+    remedies = [f"{', '.join(names)} need {what}" for what, names in missing.items()]
+    why: dict[str, list[str]] = {}
+    for row in rows:
+        if not row.native and row.otherwise:
+            why.setdefault(row.otherwise, []).append(row.name)
+    table = new_table("Devices", "\n".join([f"{', '.join(names)}: {text}" for text, names in why.items()] + remedies))
+    table.add_column("name", no_wrap=True)
+    table.add_column("device", overflow="fold")
+    table.add_column("capability", no_wrap=True)
+    table.add_column("recipes that run natively", overflow="fold")
+    table.add_column("preflight", overflow="fold")
     for row in rows:
         natively = Text(_summary(row), "green" if row.native else "yellow")
         state = row.preflight if row.preflight in ("ready", "no target") else "not installed"
@@ -79,7 +86,7 @@ def device_table(rows: list[DeviceRow]) -> Table:
 
 def _summary(row: DeviceRow) -> str:
     if not row.native:
-        return f"none, {row.otherwise}"
+        return f"none, {row.otherwise.partition(':')[0]}" if row.otherwise else "none"
     others = [recipe for recipe in named if recipe not in row.native]
     if len(others) < len(row.native):
         return f"all but {', '.join(others)}" if others else "all"
@@ -135,13 +142,16 @@ def _format_row(format: Format) -> FormatRow:
 def format_table(rows: list[FormatRow]) -> Table:
     """For a terminal."""
     table = new_table("Formats")
-    heads = ("format", "bits", "max", "smallest normal", "smallest subnormal", "subnormals", "rel. error", "binades")
-    for index, column in enumerate((*heads, "dtype")):
-        table.add_column(column, overflow="fold", justify="left" if index in (0, 1, len(heads)) else "right")
+    # Without lines, or nine columns are wider than 80.
+    table.box, table.padding = None, (0, 1, 0, 0)
+    # Broken by hand, so that numbers never are.
+    heads = ("format", "bits", "max", "smallest\nnormal", "smallest\nsubnormal", "sub-\nnormals", "rel.\nerror")
+    for index, column in enumerate((*heads, "bina-\ndes", "dtype")):
+        table.add_column(column, no_wrap=True, justify="left" if index in (0, 1, len(heads) + 1) else "right")
     for row in rows:
         numbers = (f"{row.max:g}", _power(row.smallest_normal), _power(row.smallest_subnormal), str(row.subnormals))
-        error = f"{row.relative_error:.2%}"
-        table.add_row(*map(Text, (row.name, row.bits, *numbers, error, f"{row.binades:.1f}", row.dtype)))
+        cells = (row.name, row.bits.replace(" ", ""), *numbers, f"{row.relative_error:.2%}", f"{row.binades:.1f}")
+        table.add_row(*map(Text, (*cells, row.dtype)))
     return table
 
 

@@ -77,7 +77,12 @@ def lower_after_partitioning(
             "outside the sum, such as 'rowwise'"
         )
     call = custom_partitioning.custom_partitioning(lambda *arrays: part(*arrays))
-    call.def_partition(partition=functools.partial(partition, part), sharding_rule=rule, **sizes)
+
+    def divided(*of_call: Any) -> Any:
+        mesh, on_each, *shardings = partition(part, *of_call)
+        return mesh, _outside_of_mesh(on_each), *shardings
+
+    call.def_partition(partition=divided, sharding_rule=rule, **sizes)
     return mlir.lower_fun(call, multiple_results=False)(context, *operands)
 
 
@@ -87,6 +92,25 @@ def devices_of(context: Any) -> int:
     if isinstance(axes, SPMDAxisContext):
         return axes.mesh.size
     return axes.num_devices if isinstance(axes, ShardingContext) else 1
+
+
+def _outside_of_mesh(function: Callable[..., Array]) -> Callable[..., Array]:
+    """What a device computes of its parts, whose types say nothing of a mesh with explicit axes, though one be set."""
+
+    @functools.wraps(function)
+    def call(*arrays: Array) -> Array:
+        with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+            return function(*arrays)
+
+    return call
+
+
+def knows_devices(context: Any) -> bool:
+    """Whether a primitive is lowered for several devices over which XLA will divide it, and these are known."""
+    axes = context.module_context.axis_context
+    if not (isinstance(axes, ShardingContext) and axes.num_devices > 1 and jax.config.jax_use_shardy_partitioner):
+        return False
+    return axes.device_assignment is not None and axes.abstract_mesh is not None
 
 
 def lower_with_devices(*primitives: Primitive) -> None:

@@ -4,6 +4,8 @@ from typing import Any
 
 import jax
 from jax import lax
+from jax._src.lib.mlir.dialects import sdy
+from jax._src.sharding_impls import ShardingContext
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array
@@ -29,6 +31,16 @@ def transposed_separately_on_one[T](data: T) -> T:
     return jax.tree.map(lambda x: barrier_p.bind(x, several=False), data)
 
 
+def divided_as_made(x: Array) -> Array:
+    """An array of which devices hold parts as what computes it has them, whatever reads it.
+
+    XLA's partitioner divides arrays as their users are divided, and what these are computed from likewise. The amaxes
+    of rows are joined with those of other operands, whose rows may be divided; without this, an activation would be
+    divided as some kernel's rows are.
+    """
+    return as_made_p.bind(x)
+
+
 barrier_p = Primitive("fp8_barrier")
 """The identity; a barrier in programs for several devices, or in those for one."""
 barrier_p.def_impl(lambda x, several: x)
@@ -45,3 +57,22 @@ def _lowered(context: Any, x: Any, *, several: bool) -> Any:
 
 
 mlir.register_lowering(barrier_p, _lowered)
+
+as_made_p = Primitive("fp8_divided_as_made")
+as_made_p.def_impl(lambda x: x)
+as_made_p.def_abstract_eval(lambda x: x)
+batching.primitive_batchers[as_made_p] = lambda args, axes: (as_made_p.bind(*args), *axes)
+ad.primitive_jvps[as_made_p] = lambda primals, tangents: (as_made_p.bind(*primals), *tangents)
+
+
+def _as_made_lowered(context: Any, x: Any) -> Any:
+    axes = context.module_context.axis_context
+    if not (isinstance(axes, ShardingContext) and axes.num_devices > 1 and jax.config.jax_use_shardy_partitioner):
+        return [x]
+    return [sdy.PropagationBarrierOp(x, _FORWARD).result]
+
+
+# Shardy's number for "from operands to results".
+_FORWARD = 1
+
+mlir.register_lowering(as_made_p, _as_made_lowered)

@@ -22,6 +22,14 @@ def computed_together[T](values: T) -> T:
     return lax.optimization_barrier(values)
 
 
+def made_before_it_is_measured[T](values: T) -> T:
+    """An operand and what it was quantized to, of which many numbers are measured.
+
+    XLA would quantize it again for each of them: a reduction is a kernel of its own, and takes its producers into it.
+    """
+    return lax.optimization_barrier(values)
+
+
 def not_constant[T](value: T) -> T:
     """A number that XLA does not know.
 

@@ -1,7 +1,7 @@
-"""How a product with scales of blocks is divided over devices: which axes stay divided, what is gathered or added up.
+"""How a product that XLA does not see is divided over devices: what stays divided, what is gathered or added up.
 
-XLA divides its own products by such a rule. Here it is spelled out, because XLA does not see this product until it has
-divided everything else.
+XLA divides its own products by such a rule. Here it is spelled out, because XLA does not see these products until it
+has divided everything else.
 """
 
 import dataclasses
@@ -22,20 +22,21 @@ type _Axes = tuple[str, ...]
 
 @dataclasses.dataclass(frozen=True)
 class DividedProduct:
-    """A product of data and exponents, `product(lhs, of_lhs, rhs, of_rhs)`, on a mesh.
+    """A product on a mesh: of data and exponents, `product(lhs, of_lhs, rhs, of_rhs)`; or with one scale for all, which
+    is an array of one element, `product(lhs, rhs, scale)`.
 
     Each axis of its arrays is named by a factor: `b` for batch axes, `m` and `n` for the free ones of lhs and rhs, `c`
     for those that are summed, the last of them in blocks.
 
     Args:
         dimensions: What is contracted; blocks run along the last pair of axes.
-        block: How many elements of the last contracted axis share a scale.
+        block: How many elements of the last contracted axis share a scale; None with one scale.
         blocks: How many blocks that axis has.
     """
 
     dimensions: DotDimensions
-    block: int
-    blocks: int
+    block: int | None = None
+    blocks: int = 1
 
     @functools.cached_property
     def lhs(self) -> _Axes:
@@ -62,6 +63,8 @@ class DividedProduct:
     @property
     def rule(self) -> str:
         """For Shardy: which axes belong together; elements of a block stay together."""
+        if self.block is None:
+            return f"{' '.join(self.lhs)}, {' '.join(self.rhs)}, one -> {' '.join(self.out)}"
         # Shardy takes no factor of size one beside others.
         in_blocks = f"({self._last} element)" if self.blocks > 1 else "element"
         data = lambda axes: " ".join(in_blocks if axis == self._last else axis for axis in axes)
@@ -72,6 +75,8 @@ class DividedProduct:
     def sizes(self) -> dict[str, Any]:
         """What the rule does not show."""
         summed = tuple(f"c{i}" for i in range(len(self.dimensions.lhs_contract)))
+        if self.block is None:
+            return {"reduction_factors": summed}
         size = {"element": self.block} if self.blocks > 1 else {}
         return {**size, "reduction_factors": summed, "need_replication_factors": ("element",)}
 
@@ -85,34 +90,44 @@ class DividedProduct:
         Args:
             product: What a device computes of its part.
             mesh: The mesh.
-            args: Data and exponents of lhs and rhs: shapes, dtypes and the shardings that XLA has found.
+            args: What `product` takes: shapes, dtypes and the shardings that XLA has found.
             result: The same of the result.
         """
-        lhs, rhs = (_Held.of(args[place], axes) for place, axes in ((0, self.lhs), (2, self.rhs)))
+        *places, of_sizes = (0, 1, (0, 1)) if self.block is None else (0, 2, (1, 3))
+        lhs, rhs = (_Held.of(args[place], axes) for place, axes in zip(places, (self.lhs, self.rhs), strict=True))
         out = _Held.of(result, self.out)
-        sizes = dict(zip(self.lhs + self.rhs, (*args[1].shape, *args[3].shape), strict=True))
+        sizes = dict(zip(self.lhs + self.rhs, (n for place in of_sizes for n in args[place].shape), strict=True))
         chosen = _chosen(mesh.shape, (lhs, rhs), out, sizes)
         divided = dict.fromkeys(sizes, ()) | {factor: tuple(axes) for factor, axes in chosen.items()}
-        scattered, places = [], {place: divided[factor] for place, factor in enumerate(self.out)}
+        scattered, kept = [], {place: divided[factor] for place, factor in enumerate(self.out)}
         left = {place: size // _count(mesh, divided[factor]) for place, factor, size in out.axes(result.shape)}
         summed = [axis for factor in sizes if factor not in self.out for axis in divided[factor]]
         for axis in summed:
             place = next((p for p, axes in enumerate(out.spec) if axis in axes), None)
             if place is not None and left[place] % mesh.shape[axis] == 0:
                 scattered.append((axis, place))
-                places[place] += (axis,)
+                kept[place] += (axis,)
                 left[place] //= mesh.shape[axis]
         added = tuple(axis for axis in summed if axis not in [axis for axis, _ in scattered])
+
+        gathered = [(axis, place) for place, factor in enumerate(self.out) for axis in divided[factor]]
+        gathered = [(axis, place) for axis, place in gathered if axis not in out.spec[place]]
+        for axis, place in gathered:
+            kept[place] = tuple(other for other in kept[place] if other != axis)
 
         def on_each(*arrays: Array) -> Array:
             part = product(*arrays)
             for axis, place in scattered:
                 part = lax.psum_scatter(part, axis, scatter_dimension=place, tiled=True)
-            return lax.psum(part, added) if added else part
+            part = lax.psum(part, added) if added else part
+            for axis, place in reversed(gathered):
+                part = lax.all_gather(part, axis, axis=place, tiled=True)
+            return part
 
         spec = lambda parts: NamedSharding(mesh, P(*(axes or None for axes in parts)))
         of_lhs, of_rhs = (spec(divided[factor] for factor in axes) for axes in (self.lhs, self.rhs))
-        return mesh, on_each, spec(places[place] for place in range(len(self.out))), (of_lhs, of_lhs, of_rhs, of_rhs)
+        of_args = (of_lhs, of_rhs, spec(())) if self.block is None else (of_lhs, of_lhs, of_rhs, of_rhs)
+        return mesh, on_each, spec(kept[place] for place in range(len(self.out))), of_args
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,10 +164,13 @@ def _chosen(mesh: Any, operands: tuple[_Held, _Held], out: _Held, sizes: dict[st
     chosen: dict[str, list[str]] = {}
     arrays = (out, *operands)
     for axis in dict.fromkeys(axis for held in arrays for axes in held.spec for axis in axes):
+        wanted = out.factor_over(axis)
         fitting = [
             factor
             for factor in dict.fromkeys(held.factor_over(axis) for held in arrays)
-            if factor and sizes[factor] % (math.prod(mesh[other] for other in chosen.get(factor, ())) * mesh[axis]) == 0
+            # XLA has divided what reads the result. It cannot always move a result from one axis to another.
+            if factor and (wanted in (None, factor) or factor not in out.factors)
+            if sizes[factor] % (math.prod(mesh[other] for other in chosen.get(factor, ())) * mesh[axis]) == 0
         ]
         if fitting:
             best = min(fitting, key=lambda factor: _sent(factor, axis, mesh, operands, out))

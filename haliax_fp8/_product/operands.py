@@ -11,6 +11,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from .._jax.mesh_axes import axes_of_parts, varying_axes
+from .._jax.several_devices import divided_as_made
 from .._jax.xla import computed_together
 from .._numerics.quantized_array import QuantizedArray
 from .._state.form import AbstractStateForm
@@ -236,4 +237,4 @@ def measured_parts(
         values = largest_of_groups(jnp.max(values, axis=-1), extras[0])[..., None]
     if (missing := count - values.shape[-2]) > 0:
         values = jnp.pad(values, [(0, 0)] * spec.ensemble + [(0, missing), (0, 0)])
-    return values
+    return divided_as_made(values)

@@ -7,10 +7,12 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float32
 
+from .._jax.mesh_axes import automatic_axes
 from .._jax.xla import on_cuda
 from .._numerics.quantized_array import QuantizedArray, expand
 from .block_product import block_scaled_dot
 from .dimensions import DotDimensions
+from .divided_sum import scaled_by_each_device
 
 
 def scaled_dot(
@@ -20,6 +22,8 @@ def scaled_dot(
     precision: lax.PrecisionLike,
     dtype: np.dtype,
     scale: Float32[Array, ""] | None,
+    *,
+    added: bool = False,
 ) -> Array:
     """`dot(a, b)` in a dtype; scales that are constant along what is contracted factor out of the sum.
 
@@ -30,6 +34,7 @@ def scaled_dot(
         precision: Of the product.
         dtype: Of the result.
         scale: The product of both scales, if that is computed already.
+        added: Whether the result is a part of a sum of products, as gradients of a tensor that several layers read.
     """
 
     def dot(x: Array, y: Array, dtype: np.dtype) -> Array:
@@ -40,6 +45,9 @@ def scaled_dot(
     if a.scale.size == b.scale.size == 1:
         if scale is None:
             scale = lax.mul(_scalar(a.scale), _scalar(b.scale))
+        if added and automatic_axes():
+            exact = _is_exact(a, b, dtype)
+            return scaled_by_each_device(a.data, b.data, scale, dims, precision, dtype, exact=exact)
         return _one_scale_dot(dot, a, b, scale, dtype)
     return _rows_scaled(dot(a.data, b.data, _FLOAT32), a, b, dims, dtype)
 
@@ -104,10 +112,14 @@ def _one_scale_dot(
     def in_dtype(a: Array, b: Array, scale: Array) -> Array:
         return lax.mul(dot(a, b, dtype), lax.convert_element_type(scale, dtype))
 
-    exact = a.scale_bits + b.scale_bits <= _BFLOAT16_BITS
-    if dtype != jnp.bfloat16 or not exact:
+    if not _is_exact(a, b, dtype):
         return in_float32(a.data, b.data, scale)
     return on_cuda(in_dtype, in_float32, a.data, b.data, scale)
+
+
+def _is_exact(a: QuantizedArray, b: QuantizedArray, dtype: np.dtype) -> bool:
+    """Whether a product's dtype is bfloat16, and that holds the product of the operands' scales."""
+    return dtype == jnp.bfloat16 and a.scale_bits + b.scale_bits <= _BFLOAT16_BITS
 
 
 def _rows_scaled(

@@ -237,8 +237,9 @@ def backward(
             return None
         operand, of_grad = residuals.operand(other, scales, extras, spec), quantized_grad(product)
         if product == "wgrad" and "output_grad" in spec.recipe.quantized_once:
-            # cuBLASLt wants it transposed here.
-            of_grad = dataclasses.replace(of_grad, data=transposed_separately(of_grad.data))
+            # cuBLASLt wants it transposed here. What was gathered for both products is behind a barrier already.
+            separately = transposed_separately if None in dtypes else transposed_separately_on_one
+            of_grad = dataclasses.replace(of_grad, data=separately(of_grad.data))
         both = (of_grad, operand) if product == "dgrad" else (operand, of_grad)
         precision = own_precision(spec.group_place) if product == "wgrad" else lax.Precision.HIGHEST
         scale = scales.of_both(product, spec) if scales else None

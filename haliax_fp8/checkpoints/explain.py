@@ -8,11 +8,11 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from .._tables import Printable, new_table
+from ..layers.roles import WEIGHT, is_linear
 from .check.folder import open_checkpoint
 from .check.weights import CACHE_SCALES, SCALES, is_fp8
 from .engines import Engine, engines_for
 from .layouts.quantization import Quantization
-from .roles import WEIGHT, is_linear
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

@@ -72,6 +72,7 @@ def export_model(
     training_scales: bool = True,
     targets: Targets | None = None,
     exclude: Targets | None = None,
+    kv_cache_scales: bool = False,
     shard_bytes: int = 5 * 10**9,
     rules_of: Fp8Config | None = None,
 ) -> ExportReport:
@@ -109,6 +110,8 @@ def export_model(
         targets: The layers to quantize instead: patterns as in `fp8_linear_layers`, of the names in the state dict
             with `*` for the number of a block.
         exclude: Layers to leave in high precision; by default those called `head` or `lm_head`.
+        kv_cache_scales: Write a scale for the keys and one for the values of each `attention.Fp8Attention`, those of
+            its next step, for engines that keep both in FP8.
         shard_bytes: The most bytes of a file; larger models have several, and an index.
         rules_of: Only its `rules` matter; needed for layers of your own classes.
 
@@ -135,6 +138,7 @@ def export_model(
         targets,
         exclude,
         rules_of,
+        kv_cache_scales,
     )
     todo = _plan(model, chosen, writing)
     origins: Counter[str] = Counter()
@@ -154,7 +158,7 @@ def export_model(
     total = sum(spec.bytes for specs, _ in groups for spec in specs)
     with new_folder(directory) as folder:
         write_tensors(folder, groups, shard_bytes)
-        described, files = ({}, {}) if chosen is None else chosen.config_files(todo.ignore)
+        described, files = ({}, {}) if chosen is None else chosen.config_files(todo.ignore, cached=kv_cache_scales)
         for name, content in {**files, "config.json": {**(config or {}), **described}}.items():
             (folder / name).write_text(json.dumps(content, indent=2), encoding="utf-8")
         _compare(folder, todo, digests)
@@ -173,6 +177,7 @@ def serving_tensors(
     training_scales: bool = True,
     targets: Targets | None = None,
     exclude: Targets | None = None,
+    kv_cache_scales: bool = False,
     rules_of: Fp8Config | None = None,
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Yields names and arrays one at a time, for an engine that takes weights while it runs.
@@ -189,6 +194,7 @@ def serving_tensors(
         training_scales: As there.
         targets: As there.
         exclude: As there.
+        kv_cache_scales: As there.
         rules_of: As there.
 
     Raises:
@@ -201,7 +207,9 @@ def serving_tensors(
     """
     chosen = as_layout(layout)
     kind = None if dtype is None else np.dtype(dtype)
-    writing = Choices(NameMap.of(names), kind, bf16_scales, training_scales, targets, exclude, rules_of)
+    writing = Choices(
+        NameMap.of(names), kind, bf16_scales, training_scales, targets, exclude, rules_of, kv_cache_scales
+    )
     return _tensors(_plan(model, chosen, writing), chosen)
 
 
@@ -217,7 +225,7 @@ def _tensors(todo: Plan, layout: AbstractLayout | None) -> Iterator[tuple[str, n
 def _plan(model: Any, layout: AbstractLayout | None, choices: Choices) -> Plan:
     if layout is None:
         return plan(model, choices, None, static=False)
-    return plan(model, choices, layout.block, static=layout.is_static)
+    return plan(model, choices, layout.block, static=layout.is_static, cache_names=layout.cache_scales)
 
 
 def _encoder(

@@ -12,11 +12,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..attention.op import Fp8Attention
 from ..layers.config import Fp8Config, as_config
 from ..layers.kernel import Kernel, axes_of
 from ..layers.rule import LayerRule
+from ..layers.served import AbstractServedLayer
+from ..serving.unstack import unstacked
 from .frozen import FrozenEquinoxLinear, FrozenLinear, FrozenMoELinear, is_frozen
 from .frozen_kernel import FrozenKernel
+from .imported_kernels import served_layer
 from .model.matrices import Parts, of_array, of_kernel, plain
 from .model.source import is_norm, other_arrays
 from .model.source_of_folder import FolderSource
@@ -34,6 +38,9 @@ class Weights(enum.Enum):
 
     FROZEN = "frozen"
     """FP8 data and scales as they are, which never change: a base for adapters."""
+
+    SERVED = "served"
+    """FP8 data and scales as they are, multiplied in FP8: for inference."""
 
 
 def import_model[M](
@@ -57,7 +64,9 @@ def import_model[M](
         model: A model of the same sizes, whose weights do not matter: it may be abstract (`eqx.filter_eval_shape`).
             Arrays are placed as its own are, if they have a sharding.
         names: The `NameMap`, or a dict from the model's names to the checkpoint's: `names.LLAMA` for the demo's.
-        weights: `"dequantized"` or `"frozen"`; see `Weights`.
+        weights: `"dequantized"`, `"frozen"` or `"served"`; see `Weights`. A served model is as
+            `serving.quantize_for_inference` makes it: inputs are quantized as the checkpoint says, stacks become one
+            block after the other, and layers compute in the dtype of the model's parameters.
         strict: Whether a tensor of the checkpoint that the model has no place for is an error.
         config: Only its `rules` matter; needed for layers of your own classes.
 
@@ -82,7 +91,7 @@ def import_model[M](
             f"the model has no place for {', '.join(unused[:3])}{more} of {os.fspath(directory)}; map their names with "
             "names=..., or leave them out with strict=False"
         )
-    return loaded
+    return unstacked(loaded) if weights is Weights.SERVED else loaded
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,8 +100,8 @@ class _Loader:
     weights: Weights
 
     def layer(self, layer: Any, rule: LayerRule, place: Place) -> Any:
-        if is_frozen(layer):
-            raise ValueError(f"model has a frozen layer at {place}; pass the plain model that it was imported into")
+        if is_frozen(layer) or isinstance(layer, AbstractServedLayer):
+            raise ValueError(f"model has a layer in FP8 at {place}; pass the plain model that it was imported into")
         changes: dict[str, Any] = {}
         for name, array, parts in other_arrays(layer, rule, place):
             read = lambda path, shape, name=name: self.checkpoint.array(f"{path}.{name}", shape)
@@ -100,13 +109,20 @@ class _Loader:
         kernel = rule.kernel(layer)
         parts = of_kernel(kernel, place)
         found = [(index, self.checkpoint.matrix(name, parts.shape)) for name, index in parts.named(place)]
-        if self.weights is Weights.FROZEN and any(matrix.is_quantized for _, matrix in found):
-            layer = rule.with_op(_with(layer, changes), None)
+        if self.weights is not Weights.DEQUANTIZED and any(matrix.is_quantized for _, matrix in found):
+            op, layer = rule.op(layer), rule.with_op(_with(layer, changes), None)
             scaled = [(index, matrix.scaled()) for index, matrix in found]
-            return _frozen(layer, kernel, parts, place, scaled)
+            if self.weights is Weights.FROZEN:
+                return _frozen(layer, kernel, parts, place, scaled)
+            compute_dtype = None if op is None else op.compute_dtype
+            return served_layer(layer, kernel, compute_dtype, parts, place, scaled, self.checkpoint.source.inputs)
         values = iter([matrix for _, matrix in found])
         weight = _filled(kernel.weight, parts, place, lambda path, shape: next(values).dense() / kernel.factor)
         return _with(layer, {**changes, _field_of(layer, kernel): weight})
+
+    def attention(self, op: Fp8Attention, place: Place) -> Any:
+        del place
+        return op
 
     def array(self, array: Any, owner: Any, place: Place) -> Any:
         dtype = np.dtype(plain(array).dtype)

@@ -239,6 +239,8 @@ def describe(
     place = Device.default() if named is None else named
     given = as_config(config)
     predict = given.only_if if predict is None else predict
+    # Patterns are not kept in a model, which may have changed since: a reason of theirs could be of another layer.
+    plain = "not converted; describe(model, config) says why" if config is None and all_ops(model) else "not converted"
     rows = []
     for path, decision in decide(model, given).items():
         layer, rule, stack = decision.layer, decision.rule, decision.stack
@@ -256,7 +258,7 @@ def describe(
                 shape=kernel.text,
                 stacked=_sizes(stack),
                 recipe=text,
-                reason="" if text is not None else decision.reason or "not converted",
+                reason="" if text is not None else decision.reason or plain,
                 support=None if multiplied is None else kernel.support(multiplied, place),
                 prediction=predict and recipe and predict.predict(rule, layer, stack, recipe, residual),
                 uncalibrated=() if op is None else uncalibrated_operands(op.state),

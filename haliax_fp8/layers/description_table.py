@@ -5,6 +5,8 @@ import itertools
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Protocol
 
+from .._tables import common_prefix
+
 
 class Layer(Protocol):
     """What a row needs to know of a layer."""
@@ -67,7 +69,7 @@ def grouped[L: Layer](layers: Sequence[L], kind: "Kind[L]") -> Iterator[Group[L]
     """
     for stacked, found in itertools.groupby(layers, lambda layer: layer.stacked):
         members = tuple(found)
-        prefix = _common([layer.path for layer in members]) if stacked and len(members) > 1 else ""
+        prefix = common_prefix([layer.path for layer in members]) if stacked and len(members) > 1 else ""
         yield Group(prefix, stacked, tuple(_rows(members, prefix, kind)))
 
 
@@ -90,13 +92,6 @@ def _rows[L: Layer](layers: Sequence[L], prefix: str, kind: Kind[L]) -> Iterator
         first, shapes = siblings[0], tuple(dict.fromkeys(layer.shape for layer in siblings))
         above = _parent(name_of(first))
         yield Row(f"{above}: {', '.join(names)}" if above else ", ".join(names), shapes, first)
-
-
-def _common(paths: Sequence[str]) -> str:
-    """The segments that all paths begin with, but for their last."""
-    split = [path.split(".")[:-1] for path in paths]
-    same = itertools.takewhile(lambda segments: len(set(segments)) == 1, zip(*split, strict=False))
-    return ".".join(segments[0] for segments in same)
 
 
 def _parent(path: str) -> str:

@@ -7,6 +7,10 @@ from .layers import (
     ServedLinear as ServedLinear,
     ServedMoELinear as ServedMoELinear,
 )
+from .log_probabilities import (
+    TokenMismatch as TokenMismatch,
+    log_probability_mismatch as log_probability_mismatch,
+)
 from .parity import Difference as Difference, Mismatch as Mismatch, serving_mismatch as serving_mismatch
 from .quantize import dequantize as dequantize, quantize_for_inference as quantize_for_inference
 from .scheme import Scheme as Scheme, schemes as schemes

@@ -42,6 +42,8 @@ class ServedKernel(eqx.Module):
         compute_dtype: The dtype that input and output are rounded to around the product; None leaves them.
         dtype: The dtype of the weight.
         origin: Where the scales come from, for people.
+        input_bits: How many significant bits the stored scale of the input has; None if as many as in training.
+        per_expert: Whether each expert has one scale of its kernel and one of its input, in a last axis of both.
     """
 
     data: hax.NamedArray
@@ -55,6 +57,8 @@ class ServedKernel(eqx.Module):
     compute_dtype: np.dtype | None = eqx.field(static=True)
     dtype: np.dtype = eqx.field(static=True)
     origin: str = eqx.field(static=True)
+    input_bits: int | None = eqx.field(static=True, default=None)
+    per_expert: bool = eqx.field(static=True, default=False)
 
     @property
     def text(self) -> str:
@@ -84,8 +88,8 @@ class ServedKernel(eqx.Module):
         inverse = tuple(leading + int(axis) for axis in np.argsort(self.order))
         if inverse != tuple(range(leading, data.ndim)):
             data = lax.transpose(data, (*range(leading), *inverse))
-        if scale.ndim == leading and leading:
-            scale = scale.reshape(*scale.shape, *(1,) * len(self.order))
+        if scale.ndim == leading + self.per_expert and scale.ndim:
+            scale = scale.reshape(*scale.shape, *(1,) * (len(self.order) - self.per_expert))
         block = None if self.block is None else (*(1,) * leading, *self.block)
         return QuantizedArray(data, scale, block, scale_bits=self.scale_bits)
 
@@ -136,7 +140,8 @@ class ServedKernel(eqx.Module):
         """
         recipe = self.scheme.recipe
         assert recipe is not None
-        contraction = RaggedContraction(kernels=kernels_for(recipe, allow_dense=False))
+        kernels = kernels_for(recipe, allow_dense=False)
+        contraction = RaggedContraction(kernels=kernels, own_state=self.per_expert)
         return self._multiply(rows, self._of_one_layer(), (group_sizes,), contraction)
 
     def _of_one_layer(self) -> QuantizedArray:
@@ -163,7 +168,9 @@ class ServedKernel(eqx.Module):
         out_dtype = out_dtype or self.compute_dtype or self.result_dtype(input)
         computed_in = self.compute_dtype or out_dtype
         self._require_fit(contraction, computed_in, input.dtype)
-        bits = 24 if computed_in != jnp.bfloat16 else SCALE_BITS["input"]
+        bits = self.input_bits
+        if bits is None:
+            bits = 24 if computed_in != jnp.bfloat16 else SCALE_BITS["input"]
         spec = ServedProduct(self.scheme, contraction, self.compute_dtype, out_dtype, bits, precision_of(None))
         scale = None
         if self.input_scale is not None:
@@ -185,7 +192,9 @@ class ServedKernel(eqx.Module):
                 f"a kernel is summed over axes {axes}, but was quantized for a sum over {self.contracted}: its scales "
                 f"run along those. Give the Kernel of the layer's LayerRule contracted={axes}"
             )
-        rounds = isinstance(self.scheme.kernel, StaticScaling) or self.scheme.kernel.one_scale
+        # Scales of a checkpoint are what they are.
+        is_of_training = self.input_bits is None
+        rounds = is_of_training and (isinstance(self.scheme.kernel, StaticScaling) or self.scheme.kernel.one_scale)
         made_for = self.compute_dtype or self.dtype
         if rounds and (made_for == jnp.bfloat16) != (computed_in == jnp.bfloat16):
             raise ValueError(

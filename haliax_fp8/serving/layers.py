@@ -1,5 +1,7 @@
 """Served layers: those of Haliax and Equinox, with a kernel in FP8 in place of the weight."""
 
+import dataclasses
+import math
 from typing import Any
 
 import equinox as eqx
@@ -7,7 +9,6 @@ import haliax as hax
 import haliax.nn as hnn
 import jax
 import jax.numpy as jnp
-import numpy as np
 from haliax.quantization import DotGeneralOp
 from haliax.state_dict import StateDict, to_state_dict
 from jax import Array
@@ -17,10 +18,14 @@ from ..layers.equinox import plain_linear
 from ..layers.kernel import Kernel, axes_of
 from ..layers.served import AbstractServedLayer
 from .kernel import ServedKernel
+from .named import apart, in_order, named_product, weight_of
 
 
 # Where the plain layer has one, as in frozen layers.
 _NO_WEIGHT: Any = None
+
+# Axes of a matrix that a layer's several outputs and inputs make.
+_AS_ONE = ("fp8_out", "fp8_in")
 
 
 class ServedLinear(AbstractServedLayer, hnn.Linear):
@@ -42,11 +47,27 @@ class ServedLinear(AbstractServedLayer, hnn.Linear):
             layer: A plain or a converted layer.
             kernel: Its weight, quantized.
         """
-        axes = _in_order(layer.weight, (*axes_of(layer.Out), *axes_of(layer.In)))
+        axes = in_order(layer.weight, (*axes_of(layer.Out), *axes_of(layer.In)))
         plain: Any = DotGeneralOp.default()
         return ServedLinear(
             _NO_WEIGHT, layer.bias, layer.In, layer.Out, plain, layer._reparam_cls, kernel=kernel, axes=axes
         )
+
+    @staticmethod
+    def of_matrix(layer: hnn.Linear, kernel: ServedKernel) -> "ServedLinear":
+        """The layer with a matrix of a checkpoint in place of its weight.
+
+        Its scales may be of blocks that lie across the layer's own axes, so several axes are multiplied as one.
+
+        Args:
+            layer: A plain or a converted layer.
+            kernel: `[out, in]`.
+        """
+        axes = (*axes_of(layer.Out), *axes_of(layer.In))
+        if len(axes_of(layer.Out)) != 1 or len(axes_of(layer.In)) != 1:
+            sizes = (math.prod(axis.size for axis in axes_of(part)) for part in (layer.Out, layer.In))
+            axes = tuple(hax.Axis(name, size) for name, size in zip(_AS_ONE, sizes, strict=True))
+        return dataclasses.replace(ServedLinear.of(layer, kernel), axes=axes)
 
     @jax.named_scope("served_linear")
     def __call__(self, inputs: hax.NamedArray, *, key: Any = None) -> hax.NamedArray:
@@ -57,7 +78,14 @@ class ServedLinear(AbstractServedLayer, hnn.Linear):
             key: Not used.
         """
         del key
-        q = hax.auto_sharded(_named_product(self.kernel, inputs, self.axes, axes_of(self.In)))
+        if self._multiplies_as_one:
+            inputs = (
+                inputs.flatten_axes(self.In, _AS_ONE[1]) if axes_of(self.In) else inputs.broadcast_axis(self.axes[1])
+            )
+            q = named_product(self.kernel, inputs, self.axes, self.axes[1:])
+            q = hax.auto_sharded(apart(q, self.axes[0], self.Out))
+        else:
+            q = hax.auto_sharded(named_product(self.kernel, inputs, self.axes, axes_of(self.In)))
         return q if self.bias is None else hax.auto_sharded(q + self.bias)
 
     @property
@@ -67,8 +95,14 @@ class ServedLinear(AbstractServedLayer, hnn.Linear):
 
     def dequantized(self, dtype: DTypeLike) -> hnn.Linear:
         """The plain layer."""
-        weight = _weight(self.kernel, self.axes, dtype, float(self.reparam.active_scale))
+        weight = weight_of(self.kernel, self.axes, dtype, float(self.reparam.active_scale))
+        if self._multiplies_as_one:
+            weight = apart(apart(weight, self.axes[0], self.Out), self.axes[1], self.In)
         return hnn.Linear(weight, self.bias, self.In, self.Out, self.dot_general, self._reparam_cls)
+
+    @property
+    def _multiplies_as_one(self) -> bool:
+        return self.axes[-1].name == _AS_ONE[1]
 
     def to_state_dict(self, prefix: str | None = None) -> StateDict:
         """That of the plain layer: `data * scale` in the dtype of the weight, under the same keys."""
@@ -98,7 +132,7 @@ class ServedEmbedding(AbstractServedLayer, hnn.Embedding):
             layer: A plain or a converted layer.
             kernel: Its table, quantized.
         """
-        axes = _in_order(layer.weight, (layer.Vocab, *axes_of(layer.Embed)))
+        axes = in_order(layer.weight, (layer.Vocab, *axes_of(layer.Embed)))
         return ServedEmbedding(_NO_WEIGHT, layer.Vocab, layer.Embed, layer._reparam_cls, kernel=kernel, axes=axes)
 
     def embed(self, input_ids: hax.NamedArray) -> hax.NamedArray:
@@ -129,8 +163,7 @@ class ServedEmbedding(AbstractServedLayer, hnn.Embedding):
             input_embeds: With the embedding axes.
         """
         return (
-            _named_product(self.kernel, input_embeds, self.axes, axes_of(self.Embed))
-            * self.reparam.unembed_active_scale
+            named_product(self.kernel, input_embeds, self.axes, axes_of(self.Embed)) * self.reparam.unembed_active_scale
         )
 
     def resize_embeddings(self, new_size: int, key: Array | None = None) -> Any:
@@ -144,7 +177,7 @@ class ServedEmbedding(AbstractServedLayer, hnn.Embedding):
 
     def dequantized(self, dtype: DTypeLike) -> hnn.Embedding:
         """The plain layer."""
-        return hnn.Embedding(_weight(self.kernel, self.axes, dtype, 1.0), self.Vocab, self.Embed, self._reparam_cls)
+        return hnn.Embedding(weight_of(self.kernel, self.axes, dtype, 1.0), self.Vocab, self.Embed, self._reparam_cls)
 
 
 class ServedMoELinear(AbstractServedLayer, hnn.MoELinear):
@@ -178,7 +211,7 @@ class ServedMoELinear(AbstractServedLayer, hnn.MoELinear):
             layer.use_gmm,
             kernel=kernel,
             axes=axes,
-            weight_axes=_in_order(layer.weight, axes),
+            weight_axes=in_order(layer.weight, axes),
         )
 
     @jax.named_scope("served_moe_linear")
@@ -207,7 +240,7 @@ class ServedMoELinear(AbstractServedLayer, hnn.MoELinear):
 
     def dequantized(self, dtype: DTypeLike) -> hnn.MoELinear:
         """The plain layer."""
-        weight = _weight(self.kernel, self.axes, dtype, 1.0)
+        weight = weight_of(self.kernel, self.axes, dtype, 1.0)
         stack = weight.axes[: len(weight.axes) - len(self.axes)]
         weight = weight.rearrange((*stack, *self.weight_axes))
         return hnn.MoELinear(weight, self.bias, self.Experts, self.In, self.Out, use_gmm=self.use_gmm)
@@ -253,44 +286,6 @@ class ServedEquinoxLinear(AbstractServedLayer, eqx.nn.Linear):
     def dequantized(self, dtype: DTypeLike) -> eqx.nn.Linear:
         """The plain layer."""
         return plain_linear(self, weight=self.kernel.values(dtype))
-
-
-def _in_order(weight: hax.NamedArray, axes: tuple[hax.Axis, ...]) -> tuple[hax.Axis, ...]:
-    """Axes in the order in which a weight has them."""
-    by_name = {axis.name: axis for axis in axes}
-    return tuple(by_name[name] for name in weight.axis_names if name in by_name)
-
-
-def _named_product(
-    kernel: ServedKernel, inputs: hax.NamedArray, axes: tuple[hax.Axis, ...], contracted: tuple[hax.Axis, ...]
-) -> hax.NamedArray:
-    """As `inputs.dot(weight, axis=contracted)`."""
-    of_input, of_kernel = [axis.name for axis in inputs.axes], [axis.name for axis in axes]
-    summed = {axis.name for axis in contracted}
-    if missing := summed - set(of_input):
-        raise ValueError(f"inputs have axes {inputs.axes}, without {sorted(missing)}, which the layer sums over")
-    pairs = [name for name in of_input if name in summed]
-    batch = [name for name in of_input if name in of_kernel and name not in summed]
-    places = lambda names, among: tuple(map(among.index, names))
-    summed_axes = places(pairs, of_input), places(pairs, of_kernel)
-    numbers = summed_axes, (places(batch, of_input), places(batch, of_kernel))
-    out = kernel.dot_general(inputs.array, numbers, kernel.result_dtype(inputs.array))
-    sizes = {axis.name: axis for axis in (*inputs.axes, *axes)}
-    rest = [[name for name in names if name not in (*pairs, *batch)] for names in (of_input, of_kernel)]
-    named = hax.named(out, tuple(sizes[name] for name in (*batch, *rest[0], *rest[1])))
-    order = [name for name in of_input if name not in pairs] + rest[1]
-    return named.rearrange(tuple(sizes[name] for name in order))
-
-
-def _weight(kernel: ServedKernel, axes: tuple[hax.Axis, ...], dtype: DTypeLike, factor: float) -> hax.NamedArray:
-    """`data * scale`, named; divided by what the layer multiplies its weight by."""
-    values = kernel.values(jnp.float32)
-    values = (values if factor == 1.0 else values / factor).astype(dtype)
-    stack = kernel.data.axis_names[: len(kernel.data.axis_names) - len(axes)]
-    names = (*stack, *(axis.name for axis in axes))
-    # Through the tree: names do not count the axes of ensembles.
-    template = hax.named(np.zeros((1,) * len(names)), names)
-    return jax.tree.unflatten(jax.tree.structure(template), [values])
 
 
 def _no_state_dict(prefix: str | None) -> ValueError:

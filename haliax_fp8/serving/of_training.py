@@ -16,6 +16,7 @@ from .._jax.max_grad import to_float32
 from .._numerics.quantized_array import QuantizedArray
 from .._op import Fp8DotGeneral
 from .._product.block_product import exponent_of
+from .._product.grouped.contraction import RaggedContraction
 from .._product.operands import quantize_operand, round_to, scales_of
 from .._product.spec import ProductSpec
 from .._state.op_state import OpState
@@ -54,10 +55,11 @@ def served_kernel(path: str, rule: LayerRule, layer: Any, stack: tuple[hax.Axis,
             f"{name} multiplies each row by the kernel of an expert, for which there is no product of a kernel in FP8 "
             "and an input in high precision; exclude it, or use another scheme"
         )
-    if op is not None and op.state_per_group:
+    per_expert = op is not None and op.state_per_group and bool(scheme.stored)
+    if per_expert and len(scheme.stored) == 1:
         raise ValueError(
-            f"{name} has a scale for each expert (scale_per_expert=True), which inference does not take; train with "
-            "one for all, or exclude it"
+            f"{name} has a scale for each expert (scale_per_expert=True), of which scheme={scheme} takes that of the "
+            f"{scheme.stored[0]} alone; use 'static', which takes both, or one that computes scales, such as 'dynamic'"
         )
     found = multiplied(path, kernel, stack, directional=scheme.kernel.directional)
     _require_finite(name, found.array)
@@ -66,7 +68,8 @@ def served_kernel(path: str, rule: LayerRule, layer: Any, stack: tuple[hax.Axis,
     if scheme.stored:
         op = _with_scales(name, op, scheme)
         assert isinstance(op.state, OpState)
-        spec, state = _spec_of(op, op.state, found), to_float32(op.state.array)
+        contraction = RaggedContraction(own_state=True) if per_expert else found.contraction
+        spec, state = _spec_of(op, op.state, contraction, found), to_float32(op.state.array)
         scheme = dataclasses.replace(scheme, format=op.recipe.kernel.format)
     quantized, input_scale = _quantized(
         found.array,
@@ -86,7 +89,7 @@ def served_kernel(path: str, rule: LayerRule, layer: Any, stack: tuple[hax.Axis,
     named = functools.partial(named_behind, stack=found.stack, leading=found.leading)
     return ServedKernel(
         named(lax.bitcast_convert_type(data, jnp.uint8)),
-        _named_scale(quantized, found, scheme),
+        _named_scale(quantized, found, scheme, per_expert=per_expert),
         None if input_scale is None else named(lax.bitcast_convert_type(input_scale, jnp.uint32)),
         scheme,
         order,
@@ -96,11 +99,14 @@ def served_kernel(path: str, rule: LayerRule, layer: Any, stack: tuple[hax.Axis,
         compute_dtype,
         np.dtype(found.array.dtype),
         _origin(scheme),
+        per_expert=per_expert,
     )
 
 
-def _named_scale(quantized: QuantizedArray, found: Multiplied, scheme: Scheme) -> hax.NamedArray:
+def _named_scale(quantized: QuantizedArray, found: Multiplied, scheme: Scheme, *, per_expert: bool) -> hax.NamedArray:
     scale = quantized.scale
+    if per_expert:
+        scale = scale.reshape(scale.shape[: found.leading + 1])
     # One scale for each layer, whatever the rank of its kernel: what a stack is divided into.
     if quantized.block is None and scale.size == np.prod(found.array.shape[: found.leading], dtype=int):
         scale = scale.reshape(found.array.shape[: found.leading])
@@ -111,16 +117,17 @@ def _named_scale(quantized: QuantizedArray, found: Multiplied, scheme: Scheme) -
     return named_behind(scale, found.stack, found.leading)
 
 
-def _spec_of(op: Fp8DotGeneral, state: OpState, found: Multiplied) -> ProductSpec:
+def _spec_of(op: Fp8DotGeneral, state: OpState, contraction: Any, found: Multiplied) -> ProductSpec:
     """The product of the next step."""
     return ProductSpec(
         recipe=op.recipe,
-        contraction=found.contraction,
+        contraction=contraction,
         compute_dtype=op.compute_dtype,
         out_dtype=op.compute_dtype or np.dtype(found.array.dtype),
         precision=lax.Precision.DEFAULT,
         state=state.form(stacked=False),
-        ensemble=found.leading,
+        # Experts with a state each are members of an ensemble.
+        ensemble=found.leading + contraction.own_state,
     )
 
 
@@ -142,6 +149,10 @@ def _quantized(
     if "kernel" in scheme.stored:
         assert spec is not None
         quantized = quantize_operand(array, "kernel", "fprop", scales, None, (), spec)
+        if spec.contraction.own_state:
+            assert scales is not None
+            of_experts = lax.expand_dims(scales.operands["kernel"], (leading + 1, leading + 2))
+            quantized = dataclasses.replace(quantized, scale=of_experts)
     else:
         use = OperandUse(
             format=scheme.format,

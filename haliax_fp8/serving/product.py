@@ -15,6 +15,7 @@ from .._jax.xla import on_cuda, own_operand
 from .._numerics.quantized_array import QuantizedArray
 from .._product.contraction import AbstractContraction
 from .._product.dot import DotContraction
+from .._product.grouped.rows import apart, of_each_row, together
 from .._product.operands import round_to
 from ..recipes.scaling import OperandUse, stores_scale
 from .scheme import Scheme
@@ -50,7 +51,8 @@ class ServedProduct:
     @property
     def batched(self) -> AbstractContraction:
         """The contraction with the axes of the ensemble."""
-        return self.contraction.with_batch_axes(self.ensemble)
+        # Experts with a scale each are members too, of all but the rows.
+        return self.contraction.with_batch_axes(self.ensemble + self.contraction.own_state)
 
 
 def served_product(
@@ -112,10 +114,17 @@ def _mapped(size: int, is_mapped: Any, operands: Any, spec: ServedProduct) -> Ar
         spec = dataclasses.replace(spec, ensemble=spec.ensemble + 1)
         return _foldable(input, _with_rank_of_data(kernel, spec), input_scale, extras, spec)
     if not isinstance(spec.contraction, DotContraction):
-        raise ValueError(
-            "vmap maps the rows of experts whose kernels are quantized for inference; call the layer once, with the "
-            "rows of all examples on one axis"
+        are_mapped = (jax.tree.leaves(is_mapped[0])[0], jax.tree.leaves(is_mapped[3])[0])
+        rows, sizes = (
+            jnp.moveaxis(x if mapped else jnp.broadcast_to(x, (size, *x.shape)), 0, spec.ensemble)
+            for x, mapped in zip((input, extras[0]), are_mapped, strict=True)
         )
+        gather, spread = together, apart
+        for _ in range(spec.ensemble):
+            gather, spread = jax.vmap(gather), jax.vmap(spread)
+        rows, sizes, order, valid = gather(rows, sizes)
+        out = _foldable(rows, kernel, input_scale, (sizes,), spec)
+        return jnp.moveaxis(spread(out, order, valid), spec.ensemble, 0)
     axes = (0 if jax.tree.leaves(is_mapped[0])[0] else None, None)
     (input, data), contraction, out_axis = spec.contraction.fold((input, kernel.data), axes, size, spec.ensemble)
     kernel, spec = dataclasses.replace(kernel, data=data), dataclasses.replace(spec, contraction=contraction)
@@ -143,6 +152,8 @@ def _multiply(
         quantized = QuantizedArray(not_joined(input, kernel), jnp.ones((), jnp.float32))
         kernel = dataclasses.replace(kernel, data=lax.convert_element_type(kernel.data, input.dtype))
         return round_to(_product(quantized, kernel, extras, spec, dtype), spec.out_dtype)
+    if spec.contraction.own_state:
+        return round_to(_product_of_experts(input, kernel, input_scale, extras, spec, dtype), spec.out_dtype)
     quantized = quantized_input(input, input_scale, spec)
     # Behind the cast: XLA may keep more bits of what it rounds twice, and here the same as in training.
     quantized = dataclasses.replace(quantized, data=not_joined(quantized.data, kernel))
@@ -156,6 +167,26 @@ def _multiply(
         return filled_product(quantized, kernel, extras, spec, dtype)
 
     return round_to(on_cuda(filled, as_it_is, quantized, kernel), spec.out_dtype)
+
+
+def _product_of_experts(
+    input: Array, kernel: QuantizedArray, input_scale: Array, extras: tuple[Array, ...], spec: ServedProduct, dtype: Any
+) -> Array:
+    """The product of rows and experts that have a scale each: it is applied to the result, as in training."""
+    scaling, one = spec.scheme.input, jnp.ones((), jnp.float32)
+    assert scaling is not None
+    use = OperandUse(
+        format=spec.scheme.format,
+        contracted=spec.batched.contracted("fprop")[0],
+        ensemble=spec.ensemble + 1,
+        stored=of_each_row(input_scale, extras[0], input.shape[spec.ensemble]),
+        scale_bits=spec.input_bits,
+        devices=axes_of_parts(input),
+    )
+    rows = dataclasses.replace(scaling.quantize(input, use), scale=one, scale_bits=spec.input_bits)
+    of_experts = jnp.multiply(input_scale, kernel.scale.reshape(input_scale.shape))
+    both = rows, dataclasses.replace(kernel, scale=one)
+    return spec.batched.product("fprop", both, extras, spec.precision, dtype, of_experts)
 
 
 def quantized_input(input: Array, input_scale: Any, spec: ServedProduct) -> QuantizedArray:

@@ -1,28 +1,26 @@
 """quantize_for_inference: a model with its weights in FP8, and nothing of training; and back."""
 
-import dataclasses
 from typing import Any
 
 import haliax as hax
-import haliax.nn as hnn
 import jax
 from jaxtyping import DTypeLike
 
-from ..checkpoints.roles import is_head
 from ..layers.config import Fp8Config, as_config
 from ..layers.equinox import EquinoxLinear
 from ..layers.haliax import HaliaxEmbedding, HaliaxLinear, HaliaxMoELinear
 from ..layers.own_state import require_own_state
 from ..layers.patterns import Targets, as_patterns, matches, unmatched_error
+from ..layers.roles import is_head
 from ..layers.router import routers
 from ..layers.rule import LayerRule
 from ..layers.served import AbstractServedLayer
 from ..layers.walk import find_layers, map_layers_in_stacks, nothing_to_convert, rule_of
-from .blocks import ServedBlocks
 from .kernel import ServedKernel
 from .layers import ServedEmbedding, ServedEquinoxLinear, ServedLinear, ServedMoELinear
 from .of_training import served_kernel
 from .scheme import SchemeLike, as_scheme
+from .unstack import unstacked
 
 
 def quantize_for_inference[M](
@@ -92,7 +90,7 @@ def quantize_for_inference[M](
         return done[id(layer)]
 
     served = map_layers_in_stacks(quantized, model, rules)
-    return _unstacked(served) if unstack else served
+    return unstacked(served) if unstack else served
 
 
 def dequantize[M](model: M, dtype: DTypeLike = "float32") -> M:
@@ -166,33 +164,3 @@ def _served(path: str, rule: LayerRule, layer: Any, kernel: ServedKernel) -> Any
             "kernel.dot_general(...). Write that method, or exclude the layer"
         )
     return made
-
-
-def _unstacked(tree: Any) -> Any:
-    """The tree without stacks of such layers, but in ensembles."""
-    is_stack = lambda node: isinstance(node, hnn.Stacked)
-
-    def unstacked(node: Any) -> Any:
-        if not is_stack(node) or not _holds_served(node) or _in_ensemble(node):
-            return node if not is_stack(node) else dataclasses.replace(node, stacked=_unstacked(node.stacked))
-        blocks = tuple(map(_unstacked, node.unstacked()))
-        return ServedBlocks(blocks, node.Block, node.gradient_checkpointing)
-
-    # The same layer in two places stays one object.
-    return jax.tree.map(unstacked, tree, is_leaf=lambda node: is_stack(node) or isinstance(node, AbstractServedLayer))
-
-
-def _served_in(tree: Any) -> list[AbstractServedLayer]:
-    is_served = lambda node: isinstance(node, AbstractServedLayer)
-    return [node for node in jax.tree.leaves(tree, is_leaf=is_served) if is_served(node)]
-
-
-def _holds_served(tree: Any) -> bool:
-    return bool(_served_in(tree))
-
-
-def _in_ensemble(tree: Any) -> bool:
-    """Whether arrays have axes that their names do not count."""
-    named = lambda node: isinstance(node, hax.NamedArray)
-    leaves = [node for node in jax.tree.leaves(tree, is_leaf=named) if named(node)]
-    return any(leaf.array.ndim != len(leaf.axis_names) for leaf in leaves)

@@ -1,5 +1,11 @@
 """Statistics: what FP8 does to the operands of a model's products, and what is wrong where it does harm."""
 
+from .comparison import (
+    Distance as Distance,
+    LayerComparison as LayerComparison,
+    ModelComparison as ModelComparison,
+    compare as compare,
+)
 from .diagnosis import (
     Diagnosis as Diagnosis,
     Finding as Finding,
@@ -8,7 +14,18 @@ from .diagnosis import (
     Thresholds as Thresholds,
     apply_remedies as apply_remedies,
     diagnose as diagnose,
+    where_not_finite as where_not_finite,
 )
 from .history import scale_ages as scale_ages
+from .kept import (
+    BlackBox as BlackBox,
+    Culprit as Culprit,
+    Replay as Replay,
+    Replayed as Replayed,
+    black_box as black_box,
+    replay as replay,
+)
+from .log import StatisticsLog as StatisticsLog
 from .measure import quantization_statistics as quantization_statistics
+from .monitor import Every as Every, every as every
 from .result import ModelStatistics as ModelStatistics, OpStatistics as OpStatistics

@@ -7,15 +7,18 @@ from typing import Any
 import haliax as hax
 import jax
 import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
 
 from .._op import Fp8DotGeneral
 from .._state.op_state import OpState
 from ..layers.default import default_rules
 from ..layers.ops import all_ops, is_op, named_ops
 from ..layers.own_state import require_own_state
+from ..layers.rule import LayerRule
 from ..layers.uncalibrated import require_calibrated
 from ..layers.walk import map_layers_in_stacks, rule_of
-from ..recipes.scaling import STATISTICS, MeasuredScaling
+from ..recipes.scaling import STATISTICS, AbstractStatefulScaling, MeasuredScaling
 from ..training.gradients import filter_grad
 from ..training.loss import scalar_loss
 from .result import ModelStatistics, OpStatistics
@@ -51,17 +54,30 @@ def quantization_statistics(model: Any, loss_fn: Callable[..., Any], *batch: Any
         raise ValueError("model has no FP8 product to measure; convert it with fp8_linear_layers")
     require_own_state(model)
     require_calibrated(model)
-    measuring = _measuring(model)
-    gradients = filter_grad(lambda model: scalar_loss(loss_fn(model, *batch)))(measuring)
+    gradients = filter_grad(lambda model: scalar_loss(loss_fn(model, *batch)))(measuring(model))
+    return statistics_in(gradients)
+
+
+def statistics_in(gradients: Any) -> ModelStatistics:
+    """What was measured.
+
+    Args:
+        gradients: Of a model that `measuring` returned, or the part of them that replaces state.
+    """
     by_path = {name: _statistics(op) for name, op in named_ops(gradients)}
     return ModelStatistics(tuple(by_path), tuple(by_path.values()))
 
 
-def _measuring[M](model: M) -> M:
-    """The model with ops whose state records statistics in addition."""
+def measuring[M](model: M, rules: tuple[LayerRule, ...] = default_rules) -> M:
+    """The model with ops whose state records statistics in addition.
+
+    Args:
+        model: The model.
+        rules: Those of its layers' classes.
+    """
 
     def measure(path: str, layer: Any, stack: tuple[hax.Axis, ...]) -> Any:
-        rule = rule_of(layer, default_rules)
+        rule = rule_of(layer, rules)
         op = rule.op(layer)
         if op is None:
             return layer
@@ -77,7 +93,42 @@ def _measuring[M](model: M) -> M:
             return node
         return node.with_recipe(node.recipe.measured)
 
-    return jax.tree.map(measure_alone, map_layers_in_stacks(measure, model, default_rules), is_leaf=is_op)
+    return jax.tree.map(measure_alone, map_layers_in_stacks(measure, model, rules), is_leaf=is_op)
+
+
+def without_measurements[T](tree: T, model: Any) -> T:
+    """Gradients of a measuring model as the model itself would have them, or a part of them.
+
+    The state of an operand begins with what its scaling keeps without measuring, updated as by itself.
+
+    Args:
+        tree: Gradients of `measuring(model)`, or one of the parts that `partition_for_grad_overwrite` gives.
+        model: The model.
+    """
+    of_model = iter(all_ops(model))
+
+    def restore(node: Any) -> Any:
+        if not is_op(node):
+            return node
+        own = next(of_model)
+        state = node.state
+        if isinstance(state, OpState) and state.table.array is not None:
+            state = own.state.with_array(_own_rows(state, own.state)) if isinstance(own.state, OpState) else None
+        return dataclasses.replace(node, recipe=own.recipe, state=state)
+
+    return jax.tree.map(restore, tree, is_leaf=is_op)
+
+
+def _own_rows(measured: OpState, own: OpState) -> Array:
+    """The rows of a state that measures as they are without: shorter, with the same guards."""
+    table, columns = measured.array, own.array.shape[-1] - 1
+    axis, rows = table.ndim - 1, []
+    for row, scaling in enumerate(own.scalings):
+        width = len(scaling.first_row) if isinstance(scaling, AbstractStatefulScaling) else 1
+        values = table[..., row : row + 1, :width]
+        padding = jnp.zeros((*values.shape[:-1], columns - width), values.dtype)
+        rows.append(lax.concatenate([values, padding, table[..., row : row + 1, -1:]], axis))
+    return lax.concatenate(rows, axis - 1)
 
 
 def _statistics(gradient: Fp8DotGeneral) -> OpStatistics:

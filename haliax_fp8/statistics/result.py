@@ -1,6 +1,7 @@
 """OpStatistics and ModelStatistics: what was measured of the operands of one op, and of all ops of a model."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -9,14 +10,16 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Float32
 from rich.table import Table
+from rich.text import Text
 
-from .._tables import Printable, new_table
+from .._tables import Printable, common_prefix, new_table
+from ..recipes.recipe import OperandName
 
 
-OPERANDS = ("input", "kernel", "output_grad")
+OPERANDS: tuple[OperandName, ...] = ("input", "kernel", "output_grad")
 
 
-class OpStatistics(eqx.Module):
+class OpStatistics(Printable, eqx.Module):
     """What quantization does to the operands of one op, `[*stack, 3]` for input, kernel and output gradient.
 
     Operands that the loss does not reach have NaN; operands in high precision lose nothing, so their shares are 0. If
@@ -66,6 +69,20 @@ class OpStatistics(eqx.Module):
         """`|x| / (sqrt(3) |x - q|)`: below 1, noise of quantization outweighs a gradient (arXiv:2505.19115)."""
         return 1.0 / jnp.sqrt(3.0 * self.error)
 
+    def __rich__(self) -> Table:
+        table = new_table("Quantization of each operand" + (" (the worst of a stack)" if self.amax.ndim > 1 else ""))
+        for column in ("", *OPERANDS):
+            table.add_column(column, justify="right" if column else "left", no_wrap=True)
+        if not _is_concrete(self):
+            table.add_row(_NO_NUMBERS)
+            return table
+        for name in (*self.__dataclass_fields__, "sqnr"):
+            # Of a ratio of signal to noise, the smallest is the worst.
+            reduce = np.fmin if name == "sqnr" else np.fmax
+            values = reduce.reduce(np.asarray(getattr(self, name)).reshape(-1, 3), axis=0)
+            table.add_row(name, *(f"{value:.3g}" for value in values))
+        return table
+
 
 class ModelStatistics(Printable, eqx.Module):
     """The statistics of a model's ops, by path. Print it for a table.
@@ -100,10 +117,11 @@ class ModelStatistics(Printable, eqx.Module):
         """The mean share of elements flushed to zero over all operands that the loss reaches."""
         return self._mean("underflow")
 
-    def flat(self, prefix: str = "fp8") -> dict[str, Float32[Array, ""]]:
+    def flat(self, prefix: str = "fp8") -> dict[str, Any]:
         """Every number by the name `{prefix}/{layer}/{operand}/{statistic}`, as trackers and loggers take them.
 
-        Layers of a stack are numbered: `fp8/blocks[3]/input/amax`. It works under `jit`, where the numbers are traced.
+        Layers of a stack are numbered: `fp8/blocks[3]/input/amax`. Under `jit` the numbers are traced; outside they are
+        `np.float32`, read from the device all at once.
 
         Args:
             prefix: What the names begin with.
@@ -114,9 +132,13 @@ class ModelStatistics(Printable, eqx.Module):
             0.0
         """
         names = (*OpStatistics.__dataclass_fields__, "sqnr")
+        columns = [{name: getattr(op, name) for name in names} for op in self.of_ops]
+        if not any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(columns)):
+            columns = jax.device_get(columns)
         return {
-            f"{prefix}/{layer}/{operand}/{name}": getattr(op, name)[*index, i]
-            for layer, op, index in self.each()
+            f"{prefix}/{numbered(path, index)}/{operand}/{name}": values[name][*index, i]
+            for path, values in zip(self.paths, columns, strict=True)
+            for index in np.ndindex(values["amax"].shape[:-1])
             for i, operand in enumerate(OPERANDS)
             for name in names
         }
@@ -131,14 +153,17 @@ class ModelStatistics(Printable, eqx.Module):
         return jnp.nanmean(jnp.concatenate([getattr(op, name).ravel() for op in self.ops.values()]))
 
     def __rich__(self) -> Table:
-        table = new_table("Quantization of each operand (the worst of a stack)")
-        for column in ("op", "operand"):
-            table.add_column(column, overflow="fold")
+        prefix = common_prefix(self.paths) if len(self.paths) > 1 else ""
+        within = f"; in {prefix}" if prefix else ""
+        table = new_table(f"Quantization of each operand (the worst of a stack{within})")
+        table.add_column("op", overflow="fold")
+        table.add_column("operand", no_wrap=True)
         for column in ("amax", "saturation", "underflow", "SQNR"):
             table.add_column(column, justify="right", no_wrap=True)
         for path, op in self.ops.items():
-            if any(isinstance(leaf, Tracer) or not eqx.is_array(leaf) for leaf in jax.tree.leaves(op)):
-                table.add_row(path, "traced or abstract: no numbers")
+            name = path.removeprefix(prefix).removeprefix(".")
+            if not _is_concrete(op):
+                table.add_row(Text(name), _NO_NUMBERS)
                 continue
             # NaN, for members that the loss does not reach, gives way to numbers.
             worst = lambda values, reduce=np.fmax: reduce.reduce(np.asarray(values).reshape(-1, 3), axis=0)
@@ -149,8 +174,15 @@ class ModelStatistics(Printable, eqx.Module):
                 cells = f"{amax:.3g}", f"{saturation:.3%}", f"{underflow:.3%}", f"{sqnr:.1f} dB"
                 if nonfinite[i] > 0:
                     cells = (*cells[:3], f"{nonfinite[i]:.0f} NaN or inf")
-                table.add_row("" if i else path, operand, *cells)
+                table.add_row(Text("" if i else name), operand, *cells)
         return table
+
+
+_NO_NUMBERS = "traced or abstract: no numbers"
+
+
+def _is_concrete(op: OpStatistics) -> bool:
+    return not any(isinstance(leaf, Tracer) or not eqx.is_array(leaf) for leaf in jax.tree.leaves(op))
 
 
 def numbered(path: str, index: tuple[int, ...]) -> str:

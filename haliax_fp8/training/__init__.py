@@ -5,6 +5,7 @@ from ..layers.own_state import require_own_state as require_own_state
 from .calibration import calibrate as calibrate, fp8_states as fp8_states
 from .cast import cast_params as cast_params
 from .exact_loss import exact_gradients as exact_gradients
+from .finite import NonFiniteStep as NonFiniteStep, require_finite_step as require_finite_step
 from .gradients import (
     filter_grad as filter_grad,
     filter_value_and_grad as filter_value_and_grad,
@@ -12,6 +13,7 @@ from .gradients import (
 )
 from .kernel_quantization import KernelQuantization as KernelQuantization
 from .keys import with_rounding_keys as with_rounding_keys
+from .monitor import AbstractMonitor as AbstractMonitor, CountedState as CountedState
 from .optimizer_state import transfer_optimizer_state as transfer_optimizer_state
 from .step import TrainStep as TrainStep
 from .updates import (

@@ -1,8 +1,6 @@
 """with_rounding_keys: gives every op that rounds stochastically its own key."""
 
 import dataclasses
-import inspect
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -10,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Key
 
 from .._op import Fp8DotGeneral
+from .step_arguments import require_single_key
 
 
 def with_rounding_keys[M](model: M, key: Key[Array, ""]) -> M:
@@ -37,38 +36,10 @@ def with_rounding_keys[M](model: M, key: Key[Array, ""]) -> M:
         >>> loss_fn(with_rounding_keys(fp4_model, step_key), x).shape
         ()
     """
-    _require_single_key(key)
+    require_single_key(key)
     is_op = lambda node: isinstance(node, Fp8DotGeneral)
     leaves, structure = jax.tree.flatten(model, is_leaf=is_op)
     return jax.tree.unflatten(structure, [_with_key(leaf, key, i) for i, leaf in enumerate(leaves)])
-
-
-def require_step_key(key: Any, loss_fn: Callable[..., Any], batch: tuple[Any, ...]) -> None:
-    """Raises a ValueError where the `key` of a training step is not one key, or seems to be meant for the loss.
-
-    Args:
-        key: The key; None is fine.
-        loss_fn: The step's loss.
-        batch: What the loss is given after the model.
-    """
-    if key is None:
-        return
-    _require_single_key(key)
-    try:
-        signature = inspect.signature(loss_fn)
-        given = signature.bind_partial(None, *batch).arguments
-    except (TypeError, ValueError):  # no signature, or a batch that does not fit it: the call will say so
-        return
-    if "key" in signature.parameters and "key" not in given:
-        raise ValueError(
-            "key= is for recipes that round at random; it does not reach loss_fn, which has a parameter 'key'. Pass "
-            "the loss's own key as part of the batch, step(model, opt_state, *batch, loss_key), or pass None there"
-        )
-
-
-def _require_single_key(key: Any) -> None:
-    if not (isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key) and key.ndim == 0):
-        raise ValueError(f"key={key!r} is not a single random key; make one with jax.random.key(seed)")
 
 
 def _with_key(node: Any, key: Array, index: int) -> Any:

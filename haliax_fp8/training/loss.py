@@ -30,12 +30,27 @@ def scalar_loss(value: Any) -> Any:
         return value.array
     if isinstance(value, tuple | list | dict):
         raise ValueError(
-            f"loss_fn returned a {type(value).__name__} of {len(value)}, but must return the loss alone. For auxiliary "
-            "results, write the step with haliax_fp8.filter_value_and_grad(loss_fn, has_aux=True): see 'By hand' in "
-            "docs/training-step.md"
+            f"loss_fn returned a {type(value).__name__} of {len(value)}, but must return the loss alone. For a loss "
+            "with auxiliary results, (loss, aux), use TrainStep(loss_fn, optimizer, has_aux=True); elsewhere give "
+            "lambda *args: loss_fn(*args)[0]"
         )
     if isinstance(value, jax.Array | np.ndarray) and jnp.ndim(value) > 0:
         raise ValueError(
             f"loss_fn returned an array of shape {value.shape}, but a loss is one number; take its mean, jnp.mean(loss)"
         )
     return value
+
+
+def loss_and_aux(value: Any) -> tuple[Any, Any]:
+    """The number and the auxiliary results that a loss function with `has_aux` returned.
+
+    Args:
+        value: What the function returned.
+
+    Raises:
+        ValueError: If it is not a pair, or its first part is not one number.
+    """
+    if not isinstance(value, tuple) or len(value) != 2:
+        got = f"a tuple of {len(value)}" if isinstance(value, tuple) else f"a {type(value).__name__}"
+        raise ValueError(f"has_aux=True: loss_fn must return (loss, aux), and returned {got}")
+    return scalar_loss(value[0]), value[1]

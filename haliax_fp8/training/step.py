@@ -1,19 +1,17 @@
 """TrainStep: one optimizer step for a converted model, jitted."""
 
+import dataclasses
 import functools
 import logging
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
-import numpy as np
 import optax
 from jax.core import Tracer
-from jaxtyping import Array, Float, Key, PyTree
+from jaxtyping import Array, Key, PyTree
 
-from .._jax.constraint import whole_in_front
 from ..devices.device import Device
 from ..devices.xla_flags import XlaFlags
 from ..layers.config import Fp8Config
@@ -25,17 +23,17 @@ from ..layers.rule import LayerRule
 from ..layers.uncalibrated import require_calibrated
 from ..recipes.compiler_options import log_cost_of_flags, training_options
 from .calibration import recorded
-from .gradients import filter_value_and_grad
 from .kernel_quantization import KernelQuantization, as_kernel_quantization
-from .keys import require_step_key, with_rounding_keys
-from .loss import scalar_loss
-from .updates import accumulate_gradients, apply_updates, common_dtype, partition_for_grad_overwrite, trainable
+from .microbatches import BatchGradients, StepInput, gradients_of_batch
+from .monitor import AbstractMonitor, CountedState, counted
+from .step_arguments import require_call, require_choices, require_loss_and_optimizer, require_state_of
+from .updates import apply_updates, trainable
 
 
 M = TypeVar("M")
 
 
-type Metrics = dict[str, Float[Array, ""]]
+type Metrics = dict[str, Any]
 
 
 # A library does not print. At logging level INFO, users see once, when training begins, what is active.
@@ -48,27 +46,32 @@ class TrainStep(eqx.Module):
     Works on models with and without FP8 layers. The optimizer sees the inexact arrays of the model without FP8 state.
 
     Args:
-        loss_fn: `loss_fn(model, *batch)`, the mean loss over the batch: a scalar, or a `NamedArray` without axes. Keys
-            that it needs, for example for dropout, are part of the batch.
+        loss_fn: `loss_fn(model, *batch)`, the mean loss over the batch: a scalar, or a `NamedArray` without axes. If it
+            needs a random key, for example for dropout, `loss_fn(model, *batch, key)`: see `loss_key` below.
         optimizer: Any Optax optimizer.
         microbatches: The number of parts into which the leading axis of every array in the batch is split: part `i`
             has the rows `i`, `i + microbatches`, and so on, so that devices which divide this axis keep their rows. The
-            parts run in a `lax.scan`; gradients are averaged, and amaxes combined by maximum. For a key per part, put
-            `jax.random.split(key, microbatches)` into the batch; the loss gets an array with one key.
+            parts run in a `lax.scan`; gradients are averaged, and amaxes combined by maximum.
         donate: Reuses the memory of the model and the optimizer state for the new ones. Anything that shares arrays
             with them, such as the model before conversion, becomes unusable after the step.
         quantize_kernels: Whether each microbatch quantizes the kernels, or the step does it `"once"` for all of them;
             with `"gathered_once"` it also gathers them once, for devices that each hold a part.
         rules: Those of `Fp8Config(rules=...)` that the model was converted with, to find the kernels of your own layer
             classes.
+        has_aux: Whether `loss_fn` returns `(loss, aux)`, as in `eqx.filter_value_and_grad`. `aux`, any tree, is then
+            `metrics["aux"]`. With microbatches, its arrays have one more axis in front, with the results of each
+            microbatch in turn (of a `NamedArray`, the axis "microbatch"): take the mean, the sum or the last, as fits.
+        monitor: What is measured in some steps, such as `haliax_fp8.statistics.every(100)`; None measures nothing. Its
+            numbers are in `metrics` of these steps. The state of the optimizer then counts steps.
 
     Raises:
         ValueError: If `loss_fn` is not a function, `optimizer` is not an optimizer, `microbatches` is not an integer
             of at least 1, `quantize_kernels` is not a `KernelQuantization` or the name of one, or `rules` is not a
-            tuple of rules. When called, if `microbatches` does not divide a batch, if `loss_fn` returns anything but
-            one number, if `opt_state` belongs to another model, if `key` is not a single key or is meant for
-            `loss_fn`, or if the model has quantized kernels, or static scales that are not calibrated; with
-            `quantize_kernels="once"` and `"gathered_once"` also as the function `quantize_kernels` does.
+            tuple of rules. When called, if `microbatches` does not divide a batch, if `loss_fn` cannot be called with
+            it or returns anything but one number, if `opt_state` belongs to another model, if `key` is not a single key
+            or is meant for `loss_fn`, if the model has quantized kernels, or static scales that are not calibrated, or
+            inside `jit` with a monitor; with `quantize_kernels="once"` and `"gathered_once"` also as the function
+            `quantize_kernels` does.
 
     Example:
         >>> step = TrainStep(loss_fn, optax.adamw(1e-3))
@@ -78,24 +81,21 @@ class TrainStep(eqx.Module):
         ['grad_norm', 'loss']
     """
 
-    loss_fn: Callable[..., Float[Array, ""]]
-    optimizer: optax.GradientTransformation | optax.MultiSteps
+    loss_fn: Callable[..., Any]
+    # Its default is for the message alone: Python's would not say which of the two arguments is missing.
+    optimizer: optax.GradientTransformation | optax.MultiSteps = cast(Any, None)
     microbatches: int = eqx.field(default=1, static=True)
     donate: bool = eqx.field(default=False, static=True)
     quantize_kernels: KernelQuantization | str = eqx.field(
         default=KernelQuantization.IN_EACH_MICROBATCH, static=True, converter=as_kernel_quantization
     )
     rules: tuple[LayerRule, ...] = eqx.field(default=default_rules, static=True)
+    has_aux: bool = eqx.field(default=False, static=True)
+    monitor: AbstractMonitor | None = eqx.field(default=None, static=True)
 
     def __check_init__(self) -> None:
-        _require_loss_and_optimizer(self.loss_fn, self.optimizer)
-        if not isinstance(self.microbatches, int) or isinstance(self.microbatches, bool) or self.microbatches < 1:
-            raise ValueError(
-                f"microbatches={self.microbatches!r} must be an integer of at least 1: into how many parts a step "
-                "splits its batch"
-            )
-        if not isinstance(self.donate, bool):
-            raise ValueError(f"donate={self.donate!r} must be True or False")
+        require_loss_and_optimizer(self.loss_fn, self.optimizer)
+        require_choices(microbatches=self.microbatches, donate=self.donate, has_aux=self.has_aux, monitor=self.monitor)
         # Raises unless they are rules.
         Fp8Config(rules=self.rules)
 
@@ -111,7 +111,8 @@ class TrainStep(eqx.Module):
         require_no_kernel_copies(model)
         flags = XlaFlags.of_environment().with_options(self.compiler_options(model))
         log_cost_of_flags(flags, Device.default(), recipes_of(model))
-        return self.optimizer.init(trainable(model))
+        opt_state = self.optimizer.init(trainable(model))
+        return opt_state if self.monitor is None else counted(opt_state)
 
     def compiler_options(self, model: PyTree, *_: Any, device: Device | None = None) -> dict[str, bool]:
         """The XLA options that a step of this model is compiled with, besides the flags of the environment.
@@ -126,7 +127,9 @@ class TrainStep(eqx.Module):
         """
         return training_options(recipes_of(model), Device.default() if device is None else device)
 
-    def calibrate(self, model: M, *batch: Any, key: Key[Array, ""] | None = None) -> M:
+    def calibrate(
+        self, model: M, *batch: Any, key: Key[Array, ""] | None = None, loss_key: Key[Array, ""] | None = None
+    ) -> M:
         """The model with its state filled from a pass in high precision over this step's own microbatches.
 
         Adds to every history what the first step would record if it ran in high precision: one amax, the largest over
@@ -137,6 +140,7 @@ class TrainStep(eqx.Module):
                 unchanged, so a script for several recipes needs no special case.
             *batch: As in a step.
             key: As in a step.
+            loss_key: As in a step.
 
         Returns:
             The model with new state; parameters, and the arrays of the given model, do not change.
@@ -150,12 +154,18 @@ class TrainStep(eqx.Module):
             >>> bool((fp8_model.layers[0].dot_general.scale("output_grad") < 1.0).all())
             True
         """
-        require_step_key(key, self.loss_fn, batch)
+        require_call(self.loss_fn, batch, key, loss_key)
         require_no_kernel_copies(model)
-        return recorded(model, lambda observed: _overwrites((self, batch, key), observed))
+        given = StepInput(batch, key, loss_key)
+        return recorded(model, lambda observed: _overwrites((self._without_monitor, given), observed))
 
     def __call__(
-        self, model: M, opt_state: PyTree, *batch: Any, key: Key[Array, ""] | None = None
+        self,
+        model: M,
+        opt_state: PyTree,
+        *batch: Any,
+        key: Key[Array, ""] | None = None,
+        loss_key: Key[Array, ""] | None = None,
     ) -> tuple[M, PyTree, Metrics]:
         """One step.
 
@@ -164,51 +174,55 @@ class TrainStep(eqx.Module):
             opt_state: From `init`, or from the step before.
             *batch: The arguments of `loss_fn` after the model.
             key: For recipes with stochastic rounding: a new one in each step. See `with_rounding_keys`.
+            loss_key: For a loss with dropout or other random numbers: a new one in each step, which `loss_fn` gets as
+                its argument `key`. With microbatches, each gets one of `jax.random.split(loss_key, microbatches)`.
 
         Returns:
-            The new model, the new optimizer state, and `loss` and `grad_norm` (over parameters, before clipping).
+            The new model, the new optimizer state, and metrics: `loss`, `grad_norm` (over parameters, before clipping),
+            `aux` with `has_aux`, and what the monitor measured, if it did in this step.
         """
-        require_step_key(key, self.loss_fn, batch)
+        require_call(self.loss_fn, batch, key, loss_key)
         # Without waiting for the step before: the model that it got was checked already.
         require_calibrated(model, wait=False)
         require_own_state(model, wait=False)
         require_no_kernel_copies(model)
-        nested = any(isinstance(x, Tracer) for x in jax.tree.leaves((model, opt_state, batch)))
+        given = StepInput(batch, key, loss_key)
+        nested = given.is_traced or any(isinstance(x, Tracer) for x in jax.tree.leaves((model, opt_state)))
         options = {} if nested else self.compiler_options(model)
-        return _step(self.donate, tuple(options.items()))((self, batch, key), model, opt_state)
+        run = _step(self.donate, tuple(options.items()))
+        if self.monitor is None:
+            bare, steps = (
+                (opt_state.optimizer, opt_state.steps) if isinstance(opt_state, CountedState) else (opt_state, None)
+            )
+            model, bare, metrics, _ = run((self, given), model, bare)
+            return model, bare if steps is None else CountedState(steps + 1, bare), metrics
+        state = counted(opt_state, nested=nested)
+        is_due = self.monitor.is_due(int(state.steps))
+        step = self if is_due else self._without_monitor
+        model, opt_state, metrics, measured = run((step, given), model, state.optimizer)
+        if is_due:
+            metrics = metrics | self.monitor.metrics(measured)
+        return model, CountedState(state.steps + 1, opt_state), metrics
+
+    @property
+    def _without_monitor(self) -> "TrainStep":
+        """The step whose program measures nothing."""
+        return self if self.monitor is None else dataclasses.replace(self, monitor=None)
 
 
-def _require_loss_and_optimizer(loss_fn: Any, optimizer: Any) -> None:
-    def is_optimizer(x: Any) -> bool:
-        return not isinstance(x, type) and all(callable(getattr(x, name, None)) for name in ("init", "update"))
-
-    if is_optimizer(loss_fn) and callable(optimizer):
-        raise ValueError("loss_fn and optimizer are swapped; use TrainStep(loss_fn, optimizer)")
-    if not callable(loss_fn):
-        raise ValueError(f"loss_fn={loss_fn!r} is not a function; give one that is called as loss_fn(model, *batch)")
-    if not is_optimizer(optimizer):
-        called = "; call it to make one" if callable(optimizer) else ""
-        raise ValueError(
-            f"optimizer={optimizer!r} is not an optimizer{called}; use one from optax, such as optax.adamw(1e-3)"
-        )
-
-
-def _run(kept: tuple[TrainStep, tuple[Any, ...], Array | None], model: Any, opt_state: Any) -> tuple[Any, Any, Metrics]:
-    step, batch, key = kept
-    loss, overwrites, gradients = _loss_and_gradients(model, step, batch, key)
+def _run(kept: tuple[TrainStep, StepInput], model: Any, opt_state: Any) -> tuple[Any, Any, Metrics, Any]:
+    step, given = kept
+    of_batch, measured = _gradients(step, given, model)
     params = trainable(model)
     try:
-        updates, opt_state = step.optimizer.update(gradients, opt_state, params)
-    except (ValueError, TypeError) as error:
-        if jax.tree.structure(opt_state) == jax.tree.structure(jax.eval_shape(step.optimizer.init, params)):
-            raise
-        raise ValueError(
-            "opt_state does not belong to this model and optimizer: the trees differ. Create it with step.init(model); "
-            "if the model was converted during training, keep the moments with "
-            "opt_state = transfer_optimizer_state(opt_state, old_model, model)"
-        ) from error
-    metrics = {"loss": loss, "grad_norm": optax.tree.norm(gradients)}
-    return apply_updates(model, updates, overwrites), opt_state, metrics
+        updates, opt_state = step.optimizer.update(of_batch.gradients, opt_state, params)
+    except Exception as error:
+        require_state_of(step.optimizer.init, params, opt_state, model, error)
+        raise
+    metrics = {"loss": of_batch.loss, "grad_norm": optax.tree.norm(of_batch.gradients)}
+    if step.has_aux:
+        metrics["aux"] = of_batch.aux
+    return apply_updates(model, updates, of_batch.overwrites), opt_state, metrics, measured
 
 
 @functools.cache
@@ -220,57 +234,20 @@ def _step(donate: bool, options: tuple[tuple[str, bool], ...]) -> Callable[..., 
 
 
 @eqx.filter_jit
-def _overwrites(kept: tuple[TrainStep, tuple[Any, ...], Array | None], model: Any) -> Any:
+def _overwrites(kept: tuple[TrainStep, StepInput], model: Any) -> Any:
     """The part of a step's gradients that replaces state."""
-    return _loss_and_gradients(model, *kept)[1]
+    return _gradients(*kept, model)[0].overwrites
 
 
-def _loss_and_gradients(
-    model: Any, step: TrainStep, batch: tuple[Any, ...], key: Array | None
-) -> tuple[Array, Any, Any]:
-    def loss_fn(model: Any, batch: tuple[Any, ...], key: Array | None) -> Array:
-        return scalar_loss(step.loss_fn(model if key is None else with_rounding_keys(model, key), *batch))
-
-    value_and_grad = filter_value_and_grad(loss_fn)
-    count, evaluated = step.microbatches, model
+def _gradients(step: TrainStep, given: StepInput, model: Any) -> tuple[BatchGradients, Any]:
+    """What a step computes of its batch; and what its monitor measured."""
+    evaluated = model if step.monitor is None else step.monitor.measuring(model, step.rules)
     if step.quantize_kernels is not KernelQuantization.IN_EACH_MICROBATCH:
         gather = step.quantize_kernels is KernelQuantization.GATHERED_ONCE
-        evaluated = quantize_kernels(model, Fp8Config(rules=step.rules), gather=gather)
-    if count == 1:
-        loss, gradients = value_and_grad(evaluated, batch, key)
-        return loss, *partition_for_grad_overwrite(gradients)
-
-    def split(x: Array) -> Array:
-        if x.ndim == 0 and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-            raise ValueError(
-                f"the batch has a single random key, which cannot be split into microbatches={count}; pass one for "
-                f"each, jax.random.split(key, {count}), and take key[0] in loss_fn"
-            )
-        if x.ndim == 0 or x.shape[0] % count:
-            raise ValueError(
-                f"microbatches={count} does not divide the leading axis of a batch array of shape {x.shape}"
-            )
-        # Devices that divide the leading axis keep their rows: the outer part of a divided axis stays divided.
-        parts = x.reshape(x.shape[0] // count, count, *x.shape[1:])
-        return whole_in_front(jnp.swapaxes(parts, 0, 1))
-
-    arrays, rest = eqx.partition(batch, eqx.is_array)
-    arrays = jax.tree.map(split, arrays)
-
-    keys = None if key is None else jax.random.split(key, count)
-
-    def microbatch(arrays: Any) -> tuple[Array, Any]:
-        arrays, key = arrays
-        loss, gradients = value_and_grad(evaluated, eqx.combine(arrays, rest), key)
-        # Sums of bfloat16 gradients stop growing after a few hundred terms.
-        return loss, jax.tree.map(lambda g: g.astype(common_dtype(g.dtype, np.dtype(np.float32))), gradients)
-
-    def accumulate(carry: tuple[Array, Any], arrays: Any) -> tuple[tuple[Array, Any], None]:
-        loss, gradients = microbatch(arrays)
-        return (carry[0] + loss, accumulate_gradients(carry[1], gradients)), None
-
-    first = microbatch(jax.tree.map(lambda x: x[0], (arrays, keys)))
-    (loss, gradients), _ = jax.lax.scan(accumulate, first, jax.tree.map(lambda x: x[1:], (arrays, keys)))
-    overwrites, gradients = partition_for_grad_overwrite(gradients)
-    gradients = jax.tree.map(lambda g, p: (g / count).astype(p.dtype), gradients, trainable(model))
-    return loss / count, overwrites, gradients
+        evaluated = quantize_kernels(evaluated, Fp8Config(rules=step.rules), gather=gather)
+    found = gradients_of_batch(step.loss_fn, evaluated, given, step.microbatches, has_aux=step.has_aux)
+    if step.monitor is None:
+        return found, None
+    without = lambda tree: step.monitor.without_measurements(tree, model)  # pyright: ignore[reportOptionalMemberAccess]
+    plain = BatchGradients(found.loss, found.aux, without(found.overwrites), without(found.gradients))
+    return plain, step.monitor.measured(found.overwrites)

@@ -264,3 +264,29 @@ def test_names_of_layouts_are_those_of_their_configurations():
         found = quantization_of({"quantization_config": quantization(layout)})
         assert found is not None and found.name == layout
     assert quantization_of({}) is None
+
+
+def test_scales_of_keys_and_values(tmp_path):
+    """One of each, numbers, and named in the configuration; by the names of each layout."""
+    # Whole weights of different scales, which engines fuse, are another matter.
+    faults = lambda folder: [f for f in check_folder(folder).faults if "quantize again" not in f.problem]
+    for layout, (key, value) in {
+        "FP8_DYNAMIC": ("k_scale", "v_scale"),
+        "modelopt": ("k_proj.k_scale", "v_proj.v_scale"),
+    }.items():
+        tensors, config = checkpoint(layout)
+        scheme = config["quantization_config"]
+        scheme["kv_cache_scheme"] = {"num_bits": 8, "type": "float", "dynamic": False, "strategy": "tensor"}
+        attention = "model.layers.0.self_attn"
+        both = {f"{attention}.{name}": np.array([0.5], np.float32) for name in (key, value)}
+        assert not faults(write(tmp_path / f"{layout}-good", {**tensors, **both}, config))
+        (absent,) = faults(write(tmp_path / f"{layout}-absent", tensors, config))
+        assert not absent.is_error and "engines take 1" in absent.problem
+        one = {f"{attention}.{key}": np.array([0.5], np.float32)}
+        (fault,) = faults(write(tmp_path / f"{layout}-one", {**tensors, **one}, config))
+        assert fault.is_error and fault.tensor == f"{attention}.{key}" and f"no {attention}.{value}" in fault.problem
+        wide = {name: np.ones(4, np.float32) for name in both}
+        assert len(check_folder(write(tmp_path / f"{layout}-wide", {**tensors, **wide}, config)).errors) == 2
+        scheme["kv_cache_scheme"] = None
+        remarks = faults(write(tmp_path / f"{layout}-unsaid", {**tensors, **both}, config))
+        assert len(remarks) == 2 and not any(remark.is_error for remark in remarks)

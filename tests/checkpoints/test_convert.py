@@ -6,7 +6,7 @@ import tracemalloc
 import ml_dtypes
 import numpy as np
 import pytest
-from folders import BLOCKS, LAYOUTS, LINEAR, checkpoint, plain, write
+from folders import BLOCKS, LAYOUTS, LINEAR, checkpoint, plain, quantization, quantize, write
 
 from haliax_fp8._cli.main import main
 from haliax_fp8.checkpoints import BrokenCheckpoint, check_folder, convert_folder, explain_folder
@@ -149,17 +149,75 @@ def test_a_broken_folder_is_not_converted(tmp_path):
     assert not (tmp_path / "y").exists()
 
 
-def test_one_weight_is_in_memory_at_a_time(tmp_path):
+def test_little_is_in_memory(tmp_path):
+    """Beside the new data of one weight, some rows of it: much less than its values in float32."""
     random = np.random.default_rng(0)
-    size = 512
-    tensors = {f"layers.{i}.up.weight": random.standard_normal((size, size)).astype(BF16) for i in range(40)}
-    source = write(tmp_path / "x", tensors, {})
-    tracemalloc.start()
-    convert_folder(source, tmp_path / "y", "FP8_DYNAMIC")
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    # Of one weight: values, data, what they give back, and the steps between, in float32; the folder has 21 MB.
-    assert peak < 10 * 4 * size**2
+    tensors = {f"layers.{i}.up.weight": random.standard_normal((2048, 4096)).astype(BF16) for i in range(3)}
+    write(tmp_path / "x", tensors, {})
+    weight = 2048 * 4096
+    del tensors
+    for before, after in (("x", "FP8_DYNAMIC"), ("FP8_DYNAMIC", "fp8"), ("fp8", "MXFP8"), ("MXFP8", "BF16")):
+        tracemalloc.start()
+        convert_folder(tmp_path / before, tmp_path / after, after)
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        # What is written of a weight, and some rows in float32 and float64.
+        assert peak < (2 if after == "BF16" else 1) * weight + 24 * 2**20, (after, peak / weight)
+
+
+def experts(layout):
+    """Three experts in one array, each `[out, in]`, and their scales."""
+    random = np.random.default_rng(0)
+    plain = (random.standard_normal((3, 256, 128)) * np.array([1, 4, 0.1]).reshape(3, 1, 1)).astype(BF16)
+    if layout is None:
+        return {"mlp.experts.up.weight": plain}, {}
+    parts = [quantize(expert, layout) for expert in plain]
+    data, scale = (np.stack([part[i] for part in parts]) for i in (0, 1))
+    tensors = {"mlp.experts.up.weight": data, f"mlp.experts.up.weight_scale{'_inv' * (layout == 'fp8')}": scale}
+    described = quantization(layout)
+    if layout == "FP8_TENSOR":
+        tensors["mlp.experts.up.input_scale"] = np.array([0.5, 0.25, 1.0], np.float32)
+    described |= {"modules_to_not_convert": []} if layout == "fp8" else {"ignore": []}
+    return tensors, {"quantization_config": described}
+
+
+def test_experts_in_one_array(tmp_path):
+    """Each as if it were alone: exactly where scales fit, with its own scale and that of its input."""
+    for before, after in (("FP8_TENSOR", "FP8"), ("FP8_BLOCK", "fp8"), ("FP8_DYNAMIC", "W8A16")):
+        source, target = write(tmp_path / f"{before}-in", *experts(before)), tmp_path / f"{before}-{after}"
+        assert check_folder(source).is_sound
+        assert convert_folder(source, target, after).is_exact
+        old, new = TensorFolder.open(source), TensorFolder.open(target)
+        assert old["mlp.experts.up.weight"].tobytes() == new["mlp.experts.up.weight"].tobytes()
+        assert check_folder(target).layout == after
+        if before == "FP8_TENSOR":
+            assert new["mlp.experts.up.input_scale"].ravel().tolist() == [0.5, 0.25, 1.0]
+            scale = old["mlp.experts.up.weight_scale"].reshape(3, 1)
+            np.testing.assert_array_equal(new["mlp.experts.up.weight_scale"][..., 0], np.broadcast_to(scale, (3, 256)))
+    plain = write(tmp_path / "plain", *experts(None))
+    for layout in ("FP8_DYNAMIC", "MXFP8", "fp8"):
+        found = convert_folder(plain, tmp_path / layout, layout)
+        assert not found.is_exact and 0.01 < found.error < 0.04 and check_folder(tmp_path / layout).is_sound
+        tensors = TensorFolder.open(tmp_path / layout)
+        data, scale = quantize(experts(None)[0]["mlp.experts.up.weight"][1], layout)
+        if layout == "MXFP8":
+            assert tensors["mlp.experts.up.weight"][1].tobytes() == data.tobytes()
+        assert tensors[f"mlp.experts.up.weight_scale{'_inv' * (layout == 'fp8')}"][1].shape == scale.shape
+    back = convert_folder(tmp_path / "MXFP8", tmp_path / "back", "BF16", dtype="float32")
+    assert back.is_exact
+
+
+def test_a_configuration_beside_may_not_be_a_link_out_of_the_folder(tmp_path):
+    """What ModelOpt writes beside is held to the same rule as the rest."""
+    tensors, config = checkpoint("modelopt")
+    described = {"quantization": {"quant_algo": "FP8", "exclude_modules": ["lm_head"]}}
+    del config["quantization_config"]
+    (tmp_path / "elsewhere.json").write_text(json.dumps(described))
+    folder = write(tmp_path / "in", tensors, config)
+    (folder / "hf_quant_config.json").symlink_to(tmp_path / "elsewhere.json")
+    (fault,) = check_folder(folder).errors
+    assert fault.file == "hf_quant_config.json" and "a link out of the folder" in fault.problem
+    assert check_folder(folder, follow_links=True).is_sound
 
 
 def test_explanations(tmp_path):

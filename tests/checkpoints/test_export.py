@@ -108,25 +108,35 @@ def assert_dequantized(tensors, layer, weight, layout):
     assert ("input_scale" in str(list(tensors))) == layouts[layout].is_static
 
 
-def test_static_layouts_have_the_numbers_of_training(trained, tmp_path):
-    """The next step's scales, kernels rounded to bfloat16 first: with scales as they are, the bytes of the step."""
-    export_model(trained, tmp_path / "out", "FP8", names=names.LLAMA, bf16_scales=False)
-    tensors = read(tmp_path / "out/model.safetensors")
+@pytest.mark.parametrize(("dtype", "bits"), [("bfloat16", (7, 1)), ("float32", (24, 24))])
+def test_static_layouts_have_the_numbers_of_training(trained, dtype, bits):
+    """The next step's scales, in bfloat16 with as few bits as a step multiplies by; and so the bytes of the step."""
+    tensors = dict(serving_tensors(trained, "FP8", names=names.LLAMA, bf16_scales=False, dtype=dtype))
     layer = trained.blocks.stacked.attention.query
+
+    def rounded_up(scale, bits):
+        significand, exponent = np.frexp(np.float64(scale))
+        return np.ldexp(np.ceil(significand * 2.0**bits) / 2.0**bits, exponent).astype(np.float32)
+
     for i in range(2):
-        kernel = np.asarray(layer.weight.array[i].astype(jnp.bfloat16).astype(jnp.float32)).reshape(64, 64)
-        scale = np.asarray(layer.dot_general.scale("kernel"))[i]
-        expected = np.clip(kernel / scale, -448, 448).astype(FP8)
+        kernel = np.asarray(layer.weight.array[i].astype(dtype).astype(jnp.float32)).reshape(64, 64)
+        of_kernel, of_input = (
+            rounded_up(layer.dot_general.scale(operand)[i], n)
+            for operand, n in zip(("kernel", "input"), bits, strict=True)
+        )
+        expected = np.clip(kernel / of_kernel, -448, 448).astype(FP8)
         name = f"model.layers.{i}.self_attn.q_proj"
         assert tensors[f"{name}.weight"].tobytes() == expected.tobytes()
-        np.testing.assert_array_equal(tensors[f"{name}.weight_scale"], np.full((64, 1), scale))
-        np.testing.assert_array_equal(tensors[f"{name}.input_scale"], layer.dot_general.scale("input")[i : i + 1])
+        np.testing.assert_array_equal(tensors[f"{name}.weight_scale"], np.full((64, 1), of_kernel))
+        np.testing.assert_array_equal(tensors[f"{name}.input_scale"], [of_input])
 
 
 def test_scales_for_bfloat16(trained):
     """Rounded up, by less than one part in 128, and the kernel is quantized with the rounded scale."""
-    rounded, exact = (dict(serving_tensors(trained, "FP8", bf16_scales=choice)) for choice in (True, False))
-    kernel = np.asarray(trained.blocks.stacked.mlp.up.weight.array[0].astype(jnp.bfloat16).astype(jnp.float32))
+    rounded, exact = (
+        dict(serving_tensors(trained, "FP8", bf16_scales=choice, dtype="float32")) for choice in (True, False)
+    )
+    kernel = np.asarray(trained.blocks.stacked.mlp.up.weight.array[0])
     for name, scale in rounded.items():
         if name.endswith("_scale"):
             assert (scale == scale.astype(BF16).astype(np.float32)).all()

@@ -10,6 +10,7 @@ import pytest
 
 SCRIPTS = Path(__file__).parents[1] / "others"
 PYTHON = os.environ.get("HALIAX_FP8_TORCH_PYTHON")
+VLLM = os.environ.get("HALIAX_FP8_VLLM_PYTHON")
 
 
 @pytest.mark.slow
@@ -26,3 +27,12 @@ def test_what_other_libraries_wrote_is_imported(tmp_path):
     subprocess.run([str(PYTHON), SCRIPTS / "write_checkpoints.py", tmp_path], check=True)
     read = subprocess.run([sys.executable, SCRIPTS / "read_checkpoints.py", tmp_path], capture_output=True, text=True)
     assert read.returncode == 0, read.stdout + read.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(VLLM is None, reason="HALIAX_FP8_VLLM_PYTHON names no Python; see tests/others/README.md")
+def test_an_engine_takes_tensors_while_it_runs(tmp_path):
+    subprocess.run([sys.executable, SCRIPTS / "write_exports.py", tmp_path], check=True)
+    run = [str(VLLM), SCRIPTS / "log_p_with_vllm.py", tmp_path]
+    read = subprocess.run(run, capture_output=True, text=True)
+    assert read.returncode == 0, read.stdout[-2000:] + read.stderr[-2000:]

@@ -20,7 +20,7 @@ from helpers import run_example
 
 from examples.train_lm import checkpoint, corpus, report, run, train
 from examples.train_lm.options import binding_flags, model_config, parse_options
-from examples.train_lm.sample import generate
+from examples.train_lm.sample import generate, printable
 from haliax_fp8 import describe, fp8_linear_layers
 from haliax_fp8.demo import Transformer, TransformerConfig
 
@@ -138,6 +138,30 @@ def test_after_ctrl_c_resume_continues_to_the_same_losses(finished, tmp_path, mo
     assert "python -m examples.train_lm " in last and last.endswith(" --resume")
     assert train.main([*arguments, "--resume"]) == 0
     assert losses(tmp_path) == losses(finished)
+
+
+def test_resume_takes_the_flags_of_the_checkpoint(finished, tmp_path, monkeypatch, capsys):
+    """None has to be repeated; the text is that of the run, too."""
+    text = tmp_path / "text"
+    text.write_bytes(bytes(range(1, 256)) * 200)
+    flags = [*TINY, "--no-baseline", "--data", str(text), "--exclude", "*.up", "--out", str(tmp_path / "run")]
+    with monkeypatch.context() as patch:
+        interrupt_in_step(patch, index=2)
+        assert train.main(flags) == 130
+    shown = capsys.readouterr().out
+    assert "Stopping after this step" in shown
+    command = shown.splitlines()[-1].partition("examples.train_lm ")[2].split()
+    assert command == ["--out", str(tmp_path / "run"), "--resume"]
+    assert train.main([*command, "--sample-bytes", "0"]) == 0
+    (curve,) = losses(tmp_path / "run").values()
+    assert len(curve) == STEPS
+    # Repeated, they are no others.
+    assert train.main([*flags, "--resume", "--sample-bytes", "0"]) == 0
+
+
+def test_a_sample_commands_no_terminal():
+    written = printable(b"\x1b[31mred\x07\tand\n\xff \xc3\xa9\x9b")
+    assert written == "\ufffd[31mred\ufffd\tand\n\ufffd \xe9\ufffd"
 
 
 def test_mesh_makes_virtual_devices():

@@ -18,7 +18,15 @@ from haliax_fp8.demo import Transformer, TransformerConfig
 
 
 CONFIG = TransformerConfig(layers=2, hidden=256, heads=4, kv_heads=2, head_dim=64, mlp=512, vocab=64)
-DTYPES = {"F8_E4M3": ml_dtypes.float8_e4m3fn, "BF16": ml_dtypes.bfloat16, "F32": np.float32, "U8": np.uint8}
+E8M0 = ml_dtypes.float8_e8m0fnu
+DTYPES = {
+    "F8_E4M3": ml_dtypes.float8_e4m3fn,
+    "BF16": ml_dtypes.bfloat16,
+    "F32": np.float32,
+    "U8": np.uint8,
+    "F8_E8M0": E8M0,
+}
+LAYOUTS = {"FP8": "FP8_TENSOR", "fp8-ue8m0": "fp8"}
 
 
 def stored(path: pathlib.Path) -> dict[str, np.ndarray]:
@@ -34,8 +42,8 @@ def stored(path: pathlib.Path) -> dict[str, np.ndarray]:
 
 
 def equal(ours: np.ndarray, theirs: np.ndarray) -> bool:
-    """Whether bytes are equal; or values, if it is a scale in bfloat16, which we write in float32."""
-    if theirs.dtype == ml_dtypes.bfloat16 and ours.dtype == np.float32:
+    """Whether bytes are equal; or values, if it is a scale in bfloat16 or E8M0, which we write in float32."""
+    if theirs.dtype in (ml_dtypes.bfloat16, E8M0) and ours.dtype == np.float32:
         theirs = theirs.astype(np.float32)
     return (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape) and ours.tobytes() == theirs.tobytes()
 
@@ -46,13 +54,13 @@ def main(root: pathlib.Path) -> int:
     failures = 0
     for folder in sorted(root.iterdir()):
         theirs = stored(folder / "model.safetensors")
-        layout = "FP8_TENSOR" if folder.name == "FP8" else folder.name
-        frozen = import_model(folder, abstract, names=names.LLAMA, weights="frozen")
-        ours = dict(serving_tensors(frozen, layout, names=names.LLAMA))
-        same = sum(name in ours and equal(ours[name], tensor) for name, tensor in theirs.items())
         sound = not check_folder(folder).errors
-        print(f"{folder.name}: {same} of {len(theirs)} tensors equal, {len(ours)} ours; check: {sound}")
-        failures += not (same == len(theirs) == len(ours) and sound)
+        for weights in ("frozen", "served"):
+            model = import_model(folder, abstract, names=names.LLAMA, weights=weights)
+            ours = dict(serving_tensors(model, LAYOUTS.get(folder.name, folder.name), names=names.LLAMA))
+            same = sum(name in ours and equal(ours[name], tensor) for name, tensor in theirs.items())
+            print(f"{folder.name}, {weights}: {same} of {len(theirs)} tensors equal, {len(ours)} ours; check: {sound}")
+            failures += not (same == len(theirs) == len(ours) and sound)
     return failures
 
 

@@ -8,6 +8,7 @@ Prints a table; exits with 1 if anything differs from what `write_exports.py` no
 import importlib.metadata
 import pathlib
 import sys
+from typing import Any
 
 import numpy as np
 import torch
@@ -71,9 +72,36 @@ def main(folder: pathlib.Path) -> int:
         text = write("The ", max_new_tokens=8, do_sample=False)[0]["generated_text"]
         note(f"{layout}: tokenizer and generated text", exact and len(text) > 4, repr(text))
 
+    read_experts(folder / "experts", tokens, expected, note)
+
     versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers", "compressed-tensors")}
     print(f"Python {sys.version.split()[0]}, {', '.join(f'{name} {v}' for name, v in versions.items())}")
     return sum(not passed for _, passed, _ in rows)
+
+
+def read_experts(folder: pathlib.Path, tokens: torch.Tensor, expected: Any, note: Any) -> None:
+    """A mixture of experts: logits of the unquantized export, and experts that Transformers decompressed."""
+    with torch.no_grad():
+        model = AutoModelForCausalLM.from_pretrained(folder / "BF16", dtype=torch.float32)
+        logits = model(tokens).logits.numpy()
+    error = np.linalg.norm(logits - expected["experts/logits"]) / np.linalg.norm(expected["experts/logits"])
+    note("experts: float32 logits in Transformers", error < 1e-5, f"{error:.1e} relative")
+    for layout in ("FP8_DYNAMIC", "fp8"):
+        try:
+            model = AutoModelForCausalLM.from_pretrained(folder / layout, dtype=torch.bfloat16)
+            with torch.no_grad():
+                finite = bool(model(tokens).logits.isfinite().all())
+            state = model.state_dict()
+            names = [name for name in state if name.endswith("layers.1.mlp.experts.down_proj")]
+            ours = torch.from_numpy(expected[f"experts/{layout}"]).to(torch.bfloat16)
+            different = int((ours != state[names[0]]).sum()) if names else ours.numel()
+            note(
+                f"experts, {layout}: decompressed weights",
+                different == 0 and finite,
+                f"{different} of {ours.numel()} differ",
+            )
+        except Exception as failure:
+            note(f"experts, {layout}", False, f"{type(failure).__name__}: {str(failure)[:200]}")
 
 
 if __name__ == "__main__":

@@ -6,21 +6,26 @@ Then `haliax-fp8 checkpoint check FOLDER/FP8_DYNAMIC`, and that of the other pre
 interpreter is Python 3.11 with the packages of `requirements.txt`.
 """
 
+import json
 import pathlib
 import sys
+import types
 
 import torch
 from compressed_tensors.compressors import ModelCompressor
 from compressed_tensors.quantization import (
     QuantizationConfig,
+    QuantizationScheme,
     QuantizationStatus,
     apply_quantization_config,
     preset_name_to_scheme,
 )
-from transformers import LlamaConfig, LlamaForCausalLM
+from safetensors.torch import save_file
+from transformers import FineGrainedFP8Config, LlamaConfig, LlamaForCausalLM
+from transformers.integrations.finegrained_fp8 import Fp8Quantize
 
 
-PRESETS = ("FP8_DYNAMIC", "FP8", "FP8_BLOCK", "MXFP8")
+PRESETS = ("FP8_DYNAMIC", "FP8", "FP8_BLOCK", "MXFP8", "W8A16")
 LIMIT = 448.0
 
 
@@ -40,12 +45,21 @@ def scales(weight: torch.Tensor, strategy: str, stored: torch.Tensor) -> torch.T
     return scale.reshape(stored.shape).to(stored.dtype)
 
 
-def write(preset: str, folder: pathlib.Path) -> None:
-    """A small Llama in one of the library's presets."""
+def llama() -> LlamaForCausalLM:
+    """A small Llama."""
     sizes = {"vocab_size": 64, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
-    model = LlamaForCausalLM(LlamaConfig(**sizes, **heads)).to(torch.bfloat16)
-    groups = {"group_0": preset_name_to_scheme(preset, ["Linear"])}
+    return LlamaForCausalLM(LlamaConfig(**sizes, **heads)).to(torch.bfloat16)
+
+
+def write(preset: str, folder: pathlib.Path) -> None:
+    """A small Llama in one of the presets of compressed-tensors, or with weights in FP8 alone."""
+    model = llama()
+    if preset == "W8A16":
+        weights = preset_name_to_scheme("FP8_DYNAMIC", ["Linear"]).weights
+        groups = {"group_0": QuantizationScheme(targets=["Linear"], weights=weights)}
+    else:
+        groups = {"group_0": preset_name_to_scheme(preset, ["Linear"])}
     config = QuantizationConfig(config_groups=groups, ignore=["lm_head"], quantization_status="initialized")
     apply_quantization_config(model, config)
     for module in model.modules():
@@ -61,7 +75,44 @@ def write(preset: str, folder: pathlib.Path) -> None:
     compressor.update_config(str(folder))
 
 
+def write_hugging_face(folder: pathlib.Path, scale_fmt: str) -> None:
+    """A small Llama in blocks of 128x128, quantized by Transformers."""
+    model, tensors = llama(), {}
+    config = FineGrainedFP8Config(modules_to_not_convert=["lm_head"], scale_fmt=scale_fmt)
+    operation = Fp8Quantize(types.SimpleNamespace(quantization_config=config))
+    for name, tensor in model.state_dict().items():
+        tensors |= operation.convert({name: tensor}) if "_proj." in name else {name: tensor}
+    model.config.quantization_config = config.to_dict()
+    save(model, tensors, folder)
+
+
+def write_modelopt(folder: pathlib.Path) -> None:
+    """A small Llama with a scale for each weight and each input, as ModelOpt names them."""
+    model, tensors = llama(), {}
+    for name, tensor in model.state_dict().items():
+        tensors[name] = tensor
+        if "_proj." in name:
+            layer, scale = name.removesuffix(".weight"), tensor.float().abs().max() / LIMIT
+            tensors[name] = (tensor.float() / scale).clamp(-LIMIT, LIMIT).to(torch.float8_e4m3fn)
+            tensors |= {f"{layer}.weight_scale": scale, f"{layer}.input_scale": torch.tensor(0.02)}
+    save(model, tensors, folder)
+    quantization = {"quant_algo": "FP8", "kv_cache_quant_algo": None, "exclude_modules": ["lm_head"]}
+    described = {"producer": {"name": "modelopt"}, "quantization": quantization}
+    (folder / "hf_quant_config.json").write_text(json.dumps(described))
+
+
+def save(model: LlamaForCausalLM, tensors: dict[str, torch.Tensor], folder: pathlib.Path) -> None:
+    """Tensors and configuration."""
+    folder.mkdir(parents=True)
+    model.config.save_pretrained(folder)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+
+
 if __name__ == "__main__":
     torch.manual_seed(0)
+    root = pathlib.Path(sys.argv[1])
     for name in PRESETS:
-        write(name, pathlib.Path(sys.argv[1]) / name)
+        write(name, root / name)
+    write_hugging_face(root / "fp8", "float")
+    write_hugging_face(root / "fp8-ue8m0", "ue8m0")
+    write_modelopt(root / "modelopt")

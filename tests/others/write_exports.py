@@ -3,8 +3,10 @@
 python tests/others/write_exports.py FOLDER
 """
 
+import dataclasses
 import pathlib
 import sys
+from functools import partial
 
 import equinox as eqx
 import haliax as hax
@@ -13,10 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from haliax_fp8 import calibrate, cast_params, fp8_linear_layers
-from haliax_fp8.checkpoints import export_model, import_model, names, write_byte_tokenizer
+from haliax_fp8 import calibrate, cast_params, fp8_linear_layers, restore_linear_layers
+from haliax_fp8.checkpoints import export_model, import_model, names, serving_tensors, write_byte_tokenizer
 from haliax_fp8.checkpoints.layouts import named
-from haliax_fp8.demo import Transformer, TransformerConfig, hugging_face_config
+from haliax_fp8.demo import MixtureOfExperts, Transformer, TransformerConfig, hugging_face_config
 from haliax_fp8.recipes import E4M3, quantize
 
 
@@ -45,11 +47,57 @@ def main(folder: pathlib.Path) -> None:
                 expected[f"{layout}/model.layers.1.mlp.{part}_proj.weight"] = np.asarray(weight)
             query = loaded.blocks.stacked.attention.query.weight.array[0].reshape(-1, CONFIG.hidden)
             expected[f"{layout}/model.layers.0.self_attn.q_proj.weight"] = np.asarray(query)
+    expected |= log_probabilities(folder / "FP8_DYNAMIC", model, tokens)
+    write_stream(folder)
+    write_experts(folder / "experts", tokens, expected)
     x = jax.random.normal(jax.random.key(1), (64, CONFIG.hidden), jnp.bfloat16)
     expected |= product(folder / "FP8", plain, x)
     export_model(model, folder / "sharded", names=names.LLAMA, config=hugging_face_config(plain), shard_bytes=200_000)
     write_byte_tokenizer(folder / "sharded", max_length=CONFIG.max_length)
     np.savez(folder / "expected.npz", **expected)
+
+
+def log_probabilities(folder: pathlib.Path, model: Transformer, tokens: hax.NamedArray) -> dict[str, np.ndarray]:
+    """In bfloat16: of the export as served, of training, of the plain model; and of training rounded otherwise."""
+
+    def log_p(model: Transformer, *, rounded: bool = False) -> np.ndarray:
+        call = jax.jit(lambda model, tokens: jax.nn.log_softmax(model(tokens).array.astype(jnp.float32)))
+        options = {"xla_allow_excess_precision": False} if rounded else {}
+        return np.asarray(call.lower(model, tokens).compile(options)(model, tokens)[0])
+
+    trained = cast_params(model, jnp.bfloat16)
+    abstract = eqx.filter_eval_shape(lambda: cast_params(restore_linear_layers(model), jnp.bfloat16))
+    served = import_model(folder, abstract, names=names.LLAMA, weights="served")
+    return {
+        "log_p/served": log_p(served),
+        "log_p/training": log_p(trained),
+        "log_p/plain": log_p(restore_linear_layers(trained)),
+        "log_p/training, rounded otherwise": log_p(trained, rounded=True),
+    }
+
+
+def write_stream(folder: pathlib.Path) -> None:
+    """Another model, as a folder and as what `serving_tensors` yields."""
+    other = Transformer.init(CONFIG, key=jax.random.key(7))
+    export_model(other, folder / "other", names=names.LLAMA, config=hugging_face_config(other))
+    write_byte_tokenizer(folder / "other", max_length=CONFIG.max_length)
+    arrays = dict(serving_tensors(other, "FP8_DYNAMIC", names=names.LLAMA))
+    bits = {f"bits/{name}": x.view(f"uint{8 * x.dtype.itemsize}") for name, x in arrays.items()}
+    np.savez(folder / "stream.npz", names=list(arrays), dtypes=[x.dtype.name for x in arrays.values()], **bits)
+
+
+def write_experts(folder: pathlib.Path, tokens: hax.NamedArray, expected: dict[str, np.ndarray]) -> None:
+    """A Mixtral, unquantized and in two layouts, its logits, and experts as this library dequantizes them."""
+    config = dataclasses.replace(CONFIG, feed_forward=partial(MixtureOfExperts.init, experts=4, chosen=2))
+    model = Transformer.init(config, key=jax.random.key(0))
+    expected["experts/logits"] = np.asarray(eqx.filter_jit(lambda m, t: m(t).array)(model, tokens))
+    for layout, dtype in (("BF16", "float32"), ("FP8_DYNAMIC", "bfloat16"), ("fp8", "bfloat16")):
+        described = hugging_face_config(model, dtype=dtype)
+        export_model(model, folder / layout, layout, names=names.MIXTRAL, config=described, dtype=dtype)
+        if layout != "BF16":
+            loaded = import_model(folder / layout, model, names=names.MIXTRAL)
+            weight = loaded.blocks.stacked.mlp.down.weight.array[1]
+            expected[f"experts/{layout}"] = np.asarray(jnp.swapaxes(weight, 1, 2))
 
 
 def product(folder: pathlib.Path, plain: Transformer, x: jax.Array) -> dict[str, np.ndarray]:

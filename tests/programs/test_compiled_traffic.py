@@ -40,3 +40,24 @@ def test_amaxes_of_all_kernels_are_one_reduction(name, target):
     """Each block has eight tensors between products whose amax the next one waits for; and there is one of the loss."""
     with jax.numpy_dtype_promotion("standard"):
         assert row(CASES[name], target, TINY)["reductions"] == 2 * 8 + 1 + 1
+
+
+# A whole activation between layers, in bfloat16, of devices that divide features.
+ACTIVATION = 2 * TINY.tokens * TINY.config.hidden
+LIMITS = {
+    # Two sums for each half of a block, forward and backward: whichever layers read its input.
+    "tensor-parallel": 2 * 8 * ACTIVATION,
+    # Scattered; and gathered in FP8: what enters seven layers, or the output's gradient of two of them.
+    "tensor-parallel + sequence": (8 + 14 / 2) * ACTIVATION,
+    # And over four devices kernels and their gradients.
+    "FSDP 4 x tensor-parallel 2 + sequence": (8 + 14 / 2) * ACTIVATION + (2 + 2) * WEIGHTS,
+}
+
+
+@pytest.mark.parametrize("name, target", on(LIMITS, ["h100"]))
+def test_gradients_of_one_tensor_are_one_sum(name, target):
+    with jax.numpy_dtype_promotion("standard"):
+        found = row(CASES[name], target, TINY)
+    assert found["gathered_wider"] <= 0.02 * WEIGHTS
+    # Amaxes of rows are a few kilobytes.
+    assert found["wire"] <= 7 / 8 * LIMITS[name] + 0.02 * WEIGHTS

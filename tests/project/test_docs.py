@@ -76,7 +76,12 @@ def is_same_output(got: str, expected: str) -> bool:
     return doctest.OutputChecker().check_output(expected, got, doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS)
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if blocks_of(p.read_text())], ids=NAMES.get)
+# Pages that are notebooks run as these, in `test_notebooks.py`.
+RUN_ELSEWHERE = {ROOT / "docs" / page for page in runpy.run_path(str(ROOT / "docs/_notebooks/notebooks.py"))["PAGES"]}
+RUN_HERE = [page for page in PAGES if page not in RUN_ELSEWHERE and blocks_of(page.read_text())]
+
+
+@pytest.mark.parametrize("page", RUN_HERE, ids=NAMES.get)
 def test_code_of_page_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert run_page(page.read_text(), str(page.relative_to(ROOT))) == []
@@ -96,6 +101,15 @@ def test_tests_that_a_page_names_exist(page):
     assert not missing
 
 
+def test_files_that_the_page_of_claims_names_exist():
+    """What settles a claim has to be there: scripts, results, examples."""
+    named = re.findall(
+        r"`((?:haliax_fp8|benchmarks|examples|tests|docs)/[\w./]+)`", (ROOT / "docs/seeds.md").read_text()
+    )
+    assert len(named) > 5
+    assert [name for name in named if not (ROOT / name).exists()] == []
+
+
 def test_readme_shows_how_to_run_and_test():
     shell = [m["code"] for m in _BLOCK.finditer((ROOT / "README.md").read_text()) if m["kind"] == "bash"]
     lines = [line for block in shell for line in block.splitlines()]
@@ -104,12 +118,13 @@ def test_readme_shows_how_to_run_and_test():
     assert "pip install uv && uv run pytest" in lines
 
 
-def test_figures_are_those_of_their_script(tmp_path, monkeypatch):
+def test_figures_are_those_of_their_script(monkeypatch):
+    """By name: they are drawn whenever the site is built."""
     pytest.importorskip("matplotlib")
     monkeypatch.syspath_prepend(FIGURES)  # as when it is run as a script
-    runpy.run_path(str(FIGURES / "figures.py"))["main"](tmp_path)
+    drawn = {f"{name}.svg" for name in runpy.run_path(str(FIGURES / "figures.py"))["FIGURES"]}
     # The picture of a report is drawn by the command line, see `docs/_figures/my_training.py`.
-    drawn = {path.name for path in tmp_path.iterdir()} | {"preflight.svg"}
+    drawn.add("preflight.svg")
     assert drawn == {path.name for path in (ROOT / "docs" / "images").iterdir()}
     shown = {pathlib.Path(target).name for page in PAGES for target in re.findall(r"\((\S+\.svg)\)", page.read_text())}
     assert shown == drawn

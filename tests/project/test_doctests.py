@@ -63,7 +63,7 @@ def small_model():
 def namespace_of(module):
     """What examples may use: the usual imports, the public names, those of their own file, and a small model."""
     usual = {"eqx": eqx, "hax": hax, "hnn": hnn, "jax": jax, "jnp": jnp, "np": np, "optax": optax}
-    subjects = ("devices", "recipes", "layers", "training", "statistics", "memory", "serving")
+    subjects = ("devices", "recipes", "layers", "training", "statistics", "memory", "serving", "plots")
     modules = [importlib.import_module(f"haliax_fp8.{name}") for name in subjects]
     public = {k: v for part in (*modules, haliax_fp8) for k, v in vars(part).items() if not k.startswith("_")}
     return {**usual, **public, **vars(importlib.import_module(module)), **small_model()}

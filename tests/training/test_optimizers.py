@@ -276,7 +276,7 @@ def test_microbatches_that_are_no_number_of_parts_are_an_error(microbatches):
 WRONG_ARGUMENTS = {
     "exchanged": (optax.sgd(0.1), loss_fn, {}, r"are swapped; use TrainStep\(loss_fn, optimizer\)"),
     "loss called": (3.0, optax.sgd(0.1), {}, r"loss_fn=3.0 is not a function; .* loss_fn\(model, \*batch\)"),
-    "no optimizer": (loss_fn, None, {}, r"optimizer=None is not an optimizer; .* optax.adamw\(1e-3\)"),
+    "no optimizer": (loss_fn, None, {}, r"optimizer is missing; .* optax.adamw\(1e-3\)"),
     "a rate": (loss_fn, 1e-3, {}, r"optimizer=0.001 is not an optimizer; .* optax.adamw\(1e-3\)"),
     "not called": (loss_fn, optax.sgd, {}, r"optimizer=<function sgd .*call it to make one; .* optax.adamw\(1e-3\)"),
     "a class": (loss_fn, optax.MultiSteps, {}, r"MultiSteps'> is not an optimizer; call it to make one"),
@@ -345,7 +345,7 @@ def test_a_key_that_the_loss_would_not_get_is_an_error(model):
     """`key=` is the ops'. A loss whose drop-out is off in silence is not what was asked for."""
     step, key = TrainStep(with_key, optax.sgd(0.1)), jax.random.key(0)
     args = model, step.init(model), *batch_of(0)
-    with pytest.raises(ValueError, match=r"does not reach loss_fn, which has a parameter 'key'.*\*batch, loss_key\)"):
+    with pytest.raises(ValueError, match=r"does not reach loss_fn, which has a parameter 'key'.*\*batch, loss_key="):
         step(*args, key=key)
     losses = [float(step(*args, *rest, **options)[2]["loss"]) for rest, options in KEYS_GIVEN]
     whole = float(loss_fn(model, *batch_of(0)))
@@ -364,7 +364,7 @@ KEYS_GIVEN = (
 def test_a_key_among_the_batch_needs_parts_for_microbatches(model):
     step, keys = TrainStep(with_key, optax.sgd(0.1), microbatches=4), jax.random.split(jax.random.key(0), 4)
     args = model, step.init(model), *batch_of(0)
-    with pytest.raises(ValueError, match=r"single random key.*microbatches=4.*jax.random.split\(key, 4\).*key\[0\]"):
+    with pytest.raises(ValueError, match="single random key.*microbatches=4.*loss_key="):
         step(*args, keys[0])
     x, g = batch_of(0)
     parts = [loss_fn(model, x[Batch, i::4], g[Batch, i::4]) for i in range(4)]
@@ -376,7 +376,7 @@ def test_a_key_among_the_batch_needs_parts_for_microbatches(model):
 def test_optimizer_state_of_the_plain_model_is_an_error(model, name):
     plain, step = restore_linear_layers(model), TrainStep(loss_fn, OPTIMIZERS[name])
     opt_state = step.init(plain)
-    with pytest.raises(ValueError, match=r"opt_state does not belong .*transfer_optimizer_state\(opt_state, "):
+    with pytest.raises(ValueError, match=r"made for a plain model, and .*transfer_optimizer_state\(opt_state, "):
         step(model, opt_state, *batch_of(0))
     step(model, transfer_optimizer_state(opt_state, plain, model), *batch_of(0))
 

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from .tiles import within_bounds
 
@@ -32,3 +32,37 @@ def largest_of_groups(
     count = len(group_sizes)
     found = jax.ops.segment_max(of_rows, _group_of_row(group_sizes, len(of_rows)), count + 1, indices_are_sorted=True)
     return jnp.where(group_sizes[:, None] > 0, found[:count], np.asarray(0.0, of_rows.dtype))
+
+
+def together(
+    rows: Float[Array, "examples rows width"], group_sizes: Int[Array, "examples groups"]
+) -> tuple[Float[Array, "all_rows width"], Int[Array, " groups"], Int[Array, " all_rows"], Bool[Array, " examples"]]:
+    """The rows of several examples with the same groups, sorted by group: one product instead of one for each.
+
+    Args:
+        rows: Of each example, sorted by group.
+        group_sizes: How many rows each group of an example has.
+
+    Returns:
+        The rows; the sizes of the groups; which row each was; and the examples whose sizes fit their rows.
+    """
+    count = rows.shape[1]
+    sizes = jax.vmap(lambda sizes: within_bounds(sizes, count))(group_sizes)
+    order = jnp.argsort(jax.vmap(lambda sizes: _group_of_row(sizes, count))(sizes).reshape(-1), stable=True)
+    valid = jnp.all(sizes == group_sizes, axis=1)
+    return rows.reshape(-1, rows.shape[2])[order], jnp.sum(sizes, axis=0), order, valid
+
+
+def apart(
+    out: Float[Array, "all_rows columns"], order: Int[Array, " all_rows"], valid: Bool[Array, " examples"]
+) -> Float[Array, "examples rows columns"]:
+    """What was computed of rows that stand together, by example; NaN where sizes did not fit.
+
+    Args:
+        out: The results.
+        order: Which row each was, see `together`.
+        valid: The examples whose sizes fit their rows.
+    """
+    of_rows = jnp.zeros_like(out).at[order].set(out, unique_indices=True)
+    of_examples = of_rows.reshape(len(valid), -1, out.shape[1])
+    return jnp.where(valid[:, None, None], of_examples, np.asarray(np.nan, out.dtype))

@@ -5,14 +5,14 @@ import os
 import pathlib
 from collections.abc import Iterator
 
+from ...layers.roles import WEIGHT, is_head, is_linear, is_router
 from ..files import BrokenCheckpoint, TensorFolder
 from ..layouts.ignore import REGEX, matched
 from ..layouts.quantization import CONFIG, Quantization, read_quantization
-from ..roles import WEIGHT, is_head, is_linear, is_router
 from .report import CheckReport, Fault
 from .sizes import size_faults
 from .values import not_finite
-from .weights import fused_faults, is_fp8, weight_faults
+from .weights import cache_faults, fused_faults, is_fp8, weight_faults
 
 
 def check_folder(directory: str | os.PathLike[str], *, follow_links: bool = False) -> CheckReport:
@@ -35,6 +35,7 @@ def check_folder(directory: str | os.PathLike[str], *, follow_links: bool = Fals
     except BrokenCheckpoint as broken:
         return CheckReport(path, "", 0, 0, (Fault(broken.file, broken.tensor, broken.problem),))
     faults = [*weight_faults(folder, quantization, ignored), *size_faults(folder), *_other_values(folder)]
+    faults += cache_faults(folder, quantization)
     if quantization is not None:
         faults += [*_not_quantized(folder, quantization, ignored), *fused_faults(folder, quantization)]
         faults += _entries(folder, quantization)

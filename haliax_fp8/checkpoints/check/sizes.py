@@ -4,8 +4,8 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from ...layers.roles import WEIGHT
 from ..files import TensorFolder
-from ..roles import WEIGHT
 from .report import Fault
 
 

@@ -11,7 +11,7 @@ E8M0 = np.dtype(ml_dtypes.float8_e8m0fnu)
 BF16 = np.dtype(ml_dtypes.bfloat16)
 
 # How many elements are looked at together.
-_PART = 1 << 22
+_PART = 1 << 20
 
 # All bits of the exponent, by the size of an element.
 _EXPONENTS = {

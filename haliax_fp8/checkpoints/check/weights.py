@@ -5,10 +5,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from ...layers.roles import FUSED, WEIGHT, is_embedding, is_linear, is_norm
 from ..files import TensorFolder
 from ..files.header import Stored
 from ..layouts.quantization import Quantization
-from ..roles import FUSED, WEIGHT, is_embedding, is_linear, is_norm
 from .report import Fault
 from .values import BF16, E4M3, E8M0, amaxes, not_finite
 
@@ -187,6 +187,31 @@ def _magnitudes(folder: TensorFolder, quantization: Quantization, name: str, sca
         if (columns == _LIMIT).all() and not (found == _LIMIT).all():
             problem = "each of its columns reaches 448, and not each row, which has the scale: it is transposed"
             yield Fault(file, name, problem)
+
+
+def cache_faults(folder: TensorFolder, quantization: Quantization | None) -> Iterator[Fault]:
+    """Scales of keys and values that are not complete, or that no engine reads.
+
+    Args:
+        folder: The folder.
+        quantization: What its configuration says.
+    """
+    partners = {"k_scale": "v_scale", "v_scale": "k_scale"}
+    found = [name for name in folder.tensors if name.rpartition(".")[2] in partners]
+    for name in found:
+        stored, (layer, _, kind) = folder.tensors[name], name.rpartition(".")
+        other = f"{layer}.{partners[kind]}".replace(f".{kind[0]}_proj.", f".{partners[kind][0]}_proj.")
+        if other not in folder.tensors:
+            yield Fault(stored.file.name, name, f"there is no {other}: keys and values both have one, or neither")
+        if math.prod(stored.shape) != 1 or stored.dtype not in FLOATS:
+            problem = f"it is {stored.dtype}{stored.shape}; a scale of keys or values is one number of floating point"
+            yield Fault(stored.file.name, name, problem)
+        if quantization is None or not quantization.cached:
+            problem = "config.json does not say that keys and values are in FP8: engines ignore it"
+            yield Fault(stored.file.name, name, problem, is_error=False)
+    if quantization is not None and quantization.cached and not found:
+        problem = "it says that keys and values are in FP8, and no tensor is a scale of them: engines take 1"
+        yield Fault("config.json", "quantization_config", problem, is_error=False)
 
 
 def fused_faults(folder: TensorFolder, quantization: Quantization) -> Iterator[Fault]:

@@ -23,11 +23,13 @@ class TensorFolder:
         directory: The folder.
         tensors: Where each tensor is, by name.
         config: What `config.json` holds.
+        follow_links: Whether files may be links that lead out of the folder.
     """
 
     directory: pathlib.Path
     tensors: dict[str, Stored]
     config: dict[str, Any]
+    follow_links: bool = False
 
     @staticmethod
     def open(directory: str | os.PathLike[str], *, follow_links: bool = False) -> "TensorFolder":
@@ -56,7 +58,20 @@ class TensorFolder:
         else:
             remedy = f"a checkpoint is this file, or those that {INDEX} lists; pickled weights are never read"
             paths = [_inside(folder, SINGLE, remedy, follow_links)]
-        return TensorFolder(folder, _tensors(paths, listed), config)
+        return TensorFolder(folder, _tensors(paths, listed), config, follow_links)
+
+    def json_beside(self, name: str) -> dict[str, Any] | None:
+        """What another file of the folder holds; None if there is none.
+
+        Args:
+            name: The file.
+
+        Raises:
+            BrokenCheckpoint: If it is a link out of the folder, or no JSON.
+        """
+        if not os.path.lexists(self.directory / name):
+            return None
+        return json_file(_inside(self.directory, name, "", self.follow_links))
 
     def __getitem__(self, name: str) -> np.ndarray:
         """A tensor, mapped: its bytes are read as they are used.

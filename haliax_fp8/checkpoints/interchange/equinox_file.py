@@ -25,7 +25,7 @@ _MARK = b"haliax_fp8 names"
 _END = struct.Struct(f"<Q{len(_MARK)}s")
 
 
-def save(path: str | os.PathLike[str], tree: Any) -> None:
+def save(path: str | os.PathLike[str], tree: Any, *, allow_nonfinite: bool = False) -> None:
     """Writes a model, or any tree, as a file of Equinox's serialisation that knows its leaves by name.
 
     The file is written under another name, flushed to the disk and renamed, so a save that is interrupted leaves the
@@ -35,9 +35,12 @@ def save(path: str | os.PathLike[str], tree: Any) -> None:
     Args:
         path: The file; `.eqx` is added if the name has no suffix, as Equinox does.
         tree: A model, or a tuple of model, optimizer state and whatever else a resumed run needs.
+        allow_nonfinite: Whether to save NaN, and infinite weights and moments, too: to look at what went wrong. A run
+            that goes on from there is lost, and the last good file with it.
 
     Raises:
-        ValueError: If an array is divided over several processes, or a leaf is a random key with a type (save
+        ValueError: If an element is NaN, or an element of an array with axes is infinite, outside of FP8 state; if an
+            array is divided over several processes, or a leaf is a random key with a type (save
             `jax.random.key_data` of it).
 
     Example:
@@ -53,6 +56,8 @@ def save(path: str | os.PathLike[str], tree: Any) -> None:
     saved = [leaf for leaf in leaves_of(tree) if is_saved(leaf.value)]
     for leaf in saved:
         _require_savable(leaf)
+        if not allow_nonfinite:
+            _require_finite(leaf)
     index = [{"name": leaf.name, "dtype": described(leaf.value).dtype.name} for leaf in saved]
     encoded = json.dumps(index).encode()
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
@@ -126,6 +131,25 @@ def _require_savable(leaf: Leaf) -> None:
         )
     if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
         raise ValueError(f"{leaf.name} is a random key, which Equinox cannot save; save jax.random.key_data(key)")
+
+
+def _require_finite(leaf: Leaf) -> None:
+    """State has its own ways with what is not finite; a number alone may be infinite, as the best loss before any."""
+    value = leaf.value
+    is_array = isinstance(value, jax.Array | np.ndarray)
+    if leaf.state is not None or not is_array or not jnp.issubdtype(value.dtype, jnp.inexact):
+        return
+    is_good = jnp.isfinite if value.ndim else lambda x: ~jnp.isnan(x)
+    # Where it is: the array may be too large for the host's memory twice.
+    bad = ~is_good(value.astype(jnp.float32) if value.dtype.itemsize == 1 else value)
+    if count := int(jnp.sum(bad)):
+        first = tuple(int(i) for i in np.argwhere(np.asarray(bad))[0]) if value.ndim else ()
+        raise ValueError(
+            f"tree is not finite, and was not saved: {leaf.name} has {count} elements that are infinite or NaN, the "
+            f"first at {list(first)}. The file that was there is unchanged: go on from it. Call require_finite_step "
+            "after each step, so that none is taken that is not finite; to save this one to look at it, "
+            "save(path, tree, allow_nonfinite=True)"
+        )
 
 
 def _flush_folder(folder: pathlib.Path) -> None:

@@ -38,12 +38,20 @@ class AbstractLayout(abc.ABC):
         """
 
     @abc.abstractmethod
-    def config_files(self, ignore: Sequence[str]) -> tuple[Mapping[str, Any], Mapping[str, Mapping[str, Any]]]:
+    def config_files(
+        self, ignore: Sequence[str], *, cached: bool = False
+    ) -> tuple[Mapping[str, Any], Mapping[str, Mapping[str, Any]]]:
         """What `config.json` gets, and the content of other files.
 
         Args:
             ignore: The linear layers that stay in high precision.
+            cached: Whether there are scales of keys and values, for engines that keep those in FP8.
         """
+
+    @property
+    def cache_scales(self) -> tuple[str, str] | None:
+        """The names of the scales of keys and values, behind that of their attention; None without a place for them."""
+        return None
 
     @property
     def scale_name(self) -> str:

@@ -47,6 +47,11 @@ class CompressedTensors(AbstractLayout):
         """Whether this is MXFP8."""
         return self.weights is Strategy.GROUP
 
+    @property
+    def cache_scales(self) -> tuple[str, str]:
+        """Beside the projections."""
+        return "k_scale", "v_scale"
+
     def block(self, shape: tuple[int, int]) -> tuple[int, int]:
         """The blocks of a kernel."""
         match self.weights:
@@ -63,7 +68,9 @@ class CompressedTensors(AbstractLayout):
         """That of the blocks; one scale for a tensor is a vector."""
         return (1,) if self.weights is Strategy.TENSOR else super().scale_shape(shape)
 
-    def config_files(self, ignore: Sequence[str]) -> tuple[Mapping[str, Any], Mapping[str, Mapping[str, Any]]]:
+    def config_files(
+        self, ignore: Sequence[str], *, cached: bool = False
+    ) -> tuple[Mapping[str, Any], Mapping[str, Mapping[str, Any]]]:
         """A `quantization_config` with one group of all linear layers."""
         common = {"num_bits": 8, "type": "float", "symmetric": True}
         weights: dict[str, Any] = {**common, "dynamic": False, "strategy": self.weights.value}
@@ -85,6 +92,6 @@ class CompressedTensors(AbstractLayout):
             "quantization_status": "compressed",
             "config_groups": {"group_0": group},
             "ignore": list(ignore),
-            "kv_cache_scheme": None,
+            "kv_cache_scheme": {**common, "dynamic": False, "strategy": "tensor"} if cached else None,
         }
         return {"quantization_config": config}, {}

@@ -34,8 +34,11 @@ class HuggingFaceFp8(AbstractLayout):
         """The square."""
         return self.size, self.size
 
-    def config_files(self, ignore: Sequence[str]) -> tuple[Mapping[str, Any], Mapping[str, Mapping[str, Any]]]:
+    def config_files(
+        self, ignore: Sequence[str], *, cached: bool = False
+    ) -> tuple[Mapping[str, Any], Mapping[str, Mapping[str, Any]]]:
         """A `quantization_config`; engines read the layers left alone under one of two names."""
+        del cached
         config = {
             "quant_method": "fp8",
             "fmt": "e4m3",

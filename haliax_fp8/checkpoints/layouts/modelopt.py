@@ -23,6 +23,11 @@ class ModelOptFp8(AbstractLayout):
         """True."""
         return True
 
+    @property
+    def cache_scales(self) -> tuple[str, str]:
+        """Within the projections."""
+        return "k_proj.k_scale", "v_proj.v_scale"
+
     def block(self, shape: tuple[int, int]) -> tuple[int, int]:
         """The whole kernel."""
         return shape
@@ -36,10 +41,19 @@ class ModelOptFp8(AbstractLayout):
         scales = {WEIGHT_SCALES[0]: matrix.scale.reshape(()), INPUT_SCALES[0]: np.float32(matrix.input_scale)}
         return {"weight": matrix.data} | {name: np.asarray(scale, np.float32) for name, scale in scales.items()}
 
-    def config_files(self, ignore: Sequence[str]) -> tuple[Mapping[str, Any], Mapping[str, Mapping[str, Any]]]:
+    def config_files(
+        self, ignore: Sequence[str], *, cached: bool = False
+    ) -> tuple[Mapping[str, Any], Mapping[str, Mapping[str, Any]]]:
         """`hf_quant_config.json`, and the same in `config.json`, where newer engines look."""
         producer = {"name": "haliax_fp8"}
-        quantization = {"quant_algo": "FP8", "kv_cache_quant_algo": None, "exclude_modules": list(ignore)}
-        config = {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": list(ignore), "producer": producer}
+        cache = "FP8" if cached else None
+        quantization = {"quant_algo": "FP8", "kv_cache_quant_algo": cache, "exclude_modules": list(ignore)}
+        config = {
+            "quant_method": "modelopt",
+            "quant_algo": "FP8",
+            "kv_cache_quant_algo": cache,
+            "ignore": list(ignore),
+            "producer": producer,
+        }
         files = {"hf_quant_config.json": {"producer": producer, "quantization": quantization}}
         return {"quantization_config": config}, files

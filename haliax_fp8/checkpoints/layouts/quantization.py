@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..files import BrokenCheckpoint, TensorFolder
-from ..files.strict_json import json_file
 
 
 CONFIG = "config.json"
@@ -122,8 +121,7 @@ def read_quantization(folder: TensorFolder) -> Quantization | None:
     Raises:
         BrokenCheckpoint: As `quantization_of`.
     """
-    beside = folder.directory / MODELOPT
-    return quantization_of(folder.config, json_file(beside) if beside.is_file() else None)
+    return quantization_of(folder.config, folder.json_beside(MODELOPT))
 
 
 def quantization_of(config: Mapping[str, Any], beside: Mapping[str, Any] | None = None) -> Quantization | None:

@@ -1,15 +1,17 @@
 """What an export writes: each tensor's name, shape and dtype beforehand, its values when they are asked for."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from ...layers.config import Fp8Config, as_config
 from ...layers.patterns import Targets, as_patterns
+from ...recipes.recipe import SCALE_BITS, OperandName
 from ..names import NameMap
-from ..quantize import ScaledMatrix, quantized, rounded_up_to_bf16, spread
+from ..quantize import BF16, BF16_BITS, ScaledMatrix, quantized, rounded_up, spread
+from .cache_scale import CacheScale
 from .matrices import plain
 from .source import Matrix, Other, collect
 
@@ -77,6 +79,7 @@ class Choices:
         targets: The layers to quantize; None for those that are in FP8 in training, or all if none is.
         exclude: Layers to leave in high precision; None for heads, unless training has them in FP8.
         config: Of which only the rules of layer classes matter.
+        kv_cache_scales: Whether scales of keys and values are written, from the state of attention.
     """
 
     names: NameMap
@@ -86,10 +89,16 @@ class Choices:
     targets: Targets | None
     exclude: Targets | None
     config: Fp8Config | None
+    kv_cache_scales: bool = False
 
 
 def plan(
-    model: Any, choices: Choices, block_of: Callable[[tuple[int, int]], tuple[int, int]] | None, *, static: bool
+    model: Any,
+    choices: Choices,
+    block_of: Callable[[tuple[int, int]], tuple[int, int]] | None,
+    *,
+    static: bool,
+    cache_names: tuple[str, str] | None = None,
 ) -> Plan:
     """What an export of a model writes, and from where.
 
@@ -98,6 +107,7 @@ def plan(
         choices: How.
         block_of: The blocks of a kernel of a shape; None if nothing is quantized.
         static: Whether each layer needs a scale of its input.
+        cache_names: Those of the scales of keys and values; None if the layout has no place for them.
 
     Raises:
         ValueError: If two tensors get the same name, nothing is left to quantize, or a scale is missing.
@@ -133,10 +143,35 @@ def plan(
         name, dtype = names.to_checkpoint(other.name), _dtype(other, choices)
         read = lambda other=other: other.values(choices.dtype)
         dense.append(Dense(name, other.parts.shape, dtype, read))
+    if choices.kv_cache_scales:
+        dense += _cache_scales(found.caches, choices, cache_names)
     _require_one_each([*(f"{kernel.name}.weight" for kernel in kernels), *(tensor.name for tensor in dense)])
     if block_of is not None and not kernels:
         raise ValueError("model has no layer to quantize; give targets=..., or the layout 'BF16' for a plain export")
     return Plan(tuple(kernels), tuple(dense), tuple(ignore))
+
+
+def _cache_scales(
+    caches: Sequence[CacheScale], choices: Choices, cache_names: tuple[str, str] | None
+) -> Iterator[Dense]:
+    """The scales of keys and values, one of each for an attention."""
+    if cache_names is None:
+        raise ValueError(
+            "kv_cache_scales=True, and the layout has no place for scales of keys and values; use one of "
+            "compressed-tensors, such as 'FP8_DYNAMIC', or 'modelopt'"
+        )
+    if not caches:
+        raise ValueError(
+            "kv_cache_scales=True, and nothing in the model has seen keys and values: the state of a projection holds "
+            "amaxes of its input, kernel and output gradient, and none of its output, which is rotated before it is "
+            "cached besides. Train with attention.Fp8Attention, or calibrate a model that has it"
+        )
+    for cache in caches:
+        for i, part in enumerate(cache_names):
+            name = f"{choices.names.to_checkpoint(cache.name)}.{part}"
+            scale = np.array([cache.scales()[i]], np.float32)
+            scale = rounded_up(scale) if choices.bf16_scales else scale
+            yield Dense(name, (1,), scale.dtype, lambda scale=scale: scale)
 
 
 def _quantized(matrix: Matrix, block: tuple[int, int], choices: Choices, *, static: bool) -> ScaledMatrix:
@@ -155,6 +190,7 @@ def _quantized(matrix: Matrix, block: tuple[int, int], choices: Choices, *, stat
             block,
             scaling=matrix.scaling if training else None,
             stored=matrix.stored_scale if training else None,
+            scale_bits=_scale_bits(matrix, choices, "kernel"),
             bf16_scales=choices.bf16_scales,
         )
     except ValueError as error:
@@ -164,9 +200,14 @@ def _quantized(matrix: Matrix, block: tuple[int, int], choices: Choices, *, stat
     scale = np.float32(matrix.input_scale)
     if not (np.isfinite(scale) and scale > 0):
         raise ValueError(f"{matrix.name} has the input scale {scale}; calibrate the model, or train a step")
-    if choices.bf16_scales:
-        scale = rounded_up_to_bf16(scale.reshape(1))[0]
+    bits = _scale_bits(matrix, choices, "input")
+    scale = rounded_up(scale.reshape(1), min(bits, BF16_BITS) if choices.bf16_scales else bits)[0]
     return dataclasses.replace(made, input_scale=float(scale))
+
+
+def _scale_bits(matrix: Matrix, choices: Choices, operand: OperandName) -> int:
+    """How many significant bits the scale of an operand has where the step multiplies: fewer in bfloat16."""
+    return SCALE_BITS[operand] if _dtype(matrix, choices) == BF16 else 24
 
 
 def _dtype(tensor: Matrix | Other, choices: Choices) -> np.dtype:

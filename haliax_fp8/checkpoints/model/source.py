@@ -1,6 +1,7 @@
 """What an export reads: each matrix and each other array of a model, by name, without copying any."""
 
 import dataclasses
+import itertools
 from typing import Any
 
 import haliax as hax
@@ -9,13 +10,17 @@ import numpy as np
 
 from ..._numerics.formats import E4M3
 from ..._op import Fp8DotGeneral
+from ...attention.op import Fp8Attention
 from ...layers.patterns import Pattern, matches
 from ...layers.router import routers
 from ...layers.rule import LayerRule
+from ...layers.served import AbstractServedLayer
 from ...recipes.scaling import AbstractScaling, stores_scale
 from ..frozen import is_frozen
 from ..quantize import ScaledMatrix
+from .cache_scale import CacheScale
 from .matrices import Parts, of_array, of_kernel, plain
+from .served_matrices import ServedMatrices
 from .tree import Place, is_array, visit
 
 
@@ -64,6 +69,8 @@ class Matrix:
 
     def frozen_values(self) -> ScaledMatrix:
         """The data and scales of a layer whose weight is in FP8."""
+        if isinstance(self.frozen, AbstractServedLayer):
+            return ServedMatrices.of(self.frozen).matrix(self.index)
         kernel = self.frozen.kernel
         data, scale = (np.asarray(plain(x))[self.index] for x in (kernel.data, kernel.scale))
         return ScaledMatrix(
@@ -86,6 +93,8 @@ class Matrix:
     @property
     def input_scale(self) -> float | None:
         """The scale that the next step quantizes the input with, if the state has it; or that of a frozen layer."""
+        if isinstance(self.frozen, AbstractServedLayer):
+            return self.frozen_values().input_scale
         if self.frozen is not None:
             scale = self.frozen.kernel.input_scale
             if scale is None:
@@ -135,10 +144,12 @@ class Collected:
     Args:
         matrices: The kernels of its layers.
         others: The rest.
+        caches: The attentions that know the scales of keys and values.
     """
 
     matrices: list[Matrix]
     others: list[Other]
+    caches: list[CacheScale]
 
 
 def collect(
@@ -153,10 +164,10 @@ def collect(
             those that have an op, or for all but routers and embeddings if none has.
         exclude: The layers to leave in high precision.
     """
-    found = _Collector([], [])
+    found = _Collector([], [], [])
     visit(model, found, rules)
-    any_fp8 = any(layer.op is not None or is_frozen(layer.layer) for layer in found.layers)
-    kernels = {str(layer.place): layer.rule.kernel(layer.layer) for layer in found.layers if not is_frozen(layer.layer)}
+    any_fp8 = any(layer.op is not None or is_in_fp8(layer.layer) for layer in found.layers)
+    kernels = {str(layer.place): layer.rule.kernel(layer.layer) for layer in found.layers if not is_in_fp8(layer.layer)}
     are_routers = routers(kernels)
     matrices, others = [], list(found.others)
     for layer in found.layers:
@@ -164,12 +175,12 @@ def collect(
         named = targets is not None and any(matches(pattern, path, layer.layer) for pattern in targets)
         if targets is None:
             condition = path in are_routers or layer.rule.only_if_named(layer.layer) is not None
-            named = layer.op is not None or is_frozen(layer.layer) if any_fp8 else not condition
+            named = layer.op is not None or is_in_fp8(layer.layer) if any_fp8 else not condition
         left = any(matches(pattern, path, layer.layer) for pattern in exclude)
         # An embedding is read by rows too: its table stays as it is.
         quantizable = named and not left and not isinstance(layer.layer, hnn.Embedding)
         matrices += layer.matrices(quantizable=quantizable)
-    return Collected(matrices, others)
+    return Collected(matrices, others, found.caches)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,12 +191,14 @@ class _Layer:
 
     @property
     def op(self) -> Fp8DotGeneral | None:
-        return None if is_frozen(self.layer) else self.rule.op(self.layer)
+        return None if is_in_fp8(self.layer) else self.rule.op(self.layer)
 
     def matrices(self, *, quantizable: bool) -> list[Matrix]:
-        if is_frozen(self.layer):
-            data = self.layer.kernel.data
-            parts = _parts_of_data(data, self.place)
+        if is_in_fp8(self.layer):
+            if isinstance(self.layer, AbstractServedLayer):
+                parts = ServedMatrices.of(self.layer).parts(self.place)
+            else:
+                parts = _parts_of_data(self.layer.kernel.data, self.place)
             names = parts.named(self.place)
             return [
                 Matrix(name, None, parts, index, 1.0, None, self.layer, quantizable, False) for name, index in names
@@ -203,6 +216,13 @@ class _Layer:
 class _Collector:
     layers: list[_Layer]
     others: list[Other]
+    caches: list[CacheScale]
+
+    def attention(self, op: Fp8Attention, place: Place) -> Any:
+        for blocks in itertools.product(*(range(axis.size) for axis in place.stack)):
+            # The engine's attention is what holds the projections.
+            self.caches.append(CacheScale(place.name(blocks).rpartition(".")[0], op, blocks))
+        return op
 
     def layer(self, layer: Any, rule: LayerRule, place: Place) -> Any:
         self.layers.append(_Layer(layer, rule, place))
@@ -215,6 +235,11 @@ class _Collector:
         parts = of_array(array, place, flat=is_norm(owner))
         self.others.extend(Other(name, plain(array), parts, index) for name, index in parts.named(place))
         return array
+
+
+def is_in_fp8(layer: Any) -> bool:
+    """Whether the weight of a layer is FP8 data and scales, frozen or for inference."""
+    return is_frozen(layer) or isinstance(layer, AbstractServedLayer)
 
 
 def is_norm(owner: Any) -> bool:
@@ -230,7 +255,7 @@ def other_arrays(layer: Any, rule: LayerRule, place: Place) -> list[tuple[str, A
         rule: Its rule.
         place: Where it is.
     """
-    weight = None if is_frozen(layer) else rule.kernel(layer).weight
+    weight = None if is_in_fp8(layer) else rule.kernel(layer).weight
     found = []
     for field in dataclasses.fields(layer):
         value: Any = getattr(layer, field.name, None)

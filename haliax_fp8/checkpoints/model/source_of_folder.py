@@ -7,7 +7,7 @@ import numpy as np
 
 from ..files import TensorFolder
 from ..layouts.base import FP8, INPUT_SCALES, WEIGHT_SCALES, decode
-from ..layouts.quantization import read_quantization
+from ..layouts.quantization import Inputs, Quantization, read_quantization
 from ..quantize import ScaledMatrix
 
 
@@ -20,11 +20,11 @@ class FolderSource:
 
     Args:
         folder: The folder.
-        block: The blocks that its configuration names.
+        quantization: What its configuration says; None if nothing is quantized.
     """
 
     folder: TensorFolder
-    block: tuple[int, int] | None
+    quantization: Quantization | None
 
     @staticmethod
     def open(directory: str | os.PathLike[str]) -> "FolderSource":
@@ -41,7 +41,7 @@ class FolderSource:
         for name, stored in folder.tensors.items():
             if stored.dtype == FP8 and name.endswith(".weight") and quantization is None:
                 raise ValueError(f"{name} is in FP8, and config.json of {folder.directory} has no quantization_config")
-        return FolderSource(folder, None if quantization is None else quantization.block)
+        return FolderSource(folder, quantization)
 
     @property
     def names(self) -> list[str]:
@@ -53,6 +53,11 @@ class FolderSource:
         """Whether the configuration says that the head is the embedding."""
         return bool(self.folder.config.get("tie_word_embeddings"))
 
+    @property
+    def inputs(self) -> Inputs | None:
+        """How the inputs of layers in FP8 are quantized; None if they are not."""
+        return None if self.quantization is None else self.quantization.inputs
+
     def kernel(self, layer: str) -> ScaledMatrix | None:
         """The FP8 data and scales of a layer; None if its weight is not in FP8.
 
@@ -62,8 +67,9 @@ class FolderSource:
         stored = self.folder.tensors.get(f"{layer}.weight")
         if stored is None or stored.dtype != FP8:
             return None
+        block = None if self.quantization is None else self.quantization.block
         present = [name for name in ("weight", *_SCALES) if f"{layer}.{name}" in self.folder.tensors]
-        return decode(layer, {name: self.folder[f"{layer}.{name}"] for name in present}, self.block)
+        return decode(layer, {name: self.folder[f"{layer}.{name}"] for name in present}, block)
 
     def array(self, name: str) -> np.ndarray:
         """A tensor as it is.

@@ -12,6 +12,7 @@ import numpy as np
 
 from ..._op import Fp8DotGeneral
 from ..._state.marker import OverwriteWithGradient
+from ...attention.op import Fp8Attention
 from ...layers.rule import LayerRule, Refused
 from ...layers.walk import rule_of
 
@@ -57,6 +58,10 @@ class Visitor(Protocol):
         """A layer that has a rule, with all arrays in it."""
         ...
 
+    def attention(self, op: Fp8Attention, place: Place) -> Any:
+        """Attention in FP8, which has state alone."""
+        ...
+
     def array(self, array: Any, owner: Any, place: Place) -> Any:
         """An array outside of such layers; a `NamedArray` or a plain one.
 
@@ -98,6 +103,8 @@ class _Walk:
     def visit(self, node: Any, owner: Any, place: Place) -> Any:
         if isinstance(node, OverwriteWithGradient | Fp8DotGeneral):
             return node
+        if isinstance(node, Fp8Attention):
+            return self.visitor.attention(node, place)
         if isinstance(node, self.types):
             return self.visitor.layer(node, rule_of(node, self.rules), place)
         if is_array(node):

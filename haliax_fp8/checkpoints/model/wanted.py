@@ -8,6 +8,7 @@ import numpy as np
 
 from ..._numerics.require import nearest
 from ...layers.rule import LayerRule
+from ..layouts.quantization import Inputs
 from ..names import NameMap
 from ..quantize import ScaledMatrix
 from .source import collect
@@ -33,6 +34,11 @@ class Source(Protocol):
     @property
     def ties_head(self) -> bool:
         """Whether the configuration says that the head is the embedding."""
+        ...
+
+    @property
+    def inputs(self) -> Inputs | None:
+        """How the inputs of layers in FP8 are quantized; None if they are not."""
         ...
 
     def kernel(self, layer: str) -> ScaledMatrix | None:

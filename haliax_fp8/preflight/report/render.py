@@ -1,7 +1,6 @@
 """The report as a table in the terminal and as Markdown."""
 
 import dataclasses
-import re
 from collections.abc import Callable
 
 import rich.box
@@ -9,13 +8,11 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ..._tables import new_table
 from ...devices.peaks import Peaks
 from ...devices.roofline import FASTEST, LIKELY, SLOWEST, Roofline
-from ..hlo.scopes import place
-from ..verdict.product import Product, Verdict
 from ..verdict.program import Program
 from . import communication
+from .products import COLUMNS, cells, each_product, layer_table, rows
 from .units import size
 
 
@@ -52,46 +49,6 @@ class Page:
         )
 
 
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """Products that differ only in the number of their layer: where they are, one of them, and the sums of all."""
-
-    where: str
-    product: Product
-    count: int
-    flops: int
-
-
-def rows(program: Program) -> list[Row]:
-    """Products in groups of those that are alike."""
-    groups: dict[tuple, list[Product]] = {}
-    for product in program.products:
-        where = re.sub(r"\.\d+(?=\.|$)", ".*", product.layer) or place(product.scope)
-        alike = dataclasses.replace(product, layer="", scope="", bytes=0, executions=0)
-        groups.setdefault((where, alike), []).append(product)
-    return [
-        Row(
-            where=products[0].layer if len(products) == 1 and products[0].layer else where,
-            product=products[0],
-            count=sum(product.executions for product in products),
-            flops=sum(product.flops for product in products),
-        )
-        for (where, _), products in groups.items()
-    ]
-
-
-_COLUMNS = ("product", "role", "shape", "operands", "out", "kernel", "runs", "FLOPs", "verdict")
-_STYLES = {Verdict.FP8: "green", Verdict.EMULATED: "yellow", Verdict.HIGH_PRECISION: "red"}
-
-
-def _cells(row: Row, program: Program) -> tuple[str, ...]:
-    product = row.product
-    verdict = f"{product.verdict.value}: {product.reason}" if product.reason else product.verdict.value
-    operands = product.lhs if product.lhs == product.rhs else f"{product.lhs}·{product.rhs}"
-    share = f"{row.flops / (program.flops or 1):.1%}"
-    return row.where, product.role, product.shape, operands, product.out, product.kernel, str(row.count), share, verdict
-
-
 def totals(page: Page) -> list[tuple[str, ...]]:
     """The lines of the table of totals: a name, the step's figure, the baseline's."""
     figures: list[tuple[str, Callable[[Program], str]]] = []
@@ -103,7 +60,8 @@ def totals(page: Page) -> list[tuple[str, ...]]:
     on_host = any(program.memory.host for program in page.programs)
     figures += [
         ("products in FP8", _count_in_fp8),
-        ("other kernels", lambda p: f"{p.others.count} ({p.others.small} under 1 MB), {size(p.others.bytes)}"),
+        ("other kernels", lambda p: f"{p.others.count}, {size(p.others.bytes)}"),
+        ("of these under 1 MB", lambda p: str(p.others.small)),
         ("temporaries", lambda p: size(p.memory.temporaries)),
         ("peak memory", lambda p: size(p.memory.peak)),
         *([("arguments on the host", lambda p: size(p.memory.host))] if on_host else []),
@@ -130,31 +88,32 @@ def collectives(program: Program) -> str:
         for part in found.parts:
             name = f"{found.kind} {part.dtype}"
             sums[name] = sums.get(name, 0) + part.wire * found.executions
-    return ", ".join(f"{name} {size(total)}" for name, total in sums.items()) or "none"
+    return ",\n".join(f"{name} {size(total)}" for name, total in sums.items()) or "none"
 
 
-def as_renderable(page: Page) -> RenderableType:
-    """For a terminal."""
-    table = new_table(page.headline)
-    for column in _COLUMNS:
-        table.add_column(column, overflow="fold", justify="right" if column in ("runs", "FLOPs") else "left")
-    for row in rows(page.step):
-        cells = _cells(row, page.step)
-        # Text, not markup: brackets in a path are not a style.
-        table.add_row(*map(Text, cells[:-1]), Text(cells[-1], _STYLES[row.product.verdict]))
+def as_renderable(page: Page, *, every_product: bool = False) -> RenderableType:
+    """For a terminal of any width from 80 columns on: the verdict first.
+
+    Args:
+        page: What is shown.
+        every_product: Whether each product has lines of its own, with formats and kernel, instead of a row per layer.
+    """
     sums = Table(box=rich.box.SIMPLE, show_header=page.baseline is not None)
     for column in _heads(page):
-        sums.add_column(column)
-    for line in totals(page):
-        sums.add_row(*map(Text, line))
+        # Figures break between words alone.
+        sums.add_column(column, no_wrap=not column, overflow="fold")
+    for name, *figures in totals(page):
+        sums.add_row(name, *map(Text, figures))
     sent = Table(box=rich.box.SIMPLE)
     for column in communication.HEADS:
         sent.add_column(column, overflow="fold", justify="right" if column in ("runs", "sent") else "left")
     for line in communication.lines(page.step):
         sent.add_row(*map(Text, line))
-    tables = [table, sums, *([sent] if page.step.collectives else [])]
+    products = each_product(page.step) if every_product else layer_table(page.step)
     findings = [Text(f"! {finding}", "yellow") for finding in page.findings]
-    return Group(Text(page.flags), *tables, *findings, *(Text(f"? {note}", "dim") for note in page.notes))
+    notes = [Text(f"? {note}", "dim") for note in page.notes]
+    tables = [products, sums, *([sent] if page.step.collectives else [])]
+    return Group(Text(page.headline, "bold"), *tables, *findings, *notes, Text(page.flags, "dim"))
 
 
 def _heads(page: Page) -> tuple[str, ...]:
@@ -164,7 +123,7 @@ def _heads(page: Page) -> tuple[str, ...]:
 def as_markdown(page: Page) -> str:
     """For a pull request or a page."""
     lines = [page.flags, "", f"**{page.headline}**", ""]
-    lines += [*_table(_COLUMNS, [_cells(row, page.step) for row in rows(page.step)]), ""]
+    lines += [*_table(COLUMNS, [cells(row, page.step) for row in rows(page.step)]), ""]
     lines += [*_table(_heads(page), totals(page)), ""]
     if page.step.collectives:
         lines += [*_table(communication.HEADS, communication.lines(page.step)), ""]
@@ -174,6 +133,6 @@ def as_markdown(page: Page) -> str:
 
 def _table(heads: tuple[str, ...], body: list[tuple[str, ...]]) -> list[str]:
     def line(cells: tuple[str, ...]) -> str:
-        return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+        return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
 
     return [line(heads), line(tuple("---" for _ in heads)), *map(line, body)]

@@ -5,7 +5,7 @@ import functools
 import json
 import math
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 from rich.console import RenderableType
 
@@ -40,8 +40,6 @@ class PreflightReport(Printable):
         flags: The flags that XLA got from the user.
         compile_other: Compiles the step with the other setting of `xla_gpu_enable_triton_gemm`; None if nobody asked.
     """
-
-    width: ClassVar[int | None] = 140
 
     target: Target
     mesh: dict[str, int]
@@ -235,6 +233,11 @@ class PreflightReport(Printable):
 
     def __rich__(self) -> RenderableType:
         return as_renderable(self._page)
+
+    @property
+    def in_full(self) -> RenderableType:
+        """The report with a line or two for every product, for `rich.print`; the report itself has a row per layer."""
+        return as_renderable(self._page, every_product=True)
 
 
 def _lines(products: list[Product]) -> list[str]:

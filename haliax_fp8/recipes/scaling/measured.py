@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float32
 
+from ..._jax.xla import made_before_it_is_measured
 from ..._numerics.formats import Format
 from ..._numerics.quantized_array import QuantizedArray
 from ...devices.device import MatrixUnits
@@ -105,7 +106,7 @@ class MeasuredScaling(AbstractStatefulScaling):
         and lost more than rounding would have cost. Where rotation mixes elements before they are quantized, the
         shares are those of the values after it is undone, and none counts as clipped or in the last bin.
         """
-        statistics = _statistics(x, quantized, ensemble, self.format)[..., None]
+        statistics = statistics_of(*made_before_it_is_measured((x, quantized)), ensemble, self.format)[..., None]
         if self._stateful is None or not self._inner_measures:
             return statistics
         inner = self._stateful.measure(x, quantized, ensemble)
@@ -143,9 +144,17 @@ class MeasuredScaling(AbstractStatefulScaling):
         return lax.slice_in_dim(rows, len(self._inner_row), len(self.first_row), axis=rows.ndim - 1)
 
 
-def _statistics(
+def statistics_of(
     x: Float[Array, "*shape"], quantized: QuantizedArray, ensemble: int, format: Format
 ) -> Float32[Array, "*ensemble statistics"]:
+    """Each of `STATISTICS` for an operand, see `MeasuredScaling.measure`.
+
+    Args:
+        x: The operand.
+        quantized: What it was quantized to.
+        ensemble: How many leading axes number members.
+        format: The format of the data.
+    """
     axes, members = tuple(range(ensemble, x.ndim)), x.shape[:ensemble]
     x, values = x.astype(jnp.float32), quantized.dequantize()
     finite = jnp.isfinite(x)

@@ -6,7 +6,7 @@ import numpy as np
 
 from ..._numerics.formats import Format
 from ...layers.ops import named_ops
-from ...recipes.recipe import Quantization, Recipe
+from ...recipes.recipe import OperandName, Quantization, Recipe
 from ..history import History
 from ..result import OPERANDS, ModelStatistics, OpStatistics
 
@@ -26,7 +26,7 @@ class Operand:
 
     layer: str
     index: tuple[int, ...]
-    name: str
+    name: OperandName
     numbers: dict[str, float]
     history: History | None
     recipe: Recipe

@@ -1,0 +1,130 @@
+"""Draws one picture with each function of `haliax_fp8.plots`: of formats, a small model in training, a benchmark."""
+
+import functools
+import pathlib
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Array
+from matplotlib.figure import Figure
+from matplotlib.text import Text
+
+import haliax_fp8 as fp8
+from haliax_fp8 import DelayedScaling, plots
+from haliax_fp8.recipes import E2M1, E4M3, E5M2
+from haliax_fp8.statistics import StatisticsLog
+
+
+RESULTS = pathlib.Path(__file__).parents[2] / "benchmarks" / "RESULTS.md"
+ON_BOTH = "#7d8896"
+SEEDS, STEPS, EVERY, WIDTH = 3, 60, 3, 32
+
+
+def loss_fn(model: eqx.nn.MLP, x: Array) -> Array:
+    """The sine of the inputs is learned."""
+    return jnp.mean((jax.vmap(model)(x) - jnp.sin(x)) ** 2)
+
+
+def batch(seed: int, step: int) -> Array:
+    """Inputs that are three times larger from step 20 to step 29."""
+    key = jax.random.fold_in(jax.random.key(seed), step)
+    return jax.random.normal(key, (64, WIDTH)) * (3.0 if 20 <= step < 30 else 1.0)
+
+
+@functools.cache
+def trained() -> tuple[dict[str, np.ndarray], StatisticsLog, Array]:
+    """Losses of a model in float32 and in FP8, three seeds each; statistics, and an output gradient of the first."""
+    config = fp8.Fp8Config(recipe=fp8.Recipe.of(DelayedScaling(amax_history_length=8)))
+    measure = eqx.filter_jit(lambda model, x: fp8.quantization_statistics(model, loss_fn, x).flat())
+    losses: dict[str, list[list[float]]] = {"float32": [], "FP8, delayed": []}
+    measured, step = [], fp8.TrainStep(loss_fn, optax.adam(3e-3))
+    for name, runs in losses.items():
+        for seed in range(SEEDS):
+            model = eqx.nn.MLP(WIDTH, WIDTH, WIDTH, 2, key=jax.random.key(100 + seed))
+            if name != "float32":
+                model = fp8.calibrate(fp8.fp8_linear_layers(model, config), loss_fn, [(batch(seed, 0),)])
+            optimizer, run = step.init(model), []
+            for i in range(STEPS):
+                x = batch(seed, i)
+                if name != "float32" and seed == 0 and i % EVERY == 0:
+                    measured.append(measure(model, x))
+                model, optimizer, metrics = step(model, optimizer, x)
+                run.append(metrics["loss"])
+            runs.append([float(loss) for loss in run])
+    x = jax.random.normal(jax.random.key(5), (2, 4096))
+    gradient = x[0] * jnp.exp(2.5 * x[1])
+    log = StatisticsLog.of(measured, range(0, STEPS, EVERY))
+    return {name: np.asarray(runs) for name, runs in losses.items()}, log, gradient
+
+
+def loss_curves() -> Figure:
+    """Three seeds in float32 and in FP8."""
+    return plots.loss_curves(trained()[0], baseline="float32")
+
+
+def heatmaps() -> Figure:
+    """The inputs of every layer while the data change."""
+    figure = plots.statistics_heatmaps(trained()[1], "input")
+    # Readable on white and on black: of this picture the site does not turn the lightness around.
+    for text in figure.findobj(Text):
+        text.set_color(ON_BOTH)
+    for axes in figure.axes:
+        axes.tick_params(color=ON_BOTH, labelcolor=ON_BOTH)
+        axes.spines[:].set_color(ON_BOTH)
+    return figure
+
+
+def operand_histogram() -> Figure:
+    """Magnitudes spread as those of gradients are."""
+    return plots.operand_histogram(trained()[2], E4M3, name="output gradient")
+
+
+def growing_tensor() -> Figure:
+    """Three ways to follow a tensor that grows by 15 % a step, and then stops."""
+    noise = 1.0 + 0.1 * np.sin(2.3 * np.arange(36))
+    amaxes = noise * 1.15 ** np.minimum(np.arange(36), 24)
+    scalings = {
+        "history of 16": DelayedScaling(amax_history_length=16),
+        "history of 1": DelayedScaling(amax_history_length=1),
+        "history of 16, margin 1": DelayedScaling(amax_history_length=16, margin=1),
+    }
+    return plots.delayed_scaling(amaxes, scalings)
+
+
+def delayed_scaling() -> Figure:
+    """One spike, and two histories."""
+    amaxes = 3.0 + 0.6 * np.sin(np.arange(40) * 1.7)
+    amaxes[12] = 11.0
+    scalings = {f"history of {length}": DelayedScaling(amax_history_length=length) for length in (16, 4)}
+    return plots.delayed_scaling(amaxes, scalings)
+
+
+def benchmark_bars() -> Figure:
+    """Four blocks of Llama-8B, from the first table of the results."""
+    lines = RESULTS.read_text().splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("| stack | library |"))
+    names = [cell.strip() for cell in lines[start].strip("|").split("|")]
+    rows = []
+    for line in lines[start + 2 :]:
+        if not line.startswith("| Llama-8B, unrolled |"):
+            break
+        row = dict(zip(names, (cell.strip() for cell in line.strip("|").split("|")), strict=True))
+        figures = {name: float(row[name].replace(",", "")) for name in ("estimate, ms", "temporaries, MB")}
+        rows.append({"library": row["library"], **figures})
+    values = {"estimate, ms": "estimated time, ms", "temporaries, MB": "temporary memory, MB"}
+    return plots.benchmark_bars(rows, values, label="library", baseline="bf16")
+
+
+FIGURES = {
+    "formats": lambda: plots.relative_errors((E4M3, E5M2)),
+    "format-values": lambda: plots.representable_values((E4M3, E5M2, E2M1)),
+    "delayed-scaling": delayed_scaling,
+    "growing-tensor": growing_tensor,
+    "loss-curves": loss_curves,
+    "heatmaps": heatmaps,
+    "operand-histogram": operand_histogram,
+    "benchmark-bars": benchmark_bars,
+}

@@ -1,0 +1,106 @@
+"""Makes `examples/notebooks/` from pages of the documentation, so that neither can differ from the other.
+
+    python docs/_notebooks/notebooks.py           # writes every notebook again
+    python docs/_notebooks/notebooks.py --run     # first runs the pages, and writes what they print today into them
+
+Each `python` block is a cell. A `text` block right after one is its output; everything else is Markdown, with links
+that lead from the notebook to the page's neighbours.
+"""
+
+import argparse
+import contextlib
+import io
+import json
+import os
+import pathlib
+import re
+from typing import Any
+
+
+ROOT = pathlib.Path(__file__).parents[2]
+PAGES = ("tutorial.md", "tutorial-equinox.md", "primer/numbers.md", "primer/history.md", "primer/training.md")
+"""The pages that are notebooks, below `docs/`."""
+
+_BLOCK = re.compile(r"^```python\n(?P<code>.*?)^```\n(?:\n```text\n(?P<output>.*?)^```\n)?", re.DOTALL | re.MULTILINE)
+_LINK = re.compile(r"\]\((?!https?://|#|mailto:)([^)\s]+)\)")
+
+
+def notebook_path(page: str) -> pathlib.Path:
+    """Where the notebook of a page lies."""
+    return ROOT / "examples" / "notebooks" / (page.removesuffix(".md").replace("/", "-") + ".ipynb")
+
+
+def notebook_of(page: str) -> dict[str, Any]:
+    """A page as a notebook, with the outputs that the page shows."""
+    text = (ROOT / "docs" / page).read_text()
+    folder = f"../../docs/{pathlib.PurePosixPath(page).parent.as_posix()}/".replace("/./", "/")
+    cells: list[dict[str, Any]] = []
+
+    def add(kind: str, source: str, **parts: Any) -> None:
+        name = f"{notebook_path(page).stem}-{len(cells)}"
+        cells.append({"cell_type": kind, "id": name, "metadata": {}, "source": _lines(source.strip("\n")), **parts})
+
+    def add_markdown(source: str) -> None:
+        if source.strip():
+            add("markdown", _LINK.sub(lambda match: f"]({folder}{match[1]})", source))
+
+    add_markdown(f"*Made from [docs/{page}]({pathlib.PurePosixPath(page).name}), with its outputs; change that page.*")
+    end = 0
+    for block in _BLOCK.finditer(text):
+        add_markdown(text[end : block.start()])
+        shown = block["output"]
+        outputs = [] if shown is None else [{"name": "stdout", "output_type": "stream", "text": _lines(shown)}]
+        add("code", block["code"], execution_count=None, outputs=outputs)
+        end = block.end()
+    add_markdown(text[end:])
+    kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
+    return {
+        "cells": cells,
+        "metadata": {"kernelspec": kernel, "language_info": {"name": "python"}},
+        "nbformat": 4,
+        "nbformat_minor": 5,
+    }
+
+
+def as_text(notebook: dict[str, Any]) -> str:
+    """A notebook as its file holds it."""
+    return json.dumps(notebook, indent=1, ensure_ascii=False) + "\n"
+
+
+def with_todays_output(text: str) -> str:
+    """The text of a page, with what its blocks print now where it shows what they print."""
+    namespace: dict[str, Any] = {"__name__": "page"}
+
+    def run(block: re.Match[str]) -> str:
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            exec(block["code"], namespace)
+        if block["output"] is None:
+            return block[0]
+        lines = [line.rstrip() for line in printed.getvalue().rstrip().splitlines()]
+        return f"```python\n{block['code']}```\n\n```text\n" + "\n".join(lines) + "\n```\n"
+
+    return _BLOCK.sub(run, text)
+
+
+def _lines(text: str) -> list[str]:
+    return text.splitlines(keepends=True)
+
+
+def main() -> None:
+    """Writes every notebook."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument(
+        "--run", nargs="*", metavar="PAGE", help="run these pages before, or all of them if none is named"
+    )
+    run = parser.parse_args().run
+    os.environ["COLUMNS"] = "80"
+    for page in PAGES:
+        path = ROOT / "docs" / page
+        if run is not None and (not run or page in run):
+            path.write_text(with_todays_output(path.read_text()))
+        notebook_path(page).write_text(as_text(notebook_of(page)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,23 @@
+"""Plots of training in FP8: losses, statistics, formats, scales and benchmarks. They need `haliax-fp8[plot]`.
+
+Each function returns a `matplotlib.figure.Figure`, which notebooks show; `figure.savefig("name.svg")` writes it. Curves
+differ in dashes and markers, bars in hatches, and heat maps in lightness, so all of them can be read in grey.
+
+Import the module by its name, `from haliax_fp8 import plots`: `import haliax_fp8` alone does not load matplotlib.
+"""
+
+try:
+    import matplotlib as matplotlib
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        "haliax_fp8.plots draws with matplotlib, which is not installed; run pip install 'matplotlib>=3.9', or install "
+        "haliax-fp8 with its extra: haliax-fp8[plot]",
+        name=error.name,
+    ) from error
+
+from .bars import benchmark_bars as benchmark_bars
+from .following import delayed_scaling as delayed_scaling
+from .formats import relative_errors as relative_errors, representable_values as representable_values
+from .heatmaps import statistics_heatmaps as statistics_heatmaps
+from .histogram import operand_histogram as operand_histogram
+from .losses import loss_curves as loss_curves

@@ -1,0 +1,78 @@
+"""Products and weights of Haliax's layers, whose axes have names."""
+
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from ..layers.kernel import axes_of
+from .kernel import ServedKernel
+
+
+def apart(x: hax.NamedArray, one: hax.Axis, several: hax.AxisSpec) -> hax.NamedArray:
+    """With several axes, or none, in place of one.
+
+    Args:
+        x: An array.
+        one: Its axis.
+        several: What the axis is made of.
+    """
+    return x.unflatten_axis(one, several) if axes_of(several) else x[one, 0]
+
+
+def in_order(weight: hax.NamedArray, axes: tuple[hax.Axis, ...]) -> tuple[hax.Axis, ...]:
+    """Axes in the order in which a weight has them.
+
+    Args:
+        weight: The weight.
+        axes: Those of its layer, without those of stacks.
+    """
+    by_name = {axis.name: axis for axis in axes}
+    return tuple(by_name[name] for name in weight.axis_names if name in by_name)
+
+
+def named_product(
+    kernel: ServedKernel, inputs: hax.NamedArray, axes: tuple[hax.Axis, ...], contracted: tuple[hax.Axis, ...]
+) -> hax.NamedArray:
+    """As `inputs.dot(weight, axis=contracted)`.
+
+    Args:
+        kernel: The weight.
+        inputs: What it is multiplied by.
+        axes: The axes of the kernel.
+        contracted: Those that are summed over.
+    """
+    of_input, of_kernel = [axis.name for axis in inputs.axes], [axis.name for axis in axes]
+    summed = {axis.name for axis in contracted}
+    if missing := summed - set(of_input):
+        raise ValueError(f"inputs have axes {inputs.axes}, without {sorted(missing)}, which the layer sums over")
+    pairs = [name for name in of_input if name in summed]
+    batch = [name for name in of_input if name in of_kernel and name not in summed]
+    places = lambda names, among: tuple(map(among.index, names))
+    summed_axes = places(pairs, of_input), places(pairs, of_kernel)
+    numbers = summed_axes, (places(batch, of_input), places(batch, of_kernel))
+    out = kernel.dot_general(inputs.array, numbers, kernel.result_dtype(inputs.array))
+    sizes = {axis.name: axis for axis in (*inputs.axes, *axes)}
+    rest = [[name for name in names if name not in (*pairs, *batch)] for names in (of_input, of_kernel)]
+    named = hax.named(out, tuple(sizes[name] for name in (*batch, *rest[0], *rest[1])))
+    order = [name for name in of_input if name not in pairs] + rest[1]
+    return named.rearrange(tuple(sizes[name] for name in order))
+
+
+def weight_of(kernel: ServedKernel, axes: tuple[hax.Axis, ...], dtype: DTypeLike, factor: float) -> hax.NamedArray:
+    """`data * scale`, named; divided by what the layer multiplies its weight by.
+
+    Args:
+        kernel: The weight.
+        axes: The axes of the kernel.
+        dtype: Of the result.
+        factor: What the layer multiplies its weight by.
+    """
+    values = kernel.values(jnp.float32)
+    values = (values if factor == 1.0 else values / factor).astype(dtype)
+    stack = kernel.data.axis_names[: len(kernel.data.axis_names) - len(axes)]
+    names = (*stack, *(axis.name for axis in axes))
+    # Through the tree: names do not count the axes of ensembles.
+    template = hax.named(np.zeros((1,) * len(names)), names)
+    return jax.tree.unflatten(jax.tree.structure(template), [values])

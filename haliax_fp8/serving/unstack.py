@@ -1,0 +1,45 @@
+"""Stacks taken apart: in a loop, XLA copies FP8 kernels before it multiplies."""
+
+import dataclasses
+from typing import Any
+
+import haliax as hax
+import haliax.nn as hnn
+import jax
+
+from ..layers.served import AbstractServedLayer
+from .blocks import ServedBlocks
+
+
+def unstacked(tree: Any) -> Any:
+    """A model with one block after the other in place of stacks with layers for inference; those in ensembles stay.
+
+    Args:
+        tree: The model, or a part of it.
+    """
+    is_stack = lambda node: isinstance(node, hnn.Stacked)
+
+    def one_by_one(node: Any) -> Any:
+        if not is_stack(node) or not _holds_served(node) or _in_ensemble(node):
+            return node if not is_stack(node) else dataclasses.replace(node, stacked=unstacked(node.stacked))
+        blocks = tuple(map(unstacked, node.unstacked()))
+        return ServedBlocks(blocks, node.Block, node.gradient_checkpointing)
+
+    # The same layer in two places stays one object.
+    return jax.tree.map(one_by_one, tree, is_leaf=lambda node: is_stack(node) or isinstance(node, AbstractServedLayer))
+
+
+def _served_in(tree: Any) -> list[AbstractServedLayer]:
+    is_served = lambda node: isinstance(node, AbstractServedLayer)
+    return [node for node in jax.tree.leaves(tree, is_leaf=is_served) if is_served(node)]
+
+
+def _holds_served(tree: Any) -> bool:
+    return bool(_served_in(tree))
+
+
+def _in_ensemble(tree: Any) -> bool:
+    """Whether arrays have axes that their names do not count."""
+    named = lambda node: isinstance(node, hax.NamedArray)
+    leaves = [node for node in jax.tree.leaves(tree, is_leaf=named) if named(node)]
+    return any(leaf.array.ndim != len(leaf.axis_names) for leaf in leaves)

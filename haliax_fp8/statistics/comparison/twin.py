@@ -1,0 +1,181 @@
+"""Twin: both products of a layer, plain and in FP8, in two models that run side by side."""
+
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, DTypeLike, Float, Int
+
+from ..._jax.max_grad import to_dtype_of
+from ..._op import Fp8DotGeneral
+from ..._product.dimensions import DimensionNumbers, DotDimensions
+from ..whole_batch import Whole, call_whole
+from .distance import NUMBERS, distances
+
+
+MODELS = "fp8_models"
+"""The axis of the two models, mapped around everything: the plain one, then the converted one."""
+
+COMPARED = ("fprop", "dgrad", "wgrad", "output", "output_grad", "kernel_grad")
+"""What is compared: three products of the same operands, then what both models have in the same place."""
+
+COLUMNS = len(COMPARED) * len(NUMBERS) + 1
+"""`NUMBERS` for each of `COMPARED`; then 1, where the loss reaches the layer."""
+
+# A product of both operands, as `lax.dot_general` or the op takes them; what comes after them is not differentiated.
+type _Product = Callable[..., Array]
+
+
+class Twin(eqx.Module):
+    """Called in place of a layer's `dot_general`, in two models that are mapped as one.
+
+    The plain model goes on with the plain product, the converted one with that of the op. Beside them the op multiplies
+    what the plain model has. The gradient of `slot` is how far they are apart, of several uses the largest.
+
+    Args:
+        op: The op; None for a layer that both models compute in high precision.
+        slot: `[*stack, COLUMNS]`, zeros in an element type whose gradients accumulate by maximum.
+        kernel_shape: As of an op.
+    """
+
+    op: Fp8DotGeneral | None
+    slot: hax.NamedArray
+    kernel_shape: tuple[int, ...] | None = eqx.field(static=True)
+
+    def __call__(
+        self,
+        lhs: Float[Array, "..."],
+        rhs: Float[Array, "..."],
+        dimension_numbers: DimensionNumbers,
+        precision: lax.PrecisionLike = None,
+        preferred_element_type: DTypeLike | None = None,
+        *,
+        out_sharding: object = None,
+    ) -> Float[Array, "..."]:
+        """Multiplies as `lax.dot_general` does; with the op in the converted model."""
+        # How it is divided over devices is left to XLA: `vmap` has added an axis.
+        del out_sharding
+        dims = DotDimensions.of(dimension_numbers, lhs.shape, rhs.shape)
+        kernel_first = dims.kernel_is_lhs(self.kernel_shape, lhs.shape, rhs.shape)
+
+        def multiply(dot_general: Callable[..., Array], lhs: Array, rhs: Array) -> Array:
+            return dot_general(
+                lhs, rhs, dimension_numbers, precision=precision, preferred_element_type=preferred_element_type
+            )
+
+        return self._both(lambda op: op, lax.dot_general, multiply, (lhs, rhs), (), kernel_first=kernel_first)
+
+    def ragged_dot(
+        self,
+        lhs: Float[Array, "rows inputs"],
+        rhs: Float[Array, "groups inputs outputs"],
+        group_sizes: Int[Array, " groups"],
+        precision: lax.PrecisionLike = None,
+        preferred_element_type: DTypeLike | None = None,
+    ) -> Float[Array, "rows outputs"]:
+        """Multiplies as `lax.ragged_dot` does; likewise."""
+
+        def multiply(ragged_dot: Callable[..., Array], lhs: Array, rhs: Array, sizes: Array) -> Array:
+            return ragged_dot(lhs, rhs, sizes, precision=precision, preferred_element_type=preferred_element_type)
+
+        of_op = lambda op: op.ragged_dot
+        return self._both(of_op, lax.ragged_dot, multiply, (lhs, rhs), (group_sizes,), kernel_first=False)
+
+    def _both(
+        self,
+        of_op: Callable[[Fp8DotGeneral], Callable[..., Array]],
+        plain: Callable[..., Array],
+        multiply: Callable[..., Array],
+        operands: tuple[Array, Array],
+        extras: tuple[Array, ...],
+        *,
+        kernel_first: bool,
+    ) -> Array:
+        leaves, static = eqx.partition(self.op, eqx.is_array)
+        leaves, structure = jax.tree.flatten(leaves)
+
+        def in_plain(lhs: Array, rhs: Array, slot: Array, *others: Array) -> Array:
+            del slot
+            return multiply(plain, lhs, rhs, *others[: len(extras)])
+
+        def in_converted(lhs: Array, rhs: Array, slot: Array, *others: Array) -> Array:
+            del slot
+            op = eqx.combine(jax.tree.unflatten(structure, others[len(extras) :]), static)
+            return multiply(of_op(op), lhs, rhs, *others[: len(extras)])
+
+        def compared(whole: Whole, *arrays: Array) -> Array:
+            of_plain, of_converted = (whole.member(arrays, index) for index in range(2))
+            products = whole.over(in_plain), whole.over(in_plain if self.op is None else in_converted)
+            both = _compared(*products, whole=whole, kernel_first=kernel_first)
+            others = of_plain[3:], of_converted[3:]
+            return jnp.stack(both(of_plain[:2], of_converted[:2], of_plain[2], others))
+
+        return call_whole(MODELS, in_plain, compared, *operands, self.slot.array, *extras, *leaves)
+
+    # As `Fp8DotGeneral`: `jnp.einsum` hashes what it is given.
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+
+def _compared(plain: _Product, converted: _Product, *, whole: Whole, kernel_first: bool) -> Callable[..., Any]:
+    """Both products, with their distances as the slot's gradient.
+
+    Args:
+        plain: The product of the plain model.
+        converted: That of the converted one.
+        whole: The axes of the call. Those that the slot has number layers of an ensemble.
+        kernel_first: Whether the kernel is the first operand.
+    """
+    outer_first = whole.axes[::-1]
+    members = tuple(axis.size for axis in outer_first if axis.mapped[2])
+
+    def apart(a: Array, b: Array, operand: int | None = None) -> Array:
+        """For each member of an ensemble; of an operand that members share, the same for all."""
+        axes = [axis for axis in outer_first if operand is None or axis.mapped[operand]]
+        kept = [place for place, axis in enumerate(axes) if axis.mapped[2]]
+        a, b = (jnp.moveaxis(x, kept, range(len(kept))) for x in (a, b))
+        numbers = distances(a, b, len(kept))
+        own = tuple(axis.size if axis in axes else 1 for axis in outer_first if axis.mapped[2])
+        return jnp.broadcast_to(numbers.reshape(*own, numbers.shape[-1]), (*members, numbers.shape[-1]))
+
+    @jax.custom_vjp
+    def both(of_plain: Any, of_converted: Any, slot: Array, others: Any) -> Any:
+        return plain(*of_plain, slot, *others[0]), converted(*of_converted, slot, *others[1])
+
+    def forward(of_plain: Any, of_converted: Any, slot: Array, others: Any) -> Any:
+        outs = both(of_plain, of_converted, slot, others)
+        # In FP8, of what the plain model has.
+        alone = converted(*of_plain, slot, *others[1])
+        return outs, (of_plain, of_converted, slot, others, apart(outs[0], alone), apart(*outs))
+
+    def backward(kept: Any, grads: Any) -> Any:
+        of_plain, of_converted, slot, others, fprop, output = kept
+
+        def gradients(product: _Product, operands: Any, others: Any, grad: Array) -> tuple[Array, Array]:
+            return jax.vjp(lambda lhs, rhs: product(lhs, rhs, slot, *others), *operands)[1](grad)
+
+        in_plain = gradients(plain, of_plain, others[0], grads[0])
+        in_converted = gradients(converted, of_converted, others[1], grads[1])
+        alone = gradients(converted, of_plain, others[1], grads[0])
+        input, kernel = (1, 0) if kernel_first else (0, 1)
+        by_name = {
+            "fprop": fprop,
+            "dgrad": apart(in_plain[input], alone[input], input),
+            "wgrad": apart(in_plain[kernel], alone[kernel], kernel),
+            "output": output,
+            "output_grad": apart(*grads),
+            "kernel_grad": apart(in_plain[kernel], in_converted[kernel], kernel),
+        }
+        numbers = jnp.concatenate([by_name[name] for name in COMPARED], axis=-1)
+        reached = jnp.ones((*members, 1), jnp.float32)
+        return in_plain, in_converted, to_dtype_of(jnp.concatenate([numbers, reached], axis=-1), slot), None
+
+    both.defvjp(forward, backward)
+    return both

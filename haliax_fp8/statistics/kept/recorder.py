@@ -1,0 +1,200 @@
+"""Recorder: a layer's op that hands out its operands, whole, as a gradient."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, DTypeLike, Float
+
+from ..._op import Fp8DotGeneral
+from ..._product.dimensions import DimensionNumbers, DotDimensions
+from ..._product.dot import DotContraction
+from ..whole_batch import Whole, call_whole
+
+
+RECORDED = "fp8_recorded"
+"""The axis, of one element, that is mapped around everything: inside it, operands are whole."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Seen:
+    """What is known of a product once it is traced.
+
+    Args:
+        contraction: What is multiplied with what, the mapped axes among it.
+        shapes: Of input, kernel and output gradient.
+        dtypes: Theirs.
+        out_dtype: Of the product.
+        precision: Of fprop.
+    """
+
+    contraction: DotContraction
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[np.dtype, ...]
+    out_dtype: np.dtype
+    precision: lax.Precision
+
+    @property
+    def size(self) -> int:
+        """The number of elements of the three operands."""
+        return sum(int(np.prod(shape)) for shape in self.shapes)
+
+    @property
+    def bytes(self) -> int:
+        """Their size."""
+        return sum(int(np.prod(shape)) * dtype.itemsize for shape, dtype in zip(self.shapes, self.dtypes, strict=True))
+
+    def split(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The operands in their own dtypes, from what a recorder returned of one layer."""
+        parts, start = [], 0
+        for shape, dtype in zip(self.shapes, self.dtypes, strict=True):
+            count = int(np.prod(shape))
+            parts.append(numbers[start : start + count].reshape(shape).astype(dtype))
+            start += count
+        return parts[0], parts[1], parts[2]
+
+
+class Recorder(eqx.Module):
+    """Called in place of an op: multiplies as it does, and records the operands.
+
+    Args:
+        op: The op.
+        slot: `[*stack, Seen.size + 1]`, zeros. Its gradient is the operands in float32, one after the other, then how
+            many uses there were, of which they are the sum. None to find out how large they are.
+        when_traced: Gets a `Seen` whenever the layer is traced.
+    """
+
+    op: Fp8DotGeneral
+    slot: hax.NamedArray | None
+    when_traced: Callable[[Seen], object] = eqx.field(static=True)
+
+    def __call__(
+        self,
+        lhs: Float[Array, "..."],
+        rhs: Float[Array, "..."],
+        dimension_numbers: DimensionNumbers,
+        precision: lax.PrecisionLike = None,
+        preferred_element_type: DTypeLike | None = None,
+        *,
+        out_sharding: object = None,
+    ) -> Float[Array, "..."]:
+        """Multiplies as the op does."""
+        del out_sharding
+        dims = DotDimensions.of(dimension_numbers, lhs.shape, rhs.shape)
+        kernel_first = dims.kernel_is_lhs(self.op.kernel_shape, lhs.shape, rhs.shape)
+        leaves, static = eqx.partition(self.op, eqx.is_array)
+        leaves, structure = jax.tree.flatten(leaves)
+
+        def multiply(lhs: Array, rhs: Array, slot: Array, *leaves: Array) -> Array:
+            del slot
+            op = eqx.combine(jax.tree.unflatten(structure, leaves), static)
+            return op(lhs, rhs, dimension_numbers, precision, preferred_element_type)
+
+        def recorded(whole: Whole, *arrays: Array) -> Array:
+            lhs, rhs, slot, *others = whole.member(arrays, 0)
+            folded = _Folded(dims, whole, kernel_first=kernel_first)
+            return _recording(whole.over(multiply), folded, precision, self.when_traced)(lhs, rhs, slot, tuple(others))[
+                None
+            ]
+
+        slot = jnp.zeros((0,), jnp.float32) if self.slot is None else self.slot.array
+        return call_whole(RECORDED, multiply, recorded, lhs, rhs, slot, *leaves)
+
+    def ragged_dot(self, *_: Any, **__: Any) -> Array:
+        """Not recorded."""
+        raise ValueError("black_box keeps the operands of dense products, and this layer's are grouped; give another")
+
+    # As `Fp8DotGeneral`: `jnp.einsum` hashes what it is given.
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+
+class _Folded:
+    """A product with the axes that `vmap` maps, and operands as it takes them, members of an ensemble in front."""
+
+    def __init__(self, dims: DotDimensions, whole: Whole, *, kernel_first: bool):
+        self.outer_first = whole.axes[::-1]
+        # With a slot that is empty, nothing tells: then the op's own arrays do, which ensembles map.
+        self.is_member = [any(axis.mapped[2:]) for axis in self.outer_first]
+        self.outs: list[int] = []
+        for axis, is_member in zip(whole.axes, self.is_member[::-1], strict=True):
+            if is_member:
+                continue
+            of_lhs, of_rhs = axis.mapped[:2]
+            if of_lhs and of_rhs:
+                dims, out = dims.with_batch_axis()
+            else:
+                dims, out = dims.with_axis_in_lhs() if of_lhs else dims.with_axis_in_rhs()
+            self.outs.append(out)
+        self.contraction = DotContraction(dims, kernel_first=kernel_first)
+
+    def operand(self, x: Array, place: int) -> Array:
+        """An operand of `dot_general`, 0 or 1, with every member's axis in front."""
+        here = [
+            is_member for axis, is_member in zip(self.outer_first, self.is_member, strict=True) if axis.mapped[place]
+        ]
+        kept = [i for i, is_member in enumerate(here) if is_member]
+        x = jnp.moveaxis(x, kept, range(len(kept)))
+        sizes = [axis.size for axis, is_member in zip(self.outer_first, self.is_member, strict=True) if is_member]
+        own = [
+            axis.size if axis.mapped[place] else 1
+            for axis, is_member in zip(self.outer_first, self.is_member, strict=True)
+            if is_member
+        ]
+        rest = x.shape[len(kept) :]
+        return jnp.broadcast_to(x.reshape(*own, *rest), (*sizes, *rest))
+
+    def output(self, x: Array) -> Array:
+        """The output, or its gradient, likewise."""
+        kept = [i for i, is_member in enumerate(self.is_member) if is_member]
+        x = jnp.moveaxis(x, kept, range(len(kept)))
+        for i, out in enumerate(self.outs):
+            first = len(kept) + len(self.outs) - 1 - i
+            x = jnp.moveaxis(x, first, first + out)
+        return x
+
+
+def _recording(
+    multiply: Callable[..., Array],
+    folded: _Folded,
+    precision: lax.PrecisionLike,
+    when_traced: Callable[[Seen], object],
+) -> Callable[..., Array]:
+    @jax.custom_vjp
+    def product(lhs: Array, rhs: Array, slot: Array, others: tuple[Array, ...]) -> Array:
+        return multiply(lhs, rhs, slot, *others)
+
+    def forward(lhs: Array, rhs: Array, slot: Array, others: tuple[Array, ...]) -> tuple[Array, Any]:
+        return product(lhs, rhs, slot, others), (lhs, rhs, slot, others)
+
+    def backward(kept: Any, grad: Array) -> Any:
+        lhs, rhs, slot, others = kept
+        gradients = jax.vjp(lambda lhs, rhs: multiply(lhs, rhs, slot, *others), lhs, rhs)[1](grad)
+        both = folded.contraction.placed(folded.operand(lhs, 0), folded.operand(rhs, 1))
+        operands = *both, folded.output(grad)
+        members = sum(folded.is_member)
+        seen = Seen(
+            folded.contraction,
+            tuple(x.shape[members:] for x in operands),
+            tuple(np.dtype(x.dtype) for x in operands),
+            np.dtype(grad.dtype),
+            lax.Precision.DEFAULT if precision is None else lax.Precision(precision),
+        )
+        when_traced(seen)
+        if slot.shape[-1] == 0:
+            return *gradients, jnp.zeros_like(slot), None
+        flat = [x.astype(jnp.float32).reshape(*x.shape[:members], -1) for x in operands]
+        uses = jnp.ones((*flat[0].shape[:-1], 1), jnp.float32)
+        return *gradients, jnp.concatenate([*flat, uses], axis=-1), None
+
+    product.defvjp(forward, backward)
+    return product

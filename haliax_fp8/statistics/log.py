@@ -1,0 +1,126 @@
+"""StatisticsLog: the statistics of many steps, as a CSV file too."""
+
+import csv
+import dataclasses
+import pathlib
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from jaxtyping import ArrayLike, Float64
+
+from .result import OPERANDS
+
+
+@dataclasses.dataclass(frozen=True)
+class StatisticsLog:
+    """Numbers of many steps by name, as `ModelStatistics.flat` names them.
+
+    Args:
+        steps: The steps at which was measured.
+        numbers: For each name one number per step; NaN where a step has none.
+
+    Example:
+        >>> measured = {"fp8/layers.0/input/amax": 1.0, "fp8/layers.1/input/amax": 2.0}  # of measured.flat()
+        >>> log = StatisticsLog.of([measured, measured], steps=[0, 100])
+        >>> layers, amaxes = log.table("amax", "input")
+        >>> layers, amaxes.shape
+        (('layers.0', 'layers.1'), (2, 2))
+    """
+
+    steps: tuple[int, ...]
+    numbers: Mapping[str, Float64[np.ndarray, " steps"]]
+
+    @staticmethod
+    def of(measured: Sequence[Mapping[str, ArrayLike]], steps: Sequence[int] | None = None) -> "StatisticsLog":
+        """A log of what `ModelStatistics.flat()` gave at each step. Further numbers, such as the loss, are kept too.
+
+        Args:
+            measured: One dictionary per step.
+            steps: The number of each step; None counts from 0.
+
+        Raises:
+            ValueError: If there is nothing, `steps` is not as long or does not rise, or a value is not one number.
+        """
+        steps = tuple(range(len(measured)) if steps is None else map(int, steps))
+        if not measured or len(steps) != len(measured):
+            raise ValueError(
+                f"steps has {len(steps)} entries and measured {len(measured)}; give one measured.flat() for each step"
+            )
+        if any(after <= before for before, after in zip(steps, steps[1:], strict=False)):
+            raise ValueError(f"steps={list(steps)} does not rise; sort what was measured by step, each step once")
+        for step, numbers in zip(steps, measured, strict=True):
+            for name, value in numbers.items():
+                if np.size(value) != 1:
+                    raise ValueError(f"{name!r} of step {step} has shape {np.shape(value)}, not one number; use flat()")
+        names = dict.fromkeys(name for numbers in measured for name in numbers)
+        return StatisticsLog(
+            steps,
+            {
+                name: np.asarray([float(np.asarray(numbers.get(name, np.nan)).item()) for numbers in measured])
+                for name in names
+            },
+        )
+
+    @staticmethod
+    def read_csv(path: str | pathlib.Path) -> "StatisticsLog":
+        """What `write_csv` wrote, or another program: a column `step`, and a column per name.
+
+        Args:
+            path: The file.
+
+        Raises:
+            ValueError: If the file has no column `step`, or a cell is not a number.
+        """
+        with pathlib.Path(path).open(newline="") as file:
+            rows = csv.DictReader(file)
+            if "step" not in (rows.fieldnames or ()):
+                raise ValueError(
+                    f"path={str(path)!r} has no column 'step', only {rows.fieldnames}; write it with write_csv"
+                )
+            cells = list(rows)
+        try:
+            steps = [int(row["step"]) for row in cells]
+            numbers = [{name: float(cell) for name, cell in row.items() if name != "step" and cell} for row in cells]
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"path={str(path)!r} has a cell that is not a number: {error}") from error
+        return StatisticsLog.of(numbers, steps)
+
+    def write_csv(self, path: str | pathlib.Path) -> None:
+        """A column `step`, and a column per name; a cell is empty where a step has no number.
+
+        Reading it gives the same numbers, to the last bit.
+
+        Args:
+            path: The file to write.
+        """
+        with pathlib.Path(path).open("w", newline="") as file:
+            rows = csv.writer(file)
+            rows.writerow(["step", *self.numbers])
+            for i, step in enumerate(self.steps):
+                values = (float(column[i]) for column in self.numbers.values())
+                rows.writerow([step, *("" if np.isnan(value) else repr(value) for value in values)])
+
+    def table(
+        self, statistic: str, operand: str = "input"
+    ) -> tuple[tuple[str, ...], Float64[np.ndarray, "layers steps"]]:
+        """One statistic of one operand, for each layer and step.
+
+        Args:
+            statistic: A field of `OpStatistics`, or `"sqnr"`.
+            operand: `"input"`, `"kernel"` or `"output_grad"`.
+
+        Returns:
+            The layers' names, and the numbers.
+
+        Raises:
+            ValueError: If the log has no such number.
+        """
+        if operand not in OPERANDS:
+            raise ValueError(f"operand={operand!r} is none of {list(OPERANDS)}")
+        split = {name: name.rsplit("/", 3) for name in self.numbers}
+        parts = {name: found for name, found in split.items() if len(found) == 4 and found[2] in OPERANDS}
+        rows = {found[1]: name for name, found in parts.items() if found[2:] == [operand, statistic]}
+        if not rows:
+            known = sorted({found[3] for found in parts.values()})
+            raise ValueError(f"statistic={statistic!r} of {operand} is not in the log, which has {known}")
+        return tuple(rows), np.stack([self.numbers[name] for name in rows.values()])

@@ -1,0 +1,136 @@
+"""Loss and gradients of a batch: as a whole, or in microbatches one after the other."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jaxtyping import Array, Key
+
+from .._jax.constraint import whole_in_front
+from ..layers.quantized_kernels import without_kernel_copies
+from .gradients import filter_value_and_grad
+from .keys import with_rounding_keys
+from .loss import loss_and_aux, scalar_loss
+from .updates import accumulate_gradients, common_dtype, partition_for_grad_overwrite, trainable
+
+
+class StepInput(eqx.Module):
+    """What a step gets besides the model and the optimizer's state.
+
+    Args:
+        batch: The arguments of the loss after the model.
+        key: For recipes that round at random.
+        loss_key: For the loss.
+    """
+
+    batch: tuple[Any, ...]
+    key: Key[Array, "*parts"] | None
+    loss_key: Key[Array, "*parts"] | None
+
+    @property
+    def is_traced(self) -> bool:
+        """Whether the step runs inside `jit`."""
+        return any(isinstance(x, Tracer) for x in jax.tree.leaves(self))
+
+    def split(self, count: int) -> tuple["StepInput", "StepInput"]:
+        """The arrays of all microbatches, along a new first axis; and what they share."""
+        arrays, shared = eqx.partition(self.batch, eqx.is_array)
+        keys = [None if key is None else jax.random.split(key, count) for key in (self.key, self.loss_key)]
+        arrays = jax.tree.map(lambda x: _parts(x, count), arrays)
+        return StepInput(arrays, *keys), StepInput(shared, None, None)
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchGradients:
+    """What a step computes of its batch.
+
+    Args:
+        loss: The mean over microbatches.
+        aux: The auxiliary results; None without. Of several microbatches, arrays have one more axis in front.
+        overwrites: The part of the gradients that replaces state: the maximum over microbatches.
+        gradients: The others: the mean.
+    """
+
+    loss: Array
+    aux: Any
+    overwrites: Any
+    gradients: Any
+
+
+def gradients_of_batch(
+    loss_fn: Callable[..., Any], model: Any, given: StepInput, count: int, *, has_aux: bool
+) -> BatchGradients:
+    """Loss and gradients.
+
+    Args:
+        loss_fn: The loss.
+        model: The model as the loss gets it.
+        given: The batch and the keys.
+        count: Into how many microbatches it is split.
+        has_aux: Whether the loss also returns auxiliary results.
+    """
+
+    def of_one(model: Any, given: StepInput) -> Any:
+        model = model if given.key is None else with_rounding_keys(model, given.key)
+        named = {} if given.loss_key is None else {"key": given.loss_key}
+        returned = loss_fn(model, *given.batch, **named)
+        return loss_and_aux(returned) if has_aux else (scalar_loss(returned), None)
+
+    value_and_grad = filter_value_and_grad(of_one, has_aux=True)
+    if count == 1:
+        (loss, aux), gradients = value_and_grad(model, given)
+        return BatchGradients(loss, aux, *partition_for_grad_overwrite(gradients))
+
+    arrays, shared = given.split(count)
+
+    def microbatch(arrays: StepInput) -> tuple[Array, Any, Any]:
+        (loss, aux), gradients = value_and_grad(model, eqx.combine(arrays, shared))
+        # Sums of bfloat16 gradients stop growing after a few hundred terms.
+        return loss, aux, jax.tree.map(lambda g: g.astype(common_dtype(g.dtype, np.dtype(np.float32))), gradients)
+
+    def accumulate(carry: tuple[Array, Any], arrays: StepInput) -> tuple[tuple[Array, Any], list[Array]]:
+        loss, aux, gradients = microbatch(arrays)
+        return (carry[0] + loss, accumulate_gradients(carry[1], gradients)), jax.tree.leaves(
+            eqx.filter(aux, eqx.is_array)
+        )
+
+    loss, aux, gradients = microbatch(jax.tree.map(lambda x: x[0], arrays))
+    (loss, gradients), others = jax.lax.scan(accumulate, (loss, gradients), jax.tree.map(lambda x: x[1:], arrays))
+    overwrites, gradients = partition_for_grad_overwrite(gradients)
+    gradients = jax.tree.map(
+        lambda g, p: (g / count).astype(p.dtype), gradients, trainable(without_kernel_copies(model))
+    )
+    return BatchGradients(loss / count, _stacked(aux, others), overwrites, gradients)
+
+
+def _parts(x: Array, count: int) -> Array:
+    """The microbatches of an array, along a new first axis."""
+    if x.ndim == 0 and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        raise ValueError(
+            f"the batch has a single random key, which cannot be split into microbatches={count}; pass it to the step "
+            "as loss_key=, which gives each microbatch its own, and loss_fn as its argument 'key'"
+        )
+    if x.ndim == 0 or x.shape[0] % count:
+        raise ValueError(f"microbatches={count} does not divide the leading axis of a batch array of shape {x.shape}")
+    # Devices that divide the leading axis keep their rows: the outer part of a divided axis stays divided.
+    return whole_in_front(jnp.swapaxes(x.reshape(x.shape[0] // count, count, *x.shape[1:]), 0, 1))
+
+
+def _stacked(first: Any, others: list[Array]) -> Any:
+    """Auxiliary results of all microbatches: those of the first, and of the others along an axis in front."""
+    remaining = iter(others)
+
+    def stack(node: Any) -> Any:
+        is_named = isinstance(node, hax.NamedArray)
+        if not is_named and not eqx.is_array(node):
+            return node
+        array = jnp.concatenate([(node.array if is_named else node)[None], next(remaining)])
+        return hax.named(array, (hax.Axis("microbatch", array.shape[0]), *node.axes)) if is_named else array
+
+    return jax.tree.map(stack, first, is_leaf=lambda node: isinstance(node, hax.NamedArray))

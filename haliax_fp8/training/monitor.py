@@ -1,0 +1,89 @@
+"""What a training step measures in some of its steps, and how it counts them."""
+
+import abc
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import PyTree
+
+from ..layers.rule import LayerRule
+
+
+class AbstractMonitor(abc.ABC):
+    """What `TrainStep(monitor=...)` measures, and when; `haliax_fp8.statistics.every` makes one.
+
+    A step that measures is a program of its own, so the others are those without a monitor.
+    """
+
+    @abc.abstractmethod
+    def is_due(self, step: int) -> bool:
+        """Whether to measure in a step.
+
+        Args:
+            step: How many steps were taken before.
+        """
+
+    @abc.abstractmethod
+    def measuring(self, model: Any, rules: tuple[LayerRule, ...]) -> Any:
+        """The model with ops that measure: what is differentiated in a step that does.
+
+        Args:
+            model: The model.
+            rules: Those of its layers' classes.
+        """
+
+    @abc.abstractmethod
+    def without_measurements(self, tree: Any, model: Any) -> Any:
+        """Gradients, or a part of them, as they would be without measuring.
+
+        Args:
+            tree: Of the measuring model, over all microbatches.
+            model: The model.
+        """
+
+    @abc.abstractmethod
+    def measured(self, overwrites: Any) -> Any:
+        """What was measured, a tree of arrays.
+
+        Args:
+            overwrites: The part of the measuring model's gradients that replaces state.
+        """
+
+    @abc.abstractmethod
+    def metrics(self, measured: Any) -> dict[str, Any]:
+        """The numbers by the names that a tracker gets; called on the host.
+
+        Args:
+            measured: What `measured` returned, with values.
+        """
+
+
+class CountedState(NamedTuple):
+    """The optimizer's state of a step with a monitor, which counts its steps.
+
+    Args:
+        steps: How many steps were taken; on the host, so that the next step need not wait for this one.
+        optimizer: The optimizer's own state.
+    """
+
+    steps: np.ndarray
+    optimizer: PyTree
+
+
+def counted(opt_state: PyTree, *, nested: bool = False) -> CountedState:
+    """The state with its count, which begins at 0 in a state without one.
+
+    Args:
+        opt_state: The state.
+        nested: Whether the step runs inside `jit`.
+
+    Raises:
+        ValueError: Inside `jit`, where a program cannot be chosen by the number of the step.
+    """
+    if nested:
+        raise ValueError(
+            "monitor measures in some steps, which are a program of their own, and inside jit there is only one. Call "
+            "the step outside jit, or measure with haliax_fp8.quantization_statistics inside"
+        )
+    found = opt_state if isinstance(opt_state, CountedState) else CountedState(np.zeros((), np.int64), opt_state)
+    return found._replace(steps=np.asarray(found.steps, np.int64))

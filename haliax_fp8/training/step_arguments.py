@@ -1,0 +1,158 @@
+"""What a training step was given: errors that name the argument and the remedy."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+
+from .._op import Fp8DotGeneral
+from ..layers.ops import all_ops
+from .monitor import AbstractMonitor
+
+
+def require_loss_and_optimizer(loss_fn: Any, optimizer: Any) -> None:
+    """Raises a ValueError unless one is a function and the other an optimizer: swapped, missing, or something else."""
+
+    def is_optimizer(x: Any) -> bool:
+        return not isinstance(x, type) and all(callable(getattr(x, name, None)) for name in ("init", "update"))
+
+    if is_optimizer(loss_fn):
+        if optimizer is not None and callable(optimizer):
+            raise ValueError("loss_fn and optimizer are swapped; use TrainStep(loss_fn, optimizer)")
+        raise ValueError("loss_fn is an optimizer; the loss comes first: TrainStep(loss_fn, optimizer)")
+    if not callable(loss_fn):
+        raise ValueError(f"loss_fn={loss_fn!r} is not a function; give one that is called as loss_fn(model, *batch)")
+    if optimizer is None:
+        raise ValueError("optimizer is missing; use one from optax: TrainStep(loss_fn, optax.adamw(1e-3))")
+    if not is_optimizer(optimizer):
+        called = "; call it to make one" if callable(optimizer) else ""
+        raise ValueError(
+            f"optimizer={optimizer!r} is not an optimizer{called}; use one from optax, such as optax.adamw(1e-3)"
+        )
+
+
+def require_choices(*, microbatches: Any, donate: Any, has_aux: Any, monitor: Any) -> None:
+    """Raises a ValueError unless a step's choices are of the kinds that they must be."""
+    if not isinstance(microbatches, int) or isinstance(microbatches, bool) or microbatches < 1:
+        raise ValueError(
+            f"microbatches={microbatches!r} must be an integer of at least 1: into how many parts a step splits its "
+            "batch"
+        )
+    for name, value in (("donate", donate), ("has_aux", has_aux)):
+        if not isinstance(value, bool):
+            raise ValueError(f"{name}={value!r} must be True or False")
+    if monitor is not None and not isinstance(monitor, AbstractMonitor):
+        raise ValueError(
+            f"monitor={monitor!r} does not say when to measure; use haliax_fp8.statistics.every(100), or None"
+        )
+
+
+def require_call(loss_fn: Callable[..., Any], batch: tuple[Any, ...], key: Any, loss_key: Any) -> None:
+    """Raises a ValueError where a step's loss cannot be called with what the step got, or a key is not one key.
+
+    Args:
+        loss_fn: The step's loss.
+        batch: What it is given after the model.
+        key: The key for stochastic rounding; None is fine.
+        loss_key: The key for the loss; None is fine.
+    """
+    for name, given in (("key", key), ("loss_key", loss_key)):
+        if given is not None:
+            require_single_key(given, name)
+    try:
+        signature = inspect.signature(loss_fn)
+    except (TypeError, ValueError):  # a builtin: the call will say what is wrong
+        return
+    named = {} if loss_key is None else {"key": loss_key}
+    try:
+        given = signature.bind(None, *batch, **named).arguments
+    except TypeError as error:
+        if loss_key is not None and _takes(signature, batch, {}):
+            raise ValueError(
+                f"loss_key is given to loss_fn as its keyword argument 'key', which does not fit: {error}. Add the "
+                "parameter, loss_fn(model, *batch, key), or leave loss_key out"
+            ) from error
+        fits = "needs a key: pass loss_key=" if _takes(signature, batch, {"key": None}) else str(error)
+        raise ValueError(
+            f"loss_fn cannot be called with the {len(batch)} arguments that the step got after the model and "
+            f"opt_state: {fits}. A step is called as step(model, opt_state, *batch), and calls loss_fn(model, *batch)"
+        ) from error
+    if key is not None and "key" in signature.parameters and "key" not in given:
+        raise ValueError(
+            "key= is for recipes that round at random; it does not reach loss_fn, which has a parameter 'key'. Pass "
+            "the loss's own key as loss_key=, step(model, opt_state, *batch, loss_key=...), or None as part of the "
+            "batch"
+        )
+
+
+def _takes(signature: inspect.Signature, batch: tuple[Any, ...], named: dict[str, Any]) -> bool:
+    try:
+        signature.bind(None, *batch, **named)
+    except TypeError:
+        return False
+    return True
+
+
+def require_single_key(key: Any, name: str = "key") -> None:
+    """Raises a ValueError unless an argument is one key of `jax.random.key`."""
+    if not (isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key) and key.ndim == 0):
+        raise ValueError(f"{name}={key!r} is not a single random key; make one with jax.random.key(seed)")
+
+
+def require_state_of(
+    init: Callable[[Any], Any], params: Any, opt_state: Any, model: Any, error: Exception | None
+) -> None:
+    """Raises a ValueError that says whose state it is, if an optimizer's state is not that of a model.
+
+    Args:
+        init: The optimizer's function for the first state.
+        params: What it is given of the model.
+        opt_state: The state.
+        model: The model.
+        error: What the optimizer said of it.
+    """
+    expected = jax.eval_shape(init, params)
+    shapes = lambda tree: [(jnp.shape(x), jax.dtypes.canonicalize_dtype(x.dtype)) for x in jax.tree.leaves(tree)]
+    arrays = eqx.filter(opt_state, eqx.is_array)
+    if jax.tree.structure(arrays) == jax.tree.structure(expected) and shapes(arrays) == shapes(expected):
+        return
+    raise ValueError(
+        f"opt_state is not that of this model and optimizer: {_difference(opt_state, expected, model)}. Create it with "
+        "step.init(model); if the model was converted, or converted back, during training, keep the moments with "
+        "opt_state = transfer_optimizer_state(opt_state, old_model, model)"
+    ) from error
+
+
+def _difference(opt_state: Any, expected: Any, model: Any) -> str:
+    if eqx.is_array(opt_state):
+        return f"it is an array of shape {opt_state.shape}, and a step is called as step(model, opt_state, *batch)"
+    theirs, ours = _recipes(opt_state), _recipes(model)
+    if theirs != ours and bool(all_ops(opt_state)) | bool(ours) and _holds_a_model(opt_state):
+        of = f"a model with recipe {', '.join(theirs)}" if theirs else "a plain model"
+        has = f"this model has {', '.join(ours)}" if ours else "this model is plain"
+        return f"it was made for {of}, and {has}"
+    paths = lambda tree: {
+        jax.tree_util.keystr(path): jnp.shape(leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
+    }
+    found, wanted = paths(opt_state), paths(expected)
+    for path in (*wanted, *found):
+        if path not in found:
+            return f"it has nothing at {path!r}"
+        if path not in wanted:
+            return f"it has an array at {path!r}, where the optimizer keeps none"
+        if found[path] != wanted[path]:
+            return f"it has shape {found[path]} at {path!r}, where {wanted[path]} belongs"
+    return "the trees' classes differ"
+
+
+def _recipes(tree: Any) -> list[str]:
+    return sorted({str(op.recipe) for op in all_ops(tree)})
+
+
+def _holds_a_model(opt_state: Any) -> bool:
+    """Whether a state has a tree like a model's, such as moments."""
+    is_module = lambda node: isinstance(node, eqx.Module) and not isinstance(node, Fp8DotGeneral)
+    return any(is_module(node) for node in jax.tree.leaves(opt_state, is_leaf=is_module))

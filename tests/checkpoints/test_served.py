@@ -1,0 +1,258 @@
+"""Models for inference: exported and imported with every byte, and what they compute then."""
+
+import equinox as eqx
+import haliax as hax
+import haliax.nn as hnn
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from folders import checkpoint, write
+
+from haliax_fp8 import calibrate, fp8_linear_layers
+from haliax_fp8.attention import Fp8Attention
+from haliax_fp8.checkpoints import check_folder, export_model, import_model, names, serving_tensors
+from haliax_fp8.checkpoints.files import TensorFolder
+from haliax_fp8.demo import Transformer, TransformerConfig
+from haliax_fp8.recipes import DelayedScaling, RowwiseScaling, StaticScaling
+from haliax_fp8.serving import Scheme, ServedKernel, dequantize, quantize_for_inference
+
+
+In, Head, Dim, Layers, Rows = hax.make_axes(inputs=128, heads=2, dim=128, layers=2, rows=6)
+Experts, Mlp = hax.make_axes(experts=3, mlp=64)
+
+# Each layout, with the scheme that multiplies as it says.
+LAYOUTS = {
+    "FP8": "static",
+    "FP8_TENSOR": "static",
+    "modelopt": "static",
+    "FP8_DYNAMIC": "dynamic",
+    "fp8": "block",
+    "FP8_BLOCK": "block",
+    "W8A16": "weight_only",
+    "MXFP8": "mxfp8",
+}
+
+
+class Block(eqx.Module):
+    up: hnn.Linear
+    down: hnn.Linear
+
+    @staticmethod
+    def init(key):
+        keys = jax.random.split(key)
+        return Block(
+            hnn.Linear.init(In, (Head, Dim), key=keys[0]),
+            hnn.Linear.init((Head, Dim), In.alias("again"), key=keys[1], use_bias=False),
+        )
+
+    def __call__(self, x):
+        return x + self.down(self.up(x)).rename({"again": "inputs"})
+
+
+class Model(eqx.Module):
+    blocks: hnn.Stacked
+    last: eqx.nn.Linear
+
+    @staticmethod
+    def init():
+        keys = jax.random.split(jax.random.key(1), Layers.size)
+        return Model(
+            hnn.Stacked.init(Layers, Block)(keys), eqx.nn.Linear(128, 96, key=jax.random.key(2), dtype=jnp.float32)
+        )
+
+    def __call__(self, x):
+        return jax.vmap(self.last)(self.blocks.fold(x).array)
+
+
+@pytest.fixture(scope="module")
+def x():
+    return hax.random.normal(jax.random.key(0), (Rows, In))
+
+
+@pytest.fixture(scope="module")
+def trained(x):
+    model = fp8_linear_layers(Model.init(), recipe="static")
+    return calibrate(model, lambda model, x: jnp.sum(model(x)), [(x,)])
+
+
+def kernels(model):
+    is_kernel = lambda node: isinstance(node, ServedKernel)
+    return [node for node in jax.tree.leaves(model, is_leaf=is_kernel) if is_kernel(node)]
+
+
+def bytes_of(kernel):
+    arrays = (kernel.data, kernel.scale, *([] if kernel.input_scale is None else [kernel.input_scale]))
+    return [np.asarray(x.array).tobytes() for x in arrays]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_byte_comes_back(trained, x, layout, tmp_path):
+    """Data and scales, of stacked layers, several axes and Equinox's; and the same tensors when exported again."""
+    scheme = LAYOUTS[layout]
+    model = quantize_for_inference(trained if scheme == "static" else Model.init(), scheme)
+    report = export_model(model, tmp_path / "out", layout, dtype=None, bf16_scales=False)
+    assert report.origins == {"FP8 in the model": 5} and not report.ignore
+    back = import_model(tmp_path / "out", eqx.filter_eval_shape(Model.init), weights="served")
+    assert [bytes_of(kernel) for kernel in kernels(back)] == [bytes_of(kernel) for kernel in kernels(model)]
+    assert {str(kernel.scheme) for kernel in kernels(back)} == {scheme}
+    first, again = (dict(serving_tensors(m, layout, dtype=None, bf16_scales=False)) for m in (model, back))
+    assert first.keys() == again.keys()
+    assert all(first[name].tobytes() == array.tobytes() for name, array in again.items())
+    # The plain model, with `data * scale`.
+    plain, expected = dequantize(back), dequantize(model)
+    np.testing.assert_array_equal(plain.last.weight, expected.last.weight)
+    weights = (m.blocks.blocks[1].up.weight.rearrange((Head, Dim, In)).array for m in (plain, expected))
+    np.testing.assert_array_equal(*weights)
+    if layout in ("FP8", "MXFP8"):
+        call = eqx.filter_jit(lambda model, x: model(x))
+        np.testing.assert_array_equal(call(back, x), call(model, x))
+
+
+def plain_experts():
+    return {"up": hnn.MoELinear.init(Experts, In, Mlp, key=jax.random.key(0))}
+
+
+def moe(**options):
+    layer = plain_experts()["up"]
+    # Experts of different sizes, so that their scales differ.
+    weight = layer.weight * hax.named(jnp.array([1.0, 3.0, 0.2]), Experts)
+    return fp8_linear_layers({"up": eqx.tree_at(lambda layer: layer.weight, layer, weight)}, **options)
+
+
+SIZES = hax.named(jnp.array([2, 1, 2]), Experts)
+
+
+@pytest.mark.parametrize("per_expert", [False, True])
+def test_experts_with_scales_of_training(x, per_expert, tmp_path):
+    """One scale for all or one for each, as in training, bit for bit; under `vmap` over rows too; and on disk."""
+    grow = hax.named(jnp.array([1.0, 1.0, 9.0, 0.1, 0.1, 1.0]), Rows)
+    converted = moe(recipe="static", scale_per_expert=per_expert)
+    trained = calibrate(converted, lambda m, x: hax.sum(m["up"](x, SIZES)).scalar(), [(x * grow,)])
+    call = eqx.filter_jit(lambda model, x, sizes: model["up"](x, sizes).array)
+    served = quantize_for_inference(trained, "static")
+    (kernel,) = kernels(served)
+    assert kernel.scale.array.shape == kernel.input_scale.array.shape == ((3,) if per_expert else ())
+    expected = call(trained, x * grow, SIZES)
+    np.testing.assert_array_equal(call(served, x * grow, SIZES), expected)
+    plain = dequantize(served)["up"].weight.rearrange((Experts, In, Mlp)).array
+    weight = converted["up"].weight.rearrange((Experts, In, Mlp)).array
+    error = np.abs(plain - weight).max((1, 2)) / np.abs(weight).max((1, 2))
+    assert (error < 2.0**-4).all()
+    # Each example has its own groups; sizes that do not fit make its numbers NaN.
+    batch = np.stack([np.asarray((x * grow).array), -2 * np.asarray(x.array), np.asarray(x.array)])
+    sizes = np.array([[2, 1, 2], [0, 6, 0], [3, 3, 3]])
+    one = lambda x, sizes: call(served, hax.named(x, (Rows, In)), hax.named(sizes, Experts))
+    together = jax.jit(jax.vmap(one))(jnp.asarray(batch), jnp.asarray(sizes))
+    for found, x_, sizes_ in zip(together, batch, sizes, strict=True):
+        np.testing.assert_array_equal(found, one(jnp.asarray(x_), jnp.asarray(sizes_)))
+    assert np.isnan(together[2]).all() and not np.isnan(together[:2]).any()
+    for layout in ("FP8", "modelopt"):
+        export_model(served, tmp_path / layout, layout, dtype=None, bf16_scales=False)
+        back = import_model(tmp_path / layout, plain_experts(), weights="served")
+        assert [bytes_of(kernel) for kernel in kernels(back)] == [bytes_of(kernel)]
+        np.testing.assert_array_equal(call(back, x * grow, SIZES), expected)
+
+
+def test_experts_with_scales_of_their_own(x, tmp_path):
+    """Scales of rows, to which a state for each expert does not matter; one of two stored scales is refused."""
+    model = moe(recipe="rowwise")
+    served = quantize_for_inference(model, "dynamic")
+    export_model(served, tmp_path / "out", "FP8_DYNAMIC", dtype=None)
+    back = import_model(tmp_path / "out", {"up": dequantize(served)["up"]}, weights="served")
+    assert [bytes_of(kernel) for kernel in kernels(back)] == [bytes_of(kernel) for kernel in kernels(served)]
+    call = eqx.filter_jit(lambda model: model["up"](x, SIZES).array)
+    np.testing.assert_array_equal(call(back), call(served))
+    np.testing.assert_array_equal(call(served)[:5], call(model)[:5])
+    per_expert = moe(recipe="static", scale_per_expert=True)
+    assert kernels(quantize_for_inference(per_expert, "dynamic"))[0].scheme == served["up"].kernel.scheme
+    with pytest.raises(ValueError, match=r"takes that of the input alone; use 'static'"):
+        quantize_for_inference(per_expert, Scheme(RowwiseScaling(), StaticScaling()))
+
+
+@pytest.mark.parametrize("layout", ["fp8", "modelopt", "FP8_TENSOR"])
+def test_folders_of_others(layout, tmp_path):
+    """Written without the package; inputs are quantized as engines do, by scales that are no powers of two."""
+    tensors, config = checkpoint(layout)
+    sizes = {"layers": 2, "hidden": 128, "heads": 4, "kv_heads": 2, "head_dim": 32, "mlp": 384, "vocab": 64}
+    model = eqx.filter_eval_shape(lambda: Transformer.init(TransformerConfig(**sizes), key=jax.random.key(0)))
+    served = import_model(write(tmp_path / "in", tensors, config), model, names=names.LLAMA, weights="served")
+    again = dict(serving_tensors(served, layout, names=names.LLAMA))
+    assert tensors.keys() == again.keys()
+    for name, array in tensors.items():
+        assert array.dtype == again[name].dtype and array.tobytes() == again[name].tobytes(), name
+    down = served.blocks.blocks[0].mlp.down
+    if layout != "fp8":
+        return
+    # `x / scale` in blocks of 128 of a row, and `data * scale`, in float64.
+    layer = "model.layers.0.mlp.down_proj"
+    scale = np.repeat(np.repeat(tensors[f"{layer}.weight_scale_inv"].astype(np.float64), 128, 0), 128, 1)
+    weight = tensors[f"{layer}.weight"].astype(np.float64) * scale
+    x = np.random.default_rng(0).standard_normal((3, 384)).astype(np.float32)
+    blocks = x.astype(np.float64).reshape(3, 3, 128)
+    of_input = np.abs(blocks).max(-1, keepdims=True) / 448
+    rounded = (blocks / of_input).astype(np.float32).astype(ml_dtypes.float8_e4m3fn).astype(np.float64) * of_input
+    out = eqx.filter_jit(down)(hax.named(x, ("rows", "mlp"))).array
+    # A quotient that lies between two numbers of FP8 may be rounded to either.
+    np.testing.assert_allclose(out, rounded.reshape(3, 384) @ weight.T, rtol=2e-3, atol=2e-3)
+
+
+def test_what_cannot_be_served(tmp_path):
+    """Named, with what to do instead."""
+    layer = {"up": eqx.nn.Linear(64, 96, use_bias=False, key=jax.random.key(0))}
+    export_model(layer, tmp_path / "a", "FP8_DYNAMIC")
+    served = import_model(tmp_path / "a", layer, weights="served")
+    with pytest.raises(ValueError, match="has a layer in FP8 at up; pass the plain model"):
+        import_model(tmp_path / "a", served, weights="served")
+    with pytest.raises(ValueError, match="'dequantized', 'frozen', 'served'"):
+        import_model(tmp_path / "a", layer, weights="cold")
+    with pytest.raises(ValueError, match="up is in FP8 in the model and would be written in high precision"):
+        export_model(served, tmp_path / "no", "BF16")
+    with pytest.raises(ValueError, match=r"up is in FP8 in blocks of \(1, 64\), which"):
+        export_model(served, tmp_path / "no", "FP8_BLOCK")
+    with pytest.raises(ValueError, match="has no scale for its input"):
+        export_model(served, tmp_path / "no", "FP8")
+    export_model(plain_experts(), tmp_path / "b", "W8A16")
+    with pytest.raises(ValueError, match="no product of a kernel in FP8 and an input in high precision"):
+        import_model(tmp_path / "b", plain_experts(), weights="served")
+    assert not (tmp_path / "no").exists()
+
+
+class Attention(eqx.Module):
+    key: hnn.Linear
+    value: hnn.Linear
+    attend: Fp8Attention
+
+    @staticmethod
+    def init(key):
+        keys = jax.random.split(key)
+        scaling = DelayedScaling(amax_history_length=4)
+        layers = (hnn.Linear.init(In, (Head, Dim), key=key) for key in keys)
+        return Attention(*layers, Fp8Attention.init(scaling=scaling))
+
+
+def test_scales_of_keys_and_values(tmp_path):
+    """Those of the next step of attention, one of each for a layer; without such attention the error says why."""
+    model = {"layers": hnn.Stacked.init(Layers, Attention)(jax.random.split(jax.random.key(0), 2))}
+    op = model["layers"].stacked.attend
+    with pytest.raises(ValueError, match=r"layers\.0 has no amaxes of keys and values yet"):
+        export_model(model, tmp_path / "no", kv_cache_scales=True)
+    table = np.array(op.state.array)
+    for layer in range(2):
+        for row in range(table.shape[1]):
+            table[layer, row, 0], table[layer, row, 1] = 0.01 * (1 + layer + row), 4.48 * (1 + layer + row)
+    filled = eqx.tree_at(lambda op: op.state.table.array, op, jnp.asarray(table))
+    model = {"layers": eqx.tree_at(lambda stack: stack.stacked.attend, model["layers"], filled)}
+    for layout, parts in (("FP8_DYNAMIC", ("k_scale", "v_scale")), ("W8A16", ("k_scale", "v_scale"))):
+        folder = tmp_path / layout
+        export_model(model, folder, layout, kv_cache_scales=True, bf16_scales=False)
+        tensors = TensorFolder.open(folder)
+        for layer in range(2):
+            for part, tensor in zip(parts, ("key", "value"), strict=True):
+                np.testing.assert_array_equal(tensors[f"layers.{layer}.{part}"], [filled.scale(tensor)[layer]])
+        assert check_folder(folder).is_sound and not check_folder(folder).faults
+    with pytest.raises(ValueError, match="nothing in the model has seen keys and values: the state of a projection"):
+        export_model({"up": eqx.nn.Linear(8, 8, key=jax.random.key(0))}, tmp_path / "no", kv_cache_scales=True)
+    with pytest.raises(ValueError, match="no place for scales of keys and values; use one of compressed-tensors"):
+        export_model(model, tmp_path / "no", "fp8", kv_cache_scales=True)

@@ -1,0 +1,262 @@
+"""What is drawn, read back from the figures, is what NumPy computes from the same numbers."""
+
+import importlib.util
+import json
+import pathlib
+import sys
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from haliax_fp8 import DelayedScaling, plots
+from haliax_fp8.recipes import E2M1, E4M3, E4M3FNUZ, E5M2, MostRecent
+from haliax_fp8.statistics import StatisticsLog
+
+
+RNG = np.random.default_rng(0)
+
+
+@pytest.fixture(autouse=True)
+def drawn(monkeypatch):
+    """Every figure that a test makes can also be drawn: constrained layouts and labels fail only then."""
+    figures = []
+    from matplotlib.figure import Figure
+
+    init = Figure.__init__
+    monkeypatch.setattr(Figure, "__init__", lambda self, *a, **k: (init(self, *a, **k), figures.append(self))[0])
+    yield
+    for figure in figures:
+        figure.draw_without_rendering()
+
+
+def line(axes, i):
+    return np.asarray(axes.get_lines()[i].get_ydata(), np.float64)
+
+
+# --- Losses -----------------------------------------------------------------------------------------------------------
+
+
+def test_gap_and_noise_of_a_seed():
+    plain, fp8 = RNG.uniform(1.0, 2.0, (3, 20)), RNG.uniform(1.0, 2.0, (2, 20))
+    top, bottom = plots.loss_curves({"bf16": plain, "fp8": fp8}, baseline="bf16", steps=range(0, 40, 2)).axes
+    np.testing.assert_allclose(line(top, 0), plain.mean(0))
+    np.testing.assert_allclose(line(top, 1), fp8.mean(0))
+    assert top.get_lines()[1].get_xdata().tolist() == list(range(0, 40, 2))
+    np.testing.assert_allclose(line(bottom, 0), 100 * (fp8.mean(0) / plain.mean(0) - 1))
+    (band,) = bottom.collections
+    noise = 100 * np.sqrt(((plain - plain.mean(0)) ** 2).sum(0) / 2) / plain.mean(0)
+    vertices = band.get_paths()[0].vertices[:, 1]
+    np.testing.assert_allclose([vertices.min(), vertices.max()], [-noise.max(), noise.max()])
+
+
+def test_window_is_of_the_steps_before():
+    losses = np.asarray([4.0, 2.0, 3.0, 1.0])
+    axes = plots.loss_curves({"a": losses}, baseline="a", window=2).axes[0]
+    assert line(axes, 0).tolist() == [3.0, 2.5, 2.0]
+    assert axes.get_lines()[0].get_xdata().tolist() == [2, 3, 4]
+
+
+def test_runs_can_be_told_apart_without_colour():
+    axes = plots.loss_curves({str(i): np.ones(9) for i in range(8)}, baseline="0").axes[0]
+    looks = {(str(curve.get_linestyle()), str(curve._dash_pattern)) for curve in axes.get_lines()}
+    assert len(looks) == 8 and len({curve.get_marker() for curve in axes.get_lines()}) == 8
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({"runs": {"a": [1.0]}, "baseline": "b"}, "baseline='b' is none of"),
+        ({"runs": {"a": [1.0, 2.0], "b": [1.0]}, "baseline": "a"}, r"runs\['b'\] has shape"),
+        ({"runs": {"a": [1.0, 2.0]}, "baseline": "a", "window": 3}, "window=3"),
+        ({"runs": {"a": [1.0, 2.0]}, "baseline": "a", "steps": [1]}, "steps has shape"),
+    ],
+)
+def test_losses_that_do_not_fit(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        plots.loss_curves(**arguments)
+
+
+# --- Statistics -------------------------------------------------------------------------------------------------------
+
+
+def flat(step):
+    """Two layers of which the second is first measured at step 10."""
+    layers = ("layers.0", "blocks[1].up") if step else ("layers.0",)
+    numbers = {f"fp8/{layer}/input/amax": jnp.float32(2.0**step * (1 + i)) for i, layer in enumerate(layers)}
+    numbers |= {f"fp8/{layer}/input/underflow": 0.01 * step for layer in layers}
+    return numbers | {"loss": 1.0 / (1 + step)}
+
+
+def test_csv_keeps_every_bit(tmp_path):
+    log = StatisticsLog.of([flat(0), flat(10), flat(30)], [0, 10, 30])
+    log.write_csv(tmp_path / "log.csv")
+    again = StatisticsLog.read_csv(tmp_path / "log.csv")
+    assert again.steps == (0, 10, 30) and list(again.numbers) == list(log.numbers)
+    for name in log.numbers:
+        np.testing.assert_array_equal(again.numbers[name], log.numbers[name])
+    assert again.numbers["loss"].tolist() == [1.0, 1 / 11, 1 / 31]
+
+
+def test_heatmaps_hold_the_log():
+    log = StatisticsLog.of([flat(0), flat(10), flat(30)], [0, 10, 30])
+    layers, amaxes = log.table("amax")
+    assert layers == ("layers.0", "blocks[1].up")
+    np.testing.assert_array_equal(amaxes, [[1.0, 1024.0, 2.0**30], [np.nan, 2048.0, 2.0**31]])
+    figure = plots.statistics_heatmaps(log, "input", ["amax", "underflow"])
+    amax, underflow = (axes.collections[0] for axes in figure.axes[:2])
+    drawn = np.ma.filled(amax.get_array().reshape(2, 3), np.nan)
+    np.testing.assert_array_equal(drawn, amaxes)
+    assert (amax.norm.vmin, amax.norm.vmax) == (1.0, 2.0**31)
+    np.testing.assert_allclose(underflow.get_array().reshape(2, 3)[0], [0.0, 10.0, 30.0])
+    assert [text.get_text() for text in figure.axes[0].get_yticklabels()] == list(layers)
+    # The first layer is on top, and columns begin half way between steps.
+    assert figure.axes[0].get_ylim() == (2.0, 0.0)
+    assert amax.get_coordinates()[0, :, 0].tolist() == [-5.0, 5.0, 20.0, 40.0]
+
+
+def test_lighter_is_larger():
+    """Read in grey: the luminance of the colours rises with the value."""
+    figure = plots.statistics_heatmaps(StatisticsLog.of([flat(1)]), "input", ["amax"])
+    colors = figure.axes[0].collections[0].cmap(np.linspace(0.0, 1.0, 64))[:, :3]
+    assert (np.diff(colors @ [0.2126, 0.7152, 0.0722]) > 0.0).all()
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda: StatisticsLog.of([]), "0 entries"),
+        (lambda: StatisticsLog.of([flat(0), flat(1)], [1, 1]), "does not rise"),
+        (lambda: StatisticsLog.of([{"a": np.ones(3)}]), r"'a' of step 0 has shape \(3,\)"),
+        (lambda: StatisticsLog.of([flat(0)]).table("amx"), r"statistic='amx' .* \['amax', 'underflow'\]"),
+        (lambda: StatisticsLog.of([flat(0)]).table("amax", "bias"), "operand='bias'"),
+        (lambda: plots.statistics_heatmaps(StatisticsLog.of([flat(0)]), "input", []), "statistics is empty"),
+    ],
+)
+def test_logs_that_are_wrong(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+@pytest.mark.parametrize("text, message", [("a,b\n1,2\n", "no column 'step'"), ("step,a\n0,x\n", "not a number")])
+def test_files_that_are_wrong(text, message, tmp_path):
+    (tmp_path / "log.csv").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        StatisticsLog.read_csv(tmp_path / "log.csv")
+
+
+# --- Operands and formats ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("format", [E4M3, E5M2], ids=repr)
+def test_histogram(format):
+    x = RNG.standard_normal((64, 64)).astype(np.float32) * np.exp(3.0 * RNG.standard_normal((64, 64))).astype(
+        np.float32
+    )
+    x[0, :3] = 0.0, np.inf, np.nan
+    scale = float(np.quantile(np.abs(x[np.isfinite(x)]), 0.99)) / format.max
+    (axes,) = plots.operand_histogram(jnp.asarray(x), format, scale).axes
+    kept = np.abs(x[np.isfinite(x) & (x != 0)]) / np.float32(scale)
+    rounded = np.minimum(kept, format.max).astype(format.dtype).astype(np.float64)
+    expected = {
+        "become zero": np.mean(rounded == 0),
+        "subnormal": np.mean((kept < format.smallest_normal) & (rounded > 0)),
+        "clipped": np.mean(kept > format.max),
+    }
+    texts = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert texts == [f"{100 * share:.1f} % {kind}" for kind, share in expected.items()]
+    assert expected["clipped"] > 0.005
+    # The bars hold everything; those below half of the smallest number hold what becomes zero.
+    bars = [(bar.get_x(), bar.get_height()) for bar in axes.patches if bar.get_hatch() is None]
+    np.testing.assert_allclose(sum(height for _, height in bars), 100.0)
+    below = sum(height for left, height in bars if left < 0.99 * format.smallest_subnormal / 2)
+    np.testing.assert_allclose(below, 100 * expected["become zero"], atol=1e-3)
+
+
+def test_histogram_of_bfloat16_with_its_own_scale():
+    (axes,) = plots.operand_histogram(jnp.asarray([1.0, 7.0], jnp.bfloat16), E4M3).axes
+    assert "0.0156" in axes.get_xlabel()  # 7 / 448
+
+
+def test_relative_errors_are_those_of_every_float():
+    """Against ml_dtypes' cast of many more values, and the formats' own bound."""
+    for format in (E4M3, E5M2, E4M3FNUZ):
+        curve = plots.relative_errors([format]).axes[0].get_lines()[0]
+        edges, errors = np.asarray(curve.get_xdata()), np.asarray(curve.get_ydata())
+        for left, right, error in zip(edges, edges[1:], errors, strict=False):
+            x = np.linspace(left, min(right, format.max), 4001)
+            exact = np.abs(x.astype(format.dtype).astype(np.float64) - x) / x
+            np.testing.assert_allclose(error, 100 * exact.max(), rtol=0.02)
+        normal = errors[:-1][edges[:-1] >= format.smallest_normal]
+        # `2**-(M + 1) / (1 + 2**-(M + 1))` is that of a value half way above a power of two.
+        half = 2.0 ** -(format.mantissa_bits + 1)
+        np.testing.assert_allclose(normal, 100 * half / (1 + half), rtol=0.02)
+
+
+def test_representable_values_are_all():
+    figure = plots.representable_values([E2M1, E4M3], -2.0, 2.0)
+    e2m1, e4m3 = (sorted(segment[0, 0] for segment in marks.get_segments()) for marks in figure.axes[0].collections)
+    assert e2m1 == [-2.0, -1.5, -1.0, -0.5, 0.0, 0.5, 1.0, 1.5, 2.0]
+    patterns = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(float)
+    assert e4m3 == sorted(set(patterns[np.abs(patterns) <= 2.0]))
+    with pytest.raises(ValueError, match="low=2"):
+        plots.representable_values([E4M3], 2.0, 1.0)
+
+
+def test_what_fits_under_delayed_scaling():
+    amaxes = np.abs(RNG.standard_normal(20)) + 0.1
+    scalings = {"max of 4": DelayedScaling(4, margin=1), "last": DelayedScaling(4, amax_compute=MostRecent())}
+    (axes,) = plots.delayed_scaling(amaxes, scalings, E5M2).axes
+    limits = [max(amaxes[max(0, i - 4) : i]) * 2.0 for i in range(1, 20)]
+    np.testing.assert_allclose(line(axes, 0), limits, rtol=1e-6)
+    np.testing.assert_allclose(line(axes, 1), amaxes[:-1], rtol=1e-6)
+    clipped = [i for i in range(1, 20) if amaxes[i] > min(limits[i - 1], amaxes[i - 1])]
+    assert axes.get_lines()[2].get_xdata().tolist() == clipped
+    np.testing.assert_allclose([bar.get_height() for bar in axes.patches], amaxes, rtol=1e-6)
+    with pytest.raises(ValueError, match="amaxes has shape"):
+        plots.delayed_scaling([1.0], scalings)
+
+
+# --- Benchmarks -------------------------------------------------------------------------------------------------------
+
+
+def test_bars_of_a_benchmarks_file(tmp_path):
+    rows = [{"library": "bf16", "ms": 8.0, "gb": 40.0}, {"library": "FP8", "ms": 5.0, "gb": 30.0}, {"library": "other"}]
+    (tmp_path / "rows.json").write_text(json.dumps({"environment": {}, "rows": rows}))
+    values = {"ms": "time, ms", "gb": "memory, GB"}
+    speed, memory = plots.benchmark_bars(tmp_path / "rows.json", values, label="library", baseline="bf16").axes
+    assert [bar.get_width() for bar in speed.patches] == [8.0, 5.0]
+    assert [bar.get_width() for bar in memory.patches] == [40.0, 30.0]
+    assert [text.get_text() for text in speed.texts] == [" 8", " 5 (0.62×)", " none"]
+    assert [text.get_text() for text in speed.get_yticklabels()] == ["bf16", "FP8", "other"]
+    assert speed.patches[0].get_hatch() != speed.patches[1].get_hatch()
+    for wrong in ({"label": "name"}, {"label": "library", "baseline": "fp16"}):
+        with pytest.raises(ValueError, match="name|fp16"):
+            plots.benchmark_bars(rows, values, **wrong)
+    with pytest.raises(ValueError, match="'joules', which no row"):
+        plots.benchmark_bars(rows, {"joules": "energy"}, label="library")
+
+
+# --- Without matplotlib -----------------------------------------------------------------------------------------------
+
+
+def test_without_matplotlib_the_error_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    path = pathlib.Path(plots.__file__)
+    spec = importlib.util.spec_from_file_location("plots_without_matplotlib", path)
+    with pytest.raises(ModuleNotFoundError, match=r"haliax-fp8\[plot\]"):
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
+def test_the_package_does_not_load_matplotlib():
+    """`haliax_fp8/__init__.py` names no part of it; loading takes as long as the rest of the package."""
+    package = pathlib.Path(plots.__file__).parents[1]
+    importing = [path for path in package.rglob("*.py") if "plots" in path.read_text() and path.parent.name != "plots"]
+    assert not importing
+
+
+def test_figures_work_with_a_device_array():
+    figure = plots.operand_histogram(jax.random.normal(jax.random.key(0), (32,)), E4M3)
+    assert len(figure.axes) == 1

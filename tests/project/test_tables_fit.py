@@ -1,0 +1,174 @@
+"""Every table at 80 and at 120 columns: no line is longer, and no number is cut or broken in two."""
+
+import collections
+import dataclasses
+import io
+import re
+
+import equinox as eqx
+import haliax as hax
+import haliax.nn as hnn
+import jax
+import jax.numpy as jnp
+import pytest
+from rich.console import Console
+
+from examples import serve_lm
+from examples.train_lm import report as lm_report
+from examples.train_vit import report as vit_report
+from haliax_fp8 import describe, fp8_linear_layers, quantization_statistics
+from haliax_fp8._cli.tables import device_rows, device_table, format_rows, format_table
+from haliax_fp8._tables import columns
+from haliax_fp8.preflight import PreflightReport, inspect_step, targets
+from haliax_fp8.preflight.verdict.product import Product, Verdict
+
+
+def wide_names():
+    """Layers whose paths are long and have a beginning in common."""
+    In, Out = hax.make_axes(embedding=16, intermediate=32)
+    linear = lambda seed: hnn.Linear.init(In, Out, key=jax.random.key(seed))
+    names = ("query_projection", "key_projection", "value_projection", "a_projection_with_a_very_long_name_of_its_own")
+    return {"decoder": {"blocks": {"self_attention": {name: linear(i) for i, name in enumerate(names)}}}}
+
+
+@pytest.fixture(scope="module")
+def statistics():
+    model, x = (
+        fp8_linear_layers(wide_names(), recipe="current"),
+        hax.ones((hax.Axis("batch", 16), hax.Axis("embedding", 16))),
+    )
+    layers = lambda model: model["decoder"]["blocks"]["self_attention"].values()
+    return eqx.filter_jit(quantization_statistics)(
+        model, lambda model: sum(hax.sum(layer(x)).scalar() for layer in layers(model))
+    )
+
+
+@pytest.fixture(scope="module")
+def report():
+    """A step with products as large models have them, of all verdicts."""
+    small = inspect_step(lambda a, b: a @ b, jnp.ones((8, 8)), jnp.ones((8, 8)), target="local")
+    one = Product(
+        layer="",
+        role="fprop",
+        scope="jit(step)/jvp(Attention)/contract head_dim -> batch, position, kv_heads, group/dot_general",
+        batch=1,
+        m=8192,
+        n=128256,
+        k=14336,
+        lhs="f8e4m3fn",
+        rhs="f8e4m3fn",
+        widened="",
+        out="bf16",
+        compute="bf16",
+        written="bf16",
+        block_scaled=False,
+        indivisible="",
+        kernel="cublasLt f8",
+        groups=1,
+        surplus=1.0,
+        executions=131,
+        bytes=1,
+        verdict=Verdict.FP8,
+        reason="",
+    )
+    layer = "model.blocks.stacked.attention.a_projection_with_a_very_long_name"
+    emulated = {"verdict": Verdict.EMULATED, "lhs": "f8e5m2", "reason": "no kernel reads operands of this shape in FP8"}
+    products = [dataclasses.replace(one, layer=layer, role=role) for role in ("fprop", "dgrad", "wgrad")]
+    products += [
+        dataclasses.replace(one, layer="model.blocks.stacked.mlp.up", role=role, **emulated)
+        for role in ("fprop", "dgrad")
+    ]
+    bf16 = {"verdict": Verdict.HIGH_PRECISION, "lhs": "bf16", "rhs": "bf16", "reason": "not converted"}
+    products += [dataclasses.replace(one, batch=64, role=role, **bf16) for role in ("forward", "backward")]
+    step = dataclasses.replace(small.step, products=tuple(products))
+    return PreflightReport(targets["h100"], {"data": 1}, step, baseline=step)
+
+
+def curves():
+    statistics = {"saturation": 0.12345, "underflow": 0.00123}
+    curve = lambda loss, **given: lm_report.Curve([3.0, loss], [(2, loss)], 123456.0, 12345.0, given)
+    names = ("fp8 delayed", "fp8 rowwise_with_gw_hp", "fp8 deepseek")
+    return {"bf16": curve(1.2345), **{name: curve(1.2567, **statistics) for name in names}}
+
+
+def runs():
+    return {name: [vit_report.Run([0.1], [98.765]), vit_report.Run([0.1], [97.654])] for name in ("bf16", "FP8")}
+
+
+def served():
+    one = serve_lm.Served("weight_only", None, 12_345_678, 12_345_678, 1.2345, 1.2e-5, 0.987, 0.0123)
+    return [one, dataclasses.replace(one, scheme="mxfp8")]
+
+
+TABLES = {
+    "formats": lambda _: format_table(format_rows()),
+    "devices": lambda _: device_table(device_rows()),
+    "describe": lambda _: describe(fp8_linear_layers(wide_names(), recipe="current"), device="h100"),
+    "statistics": lambda request: request.getfixturevalue("statistics"),
+    "statistics of a layer": lambda request: next(iter(request.getfixturevalue("statistics").ops.values())),
+    "preflight": lambda request: request.getfixturevalue("report"),
+    "every product": lambda request: request.getfixturevalue("report").in_full,
+    "train_lm": lambda _: lm_report.results_table(curves(), "bf16"),
+    "train_vit": lambda _: vit_report.results_table(runs(), [0, 1]),
+    "serve_lm": lambda _: serve_lm.table(served(), "fp8 delayed", 0.0123),
+}
+
+
+def printed(table, width):
+    console = Console(width=width, file=io.StringIO(), color_system=None)
+    console.print(table)
+    return console.file.getvalue()
+
+
+def numbers(text):
+    return collections.Counter(re.findall(r"[+-]?\d[\d.,×·^-]*", text))
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_a_table_fits(name, request):
+    table = TABLES[name](request)
+    whole = printed(table, 400)
+    for width in (80, 120):
+        text = printed(table, width)
+        assert max(map(len, text.splitlines())) <= width
+        assert "…" not in text
+        assert numbers(text) == numbers(whole)
+
+
+def test_the_verdict_comes_first_and_attention_is_one_row(report):
+    lines = printed(report, 80).splitlines()
+    assert re.match(r"1\.00× as fast as the baseline \(estimate, .*of the FLOPs in FP8|1\.00×", lines[0])
+    rows = [line for line in lines if "FP8   " in line or "emulated" in line or "bf16  " in line]
+    assert sum("attention (no weights)" in line for line in lines) == 1
+    assert any("mlp.up" in row and row.count("emulated") == 2 for row in rows)
+    assert sum(line.strip() == "model.blocks.stacked" for line in lines) == 1
+
+
+def test_the_width_is_that_of_columns(monkeypatch, statistics):
+    """`COLUMNS` decides; and no escape sequence is in a text, with `NO_COLOR` or without."""
+    monkeypatch.setenv("COLUMNS", "100")
+    assert columns() == 100
+    monkeypatch.setenv("COLUMNS", "80")
+    assert max(map(len, str(statistics).splitlines())) <= 80
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "\x1b" not in str(statistics)
+    console = Console(file=io.StringIO(), force_terminal=True, width=80)
+    console.print(statistics)
+    assert not re.search(r"\x1b\[[\d;]*3\d", console.file.getvalue())
+
+
+def test_what_a_result_means():
+    found = curves()
+    line = lm_report.verdict(
+        {name: found[name] for name in ("bf16", "fp8 delayed")}, "bf16", emulated=True, is_documented=True
+    )
+    assert line.startswith(
+        "fp8 delayed ends 1.80 % above bf16. Runs like these that differ in rounding alone end about 0.5 %"
+    )
+    slower = found | {"fp8 delayed": dataclasses.replace(found["fp8 delayed"], tokens_per_second=1.0)}
+    assert lm_report.verdict(slower, "bf16", emulated=True, is_documented=False).endswith("because a CPU emulates it.")
+    assert "emulates" not in lm_report.verdict(slower, "bf16", emulated=False, is_documented=False)
+    assert lm_report.verdict(found, None, emulated=True, is_documented=True) == ""
+    assert vit_report.verdict(runs()) == (
+        "FP8 ends 0.00 points above bf16, the mean of 2 seeds; bf16 itself differs by 1.11 points."
+    )

@@ -1,0 +1,179 @@
+"""Black boxes: planted faults are named by layer, product, operand and element, also from a file on another machine."""
+
+import json
+
+import equinox as eqx
+import haliax as hax
+import haliax.nn as hnn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import haliax_fp8 as fp8
+from haliax_fp8._cli.main import main
+from haliax_fp8._cli.replay import _as_json
+from haliax_fp8.recipes import CurrentScaling
+from haliax_fp8.statistics import BlackBox, black_box, replay
+
+
+X = jax.random.normal(jax.random.key(1), (8, 64))
+
+
+@jax.custom_vjp
+def spoiled(x):
+    return x
+
+
+spoiled.defvjp(lambda x: (x, None), lambda _, g: (g.at[3, 7].set(jnp.inf),))
+
+
+def converted(model, recipe="delayed"):
+    return fp8.fp8_linear_layers(model, fp8.Fp8Config(recipe=recipe))
+
+
+def mlp():
+    return eqx.nn.MLP(64, 8, 32, 2, key=jax.random.key(0))
+
+
+def hidden(model, x):
+    """What comes out of the layer before the last."""
+    return jax.vmap(model.layers[1])(jax.nn.relu(jax.vmap(model.layers[0])(x)))
+
+
+def loss(model, x):
+    return jnp.mean(jax.vmap(model.layers[2])(jax.nn.relu(hidden(model, x))) ** 2)
+
+
+def with_an_infinite_gradient(model, x):
+    return jnp.mean(jax.vmap(model.layers[2])(jax.nn.relu(spoiled(hidden(model, x)))) ** 2)
+
+
+def test_an_infinite_gradient_is_traced_to_its_element(tmp_path, capsys):
+    model = fp8.calibrate(converted(mlp()), loss, [(X,)])
+    box = black_box(model, with_an_infinite_gradient, X, step=17)
+    assert (box.layer, box.operand, box.product, box.step) == ("layers.1", "output_grad", "dgrad", 17)
+    # Operands are those of the step, bit for bit.
+    first = jax.nn.relu(jax.vmap(model.layers[0])(X))
+    np.testing.assert_array_equal(box.input, first)
+    np.testing.assert_array_equal(box.kernel, model.layers[1].weight)
+    zeros = jnp.zeros((8, 32))
+    after = lambda probe: jnp.mean(
+        jax.vmap(model.layers[2])(jax.nn.relu(jax.vmap(model.layers[1])(first) + probe)) ** 2
+    )
+    expected = np.array(jax.grad(after)(zeros))
+    expected[3, 7] = np.inf
+    np.testing.assert_allclose(box.output_grad, expected, rtol=1e-5, atol=1e-9)
+
+    file = tmp_path / "box.safetensors"
+    box.save(file)
+    same = BlackBox.load(file)
+    assert same.recipe == box.recipe and same.contraction == box.contraction and same.bytes == box.bytes
+    found = replay(file, ["current", "rowwise"])
+    assert (found.culprit.operand, found.culprit.product, found.culprit.place) == ("output_grad", "dgrad", (3, 7))
+    assert found.culprit.where == "output_grad[3, 7]" and "inf, the only one" in found.culprit.seen
+    # One scale for the tensor spreads NaN over it, one for each row keeps it to the row of 8.
+    assert found.of("current", "dgrad").nonfinite == 8 * 32 and found.of("rowwise", "dgrad").nonfinite == 32
+    assert (
+        found.best == "rowwise" or found.of("as trained", "wgrad").nonfinite <= found.of("rowwise", "wgrad").nonfinite
+    )
+    # fprop's operands are healthy, and its product is the one of the step.
+    assert all(found.of(name, "fprop").nonfinite == 0 for name in ("as trained", "current", "rowwise"))
+    exact = np.asarray(first, np.float64) @ np.asarray(model.layers[1].weight, np.float64).T
+    product = np.asarray(jax.vmap(model.layers[1])(first) - model.layers[1].bias[None], np.float64)
+    sqnr = 10 * np.log10((exact**2).sum() / ((product - exact) ** 2).sum())
+    np.testing.assert_allclose(found.of("as trained", "fprop").sqnr, sqnr, rtol=1e-3)
+    assert max(map(len, f"{box}\n{found}".splitlines())) <= 80
+
+    as_json = json.loads(json.dumps(_as_json(found), allow_nan=False))
+    assert as_json["culprit"]["place"] == [3, 7] and len(as_json["products"]) == 9
+    assert main(["replay", str(file), "--recipe", "curent"]) == 2
+    assert "'current'" in capsys.readouterr().err
+    other = tmp_path / "other.safetensors"
+    other.write_bytes(b"nothing")
+    assert main(["replay", str(other)]) == 2
+    assert "is no safetensors file" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_an_outlier_channel_is_named_and_blocks_are_better(tmp_path, capsys):
+    """A channel 2**22 times as large, which small weights make up for: one scale flushes all the others."""
+    x = jax.random.normal(jax.random.key(1), (8, 256))
+    factor = jnp.where(jnp.arange(256) == 5, 2.0**22, 1.0)[None]
+    layer = eqx.nn.Linear(256, 16, key=jax.random.key(0))
+    layer = converted(eqx.tree_at(lambda layer: layer.weight, layer, layer.weight / factor), "current")
+    box = black_box(layer, lambda layer, x: jnp.mean(jax.vmap(layer)(x) ** 2), x * factor)
+    assert (box.layer, box.operand, box.product) == ("", "input", "fprop")
+    found = replay(box, ["mxfp8", CurrentScaling()])
+    assert found.culprit.where == "input[:, 5]" and "an outlier" in found.culprit.seen
+    # MXFP8 loses the block of 32 with the channel, the tensor's scale everything else: an eighth, and all.
+    assert found.of("mxfp8", "fprop").sqnr > found.of("as trained", "fprop").sqnr + 6.0
+    flushed = [found.of(name, "fprop").underflow["input"] for name in ("as trained", "mxfp8")]
+    assert flushed[0] > 0.9 and flushed[1] < 0.13
+    assert found.best == "mxfp8"
+    # A scaling without a name is tried as well; this one is that of the box.
+    unnamed = found.products[6]
+    assert unnamed.recipe.startswith("CurrentScaling") and unnamed.sqnr == found.of("as trained", "fprop").sqnr
+    box.save(tmp_path / "box.safetensors")
+    assert main(["replay", str(tmp_path / "box.safetensors"), "--recipe", "mxfp8"]) == 0
+    printed = capsys.readouterr().out
+    assert "Black box of model" in printed and "culprit: input[:, 5], which fprop reads first" in printed
+
+
+@pytest.mark.slow
+def test_a_layer_of_a_stack_in_bfloat16():
+    Layers, E, Batch = hax.make_axes(layers=2, embed=32, batch=4)
+
+    class Block(eqx.Module):
+        up: hnn.Linear
+
+        @staticmethod
+        def init(key):
+            return Block(hnn.Linear.init(E, E.alias("out"), key=key))
+
+        def __call__(self, x):
+            return x + hax.tanh(self.up(x)).rename({"out": "embed"})
+
+    stack = hnn.Stacked.init(Layers, Block, gradient_checkpointing=True)(key=jax.random.split(jax.random.key(0), 2))
+    stack = fp8.cast_params(converted(stack), jnp.bfloat16)
+    x = hax.random.normal(jax.random.key(2), (Batch, E)).astype(jnp.bfloat16)
+    box = black_box(stack, lambda m, x: hax.mean(m.fold(x) ** 2), x, layer="stacked.up", index=(1,), step=3)
+    first, second = stack.unstacked()
+    assert box.where == "stacked.up[1]" and box.input.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(box.input, first(x).array)
+    np.testing.assert_array_equal(box.kernel, second.up.weight.array)
+    assert box.state.shape == stack.stacked.up.dot_general.state.table.array.shape[1:]
+    found = replay(box, ["nvfp4"])
+    assert found.of("as trained", "fprop").size == 4 * 32
+    assert found.of("as trained", "fprop").sqnr > 20.0 > found.of("nvfp4", "fprop").sqnr > 10.0
+
+
+@pytest.mark.slow
+def test_an_ensemble_mapped_over_a_batch():
+    members = eqx.filter_vmap(lambda key: eqx.nn.Linear(64, 16, key=key))(jax.random.split(jax.random.key(0), 3))
+    model = converted(members)
+    result = lambda m, x: jnp.mean(eqx.filter_vmap(lambda member: jax.vmap(member)(x))(m) ** 2)
+    box = black_box(model, result, X, layer="", index=(2,))
+    np.testing.assert_array_equal(box.kernel, members.weight[2])
+    np.testing.assert_array_equal(box.input, X)
+    assert box.output_grad.shape == (8, 16)
+    outs = eqx.filter_vmap(lambda member: jax.vmap(member)(X))(model)
+    np.testing.assert_allclose(box.output_grad, 2 * outs[2] / outs.size, rtol=1e-5)
+
+
+def test_errors_say_what_to_do():
+    model = converted(mlp(), "current")
+    with pytest.raises(ValueError, match="has no FP8 product; there are"):
+        black_box(model, loss, X, layer="layers.9")
+    with pytest.raises(ValueError, match="more than limit=1,000; give a smaller batch"):
+        black_box(model, loss, X, layer="layers.0", limit=1000)
+    with pytest.raises(ValueError, match="does not depend on layers.2"):
+        black_box(model, lambda m, x: jnp.mean(hidden(m, x)), X, layer="layers.2")
+    with pytest.raises(ValueError, match=r"index=\(1,\) is none of"):
+        black_box(model, loss, X, layer="layers.0", index=(1,))
+    square = converted(eqx.nn.Linear(64, 64, key=jax.random.key(0)), "current")
+    twice = lambda m, x: jnp.mean(jax.vmap(m)(jax.vmap(m)(x)) ** 2)
+    with pytest.raises(ValueError, match="the loss uses model 2 times"):
+        black_box(square, twice, X, layer="")
+    with pytest.raises(ValueError, match="no FP8 product to keep"):
+        black_box(mlp(), loss, X)

@@ -1,0 +1,193 @@
+"""What people expect of a training step: auxiliary results, keys for the loss, statistics, errors with the remedy."""
+
+import dataclasses
+import re
+
+import equinox as eqx
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import unchecked
+
+from haliax_fp8 import TrainStep, fp8_linear_layers, quantization_statistics
+from haliax_fp8.statistics import every
+from haliax_fp8.training import step as step_module
+
+
+KEY = jax.random.key(0)
+PLAIN = eqx.nn.MLP(8, 8, 16, 1, key=KEY)
+MODEL = fp8_linear_layers(PLAIN, amax_history_length=4)
+X = jax.random.normal(jax.random.key(1), (4, 8))
+MOMENTUM = optax.sgd(0.1, momentum=0.9)
+
+
+def loss_fn(model, x):
+    return jnp.mean(jnp.square(jax.vmap(model)(x)))
+
+
+def with_dropout(model, x, key):
+    """A loss with auxiliary results of every kind."""
+    loss = loss_fn(model, x) * jax.random.uniform(key)
+    aux = {"sum": x.sum(), "rows": hax.named(x, ("batch", "feature")), "draw": jax.random.uniform(key), "name": "text"}
+    return hax.named(loss, ()), aux | {"number": 1.5}
+
+
+# --- Auxiliary results and keys --------------------------------------------------------------------------------------
+
+
+def test_auxiliary_results_and_the_losss_key():
+    step = TrainStep(with_dropout, MOMENTUM, has_aux=True)
+    _, _, metrics = step(MODEL, step.init(MODEL), X, loss_key=KEY)
+    draw, aux = float(jax.random.uniform(KEY)), metrics["aux"]
+    np.testing.assert_allclose(float(metrics["loss"]), draw * float(loss_fn(MODEL, X)), rtol=1e-5)
+    assert (aux["name"], aux["number"], float(aux["draw"])) == ("text", 1.5, draw)
+    np.testing.assert_array_equal(aux["rows"].array, X)
+    # Calibration takes the same arguments.
+    assert bool((step.calibrate(MODEL, X, loss_key=KEY).layers[0].dot_general.scale("input") != 1.0).all())
+
+
+def test_each_microbatch_has_its_own_key_and_its_own_results():
+    step = TrainStep(with_dropout, MOMENTUM, has_aux=True, microbatches=2)
+    _, _, metrics = step(MODEL, step.init(MODEL), X, loss_key=KEY)
+    parts, draws = (X[0::2], X[1::2]), [float(jax.random.uniform(key)) for key in jax.random.split(KEY, 2)]
+    aux = metrics["aux"]
+    np.testing.assert_array_equal(aux["draw"], np.float32(draws))
+    np.testing.assert_allclose(aux["sum"], [float(part.sum()) for part in parts], rtol=1e-5)
+    assert [axis.name for axis in aux["rows"].axes] == ["microbatch", "batch", "feature"]
+    np.testing.assert_array_equal(aux["rows"].array, parts)
+    assert (aux["name"], aux["number"]) == ("text", 1.5)
+    expected = np.mean([draw * float(loss_fn(MODEL, part)) for draw, part in zip(draws, parts, strict=True)])
+    np.testing.assert_allclose(float(metrics["loss"]), expected, rtol=1e-5)
+
+
+# --- Statistics in the step's own pass -------------------------------------------------------------------------------
+
+
+def leaves(tree):
+    words = lambda x: jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+    return [np.asarray(words(x)) for x in jax.tree.leaves(eqx.filter(tree, eqx.is_array))]
+
+
+@pytest.mark.parametrize(
+    "recipe, microbatches, kernels",
+    [("delayed", 1, "in_each_microbatch"), ("current", 2, "once"), ("nvfp4", 1, "in_each_microbatch")],
+)
+def test_a_step_that_measures_trains_as_one_that_does_not(recipe, microbatches, kernels):
+    model = fp8_linear_layers(PLAIN, recipe=recipe)
+    plain = TrainStep(loss_fn, MOMENTUM, microbatches=microbatches, quantize_kernels=kernels)
+    monitored = dataclasses.replace(plain, monitor=every(2))
+    state, expected_state, trained, expected = monitored.init(model), plain.init(model), model, model
+    for i in range(3):
+        before, key = trained, jax.random.key(i)
+        trained, state, metrics = monitored(trained, state, X, key=key)
+        expected, expected_state, without = plain(expected, expected_state, X, key=key)
+        assert jax.tree.structure(trained) == jax.tree.structure(expected)
+        for got, wanted in zip(leaves(trained), leaves(expected), strict=True):
+            np.testing.assert_allclose(got, wanted, rtol=1e-6)
+        assert set(without) == {"loss", "grad_norm"} and int(state.steps) == i + 1
+        measured = {name: value for name, value in metrics.items() if name.startswith("fp8/")}
+        assert bool(measured) == (i % 2 == 0) and set(metrics) == set(without) | set(measured)
+        if recipe == "nvfp4" or not measured:
+            continue
+        parts = [X[part::microbatches] for part in range(microbatches)]
+        of_parts = [eqx.filter_jit(quantization_statistics)(before, loss_fn, part).flat() for part in parts]
+        for name, value in measured.items():
+            # The worst of the microbatches; of a ratio of signal to noise, that is the smallest.
+            worst = min if name.endswith("sqnr") else max
+            np.testing.assert_allclose(value, worst(float(part[name]) for part in of_parts), rtol=1e-4, err_msg=name)
+
+
+def test_between_the_steps_that_measure_runs_the_program_of_a_step_without_a_monitor(monkeypatch):
+    """The same program and the same call: nothing is left of the monitor."""
+    calls = []
+    monkeypatch.setattr(step_module, "_step", lambda *args: lambda kept, *rest: calls.append(kept) or (*rest, {}, {}))
+    plain = TrainStep(loss_fn, MOMENTUM)
+    monitored = dataclasses.replace(plain, monitor=every(3, prefix="q"))
+    monkeypatch.setattr(type(monitored.monitor), "metrics", lambda self, measured: {})
+    state, bare = monitored.init(MODEL), plain.init(MODEL)
+    for _ in range(5):
+        _, state, _ = monitored(MODEL, state, X)
+    plain(MODEL, bare, X)
+    assert [kept[0].monitor is not None for kept in calls] == [True, False, False, True, False, False]
+    # What `filter_jit` compares to find a program.
+    static = [jax.tree.structure(eqx.filter(kept, eqx.is_array)) for kept in calls]
+    assert static[1] == static[2] == static[4] == static[5] != static[0]
+
+
+def test_a_monitor_can_come_and_go():
+    """A state with a count serves a step without a monitor, which counts on; one without a count begins at 0."""
+    plain, monitored = TrainStep(loss_fn, MOMENTUM), TrainStep(loss_fn, MOMENTUM, monitor=every(2))
+    model, state, metrics = monitored(MODEL, plain.init(MODEL), X)
+    assert len(metrics) > 2
+    model, state, metrics = plain(model, state, X)
+    assert int(state.steps) == 2 and len(metrics) == 2
+    assert len(monitored(model, state, X)[2]) > 2
+    with pytest.raises(ValueError, match="inside jit there is only one.*quantization_statistics inside"):
+        eqx.filter_jit(monitored)(model, state, X)
+
+
+# --- Errors ----------------------------------------------------------------------------------------------------------
+
+
+def other_model():
+    return fp8_linear_layers(eqx.nn.MLP(8, 8, 32, 1, key=KEY), amax_history_length=4)
+
+
+def needs_key(model, x, *, key):
+    return loss_fn(model, x)
+
+
+STEP = TrainStep(loss_fn, MOMENTUM)
+MISTAKES = {
+    "no optimizer": (lambda: TrainStep(loss_fn), r"optimizer is missing; .* TrainStep\(loss_fn, optax"),
+    "no loss": (lambda: TrainStep(MOMENTUM), r"loss_fn is an optimizer; .* TrainStep\(loss_fn, optimizer\)"),
+    "swapped": (lambda: TrainStep(MOMENTUM, loss_fn), "are swapped"),
+    "a number as monitor": (lambda: TrainStep(loss_fn, MOMENTUM, monitor=100), r"monitor=100 .*every\(100\)"),
+    "each 0 steps": (lambda: every(0), "steps=0 must be an integer of at least 1"),
+    "no batch": (lambda: STEP(MODEL, STEP.init(MODEL)), r"0 arguments .*'x'.*step\(model, opt_state, \*batch\)"),
+    "no state": (lambda: STEP(MODEL, X), r"0 arguments .*step\(model, opt_state, \*batch\)"),
+    "array as state": (lambda: STEP(MODEL, X, X), r"array of shape \(4, 8\).*step\(model, opt_state, \*batch\)"),
+    "of the plain model": (
+        lambda: STEP(MODEL, STEP.init(PLAIN), X),
+        "made for a plain model.*transfer_optimizer_state",
+    ),
+    "of a converted model": (
+        lambda: STEP(PLAIN, STEP.init(MODEL), X),
+        "made for a model with recipe DelayedScaling.*this model is plain.*transfer_optimizer_state",
+    ),
+    "of another recipe": (
+        lambda: STEP(MODEL, STEP.init(fp8_linear_layers(PLAIN, recipe="current")), X),
+        "recipe CurrentScaling.* this model has DelayedScaling.*transfer_optimizer_state",
+    ),
+    "of another size": (lambda: STEP(MODEL, STEP.init(other_model()), X), r"shape \(32, 8\) at .*\(16, 8\) belongs"),
+    "of no optimizer": (
+        lambda: STEP(MODEL, (), X),
+        r"opt_state is not that of this model and optimizer: it has nothing at .*step.init\(model\)",
+    ),
+    "a key too many": (
+        lambda: STEP(MODEL, STEP.init(MODEL), X, loss_key=KEY),
+        "loss_key is given to loss_fn as .*'key'",
+    ),
+    "a key too few": (
+        lambda: TrainStep(needs_key, MOMENTUM)(MODEL, STEP.init(MODEL), X),
+        "needs a key: pass loss_key=",
+    ),
+    "no aux": (
+        lambda: TrainStep(loss_fn, MOMENTUM, has_aux=True)(MODEL, STEP.init(MODEL), X),
+        r"must return \(loss, aux\)",
+    ),
+    "aux by surprise": (
+        lambda: TrainStep(lambda m, x: (loss_fn(m, x), {}), MOMENTUM)(MODEL, STEP.init(MODEL), X),
+        "returned a tuple of 2.*has_aux=True",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MISTAKES)
+def test_mistakes_are_explained(case):
+    mistake, message = MISTAKES[case]
+    with unchecked(), pytest.raises(ValueError, match=re.compile(message, re.DOTALL)):
+        mistake()
