@@ -54,6 +54,11 @@ def test_other_good_checkpoints_pass(tmp_path):
     np.fill_diagonal(tensors[f"{SQUARE}.weight"], 448.0)
     report = check_folder(write(tmp_path / "large", tensors, config))
     assert report.faults == (), report
+    # A last block that predicts further tokens.
+    block = f"model.layers.{LAYERS - 1}."
+    more = {name.replace(block, f"model.layers.{LAYERS}."): x for name, x in tensors.items() if name.startswith(block)}
+    report = check_folder(write(tmp_path / "next", tensors | more, config | {"num_nextn_predict_layers": 1}))
+    assert report.faults == (), report
     tensors, config = checkpoint("modelopt")
     inner = {"quant_algo": "FP8", "kv_cache_quant_algo": None, "exclude_modules": ["lm_head*"]}
     del config["quantization_config"]
@@ -118,6 +123,7 @@ def negative(scale):
 # The layout of the good checkpoint, the change, the tensor of the fault, and what it has to say.
 BROKEN = {
     "scale missing": ("FP8_DYNAMIC", lambda t, c: t.pop(SCALE), WEIGHT, "has no"),
+    "scale of what is absent": ("FP8_DYNAMIC", put(SCALE, lambda s: at_first(s, -1.0)), SCALE, "zero or negative"),
     "scale NaN": ("FP8_DYNAMIC", put(SCALE, lambda s: at_first(s, np.nan)), SCALE, "NaN"),
     "scale infinite": ("FP8_DYNAMIC", put(SCALE, lambda s: at_first(s, np.inf)), SCALE, "infinite"),
     "scale zero": ("FP8_DYNAMIC", put(SCALE, lambda s: at_first(s, 0)), SCALE, "zero or negative"),

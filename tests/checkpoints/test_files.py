@@ -12,6 +12,7 @@ import pytest
 from folders import BF16, E4M3, checkpoint, config, file_of, header_of, write
 
 from haliax_fp8.checkpoints.files import BrokenCheckpoint, TensorFolder
+from haliax_fp8.checkpoints.files.write import TensorSpec, write_tensors
 
 
 def small():
@@ -126,6 +127,25 @@ def sharded(path, change=lambda index: None):
 def test_shards(tmp_path):
     folder = TensorFolder.open(sharded(tmp_path / "x"))
     assert folder["one"] == 2 and folder.tensors["one"].file.name == "two.safetensors"
+
+
+def test_files_end_at_their_limit_and_tensors_begin_at_multiples_of_their_elements(tmp_path):
+    """PyTorch fails without the latter, so the widest elements come first."""
+    arrays = [np.ones(3, E4M3), np.ones(1, np.float32), np.ones(5, E4M3), np.ones(2, np.float32)]
+    specs = [TensorSpec(str(i), x.dtype, x.shape) for i, x in enumerate(arrays)]
+    pairs = [((specs[0], specs[1]), lambda: arrays[:2]), ((specs[2], specs[3]), lambda: arrays[2:])]
+    for limit, files in ((20, 1), (19, 2), (1, 2)):
+        path = tmp_path / str(limit)
+        path.mkdir()
+        write_tensors(path, pairs, limit)
+        found = sorted(path.glob("*.safetensors"))
+        assert len(found) == files
+        for file in found:
+            content = file.read_bytes()
+            header = json.loads(content[8 : 8 + struct.unpack("<Q", content[:8])[0]])
+            for name, entry in header.items():
+                if name != "__metadata__":
+                    assert entry["data_offsets"][0] % arrays[int(name)].dtype.itemsize == 0, (limit, name)
 
 
 def test_an_index_names_the_files_beside_it_alone(tmp_path):

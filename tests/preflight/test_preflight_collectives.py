@@ -1,5 +1,6 @@
 """What devices send to each other, of programs written by hand, and of one compiled for devices that are not here."""
 
+import dataclasses
 import io
 import re
 
@@ -80,6 +81,8 @@ def test_collectives_written_by_hand():
     assert (found["all-reduce maximum"].devices, found["all-reduce maximum"].wire) == (4, 4 * 2 * 3 // 4)
     assert (found["all-reduce add"].devices, found["all-reduce add"].wire) == (8, 4 * 2 * 7 // 8)
     assert not found["all-reduce maximum"].is_asynchronous and not found["all-reduce maximum"].reduces_gradients
+    # Gradients are added up: the scatter's scope, with another reduction, would be that of an amax.
+    assert not dataclasses.replace(scatter, reduction="maximum").reduces_gradients
     assert permute.wire == 2 * 16 * 64 and not permute.is_asynchronous
     # The bias is no operand.
     assert program.fp8_gathers == sizes[0] / (sizes[0] + sizes[1])

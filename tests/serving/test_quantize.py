@@ -16,7 +16,15 @@ from haliax_fp8 import Fp8Config, calibrate, cast_params, describe, fp8_linear_l
 from haliax_fp8._product.dimensions import DotDimensions
 from haliax_fp8._product.dot import DotContraction
 from haliax_fp8.layers import AbstractServedLayer, Kernel, LayerRule, default_rules
-from haliax_fp8.recipes import E4M3, CurrentScaling, DelayedScaling, HighPrecision, MXFP8Scaling, RowwiseScaling
+from haliax_fp8.recipes import (
+    E4M3,
+    BlockScaling,
+    CurrentScaling,
+    DelayedScaling,
+    HighPrecision,
+    MXFP8Scaling,
+    RowwiseScaling,
+)
 from haliax_fp8.serving import Scheme, ServedKernel, dequantize, quantize_for_inference, schemes
 from haliax_fp8.serving.product import ROWS, ServedProduct, filled_product, quantized_input
 
@@ -213,10 +221,18 @@ def test_row_alone_is_row_in_batch(scheme):
         np.testing.assert_array_equal(call(x[rows]), together[rows])
 
 
+def test_a_layer_in_two_places_stays_one():
+    layer = equinox_linear()
+    first, second = quantize_for_inference([layer, layer], "dynamic")
+    assert first is second
+
+
 def test_rows_of_one_scale_are_not_independent():
     """The claim is refused where it would be wrong."""
     scheme = Scheme(RowwiseScaling(), CurrentScaling())
     assert not scheme.rows_are_independent
+    assert not Scheme(BlockScaling(square=True), BlockScaling(square=True)).rows_are_independent
+    assert Scheme(BlockScaling(square=True), BlockScaling()).rows_are_independent
     x = normal(1, 20, 64).at[3].mul(1000.0)
     call = jax.jit(jax.vmap(quantize_for_inference(equinox_linear(), scheme)))
     assert not np.array_equal(call(x[:1]), call(x)[:1])

@@ -13,8 +13,12 @@ import optax
 import pytest
 
 import haliax_fp8 as fp8
+from haliax_fp8._state.table import guarded
 from haliax_fp8.recipes import E4M3, E5M2, DelayedScaling, Recipe
 from haliax_fp8.statistics import Problem, Remedy, Thresholds, apply_remedies, diagnose, scale_ages
+from haliax_fp8.statistics.diagnosis.checks import foreign_state
+from haliax_fp8.statistics.diagnosis.operand import Operand
+from haliax_fp8.statistics.history import History
 
 
 WIDTH, DEPTH, ROWS, STEPS, HISTORY = 32, 3, 64, 12, 16
@@ -101,6 +105,31 @@ def with_weight(model, i, weight):
 
 
 # --- Healthy models ---------------------------------------------------------------------------------------------------
+
+
+def test_histories_are_read_in_the_order_of_time():
+    op = fp8.Fp8DotGeneral.init(DelayedScaling(amax_history_length=4))
+    # The scale, the newest amax, and the others from the oldest on.
+    row = jnp.asarray([2.0, 16.0, 2.0, 4.0, 8.0])
+    op = eqx.tree_at(lambda op: op.state.table.array, op, guarded(jnp.stack([row] * 3)))
+    history = History.of(op, 0, ())
+    assert history is not None and history.amaxes.tolist() == [2.0, 4.0, 8.0, 16.0]
+    assert (history.scale, history.newest, history.largest, history.age) == (2.0, 16.0, 16.0, 0)
+    assert [history.growth(steps) for steps in (1, 2, 3)] == [2.0, 4.0, 8.0]
+    # Nobody knows what was before.
+    assert history.growth(4) == 1.0
+    assert History(np.asarray([16.0, 2.0, 4.0]), 1.0).age == 2
+
+
+@pytest.mark.parametrize("kernels", [2, 3])
+@pytest.mark.parametrize("factor", [16.0, 1 / 16])
+def test_kernels_that_are_not_those_of_the_last_step(kernels, factor):
+    """Smaller or larger; one alone was replaced, most of many were moved by one step."""
+    recorded = History(np.asarray([1.0]), 1.0)
+    operand = lambda path, amax: Operand(path, (), "kernel", {"amax": amax}, recorded, Recipe.of(DelayedScaling()))
+    all = [operand(f"layers.{i}", factor if i < 2 else 1.0) for i in range(kernels)]
+    found = [finding.problem for finding in foreign_state(all, Thresholds())]
+    assert found == [Problem.JUMP if kernels >= 3 else Problem.FOREIGN_STATE] * 2
 
 
 @pytest.mark.parametrize(
