@@ -138,6 +138,8 @@ def leads(link, seen: Seen) -> bool:
     target, anchor = urllib.parse.urldefrag(link)
     if not target.startswith("file:"):
         return True
+    # The name of the site leads to its folder, of which servers show the index.
+    target = f"{target}index.html" if target.endswith("/") else target
     if target not in seen.anchors:
         return pathlib.Path(urllib.parse.unquote(urllib.parse.urlparse(target).path)).is_file()
     return not anchor or urllib.parse.unquote(anchor) in seen.anchors[target]
