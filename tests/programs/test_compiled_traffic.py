@@ -58,6 +58,6 @@ LIMITS = {
 def test_gradients_of_one_tensor_are_one_sum(name, target):
     with jax.numpy_dtype_promotion("standard"):
         found = row(CASES[name], target, TINY)
-    assert found["gathered_wider"] <= 0.02 * WEIGHTS
-    # Amaxes of rows are a few kilobytes.
-    assert found["wire"] <= 7 / 8 * LIMITS[name] + 0.02 * WEIGHTS
+    # Amaxes of rows are no less than an activation's part here, where rows are short.
+    assert found["gathered_wider"] < ACTIVATION / 2
+    assert found["wire"] <= 7 / 8 * LIMITS[name] + ACTIVATION
