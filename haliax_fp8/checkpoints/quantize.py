@@ -61,12 +61,12 @@ type Rows = np.ndarray | ScaledMatrix
 
 
 def parts_of(shape: tuple[int, ...]) -> Iterator[slice]:
-    """The rows of a matrix, a megabyte of FP8 at a time.
+    """The rows of a matrix, a quarter of a megabyte of FP8 at a time.
 
     Args:
         shape: Of the matrix.
     """
-    step = max(1, (1 << 20) // max(1, math.prod(shape[1:])))
+    step = max(1, (1 << 18) // max(1, math.prod(shape[1:])))
     for start in range(0, shape[0], step):
         yield slice(start, min(start + step, shape[0]))
 
