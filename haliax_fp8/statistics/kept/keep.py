@@ -64,8 +64,8 @@ def black_box(
 
     Example:
         >>> box = black_box(fp8_linear_layers(model), loss_fn, x, step=12)
-        >>> box.step, box.input.shape == x.shape
-        (12, True)
+        >>> box.step
+        12
     """
     ops = dict(named_ops(model))
     if not ops:
