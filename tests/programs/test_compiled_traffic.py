@@ -49,8 +49,6 @@ LIMITS = {
     "tensor-parallel": 2 * 8 * ACTIVATION,
     # Scattered; and gathered in FP8: what enters seven layers, or the output's gradient of two of them.
     "tensor-parallel + sequence": (8 + 14 / 2) * ACTIVATION,
-    # And over four devices kernels and their gradients.
-    "FSDP 4 x tensor-parallel 2 + sequence": (8 + 14 / 2) * ACTIVATION + (2 + 2) * WEIGHTS,
 }
 
 
