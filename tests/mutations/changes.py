@@ -308,8 +308,8 @@ CHANGES = (
     Change(
         "devices keep their parts of a sum of blocks",
         "_product/divided_product.py",
-        "return lax.psum(part, added) if added else part",
-        "return part",
+        "part = lax.psum(part, added) if added else part",
+        "part = part",
         ("test_blocks.py",),
     ),
     Change(
@@ -782,16 +782,16 @@ CHANGES = (
     ),
     Change(
         "microbatches are contiguous rows, so that devices send each other theirs",
-        "training/step.py",
-        "return whole_in_front(jnp.swapaxes(parts, 0, 1))",
+        "training/microbatches.py",
+        "return whole_in_front(jnp.swapaxes(x.reshape(x.shape[0] // count, count, *x.shape[1:]), 0, 1))",
         "return x.reshape(count, x.shape[0] // count, *x.shape[1:])",
         ("test_traffic.py::test_devices_keep_their_rows",),
     ),
     Change(
         "the loss of microbatches is summed, not averaged",
-        "training/step.py",
-        "return loss / count, overwrites, gradients",
-        "return loss, overwrites, gradients",
+        "training/microbatches.py",
+        "BatchGradients(loss / count,",
+        "BatchGradients(loss,",
         (
             "test_optimizers.py::test_microbatches_average_gradients",
             "test_training.py::test_the_loss_and_the_norm_of_microbatches_are_those_of_the_batch",
@@ -807,7 +807,7 @@ CHANGES = (
     Change(
         "grad_norm is that of the updates",
         "training/step.py",
-        "optax.tree.norm(gradients)",
+        "optax.tree.norm(of_batch.gradients)",
         "optax.tree.norm(updates)",
         ("test_optimizers.py::test_grad_norm_is_that_of_the_parameters",),
     ),
