@@ -153,7 +153,7 @@ def _what_it_takes(runs: Sequence[Run], options: argparse.Namespace) -> str:
     steps = f"{options.steps - len(runs[0].losses)} steps of {len(runs)} {'model' if len(runs) == 1 else 'models'}"
     measured = ""
     if jax.default_backend() == "cpu" and _is_documented(options):
-        measured = "; on two idle CPU cores all of it takes 4 minutes, on busy ones up to three times that"
+        measured = "; on two idle CPU cores all of it takes 4 minutes"
     return f"{steps}. First XLA compiles, which has no progress to show{measured}. Ctrl-C keeps a checkpoint"
 
 

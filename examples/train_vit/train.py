@@ -179,7 +179,7 @@ def _measured(options: argparse.Namespace) -> str:
     named = vars(options) | {"out": None, "verbose": None}
     if jax.default_backend() != "cpu" or named != vars(parse_options([])) | {"out": None, "verbose": None}:
         return ""
-    return "; on two idle CPU cores all of it takes 2.5 minutes, on busy ones up to three times that"
+    return "; on two idle CPU cores all of it takes 2.5 minutes"
 
 
 def announce(

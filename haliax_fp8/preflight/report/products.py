@@ -1,5 +1,6 @@
 """The products of a step: a row for each layer, or some lines for each product."""
 
+import collections
 import dataclasses
 import re
 from collections.abc import Iterable, Iterator
@@ -66,8 +67,9 @@ def cells(row: Row, program: Program) -> tuple[str, ...]:
 def layer_table(program: Program) -> Table:
     """A row for each layer, with fprop, dgrad and wgrad side by side; at most 80 columns wide.
 
-    Layers that differ only in their number share a row. Products between activations, of which those of attention are
-    most, share the last row. The largest size in a row stands for all of it, and a cell names each verdict once.
+    Layers that differ only in their number share a row if they have the same sizes and run alike. Products between
+    activations, of which those of attention are most, share the last row. The largest size in a row stands for all of
+    it, and a cell names each verdict once.
 
     Args:
         program: The step.
@@ -120,15 +122,30 @@ def _layers(program: Program) -> list[_Layer]:
     between: list[Product] = []
     for product in program.products:
         if product.layer:
-            found.setdefault(_numbered_alike(product.layer), []).append(product)
+            found.setdefault(product.layer, []).append(product)
         else:
             between.append(product)
-    layers = [_Layer(name, tuple(products), True) for name, products in found.items()]
+    alike: dict[tuple[str, frozenset[tuple]], list[str]] = {}
+    for path, products in found.items():
+        how = frozenset((p.role, p.batch, p.m, p.k, p.n, _word(p)) for p in products)
+        alike.setdefault((_numbered_alike(path), how), []).append(path)
+    kinds = collections.Counter(name for name, _ in alike)
+    layers = [
+        _Layer(_name(name, paths, kinds[name]), tuple(p for path in paths for p in found[path]), True)
+        for (name, _), paths in alike.items()
+    ]
     if between:
         is_attention = any(p.in_attention or "attention" in p.scope.lower() for p in between)
         name = "attention (no weights)" if is_attention else "products without weights"
         layers.append(_Layer(name, tuple(between), False))
     return layers
+
+
+def _name(numbered: str, paths: list[str], kinds: int) -> str:
+    """What a row is called: its layer, all layers of that name, or those of them that are alike."""
+    if len(paths) == 1:
+        return paths[0]
+    return numbered if kinds == 1 else f"{paths[0]} and {len(paths) - 1} more"
 
 
 def _in_groups(layers: list[_Layer]) -> Iterator[tuple[str, list[_Layer]]]:
