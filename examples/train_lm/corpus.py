@@ -73,9 +73,23 @@ def load_corpus(path: str | None, validation_fraction: float) -> Corpus:
     Raises:
         ValueError: If the file cannot be read or is too short, or the fraction is not in (0, 0.5].
     """
+    name, text = (path, _read(path)) if path is not None else ("pydoc_data.topics", _python_topics())
+    return split_corpus(name, text, validation_fraction)
+
+
+def split_corpus(name: str, text: bytes, validation_fraction: float) -> Corpus:
+    """As `load_corpus`, of a text that is in memory.
+
+    Args:
+        name: The source of the text, for messages.
+        text: The text.
+        validation_fraction: See `load_corpus`.
+
+    Raises:
+        ValueError: If the text is too short, or the fraction is not in (0, 0.5].
+    """
     if not 0 < validation_fraction <= 0.5:
         raise ValueError(f"--validation-fraction {validation_fraction} is not above 0 and at most 0.5")
-    name, text = (path, _read(path)) if path is not None else ("pydoc_data.topics", _python_topics())
     every = round(1 / validation_fraction)
     blocks = [text[start : start + BLOCK_BYTES] for start in range(0, len(text), BLOCK_BYTES)]
     if len(blocks) < every:

@@ -1,0 +1,164 @@
+"""One model trained on one seed, in bf16 or in FP8: what `convergence.py` compares."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import haliax_fp8 as fp8
+from lib.training_tasks import AbstractTask
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """What happens to all variants alike.
+
+    Args:
+        steps: Steps.
+        every: The number of steps between two validations; divides `steps`.
+        learning_rate: At its peak, after a tenth of the steps; then half a cosine.
+        loss_scales: By what the loss of each step is multiplied, and its gradients divided again: `constant` by 1;
+            `growing` by 1.1 more in each step, at most by 1.1**200; `spikes` by 2**16 in every tenth step. Exact
+            arithmetic gives the same with all three: what differs are the amaxes of gradients.
+    """
+
+    steps: int = 200
+    every: int = 100
+    learning_rate: float = 3e-3
+    loss_scales: str = "constant"
+
+    def learning_rates(self) -> np.ndarray:
+        """One for each step."""
+        rate = optax.warmup_cosine_decay_schedule(0.0, self.learning_rate, self.steps // 10, self.steps)
+        # The schedule begins at 0, a step that changes nothing.
+        return np.asarray(rate(np.arange(self.steps) + 0.5), np.float32)
+
+    def scales(self) -> np.ndarray:
+        """One for each step."""
+        step = np.arange(self.steps)
+        found = {
+            "constant": np.ones(self.steps),
+            "growing": 1.1 ** np.minimum(step, 200),
+            "spikes": np.where(step % 10 == 9, 2.0**16, 1.0),
+        }
+        return found[self.loss_scales].astype(np.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """How a model is trained.
+
+    Args:
+        config: How it is converted; None leaves it in the task's dtype.
+        calibrated: Whether its state is filled from the first batch.
+        ulp: Whether all weights start one ulp of float32 above those of the seed: the noise floor.
+        first: What it is converted with in the first steps; None as in the others. State is fresh after them.
+        first_steps: How many these are; a multiple of the schedule's `every`, which they shorten.
+    """
+
+    config: fp8.Fp8Config | None = None
+    calibrated: bool = False
+    ulp: bool = False
+    first: fp8.Fp8Config | None = None
+    first_steps: int = 0
+
+
+OPTIMIZER = optax.chain(
+    optax.clip_by_global_norm(1.0),
+    optax.scale_by_adam(b2=0.95),
+    optax.add_decayed_weights(0.1, mask=lambda params: jax.tree.map(lambda leaf: leaf.ndim > 1, params)),
+)
+"""AdamW; the learning rate is an argument of each step, so that all share one program."""
+
+type Record = dict[str, Any]
+"""`losses` of all steps; `validation` and `validation_bf16`, the weights' loss without FP8: pairs of step and loss."""
+
+
+def train(
+    task: AbstractTask,
+    schedule: Schedule,
+    variant: Variant,
+    seed: int,
+    advance: Callable[[int], None] = lambda steps: None,
+) -> Record:
+    """Trains one model to the end, or to the first loss that is not finite.
+
+    Args:
+        task: Model and data.
+        schedule: Steps and learning rate.
+        variant: How it is trained.
+        seed: Determines weights and batches; random rounding too.
+        advance: Called with the number of steps that were done.
+    """
+    key = jax.random.key(seed)
+    plain = _initial(task, key)
+    if variant.ulp:
+        plain = jax.tree.map(lambda w: jnp.nextafter(w, jnp.inf) if eqx.is_inexact_array(w) else w, plain)
+    batches, validation = task.batches(seed, schedule.steps), task.validation(seed)
+    keys = jax.random.split(jax.random.fold_in(key, 1), schedule.steps)
+    inputs = (batches, keys, schedule.learning_rates(), schedule.scales())
+    model = _converted(plain, variant.first if variant.first_steps else variant.config)
+    if variant.calibrated:
+        model = fp8.calibrate(model, task.loss, [tuple(jnp.asarray(x[0]) for x in batches)])
+    state = model, OPTIMIZER.init(fp8.trainable(model))
+    record: Record = {"losses": [], "validation": [], "validation_bf16": []}
+    marks = sorted({variant.first_steps, *range(0, schedule.steps, schedule.every), schedule.steps})
+    for start, end in zip(marks, marks[1:], strict=False):
+        if start == variant.first_steps > 0:
+            model = _converted(fp8.restore_linear_layers(state[0]), variant.config)
+            state = model, fp8.transfer_optimizer_state(state[1], state[0], model)
+        state, losses = _steps(task.loss, state, _part(inputs, start, end))
+        record["losses"] += np.asarray(losses, float).tolist()
+        record["validation"].append((end, float(_evaluate(task.loss, state[0], validation))))
+        in_bf16 = state[0] if variant.config is None else fp8.restore_linear_layers(state[0])
+        record["validation_bf16"].append((end, float(_evaluate(task.loss, in_bf16, validation))))
+        advance(end - start)
+        if not np.isfinite(record["losses"]).all():
+            advance(schedule.steps - end)
+            break
+    return record
+
+
+def _part(inputs: Any, start: int, end: int) -> Any:
+    return jax.tree.map(lambda x: x[start:end], inputs)
+
+
+@eqx.filter_jit
+def _initial(task: AbstractTask, key: jax.Array) -> Any:
+    return task.init(key)
+
+
+def _converted(model: Any, config: fp8.Fp8Config | None) -> Any:
+    return model if config is None else fp8.fp8_linear_layers(model, config)
+
+
+@eqx.filter_jit
+def _steps(loss: Callable[..., jax.Array], state: Any, inputs: Any) -> tuple[Any, jax.Array]:
+    """The training loop as one program, and the loss of each step."""
+    arrays, static = eqx.partition(state, eqx.is_array)
+
+    def step(arrays: Any, inputs: Any) -> tuple[Any, jax.Array]:
+        (model, moments), (batch, key, rate, scale) = eqx.combine(arrays, static), inputs
+
+        def scaled(model: Any) -> jax.Array:
+            return loss(fp8.with_rounding_keys(model, key), *batch) * scale
+
+        value, gradients = fp8.filter_value_and_grad(scaled)(model)
+        overwrites, gradients = fp8.partition_for_grad_overwrite(gradients)
+        gradients = jax.tree.map(lambda g: g / scale, gradients)
+        updates, moments = OPTIMIZER.update(gradients, moments, fp8.trainable(model))
+        model = fp8.apply_updates(model, jax.tree.map(lambda u: -rate * u, updates), overwrites)
+        return eqx.filter((model, moments), eqx.is_array), value / scale
+
+    arrays, losses = jax.lax.scan(step, arrays, inputs)
+    return eqx.combine(arrays, static), losses
+
+
+@eqx.filter_jit
+def _evaluate(loss: Callable[..., jax.Array], model: Any, batches: Any) -> jax.Array:
+    return jax.lax.map(lambda batch: loss(model, *batch), batches).mean()

@@ -1,0 +1,113 @@
+"""What `convergence.py` compares with bf16: recipes, parts of recipes, and ways to start."""
+
+import dataclasses
+
+from haliax_fp8 import DelayedScaling, Fp8Config
+from haliax_fp8.recipes import (
+    E2M1,
+    E4M3,
+    HighPrecision,
+    MostRecent,
+    NVFP4Scaling,
+    Quantization,
+    Recipe,
+    ToNearest,
+    named,
+)
+from lib.training_runs import Variant
+
+
+def _config(recipe: Recipe | DelayedScaling | str, *exclude: str) -> Fp8Config:
+    return Fp8Config(recipe=recipe, exclude=("head", *exclude))
+
+
+def _variant(recipe: Recipe | DelayedScaling | str, *exclude: str, calibrated: bool = False) -> Variant:
+    return Variant(_config(recipe, *exclude), calibrated)
+
+
+BASELINE = Variant()
+
+TWIN = Variant(ulp=True)
+
+RECIPES = {
+    "bf16 + 1 ulp": TWIN,
+    "delayed": _variant("delayed", calibrated=True),
+    "delayed, not calibrated": _variant("delayed"),
+    "current": _variant("current"),
+    "rowwise": _variant("rowwise"),
+    "rowwise_wgrad_bf16": _variant("rowwise_wgrad_bf16"),
+    "deepseek": _variant("deepseek"),
+    "mxfp8": _variant("mxfp8"),
+    "nvfp4": _variant("nvfp4"),
+}
+
+_SHORT = DelayedScaling(amax_history_length=16)
+
+DELAYED = {
+    "bf16 + 1 ulp": TWIN,
+    "delayed, not calibrated": _variant("delayed"),
+    "delayed": _variant("delayed", calibrated=True),
+    "history of 16, not calibrated": _variant(_SHORT),
+    "history of 16": _variant(_SHORT, calibrated=True),
+    "newest amax, not calibrated": _variant(DelayedScaling(amax_history_length=1, amax_compute=MostRecent())),
+    "delayed, 20 steps of current first": Variant(_config("delayed"), first=_config("current"), first_steps=20),
+    "current": _variant("current"),
+}
+
+_NVFP4 = named["nvfp4"]
+_HIGH = Quantization(E4M3, HighPrecision())
+_RECTANGLES = Quantization(E2M1, NVFP4Scaling())
+
+
+def _nearest(quantization: Quantization | None) -> Quantization | None:
+    return None if quantization is None else dataclasses.replace(quantization, rounding=ToNearest())
+
+
+def _four_over_six(recipe: Recipe) -> Recipe:
+    def changed(quantization: Quantization | None) -> Quantization | None:
+        if quantization is None:
+            return None
+        scaling = quantization.scaling
+        if isinstance(scaling, NVFP4Scaling):
+            scaling = dataclasses.replace(scaling, four_over_six=True)
+        else:
+            scaling = dataclasses.replace(scaling, scaling=dataclasses.replace(scaling.scaling, four_over_six=True))
+        return dataclasses.replace(quantization, scaling=scaling)
+
+    return Recipe(**{field.name: changed(getattr(recipe, field.name)) for field in dataclasses.fields(recipe)})
+
+
+_UNROTATED = dataclasses.replace(_NVFP4, input_for_wgrad=None, output_grad_for_wgrad=None)
+_FORWARD_ONLY = Recipe(
+    input=_NVFP4.input, kernel=_NVFP4.kernel, output_grad=_HIGH, kernel_for_dgrad=_HIGH, input_for_wgrad=_HIGH
+)
+_BACKWARD_ONLY = dataclasses.replace(_NVFP4, input=_HIGH, kernel=_HIGH, kernel_for_dgrad=_NVFP4.kernel)
+
+NVFP4 = {
+    "bf16 + 1 ulp": TWIN,
+    "nvfp4": _variant("nvfp4"),
+    "fprop alone": _variant(_FORWARD_ONLY),
+    "dgrad and wgrad alone": _variant(_BACKWARD_ONLY),
+    "wgrad in bf16": _variant(dataclasses.replace(_NVFP4, input_for_wgrad=_HIGH, output_grad_for_wgrad=_HIGH)),
+    "not rotated": _variant(_UNROTATED),
+    "rounded to nearest": _variant(
+        dataclasses.replace(
+            _NVFP4,
+            output_grad=_nearest(_NVFP4.output_grad),
+            output_grad_for_wgrad=_nearest(_NVFP4.output_grad_for_wgrad),
+        )
+    ),
+    "four over six": _variant(_four_over_six(_NVFP4)),
+    "four over six, not rotated": _variant(_four_over_six(_UNROTATED)),
+    "kernels in strips": _variant(dataclasses.replace(_NVFP4, kernel=_RECTANGLES)),
+    "kernels in strips, four over six": _variant(_four_over_six(dataclasses.replace(_NVFP4, kernel=_RECTANGLES))),
+    "last block in bf16": _variant("nvfp4", "blocks.blocks.1.*"),
+    "first block in bf16": _variant("nvfp4", "blocks.blocks.0.*"),
+    "attention in bf16": _variant("nvfp4", "*.attention.*"),
+}
+"""Without `nvfp4`'s name: its parts, each changed alone. `fprop alone`: the two other products are in bf16."""
+
+STRESS = {name: RECIPES[name] for name in RECIPES if name not in ("bf16 + 1 ulp", "rowwise_wgrad_bf16")}
+
+SUITES = {"recipes": RECIPES, "delayed": DELAYED, "nvfp4": NVFP4, "stress": STRESS}
+"""Variants by name; bf16 is compared with in each."""
