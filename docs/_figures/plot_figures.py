@@ -1,6 +1,7 @@
 """Draws one picture with each function of `haliax_fp8.plots`: of formats, a small model in training, a benchmark."""
 
 import functools
+import json
 import pathlib
 
 import equinox as eqx
@@ -19,6 +20,7 @@ from haliax_fp8.statistics import StatisticsLog
 
 
 RESULTS = pathlib.Path(__file__).parents[2] / "benchmarks" / "RESULTS.md"
+CONVERGENCE = RESULTS.with_name("convergence.json")
 ON_BOTH = "#7d8896"
 SEEDS, STEPS, EVERY, WIDTH = 3, 60, 3, 32
 
@@ -118,7 +120,19 @@ def benchmark_bars() -> Figure:
     return plots.benchmark_bars(rows, values, label="library", baseline="bf16")
 
 
+def convergence() -> Figure:
+    """Losses of a language model in bf16 and in FP8, over the seeds that all of them have."""
+    rows = json.loads(CONVERGENCE.read_text())["rows"]
+    shown = {"bf16", "bf16 + 1 ulp", "current", "rowwise", "nvfp4"}
+    curves = {row["variant"]: row["curves"] for row in rows if row["case"] == "topics" and row["variant"] in shown}
+    seeds = sorted(set.intersection(*map(set, curves.values())))
+    runs = {name: np.array([of_seed[seed] for seed in seeds]) for name, of_seed in curves.items()}
+    count = runs["bf16"].shape[1]
+    return plots.loss_curves(runs, baseline="bf16", steps=[10 * (i + 1) for i in range(count)])
+
+
 FIGURES = {
+    "convergence": convergence,
     "formats": lambda: plots.relative_errors((E4M3, E5M2)),
     "format-values": lambda: plots.representable_values((E4M3, E5M2, E2M1)),
     "delayed-scaling": delayed_scaling,
