@@ -348,6 +348,14 @@ def test_alike_layers_share_a_line(compared):
     assert text.count("wgrad") == 1 and "model.layers.*" in text
 
 
+def test_layers_that_run_otherwise_have_rows_of_their_own():
+    text = str(report_of("local", converted(fp8.Fp8Config(exclude="layers.1"))))
+    (rows,) = re.findall(r"model\.layers\n((?:   .*\n)+)", re.sub(r" +\n", "\n", text))
+    assert [line.split()[0] for line in rows.splitlines()] == ["0", "1"]
+    emulated = ["emulated" in line for line in rows.splitlines()]
+    assert emulated == [True, False] and "and 1 more" in rows.splitlines()[0]
+
+
 def test_progress_is_told():
     said = []
     inspect_step(lambda x: x, struct(4), target="local", compare=lambda x: x, progress=said.append)

@@ -125,9 +125,11 @@ def _layers(program: Program) -> list[_Layer]:
             found.setdefault(product.layer, []).append(product)
         else:
             between.append(product)
-    alike: dict[tuple[str, frozenset[tuple]], list[str]] = {}
+    alike: dict[tuple[str, frozenset], list[str]] = {}
     for path, products in found.items():
-        how = frozenset((p.role, p.batch, p.m, p.k, p.n, _word(p)) for p in products)
+        # The first layer of a model lacks dgrad, and is like the others all the same.
+        sizes = {(p.batch, p.m, p.k, p.n) for p in products if p.role in _SIDES[FPROP]}
+        how = frozenset(sizes | {_word(p) for p in products})
         alike.setdefault((_numbered_alike(path), how), []).append(path)
     kinds = collections.Counter(name for name, _ in alike)
     layers = [

@@ -18,7 +18,7 @@ from .units import size
 
 @dataclasses.dataclass(frozen=True)
 class Page:
-    """What is shown of a report: the flags in the first line, the headline, and fields of the report."""
+    """What is shown of a report: the flags, the headline, and fields of the report."""
 
     flags: str
     headline: str
@@ -113,7 +113,9 @@ def as_renderable(page: Page, *, every_product: bool = False) -> RenderableType:
     findings = [Text(f"! {finding}", "yellow") for finding in page.findings]
     notes = [Text(f"? {note}", "dim") for note in page.notes]
     tables = [products, sums, *([sent] if page.step.collectives else [])]
-    return Group(Text(page.headline, "bold"), *tables, *findings, *notes, Text(page.flags, "dim"))
+    # What the other setting changes stands at the end; here, under which flags all of it holds.
+    headline = Text(page.headline, "bold").append(f"; {page.flags.partition('; ')[0]}", "not bold")
+    return Group(headline, *tables, *findings, *notes, Text(page.flags, "dim"))
 
 
 def _heads(page: Page) -> tuple[str, ...]:
