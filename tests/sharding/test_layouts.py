@@ -107,7 +107,9 @@ def check(layout, recipes, count):
             (loss, gradient), (expected_loss, wanted) = found[recipe], expected[recipe]
             assert np.isfinite(loss)
             # Sums in another order differ in last bits, and some elements then round to the next FP8 value.
-            np.testing.assert_allclose(loss, expected_loss, rtol=2e-5 if recipe == "nvfp4" else 2e-6, err_msg=recipe)
+            # Where a block's amax is next to a power of two, an ulp of it doubles the scale of the whole block.
+            limit = 1e-4 if recipe in ("mxfp8", "nvfp4") else 2e-6
+            np.testing.assert_allclose(loss, expected_loss, rtol=limit, err_msg=recipe)
             (state, rest), (wanted_state, wanted) = map(fp8.partition_for_grad_overwrite, (gradient, wanted))
             for got, one in zip(jax.tree.leaves(rest), jax.tree.leaves(wanted), strict=True):
                 error = np.linalg.norm(np.asarray(got) - np.asarray(one)) / np.linalg.norm(np.asarray(one))
