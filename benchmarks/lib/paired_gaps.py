@@ -79,7 +79,7 @@ class RunFile:
         return self.folder / f"{self.name.replace(' ', '_')}-{digest}.json"
 
     def read(self) -> dict[int, dict[str, Any]]:
-        """The records by seed; none if there is no file."""
+        """The records by seed; empty if the file does not exist."""
         if not self.path.exists():
             return {}
         return {int(seed): record for seed, record in json.loads(self.path.read_text())["records"].items()}

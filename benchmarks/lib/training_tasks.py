@@ -151,7 +151,7 @@ class VisionTask(AbstractTask):
     Args:
         layers: Blocks.
         hidden: Width of the residual stream.
-        smoothing: Of the labels, so that the loss does not tend to zero, where ratios say nothing.
+        smoothing: Of the labels, so that the loss does not tend to zero, where ratios are meaningless.
     """
 
     layers: int = 2

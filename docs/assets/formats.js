@@ -3,7 +3,7 @@
   "use strict";
   const fp8 = (window.haliaxFp8 = window.haliaxFp8 || {});
 
-  // kind: which patterns are no numbers. fn: only all ones is NaN; ieee: infinities and NaN; fnuz: only what would be
+  // kind: which patterns are not numbers. fn: only all ones is NaN; ieee: infinities and NaN; fnuz: only what would be
   // -0 is NaN; finite: none; scale: no sign, no zero, all ones is NaN.
   const FORMATS = (fp8.FORMATS = {
     E4M3: { exponent: 4, mantissa: 3, bias: 7, kind: "fn" },

@@ -135,7 +135,7 @@ def announce(runs: Sequence[Run], corpus: Corpus, options: argparse.Namespace, c
         f"{len(corpus.validation):,} held back",
     )
     if 0 in corpus.train:
-        _say(console, f"{corpus.name} is no text: it has bytes of 0. The model learns them all the same")
+        _say(console, f"{corpus.name} is not text: it has bytes of 0. The model learns them all the same")
     if options.mesh is not None:
         _say(console, runs[0].layout.summary)
     _say(console, _what_it_takes(runs, options))

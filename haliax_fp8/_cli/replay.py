@@ -53,7 +53,7 @@ def run_replay(options: argparse.Namespace) -> int:
         The exit status, 0.
 
     Raises:
-        UsageError: If the file is no black box, or a recipe is unknown.
+        UsageError: If the file is not a black box, or a recipe is unknown.
     """
     try:
         for name in options.recipe or ():

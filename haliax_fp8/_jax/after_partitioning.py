@@ -95,7 +95,7 @@ def devices_of(context: Any) -> int:
 
 
 def _outside_of_mesh(function: Callable[..., Array]) -> Callable[..., Array]:
-    """What a device computes of its parts, whose types say nothing of a mesh with explicit axes, though one be set."""
+    """What a device computes of its parts, whose types do not mention a mesh with explicit axes, even if one is set."""
 
     @functools.wraps(function)
     def call(*arrays: Array) -> Array:

@@ -125,7 +125,7 @@ def quantize(
 
     Raises:
         ValueError: If `x` is not floating-point, the scale is not float32, does not fit the shape of `x` or is not
-            positive (where its values are known, outside `jit`), or `cast` is none of these.
+            positive (where its values are known, outside `jit`), or `cast` is not one of these.
 
     Example:
         >>> quantize(jnp.array([0.5, -1000.0]), 1.0, jnp.float8_e4m3fn).data

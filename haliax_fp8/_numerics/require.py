@@ -52,7 +52,7 @@ def require_number(name: str, value: object, example: str, of: str) -> None:
 
 
 def require_integer(name: str, value: object, of: str) -> None:
-    """Raises a ValueError for anything but an integer; True and False are none."""
+    """Raises a ValueError for anything but an integer; True and False do not count."""
     if not isinstance(value, int) or isinstance(value, bool):
         raise ValueError(f"{name}={value!r} of {of} must be an integer")
 

@@ -89,7 +89,7 @@ def served_layer(
         case eqx.nn.Linear():
             return ServedEquinoxLinear(layer, served)
     raise ValueError(
-        f"{place} is a {type(layer).__name__}, of which a checkpoint in FP8 makes no form for inference; import it "
+        f"{place} is a {type(layer).__name__}, which has no form for inference that holds FP8; import it "
         "with weights='dequantized', and quantize that with serving.quantize_for_inference"
     )
 

@@ -154,7 +154,7 @@ def _field_of(layer: Any, kernel: Kernel) -> str:
         if getattr(layer, field.name, None) is kernel.weight:
             return field.name
     raise ValueError(
-        f"the weight of a {type(layer).__name__}, as its LayerRule gives it, is none of its fields; give a rule "
+        f"the weight of a {type(layer).__name__}, as its LayerRule gives it, is not one of its fields; give a rule "
         "whose Kernel holds the field itself"
     )
 

@@ -127,7 +127,7 @@ class Fp8Config:
             name: The argument's name, for errors.
 
         Raises:
-            ValueError: If it is none of these, or the history length is not a positive integer.
+            ValueError: If it is not one of these, or the history length is not a positive integer.
         """
         recipe = as_recipe(recipe, name)
         if self.amax_history_length is None:

@@ -98,7 +98,7 @@ class ModelDescription(Printable):
 
     @property
     def count(self) -> int:
-        """How many linear layers there are; without layers of other kinds, such as embeddings that are no head."""
+        """How many linear layers there are; without layers of other kinds, such as embeddings that are not heads."""
         return sum(layer.is_linear for layer in self.layers)
 
     @property

@@ -31,7 +31,7 @@ def benchmark_bars(
         A figure with one panel per figure. A row that lacks one, because it failed, has the text "none" there.
 
     Raises:
-        ValueError: If the file has no rows, no row has a figure, or `baseline` is no row.
+        ValueError: If the file has no rows, no row has a figure, or `baseline` is not a row.
 
     Example:
         >>> rows = [{"library": "bf16", "ms": 4.0}, {"library": "FP8", "ms": 2.5}]
@@ -46,7 +46,7 @@ def benchmark_bars(
             f"label={label!r} is not in every row of results; the first has {list(rows[0]) if rows else []}"
         )
     if baseline is not None and baseline not in names:
-        raise ValueError(f"baseline={baseline!r} is none of the rows {names}")
+        raise ValueError(f"baseline={baseline!r} is not one of the rows {names}")
     for key in values:
         if all(_number(row, key) is None for row in rows):
             raise ValueError(f"values has {key!r}, which no row of results has as a number; there are {list(rows[0])}")

@@ -66,7 +66,7 @@ def statistics_heatmaps(
         one.set_title(f"{name} of the {operand}", loc="left", fontsize=10)
         bar = figure.colorbar(ScalarMappable(image.norm, image.cmap), ax=one, pad=0.01, aspect=12)
         if isinstance(norm, LogNorm):
-            # matplotlib's own are none or too many where the numbers span less than a power of ten.
+            # Where the numbers span less than a power of ten, matplotlib draws too few marks, or too many.
             marks = np.geomspace(*image.get_clim(), 4)
             bar.set_ticks(marks.tolist(), labels=[f"{mark:.2g}" for mark in marks])
             bar.minorticks_off()

@@ -37,7 +37,7 @@ def loss_curves(
         ['loss', 'gap to bf16, %']
     """
     if baseline not in runs:
-        raise ValueError(f"baseline={baseline!r} is none of the runs {list(runs)}")
+        raise ValueError(f"baseline={baseline!r} is not one of the runs {list(runs)}")
     losses = {name: np.atleast_2d(np.asarray(values, np.float64)) for name, values in runs.items()}
     length = losses[baseline].shape[-1]
     for name, values in losses.items():

@@ -81,7 +81,7 @@ def as_recipe(recipe: Any, name: str = "recipe") -> Recipe:
         name: The argument's name, for errors.
 
     Raises:
-        ValueError: If it is none of these.
+        ValueError: If it is not one of these.
     """
     if isinstance(recipe, str):
         recipe = by_name(recipe)

@@ -40,7 +40,7 @@ class ServedBlocks(hnn.BlockSeq):
     def _with_turns(self, unroll: Unroll, *, scans: bool) -> hnn.BlockSeq:
         count = len(self.blocks)
         turn = 1 if unroll is None else count if unroll is True else int(unroll)
-        # As `lax.scan` has it: what is left over comes behind the loop, and one turn of several blocks is no loop.
+        # As `lax.scan` has it: what is left over comes behind the loop, and one turn of several blocks is not a loop.
         in_loop = 0 if turn == count > 1 else count // turn * turn
 
         def placed(i: int, block: Any) -> "_InTurn":

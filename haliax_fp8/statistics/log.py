@@ -39,7 +39,7 @@ class StatisticsLog:
             steps: The number of each step; None counts from 0.
 
         Raises:
-            ValueError: If there is nothing, `steps` is not as long or does not rise, or a value is not one number.
+            ValueError: If `measured` is empty, `steps` is not as long or does not rise, or a value is not one number.
         """
         steps = tuple(range(len(measured)) if steps is None else map(int, steps))
         if not measured or len(steps) != len(measured):
@@ -116,7 +116,7 @@ class StatisticsLog:
             ValueError: If the log has no such number.
         """
         if operand not in OPERANDS:
-            raise ValueError(f"operand={operand!r} is none of {list(OPERANDS)}")
+            raise ValueError(f"operand={operand!r} is not one of {list(OPERANDS)}")
         split = {name: name.rsplit("/", 3) for name in self.numbers}
         parts = {name: found for name, found in split.items() if len(found) == 4 and found[2] in OPERANDS}
         rows = {found[1]: name for name, found in parts.items() if found[2:] == [operand, statistic]}

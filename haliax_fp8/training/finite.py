@@ -39,7 +39,7 @@ def require_finite_step(
 ) -> None:
     """Raises if a step's loss or gradient is infinite or NaN; call it before the new model replaces the old one.
 
-    It reads what the step returns anyway, so the compiled program has nothing in addition: the norm of the gradients is
+    It reads what the step returns anyway, so the compiled program stays as it is: the norm of the gradients is
     not finite if one of their elements is not. Reading waits for the step to end. Where `donate=True`, the old model is
     gone by then; stop, and go back to a checkpoint.
 
@@ -63,9 +63,7 @@ def require_finite_step(
         >>> model, opt_state = new_model, new_opt_state
     """
     if not metrics:
-        raise ValueError(
-            "metrics is empty, so that nothing says whether the step is finite; pass what TrainStep returns"
-        )
+        raise ValueError("metrics is empty, so it cannot show whether the step was finite; pass what TrainStep returns")
     if any(isinstance(value, Tracer) for value in metrics.values()):
         raise ValueError("metrics are traced; call require_finite_step outside of jit, with what the step returned")
     read = {name: value for name, value in metrics.items() if name != "aux" and name.count("/") < 3}

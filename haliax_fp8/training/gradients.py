@@ -71,7 +71,7 @@ def filter_value_and_grad(function: Callable[..., Any], *, has_aux: bool = False
             # Records have the element type already; other state may not.
             return function(with_max_gradients(eqx.combine(differentiated, rest)), *args, **kwargs)
 
-        # To JAX, `fp32_max_grad` is no more a float than integers are.
+        # To JAX, `fp32_max_grad` is as little a float as an integer is.
         value, gradients = jax.value_and_grad(of, has_aux=has_aux, allow_int=True)(differentiated)
         gradients = without_kernel_copies(gradients)
         return value, gradients if way.tables else _completed(model, gradients)

@@ -46,7 +46,7 @@ def plain():
 
 @pytest.fixture(scope="module")
 def trained(plain):
-    """Converted, with a state as after some steps: scales that differ, and are no powers of two."""
+    """Converted, with a state as after some steps: scales that differ, and are not powers of two."""
     model = fp8_linear_layers(plain, exclude="head")
 
     def scaled(node):

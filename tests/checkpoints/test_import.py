@@ -147,7 +147,7 @@ def test_adapters_on_frozen_weights(tmp_path):
     for ours, theirs in zip(jax.tree.leaves(adapter(found)), jax.tree.leaves(adapter(expected)), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
         assert np.abs(np.asarray(theirs)).max() > 0 or ours is found.blocks.stacked.mlp.gate.down.array
-    # To optax and to gradients, data and scales are no parameters.
+    # To optax and to gradients, data and scales are not parameters.
     params = eqx.filter(adapted, eqx.is_inexact_array)
     assert jax.tree.leaves(params.blocks.stacked.mlp.gate.base) == jax.tree.leaves(found.blocks.stacked.mlp.up) == []
     updates, _ = optax.sgd(0.1).update(found, optax.sgd(0.1).init(params))

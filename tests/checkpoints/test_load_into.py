@@ -220,7 +220,7 @@ def test_histories_of_a_stack_are_cut_layer_by_layer():
     name = "blocks.stacked.up.dot_general.state.table"
     assert "cut to" in report.changed[name]
     old, new = arrays_of(model)[name], arrays_of(loaded)[name]
-    # The source is taken to count steps as well, so its last column is no amax; the count begins anew.
+    # The source is taken to count steps as well, so its last column is not an amax; the count begins anew.
     np.testing.assert_array_equal(new[..., 1], old[..., 1])
     np.testing.assert_array_equal(new[..., 2], old[..., 2:6].max(-1))
     np.testing.assert_array_equal(new[..., 3], np.zeros((3, 3)))

@@ -173,7 +173,7 @@ def test_experts_with_scales_of_their_own(x, tmp_path):
 
 @pytest.mark.parametrize("layout", ["fp8", "modelopt", "FP8_TENSOR"])
 def test_folders_of_others(layout, tmp_path):
-    """Written without the package; inputs are quantized as engines do, by scales that are no powers of two."""
+    """Written without the package; inputs are quantized as engines do, by scales that are not powers of two."""
     tensors, config = checkpoint(layout)
     sizes = {"layers": 2, "hidden": 128, "heads": 4, "kv_heads": 2, "head_dim": 32, "mlp": 384, "vocab": 64}
     model = eqx.filter_eval_shape(lambda: Transformer.init(TransformerConfig(**sizes), key=jax.random.key(0)))

@@ -1,6 +1,5 @@
 """The example `examples/serve_lm.py`: from a checkpoint to a table, folders and text."""
 
-import jax
 import pytest
 
 from examples import serve_lm
@@ -12,13 +11,6 @@ TINY = (
     "--steps 3 --layers 2 --hidden 32 --heads 2 --kv-heads 1 --head-dim 16 --mlp 64 --seq-len 32 --batch-size 4 "
     "--amax-history-length 4 --eval-batches 2 --sample-bytes 0 --unroll 1 --no-baseline"
 ).split()
-
-
-@pytest.fixture(autouse=True)
-def standard_promotion():
-    """What users of the example have; optax's AdamW does not run under strict promotion."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 def test_without_a_checkpoint(tmp_path, capsys):

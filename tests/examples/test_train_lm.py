@@ -33,13 +33,6 @@ TINY = (
 ).split()
 
 
-@pytest.fixture(autouse=True)
-def standard_promotion():
-    """What users of the example have; optax's AdamW does not run under strict promotion."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
-
-
 @pytest.fixture(autouse=True, scope="module")
 def compiled_once():
     """Runs with the same flags on the same mesh share a loss and an optimizer, and so what is compiled for them.
@@ -155,7 +148,7 @@ def test_resume_takes_the_flags_of_the_checkpoint(finished, tmp_path, monkeypatc
     assert train.main([*command, "--sample-bytes", "0"]) == 0
     (curve,) = losses(tmp_path / "run").values()
     assert len(curve) == STEPS
-    # Repeated, they are no others.
+    # Repeating them changes nothing.
     assert train.main([*flags, "--resume", "--sample-bytes", "0"]) == 0
 
 

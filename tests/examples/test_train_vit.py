@@ -20,13 +20,6 @@ from haliax_fp8 import describe
 TINY = "--seeds 3 --epochs 2 --layers 1 --hidden 16 --heads 2 --mlp 16 --batch-size 256 --amax-history-length 4".split()
 
 
-@pytest.fixture(autouse=True)
-def standard_promotion():
-    """What users of the example have; optax's AdamW does not run under strict promotion."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
-
-
 def results(folder: pathlib.Path) -> dict:
     return json.loads((folder / "results.json").read_text())
 

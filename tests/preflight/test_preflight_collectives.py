@@ -84,7 +84,7 @@ def test_collectives_written_by_hand():
     # Gradients are added up: the scatter's scope, with another reduction, would be that of an amax.
     assert not dataclasses.replace(scatter, reduction="maximum").reduces_gradients
     assert permute.wire == 2 * 16 * 64 and not permute.is_asynchronous
-    # The bias is no operand.
+    # The bias is not an operand.
     assert program.fp8_gathers == sizes[0] / (sizes[0] + sizes[1])
 
 

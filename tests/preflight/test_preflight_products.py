@@ -399,7 +399,7 @@ def convolution_macs(x, w, stride, pad, dilate):
 
 @pytest.mark.parametrize("stride, pad, dilate", [(1, (0, 0), 1), (2, (1, 2), 1), (3, (4, 0), 2), (1, (2, 2), 3)])
 def test_convolutions_count_what_is_multiplied(stride, pad, dilate):
-    """On the program that XLA makes of a convolution, padding is no work."""
+    """On the program that XLA makes of a convolution, padding is not work."""
     x, w = (2, 17, 3), (4, 3, 5)
 
     def convolve(x, w):

@@ -547,7 +547,7 @@ def test_the_output_gradient_is_rounded_to_the_compute_dtype_first():
 
 
 def test_a_small_kernel_leaves_small_gradients_in_their_range():
-    """The gradient's scale is raised, so that its product with the kernel's is no subnormal, but not above its amax."""
+    """The gradient's scale is raised, so that its product with the kernel's is normal, but not above its amax."""
     numbers, x, w, grad = operands("plain", scales=(1.0, 2.0**-92, 2.0**-60))
     op = warm(delayed(), x, w, grad, numbers)
     (_, _, dw), _ = step(op, x, w, grad, numbers)

@@ -161,7 +161,7 @@ def test_blocks_of_a_free_axis_that_are_neither_the_axis_nor_one_element(kernel_
 @pytest.mark.parametrize("filter_grad", [fp8.filter_grad, eqx.filter_grad], ids=["ours", "Equinox's"])
 @pytest.mark.parametrize("size", [1e-29, 1e-31, 1e-32])
 def test_gradients_of_scales_whose_product_underflows(size, filter_grad):
-    """Scales of about 1e-37 and 1e-3: their product is no normal number, and the gradients are."""
+    """Scales of about 1e-37 and 1e-3: their product is not a normal number, and the gradients are."""
     layer, x = LAYER, jax.random.normal(jax.random.key(1), (8, 16))
     loss = lambda layer, x: (jax.vmap(layer)(x) ** 2).mean() * size
     for _ in range(3):

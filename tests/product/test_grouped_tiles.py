@@ -14,7 +14,7 @@ from haliax_fp8._product.grouped.tpu import visits
 
 TILE = Tile(rows=8, columns=16, depth=4)
 
-# Shapes are few, so that little is compiled; 62 rows are no multiple of anything.
+# Shapes are few, so that little is compiled; 62 rows are not a multiple of any tile.
 ROWS = 62
 of_members = st.lists(st.lists(st.integers(0, 20), min_size=3, max_size=3), min_size=1, max_size=2)
 

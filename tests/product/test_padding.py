@@ -1,4 +1,4 @@
-"""Axes that are no multiples of a block: as if they went on with zeros; or refused."""
+"""Axes that are not multiples of a block: as if they went on with zeros; or refused."""
 
 import dataclasses
 

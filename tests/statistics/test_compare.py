@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from residual_stack import Embed, residual_stack
 
 import haliax_fp8 as fp8
 from haliax_fp8.statistics import compare
@@ -83,21 +84,9 @@ def test_of_every_layer_alone_and_accumulated():
 
 def test_in_a_stack_under_checkpointing_and_jit():
     """A stack's layers are those of the unrolled model, forward and backward."""
-    Layers, E, Batch = hax.make_axes(layers=2, embed=16, batch=4)
-
-    class Block(eqx.Module):
-        up: hnn.Linear
-
-        @staticmethod
-        def init(key):
-            return Block(hnn.Linear.init(E, E.alias("out"), key=key))
-
-        def __call__(self, x):
-            return x + hax.tanh(self.up(x)).rename({"out": "embed"})
-
-    stack = hnn.Stacked.init(Layers, Block, gradient_checkpointing=True)(key=jax.random.split(jax.random.key(0), 2))
+    stack = residual_stack()
     blocks = stack.unstacked()
-    x = hax.random.normal(jax.random.key(2), (Batch, E))
+    x = hax.random.normal(jax.random.key(2), (hax.Axis("batch", 4), Embed))
     in_scan = eqx.filter_jit(lambda a, b: compare(a, b, lambda m, x: hax.mean(m.fold(x) ** 2), x))(
         stack, converted(stack)
     )

@@ -138,7 +138,7 @@ def test_a_step_has_the_same_numbers(recipe):
     dtype = jnp.bfloat16 if recipe in ("delayed", "static", "current") else jnp.float32
     model, batch = fp8.cast_params(fp8_linear_layers(Model.init(), recipe=recipe), dtype), microbatches(dtype)
     if recipe in ("delayed", "static"):
-        # Scales that are no powers of two.
+        # Scales that are not powers of two.
         states = fp8.partition_for_grad_overwrite(model)[0]
         model = eqx.combine(jax.tree.map(with_scales, states, is_leaf=is_state), model, is_leaf=is_state)
     results = []

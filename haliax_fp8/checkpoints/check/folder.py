@@ -75,7 +75,7 @@ def ignored_layers(folder: TensorFolder, quantization: Quantization) -> set[str]
         quantization: What its configuration says.
 
     Raises:
-        BrokenCheckpoint: If an entry is no regular expression, or takes too long.
+        BrokenCheckpoint: If an entry is not a regular expression, or takes too long.
     """
     layers = [name.removesuffix(WEIGHT) for name in folder.tensors if name.endswith(WEIGHT)]
     return {layer for entry in quantization.ignore for layer in _matched(entry, layers, quantization)}

@@ -48,7 +48,7 @@ class TensorFolder:
         """
         folder = pathlib.Path(directory)
         if not folder.is_dir():
-            raise BrokenCheckpoint(os.fspath(directory), "it is no folder")
+            raise BrokenCheckpoint(os.fspath(directory), "it is not a folder")
         config = json_file(_inside(folder, CONFIG, "a checkpoint has it beside its tensors", follow_links))
         listed = None
         if os.path.lexists(folder / INDEX):
@@ -77,7 +77,7 @@ class TensorFolder:
         """A tensor, mapped: its bytes are read as they are used.
 
         Raises:
-            ValueError: If there is none of that name.
+            ValueError: If the folder has no file of that name.
         """
         if name not in self.tensors:
             raise ValueError(f"{self.directory} has no tensor {name}")
@@ -118,7 +118,7 @@ def _inside(folder: pathlib.Path, name: str, remedy: str, follow_links: bool) ->
     if not follow_links and path.resolve().parent != folder.resolve():
         raise BrokenCheckpoint(name, f"it is a link out of the folder; {_LINKS}")
     if not path.is_file():
-        raise BrokenCheckpoint(name, "it is no file")
+        raise BrokenCheckpoint(name, "it is not a file")
     return path
 
 

@@ -81,7 +81,7 @@ def open_equinox(path: pathlib.Path, made_from: Any) -> HostArrays:
         made_from: For files without an index, the tree, or one of the same structure, that the file was made from.
 
     Raises:
-        ValueError: If the file is no such file, is cut off, or has no index and `made_from` is missing or differs.
+        ValueError: If it is not such a file, is cut off, or has no index and `made_from` is missing or differs.
     """
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
@@ -185,7 +185,7 @@ def _headers(file: BinaryIO, size: int, names: list[tuple[str, Any]], path: path
             read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
             shape, in_columns, stored = read(file)
         except (ValueError, OSError) as error:
-            raise ValueError(f"{path} ends, or is no file of Equinox's, where {name} should begin: {error}") from error
+            raise ValueError(f"{path} ends, or is not Equinox's, where {name} should begin: {error}") from error
         start = file.tell()
         end = start + int(np.prod(shape, dtype=np.int64)) * stored.itemsize
         if stored.hasobject or end > size or stored.itemsize != np.dtype(dtype).itemsize:

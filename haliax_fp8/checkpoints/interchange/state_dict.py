@@ -30,7 +30,7 @@ def with_names_of(model: Any, source: HostArrays) -> HostArrays:
     entries: dict[str, jax.ShapeDtypeStruct] = {}
     for name, keys in renamed.items():
         parts = [source.entries[key] for key in keys]
-        # Layers of different shape are no stack; each remains what it is.
+        # Layers of different shapes cannot be stacked; each remains what it is.
         if isinstance(keys, _Stack) and len({(x.shape, x.dtype) for x in parts}) == 1:
             entries[name] = jax.ShapeDtypeStruct((len(keys), *parts[0].shape), parts[0].dtype)
         else:

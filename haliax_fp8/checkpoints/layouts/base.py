@@ -143,7 +143,7 @@ def _values(name: str, scale: np.ndarray) -> np.ndarray:
             .view(np.float32)
         )
     if scale.dtype.kind not in "fV" or scale.dtype.itemsize < 2:
-        raise ValueError(f"{name} is in {scale.dtype}, which is no dtype of scales")
+        raise ValueError(f"{name} is in {scale.dtype}, which is not a dtype of scales")
     values = scale.astype(np.float32)
     if not (np.isfinite(values).all() and (values > 0).all()):
         raise ValueError(f"{name} holds a scale that is not positive and finite: {values[~(values > 0)].ravel()[:1]}")

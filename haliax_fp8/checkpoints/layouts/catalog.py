@@ -31,7 +31,7 @@ def as_layout(layout: str | AbstractLayout) -> AbstractLayout | None:
         layout: The name, or the layout.
 
     Raises:
-        ValueError: If there is none of that name.
+        ValueError: If no layout has that name.
     """
     if isinstance(layout, AbstractLayout):
         return layout

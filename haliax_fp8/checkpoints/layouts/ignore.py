@@ -36,7 +36,7 @@ def matched(pattern: str, names: Iterable[str], *, file: str, key: str, parents:
         parents: Whether a name also means every layer below it, as in Hugging Face's `modules_to_not_convert`.
 
     Raises:
-        BrokenCheckpoint: If it is no regular expression, or takes longer than 5 seconds.
+        BrokenCheckpoint: If it is not a regular expression, or takes longer than 5 seconds.
 
     Example:
         >>> sorted(matched("re:.*mlp", ["a.mlp.up", "a.attention"], file="config.json", key="ignore"))
@@ -51,7 +51,7 @@ def matched(pattern: str, names: Iterable[str], *, file: str, key: str, parents:
     try:
         compiled = re.compile(expression)
     except (re.error, RecursionError, OverflowError) as error:
-        raise BrokenCheckpoint(file, f"{pattern!r:.80} is no regular expression: {error}", key) from None
+        raise BrokenCheckpoint(file, f"{pattern!r:.80} is not a regular expression: {error}", key) from None
     if not _NESTED.search(expression) and len(_UNBOUNDED.findall(expression)) <= 2:
         return {name for name in names if compiled.match(name)}
     try:

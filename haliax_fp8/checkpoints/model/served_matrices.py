@@ -116,7 +116,7 @@ class ServedMatrices:
         if list(counts[:-1]) == sizes[:-1] and (len(axes) == 1 or sizes[-1] % last == 0):
             return math.prod(counts), last
         raise ValueError(
-            f"a kernel has scales for {counts} blocks of axes of {sizes}, which are no blocks of a matrix; dequantize "
+            f"a kernel has scales for {counts} blocks of axes of {sizes}, which are not blocks of a matrix; dequantize "
             "the model, and export that"
         )
 

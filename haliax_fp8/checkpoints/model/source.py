@@ -37,7 +37,7 @@ class Matrix:
         op: The op of its products; None if it has none.
         frozen: The layer itself, if its values are in FP8.
         quantizable: Whether a layout with FP8 weights quantizes it.
-        is_embedding: Whether it is a table of embeddings, which is no linear layer in a checkpoint.
+        is_embedding: Whether it is a table of embeddings, which a checkpoint does not count as a linear layer.
     """
 
     name: str

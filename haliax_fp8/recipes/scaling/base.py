@@ -143,7 +143,7 @@ class AbstractStatefulScaling(AbstractScaling):
         """
 
     def tail(self, rows: Float32[Array, "*ensemble operands columns"]) -> Float32[Array, "*ensemble operands others"]:
-        """The other columns after a step: moved, or computed element by element. By default there are none.
+        """The other columns after a step: moved, or computed element by element. By default a row has none.
 
         Args:
             rows: The rows before it.

@@ -109,7 +109,7 @@ class BlackBox(Printable):
             path: The file.
 
         Raises:
-            ValueError: If it is no such file.
+            ValueError: If it is not such a file.
         """
         path = pathlib.Path(path)
         try:
@@ -117,9 +117,9 @@ class BlackBox(Printable):
                 described = file.metadata() or {}
                 arrays = {name: file.get_tensor(name) for name in file.keys()}
         except (safetensors.SafetensorError, OSError) as error:
-            raise ValueError(f"{path} is no safetensors file: {error}") from error
+            raise ValueError(f"{path} is not a safetensors file: {error}") from error
         if described.get("kind") != _KIND:
-            raise ValueError(f"{path} is no black box; give a file that black_box(...).save(path) wrote")
+            raise ValueError(f"{path} is not a black box; give a file that black_box(...).save(path) wrote")
         found = json.loads(described["black_box"])
         of_axes: dict[str, Any] = {
             name: tuple(x) if isinstance(x, list) else x for name, x in found["dimensions"].items()

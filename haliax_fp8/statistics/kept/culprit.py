@@ -11,7 +11,7 @@ from .box import BlackBox
 
 # From where on a slice counts as an outlier: its amax, in multiples of the median of all slices. Heuristic.
 _OUTLIER = 16.0
-# Few slices, or they are no outliers.
+# An outlier is rare: of many slices, few are.
 _FEW = 0.05
 
 _ORDER: tuple[OperandName, ...] = ("kernel", "input", "output_grad")

@@ -81,7 +81,7 @@ def black_box(
     op = ops[path]
     stack = op.state.table.array.shape[:-2] if isinstance(op.state, OpState) else _stack_of(op)
     if len(index) != len(stack) or any(not 0 <= i < n for i, n in zip(index, stack, strict=True)):
-        raise ValueError(f"index={index} is none of a layer in stacks of sizes {stack}; give one number for each")
+        raise ValueError(f"index={index} does not name a layer in stacks of sizes {stack}; give one number for each")
     of_layer = numbered(path, index)
     seen, numbers = _recorded(model, loss_fn, batch, path, stack, limit)
     numbers = np.asarray(numbers)[index]

@@ -99,9 +99,8 @@ class Recorder(eqx.Module):
         def recorded(whole: Whole, *arrays: Array) -> Array:
             lhs, rhs, slot, *others = whole.member(arrays, 0)
             folded = _Folded(dims, whole, kernel_first=kernel_first)
-            return _recording(whole.over(multiply), folded, precision, self.when_traced)(lhs, rhs, slot, tuple(others))[
-                None
-            ]
+            product = _recording(whole.over(multiply), folded, precision, self.when_traced)
+            return product(lhs, rhs, slot, tuple(others))[None]
 
         slot = jnp.zeros((0,), jnp.float32) if self.slot is None else self.slot.array
         return call_whole(RECORDED, multiply, recorded, lhs, rhs, slot, *leaves)

@@ -122,7 +122,7 @@ def replay(box: BlackBox | str | os.PathLike[str], recipes: Sequence[RecipeLike]
         The culprit, and each product's error, clipped and flushed shares (of its worse operand) by recipe.
 
     Raises:
-        ValueError: If the file is no black box, or a recipe is unknown.
+        ValueError: If the file is not a black box, or a recipe is unknown.
 
     Example:
         >>> found = replay(black_box(fp8_linear_layers(model), loss_fn, x), ["mxfp8"])
