@@ -134,6 +134,12 @@ def on_cuda(there: Callable[..., Array], elsewhere: Callable[..., Array], *opera
     return lax.platform_dependent(*operands, cuda=there, default=elsewhere)
 
 
+def lowered_for_cuda(context: Any) -> bool:
+    """Whether a program is lowered for NVIDIA GPUs and for nothing else, by the context of a primitive's lowering rule."""
+    module = context.module_context
+    return tuple(context.platforms or module.platforms) == ("cuda",)
+
+
 def on_cpu(there: Callable[..., Array], elsewhere: Callable[..., Array], *operands: Any) -> Array:
     """`there(*operands)` in programs for CPUs, `elsewhere(*operands)` in all others."""
     return lax.platform_dependent(*operands, cpu=there, default=elsewhere)

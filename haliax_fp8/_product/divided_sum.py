@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Float32
 
 from .._jax.after_partitioning import knows_devices, lower_after_partitioning, lower_with_devices
 from .._jax.mapped_axis import to_front
+from .._jax.xla import lowered_for_cuda
 from .dimensions import DotDimensions
 from .divided_product import DividedProduct
 
@@ -41,7 +42,7 @@ def scaled_by_each_device(
         dimensions: What is contracted.
         precision: Of the product.
         dtype: Of the result.
-        exact: Whether the product may be rounded to the dtype before the scale is applied, in the same dtype.
+        exact: Whether the dtype holds the scale. Then NVIDIA GPUs multiply in it, see `scales.py`.
     """
     one = lax.reshape(scale, (1,))
     return scaled_product_p.bind(a, b, one, dimensions=dimensions, precision=precision, dtype=dtype, exact=exact)
@@ -70,7 +71,8 @@ def _batched(args: Any, axes: Any, *, dimensions: DotDimensions, **params: Any) 
     """The mapped axis is a batch axis of both operands."""
     (a, b, scale), (*axes, of_scale) = args, axes
     if of_scale is not None:
-        each = functools.partial(_scaled_product, dimensions=dimensions, **params)
+        # Not in the dtype: for which platform is not known yet.
+        each = functools.partial(_scaled_product, dimensions=dimensions, **{**params, "exact": False})
         return jax.vmap(each, in_axes=(*axes, of_scale))(a, b, scale), 0
     size = next(x.shape[axis] for x, axis in zip((a, b), axes, strict=True) if axis is not None)
     a, b = (to_front(x, axis, size, 0) for x, axis in zip((a, b), axes, strict=True))
@@ -78,8 +80,10 @@ def _batched(args: Any, axes: Any, *, dimensions: DotDimensions, **params: Any) 
     return scaled_product_p.bind(a, b, scale, dimensions=dimensions, **params), out_axis
 
 
-def _lowered(context: Any, *operands: Any, dimensions: DotDimensions, **params: Any) -> Any:
-    product = functools.partial(_scaled_product, dimensions=dimensions, **params)
+def _lowered(context: Any, *operands: Any, dimensions: DotDimensions, exact: bool, **params: Any) -> Any:
+    # A switch between platforms, as on one device, would be divided with what surrounds it.
+    exact = exact and lowered_for_cuda(context)
+    product = functools.partial(_scaled_product, dimensions=dimensions, exact=exact, **params)
     if not knows_devices(context):
         return mlir.lower_fun(product, multiple_results=False)(context, *operands)
     divided = DividedProduct(dimensions)
