@@ -135,7 +135,7 @@ def on_cuda(there: Callable[..., Array], elsewhere: Callable[..., Array], *opera
 
 
 def lowered_for_cuda(context: Any) -> bool:
-    """Whether a program is lowered for NVIDIA GPUs and for nothing else, by the context of a primitive's lowering rule."""
+    """Whether a program is lowered for NVIDIA GPUs alone, by the context of a primitive's lowering rule."""
     module = context.module_context
     return tuple(context.platforms or module.platforms) == ("cuda",)
 
