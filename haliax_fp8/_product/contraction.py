@@ -76,7 +76,7 @@ class AbstractContraction(abc.ABC):
         dtype: np.dtype,
         scale: Float32[Array, "*members"] | None,
     ) -> Float[Array, "..."]:
-        """A product of two quantized arrays, scales applied in float32, rounded to `dtype` once.
+        """A product of two quantized arrays, times their scales, in `dtype`; `scales.py` says where that is rounded.
 
         Args:
             product: Which of the three.

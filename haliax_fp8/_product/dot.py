@@ -91,7 +91,7 @@ class DotContraction(AbstractContraction):
         """`dot(a.data, b.data) * (a.scale * b.scale)`, in the layout that the product's result has."""
         dimensions, layout, swapped = self._of(product)
         a, b = reversed(operands) if swapped else operands
-        out = scaled_dot(a, b, dimensions, precision, dtype, scale, added=product == "dgrad")
+        out = scaled_dot(a, b, dimensions, precision, dtype, scale, in_a_sum=product == "dgrad")
         return out if layout == tuple(range(out.ndim)) else lax.transpose(out, layout)
 
     def _of(self, product: ProductName) -> tuple[DotDimensions, tuple[int, ...], bool]:

@@ -23,7 +23,7 @@ def scaled_dot(
     dtype: np.dtype,
     scale: Float32[Array, ""] | None,
     *,
-    added: bool = False,
+    in_a_sum: bool = False,
 ) -> Array:
     """`dot(a, b)` in a dtype; scales that are constant along what is contracted factor out of the sum.
 
@@ -34,7 +34,7 @@ def scaled_dot(
         precision: Of the product.
         dtype: Of the result.
         scale: The product of both scales, if that is computed already.
-        added: Whether the result is a part of a sum of products, as gradients of a tensor that several layers read.
+        in_a_sum: Whether the result may be added to other products, as gradients of a tensor that several layers read.
     """
 
     def dot(x: Array, y: Array, dtype: np.dtype) -> Array:
@@ -45,7 +45,7 @@ def scaled_dot(
     if a.scale.size == b.scale.size == 1:
         if scale is None:
             scale = lax.mul(_scalar(a.scale), _scalar(b.scale))
-        if added and automatic_axes():
+        if in_a_sum and automatic_axes():
             exact = _is_exact(a, b, dtype)
             return scaled_by_each_device(a.data, b.data, scale, dims, precision, dtype, exact=exact)
         return _one_scale_dot(dot, a, b, scale, dtype)

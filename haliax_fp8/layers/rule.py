@@ -18,6 +18,9 @@ class LayerRule(abc.ABC):
     Write one for your own class and pass it in `Fp8Config(rules=(MyRule(), *default_rules))`. The first rule whose
     class matches a layer is used.
 
+    Functions that change or measure a converted model take the rules again, in a configuration or as `rules=`.
+    `join_linear` knows the layers of Haliax and Equinox only.
+
     Example:
         >>> class Dense(eqx.Module):
         ...     weight: jax.Array

@@ -47,6 +47,9 @@ def share_input_scales[M](
     Returns:
         The model with the states of these layers marked; `separate_input_scales` undoes it.
 
+    A function that gets only a part of its model, and assembles the model inside, is differentiated in another way, in
+    which layers make their own copies: the numbers are the same.
+
     Raises:
         ValueError: If no module has two layers of a group that are converted with a recipe that keeps the same state
             for their input.
