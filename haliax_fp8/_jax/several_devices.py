@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax._src.lib.mlir.dialects import sdy
 from jax._src.sharding_impls import ShardingContext
@@ -31,14 +32,18 @@ def transposed_separately_on_one[T](data: T) -> T:
     return jax.tree.map(lambda x: barrier_p.bind(x, several=False), data)
 
 
-def divided_as_made(x: Array) -> Array:
-    """An array of which devices hold parts as what computes it has them, whatever reads it.
+def divided_as_made(parts: Array) -> Array:
+    """What was measured of parts of an array, for a maximum over the last axis, divided as the array is.
 
     XLA's partitioner divides arrays as their users are divided, and what these are computed from likewise. The amaxes
     of rows are joined with those of other operands, whose rows may be divided; without this, an activation would be
-    divided as some kernel's rows are.
+    divided as some kernel's rows are. In programs for several devices, the largest is in front of zeros, so that they
+    send one number each. On one device that would take a kernel more, where one for all operands is enough.
+
+    Args:
+        parts: None of them negative.
     """
-    return as_made_p.bind(x)
+    return as_made_p.bind(parts)
 
 
 barrier_p = Primitive("fp8_barrier")
@@ -61,15 +66,22 @@ mlir.register_lowering(barrier_p, _lowered)
 as_made_p = Primitive("fp8_divided_as_made")
 as_made_p.def_impl(lambda x: x)
 as_made_p.def_abstract_eval(lambda x: x)
-batching.primitive_batchers[as_made_p] = lambda args, axes: (as_made_p.bind(*args), *axes)
-ad.primitive_jvps[as_made_p] = lambda primals, tangents: (as_made_p.bind(*primals), *tangents)
+# What was measured is not differentiated.
+batching.primitive_batchers[as_made_p] = lambda args, axes: (as_made_p.bind(jnp.moveaxis(*args, *axes, 0)), 0)
 
 
 def _as_made_lowered(context: Any, x: Any) -> Any:
     axes = context.module_context.axis_context
     if not (isinstance(axes, ShardingContext) and axes.num_devices > 1 and jax.config.jax_use_shardy_partitioner):
         return [x]
+    (x,) = mlir.lower_fun(_largest_first, multiple_results=False)(context, x)
     return [sdy.PropagationBarrierOp(x, _FORWARD).result]
+
+
+def _largest_first(x: Array) -> Array:
+    """The maximum along the last axis, then zeros."""
+    zeros = lax.full((*x.shape[:-1], x.shape[-1] - 1), 0, x.dtype)
+    return lax.concatenate((jnp.max(x, axis=-1, keepdims=True), zeros), x.ndim - 1)
 
 
 # Shardy's number for "from operands to results".
