@@ -194,7 +194,7 @@ def test_broken_configurations_are_refused(tmp_path):
     (path / "config.json").unlink()
     with pytest.raises(BrokenCheckpoint, match=r"^config.json: it is missing"):
         TensorFolder.open(path)
-    with pytest.raises(BrokenCheckpoint, match="no folder"):
+    with pytest.raises(BrokenCheckpoint, match="not a folder"):
         TensorFolder.open(tmp_path / "nothing")
     pickled = write(tmp_path / "y", {}, {})
     (pickled / "model.safetensors").rename(pickled / "pytorch_model.bin")

@@ -317,7 +317,7 @@ def test_files_of_equinox_without_names(tmp_path):
     with pytest.raises(ValueError, match="cut.eqx is cut off, in up.dot_general.state.table"):
         load_into(into, tmp_path / "cut.eqx", made_from=model)
     (tmp_path / "no.eqx").write_bytes(b"not NumPy's")
-    with pytest.raises(ValueError, match="no file of Equinox's, where q.weight should begin"):
+    with pytest.raises(ValueError, match="is not Equinox.s, where q.weight should begin"):
         load_into(into, tmp_path / "no.eqx", made_from=model)
 
 
