@@ -88,12 +88,8 @@ def compiled():
     return compiled_of
 
 
-# How many cases of a test run unless all are asked for. `tests/project` runs all of its own: each is a file or a page.
-CASES = 3
-
-
 def pytest_addoption(parser):
-    """`--sample-more N:SEED`: of the cases that the default run leaves out, every N-th; the seed says which."""
+    """`--sample-more N:SEED`: of the tests marked `more`, one in N."""
     parser.addoption("--sample-more", metavar="N:SEED", help="run one in N of the tests marked `more`, chosen by SEED")
 
 
@@ -106,7 +102,9 @@ def pytest_report_header(config):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """Marks cases that the default run leaves out, spread evenly; each test leaves out others.
+    """Marks all cases of a test but one as `more`, of each test another one.
+
+    Where a test is of one file or page, as in `tests/project`, all of them run.
 
     Files with long tests first, then those with many: with one of them at the end, a process would wait for it.
     """
@@ -115,10 +113,9 @@ def pytest_collection_modifyitems(config, items):
         if item.path.parent.name != "project":
             cases[item.path, item.originalname].append(item)
     for (_, name), found in cases.items():
-        first = zlib.crc32(name.encode()) % len(found)
-        kept = {(first + i * len(found) // CASES) % len(found) for i in range(CASES)}
+        kept = zlib.crc32(name.encode()) % len(found)
         for i, item in enumerate(found):
-            if len(found) > CASES and i not in kept:
+            if i != kept:
                 item.add_marker(pytest.mark.more)
     if sample := config.getoption("--sample-more"):
         count, _, seed = sample.partition(":")

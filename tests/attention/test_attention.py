@@ -91,7 +91,7 @@ def test_without_rounding_it_is_attention():
         np.testing.assert_allclose(a, b, atol=2e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_forward_mode_is_the_derivative_at_the_quantized_operands():
     arrays = operands(tokens=6)
     op = trained(new_op(), *arrays, is_causal=True)
@@ -108,6 +108,7 @@ def test_a_second_derivative_is_refused():
         jax.grad(lambda q: jax.grad(lambda q: op(q, key, value).sum())(q).sum())(query)
 
 
+@pytest.mark.more
 def test_bfloat16_and_no_batch():
     query, key, value, grad = (x[0] for x in operands(dtype=jnp.bfloat16))
     op = trained(new_op(), *(x[None] for x in (query, key, value, grad)), is_causal=True)
@@ -165,7 +166,7 @@ def copying_loss(model, tokens):
     return -known.mean()
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_a_transformer_trains_as_with_bfloat16_attention():
     import optax
 

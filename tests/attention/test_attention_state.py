@@ -88,7 +88,7 @@ REFUSED = {"cond of each row", "switch of each row"}
 SUMMED = {"loop over rows", "lax.map", "custom_vjp of each row", "filter_custom_vjp of each row"}
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.parametrize("wrapper", sorted(WRAPPERS))
 def test_a_plain_gradient_is_exact_for_one_use_and_corrupts_nothing(wrapper):
     f = WRAPPERS[wrapper](layer)
@@ -131,7 +131,7 @@ def test_members_of_an_ensemble_have_states_of_their_own():
         check((jax.tree.map(lambda a, i=i: a[i], together),), (alone(*arguments),))
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_gradients_of_each_example():
     """`vmap(grad)`: each example has its own amaxes, with either gradient."""
     op, w, x, c = problem()
@@ -144,6 +144,7 @@ def test_gradients_of_each_example():
             check((jax.tree.map(lambda a, i=i: a[i], each),), (alone,))
 
 
+@pytest.mark.more
 def test_stacked_layers_have_states_of_their_own():
     op, w, x, c = problem()
     stacked = eqx.filter_vmap(lambda seed: new_op())(jnp.arange(2))
@@ -164,7 +165,7 @@ def test_stacked_layers_have_states_of_their_own():
             check((jax.tree.map(lambda a, i=i: a[i], found),), (expected[i],))
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_microbatches_take_the_maximum(expected):
     op, w, x, c = problem()
     total = None

@@ -149,6 +149,7 @@ def test_a_broken_folder_is_not_converted(tmp_path):
     assert not (tmp_path / "y").exists()
 
 
+@pytest.mark.more
 def test_little_is_in_memory(tmp_path):
     """Beside the new data of one weight, some rows of it: much less than its values in float32."""
     random = np.random.default_rng(0)

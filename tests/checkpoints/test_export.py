@@ -184,6 +184,7 @@ def test_names_are_those_of_state_dicts(plain):
     assert bytes_of(serving_tensors(plain, "BF16", dtype=None)) == bytes_of(expected)
 
 
+@pytest.mark.more
 def test_experts_and_routers(tmp_path):
     """Each expert by itself; the router stays; BlockSeq and Stacked are the same checkpoint; and back."""
     experts = functools.partial(MixtureOfExperts.init, experts=3, chosen=2)
@@ -327,7 +328,7 @@ def test_what_reads_back_otherwise_is_no_export(plain, tmp_path, monkeypatch):
         assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_memory():
     """Beside the model, an export takes little more than its largest tensor."""
     code = """

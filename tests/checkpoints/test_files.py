@@ -226,6 +226,7 @@ with new_folder(sys.argv[1]) as folder:
 """
 
 
+@pytest.mark.more
 def test_a_folder_is_complete_or_absent(tmp_path):
     """Whether the process is killed in the middle, or there is no room: a file may not grow beyond a limit."""
     for how in ("killed", "full", "well"):

@@ -283,6 +283,7 @@ def test_a_missing_compiler_is_one_line_with_the_remedy(capsys, monkeypatch, nam
     assert capsys.readouterr().err == f"error: target {name!r} needs X: pip install 'y[z]'\n"
 
 
+@pytest.mark.more
 def test_ctrl_c_ends_at_once_without_a_traceback(training, tmp_path):
     """While the step is traced, which takes longer than the test waits."""
     (tmp_path / "slow.py").write_text(
@@ -366,7 +367,7 @@ def test_a_demo_holds_no_array():
     assert not [leaf for leaf in jax.tree.leaves(args) if isinstance(leaf, jax.Array)]
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.parametrize("blocks", ["unrolled", "scan", "checkpointed"])
 def test_the_flops_of_a_demo(capsys, blocks):
     """Counted from the published shapes: linear layers, attention, and the tied head."""

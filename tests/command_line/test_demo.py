@@ -42,6 +42,7 @@ def tokens() -> hax.NamedArray:
     return hax.random.randint(jax.random.key(1), {"batch": 2, "position": 12}, 0, 32)
 
 
+@pytest.mark.more
 def test_no_position_sees_a_later_one(model, tokens):
     changed = tokens.array.at[:, 7].add(1) % 32
     logits = eqx.filter_jit(lambda model, tokens: model(tokens).array)
@@ -62,6 +63,7 @@ def test_rope_depends_on_distance_only():
     assert np.ptp(scores) > 0.1
 
 
+@pytest.mark.more
 def test_grouped_query_attention_is_attention_with_repeated_keys(model):
     grouped = model.blocks.get_layer(1).attention
     Position = hax.Axis("position", 5)
@@ -89,6 +91,7 @@ def loss(model, tokens):
     return hax.mean(hax.square(model(tokens) - 1.0)).scalar()
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("change", [{"checkpointing": True}, {"unroll": 2}])
 def test_checkpointing_and_unrolling_change_no_gradient(change, model, tokens):
     other = dataclasses.replace(CONFIG, **change)
@@ -124,6 +127,7 @@ def test_functions_between_products_are_changed(tokens):
     assert kinds == ["RmsNorm", config.attention, "RmsNorm", config.activation] * config.layers
 
 
+@pytest.mark.more
 def test_learned_positions_and_a_tied_head():
     config = dataclasses.replace(
         CONFIG, rope_theta=None, tied_head=True, norm=layer_norm, feed_forward=Mlp.init, use_bias=True
@@ -181,6 +185,7 @@ def mean_cross_entropy(model, tokens):
     return -found.mean()
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("tied_head", [False, True])
 def test_the_loss_of_parts_is_that_of_all_tokens(tokens, tied_head):
     model = Transformer.init(dataclasses.replace(CONFIG, tied_head=tied_head), key=jax.random.key(0))
@@ -203,6 +208,7 @@ def test_logits_in_float32_are_never_whole(model, tokens):
     assert "2x12x32xf32" in whole
 
 
+@pytest.mark.more
 def test_an_fp8_head_records_the_maximum_over_parts(tokens):
     model = fp8.fp8_linear_layers(Transformer.init(CONFIG, key=jax.random.key(0)), targets=["head"])
     whole, parts = (

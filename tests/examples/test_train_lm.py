@@ -75,6 +75,7 @@ def finished(tmp_path_factory, compiled_once) -> pathlib.Path:
     return folder
 
 
+@pytest.mark.more
 def test_a_mixture_of_experts_trains_in_fp8(tmp_path):
     """Its router stays in high precision. How far it ends from bf16 takes minutes; the README has it."""
     options = [*TINY, "--layers", "1", "--experts", "4", "--no-baseline", "--sample-bytes", "0", "--out", str(tmp_path)]
@@ -98,6 +99,7 @@ def interrupt_in_step(monkeypatch, index: int, times: int = 1) -> None:
     monkeypatch.setattr(corpus.Corpus, "batch", interrupted)
 
 
+@pytest.mark.more
 def test_both_models_train_from_the_same_start(finished):
     curves = losses(finished)
     assert set(curves) == {"bf16", "fp8 delayed"}
@@ -133,6 +135,7 @@ def test_after_ctrl_c_resume_continues_to_the_same_losses(finished, tmp_path, mo
     assert losses(tmp_path) == losses(finished)
 
 
+@pytest.mark.more
 def test_resume_takes_the_flags_of_the_checkpoint(finished, tmp_path, monkeypatch, capsys):
     """None has to be repeated; the text is that of the run, too."""
     text = tmp_path / "text"
@@ -157,6 +160,7 @@ def test_a_sample_commands_no_terminal():
     assert written == "\ufffd[31mred\ufffd\tand\n\ufffd \xe9\ufffd"
 
 
+@pytest.mark.more
 def test_mesh_makes_virtual_devices():
     """In a process of its own, in which JAX has not started."""
     code = (
@@ -168,7 +172,7 @@ def test_mesh_makes_virtual_devices():
     assert found.stdout.strip() == "batch, hidden over data=4; mlp over model=2 8"
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_a_run_on_a_mesh_resumes_on_another(tmp_path, monkeypatch):
     """Losses are those of one device, up to sums in another order; counted from the start of each layout."""
     flags = [*TINY, "--no-baseline", "--layers", "1", "--compute-dtype", "float32", "--sample-bytes", "0"]
@@ -193,6 +197,7 @@ def test_second_ctrl_c_stops_at_once(tmp_path, monkeypatch, capsys):
     assert signal.getsignal(signal.SIGINT) is before
 
 
+@pytest.mark.more
 def test_conversion_in_mid_training_and_back_keeps_the_optimizer_state(finished, tmp_path, monkeypatch):
     steps = []
 
@@ -338,6 +343,7 @@ def test_validation_text_is_held_back_and_read_in_full():
 # --- Sample -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.more
 def test_greedy_sample_is_the_likeliest_continuation():
     """Beyond the window too, where the oldest token drops out."""
     config = TransformerConfig(layers=2, hidden=16, heads=4, kv_heads=2, head_dim=8, mlp=24, vocab=32, max_length=12)
@@ -372,7 +378,7 @@ def test_statistics_of_the_step_get_a_column():
 # --- What the example is for ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.parametrize("steps", [300, pytest.param(900, marks=pytest.mark.more)])
 def test_fp8_ends_within_one_percent_of_bf16(steps, tmp_path):
     """The default run, and a third of it. Other seeds take as long: `uv run python -m examples.train_lm --seed 1`."""

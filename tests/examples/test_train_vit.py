@@ -24,6 +24,7 @@ def results(folder: pathlib.Path) -> dict:
     return json.loads((folder / "results.json").read_text())
 
 
+@pytest.mark.more
 def test_the_command_line(tmp_path, monkeypatch, capsys):
     """Table, figure and numbers agree; both models learn, from the same loss on the same batches, not bit by bit."""
     monkeypatch.setattr(sys, "argv", ["examples/train_vit/__main__.py", *TINY, "--out", str(tmp_path)])
@@ -83,6 +84,7 @@ def test_a_batch_larger_than_the_data_set(capsys, tmp_path):
     assert "--batch-size 2000 is more than the 1257 images" in " ".join(capsys.readouterr().out.split())
 
 
+@pytest.mark.more
 def test_a_loss_that_is_not_finite(capsys, tmp_path):
     """One line that names the flag, not a run to its end."""
     assert train.main([*TINY, "--learning-rate", "1e30", "--warmup", "0", "--out", str(tmp_path)]) == 2
@@ -131,7 +133,7 @@ def test_patches_cover_the_image():
     np.testing.assert_array_equal(seen[0], quadrants)
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.more), pytest.param(2, marks=pytest.mark.more)])
 def test_fp8_classifies_as_bf16_does(seed, tmp_path):
     """What the example is there to show, with its default options: within one point for each of its three seeds."""

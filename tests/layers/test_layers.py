@@ -613,6 +613,7 @@ class Residual(eqx.Module):
         return x + 0.1 * jax.vmap(lambda row: self.linear(self.norm(row)))(x)
 
 
+@pytest.mark.more
 def test_equinox_layers_in_a_stack():
     """State has the axis of the stack; each layer's is that of the same layer in a loop."""
     plain = drawn(lambda key: hnn.Stacked.init(Layers, Residual)(key=jax.random.split(key, 3)))
@@ -722,6 +723,7 @@ class DenseBlock(eqx.Module):
         return x + self.first(x) * self.second(x)
 
 
+@pytest.mark.more
 def test_layers_of_ones_own_in_stacks_and_ensembles():
     """Each layer of a stack and each member of an ensemble has a state; all it takes is the kernel's last two axes."""
     config = Fp8Config(rules=(DenseRule(), *default_rules), amax_history_length=4)
@@ -828,6 +830,7 @@ def test_refused_by_name(init, reason, shape):
     assert str(error.value).endswith(f"layer, which cannot be converted: {reason}")
 
 
+@pytest.mark.more
 def test_a_refused_layer_does_not_hide_others():
     """A cell beside a linear layer: the one is left, the other runs in FP8, and the model trains.
 

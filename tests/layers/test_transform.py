@@ -1059,6 +1059,7 @@ def masked_layers(count: int, **kwargs):
     return eqx.tree_at(lambda layer: layer.weight, layers, Masked(layers.weight, jnp.broadcast_to(mask, (count, 4, 4))))
 
 
+@pytest.mark.more
 def test_stacked_weights_behind_a_wrapper_have_a_state_each():
     """Converted while wrapped, and scanned: what the same weights as arrays give, state and gradients too."""
     x = jax.random.normal(jax.random.key(1), (8, 4))

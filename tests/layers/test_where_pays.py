@@ -99,6 +99,7 @@ def test_products_of_few_tokens_take_as_long_as_their_bytes():
 SIZES = st.integers(4, 10).map(lambda power: 16 * 2**power)
 
 
+@pytest.mark.more
 @given(SIZES, SIZES, SIZES, st.sampled_from(("h100", "b200")), st.sampled_from(("delayed", "current", "rowwise")))
 @settings(max_examples=60, deadline=None)
 def test_larger_layers_and_more_tokens_gain_more(tokens, inputs, outputs, device, recipe):
@@ -304,6 +305,7 @@ def test_a_rule_without_sizes():
 WIDTHS = st.integers(1, 20000)
 
 
+@pytest.mark.more
 @given(
     st.lists(st.tuples(WIDTHS, WIDTHS), min_size=1, max_size=4),
     st.integers(1, 200_000),
@@ -321,6 +323,7 @@ def test_never_slower_than_bf16(sizes, tokens, device, recipe):
     assert all(row.prediction.gain >= 1.1 if row.is_fp8 else row.reason for row in table)
 
 
+@pytest.mark.more
 def test_the_model_that_it_makes_runs():
     """Converted layers beside plain ones, on a CPU."""
     In, Mid = hax.make_axes(In=16, Mid=32)

@@ -87,6 +87,7 @@ def assert_same(a, b):
 # --- What is kept of kernels ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     "model, recipe", [("one", "delayed"), ("stacked", "delayed"), ("one", "current"), ("one", "rowwise")]
 )
@@ -230,6 +231,7 @@ def test_a_model_that_is_not_converted_is_refused():
         fp8.memory.share_input_scales(MODELS["one"]())
 
 
+@pytest.mark.more
 def test_the_input_is_quantized_once():
     """After XLA's common subexpressions: with one scale there is one FP8 copy of what both layers read."""
 
@@ -253,6 +255,7 @@ POLICIES = {
 }
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("name", POLICIES)
 def test_policies_change_no_number(name):
     policy, names = POLICIES[name]

@@ -43,6 +43,7 @@ def loss_fn(model, x):
     return hax.mean(hax.square(model.blocks.fold(x).array * model.scale[None])).astype(jnp.float32)
 
 
+@pytest.mark.more
 def test_update_is_that_of_optax_on_float32_masters():
     """Three steps of AdamW; the numbers of masters, moments and rounded parameters, bit for bit, but for fusions."""
     keys = jax.random.split(jax.random.key(0), Layers.size)

@@ -202,6 +202,7 @@ def test_state_dicts_and_files_stay_the_same(tmp_path):
     assert same(pickle.loads(pickle.dumps(changed)), changed)
 
 
+@pytest.mark.more
 def test_an_optimizers_state_carries_over():
     model = fp8.fp8_linear_layers(stacked())
     step = fp8.TrainStep(fold, optax.adam(1e-3))

@@ -93,6 +93,7 @@ def test_under_transformations(dtype):
     np.testing.assert_allclose(tangent, gradient(x), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.more
 def test_a_scan_stacks_the_inputs_alone():
     """In place of whatever a norm and an activation compute on the way."""
     Embed, Blocks, Batch = hax.make_axes(embed=32, block=3, batch=8)

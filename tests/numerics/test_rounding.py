@@ -116,6 +116,7 @@ def test_narrow_input_draws_as_float32_does(dtype):
     np.testing.assert_array_equal(data, Stochastic().cast(x.astype(jnp.float32), E4M3, KEY))
 
 
+@pytest.mark.more
 def test_keys_of_an_ensemble_draw_for_their_members():
     keys, x = jax.random.split(KEY, 4).reshape(2, 2), jax.random.normal(KEY, (2, 2, 40))
     got = Stochastic().cast(x, E5M2, keys)
@@ -172,6 +173,7 @@ def rounded_by_each_product(key):
     }
 
 
+@pytest.mark.more
 def test_every_operand_of_every_product_draws_its_own_numbers():
     first, again, other = (
         {name: ups(product) for name, product in rounded_by_each_product(key).items()} for key in (KEY, KEY, OTHER_KEY)

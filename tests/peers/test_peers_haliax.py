@@ -90,6 +90,7 @@ def test_layer_splicing_keeps_the_output(mlp):
     assert not np.allclose(mlp_q(x).array, 0)
 
 
+@pytest.mark.more
 def test_layer_splicing_keeps_the_output_relative_to_its_size(mlp):
     """The outputs above are below 1e-3; once scales are known, the error is small against them too."""
     mlp_q = fp8_linear_layers(mlp)

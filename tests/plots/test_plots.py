@@ -39,6 +39,7 @@ def line(axes, i):
 # --- Losses -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.more
 def test_gap_and_noise_of_a_seed():
     plain, fp8 = RNG.uniform(1.0, 2.0, (3, 20)), RNG.uniform(1.0, 2.0, (2, 20))
     top, bottom = plots.loss_curves({"bf16": plain, "fp8": fp8}, baseline="bf16", steps=range(0, 40, 2)).axes

@@ -485,6 +485,7 @@ def test_check_of_the_guide(function, found, capsys):
     assert not has_fp8_product(lowered.compile())
 
 
+@pytest.mark.more
 def test_the_process_keeps_its_backend():
     """Run in a process of its own, where JAX has not started yet."""
     code = (

@@ -49,6 +49,7 @@ def gemm(name, out, operands, target, contract, batch=((), ()), op_name="jit(f)/
 # --- Written by hand --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.more
 def test_a_dot_with_batch_and_several_contracted_axes():
     text = module(
         [

@@ -57,6 +57,7 @@ def test_shapes_and_axes(case):
     assert hash(dims) == hash(DotDimensions.of(numbers, lhs_shape, rhs_shape))
 
 
+@pytest.mark.more
 @for_any_dimension_numbers(15)
 def test_gradients_are_those_of_vjp(case):
     numbers, lhs_shape, rhs_shape = case
@@ -78,6 +79,7 @@ def test_gradients_are_those_of_vjp(case):
         np.testing.assert_array_equal(actual, exact, strict=True)
 
 
+@pytest.mark.more
 @for_any_dimension_numbers(10)
 def test_new_axes_are_those_of_vmap(case):
     numbers, lhs_shape, rhs_shape = case

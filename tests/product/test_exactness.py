@@ -164,6 +164,7 @@ compositions = given(
 )
 
 
+@pytest.mark.more
 @settings(max_examples=20, deadline=None, derandomize=True)
 @compositions
 def test_any_composition_gives_the_gradients_and_the_state_of_the_plain_call(seed, uses, wrappers, loop, gradient):
@@ -482,7 +483,7 @@ def test_custom_jvp_under_vmap_is_the_batched_call(gradient, axis):
     check(eqx.filter_jit(gradient(loss))((op, w, x)), problem, uses=1)
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.parametrize("both", [False, True], ids=["rows", "rows and kernels"])
 @pytest.mark.parametrize("recipe", ["delayed", "current", "rowwise", "deepseek", "mxfp8", "nvfp4", "static"])
 def test_every_recipe_differentiated_first(recipe, both):

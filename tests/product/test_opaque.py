@@ -70,6 +70,7 @@ def test_stays_whole_in_a_differentiated_scan(wrap, whole):
     np.testing.assert_allclose(jax.grad(loss)(jnp.arange(3.0)), 1 + 3 * jnp.arange(3.0) ** 2)
 
 
+@pytest.mark.more
 def test_traces_of_other_shapes_leave_nothing_behind():
     """Whoever trains with many lengths traces often; what JAX forgets, nothing here remembers."""
     model = fp8_linear_layers(eqx.nn.MLP(8, 8, 8, 1, key=jax.random.key(0)))

@@ -46,6 +46,7 @@ def overwritten(op, gradient):
     return apply_updates(op, updates, overwrites)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("filter_grad", [fp8.filter_grad, eqx.filter_grad], ids=["ours", "equinox"])
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.checkpoint], ids=["plain", "checkpoint"])
 def test_each_expert_is_as_if_it_were_alone(filter_grad, wrap):

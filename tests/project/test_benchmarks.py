@@ -69,6 +69,7 @@ def run(tmp_path, *arguments):
     return json.loads(path.read_text())["rows"]
 
 
+@pytest.mark.more
 def test_a_failure_is_a_row_and_the_rest_is_measured(tmp_path, monkeypatch, capsys):
     real = faster_on_hopper.linear_layer
 
@@ -150,7 +151,7 @@ def test_training_tries_fewer_sequences_where_memory_is_short(monkeypatch):
     assert [row["times_bf16"] for row in rows] == [1.0, 1.5]
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_the_model_trains(tmp_path):
     rows = run(tmp_path, "--minutes", "1e6", "--part", "training")
     assert [row["library"] for row in rows] == ["bf16", "haliax_fp8"]

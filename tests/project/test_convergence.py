@@ -135,6 +135,7 @@ def run_command(tmp_path, arguments):
     return json.loads(curves.read_text())["rows"]
 
 
+@pytest.mark.more
 def test_the_command_prints_and_writes_what_it_measured(tmp_path, monkeypatch, capsys):
     case = convergence.Case("lines", Lines(), Schedule(steps=4, every=2))
     monkeypatch.setattr(convergence, "cases", lambda options: [case])
@@ -178,6 +179,7 @@ def test_a_run_is_the_loop_written_out():
     np.testing.assert_allclose(found["losses"], losses, rtol=1e-5)
 
 
+@pytest.mark.more
 def test_one_ulp_and_first_steps():
     schedule = Schedule(steps=4, every=2)
     losses = lambda **variant: train(Lines(), schedule, Variant(**variant), 0)["losses"]
@@ -190,7 +192,7 @@ def test_one_ulp_and_first_steps():
     assert switched[2:] != whole[2:]
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_both_tasks_train(tmp_path, monkeypatch):
     for task in (LanguageTask, VisionTask):
         monkeypatch.setattr(task, "validation", lambda self, seed: self.batches(99, 2))

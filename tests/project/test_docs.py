@@ -80,8 +80,20 @@ def is_same_output(got: str, expected: str) -> bool:
 RUN_ELSEWHERE = {ROOT / "docs" / page for page in runpy.run_path(str(ROOT / "docs/_notebooks/notebooks.py"))["PAGES"]}
 RUN_HERE = [page for page in PAGES if page not in RUN_ELSEWHERE and blocks_of(page.read_text())]
 
+# Their code takes from 5 to 40 s.
+LONG = {
+    *("docs/black-box", "docs/checkpoints-export", "docs/compare", "docs/how-it-works", "docs/performance"),
+    *("docs/recipes/blocks", "docs/recipes/choosing", "docs/recipes/nvfp4", "docs/serving", "docs/statistics"),
+    *("docs/training-step", "docs/troubleshooting"),
+}
+CODE = [pytest.param(page, marks=[pytest.mark.more] if NAMES[page] in LONG else []) for page in RUN_HERE]
 
-@pytest.mark.parametrize("page", RUN_HERE, ids=NAMES.get)
+
+def test_long_pages_exist():
+    assert set(NAMES.values()) > LONG
+
+
+@pytest.mark.parametrize("page", CODE, ids=NAMES.get)
 def test_code_of_page_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert run_page(page.read_text(), str(page.relative_to(ROOT))) == []

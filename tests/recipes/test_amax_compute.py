@@ -265,6 +265,7 @@ def test_state_of_operands_that_scale_differently(recipe):
             np.testing.assert_array_equal(table(op)[row, width:-1], 0.0)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("recipe", [MIXED, LENGTHS], ids=["mixed", "lengths"])
 def test_microbatches_skipped_layers_and_amaxes_that_are_not_finite(recipe):
     op, step = fp8.Fp8DotGeneral.init(recipe), stepping(one_use)

@@ -305,6 +305,7 @@ def gradients(op, x, w, c):
     return jax.jit(jax.grad(lambda x, w: (c * op(x, w, MATRIX)).sum(), (0, 1)))(x, w)
 
 
+@pytest.mark.more
 def test_wgrad_is_rotated_and_no_other_product():
     x, w, c = problem()
     rotated, unrotated = keyed(RECIPE), keyed(UNROTATED)

@@ -81,6 +81,7 @@ def test_an_update_interval_adds_to_it():
     assert dead_steps(found) <= 4 + 3
 
 
+@pytest.mark.more
 def test_within_the_factor_it_is_the_maximum_bit_for_bit():
     """A tensor that alternates: nobody's scale comes from the other's step."""
     factors = [1.0, 100.0, 0.5, 3.0, 90.0, 1.0] * 2

@@ -19,6 +19,7 @@ def measured(*amaxes):
     return jnp.asarray(amaxes, jnp.float32)[:, None]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("length", [1, 2, 3, 5])
 def test_a_history_drops_its_oldest_entry(length):
     """Newest first, then from the oldest on, as Flax rolls it."""

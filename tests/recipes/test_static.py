@@ -70,6 +70,7 @@ def test_calibration_of_an_operand_of_zeros_or_infinities_keeps_the_scale():
     assert float(op.scale("kernel")) != GIVEN[1]
 
 
+@pytest.mark.more
 def test_calibrated_scales_clip_nothing_and_margins_leave_room():
     x, w, c = tensors()
     for margin, room in ((0, 1.0), (1, 2.0)):
@@ -168,6 +169,7 @@ X = jax.random.normal(jax.random.key(1), (16, 8))
 UNCALIBRATED = r"static scales that are not calibrated, in 2 layers: layers.0 \(input, kernel, output_grad\), layers.1"
 
 
+@pytest.mark.more
 def test_a_step_without_calibration_is_an_error():
     step, model = fp8.TrainStep(mean_square, optax.sgd(0.1)), mlp()
     opt_state = step.init(model)  # which may come first

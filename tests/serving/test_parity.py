@@ -103,7 +103,7 @@ def bits(model, dtype=jnp.bfloat16):
 CASES = [
     pytest.param("delayed", "bfloat16"),
     *(
-        pytest.param(recipe, dtype, marks=pytest.mark.slow)
+        pytest.param(recipe, dtype, marks=pytest.mark.more)
         for recipe, dtype in (("delayed", "float32"), ("powers of two", "bfloat16"), ("powers of two", "float32"))
     ),
 ]
@@ -144,7 +144,7 @@ def with_data_of(other, served):
     return jax.tree.map(both, other, served, is_leaf=is_kernel)
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_calibrated_without_training():
     """A model that was trained in bfloat16: static scales from calibration."""
     model = cast_params(Net.init(), jnp.bfloat16)
@@ -166,9 +166,10 @@ COMPUTED = {
 }
 
 
-FURTHER = (pytest.param(name, marks=pytest.mark.slow) for name in ("deepseek", "mxfp8"))
+FURTHER = (pytest.param(name, marks=pytest.mark.more) for name in ("deepseek", "mxfp8"))
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("recipe", ["rowwise", *FURTHER])
 def test_computed_scales_as_trained(recipe):
     """Recipes without state: the same kernels, and the same inputs."""
@@ -179,7 +180,7 @@ def test_computed_scales_as_trained(recipe):
         quantize_for_inference(model, "static")
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_mismatch():
     """Nothing for the same numbers; and the definitions in float64, for others."""
     x = batch(jnp.bfloat16)
@@ -204,7 +205,7 @@ def test_mismatch():
         serving_mismatch(model, plain, x, tokens=chosen[:1])
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.parametrize("unroll", [2])
 def test_turns_of_a_loop(unroll):
     """What a loop rounds between its turns of several blocks, and behind it; between other elementwise operations."""

@@ -157,7 +157,7 @@ def test_which_layers():
     assert keys.keys() == to_state_dict(dataclasses.replace(model, experts=None, last=None)).keys()
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_haliax_layers():
     """Experts, an embedding and its transpose, against products of `data * scale`, with inputs that FP8 holds."""
     model = Model.init()
@@ -178,7 +178,7 @@ def test_haliax_layers():
     np.testing.assert_array_equal(mapped, jnp.stack([ours.array, ours.array]))
 
 
-@pytest.mark.parametrize("scheme", [pytest.param("static", marks=pytest.mark.slow), "dynamic"])
+@pytest.mark.parametrize("scheme", [pytest.param("static", marks=pytest.mark.more), "dynamic"])
 def test_transformations(scheme):
     """`jit`, `vmap` of examples at once and nested, ensembles, and a mesh: the numbers of one product."""
     x = normal(1, 4, 2, 64)

@@ -126,7 +126,7 @@ def test_layouts_agree_with_one_device(layout):
     check(layout, ("delayed", "current"), 2)
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_all_recipes_agree_in_every_layout(layout):
     check(layout, RECIPES, 10)

@@ -195,6 +195,7 @@ def test_wrong_loops_give_nan_by_the_second_step(name, how):
             look(model)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("how", ["swapped", "rest twice", "gradients twice"])
 def test_exchanged_arguments_of_apply_updates(how):
     model = mlp()
@@ -231,6 +232,7 @@ def test_haliax_own_loop_keeps_scales_consistent():
     fp8.training.require_own_state(model)
 
 
+@pytest.mark.more
 def test_an_average_of_parameters_alone_is_fine():
     step = fp8.TrainStep(mean_square, optax.adamw(1e-3))
     model = mlp(amax_history_length=4)
@@ -243,6 +245,7 @@ def test_an_average_of_parameters_alone_is_fine():
     assert np.isfinite(mean_square(averaged, X))
 
 
+@pytest.mark.more
 def test_a_state_that_was_changed_stays_so():
     """A right step after a wrong one does not hide it."""
     model = mlp(amax_history_length=4)
@@ -264,6 +267,7 @@ def twice(model, x):
     return (jax.vmap(lambda x: model(model(x)))(x) ** 2).mean()
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("loss_fn", [mean_square, twice])
 def test_exact_gradients_are_those_of_filter_grad(loss_fn):
     model = mlp(amax_history_length=4)

@@ -77,6 +77,7 @@ def test_layers_in_other_formats_take_the_limits_of_their_own(gradient, formats)
             assert_state_is(layer.dot_general, reference)
 
 
+@pytest.mark.more
 def test_the_largest_scale_of_an_input_group_serves_all():
     """Where inputs differ, after all: nothing that one layer's scale would hold is clipped by another's.
 

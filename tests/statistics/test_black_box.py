@@ -49,6 +49,7 @@ def with_an_infinite_gradient(model, x):
     return jnp.mean(jax.vmap(model.layers[2])(jax.nn.relu(spoiled(hidden(model, x)))) ** 2)
 
 
+@pytest.mark.more
 def test_an_infinite_gradient_is_traced_to_its_element(tmp_path, capsys):
     model = fp8.calibrate(converted(mlp()), loss, [(X,)])
     box = black_box(model, with_an_infinite_gradient, X, step=17)
@@ -95,7 +96,7 @@ def test_an_infinite_gradient_is_traced_to_its_element(tmp_path, capsys):
     assert "is not a safetensors file" in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_an_outlier_channel_is_named_and_blocks_are_better(tmp_path, capsys):
     """A channel 2**22 times as large, which small weights make up for: one scale flushes all the others."""
     x = jax.random.normal(jax.random.key(1), (8, 256))
@@ -120,7 +121,7 @@ def test_an_outlier_channel_is_named_and_blocks_are_better(tmp_path, capsys):
     assert "Black box of model" in printed and "culprit: input[:, 5], which fprop reads first" in printed
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_a_layer_of_a_stack_in_bfloat16():
     stack = residual_stack()
     stack = fp8.cast_params(converted(stack), jnp.bfloat16)
@@ -136,7 +137,7 @@ def test_a_layer_of_a_stack_in_bfloat16():
     assert found.of("as trained", "fprop").sqnr > 20.0 > found.of("nvfp4", "fprop").sqnr > 10.0
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_an_ensemble_mapped_over_a_batch():
     members = eqx.filter_vmap(lambda key: eqx.nn.Linear(64, 16, key=key))(jax.random.split(jax.random.key(0), 3))
     model = converted(members)

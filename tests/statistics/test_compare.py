@@ -82,6 +82,7 @@ def test_of_every_layer_alone_and_accumulated():
     assert found.worst(1).layers[0][0] == f"layers.{int(np.argmax(errors))}" or max(errors) < 0.05
 
 
+@pytest.mark.more
 def test_in_a_stack_under_checkpointing_and_jit():
     """A stack's layers are those of the unrolled model, forward and backward."""
     stack = residual_stack()
@@ -103,7 +104,7 @@ def test_in_a_stack_under_checkpointing_and_jit():
     assert set(in_scan.flat()) >= {"fp8_error/stacked.up[1]/wgrad", "fp8_error/stacked.up[0]/output"}
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_uses_ensembles_experts_and_layers_that_are_not_reached():
     """Of two uses the worst; members of an ensemble apart; grouped products; a layer that is not called."""
     Experts, Rows, E, Out = hax.make_axes(experts=2, rows=8, embed=16, out=16)

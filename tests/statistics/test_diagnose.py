@@ -132,6 +132,7 @@ def test_kernels_that_are_not_those_of_the_last_step(kernels, factor):
     assert found == [Problem.JUMP if kernels >= 3 else Problem.FOREIGN_STATE] * 2
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     "options",
     [
@@ -153,6 +154,7 @@ def test_healthy_models_are_left_in_peace(options):
 # --- Planted problems -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.more
 def test_activations_of_one_layer_ten_thousand_times_larger(healthy):
     blown = lambda m, x, y: jnp.mean((jax.vmap(lambda row: m(row, blow=1e4))(x) - y) ** 2)
     (finding,) = [f for f in found(healthy, blown).findings if f.operand == "input"]
@@ -175,12 +177,14 @@ def test_nan_in_a_kernel_is_the_cause_not_the_inputs_behind_it(healthy):
     assert (finding.layer, finding.operand) == ("layers.1", "kernel")
 
 
+@pytest.mark.more
 def test_a_dead_layer(healthy):
     dead = eqx.tree_at(lambda m: m.layers[1].bias, healthy, jnp.full(WIDTH, -1e4))
     (finding,) = only(found(dead), Problem.DEAD)
     assert (finding.layer, finding.operand) == ("layers.1", "output_grad")
 
 
+@pytest.mark.more
 def test_formats_swapped():
     swapped = Recipe.of(DelayedScaling(amax_history_length=HISTORY), forward=E5M2, backward=E4M3)
     model = trained(swapped, steps=0)
@@ -222,6 +226,7 @@ def test_drift(healthy):
     assert (finding.layer, finding.problem, finding.remedy) == ("layers.2", Problem.GROWTH, Remedy.MARGIN)
 
 
+@pytest.mark.more
 def test_an_expert_that_never_runs():
     experts = [eqx.nn.Linear(WIDTH, WIDTH, key=key) for key in jax.random.split(KEY, 3)]
     model = fp8.fp8_linear_layers(experts, recipe="current")
@@ -255,6 +260,7 @@ def test_a_spike_of_the_learning_rate(healthy):
     assert len(findings) == DEPTH + 1 and all("learning rate" in f.advice for f in findings)
 
 
+@pytest.mark.more
 def test_underflow_of_deep_gradients(healthy):
     """Gradients of the first layers are suddenly far below what the history remembers of them."""
     weak = lambda m, x, y: jnp.mean((jax.vmap(lambda row: m(row, gain=1e-10))(x) - y) ** 2)
@@ -264,6 +270,7 @@ def test_underflow_of_deep_gradients(healthy):
     assert finding.remedy is Remedy.SHORTER_HISTORY and {f.layer for f in findings} <= {"layers.0", "layers.1"}
 
 
+@pytest.mark.more
 def test_underflow_of_gradients_that_one_scale_cannot_hold():
     """Each example's gradient is half that of the one before: 64 binades, of which E5M2 holds 32."""
     fading = lambda m, x, y: jnp.sum(jnp.exp2(-jnp.arange(64.0))[:, None] * (jax.vmap(m)(x) - y) ** 2)
@@ -273,6 +280,7 @@ def test_underflow_of_gradients_that_one_scale_cannot_hold():
     assert {(f.operand, f.remedy) for f in findings} == {("output_grad", Remedy.SCALE_PER_ROW)}
 
 
+@pytest.mark.more
 def test_an_outlier_channel():
     model = trained("current", steps=1)
     wide = lambda m, x, y: jnp.mean((jax.vmap(m.layers[0])(x.at[:, 5].multiply(1e5)) - y) ** 2)
@@ -283,6 +291,7 @@ def test_an_outlier_channel():
 # --- What surrounds them ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.more
 def test_the_zero_matrices_of_lora_are_not_dead():
     class Adapted(eqx.Module):
         base: eqx.nn.Linear
@@ -299,6 +308,7 @@ def test_the_zero_matrices_of_lora_are_not_dead():
     assert not found(model)
 
 
+@pytest.mark.more
 def test_layers_of_a_stack_are_told_apart_and_an_old_spike_gets_a_shorter_history(caplog):
     Layers, Width = hax.Axis("layers", 3), hax.Axis("width", WIDTH)
 
@@ -336,6 +346,7 @@ def test_layers_of_a_stack_are_told_apart_and_an_old_spike_gets_a_shorter_histor
     assert "stacked.linear[1], output_grad: old spike" in text and max(map(len, text.splitlines())) <= 80
 
 
+@pytest.mark.more
 def test_what_apply_does_can_be_chosen(healthy):
     blown = lambda m, x, y: jnp.mean((jax.vmap(lambda row: m(row, blow=1e4))(x) - y) ** 2)
     diagnosis = found(healthy, blown)

@@ -121,6 +121,7 @@ def test_stateless_recipes_against_numpy(name):
 SCALES = (2.0**-9, 2.0**-9, 2.0**-16)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     "kind, formats",
     [
@@ -163,6 +164,7 @@ def test_what_rounds_to_the_maximum_is_not_clipped(format):
     assert float(got.saturation[0]) == 0.25
 
 
+@pytest.mark.more
 def test_a_recipe_of_four_bits_counts_and_its_flushed_blocks_are_not_clipped():
     """A block whose scale is flushed to zero ends at the largest value times zero: underflow, not saturation."""
     x, w, c = tensors()
@@ -231,6 +233,7 @@ def prepared(name, *arrays):
     return fp8.with_rounding_keys(op, KEY)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("name", ["delayed", "static", "nvfp4"])
 def test_reuse_and_scan_report_the_largest_of_each_number(name):
     x, w, c = map(jnp.asarray, tensors())
@@ -270,6 +273,7 @@ def test_a_second_use_that_is_written_out_is_shared_still():
     assert measured.input_for_wgrad == measured.input and measured.kernel_for_dgrad == measured.kernel
 
 
+@pytest.mark.more
 def test_members_of_an_ensemble_are_measured_apart():
     x, w, c = map(jnp.asarray, tensors())
     make = lambda key: eqx.nn.Linear(160, 32, use_bias=False, key=key)
@@ -308,6 +312,7 @@ def test_operands_in_high_precision_lose_nothing():
     assert float(got.sqnr[2]) == np.inf
 
 
+@pytest.mark.more
 def test_layers_that_the_loss_does_not_reach_are_nan_and_do_not_enter_the_mean():
     model = fp8.fp8_linear_layers(
         [eqx.nn.Linear(16, 16, key=key) for key in jax.random.split(KEY)], fp8.Fp8Config(recipe="mxfp8")

@@ -134,6 +134,7 @@ def test_only_state_changes():
     assert not np.array_equal(*(jax.tree.leaves(fp8_states(m))[0] for m in (calibrated, model)))
 
 
+@pytest.mark.more
 def test_more_batches_later_are_more_entries():
     """Calibration goes on from the state that it finds, as training does after it."""
     model = fp8_linear_layers(mlp(), SHORT)
@@ -337,6 +338,7 @@ class Block(eqx.Module):
         return x + self.down(hax.tanh(self.up(x)))
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("container", [hnn.Stacked, hnn.BlockSeq])
 def test_stacks(container):
     """Each layer of a stack has amaxes of its own: those of the same layer in a loop."""

@@ -16,6 +16,7 @@ from haliax_fp8.statistics import where_not_finite
 from haliax_fp8.training import NonFiniteStep, require_finite_step
 
 
+@pytest.mark.more
 def test_a_poisoned_batch_is_refused_and_the_old_model_goes_on(tmp_path):
     model = fp8.fp8_linear_layers(eqx.nn.MLP(16, 4, 16, 1, key=jax.random.key(0)), fp8.Fp8Config(recipe="current"))
     loss = lambda model, x: jnp.mean(jax.vmap(model)(x) ** 2)

@@ -166,6 +166,7 @@ def is_op(node):
     return isinstance(node, fp8.Fp8DotGeneral)
 
 
+@pytest.mark.more
 def test_loops_and_gradients_of_all_kinds():
     """Copies made outside of the loss or within; loops that are unrolled or scanned; three ways to take gradients."""
     model = fp8_linear_layers(Model.init(), amax_history_length=4)
@@ -253,6 +254,7 @@ class Block(eqx.Module):
         return x + hax.tanh(twice(hax.tanh(twice(x))))
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("recipe", ["delayed", "rowwise"])
 def test_stacks_experts_ensembles_and_heads(recipe):
     targets = ["linear", "experts", "table", "ensemble"]
@@ -400,6 +402,7 @@ def test_layers_of_your_own():
 # --- What must not outlive a step -------------------------------------------------------------------------------------
 
 
+@pytest.mark.more
 def test_a_model_with_copies_is_not_trained_or_saved(tmp_path):
     model = fp8_linear_layers(Model.init(), amax_history_length=4)
     quantized, x = quantize_kernels(model), inputs_and_gradients()

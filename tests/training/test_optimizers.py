@@ -341,6 +341,7 @@ def with_key(model, x, g, key=None):
     return factor * loss_fn(model, x, g)
 
 
+@pytest.mark.more
 def test_a_key_that_the_loss_would_not_get_is_an_error(model):
     """`key=` is the ops'. A loss whose drop-out is off in silence is not what was asked for."""
     step, key = TrainStep(with_key, optax.sgd(0.1)), jax.random.key(0)
@@ -402,6 +403,7 @@ def test_calibration_records_what_the_first_step_records(model, microbatches):
     assert eqx.tree_equal(trainable(calibrated), trainable(model))
 
 
+@pytest.mark.more
 @by_name("microbatches", [1, 2])
 def test_donation_changes_no_number(model, microbatches):
     """And frees what it was given: the old model's arrays are gone."""

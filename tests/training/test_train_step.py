@@ -71,6 +71,7 @@ def leaves(tree):
     return [np.asarray(words(x)) for x in jax.tree.leaves(eqx.filter(tree, eqx.is_array))]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     "recipe, microbatches, kernels",
     [("delayed", 1, "in_each_microbatch"), ("current", 2, "once"), ("nvfp4", 1, "in_each_microbatch")],

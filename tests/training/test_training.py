@@ -380,6 +380,7 @@ def unrolled(model, x):
     return hax.sum(x).scalar()
 
 
+@pytest.mark.more
 @both_gradients
 def test_layer_can_be_an_extra_argument_of_fold(grad):
     """It is not taken for data to scan over; output and gradients are those of the blocks one after the other."""

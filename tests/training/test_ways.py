@@ -55,6 +55,7 @@ def test_parameters_and_state_put_together_in_the_loss(is_param):
     assert_same(fp8.filter_grad(loss)(params), expected)
 
 
+@pytest.mark.more
 def test_parts_with_branches_of_each_example_are_explained():
     params, static = eqx.partition(LAYER, eqx.is_array)
     loss = lambda layer, x: jax.vmap(lambda row: lax.cond(row[0] > 0, lambda row: layer(row), lambda row: row, row))(
@@ -295,6 +296,7 @@ def test_debug_nans_still_finds_them():
         fp8.filter_grad(lambda layer, x: jnp.log(-jnp.abs(batched(layer, x)) - 1.0))(LAYER, X)
 
 
+@pytest.mark.more
 def test_disable_jit():
     stack = jax.tree.map(lambda a: jnp.stack([a, a]), LAYER)
 
