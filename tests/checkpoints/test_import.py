@@ -125,6 +125,7 @@ class LoRA(eqx.Module):
         return self.base(x) + x.dot(self.down, axis=self.base.In).dot(self.up, axis="rank")
 
 
+@pytest.mark.more
 def test_adapters_on_frozen_weights(tmp_path):
     """Gradients are those of the dequantized layer; only the adapter trains; merged, it is exported again."""
     model = Transformer.init(CONFIG, key=jax.random.key(0))

@@ -87,6 +87,7 @@ def bytes_of(kernel):
     return [np.asarray(x.array).tobytes() for x in arrays]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_byte_comes_back(trained, x, layout, tmp_path):
     """Data and scales, of stacked layers, several axes and Equinox's; and the same tensors when exported again."""

@@ -105,6 +105,7 @@ def test_checkpointing_and_unrolling_change_no_gradient(change, model, tokens):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.more
 def test_blocks_one_by_one_are_the_stacked_blocks(model, tokens):
     one_by_one = Transformer.init(dataclasses.replace(CONFIG, stacked=False), key=jax.random.key(0)).blocks
     blocks = dataclasses.replace(one_by_one, blocks=[model.blocks.get_layer(i) for i in range(CONFIG.layers)])
@@ -141,6 +142,7 @@ def test_learned_positions_and_a_tied_head():
     assert len({row.tobytes() for row in np.asarray(logits.array)}) == 5
 
 
+@pytest.mark.more
 def test_a_token_goes_through_the_experts_that_its_router_likes_best():
     init = partial(MixtureOfExperts.init, experts=4, chosen=2)
     layer = init(CONFIG, key=jax.random.key(0))

@@ -111,6 +111,7 @@ def test_both_models_train_from_the_same_start(finished):
     assert max(last) < 0.9 * min(first)
 
 
+@pytest.mark.more
 def test_results_figure_and_sample_are_written(finished, capsys):
     results = json.loads((finished / "results.json").read_text())
     assert results["bf16"]["gap_percent"] is None
@@ -123,6 +124,7 @@ def test_results_figure_and_sample_are_written(finished, capsys):
     assert "def f" in printed and f"{results['bf16']['validation_loss']:.4f}" in printed
 
 
+@pytest.mark.more
 def test_after_ctrl_c_resume_continues_to_the_same_losses(finished, tmp_path, monkeypatch, capsys):
     arguments = [*TINY, "--out", str(tmp_path)]
     with monkeypatch.context() as patch:
@@ -229,6 +231,7 @@ def test_conversion_in_mid_training_and_back_keeps_the_optimizer_state(finished,
     assert mixed == pytest.approx(baseline, rel=2**-4)
 
 
+@pytest.mark.more
 def test_resume_refuses_other_flags(finished, tmp_path, capsys):
     assert train.main([*TINY, "--learning-rate", "0.5", "--out", str(finished), "--resume"]) == 2
     message = capsys.readouterr().out

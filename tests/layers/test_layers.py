@@ -565,6 +565,7 @@ def test_a_layer_shared_by_equinox():
 # --- Ensembles and stacks ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     "name", ["haliax.MoELinear", "haliax.Embedding", "equinox.Linear", "equinox.Linear, scalar input", "equinox.MLP"]
 )

@@ -171,6 +171,7 @@ def test_attention_of_equinox_that_shares_trains_the_same():
     assert_same(*(gradients for _, gradients in results))
 
 
+@pytest.mark.more
 def test_layers_with_other_inputs_take_the_larger_scale():
     """As in cross-attention: what is not the same tensor still fits the range."""
 

@@ -103,6 +103,7 @@ CASES = {
 }
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("name", "gradient"),
     [*((name, fp8.filter_value_and_grad) for name in CASES), ("one block", eqx.filter_value_and_grad)],

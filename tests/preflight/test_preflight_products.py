@@ -598,6 +598,7 @@ def test_donated_arguments_are_donated():
     assert inspect_step(jax.jit(kept), struct(256, 256), target="local").step.memory.aliased == 0
 
 
+@pytest.mark.more
 def test_a_training_step_of_ours_donates():
     """`TrainStep(donate=True)`: new weights and moments are written over old ones."""
     model, x = abstract(lambda: fp8.fp8_linear_layers(mlp())), struct(48, 32)

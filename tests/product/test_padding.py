@@ -57,6 +57,7 @@ def products(op, x, w, c):
     return out, *pullback(c)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("name", sorted(RECIPES))
 def test_products_are_those_of_operands_filled_up_with_zeros(name):
     """All three, and nothing but zeros beyond them. Sums of more zeros may be taken in another order."""

@@ -174,7 +174,7 @@ def test_what_reads_a_product_of_tritons_is_fused(name, target, compiled):
 
 # What small programs do not show: `test_compiled_kernels_once.py`; and what a benchmark times,
 # `statistics_cost_little_every_10_steps.py`.
-SHOWN_ELSEWHERE = ("transposed_once", "made_before_it_is_measured")
+SHOWN_ELSEWHERE = ("transposed_once", "made_before_it_is_measured", "lowered_for_cuda")
 
 
 def test_every_function_has_a_case():

@@ -309,6 +309,7 @@ def test_a_plain_gradient_of_a_layer_used_twice_does_not_corrupt(recipe):
         assert np.count_nonzero(history) == min(count, history.size)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("recipe", [MIXED, LENGTHS], ids=["mixed", "lengths"])
 def test_calibration_of_operands_that_scale_differently(recipe):
     """Scales that divide by the largest amax of all batches, whatever `update_interval` is."""

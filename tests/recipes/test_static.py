@@ -227,6 +227,7 @@ def test_a_microbatch_of_zeros_does_not_undo_what_another_one_found(order):
     assert float(model.dot_general.scale("input")) == pytest.approx(float(jnp.abs(X).max()) / 448.0)
 
 
+@pytest.mark.more
 def test_stacks_are_calibrated_layer_by_layer():
     Layers, In = hax.make_axes(layers=3, input=8)
     stack = hax.nn.Stacked.init(Layers, hax.nn.Linear)(

@@ -278,6 +278,7 @@ def test_exact_gradients_are_those_of_filter_grad(loss_fn):
     assert all(bool((a == b).all()) for a, b in both)
 
 
+@pytest.mark.more
 def test_exact_gradients_with_auxiliary_results_and_a_factor():
     model = mlp(amax_history_length=4)
     loss_fn = fp8.training.exact_gradients(

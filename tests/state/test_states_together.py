@@ -113,6 +113,7 @@ def test_calibration_and_statistics_of_an_input_group_keep_it():
     assert other.state.input_group == model.first.dot_general.state.input_group == "first+second"
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("zero", OPERANDS)
 def test_one_operand_of_zeros_does_not_hide_the_others(zero):
     """Delayed scaling records one number of each operand, statistics record several: of each, every one is looked at.

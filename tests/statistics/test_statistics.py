@@ -154,6 +154,7 @@ def test_clipped_and_flushed_elements_are_counted(kind, formats):
     assert any(row["saturation"] > 0 for row in rows)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("format", [E4M3, E5M2, E4M3FNUZ, E2M1], ids=repr)
 def test_what_rounds_to_the_maximum_is_not_clipped(format):
     half = 2.0 ** (np.floor(np.log2(format.max)) - format.mantissa_bits - 1)

@@ -132,6 +132,7 @@ def quantized_kernels(function):
 RECIPES = ("delayed", "static", "current", "rowwise", "rowwise_wgrad_bf16", "deepseek", "mxfp8", "nvfp4")
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_step_has_the_same_numbers(recipe):
     """With one scale per tensor in bfloat16, where scales are rounded up."""

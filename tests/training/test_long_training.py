@@ -82,6 +82,7 @@ def float64_step(layers, x, target, use_skipped):
     return loss
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("gradient", ["maximum", "plain"])
 def test_scales_stay_within_a_power_of_two_of_float64(gradient):
     keys = jax.random.split(jax.random.key(0), 5)

@@ -107,6 +107,7 @@ def test_the_guide_trains(module, data, opt, transform, steps):
         np.testing.assert_array_equal(newest, amax(getattr(before, name).weight))
 
 
+@pytest.mark.more
 def test_the_guide_lets_skip_the_partition_of_the_module(module, data):
     """An optimizer that keeps nothing per parameter can be initialised with the whole module."""
     module = haxq.fp8_linear_layers(module)
