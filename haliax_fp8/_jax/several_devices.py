@@ -67,7 +67,7 @@ as_made_p = Primitive("fp8_divided_as_made")
 as_made_p.def_impl(lambda x: x)
 as_made_p.def_abstract_eval(lambda x: x)
 # What was measured is not differentiated.
-batching.primitive_batchers[as_made_p] = lambda args, axes: (as_made_p.bind(jnp.moveaxis(*args, *axes, 0)), 0)
+batching.primitive_batchers[as_made_p] = lambda args, axes: (as_made_p.bind(jnp.moveaxis(args[0], axes[0], 0)), 0)
 
 
 def _as_made_lowered(context: Any, x: Any) -> Any:
