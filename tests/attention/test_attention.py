@@ -119,6 +119,7 @@ def test_bfloat16_and_no_batch():
         np.testing.assert_array_equal(a, b[0])
 
 
+@pytest.mark.more
 def test_scores_that_are_not_finite_are_seen():
     query, key, value, grad = operands(batch=1, tokens=4)
     op = new_op()

@@ -64,6 +64,7 @@ def check(found, expected):
         assert float(jnp.linalg.norm(a - b)) < TOLERANCE * float(jnp.linalg.norm(b))
 
 
+@pytest.mark.more
 def test_uses_differ_in_their_amaxes():
     """Or a maximum could not be told from either of them."""
     once, twice = (gradients(layer, python_loop, uses, fp8.filter_grad)[0] for uses in (1, 2))
@@ -71,6 +72,7 @@ def test_uses_differ_in_their_amaxes():
     assert {"output_grad", "scores_grad"} <= set(changed)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("wrapper", sorted(WRAPPERS))
 def test_each_transformation_is_exact(wrapper, expected):
     check(gradients(WRAPPERS[wrapper](layer), python_loop, 2, fp8.filter_grad), expected)
@@ -105,6 +107,7 @@ def test_a_plain_gradient_is_exact_for_one_use_and_corrupts_nothing(wrapper):
     np.testing.assert_array_equal(found.array[:, 2 : 1 + LENGTH], op.state.array[:, 2 : 1 + LENGTH])
 
 
+@pytest.mark.more
 def test_only_one_operand_is_mapped():
     """All examples attend to the same keys."""
     op, _, x, c = problem()
@@ -116,6 +119,7 @@ def test_only_one_operand_is_mapped():
     check((found,), (whole,))
 
 
+@pytest.mark.more
 def test_members_of_an_ensemble_have_states_of_their_own():
     problems = [problem(seed) for seed in (1, 2, 3)]
     ops, ws, xs, cs = jax.tree.map(lambda *leaves: jnp.stack(leaves), *problems)
@@ -175,6 +179,7 @@ def test_microbatches_take_the_maximum(expected):
     check(total, expected[:2])
 
 
+@pytest.mark.more
 def test_a_use_without_effect_and_no_use_leave_the_state():
     op, w, x, c = problem()
     for loss in (lambda op: (c * x).sum() + 0.0 * op.scaling.margin, lambda op: (c * x).sum()):

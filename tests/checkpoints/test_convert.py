@@ -57,6 +57,7 @@ EXACT = {
 }
 
 
+@pytest.mark.more
 def test_where_data_and_scales_can_stay_they_do(tmp_path):
     for before, layouts in EXACT.items():
         source = write(tmp_path / before, *checkpoint(before))

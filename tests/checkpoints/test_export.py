@@ -231,6 +231,7 @@ class DenseRule(LayerRule):
         return Dense(layer.kernel, op)
 
 
+@pytest.mark.more
 def test_equinox_and_own_classes(tmp_path):
     """Equinox's layers, an ensemble of them, and a class with a rule, whose weight lies the other way."""
     keys = jax.random.split(jax.random.key(0), 3)

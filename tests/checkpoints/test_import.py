@@ -79,6 +79,7 @@ def test_shapes_of_scales(case, tmp_path):
     np.testing.assert_array_equal(frozen.thawed(jnp.float32).weight, expected)
 
 
+@pytest.mark.more
 def test_fused_layers_and_tied_heads(tmp_path):
     """`qkv_proj` and `gate_up_proj` are taken apart, also within a block of scales; the head is the embedding."""
     config = dataclasses.replace(CONFIG, layers=1)

@@ -125,6 +125,7 @@ def moe(**options):
 SIZES = hax.named(jnp.array([2, 1, 2]), Experts)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("per_expert", [False, True])
 def test_experts_with_scales_of_training(x, per_expert, tmp_path):
     """One scale for all or one for each, as in training, bit for bit; under `vmap` over rows too; and on disk."""

@@ -114,6 +114,7 @@ def test_blocks_one_by_one_are_the_stacked_blocks(model, tokens):
     np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.more
 def test_functions_between_products_are_changed(tokens):
     """All of them, in each block: two norms, attention and activation."""
     seen = []
@@ -222,6 +223,7 @@ def test_an_fp8_head_records_the_maximum_over_parts(tokens):
         np.testing.assert_allclose(a, b, rtol=1e-5)
 
 
+@pytest.mark.more
 def test_fused_attention_is_given_what_causal_attention_is(monkeypatch):
     """With JAX's own attention in the place of cuDNN's, which no CPU has."""
     Position, KvHeads, Group, HeadDim = hax.make_axes(position=6, kv_heads=2, group=3, head_dim=8)

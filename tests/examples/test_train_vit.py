@@ -46,6 +46,7 @@ def test_the_command_line(tmp_path, monkeypatch, capsys):
     np.testing.assert_allclose(fp8["losses"], bf16["losses"], rtol=0.05)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("convert_head", [False, True])
 def test_which_layers_are_converted(convert_head, monkeypatch, capsys, tmp_path):
     """All but the classifier head, unless a flag asks for it too."""

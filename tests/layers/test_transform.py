@@ -281,6 +281,7 @@ def unrolled(model) -> list:
     return [model]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("kind", ["Stacked", "Stacked of Stacked", "Stacked of BlockSeq"])
 def test_stacked_layers_run_and_learn_as_unrolled_ones(kind):
     """Every layer in a stack has state of its own, that of the same layer outside the stack."""
@@ -356,6 +357,7 @@ def members_of(make):
     return made(lambda key: eqx.filter_vmap(make)(jax.random.split(key, MEMBERS)))
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("make", [lambda key: linear_of(key), EquinoxModel], ids=["haliax", "equinox"])
 def test_ensembles_of_filter_vmap(make):
     """Members run, and have state of their own: that of the same member alone."""

@@ -92,6 +92,7 @@ def test_axes_and_shapes_are_those_of_the_layers(make):
     assert [shape(out) for out in join_linear(layers)(x)] == [shape(layer(x)) for layer in layers]
 
 
+@pytest.mark.more
 @each
 def test_the_same_gradients(make):
     """Of weights, biases and the input, bit for bit where sums are exact."""
@@ -169,6 +170,7 @@ def test_stacked_layers():
     assert_same(split_linear(model.stacked.qkv), layers)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("make", [of_haliax, of_equinox])
 def test_ensembles(make):
     keys = jax.random.split(jax.random.key(0), 3)

@@ -109,6 +109,7 @@ def kept_in_fp8(config):
     return sorted(x.size for x in kept)
 
 
+@pytest.mark.more
 def test_what_is_kept_of_a_kernel():
     activation, kernel = Rows.size * Embed.size, Embed.size * Mlp.size
     expected = {"delayed": [[activation, kernel], [activation], [activation]]}
@@ -141,6 +142,7 @@ def test_scales_of_the_tensor_itself_are_shared_anyway(recipe):
         fp8.memory.share_input_scales(fp8_linear_layers(MODELS["one"](), Fp8Config(recipe=recipe)))
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     "model, gradient",
     [("one", fp8.filter_value_and_grad), ("one", eqx.filter_value_and_grad), ("stacked", fp8.filter_value_and_grad)],
@@ -157,6 +159,7 @@ def test_layers_that_share_train_the_same(model, gradient):
     assert jax.tree.structure(separated) == jax.tree.structure(results[0][1])
 
 
+@pytest.mark.more
 def test_attention_of_equinox_that_shares_trains_the_same():
     """`vmap` over the batch outside and over the tokens inside; three layers share their input's scale."""
     attention = eqx.nn.MultiheadAttention(2, 16, key=jax.random.key(0))
@@ -305,6 +308,7 @@ def test_compressed_gradients_are_those_at_rounded_inputs():
         np.testing.assert_allclose(a, b, rtol=2e-3, atol=2e-3 * float(jnp.abs(b).max()))
 
 
+@pytest.mark.more
 def test_an_outlier_among_compressed_activations_spoils_its_own_row_only():
     """The gradient of a square is twice what was kept, bit for bit: one scale for each row, one for a vector."""
     x = np.random.default_rng(0).standard_normal((16, 64)).astype(np.float32)
@@ -332,6 +336,7 @@ def test_compressed_named_arrays_train():
     np.testing.assert_allclose(other, losses, rtol=0.02)
 
 
+@pytest.mark.more
 def test_compressed_under_transformations():
     f = fp8.memory.compressed(lambda x: jax.nn.gelu(x))
     x = jax.random.normal(jax.random.key(0), (4, 16))

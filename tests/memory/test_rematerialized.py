@@ -64,6 +64,7 @@ def test_float32_rounds_once():
     assert worst > 1.5 * 2**-8, "bfloat16 rounds more than once"
 
 
+@pytest.mark.more
 def test_modules_keep_their_parameters_gradients():
     Embed, Batch = hax.make_axes(embed=32, batch=8)
     norm = hnn.RmsNorm.init(Embed, use_bias=False)

@@ -255,6 +255,7 @@ def test_scan_draws_with_the_key_of_each_iteration():
     np.testing.assert_array_equal(*reused()[1])
 
 
+@pytest.mark.more
 def test_per_example_gradients_draw_as_single_calls_do():
     op = fp8.Fp8DotGeneral.init(RANDOM_GRADIENT)
 
@@ -273,6 +274,7 @@ def test_per_example_gradients_draw_as_single_calls_do():
     assert_independent(ups(own[0]), ups(own[1]))
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("order", ["vmap outside", "vmap inside"])
 @pytest.mark.parametrize("mapped", ["keys", "states", "both"])
 def test_an_op_with_state_under_vmap_of_its_keys_or_its_state(mapped, order):

@@ -53,6 +53,7 @@ def test_gap_and_noise_of_a_seed():
     np.testing.assert_allclose([vertices.min(), vertices.max()], [-noise.max(), noise.max()])
 
 
+@pytest.mark.more
 def test_window_is_of_the_steps_before():
     losses = np.asarray([4.0, 2.0, 3.0, 1.0])
     axes = plots.loss_curves({"a": losses}, baseline="a", window=2).axes[0]

@@ -279,6 +279,7 @@ def test_dtypes(dtype):
     assert Fp8Einsum.init(SHORT, compute_dtype=dtype)("mk,kn->nm", x.astype(jnp.float32), w).dtype == dtype
 
 
+@pytest.mark.more
 def test_under_vmap_and_in_a_stack():
     """A mapped axis is one more batch axis: one amax. State with the axes of a stack goes through a `scan`."""
     x, w = normal(0, (6, 5, 3)), normal(1, (3, 4))

@@ -347,6 +347,7 @@ def test_slicing_a_stack_in_the_differentiated_function_is_explained():
     assert float(eqx.filter_grad(loss)(op).amax_history("input")[0, 0]) == 1.0
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("remat", [True, "offload", "nested", "recompute", "full"])
 def test_haliax_stacked_with_every_checkpointing_mode(remat):
     from haliax.nn import Linear, Stacked

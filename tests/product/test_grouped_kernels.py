@@ -112,6 +112,7 @@ def test_products_equal_float64(kernels, product, rowwise):
         assert (np.asarray(found)[sum(SIZES) :] == 0).all()
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     "product", ["wgrad", pytest.param("fprop", marks=pytest.mark.more), pytest.param("dgrad", marks=pytest.mark.more)]
 )

@@ -50,6 +50,7 @@ def newest(op):
     return jnp.stack([op.amax_history(operand)[..., 0] for operand in OPERANDS], axis=-1)
 
 
+@pytest.mark.more
 @kernel_first_or_second
 def test_a_stack_takes_the_scales_of_each_product(kernel_first):
     """A scan computes the products of scales beforehand, all three together: each has to meet its own product."""

@@ -63,6 +63,7 @@ def assert_native_is_dequantized(a, b, numbers):
     assert_within(got, exact, (terms + 2) * EPS * magnitudes)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("product", PRODUCTS)
 def test_native_product_of_every_layout(product):
     numbers, shape_a, shape_b = PRODUCTS[product]
@@ -80,6 +81,7 @@ def test_native_product_of_every_pair_of_blocks(scaling_a, scaling_b):
     assert_native_is_dequantized(a, b, numbers)
 
 
+@pytest.mark.more
 def test_blocks_of_zeros_and_of_the_largest_and_smallest_scales():
     x = np.ones((8, 160), np.float32)
     x[:, :32], x[:, 32:64], x[:, 64:96] = 0.0, 3e38, 1e-36

@@ -172,6 +172,7 @@ def test_verdicts_are_those_of_the_rows():
     ]
 
 
+@pytest.mark.more
 def test_flax_op_in_a_haliax_layer_gives_flax_numbers():
     In, Out, Batch = hax.make_axes(input=32, output=16, batch=8)
     layer = in_bf16(hnn.Linear.init(In, Out, key=jax.random.key(0), use_bias=False))
@@ -213,6 +214,7 @@ def test_a_compiled_layer_is_a_row():
     assert row["other_kernels"] > 0
 
 
+@pytest.mark.more
 def test_the_tree_makes_rows():
     rows = ten_thousand_layers_in_seconds.measure(20, 1)
     assert {(row["library"], row["operation"]) for row in rows} == {
@@ -222,6 +224,7 @@ def test_the_tree_makes_rows():
     }
 
 
+@pytest.mark.more
 def test_tracing_and_compiling_make_rows_of_a_page(capsys, monkeypatch):
     case = STACKS["MLP"].model(ONE_LAYER), loss, STACKS["MLP"].batch(ONE_LAYER)
     monkeypatch.setattr(tracing_costs_at_most_1_5x, "CASES", {"MLP": lambda: case})

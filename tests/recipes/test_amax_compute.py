@@ -219,6 +219,7 @@ def table(op):
     return np.asarray(op.state.array)
 
 
+@pytest.mark.more
 def test_delayed_input_static_kernel_current_gradient():
     """Each operand is quantized by its own scaling, and only the delayed one is remembered."""
     op, step = fp8.Fp8DotGeneral.init(MIXED), stepping(one_use)

@@ -141,6 +141,7 @@ def scaling_and_use(rounding, square=False, **options):
     return NVFP4Scaling(square=square, **options), use
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("square", [False, True], ids=["1x16", "16x16"])
 def test_block_scales_are_rounded_up_where_rounding_is_random(square):
     """To the smallest value of E4M3 that clips nothing."""

@@ -234,6 +234,7 @@ def test_grouped_products(name):
     np.testing.assert_array_equal(got[1], jnp.zeros_like(got[1]))
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("name", STATELESS)
 def test_stateless_recipes_need_no_change_to_a_training_step(name):
     model = fp8.fp8_linear_layers(eqx.nn.MLP(16, 8, 64, 1, key=jax.random.key(0)), fp8.Fp8Config(recipe=name))

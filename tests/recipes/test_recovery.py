@@ -70,6 +70,7 @@ def test_steps_that_are_dead_after_an_outlier(steps):
     assert np.abs(found[BEFORE + 1 + steps + 4 :] - found[BEFORE - 1]).max() < 1.0
 
 
+@pytest.mark.more
 def test_the_maximum_is_dead_for_the_history_and_the_most_recent_for_a_step():
     """What the rule is measured against; behind one layer another takes a step more."""
     assert dead_steps(accuracies(MaxOfHistory(), OUTLIER)[0]) >= LENGTH

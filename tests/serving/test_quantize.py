@@ -125,6 +125,7 @@ class Same(eqx.Module):
         return self.linear(x).rename({"again": "inputs"})
 
 
+@pytest.mark.more
 def test_which_layers():
     """All that are linear in a plain model, or that trained in FP8; others if they are named."""
     model = Model.init()

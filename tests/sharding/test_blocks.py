@@ -59,6 +59,7 @@ LAYOUTS = {
 COLLECTIVES = "all-gather", "all-reduce", "reduce-scatter", "all-to-all"
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_divided_products_are_exact(layout):
     """Whatever is divided: the product of each device's parts, gathered or added up, is the product."""
@@ -90,6 +91,7 @@ def loss(op, x, w):
     return (op(x, w, NUMBERS) ** 2).sum()
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("recipe", ["mxfp8", "deepseek"])
 def test_gradients_on_several_devices_are_those_of_one(recipe):
     """With automatic axes, and inside `shard_map`: blocks do not know of devices."""

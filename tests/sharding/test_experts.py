@@ -65,6 +65,7 @@ def of_rows(rows):
     return np.concatenate(kept)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(("check_vma", "outside"), [(True, True), (True, False), (False, False)])
 def test_under_shard_map(check_vma, outside):
     """An expert without rows among them."""
@@ -159,6 +160,7 @@ def gmm_gradients(layer, x, c, sizes, mapping=None):
         return gradients((layer, x), sizes_of(sizes))
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     "mapping", [{"mlp": "model"}, {"embed": "model"}, {"mlp": "model", "embed": "data"}, {"experts": "model"}], ids=str
 )
@@ -174,6 +176,7 @@ def test_use_gmm_with_whole_rows(mapping):
     assert got[0].use_gmm and fp8.restore_linear_layers(converted) == layer
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("mapping", "sizes", "of_devices"),
     [

@@ -130,6 +130,7 @@ def test_devices_keep_their_rows(quantize, mapping):
         assert jnp.linalg.norm(change[1] - change[0]) <= 5e-3 * jnp.linalg.norm(change[0])
 
 
+@pytest.mark.more
 def test_kernels_travel_once_per_step():
     """Both, before the loop; by default both in each microbatch, and one again for its backward pass."""
     _, text = trained("gathered_once", (("batch", "data"),))

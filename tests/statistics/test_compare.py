@@ -50,6 +50,7 @@ def by_hand(model, x, probes):
     return jnp.mean((h - jnp.sin(x)) ** 2), found
 
 
+@pytest.mark.more
 def test_of_every_layer_alone_and_accumulated():
     plain = eqx.nn.MLP(16, 16, 32, 1, key=jax.random.key(0))
     model = converted(plain)

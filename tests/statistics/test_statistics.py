@@ -186,6 +186,7 @@ def test_a_recipe_of_four_bits_counts_and_its_flushed_blocks_are_not_clipped():
     )
 
 
+@pytest.mark.more
 def test_elements_that_are_not_finite_are_counted_and_left_out():
     """The scale is stored, so the others keep their values."""
     x, w, c = tensors()
@@ -204,6 +205,7 @@ def test_elements_that_are_not_finite_are_counted_and_left_out():
     assert "3 NaN or inf" in str(measured)
 
 
+@pytest.mark.more
 def test_names_for_trackers():
     model = fp8.fp8_linear_layers(eqx.nn.MLP(8, 8, 16, 1, key=KEY), fp8.Fp8Config(recipe="current"))
     x = jax.random.normal(KEY, (4, 8))
@@ -212,6 +214,7 @@ def test_names_for_trackers():
     np.testing.assert_allclose(float(measured["q/layers.0/input/amax"]), np.abs(np.asarray(x)).max())
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("factor", [1e-28, 1e25])
 def test_magnitudes_whose_squares_float32_does_not_have(factor):
     """Gradients of a mean over many elements are that small; their error is the same at any magnitude."""
@@ -296,6 +299,7 @@ def test_members_of_an_ensemble_are_measured_apart():
 # --- What is not quantized --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.more
 def test_operands_in_high_precision_lose_nothing():
     x, w, c = map(jnp.asarray, tensors())
     high, tensor = (

@@ -225,6 +225,7 @@ def weight_gradients(layers):
     return [layer.weight.array for layer in gradients], apply_updates(layers, None_like(layers), overwrites)
 
 
+@pytest.mark.more
 def test_without_it_the_first_gradients_are_zero():
     """E5M2's smallest number is 1.5e-5: under a scale of 1 everything is flushed. Layers wake up one by one."""
     layers = fp8_linear_layers(deep(), SHORT)
@@ -289,6 +290,7 @@ def test_a_second_batch_is_a_second_entry():
     assert bool(eqx.tree_equal(start, fp8_linear_layers(mlp(), SHORT)))  # what was given is as it was
 
 
+@pytest.mark.more
 def test_the_first_step_is_not_clipped():
     """Calibrated on the whole batch, the scales of output gradients are too small for microbatches by their number."""
     plain, (x, g) = mlp(), DEEP_BATCH
@@ -301,6 +303,7 @@ def test_the_first_step_is_not_clipped():
     assert norm(calibrate(start, mean_loss, [(x, g)])) < 0.5 * true
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_keys_reach_the_loss_and_the_ops(microbatches):
     """As in a step: the state is the one that a step leaves where operands do not depend on rounding."""

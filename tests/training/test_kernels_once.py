@@ -199,6 +199,7 @@ def test_loops_and_gradients_of_all_kinds():
             assert_same(*map(fp8.partition_for_grad_overwrite, (actual, expected)))
 
 
+@pytest.mark.more
 def test_each_kernel_is_quantized_once():
     model, parts = fp8_linear_layers(Model.init()), microbatches()
     gradient = fp8.filter_grad(loss_of_arrays)
@@ -296,6 +297,7 @@ def test_a_layer_that_jax_differentiates_before_it_maps():
     assert_same(*jax.jit(lambda: (both(quantize_kernels), both(lambda layer: layer)))())
 
 
+@pytest.mark.more
 def test_divided_weights():
     """A kernel divided over devices: by automatic axes, and inside `shard_map`, where devices take the maximum."""
     mesh = Mesh(np.array(jax.devices()[:2]), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -340,6 +342,7 @@ def test_kernels_rounded_at_random_stay_as_they_are():
     assert all(op.kernel_copies is None for op in ops(quantize_kernels(model)))
 
 
+@pytest.mark.more
 def test_products_in_high_precision_have_no_copy():
     high = Quantization(E4M3, HighPrecision())
     base = fp8.Recipe.of(CurrentScaling())

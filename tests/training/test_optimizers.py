@@ -150,6 +150,7 @@ def trajectory(name, how, steps=5):
 # --- Every optimizer -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.more
 @by_name("how", STEPS)
 @by_name("name", OPTIMIZERS)
 def test_state_is_the_recursion_of_the_amaxes(name, how):
@@ -236,6 +237,7 @@ def test_microbatches_take_the_maximum_of_amaxes(model, microbatches):
         expected.assert_is_state_of(model)
 
 
+@pytest.mark.more
 def test_microbatches_average_gradients(model):
     x, g = batch_of(0)
     step = TrainStep(loss_fn, optax.sgd(1.0), microbatches=4)
@@ -308,6 +310,7 @@ def test_any_object_with_init_and_update_is_an_optimizer(model):
     np.testing.assert_array_equal(updated.gain.array, 2 * model.gain.array)
 
 
+@pytest.mark.more
 @by_name("microbatches", [1, 4])
 def test_losses_that_are_named_scalars(model, microbatches):
     """The usual slip of a Haliax user, `.scalar()` forgotten, changes nothing."""
@@ -362,6 +365,7 @@ KEYS_GIVEN = (
 )
 
 
+@pytest.mark.more
 def test_a_key_among_the_batch_needs_parts_for_microbatches(model):
     step, keys = TrainStep(with_key, optax.sgd(0.1), microbatches=4), jax.random.split(jax.random.key(0), 4)
     args = model, step.init(model), *batch_of(0)

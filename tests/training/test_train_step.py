@@ -118,6 +118,7 @@ def test_between_the_steps_that_measure_runs_the_program_of_a_step_without_a_mon
     assert static[1] == static[2] == static[4] == static[5] != static[0]
 
 
+@pytest.mark.more
 def test_a_monitor_can_come_and_go():
     """A state with a count serves a step without a monitor, which counts on; one without a count begins at 0."""
     plain, monitored = TrainStep(loss_fn, MOMENTUM), TrainStep(loss_fn, MOMENTUM, monitor=every(2))

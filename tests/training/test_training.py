@@ -398,6 +398,7 @@ def test_layer_can_be_an_extra_argument_of_fold_outside_jit():
     np.testing.assert_allclose(folded(model, x), unrolled(model, x), rtol=1e-6)
 
 
+@pytest.mark.more
 def test_layer_in_fold_records_the_exact_maximum_over_blocks():
     model, (x, _) = blocks_with_a_shared_layer(), batch_of(0)
     _, shared = step(model, eqx.filter_jit(filter_grad(folded))(model, x), rate=0.0)
@@ -555,6 +556,7 @@ def test_gradients_have_the_dtypes_of_what_they_belong_to(dtype, compute_dtype, 
     assert {leaf.dtype for leaf in jax.tree.leaves((trainable(dlayer), dx))} == {np.dtype(dtype)}
 
 
+@pytest.mark.more
 @by_name(("dtype", "compute_dtype"), [(bf16, None), (f16, None), (bf16, f32), (f16, bf16), (f32, f16)])
 def test_low_precision_parameters_train(dtype, compute_dtype):
     """Output and gradients are the products of what the operands are rounded to: no overflow, no gain error.

@@ -97,6 +97,7 @@ def test_examples_that_skip_the_layer_do_not_count(stacked, filter_grad):
     assert newest(some).max() < 100
 
 
+@pytest.mark.more
 def test_no_example_takes_the_branch():
     skip = lambda layer, row: lax.cond(row[0] > 99.0, lambda row: layer(row), lambda row: row, row)
     loss = lambda layer, x: jax.vmap(lambda row: skip(layer, row))(x).sum()
@@ -170,6 +171,7 @@ def test_the_first_of_several_copies_records_the_maximum_of_the_needed(of_copies
     np.testing.assert_array_equal(of_copies(flat, mark, needed, alone=alone), expected)
 
 
+@pytest.mark.more
 @jitted_or_not
 @pytest.mark.parametrize("inner", [lambda f: f, jax.jit], ids=["", "jit inside"])
 def test_gradients_of_each_example(jit, inner):
@@ -193,6 +195,7 @@ def unrolled(layer, x):
     return (jnp.tanh(jax.vmap(layer)(jnp.tanh(jax.vmap(layer)(x)))) ** 2).mean()
 
 
+@pytest.mark.more
 @jitted_or_not
 def test_checkpointed_loop_is_refused_by_name(jit):
     with pytest.raises(ValueError, match='while_loop with kind="bounded"'):
