@@ -78,6 +78,7 @@ def test_each_transformation_is_exact(wrapper, expected):
     check(gradients(WRAPPERS[wrapper](layer), python_loop, 2, fp8.filter_grad), expected)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("loop", sorted(LOOPS))
 def test_each_loop_is_exact(loop, expected):
     f = WRAPPERS["vmap"](WRAPPERS["checkpoint"](layer))

@@ -190,6 +190,7 @@ def test_a_run_on_a_mesh_resumes_on_another(tmp_path, monkeypatch):
     assert divided == pytest.approx(one, rel=1e-4)
 
 
+@pytest.mark.more
 def test_second_ctrl_c_stops_at_once(tmp_path, monkeypatch, capsys):
     before = signal.getsignal(signal.SIGINT)
     interrupt_in_step(monkeypatch, index=0, times=2)

@@ -379,6 +379,7 @@ def test_members_of_an_ensemble_draw_their_own_numbers():
     assert_independent(drawn[0], drawn[1])
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_devices_draw_their_own_numbers_where_it_is_known_that_they_differ(check_vma):
     mesh = jax.make_mesh((4,), ("devices",), axis_types=(AxisType.Auto,))

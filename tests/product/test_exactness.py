@@ -17,6 +17,7 @@ import pytest
 from helpers import sqnr
 from hypothesis import given, settings, strategies as st
 from jax import lax
+from jax.sharding import AxisType, PartitionSpec as P
 from transformations import LOOPS, WRAPPERS, bounded_loop, python_loop, with_custom_jvp, with_custom_vjp
 
 import haliax_fp8 as fp8
@@ -104,6 +105,22 @@ def gradients_per_example(loss, params, x, c):
     return jax.tree.map(lambda a, b: b if a is None else a, overwrites, rest, is_leaf=is_state)
 
 
+def over_two_devices(function, out_specs):
+    """Under `shard_map`: parameters on both devices, half of the rows on each."""
+    mesh = jax.make_mesh((2,), ("devices",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    return jax.shard_map(function, mesh=mesh, in_specs=(P(), P("devices"), P("devices")), out_specs=out_specs)
+
+
+def gradients_in_shard_map(loss, params, x, c):
+    inside = lambda params, x, c: fp8.filter_grad(lambda params: loss(params, x, c))(params)
+    return eqx.filter_jit(over_two_devices(inside, P()))(params, x, c)
+
+
+def gradients_around_shard_map(loss, params, x, c):
+    total = over_two_devices(lambda params, x, c: lax.psum(loss(params, x, c), "devices"), P())
+    return eqx.filter_jit(fp8.filter_grad(total))(params, x, c)
+
+
 GRADIENTS = {
     "grad": gradients_plain,
     "jit(grad)": gradients_jit,
@@ -111,7 +128,10 @@ GRADIENTS = {
     "accumulated": gradients_accumulated,
     "accumulated in a scan": gradients_accumulated_in_scan,
     "vmap(grad)": gradients_per_example,
+    "grad in shard_map": gradients_in_shard_map,
+    "grad of shard_map": gradients_around_shard_map,
 }
+OF_PARTS = {name for name in GRADIENTS if name not in ("grad", "jit(grad)", "value_and_grad")}
 
 
 def integers(rng, shape, limit):
@@ -246,7 +266,7 @@ def check_composition(seed, uses, wrappers, loop, gradient):
 
     op = make_op(problem["scale"], problem["history"])
     _, dw, dx, scale, history = numpy_model(**problem, uses=uses)
-    if "accumulated" in gradient or gradient == "vmap(grad)":
+    if gradient in OF_PARTS:
         new_op, new_w = GRADIENTS[gradient](loss_of_parts, (op, w), x, c)
         new_x = jnp.asarray(dx)
     else:
@@ -417,8 +437,6 @@ def test_second_derivatives_are_refused_with_the_remedy(order):
 @pytest.mark.parametrize("take", ["outside", "inside"])
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_shard_map_takes_the_maximum_over_devices(take, check_vma):
-    from jax.sharding import AxisType, PartitionSpec as P
-
     problem = random_problem(5, (8, WIDTH))
     op, (w, x, c) = make_op(problem["scale"], problem["history"]), as_jax(*(problem[k] for k in "wxc"))
     mesh = jax.make_mesh((4,), ("devices",), axis_types=(AxisType.Auto,))
@@ -452,7 +470,7 @@ def test_shard_map_takes_the_maximum_over_devices(take, check_vma):
 
 @pytest.mark.parametrize("axis", ["batch", "contracted", "kernel"])
 def test_sharded_jit_is_the_unsharded_program(axis):
-    from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+    from jax.sharding import NamedSharding
 
     problem = random_problem(6, (8, WIDTH))
     op, (w, x, c) = make_op(problem["scale"], problem["history"]), as_jax(*(problem[k] for k in "wxc"))

@@ -83,6 +83,7 @@ def test_a_stack_takes_the_scales_of_each_product(kernel_first):
     np.testing.assert_array_equal(newest(of_stack)[[0, -1], [0, 2]], [jnp.abs(x).max(), jnp.abs(g).max()])
 
 
+@pytest.mark.more
 @kernel_first_or_second
 def test_a_batch_of_an_ensemble(kernel_first):
     """`vmap` over members inside, over examples outside: each example meets each member, at the right place.

@@ -83,6 +83,7 @@ RUN_HERE = [page for page in PAGES if page not in RUN_ELSEWHERE and blocks_of(pa
 # Their code takes from 5 to 40 s.
 LONG = {
     *("docs/attention", "docs/migration/haliax", "docs/mistakes", "docs/preflight", "docs/recipes/tensor"),
+    *("docs/formats", "docs/migration/flax", "docs/models", "docs/recipes/rows"),
     *("docs/black-box", "docs/checkpoints-export", "docs/compare", "docs/how-it-works", "docs/performance"),
     *("docs/recipes/blocks", "docs/recipes/choosing", "docs/recipes/nvfp4", "docs/serving", "docs/statistics"),
     *("docs/training-step", "docs/troubleshooting"),

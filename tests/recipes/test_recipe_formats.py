@@ -59,6 +59,7 @@ def test_data_and_scales_in_each_format_bit_for_bit(name, format):
     np.testing.assert_array_equal(got.scale, scale)
 
 
+@pytest.mark.more
 @over_formats
 def test_the_three_products_are_those_of_the_quantized_operands(formats):
     """Delayed scaling after one step: scales are amax over the format's largest value."""

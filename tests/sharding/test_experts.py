@@ -97,6 +97,7 @@ def test_under_automatic_axes(specs):
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), got[1:], expected[1:])
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_rows_sent_in_fp8_give_the_same(dtype):
     """Products, gradients and state, bit for bit, although rows exceed the scale; FP8 is what travels."""

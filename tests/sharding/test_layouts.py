@@ -121,6 +121,7 @@ def check(layout, recipes, count):
                 np.testing.assert_array_max_ulp(np.asarray(got), np.asarray(one), 2)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("layout", list(LAYOUTS)[:2])
 def test_layouts_agree_with_one_device(layout):
     check(layout, ("delayed", "current"), 2)

@@ -335,6 +335,7 @@ def test_divided_weights():
 # --- Layers without copies --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.more
 def test_kernels_rounded_at_random_stay_as_they_are():
     random = Quantization(E4M3, CurrentScaling(), Stochastic())
     recipe = dataclasses.replace(fp8.Recipe.of(CurrentScaling()), kernel=random)

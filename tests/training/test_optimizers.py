@@ -161,6 +161,7 @@ def test_state_is_the_recursion_of_the_amaxes(name, how):
         expected.assert_is_state_of(after)
 
 
+@pytest.mark.more
 @by_name("how", STEPS)
 @by_name("name", OPTIMIZERS)
 def test_parameters_change_as_in_a_plain_tree(name, how):
@@ -395,6 +396,7 @@ def test_an_optimizers_own_error_reaches_the_caller(model):
         step(model, step.init(model), *batch_of(0))
 
 
+@pytest.mark.more
 @by_name("microbatches", [1, 2, 8])
 def test_calibration_records_what_the_first_step_records(model, microbatches):
     """Bit for bit: here no operand depends on what was rounded before it."""
