@@ -287,7 +287,7 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
         return self is other
 
     def scale(self, operand: str) -> Array:
-        """The scale for the next use of "input", "kernel" or "output_grad", `[*stack]`."""
+        """The next scale of "input", "kernel" or "output_grad", `[*stack]`; NaN if anything else changed it."""
         row, state = self._row_of(operand)
         return state.scale[..., row]
 

@@ -11,6 +11,7 @@ from .._jax.max_grad import is_max_grad, to_float32, to_max_grad
 from ..recipes.recipe import Recipe
 from ..recipes.scaling import AbstractScaling
 from .form import TableForm
+from .guard import is_own
 from .marker import OverwriteWithGradient
 from .table import first_table, guarded, unguarded
 from .together import overwrite_states
@@ -66,8 +67,9 @@ class OpState(OverwriteWithGradient):
 
     @property
     def scale(self) -> Array:
-        """The scales that the next use takes, `[*stack, operand]`."""
-        return self.table.array[..., 0]
+        """The scales that the next use takes, `[*stack, operand]`; NaN where anything but their update changed them."""
+        scale, guard = self.table.array[..., 0], self.table.array[..., -1]
+        return jnp.where(is_own(scale, guard), scale, jnp.nan)
 
     @property
     def array(self) -> Array:

@@ -171,13 +171,13 @@ class Fp8Attention(ModuleWithStateDictSerialization):
         return dataclasses.replace(self, scaling=scaling, state=state)
 
     def scale(self, tensor: str) -> Array:
-        """The scale for the next use of a tensor, `[*stack]`.
+        """The scale for the next use of a tensor, `[*stack]`; NaN where anything but its own update changed it.
 
         Args:
             tensor: `query`, `key`, `value`, `weights`, `output`, `output_grad`, `scores_grad`, `query_grad`,
                 `key_grad` or `value_grad`.
         """
-        return self._table[..., _row(tensor), 0]
+        return self._readable_state.scale[..., _row(tensor)]
 
     def amax_history(self, tensor: str) -> Array:
         """The amaxes of a tensor's past steps, `[*stack, history]`.
@@ -187,16 +187,16 @@ class Fp8Attention(ModuleWithStateDictSerialization):
         """
         scaling = self.scaling.scaling if isinstance(self.scaling, ObservedScaling) else self.scaling
         assert isinstance(scaling, DelayedScaling)
-        return self._table[..., _row(tensor), 1 : 1 + scaling.amax_history_length]
+        return self._readable_state.array[..., _row(tensor), 1 : 1 + scaling.amax_history_length]
 
     @property
-    def _table(self) -> Array:
+    def _readable_state(self) -> OpState:
         if not isinstance(self.state, OpState):
             raise ValueError(
                 "the state of an Fp8Attention was read where it has none: inside a function that filter_grad "
                 "differentiates, or from a part of a model; read it from the whole model outside"
             )
-        return self.state.array
+        return self.state
 
     def __pdoc__(self, **kwargs: object) -> wl.AbstractDoc:
         """One line in printed models."""

@@ -1,5 +1,7 @@
 """Gradients whose state is an exact maximum over all uses of a layer."""
 
+import dataclasses
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -7,6 +9,7 @@ import equinox as eqx
 import jax
 
 from .._jax.max_grad import is_max_grad
+from .._jax.reached import Reached, noticed
 from .._state.marker import OverwriteWithGradient
 from .._state.op_state import OpState
 from .._state.records import OpRecord, complete_states, record_states
@@ -64,17 +67,20 @@ def filter_value_and_grad(function: Callable[..., Any], *, has_aux: bool = False
         A function with the same arguments that returns `(value, gradients)`.
     """
 
-    def in_a_way(way: Way, model: Any, *args: Any, **kwargs: Any) -> Any:
+    def in_a_way(way: Way, model: Any, *args: Any, **kwargs: Any) -> tuple[Any, int]:
         differentiated, rest = eqx.partition(_recording(model, way), _is_differentiated)
+        reached = Reached()
 
         def of(differentiated: Any) -> Any:
             # Records have the element type already; other state may not.
-            return function(with_max_gradients(eqx.combine(differentiated, rest)), *args, **kwargs)
+            whole = with_max_gradients(eqx.combine(_noticed(differentiated, reached), rest))
+            return function(whole, *args, **kwargs)
 
         # To JAX, `fp32_max_grad` is as little a float as an integer is.
         value, gradients = jax.value_and_grad(of, has_aux=has_aux, allow_int=True)(differentiated)
         gradients = without_kernel_copies(gradients)
-        return value, gradients if way.tables else _completed(model, gradients)
+        unreached = len(_records(differentiated)) - len(reached.places)
+        return (value, gradients if way.tables else _completed(model, gradients)), unreached
 
     def take(model: Any, *args: Any, **kwargs: Any) -> Any:
         return first_that_works(in_a_way, model, *args, **kwargs)
@@ -97,6 +103,18 @@ def _recording(model: Any, way: Way) -> Any:
 
 def _states(model: Any) -> list[OpState]:
     return [node for node in jax.tree.leaves(model, is_leaf=_is_op_state) if _is_op_state(node)]
+
+
+def _noticed(differentiated: Any, reached: Reached) -> Any:
+    """The arguments of a differentiated function, whose records notice whether they get a gradient."""
+    places = itertools.count()
+
+    def of(record: OpRecord) -> OpRecord:
+        place = next(places)
+        table = jax.tree.map(lambda x: noticed(x, place, reached), record.table)
+        return dataclasses.replace(record, table=table)
+
+    return jax.tree.map(lambda x: of(x) if _is_record(x) else x, differentiated, is_leaf=_is_record)
 
 
 def _completed(model: Any, gradients: Any) -> Any:

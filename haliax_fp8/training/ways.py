@@ -29,8 +29,13 @@ class Way:
     whole: bool = False
 
 
-def first_that_works(gradients_of: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """`gradients_of(way, *args, **kwargs)` in the first way in which JAX can differentiate the function.
+def first_that_works(gradients_of: Callable[..., tuple[Any, int]], *args: Any, **kwargs: Any) -> Any:
+    """What `gradients_of(way, *args, **kwargs)` returns in the first way in which JAX can differentiate the function.
+
+    Args:
+        gradients_of: Returns the number of states without a gradient as well.
+        *args: Further arguments.
+        **kwargs: Further arguments.
 
     Raises:
         ValueError: If JAX cannot in any; with the reason.
@@ -39,10 +44,8 @@ def first_that_works(gradients_of: Callable[..., Any], *args: Any, **kwargs: Any
     way = Way(inexact=jax.config.jax_debug_key_reuse)
     while True:
         try:
-            if not way.whole:
-                return gradients_of(way, *args, **kwargs)
-            with jax.disable_jit(False):
-                return eqx.filter_jit(gradients_of)(way, *args, **kwargs)
+            found, unreached = _in_way(gradients_of, way, *args, **kwargs)
+            return found if not unreached else _with_fewer_unreached(found, unreached, gradients_of, way, args, kwargs)
         except (ValueError, TypeError, AssertionError, NotImplementedError, KeyError) as error:
             other = _another(way, error)
             if other is None:
@@ -52,6 +55,30 @@ def first_that_works(gradients_of: Callable[..., Any], *args: Any, **kwargs: Any
                     raise
                 raise ValueError(reason) from error
         way = other
+
+
+def _in_way(gradients_of: Callable[..., tuple[Any, int]], way: Way, *args: Any, **kwargs: Any) -> tuple[Any, int]:
+    if not way.whole:
+        return gradients_of(way, *args, **kwargs)
+    with jax.disable_jit(False):
+        return eqx.filter_jit(gradients_of)(way, *args, **kwargs)
+
+
+def _with_fewer_unreached(
+    found: Any, unreached: int, gradients_of: Callable[..., tuple[Any, int]], way: Way, args: Any, kwargs: Any
+) -> Any:
+    """Gradients of a function that leaves layers out; or in which Equinox lost the gradients of their states.
+
+    It does where `filter_custom_jvp` calls a function with a `custom_vjp` of JAX: the state has no tangent outside, a
+    gradient inside, and nobody collects it. Nothing but another attempt tells the two apart.
+    """
+    if way.inexact or way.tables:
+        return found
+    try:
+        again, of_these = _in_way(gradients_of, dataclasses.replace(way, inexact=True), *args, **kwargs)
+    except Exception:  # noqa: BLE001 - the first attempt has worked
+        return found
+    return again if of_these < unreached else found
 
 
 _NAN = (

@@ -199,9 +199,26 @@ def test_more_compositions(seed, uses, wrappers, loop, gradient):
     check_composition(seed, uses, wrappers, loop, gradient)
 
 
-def test_a_custom_jvp_of_each_row_inside_equinoxs():
-    """Equinox gives state no tangent, and the function inside makes zeros of that, which nobody collects."""
-    check_composition(0, 1, ["custom_jvp of each row", "filter_custom_jvp"], "python", "jit(grad)")
+@pytest.mark.parametrize("inside", ["custom_jvp of each row", "custom_vjp of each row"])
+def test_derivatives_of_each_row_inside_equinoxs(inside):
+    """Equinox gives state no tangent; the function inside makes zeros of that, or a gradient that nobody collects."""
+    check_composition(0, 1, [inside, "filter_custom_jvp"], "python", "jit(grad)")
+
+
+def test_a_function_is_called_twice_only_if_a_layer_is_not_reached():
+    calls = []
+
+    def loss(ops, x):
+        calls.append(1)
+        return sum((op(x, x, (((1,), (0,)), ((), ()))) ** 2).sum() for op in ops)
+
+    op, x = make_op(np.ones(3), np.zeros((3, LENGTH))), jnp.ones((WIDTH, WIDTH))
+    fp8.filter_grad(loss)((op,), x)
+    assert len(calls) == 1
+    gradients = fp8.filter_grad(lambda ops, x: loss(ops[:1], x))((op, op), x)
+    assert len(calls) == 3
+    assert float(gradients[0].amax_history("input")[0]) == 1.0
+    np.testing.assert_array_equal(op.state.overwritten_by(gradients[1].state).array, op.state.array)
 
 
 @pytest.mark.parametrize(

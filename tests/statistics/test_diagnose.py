@@ -199,7 +199,7 @@ def test_state_of_another_layer(healthy):
     """Of a checkpoint whose weights are a quarter as large."""
     other = healthy.layers[2].dot_general.state.array.at[:, :-1].multiply(0.25)
     from_elsewhere = dataclasses.replace(at(healthy, 2), state=at(healthy, 2).state.with_array(other))
-    scales = from_elsewhere.state.scale
+    scales = 0.25 * at(healthy, 2).state.scale
     from_elsewhere = dataclasses.replace(from_elsewhere, state=from_elsewhere.state.with_scale(scales))
     model = eqx.tree_at(lambda m: m.layers[2].dot_general, healthy, from_elsewhere)
     named = [(f.layer, f.operand) for f in found(model).findings if f.problem is Problem.FOREIGN_STATE]
@@ -329,11 +329,9 @@ def test_layers_of_a_stack_are_told_apart_and_an_old_spike_gets_a_shorter_histor
     model = fp8.calibrate(model, square, [(x,)])
     op = model.stacked.linear.dot_general
     # Layer 1 remembers a gradient that was 1e12 times as large.
-    table = op.state.array.at[1, 2, 3].set(1e12).at[1, 2, 0].set(1e12 / 57344)
-    state = op.state.with_array(table)
-    model = eqx.tree_at(
-        lambda m: m.stacked.linear.dot_general, model, dataclasses.replace(op, state=state.with_scale(state.scale))
-    )
+    state = op.state.with_array(op.state.array.at[1, 2, 3].set(1e12))
+    state = state.with_scale(op.state.scale.at[1, 2].set(1e12 / 57344))
+    model = eqx.tree_at(lambda m: m.stacked.linear.dot_general, model, dataclasses.replace(op, state=state))
     diagnosis = found(model, square, (x,))
     (finding,) = only(diagnosis, Problem.OLD_SPIKE)
     assert (finding.layer, finding.index, finding.operand) == ("stacked.linear", (1,), "output_grad")
