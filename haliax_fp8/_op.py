@@ -57,6 +57,7 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
             has no grouped kernel, or none for the recipe; likewise.
         state_per_group: Whether each group of `ragged_dot` has a state of its own; its axis is the last of `stack`.
         kernel_copies: The kernel as its products take it, from `quantize_kernels`; else each product quantizes it.
+        left_out: What the conversion that made it left in high precision, for `describe`.
 
     A recipe with stochastic rounding needs a key from `with_rounding_keys` wherever it rounds that way: NVFP4 in the
     backward pass.
@@ -90,6 +91,7 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
     allow_dense_groups: bool = eqx.field(static=True, default=False)
     state_per_group: bool = eqx.field(static=True, default=False)
     kernel_copies: KernelCopies[hax.NamedArray] | None = None
+    left_out: object = eqx.field(static=True, default=None)
 
     @staticmethod
     def init(

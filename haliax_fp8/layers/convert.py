@@ -12,6 +12,7 @@ from ..recipes.compiler_options import log_cost_of_flags
 from ..recipes.recipe import Recipe
 from ..recipes.support import require_support, supported
 from .config import Fp8Config, as_config
+from .left_out import LeftOut
 from .patterns import Pattern, as_patterns, matches, unmatched_error
 from .router import ROUTER, routers
 from .rule import LayerRule
@@ -91,6 +92,7 @@ def fp8_linear_layers[M](module: M, config: Fp8Config | None = None, **options: 
             require_support(recipe, supported(recipe, device) if dense else kernel.support(recipe, device))
         log_cost_of_flags(XlaFlags.of_environment(), device, dict.fromkeys(recipe for _, recipe in chosen))
     converted: dict[Any, Any] = {}
+    left_out = LeftOut({path: decision.reason for path, decision in decisions.items() if decision.recipe is None})
 
     def convert(path: str, layer: Any) -> Any:
         decision = decisions[path]
@@ -101,26 +103,32 @@ def fp8_linear_layers[M](module: M, config: Fp8Config | None = None, **options: 
         per_expert = config.scale_per_expert and kernel.Experts is not None
         made_of = decision.recipe, config.compute_dtype, per_expert
         if op is not None and (op.recipe, op.compute_dtype, op.state_per_group) == made_of:
-            return _with_choices(rule, layer, op, config)
+            return _with_choices(rule, layer, op, config, left_out)
         # The same object in two places stays one object, unless an override gives one of the places another recipe.
         key = id(layer), decision.recipe
         if key not in converted:
             choices = {"scale_per_expert": config.scale_per_expert}
             op = kernel.init_op(decision.recipe, config.compute_dtype, decision.stack, **choices)
-            converted[key] = _with_choices(rule, layer, op, config)
+            converted[key] = _with_choices(rule, layer, op, config, left_out)
         return converted[key]
 
     return map_layers(convert, module, config.rules)
 
 
-def _with_choices(rule: LayerRule, layer: Any, op: Fp8DotGeneral, config: Fp8Config) -> Any:
+def _with_choices(rule: LayerRule, layer: Any, op: Fp8DotGeneral, config: Fp8Config, left_out: LeftOut) -> Any:
     """The layer with an op that computes as the configuration says: what changes neither recipe nor state."""
     # Emulated, a grouped product is dense in any case.
     dense = config.allow_dense_groups or config.emulate
     choices = {"kernel_residual": config.kernel_residual, "allow_dense_groups": dense}
-    if rule.op(layer) is op and all(getattr(op, name) == choice for name, choice in choices.items()):
+    is_same = all(getattr(op, name) == choice for name, choice in choices.items())
+    if (
+        rule.op(layer) is op
+        and is_same
+        and isinstance(op.left_out, LeftOut)
+        and op.left_out.reasons == left_out.reasons
+    ):
         return layer
-    return rule.with_op(layer, dataclasses.replace(op, **choices))
+    return rule.with_op(layer, dataclasses.replace(op, **choices, left_out=left_out))
 
 
 def restore_linear_layers[M](module: M, config: Fp8Config | None = None) -> M:

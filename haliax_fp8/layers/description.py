@@ -19,6 +19,7 @@ from .config import Fp8Config, as_config
 from .convert import decide
 from .description_table import grouped
 from .only_where_faster import FasterOn
+from .left_out import reasons_in
 from .ops import all_ops
 from .own_state import require_own_state
 from .prediction import Prediction
@@ -215,7 +216,8 @@ def describe(
 
     Args:
         model: A converted model, or any other tree.
-        config: The configuration that the model was converted with; with it, reasons name its patterns.
+        config: Another configuration than the model was converted with, to see what that would do; and needed for layers
+            of custom rules.
         device: The device, or its name such as `"h100"`, for which to report whether each layer's products are native
             or emulated; by default the local one.
         predict: The device and tokens for which to predict the gain of FP8, such as `FasterOn("h100", tokens=8192)`;
@@ -239,8 +241,7 @@ def describe(
     place = Device.default() if named is None else named
     given = as_config(config)
     predict = given.only_if if predict is None else predict
-    # Patterns are not kept in a model, which may have changed since: a reason of theirs could be of another layer.
-    plain = "not converted; describe(model, config) says why" if config is None and all_ops(model) else "not converted"
+    kept = reasons_in(model) if config is None else {}
     rows = []
     for path, decision in decide(model, given).items():
         layer, rule, stack = decision.layer, decision.rule, decision.stack
@@ -258,7 +259,7 @@ def describe(
                 shape=kernel.text,
                 stacked=_sizes(stack),
                 recipe=text,
-                reason="" if text is not None else decision.reason or plain,
+                reason="" if text is not None else kept.get(path) or decision.reason or "not converted",
                 support=None if multiplied is None else kernel.support(multiplied, place),
                 prediction=predict and recipe and predict.predict(rule, layer, stack, recipe, residual),
                 uncalibrated=() if op is None else uncalibrated_operands(op.state),

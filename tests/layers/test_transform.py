@@ -1088,3 +1088,15 @@ def test_wrapped_weights_of_unknown_shape_are_refused_by_name():
         fp8_linear_layers(layers, targets="masked")
     single = eqx.tree_at(lambda layer: layer.weight, layers["other"], Masked(jnp.ones((4, 4)), jnp.ones((4, 4))))
     assert fp8_linear_layers(single, SHORT).dot_general.amax_history("input").shape == (4,)
+
+
+def test_a_model_remembers_why_layers_were_left_alone():
+    model = eqx.nn.MLP(8, 8, 16, 3, key=jax.random.key(0))
+    reasons = lambda model: {row.path: row.reason for row in describe(model) if row.reason}
+    excluded, targeted = fp8_linear_layers(model, exclude="layers.3"), fp8_linear_layers(model, targets="layers.[012]")
+    assert reasons(excluded) == {"layers.3": "excluded by 'layers.3'"}
+    assert reasons(targeted) == {"layers.3": "not among the targets"}
+    assert reasons(fp8_linear_layers(targeted, exclude="layers.[03]"))["layers.3"] == "excluded by 'layers.[03]'"
+    # What it remembers makes no other program of it, and nothing that does not fit together.
+    assert jax.tree.structure(excluded) == jax.tree.structure(targeted)
+    assert reasons(restore_linear_layers(excluded)) == {f"layers.{i}": "not converted" for i in range(4)}
