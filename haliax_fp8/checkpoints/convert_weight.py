@@ -160,9 +160,15 @@ class ConversionTask:
         return decode(layer, tensors, self.before.block)
 
     def _quantized(self, layer: str, values: Rows, block: tuple[int, int]) -> ScaledMatrix:
-        powers = self.scales is Scales.POWER_OF_TWO
+        assert self.layout is not None
         try:
-            return quantized(values, block, bf16_scales=self.scales is not Scales.FLOAT32, powers_of_two=powers)
+            return quantized(
+                values,
+                block,
+                bf16_scales=self.scales is not Scales.FLOAT32,
+                powers_of_two=self.scales is Scales.POWER_OF_TWO,
+                exponents=self.layout.is_microscaled,
+            )
         except ValueError as error:
             raise ValueError(f"{layer}{WEIGHT} cannot be converted: {error}") from None
 

@@ -15,6 +15,7 @@ from rich.console import RenderableType
 
 from .._tables import Printable, new_table
 from ..layers.config import Fp8Config
+from ..layers.own_state import require_own_state
 from ..layers.patterns import Targets
 from .files import TensorSpec, new_folder, write_tensors
 from .layouts import AbstractLayout, as_layout
@@ -129,6 +130,7 @@ def export_model(
         >>> report.quantized, report.dense, report.quantized_bytes
         (2, 2, 17152)
     """
+    require_own_state(model)
     chosen = as_layout(layout)
     writing = Choices(
         NameMap.of(names),
@@ -225,7 +227,8 @@ def _tensors(todo: Plan, layout: AbstractLayout | None) -> Iterator[tuple[str, n
 def _plan(model: Any, layout: AbstractLayout | None, choices: Choices) -> Plan:
     if layout is None:
         return plan(model, choices, None, static=False)
-    return plan(model, choices, layout.block, static=layout.is_static, cache_names=layout.cache_scales)
+    kinds = {"static": layout.is_static, "exponents": layout.is_microscaled}
+    return plan(model, choices, layout.block, **kinds, cache_names=layout.cache_scales)
 
 
 def _encoder(

@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Float, Float32
 
 from .._numerics.formats import E4M3, Format
-from ..recipes.scaling import BlockScaling, CurrentScaling, MXFP8Scaling, RowwiseScaling
+from ..recipes.scaling import BlockScaling, CurrentScaling, RowwiseScaling
 from ..recipes.scaling.amax import LARGEST_MULTIPLIER
 from ..recipes.scaling.base import AbstractScaling
 
@@ -109,6 +109,7 @@ def quantized(
     scale_bits: int = 24,
     bf16_scales: bool = True,
     powers_of_two: bool = False,
+    exponents: bool = False,
     format: Format = E4M3,
 ) -> ScaledMatrix:
     """Quantizes a kernel, with the scales that training has where they fit the blocks.
@@ -120,12 +121,13 @@ def quantized(
 
     Args:
         matrix: The kernel, in the dtype in which it is multiplied.
-        block: The rows and columns of a block; `(1, 32)` has scales that are powers of two, as MXFP8.
+        block: The rows and columns of a block.
         scaling: That of the kernel in training; None for fresh scales.
         stored: The scale that the state of training holds.
         scale_bits: How many significant bits the scale of a whole kernel has where the step multiplies by it.
         bf16_scales: See above.
         powers_of_two: Whether new scales are rounded up to powers of two.
+        exponents: Whether scales are those of MXFP8, powers of two that E8M0 holds.
         format: The format.
 
     Raises:
@@ -134,14 +136,14 @@ def quantized(
     if not all(np.isfinite(matrix[rows].astype(np.float32)).all() for rows in parts_of(matrix.shape)):
         raise ValueError("it holds an infinity or NaN, which FP8 would spread over a block; export an earlier step")
     limit = np.float32(format.max)
-    if stored is not None and (block != (1, 32) or np.frexp(stored)[0] == 0.5):
+    if stored is not None and (not exponents or np.frexp(stored)[0] == 0.5):
         if not (np.isfinite(stored) and stored > 0):
             raise ValueError(f"its scale in the state is {stored}; calibrate the model, or train a step")
         blocks = tuple(-(-size // b) for size, b in zip(matrix.shape, block, strict=True))
         scale = rounded_up(np.full(blocks, stored, np.float32), scale_bits)
         return _divided(matrix, scale, block, format, "state of training", bf16_scales=bf16_scales)
     height, width = matrix.shape
-    if isinstance(scaling, CurrentScaling) and block not in ((1, 32), (height, width)):
+    if isinstance(scaling, CurrentScaling) and not exponents and block != (height, width):
         # One scale for all: the same in each block, so that the values are those of training.
         options: Any = {"scaling": scaling, "scale_bits": scale_bits, "bf16_scales": bf16_scales, "format": format}
         whole = quantized(matrix, (height, width), **options)
@@ -149,12 +151,12 @@ def quantized(
         scale = np.ascontiguousarray(np.broadcast_to(whole.scale, blocks))
         return dataclasses.replace(whole, scale=scale, block=block)
     amax = _amax(matrix, block)
-    if block == (1, 32):
+    if exponents:
         return _microscaled(matrix, amax, block, format)
     power_of_two = (
-        scaling is not None and fits(scaling, matrix.shape, block) and getattr(scaling, "power_of_two", False)
+        scaling is not None and _fits(scaling, matrix.shape, block) and getattr(scaling, "power_of_two", False)
     )
-    if scaling is None or not fits(scaling, matrix.shape, block):
+    if scaling is None or not _fits(scaling, matrix.shape, block):
         scale = np.maximum(amax / limit, np.float32(1.0 / LARGEST_MULTIPLIER))
         scale = np.where(amax > 0, scale, np.float32(1.0))
         scale = rounded_up(scale, 1) if powers_of_two else scale
@@ -193,8 +195,8 @@ def spread(matrix: ScaledMatrix, block: tuple[int, int]) -> ScaledMatrix | None:
     return dataclasses.replace(matrix, scale=scale, block=block)
 
 
-def fits(scaling: AbstractScaling, shape: tuple[int, ...], block: tuple[int, int]) -> bool:
-    """Whether a stateless scaling has a scale for each of these blocks, if one axis is summed and one is not.
+def _fits(scaling: AbstractScaling, shape: tuple[int, ...], block: tuple[int, int]) -> bool:
+    """Whether a stateless scaling other than MXFP8 has a scale for each of these blocks, of a matrix.
 
     Args:
         scaling: That of a kernel.
@@ -208,8 +210,6 @@ def fits(scaling: AbstractScaling, shape: tuple[int, ...], block: tuple[int, int
             return block == (1, shape[1])
         case BlockScaling():
             return block == (scaling.size if scaling.square else 1, scaling.size)
-        case MXFP8Scaling():
-            return block == (1, 32) and not scaling.square
         case _:
             return False
 

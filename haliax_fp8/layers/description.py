@@ -18,8 +18,8 @@ from ..recipes.support import Support
 from .config import Fp8Config, as_config
 from .convert import decide
 from .description_table import grouped
-from .only_where_faster import FasterOn
 from .left_out import reasons_in
+from .only_where_faster import FasterOn
 from .ops import all_ops
 from .own_state import require_own_state
 from .prediction import Prediction
@@ -216,8 +216,8 @@ def describe(
 
     Args:
         model: A converted model, or any other tree.
-        config: Another configuration than the model was converted with, to see what that would do; and needed for layers
-            of custom rules.
+        config: Another configuration than the model was converted with, to see what that would do; needed for layers of
+            custom rules.
         device: The device, or its name such as `"h100"`, for which to report whether each layer's products are native
             or emulated; by default the local one.
         predict: The device and tokens for which to predict the gain of FP8, such as `FasterOn("h100", tokens=8192)`;

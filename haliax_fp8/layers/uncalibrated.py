@@ -1,11 +1,11 @@
-"""Which static scales are not calibrated yet, read from a model on the host."""
+"""Which scales are not calibrated yet, or of no step, read from a model on the host."""
 
 from typing import Any
 
 import numpy as np
 
 from .._state.op_state import OpState
-from ..recipes.scaling import StaticScaling
+from ..recipes.scaling import DelayedScaling, StaticScaling
 from .ops import all_ops, named_ops
 from .own_state import table_on_host
 
@@ -25,6 +25,19 @@ def uncalibrated_operands(state: Any, *, wait: bool = True) -> tuple[str, ...]:
     rows = [row for row, s in enumerate(state.scalings) if isinstance(s, StaticScaling) and s.scale is None]
     table = table_on_host(state, wait=wait) if rows else None
     return () if table is None else tuple(_OPERANDS[row] for row in rows if np.isinf(table[..., row, 0]).any())
+
+
+def unrecorded_operands(state: Any) -> tuple[str, ...]:
+    """The operands of an op whose delayed scale is still the first one, 1, in at least one layer of its stack.
+
+    Args:
+        state: As in `uncalibrated_operands`.
+    """
+    if not isinstance(state, OpState) or (table := table_on_host(state)) is None:
+        return ()
+    rows = [row for row, scaling in enumerate(state.scalings) if isinstance(scaling, DelayedScaling)]
+    is_first = (table[..., 0] == 1.0) & (table[..., 1:-1] == 0.0).all(-1)
+    return tuple(_OPERANDS[row] for row in rows if is_first[..., row].any())
 
 
 def require_calibrated(model: Any, *, wait: bool = True) -> None:

@@ -23,9 +23,9 @@ from .._state.op_state import OpState
 from ..layers.multiplied import Multiplied, is_floating, multiplied, named_behind
 from ..layers.own_state import table_on_host
 from ..layers.rule import LayerRule
-from ..layers.uncalibrated import uncalibrated_operands
+from ..layers.uncalibrated import uncalibrated_operands, unrecorded_operands
 from ..recipes.recipe import SCALE_BITS
-from ..recipes.scaling import DelayedScaling, MXFP8Scaling, OperandUse, stores_scale
+from ..recipes.scaling import MXFP8Scaling, OperandUse, stores_scale
 from .kernel import ServedKernel
 from .scheme import Scheme
 
@@ -187,19 +187,11 @@ def _with_scales(name: str, op: Fp8DotGeneral | None, scheme: Scheme) -> Fp8DotG
             raise ValueError(f"the recipe of {name} rounds its {operand} at random, which inference does not")
     if op.recipe.input.format != op.recipe.kernel.format:
         raise ValueError(f"the recipe of {name} has input and kernel in two formats: {op.recipe}; use 'dynamic'")
-    missing = [operand for operand in uncalibrated_operands(op.state) if operand in scheme.stored]
-    table = table_on_host(op.state)
-    if table is not None and isinstance(op.state, OpState):
-        for operand in scheme.stored:
-            row = table[..., _ROWS[operand], :]
-            # Before its first step: the scale is 1, and no amax was recorded.
-            if (
-                isinstance(op.recipe.scalings[_ROWS[operand]], DelayedScaling)
-                and ((row[..., 0] == 1.0) & (row[..., 1:-1] == 0.0).all(-1)).any()
-            ):
-                missing.append(operand)
-            elif not (np.isfinite(row[..., 0]) & (row[..., 0] > 0.0)).all() and operand not in missing:
-                missing.append(operand)
+    first = (*uncalibrated_operands(op.state), *unrecorded_operands(op.state))
+    missing = [operand for operand in scheme.stored if operand in first]
+    if (table := table_on_host(op.state)) is not None and isinstance(op.state, OpState):
+        scales = {operand: table[..., _ROWS[operand], 0] for operand in scheme.stored}
+        missing += [name for name, scale in scales.items() if not (np.isfinite(scale) & (scale > 0.0)).all()]
     if missing:
         raise ValueError(
             f"the state of {name} has no scale of its {' and '.join(dict.fromkeys(missing))} yet, as before the first "

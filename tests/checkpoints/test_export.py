@@ -28,6 +28,7 @@ from haliax_fp8.recipes import E4M3
 from haliax_fp8.recipes.scaling import (
     BlockScaling,
     CurrentScaling,
+    DelayedScaling,
     MXFP8Scaling,
     OperandUse,
     RowwiseScaling,
@@ -162,7 +163,8 @@ def test_kernels_are_those_of_the_scaling(scaling, block):
     kernel = np.random.default_rng(0).normal(size=(200, 300)).astype(np.float32)
     kernel[3], kernel[5:9, :64] = 0.0, 1e-30
     expected = scaling.quantize(jnp.asarray(kernel), OperandUse(E4M3, (1,)))
-    found = quantized(kernel, block, scaling=scaling, bf16_scales=False)
+    exponents = isinstance(scaling, MXFP8Scaling)
+    found = quantized(kernel, block, scaling=scaling, bf16_scales=False, exponents=exponents)
     assert found.data.tobytes() == np.asarray(expected.data).tobytes()
     np.testing.assert_array_equal(found.scale.ravel(), np.asarray(expected.scale).ravel())
 
@@ -176,6 +178,28 @@ def test_one_scale_of_training_is_repeated():
         assert part.data.tobytes() == whole.data.tobytes() and (part.scale == whole.scale).all()
     fresh = quantized(kernel, (1, 300), scaling=None, bf16_scales=False)
     np.testing.assert_array_equal(fresh.scale[:, 0], np.abs(kernel).max(1) / np.float32(448))
+
+
+def test_rows_of_32_are_not_taken_for_those_of_mxfp8():
+    kernel = np.random.default_rng(0).normal(size=(8, 32)).astype(np.float32)
+    fresh = quantized(kernel, (1, 32), bf16_scales=False)
+    np.testing.assert_array_equal(fresh.scale[:, 0], np.abs(kernel).max(1) / np.float32(448))
+    of_training = quantized(kernel, (1, 32), scaling=DelayedScaling(), stored=0.0123, bf16_scales=False)
+    assert (of_training.scale == np.float32(0.0123)).all() and of_training.origin == "state of training"
+
+
+def test_state_that_no_step_has_written_is_refused(tmp_path):
+    model = fp8_linear_layers(eqx.nn.MLP(32, 32, 64, 1, key=jax.random.key(0)))
+    with pytest.raises(ValueError, match=r"layers.0 has no scale of its kernel yet.*training_scales=False"):
+        export_model(model, tmp_path / "out")
+    with pytest.raises(ValueError, match=r"layers.0 has no scale of its input yet.*calibrate"):
+        export_model(model, tmp_path / "out", "FP8", training_scales=False)
+    export_model(model, tmp_path / "out", training_scales=False)
+    state = model.layers[0].dot_general.state
+    changed = eqx.tree_at(lambda m: m.layers[0].dot_general.state, model, state.with_array(state.array - 1e-3))
+    with pytest.raises(ValueError, match=r"layers.0 was changed by something other"):
+        export_model(changed, tmp_path / "other")
+    assert not (tmp_path / "other").exists()
 
 
 def test_names_are_those_of_state_dicts(plain):

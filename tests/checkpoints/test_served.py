@@ -240,11 +240,9 @@ def test_scales_of_keys_and_values(tmp_path):
     op = model["layers"].stacked.attend
     with pytest.raises(ValueError, match=r"layers\.0 has no amaxes of keys and values yet"):
         export_model(model, tmp_path / "no", kv_cache_scales=True)
-    table = np.array(op.state.array)
-    for layer in range(2):
-        for row in range(table.shape[1]):
-            table[layer, row, 0], table[layer, row, 1] = 0.01 * (1 + layer + row), 4.48 * (1 + layer + row)
-    filled = eqx.tree_at(lambda op: op.state.table.array, op, jnp.asarray(table))
+    scales = np.float32(0.01) * (1 + np.arange(2)[:, None] + np.arange(op.state.array.shape[1])).astype(np.float32)
+    state = op.state.with_array(op.state.array.at[..., 1].set(448 * scales)).with_scale(jnp.asarray(scales))
+    filled = eqx.tree_at(lambda op: op.state, op, state)
     model = {"layers": eqx.tree_at(lambda stack: stack.stacked.attend, model["layers"], filled)}
     for layout, parts in (("FP8_DYNAMIC", ("k_scale", "v_scale")), ("W8A16", ("k_scale", "v_scale"))):
         folder = tmp_path / layout

@@ -184,6 +184,15 @@ def test_a_dead_layer(healthy):
     assert (finding.layer, finding.operand) == ("layers.1", "output_grad")
 
 
+def test_state_that_no_step_has_written():
+    """Scales of 1 that happen to fit: training without the write-back."""
+    model = fp8.fp8_linear_layers(eqx.nn.MLP(WIDTH, WIDTH, WIDTH, 2, key=KEY))
+    square = lambda model, x: (jax.vmap(model)(x) ** 2).mean() * 1e3
+    diagnosis = found(model, square, (4 * jax.random.normal(KEY, (64, WIDTH)),))
+    (finding,) = only(diagnosis, Problem.NOT_CALIBRATED)
+    assert "those of all 9 operands" in finding.seen and "apply the overwrites" in finding.advice
+
+
 @pytest.mark.more
 def test_formats_swapped():
     swapped = Recipe.of(DelayedScaling(amax_history_length=HISTORY), forward=E5M2, backward=E4M3)

@@ -98,6 +98,7 @@ def plan(
     block_of: Callable[[tuple[int, int]], tuple[int, int]] | None,
     *,
     static: bool,
+    exponents: bool = False,
     cache_names: tuple[str, str] | None = None,
 ) -> Plan:
     """What an export of a model writes, and from where.
@@ -107,6 +108,7 @@ def plan(
         choices: How.
         block_of: The blocks of a kernel of a shape; None if nothing is quantized.
         static: Whether each layer needs a scale of its input.
+        exponents: Whether the scales of kernels are powers of two that E8M0 holds.
         cache_names: Those of the scales of keys and values; None if the layout has no place for them.
 
     Raises:
@@ -137,7 +139,9 @@ def plan(
                 "'FP8_DYNAMIC' needs none"
             )
         block = block_of(matrix.shape)
-        quantize = lambda matrix=matrix, block=block: _quantized(matrix, block, choices, static=static)
+        quantize = lambda matrix=matrix, block=block: _quantized(
+            matrix, block, choices, static=static, exponents=exponents
+        )
         kernels.append(Kernel(name, matrix.shape, quantize))
     for other in found.others:
         name, dtype = names.to_checkpoint(other.name), _dtype(other, choices)
@@ -174,7 +178,9 @@ def _cache_scales(
             yield Dense(name, (1,), scale.dtype, lambda scale=scale: scale)
 
 
-def _quantized(matrix: Matrix, block: tuple[int, int], choices: Choices, *, static: bool) -> ScaledMatrix:
+def _quantized(
+    matrix: Matrix, block: tuple[int, int], choices: Choices, *, static: bool, exponents: bool
+) -> ScaledMatrix:
     if matrix.frozen is not None:
         made = matrix.frozen_values()
         if (finer := spread(made, block)) is None:
@@ -192,6 +198,7 @@ def _quantized(matrix: Matrix, block: tuple[int, int], choices: Choices, *, stat
             stored=matrix.stored_scale if training else None,
             scale_bits=_scale_bits(matrix, choices, "kernel"),
             bf16_scales=choices.bf16_scales,
+            exponents=exponents,
         )
     except ValueError as error:
         raise ValueError(f"{matrix.name} cannot be exported: {error}") from None

@@ -15,6 +15,7 @@ from ...layers.patterns import Pattern, matches
 from ...layers.router import routers
 from ...layers.rule import LayerRule
 from ...layers.served import AbstractServedLayer
+from ...layers.uncalibrated import unrecorded_operands
 from ...recipes.scaling import AbstractScaling, stores_scale
 from ..frozen import is_frozen
 from ..quantize import ScaledMatrix
@@ -110,6 +111,12 @@ class Matrix:
 
     def _stored(self, operand: str) -> float:
         assert self.op is not None
+        if operand in unrecorded_operands(self.op.state):
+            raise ValueError(
+                f"the state of {self.name} has no scale of its {operand} yet, as before the first step; calibrate the "
+                "model or train a step. training_scales=False computes the scales of kernels, and 'FP8_DYNAMIC' needs "
+                "none of inputs"
+            )
         scale = np.asarray(self.op.scale(operand))
         return float(scale[self.index[: scale.ndim]])
 

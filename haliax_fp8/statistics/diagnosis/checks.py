@@ -69,21 +69,22 @@ def formats_swapped(all: list[Operand], thresholds: Thresholds) -> Iterable[Find
 
 
 def not_calibrated(all: list[Operand], thresholds: Thresholds) -> Iterable[Finding]:
-    """Scales at 1 that have seen no step, and do not fit."""
-    for operand in all:
-        history = operand.history
-        if history is None or history.largest > 0.0 or history.scale != 1.0 or not operand["amax"] > 0.0:
-            continue
-        if _is_clipped(operand, thresholds) or operand["underflow"] > thresholds.underflow:
-            yield _finding(
-                operand,
-                Problem.NOT_CALIBRATED,
-                seen=f"scale 1 and an empty history; amax {operand['amax']:.2g}, {_shares(operand)}",
-                threshold=_limits(thresholds),
-                source="heuristic",
-                advice="calibrate the model before training: model = step.calibrate(model, *batch). If it has been "
-                "trained, its state is not updated: apply the overwrites of every step",
-            )
+    """Scales at 1 that have seen no step, and do not fit; or those of all layers, whatever they do."""
+    kept = [operand for operand in all if operand.history is not None and operand["amax"] > 0.0]
+    fresh = [o for o in kept if o.history is not None and o.history.largest <= 0.0 and o.history.scale == 1.0]
+    unfit = [o for o in fresh if _is_clipped(o, thresholds) or o["underflow"] > thresholds.underflow]
+    # Of a model whose state no step has written, one finding says it.
+    everywhere = f", as those of all {len(kept)} operands" if len(fresh) == len(kept) else ""
+    for operand in unfit or fresh[: bool(everywhere)]:
+        yield _finding(
+            operand,
+            Problem.NOT_CALIBRATED,
+            seen=f"scale 1 and an empty history{everywhere}; amax {operand['amax']:.2g}, {_shares(operand)}",
+            threshold=_limits(thresholds) if unfit else "a step or a calibration that has written the state",
+            source="heuristic",
+            advice="calibrate the model before training: model = step.calibrate(model, *batch). If it has been "
+            "trained, its state is not updated: apply the overwrites of every step",
+        )
 
 
 def foreign_state(all: list[Operand], thresholds: Thresholds) -> Iterable[Finding]:
