@@ -421,7 +421,8 @@ def test_train_step_draws_for_every_step_and_microbatch(microbatches):
     """Microbatches of equal data: their mean is half way where one drew up and the other down."""
     model = linear(RANDOM_GRADIENT)
     step = fp8.TrainStep(lambda m, x, g: (g * jax.vmap(m)(x)).sum(), optax.sgd(1.0), microbatches=microbatches)
-    x, g = (jnp.concatenate([a] * microbatches) for a in (UNIT, HALVES))
+    # A microbatch takes one row of every few.
+    x, g = (jnp.repeat(a, microbatches, axis=0) for a in (UNIT, HALVES))
     opt_state = step.init(model)
     gradient = lambda key: np.asarray(model.weight - step(model, opt_state, x, g, key=key)[0].weight).T[OFF_DIAGONAL]
     first = gradient(KEY)

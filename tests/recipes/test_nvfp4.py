@@ -15,7 +15,17 @@ from helpers import equations, sqnr
 
 import haliax_fp8 as fp8
 from haliax_fp8._numerics.rotation import Rotation
-from haliax_fp8.recipes import E2M1, HadamardScaling, NVFP4Scaling, OperandUse, Quantization, Stochastic, ToNearest
+from haliax_fp8.recipes import (
+    E2M1,
+    E4M3,
+    CurrentScaling,
+    HadamardScaling,
+    NVFP4Scaling,
+    OperandUse,
+    Quantization,
+    Stochastic,
+    ToNearest,
+)
 
 
 MATRIX = (((1,), (0,)), ((), ()))
@@ -282,6 +292,14 @@ def test_a_product_of_rotated_operands_is_the_product(rows):
     exact = x.T.astype(np.float64) @ g.astype(np.float64)
     bound = 2 * 16 * np.finfo(np.float32).eps * (np.abs(a).T @ np.abs(b) + np.abs(x).T @ np.abs(g))
     assert (np.abs(a.T @ b - exact) <= bound).all()
+
+
+def test_of_several_summed_axes_the_last_is_rotated():
+    """It is the one that lies together in memory, and blocks run along it; the first may be a few sequences."""
+    x = jnp.asarray(normal((3, 32, 8)))
+    use = OperandUse(E4M3, (0, 1))
+    quantized = HadamardScaling(CurrentScaling(), padding=False).quantize(x, use)
+    assert quantized.rotation == Rotation(axis=1, length=32)
 
 
 def test_rotation_spreads_an_outlier():
