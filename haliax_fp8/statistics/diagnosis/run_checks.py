@@ -28,7 +28,7 @@ def diagnose(model: Any, statistics: ModelStatistics, thresholds: Thresholds | N
         ValueError: If the statistics are of another model, or the model has no FP8 product.
 
     Example:
-        >>> model = fp8_linear_layers(model)
+        >>> model = calibrate(fp8_linear_layers(model), loss_fn, [(x,)])
         >>> print(diagnose(model, quantization_statistics(model, loss_fn, x)))
         No problem found.
     """
