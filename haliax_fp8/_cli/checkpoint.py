@@ -8,15 +8,16 @@ from typing import Any
 from ..checkpoints import BrokenCheckpoint, CheckReport, check_folder, convert_folder, explain_folder
 from ..checkpoints.convert import Scales
 from ..checkpoints.layouts.catalog import PLAIN, named
+from .help_text import Paragraphs
 from .load import UsageError
 from .screen import on_error, screen
 
 
 _EPILOG = """\
 examples:
-  haliax-fp8 checkpoint check DIR
-  haliax-fp8 checkpoint explain DIR
-  haliax-fp8 checkpoint convert DIR --to FP8_DYNAMIC --output NEW
+  %(prog)s check DIR
+  %(prog)s explain DIR
+  %(prog)s convert DIR --to FP8_DYNAMIC --output NEW
 
 exit status: 0 sound, 1 broken, 2 the command is wrong.
 """
@@ -34,7 +35,7 @@ def add_checkpoint_parser(commands: Any) -> None:
         help=text,
         description=text[0].upper() + text[1:] + ".",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=Paragraphs,
     )
     actions = group.add_subparsers(dest="action", required=True, metavar="check | explain | convert")
     check = actions.add_parser("check", help="say what is wrong, by file and tensor")

@@ -1,6 +1,9 @@
 """Runs a command and turns what happens into an exit status."""
 
+import argparse
 import json
+import os
+import sys
 from collections.abc import Sequence
 
 from .checkpoint import run_checkpoint
@@ -16,6 +19,9 @@ from .tables import as_json, device_rows, device_table, format_rows, format_tabl
 INTERRUPTED = 130
 """The exit status after Ctrl-C: 128 and the signal's number, as shells have it."""
 
+CLOSED = 141
+"""That when nobody reads the output any more, as after `| head`."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line.
@@ -30,26 +36,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parse_options(argv)
     say = on_error().print
     try:
-        if options.command == "preflight":
-            return run_preflight(options)
-        if options.command == "checkpoint":
-            return run_checkpoint(options)
-        if options.command == "replay":
-            return run_replay(options)
-        if options.command == "install-compiler":
-            install_compiler(options.compiler)
-            return 0
-        rows, table = {
-            "devices": (device_rows, device_table),
-            "formats": (format_rows, format_table),
-        }[options.command]
-        use_local_devices()
-        found = rows()
-        if options.json:
-            print(json.dumps(as_json(found), indent=2))
-        else:
-            screen().print(table(found))
-        return 0
+        status = _run(options)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:
+        # Nor is anybody there for what Python has still to write at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return CLOSED
     except KeyboardInterrupt:
         say("Stopped.")
         return INTERRUPTED
@@ -59,3 +52,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:  # Whatever the user's step raises while it is traced.
         say(explain(error, options), style="red")
         return 2
+
+
+def _run(options: argparse.Namespace) -> int:
+    if options.command == "preflight":
+        return run_preflight(options)
+    if options.command == "checkpoint":
+        return run_checkpoint(options)
+    if options.command == "replay":
+        return run_replay(options)
+    if options.command == "install-compiler":
+        install_compiler(options.compiler)
+        return 0
+    rows, table = {
+        "devices": (device_rows, device_table),
+        "formats": (format_rows, format_table),
+    }[options.command]
+    use_local_devices()
+    found = rows()
+    if options.json:
+        print(json.dumps(as_json(found), indent=2))
+    else:
+        screen().print(table(found))
+    return 0

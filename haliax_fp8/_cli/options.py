@@ -10,6 +10,7 @@ from ..preflight.target.compilers import compilers
 from ..recipes.catalog import named
 from .checkpoint import add_checkpoint_parser
 from .demo import demos, stackings
+from .help_text import Paragraphs, program_name
 from .replay import add_replay_parser
 
 
@@ -18,9 +19,9 @@ IN_BFLOAT16 = ""
 
 _EPILOG = """\
 examples:
-  python -m haliax_fp8 preflight my_training.py:make_step --target h100 --require fp8_flops=0.9
-  python -m haliax_fp8 preflight my_training.py:make_step --compare my_training.py:make_bf16_step --json report.json
-  python -m haliax_fp8 preflight --demo llama-8b --layers 4 --tokens 8192 --target b200 --compare
+  %(prog)s train.py:make_step --target h100 --require fp8_flops=0.9
+  %(prog)s train.py:make_step --compare train.py:bf16_step --json -
+  %(prog)s --demo llama-8b --layers 4 --target b200 --compare
 
 FILE.py:FUNCTION takes no arguments and returns (step_fn, args), where args is the tuple of the step's arguments:
 arrays, or ShapeDtypeStructs from eqx.filter_eval_shape. It may return (step_fn, args, shardings), with a PartitionSpec
@@ -37,8 +38,9 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
         SystemExit: With status 2, and a message that names the flag, its value and the remedy.
     """
     parser = argparse.ArgumentParser(
-        prog="python -m haliax_fp8",
-        description="Reports which matrix products of a training step will run in FP8 on a device that you name.",
+        prog=program_name(),
+        description="Shows which matrix products of a training step run in FP8 on a device that this machine need not "
+        "have, checks and converts checkpoints with FP8 weights, and computes recorded products again.",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     preflight = _preflight_parser(commands)
@@ -67,7 +69,7 @@ def _preflight_parser(commands: Any) -> argparse.ArgumentParser:
         description="Compiles a training step for a device that this machine need not have, and lists every matrix "
         "product with its formats, its kernel, and the reason if it is not in FP8.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=Paragraphs,
     )
     parser.add_argument("step", nargs="?", metavar="FILE.py:FUNCTION", help="function that makes the step, see below")
     parser.add_argument("--target", default="h100", metavar="NAME", help=f"default h100; one of {', '.join(targets)}")

@@ -205,9 +205,14 @@ def write(report: PreflightReport, options: argparse.Namespace) -> None:
         screen().print(shown)
 
 
+def _of_user(options: argparse.Namespace) -> tuple[str | None, str | None]:
+    """The user's functions; other commands than the preflight call none."""
+    return getattr(options, "step", None), getattr(options, "compare", None)
+
+
 def explain(error: Exception, options: argparse.Namespace) -> str:
     """One line for errors of the package; the whole traceback for errors in the user's file."""
-    files = {os.path.realpath(split_reference(r)[0]) for r in (options.step, options.compare) if r}
+    files = {os.path.realpath(split_reference(r)[0]) for r in _of_user(options) if r}
     frames = {os.path.realpath(frame.filename) for frame in traceback.extract_tb(error.__traceback__)}
     if files & frames or not isinstance(error, ValueError | RuntimeError):
         return "".join(traceback.format_exception(error))

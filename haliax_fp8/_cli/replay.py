@@ -9,14 +9,15 @@ from typing import Any
 
 from ..recipes.catalog import by_name
 from ..statistics import BlackBox, Replay, replay
+from .help_text import Paragraphs
 from .load import UsageError
 from .screen import screen
 
 
 _EPILOG = """\
 examples:
-  haliax-fp8 replay step-1200.safetensors
-  haliax-fp8 replay step-1200.safetensors --recipe rowwise --recipe mxfp8 --json
+  %(prog)s step-1200.safetensors
+  %(prog)s step-1200.safetensors --recipe rowwise --recipe mxfp8 --json
 
 exit status: 0 success, 2 the command or the file is wrong.
 """
@@ -34,7 +35,7 @@ def add_replay_parser(commands: Any) -> None:
         help=text,
         description=f"{text[0].upper()}{text[1:]}. It needs no accelerator.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=Paragraphs,
     )
     parser.add_argument("file", type=pathlib.Path, metavar="FILE", help="what black_box(...).save(FILE) wrote")
     parser.add_argument(

@@ -146,7 +146,7 @@ def format_table(rows: list[FormatRow]) -> Table:
     table.box, table.padding = None, (0, 1, 0, 0)
     # Broken by hand, so that numbers never are.
     heads = ("format", "bits", "max", "smallest\nnormal", "smallest\nsubnormal", "sub-\nnormals", "rel.\nerror")
-    for index, column in enumerate((*heads, "bina-\ndes", "dtype")):
+    for index, column in enumerate((*heads, "range,\nbits", "dtype")):
         table.add_column(column, no_wrap=True, justify="left" if index in (0, 1, len(heads) + 1) else "right")
     for row in rows:
         numbers = (f"{row.max:g}", _power(row.smallest_normal), _power(row.smallest_subnormal), str(row.subnormals))

@@ -473,3 +473,20 @@ assert jax.default_backend() == "cpu" and (x @ x).sum() == 32**3
     for _ in range(2):
         done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
         assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_a_closed_pipe_ends_quietly():
+    command = f"{sys.executable} -m haliax_fp8 devices --json"
+    done = subprocess.run(f"{command} | head -1", shell=True, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("[\n", "")
+
+
+@pytest.mark.parametrize("command", [[], ["preflight"], ["devices"], ["checkpoint"], ["replay"], ["install-compiler"]])
+def test_help_fits_80_columns(command, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(sys, "argv", ["/usr/bin/haliax-fp8"])
+    with pytest.raises(SystemExit):
+        main([*command, "--help"])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith(" ".join(["usage: haliax-fp8", *command]))
+    assert max(map(len, lines)) <= 80

@@ -36,7 +36,11 @@ def _changes(target: Target, step: Program, other: Program) -> list[str]:
         found.append("an estimated {:.3g} ms instead of {:.3g}".format(*times))
     here, there = (imprecise_sums(program, target) for program in (step, other))
     if here != there:
-        found.append("dgrad and wgrad accumulate in full" if here else "dgrad and wgrad do not accumulate in full")
+        found.append(
+            "dgrad and wgrad accumulate in full float32"
+            if here
+            else "dgrad and wgrad do not accumulate in full float32"
+        )
     return found
 
 
