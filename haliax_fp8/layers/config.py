@@ -5,6 +5,7 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
+import equinox as eqx
 from jaxtyping import DTypeLike
 
 from .._numerics.require import nearest
@@ -170,6 +171,8 @@ def as_config(config: Any, options: Mapping[str, Any] | None = None, *, call: st
             meant = f"recipe={config.__name__}()"
         case _:
             meant = "recipe=..."
+    if isinstance(config, eqx.Module):
+        raise ValueError(f"config is a {type(config).__name__}, a model, and not an Fp8Config; the model comes first")
     shown = str(config) if isinstance(config, Recipe) else repr(config)
     raise ValueError(f"config={shown} is not an Fp8Config; did you mean {call}{meant})?")
 

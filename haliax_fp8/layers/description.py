@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .._tables import Printable, new_table
-from ..devices.device import Device
+from ..devices.device import Device, is_device_name
 from ..recipes.recipe import Recipe
 from ..recipes.support import Support
 from .config import Fp8Config, as_config
@@ -236,6 +236,7 @@ def describe(
         >>> describe(layers)["up"].reason
         'not converted'
     """
+    _require_model_and_config(model, config)
     require_own_state(model)
     named = Device.by_name(device) if isinstance(device, str) else device
     place = Device.default() if named is None else named
@@ -268,6 +269,15 @@ def describe(
             )
         )
     return ModelDescription(tuple(rows), named, predict, dict(find_rematerialized(model)))
+
+
+def _require_model_and_config(model: Any, config: Any) -> None:
+    if isinstance(model, type | Fp8Config):
+        shown = f"the class {model.__name__}" if isinstance(model, type) else "an Fp8Config"
+        raise ValueError(f"model is {shown}, and not a model with weights; use describe(model)")
+    if isinstance(config, Device) or (isinstance(config, str) and is_device_name(config)):
+        shown = repr(config) if isinstance(config, str) else "..."
+        raise ValueError(f"config is a device; use describe(model, device={shown})")
 
 
 def recipes_of(model: Any) -> list[Recipe]:

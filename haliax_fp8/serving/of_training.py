@@ -168,8 +168,8 @@ def _with_scales(name: str, op: Fp8DotGeneral | None, scheme: Scheme) -> Fp8DotG
     """The op of a layer; raises a ValueError unless its state has the scales that a scheme asks for."""
     asked = " and ".join(scheme.stored)
     calibrate = (
-        "calibrate the model first: model = calibrate(fp8_linear_layers(model, recipe='static'), loss_fn, batches); or use a "
-        "scheme that computes scales, such as 'dynamic'"
+        "calibrate the model first: model = calibrate(fp8_linear_layers(model, recipe='static'), loss_fn, batches); or "
+        "use a scheme that computes scales, such as 'dynamic'"
     )
     if op is None:
         raise ValueError(

@@ -21,6 +21,7 @@ from ..layers.walk import map_layers_in_stacks, rule_of
 from ..recipes.scaling import STATISTICS, AbstractStatefulScaling, MeasuredScaling
 from ..training.gradients import filter_grad
 from ..training.loss import scalar_loss
+from ..training.step_arguments import require_fit
 from .result import ModelStatistics, OpStatistics
 
 
@@ -54,6 +55,7 @@ def quantization_statistics(model: Any, loss_fn: Callable[..., Any], *batch: Any
         raise ValueError("model has no FP8 product to measure; convert it with fp8_linear_layers")
     require_own_state(model)
     require_calibrated(model)
+    require_fit(loss_fn, batch, "Pass them one by one: quantization_statistics(model, loss_fn, x, y)")
     gradients = filter_grad(lambda model: scalar_loss(loss_fn(model, *batch)))(measuring(model))
     return statistics_in(gradients)
 

@@ -13,6 +13,7 @@ from .._state.marker import OverwriteWithGradient
 from ..attention.op import Fp8Attention
 from .gradients import filter_grad
 from .loss import scalar_loss
+from .step_arguments import require_fit
 
 
 def calibrate[M](model: M, loss_fn: Callable[..., Any], batches: Iterable[Any]) -> M:
@@ -53,6 +54,7 @@ def calibrate[M](model: M, loss_fn: Callable[..., Any], batches: Iterable[Any]) 
     count = 0
     for batch in batches:
         arguments = batch if isinstance(batch, tuple) else (batch,)
+        require_fit(loss_fn, arguments, _BATCHES)
         model = recorded(model, lambda observed, arguments=arguments: _gradients(observed, loss_fn, arguments))
         count += 1
     if count == 0:
@@ -105,6 +107,12 @@ def _overwritten[M](model: M, observed: M, gradients: Any) -> M:
     return jax.tree.map(overwrite, model, is_leaf=_is_state)
 
 
+_BATCHES = (
+    "batches is a list of batches, and a batch the tuple of what loss_fn takes after the model: "
+    "calibrate(model, loss_fn, [(x, y)])"
+)
+
+
 def _require_batches(batches: Any) -> None:
     """A single batch instead of a list would be iterated row by row, or argument by argument."""
     if isinstance(batches, tuple):
@@ -113,10 +121,14 @@ def _require_batches(batches: Any) -> None:
         is_batch = _is_batch(batches) or not isinstance(batches, Iterable)
     if is_batch:
         raise ValueError(
-            f"batches is a {type(batches).__name__}, which is one batch or a part of it; pass a list of batches: "
+            f"batches is {_kind(batches)}, which is one batch or a part of it; pass a list of batches: "
             "calibrate(model, loss_fn, [batch]). For a loss_fn with several arguments a batch is a tuple of them, "
             "[(x, y)]"
         )
+
+
+def _kind(value: Any) -> str:
+    return "an array" if isinstance(value, jax.Array | np.ndarray) else f"a {type(value).__name__}"
 
 
 def _is_batch(value: Any) -> bool:

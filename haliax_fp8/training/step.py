@@ -26,7 +26,7 @@ from .calibration import recorded
 from .kernel_quantization import KernelQuantization, as_kernel_quantization
 from .microbatches import BatchGradients, StepInput, gradients_of_batch
 from .monitor import AbstractMonitor, CountedState, counted
-from .step_arguments import require_call, require_choices, require_loss_and_optimizer, require_state_of
+from .step_arguments import require_call, require_choices, require_loss_and_optimizer, require_order, require_state_of
 from .updates import apply_updates, trainable
 
 
@@ -154,7 +154,7 @@ class TrainStep(eqx.Module):
             >>> bool((fp8_model.layers[0].dot_general.scale("output_grad") < 1.0).all())
             True
         """
-        require_call(self.loss_fn, batch, key, loss_key)
+        require_call(self.loss_fn, batch, key, loss_key, call="step.calibrate(model, *batch)", before=())
         require_no_kernel_copies(model)
         given = StepInput(batch, key, loss_key)
         return recorded(model, lambda observed: _overwrites((self._without_monitor, given), observed))
@@ -181,7 +181,9 @@ class TrainStep(eqx.Module):
             The new model, the new optimizer state, and metrics: `loss`, `grad_norm` (over parameters, before clipping),
             `aux` with `has_aux`, and what the monitor measured, if it did in this step.
         """
-        require_call(self.loss_fn, batch, key, loss_key)
+        require_order(model, opt_state)
+        call = "step(model, opt_state, *batch)"
+        require_call(self.loss_fn, batch, key, loss_key, call=call, before=(opt_state,))
         # Without waiting for the step before: the model that it got was checked already.
         require_calibrated(model, wait=False)
         require_own_state(model, wait=False)

@@ -9,7 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from .._op import Fp8DotGeneral
+from ..layers.default import default_rules
 from ..layers.ops import all_ops
+from ..layers.walk import find_layers
 from .monitor import AbstractMonitor
 
 
@@ -23,6 +25,11 @@ def require_loss_and_optimizer(loss_fn: Any, optimizer: Any) -> None:
         if optimizer is not None and callable(optimizer):
             raise ValueError("loss_fn and optimizer are swapped; use TrainStep(loss_fn, optimizer)")
         raise ValueError("loss_fn is an optimizer; the loss comes first: TrainStep(loss_fn, optimizer)")
+    if isinstance(loss_fn, eqx.Module) and find_layers(loss_fn, default_rules):
+        raise ValueError(
+            f"loss_fn is a {type(loss_fn).__name__}, a model; use TrainStep(loss_fn, optimizer), with a function that "
+            "is called as loss_fn(model, *batch), and give the model to each step"
+        )
     if not callable(loss_fn):
         raise ValueError(f"loss_fn={loss_fn!r} is not a function; give one that is called as loss_fn(model, *batch)")
     if optimizer is None:
@@ -50,7 +57,9 @@ def require_choices(*, microbatches: Any, donate: Any, has_aux: Any, monitor: An
         )
 
 
-def require_call(loss_fn: Callable[..., Any], batch: tuple[Any, ...], key: Any, loss_key: Any) -> None:
+def require_call(
+    loss_fn: Callable[..., Any], batch: tuple[Any, ...], key: Any, loss_key: Any, *, call: str, before: tuple[Any, ...]
+) -> None:
     """Raises a ValueError where a step's loss cannot be called with what the step got, or a key is not one key.
 
     Args:
@@ -58,6 +67,8 @@ def require_call(loss_fn: Callable[..., Any], batch: tuple[Any, ...], key: Any, 
         batch: What it is given after the model.
         key: The key for stochastic rounding; None is fine.
         loss_key: The key for the loss; None is fine.
+        call: How the step is called, for errors.
+        before: What the step was given between model and batch; the loss is not.
     """
     for name, given in (("key", key), ("loss_key", loss_key)):
         if given is not None:
@@ -76,16 +87,43 @@ def require_call(loss_fn: Callable[..., Any], batch: tuple[Any, ...], key: Any, 
                 "parameter, loss_fn(model, *batch, key), or leave loss_key out"
             ) from error
         fits = "needs a key: pass loss_key=" if _takes(signature, batch, {"key": None}) else str(error)
+        # With the optimizer's state as the first of its arguments, it could be.
+        missing = "opt_state seems to be missing. " if before and _takes(signature, (*before, *batch), named) else ""
         raise ValueError(
-            f"loss_fn cannot be called with the {len(batch)} arguments that the step got after the model and "
-            f"opt_state: {fits}. A step is called as step(model, opt_state, *batch), and calls loss_fn(model, *batch)"
+            f"loss_fn cannot be called with the {len(batch)} arguments that are left for it: {fits}. {missing}Use "
+            f"{call}, which calls loss_fn(model, *batch)"
         ) from error
     if key is not None and "key" in signature.parameters and "key" not in given:
         raise ValueError(
             "key= is for recipes that round at random; it does not reach loss_fn, which has a parameter 'key'. Pass "
-            "the loss's own key as loss_key=, step(model, opt_state, *batch, loss_key=...), or None as part of the "
-            "batch"
+            f"the loss's own key as loss_key=, {call[:-1]}, loss_key=...), or None as part of the batch"
         )
+
+
+def require_fit(loss_fn: Callable[..., Any], batch: tuple[Any, ...], remedy: str) -> None:
+    """Raises a ValueError where a loss cannot be called with a model and a batch.
+
+    Args:
+        loss_fn: The loss.
+        batch: Its arguments after the model.
+        remedy: How to pass them.
+    """
+    try:
+        signature = inspect.signature(loss_fn)
+    except (TypeError, ValueError):
+        return
+    try:
+        signature.bind(None, *batch)
+    except TypeError as error:
+        raise ValueError(
+            f"loss_fn cannot be called with a model and a batch of {len(batch)} arguments: {error}. {remedy}"
+        ) from error
+
+
+def require_order(model: Any, opt_state: Any) -> None:
+    """Raises a ValueError if a step was given the optimizer's state before the model."""
+    if isinstance(opt_state, eqx.Module) and isinstance(model, tuple) and not isinstance(model, eqx.Module):
+        raise ValueError("model and opt_state are swapped; a step is called as step(model, opt_state, *batch)")
 
 
 def _takes(signature: inspect.Signature, batch: tuple[Any, ...], named: dict[str, Any]) -> bool:

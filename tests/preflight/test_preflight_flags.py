@@ -318,7 +318,8 @@ def test_the_first_line_says_which_flags_and_what_the_other_setting_changes(no_f
     assert {p.kernel for p in report.other.products} == {"cublasLt f8"}
     # On Hopper alone, and of gradients alone.
     says = [finding for finding in report.findings if "does not accumulate FP8 in full float32" in finding]
-    assert len(says) == (target == "h100") and ("dgrad and wgrad accumulate in full float32" in line) == (target == "h100")
+    assert len(says) == (target == "h100")
+    assert ("dgrad and wgrad accumulate in full float32" in line) == (target == "h100")
     if target == "h100":
         assert "in full float32 on Hopper: 1;" in says[0]
 

@@ -24,6 +24,7 @@ from haliax_fp8 import (
     filter_grad,
     fp8_linear_layers,
     partition_for_grad_overwrite,
+    quantization_statistics,
     trainable,
 )
 from haliax_fp8.training import OpState, fp8_states
@@ -507,7 +508,7 @@ def test_a_batch_in_place_of_a_list(batch, recipe):
     model = fp8_linear_layers(mlp(), Fp8Config(recipe=recipe))
     with (
         unchecked(),
-        pytest.raises(ValueError, match=r"batches is a .*one batch.*calibrate\(model, loss_fn, \[batch\]\)"),
+        pytest.raises(ValueError, match=r"batches is an? .*one batch.*calibrate\(model, loss_fn, \[batch\]\)"),
     ):
         calibrate(model, weighted_sum, batch)
 
@@ -535,8 +536,20 @@ def test_no_batches(empty):
 
 
 def test_errors_of_the_loss_reach_the_caller():
+    def loss(model, x):
+        return weighted_sum(model, x)
+
     with pytest.raises(TypeError, match="missing 1 required positional argument: 'g'"):
-        calibrate(fp8_linear_layers(mlp(), SHORT), weighted_sum, [normal(0, (12, 8))])
+        calibrate(fp8_linear_layers(mlp(), SHORT), loss, [normal(0, (12, 8))])
+
+
+@pytest.mark.parametrize("form", [lambda x, g: [x, g], lambda x, g: [[x, g]]], ids=["list", "lists"])
+def test_a_list_where_a_tuple_belongs(form):
+    batch = form(*batches(1)[0])
+    with pytest.raises(ValueError, match=r"required argument: 'g'.*calibrate\(model, loss_fn, \[\(x, y\)\]\)"):
+        calibrate(fp8_linear_layers(mlp(), SHORT), weighted_sum, batch)
+    with pytest.raises(ValueError, match=r"quantization_statistics\(model, loss_fn, x, y\)"):
+        quantization_statistics(fp8_linear_layers(mlp(), SHORT), weighted_sum, batch)
 
 
 def test_fp8_states_are_found_in_any_tree():

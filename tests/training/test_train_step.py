@@ -12,7 +12,7 @@ import optax
 import pytest
 from helpers import unchecked
 
-from haliax_fp8 import TrainStep, fp8_linear_layers, quantization_statistics
+from haliax_fp8 import Fp8Config, TrainStep, describe, fp8_linear_layers, quantization_statistics
 from haliax_fp8.statistics import every
 from haliax_fp8.training import step as step_module
 
@@ -150,7 +150,14 @@ MISTAKES = {
     "a number as monitor": (lambda: TrainStep(loss_fn, MOMENTUM, monitor=100), r"monitor=100 .*every\(100\)"),
     "each 0 steps": (lambda: every(0), "steps=0 must be an integer of at least 1"),
     "no batch": (lambda: STEP(MODEL, STEP.init(MODEL)), r"0 arguments .*'x'.*step\(model, opt_state, \*batch\)"),
-    "no state": (lambda: STEP(MODEL, X), r"0 arguments .*step\(model, opt_state, \*batch\)"),
+    "no state": (lambda: STEP(MODEL, X), r"opt_state seems to be missing. Use step\(model, opt_state, \*batch\)"),
+    "state first": (lambda: STEP(STEP.init(MODEL), MODEL, X), "model and opt_state are swapped"),
+    "no batch for calibrate": (lambda: STEP.calibrate(MODEL), r"0 arguments .*Use step.calibrate\(model, \*batch\)"),
+    "a model as loss": (lambda: TrainStep(MODEL, MOMENTUM), r"loss_fn is a MLP, a model; use TrainStep\(loss_fn, opt"),
+    "a device as configuration": (lambda: describe(MODEL, "h100"), r"use describe\(model, device='h100'\)"),
+    "a configuration as model": (lambda: describe(Fp8Config()), r"model is an Fp8Config"),
+    "a class as model": (lambda: describe(eqx.nn.MLP), r"model is the class MLP"),
+    "a model as configuration": (lambda: fp8_linear_layers(Fp8Config(), MODEL), r"config is a MLP, a model"),
     "array as state": (lambda: STEP(MODEL, X, X), r"array of shape \(4, 8\).*step\(model, opt_state, \*batch\)"),
     "of the plain model": (
         lambda: STEP(MODEL, STEP.init(PLAIN), X),
