@@ -384,3 +384,21 @@ def test_resume_is_bit_for_bit(tmp_path):
     for through in (through_equinox, through_orbax):
         resumed, _ = load_into(fresh, through(half, tmp_path), strict=True)
         assert eqx.tree_equal(run(resumed, range(3, 6)), (whole, loss))
+
+
+def test_wrong_arguments_of_save_and_files_of_other_trees(tmp_path):
+    model = eqx.nn.MLP(8, 8, 16, 1, key=jax.random.key(0))
+    with pytest.raises(ValueError, match=r"path is a MLP, .*save\(path, model\)"):
+        save(model, tmp_path / "model.eqx")
+    with pytest.raises(ValueError, match=r"a folder that does not exist; create '.*missing' first"):
+        save(tmp_path / "missing/model.eqx", model)
+    save(tmp_path / "both.eqx", (model, optax.adam(1e-3).init(eqx.filter(model, eqx.is_array))))
+    with pytest.raises(
+        ValueError, match=r"nothing in path='.*both.eqx' fits the model: it has 0.layers.*\(model, "
+    ):
+        load_into(model, tmp_path / "both.eqx")
+    converted = fp8_linear_layers(model)
+    moved = jax.tree.map(lambda x: x - 1e-3 if eqx.is_inexact_array(x) else x, converted)
+    with pytest.raises(ValueError, match="was changed by something other"):
+        save(tmp_path / "moved.eqx", moved)
+    assert not (tmp_path / "moved.eqx").exists()

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ...layers.own_state import require_own_state
 from .names import Leaf, described, is_saved, leaves_of
 from .source import HostArrays
 
@@ -39,9 +40,9 @@ def save(path: str | os.PathLike[str], tree: Any, *, allow_nonfinite: bool = Fal
             that goes on from there is lost, and the last good file with it.
 
     Raises:
-        ValueError: If an element is NaN, or an element of an array with axes is infinite, outside of FP8 state; if an
-            array is divided over several processes, or a leaf is a random key with a type (save
-            `jax.random.key_data` of it).
+        ValueError: If the folder does not exist; if anything but its own update changed the FP8 state; if an element is
+            NaN, or an element of an array with axes is infinite, outside of FP8 state; if an array is divided over
+            several processes, or a leaf is a random key with a type (save `jax.random.key_data` of it).
 
     Example:
         >>> import tempfile
@@ -52,7 +53,13 @@ def save(path: str | os.PathLike[str], tree: Any, *, allow_nonfinite: bool = Fal
         >>> report.summary, bool((fp8_model.layers[0].weight == model.layers[0].weight).all())
         ('4 kept, 0 changed, 2 fresh, 0 unused', True)
     """
+    if not isinstance(path, str | os.PathLike):
+        raise ValueError(f"path is a {type(path).__name__}, and not the name of a file; use save(path, model)")
+    if not allow_nonfinite:
+        require_own_state(tree)
     path = with_suffix(path)
+    if not path.parent.is_dir():
+        raise ValueError(f"path={str(path)!r} is in a folder that does not exist; create {str(path.parent)!r} first")
     saved = [leaf for leaf in leaves_of(tree) if is_saved(leaf.value)]
     for leaf in saved:
         _require_savable(leaf)

@@ -47,9 +47,9 @@ def load_into[M](
         The model, and what became of every leaf and entry.
 
     Raises:
-        ValueError: If there is no checkpoint, or a damaged one; if an abstract model has a leaf that the checkpoint
-            lacks; if a weight in FP8 comes without its scale; with `strict`, if the load is not complete. The message
-            names the leaves and the remedy.
+        ValueError: If there is no checkpoint, or a damaged one; if nothing in it fits the model, or an abstract model
+            has a leaf that it lacks; if a weight in FP8 comes without its scale; with `strict`, if the load is not
+            complete. The message names the leaves and the remedy.
 
     Example:
         >>> from haliax_fp8.checkpoints import load_into
@@ -88,9 +88,20 @@ def load_into[M](
             kept.append(leaf.name)
     used = {plan.source for plan in plans}
     report = LoadReport(tuple(kept), changed, fresh, tuple(sorted(source.entries.keys() - used)))
+    if source.entries and not used - {None}:
+        theirs, ours = sorted(source.entries)[:2], [leaf.name for leaf in leaves if is_saved(leaf.value)][:2]
+        raise ValueError(
+            f"nothing in {_shown(path)} fits the model: it has {', '.join(theirs)}, and the model {', '.join(ours)}. "
+            "Load a tuple (model, opt_state), as a run saves it, into one: (model, opt_state), report = "
+            "load_into((model, opt_state), path)"
+        )
     if strict and not report.is_complete:
         raise ValueError(_incomplete(report))
     return with_leaves(model, values), report
+
+
+def _shown(path: str | os.PathLike[str] | Mapping[str, Any]) -> str:
+    return "the mapping" if isinstance(path, Mapping) else f"path={os.fspath(path)!r}"
 
 
 @dataclasses.dataclass(frozen=True)
