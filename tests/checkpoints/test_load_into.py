@@ -393,9 +393,7 @@ def test_wrong_arguments_of_save_and_files_of_other_trees(tmp_path):
     with pytest.raises(ValueError, match=r"a folder that does not exist; create '.*missing' first"):
         save(tmp_path / "missing/model.eqx", model)
     save(tmp_path / "both.eqx", (model, optax.adam(1e-3).init(eqx.filter(model, eqx.is_array))))
-    with pytest.raises(
-        ValueError, match=r"nothing in path='.*both.eqx' fits the model: it has 0.layers.*\(model, "
-    ):
+    with pytest.raises(ValueError, match=r"nothing in path='.*both.eqx' fits the model: it has 0.layers.*\(model, "):
         load_into(model, tmp_path / "both.eqx")
     converted = fp8_linear_layers(model)
     moved = jax.tree.map(lambda x: x - 1e-3 if eqx.is_inexact_array(x) else x, converted)
