@@ -54,7 +54,8 @@ def verdict(runs: dict[str, list[Run]]) -> str:
     """What the results mean: the mean gap, next to how far seeds of bf16 differ."""
     found = gaps(runs)
     mean = float(np.mean(found))
-    line = f"FP8 ends {abs(mean):.2f} points {'below' if mean < 0 else 'above'} bf16"
+    apart = f"{abs(mean):.2f} points {'below' if mean < 0 else 'above'}"
+    line = f"FP8 ends {apart if round(abs(mean), 2) else 'level with'} bf16"
     if len(found) < 2:
         return f"{line}; one seed cannot tell that from noise: give several, --seeds 0 1 2."
     finals = [run.accuracies[-1] for run in runs["bf16"]]

@@ -1018,7 +1018,7 @@ CHANGES = (
         "_jax/max_grad.py",
         "if any(map(ad.is_undefined_primal, others)) and not ad.is_undefined_primal(state):",
         "if False:",
-        ("test_exactness.py::test_a_custom_jvp_of_each_row_inside_equinoxs",),
+        ("test_exactness.py::test_derivatives_of_each_row_inside_equinoxs",),
     ),
     Change(
         "a cast by a caller inside shard_map counts as one outside",

@@ -23,6 +23,8 @@ from .source import HostArrays
 
 # Behind the index: its length and this mark.
 _MARK = b"haliax_fp8 names"
+# How each array of Equinox's files begins: NumPy's format.
+_ARRAY = b"\x93NUMPY"
 _END = struct.Struct(f"<Q{len(_MARK)}s")
 
 
@@ -97,6 +99,12 @@ def open_equinox(path: pathlib.Path, made_from: Any) -> HostArrays:
             names = [(entry["name"], jnp.dtype(entry["dtype"])) for entry in index]
             expected = []
         elif made_from is None:
+            file.seek(0)
+            if file.read(len(_ARRAY)) != _ARRAY:
+                raise ValueError(
+                    f"path={str(path)!r} is nothing that load_into reads: a file of save or of Equinox's own, a "
+                    "safetensors file, or a folder that Orbax wrote"
+                )
             raise ValueError(
                 f"{path} has no index of names: Equinox wrote it without. Give the model that it was made from, "
                 "load_into(model, path, made_from=old_model); eqx.filter_eval_shape makes one without arrays. "
