@@ -170,5 +170,5 @@ def test_what_a_result_means():
     assert "emulates" not in lm_report.verdict(slower, "bf16", emulated=False, is_documented=False)
     assert lm_report.verdict(found, None, emulated=True, is_documented=True) == ""
     assert vit_report.verdict(runs()) == (
-        "FP8 ends 0.00 points above bf16, the mean of 2 seeds; bf16 itself differs by 1.11 points."
+        "FP8 ends level with bf16, the mean of 2 seeds; bf16 itself differs by 1.11 points."
     )
