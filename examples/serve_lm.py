@@ -82,7 +82,7 @@ def trained_run(folder: pathlib.Path, data: str | None) -> tuple[Run, argparse.N
         data: Its `--data`.
 
     Raises:
-        ValueError: If there is no checkpoint, or no run in FP8.
+        ValueError: If the folder has no checkpoint, or none of a run in FP8.
     """
     progress = checkpoint.read_progress(folder)
     if progress is None:

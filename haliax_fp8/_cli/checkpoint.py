@@ -69,7 +69,7 @@ def run_checkpoint(options: argparse.Namespace) -> int:
         UsageError: If the folder does not exist, or a conversion cannot be as asked.
     """
     if not options.directory.is_dir():
-        raise UsageError(f"DIR={str(options.directory)!r} is no folder; give the one that holds config.json")
+        raise UsageError(f"DIR={str(options.directory)!r} is not a folder; give the one that holds config.json")
     try:
         if options.action == "check":
             report = check_folder(options.directory, follow_links=options.follow_links)

@@ -53,7 +53,7 @@ def load_step(reference: str) -> Step:
             `(step_fn, args)`, or `(step_fn, args, shardings)`.
 
     Raises:
-        UsageError: If there is no such file, module or function, or it returns something else. What the user's code
+        UsageError: If the file, module or function does not exist, or it returns something else. What the user's code
             raises is not caught.
     """
     file, name = split_reference(reference)

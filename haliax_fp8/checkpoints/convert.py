@@ -115,7 +115,7 @@ def convert_folder(
         if kind_of_name in SCALES:
             continue
         if kind_of_name in CACHE_SCALES and (chosen is None or (before and before.cached)):
-            left_out.append(name)  # The new configuration says nothing of caches.
+            left_out.append(name)  # The new configuration does not mention caches.
         elif name.endswith(WEIGHT) and task.converts(layer):
             groups.append((task.specs(layer), task.maker(layer, found)))
         else:

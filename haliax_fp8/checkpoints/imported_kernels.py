@@ -56,7 +56,7 @@ def served_layer(
     scheme = matrices.scheme(place, inputs)
     if experts and scheme.input is None:
         raise ValueError(
-            f"{place} multiplies each row by the kernel of an expert, for which there is no product of a kernel in FP8 "
+            f"{place} multiplies each row by the kernel of an expert, which has no product for kernels stored in FP8 "
             "and an input in high precision; import the checkpoint dequantized or frozen"
         )
     stack = tuple(axis for axis, block in zip(place.stack, parts.blocks, strict=True) if block is not None)

@@ -211,7 +211,7 @@ def _frozen(
         case eqx.nn.Linear():
             return FrozenEquinoxLinear(layer, bits)
     raise ValueError(
-        f"{place} is a {type(layer).__name__}, of which there is no frozen form; import it with weights='dequantized', "
+        f"{place} is a {type(layer).__name__}, which has no frozen form; import it with weights='dequantized', "
         "or leave it in high precision in the checkpoint"
     )
 

@@ -30,7 +30,7 @@ def hugging_face_config(model: Transformer, *, dtype: str = "bfloat16") -> dict[
     config = model.config
     block = model.blocks.stacked if isinstance(model.blocks, hnn.Stacked) else model.blocks.blocks[0]
     if config.rope_theta is None or not isinstance(model.norm, hnn.RmsNorm):
-        raise ValueError("model has learned positions or LayerNorm, and so is no Llama; build it with RoPE and RMSNorm")
+        raise ValueError("model has learned positions or LayerNorm, so it is not a Llama; use RoPE and RMSNorm")
     shared = {
         "vocab_size": config.vocab,
         "hidden_size": config.hidden,
@@ -58,5 +58,5 @@ def hugging_face_config(model: Transformer, *, dtype: str = "bfloat16") -> dict[
         experts = {"num_local_experts": block.mlp.Experts.size, "num_experts_per_tok": block.mlp.Chosen.size}
         return {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", **shared, **experts}
     if not all(hasattr(block.mlp, name) for name in ("gate", "up", "down")):
-        raise ValueError(f"model has a {type(block.mlp).__name__} in its blocks, and so is no Llama; use SwiGlu")
+        raise ValueError(f"model has a {type(block.mlp).__name__} in its blocks, so it is not a Llama; use SwiGlu")
     return {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **shared}

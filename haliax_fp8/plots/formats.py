@@ -21,7 +21,7 @@ def relative_errors(formats: Sequence[Format] = (E4M3, E5M2)) -> Figure:
         A figure with one panel: magnitudes in units of the scale, errors in percent.
 
     Raises:
-        ValueError: If there is no format.
+        ValueError: If formats is empty.
 
     References:
         arXiv:2209.05433, table 1.
@@ -77,7 +77,7 @@ def representable_values(formats: Sequence[Format] = (E4M3, E5M2), low: float = 
         A figure with one panel; beside each row, how many values lie in the upper half, from the middle on.
 
     Raises:
-        ValueError: If there is no format, or `low` is not below `high`.
+        ValueError: If formats is empty, or `low` is not below `high`.
 
     Example:
         >>> figure = representable_values([E4M3, E5M2], 1.0, 2.0)

@@ -25,7 +25,7 @@ def loss_curves(
         window: Each point is the mean of this many steps up to it.
 
     Returns:
-        A figure with two panels. Without a second seed of the baseline there is no band.
+        A figure with two panels. It needs a second seed of the baseline for the band.
 
     Raises:
         ValueError: If `baseline` is not in `runs`, losses have other shapes, or `window` does not fit.

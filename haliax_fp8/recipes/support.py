@@ -102,14 +102,14 @@ def supported_in_groups(recipe: Recipe, device: Device) -> Support:
         >>> print(supported_in_groups(as_recipe("deepseek"), h100).reason)
         a kernel for Hopper multiplies E4M3 in groups
         >>> print(supported_in_groups(as_recipe("delayed"), mi350x).reason.partition(";")[0])
-        there is no grouped FP8 kernel for AMD Instinct MI350X
+        no grouped FP8 kernel for AMD Instinct MI350X
     """
     kernels = GroupedKernels.of(device)
     if kernels is GroupedKernels.XLA:
         return supported(recipe, device)
     if kernels is None:
         support = supported(recipe, device)
-        reason = f"there is no grouped FP8 kernel for {device.kind}; see Fp8Config(allow_dense_groups=True)"
+        reason = f"no grouped FP8 kernel for {device.kind}; see Fp8Config(allow_dense_groups=True)"
         return Support(device, "refused", reason) if support.is_native else support
     operands = [operand for pair in recipe.products.values() for operand in pair if operand.scaling.quantizes]
     others = dict.fromkeys(str(operand.scaling) for operand in operands if not _in_kernel(operand, kernels))

@@ -52,7 +52,7 @@ def served_kernel(path: str, rule: LayerRule, layer: Any, stack: tuple[hax.Axis,
         raise ValueError(f"the weight of {name} is a {type(kernel.weight).__name__}, not an array of floating numbers")
     if kernel.Experts is not None and scheme.input is None:
         raise ValueError(
-            f"{name} multiplies each row by the kernel of an expert, for which there is no product of a kernel in FP8 "
+            f"{name} multiplies each row by the kernel of an expert, which has no product for kernels stored in FP8 "
             "and an input in high precision; exclude it, or use another scheme"
         )
     per_expert = op is not None and op.state_per_group and bool(scheme.stored)

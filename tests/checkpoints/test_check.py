@@ -141,7 +141,7 @@ BROKEN = {
     "scale by another name": ("FP8_DYNAMIC", renamed(SCALE, SCALE + "_inv"), SCALE + "_inv", "weight_scale"),
     "scale_inv by another name": ("fp8", renamed(SCALE + "_inv", SCALE), WEIGHT, "has no"),
     "scale of no weight": ("FP8_DYNAMIC", lambda t, c: t.update(x_scale=t.pop(SCALE)), WEIGHT, "has no"),
-    "weight of no scale": ("FP8_DYNAMIC", lambda t, c: t.pop(WEIGHT), SCALE, "there is no"),
+    "weight of no scale": ("FP8_DYNAMIC", lambda t, c: t.pop(WEIGHT), SCALE, "is missing"),
     "blocks of the transposed": (
         "FP8_BLOCK",
         put(f"{SQUARE[:-16]}mlp.up_proj.weight_scale", lambda s: s.T),
@@ -284,7 +284,11 @@ def test_scales_of_keys_and_values(tmp_path):
         assert not absent.is_error and "engines take 1" in absent.problem
         one = {f"{attention}.{key}": np.array([0.5], np.float32)}
         (fault,) = faults(write(tmp_path / f"{layout}-one", {**tensors, **one}, config))
-        assert fault.is_error and fault.tensor == f"{attention}.{key}" and f"no {attention}.{value}" in fault.problem
+        assert (
+            fault.is_error
+            and fault.tensor == f"{attention}.{key}"
+            and f"{attention}.{value} is missing" in fault.problem
+        )
         wide = {name: np.ones(4, np.float32) for name in both}
         assert len(check_folder(write(tmp_path / f"{layout}-wide", {**tensors, **wide}, config)).errors) == 2
         scheme["kv_cache_scheme"] = None

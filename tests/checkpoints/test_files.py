@@ -95,7 +95,10 @@ FILES = {
     "swapped offsets": (changed(data_offsets=[4, 0]), "b: its shape"),
     "three offsets": (changed(data_offsets=[0, 1, 2]), "b: its shape"),
     "negative offsets": (changed(data_offsets=[-10, 0]), "b: its data_offsets"),
-    "NaN": (file_of({}, b'{"b": {"dtype": "F32", "shape": [NaN], "data_offsets": [0, 4]}}'), "NaN is no number"),
+    "NaN": (
+        file_of({}, b'{"b": {"dtype": "F32", "shape": [NaN], "data_offsets": [0, 4]}}'),
+        "NaN is not a JSON number",
+    ),
     "many digits": (file_of({}, b'{"b": ' + b"9" * 5000 + b"}"), "not JSON"),
     "unknown dtype": (changed(dtype="F5"), "b: its dtype 'F5' is unknown"),
     "dtype of a list": (changed(dtype=[]), "b: its dtype"),

@@ -333,7 +333,7 @@ def test_paths_that_are_no_checkpoint(tmp_path):
     with pytest.raises(ValueError, match="the save may not have ended"):
         load_into(model, tmp_path / "10")
     (tmp_path / "bad.safetensors").write_bytes(b"12345678")
-    with pytest.raises(ValueError, match="no sound safetensors file"):
+    with pytest.raises(ValueError, match="not a sound safetensors file"):
         load_into(model, tmp_path / "bad.safetensors")
     with pytest.raises(ValueError, match="path=3 must be a file"):
         load_into(model, 3)

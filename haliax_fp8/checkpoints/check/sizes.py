@@ -60,7 +60,7 @@ def _blocks(folder: TensorFolder) -> Iterator[Fault]:
     more = folder.config.get("num_nextn_predict_layers")
     last = count + (more if _is_size(more) else 0)
     if missing := sorted(set(range(min(count, 100_000))) - numbers):
-        yield Fault(CONFIG, "num_hidden_layers", f"it is {count}, and there are no tensors of {prefix}.{missing[0]}")
+        yield Fault(CONFIG, "num_hidden_layers", f"it is {count}, but no tensor is named {prefix}.{missing[0]}")
     if surplus := sorted(number for number in numbers if number >= last):
         yield Fault(CONFIG, "num_hidden_layers", f"it is {count}, and there are tensors of {prefix}.{surplus[0]}")
 
@@ -89,7 +89,7 @@ def _llama_like(folder: TensorFolder) -> Iterator[Fault]:
     embedding = any(name.endswith("embed_tokens.weight") for name in tensors)
     is_causal = any("CausalLM" in str(name) for name in config.get("architectures") or [])
     if embedding and is_causal and not config.get("tie_word_embeddings") and "lm_head.weight" not in tensors:
-        yield Fault(CONFIG, "tie_word_embeddings", "it is not true, and there is no lm_head.weight")
+        yield Fault(CONFIG, "tie_word_embeddings", "it is not true, but lm_head.weight is missing")
 
 
 def _required(folder: TensorFolder, parent: str, options: tuple[tuple[str, ...], ...]) -> Iterator[Fault]:

@@ -77,7 +77,7 @@ def _owner(folder: TensorFolder, quantization: Quantization | None, name: str) -
         return
     weight = folder.tensors.get(layer + WEIGHT)
     if weight is None:
-        yield Fault(stored.file.name, name, f"it is a scale, and there is no {layer}{WEIGHT}")
+        yield Fault(stored.file.name, name, f"it is a scale, but {layer}{WEIGHT} is missing")
     elif not is_fp8(weight):
         yield Fault(stored.file.name, name, f"it is a scale, and {layer}{WEIGHT} is in {weight.dtype}, which has none")
     elif quantization is not None and kind in OF_INPUTS and kind != quantization.input_scale_name:
@@ -202,7 +202,7 @@ def cache_faults(folder: TensorFolder, quantization: Quantization | None) -> Ite
         stored, (layer, _, kind) = folder.tensors[name], name.rpartition(".")
         other = f"{layer}.{partners[kind]}".replace(f".{kind[0]}_proj.", f".{partners[kind][0]}_proj.")
         if other not in folder.tensors:
-            yield Fault(stored.file.name, name, f"there is no {other}: keys and values both have one, or neither")
+            yield Fault(stored.file.name, name, f"{other} is missing: keys and values both need a scale, or neither")
         if math.prod(stored.shape) != 1 or stored.dtype not in FLOATS:
             problem = f"it is {stored.dtype}{stored.shape}; a scale of keys or values is one number of floating point"
             yield Fault(stored.file.name, name, problem)

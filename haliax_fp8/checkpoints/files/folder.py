@@ -67,7 +67,7 @@ class TensorFolder:
             name: The file.
 
         Raises:
-            BrokenCheckpoint: If it is a link out of the folder, or no JSON.
+            BrokenCheckpoint: If it is a link out of the folder, or not JSON.
         """
         if not os.path.lexists(self.directory / name):
             return None

@@ -71,7 +71,7 @@ def read_header(path: pathlib.Path) -> dict[str, Stored]:
             if len(start) < 8:
                 raise BrokenCheckpoint(file, f"it is truncated: {size} bytes hold no header; copy it again")
             if length > min(_LONGEST_HEADER, size - 8):
-                problem = f"it is truncated, or no safetensors file: its header would have {length} bytes of {size}"
+                problem = f"it is truncated, or not a safetensors file: its header would have {length} bytes of {size}"
                 raise BrokenCheckpoint(file, problem)
             text = content.read(length)
     except OSError as error:
@@ -79,7 +79,7 @@ def read_header(path: pathlib.Path) -> dict[str, Stored]:
     header = json_object(text, file, what="header", constants=False)
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise BrokenCheckpoint(file, "its __metadata__ is no object of strings", "__metadata__")
+        raise BrokenCheckpoint(file, "its __metadata__ is not an object of strings", "__metadata__")
     found = {name: _stored(path, name, entry, 8 + length) for name, entry in header.items()}
     end = 8 + length
     for name, stored in sorted(found.items(), key=lambda item: (item[1].offset, item[1].bytes)):
@@ -111,7 +111,7 @@ def _stored(path: pathlib.Path, name: str, entry: Any, base: int) -> Stored:
         raise wrong(f"its dtype {dtype!r:.40} is unknown; known are {', '.join(DTYPES)}")
     for what, numbers in (("shape", shape), ("data_offsets", offsets)):
         if not isinstance(numbers, list) or not all(type(n) is int and 0 <= n < 2**63 for n in numbers):
-            raise wrong(f"its {what} {numbers!r:.60} is no list of whole numbers from 0 to 2**63 - 1")
+            raise wrong(f"its {what} {numbers!r:.60} is not a list of whole numbers from 0 to 2**63 - 1")
     kind = DTYPES[dtype]
     if len(shape) > 32:  # NumPy's arrays have 64 axes at most, tensors of models four
         raise wrong(f"its shape has {len(shape)} axes; 32 are read")

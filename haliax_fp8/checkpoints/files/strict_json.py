@@ -17,7 +17,7 @@ def json_object(text: bytes, file: str, *, what: str = "content", constants: boo
         constants: Whether `NaN` and `Infinity` are numbers, as Python writes them and JSON does not know.
 
     Raises:
-        BrokenCheckpoint: If it is no JSON object, nested too deep, or has a name twice.
+        BrokenCheckpoint: If it is not a JSON object, is nested too deep, or has a name twice.
     """
     try:
         content = json.loads(
@@ -66,4 +66,4 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"{name} is not a JSON number")

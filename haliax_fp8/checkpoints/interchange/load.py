@@ -47,7 +47,7 @@ def load_into[M](
         The model, and what became of every leaf and entry.
 
     Raises:
-        ValueError: If there is no checkpoint, or a damaged one; if nothing in it fits the model, or an abstract model
+        ValueError: If the checkpoint is missing or damaged; if nothing in it fits the model, or an abstract model
             has a leaf that it lacks; if a weight in FP8 comes without its scale; with `strict`, if the load is not
             complete. The message names the leaves and the remedy.
 

@@ -41,7 +41,7 @@ def open_safetensors(path: pathlib.Path) -> HostArrays:
         # Open as long as the source: the file is mapped, and may be replaced meanwhile.
         file: Any = safetensors.safe_open(path, framework="np")  # pyright: ignore[reportAttributeAccessIssue]
     except safetensors.SafetensorError as error:  # pyright: ignore[reportAttributeAccessIssue]
-        raise ValueError(f"path {path} is no sound safetensors file: {error}") from error
+        raise ValueError(f"path {path} is not a sound safetensors file: {error}") from error
     entries = {}
     for name in file.keys():
         described = file.get_slice(name)

@@ -202,7 +202,7 @@ def _group(
     inputs = None
     if given is not None:
         if not isinstance(given, Mapping):
-            raise _wrong(f"config_groups.{name}.input_activations is no object")
+            raise _wrong(f"config_groups.{name}.input_activations is not an object")
         _require_float8(f"config_groups.{name}.input_activations", given)
         kind = _one_of(given, "strategy", ("tensor", "token", "group"))
         dynamic = given.get("dynamic")
