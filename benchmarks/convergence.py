@@ -67,7 +67,7 @@ def cases(options: argparse.Namespace) -> list[Case]:
 def _case(name: str, options: argparse.Namespace) -> Case:
     given = lambda *names: {n: value for n in names if (value := getattr(options, n)) is not None}
     task = VisionTask() if name == "digits" else LanguageTask(text=name)
-    sizes = given("layers", "hidden", "batch") | ({} if name == "digits" else given("length"))
+    sizes = given("layers", "hidden", "batch") | ({} if name == "digits" else given("length", "experts"))
     schedule = Schedule(steps=options.steps, every=options.every, learning_rate=options.learning_rate)
     return Case(name, dataclasses.replace(task, **sizes), schedule)
 
@@ -148,6 +148,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--case", default="", help="of --suite stress, likewise")
     for name in ("layers", "hidden", "length", "batch"):
         parser.add_argument(f"--{name}", type=int, help="of the model or of a batch")
+    parser.add_argument("--experts", type=int, help="of each block of a language model; none by default")
     parser.add_argument("--out", type=Path, default=Path("runs/convergence"), help="where runs are kept")
     parser.add_argument("--curves", type=Path, help="write final losses and thinned curves here")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")

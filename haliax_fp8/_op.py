@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, DTypeLike, Float, Int
 
-from ._jax.explicit_axes import sharding_of_product
+from ._jax.explicit_axes import sharding_of_groups, sharding_of_product
 from ._product.arguments import check_groups, check_operands, floating_dtype, precision_of
 from ._product.contraction import AbstractContraction
 from ._product.dimensions import DimensionNumbers, DotDimensions
@@ -170,24 +170,24 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
         group_sizes: Int[Array, " groups"],
         precision: lax.PrecisionLike = None,
         preferred_element_type: DTypeLike | None = None,
+        *,
+        out_sharding: object = None,
     ) -> Float[Array, "rows outputs"]:
         """Multiplies as `lax.ragged_dot` does: consecutive groups of rows, each by its own kernel.
 
-        NVIDIA's GPUs since Hopper do it in kernels that compute one product for each row. A CPU emulates FP8 with
-        `lax.ragged_dot`. On anything else it raises, unless `allow_dense_groups` is set: XLA then computes a product
-        for each row and group. Sizes that are negative or add up to more than the rows raise where their values are
-        known, and make the product NaN inside `jit`.
+        NVIDIA's GPUs since Hopper and TPU7x have a kernel that computes one product for each row; a CPU emulates FP8.
+        Anything else raises, unless `allow_dense_groups` is set: then XLA multiplies each row by all groups' kernels.
+        Sizes that are negative or exceed the rows raise where they are known, and make the product NaN inside `jit`.
 
         Args:
             lhs: The rows of all groups, one group after the other.
             rhs: The groups' kernels.
             group_sizes: How many rows each group has; 0 is fine. Rows beyond their sum give 0.
-            precision: As in `__call__`.
-            preferred_element_type: As in `__call__`.
+            precision, preferred_element_type: As in `__call__`.
+            out_sharding: As in `__call__`, of the product of the rows and one kernel.
 
         Raises:
-            ValueError: If operands or sizes are of another kind or do not fit, or the device has no grouped kernel for
-                the recipe.
+            ValueError: If operands or sizes do not fit, or the device has no grouped kernel for the recipe.
 
         Returns:
             The product; one scale serves the kernels of all groups.
@@ -198,7 +198,7 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
         kernels = kernels_for(self.recipe, allow_dense=self.allow_dense_groups)
         contraction = RaggedContraction(kernels=kernels, own_state=self.state_per_group)
         spec = self._spec(contraction, lhs, rhs, precision, preferred_element_type)
-        return self._multiply((lhs, rhs), (group_sizes,), spec)
+        return self._multiply((lhs, rhs), (group_sizes,), spec, sharding_of_groups(lhs, rhs, out_sharding))
 
     def _multiply(
         self, both: tuple[Array, Array], extras: tuple[Array, ...], spec: ProductSpec, out: NamedSharding | None = None

@@ -20,7 +20,7 @@ from examples.train_lm.run import next_token_loss
 from examples.train_vit.model import CLASSES, VisionTransformer
 from examples.train_vit.train import Digits
 from haliax_fp8 import cast_params
-from haliax_fp8.demo import Transformer, TransformerConfig
+from haliax_fp8.demo import MixtureOfExperts, SwiGlu, Transformer, TransformerConfig
 
 
 type Batches = tuple[np.ndarray, ...]
@@ -94,16 +94,19 @@ class LanguageTask(AbstractTask):
         layers: Blocks.
         hidden: Width of the residual stream; heads are 32 wide, or a single one as wide as the stream.
         length: Predicted bytes per sequence.
+        experts: SwiGLU layers of a block, two for each byte, 0 for one that all share. The router stays in bf16.
     """
 
     text: str = "topics"
     layers: int = 2
     hidden: int = 64
     length: int = 64
+    experts: int = 0
 
     def init(self, key: jax.Array) -> Transformer:
         """Blocks follow one another, so that each layer has a path of its own."""
         head_dim = min(32, self.hidden)
+        mixture = functools.partial(MixtureOfExperts.init, experts=self.experts, chosen=min(2, self.experts))
         sizes = TransformerConfig(
             layers=self.layers,
             hidden=self.hidden,
@@ -114,6 +117,7 @@ class LanguageTask(AbstractTask):
             # A deep model compiles as one block.
             stacked=self.layers > 4,
             unroll=1,
+            feed_forward=mixture if self.experts else SwiGlu.init,
         )
         model = Transformer.init(sizes, key=key)
         if self.outlier == 1.0:

@@ -35,6 +35,7 @@ def lower_after_partitioning(
     rule: str,
     sizes: Any,
     partition: Partition,
+    remedy: str,
 ) -> Any:
     """Lowers a function of arrays; in a program for several devices, after XLA has divided that.
 
@@ -47,25 +48,23 @@ def lower_after_partitioning(
         rule: Which axes of arguments and result belong together, as `custom_partitioning` takes it.
         sizes: The sizes of factors that the rule does not show, and which are summed: its keyword arguments.
         partition: What each device computes of its parts.
+        remedy: What else to do where it cannot be divided, for messages; completes "or ...".
 
     Raises:
-        ValueError: Inside a `shard_map` over a part of the mesh, which XLA cannot divide further; or where it is not
-            known over which mesh arrays are divided.
+        ValueError: Inside a `shard_map` over a part of the mesh, which XLA cannot divide further; where it is not known
+            over which mesh arrays are divided; or on several TPUs, whose compiler does not ask how to divide a call.
     """
     module = context.module_context
     axes = module.axis_context
     inline = mlir.lower_fun(function, multiple_results=False)
     if isinstance(axes, SPMDAxisContext):
-        automatic = [
-            axis for axis in axes.mesh.axis_names if axis not in axes.manual_axes and axes.mesh.shape[axis] > 1
-        ]
-        if automatic:
+        if automatic := _left_to_xla(axes):
             raise ValueError(
                 f"{name} was called inside shard_map over {sorted(axes.manual_axes)}, where XLA would divide it over "
                 f"{automatic} as well, which it cannot. Call it under shard_map over all axes of the mesh, or under "
-                "none; or choose a recipe whose scales stay outside the sum, such as 'rowwise'"
+                f"none; or {remedy}"
             )
-        if axes.mesh.size == 1:
+        if axes.mesh.size == 1 or not can_divide_calls(context):
             return inline(context, *operands)
         return _by_each_device(context, operands, part)
     if not isinstance(axes, ShardingContext) or axes.num_devices == 1:
@@ -73,8 +72,12 @@ def lower_after_partitioning(
     if axes.device_assignment is None or axes.abstract_mesh is None:
         raise ValueError(
             f"{name} is divided over {axes.num_devices} devices, but the mesh is not known where it is lowered. Give "
-            "the arguments of the outermost jax.jit NamedShardings of one mesh; or choose a recipe whose scales stay "
-            "outside the sum, such as 'rowwise'"
+            f"the arguments of the outermost jax.jit NamedShardings of one mesh; or {remedy}"
+        )
+    if not can_divide_calls(context):
+        raise ValueError(
+            f"{name} cannot be divided over {axes.num_devices} TPUs: their compiler divides only what it knows. Call "
+            f"it under jax.shard_map over all axes of the mesh; or {remedy}"
         )
     call = custom_partitioning.custom_partitioning(lambda *arrays: part(*arrays))
 
@@ -86,12 +89,27 @@ def lower_after_partitioning(
     return mlir.lower_fun(call, multiple_results=False)(context, *operands)
 
 
+def can_divide_calls(context: Any) -> bool:
+    """Whether the compiler of a program asks JAX how to divide a custom call; those for TPUs do not."""
+    return "tpu" not in tuple(context.platforms or context.module_context.platforms)
+
+
 def devices_of(context: Any) -> int:
     """For how many devices a program is lowered, by the context of a primitive's lowering rule."""
     axes = context.module_context.axis_context
     if isinstance(axes, SPMDAxisContext):
         return axes.mesh.size
     return axes.num_devices if isinstance(axes, ShardingContext) else 1
+
+
+def has_its_part(context: Any) -> bool:
+    """Whether a primitive is lowered inside a `shard_map` over the whole mesh, where each device has its own arrays."""
+    axes = context.module_context.axis_context
+    return isinstance(axes, SPMDAxisContext) and not _left_to_xla(axes)
+
+
+def _left_to_xla(axes: SPMDAxisContext) -> list[str]:
+    return [axis for axis in axes.mesh.axis_names if axis not in axes.manual_axes and axes.mesh.shape[axis] > 1]
 
 
 def _outside_of_mesh(function: Callable[..., Array]) -> Callable[..., Array]:
@@ -106,11 +124,11 @@ def _outside_of_mesh(function: Callable[..., Array]) -> Callable[..., Array]:
 
 
 def knows_devices(context: Any) -> bool:
-    """Whether a primitive is lowered for several devices over which XLA will divide it, and these are known."""
+    """Whether a primitive is lowered for several devices, known ones, over which XLA will divide it as it is told."""
     axes = context.module_context.axis_context
     if not (isinstance(axes, ShardingContext) and axes.num_devices > 1 and jax.config.jax_use_shardy_partitioner):
         return False
-    return axes.device_assignment is not None and axes.abstract_mesh is not None
+    return can_divide_calls(context) and axes.device_assignment is not None and axes.abstract_mesh is not None
 
 
 def lower_with_devices(*primitives: Primitive) -> None:

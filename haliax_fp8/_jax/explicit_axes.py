@@ -33,12 +33,31 @@ def sharding_of_product(lhs: Array, rhs: Array, dimension_numbers: _Numbers, out
         dimension_numbers: As `lax.dot_general` takes them.
         out_sharding: As `lax.dot_general` takes it.
     """
+    return _sharding_of(lhs, rhs, dimension_numbers, out_sharding, lambda rhs: rhs)
+
+
+def sharding_of_groups(rows: Array, kernels: Array, out_sharding: Any) -> NamedSharding | None:
+    """The same of a grouped product, which is divided as that of its rows and one of the kernels would be.
+
+    Args:
+        rows: `[rows, inputs]`.
+        kernels: `[groups, inputs, outputs]`.
+        out_sharding: As `lax.dot_general` takes it.
+    """
+    # Not the first kernel: an index would have to say how what it takes is divided.
+    one = lambda kernels: jnp.max(kernels, axis=0)
+    return _sharding_of(rows, kernels, (((1,), (0,)), ((), ())), out_sharding, one)
+
+
+def _sharding_of(
+    lhs: Array, rhs: Array, dimension_numbers: _Numbers, out_sharding: Any, second: Callable[[Array], Array]
+) -> NamedSharding | None:
     if not any(map(explicit_axes_of, (lhs, rhs, jax.sharding.get_abstract_mesh()))):
         return None
     dtype = jnp.promote_types(lhs.dtype, rhs.dtype)
 
     def product(lhs: Array, rhs: Array) -> Array:
-        lhs, rhs = (lax.convert_element_type(x, dtype) for x in (lhs, rhs))
+        lhs, rhs = (lax.convert_element_type(x, dtype) for x in (lhs, second(rhs)))
         return lax.dot_general(lhs, rhs, dimension_numbers, out_sharding=out_sharding)
 
     return jax.eval_shape(product, lhs, rhs).sharding

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from jax._src import config
 from jax._src.interpreters import partial_eval as pe
 from jax.extend.core import Literal, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
@@ -108,10 +109,12 @@ def _refuse(primals: Any, tangents: Any, **params: Any) -> Any:
 def on_one_device(function: Callable[..., Array], *arrays: Array) -> Array:
     """`function(*arrays)`, traced inside `shard_map` as if nothing differed among devices, and opaque to it.
 
-    Pallas' pipelines for Blackwell refuse references to what does. A kernel does not talk to other devices, so it need
+    Pallas' pipelines for Blackwell refuse references to what does, and its calls on TPUs results of which that is not
+    said. A kernel does not talk to other devices, so it need
     not know; whoever calls this has to say that the result differs.
     """
-    traced = jax.make_jaxpr(function)(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays))
+    with config._check_vma(False):
+        traced = jax.make_jaxpr(function)(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays))
     (result,) = _on_one_device_p.bind(*arrays, call_jaxpr=_low(traced))
     return result
 

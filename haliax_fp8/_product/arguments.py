@@ -35,12 +35,6 @@ def check_groups(lhs: Array, rhs: Array, group_sizes: Any) -> None:
             f"lhs {lhs.shape}, rhs {rhs.shape} and group_sizes {group_sizes.shape} do not fit: "
             "they must be [rows, inputs], [groups, inputs, outputs] and [groups]"
         )
-    for name, x in (("lhs", lhs), ("rhs", rhs), ("group_sizes", group_sizes)):
-        if any(jax.typeof(x).sharding.spec):
-            raise ValueError(
-                f"{name} of a grouped FP8 product is {jax.typeof(x)}: it is sharded over explicit mesh axes, which "
-                "lax.ragged_dot does not support; use a mesh with axis_types=AxisType.Auto, or shard_map"
-            )
     if not isinstance(group_sizes, Tracer):
         sizes = np.asarray(group_sizes)
         if (sizes < 0).any() or sizes.sum() > lhs.shape[0]:

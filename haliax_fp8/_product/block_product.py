@@ -208,12 +208,21 @@ def _lowered(
         rule=divided.rule,
         sizes=divided.sizes,
         partition=divided.partition,
+        remedy="choose a recipe whose scales stay outside the sum, such as 'rowwise'",
     )
 
 
 def _lowered_on_cuda(context: Any, *operands: Any, in_hardware: bool, **params: Any) -> Any:
     of_part = Means.SCALED_MATMUL if in_hardware else Means.DEQUANTIZED
     return _lowered(context, *operands, in_hardware=in_hardware, of_part=of_part, **params)
+
+
+def _lowered_on_tpu(context: Any, *operands: Any, dimensions: DotDimensions, dtype: np.dtype, **params: Any) -> Any:
+    if devices_of(context) == 1:
+        return _lowered(context, *operands, dimensions=dimensions, dtype=dtype, **params)
+    # The compiler widens the operands anyway. It divides a product of those, and not the scaled one.
+    product = functools.partial(_block_product, dimensions=dimensions, dtype=dtype, means=Means.DEQUANTIZED)
+    return mlir.lower_fun(product, multiple_results=False)(context, *operands)
 
 
 def _lowered_on_rocm(context: Any, *operands: Any, **params: Any) -> Any:
@@ -232,5 +241,6 @@ block_product_p.def_abstract_eval(_aval)
 mlir.register_lowering(block_product_p, _lowered)
 mlir.register_lowering(block_product_p, _lowered_on_cuda, platform="cuda")
 mlir.register_lowering(block_product_p, _lowered_on_rocm, platform="rocm")
+mlir.register_lowering(block_product_p, _lowered_on_tpu, platform="tpu")
 batching.primitive_batchers[block_product_p] = _batched
 lower_with_devices(block_product_p)

@@ -96,6 +96,7 @@ def _lowered(context: Any, *operands: Any, dimensions: DotDimensions, exact: boo
         rule=divided.rule,
         sizes=divided.sizes,
         partition=divided.partition,
+        remedy="choose another recipe",
     )
 
 

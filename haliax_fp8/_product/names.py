@@ -12,18 +12,15 @@ FP8_DOT_GENERAL: Final = "fp8_dot_general"
 FP8_RAGGED_DOT: Final = "fp8_ragged_dot"
 """The scope of a grouped product in FP8."""
 
-FP8_GROUPED: Final = "fp8_grouped"
-"""The scope of a grouped product's own kernel, within one of its three products; then comes `tile_scope`."""
+
+def grouped_kernel(rows: int, columns: int, depth: int) -> str:
+    """The name of a grouped product's own kernel, by what its blocks compute, such as `fp8_grouped_64x128x128`."""
+    return f"fp8_grouped_{rows}x{columns}x{depth}"
 
 
-def tile_scope(rows: int, columns: int, depth: int) -> str:
-    """The scope that says what the blocks of a grouped kernel compute, such as `tile_64x128x128`."""
-    return f"tile_{rows}x{columns}x{depth}"
-
-
-def tile_of_scope(scope: str) -> tuple[int, int, int] | None:
-    """The inverse of `tile_scope`; None of another scope."""
-    found = re.fullmatch(r"tile_(\d+)x(\d+)x(\d+)", scope)
+def tile_of_kernel(text: str) -> tuple[int, int, int] | None:
+    """The inverse of `grouped_kernel`, of a name within a text; None if it has none."""
+    found = re.search(r"fp8_grouped_(\d+)x(\d+)x(\d+)", text)
     return None if found is None else (int(found[1]), int(found[2]), int(found[3]))
 
 

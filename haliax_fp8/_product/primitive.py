@@ -84,13 +84,15 @@ def _vary_together(*arrays: Array) -> Sequence[Array]:
 
 fp8_dot_p = Primitive("fp8_dot")
 # The same, for products that are divided over devices when they are lowered: JAX has to know by the primitive.
-fp8_dot_in_blocks_p = Primitive("fp8_dot")
+fp8_dot_on_devices_p = Primitive("fp8_dot")
 fp8_dot_tangent_p = Primitive("fp8_dot_tangent")
 
 
 def _primitive_of(spec: ProductSpec) -> Primitive:
-    operands = (operand for pair in spec.recipe.products.values() for operand in pair if operand.scaling.quantizes)
-    return fp8_dot_in_blocks_p if any(operand.scaling.units is MX_UNITS for operand in operands) else fp8_dot_p
+    operands = [operand for pair in spec.recipe.products.values() for operand in pair if operand.scaling.quantizes]
+    has_blocks = any(operand.scaling.units is MX_UNITS for operand in operands)
+    has_groups = spec.contraction.extras > 0
+    return fp8_dot_on_devices_p if has_blocks or has_groups else fp8_dot_p
 
 
 def _fp8_dot(input: Array, kernel: Array, *others: Array, spec: ProductSpec) -> Array:
@@ -243,16 +245,16 @@ def _fp8_dot_tangent_batch(args, axes, *, spec: ProductSpec, linear: tuple[bool,
 
 for _primitive, _function, _aval in (
     (fp8_dot_p, _fp8_dot, _fp8_dot_aval),
-    (fp8_dot_in_blocks_p, _fp8_dot, _fp8_dot_aval),
+    (fp8_dot_on_devices_p, _fp8_dot, _fp8_dot_aval),
     (fp8_dot_tangent_p, _fp8_dot_tangent, _fp8_dot_tangent_aval),
 ):
     _primitive.def_impl(_function)
     _primitive.def_abstract_eval(_aval)
     mlir.register_lowering(_primitive, mlir.lower_fun(_function, multiple_results=False))
-for _primitive in (fp8_dot_p, fp8_dot_in_blocks_p):
+for _primitive in (fp8_dot_p, fp8_dot_on_devices_p):
     ad.primitive_jvps[_primitive] = _fp8_dot_jvp
     define_linearization(_primitive, _fp8_dot_linearize)
     batching.primitive_batchers[_primitive] = _fp8_dot_batch
-lower_with_devices(fp8_dot_in_blocks_p)
+lower_with_devices(fp8_dot_on_devices_p)
 ad.primitive_transposes[fp8_dot_tangent_p] = _fp8_dot_transpose
 batching.primitive_batchers[fp8_dot_tangent_p] = _fp8_dot_tangent_batch

@@ -1,6 +1,9 @@
 """Experts divided over devices: values, gradients and state are those of one device."""
 
+import dataclasses
 import functools
+import re
+import zlib
 
 import equinox as eqx
 import haliax as hax
@@ -13,6 +16,10 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import haliax_fp8 as fp8
+from haliax_fp8._numerics.quantized_array import QuantizedArray
+from haliax_fp8._product.grouped.divided import divided_over_devices
+from haliax_fp8._product.grouped.one_device import OneDevice
+from haliax_fp8.devices.grouped import GroupedKernels
 from haliax_fp8.recipes import E5M2
 from haliax_fp8.sharding import send_rows
 
@@ -85,7 +92,12 @@ def test_under_shard_map(check_vma, outside):
     assert not np.any(got[1][1]) and np.any(got[1][0])
 
 
-@pytest.mark.parametrize("specs", [(P(), OWN), (OWN, OWN)], ids=["rows on all devices", "rows divided"])
+# --- Automatic axes ---------------------------------------------------------------------------------------------------
+
+HOW = [(P(), OWN), (OWN, OWN), (P(None, "experts"), P(None, None, "experts"))]
+
+
+@pytest.mark.parametrize("specs", HOW, ids=["rows on all devices", "rows divided", "features divided"])
 def test_under_automatic_axes(specs):
     """Groups of all rows, whatever is where."""
     (op, kernels, rows), c = problem()
@@ -95,6 +107,89 @@ def test_under_automatic_axes(specs):
     got = gradients((op, jax.device_put(rows, rows_at), jax.device_put(kernels, kernels_at)))
     assert_equal(got[0], expected[0])
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), got[1:], expected[1:])
+
+
+# Shapes of data, and of scales: one for all, for each row or column of the product, for blocks of 8.
+OPERANDS = {
+    "fprop": ((32, 16), (5, 16, 24)),
+    "dgrad": ((32, 24), (5, 16, 24)),
+    "wgrad": ((32, 16), (32, 24)),
+}
+SCALES = {
+    "one": {name: ((1,) * len(a), (1,) * len(b)) for name, (a, b) in OPERANDS.items()},
+    "rows": {"fprop": ((32, 1), (5, 1, 24)), "dgrad": ((32, 1), (5, 16, 1)), "wgrad": ((1, 16), (1, 24))},
+    "blocks": {"fprop": ((32, 2), (5, 2, 3)), "dgrad": ((32, 3), (5, 2, 3)), "wgrad": ((4, 16), (4, 24))},
+    "blocks that do not fit": {"fprop": ((32, 2), (5, 2, 1)), "dgrad": ((32, 2), (5, 1, 2)), "wgrad": ((3, 1), (1, 2))},
+}
+AXES = (None, "data", "model", ("data", "model"))
+
+
+def quantized(shape, scales, seed, uneven):
+    rng = np.random.default_rng(seed)
+    block = tuple(
+        size // count if size % count == 0 and not uneven else -(-size // count)
+        for size, count in zip(shape, scales, strict=True)
+    )
+    data = jnp.asarray(rng.normal(size=shape), jnp.float8_e4m3fn)
+    return QuantizedArray(data, jnp.asarray(np.exp2(rng.integers(-2, 3, size=scales)), jnp.float32), block)
+
+
+@pytest.mark.parametrize("scales", SCALES)
+@pytest.mark.parametrize("product", OPERANDS)
+def test_divided_products_are_whole_ones(product, scales):
+    """Whatever divides the operands and the result, with members or a scale for each group; blocks of uneven sizes."""
+    operands = [
+        quantized(shape, count, seed, "not" in scales)
+        for seed, (shape, count) in enumerate(zip(OPERANDS[product], SCALES[scales][product], strict=True))
+    ]
+    sizes, rng = jnp.array([7, 0, 12, 1, 9], jnp.int32), np.random.default_rng(zlib.crc32((product + scales).encode()))
+    work = OneDevice(product, GroupedKernels.XLA, 0, False, lax.Precision.HIGHEST, np.dtype(np.float32))
+    expected = work(*operands, sizes, None)
+    for _ in range(4):
+        at = [drawn_spec(x.data.shape, rng) for x in operands]
+        of_result = NamedSharding(DATA_AND_MODEL, drawn_spec(expected.shape, rng))
+        data = [
+            jax.device_put(x.data, NamedSharding(DATA_AND_MODEL, spec)) for x, spec in zip(operands, at, strict=True)
+        ]
+        multiply = lambda a, b: divided_over_devices(
+            work, dataclasses.replace(operands[0], data=a), dataclasses.replace(operands[1], data=b), sizes, None
+        )
+        got = jax.jit(multiply, out_shardings=of_result)(*data)
+        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-4, err_msg=f"{at} {of_result.spec}")
+
+
+def drawn_spec(shape, rng):
+    """Mesh axes for some axes of an array, each of which they divide."""
+    spec, left = [], {"data", "model"}
+    for size in shape:
+        axes = AXES[rng.integers(len(AXES))]
+        names = set() if axes is None else {axes} if isinstance(axes, str) else set(axes)
+        fits = names <= left and size % 2 ** len(names) == 0
+        spec.append(axes if fits else None)
+        left -= names if fits else set()
+    return P(*spec)
+
+
+def test_each_device_multiplies_its_share_of_the_rows():
+    """Even where all devices have all rows. Gradients of kernels are added up to where the kernels are."""
+    (op, kernels, rows), _ = problem(jnp.bfloat16)
+    everywhere, own = NamedSharding(MESH, P()), NamedSharding(MESH, OWN)
+    loss = lambda params: params[0].ragged_dot(params[1], params[2], SIZES).sum()
+    gradients = jax.jit(
+        lambda op, kernels, rows: fp8.filter_grad(loss)((op, rows, kernels)),
+        in_shardings=(everywhere, own, everywhere),
+        out_shardings=(everywhere, everywhere, own),
+    )
+    text = gradients.lower(op, kernels, rows).compile().as_text()
+    products = re.findall(r"= f32\[([0-9,]+)\]\S* dot\((.*?)\)", text)
+    shapes = dict(re.findall(r"^\s*(?:ROOT )?(%\S+) = \w+\[([0-9,]+)\]", text, re.MULTILINE))
+    found = [shape for out, names in products for shape in (out, *map(shapes.get, names.split(", ")))]
+    axes = {size for shape in found for size in shape.split(",")}
+    assert str(ROWS // DEVICES) in axes and str(ROWS) not in axes
+    assert re.search(r" reduce-scatter\(", text)
+
+
+# --- Rows sent to the devices of their experts ------------------------------------------------------------------------
 
 
 @pytest.mark.more

@@ -85,5 +85,38 @@ def test_ambiguous_contraction_is_jax_error():
         for dot in (lax.dot_general, fp8.Fp8DotGeneral.init()):
             with pytest.raises(Exception, match="ambiguous how the output should be sharded"):
                 dot(x, w, NUMBERS)
-        with pytest.raises(ValueError, match="lhs of a grouped FP8 product is .*AxisType.Auto"):
-            fp8.Fp8DotGeneral.init().ragged_dot(x, jnp.ones((2, 32, 8)), jnp.array([16, 16]))
+        with pytest.raises(Exception, match="ambiguous how the output should be sharded"):
+            fp8.Fp8DotGeneral.init().ragged_dot(x, jnp.stack([w, w]), jnp.array([16, 16]))
+
+
+GROUPED = {
+    "rows": (P("data"), P(), P("data")),
+    "rows and outputs": (P("data"), P(None, None, "model"), P("data", "model")),
+    "rows and experts": (P("data"), P("data"), P("data")),
+    "inputs": (P("data", "model"), P(None, "model"), P("data")),
+}
+
+
+@pytest.mark.parametrize("layout", GROUPED)
+def test_grouped_products(layout):
+    """Numbers and state of automatic axes, types of the operands; the state is everywhere."""
+    sizes = jnp.array([3, 0, 9, 2], jnp.int32)
+    x, w = jax.random.normal(jax.random.key(0), (16, 32)), jax.random.normal(jax.random.key(1), (4, 32, 24))
+
+    def gradients(kind):
+        *specs, out = GROUPED[layout]
+        out = out if kind == AxisType.Explicit else None
+        loss = lambda op, x, w: jnp.mean(op.ragged_dot(x, w, sizes, out_sharding=out) ** 2)
+        mesh = mesh_of(kind, kind)
+        with jax.set_mesh(mesh):
+            operands = [jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip((x, w), specs, strict=True)]
+            take = eqx.filter_jit(fp8.filter_grad(lambda args: loss(*args)))
+            got = take((fp8.Fp8DotGeneral.init(), *operands))
+        return operands, got
+
+    operands, (op, *got) = gradients(AxisType.Explicit)
+    _, (expected_op, *expected) = gradients(AxisType.Auto)
+    for operand, gradient, reference in zip(operands, got, expected, strict=True):
+        assert jax.typeof(gradient) == jax.typeof(operand)
+        np.testing.assert_allclose(gradient, reference, rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(op.state.array, expected_op.state.array)

@@ -4,6 +4,7 @@ JAX compiles kernels in Pallas for one architecture in a process, the first that
 """
 
 import json
+import re
 import sys
 
 import equinox as eqx
@@ -38,7 +39,17 @@ def step(op, kernels, rows, sizes, c):
 
 
 def under_automatic_axes(op, kernels, rows, sizes, c):
-    return filter_grad(lambda op: (op.ragged_dot(rows, kernels, sizes) * c).sum())(op)
+    """The same with rows where they are, without `shard_map`."""
+    loss = lambda params: (params[0].ragged_dot(params[2], params[1], sizes) * c).astype(jnp.float32).sum()
+    _, of_kernels, of_rows = filter_grad(loss)((op, kernels, rows))
+    return jax.lax.with_sharding_constraint(of_kernels, P("experts")), of_rows
+
+
+def described(found):
+    """Products, the shapes of arrays that devices send each other, and FLOPs of one device."""
+    products = {product.role: product.kernel for product in found.products}
+    sends = re.findall(r"= \(*(\S+?)\{.* (all-gather|all-reduce|all-to-all|reduce-scatter)(?:-start)?\(", found.text)
+    return {"products": products, "sent": sends, "useful": found.useful_flops, "computed": found.flops}
 
 
 if __name__ == "__main__":
@@ -47,13 +58,10 @@ if __name__ == "__main__":
     sizes = jax.ShapeDtypeStruct((EXPERTS,), jnp.int32)
     args = op, of(EXPERTS, INPUTS, OUTPUTS), of(ROWS, INPUTS), sizes, of(ROWS, OUTPUTS)
     own = P("experts")
-    where = {"target": sys.argv[1], "mesh": {"experts": DEVICES}, "shardings": (None, own, own, own, own)}
-    found = inspect_step(step, *args, **where, other_setting=False).step
-    try:
-        inspect_step(under_automatic_axes, *args, **where, other_setting=False)
-        refusal = ""
-    except ValueError as error:
-        refusal = str(error)
-    products = {product.role: [product.kernel, product.shape] for product in found.products}
-    sent = [line.split(" = ")[1].split("[")[0].strip("(") for line in found.text.splitlines() if " all-to-all" in line]
-    print(json.dumps({"products": products, "sent": sent, "flops": found.useful_flops, "refusal": refusal}))
+    where = {"target": sys.argv[1], "mesh": {"experts": DEVICES}, "other_setting": False}
+    steps = {
+        "shard_map": (step, (None, own, own, own, own)),
+        "automatic axes": (under_automatic_axes, (None, own, own, None, own)),
+    }
+    reports = {name: inspect_step(of, *args, **where, shardings=at).step for name, (of, at) in steps.items()}
+    print(json.dumps({name: described(report) for name, report in reports.items()}))

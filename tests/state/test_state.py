@@ -313,6 +313,8 @@ def test_internals_are_the_ones_that_this_file_checks():
         "jax._src.core",
         # Under test in `tests/attention/test_cudnn.py`, and with XLA's compiler in `tests/programs/`.
         "jax._src.cudnn.fused_attention_stablehlo",
+        # Under test in `tests/programs/test_compiled_grouped.py`: off inside kernels, as in Pallas.
+        "jax._src.config",
         # Under test in `tests/sharding/test_blocks.py`.
         "jax._src.custom_partitioning",
         "jax._src.dispatch",

@@ -1,9 +1,8 @@
 """The contraction of grouped products: rows multiplied by the kernel of the group that each is in (experts)."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -14,17 +13,9 @@ from ..._numerics.quantized_array import QuantizedArray
 from ...devices.grouped import GroupedKernels
 from ...recipes.recipe import ProductName
 from ..contraction import AbstractContraction
-from ..scales import members_dot
-from .kernels import grouped_product, takes
-from .rows import of_each_row
+from .divided import divided_over_devices
+from .one_device import NUMBERS, OneDevice
 from .tiles import within_bounds
-
-
-_NUMBERS: dict[ProductName, lax.RaggedDotDimensionNumbers] = {
-    "fprop": lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), [0], [0]),
-    "dgrad": lax.RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), [0], [0]),
-    "wgrad": lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], []),
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +64,7 @@ class RaggedContraction(AbstractContraction):
 
     def contracted(self, product: ProductName) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Inputs for fprop, outputs for dgrad, rows for wgrad."""
-        ((first, second), _) = _NUMBERS[product].dot_dimension_numbers
+        ((first, second), _) = NUMBERS[product].dot_dimension_numbers
         return (self.batch + first[0],), (self.batch + second[0],)
 
     def dot(
@@ -84,7 +75,8 @@ class RaggedContraction(AbstractContraction):
         precision: lax.PrecisionLike,
     ) -> Float32[Array, "..."]:
         """`lax.ragged_dot_general`."""
-        return self._dot("fprop", extras, precision)(input, kernel)
+        (group_sizes,) = extras
+        return self._one_device("fprop", precision, np.dtype(np.float32)).dot(group_sizes)(input, kernel)
 
     def product(
         self,
@@ -102,24 +94,7 @@ class RaggedContraction(AbstractContraction):
         valid = jnp.where(in_bounds, jnp.float32(1.0), jnp.float32(np.nan))
         a = dataclasses.replace(a, scale=a.scale * valid)
         scale = None if scale is None else scale * valid
-        if self.kernels is not GroupedKernels.XLA and takes(a, b):
-            of_groups = scale if self.own_state else None
-            return grouped_product(self.kernels, product, a, b, group_sizes, precision, dtype, of_groups)
-        dot = self._dot(product, extras, precision)
-        if self.own_state and product != "wgrad":
-            assert scale is not None
-            of_rows = of_each_row(scale, group_sizes, a.data.shape[self.batch])
-            return (dot(a.data, b.data) * of_rows[..., None]).astype(dtype)
-        return members_dot(dot, a, b, self.batch, dtype, scale)
+        return divided_over_devices(self._one_device(product, precision, dtype), a, b, group_sizes, scale)
 
-    def _dot(
-        self, product: ProductName, group_sizes: tuple[Array, ...], precision: lax.PrecisionLike
-    ) -> Callable[[Array, Array], Array]:
-        def dot(a: Array, b: Array, group_sizes: Array) -> Array:
-            return lax.ragged_dot_general(
-                a, b, group_sizes, _NUMBERS[product], precision=precision, preferred_element_type=jnp.float32
-            )
-
-        for _ in range(self.batch):
-            dot = jax.vmap(dot)
-        return lambda a, b: dot(a, b, *group_sizes)
+    def _one_device(self, product: ProductName, precision: lax.PrecisionLike, dtype: np.dtype) -> OneDevice:
+        return OneDevice(product, self.kernels, self.batch, self.own_state, precision, dtype)

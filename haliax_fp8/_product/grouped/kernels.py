@@ -8,13 +8,11 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int, Int32
 
-from ..._jax.mesh_axes import automatic_axes
 from ..._numerics.quantized_array import QuantizedArray
 from ...devices.device import Device
 from ...devices.grouped import BLOCK, GroupedKernels
 from ...recipes.recipe import ProductName, Recipe
 from ...recipes.support import supported_in_groups
-from ..names import FP8_GROUPED, tile_scope
 from .operands import FP8, alike, filled, lines
 from .tiles import Jobs, Scales, Tile, groups_jobs, rows_jobs, with_edges, within_bounds
 
@@ -30,24 +28,12 @@ def kernels_for(recipe: Recipe, *, allow_dense: bool) -> GroupedKernels:
         allow_dense: Whether to fall back on XLA's dense products without a kernel.
 
     Raises:
-        ValueError: If the device has none for the recipe, or a mesh divides work on its own accord, and dense products
-            are not allowed.
+        ValueError: If the device has none for the recipe, and dense products are not allowed.
     """
     support = supported_in_groups(recipe, Device.current())
     kernels = GroupedKernels.of(support.device)
     if support.outcome != "refused" and kernels is not None:
-        axes = automatic_axes() if kernels is not GroupedKernels.XLA else ()
-        if not axes:
-            return kernels
-        if not allow_dense:
-            raise ValueError(
-                f"a grouped product was called on a mesh whose axes {axes} are automatic: XLA cannot divide a kernel's "
-                "work, and would gather rows and kernels of all devices, for each to compute everything. Call it under "
-                "jax.shard_map over these axes, with each device's own rows and experts; a haliax.nn.MoELinear does so "
-                "with use_gmm=True. Or let XLA divide dense products, of every row and all groups, with "
-                "Fp8Config(allow_dense_groups=True)"
-            )
-        return GroupedKernels.XLA
+        return kernels
     if not allow_dense:
         raise ValueError(
             f"a grouped product with the recipe {recipe} cannot run in FP8: {support.reason}. Choose another recipe; "
@@ -100,16 +86,14 @@ def grouped_product(
     if kernels is GroupedKernels.TPU:
         from .tpu import tpu_product
 
-        with jax.named_scope(FP8_GROUPED):
-            out = tpu_product(product, a, b, sizes, a.data.shape[len(members)], flat, dtype)
+        out = tpu_product(product, a, b, sizes, a.data.shape[len(members)], flat, dtype)
         return out.reshape(*members, *([groups] if product == "wgrad" else [-1]), *out.shape[1:])
     work = _Work(kernels, sizes, a.data.shape[len(members)], flat, precision == lax.Precision.DEFAULT, dtype)
-    with jax.named_scope(FP8_GROUPED):
-        if product == "wgrad":
-            out = work.sums_over_groups(a, b)
-            return out.reshape(*members, groups, *out.shape[1:])
-        out = work.rows_by_kernels(a, b, inputs_are_summed=product == "fprop")
-        return out.reshape(*members, -1, out.shape[1])
+    if product == "wgrad":
+        out = work.sums_over_groups(a, b)
+        return out.reshape(*members, groups, *out.shape[1:])
+    out = work.rows_by_kernels(a, b, inputs_are_summed=product == "fprop")
+    return out.reshape(*members, -1, out.shape[1])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,10 +179,9 @@ class _Work:
         if ones is None:
             ones = jnp.ones(self.sizes.size, jnp.float32)
         scales, out = Scales(ones, *vectors), jax.ShapeDtypeStruct(shape, self.dtype)
-        with jax.named_scope(tile_scope(tile.rows, tile.columns, tile.depth)):
-            if self.kernels is GroupedKernels.BLACKWELL:
-                return blackwell_product(a, b, jobs, scales, out, tile, whole=whole)
-            return hopper_product(a, b, jobs, scales, out, tile, fast=fast, whole=whole)
+        if self.kernels is GroupedKernels.BLACKWELL:
+            return blackwell_product(a, b, jobs, scales, out, tile, whole=whole)
+        return hopper_product(a, b, jobs, scales, out, tile, fast=fast, whole=whole)
 
     def _tile(self, dtype: np.dtype, columns: int, depth: int, *, fast: bool, blocks: bool) -> Tile:
         """The tiles of a product.

@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int32
 
 from ..._jax.mesh_axes import as_varying, varying_axes
 from ..._jax.opaque import on_one_device
+from ..names import grouped_kernel
 from .tiles import Jobs, Scales, Tile
 
 
@@ -129,6 +130,7 @@ def call(
         out_type=out,
         grid=(jobs.shape[1], out.shape[1] // tile.columns),
         grid_names=("rows", "columns"),
+        kernel_name=grouped_kernel(tile.rows, tile.columns, tile.depth),
         scratch_types=list(scratch),
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
     )

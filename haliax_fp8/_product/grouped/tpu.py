@@ -14,9 +14,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Float32, Int32
 
+from ..._jax.mesh_axes import as_varying, varying_axes
+from ..._jax.opaque import on_one_device
 from ..._numerics.quantized_array import QuantizedArray
 from ...recipes.recipe import ProductName
-from ..names import tile_scope
+from ..names import grouped_kernel
 from .operands import alike, filled, lines
 from .tiles import Tile
 
@@ -109,8 +111,7 @@ def tpu_product(
         width, columns = x.shape[1], y.shape[1]
         x, y = filled(x, (height, tile.rows)), filled(y, (height, tile.columns))
         visited = visits(sizes, rows, len(x), height, of_rows=False)
-        with jax.named_scope(tile_scope(tile.rows, tile.columns, tile.depth)):
-            return tpu_sums(x, y, visited, scale, vectors, dtype, tile)[:, :width, :columns]
+        return tpu_sums(x, y, visited, scale, vectors, dtype, tile)[:, :width, :columns]
     is_fprop = product == "fprop"
     y = y.reshape(-1, *y.shape[-2:])
     total, columns = len(x), y.shape[2 if is_fprop else 1]
@@ -122,8 +123,7 @@ def tpu_product(
     x = filled(x, (height, tile.depth))
     y = filled(y, (1, tile.depth, tile.columns) if is_fprop else (1, tile.columns, tile.depth))
     visited = visits(sizes, rows, len(x), height, of_rows=True)
-    with jax.named_scope(tile_scope(tile.rows, tile.columns, tile.depth)):
-        out = tpu_rows(x, y, visited, scale, vectors, dtype, tile, inputs_are_summed=is_fprop)
+    out = tpu_rows(x, y, visited, scale, vectors, dtype, tile, inputs_are_summed=is_fprop)
     return out[:total, :columns]
 
 
@@ -202,7 +202,7 @@ def tpu_rows(
         specs,
         pl.BlockSpec((tile.rows, tile.columns), lambda j, i, s, tiles, *_: (tiles[i], j)),
         jax.ShapeDtypeStruct((len(a), columns), dtype),
-        (tile.rows, tile.columns),
+        tile,
     )
 
 
@@ -270,7 +270,7 @@ def tpu_sums(
         specs,
         pl.BlockSpec((1, *shape), lambda i, j, v, tiles, groups, *_: (groups[v], i, j)),
         jax.ShapeDtypeStruct((len(of_groups), width, columns), dtype),
-        shape,
+        tile,
     )
 
 
@@ -288,13 +288,18 @@ def _call(
     specs: list[Any],
     out_spec: Any,
     out: jax.ShapeDtypeStruct,
-    total: tuple[int, int],
+    tile: Tile,
 ) -> Array:
     grid_spec = pltpu.PrefetchScalarGridSpec(
         num_scalar_prefetch=len(visited),
         grid=grid,
         in_specs=specs,
         out_specs=out_spec,
-        scratch_shapes=[pltpu.VMEM(total, jnp.float32)],
+        scratch_shapes=[pltpu.VMEM((tile.rows, tile.columns), jnp.float32)],
     )
-    return pl.pallas_call(body, out_shape=out, grid_spec=grid_spec)(*visited, *operands)
+    name = grouped_kernel(tile.rows, tile.columns, tile.depth)
+    kernel = pl.pallas_call(body, out_shape=out, grid_spec=grid_spec, name=name)
+    operands = (*visited, *operands)
+    if not any(map(varying_axes, operands)):
+        return kernel(*operands)
+    return as_varying(on_one_device(kernel, *operands), operands)

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..._numerics.formats import E4M3, E4M3FNUZ, E5M2, E5M2FNUZ
-from ..._product.names import FP8_GROUPED, tile_of_scope
+from ..._product.names import tile_of_kernel
 from .text import Instruction, Module
 
 
@@ -253,13 +253,11 @@ _CALLS: Mapping[Call, tuple[str, ...]] = {
 
 def grouped_tile(instruction: Instruction) -> tuple[int, int, int] | None:
     """Rows, columns and depth of the tiles of this package's grouped kernel; None of anything else."""
-    is_pallas = target_of_call(instruction).startswith((MOSAIC, MOSAIC_TPU))
-    if not is_pallas or FP8_GROUPED not in instruction.op_name.split("/"):
+    if not target_of_call(instruction).startswith((MOSAIC, MOSAIC_TPU)):
         return None
-    found = next(filter(None, map(tile_of_scope, instruction.op_name.split("/"))), None)
-    if found is None:
-        raise ValueError(f"{instruction.name} is a grouped kernel without a tile: {instruction.op_name}")
-    return found
+    # On a GPU the name is in the kernel's code, which goes on where XLA divides programs, while scopes do not.
+    names = map(tile_of_kernel, (instruction.name, instruction.op_name, *instruction.attributes.values()))
+    return next(filter(None, names), None)
 
 
 def call_of(instruction: Instruction) -> Call:

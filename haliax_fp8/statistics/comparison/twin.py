@@ -76,8 +76,11 @@ class Twin(eqx.Module):
         group_sizes: Int[Array, " groups"],
         precision: lax.PrecisionLike = None,
         preferred_element_type: DTypeLike | None = None,
+        *,
+        out_sharding: object = None,
     ) -> Float[Array, "rows outputs"]:
         """Multiplies as `lax.ragged_dot` does; likewise."""
+        del out_sharding
 
         def multiply(ragged_dot: Callable[..., Array], lhs: Array, rhs: Array, sizes: Array) -> Array:
             return ragged_dot(lhs, rhs, sizes, precision=precision, preferred_element_type=preferred_element_type)

@@ -1,0 +1,218 @@
+"""A grouped product on many devices: each multiplies its share of the rows, wherever groups begin and end.
+
+XLA cannot divide a kernel, and would have every device multiply all rows. So it sees a call that says which axes belong
+together; once it has divided everything else, each device's rows are divided among the groups anew.
+"""
+
+import dataclasses
+import functools
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, Float32, Int
+
+from ..._jax.after_partitioning import (
+    has_its_part,
+    knows_devices,
+    lower_after_partitioning,
+    lower_with_devices,
+)
+from ..._jax.mapped_axis import to_front
+from ..._jax.mesh_axes import as_varying
+from ..._numerics.quantized_array import QuantizedArray
+from ...devices.device import Device
+from ...devices.grouped import GroupedKernels
+from ...recipes.recipe import ProductName
+from ..division import Division, Factors, Held
+from .one_device import OneDevice
+from .tiles import within_bounds
+
+
+# Rows, inputs, outputs and groups of the data, and of the result. Members come first.
+_DATA: dict[ProductName, tuple[Factors, Factors, Factors]] = {
+    "fprop": (("row", "input"), ("group", "input", "output"), ("row", "output")),
+    "dgrad": (("row", "output"), ("group", "input", "output"), ("row", "input")),
+    "wgrad": (("row", "input"), ("row", "output"), ("group", "input", "output")),
+}
+
+
+def divided_over_devices(
+    work: OneDevice,
+    a: QuantizedArray,
+    b: QuantizedArray,
+    group_sizes: Int[Array, "*members groups"],
+    scale: Float32[Array, "..."] | None,
+) -> Float[Array, "..."]:
+    """`work(a, b, group_sizes, scale)`, of which each device computes a part.
+
+    On one device, and under a `shard_map` over the whole mesh, that is all.
+    """
+    # JAX's interpreter runs kernels on CPUs, with side effects that a primitive would hide.
+    is_interpreted = work.kernels is not GroupedKernels.XLA and Device.current().platform == "cpu"
+    if is_interpreted or any(x.rotation is not None or not x.data.size for x in (a, b)):
+        return work(a, b, group_sizes, scale)
+    a, b = (x if x.scale.ndim else dataclasses.replace(x, scale=x.scale.reshape((1,) * x.data.ndim)) for x in (a, b))
+    # No array without axes: Shardy has no name for it.
+    leaves, structure = jax.tree.flatten((a, b, group_sizes, None if scale is None else scale[..., None]))
+    leaves = [as_varying(leaf, leaves) for leaf in leaves]
+    return grouped_product_p.bind(*leaves, work=work, structure=structure)
+
+
+grouped_product_p = Primitive("fp8_grouped_product")
+
+
+def _whole(*leaves: Array, work: OneDevice, structure: Any) -> Array:
+    """The product of whole operands."""
+    a, b, sizes, scale = jax.tree.unflatten(structure, leaves)
+    return work(a, b, sizes, None if scale is None else scale[..., 0])
+
+
+def _part(*leaves: Array, work: OneDevice, structure: Any, rows: int, axes: tuple[str, ...]) -> Array:
+    """The product of what a device has of the rows, which `axes` of the mesh divide; a member has `rows` in all."""
+    a, b, sizes, scale = jax.tree.unflatten(structure, leaves)
+    here = a.data.shape[work.batch]
+    first = lax.axis_index(axes) * here if axes else 0
+    inside = within_bounds(sizes, rows)
+    ends = jnp.cumsum(inside, axis=-1)
+    own = jnp.clip(ends - first, 0, here) - jnp.clip(ends - inside - first, 0, here)
+    return work(a, b, own, None if scale is None else scale[..., 0])
+
+
+@dataclasses.dataclass(frozen=True)
+class _Factors:
+    """How the axes of a grouped product's arrays belong together.
+
+    Args:
+        leaves: The factors of each array.
+        out: Those of the result.
+        sizes: Of each factor of data; where scales belong to blocks, how many.
+        blocks: The size of the blocks of a factor, whose elements stay together.
+        whole: Factors that devices do not divide: groups, and axes with blocks that do not fit.
+    """
+
+    leaves: tuple[Factors, ...]
+    out: Factors
+    sizes: dict[str, int]
+    blocks: dict[str, int]
+    whole: frozenset[str]
+
+    @staticmethod
+    def of(product: ProductName, batch: int, structure: Any, shapes: Sequence[tuple[int, ...]]) -> "_Factors":
+        """Of arrays with these shapes."""
+        members = tuple(f"member{i}" for i in range(batch))
+        *data, out = ((*members, *factors) for factors in _DATA[product])
+        a, b, group_sizes, scale = jax.tree.unflatten(structure, shapes)
+        sizes, counts = {"group": group_sizes[-1]}, {}
+        for x, factors in zip((a, b), data, strict=True):
+            sizes |= dict(zip(factors, x.data, strict=True))
+            for factor, count in zip(factors, x.scale, strict=True):
+                counts.setdefault(factor, set()).update({count} - {1})
+        blocks, whole = {}, {"group"}
+        for factor, found in counts.items():
+            if found <= {sizes[factor]}:
+                continue
+            (count, *others) = found
+            if others or sizes[factor] % count:
+                whole.add(factor)
+            else:
+                sizes[factor], blocks[factor] = count, sizes[factor] // count
+        leaves = []
+        for name, x, factors in zip("ab", (a, b), data, strict=True):
+            # A factor of its own where all have the same scale, or blocks do not fit.
+            own = [f"{name}{place}" for place in range(len(factors))]
+            scaled = [sizes[factor] == count > 1 for factor, count in zip(factors, x.scale, strict=True)]
+            leaves += [factors, tuple(f if fits else o for f, o, fits in zip(factors, own, scaled, strict=True))]
+        leaves.append((*members, "size"))
+        if scale is not None:
+            leaves.append((*members, *(["size"] if len(scale) == batch + 2 else []), "one"))
+        return _Factors(tuple(leaves), out, sizes, blocks, frozenset(whole))
+
+    @property
+    def rule(self) -> str:
+        """For Shardy: which axes belong together; elements of a block stay together."""
+        in_blocks = lambda factor: f"({factor} {factor}element)" if factor in self.blocks else factor
+        data = lambda factors: " ".join(map(in_blocks, factors))
+        a, of_a, b, of_b, *others = self.leaves
+        arrays = data(a), " ".join(of_a), data(b), " ".join(of_b), *(" ".join(factors) for factors in others)
+        return f"{', '.join(arrays)} -> {data(self.out)}"
+
+    @property
+    def named(self) -> dict[str, Any]:
+        """What the rule does not say."""
+        elements = {f"{factor}element": size for factor, size in self.blocks.items()}
+        whole = {"size", *elements, *self.whole} - {"group"}
+        summed = {"row", "input", "output"} - {*self.out, *whole}
+        # Shardy wants them in the order of the rule.
+        in_order = lambda names: tuple(name for name in dict.fromkeys(re.findall(r"\w+", self.rule)) if name in names)
+        return {**elements, "reduction_factors": in_order(summed), "need_replication_factors": in_order(whole)}
+
+    def partition(
+        self, work: OneDevice, structure: Any, whole: Callable[..., Array], mesh: Any, args: Sequence[Any], result: Any
+    ) -> Any:
+        """What each device computes, as `custom_partitioning` asks for it.
+
+        A mesh axis may divide the rows even where XLA divides nothing over it: devices would all compute the same.
+        """
+        del whole
+        a, b = Held.of(args[0], self.leaves[0]), Held.of(args[2], self.leaves[2])
+        division = Division.of(mesh, (a, b), Held.of(result, self.out), self.sizes, whole=self.whole, otherwise="row")
+
+        def on_each(*leaves: Array) -> Array:
+            rows, axes = self.sizes["row"] * self.blocks.get("row", 1), division.axes["row"]
+            return division.finished(_part(*leaves, work=work, structure=structure, rows=rows, axes=axes))
+
+        return mesh, on_each, division.of_result, tuple(map(division.sharding, self.leaves))
+
+
+def _aval(*leaves: Any, work: OneDevice, structure: Any) -> Any:
+    a, b, sizes, _ = jax.tree.unflatten(structure, leaves)
+    shape = {
+        "fprop": (*a.data.shape[:-1], b.data.shape[-1]),
+        "dgrad": (*a.data.shape[:-1], b.data.shape[-2]),
+        "wgrad": (*sizes.shape, a.data.shape[-1], b.data.shape[-1]),
+    }[work.product]
+    sharding = a.data.sharding.update(spec=P(*[None] * len(shape)))
+    return a.data.update(shape=shape, dtype=work.dtype, weak_type=False, sharding=sharding)
+
+
+def _batched(leaves: Any, axes: Any, *, work: OneDevice, structure: Any) -> tuple[Array, int]:
+    """Mapped examples are members."""
+    size = next(x.shape[axis] for x, axis in zip(leaves, axes, strict=True) if axis is not None)
+    moved = [to_front(x, axis, size, 0) for x, axis in zip(leaves, axes, strict=True)]
+    a, b, sizes, scale = jax.tree.unflatten(structure, moved)
+    a, b = (x if x.block is None else dataclasses.replace(x, block=(1, *x.block)) for x in (a, b))
+    leaves, structure = jax.tree.flatten((a, b, sizes, scale))
+    work = dataclasses.replace(work, batch=work.batch + 1)
+    return grouped_product_p.bind(*leaves, work=work, structure=structure), 0
+
+
+def _lowered(context: Any, *operands: Any, work: OneDevice, structure: Any) -> Any:
+    whole = functools.partial(_whole, work=work, structure=structure)
+    if has_its_part(context) or (work.kernels is GroupedKernels.XLA and not knows_devices(context)):
+        return mlir.lower_fun(whole, multiple_results=False)(context, *operands)
+    factors = _Factors.of(work.product, work.batch, structure, [x.shape for x in context.avals_in])
+    return lower_after_partitioning(
+        context,
+        *operands,
+        name="a grouped product",
+        function=whole,
+        part=whole,
+        rule=factors.rule,
+        sizes=factors.named,
+        partition=functools.partial(factors.partition, work, structure),
+        remedy="let XLA divide dense products, of every row and all groups, with Fp8Config(allow_dense_groups=True)",
+    )
+
+
+grouped_product_p.def_impl(lambda *args, **params: jax.jit(functools.partial(grouped_product_p.bind, **params))(*args))
+grouped_product_p.def_abstract_eval(_aval)
+mlir.register_lowering(grouped_product_p, _lowered)
+batching.primitive_batchers[grouped_product_p] = _batched
+lower_with_devices(grouped_product_p)
