@@ -64,6 +64,8 @@ class TpuTarget(Target):
 
 # libtpu would ask a server what machine this is, and warn that none answers.
 _NO_TPU_HERE = {
+    # Several processes may compile at once: none of them uses a TPU.
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_ACCELERATOR_TYPE": "v6e-1",
     "TPU_WORKER_HOSTNAMES": "localhost",
