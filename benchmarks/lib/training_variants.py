@@ -107,7 +107,31 @@ NVFP4 = {
 }
 """Without `nvfp4`'s name: its parts, each changed alone. `fprop alone`: the two other products are in bf16."""
 
+_CURRENT = named["current"]
+_ALL_HIGH = Recipe(**dict.fromkeys((field.name for field in dataclasses.fields(Recipe)), _HIGH))
+
+
+def _alone(**operands: Quantization | None) -> Recipe:
+    return dataclasses.replace(_ALL_HIGH, **operands)
+
+
+PARTS = {
+    "bf16 + 1 ulp": TWIN,
+    "current": _variant("current"),
+    "fprop alone": _variant(_alone(input=_CURRENT.input, kernel=_CURRENT.kernel)),
+    "dgrad alone": _variant(_alone(output_grad=_CURRENT.output_grad, kernel_for_dgrad=_CURRENT.kernel)),
+    "wgrad alone": _variant(
+        _alone(input_for_wgrad=_CURRENT.input, output_grad_for_wgrad=_CURRENT.output_grad),
+    ),
+    "gradients in E4M3": _variant(
+        dataclasses.replace(_CURRENT, output_grad=dataclasses.replace(_CURRENT.output_grad, format=E4M3))
+    ),
+    "last block in bf16": _variant("current", "blocks.blocks.1.*"),
+    "attention in bf16": _variant("current", "*.attention.*"),
+}
+"""Parts of an 8-bit recipe, each product alone in FP8."""
+
 STRESS = {name: RECIPES[name] for name in RECIPES if name not in ("bf16 + 1 ulp", "rowwise_wgrad_bf16")}
 
-SUITES = {"recipes": RECIPES, "delayed": DELAYED, "nvfp4": NVFP4, "stress": STRESS}
+SUITES = {"recipes": RECIPES, "delayed": DELAYED, "parts": PARTS, "nvfp4": NVFP4, "stress": STRESS}
 """Variants by name; bf16 is compared with in each."""

@@ -5,7 +5,6 @@ from typing import Any
 
 import equinox as eqx
 import haliax.nn as hnn
-import jax.numpy as jnp
 import numpy as np
 
 from .._numerics.formats import FORMATS
@@ -60,7 +59,9 @@ def served_layer(
             "and an input in high precision; import the checkpoint dequantized or frozen"
         )
     stack = tuple(axis for axis, block in zip(place.stack, parts.blocks, strict=True) if block is not None)
-    named = lambda x, leading: named_behind(jnp.asarray(x), stack, leading)
+    # Kernels of experts are read as `[in, out]`, and so are their scales.
+    placed = lambda x, transposed=False: parts.placed(x, kernel.weight, transposed=transposed)
+    named = lambda x, leading, transposed=False: named_behind(placed(x, transposed), stack, leading)
     leading, rank = matrices.leading, 2 + len(experts)
     # Experts are `[experts, in, out]`, as their layers hand them over; the data always have the sum last.
     order = (*range(len(experts)), rank - 1, rank - 2) if experts else (0, 1)
@@ -68,7 +69,7 @@ def served_layer(
     of_inputs = matrices.input_scale
     served = ServedKernel(
         named(matrices.data, leading),
-        named(scale, leading),
+        named(scale, leading, bool(experts)),
         None if of_inputs is None else named(_bits(of_inputs), leading),
         scheme,
         order,

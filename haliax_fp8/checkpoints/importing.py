@@ -188,11 +188,11 @@ def _frozen(
 
     def named(array: np.ndarray, *behind: str) -> Any:
         if axes is None:
-            return jnp.asarray(array)
+            return parts.placed(array, kernel.weight)
         sizes = array.shape[array.ndim - len(behind) :] if behind else ()
         all_axes = (*axes, *(hax.Axis(name, size) for name, size in zip(behind, sizes, strict=True)))
         template = hax.named(np.zeros([axis.size for axis in all_axes], bool), all_axes)
-        return jax.tree.unflatten(jax.tree.structure(template), [jnp.asarray(array)])
+        return jax.tree.unflatten(jax.tree.structure(template), [parts.placed(array, kernel.weight)])
 
     bits = FrozenKernel(
         named(data, "fp8_out", "fp8_in"),

@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from folders import checkpoint, write
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 from haliax_fp8 import calibrate, fp8_linear_layers
 from haliax_fp8.attention import Fp8Attention
@@ -256,3 +257,58 @@ def test_scales_of_keys_and_values(tmp_path):
         export_model({"up": eqx.nn.Linear(8, 8, key=jax.random.key(0))}, tmp_path / "no", kv_cache_scales=True)
     with pytest.raises(ValueError, match="no place for scales of keys and values; use one of compressed-tensors"):
         export_model(model, tmp_path / "no", "fp8", kv_cache_scales=True)
+
+
+# --- On several devices -----------------------------------------------------------------------------------------------
+
+MESH = jax.make_mesh((2, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+# Axes of each weight by name, or by place: experts and heads over one mesh axis, inputs and others over another.
+DIVIDED = {"heads": "a", "experts": "a", "inputs": "b", "again": "b"}
+
+
+def divided_template(init):
+    """Shapes with shardings."""
+
+    def placed(x):
+        if isinstance(x, hax.NamedArray):
+            spec = P(*(DIVIDED.get(axis.name) for axis in x.axes))
+            return hax.NamedArray(jax.ShapeDtypeStruct(x.array.shape, x.dtype, sharding=at(spec)), x.axes)
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at(P("b", "a") if x.ndim == 2 else P()))
+
+    at = lambda spec: NamedSharding(MESH, spec)
+    is_leaf = lambda x: isinstance(x, hax.NamedArray)
+    arrays, rest = eqx.partition(eqx.filter_eval_shape(init), lambda x: isinstance(x, jax.ShapeDtypeStruct))
+    return eqx.combine(jax.tree.map(placed, arrays, is_leaf=is_leaf), rest)
+
+
+@pytest.mark.parametrize("weights", ["served", "frozen"])
+@pytest.mark.parametrize("layout", ["FP8", "FP8_DYNAMIC", "FP8_BLOCK", "MXFP8"])
+def test_kernels_are_divided_as_the_weights_are(trained, x, layout, weights, tmp_path):
+    """Each device has a quarter of their bytes: heads are divided, which are the first axis of a matrix's own."""
+    export_model(trained if layout == "FP8" else Model.init(), tmp_path / "out", layout, dtype=None)
+    template = divided_template(Model.init)
+    divided = import_model(tmp_path / "out", template, weights=weights)
+    whole = import_model(tmp_path / "out", eqx.filter_eval_shape(Model.init), weights=weights)
+    jax.tree.map(np.testing.assert_array_equal, *(eqx.filter(m, eqx.is_array) for m in (divided, whole)))
+    data = [x for x in jax.tree.leaves(eqx.filter(divided, eqx.is_array)) if x.dtype == jnp.uint8 and x.ndim > 1]
+    of_data = sorted({x.shape[-2:] for x in data if x.size >= 96 * 128})
+    assert of_data == [(96, 128), (128, 256), (256, 128)]
+    for array in data:
+        if array.shape[-2:] in of_data:
+            assert array.addressable_shards[0].data.size * 4 == array.size
+    call = eqx.filter_jit(lambda model, x: model(x))
+    np.testing.assert_allclose(call(divided, x), call(whole, x), rtol=1e-3, atol=1e-3)
+
+
+def test_experts_are_divided_as_their_weights_are(x, tmp_path):
+    axes = hax.make_axes(experts=4, mlp=64)
+    init = lambda: {"up": hnn.MoELinear.init(axes[0], In, axes[1], key=jax.random.key(0))}
+    export_model(init(), tmp_path / "out", "FP8_BLOCK", dtype=None)
+    divided, whole = (
+        import_model(tmp_path / "out", template, weights="served")["up"]
+        for template in (divided_template(init), eqx.filter_eval_shape(init))
+    )
+    jax.tree.map(np.testing.assert_array_equal, *(eqx.filter(m, eqx.is_array) for m in (divided, whole)))
+    assert divided.kernel.data.array.sharding.spec == P("a", None, "b")
+    sizes = hax.named(jnp.array([2, 1, 0, 3]), axes[0])
+    np.testing.assert_allclose(divided(x, sizes).array, whole(x, sizes).array, rtol=1e-5, atol=1e-5)

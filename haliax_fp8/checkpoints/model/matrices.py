@@ -8,8 +8,10 @@ from typing import Any
 
 import haliax as hax
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec as P
 
 from ...layers.kernel import Kernel, axes_of, count
 from .tree import Place
@@ -79,6 +81,35 @@ class Parts:
         """
         # With an ellipsis: the view of an array without axes would be a scalar.
         array.transpose(self.order)[(*index, ...)] = part.reshape(self.split)
+
+    def placed(self, array: np.ndarray, weight: Any, *, transposed: bool = False) -> jax.Array:
+        """Data or scales of the matrices on the devices of a weight, divided as that is.
+
+        An axis stays whole if the weight's axes in it are not divided at its first one alone, or if it is too short.
+
+        Args:
+            array: The array, `[*leading, ...]`; what follows are the rows and columns of data, or of their scales.
+            weight: The weight, or its shape and sharding.
+            transposed: Whether columns come before rows.
+        """
+        sharding = getattr(plain(weight), "sharding", None)
+        if not isinstance(sharding, NamedSharding):
+            return jnp.asarray(array) if sharding is None else jax.device_put(array, sharding)
+        spec = [*sharding.spec, *[None] * len(self.order)]
+        leading, rest = self.order[: len(self.leading)], self.order[len(self.leading) :]
+        parts, split = [spec[axis] for axis in leading], list(zip(rest, self.split, strict=True))
+        of_matrix = []
+        for size in self.shape:
+            axes = []
+            while math.prod(n for _, n in axes) < size or (split and split[0][1] == 1):
+                axes.append(split.pop(0))
+            divided = [spec[axis] for axis, n in axes if n > 1]
+            of_matrix.append(divided[0] if divided and not any(divided[1:]) else None)
+        parts += reversed(of_matrix) if transposed else of_matrix
+        names = lambda part: part if isinstance(part, tuple) else (part,)
+        fits = lambda size, part: part and size % math.prod(sharding.mesh.shape[name] for name in names(part)) == 0
+        kept = [part if fits(size, part) else None for size, part in zip(array.shape, parts, strict=False)]
+        return jax.device_put(array, NamedSharding(sharding.mesh, P(*kept)))
 
 
 def plain(array: Any) -> Any:
