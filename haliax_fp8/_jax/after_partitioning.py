@@ -10,12 +10,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from jax import lax
 from jax._src import custom_partitioning, dispatch
 from jax._src.interpreters.mlir import custom_call
 from jax._src.sharding_impls import ShardingContext, SPMDAxisContext
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
-from jax.sharding import Sharding
+from jax.sharding import NamedSharding, PartitionSpec as P, Sharding
 from jaxtyping import Array
 
 
@@ -86,7 +87,23 @@ def lower_after_partitioning(
         return mesh, _outside_of_mesh(on_each), *shardings
 
     call.def_partition(partition=divided, sharding_rule=rule, **sizes)
-    return mlir.lower_fun(call, multiple_results=False)(context, *operands)
+
+    def on_whole_axes(*arrays: Array) -> Array:
+        return _evenly(axes.abstract_mesh, call(*[_evenly(axes.abstract_mesh, x) for x in arrays]))
+
+    return mlir.lower_fun(on_whole_axes, multiple_results=False)(context, *operands)
+
+
+def _evenly(mesh: Any, x: Array) -> Array:
+    """An array of which XLA leaves those axes whole that some mesh axis does not divide.
+
+    It would divide them over a part of the mesh axis, for which JAX has no name when it is asked.
+    """
+    uneven = [size > 1 and any(size % devices for devices in mesh.shape.values()) for size in x.shape]
+    if not any(uneven):
+        return x
+    spec = P(*(None if is_uneven else P.UNCONSTRAINED for is_uneven in uneven))
+    return lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
 
 
 def can_divide_calls(context: Any) -> bool:

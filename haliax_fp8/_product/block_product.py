@@ -206,7 +206,7 @@ def _lowered(
         function=functools.partial(product, means=Means.SCALED_DOT),
         part=functools.partial(product, means=of_part),
         rule=divided.rule,
-        sizes=divided.sizes,
+        sizes=divided.named,
         partition=divided.partition,
         remedy="choose a recipe whose scales stay outside the sum, such as 'rowwise'",
     )

@@ -8,7 +8,7 @@ from typing import Any
 from jaxtyping import Array
 
 from .dimensions import DotDimensions
-from .division import Division, Factors, Held
+from .division import Division, Factors, Held, special_factors
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,13 +63,11 @@ class DividedProduct:
         return f"{', '.join(arrays)} -> {' '.join(self.out)}"
 
     @property
-    def sizes(self) -> dict[str, Any]:
-        """What the rule does not show."""
-        summed = tuple(f"c{i}" for i in range(len(self.dimensions.lhs_contract)))
-        if self.block is None:
-            return {"reduction_factors": summed}
-        size = {"element": self.block} if self.blocks > 1 else {}
-        return {**size, "reduction_factors": summed, "need_replication_factors": ("element",)}
+    def named(self) -> dict[str, Any]:
+        """What the rule does not say."""
+        size = {"element": self.block} if self.block is not None and self.blocks > 1 else {}
+        summed = [f"c{i}" for i in range(len(self.dimensions.lhs_contract))]
+        return {**size, **special_factors(self.rule, summed, ["element"])}
 
     def partition(self, product: Callable[..., Array], mesh: Any, args: Sequence[Any], result: Any) -> Any:
         """What each device computes of its parts, as `custom_partitioning` asks for it.
@@ -80,9 +78,10 @@ class DividedProduct:
             args: What `product` takes: shapes, dtypes and the shardings that XLA has found.
             result: The same of the result.
         """
-        *places, of_sizes = (0, 1, (0, 1)) if self.block is None else (0, 2, (1, 3))
+        places = (0, 1) if self.block is None else (0, 2)
         lhs, rhs = (Held.of(args[place], axes) for place, axes in zip(places, (self.lhs, self.rhs), strict=True))
-        sizes = dict(zip(self.lhs + self.rhs, (n for place in of_sizes for n in args[place].shape), strict=True))
+        of_lhs, of_rhs = (args[place].shape for place in ((0, 1) if self.block is None else (1, 3)))
+        sizes = dict(zip(self.lhs + self.rhs, (*of_lhs, *of_rhs), strict=True))
         division = Division.of(mesh, (lhs, rhs), Held.of(result, self.out), sizes)
 
         def on_each(*arrays: Array) -> Array:

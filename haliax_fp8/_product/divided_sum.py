@@ -94,7 +94,7 @@ def _lowered(context: Any, *operands: Any, dimensions: DotDimensions, exact: boo
         function=product,
         part=product,
         rule=divided.rule,
-        sizes=divided.sizes,
+        sizes=divided.named,
         partition=divided.partition,
         remedy="choose another recipe",
     )

@@ -6,6 +6,7 @@ see these products until it has divided everything else.
 
 import dataclasses
 import math
+import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,16 @@ from jaxtyping import Array
 
 type Factors = tuple[str, ...]
 """A name for each axis of an array; axes of the same name have the same size and are divided alike."""
+
+
+def special_factors(rule: str, summed: Collection[str], whole: Collection[str]) -> dict[str, tuple[str, ...]]:
+    """Which factors of a rule for Shardy are summed, and which stay whole, as `custom_partitioning` takes it."""
+    # In the order of the rule.
+    names = dict.fromkeys(re.findall(r"\w+", rule))
+    return {
+        "reduction_factors": tuple(name for name in names if name in summed and name not in whole),
+        "need_replication_factors": tuple(name for name in names if name in whole),
+    }
 
 
 @dataclasses.dataclass(frozen=True)

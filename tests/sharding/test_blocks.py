@@ -78,6 +78,23 @@ def test_divided_products_are_exact(layout):
     assert {name for name in COLLECTIVES if any(f" {name}(" in line for line in lines)} == expected
 
 
+@pytest.mark.parametrize("specs", [(P("data"), P("data")), (P("data"), P(None, "data")), (P(None, "data"), P("data"))])
+def test_fewer_blocks_than_devices(specs):
+    """Two blocks and six columns on four devices: XLA would divide them over a part of the mesh's axis."""
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    x, w = jax.random.normal(jax.random.key(0), (8, 64)), jax.random.normal(jax.random.key(1), (64, 8))
+
+    @jax.jit
+    def multiply(x, w):
+        a = MXFP8Scaling().quantize(x, OperandUse(E4M3, contracted=(1,)))
+        b = BlockScaling(square=True).quantize(w[:, :6], OperandUse(E4M3, contracted=(0,)))
+        dimensions = DotDimensions.of((((1,), (0,)), ((), ())), x.shape, (64, 6))
+        return native_product(a, b, dimensions, np.dtype(np.float32))
+
+    divided = [jax.device_put(a, NamedSharding(mesh, spec)) for a, spec in zip((x, w), specs, strict=True)]
+    np.testing.assert_allclose(multiply(*divided), multiply(x, w), rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_inside_shard_map_devices_multiply_their_parts(check_vma):
     a, b, exact, magnitudes = operands()

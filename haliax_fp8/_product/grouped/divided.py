@@ -30,7 +30,7 @@ from ..._numerics.quantized_array import QuantizedArray
 from ...devices.device import Device
 from ...devices.grouped import GroupedKernels
 from ...recipes.recipe import ProductName
-from ..division import Division, Factors, Held
+from ..division import Division, Factors, Held, special_factors
 from .one_device import OneDevice
 from .tiles import within_bounds
 
@@ -134,24 +134,27 @@ class _Factors:
             leaves.append((*members, *(["size"] if len(scale) == batch + 2 else []), "one"))
         return _Factors(tuple(leaves), out, sizes, blocks, frozenset(whole))
 
-    @property
-    def rule(self) -> str:
-        """For Shardy: which axes belong together; elements of a block stay together."""
+    def rule(self, product: ProductName) -> str:
+        """For Shardy: which axes belong together; elements of a block stay together.
+
+        What is summed has a name in each operand, lest rows that nothing divides are divided by feature as kernels are.
+        """
         in_blocks = lambda factor: f"({factor} {factor}element)" if factor in self.blocks else factor
         data = lambda factors: " ".join(map(in_blocks, factors))
         a, of_a, b, of_b, *others = self.leaves
-        arrays = data(a), " ".join(of_a), data(b), " ".join(of_b), *(" ".join(factors) for factors in others)
-        return f"{', '.join(arrays)} -> {data(self.out)}"
+        of_rows = lambda text: re.sub(r"\b(input|output)(element)?\b", r"\1a\2", text) if product != "wgrad" else text
+        arrays = of_rows(data(a)), of_rows(" ".join(of_a)), data(b), " ".join(of_b)
+        return f"{', '.join([*arrays, *(' '.join(factors) for factors in others)])} -> {data(self.out)}"
 
-    @property
-    def named(self) -> dict[str, Any]:
+    def named(self, product: ProductName) -> dict[str, Any]:
         """What the rule does not say."""
-        elements = {f"{factor}element": size for factor, size in self.blocks.items()}
-        whole = {"size", *elements, *self.whole} - {"group"}
-        summed = {"row", "input", "output"} - {*self.out, *whole}
-        # Shardy wants them in the order of the rule.
-        in_order = lambda names: tuple(name for name in dict.fromkeys(re.findall(r"\w+", self.rule)) if name in names)
-        return {**elements, "reduction_factors": in_order(summed), "need_replication_factors": in_order(whole)}
+        rule, names = self.rule(product), lambda factor: (factor, f"{factor}a")
+        elements = {f"{name}element": size for factor, size in self.blocks.items() for name in names(factor)}
+        elements = {name: size for name, size in elements.items() if name in rule}
+        # Scales of blocks that do not fit, too.
+        of_scales = {factor for factors in (self.leaves[1], self.leaves[3]) for factor in factors} - {*self.sizes}
+        whole = {"size", *elements, *of_scales, *(name for factor in self.whole for name in names(factor))} - {"group"}
+        return {**elements, **special_factors(rule, ["row"] if product == "wgrad" else [], whole)}
 
     def partition(
         self, work: OneDevice, structure: Any, whole: Callable[..., Array], mesh: Any, args: Sequence[Any], result: Any
@@ -204,8 +207,8 @@ def _lowered(context: Any, *operands: Any, work: OneDevice, structure: Any) -> A
         name="a grouped product",
         function=whole,
         part=whole,
-        rule=factors.rule,
-        sizes=factors.named,
+        rule=factors.rule(work.product),
+        sizes=factors.named(work.product),
         partition=functools.partial(factors.partition, work, structure),
         remedy="let XLA divide dense products, of every row and all groups, with Fp8Config(allow_dense_groups=True)",
     )
