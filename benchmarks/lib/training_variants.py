@@ -128,6 +128,10 @@ PARTS = {
     ),
     "last block in bf16": _variant("current", "blocks.blocks.1.*"),
     "attention in bf16": _variant("current", "*.attention.*"),
+    "attention of the first block in bf16": _variant("current", "blocks.blocks.0.attention.*"),
+    "queries and keys in bf16": _variant("current", "*.query", "*.key"),
+    "values in bf16": _variant("current", "*.value"),
+    "feed-forward in bf16": _variant("current", "*.mlp.*"),
 }
 """Parts of an 8-bit recipe, each product alone in FP8."""
 
