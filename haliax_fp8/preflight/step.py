@@ -1,5 +1,6 @@
 """preflight: compile a step for a device that need not be here, and read what it will run."""
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -49,7 +50,8 @@ def inspect_step(
         progress: Called with the name of each stage, such as `compiling the step`.
 
     Raises:
-        ValueError: If the target, the mesh or the shardings do not fit; errors of the step itself are not caught.
+        ValueError: If the arguments, the target, the mesh or the shardings do not fit. Errors of the step itself are
+            not caught.
         RuntimeError: If the target's compiler is not installed; the message has the command that installs it.
 
     Example:
@@ -60,6 +62,7 @@ def inspect_step(
     """
     say = progress or (lambda _: None)
     chosen = target_of(target)
+    _require_call(step_fn, args)
     given = {**_own_options(step_fn, args, chosen.device), **(compiler_options or {})}
     flags = XlaFlags.of_environment().with_options(given)
     its_mesh = make_mesh(chosen, devices, mesh)
@@ -83,6 +86,18 @@ def inspect_step(
     if other_setting and chosen.device.platform == "cuda":
         with_other_setting = lambda: program(step_fn, args, **{TRITON_PRODUCTS: not flags.triton_products})
     return PreflightReport(chosen, dict(its_mesh.shape), step, baseline, flags, with_other_setting)
+
+
+def _require_call(step_fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    try:
+        inspect.signature(step_fn).bind(*args)
+    except ValueError:  # Of a builtin: the call will say what is wrong.
+        return
+    except TypeError as error:
+        raise ValueError(
+            f"args has {len(args)} arguments, with which step_fn cannot be called: {error}. Give those of one step "
+            "behind it, inspect_step(step, model, state, batch); shapes will do, of eqx.filter_eval_shape"
+        ) from None
 
 
 def _own_options(step_fn: Callable[..., Any], args: tuple[Any, ...], device: Device) -> dict[str, Any]:

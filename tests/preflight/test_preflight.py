@@ -366,6 +366,10 @@ def test_progress_is_told():
 
 
 def test_unknown_targets_are_named():
+    with pytest.raises(
+        ValueError, match=r"args has 1 arguments, .*missing a required argument: 'x'. .*inspect_step\(step"
+    ):
+        inspect_step(lambda model, x: x, jnp.ones(2), target="local")
     with pytest.raises(ValueError, match=r"target='h1000' is unknown.*h100, h200"):
         inspect_step(lambda x: x, struct(4), target="h1000")
 
