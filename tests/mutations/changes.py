@@ -90,7 +90,7 @@ CHANGES = (
     Change(
         "blocks of a grouped product are divided among devices",
         "_product/grouped/divided.py",
-        "if others or sizes[factor] % count:",
+        "if others or count * block != sizes[factor]:",
         "if False:",
         ("test_experts.py::test_divided_products_are_whole_ones",),
     ),

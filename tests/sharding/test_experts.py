@@ -109,7 +109,8 @@ def test_under_automatic_axes(specs):
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), got[1:], expected[1:])
 
 
-# Shapes of data, and of scales: one for all, for each row or column of the product, for blocks of 8.
+# Shapes of data, and of scales: one for all, for each row or column of the product, for blocks of 8. Those that do not
+# fit have a shorter last one.
 OPERANDS = {
     "fprop": ((32, 16), (5, 16, 24)),
     "dgrad": ((32, 24), (5, 16, 24)),
@@ -119,19 +120,21 @@ SCALES = {
     "one": {name: ((1,) * len(a), (1,) * len(b)) for name, (a, b) in OPERANDS.items()},
     "rows": {"fprop": ((32, 1), (5, 1, 24)), "dgrad": ((32, 1), (5, 16, 1)), "wgrad": ((1, 16), (1, 24))},
     "blocks": {"fprop": ((32, 2), (5, 2, 3)), "dgrad": ((32, 3), (5, 2, 3)), "wgrad": ((4, 16), (4, 24))},
-    "blocks that do not fit": {"fprop": ((32, 2), (5, 2, 1)), "dgrad": ((32, 2), (5, 1, 2)), "wgrad": ((3, 1), (1, 2))},
+    "blocks that do not fit": {"fprop": ((2, 2), (5, 2, 1)), "dgrad": ((32, 2), (5, 1, 2)), "wgrad": ((2, 1), (1, 2))},
 }
 AXES = (None, "data", "model", ("data", "model"))
 
 
 def quantized(shape, scales, seed, uneven):
     rng = np.random.default_rng(seed)
-    block = tuple(
-        size // count if size % count == 0 and not uneven else -(-size // count)
-        for size, count in zip(shape, scales, strict=True)
-    )
+    block = [size // count for size, count in zip(shape, scales, strict=True)]
+    if uneven:
+        # 20 and 12 of 32 rows, 10 and 6 of 16 inputs, 16 and 8 of 24 outputs.
+        block = [
+            {32: 20, 16: 10, 24: 16}[n] if count == 2 else b for n, count, b in zip(shape, scales, block, strict=True)
+        ]
     data = jnp.asarray(rng.normal(size=shape), jnp.float8_e4m3fn)
-    return QuantizedArray(data, jnp.asarray(np.exp2(rng.integers(-2, 3, size=scales)), jnp.float32), block)
+    return QuantizedArray(data, jnp.asarray(np.exp2(rng.integers(-2, 3, size=scales)), jnp.float32), tuple(block))
 
 
 @pytest.mark.parametrize("scales", SCALES)

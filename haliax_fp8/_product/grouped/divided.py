@@ -109,20 +109,21 @@ class _Factors:
         members = tuple(f"member{i}" for i in range(batch))
         *data, out = ((*members, *factors) for factors in _DATA[product])
         a, b, group_sizes, scale = jax.tree.unflatten(structure, shapes)
-        sizes, counts = {"group": group_sizes[-1]}, {}
+        sizes, of_scales = {"group": group_sizes[-1]}, {}
         for x, factors in zip((a, b), data, strict=True):
             sizes |= dict(zip(factors, x.data, strict=True))
-            for factor, count in zip(factors, x.scale, strict=True):
-                counts.setdefault(factor, set()).update({count} - {1})
+            for place, (factor, count) in enumerate(zip(factors, x.scale, strict=True)):
+                block = sizes[factor] // count if x.block is None else x.block[place]
+                of_scales.setdefault(factor, set()).update({(count, block)} if count > 1 else ())
         blocks, whole = {}, {"group"}
-        for factor, found in counts.items():
-            if found <= {sizes[factor]}:
+        for factor, found in of_scales.items():
+            if found <= {(sizes[factor], 1)}:
                 continue
-            (count, *others) = found
-            if others or sizes[factor] % count:
+            ((count, block), *others) = found
+            if others or count * block != sizes[factor]:
                 whole.add(factor)
             else:
-                sizes[factor], blocks[factor] = count, sizes[factor] // count
+                sizes[factor], blocks[factor] = count, block
         leaves = []
         for name, x, factors in zip("ab", (a, b), data, strict=True):
             # A factor of its own where all have the same scale, or blocks do not fit.
