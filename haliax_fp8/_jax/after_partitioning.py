@@ -6,7 +6,7 @@ divided the program, it asks for what each device runs.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -37,6 +37,7 @@ def lower_after_partitioning(
     sizes: Any,
     partition: Partition,
     remedy: str,
+    of_blocks: Collection[int] = (),
 ) -> Any:
     """Lowers a function of arrays; in a program for several devices, after XLA has divided that.
 
@@ -50,6 +51,7 @@ def lower_after_partitioning(
         sizes: The sizes of factors that the rule does not show, and which are summed: its keyword arguments.
         partition: What each device computes of its parts.
         remedy: What else to do where it cannot be divided, for messages; completes "or ...".
+        of_blocks: Which operands have an element for each block of another, so that axes may be short.
 
     Raises:
         ValueError: Inside a `shard_map` over a part of the mesh, which XLA cannot divide further; where it is not known
@@ -89,7 +91,7 @@ def lower_after_partitioning(
     call.def_partition(partition=divided, sharding_rule=rule, **sizes)
 
     def on_whole_axes(*arrays: Array) -> Array:
-        return _evenly(axes.abstract_mesh, call(*[_evenly(axes.abstract_mesh, x) for x in arrays]))
+        return call(*[_evenly(axes.abstract_mesh, x) if i in of_blocks else x for i, x in enumerate(arrays)])
 
     return mlir.lower_fun(on_whole_axes, multiple_results=False)(context, *operands)
 

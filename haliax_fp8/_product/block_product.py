@@ -208,6 +208,7 @@ def _lowered(
         rule=divided.rule,
         sizes=divided.named,
         partition=divided.partition,
+        of_blocks=(1, 3),
         remedy="choose a recipe whose scales stay outside the sum, such as 'rowwise'",
     )
 

@@ -94,6 +94,8 @@ def _require_call(step_fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
     except ValueError:  # Of a builtin: the call will say what is wrong.
         return
     except TypeError as error:
+        if "missing" not in str(error):
+            return  # Python miscounts the parameters of some callables, such as a static `__call__`.
         raise ValueError(
             f"args has {len(args)} arguments, with which step_fn cannot be called: {error}. Give those of one step "
             "behind it, inspect_step(step, model, state, batch); shapes will do, of eqx.filter_eval_shape"
