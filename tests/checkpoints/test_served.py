@@ -300,6 +300,7 @@ def test_kernels_are_divided_as_the_weights_are(trained, x, layout, weights, tmp
     np.testing.assert_allclose(call(divided, x), call(whole, x), rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.more
 def test_experts_are_divided_as_their_weights_are(x, tmp_path):
     axes = hax.make_axes(experts=4, mlp=64)
     init = lambda: {"up": hnn.MoELinear.init(axes[0], In, axes[1], key=jax.random.key(0))}
