@@ -109,9 +109,8 @@ def _refuse(primals: Any, tangents: Any, **params: Any) -> Any:
 def on_one_device(function: Callable[..., Array], *arrays: Array) -> Array:
     """`function(*arrays)`, traced inside `shard_map` as if nothing differed among devices, and opaque to it.
 
-    Pallas' pipelines for Blackwell refuse references to what does, and its calls on TPUs results of which that is not
-    said. A kernel does not talk to other devices, so it need
-    not know; whoever calls this has to say that the result differs.
+    Pallas' pipelines for Blackwell refuse references to arrays that differ; on TPUs, its calls want to be told which
+    results do. A kernel does not talk to other devices, so it need not know; the caller marks the result as varying.
     """
     with config._check_vma(False):
         traced = jax.make_jaxpr(function)(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays))

@@ -242,7 +242,7 @@ def rows_of(shape: tuple[int, ...], spec: ServedProduct) -> int:
 def filled_product(
     input: QuantizedArray, kernel: QuantizedArray, extras: tuple[Array, ...], spec: ServedProduct, dtype: np.dtype
 ) -> Array:
-    """The product of an input that is filled up with rows of zeros, to `ROWS` of them at least.
+    """The product of an input padded with rows of zeros to at least `ROWS` rows.
 
     Args:
         input: The quantized input.

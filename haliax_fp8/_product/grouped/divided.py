@@ -212,7 +212,7 @@ def _lowered(context: Any, *operands: Any, work: OneDevice, structure: Any) -> A
         sizes=factors.named(work.product),
         partition=functools.partial(factors.partition, work, structure),
         of_blocks=(1, 3),
-        remedy="let XLA divide dense products, of every row and all groups, with Fp8Config(allow_dense_groups=True)",
+        remedy="leave these layers in high precision, with Fp8Config(exclude=...)",
     )
 
 

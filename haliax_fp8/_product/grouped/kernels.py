@@ -8,6 +8,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int, Int32
 
+from ..._jax.mesh_axes import automatic_axes
 from ..._numerics.quantized_array import QuantizedArray
 from ...devices.device import Device
 from ...devices.grouped import BLOCK, GroupedKernels
@@ -33,7 +34,7 @@ def kernels_for(recipe: Recipe, *, allow_dense: bool) -> GroupedKernels:
     support = supported_in_groups(recipe, Device.current())
     kernels = GroupedKernels.of(support.device)
     if support.outcome != "refused" and kernels is not None:
-        return kernels
+        return GroupedKernels.XLA if allow_dense and _is_divided_by_xla(kernels) else kernels
     if not allow_dense:
         raise ValueError(
             f"a grouped product with the recipe {recipe} cannot run in FP8: {support.reason}. Choose another recipe; "
@@ -41,6 +42,12 @@ def kernels_for(recipe: Recipe, *, allow_dense: bool) -> GroupedKernels:
             "the kernels of all groups, with Fp8Config(allow_dense_groups=True)"
         )
     return GroupedKernels.XLA
+
+
+def _is_divided_by_xla(kernels: GroupedKernels) -> bool:
+    """Whether XLA divides work inside a `shard_map` over a part of the mesh; on TPUs it has no dense product in FP8."""
+    is_manual = bool(jax.sharding.get_abstract_mesh().manual_axes)
+    return is_manual and bool(automatic_axes()) and kernels is not GroupedKernels.TPU
 
 
 def takes(a: QuantizedArray, b: QuantizedArray) -> bool:

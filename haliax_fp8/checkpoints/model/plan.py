@@ -73,7 +73,7 @@ class Choices:
 
     Args:
         names: From the model's names to the checkpoint's.
-        dtype: In which the model computes, and in which what is not quantized is written; None keeps each array's own.
+        dtype: The dtype the model computes in, also of arrays that are not quantized. None keeps each array's own.
         bf16_scales: Whether scales are rounded up to what bfloat16 holds.
         training_scales: Whether kernels get the scales of the next step of training, where a layout can have them.
         targets: The layers to quantize; None for those that are in FP8 in training, or all if none is.
