@@ -17,6 +17,7 @@ from ..layers.quantized_kernels import without_kernel_copies
 from .gradients import filter_value_and_grad
 from .keys import with_rounding_keys
 from .loss import loss_and_aux, scalar_loss
+from .reduction import ReduceOnce
 from .updates import accumulate_gradients, common_dtype, partition_for_grad_overwrite, trainable
 
 
@@ -38,12 +39,16 @@ class StepInput(eqx.Module):
         """Whether the step runs inside `jit`."""
         return any(isinstance(x, Tracer) for x in jax.tree.leaves(self))
 
-    def split(self, count: int) -> tuple["StepInput", "StepInput"]:
-        """The arrays of all microbatches, along a new first axis; and what they share."""
+    def split(self, count: int, part: Callable[[Array], Array]) -> tuple["StepInput", "StepInput"]:
+        """The arrays of all parts, along a new first axis; and what they share.
+
+        Args:
+            count: The number of parts.
+            part: Splits one array.
+        """
         arrays, shared = eqx.partition(self.batch, eqx.is_array)
         keys = [None if key is None else jax.random.split(key, count) for key in (self.key, self.loss_key)]
-        arrays = jax.tree.map(lambda x: _parts(x, count), arrays)
-        return StepInput(arrays, *keys), StepInput(shared, None, None)
+        return StepInput(jax.tree.map(part, arrays), *keys), StepInput(shared, None, None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,9 +56,9 @@ class BatchGradients:
     """What a step computes of its batch.
 
     Args:
-        loss: The mean over microbatches.
-        aux: The auxiliary results; None without. Of several microbatches, arrays have one more axis in front.
-        overwrites: The part of the gradients that replaces state: the maximum over microbatches.
+        loss: The mean over parts: microbatches, and devices if gradients are reduced once.
+        aux: The auxiliary results; None without. Of several parts, arrays have one more axis in front.
+        overwrites: The part of the gradients that replaces state: the maximum over parts.
         gradients: The others: the mean.
     """
 
@@ -64,7 +69,13 @@ class BatchGradients:
 
 
 def gradients_of_batch(
-    loss_fn: Callable[..., Any], model: Any, given: StepInput, count: int, *, has_aux: bool
+    loss_fn: Callable[..., Any],
+    model: Any,
+    given: StepInput,
+    count: int,
+    *,
+    reduction: ReduceOnce | None,
+    has_aux: bool,
 ) -> BatchGradients:
     """Loss and gradients.
 
@@ -73,6 +84,7 @@ def gradients_of_batch(
         model: The model as the loss gets it.
         given: The batch and the keys.
         count: Into how many microbatches it is split.
+        reduction: How gradients are reduced over devices; None leaves it to XLA.
         has_aux: Whether the loss also returns auxiliary results.
     """
 
@@ -83,30 +95,42 @@ def gradients_of_batch(
         return loss_and_aux(returned) if has_aux else (scalar_loss(returned), None)
 
     value_and_grad = filter_value_and_grad(of_one, has_aux=True)
-    if count == 1:
+    if count == 1 and reduction is None:
         (loss, aux), gradients = value_and_grad(model, given)
         return BatchGradients(loss, aux, *partition_for_grad_overwrite(gradients))
 
-    arrays, shared = given.split(count)
-
-    def microbatch(arrays: StepInput) -> tuple[Array, Any, Any]:
-        (loss, aux), gradients = value_and_grad(model, eqx.combine(arrays, shared))
+    def microbatch(given: StepInput) -> tuple[Array, Any, Any]:
+        if reduction is None:
+            (loss, aux), gradients = value_and_grad(model, given)
+        else:
+            arrays, shared = given.split(reduction.parts(), reduction.split)
+            each = lambda part: value_and_grad(model, eqx.combine(part, shared))
+            (loss, aux), gradients = reduction.of_each(each, arrays)
         # Sums of bfloat16 gradients stop growing after a few hundred terms.
-        return loss, aux, jax.tree.map(lambda g: g.astype(common_dtype(g.dtype, np.dtype(np.float32))), gradients)
+        wide = jax.tree.map(lambda g: g.astype(common_dtype(g.dtype, np.dtype(np.float32))), gradients)
+        return loss, aux, wide if reduction is None else jax.tree.map(reduction.apart, wide)
 
-    def accumulate(carry: tuple[Array, Any], arrays: StepInput) -> tuple[tuple[Array, Any], list[Array]]:
-        loss, aux, gradients = microbatch(arrays)
-        return (carry[0] + loss, accumulate_gradients(carry[1], gradients)), jax.tree.leaves(
-            eqx.filter(aux, eqx.is_array)
-        )
+    if count == 1:
+        loss, aux, gradients = microbatch(given)
+        others = None
+    else:
+        arrays, shared = given.split(count, lambda x: _parts(x, count))
 
-    loss, aux, gradients = microbatch(jax.tree.map(lambda x: x[0], arrays))
-    (loss, gradients), others = jax.lax.scan(accumulate, (loss, gradients), jax.tree.map(lambda x: x[1:], arrays))
+        def accumulate(carry: tuple[Array, Any], arrays: StepInput) -> tuple[tuple[Array, Any], list[Array]]:
+            loss, aux, gradients = microbatch(eqx.combine(arrays, shared))
+            return (carry[0] + loss, accumulate_gradients(carry[1], gradients)), jax.tree.leaves(
+                eqx.filter(aux, eqx.is_array)
+            )
+
+        loss, aux, gradients = microbatch(eqx.combine(jax.tree.map(lambda x: x[0], arrays), shared))
+        (loss, gradients), others = jax.lax.scan(accumulate, (loss, gradients), jax.tree.map(lambda x: x[1:], arrays))
+    if reduction is not None:
+        loss, gradients = loss.mean(), reduction.over_devices(gradients)
     overwrites, gradients = partition_for_grad_overwrite(gradients)
     gradients = jax.tree.map(
         lambda g, p: (g / count).astype(p.dtype), gradients, trainable(without_kernel_copies(model))
     )
-    return BatchGradients(loss / count, _stacked(aux, others), overwrites, gradients)
+    return BatchGradients(loss / count, _stacked(aux, others, reduction is not None), overwrites, gradients)
 
 
 def _parts(x: Array, count: int) -> Array:
@@ -122,15 +146,25 @@ def _parts(x: Array, count: int) -> Array:
     return whole_in_front(jnp.swapaxes(x.reshape(x.shape[0] // count, count, *x.shape[1:]), 0, 1))
 
 
-def _stacked(first: Any, others: list[Array]) -> Any:
-    """Auxiliary results of all microbatches: those of the first, and of the others along an axis in front."""
-    remaining = iter(others)
+def _stacked(first: Any, others: list[Array] | None, is_stacked: bool) -> Any:
+    """Auxiliary results of all parts, along an axis in front.
+
+    Args:
+        first: Those of the first microbatch.
+        others: Those of the others, leaf by leaf along an axis in front; None if there are none.
+        is_stacked: Whether each microbatch has an axis in front already, of devices.
+    """
+    remaining = None if others is None else iter(others)
 
     def stack(node: Any) -> Any:
         is_named = isinstance(node, hax.NamedArray)
         if not is_named and not eqx.is_array(node):
             return node
-        array = jnp.concatenate([(node.array if is_named else node)[None], next(remaining)])
+        array = node.array if is_named else node
+        array = array if is_stacked else array[None]
+        if remaining is not None:
+            more = next(remaining)
+            array = jnp.concatenate([array, more.reshape(-1, *more.shape[2:]) if is_stacked else more])
         return hax.named(array, (hax.Axis("microbatch", array.shape[0]), *node.axes)) if is_named else array
 
     return jax.tree.map(stack, first, is_leaf=lambda node: isinstance(node, hax.NamedArray))

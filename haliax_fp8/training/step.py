@@ -26,6 +26,7 @@ from .calibration import recorded
 from .kernel_quantization import KernelQuantization, as_kernel_quantization
 from .microbatches import BatchGradients, StepInput, gradients_of_batch
 from .monitor import AbstractMonitor, CountedState, counted
+from .reduction import ReduceOnce, require_reduction
 from .step_arguments import require_call, require_choices, require_loss_and_optimizer, require_order, require_state_of
 from .updates import apply_updates, trainable
 
@@ -56,6 +57,8 @@ class TrainStep(eqx.Module):
             with them, such as the model before conversion, becomes unusable after the step.
         quantize_kernels: Whether each microbatch quantizes the kernels, or the step does it `"once"` for all of them;
             with `"gathered_once"` it also gathers them once, for devices that each hold a part.
+        reduce_gradients: `ReduceOnce(over="data")` adds up gradients on each device, and over devices once per step, in
+            the dtype that it names. None leaves it to XLA, which reduces in each microbatch, in the products' dtype.
         rules: Those of `Fp8Config(rules=...)` that the model was converted with, to find the kernels of your own layer
             classes.
         has_aux: Whether `loss_fn` returns `(loss, aux)`, as in `eqx.filter_value_and_grad`. `aux`, any tree, is then
@@ -89,6 +92,7 @@ class TrainStep(eqx.Module):
     quantize_kernels: KernelQuantization | str = eqx.field(
         default=KernelQuantization.IN_EACH_MICROBATCH, static=True, converter=as_kernel_quantization
     )
+    reduce_gradients: ReduceOnce | None = eqx.field(default=None, static=True)
     rules: tuple[LayerRule, ...] = eqx.field(default=default_rules, static=True)
     has_aux: bool = eqx.field(default=False, static=True)
     monitor: AbstractMonitor | None = eqx.field(default=None, static=True)
@@ -96,6 +100,7 @@ class TrainStep(eqx.Module):
     def __check_init__(self) -> None:
         require_loss_and_optimizer(self.loss_fn, self.optimizer)
         require_choices(microbatches=self.microbatches, donate=self.donate, has_aux=self.has_aux, monitor=self.monitor)
+        require_reduction(self.reduce_gradients)
         # Raises unless they are rules.
         Fp8Config(rules=self.rules)
 
@@ -247,7 +252,9 @@ def _gradients(step: TrainStep, given: StepInput, model: Any) -> tuple[BatchGrad
     if step.quantize_kernels is not KernelQuantization.IN_EACH_MICROBATCH:
         gather = step.quantize_kernels is KernelQuantization.GATHERED_ONCE
         evaluated = quantize_kernels(evaluated, Fp8Config(rules=step.rules), gather=gather)
-    found = gradients_of_batch(step.loss_fn, evaluated, given, step.microbatches, has_aux=step.has_aux)
+    found = gradients_of_batch(
+        step.loss_fn, evaluated, given, step.microbatches, reduction=step.reduce_gradients, has_aux=step.has_aux
+    )
     if step.monitor is None:
         return found, None
     without = lambda tree: step.monitor.without_measurements(tree, model)  # pyright: ignore[reportOptionalMemberAccess]
