@@ -33,6 +33,7 @@ from haliax_fp8.memory import KernelResidual
 from haliax_fp8.preflight import inspect_step
 from haliax_fp8.preflight.hlo.sites import entry_sites, kernels
 from haliax_fp8.preflight.hlo.text import Shape, parse_hlo
+from haliax_fp8.training import ReduceOnce
 
 
 BF16 = jnp.dtype(jnp.bfloat16)
@@ -163,6 +164,7 @@ class Case:
 
 
 MICROBATCHES = {"microbatches": 4}
+GATHERED_ONCE = {**MICROBATCHES, "quantize_kernels": "gathered_once"}
 MERGED = {"xla_gpu_experimental_collective_cse_distance_threshold": 1_000_000}
 """Of XLA: gathers of equal data are one, however far apart."""
 
@@ -186,7 +188,13 @@ CASES = {
     "MLP, 4 microbatches, bf16": Case(recipe=None, mlp=True, step=MICROBATCHES),
     "MLP, 4 microbatches": Case(mlp=True, step=MICROBATCHES),
     "MLP, kernels quantized once": Case(mlp=True, step={**MICROBATCHES, "quantize_kernels": "once"}),
-    "MLP, kernels gathered once": Case(mlp=True, step={**MICROBATCHES, "quantize_kernels": "gathered_once"}),
+    "MLP, kernels gathered once": Case(mlp=True, step=GATHERED_ONCE),
+    "MLP, gradients reduced once, in float32": Case(
+        mlp=True, step={**MICROBATCHES, "reduce_gradients": ReduceOnce("data")}
+    ),
+    "MLP, kernels gathered and gradients reduced once, in bf16": Case(
+        mlp=True, step={**GATHERED_ONCE, "reduce_gradients": ReduceOnce("data", BF16)}
+    ),
 }
 """By name."""
 

@@ -165,6 +165,6 @@ def _stacked(first: Any, others: list[Array] | None, is_stacked: bool) -> Any:
         if remaining is not None:
             more = next(remaining)
             array = jnp.concatenate([array, more.reshape(-1, *more.shape[2:]) if is_stacked else more])
-        return hax.named(array, (hax.Axis("microbatch", array.shape[0]), *node.axes)) if is_named else array
+        return hax.named(array, ("microbatch", *node.axis_names)) if is_named else array
 
     return jax.tree.map(stack, first, is_leaf=lambda node: isinstance(node, hax.NamedArray))

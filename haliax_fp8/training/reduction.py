@@ -24,16 +24,17 @@ from .._state.marker import OverwriteWithGradient
 class ReduceOnce:
     """Gradients are added up on each device, and over devices once per step, in a dtype of your choice.
 
-    By default XLA reduces the gradients of every microbatch, in the dtype of the products, as that is where it divides
-    them. With this choice each device takes the gradients of its own rows, adds them up in float32 over the
-    microbatches, and all devices reduce the sums: a weight's gradient travels once per step.
+    By default XLA reduces the gradients of every microbatch, in the dtype of the products. With this choice each device
+    takes the gradients of its own rows and adds them up in float32 over the microbatches; then all devices reduce these
+    sums. A weight's gradient travels once per step, and is never rounded before it travels.
 
-    Until then every device holds a whole gradient in float32, four bytes for each weight that the other mesh axes do not
-    divide. For FSDP that can be more than everything else on the device; see `docs/traffic.md`.
+    Until then every device holds a whole gradient in float32: four bytes for each weight that the other mesh axes do
+    not divide. Under FSDP that can be more than all else on the device; see `docs/traffic.md`.
 
-    A device's rows count as a microbatch of their own: the loss is the mean of the devices' losses, scales that recipes
-    take from an operand (`current`, `nvfp4`) are those of the device's part, keys for the loss are split once more, and
-    `aux` has an entry for each part. Haliax's axis mapping has the mesh axes of `over` taken out inside the loss.
+    The rows of a device count as a microbatch of their own. The loss is the mean over devices, `current` and `nvfp4`
+    take the scale of the device's rows alone, random keys are split for devices too, and arrays in `aux` have an entry
+    for each microbatch and device. Kernels are quantized once per step, as with `quantize_kernels="once"`. Inside the
+    loss, Haliax's axis mapping leaves out the mesh axes of `over`.
 
     Args:
         over: The mesh axis, or axes, over which the rows of the batch are divided: "data", or ("replica", "data").
@@ -66,7 +67,9 @@ class ReduceOnce:
         except TypeError:
             dtype = np.dtype(np.int8)
         if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize < 2:
-            raise ValueError(f"dtype={self.dtype!r} must be a floating-point dtype, such as jnp.float32 or jnp.bfloat16")
+            raise ValueError(
+                f"dtype={self.dtype!r} must be a floating-point dtype, such as jnp.float32 or jnp.bfloat16"
+            )
         object.__setattr__(self, "dtype", dtype)
 
     @property
@@ -84,8 +87,8 @@ class ReduceOnce:
         if not automatic_mesh():
             raise ValueError(
                 f"reduce_gradients=ReduceOnce(over={self.over!r}) needs a mesh with automatic axes: set it where the "
-                "step is called, jax.set_mesh(mesh), with axis_types=AxisType.Auto for all axes; on one device there is "
-                "nothing to reduce"
+                "step is called, jax.set_mesh(mesh), with axis_types=AxisType.Auto for all axes; on one device there "
+                "is nothing to reduce"
             )
         for axis in self.axes:
             if axis not in mesh.shape:
@@ -111,8 +114,19 @@ class ReduceOnce:
 
     def of_each(self, function: Callable[..., Any], parts: Any) -> Any:
         """The results of a function for each device's part, along a new first axis."""
-        with self._mapping():
-            return eqx.filter_vmap(function, spmd_axis_name=self.axes)(parts)
+        # `jax.vmap` takes it, but Equinox's types do not declare it.
+        for_jax: dict[str, Any] = {"spmd_axis_name": self.axes}
+        try:
+            with self._mapping():
+                return eqx.filter_vmap(function, **for_jax)(parts)
+        except ValueError as error:
+            if "spmd_axis_name" not in str(error):
+                raise
+            raise ValueError(
+                f"loss_fn divides an array over the mesh axes of reduce_gradients=ReduceOnce(over={self.over!r}), but "
+                "in it every device has its own rows. Leave these axes out of its sharding constraints; those that follow "
+                "from Haliax's axis mapping leave them out already"
+            ) from error
 
     def over_devices[T](self, gradients: T) -> T:
         """Mean gradients, and the maximum of state, over the first axis, of the devices' parts."""
@@ -148,8 +162,8 @@ def require_reduction(value: Any) -> None:
     """
     if value is not None and not isinstance(value, ReduceOnce):
         raise ValueError(
-            f"reduce_gradients={value!r} must be None or haliax_fp8.training.ReduceOnce(over=...), with the mesh axis over "
-            "which the rows of the batch are divided"
+            f"reduce_gradients={value!r} must be None or haliax_fp8.training.ReduceOnce(over=...), with the mesh axis "
+            "over which the rows of the batch are divided"
         )
 
 

@@ -249,7 +249,9 @@ def _overwrites(kept: tuple[TrainStep, StepInput], model: Any) -> Any:
 def _gradients(step: TrainStep, given: StepInput, model: Any) -> tuple[BatchGradients, Any]:
     """What a step computes of its batch; and what its monitor measured."""
     evaluated = model if step.monitor is None else step.monitor.measuring(model, step.rules)
-    if step.quantize_kernels is not KernelQuantization.IN_EACH_MICROBATCH:
+    # Where devices' parts are mapped, each would quantize a kernel whole, and XLA gather it before.
+    once = step.quantize_kernels is not KernelQuantization.IN_EACH_MICROBATCH or step.reduce_gradients is not None
+    if once:
         gather = step.quantize_kernels is KernelQuantization.GATHERED_ONCE
         evaluated = quantize_kernels(evaluated, Fp8Config(rules=step.rules), gather=gather)
     found = gradients_of_batch(

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 from haliax_fp8 import (
     apply_updates,
@@ -96,3 +97,39 @@ def test_other_parameters_are_refused():
         host.update({"b": jnp.ones(2)}, state, {"b": jnp.ones(2)})
     with pytest.raises(ValueError, match="params hold no arrays; give trainable"):
         host.init({})
+
+
+@pytest.mark.more
+def test_masters_stay_divided_over_devices():
+    """In the host's memory of the device that has their parameter; the numbers of one device, but for fusions."""
+    model = cast_params(hnn.Stacked.init(Layers, Block)(jax.random.split(jax.random.key(0), 3)), jnp.bfloat16)
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    host = HostOptimizer(optax.adamw(1e-2))
+    gradients = jax.tree.map(lambda p: jnp.cos(100.0 * p.astype(jnp.float32)).astype(p.dtype), trainable(model))
+
+    @eqx.filter_jit(donate="all-except-first")
+    def step(gradients, params, state):
+        return host.update(gradients, state, params)
+
+    def put(node):
+        spec = P(*("data" if name == "embed" else None for name in node.axis_names))
+        return jax.device_put(node, NamedSharding(mesh, spec))
+
+    found = []
+    for place in (lambda node: node, put):
+        params, of_params = (
+            jax.tree.map(place, tree, is_leaf=lambda node: isinstance(node, hax.NamedArray))
+            for tree in (jax.tree.map(jnp.copy, trainable(model)), gradients)
+        )
+        with jax.numpy_dtype_promotion("standard"):  # which optax needs
+            state = host.init(params)
+            for _ in range(2):
+                params, state = step(of_params, params, state)
+        found.append((params, state))
+    master = found[1][1].masters[3]["stacked.linear.weight"]
+    assert master.sharding.memory_kind == "pinned_host"
+    assert master.sharding.shard_shape(master.shape) == (3, 16, 4)
+    moment = found[1][1].optimizer[3][0].nu["stacked.linear.weight"]
+    assert moment.sharding.memory_kind == "pinned_host" and moment.sharding.shard_shape(moment.shape) == (3, 16, 4)
+    for one, several in zip(*(jax.tree.leaves(state) for _, state in found), strict=True):
+        np.testing.assert_allclose(np.asarray(several), np.asarray(one), rtol=2.0**-20)

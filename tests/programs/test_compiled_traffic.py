@@ -44,6 +44,19 @@ def test_amaxes_of_all_kernels_are_one_reduction(name, target):
         assert row(CASES[name], target, TINY)["reductions"] == 2 * 8 + 1 + 1
 
 
+@pytest.mark.parametrize("name, target", on(["reduced once, in float32", "reduced once, in bf16"], ["h100"]))
+def test_gradients_travel_once(name, target):
+    """With four microbatches, in the dtype asked for: a quarter of bf16's bytes, or half in float32."""
+    (case,) = (case for known, case in CASES.items() if known.endswith(name))
+    with jax.numpy_dtype_promotion("standard"):
+        found = row(case, target, TINY)
+    assert found["scattered"] == pytest.approx((4 if "float32" in name else 2) * OF_MLP, rel=0.02)
+    assert found["gathered_wider"] <= 0.02 * OF_MLP
+    # One of the amaxes, one of the loss, and one of the gradients' norm.
+    assert found["reductions"] <= 3
+    assert found["fp8_flops"] == 1.0
+
+
 # A whole activation between layers, in bfloat16, of devices that divide features.
 ACTIVATION = 2 * TINY.tokens * TINY.config.hidden
 LIMITS = {

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from helpers import unchecked
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import haliax_fp8 as fp8
@@ -98,7 +99,10 @@ def states(model):
 
 @pytest.mark.parametrize("microbatches", (1, pytest.param(2, marks=pytest.mark.more)))
 @pytest.mark.parametrize("recipe", ("delayed", pytest.param("current", marks=pytest.mark.more)))
-@pytest.mark.parametrize("layout", ("sharded and features", *(pytest.param(x, marks=pytest.mark.more) for x in ("data", "sharded", "over both"))))
+@pytest.mark.parametrize(
+    "layout",
+    ("sharded and features", *(pytest.param(x, marks=pytest.mark.more) for x in ("data", "sharded", "over both"))),
+)
 def test_a_step_is_that_of_the_parts(layout, recipe, microbatches):
     parameters, activations, over = LAYOUTS[layout]
     devices = int(np.prod([MESH.shape[axis] for axis in ((over,) if isinstance(over, str) else over)]))
@@ -118,3 +122,106 @@ def test_a_step_is_that_of_the_parts(layout, recipe, microbatches):
         assert error < 5e-3, a.shape
     for a, b in zip(states(found), states(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=2 * 2**-23)
+
+
+def test_gradients_travel_in_the_dtype_asked_for():
+    """What devices add up was rounded to it, and the sum too; state is exact."""
+    model = fp8.fp8_linear_layers(Net.init(), recipe="delayed")
+    x, target = batch(1)
+    _, _, gradients = expected_step(model, x, target, 2, 2)
+    found = {}
+    for dtype in (jnp.float32, jnp.bfloat16):
+        reduction = ReduceOnce(over="data", dtype=dtype)
+        step = fp8.TrainStep(loss_fn, optax.sgd(1.0), microbatches=2, reduce_gradients=reduction)
+        with jax.set_mesh(MESH), hax.axis_mapping(DATA):
+            found[dtype], _, _ = step(model, step.init(model), x, target)
+    exact, rounded = (np.asarray(model.last.weight - new.last.weight) for new in found.values())
+    norm = np.linalg.norm(np.asarray(gradients.last.weight))
+    assert np.linalg.norm(exact - np.asarray(gradients.last.weight)) < 1e-5 * norm
+    # Three roundings to 8 bits, of at most 2^-9 each; not fewer than one.
+    assert 2.0**-12 * norm < np.linalg.norm(rounded - exact) < 3 * 2.0**-9 * norm
+    for a, b in zip(*map(states, found.values()), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_auxiliary_results_and_keys_of_each_part():
+    """In the order of microbatches, then devices; no two parts draw the same numbers."""
+    model, (x, target) = Net.init(), batch(1)
+
+    def loss(model, x, target, *, key):
+        noise = jax.random.uniform(key)
+        return loss_fn(model, x, target), {"noise": noise, "rows": x.array[:, 0, 0], "named": x["position", 0]}
+
+    step = fp8.TrainStep(
+        loss, optax.sgd(RATE), microbatches=2, has_aux=True, reduce_gradients=ReduceOnce(over=("data",))
+    )
+    with jax.set_mesh(MESH):
+        _, _, metrics = step(model, step.init(model), x, target, loss_key=jax.random.key(0))
+    aux = metrics["aux"]
+    assert len(set(aux["noise"].tolist())) == 4
+    expected = [part.array[:, 0, 0] for part, _ in parts_of(x, target, 2, 2)]
+    np.testing.assert_array_equal(aux["rows"], np.stack(expected))
+    assert aux["named"].axes[0] == hax.Axis("microbatch", 4)
+    np.testing.assert_array_equal(aux["named"]["embed", 0].array, np.stack(expected))
+
+
+def test_haliaxs_own_state():
+    """States that accumulate in their own way are combined in that way."""
+    from haliax.quantization import Fp8DotGeneralOp
+
+    model = Net.init()
+    up = dataclasses.replace(model.up, dot_general=Fp8DotGeneralOp.init(16))
+    model = dataclasses.replace(model, up=up)
+    x, target = batch(1)
+    with jax.numpy_dtype_promotion("standard"):
+        step = fp8.TrainStep(loss_fn, optax.sgd(RATE), reduce_gradients=ReduceOnce(over="data"))
+        with jax.set_mesh(MESH), hax.axis_mapping(DATA):
+            found, _, _ = step(model, step.init(model), x, target)
+    amax = float(jnp.abs(x.array).max())
+    assert float(found.up.dot_general.input_amax_history.max()) == amax
+
+
+@pytest.mark.parametrize(
+    "wrong, match",
+    (
+        ({"over": ()}, "over=\\(\\) must be the name of a mesh axis"),
+        ({"over": 3}, "over=3 must be the name of a mesh axis"),
+        ({"over": "data", "dtype": jnp.int32}, "dtype=.*int32.* must be a floating-point dtype"),
+        ({"over": "data", "dtype": jnp.float8_e4m3fn}, "must be a floating-point dtype"),
+        ({"over": "data", "dtype": "fast"}, "dtype='fast' must be a floating-point dtype"),
+    ),
+)
+def test_bad_choices_are_named(wrong, match):
+    with unchecked(), pytest.raises(ValueError, match=match):
+        ReduceOnce(**wrong)
+
+
+def test_bad_steps_are_named():
+    model, (x, target) = Net.init(), batch(1)
+
+    def run(loss=loss_fn, x=x, **choice):
+        step = fp8.TrainStep(loss, optax.sgd(RATE), reduce_gradients=ReduceOnce(**choice))
+        step(model, step.init(model), x, target)
+
+    with (
+        unchecked(),
+        pytest.raises(ValueError, match="reduce_gradients='once' must be None or haliax_fp8.training.ReduceOnce"),
+    ):
+        fp8.TrainStep(loss_fn, optax.sgd(RATE), reduce_gradients="once")
+    with pytest.raises(ValueError, match="needs a mesh with automatic axes: set it where the step is called"):
+        run(over="data")
+    explicit = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(explicit), pytest.raises(ValueError, match="needs a mesh with automatic axes"):
+        run(over="data")
+    with jax.set_mesh(MESH):
+        with pytest.raises(ValueError, match="over='fsdp' is not an axis of the mesh, which has 'data', 'model'"):
+            run(over="fsdp")
+        odd = x["batch", : Batch.size - 1]
+        with pytest.raises(ValueError, match="2 devices do not divide the leading axis of a batch array of shape"):
+            run(over="data", x=odd)
+
+        def divided(model, x, target):
+            return loss_fn(model, hax.named(jax.lax.with_sharding_constraint(x.array, P("data")), x.axes), target)
+
+        with pytest.raises(ValueError, match="loss_fn divides an array over the mesh axes of reduce_gradients"):
+            run(loss=divided, over="data")
