@@ -124,8 +124,8 @@ class ReduceOnce:
                 raise
             raise ValueError(
                 f"loss_fn divides an array over the mesh axes of reduce_gradients=ReduceOnce(over={self.over!r}), but "
-                "in it every device has its own rows. Leave these axes out of its sharding constraints; those that follow "
-                "from Haliax's axis mapping leave them out already"
+                "in it every device has its own rows. Leave these axes out of its sharding constraints; those that "
+                "follow from Haliax's axis mapping leave them out already"
             ) from error
 
     def over_devices[T](self, gradients: T) -> T:
