@@ -68,7 +68,8 @@ class OpState(OverwriteWithGradient):
     @property
     def scale(self) -> Array:
         """The scales that the next use takes, `[*stack, operand]`; NaN where anything but their update changed them."""
-        scale, guard = self.table.array[..., 0], self.table.array[..., -1]
+        table = to_float32(self.array)
+        scale, guard = table[..., 0], table[..., -1]
         return jnp.where(is_own(scale, guard), scale, jnp.nan)
 
     @property

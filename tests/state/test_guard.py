@@ -13,6 +13,7 @@ from jax import lax
 import haliax_fp8 as fp8
 from haliax_fp8._state.guard import checked, guard_of, is_changed
 from haliax_fp8._state.table import scales_in
+from haliax_fp8.layers.own_state import is_changed as is_state_changed
 
 
 X = jax.random.normal(jax.random.key(1), (16, 8))
@@ -88,6 +89,24 @@ def test_a_state_that_was_rounded_with_its_model_passes(dtype):
     normal = (SCALES > float(info.smallest_normal)) & (SCALES < 0.9 * float(info.max))
     scale, guard = (x[normal].astype(dtype).astype(np.float32) for x in (SCALES, guard))
     assert not is_changed(scale, guard)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_a_model_that_was_cast_whole_tells_its_scales(dtype):
+    """As Levanter's mixed precision casts it, inside and outside the loss."""
+    layer = eqx.nn.Linear(4, 4, key=jax.random.key(0))
+    op = fp8.fp8_linear_layers(layer, recipe="delayed").dot_general
+    op = eqx.tree_at(lambda op: op.state, op, op.state.with_scale(jnp.array([0.5, 3.0, 0.0117])))
+    cast = jax.tree.map(lambda x: x.astype(dtype), op)
+    for operand, scale in (("input", 0.5), ("kernel", 3.0), ("output_grad", 0.0117)):
+        found = cast.scale(operand)
+        assert found.dtype == jnp.float32
+        np.testing.assert_allclose(found, scale, rtol=2.0**-8)
+    assert not is_state_changed(cast.state)
+    # A scale that something else changed is not made to look right by that.
+    wrong = eqx.tree_at(lambda op: op.state.table.array, cast, cast.state.table.array.at[..., 0].multiply(2))
+    assert np.isnan(wrong.scale("kernel"))
+    assert is_state_changed(wrong.state)
 
 
 CHANGES = {
