@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -68,19 +68,23 @@ def filter_value_and_grad(function: Callable[..., Any], *, has_aux: bool = False
     """
 
     def in_a_way(way: Way, model: Any, *args: Any, **kwargs: Any) -> tuple[Any, int]:
-        differentiated, rest = eqx.partition(_recording(model, way), _is_differentiated)
+        states = _Nodes.of(model, _is_op_state)
+        records = [] if way.tables else record_states(states.nodes, inexact=way.inexact)
+        recording = model if way.tables else states.replaced(records)
+        differentiated, rest = eqx.partition(recording, _is_differentiated)
         reached = Reached()
 
         def of(differentiated: Any) -> Any:
-            # Records have the element type already; other state may not.
-            whole = with_max_gradients(eqx.combine(_noticed(differentiated, reached), rest))
-            return function(whole, *args, **kwargs)
+            return function(_accumulating(eqx.combine(differentiated, rest), reached), *args, **kwargs)
 
         # To JAX, `fp32_max_grad` is as little a float as an integer is.
         value, gradients = jax.value_and_grad(of, has_aux=has_aux, allow_int=True)(differentiated)
         gradients = without_kernel_copies(gradients)
-        unreached = len(_records(differentiated)) - len(reached.places)
-        return (value, gradients if way.tables else _completed(model, gradients)), unreached
+        if way.tables:
+            return (value, gradients), 0
+        measured = _Nodes.of(gradients, _is_record)
+        completed = measured.replaced(complete_states(states.nodes, measured.nodes))
+        return (value, completed), len(records) - len(reached.places)
 
     def take(model: Any, *args: Any, **kwargs: Any) -> Any:
         return first_that_works(in_a_way, model, *args, **kwargs)
@@ -93,38 +97,29 @@ def _is_differentiated(leaf: Any) -> bool:
     return eqx.is_inexact_array(leaf) or is_max_grad(leaf)
 
 
-def _recording(model: Any, way: Way) -> Any:
-    """The model with ops that record instead of updating their state."""
-    if way.tables:
-        return model
-    records = iter(record_states(_states(model), inexact=way.inexact))
-    return jax.tree.map(lambda node: next(records) if _is_op_state(node) else node, model, is_leaf=_is_op_state)
+@dataclasses.dataclass(frozen=True)
+class _Nodes:
+    """The nodes of one kind in a tree, and the tree around them."""
 
+    leaves: list[Any]
+    places: list[int]
+    structure: Any
 
-def _states(model: Any) -> list[OpState]:
-    return [node for node in jax.tree.leaves(model, is_leaf=_is_op_state) if _is_op_state(node)]
+    @staticmethod
+    def of(tree: Any, is_one: Callable[[Any], bool]) -> "_Nodes":
+        leaves, structure = jax.tree.flatten(tree, is_leaf=is_one)
+        return _Nodes(leaves, [i for i, leaf in enumerate(leaves) if is_one(leaf)], structure)
 
+    @property
+    def nodes(self) -> list[Any]:
+        return [self.leaves[i] for i in self.places]
 
-def _noticed(differentiated: Any, reached: Reached) -> Any:
-    """The arguments of a differentiated function, whose records notice whether they get a gradient."""
-    places = itertools.count()
-
-    def of(record: OpRecord) -> OpRecord:
-        place = next(places)
-        table = jax.tree.map(lambda x: noticed(x, place, reached), record.table)
-        return dataclasses.replace(record, table=table)
-
-    return jax.tree.map(lambda x: of(x) if _is_record(x) else x, differentiated, is_leaf=_is_record)
-
-
-def _completed(model: Any, gradients: Any) -> Any:
-    """The gradients with states instead of records."""
-    new = iter(complete_states(_states(model), _records(gradients)))
-    return jax.tree.map(lambda node: next(new) if _is_record(node) else node, gradients, is_leaf=_is_record)
-
-
-def _records(tree: Any) -> list[OpRecord]:
-    return [node for node in jax.tree.leaves(tree, is_leaf=_is_record) if _is_record(node)]
+    def replaced(self, nodes: Sequence[Any]) -> Any:
+        """The tree with others in their places."""
+        leaves = list(self.leaves)
+        for i, node in zip(self.places, nodes, strict=True):
+            leaves[i] = node
+        return jax.tree.unflatten(self.structure, leaves)
 
 
 def _is_record(node: Any) -> bool:
@@ -136,16 +131,35 @@ def _is_op_state(node: Any) -> bool:
     return isinstance(node, OpState) and node.table.array is not None
 
 
+def _accumulating(model: Any, reached: Reached) -> Any:
+    """The model in the differentiated function: its state accumulates by maximum, and records notice a gradient."""
+    places = itertools.count()
+
+    def of(node: Any) -> Any:
+        if not isinstance(node, OpRecord):
+            return _with_max_gradients(node)
+        # It has the element type already; other state may not.
+        place = next(places)
+        return dataclasses.replace(node, table=jax.tree.map(lambda x: noticed(x, place, reached), node.table))
+
+    return jax.tree.map(of, model, is_leaf=_is_state)
+
+
 def with_max_gradients[T](tree: T) -> T:
     """The tree with its state in the element type whose gradients accumulate by maximum.
 
     `filter_grad` does this at the top of the differentiated function; call it if you write that function yourself.
     """
-    return jax.tree.map(
-        lambda node: node.with_max_gradients() if _is_whole_state(node) else node, tree, is_leaf=_is_whole_state
-    )
+    return jax.tree.map(_with_max_gradients, tree, is_leaf=_is_state)
 
 
-def _is_whole_state(node: Any) -> bool:
+def _is_state(node: Any) -> bool:
+    return isinstance(node, OverwriteWithGradient)
+
+
+def _with_max_gradients(node: Any) -> Any:
+    if not _is_state(node):
+        return node
     # A partitioned model has None for some arrays.
-    return isinstance(node, OverwriteWithGradient) and None not in jax.tree.leaves(node, is_leaf=lambda x: x is None)
+    arrays = jax.tree.leaves(node, is_leaf=lambda x: x is None)
+    return node if any(array is None for array in arrays) else node.with_max_gradients()
