@@ -17,7 +17,7 @@ from .._tables import Printable, new_table
 from ..layers.config import Fp8Config
 from ..layers.own_state import require_own_state
 from ..layers.patterns import Targets
-from .files import TensorSpec, new_folder, write_tensors
+from .files import TensorSpec, new_folder, require_folder_name, write_tensors
 from .layouts import AbstractLayout, as_layout
 from .model.plan import Choices, Kernel, Plan, plan
 from .model.source_of_folder import FolderSource
@@ -130,6 +130,7 @@ def export_model(
         >>> report.quantized, report.dense, report.quantized_bytes
         (2, 2, 17152)
     """
+    require_folder_name(directory, "export_model(model, directory)")
     require_own_state(model)
     chosen = as_layout(layout)
     writing = Choices(

@@ -18,6 +18,7 @@ from ..layers.kernel import Kernel, axes_of
 from ..layers.rule import LayerRule
 from ..layers.served import AbstractServedLayer
 from ..serving.unstack import unstacked
+from .files import require_folder_name
 from .frozen import FrozenEquinoxLinear, FrozenLinear, FrozenMoELinear, is_frozen
 from .frozen_kernel import FrozenKernel
 from .imported_kernels import served_layer
@@ -77,6 +78,7 @@ def import_model[M](
         ValueError: If the folder is broken, in the sense of the checks of its layout; if a tensor is missing, has
             another shape than the model or no place in it; each names the tensor.
     """
+    require_folder_name(directory, "import_model(directory, model)")
     try:
         weights = Weights(weights)
     except ValueError:

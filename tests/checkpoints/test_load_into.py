@@ -14,12 +14,13 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 import safetensors.numpy
+from helpers import unchecked
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from haliax_fp8 import DelayedScaling, TrainStep, fp8_linear_layers
 from haliax_fp8._state.op_state import OpState
 from haliax_fp8._state.table import guarded
-from haliax_fp8.checkpoints import load_into, save
+from haliax_fp8.checkpoints import export_model, import_model, load_into, save
 from haliax_fp8.checkpoints.interchange.names import is_saved, leaves_of
 from haliax_fp8.memory import join_linear
 from haliax_fp8.recipes import StaticScaling
@@ -301,6 +302,29 @@ def test_strict_refuses_anything_but_the_same_model(tmp_path):
         assert what in str(raised.value)
 
 
+def test_a_model_of_other_sizes_is_named_as_such(tmp_path):
+    """An array that does not fit is not one that the model lacks."""
+    narrow, wide = (fp8_linear_layers(eqx.nn.MLP(8, 4, width, 1, key=jax.random.key(0))) for width in (16, 32))
+    save(tmp_path / "model.eqx", narrow)
+    _, report = load_into(wide, tmp_path / "model.eqx")
+    assert report.fresh["layers.0.weight"] == "shape (16, 8) in the checkpoint, (32, 8) here"
+    assert set(report.fresh) == {"layers.0.weight", "layers.0.bias", "layers.1.weight"} and not report.unused
+    with pytest.raises(ValueError, match="Make the model with the sizes of the saved one; strict=False keeps"):
+        load_into(wide, tmp_path / "model.eqx", strict=True)
+
+
+def test_swapped_arguments_are_named(tmp_path):
+    model = eqx.nn.Linear(32, 32, key=jax.random.key(0))
+    calls = {
+        "path is of type Linear, not a file.*use load_into\\(model, path\\)": lambda: load_into(tmp_path, model),
+        "directory is of type Linear.*use export_model\\(model, directory\\)": lambda: export_model(tmp_path, model),
+        "directory is of type Linear.*use import_model\\(directory, model\\)": lambda: import_model(model, tmp_path),
+    }
+    for message, call in calls.items():
+        with unchecked(), pytest.raises(ValueError, match=message):
+            call()
+
+
 def test_files_of_equinox_without_names(tmp_path):
     model = made("delayed 8", 1)
     eqx.tree_serialise_leaves(tmp_path / "old.eqx", model)
@@ -335,7 +359,7 @@ def test_paths_that_are_no_checkpoint(tmp_path):
     (tmp_path / "bad.safetensors").write_bytes(b"12345678")
     with pytest.raises(ValueError, match="not a sound safetensors file"):
         load_into(model, tmp_path / "bad.safetensors")
-    with pytest.raises(ValueError, match="path=3 must be a file"):
+    with pytest.raises(ValueError, match="path is of type int, not a file"):
         load_into(model, 3)
     with pytest.raises(ValueError, match="joined='qkv' must name each joined layer's field"):
         load_into(model, {}, joined="qkv")

@@ -15,6 +15,17 @@ from .strict_json import json_file
 SINGLE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 
 
+def require_folder_name(directory: Any, call: str) -> None:
+    """Raises a ValueError if an argument cannot be the name of a folder, as where it changed places with the model.
+
+    Args:
+        directory: The argument.
+        call: The call with its arguments in order.
+    """
+    if not isinstance(directory, str | os.PathLike):
+        raise ValueError(f"directory is of type {type(directory).__name__}, not the name of a folder; use {call}")
+
+
 @dataclasses.dataclass(frozen=True)
 class TensorFolder:
     """The tensors of a folder and its configuration.

@@ -56,7 +56,7 @@ def save(path: str | os.PathLike[str], tree: Any, *, allow_nonfinite: bool = Fal
         ('4 kept, 0 changed, 2 fresh, 0 unused', True)
     """
     if not isinstance(path, str | os.PathLike):
-        raise ValueError(f"path is a {type(path).__name__}, and not the name of a file; use save(path, model)")
+        raise ValueError(f"path is of type {type(path).__name__}, not the name of a file; use save(path, model)")
     if not allow_nonfinite:
         require_own_state(tree)
     path = with_suffix(path)

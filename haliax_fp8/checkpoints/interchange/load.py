@@ -87,7 +87,8 @@ def load_into[M](
         elif plan.source is not None:
             kept.append(leaf.name)
     used = {plan.source for plan in plans}
-    report = LoadReport(tuple(kept), changed, fresh, tuple(sorted(source.entries.keys() - used)))
+    unused = source.entries.keys() - used - {plan.refused for plan in plans}
+    report = LoadReport(tuple(kept), changed, fresh, tuple(sorted(unused)))
     if source.entries and not used - {None}:
         theirs, ours = sorted(source.entries)[:2], [leaf.name for leaf in leaves if is_saved(leaf.value)][:2]
         raise ValueError(
@@ -113,12 +114,14 @@ class _Plan:
         sharding: Where that is to be read to.
         how: How it is changed; None if it is not.
         why: Why it is fresh; None if it is not.
+        refused: The name of the entry that is the leaf's, and does not fit; None if there is none.
     """
 
     source: str | None = None
     sharding: Any = None
     how: str | None = None
     why: str | None = None
+    refused: str | None = None
 
 
 def _plan(leaf: Leaf, source: AbstractSource) -> _Plan:
@@ -131,10 +134,11 @@ def _plan(leaf: Leaf, source: AbstractSource) -> _Plan:
     if leaf.state is not None:
         # Rows and stack have to fit; the width is a matter of the recipe.
         if entry.shape[:-1] != target.shape[:-1] or not entry.shape or entry.shape[-1] < 3:
-            return _Plan(why=f"the state in the checkpoint has shape {entry.shape}, this one {target.shape}")
+            why = f"the state in the checkpoint has shape {entry.shape}, this one {target.shape}"
+            return _Plan(why=why, refused=name)
         return _Plan(name)
     if entry.shape != target.shape:
-        return _Plan(why=f"shape {entry.shape} in the checkpoint, {target.shape} here")
+        return _Plan(why=f"{_SHAPE}{entry.shape} in the checkpoint, {target.shape} here", refused=name)
     if entry.dtype == target.dtype:
         return _Plan(name, sharding_of(leaf.value), how=source.how(name))
     if _is_fp8(entry.dtype) and not _is_fp8(target.dtype):
@@ -145,10 +149,11 @@ def _plan(leaf: Leaf, source: AbstractSource) -> _Plan:
     kinds = [_kind(dtype) for dtype in (entry.dtype, target.dtype)]
     names = [str(dtype) for dtype in (entry.dtype, target.dtype)]
     if kinds[0] != kinds[1] or kinds[0] is None:
-        return _Plan(why=f"{names[0]} in the checkpoint, {names[1]} here")
+        return _Plan(why=f"{names[0]} in the checkpoint, {names[1]} here", refused=name)
     return _Plan(name, how=f"{names[0]} in the checkpoint, cast to {names[1]}")
 
 
+_SHAPE = "shape "
 _MISSING_STATE = (
     "not in the checkpoint, whose model has no such state: plain, of another recipe, or a state dict; calibrate "
     "the model to begin with scales that fit"
@@ -198,10 +203,15 @@ def _require_all(leaves: list[Leaf], plans: list[_Plan]) -> None:
 
 def _incomplete(report: LoadReport) -> str:
     lines = [f"{name} {what}: {why}" for name, what, why in report.differences()]
+    found = f"strict=True, and the checkpoint is not that of this model ({report.summary}): {_listed(lines)}. "
+    if any(why.startswith(_SHAPE) for why in report.fresh.values()):
+        return (
+            f"{found}Make the model with the sizes of the saved one; strict=False keeps this model's own weights there"
+        )
     return (
-        f"strict=True, and the checkpoint is not that of this model ({report.summary}): {_listed(lines)}. For a model "
-        "with the same history length and recipe convert it as the saved one was; for a plain checkpoint load first, "
-        "convert after; or use strict=False, which pads and cuts histories and starts other state fresh"
+        f"{found}For a model with the same history length and recipe convert it as the saved one was; for a plain "
+        "checkpoint load first, convert after; or use strict=False, which pads and cuts histories and starts other "
+        "state fresh"
     )
 
 

@@ -32,7 +32,10 @@ def open_checkpoint(path: Any, model: Any, made_from: Any) -> AbstractSource:
         entries = {name: described(array) for name, array in arrays.items()}
         return with_names_of(model, HostArrays(entries, arrays.__getitem__))
     if not isinstance(path, str | os.PathLike):
-        raise ValueError(f"path={path!r} must be a file, a folder of Orbax, or a state dict")
+        raise ValueError(
+            f"path is of type {type(path).__name__}, not a file, a folder of Orbax or a state dict; use "
+            "load_into(model, path)"
+        )
     path = pathlib.Path(path)
     if path.is_dir():
         return OrbaxFolder(path)
