@@ -69,7 +69,7 @@ def _scales_of(state: Array, *, form: AbstractStateForm, limits: tuple[float, ..
         # A scan slices them out of its stack, in a kernel for each number that is wanted, unless they are wanted
         # together.
         fprop, dgrad, wgrad = lax.mul(of_input, of_kernel), lax.mul(of_kernel, of_grad), lax.mul(of_input, of_grad)
-        if form.group_place is None:
+        if form.sharer is None:
             of_input, of_kernel, of_grad, dgrad, wgrad, fprop = computed_together(
                 (of_input, of_kernel, of_grad, dgrad, wgrad, fprop)
             )

@@ -187,7 +187,7 @@ def _fprop(
 
 def _own_input(input: QuantizedArray, kernel: QuantizedArray, spec: ProductSpec) -> QuantizedArray:
     """The input of fprop, kept apart from other layers' products of it."""
-    if spec.group_place is None or automatic_axes():
+    if spec.sharer is None or automatic_axes():
         # Behind a barrier for each product, devices would send each other the operand for each.
         return input
     # The kernel's data, if the product reads them as they are stored; else its scale, for which they need not be there.
@@ -241,7 +241,7 @@ def backward(
             separately = transposed_separately if None in dtypes else transposed_separately_on_one
             of_grad = dataclasses.replace(of_grad, data=separately(of_grad.data))
         both = (of_grad, operand) if product == "dgrad" else (operand, of_grad)
-        precision = own_precision(spec.group_place) if product == "wgrad" else lax.Precision.HIGHEST
+        precision = own_precision(spec.sharer) if product == "wgrad" else lax.Precision.HIGHEST
         scale = scales.of_both(product, spec) if scales else None
         out = spec.batched.product(product, both, extras, precision, spec.compute_dtype or dtype, scale)
         return round_to(out, dtype)

@@ -42,19 +42,19 @@ class AbstractStateForm(abc.ABC):
 
     Args:
         stacked: Whether the layer is one of a stack, from which a scan slices its state.
-        group_place: Which one this is of the layers that share the scale of their input; None if it is alone.
+        sharer: Which one this is of the layers that share the scale of their input; None if it is alone.
     """
 
     stacked: bool = False
-    group_place: int | None = None
+    sharer: int | None = None
 
     packs_state: ClassVar[bool]
     """Whether state and measurements are kept as one array."""
 
     @property
     def alike(self) -> "AbstractStateForm":
-        """The form as all layers of a group have it, so that they share traces."""
-        return self if self.group_place is None else dataclasses.replace(self, group_place=0)
+        """The form as all layers that share a scale have it, so that they share traces."""
+        return self if self.sharer is None else dataclasses.replace(self, sharer=0)
 
     @abc.abstractmethod
     def scales(self, state: Array, limits: tuple[float, ...], *, exact: bool) -> tuple[Array, Array, Array]:

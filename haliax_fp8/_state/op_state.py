@@ -29,13 +29,13 @@ class OpState(OverwriteWithGradient):
             then oldest to newest; last the guard, which reveals a scale that anything but its own update changed.
         scalings: The scalings that read and write the rows.
         limits: The largest value of each operand's format.
-        input_group: A name shared by ops that read the same input, see `share_input_scales`; None for most.
+        shared_input: A name shared by ops that read the same input, see `share_input_scales`; None for most.
     """
 
     table: hax.NamedArray
     scalings: tuple[AbstractScaling, ...] = eqx.field(static=True)
     limits: tuple[float, ...] = eqx.field(static=True)
-    input_group: str | None = eqx.field(static=True, default=None)
+    shared_input: str | None = eqx.field(static=True, default=None)
 
     @staticmethod
     def init(recipe: Recipe, stack: tuple[hax.Axis, ...] = ()) -> "OpState | None":
@@ -109,7 +109,7 @@ class OpState(OverwriteWithGradient):
         assert first is not None
         padding = [(0, 0)] * (rows.ndim - 1) + [(0, first.shape[1] - 1 - rows.shape[-1])]
         table = lax.concatenate([jnp.pad(rows, padding), self.array[..., -1:]], rows.ndim - 1)
-        return OpState(self.table, recipe.scalings, self.limits, self.input_group).with_array(table)
+        return OpState(self.table, recipe.scalings, self.limits, self.shared_input).with_array(table)
 
     def with_scale(self, scale: Array) -> "OpState":
         """This state with other scales, which broadcast to `[*stack, operand]`."""

@@ -33,14 +33,14 @@ class OpRecord(OverwriteWithGradient):
         table: float32, `[*stack, record_length + 1]`: the operands' scales, the same rounded up to
             `SCALE_BITS`, then zeros, last a mark (`_state/members.py`); as a gradient, what was measured, an operand's
             numbers one after the other, then zeros and the mark, or zeros alone.
-        shared: Both scales of the first operand, `[*stack, 2]`, if the op belongs to a group that reads the same input.
-            The table then holds those of the other operands, and the whole group has the same array here.
-        group_place: Which one of the group this is.
+        shared: Both scales of the first operand, `[*stack, 2]`, if other ops read the same input. The table then holds
+            those of the other operands, and all of these ops have the same array here.
+        sharer: Which one of these ops this is.
     """
 
     table: hax.NamedArray
     shared: hax.NamedArray | None = None
-    group_place: int | None = eqx.field(static=True, default=None)
+    sharer: int | None = eqx.field(static=True, default=None)
 
     @property
     def array(self) -> Array:
@@ -60,7 +60,7 @@ class OpRecord(OverwriteWithGradient):
 
     def form(self, *, stacked: bool) -> RecordForm:
         """How it enters a product, of a layer that may be one of a stack."""
-        return RecordForm(stacked, self.group_place)
+        return RecordForm(stacked, self.sharer)
 
     def accumulate(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, other: "OpRecord"
@@ -84,7 +84,7 @@ def record_states(states: Sequence[OpState], *, inexact: bool = False) -> list[O
     """The records of states, in `fp32_record`; all of a kind at once.
 
     Args:
-        states: This step's. Those of an input group take the largest scale of their inputs, which is each one's own
+        states: This step's. Those with a shared input take the largest scale of their inputs, which is each one's own
             if they always read the same.
         inexact: Whether in `fp32_inexact_record`.
     """
@@ -101,12 +101,12 @@ def record_states(states: Sequence[OpState], *, inexact: bool = False) -> list[O
         exact, rounded = (lax.split(x, sizes) for x in both)
         scales |= dict(zip(members, zip(exact, rounded, strict=True), strict=True))
         joined += members
-    groups: dict[Any, list[int]] = {}
+    sharers: dict[Any, list[int]] = {}
     for i, state in enumerate(states):
-        if state.input_group is not None:
-            groups.setdefault((state.input_group, scales[i][0].shape), []).append(i)
+        if state.shared_input is not None:
+            sharers.setdefault((state.shared_input, scales[i][0].shape), []).append(i)
     largest: dict[int, _Scales] = {}
-    for members in groups.values():
+    for members in sharers.values():
         if len(members) > 1:
             of_inputs = [[lax.slice_in_dim(x, 0, 1, axis=x.ndim - 1) for x in scales[i]] for i in members]
             exact, rounded = (functools.reduce(lax.max, xs) for xs in zip(*of_inputs, strict=True))
@@ -119,7 +119,7 @@ def record_states(states: Sequence[OpState], *, inexact: bool = False) -> list[O
         found |= values
     shared = {
         i: (place, largest[members[0]])
-        for members in groups.values()
+        for members in sharers.values()
         if members[0] in largest
         for place, i in enumerate(members)
     }
@@ -145,9 +145,9 @@ def _scales_in(tables: Array, limits: tuple[float, ...]) -> _Scales:
 
 
 def _record(
-    state: OpState, scales: _Scales, mark: Array, group_place: int | None, shared: _Scales | None, *, inexact: bool
+    state: OpState, scales: _Scales, mark: Array, sharer: int | None, shared: _Scales | None, *, inexact: bool
 ) -> OpRecord:
-    """The record of scales `[*stack, operand]`, the first of which a group may share."""
+    """The record of scales `[*stack, operand]`, the first of which ops may share."""
     stack, axis = state.table.axis_names[:-2], scales[0].ndim - 1
     missing = record_length(state.scalings) - 2 * scales[0].shape[-1]
     last = [jnp.zeros((*scales[0].shape[:-1], missing), jnp.float32), mark] if missing else [mark]
@@ -161,7 +161,7 @@ def _record(
     if shared is None:
         return OpRecord(named([*scales, *last], "fp8_record"))
     others = [lax.slice_in_dim(x, 1, None, axis=axis) for x in scales]
-    return OpRecord(named([*others, *last], "fp8_other_records"), named(shared, "fp8_shared_record"), group_place)
+    return OpRecord(named([*others, *last], "fp8_other_records"), named(shared, "fp8_shared_record"), sharer)
 
 
 def complete_states(states: Sequence[OpState], records: Sequence[OpRecord]) -> list[OpState]:

@@ -115,7 +115,7 @@ def _updated(
     table: Array, measured: Array | None, scalings: tuple[AbstractScaling, ...], limits: Sequence[float]
 ) -> Array:
     operands, rows = table.ndim - 2, {}
-    for scaling, members in _groups(scalings).items():
+    for scaling, members in _rows_by_scaling(scalings).items():
         if scaling.measures == 0 or measured is None:
             continue
         width = len(scaling.first_row)
@@ -175,16 +175,16 @@ def measured_in_gradient(gradient: Array, scalings: tuple[AbstractScaling, ...])
         As `measured_in_record`.
     """
     axis, count = gradient.ndim - 2, len(scalings)
-    groups = {s: rows for s, rows in _groups(scalings).items() if s.measures}
+    rows_by_scaling = {s: rows for s, rows in _rows_by_scaling(scalings).items() if s.measures}
     ops = range(gradient.shape[axis] // count)
     parts: dict[int, tuple[Array, Array]] = {}
-    for scaling, members in groups.items():
+    for scaling, members in rows_by_scaling.items():
         rows = tuple(op * count + row for op in ops for row in members)
         of_rows = _rows_of(gradient, rows, len(scaling.first_row))
         newest, scale = scaling.newest(of_rows), of_rows[..., :1]
         finite = jnp.isfinite(newest) & (newest >= 0.0)
         reached = jnp.isfinite(scale) & (scale > 0.0) & finite.all(axis=-1, keepdims=True)
-        if len(groups) == 1 and len(members) == count:
+        if len(rows_by_scaling) == 1 and len(members) == count:
             return newest, reached
         newest = jnp.pad(newest, [(0, 0)] * (axis + 1) + [(0, measures(scalings) - scaling.measures)])
         for i, row in enumerate(rows):
@@ -261,13 +261,13 @@ def _of_all(scalings: tuple[AbstractScaling, ...]) -> AbstractStatefulScaling | 
     return first if same and isinstance(first, AbstractStatefulScaling) and first.measures else None
 
 
-def _groups(scalings: tuple[AbstractScaling, ...]) -> dict[AbstractStatefulScaling, tuple[int, ...]]:
+def _rows_by_scaling(scalings: tuple[AbstractScaling, ...]) -> dict[AbstractStatefulScaling, tuple[int, ...]]:
     """The rows of each scaling that keeps state: rows with the same scaling are updated at once."""
-    groups: dict[AbstractStatefulScaling, tuple[int, ...]] = {}
+    found: dict[AbstractStatefulScaling, tuple[int, ...]] = {}
     for row, scaling in enumerate(scalings):
         if isinstance(scaling, AbstractStatefulScaling):
-            groups[scaling] = (*groups.get(scaling, ()), row)
-    return groups
+            found[scaling] = (*found.get(scaling, ()), row)
+    return found
 
 
 def _rows_of(table: Array, rows: tuple[int, ...], end: int, start: int = 0) -> Array:

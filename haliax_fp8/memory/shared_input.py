@@ -67,7 +67,7 @@ def share_input_scales[M](
         >>> In, Out = hax.make_axes(embed=16, head=16)
         >>> linear = hnn.Linear.init(In, Out, key=jax.random.key(0))
         >>> model = fp8_linear_layers(Attention(linear, linear))
-        >>> share_input_scales(model).query.dot_general.state.input_group
+        >>> share_input_scales(model).query.dot_general.state.shared_input
         'query+key'
     """
     for group in groups:
@@ -84,18 +84,18 @@ def share_input_scales[M](
             if name in group and op is not None and state is not None:
                 shape = state.table.array.shape[:-2]
                 members[parent, i, op.recipe.input, op.compute_dtype, shape].append(name)
-    marked: dict[str, str] = {}
+    shared: dict[str, str] = {}
     for (parent, *_), names in members.items():
         if len(names) > 1:
             prefix = f"{parent}." if parent else ""
-            marked |= {f"{prefix}{name}": f"{prefix}{'+'.join(names)}" for name in names}
-    if not marked:
+            shared |= {f"{prefix}{name}": f"{prefix}{'+'.join(names)}" for name in names}
+    if not shared:
         raise ValueError(
             f"groups={groups!r} name no two layers of one module that can share a scale; the layers are "
             f"{list(found)[:12]}. Convert the model first, with a recipe that keeps state for their input, and name "
             "layers that exist. Without state, layers that read the same tensor have the same scale anyway"
         )
-    return _with_groups(model, marked, rules)
+    return _marked(model, shared, rules)
 
 
 def separate_input_scales[M](model: M, *, rules: tuple[LayerRule, ...] = default_rules) -> M:
@@ -105,18 +105,18 @@ def separate_input_scales[M](model: M, *, rules: tuple[LayerRule, ...] = default
         model: The model, which may have been trained since, or an optimizer's state of its structure.
         rules: The rules that it was converted with.
     """
-    return _with_groups(model, {}, rules)
+    return _marked(model, {}, rules)
 
 
-def _with_groups(model: Any, groups: Mapping[str, str], rules: tuple[LayerRule, ...]) -> Any:
+def _marked(model: Any, shared: Mapping[str, str], rules: tuple[LayerRule, ...]) -> Any:
     def mark(path: str, layer: Any) -> Any:
         rule = rule_of(layer, rules)
         op = rule.op(layer)
         state = _state(op)
-        if op is None or state is None or state.input_group == groups.get(path):
+        if op is None or state is None or state.shared_input == shared.get(path):
             return layer
         # Through the tree: inside `vmap` and `scan` the names may count axes that the array does not have.
-        template = dataclasses.replace(state, input_group=groups.get(path))
+        template = dataclasses.replace(state, shared_input=shared.get(path))
         marked = jax.tree.unflatten(jax.tree.structure(template), jax.tree.leaves(state))
         return rule.with_op(layer, dataclasses.replace(op, state=marked))
 

@@ -742,7 +742,7 @@ def test_layers_of_ones_own_in_stacks_and_ensembles():
     fp8 = fp8_linear_layers(stack, config)
     assert describe(fp8, config)["stacked.first"].shape == "48 -> 48"
     shared = haliax_fp8.memory.share_input_scales(fp8, [("first", "second")], rules=config.rules)
-    assert shared.stacked.second.op.state.input_group == "stacked.first+second"
+    assert shared.stacked.second.op.state.shared_input == "stacked.first+second"
     assert_same(haliax_fp8.memory.separate_input_scales(shared, rules=config.rules), fp8)
     x = normal((96, 48), 1)
     loss = lambda model, x: jnp.sum(model.fold(x))

@@ -167,8 +167,8 @@ def test_attention_of_equinox_that_shares_trains_the_same():
     loss_fn = lambda model: (jax.vmap(lambda x: model(x, x, x))(x) ** 2).mean()
     plain = fp8_linear_layers(attention)
     shared = fp8.memory.share_input_scales(plain)
-    assert shared.query_proj.dot_general.state.input_group == "query_proj+key_proj+value_proj"
-    assert shared.output_proj.dot_general.state.input_group is None
+    assert shared.query_proj.dot_general.state.shared_input == "query_proj+key_proj+value_proj"
+    assert shared.output_proj.dot_general.state.shared_input is None
     results = [eqx.filter_jit(fp8.filter_value_and_grad(loss_fn))(model) for model in (plain, shared)]
     assert results[0][0] == results[1][0]
     assert_same(*(gradients for _, gradients in results))
@@ -207,26 +207,26 @@ def test_groups_that_do_not_fit(groups, words):
 def test_groups_are_taken_at_their_word():
     """Nobody can tell from the layers whether they read the same tensor; these do not, and only share a scale."""
     shared = fp8.memory.share_input_scales(fp8_linear_layers(MODELS["one"]()), [("gate", "down")])
-    assert shared.down.dot_general.state.input_group == "gate+down"
+    assert shared.down.dot_general.state.shared_input == "gate+down"
 
 
 def test_only_layers_that_quantize_alike_share():
     """Of three layers of a group, two have the same recipe for their input."""
     config = Fp8Config(overrides={"gate": fp8.DelayedScaling(margin=1)})
     shared = fp8.memory.share_input_scales(fp8_linear_layers(MODELS["one"](), config), [("gate", "up", "down")])
-    groups = [layer.dot_general.state.input_group for layer in (shared.gate, shared.up, shared.down)]
+    groups = [layer.dot_general.state.shared_input for layer in (shared.gate, shared.up, shared.down)]
     assert groups == [None, "up+down", "up+down"]
     one = fp8_linear_layers(MODELS["one"]())
     rounded = dataclasses.replace(one.gate.dot_general, compute_dtype=np.dtype(jnp.bfloat16))
     one = eqx.tree_at(lambda model: model.gate.dot_general, one, rounded)
     shared = fp8.memory.share_input_scales(one, [("gate", "up", "down")])
-    assert (shared.gate.dot_general.state.input_group, shared.up.dot_general.state.input_group) == (None, "up+down")
+    assert (shared.gate.dot_general.state.shared_input, shared.up.dot_general.state.shared_input) == (None, "up+down")
 
 
 def test_layers_of_different_modules_do_not_share():
     """Their inputs are others: a group's name says which module it is of."""
     shared = fp8.memory.share_input_scales({name: fp8_linear_layers(MODELS["one"]()) for name in ("first", "second")})
-    groups = {name: model.gate.dot_general.state.input_group for name, model in shared.items()}
+    groups = {name: model.gate.dot_general.state.shared_input for name, model in shared.items()}
     assert groups == {"first": "first.gate+up", "second": "second.gate+up"}
 
 

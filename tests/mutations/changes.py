@@ -27,7 +27,7 @@ CHANGES = (
     Change(
         "grouped wgrad accumulates fast",
         "_product/three_products.py",
-        'own_precision(spec.group_place) if product == "wgrad"',
+        'own_precision(spec.sharer) if product == "wgrad"',
         'lax.Precision.DEFAULT if product == "wgrad" and spec.contraction.extras',
         ("test_layers.py::test_every_ragged_product_multiplies_fp8",),
     ),
@@ -288,7 +288,7 @@ CHANGES = (
     Change(
         "wgrad accumulates fast",
         "_product/three_products.py",
-        'own_precision(spec.group_place) if product == "wgrad"',
+        'own_precision(spec.sharer) if product == "wgrad"',
         'lax.Precision.DEFAULT if product == "wgrad"',
         (
             "test_dot_general.py::test_precision_is_that_of_fprop",
@@ -411,7 +411,7 @@ CHANGES = (
     Change(
         "layers without a group share one scale of their input",
         "_state/records.py",
-        "if state.input_group is not None:",
+        "if state.shared_input is not None:",
         "if True:",
         ("test_states_together.py",),
     ),
@@ -425,7 +425,7 @@ CHANGES = (
     Change(
         "a state with another recipe forgets its input group",
         "_state/op_state.py",
-        "OpState(self.table, recipe.scalings, self.limits, self.input_group)",
+        "OpState(self.table, recipe.scalings, self.limits, self.shared_input)",
         "OpState(self.table, recipe.scalings, self.limits)",
         ("test_states_together.py",),
     ),

@@ -1,4 +1,4 @@
-"""The states of all layers, updated in one go: each with the formats, the group and the measurements of its own op."""
+"""The states of all layers, updated in one go: each with the formats, shared input and measurements of its own op."""
 
 import equinox as eqx
 import haliax as hax
@@ -78,7 +78,7 @@ def test_layers_in_other_formats_take_the_limits_of_their_own(gradient, formats)
 
 
 @pytest.mark.more
-def test_the_largest_scale_of_an_input_group_serves_all():
+def test_the_largest_scale_of_a_shared_input_serves_all():
     """Where inputs differ, after all: nothing that one layer's scale would hold is clipped by another's.
 
     The input of the second layer is 10 times the first one's, and so is its scale. With that scale, both give what the
@@ -105,12 +105,12 @@ def test_the_largest_scale_of_an_input_group_serves_all():
     assert not np.array_equal(shared[0], apart[0]), "the scales differ, and so must what is rounded with them"
 
 
-def test_calibration_and_statistics_of_an_input_group_keep_it():
+def test_calibration_and_statistics_of_a_shared_input_keep_it():
     """Both run the model with other recipes for a while."""
     model = fp8.fp8_linear_layers(Two.init(), fp8.Fp8Config(amax_history_length=HISTORY))
     model = fp8.memory.share_input_scales(model, [("first", "second")])
     other = model.first.dot_general.with_recipe(model.first.dot_general.recipe.measured)
-    assert other.state.input_group == model.first.dot_general.state.input_group == "first+second"
+    assert other.state.shared_input == model.first.dot_general.state.shared_input == "first+second"
 
 
 @pytest.mark.more
