@@ -1226,4 +1226,32 @@ CHANGES = (
         "",
         ("test_divided_sum.py::test_gradients_of_inputs_have_the_bits_of_one_device",),
     ),
+    Change(
+        "states of devices are added up",
+        "training/reduction.py",
+        "lambda x: x.max(axis=0)",
+        "lambda x: x.sum(axis=0)",
+        ("test_reduce_once.py::test_a_step_is_that_of_the_parts",),
+    ),
+    Change(
+        "gradients travel in float32 whatever was asked for",
+        "training/reduction.py",
+        "(node / node.shape[0]).astype(self.dtype)",
+        "(node / node.shape[0])",
+        ("test_reduce_once.py::test_gradients_travel_in_the_dtype_asked_for",),
+    ),
+    Change(
+        "every device draws the same numbers",
+        "training/microbatches.py",
+        "None if key is None else jax.random.split(key, count)",
+        "None if key is None else jnp.broadcast_to(key, (count, *key.shape))",
+        ("test_reduce_once.py::test_auxiliary_results_and_keys_of_each_part",),
+    ),
+    Change(
+        "scales of a model that was cast whole are compared in its dtype",
+        "_state/op_state.py",
+        "table = to_float32(self.array)",
+        "table = self.table.array",
+        ("test_guard.py::test_a_model_that_was_cast_whole_tells_its_scales",),
+    ),
 )
