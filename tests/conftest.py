@@ -113,9 +113,10 @@ def pytest_collection_modifyitems(config, items):
         if item.path.parent.name != "project":
             cases[item.path, item.originalname].append(item)
     for (_, name), found in cases.items():
-        kept = zlib.crc32(name.encode()) % len(found)
-        for i, item in enumerate(found):
-            if i != kept:
+        quick = [item for item in found if not item.get_closest_marker("more")] or found
+        kept = quick[zlib.crc32(name.encode()) % len(quick)]
+        for item in found:
+            if item is not kept:
                 item.add_marker(pytest.mark.more)
     if sample := config.getoption("--sample-more"):
         count, _, seed = sample.partition(":")

@@ -50,8 +50,8 @@ class ReduceOnce:
     Example:
         >>> from haliax_fp8.training import ReduceOnce
         >>> step = TrainStep(loss_fn, optax.adamw(1e-3), microbatches=4, reduce_gradients=ReduceOnce(over="data"))
-        >>> step.reduce_gradients
-        ReduceOnce(over=('data',), dtype=float32)
+        >>> step.reduce_gradients.over
+        ('data',)
     """
 
     over: str | tuple[str, ...]

@@ -414,7 +414,7 @@ def test_resume_is_bit_for_bit(tmp_path):
 
 def test_wrong_arguments_of_save_and_files_of_other_trees(tmp_path):
     model = eqx.nn.MLP(8, 8, 16, 1, key=jax.random.key(0))
-    with pytest.raises(ValueError, match=r"path is a MLP, .*save\(path, model\)"):
+    with pytest.raises(ValueError, match=r"path is of type MLP, .*save\(path, model\)"):
         save(model, tmp_path / "model.eqx")
     with pytest.raises(ValueError, match=r"a folder that does not exist; create '.*missing' first"):
         save(tmp_path / "missing/model.eqx", model)

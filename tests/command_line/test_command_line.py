@@ -475,6 +475,7 @@ assert jax.default_backend() == "cpu" and (x @ x).sum() == 32**3
         assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
+@pytest.mark.more
 def test_a_closed_pipe_ends_quietly():
     command = f"{sys.executable} -m haliax_fp8 devices --json"
     done = subprocess.run(f"{command} | head -1", shell=True, capture_output=True, text=True)

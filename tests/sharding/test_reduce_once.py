@@ -124,6 +124,7 @@ def test_a_step_is_that_of_the_parts(layout, recipe, microbatches):
         np.testing.assert_allclose(a, b, rtol=2 * 2**-23)
 
 
+@pytest.mark.more
 def test_gradients_travel_in_the_dtype_asked_for():
     """What devices add up was rounded to it, and the sum too; state is exact."""
     model = fp8.fp8_linear_layers(Net.init(), recipe="delayed")

@@ -111,6 +111,7 @@ CHOICES = [
 ]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("quantize, mapping", CHOICES)
 def test_devices_keep_their_rows(quantize, mapping):
     (model, _, metrics), text = trained(quantize, mapping)
