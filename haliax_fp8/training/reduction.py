@@ -33,8 +33,9 @@ class ReduceOnce:
 
     The rows of a device count as a microbatch of their own. The loss is the mean over devices, `current` and `nvfp4`
     take the scale of the device's rows alone, random keys are split for devices too, and arrays in `aux` have an entry
-    for each microbatch and device. Kernels are quantized once per step, as with `quantize_kernels="once"`. Inside the
-    loss, Haliax's axis mapping leaves out the mesh axes of `over`.
+    for each microbatch and device. Kernels are quantized once per step, as with `quantize_kernels="once"`, so the loss
+    must not cast them: convert with `compute_dtype=jnp.bfloat16` instead. Inside the loss, Haliax's axis mapping leaves
+    out the mesh axes of `over`.
 
     Args:
         over: The mesh axis, or axes, over which the rows of the batch are divided: "data", or ("replica", "data").
