@@ -14,6 +14,7 @@ from jaxtyping import Array, Key
 
 from .._jax.constraint import whole_in_front
 from ..layers.quantized_kernels import without_kernel_copies
+from .device_parts import DeviceParts
 from .gradients import filter_value_and_grad
 from .keys import with_rounding_keys
 from .loss import loss_and_aux, scalar_loss
@@ -95,20 +96,21 @@ def gradients_of_batch(
         return loss_and_aux(returned) if has_aux else (scalar_loss(returned), None)
 
     value_and_grad = filter_value_and_grad(of_one, has_aux=True)
-    if count == 1 and reduction is None:
+    devices = None if reduction is None else DeviceParts(reduction)
+    if count == 1 and devices is None:
         (loss, aux), gradients = value_and_grad(model, given)
         return BatchGradients(loss, aux, *partition_for_grad_overwrite(gradients))
 
     def microbatch(given: StepInput) -> tuple[Array, Any, Any]:
-        if reduction is None:
+        if devices is None:
             (loss, aux), gradients = value_and_grad(model, given)
         else:
-            arrays, shared = given.split(reduction.parts(), reduction.split)
+            arrays, shared = given.split(devices.count(), devices.split)
             each = lambda part: value_and_grad(model, eqx.combine(part, shared))
-            (loss, aux), gradients = reduction.of_each(each, arrays)
+            (loss, aux), gradients = devices.map(each, arrays)
         # Sums of bfloat16 gradients stop growing after a few hundred terms.
         wide = jax.tree.map(lambda g: g.astype(common_dtype(g.dtype, np.dtype(np.float32))), gradients)
-        return loss, aux, wide if reduction is None else jax.tree.map(reduction.apart, wide)
+        return loss, aux, wide if devices is None else jax.tree.map(devices.apart, wide)
 
     if count == 1:
         loss, aux, gradients = microbatch(given)
@@ -124,13 +126,13 @@ def gradients_of_batch(
 
         loss, aux, gradients = microbatch(eqx.combine(jax.tree.map(lambda x: x[0], arrays), shared))
         (loss, gradients), others = jax.lax.scan(accumulate, (loss, gradients), jax.tree.map(lambda x: x[1:], arrays))
-    if reduction is not None:
-        loss, gradients = loss.mean(), reduction.over_devices(gradients)
+    if devices is not None:
+        loss, gradients = loss.mean(), devices.reduced(gradients)
     overwrites, gradients = partition_for_grad_overwrite(gradients)
     gradients = jax.tree.map(
         lambda g, p: (g / count).astype(p.dtype), gradients, trainable(without_kernel_copies(model))
     )
-    return BatchGradients(loss / count, _stacked(aux, others, reduction is not None), overwrites, gradients)
+    return BatchGradients(loss / count, _stacked(aux, others, devices is not None), overwrites, gradients)
 
 
 def _parts(x: Array, count: int) -> Array:

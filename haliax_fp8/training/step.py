@@ -58,7 +58,7 @@ class TrainStep(eqx.Module):
         quantize_kernels: Whether each microbatch quantizes the kernels, or the step does it `"once"` for all of them;
             with `"gathered_once"` it also gathers them once, for devices that each hold a part.
         reduce_gradients: `ReduceOnce(over="data")` adds up gradients on each device, and over devices once per step, in
-            the dtype that it names. None leaves it to XLA, which reduces in each microbatch, in the products' dtype.
+            the dtype that it names. None leaves it to XLA: in the products' dtype, under FSDP in each microbatch.
         rules: Those of `Fp8Config(rules=...)` that the model was converted with, to find the kernels of your own layer
             classes.
         has_aux: Whether `loss_fn` returns `(loss, aux)`, as in `eqx.filter_value_and_grad`. `aux`, any tree, is then
@@ -249,7 +249,7 @@ def _overwrites(kept: tuple[TrainStep, StepInput], model: Any) -> Any:
 def _gradients(step: TrainStep, given: StepInput, model: Any) -> tuple[BatchGradients, Any]:
     """What a step computes of its batch; and what its monitor measured."""
     evaluated = model if step.monitor is None else step.monitor.measuring(model, step.rules)
-    # Where devices' parts are mapped, each would quantize a kernel whole, and XLA gather it before.
+    # Mapped over devices' parts, each product would quantize its kernel for every part, and XLA would gather it wide.
     once = step.quantize_kernels is not KernelQuantization.IN_EACH_MICROBATCH or step.reduce_gradients is not None
     if once:
         gather = step.quantize_kernels is KernelQuantization.GATHERED_ONCE

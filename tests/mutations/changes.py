@@ -1228,15 +1228,15 @@ CHANGES = (
     ),
     Change(
         "states of devices are added up",
-        "training/reduction.py",
+        "training/device_parts.py",
         "lambda x: x.max(axis=0)",
         "lambda x: x.sum(axis=0)",
         ("test_reduce_once.py::test_a_step_is_that_of_the_parts",),
     ),
     Change(
         "gradients travel in float32 whatever was asked for",
-        "training/reduction.py",
-        "(node / node.shape[0]).astype(self.dtype)",
+        "training/device_parts.py",
+        "(node / node.shape[0]).astype(self.choice.dtype)",
         "(node / node.shape[0])",
         ("test_reduce_once.py::test_gradients_travel_in_the_dtype_asked_for",),
     ),
