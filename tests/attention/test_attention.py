@@ -131,6 +131,7 @@ def test_scores_that_are_not_finite_are_seen():
 # --- Calibration, and a model that trains -----------------------------------------------------------------------------
 
 
+@pytest.mark.more
 def test_calibration_fills_all_ten_histories():
     query, key, value, grad = operands()
     loss = lambda op, query: (op(query, key, value, is_causal=True) * grad).sum()

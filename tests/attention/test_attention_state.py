@@ -188,6 +188,7 @@ def test_a_use_without_effect_and_no_use_leave_the_state():
         np.testing.assert_array_equal(op.state.overwritten_by(gradient.state).array, op.state.array)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_shard_map_takes_the_maximum_over_devices(check_vma, expected):
     op, w, x, c = problem()
@@ -206,6 +207,7 @@ def test_shard_map_takes_the_maximum_over_devices(check_vma, expected):
     check((eqx.tree_at(lambda op: op.state.table.array, op, state), of_w), expected[:2])
 
 
+@pytest.mark.more
 def test_divided_batches_are_as_whole_ones(expected):
     op, w, x, c = problem()
     mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -220,6 +222,7 @@ def test_state_that_an_optimizer_changed_gives_nan():
     assert bool(jnp.isnan(layer(changed, w, x, None)).all())
 
 
+@pytest.mark.more
 def test_partition_and_update_find_the_state():
     op, w, x, c = problem()
     gradient = fp8.filter_grad(lambda op: (c * layer(op, w, x, None)).sum())(op)

@@ -96,6 +96,7 @@ def test_there_and_back_is_exact(tmp_path):
         assert TensorFolder.open(tmp_path / "c")[name].tobytes() == array.tobytes()
 
 
+@pytest.mark.more
 def test_rounding_is_measured(tmp_path):
     source = write(tmp_path / "plain", *checkpoint(None))
     for scales in ("float32", "bfloat16", "power-of-two"):

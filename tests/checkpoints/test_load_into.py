@@ -122,6 +122,7 @@ def tables(model):
     return {leaf.name: np.asarray(leaf.value) for leaf in leaves_of(model) if leaf.state is not None}
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_pair(kind, tmp_path: pathlib.Path):
     saved = {name: made(name, seed=1) for name in MODELS}

@@ -158,6 +158,7 @@ def test_experts_with_scales_of_training(x, per_expert, tmp_path):
         np.testing.assert_array_equal(call(back, x * grow, SIZES), expected)
 
 
+@pytest.mark.more
 def test_experts_with_scales_of_their_own(x, tmp_path):
     """Scales of rows, to which a state for each expert does not matter; one of two stored scales is refused."""
     model = moe(recipe="rowwise")
@@ -235,6 +236,7 @@ class Attention(eqx.Module):
         return Attention(*layers, Fp8Attention.init(scaling=scaling))
 
 
+@pytest.mark.more
 def test_scales_of_keys_and_values(tmp_path):
     """Those of the next step of attention, one of each for a layer; without such attention the error says why."""
     model = {"layers": hnn.Stacked.init(Layers, Attention)(jax.random.split(jax.random.key(0), 2))}
@@ -281,6 +283,7 @@ def divided_template(init):
     return eqx.combine(jax.tree.map(placed, arrays, is_leaf=is_leaf), rest)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("weights", ["served", "frozen"])
 @pytest.mark.parametrize("layout", ["FP8", "FP8_DYNAMIC", "FP8_BLOCK", "MXFP8"])
 def test_kernels_are_divided_as_the_weights_are(trained, x, layout, weights, tmp_path):

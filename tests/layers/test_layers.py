@@ -488,6 +488,7 @@ def test_a_tied_head_is_converted_only_by_name():
         assert {row.path for row in describe(fp8_linear_layers(model, config)) if row.is_fp8} == {"embedding", "body"}
 
 
+@pytest.mark.more
 def test_a_tied_head():
     """The look-up is exact; the matrix's gradient has both parts; the state is that of the head alone."""
     model = tied_head()
@@ -538,6 +539,7 @@ class LanguageModel(eqx.Module):
         return jax.vmap(linear)(jax.vmap(embedding)(tokens))
 
 
+@pytest.mark.more
 def test_a_weight_shared_by_equinox():
     """The linear layer is converted, the weight stays one parameter with the gradients of both uses."""
     model = drawn(LanguageModel)

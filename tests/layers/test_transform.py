@@ -394,6 +394,7 @@ def ops(tree) -> list[Fp8DotGeneral]:
     return [node for node in jax.tree.leaves(tree, is_leaf=is_op) if is_op(node)]
 
 
+@pytest.mark.more
 def test_ensembles_of_stacks():
     make = lambda key: hnn.Stacked.init(Layers, Block)(key=jax.random.split(key, Layers.size))
     ensemble = fp8_linear_layers(members_of(make), SHORT)
@@ -768,6 +769,7 @@ def test_a_dot_general_of_ones_own_is_not_replaced():
 # --- Twice, and back --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.more
 def test_converting_twice_keeps_the_state():
     first = fp8_linear_layers({"stack": blocks(), "head": linear()}, SHORT)
     model = trained(first, inputs(), loss=stack_loss)
@@ -855,6 +857,7 @@ def test_a_weight_tied_to_an_array(where, get):
     np.testing.assert_allclose(new().head(inputs()).array, shared().head(inputs()).array, atol=0.2)
 
 
+@pytest.mark.more
 def test_a_layer_tied_to_a_layer():
     """One layer, one state: a gradient with exact maxima sees both uses."""
     shared = eqx.nn.Shared((linear(Out=In.alias("mid")), linear(Out=In.alias("mid"))), lambda m: m[1], lambda m: m[0])

@@ -110,6 +110,7 @@ def test_layers_come_apart_as_they_were(make):
     assert_same(split_linear(fp8_linear_layers(join_linear(layers))), layers)
 
 
+@pytest.mark.more
 @each
 def test_a_trained_layer_comes_apart_without_state(make):
     """In parts of the weight that it has learned; these make the same numbers in high precision as they do joined."""
@@ -153,6 +154,7 @@ class Separate(eqx.Module):
         return x + (hax.tanh(self.q(x)) * self.k(x) + self.v(x)).rename({"mid": "embed"})
 
 
+@pytest.mark.more
 def test_stacked_layers():
     """Joined before they are stacked or after, each block by itself."""
     keys = jax.random.split(jax.random.key(0), Blocks.size)

@@ -121,6 +121,7 @@ def test_what_is_kept_of_a_kernel():
         assert found == sizes, recipe
 
 
+@pytest.mark.more
 def test_a_choice_can_be_changed_and_keeps_the_state():
     _, model = trained(fp8_linear_layers(MODELS["one"]()))
     again = fp8_linear_layers(model, Fp8Config(kernel_residual=KernelResidual.KEEP))
@@ -328,6 +329,7 @@ def test_compressed_activations_keep_a_byte_per_element():
     assert len(kept(fp8.memory.compressed(swiglu))) == 2 < len(kept(swiglu))
 
 
+@pytest.mark.more
 def test_compressed_named_arrays_train():
     model = fp8_linear_layers(MODELS["one"]())
     compressed = dataclasses.replace(model, activation=fp8.memory.compressed(model.activation))

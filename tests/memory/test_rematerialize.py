@@ -133,6 +133,7 @@ def stacked_by_scan(model):
     return sorted((v.aval.dtype.name, v.aval.shape) for v in forward.outvars if v.aval.ndim > 2)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("convert", [lambda model: model, fp8.fp8_linear_layers], ids=["plain", "converted"])
 def test_a_scan_keeps_what_it_keeps_with_rematerialized_in_the_code(convert):
     model = convert(stacked())

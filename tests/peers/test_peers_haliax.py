@@ -25,6 +25,7 @@ with_functions_of = pytest.mark.parametrize("library", [haxq, haliax_fp8], ids=[
 # --- Haliax's own tests ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.more
 def test_fp8_is_reasonable():
     In, Out = hax.Axis("In", 8), hax.Axis("Out", 8)
     linear = hnn.Linear.init(In, Out, key=jrandom.PRNGKey(0), init_scale=0.1)
@@ -37,6 +38,7 @@ def test_fp8_is_reasonable():
     np.testing.assert_allclose(fp8_output.array, expected, atol=2e-2, rtol=5e-2)
 
 
+@pytest.mark.more
 @with_functions_of
 def test_fp_loop(library):
     """Five steps of SGD: histories and scales are those of a computation by hand."""

@@ -196,6 +196,7 @@ def test_a_product_that_the_recipe_keeps():
     assert {p.reason for p in kept} == {"the recipe keeps this product in high precision"}
 
 
+@pytest.mark.more
 def test_rotations_are_told_from_the_products_that_they_are_for():
     keyed = lambda model, x: step(fp8.with_rounding_keys(model, jax.random.key(0)), x)
     report = inspect_step(keyed, converted(fp8.Fp8Config(recipe="nvfp4")), struct(TOKENS, WIDTH), target="local")

@@ -211,6 +211,7 @@ def test_products_are_the_references(case, magnitude):
         assert_products_are_the_references(step(op, *args, numbers)[0], op, *args, numbers)
 
 
+@pytest.mark.more
 @settings(max_examples=8, deadline=None, derandomize=True)
 @given(dimension_numbers())
 def test_any_dimension_numbers(case):
@@ -432,6 +433,7 @@ def test_only_the_gradients_that_are_asked_for_are_computed():
     assert len(first_layer) == 2
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("transform", [jax.jit, lambda f: f], ids=["jit", "eager"])
 def test_gradients_of_a_part_are_those_of_all(transform):
     """A frozen kernel, frozen state, an input that needs no gradient: the others do not change."""
@@ -501,6 +503,7 @@ HALIAX_LAYERS = [
 ]
 
 
+@pytest.mark.more
 def test_haliax_layers_book_amaxes_under_the_right_operand():
     """All in one program, each with amaxes of its own."""
     by_name = {axis.name: axis for axis in hax.make_axes(b=3, i=8, o=4, h=2)}

@@ -171,6 +171,7 @@ def einsums(draw):
     return subscripts, *shapes
 
 
+@pytest.mark.more
 @settings(max_examples=300, deadline=None)
 @given(einsums(), st.integers(0, 100))
 def test_parsing_is_numpys(case, seed):
@@ -413,6 +414,7 @@ class Experts(eqx.Module):
         return jnp.einsum("gecm,gsec->gsm", self.einsum_down("gech,ehm->gecm", hidden, self.down), dispatch)
 
 
+@pytest.mark.more
 def test_a_mixture_of_experts_of_einsums_trains():
     """Two kernels, two states; the loss falls as it does in high precision, and amaxes are those of the operands."""
     groups, tokens_per_group, experts, capacity, width, hidden = 2, 12, 3, 4, 16, 32

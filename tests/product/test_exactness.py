@@ -205,6 +205,7 @@ def test_derivatives_of_each_row_inside_equinoxs(inside):
     check_composition(0, 1, [inside, "filter_custom_jvp"], "python", "jit(grad)")
 
 
+@pytest.mark.more
 def test_a_function_is_called_twice_only_if_a_layer_is_not_reached():
     calls = []
 
@@ -376,6 +377,7 @@ def test_scanned_layers_keep_states_of_their_own():
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.more
 def test_slicing_a_stack_in_the_differentiated_function_is_explained():
     op = jax.tree.map(lambda a: jnp.stack([a, a]), make_op(np.ones(3), np.zeros((3, LENGTH))))
     loss = lambda op: layer(jax.tree.map(lambda a: a[0], op), jnp.ones((8, 8)), jnp.ones((2, 8)), None).sum()
@@ -417,6 +419,7 @@ def test_haliax_stacked_with_every_checkpointing_mode(remat):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.more
 def test_forward_mode_takes_rounding_as_the_identity():
     """`jvp` and `linearize`: `dout = dot(dx, q(w)) + dot(q(x), dw)`, exact on integers."""
     problem = random_problem(3, (4, WIDTH))

@@ -80,6 +80,7 @@ def test_each_expert_is_as_if_it_were_alone(filter_grad, wrap):
         assert (out[sum(SIZES) :] == 0).all()
 
 
+@pytest.mark.more
 def test_forward_mode_has_the_scales_of_experts():
     x, g = data(0)
     op = Fp8DotGeneral.init(RECIPE, groups=Experts)

@@ -190,6 +190,7 @@ def test_flax_op_in_a_haliax_layer_gives_flax_numbers():
     assert ops[1].variables["input_amax_history"][0] == jnp.abs(x.array).max()
 
 
+@pytest.mark.more
 def test_the_state_of_a_gradient_is_the_next_one_and_weights_stay():
     model, x = LIBRARIES["haliax_fp8"].convert(STACKS["MLP"].model(ONE_LAYER)), STACKS["MLP"].batch(ONE_LAYER)
     gradient = eqx.filter_jit(fp8.filter_grad(loss))(model, x)

@@ -162,6 +162,7 @@ def test_the_command_prints_and_writes_what_it_measured(tmp_path, monkeypatch, c
         convergence.main(["--steps=4", "--seeds=3", "--variant=ulp", f"--out={tmp_path / 'runs'}", "--quiet"])
 
 
+@pytest.mark.more
 def test_a_run_is_the_loop_written_out():
     """Three steps of AdamW with clipping, in float64 NumPy, with a schedule and scales of the loss."""
     task, schedule = Lines(batch=8), Schedule(steps=3, every=3, learning_rate=0.1, loss_scales="growing")

@@ -144,6 +144,7 @@ def test_figures_are_those_of_their_script(monkeypatch):
     assert shown == drawn
 
 
+@pytest.mark.more
 def test_the_picture_of_a_report_is_of_the_step_on_its_page():
     """The page shows the code that the picture is drawn from; and if it can be compiled here, what it is drawn from."""
     page, step = (ROOT / "docs" / "preflight.md").read_text(), (FIGURES / "my_training.py").read_text()

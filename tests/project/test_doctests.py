@@ -31,12 +31,18 @@ def docstrings_in(node, name):
         text = ast.get_docstring(node)
         if text is not None and ">>>" in text:
             yield name, node.body[0].lineno, text
-    for child in ast.iter_child_nodes(node):
+    # Statements alone: expressions have no docstrings, and are most of a tree.
+    for child in (x for block in ("body", "orelse") for x in getattr(node, block, ())):
         yield from docstrings_in(child, f"{name}.{child.name}" if hasattr(child, "name") else name)
 
 
+@functools.cache
 def examples():
     """A case for each docstring with an example."""
+    return tuple(_examples())
+
+
+def _examples():
     for path in sorted(PACKAGE.rglob("*.py")):
         module = ".".join(("haliax_fp8", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__")
         for name, line, text in docstrings_in(ast.parse(path.read_text()), module):
@@ -69,7 +75,7 @@ def namespace_of(module):
     return {**usual, **public, **vars(importlib.import_module(module)), **small_model()}
 
 
-@pytest.mark.parametrize("module, path, line, text", list(examples()))
+@pytest.mark.parametrize("module, path, line, text", examples())
 def test_example(module, path, line, text):
     test = doctest.DocTestParser().get_doctest(text, namespace_of(module), path.name, str(path), line)
     report = []

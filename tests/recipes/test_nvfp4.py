@@ -120,6 +120,7 @@ def test_data_and_scales_equal_the_reference_bit_for_bit(square, matrix):
     np.testing.assert_array_equal(got.scale, scale)
 
 
+@pytest.mark.more
 def test_each_member_of_an_ensemble_has_a_tensor_scale_of_its_own():
     x = np.stack([normal((8, 32), seed) * 10.0**seed for seed in range(3)]).astype(np.float32)
     got = NVFP4Scaling().quantize(jnp.asarray(x), OperandUse(E2M1, contracted=(2,), ensemble=1))
@@ -202,6 +203,7 @@ def test_no_block_is_worse_with_four_over_six(square, rounding):
             assert better.sum() < 0.95 * plain.sum()
 
 
+@pytest.mark.more
 def test_four_over_six_chooses_between_two_scales_and_takes_four_where_it_fits():
     """30 of 40 is 4.5 of 6, which E2M1 has not, and 3 of 4."""
     x = np.zeros((3, 16), np.float32)
@@ -341,6 +343,7 @@ def test_wgrad_is_rotated_and_no_other_product():
     assert sizes == [2, 0]
 
 
+@pytest.mark.more
 def test_forward_mode_of_a_rotated_recipe_is_the_exact_derivative_within_rounding():
     """Rounding is taken as the identity: `dx·q(w) + q(x)·dw`, each operand rotated back."""
     x, w, _ = problem()
@@ -355,6 +358,7 @@ def test_forward_mode_of_a_rotated_recipe_is_the_exact_derivative_within_roundin
     np.testing.assert_allclose(both[1], 2 * both[0], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.more
 def test_wgrad_of_a_grouped_product_is_left_unrotated():
     """It sums over parts of an axis: a rotation would mix rows of different groups."""
     experts, inputs, outputs, rows = (hax.Axis(n, s) for n, s in (("e", 3), ("in", 32), ("out", 48), ("rows", 40)))

@@ -220,6 +220,7 @@ def test_sharded_jit_is_the_unsharded_program(name):
         np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5 * float(jnp.abs(expected).max()))
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("name", RECIPES)
 def test_grouped_products(name):
     experts, inputs, outputs, rows = (hax.Axis(n, s) for n, s in (("e", 3), ("in", 64), ("out", 48), ("rows", 20)))
@@ -252,6 +253,7 @@ def test_stateless_recipes_need_no_change_to_a_training_step(name):
     assert loss(model) < 0.7 * before
 
 
+@pytest.mark.more
 def test_layers_with_different_recipes_train_in_one_step():
     config = fp8.Fp8Config(overrides={"layers.0": "mxfp8", "layers.1": None}, recipe="delayed")
     model = fp8.fp8_linear_layers(eqx.nn.MLP(16, 8, 64, 2, key=jax.random.key(0)), config)
@@ -267,6 +269,7 @@ def test_layers_with_different_recipes_train_in_one_step():
     assert len(fp8.training.fp8_states(model)) == 1
 
 
+@pytest.mark.more
 def test_each_product_kept_in_high_precision_is_exact_and_runs_there():
     x, w, c = problem()
     high = Quantization(E4M3, HighPrecision())

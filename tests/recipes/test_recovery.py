@@ -60,6 +60,7 @@ def dead_steps(found):
     return 0 if dead.size == 0 else int(dead[-1]) + 1
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("steps", [1, 4, 16])
 def test_steps_that_are_dead_after_an_outlier(steps):
     """All layers are back at once, although each sees zeros until the one before it is back; and as good as before."""
@@ -77,6 +78,7 @@ def test_the_maximum_is_dead_for_the_history_and_the_most_recent_for_a_step():
     assert dead_steps(accuracies(MostRecent(), OUTLIER)[0]) <= 4
 
 
+@pytest.mark.more
 def test_an_update_interval_adds_to_it():
     found, _ = accuracies(RecoveringMax(4), OUTLIER, update_interval=3)
     assert dead_steps(found) <= 4 + 3

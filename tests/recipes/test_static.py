@@ -63,6 +63,7 @@ def test_calibration_takes_the_largest_amax_of_all_batches(margin):
     assert (table(larger)[:, 0] > table(op)[:, 0]).all()
 
 
+@pytest.mark.more
 def test_calibration_of_an_operand_of_zeros_or_infinities_keeps_the_scale():
     x, w, c = tensors()
     op = fp8.calibrate(fp8.Fp8DotGeneral.init(RECIPE), loss, [(0.0 * x, w, c), (x.at[0, 0].set(jnp.inf), w, c)])
@@ -100,6 +101,7 @@ def test_training_never_moves_the_scale(grad):
         np.testing.assert_array_equal(table(fp8.apply_updates(op, rest, overwrites)), table(op), err_msg=name)
 
 
+@pytest.mark.more
 def test_a_training_step_moves_parameters_only():
     model = fp8.fp8_linear_layers(eqx.nn.MLP(8, 8, 16, 1, key=jax.random.key(0)), fp8.Fp8Config(recipe="static"))
     x = jax.random.normal(jax.random.key(1), (16, 8))

@@ -109,6 +109,7 @@ CASES = [
 ]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(("recipe", "dtype"), CASES)
 def test_served_as_trained(recipe, dtype, tmp_path):
     """Logits and loss, plain and in a scan, after a resume; and not with what is almost the same."""

@@ -80,6 +80,7 @@ def test_values_and_bytes(scheme):
     assert (np.abs(out - expected) <= bound).all() and np.abs(out - expected).mean() < 0.2 * bound.mean()
 
 
+@pytest.mark.more
 def test_compute_dtype_of_the_layer():
     """Parameters in float32 that the layer's op rounds: kernels are quantized from what the product takes."""
     layer, x = equinox_linear(), normal(1, 5, 64)
@@ -179,6 +180,7 @@ def test_haliax_layers():
     np.testing.assert_array_equal(mapped, jnp.stack([ours.array, ours.array]))
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("scheme", [pytest.param("static", marks=pytest.mark.more), "dynamic"])
 def test_transformations(scheme):
     """`jit`, `vmap` of examples at once and nested, ensembles, and a mesh: the numbers of one product."""

@@ -95,6 +95,7 @@ def test_fewer_blocks_than_devices(specs):
     np.testing.assert_allclose(multiply(*divided), multiply(x, w), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_inside_shard_map_devices_multiply_their_parts(check_vma):
     a, b, exact, magnitudes = operands()

@@ -37,6 +37,7 @@ def members():
     return model, x, P(None, "data"), call
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("case", [one_layer, members])
 def test_gradients_of_inputs_have_the_bits_of_one_device(case):
     model, x, rows, call = case()

@@ -61,6 +61,7 @@ def test_numbers_are_those_of_automatic_axes(recipe, layout):
             np.testing.assert_array_max_ulp(np.asarray(op.state.array), np.asarray(expected_op.state.array), 2)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("kinds", [("Explicit", "Explicit"), ("Explicit", "Auto")])
 def test_equinox_layer_under_vmap(kinds):
     """Its output and gradients have the types that the plain layer's have."""
@@ -97,6 +98,7 @@ GROUPED = {
 }
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("layout", GROUPED)
 def test_grouped_products(layout):
     """Numbers and state of automatic axes, types of the operands; the state is everywhere."""

@@ -97,6 +97,7 @@ def states(model):
     return jax.tree.leaves(fp8.partition_for_grad_overwrite(model)[0])
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("microbatches", (1, pytest.param(2, marks=pytest.mark.more)))
 @pytest.mark.parametrize("recipe", ("delayed", pytest.param("current", marks=pytest.mark.more)))
 @pytest.mark.parametrize(
@@ -166,6 +167,7 @@ def test_auxiliary_results_and_keys_of_each_part():
     np.testing.assert_array_equal(aux["named"]["embed", 0].array, np.stack(expected))
 
 
+@pytest.mark.more
 def test_haliaxs_own_state():
     """States that accumulate in their own way are combined in that way."""
     from haliax.quantization import Fp8DotGeneralOp

@@ -140,6 +140,7 @@ def test_kernels_travel_once_per_step():
     assert len(gathered(text)) == 3 * PARTS
 
 
+@pytest.mark.more
 def test_gathering_once_takes_a_mesh():
     model, x = problem()
     step = fp8.TrainStep(loss_fn, optax.sgd(RATE), microbatches=PARTS, quantize_kernels="gathered_once")

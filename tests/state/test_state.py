@@ -375,6 +375,7 @@ def test_internals_eager_adder():
     assert is_missing_adder(raised.value)
 
 
+@pytest.mark.more
 def test_filter_grad_of_several_uses_outside_jit():
     layer = fp8.fp8_linear_layers(eqx.nn.Linear(4, 2, key=jax.random.key(0)))
     loss = lambda layer, x: (layer(x) + layer(3.0 * x)).sum()

@@ -157,6 +157,7 @@ def test_uses_ensembles_experts_and_layers_that_are_not_reached():
     assert found["plain"].fprop.relative_error == found["plain"].output.relative_error == 0.0
 
 
+@pytest.mark.more
 def test_a_result_that_is_no_loss_has_no_gradients():
     plain = eqx.nn.Linear(16, 16, use_bias=False, key=jax.random.key(0))
     found = compare(plain, converted(plain), lambda layer, x: jax.vmap(layer)(x), X)

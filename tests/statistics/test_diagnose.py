@@ -171,6 +171,7 @@ def test_nan_in_one_microbatch(healthy):
     assert "apply_if_finite" in finding.advice and "fprop" in finding.seen
 
 
+@pytest.mark.more
 def test_nan_in_a_kernel_is_the_cause_not_the_inputs_behind_it(healthy):
     spoiled = with_weight(healthy, 1, healthy.layers[1].weight.at[0, 0].set(jnp.inf))
     (finding,) = only(found(spoiled), Problem.NOT_FINITE)
@@ -184,6 +185,7 @@ def test_a_dead_layer(healthy):
     assert (finding.layer, finding.operand) == ("layers.1", "output_grad")
 
 
+@pytest.mark.more
 def test_state_that_no_step_has_written():
     """Scales of 1 that happen to fit: training without the write-back."""
     model = fp8.fp8_linear_layers(eqx.nn.MLP(WIDTH, WIDTH, WIDTH, 2, key=KEY))

@@ -237,6 +237,7 @@ def test_without_it_the_first_gradients_are_zero():
     assert awake == [[step + i > 3 for i in range(4)] for step in range(6)]
 
 
+@pytest.mark.more
 def test_with_it_all_layers_train_from_the_first_step():
     """And with the gradients of high precision, but for the noise of FP8."""
     layers = calibrate(fp8_linear_layers(deep(), SHORT), deep_loss, [DEEP_BATCH])

@@ -365,6 +365,7 @@ class Dense(eqx.Module):
         return self.op(x, self.weight, (((x.ndim - 1,), (0,)), ((), ())))
 
 
+@pytest.mark.more
 @dataclasses.dataclass(frozen=True)
 class DenseRule(LayerRule):
     """As `docs/models.md` has it, with what fprop sums over, or without."""
@@ -435,6 +436,7 @@ def test_a_model_with_copies_is_not_trained_or_saved(tmp_path):
         eqx.tree_deserialise_leaves(tmp_path / "model.eqx", model)
 
 
+@pytest.mark.more
 def test_copies_of_another_kernel():
     layer, (x, _) = fp8_linear_layers(Model.init().last), inputs_and_gradients()["last"]
     quantized, half = quantize_kernels(layer), functools.partial(fp8.cast_params, dtype=jnp.bfloat16)

@@ -117,6 +117,7 @@ def test_scales_stay_within_a_power_of_two_of_float64(gradient):
     assert float(loss_fn(model, jnp.asarray(x), jnp.asarray(target), jnp.asarray(False))) < 1.05 * losses[-1]
 
 
+@pytest.mark.more
 def test_a_layer_that_no_step_reaches_keeps_its_first_state():
     keys = jax.random.split(jax.random.key(1), 3)
     model = fp8.fp8_linear_layers(Model(*(eqx.nn.Linear(WIDTH, WIDTH, key=key) for key in keys)))

@@ -177,6 +177,7 @@ def test_parameters_change_as_in_a_plain_tree(name, how):
             np.testing.assert_allclose(ours, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.more
 @by_name("how", STEPS)
 @by_name("name", OPTIMIZERS)
 def test_every_parameter_is_trained(name, how):
@@ -226,6 +227,7 @@ def test_moving_average_of_parameters_keeps_the_live_state(model):
 # --- TrainStep -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.more
 @by_name("microbatches", [2, 8])
 def test_microbatches_take_the_maximum_of_amaxes(model, microbatches):
     """Each part's mean is over fewer examples, so its output gradients are larger; else it is as one batch."""

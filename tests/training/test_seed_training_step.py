@@ -72,6 +72,7 @@ def _promotion_for_optax():
 SGD, ADAMW = optax.sgd(0.1), optax.adamw(1e-2)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("opt", "transform", "steps"),
     [(SGD, eqx.filter_jit, 20), (ADAMW, eqx.filter_jit, 20), (SGD, lambda f: f, 2)],

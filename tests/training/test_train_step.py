@@ -49,6 +49,7 @@ def test_auxiliary_results_and_the_losss_key():
     assert bool((step.calibrate(MODEL, X, loss_key=KEY).layers[0].dot_general.scale("input") != 1.0).all())
 
 
+@pytest.mark.more
 def test_each_microbatch_has_its_own_key_and_its_own_results():
     step = TrainStep(with_dropout, MOMENTUM, has_aux=True, microbatches=2)
     _, _, metrics = step(MODEL, step.init(MODEL), X, loss_key=KEY)

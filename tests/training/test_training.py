@@ -326,6 +326,7 @@ def second_in_a_branch_not_taken(two, x, g):
     return hax.sum(jax.lax.cond(jnp.any(x.array != x.array), *branches, x) * g).scalar()
 
 
+@pytest.mark.more
 @both_gradients
 @by_name(
     ("loss", "transform"),
@@ -393,6 +394,7 @@ def test_layer_can_be_an_extra_argument_of_fold(grad):
         np.testing.assert_allclose(ours, reference, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.more
 def test_layer_can_be_an_extra_argument_of_fold_outside_jit():
     model, (x, _) = blocks_with_a_shared_layer(), batch_of(0)
     np.testing.assert_allclose(folded(model, x), unrolled(model, x), rtol=1e-6)
@@ -506,6 +508,7 @@ def test_amax_of_zero_keeps_the_scale(layer, grad):
 # --- Element types ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.more
 @both_gradients
 def test_state_of_a_model_cast_to_bf16_is_float32_after_the_step(layer, grad):
     """And from there on exact, though bfloat16 holds hardly any of these scales."""

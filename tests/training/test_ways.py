@@ -47,6 +47,7 @@ def test_weights_alone():
     assert gradients.dot_general.state.table.array is None and gradients.bias is None
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("is_param", [eqx.is_inexact_array, eqx.is_array])
 def test_parameters_and_state_put_together_in_the_loss(is_param):
     params, static = eqx.partition(LAYER, is_param)
@@ -130,6 +131,7 @@ def test_an_ensemble_of_equal_members_is_an_ensemble():
     np.testing.assert_array_equal(newest(got)[0], [np.abs(X).max(), 5 * np.abs(X).max()])
 
 
+@pytest.mark.more
 @filter_grads
 def test_a_mapped_custom_vjp(filter_grad):
     """JAX differentiates first and maps afterwards: what all examples measured is one maximum."""
