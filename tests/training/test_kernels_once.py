@@ -365,7 +365,6 @@ class Dense(eqx.Module):
         return self.op(x, self.weight, (((x.ndim - 1,), (0,)), ((), ())))
 
 
-@pytest.mark.more
 @dataclasses.dataclass(frozen=True)
 class DenseRule(LayerRule):
     """As `docs/models.md` has it, with what fprop sums over, or without."""
@@ -386,6 +385,7 @@ class DenseRule(LayerRule):
         return Dense(layer.weight, op)
 
 
+@pytest.mark.more
 def test_layers_of_your_own():
     weight, x = values(0, 32, 32), values(1, 4, 32)
     convert = lambda rule, **options: fp8_linear_layers(Dense(weight), rules=(rule, *default_rules), **options)
