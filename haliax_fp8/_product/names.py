@@ -14,7 +14,10 @@ FP8_RAGGED_DOT: Final = "fp8_ragged_dot"
 
 
 def grouped_kernel(rows: int, columns: int, depth: int) -> str:
-    """The name of a grouped product's own kernel, by what its blocks compute, such as `fp8_grouped_64x128x128`."""
+    """The name of a grouped product's own kernel, such as `fp8_grouped_64x128x128`.
+
+    Its blocks compute multiples of so many rows and columns, and sum over multiples of the depth.
+    """
     return f"fp8_grouped_{rows}x{columns}x{depth}"
 
 

@@ -23,9 +23,9 @@ from haliax_fp8.recipes.support import supported_in_groups
 HOPPER, BLACKWELL, TPU = GroupedKernels.HOPPER, GroupedKernels.BLACKWELL, GroupedKernels.TPU
 XLA = GroupedKernels.XLA
 
-# More than a tile of 64 rows, an empty group, one that ends within a tile, rows beyond the last group; nothing that
-# tiles divide.
-ROWS, INPUTS, OUTPUTS, SIZES = 150, 72, 40, (70, 0, 61)
+# More than 64 rows; an empty group; one within the first 64 rows of a tile of 128, which begins earlier than it; one
+# that the end of the rows pushes beyond them; rows beyond the last group; nothing that tiles divide.
+ROWS, INPUTS, OUTPUTS, SIZES = 180, 72, 40, (70, 0, 30, 61)
 
 
 def interpreted(kernels):
@@ -52,13 +52,13 @@ E4M3, E5M2 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
 
 # Operands of each product: shape and format, and the shapes of their scales per tensor, per row, and per block of 128.
 PRODUCTS = {
-    "fprop": ((ROWS, INPUTS), E4M3, (3, INPUTS, OUTPUTS), E4M3),
-    "dgrad": ((ROWS, OUTPUTS), E5M2, (3, INPUTS, OUTPUTS), E4M3),
+    "fprop": ((ROWS, INPUTS), E4M3, (len(SIZES), INPUTS, OUTPUTS), E4M3),
+    "dgrad": ((ROWS, OUTPUTS), E5M2, (len(SIZES), INPUTS, OUTPUTS), E4M3),
     "wgrad": ((ROWS, INPUTS), E4M3, (ROWS, OUTPUTS), E5M2),
 }
 ROWWISE = {
-    "fprop": ((ROWS, 1), (3, 1, OUTPUTS)),
-    "dgrad": ((ROWS, 1), (3, INPUTS, 1)),
+    "fprop": ((ROWS, 1), (len(SIZES), 1, OUTPUTS)),
+    "dgrad": ((ROWS, 1), (len(SIZES), INPUTS, 1)),
     "wgrad": ((1, INPUTS), (1, OUTPUTS)),
 }
 

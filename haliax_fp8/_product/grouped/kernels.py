@@ -202,10 +202,12 @@ class _Work:
             fast: Whether one sum is kept. Two of 128 rows do not fit into Hopper's registers.
             blocks: Whether each piece of the sum has scales, which are those of `BLOCK` elements.
         """
+        is_hopper = self.kernels is GroupedKernels.HOPPER
         are_small = depth <= 64 or self.rows < 1024 * self.sizes.shape[1]
-        rows = 64 if self.kernels is GroupedKernels.HOPPER and (are_small or not fast) else 128
+        rows = 64 if is_hopper and (are_small or not fast) else 128
         deep = BLOCK if blocks else (64 if are_small else 128) // dtype.itemsize
-        return Tile(rows, 64 if columns <= 64 else 128, deep)
+        # Columns are lanes of Blackwell's tensor memory, of which there are 128.
+        return Tile(rows, 64 if is_hopper and columns <= 64 else 128, deep)
 
     def _pieces(self, *operands: tuple[QuantizedArray, int]) -> int:
         """How many parts of the sum have scales of their own, which is along the axis given with each operand."""

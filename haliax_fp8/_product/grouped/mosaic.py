@@ -14,7 +14,6 @@ from jaxtyping import Array, Float, Int32
 
 from ..._jax.mesh_axes import as_varying, varying_axes
 from ..._jax.opaque import on_one_device
-from ..names import grouped_kernel
 from .tiles import Jobs, Scales, Tile
 
 
@@ -58,7 +57,9 @@ def swizzled(columns: int, dtype: Any) -> tuple[Any, ...]:
     return tiling((8, swizzle // itemsize)), swizzling(swizzle)
 
 
-def scaled(x: Array, refs: Sequence[Any], job: Job, piece: Any, tile: Tile, layout: Any) -> Array:
+def scaled(
+    x: Array, refs: Sequence[Any], job: Job, piece: Any, tile: Tile, layout: Any, *, transposed: bool = False
+) -> Array:
     """A tile times the scales of its rows and columns.
 
     Args:
@@ -68,13 +69,14 @@ def scaled(x: Array, refs: Sequence[Any], job: Job, piece: Any, tile: Tile, layo
         piece: Which piece of the sum it is; 0 if all have the same.
         tile: The tile's size.
         layout: The tile's layout in registers.
+        transposed: Whether the tile's columns are its first axis.
     """
     if not refs:
         return x
     rows, columns = refs
     places = (
-        (rows.at[piece, pl.ds(job.a_row, tile.rows)], 0),
-        (columns.at[piece, pl.ds(job.b_row + job.column, tile.columns)], 1),
+        (rows.at[piece, pl.ds(job.a_row, tile.rows)], int(transposed)),
+        (columns.at[piece, pl.ds(job.b_row + job.column, tile.columns)], int(not transposed)),
     )
     for ref, axis in places:
         line = plgpu.load(ref, layout=layout.reduce(1 - axis), optimized=False)
@@ -87,7 +89,9 @@ def stored_transforms(jobs_are_whole: bool, tile: Tile, dtype: Any) -> tuple[Any
     return swizzled(tile.columns, dtype) if jobs_are_whole else ()
 
 
-def store(tile_value: Array, smem: Any, out: Any, job: Job, tile: Tile, *, jobs_are_whole: bool) -> None:
+def store(
+    tile_value: Array, smem: Any, out: Any, job: Job, tile: Tile, *, jobs_are_whole: bool, transposed: bool = False
+) -> None:
     """Writes a tile of the result, or those of its rows that are the block's.
 
     A copy needs a number of rows that is known when the kernel is compiled: a partial tile is copied in parts of 64,
@@ -99,7 +103,7 @@ def store(tile_value: Array, smem: Any, out: Any, job: Job, tile: Tile, *, jobs_
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(smem, out.at[pl.ds(job.out_row, tile.rows), columns])
     else:
-        plgpu.store(smem, tile_value, optimized=False)
+        plgpu.store(smem.transpose((1, 0)) if transposed else smem, tile_value, optimized=False)
         plgpu.commit_smem()
         begin, part = job.skip, tile.rows
         while part:
@@ -121,6 +125,7 @@ def call(
     scales: Scales,
     out: jax.ShapeDtypeStruct,
     tile: Tile,
+    name: str,
     scratch: Sequence[Any] = (),
 ) -> Float[Array, "out_rows columns"]:
     """Runs a kernel's body in a block for each tile of the result."""
@@ -130,7 +135,7 @@ def call(
         out_type=out,
         grid=(jobs.shape[1], out.shape[1] // tile.columns),
         grid_names=("rows", "columns"),
-        kernel_name=grouped_kernel(tile.rows, tile.columns, tile.depth),
+        kernel_name=name,
         scratch_types=list(scratch),
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
     )
