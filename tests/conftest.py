@@ -1,10 +1,13 @@
 """Settings of the suite: strict promotion, two CPU devices, and jaxtyping checked by beartype."""
 
+import atexit
 import collections
 import importlib.util
 import os
 import pathlib
+import shutil
 import signal
+import tempfile
 import threading
 import zlib
 
@@ -18,6 +21,12 @@ if not any("xla_backend_optimization_level" in flag for flag in _flags):
     # what is tested, stay the same. Whoever names a level gets it: CI runs some files with the default, 3.
     _flags.append("--xla_backend_optimization_level=0")
 os.environ["XLA_FLAGS"] = " ".join(_flags)
+# Compiling is half of what is left, much of it the same in several files. This run's processes share their programs.
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="haliax-fp8-programs-")
+    atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 # A shell that starts the tests in the background lets them ignore Ctrl-C, and their children with them.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN and threading.current_thread() is threading.main_thread():
