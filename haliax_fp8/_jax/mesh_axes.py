@@ -22,8 +22,19 @@ def varying_axes(x: Any) -> frozenset[str]:
 
 def as_varying(x: Array, others: Sequence[Array]) -> Array:
     """An array, marked as differing over all mesh axes over which the others differ."""
-    missing = frozenset().union(*map(varying_axes, others)) - varying_axes(x)
-    return lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
+    return _marked(x, varying_axes(x), frozenset().union(*map(varying_axes, others)))
+
+
+def all_varying(*arrays: Array) -> Sequence[Array]:
+    """Arrays, each marked as differing over all mesh axes over which any of them differs."""
+    axes = [varying_axes(x) for x in arrays]
+    of_any = frozenset().union(*axes)
+    return [_marked(x, of_x, of_any) for x, of_x in zip(arrays, axes, strict=True)] if of_any else arrays
+
+
+def _marked(x: Array, varying: frozenset[str], wanted: frozenset[str]) -> Array:
+    missing = tuple(sorted(wanted - varying))
+    return lax.pcast(x, missing, to="varying") if missing else x
 
 
 def automatic_axes() -> tuple[str, ...]:

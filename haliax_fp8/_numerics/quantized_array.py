@@ -145,16 +145,19 @@ def quantize(
     return divide_by(x, scale, _format_or_cast(cast))
 
 
-def divide_by(x: Float[Array, "*shape"], scale: Float32[Array, "*blocks"], cast: Format | Cast) -> QuantizedArray:
+def divide_by(
+    x: Float[Array, "*shape"], scale: Float32[Array, "*blocks"], cast: Format | Cast, *, scale_bits: int = 24
+) -> QuantizedArray:
     """What `quantize` computes, without checking arguments.
 
     Args:
         x: Values in any floating dtype.
         scale: float32, shaped as `QuantizedArray` says.
         cast: A format, or a function that clips and rounds.
+        scale_bits: See `QuantizedArray`.
     """
     quotient = lax.div(lax.convert_element_type(x, jnp.float32), expand(scale, x.shape))
-    return QuantizedArray(_as_cast(cast)(_visible(x, quotient)), scale)
+    return QuantizedArray(_as_cast(cast)(_visible(x, quotient)), scale, scale_bits=scale_bits)
 
 
 def quantize_by(

@@ -45,7 +45,7 @@ class DotDimensions:
             ValueError: If they are not two pairs, axes are out of range or repeated, or paired axes differ in size.
         """
         try:
-            (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = (map(tuple, pair) for pair in numbers)
+            (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = [map(tuple, pair) for pair in numbers]
         except (TypeError, ValueError) as error:
             raise ValueError(
                 f"dimension_numbers={numbers!r} must be ((lhs_contract, rhs_contract), (lhs_batch, rhs_batch)), four "
@@ -54,7 +54,7 @@ class DotDimensions:
         sides = (("lhs", lhs_contract, lhs_batch, lhs_shape), ("rhs", rhs_contract, rhs_batch, rhs_shape))
         for name, contract, batch, shape in sides:
             axes = [*contract, *batch]
-            if len(set(axes)) != len(axes) or any(not 0 <= axis < len(shape) for axis in axes):
+            if len(set(axes)) != len(axes) or not set(axes) <= set(range(len(shape))):
                 raise ValueError(
                     f"dimension_numbers={numbers} name axes {axes} of {name}, whose shape is {tuple(shape)}: "
                     "each axis must lie in the shape's range and appear once"
@@ -66,9 +66,7 @@ class DotDimensions:
                     f"dimension_numbers={numbers} pair {kind} axes of sizes {sizes[0]} of lhs {tuple(lhs_shape)} with "
                     f"sizes {sizes[1]} of rhs {tuple(rhs_shape)}; paired axes must have the same size"
                 )
-        return DotDimensions(
-            tuple(lhs_contract), tuple(rhs_contract), tuple(lhs_batch), tuple(rhs_batch), len(lhs_shape), len(rhs_shape)
-        )
+        return DotDimensions(lhs_contract, rhs_contract, lhs_batch, rhs_batch, len(lhs_shape), len(rhs_shape))
 
     @property
     def numbers(self) -> DimensionNumbers:
@@ -114,14 +112,14 @@ class DotDimensions:
         """
         if kernel_shape is None:
             return False
-        batch = tuple(lhs_shape[axis] for axis in self.lhs_batch)
+        batch = tuple([lhs_shape[axis] for axis in self.lhs_batch])
 
         def fits(free: tuple[int, ...]) -> bool:
             # A free axis of the kernel is a batch axis of the product where the input has it too.
             return free == kernel_shape or sorted(free + batch) == sorted(kernel_shape)
 
-        lhs_free = tuple(lhs_shape[axis] for axis in self.lhs_free)
-        rhs_free = tuple(rhs_shape[axis] for axis in self.rhs_free)
+        lhs_free = tuple([lhs_shape[axis] for axis in self.lhs_free])
+        rhs_free = tuple([rhs_shape[axis] for axis in self.rhs_free])
         return fits(lhs_free) and not fits(rhs_free)
 
     def with_axis_in_lhs(self) -> tuple["DotDimensions", int]:
@@ -179,7 +177,7 @@ class DotDimensions:
         # The output has batch axes, free axes of lhs, and the contracted axes in the order in which rhs has them.
         contract = [self.lhs_contract[i] for i in np.argsort(self.rhs_contract)]
         layout = np.argsort([*self.lhs_batch, *self.lhs_free, *contract])
-        return dims, tuple(int(axis) for axis in layout)
+        return dims, tuple(layout.tolist())
 
 
 def _shift(axes: tuple[int, ...]) -> tuple[int, ...]:

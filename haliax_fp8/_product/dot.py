@@ -1,6 +1,7 @@
 """The contraction of `lax.dot_general`."""
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 import jax.numpy as jnp
@@ -60,10 +61,10 @@ class DotContraction(AbstractContraction):
 
     def contracted(self, product: ProductName) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Of `lax.dot_general` and its two gradients."""
-        dimensions, _, swapped = self._of(product)
+        dimensions, _, swapped = self._products[product]
         # Pairs in the order of the first operand's axes: blocks run along the last pair, in both.
         pairs = sorted(zip(dimensions.lhs_contract, dimensions.rhs_contract, strict=True))
-        first, second = (tuple(axes) for axes in zip(*pairs, strict=True)) if pairs else ((), ())
+        first, second = map(tuple, zip(*pairs, strict=True)) if pairs else ((), ())
         return (second, first) if swapped else (first, second)
 
     def dot(
@@ -89,19 +90,17 @@ class DotContraction(AbstractContraction):
         scale: Float32[Array, ""] | None,
     ) -> Float[Array, "..."]:
         """`dot(a.data, b.data) * (a.scale * b.scale)`, in the layout that the product's result has."""
-        dimensions, layout, swapped = self._of(product)
+        dimensions, layout, swapped = self._products[product]
         a, b = reversed(operands) if swapped else operands
         out = scaled_dot(a, b, dimensions, precision, dtype, scale, in_a_sum=product == "dgrad")
         return out if layout == tuple(range(out.ndim)) else lax.transpose(out, layout)
 
-    def _of(self, product: ProductName) -> tuple[DotDimensions, tuple[int, ...], bool]:
-        """The axes of a product, the layout of its result, and whether it takes its operands in the other order."""
-        if product == "fprop":
-            dimensions = self.dimensions
-            return dimensions, tuple(range(dimensions.out_ndim)), self.kernel_first
-        if (product == "dgrad") != self.kernel_first:
-            dimensions, layout = self.dimensions.gradient_of_lhs()
-        else:
-            dimensions, layout = self.dimensions.gradient_of_rhs()
+    @functools.cached_property
+    def _products(self) -> dict[ProductName, tuple[DotDimensions, tuple[int, ...], bool]]:
+        """The axes of each product, the layout of its result, and whether it takes its operands in the other order."""
+        dims = self.dimensions
+        of_lhs, of_rhs = dims.gradient_of_lhs(), dims.gradient_of_rhs()
+        dgrad, wgrad = (of_rhs, of_lhs) if self.kernel_first else (of_lhs, of_rhs)
+        fprop = dims, tuple(range(dims.out_ndim)), self.kernel_first
         # The output's gradient comes first.
-        return dimensions, layout, product == "wgrad"
+        return {"fprop": fprop, "dgrad": (*dgrad, False), "wgrad": (*wgrad, True)}

@@ -17,7 +17,7 @@ from .._numerics.quantized_array import QuantizedArray
 from .._state.form import AbstractStateForm
 from .._state.table import measures
 from ..recipes.recipe import OPERANDS, OperandName, ProductName
-from ..recipes.scaling import AbstractStatefulScaling, OperandUse, stores_scale
+from ..recipes.scaling import AbstractStatefulScaling, OperandUse, of_all_elements, stores_scale
 from .grouped.rows import largest_of_groups, of_each_row
 from .kernel_copies import KernelCopies, KernelCopy, values_of
 from .spec import ProductSpec
@@ -117,7 +117,9 @@ def quantize_operand(
         scale_bits=spec.scale_bits(operand),
         devices=axes_of_parts(x),
     )
-    return _with_bits(_of_group(scaling.quantize(x, use), operand, spec), operand, product, spec)
+    quantized = scaling.quantize(x, use)
+    # Where groups have states, the product applies their scales.
+    return dataclasses.replace(quantized, scale=jnp.float32(1.0)) if spec.contraction.own_state else quantized
 
 
 def _stored(
@@ -130,19 +132,6 @@ def _stored(
     if not spec.contraction.own_state or operand == "kernel":
         return stored
     return of_each_row(stored, extras[0], x.shape[spec.ensemble - 1])
-
-
-def _of_group(x: QuantizedArray, operand: OperandName, spec: ProductSpec) -> QuantizedArray:
-    """An operand without scales, where the product applies those of its groups."""
-    if not spec.contraction.own_state:
-        return x
-    return dataclasses.replace(x, scale=jnp.ones((), jnp.float32))
-
-
-def _with_bits(x: QuantizedArray, operand: OperandName, product: ProductName, spec: ProductSpec) -> QuantizedArray:
-    """What a scaling made with a stored scale, which has so many significant bits."""
-    stored = stores_scale(spec.recipe.quantization(operand, product).scaling)
-    return dataclasses.replace(x, scale_bits=spec.scale_bits(operand)) if stored else x
 
 
 def _key_of(x: Array, key: Array | None, operand: OperandName, product: ProductName, spec: ProductSpec) -> Array:
@@ -184,12 +173,9 @@ def from_saved(
         saved = values_of(saved)
     if isinstance(saved, QuantizedArray):
         return saved
-    scaling = spec.recipe.quantization(operand, product).scaling
-    assert isinstance(scaling, AbstractStatefulScaling) and scales is not None
-    if spec.contraction.own_state:
-        return _with_bits(QuantizedArray(saved, jnp.ones((), jnp.float32)), operand, product, spec)
-    quantized = scaling.with_scale(saved, scales.operands[operand], spec.ensemble)
-    return _with_bits(quantized, operand, product, spec)
+    assert spec.takes_stored_scale(operand, product) and scales is not None
+    scale = jnp.float32(1.0) if spec.contraction.own_state else of_all_elements(scales.operands[operand], saved.ndim)
+    return QuantizedArray(saved, scale, scale_bits=spec.scale_bits(operand))
 
 
 def scaled_values(

@@ -30,7 +30,7 @@ from .._jax.explicit_axes import with_automatic_axes
 from .._jax.linearization import define_linearization
 from .._jax.mapped_axis import to_front
 from .._jax.max_grad import require_differentiated_state, require_transposed_state, to_dtype_of
-from .._jax.mesh_axes import as_varying, varying_axes
+from .._jax.mesh_axes import all_varying, varying_axes
 from .._jax.unchecked_devices import require_gradient_inside, require_transposition_inside
 from .._numerics.quantized_array import QuantizedArray
 from ..devices.units import MX_UNITS
@@ -67,17 +67,13 @@ def fp8_dot_general(
     Returns:
         The product in `spec.out_dtype`.
     """
-    of_op = (*(x for x in (state, key) if x is not None), *jax.tree.leaves(copies))
+    of_op = jax.tree.leaves((state, key, copies))
 
     def multiply(input: Array, kernel: Array, *others: Array) -> Array:
-        return _primitive_of(spec).bind(*_vary_together(input, kernel), *others, spec=spec)
+        # The transpose of the mark sums gradients over devices.
+        return _primitive_of(spec).bind(*all_varying(input, kernel), *others, spec=spec)
 
     return with_automatic_axes(multiply, out_sharding, input, kernel, *extras, *of_op)
-
-
-def _vary_together(*arrays: Array) -> Sequence[Array]:
-    """Inside `shard_map`, marks operands as varying over the same mesh axes; its transpose sums their gradients."""
-    return [as_varying(x, arrays) for x in arrays]
 
 
 # --- The primitives -------------------------------------------------------------------------------------------------
@@ -90,7 +86,7 @@ fp8_dot_tangent_p = Primitive("fp8_dot_tangent")
 
 def _primitive_of(spec: ProductSpec) -> Primitive:
     operands = [operand for pair in spec.recipe.products.values() for operand in pair if operand.scaling.quantizes]
-    has_blocks = any(operand.scaling.units is MX_UNITS for operand in operands)
+    has_blocks = MX_UNITS in [operand.scaling.units for operand in operands]
     has_groups = spec.contraction.extras > 0
     return fp8_dot_on_devices_p if has_blocks or has_groups else fp8_dot_p
 
@@ -120,7 +116,7 @@ def _fp8_dot_jvp(primals, tangents, *, spec: ProductSpec):
     # Reverse mode comes here from within `jax.checkpoint` only, else to the rule below.
     out, residuals = forward(input, kernel, extras, state, key, copies, spec, rematerialized=True)
     tangents = (*tangents[:2], *(t for t in [_split_others(tangents[2:], spec)[1]] if t is not None))
-    linear = tuple(type(t) is not ad.Zero for t in tangents)
+    linear = tuple([type(t) is not ad.Zero for t in tangents])
     _check_linear(linear, state, spec)
     given = [t for t in tangents if type(t) is not ad.Zero]
     leaves, structure = jax.tree.flatten((residuals, extras))
@@ -166,7 +162,7 @@ def _fp8_dot_batch(args, axes, *, spec: ProductSpec):
     operands, contraction, out_axis = spec.contraction.fold(operands, axes, size, spec.ensemble)
     if copies is not None:
         copies = folded(copies, copies_axes, size, spec.ensemble, kernel_has_axis=operands[1].ndim > ndim)
-    of_op = (*(x for x in (state, key) if x is not None), *jax.tree.leaves(copies))
+    of_op = jax.tree.leaves((state, key, copies))
     spec = dataclasses.replace(spec, contraction=contraction)
     return _in_front(_primitive_of(spec).bind(*operands, *of_op, spec=spec), out_axis + spec.ensemble)
 
@@ -214,7 +210,7 @@ def _fp8_dot_transpose(grad, *args, spec: ProductSpec, linear: tuple[bool, ...],
     tangents, residuals, extras = _unpack(args, linear, structure)
     if type(grad) is ad.Zero:
         return [None] * len(args)
-    dx, dw = (t.aval.dtype if ad.is_undefined_primal(t) else None for t in tangents[:2])
+    dx, dw = [t.aval.dtype if ad.is_undefined_primal(t) else None for t in tangents[:2]]
     update = len(linear) > 2 and linear[2]
     if update:
         require_transposed_state(tangents[2], tangents[1:2])

@@ -199,7 +199,7 @@ class RecordForm(AbstractStateForm):
 def _three(numbers: Array, first: int = 0) -> tuple[Array, Array, Array]:
     # One by one: XLA finds out that slices of two layers' are the same scale.
     axis = numbers.ndim - 1
-    x, w, g = (to_float32(lax.index_in_dim(numbers, first + i, axis, keepdims=False)) for i in range(3))
+    x, w, g = [to_float32(lax.index_in_dim(numbers, first + i, axis, keepdims=False)) for i in range(3)]
     return x, w, g
 
 
@@ -207,7 +207,7 @@ def _joined(measured: Sequence[Array]) -> Parts:
     """The measurements of several operands as one array; those with fewer parts are padded with `-inf`."""
     if len({x.dtype for x in measured}) > 1:
         measured = [to_float32(x) for x in measured]
-    axis, parts = measured[0].ndim - 2, max(x.shape[-1] for x in measured)
+    axis, parts = measured[0].ndim - 2, max([x.shape[-1] for x in measured])
     none = [(0, 0, 0)] * (axis + 1)
     fill = lambda x: lax.pad(x, np.asarray(-np.inf, x.dtype), [*none, (0, parts - x.shape[-1], 0)])
     return lax.concatenate([x if x.shape[-1] == parts else fill(x) for x in measured], axis)

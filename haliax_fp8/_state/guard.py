@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float32
 
-from ..recipes.scaling.amax import round_up_scale
+from ..recipes.scaling.multiplier import round_up_scale
 
 
 # The significant bits of the scale that a guard is made of.

@@ -13,8 +13,8 @@ from jax import lax
 from jaxtyping import Array, Float32
 
 from ..recipes.recipe import SCALE_BITS
-from ..recipes.scaling.amax import round_up_scale
 from ..recipes.scaling.base import AbstractScaling, AbstractStatefulScaling
+from ..recipes.scaling.multiplier import round_up_scale
 from .guard import checked, guard_of, is_own
 
 
@@ -54,7 +54,7 @@ def scales_in(table: Array, limits: Sequence[float]) -> tuple[Array, Array]:
         limits: The largest value of each operand's format.
     """
     axis = table.ndim - 1
-    first, last = (lax.index_in_dim(table, i, axis=axis, keepdims=False) for i in (0, table.shape[axis] - 1))
+    first, last = [lax.index_in_dim(table, i, axis=axis, keepdims=False) for i in (0, table.shape[axis] - 1)]
     scales = checked(first, last)
     if len(limits) != 3:
         return scales, scales
@@ -71,10 +71,10 @@ def _multipliable(
     that the amax stays above 1 in its format, where FP8 has its full precision.
     """
     of_ops = lax.reshape(scales, (*scales.shape[:-1], scales.shape[-1] // 3, 3))
-    of_input, of_kernel, of_grad = (
+    of_input, of_kernel, of_grad = [
         round_up_scale(lax.slice_in_dim(of_ops, i, i + 1, axis=of_ops.ndim - 1), 24 if exact else bits)
         for i, bits in enumerate(SCALE_BITS.values())
-    )
+    ]
     # A power of two, by its exponent: exact, and a scale of a few bits remains one.
     exponent = lax.bitcast_convert_type(lax.min(of_input, of_kernel), np.int32) >> np.int32(23)
     lowest = lax.max(np.int32(2 * 127 - 126) - exponent, lax.full_like(exponent, 1)) << np.int32(23)
@@ -239,7 +239,7 @@ def changed(table: Array, change: Array, scalings: tuple[AbstractScaling, ...], 
 def _is_own(table: Array) -> Array:
     """Whether only its own updates changed each row; any other row is kept, so that its next use reveals it."""
     axis = table.ndim - 1
-    return is_own(*(lax.slice_in_dim(table, i, i + 1, axis=axis) for i in (0, table.shape[axis] - 1)))
+    return is_own(*[lax.slice_in_dim(table, i, i + 1, axis=axis) for i in (0, table.shape[axis] - 1)])
 
 
 def _heads(table: Array, measured: Array, scalings: tuple[AbstractScaling, ...], limits: Sequence[float]) -> Array:

@@ -19,7 +19,7 @@ from .._state.op_state import OpState
 from .._state.records import OpRecord
 from ..devices.device import Device
 from ..recipes.scaling import DelayedScaling, ObservedScaling
-from ..recipes.scaling.amax_rules import Percentile
+from ..recipes.scaling.amax_of_history import Percentile
 from .emulated import Attention
 from .primitive import AttentionSpec, fp8_attention
 from .state import LIMITS

@@ -23,7 +23,7 @@ from .._jax.after_partitioning import lower_with_devices
 from .._jax.linearization import define_linearization
 from .._jax.mapped_axis import to_front
 from .._jax.max_grad import require_differentiated_state, require_transposed_state, to_dtype_of
-from .._jax.mesh_axes import as_varying
+from .._jax.mesh_axes import all_varying
 from .._jax.unchecked_devices import require_gradient_inside, require_transposition_inside
 from .passes import AttentionSpec, Residuals, backward, forward, output, tangent
 
@@ -48,7 +48,7 @@ def fp8_attention(
         The output in `spec.out_dtype`.
     """
     operands = query, key, value
-    query, key, value = (as_varying(x, operands) for x in operands)
+    query, key, value = all_varying(*operands)
     return fp8_attention_p.bind(query, key, value, state, spec=spec)
 
 

@@ -14,8 +14,8 @@ from jaxtyping import Float, Float32
 
 from .._numerics.formats import E4M3, Format
 from ..recipes.scaling import BlockScaling, CurrentScaling, RowwiseScaling
-from ..recipes.scaling.amax import LARGEST_MULTIPLIER
 from ..recipes.scaling.base import AbstractScaling
+from ..recipes.scaling.multiplier import LARGEST_MULTIPLIER
 
 
 BF16 = np.dtype(ml_dtypes.bfloat16)

@@ -17,7 +17,7 @@ from .._product.contraction import AbstractContraction
 from .._product.dot import DotContraction
 from .._product.grouped.rows import apart, of_each_row, together
 from .._product.operands import round_to
-from ..recipes.scaling import OperandUse, stores_scale
+from ..recipes.scaling import OperandUse
 from .scheme import Scheme
 
 
@@ -183,7 +183,7 @@ def _product_of_experts(
         scale_bits=spec.input_bits,
         devices=axes_of_parts(input),
     )
-    rows = dataclasses.replace(scaling.quantize(input, use), scale=one, scale_bits=spec.input_bits)
+    rows = dataclasses.replace(scaling.quantize(input, use), scale=one)
     of_experts = jnp.multiply(input_scale, kernel.scale.reshape(input_scale.shape))
     both = rows, dataclasses.replace(kernel, scale=one)
     return spec.batched.product("fprop", both, extras, spec.precision, dtype, of_experts)
@@ -207,8 +207,7 @@ def quantized_input(input: Array, input_scale: Any, spec: ServedProduct) -> Quan
         scale_bits=spec.input_bits,
         devices=axes_of_parts(input),
     )
-    quantized = scaling.quantize(input, use)
-    return dataclasses.replace(quantized, scale_bits=spec.input_bits) if stores_scale(scaling) else quantized
+    return scaling.quantize(input, use)
 
 
 def not_joined(data: Array, kernel: QuantizedArray) -> Array:

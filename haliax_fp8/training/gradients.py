@@ -1,7 +1,6 @@
 """Gradients whose state is an exact maximum over all uses of a layer."""
 
 import dataclasses
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -68,23 +67,24 @@ def filter_value_and_grad(function: Callable[..., Any], *, has_aux: bool = False
     """
 
     def in_a_way(way: Way, model: Any, *args: Any, **kwargs: Any) -> tuple[Any, int]:
-        states = _Nodes.of(model, _is_op_state)
-        records = [] if way.tables else record_states(states.nodes, inexact=way.inexact)
-        recording = model if way.tables else states.replaced(records)
+        leaves, structure = jax.tree.flatten(model, is_leaf=_is_state)
+        places = [i for i, leaf in enumerate(leaves) if _is_whole_op_state(leaf)]
+        states = [leaves[i] for i in places]
+        records = [] if way.tables else record_states(states, inexact=way.inexact)
+        recording = leaves if way.tables else _replaced(leaves, places, records)
         differentiated, rest = eqx.partition(recording, _is_differentiated)
         reached = Reached()
 
         def of(differentiated: Any) -> Any:
-            return function(_accumulating(eqx.combine(differentiated, rest), reached), *args, **kwargs)
+            recording = [_accumulating(leaf, i, reached) for i, leaf in enumerate(eqx.combine(differentiated, rest))]
+            return function(jax.tree.unflatten(structure, recording), *args, **kwargs)
 
-        # To JAX, `fp32_max_grad` is as little a float as an integer is.
+        # To JAX, `fp32_max_grad` is no more a float than an integer is.
         value, gradients = jax.value_and_grad(of, has_aux=has_aux, allow_int=True)(differentiated)
-        gradients = without_kernel_copies(gradients)
-        if way.tables:
-            return (value, gradients), 0
-        measured = _Nodes.of(gradients, _is_record)
-        completed = measured.replaced(complete_states(states.nodes, measured.nodes))
-        return (value, completed), len(records) - len(reached.places)
+        if not way.tables:
+            gradients = _replaced(gradients, places, complete_states(states, [gradients[i] for i in places]))
+        gradients = without_kernel_copies(jax.tree.unflatten(structure, gradients))
+        return (value, gradients), len(records) - len(reached.places)
 
     def take(model: Any, *args: Any, **kwargs: Any) -> Any:
         return first_that_works(in_a_way, model, *args, **kwargs)
@@ -97,52 +97,25 @@ def _is_differentiated(leaf: Any) -> bool:
     return eqx.is_inexact_array(leaf) or is_max_grad(leaf)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Nodes:
-    """The nodes of one kind in a tree, and the tree around them."""
-
-    leaves: list[Any]
-    places: list[int]
-    structure: Any
-
-    @staticmethod
-    def of(tree: Any, is_one: Callable[[Any], bool]) -> "_Nodes":
-        leaves, structure = jax.tree.flatten(tree, is_leaf=is_one)
-        return _Nodes(leaves, [i for i, leaf in enumerate(leaves) if is_one(leaf)], structure)
-
-    @property
-    def nodes(self) -> list[Any]:
-        return [self.leaves[i] for i in self.places]
-
-    def replaced(self, nodes: Sequence[Any]) -> Any:
-        """The tree with others in their places."""
-        leaves = list(self.leaves)
-        for i, node in zip(self.places, nodes, strict=True):
-            leaves[i] = node
-        return jax.tree.unflatten(self.structure, leaves)
+def _replaced(leaves: Sequence[Any], places: Sequence[int], others: Sequence[Any]) -> list[Any]:
+    """The leaves with others in some places."""
+    new = list(leaves)
+    for i, other in zip(places, others, strict=True):
+        new[i] = other
+    return new
 
 
-def _is_record(node: Any) -> bool:
-    return isinstance(node, OpRecord)
-
-
-def _is_op_state(node: Any) -> bool:
-    # A partitioned model may have no state.
+def _is_whole_op_state(node: Any) -> bool:
+    # A partitioned model may have no table.
     return isinstance(node, OpState) and node.table.array is not None
 
 
-def _accumulating(model: Any, reached: Reached) -> Any:
-    """The model in the differentiated function: its state accumulates by maximum, and records notice a gradient."""
-    places = itertools.count()
-
-    def of(node: Any) -> Any:
-        if not isinstance(node, OpRecord):
-            return _with_max_gradients(node)
-        # It has the element type already; other state may not.
-        place = next(places)
-        return dataclasses.replace(node, table=jax.tree.map(lambda x: noticed(x, place, reached), node.table))
-
-    return jax.tree.map(of, model, is_leaf=_is_state)
+def _accumulating(node: Any, place: int, reached: Reached) -> Any:
+    """A leaf in the differentiated function: state accumulates by maximum, and a record notices a gradient."""
+    if not isinstance(node, OpRecord):
+        return _with_max_gradients(node)
+    # It has the element type already; other state may not.
+    return dataclasses.replace(node, table=jax.tree.map(lambda x: noticed(x, place, reached), node.table))
 
 
 def with_max_gradients[T](tree: T) -> T:

@@ -198,8 +198,8 @@ CHANGES = (
     Change(
         "dgrad and wgrad are exchanged where the kernel comes first",
         "_product/dot.py",
-        'if (product == "dgrad") != self.kernel_first',
-        'if product == "dgrad"',
+        "dgrad, wgrad = (of_rhs, of_lhs) if self.kernel_first else (of_lhs, of_rhs)",
+        "dgrad, wgrad = of_lhs, of_rhs",
         (
             "test_statistics.py",
             "test_kernels_first.py",
@@ -530,7 +530,7 @@ CHANGES = (
     ),
     Change(
         "multipliers may be so large that the scale is flushed to zero",
-        "recipes/scaling/amax.py",
+        "recipes/scaling/multiplier.py",
         "multiplier = jnp.minimum(multiplier, jnp.float32(LARGEST_MULTIPLIER))",
         "multiplier = jnp.minimum(multiplier, jnp.finfo(jnp.float32).max)",
         ("test_not_finite.py::test_scales_down_to_the_smallest_normal_number_are_not_flushed",),
@@ -603,28 +603,28 @@ CHANGES = (
     ),
     Change(
         "a moving average weighs the oldest most",
-        "recipes/scaling/amax_rules.py",
+        "recipes/scaling/amax_of_history.py",
         "ages = (-np.arange(length)) % length",
         "ages = (np.arange(length) - 1) % length",
         ("test_amax_compute.py::test_scales_are_those_of_the_simulation",),
     ),
     Change(
         "a percentile counts one element too few",
-        "recipes/scaling/amax_rules.py",
+        "recipes/scaling/amax_of_history.py",
         "int(np.ceil(count * self.percent / 100.0)) - 1",
         "int(np.floor(count * self.percent / 100.0)) - 1",
         ("test_amax_compute.py::test_percentiles_count_exactly",),
     ),
     Change(
         "an infinite amax makes a scale",
-        "recipes/scaling/amax.py",
+        "recipes/scaling/multiplier.py",
         "return jnp.where(finite, lax.convert_element_type(amax, jnp.float32), jnp.float32(jnp.nan))",
         "return lax.convert_element_type(amax, jnp.float32)",
         ("test_recipes.py::test_data_and_scales_equal_the_reference_bit_for_bit",),
     ),
     Change(
         "scales are rounded down to a few bits",
-        "recipes/scaling/amax.py",
+        "recipes/scaling/multiplier.py",
         "(words + dropped) & ~dropped",
         "words & ~dropped",
         ("test_guard.py::test_scales_are_rounded_up_to_the_bits_of_their_operand",),

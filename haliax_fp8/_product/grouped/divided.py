@@ -25,7 +25,7 @@ from ..._jax.after_partitioning import (
     lower_with_devices,
 )
 from ..._jax.mapped_axis import to_front
-from ..._jax.mesh_axes import as_varying
+from ..._jax.mesh_axes import all_varying
 from ..._numerics.quantized_array import QuantizedArray
 from ...devices.device import Device
 from ...devices.grouped import GroupedKernels
@@ -61,7 +61,7 @@ def divided_over_devices(
     a, b = (x if x.scale.ndim else dataclasses.replace(x, scale=x.scale.reshape((1,) * x.data.ndim)) for x in (a, b))
     # No array without axes: Shardy has no name for it.
     leaves, structure = jax.tree.flatten((a, b, group_sizes, None if scale is None else scale[..., None]))
-    leaves = [as_varying(leaf, leaves) for leaf in leaves]
+    leaves = all_varying(*leaves)
     return grouped_product_p.bind(*leaves, work=work, structure=structure)
 
 

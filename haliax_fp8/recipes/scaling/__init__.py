@@ -1,7 +1,6 @@
 """Scalings: how one operand gets its scale. One file per scaling."""
 
-from .amax import round_up_scale as round_up_scale
-from .amax_rules import (
+from .amax_of_history import (
     AbstractAmaxCompute as AbstractAmaxCompute,
     MaxOfHistory as MaxOfHistory,
     MostRecent as MostRecent,
@@ -13,6 +12,7 @@ from .base import (
     AbstractScaling as AbstractScaling,
     AbstractStatefulScaling as AbstractStatefulScaling,
     OperandUse as OperandUse,
+    of_all_elements as of_all_elements,
     stores_scale as stores_scale,
 )
 from .block import BlockScaling as BlockScaling
@@ -21,6 +21,7 @@ from .delayed import DelayedScaling as DelayedScaling, usable as usable
 from .hadamard import HadamardScaling as HadamardScaling
 from .high_precision import HighPrecision as HighPrecision
 from .measured import STATISTICS as STATISTICS, MeasuredScaling as MeasuredScaling, statistics_of as statistics_of
+from .multiplier import round_up_scale as round_up_scale
 from .mxfp8 import MXFP8Scaling as MXFP8Scaling
 from .nvfp4 import NVFP4Scaling as NVFP4Scaling
 from .observed import ObservedScaling as ObservedScaling

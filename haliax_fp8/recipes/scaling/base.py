@@ -103,7 +103,7 @@ class AbstractStatefulScaling(AbstractScaling):
     cast_kernels: ClassVar[int] = 1
 
     stores_scale: ClassVar[bool] = True
-    """Whether the scale that `quantize` uses is the state's, so that nobody else need keep it."""
+    """Whether `quantize` divides by the state's scale, one for each member, so that nobody else need keep it."""
 
     measures: ClassVar[int]
     """How many numbers a step records of an operand; with 0 it records none, and the rows do not change."""
@@ -174,17 +174,15 @@ class AbstractStatefulScaling(AbstractScaling):
         """What the last update entered into rows: they travel as a gradient, which may be a sum or a maximum."""
         return lax.slice_in_dim(rows, 1, 1 + self.measures, axis=rows.ndim - 1)
 
-    @abc.abstractmethod
-    def with_scale(
-        self, data: Float[Array, "*shape"], stored: Float32[Array, " *ensemble"], ensemble: int
-    ) -> QuantizedArray:
-        """What `quantize` returned, from its data: the backward pass need not keep scales that the state holds.
 
-        Args:
-            data: The data that `quantize` returned.
-            stored: The scales that the state held.
-            ensemble: How many leading axes number members.
-        """
+def of_all_elements(scale: Float32[Array, " *ensemble"], ndim: int) -> Float32[Array, "*blocks"]:
+    """A scale for each member, as `QuantizedArray` takes it; a single one stays a scalar.
+
+    Args:
+        scale: The scales that the state holds.
+        ndim: The rank of the operand, whose first axes number the members.
+    """
+    return lax.reshape(scale, (*scale.shape, *(1,) * (ndim - scale.ndim))) if scale.ndim else scale
 
 
 def stores_scale(scaling: AbstractScaling) -> bool:

@@ -9,9 +9,9 @@ from ..._numerics.formats import E4M3, Format
 from ..._numerics.quantized_array import QuantizedArray, quantize_by
 from ..._numerics.require import require_bool, require_integer
 from ...devices.device import MX_UNITS, NO_UNITS, MatrixUnits
-from .amax import multiplier_of
 from .base import AbstractScaling, OperandUse
 from .block_geometry import block_shape, blockwise_amax
+from .multiplier import multiplier_of
 
 
 @dataclasses.dataclass(frozen=True)

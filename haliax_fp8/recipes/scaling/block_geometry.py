@@ -5,8 +5,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Float32
 
-from .amax import amax_over
 from .base import OperandUse
+from .multiplier import amax_over
 
 
 def block_shape(

@@ -7,11 +7,11 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from ..._numerics.formats import E4M3, Format
-from ..._numerics.quantized_array import QuantizedArray, quantize, quantize_by
+from ..._numerics.quantized_array import QuantizedArray, divide_by, quantize_by
 from ..._numerics.require import require_bool
 from ...devices.device import FP8_UNITS, MatrixUnits
-from .amax import amax_over, amax_over_devices, multiplier_of, round_up_scale
 from .base import AbstractScaling, OperandUse
+from .multiplier import amax_over, amax_over_devices, multiplier_of, round_up_scale
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +58,7 @@ class CurrentScaling(AbstractScaling):
         if self.power_of_two or use.scale_bits == 24:
             return quantize_by(x, multiplier, use.cast, scale_bits=1 if self.power_of_two else 24)
         scale = round_up_scale(lax.div(lax.full_like(multiplier, 1.0), multiplier), use.scale_bits)
-        return dataclasses.replace(quantize(x, scale, use.cast), scale_bits=use.scale_bits)
+        return divide_by(x, scale, use.cast, scale_bits=use.scale_bits)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,9 +11,9 @@ from jaxtyping import Array, Float, Float32
 from ..._numerics.quantized_array import QuantizedArray, divide_by
 from ..._numerics.require import require_bool, require_integer, require_margin
 from ...devices.device import FP8_UNITS, MatrixUnits
-from .amax import round_down_to_power_of_two
-from .amax_rules import AbstractAmaxCompute, MaxOfHistory
-from .base import AbstractStatefulScaling, OperandUse
+from .amax_of_history import AbstractAmaxCompute, MaxOfHistory
+from .base import AbstractStatefulScaling, OperandUse, of_all_elements
+from .multiplier import round_down_to_power_of_two
 
 
 # The smallest scale that is not flushed to zero. Below it stand tensors whose amax is under 1e-35.
@@ -95,13 +95,7 @@ class DelayedScaling(AbstractStatefulScaling):
     def quantize(self, x: Float[Array, "*shape"], use: OperandUse) -> QuantizedArray:
         """Quantizes with the stored scale, one for all elements of each member."""
         assert use.stored is not None
-        return divide_by(x, _shaped(use.stored, x.ndim, use.ensemble), use.cast)
-
-    def with_scale(
-        self, data: Float[Array, "*shape"], stored: Float32[Array, " *ensemble"], ensemble: int
-    ) -> QuantizedArray:
-        """The data with the stored scale."""
-        return QuantizedArray(data, _shaped(stored, data.ndim, ensemble))
+        return divide_by(x, of_all_elements(use.stored, x.ndim), use.cast, scale_bits=use.scale_bits)
 
     def measure(
         self, x: Float[Array, "*shape"], quantized: QuantizedArray, ensemble: int
@@ -199,7 +193,3 @@ def usable(scale: Float32[Array, "*shape"]) -> Float32[Array, "*shape"]:
     # Without an array of constants, which JAX would trace and lower apart from the loop that a layer is in.
     positive = lax.max(scale, np.float32(0.0))
     return lax.add(positive, lax.convert_element_type(lax.eq(positive, np.float32(0.0)), jnp.float32))
-
-
-def _shaped(stored: Float32[Array, " *ensemble"], ndim: int, ensemble: int) -> Float32[Array, "..."]:
-    return stored if ensemble == 0 else lax.reshape(stored, (*stored.shape, *(1,) * (ndim - ensemble)))

@@ -90,13 +90,6 @@ class MeasuredScaling(AbstractStatefulScaling):
         """As the scaling does."""
         return self.scaling.quantize(x, use)
 
-    def with_scale(
-        self, data: Float[Array, "*shape"], stored: Float32[Array, " *ensemble"], ensemble: int
-    ) -> QuantizedArray:
-        """As the scaling does."""
-        assert self._stateful is not None
-        return self._stateful.with_scale(data, stored, ensemble)
-
     def measure(
         self, x: Float[Array, "*shape"], quantized: QuantizedArray, ensemble: int
     ) -> Float32[Array, "*ensemble measures 1"]:

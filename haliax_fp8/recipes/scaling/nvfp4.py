@@ -13,9 +13,9 @@ from ..._numerics.formats import E2M1, E4M3, Format, saturating_cast, spacing_of
 from ..._numerics.quantized_array import QuantizedArray, expand
 from ..._numerics.require import require_bool
 from ...devices.device import NO_UNITS, MatrixUnits
-from .amax import amax_over_devices, multiplier_of
 from .base import AbstractScaling, OperandUse
 from .block_geometry import block_shape, blockwise_amax, blockwise_sum
+from .multiplier import amax_over_devices, multiplier_of
 
 
 # Twice the smallest scale that no device flushes to zero: rounded to E4M3, it may lose a third.

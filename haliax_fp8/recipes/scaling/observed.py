@@ -35,12 +35,6 @@ class ObservedScaling(AbstractStatefulScaling):
         """The operand itself, with scales of 1."""
         return unscaled(x, use.ensemble)
 
-    def with_scale(
-        self, data: Float[Array, "*shape"], stored: Float32[Array, " *ensemble"], ensemble: int
-    ) -> QuantizedArray:
-        """As `quantize`."""
-        return unscaled(data, ensemble)
-
     def measure(
         self, x: Float[Array, "*shape"], quantized: QuantizedArray, ensemble: int
     ) -> Float[Array, "*ensemble 1 parts"]:

@@ -71,12 +71,6 @@ class StaticScaling(AbstractStatefulScaling):
         """Quantizes with the stored scale."""
         return self._tensorwise.quantize(x, use)
 
-    def with_scale(
-        self, data: Float[Array, "*shape"], stored: Float32[Array, " *ensemble"], ensemble: int
-    ) -> QuantizedArray:
-        """The data with the stored scale."""
-        return self._tensorwise.with_scale(data, stored, ensemble)
-
     def measure(
         self, x: Float[Array, "*shape"], quantized: QuantizedArray, ensemble: int
     ) -> Float[Array, "*ensemble 1 parts"]:
