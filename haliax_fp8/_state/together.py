@@ -28,6 +28,28 @@ def overwrite_states(states: Sequence[Any], gradients: Sequence[Any]) -> list[An
     return together(measured_in_gradient, states, gradients, otherwise=None)
 
 
+def written_states(states: Sequence[Any], gradients: Sequence[Any]) -> list[Any]:
+    """The same of gradients that are exact maxima, whose tables are those of the next step already.
+
+    Args:
+        states: This step's.
+        gradients: From `complete_states`, or the largest of several.
+    """
+    return [
+        state.with_array(_written(state.array, to_float32(gradient.array), scalings=state.scalings))
+        for state, gradient in zip(states, gradients, strict=True)
+    ]
+
+
+@functools.partial(jax.jit, static_argnames="scalings")
+def _written(table: Array, gradient: Array, *, scalings: tuple[AbstractScaling, ...]) -> Array:
+    """The rows that a step reached, from the gradient; the others as they are. Jitted, so that layers share a trace."""
+    if measures(scalings) == 0:
+        return table
+    _, reached = measured_in_gradient(gradient, scalings)
+    return lax.select(lax.broadcast_in_dim(reached, table.shape, range(table.ndim)), gradient, table)
+
+
 def together(
     measured_in: Callable[..., tuple[Array, Array]],
     states: Sequence[Any],

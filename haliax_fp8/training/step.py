@@ -28,7 +28,7 @@ from .microbatches import BatchGradients, StepInput, gradients_of_batch
 from .monitor import AbstractMonitor, CountedState, counted
 from .reduction import ReduceOnce, require_reduction
 from .step_arguments import require_call, require_choices, require_loss_and_optimizer, require_order, require_state_of
-from .updates import apply_updates, trainable
+from .updates import apply_exact_updates, trainable
 
 
 M = TypeVar("M")
@@ -229,7 +229,7 @@ def _run(kept: tuple[TrainStep, StepInput], model: Any, opt_state: Any) -> tuple
     metrics = {"loss": of_batch.loss, "grad_norm": optax.tree.norm(of_batch.gradients)}
     if step.has_aux:
         metrics["aux"] = of_batch.aux
-    return apply_updates(model, updates, of_batch.overwrites), opt_state, metrics, measured
+    return apply_exact_updates(model, updates, of_batch.overwrites), opt_state, metrics, measured
 
 
 @functools.cache

@@ -1,6 +1,7 @@
 """The end of a training step: state split from parameters, both updated, microbatches added up."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
@@ -14,7 +15,7 @@ from jaxtyping import Array, PyTree
 
 from .._state.marker import OverwriteWithGradient
 from .._state.op_state import OpState
-from .._state.together import overwrite_states
+from .._state.together import overwrite_states, written_states
 from ..layers.own_state import require_own_state
 from ..layers.quantized_kernels import require_no_kernel_copies, without_kernel_copies
 
@@ -64,6 +65,23 @@ def apply_updates[T](module: T, updates: PyTree, overwrites: PyTree) -> T:
             quantized kernels; outside `jit`, if anything but its own update changed the model's state.
     """
 
+    return _applied(module, updates, overwrites, overwrite_states)
+
+
+def apply_exact_updates[M](module: M, updates: Any, overwrites: Any) -> M:
+    """`apply_updates` without computing scales and histories again: they are in the gradients.
+
+    Args:
+        module: As in `apply_updates`; likewise `updates`.
+        updates: What is added to parameters.
+        overwrites: From `filter_grad` or `filter_value_and_grad`; of several microbatches, from `accumulate_gradients`.
+    """
+    return _applied(module, updates, overwrites, written_states)
+
+
+def _applied(
+    module: Any, updates: Any, overwrites: Any, new_states: Callable[[list[OpState], list[OpState]], list[OpState]]
+) -> Any:
     pairs: list[tuple[OpState, OpState]] = []
 
     def apply(leaf: Any, update: Any, overwrite: Any) -> Any:
@@ -99,7 +117,7 @@ def apply_updates[T](module: T, updates: PyTree, overwrites: PyTree) -> T:
         for name, tree in (("updates", updates), ("overwrites", overwrites)):
             _require_structure_of(module, name, tree, error)
         raise
-    states = overwrite_states([leaf for leaf, _ in pairs], [overwrite for _, overwrite in pairs])
+    states = new_states([leaf for leaf, _ in pairs], [overwrite for _, overwrite in pairs])
     fill = lambda node: states[node.index] if isinstance(node, _Place) else node
     return jax.tree.map(fill, applied, is_leaf=lambda node: isinstance(node, _Place))
 

@@ -12,9 +12,21 @@ import optax
 import pytest
 from helpers import unchecked
 
-from haliax_fp8 import Fp8Config, TrainStep, describe, fp8_linear_layers, quantization_statistics
+from haliax_fp8 import (
+    DelayedScaling,
+    Fp8Config,
+    TrainStep,
+    accumulate_gradients,
+    apply_updates,
+    describe,
+    filter_grad,
+    fp8_linear_layers,
+    partition_for_grad_overwrite,
+    quantization_statistics,
+    trainable,
+)
 from haliax_fp8.statistics import every
-from haliax_fp8.training import step as step_module
+from haliax_fp8.training import fp8_states, step as step_module
 
 
 KEY = jax.random.key(0)
@@ -62,6 +74,58 @@ def test_each_microbatch_has_its_own_key_and_its_own_results():
     assert (aux["name"], aux["number"]) == ("text", 1.5)
     expected = np.mean([draw * float(loss_fn(MODEL, part)) for draw, part in zip(draws, parts, strict=True)])
     np.testing.assert_allclose(float(metrics["loss"]), expected, rtol=1e-5)
+
+
+# --- State --------------------------------------------------------------------------------------------------------
+
+
+class SecondAlone(eqx.Module):
+    """The loss reaches the second layer, and only that."""
+
+    layers: eqx.nn.MLP
+
+    def __call__(self, x):
+        return self.layers.layers[1](jnp.tile(x, 2))
+
+
+@pytest.mark.parametrize(
+    "microbatches, update_interval, ruined", [(1, 1, None), (2, 1, slice(None)), (2, 3, slice(0, None, 2))]
+)
+def test_a_step_writes_the_state_that_apply_updates_computes(microbatches, update_interval, ruined):
+    """The step takes scales and histories from its gradients; `apply_updates` computes them again, from the amaxes.
+
+    Also where the loss does not reach a layer, and where a whole batch, or one of its microbatches, is not finite.
+    """
+    scaling = DelayedScaling(amax_history_length=4, update_interval=update_interval)
+    model = fp8_linear_layers(SecondAlone(PLAIN), recipe=scaling)
+    step = TrainStep(loss_fn, MOMENTUM, microbatches=microbatches, donate=False)
+    opt_state = step.init(model)
+
+    @eqx.filter_jit
+    def by_hand(model, opt_state, x):
+        gradients = None
+        for part in range(microbatches):
+            gradients = accumulate_gradients(gradients, filter_grad(loss_fn)(model, x[part::microbatches]))
+        overwrites, gradients = partition_for_grad_overwrite(gradients)
+        updates, _ = MOMENTUM.update(gradients, opt_state, trainable(model))
+        return apply_updates(model, updates, overwrites)
+
+    untouched = model.layers.layers[0].dot_general.state.array
+    for i in range(5):
+        x = (i + 1.0) * X
+        if i == 2 and ruined is not None:
+            x = x.at[ruined].set(jnp.inf)
+        expected = by_hand(model, opt_state, x)
+        got, new_opt_state, _ = step(model, opt_state, x)
+        for state, wanted in zip(fp8_states(got), fp8_states(expected), strict=True):
+            np.testing.assert_array_equal(state.array, wanted.array)
+        if i == 2 and ruined is not None:
+            of_input = [fp8_states(tree)[1].array[0] for tree in (got, model)]
+            assert np.array_equal(*of_input) == (ruined == slice(None)), "one finite microbatch is enough"
+            continue
+        model, opt_state = got, new_opt_state
+    np.testing.assert_array_equal(model.layers.layers[0].dot_general.state.array, untouched)
+    assert model.layers.layers[1].dot_general.amax_history("input")[0] == 5 * jnp.abs(X).max()
 
 
 # --- Statistics in the step's own pass -------------------------------------------------------------------------------
