@@ -23,7 +23,7 @@ class Fp8Einsum(eqx.Module):
         dot_general: The product and its state.
 
     References:
-        `flax.linen.fp8_ops.Fp8Einsum`; same numbers where its operands are not swapped.
+        `flax.linen.fp8_ops.Fp8Einsum`; the same numbers if its operands are not swapped.
 
     Example:
         >>> einsum = Fp8Einsum.init()
@@ -67,13 +67,13 @@ class Fp8Einsum(eqx.Module):
         """
         if len(operands) != 2:
             raise ValueError(
-                f"subscripts={subscripts!r} came with {len(operands)} operands; an FP8 einsum has one input and one "
+                f"subscripts={subscripts!r} came with {len(operands)} operands; an FP8 einsum takes one input and one "
                 "kernel. Split a longer product into several, each with its own Fp8Einsum (and so its own state)"
             )
         for name, x in zip(("input", "kernel"), operands, strict=True):
             if not hasattr(x, "shape"):
                 raise ValueError(
-                    f"the {name} of an FP8 einsum is a {type(x).__name__}; pass an array, jnp.asarray(...)"
+                    f"the {name} of an FP8 einsum is a {type(x).__name__}; pass an array such as jnp.asarray(...)"
                 )
         parsed = Subscripts.parse(subscripts, *(x.shape for x in operands))
         lhs, rhs = (
@@ -96,8 +96,8 @@ class Subscripts:
 
     Args:
         given: The axes of each operand, one letter each.
-        reduced: What is left of each once repeated axes are diagonals, axes that nothing else has are summed, and axes
-            of size 1 that are broadcast along the other operand's are dropped.
+        reduced: The axes of each operand after reduction: diagonals are taken along repeated axes, axes that appear
+            nowhere else are summed, and axes of size 1 that are broadcast along the other operand's are dropped.
         out: The axes of the result.
     """
 
@@ -131,7 +131,7 @@ class Subscripts:
             if counts[-1] < 0 or ("..." not in side and len(named) != len(shape)):
                 raise ValueError(f"subscripts={subscripts!r}: {side!r} does not fit an operand of shape {shape}")
         ellipsis = "".join(unused[: max(counts)])
-        # Ellipses are aligned at their last axis, as in NumPy's broadcasting.
+        # Ellipses align at their last axis, as in NumPy's broadcasting.
         left, right = (
             side.replace("...", ellipsis[len(ellipsis) - count :]) for side, count in zip(sides, counts, strict=True)
         )
@@ -152,7 +152,7 @@ class Subscripts:
             if pair[0] != pair[1] and 1 not in pair:
                 axis = "an axis of '...'" if name in ellipsis else f"axis {name!r}"
                 raise ValueError(f"subscripts={subscripts!r}: {axis} has sizes {pair[0]} and {pair[1]}")
-        # An axis of size 1 that the other operand has in full is broadcast along it: only the other one keeps it.
+        # An axis of size 1 that is larger in the other operand is broadcast: only the other operand keeps it.
         kept = [
             [name for name in dict.fromkeys(side) if own[name] == other.get(name, own[name]) or own[name] != 1]
             for side, own, other in ((left, *sizes), (right, *reversed(sizes)))

@@ -1,1 +1,1 @@
-"""Where JAX is extended; the only folder that imports its internals. See README.md."""
+"""Extensions of JAX; the only folder that imports its internals. See README.md."""

@@ -1,8 +1,8 @@
-"""A function that XLA's partitioner does not see: it is lowered when the program is divided over devices already.
+"""Functions that XLA's partitioner does not see: they are lowered after the program has been divided over devices.
 
 Some of XLA's operations do not survive the way through Shardy, JAX's partitioner, whatever their sharding
-(`lax.scaled_dot` is one). In the program they are a custom call that names how its axes belong together; once XLA has
-divided the program, it asks for what each device runs.
+(`lax.scaled_dot` is one). In the program they are a custom call that says which axes belong together. Once XLA has
+divided the program, it asks what each device runs.
 """
 
 import functools
@@ -20,8 +20,8 @@ from jax.sharding import NamedSharding, PartitionSpec as P, Sharding
 from jaxtyping import Array
 
 
-# Takes what a device computes of its part, the mesh, arguments and result with their shapes and shardings. Returns the
-# mesh, what each device runs, the sharding of its result and those of its arguments.
+# Takes what a device computes of its part, the mesh, and the arguments and result with their shapes and shardings.
+# Returns the mesh, what each device runs, the sharding of its result and those of its arguments.
 type Partition = Callable[
     [Callable[..., Array], Any, Sequence[Any], Any], tuple[Any, Callable[..., Array], Any, Sequence[Any]]
 ]
@@ -39,23 +39,24 @@ def lower_after_partitioning(
     remedy: str,
     of_blocks: Collection[int] = (),
 ) -> Any:
-    """Lowers a function of arrays; in a program for several devices, after XLA has divided that.
+    """Lowers a function of arrays; in a program for several devices, after XLA has divided the program.
 
     Args:
-        context: Of a primitive's lowering rule.
-        *operands: Its operands, likewise.
-        name: What the function is, for messages.
-        function: What one device computes of whole arrays, in a program that is not divided.
-        part: The same function as a device of several computes it, of its part.
+        context: The context of a primitive's lowering rule.
+        *operands: The operands that the rule receives.
+        name: What the function is called in messages.
+        function: What one device computes from whole arrays, in a program that is not divided.
+        part: The same function as one of several devices computes it, from its parts.
         rule: Which axes of arguments and result belong together, as `custom_partitioning` takes it.
-        sizes: The sizes of factors that the rule does not show, and which are summed: its keyword arguments.
-        partition: What each device computes of its parts.
-        remedy: What else to do where it cannot be divided, for messages; completes "or ...".
-        of_blocks: Which operands have an element for each block of another, so that axes may be short.
+        sizes: Keyword arguments of `custom_partitioning`: the sizes of factors that the rule does not show, and which
+            factors are summed.
+        partition: What each device computes from its parts.
+        remedy: The alternative if the function cannot be divided, for messages; completes "or ...".
+        of_blocks: Which operands have one element per block of another, so that their axes may be short.
 
     Raises:
-        ValueError: Inside a `shard_map` over a part of the mesh, which XLA cannot divide further; where it is not known
-            over which mesh arrays are divided; or on several TPUs, whose compiler does not ask how to divide a call.
+        ValueError: Inside a `shard_map` over a part of the mesh, which XLA cannot divide further; if the mesh is
+            unknown; or on several TPUs, whose compiler does not ask how to divide a call.
     """
     module = context.module_context
     axes = module.axis_context
@@ -63,9 +64,9 @@ def lower_after_partitioning(
     if isinstance(axes, SPMDAxisContext):
         if automatic := _left_to_xla(axes):
             raise ValueError(
-                f"{name} was called inside shard_map over {sorted(axes.manual_axes)}, where XLA would divide it over "
-                f"{automatic} as well, which it cannot. Call it under shard_map over all axes of the mesh, or under "
-                f"none; or {remedy}"
+                f"{name} was called inside shard_map over {sorted(axes.manual_axes)}, so XLA would have to divide it "
+                f"over {automatic} as well, which it cannot. Call it under shard_map over all axes of the mesh, or "
+                f"under none; or {remedy}"
             )
         if axes.mesh.size == 1 or not can_divide_calls(context):
             return inline(context, *operands)
@@ -74,12 +75,12 @@ def lower_after_partitioning(
         return inline(context, *operands)
     if axes.device_assignment is None or axes.abstract_mesh is None:
         raise ValueError(
-            f"{name} is divided over {axes.num_devices} devices, but the mesh is not known where it is lowered. Give "
+            f"{name} is divided over {axes.num_devices} devices, but its lowering does not know the mesh. Give "
             f"the arguments of the outermost jax.jit NamedShardings of one mesh; or {remedy}"
         )
     if not can_divide_calls(context):
         raise ValueError(
-            f"{name} cannot be divided over {axes.num_devices} TPUs: their compiler divides only what it knows. Call "
+            f"{name} cannot be divided over {axes.num_devices} TPUs: their compiler cannot divide custom calls. Call "
             f"it under jax.shard_map over all axes of the mesh; or {remedy}"
         )
     call = custom_partitioning.custom_partitioning(lambda *arrays: part(*arrays))
@@ -97,9 +98,9 @@ def lower_after_partitioning(
 
 
 def _evenly(mesh: Any, x: Array) -> Array:
-    """An array of which XLA leaves those axes whole that some mesh axis does not divide.
+    """An array whose axes XLA leaves whole if some mesh axis does not divide them.
 
-    It would divide them over a part of the mesh axis, for which JAX has no name when it is asked.
+    Otherwise XLA would divide them over a part of the mesh axis, for which JAX has no name.
     """
     uneven = [size > 1 and any(size % devices for devices in mesh.shape.values()) for size in x.shape]
     if not any(uneven):
@@ -109,12 +110,12 @@ def _evenly(mesh: Any, x: Array) -> Array:
 
 
 def can_divide_calls(context: Any) -> bool:
-    """Whether the compiler of a program asks JAX how to divide a custom call; those for TPUs do not."""
+    """Whether a program's compiler asks JAX how to divide a custom call; TPU compilers do not."""
     return "tpu" not in tuple(context.platforms or context.module_context.platforms)
 
 
 def devices_of(context: Any) -> int:
-    """For how many devices a program is lowered, by the context of a primitive's lowering rule."""
+    """The number of devices that a program is lowered for, from the context of a primitive's lowering rule."""
     axes = context.module_context.axis_context
     if isinstance(axes, SPMDAxisContext):
         return axes.mesh.size
@@ -132,7 +133,7 @@ def _left_to_xla(axes: SPMDAxisContext) -> list[str]:
 
 
 def _outside_of_mesh(function: Callable[..., Array]) -> Callable[..., Array]:
-    """What a device computes of its parts, whose types do not mention a mesh with explicit axes, even if one is set."""
+    """`function`, called so that its arrays' types do not mention a mesh with explicit axes, even if one is set."""
 
     @functools.wraps(function)
     def call(*arrays: Array) -> Array:
@@ -143,7 +144,7 @@ def _outside_of_mesh(function: Callable[..., Array]) -> Callable[..., Array]:
 
 
 def knows_devices(context: Any) -> bool:
-    """Whether a primitive is lowered for several devices, known ones, over which XLA will divide it as it is told."""
+    """Whether a primitive is lowered for several known devices, over which XLA will divide it as told."""
     axes = context.module_context.axis_context
     if not (isinstance(axes, ShardingContext) and axes.num_devices > 1 and jax.config.jax_use_shardy_partitioner):
         return False
@@ -153,21 +154,21 @@ def knows_devices(context: Any) -> bool:
 def lower_with_devices(*primitives: Primitive) -> None:
     """Declares primitives whose lowering contains calls that are divided over the devices of a program.
 
-    JAX looks for such primitives where it can see them, which is not within the lowering of others.
+    JAX looks for such primitives in the traced program only, not within the lowering of others.
 
     Args:
-        *primitives: Those that are in a traced program.
+        *primitives: The primitives that appear in a traced program.
     """
     dispatch.prim_requires_devices_during_lowering.update(primitives)
 
 
 # --- Inside shard_map -------------------------------------------------------------------------------------------------
 
-# There each device has its part already, and JAX would lower the call in place, where the partitioner sees it.
+# Here each device has its part already, and JAX would lower the call in place, where the partitioner sees it.
 
 
 def _by_each_device(context: Any, operands: Sequence[Any], function: Callable[..., Array]) -> Any:
-    """The function of what each device has, still hidden from the partitioner."""
+    """The function applied to each device's part, still hidden from the partitioner."""
     module = context.module_context
     structure = jax.tree.structure(tuple(context.avals_in))
     call = custom_partitioning._ShardingCallbackInfo(
@@ -181,7 +182,7 @@ def _by_each_device(context: Any, operands: Sequence[Any], function: Callable[..
         mesh=module.axis_context.mesh,
         static_args=(),
     )
-    # XLA asks by this name for what is registered there, as long as the program lives.
+    # XLA looks up this name for as long as the program lives.
     key = str(id(call))
     custom_partitioning._sharding_callbacks[key.encode()] = call
     module.add_keepalive(call)
@@ -191,13 +192,13 @@ def _by_each_device(context: Any, operands: Sequence[Any], function: Callable[..
 
 
 class _AsItIs(Sharding):
-    """A sharding that XLA named, which only XLA has to understand."""
+    """A sharding from XLA, which only XLA has to understand."""
 
     def __init__(self, sharding: Any) -> None:
         self.sharding = sharding
 
     def check_compatible_aval(self, aval_shape: Any) -> None:
-        """Whatever XLA says."""
+        """Accepts any shape: XLA chose the sharding for it."""
 
     def _to_xla_hlo_sharding(self, num_dimensions: int) -> Any:
         return self.sharding

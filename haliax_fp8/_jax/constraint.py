@@ -1,4 +1,4 @@
-"""How arrays are divided over a mesh whose axes are automatic, said to XLA."""
+"""Tells XLA how to divide arrays over a mesh with automatic axes."""
 
 import jax
 from jax.sharding import PartitionSpec
@@ -12,19 +12,19 @@ def automatic_mesh() -> bool:
 
 
 def divided(x: Array, spec: PartitionSpec) -> Array:
-    """An array, divided over the mesh as a specification says.
+    """The array, divided over the mesh as specified.
 
     Args:
         x: The array.
-        spec: What each axis is divided over; axes that it leaves out are whole.
+        spec: The mesh axes that divide each axis; axes that it leaves out are whole.
     """
     return jax.lax.with_sharding_constraint(x, spec)
 
 
 def whole_in_front(x: Array) -> Array:
-    """An array whose first axis is whole on every device; its other axes are divided as they were.
+    """The array with its first axis whole on every device and its other axes divided as before.
 
-    Without an automatic mesh there is nothing to say.
+    Without an automatic mesh it is returned unchanged.
     """
     if not automatic_mesh() or jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
         return x

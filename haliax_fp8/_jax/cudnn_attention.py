@@ -1,9 +1,8 @@
-"""cuDNN's fused attention in FP8 and in bfloat16, whose scores are never in memory, as JAX's own custom calls.
+"""cuDNN's fused attention in FP8 and in bfloat16, which never stores the scores, as JAX's own custom calls.
 
-JAX's public way to them asks a GPU for its compute capability and its version of cuDNN, and so compiles only where the
-GPU is. The calls themselves ask for neither, so they are made here directly: their limits, which JAX would check, are
-checked by callers. Whether cuDNN has a kernel for a call is known only on the device: it is asked for one when the
-program is loaded.
+JAX's public functions ask a GPU for its compute capability and its version of cuDNN, and so compile only on a machine
+with that GPU. The calls themselves need neither, so they are made here directly; their limits, which JAX would check,
+are checked by callers. Whether cuDNN has a kernel for a call is known only on the device, when the program is loaded.
 """
 
 import functools
@@ -19,10 +18,10 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from jaxtyping import Array, Float, Float32
 
 
-# What cuDNN calls `[batch, tokens, heads, head_dim]`.
+# cuDNN's name for the layout `[batch, tokens, heads, head_dim]`.
 _LAYOUT = cudnn.AttentionLayout.BTNH.value
 
-# JAX hands it to its own checks, none of which a newer one would fail.
+# JAX passes it to its own checks, all of which accept newer versions.
 _VERSION = 91000
 
 
@@ -34,14 +33,14 @@ def fp8_forward(
     is_causal: bool,
     differentiated: bool,
 ) -> tuple[Array, Array, Array, Array]:
-    """The output in FP8, the largest softmax weight, the largest output, and the logarithms that the gradient needs.
+    """The output in FP8, the amaxes of the softmax weights and the output, and the logarithms that the gradient needs.
 
     Args:
         operands: Query, key and value in E4M3.
-        scales: What query, key, value and weights are multiplied with to give them back; what weights and output are
-            multiplied with to be rounded.
+        scales: The scales of query, key, value and weights; then the reciprocal scales with which weights and output
+            are quantized.
         scale: Multiplies the scores.
-        is_causal: Whether a query sees only keys up to its own place.
+        is_causal: Whether a query sees only keys up to its own position.
         differentiated: Whether a gradient follows. Without one, the logarithms are zeros.
     """
     query = operands[0]
@@ -60,16 +59,15 @@ def fp8_backward(
     scale: float,
     is_causal: bool,
 ) -> tuple[Array, ...]:
-    """The gradients of query, key and value in FP8; the largest of each, and the largest gradient of a score.
+    """The gradients of query, key and value in FP8, their amaxes, and the amax of the scores' gradient.
 
     Args:
         operands: Query, key, value, output and the output's gradient in E4M3.
         logs: From the forward pass.
-        scales: What query, key, value, output, the output's gradient, weights and scores' gradients are multiplied with
-            to give them back; what weights, the gradients of query, key, value and scores are multiplied with to be
-            rounded.
+        scales: The scales of query, key, value, output, the output's gradient, weights and scores' gradients; then the
+            reciprocal scales with which weights and the gradients of query, key, value and scores are quantized.
         scale: As in the forward pass.
-        is_causal: Likewise.
+        is_causal: As in the forward pass.
     """
     numbers = [lax.reshape(x, (1, 1, 1, 1)) for x in scales]
     *gradients, of_query, of_key, of_value, of_scores = _fp8_backward(*operands, logs, *numbers, scale, is_causal)
@@ -91,7 +89,7 @@ def attention(
         key: The keys.
         value: The values.
         scale: Multiplies the scores.
-        is_causal: Whether a query sees only keys up to its own place.
+        is_causal: Whether a query sees only keys up to its own position.
     """
     none = jnp.zeros(0, query.dtype)
     mask = cudnn.MaskType.CAUSAL if is_causal else cudnn.MaskType.NO_MASK
@@ -104,21 +102,21 @@ def attention(
 
 # --- Divided over devices ---------------------------------------------------------------------------------------------
 
-# JAX's own rule for these calls keeps each device's largest values as if they were everybody's.
+# JAX's own rule for these calls returns each device's amaxes as if they were those of all devices.
 
 
 def _over_batch_and_heads(
     call: Callable[..., Sequence[Array]], results: str, *, operands: int, extra: int, scalars: int, amaxes: slice
 ) -> Callable[..., Sequence[Array]]:
-    """A call that may be divided along its batch and its heads, with the largest values of all devices.
+    """A call that XLA may divide along batch and heads; its amaxes are those of all devices.
 
     Args:
         call: Takes arrays, then static arguments.
         results: The axes of its results, one letter each.
-        operands: How many arrays come first: query, then key and value, then others like the query.
-        extra: How many static arguments there are.
-        scalars: How many scales there are.
-        amaxes: Which results are largest values.
+        operands: The number of arrays that come first: query, key and value, then others shaped like the query.
+        extra: The number of static arguments.
+        scalars: The number of scales.
+        amaxes: Which results are amaxes.
     """
     arrays = ["b t h d", "b s g d", "b s g d", "b t h d", "b t h d", "b h t"][:operands]
     rule = f"{', '.join([*arrays, *['w x y z'] * scalars])} -> {results}"
@@ -129,7 +127,7 @@ def _over_batch_and_heads(
         *given, mesh, shapes, _ = args
         batch, _, heads, *_ = [*shapes[0].sharding.spec, None, None, None]
         if shapes[1].shape[2] % math.prod(mesh.shape[name] for name in _names(heads)):
-            heads = None  # There are fewer heads of keys.
+            heads = None  # Keys have fewer heads.
         place = {"b": batch, "h": heads, "g": heads}
         sharding = lambda axes: NamedSharding(mesh, P(*(place.get(name) for name in axes.split())))
         names = (*_names(batch), *_names(heads))

@@ -1,4 +1,4 @@
-"""Meshes with explicit axes: the sharding of a product's result, and what XLA divides by itself inside the product."""
+"""Meshes with explicit axes: the sharding of a product's result, and functions inside which XLA chooses shardings."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,7 +14,7 @@ type _Numbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], 
 
 
 def explicit_axes_of(x: object) -> tuple[str, ...]:
-    """The explicit axes of the mesh of a sharding, or else of an array; () without a mesh."""
+    """The explicit axes of the mesh of a sharding or of an array; () without a mesh."""
     mesh = getattr(x, "mesh", None)
     if mesh is None and isinstance(x, jax.Array):
         mesh = jax.typeof(x).sharding.mesh
@@ -25,7 +25,9 @@ def explicit_axes_of(x: object) -> tuple[str, ...]:
 
 
 def sharding_of_product(lhs: Array, rhs: Array, dimension_numbers: _Numbers, out_sharding: Any) -> NamedSharding | None:
-    """What `lax.dot_general` gives its result, or raises, on a mesh with explicit axes; None on any other.
+    """The sharding that `lax.dot_general` gives its result on a mesh with explicit axes; None on any other mesh.
+
+    Raises what `lax.dot_general` raises.
 
     Args:
         lhs: The first operand.
@@ -37,14 +39,14 @@ def sharding_of_product(lhs: Array, rhs: Array, dimension_numbers: _Numbers, out
 
 
 def sharding_of_groups(rows: Array, kernels: Array, out_sharding: Any) -> NamedSharding | None:
-    """The same of a grouped product, which is divided as that of its rows and one of the kernels would be.
+    """The same for a grouped product, which is divided like the product of its rows and one of the kernels.
 
     Args:
         rows: `[rows, inputs]`.
         kernels: `[groups, inputs, outputs]`.
         out_sharding: As `lax.dot_general` takes it.
     """
-    # Not the first kernel: an index would have to say how what it takes is divided.
+    # Not `kernels[0]`: indexing would need the sharding of its result.
     one = lambda kernels: jnp.max(kernels, axis=0)
     return _sharding_of(rows, kernels, (((1,), (0,)), ((), ())), out_sharding, one)
 
@@ -64,19 +66,19 @@ def _sharding_of(
 
 
 def with_automatic_axes(function: Callable[..., Array], sharding: NamedSharding | None, *arrays: Array) -> Array:
-    """`function(*arrays)`, in which XLA divides arrays as it sees fit, with a result of this sharding.
+    """`function(*arrays)` with a result of this sharding; inside, XLA divides arrays as it sees fit.
 
-    Quantizing takes maxima over tensors and blocks, and state that belongs to all devices. The types of explicit axes
-    would say nothing about these, but each step would have to name its sharding. The gradient of each array has the
-    array's own sharding. With None the function is called as it is.
+    Quantizing takes maxima over tensors and blocks, and updates state that all devices share. Explicit axes would add
+    nothing here, but every operation would have to name its sharding. The gradient of each array has the array's own
+    sharding. With `sharding=None` the function is called unchanged.
 
     Args:
         function: A function of arrays.
-        sharding: Of its result.
+        sharding: The sharding of its result.
         *arrays: Its arguments.
     """
     if sharding is None:
         return function(*arrays)
-    # Without `out_sharding` it would return a function, and its types say so in any case.
+    # Without `out_sharding`, `auto_axes` returns a function; its types say so in either case.
     of_arrays: Any = jax.sharding.auto_axes(function, axes=explicit_axes_of(sharding), out_sharding=sharding)
     return of_arrays(*arrays)

@@ -1,10 +1,10 @@
-"""A plugin for a platform that was started after JAX had started its own."""
+"""Plugins for platforms that are started after JAX has started its own."""
 
 from jax._src import xla_bridge
 
 
 def complete_plugin(platform: str) -> None:
-    """Tells a plugin what JAX tells those that it finds at its start: how to divide custom calls over devices.
+    """Tells a plugin how to divide custom calls over devices, as JAX tells the plugins that it finds at startup.
 
     Args:
         platform: Its name in JAX, such as `"cuda"`.

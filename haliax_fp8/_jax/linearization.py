@@ -1,4 +1,4 @@
-"""How a primitive gets its own rule for reverse mode."""
+"""Gives a primitive its own rule for reverse mode."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -11,10 +11,10 @@ from jaxtyping import Array
 
 
 def define_linearization(primitive: Any, linearize: Callable[..., tuple[Array, Sequence[Array], Callable]]) -> None:
-    """Gives a primitive with one result its own rule for reverse mode; otherwise JAX would take its JVP apart.
+    """Gives a primitive with one result its own rule for reverse mode; otherwise JAX would split its JVP.
 
-    Taking it apart finds the same residuals and the same linear function, but costs as much as tracing both again. If
-    the installed JAX calls such rules differently, this does nothing, and JAX takes the JVP apart.
+    Splitting finds the same residuals and the same linear function, but costs as much as tracing both again. If the
+    installed JAX calls such rules differently, this does nothing, and JAX splits the JVP.
 
     Args:
         primitive: The primitive; it has a JVP too, for forward mode.
@@ -28,7 +28,7 @@ def define_linearization(primitive: Any, linearize: Callable[..., tuple[Array, S
         return
 
     def rule(is_vjp: bool, nonzeros: Sequence[bool], *primals: Any, **params: Any) -> tuple[Any, ...]:
-        # Of integers JAX may hand over tangents that are not marked as zero.
+        # JAX may pass integer tangents that are not marked as zero.
         linear = [
             nz and jax.typeof(p).to_tangent_aval().dtype != jax.dtypes.float0
             for nz, p in zip(nonzeros, primals, strict=True)

@@ -3,10 +3,11 @@
 State travels from the backward pass to the next step as the state's cotangent. If a value is used several times, JAX
 adds its cotangents, but amaxes have to be combined by maximum. JAX lets an element type define what "add" means to
 automatic differentiation (`add_any` asks the type). So state that is cast to this type at the top of the differentiated
-function returns as the exact maximum over all uses: called twice, tied, constant of a `scan`, branch of a `cond`. State
-that no use reaches is `-inf`, the identity of the maximum. The idea comes from Flax (google/flax#3623).
+function returns as the exact maximum over all uses: in a layer called twice, a tied one, a constant of a `scan`, a
+branch of a `cond`. Unused state returns `-inf`, the identity of the maximum. The idea comes from Flax
+(google/flax#3623).
 
-It needs JAX's internals; `tests/state/test_state.py` checks what it uses.
+It needs JAX's internals; `tests/jax/test_max_grad.py` checks what it uses.
 """
 
 import dataclasses
@@ -36,15 +37,15 @@ class max_grad(dtypes.prng_key):
 
 
 class record(dtypes.prng_key, np.number):
-    """The abstract type of `fp32_record`: also a number, which JAX requires in order to sum over an axis."""
+    """The abstract type of `fp32_record`: also a number, as JAX requires for sums over an axis."""
 
 
 class inexact_record(dtypes.extended, np.inexact):
-    """The abstract type of `fp32_inexact_record`, for which `eqx.is_inexact_array` holds; so indexing accepts it."""
+    """The abstract type of `fp32_inexact_record`: `eqx.is_inexact_array` holds for it, so indexing accepts it."""
 
 
 class _MaxGradRules:
-    """What JAX asks of an element type that is not NumPy's."""
+    """The rules that JAX requires of an element type that is not NumPy's."""
 
     # JAX asks dozens of times for each array.
     physical_element_aval = operator.attrgetter("element")
@@ -74,7 +75,7 @@ class _MaxGradRules:
         if is_max_grad(fill_value):
             fill_value = to_float32(fill_value)
         elif type(fill_value) is int and fill_value == 0:
-            # How automatic differentiation asks for the additive zero, where an index leaves something out.
+            # Automatic differentiation asks for the additive zero this way, for elements that an index leaves out.
             fill_value = dtype.identity
         return _cast(lax.full(shape, fill_value, dtype.float_dtype), dtype)
 
@@ -90,11 +91,11 @@ class _MaxGradDType(dtypes.ExtendedDType):
     """The element type.
 
     Args:
-        float_dtype: What an element is.
+        float_dtype: The type that an element is stored in.
         scalar: The abstract type.
-        identity: What stands for no cotangent at all.
-        manual_axes: The mesh axes of the `shard_map` that state was cast in.
-        knows_its_axes: Whether they are known; not of a cast by `astype`, to a type that is the same everywhere.
+        identity: The value that stands for the absence of a cotangent.
+        manual_axes: The mesh axes of the `shard_map` in which the state was cast.
+        knows_its_axes: Whether these are known. After a cast by `astype` they are not: its type is the same everywhere.
     """
 
     float_dtype: np.dtype
@@ -115,15 +116,15 @@ class _MaxGradDType(dtypes.ExtendedDType):
 
     @property
     def dtype(self) -> np.dtype:
-        """How NumPy, which JAX asks for the zero that a sum begins with, finds a type of its own for this one."""
+        """Maps this type to a NumPy type: JAX asks NumPy for a sum's initial zero."""
         if issubclass(self.scalar, np.number):
             return self.float_dtype
         raise AttributeError("dtype")
 
-    # Not a data class's, which would leave it to NumPy to say whether this is float32.
+    # A data class's `__eq__` would leave it to NumPy to decide whether this is float32.
     def __eq__(self, other: object) -> bool:
         if other is None:
-            # The last step of a sum converts to None, by which JAX means the unchanged type.
+            # The last step of a sum converts to None, JAX's word for the unchanged type.
             return issubclass(self.scalar, np.number)
         return isinstance(other, _MaxGradDType) and self._key == other._key
 
@@ -136,7 +137,7 @@ class _MaxGradDType(dtypes.ExtendedDType):
 
     @functools.cached_property
     def _key(self) -> tuple[Any, ...]:
-        # Without `knows_its_axes`: state is of one type outside of `shard_map`, whoever cast it.
+        # Without `knows_its_axes`: outside of `shard_map`, state has one type, whoever cast it.
         return self.float_dtype, self.scalar, self.identity, self.manual_axes
 
     @property
@@ -154,28 +155,28 @@ class _MaxGradDType(dtypes.ExtendedDType):
 fp32_max_grad = _MaxGradDType(np.dtype(np.float32))
 """The element type: float32 whose cotangents JAX adds by maximum. Cast to it and from it with `astype`.
 
-Take gradients under `jax.jit`: outside, JAX cannot add cotangents of an element type that is not its own.
+Take gradients under `jax.jit`: outside it, JAX cannot add cotangents of an element type that is not its own.
 """
 
 
 fp32_record = _MaxGradDType(np.dtype(np.float32), record, 0.0)
-"""The same for what `_state/members.py` makes fit to be summed over an axis; so its identity has to be 0."""
+"""The same for records, which `_state/members.py` prepares to be summed over an axis; so its identity has to be 0."""
 
 
 fp32_inexact_record = _MaxGradDType(np.dtype(np.float32), inexact_record, 0.0)
-"""The same for functions of Equinox that give no tangent to what is not inexact, such as `eqx.filter_custom_jvp`."""
+"""The same for functions of Equinox that give only inexact arrays a tangent, such as `eqx.filter_custom_jvp`."""
 
 
 def is_missing_adder(error: Exception) -> bool:
     """Whether a gradient failed because it was taken outside `jit`.
 
-    There JAX looks an adder up by the type of the array, and knows none for extended element types.
+    There JAX looks up an adder by the array's type, and has none for extended element types.
     """
     return isinstance(error, KeyError) and error.args == (earray.EArray,)
 
 
 def is_max_grad(x: object) -> bool:
-    """Whether an array's element type is `fp32_max_grad`, or that of records."""
+    """Whether an array's element type is `fp32_max_grad` or a record's."""
     return isinstance(getattr(x, "dtype", None), _MaxGradDType)
 
 
@@ -190,7 +191,7 @@ def to_record(x: Array, *, inexact: bool) -> Array:
 
 
 def _made_here(dtype: _MaxGradDType) -> _MaxGradDType:
-    """The type of what is cast here, which knows inside which `shard_map` that is."""
+    """The type for a cast made here, which remembers the `shard_map` that it is in."""
     return _made_in(dtype, tuple(jax.sharding.get_abstract_mesh().manual_axes))
 
 
@@ -200,7 +201,7 @@ def _made_in(dtype: _MaxGradDType, manual_axes: tuple[str, ...]) -> _MaxGradDTyp
 
 
 def to_dtype_of(x: Array, like: Any) -> Array:
-    """Casts float32 to the element type of `like`, which is `fp32_max_grad` or that of records; or to float32."""
+    """Casts float32 to the element type of `like` if that is `fp32_max_grad` or a record's, and else to float32."""
     return _cast(x, like.dtype) if is_max_grad(like) else to_float32(x)
 
 
@@ -211,13 +212,13 @@ def _cast(x: Array, dtype: _MaxGradDType) -> Array:
 def to_float32(x: Array) -> Array:
     """Casts to float32 from any floating element type, `fp32_max_grad` included."""
     if is_max_grad(x):
-        # Not `convert_element_type`, which asks NumPy whether there is anything to convert.
+        # `convert_element_type` would ask NumPy whether there is anything to convert.
         return from_edtype_p.bind(x, dtype=np.dtype(np.float32))
     return lax.convert_element_type(x, jnp.float32)
 
 
 class StateNotDifferentiated(TypeError):
-    """A layer is differentiated without its state, because JAX or Equinox treats the state like integers."""
+    """A layer was differentiated without its state, because JAX or Equinox treated the state like integers."""
 
 
 def require_differentiated_state(state: Any, is_linear: bool) -> None:
@@ -227,11 +228,11 @@ def require_differentiated_state(state: Any, is_linear: bool) -> None:
 
 
 def require_transposed_state(state: Any, others: Sequence[Any]) -> None:
-    """The same in reverse mode: a `custom_jvp` turns each tangent that it is not given into zeros, here constants.
+    """The same check in reverse mode: a `custom_jvp` turns missing tangents into zeros, which are constants here.
 
     Args:
         state: The state's tangent, as a transposition gets it.
-        others: Those of the operands; None where zero.
+        others: The tangents of the operands; None if zero.
     """
     if any(map(ad.is_undefined_primal, others)) and not ad.is_undefined_primal(state):
         require_differentiated_state(state, False)

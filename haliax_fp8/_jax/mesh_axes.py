@@ -13,7 +13,7 @@ def varying_axes(x: Any) -> frozenset[str]:
     """The mesh axes over which an array differs from device to device, inside `shard_map`.
 
     Args:
-        x: The array; or what a transposition has in its place, `ad.UndefinedPrimal`.
+        x: The array; or an `ad.UndefinedPrimal`, which stands for it during transposition.
     """
     aval = x.aval if ad.is_undefined_primal(x) else jax.typeof(x)
     axes = getattr(aval, "manual_axis_type", None)  # JAX 0.12 moved `vma` here.
@@ -21,12 +21,12 @@ def varying_axes(x: Any) -> frozenset[str]:
 
 
 def as_varying(x: Array, others: Sequence[Array]) -> Array:
-    """An array, marked as differing over all mesh axes over which the others differ."""
+    """The array, marked as varying over all mesh axes over which the others vary."""
     return _marked(x, varying_axes(x), frozenset().union(*map(varying_axes, others)))
 
 
 def all_varying(*arrays: Array) -> Sequence[Array]:
-    """Arrays, each marked as differing over all mesh axes over which any of them differs."""
+    """The arrays, each marked as varying over all mesh axes over which any of them varies."""
     axes = [varying_axes(x) for x in arrays]
     of_any = frozenset().union(*axes)
     return [_marked(x, of_x, of_any) for x, of_x in zip(arrays, axes, strict=True)] if of_any else arrays
@@ -54,7 +54,7 @@ def unchecked_axes() -> tuple[str, ...]:
 
 
 def axes_of_parts(x: Array) -> tuple[str, ...]:
-    """The mesh axes over which devices hold parts of an operand, inside `shard_map`; all, if nothing is known."""
+    """The mesh axes over which devices hold parts of an operand, inside `shard_map`; all axes if this is unknown."""
     return unchecked_axes() or tuple(sorted(varying_axes(x)))
 
 
@@ -62,9 +62,9 @@ def axes_to_reduce(measured: Sequence[Array], state_axes: frozenset[str]) -> tup
     """The mesh axes over which devices measured parts of operands but share the state, inside `shard_map`.
 
     Args:
-        measured: What was measured, or of what.
+        measured: The measurements, or the operands that they were taken of.
         state_axes: The axes over which the state differs from device to device.
     """
     if unchecked := unchecked_axes():
-        return unchecked  # Nothing is known; a maximum too many does no harm.
+        return unchecked  # Nothing is known; a superfluous maximum does no harm.
     return tuple(sorted(frozenset().union(*map(varying_axes, measured)) - state_axes))

@@ -4,8 +4,8 @@ The gradient of an FP8 product is computed from operands that are rounded to FP8
 that rounding: JAX would carry tangents in FP8, without a scale, and give numbers that are wrong or NaN. So everything
 that rounds is a primitive here, which refuses to be differentiated.
 
-`jax.jit` also makes one equation. But JAX takes it apart wherever it splits a program, as in every differentiated
-`scan`, and that costs time even if nothing changes.
+`jax.jit` also makes one equation. But JAX splits it wherever it splits a program, as in every differentiated `scan`,
+and that costs time even if nothing changes.
 """
 
 import functools
@@ -24,7 +24,7 @@ def opaque[**P, T](*static_argnames: str) -> Callable[[Callable[P, T]], Callable
     """Makes a function of trees of arrays a primitive; differentiating it raises a `ValueError` with the remedy.
 
     Args:
-        static_argnames: The names of its keyword arguments, which are hashable; the others are trees of arrays.
+        static_argnames: The names of its keyword arguments, which are hashable; all others are trees of arrays.
 
     Returns:
         A decorator.
@@ -51,7 +51,7 @@ def opaque[**P, T](*static_argnames: str) -> Callable[[Callable[P, T]], Callable
             return opaque("axes", "out_axes", "structure", "static")(call_mapped)
 
         def batched(leaves: Any, axes: Any, *, structure: Any, static: Any, call_jaxpr: Any) -> Any:
-            # What no mapped operand reaches stays one array, such as the quantized kernel of all examples.
+            # Results that no mapped operand reaches stay one array, such as the quantized kernel that examples share.
             out_axes = _mapped_results(call_jaxpr, [axis is not None for axis in axes])
             params = {"out_axes": out_axes, "structure": structure, "static": static}
             return mapped()(*leaves, axes=tuple(axes), **params), out_axes
@@ -76,15 +76,15 @@ def opaque[**P, T](*static_argnames: str) -> Callable[[Callable[P, T]], Callable
 
 
 def _low(jaxpr: Any) -> Any:
-    """A traced function as primitives keep it: a Pallas kernel is traced with references, which JAX takes out later.
+    """A traced function as primitives keep it: a Pallas kernel is traced with references, which JAX later removes.
 
-    Before JAX had such functions, and if it finds another way, there is nothing to do.
+    On versions of JAX without `lower_jaxpr2` there is nothing to do.
     """
     return pe.lower_jaxpr2(jaxpr) if getattr(jaxpr, "is_high", False) else jaxpr
 
 
 def _mapped_results(jaxpr: Any, are_mapped: Sequence[bool]) -> tuple[int | None, ...]:
-    """The axis of each result where `vmap` maps some operands: 0 if it depends on one of these, else None."""
+    """The mapped axis of each result if `vmap` maps some operands: 0 if it depends on one of these, else None."""
     inner = jaxpr.jaxpr
     mapped = {var for var, is_mapped in zip(inner.invars, are_mapped, strict=True) if is_mapped}
     of_atoms = lambda atoms: [not isinstance(x, Literal) and x in mapped for x in atoms]
@@ -109,8 +109,9 @@ def _refuse(primals: Any, tangents: Any, **params: Any) -> Any:
 def on_one_device(function: Callable[..., Array], *arrays: Array) -> Array:
     """`function(*arrays)`, traced inside `shard_map` as if nothing differed among devices, and opaque to it.
 
-    Pallas' pipelines for Blackwell refuse references to arrays that differ; on TPUs, its calls want to be told which
-    results do. A kernel does not talk to other devices, so it need not know; the caller marks the result as varying.
+    Pallas' pipelines for Blackwell refuse references to arrays that vary over devices; on TPUs, its calls require a
+    statement of which results do. A kernel does not communicate, so it need not know; the caller marks the result as
+    varying.
     """
     with config._check_vma(False):
         traced = jax.make_jaxpr(function)(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays))

@@ -1,7 +1,7 @@
-"""Which arguments of a differentiated function receive a cotangent at all.
+"""Finds which arguments of a differentiated function receive a cotangent at all.
 
-JAX fills in zeros for the others, and whoever gets them cannot tell. Here an identity notices, while JAX transposes,
-that a cotangent passes: JAX leaves out the transposition of what has none.
+JAX fills in zeros for the others, indistinguishable from real zeros. An identity on each argument notices when a
+cotangent passes during transposition: JAX skips the transposition of equations without one.
 """
 
 from typing import Any
@@ -12,13 +12,13 @@ from jaxtyping import Array, Shaped
 
 
 class Reached:
-    """The places of the arguments that received a cotangent."""
+    """The indices of the arguments that received a cotangent."""
 
     def __init__(self) -> None:
         self.places: set[int] = set()
 
     def __repr__(self) -> str:
-        """Short: it stands in printed programs."""
+        """Short, because printed programs contain it."""
         return "Reached"
 
 
@@ -26,12 +26,12 @@ reached_p = Primitive("reached")
 
 
 def noticed(x: Shaped[Array, "..."], place: int, reached: Reached) -> Shaped[Array, "..."]:
-    """The array itself, whose cotangent is noticed.
+    """Returns the array itself, and notices its cotangent.
 
     Args:
         x: An argument of a function that is about to be differentiated.
-        place: What stands for it.
-        reached: Where it is noted while JAX transposes the function.
+        place: Its index.
+        reached: Collects the index while JAX transposes the function.
     """
     return reached_p.bind(x, place=place, reached=reached)
 

@@ -17,14 +17,14 @@ from .after_partitioning import devices_of
 def gathered_once(data: Array) -> Array:
     """FP8 data that several products read, of which devices may hold parts.
 
-    Each of these products needs all parts. Behind a barrier, XLA sends them once for all, and in FP8. Otherwise it
-    sends them before the cast, or for each product. On a single device a barrier would only keep XLA from fusing.
+    Each of these products needs all parts. With a barrier, XLA sends them once for all products, and in FP8. Otherwise
+    it sends them before the cast, or for each product. On a single device a barrier would only keep XLA from fusing.
     """
     return barrier_p.bind(data, several=True)
 
 
 def transposed_separately_on_one[T](data: T) -> T:
-    """As `transposed_separately`, of data that was `gathered_once`: a second barrier would send it again.
+    """As `transposed_separately`, for data that was `gathered_once`: a second barrier would send it again.
 
     Args:
         data: A tree of arrays.
@@ -33,15 +33,16 @@ def transposed_separately_on_one[T](data: T) -> T:
 
 
 def divided_as_made(parts: Array) -> Array:
-    """What was measured of parts of an array, for a maximum over the last axis, divided as the array is.
+    """Amaxes of an array's parts, to be reduced over the last axis, divided as the array is.
 
-    XLA's partitioner divides arrays as their users are divided, and what these are computed from likewise. The amaxes
-    of rows are joined with those of other operands, whose rows may be divided; without this, an activation would be
-    divided as some kernel's rows are. In programs for several devices, the largest is in front of zeros, so that they
-    send one number each. On one device that would take a kernel more, where one for all operands is enough.
+    XLA's partitioner divides arrays as their users are divided, and passes that on to their producers. The amaxes of
+    rows are joined with those of other operands, whose rows may be divided; without this barrier, an activation would
+    be divided like some kernel's rows. In programs for several devices, the maximum comes first, followed by zeros, so
+    that each device sends one number. On one device this would cost an additional kernel, while one for all operands
+    is enough.
 
     Args:
-        parts: None of them negative.
+        parts: The amaxes; none is negative.
     """
     return as_made_p.bind(parts)
 
@@ -51,7 +52,7 @@ barrier_p = Primitive("fp8_barrier")
 barrier_p.def_impl(lambda x, several: x)
 barrier_p.def_abstract_eval(lambda x, several: x)
 batching.primitive_batchers[barrier_p] = lambda args, axes, several: (barrier_p.bind(*args, several=several), *axes)
-# As of a barrier, but a tangent is not data in FP8, and passes without one.
+# As for `optimization_barrier`, but a tangent is not FP8 data and passes without one.
 ad.primitive_jvps[barrier_p] = lambda primals, tangents, several: (barrier_p.bind(*primals, several=several), *tangents)
 
 
@@ -66,7 +67,7 @@ mlir.register_lowering(barrier_p, _lowered)
 as_made_p = Primitive("fp8_divided_as_made")
 as_made_p.def_impl(lambda x: x)
 as_made_p.def_abstract_eval(lambda x: x)
-# What was measured is not differentiated.
+# Measurements are not differentiated.
 batching.primitive_batchers[as_made_p] = lambda args, axes: (as_made_p.bind(jnp.moveaxis(args[0], axes[0], 0)), 0)
 
 

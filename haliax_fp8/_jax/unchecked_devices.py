@@ -1,4 +1,4 @@
-"""Gradients taken around a `shard_map` with `check_vma=False`, where JAX would add what each device recorded."""
+"""Gradients taken around a `shard_map` with `check_vma=False`, where JAX would add the amaxes of all devices."""
 
 import traceback
 from typing import Any
@@ -10,13 +10,13 @@ from .mesh_axes import unchecked_axes
 
 
 def require_gradient_inside(state: Any) -> None:
-    """Raises if state was cast outside of the `shard_map` that this is in, so that its gradient is taken there.
+    """Raises if state was cast outside the surrounding `shard_map`, so that its gradient is taken outside as well.
 
     Args:
         state: The state whose gradient is wanted.
 
     Raises:
-        ValueError: With the remedy. Not of state that a caller cast, who may have done so anywhere.
+        ValueError: With the remedy. State that a caller cast passes: where that happened is unknown.
     """
     axes = unchecked_axes()
     if is_max_grad(state) and state.dtype.knows_its_axes and any(axis not in state.dtype.manual_axes for axis in axes):
@@ -24,10 +24,10 @@ def require_gradient_inside(state: Any) -> None:
 
 
 def require_transposition_inside(state: Any) -> None:
-    """The same in reverse mode, of state that a caller cast with `astype`.
+    """The same check in reverse mode, for state that a caller cast with `astype`.
 
     Args:
-        state: What a transposition has in place of its tangent.
+        state: The stand-in for its tangent during transposition.
 
     Raises:
         ValueError: With the remedy.
@@ -46,7 +46,7 @@ def _reason(axes: tuple[str, ...]) -> str:
 
 
 def _transposes_shard_map() -> bool:
-    """Whether JAX is transposing the innermost `shard_map`, and not a function inside it; its functions say."""
+    """Whether JAX is transposing the innermost `shard_map`, not a function inside it; the names on the stack tell."""
     frames = (frame for frame, _ in traceback.walk_stack(None))
     of_shard_map = (frame for frame in frames if frame.f_globals.get("__name__") == "jax._src.shard_map")
     innermost = next(of_shard_map, None)

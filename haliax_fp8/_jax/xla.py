@@ -1,7 +1,7 @@
 """What programs tell XLA: barriers and switches between platforms, each as a function named after what it is for.
 
-A barrier is the identity, but XLA computes all of its operands before any of its results is used, and sees through it
-in neither direction. So each of these functions undoes one optimization that would cost more than it saves.
+A barrier is the identity, but XLA computes all of its operands before any of its results is used, and cannot see
+through it. So each of these functions prevents one optimization that would cost more than it saves.
 `tests/programs/test_xla.py` compiles a program with and without each.
 """
 
@@ -23,18 +23,18 @@ def computed_together[T](values: T) -> T:
 
 
 def made_before_it_is_measured[T](values: T) -> T:
-    """An operand and what it was quantized to, of which many numbers are measured.
+    """An operand and its quantized form, of which several statistics are measured.
 
-    XLA would quantize it again for each of them: a reduction is a kernel of its own, and takes its producers into it.
+    XLA would quantize it again for each of them: a reduction is a kernel of its own, and fuses its producers.
     """
     return lax.optimization_barrier(values)
 
 
 def not_constant[T](value: T) -> T:
-    """A number that XLA does not know.
+    """A number that XLA does not treat as a constant.
 
-    Known numbers make every layer's small program another one to compile; and a multiplication by a known one, which
-    joins slices into a single kernel, would be dropped.
+    With constants, each layer's small program differs from the others and has to be compiled; and a multiplication by
+    a constant 1, which joins slices into a single kernel, would be dropped.
     """
     return lax.optimization_barrier(value)
 
@@ -42,7 +42,7 @@ def not_constant[T](value: T) -> T:
 def not_merged_across_layers[T](values: T) -> T:
     """Values of several layers whose users stay apart.
 
-    Otherwise XLA merges kernels of different layers that read the same array, and all that they make has to be in
+    Otherwise XLA merges kernels of different layers that read the same array, and all their results have to be in
     memory at once.
     """
     return lax.optimization_barrier(values)
@@ -64,11 +64,11 @@ def own_operand(x: Array, own: Array) -> Array:
 def own_precision(place: int | None) -> lax.PrecisionLike:
     """Full accumulation, under a different name for each of several products that share an operand.
 
-    XLA merges such products only if they request the same precision. Of FP8 data, all these names mean the same. A
+    XLA merges such products only if they request the same precision. For FP8 data, all these names mean the same. A
     barrier as in `own_operand` would separate the operand from its transposition.
 
     Args:
-        place: Which of the products it is; None if it is alone.
+        place: The product's index among them; None if it is alone.
     """
     high, highest = lax.Precision.HIGH, lax.Precision.HIGHEST
     names = (highest, highest), (highest, high), (high, highest), (high, high)
@@ -78,7 +78,7 @@ def own_precision(place: int | None) -> lax.PrecisionLike:
 def not_kept_from_forward(x: Array) -> Array:
     """An operand that the backward pass quantizes again.
 
-    Otherwise XLA finds that the forward pass has quantized it in the same way, and keeps that copy in memory.
+    Otherwise XLA finds that the forward pass quantized it in the same way, and keeps that copy in memory.
     """
     return lax.optimization_barrier(x)
 
@@ -86,22 +86,22 @@ def not_kept_from_forward(x: Array) -> Array:
 def transposed_separately[T](data: T) -> T:
     """FP8 data whose transposition is a kernel of its own.
 
-    On NVIDIA GPUs up to Hopper an FP8 operand has to lie along what is summed. A kernel that casts and transposes
-    cannot also take the amax, so that two kernels would read the operand in high precision. Apart from the cast, the
+    On NVIDIA GPUs up to Hopper an FP8 operand has to be contiguous along the summed axis. A kernel that casts and
+    transposes cannot also take the amax, so two kernels would read the operand in high precision. A separate
     transposition reads one byte per element.
     """
     return lax.optimization_barrier(data)
 
 
 def transposed_once(x: Array, order: tuple[int, ...]) -> Array:
-    """A transposed copy that several products read, as it lies in memory.
+    """A transposed copy in memory, which several products read.
 
-    Otherwise XLA would name the same data by other axes, and each product that wants them transposed would do that
-    itself. Where the copy comes from has its own order, else what computes that would be transposed too.
+    Otherwise XLA would only relabel the axes, and each product that needs the transpose would make it itself. The
+    original keeps its own layout; otherwise the kernel that computes it would be transposed too.
 
     Args:
-        x: What is copied.
-        order: Which axis of it each axis of the copy is.
+        x: The original.
+        order: For each axis of the copy, the axis of `x` that it is.
     """
     as_it_is = lambda x: with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim))))
     return lax.optimization_barrier(as_it_is(lax.transpose(lax.optimization_barrier(as_it_is(x)), order)))
@@ -111,9 +111,9 @@ def transposed_once(x: Array, order: tuple[int, ...]) -> Array:
 def read_together(x: Array) -> Array:
     """A product's result, for kernels that are fused with each other because they all read it.
 
-    XLA does not fuse kernels that have nothing in common but a result of one of Triton's products: both gradients of a
-    gated activation, their casts and their amaxes would each read the same arrays again. The gradient passes without a
-    barrier, to be cast where it is computed.
+    XLA does not fuse kernels that share nothing but the result of a Triton product: both gradients of a gated
+    activation, their casts and their amaxes would each read the same arrays again. The gradient passes without a
+    barrier, so it can be cast where it is computed.
     """
     return lax.optimization_barrier(x)
 
@@ -122,7 +122,7 @@ read_together.defjvps(lambda tangent, out, x: tangent)
 
 
 def actually_rounded(x: Array) -> Array:
-    """A value in a narrow format that is converted back.
+    """A value in a narrow format that is about to be converted back.
 
     Otherwise XLA may drop both conversions, and with them the rounding.
     """
@@ -135,7 +135,7 @@ def on_cuda(there: Callable[..., Array], elsewhere: Callable[..., Array], *opera
 
 
 def lowered_for_cuda(context: Any) -> bool:
-    """Whether a program is lowered for NVIDIA GPUs alone, by the context of a primitive's lowering rule."""
+    """Whether a program is lowered for NVIDIA GPUs alone, from the context of a primitive's lowering rule."""
     module = context.module_context
     return tuple(context.platforms or module.platforms) == ("cuda",)
 

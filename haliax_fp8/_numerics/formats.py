@@ -100,26 +100,26 @@ E4M3 = Format("E4M3", np.dtype(jnp.float8_e4m3fn))
 E5M2 = Format("E5M2", np.dtype(jnp.float8_e5m2))
 """5 bits of exponent, 2 of mantissa, maximum 57344: for gradients."""
 
-# Held in E4M3's type, which has all of its values, and NaN: XLA's CPU compiler fails on programs with 4-bit arrays
-# ("does not support custom element sizes on non-sub-byte types").
+# Stored in E4M3's type, which can represent all of its values, and NaN: XLA's CPU compiler fails on programs with 4-bit
+# arrays ("does not support custom element sizes on non-sub-byte types").
 E2M1 = Format("E2M1", np.dtype(jnp.float4_e2m1fn), container=np.dtype(jnp.float8_e4m3fn))
-"""2 bits of exponent, 1 of mantissa, maximum 6: the 4-bit elements of NVFP4, held in bytes of E4M3's type."""
+"""2 bits of exponent, 1 of mantissa, maximum 6: the 4-bit elements of NVFP4, stored in bytes of E4M3's type."""
 
 E4M3FNUZ = Format("E4M3FNUZ", np.dtype(jnp.float8_e4m3fnuz))
-"""E4M3 as AMD's MI300 has it: no negative zero, no infinities, maximum 240."""
+"""E4M3 as on AMD's MI300: no negative zero, no infinities, maximum 240."""
 
 E5M2FNUZ = Format("E5M2FNUZ", np.dtype(jnp.float8_e5m2fnuz))
-"""E5M2 as AMD's MI300 has it: no negative zero, no infinities, maximum 57344."""
+"""E5M2 as on AMD's MI300: no negative zero, no infinities, maximum 57344."""
 
 FORMATS: dict[np.dtype, Format] = {format.dtype: format for format in (E4M3, E5M2, E4M3FNUZ, E5M2FNUZ)}
-"""The formats of eight bits, by their dtypes."""
+"""The 8-bit formats, by their dtypes."""
 
 
 def saturating_cast(x: Float[Array, "*shape"], format: Format) -> Float[Array, "*shape"]:
     """Rounds to the nearest value of a format, ties to even, and clips values beyond its maximum.
 
-    `cast(clip(x, -max, max))`. The clip comes first because the cast alone does not saturate: in E4M3 everything above
-    464 becomes NaN, in E5M2 everything from 61440 infinity (jax-ml/ml_dtypes#260). Infinities become ±max; NaN stays.
+    `cast(clip(x, -max, max))`. The clip comes first because the cast alone does not saturate: values above 464 become
+    NaN in E4M3, and values from 61440 infinity in E5M2 (jax-ml/ml_dtypes#260). Infinities become ±max; NaN stays.
 
     Args:
         x: Values to round, any floating dtype.
@@ -129,7 +129,7 @@ def saturating_cast(x: Float[Array, "*shape"], format: Format) -> Float[Array, "
         An array of `format.storage` with the shape of `x`.
 
     Raises:
-        ValueError: If `x` is not an array of floating-point numbers, or `format` not a `Format`.
+        ValueError: If `x` is not a floating-point array, or `format` is not a `Format`.
 
     Example:
         >>> saturating_cast(jnp.array([1.06, 465.0, -jnp.inf]), E4M3).astype(jnp.float32)
@@ -145,7 +145,7 @@ def saturating_cast(x: Float[Array, "*shape"], format: Format) -> Float[Array, "
     limit = np.asarray(format.max, x.dtype)
     x = lax.clamp(-limit, x, limit)
     if format.storage != format.dtype:
-        # The cast below rounds to the type of storage; here to the format itself.
+        # The cast below rounds to the storage type; this rounds to the format itself.
         x = x.astype(jnp.float32)
         spacing = spacing_of(jnp.abs(x), format)
         x = lax.round(x / spacing, lax.RoundingMethod.TO_NEAREST_EVEN) * spacing
@@ -156,5 +156,5 @@ def spacing_of(magnitude: Float32[Array, "*shape"], format: Format) -> Float32[A
     """The distance from the format's value at or below `magnitude` to the next one: a power of two."""
     bits = lax.bitcast_convert_type(magnitude, jnp.uint32)
     binade = lax.bitcast_convert_type(bits & np.uint32(0x7F800000), jnp.float32)
-    # Below the smallest normal value all values are the same distance apart.
+    # Below the smallest normal value, all values are equally spaced.
     return lax.max(binade, np.float32(format.smallest_normal)) * np.float32(2.0**-format.mantissa_bits)

@@ -24,14 +24,14 @@ class QuantizedArray(eqx.Module):
     """An array in a low-precision format: `x ≈ data * scale`.
 
     `scale` is a scalar for the whole array, or has the rank of `data`; then each of its elements belongs to a block of
-    `data`, and `block` is the shape of a block. A scale of shape `(1, 1)` also belongs to the whole array, and
-    `(rows, 1)` has one per row. With `block=(1, 128)` each row has a scale for every 128 elements, and its last block
-    may be partial. One rule covers all scalings.
+    `data`, and `block` is the shape of a block. A scale of shape `(1, 1)` also belongs to the whole array, and one of
+    shape `(rows, 1)` has an element per row. With `block=(1, 128)` each row has a scale for every 128 elements, and its
+    last block may be partial. One rule covers all scalings.
 
     Args:
         data: The rounded values, in an element type of a `Format` (or unrounded, with scales of 1).
         scale: float32, positive (0 for a block of zeros); see above for its shape.
-        block: The shape of a block. By default `data.shape / scale.shape`, which then has to be whole.
+        block: The shape of a block. By default `data.shape / scale.shape`, which then has to divide evenly.
         scale_bits: The largest number of significant bits of any scale: 1 if all are powers of two, which multiply
             without rounding; 4 if the product of two scales is exact in bfloat16; 24 for any float32.
         rotation: The rotation applied to the values before they were quantized.
@@ -95,7 +95,7 @@ def check_blocks(data: tuple[int, ...], scale: tuple[int, ...], block: tuple[int
 def expand(
     scale: Shaped[Array, "*blocks"], shape: tuple[int, ...], block: tuple[int, ...] | None = None
 ) -> Shaped[Array, "..."]:
-    """Repeats each scale over its block, without a copy where one serves a whole dimension; a scalar stays one."""
+    """Repeats each scale over its block, without a copy if one serves a whole dimension; a scalar stays a scalar."""
     if scale.ndim == 0:
         return scale
     for axis, (count, size) in enumerate(zip(scale.shape, shape, strict=True)):
@@ -124,8 +124,8 @@ def quantize(
         The quantized array.
 
     Raises:
-        ValueError: If `x` is not floating-point, the scale is not float32, does not fit the shape of `x` or is not
-            positive (where its values are known, outside `jit`), or `cast` is not one of these.
+        ValueError: If `x` is not floating-point; if the scale is not float32, does not fit the shape of `x` or is not
+            positive (checked only outside `jit`, where its values are known); or if `cast` is none of these.
 
     Example:
         >>> quantize(jnp.array([0.5, -1000.0]), 1.0, jnp.float8_e4m3fn).data
@@ -135,11 +135,11 @@ def quantize(
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(f"x.dtype={x.dtype} is not floating-point; cast it with x.astype(jnp.float32)")
     if scale.dtype != jnp.float32:
-        raise ValueError(f"scale.dtype={scale.dtype} has to be float32; compute it with scale.astype(jnp.float32)")
+        raise ValueError(f"scale.dtype={scale.dtype} must be float32; cast it with scale.astype(jnp.float32)")
     check_blocks(x.shape, scale.shape, None)
     if not isinstance(scale, Tracer) and not bool(jnp.all((scale > 0.0) & jnp.isfinite(scale))):
         raise ValueError(
-            "scale must be positive and finite, because values are divided by it; use 1 for a block of zeros, and "
+            "scale must be positive and finite, because values are divided by it; use 1 for a block of zeros and "
             "amax / format.max otherwise"
         )
     return divide_by(x, scale, _format_or_cast(cast))
@@ -148,7 +148,7 @@ def quantize(
 def divide_by(
     x: Float[Array, "*shape"], scale: Float32[Array, "*blocks"], cast: Format | Cast, *, scale_bits: int = 24
 ) -> QuantizedArray:
-    """What `quantize` computes, without checking arguments.
+    """`quantize` without its checks of the arguments.
 
     Args:
         x: Values in any floating dtype.
@@ -170,7 +170,7 @@ def quantize_by(
 ) -> QuantizedArray:
     """Multiplies, clips and rounds: `data = cast(clip(x * multiplier))`, `scale = 1 / multiplier`.
 
-    TransformerEngine and torchao compute this if the scale comes from the tensor itself. A tensor, row or block that
+    TransformerEngine and torchao compute this when the scale comes from the tensor itself. A tensor, row or block that
     contains an infinity or NaN has a multiplier of NaN, so all of its data are NaN.
 
     Args:
@@ -178,7 +178,7 @@ def quantize_by(
         multiplier: float32, shaped as a scale.
         cast: As in `quantize`.
         block: The shape of a block, see `QuantizedArray`.
-        scale_bits: See `QuantizedArray`; multipliers have as many.
+        scale_bits: See `QuantizedArray`; multipliers have the same number.
     """
     x = lax.convert_element_type(x, jnp.float32)
     data = _as_cast(cast)(lax.mul(x, expand(multiplier, x.shape, block)))
@@ -186,7 +186,7 @@ def quantize_by(
 
 
 def _format_or_cast(cast: Any) -> Any:
-    """A format for its dtype, because calling the dtype would not clip; a format or a function unchanged."""
+    """Returns the format of a dtype, because calling the dtype would not clip; a format or a function unchanged."""
     with contextlib.suppress(TypeError):  # raised for anything but a dtype
         if not isinstance(cast, Format) and cast is not None:
             dtype = np.dtype(cast)
@@ -203,9 +203,9 @@ def _visible(x: Float[Array, "*shape"], scaled: Float32[Array, "*shape"]) -> Flo
 
     E4M3 has no infinity. A finite value that overflows when it is scaled is clipped like any other.
     """
-    # `x - x` is 0 of finite values alone. XLA's fusions of norms for GPUs take no `is_finite`, so that the cast behind
-    # a norm would be a kernel of its own; and a magnitude here is shared with the amax, which tears the two apart.
-    # In float32, as what is scaled: of an activation computed in float32, XLA would store a copy in bfloat16 for this.
+    # `x - x` is 0 for finite values only. XLA's GPU fusions of norms do not accept `is_finite`, so the cast after a
+    # norm would be a kernel of its own; and a magnitude would be shared with the amax, which would split the fusion.
+    # In float32, like the scaled values: otherwise XLA would also store an activation computed in float32 in bfloat16.
     x = lax.convert_element_type(x, jnp.float32)
     finite = lax.eq(lax.sub(x, x), lax.full_like(x, 0.0))
     return lax.select(finite, scaled, lax.full_like(scaled, np.nan))

@@ -1,4 +1,4 @@
-"""Checks that the arguments of many classes need, with errors that name the argument, its value and what to give."""
+"""Checks that many classes need, with errors that name the argument, its value and the remedy."""
 
 import difflib
 import math
@@ -8,14 +8,14 @@ from typing import Any
 
 
 def require(name: str, value: object, kind: Any, example: str, of: str) -> None:
-    """Raises a ValueError if a value is not of a kind.
+    """Raises a ValueError unless a value is an instance of a class.
 
     Args:
         name: The argument's name.
         value: Its value.
-        kind: The class that it has to be an instance of.
-        example: What to give instead.
-        of: Whose argument it is.
+        kind: The class.
+        example: What to pass instead.
+        of: The function or class that takes the argument.
     """
     if not isinstance(value, kind):
         kind_name = kind.__name__.removeprefix("Abstract")
@@ -24,12 +24,12 @@ def require(name: str, value: object, kind: Any, example: str, of: str) -> None:
 
 
 def nearest(name: str, known: Iterable[str], count: int = 3) -> list[str]:
-    """The known names that are most like an unknown one, in any case, the likeliest first; often empty.
+    """The known names closest to an unknown one, ignoring case, closest first; may be empty.
 
     Args:
         name: The unknown name.
         known: The known names.
-        count: The most that are returned.
+        count: How many to return at most.
 
     Example:
         >>> nearest("H10", ["a100", "h100", "cpu"])
@@ -40,7 +40,7 @@ def nearest(name: str, known: Iterable[str], count: int = 3) -> list[str]:
 
 
 def require_bool(name: str, value: object, of: str) -> None:
-    """Raises a ValueError for anything but True and False: a string such as `"no"` counts as true."""
+    """Raises a ValueError for anything but True and False: a string such as `"no"` would count as true."""
     if not isinstance(value, bool):
         raise ValueError(f"{name}={value!r} of {of} must be True or False")
 
@@ -58,11 +58,11 @@ def require_integer(name: str, value: object, of: str) -> None:
 
 
 def require_margin(value: int, of: str) -> None:
-    """Raises a ValueError for a margin that leaves nothing of a format's range, on either side.
+    """Raises a ValueError for a margin, positive or negative, that uses up a format's range.
 
     Args:
         value: Headroom as a power of two.
-        of: Whose margin it is.
+        of: The scaling that has the margin.
     """
     require_integer("margin", value, of)
     if not -_BINADES <= value <= _BINADES:
@@ -73,5 +73,5 @@ def require_margin(value: int, of: str) -> None:
         )
 
 
-# From E4M3's smallest subnormal, 2**-9, to its maximum, 448, are 17.8 binades.
+# E4M3 spans 17.8 binades, from its smallest subnormal, 2**-9, to its maximum, 448.
 _BINADES = 17

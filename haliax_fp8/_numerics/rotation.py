@@ -14,9 +14,9 @@ GROUP = 16
 """How many elements are rotated together."""
 
 ROTATION = "rotation"
-"""The scope of the product that rotates, by which it is told from the products whose operands it rotates."""
+"""The scope of the rotation's own product, which tells it from the products whose operands it rotates."""
 
-# One row of signs for all uses, as in TransformerEngine: both operands of a product need the same.
+# The same signs everywhere, as in TransformerEngine: both operands of a product need the same signs.
 _SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 
 
@@ -50,7 +50,7 @@ class Rotation:
 
     @property
     def padding(self) -> int:
-        """How many zeros fill up the axis."""
+        """The number of zeros that pad the axis."""
         return -self.length % GROUP
 
     def apply(self, x: Float[Array, "*shape"]) -> Float32[Array, "*padded"]:
@@ -59,7 +59,7 @@ class Rotation:
         return self._times(jnp.pad(x.astype(jnp.float32), padding), _matrix())
 
     def undo(self, x: Float[Array, "*padded"]) -> Float32[Array, "*shape"]:
-        """The array before `apply`."""
+        """Reverses `apply`: rotates back and removes the padding."""
         return lax.slice_in_dim(self._times(x, _matrix().T), 0, self.length, axis=self.axis)
 
     def _times(self, x: Array, matrix: np.ndarray) -> Array:

@@ -1,4 +1,4 @@
-"""Rounding: how a value between two neighbours of a format becomes one of them."""
+"""Rounding: how a value between two neighbors of a format becomes one of them."""
 
 import abc
 import dataclasses
@@ -29,14 +29,14 @@ class AbstractRounding(abc.ABC):
         Args:
             x: Values to round.
             format: The format to round to.
-            key: Random keys, one for each member of the leading axes; None if none is needed.
+            key: Random keys, one for each element of the leading axes; None if none is needed.
 
         Returns:
             An array of `format.storage`.
         """
 
     def squared_error(self, x: Float32[Array, "*shape"], format: Format) -> Float32[Array, "*shape"]:
-        """`(cast(x) - x)**2`, or its expected value; by default that of rounding to nearest.
+        """`(cast(x) - x)**2`, or its expected value; the default is for rounding to nearest.
 
         Args:
             x: Values to round.
@@ -54,7 +54,6 @@ class ToNearest(AbstractRounding):
     def cast(
         self, x: Float[Array, "*shape"], format: Format, key: Key[Array, "*ensemble"] | None
     ) -> Float[Array, "*shape"]:
-        """`saturating_cast`."""
         del key
         return saturating_cast(x, format)
 
@@ -63,9 +62,9 @@ class ToNearest(AbstractRounding):
 class Stochastic(AbstractRounding):
     """Up or down at random, so that the mean over many draws is the value itself.
 
-    Between neighbours `lo <= |x| < hi` it takes `hi` with probability `(|x| - lo) / (hi - lo)`, where
-    `u ~ uniform[0, 1)` is below that share. Each element's error is larger than that of `ToNearest`, but errors do not
-    add up: sums over many elements stay unbiased, unless elements exceed the format's maximum and are clipped.
+    Between neighbors `lo <= |x| < hi` it takes `hi` with probability `(|x| - lo) / (hi - lo)`: if
+    `u ~ uniform[0, 1)` is below that probability. Each element's error is larger than with `ToNearest`, but errors do
+    not accumulate: sums over many elements stay unbiased, unless elements exceed the format's maximum and are clipped.
 
     References:
         arXiv:1502.02551; NVIDIA's NVFP4 recipe (arXiv:2509.25149, section 4.4) rounds output gradients this way.
@@ -92,11 +91,11 @@ class Stochastic(AbstractRounding):
         lower = jnp.floor(steps)
         up = _uniform(key, x.shape) < steps - lower
         rounded = jnp.where(up, lower + np.float32(1.0), lower) * spacing
-        # Every value is one of the format's by now, so that this cast rounds nothing.
+        # Every value is representable in the format by now, so this cast does not round.
         return saturating_cast(jnp.copysign(jnp.where(jnp.isnan(x), x, rounded), x), format)
 
     def squared_error(self, x: Float32[Array, "*shape"], format: Format) -> Float32[Array, "*shape"]:
-        """`(hi - |x|) (|x| - lo)`, the variance; beyond the maximum, the square of what is clipped."""
+        """`(hi - |x|) (|x| - lo)`, the variance; beyond the maximum, the square of the part that is clipped."""
         limit = np.float32(format.max)
         magnitude = jnp.abs(x)
         spacing = spacing_of(jnp.minimum(magnitude, limit), format)
