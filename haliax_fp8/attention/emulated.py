@@ -1,7 +1,7 @@
-"""Attention with the roundings of cuDNN's kernels in FP8, in plain JAX: every score is in memory.
+"""Attention with the roundings of cuDNN's FP8 kernels, in plain JAX, which keeps every score in memory.
 
     weights  = softmax(scale * q k^T)                      rounded with the scale of `weights`
-    output   = weights v                                   rounded with that of `output`
+    output   = weights v                                   rounded with the scale of `output`
     dv       = weights^T do                                rounded; `weights` in FP8, as above
     dscores  = (do v^T - rowsum(do * o)) * weights * scale rounded; `weights` here in float32
     dq, dk   = dscores k, dscores^T q                      rounded
@@ -10,7 +10,7 @@ Everything between roundings is in float32, and so is the sum over the query hea
 
 References:
     cuDNN's documentation of SDPA in FP8; cudnn-frontend, `scaled_dot_product_flash_attention` and `sdpa_fp8_bwd`, for
-    what is rounded, with which scale, and what an amax is taken of.
+    what is rounded, with which scale, and where amaxes are taken.
 """
 
 import dataclasses
@@ -28,13 +28,13 @@ from .tensors import TENSORS
 
 @dataclasses.dataclass(frozen=True)
 class Attention:
-    """All that is static about one attention.
+    """The static arguments of one attention.
 
     Args:
         scale: Multiplies the scores.
-        is_causal: Whether a query sees only keys up to its own place.
-        rounds: Whether tensors are rounded to FP8; without, scales are not used.
-        emulate: Whether to emulate on every device, also on those that have cuDNN's kernels.
+        is_causal: Whether a query sees only keys up to its own position.
+        rounds: Whether tensors are rounded to FP8; if not, scales are not used.
+        emulate: Whether to emulate on every device, even those that have cuDNN's kernels.
     """
 
     scale: float
@@ -59,11 +59,11 @@ class Scales:
         return lax.index_in_dim(self.all, TENSORS.index(name), self.all.ndim - 1, keepdims=False)
 
     def over(self, name: str, x: Array) -> Float32[Array, "..."]:
-        """The scale of a tensor, to be multiplied with an array."""
+        """The scale of a tensor, shaped to multiply an array."""
         return lax.expand_dims(self[name], range(self.all.ndim - 1, x.ndim))
 
     def quantize(self, name: str, x: Float[Array, "..."]) -> Array:
-        """The data of a tensor in FP8; itself in float32 if nothing is rounded."""
+        """The data of a tensor in FP8; the tensor in float32 if nothing is rounded."""
         return divide_by(x, self.over(name, x), E4M3).data if self.rounds else x.astype(jnp.float32)
 
     def dequantize(self, name: str, data: Array) -> Float32[Array, "..."]:
@@ -72,7 +72,7 @@ class Scales:
         return x * self.over(name, x) if self.rounds else x
 
     def rounded(self, name: str, x: Float32[Array, "..."]) -> Float32[Array, "..."]:
-        """What rounding leaves of a tensor."""
+        """A tensor after rounding to FP8 and back."""
         return self.dequantize(name, self.quantize(name, x))
 
 
@@ -83,10 +83,10 @@ def forward(
 
     Args:
         query: Its data, `[*members, batch, tokens, heads, head_dim]`.
-        key: Its data; its heads may serve several of the query's.
-        value: Likewise.
-        scales: Of all tensors.
-        attention: What is static.
+        key: Its data; each head may serve several heads of the query.
+        value: Its data, with the heads of the key.
+        scales: The scales of all tensors.
+        attention: The static arguments.
     """
     by = Scales(scales, rounds=attention.rounds)
     members = scales.ndim - 1
@@ -116,13 +116,13 @@ def backward(
 
     Args:
         query: As in the forward pass.
-        key: Likewise.
-        value: Likewise.
+        key: As in the forward pass.
+        value: As in the forward pass.
         output: As the forward pass returned it.
         output_grad: The data of its gradient.
         logs: As the forward pass returned them.
-        scales: Of all tensors.
-        attention: What is static.
+        scales: The scales of all tensors.
+        attention: The static arguments.
     """
     by = Scales(scales, rounds=attention.rounds)
     members = scales.ndim - 1
@@ -151,7 +151,7 @@ def reference(
     *,
     attention: Attention,
 ) -> Float32[Array, "*members batch tokens heads head_dim"]:
-    """Attention in float32, which rounds nothing."""
+    """Attention in float32, without rounding to FP8."""
     scores = _scores(query, key, attention)
     weights = jnp.exp(scores - jnp.max(scores, axis=-1, keepdims=True))
     weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
@@ -159,7 +159,7 @@ def reference(
 
 
 def _in_groups(x: Array, key: Array) -> Array:
-    """With an axis for the heads of a key, and one for the queries that each serves."""
+    """The array with one axis for the heads of the key, and one for the query heads that each serves."""
     heads = key.shape[-2]
     return jnp.reshape(x, (*x.shape[:-2], heads, x.shape[-2] // heads, x.shape[-1]))
 

@@ -18,26 +18,26 @@ from . import emulated
 from .emulated import Attention, Scales
 
 
-# cuDNN's kernel on Hopper, and JAX, take gradients of heads of this size alone.
+# cuDNN's kernel on Hopper, and JAX, compute gradients for heads of this size only,
 _HEAD_DIM = 128
 
-# And of whole tiles.
+# and for sequences that are multiples of this.
 _TILE = 128
 
 
 def forward(
     query: Array, key: Array, value: Array, scales: Array, *, attention: Attention, differentiated: bool, members: int
 ) -> tuple[Array, Array, Float32[Array, "*members 2"]]:
-    """As `emulated.forward`.
+    """The forward pass; see `emulated.forward`.
 
     Args:
-        query: See there; likewise what follows.
-        key: Likewise.
-        value: Likewise.
-        scales: Likewise.
-        attention: Likewise.
+        query: As in `emulated.forward`.
+        key: As in `emulated.forward`.
+        value: As in `emulated.forward`.
+        scales: As in `emulated.forward`.
+        attention: As in `emulated.forward`.
         differentiated: Whether a gradient follows; without one, the logarithms are not needed.
-        members: How many leading axes of every array number members.
+        members: How many leading axes of every array index members.
     """
     params = {"attention": attention, "differentiated": differentiated, "members": members}
     out, logs, amaxes = forward_p.bind(query, key, value, scales, **params)
@@ -45,11 +45,11 @@ def forward(
 
 
 def backward(*arrays: Array, attention: Attention, members: int) -> tuple[Array, Array, Array, Array]:
-    """As `emulated.backward`.
+    """The backward pass; see `emulated.backward`.
 
     Args:
-        *arrays: See there.
-        attention: Likewise.
+        *arrays: The arrays that `emulated.backward` takes.
+        attention: As in `emulated.backward`.
         members: As in `forward`.
     """
     of_query, of_key, of_value, amaxes = backward_p.bind(*arrays, attention=attention, members=members)
@@ -70,7 +70,7 @@ def _emulated_backward(*arrays: Array, attention: Attention, members: int) -> An
 
 
 def _on_cuda(of_one: Callable[..., Any], otherwise: Callable[..., Any]) -> Callable[..., Any]:
-    """cuDNN's kernel for each member in turn; or `otherwise`, if that is asked for."""
+    """cuDNN's kernel for each member in turn; or `otherwise`, if emulation is requested."""
 
     def call(*arrays: Array, attention: Attention, members: int, **params: Any) -> Any:
         if attention.emulate or not attention.rounds:
@@ -121,7 +121,7 @@ def _cudnn_backward(
 
 
 def _padded(x: Array) -> Array:
-    """With zeros up to the size of a head that the gradient's kernel takes: they change no score and no amax."""
+    """Pads heads with zeros to the size that the gradient's kernel takes, which changes no score and no amax."""
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, _HEAD_DIM - x.shape[-1])])
 
 
@@ -129,15 +129,15 @@ def _require_whole_tiles(query: Array, key: Array) -> None:
     for name, x in (("query", query), ("key", key)):
         if x.shape[-3] % _TILE:
             raise ValueError(
-                f"{name} of an Fp8Attention has {x.shape[-3]} tokens, and cuDNN's FP8 attention has gradients for "
+                f"{name} of an Fp8Attention has {x.shape[-3]} tokens, but cuDNN's FP8 attention has gradients for "
                 f"multiples of {_TILE} only; pad the sequence, or use jax.nn.dot_product_attention in bfloat16"
             )
 
 
 def _nowhere_else(*arrays: Array, attention: Attention, **params: Any) -> Any:
     raise ValueError(
-        "an Fp8Attention is compiled for a device without cuDNN's FP8 attention: it takes an NVIDIA GPU from Hopper "
-        "on. Use jax.nn.dot_product_attention, or request emulation with Fp8Attention.init(emulate=True)"
+        "an Fp8Attention is compiled for a device without cuDNN's FP8 attention, which needs an NVIDIA GPU, Hopper or "
+        "newer. Use jax.nn.dot_product_attention, or request emulation with Fp8Attention.init(emulate=True)"
     )
 
 
@@ -175,7 +175,7 @@ def _like(aval: Any, shape: tuple[int, ...], dtype: Any) -> Any:
 
 
 def _batch(primitive: Primitive) -> Callable[..., Any]:
-    """Examples that are mapped here are members: each has its own amaxes."""
+    """Examples that are mapped here become members, each with its own amaxes."""
 
     def rule(arrays: Any, axes: Any, *, members: int, **params: Any) -> Any:
         size = next(x.shape[axis] for x, axis in zip(arrays, axes, strict=True) if axis is not None)

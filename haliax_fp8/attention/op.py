@@ -1,4 +1,4 @@
-"""Fp8Attention: attention whose products are in FP8, with its state."""
+"""Fp8Attention: attention with FP8 products, and its state."""
 
 import dataclasses
 import math
@@ -27,7 +27,7 @@ from .tensors import TENSORS
 
 
 HEAD_DIMS = (64, 128)
-"""The sizes of heads that it takes."""
+"""The supported sizes of heads."""
 
 
 class Fp8Attention(ModuleWithStateDictSerialization):
@@ -35,23 +35,23 @@ class Fp8Attention(ModuleWithStateDictSerialization):
 
     `out = softmax(scale * q k^T) v`, with query, key, value, softmax and output in E4M3; in the backward pass the
     gradients of output, scores, query, key and value too. Each of the ten tensors has one scale, from the amaxes of
-    earlier steps (delayed scaling). On an NVIDIA GPU from Hopper on this is cuDNN's fused attention, which keeps no
-    score in memory; on a CPU it is emulated with the same formats and scales, and does. The gradient with respect to
-    `state` is the state of the next step, as with `Fp8DotGeneral`.
+    earlier steps (delayed scaling). On NVIDIA GPUs, Hopper or newer, this is cuDNN's fused attention, which keeps no
+    scores in memory; on a CPU it is emulated with the same formats and scales, and keeps them. The gradient with
+    respect to `state` is the state of the next step, as with `Fp8DotGeneral`.
 
-    That it compiles for a GPU does not show that cuDNN has a kernel: the GPU's cuDNN is asked when the program is
-    loaded there. Softmax weights in E4M3 have a relative error of up to 6 %, and those below 2e-6 of the largest are
-    zero: compare the loss with that of bfloat16 before you train with it.
+    A program that compiles for a GPU may still fail to load there: only the GPU's own cuDNN knows whether it has a
+    kernel. Softmax weights in E4M3 have a relative error of up to 6 %, and those below 2e-6 of the largest are zero:
+    compare the loss with that of bfloat16 before you train with it.
 
     Args:
         state: Scales and histories of the ten tensors.
-        scaling: Of all of them; an `ObservedScaling` computes in float32 and records, for `calibrate`.
+        scaling: The scaling of all ten; an `ObservedScaling` computes in float32 and records amaxes for `calibrate`.
         emulate: Whether to emulate on accelerators too, with every score in memory: slower than bfloat16.
         stack: Axes of the layer stacks that the op's layer is in.
 
     Raises:
-        ValueError: If an argument is of another kind, or the default device has no such attention and `emulate` is
-            False; when called, see `__call__`.
+        ValueError: If an argument has the wrong type, or the default device has no such attention and `emulate` is
+            False. For errors of calls, see `__call__`.
 
     References:
         cuDNN's documentation of SDPA in FP8 and its backward pass; FlashAttention-3 (arXiv:2407.08608), section 3.3.
@@ -118,10 +118,10 @@ class Fp8Attention(ModuleWithStateDictSerialization):
             query: The queries; `batch` is one axis or none.
             key: The keys; each of its heads serves `heads / kv_heads` heads of the query.
             value: The values.
-            bias: Must be None: cuDNN's FP8 attention has none.
-            mask: Likewise.
+            bias: Must be None: cuDNN's FP8 attention does not support it.
+            mask: Must be None, for the same reason.
             scale: Multiplies the scores; None for `1 / sqrt(head_dim)`.
-            is_causal: Whether a query sees only keys up to its own place.
+            is_causal: Whether a query sees only keys up to its own position.
 
         Returns:
             The output in the dtype of the query.
@@ -132,8 +132,8 @@ class Fp8Attention(ModuleWithStateDictSerialization):
         for name, given in (("bias", bias), ("mask", mask)):
             if given is not None:
                 raise ValueError(
-                    f"{name} was given to an Fp8Attention, and cuDNN's FP8 attention has none; use is_causal=True, or "
-                    "jax.nn.dot_product_attention for this layer"
+                    f"{name} was passed to an Fp8Attention, but cuDNN's FP8 attention does not support it; use "
+                    "is_causal=True, or jax.nn.dot_product_attention for this layer"
                 )
         require_bool("is_causal", is_causal, of="Fp8Attention")
         operands = {"query": query, "key": key, "value": value}
@@ -146,7 +146,8 @@ class Fp8Attention(ModuleWithStateDictSerialization):
         if leading := self.state.table.array.shape[: -1 if isinstance(self.state, OpRecord) else -2]:
             raise ValueError(
                 f"an Fp8Attention was called with the state of {leading} layers, those of an ensemble or a stack; call "
-                "them under eqx.filter_vmap or jax.vmap, or in a scan over the stack, so that each gets its own state"
+                "it under eqx.filter_vmap or jax.vmap, or in a scan over the stack, so that each layer gets its own "
+                "state"
             )
         spec = AttentionSpec(
             Attention(
@@ -165,13 +166,13 @@ class Fp8Attention(ModuleWithStateDictSerialization):
 
     @property
     def observed(self) -> "Fp8Attention":
-        """This op in float32, recording what its state needs."""
+        """This op in float32, recording the amaxes that its state needs."""
         scaling = self.scaling if isinstance(self.scaling, ObservedScaling) else ObservedScaling(self.scaling)
         state = self.state and dataclasses.replace(self.state, scalings=(scaling,) * len(TENSORS))
         return dataclasses.replace(self, scaling=scaling, state=state)
 
     def scale(self, tensor: str) -> Array:
-        """The scale for the next use of a tensor, `[*stack]`; NaN where anything but its own update changed it.
+        """The scale for the next use of a tensor, `[*stack]`; NaN if anything but its own update changed it.
 
         Args:
             tensor: `query`, `key`, `value`, `weights`, `output`, `output_grad`, `scores_grad`, `query_grad`,
@@ -193,8 +194,8 @@ class Fp8Attention(ModuleWithStateDictSerialization):
     def _readable_state(self) -> OpState:
         if not isinstance(self.state, OpState):
             raise ValueError(
-                "the state of an Fp8Attention was read where it has none: inside a function that filter_grad "
-                "differentiates, or from a part of a model; read it from the whole model outside"
+                "the state of an Fp8Attention was read where it is absent: inside a function that filter_grad "
+                "differentiates, or from a part of a model; read it from the whole model, outside the function"
             )
         return self.state
 
@@ -203,22 +204,22 @@ class Fp8Attention(ModuleWithStateDictSerialization):
         return wl.TextDoc(f"Fp8Attention({type(self.scaling).__name__} E4M3{', emulated' if self.emulate else ''})")
 
     def to_state_dict(self, prefix: str | None = None) -> StateDict:
-        """Nothing: a state dict holds weights."""
+        """Empty: a state dict holds weights only."""
         return {}
 
     def from_state_dict(self, state_dict: StateDict, prefix: str | None = None) -> "Fp8Attention":
-        """This op as it is; see `to_state_dict`."""
+        """This op, unchanged; see `to_state_dict`."""
         return self
 
 
 def _missing(device: Device) -> str | None:
-    """Why a device has no such attention; None if it has, or is a CPU, which emulates."""
+    """Why a device has no such attention; None if it has one, or is a CPU, which emulates it."""
     if device.emulates:
         return None
     if device.platform != "cuda":
         return f"{device.kind} is not an NVIDIA GPU"
     if float(device.compute_capability or 0.0) < 9.0:
-        return f"it takes compute capability 9.0 (Hopper), and {device.kind} has {device.compute_capability}"
+        return f"it needs compute capability 9.0 (Hopper), and {device.kind} has {device.compute_capability}"
     return None
 
 
@@ -229,15 +230,15 @@ def _row(tensor: str) -> int:
 
 
 def _check(operands: dict[str, Any], *, is_causal: bool) -> None:
-    """Raises unless query, key and value are arrays that fit together, of a size that cuDNN's kernels take."""
+    """Raises unless query, key and value are arrays that fit together, with sizes that cuDNN's kernels support."""
     for name, x in operands.items():
         if not isinstance(x, jax.Array | np.ndarray) or not jnp.issubdtype(x.dtype, jnp.floating):
             kind = getattr(x, "dtype", type(x).__name__)
             raise ValueError(f"{name} of an Fp8Attention is {kind}; pass a floating-point array")
         if x.ndim not in (3, 4) or x.ndim != operands["query"].ndim:
             raise ValueError(
-                f"{name} of an Fp8Attention has shape {x.shape}; all three are [batch, tokens, heads, head_dim], or "
-                "without the batch (use jax.vmap for more axes)"
+                f"{name} of an Fp8Attention has shape {x.shape}; all three must be [batch, tokens, heads, head_dim], "
+                "with or without the batch (use jax.vmap for more axes)"
             )
         if x.shape[-1] not in HEAD_DIMS:
             raise ValueError(
@@ -254,10 +255,10 @@ def _check(operands: dict[str, Any], *, is_causal: bool) -> None:
     if not fit or key.shape[-2] == 0 or query.shape[-2] % key.shape[-2]:
         raise ValueError(
             f"query {query.shape}, key {key.shape} and value {value.shape} of an Fp8Attention do not fit: key and "
-            "value have the same shape, and a number of heads that divides the query's"
+            "value must have the same shape, and a number of heads that divides the query's"
         )
     if is_causal and query.shape[-3] != key.shape[-3]:
         raise ValueError(
             f"query has {query.shape[-3]} tokens and key {key.shape[-3]}, with is_causal=True; a causal Fp8Attention "
-            "has as many of both"
+            "needs the same number of both"
         )

@@ -1,4 +1,4 @@
-"""The forward and the backward pass of attention: quantize, call the kernel, give back; and what is measured."""
+"""The forward and the backward pass of attention: quantize, call the kernel, dequantize, and collect amaxes."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -22,14 +22,14 @@ from .tensors import OPERANDS
 
 @dataclasses.dataclass(frozen=True)
 class AttentionSpec:
-    """All that is static about one FP8 attention with its state.
+    """The static arguments of one FP8 attention with its state.
 
     Args:
-        attention: What is computed, and how.
-        scaling: Of all ten tensors.
-        is_record: Whether the state is a record, or a whole table.
+        attention: The static arguments of the attention itself.
+        scaling: The scaling of all ten tensors.
+        is_record: Whether the state is a record; otherwise it is a whole table.
         out_dtype: The dtype of the output.
-        ensemble: How many leading axes of every array number independent members, each with its own state.
+        ensemble: How many leading axes of every array index independent members, each with its own state.
     """
 
     attention: Attention
@@ -40,16 +40,16 @@ class AttentionSpec:
 
 
 class Residuals(NamedTuple):
-    """What the backward pass keeps: FP8 data, and a few numbers.
+    """What is kept for the backward pass: FP8 data, and a few numbers.
 
     Args:
-        query: The query as quantized.
-        key: The key as quantized.
-        value: The value as quantized.
+        query: The quantized query.
+        key: The quantized key.
+        value: The quantized value.
         output: The output as the kernel rounded it.
-        logs: The logarithms of each row's sum.
+        logs: The logarithm of each row's sum.
         measured: The amaxes of the five tensors of the forward pass.
-        state: Where the scales come from.
+        state: The state that the scales come from.
     """
 
     query: Array
@@ -101,7 +101,7 @@ def backward(
     dtypes: tuple[np.dtype, np.dtype, np.dtype],
     update: bool,
 ) -> tuple[tuple[Array, Array, Array], Array | None]:
-    """The gradients of query, key and value in the dtypes given, and if wanted that of the state."""
+    """The gradients of query, key and value in the given dtypes, and that of the state if requested."""
     by, state = _scales(residuals.state, spec), residuals.state
     with jax.named_scope(FP8_ATTENTION):
         data = by.quantize("output_grad", grad)
@@ -142,7 +142,7 @@ def _measured(
     state: Array,
     spec: AttentionSpec,
 ) -> Float32[Array, "*ensemble all"]:
-    """The amaxes of operands, then those that the kernel found; devices that share the state take the largest."""
+    """The amaxes of the operands, then those from the kernel; the largest over all devices that share the state."""
     found = [
         lax.convert_element_type(
             jnp.max(jnp.abs(x), axis=tuple(range(spec.ensemble, x.ndim)), initial=0.0), jnp.float32

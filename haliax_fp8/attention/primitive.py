@@ -1,11 +1,11 @@
-"""FP8 attention as a JAX primitive with a linear tangent primitive, as the FP8 product is one.
+"""FP8 attention as a JAX primitive with a linear tangent primitive, like the FP8 product.
 
     fp8_attention(query, key, value, state)
       jvp       -> fp8_attention_tangent(tangents..., residuals...)    linear in the tangents
-      transpose -> the kernel of the backward pass; what was measured as the state's cotangent
+      transpose -> the kernel of the backward pass; the amaxes as the state's cotangent
 
-Why primitives, and how state travels, is said in `_product/primitive.py`. Under `vmap` the mapped axis becomes part of
-the batch, unless the state is mapped too: then each example is a member with a state of its own.
+`_product/primitive.py` explains why these are primitives, and how state travels. Under `vmap` the mapped axis becomes
+part of the batch, unless the state is mapped too: then each example is a member with its own state.
 """
 
 import dataclasses
@@ -35,14 +35,14 @@ def fp8_attention(
     state: Array,
     spec: AttentionSpec,
 ) -> Float[Array, "batch tokens heads head_dim"]:
-    """Attention whose products are in FP8.
+    """Attention with FP8 products.
 
     Args:
         query: The queries.
-        key: The keys; each head serves as many heads of the query.
+        key: The keys; each head serves the same number of query heads.
         value: The values.
         state: Scales and histories in float32 or `fp32_max_grad`.
-        spec: What is static.
+        spec: The static arguments.
 
     Returns:
         The output in `spec.out_dtype`.
@@ -92,7 +92,7 @@ def _check_linear(linear: Sequence[bool], state: Any) -> None:
 
 
 def _unpack(args: Sequence[Any], linear: tuple[bool, ...]) -> tuple[list[Any], Residuals]:
-    """The equation's operands as they were bound: tangents (None where zero) and residuals."""
+    """The equation's operands in the order of binding: tangents (None if zero) and residuals."""
     given = iter(args[:-_LEAVES])
     return [next(given) if is_linear else None for is_linear in linear], Residuals(*args[-_LEAVES:])
 
@@ -126,13 +126,13 @@ def _transpose(grad: Any, *args: Any, spec: AttentionSpec, linear: tuple[bool, .
 
 
 def _into_batch(x: Array, axis: int | None, size: int, place: int) -> Array:
-    """An array whose mapped axis is part of its batch."""
+    """Folds an array's mapped axis into its batch."""
     x = to_front(x, axis, size, place)
     return lax.collapse(x, place, place + 2)
 
 
 def _out_of_batch(x: Array, size: int, place: int) -> Array:
-    """A result with the mapped axis in front, as the kernels themselves map; see `_product/primitive.py`."""
+    """Moves a result's mapped axis to the front, where the kernels put it too; see `_product/primitive.py`."""
     x = lax.reshape(x, (*x.shape[:place], size, x.shape[place] // size, *x.shape[place + 1 :]))
     return jnp.moveaxis(x, place, 0)
 
@@ -148,7 +148,7 @@ def _attention_batch(args: Any, axes: Any, *, spec: AttentionSpec) -> tuple[Arra
 
 
 def _tangent_batch(args: Any, axes: Any, *, spec: AttentionSpec, linear: tuple[bool, ...]) -> tuple[Array, int]:
-    """Where JAX differentiates first and maps afterwards."""
+    """For functions that JAX differentiates first and maps afterwards."""
     size = next(x.shape[axis] for x, axis in zip(args, axes, strict=True) if axis is not None)
     (tangents, residuals), (of_tangents, of_residuals) = (_unpack(x, linear) for x in (args, axes))
     if of_tangents[3] is not None or of_residuals.state is not None:

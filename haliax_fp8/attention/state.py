@@ -1,4 +1,4 @@
-"""How the state of an attention enters it, and what it returns as the state's cotangent."""
+"""The scales that an attention reads from its state, and the cotangent that it returns for it."""
 
 import jax.numpy as jnp
 from jax import lax
@@ -21,7 +21,7 @@ def scales_of(state: Array, *, is_record: bool) -> Float32[Array, "*ensemble 10"
 
     Args:
         state: A table, or a record.
-        is_record: Which.
+        is_record: Whether it is a record.
     """
     numbers = to_float32(state)
     if is_record:
@@ -38,20 +38,20 @@ def cotangent(
     scaling: AbstractStatefulScaling,
     ensemble: int,
 ) -> Float32[Array, "..."]:
-    """The cotangent of the state: the table of the next step; or what was measured, and the mark of the record.
+    """The cotangent of the state: the table of the next step; or the amaxes, and the mark of the record.
 
     Args:
         measured: The amaxes of the ten tensors.
         state: A table, or a record.
         grad: The output's gradient.
-        is_record: Which the state is.
-        scaling: Of all tensors.
-        ensemble: How many leading axes number members.
+        is_record: Whether the state is a record.
+        scaling: The scaling of all tensors.
+        ensemble: How many leading axes index members.
     """
     numbers, scalings = to_float32(state), (scaling,) * len(TENSORS)
     if not is_record:
         if ensemble and not is_max_grad(state):
-            # A product tells copies of a state from members of an ensemble by their kernels; here there is none.
+            # A product tells copies of a state from members of an ensemble by their kernels; attention has none.
             raise ValueError(
                 "an Fp8Attention has a state of its own for each example or member (an ensemble, or a lax.cond or "
                 "custom_vjp under vmap), and its gradient is taken with eqx.filter_grad, which would sum the amaxes of "

@@ -4,13 +4,13 @@ from typing import Final
 
 
 OPERANDS: Final = ("query", "key", "value")
-"""What attention is computed from."""
+"""The inputs of attention."""
 
 FORWARD: Final = (*OPERANDS, "weights", "output")
-"""Those of the forward pass; `weights` is the softmax of the scores."""
+"""The tensors of the forward pass; `weights` is the softmax of the scores."""
 
 BACKWARD: Final = ("output_grad", "scores_grad", "query_grad", "key_grad", "value_grad")
-"""Those of the backward pass."""
+"""The tensors of the backward pass."""
 
 TENSORS: Final = (*FORWARD, *BACKWARD)
-"""All of them."""
+"""All ten tensors."""

@@ -1,4 +1,4 @@
-"""Demo: language models in plain Haliax to try FP8 on; the preflight's `--demo`, examples and benchmarks use them."""
+"""Demo: language models in plain Haliax, which the preflight's `--demo`, examples and benchmarks use to try FP8."""
 
 from .fused import fused_causal_attention as fused_causal_attention
 from .hugging_face import hugging_face_config as hugging_face_config

@@ -1,4 +1,4 @@
-"""Causal attention whose scores are never in memory, for NVIDIA GPUs."""
+"""Causal attention that never stores its scores, for NVIDIA GPUs."""
 
 import math
 
@@ -11,14 +11,14 @@ from .transformer import rotate
 def fused_causal_attention(query: NamedArray, key: NamedArray, value: NamedArray, *rotary: NamedArray) -> NamedArray:
     """`causal_attention` as cuDNN's fused kernel, `jax.nn.dot_product_attention(implementation="cudnn")`.
 
-    It compiles for an NVIDIA GPU that is not there, and runs on no other device. Operands are in bfloat16 or float16,
-    heads at most 128 wide.
+    It compiles for NVIDIA GPUs, which this machine need not have, and runs only there. Operands are in bfloat16 or
+    float16, heads at most 128 wide.
 
     Args:
-        query: As in `causal_attention`; likewise what follows.
-        key: See there.
-        value: See there.
-        *rotary: See there.
+        query: As in `causal_attention`.
+        key: As in `causal_attention`.
+        value: As in `causal_attention`.
+        *rotary: As in `causal_attention`.
 
     Returns:
         An array with the axes of `query`.
@@ -31,7 +31,7 @@ def fused_causal_attention(query: NamedArray, key: NamedArray, value: NamedArray
     batch = tuple(axis for axis in query.axes if axis.name not in of_query)
     query = query.rearrange((*batch, *of_query))
     arrays = [query, *(x.rearrange((*batch, *of_key)) for x in (key, value))]
-    # One axis for the batch, one for the heads.
+    # One axis for the batch and one for the heads.
     tokens, width = query.resolve_axis("position").size, HeadDim.size
     q, k, v = (x.array.reshape(-1, tokens, x.size // (_count(batch) * tokens * width), width) for x in arrays)
     out = attention(q, k, v, scale=1.0 / math.sqrt(width), is_causal=True)

@@ -1,4 +1,4 @@
-"""The configuration by which Hugging Face's libraries build the demo's models."""
+"""The configuration with which Hugging Face's libraries build the demo's models."""
 
 from typing import Any
 
@@ -9,17 +9,17 @@ from .variants import MixtureOfExperts
 
 
 def hugging_face_config(model: Transformer, *, dtype: str = "bfloat16") -> dict[str, Any]:
-    """What `config.json` says of a model: a Llama, or with a mixture of experts a Mixtral.
+    """The `config.json` of a model: a Llama, or with a mixture of experts a Mixtral.
 
-    The weights need no permutation: both rotate halves of a head, and number heads alike.
+    The weights need no permutation: both libraries rotate halves of a head, and number heads alike.
 
     Args:
         model: The model, converted or not.
         dtype: The dtype in which engines compute.
 
     Raises:
-        ValueError: If the model is of neither architecture: with learned positions, LayerNorm, or another feed-forward
-            layer.
+        ValueError: If the model has neither architecture: if it has learned positions, LayerNorm or another
+            feed-forward layer.
 
     Example:
         >>> from haliax_fp8.demo import Transformer, TransformerConfig
@@ -42,7 +42,7 @@ def hugging_face_config(model: Transformer, *, dtype: str = "bfloat16") -> dict[
         "hidden_act": "silu",
         "max_position_embeddings": config.max_length,
         "rms_norm_eps": config.norm_eps,
-        # Older versions of transformers read the first of each pair, newer ones the second.
+        # Older versions of transformers read the first key of each pair, newer ones the second.
         "rope_theta": config.rope_theta,
         "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
         "torch_dtype": dtype,
@@ -58,5 +58,5 @@ def hugging_face_config(model: Transformer, *, dtype: str = "bfloat16") -> dict[
         experts = {"num_local_experts": block.mlp.Experts.size, "num_experts_per_tok": block.mlp.Chosen.size}
         return {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", **shared, **experts}
     if not all(hasattr(block.mlp, name) for name in ("gate", "up", "down")):
-        raise ValueError(f"model has a {type(block.mlp).__name__} in its blocks, so it is not a Llama; use SwiGlu")
+        raise ValueError(f"model has {type(block.mlp).__name__} in its blocks, so it is not a Llama; use SwiGlu")
     return {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **shared}

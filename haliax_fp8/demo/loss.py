@@ -1,4 +1,4 @@
-"""The cross-entropy of a language model, for a part of the tokens at a time."""
+"""The cross-entropy of a language model, computed for some of the tokens at a time."""
 
 import haliax as hax
 import haliax.nn as hnn
@@ -13,16 +13,16 @@ from .transformer import Transformer
 def next_token_loss(model: Transformer, tokens: NamedArray, *, at_once: int | None = None) -> Float[Array, ""]:
     """The mean cross-entropy of each token given those before it, in float32.
 
-    `mean(logsumexp(logits) - logits[target])`. With `at_once`, the logits of so many tokens are in memory at a time,
-    and the backward pass computes them again: with 128256 words and 8192 tokens, all of them would take 4 GB.
+    `mean(logsumexp(logits) - logits[target])`. With `at_once`, only the logits of that many tokens are in memory at a
+    time, and the backward pass computes them again: for 128256 words and 8192 tokens, all of them would take 4 GB.
 
     Args:
         model: The model.
         tokens: Integers `(..., position)`.
-        at_once: How many tokens at a time, over all sequences; rounded so that it divides the sequence. None for all.
+        at_once: How many tokens at a time, over all sequences, rounded so that it divides the sequence; None for all.
 
     Returns:
-        A scalar; the last token of a sequence has no successor, and is left out.
+        A scalar. The last token of a sequence has no successor and is left out.
     """
     Position = tokens.resolve_axis("position")
     x, targets = model.activations(tokens), hax.roll(tokens, -1, Position)
@@ -41,11 +41,11 @@ def next_token_loss(model: Transformer, tokens: NamedArray, *, at_once: int | No
         return losses(model, x, targets, known) / count_of_known
     Part = Axis("part", count)
     parts = [a.unflatten_axis(Position, (Part, Position.resize(Position.size // count))) for a in (x, targets, known)]
-    # The head, outside: what a scan is given as an argument, Haliax would take parts of.
+    # The head stays outside: Haliax would slice it if it were an argument of the scan.
     step = jax.checkpoint(lambda total, part: total + losses(model, *part))
     return hax.fold(lambda total, *part: step(total, part), Part)(jnp.float32(0.0), *parts) / count_of_known
 
 
 def _fits(length: int, count: int, sequences: int, at_once: int | None) -> bool:
-    """Whether a sequence divides into so many parts, of which all sequences' have few enough tokens."""
+    """Whether a sequence divides into that many parts, and a part of all sequences has few enough tokens."""
     return length % count == 0 and (at_once is None or length // count * sequences <= at_once or count == length)

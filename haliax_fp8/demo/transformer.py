@@ -35,7 +35,7 @@ def causal_attention(query: NamedArray, key: NamedArray, value: NamedArray, *rot
 
     Args:
         query: `(..., position, kv_heads, group, head_dim)`, the axes in any order.
-        key: `(..., position, kv_heads, head_dim)`. By names alone, the query heads of a group share a key head.
+        key: `(..., position, kv_heads, head_dim)`. Its names alone let the query heads of a group share a key head.
         value: The same axes as `key`.
         *rotary: The tables of `rotary_tables`; without them, nothing is rotated.
 
@@ -90,7 +90,6 @@ class Attention(eqx.Module):
 
     @staticmethod
     def init(config: "TransformerConfig", *, key: PRNGKeyArray) -> "Attention":
-        """With random weights."""
         keys, scale = jax.random.split(key, 4), config.residual_scale
         QueryHeads = (config.KvHeads, config.Group, config.HeadDim)
         KeyHeads = (config.KvHeads, config.HeadDim)
@@ -119,7 +118,6 @@ class SwiGlu(eqx.Module):
 
     @staticmethod
     def init(config: "TransformerConfig", *, key: PRNGKeyArray) -> "SwiGlu":
-        """With random weights."""
         keys, scale = jax.random.split(key, 3), config.residual_scale
         return SwiGlu(
             gate=hnn.Linear.init(config.Hidden, config.Mlp, key=keys[0], use_bias=config.use_bias),
@@ -136,7 +134,7 @@ class SwiGlu(eqx.Module):
 
 @dataclasses.dataclass(frozen=True)
 class TransformerConfig:
-    """Sizes, each of them a named axis, and parts. The default is a small Llama.
+    """The sizes of a model, each of them a named axis, and its parts. The default is a small Llama.
 
     Args:
         layers: Number of blocks.
@@ -144,20 +142,20 @@ class TransformerConfig:
         heads: Query heads.
         kv_heads: Key and value heads; each is shared by `heads / kv_heads` query heads.
         head_dim: Width of a head; even, because RoPE rotates pairs.
-        mlp: Width of the feed-forward layer, or of each expert's.
+        mlp: Width of the feed-forward layer, or of each expert.
         vocab: Number of tokens; 256 for bytes.
         max_length: Longest sequence.
-        rope_theta: Base of RoPE's wavelengths; None learns positions instead.
+        rope_theta: Base of RoPE's wavelengths; with None, positions are learned instead.
         norm: Makes a norm from the configuration.
         norm_eps: Added to the mean square in RMSNorm.
         feed_forward: Makes a feed-forward layer from the configuration and a key.
         activation: The function between the products of `SwiGlu`.
         attention: The function of query, key and value between the products of `Attention`.
-        between: Changes each function between products, the norms included, such as `memory.rematerialized`.
+        between: Wraps each function between products, norms included, such as `memory.rematerialized`.
         use_bias: Whether linear layers have biases.
         tied_head: Whether the head is the embedding.
-        stacked: Whether blocks are stacked, and run in a `lax.scan`, or follow each other in the program.
-        checkpointing: Recompute each block in the backward pass, keeping only its input.
+        stacked: Whether blocks are stacked and run in a `lax.scan`; otherwise they follow each other in the program.
+        checkpointing: Whether each block is recomputed in the backward pass, keeping only its input.
         unroll: The number of blocks per iteration of the scan. More blocks compile longer and run faster.
 
     Raises:
@@ -188,7 +186,7 @@ class TransformerConfig:
     def __post_init__(self) -> None:
         if self.heads % self.kv_heads:
             raise ValueError(
-                f"heads={self.heads} is not a multiple of kv_heads={self.kv_heads}; every key head serves the same "
+                f"heads={self.heads} is not a multiple of kv_heads={self.kv_heads}; every key head must serve the same "
                 "number of query heads"
             )
         if self.head_dim % 2:
@@ -219,7 +217,6 @@ class Block(eqx.Module):
 
     @staticmethod
     def init(config: TransformerConfig, *, key: PRNGKeyArray) -> "Block":
-        """With random weights."""
         attention_key, mlp_key = jax.random.split(key)
         return Block(
             attention_norm=config.norm(config),
@@ -248,7 +245,6 @@ class Transformer(eqx.Module):
 
     @staticmethod
     def init(config: TransformerConfig, *, key: PRNGKeyArray) -> "Transformer":
-        """With random weights."""
         embedding_key, blocks_key, head_key = jax.random.split(key, 3)
         positions = None
         if config.rope_theta is None:
@@ -281,14 +277,14 @@ class Transformer(eqx.Module):
         return self.logits(self.activations(tokens))
 
     def activations(self, tokens: NamedArray) -> NamedArray:
-        """What the head reads: `(..., position, hidden)`; see `__call__`."""
+        """The input of the head, `(..., position, hidden)`; see `__call__`."""
         Position, theta = tokens.resolve_axis("position"), self.config.rope_theta
         if Position.size > self.config.max_length:
             raise ValueError(
                 f"tokens has {Position.size} positions, more than max_length={self.config.max_length}; "
                 "shorten the sequence or build the model with a larger max_length"
             )
-        # As the blocks' outputs are: or XLA divides features of the residual stream as the embedding's are.
+        # Sharded like the blocks' outputs; otherwise XLA shards the residual stream's features like the embedding's.
         x = hax.auto_sharded(self.embedding(tokens))
         if self.positions is not None:
             x = x + self.positions["position", : Position.size]
@@ -296,7 +292,7 @@ class Transformer(eqx.Module):
         return self.norm(self.blocks.fold(x, *rotary, unroll=self.config.unroll))
 
     def logits(self, x: NamedArray) -> NamedArray:
-        """The head, or the embedding in its place."""
+        """Applies the head, or the embedding if they are tied."""
         return self.embedding.unembed(x) if self.head is None else self.head(x)
 
 

@@ -1,4 +1,4 @@
-"""Parts for `TransformerConfig` that make other models than a Llama: those of GPT-2 and of Mixtral."""
+"""Parts of `TransformerConfig` for models other than a Llama: GPT-2's and Mixtral's."""
 
 import equinox as eqx
 import haliax as hax
@@ -24,7 +24,6 @@ class Mlp(eqx.Module):
 
     @staticmethod
     def init(config: TransformerConfig, *, key: PRNGKeyArray) -> "Mlp":
-        """With random weights."""
         up, down = jax.random.split(key)
         return Mlp(
             hnn.Linear.init(config.Hidden, config.Mlp, key=up, use_bias=config.use_bias),
@@ -37,7 +36,7 @@ class Mlp(eqx.Module):
 
 
 class MixtureOfExperts(eqx.Module):
-    """Each token goes through the experts that a router likes best, each of them a SwiGLU."""
+    """Sends each token through the experts that a router scores highest; each expert is a SwiGLU."""
 
     router: hnn.Linear
     gate: hnn.MoELinear
@@ -48,7 +47,7 @@ class MixtureOfExperts(eqx.Module):
 
     @staticmethod
     def init(config: TransformerConfig, *, experts: int, chosen: int, key: PRNGKeyArray) -> "MixtureOfExperts":
-        """With random weights; `chosen` of the `experts` for each token."""
+        """Random weights, with `chosen` of the `experts` for each token."""
         keys, Experts = jax.random.split(key, 4), Axis("experts", experts)
         linear = lambda In, Out, key: hnn.MoELinear.init(Experts, In, Out, key=key, use_bias=config.use_bias)
         return MixtureOfExperts(
@@ -66,7 +65,7 @@ class MixtureOfExperts(eqx.Module):
         rows = x.flatten_axes(leading, "row")
         likes, experts = hax.top_k(self.router(rows).astype(jnp.float32), self.Experts, self.Chosen.size, self.Chosen)
         weights = hnn.softmax(likes, axis=self.Chosen).astype(x.dtype)
-        # A copy of each row for each of its experts, sorted so that those of one expert lie together.
+        # A copy of each row for each of its experts, sorted by expert.
         expert_of_copy = experts.rearrange((..., self.Chosen)).array.reshape(-1)
         order = jnp.argsort(expert_of_copy)
         sizes = hax.named(jnp.bincount(expert_of_copy, length=self.Experts.size), self.Experts)

@@ -1,4 +1,4 @@
-"""Devices: what their matrix units multiply, how fast they are, and which flags XLA compiles for them with."""
+"""Devices: what their matrix units multiply, how fast they are, and XLA's flags."""
 
 from .device import Device as Device
 from .peaks import Peaks as Peaks

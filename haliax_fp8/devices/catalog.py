@@ -1,4 +1,4 @@
-"""The catalog of devices: one row for each, from which names, units, peaks and the preflight's targets follow.
+"""The catalog of devices: one row per device, from which names, units, peaks and the preflight's targets follow.
 
 To add a device, add its row.
 """
@@ -13,7 +13,7 @@ from .peaks import Peaks
 
 @dataclasses.dataclass(frozen=True)
 class XlaGpu:
-    """What XLA's compiler has to know of an NVIDIA GPU: fields of its message `GpuDeviceInfoProto`, sizes in bytes."""
+    """What XLA's compiler needs to know about an NVIDIA GPU: fields of its `GpuDeviceInfoProto`, sizes in bytes."""
 
     core_count: int
     fpus_per_core: int
@@ -28,7 +28,7 @@ class XlaGpu:
 
 @dataclasses.dataclass(frozen=True)
 class XlaTpu:
-    """What XLA's compiler has to know of a TPU.
+    """What XLA's compiler needs to know about a TPU.
 
     Args:
         generation: Its name in libtpu's topologies, such as `v6e`.
@@ -39,10 +39,10 @@ class XlaTpu:
 
 @dataclasses.dataclass(frozen=True)
 class NotCompiled:
-    """A device that the preflight does not compile for.
+    """Marks a device that the preflight cannot compile for.
 
     Args:
-        reason: Why, and what to do.
+        reason: The reason, and the remedy.
     """
 
     reason: str
@@ -50,16 +50,16 @@ class NotCompiled:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A device.
+    """One device of the catalog.
 
     Args:
-        name: Its name in this package, in lower case and without blanks.
+        name: Its name in this package, in lower case and without spaces.
         platform: See `Device`.
         kind: See `Device`.
         compute_capability: See `Device`.
         xla: How the preflight compiles for it, or why it does not.
         peaks: Its peak rates; None if they are not known.
-        aliases: Its other names, written in the same way.
+        aliases: Its other names, also in lower case and without spaces.
     """
 
     name: str
@@ -171,7 +171,7 @@ _ROWS = (
         "TPU7x",
         "",
         XlaTpu("tpu7x"),
-        # JAX sees the two cores of a chip as devices.
+        # JAX treats each of a chip's two cores as a device.
         Peaks(2307e12, 1153.5e12, 1153.5e12 / 6, 3.69e12, "Google Cloud TPU7x page, half a chip"),
         ("v7x", "tpuv7x", "tpu7", "ironwood"),
     ),
@@ -202,7 +202,7 @@ _ROWS = (
         aliases=("v5p", "tpuv5p", "tpuv5"),
     ),
     Row("tpu4", "tpu", "TPU v4", "", NotCompiled(_NO_FIGURES.format("tpu5e")), aliases=("v4", "tpuv4")),
-    Row("cpu", "cpu", "cpu", "", NotCompiled("a CPU is compiled for as the target 'local'")),
+    Row("cpu", "cpu", "cpu", "", NotCompiled("use the target 'local' for a CPU")),
 )
 
 catalog: Mapping[str, Row] = {row.name: row for row in _ROWS}
@@ -215,7 +215,7 @@ _ALIASES = {alias: row.name for row in _ROWS for alias in row.aliases}
 
 
 def canonical(name: str) -> str:
-    """The name in `catalog` for a name, ignoring case, blanks and dashes; an unknown name is returned without them.
+    """The catalog's name for a device, ignoring case, spaces and dashes; an unknown name is returned without these.
 
     Args:
         name: Such as `"H100"`, `"v6e"` or `"TPU v6 lite"`.

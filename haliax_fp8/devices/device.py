@@ -1,4 +1,4 @@
-"""A device, as far as it decides whether there is FP8, and how fast."""
+"""The properties of a device that decide whether it has FP8, and how fast it is."""
 
 import dataclasses
 import re
@@ -15,12 +15,12 @@ from .units import FP8_UNITS, MX_UNITS as MX_UNITS, NO_UNITS as NO_UNITS, Matrix
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """The properties of a device that decide whether it has FP8.
+    """A device: the properties that decide whether it has FP8.
 
     Args:
         platform: `"cpu"`, `"cuda"`, `"rocm"` or `"tpu"`.
-        kind: The device's name as JAX has it, such as `NVIDIA H100 80GB HBM3` or `TPU7x`.
-        compute_capability: Of NVIDIA's devices, such as `"9.0"`; of AMD's the architecture, such as `"gfx942"`.
+        kind: JAX's name for it (`device_kind`), such as `NVIDIA H100 80GB HBM3` or `TPU7x`.
+        compute_capability: For NVIDIA, such as `"9.0"`; for AMD, the architecture, such as `"gfx942"`.
     """
 
     platform: str
@@ -38,9 +38,9 @@ class Device:
 
     @staticmethod
     def current() -> "Device":
-        """The device that what is traced now is meant for: that of the mesh in use (`jax.set_mesh`), else the default.
+        """The device that is being traced for: that of the mesh in use (`jax.set_mesh`), or else the default.
 
-        So a program that is compiled for a device elsewhere takes that device's path.
+        So a program that is compiled for another machine's device takes that device's path.
         """
         meant = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
         if meant is None:
@@ -55,14 +55,13 @@ class Device:
 
     @staticmethod
     def by_name(name: str) -> "Device":
-        """A device by name; this machine need not have it.
+        """A device by name, whether or not this machine has it.
 
         Args:
-            name: A name of the catalog or another name of the same device, such as `"h100"`, in any case; or `"local"`
-                for the local one.
+            name: A name or alias from the catalog, such as `"h100"`, in any case; or `"local"` for the local device.
 
         Raises:
-            ValueError: If there is none; the nearest names are listed.
+            ValueError: If the name is unknown; the message lists the nearest names.
 
         Example:
             >>> Device.by_name("H100").compute_capability, Device.by_name("v6e").kind
@@ -74,7 +73,7 @@ class Device:
         if device is None:
             near = nearest(name, devices)
             raise ValueError(
-                f"device={name!r} is unknown; the nearest are {near or list(devices)}, all are {[*devices]}"
+                f"device={name!r} is unknown; the nearest are {near or list(devices)}, out of {[*devices]}"
             )
         return device
 
@@ -85,24 +84,24 @@ class Device:
 
     @property
     def tpu_generation(self) -> int | None:
-        """Of a TPU, such as 7 of TPU7x; None of anything else."""
+        """The generation of a TPU, such as 7 for TPU7x; None for other devices."""
         found = re.match(r"TPU ?v?(\d+)", self.kind) if self.platform == "tpu" else None
         return None if found is None else int(found[1])
 
     @property
     def architecture(self) -> str:
-        """The compute capability of NVIDIA's devices, the architecture of AMD's, the generation of TPUs."""
+        """The compute capability of an NVIDIA device, the architecture of an AMD device, the generation of a TPU."""
         return str(self.tpu_generation or "") if self.platform == "tpu" else self.compute_capability
 
     @property
     def peaks(self) -> Peaks | None:
-        """Its peak rates; None if the catalog has none for devices of this kind."""
+        """Its peak rates; None if the catalog has none for this kind of device."""
         return next((found for name, found in peaks.items() if catalog[name].kind == self.kind), None)
 
     def lacks(self, needed: Format | MatrixUnits) -> str | None:
-        """Why the device cannot multiply a format, or has no such units; None if it can.
+        """Why the device cannot multiply a format, or lacks a kind of units; None if it can.
 
-        A CPU emulates all formats. AMD's MI300 has its own formats, which no other device has, and no others.
+        A CPU emulates all formats. AMD's MI300 has formats of its own, and no others.
 
         Args:
             needed: The format or the units.

@@ -1,4 +1,4 @@
-"""Which devices have kernels for grouped products, those of a mixture of experts."""
+"""Which devices have kernels for grouped products, such as those of a mixture of experts."""
 
 import enum
 from collections.abc import Mapping
@@ -8,24 +8,24 @@ from .units import FP8_UNITS
 
 
 class GroupedKernels(enum.Enum):
-    """What multiplies groups of rows, each by its own kernel."""
+    """An implementation of grouped products: each group of rows times its own kernel."""
 
     XLA = "XLA"
-    """`lax.ragged_dot`, which XLA makes a dense product of where it has no kernel: every row times the kernels of all
-    groups, of which one product is kept. A CPU, which emulates FP8 anyway, has nothing else."""
+    """`lax.ragged_dot`, which XLA turns into a dense product if it has no kernel: every row times the kernels of all
+    groups, keeping one result. A CPU, which emulates FP8 anyway, has nothing else."""
 
     HOPPER = "Hopper"
-    """This package's kernel for compute capability 9.0. It also takes scales for blocks of 128 along the sum."""
+    """This package's kernel for compute capability 9.0. It also supports scales for blocks of 128 along the sum."""
 
     BLACKWELL = "Blackwell"
     """This package's kernel for compute capabilities 10.0 and 10.3."""
 
     TPU = "TPU"
-    """This package's kernel for TPUs that multiply FP8."""
+    """This package's kernel for TPUs with FP8 units."""
 
     @staticmethod
     def of(device: Device) -> "GroupedKernels | None":
-        """Those of a device; None if it has none.
+        """The implementation for a device; None if there is none.
 
         Example:
             >>> GroupedKernels.of(Device.by_name("h200")), GroupedKernels.of(Device.by_name("a100"))
@@ -45,4 +45,4 @@ _BY_CAPABILITY: Mapping[str, GroupedKernels] = {
 }
 
 BLOCK = 128
-"""How many elements along the sum share a scale in the kernel that takes such scales."""
+"""How many elements along the sum share a scale in the kernel that supports such scales."""

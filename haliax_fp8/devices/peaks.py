@@ -4,7 +4,7 @@ import dataclasses
 
 
 def is_narrow(dtype: str) -> bool:
-    """Whether an element type is FP8 or narrower, by XLA's name of it, such as `f8e4m3fn`."""
+    """Whether an element type is FP8 or narrower, by XLA's name for it, such as `f8e4m3fn`."""
     return dtype.startswith(("f8", "f4"))
 
 
@@ -13,9 +13,9 @@ class Peaks:
     """The peak rates of one device: dense products, and bytes between it and its memory, per second.
 
     Args:
-        fp8: FLOP/s of products of FP8 operands; that of `bf16` where the device has none.
+        fp8: FLOP/s of products of FP8 operands; equal to `bf16` if the device has no such products.
         bf16: FLOP/s of products of bfloat16 or float16 operands.
-        f32: FLOP/s of products of float32 operands: in TF32 on a GPU, in six bfloat16 products on a TPU.
+        f32: FLOP/s of products of float32 operands: in TF32 on a GPU, as six bfloat16 products on a TPU.
         bandwidth: Bytes per second.
         source: The source of the figures.
     """

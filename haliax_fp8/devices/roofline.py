@@ -1,4 +1,4 @@
-"""How long kernels take: the one roofline of the preflight, of `FasterOn` and of `describe`."""
+"""How long kernels take: the roofline that the preflight, `FasterOn` and `describe` share."""
 
 import dataclasses
 import math
@@ -8,21 +8,21 @@ from .peaks import Peaks, is_narrow
 
 @dataclasses.dataclass(frozen=True)
 class Efficiency:
-    """The shares of their peaks that devices reach, and what a kernel costs besides its work.
+    """The shares of their peaks that devices reach, and the overhead of each kernel.
 
     Args:
         flops: The share of the peak FLOP/s that products in bf16 and wider reach. Measured: 0.72 (TransformerEngine,
             H200 NVL) to 0.81 (8192³ on an H100); torchao takes 0.78.
-        fp8_flops: The same of products in FP8. Measured: 0.68 (TransformerEngine), 0.74 to 0.78 (DeepGEMM), 0.78
+        fp8_flops: The same for FP8 products. Measured: 0.68 (TransformerEngine), 0.74 to 0.78 (DeepGEMM), 0.78
             (torchao). With 0.72, FP8 multiplies 1.85 times as fast as bf16, not twice.
         bandwidth: The share of the peak bandwidth that kernels reach. Measured: 0.47 (TransformerEngine's kernels that
             cast and transpose), 0.90 (copies on an H100), 0.92 (torchao's casts).
         launch: Seconds to launch a kernel; torchao measured 2 µs. Launches are free while the previous kernel is
             running.
-        block_flops: As `fp8_flops`, for products with block scales: a third faster than in bf16.
+        block_flops: As `fp8_flops`, for products with block scales: a third faster than bf16.
         block_bandwidth: As `bandwidth`, for kernels that quantize in blocks: 1 TB/s of the 8 that a GB200 has.
-        attention: As `flops`, of a fused causal attention, forward and backward: 480 TFLOP/s of an H100. Assumed.
-        fp8_attention: As `fp8_flops`, of the same: 1.3 times as fast as in bf16. Assumed.
+        attention: As `flops`, for fused causal attention, forward and backward: 480 TFLOP/s on an H100. Assumed.
+        fp8_attention: As `fp8_flops`, for the same attention: 1.3 times as fast as in bf16. Assumed.
 
     Raises:
         ValueError: If a share is not above 0 and at most 1, or `launch` is negative.
@@ -55,15 +55,15 @@ class Efficiency:
 
 
 LIKELY = Efficiency()
-"""The middle of what was measured."""
+"""The middle of the measured ranges."""
 
 SLOWEST, FASTEST = Efficiency(fp8_flops=0.68, bandwidth=0.47), Efficiency(fp8_flops=0.78, bandwidth=0.92, launch=0.0)
-"""The ends of what was measured: where FP8, which adds memory traffic and launches, gains least, and most."""
+"""The ends of the measured ranges at which FP8, which adds memory traffic and launches, gains least and most."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Roofline:
-    """The estimated seconds of kernels that run one after the other.
+    """Estimates the seconds that kernels take if they run one after the other.
 
     A kernel takes `max(FLOPs / (FLOP/s × share), bytes / (bandwidth × share)) + launch`.
 
@@ -86,10 +86,10 @@ class Roofline:
         """Seconds of `count` identical products.
 
         Args:
-            dtype: XLA's name of the element type that is multiplied, such as `f8e4m3fn`.
-            flops: Of all of them.
-            bytes: What all of them read and write.
-            count: How many.
+            dtype: XLA's name for the element type that is multiplied, such as `f8e4m3fn`.
+            flops: The FLOPs of all of them together.
+            bytes: The bytes that all of them together read and write.
+            count: The number of products.
             in_blocks: Whether operands have block scales.
         """
         shares = self.efficiency
@@ -100,13 +100,13 @@ class Roofline:
         return max(computing, self.moving(bytes)) + self.launches(count)
 
     def attention(self, dtype: str, flops: int, bytes: int, count: int = 1) -> float:
-        """Seconds of `count` products of fused attentions.
+        """Seconds of `count` kernels of fused attention.
 
         Args:
             dtype: As in `products`.
-            flops: Of all of them.
-            bytes: What all of them read and write.
-            count: How many.
+            flops: As in `products`.
+            bytes: As in `products`.
+            count: The number of kernels.
         """
         share = self.efficiency.fp8_attention if is_narrow(dtype) else self.efficiency.attention
         return max(flops / (share * self.peaks.flops(dtype)), self.moving(bytes)) + self.launches(count)
@@ -115,9 +115,9 @@ class Roofline:
         """Seconds of kernels that are not products.
 
         Args:
-            bytes: What they read and write.
-            count: How many.
-            block_bytes: What those among them read and write that quantize in blocks; not in `bytes`.
+            bytes: The bytes that they read and write, without `block_bytes`.
+            count: The number of kernels.
+            block_bytes: The bytes that kernels which quantize in blocks read and write.
         """
         in_blocks = block_bytes / (self.peaks.bandwidth * self.efficiency.block_bandwidth)
         return self.moving(bytes) + in_blocks + self.launches(count)
@@ -126,14 +126,14 @@ class Roofline:
         """Seconds that memory traffic takes.
 
         Args:
-            bytes: How much.
+            bytes: The bytes read and written.
         """
         return bytes / (self.peaks.bandwidth * self.efficiency.bandwidth)
 
     def launches(self, count: int) -> float:
-        """Seconds that starting kernels takes.
+        """Seconds that launching kernels takes.
 
         Args:
-            count: How many.
+            count: The number of kernels.
         """
         return count * self.efficiency.launch

@@ -1,7 +1,7 @@
 """What matrix units multiply, and which architectures have them.
 
 An FP8 unit multiplies and sums; a scale that is constant along the sum is applied to the result. Scales that change
-along the sum have to be applied inside it, by units made for their blocks.
+along the sum have to be applied inside it, by units made for such blocks.
 """
 
 import dataclasses
@@ -16,8 +16,8 @@ class MatrixUnits:
 
     Args:
         products: What it multiplies, for messages.
-        cuda: The lowest compute capability of NVIDIA's devices that have it; None if none does.
-        rocm: How the names of those architectures of AMD's begin that have it.
+        cuda: The lowest compute capability of NVIDIA devices that have it; None if none does.
+        rocm: Prefixes of the AMD architectures that have it.
         tpu: The lowest generation of TPUs that has it; None if none does.
     """
 
@@ -58,10 +58,10 @@ class MatrixUnits:
 
 
 FP8_UNITS = MatrixUnits("FP8 products", cuda=8.9, rocm=("gfx94", "gfx95", "gfx12"), tpu=7)
-"""Scales stay outside the sum: a tensor's, or a row's."""
+"""Scales of tensors or rows, which stay outside the sum."""
 
 MX_UNITS = MatrixUnits("MXFP8 products (a scale for 32 elements)", cuda=10.0, rocm=("gfx95",), tpu=None)
-"""An E8M0 scale for each 32 elements of the sum."""
+"""An E8M0 scale for every 32 elements of the sum."""
 
 NO_UNITS = MatrixUnits("blocks with such scales: operands are dequantized first", cuda=None, rocm=(), tpu=None)
 """Other scales along the sum: operands are dequantized, then multiplied in high precision."""

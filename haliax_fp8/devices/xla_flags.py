@@ -9,14 +9,14 @@ from typing import Any
 
 
 TRITON_PRODUCTS = "xla_gpu_enable_triton_gemm"
-"""Whether XLA lets Triton make matrix products, which is its default; without it, cuBLASLt makes them."""
+"""Whether XLA may use Triton for matrix products, as it does by default; otherwise it uses cuBLASLt."""
 
 _BOOLEANS = {"true": True, "1": True, "": True, "false": False, "0": False}
 
 
 @dataclasses.dataclass(frozen=True)
 class XlaFlags:
-    """Flags by name, without their dashes; all others have XLA's defaults.
+    """Flags by name, without dashes; all others have XLA's defaults.
 
     Args:
         values: The text of each flag's value; empty for a flag without one, which is true.
@@ -32,7 +32,7 @@ class XlaFlags:
 
     @staticmethod
     def parse(text: str) -> "XlaFlags":
-        """Reads flags as XLA does: the last of those with the same name counts.
+        """Reads flags as XLA does: of several with the same name, the last one counts.
 
         Args:
             text: The value of `XLA_FLAGS`: flags, or the name of a file that holds them.
@@ -59,7 +59,7 @@ class XlaFlags:
         """The flags in `XLA_FLAGS`. XLA reads that variable once, when JAX first uses it.
 
         Args:
-            environment: The variables; by default those of the process.
+            environment: The environment variables; by default those of the process.
 
         Raises:
             ValueError: See `parse`.
@@ -76,7 +76,7 @@ class XlaFlags:
 
     @property
     def triton_products(self) -> bool:
-        """Whether Triton may make matrix products.
+        """Whether XLA may use Triton for matrix products.
 
         Raises:
             ValueError: If the flag is neither true nor false.

@@ -3,16 +3,16 @@
 To write an FP8 product by hand, `in_q` both operands, multiply with `preferred_element_type`, `out_dq` the result.
 Layers should use `Fp8DotGeneral`, which has the backward products too.
 
-Scales multiply to give the value back, `x ≈ data * scale`. Numbers are those of `flax.linen.fp8_ops` bit for bit, in
-the corners too: an amax of zero, infinity or NaN is recorded but leaves the scale as it was, and an amax below
-`fp8_max / float32_max` makes the scale zero. Three things differ: a scale of one element fits every shape, a scalar
-too; the amax of an empty array is zero; and dtypes that cannot be right raise `ValueError`, where Flax fails late or
-rounds the state.
+Scales multiply to give the value back, `x ≈ data * scale`. Numbers equal those of `flax.linen.fp8_ops` bit for bit, in
+corner cases too: an amax of zero, infinity or NaN is recorded but leaves the scale unchanged, and an amax below
+`fp8_max / float32_max` makes the scale zero. Three things differ: a scale of one element fits every shape, even a
+scalar; the amax of an empty array is zero; and dtypes that cannot be right raise `ValueError`, where Flax fails later
+or rounds the state.
 
 A gradient carries the new state: the cotangents of `scale` and `amax_history` are their next values. JAX adds the
-cotangents of a value that is used twice. Cast state to `fp32_max_grad` inside the differentiated function, and the
-maximum is taken instead. These functions do not know `vmap` over examples with one state for all: it adds the
-cotangents too, and with `fp32_max_grad` JAX raises an error. `Fp8DotGeneral` has neither limit.
+cotangents of a value that is used twice. To take the maximum instead, cast state to `fp32_max_grad` inside the
+differentiated function. These functions do not support `vmap` over examples that share one state: it adds the
+cotangents too, and with `fp32_max_grad` JAX raises an error. `Fp8DotGeneral` has neither limitation.
 """
 
 from .._jax.max_grad import fp32_max_grad

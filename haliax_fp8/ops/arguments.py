@@ -1,4 +1,4 @@
-"""What the low-level functions take: checked, with errors that name the argument, the value and the remedy."""
+"""Checks of the low-level functions' arguments, with errors that name the argument, the value and the remedy."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from .._numerics.formats import FORMATS, Format
 
 
 Values = Float[ArrayLike, "*shape"]
-Scale = Shaped[ArrayLike, "..."]  # `Shaped`, as `Float` refuses `fp32_max_grad`.
+Scale = Shaped[ArrayLike, "..."]  # `Shaped`, because `Float` rejects `fp32_max_grad`.
 History = Shaped[ArrayLike, " length"]
 
 
@@ -64,7 +64,7 @@ def state_of(name: str, value: ArrayLike) -> Array:
     array = value if isinstance(value, Array) else jnp.asarray(value, getattr(value, "dtype", jnp.float32))
     if array.dtype != jnp.float32 and not is_max_grad(array):
         raise ValueError(
-            f"{name}.dtype={array.dtype}, but scales and amax histories have to be float32 or fp32_max_grad; "
+            f"{name}.dtype={array.dtype}, but scales and amax histories must be float32 or fp32_max_grad; "
             f"leave them out of casts of the whole model, or cast back with {name}.astype(jnp.float32)"
         )
     return array
@@ -75,7 +75,7 @@ def scale_of(name: str, value: ArrayLike) -> Array:
     array = state_of(name, value)
     if array.size != 1:
         raise ValueError(
-            f"{name}.shape={array.shape}, but the scale of a tensor has to be () or (1,); are {name} and amax_history "
+            f"{name}.shape={array.shape}, but the scale of a tensor must be () or (1,); are {name} and amax_history "
             "swapped? For stacked state, use jax.vmap"
         )
     return array
@@ -86,7 +86,7 @@ def history_of(value: ArrayLike) -> Array:
     array = state_of("amax_history", value)
     if array.ndim != 1 or array.size == 0:
         raise ValueError(
-            f"amax_history.shape={array.shape}, but it has to be (length,) with a length of 1 or more; "
+            f"amax_history.shape={array.shape}, but it must be (length,) with a length of 1 or more; "
             "start with jnp.zeros(1024), and use jax.vmap for stacked histories"
         )
     return array
@@ -102,10 +102,10 @@ def scale_for(x: Array, value: ArrayLike, dtype: np.dtype) -> Array:
     except ValueError as error:
         raise ValueError(
             f"scale.shape={scale.shape} does not broadcast to x.shape={x.shape}; use a scale of shape (), or keep the "
-            "axes of size 1 (keepdims=True) where the amax is taken"
+            "axes of size 1 (keepdims=True) when you take the amax"
         ) from error
 
 
 def like(value: Array, state: Array) -> Array:
-    """float32 in the dtype of a state."""
+    """Casts float32 to the dtype of a state."""
     return to_max_grad(value) if is_max_grad(state) else value

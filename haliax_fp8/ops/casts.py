@@ -1,4 +1,4 @@
-"""To FP8 and back, by a scale that is given."""
+"""Casts to FP8 and back, with a given scale."""
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ def quantize(x: Values, q_dtype: DTypeLike, scale: Scale, compute_dtype: DTypeLi
         x: Values, 16 bits or more.
         q_dtype: FP8 dtype of the result.
         scale: One element, or a shape that broadcasts to that of `x`.
-        compute_dtype: What `scale` is rounded to, and what the division runs in unless `x` is wider.
+        compute_dtype: The dtype that `scale` is rounded to, and that the division runs in unless `x` is wider.
 
     Returns:
         Data of dtype `q_dtype`. Infinities become ±max; NaN stays NaN.
@@ -33,13 +33,13 @@ def quantize(x: Values, q_dtype: DTypeLike, scale: Scale, compute_dtype: DTypeLi
     format = format_of("q_dtype", q_dtype)
     x = wide("x", x)
     scale = scale_for(x, scale, wide_dtype("compute_dtype", compute_dtype))
-    with jax.numpy_dtype_promotion("standard"):  # The caller named both dtypes: no accident to report.
+    with jax.numpy_dtype_promotion("standard"):  # The caller named both dtypes, so mixing them is no accident.
         dtype = jnp.result_type(x, compute_dtype)
     return saturating_cast(x.astype(dtype) / scale.astype(dtype), format)
 
 
 def dequantize(x: Values, dq_dtype: DTypeLike, scale: Scale) -> Float[Array, "*shape"]:
-    """Gives FP8 data, or a product of them, its scale back: `x * scale`, both cast to `dq_dtype` first.
+    """Scales FP8 data, or a product of such data, back: `x * scale`, both cast to `dq_dtype` first.
 
     Source: Flax guide, "Current Scaling".
 
@@ -63,9 +63,9 @@ def dequantize(x: Values, dq_dtype: DTypeLike, scale: Scale) -> Float[Array, "*s
 def quantize_dequantize(
     x: Values, q_dtype: DTypeLike, scale: Scale, compute_dtype: DTypeLike
 ) -> Float[Array, "*shape"]:
-    """Rounds to what an FP8 dtype can hold, in the dtype of `x`: `dequantize(quantize(x))`. Also named `qdq`.
+    """Rounds to values of an FP8 dtype, in the dtype of `x`: `dequantize(quantize(x))`. Also named `qdq`.
 
-    Deprecated: its products run in FP8 only where the compiler recognizes the pattern, which other passes break. Use
+    Deprecated: products run in FP8 only if the compiler recognizes the pattern, which other passes may break. Use
     `quantize`, the product, `dequantize`. Source: Flax guide, "Deprecated APIs".
 
     Args:

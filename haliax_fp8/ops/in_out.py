@@ -1,4 +1,4 @@
-"""Around a product: its operands and its result, with gradients that carry the new state."""
+"""The operands and the result of a product, with gradients that carry the new state."""
 
 from functools import partial
 
@@ -27,7 +27,7 @@ def in_q(
         amax_history: As for `update_fp8_meta`.
 
     Returns:
-        FP8 data and its scale. Backward, `inp` gets zero: the product's gradient is not in this function.
+        FP8 data and its scale. Backward, `inp` gets zero: this function does not provide the product's gradient.
 
     Raises:
         ValueError: As `quantize` and `update_fp8_meta`.
@@ -51,7 +51,7 @@ def out_dq(dq_type: DTypeLike, lhs_scale: Scale, rhs_scale: Scale, out: Values) 
         out: The product, with a `preferred_element_type` of 16 bits or more.
 
     Returns:
-        The dequantized product. Backward, `out` gets the cotangent unscaled, the scales get zero.
+        The dequantized product. Backward, `out` gets the cotangent unscaled, and the scales get zero.
 
     Raises:
         ValueError: For other dtypes.
@@ -61,7 +61,7 @@ def out_dq(dq_type: DTypeLike, lhs_scale: Scale, rhs_scale: Scale, out: Values) 
         Array([3.], dtype=float32)
     """
     dq_type = wide_dtype("dq_type", dq_type)
-    # Cast outside the custom rule: the cotangent comes back in the dtype of `out`.
+    # Cast outside the custom rule, so that the cotangent comes back in the dtype of `out`.
     out = wide("out", out).astype(dq_type)
     return _out_dq(dq_type, state_of("lhs_scale", lhs_scale), state_of("rhs_scale", rhs_scale), out)
 
@@ -81,7 +81,7 @@ def in_qdq(
         amax_history: As for `update_fp8_meta`.
 
     Returns:
-        `inp` rounded. Backward, `inp` gets the cotangent as it is.
+        `inp` rounded. Backward, `inp` gets the cotangent unchanged.
 
     Raises:
         ValueError: As `in_q`.
@@ -100,7 +100,7 @@ def in_qdq(
 def out_qdq(
     compute_dtype: DTypeLike, q_dtype: DTypeLike, out: Values, scale: Scale, amax_history: History
 ) -> Float[Array, "*shape"]:
-    """Returns a product as it is, and rounds its cotangent to FP8 with delayed scaling, as `in_qdq` does.
+    """Returns a product unchanged, and rounds its cotangent to FP8 with delayed scaling, as `in_qdq` does.
 
     Deprecated: use `in_q`, the product, `out_dq`. Source: Flax guide, "Deprecated APIs".
 
@@ -108,11 +108,11 @@ def out_qdq(
         compute_dtype: As for `quantize`.
         q_dtype: FP8 dtype to round the cotangent to.
         out: The product.
-        scale: As for `update_fp8_meta`, of the cotangent.
-        amax_history: As for `update_fp8_meta`, of the cotangent.
+        scale: As for `update_fp8_meta`, for the cotangent.
+        amax_history: As for `update_fp8_meta`, for the cotangent.
 
     Returns:
-        `out`. Backward, `out` gets the cotangent rounded.
+        `out`. Backward, `out` gets the rounded cotangent.
 
     Raises:
         ValueError: As `in_q`.
@@ -123,7 +123,7 @@ def out_qdq(
         >>> jax.grad(loss)(2.0, jnp.array(1.0), jnp.zeros(3))
         Array(1., dtype=float32)
     """
-    # Checked here, as only the backward pass uses them.
+    # Checked here, because only the backward pass uses them.
     compute_dtype, q_dtype = wide_dtype("compute_dtype", compute_dtype), format_of("q_dtype", q_dtype).dtype
     return _out_qdq(compute_dtype, q_dtype, wide("out", out), scale_of("scale", scale), history_of(amax_history))
 

@@ -1,4 +1,4 @@
-"""Scales and histories: what a step computes from amaxes."""
+"""Scales and histories: how a step computes them from amaxes."""
 
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
@@ -33,12 +33,12 @@ def compute_scale(amax: Scale, scale: Scale, fp8_max: ArrayLike, margin: int | f
 
     Args:
         amax: Largest magnitude, of any shape that broadcasts with `scale`.
-        scale: The present scale, kept where `amax` is not positive, infinite or NaN.
+        scale: The present scale, kept where `amax` is zero, negative, infinite or NaN.
         fp8_max: Largest value of the format, see `get_fp8_max`.
         margin: Binades to leave free above `amax`.
 
     Returns:
-        The new scale, float32 or `fp32_max_grad` as `scale` is.
+        The new scale, float32 or `fp32_max_grad` like `scale`.
 
     Raises:
         ValueError: If `scale` is neither, or `amax` is not floating-point.
@@ -58,15 +58,15 @@ def compute_scale(amax: Scale, scale: Scale, fp8_max: ArrayLike, margin: int | f
 def compute_amax_history(x: Values, amax_history: History) -> Shaped[Array, " length"]:
     """Records the amax of `x`: `roll(amax_history, -1).at[0].set(max(|x|))`.
 
-    The newest amax is at index 0, the one before it at index -1, then backwards; the oldest, at 1, goes next.
+    The newest amax is at index 0, the one before it at index -1, and so on; the oldest, at 1, is dropped next.
     Source: Flax; arXiv:2209.05433, section 3.2, for the idea.
 
     Args:
         x: Values; NaN among them is recorded as NaN.
-        amax_history: Amaxes of the steps before, float32 or `fp32_max_grad`.
+        amax_history: Amaxes of the previous steps, float32 or `fp32_max_grad`.
 
     Returns:
-        The new history, with the dtype of the old.
+        The new history, in the dtype of the old.
 
     Raises:
         ValueError: For other dtypes, or a history that is not of shape `(length,)`.
@@ -85,19 +85,19 @@ def update_fp8_meta(
 ) -> tuple[Shaped[Array, "..."], Shaped[Array, " length"]]:
     """One step of delayed scaling: `compute_scale(max(amax_history), scale, ...), compute_amax_history(x, ...)`.
 
-    The scale for `x` comes from the history before it. Source: Flax.
+    The scale for `x` comes from the history before this step. Source: Flax.
 
     Args:
         x: The operand of this step.
         q_dtype: FP8 dtype that it will be quantized to.
-        scale: The scale before, shape `()` or `(1,)`, float32 or `fp32_max_grad`.
-        amax_history: Amaxes of the steps before, float32 or `fp32_max_grad`.
+        scale: The previous scale, shape `()` or `(1,)`, float32 or `fp32_max_grad`.
+        amax_history: Amaxes of the previous steps, float32 or `fp32_max_grad`.
 
     Returns:
         The new scale and the new history.
 
     Raises:
-        ValueError: As the two functions.
+        ValueError: As those two functions.
 
     Example:
         >>> update_fp8_meta(7.0, jnp.float8_e4m3fn, jnp.array(1.0), jnp.array([896.0, 0.0]))

@@ -1,4 +1,4 @@
-"""send_rows: rows travel to the devices of their experts in FP8."""
+"""send_rows: sends rows to the devices of their experts in FP8."""
 
 import functools
 from collections.abc import Callable
@@ -28,29 +28,30 @@ def send_rows(
 ) -> Float[Array, "*received inputs"]:
     """Sends rows to other devices in FP8, as the op would quantize them: half the bytes of bfloat16, the same result.
 
-    For expert parallelism, inside `shard_map`: before `op.ragged_dot`. What arrives has the dtype of `rows`, is rounded
-    with the op's scale for its input and has the same amax over all devices. So the op makes the same FP8 data of it as
-    of the rows themselves, records the same amax, and its products and state are bit for bit what they are when `rows`
-    are sent in high precision. That holds for float32 and bfloat16.
+    For expert parallelism: call it inside `shard_map`, before `op.ragged_dot`. The received rows have the dtype of
+    `rows`, are rounded with the op's scale for its input, and have the same amax over all devices. So the op quantizes
+    them to the same FP8 data as the original rows and records the same amax; its products and state are bit for bit the
+    same as when `rows` are sent in high precision. This holds for float32 and bfloat16.
 
-    Elements that round to the largest value sent arrive as the amax itself (it is sent as one number): the op rounds
-    them to the same FP8 value again, and sees what its next scale has to cover.
+    Elements that round to the largest value sent arrive as the amax itself, which is sent as one number: the op rounds
+    them to the same FP8 value again, and sees the amax that its next scale has to cover.
 
     Args:
-        rows: What is sent.
-        op: The op that multiplies the rows. Its input has a scale that is known before the step, as in delayed or
-            static scaling. Other ops that read the same rows record the amax too, but round twice, unless their scale
-            is the same.
-        exchange: Moves rows among devices, whatever their dtype and their length, and computes nothing, such as
-            `lambda x: lax.all_to_all(x, "experts", 0, 0, tiled=True)`, or one that calls `lax.ragged_all_to_all`.
-        gradient_format: The format in which gradients travel back, each row with a scale of its own, from its amax;
-            None sends them in high precision.
+        rows: The rows to send.
+        op: The op that multiplies the rows. The scale of its input must be known before the step, as in delayed or
+            static scaling. Other ops that read the same rows record the amax too, but round a second time unless their
+            scale is the same.
+        exchange: Moves rows of any dtype and length among devices, without computing anything, such as
+            `lambda x: lax.all_to_all(x, "experts", 0, 0, tiled=True)`, or a function that calls
+            `lax.ragged_all_to_all`.
+        gradient_format: The format in which gradients travel back, each row with its own scale, from its amax; None
+            sends them in high precision.
 
     Returns:
-        What arrives.
+        The received rows.
 
     Raises:
-        ValueError: If the op's recipe has no scale for its input before the rows are there.
+        ValueError: If the op's recipe does not know the scale of its input before the rows arrive.
 
     References:
         DeepSeek-V3's technical report (arXiv:2412.19437, section 3.3.3) sends activations before up-projections in
@@ -64,8 +65,8 @@ def send_rows(
     scaling = op.recipe.input.scaling
     if not stores_scale(scaling) or op.state is None:
         raise ValueError(
-            f"op has the recipe {op.recipe}, where an input's scale is not known before the rows are there: send them "
-            "in high precision, or use recipe='delayed'"
+            f"op has the recipe {op.recipe}, which does not know an input's scale before the rows arrive: send them in "
+            "high precision, or use recipe='delayed'"
         )
     out_dtype = op.compute_dtype or np.dtype(rows.dtype)
     form = op.state.form(stacked=bool(op.stack))
@@ -75,10 +76,10 @@ def send_rows(
     scale = scales.operands["input"]
     if scale.ndim:
         raise ValueError(
-            f"op has a scale for each of {scale.size} experts, and rows are sent with one: send them in high "
+            f"op has a scale for each of {scale.size} experts, but rows are sent with one scale: send them in high "
             "precision, or convert with scale_per_expert=False"
         )
-    # Differentiated, the amax would be a sum over devices.
+    # If differentiated, the amax would become a sum over devices.
     amax = jnp.max(jnp.abs(round_to(lax.stop_gradient(rows), op.compute_dtype)), initial=0.0)
     axes = axes_to_reduce((rows,), varying_axes(scale))
     amax = lax.pmax(amax, axes) if axes else amax
@@ -94,7 +95,7 @@ def _send(
     exchange: Exchange,
     gradient_format: Format | None,
 ) -> Float[Array, "*received inputs"]:
-    """Rounding is taken as the identity: what arrives has the derivative of the exchange."""
+    """Rounding counts as the identity, so the derivative is that of the exchange."""
     del gradient_format
 
     def quantized(x: Array) -> Array:
@@ -123,7 +124,7 @@ def _send_backward(
     scale, amax, nothing = kept
 
     def back(x: Array) -> Array:
-        # JAX checks that what comes back differs over the same mesh axes as the rows did.
+        # JAX checks that the gradient varies over the same mesh axes as the rows.
         sent = as_varying(jnp.zeros((*nothing.shape[:-1], x.shape[-1]), x.dtype), (nothing,))
         (received,) = jax.linear_transpose(exchange, sent)(x)
         return received
