@@ -17,6 +17,7 @@ from .._tables import Printable, new_table
 from ..layers.config import Fp8Config
 from ..layers.own_state import require_own_state
 from ..layers.patterns import Targets
+from .check import check_folder
 from .files import TensorSpec, new_folder, require_folder_name, write_tensors
 from .layouts import AbstractLayout, as_layout
 from .model.plan import Choices, Kernel, Plan, plan
@@ -37,7 +38,7 @@ class ExportReport(Printable):
         dense: The number of other tensors.
         dense_bytes: What they take.
         origins: Where the scales come from, and of how many weights.
-        ignore: The linear layers in high precision.
+        ignore: The layers whose matrices are in high precision: what the configuration tells engines to leave alone.
     """
 
     directory: pathlib.Path
@@ -51,7 +52,8 @@ class ExportReport(Printable):
 
     def __rich__(self) -> RenderableType:
         """A row for FP8 weights and one for the rest."""
-        left = f"linear layers in high precision: {', '.join(self.ignore[:5])}{', …' * (len(self.ignore) > 5)}"
+        more = f" and {len(self.ignore) - 5} more" if len(self.ignore) > 5 else ""
+        left = f"matrices in high precision: {', '.join(self.ignore[:5])}{more}"
         table = new_table(f"{self.directory}: {self.layout}, read back and compared", left if self.ignore else "")
         for column in ("tensors", "number", "bytes", "scales"):
             table.add_column(column)
@@ -81,8 +83,11 @@ def export_model(
 
     Weights are `[out, in]`, one for each block of a stack and each expert. Those of layers that train in FP8 are
     quantized, or of a plain model those of all linear layers but heads, embeddings and routers; the rest is written in
-    `dtype`. Tensors are made and written one at a time. The folder is read back and compared before it takes its name:
-    it is complete or absent.
+    `dtype`. Tensors are made and written one at a time. The folder is read back and compared, and checked as by
+    `check_folder`, before it takes its name: it is complete or absent.
+
+    Whatever its class and name, a layer whose matrix is not quantized is listed in the configuration, so that engines
+    leave it alone: embeddings, convolutions, routers and excluded linear layers.
 
     | layout | weights | inputs |
     |---|---|---|
@@ -121,7 +126,8 @@ def export_model(
 
     Raises:
         ValueError: If the folder is not empty; if weights are not finite; if a static layout lacks the scale of an
-            input; if two tensors get the same name; or if what was written does not read back as it was.
+            input; if two tensors get the same name; if what was written does not read back as it was; or if engines
+            would read it wrongly, as `check_folder` finds out.
 
     Example:
         >>> import tempfile
@@ -165,6 +171,7 @@ def export_model(
         for name, content in {**files, "config.json": {**(config or {}), **described}}.items():
             (folder / name).write_text(json.dumps(content, indent=2), encoding="utf-8")
         _compare(folder, todo, digests)
+        _require_sound(folder)
     label = layout if isinstance(layout, str) else type(layout).__name__
     counts = len(todo.kernels), quantized_bytes, len(todo.dense), total - quantized_bytes
     return ExportReport(pathlib.Path(directory), label, *counts, dict(origins), todo.ignore)
@@ -254,6 +261,20 @@ def _compare(folder: pathlib.Path, todo: Plan, digests: Mapping[str, str]) -> No
     for tensor in todo.dense:
         if _digest(source.array(tensor.name)) != digests[tensor.name]:
             raise ValueError(f"{tensor.name} did not read back as it was written; nothing was exported: report it")
+
+
+def _require_sound(folder: pathlib.Path) -> None:
+    """Raises a ValueError if engines would read a folder wrongly, whose tensors are as the model has them."""
+    errors = check_folder(folder).errors
+    if not errors:
+        return
+    first = str(errors[0])
+    more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
+    raise ValueError(
+        f"engines would read the checkpoint wrongly, so nothing was exported: {first}{more}. Give names=... if two "
+        "layers have names that engines confuse, targets= or exclude= if one is in FP8 that may not be, another "
+        "config= if that names other sizes; or change the model if its own numbers are not finite"
+    )
 
 
 def _parts(matrix: ScaledMatrix) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 from haliax.state_dict import to_torch_compatible_state_dict
 
-from haliax_fp8 import Fp8Config, Recipe, fp8_linear_layers
-from haliax_fp8.checkpoints import export_model, import_model, names, serving_tensors, thaw
+from haliax_fp8 import Fp8Config, Recipe, calibrate, fp8_linear_layers
+from haliax_fp8.checkpoints import check_folder, export_model, import_model, names, serving_tensors, thaw
 from haliax_fp8.checkpoints.layouts import named as layouts
 from haliax_fp8.checkpoints.quantize import quantized
 from haliax_fp8.demo import MixtureOfExperts, Transformer, TransformerConfig, hugging_face_config
@@ -87,7 +87,7 @@ def test_round_trip(trained, plain, layout, tmp_path):
     first, second = ((tmp_path / folder / "model.safetensors").read_bytes() for folder in ("first", "second"))
     assert first == second
     assert (tmp_path / "first/config.json").read_text() == (tmp_path / "second/config.json").read_text()
-    assert report.quantized == 14 and report.ignore == ("lm_head",)
+    assert report.quantized == 14 and report.ignore == ("model.embed_tokens", "lm_head")
     tensors = read(tmp_path / "first/model.safetensors")
     assert bytes_of(tensors) == bytes_of(serving_tensors(trained, layout, names=names.LLAMA))
     dequantized = import_model(tmp_path / "first", plain, names=names.LLAMA)
@@ -216,7 +216,7 @@ def test_experts_and_routers(tmp_path):
     model = Transformer.init(config, key=jax.random.key(1))
     seq = Transformer.init(dataclasses.replace(config, stacked=False), key=jax.random.key(1))
     report = export_model(model, tmp_path / "out", "FP8_BLOCK", names=names.QWEN3_MOE)
-    assert report.ignore == ("model.layers.0.mlp.gate", "lm_head")
+    assert report.ignore == ("model.embed_tokens", "model.layers.0.mlp.gate", "lm_head")
     tensors = read(tmp_path / "out/model.safetensors")
     assert tensors["model.layers.0.mlp.experts.2.gate_proj.weight"].shape == (96, 64)
     assert tensors["model.layers.0.mlp.gate.weight"].dtype == BF16
@@ -295,6 +295,82 @@ def test_shards(plain, tmp_path):
     assert index["metadata"]["total_size"] == sum(x.nbytes for x in tensors.values())
     loaded = [import_model(tmp_path / folder, plain, names=names.LLAMA) for folder in ("one", "many")]
     assert bool(eqx.tree_equal(*loaded))
+
+
+class Words(eqx.Module):
+    """One layer of each class that has a matrix, by names that say nothing of it; all take the same input."""
+
+    a: eqx.nn.Linear
+    b: eqx.nn.Linear
+    emb: eqx.nn.Embedding
+    words: hax.nn.Embedding
+    wte: eqx.nn.Embedding
+    smooth: eqx.nn.Conv1d
+    patch: eqx.nn.Conv2d
+    scale: eqx.nn.LayerNorm
+    shift: eqx.nn.LayerNorm
+    embed: eqx.nn.Linear
+
+    def __init__(self):
+        keys = iter(jax.random.split(jax.random.key(0), 8))
+        self.a, self.b, self.embed = (eqx.nn.Linear(64, 64, key=next(keys)) for _ in range(3))
+        self.emb, self.wte = (eqx.nn.Embedding(16, 64, key=next(keys)) for _ in range(2))
+        self.words = hax.nn.Embedding.init(hax.Axis("vocab", 16), hax.Axis("in", 64), key=next(keys))
+        self.smooth, self.patch = eqx.nn.Conv1d(4, 8, 3, key=next(keys)), eqx.nn.Conv2d(4, 8, 3, key=next(keys))
+        self.scale, self.shift = eqx.nn.LayerNorm((4, 16)), eqx.nn.LayerNorm(64)
+
+    def __call__(self, x):
+        return self.embed(self.b(self.a(x)))
+
+
+IGNORED = {"b", "emb", "words", "wte", "smooth", "patch", "scale"}
+
+
+@pytest.fixture(scope="module")
+def words():
+    model = fp8_linear_layers(Words(), exclude="b")
+    loss = lambda model, x: jnp.mean(jax.vmap(model)(x) ** 2)
+    return calibrate(model, loss, [jax.random.normal(jax.random.key(1), (4, 64))])
+
+
+@pytest.mark.parametrize("layout", layouts)
+def test_matrices_in_high_precision_are_ignored_by_class_not_by_name(words, layout, tmp_path):
+    """Embeddings, convolutions, a norm with two axes, an excluded layer; and FP8 in a layer called `embed`."""
+    report = export_model(words, tmp_path / "out", layout)
+    assert set(report.ignore) == IGNORED and report.quantized == 2
+    described = json.loads((tmp_path / "out/config.json").read_text())["quantization_config"]
+    keys = ("modules_to_not_convert", "ignored_layers") if layout == "fp8" else ("ignore",)
+    assert all(sorted(described[key]) == sorted(IGNORED) for key in keys)
+    assert check_folder(tmp_path / "out").is_sound
+
+
+def test_an_export_that_engines_would_misread_is_refused(words, trained, tmp_path):
+    """Its own check comes before the folder gets its name: confused names, half of a fused layer, wrong sizes, NaN."""
+    emb, mlp = words.emb, eqx.nn.MLP(64, 64, 64, 1, key=jax.random.key(0))
+    half = fp8_linear_layers(
+        Transformer.init(CONFIG, key=jax.random.key(0)), exclude=["head", "*.key"], recipe="current"
+    )
+    broken = eqx.tree_at(lambda m: m.shift.bias, words, words.shift.bias.at[0].set(jnp.nan))
+    cases = [
+        # An entry "0" of Hugging Face's list means the layer 1.layers.0 as well.
+        (
+            lambda out: export_model([emb, mlp], out, "fp8"),
+            r"1.layers.0.weight: .*`ignore` lists the layer.*Give names=",
+        ),
+        (lambda out: export_model(half, out), "query, key, value are in FP8 and some are not"),
+        (
+            lambda out: export_model(trained, out, names=names.LLAMA, config={"num_hidden_layers": 3}),
+            "no tensor is named model.layers.2",
+        ),
+        (lambda out: export_model(broken, out), "shift.bias: 1 of its elements"),
+    ]
+    for call, message in cases:
+        with pytest.raises(
+            ValueError, match=f"would read the checkpoint wrongly, so nothing was exported: .*{message}"
+        ):
+            call(tmp_path / "out")
+        assert list(tmp_path.iterdir()) == []
+    export_model([emb, mlp], tmp_path / "out", "fp8", names={"0": "table"})
 
 
 def test_what_cannot_be_exported(plain, tmp_path):

@@ -1,11 +1,12 @@
 """The FP8 weights of a folder, and their scales."""
 
 import math
+import re
 from collections.abc import Iterator
 
 import numpy as np
 
-from ...layers.roles import FUSED, WEIGHT, is_embedding, is_linear, is_norm
+from ...layers.roles import FUSED, WEIGHT, is_embedding, is_norm
 from ..files import TensorFolder
 from ..files.header import Stored
 from ..layouts.quantization import Quantization
@@ -24,6 +25,14 @@ BYTES = (np.dtype(np.uint8), E8M0)
 _LARGE = 112.0
 
 _LIMIT = 448.0
+
+# What models of Hugging Face call tables of embeddings, and nothing else.
+_TABLES = re.compile(
+    r"(^|\.)(embed_tokens|embed_positions|tok_embeddings|(word|position)_embeddings|wte|wpe)$|^shared$"
+)
+_UNLIKELY = (
+    "its name is like that of an embedding or a norm, which engines read without scales; for a linear layer it is right"
+)
 
 
 def is_fp8(stored: Stored) -> bool:
@@ -47,6 +56,8 @@ def weight_faults(folder: TensorFolder, quantization: Quantization | None, ignor
                 yield Fault(stored.file.name, name, wrong)
             elif quantization is not None:
                 yield from _scaled(folder, quantization, layer)
+                if is_embedding(layer) or is_norm(layer):
+                    yield Fault(stored.file.name, name, _UNLIKELY, is_error=False)
         elif name.rpartition(".")[2] in SCALES + CACHE_SCALES:
             yield from _owner(folder, quantization, name)
 
@@ -58,9 +69,9 @@ def _out_of_place(name: str, layer: str, stored: Stored, quantization: Quantizat
         return f"it is in {stored.dtype}; weights for engines are in float8_e4m3fn"
     if not name.endswith(WEIGHT):
         return "it is in FP8, which only weights of layers may be: it has no scale"
-    if is_embedding(layer) or is_norm(layer):
+    if _TABLES.search(layer) or (is_norm(layer) and len(stored.shape) == 1):
         return "it is in FP8, and engines read embeddings and norms without scales"
-    if not is_linear(layer, len(stored.shape)):
+    if len(stored.shape) not in (2, 3):
         return f"it is in FP8 with shape {stored.shape}; weights of linear layers have the axes [out, in]"
     if layer in ignored:
         return "it is in FP8, and `ignore` lists the layer: engines take its bytes for the weights"

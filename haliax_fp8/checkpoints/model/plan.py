@@ -8,6 +8,7 @@ import numpy as np
 
 from ...layers.config import Fp8Config, as_config
 from ...layers.patterns import Targets, as_patterns
+from ...layers.roles import WEIGHT
 from ...recipes.recipe import SCALE_BITS, OperandName
 from ..names import NameMap
 from ..quantize import BF16, BF16_BITS, ScaledMatrix, quantized, rounded_up, spread
@@ -59,7 +60,7 @@ class Plan:
     Args:
         kernels: The weights in FP8.
         dense: All other tensors.
-        ignore: The linear layers that stay in high precision, by the checkpoint's names.
+        ignore: The layers whose weights stay in high precision and have two axes or more, by the checkpoint's names.
     """
 
     kernels: tuple[Kernel, ...]
@@ -118,7 +119,7 @@ def plan(
     targets = None if choices.targets is None else as_patterns("targets", choices.targets)
     exclude = HEADS if choices.exclude is None else as_patterns("exclude", choices.exclude)
     found = collect(model, rules, targets=targets, exclude=exclude)
-    kernels, dense, ignore = [], [], []
+    kernels, dense = [], []
     for matrix in found.matrices:
         name = names.to_checkpoint(matrix.name)
         if block_of is None or not matrix.quantizable:
@@ -129,8 +130,6 @@ def plan(
                 )
             read = lambda matrix=matrix: matrix.values(choices.dtype)
             dense.append(Dense(f"{name}.weight", matrix.shape, _dtype(matrix, choices), read))
-            if not matrix.is_embedding:
-                ignore.append(name)
             continue
         if static and matrix.input_scale is None:
             raise ValueError(
@@ -152,7 +151,16 @@ def plan(
     _require_one_each([*(f"{kernel.name}.weight" for kernel in kernels), *(tensor.name for tensor in dense)])
     if block_of is not None and not kernels:
         raise ValueError("model has no layer to quantize; give targets=..., or the layout 'BF16' for a plain export")
-    return Plan(tuple(kernels), tuple(dense), tuple(ignore))
+    return Plan(tuple(kernels), tuple(dense), _in_high_precision(dense))
+
+
+def _in_high_precision(dense: Sequence[Dense]) -> tuple[str, ...]:
+    """The layers of matrices that are not quantized, whatever their class and name.
+
+    Engines and checks know a checkpoint's layers by their names alone. Listed, an embedding called `emb` or a
+    convolution is not taken for a linear layer that lost its scales.
+    """
+    return tuple(t.name.removesuffix(WEIGHT) for t in dense if t.name.endswith(WEIGHT) and len(t.shape) > 1)
 
 
 def _cache_scales(

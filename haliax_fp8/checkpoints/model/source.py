@@ -38,7 +38,6 @@ class Matrix:
         op: The op of its products; None if it has none.
         frozen: The layer itself, if its values are in FP8.
         quantizable: Whether a layout with FP8 weights quantizes it.
-        is_embedding: Whether it is a table of embeddings, which a checkpoint does not count as a linear layer.
     """
 
     name: str
@@ -49,7 +48,6 @@ class Matrix:
     op: Fp8DotGeneral | None
     frozen: Any
     quantizable: bool
-    is_embedding: bool
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -207,14 +205,11 @@ class _Layer:
             else:
                 parts = _parts_of_data(self.layer.kernel.data, self.place)
             names = parts.named(self.place)
-            return [
-                Matrix(name, None, parts, index, 1.0, None, self.layer, quantizable, False) for name, index in names
-            ]
+            return [Matrix(name, None, parts, index, 1.0, None, self.layer, quantizable) for name, index in names]
         kernel = self.rule.kernel(self.layer)
         parts, array = of_kernel(kernel, self.place), plain(kernel.weight)
-        is_embedding = isinstance(self.layer, hnn.Embedding)
         return [
-            Matrix(name, array, parts, index, kernel.factor, self.op, None, quantizable, is_embedding)
+            Matrix(name, array, parts, index, kernel.factor, self.op, None, quantizable)
             for name, index in parts.named(self.place)
         ]
 
