@@ -21,6 +21,7 @@ from .._jax.mapped_axis import to_front
 from .._jax.xla import lowered_for_cuda
 from .dimensions import DotDimensions
 from .divided_product import DividedProduct
+from .scales import one_scale
 
 
 def scaled_by_each_device(
@@ -55,10 +56,11 @@ def _scaled_product(
     a: Array, b: Array, scale: Array, *, dimensions: DotDimensions, precision: Any, dtype: np.dtype, exact: bool
 ) -> Array:
     """The product of what one device has."""
-    between = dtype if exact else np.dtype(np.float32)
-    out = lax.dot_general(a, b, dimensions.numbers, precision=precision, preferred_element_type=between)
-    out = lax.mul(out, lax.convert_element_type(lax.squeeze(scale, (0,)), between))
-    return lax.convert_element_type(out, dtype)
+
+    def dot(x: Array, y: Array, dtype: np.dtype) -> Array:
+        return lax.dot_general(x, y, dimensions.numbers, precision=precision, preferred_element_type=dtype)
+
+    return one_scale(dot, a, b, lax.squeeze(scale, (0,)), dtype, in_dtype=exact)
 
 
 def _aval(a: Any, b: Any, scale: Any, *, dimensions: DotDimensions, dtype: np.dtype, **params: Any) -> Any:

@@ -14,7 +14,7 @@ from .._numerics.quantized_array import QuantizedArray
 from ..recipes.recipe import ProductName
 from .contraction import AbstractContraction
 from .dimensions import DotDimensions
-from .scales import scaled_dot
+from .scaled_dot import scaled_dot
 
 
 @dataclasses.dataclass(frozen=True)

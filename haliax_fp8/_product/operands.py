@@ -10,14 +10,15 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
-from .._jax.mesh_axes import axes_of_parts, varying_axes
+from .._jax.mesh_axes import axes_of_parts, axes_to_reduce, varying_axes
 from .._jax.several_devices import divided_as_made
 from .._jax.xla import computed_together
 from .._numerics.quantized_array import QuantizedArray
 from .._state.form import AbstractStateForm
-from .._state.table import measures
+from .._state.table import numbers_of
 from ..recipes.recipe import OPERANDS, OperandName, ProductName
-from ..recipes.scaling import AbstractStatefulScaling, OperandUse, of_all_elements, stores_scale
+from ..recipes.scaling import AbstractStatefulScaling, MeasuredScaling, OperandUse, of_all_elements, stores_scale
+from ..recipes.scaling.operand_statistics import Members, share_of_active
 from .grouped.rows import largest_of_groups, of_each_row
 from .kernel_copies import KernelCopies, KernelCopy, values_of
 from .spec import ProductSpec
@@ -198,7 +199,7 @@ def measured_parts(
     extras: tuple[Array, ...],
     spec: ProductSpec,
     state: Array,
-) -> Float[Array, "*ensemble measures parts"]:
+) -> Float[Array, "*ensemble numbers parts"]:
     """What the state records of parts of an operand, padded with zeros to the largest record.
 
     Args:
@@ -209,18 +210,26 @@ def measured_parts(
         spec: What is static about the product.
         state: The state. Inside `shard_map` each device measures its own part.
     """
-    scaling, count = getattr(spec.recipe, operand).scaling, measures(spec.recipe.scalings)
-    if not (isinstance(scaling, AbstractStatefulScaling) and scaling.measures):
+    scaling, count = getattr(spec.recipe, operand).scaling, numbers_of(spec.recipe.scalings)
+    if not (isinstance(scaling, AbstractStatefulScaling) and scaling.numbers):
         return jnp.zeros((*state.shape[: spec.ensemble], count, 1), x.dtype)
-    values = scaling.measure(x, quantized, spec.ensemble)
-    if spec.contraction.own_state and operand != "kernel":
-        if scaling.measures != 1:
-            raise ValueError(
-                "quantization_statistics does not tell experts apart that have a state each; take the statistics of "
-                "the model converted with scale_per_expert=False"
-            )
-        # Of each row, then of each group.
-        values = largest_of_groups(jnp.max(values, axis=-1), extras[0])[..., None]
+    own_state, has_groups = spec.contraction.own_state, bool(spec.contraction.groups)
+    if isinstance(scaling, MeasuredScaling):
+        members = Members(spec.ensemble, axes_to_reduce((x,), varying_axes(state)))
+        active = share_of_active(extras[0], members) if has_groups and not own_state and operand != "kernel" else None
+        if own_state and operand != "kernel":
+            members = members.of_groups(extras[0], x.shape[spec.ensemble - 1])
+        if own_state and (scales := scales_of(state, spec)) is not None:
+            # The product applies them, so the quantized operand does not have them.
+            scale = scales.operands[operand]
+            scale = scale if operand == "kernel" else of_each_row(scale, extras[0], x.shape[spec.ensemble - 1])
+            quantized = dataclasses.replace(quantized, scale=of_all_elements(scale, x.ndim))
+        values = scaling.measure_members(x, quantized, members, active)
+    else:
+        values = scaling.measure(x, quantized, spec.ensemble)
+        if own_state and operand != "kernel":
+            # Of each row, then of each group.
+            values = largest_of_groups(jnp.max(values, axis=-1), extras[0])[..., None]
     if (missing := count - values.shape[-2]) > 0:
         values = jnp.pad(values, [(0, 0)] * spec.ensemble + [(0, missing), (0, 0)])
     return divided_as_made(values)

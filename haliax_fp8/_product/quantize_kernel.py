@@ -14,7 +14,7 @@ from .._jax.max_grad import to_float32
 from .._jax.several_devices import gathered_once
 from .._jax.xla import transposed_once
 from .._numerics.quantized_array import QuantizedArray
-from .._state.table import measures
+from .._state.table import numbers_of
 from ..recipes.recipe import USES, ProductName
 from ..recipes.scaling import stores_scale
 from .kernel_copies import Bits, KernelCopies, KernelCopy
@@ -59,7 +59,7 @@ def _copies(
             found[quantized_for] = quantized
         copies.append(_copy(found[quantized_for], product, spec))
     measured = None
-    if state is not None and measures(spec.recipe.scalings):
+    if state is not None and numbers_of(spec.recipe.scalings):
         parts = measured_parts(kernel, found["fprop"], "kernel", (), spec, state)
         measured = Bits.of(jnp.max(parts, axis=-1, keepdims=True))
     directional = any(spec.recipe.quantization("kernel", use).scaling.directional for use in USES["kernel"])

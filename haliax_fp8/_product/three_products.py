@@ -18,7 +18,7 @@ from .._jax.several_devices import gathered_once, transposed_separately_on_one
 from .._jax.xla import not_kept_from_forward, own_operand, own_precision, transposed_separately
 from .._numerics.quantized_array import QuantizedArray
 from .._state.form import Kept
-from .._state.table import measures
+from .._state.table import numbers_of
 from ..recipes.recipe import OPERANDS, USES, OperandName, ProductName
 from .grouped.rows import largest_of_groups
 from .kernel_copies import KernelCopies, KernelCopy, array_of
@@ -163,7 +163,7 @@ def _fprop(
     if not differentiated:
         return out, (None, None), None
     measured = None
-    if state is not None and spec.state is not None and measures(spec.recipe.scalings):
+    if state is not None and spec.state is not None and numbers_of(spec.recipe.scalings):
         parts = [
             measured_parts(x, quantized[operand], operand, extras, spec, state)
             if operand == "input" or copies is None or copies.measured is None

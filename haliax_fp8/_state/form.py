@@ -15,10 +15,10 @@ from jaxtyping import Array, Float32
 from .._jax.max_grad import is_max_grad, to_float32
 from ..recipes.recipe import Recipe
 from .members import measured_of_copies, recorded_by_first
-from .table import measures, next_table, record_length, scales_in
+from .table import next_table, numbers_of, record_length, scales_in
 
 
-# What was measured of parts of an operand: `[*ensemble, measures, parts]`, with as many parts as the operand has.
+# What was measured of parts of an operand: `[*ensemble, numbers, parts]`, with as many parts as the operand has.
 type Parts = Array
 
 
@@ -190,7 +190,7 @@ class RecordForm(AbstractStateForm):
         """What was measured of all operands, padded to the length of a record; then the mark."""
         if kept.measured is None or of_grad is None or kept.mark is None:
             return lax.full((*kept.state.shape[:-1], kept.state.shape[-1] + 1), 0.0, np.float32)
-        missing = record_length(recipe.scalings) - 3 * measures(recipe.scalings)
+        missing = record_length(recipe.scalings) - 3 * numbers_of(recipe.scalings)
         padding = [jnp.zeros((*of_grad.shape[:-2], missing, 1), of_grad.dtype)] if missing else []
         measured = _whole(_joined([*kept.measured, of_grad, *padding, kept.mark]))
         return _largest(recorded_by_first(measured, grad, ensemble), devices)
@@ -215,11 +215,11 @@ def _joined(measured: Sequence[Array]) -> Parts:
 
 def _apart(measured: Array, recipe: Recipe, ensemble: int) -> list[Parts]:
     """Those of input and kernel."""
-    count = measures(recipe.scalings)
+    count = numbers_of(recipe.scalings)
     return list(lax.split(measured, (count, count), ensemble))
 
 
-def _whole(measured: Parts) -> Float32[Array, "*ensemble measures"]:
+def _whole(measured: Parts) -> Float32[Array, "*ensemble numbers"]:
     """The measurements of operands as a whole, in float32."""
     axes = (measured.ndim - 1,)
     return to_float32(lax.squeeze(measured, axes) if measured.shape[-1] == 1 else lax.reduce_max(measured, axes))
@@ -229,7 +229,7 @@ def _largest(measured: Array, devices: tuple[str, ...]) -> Array:
     return lax.pmax(measured, devices) if devices else measured
 
 
-def _of_operands(measured: Array) -> Float32[Array, "*ensemble 3 measures"]:
+def _of_operands(measured: Array) -> Float32[Array, "*ensemble 3 numbers"]:
     return lax.reshape(measured, (*measured.shape[:-1], 3, measured.shape[-1] // 3))
 
 

@@ -1,6 +1,7 @@
 """The marker type of state that gradients overwrite."""
 
 import abc
+from typing import Any
 
 from haliax.quantization import CustomGradientAccumulation
 
@@ -23,3 +24,8 @@ class OverwriteWithGradient(CustomGradientAccumulation):
     @abc.abstractmethod
     def with_max_gradients[S](self: S) -> S:
         """This state with arrays whose gradients accumulate by maximum, for the differentiated function."""
+
+
+def is_state(node: Any) -> bool:
+    """Whether a node of a tree is state that gradients overwrite."""
+    return isinstance(node, OverwriteWithGradient)

@@ -87,13 +87,13 @@ def _multipliable(
 @functools.cache
 def record_length(scalings: tuple[AbstractScaling, ...]) -> int:
     """How many numbers a record has: exact scales, then rounded ones; as a gradient, what a step measured."""
-    return max(2, measures(scalings)) * len(scalings)
+    return max(2, numbers_of(scalings)) * len(scalings)
 
 
 @functools.cache
-def measures(scalings: tuple[AbstractScaling, ...]) -> int:
+def numbers_of(scalings: tuple[AbstractScaling, ...]) -> int:
     """How many numbers a step records of each operand."""
-    return max(s.measures if isinstance(s, AbstractStatefulScaling) else 0 for s in scalings)
+    return max(s.numbers if isinstance(s, AbstractStatefulScaling) else 0 for s in scalings)
 
 
 def next_table(
@@ -103,7 +103,7 @@ def next_table(
 
     Args:
         table: This step's, `[*ensemble, operands, columns]`.
-        measured: What the step measured, `[*ensemble, operands, measures]`; None if nothing is.
+        measured: What the step measured, `[*ensemble, operands, numbers]`; None if nothing is.
         scalings: Of each operand.
         limits: The largest value of each operand's format.
     """
@@ -116,11 +116,11 @@ def _updated(
 ) -> Array:
     operands, rows = table.ndim - 2, {}
     for scaling, members in _rows_by_scaling(scalings).items():
-        if scaling.measures == 0 or measured is None:
+        if scaling.numbers == 0 or measured is None:
             continue
         width = len(scaling.first_row)
         old = _rows_of(table, members, width)
-        new = scaling.update(old, _rows_of(measured, members, scaling.measures), tuple(limits[row] for row in members))
+        new = scaling.update(old, _rows_of(measured, members, scaling.numbers), tuple(limits[row] for row in members))
         new = guarded(lax.concatenate([new, _rows_of(table, members, table.shape[-1] - 1, start=width)], operands + 1))
         if len(members) == len(scalings):
             return new
@@ -140,10 +140,10 @@ def measured_in_record(record: Array, scalings: tuple[AbstractScaling, ...]) -> 
         scalings: Of each operand of an op.
 
     Returns:
-        `[*ensemble, ops * operands, measures]` and `[*ensemble, ops * operands, 1]`.
+        `[*ensemble, ops * operands, numbers]` and `[*ensemble, ops * operands, 1]`.
     """
     ensemble, ops = record.shape[:-1], record.shape[-1] // record_length(scalings)
-    columns, rows = measures(scalings), ops * len(scalings)
+    columns, rows = numbers_of(scalings), ops * len(scalings)
     of_ops = lax.reshape(record, (*ensemble, ops, record_length(scalings)))
     of_ops = lax.slice_in_dim(of_ops, 0, len(scalings) * columns, axis=len(ensemble) + 1)
     measured = lax.reshape(of_ops, (*ensemble, rows, columns))
@@ -175,7 +175,7 @@ def measured_in_gradient(gradient: Array, scalings: tuple[AbstractScaling, ...])
         As `measured_in_record`.
     """
     axis, count = gradient.ndim - 2, len(scalings)
-    rows_by_scaling = {s: rows for s, rows in _rows_by_scaling(scalings).items() if s.measures}
+    rows_by_scaling = {s: rows for s, rows in _rows_by_scaling(scalings).items() if s.numbers}
     ops = range(gradient.shape[axis] // count)
     parts: dict[int, tuple[Array, Array]] = {}
     for scaling, members in rows_by_scaling.items():
@@ -186,11 +186,11 @@ def measured_in_gradient(gradient: Array, scalings: tuple[AbstractScaling, ...])
         reached = jnp.isfinite(scale) & (scale > 0.0) & finite.all(axis=-1, keepdims=True)
         if len(rows_by_scaling) == 1 and len(members) == count:
             return newest, reached
-        newest = jnp.pad(newest, [(0, 0)] * (axis + 1) + [(0, measures(scalings) - scaling.measures)])
+        newest = jnp.pad(newest, [(0, 0)] * (axis + 1) + [(0, numbers_of(scalings) - scaling.numbers)])
         for i, row in enumerate(rows):
             of_row = [lax.slice_in_dim(x, i, i + 1, axis=axis) for x in (newest, reached)]
             parts[row] = of_row[0], of_row[1]
-    nothing = jnp.zeros((*gradient.shape[:axis], 1, max(1, measures(scalings))), jnp.float32)
+    nothing = jnp.zeros((*gradient.shape[:axis], 1, max(1, numbers_of(scalings))), jnp.float32)
     missing = nothing, jnp.zeros((*gradient.shape[:axis], 1, 1), bool)
     newest, reached = (
         lax.concatenate([parts.get(row, missing)[i] for row in range(gradient.shape[axis])], axis) for i in (0, 1)
@@ -246,7 +246,7 @@ def _heads(table: Array, measured: Array, scalings: tuple[AbstractScaling, ...],
     """The first columns after a step."""
     ops = table.shape[-2] // len(scalings)
     if (scaling := _of_all(scalings)) is not None:
-        measured = lax.slice_in_dim(measured, 0, scaling.measures, axis=measured.ndim - 1)
+        measured = lax.slice_in_dim(measured, 0, scaling.numbers, axis=measured.ndim - 1)
         return scaling.head(unguarded(table), measured, tuple(limits) * ops)
     in_ops = lambda x: lax.reshape(x, (*x.shape[:-2], ops, len(scalings), x.shape[-1]))
     new = _updated(in_ops(table), in_ops(measured), scalings, limits)
@@ -258,7 +258,7 @@ def _of_all(scalings: tuple[AbstractScaling, ...]) -> AbstractStatefulScaling | 
     """The scaling of all operands, if they have the same and it records."""
     first = scalings[0]
     same = all(scaling == first for scaling in scalings)
-    return first if same and isinstance(first, AbstractStatefulScaling) and first.measures else None
+    return first if same and isinstance(first, AbstractStatefulScaling) and first.numbers else None
 
 
 def _rows_by_scaling(scalings: tuple[AbstractScaling, ...]) -> dict[AbstractStatefulScaling, tuple[int, ...]]:

@@ -15,7 +15,7 @@ from .._jax.mesh_axes import varying_axes
 from .._jax.xla import computed_together, not_constant
 from ..recipes.scaling import AbstractScaling
 from .members import measured_by_reached
-from .table import change_of, changed, measured_in_gradient, measures
+from .table import change_of, changed, measured_in_gradient, numbers_of
 
 
 def overwrite_states(states: Sequence[Any], gradients: Sequence[Any]) -> list[Any]:
@@ -44,7 +44,7 @@ def written_states(states: Sequence[Any], gradients: Sequence[Any]) -> list[Any]
 @functools.partial(jax.jit, static_argnames="scalings")
 def _written(table: Array, gradient: Array, *, scalings: tuple[AbstractScaling, ...]) -> Array:
     """The rows that a step reached, from the gradient; the others as they are. Jitted, so that layers share a trace."""
-    if measures(scalings) == 0:
+    if numbers_of(scalings) == 0:
         return table
     _, reached = measured_in_gradient(gradient, scalings)
     return lax.select(lax.broadcast_in_dim(reached, table.shape, range(table.ndim)), gradient, table)
@@ -70,7 +70,7 @@ def together(
     new = list(states)
     for members in kinds(states, others).values():
         scalings, limits = states[members[0]].scalings, states[members[0]].limits
-        if measures(scalings) == 0:
+        if numbers_of(scalings) == 0:
             continue
         tables = concatenated([states[i].array for i in members])
         of_others = [others[i].array for i in members]

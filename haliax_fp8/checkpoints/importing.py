@@ -15,6 +15,7 @@ import numpy as np
 from ..attention.op import Fp8Attention
 from ..layers.config import Fp8Config, as_config
 from ..layers.kernel import Kernel, axes_of
+from ..layers.rebuilt import rebuilt
 from ..layers.rule import LayerRule
 from ..layers.served import AbstractServedLayer
 from ..serving.unstack import unstacked
@@ -163,11 +164,8 @@ def _field_of(layer: Any, kernel: Kernel) -> str:
 
 def _with(layer: Any, changes: dict[str, Any]) -> Any:
     """The layer with other fields; without its constructor, which may take other arguments."""
-    changed = object.__new__(type(layer))
-    for field in dataclasses.fields(layer):
-        if hasattr(layer, field.name):
-            object.__setattr__(changed, field.name, changes.get(field.name, getattr(layer, field.name)))
-    return changed
+    names = [field.name for field in dataclasses.fields(layer) if hasattr(layer, field.name)]
+    return rebuilt(type(layer), {name: getattr(layer, name) for name in names} | changes)
 
 
 def _frozen(

@@ -10,6 +10,7 @@ from jaxtyping import Array, Float
 
 from .._op import Fp8DotGeneral
 from .kernel import Kernel
+from .rebuilt import rebuilt
 from .rule import LayerRule, integer_weight
 
 
@@ -90,11 +91,8 @@ def plain_linear(layer: eqx.nn.Linear, **changes: Any) -> eqx.nn.Linear:
         layer: The layer.
         **changes: Fields with other values.
     """
-    # As JAX rebuilds a module from its leaves: its constructor would draw weights, and a trace of it takes 2 ms.
-    plain = object.__new__(eqx.nn.Linear)
-    for field in dataclasses.fields(eqx.nn.Linear):
-        object.__setattr__(plain, field.name, changes.get(field.name, getattr(layer, field.name)))
-    return plain
+    fields = {field.name: getattr(layer, field.name) for field in dataclasses.fields(eqx.nn.Linear)}
+    return rebuilt(eqx.nn.Linear, fields | changes)
 
 
 def _leading_shape(layer: eqx.nn.Linear) -> tuple[int, ...] | None:

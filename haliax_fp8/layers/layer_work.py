@@ -2,7 +2,7 @@
 
 What a cast costs is a constant of each scaling, `cast_bytes` and `cast_kernels`. This file adds what depends on the
 layer and on the device. All figures are read from programs that XLA makes for an H100 and a B200, kernel by kernel;
-`tests/programs/test_where_pays_programs.py` compiles layers and compares.
+`tests/programs/test_compiled_layer_work.py` compiles layers and compares.
 """
 
 import dataclasses
@@ -122,7 +122,7 @@ class LayerWork:
             elif transposes:
                 # The cast of the input writes both layouts; others take a kernel that reads FP8 and writes it.
                 work += _quantizing(first, elements) if operand == "input" else _quantizing(first, 2 * elements, 1)
-        if isinstance(first.scaling, AbstractStatefulScaling) and first.scaling.measures:
+        if isinstance(first.scaling, AbstractStatefulScaling) and first.scaling.numbers:
             # The cast finds the amax that state records, unless it writes two layouts.
             work += Work(2 * elements, kernels=2) if operand == "input" and transposes else Work(kernels=1)
         return work

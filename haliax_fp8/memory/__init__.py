@@ -1,4 +1,4 @@
-"""Memory: what is kept for the backward pass, and what several layers can share."""
+"""Memory: what is kept for the backward pass, and what layers can share."""
 
 from .._product.kernel_residual import KernelResidual as KernelResidual
 from .compression import compressed as compressed

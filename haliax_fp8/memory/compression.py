@@ -23,9 +23,9 @@ def compressed(
 ) -> Callable[..., Any]:
     """The function, keeping its inputs in FP8 from the forward to the backward pass.
 
-    The result does not change. The gradient is taken at `dequantize(quantize(x))`: a relative error of up to 1/16 of
-    each kept element, which the forward pass does not see. Once operands are in FP8, the computation between two
-    products of a feed-forward layer, such as `silu(gate) * up`, takes most of a block's residuals: automatic
+    The result does not change. The gradient is taken at `dequantize(quantize(x))`: each kept element has a relative
+    error of up to 1/16, which the forward pass does not see. Once operands are in FP8, the computation between two
+    products of a feed-forward layer, such as `silu(gate) * up`, accounts for most of a block's residuals: automatic
     differentiation keeps `gate`, `up` and intermediate values in high precision. This keeps one byte per element of
     `gate` and `up`.
 
@@ -33,13 +33,13 @@ def compressed(
         function: Maps arrays (or NamedArrays) to one; recomputed in the backward pass, so it should be cheap and
             elementwise.
         scaling: The scaling of the kept inputs; must be stateless. By default each row has a scale.
-        format: The format that they are kept in.
+        format: The format in which they are kept.
 
     Returns:
         A function with the same arguments.
 
     Raises:
-        ValueError: If the scaling keeps state or does not quantize, or an argument is of another kind.
+        ValueError: If the scaling keeps state or does not quantize, or an argument has the wrong type.
 
     References:
         COAT (arXiv:2410.19313, section 5) keeps the inputs of all nonlinear layers in FP8, with scales per group.
@@ -82,6 +82,6 @@ def compressed(
 
 
 def _quantized(x: Float[Array, "*shape"], scaling: AbstractScaling, format: Format) -> QuantizedArray:
-    """With rows along the last axis."""
+    """Quantizes with rows along the last axis."""
     contracted = (x.ndim - 1,) if x.ndim else ()
     return scaling.quantize(x, OperandUse(format=format, contracted=contracted))

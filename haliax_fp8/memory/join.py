@@ -1,4 +1,4 @@
-"""join_linear: layers that read the same tensor become one layer, whose output is split again."""
+"""join_linear: joins layers that read the same tensor into one layer, whose output is split again."""
 
 import dataclasses
 import itertools
@@ -23,8 +23,8 @@ class JoinedLinear(eqx.Module):
     """Linear layers of the same input as one layer, with one weight and one product. Made by `join_linear`.
 
     Args:
-        linear: The layer, whose outputs are those of all of them, one after the other (Haliax: along an axis `joined`).
-        parts: The output axes, or the number of output features, of each.
+        linear: The joined layer, which concatenates the outputs of all layers (Haliax: along an axis `joined`).
+        parts: The output axes, or the number of output features, of each layer.
     """
 
     linear: Linear
@@ -38,7 +38,7 @@ class JoinedLinear(eqx.Module):
             key: Passed to the layer.
         """
         outputs = zip(_split(self.linear(x, key=key), self.parts, -1), self.parts, strict=True)
-        # As Equinox's layers have it, "scalar" features have no axis.
+        # As in Equinox's layers, "scalar" features have no axis.
         return hax.auto_sharded(tuple(jnp.squeeze(out, -1) if part == "scalar" else out for out, part in outputs))
 
 
@@ -54,14 +54,14 @@ def join_linear(layers: Sequence[Linear]) -> JoinedLinear:
     also have to move between devices. `share_input_scales` has none of these costs.
 
     Args:
-        layers: Layers of `haliax.nn.Linear` or of `eqx.nn.Linear`, not converted yet. They may be stacked, and may
-            differ only in their outputs.
+        layers: `haliax.nn.Linear` or `eqx.nn.Linear` layers, not converted yet. They may be stacked, and may differ
+            only in their outputs.
 
     Returns:
         A module that maps the input to a tuple of the layers' outputs.
 
     Raises:
-        ValueError: If layers are of other classes, are converted already, or differ in more than their outputs.
+        ValueError: If layers have another class, are converted already, or differ in more than their outputs.
 
     References:
         TransformerEngine's `fuse_qkv_params`.
@@ -92,14 +92,14 @@ def join_linear(layers: Sequence[Linear]) -> JoinedLinear:
 def split_linear(joined: JoinedLinear) -> list[Linear]:
     """The inverse of `join_linear`, for checkpoints: plain layers with their parts of the weight, bit for bit.
 
-    The joined layer may have been converted and trained since. Its FP8 state is left out, because its scales are those
-    of all layers together: convert the layers again, and calibrate them, to go on in FP8.
+    The joined layer may have been converted and trained since. Its FP8 state is dropped, because its scales belong to
+    all layers together: to go on in FP8, convert the layers again and calibrate them.
 
     Args:
         joined: The joined layers. For an ensemble of Haliax's layers, use `eqx.filter_vmap(split_linear)`.
 
     Raises:
-        ValueError: If `joined` is something else.
+        ValueError: If `joined` is not a `JoinedLinear`.
 
     Example:
         >>> layers = [eqx.nn.Linear(16, size, key=jax.random.key(size)) for size in (32, 8)]
@@ -140,7 +140,7 @@ def _check(layers: Any) -> None:
 
 
 def _common(layer: Linear) -> dict[str, Any]:
-    """What layers must have in common."""
+    """The properties that layers must have in common."""
     library = type(layer).__module__.partition(".")[0]
     kind = {"class": f"{library}.{type(layer).__name__}", "dtype": str(layer.weight.dtype)}
     kind["bias"] = "no" if layer.bias is None else "yes"
@@ -162,7 +162,7 @@ def _with(layer: Linear, weight: Any, bias: Any, outputs: Any) -> Linear:
 
 
 def _concatenated(arrays: Sequence[Any], parts: Sequence[Any], axis: int) -> Any:
-    """Along `joined`, in place of the output axes, or along an axis of plain arrays."""
+    """Concatenates along `joined`, which replaces the output axes; or plain arrays along an axis."""
     if arrays[0] is None:
         return None
     if not isinstance(arrays[0], hax.NamedArray):
@@ -172,7 +172,7 @@ def _concatenated(arrays: Sequence[Any], parts: Sequence[Any], axis: int) -> Any
 
 
 def _split(x: Any, parts: Sequence[Any], axis: int) -> list[Any]:
-    """The inverse."""
+    """The inverse of `_concatenated`."""
     if x is None:
         return [None] * len(parts)
     ends = list(itertools.accumulate(map(count, parts)))[:-1]

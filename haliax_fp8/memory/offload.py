@@ -1,4 +1,4 @@
-"""HostOptimizer: float32 masters and an optimizer's state in the host's memory, updated layer by layer."""
+"""HostOptimizer: float32 masters and an optimizer's state in host memory, updated layer by layer."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -17,10 +17,10 @@ type Named = Mapping[str, Float[Array, "..."]]
 
 
 class HostState(eqx.Module):
-    """What `HostOptimizer` keeps: masters by name, and the optimizer's state, for each stack and for the rest.
+    """The state of `HostOptimizer`: masters by name, and the optimizer's state, for each stack and for the rest.
 
     Args:
-        masters: The parameters in float32, by the size of the stack they are in, 0 for those in none, and by path.
+        masters: The parameters in float32, by the size of their stack (0 outside stacks), then by path.
         optimizer: The optimizer's state for each of these dicts.
     """
 
@@ -31,18 +31,18 @@ class HostState(eqx.Module):
 class HostOptimizer(eqx.Module):
     """An Optax optimizer whose float32 masters and moments are in `pinned_host`, not on the device.
 
-    The device keeps the parameters in the dtype of the model, such as bfloat16. An update moves masters and moments of
-    one layer of a stack to the device, updates them, and moves them back, in a `lax.scan` over the layers; parameters
+    The device keeps the parameters in the dtype of the model, such as bfloat16. In a `lax.scan` over the layers of a
+    stack, an update moves one layer's masters and moments to the device, updates them, and moves them back; parameters
     outside of stacks are updated together after that.
 
-    The device then holds 2 bytes per weight of parameters, 2 of gradients and a few layers, instead of 16 with float32
-    masters and Adam; every step moves 12 bytes per weight to the device and back. See `docs/scaling-out.md`.
+    The device then holds 2 bytes per weight for parameters, 2 for gradients, and a few layers, instead of 16 with
+    float32 masters and Adam; every step moves 12 bytes per weight to the device and back. See `docs/scaling-out.md`.
 
     Args:
-        optimizer: It sees dicts of float32 arrays by path, `{"blocks.stacked.mlp.up.weight": ...}`, first those of one
-            layer of a stack, without the stack's axis, then all that are in none. So it must update each parameter by
-            itself, as SGD, Adam, AdamW and Lion do. Clip a global norm before, on the gradients.
-        layers: The name of the axis that stacks layers, the first of its parameters.
+        optimizer: It sees dicts of float32 arrays by path, `{"blocks.stacked.mlp.up.weight": ...}`: those of one layer
+            of a stack at a time, without the stack's axis, then all that are outside stacks. So it must update each
+            parameter independently, as SGD, Adam, AdamW and Lion do. Clip the global norm of the gradients beforehand.
+        layers: The name of the axis that stacks layers, the first axis of stacked parameters.
 
     Example:
         >>> host = HostOptimizer(optax.sgd(0.5))
@@ -59,7 +59,7 @@ class HostOptimizer(eqx.Module):
     layers: str = eqx.field(static=True, default="layers")
 
     def init(self, params: Any) -> HostState:
-        """Masters that equal the parameters, and the optimizer's first state, in the host's memory.
+        """Masters that equal the parameters, and the optimizer's initial state, in host memory.
 
         Args:
             params: `trainable(model)`, with arrays; without FP8 state.
@@ -70,7 +70,7 @@ class HostOptimizer(eqx.Module):
         groups = self._groups(params)
         if not groups:
             raise ValueError(
-                "params hold no arrays; give trainable(model) of a model with arrays, inside eval_shape too"
+                "params hold no arrays; pass trainable(model) of a model with arrays, inside eval_shape too"
             )
         masters = {size: _to_host({name: _widened(x) for name, x in group.items()}) for size, group in groups.items()}
         states = {}
@@ -80,27 +80,27 @@ class HostOptimizer(eqx.Module):
         return HostState(masters, states)
 
     def update[P](self, gradients: P, state: HostState, params: P) -> tuple[P, HostState]:
-        """New parameters, and the new state in the host's memory. Inside `jit`, with parameters and state donated.
+        """New parameters, and the new state in host memory. Call it inside `jit`, with parameters and state donated.
 
-        Let the jitted function return model and state in the order of its arguments: JAX gives donated memory to
-        results of the same shape and dtype in their order, and does not look whether it is the host's.
+        Let the jitted function return model and state in the order of its arguments: JAX assigns donated memory to
+        results of the same shape and dtype in order, without checking whether it is host memory.
 
         Args:
             gradients: The second part of `partition_for_grad_overwrite(gradients)`.
-            state: From `init` or the step before.
+            state: From `init` or the previous step.
             params: `trainable(model)`, for the structure and the dtypes.
 
         Returns:
             The parameters, rounded from the masters: put them into the model with `eqx.combine(params, model)`.
 
         Raises:
-            ValueError: If gradients or state are those of other parameters.
+            ValueError: If gradients or state belong to other parameters.
         """
         of_params, of_gradients = self._groups(params), self._groups(gradients)
         same = {size: group.keys() for size, group in of_params.items()}
         for name, other in (("gradients", of_gradients), ("state", state.masters)):
             if {size: group.keys() for size, group in other.items()} != same:
-                raise ValueError(f"{name} are those of other parameters; begin with host.init(trainable(model))")
+                raise ValueError(f"{name} are those of other parameters; start with host.init(trainable(model))")
         masters, states, new = {}, {}, {}
         for size in sorted(of_params, reverse=True):
             args = of_gradients[size], state.masters[size], state.optimizer[size]
@@ -119,19 +119,19 @@ class HostOptimizer(eqx.Module):
         return groups
 
     def _stacked(self, size: int, group: Mapping[str, Any], state: Any) -> Any:
-        """Which leaves of a stack's state have an entry for each layer: those with an axis more than a layer's own."""
+        """Which leaves of a stack's state have an entry per layer: those with one more axis than a layer's own."""
         layer = {name: jax.ShapeDtypeStruct(x.shape[1:], jnp.float32) for name, x in group.items()}
         of_layer = jax.eval_shape(self.optimizer.init, layer)
         return jax.tree.map(lambda whole, part: whole.shape == (size, *part.shape), state, of_layer)
 
     def _placed(self, size: int, group: Mapping[str, Any], state: Any) -> Any:
-        """What has an entry for each layer in the host's memory; counters stay on the device."""
+        """The state with leaves that have an entry per layer in host memory; counters stay on the device."""
         is_stacked = self._stacked(size, group, state)
         return jax.tree.map(lambda x, on_host: _to_host(x) if on_host else x, state, is_stacked)
 
     def _step(self, gradients: Named, masters: Named, state: Any, dtypes: Mapping[str, Any]) -> tuple[Any, Any, Any]:
         wide = {name: _widened(g) for name, g in gradients.items()}
-        # Optax's types know trees, not dictionaries.
+        # Optax's types allow trees, not dictionaries.
         updates: Any
         updates, state = self.optimizer.update(wide, state, masters)
         masters = {name: master + updates[name] for name, master in masters.items()}
@@ -155,7 +155,7 @@ class HostOptimizer(eqx.Module):
             stacked, newest = eqx.partition(state, is_stacked)
             return newest, (narrow, _to(masters, host), _to(stacked, host))
 
-        # Every layer counts the same step.
+        # All layers count the same step.
         shared_after, (narrow, masters, stacked) = jax.lax.scan(layer, shared, (gradients, masters, stacked))
         return narrow, masters, eqx.combine(stacked, shared_after)
 
@@ -186,5 +186,5 @@ def _to_device(tree: Any) -> Any:
 
 
 def _to_host(tree: Any) -> Any:
-    """Single numbers stay on the device: JAX may give the memory of one that is donated to the loss."""
+    """Moves arrays to the host, but not scalars: JAX may reuse a donated scalar's memory for the loss."""
     return jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Host) if x.ndim else x, tree)

@@ -15,8 +15,8 @@ def save_nothing_but_fp8(*args: Any, **params: Any) -> Any:
     run again if a nonlinear function reads its result.
 
     Args:
-        *args: What JAX asks policies.
-        **params: Likewise.
+        *args: The arguments that JAX passes to policies.
+        **params: The keyword arguments that JAX passes to policies.
     """
     return _OPERANDS(*args, **params)
 
@@ -28,8 +28,8 @@ def save_fp8_operands(*args: Any, **params: Any) -> Any:
     `haliax.ScanCheckpointPolicy(save_block_internals=["fp8_operand", "fp8_output"])`.
 
     Args:
-        *args: What JAX asks policies.
-        **params: Likewise.
+        *args: The arguments that JAX passes to policies.
+        **params: The keyword arguments that JAX passes to policies.
     """
     return _OPERANDS_AND_OUTPUTS(*args, **params)
 

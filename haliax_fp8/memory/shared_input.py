@@ -21,7 +21,7 @@ projections: tuple[tuple[str, ...], ...] = (
     ("gate", "up"),
     ("gate_proj", "up_proj"),
 )
-"""Names of layers with the same input in Haliax's, Levanter's and Equinox's modules: q/k/v and gate/up."""
+"""Names of layers that share an input in Haliax's, Levanter's and Equinox's modules: q/k/v and gate/up."""
 
 
 def share_input_scales[M](
@@ -29,26 +29,26 @@ def share_input_scales[M](
 ) -> M:
     """Makes layers of one module that read the same tensor, such as q/k/v, quantize it once.
 
-    The layers of a group use one scale for their input, the largest of theirs; in `filter_grad` and
-    `filter_value_and_grad` it is the same value in the program. The compiler then sees that they quantize the same
+    The layers of a group use one scale for their input, the largest of their scales; in `filter_grad` and
+    `filter_value_and_grad` it is one value in the program. The compiler then sees that the layers quantize the same
     tensor in the same way, does it once, and keeps one FP8 copy for the backward pass instead of one per layer; all
     their products read it.
 
     Weights stay in place, each with its own scale: checkpoints, sharding rules, optimizers and the model's code see no
     difference. High precision does not change. Nor does FP8 if the layers read the same tensor, because their
-    histories, and so their scales, are then equal. If they do not, as in cross-attention, the smaller input gets the
-    larger one's scale: leave such groups out.
+    histories, and so their scales, are then equal. If they read different tensors, as in cross-attention, the smaller
+    input gets the larger one's scale: leave such groups out.
 
     Args:
         model: A converted model.
-        groups: Names of attributes: wherever a module has two or more layers of a group, these share.
+        groups: Names of attributes: wherever a module has two or more layers of a group, these share a scale.
         rules: The rules that the model was converted with.
 
     Returns:
         The model with the states of these layers marked; `separate_input_scales` undoes it.
 
     A function that gets only a part of its model, and assembles the model inside, is differentiated in another way, in
-    which layers make their own copies: the numbers are the same.
+    which each layer makes its own copy: the numbers are the same.
 
     Raises:
         ValueError: If no module has two layers of a group that are converted with a recipe that keeps the same state
@@ -73,7 +73,7 @@ def share_input_scales[M](
     for group in groups:
         if isinstance(group, str):
             raise ValueError(f"groups={groups!r} must be a sequence of sequences of names, such as [('gate', 'up')]")
-    # By module and by what has to be equal, for one scale to serve all.
+    # By module, and by the properties that must be equal for layers to share a scale.
     members: dict[Any, list[str]] = collections.defaultdict(list)
     found = find_layers(model, rules)
     for path, (layer, _) in found.items():
@@ -102,7 +102,7 @@ def separate_input_scales[M](model: M, *, rules: tuple[LayerRule, ...] = default
     """The inverse of `share_input_scales`: every layer has its own scale for its input.
 
     Args:
-        model: The model, which may have been trained since, or an optimizer's state of its structure.
+        model: The model, which may have been trained since, or an optimizer's state with its structure.
         rules: The rules that it was converted with.
     """
     return _marked(model, {}, rules)
@@ -115,7 +115,7 @@ def _marked(model: Any, shared: Mapping[str, str], rules: tuple[LayerRule, ...])
         state = _state(op)
         if op is None or state is None or state.shared_input == shared.get(path):
             return layer
-        # Through the tree: inside `vmap` and `scan` the names may count axes that the array does not have.
+        # As a tree: inside `vmap` and `scan` the names may include axes that the array does not have.
         template = dataclasses.replace(state, shared_input=shared.get(path))
         marked = jax.tree.unflatten(jax.tree.structure(template), jax.tree.leaves(state))
         return rule.with_op(layer, dataclasses.replace(op, state=marked))

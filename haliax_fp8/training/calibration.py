@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from .._op import Fp8DotGeneral
-from .._state.marker import OverwriteWithGradient
+from .._state.marker import OverwriteWithGradient, is_state
 from ..attention.op import Fp8Attention
 from .gradients import filter_grad
 from .loss import scalar_loss
@@ -78,7 +78,7 @@ def recorded[M](model: M, gradients_of: Callable[[M], Any]) -> M:
 
 def fp8_states(model: Any) -> list[OverwriteWithGradient]:
     """All state in a model that gradients overwrite."""
-    return [node for node in jax.tree.leaves(model, is_leaf=_is_state) if _is_state(node)]
+    return [node for node in jax.tree.leaves(model, is_leaf=is_state) if is_state(node)]
 
 
 # One function for all calls, so that a second calibration with the same loss does not compile again.
@@ -103,8 +103,8 @@ def _overwritten[M](model: M, observed: M, gradients: Any) -> M:
     pairs = zip(fp8_states(observed), fp8_states(gradients), strict=True)
     new = iter([jax.tree.leaves(state.overwritten_by(gradient)) for state, gradient in pairs])
     # The observed state's arrays, in a state that training updates.
-    overwrite = lambda node: jax.tree.unflatten(jax.tree.structure(node), next(new)) if _is_state(node) else node
-    return jax.tree.map(overwrite, model, is_leaf=_is_state)
+    overwrite = lambda node: jax.tree.unflatten(jax.tree.structure(node), next(new)) if is_state(node) else node
+    return jax.tree.map(overwrite, model, is_leaf=is_state)
 
 
 _BATCHES = (
@@ -137,10 +137,6 @@ def _is_batch(value: Any) -> bool:
 
 def _has_ops(model: Any) -> bool:
     return bool(fp8_states(model)) or any(map(_is_op, jax.tree.leaves(model, is_leaf=_is_op)))
-
-
-def _is_state(node: Any) -> bool:
-    return isinstance(node, OverwriteWithGradient)
 
 
 def _is_op(node: Any) -> bool:

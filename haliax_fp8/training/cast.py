@@ -7,7 +7,7 @@ import jax
 from jaxtyping import DTypeLike
 
 from .._product.arguments import floating_dtype
-from .._state.marker import OverwriteWithGradient
+from .._state.marker import is_state
 
 
 def cast_params[M](model: M, dtype: DTypeLike) -> M:
@@ -33,4 +33,4 @@ def cast_params[M](model: M, dtype: DTypeLike) -> M:
     def cast(leaf: Any) -> Any:
         return leaf.astype(to) if eqx.is_inexact_array(leaf) else leaf
 
-    return jax.tree.map(cast, model, is_leaf=lambda node: isinstance(node, OverwriteWithGradient))
+    return jax.tree.map(cast, model, is_leaf=is_state)

@@ -9,7 +9,7 @@ import jax
 
 from .._jax.max_grad import is_max_grad
 from .._jax.reached import Reached, noticed
-from .._state.marker import OverwriteWithGradient
+from .._state.marker import is_state
 from .._state.op_state import OpState
 from .._state.records import OpRecord, complete_states, record_states
 from ..layers.quantized_kernels import without_kernel_copies
@@ -67,7 +67,7 @@ def filter_value_and_grad(function: Callable[..., Any], *, has_aux: bool = False
     """
 
     def in_a_way(way: Way, model: Any, *args: Any, **kwargs: Any) -> tuple[Any, int]:
-        leaves, structure = jax.tree.flatten(model, is_leaf=_is_state)
+        leaves, structure = jax.tree.flatten(model, is_leaf=is_state)
         places = [i for i, leaf in enumerate(leaves) if _is_whole_op_state(leaf)]
         states = [leaves[i] for i in places]
         records = [] if way.tables else record_states(states, inexact=way.inexact)
@@ -123,15 +123,11 @@ def with_max_gradients[T](tree: T) -> T:
 
     `filter_grad` does this at the top of the differentiated function; call it if you write that function yourself.
     """
-    return jax.tree.map(_with_max_gradients, tree, is_leaf=_is_state)
-
-
-def _is_state(node: Any) -> bool:
-    return isinstance(node, OverwriteWithGradient)
+    return jax.tree.map(_with_max_gradients, tree, is_leaf=is_state)
 
 
 def _with_max_gradients(node: Any) -> Any:
-    if not _is_state(node):
+    if not is_state(node):
         return node
     # A partitioned model has None for some arrays.
     arrays = jax.tree.leaves(node, is_leaf=lambda x: x is None)

@@ -13,6 +13,7 @@ import numpy as np
 from ..._op import Fp8DotGeneral
 from ..._state.marker import OverwriteWithGradient
 from ...attention.op import Fp8Attention
+from ...layers.rebuilt import rebuilt
 from ...layers.rule import LayerRule, Refused
 from ...layers.walk import rule_of
 
@@ -125,7 +126,7 @@ class _Walk:
 
     def _module(self, module: eqx.Module, place: Place) -> Any:
         names = getattr(module, "_state_dict_key_map", dict)()
-        changed = object.__new__(type(module))
+        changed = {}
         for field in dataclasses.fields(module):
             if not hasattr(module, field.name):
                 continue
@@ -133,5 +134,5 @@ class _Walk:
             if not field.metadata.get("static", False):
                 name = names.get(field.name, field.name)
                 value = self.visit(value, module, place if name is None else place.child(name))
-            object.__setattr__(changed, field.name, value)
-        return changed
+            changed[field.name] = value
+        return rebuilt(type(module), changed)

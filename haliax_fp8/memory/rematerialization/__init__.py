@@ -1,4 +1,4 @@
-"""Norms and activations that keep only their inputs for the backward pass: a function, or all of a model's."""
+"""Makes norms and activations keep only their inputs for the backward pass: a single function, or a whole model."""
 
 from .between import BetweenLayers as BetweenLayers
 from .default import default_rematerialization as default_rematerialization

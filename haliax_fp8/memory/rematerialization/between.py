@@ -9,23 +9,24 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..._jax.xla import read_together
+from ...layers.rebuilt import rebuilt
 from .function import rematerialized
 from .rule import RematerializationRule, loaded
 
 
 @dataclasses.dataclass(frozen=True)
 class BetweenLayers(RematerializationRule):
-    """Modules such as `down(silu(gate(x)) * up(x))`: what they compute between their layers keeps only its inputs.
+    """Modules such as `down(silu(gate(x)) * up(x))`: the computation between their layers keeps only its inputs.
 
-    The layers run as before, once. The module's code stays in charge: for the input of a layer in `after`, it is called
-    again with the layers' outputs so far in place of the layers, up to where it calls that layer. So this works for any
-    code that does nothing expensive between its layers, and gives what that code gives.
+    The layers run once, as before. The module's own code computes the rest: for the input of a layer in `after`, it is
+    called again, with the known outputs in place of the earlier layers, up to its call of that layer. So this works for
+    any code that does nothing expensive between its layers, and gives the same results.
 
     Args:
-        types: The classes; or their full names, such as `"package.module:Class"`, where a package may be missing.
+        types: The classes; or their full names, such as `"package.module:Class"`, if a package may be missing.
         before: The attributes that hold the layers whose outputs are kept; or sequences of layers.
         after: The attributes that hold the layers whose inputs are computed again.
-        gated: Whether outputs of several of them are multiplied in between.
+        gated: Whether outputs of several `before` layers are multiplied in between.
 
     Example:
         >>> class GLU(eqx.Module):
@@ -56,17 +57,16 @@ class BetweenLayers(RematerializationRule):
 
     @property
     def module_types(self) -> tuple[type, ...]:
-        """Those of the classes that are loaded."""
+        """The classes that are loaded."""
         return loaded(self.types)
 
     def refusal(self, module: Any) -> str | None:
-        """Attributes that the module does not have."""
+        """Names the attributes that the module lacks."""
         missing = [name for name in (*self.before, *self.after) if not hasattr(module, name)]
         return f"it has no attribute {', '.join(missing)}" if missing else None
 
     @property
     def is_gated(self) -> bool:
-        """As given."""
         return self.gated
 
     def call(
@@ -77,12 +77,12 @@ class BetweenLayers(RematerializationRule):
         kwargs: Mapping[str, Any],
         compute_dtype: np.dtype | None,
     ) -> Any:
-        """The call, with a recomputed input for each layer in `after`."""
+        """Calls the module, with a recomputed input for each layer in `after`."""
         outputs: list[Any] = []
         rest = with_attributes(module, dict.fromkeys((*self.before, *self.after)))
 
         def input_of_next(rest: Any, outputs: list[Any], args: Any, kwargs: Any) -> Any:
-            """What the code computes from the outputs of the layers so far, for the layer that it calls next."""
+            """The input of the layer that the code calls next, computed from the outputs of the earlier layers."""
             calls = iter(outputs)
 
             def replay(layer: Any, x: Any, layer_args: Any, layer_kwargs: Any, *, is_after: bool) -> Any:
@@ -94,13 +94,13 @@ class BetweenLayers(RematerializationRule):
                 plain(self._with_stand_ins(rest, module, replay), *args, **kwargs)
             except _Reached as reached:
                 return reached.x
-            raise ValueError(f"{type(module).__name__} called its layers in another way when it was called again")
+            raise ValueError(f"{type(module).__name__} called its layers differently when it was called again")
 
         recomputed = rematerialized(input_of_next, compute_dtype)
 
         def record(layer: Any, x: Any, layer_args: Any, layer_kwargs: Any, *, is_after: bool) -> Any:
             if is_after and outputs:
-                # What the code has computed in place of this, nothing reads: compilers leave it out.
+                # Nothing reads the input that the code computed here, so compilers drop its computation.
                 try:
                     x = recomputed(rest, jax.tree.map(_as_read, list(outputs)), args, kwargs)
                 except jax.errors.UnexpectedTracerError as error:
@@ -114,7 +114,7 @@ class BetweenLayers(RematerializationRule):
         return plain(self._with_stand_ins(module, module, record), *args, **kwargs)
 
     def _with_stand_ins(self, module: Any, layers: Any, called: Callable[..., Any]) -> Any:
-        """The module with a function in the place of each layer; `layers` is the module that has the layers."""
+        """The module with a function in place of each layer; `layers` is the module that has the layers."""
         stand_ins = {}
         for name in dict.fromkeys((*self.before, *self.after)):
             layer, is_after = getattr(layers, name), name in self.after
@@ -130,7 +130,7 @@ def _as_read(x: Any) -> Any:
 
 
 class _Reached(BaseException):
-    """Ends a call at a layer; no `except Exception` of the module's code stops it.
+    """Ends a call at a layer; an `except Exception` in the module's code does not catch it.
 
     Args:
         x: The layer's input.
@@ -142,7 +142,7 @@ class _Reached(BaseException):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _StandIn:
-    """In the place of a layer while its module is called; has the layer's attributes."""
+    """Replaces a layer while its module is called, with the layer's attributes."""
 
     layer: Any
     called: Callable[..., Any]
@@ -156,13 +156,10 @@ class _StandIn:
 
 
 def with_attributes(module: Any, attributes: Mapping[str, Any]) -> Any:
-    """A copy of a module with other values, of any type, for some attributes; its constructor does not run.
+    """A copy of a module with new values, of any type, for some attributes.
 
     Args:
         module: The module.
         attributes: The values by name.
     """
-    copy = object.__new__(type(module))
-    for name, value in {**vars(module), **attributes}.items():
-        object.__setattr__(copy, name, value)
-    return copy
+    return rebuilt(type(module), {**vars(module), **attributes})

@@ -1,4 +1,4 @@
-"""The classes that are rematerialized unless told otherwise."""
+"""The classes that are rematerialized by default."""
 
 import equinox as eqx
 import haliax.nn as hnn
@@ -9,10 +9,10 @@ from .rule import RematerializationRule, WholeCall
 
 
 default_rematerialization: tuple[RematerializationRule, ...] = (
-    # Haliax's `LayerNorm` and `RmsNorm`, and those of Levanter, which derive from the same class.
+    # Haliax's `LayerNorm` and `RmsNorm`, and Levanter's, which derive from the same class.
     WholeCall((LayerNormBase, eqx.nn.LayerNorm, eqx.nn.RMSNorm, eqx.nn.GroupNorm)),
     BetweenLayers(
-        # Of Llama, Mistral, Qwen and Gemma; and of OLMo 2.
+        # For Llama, Mistral, Qwen and Gemma; and for OLMo 2.
         ("levanter.models.llama:LlamaMlp", "levanter.models.olmo:Olmo2MLP"),
         before=("gate_proj", "up_proj"),
         after=("down_proj",),
@@ -25,4 +25,4 @@ default_rematerialization: tuple[RematerializationRule, ...] = (
     BetweenLayers(("levanter.models.whisper:WhisperMlp",), before=("fc1",), after=("fc2",)),
     BetweenLayers((hnn.MLP, eqx.nn.MLP), before=("layers",), after=("layers",)),
 )
-"""What `rematerialize` changes by default: Haliax's, Equinox's and Levanter's norms and feed-forward layers."""
+"""The default rules of `rematerialize`: Haliax's, Equinox's and Levanter's norms and feed-forward layers."""

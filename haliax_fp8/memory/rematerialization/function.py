@@ -1,4 +1,4 @@
-"""rematerialized: a function that keeps nothing but its inputs for the backward pass."""
+"""rematerialized: makes a function keep only its inputs for the backward pass."""
 
 import functools
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from jaxtyping import DTypeLike
 
 from ..._numerics.require import require
 from ..._product.arguments import floating_dtype
-from ..._state.marker import OverwriteWithGradient
+from ..._state.marker import is_state
 
 
 def rematerialized(function: Callable[..., Any], compute_dtype: DTypeLike | None = None) -> Callable[..., Any]:
@@ -24,19 +24,19 @@ def rematerialized(function: Callable[..., Any], compute_dtype: DTypeLike | None
 
     In float32, a gated activation such as `silu(gate) * up` also fuses better on Hopper: both of its gradients are cast
     to FP8 where they are computed. In bfloat16, XLA rounds after each operation, considers that too much work to do
-    twice, and writes one gradient to memory first. On Blackwell it is the other way round.
+    twice, and writes one gradient to memory first. On Blackwell it is the other way around.
 
     Args:
-        function: Maps arrays (or NamedArrays, or trees of them) to the same; a module, or any other callable.
+        function: Maps arrays (or NamedArrays, or trees of them) to the same kinds; a module, or any other callable.
         compute_dtype: The dtype that floating inputs, and a module's parameters, are cast to. The results are rounded
-            back to the dtype that the function returns without it. By default nothing changes, and values equal the
+            back to the dtype that the function returns without it. By default nothing is cast, and values equal the
             function's bit for bit.
 
     Returns:
         A function with the same arguments and the same gradients.
 
     Raises:
-        ValueError: If `function` cannot be called, or `compute_dtype` is not a floating dtype of 16 bits or more.
+        ValueError: If `function` is not callable, or `compute_dtype` is not a floating dtype of 16 bits or more.
 
     References:
         `jax.checkpoint` with `nothing_saveable`; selective recomputation, arXiv:2205.05198, section 5.
@@ -60,8 +60,8 @@ def rematerialized(function: Callable[..., Any], compute_dtype: DTypeLike | None
         function, args, kwargs = (_cast(tree, dtype) for tree in (function, args, kwargs))
         return jax.tree.map(_cast_like, function(*args, **kwargs), returned)
 
-    # Where layers are unrolled, the compiler may find again what the forward pass computed. A barrier against that
-    # would also keep it from fusing both passes of a checkpointed block.
+    # If layers are unrolled, the compiler may reuse the forward pass's values instead. A barrier against that would
+    # also keep it from fusing both passes of a checkpointed block.
     keeping_inputs = eqx.filter_checkpoint(computed, prevent_cse=False, policy=jax.checkpoint_policies.nothing_saveable)
 
     @functools.wraps(function, updated=())
@@ -72,9 +72,8 @@ def rematerialized(function: Callable[..., Any], compute_dtype: DTypeLike | None
 
 
 def _cast(tree: Any, dtype: np.dtype) -> Any:
-    is_state = lambda node: isinstance(node, OverwriteWithGradient)
     is_floating = lambda x: isinstance(x, jax.Array | np.ndarray) and jnp.issubdtype(x.dtype, jnp.floating)
-    # The scales of FP8 layers do not change.
+    # The scales of FP8 layers are not cast.
     cast = lambda x: x if is_state(x) or not is_floating(x) else x.astype(dtype)
     return jax.tree.map(cast, tree, is_leaf=is_state)
 

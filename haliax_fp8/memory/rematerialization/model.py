@@ -1,4 +1,4 @@
-"""rematerialize: the norms and activations of a model keep only their inputs for the backward pass."""
+"""rematerialize: makes a model's norms and activations keep only their inputs for the backward pass."""
 
 from collections.abc import Callable
 from typing import Any
@@ -26,20 +26,20 @@ def rematerialize[M](
 ) -> M:
     """Makes a model's norms, and the activations between its linear layers, keep only their inputs.
 
-    They are computed again in the backward pass, which costs little, as `rematerialized` does for a function; but the
-    model's code need not call it. Without it, a scan over layers stacks their intermediate values, often in float32,
-    and XLA's default flags keep it from fusing what follows a product. The model may be converted, before or after
-    this, or not at all.
+    They are computed again in the backward pass, which costs little. `rematerialized` does this for one function; here
+    the model's code does not change. Without it, a scan over layers stacks their intermediate values, often in
+    float32, and XLA's default flags keep it from fusing the operations after a product. The model may be converted
+    before or after this, or not at all.
 
     Each of these modules becomes an instance of a subclass of its class: attributes, parameters, paths and state dicts
-    stay, and so do values and gradients, unless `in_float32`. `transfer_optimizer_state` carries an optimizer's state
-    over. `describe` lists the modules.
+    stay the same, and so do values and gradients, unless `in_float32`. `transfer_optimizer_state` carries an
+    optimizer's state over. `describe` lists the modules.
 
     Args:
         model: The model.
         device: The device that the model will run on, or its name; by default the local one. It decides on float32.
         in_float32: Whether gated activations are computed in float32 and rounded once, which is more accurate. By
-            default where that moves fewer bytes in compiled programs: on Hopper.
+            default only on Hopper, where compiled programs then move fewer bytes.
         rules: Which classes are changed, and how. For your own feed-forward class, add a `BetweenLayers`.
 
     Returns:
@@ -94,7 +94,7 @@ def rematerialize[M](
 
 
 def restore_rematerialized[M](model: M) -> M:
-    """The inverse of `rematerialize`: every module has the class that it had.
+    """The inverse of `rematerialize`: gives every module its original class.
 
     Args:
         model: The model, which may have been converted and trained since.
@@ -107,12 +107,12 @@ def restore_rematerialized[M](model: M) -> M:
 
 
 def _gains_from_float32(device: Device) -> bool:
-    """Whether programs with gated activations move fewer bytes then. `docs/performance.md` has the figures."""
+    """Whether gated activations move fewer bytes in float32. `docs/performance.md` has the figures."""
     return device.platform == "cuda" and device.compute_capability.startswith("9.")
 
 
 def _map_modules(change: Callable[[str, Any], Any], tree: Any, types: tuple[type, ...]) -> Any:
-    """The tree with every module of these classes changed, and first those in it."""
+    """The tree with every module of these classes changed, innermost modules first."""
 
     def walk(prefix: tuple[Any, ...], tree: Any) -> Any:
         def visit(path: tuple[Any, ...], node: Any) -> Any:

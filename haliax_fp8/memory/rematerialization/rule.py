@@ -1,4 +1,4 @@
-"""The interface of rules, each for the modules of some classes; and the rule for norms."""
+"""The interface of rules, each of which handles some classes of modules; and the rule for norms."""
 
 import abc
 import dataclasses
@@ -15,8 +15,8 @@ from .function import rematerialized
 class RematerializationRule(abc.ABC):
     """How modules of some classes are made to keep only their inputs.
 
-    Two rules cover most modules: `WholeCall` and `BetweenLayers`. Pass yours in
-    `rematerialize(model, rules=(..., *default_rematerialization))`. The first rule whose class matches a module is
+    Two rules cover most modules: `WholeCall` and `BetweenLayers`. Pass your own as
+    `rematerialize(model, rules=(..., *default_rematerialization))`. The first rule that matches a module's class is
     used.
     """
 
@@ -32,7 +32,7 @@ class RematerializationRule(abc.ABC):
     @property
     @abc.abstractmethod
     def is_gated(self) -> bool:
-        """Whether layers' outputs are multiplied in what is recomputed, which is computed in float32 then if asked."""
+        """Whether the recomputed part multiplies layers' outputs; it is then computed in float32 if requested."""
 
     @abc.abstractmethod
     def call(
@@ -43,13 +43,13 @@ class RematerializationRule(abc.ABC):
         kwargs: Mapping[str, Any],
         compute_dtype: np.dtype | None,
     ) -> Any:
-        """What the changed module's call does.
+        """Calls the changed module.
 
         Args:
-            plain: The `__call__` of its class, a function of the module and what it is called with.
+            plain: The `__call__` of its class, a function of the module and its arguments.
             module: The module.
-            args: What it is called with.
-            kwargs: Likewise, by name.
+            args: Its positional arguments.
+            kwargs: Its keyword arguments.
             compute_dtype: See `rematerialized`.
         """
 
@@ -59,7 +59,7 @@ class WholeCall(RematerializationRule):
     """Modules that are cheap as a whole, such as norms: their call keeps nothing but their input.
 
     Args:
-        types: Their classes; or their full names, such as `"package.module:Class"`, where a package may be missing.
+        types: The classes; or their full names, such as `"package.module:Class"`, if a package may be missing.
 
     Example:
         >>> class Scale(eqx.Module):
@@ -75,16 +75,16 @@ class WholeCall(RematerializationRule):
 
     @property
     def module_types(self) -> tuple[type, ...]:
-        """Those of the classes that are loaded."""
+        """The classes that are loaded."""
         return loaded(self.types)
 
     def refusal(self, module: Any) -> None:
-        """None: every module has a call."""
+        """Always None: every module has a call."""
         return None
 
     @property
     def is_gated(self) -> bool:
-        """No: norms compute in float32 themselves where it matters."""
+        """Always False: norms compute in float32 themselves where it matters."""
         return False
 
     def call(
@@ -95,12 +95,11 @@ class WholeCall(RematerializationRule):
         kwargs: Mapping[str, Any],
         compute_dtype: np.dtype | None,
     ) -> Any:
-        """The call, rematerialized."""
         return rematerialized(plain, compute_dtype)(module, *args, **kwargs)
 
 
 def loaded(types: tuple[type | str, ...]) -> tuple[type, ...]:
-    """The classes, without those of modules that nobody has imported: no model can hold one of these.
+    """The classes, without those of modules that have not been imported: no model can contain these.
 
     Args:
         types: Classes, or full names such as `"package.module:Class"`.

@@ -7,6 +7,7 @@ from typing import Any
 import equinox as eqx
 import numpy as np
 
+from ...layers.rebuilt import rebuilt
 from ...layers.rematerialization import AbstractRematerialized
 from .rule import RematerializationRule
 
@@ -17,7 +18,7 @@ class Rematerialization:
 
     Args:
         rule: Its rule.
-        compute_dtype: What is recomputed is computed in this dtype; None leaves it as it is.
+        compute_dtype: The dtype of the recomputed part; None leaves it unchanged.
     """
 
     rule: RematerializationRule
@@ -25,18 +26,18 @@ class Rematerialization:
 
 
 def with_rematerialization(module: Any, how: Rematerialization) -> Any:
-    """The module as an instance of a subclass of its class; of the same tree but for that class.
+    """The module as an instance of a subclass of its class, with otherwise the same tree.
 
     Args:
-        module: An Equinox module, changed before or not.
+        module: An Equinox module, which may have been changed before.
         how: How its call is rematerialized from now on.
     """
     plain = without_rematerialization(module)
-    return _of_class(_subclass(type(plain)), {**vars(plain), "rematerialization": how})
+    return rebuilt(_subclass(type(plain)), {**vars(plain), "rematerialization": how})
 
 
 def without_rematerialization(module: Any) -> Any:
-    """The module as an instance of the class that it had; as it is, if it was not changed.
+    """The module as an instance of its original class; unchanged if it was never rematerialized.
 
     Args:
         module: An Equinox module.
@@ -44,10 +45,10 @@ def without_rematerialization(module: Any) -> Any:
     if not isinstance(module, AbstractRematerialized):
         return module
     fields = {name: value for name, value in vars(module).items() if name != "rematerialization"}
-    return _of_class(type(module).__base__, fields)
+    return rebuilt(type(module).__base__, fields)
 
 
-# One class for each: trees that are made twice have the same structure.
+# One subclass per class, so that trees that are made twice have the same structure.
 @functools.cache
 def _subclass(plain: type) -> type:
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -59,7 +60,7 @@ def _subclass(plain: type) -> type:
         return plain.__name__ if dtype is None else f"{plain.__name__} in {dtype}"
 
     def reduce(self: Any) -> Any:
-        # `pickle` finds no class by the name of this one.
+        # `pickle` cannot find this class by its name.
         return with_rematerialization, (without_rematerialization(self), self.rematerialization)
 
     members = {
@@ -72,11 +73,3 @@ def _subclass(plain: type) -> type:
         "in_short": property(in_short),
     }
     return type(plain)(f"Rematerialized{plain.__name__}", (plain, AbstractRematerialized), members)
-
-
-def _of_class(cls: Any, fields: dict[str, Any]) -> Any:
-    # As JAX rebuilds a module from its leaves.
-    module = object.__new__(cls)
-    for name, value in fields.items():
-        object.__setattr__(module, name, value)
-    return module

@@ -105,7 +105,7 @@ class AbstractStatefulScaling(AbstractScaling):
     stores_scale: ClassVar[bool] = True
     """Whether `quantize` divides by the state's scale, one for each member, so that nobody else need keep it."""
 
-    measures: ClassVar[int]
+    numbers: ClassVar[int]
     """How many numbers a step records of an operand; with 0 it records none, and the rows do not change."""
 
     @property
@@ -116,7 +116,7 @@ class AbstractStatefulScaling(AbstractScaling):
     @abc.abstractmethod
     def measure(
         self, x: Float[Array, "*shape"], quantized: QuantizedArray, ensemble: int
-    ) -> Float[Array, "*ensemble measures parts"]:
+    ) -> Float[Array, "*ensemble numbers parts"]:
         """What a step measures of parts of an operand, in any dtype. It records their maximum, as several uses do.
 
         A maximum over all of a large operand takes two kernels; of parts, operands share the second.
@@ -131,7 +131,7 @@ class AbstractStatefulScaling(AbstractScaling):
     def head(
         self,
         rows: Float32[Array, "*ensemble operands columns"],
-        measured: Float32[Array, "*ensemble operands measures"],
+        measured: Float32[Array, "*ensemble operands numbers"],
         limits: tuple[float, ...],
     ) -> Float32[Array, "*ensemble operands changed"]:
         """The first columns of the rows after a step: those that are computed from several others.
@@ -153,7 +153,7 @@ class AbstractStatefulScaling(AbstractScaling):
     def update(
         self,
         rows: Float32[Array, "*ensemble operands columns"],
-        measured: Float32[Array, "*ensemble operands measures"],
+        measured: Float32[Array, "*ensemble operands numbers"],
         limits: tuple[float, ...],
     ) -> Float32[Array, "*ensemble operands columns"]:
         """The rows after a step: `head`, then `tail`."""
@@ -162,7 +162,7 @@ class AbstractStatefulScaling(AbstractScaling):
     def calibrated(
         self,
         rows: Float32[Array, "*ensemble operands columns"],
-        measured: Float32[Array, "*ensemble operands measures"],
+        measured: Float32[Array, "*ensemble operands numbers"],
         limits: tuple[float, ...],
     ) -> Float32[Array, "*ensemble operands columns"]:
         """The rows after a step of calibration; as `update` for a scaling that learns from every step."""
@@ -170,9 +170,9 @@ class AbstractStatefulScaling(AbstractScaling):
 
     def newest(
         self, rows: Float32[Array, "*ensemble operands columns"]
-    ) -> Float32[Array, "*ensemble operands measures"]:
+    ) -> Float32[Array, "*ensemble operands numbers"]:
         """What the last update entered into rows: they travel as a gradient, which may be a sum or a maximum."""
-        return lax.slice_in_dim(rows, 1, 1 + self.measures, axis=rows.ndim - 1)
+        return lax.slice_in_dim(rows, 1, 1 + self.numbers, axis=rows.ndim - 1)
 
 
 def of_all_elements(scale: Float32[Array, " *ensemble"], ndim: int) -> Float32[Array, "*blocks"]:

@@ -58,7 +58,7 @@ class DelayedScaling(AbstractStatefulScaling):
     power_of_two: bool = False
 
     units: ClassVar[MatrixUnits] = FP8_UNITS
-    measures: ClassVar[int] = 1
+    numbers: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
         for name in ("amax_history_length", "update_interval"):
@@ -94,8 +94,7 @@ class DelayedScaling(AbstractStatefulScaling):
 
     def quantize(self, x: Float[Array, "*shape"], use: OperandUse) -> QuantizedArray:
         """Quantizes with the stored scale, one for all elements of each member."""
-        assert use.stored is not None
-        return divide_by(x, of_all_elements(use.stored, x.ndim), use.cast, scale_bits=use.scale_bits)
+        return quantize_by_stored_scale(x, use)
 
     def measure(
         self, x: Float[Array, "*shape"], quantized: QuantizedArray, ensemble: int
@@ -127,7 +126,7 @@ class DelayedScaling(AbstractStatefulScaling):
         """
         axis, end = rows.ndim - 1, 1 + self.amax_history_length
         scale = lax.slice_in_dim(rows, 0, 1, axis=axis)
-        newest = lax.select(lax.is_finite(measured), measured, lax.full_like(measured, -jnp.inf))
+        newest = finite_or_none(measured)
         history = lax.concatenate([newest, *self._moved(rows)], axis)
         new_scale = self.scale_of(history, scale, limits)
         if self.update_interval > 1:
@@ -177,15 +176,58 @@ class DelayedScaling(AbstractStatefulScaling):
             limits: The largest value of each operand's format.
         """
         amax = self.amax_compute.of_history(history)
-        limit = lax.broadcast_in_dim(np.asarray(limits, np.float32), scale.shape, (scale.ndim - 2,))
-        zero, one = lax.full_like(scale, 0.0), lax.full_like(scale, 1.0)
-        inverse = lax.div(limit, amax)
-        if self.margin:
-            inverse = lax.div(inverse, lax.full_like(scale, 2.0**self.margin))
-        inverse = lax.select(lax.gt(amax, zero), inverse, lax.div(one, usable(scale)))
-        if self.power_of_two:
-            inverse = round_down_to_power_of_two(inverse)
-        return lax.max(lax.div(one, inverse), lax.full_like(scale, _SMALLEST_SCALE))
+        return scale_of_amax(amax, scale, limits, margin=self.margin, power_of_two=self.power_of_two)
+
+
+def quantize_by_stored_scale(x: Float[Array, "*shape"], use: OperandUse) -> QuantizedArray:
+    """Quantizes with the scale that the state holds, one for all elements of each member.
+
+    Args:
+        x: The operand.
+        use: What is done with it.
+
+    Raises:
+        ValueError: If `use` has no stored scale.
+    """
+    if use.stored is None:
+        raise ValueError(
+            "use.stored=None: this scaling takes its scale from state; call OperandUse(..., stored=scale), with a "
+            "float32 scale for each member"
+        )
+    return divide_by(x, of_all_elements(use.stored, x.ndim), use.cast, scale_bits=use.scale_bits)
+
+
+def scale_of_amax(
+    amax: Float32[Array, "*ensemble operands 1"],
+    scale: Float32[Array, "*ensemble operands 1"],
+    limits: tuple[float, ...],
+    *,
+    margin: int,
+    power_of_two: bool = False,
+) -> Float32[Array, "*ensemble operands 1"]:
+    """`1 / ((limit / amax) / 2**margin)`; the scale before where the amax is not above zero.
+
+    Args:
+        amax: That of each operand.
+        scale: The scale before.
+        limits: The largest value of each operand's format.
+        margin: Headroom, as a power of two.
+        power_of_two: Whether to round the scale up to a power of two.
+    """
+    limit = lax.broadcast_in_dim(np.asarray(limits, np.float32), scale.shape, (scale.ndim - 2,))
+    zero, one = lax.full_like(scale, 0.0), lax.full_like(scale, 1.0)
+    inverse = lax.div(limit, amax)
+    if margin:
+        inverse = lax.div(inverse, lax.full_like(scale, 2.0**margin))
+    inverse = lax.select(lax.gt(amax, zero), inverse, lax.div(one, usable(scale)))
+    if power_of_two:
+        inverse = round_down_to_power_of_two(inverse)
+    return lax.max(lax.div(one, inverse), lax.full_like(scale, _SMALLEST_SCALE))
+
+
+def finite_or_none(measured: Float32[Array, "*shape"]) -> Float32[Array, "*shape"]:
+    """Amaxes, `-inf` in place of those that are infinite or NaN: no maximum sees it."""
+    return lax.select(lax.is_finite(measured), measured, lax.full_like(measured, -jnp.inf))
 
 
 def usable(scale: Float32[Array, "*shape"]) -> Float32[Array, "*shape"]:

@@ -24,7 +24,7 @@ class ObservedScaling(AbstractStatefulScaling):
     scaling: AbstractStatefulScaling
 
     quantizes: ClassVar[bool] = False
-    measures: ClassVar[int] = 1
+    numbers: ClassVar[int] = 1
 
     @property
     def first_row(self) -> tuple[float, ...]:

@@ -10,8 +10,9 @@ from jaxtyping import Array, Float, Float32
 from ..._numerics.quantized_array import QuantizedArray
 from ..._numerics.require import require_margin, require_number
 from ...devices.device import FP8_UNITS, MatrixUnits
+from .amax_of_history import amaxes_of_rows
 from .base import AbstractStatefulScaling, OperandUse
-from .delayed import DelayedScaling
+from .delayed import finite_or_none, quantize_by_stored_scale, scale_of_amax
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +46,7 @@ class StaticScaling(AbstractStatefulScaling):
     margin: int = 0
 
     units: ClassVar[MatrixUnits] = FP8_UNITS
-    measures: ClassVar[int] = 0
+    numbers: ClassVar[int] = 0
 
     def __post_init__(self) -> None:
         if self.scale is not None:
@@ -63,24 +64,21 @@ class StaticScaling(AbstractStatefulScaling):
         # Not NaN: `jax.debug_nans` would stop where the model is converted, not where the scale is used.
         return (math.inf if self.scale is None else self.scale, 0.0)
 
-    @property
-    def _tensorwise(self) -> DelayedScaling:
-        return DelayedScaling(amax_history_length=1, margin=self.margin)
-
     def quantize(self, x: Float[Array, "*shape"], use: OperandUse) -> QuantizedArray:
         """Quantizes with the stored scale."""
-        return self._tensorwise.quantize(x, use)
+        return quantize_by_stored_scale(x, use)
 
     def measure(
         self, x: Float[Array, "*shape"], quantized: QuantizedArray, ensemble: int
     ) -> Float[Array, "*ensemble 1 parts"]:
         """The amaxes of rows; asked for in calibration only."""
-        return self._tensorwise.measure(x, quantized, ensemble)
+        del quantized
+        return amaxes_of_rows(x, ensemble)
 
     def head(
         self,
         rows: Float32[Array, "*ensemble operands columns"],
-        measured: Float32[Array, "*ensemble operands measures"],
+        measured: Float32[Array, "*ensemble operands numbers"],
         limits: tuple[float, ...],
     ) -> Float32[Array, "*ensemble operands columns"]:
         """The rows as they are."""
@@ -95,9 +93,9 @@ class StaticScaling(AbstractStatefulScaling):
     ) -> Float32[Array, "*ensemble operands columns"]:
         """The scale from the largest amax of all batches so far; 0 where none was above zero and no scale is known."""
         axis = rows.ndim - 1
-        largest = lax.max(measured, lax.slice_in_dim(rows, 1, 2, axis=axis))
-        updated = self._tensorwise.update(rows, largest, limits)
-        scale, amax = lax.slice_in_dim(updated, 0, 1, axis=axis), lax.slice_in_dim(updated, 1, 2, axis=axis)
+        before, largest = [lax.slice_in_dim(rows, i, i + 1, axis=axis) for i in (0, 1)]
+        amax = finite_or_none(lax.max(measured, largest))
+        scale = scale_of_amax(amax, before, limits, margin=self.margin)
         # Microbatches are combined by maximum, in which what one of them did not find must not win. State is not
         # overwritten by a scale of 0.
         known = lax.select(lax.is_finite(scale), scale, lax.full_like(scale, 0.0))

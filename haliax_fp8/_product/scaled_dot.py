@@ -1,0 +1,57 @@
+"""`dot(a, b)` of two quantized operands: by one scale, by scales of rows, or by those of blocks."""
+
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Float32
+
+from .._jax.mesh_axes import automatic_axes
+from .._numerics.quantized_array import QuantizedArray
+from .block_product import block_scaled_dot
+from .dimensions import DotDimensions
+from .divided_sum import scaled_by_each_device
+from .scales import FLOAT32, is_exact, one_scale_on_platform, rows_scaled, scalar
+
+
+def scaled_dot(
+    a: QuantizedArray,
+    b: QuantizedArray,
+    dims: DotDimensions,
+    precision: lax.PrecisionLike,
+    dtype: np.dtype,
+    scale: Float32[Array, ""] | None,
+    *,
+    in_a_sum: bool = False,
+) -> Float[Array, "..."]:
+    """`dot(a, b)` in a dtype; scales that are constant along what is contracted factor out of the sum.
+
+    Args:
+        a: The first operand of `lax.dot_general`.
+        b: The second.
+        dims: What is contracted.
+        precision: Of the product.
+        dtype: Of the result.
+        scale: The product of both scales, if that is computed already.
+        in_a_sum: Whether the result may be added to other products, as gradients of a tensor that several layers read.
+    """
+
+    def dot(x: Array, y: Array, dtype: np.dtype) -> Array:
+        return lax.dot_general(x, y, dims.numbers, precision=precision, preferred_element_type=dtype)
+
+    if not (_factors_out(a, dims.lhs_contract) and _factors_out(b, dims.rhs_contract)):
+        return block_scaled_dot(a, b, dims, precision, dtype)
+    if a.scale.size == b.scale.size == 1:
+        if scale is None:
+            scale = lax.mul(scalar(a.scale), scalar(b.scale))
+        if in_a_sum and automatic_axes():
+            exact = is_exact(a, b, dtype)
+            return scaled_by_each_device(a.data, b.data, scale, dims, precision, dtype, exact=exact)
+        return one_scale_on_platform(dot, a, b, scale, dtype)
+    return rows_scaled(dot(a.data, b.data, FLOAT32), a, b, dims, dtype)
+
+
+def _factors_out(x: QuantizedArray, contract: tuple[int, ...]) -> bool:
+    """Whether one scale serves everything that is summed, and blocks are whole axes or single elements."""
+    if x.scale.ndim == 0:
+        return True
+    whole = all(count in (1, size) for count, size in zip(x.scale.shape, x.data.shape, strict=True))
+    return whole and all(x.scale.shape[axis] == 1 for axis in contract)
