@@ -95,7 +95,7 @@ def test_other_parameters_are_refused():
         host.update({"b": jnp.ones(2)}, state, {"a": jnp.ones(2)})
     with pytest.raises(ValueError, match="state are those of other parameters"):
         host.update({"b": jnp.ones(2)}, state, {"b": jnp.ones(2)})
-    with pytest.raises(ValueError, match="params hold no arrays; give trainable"):
+    with pytest.raises(ValueError, match="params hold no arrays; pass trainable"):
         host.init({})
 
 
