@@ -17,10 +17,9 @@ from typing import Any
 import equinox as eqx
 import haliax as hax
 import jax.numpy as jnp
-import models
-from lib import output
+from lib import models, output
+from lib.models import LLAMA_8B, Sizes
 from lib.output import Row
-from models import LLAMA_8B, Sizes
 from rich.progress import Progress
 
 import haliax_fp8 as fp8

@@ -59,9 +59,9 @@ from less_memory_than_bf16 import BF16, SHARED_KEPT  # noqa: E402
 from lib import attention, experts, language_model, output  # noqa: E402
 from lib.language_model import ModelSizes  # noqa: E402
 from lib.libraries import LIBRARIES, Library, in_bf16  # noqa: E402
+from lib.models import REMATERIALIZED_IN_FLOAT32, STACKS, TINY, Sizes, Stack, llama, loss  # noqa: E402
 from lib.output import Row  # noqa: E402
 from lib.programs import compiled, explained, figures, measure_in_turn, seconds_of  # noqa: E402
-from models import REMATERIALIZED_IN_FLOAT32, STACKS, TINY, Sizes, Stack, llama, loss  # noqa: E402
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn  # noqa: E402
 
 

@@ -21,8 +21,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 from lib import output
+from lib.models import LLAMA_8B, Sizes
 from lib.output import Row
-from models import LLAMA_8B, Sizes
 from rich.progress import Progress
 
 from haliax_fp8.preflight import inspect_step

@@ -16,7 +16,7 @@ from typing import Any
 import equinox as eqx
 from lib import output
 from lib.libraries import LIBRARIES, Library
-from models import LLAMA_8B, STACKS, Sizes, Stack, loss
+from lib.models import LLAMA_8B, STACKS, Sizes, Stack, loss
 from rich.progress import Progress
 
 from haliax_fp8.preflight import inspect_step

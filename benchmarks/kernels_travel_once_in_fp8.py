@@ -19,11 +19,10 @@ import haliax as hax
 import haliax.nn as hnn
 import jax
 import jax.numpy as jnp
-import models
 import optax
 from a_third_fewer_bytes_in_microbatches import MLP
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
-from lib import output
+from lib import models, output
 from lib.output import Row
 from rich.progress import Progress
 

@@ -15,7 +15,7 @@ import haliax as hax
 from fewer_kernels_than_peers import COLUMNS, held
 from lib import output
 from lib.libraries import LIBRARIES, Library
-from models import COMPRESSED, LLAMA_8B, REMATERIALIZED, REMATERIALIZED_IN_FLOAT32, RULES, STACKS, Stack, llama
+from lib.models import COMPRESSED, LLAMA_8B, REMATERIALIZED, REMATERIALIZED_IN_FLOAT32, RULES, STACKS, Stack, llama
 from rich.progress import Progress
 
 import haliax_fp8 as fp8

@@ -1,1 +1,1 @@
-"""What the benchmarks share: the libraries they compare, a language model, measurement, output."""
+"""What the benchmarks share: the libraries they compare, models, measurement, output."""

@@ -12,10 +12,10 @@ import haliax as hax
 import jax
 import jax.numpy as jnp
 import optax
-from models import LLAMA_8B
 
 import haliax_fp8 as fp8
 from haliax_fp8.demo import Transformer, TransformerConfig
+from lib.models import LLAMA_8B
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""One model trained on one seed, in bf16 or in FP8: what `convergence.py` compares."""
+"""One model trained on one seed, in bf16 or in FP8: what `recipes_train_like_bf16.py` compares."""
 
 import dataclasses
 from collections.abc import Callable

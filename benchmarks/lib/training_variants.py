@@ -1,4 +1,4 @@
-"""What `convergence.py` compares with bf16: recipes, parts of recipes, and ways to start."""
+"""What `recipes_train_like_bf16.py` compares with bf16: recipes, parts of recipes, and ways to start."""
 
 import dataclasses
 

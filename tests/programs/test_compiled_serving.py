@@ -12,7 +12,7 @@ from compiled_models import on
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 from decode_reads_half_the_bytes import row, served  # noqa: E402
-from models import LLAMA_8B  # noqa: E402
+from lib.models import LLAMA_8B  # noqa: E402
 
 
 # Nothing is allocated, and programs are as large as those of smaller layers, of which XLA makes other kernels.

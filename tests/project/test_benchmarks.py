@@ -29,7 +29,7 @@ import ten_thousand_layers_in_seconds  # noqa: E402
 import tracing_costs_at_most_1_5x  # noqa: E402
 from lib import output  # noqa: E402
 from lib.libraries import LIBRARIES, in_bf16  # noqa: E402
-from models import STACKS, TINY, loss  # noqa: E402
+from lib.models import STACKS, TINY, loss  # noqa: E402
 
 
 ONE_LAYER = dataclasses.replace(TINY, mlp_blocks=1)

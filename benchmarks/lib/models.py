@@ -9,11 +9,11 @@ import haliax as hax
 import haliax.nn as hnn
 import jax
 import jax.numpy as jnp
-from lib.libraries import in_bf16
 
 import haliax_fp8 as fp8
 from haliax_fp8 import demo
 from haliax_fp8.demo import TransformerConfig, swiglu
+from lib.libraries import in_bf16
 
 
 def mix(query: hax.NamedArray, key: hax.NamedArray, value: hax.NamedArray) -> hax.NamedArray:

@@ -1,6 +1,6 @@
 """Claim: a small language model ends within one percent of its loss in bf16, by the mean over seeds, in 8-bit recipes.
 
-    uv run benchmarks/convergence.py [--suite recipes] [--task topics source digits] [--seeds 16] [--markdown]
+    uv run benchmarks/recipes_train_like_bf16.py [--suite recipes] [--task topics source] [--seeds 16] [--markdown]
 
 Every variant trains from the weights and on the batches of the bf16 run of the same seed; gaps are those of such pairs,
 with the standard error of their mean. `bf16 + 1 ulp` is bf16 again, from weights moved by one ulp of float32: what two

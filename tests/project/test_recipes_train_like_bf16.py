@@ -1,4 +1,4 @@
-"""The benchmark of convergence: its statistics, its files, and tiny runs."""
+"""The benchmark that compares losses with those of bf16: its statistics, its files, and tiny runs."""
 
 import dataclasses
 import json
@@ -18,10 +18,10 @@ import haliax_fp8 as fp8
 BENCHMARKS = pathlib.Path(__file__).parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
-import convergence  # noqa: E402
+import recipes_train_like_bf16  # noqa: E402
 from lib.paired_gaps import RunFile, final, paired_gap, thinned  # noqa: E402
 from lib.training_runs import Schedule, Variant, train  # noqa: E402
-from lib.training_tasks import AbstractTask, LanguageTask, VisionTask  # noqa: E402
+from lib.training_tasks import AbstractTask, source_text  # noqa: E402
 from lib.training_variants import SUITES  # noqa: E402
 
 
@@ -127,20 +127,22 @@ def square_error(model, x, y):
     return jnp.mean((jax.vmap(model.body)(x) - y) ** 2)
 
 
-def run_command(tmp_path, arguments):
-    """What `--curves` writes."""
+def run_command(tmp_path, *arguments, seeds=2, variant="^delayed$|ulp"):
+    """What `--curves` writes, of a model that is tiny and a validation in few batches."""
     curves = tmp_path / "curves.json"
-    arguments = [*arguments, "--seeds=2", "--variant=^delayed$|ulp", f"--out={tmp_path / 'runs'}", f"--curves={curves}"]
-    convergence.main([*arguments, "--markdown", "--quiet"])
+    sizes = ["--layers=1", "--batch=64", "--steps=4", "--every=2"]
+    chosen = [f"--seeds={seeds}", f"--variant={variant}", f"--out={tmp_path / 'runs'}", f"--curves={curves}"]
+    recipes_train_like_bf16.main([*arguments, *sizes, *chosen, "--markdown", "--quiet"])
     return json.loads(curves.read_text())["rows"]
 
 
 @pytest.mark.more
-def test_the_command_prints_and_writes_what_it_measured(tmp_path, monkeypatch, capsys):
-    case = convergence.Case("lines", Lines(), Schedule(steps=4, every=2))
-    monkeypatch.setattr(convergence, "cases", lambda options: [case])
-    rows = run_command(tmp_path, ["--steps=4"])
-    assert [row["variant"] for row in rows] == ["bf16", "bf16 + 1 ulp", "delayed"]
+def test_the_command_prints_and_writes_what_it_measured(tmp_path, capsys):
+    arguments = ["--task=digits", "--hidden=16"]
+    rows = run_command(tmp_path, *arguments)
+    assert [(row["case"], row["variant"]) for row in rows] == [
+        ("digits", variant) for variant in ("bf16", "bf16 + 1 ulp", "delayed")
+    ]
     bf16, _, delayed = rows
     gaps = [100 * (delayed["final"][seed] / bf16["final"][seed] - 1) for seed in ("0", "1")]
     assert delayed["mean"] == pytest.approx(np.mean(gaps), rel=1e-9)
@@ -151,15 +153,19 @@ def test_the_command_prints_and_writes_what_it_measured(tmp_path, monkeypatch, c
     first = capsys.readouterr().out
     assert f"| {delayed['gap']} |" in first
 
-    # A second time from the files alone, and seeds that are asked for later are added.
-    def unexpected(*_, seed, **__):
-        raise AssertionError(f"ran seed {seed}")
-
-    monkeypatch.setattr(convergence, "train", unexpected)
-    run_command(tmp_path, ["--steps=4"])
+    run_command(tmp_path, *arguments)
     assert capsys.readouterr().out == first
-    with pytest.raises(AssertionError, match="ran seed 2"):
-        convergence.main(["--steps=4", "--seeds=3", "--variant=ulp", f"--out={tmp_path / 'runs'}", "--quiet"])
+
+    # That was read and not run: planted numbers stay, also where seeds are added.
+    planted = 7.0
+    for path in (tmp_path / "runs").iterdir():
+        content = json.loads(path.read_text())
+        content["records"]["0"]["validation"][-1][1] = planted
+        path.write_text(json.dumps(content))
+    assert [row["final"]["0"] for row in run_command(tmp_path, *arguments)] == [planted] * 3
+    _, ulp, _ = run_command(tmp_path, *arguments, seeds=3, variant="ulp")
+    assert ulp["final"].keys() == {"0", "1", "2"}
+    assert ulp["final"]["0"] == planted and ulp["final"]["2"] < planted
 
 
 @pytest.mark.more
@@ -194,16 +200,14 @@ def test_one_ulp_and_first_steps():
 
 
 @pytest.mark.more
-def test_both_tasks_train(tmp_path, monkeypatch):
-    for task in (LanguageTask, VisionTask):
-        monkeypatch.setattr(task, "validation", lambda self, seed: self.batches(99, 2))
-    rows = run_command(tmp_path, ["--task=digits", "--layers=1", "--hidden=16", "--batch=4", "--steps=4", "--every=2"])
-    assert [row["case"] for row in rows] == ["digits"] * 3
-    np.testing.assert_allclose(rows[2]["final"]["0"], rows[0]["final"]["0"], rtol=0.05)
-    sizes = ["--layers=1", "--hidden=32", "--length=16", "--batch=4", "--steps=4", "--every=2"]
-    rows = run_command(tmp_path, ["--task=source", *sizes])
-    # Rows of other tasks stay in the file.
-    assert [row["case"] for row in rows] == ["digits"] * 3 + ["source"] * 3
+def test_a_language_model_trains(tmp_path):
+    of_another_task = {"case": "digits", "variant": "bf16", "steps": 4}
+    (tmp_path / "curves.json").write_text(json.dumps({"rows": [of_another_task]}))
+    text = tmp_path / "text"
+    text.write_bytes(source_text()[:80_000])
+    kept, bf16, _, delayed = run_command(tmp_path, f"--task={text}", "--hidden=32", "--length=32")
+    assert kept == of_another_task
+    assert {bf16["case"], delayed["case"]} == {str(text)}
     # The first loss is that of a model that knows nothing.
-    np.testing.assert_allclose(rows[3]["curves"]["0"][0], np.log(256), rtol=0.1)
-    np.testing.assert_allclose(rows[5]["final"]["0"], rows[3]["final"]["0"], rtol=0.05)
+    np.testing.assert_allclose(bf16["curves"]["0"][0], np.log(256), rtol=0.1)
+    np.testing.assert_allclose(delayed["final"]["0"], bf16["final"]["0"], rtol=0.05)
