@@ -7,6 +7,7 @@ import matplotlib.pyplot as plt
 import plot_figures
 import recipe_figures
 import sharing_figures
+import tutorial_figures
 from drawing import BLUE, GREEN, GREY, ORANGE, STYLE, arrow, blank, box
 from matplotlib.figure import Figure
 
@@ -65,6 +66,7 @@ FIGURES = {
     **plot_figures.FIGURES,
     **recipe_figures.FIGURES,
     **sharing_figures.FIGURES,
+    **tutorial_figures.FIGURES,
 }
 
 

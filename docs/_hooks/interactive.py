@@ -20,8 +20,6 @@ MARK = re.compile(r"<!-- interactive: ([a-z-]+) -->\n((?:\|.*\n)*)")
 
 # A power of two that blocks of every size divide.
 _SIDE = 256
-# How many of the 8 squares along a side of a tile a block covers; more would be too small to see.
-_DRAWN = {1: 1, 16: 2, 32: 2, 128: 4, _SIDE: 8}
 # What is multiplied, from left to right.
 _FACTORS: dict[ProductName, tuple[str, str]] = {"fprop": ("x", "w"), "dgrad": ("g", "wᵀ"), "wgrad": ("xᵀ", "g")}
 
@@ -98,7 +96,7 @@ def _tile(operand: str, quantization: Quantization, *, is_left: bool) -> str:
         square = '<rect x=".5" y=".5" width="39" height="39" class="plain"/>'
         return _figure(square, operand, "high precision", "no scale", "high")
     rows, columns = shared_block(quantization, is_left=is_left)
-    high, wide = _DRAWN[rows], _DRAWN[columns]
+    high, wide = _drawn(rows), _drawn(columns)
     shades = "".join(
         f'<rect x="{5 * wide * j}" y="{5 * high * i}" width="{5 * wide}" height="{5 * high}" class="s{(i + j) % 2}"/>'
         for i in range(8 // high)
@@ -110,6 +108,14 @@ def _tile(operand: str, quantization: Quantization, *, is_left: bool) -> str:
     ]
     block = _block_name(rows, columns)
     return _figure(shades, operand, quantization.format.name, ", ".join([block, *notes]), _kind(quantization.format))
+
+
+def _drawn(size: int) -> int:
+    """How many of the 8 squares along a side a block covers: larger blocks more, but not to scale, to be seen at all.
+
+    That is 1 square for 1 element, 2 for 16 and 32, and 4 for 128.
+    """
+    return 8 if size >= _SIDE else 2 ** (size.bit_length() // 4)
 
 
 def _block_name(rows: int, columns: int) -> str:

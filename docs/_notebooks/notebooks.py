@@ -3,8 +3,8 @@
     python docs/_notebooks/notebooks.py           # writes every notebook again
     python docs/_notebooks/notebooks.py --run     # first runs the pages, and writes what they print today into them
 
-Each `python` block is a cell. A `text` block right after one is its output; everything else is Markdown, with links
-that lead from the notebook to the page's neighbours.
+Each `python` block is a cell. A `text` block or a picture right after one is its output; everything else is Markdown,
+with links that lead from the notebook to the page's neighbours.
 """
 
 import argparse
@@ -21,7 +21,11 @@ ROOT = pathlib.Path(__file__).parents[2]
 PAGES = ("tutorial.md", "tutorial-equinox.md", "primer/numbers.md", "primer/history.md", "primer/training.md")
 """The pages that are notebooks, below `docs/`."""
 
-_BLOCK = re.compile(r"^```python\n(?P<code>.*?)^```\n(?:\n```text\n(?P<output>.*?)^```\n)?", re.DOTALL | re.MULTILINE)
+_BLOCK = re.compile(
+    r"^```python\n(?P<code>.*?)^```\n"
+    r"(?:\n```text\n(?P<output>.*?)^```\n|\n!\[(?P<picture>[^\]]*)\]\((?P<path>[^)]+\.svg)\)\n)?",
+    re.DOTALL | re.MULTILINE,
+)
 _LINK = re.compile(r"\]\((?!https?://|#|mailto:)([^)\s]+)\)")
 
 
@@ -44,13 +48,15 @@ def notebook_of(page: str) -> dict[str, Any]:
         if source.strip():
             add("markdown", _LINK.sub(lambda match: f"]({folder}{match[1]})", source))
 
-    add_markdown(f"*Made from [docs/{page}]({pathlib.PurePosixPath(page).name}), with its outputs; change that page.*")
+    name = pathlib.PurePosixPath(page).name
+    add_markdown(f"*Made from the page [docs/{page}]({name}), with its outputs. Run the cells from top to bottom.*")
+    if any(block["picture"] for block in _BLOCK.finditer(text)):
+        # Plots are figures without pyplot, which would otherwise tell the kernel to show them.
+        add("code", "%matplotlib inline", execution_count=None, outputs=[])
     end = 0
     for block in _BLOCK.finditer(text):
         add_markdown(text[end : block.start()])
-        shown = block["output"]
-        outputs = [] if shown is None else [{"name": "stdout", "output_type": "stream", "text": _lines(shown)}]
-        add("code", block["code"], execution_count=None, outputs=outputs)
+        add("code", block["code"], execution_count=None, outputs=_outputs(block, (ROOT / "docs" / page).parent))
         end = block.end()
     add_markdown(text[end:])
     kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
@@ -81,6 +87,18 @@ def with_todays_output(text: str) -> str:
         return f"```python\n{block['code']}```\n\n```text\n" + "\n".join(lines) + "\n```\n"
 
     return _BLOCK.sub(run, text)
+
+
+def _outputs(block: re.Match[str], folder: pathlib.Path) -> list[dict[str, Any]]:
+    """What the page shows right after a block: text that it printed, or a picture."""
+    if block["output"] is not None:
+        return [{"name": "stdout", "output_type": "stream", "text": _lines(block["output"])}]
+    if block["path"] is None:
+        return []
+    # On white, since its lines are dark and a notebook does not know the rules of the site.
+    drawn = (folder / block["path"]).read_text().replace("<svg ", '<svg style="background: white" ', 1)
+    data = {"image/svg+xml": _lines(drawn), "text/plain": _lines(" ".join(block["picture"].split()))}
+    return [{"data": data, "metadata": {}, "output_type": "display_data"}]
 
 
 def _lines(text: str) -> list[str]:
