@@ -47,11 +47,16 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
     of the next step: split it off with `partition_for_grad_overwrite`, and write it back with `apply_updates`.
 
     Args:
-        recipe: Format and scaling of each operand, the name of a recipe, or a scaling to use for all.
+        state: What the recipe remembers; None for a stateless recipe. Its gradient is the state of the next step.
+        key: Words of the key for stochastic rounding, zeros until `with_rounding_keys` gives one; None for a recipe that
+            needs none.
+        recipe: Format and scaling of each operand. `init` also takes the name of a recipe, or a scaling to use for all.
         compute_dtype: Rounds operands, output and gradients to this dtype around the product, as a layer that computes
             in bfloat16 would. None does not round.
         kernel_shape: The sizes of the kernel's free axes, if known. `einsum` may swap the operands; these sizes tell
             the kernel from the input. If they do not decide (or are None), the kernel is the second operand.
+        stack: The axes of the layer stack that the op's layer is in; state and key have them in front.
+        has_key: Whether `key` was given one. Not None in place of zeros: a model keeps its structure when it gets keys.
         kernel_residual: What the backward pass keeps of the kernel; `fp8_linear_layers` sets it from its configuration.
         allow_dense_groups: Whether `ragged_dot` may multiply every row by the kernels of all groups where the device
             has no grouped kernel, or none for the recipe; likewise.
@@ -64,8 +69,8 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
 
     Raises:
         ValueError: If `recipe`, `compute_dtype`, `kernel_shape` or `stack` is of another kind; when called, if operands
-            are not floating-point arrays, contracted axes differ in size, an `out_sharding` is given, a key or the
-            state is missing, or the state is that of several layers.
+            are not floating-point arrays, contracted axes differ in size, a key or the state is missing, or the state is
+            that of several layers.
 
     References:
         `flax.linen.fp8_ops.Fp8DotGeneral`, whose numbers it reproduces bit for bit in float32.

@@ -109,7 +109,7 @@ def demo_steps(options: argparse.Namespace) -> tuple[Step, Step | None]:
 
 def has_fused_attention(device: Device) -> bool:
     """Whether a device has cuDNN's attention, whose scores are not in memory."""
-    return device.platform == "cuda" and float(device.compute_capability or 0.0) >= 8.0
+    return device.is_cuda_from(8.0)
 
 
 def demo_config(options: argparse.Namespace) -> Fp8Config:

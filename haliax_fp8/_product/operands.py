@@ -34,12 +34,12 @@ class Scales(NamedTuple):
 
     Args:
         operands: The scale of each operand, `[*ensemble]`.
-        products: Those of both operands of each product, multiplied; None where nothing is gained by computing them
+        pairs: Those of both operands of each product, multiplied; None where nothing is gained by computing them
             together.
     """
 
     operands: dict[OperandName, Array]
-    products: dict[ProductName, Array] | None
+    pairs: dict[ProductName, Array] | None
 
     def of_both(self, product: ProductName, spec: ProductSpec) -> Array | None:
         """The product of two operands' scales, where it is computed already, or belongs to a group of rows."""
@@ -49,9 +49,9 @@ class Scales(NamedTuple):
                 for operand in OPERANDS[product]
             )
             return jnp.broadcast_to(jnp.multiply(first, second), self.operands["kernel"].shape)
-        if self.products is None or not all(spec.takes_stored_scale(x, product) for x in OPERANDS[product]):
+        if self.pairs is None or not all(spec.takes_stored_scale(x, product) for x in OPERANDS[product]):
             return None
-        return self.products[product]
+        return self.pairs[product]
 
 
 def scales_of(state: Array | None, spec: ProductSpec) -> Scales | None:
@@ -65,7 +65,7 @@ def scales_of(state: Array | None, spec: ProductSpec) -> Scales | None:
 @functools.partial(jax.jit, static_argnames=("form", "limits", "exact"))
 def _scales_of(state: Array, *, form: AbstractStateForm, limits: tuple[float, ...], exact: bool) -> Scales:
     of_input, of_kernel, of_grad = form.scales(state, limits, exact=exact)
-    products: dict[ProductName, Array] | None = None
+    pairs: dict[ProductName, Array] | None = None
     if form.stacked and not of_input.ndim:
         # A scan slices them out of its stack, in a kernel for each number that is wanted, unless they are wanted
         # together.
@@ -77,8 +77,8 @@ def _scales_of(state: Array, *, form: AbstractStateForm, limits: tuple[float, ..
         else:
             # Other layers have the very same scale of their input, by which XLA finds that all quantize alike.
             of_kernel, of_grad, dgrad, wgrad, fprop = computed_together((of_kernel, of_grad, dgrad, wgrad, fprop))
-        products = {"fprop": fprop, "dgrad": dgrad, "wgrad": wgrad}
-    return Scales({"input": of_input, "kernel": of_kernel, "output_grad": of_grad}, products)
+        pairs = {"fprop": fprop, "dgrad": dgrad, "wgrad": wgrad}
+    return Scales({"input": of_input, "kernel": of_kernel, "output_grad": of_grad}, pairs)
 
 
 def quantize_operand(

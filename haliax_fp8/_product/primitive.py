@@ -37,7 +37,7 @@ from ..devices.units import MX_UNITS
 from .kernel_copies import KernelCopies, KernelCopy, folded, is_mapped, shape_of
 from .mapped_tangent import TangentArguments, with_mapped_axis
 from .spec import ProductSpec
-from .three_products import backward, forward, product, tangent
+from .three_products import backward, forward, fprop_alone, tangent
 
 
 def fp8_dot_general(
@@ -92,7 +92,7 @@ def _primitive_of(spec: ProductSpec) -> Primitive:
 
 
 def _fp8_dot(input: Array, kernel: Array, *others: Array, spec: ProductSpec) -> Array:
-    return product(input, kernel, *_split_others(others, spec), spec)
+    return fprop_alone(input, kernel, *_split_others(others, spec), spec)
 
 
 def _split_others(others: Sequence[Any], spec: ProductSpec) -> tuple[tuple[Any, ...], Any, Any, Any]:

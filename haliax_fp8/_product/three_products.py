@@ -117,7 +117,7 @@ def _kept(x: Any, copy: Saved, *, is_kernel: bool, rematerialized: bool) -> Any:
     return copy if is_kernel else checkpoint_name(copy, FP8_OPERAND)
 
 
-def product(
+def fprop_alone(
     input: Array,
     kernel: Array,
     extras: tuple[Array, ...],
@@ -218,7 +218,7 @@ def backward(
         update: Whether the gradient of the state is wanted.
         state_axes: Inside `shard_map`, the mesh axes over which devices have states of their own.
     """
-    grad, state_grad = round_to(grad, spec.compute_dtype), grad
+    grad, unrounded = round_to(grad, spec.compute_dtype), grad
     kept = residuals.kept(spec)
     scales, quantized = scales_of(kept.state if kept else None, spec), {}
 
@@ -253,15 +253,15 @@ def backward(
     gradients = of_input, of_kernel
     if kept is None or spec.state is None or not update:
         return gradients, None
-    of_grad = None
+    measured = None
     if kept.measured is not None:
-        of_grad = measured_parts(grad, quantized_grad("dgrad"), "output_grad", extras, spec, kept.state)
+        measured = measured_parts(grad, quantized_grad("dgrad"), "output_grad", extras, spec, kept.state)
     # What a device measured is all that differs, so that one maximum over devices is enough for all operands.
-    devices = () if of_grad is None else axes_to_reduce((*(kept.measured or ()), of_grad), state_axes)
+    devices = () if measured is None else axes_to_reduce((*(kept.measured or ()), measured), state_axes)
     if not spec.contraction.own_state:
-        return gradients, spec.state.cotangent(kept, of_grad, state_grad, spec.recipe, spec.ensemble, devices)
-    of_groups = largest_of_groups(jnp.max(lax.abs(state_grad), axis=-1, keepdims=True), extras[0])
-    new_state = spec.state.cotangent(kept, of_grad, of_groups, spec.recipe, spec.ensemble, devices)
+        return gradients, spec.state.cotangent(kept, measured, unrounded, spec.recipe, spec.ensemble, devices)
+    of_groups = largest_of_groups(jnp.max(lax.abs(unrounded), axis=-1, keepdims=True), extras[0])
+    new_state = spec.state.cotangent(kept, measured, of_groups, spec.recipe, spec.ensemble, devices)
     # A group without rows was not reached.
     has_rows = lax.expand_dims(extras[0] > 0, range(spec.ensemble, new_state.ndim))
     return gradients, jnp.where(has_rows, new_state, np.float32(0.0))

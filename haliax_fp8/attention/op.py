@@ -218,7 +218,7 @@ def _missing(device: Device) -> str | None:
         return None
     if device.platform != "cuda":
         return f"{device.kind} is not an NVIDIA GPU"
-    if float(device.compute_capability or 0.0) < 9.0:
+    if not device.is_cuda_from(9.0):
         return f"it needs compute capability 9.0 (Hopper), and {device.kind} has {device.compute_capability}"
     return None
 

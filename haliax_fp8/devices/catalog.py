@@ -1,6 +1,7 @@
 """The catalog of devices: one row per device, from which names, units, peaks and the preflight's targets follow.
 
-To add a device, add its row.
+To add a device, add its row. For a new compute capability, also see `units.py` (what it multiplies), `grouped.py` (its
+kernels for groups) and the uses of `Device.is_cuda_from` and `Device.is_hopper`.
 """
 
 import dataclasses
@@ -58,7 +59,7 @@ class Row:
         kind: See `Device`.
         compute_capability: See `Device`.
         xla: How the preflight compiles for it, or why it does not.
-        peaks: Its peak rates; None if they are not known.
+        peaks: Its peak rates, needed if the preflight compiles for it; else None.
         aliases: Its other names, also in lower case and without spaces.
     """
 

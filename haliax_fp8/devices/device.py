@@ -1,6 +1,7 @@
 """The properties of a device that decide whether it has FP8, and how fast it is."""
 
 import dataclasses
+import math
 import re
 from collections.abc import Mapping
 
@@ -28,8 +29,8 @@ class Device:
     compute_capability: str = ""
 
     @staticmethod
-    def default() -> "Device":
-        """The device that JAX computes on by default."""
+    def local() -> "Device":
+        """The first device of this process."""
         device = jax.devices()[0]
         platform = device.platform
         if platform == "gpu":
@@ -37,21 +38,22 @@ class Device:
         return Device(platform, device.device_kind, str(getattr(device, "compute_capability", "")))
 
     @staticmethod
-    def current() -> "Device":
-        """The device that is being traced for: that of the mesh in use (`jax.set_mesh`), or else the default.
+    def default() -> "Device":
+        """The device that JAX computes on by default: that of the mesh in use (`jax.set_mesh`), or else the local one.
 
-        So a program that is compiled for another machine's device takes that device's path.
+        So a model that is converted for another machine's device, or a program compiled for it, takes that device's
+        path.
         """
         meant = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
         if meant is None:
-            return Device.default()
+            return Device.local()
         platforms = ("cuda", "rocm") if meant.platform == "gpu" else (meant.platform,)
         rows = (row for row in catalog.values() if row.platform in platforms and row.kind == meant.device_kind)
         row = next(rows, None)
         if row is not None:
             return Device(row.platform, row.kind, row.compute_capability)
-        default = Device.default()
-        return default if default.kind == meant.device_kind else Device(platforms[0], meant.device_kind)
+        local = Device.local()
+        return local if local.kind == meant.device_kind else Device(platforms[0], meant.device_kind)
 
     @staticmethod
     def by_name(name: str) -> "Device":
@@ -68,7 +70,7 @@ class Device:
             ('9.0', 'TPU v6 lite')
         """
         if (known := canonical(name)) == "local":
-            return Device.default()
+            return Device.local()
         device = devices.get(known)
         if device is None:
             near = nearest(name, devices)
@@ -87,6 +89,24 @@ class Device:
         """The generation of a TPU, such as 7 for TPU7x; None for other devices."""
         found = re.match(r"TPU ?v?(\d+)", self.kind) if self.platform == "tpu" else None
         return None if found is None else int(found[1])
+
+    def is_cuda_from(self, lowest: float, below: float = math.inf) -> bool:
+        """Whether it is an NVIDIA GPU whose compute capability lies in `[lowest, below)`.
+
+        Args:
+            lowest: The lowest compute capability, such as 9.0.
+            below: The lowest that is too high.
+
+        Example:
+            >>> Device.by_name("h100").is_cuda_from(9.0), Device.by_name("tpu7x").is_cuda_from(9.0)
+            (True, False)
+        """
+        return self.platform == "cuda" and lowest <= float(self.compute_capability or 0.0) < below
+
+    @property
+    def is_hopper(self) -> bool:
+        """Whether it is an NVIDIA GPU of the Hopper generation, such as the H100 and the H200."""
+        return self.is_cuda_from(9.0, below=10.0)
 
     @property
     def architecture(self) -> str:

@@ -110,7 +110,7 @@ class LayerWork:
         first, elements = uses[0], self._elements(operand)
         work = _cast(first, elements)
         # Up to Hopper, FP8 operands have to lie along the axis that is summed: an operand needs one layout per product.
-        transposes = self.device.platform == "cuda" and float(self.device.compute_capability or 0) < 10
+        transposes = self.device.is_cuda_from(0.0, below=10.0)
         if len(uses) == 2:
             if uses[0] != uses[1] or first.scaling.directional:
                 work += _cast(uses[1], elements)

@@ -69,7 +69,7 @@ def cost_of_flags(flags: XlaFlags, device: Device, recipes: Iterable[Recipe]) ->
             "Triton's: remove it from XLA_FLAGS",
         )
     # Full accumulation is promised to gradients only; fprop never has it.
-    if device.compute_capability.startswith("9.") and any(map(_quantizes_gradients, recipes)):
+    if device.is_hopper and any(map(_quantizes_gradients, recipes)):
         return FlagsCost(
             False,
             "FP8 gradients (dgrad, wgrad) do not accumulate in full float32 where XLA chooses Triton's kernels on "

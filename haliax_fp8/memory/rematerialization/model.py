@@ -108,7 +108,7 @@ def restore_rematerialized[M](model: M) -> M:
 
 def _gains_from_float32(device: Device) -> bool:
     """Whether gated activations move fewer bytes in float32. `docs/performance.md` has the figures."""
-    return device.platform == "cuda" and device.compute_capability.startswith("9.")
+    return device.is_hopper
 
 
 def _map_modules(change: Callable[[str, Any], Any], tree: Any, types: tuple[type, ...]) -> Any:

@@ -98,7 +98,7 @@ def imprecise_sums(step: Program, target: Target) -> int:
 
     Triton's, on Hopper, at any precision: the tensor cores keep some 14 bits of a sum, and Triton leaves it to them.
     """
-    if not target.device.compute_capability.startswith("9."):
+    if not target.device.is_hopper:
         return 0
     in_triton = lambda p: p.is_fp8 and not p.widened and p.kernel.startswith(TRITON)
     return _runs(step, lambda product: product.role in (DGRAD, WGRAD) and in_triton(product))
