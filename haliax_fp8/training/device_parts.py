@@ -1,4 +1,4 @@
-"""Each device's own part of a batch, and what it computes of it: as a vmapped axis that the mesh divides."""
+"""Each device's part of a batch, and its gradients, as a vmapped axis that the mesh divides."""
 
 import contextlib
 import dataclasses
@@ -22,25 +22,25 @@ from .reduction import ReduceOnce
 
 @dataclasses.dataclass(frozen=True)
 class DeviceParts:
-    """The parts of a batch that devices have, whose gradients are reduced once.
+    """The devices' parts of a batch, whose gradients are reduced once.
 
     Args:
-        choice: Over which axes of the mesh, and in which dtype.
+        choice: The mesh axes to reduce over, and the dtype.
     """
 
     choice: ReduceOnce
 
     def count(self) -> int:
-        """How many devices, or groups of them, have rows of their own.
+        """The number of devices, or groups of them, that have their own rows.
 
         Raises:
-            ValueError: Without a mesh with automatic axes that has those of `over`.
+            ValueError: If no mesh with automatic axes, including those of `over`, is set.
         """
         mesh = jax.sharding.get_abstract_mesh()
         if not automatic_mesh():
             raise ValueError(
-                f"{self._given} needs a mesh with automatic axes: set it where the step is called, jax.set_mesh(mesh), "
-                "with axis_types=AxisType.Auto for all axes; on one device there is nothing to reduce"
+                f"{self._given} needs a mesh with automatic axes: call the step under jax.set_mesh(mesh), with "
+                "axis_types=AxisType.Auto for all axes; on one device there is nothing to reduce"
             )
         for axis in self.choice.axes:
             if axis not in mesh.shape:
@@ -59,13 +59,13 @@ class DeviceParts:
         return self.apart(x.reshape(parts, x.shape[0] // parts, *x.shape[1:]))
 
     def apart(self, x: jax.Array) -> jax.Array:
-        """An array of which each device has its own entry of the first axis."""
+        """The array, divided so that each device has its own entry of the first axis."""
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             return x
         return divided(x, PartitionSpec(self.choice.axes, *(PartitionSpec.UNCONSTRAINED for _ in x.shape[1:])))
 
     def map(self, function: Callable[..., Any], parts: Any) -> Any:
-        """The results of a function for each device's part, along a new first axis."""
+        """The results of a function for each device's part, along the first axis."""
         # `jax.vmap` takes it, but Equinox's types do not declare it.
         for_jax: dict[str, Any] = {"spmd_axis_name": self.choice.axes}
         try:
@@ -75,30 +75,30 @@ class DeviceParts:
             if "spmd_axis_name" not in str(error):
                 raise
             raise ValueError(
-                f"loss_fn divides an array over the mesh axes of {self._given}, but in it every device has its own "
+                f"loss_fn divides an array over the mesh axes of {self._given}, but inside it every device has its own "
                 "rows. Leave these axes out of its sharding constraints; those that follow from Haliax's axis mapping "
                 "leave them out already"
             ) from error
 
     def reduced[T](self, gradients: T) -> T:
-        """Mean gradients, and the maximum of state, over the first axis, of the devices' parts."""
+        """The mean of gradients and the maximum of state over the first axis, that of the devices' parts."""
 
         def reduce(node: Any) -> Any:
             if isinstance(node, CustomGradientAccumulation):
                 return _accumulated(node)
-            # Not `jnp.sum`, which would make sums of 16 bits in float32.
+            # Not `jnp.sum`, which would compute 16-bit sums in float32.
             return jax.lax.reduce_sum((node / node.shape[0]).astype(self.choice.dtype), (0,))
 
         return jax.tree.map(reduce, gradients, is_leaf=lambda node: isinstance(node, CustomGradientAccumulation))
 
     @property
     def _given(self) -> str:
-        """The choice, as the user wrote it."""
+        """The user's choice, for messages."""
         return f"reduce_gradients=ReduceOnce(over={self.choice.over!r})"
 
     @contextlib.contextmanager
     def _mapping(self) -> Iterator[None]:
-        """Haliax's axis mapping without the axes that tell devices' parts from each other."""
+        """Haliax's axis mapping without the mesh axes over which the parts are divided."""
         mapping = current_thread_local_mapping()
         if mapping is None:
             yield
@@ -113,7 +113,7 @@ class DeviceParts:
 
 def _accumulated(gradients: CustomGradientAccumulation) -> Any:
     if isinstance(gradients, OverwriteWithGradient):
-        # In one reduction: ours accumulate by maximum.
+        # In one reduction: our states accumulate by maximum.
         return jax.tree.map(lambda x: x.max(axis=0), gradients)
     parts = [jax.tree.map(lambda x: x[i], gradients) for i in range(jax.tree.leaves(gradients)[0].shape[0])]  # noqa: B023
     return functools.reduce(lambda total, part: total.accumulate(part), parts)

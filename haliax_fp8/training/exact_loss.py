@@ -1,4 +1,4 @@
-"""exact_gradients: a loss whose gradient is that of `filter_grad`, whatever takes it."""
+"""exact_gradients: a loss with the gradient of `filter_grad`, whatever function takes it."""
 
 import functools
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from .gradients import filter_value_and_grad
 
 
 def exact_gradients(loss_fn: Callable[..., Any], *, has_aux: bool = False) -> Callable[..., Any]:
-    """A loss whose gradient is that of `filter_grad`, even if a trainer takes it with `jax.grad` or `eqx.filter_grad`.
+    """A loss with the gradient of `filter_grad`, even if a trainer takes it with `jax.grad` or `eqx.filter_grad`.
 
     Some trainers, such as Levanter's, take the gradient of a loss themselves. Their gradient then sums the amaxes of a
     layer that is used several times, updates each layer's state separately, and quantizes a shared input once per
@@ -30,7 +30,7 @@ def exact_gradients(loss_fn: Callable[..., Any], *, has_aux: bool = False) -> Ca
         A function with the same arguments and results.
 
     Raises:
-        ValueError: When called, if it is differentiated with respect to anything but its first argument.
+        ValueError: When called, if it is differentiated with respect to anything except its first argument.
 
     Example:
         >>> def twice(layer, x):
@@ -44,7 +44,7 @@ def exact_gradients(loss_fn: Callable[..., Any], *, has_aux: bool = False) -> Ca
     @functools.wraps(loss_fn)
     def call(model: Any, *args: Any, **kwargs: Any) -> Any:
         if any(isinstance(node, OpRecord) for node in jax.tree.leaves(model, is_leaf=_is_record)):
-            # `filter_grad` takes the gradient already.
+            # `filter_grad` is already taking the gradient.
             return loss_fn(model, *args, **kwargs)
         (of_model, of_others), rest = eqx.partition((model, (args, kwargs)), eqx.is_inexact_array)
         static: list[Any] = []
@@ -79,7 +79,7 @@ def exact_gradients(loss_fn: Callable[..., Any], *, has_aux: bool = False) -> Ca
         def backward(kept: Any, cotangents: Any) -> tuple[Any, Any]:
             gradients, of_others = kept
             (cotangent,) = jax.tree.leaves(cotangents[0] if has_aux else cotangents)
-            # State is not a direction: a loss that counts twice has the same amaxes.
+            # State is not a direction: a loss with weight 2 has the same amaxes.
             scaled = lambda node: node if _is_state(node) else node * cotangent.astype(node.dtype)
             return jax.tree.map(scaled, gradients, is_leaf=_is_state), jax.tree.map(jnp.zeros_like, of_others)
 

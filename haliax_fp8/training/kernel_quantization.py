@@ -5,30 +5,30 @@ from typing import Any
 
 
 class KernelQuantization(enum.Enum):
-    """How often a training step quantizes its kernels. Numbers are the same."""
+    """How often a training step quantizes its kernels. The numbers are the same."""
 
     IN_EACH_MICROBATCH = "in_each_microbatch"
-    """Every product quantizes its kernel: nothing is kept from one microbatch to the next."""
+    """Every product quantizes its kernel, and nothing is kept from one microbatch to the next."""
 
     ONCE = "once"
-    """Before the first microbatch, for all of them, see `quantize_kernels`.
+    """The step quantizes them before the first microbatch, for all of them; see `quantize_kernels`.
 
     A kernel is read once per step. Its copies take two bytes per weight for as long as the step lasts.
     """
 
     GATHERED_ONCE = "gathered_once"
-    """Likewise, and each device gets all that it multiplies by before the first microbatch, in FP8.
+    """As `ONCE`, and each device receives the kernels that it multiplies with before the first microbatch, in FP8.
 
-    Every weight travels once per step, as one byte. The two bytes per weight are then those of whole kernels, on every
-    device. See `quantize_kernels(gather=True)` for what is whole.
+    Every weight travels once per step, as one byte. Every device then holds two bytes per weight of whole kernels.
+    `quantize_kernels(gather=True)` says which kernels are whole.
     """
 
 
 def as_kernel_quantization(value: Any) -> KernelQuantization:
-    """A member, given as itself or by its value.
+    """Returns a member for a user's argument: the member itself, or its value.
 
     Args:
-        value: What the user gave.
+        value: The user's argument.
 
     Raises:
         ValueError: If it is neither.

@@ -45,7 +45,7 @@ def with_rounding_keys[M](model: M, key: Key[Array, ""]) -> M:
 def _with_key(node: Any, key: Array, index: int) -> Any:
     if not isinstance(node, Fp8DotGeneral) or node.key is None:
         return node
-    # The words of keys, drawn as random numbers: whatever generator `key` is of, and as many as the op has members.
+    # Key data, drawn as random numbers: it works with any generator of `key`, and for any number of members.
     words = jax.random.bits(jax.random.fold_in(key, index), node.key.array.shape, jnp.uint32)
-    # Through the tree: inside `vmap` and `scan` the names may count axes that the array does not have.
+    # As a tree: inside `vmap` and `scan` the names may include axes that the array does not have.
     return dataclasses.replace(node, key=jax.tree.unflatten(jax.tree.structure(node.key), [words]), has_key=True)

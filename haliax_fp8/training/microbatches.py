@@ -1,4 +1,4 @@
-"""Loss and gradients of a batch: as a whole, or in microbatches one after the other."""
+"""Loss and gradients of a batch, as a whole or in consecutive microbatches."""
 
 import dataclasses
 from collections.abc import Callable
@@ -23,12 +23,12 @@ from .updates import accumulate_gradients, common_dtype, partition_for_grad_over
 
 
 class StepInput(eqx.Module):
-    """What a step gets besides the model and the optimizer's state.
+    """The arguments of a step other than the model and the optimizer's state.
 
     Args:
         batch: The arguments of the loss after the model.
-        key: For recipes that round at random.
-        loss_key: For the loss.
+        key: The key for recipes that round at random.
+        loss_key: The key for the loss.
     """
 
     batch: tuple[Any, ...]
@@ -41,7 +41,7 @@ class StepInput(eqx.Module):
         return any(isinstance(x, Tracer) for x in jax.tree.leaves(self))
 
     def split(self, count: int, part: Callable[[Array], Array]) -> tuple["StepInput", "StepInput"]:
-        """The arrays of all parts, along a new first axis; and what they share.
+        """The arrays of all parts, along a new first axis; and the input that all parts share.
 
         Args:
             count: The number of parts.
@@ -54,13 +54,13 @@ class StepInput(eqx.Module):
 
 @dataclasses.dataclass(frozen=True)
 class BatchGradients:
-    """What a step computes of its batch.
+    """Loss and gradients of a step's batch.
 
     Args:
         loss: The mean over parts: microbatches, and devices if gradients are reduced once.
-        aux: The auxiliary results; None without. Of several parts, arrays have one more axis in front.
+        aux: The auxiliary results, or None. With several parts, arrays have one more axis in front.
         overwrites: The part of the gradients that replaces state: the maximum over parts.
-        gradients: The others: the mean.
+        gradients: The other gradients: the mean over parts.
     """
 
     loss: Array
@@ -82,9 +82,9 @@ def gradients_of_batch(
 
     Args:
         loss_fn: The loss.
-        model: The model as the loss gets it.
+        model: The model that the loss gets.
         given: The batch and the keys.
-        count: Into how many microbatches it is split.
+        count: The number of microbatches.
         reduction: How gradients are reduced over devices; None leaves it to XLA.
         has_aux: Whether the loss also returns auxiliary results.
     """
@@ -144,17 +144,17 @@ def _parts(x: Array, count: int) -> Array:
         )
     if x.ndim == 0 or x.shape[0] % count:
         raise ValueError(f"microbatches={count} does not divide the leading axis of a batch array of shape {x.shape}")
-    # Devices that divide the leading axis keep their rows: the outer part of a divided axis stays divided.
+    # If devices divide the leading axis, they keep their rows: the outer part of a divided axis stays divided.
     return whole_in_front(jnp.swapaxes(x.reshape(x.shape[0] // count, count, *x.shape[1:]), 0, 1))
 
 
 def _stacked(first: Any, others: list[Array] | None, is_stacked: bool) -> Any:
-    """Auxiliary results of all parts, along an axis in front.
+    """The auxiliary results of all parts, stacked along a new first axis.
 
     Args:
-        first: Those of the first microbatch.
-        others: Those of the others, leaf by leaf along an axis in front; None if there are none.
-        is_stacked: Whether each microbatch has an axis in front already, of devices.
+        first: The results of the first microbatch.
+        others: The results of the others, leaf by leaf with a first axis; None if there are no others.
+        is_stacked: Whether each microbatch's results already have a first axis, over devices.
     """
     remaining = None if others is None else iter(others)
 

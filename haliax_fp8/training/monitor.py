@@ -1,4 +1,4 @@
-"""What a training step measures in some of its steps, and how it counts them."""
+"""Monitors: what a training step measures in some of its steps, and how it counts steps."""
 
 import abc
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ from ..layers.rule import LayerRule
 class AbstractMonitor(abc.ABC):
     """What `TrainStep(monitor=...)` measures, and when; `haliax_fp8.statistics.every` makes one.
 
-    A step that measures is a program of its own, so the others are those without a monitor.
+    A step that measures is a program of its own, so the other steps run the same program as without a monitor.
     """
 
     @abc.abstractmethod
@@ -20,16 +20,16 @@ class AbstractMonitor(abc.ABC):
         """Whether to measure in a step.
 
         Args:
-            step: How many steps were taken before.
+            step: The number of steps taken before.
         """
 
     @abc.abstractmethod
     def measuring(self, model: Any, rules: tuple[LayerRule, ...]) -> Any:
-        """The model with ops that measure: what is differentiated in a step that does.
+        """The model with ops that measure, which is differentiated in steps that measure.
 
         Args:
             model: The model.
-            rules: Those of its layers' classes.
+            rules: The rules of its layer classes.
         """
 
     @abc.abstractmethod
@@ -37,13 +37,13 @@ class AbstractMonitor(abc.ABC):
         """Gradients, or a part of them, as they would be without measuring.
 
         Args:
-            tree: Of the measuring model, over all microbatches.
+            tree: The gradients of the measuring model, over all microbatches.
             model: The model.
         """
 
     @abc.abstractmethod
     def measured(self, overwrites: Any) -> Any:
-        """What was measured, a tree of arrays.
+        """The measurements, a tree of arrays.
 
         Args:
             overwrites: The part of the measuring model's gradients that replaces state.
@@ -51,18 +51,18 @@ class AbstractMonitor(abc.ABC):
 
     @abc.abstractmethod
     def metrics(self, measured: Any) -> dict[str, Any]:
-        """The numbers by the names that a tracker gets; called on the host.
+        """The numbers by their names in a tracker; called on the host.
 
         Args:
-            measured: What `measured` returned, with values.
+            measured: The result of `measured`, with concrete values.
         """
 
 
 class CountedState(NamedTuple):
-    """The optimizer's state of a step with a monitor, which counts its steps.
+    """The optimizer's state of a step with a monitor, with a count of steps.
 
     Args:
-        steps: How many steps were taken; on the host, so that the next step need not wait for this one.
+        steps: The number of steps taken; on the host, so that the next step need not wait for this one.
         optimizer: The optimizer's own state.
     """
 
@@ -71,19 +71,19 @@ class CountedState(NamedTuple):
 
 
 def counted(opt_state: PyTree, *, nested: bool = False) -> CountedState:
-    """The state with its count, which begins at 0 in a state without one.
+    """The state with its count; a state without one starts at 0.
 
     Args:
         opt_state: The state.
         nested: Whether the step runs inside `jit`.
 
     Raises:
-        ValueError: Inside `jit`, where a program cannot be chosen by the number of the step.
+        ValueError: Inside `jit`, where the number of the step cannot select a program.
     """
     if nested:
         raise ValueError(
-            "monitor measures in some steps, which are a program of their own, and inside jit there is only one. Call "
-            "the step outside jit, or measure with haliax_fp8.quantization_statistics inside"
+            "monitor measures in some steps, which run a program of their own, but inside jit there is only one. Call "
+            "the step outside jit, or use haliax_fp8.quantization_statistics inside"
         )
     found = opt_state if isinstance(opt_state, CountedState) else CountedState(np.zeros((), np.int64), opt_state)
     return found._replace(steps=np.asarray(found.steps, np.int64))

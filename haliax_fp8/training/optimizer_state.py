@@ -1,4 +1,4 @@
-"""An optimizer's state across a conversion of the model."""
+"""Carries an optimizer's state over a conversion of the model."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ def transfer_optimizer_state(opt_state: PyTree, old_model: Any, new_model: Any) 
         new_model: The model after it.
 
     Returns:
-        The state, in which every tree with the old model's structure has that of the new model.
+        The state, in which every tree with the old model's structure has the new model's instead.
 
     Raises:
         ValueError: If the models' parameters differ in number, shape or dtype, or `opt_state` is not `old_model`'s.
@@ -38,12 +38,12 @@ def transfer_optimizer_state(opt_state: PyTree, old_model: Any, new_model: Any) 
     described = [[(x.shape, x.dtype) for x in leaves] for leaves in (old_leaves, new_leaves)]
     if described[0] != described[1]:
         raise ValueError(
-            f"new_model and old_model have different parameters ({len(new_leaves)} arrays against {len(old_leaves)}); "
-            "only a conversion of the same parameters can keep the optimizer's state"
+            f"new_model and old_model have different parameters ({len(new_leaves)} and {len(old_leaves)} arrays); only "
+            "a conversion of the same parameters can keep the optimizer's state"
         )
 
     def parts(node: Any) -> list[Any] | None:
-        """What a tree of the model has in each parameter's place: an array, or optax's `MaskedNode`."""
+        """The nodes of a model-shaped tree in each parameter's place: an array, or Optax's `MaskedNode`."""
         try:
             return old_structure.flatten_up_to(node)
         except (ValueError, TypeError):

@@ -1,4 +1,4 @@
-"""When the gradients of a training step are reduced over devices, and in which dtype: the user's choice."""
+"""When a training step reduces gradients over devices, and in which dtype: the user's choice."""
 
 import dataclasses
 from typing import Any, cast
@@ -10,20 +10,20 @@ from jaxtyping import DTypeLike
 
 @dataclasses.dataclass(frozen=True)
 class ReduceOnce:
-    """Gradients are added up on each device, and over devices once per step, in a dtype of your choice.
+    """Adds up gradients on each device, and over devices once per step, in a dtype of your choice.
 
-    By default XLA decides, and gradients travel in the dtype of the products; where devices divide the weights (FSDP),
-    in every microbatch. With this choice each device takes the gradients of its own rows and adds them up in float32
-    over the microbatches; then all devices reduce these sums. A weight's gradient travels once per step.
+    By default XLA decides, and gradients travel in the dtype of the products; if devices divide the weights (FSDP), in
+    every microbatch. With this choice each device takes the gradients of its own rows and adds them up in float32 over
+    the microbatches; then all devices reduce these sums. A weight's gradient travels once per step.
 
     Until then every device holds a whole gradient in float32: four bytes for each weight that the other mesh axes do
-    not divide. Under FSDP that can be more than all else on the device; see `docs/traffic.md`.
+    not divide. Under FSDP that can exceed everything else on the device; see `docs/traffic.md`.
 
     The rows of a device count as a microbatch of their own. The loss is the mean over devices, `current` and `nvfp4`
-    take the scale of the device's rows alone, random keys are split for devices too, and arrays in `aux` have an entry
-    for each microbatch and device. Kernels are quantized once per step, as with `quantize_kernels="once"`, so the loss
-    must not cast them: convert with `compute_dtype=jnp.bfloat16` instead. Inside the loss, Haliax's axis mapping leaves
-    out the mesh axes of `over`.
+    compute scales from the device's rows alone, random keys are split for devices too, and arrays in `aux` have an
+    entry for each microbatch and device. Kernels are quantized once per step, as with `quantize_kernels="once"`, so the
+    loss must not cast them: convert with `compute_dtype=jnp.bfloat16` instead. Inside the loss, Haliax's axis mapping
+    omits the mesh axes of `over`.
 
     Args:
         over: The mesh axis, or axes, over which the rows of the batch are divided: "data", or ("replica", "data").
@@ -31,7 +31,7 @@ class ReduceOnce:
 
     Raises:
         ValueError: If `over` names nothing, or `dtype` is not a floating-point dtype of at least 16 bits. When the step
-            is called: if no mesh with automatic axes is set that has these axes, or they do not divide the batch.
+            is called: if no mesh with these axes as automatic axes is set, or they do not divide the batch.
 
     References:
         `MixedPrecisionPolicy(reduce_dtype=...)` and `set_requires_gradient_sync` of PyTorch's `fully_shard`.
@@ -63,7 +63,7 @@ def require_reduction(value: Any) -> None:
     """Raises a ValueError unless a value is a choice for `TrainStep(reduce_gradients=...)`.
 
     Args:
-        value: What the user gave.
+        value: The user's argument.
     """
     if value is not None and not isinstance(value, ReduceOnce):
         raise ValueError(

@@ -37,7 +37,7 @@ M = TypeVar("M")
 type Metrics = dict[str, Any]
 
 
-# A library does not print. At logging level INFO, users see once, when training begins, what is active.
+# Libraries should not print, so a one-line summary goes to the logger at INFO when training starts.
 _logger = logging.getLogger("haliax_fp8")
 
 
@@ -55,26 +55,26 @@ class TrainStep(eqx.Module):
             parts run in a `lax.scan`; gradients are averaged, and amaxes combined by maximum.
         donate: Reuses the memory of the model and the optimizer state for the new ones. Anything that shares arrays
             with them, such as the model before conversion, becomes unusable after the step.
-        quantize_kernels: Whether each microbatch quantizes the kernels, or the step does it `"once"` for all of them;
-            with `"gathered_once"` it also gathers them once, for devices that each hold a part.
+        quantize_kernels: Whether each microbatch quantizes the kernels, or the step does so `"once"` for all of them;
+            with `"gathered_once"` it also gathers them once, if each device holds a part.
         reduce_gradients: `ReduceOnce(over="data")` adds up gradients on each device, and over devices once per step, in
             the dtype that it names. None leaves it to XLA: in the products' dtype, under FSDP in each microbatch.
-        rules: Those of `Fp8Config(rules=...)` that the model was converted with, to find the kernels of your own layer
+        rules: The `Fp8Config(rules=...)` with which the model was converted, to find the kernels of your own layer
             classes.
         has_aux: Whether `loss_fn` returns `(loss, aux)`, as in `eqx.filter_value_and_grad`. `aux`, any tree, is then
             `metrics["aux"]`. With microbatches, its arrays have one more axis in front, with the results of each
-            microbatch in turn (of a `NamedArray`, the axis "microbatch"): take the mean, the sum or the last, as fits.
-        monitor: What is measured in some steps, such as `haliax_fp8.statistics.every(100)`; None measures nothing. Its
-            numbers are in `metrics` of these steps. The state of the optimizer then counts steps.
+            microbatch in turn (in a `NamedArray`, the axis "microbatch"): take the mean, the sum or the last, as fits.
+        monitor: What to measure in some steps, such as `haliax_fp8.statistics.every(100)`; None measures nothing. Its
+            numbers are in `metrics` of these steps. The optimizer's state then counts steps.
 
     Raises:
         ValueError: If `loss_fn` is not a function, `optimizer` is not an optimizer, `microbatches` is not an integer
             of at least 1, `quantize_kernels` is not a `KernelQuantization` or the name of one, or `rules` is not a
-            tuple of rules. When called, if `microbatches` does not divide a batch, if `loss_fn` cannot be called with
+            tuple of rules. When called: if `microbatches` does not divide a batch, if `loss_fn` cannot be called with
             it or returns anything but one number, if `opt_state` belongs to another model, if `key` is not a single key
-            or is meant for `loss_fn`, if the model has quantized kernels, or static scales that are not calibrated, or
-            inside `jit` with a monitor; with `quantize_kernels="once"` and `"gathered_once"` also as the function
-            `quantize_kernels` does.
+            or is meant for `loss_fn`, if the model has quantized kernels or uncalibrated static scales, or inside `jit`
+            with a monitor; with `quantize_kernels="once"` and `"gathered_once"` also where the function
+            `quantize_kernels` raises.
 
     Example:
         >>> step = TrainStep(loss_fn, optax.adamw(1e-3))
@@ -85,7 +85,7 @@ class TrainStep(eqx.Module):
     """
 
     loss_fn: Callable[..., Any]
-    # Its default is for the message alone: Python's would not say which of the two arguments is missing.
+    # The default exists only for our message: Python's would not say which of the two arguments is missing.
     optimizer: optax.GradientTransformation | optax.MultiSteps = cast(Any, None)
     microbatches: int = eqx.field(default=1, static=True)
     donate: bool = eqx.field(default=False, static=True)
@@ -101,7 +101,7 @@ class TrainStep(eqx.Module):
         require_loss_and_optimizer(self.loss_fn, self.optimizer)
         require_choices(microbatches=self.microbatches, donate=self.donate, has_aux=self.has_aux, monitor=self.monitor)
         require_reduction(self.reduce_gradients)
-        # Raises unless they are rules.
+        # Raises a ValueError unless they are rules.
         Fp8Config(rules=self.rules)
 
     def init(self, model: PyTree) -> PyTree:
@@ -120,7 +120,7 @@ class TrainStep(eqx.Module):
         return opt_state if self.monitor is None else counted(opt_state)
 
     def compiler_options(self, model: PyTree, *_: Any, device: Device | None = None) -> dict[str, bool]:
-        """The XLA options that a step of this model is compiled with, besides the flags of the environment.
+        """The XLA options that a step of this model is compiled with, in addition to the environment's flags.
 
         On NVIDIA GPUs they restrict products to cuBLASLt, so that gradients accumulate in full float32. Inside another
         `jit`, only the outer options count, and a step passes none.
@@ -176,20 +176,20 @@ class TrainStep(eqx.Module):
 
         Args:
             model: The model.
-            opt_state: From `init`, or from the step before.
+            opt_state: From `init`, or from the previous step.
             *batch: The arguments of `loss_fn` after the model.
-            key: For recipes with stochastic rounding: a new one in each step. See `with_rounding_keys`.
-            loss_key: For a loss with dropout or other random numbers: a new one in each step, which `loss_fn` gets as
-                its argument `key`. With microbatches, each gets one of `jax.random.split(loss_key, microbatches)`.
+            key: A new key in each step, for recipes with stochastic rounding. See `with_rounding_keys`.
+            loss_key: A new key in each step, for losses with dropout or other random numbers; `loss_fn` gets it as its
+                argument `key`. With microbatches, each gets one of `jax.random.split(loss_key, microbatches)`.
 
         Returns:
             The new model, the new optimizer state, and metrics: `loss`, `grad_norm` (over parameters, before clipping),
-            `aux` with `has_aux`, and what the monitor measured, if it did in this step.
+            `aux` with `has_aux`, and the monitor's numbers if it measured in this step.
         """
         require_order(model, opt_state)
         call = "step(model, opt_state, *batch)"
         require_call(self.loss_fn, batch, key, loss_key, call=call, before=(opt_state,))
-        # Without waiting for the step before: the model that it got was checked already.
+        # This does not wait for the previous step, whose model was checked already.
         require_calibrated(model, wait=False)
         require_own_state(model, wait=False)
         require_no_kernel_copies(model)
@@ -213,7 +213,7 @@ class TrainStep(eqx.Module):
 
     @property
     def _without_monitor(self) -> "TrainStep":
-        """The step whose program measures nothing."""
+        """The step without its monitor, whose program measures nothing."""
         return self if self.monitor is None else dataclasses.replace(self, monitor=None)
 
 
@@ -235,7 +235,7 @@ def _run(kept: tuple[TrainStep, StepInput], model: Any, opt_state: Any) -> tuple
 @functools.cache
 def _step(donate: bool, options: tuple[tuple[str, bool], ...]) -> Callable[..., Any]:
     """The compiled step. One for all instances, so that equal ones share compiled code."""
-    # `jax.jit` takes it, but Equinox's types do not declare it.
+    # `jax.jit` accepts it, but Equinox's types do not declare it.
     for_jax: dict[str, Any] = {"compiler_options": dict(options)}
     return eqx.filter_jit(_run, donate="all-except-first" if donate else "none", **for_jax)
 
@@ -247,9 +247,10 @@ def _overwrites(kept: tuple[TrainStep, StepInput], model: Any) -> Any:
 
 
 def _gradients(step: TrainStep, given: StepInput, model: Any) -> tuple[BatchGradients, Any]:
-    """What a step computes of its batch; and what its monitor measured."""
+    """Loss and gradients of a step's batch; and its monitor's measurements."""
     evaluated = model if step.monitor is None else step.monitor.measuring(model, step.rules)
-    # Mapped over devices' parts, each product would quantize its kernel for every part, and XLA would gather it wide.
+    # When mapped over devices' parts, each product would quantize its kernel for every part, and XLA would gather it in
+    # high precision.
     once = step.quantize_kernels is not KernelQuantization.IN_EACH_MICROBATCH or step.reduce_gradients is not None
     if once:
         gather = step.quantize_kernels is KernelQuantization.GATHERED_ONCE

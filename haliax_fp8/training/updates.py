@@ -1,4 +1,4 @@
-"""The end of a training step: state split from parameters, both updated, microbatches added up."""
+"""The end of a training step: splits state from parameters, updates both, and adds up microbatches."""
 
 import dataclasses
 from collections.abc import Callable
@@ -28,13 +28,13 @@ def partition_for_grad_overwrite[T](tree: T) -> tuple[T, T]:
 
     Returns:
         `(overwrites, rest)`: each has the structure of `tree`, with None where the other one has a node. Gradients of
-        a model with quantized kernels have that of the model without them.
+        a model with quantized kernels have the structure of the model without them.
 
     Raises:
         ValueError: If `tree` is a model with quantized kernels.
 
     References:
-        Identical to `haliax.quantization.partition_for_grad_overwrite`, which also finds state by its marker type.
+        Identical to `haliax.quantization.partition_for_grad_overwrite`, which finds state by its marker type too.
 
     Example:
         >>> overwrites, params = partition_for_grad_overwrite(fp8_linear_layers(model))
@@ -46,15 +46,15 @@ def partition_for_grad_overwrite[T](tree: T) -> tuple[T, T]:
 
 
 def apply_updates[T](module: T, updates: PyTree, overwrites: PyTree) -> T:
-    """The model after a step: parameters plus their updates, and state replaced by what the gradients carried.
+    """The model after a step: parameters plus their updates, and the new state that the gradients carried.
 
-    State is not copied from the gradient: each layer's scale and history are recomputed from the model's own and the
-    newest amax of the gradient. So state does not change if the step did not reach the layer or an amax is not finite,
-    and it is not corrupted if a layer was used several times under a plain gradient.
+    State is not copied from the gradient: each layer's scale and history are recomputed from the model's own state and
+    the newest amax in the gradient. So state does not change if the step did not reach the layer or an amax is not
+    finite, and it is not corrupted if a layer was used several times under a plain gradient.
 
     Args:
         module: The model before the step.
-        updates: What the optimizer returned: the structure of the model, None where nothing is updated.
+        updates: The optimizer's updates: the structure of the model, with None where nothing is updated.
         overwrites: The first part of `partition_for_grad_overwrite(gradients)`.
 
     Returns:
@@ -69,12 +69,12 @@ def apply_updates[T](module: T, updates: PyTree, overwrites: PyTree) -> T:
 
 
 def apply_exact_updates[M](module: M, updates: Any, overwrites: Any) -> M:
-    """`apply_updates` without computing scales and histories again: they are in the gradients.
+    """`apply_updates` without recomputing scales and histories, which these gradients already contain.
 
     Args:
-        module: As in `apply_updates`; likewise `updates`.
-        updates: What is added to parameters.
-        overwrites: From `filter_grad` or `filter_value_and_grad`; of several microbatches, from `accumulate_gradients`.
+        module: As in `apply_updates`.
+        updates: As in `apply_updates`.
+        overwrites: From `filter_grad` or `filter_value_and_grad`; over microbatches, from `accumulate_gradients`.
     """
     return _applied(module, updates, overwrites, written_states)
 
@@ -124,7 +124,7 @@ def _applied(
 
 @dataclasses.dataclass(frozen=True)
 class _Place:
-    """Where a state goes once all are computed."""
+    """Marks where a state goes once all states are computed."""
 
     index: int
 
@@ -139,7 +139,7 @@ def _add(update: Array | None, parameter: Any) -> Any:
 
 
 def common_dtype(a: np.dtype, b: np.dtype) -> np.dtype:
-    """The dtype that holds both, also in a program that allows no implicit promotion."""
+    """The dtype that holds both, even in a program that allows no implicit promotion."""
     with jax.numpy_dtype_promotion("standard"):
         return np.dtype(jnp.promote_types(a, b))
 
@@ -161,7 +161,7 @@ def _require_same_type(name: str, expected: Any, got: Any) -> None:
 
 
 def _require_structure_of(module: Any, name: str, tree: Any, cause: Exception) -> None:
-    """Says which of the two trees is not the model's, by the first path that only one of them has."""
+    """Raises a ValueError that names the first path at which a tree and the model differ."""
 
     def paths(t: Any) -> dict[str, Any]:
         flat, _ = jax.tree_util.tree_flatten_with_path(t, is_leaf=_is_state_or_missing)

@@ -20,8 +20,8 @@ class Way:
             `filter_custom_jvp`, and refuses one in `filter_custom_vjp`; but a loss that casts inexact arrays would cast
             them.
         tables: Whether states stay tables, for a function that assembles its model from parts.
-        whole: Whether the gradient is one program, even if the user runs operation by operation: outside `jit` JAX
-            cannot add up the gradients of several uses.
+        whole: Whether the gradient is one program, even if the user runs operation by operation: outside `jit`, JAX
+            cannot add the gradients of several uses.
     """
 
     inexact: bool = False
@@ -30,17 +30,17 @@ class Way:
 
 
 def first_that_works(gradients_of: Callable[..., tuple[Any, int]], *args: Any, **kwargs: Any) -> Any:
-    """What `gradients_of(way, *args, **kwargs)` returns in the first way in which JAX can differentiate the function.
+    """The result of `gradients_of(way, *args, **kwargs)` for the first way that JAX can differentiate.
 
     Args:
-        gradients_of: Returns the number of states without a gradient as well.
+        gradients_of: Returns gradients, and the number of states without one.
         *args: Further arguments.
         **kwargs: Further arguments.
 
     Raises:
-        ValueError: If JAX cannot in any; with the reason.
+        ValueError: If JAX can differentiate none, with the reason.
     """
-    # Other records are a kind of random keys to JAX, which it then takes for used twice.
+    # JAX treats other records as random keys, and would report that they are used twice.
     way = Way(inexact=jax.config.jax_debug_key_reuse)
     while True:
         try:
@@ -67,23 +67,23 @@ def _in_way(gradients_of: Callable[..., tuple[Any, int]], way: Way, *args: Any, 
 def _with_fewer_unreached(
     found: Any, unreached: int, gradients_of: Callable[..., tuple[Any, int]], way: Way, args: Any, kwargs: Any
 ) -> Any:
-    """Gradients of a function that leaves layers out; or in which Equinox lost the gradients of their states.
+    """Gradients of a function that does not use all layers, or in which Equinox lost the gradients of their states.
 
-    It does where `filter_custom_jvp` calls a function with a `custom_vjp` of JAX: the state has no tangent outside, a
-    gradient inside, and nobody collects it. Nothing but another attempt tells the two apart.
+    Equinox loses them if `filter_custom_jvp` calls a function with a `custom_vjp` of JAX: the state has no tangent
+    outside, and its gradient inside is dropped. Only another attempt tells the two cases apart.
     """
     if way.inexact or way.tables:
         return found
     try:
         again, of_these = _in_way(gradients_of, dataclasses.replace(way, inexact=True), *args, **kwargs)
-    except Exception:  # noqa: BLE001 - the first attempt has worked
+    except Exception:  # noqa: BLE001 - the first attempt worked
         return found
     return again if of_these < unreached else found
 
 
 _NAN = (
-    "jax_debug_nans or jax_debug_infs found a NaN or an infinity in the gradient, and cannot say where, because FP8 "
-    "state cannot be run operation by operation. Look for it in restore_linear_layers(model)"
+    "jax_debug_nans or jax_debug_infs found a NaN or an infinity in the gradient, but cannot locate it, because "
+    "gradients with FP8 state cannot run operation by operation. Look for it in restore_linear_layers(model)"
 )
 
 
@@ -108,8 +108,8 @@ def _explanation(way: Way, error: Exception) -> str | None:
     """What to do instead; None if the error is not about state."""
     if _modules(error, "diffrax._adjoint", "_loop_backsolve_bwd"):
         return (
-            "diffrax.BacksolveAdjoint solves for the gradient of FP8 state as if it were a number that changes with "
-            "time. Use adjoint=diffrax.DirectAdjoint(), which is exact"
+            "diffrax.BacksolveAdjoint solves for the gradient of FP8 state as if the state changed with time. Use "
+            "adjoint=diffrax.DirectAdjoint(), which is exact"
         )
     if _modules(error, "equinox.internal._loop.checkpointed"):
         return (
@@ -135,18 +135,18 @@ def _explanation(way: Way, error: Exception) -> str | None:
         return (
             "examples mapped by vmap each take their own branch (jax.lax.cond or switch), or a jax.custom_vjp is "
             "mapped, in a function that gets only a part of its model and assembles the model inside. Pass the whole "
-            "model as the first argument; or compute both branches outside cond, and choose with jnp.where"
+            "model as the first argument; or compute both branches outside cond and select with jnp.where"
         )
     return (
         "FP8 state was sliced inside the differentiated function (as in `jax.tree.map(lambda a: a[0], layers)`), or "
-        "added, and JAX cannot differentiate that for state whose gradients accumulate by maximum. Take layers out of "
+        "added, but JAX cannot differentiate that for state whose gradients accumulate by maximum. Take layers out of "
         "a stack with jax.lax.dynamic_index_in_dim or jnp.unstack, or scan over them; or use eqx.filter_grad, which "
         "sums the newest amaxes of a layer's uses"
     )
 
 
 def _is_about_state(error: Exception) -> bool:
-    """Whether JAX refuses the element type; where it asks NumPy for a name, it calls it float32."""
+    """Whether JAX rejected the element type, which it calls float32 where it asks NumPy for a name."""
     refusals = ("reduce_sum does not accept dtype", "add does not accept dtype float32 ", "abstract method")
     return fp32_max_grad.name in str(error) or any(refusal in str(error) for refusal in refusals)
 

@@ -211,7 +211,7 @@ def test_bad_steps_are_named():
         pytest.raises(ValueError, match="reduce_gradients='once' must be None or haliax_fp8.training.ReduceOnce"),
     ):
         fp8.TrainStep(loss_fn, optax.sgd(RATE), reduce_gradients="once")
-    with pytest.raises(ValueError, match="needs a mesh with automatic axes: set it where the step is called"):
+    with pytest.raises(ValueError, match="needs a mesh with automatic axes: call the step under jax.set_mesh"):
         run(over="data")
     explicit = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Explicit,))
     with jax.set_mesh(explicit), pytest.raises(ValueError, match="needs a mesh with automatic axes"):
