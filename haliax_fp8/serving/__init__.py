@@ -1,4 +1,4 @@
-"""Serving: models for inference with weights in FP8, which compute what training computes."""
+"""Serving: models for inference with FP8 weights, which compute the same numbers as in training."""
 
 from .kernel import ServedKernel as ServedKernel
 from .layers import (

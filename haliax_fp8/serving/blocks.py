@@ -1,4 +1,4 @@
-"""A stack's blocks one after the other, which compute what they compute in a loop."""
+"""A stack's blocks one after the other, with the same results as in a loop."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,32 +15,29 @@ type Unroll = int | bool | None
 
 
 class ServedBlocks(hnn.BlockSeq):
-    """The blocks of a `haliax.nn.Stacked`, each with arrays of its own, and with the numbers of the loop, bit for bit.
+    """The blocks of a `haliax.nn.Stacked`, each with its own arrays, with the same results as in the loop, bit for bit.
 
-    A loop writes to memory what passes from one turn to the next, rounded. Without the loop, XLA keeps it in float32
-    where it can, and other numbers are quantized. `unroll`, the blocks of a turn, says where that is, and no more.
+    A loop rounds the values that it carries from one iteration to the next, and writes them to memory. Without the
+    loop, XLA would keep them in float32 where it can, and then quantize different numbers. Here `unroll`, the number of
+    blocks per iteration, only determines where values are rounded.
     """
 
     def fold(self, init: Any, *args: Any, unroll: Unroll = None, **kwargs: Any) -> Any:
-        """As `BlockSeq.fold`."""
         return self._with_turns(unroll, scans=False).fold(init, *args, **kwargs)
 
     def scan(self, init: Any, *extra_args: Any, unroll: Unroll = None, **extra_kwargs: Any) -> Any:
-        """As `BlockSeq.scan`."""
         return self._with_turns(unroll, scans=True).scan(init, *extra_args, **extra_kwargs)
 
     def fold_via(self, fn: Callable[..., Any], *, unroll: Unroll = None) -> Any:
-        """As `BlockSeq.fold_via`."""
         return self._with_turns(unroll, scans=False).fold_via(_in_turn(fn))
 
     def scan_via(self, fn: Callable[..., Any], *, unroll: Unroll = None) -> Any:
-        """As `BlockSeq.scan_via`."""
         return self._with_turns(unroll, scans=True).scan_via(_in_turn(fn))
 
     def _with_turns(self, unroll: Unroll, *, scans: bool) -> hnn.BlockSeq:
         count = len(self.blocks)
         turn = 1 if unroll is None else count if unroll is True else int(unroll)
-        # As `lax.scan` has it: what is left over comes behind the loop, and one turn of several blocks is not a loop.
+        # As in `lax.scan`: the remaining blocks follow the loop, and a single iteration of several blocks is no loop.
         in_loop = 0 if turn == count > 1 else count // turn * turn
 
         def placed(i: int, block: Any) -> "_InTurn":
@@ -53,14 +50,14 @@ class ServedBlocks(hnn.BlockSeq):
 
 
 class _InTurn(eqx.Module):
-    """A block at its place in a loop.
+    """A block at its position in a loop.
 
     Args:
         block: The block.
-        starts: Whether a turn starts with it.
-        ends: Whether the loop ends with it.
+        starts: Whether it is the first of an iteration.
+        ends: Whether it is the last of the loop.
         is_inside: Whether it is in the loop.
-        scans: Whether it returns what is stacked besides what it passes on.
+        scans: Whether it returns an output to be stacked in addition to the carry.
     """
 
     block: Any
@@ -89,7 +86,7 @@ def _in_turn(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _rounded[T](tree: T) -> T:
-    """Arrays of 16 bits as they are in memory."""
+    """Rounds 16-bit arrays to their own dtype, as storing them would."""
 
     def rounded(x: Any) -> Any:
         is_narrow = eqx.is_array(x) and jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4

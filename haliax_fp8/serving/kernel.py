@@ -1,4 +1,4 @@
-"""ServedKernel: FP8 data and scales that a layer multiplies by, in place of a weight."""
+"""ServedKernel: FP8 data and scales, with which a layer multiplies in place of a weight."""
 
 import equinox as eqx
 import haliax as hax
@@ -25,25 +25,25 @@ from .scheme import Scheme
 
 
 class ServedKernel(eqx.Module):
-    """A kernel as products of inference take it: a byte for each weight, and its scales.
+    """A kernel for products in inference: one byte per weight, and scales.
 
-    Its arrays have the axes of ensembles and stacks in front, named as Haliax divides them. They hold bits, whole
-    numbers: no optimizer takes them for parameters, and a model that is cast to another dtype keeps them.
+    Its arrays have the axes of ensembles and stacks first, named so that Haliax can divide them. They hold bits as
+    integers: no optimizer treats them as parameters, and casting the model to another dtype leaves them alone.
 
     Args:
-        data: The bits of the rounded weights, with what the product sums over last.
-        scale: Those of float32 scales, in the layout of the kernel; of MXFP8 the exponents, E8M0.
-        input_scale: Those of the stored scale of the input; None if the scheme has none.
+        data: The bits of the rounded weights, with the summed axes last.
+        scale: The bits of float32 scales, in the layout of the kernel; for MXFP8 the exponents, E8M0.
+        input_scale: The bits of the stored scale of the input; None if the scheme has none.
         scheme: How inputs are quantized.
-        order: Which axis of the kernel each axis of the data is.
+        order: For each axis of the data, the axis of the kernel that it is.
         contracted: The axes of the kernel that its product sums over.
         block: The shape of a block, see `QuantizedArray`.
         scale_bits: See `QuantizedArray`.
-        compute_dtype: The dtype that input and output are rounded to around the product; None leaves them.
+        compute_dtype: The dtype that input and output are rounded to around the product; None leaves them unchanged.
         dtype: The dtype of the weight.
-        origin: Where the scales come from, for people.
-        input_bits: How many significant bits the stored scale of the input has; None if as many as in training.
-        per_expert: Whether each expert has one scale of its kernel and one of its input, in a last axis of both.
+        origin: Where the scales come from, in words.
+        input_bits: The number of significant bits of the stored input scale; None if the same as in training.
+        per_expert: Whether each expert has one scale for its kernel and one for its input, along a last axis of both.
     """
 
     data: hax.NamedArray
@@ -62,7 +62,7 @@ class ServedKernel(eqx.Module):
 
     @property
     def text(self) -> str:
-        """The scheme, and where scales come from."""
+        """The scheme, and where its scales come from."""
         return f"for inference: {self.scheme}, {self.origin}"
 
     @property
@@ -72,13 +72,13 @@ class ServedKernel(eqx.Module):
 
     @property
     def bytes(self) -> int:
-        """What data and scales take."""
+        """The size of data and scales."""
         arrays = (self.data.array, self.scale.array, *([] if self.input_scale is None else [self.input_scale.array]))
         return sum(x.size * x.dtype.itemsize for x in arrays)
 
     @property
     def quantized(self) -> QuantizedArray:
-        """Data and scales in the layout of the kernel, behind the axes of ensembles and stacks."""
+        """Data and scales in the layout of the kernel, after the axes of ensembles and stacks."""
         data, scale = lax.bitcast_convert_type(self.data.array, self.scheme.format.dtype), self.scale.array
         if scale.dtype == jnp.uint8:
             scale = power_of_two(scale.astype(jnp.int32))
@@ -111,8 +111,7 @@ class ServedKernel(eqx.Module):
             preferred_element_type: The dtype of the output; by default that of the computation.
 
         Raises:
-            ValueError: If it sums over other axes than the kernel was quantized for, or the input is in another dtype
-                than that.
+            ValueError: If the kernel was quantized for a sum over other axes, or for an input of another dtype.
 
         Returns:
             The product; axes in the order batch, free of input, free of kernel.
@@ -147,8 +146,8 @@ class ServedKernel(eqx.Module):
     def _of_one_layer(self) -> QuantizedArray:
         if self.data.array.ndim != len(self.order):
             raise ValueError(
-                f"a kernel of shape {self.data.array.shape} was called, of {self.data.array.ndim - len(self.order)} "
-                "axes of a stack or an ensemble too many; call it in a scan or under vmap"
+                f"a kernel of shape {self.data.array.shape} was called with {self.data.array.ndim - len(self.order)} "
+                "extra axes of a stack or an ensemble; call it in a scan or under vmap"
             )
         return self.quantized
 
@@ -189,16 +188,16 @@ class ServedKernel(eqx.Module):
         directional = self.scheme.kernel.directional
         if directional and (set(axes), axes[-1:]) != (set(self.contracted), self.contracted[-1:]):
             raise ValueError(
-                f"a kernel is summed over axes {axes}, but was quantized for a sum over {self.contracted}: its scales "
-                f"run along those. Give the Kernel of the layer's LayerRule contracted={axes}"
+                f"a kernel is summed over axes {axes}, but its scales were made for a sum over {self.contracted}. Set "
+                f"contracted={axes} in the Kernel that the layer's LayerRule returns"
             )
-        # Scales of a checkpoint are what they are.
+        # A checkpoint's scales do not depend on the dtype.
         is_of_training = self.input_bits is None
         rounds = is_of_training and (isinstance(self.scheme.kernel, StaticScaling) or self.scheme.kernel.one_scale)
         made_for = self.compute_dtype or self.dtype
         if rounds and (made_for == jnp.bfloat16) != (computed_in == jnp.bfloat16):
             raise ValueError(
-                f"the input has dtype {dtype}, but the kernel was quantized for products in {made_for}, which take "
-                "other scales: cast the model to the dtype of its inputs before quantize_for_inference, with "
+                f"the input has dtype {dtype}, but the kernel was quantized for products in {made_for}, whose scales "
+                "differ: cast the model to the dtype of its inputs before quantize_for_inference, with "
                 "cast_params, or convert it with fp8_linear_layers(model, compute_dtype=...)"
             )

@@ -1,4 +1,4 @@
-"""Served layers: those of Haliax and Equinox, with a kernel in FP8 in place of the weight."""
+"""Served layers: Haliax's and Equinox's layers with an FP8 kernel in place of the weight."""
 
 import dataclasses
 import math
@@ -21,10 +21,10 @@ from .kernel import ServedKernel
 from .named import apart, in_order, named_product, weight_of
 
 
-# Where the plain layer has one, as in frozen layers.
+# In place of the plain layer's weight, as in frozen layers.
 _NO_WEIGHT: Any = None
 
-# Axes of a matrix that a layer's several outputs and inputs make.
+# The axes of a matrix into which a layer's several output and input axes are flattened.
 _AS_ONE = ("fp8_out", "fp8_in")
 
 
@@ -32,7 +32,7 @@ class ServedLinear(AbstractServedLayer, hnn.Linear):
     """A `haliax.nn.Linear` in FP8 for inference. Made by `quantize_for_inference`.
 
     Args:
-        kernel: What it multiplies by, muP's factor included; `weight` holds nothing.
+        kernel: The weight, with muP's factor multiplied in; `weight` itself is empty.
         axes: The axes of the kernel.
     """
 
@@ -57,7 +57,7 @@ class ServedLinear(AbstractServedLayer, hnn.Linear):
     def of_matrix(layer: hnn.Linear, kernel: ServedKernel) -> "ServedLinear":
         """The layer with a matrix of a checkpoint in place of its weight.
 
-        Its scales may be of blocks that lie across the layer's own axes, so several axes are multiplied as one.
+        Its blocks may straddle the layer's own axes, so several axes are multiplied as one.
 
         Args:
             layer: A plain or a converted layer.
@@ -74,7 +74,7 @@ class ServedLinear(AbstractServedLayer, hnn.Linear):
         """Maps `In` to `Out`.
 
         Args:
-            inputs: With the axes `In`.
+            inputs: An array with the axes `In`.
             key: Not used.
         """
         del key
@@ -94,7 +94,6 @@ class ServedLinear(AbstractServedLayer, hnn.Linear):
         return Kernel(None, self.In, self.Out)
 
     def dequantized(self, dtype: DTypeLike) -> hnn.Linear:
-        """The plain layer."""
         weight = weight_of(self.kernel, self.axes, dtype, float(self.reparam.active_scale))
         if self._multiplies_as_one:
             weight = apart(apart(weight, self.axes[0], self.Out), self.axes[1], self.In)
@@ -105,19 +104,19 @@ class ServedLinear(AbstractServedLayer, hnn.Linear):
         return self.axes[-1].name == _AS_ONE[1]
 
     def to_state_dict(self, prefix: str | None = None) -> StateDict:
-        """That of the plain layer: `data * scale` in the dtype of the weight, under the same keys."""
+        """The plain layer's state dict: `data * scale` in the dtype of the weight, under the same keys."""
         return to_state_dict(self.dequantized(self.kernel.dtype), prefix)
 
     def from_state_dict(self, state_dict: StateDict, prefix: str | None = None) -> Any:
-        """Raises: a state dict holds weights in high precision."""
+        """Raises a ValueError: a state dict holds weights in high precision."""
         raise _no_state_dict(prefix)
 
 
 class ServedEmbedding(AbstractServedLayer, hnn.Embedding):
-    """A `haliax.nn.Embedding` whose table is in FP8: looked up and scaled, or multiplied by in `unembed`.
+    """A `haliax.nn.Embedding` with its table in FP8: `embed` looks up and scales rows, `unembed` multiplies.
 
     Args:
-        kernel: The table; `weight` holds nothing.
+        kernel: The table; `weight` itself is empty.
         axes: Its axes.
     """
 
@@ -144,8 +143,8 @@ class ServedEmbedding(AbstractServedLayer, hnn.Embedding):
         kernel = self.kernel.quantized
         if kernel.scale.ndim and kernel.scale.shape[1:] != (1,) * (kernel.scale.ndim - 1):
             raise ValueError(
-                f"an embedding has scales of blocks, {self.kernel.scheme}, and its rows cannot be looked up; exclude "
-                "it, or choose a scheme with one scale for each row, such as 'dynamic'"
+                f"an embedding has block scales, {self.kernel.scheme}, so its rows cannot be looked up; exclude it, "
+                "or choose a scheme with one scale for each row, such as 'dynamic'"
             )
         rows = hax.named(kernel.data, self.axes).take(self.Vocab, input_ids)
         values = rows.astype(jnp.float32)
@@ -160,14 +159,14 @@ class ServedEmbedding(AbstractServedLayer, hnn.Embedding):
         """The logits.
 
         Args:
-            input_embeds: With the embedding axes.
+            input_embeds: An array with the embedding axes.
         """
         return (
             named_product(self.kernel, input_embeds, self.axes, axes_of(self.Embed)) * self.reparam.unembed_active_scale
         )
 
     def resize_embeddings(self, new_size: int, key: Array | None = None) -> Any:
-        """Raises: new rows would have to be quantized."""
+        """Raises a ValueError: new rows would have to be quantized."""
         raise ValueError("a quantized embedding was resized; resize it before quantize_for_inference")
 
     @property
@@ -176,7 +175,6 @@ class ServedEmbedding(AbstractServedLayer, hnn.Embedding):
         return Kernel(None, self.Embed, self.Vocab)
 
     def dequantized(self, dtype: DTypeLike) -> hnn.Embedding:
-        """The plain layer."""
         return hnn.Embedding(weight_of(self.kernel, self.axes, dtype, 1.0), self.Vocab, self.Embed, self._reparam_cls)
 
 
@@ -184,7 +182,7 @@ class ServedMoELinear(AbstractServedLayer, hnn.MoELinear):
     """A `haliax.nn.MoELinear` in FP8 for inference.
 
     Args:
-        kernel: The kernels of all experts; `weight` holds nothing.
+        kernel: The kernels of all experts; `weight` itself is empty.
         axes: Their axes.
         weight_axes: The axes of the weight, in its order.
     """
@@ -226,7 +224,7 @@ class ServedMoELinear(AbstractServedLayer, hnn.MoELinear):
         del key
         rows = hax.axis.without_axes(inputs.axes, self.In)
         if len(rows) != 1:
-            raise ValueError(f"inputs have axes {inputs.axes}; flatten all but {self.In.name!r} into one of rows")
+            raise ValueError(f"inputs have axes {inputs.axes}; flatten all but {self.In.name!r} into one axis of rows")
         sizes = group_sizes.rearrange(axes_of(self.Experts)).array
         out = self.kernel.ragged_dot(inputs.rearrange((*rows, self.In)).array, sizes)
         named = hax.named(out, (*rows, self.Out))
@@ -239,7 +237,6 @@ class ServedMoELinear(AbstractServedLayer, hnn.MoELinear):
         return Kernel(None, self.In, self.Out, self.Experts)
 
     def dequantized(self, dtype: DTypeLike) -> hnn.MoELinear:
-        """The plain layer."""
         weight = weight_of(self.kernel, self.axes, dtype, 1.0)
         stack = weight.axes[: len(weight.axes) - len(self.axes)]
         weight = weight.rearrange((*stack, *self.weight_axes))
@@ -250,8 +247,8 @@ class ServedEquinoxLinear(AbstractServedLayer, eqx.nn.Linear):
     """An `eqx.nn.Linear` in FP8 for inference.
 
     Args:
-        linear: The layer whose other fields it takes.
-        kernel: The weight, quantized.
+        linear: The layer that provides all other fields.
+        kernel: The quantized weight.
     """
 
     kernel: ServedKernel
@@ -284,12 +281,11 @@ class ServedEquinoxLinear(AbstractServedLayer, eqx.nn.Linear):
         return Kernel(None, self.in_features, self.out_features)
 
     def dequantized(self, dtype: DTypeLike) -> eqx.nn.Linear:
-        """The plain layer."""
         return plain_linear(self, weight=self.kernel.values(dtype))
 
 
 def _no_state_dict(prefix: str | None) -> ValueError:
     return ValueError(
         f"a state dict was loaded into {prefix or 'a layer'}, whose kernel is in FP8 for inference: load it into the "
-        "plain model, and quantize that"
+        "plain model, then quantize that"
     )

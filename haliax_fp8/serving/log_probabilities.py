@@ -1,4 +1,4 @@
-"""log_probability_mismatch: what a reinforcement-learning loop watches between the engine that samples and training."""
+"""log_probability_mismatch: how far sampling and training are apart, for reinforcement-learning loops."""
 
 import equinox as eqx
 import haliax as hax
@@ -9,16 +9,16 @@ from jaxtyping import Array, Bool, Float, Float32
 
 
 class TokenMismatch(eqx.Module):
-    """How far the log-probabilities of the same tokens are apart; `c = trained - sampled` of each.
+    """How far the log-probabilities of the same tokens are apart, with `c = trained - sampled` for each token.
 
     Args:
-        mean: Of `|c|`.
-        largest: The largest of it.
-        k1: The mean of `-c`: estimates the KL without bias, with more noise than `k3`.
-        k3: The mean of `exp(c) - 1 - c`: estimates `KL(sampled, trained)` of tokens that were drawn from the sampling
-            engine. It is never negative.
-        ratio: The largest of `exp(|c|)`, the importance ratio that clipping sees.
-        tokens: How many tokens were compared.
+        mean: The mean of `|c|`.
+        largest: The largest `|c|`.
+        k1: The mean of `-c`, an unbiased estimate of the KL, noisier than `k3`.
+        k3: The mean of `exp(c) - 1 - c`, an estimate of `KL(sampled, trained)` for tokens that the sampling engine
+            drew. It is never negative.
+        ratio: The largest `exp(|c|)`, the importance ratio that clipping sees.
+        tokens: The number of tokens compared.
     """
 
     mean: Float32[Array, ""]
@@ -29,10 +29,10 @@ class TokenMismatch(eqx.Module):
     tokens: Float32[Array, ""]
 
     def flat(self, prefix: str = "serving") -> dict[str, Float32[Array, ""]]:
-        """Every number by the name `{prefix}/{statistic}`, as trackers take them; also under `jit`.
+        """All numbers, named `{prefix}/{statistic}` for trackers; also under `jit`.
 
         Args:
-            prefix: What the names begin with.
+            prefix: The first part of the names.
         """
         return {f"{prefix}/{name}": getattr(self, name) for name in TokenMismatch.__dataclass_fields__}
 
@@ -43,18 +43,18 @@ def log_probability_mismatch(
     *,
     mask: Bool[Array | np.ndarray, "..."] | hax.NamedArray | None = None,
 ) -> TokenMismatch:
-    """Compares given log-probabilities of sampled tokens: those of training with those of the engine that drew them.
+    """Compares the log-probabilities of sampled tokens: those of training with those of the engine that drew them.
 
-    For loops that train on what another engine samples: it returns the numbers in every step, from arrays that are
-    there anyway, under `jit` if you like. `serving_mismatch` compares two models over the whole vocabulary.
+    For loops that train on another engine's samples: it computes these numbers in every step from arrays that the loop
+    has anyway, under `jit` if you like. `serving_mismatch` compares two models over the whole vocabulary.
 
     Args:
-        trained: Of the tokens, by the model in training.
-        sampled: Of the same tokens, by the engine that drew them.
-        mask: Which of them count; all by default. Prompts and padding do not.
+        trained: The log-probabilities of the tokens by the model in training.
+        sampled: Those of the same tokens by the engine that drew them.
+        mask: Which tokens count; all by default. Leave out prompts and padding.
 
     Returns:
-        The numbers, in float32; NaN without any token that counts.
+        The numbers, in float32; NaN if no token counts.
 
     Raises:
         ValueError: If shapes or axes differ.
@@ -71,11 +71,11 @@ def log_probability_mismatch(
     shapes = {name: x.axes if isinstance(x, hax.NamedArray) else jnp.shape(x) for name, x in given.items()}
     if len(set(shapes.values())) > 1:
         listed = ", ".join(f"{name}: {shape}" for name, shape in shapes.items())
-        raise ValueError(f"log-probabilities are not of the same tokens ({listed}); pass one of each for every token")
+        raise ValueError(f"log-probabilities are not for the same tokens ({listed}); pass one of each for every token")
     arrays = {name: x.array if isinstance(x, hax.NamedArray) else jnp.asarray(x) for name, x in given.items()}
     change = arrays["trained"].astype(jnp.float32) - arrays["sampled"].astype(jnp.float32)
     counts = jnp.ones(change.shape, bool) if mask is None else arrays["mask"]
-    # What does not count may hold anything.
+    # Tokens that do not count may have any value.
     change = jnp.where(counts, change, jnp.float32(0.0))
     tokens = jnp.sum(counts.astype(jnp.float32))
     mean = lambda x: jnp.sum(x) / tokens
@@ -92,7 +92,7 @@ def log_probability_mismatch(
 
 @jax.jit
 def _k3(change: Float32[Array, "*tokens"]) -> Float32[Array, "*tokens"]:
-    """`exp(c) - 1 - c`; of a small one by its series, where the difference would lose its digits."""
+    """`exp(c) - 1 - c`; by its series for small `c`, where the difference would lose its digits."""
     small = jnp.abs(change) < 0.1
     c = jnp.where(small, change, jnp.float32(0.0))
     series = c**2 * (1 / 2 + c * (1 / 6 + c * (1 / 24 + c * (1 / 120 + c / 720))))

@@ -1,4 +1,4 @@
-"""Products and weights of Haliax's layers, whose axes have names."""
+"""Products and weights of Haliax's layers, with named axes."""
 
 import haliax as hax
 import jax
@@ -11,22 +11,22 @@ from .kernel import ServedKernel
 
 
 def apart(x: hax.NamedArray, one: hax.Axis, several: hax.AxisSpec) -> hax.NamedArray:
-    """With several axes, or none, in place of one.
+    """Splits one axis into several, or removes it.
 
     Args:
         x: An array.
-        one: Its axis.
-        several: What the axis is made of.
+        one: One of its axes.
+        several: The axes that replace it.
     """
     return x.unflatten_axis(one, several) if axes_of(several) else x[one, 0]
 
 
 def in_order(weight: hax.NamedArray, axes: tuple[hax.Axis, ...]) -> tuple[hax.Axis, ...]:
-    """Axes in the order in which a weight has them.
+    """The axes in the order in which the weight has them.
 
     Args:
         weight: The weight.
-        axes: Those of its layer, without those of stacks.
+        axes: The axes of its layer, without those of stacks.
     """
     by_name = {axis.name: axis for axis in axes}
     return tuple(by_name[name] for name in weight.axis_names if name in by_name)
@@ -35,18 +35,18 @@ def in_order(weight: hax.NamedArray, axes: tuple[hax.Axis, ...]) -> tuple[hax.Ax
 def named_product(
     kernel: ServedKernel, inputs: hax.NamedArray, axes: tuple[hax.Axis, ...], contracted: tuple[hax.Axis, ...]
 ) -> hax.NamedArray:
-    """As `inputs.dot(weight, axis=contracted)`.
+    """Computes `inputs.dot(weight, axis=contracted)`.
 
     Args:
         kernel: The weight.
-        inputs: What it is multiplied by.
+        inputs: The inputs.
         axes: The axes of the kernel.
-        contracted: Those that are summed over.
+        contracted: The axes that are summed over.
     """
     of_input, of_kernel = [axis.name for axis in inputs.axes], [axis.name for axis in axes]
     summed = {axis.name for axis in contracted}
     if missing := summed - set(of_input):
-        raise ValueError(f"inputs have axes {inputs.axes}, without {sorted(missing)}, which the layer sums over")
+        raise ValueError(f"inputs have axes {inputs.axes}, but lack {sorted(missing)}, which the layer sums over")
     pairs = [name for name in of_input if name in summed]
     batch = [name for name in of_input if name in of_kernel and name not in summed]
     places = lambda names, among: tuple(map(among.index, names))
@@ -61,18 +61,18 @@ def named_product(
 
 
 def weight_of(kernel: ServedKernel, axes: tuple[hax.Axis, ...], dtype: DTypeLike, factor: float) -> hax.NamedArray:
-    """`data * scale`, named; divided by what the layer multiplies its weight by.
+    """`data * scale` with named axes, divided by the factor that the layer applies to its weight.
 
     Args:
         kernel: The weight.
         axes: The axes of the kernel.
-        dtype: Of the result.
-        factor: What the layer multiplies its weight by.
+        dtype: The dtype of the result.
+        factor: The layer's factor.
     """
     values = kernel.values(jnp.float32)
     values = (values if factor == 1.0 else values / factor).astype(dtype)
     stack = kernel.data.axis_names[: len(kernel.data.axis_names) - len(axes)]
     names = (*stack, *(axis.name for axis in axes))
-    # Through the tree: names do not count the axes of ensembles.
+    # As a tree: names do not include the axes of ensembles.
     template = hax.named(np.zeros((1,) * len(names)), names)
     return jax.tree.unflatten(jax.tree.structure(template), [values])

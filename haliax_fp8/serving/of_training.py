@@ -1,4 +1,4 @@
-"""The kernel of a layer as its next step of training would quantize it, or with scales of its own."""
+"""The kernel of a layer, quantized as the next training step would quantize it, or with its own scales."""
 
 import dataclasses
 import functools
@@ -37,14 +37,14 @@ def served_kernel(path: str, rule: LayerRule, layer: Any, stack: tuple[hax.Axis,
     """The kernel of a layer, quantized for inference.
 
     Args:
-        path: Of the layer, for errors.
+        path: The layer's path, for errors.
         rule: Its rule.
         layer: The layer, converted or not.
         stack: The axes of the stacks that it is in.
         scheme: How it is quantized.
 
     Raises:
-        ValueError: If the scheme asks for scales that the layer lacks, its weight is not finite, or not an array.
+        ValueError: If the scheme needs scales that the layer lacks, or the weight is not finite or not an array.
     """
     name = path or "the model itself"
     op, kernel = rule.op(layer), rule.kernel(layer)
@@ -52,14 +52,14 @@ def served_kernel(path: str, rule: LayerRule, layer: Any, stack: tuple[hax.Axis,
         raise ValueError(f"the weight of {name} is a {type(kernel.weight).__name__}, not an array of floating numbers")
     if kernel.Experts is not None and scheme.input is None:
         raise ValueError(
-            f"{name} multiplies each row by the kernel of an expert, which has no product for kernels stored in FP8 "
-            "and an input in high precision; exclude it, or use another scheme"
+            f"{name} multiplies each row by the kernel of an expert, which is not supported for FP8 kernels and "
+            "high-precision inputs; exclude it, or use another scheme"
         )
     per_expert = op is not None and op.state_per_group and bool(scheme.stored)
     if per_expert and len(scheme.stored) == 1:
         raise ValueError(
-            f"{name} has a scale for each expert (scale_per_expert=True), of which scheme={scheme} takes that of the "
-            f"{scheme.stored[0]} alone; use 'static', which takes both, or one that computes scales, such as 'dynamic'"
+            f"{name} has a scale for each expert (scale_per_expert=True), but scheme={scheme} uses only that of the "
+            f"{scheme.stored[0]}; use 'static', which uses both, or one that computes scales, such as 'dynamic'"
         )
     found = multiplied(path, kernel, stack, directional=scheme.kernel.directional)
     _require_finite(name, found.array)
@@ -107,7 +107,7 @@ def _named_scale(quantized: QuantizedArray, found: Multiplied, scheme: Scheme, *
     scale = quantized.scale
     if per_expert:
         scale = scale.reshape(scale.shape[: found.leading + 1])
-    # One scale for each layer, whatever the rank of its kernel: what a stack is divided into.
+    # One scale per layer, whatever the rank of its kernel, so that a stack can be divided into layers.
     if quantized.block is None and scale.size == np.prod(found.array.shape[: found.leading], dtype=int):
         scale = scale.reshape(found.array.shape[: found.leading])
     if isinstance(scheme.kernel, MXFP8Scaling):
@@ -126,7 +126,7 @@ def _spec_of(op: Fp8DotGeneral, state: OpState, contraction: Any, found: Multipl
         out_dtype=op.compute_dtype or np.dtype(found.array.dtype),
         precision=lax.Precision.DEFAULT,
         state=state.form(stacked=False),
-        # Experts with a state each are members of an ensemble.
+        # Experts that each have a state are members of an ensemble.
         ensemble=found.leading + contraction.own_state,
     )
 
@@ -165,7 +165,7 @@ def _quantized(
 
 
 def _with_scales(name: str, op: Fp8DotGeneral | None, scheme: Scheme) -> Fp8DotGeneral:
-    """The op of a layer; raises a ValueError unless its state has the scales that a scheme asks for."""
+    """The op of a layer; raises a ValueError unless its state has the scales that a scheme needs."""
     asked = " and ".join(scheme.stored)
     calibrate = (
         "calibrate the model first: model = calibrate(fp8_linear_layers(model, recipe='static'), loss_fn, batches); or "
@@ -173,18 +173,18 @@ def _with_scales(name: str, op: Fp8DotGeneral | None, scheme: Scheme) -> Fp8DotG
     )
     if op is None:
         raise ValueError(
-            f"{name} has no state of training, and scheme={scheme} takes the scales of {asked} from there; {calibrate}"
+            f"{name} has no training state, but scheme={scheme} takes the scales of {asked} from there; {calibrate}"
         )
     for operand in scheme.stored:
         quantization = op.recipe.quantization(operand, "fprop")
         if not stores_scale(quantization.scaling):
             raise ValueError(
-                f"the recipe of {name} ({op.recipe}) stores no scale of its {operand}, which scheme={scheme} takes: "
+                f"the recipe of {name} ({op.recipe}) stores no scale of its {operand}, which scheme={scheme} needs: "
                 f"current scales depend on the batch. Use a scheme that computes scales, such as 'dynamic'; or "
                 f"{calibrate}"
             )
         if quantization.rounding.needs_key:
-            raise ValueError(f"the recipe of {name} rounds its {operand} at random, which inference does not")
+            raise ValueError(f"the recipe of {name} rounds its {operand} at random, which inference does not support")
     if op.recipe.input.format != op.recipe.kernel.format:
         raise ValueError(f"the recipe of {name} has input and kernel in two formats: {op.recipe}; use 'dynamic'")
     first = (*uncalibrated_operands(op.state), *unrecorded_operands(op.state))
@@ -194,8 +194,8 @@ def _with_scales(name: str, op: Fp8DotGeneral | None, scheme: Scheme) -> Fp8DotG
         missing += [name for name, scale in scales.items() if not (np.isfinite(scale) & (scale > 0.0)).all()]
     if missing:
         raise ValueError(
-            f"the state of {name} has no scale of its {' and '.join(dict.fromkeys(missing))} yet, as before the first "
-            f"step; train a step, or {calibrate}"
+            f"the state of {name} has no scale of its {' and '.join(dict.fromkeys(missing))} yet, because no step was "
+            f"taken; train a step, or {calibrate}"
         )
     return op
 
@@ -205,12 +205,11 @@ def _require_finite(name: str, array: Array) -> None:
         return
     if not bool(jnp.all(jnp.isfinite(array))):
         raise ValueError(
-            f"the weight of {name} holds an infinity or NaN, which FP8 would spread; quantize the model of an earlier "
-            "step"
+            f"the weight of {name} holds an infinity or NaN, which would spread; quantize the model of an earlier step"
         )
 
 
 def _origin(scheme: Scheme) -> str:
     if not scheme.stored:
         return "scales computed"
-    return f"scales of {' and '.join(scheme.stored)} from the state of training"
+    return f"scales of {' and '.join(scheme.stored)} from the training state"

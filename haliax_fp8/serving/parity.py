@@ -1,4 +1,4 @@
-"""serving_mismatch: how far a served model's log-probabilities are from those of training, and what that is next to."""
+"""serving_mismatch: how far a served model's log-probabilities are from those of training, and from the floor."""
 
 import dataclasses
 from collections.abc import Callable
@@ -17,15 +17,16 @@ from .._tables import Printable, new_table
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """How far log-probabilities `q` are from `p`, those of training, over all positions.
+    """How far probabilities `q` are from `p`, those of training, over all positions.
 
     Args:
-        mean: Of `|log q - log p|` of the tokens.
-        largest: The largest of it.
+        mean: The mean of `|log q - log p|` of the tokens.
+        largest: The largest `|log q - log p|`.
         kl: The mean of `KL(p, q) = sum p (log p - log q)`, in nats, over the whole vocabulary.
-        k3: The mean of `r - 1 - log r` with `r = q / p` of the tokens: what estimates the KL of tokens drawn from `p`.
-        agreement: In which share of positions both have the same most likely token.
-        equal: The share of logits that are the same, bit for bit.
+        k3: The mean of `r - 1 - log r` with `r = q / p` of the tokens, which estimates the KL for tokens drawn from
+            `p`.
+        agreement: The share of positions at which both have the same most likely token.
+        equal: The share of logits that are equal bit for bit.
     """
 
     mean: float
@@ -38,12 +39,12 @@ class Difference:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Mismatch(Printable):
-    """What `serving_mismatch` found.
+    """The result of `serving_mismatch`.
 
     Args:
-        served: The served model against the training model.
-        floor: The training model against itself, compiled with intermediates rounded otherwise.
-        positions: How many positions were compared.
+        served: The served model compared with the training model.
+        floor: The training model compared with itself, compiled so that intermediates are rounded differently.
+        positions: The number of positions compared.
     """
 
     served: Difference
@@ -75,23 +76,23 @@ def serving_mismatch(
 ) -> Mismatch:
     """Compares the log-probabilities of a served model with those of the model in training.
 
-    Beside them stands the floor: the same numbers for the training model compiled with
-    `xla_allow_excess_precision=False`. XLA then rounds intermediates wherever the program says so, and by default
-    leaves some roundings out. No engine that computes with other kernels can be expected to come closer.
+    The result also has the floor: the same numbers for the training model compiled with
+    `xla_allow_excess_precision=False`. XLA then rounds intermediates wherever the program says so; by default it omits
+    some roundings. No engine with different kernels can be expected to come closer.
 
     Args:
         train_model: The model in training.
-        served: What serves it: `quantize_for_inference(train_model, ...)`, or a plain or imported model.
-        batch: What both are called with.
+        served: The model that serves it: `quantize_for_inference(train_model, ...)`, or a plain or imported model.
+        batch: The argument that both are called with.
         logits: `logits(model, batch)`, the logits with the vocabulary on the last axis.
-        tokens: The token at each position whose log-probability is compared, such as the ones that were generated; by
-            default those that the training model finds most likely.
+        tokens: The token at each position whose log-probability is compared, such as the generated ones; by default
+            the training model's most likely tokens.
 
     Returns:
         The differences; `print` shows them as a table.
 
     Raises:
-        ValueError: If the two have logits of different shapes, or some are not finite.
+        ValueError: If the models' logits differ in shape, or some are not finite.
 
     Example:
         >>> served = quantize_for_inference(model, "dynamic")
@@ -109,13 +110,13 @@ def serving_mismatch(
         )
     for name, x in (("train_model", of_training), ("served", found)):
         if not np.isfinite(x).all():
-            raise ValueError(f"the logits of {name} hold an infinity or NaN, so that nothing can be compared")
+            raise ValueError(f"the logits of {name} hold an infinity or NaN, so they cannot be compared")
     if tokens is None:
         chosen = of_training.argmax(-1)
     else:
         chosen = np.asarray(tokens.array if isinstance(tokens, hax.NamedArray) else tokens)
         if chosen.shape != of_training.shape[:-1]:
-            raise ValueError(f"tokens has shape {chosen.shape}, but there are logits for {of_training.shape[:-1]}")
+            raise ValueError(f"tokens has shape {chosen.shape}, but logits are for shape {of_training.shape[:-1]}")
     positions = int(np.prod(of_training.shape[:-1]))
     return Mismatch(_difference(of_training, found, chosen), _difference(of_training, otherwise, chosen), positions)
 
@@ -123,7 +124,7 @@ def serving_mismatch(
 def _computed(
     logits: Callable[[Any, Any], Any], model: Any, batch: Any, **options: bool
 ) -> Float32[np.ndarray, "... vocabulary"]:
-    """The logits, from one program."""
+    """The logits, computed in one program."""
     arrays, static = eqx.partition((model, batch), eqx.is_array)
 
     def compute(arrays: Any) -> Array:
@@ -134,7 +135,7 @@ def _computed(
 
 
 def _difference(p: np.ndarray, q: np.ndarray, tokens: np.ndarray) -> Difference:
-    """In float64, from logits."""
+    """The difference in float64, from logits."""
     log_p, log_q = (_log_softmax(x.astype(np.float64)) for x in (p, q))
     of_tokens = lambda x: np.take_along_axis(x, tokens[..., None], -1)
     change = of_tokens(log_q) - of_tokens(log_p)

@@ -1,4 +1,4 @@
-"""One product in inference: the input is quantized, or not, and multiplied by a kernel that is quantized already."""
+"""One product in inference: an input, which may be quantized, times a kernel that is quantized already."""
 
 import dataclasses
 import math
@@ -21,23 +21,23 @@ from ..recipes.scaling import OperandUse
 from .scheme import Scheme
 
 
-# What XLA multiplies with tensor cores: of fewer rows it makes a sum of products in higher precision, of a kernel that
-# it has dequantized, and for blocks of 32 its compiler for GPUs fails.
+# The fewest rows that XLA multiplies with tensor cores. With fewer, it dequantizes the kernel and sums products in
+# higher precision, and for blocks of 32 its GPU compiler fails.
 ROWS = 16
 
 
 @dataclasses.dataclass(frozen=True)
 class ServedProduct:
-    """All that is static about a product.
+    """The static arguments of a product.
 
     Args:
         scheme: How the input is quantized.
-        contraction: What is multiplied, the axes of the ensemble not counted.
-        compute_dtype: The dtype that input and output are rounded to around the product; None leaves them.
+        contraction: The contraction, without the axes of the ensemble.
+        compute_dtype: The dtype that input and output are rounded to around the product; None leaves them unchanged.
         out_dtype: The dtype of the output.
-        input_bits: How many significant bits the scale of a whole input has.
-        precision: Of the product.
-        ensemble: How many leading axes of every array number independent members.
+        input_bits: The number of significant bits of a whole input's scale.
+        precision: The precision of the product.
+        ensemble: How many leading axes of every array index independent members.
     """
 
     scheme: Scheme
@@ -51,7 +51,7 @@ class ServedProduct:
     @property
     def batched(self) -> AbstractContraction:
         """The contraction with the axes of the ensemble."""
-        # Experts with a scale each are members too, of all but the rows.
+        # Experts that each have a scale are members too, in all arrays but the rows.
         return self.contraction.with_batch_axes(self.ensemble + self.contraction.own_state)
 
 
@@ -62,16 +62,16 @@ def served_product(
     extras: tuple[Array, ...],
     spec: ServedProduct,
 ) -> Float[Array, "..."]:
-    """fprop as training computes it, from a kernel that is quantized already.
+    """fprop as training computes it, with a kernel that is quantized already.
 
-    `vmap` folds into the product, as in training; only a kernel that is mapped makes members. It has no gradient.
+    `vmap` folds into the product, as in training; only a mapped kernel makes members. It has no gradient.
 
     Args:
         input: The input.
         kernel: The quantized kernel.
         input_scale: The stored scale of the input; None if the scheme has none.
-        extras: What else the contraction takes.
-        spec: What is static.
+        extras: Further operands of the contraction.
+        spec: The static arguments.
 
     Raises:
         ValueError: If it is differentiated.
@@ -85,8 +85,8 @@ def served_product(
     def no_gradient(primals: Any, tangents: Any) -> Any:
         del primals, tangents
         raise ValueError(
-            "a model that quantize_for_inference made was differentiated: it keeps nothing for gradients. Train the "
-            "model that it was made of; or train adapters on FP8 weights, with checkpoints.import_model(..., "
+            "a model made by quantize_for_inference was differentiated, but it keeps nothing for gradients. Train the "
+            "model that it was made from; or train adapters on FP8 weights, with checkpoints.import_model(..., "
             "weights='frozen'); serving.dequantize(model) gives plain layers"
         )
 
@@ -106,7 +106,7 @@ def _foldable(input: Array, kernel: QuantizedArray, input_scale: Any, extras: An
 
 
 def _mapped(size: int, is_mapped: Any, operands: Any, spec: ServedProduct) -> Array:
-    """The product of arrays that have a mapped axis in front."""
+    """The product of arrays whose first axis is mapped."""
     input, kernel, input_scale, extras = operands
     if any(jax.tree.leaves(is_mapped[1:3])):
         repeated = lambda x, mapped: x if mapped else jnp.broadcast_to(x, (size, *x.shape))
@@ -133,7 +133,7 @@ def _mapped(size: int, is_mapped: Any, operands: Any, spec: ServedProduct) -> Ar
 
 
 def _with_rank_of_data(x: QuantizedArray, spec: ServedProduct) -> QuantizedArray:
-    """Scales of members, one for each, with the rank of the data; and blocks likewise."""
+    """Gives the members' scales, one per member, and their blocks the rank of the data."""
     scale, block = x.scale, x.block
     if scale.ndim < x.data.ndim:
         scale = scale.reshape(*scale.shape, *(1,) * (x.data.ndim - scale.ndim))
@@ -148,14 +148,14 @@ def _multiply(
     dtype = spec.compute_dtype or spec.out_dtype
     input = round_to(input, spec.compute_dtype)
     if spec.scheme.input is None:
-        # The scale of the kernel factors out: XLA reads the FP8 data where it multiplies.
+        # The scale of the kernel factors out, so that the product itself reads FP8 data.
         quantized = QuantizedArray(not_joined(input, kernel), jnp.ones((), jnp.float32))
         kernel = dataclasses.replace(kernel, data=lax.convert_element_type(kernel.data, input.dtype))
         return round_to(_product(quantized, kernel, extras, spec, dtype), spec.out_dtype)
     if spec.contraction.own_state:
         return round_to(_product_of_experts(input, kernel, input_scale, extras, spec, dtype), spec.out_dtype)
     quantized = quantized_input(input, input_scale, spec)
-    # Behind the cast: XLA may keep more bits of what it rounds twice, and here the same as in training.
+    # After the cast: XLA may keep extra bits of a value that it rounds twice; here it does so as in training.
     quantized = dataclasses.replace(quantized, data=not_joined(quantized.data, kernel))
     if rows_of(input.shape, spec) >= ROWS:
         return round_to(_product(quantized, kernel, extras, spec, dtype), spec.out_dtype)
@@ -172,7 +172,7 @@ def _multiply(
 def _product_of_experts(
     input: Array, kernel: QuantizedArray, input_scale: Array, extras: tuple[Array, ...], spec: ServedProduct, dtype: Any
 ) -> Array:
-    """The product of rows and experts that have a scale each: it is applied to the result, as in training."""
+    """The product of rows and experts that each have a scale, applied to the result, as in training."""
     scaling, one = spec.scheme.input, jnp.ones((), jnp.float32)
     assert scaling is not None
     use = OperandUse(
@@ -195,7 +195,7 @@ def quantized_input(input: Array, input_scale: Any, spec: ServedProduct) -> Quan
     Args:
         input: The input, in the dtype of the computation.
         input_scale: Its stored scale; None if the scheme has none.
-        spec: What is static.
+        spec: The static arguments.
     """
     scaling = spec.scheme.input
     assert scaling is not None
@@ -211,24 +211,24 @@ def quantized_input(input: Array, input_scale: Any, spec: ServedProduct) -> Quan
 
 
 def not_joined(data: Array, kernel: QuantizedArray) -> Array:
-    """An input as the operand of one product; as it is on several devices, which would send it for each.
+    """The input as the operand of one product only; unchanged on several devices, which would send it for each product.
 
-    Layers with the same input would become one product otherwise, of kernels that are written next to each other in
+    Otherwise XLA would join layers with the same input into one product, and copy their kernels next to each other in
     each call.
 
     Args:
         data: The input.
-        kernel: The kernel, of which only its scale belongs to this product as it is stored.
+        kernel: The kernel; its scale is the one stored array that only this product reads.
     """
     return data if automatic_axes() else own_operand(data, kernel.scale)
 
 
 def rows_of(shape: tuple[int, ...], spec: ServedProduct) -> int:
-    """How many rows a member's input has; without a limit where groups of rows are multiplied.
+    """The number of rows of a member's input; counted as unlimited for grouped products.
 
     Args:
-        shape: Of the input.
-        spec: What is static.
+        shape: The shape of the input.
+        spec: The static arguments.
     """
     contraction = spec.batched
     if not isinstance(contraction, DotContraction):
@@ -241,14 +241,14 @@ def rows_of(shape: tuple[int, ...], spec: ServedProduct) -> int:
 def filled_product(
     input: QuantizedArray, kernel: QuantizedArray, extras: tuple[Array, ...], spec: ServedProduct, dtype: np.dtype
 ) -> Array:
-    """The product of an input padded with rows of zeros to at least `ROWS` rows.
+    """The product of an input that is padded with rows of zeros to at least `ROWS` rows.
 
     Args:
         input: The quantized input.
         kernel: The quantized kernel.
-        extras: What else the contraction takes.
-        spec: What is static.
-        dtype: Of the result.
+        extras: Further operands of the contraction.
+        spec: The static arguments.
+        dtype: The dtype of the result.
     """
     count = -(-ROWS // max(rows_of(input.data.shape, spec), 1))
     position = spec.ensemble

@@ -1,4 +1,4 @@
-"""quantize_for_inference: a model with its weights in FP8, and nothing of training; and back."""
+"""quantize_for_inference: a model with FP8 weights and without its training state; and the way back."""
 
 from typing import Any
 
@@ -36,36 +36,36 @@ def quantize_for_inference[M](
 
     | scheme | kernels | inputs |
     |---|---|---|
-    | `"static"` | the scale that the state of training holds for the next step | likewise |
-    | `"dynamic"` | a scale for each output | a scale for each row, as it comes |
-    | `"block"` | blocks of 128x128 | blocks of 1x128, as they come |
+    | `"static"` | the scale that the training state holds for the next step | the scale that the training state holds |
+    | `"dynamic"` | a scale for each output | a scale for each row, computed at run time |
+    | `"block"` | blocks of 128x128 | blocks of 1x128, computed at run time |
     | `"weight_only"` | a scale for each output | high precision |
-    | `"mxfp8"` | blocks of 32, powers of two | likewise, as they come |
+    | `"mxfp8"` | blocks of 32, powers of two | blocks of 32, computed at run time |
 
-    A layer computes what it computes in training with such scales, bit for bit. State, histories and copies in high
-    precision are gone, and it has no gradient. Stacks become one layer after the other, because in a loop XLA copies
-    FP8 kernels before it multiplies. On NVIDIA's GPUs, products of fewer than 16 rows are filled up to 16.
+    A layer computes the same as in training with such scales, bit for bit. State, histories and high-precision copies
+    are dropped, and it has no gradient. Stacks are unstacked into separate layers, because in a loop XLA copies FP8
+    kernels before it multiplies. On NVIDIA GPUs, products of fewer than 16 rows are padded to 16.
 
-    Kernels are rounded to the dtype that their products compute in, then quantized. A loss that casts its parameters
-    computes in that dtype: cast the model first, `cast_params(model, jnp.bfloat16)`.
+    Kernels are rounded to the dtype that their products compute in, then quantized. If your loss casts parameters to a
+    dtype, cast the model to it first: `cast_params(model, jnp.bfloat16)`.
 
     Args:
-        model: A model that trains in FP8, of which the layers that do are quantized; or a plain one, of which all
-            linear layers are, but heads, embeddings and routers.
+        model: A model that trains in FP8, whose FP8 layers are quantized; or a plain model, whose linear layers are
+            quantized except heads, embeddings and routers.
         scheme: A `Scheme`, or the name of one.
         targets: The layers to quantize instead: patterns as in `fp8_linear_layers`; heads, embeddings and routers too.
         exclude: Layers to leave in high precision.
-        unstack: Whether each `haliax.nn.Stacked` with such a layer becomes a `BlockSeq`, with the same numbers, and
-            the same keys in state dicts. Stacks in ensembles stay.
-        rules_of: Only its `rules` matter; needed for layers of your own classes.
+        unstack: Whether each `haliax.nn.Stacked` with such a layer becomes a `BlockSeq`, with the same numbers and the
+            same keys in state dicts. Stacks in ensembles stay.
+        rules_of: A configuration, of which only `rules` matters; needed for layers of your own classes.
 
     Returns:
         The model for inference.
 
     Raises:
-        ValueError: If a stored scale is asked for that a layer lacks, or that is not calibrated; if a pattern selects
-            no layer, or one that cannot be quantized; if a kernel holds an infinity or NaN; or if the class of a layer
-            has no form for inference.
+        ValueError: If the scheme needs a stored scale that a layer lacks or that is not calibrated; if a pattern
+            selects no layer, or one that cannot be quantized; if a kernel holds an infinity or NaN; or if a layer's
+            class has no form for inference.
 
     Example:
         >>> served = quantize_for_inference(eqx.nn.MLP(64, 64, 128, 2, key=jax.random.key(0)), "dynamic")
@@ -84,7 +84,7 @@ def quantize_for_inference[M](
             return layer
         if path not in selected:
             return layer if rule.op(layer) is None else rule.with_op(layer, None)
-        # The same object in two places stays one object.
+        # An object that appears in two places stays one object.
         if id(layer) not in done:
             done[id(layer)] = _served(path, rule, layer, served_kernel(path, rule, layer, stack, chosen))
         return done[id(layer)]
@@ -94,10 +94,10 @@ def quantize_for_inference[M](
 
 
 def dequantize[M](model: M, dtype: DTypeLike = "float32") -> M:
-    """The model with plain layers, whose weights are `data * scale`: exact in float32, rounded once in another dtype.
+    """The model with plain layers whose weights are `data * scale`: exact in float32, rounded once in other dtypes.
 
     Args:
-        model: A model that `quantize_for_inference` made.
+        model: A model made by `quantize_for_inference`.
         dtype: The dtype of these weights.
 
     Example:
@@ -160,7 +160,7 @@ def _served(path: str, rule: LayerRule, layer: Any, kernel: ServedKernel) -> Any
     if not isinstance(made, AbstractServedLayer):
         raise ValueError(
             f"{path or 'the model itself'} is a {type(layer).__name__}, for which {type(rule).__name__}.served(layer, "
-            f"kernel) returned {made!r}: it has to return an AbstractServedLayer that multiplies by "
+            f"kernel) returned {made!r}: it must return an AbstractServedLayer that multiplies with "
             "kernel.dot_general(...). Write that method, or exclude the layer"
         )
     return made

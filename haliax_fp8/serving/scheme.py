@@ -1,4 +1,4 @@
-"""Scheme: how kernels and inputs are quantized for inference; and the schemes that have names."""
+"""Scheme: how kernels and inputs are quantized for inference; and the named schemes."""
 
 import dataclasses
 import functools
@@ -19,7 +19,7 @@ from ..recipes.scaling import (
 )
 
 
-# Those whose scales stay outside of the sum.
+# Scalings whose scales stay outside of the sum.
 _OUTSIDE = (StaticScaling, CurrentScaling, RowwiseScaling)
 _INSIDE = (BlockScaling, MXFP8Scaling)
 
@@ -29,13 +29,14 @@ class Scheme:
     """How the layers of a model multiply in inference.
 
     Args:
-        kernel: How kernels get their scales, once. `StaticScaling()` takes those that the state of training holds for
-            the next step.
-        input: How inputs get theirs, in each product; `StaticScaling()` likewise. None leaves them in high precision.
-        format: The format of both; that of training, where scales come from there.
+        kernel: How kernels get their scales, once. `StaticScaling()` takes the scales that the training state holds
+            for the next step.
+        input: How inputs get their scales, in each product, with `StaticScaling()` as for kernels. None leaves inputs
+            in high precision.
+        format: The format of both; with scales from training, the format of training.
 
     Raises:
-        ValueError: If a scaling is not one for inference, or hardware has no product of the two.
+        ValueError: If a scaling is not supported in inference, or no hardware multiplies the two.
 
     Example:
         >>> per_channel = Scheme(RowwiseScaling(), StaticScaling())
@@ -61,13 +62,13 @@ class Scheme:
             if isinstance(scaling, StaticScaling) and scaling != StaticScaling():
                 raise ValueError(
                     f"{name}={scaling} of Scheme gives a scale or a margin, but scales come from the state of training "
-                    "or of calibration: use StaticScaling() here, and the other one in the recipe that is calibrated"
+                    "or calibration: use StaticScaling() here, and yours in the recipe that is calibrated"
                 )
         if self.input is None and not isinstance(self.kernel, _OUTSIDE):
             raise ValueError(
-                f"kernel={self.kernel} of Scheme without input scaling: scales of blocks do not factor out of the sum, "
-                "so that XLA would write a dequantized copy of the kernel for each product. Use RowwiseScaling(), a "
-                "scale for each output"
+                f"kernel={self.kernel} of Scheme without input scaling: block scales do not factor out of the sum, so "
+                "XLA would write a dequantized copy of the kernel for each product. Use RowwiseScaling(), a scale for "
+                "each output"
             )
         if self.input is not None and isinstance(self.kernel, _INSIDE) != isinstance(self.input, _INSIDE):
             raise ValueError(
@@ -77,15 +78,15 @@ class Scheme:
 
     @property
     def stored(self) -> tuple[OperandName, ...]:
-        """The operands whose scale comes from the state of training."""
+        """The operands whose scale comes from the training state."""
         both: dict[OperandName, AbstractScaling | None] = {"input": self.input, "kernel": self.kernel}
         return tuple(name for name, scaling in both.items() if scaling is not None and stores_scale(scaling))
 
     @property
     def rows_are_independent(self) -> bool:
-        """Whether a row of the input is quantized alike whatever else is in its batch.
+        """Whether the rest of the batch does not affect how a row of the input is quantized.
 
-        Not so if all rows have one scale that comes from themselves.
+        It does if one scale for all rows is computed from the rows themselves.
         """
         return not isinstance(self.input, CurrentScaling) and not getattr(self.input, "square", False)
 
@@ -124,13 +125,13 @@ type SchemeLike = Scheme | str
 
 
 def as_scheme(scheme: Any) -> Scheme:
-    """A scheme from what a user gave.
+    """Returns a scheme for a user's argument.
 
     Args:
         scheme: A `Scheme`, or the name of one.
 
     Raises:
-        ValueError: If it is neither; the nearest names are listed.
+        ValueError: If it is neither; the message lists the nearest names.
     """
     if isinstance(scheme, Scheme):
         return scheme

@@ -1,4 +1,4 @@
-"""Stacks taken apart: in a loop, XLA copies FP8 kernels before it multiplies."""
+"""Unstacks layers, because XLA copies a loop's FP8 kernels before it multiplies."""
 
 import dataclasses
 from typing import Any
@@ -12,7 +12,7 @@ from .blocks import ServedBlocks
 
 
 def unstacked(tree: Any) -> Any:
-    """A model with one block after the other in place of stacks with layers for inference; those in ensembles stay.
+    """The model with separate blocks in place of stacks that have layers for inference; stacks in ensembles stay.
 
     Args:
         tree: The model, or a part of it.
@@ -25,7 +25,7 @@ def unstacked(tree: Any) -> Any:
         blocks = tuple(map(unstacked, node.unstacked()))
         return ServedBlocks(blocks, node.Block, node.gradient_checkpointing)
 
-    # The same layer in two places stays one object.
+    # A layer that appears in two places stays one object.
     return jax.tree.map(one_by_one, tree, is_leaf=lambda node: is_stack(node) or isinstance(node, AbstractServedLayer))
 
 
@@ -39,7 +39,7 @@ def _holds_served(tree: Any) -> bool:
 
 
 def _in_ensemble(tree: Any) -> bool:
-    """Whether arrays have axes that their names do not count."""
+    """Whether arrays have axes that their names do not include."""
     named = lambda node: isinstance(node, hax.NamedArray)
     leaves = [node for node in jax.tree.leaves(tree, is_leaf=named) if named(node)]
     return any(leaf.array.ndim != len(leaf.axis_names) for leaf in leaves)
