@@ -58,6 +58,17 @@ class History:
         """How many steps ago the amax was measured that the scale comes from; 0 if it was in the last step."""
         return int(np.argmax(self.amaxes[::-1]))
 
+    @property
+    def recorded(self) -> int:
+        """How many steps recorded an amax above 0."""
+        return int((self.amaxes > 0.0).sum())
+
+    @property
+    def largest_change(self) -> float:
+        """The largest change from one recorded amax to the next, in binades."""
+        logs = np.log2(self.amaxes[self.amaxes > 0.0])
+        return float(np.abs(np.diff(logs)).max(initial=0.0))
+
     def growth(self, steps: int) -> float:
         """By what factor the amax grew over the last steps, if it grew in each of them; else 1.
 

@@ -40,6 +40,8 @@ class OpStatistics(Printable, eqx.Module):
             about 18 (E4M3) or 32 (E5M2) of them.
         kurtosis: `mean((x - mean)**4) / variance**2`: 3 for a normal distribution, large for one with outliers.
         nonfinite: How many elements are infinite or NaN.
+        active: The share of experts that have rows, of the input and output gradient of a layer of experts whose state
+            is shared; else 1.
     """
 
     amax: Float32[Array, "*stack 3"]
@@ -53,6 +55,7 @@ class OpStatistics(Printable, eqx.Module):
     dynamic_range: Float32[Array, "*stack 3"]
     kurtosis: Float32[Array, "*stack 3"]
     nonfinite: Float32[Array, "*stack 3"]
+    active: Float32[Array, "*stack 3"]
 
     @property
     def sqnr(self) -> Float32[Array, "*stack 3"]:

@@ -8,7 +8,10 @@ from collections.abc import Callable, Iterable
 
 from ..._numerics.formats import E4M3, E5M2
 from ...recipes.scaling import CurrentScaling, DelayedScaling, StaticScaling
+from .dead import dead, experts_without_rows
 from .finding import Finding, Problem, Remedy
+from .kernels import foreign_state, moved_at_once
+from .new_finding import new_finding
 from .operand import Operand
 from .thresholds import Thresholds
 
@@ -17,8 +20,6 @@ type Check = Callable[[list[Operand], Thresholds], Iterable[Finding]]
 
 # The scalings that give a tensor one scale.
 _ONE_SCALE = DelayedScaling, StaticScaling, CurrentScaling
-
-_NEARLY_ALL = 0.99
 
 _PAPER_OF_FORMATS = "arXiv:2209.05433, section 3"
 _PAPER_OF_NOISE = "arXiv:2505.19115, section 5"
@@ -33,7 +34,7 @@ def not_finite(all: list[Operand], thresholds: Thresholds) -> Iterable[Finding]:
         if of_name := [operand for operand in bad if operand.name == name]:
             others = len(bad) - 1
             more = f"; {others} more operands follow from it or have some as well" if others else ""
-            yield _finding(
+            yield new_finding(
                 of_name[order],
                 Problem.NOT_FINITE,
                 seen=f"{of_name[order]['nonfinite']:.0f} elements are infinite or NaN, first in {product}{more}",
@@ -57,7 +58,7 @@ def formats_swapped(all: list[Operand], thresholds: Thresholds) -> Iterable[Find
     for operand in all:
         forward, backward = operand.recipe.input, operand.recipe.output_grad
         if operand.name == "input" and (forward.format, backward.format) == (E5M2, E4M3):
-            yield _finding(
+            yield new_finding(
                 operand,
                 Problem.FORMATS_SWAPPED,
                 seen="inputs are in E5M2, with 2 bits of mantissa, and output gradients in E4M3",
@@ -76,7 +77,7 @@ def not_calibrated(all: list[Operand], thresholds: Thresholds) -> Iterable[Findi
     # Of a model whose state no step has written, one finding says it.
     everywhere = f", as those of all {len(kept)} operands" if len(fresh) == len(kept) else ""
     for operand in unfit or fresh[: bool(everywhere)]:
-        yield _finding(
+        yield new_finding(
             operand,
             Problem.NOT_CALIBRATED,
             seen=f"scale 1 and an empty history{everywhere}; amax {operand['amax']:.2g}, {_shares(operand)}",
@@ -87,29 +88,6 @@ def not_calibrated(all: list[Operand], thresholds: Thresholds) -> Iterable[Findi
         )
 
 
-def foreign_state(all: list[Operand], thresholds: Thresholds) -> Iterable[Finding]:
-    """Kernels whose amax is not what the last step recorded: no optimizer changes one layer that much."""
-    kernels = [o for o in all if o.name == "kernel" and o.history and o.history.newest > 0.0 and o["amax"] > 0.0]
-    moved = [o for o in kernels if abs(math.log2(_newer(o))) > math.log2(thresholds.kernel_jump)]
-    in_all = len(kernels) >= 3 and len(moved) > len(kernels) / 2
-    for operand in moved:
-        assert operand.history is not None
-        seen = f"amax {operand['amax']:.2g}; the last step recorded {operand.history.newest:.2g}"
-        threshold = f"a factor of {thresholds.kernel_jump:g}"
-        if in_all:
-            advice = (
-                f"most kernels moved that far in one step ({len(moved)} of {len(kernels)}): lower the learning rate, "
-                "lengthen its warmup or clip gradients (optax.clip_by_global_norm), and go back to a checkpoint"
-            )
-            yield _finding(operand, Problem.JUMP, seen, threshold, "heuristic", advice)
-        else:
-            advice = (
-                "the state is not that of this layer: it was loaded from elsewhere, or the weight was replaced. "
-                "Calibrate again: model = step.calibrate(model, *batch); or load matching state"
-            )
-            yield _finding(operand, Problem.FOREIGN_STATE, seen, threshold, "heuristic", advice)
-
-
 def jump(all: list[Operand], thresholds: Thresholds) -> Iterable[Finding]:
     """Operands that are clipped because they are far larger than in any step that the history remembers."""
     for operand in all:
@@ -118,7 +96,7 @@ def jump(all: list[Operand], thresholds: Thresholds) -> Iterable[Finding]:
             continue
         factor = operand["amax"] / history.largest
         if factor > thresholds.jump:
-            yield _finding(
+            yield new_finding(
                 operand,
                 Problem.JUMP,
                 seen=f"amax {operand['amax']:.2g}, {factor:.2g} times the largest of the history; {_shares(operand)}",
@@ -131,21 +109,30 @@ def jump(all: list[Operand], thresholds: Thresholds) -> Iterable[Finding]:
 
 
 def growth(all: list[Operand], thresholds: Thresholds) -> Iterable[Finding]:
-    """Amaxes that grow in every step: each step is clipped by the scale of the one before."""
-    for operand in all:
-        factor = 1.0 if operand.history is None else operand.history.growth(thresholds.growth_steps)
-        if factor > thresholds.growth:
-            yield _finding(
-                operand,
-                Problem.GROWTH,
-                seen=f"amax grew in each of the last {thresholds.growth_steps} steps, {factor:.2g} times in all; "
-                f"{_shares(operand)}",
-                threshold=f"a factor of {thresholds.growth:g}",
-                source="heuristic",
-                advice="training diverges, or warms up: look at the learning rate and at normalization. Until it is "
-                "settled, a margin of one binade keeps growing operands unclipped",
-                remedy=Remedy.MARGIN,
-            )
+    """Amaxes that grow in every step: each step is clipped by the scale of the one before. One finding for a layer."""
+    factor = lambda o: 1.0 if o.history is None else o.history.growth(thresholds.growth_steps)
+    growing = [operand for operand in all if factor(operand) > thresholds.growth]
+    # A kernel that grows makes gradients grow.
+    growing.sort(key=lambda operand: operand.name != "kernel")
+    reported: set[tuple[str, tuple[int, ...]]] = set()
+    for operand in growing:
+        place = operand.layer, operand.index
+        if place in reported:
+            continue
+        reported.add(place)
+        others = [o.name.replace("_", " ") for o in growing if (o.layer, o.index) == place and o is not operand]
+        too = f", and so did that of the {' and the '.join(others)}" if others else ""
+        yield new_finding(
+            operand,
+            Problem.GROWTH,
+            seen=f"amax grew in each of the last {thresholds.growth_steps} steps, {factor(operand):.2g} times in all"
+            f"{too}; {_shares(operand)}",
+            threshold=f"a factor of {thresholds.growth:g}",
+            source="heuristic",
+            advice="training diverges, or warms up: look at the learning rate and at normalization. Until it is "
+            "settled, a margin of one binade keeps growing operands unclipped",
+            remedy=Remedy.MARGIN,
+        )
 
 
 def saturation(all: list[Operand], thresholds: Thresholds) -> Iterable[Finding]:
@@ -153,7 +140,7 @@ def saturation(all: list[Operand], thresholds: Thresholds) -> Iterable[Finding]:
     for operand in all:
         if _is_clipped(operand, thresholds):
             delayed = isinstance(operand.quantization.scaling, DelayedScaling)
-            yield _finding(
+            yield new_finding(
                 operand,
                 Problem.SATURATION,
                 seen=f"{operand['saturation']:.2%} of the elements are clipped at {operand.format.max:g} times the "
@@ -174,7 +161,7 @@ def outliers(all: list[Operand], thresholds: Thresholds) -> Iterable[Finding]:
         if operand.name == "output_grad" or not isinstance(operand.quantization.scaling, _ONE_SCALE):
             continue
         if operand["kurtosis"] > thresholds.kurtosis and operand["underflow"] > thresholds.underflow_of_outliers:
-            yield _finding(
+            yield new_finding(
                 operand,
                 Problem.OUTLIERS,
                 seen=f"kurtosis {operand['kurtosis']:.0f} (a normal distribution has 3), and "
@@ -188,14 +175,17 @@ def outliers(all: list[Operand], thresholds: Thresholds) -> Iterable[Finding]:
 
 
 def underflow(all: list[Operand], thresholds: Thresholds) -> Iterable[Finding]:
-    """Operands much of which is flushed to zero: by a scale that follows an old spike, or by outliers of their own."""
-    for operand in all:
-        if not operand["underflow"] > thresholds.underflow:
-            continue
+    """Operands much of which is flushed to zero: by a scale that follows larger amaxes, or by values of their own.
+
+    Gradients come from the last layer, so the last is named first: those before it get what is left.
+    """
+    flushed = [operand for operand in all if operand["underflow"] > thresholds.underflow]
+    gradients = [operand for operand in flushed if operand.name == "output_grad"]
+    for operand in [*(o for o in flushed if o.name != "output_grad"), *reversed(gradients)]:
         history, seen = operand.history, f"{operand['underflow']:.1%} of the elements are flushed to zero"
         limit = f"{thresholds.underflow:.0%}"
         if history is not None and history.largest > thresholds.jump * max(operand["amax"], history.newest):
-            yield _finding(
+            yield new_finding(
                 operand,
                 Problem.OLD_SPIKE,
                 seen=f"{seen}: the scale follows an amax of {history.largest:.2g} from {history.age} steps ago, this "
@@ -205,27 +195,30 @@ def underflow(all: list[Operand], thresholds: Thresholds) -> Iterable[Finding]:
                 advice="use a shorter history, or DelayedScaling(amax_compute=RecoveringMax())",
                 remedy=Remedy.SHORTER_HISTORY,
             )
+            continue
+        if history is not None and history.largest > thresholds.jump * operand["amax"]:
+            why = f": the amax fell from {history.newest:.2g} in the last step to {operand['amax']:.2g}"
         else:
-            too_wide = (
+            why = (
                 f"; its values span {operand['dynamic_range']:.0f} bits, {operand.format.name} holds "
                 f"{operand.format.dynamic_range:.0f}"
             )
-            yield _finding(
-                operand,
-                Problem.UNDERFLOW,
-                seen=seen + too_wide,
-                threshold=limit,
-                source="heuristic",
-                advice="E5M2 for output gradients, finer scales (rowwise, mxfp8), or this layer in high precision",
-                remedy=Remedy.SCALE_PER_ROW,
-            )
+        yield new_finding(
+            operand,
+            Problem.UNDERFLOW,
+            seen=seen + why,
+            threshold=limit,
+            source="heuristic",
+            advice="E5M2 for output gradients, finer scales (rowwise, mxfp8), or this layer in high precision",
+            remedy=Remedy.SCALE_PER_ROW,
+        )
 
 
 def noise(all: list[Operand], thresholds: Thresholds) -> Iterable[Finding]:
     """Output gradients smaller than sqrt(3) times the noise of their quantization."""
     for operand in all:
         if operand.name == "output_grad" and operand["error"] > 1.0 / (3.0 * thresholds.over_noise**2):
-            yield _finding(
+            yield new_finding(
                 operand,
                 Problem.NOISE,
                 seen=f"the gradient is {1 / math.sqrt(operand['error']):.2g} times as large as its quantization noise",
@@ -236,38 +229,11 @@ def noise(all: list[Operand], thresholds: Thresholds) -> Iterable[Finding]:
             )
 
 
-def dead(all: list[Operand], thresholds: Thresholds) -> Iterable[Finding]:
-    """Layers that nothing goes into, or that get no gradient.
-
-    Without those behind a kernel of zeros, as LoRA's, and those whose gradient was flushed to zero on its way.
-    """
-    del thresholds
-    flushed = any(o.name == "output_grad" and o["underflow"] > _NEARLY_ALL for o in all)
-    parents = {_parent(o.layer) for o in all if o.name == "kernel" and o["amax"] == 0.0}
-    reported = set()
-    for operand in all:
-        place = operand.layer, operand.index
-        if operand.name == "kernel" or _parent(operand.layer) in parents or place in reported:
-            continue
-        if operand.is_reached and (operand["amax"] > 0.0 or (flushed and operand.name == "output_grad")):
-            continue
-        what = "is zero everywhere" if operand.is_reached else "is not reached by the loss"
-        reported.add(place)
-        yield _finding(
-            operand,
-            Problem.DEAD,
-            seen=f"the {operand.name.replace('_', ' ')} {what}",
-            threshold="any element that is not zero",
-            source="a layer without input or gradient does not learn",
-            advice="if the layer is an expert, it got no rows: balance the router. Otherwise look for activations that "
-            "are zero for every input, a mask, a stopped gradient, or a layer that the model does not call",
-        )
-
-
 CHECKS: tuple[Check, ...] = (
     not_finite,
     formats_swapped,
     not_calibrated,
+    moved_at_once,
     foreign_state,
     jump,
     growth,
@@ -275,22 +241,13 @@ CHECKS: tuple[Check, ...] = (
     outliers,
     underflow,
     noise,
+    experts_without_rows,
     dead,
 )
 """All checks, the most urgent first."""
 
-
-def _finding(
-    operand: Operand,
-    problem: Problem,
-    seen: str,
-    threshold: str,
-    source: str,
-    advice: str,
-    remedy: Remedy = Remedy.NONE,
-) -> Finding:
-    place = operand.layer, operand.index, operand.name
-    return Finding(*place, problem, seen, threshold, source, advice, remedy)
+EXPLAIN_ALL: tuple[Check, ...] = (not_finite, moved_at_once)
+"""Those that find what makes all other numbers meaningless."""
 
 
 def _is_clipped(operand: Operand, thresholds: Thresholds) -> bool:
@@ -304,12 +261,3 @@ def _shares(operand: Operand) -> str:
 
 def _limits(thresholds: Thresholds) -> str:
     return f"{thresholds.saturation:.1%} clipped or {thresholds.underflow:.0%} flushed to zero"
-
-
-def _newer(operand: Operand) -> float:
-    assert operand.history is not None
-    return operand["amax"] / operand.history.newest
-
-
-def _parent(path: str) -> str:
-    return path.rpartition(".")[0]

@@ -23,6 +23,7 @@ class Problem(enum.Enum):
     UNDERFLOW = "underflow"
     OUTLIERS = "outliers"
     NOISE = "noise"
+    NO_ROWS = "expert without rows"
     DEAD = "dead"
 
 

@@ -8,7 +8,7 @@ from ..._numerics.formats import Format
 from ...layers.ops import named_ops
 from ...recipes.recipe import OperandName, Quantization, Recipe
 from ..history import History
-from ..result import OPERANDS, ModelStatistics, OpStatistics
+from ..result import OPERANDS, ModelStatistics, OpStatistics, numbered
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,6 +22,7 @@ class Operand:
         numbers: The fields of `OpStatistics`.
         history: The amaxes of past steps; None if the scaling keeps none.
         recipe: That of the op.
+        numbers_experts: Whether the last number of the index is that of an expert.
     """
 
     layer: str
@@ -30,9 +31,20 @@ class Operand:
     numbers: dict[str, float]
     history: History | None
     recipe: Recipe
+    numbers_experts: bool = False
 
     def __getitem__(self, statistic: str) -> float:
         return self.numbers[statistic]
+
+    @property
+    def place(self) -> str:
+        """The layer, with its number in a stack."""
+        return numbered(self.layer, self.index)
+
+    @property
+    def place_of_experts(self) -> str:
+        """The same, without the number of an expert."""
+        return numbered(self.layer, self.index[:-1] if self.numbers_experts else self.index)
 
     @property
     def quantization(self) -> Quantization:
@@ -74,5 +86,5 @@ def operands(model: object, statistics: ModelStatistics) -> list[Operand]:
             for row, name in enumerate(OPERANDS):
                 numbers = {field: float(array[*index, row]) for field, array in arrays.items()}
                 history = History.of(op, row, index)
-                found.append(Operand(path, index, name, numbers, history, op.recipe))
+                found.append(Operand(path, index, name, numbers, history, op.recipe, op.state_per_group))
     return found

@@ -4,8 +4,8 @@ from typing import Any
 
 from ...layers.ops import all_ops
 from ..result import ModelStatistics
-from .checks import CHECKS
-from .finding import Diagnosis, Finding
+from .checks import CHECKS, EXPLAIN_ALL
+from .finding import Diagnosis, Finding, Problem
 from .operand import operands
 from .thresholds import Thresholds
 
@@ -22,7 +22,8 @@ def diagnose(model: Any, statistics: ModelStatistics, thresholds: Thresholds | N
         thresholds: From where on a number counts as a problem; the default is `Thresholds()`.
 
     Returns:
-        The problems, the most urgent first; empty, and false, for a healthy model. An operand has at most one.
+        The problems, the most urgent first; empty, and false, for a healthy model. An operand has at most one. What
+        follows from another problem is left out: mend that, and diagnose again.
 
     Raises:
         ValueError: If the statistics are of another model, or the model has no FP8 product.
@@ -42,10 +43,13 @@ def diagnose(model: Any, statistics: ModelStatistics, thresholds: Thresholds | N
     everything = operands(model, statistics)
     thresholds = Thresholds() if thresholds is None else thresholds
     found: dict[tuple[str, tuple[int, ...], str], Finding] = {}
+    # Scales of another layer explain all else that is wrong with a layer.
+    explained: set[tuple[str, tuple[int, ...]]] = set()
     for check in CHECKS:
-        for finding in check(everything, thresholds):
+        new = [x for x in check(everything, thresholds) if (x.layer, x.index) not in explained]
+        for finding in new:
             found.setdefault((finding.layer, finding.index, finding.operand), finding)
-        if check is CHECKS[0] and found:
-            # What is not finite makes every other number meaningless.
+        explained |= {(x.layer, x.index) for x in new if x.problem is Problem.FOREIGN_STATE}
+        if new and check in EXPLAIN_ALL:
             break
     return Diagnosis(tuple(found.values()))

@@ -12,6 +12,7 @@ class Thresholds:
         underflow: The share of elements flushed to zero.
         jump: How many times an amax may exceed the largest of its history.
         kernel_jump: By what factor the amax of a kernel may change in one step.
+        kernel_mismatch: The same, where earlier steps and other kernels change four times less.
         growth: By what factor an amax may grow that grows in each of the last `growth_steps` steps.
         growth_steps: See `growth`.
         kurtosis: Of inputs and kernels with one scale, if also `underflow_of_outliers` is exceeded.
@@ -23,6 +24,7 @@ class Thresholds:
     underflow: float = 0.05
     jump: float = 4.0
     kernel_jump: float = 2.0
+    kernel_mismatch: float = 1.1
     growth: float = 4.0
     growth_steps: int = 8
     kurtosis: float = 50.0

@@ -22,6 +22,7 @@ from ..._tables import Printable, new_table
 from ...recipes.catalog import RecipeLike, as_recipe, named
 from ...recipes.recipe import OPERANDS, OperandName, ProductName, Recipe
 from ...recipes.scaling import STATISTICS, AbstractStatefulScaling, statistics_of
+from ...recipes.scaling.operand_statistics import Members
 from .box import BlackBox
 from .culprit import Culprit
 
@@ -241,7 +242,7 @@ def _lost(operands: dict[OperandName, Array], state: Array | None, key: Array | 
             return jnp.zeros(len(STATISTICS), jnp.float32)
         x = round_to(operands[operand], spec.compute_dtype)
         quantized = quantize_operand(x, operand, product, scales, key, (), spec)
-        return statistics_of(x, quantized, 0, quantization.format)
+        return statistics_of(x, quantized, Members(0), quantization.format)
 
     return {product: {operand: of(operand, product) for operand in names} for product, names in OPERANDS.items()}
 

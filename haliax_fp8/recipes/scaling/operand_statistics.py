@@ -1,0 +1,216 @@
+"""What quantization does to an operand, in numbers: one for each of `STATISTICS`."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Float, Float32, Int
+
+from ..._numerics.formats import Format
+from ..._numerics.quantized_array import QuantizedArray
+
+
+STATISTICS = (
+    "amax",
+    "scale",
+    "saturation",
+    "underflow",
+    "last_bin",
+    "error",
+    "rms_error",
+    "norm",
+    "dynamic_range",
+    "kurtosis",
+    "nonfinite",
+    "active",
+)
+"""What is measured, in the order of the columns."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Members:
+    """Whose statistics are taken: each member's, a member being an index of the leading axes or a group of rows.
+
+    Args:
+        ensemble: How many leading axes of an operand number members; with `groups`, the last of them numbers rows.
+        devices: Inside `shard_map`, the mesh axes over which devices hold parts of a member. Parts with equal sums are
+            taken for copies and count once: a kernel that all devices hold is marked as different on each of them.
+        groups: Which rows are in each group; None if rows are not in groups.
+    """
+
+    ensemble: int
+    devices: tuple[str, ...] = ()
+    groups: Bool[Array, "*members rows groups"] | None = None
+
+    def of_groups(self, sizes: Int[Array, "*members groups"], rows: int) -> "Members":
+        """The members that groups of consecutive rows are.
+
+        Args:
+            sizes: How many rows each group has.
+            rows: How many there are in all. Those beyond the last group belong to none.
+        """
+        ends = jnp.cumsum(sizes, axis=-1, dtype=np.int32)
+        row = jnp.arange(rows, dtype=np.int32)[:, None]
+        groups = (row >= jnp.expand_dims(ends - sizes, -2)) & (row < jnp.expand_dims(ends, -2))
+        return dataclasses.replace(self, groups=groups)
+
+    def totals(self, *values: Array) -> list[Float32[Array, "*members"]]:
+        """The sums of values over the elements of each member, on this device.
+
+        Args:
+            values: Numbers or booleans, each in the shape of the operand.
+        """
+        flags = [x for x in values if x.dtype == np.bool_]
+        counts = iter(self._counts(flags))
+        sums = [next(counts) if x.dtype == np.bool_ else jnp.sum(x, self._axes(x)) for x in values]
+        if self.groups is None:
+            return sums
+        return [jnp.sum(jnp.where(self.groups, x[..., None], np.float32(0.0)), axis=-2) for x in sums]
+
+    def largest(self, values: Float32[Array, "*shape"]) -> Float32[Array, "*members"]:
+        """The largest value of each member on all devices; 0 if all are negative or none exists."""
+        found = jnp.max(values, self._axes(values), initial=0.0)
+        if self.groups is not None:
+            found = jnp.max(jnp.where(self.groups, found[..., None], np.float32(0.0)), axis=-2, initial=0.0)
+        return lax.pmax(found, self.devices) if self.devices else found
+
+    def smallest(self, values: Float32[Array, "*shape"]) -> Float32[Array, "*members"]:
+        """The smallest value of each member on all devices, or 1."""
+        found = jnp.min(values, self._axes(values), initial=1.0)
+        if self.groups is not None:
+            found = jnp.min(jnp.where(self.groups, found[..., None], np.float32(1.0)), axis=-2, initial=1.0)
+        return lax.pmin(found, self.devices) if self.devices else found
+
+    def largest_numbers(self, numbers: Float32[Array, "*ensemble numbers"]) -> Float32[Array, "*members numbers"]:
+        """The largest of each of several numbers that none is negative of, on all devices."""
+        if self.groups is not None:
+            of_groups = jnp.where(self.groups[..., None], jnp.expand_dims(numbers, -2), np.float32(0.0))
+            numbers = jnp.max(of_groups, axis=-3, initial=0.0)
+        return lax.pmax(numbers, self.devices) if self.devices else numbers
+
+    def at_elements(self, numbers: Float32[Array, "*members"], ndim: int) -> Float32[Array, "*ensemble 1 1"]:
+        """What its member has, for each element of an operand of a rank; 0 for a row without group."""
+        if self.groups is not None:
+            numbers = jnp.sum(jnp.where(self.groups, jnp.expand_dims(numbers, -2), np.float32(0.0)), axis=-1)
+        return lax.expand_dims(numbers, range(numbers.ndim, ndim))
+
+    def copies(self, sums: Sequence[Float32[Array, "*members"]]) -> Float32[Array, "*members"]:
+        """How many devices hold what this one holds of each member, told by its sums. None may be NaN."""
+        if not self.devices:
+            return jnp.ones_like(sums[0])
+        here = jnp.stack(sums, axis=-1)
+        everywhere = lax.all_gather(here, self.devices)
+        return jnp.sum(jnp.all(everywhere == here, axis=-1).astype(jnp.float32), axis=0)
+
+    def of_all_devices(
+        self, sums: Sequence[Float32[Array, "*members"]], copies: Float32[Array, "*members"]
+    ) -> list[Float32[Array, "*members"]]:
+        """Sums over all devices, of which copies count once."""
+        return list(lax.psum([x / copies for x in sums], self.devices)) if self.devices else list(sums)
+
+    def _axes(self, values: Array) -> tuple[int, ...]:
+        return tuple(range(self.ensemble, values.ndim))
+
+    def _counts(self, flags: Sequence[Bool[Array, "*shape"]]) -> list[Float32[Array, "*ensemble"]]:
+        """How many are true, two arrays at a time: each sum reads, and casts, all that the flags come from."""
+        packs = flags and flags[0].ndim > self.ensemble and flags[0].shape[-1] < 2**15
+        if not packs:
+            return [jnp.sum(x.astype(jnp.float32), self._axes(x)) for x in flags]
+        found = []
+        for first, second in zip(flags[::2], [*flags[1::2], None], strict=False):
+            low = first.astype(np.int32)
+            both = low if second is None else low + second.astype(np.int32) * np.int32(2**16)
+            # Of one axis, so that no half overflows.
+            both = jnp.sum(both, axis=-1)
+            halves = [both & np.int32(2**16 - 1), both >> np.int32(16)]
+            found += [jnp.sum(x.astype(jnp.float32), self._axes(x)) for x in halves[: 1 if second is None else 2]]
+        return found
+
+
+def statistics_of(
+    x: Float[Array, "*shape"],
+    quantized: QuantizedArray,
+    members: Members,
+    format: Format,
+    active: Float32[Array, "*members"] | None = None,
+) -> Float32[Array, "*members statistics"]:
+    """Each of `STATISTICS` for an operand; all but `nonfinite` of its finite elements.
+
+    An element is clipped if it ends at the format's maximum and lost more than rounding would have cost. Where rotation
+    mixes elements before they are quantized, the shares are those of the values after it is undone, and none counts as
+    clipped or in the last bin.
+
+    Args:
+        x: The operand.
+        quantized: What it was quantized to.
+        members: Whose statistics are wanted.
+        format: The format of the data.
+        active: The last statistic, the share of experts that have rows; by default 1.
+    """
+    x, values = x.astype(jnp.float32), quantized.dequantize()
+    finite = jnp.isfinite(x)
+    x = jnp.where(finite, x, jnp.float32(0.0))
+    magnitude, rounded = jnp.abs(x), jnp.abs(values)
+    nonzero = magnitude > 0.0
+
+    top = jnp.abs(quantized.data.astype(jnp.float32)) >= format.max
+    top = top & finite if quantized.rotation is None else jnp.zeros(x.shape, bool)
+    flushed = (rounded == 0.0) & nonzero
+    # Half the distance from the largest value to what would be the next.
+    half = 2.0 ** (math.floor(math.log2(format.max)) - format.mantissa_bits - 1)
+    clipped = top & ~flushed & (magnitude > rounded * jnp.float32(1.0 + half / format.max))
+
+    amax = members.largest(magnitude)
+    unit = jnp.where(amax > 0.0, amax, jnp.float32(1.0))
+    # Squares of what is below 1e-19, as gradients are, would be flushed to zero.
+    inverse = _positive(members.at_elements(unit, x.ndim))
+    parts = x / inverse
+    lost = jnp.where(finite, (x - values) / inverse, jnp.float32(0.0))
+    local = members.totals(parts, parts**2, lost**2, clipped, flushed, top & ~flushed, ~finite)
+    count = jnp.full_like(local[0], math.prod(x.shape[members.ensemble :]))
+    if members.groups is not None:
+        count = count * jnp.sum(members.groups.astype(jnp.float32), axis=-2)
+    copies = members.copies([unit, *local])
+    total, squares, lost, clipped, flushed, last, nonfinite, count = members.of_all_devices([*local, count], copies)
+
+    # About the mean: an operand that is everywhere the same has no tails.
+    numbers, count = _positive(count - nonfinite), _positive(count)
+    mean = members.at_elements(total / numbers, x.ndim)
+    centered = jnp.where(finite, parts - mean, jnp.float32(0.0)) ** 2
+    variance, fourth = members.of_all_devices(members.totals(centered, centered**2), copies)
+    scale = quantized.scale
+    scale = jnp.broadcast_to(scale, (*x.shape[: members.ensemble], *scale.shape[members.ensemble :]))
+    by_name = {
+        "amax": amax,
+        "scale": members.largest(scale),
+        "saturation": clipped / count,
+        "underflow": flushed / count,
+        "last_bin": last / count,
+        "error": lost / _positive(squares),
+        "rms_error": jnp.sqrt(lost / count) * unit,
+        "norm": jnp.sqrt(squares) * unit,
+        "dynamic_range": -jnp.log2(members.smallest(jnp.where(nonzero, jnp.abs(parts), jnp.float32(1.0)))),
+        "kurtosis": (fourth / numbers) / _positive((variance / numbers) ** 2),
+        "nonfinite": nonfinite,
+        "active": jnp.ones_like(amax) if active is None else jnp.broadcast_to(active, amax.shape),
+    }
+    return jnp.stack([by_name[name] for name in STATISTICS], axis=-1)
+
+
+def share_of_active(sizes: Int[Array, "*members groups"], members: Members) -> Float32[Array, "*members"]:
+    """The share of groups that have rows; the largest over devices, of which each may have groups of its own.
+
+    Args:
+        sizes: How many rows each group has; behind the members' axes, those of examples with groups of their own.
+        members: Whose statistics are taken; not groups.
+    """
+    has_rows = jnp.any(sizes > 0, axis=tuple(range(members.ensemble, sizes.ndim - 1)))
+    found = jnp.mean(has_rows.astype(jnp.float32), axis=-1)
+    return lax.pmax(found, members.devices) if members.devices else found
+
+
+def _positive(a: Array) -> Array:
+    return jnp.where(a > 0.0, a, jnp.float32(1.0))

@@ -1,0 +1,125 @@
+"""Checks that compare kernels with what the last step recorded of them, between which lies one update of weights."""
+
+import math
+from collections.abc import Iterable, Sequence
+
+from ...recipes.scaling import DelayedScaling
+from ...recipes.scaling.amax_of_history import Percentile
+from .finding import Finding, Problem
+from .new_finding import new_finding
+from .operand import Operand
+from .thresholds import Thresholds
+
+
+# How much further a kernel has to move than it did in any recorded step, and than a quarter of all kernels.
+_UNUSUAL = 4.0
+# So many recorded steps tell how far one moves.
+_ENOUGH_STEPS = 4
+# Another layer's inputs or gradients differ in the state as well, so the kernel need not differ as much.
+_SMALLEST = math.log2(1.02)
+_ALIKE = math.log2(1.01)
+
+
+def moved_at_once(all: list[Operand], thresholds: Thresholds) -> Iterable[Finding]:
+    """Most kernels changed that much in one step: the learning rate. No scale fits after that, so it explains all."""
+    kernels = _recorded(all)
+    moved = _moved(kernels, thresholds)
+    if not _is_most(moved, kernels):
+        return
+    names = ", ".join(operand.place for operand in moved[:3]) + (" ..." if len(moved) > 3 else "")
+    worst = max(moved, key=_distance)
+    yield new_finding(
+        worst,
+        Problem.JUMP,
+        seen=f"{_seen(worst)}. {len(moved)} of {len(kernels)} kernels moved that far: {names}. What else is wrong "
+        "follows from it",
+        threshold=f"a factor of {thresholds.kernel_jump:g}",
+        source="heuristic",
+        advice="lower the learning rate, lengthen its warmup or clip gradients (optax.clip_by_global_norm), and go "
+        "back to a checkpoint",
+    )
+
+
+def foreign_state(all: list[Operand], thresholds: Thresholds) -> Iterable[Finding]:
+    """Kernels whose amax is not what the last step recorded, while others are: the state is that of another layer.
+
+    A few steps tell how far a kernel moves in one, and so do the other kernels. Further than that, and noticeably, none
+    goes; or, if the inputs or gradients of the layer differ from its state as well, hardly.
+    """
+    kernels = _recorded(all)
+    moved = _moved(kernels, thresholds)
+    if _is_most(moved, kernels):
+        return
+    by_layer: dict[tuple[str, tuple[int, ...]], list[Operand]] = {}
+    for operand in all:
+        by_layer.setdefault((operand.layer, operand.index), []).append(operand)
+    distances = sorted(map(_distance, kernels))
+    usual = distances[(len(distances) - 1) // 4] if len(kernels) >= 3 else None
+    for operand in kernels:
+        others = [o for o in by_layer[operand.layer, operand.index] if o is not operand]
+        if operand in moved or _is_unusual(operand, others, usual, thresholds):
+            assert operand.history is not None
+            newest = operand.history.newest
+            owners = [o for o in kernels if o is not operand and abs(math.log2(o["amax"] / newest)) < _ALIKE]
+            owner = min(owners, key=lambda o: abs(math.log2(o["amax"] / newest)), default=None)
+            yield new_finding(
+                operand,
+                Problem.FOREIGN_STATE,
+                seen=_seen(operand) + (f", which is the amax of {owner.place}" if owner else ""),
+                threshold=f"a factor of {thresholds.kernel_jump:g}, or of {thresholds.kernel_mismatch:g} where other "
+                f"steps and kernels move {_UNUSUAL:g} times less",
+                source="heuristic",
+                advice="the state is not that of this layer: it was loaded from elsewhere, or the weight was replaced. "
+                "Calibrate again: model = step.calibrate(model, *batch); or load matching state",
+            )
+
+
+def _recorded(all: list[Operand]) -> list[Operand]:
+    """Kernels of which the last step recorded the amax: not those whose state has a percentile in its place."""
+    kernels = [o for o in all if o.name == "kernel" and o.history and o.history.newest > 0.0 and o["amax"] > 0.0]
+    of_percentile = lambda s: isinstance(s, DelayedScaling) and isinstance(s.amax_compute, Percentile)
+    return [operand for operand in kernels if not of_percentile(operand.quantization.scaling)]
+
+
+def _moved(kernels: list[Operand], thresholds: Thresholds) -> list[Operand]:
+    return [o for o in kernels if abs(math.log2(_newer(o))) > math.log2(thresholds.kernel_jump)]
+
+
+def _is_most(moved: list[Operand], kernels: list[Operand]) -> bool:
+    return len(kernels) >= 3 and len(moved) > len(kernels) / 2
+
+
+def _is_unusual(kernel: Operand, others: Sequence[Operand], usual: float | None, thresholds: Thresholds) -> bool:
+    assert kernel.history is not None
+    # A kernel that began with zeros, as LoRA's, has been recorded in fewer steps than its input.
+    steps = max((o.history.recorded for o in others if o.history), default=0)
+    known = kernel.history.recorded >= max(steps, _ENOUGH_STEPS)
+    if kernel.history.recorded < steps or (usual is None and not known):
+        return False
+    distance, ordinary = _distance(kernel), max(usual or 0.0, kernel.history.largest_change)
+    if distance <= _UNUSUAL * ordinary:
+        return False
+    misfit = any(_factor(o) > thresholds.jump for o in others)
+    return distance > (_SMALLEST if misfit else math.log2(thresholds.kernel_mismatch))
+
+
+def _factor(operand: Operand) -> float:
+    """How far the amax is from that of the last step, in either direction; 1 if one of them is not known."""
+    history = operand.history
+    if history is None or not history.newest > 0.0 or not operand["amax"] > 0.0:
+        return 1.0
+    return 2.0 ** abs(math.log2(operand["amax"] / history.newest))
+
+
+def _distance(operand: Operand) -> float:
+    return abs(math.log2(_newer(operand)))
+
+
+def _newer(operand: Operand) -> float:
+    assert operand.history is not None
+    return operand["amax"] / operand.history.newest
+
+
+def _seen(operand: Operand) -> str:
+    assert operand.history is not None
+    return f"amax {operand['amax']:.2g}; the last step recorded {operand.history.newest:.2g}"
