@@ -92,7 +92,7 @@ def native_product(
     operands = [as_varying(x, operands) for x in operands]
     # A GPU that has no units for blocks, where emulation was requested, would multiply dequantized operands without
     # a library. A program that is made for GPUs elsewhere does not say which they are.
-    device = Device.current()
+    device = Device.default()
     in_hardware = device.platform != "cuda" or device.lacks(MX_UNITS) is None
     return block_product_p.bind(*operands, dimensions=dimensions, dtype=np.dtype(dtype), in_hardware=in_hardware)
 

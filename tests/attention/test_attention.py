@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import meant_for
 
 import haliax_fp8 as fp8
 from haliax_fp8.attention import Fp8Attention
@@ -222,16 +223,16 @@ def test_what_it_does_not_take(arguments, options, message):
         inspect.unwrap(Fp8Attention.__call__)(new_op(), *arguments, **options)
 
 
-def test_what_an_op_cannot_be_made_of(monkeypatch):
+def test_what_an_op_cannot_be_made_of():
     with pytest.raises(ValueError, match="takes percentiles"):
         Fp8Attention.init(scaling=fp8.DelayedScaling(amax_compute=Percentile(99.0)))
     for device, message in (("a100", "compute capability 9.0"), ("tpu7x", "not an NVIDIA GPU")):
-        monkeypatch.setattr(Device, "default", staticmethod(lambda device=device: Device.by_name(device)))
-        with pytest.raises(ValueError, match=message):
-            Fp8Attention.init()
-        assert Fp8Attention.init(emulate=True).emulate
-    monkeypatch.setattr(Device, "default", staticmethod(lambda: Device.by_name("h100")))
-    assert not Fp8Attention.init().emulate
+        with meant_for(Device.by_name(device)):
+            with pytest.raises(ValueError, match=message):
+                Fp8Attention.init()
+            assert Fp8Attention.init(emulate=True).emulate
+    with meant_for(Device.by_name("h100")):
+        assert not Fp8Attention.init().emulate
 
 
 def test_a_program_for_another_platform_is_refused():

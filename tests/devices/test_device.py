@@ -4,6 +4,7 @@ import re
 
 import jax
 import pytest
+from helpers import meant_for
 
 from haliax_fp8.devices import Device
 from haliax_fp8.devices.catalog import NotCompiled, canonical, catalog
@@ -108,5 +109,23 @@ def test_unknown_names_are_refused_with_the_nearest():
 
 def test_the_device_that_is_here():
     here = Device.default()
-    assert here == Device.by_name("local")
+    assert here == Device.local() == Device.by_name("local")
     assert (here.platform, here.kind) == ("cpu", jax.devices()[0].device_kind)
+
+
+@every_device
+def test_the_default_is_the_device_of_the_mesh_in_use(name):
+    with meant_for(devices[name]):
+        assert Device.default() == devices[name]
+        assert Device.by_name("local") == Device.local() == devices["cpu"]
+    assert Device.default() == devices["cpu"]
+
+
+def test_a_mesh_of_a_device_that_the_catalog_lacks():
+    with meant_for(Device("cuda", "NVIDIA something")):
+        assert Device.default() == Device("cuda", "NVIDIA something")
+
+
+def test_a_mesh_of_the_devices_that_are_here():
+    with jax.set_mesh(jax.make_mesh((2,), ("data",))):
+        assert Device.default() == Device.local()

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from helpers import meant_for
 from test_preflight_products import module, read
 
 import haliax_fp8 as fp8
@@ -132,25 +133,25 @@ def test_a_cost_is_one_line_in_the_log(caplog, device, flags, level):
 
 def test_conversion_says_it(caplog, monkeypatch):
     layer = eqx.nn.Linear(16, 16, key=jax.random.key(0))
-    monkeypatch.setattr(fp8.devices.Device, "default", staticmethod(lambda: devices["b200"]))
     monkeypatch.setenv("XLA_FLAGS", f"--{TRITON}=false")
-    fp8.fp8_linear_layers(layer, fp8.Fp8Config(recipe="mxfp8"))
-    (record,) = caplog.records
-    assert record.levelname == "WARNING" and "takes block-scaled products out of FP8" in record.getMessage()
-    caplog.clear()
-    monkeypatch.delenv("XLA_FLAGS")
-    fp8.fp8_linear_layers(layer, fp8.Fp8Config(recipe="mxfp8"))
+    with meant_for(devices["b200"]):
+        fp8.fp8_linear_layers(layer, fp8.Fp8Config(recipe="mxfp8"))
+        (record,) = caplog.records
+        assert record.levelname == "WARNING" and "takes block-scaled products out of FP8" in record.getMessage()
+        caplog.clear()
+        monkeypatch.delenv("XLA_FLAGS")
+        fp8.fp8_linear_layers(layer, fp8.Fp8Config(recipe="mxfp8"))
     assert not caplog.records
 
 
 def test_so_does_the_training_step(caplog, monkeypatch):
     model = fp8.fp8_linear_layers(eqx.nn.Linear(16, 16, key=jax.random.key(0)), fp8.Fp8Config(recipe="mxfp8"))
     step = fp8.TrainStep(lambda model, x: model(x).sum(), optax.sgd(0.1))
-    monkeypatch.setattr(fp8.devices.Device, "default", staticmethod(lambda: devices["b200"]))
-    step.init(model)
-    assert not caplog.records
-    monkeypatch.setenv("XLA_FLAGS", f"--{TRITON}=false")
-    step.init(model)
+    with meant_for(devices["b200"]):
+        step.init(model)
+        assert not caplog.records
+        monkeypatch.setenv("XLA_FLAGS", f"--{TRITON}=false")
+        step.init(model)
     (record,) = caplog.records
     assert record.levelname == "WARNING" and "remove it from XLA_FLAGS" in record.getMessage()
 

@@ -10,12 +10,12 @@ import haliax.nn as hnn
 import jax
 import optax
 import pytest
+from helpers import meant_for
 
 import haliax_fp8 as fp8
 from haliax_fp8.devices import Device
 from haliax_fp8.devices.device import devices
 from haliax_fp8.devices.units import FP8_UNITS
-from haliax_fp8.layers import convert
 from haliax_fp8.recipes import (
     E4M3,
     E4M3FNUZ,
@@ -44,12 +44,6 @@ NATIVE |= {(recipe, device) for recipe in ("mxfp8", "deepseek") for device in WI
 @pytest.fixture
 def linear():
     return eqx.nn.Linear(8, 8, key=jax.random.key(0))
-
-
-@pytest.fixture
-def on(monkeypatch):
-    """Makes a device the one that conversion finds here."""
-    return lambda device: monkeypatch.setattr(convert.Device, "default", staticmethod(lambda: device))
 
 
 @pytest.mark.parametrize("device", devices)
@@ -150,7 +144,7 @@ def test_a_scaling_within_another_decides():
     assert fp8.recipes.supported(recipe, "h100").reason.startswith("wgrad: MXFP8 products")
 
 
-def test_grouped_products_take_what_their_kernel_takes(on):
+def test_grouped_products_take_what_their_kernel_takes():
     Experts, In, Out = hax.make_axes(experts=2, embed=32, mlp=32)
     layers = {
         "dense": hnn.Linear.init(In, Out, key=jax.random.key(0)),
@@ -163,8 +157,10 @@ def test_grouped_products_take_what_their_kernel_takes(on):
         assert rows["dense"].support.is_native
         native[recipe] = rows["grouped"].support.is_native
     assert native == {"delayed": True, "current": True, "static": True, "rowwise": True, "mxfp8": False}
-    on(B200)
-    with pytest.raises(ValueError, match="kernel for Blackwell takes scales of whole tensors and rows, not those of"):
+    with (
+        meant_for(B200),
+        pytest.raises(ValueError, match="kernel for Blackwell takes scales of whole tensors and rows, not"),
+    ):
         fp8.fp8_linear_layers(layers, fp8.Fp8Config(recipe="mxfp8"))
 
 
@@ -174,41 +170,39 @@ def test_grouped_products_take_what_their_kernel_takes(on):
 @pytest.mark.parametrize(
     ("device", "recipe"), [("a100", "delayed"), ("v100", "rowwise"), ("tpu5e", "delayed"), ("h100", "mxfp8")]
 )
-def test_conversion_refuses_to_emulate_on_an_accelerator(linear, on, device, recipe):
-    on(Device.by_name(device))
-    with pytest.raises(ValueError, match=Device.by_name(device).kind) as error:
+def test_conversion_refuses_to_emulate_on_an_accelerator(linear, device, recipe):
+    with meant_for(Device.by_name(device)), pytest.raises(ValueError, match=Device.by_name(device).kind) as error:
         fp8.fp8_linear_layers(linear, fp8.Fp8Config(recipe=recipe))
     assert fp8.recipes.supported(recipe, device).reason in str(error.value)
     assert "emulate=True" in str(error.value)
 
 
-def test_emulation_can_be_asked_for_and_is_said(linear, on):
-    on(A100)
-    model = fp8.fp8_linear_layers(linear, fp8.Fp8Config(emulate=True))
-    description = fp8.describe(model)
+def test_emulation_can_be_asked_for_and_is_said(linear):
+    with meant_for(A100):
+        model = fp8.fp8_linear_layers(linear, fp8.Fp8Config(emulate=True))
+        description = fp8.describe(model)
     assert description.fp8_count == 1
     assert "emulated on NVIDIA A100-SXM4-80GB" in description.note and "8.9" in description.note
     assert description.summary.endswith("emulated on NVIDIA A100-SXM4-80GB")
 
 
-def test_native_devices_convert_without_being_asked(linear, on):
-    on(H100)
-    description = fp8.describe(fp8.fp8_linear_layers(linear))
+def test_native_devices_convert_without_being_asked(linear):
+    with meant_for(H100):
+        description = fp8.describe(fp8.fp8_linear_layers(linear))
     assert description.note == ""
     assert description.summary.endswith("native on NVIDIA H100 80GB HBM3")
 
 
-def test_every_recipe_of_a_model_counts(on):
+def test_every_recipe_of_a_model_counts():
     model = eqx.nn.MLP(8, 8, 8, 1, key=jax.random.key(0))
-    on(H100)
-    with pytest.raises(ValueError, match="MXFP8Scaling"):
+    with meant_for(H100), pytest.raises(ValueError, match="MXFP8Scaling"):
         fp8.fp8_linear_layers(model, fp8.Fp8Config(overrides={"layers.1": "mxfp8"}))
 
 
-def test_layers_left_alone_need_nothing(on):
+def test_layers_left_alone_need_nothing():
     model = eqx.nn.MLP(8, 8, 8, 1, key=jax.random.key(0))
-    on(A100)
-    left = fp8.fp8_linear_layers(model, fp8.Fp8Config(overrides={"*": None}))
+    with meant_for(A100):
+        left = fp8.fp8_linear_layers(model, fp8.Fp8Config(overrides={"*": None}))
     assert eqx.tree_equal(left, model)
 
 

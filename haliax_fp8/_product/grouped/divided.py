@@ -55,7 +55,7 @@ def divided_over_devices(
     On one device, and under a `shard_map` over the whole mesh, that is all.
     """
     # JAX's interpreter runs kernels on CPUs, with side effects that a primitive would hide.
-    is_interpreted = work.kernels is not GroupedKernels.XLA and Device.current().platform == "cpu"
+    is_interpreted = work.kernels is not GroupedKernels.XLA and Device.default().platform == "cpu"
     if is_interpreted or any(x.rotation is not None or not x.data.size for x in (a, b)):
         return work(a, b, group_sizes, scale)
     a, b = (x if x.scale.ndim else dataclasses.replace(x, scale=x.scale.reshape((1,) * x.data.ndim)) for x in (a, b))

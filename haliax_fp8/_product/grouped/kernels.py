@@ -31,7 +31,7 @@ def kernels_for(recipe: Recipe, *, allow_dense: bool) -> GroupedKernels:
     Raises:
         ValueError: If the device has none for the recipe, and dense products are not allowed.
     """
-    support = supported_in_groups(recipe, Device.current())
+    support = supported_in_groups(recipe, Device.default())
     kernels = GroupedKernels.of(support.device)
     if support.outcome != "refused" and kernels is not None:
         return GroupedKernels.XLA if allow_dense and _is_divided_by_xla(kernels) else kernels

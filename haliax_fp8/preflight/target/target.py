@@ -85,7 +85,7 @@ class LocalTarget(Target):
 
     @property
     def device(self) -> Device:
-        return Device.default()
+        return Device.local()
 
     def compiler_options(self, flags: XlaFlags) -> Mapping[str, Any]:
         return {}  # The flags in the environment are XLA's own business.
