@@ -20,13 +20,14 @@ from haliax_fp8 import (
     apply_updates,
     describe,
     filter_grad,
+    filter_value_and_grad,
     fp8_linear_layers,
     partition_for_grad_overwrite,
     quantization_statistics,
     trainable,
 )
 from haliax_fp8.statistics import every
-from haliax_fp8.training import fp8_states, step as step_module
+from haliax_fp8.training import fp8_states
 
 
 KEY = jax.random.key(0)
@@ -166,21 +167,26 @@ def test_a_step_that_measures_trains_as_one_that_does_not(recipe, microbatches, 
             np.testing.assert_allclose(value, worst(float(part[name]) for part in of_parts), rtol=1e-4, err_msg=name)
 
 
-def test_between_the_steps_that_measure_runs_the_program_of_a_step_without_a_monitor(monkeypatch):
-    """The same program and the same call: nothing is left of the monitor."""
-    calls = []
-    monkeypatch.setattr(step_module, "_step", lambda *args: lambda kept, *rest: calls.append(kept) or (*rest, {}, {}))
-    plain = TrainStep(loss_fn, MOMENTUM)
+def test_between_the_steps_that_measure_runs_the_program_of_a_step_without_a_monitor():
+    """The same program: JAX traces the loss for the first step that measures, once more for the next, then never."""
+    traced = []
+
+    def loss(model, x):
+        traced.append(x)
+        return jnp.mean(jnp.square(jax.vmap(model)(x)))
+
+    model = fp8_linear_layers(eqx.nn.Linear(8, 8, key=KEY), amax_history_length=4)
+    plain = TrainStep(loss, MOMENTUM)
     monitored = dataclasses.replace(plain, monitor=every(3, prefix="q"))
-    monkeypatch.setattr(type(monitored.monitor), "metrics", lambda self, measured: {})
-    state, bare = monitored.init(MODEL), plain.init(MODEL)
+    state, traces, measured = monitored.init(model), [], []
     for _ in range(5):
-        _, state, _ = monitored(MODEL, state, X)
-    plain(MODEL, bare, X)
-    assert [kept[0].monitor is not None for kept in calls] == [True, False, False, True, False, False]
-    # What `filter_jit` compares to find a program.
-    static = [jax.tree.structure(eqx.filter(kept, eqx.is_array)) for kept in calls]
-    assert static[1] == static[2] == static[4] == static[5] != static[0]
+        _, state, metrics = monitored(model, state, X)
+        traces.append(len(traced))
+        measured.append(any(name.startswith("q/") for name in metrics))
+    assert measured == [True, False, False, True, False]
+    assert 0 < traces[0] < traces[1] == traces[4]
+    plain(model, plain.init(model), X)
+    assert len(traced) == traces[1]
 
 
 @pytest.mark.more
@@ -223,6 +229,17 @@ MISTAKES = {
     "a configuration as model": (lambda: describe(Fp8Config()), r"model is an Fp8Config"),
     "a class as model": (lambda: describe(eqx.nn.MLP), r"model is the class MLP"),
     "a model as configuration": (lambda: fp8_linear_layers(Fp8Config(), MODEL), r"config is a MLP, a model"),
+    "a function as model": (lambda: describe(loss_fn), r"model is a function, and has no layers; use describe\(model"),
+    "a text as model": (lambda: describe("model"), "model is of type str, and has no layers"),
+    "an array as model": (lambda: describe(X), "model is of type .*, and has no layers"),
+    "a model to differentiate": (
+        lambda: filter_value_and_grad(MODEL)(loss_fn, X),
+        r"model and loss_fn are swapped: .* class MLP; use filter_grad\(loss_fn\)\(model, \*batch\)",
+    ),
+    "a batch that is not unpacked": (
+        lambda: STEP(MODEL, STEP.init(MODEL), (X, X)),
+        r"is a tuple; .*unpack it: step\(model, opt_state, \*batch\)",
+    ),
     "array as state": (lambda: STEP(MODEL, X, X), r"array of shape \(4, 8\).*step\(model, opt_state, \*batch\)"),
     "of the plain model": (
         lambda: STEP(MODEL, STEP.init(PLAIN), X),
