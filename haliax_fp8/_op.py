@@ -30,7 +30,7 @@ from ._state.op_state import OpState
 from ._state.records import OpRecord
 from ._state.require import require_state, require_stored_scales
 from .recipes.catalog import RecipeLike, as_recipe
-from .recipes.recipe import Recipe
+from .recipes.recipe import OPERAND_NAMES, Recipe
 from .recipes.scaling import DelayedScaling
 
 
@@ -47,9 +47,9 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
     of the next step: split it off with `partition_for_grad_overwrite`, and write it back with `apply_updates`.
 
     Args:
-        state: What the recipe remembers; None for a stateless recipe. Its gradient is the state of the next step.
-        key: Words of the key for stochastic rounding, zeros until `with_rounding_keys` gives one; None for a recipe that
-            needs none.
+        state: What the recipe remembers; None for a stateless recipe.
+        key: Words of the key for stochastic rounding, which NVFP4 needs in the backward pass: zeros until
+            `with_rounding_keys` sets it, None for a recipe that needs none.
         recipe: Format and scaling of each operand. `init` also takes the name of a recipe, or a scaling to use for all.
         compute_dtype: Rounds operands, output and gradients to this dtype around the product, as a layer that computes
             in bfloat16 would. None does not round.
@@ -59,18 +59,15 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
         has_key: Whether `key` was given one. Not None in place of zeros: a model keeps its structure when it gets keys.
         kernel_residual: What the backward pass keeps of the kernel; `fp8_linear_layers` sets it from its configuration.
         allow_dense_groups: Whether `ragged_dot` may multiply every row by the kernels of all groups where the device
-            has no grouped kernel, or none for the recipe; likewise.
+            has no grouped kernel, or none for the recipe; also set from the configuration.
         state_per_group: Whether each group of `ragged_dot` has a state of its own; its axis is the last of `stack`.
         kernel_copies: The kernel as its products take it, from `quantize_kernels`; else each product quantizes it.
         left_out: What the conversion that made it left in high precision, for `describe`.
 
-    A recipe with stochastic rounding needs a key from `with_rounding_keys` wherever it rounds that way: NVFP4 in the
-    backward pass.
-
     Raises:
         ValueError: If `recipe`, `compute_dtype`, `kernel_shape` or `stack` is of another kind; when called, if operands
-            are not floating-point arrays, contracted axes differ in size, a key or the state is missing, or the state is
-            that of several layers.
+            are not floating-point arrays, contracted axes differ in size, a key or the state is missing, or the state
+            is that of several layers.
 
     References:
         `flax.linen.fp8_ops.Fp8DotGeneral`, whose numbers it reproduces bit for bit in float32.
@@ -311,12 +308,11 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
         return state.array[..., row, 1 : 1 + length]
 
     def _row_of(self, operand: str) -> tuple[int, OpState | OpRecord]:
-        names = ("input", "kernel", "output_grad")
-        if operand not in names:
-            raise ValueError(f"operand={operand!r} is not one of {names}")
+        if operand not in OPERAND_NAMES:
+            raise ValueError(f"operand={operand!r} is not one of {OPERAND_NAMES}")
         if self.state is None:
             raise ValueError(f"recipe {self.recipe} keeps no state; its scales are computed at each use")
-        return names.index(operand), self.state
+        return OPERAND_NAMES.index(operand), self.state
 
     def to_state_dict(self, prefix: str | None = None) -> StateDict:
         """Nothing: a state dict holds weights, the same for a converted and an unconverted model.

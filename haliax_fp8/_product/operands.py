@@ -16,7 +16,7 @@ from .._jax.xla import computed_together
 from .._numerics.quantized_array import QuantizedArray
 from .._state.form import AbstractStateForm
 from .._state.table import numbers_of
-from ..recipes.recipe import OPERANDS, OperandName, ProductName
+from ..recipes.recipe import OPERAND_NAMES, OPERANDS, OperandName, ProductName
 from ..recipes.scaling import AbstractStatefulScaling, MeasuredScaling, OperandUse, of_all_elements, stores_scale
 from ..recipes.scaling.operand_statistics import Members, share_of_active
 from .grouped.rows import largest_of_groups, of_each_row
@@ -147,8 +147,7 @@ def _key_of(x: Array, key: Array | None, operand: OperandName, product: ProductN
     fold_in = jax.random.fold_in
     for _ in range(spec.ensemble):
         fold_in = jax.vmap(fold_in, (0, None))
-    operands, products = ("input", "kernel", "output_grad"), tuple(OPERANDS)
-    key = fold_in(key, 3 * operands.index(operand) + products.index(product))
+    key = fold_in(key, 3 * OPERAND_NAMES.index(operand) + tuple(OPERANDS).index(product))
     for axis in sorted(varying_axes(x) - varying_axes(key)):
         # Devices round different parts of the operand.
         key = fold_in(key, lax.axis_index(axis))

@@ -18,8 +18,8 @@ class LayerRule(abc.ABC):
     Write one for your own class and pass it in `Fp8Config(rules=(MyRule(), *default_rules))`. The first rule whose
     class matches a layer is used.
 
-    A class that cannot carry an op itself gets a subclass that does, as `Fp8Linear` is one of `eqx.nn.Linear`: `with_op`
-    returns the subclass, or the plain layer for None, and `layer_type` matches both. Of a weight that is stored as
+    A class that cannot carry an op itself gets a subclass that does, as `Fp8Linear` is for `eqx.nn.Linear`: `with_op`
+    returns the subclass, or the plain layer for None, and `layer_type` matches both. For a weight that is stored as
     `(out, in)`, say which axis is contracted: `Kernel(weight, *weight.shape[::-1], contracted=(1,))`.
 
     Functions that change or measure a converted model take the rules again, in a configuration or as `rules=`.

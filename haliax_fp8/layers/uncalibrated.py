@@ -5,12 +5,10 @@ from typing import Any
 import numpy as np
 
 from .._state.op_state import OpState
+from ..recipes.recipe import OPERAND_NAMES
 from ..recipes.scaling import DelayedScaling, StaticScaling
 from .ops import all_ops, named_ops
 from .own_state import table_on_host
-
-
-_OPERANDS = ("input", "kernel", "output_grad")
 
 
 def uncalibrated_operands(state: Any, *, wait: bool = True) -> tuple[str, ...]:
@@ -24,7 +22,7 @@ def uncalibrated_operands(state: Any, *, wait: bool = True) -> tuple[str, ...]:
         return ()
     rows = [row for row, s in enumerate(state.scalings) if isinstance(s, StaticScaling) and s.scale is None]
     table = table_on_host(state, wait=wait) if rows else None
-    return () if table is None else tuple(_OPERANDS[row] for row in rows if np.isinf(table[..., row, 0]).any())
+    return () if table is None else tuple(OPERAND_NAMES[row] for row in rows if np.isinf(table[..., row, 0]).any())
 
 
 def unrecorded_operands(state: Any) -> tuple[str, ...]:
@@ -37,7 +35,7 @@ def unrecorded_operands(state: Any) -> tuple[str, ...]:
         return ()
     rows = [row for row, scaling in enumerate(state.scalings) if isinstance(scaling, DelayedScaling)]
     is_first = (table[..., 0] == 1.0) & (table[..., 1:-1] == 0.0).all(-1)
-    return tuple(_OPERANDS[row] for row in rows if is_first[..., row].any())
+    return tuple(OPERAND_NAMES[row] for row in rows if is_first[..., row].any())
 
 
 def require_calibrated(model: Any, *, wait: bool = True) -> None:

@@ -22,6 +22,9 @@ from .scaling import (
 
 
 OperandName = Literal["input", "kernel", "output_grad"]
+
+OPERAND_NAMES: tuple[OperandName, ...] = ("input", "kernel", "output_grad")
+"""In the order in which state stores them."""
 ProductName = Literal["fprop", "dgrad", "wgrad"]
 
 OPERANDS: dict[ProductName, tuple[OperandName, OperandName]] = {
