@@ -48,8 +48,7 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
 
     Args:
         state: What the recipe remembers; None for a stateless recipe.
-        key: Words of the key for stochastic rounding, which NVFP4 needs in the backward pass: zeros until
-            `with_rounding_keys` sets it, None for a recipe that needs none.
+        key: Words of `with_rounding_keys`' key, for recipes that round stochastically; zeros before, None for others.
         recipe: Format and scaling of each operand. `init` also takes the name of a recipe, or a scaling to use for all.
         compute_dtype: Rounds operands, output and gradients to this dtype around the product, as a layer that computes
             in bfloat16 would. None does not round.
