@@ -360,45 +360,6 @@ def with_state_of(gradient: Any, model: Any) -> Any:
     return jax.tree.map(lambda new, old: old if new is None else new, overwrites, model, is_leaf=is_state)
 
 
-def trained(plan: Plan) -> Iterator[Row]:
-    """Steps of the model, with as many layers as fit and the most sequences that fit."""
-    limit = (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
-    sizes = plan.model
-    if limit is not None:
-        sizes = sizes.with_layers(language_model.fitting_layers(sizes, limit))
-    # The backend that a GPU has for bf16; XLA's own elsewhere.
-    implementation = "cudnn" if jax.default_backend() == "gpu" else "xla"
-    most, baseline = plan.sequences, None
-    for library in language_model.CONVERSIONS:
-        row: Row = {"library": library, "error": "not one sequence fits"}
-        sequences = most
-        while sequences:
-            try:
-                found = training_steps(library, sizes, sequences, implementation, limit, plan.steps)
-            except Exception as error:
-                row = {"library": library, "error": explained(error)}
-                if implementation == "cudnn" and "cudnn" in str(error).lower():
-                    implementation = "xla"
-                    continue
-                if not is_out_of_memory(error):
-                    break
-                found = None
-            if found is not None:
-                row = {"library": library, **found}
-                break
-            gc.collect()
-            sequences //= 2
-        if "tokens_per_second" in row:
-            layers, batch = sizes.config.layers, f"{sequences} x {sizes.config.max_length} tokens"
-            row["size"] = f"{layers} layers, {batch}, {implementation} attention"
-            baseline = row["tokens_per_second"] if library == "bf16" else baseline
-            if baseline:
-                row["times_bf16"] = row["tokens_per_second"] / baseline
-            # What is smaller in FP8 may make room for twice as many.
-            most = min(plan.sequences, 2 * sequences)
-        yield row
-
-
 def training_steps(
     library: str, sizes: ModelSizes, sequences: int, implementation: str, limit: int | None, repeats: int
 ) -> Row | None:
@@ -423,6 +384,50 @@ def training_steps(
     peak = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
     so_far = {} if peak is None else {"peak_gb_of_the_process_so_far": peak / 1e9}
     return {**figures(measured), **program.facts, **so_far, "tokens_per_second": per_second}
+
+
+def trained(plan: Plan, measure: Callable[..., Row | None] = training_steps) -> Iterator[Row]:
+    """Steps of the model, with as many layers as fit and the most sequences that fit.
+
+    Args:
+        plan: What is measured.
+        measure: As `training_steps`.
+    """
+    limit = (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
+    sizes = plan.model
+    if limit is not None:
+        sizes = sizes.with_layers(language_model.fitting_layers(sizes, limit))
+    # The backend that a GPU has for bf16; XLA's own elsewhere.
+    implementation = "cudnn" if jax.default_backend() == "gpu" else "xla"
+    most, baseline = plan.sequences, None
+    for library in language_model.CONVERSIONS:
+        row: Row = {"library": library, "error": "not one sequence fits"}
+        sequences = most
+        while sequences:
+            try:
+                found = measure(library, sizes, sequences, implementation, limit, plan.steps)
+            except Exception as error:
+                row = {"library": library, "error": explained(error)}
+                if implementation == "cudnn" and "cudnn" in str(error).lower():
+                    implementation = "xla"
+                    continue
+                if not is_out_of_memory(error):
+                    break
+                found = None
+            if found is not None:
+                row = {"library": library, **found}
+                break
+            gc.collect()
+            sequences //= 2
+        if "tokens_per_second" in row:
+            layers, batch = sizes.config.layers, f"{sequences} x {sizes.config.max_length} tokens"
+            row["size"] = f"{layers} layers, {batch}, {implementation} attention"
+            baseline = row["tokens_per_second"] if library == "bf16" else baseline
+            if baseline:
+                row["times_bf16"] = row["tokens_per_second"] / baseline
+            # What is smaller in FP8 may make room for twice as many.
+            most = min(plan.sequences, 2 * sequences)
+        yield row
 
 
 def is_out_of_memory(error: Exception) -> bool:
@@ -458,6 +463,28 @@ def measure_all(chosen: Sequence[Point], deadline: float, guess: float, record: 
                 record({**where, "library": "", "error": explained(error)})
             longest[point.part] = max(longest.get(point.part, 0.0), time.monotonic() - begin)
             gc.collect()
+
+
+def rows_of(
+    chosen: Sequence[Point], deadline: float, guess: float, write: Callable[[Sequence[Row]], None]
+) -> list[Row]:
+    """Those of as many points as time allows; if interrupted, those so far.
+
+    Args:
+        chosen: What to measure.
+        deadline: See `measure_all`.
+        guess: See `measure_all`.
+        write: Called after each row, with all rows.
+    """
+    rows: list[Row] = []
+
+    def record(row: Row) -> None:
+        rows.append(row)
+        write(rows)
+
+    with contextlib.suppress(KeyboardInterrupt):
+        measure_all(chosen, deadline, guess, record)
+    return rows
 
 
 def verdicts(rows: Sequence[Row], plan: Plan) -> list[str]:
@@ -547,16 +574,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except ValueError as error:
         parser.error(str(error))
     environment = {**output.environment(), "backend": backend, "smoke": options.smoke}
-    rows: list[Row] = []
 
-    def record(row: Row) -> None:
-        rows.append(row)
+    def write(rows: Sequence[Row]) -> None:
         if options.json:
             output.write(options.json, rows, environment)
 
-    # If interrupted, it still prints the rows so far.
-    with contextlib.suppress(KeyboardInterrupt):
-        measure_all(chosen, BEGIN + 60 * options.minutes, plan.guess, record)
+    rows = rows_of(chosen, BEGIN + 60 * options.minutes, plan.guess, write)
     show(rows, environment, plan, markdown=options.markdown)
 
 

@@ -11,7 +11,7 @@ import argparse
 import gc
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import equinox as eqx
@@ -138,11 +138,13 @@ def seconds_taken(
         gc.enable()
 
 
-def measure(repeats: int, *, compiles: bool) -> list[dict[str, Any]]:
+def measure(
+    repeats: int, *, compiles: bool, cases: Mapping[str, Callable[[], tuple[Any, Callable[..., Any], Any]]] = CASES
+) -> list[dict[str, Any]]:
     """One row per case: medians, and the median of the paired ratios."""
     rows = []
     with Progress(transient=True) as progress:
-        for name, case in progress.track(CASES.items(), description="tracing"):
+        for name, case in progress.track(cases.items(), description="tracing"):
             model, loss, batch = case()
             converted = fp8.fp8_linear_layers(model)
             pairs = [

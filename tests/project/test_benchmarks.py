@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import functools
 import gc
 import json
 import pathlib
@@ -44,7 +45,10 @@ def standard_promotion():
 
 @pytest.fixture(autouse=True)
 def no_collection(monkeypatch):
-    """Benchmarks collect garbage before they measure, which takes long where so much is imported."""
+    """Benchmarks collect garbage before they measure, which takes long where so much is imported.
+
+    Python's module is patched, because no benchmark should have an argument for this.
+    """
     monkeypatch.setattr(gc, "collect", lambda: 0)
 
 
@@ -69,33 +73,58 @@ def run(tmp_path, *arguments):
     return json.loads(path.read_text())["rows"]
 
 
-@pytest.mark.more
-def test_a_failure_is_a_row_and_the_rest_is_measured(tmp_path, monkeypatch, capsys):
-    real = faster_on_hopper.linear_layer
+def fine():
+    """What builds a run that works."""
+    return lambda: jnp.ones(2), {"compile_s": 0.5}
 
-    def planted(library, *size):
-        if library == "haliax.quantization" and size == faster_on_hopper.SMOKE.first:
-            raise RuntimeError("RESOURCE_EXHAUSTED: planted")
-        return real(library, *size)
 
-    monkeypatch.setattr(faster_on_hopper, "linear_layer", planted)
-    rows = run(tmp_path, "--minutes", "1e6", "--part", "linear", "--part", "product", "--markdown")
-    failed = [row for row in rows if "error" in row]
-    assert [(row["library"], row["error"]) for row in failed] == [
-        ("haliax.quantization", "RuntimeError: RESOURCE_EXHAUSTED: planted")
+def failing():
+    raise RuntimeError("RESOURCE_EXHAUSTED: planted")
+
+
+def point(size, **builders):
+    """One point of a plan, measured as a linear layer is."""
+    measure = functools.partial(faster_on_hopper.measured_in_turn, builders, faster_on_hopper.SMOKE, None)
+    return faster_on_hopper.Point("linear", size, measure)
+
+
+def broken():
+    yield from ()
+    raise RuntimeError("broken")
+
+
+def test_a_failure_is_a_row_and_the_rest_is_measured(capsys):
+    points = [
+        point("first", bf16=fine, flax=failing, haliax_fp8=fine),
+        faster_on_hopper.Point("linear", "second", broken),
+        point("third", bf16=fine),
     ]
-    measured = {(row["part"], row["size"], row["library"]) for row in rows if row.get("ms", 0) > 0}
-    assert measured == {
-        *(("linear", "16 x 32 x 48", library) for library in LIBRARIES if library != "haliax.quantization"),
-        *(("linear", "16 x 16 x 16", library) for library in LIBRARIES),
+    rows = faster_on_hopper.rows_of(points, np.inf, 0.0, lambda rows: None)
+    assert [(row["size"], row["library"]) for row in rows if row.get("ms", 0) > 0] == [
+        ("first", "bf16"),
+        ("first", "haliax_fp8"),
+        ("third", "bf16"),
+    ]
+    assert {(row["size"], row["library"]): row["error"] for row in rows if "error" in row} == {
+        ("first", "flax"): "RuntimeError: RESOURCE_EXHAUSTED: planted",
+        ("second", ""): "RuntimeError: broken",
+    }
+    environment = {**output.environment(), "backend": "cpu", "smoke": True}
+    faster_on_hopper.show(rows, environment, faster_on_hopper.SMOKE, markdown=True)
+    assert "planted" in capsys.readouterr().out
+
+
+@pytest.mark.more
+def test_every_library_is_measured_at_every_size(tmp_path, capsys):
+    rows = run(tmp_path, "--minutes", "1e6", "--part", "linear", "--part", "product", "--markdown")
+    assert {(row["part"], row["size"], row["library"]) for row in rows if row["ms"] > 0} == {
+        *(("linear", size, library) for size in ("16 x 32 x 48", "16 x 16 x 16") for library in LIBRARIES),
         *(("product", "16 x 32 x 16", operands) for operands in faster_on_hopper.OPERANDS),
     }
-    printed = capsys.readouterr().out
-    assert "shows that the benchmark runs, and no speed" in printed
-    assert "planted" in printed
+    assert "shows that the benchmark runs, and no speed" in capsys.readouterr().out
 
 
-def test_a_run_that_fails_does_not_stop_those_in_turn_with_it(monkeypatch):
+def test_a_run_that_fails_does_not_stop_those_in_turn_with_it():
     def fails_at_the_second_call():
         calls.append(1)
         if len(calls) > 1:
@@ -123,19 +152,18 @@ def test_what_there_is_no_time_for_is_a_row_that_says_so(tmp_path):
     assert {row["error"] for row in rows} == {"dropped: no time was left"}
 
 
-def test_an_interrupted_run_has_written_what_it_measured(tmp_path, monkeypatch):
-    def killed(*size):
+def test_an_interrupted_run_has_written_what_it_measured():
+    def interrupted():
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(faster_on_hopper, "compiled_linear_layer", killed)
-    # Products come before the rest of the grid, and after the first layer; that is interrupted at once.
-    plan = faster_on_hopper.points(faster_on_hopper.SMOKE, ["product", "linear"])
-    monkeypatch.setattr(faster_on_hopper, "points", lambda *_: plan[1:])
-    rows = run(tmp_path, "--minutes", "1e6")
-    assert [row["library"] for row in rows] == list(faster_on_hopper.OPERANDS)
+    written = []
+    points = [point("first", bf16=fine, haliax_fp8=fine), point("second", bf16=interrupted), point("third", bf16=fine)]
+    rows = faster_on_hopper.rows_of(points, np.inf, 0.0, lambda rows: written.append(list(rows)))
+    assert [(row["size"], row["library"]) for row in rows] == [("first", "bf16"), ("first", "haliax_fp8")]
+    assert written == [rows[:1], rows]
 
 
-def test_training_tries_fewer_sequences_where_memory_is_short(monkeypatch):
+def test_training_tries_fewer_sequences_where_memory_is_short():
     def steps(library, sizes, sequences, *_):
         tried.append((library, sequences))
         if sequences == 8:
@@ -145,8 +173,7 @@ def test_training_tries_fewer_sequences_where_memory_is_short(monkeypatch):
         return {"ms": 1.0, "tokens_per_second": {"bf16": 100.0, "haliax_fp8": 150.0}[library]}
 
     tried = []
-    monkeypatch.setattr(faster_on_hopper, "training_steps", steps)
-    rows = list(faster_on_hopper.trained(faster_on_hopper.Plan(sequences=8)))
+    rows = list(faster_on_hopper.trained(faster_on_hopper.Plan(sequences=8), steps))
     assert tried == [("bf16", 8), ("bf16", 4), ("bf16", 2), *(("haliax_fp8", n) for n in (4, 2))]
     assert [row["times_bf16"] for row in rows] == [1.0, 1.5]
 
@@ -226,10 +253,9 @@ def test_the_tree_makes_rows():
 
 
 @pytest.mark.more
-def test_tracing_and_compiling_make_rows_of_a_page(capsys, monkeypatch):
+def test_tracing_and_compiling_make_rows_of_a_page(capsys):
     case = STACKS["MLP"].model(ONE_LAYER), loss, STACKS["MLP"].batch(ONE_LAYER)
-    monkeypatch.setattr(tracing_costs_at_most_1_5x, "CASES", {"MLP": lambda: case})
-    rows = tracing_costs_at_most_1_5x.measure(1, compiles=True)
+    rows = tracing_costs_at_most_1_5x.measure(1, compiles=True, cases={"MLP": lambda: case})
     assert [row["step"] for row in rows] == ["trace and lower", "compile for the CPU"]
     assert all(row["plain_s"] > 0 and row["fp8_s"] > 0 for row in rows)
     output.show("Title", tracing_costs_at_most_1_5x.COLUMNS, rows, output.environment(), markdown=True)
