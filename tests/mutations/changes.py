@@ -1164,8 +1164,8 @@ CHANGES = (
     Change(
         "a kernel that became smaller is its state's own",
         "statistics/diagnosis/kernels.py",
-        "if abs(math.log2(_newer(o))) >",
-        "if math.log2(_newer(o)) >",
+        'return abs(math.log2(kernel["amax"] / other.history.newest))',
+        'return math.log2(kernel["amax"] / other.history.newest)',
         ("test_diagnose.py::test_kernels_that_are_not_those_of_the_last_step",),
     ),
     Change(

@@ -17,7 +17,8 @@ _UNUSUAL = 4.0
 _ENOUGH_STEPS = 4
 # Another layer's inputs or gradients differ in the state as well, so the kernel need not differ as much.
 _SMALLEST = math.log2(1.02)
-_ALIKE = math.log2(1.01)
+# A kernel within one step of what was recorded.
+_ALIKE = math.log2(1.05)
 
 
 def moved_at_once(all: list[Operand], thresholds: Thresholds) -> Iterable[Finding]:
@@ -55,23 +56,22 @@ def foreign_state(all: list[Operand], thresholds: Thresholds) -> Iterable[Findin
         by_layer.setdefault((operand.layer, operand.index), []).append(operand)
     distances = sorted(map(_distance, kernels))
     usual = distances[(len(distances) - 1) // 4] if len(kernels) >= 3 else None
-    for operand in kernels:
-        others = [o for o in by_layer[operand.layer, operand.index] if o is not operand]
-        if operand in moved or _is_unusual(operand, others, usual, thresholds):
-            assert operand.history is not None
-            newest = operand.history.newest
-            owners = [o for o in kernels if o is not operand and abs(math.log2(o["amax"] / newest)) < _ALIKE]
-            owner = min(owners, key=lambda o: abs(math.log2(o["amax"] / newest)), default=None)
-            yield new_finding(
-                operand,
-                Problem.FOREIGN_STATE,
-                seen=_seen(operand) + (f", which is the amax of {owner.place}" if owner else ""),
-                threshold=f"a factor of {thresholds.kernel_jump:g}, or of {thresholds.kernel_mismatch:g} where other "
-                f"steps and kernels move {_UNUSUAL:g} times less",
-                source="heuristic",
-                advice="the state is not that of this layer: it was loaded from elsewhere, or the weight was replaced. "
-                "Calibrate again: model = step.calibrate(model, *batch); or load matching state",
-            )
+    others = lambda kernel: [o for o in by_layer[kernel.layer, kernel.index] if o is not kernel]
+    named = [o for o in kernels if o in moved or _is_unusual(o, others(o), usual, thresholds)]
+    # Of two states that were exchanged, one may fit nearly.
+    named += [o for o in kernels if o not in named and any(_are_exchanged(o, other, usual) for other in named)]
+    for operand in named:
+        owner = _owner(operand, kernels)
+        yield new_finding(
+            operand,
+            Problem.FOREIGN_STATE,
+            seen=_seen(operand) + (f", the amax of {owner.place}" if owner else ""),
+            threshold=f"a factor of {thresholds.kernel_jump:g}, or of {thresholds.kernel_mismatch:g} where other "
+            f"steps and kernels move {_UNUSUAL:g} times less",
+            source="heuristic",
+            advice="the state is not that of this layer: it was loaded from elsewhere, or the weight was replaced. "
+            "Calibrate again: model = step.calibrate(model, *batch); or load matching state",
+        )
 
 
 def _recorded(all: list[Operand]) -> list[Operand]:
@@ -82,7 +82,7 @@ def _recorded(all: list[Operand]) -> list[Operand]:
 
 
 def _moved(kernels: list[Operand], thresholds: Thresholds) -> list[Operand]:
-    return [o for o in kernels if abs(math.log2(_newer(o))) > math.log2(thresholds.kernel_jump)]
+    return [o for o in kernels if _distance(o) > math.log2(thresholds.kernel_jump)]
 
 
 def _is_most(moved: list[Operand], kernels: list[Operand]) -> bool:
@@ -103,6 +103,20 @@ def _is_unusual(kernel: Operand, others: Sequence[Operand], usual: float | None,
     return distance > (_SMALLEST if misfit else math.log2(thresholds.kernel_mismatch))
 
 
+def _are_exchanged(kernel: Operand, named: Operand, usual: float | None) -> bool:
+    """Whether each of two kernels fits the record of the other better than its own, and moved further than before."""
+    assert kernel.history is not None
+    ordinary = max(usual or 0.0, kernel.history.largest_change)
+    better = all(_between(a, b) < _distance(a) for a, b in ((kernel, named), (named, kernel)))
+    return better and _distance(kernel) > ordinary
+
+
+def _owner(kernel: Operand, kernels: list[Operand]) -> Operand | None:
+    """The kernel whose amax is what the state of another recorded, if one is."""
+    near = [o for o in kernels if o is not kernel and _between(o, kernel) < min(_ALIKE, _distance(kernel))]
+    return min(near, key=lambda o: _between(o, kernel), default=None)
+
+
 def _factor(operand: Operand) -> float:
     """How far the amax is from that of the last step, in either direction; 1 if one of them is not known."""
     history = operand.history
@@ -112,12 +126,13 @@ def _factor(operand: Operand) -> float:
 
 
 def _distance(operand: Operand) -> float:
-    return abs(math.log2(_newer(operand)))
+    return _between(operand, operand)
 
 
-def _newer(operand: Operand) -> float:
-    assert operand.history is not None
-    return operand["amax"] / operand.history.newest
+def _between(kernel: Operand, other: Operand) -> float:
+    """How far a kernel's amax is from what the last step recorded of another, in binades."""
+    assert other.history is not None
+    return abs(math.log2(kernel["amax"] / other.history.newest))
 
 
 def _seen(operand: Operand) -> str:
