@@ -82,7 +82,11 @@ class Stochastic(AbstractRounding):
         self, x: Float[Array, "*shape"], format: Format, key: Key[Array, "*ensemble"] | None
     ) -> Float[Array, "*shape"]:
         """Rounds at random; infinities become the maximum, NaN stays."""
-        assert key is not None
+        if key is None:
+            raise ValueError(
+                "key=None: stochastic rounding draws random numbers; give cast(x, format, key) a key of "
+                "jax.random.key(seed)"
+            )
         x = lax.convert_element_type(x, jnp.float32)
         limit = np.float32(format.max)
         magnitude = lax.clamp(np.float32(0.0), jnp.abs(x), limit)

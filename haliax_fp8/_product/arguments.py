@@ -15,9 +15,11 @@ def check_operands(lhs: Any, rhs: Any) -> None:
     """Raises unless both operands are floating-point arrays."""
     for name, x in (("lhs", lhs), ("rhs", rhs)):
         if not isinstance(x, jax.Array | np.ndarray | np.generic):
+            is_batch = isinstance(x, tuple | list | dict)
+            batch = ". If it is a batch, unpack it: step(model, opt_state, *batch) calls loss_fn(model, *batch)"
             raise ValueError(
                 f"{name} of an FP8 product is a {type(x).__name__}; pass an array, such as jnp.asarray(...) or the "
-                ".array of a haliax.NamedArray"
+                f".array of a haliax.NamedArray{batch if is_batch else ''}"
             )
         if not jnp.issubdtype(x.dtype, jnp.floating):
             raise ValueError(
@@ -50,7 +52,10 @@ def floating_dtype(name: str, dtype: Any) -> np.dtype:
         result = np.dtype(dtype)
         if jnp.issubdtype(result, jnp.floating) and jnp.finfo(result).bits >= 16:
             return result
-    raise ValueError(f"{name}={dtype} is not a floating dtype of 16 bits or more; use one such as jnp.bfloat16")
+    # A model or an array would fill the screen.
+    is_short = isinstance(dtype, str | type | np.dtype)
+    shown = f"{name}={dtype}" if is_short else f"{name} is of type {type(dtype).__name__}, and"
+    raise ValueError(f"{shown} is not a floating dtype of 16 bits or more; use one such as jnp.bfloat16")
 
 
 def precision_of(precision: lax.PrecisionLike) -> lax.Precision:

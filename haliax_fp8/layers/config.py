@@ -177,12 +177,22 @@ def as_config(config: Any, options: Mapping[str, Any] | None = None, *, call: st
     raise ValueError(f"config={shown} is not an Fp8Config; did you mean {call}{meant})?")
 
 
+# What other libraries and people call these options, where the letters do not say it.
+_SYNONYMS = {
+    **dict.fromkeys(("skip", "skip_layers", "ignore", "ignored_layers", "modules_to_not_convert", "filter"), "exclude"),
+    **dict.fromkeys(("only", "include", "layers", "modules", "module_filter_fn"), "targets"),
+    **dict.fromkeys(("format", "fp8_format", "scaling", "preset"), "recipe"),
+    **dict.fromkeys(("history", "history_length", "amax_history_len"), "amax_history_length"),
+    **dict.fromkeys(("dtype", "precision"), "compute_dtype"),
+}
+
+
 def _known(options: Mapping[Any, Any]) -> Mapping[str, Any]:
     """The options, if all are fields of `Fp8Config`; raises with the nearest if not."""
     fields = [field.name for field in dataclasses.fields(Fp8Config)]
     for name, value in options.items():
         if name not in fields:
-            near = nearest(str(name), fields, 1)
+            near = [_SYNONYMS[name]] if name in _SYNONYMS else nearest(str(name), fields, 1)
             hint = f"did you mean {near[0]}? All are" if near else "all of them are"
             raise ValueError(f"{name}={value!r} is not an option of Fp8Config; {hint} {', '.join(fields)}")
     return options

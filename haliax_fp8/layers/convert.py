@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 import haliax as hax
+import haliax.nn as hnn
 
 from .._op import Fp8DotGeneral
 from ..devices.device import Device
@@ -150,6 +151,9 @@ def restore_linear_layers[M](module: M, config: Fp8Config | None = None) -> M:
     return map_layers(restore, module, rules)
 
 
+_BESIDE_A_HEAD = "an embedding; as a tied head only if a target names it"
+
+
 def decide(module: Any, config: Fp8Config) -> dict[str, Decision]:
     """The decision for each layer, by path; raises as described in `fp8_linear_layers`."""
     found = find_layers(module, config.rules)
@@ -162,11 +166,15 @@ def decide(module: Any, config: Fp8Config) -> dict[str, Decision]:
             if not any(matches(pattern, path, layer) for path, (layer, _) in found.items()):
                 raise unmatched_error(name, pattern, list(found))
     rules = {path: rule_of(layer, config.rules) for path, (layer, _) in found.items()}
-    are_routers = routers({path: rules[path].kernel(layer) for path, (layer, _) in found.items()})
+    kernels = {path: rules[path].kernel(layer) for path, (layer, _) in found.items()}
+    are_routers = routers(kernels)
+    heads = [kernel.Out for path, kernel in kernels.items() if not isinstance(found[path][0], hnn.Embedding)]
     decisions = {}
     for path, (layer, stack) in found.items():
         rule = rules[path]
         condition = ROUTER if path in are_routers else rule.only_if_named(layer)
+        if isinstance(layer, hnn.Embedding) and condition is not None and layer.Vocab in heads:
+            condition = _BESIDE_A_HEAD
         refusal = rule.refusal(layer) if rule.op(layer) is None else None
         recipe, reason, is_named = _select(path, layer, config)
         if recipe is not None and refusal is not None and is_named:

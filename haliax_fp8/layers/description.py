@@ -1,208 +1,26 @@
-"""describe: what every linear layer of a model runs in, as rows, as a table and as one line."""
+"""describe: what every linear layer of a model runs in."""
 
-import collections
-import dataclasses
-from collections.abc import Iterator, Mapping
 from typing import Any
 
+import equinox as eqx
 import haliax as hax
-from rich.console import Group, RenderableType
-from rich.padding import Padding
-from rich.table import Table
-from rich.text import Text
+import jax
 
-from .._tables import Printable, new_table
+from .._state.op_state import OpState
 from ..devices.device import Device, is_device_name
 from ..recipes.recipe import Recipe
-from ..recipes.support import Support
+from ..recipes.scaling import DelayedScaling
 from .config import Fp8Config, as_config
 from .convert import decide
-from .description_table import grouped
+from .description_result import LayerDescription, ModelDescription
 from .left_out import reasons_in
 from .only_where_faster import FasterOn
 from .ops import all_ops
 from .own_state import require_own_state
-from .prediction import Prediction
 from .rematerialization import find_rematerialized
 from .rule import Refused
 from .served import AbstractServedLayer
-from .uncalibrated import uncalibrated_operands
-
-
-@dataclasses.dataclass(frozen=True)
-class LayerDescription:
-    """One linear layer.
-
-    Args:
-        path: Its path in the model.
-        shape: Its input and output axes.
-        stacked: The stacks that repeat it, such as `layers 12`.
-        recipe: The recipe that it runs, or how it is quantized for inference; None in high precision.
-        reason: Why it stays in high precision; empty for a converted layer.
-        support: How its products run on the requested device; None in high precision.
-        prediction: Its predicted times in bf16 and in FP8, whichever it runs in; None if not requested, or if unknown.
-        uncalibrated: The operands whose static scale is not calibrated yet.
-        scales: How whole-tensor scales are rounded when they are applied; empty if the layer has none.
-        is_linear: Whether it counts as a linear layer: not an embedding, unless it was converted, nor a convolution.
-    """
-
-    path: str
-    shape: str
-    stacked: str
-    recipe: str | None
-    reason: str
-    support: Support | None = None
-    prediction: Prediction | None = None
-    uncalibrated: tuple[str, ...] = ()
-    scales: str = ""
-    is_linear: bool = True
-
-    @property
-    def is_fp8(self) -> bool:
-        """Whether the layer's products run in FP8."""
-        return self.recipe is not None
-
-
-@dataclasses.dataclass(frozen=True, repr=False)
-class ModelDescription(Printable):
-    """Every linear layer of a model. Iterate over it, or print it.
-
-    Args:
-        layers: In the order of the tree.
-        device: The requested device; if None, `support` refers to the local one.
-        predict: The device and tokens that times are predicted for; None if they are not.
-        rematerialized: The modules that `memory.rematerialize` changed: what each is, by path.
-    """
-
-    layers: tuple[LayerDescription, ...]
-    device: Device | None = None
-    predict: FasterOn | None = None
-    rematerialized: Mapping[str, str] = dataclasses.field(default_factory=dict)
-
-    def __iter__(self) -> Iterator[LayerDescription]:
-        return iter(self.layers)
-
-    def __len__(self) -> int:
-        return len(self.layers)
-
-    def __getitem__(self, path: str) -> LayerDescription:
-        """The layer at a path."""
-        for layer in self.layers:
-            if layer.path == path:
-                return layer
-        raise KeyError(f"no linear layer at {path!r}; there are {[layer.path for layer in self.layers]}")
-
-    @property
-    def fp8_count(self) -> int:
-        """How many layers run in FP8."""
-        return sum(layer.is_fp8 for layer in self.layers)
-
-    @property
-    def count(self) -> int:
-        """How many linear layers there are; without layers of other kinds, such as embeddings that are not heads."""
-        return sum(layer.is_linear for layer in self.layers)
-
-    @property
-    def summary(self) -> str:
-        """One line for the start of a program: how many layers run in FP8, with which recipes, natively or emulated.
-
-        Example:
-            >>> describe(fp8_linear_layers(model), device="h100").summary
-            'FP8: 2 of 2 linear layers, DelayedScaling E4M3/E4M3/E5M2, native on NVIDIA H100 80GB HBM3'
-        """
-        recipes = collections.Counter(layer.recipe for layer in self.layers if layer.recipe)
-        if not recipes:
-            return f"FP8: none of {self.count} linear layers"
-        counted = " + ".join(f"{count} {recipe}" if len(recipes) > 1 else recipe for recipe, count in recipes.items())
-        described = f"FP8: {self.fp8_count} of {self.count} linear layers, {counted}, {_where(self.layers)}"
-        waiting = sum(bool(layer.uncalibrated) for layer in self.layers)
-        return f"{described}, {waiting} to be calibrated first" if waiting else described
-
-    @property
-    def estimate(self) -> str:
-        """One line on the predicted time of the layers; empty if not requested."""
-        predicted = [(layer.is_fp8, layer.prediction) for layer in self.layers if layer.prediction is not None]
-        if self.predict is None or not predicted:
-            return ""
-        bf16 = sum(prediction.bf16 for _, prediction in predicted)
-        now = sum(prediction.fp8 if is_fp8 else prediction.bf16 for is_fp8, prediction in predicted)
-        least, most = (
-            bf16 / sum(p.bf16 / p.gain_range[end] if is_fp8 else p.bf16 for is_fp8, p in predicted) for end in (0, 1)
-        )
-        starting = sum(prediction.launches for is_fp8, prediction in predicted if is_fp8)
-        bound = "; starting kernels takes longer than the work in them" if starting > now / 2 else ""
-        times = f"{1e3 * now:.3g} ms a step instead of {1e3 * bf16:.3g} ms"
-        return (
-            f"{bf16 / now:.2f} times as fast as with all of them in bf16 ({least:.2f} to {most:.2f}; estimate for "
-            f"these layers' products on {self.predict}: {times}{bound})"
-        )
-
-    @property
-    def scales(self) -> str:
-        """How scales of whole tensors are rounded, over all layers; empty if there are none."""
-        found = "; ".join(dict.fromkeys(layer.scales for layer in self.layers if layer.scales))
-        return f"Scales: {found}" if found else ""
-
-    @property
-    def between(self) -> str:
-        """How many modules between the layers are rematerialized, by kind; empty if none is."""
-        counted = collections.Counter(self.rematerialized.values())
-        return "Rematerialized: " + ", ".join(f"{n} {kind}" for kind, n in counted.items()) if counted else ""
-
-    @property
-    def note(self) -> str:
-        """How the device runs FP8 products that it does not run natively."""
-        emulated = [layer.support for layer in self.layers if layer.support is not None and not layer.support.is_native]
-        if not emulated:
-            return ""
-        if emulated[0].device.emulates:
-            where = "this CPU" if self.device is None else "a CPU"
-            return f"FP8 products are emulated on {where}, with the same rounding"
-        reasons = "; ".join(dict.fromkeys(support.reason for support in emulated))
-        return f"FP8 products are emulated on {emulated[0].device.kind}, slower than high precision: {reasons}"
-
-    def __rich__(self) -> RenderableType:
-        recipes = {layer.recipe for layer in self.layers if layer.recipe is not None}
-        (only,) = recipes if len(recipes) == 1 else (None,)
-        supports = {layer.support for layer in self.layers if layer.support is not None}
-        everywhere = self.device is not None and len(supports) == 1 and next(iter(supports)).is_native
-        native = f", native on {self.device.kind}" if everywhere and self.device is not None else ""
-        count = f"{self.fp8_count} of {self.count} linear layers in FP8"
-        lines = self.estimate, self.note, self.scales, self.between
-        return Group(
-            Text(f"{count}{f': {only}' if only else ''}{native}", "bold"),
-            self._table(only, with_support=self.device is not None and not native),
-            *(Text(line, "dim") for line in lines if line),
-        )
-
-    def _table(self, only: str | None, *, with_support: bool) -> Table:
-        kind = lambda layer: (layer.recipe, layer.reason, layer.support, layer.uncalibrated, layer.prediction)
-        groups = list(grouped(self.layers, kind))
-        lengths = [
-            len(word) + (2 if group.prefix else 0)
-            for group in groups
-            for row in group.rows
-            for word in row.name.split()
-        ]
-        table = new_table("")
-        table.title = None
-        # Names break last.
-        table.add_column("layer", overflow="fold", min_width=min(28, max(lengths, default=0)))
-        for column in ("shape", "runs in", *(("on device",) if with_support else ())):
-            table.add_column(column, overflow="fold")
-        if self.predict is not None:
-            table.add_column("gain", no_wrap=True)
-        for group in groups:
-            if group.prefix:
-                table.add_row(Text(group.prefix), Text(group.stacked))
-            for row in group.rows:
-                indent = 2 if group.prefix else 0
-                stack = f" ({group.stacked})" if group.stacked and not group.prefix else ""
-                name = Padding(Text((row.name or "(the module itself)") + stack), (0, 0, 0, indent))
-                cells = [name, Text("\n".join(row.shapes)), _runs_in(row.layer, only)]
-                cells += [_verdict(row.layer.support)] if with_support else []
-                table.add_row(*cells, *([] if self.predict is None else [_gain(row.layer.prediction)]))
-        return table
+from .uncalibrated import uncalibrated_operands, unrecorded_operands
 
 
 def describe(
@@ -228,8 +46,8 @@ def describe(
         The layers; `print` shows them as a table, and `summary` is one line for the start of a program.
 
     Raises:
-        ValueError: If the device's name is unknown, or `config` is not an `Fp8Config`; or if anything but its own
-            update changed the FP8 state of the model.
+        ValueError: If `model` is not a tree of layers, the device's name is unknown, or `config` is not an `Fp8Config`;
+            or if anything but its own update changed the FP8 state of the model.
 
     Example:
         >>> layers = {"up": hax.nn.Linear.init(hax.Axis("in", 8), hax.Axis("out", 4), key=jax.random.key(0))}
@@ -264,6 +82,7 @@ def describe(
                 support=None if multiplied is None else kernel.support(multiplied, place),
                 prediction=predict and recipe and predict.predict(rule, layer, stack, recipe, residual),
                 uncalibrated=() if op is None else uncalibrated_operands(op.state),
+                recorded=None if op is None else _recorded(op.state),
                 scales="" if op is None else op.recipe.scales,
                 is_linear=op is not None or not (isinstance(rule, Refused) or rule.only_if_named(layer)),
             )
@@ -271,10 +90,22 @@ def describe(
     return ModelDescription(tuple(rows), named, predict, dict(find_rematerialized(model)))
 
 
+def _recorded(state: Any) -> bool | None:
+    """Whether the delayed scales of an op have seen a product, as far as they can be read; None if it has none."""
+    if not isinstance(state, OpState):
+        return None
+    # An output gradient of zeros leaves its own history empty, and those of the other operands not.
+    delayed = sum(isinstance(scaling, DelayedScaling) for scaling in state.scalings)
+    return None if not delayed else len(unrecorded_operands(state)) < delayed
+
+
 def _require_model_and_config(model: Any, config: Any) -> None:
     if isinstance(model, type | Fp8Config):
         shown = f"the class {model.__name__}" if isinstance(model, type) else "an Fp8Config"
         raise ValueError(f"model is {shown}, and not a model with weights; use describe(model)")
+    if model is None or (not isinstance(model, eqx.Module) and jax.tree_util.all_leaves([model])):
+        kind = "a function" if callable(model) else f"of type {type(model).__name__}"
+        raise ValueError(f"model is {kind}, and has no layers; use describe(model), with the model itself")
     if isinstance(config, Device) or (isinstance(config, str) and is_device_name(config)):
         shown = repr(config) if isinstance(config, str) else "..."
         raise ValueError(f"config is a device; use describe(model, device={shown})")
@@ -287,43 +118,6 @@ def recipes_of(model: Any) -> list[Recipe]:
         model: A converted model, or any other tree.
     """
     return list(dict.fromkeys(op.recipe for op in all_ops(model)))
-
-
-def _where(layers: tuple[LayerDescription, ...]) -> str:
-    """Whether all converted layers run natively."""
-    supports = [layer.support for layer in layers if layer.support is not None]
-    if not supports:
-        return "inputs in high precision"
-    native = sum(support.is_native for support in supports)
-    mixed = f"{native} native and {len(supports) - native} emulated"
-    how = {0: "emulated", len(supports): "native"}.get(native, mixed)
-    return f"{how} on {supports[0].device.kind}"
-
-
-def _verdict(support: Support | None) -> Text:
-    """How a converted layer's products run on the device: the model is there, so refused means emulated."""
-    if support is None:
-        return Text("")
-    return Text("native", "green") if support.is_native else Text(f"emulated: {support.reason}", "yellow")
-
-
-def _runs_in(layer: LayerDescription, only: str | None) -> Text:
-    """The recipe, unless all layers have the same; or why there is none."""
-    # Text, not markup: a pattern such as `[a-z]*` in a reason is not a style.
-    if layer.recipe is None:
-        return Text(f"high precision: {layer.reason}", "yellow")
-    if layer.uncalibrated:
-        return Text(f"{layer.recipe}; calibrate first: no scale for {', '.join(layer.uncalibrated)}", "red")
-    return Text("FP8" if layer.recipe == only else layer.recipe, "green")
-
-
-def _gain(prediction: Prediction | None) -> Text:
-    """How many times as fast FP8 is predicted to be."""
-    if prediction is None:
-        return Text("")
-    low, high = prediction.gain_range
-    style = "green" if prediction.gain >= 1.0 else "yellow"
-    return Text(f"{prediction.gain:.2f}× ({low:.2f} to {high:.2f})", style)
 
 
 def _sizes(stack: tuple[hax.Axis, ...]) -> str:

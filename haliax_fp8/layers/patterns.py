@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import equinox as eqx
 import numpy as np
 from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, KeyEntry, SequenceKey
 
@@ -24,11 +25,17 @@ def as_patterns(name: str, targets: Targets) -> tuple[Pattern, ...]:
         targets: What the user gave.
 
     Raises:
-        ValueError: If something is neither a string, a compiled regular expression nor callable, or an empty string.
+        ValueError: If something is neither a string, a compiled regular expression nor a function, is a layer, or is an
+            empty string.
     """
     is_one = isinstance(targets, str | re.Pattern) or callable(targets)
     patterns: tuple[Any, ...] = tuple(targets) if isinstance(targets, Iterable) and not is_one else (targets,)
     for pattern in patterns:
+        if isinstance(pattern, eqx.Module):
+            raise ValueError(
+                f"{name} holds a layer of class {type(pattern).__name__}; give its path, such as 'layers.2', which "
+                f"print(describe(model)) shows, or a function: {name}=lambda path, layer: ..."
+            )
         if not (isinstance(pattern, str | re.Pattern) or callable(pattern)):
             raise ValueError(
                 f"{name} holds {pattern!r}; give the last part of a path ('up_proj'), a full path, a glob, "

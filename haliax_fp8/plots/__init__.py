@@ -10,8 +10,8 @@ try:
     import matplotlib as matplotlib
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
-        "haliax_fp8.plots draws with matplotlib, which is not installed; run pip install 'matplotlib>=3.9', or install "
-        "haliax-fp8 with its extra: haliax-fp8[plot]",
+        "haliax_fp8.plots draws with matplotlib, which is not installed; run pip install 'matplotlib>=3.9', or "
+        "`uv add matplotlib` in a project of uv, or install haliax-fp8 with its extra: haliax-fp8[plot]",
         name=error.name,
     ) from error
 

@@ -28,7 +28,8 @@ def loss_curves(
         A figure with two panels. It needs a second seed of the baseline for the band.
 
     Raises:
-        ValueError: If `baseline` is not in `runs`, losses have other shapes, or `window` does not fit.
+        ValueError: If `runs` is not a mapping, `baseline` is not in it, losses have other shapes, or `window` does not
+            fit.
 
     Example:
         >>> falling = np.exp(-np.arange(50) / 20)
@@ -36,6 +37,11 @@ def loss_curves(
         >>> [axes.get_ylabel() for axes in figure.axes]
         ['loss', 'gap to bf16, %']
     """
+    if not isinstance(runs, Mapping):
+        raise ValueError(
+            f"runs is a {type(runs).__name__}, but must be a dict from the name of each run to its losses: "
+            f"loss_curves({{{baseline!r}: losses, 'FP8': others}}, baseline={baseline!r})"
+        )
     if baseline not in runs:
         raise ValueError(f"baseline={baseline!r} is not one of the runs {list(runs)}")
     losses = {name: np.atleast_2d(np.asarray(values, np.float64)) for name, values in runs.items()}

@@ -13,7 +13,7 @@ from .._state.marker import OverwriteWithGradient, is_state
 from ..attention.op import Fp8Attention
 from .gradients import filter_grad
 from .loss import scalar_loss
-from .step_arguments import require_fit
+from .step_arguments import require_fit, require_model_first
 
 
 def calibrate[M](model: M, loss_fn: Callable[..., Any], batches: Iterable[Any]) -> M:
@@ -36,14 +36,15 @@ def calibrate[M](model: M, loss_fn: Callable[..., Any], batches: Iterable[Any]) 
         The model with its state filled: the history holds one amax for each batch, newest first.
 
     Raises:
-        ValueError: If `batches` is empty or is itself a batch, if `loss_fn` does not return one number, or if the model
-            has no FP8 layer.
+        ValueError: If `batches` is empty or is itself a batch, if `loss_fn` does not return one number, if the model
+            has no FP8 layer, or if model and loss are swapped.
 
     Example:
         >>> fp8_model = calibrate(fp8_linear_layers(model), loss_fn, [(x,)])
         >>> all(bool((node.scale != 1.0).all()) for node in fp8_states(fp8_model))
         True
     """
+    require_model_first(model, loss_fn, "calibrate(model, loss_fn, batches)")
     if not _has_ops(model):
         raise ValueError(
             "model has no FP8 layer to calibrate; convert it first: model = fp8_linear_layers(model, config)"

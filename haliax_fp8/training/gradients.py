@@ -13,6 +13,7 @@ from .._state.marker import is_state
 from .._state.op_state import OpState
 from .._state.records import OpRecord, complete_states, record_states
 from ..layers.quantized_kernels import without_kernel_copies
+from .step_arguments import require_model_first
 from .ways import Way, first_that_works
 
 
@@ -64,6 +65,9 @@ def filter_value_and_grad(function: Callable[..., Any], *, has_aux: bool = False
 
     Returns:
         A function with the same arguments that returns `(value, gradients)`.
+
+    Raises:
+        ValueError: When called, as in `filter_grad`; or if the function is a model that was given a loss.
     """
 
     def in_a_way(way: Way, model: Any, *args: Any, **kwargs: Any) -> tuple[Any, int]:
@@ -87,6 +91,8 @@ def filter_value_and_grad(function: Callable[..., Any], *, has_aux: bool = False
         return (value, gradients), len(records) - len(reached.places)
 
     def take(model: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(function, eqx.Module):
+            require_model_first(model, function, "filter_grad(loss_fn)(model, *batch)")
         return first_that_works(in_a_way, model, *args, **kwargs)
 
     return take

@@ -41,6 +41,21 @@ def require_loss_and_optimizer(loss_fn: Any, optimizer: Any) -> None:
         )
 
 
+def require_model_first(model: Any, loss_fn: Any, call: str) -> None:
+    """Raises a ValueError if a function was given as the model, and a model as the loss.
+
+    Args:
+        model: What was given as the model.
+        loss_fn: What was given as the loss.
+        call: The call with its arguments in order.
+    """
+    if isinstance(loss_fn, eqx.Module) and callable(model) and not jax.tree.leaves(eqx.filter(model, eqx.is_array)):
+        raise ValueError(
+            f"model and loss_fn are swapped: loss_fn is a model of class {type(loss_fn).__name__}; use {call}, where "
+            "loss_fn is a function of the model and a batch"
+        )
+
+
 def require_choices(*, microbatches: Any, donate: Any, has_aux: Any, monitor: Any) -> None:
     """Raises a ValueError unless a step's choices are of the kinds that they must be."""
     if not isinstance(microbatches, int) or isinstance(microbatches, bool) or microbatches < 1:

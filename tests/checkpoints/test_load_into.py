@@ -420,8 +420,15 @@ def test_wrong_arguments_of_save_and_files_of_other_trees(tmp_path):
     with pytest.raises(ValueError, match=r"a folder that does not exist; create '.*missing' first"):
         save(tmp_path / "missing/model.eqx", model)
     save(tmp_path / "both.eqx", (model, optax.adam(1e-3).init(eqx.filter(model, eqx.is_array))))
-    with pytest.raises(ValueError, match=r"nothing in path='.*both.eqx' fits the model: it has 0.layers.*\(model, "):
+    message = r"it holds 0.layers.*; the model expects layers.0.weight, .*load_into\(\(model, None\), path\)"
+    with pytest.raises(ValueError, match=rf"nothing in path='.*both.eqx' fits the model: {message}"):
         load_into(model, tmp_path / "both.eqx")
+    zeros = jax.tree.map(lambda x: 0 * x if eqx.is_array(x) else x, model)
+    (alone, _), report = load_into((zeros, None), tmp_path / "both.eqx")
+    assert eqx.tree_equal(alone, model) and not report.fresh and report.unused
+    save(tmp_path / "alone.eqx", model)
+    with pytest.raises(ValueError, match="the model expects 0.layers.*. Give the model that was saved"):
+        load_into((model, None), tmp_path / "alone.eqx")
     converted = fp8_linear_layers(model)
     moved = jax.tree.map(lambda x: x - 1e-3 if eqx.is_inexact_array(x) else x, converted)
     with pytest.raises(ValueError, match="was changed by something other"):

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import E4M3, E5M2, EPS, assert_within, equations, float64, quantize, sqnr
+from helpers import E4M3, E5M2, EPS, assert_same, assert_within, equations, float64, quantize, sqnr
 from numpy_reference import OPERANDS, DelayedScalingReference, amax, assert_state_is
 
 import haliax_fp8
@@ -197,12 +197,6 @@ def usual_moe(layer: hnn.MoELinear) -> hnn.MoELinear:
 def ops(tree: Any) -> list[Fp8DotGeneral]:
     is_op = lambda node: isinstance(node, Fp8DotGeneral)
     return [node for node in jax.tree.leaves(tree, is_leaf=is_op) if is_op(node)]
-
-
-def assert_same(a: Any, b: Any) -> None:
-    """Equal in structure, classes, static fields, dtypes and values."""
-    assert jax.tree.structure(a) == jax.tree.structure(b)
-    assert bool(eqx.tree_equal(a, b, typematch=True))
 
 
 # --- What a converted layer computes ----------------------------------------------------------------------------------
@@ -486,6 +480,13 @@ def test_a_tied_head_is_converted_only_by_name():
         Fp8Config(overrides={"embedding": haliax_fp8.DelayedScaling()}),
     ):
         assert {row.path for row in describe(fp8_linear_layers(model, config)) if row.is_fp8} == {"embedding", "body"}
+
+
+def test_an_embedding_beside_its_head_is_not_called_tied():
+    """A layer from the embedding's axes to the vocabulary is the head; one to other axes is not."""
+    model = {"words": tied_head(), "head": hnn.Linear.init(In, Vocab, key=jax.random.key(0))}
+    reason = describe(fp8_linear_layers(model))["words.embedding"].reason
+    assert reason == "an embedding; as a tied head only if a target names it"
 
 
 @pytest.mark.more

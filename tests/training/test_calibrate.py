@@ -472,6 +472,12 @@ def test_models_that_were_not_converted():
             calibrate(model, weighted_sum, batches(1))
 
 
+def test_model_and_loss_swapped():
+    model = fp8_linear_layers(mlp())
+    with pytest.raises(ValueError, match=r"model and loss_fn are swapped: .* use calibrate\(model, loss_fn, batches\)"):
+        calibrate(weighted_sum, model, batches(1))
+
+
 def test_recipes_without_state_have_nothing_to_calibrate():
     """A script with an option for the recipe needs no special case."""
     model = fp8_linear_layers(mlp(), Fp8Config(recipe="rowwise"))

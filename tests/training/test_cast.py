@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import unchecked
 
 from haliax_fp8 import cast_params, filter_grad, fp8_linear_layers
 
@@ -38,6 +39,17 @@ def test_gradients_arrive_at_the_master_weights():
     gradients = eqx.filter_jit(filter_grad(loss))(model()["layer"])
     assert gradients.weight.dtype == jnp.float32
     assert float(gradients.dot_general.amax_history("input")[0]) == float(jnp.abs(x.array).max())
+
+
+def test_swapped_arguments_are_named():
+    """Without a dump of the model."""
+    with (
+        unchecked(),
+        pytest.raises(ValueError, match=r"^model and dtype are swapped: .*; use cast_params\(model, jnp.bfloat16\)$"),
+    ):
+        cast_params(jnp.bfloat16, eqx.nn.MLP(8, 8, 8, 1, key=jax.random.key(0)))
+    with unchecked(), pytest.raises(ValueError, match="^dtype is of type list, and is not a floating dtype"):
+        cast_params(model(), [jnp.bfloat16])
 
 
 @pytest.mark.parametrize("dtype", ["int8", jnp.float8_e4m3fn, "a"])

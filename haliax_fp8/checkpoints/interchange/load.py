@@ -90,15 +90,28 @@ def load_into[M](
     unused = source.entries.keys() - used - {plan.refused for plan in plans}
     report = LoadReport(tuple(kept), changed, fresh, tuple(sorted(unused)))
     if source.entries and not used - {None}:
-        theirs, ours = sorted(source.entries)[:2], [leaf.name for leaf in leaves if is_saved(leaf.value)][:2]
-        raise ValueError(
-            f"nothing in {_shown(path)} fits the model: it has {', '.join(theirs)}, and the model {', '.join(ours)}. "
-            "Load a tuple (model, opt_state), as a run saves it, into one: (model, opt_state), report = "
-            "load_into((model, opt_state), path)"
-        )
+        raise ValueError(_nothing_fits(source, [leaf.name for leaf in leaves if is_saved(leaf.value)], _shown(path)))
     if strict and not report.is_complete:
         raise ValueError(_incomplete(report))
     return with_leaves(model, values), report
+
+
+def _nothing_fits(source: AbstractSource, expected: list[str], shown: str) -> str:
+    """What to do where a checkpoint and a model have no name and shape in common."""
+    held = sorted(source.entries)
+    start = f"nothing in {shown} fits the model: it holds {_first(held)}; the model expects {_first(expected)}. "
+    first = {name.partition(".")[0] for name in held}
+    if first <= {str(i) for i in range(len(first))} and not set(expected) & set(held):
+        return start + (
+            "It was saved from a tuple or list, such as (model, opt_state): load it into one, (model, opt_state), "
+            "report = load_into((model, opt_state), path). For the model alone, give None in place of the rest: "
+            "(model, _), report = load_into((model, None), path)"
+        )
+    return start + "Give the model that was saved, or a tuple only where one was saved; joined= if layers were joined"
+
+
+def _first(names: list[str]) -> str:
+    return ", ".join(names[:2]) + (f" and {len(names) - 2} more" if len(names) > 2 else "")
 
 
 def _shown(path: str | os.PathLike[str] | Mapping[str, Any]) -> str:

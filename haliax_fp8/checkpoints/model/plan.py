@@ -198,12 +198,13 @@ def _quantized(
             )
         return dataclasses.replace(finer, input_scale=made.input_scale if static else None)
     training = choices.training_scales
+    stored = matrix.stored_scale if training else None
     try:
         made = quantized(
             matrix.values(choices.dtype),
             block,
             scaling=matrix.scaling if training else None,
-            stored=matrix.stored_scale if training else None,
+            stored=stored,
             scale_bits=_scale_bits(matrix, choices, "kernel"),
             bf16_scales=choices.bf16_scales,
             exponents=exponents,

@@ -16,6 +16,7 @@ from ...layers.router import routers
 from ...layers.rule import LayerRule
 from ...layers.served import AbstractServedLayer
 from ...layers.uncalibrated import unrecorded_operands
+from ...recipes.recipe import OperandName
 from ...recipes.scaling import AbstractScaling, stores_scale
 from ..frozen import is_frozen
 from ..quantize import ScaledMatrix
@@ -107,13 +108,16 @@ class Matrix:
             return None
         return self._stored("input")
 
-    def _stored(self, operand: str) -> float:
+    def _stored(self, operand: OperandName) -> float:
         assert self.op is not None
         if operand in unrecorded_operands(self.op.state):
+            without = {
+                "kernel": "training_scales=False computes the scales of kernels from the weights",
+                "input": "'FP8_DYNAMIC' needs no scale of inputs",
+            }
             raise ValueError(
-                f"the state of {self.name} has no scale of its {operand} yet, as before the first step; calibrate the "
-                "model or train a step. training_scales=False computes the scales of kernels, and 'FP8_DYNAMIC' needs "
-                "none of inputs"
+                f"the state of {self.name} has no scale of its {operand} yet, as before the first step. Calibrate the "
+                f"model, model = calibrate(model, loss_fn, batches), or train a step; or else {without[operand]}"
             )
         scale = np.asarray(self.op.scale(operand))
         return float(scale[self.index[: scale.ndim]])
