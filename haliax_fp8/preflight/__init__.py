@@ -1,4 +1,4 @@
-"""Compile a training step for a device that you do not have, and see which of its products run in FP8.
+"""Compiles a training step for a device that you do not have, and shows which of its products run in FP8.
 
     report = inspect_step(step, model, opt_state, batch, target="h100")
 

@@ -12,12 +12,12 @@ def has_fp8_product(program: Any) -> bool:
     """Whether a program has a matrix product of FP8 operands.
 
     Args:
-        program: What `jax.jit(f).lower(...)` returns, or what `.compile()` makes of that; or the text of either, as HLO
-            or StableHLO.
+        program: The result of `jax.jit(f).lower(...)`, or of its `.compile()`; or the text of either, as HLO or
+            StableHLO.
 
     Returns:
-        For a compiled program, what will run: a CPU emulates FP8, so it has no such product. For a lowered one, what
-        was requested.
+        For a compiled program, whether one will run: a CPU emulates FP8, so it has no such product. For a lowered one,
+        whether one was requested.
 
     Example:
         >>> lowered = jax.jit(lambda x: jnp.dot(x, x, preferred_element_type=jnp.float32)).lower(
@@ -37,7 +37,7 @@ def check_fp8_call(lowered: Any) -> None:
     """Prints whether a lowered function will multiply in FP8 once compiled, like the function in Flax's guide.
 
     Args:
-        lowered: What `jax.jit(f).lower(...)` returns.
+        lowered: The result of `jax.jit(f).lower(...)`.
 
     References:
         The user guide "FP8 basics" of Flax, whose own version looks for the operands' types in the text of a custom

@@ -23,14 +23,14 @@ class Memory:
     """The memory that a program needs on each device, in bytes.
 
     Args:
-        arguments: Of its arguments, without those in the host's memory.
-        outputs: Of its results.
-        aliased: Of results that are written over donated arguments.
-        temporaries: Of everything in between.
+        arguments: The arguments, without those in host memory.
+        outputs: The results.
+        aliased: Results that overwrite donated arguments.
+        temporaries: Everything in between.
         peak: Arguments, outputs that are not aliased, and temporaries: what must be free for it to run.
-        host: Of arguments that their shardings put into the host's memory (`memory_kind`).
-        ignores_host: Whether the compiler was not told of these, as JAX drops memory kinds that it does not know of the
-            target: it planned the step as if they were on the device.
+        host: Arguments that their shardings put into host memory (`memory_kind`).
+        ignores_host: Whether the compiler planned the step as if these were on the device, because JAX drops memory
+            kinds that it does not know for the target.
     """
 
     arguments: int
@@ -47,7 +47,7 @@ MeshLike = Mesh | AbstractMesh | Mapping[str, int]
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """A compiled function: its text, after and before XLA optimized it; the paths of its results; what it takes."""
+    """A compiled function: its text after and before XLA's optimization, the paths of its results, and its costs."""
 
     text: str
     written: str
@@ -66,7 +66,7 @@ def compile_for(
     flags: XlaFlags,
     options: Mapping[str, Any],
 ) -> Compiled:
-    """Compiles a function of trees; the arguments are those of `inspect_step`, `flags` all that the user has set.
+    """Compiles a function of trees; the arguments are those of `inspect_step`, and `flags` has all that the user set.
 
     Arguments that inner `jit`s donate are donated.
     """
@@ -85,7 +85,7 @@ def compile_for(
             except RuntimeError as error:
                 if (remedy := _of_kernels(str(error))) is None:
                     raise
-                raise RuntimeError(f"a kernel in Pallas could not be compiled for {target.name}: {remedy}") from error
+                raise RuntimeError(f"a Pallas kernel could not be compiled for {target.name}: {remedy}") from error
         written = lowered.as_text("hlo", debug_info=True)
     text, memory = compiled.as_text(), _memory(compiled.memory_analysis(), inputs.bytes_on_host)
     assert text is not None
@@ -95,34 +95,34 @@ def compile_for(
 
 
 def _of_kernels(message: str) -> str | None:
-    """Why a kernel in Pallas was not compiled, and what to do; None if something else failed."""
+    """Why a Pallas kernel was not compiled, and the remedy; None if something else failed."""
     if "No PTX compilation provider" in message:
-        return "it takes ptxas, of NVIDIA's CUDA toolkit or the package nvidia-cuda-nvcc; put its folder on the PATH"
+        return "it needs ptxas, from NVIDIA's CUDA toolkit or the package nvidia-cuda-nvcc; put its folder on the PATH"
     if "Failed to materialize symbols" in message and "mosaic_gpu" in message:
         return (
-            "jax.experimental.pallas.mosaic_gpu was imported before what compiles its kernels was found; call "
-            "haliax_fp8.preflight first, in a process of its own"
+            "jax.experimental.pallas.mosaic_gpu was imported before its compiler was found; call haliax_fp8.preflight "
+            "first, in a process of its own"
         )
     if "Mosaic GPU pass pipeline failed" in message:
         return (
-            "JAX compiles such kernels for one architecture in a process, that of the first target; compile for others "
-            "in a process each"
+            "JAX compiles such kernels for one architecture per process, that of the first target; compile for each "
+            "other one in its own process"
         )
     return None
 
 
 _WARNINGS = (
-    # For donated arguments that no result fits: donating all of them means those that do fit.
+    # Some donated arguments fit no result: a step that donates all of them means those that do.
     "Some donated buffers were not usable",
-    # JAX keeps such programs in its compilation cache too, and cannot read back those for devices not here.
+    # JAX caches such programs too, but cannot read back those for absent devices.
     "Error reading persistent compilation cache",
 )
 
 
 @dataclasses.dataclass(frozen=True)
 class _Inputs:
-    """A call with its arrays taken out: leaves with abstract arrays, their tree, the arrays' names by place, and the
-    places of those in the host's memory, which a sharding forgets if the device is described without."""
+    """A call with its arrays taken out: leaves with abstract arrays, their tree, the arrays' names by index, and the
+    indices of those in host memory, which a sharding forgets if the device's description has none."""
 
     leaves: tuple[Any, ...]
     structure: Any
@@ -155,7 +155,7 @@ class _Inputs:
 
     @property
     def bytes_on_host(self) -> int:
-        """What each device's part of the arrays in the host's memory takes."""
+        """The size of each device's part of the arrays in host memory."""
         arrays = [self.leaves[place] for place in self.on_host]
         return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in arrays)
 
@@ -182,7 +182,7 @@ def _abstract(leaf: Any, spec: Any, mesh: Mesh, *, on_host: bool) -> jax.ShapeDt
 
 
 def _is_on_host(leaf: Any, spec: Any, mesh: Mesh) -> bool:
-    """Whether an array's sharding puts it into the host's memory, which of a CPU is the only one."""
+    """Whether an array's sharding puts it into host memory; a CPU has no other."""
     sharding = spec if isinstance(spec, NamedSharding) else getattr(leaf, "sharding", None)
     is_host = isinstance(sharding, NamedSharding) and sharding.memory_kind == "pinned_host"
     return is_host and mesh.devices.flat[0].platform != "cpu"
@@ -195,7 +195,7 @@ def _specs(args: tuple[Any, ...], shardings: Any) -> list[Any]:
         spread = jax.tree.broadcast(shardings, args, is_leaf=is_spec)
     except ValueError as error:
         raise ValueError(
-            f"shardings={shardings} is not a prefix of the argument tree: give a tuple with one PartitionSpec (or a "
+            f"shardings={shardings} is not a prefix of the argument tree: pass a tuple with one PartitionSpec (or a "
             "tree of them, or None) for each argument"
         ) from error
     return jax.tree.structure(args).flatten_up_to(spread)
@@ -211,7 +211,7 @@ def _argument_names(function: Callable[..., Any], count: int) -> list[str]:
 
 
 def _donated(traced: Any, inputs: _Inputs) -> list[str]:
-    """The names of arguments that a `jit` within the function donates: within another `jit`, JAX forgets that."""
+    """The names of arguments that a `jit` inside the function donates, which JAX forgets inside another `jit`."""
     jaxpr = traced.jaxpr.jaxpr
     donated = set()
     for equation in jaxpr.eqns:
@@ -228,7 +228,7 @@ def _memory(stats: Any, on_host: int) -> Memory:
     ignores_host = on_host > 0 and getattr(stats, "host_argument_size_in_bytes", 0) == 0
     if ignores_host:
         arguments -= on_host
-    # Some backends report their own peak, but not all, and not all the same one.
+    # Not all backends report a peak, and those that do define it differently.
     peak = arguments + outputs - aliased + temporaries
     return Memory(arguments, outputs, aliased, temporaries, peak, on_host, ignores_host)
 
@@ -238,11 +238,11 @@ def make_mesh(target: Target, devices: int | None, mesh: MeshLike | None) -> Mes
 
     Args:
         target: The target.
-        devices: How many; None for as many as `mesh` has, or one.
-        mesh: Axes and sizes, or a mesh of other devices with the same; None for one axis, `devices`.
+        devices: The number of devices; None for as many as `mesh` has, or one.
+        mesh: Axes and sizes, or a mesh of other devices that has them; None for one axis, `devices`.
 
     Raises:
-        ValueError: If `devices` and `mesh` do not fit.
+        ValueError: If `devices` and `mesh` do not agree.
     """
     if mesh is None:
         mesh = {"devices": 1 if devices is None else devices}

@@ -1,4 +1,4 @@
-"""preflight: compile a step for a device that need not be here, and read what it will run."""
+"""inspect_step: compiles a step for a device that need not be here, and reads what it will run."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -37,14 +37,15 @@ def inspect_step(
         *args: Its arguments: trees of arrays, or of `jax.ShapeDtypeStruct`s from `eqx.filter_eval_shape`. Everything
             that is not an array is static, as in `eqx.filter_jit`.
         target: The device: one of `targets`, or your own `Target`. `"local"` is the local device.
-        devices: How many; by default as many as `mesh` has, or one.
-        mesh: The mesh axes and their sizes, such as `{"data": 8}`; or a mesh with the same.
+        devices: The number of devices; by default as many as `mesh` has, or one.
+        mesh: The mesh axes and their sizes, such as `{"data": 8}`; or a mesh that has them.
         shardings: A tuple with a `PartitionSpec` (or a tree of them, or None) for each argument. By default the arrays'
             own shardings, if the mesh has those axes.
         compare: A baseline: another step with the same arguments, or `(step, arguments)`.
         known: Reasons why layers stay in high precision, by path, for the report to name; `describe` has them.
-        compiler_options: XLA's, as in `jax.jit(compiler_options=...)`; they override the environment's flags. A step
-            that passes options to its own `jit` reports them with a method `compiler_options(*args, device=device)`.
+        compiler_options: XLA's options, as in `jax.jit(compiler_options=...)`; they override the environment's flags.
+            A step that passes options to its own `jit` reports them with a method
+            `compiler_options(*args, device=device)`.
         other_setting: For NVIDIA GPUs, whether the report says what changes with the other setting of
             `xla_gpu_enable_triton_gemm`. For that, the step is compiled again when the report is first shown.
         progress: Called with the name of each stage, such as `compiling the step`.
@@ -91,21 +92,21 @@ def inspect_step(
 def _require_call(step_fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
     try:
         inspect.signature(step_fn).bind(*args)
-    except ValueError:  # Of a builtin: the call will say what is wrong.
+    except ValueError:  # A builtin has no signature; the call itself will say what is wrong.
         return
     except TypeError as error:
         if "missing" not in str(error):
             return  # Python miscounts the parameters of some callables, such as a static `__call__`.
         raise ValueError(
-            f"args has {len(args)} arguments, with which step_fn cannot be called: {error}. Give those of one step "
-            "behind it, inspect_step(step, model, state, batch); shapes will do, of eqx.filter_eval_shape"
+            f"args has {len(args)} arguments, with which step_fn cannot be called: {error}. Pass the arguments of one "
+            "step after it, inspect_step(step, model, state, batch); shapes from eqx.filter_eval_shape will do"
         ) from None
 
 
 def _own_options(step_fn: Callable[..., Any], args: tuple[Any, ...], device: Device) -> dict[str, Any]:
-    """What a step passes to its own `jit`.
+    """The options that a step passes to its own `jit`.
 
-    The program does not show it: JAX refuses options of a `jit` within another, so that a traced step passes none.
+    The program does not show them: JAX rejects options of a `jit` inside another, so a traced step passes none.
     """
     options: Callable[..., Mapping[str, Any]] | None = getattr(step_fn, "compiler_options", None)
     return {} if options is None else {**options(*args, device=device)}

@@ -171,7 +171,7 @@ def test_experts_with_scales_of_their_own(x, tmp_path):
     np.testing.assert_array_equal(call(served)[:5], call(model)[:5])
     per_expert = moe(recipe="static", scale_per_expert=True)
     assert kernels(quantize_for_inference(per_expert, "dynamic"))[0].scheme == served["up"].kernel.scheme
-    with pytest.raises(ValueError, match=r"takes that of the input alone; use 'static'"):
+    with pytest.raises(ValueError, match=r"uses only that of the input; use 'static'"):
         quantize_for_inference(per_expert, Scheme(RowwiseScaling(), StaticScaling()))
 
 

@@ -172,7 +172,7 @@ def test_the_first_words_say_which_flags(training, capsys, monkeypatch):
     assert local(f"{training}:make_step", *options) == 0
     first = " ".join(capsys.readouterr().out.partition(" layer ")[0].split())
     flags = "XLA flags: --xla_cpu_enable_fast_math=false --xla_cpu_enable_fast_min_max=true"
-    assert first == f"0.0% of the FLOPs in FP8 on the devices that are here; {flags}"
+    assert first == f"0.0% of the FLOPs in FP8 on the local devices; {flags}"
 
 
 @pytest.mark.slow

@@ -1,1 +1,1 @@
-"""Compiled programs as XLA prints them: read, and taken apart."""
+"""Reads compiled programs as XLA prints them."""

@@ -1,7 +1,7 @@
-"""Where a product's result ends: forward through casts, scales, sums and the optimizer, to the results of the program.
+"""Follows a product's result forward, through casts, scales, sums and the optimizer, to the results of the program.
 
-The weight whose gradient a product computes is not an operand of it. But the gradient, element by element, becomes a
-result: the new weight, or the optimizer's moments.
+A product that computes a weight's gradient does not have the weight as an operand. But the gradient, element by
+element, becomes a result of the program: the new weight, or the optimizer's moments.
 """
 
 from collections.abc import Iterator, Sequence
@@ -10,12 +10,12 @@ from .sites import Site
 from .vocabulary import ELEMENTWISE, is_fusion, subprograms
 
 
-# A value, and where the part of it that is followed lies if it is a tuple.
+# A value; and, if it is a tuple, the position in it of the part that is followed.
 type _Part = tuple[Site, tuple[int, ...]]
 
 
 def destinations(site: Site) -> Iterator[int]:
-    """The places in the program's result that an instruction's value makes; of a tuple, its first element."""
+    """The positions in the program's result that an instruction's value reaches; for a tuple, its first element."""
     waiting: list[_Part] = [(site, (0,) if site.instruction.shape.dtype == "tuple" else ())]
     seen = set()
     scope = site.instruction.op_name
@@ -35,7 +35,7 @@ def destinations(site: Site) -> Iterator[int]:
 
 
 def _after(value: Site, user: Site, path: tuple[int, ...], scope: str) -> list[_Part]:
-    """Where a value goes through one of its users."""
+    """Where one of a value's users passes it on to."""
     instruction = user.instruction
     opcode = instruction.opcode
     places = [i for i, name in enumerate(instruction.operands) if name == value.instruction.name]
@@ -52,7 +52,7 @@ def _after(value: Site, user: Site, path: tuple[int, ...], scope: str) -> list[_
         return [(_parameter(user, inner[place - 1], 0), path) for place in places if place > 0]
     if inner:
         return [(_parameter(user, inner[0], place), path) for place in places]
-    # XLA may split a product in several and add them up: that has the product's scope.
+    # XLA may split a product and add up the parts; the sums have the product's scope.
     is_part = opcode == "reduce" and bool(scope) and instruction.op_name == scope
     if opcode not in ELEMENTWISE and not is_part:
         return []
@@ -68,14 +68,15 @@ def _parameter(caller: Site, name: str, number: int) -> Site:
 
 
 def _returned(caller: Site, path: tuple[int, ...]) -> list[_Part]:
-    """Where the result of a function goes: to who called it; of a loop's body, to its next run as well."""
+    """Where the result of a function goes: to its caller; for a loop's body, to the next iteration as well."""
     if caller.instruction.opcode != "while":
         return [(caller, path)]
     return [(caller, path), (_parameter(caller, caller.instruction.called("body")[0], 0), path)]
 
 
 def matching(outputs: Sequence[str], arguments: Sequence[str]) -> tuple[str, ...]:
-    """The arguments that outputs are named after: each time the shortest whose path, its first name left out, ends it.
+    """The arguments that outputs are named after: for each output, the shortest argument whose path, without its first
+    name, is a suffix of the output's.
 
     Example:
         >>> matching(["1.mu.layers.0.weight"], ["opt_state.0.mu.layers.0.weight", "model.layers.0.weight"])

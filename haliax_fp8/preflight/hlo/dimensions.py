@@ -1,4 +1,4 @@
-"""How large a matrix product is, read from the attributes of the instruction that makes it."""
+"""The size of a matrix product, read from the attributes of its instruction."""
 
 import dataclasses
 import math
@@ -24,8 +24,8 @@ from .vocabulary import (
 class Dimensions:
     """`batch` products of an `m × k` and a `k × n` matrix, and the shapes of operands and result.
 
-    Block-scaled operands come with a scale for each block. In a grouped product each row uses one of the groups; the
-    sizes are those of a single group. What a kernel computes is `surplus` times that.
+    Block-scaled operands come with a scale for each block. In a grouped product each row uses one of the groups, and
+    the sizes are those of a single group. The kernel computes `surplus` times that work.
     """
 
     batch: int
@@ -40,17 +40,17 @@ class Dimensions:
     surplus: float = 1.0
 
     def same_as(self, other: "Dimensions") -> bool:
-        """Whether the sizes are those of another product, or of its transpose."""
+        """Whether another product, or its transpose, has the same sizes."""
         return (self.batch, self.k, {self.m, self.n}) == (other.batch, other.k, {other.m, other.n})
 
     def padded_to(self, multiple: int) -> "Dimensions":
-        """With `m`, `n` and `k` rounded up."""
+        """The dimensions with `m`, `n` and `k` rounded up to a multiple."""
         m, n, k = (-(-size // multiple) * multiple for size in (self.m, self.n, self.k))
         return dataclasses.replace(self, m=m, n=n, k=k)
 
     def as_written(self, written: "Dimensions") -> "Dimensions":
-        """With the sizes that the product was written with, if these are the same padded to multiples of 16, or the
-        sizes of a sum that XLA split to add the parts up afterwards."""
+        """The product's sizes as written, if these equal them padded to multiples of 16, or are those of a sum that XLA
+        split into parts and added up afterwards."""
         if self.batch > written.batch and self.batch * self.k == written.batch * written.k:
             whole = dataclasses.replace(self, batch=written.batch, k=written.k)
             return whole if whole.same_as(written) else self
@@ -62,7 +62,7 @@ class Dimensions:
 
 
 def dimensions(site: Site) -> Dimensions | None:
-    """The size of the matrix product that an instruction makes; None if it makes none.
+    """The size of an instruction's matrix product; None if it is not one.
 
     References:
         HLO's `dot`, `scaled-dot`, `ragged-dot` and `convolution`: https://openxla.org/xla/operation_semantics
@@ -97,12 +97,12 @@ def _of_dot(
 
 
 def _result(site: Site) -> Shape:
-    # Calls of a library return their workspace too.
+    # Library calls return their workspace too.
     return site.instruction.shape.arrays[0]
 
 
 def _of_composite(site: Site) -> Dimensions:
-    """Of a call with `dimension_numbers = [[[2], [2]], [[0], [0]]]`: contracted axes, then batch axes."""
+    """Reads a call with `dimension_numbers = [[[2], [2]], [[0], [0]]]`: contracted axes, then batch axes."""
     text = site.instruction.attribute("frontend_attributes")
     match = re.search(r"dimension_numbers = \[\[\[([\d, ]*)\], \[([\d, ]*)\]\], \[\[([\d, ]*)\]", text)
     if match is None:
@@ -112,14 +112,14 @@ def _of_composite(site: Site) -> Dimensions:
 
 
 def _of_ragged_dot(site: Site) -> Dimensions:
-    """Each row is multiplied by the kernel of one group; or (where rows are contracted) is summed into one."""
+    """Each row is multiplied by the kernel of one group; or, if rows are contracted, summed into one group."""
     lhs, rhs = (operand.instruction.shape for operand in site.operands[:2])
     instruction = site.instruction
     batch = math.prod(lhs.dims[axis] for axis in instruction.ints("lhs_batch_dims"))
     k = math.prod(lhs.dims[axis] for axis in instruction.ints("lhs_contracting_dims"))
     kernels = math.prod(rhs.dims[axis] for axis in instruction.ints("rhs_group_dims"))
     m, n = lhs.size // (batch * k), rhs.size // (batch * k * kernels)
-    # The third operand is the sizes of the groups.
+    # The third operand holds the sizes of the groups.
     groups = site.operands[2].instruction.shape.dims[-1]
     return Dimensions(batch, m, n, k, lhs, rhs, _result(site), groups=groups)
 
@@ -127,9 +127,9 @@ def _of_ragged_dot(site: Site) -> Dimensions:
 def _of_grouped_kernel(site: Site, tile: tuple[int, int, int]) -> Dimensions:
     """Rows times the kernel of their group, or sums over the rows of groups.
 
-    How large groups are is known on the device only. On GPUs operands lie along the sum; the last tile of a group is
-    half empty on average, and a sum over its rows begins and ends within a piece that it shares. On TPUs tiles of rows
-    are aligned, and each boundary between groups is within one, which is then multiplied twice.
+    The sizes of groups are known only on the device. On GPUs operands lie along the sum; the last tile of a group is
+    half empty on average, and a sum over its rows starts and ends inside pieces shared with other groups. On TPUs,
+    tiles of rows are aligned, and each boundary between groups falls inside a tile, which is then multiplied twice.
     """
     lhs, rhs = (operand.instruction.shape for operand in grouped_operands(site))
     out = _result(site)
@@ -148,7 +148,7 @@ def _of_grouped_kernel(site: Site, tile: tuple[int, int, int]) -> Dimensions:
 
 
 def grouped_operands(site: Site) -> tuple[Site, Site]:
-    """Both operands of a grouped kernel, which takes tables of its work as well."""
+    """The two operands of a grouped kernel, which also takes tables of its work."""
     first, second, *_ = (x for x in site.operands if len(x.instruction.shape.dims) > 1 and _is_floating(x))
     return first, second
 
@@ -167,20 +167,20 @@ def _of_custom_call(site: Site) -> Dimensions | None:
             is_block_scaled = target_of_call(site.instruction) in BLOCK_SCALED
             return dataclasses.replace(_of_dot(site, *numbers), block_scaled=is_block_scaled)
         case Call.PRODUCT if target_of_call(site.instruction) == CUDNN_IN_BLOCKS:
-            # Scales are in blocks along what is summed, which is the last axis of both.
+            # Scales are in blocks along the summed axis, which is the last one of both.
             last = len(site.operands[0].instruction.shape.dims) - 1
             return dataclasses.replace(_of_dot(site, tuple(range(last - 1)), (last,), (last,)), block_scaled=True)
         case Call.PRODUCT if target_of_call(site.instruction) == ONEDNN:
             lhs, rhs = (len(operand.instruction.shape.dims) for operand in site.operands[:2])
-            return _of_dot(site, tuple(range(lhs - 2)), (lhs - 1,), (rhs - 2,))  # Of the last two axes.
+            return _of_dot(site, tuple(range(lhs - 2)), (lhs - 1,), (rhs - 2,))  # Over the last two axes.
     return None
 
 
 def _of_convolution(site: Site) -> Dimensions:
-    """A convolution's multiplications, padding and holes not counted: TPUs write batched products as convolutions.
+    """A convolution's multiplications, without padding and holes: TPUs write batched products as convolutions.
 
-    The first operand's batch is `m`, the kernel's output features are `n`. Output positions that read all of a window
-    multiply `m`; a spatial axis in which each output position reads one element of its own is a batch axis.
+    The first operand's batch is `m`, the kernel's output features are `n`. Output positions that read a whole window
+    multiply `m`; a spatial axis along which each output position reads its own single element is a batch axis.
     """
     lhs, rhs = (operand.instruction.shape for operand in site.operands[:2])
     out = _result(site)
@@ -188,7 +188,7 @@ def _of_convolution(site: Site) -> Dimensions:
     batch_groups = math.prod(site.instruction.ints("batch_group_count") or (1,))
     m = lhs.dims[lhs_labels.index("b")] // batch_groups
     n = rhs.dims[rhs_labels.index("o")]
-    k = rhs.dims[rhs_labels.index("i")]  # Of one group of features.
+    k = rhs.dims[rhs_labels.index("i")]  # For one group of features.
     batch = 1
     for axis, window in zip(sorted(set(lhs_labels) - set("bf?")), _windows(site), strict=True):
         positions = out.dims[out_labels.index(axis)]
@@ -203,14 +203,14 @@ def _of_convolution(site: Site) -> Dimensions:
 
 
 def _windows(site: Site) -> list[dict[str, int]]:
-    """What a window such as `{size=3x3 stride=2x1 pad=0_0x1_1 lhs_dilate=1x2}` says of each spatial axis."""
+    """The properties of each spatial axis in a window such as `{size=3x3 stride=2x1 pad=0_0x1_1 lhs_dilate=1x2}`."""
     fields = (part.split("=") for part in site.instruction.attribute("window").strip("{}").split())
     columns = {name: [int(value.split("_")[0]) for value in values.split("x")] for name, values in fields}
     return [{name: values[axis] for name, values in columns.items()} for axis in range(len(columns.get("size", ())))]
 
 
 def _pairs(window: dict[str, int], size: int, positions: int) -> int:
-    """How many pairs of an output position and an element of the window meet an element of the input."""
+    """The number of pairs of an output position and an element of the window that meet an element of the input."""
     stride, dilation = window.get("stride", 1), window.get("rhs_dilate", 1)
     low, holes = window.get("pad", 0), window.get("lhs_dilate", 1)
     if stride == dilation == holes == window["size"] == 1 and low == 0:

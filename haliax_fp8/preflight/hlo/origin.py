@@ -1,4 +1,4 @@
-"""Where an operand comes from: back through casts, copies, slices, loops and fusions, to an argument if it is one."""
+"""Follows an operand back through casts, copies, slices, loops and fusions, to an argument if it comes from one."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -15,12 +15,12 @@ class Origin:
     """The origin of a value.
 
     Args:
-        arguments: The names of the program's arguments that it is a copy of, cast, sliced or scaled: one; several if
-            XLA concatenated them to merge products; none if it is computed.
+        arguments: The names of the arguments that it is a copy of, possibly cast, sliced or scaled: one; several if XLA
+            concatenated them to merge products; none if it is computed.
         dtype: The narrowest floating type of 16 bits or more that it had on the way; empty if none.
-        quantized: The FP8 element type that it had on the way, itself included; empty if none.
+        quantized: The FP8 element type that it had on the way, or has now; empty if none.
         rescaled: Whether it was multiplied after that.
-        in_blocks: Whether by several numbers, as with a scale for each block.
+        in_blocks: Whether it was multiplied by several numbers, as with a scale for each block.
     """
 
     arguments: tuple[str, ...]
@@ -59,14 +59,14 @@ def origin(site: Site) -> Origin:
 
 @dataclasses.dataclass(frozen=True)
 class Entering:
-    """The element type of the array that a kernel reads an operand from, and whether the kernel scales it in blocks."""
+    """The element type of an operand's array as a kernel reads it, and whether the kernel scales it in blocks."""
 
     dtype: str
     in_blocks: bool
 
 
 def entering(kernel: Site, operand: Site) -> Entering | None:
-    """Follows an operand within a fusion back to where it enters: through casts, scales and what only moves elements.
+    """Follows an operand in a fusion back to where it enters, through casts, scales and moves of elements.
 
     None if the fusion computes it in another way.
     """
@@ -80,21 +80,21 @@ def entering(kernel: Site, operand: Site) -> Entering | None:
 
 
 def gathers(site: Site) -> Iterator[tuple[Site, int]]:
-    """The all-gathers that a value comes through, cast, sliced or scaled before and after; and which of their results
-    it is."""
+    """The all-gathers that a value passes through, possibly cast, sliced or scaled before and after; and which of their
+    results it is."""
     for step, indices in _places(site):
         if step.instruction.opcode in ("all-gather", "all-gather-start"):
             yield step, indices[-1] if indices else 0
 
 
 def _way(site: Site) -> Iterator[Site]:
-    """The instructions that made a value, backwards as long as each hands on one operand."""
+    """The instructions that made a value, backwards for as long as each passes on one operand."""
     return (step for step, _ in _places(site))
 
 
 def _places(site: Site) -> Iterator[tuple[Site, tuple[int, ...]]]:
-    """The same, and where the value lies in a tuple that an instruction makes."""
-    # A value in a tuple is named by the way through the tuple: the innermost index last.
+    """The same, with the value's position in a tuple that an instruction makes."""
+    # The position in a tuple is the path through it, innermost index last.
     indices: list[int] = []
     seen: set[tuple[int, str, tuple[int, ...]]] = set()
     current: Site | None = site
@@ -108,7 +108,7 @@ def _places(site: Site) -> Iterator[tuple[Site, tuple[int, ...]]]:
 
 
 def _before(site: Site, indices: list[int]) -> Site | None:
-    """One step back; `indices` is changed to what is looked for in the value of that step."""
+    """One step back; `indices` becomes the position in that step's value."""
     instruction = site.instruction
     opcode = instruction.opcode
     if opcode == "get-tuple-element":
@@ -137,7 +137,7 @@ def _before(site: Site, indices: list[int]) -> Site | None:
 
 
 def _argument(site: Site, indices: list[int]) -> Site | None:
-    """What a function's parameter stands for where it is called."""
+    """The value that a function's caller passes for a parameter."""
     if (caller := site.caller) is None:
         return None
     if caller.instruction.opcode == "while":
@@ -149,8 +149,8 @@ def _argument(site: Site, indices: list[int]) -> Site | None:
 
 
 def _of_state(state: Site, indices: list[int]) -> Site | None:
-    """Where an element of a loop's state comes from: what the loop began with, if the body hands it on as it was; what
-    the body wrote in earlier runs, if it fills an array slice by slice."""
+    """Where an element of a loop's state comes from: its initial value, if the body passes it on unchanged; the values
+    that the body wrote in earlier iterations, if it fills an array slice by slice."""
     root = state.beside(state.computation.root.name)
     if not indices or root.instruction.opcode != "tuple" or state.caller is None:
         return None

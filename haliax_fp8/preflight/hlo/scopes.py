@@ -1,6 +1,6 @@
-"""What the scopes of an instruction and the names of arguments say about where a product is in the model.
+"""Locates a product in the model from the scopes of its instruction and the names of arguments.
 
-An instruction's scope is the stack of named scopes that it was traced in, as `op_name` has it, outermost first.
+An instruction's scope is the stack of named scopes that it was traced in, as in `op_name`, outermost first.
 """
 
 import re
@@ -9,7 +9,7 @@ from ..._product.names import DGRAD, FP8_DOT_GENERAL, FP8_RAGGED_DOT, FPROP, ROT
 
 
 def role(scope: str) -> str:
-    """`fprop`, `dgrad` or `wgrad` of this package's products; `forward` or `backward` of others, and of rotations.
+    """`fprop`, `dgrad` or `wgrad` for this package's products; `forward` or `backward` for others and for rotations.
 
     Example:
         >>> role("jit(step)/jvp(MLP)/fp8_linear/fp8_dot_general/fp8_forward/fprop/dot_general")
@@ -39,7 +39,7 @@ def rotates(scope: str) -> bool:
 
 
 def place(scope: str) -> str:
-    """What a reader knows a scope by: the named scopes in it, without functions that JAX and this package jit.
+    """A scope's name for readers: its named scopes, without functions that JAX and this package jit.
 
     Example:
         >>> place("jit(step)/jvp(Attention)/contract head_dim -> position/0 1, 2 1 -> 0 2/dot_general")
@@ -71,14 +71,14 @@ def _parts(scope: str) -> list[str]:
 
 
 def dotted(path: str) -> str:
-    """What JAX prints of a path in a tree, as `describe` writes it, without the dictionary of `compile_for`'s arrays.
+    """A path in a tree as JAX prints it, rewritten as in `describe`, without the dictionary of `compile_for`'s arrays.
 
     Example:
         >>> dotted("model.layers[0].up['weight'].array"), dotted("arrays['model.layers.0.weight']")
         ('model.layers.0.up.weight.array', 'model.layers.0.weight')
     """
     path = re.sub(r"^(?:arrays|donated)\['(.*)'\]$", r"\1", path)
-    # A node that has no names for its children numbers them.
+    # Nodes without names for their children number them.
     path = path.replace("[<flat index 0>]", "")
     return re.sub(r"\[['\"]?([^\]'\"]*)['\"]?\]", r".\1", path).strip(".")
 

@@ -1,4 +1,4 @@
-"""Every instruction of a program with how often it runs, and the way to it through loops, calls and fusions."""
+"""Every instruction of a program, with how often it runs and the way to it through loops, calls and fusions."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -9,10 +9,10 @@ from .vocabulary import COMPARISONS, COPIES, begins, is_fusion, known_trip_count
 
 @dataclasses.dataclass(frozen=True)
 class Site:
-    """An instruction in its place in a program.
+    """An instruction at its place in a program.
 
     `executions` says how often it runs in one run of the program. `caller` is the loop, call or fusion that runs the
-    function that it is in; None in the entry.
+    function that contains it; None in the entry.
     """
 
     module: Module
@@ -34,7 +34,7 @@ class Site:
 
     @property
     def results(self) -> tuple[Shape, ...]:
-        """The arrays that it makes; an instruction that only begins returns its operands in front of them."""
+        """The arrays that it makes; an instruction that only starts an operation returns its operands before them."""
         got = self.instruction.shape.arrays
         given = sum(len(operand.instruction.shape.arrays) for operand in self.operands)
         if self.instruction.opcode == "copy-start":
@@ -62,7 +62,7 @@ def entry_sites(module: Module) -> Iterator[Site]:
 
 
 def kernels(sites: Iterator[Site]) -> Iterator[Site]:
-    """The instructions that run, fusions as one; loops, calls and branches are opened. See `entry_sites`."""
+    """The instructions that run, with fusions as one each; loops, calls and branches are opened. See `entry_sites`."""
     for site in sites:
         inner = subprograms(site.instruction)
         if not inner:
@@ -72,7 +72,7 @@ def kernels(sites: Iterator[Site]) -> Iterator[Site]:
 
 
 def opened(kernel: Site) -> Iterator[Site]:
-    """A kernel's instruction and, of a fusion, those within it, fusions in fusions opened too."""
+    """A kernel's instruction and, for a fusion, all instructions inside it, including nested fusions."""
     yield kernel
     if is_fusion(kernel.instruction):
         for name in kernel.instruction.called("calls"):
@@ -85,7 +85,7 @@ def trip_count(loop: Site) -> int | None:
 
     XLA annotates the loop with the number for GPUs and CPUs, but not for TPUs. There it follows from the condition that
     JAX writes for `scan` and `fori_loop`: a counter starts at a constant, is compared with a constant, and is
-    incremented by one in each run.
+    incremented by one in each iteration.
     """
     if (known := known_trip_count(loop.instruction)) is not None:
         return known
@@ -99,7 +99,7 @@ def trip_count(loop: Site) -> int | None:
     start, stop, step = _number(initial.operands[index]), _number(limit), _added(body.operands[index], index)
     place = element_of_state(limit)
     if place is not None and place == element_of_state(body.operands[place]):
-        stop = _number(initial.operands[place])  # Handed on from run to run as it was.
+        stop = _number(initial.operands[place])  # Passed on unchanged from iteration to iteration.
     beyond = COMPARISONS.get(test.instruction.attribute("direction"))
     if start is None or stop is None or not step or beyond is None:
         return None
@@ -112,7 +112,7 @@ def _result(loop: Site, attribute: str) -> Site:
 
 
 def _computed(site: Site) -> Site:
-    """What computes a value: copies, casts and fusions looked through."""
+    """The instruction that computes a value, looking through copies, casts and fusions."""
     if site.instruction.opcode in COPIES:
         return _computed(site.operands[0])
     if is_fusion(site.instruction):
@@ -130,7 +130,7 @@ def _number(site: Site) -> int | None:
 
 
 def element_of_state(site: Site) -> int | None:
-    """Which element of a loop's state a value in its body or condition is, if it is one as it was."""
+    """Which element of a loop's state a value in its body or condition is, if it is an unchanged one."""
     found = _computed(site)
     if found.instruction.opcode != "get-tuple-element" or found.operands[0].instruction.opcode != "parameter":
         return None
@@ -138,7 +138,7 @@ def element_of_state(site: Site) -> int | None:
 
 
 def _added(result: Site, index: int) -> int | None:
-    """What a run adds to an element of the state."""
+    """The number that an iteration adds to an element of the state."""
     operation = _computed(result)
     if operation.instruction.opcode != "add":
         return None

@@ -1,7 +1,7 @@
-"""HLO text as data: modules, computations, instructions, shapes. What XLA prints of a program, and nothing more.
+"""HLO text as data: modules, computations, instructions, shapes. Exactly what XLA prints of a program.
 
-The text and not the protocol buffer: every XLA prints it, no schema has to be carried along, and a reader can check
-what was read.
+It reads the text, not the protocol buffer: every XLA prints it, no schema has to be carried along, and people can check
+it.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 
-# Of the element types that are not named after their width.
+# The widths of element types that are not named after them.
 _BITS = {"pred": 8, "token": 0, "opaque": 0, "bf16": 16, "tf32": 32}
 
 
@@ -40,14 +40,14 @@ class Shape:
 
     @property
     def bytes(self) -> int:
-        """Without padding; of a tuple, the sum of its parts."""
+        """Its size without padding; for a tuple, the sum of its parts."""
         if self.dtype == "tuple":
             return sum(part.bytes for part in self.elements)
         return -(-self.size * self.bits // 8)
 
     @property
     def arrays(self) -> tuple["Shape", ...]:
-        """The arrays in a shape, tuples flattened."""
+        """The arrays in a shape, with tuples flattened."""
         if self.dtype != "tuple":
             return (self,)
         return tuple(array for part in self.elements for array in part.arrays)
@@ -62,8 +62,8 @@ class Shape:
 class Instruction:
     """One instruction.
 
-    Operands are given by name; those of a parameter or a constant are the text in its parentheses. Attributes are the
-    text behind each name. The root is the result of its computation.
+    Operands are names; those of a parameter or a constant are the text in its parentheses. Attributes are the text
+    after each name. The root is the result of its computation.
     """
 
     name: str
@@ -90,7 +90,7 @@ class Instruction:
 
     @functools.cached_property
     def config(self) -> dict[str, Any]:
-        """The backend's configuration; empty where it is none or no JSON."""
+        """The backend's configuration; empty if there is none or it is not JSON."""
         text = self.attribute("backend_config")
         try:
             config = json.loads(text) if text else {}
@@ -107,7 +107,7 @@ class Instruction:
 
     @property
     def parameter_number(self) -> int:
-        """Of a parameter, which one it is."""
+        """The index of a parameter."""
         return int(self.operands[0])
 
 
@@ -127,7 +127,7 @@ class Computation:
 
     @functools.cached_property
     def parameters(self) -> tuple[Instruction, ...]:
-        """In their order."""
+        """The parameters in order."""
         found = (i for i in self if i.opcode == "parameter")
         return tuple(sorted(found, key=lambda i: i.parameter_number))
 
@@ -144,7 +144,7 @@ class Computation:
 
 @dataclasses.dataclass(frozen=True)
 class Module:
-    """A program: its functions by name, the one that runs, and for how many devices it is."""
+    """A program: its functions by name, the one that runs, and the number of devices."""
 
     computations: dict[str, Computation]
     entry: Computation
@@ -158,7 +158,7 @@ def parse_hlo(text: str) -> Module:
     """Reads a program as XLA prints it.
 
     Args:
-        text: What `compiled.as_text()` or `lowered.as_text("hlo")` returns.
+        text: The result of `compiled.as_text()` or `lowered.as_text("hlo")`.
 
     Raises:
         ValueError: If the text is not an HLO module, or a line in it cannot be read.
@@ -181,7 +181,7 @@ def parse_hlo(text: str) -> Module:
     for line in text[header.end() :].splitlines():
         line = line.strip()
         if opened is None:
-            # Tables of source lines stand between the header and the computations; they open no brace.
+            # Tables of source lines come between the header and the computations; they open no brace.
             if (match := _COMPUTATION.match(line)) is not None:
                 opened = match["name"], match["entry"] is not None, {}
         elif line == "}" or line.startswith("}, "):
@@ -204,7 +204,7 @@ _COMPUTATION = re.compile(r"(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) (?:\(.*\) -> 
 _RESULT = re.compile(r"(?P<root>ROOT )?%?(?P<name>[\w.\-]+) = ")
 _OPCODE = re.compile(r" ?(?P<opcode>[a-z][\w\-]*)\(")
 _ARRAY = re.compile(r"(?P<dtype>\w+)\[(?P<dims>[^\]]*)\](?:\{[^{}]*\})?")
-# Brackets, commas, and strings and comments as a whole: brackets and commas in those mean nothing.
+# Brackets and commas; and whole strings and comments, because brackets and commas inside them mean nothing.
 _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|/\*.*?\*/|[(){}\[\],]')
 
 
@@ -215,14 +215,14 @@ def _instruction(line: str) -> Instruction:
     shape, end = _shape(line, result.end())
     opcode = _OPCODE.match(line, end)
     if opcode is None:
-        raise ValueError(f"not an HLO instruction: no opcode behind the shape in {line[:200]!r}")
+        raise ValueError(f"not an HLO instruction: no opcode after the shape in {line[:200]!r}")
     parts, end = _split(line, opcode.end())
     attributes, _ = _split(line, end)
     return Instruction(
         name=result["name"],
         shape=shape,
         opcode=opcode["opcode"],
-        # Some printers put an operand's shape before its name.
+        # Some printers write an operand's shape before its name.
         operands=tuple(part.rsplit(" ", 1)[-1].removeprefix("%") for part in parts),
         attributes={name: value for name, _, value in (part.partition("=") for part in attributes)},
         is_root=result["root"] is not None,
@@ -230,7 +230,7 @@ def _instruction(line: str) -> Instruction:
 
 
 def _split(line: str, start: int) -> tuple[list[str], int]:
-    """The parts between commas up to the bracket that closes what is open at `start`, and where that ends."""
+    """The parts between commas up to the bracket that closes the one open at `start`, and where that ends."""
     parts, depth, begin = [], 0, start
     for token in _TOKEN.finditer(line, start):
         kind = token[0]

@@ -1,16 +1,16 @@
-"""What a kernel reads and writes, in bytes: of an array that it slices or updates in place, only the slice."""
+"""The bytes that a kernel reads and writes: of an array that it slices or updates in place, only the slice."""
 
 from .sites import Site
 from .vocabulary import NO_KERNEL, SLICES, ends, is_fusion
 
 
 def is_kernel(site: Site) -> bool:
-    """Whether an instruction makes the device do something: not an alias, not the end of what another one began."""
+    """Whether an instruction makes the device do something: not an alias, not the end of an asynchronous one."""
     return site.instruction.opcode not in NO_KERNEL and not ends(site.instruction.opcode)
 
 
 def touched(kernel: Site) -> int:
-    """Bytes that one run of a kernel, a fusion or any other instruction, reads and writes."""
+    """The bytes that one run of a kernel (a fusion or any other instruction) reads and writes."""
     instruction = kernel.instruction
     if is_fusion(instruction):
         root = kernel.root(instruction.called("calls")[0])
@@ -26,7 +26,7 @@ def touched(kernel: Site) -> int:
 
 
 def _users(site: Site) -> list[Site]:
-    """The instructions of a fusion that read a value, names for it looked through."""
+    """The instructions of a fusion that read a value, directly or under other names."""
     found = []
     for user in site.computation.users[site.instruction.name]:
         other = site.beside(user.name)
@@ -35,10 +35,10 @@ def _users(site: Site) -> list[Site]:
 
 
 def _read(parameter: Site) -> int:
-    """What a fusion reads of one of its operands."""
+    """The bytes that a fusion reads of one of its operands."""
     whole = parameter.instruction.shape.bytes
     if parameter.instruction.is_root:
-        return whole  # Of a fusion within a fusion: passed on unchanged.
+        return whole  # In a fusion within a fusion: passed on unchanged.
     parts = 0
     for user in _users(parameter):
         opcode, operands = user.instruction.opcode, user.operands
@@ -66,7 +66,7 @@ def _is_name_for(site: Site, value: Site) -> bool:
 
 
 def _written(root: Site) -> int:
-    """What a fusion writes: of an update in place, the update."""
+    """The bytes that a fusion writes; for an update in place, the update."""
     instruction = root.instruction
     if instruction.opcode == "tuple":
         return sum(map(_written, root.operands))

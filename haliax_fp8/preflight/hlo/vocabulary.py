@@ -1,8 +1,8 @@
 """XLA's words: every opcode, attribute, custom call and configuration key that means something to the preflight.
 
 The exception is HLO's own grammar, such as `parameter`, `tuple` and `while`, which the code that walks through programs
-spells out. What XLA renames is changed here. What it adds shows up by name: a custom call that is not listed is
-reported as opaque, and fails the tests that compile programs.
+spells out. If XLA renames something, change it here. If it adds something, that shows up by name: an unlisted custom
+call is reported as opaque, and fails the tests that compile programs.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ FORMATS = {"f8e4m3fn": E4M3, "f8e5m2": E5M2, "f8e4m3fnuz": E4M3FNUZ, "f8e5m2fnuz
 """The formats that products may run in."""
 
 QUANTIZED = ("f8e4", "f8e5", "f4e2")
-"""How the names of types begin that values are quantized to; other narrow types are those of scales."""
+"""Prefixes of the types that values are quantized to; other narrow types are those of scales."""
 
 WIDE = ("bf16", "f16", "f32", "f64")
 """The types that values are quantized from."""
@@ -35,10 +35,10 @@ NO_KERNEL = {
     *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id"),
     *("domain", "add-dependency", "opt-barrier"),
 }
-"""These neither run nor move anything."""
+"""Opcodes that neither run nor move anything."""
 
 SLICES = {"dynamic-slice", "slice", "gather"}
-"""Of their first operand, these read what they return."""
+"""Opcodes that read only the part of their first operand that they return."""
 
 COLLECTIVES = {
     *("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast"),
@@ -47,7 +47,7 @@ COLLECTIVES = {
 """Communication between devices."""
 
 COPIES = {"copy", "bitcast", "convert", "reshape"}
-"""The same numbers in another place, type or shape."""
+"""Opcodes that return the same numbers in another place, type or shape."""
 
 _MOVES = {
     *COPIES,
@@ -60,13 +60,13 @@ HANDED_ON = {
     **dict.fromkeys((*_MOVES, "bitcast-convert", "reverse"), 0),
     **dict.fromkeys(("clamp", "dynamic-update-slice"), 1),
 }
-"""The operand whose values an instruction passes on."""
+"""For each opcode that passes on one operand's values, the index of that operand."""
 
 SCALES = {"multiply", "divide"}
-"""What applies a scale."""
+"""Opcodes that apply a scale."""
 
 SCALES_AND_BOUNDS = {*SCALES, "minimum", "maximum"}
-"""One of their two operands may be a scale or a bound that the other is combined with."""
+"""Opcodes of two operands, one of which may be a scale or a bound for the other."""
 
 ELEMENTWISE = {
     *_MOVES,
@@ -75,26 +75,26 @@ ELEMENTWISE = {
     *("all-reduce", "all-reduce-start", "all-reduce-done", "fusion-done"),
     *("reduce-scatter", "reduce-scatter-start", "reduce-scatter-done"),
 }
-"""Each element of their result comes from the same element of an operand; or they only move elements."""
+"""Opcodes whose results come element by element from an operand, or that only move elements."""
 
 
 def begins(opcode: str) -> bool:
-    """Whether an instruction only begins what another one ends."""
+    """Whether an instruction only starts an asynchronous operation that another one ends."""
     return opcode.endswith("-start")
 
 
 def ends(opcode: str) -> bool:
-    """Whether an instruction only ends, or goes on with, what another one began."""
+    """Whether an instruction only ends, or continues, an asynchronous operation."""
     return opcode.endswith(("-done", "-update"))
 
 
 def is_fusion(instruction: Instruction) -> bool:
-    """Whether what the instruction calls runs within one kernel."""
+    """Whether the function that an instruction calls runs as one kernel."""
     return instruction.opcode in ("fusion", "fusion-start")
 
 
 def is_scaled_dot(instruction: Instruction) -> bool:
-    """Whether an instruction is `jax.lax.scaled_dot` before optimization: a call of a function that defines it."""
+    """Whether an instruction is `jax.lax.scaled_dot` before optimization: a call of the function that defines it."""
     name = 'composite.name="xla.scaled_dot"'
     return instruction.opcode == "call" and name in instruction.attribute("frontend_attributes")
 
@@ -102,7 +102,7 @@ def is_scaled_dot(instruction: Instruction) -> bool:
 def subprograms(instruction: Instruction) -> tuple[str, ...]:
     """The functions that an instruction runs as programs of several kernels: bodies of loops, branches, calls.
 
-    The condition of a loop and what `reduce` or `sort` apply to scalars are not part of it.
+    They do not include the condition of a loop, or the functions that `reduce` or `sort` apply to scalars.
     """
     opcode = instruction.opcode
     if is_scaled_dot(instruction):
@@ -119,14 +119,14 @@ def subprograms(instruction: Instruction) -> tuple[str, ...]:
 
 
 STABLEHLO_FP8_PRODUCT = re.compile(r"stablehlo\.dot\w* .*: \(tensor<[\dx?]*f8E\w+>, tensor<[\dx?]*f8E\w+>\) ->")
-"""Such as `stablehlo.dot_general %0, %1, ... : (tensor<2x3xf8E4M3FN>, tensor<3x4xf8E5M2>) -> tensor<2x4xf32>`."""
+"""For example `stablehlo.dot_general %0, %1, ... : (tensor<2x3xf8E4M3FN>, tensor<3x4xf8E5M2>) -> tensor<2x4xf32>`."""
 
 
 # --- Configurations of instructions -----------------------------------------------------------------------------------
 
 
 def known_trip_count(loop: Instruction) -> int | None:
-    """How often a `while` runs, if XLA has found out."""
+    """How often a `while` runs, if XLA has determined it."""
     count = loop.config.get("known_trip_count", {}).get("n")
     return None if count is None else int(count)
 
@@ -137,7 +137,7 @@ def devices_in_group(collective: Instruction, devices: int) -> int:
     Args:
         collective: An instruction with `replica_groups`: all groups, such as `{{0,1},{2,3}}`; their number and size,
             such as `[2,2]<=[4]`; or the axes of a mesh over which they run, such as `mesh['a'=2,'b'=4] {'b'}`.
-        devices: Of the whole program.
+        devices: The number of devices of the whole program.
     """
     text = collective.attributes.get("replica_groups", "")
     if (counts := re.match(r"\[(\d+),(\d+)\]<=", text)) is not None:
@@ -145,25 +145,25 @@ def devices_in_group(collective: Instruction, devices: int) -> int:
     if text.startswith("mesh"):
         mesh, _, axes = text.rpartition("{")
         sizes = dict(re.findall(r"'(\w+)'=(\d+)", mesh))
-        # Part of an axis has its own size behind it: `'a':(1)2`.
+        # A part of an axis is followed by its own size: `'a':(1)2`.
         return math.prod(int(part or sizes[name]) for name, part in re.findall(r"'(\w+)'(?::\(\d+\)(\d+))?", axes))
     first = re.search(r"\{([\d,]+)\}", text)
     return devices if first is None else first[1].count(",") + 1
 
 
 def is_synchronous(collective: Instruction) -> bool:
-    """Whether XLA runs an instruction that begins to its end before anything else."""
+    """Whether XLA runs an operation with separate start and end to completion before anything else."""
     return bool(collective.config.get("collective_backend_config", {}).get("is_sync"))
 
 
 def reduction_of(module: Module, collective: Instruction) -> str:
-    """The opcode that a collective combines values with; empty if it does not."""
+    """The opcode with which a collective combines values; empty if it does not."""
     names = collective.called("to_apply")
     return module[names[0]].root.opcode if names else ""
 
 
 COMPARISONS = {"LT": 0, "LE": 1, "GT": 0, "GE": -1}
-"""The directions of `compare`: how many steps of one beyond the limit still count."""
+"""For each direction of `compare`: how many iterations beyond the limit still run."""
 
 
 def is_triton(instruction: Instruction) -> bool:
@@ -173,7 +173,7 @@ def is_triton(instruction: Instruction) -> bool:
 
 
 def dot_numbers(call: Instruction) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]] | None:
-    """A library call's batch axes of the first operand, and the contracted axes of both; None if it names none.
+    """The batch axes of a library call's first operand, and the contracted axes of both; None if it names none.
 
     References:
         The messages `GemmBackendConfig` and `OneDnnMatMulConfig` in XLA.
@@ -202,11 +202,11 @@ class Call(enum.Enum):
 
 
 ONEDNN = "__onednn$matmul"
-"""Without dimension numbers it multiplies the last two axes."""
+"""A call without dimension numbers, which multiplies the last two axes."""
 
 CUDNN_IN_BLOCKS = "__cudnn$blockScaledDot"
-"""XLA makes it of its own `__op$block_scaled_dot`, without dimension numbers: operands have a batch, rows, and what is
-summed; the scales of each follow."""
+"""XLA makes this call from its own `__op$block_scaled_dot`, without dimension numbers: operands have a batch axis, rows
+and the summed axis; their scales follow."""
 
 LIBRARIES: Mapping[str, str] = {
     "__cublas$lt$matmul$f8": "cublasLt f8",
@@ -216,18 +216,18 @@ LIBRARIES: Mapping[str, str] = {
     CUDNN_IN_BLOCKS: "cuDNN block scaled",
     ONEDNN: "oneDNN",
 }
-"""What a report calls the products of libraries."""
+"""The names of library products in reports."""
 
 MOSAIC = "mosaic_gpu"
-"""Kernels written in Pallas for NVIDIA's GPUs since Hopper."""
+"""Pallas kernels for NVIDIA GPUs, Hopper and newer."""
 
 MOSAIC_TPU = "tpu_custom_call"
-"""Kernels written in Pallas for TPUs."""
+"""Pallas kernels for TPUs."""
 
 BLOCK_SCALED = {"__cublas$lt$matmul$mx", CUDNN_IN_BLOCKS}
-"""The products whose operands come with a scale for each block."""
+"""Products whose operands come with a scale for each block."""
 
-# By the beginnings of their names; of several that fit, the longest counts.
+# By prefixes of their names; the longest match counts.
 _CALLS: Mapping[Call, tuple[str, ...]] = {
     Call.PRODUCT: (*LIBRARIES, "__cublas$lt$groupedMatmul"),
     Call.CONVOLUTION: ("__cudnn$conv",),
@@ -242,7 +242,7 @@ _CALLS: Mapping[Call, tuple[str, ...]] = {
         *("__cub$", "__gpu$TopK", "TopK", "ApproxTopK", "PartialReduce", "__cudnn$norm", "__onednn$layernorm"),
         *("__onednn$softmax", "cu_threefry2x32", "__cublas$triangularSolve", "lapack_", "cusolver_", "cublas_"),
         *("ducc_", "dynamic_ducc_"),
-        # Where arrays are, and calls of Python on the host.
+        # Placement of arrays, and Python callbacks on the host.
         *("AllocateBuffer", "CreateBuffer", "Pin", "Unpin", "MoveTo", "annotate_device_", "Sharding", "SPMD"),
         *("LayoutConstraint", "SliceToDynamic", "PadToStatic", "X64", "AssumeGatherIndicesInBound"),
         *("GatherScatterIndicesBitpacked", "ConcatBitcast", "xla_ffi_python_", "xla_ffi_partitioned_python_"),
@@ -252,10 +252,10 @@ _CALLS: Mapping[Call, tuple[str, ...]] = {
 
 
 def grouped_tile(instruction: Instruction) -> tuple[int, int, int] | None:
-    """Rows, columns and depth of the tiles of this package's grouped kernel; None of anything else."""
+    """Rows, columns and depth of the tiles of this package's grouped kernels; None for anything else."""
     if not target_of_call(instruction).startswith((MOSAIC, MOSAIC_TPU)):
         return None
-    # On a GPU the name is in the kernel's code, which goes on where XLA divides programs, while scopes do not.
+    # On a GPU the name is in the kernel's code, which survives where XLA divides programs, while scopes do not.
     names = map(tile_of_kernel, (instruction.name, instruction.op_name, *instruction.attributes.values()))
     return next(filter(None, names), None)
 
@@ -270,26 +270,26 @@ def call_of(instruction: Instruction) -> Call:
 
 
 def target_of_call(instruction: Instruction) -> str:
-    """The name of what a custom call calls; empty for any other instruction."""
+    """The name of a custom call's target; empty for any other instruction."""
     return instruction.attribute("custom_call_target")
 
 
 # --- Fused attention --------------------------------------------------------------------------------------------------
 
 CUDNN_ATTENTION = "cuDNN attention"
-"""What a report calls the kernels of cuDNN's attention."""
+"""The name of cuDNN's attention kernels in reports."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Scores:
-    """The scores of a fused attention, which are not in memory.
+    """The size of the scores of a fused attention, which are not stored.
 
     Args:
-        batch: Of sequences, and of heads of the query.
-        queries: How many tokens ask.
-        keys: How many are asked.
-        is_causal: Whether half of them are hidden, and left out.
-        is_backward: Whether the call makes gradients.
+        batch: The number of sequences times the number of query heads.
+        queries: The number of query tokens.
+        keys: The number of key tokens.
+        is_causal: Whether a causal mask hides half of them, which are skipped.
+        is_backward: Whether the call computes gradients.
     """
 
     batch: int
@@ -300,7 +300,7 @@ class Scores:
 
 
 def scores_of(call: Instruction) -> Scores | None:
-    """Those of a call of cuDNN's attention; None if it does not say.
+    """The scores of a call of cuDNN's attention; None if it does not say.
 
     References:
         The message `CudnnfMHABackendConfig` in XLA.

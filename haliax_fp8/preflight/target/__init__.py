@@ -1,1 +1,1 @@
-"""What to compile for: devices that this machine need not have."""
+"""Targets: the devices to compile for, which this machine need not have."""

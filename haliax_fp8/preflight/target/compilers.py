@@ -1,7 +1,7 @@
 """Where XLA's compilers for other devices are installed: next to the environment's packages, where JAX does not look.
 
-Each comes in the wheel that JAX loads to run on such a device. Among the environment's packages, JAX would start it in
-every program, look for a device or a driver, and log that it found none, with a traceback or with errors. So
+Each comes in the wheel that JAX loads to run on such a device. If it were among the environment's packages, JAX would
+start it in every program, look for a device or a driver, and log a traceback or errors because it found none. So
 `python -m haliax_fp8 install-compiler` unpacks the wheel elsewhere, and it is loaded only to compile something.
 """
 
@@ -15,13 +15,13 @@ from collections.abc import Mapping, Sequence
 
 @dataclasses.dataclass(frozen=True)
 class Compiler:
-    """A compiler in wheels.
+    """A compiler that comes in wheels.
 
     Args:
         name: Its name for `install-compiler`.
-        devices: What it compiles for.
-        files: By wheel, a file that is in it; the first is the compiler, others what it needs for some programs.
-        megabytes: What they take.
+        devices: The devices that it compiles for.
+        files: For each wheel, a file in it; the first is the compiler, others are what it needs for some programs.
+        megabytes: Their size.
     """
 
     name: str
@@ -31,13 +31,12 @@ class Compiler:
 
     @property
     def requirements(self) -> Sequence[str]:
-        """The wheels that fit the installed JAX: those that JAX names, or those of jaxlib's version."""
+        """The wheels that fit the installed JAX: those that JAX requires, or those of jaxlib's version."""
         return [_requirement(package) for package in self.files]
 
     @property
     def directory(self) -> pathlib.Path:
-        """Where it is unpacked: in the environment, but not on Python's path; a separate directory for each version of
-        JAX."""
+        """Where it is unpacked: in the environment, but not on Python's path; one directory per version of JAX."""
         folder = f"{next(iter(self.files))}-for-jaxlib-{importlib.metadata.version('jaxlib')}"
         return pathlib.Path(sys.prefix) / "share" / "haliax_fp8" / folder
 
@@ -49,7 +48,7 @@ class Compiler:
 
     @property
     def missing(self) -> str:
-        """The message if it is needed but missing."""
+        """The message for when it is needed but missing."""
         return f"XLA's compiler for {self.devices}: run `python -m haliax_fp8 install-compiler {self.name}`"
 
 
@@ -65,7 +64,7 @@ NVIDIA = Compiler(
     "NVIDIA's GPUs",
     {
         "jax-cuda13-pjrt": "jax_plugins/xla_cuda13/__init__.py",
-        # Compiles kernels that are written in Pallas for Hopper and Blackwell.
+        # Compiles Pallas kernels for Hopper and Blackwell.
         "jax-cuda13-plugin": "jax_cuda13_plugin/__init__.py",
     },
     143,

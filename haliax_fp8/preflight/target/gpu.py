@@ -1,4 +1,4 @@
-"""NVIDIA GPUs: XLA's GPU compiler, in this process and without a driver."""
+"""NVIDIA GPUs: runs XLA's GPU compiler in this process, without a driver."""
 
 import dataclasses
 import importlib
@@ -22,7 +22,7 @@ from .target import Target
 
 @dataclasses.dataclass(frozen=True)
 class GpuTarget(Target):
-    """An NVIDIA GPU, compiled for by XLA's GPU compiler.
+    """An NVIDIA GPU, as a target of XLA's GPU compiler.
 
     Args:
         compute_capability: Such as `9.0`.
@@ -37,11 +37,11 @@ class GpuTarget(Target):
         return Device("cuda", self.kind, self.compute_capability)
 
     def compiler_options(self, flags: XlaFlags) -> Mapping[str, Any]:
-        """Triton's products as the user's flags set them; and less work where that does not change the program.
+        """The user's setting of Triton products; and less work where that does not change the program.
 
-        Machine code need not be good, since nothing runs. And the autotuner for other kernels, which has nothing to
-        measure on, would compile each of them again only to keep it unchanged. XLA's decisions stay the same, in less
-        than half the time.
+        Machine code need not be good, because nothing runs. The autotuner for other kernels has no device to measure
+        on, and would compile each of them again only to keep it unchanged. XLA's decisions stay the same, in less than
+        half the time.
         """
         quick = {"xla_backend_optimization_level": 0, "xla_gpu_experimental_enable_fusion_autotuner": False}
         options = {name: value for name, value in quick.items() if name not in flags.values}
@@ -51,7 +51,7 @@ class GpuTarget(Target):
     def caveats(self) -> tuple[str, ...]:
         return (
             "no GPU, so no autotuner: a product shown in Triton may run in cuBLASLt on the device, with the same "
-            "operands, where XLA finds that faster",
+            "operands, if XLA finds that faster",
             "times are estimates, nothing ran",
         )
 
@@ -61,7 +61,7 @@ class GpuTarget(Target):
         return f"target {self.name!r} needs {NVIDIA.missing}"
 
     def devices(self, count: int) -> Sequence[Any]:
-        """GPUs of one host, up to eight; beyond that hosts of eight."""
+        """The GPUs of one host, up to eight; beyond that, hosts of eight."""
         if (missing := self.missing()) is not None:
             raise RuntimeError(missing)
         hosts, per_host = (1, count) if count <= 8 else (count // 8, 8)
@@ -93,7 +93,7 @@ _LIBRARIES = (_LIBRARY, "jax_cuda12_plugin")
 
 
 def _plugin_among_packages() -> str | None:
-    """The module of JAX's plugin for NVIDIA GPUs, if it is installed as a package."""
+    """The module of JAX's plugin for NVIDIA GPUs, if that is installed as a package."""
     if importlib.util.find_spec("jax_plugins") is None:
         return None
     return next((name for name in _PLUGINS if importlib.util.find_spec(name) is not None), None)
@@ -112,10 +112,10 @@ def _plugin() -> ModuleType:
 
 
 def _find_libraries() -> None:
-    """Lets JAX find what compiles kernels in Pallas, if it was unpacked beside the compiler.
+    """Lets JAX find the compiler of Pallas kernels, if it was unpacked next to XLA's compiler.
 
-    A package that is imported stays known. On Python's path, it would be found by programs that do not compile for
-    absent GPUs as well.
+    A package that is imported stays known. On Python's path, programs that do not compile for absent GPUs would find it
+    as well.
     """
     if NVIDIA.unpacked is None or any(importlib.util.find_spec(name) is not None for name in _LIBRARIES):
         return
@@ -132,8 +132,8 @@ def _topology(**options: str) -> topologies.TopologyDescription:
     It is made in this process, not in a child, because sending the program to a child takes `jax.export`, another
     package (flatbuffers) and seconds. If the plugin is installed as a package, JAX starts it with its other backends;
     if it is elsewhere, or failed then, it is started here. By then JAX has chosen its default device, and does not
-    choose again. Unless told otherwise, the plugin refuses to start if it cannot query the versions of CUDA's
-    libraries. Its warning about a missing driver is suppressed, because no driver is needed here.
+    choose again. By default, the plugin refuses to start if it cannot query the versions of CUDA's libraries. Its
+    warning about a missing driver is suppressed, because no driver is needed here.
     """
     _find_libraries()
     has_libraries = any(importlib.util.find_spec(name) is not None for name in _LIBRARIES)

@@ -1,4 +1,4 @@
-"""The targets by name: what the catalog of devices says how to compile for, and the local devices."""
+"""The targets by name: the catalog's devices that can be compiled for, and the local devices."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ def _target(row: Row) -> Target | None:
 
 targets: Mapping[str, Target] = {
     **{name: target for name, row in catalog.items() if (target := _target(row)) is not None},
-    "local": LocalTarget("local", "the devices that are here", None),
+    "local": LocalTarget("local", "the local devices", None),
 }
 """The targets, by the names of their devices."""
 
@@ -31,10 +31,10 @@ def target_of(target: str | Target) -> Target:
     """The target with a name; a `Target` is returned unchanged.
 
     Args:
-        target: One of `targets`, in any case, or another name of its device; or your own target.
+        target: One of `targets`, in any case, or another name of the same device; or your own target.
 
     Raises:
-        ValueError: If the name is unknown, or the preflight does not compile for the device.
+        ValueError: If the name is unknown, or the preflight cannot compile for the device.
 
     Example:
         >>> target_of("H100").kind, target_of("v6e").name

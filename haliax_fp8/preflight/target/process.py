@@ -1,4 +1,4 @@
-"""What compiling for an absent device changes in this process: for a while, and for one thread at a time."""
+"""Changes that compiling for an absent device makes to this process, temporarily and for one thread at a time."""
 
 import contextlib
 import logging
@@ -8,8 +8,8 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 
 
-# Variables, log filters and warning filters belong to the whole process: two threads that restored them in the wrong
-# order would leave a change behind. A thread may enter again.
+# Variables, log filters and warning filters belong to the whole process: if two threads restored them in the wrong
+# order, a change would remain. A thread may enter again.
 _ONE_AT_A_TIME = threading.RLock()
 
 
@@ -17,12 +17,12 @@ _ONE_AT_A_TIME = threading.RLock()
 def changed_process(
     *, variables: Mapping[str, str] | None = None, quiet: Sequence[str] = (), ignored: Sequence[str] = ()
 ) -> Iterator[None]:
-    """Changes the process, and undoes that at the end; other threads wait until then.
+    """Changes the process, and undoes the changes at the end; other threads wait until then.
 
     Args:
-        variables: Variables of the environment by name; those that are set already stay as they are.
+        variables: Environment variables by name; those that are set already do not change.
         quiet: Names of loggers whose warnings are dropped.
-        ignored: How the messages begin of Python warnings that are dropped.
+        ignored: Beginnings of the messages of Python warnings that are dropped.
     """
     with _ONE_AT_A_TIME, contextlib.ExitStack() as undo:
         for name, value in (variables or {}).items():

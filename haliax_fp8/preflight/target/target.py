@@ -1,4 +1,4 @@
-"""What XLA needs to know about a device to compile for it; and the devices that are here."""
+"""Target: what XLA needs to know about a device to compile for it; and the local devices."""
 
 import abc
 import dataclasses
@@ -19,7 +19,7 @@ class Target(abc.ABC):
     """A device to compile for.
 
     Args:
-        name: What `inspect_step(target=...)` calls it.
+        name: Its name in `inspect_step(target=...)`.
         kind: The device's own name.
         peaks: Its peak rates; None if unknown.
     """
@@ -31,14 +31,14 @@ class Target(abc.ABC):
     @property
     @abc.abstractmethod
     def device(self) -> Device:
-        """What decides which formats it multiplies."""
+        """The device, which decides which formats it multiplies."""
 
     @abc.abstractmethod
     def compiler_options(self, flags: XlaFlags) -> Mapping[str, Any]:
         """The compiler's options.
 
         Args:
-            flags: The user's, which take precedence.
+            flags: The user's flags, which take precedence.
         """
 
     @property
@@ -48,14 +48,14 @@ class Target(abc.ABC):
 
     @abc.abstractmethod
     def missing(self) -> str | None:
-        """Why this machine cannot compile for it, with the command that fixes that; None if it can."""
+        """Why this machine cannot compile for it, with the command that fixes this; None if it can."""
 
     @abc.abstractmethod
     def devices(self, count: int) -> Sequence[Any]:
         """That many devices, which this machine need not have.
 
         Args:
-            count: How many.
+            count: The number of devices.
 
         Raises:
             RuntimeError: If a package is missing; the message has the command that installs it.
@@ -66,7 +66,7 @@ class Target(abc.ABC):
         """Why the device does not multiply an element type; None if it does.
 
         Args:
-            dtype: XLA's name, such as `f8e4m3fn`.
+            dtype: XLA's name for it, such as `f8e4m3fn`.
         """
         if self.device.emulates and dtype.startswith("f8"):
             return "a CPU has no FP8 products: they are emulated, with the same rounding"
@@ -88,7 +88,7 @@ class LocalTarget(Target):
         return Device.local()
 
     def compiler_options(self, flags: XlaFlags) -> Mapping[str, Any]:
-        return {}  # The flags in the environment are XLA's own business.
+        return {}  # XLA itself reads the flags in the environment.
 
     @property
     def caveats(self) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""TPUs: XLA's TPU compiler, in the package `libtpu`."""
+"""TPUs: runs XLA's TPU compiler, from the package `libtpu`."""
 
 import dataclasses
 import importlib.util
@@ -17,10 +17,10 @@ from .target import Target
 
 @dataclasses.dataclass(frozen=True)
 class TpuTarget(Target):
-    """A TPU, compiled for by the package `libtpu`.
+    """A TPU, as a target of the package `libtpu`.
 
     Args:
-        topology: The generation in libtpu's names of topologies, such as `v6e`.
+        topology: The generation in libtpu's topology names, such as `v6e`.
     """
 
     topology: str
@@ -30,7 +30,7 @@ class TpuTarget(Target):
         return Device("tpu", self.kind)
 
     def compiler_options(self, flags: XlaFlags) -> Mapping[str, Any]:
-        return {}  # The flags in the environment are XLA's own business.
+        return {}  # XLA itself reads the flags in the environment.
 
     @property
     def caveats(self) -> tuple[str, ...]:
@@ -42,7 +42,7 @@ class TpuTarget(Target):
         return f"target {self.name!r} needs {TPU.missing}"
 
     def devices(self, count: int) -> Sequence[Any]:
-        """The first devices of the smallest slice that has that many."""
+        """The first `count` devices of the smallest slice with enough of them."""
         if (missing := self.missing()) is not None:
             raise RuntimeError(missing)
         for shape in ("1x1x1", "2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8"):
@@ -52,8 +52,8 @@ class TpuTarget(Target):
         raise ValueError(f"devices={count} is more than a slice of 512 TPUs")
 
     def _slice(self, shape: str) -> Sequence[Any]:
-        jax.devices("cpu")  # The process's own backends are made first, and do not change.
-        # Where libtpu is loaded already, as on a TPU, JAX looks for no path.
+        jax.devices("cpu")  # Creates the process's own backends first, so that they do not change.
+        # If libtpu is loaded already, as on a TPU, JAX does not look for a path.
         library = {} if TPU.unpacked is None else {"TPU_LIBRARY_PATH": str(TPU.unpacked)}
         with changed_process(variables={**_NO_TPU_HERE, **library}):
             try:
@@ -62,9 +62,9 @@ class TpuTarget(Target):
                 return ()  # Not every generation has every shape.
 
 
-# libtpu would ask a server what machine this is, and warn that none answers.
+# Otherwise libtpu would ask a server what machine this is, and warn that none answers.
 _NO_TPU_HERE = {
-    # Several processes may compile at once: none of them uses a TPU.
+    # Several processes may compile at once, because none of them uses a TPU.
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_ACCELERATOR_TYPE": "v6e-1",

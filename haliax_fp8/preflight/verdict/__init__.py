@@ -1,1 +1,1 @@
-"""What a compiled program runs in which format, and why."""
+"""Which products a compiled program runs in which format, and why."""

@@ -1,4 +1,4 @@
-"""From the text of a compiled program to what it does."""
+"""Reads what a compiled program does from its text."""
 
 import dataclasses
 import functools
@@ -27,7 +27,7 @@ _SMALL = 10**6
 
 
 def analyze(compiled: Compiled, target: Target, known: Mapping[str, str] | None = None) -> Program:
-    """Reads what a program does. `known` has reasons why layers stay in high precision, by path, as from `describe`."""
+    """Reads what a program does. `known` has reasons why layers stay in high precision, by path, as in `describe`."""
     module = parse_hlo(compiled.text)
     written = written_products(compiled.written) if compiled.written else {}
     reader = _Reader(module, written, compiled.outputs, target, known or {})
@@ -94,7 +94,7 @@ class _Reader:
         return tuple(dotted(i.op_name or i.name) for i in self.module.entry.parameters)
 
     def products(self, kernel: Site) -> Iterator[Product]:
-        """The products that a kernel makes."""
+        """The products that a kernel computes."""
         if is_attention(kernel):
             yield from attention_products(kernel, self.target)
             return
@@ -115,12 +115,12 @@ class _Reader:
         if asks_for_fp8(scope) and not rotates(scope) and its_role in ("forward", "backward"):
             # XLA drops the inner scopes of some products.
             its_role = FPROP if its_role == "forward" else WGRAD if made else DGRAD
-        # The operands of wgrad are activations, one of which may be an argument.
+        # The operands of wgrad are activations; one of them may be an argument.
         arguments = made if its_role in (WGRAD, "backward") and made else ()
         if not arguments and its_role != WGRAD:
             arguments = weight.arguments
         layer = " + ".join(dict.fromkeys(map(layer_of, arguments)))
-        # The arrays that a kernel of Triton's reads the operands from.
+        # The arrays from which a Triton kernel reads the operands.
         read = [entering(kernel, operand) if is_triton(kernel.instruction) else None for operand in operands]
         evidence = Evidence(size, scope, layer, lhs, rhs, written, (read[0], read[1]))
         verdict, reason = judge(evidence, self.target, self.known)
@@ -141,7 +141,7 @@ class _Reader:
             block_scaled=evidence.block_scaled,
             indivisible=indivisible(size),
             kernel=_kernel_name(kernel, site),
-            # Where a grouped product became a dense one, each row is multiplied by the kernels of all groups.
+            # If a grouped product became a dense one, each row is multiplied by the kernels of all groups.
             groups=1 if written is None or size.groups > 1 else written.size.groups,
             surplus=size.surplus,
             executions=site.executions,
@@ -151,7 +151,7 @@ class _Reader:
         )
 
     def _makes(self, site: Site) -> tuple[str, ...]:
-        """The arguments whose gradients a product makes."""
+        """The arguments whose gradients a product computes."""
         places = list(destinations(site))
         if len(self.outputs) <= max(places, default=0):
             return ()
@@ -164,13 +164,13 @@ def _widest(size: Dimensions) -> str:
 
 
 def _weight(lhs: Origin, rhs: Origin, written: Written | None) -> Origin:
-    """The operand that is a weight: an argument; of two, the one that is deeper in its tree."""
+    """The operand that is a weight: an argument; of two arguments, the one deeper in its tree."""
     found = [lhs, rhs] if written is None else [lhs, rhs, written.lhs, written.rhs]
     return max(found, key=lambda one: max((1 + name.count(".") for name in one.arguments), default=0))
 
 
 def _stored_dtype(kernel: Site, size: Dimensions) -> str:
-    """The type that a product's result has in memory: a fusion may cast it before it writes it."""
+    """The type of a product's result in memory: a fusion may cast it before writing it."""
     if is_fusion(kernel.instruction):
         for shape in kernel.results:
             if shape.size == size.out.size:

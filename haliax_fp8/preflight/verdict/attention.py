@@ -1,4 +1,4 @@
-"""The products of a fused attention: one kernel makes two in the forward pass, and five in the backward pass."""
+"""The products of a fused attention: one kernel computes two in the forward pass and five in the backward pass."""
 
 from collections.abc import Iterator
 
@@ -19,12 +19,12 @@ def is_attention(kernel: Site) -> bool:
 
 
 def attention_products(kernel: Site, target: Target) -> Iterator[Product]:
-    """The products that a fused attention makes.
+    """The products of a fused attention.
 
     Forward: scores and output. Backward: the scores again, and the gradients of weights, value, query and key.
 
     Args:
-        kernel: For which `is_attention` holds.
+        kernel: A kernel for which `is_attention` holds.
         target: The device.
     """
     scores = scores_of(kernel.instruction)
@@ -33,7 +33,7 @@ def attention_products(kernel: Site, target: Target) -> Iterator[Product]:
     m, n, width, of_value = scores.queries, scores.keys, query.dims[-1], value.dims[-1]
     sizes = [(m, n, width), (m, of_value, n)]
     if scores.is_backward:
-        # Of weights, value, query and key; the output itself is not made again.
+        # The gradients of weights, value, query and key; the output itself is not recomputed.
         sizes = [sizes[0], (m, n, of_value), (n, of_value, m), (m, width, n), (n, width, m)]
     dtypes = query.dtype, key.dtype
     narrow = all(map(is_narrow, dtypes))

@@ -1,4 +1,4 @@
-"""Communication between devices: what is sent, how many bytes of it, what runs meanwhile, and what it is for."""
+"""Communication between devices: what is sent, how many bytes, what runs meanwhile, and what it is for."""
 
 import dataclasses
 from collections.abc import Collection, Sequence
@@ -11,7 +11,7 @@ from ..hlo.text import Shape
 from ..hlo.vocabulary import begins, devices_in_group, ends, is_synchronous, reduction_of
 
 
-# An instruction by the names of its function and of itself, and which of several results.
+# An instruction, by the names of its function and itself, and the index of one of its results.
 type Result = tuple[str, str, int]
 
 
@@ -20,9 +20,9 @@ class Part:
     """One of the arrays that a collective sends at once.
 
     Args:
-        dtype: XLA's name of its element type.
-        wire: The bytes that a device sends of it in one run, in a ring.
-        feeds_product: Whether a gather of it ends in an operand of a matrix product, cast and scaled at most.
+        dtype: XLA's name for its element type.
+        wire: The bytes of it that a device sends in one run, in a ring.
+        feeds_product: Whether the gathered array becomes an operand of a matrix product, at most cast and scaled.
     """
 
     dtype: str
@@ -35,16 +35,16 @@ class Collective:
     """Communication between devices.
 
     Args:
-        kind: Such as `all-gather`.
-        dtype: XLA's name of the element type; of several arrays, that of the largest.
-        bytes: Of one run, the larger of what a device holds before and after.
+        kind: Its opcode, such as `all-gather`.
+        dtype: XLA's name for the element type; with several arrays, that of the largest.
+        bytes: The size of what a device holds before or after one run, whichever is larger.
         executions: How often it runs in one step.
         scope: The stack of named scopes that it was traced in.
-        devices: How many communicate with each other.
+        devices: How many devices communicate with each other.
         parts: The arrays that it sends at once.
         reduction: How it combines values, such as `add` or `maximum`; empty if it only moves them.
         is_asynchronous: Whether kernels may run between its start and its end.
-        meanwhile: The products that run between, such as `model.up wgrad`.
+        meanwhile: The products that run in between, such as `model.up wgrad`.
     """
 
     kind: str
@@ -66,7 +66,7 @@ class Collective:
 
     @property
     def reduces_gradients(self) -> bool:
-        """Whether it adds up gradients of weights, or of what is computed from them."""
+        """Whether it adds up gradients of weights, or of values computed from them."""
         is_sum = self.reduction == "add" and self.dtype.startswith(("f", "bf"))
         return is_sum and role(self.scope) in (WGRAD, "backward")
 
@@ -82,18 +82,18 @@ class Multiplying:
 def read_collective(
     site: Site, kind: str, product_operands: Collection[Result], multiplying: Sequence[Multiplying]
 ) -> Collective:
-    """What a collective does.
+    """Reads what a collective does.
 
     Args:
-        site: Its instruction; of an asynchronous one, that which begins.
+        site: Its instruction; for an asynchronous one, the one that starts it.
         kind: Its opcode without `-start`.
-        product_operands: The results of gathers that end in operands of products.
+        product_operands: The results of gathers that become operands of products.
         multiplying: The kernels that multiply.
     """
     given = tuple(array for operand in site.operands for array in operand.instruction.shape.arrays)
     made = site.results
     devices = devices_in_group(site.instruction, site.module.devices)
-    # Some take more operands than they return: where to put what they receive, and how much of it.
+    # Some have operands besides those that they return: where to put what they receive, and how much of it.
     wires = [_wire(kind, before, after, devices) for before, after in zip(given, made, strict=False)]
     parts = tuple(
         Part(shape.dtype, wire, (site.computation.name, site.instruction.name, place) in product_operands)
@@ -116,7 +116,7 @@ def read_collective(
 
 
 def _wire(kind: str, before: Shape, after: Shape, devices: int) -> float:
-    """What a device sends to its neighbour in a ring."""
+    """The bytes that a device sends to its neighbor in a ring."""
     whole = max(before.bytes, after.bytes)
     if kind in ("collective-permute", "collective-broadcast"):
         return whole
@@ -124,7 +124,7 @@ def _wire(kind: str, before: Shape, after: Shape, devices: int) -> float:
 
 
 def _end(begin: Site) -> str | None:
-    """The name of what ends an asynchronous collective; None of one that blocks."""
+    """The name of the instruction that ends an asynchronous collective; None for one that blocks."""
     if not begins(begin.instruction.opcode) or is_synchronous(begin.instruction):
         return None
     current = begin.instruction
@@ -138,7 +138,7 @@ def _end(begin: Site) -> str | None:
 
 
 def _between(begin: Site, end: str, multiplying: Sequence[Multiplying]) -> tuple[str, ...]:
-    """The products whose kernels run after the one and before the other, in the order of the program."""
+    """The products whose kernels run after `begin` and before `end`, in program order."""
     order = list(begin.computation.instructions)
     within = set(order[order.index(begin.instruction.name) + 1 : order.index(end)])
     found: list[str] = []
@@ -152,10 +152,10 @@ def _between(begin: Site, end: str, multiplying: Sequence[Multiplying]) -> tuple
 
 
 def fp8_share_of_gathers(collectives: Sequence[Collective]) -> float | None:
-    """The share of the bytes gathered for operands of products that is in FP8 or narrower; None if none are.
+    """The share of bytes gathered for operands of products that are in FP8 or narrower; None if none are gathered.
 
     Args:
-        collectives: All of a program.
+        collectives: All collectives of a program.
     """
     sent = [
         (part.dtype, part.wire * found.executions)

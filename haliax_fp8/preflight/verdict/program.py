@@ -1,4 +1,4 @@
-"""What a step compiles to: its products, its other kernels, its memory, its collectives."""
+"""A compiled step: its products, its other kernels, its memory, its collectives."""
 
 import dataclasses
 
@@ -15,7 +15,7 @@ class Kernels:
 
     Args:
         count: How many run in a step.
-        bytes: What they read and write; slices and in-place updates count only what they touch.
+        bytes: The bytes that they read and write; slices and in-place updates count only what they touch.
         small: How many of them move less than 1 MB: such a kernel takes less time than its launch.
     """
 
@@ -30,7 +30,7 @@ class Opaque:
 
     Args:
         target: The custom call's name.
-        operands: XLA's names of the operands' element types.
+        operands: XLA's names for the operands' element types.
         executions: How often it runs in one step.
         scope: The stack of named scopes that it was traced in.
     """
@@ -46,9 +46,9 @@ class Estimate:
     """Seconds on one device, by the roofline: each kernel takes the time of its FLOPs or its bytes, plus its launch.
 
     Args:
-        products: Of matrix products.
-        others: Of all other kernels.
-        launches: The part of both that launches take.
+        products: The time of matrix products.
+        others: The time of all other kernels.
+        launches: The part of both that is spent on launches.
     """
 
     products: float
@@ -57,12 +57,12 @@ class Estimate:
 
     @property
     def total(self) -> float:
-        """All kernels, one after the other."""
+        """The time of all kernels, one after the other."""
         return self.products + self.others
 
     @property
     def is_launch_bound(self) -> bool:
-        """Whether starting kernels takes more time than all the work in them."""
+        """Whether launching kernels takes more time than all their work."""
         return self.launches > self.total / 2
 
 
@@ -75,8 +75,8 @@ class Program:
         others: Kernels that are not matrix products.
         collectives: Communication between devices.
         opaque: Kernels that the program does not describe.
-        memory: What it needs.
-        unknown_loops: How many loops have a length that XLA does not know; each counts as one run.
+        memory: The memory that it needs.
+        unknown_loops: How many loops have a length that XLA does not know; each counts as one iteration.
         branches: How many `cond`s there are; all their branches are counted.
         seconds: How long tracing and compiling took.
         text: The program, as XLA prints it.
@@ -94,7 +94,7 @@ class Program:
 
     @property
     def flops(self) -> int:
-        """Of all products in a step, on one device."""
+        """The FLOPs of all products in a step, on one device."""
         return sum(product.flops for product in self.products)
 
     def share(self, *verdicts: Verdict) -> float:
@@ -112,7 +112,7 @@ class Program:
 
     @property
     def fp8_gathers(self) -> float | None:
-        """The share of the bytes gathered for operands of products that is in FP8; None if none are gathered."""
+        """The share of bytes gathered for operands of products that are in FP8; None if none are gathered."""
         return fp8_share_of_gathers(self.collectives)
 
     @property
@@ -140,7 +140,7 @@ class Program:
 
 
 def _seconds(product: Product, roofline: Roofline) -> float:
-    """At the rate of the wider operand; FP8 operands on a device without FP8 are multiplied as bfloat16."""
+    """Seconds at the rate of the wider operand; without FP8 units, FP8 operands are multiplied as bfloat16."""
     wider = product.widened or max((product.lhs, product.rhs), key=lambda dtype: Shape(dtype).bits)
     dtype = "bf16" if Shape(wider).bits <= 8 and not product.is_fp8 else wider
     moved = product.executions * product.bytes

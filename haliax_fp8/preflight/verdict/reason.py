@@ -14,9 +14,9 @@ from .written import Written
 
 @dataclasses.dataclass(frozen=True)
 class Evidence:
-    """All that is known of a product when it is judged: as it was compiled, and as it was written.
+    """Everything known about a product when it is judged: as compiled, and as written.
 
-    Of a product within a Triton kernel, `entering` are the arrays that the kernel reads the operands from.
+    For a product in a Triton kernel, `entering` describes the arrays from which the kernel reads the operands.
     """
 
     size: Dimensions
@@ -34,7 +34,7 @@ class Evidence:
 
     @property
     def read(self) -> tuple[str, str]:
-        """The element types that the kernel reads, if it widens two operands in FP8; else those that are multiplied."""
+        """The element types that the kernel reads, if it widens two FP8 operands; else those that are multiplied."""
         first, second = self.entering
         if any(map(is_narrow, self.multiplied)) or first is None or second is None:
             return self.multiplied
@@ -43,12 +43,12 @@ class Evidence:
 
     @property
     def widened(self) -> str:
-        """The element type that the kernel widens FP8 operands to; empty if it multiplies what it reads."""
+        """The element type to which the kernel widens FP8 operands; empty if it multiplies them directly."""
         return self.size.lhs.dtype if self.read != self.multiplied else ""
 
     @property
     def scaled_inside(self) -> bool:
-        """Whether a kernel that widens its operands multiplies them by scales of blocks."""
+        """Whether a kernel that widens its operands multiplies them by block scales."""
         return bool(self.widened) and any(entry is not None and entry.in_blocks for entry in self.entering)
 
     @property
@@ -58,12 +58,12 @@ class Evidence:
 
     @property
     def origins(self) -> tuple[Origin, Origin]:
-        """Of both operands; before optimization, if that is known."""
+        """The origins of both operands; those before optimization, if known."""
         return (self.lhs, self.rhs) if self.written is None else (self.written.lhs, self.written.rhs)
 
 
 def judge(evidence: Evidence, target: Target, known: Mapping[str, str]) -> tuple[Verdict, str]:
-    """What became of a product, and the reason if it is not in FP8, else an empty one. `known` has reasons by layer."""
+    """How a product runs, and the reason if it is not in FP8, else an empty string. `known` has reasons by layer."""
     if all(map(is_narrow, evidence.read)) and not evidence.scaled_inside:
         reasons = [target.lacks(dtype) for dtype in evidence.read]
         if evidence.block_scaled:
@@ -78,7 +78,7 @@ def judge(evidence: Evidence, target: Target, known: Mapping[str, str]) -> tuple
 
 def _why_emulated(evidence: Evidence, quantized: list[str], target: Target) -> str:
     wide = evidence.size.lhs.dtype
-    # First what no device would change.
+    # First the reasons that hold on every device.
     if evidence.written is not None and evidence.written.size.block_scaled:
         return f"block scaling is emulated: the operands are dequantized and multiplied in {wide}"
     if any(origin.rescaled for origin in evidence.origins) and not asks_for_fp8(evidence.scope):
@@ -99,7 +99,7 @@ def indivisible(size: Dimensions) -> str:
 
 
 def indivisible_sizes(m: int, n: int, k: int) -> str:
-    """The same of three sizes."""
+    """The same for three sizes."""
     return ", ".join(f"{name}={value}" for name, value in (("m", m), ("n", n), ("k", k)) if value % 16)
 
 
@@ -113,7 +113,7 @@ def _why_high_precision(evidence: Evidence, quantized: list[str], known: Mapping
         return "rotates an operand"
     if asks_for_fp8(evidence.scope):
         return "the recipe keeps this product in high precision"
-    # As written: on a CPU, XLA widens bfloat16 too.
+    # The types as written, because on a CPU XLA widens bfloat16 too.
     size = evidence.size if evidence.written is None else evidence.written.size
     in_float32 = ", in float32" if "f32" in (size.lhs.dtype, size.rhs.dtype) else ""
     if evidence.size.batch > 1 and not any(origin.arguments for origin in evidence.origins):

@@ -1,4 +1,4 @@
-"""The products as they were written, before the compiler changed them.
+"""The products as written, before the compiler changed them.
 
 XLA may drop a cast to FP8 as excess precision, and with it the only trace in the compiled program that FP8 was
 requested. The program before optimization still has it.
@@ -14,7 +14,7 @@ from ..hlo.text import parse_hlo
 
 @dataclasses.dataclass(frozen=True)
 class Written:
-    """A product before optimization, on a mesh that of all devices together; and where its operands come from."""
+    """A product before optimization (on a mesh, the product of all devices together), and its operands' origins."""
 
     size: Dimensions
     lhs: Origin
@@ -22,7 +22,7 @@ class Written:
 
 
 def written_products(text: str) -> dict[str, list[Written]]:
-    """The products in what `lowered.as_text("hlo", debug_info=True)` returns, by their stack of named scopes."""
+    """The products in the text of `lowered.as_text("hlo", debug_info=True)`, by their stack of named scopes."""
     found: dict[str, list[Written]] = {}
     for site in kernels(entry_sites(parse_hlo(text))):
         if (size := dimensions(site)) is not None:
