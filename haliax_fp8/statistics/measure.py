@@ -18,7 +18,13 @@ from ..layers.own_state import require_own_state
 from ..layers.rule import LayerRule
 from ..layers.uncalibrated import require_calibrated
 from ..layers.walk import map_layers_in_stacks, rule_of
-from ..recipes.scaling import STATISTICS, AbstractStatefulScaling, MeasuredScaling
+from ..recipes.scaling import (
+    STATISTICS,
+    AbstractScaling,
+    AbstractStatefulScaling,
+    DelayedScaling,
+    MeasuredScaling,
+)
 from ..training.gradients import filter_grad
 from ..training.loss import scalar_loss
 from ..training.step_arguments import require_fit
@@ -145,4 +151,22 @@ def _statistics(gradient: Fp8DotGeneral) -> OpStatistics:
         reached = jnp.isfinite(values) & jnp.isfinite(scale) & (scale > 0.0)
         rows.append(jnp.where(reached, values, jnp.nan))
     measured = jnp.concatenate(rows, axis=-2)
-    return OpStatistics(**{name: measured[..., i] for i, name in enumerate(STATISTICS)})
+    by_name = {name: measured[..., i] for i, name in enumerate(STATISTICS)}
+    return OpStatistics(**by_name, scale_age=_scale_age(table, scalings, by_name["amax"]))
+
+
+def _scale_age(table: Array, scalings: tuple[AbstractScaling, ...], amax: Array) -> Array | None:
+    """The ages of the next step's scales; NaN where there is none."""
+    inner = [scaling.scaling if isinstance(scaling, MeasuredScaling) else scaling for scaling in scalings]
+    if not any(isinstance(scaling, DelayedScaling) for scaling in inner):
+        return None
+    ages = []
+    for row, scaling in enumerate(inner):
+        if not isinstance(scaling, DelayedScaling):
+            ages.append(jnp.full(table.shape[:-2], jnp.nan, jnp.float32))
+            continue
+        # The newest, then oldest to newest.
+        history = table[..., row, 1 : 1 + scaling.amax_history_length]
+        newest_first = jnp.concatenate([history[..., :1], history[..., :0:-1]], axis=-1)
+        ages.append(jnp.argmax(newest_first, axis=-1).astype(jnp.float32))
+    return jnp.where(jnp.isnan(amax), jnp.nan, jnp.stack(ages, axis=-1))

@@ -9,11 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Float32
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from .._tables import Printable, common_prefix, new_table
+from .._tables import Printable, new_table
 from ..recipes.recipe import OperandName
+from .result_table import DottedName, Worst, groups, verdict
 
 
 OPERANDS: tuple[OperandName, ...] = ("input", "kernel", "output_grad")
@@ -42,6 +44,8 @@ class OpStatistics(Printable, eqx.Module):
         nonfinite: How many elements are infinite or NaN.
         active: The share of experts that have rows, of the input and output gradient of a layer of experts whose state
             is shared; else 1.
+        scale_age: How many steps ago the amax was measured that the next scale comes from, 0 if in this one; NaN for
+            operands whose scaling keeps no history, and None if none does.
     """
 
     amax: Float32[Array, "*stack 3"]
@@ -56,6 +60,7 @@ class OpStatistics(Printable, eqx.Module):
     kurtosis: Float32[Array, "*stack 3"]
     nonfinite: Float32[Array, "*stack 3"]
     active: Float32[Array, "*stack 3"]
+    scale_age: Float32[Array, "*stack 3"] | None = None
 
     @property
     def sqnr(self) -> Float32[Array, "*stack 3"]:
@@ -80,6 +85,8 @@ class OpStatistics(Printable, eqx.Module):
             table.add_row(_NO_NUMBERS)
             return table
         for name in (*self.__dataclass_fields__, "sqnr"):
+            if getattr(self, name) is None:
+                continue
             # Of a ratio of signal to noise, the smallest is the worst.
             reduce = np.fmin if name == "sqnr" else np.fmax
             values = reduce.reduce(np.asarray(getattr(self, name)).reshape(-1, 3), axis=0)
@@ -134,8 +141,8 @@ class ModelStatistics(Printable, eqx.Module):
             >>> float(measured.flat()["fp8/layers.0/input/saturation"])
             0.0
         """
-        names = (*OpStatistics.__dataclass_fields__, "sqnr")
-        columns = [{name: getattr(op, name) for name in names} for op in self.of_ops]
+        names = (*OpStatistics.__dataclass_fields__, "sqnr", "mse", "over_noise")
+        columns = [{name: x for name in names if (x := getattr(op, name)) is not None} for op in self.of_ops]
         if not any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(columns)):
             columns = jax.device_get(columns)
         return {
@@ -143,7 +150,7 @@ class ModelStatistics(Printable, eqx.Module):
             for path, values in zip(self.paths, columns, strict=True)
             for index in np.ndindex(values["amax"].shape[:-1])
             for i, operand in enumerate(OPERANDS)
-            for name in names
+            for name in values
         }
 
     def each(self) -> Iterator[tuple[str, OpStatistics, tuple[int, ...]]]:
@@ -155,30 +162,42 @@ class ModelStatistics(Printable, eqx.Module):
     def _mean(self, name: str) -> Float32[Array, ""]:
         return jnp.nanmean(jnp.concatenate([getattr(op, name).ravel() for op in self.ops.values()]))
 
-    def __rich__(self) -> Table:
-        prefix = common_prefix(self.paths) if len(self.paths) > 1 else ""
-        within = f"; in {prefix}" if prefix else ""
+    def __rich__(self) -> RenderableType:
+        of_groups = groups(self.paths)
+        whole = of_groups[0].prefix if len(of_groups) == 1 else ""
+        within = f"; in {whole}" if whole else ""
         table = new_table(f"Quantization of each operand (the worst of a stack{within})")
         table.add_column("op", overflow="fold")
         table.add_column("operand", no_wrap=True)
         for column in ("amax", "saturation", "underflow", "SQNR"):
             table.add_column(column, justify="right", no_wrap=True)
-        for path, op in self.ops.items():
-            name = path.removeprefix(prefix).removeprefix(".")
-            if not _is_concrete(op):
-                table.add_row(Text(name), _NO_NUMBERS)
-                continue
-            # NaN, for members that the loss does not reach, gives way to numbers.
-            worst = lambda values, reduce=np.fmax: reduce.reduce(np.asarray(values).reshape(-1, 3), axis=0)
-            columns = worst(op.amax), worst(op.saturation), worst(op.underflow), worst(op.sqnr, np.fmin)
-            nonfinite = worst(op.nonfinite)
-            for i, operand in enumerate(OPERANDS):
-                amax, saturation, underflow, sqnr = (column[i] for column in columns)
-                cells = f"{amax:.3g}", f"{saturation:.3%}", f"{underflow:.3%}", f"{sqnr:.1f} dB"
-                if nonfinite[i] > 0:
-                    cells = (*cells[:3], f"{nonfinite[i]:.0f} NaN or inf")
-                table.add_row(Text("" if i else name), operand, *cells)
-        return table
+        found: list[Worst] = []
+        for group in of_groups:
+            indent = 2 if group.prefix and not whole else 0
+            if indent:
+                table.add_row(DottedName(group.prefix))
+            for path, name in group.names.items():
+                found += _add_rows(table, DottedName(name, indent), self[path])
+        if not all(map(_is_concrete, self.of_ops)):
+            return table
+        return Group(Text(verdict(found)), Text(), table)
+
+
+def _add_rows(table: Table, name: DottedName, op: OpStatistics) -> list[Worst]:
+    """Adds the rows of an op."""
+    if not _is_concrete(op):
+        table.add_row(name, _NO_NUMBERS)
+        return []
+    # NaN, for members that the loss does not reach, gives way to numbers.
+    worst = lambda values, reduce=np.fmax: reduce.reduce(np.asarray(values).reshape(-1, 3), axis=0)
+    amaxes, sqnrs = worst(op.amax), worst(op.sqnr, np.fmin)
+    found = [Worst(*map(float, x)) for x in zip(*map(worst, (op.saturation, op.underflow, op.nonfinite)), strict=True)]
+    for i, (operand, of_operand) in enumerate(zip(OPERANDS, found, strict=True)):
+        amax, sqnr = amaxes[i], sqnrs[i]
+        last = f"{of_operand.nonfinite:.0f} NaN or inf" if of_operand.nonfinite > 0 else f"{sqnr:.1f} dB"
+        shares = f"{of_operand.saturation:.3%}", f"{of_operand.underflow:.3%}"
+        table.add_row("" if i else name, operand, f"{amax:.3g}", *shares, last)
+    return found
 
 
 _NO_NUMBERS = "traced or abstract: no numbers"

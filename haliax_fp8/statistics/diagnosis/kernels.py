@@ -66,8 +66,10 @@ def foreign_state(all: list[Operand], thresholds: Thresholds) -> Iterable[Findin
             operand,
             Problem.FOREIGN_STATE,
             seen=_seen(operand) + (f", the amax of {owner.place}" if owner else ""),
-            threshold=f"a factor of {thresholds.kernel_jump:g}, or of {thresholds.kernel_mismatch:g} where other "
-            f"steps and kernels move {_UNUSUAL:g} times less",
+            threshold=f"a factor of {thresholds.kernel_jump:g}"
+            if operand in moved
+            else f"a factor of {thresholds.kernel_mismatch:g}, where other steps and kernels move {_UNUSUAL:g} times "
+            "less",
             source="heuristic",
             advice="the state is not that of this layer: it was loaded from elsewhere, or the weight was replaced. "
             "Calibrate again: model = step.calibrate(model, *batch); or load matching state",

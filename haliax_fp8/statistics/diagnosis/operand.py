@@ -81,7 +81,8 @@ def operands(model: object, statistics: ModelStatistics) -> list[Operand]:
         )
     found = []
     for path, op in ops.items():
-        arrays = {name: np.asarray(getattr(statistics[path], name)) for name in OpStatistics.__dataclass_fields__}
+        fields = {name: getattr(statistics[path], name) for name in OpStatistics.__dataclass_fields__}
+        arrays = {name: np.asarray(values) for name, values in fields.items() if values is not None}
         for index in np.ndindex(arrays["amax"].shape[:-1]):
             for row, name in enumerate(OPERANDS):
                 numbers = {field: float(array[*index, row]) for field, array in arrays.items()}
