@@ -67,6 +67,13 @@ def few_programs():
 
 
 @pytest.fixture
+def standard_promotion():
+    """JAX's defaults, with which users run benchmarks and examples."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+@pytest.fixture
 def getkey():
     """A function that returns a new key at each call, the same sequence in every run."""
     state = [0]

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import equations
+from helpers import assert_same, equations
 
 import haliax_fp8 as fp8
 from haliax_fp8 import Fp8Config, describe, fp8_linear_layers
@@ -66,12 +66,6 @@ def products(function, *args):
     """The products in all that a function calls."""
     jaxpr = eqx.filter_make_jaxpr(function)(*args)[0]
     return sum(equation.primitive.name in ("fp8_dot", "dot_general") for equation in equations(jaxpr))
-
-
-def assert_same(a, b):
-    """Bit for bit, and of the same structure."""
-    assert jax.tree.structure(a) == jax.tree.structure(b)
-    jax.tree.map(np.testing.assert_array_equal, eqx.filter(a, eqx.is_array), eqx.filter(b, eqx.is_array))
 
 
 @each

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import EPS, unchecked
+from helpers import EPS, assert_same, unchecked
 
 import haliax_fp8 as fp8
 from haliax_fp8 import Fp8Config, fp8_linear_layers
@@ -75,13 +75,6 @@ def trained(model, steps=3, gradient=fp8.filter_value_and_grad):
         value, model = step(model, inputs())
         losses.append(float(value))
     return losses, model
-
-
-def assert_same(a, b):
-    for x, y in zip(
-        jax.tree.leaves(eqx.filter(a, eqx.is_array)), jax.tree.leaves(eqx.filter(b, eqx.is_array)), strict=True
-    ):
-        np.testing.assert_array_equal(x, y)
 
 
 # --- What is kept of kernels ------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import unchecked
+from helpers import assert_same, unchecked
 from jax.sharding import AxisType, PartitionSpec as P
 
 import haliax_fp8 as fp8
@@ -209,11 +209,6 @@ def test_a_layer_used_twice_with_other_shapes_draws_for_each():
 def products(op, x, w, g):
     out, transposed = jax.vjp(lambda x, w: op(x, w, MATRIX), x, w)
     return out, *transposed(g)
-
-
-def assert_same(got, expected):
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_array_equal(a, b)
 
 
 def random_operands():

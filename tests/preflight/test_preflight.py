@@ -12,6 +12,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
+from compiled_models import abstract, struct
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec as P
 
 import haliax_fp8 as fp8
@@ -36,19 +37,8 @@ def gpu(name):
 WIDTH, TOKENS = 256, 512
 
 
-def struct(*shape, dtype=jnp.bfloat16):
-    return jax.ShapeDtypeStruct(shape, dtype)
-
-
 def mlp(width=WIDTH):
     return eqx.nn.MLP(WIDTH, WIDTH, width, 2, use_bias=False, use_final_bias=False, key=jax.random.key(0))
-
-
-def abstract(make, dtype=jnp.bfloat16):
-    """A model without its arrays, in a dtype but for the state of FP8 products."""
-    is_state = lambda node: isinstance(node, fp8.OverwriteWithGradient)
-    cast = lambda x: struct(*x.shape, dtype=dtype) if isinstance(x, jax.ShapeDtypeStruct) else x
-    return jax.tree.map(lambda x: x if is_state(x) else cast(x), eqx.filter_eval_shape(make), is_leaf=is_state)
 
 
 def converted(config=None, width=WIDTH, dtype=jnp.bfloat16):

@@ -7,6 +7,7 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
+from compiled_models import struct
 from jax.sharding import PartitionSpec as P
 from rich.console import Console
 from test_preflight_products import module, read
@@ -176,7 +177,6 @@ def step(weights, x):
 @pytest.mark.skipif(targets["h100"].missing() is not None, reason="needs the package jax-cuda13-pjrt")
 def test_what_eight_gpus_send_is_what_fsdp_has_to():
     """Two kernels of 512×512: gathered in E4M3, once or twice each; their gradients scattered in bfloat16."""
-    struct = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
     arguments = (struct(512, 512), struct(512, 512)), struct(8192, 512)
     report = inspect_step(
         step, *arguments, target="h100", mesh={"data": 8}, shardings=(P("data"), P("data")), other_setting=False

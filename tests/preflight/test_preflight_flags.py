@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from compiled_models import struct
 from helpers import meant_for
 from test_preflight_products import module, read
 
@@ -27,10 +28,6 @@ def on_gpu(*names):
     missing = targets["h100"].missing()
     marks = [pytest.mark.skipif(missing is not None, reason=missing or ""), pytest.mark.slow]
     return [pytest.param(name, marks=marks) for name in names]
-
-
-def struct(*shape, dtype=jnp.bfloat16):
-    return jax.ShapeDtypeStruct(shape, dtype)
 
 
 @pytest.fixture

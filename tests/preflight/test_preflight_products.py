@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from compiled_models import abstract, struct
 
 import haliax_fp8 as fp8
 from haliax_fp8.preflight import Memory, Verdict, inspect_step, targets
@@ -454,17 +455,6 @@ def test_kernels_that_cannot_be_looked_into_are_named():
 
 
 # --- Compiled for this CPU, counted from the model's shapes -----------------------------------------------------------
-
-
-def struct(*shape, dtype=jnp.bfloat16):
-    return jax.ShapeDtypeStruct(shape, dtype)
-
-
-def abstract(make):
-    """A model without its arrays, in bfloat16 but for the state of FP8 products."""
-    is_state = lambda node: isinstance(node, fp8.OverwriteWithGradient)
-    cast = lambda x: struct(*x.shape) if isinstance(x, jax.ShapeDtypeStruct) else x
-    return jax.tree.map(lambda x: x if is_state(x) else cast(x), eqx.filter_eval_shape(make), is_leaf=is_state)
 
 
 def mlp():

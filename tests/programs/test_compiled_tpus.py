@@ -4,6 +4,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
+from compiled_models import struct
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -20,10 +21,6 @@ TPUS = {"target": "tpu7x", "mesh": {"model": 4}, "other_setting": False}
 DIMENSIONS = (((1,), (0,)), ((), ()))
 
 
-def of(*shape, dtype=jnp.bfloat16):
-    return jax.ShapeDtypeStruct(shape, dtype)
-
-
 def abstract(recipe):
     return eqx.filter_eval_shape(lambda: Fp8DotGeneral.init(recipe))
 
@@ -37,7 +34,7 @@ def test_gradients_of_an_input_that_two_layers_read(recipe, share):
         return filter_grad(lambda both: loss(*both))((ops, x))
 
     own = P(None, "model")
-    args = [abstract(recipe)] * 2, of(512, 256), [of(256, 1024)] * 2
+    args = [abstract(recipe)] * 2, struct(512, 256), [struct(256, 1024)] * 2
     found = inspect_step(step, *args, shardings=(None, P(), own), **TPUS).step
     assert found.fp8_share == share and len(found.products) == 4
     assert {collective.kind for collective in found.collectives} == {"all-reduce"}
@@ -49,7 +46,7 @@ def routed(op, rows, kernels, sizes):
 
 def test_experts():
     """Each TPU multiplies its rows under `shard_map`; with automatic axes that is what the error asks for."""
-    own, args = P("model"), (abstract("delayed"), of(512, 256), of(8, 256, 512), of(8, dtype=jnp.int32))
+    own, args = P("model"), (abstract("delayed"), struct(512, 256), struct(8, 256, 512), struct(8, dtype=jnp.int32))
 
     def step(op, rows, kernels, sizes):
         total = lambda *args: lax.psum(routed(*args), "model")

@@ -36,11 +36,7 @@ from lib.models import STACKS, TINY, loss  # noqa: E402
 ONE_LAYER = dataclasses.replace(TINY, mlp_blocks=1)
 
 
-@pytest.fixture(autouse=True)
-def standard_promotion():
-    """JAX's defaults, with which users run a benchmark."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
+pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 
 @pytest.fixture(autouse=True)

@@ -25,11 +25,7 @@ from lib.training_tasks import AbstractTask, source_text  # noqa: E402
 from lib.training_variants import SUITES  # noqa: E402
 
 
-@pytest.fixture(autouse=True)
-def standard_promotion():
-    """JAX's defaults, with which users run a benchmark."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
+pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 
 def test_a_gap_is_the_mean_of_pairs():

@@ -12,6 +12,7 @@ import numpy as np
 import optax
 import pytest
 import recipe_reference as reference
+from helpers import sqnr
 
 import haliax_fp8 as fp8
 from haliax_fp8.recipes import (
@@ -107,12 +108,6 @@ def test_e8m0_rounds_up_to_the_next_power_of_two():
     powers = slice(0, 253)
     np.testing.assert_array_equal(np.exp2(exponent[powers].astype(np.float64)), expected[powers].astype(np.float64))
     np.testing.assert_array_equal(e8m0_exponent(jnp.array([0.0, jnp.inf, jnp.nan])), [0, 254, 255])
-
-
-def sqnr(reference, x):
-    reference, x = np.asarray(reference, np.float64), np.asarray(x, np.float64)
-    with np.errstate(divide="ignore"):  # infinite where both are equal
-        return 20 * np.log10(np.linalg.norm(reference) / np.linalg.norm(reference - x))
 
 
 def prepared(name, loss, op=None):

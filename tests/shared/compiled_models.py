@@ -175,19 +175,20 @@ def inputs() -> jax.ShapeDtypeStruct:
 
 def plain(kind: Kind, block: Any = SwiGLU) -> Any:
     """A model without its arrays, in bfloat16."""
-    return _abstract(lambda: kind.make(block))
+    return abstract(lambda: kind.make(block))
 
 
 def converted(kind: Kind, block: Any = SwiGLU, recipe: str = "delayed") -> Any:
     """The same with FP8 layers."""
     # What a target would refuse is emulated: so the report has to say.
     config = fp8.Fp8Config(recipe=recipe, emulate=True)
-    return _abstract(lambda: fp8.fp8_linear_layers(kind.make(block), config))
+    return abstract(lambda: fp8.fp8_linear_layers(kind.make(block), config))
 
 
-def _abstract(make: Callable[[], Any]) -> Any:
+def abstract(make: Callable[[], Any], dtype: Any = jnp.bfloat16) -> Any:
+    """What is made, without its arrays; those in float32 are in a dtype, but for the state of FP8 products."""
     is_state = lambda node: isinstance(node, fp8.OverwriteWithGradient)
-    cast = lambda x: struct(*x.shape) if isinstance(x, jax.ShapeDtypeStruct) and x.dtype == jnp.float32 else x
+    cast = lambda x: struct(*x.shape, dtype=dtype) if getattr(x, "dtype", None) == jnp.float32 else x
     return jax.tree.map(lambda x: x if is_state(x) else cast(x), eqx.filter_eval_shape(make), is_leaf=is_state)
 
 

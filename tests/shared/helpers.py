@@ -1,4 +1,4 @@
-"""What several files use: FP8 products in float64 to compare with, SQNR, jaxprs. Imports nothing of the package."""
+"""For several files: products in float64 to compare with, equal trees, SQNR, jaxprs. Imports nothing of the package."""
 
 import contextlib
 import dataclasses
@@ -118,6 +118,24 @@ def assert_within(actual, expected, tolerance) -> None:
     assert actual.shape == np.shape(expected)
     excess = np.abs(actual - expected) - tolerance
     assert np.all(excess <= 0), f"off by up to {np.max(np.abs(actual - expected))}, {np.max(excess)} more than allowed"
+
+
+def assert_same(actual, expected) -> None:
+    """The same trees: classes, static fields, dtypes and values; NaN equals NaN."""
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        if isinstance(a, jax.Array | np.ndarray | np.generic):
+            assert a.dtype == b.dtype and isinstance(a, jax.Array) == isinstance(b, jax.Array)
+            np.testing.assert_array_equal(*map(_readable_by_numpy, (a, b)), strict=True)
+        else:
+            assert type(a) is type(b) and a == b
+
+
+def _readable_by_numpy(x) -> np.ndarray:
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return np.asarray(jax.random.key_data(x))
+    # NumPy compares no FP8.
+    return np.asarray(x).astype(np.float64) if jnp.issubdtype(x.dtype, jnp.floating) else np.asarray(x)
 
 
 def sqnr(reference, x) -> float:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import equations, unchecked
+from helpers import assert_same, equations, unchecked
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import haliax_fp8 as fp8
@@ -108,14 +108,6 @@ def in_a_scan(gradient, model, parts):
     first = gradient(model, jax.tree.map(lambda x: x[0], parts))
     add = lambda total, part: (fp8.accumulate_gradients(total, gradient(model, part)), None)
     return jax.lax.scan(add, first, jax.tree.map(lambda x: x[1:], parts))[0]
-
-
-def assert_same(actual, expected):
-    """The same trees, bit for bit."""
-    assert jax.tree.structure(actual) == jax.tree.structure(expected)
-    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-        assert a.dtype == b.dtype
-        np.testing.assert_array_equal(*(np.asarray(x).astype(np.float64) for x in (a, b)), strict=True)
 
 
 def quantized_kernels(function):

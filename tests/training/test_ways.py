@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import assert_same
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec as P
 
@@ -25,10 +26,6 @@ def batched(layer, x):
 def newest(layer):
     op = layer.dot_general
     return np.asarray([op.amax_history(operand)[..., 0] for operand in ("input", "kernel", "output_grad")])
-
-
-def assert_same(gradients, expected):
-    jax.tree.map(np.testing.assert_array_equal, jax.tree.leaves(gradients), jax.tree.leaves(expected))
 
 
 def jitted_or_not(f):
