@@ -91,7 +91,7 @@ class Members:
             numbers = jnp.max(of_groups, axis=-3, initial=0.0)
         return lax.pmax(numbers, self.devices) if self.devices else numbers
 
-    def at_elements(self, numbers: Float32[Array, "*members"], ndim: int) -> Float32[Array, "*ensemble 1 1"]:
+    def at_elements(self, numbers: Float32[Array, "*members"], ndim: int) -> Float32[Array, "..."]:
         """What its member has, for each element of an operand of a rank; 0 for a row without group."""
         if self.groups is not None:
             numbers = jnp.sum(jnp.where(self.groups, jnp.expand_dims(numbers, -2), np.float32(0.0)), axis=-1)
