@@ -1,5 +1,6 @@
 """What each function of `_jax/xla.py` does to a program for an H100: the program with it and without it."""
 
+import functools
 import re
 
 import jax
@@ -8,6 +9,8 @@ import numpy as np
 import pytest
 from compiled_models import on, struct
 from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
 
 from haliax_fp8._jax import xla
 
@@ -70,6 +73,15 @@ def transposed(told, x):
 def rounded(told, x):
     narrow = x.astype(f8)
     return (xla.actually_rounded(narrow) if told else narrow).astype(f32) * 2.0
+
+
+def measured(told, x):
+    """An operand's statistics: three reductions of it and of what it was quantized to."""
+    data = quantized(x)
+    x, data = xla.made_before_it_is_measured((x, data)) if told else (x, data)
+    back = data.astype(f32) * 3.0
+    error, clipped = jnp.sum(jnp.square(back - x.astype(f32))), jnp.sum(jnp.abs(data.astype(f32)) == 448.0, axis=0)
+    return data, error, clipped, jnp.sum(jnp.abs(back), axis=1)
 
 
 def kernels(text):
@@ -172,14 +184,22 @@ def test_what_reads_a_product_of_tritons_is_fused(name, target, compiled):
     assert told < not_told
 
 
-# What small programs do not show: `test_compiled_kernels_once.py`; and what a benchmark times,
-# `statistics_cost_little_every_10_steps.py`.
-SHOWN_ELSEWHERE = ("transposed_once", "made_before_it_is_measured", "lowered_for_cuda")
+# Small programs do not show it; `test_compiled_kernels_once.py` does.
+SHOWN_ELSEWHERE = ("transposed_once",)
 
 
 def test_every_function_has_a_case():
     functions = {name for name, value in vars(xla).items() if getattr(value, "__module__", "") == xla.__name__}
-    assert functions == {*CASES, *KERNELS, "on_cpu", "on_cuda", "read_together", *SHOWN_ELSEWHERE}
+    assert functions == {
+        *CASES,
+        *KERNELS,
+        "on_cpu",
+        "on_cuda",
+        "lowered_for_cuda",
+        "made_before_it_is_measured",
+        "read_together",
+        *SHOWN_ELSEWHERE,
+    }
 
 
 @pytest.mark.parametrize("choose, expected", [(xla.on_cpu, 1.0), (xla.on_cuda, 2.0)])
@@ -187,3 +207,28 @@ def test_switches_between_platforms(choose, expected):
     """On this CPU."""
     one, two = lambda x: x, lambda x: 2.0 * x
     assert float(jax.jit(lambda x: choose(one, two, x))(jnp.float32(1.0))) == expected
+
+
+platform_p = Primitive("platform")
+platform_p.def_abstract_eval(lambda x: x)
+mlir.register_lowering(
+    platform_p,
+    lambda context, x: mlir.lower_fun(
+        lambda x: 17.0 * x if xla.lowered_for_cuda(context) else 19.0 * x, multiple_results=False
+    )(context, x),
+)
+
+
+@pytest.mark.parametrize(
+    "platforms, factor", [(("cuda",), "1.700000e+01"), (("cpu",), "1.900000e+01"), (("cpu", "cuda"), "1.900000e+01")]
+)
+def test_a_lowering_rule_knows_whether_the_program_is_for_nvidia_alone(platforms, factor):
+    lowered = jax.jit(platform_p.bind).trace(numbers()).lower(lowering_platforms=platforms)
+    assert [number for number in ("1.700000e+01", "1.900000e+01") if number in lowered.as_text()] == [factor]
+
+
+def test_an_operand_is_quantized_once_for_all_its_statistics():
+    """By programs for CPUs, where each reduction fuses what it reads."""
+    texts = [jax.jit(functools.partial(measured, told)).lower(struct(ROWS, IN)).compile() for told in (True, False)]
+    told, not_told = (casts_to_fp8(program.as_text()) for program in texts)
+    assert told == 1 < not_told
