@@ -131,7 +131,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--run", type=pathlib.Path, default=pathlib.Path("runs/train_lm"), help="--out of the training")
     parser.add_argument("--data", help="the text it was trained on, if that was given")
     parser.add_argument("--export", type=pathlib.Path, default=pathlib.Path("runs/served"), help="where folders go")
-    parser.add_argument("--schemes", nargs="+", choices=schemes, default=list(schemes))
+    parser.add_argument(
+        "--schemes",
+        nargs="+",
+        choices=schemes,
+        metavar="NAME",
+        default=list(schemes),
+        help=f"some of {', '.join(schemes)} (default: all)",
+    )
     parser.add_argument("--prompt", default="The ", help="what the text continues")
     parser.add_argument("--bytes", type=int, default=120, help="length of the text")
     flags = parser.parse_args(argv)

@@ -48,11 +48,12 @@ def new_table(title: str, caption: str = "") -> Table:
         caption: The lines below it.
     """
     return Table(
-        title=title,
+        title=Text(title, "bold") if title else None,
         title_justify="left",
-        title_style="bold",
         box=rich.box.SIMPLE,
-        caption=Text(caption) if caption else None,  # not markup, which would read brackets as styles
+        min_width=len(title),  # a title is as wide as its table, and would break above a narrow one
+        # Both are no markup, which would read brackets as styles.
+        caption=Text(caption) if caption else None,
         caption_justify="left",
     )
 

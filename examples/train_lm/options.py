@@ -87,8 +87,9 @@ def make_parser() -> argparse.ArgumentParser:
     recipe.add_argument(
         "--recipe",
         choices=[*RECIPES, "all", "none"],
+        metavar="NAME",
         default="delayed",
-        help="none: only the baseline; nvfp4 converts the MLPs only",
+        help=f"one of {', '.join(RECIPES)}, or all; none trains the baseline alone; nvfp4 converts the MLPs only",
     )
     recipe.add_argument("--no-baseline", action="store_true", help="train in FP8 only")
     recipe.add_argument("--amax-history-length", type=_positive_int, default=1024, metavar="N", help="steps remembered")

@@ -7,14 +7,33 @@ import textwrap
 
 
 class Paragraphs(argparse.HelpFormatter):
-    """Wraps the paragraphs of descriptions and epilogs, each by itself; examples below a line keep their lines."""
+    """Wraps the paragraphs of descriptions and epilogs, each by itself, and commands in examples with backslashes."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         filled = []
         for paragraph in text.strip("\n").split("\n\n"):
-            is_list = "\n " in paragraph
-            filled.append(textwrap.indent(paragraph, indent) if is_list else textwrap.fill(paragraph, width))
+            if "\n " in paragraph:
+                lines = [_continued(line, width - len(indent)) for line in paragraph.splitlines()]
+                filled.append(textwrap.indent("\n".join(lines), indent))
+            else:
+                filled.append(textwrap.fill(paragraph, width))
         return "\n\n".join(filled) + "\n"
+
+
+def _continued(line: str, width: int) -> str:
+    """A command in as many lines as it needs, still one command for a shell."""
+    if len(line) <= width:
+        return line
+    begin = " " * (len(line) - len(line.lstrip()))
+    parts = textwrap.wrap(
+        line.strip(),
+        width - 2,
+        initial_indent=begin,
+        subsequent_indent=f"{begin}    ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return " \\\n".join(parts)
 
 
 def program_name() -> str:

@@ -91,7 +91,7 @@ def _preflight_parser(commands: Any) -> argparse.ArgumentParser:
         help=f"exit with status 1 if not met; may be repeated; names: {', '.join(requirements())}",
     )
     parser.add_argument("--json", nargs="?", const="-", metavar="FILE", help="write JSON, to the screen without FILE")
-    parser.add_argument("--markdown", nargs="?", const="-", metavar="FILE", help="write Markdown, likewise")
+    parser.add_argument("--markdown", nargs="?", const="-", metavar="FILE", help="write Markdown, as --json does")
     parser.add_argument(
         "--xla",
         action="append",

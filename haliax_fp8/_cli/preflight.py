@@ -129,7 +129,9 @@ def user_steps(options: argparse.Namespace) -> tuple[Step, Step | None]:
 
 
 def reasons(model: Any, config: Fp8Config | None) -> dict[str, str]:
-    """Why layers of a model stay in high precision, by path."""
+    """Why layers of a model stay in high precision, by path; nothing of an argument that is a single array."""
+    if model is None or jax.tree_util.all_leaves([model]):
+        return {}
     return {layer.path: layer.reason for layer in describe(model, config) if layer.reason}
 
 

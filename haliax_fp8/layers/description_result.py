@@ -186,7 +186,6 @@ class ModelDescription(Printable):
             for word in row.name.split()
         ]
         table = new_table("")
-        table.title = None
         # Names break last.
         table.add_column("layer", overflow="fold", min_width=min(28, max(lengths, default=0)))
         for column in ("shape", "runs in", *(("on device",) if with_support else ())):

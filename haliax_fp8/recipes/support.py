@@ -3,8 +3,12 @@
 import dataclasses
 from typing import Literal
 
+from rich.console import RenderableType
+from rich.text import Text
+
 from .._numerics.formats import E4M3, E5M2
 from .._numerics.require import require
+from .._tables import Printable
 from ..devices.device import FP8_UNITS, Device
 from ..devices.grouped import BLOCK, GroupedKernels
 from .catalog import RecipeLike, as_recipe
@@ -12,8 +16,8 @@ from .recipe import Quantization, Recipe
 from .scaling import BlockScaling, HadamardScaling, MeasuredScaling
 
 
-@dataclasses.dataclass(frozen=True)
-class Support:
+@dataclasses.dataclass(frozen=True, repr=False)
+class Support(Printable):
     """What becomes of a recipe's products on a device.
 
     Args:
@@ -33,8 +37,10 @@ class Support:
         """Whether the device's matrix units multiply the products."""
         return self.outcome == "native"
 
-    def __str__(self) -> str:
-        return f"{self.outcome} on {self.device.kind}: {self.reason}"
+    def __rich__(self) -> RenderableType:
+        """The outcome, the device and the reason."""
+        style = {"native": "green", "emulated": "yellow", "refused": "red"}[self.outcome]
+        return Text(f"{self.outcome} on {self.device.kind}: {self.reason}", style)
 
 
 def supported(recipe: RecipeLike, device: Device | str | None = None) -> Support:

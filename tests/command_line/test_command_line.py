@@ -18,6 +18,7 @@ import haliax_fp8 as fp8
 from haliax_fp8._cli.demo import demo_by_name, demo_step, demos
 from haliax_fp8._cli.main import main
 from haliax_fp8.preflight import targets
+from haliax_fp8.preflight.report.units import operations
 from haliax_fp8.preflight.target.compilers import NVIDIA
 
 
@@ -172,7 +173,22 @@ def test_the_first_words_say_which_flags(training, capsys, monkeypatch):
     assert local(f"{training}:make_step", *options) == 0
     first = " ".join(capsys.readouterr().out.partition(" layer ")[0].split())
     flags = "XLA flags: --xla_cpu_enable_fast_math=false --xla_cpu_enable_fast_min_max=true"
-    assert first == f"0.0% of the FLOPs in FP8 on the local devices; {flags}"
+    # A CPU has no FP8 units, and what was asked for is what runs.
+    share = CONVERTED / (CONVERTED + HIGH)
+    assert first == f"{share:.1%} of the FLOPs in FP8 on the local devices, emulated; {flags}"
+
+
+def test_the_report_of_a_cpu_counts_what_is_emulated(training, capsys):
+    assert local(f"{training}:make_step") == 0
+    (row,) = [line.split() for line in capsys.readouterr().out.splitlines() if "FLOPs in FP8, emulated" in line]
+    flops = CONVERTED + HIGH
+    assert row[4:] == [f"{CONVERTED / flops:.1%}", "of", f"{flops / 1e3:.3g}", "kFLOP"]
+    assert 1e3 < flops < 1e6
+
+
+def test_flops_have_units():
+    found = [operations(count) for count in (0, 512, 999.4, 999.6, 3.161e12, 7.246e14, 2e18)]
+    assert found == ["0 FLOP", "512 FLOP", "999 FLOP", "1 kFLOP", "3.16 TFLOP", "725 TFLOP", "2 EFLOP"]
 
 
 @pytest.mark.slow
@@ -482,12 +498,18 @@ def test_a_closed_pipe_ends_quietly():
     assert (done.stdout, done.stderr) == ("[\n", "")
 
 
+@pytest.mark.parametrize("called", ["haliax-fp8", "python -m haliax_fp8"])
 @pytest.mark.parametrize("command", [[], ["preflight"], ["devices"], ["checkpoint"], ["replay"], ["install-compiler"]])
-def test_help_fits_80_columns(command, monkeypatch, capsys):
+def test_help_fits_80_columns(command, called, monkeypatch, capsys):
+    """Examples too: a long one goes on after a backslash, and stays one command for a shell."""
     monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setattr(sys, "argv", ["/usr/bin/haliax-fp8"])
+    monkeypatch.setattr(sys, "argv", ["/usr/bin/haliax-fp8" if called == "haliax-fp8" else "__main__.py"])
     with pytest.raises(SystemExit):
         main([*command, "--help"])
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith(" ".join(["usage: haliax-fp8", *command]))
+    printed = capsys.readouterr().out
+    lines = printed.splitlines()
+    assert lines[0].startswith(" ".join(["usage:", called, *command]))
     assert max(map(len, lines)) <= 80
+    if command == ["preflight"]:
+        example = f"{called} preflight train.py:make_step --target h100 --require fp8_flops=0.9"
+        assert example in " ".join(printed.replace("\\\n", " ").split())

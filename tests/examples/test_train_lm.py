@@ -288,12 +288,14 @@ def test_flags_that_contradict_each_other(flags, message, capsys):
 def test_help_names_every_group(monkeypatch, capsys):
     """By the module that `python -m` runs."""
     monkeypatch.setattr(sys, "argv", ["examples/train_lm/__main__.py", "--help"])
+    monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit) as exit:
         runpy.run_module("examples.train_lm", run_name="__main__")
     assert exit.value.code == 0
     printed = capsys.readouterr().out
     assert printed.startswith("usage: python -m examples.train_lm ")
     assert all(f"\n{group}" in printed for group in ("run:", "recipe:", "model:", "optimizer"))
+    assert max(map(len, printed.splitlines())) <= 80
 
 
 # --- Checkpoints ------------------------------------------------------------------------------------------------------

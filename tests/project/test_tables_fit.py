@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import io
+import pathlib
 import re
 
 import equinox as eqx
@@ -18,9 +19,23 @@ from examples.train_lm import report as lm_report
 from examples.train_vit import report as vit_report
 from haliax_fp8 import describe, fp8_linear_layers, quantization_statistics
 from haliax_fp8._cli.tables import device_rows, device_table, format_rows, format_table
-from haliax_fp8._tables import columns
+from haliax_fp8._tables import columns, new_table
+from haliax_fp8.checkpoints import (
+    CheckReport,
+    Conversion,
+    Converted,
+    Explanation,
+    ExportReport,
+    Fault,
+    LoadReport,
+)
+from haliax_fp8.checkpoints.engines import engines_for
+from haliax_fp8.checkpoints.layouts import named as layouts
+from haliax_fp8.checkpoints.layouts.quantization import quantization_of
 from haliax_fp8.preflight import PreflightReport, inspect_step, targets
 from haliax_fp8.preflight.verdict.product import Product, Verdict
+from haliax_fp8.recipes import supported
+from haliax_fp8.serving import parity
 
 
 def wide_names():
@@ -100,7 +115,47 @@ def served():
     return [one, dataclasses.replace(one, scheme="mxfp8")]
 
 
+PROJECTION = "model.layers.17.self_attn.a_projection_with_a_very_long_name_of_its_own"
+FOLDER = pathlib.Path("/runs/a-model-with-a-long-name-of-its-own/exported")
+
+
+def loaded():
+    changed = {f"{PROJECTION}.dot_general.state.table": "history of 16 amaxes in the checkpoint, 1024 here: padded"}
+    return LoadReport(("a",) * 128, changed, {f"{PROJECTION}.weight": "shape (64, 64) in the checkpoint"}, ("old",))
+
+
+def mismatch():
+    one = parity.Difference(mean=1.23e-05, largest=0.0123, kl=1.23e-05, k3=1.24e-05, agreement=0.98765, equal=0.01234)
+    return parity.Mismatch(one, one, 123_456)
+
+
+def exported():
+    sizes = 12_345, 123_456_789_012, 1_234, 12_345_678_901
+    ignore = tuple(f"{PROJECTION}.{i}" for i in range(7))
+    return ExportReport(FOLDER, "FP8_DYNAMIC", *sizes, {"state of training": 12_000, "recipe of training": 345}, ignore)
+
+
+def explained():
+    found = quantization_of({"quantization_config": layouts["FP8_BLOCK"].config_files([])[0]["quantization_config"]})
+    engine = dataclasses.replace(engines_for("FP8_DYNAMIC")[0], detail="aKernelWithAVeryLongNameOfItsOwnThatIsFolded")
+    sizes = 12_345, 123_456_789_012, 1_234_567, 12, 12_345_678_901, 234_567_890_123
+    return Explanation(FOLDER, found, *sizes, (engine,))
+
+
+def converted():
+    weights = (Converted("a", True, 0.0), Converted(f"{PROJECTION}.weight", False, 0.01234))
+    return Conversion(FOLDER, "FP8_DYNAMIC", "MXFP8", weights, 1_234, (f"{PROJECTION}.k_scale",) * 4)
+
+
 TABLES = {
+    "load_into": lambda _: loaded(),
+    "a complete load_into": lambda _: LoadReport(("a",) * 128, {}, {}, ()),
+    "serving_mismatch": lambda _: mismatch(),
+    "export_model": lambda _: exported(),
+    "explain_folder": lambda _: explained(),
+    "convert_folder": lambda _: converted(),
+    "check_folder": lambda _: CheckReport(FOLDER, "FP8", 12, 345, (Fault("model.safetensors", PROJECTION, "a" * 90),)),
+    "supported": lambda _: supported("mxfp8", "h100"),
     "formats": lambda _: format_table(format_rows()),
     "devices": lambda _: device_table(device_rows()),
     "describe": lambda _: describe(fp8_linear_layers(wide_names(), recipe="current"), device="h100"),
@@ -135,6 +190,29 @@ def test_a_table_fits(name, request):
         assert numbers(text) == numbers(whole)
 
 
+def test_titles_are_one_line_where_they_fit():
+    """Rich breaks a title at the width of its table."""
+    for table, title in (
+        (LoadReport(("a",), {}, {}, ()), "Loaded: 1 kept, 0 changed, 0 fresh, 0 unused"),
+        (LoadReport(("a",), {}, {}, ("b",)), "Loaded: 1 kept, 0 changed, 0 fresh, 1 unused"),
+        (titled("A title that is much longer than its table"), "A title that is much longer than its table"),
+        (titled("[bold]: a name in brackets"), "[bold]: a name in brackets"),
+    ):
+        assert printed(table, 80).splitlines()[0].rstrip() == title
+
+
+def titled(title):
+    table = new_table(title)
+    table.add_column("one")
+    return table
+
+
+def test_what_is_supported_prints_in_a_notebook_too():
+    found = supported("delayed", "h100")
+    assert repr(found) == str(found) == "native on NVIDIA H100 80GB HBM3: its matrix units multiply E4M3 and E5M2"
+    assert "native on NVIDIA H100" in found._repr_html_()
+
+
 def test_the_verdict_comes_first_and_attention_is_one_row(report):
     lines = printed(report, 80).splitlines()
     assert re.match(r"1\.00× as fast as the baseline \(estimate, .*of the FLOPs in FP8|1\.00×", lines[0])
@@ -163,7 +241,7 @@ def test_what_a_result_means():
         {name: found[name] for name in ("bf16", "fp8 delayed")}, "bf16", emulated=True, is_documented=True
     )
     assert line.startswith(
-        "fp8 delayed ends 1.80 % above bf16. Runs like these that differ in rounding alone end about 0.5 %"
+        "fp8 delayed ends 1.80 % above bf16. From seed to seed, the gap of a single run scatters by 0.4 to 0.7 %"
     )
     slower = found | {"fp8 delayed": dataclasses.replace(found["fp8 delayed"], tokens_per_second=1.0)}
     assert lm_report.verdict(slower, "bf16", emulated=True, is_documented=False).endswith("because a CPU emulates it.")

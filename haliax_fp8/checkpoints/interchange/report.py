@@ -3,7 +3,8 @@
 import dataclasses
 from collections.abc import Mapping
 
-from rich.table import Table
+from rich.console import RenderableType
+from rich.text import Text
 
 from ..._tables import Printable, new_table
 
@@ -48,11 +49,13 @@ class LoadReport(Printable):
         rows += [(name, "fresh", why) for name, why in self.fresh.items()]
         return rows + [(name, "unused", "the model has no such leaf") for name in self.unused]
 
-    def __rich__(self) -> Table:
-        """A line for everything that was not simply kept."""
+    def __rich__(self) -> RenderableType:
+        """How many of each; and a line for everything that was not simply kept."""
+        if self.is_complete:
+            return Text(f"Loaded: {self.summary}", "bold")
         table = new_table(f"Loaded: {self.summary}")
         for column in ("name", "", "how, or why"):
             table.add_column(column, overflow="fold")
         for row in self.differences():
-            table.add_row(*row)
+            table.add_row(*map(Text, row))
         return table

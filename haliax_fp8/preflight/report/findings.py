@@ -8,6 +8,7 @@ from ...devices.xla_flags import TRITON_PRODUCTS, XlaFlags
 from ..target.target import Target
 from ..verdict.product import TRITON, Product, Verdict
 from ..verdict.program import Program
+from .units import operations
 
 
 def first_line(flags: XlaFlags, target: Target, step: Program, other: Program | None) -> str:
@@ -66,8 +67,8 @@ def findings(step: Program, baseline: Program | None, target: Target) -> tuple[s
     if grouped := [product for product in step.products if product.groups > 1]:
         executed, useful = sum(p.flops for p in grouped), sum(p.useful_flops for p in grouped)
         found.append(
-            f"grouped products compute {executed:.4g} FLOPs, of which {useful:.4g} are useful: XLA multiplies every "
-            "row by the kernels of all groups, and keeps one"
+            f"grouped products compute {operations(executed)}, of which {operations(useful)} are useful: XLA "
+            "multiplies every row by the kernels of all groups, and keeps one"
         )
     if padded := [product for product in step.products if product.is_fp8 and product.indivisible]:
         sizes = sorted(set(", ".join(product.indivisible for product in padded).split(", ")))

@@ -10,15 +10,16 @@ from rich.text import Text
 
 from ...devices.peaks import Peaks
 from ...devices.roofline import FASTEST, LIKELY, SLOWEST, Roofline
+from ..verdict.product import Verdict
 from ..verdict.program import Program
 from . import communication
 from .products import COLUMNS, cells, each_product, layer_table, rows
-from .units import size
+from .units import operations, size
 
 
 @dataclasses.dataclass(frozen=True)
 class Page:
-    """What is shown of a report: the flags, the headline, and fields of the report."""
+    """What is shown of a report: the flags, the headline, fields of the report, and whether FP8 is emulated."""
 
     flags: str
     headline: str
@@ -27,6 +28,12 @@ class Page:
     peaks: Peaks | None
     findings: tuple[str, ...]
     caveats: tuple[str, ...]
+    emulates: bool
+
+    @property
+    def asked(self) -> tuple[Verdict, ...]:
+        """The verdicts that count as FP8: on a device that emulates it, what was asked for."""
+        return (Verdict.FP8, Verdict.EMULATED) if self.emulates else (Verdict.FP8,)
 
     @property
     def programs(self) -> tuple[Program, ...]:
@@ -54,12 +61,17 @@ def totals(page: Page) -> list[tuple[str, ...]]:
     figures: list[tuple[str, Callable[[Program], str]]] = []
     if (peaks := page.peaks) is not None:
         figures.append(("time (estimate)", lambda p: _time(p, peaks)))
-    figures.append(("FLOPs in FP8", lambda p: f"{p.fp8_share:.1%} of {p.flops:.4g}"))
+    emulated = ", emulated" if page.emulates else ""
+    figures.append(
+        (f"FLOPs in FP8{emulated}", lambda p: f"{p.share(*page.asked):.1%} of {operations(p.flops)}"),
+    )
     if any(program.useful_flops != program.flops for program in page.programs):
-        figures.append(("useful FLOPs", lambda p: f"{p.useful_flops / (p.flops or 1):.1%}, {p.useful_flops:.4g}"))
+        figures.append(
+            ("useful FLOPs", lambda p: f"{p.useful_flops / (p.flops or 1):.1%}, {operations(p.useful_flops)}")
+        )
     on_host = any(program.memory.host for program in page.programs)
     figures += [
-        ("products in FP8", _count_in_fp8),
+        (f"products in FP8{emulated}", lambda p: _count(p, page.asked)),
         ("other kernels", lambda p: f"{p.others.count}, {size(p.others.bytes)}"),
         ("of these under 1 MB", lambda p: str(p.others.small)),
         ("temporaries", lambda p: size(p.memory.temporaries)),
@@ -76,8 +88,8 @@ def _time(program: Program, peaks: Peaks) -> str:
     return f"{1e3 * likely:.3g} ms ({1e3 * min(ends):.3g} to {1e3 * max(ends):.3g})"
 
 
-def _count_in_fp8(program: Program) -> str:
-    count = sum(product.executions for product in program.products if product.is_fp8)
+def _count(program: Program, verdicts: tuple[Verdict, ...]) -> str:
+    count = sum(product.executions for product in program.products if product.verdict in verdicts)
     return f"{count} of {sum(product.executions for product in program.products)}"
 
 

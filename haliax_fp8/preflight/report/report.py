@@ -214,14 +214,19 @@ class PreflightReport(Printable):
     def _page(self) -> Page:
         devices = math.prod(self.mesh.values())
         where = self.target.kind if devices == 1 else f"{devices} × {self.target.kind}"
-        share = f"{self.fp8_share:.1%} of the FLOPs in FP8 on {where}"
+        emulates = self.target.device.emulates
+        asked = self.step.share(Verdict.FP8, Verdict.EMULATED) if emulates else self.fp8_share
+        share = f"{asked:.1%} of the FLOPs in FP8 on {where}{', emulated' if emulates and asked else ''}"
         if self.speedup is None or self.speedup_range is None:
             headline = share
         else:
             low, high = self.speedup_range
-            headline = f"{self.speedup:.2f}× as fast as the baseline (estimate, {low:.2f} to {high:.2f}), {share}"
+            speedup = f"{self.speedup:.2f}× as fast as the baseline (estimate, {low:.2f} to {high:.2f})"
+            # How fast a device emulates is not what anybody compiles for.
+            headline = f"{share}; {speedup}" if emulates else f"{speedup}, {share}"
         first = first_line(self.flags, self.target, self.step, self.other)
-        return Page(first, headline, self.step, self.baseline, self.target.peaks, self.findings, self.caveats)
+        found = self.findings, self.caveats
+        return Page(first, headline, self.step, self.baseline, self.target.peaks, *found, emulates=emulates)
 
     def to_json(self) -> str:
         """All of it, as JSON."""
