@@ -67,7 +67,6 @@ class Scales:
         return divide_by(x, self.over(name, x), E4M3).data if self.rounds else x.astype(jnp.float32)
 
     def dequantize(self, name: str, data: Array) -> Float32[Array, "..."]:
-        """A tensor from its data."""
         x = actually_rounded(data).astype(jnp.float32) if self.rounds else data
         return x * self.over(name, x) if self.rounds else x
 

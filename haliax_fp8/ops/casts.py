@@ -33,7 +33,7 @@ def quantize(x: Values, q_dtype: DTypeLike, scale: Scale, compute_dtype: DTypeLi
     format = format_of("q_dtype", q_dtype)
     x = wide("x", x)
     scale = scale_for(x, scale, wide_dtype("compute_dtype", compute_dtype))
-    with jax.numpy_dtype_promotion("standard"):  # The caller named both dtypes, so mixing them is no accident.
+    with jax.numpy_dtype_promotion("standard"):  # The caller named both dtypes, so mixing them is intended.
         dtype = jnp.result_type(x, compute_dtype)
     return saturating_cast(x.astype(dtype) / scale.astype(dtype), format)
 

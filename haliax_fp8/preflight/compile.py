@@ -150,7 +150,6 @@ class _Inputs:
 
     @property
     def abstract(self) -> dict[str, Any]:
-        """The arrays by name."""
         return {name: self.leaves[place] for place, name in self.names.items()}
 
     @property

@@ -37,7 +37,7 @@ class ServedBlocks(hnn.BlockSeq):
     def _with_turns(self, unroll: Unroll, *, scans: bool) -> hnn.BlockSeq:
         count = len(self.blocks)
         turn = 1 if unroll is None else count if unroll is True else int(unroll)
-        # As in `lax.scan`: the remaining blocks follow the loop, and a single iteration of several blocks is no loop.
+        # As in `lax.scan`: the remaining blocks follow the loop, and a single iteration of several blocks is not one.
         in_loop = 0 if turn == count > 1 else count // turn * turn
 
         def placed(i: int, block: Any) -> "_InTurn":

@@ -55,7 +55,6 @@ class ReduceOnce:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The mesh axes."""
         return cast(tuple[str, ...], self.over)
 
 

@@ -57,7 +57,7 @@ def _after(value: Site, user: Site, path: tuple[int, ...], scope: str) -> list[_
     if opcode not in ELEMENTWISE and not is_part:
         return []
     if instruction.shape.dtype == "tuple" and len(instruction.operands) > 1:
-        # Takes several operands and returns a tuple of as many.
+        # Takes several operands and returns a tuple of the same length.
         return [(user, (place, *path)) for place in places]
     return [(user, path)]
 

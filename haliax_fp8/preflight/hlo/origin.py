@@ -127,7 +127,7 @@ def _before(site: Site, indices: list[int]) -> Site | None:
     if ends(opcode) and site.operands[0].instruction.opcode in ("fusion-start", "async-start"):
         return site.operands[0]
     if opcode in words.HANDED_ON:
-        # Some take several operands and return a tuple of as many.
+        # Some take several operands and return a tuple of the same length.
         several = indices and instruction.shape.dtype == "tuple" and len(instruction.operands) > 1
         return site.operands[indices.pop() if several else words.HANDED_ON[opcode]]
     if opcode in words.SCALES_AND_BOUNDS or opcode == "select":

@@ -59,7 +59,7 @@ def place(scope: str) -> str:
 
 
 def _parts(scope: str) -> list[str]:
-    """Split at slashes outside parentheses."""
+    """Splits a scope at slashes outside parentheses."""
     parts, depth = [""], 0
     for character in scope:
         depth += {"(": 1, ")": -1}.get(character, 0)

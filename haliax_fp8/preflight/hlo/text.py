@@ -127,7 +127,6 @@ class Computation:
 
     @functools.cached_property
     def parameters(self) -> tuple[Instruction, ...]:
-        """The parameters in order."""
         found = (i for i in self if i.opcode == "parameter")
         return tuple(sorted(found, key=lambda i: i.parameter_number))
 

@@ -191,7 +191,7 @@ def dot_numbers(call: Instruction) -> tuple[tuple[int, ...], tuple[int, ...], tu
 
 
 class Call(enum.Enum):
-    """What a custom call does."""
+    """The kinds of custom calls, by what they do."""
 
     PRODUCT = "a matrix product"
     CONVOLUTION = "a convolution"
@@ -261,7 +261,7 @@ def grouped_tile(instruction: Instruction) -> tuple[int, int, int] | None:
 
 
 def call_of(instruction: Instruction) -> Call:
-    """What a custom call does."""
+    """The kind of a custom call."""
     name = target_of_call(instruction)
     if grouped_tile(instruction) is not None:
         return Call.PRODUCT
