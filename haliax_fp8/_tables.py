@@ -52,7 +52,7 @@ def new_table(title: str, caption: str = "") -> Table:
         title_justify="left",
         box=rich.box.SIMPLE,
         min_width=len(title),  # a title is as wide as its table, and would break above a narrow one
-        # Both are no markup, which would read brackets as styles.
+        # Text, not markup, which would read brackets as styles.
         caption=Text(caption) if caption else None,
         caption_justify="left",
     )

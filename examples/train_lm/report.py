@@ -38,7 +38,7 @@ class Curve:
 
     @property
     def validation_loss(self) -> float:
-        """After the last step."""
+        """The loss of the held-back text after the last step."""
         return self.validation[-1][1]
 
 

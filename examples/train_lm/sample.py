@@ -50,7 +50,8 @@ def printable(text: bytes) -> str:
         text: Bytes of a model, which may be anything.
 
     Returns:
-        The text, with U+FFFD for what is not UTF-8, and for control characters but line feeds and tabs.
+        The text, with U+FFFD in place of bytes that are not UTF-8 and of control characters other than line feeds and
+        tabs.
     """
     shown = lambda character: (
         character if character.isprintable() or character in "\n\t" else "\N{REPLACEMENT CHARACTER}"

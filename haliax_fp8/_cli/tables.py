@@ -60,7 +60,7 @@ def _device_row(name: str, device: Device, kind: str) -> DeviceRow:
 
 
 def device_table(rows: list[DeviceRow]) -> Table:
-    """For a terminal."""
+    """The devices as a table, with what is missing below it."""
     missing: dict[str, list[str]] = {}
     for row in rows:
         if row.preflight not in ("ready", "no target"):
@@ -140,7 +140,7 @@ def _format_row(format: Format) -> FormatRow:
 
 
 def format_table(rows: list[FormatRow]) -> Table:
-    """For a terminal."""
+    """The formats as a table, at most 80 columns wide."""
     table = new_table("Formats")
     # Without lines, or nine columns are wider than 80.
     table.box, table.padding = None, (0, 1, 0, 0)

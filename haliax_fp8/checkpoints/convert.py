@@ -82,7 +82,7 @@ def convert_folder(
     """Writes a checkpoint in another layout.
 
     A weight keeps its data where its scales can be written in the new layout as they are: one for a tensor as equal
-    ones for rows or blocks, powers of two as E8M0. Otherwise `data * scale` is quantized anew, and the error measured.
+    ones for rows or blocks, powers of two as E8M0. Otherwise `data * scale` is quantized again, and the error measured.
     One weight is read at a time, and the new folder is checked before it takes its name: it is complete or absent.
 
     Args:
@@ -99,7 +99,7 @@ def convert_folder(
 
     Raises:
         BrokenCheckpoint: If the folder is not sound; names the file and the tensor of the first fault.
-        ValueError: If the layout needs scales of inputs that the folder has not, or the destination is not empty.
+        ValueError: If the layout needs scales of inputs that the folder lacks, or the destination is not empty.
     """
     chosen, kind, rounding = as_layout(layout), np.dtype(dtype), _scales(scales)
     report = check_folder(directory, follow_links=follow_links)
@@ -148,7 +148,7 @@ def _write_config(new: pathlib.Path, folder: TensorFolder, layout: AbstractLayou
 
 
 def _copy_others(old: pathlib.Path, new: pathlib.Path, follow_links: bool) -> None:
-    """The tokenizer and whatever lies beside, but for weights and what was written anew."""
+    """Copies the tokenizer and other files, except weights and files that were written already."""
     weights = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
     for path in sorted(old.iterdir()):
         is_ours = path.name in (CONFIG, INDEX, "hf_quant_config.json") or path.suffix in weights

@@ -46,7 +46,7 @@ class FrozenLinear(hnn.Linear):
         values = self.kernel.values(dtype)
         extra = values.ndim - len(data.axes)
         weight = values.reshape(*values.shape[:extra], *(axis.size for axis in axes))
-        named = _named_behind(weight, axes)
+        named = _with_names(weight, axes)
         return hnn.Linear(named, self.bias, self.In, self.Out, self.dot_general, self._reparam_cls)
 
 
@@ -74,7 +74,7 @@ class FrozenMoELinear(hnn.MoELinear):
         data = self.kernel.data
         assert isinstance(data, hax.NamedArray)
         values = jnp.swapaxes(self.kernel.values(dtype), -1, -2)
-        weight = _named_behind(values, (*data.axes[:-2], *axes_of(self.In), *axes_of(self.Out)))
+        weight = _with_names(values, (*data.axes[:-2], *axes_of(self.In), *axes_of(self.Out)))
         return hnn.MoELinear(weight, self.bias, self.Experts, self.In, self.Out, use_gmm=self.use_gmm)
 
 
@@ -126,14 +126,14 @@ def thaw[M](model: M, dtype: DTypeLike = jnp.bfloat16) -> M:
     return jax.tree.map(lambda node: node.thawed(dtype) if is_frozen(node) else node, model, is_leaf=is_frozen)
 
 
-# A new function for each call would be traced anew for each layer.
+# A new function for each call would be traced again for each layer.
 @eqx.filter_checkpoint
 def _call(layer: Frozen, inputs: Any, *others: Any) -> Any:
     return layer.thawed(inputs.dtype)(inputs, *others)
 
 
-def _named_behind(array: Array, axes: tuple[hax.Axis, ...]) -> hax.NamedArray:
-    """With names for its last axes; those in front are of ensembles."""
+def _with_names(array: Array, axes: tuple[hax.Axis, ...]) -> hax.NamedArray:
+    """The array with names for its last axes; those before them are of ensembles."""
     if array.ndim == len(axes):
         return hax.named(array, axes)
     template = hax.named(np.zeros([axis.size for axis in axes], bool), axes)

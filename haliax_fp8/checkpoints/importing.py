@@ -186,11 +186,11 @@ def _frozen(
             inputs[index] = np.float32(matrix.input_scale).view(np.uint32)
     axes = _leading_axes(kernel, parts, place)
 
-    def named(array: np.ndarray, *behind: str) -> Any:
+    def named(array: np.ndarray, *last: str) -> Any:
         if axes is None:
             return parts.placed(array, kernel.weight)
-        sizes = array.shape[array.ndim - len(behind) :] if behind else ()
-        all_axes = (*axes, *(hax.Axis(name, size) for name, size in zip(behind, sizes, strict=True)))
+        sizes = array.shape[array.ndim - len(last) :] if last else ()
+        all_axes = (*axes, *(hax.Axis(name, size) for name, size in zip(last, sizes, strict=True)))
         template = hax.named(np.zeros([axis.size for axis in all_axes], bool), all_axes)
         return jax.tree.unflatten(jax.tree.structure(template), [parts.placed(array, kernel.weight)])
 

@@ -54,7 +54,7 @@ class NameMap:
         """
         if isinstance(names, NameMap):
             return names
-        # A mapping may be an iterable of pairs as well, as far as types know.
+        # To a type checker, a mapping may be an iterable of pairs too.
         pairs: Any = names.items() if isinstance(names, Mapping) else names or ()
         return NameMap(tuple((str(model), str(checkpoint)) for model, checkpoint in pairs))
 

@@ -41,7 +41,7 @@ class ScaledMatrix:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the data."""
+        """Rows and columns of the data, `[out, in]`."""
         return self.data.shape
 
     def __getitem__(self, rows: slice) -> Float32[np.ndarray, "rows in"]:

@@ -33,7 +33,7 @@ class Fp8Config:
         recipe: A recipe, its name, or a scaling to use for all operands.
         overrides: A recipe for each pattern; None leaves the selected layers alone. The first pattern that matches
             wins.
-        amax_history_length: Sets the history length of every delayed scaling, of which there has to be one; None
+        amax_history_length: Sets the history length of every delayed scaling; at least one recipe must have it. None
             keeps the lengths of the recipes (1024 by default).
         compute_dtype: The dtype that the products' operands and results are rounded to; None does not round.
         kernel_residual: What the backward pass keeps of kernels, a `KernelResidual`. Changes memory and speed, not

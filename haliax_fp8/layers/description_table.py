@@ -18,7 +18,7 @@ class Layer(Protocol):
 
     @property
     def shape(self) -> str:
-        """Its axes."""
+        """Its input and output axes."""
         ...
 
     @property
@@ -32,7 +32,7 @@ class Row[L: Layer]:
     """One row: a layer, or several that differ in name and shape alone.
 
     Args:
-        name: The name of the layer, or of its siblings behind that of their parent; without the group's prefix.
+        name: The name of the layer, or those of its siblings after that of their parent; without the group's prefix.
         shapes: Every shape among them, once.
         layer: The first of them.
     """
@@ -65,7 +65,7 @@ def grouped[L: Layer](layers: Sequence[L], kind: "Kind[L]") -> Iterator[Group[L]
 
     Args:
         layers: The layers.
-        kind: What a row says of a layer besides its name and its shape.
+        kind: What a row says of a layer other than its name and shape.
     """
     for stacked, found in itertools.groupby(layers, lambda layer: layer.stacked):
         members = tuple(found)
@@ -74,7 +74,7 @@ def grouped[L: Layer](layers: Sequence[L], kind: "Kind[L]") -> Iterator[Group[L]
 
 
 class Kind[L: Layer](Protocol):
-    """What a row says of a layer besides its name and its shape."""
+    """What a row says of a layer other than its name and shape."""
 
     def __call__(self, layer: L, /) -> Hashable:
         """The same value for layers of which it says the same."""

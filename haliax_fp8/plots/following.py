@@ -16,7 +16,7 @@ def delayed_scaling(
 ) -> Figure:
     """Bars for the amax of each step, and for each scaling the largest value that fits: `scale * format.max`.
 
-    A bar above a curve is clipped: the history has not seen a tensor so large. The first step has the scale 1, so its
+    A bar above a curve is clipped: the history has not seen such a large tensor. The first step has the scale 1, so its
     limit is the format's maximum; it is not drawn.
 
     Args:

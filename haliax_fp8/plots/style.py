@@ -48,7 +48,7 @@ def look(index: int) -> Look:
 
 
 def panels(rows: int, height: float, *, ratios: tuple[float, ...] | None = None) -> tuple[Figure, list[Axes]]:
-    """A figure with panels below each other that share their x axis.
+    """A figure with panels one above the other, which share their x axis.
 
     Args:
         rows: How many.

@@ -83,7 +83,7 @@ def filter_value_and_grad(function: Callable[..., Any], *, has_aux: bool = False
             recording = [_accumulating(leaf, i, reached) for i, leaf in enumerate(eqx.combine(differentiated, rest))]
             return function(jax.tree.unflatten(structure, recording), *args, **kwargs)
 
-        # To JAX, `fp32_max_grad` is no more a float than an integer is.
+        # JAX does not count `fp32_max_grad` as a float, so it is allowed as integers are.
         value, gradients = jax.value_and_grad(of, has_aux=has_aux, allow_int=True)(differentiated)
         if not way.tables:
             gradients = _replaced(gradients, places, complete_states(states, [gradients[i] for i in places]))

@@ -84,7 +84,7 @@ def read_header(path: pathlib.Path) -> dict[str, Stored]:
     end = 8 + length
     for name, stored in sorted(found.items(), key=lambda item: (item[1].offset, item[1].bytes)):
         if stored.offset != end:
-            kind = "overlap the tensor" if stored.offset < end else "leave a gap behind the tensor"
+            kind = "overlap the tensor" if stored.offset < end else "leave a gap after the tensor"
             raise BrokenCheckpoint(file, f"its bytes {kind} before it; the file is damaged", name)
         end += stored.bytes
     if end != size:

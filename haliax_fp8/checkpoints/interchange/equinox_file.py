@@ -1,4 +1,4 @@
-"""Files of Equinox's serialisation, with an index of names behind the leaves.
+"""Files of Equinox's serialisation, with an index of names after the leaves.
 
 Equinox's own `tree_deserialise_leaves` reads these files too: it does not read beyond the last leaf.
 """

@@ -33,7 +33,7 @@ def fitted(
 
     A row `[scale, newest, oldest, ..., second newest, guard]` keeps its newest amaxes. If some have to go, the oldest
     that stays becomes the largest of these and itself, so that the maximum of the history stays the same until the next
-    step; missing ones are zeros, older than all others. The scale is computed anew from the history, as in a step.
+    step; missing ones are zeros, older than all others. The scale is computed again from the history, as in a step.
 
     Args:
         table: `[*stack, operands, columns]`, float32. Static scaling's amax of calibration counts as a history of one.

@@ -58,7 +58,7 @@ class WithJoined(AbstractSource):
         return kept | {name: made.entry for name, made in self.made.items()}
 
     def read(self, wanted: Mapping[str, Any]) -> Mapping[str, Any]:
-        """What is made anew is made on the host."""
+        """Arrays that have to be made are made on the host."""
         direct = {name: to for name, to in wanted.items() if name not in self.made}
         needed = {part for name in wanted if name in self.made for part in self.made[name].sources}
         found = self.source.read(direct | dict.fromkeys(needed))

@@ -30,8 +30,9 @@ def load_into[M](
     """A model with the numbers of a checkpoint, which may be of another recipe, or of the plain model.
 
     What has the name and the shape of a leaf is loaded, in the leaf's dtype and onto its devices, one leaf at a time.
-    Histories of delayed scaling are cut or padded so that their maximum stays the same, and scales computed anew. Other
-    state starts fresh. So a plain model's checkpoint loads into a converted one and the reverse, with any recipe.
+    Histories of delayed scaling are cut or padded so that their maximum stays the same, and scales are computed from
+    them. Other state starts fresh. So a plain model's checkpoint loads into a converted one and the reverse, with any
+    recipe.
 
     Args:
         model: What to load into: a model, a tuple of model and optimizer state, any tree. Arrays may be

@@ -21,8 +21,8 @@ def open_checkpoint(path: Any, model: Any, made_from: Any) -> AbstractSource:
 
     Args:
         path: As in `load_into`.
-        model: Likewise.
-        made_from: Likewise.
+        model: As there.
+        made_from: As there.
 
     Raises:
         ValueError: If there is nothing, or nothing that can be read.

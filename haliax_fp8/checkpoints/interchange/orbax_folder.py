@@ -45,7 +45,7 @@ class OrbaxFolder(AbstractSource):
 
     @property
     def entries(self) -> Entries:
-        """What the folder holds."""
+        """What the folder holds, by name."""
         return self._entries
 
     def read(self, wanted: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -65,7 +65,7 @@ class OrbaxFolder(AbstractSource):
         return {name: array for name, array in zip(self._names, flat, strict=True) if name in wanted}
 
     def how(self, name: str) -> str | None:
-        """Every one is stored."""
+        """None: every entry is stored as it is."""
         return None
 
     def _checkpointer(self) -> Any:

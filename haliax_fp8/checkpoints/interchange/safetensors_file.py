@@ -35,7 +35,7 @@ def open_safetensors(path: pathlib.Path) -> HostArrays:
     """The tensors of a file.
 
     Raises:
-        ValueError: If the file is damaged, or a tensor has a type that JAX has not.
+        ValueError: If the file is damaged, or a tensor has a type that JAX lacks.
     """
     try:
         # Open as long as the source: the file is mapped, and may be replaced meanwhile.

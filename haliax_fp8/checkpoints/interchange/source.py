@@ -49,13 +49,13 @@ class Lazily(Mapping[str, Any]):
         self._names, self._make = frozenset(names), make
 
     def __getitem__(self, name: str) -> Any:
-        """The value, made anew."""
+        """The value of a name, made each time it is looked up."""
         if name not in self._names:
             raise KeyError(name)
         return self._make(name)
 
     def __iter__(self) -> Any:
-        """The names, sorted."""
+        """The names in alphabetical order."""
         return iter(sorted(self._names))
 
     def __len__(self) -> int:
@@ -77,7 +77,7 @@ class HostArrays(AbstractSource):
 
     @property
     def entries(self) -> Entries:
-        """As listed."""
+        """The entries that the checkpoint lists, by name."""
         return self.listed
 
     def read(self, wanted: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -85,5 +85,5 @@ class HostArrays(AbstractSource):
         return Lazily(wanted, self.array)
 
     def how(self, name: str) -> str | None:
-        """Every one is stored."""
+        """None: every entry is stored as it is."""
         return None

@@ -49,7 +49,7 @@ class CompressedTensors(AbstractLayout):
 
     @property
     def cache_scales(self) -> tuple[str, str]:
-        """Beside the projections."""
+        """Names of attention's own scales, next to its projections."""
         return "k_scale", "v_scale"
 
     def block(self, shape: tuple[int, int]) -> tuple[int, int]:

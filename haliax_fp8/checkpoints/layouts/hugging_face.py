@@ -9,7 +9,7 @@ from .base import WEIGHT_SCALES, AbstractLayout
 
 @dataclasses.dataclass(frozen=True)
 class HuggingFaceFp8(AbstractLayout):
-    """Weights in square blocks, with `weight_scale_inv`, which multiplies them in spite of its name.
+    """Weights in square blocks, with `weight_scale_inv`, which multiplies them despite its name.
 
     Args:
         size: The rows and columns of a block.
@@ -27,11 +27,11 @@ class HuggingFaceFp8(AbstractLayout):
 
     @property
     def scale_name(self) -> str:
-        """`weight_scale_inv`."""
+        """`weight_scale_inv`, by which engines multiply."""
         return WEIGHT_SCALES[1]
 
     def block(self, shape: tuple[int, int]) -> tuple[int, int]:
-        """The square."""
+        """Squares of `size` rows and columns."""
         return self.size, self.size
 
     def config_files(

@@ -65,7 +65,7 @@ def matched(pattern: str, names: Iterable[str], *, file: str, key: str, parents:
         )
     except (subprocess.TimeoutExpired, subprocess.CalledProcessError):
         problem = (
-            f"{pattern!r:.80} takes more than {_SECONDS} s for {len(names)} names: engines would hang; write it anew"
+            f"{pattern!r:.80} takes more than {_SECONDS} s for {len(names)} names: engines would hang; simplify it"
         )
         raise BrokenCheckpoint(file, problem, key) from None
     return set(json.loads(done.stdout))

@@ -20,16 +20,16 @@ class ModelOptFp8(AbstractLayout):
 
     @property
     def is_static(self) -> bool:
-        """True."""
+        """True: each layer has a scale for its input."""
         return True
 
     @property
     def cache_scales(self) -> tuple[str, str]:
-        """Within the projections."""
+        """Names of scales within the projections of keys and values."""
         return "k_proj.k_scale", "v_proj.v_scale"
 
     def block(self, shape: tuple[int, int]) -> tuple[int, int]:
-        """The whole kernel."""
+        """The whole kernel, which has one scale."""
         return shape
 
     def tensors(self, shape: tuple[int, int]) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
@@ -37,7 +37,7 @@ class ModelOptFp8(AbstractLayout):
         return {"weight": (FP8, shape), WEIGHT_SCALES[0]: (FLOAT32, ()), INPUT_SCALES[0]: (FLOAT32, ())}
 
     def encode(self, matrix: ScaledMatrix) -> dict[str, np.ndarray]:
-        """A layer's tensors."""
+        """A layer's weight and its two scales, as numbers without axes."""
         scales = {WEIGHT_SCALES[0]: matrix.scale.reshape(()), INPUT_SCALES[0]: np.float32(matrix.input_scale)}
         return {"weight": matrix.data} | {name: np.asarray(scale, np.float32) for name, scale in scales.items()}
 

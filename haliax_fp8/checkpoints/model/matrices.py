@@ -38,7 +38,7 @@ class Parts:
     def named(self, place: Place) -> Iterator[tuple[str, tuple[int, ...]]]:
         """The name of each part, and its index along the leading axes.
 
-        Members of an ensemble and experts are numbered behind the name.
+        Members of an ensemble and experts are numbered after the name.
 
         Args:
             place: Where the array, or its layer, is.

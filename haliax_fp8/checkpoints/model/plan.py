@@ -176,7 +176,7 @@ def _cache_scales(
         raise ValueError(
             "kv_cache_scales=True, and nothing in the model has seen keys and values: the state of a projection holds "
             "amaxes of its input, kernel and output gradient, and none of its output, which is rotated before it is "
-            "cached besides. Train with attention.Fp8Attention, or calibrate a model that has it"
+            "cached. Train with attention.Fp8Attention, or calibrate a model that has it"
         )
     for cache in caches:
         for i, part in enumerate(cache_names):
@@ -194,7 +194,7 @@ def _quantized(
         if (finer := spread(made, block)) is None:
             raise ValueError(
                 f"{matrix.name} is in FP8 in blocks of {made.block}, which the layout's blocks of {block} cannot hold; "
-                "choose the layout that it was imported from, or thaw the model to quantize it anew"
+                "choose the layout that it was imported from, or thaw the model to quantize it again"
             )
         return dataclasses.replace(finer, input_scale=made.input_scale if static else None)
     training = choices.training_scales

@@ -53,7 +53,7 @@ class ServedMatrices:
 
     @property
     def _sizes(self) -> tuple[int, ...]:
-        """Of the kernel's axes."""
+        """The sizes of the kernel's axes, in the kernel's order."""
         stored = self.kernel.data.array.shape[self.leading :]
         return tuple(stored[self.kernel.order.index(axis)] for axis in range(len(stored)))
 

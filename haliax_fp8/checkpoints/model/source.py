@@ -254,7 +254,7 @@ def is_norm(owner: Any) -> bool:
 
 
 def other_arrays(layer: Any, rule: LayerRule, place: Place) -> list[tuple[str, Any, Parts]]:
-    """The arrays of a layer besides its weight, such as its bias: the field, the array and where its parts lie.
+    """The arrays of a layer other than its weight, such as its bias: the field, the array and where its parts lie.
 
     Args:
         layer: The layer.

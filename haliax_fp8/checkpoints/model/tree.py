@@ -43,7 +43,7 @@ class Place:
 
         Args:
             blocks: One number for each axis of the stack.
-            *more: Components behind it.
+            *more: Components that follow it.
         """
         numbers: Iterator[int] = iter(blocks)
         return ".".join([*(str(next(numbers)) if part is None else part for part in self.parts), *map(str, more)])

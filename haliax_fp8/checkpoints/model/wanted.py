@@ -86,7 +86,7 @@ class Found:
         return self.values
 
     def rows(self, start: int, stop: int) -> "Found":
-        """Some of its outputs."""
+        """The rows of some of its outputs."""
         if not isinstance(self.values, ScaledMatrix):
             return Found(self.name, self.values[start:stop])
         matrix = self.values
@@ -183,7 +183,7 @@ class Wanted:
                 sizes = [self.outputs.get(f"{parent}.{part}" if parent else part) for part in parts]
                 if None in sizes:
                     raise ValueError(
-                        f"{whole} holds {', '.join(parts)}, of which the model has not all; join its layers"
+                        f"{whole} holds {', '.join(parts)}, and the model lacks some of them; join its layers"
                     )
                 start = sum(size for size in sizes[: parts.index(last)] if size)
                 found = self._read(whole, field)

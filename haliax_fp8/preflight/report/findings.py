@@ -29,7 +29,7 @@ def _changes(target: Target, step: Program, other: Program) -> list[str]:
     """What the other setting changes, as `there instead of here`."""
     shares = f"{other.fp8_share:.1%}", f"{step.fp8_share:.1%}"
     found = [
-        f"{shares[0]} of the FLOPs in FP8{' as well' if shares[0] == shares[1] else f' instead of {shares[1]}'}",
+        f"{shares[0]} of the FLOPs in FP8{' too' if shares[0] == shares[1] else f' instead of {shares[1]}'}",
         f"{other.others.count} other kernels instead of {step.others.count}",
     ]
     if target.peaks is not None:

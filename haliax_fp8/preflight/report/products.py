@@ -56,7 +56,7 @@ def _numbered_alike(path: str) -> str:
 
 
 def cells(row: Row, program: Program) -> tuple[str, ...]:
-    """What `COLUMNS` names."""
+    """The cells of a row, one for each name in `COLUMNS`."""
     product = row.product
     verdict = f"{product.verdict.value}: {product.reason}" if product.reason else product.verdict.value
     operands = product.lhs if product.lhs == product.rhs else f"{product.lhs}·{product.rhs}"
