@@ -135,7 +135,20 @@ PARTS = {
 }
 """Parts of an 8-bit recipe, each product alone in FP8."""
 
+WITHOUT_ATTENTION = {"bf16 + 1 ulp": TWIN} | {
+    f"{name}, attention in bf16": _variant(name, "*.attention.*", calibrated=name == "delayed")
+    for name in ("delayed", "current", "rowwise", "deepseek", "mxfp8")
+}
+"""8-bit recipes, with the projections of attention in bf16."""
+
 STRESS = {name: RECIPES[name] for name in RECIPES if name not in ("bf16 + 1 ulp", "rowwise_wgrad_bf16")}
 
-SUITES = {"recipes": RECIPES, "delayed": DELAYED, "parts": PARTS, "nvfp4": NVFP4, "stress": STRESS}
+SUITES = {
+    "recipes": RECIPES,
+    "delayed": DELAYED,
+    "parts": PARTS,
+    "attention": WITHOUT_ATTENTION,
+    "nvfp4": NVFP4,
+    "stress": STRESS,
+}
 """Variants by name; bf16 is compared with in each."""
