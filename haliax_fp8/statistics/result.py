@@ -1,6 +1,6 @@
 """OpStatistics and ModelStatistics: what was measured of the operands of one op, and of all ops of a model."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import equinox as eqx
@@ -65,7 +65,7 @@ class OpStatistics(Printable, eqx.Module):
     @property
     def sqnr(self) -> Float32[Array, "*stack 3"]:
         """The signal-to-quantization-noise ratio in dB: `-10 log10(error)`; infinite without error."""
-        return -10.0 * jnp.log10(self.error)
+        return self._derived(lambda xp: xp.float32(-10.0) * xp.log10(self.error))
 
     @property
     def mse(self) -> Float32[Array, "*stack 3"]:
@@ -75,7 +75,14 @@ class OpStatistics(Printable, eqx.Module):
     @property
     def over_noise(self) -> Float32[Array, "*stack 3"]:
         """`|x| / (sqrt(3) |x - q|)`: below 1, noise of quantization outweighs a gradient (arXiv:2505.19115)."""
-        return 1.0 / jnp.sqrt(3.0 * self.error)
+        return self._derived(lambda xp: xp.float32(1.0) / xp.sqrt(xp.float32(3.0) * self.error))
+
+    def _derived(self, function: Callable[[Any], Any]) -> Any:
+        """What a function computes, with JAX's functions or, of numbers that are on the host, with NumPy's."""
+        if not isinstance(self.error, np.ndarray):
+            return function(jnp)
+        with np.errstate(divide="ignore"):
+            return function(np)
 
     def __rich__(self) -> Table:
         table = new_table("Quantization of each operand" + (" (the worst of a stack)" if self.amax.ndim > 1 else ""))
@@ -141,10 +148,11 @@ class ModelStatistics(Printable, eqx.Module):
             >>> float(measured.flat()["fp8/layers.0/input/saturation"])
             0.0
         """
+        of_ops = self.of_ops
+        if not any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(of_ops)):
+            of_ops = jax.device_get(of_ops)
         names = (*OpStatistics.__dataclass_fields__, "sqnr", "mse", "over_noise")
-        columns = [{name: x for name in names if (x := getattr(op, name)) is not None} for op in self.of_ops]
-        if not any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(columns)):
-            columns = jax.device_get(columns)
+        columns = [{name: x for name in names if (x := getattr(op, name)) is not None} for op in of_ops]
         return {
             f"{prefix}/{numbered(path, index)}/{operand}/{name}": values[name][*index, i]
             for path, values in zip(self.paths, columns, strict=True)

@@ -95,8 +95,7 @@ class MeasuredScaling(AbstractStatefulScaling):
             members: Which elements belong together.
             active: The share of a layer's experts that have rows; 1 by default.
         """
-        x, quantized = made_before_it_is_measured((x, quantized))
-        statistics = statistics_of(x, quantized, members, self.format, active)
+        statistics = statistics_of(*made_before_it_is_measured((x, quantized)), members, self.format, active)
         if self._stateful is not None and self._inner_numbers:
             inner = self._stateful.measure(x, quantized, members.ensemble)
             inner = members.largest_numbers(jnp.max(inner.astype(jnp.float32), axis=-1))
