@@ -287,7 +287,7 @@ CHANGES = (
         "_product/scaled_dot.py",
         "return whole and all(x.scale.shape[axis] == 1 for axis in contract)",
         "return whole",
-        ("test_exactness.py::test_every_recipe_differentiated_first",),
+        ("test_transformations.py::test_every_recipe_differentiated_first",),
     ),
     Change(
         "dgrad accumulates fast",
@@ -377,7 +377,7 @@ CHANGES = (
         "_jax/mesh_axes.py",
         'to="varying") if missing else x',
         'to="varying") if False else x',
-        ("test_exactness.py::test_shard_map_takes_the_maximum_over_devices",),
+        ("test_transformations.py::test_shard_map_takes_the_maximum_over_devices",),
     ),
     Change(
         "the gradient's axes are in lhs's order of contraction",
@@ -462,7 +462,7 @@ CHANGES = (
         "_state/form.py",
         "lax.pmax(measured, devices) if devices else measured",
         "measured",
-        ("test_exactness.py::test_shard_map_takes_the_maximum_over_devices",),
+        ("test_transformations.py::test_shard_map_takes_the_maximum_over_devices",),
     ),
     Change(
         "with check_vma=False nothing is reduced",
@@ -1053,14 +1053,14 @@ CHANGES = (
         "_product/primitive.py",
         "return to_front(out, axis, out.shape[axis], 0), 0",
         "return out, axis",
-        ("test_exactness.py::test_mapped_derivatives_have_the_axes_of_the_result",),
+        ("test_transformations.py::test_mapped_derivatives_have_the_axes_of_the_result",),
     ),
     Change(
         "state that a custom_jvp replaced with zeros goes unnoticed",
         "_jax/max_grad.py",
         "if any(map(ad.is_undefined_primal, others)) and not ad.is_undefined_primal(state):",
         "if False:",
-        ("test_exactness.py::test_derivatives_of_each_row_inside_equinoxs",),
+        ("test_transformations.py::test_derivatives_of_each_row_inside_equinoxs",),
     ),
     Change(
         "a cast by a caller inside shard_map counts as one outside",
@@ -1081,7 +1081,7 @@ CHANGES = (
         "_product/three_products.py",
         "devices = () if measured is None else axes_to_reduce(",
         "devices = () if measured is None or spec.ensemble == 0 else axes_to_reduce(",
-        ("test_exactness.py::test_shard_map_takes_the_maximum_over_devices",),
+        ("test_transformations.py::test_shard_map_takes_the_maximum_over_devices",),
     ),
     # --- folders of weights, statistics, memory
     Change(

@@ -51,10 +51,27 @@ WITH_THE_MARKER = {"_state/marker.py", "_state/op_state.py", "_state/records.py"
 OF_THE_PREFLIGHT = {"devices", "_jax", "_numerics", "_tables", "_product"}
 NAMES_OF_THE_PRODUCT = {"names"}
 
+# What XLA is told with, of `jax.lax`.
+TO_XLA = {"optimization_barrier", "platform_dependent"}
+
 # What comes with an extra, by the folder that needs it; `import haliax_fp8` does without that folder.
 EXTRAS = {"plots": {"matplotlib"}}
 
 MAX_LINES = 330
+
+# Folders of tests that are of no folder of the package, and what their tests are of.
+OTHER_TESTS = {
+    "command_line",  # `_cli`, and the models of `demo`
+    "examples",  # the examples
+    "mutations",  # wrong changes that tests notice: no tests
+    "others",  # scripts for environments with other libraries
+    "pages",  # the built site, in a browser
+    "peers",  # models and tests of other packages
+    "programs",  # what needs XLA's compilers for accelerators
+    "project",  # the repository
+    "reference",  # independent models: no tests
+    "shared",  # helpers: no tests
+}
 
 
 def files() -> list[Path]:
@@ -106,6 +123,22 @@ def imported_from(path: Path, folder: Path) -> set[str]:
 
 over_files = pytest.mark.parametrize("path", files(), ids=lambda path: str(path.relative_to(ROOT)))
 over_folders = pytest.mark.parametrize("folder", folders(), ids=lambda path: path.relative_to(ROOT.parent).as_posix())
+
+
+def test_tests_mirror_the_package():
+    """A test is in the folder that is named like the package's, without the underscore, or in one of a short list."""
+    tests = Path(__file__).parents[1]
+    mirrored = {room.strip("_") for room in FLOOR}
+    assert not mirrored & OTHER_TESTS
+    found = [path.relative_to(tests) for path in tests.rglob("*") if path.suffix == ".py"]
+    assert [str(path) for path in found if len(path.parts) != 2] == ["conftest.py"]
+    assert {path.parts[0] for path in found if len(path.parts) == 2} <= mirrored | OTHER_TESTS
+
+
+def test_names_of_tests_are_unique():
+    """pytest imports a file by its name alone, and `mutations/changes.py` names files so."""
+    names = [path.name for path in Path(__file__).parents[1].rglob("test_*.py")]
+    assert len(names) == len(set(names))
 
 
 def test_every_room_has_a_place():
@@ -173,6 +206,20 @@ def test_numerics_do_not_need_haliax(path):
 def test_only_one_folder_imports_the_internals_of_jax(path):
     internals = [name for name in imports(path) if name.startswith(("jax._src", "jaxlib"))]
     assert not internals or room_of(path) == "_jax"
+
+
+@over_files
+def test_one_folder_talks_to_xla(path):
+    """`_jax/xla.py` has a function for each barrier and each switch between platforms, named after what it is for."""
+    nodes = list(ast.walk(tree_of(path)))
+    used = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    used |= {alias.name for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names}
+    assert not used & TO_XLA or room_of(path) == "_jax"
+
+
+def test_this_file_sees_barriers_and_switches():
+    used = {node.attr for node in ast.walk(tree_of(ROOT / "_jax" / "xla.py")) if isinstance(node, ast.Attribute)}
+    assert used >= TO_XLA
 
 
 @over_files

@@ -1,0 +1,90 @@
+"""What `filter_grad` returns: gradients of ordinary element types, whatever the differentiated function has inside."""
+
+import equinox as eqx
+import haliax as hax
+import haliax.nn as hnn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import assert_same
+
+import haliax_fp8 as fp8
+
+
+In, Out, Batch = hax.make_axes(embed=8, out=4, batch=8)
+
+
+class TwoLayers(eqx.Module):
+    """One of Haliax, one of Equinox; the first is used twice."""
+
+    first: hnn.Linear
+    second: eqx.nn.Linear
+
+    def __call__(self, x):
+        h = self.first(x) + hax.tanh(self.first(0.5 * x))
+        return self.second(h.array) if h.ndim == 1 else jax.vmap(self.second)(h.array)
+
+
+def two_layers(recipe):
+    first, second = jax.random.split(jax.random.key(0))
+    model = TwoLayers(hnn.Linear.init(In, Out, key=first), eqx.nn.Linear(4, 2, key=second))
+    return fp8.fp8_linear_layers(model, recipe=recipe)
+
+
+def loss(model, x):
+    return (model(x) ** 2).mean()
+
+
+def mapped(model, x):
+    return jax.vmap(lambda row: loss(model, hax.named(row, In)))(x.array).mean()
+
+
+X = hax.random.normal(jax.random.key(1), (Batch, In))
+
+# How a gradient is taken, and of what.
+WAYS = {
+    "alone": lambda model: fp8.filter_grad(loss)(model, X),
+    "jit": lambda model: eqx.filter_jit(fp8.filter_grad(loss))(model, X),
+    "vmap in the loss": lambda model: eqx.filter_jit(fp8.filter_grad(mapped))(model, X),
+    "vmap around": lambda model: eqx.filter_jit(
+        lambda model: eqx.filter_vmap(lambda row: fp8.filter_grad(loss)(model, hax.named(row, In)))(X.array)
+    )(model),
+    "checkpoint": lambda model: eqx.filter_jit(fp8.filter_grad(eqx.filter_checkpoint(loss)))(model, X),
+}
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+@pytest.mark.parametrize(
+    "way", [pytest.param("alone", marks=pytest.mark.more), *(way for way in WAYS if way != "alone")]
+)
+def test_no_leaf_of_a_gradient_has_an_extended_type(way, recipe):
+    """Optimizers, checkpoints and NumPy know nothing of `fp32_max_grad`."""
+    model = two_layers(recipe)
+    gradients = WAYS[way](model)
+    leaves = jax.tree.leaves(eqx.filter(gradients, eqx.is_array))
+    assert len(leaves) == len(jax.tree.leaves(eqx.filter(model, eqx.is_inexact_array)))
+    assert not any(jnp.issubdtype(leaf.dtype, jax.dtypes.extended) for leaf in leaves)
+    assert all(np.isfinite(leaf).all() for leaf in leaves)
+
+
+def test_inside_the_differentiated_function_state_has_one():
+    """Or the test above would hold by itself."""
+    seen = []
+
+    def observed(model, x):
+        arrays = jax.tree.leaves(fp8.partition_for_grad_overwrite(model)[0])
+        seen.append([jnp.issubdtype(x.dtype, jax.dtypes.extended) for x in arrays])
+        return loss(model, x)
+
+    eqx.filter_jit(fp8.filter_grad(observed))(two_layers("delayed"), X)
+    assert seen and all(all(found) and len(found) == 2 for found in seen)
+
+
+@pytest.mark.more
+def test_several_uses_outside_jit():
+    layer = fp8.fp8_linear_layers(eqx.nn.Linear(4, 2, key=jax.random.key(0)))
+    uses = lambda layer, x: (layer(x) + layer(3.0 * x)).sum()
+    gradients = fp8.filter_grad(uses)(layer, jnp.ones(4))
+    assert float(gradients.dot_general.amax_history("input")[0]) == 3.0
+    assert_same(gradients, eqx.filter_jit(fp8.filter_grad(uses))(layer, jnp.ones(4)))
