@@ -213,8 +213,8 @@ ZEROS = jnp.zeros((1, 4, 2, 64))
         (([1.0], ZEROS, ZEROS), {}, "is list; pass a floating-point array"),
         ((ZEROS[:, :2], ZEROS, ZEROS), {"is_causal": True}, "needs the same number of both"),
         ((ZEROS,) * 3, {"is_causal": 1}, "is_causal=1"),
-        ((ZEROS, ZEROS, ZEROS, ZEROS), {}, "bias was given"),
-        ((ZEROS,) * 3, {"mask": jnp.ones((4, 4), bool)}, "mask was given"),
+        ((ZEROS, ZEROS, ZEROS, ZEROS), {}, "bias was passed"),
+        ((ZEROS,) * 3, {"mask": jnp.ones((4, 4), bool)}, "mask was passed"),
     ],
 )
 def test_what_it_does_not_take(arguments, options, message):

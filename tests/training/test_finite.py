@@ -62,7 +62,7 @@ def test_what_is_read_and_what_is_not():
         require_finite_step({"loss": jnp.float32(jnp.nan), **measured})
     with pytest.raises(ValueError, match="metrics is empty"):
         require_finite_step({})
-    with pytest.raises(ValueError, match="outside of jit"):
+    with pytest.raises(ValueError, match="outside jit"):
         jax.jit(lambda loss: require_finite_step({"loss": loss}))(1.0)
 
 
