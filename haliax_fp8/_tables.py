@@ -5,6 +5,7 @@ import io
 import itertools
 import shutil
 from collections.abc import Sequence
+from typing import Any
 
 import rich.box
 from rich.console import Console, RenderableType
@@ -47,11 +48,12 @@ def new_table(title: str, caption: str = "") -> Table:
         title: The line above it.
         caption: The lines below it.
     """
+    # A title is as wide as its table, and would break above a narrow one.
+    whole: dict[str, Any] = {"no_wrap": True, "overflow": "ignore"} if len(title) <= columns() else {}
     return Table(
-        title=Text(title, "bold") if title else None,
+        title=Text(title, "bold", **whole) if title else None,
         title_justify="left",
         box=rich.box.SIMPLE,
-        min_width=len(title),  # a title is as wide as its table, and would break above a narrow one
         # Text, not markup, which would read brackets as styles.
         caption=Text(caption) if caption else None,
         caption_justify="left",
