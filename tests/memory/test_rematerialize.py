@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from helpers import assert_same
 
 import haliax_fp8 as fp8
 from haliax_fp8.memory import (
@@ -65,11 +66,6 @@ class BlockInCode(eqx.Module):
         swiglu = rematerialized(lambda gate, up: hnn.silu(gate) * up)
         h = rematerialized(self.norm)(x)
         return x + self.mlp.down(swiglu(self.mlp.gate(h), self.mlp.up(h)))
-
-
-def same(tree, other):
-    """Whether trees have the same structure, classes included, and the same values."""
-    return bool(eqx.tree_equal(tree, other))
 
 
 RULES = (BetweenLayers((GLU,), before=("gate", "up"), after=("down",), gated=True), *default_rematerialization)
@@ -182,13 +178,13 @@ def test_modules_are_what_they_were_to_everybody_else():
 def test_it_is_reversible_and_changes_nothing_twice():
     model = fp8.fp8_linear_layers(stacked())
     changed = rematerialize(model, rules=RULES)
-    assert same(restore_rematerialized(changed), model)
-    assert same(rematerialize(changed, rules=RULES), changed)
+    assert_same(restore_rematerialized(changed), model)
+    assert_same(rematerialize(changed, rules=RULES), changed)
     # The order of both conversions does not matter.
-    assert same(fp8.fp8_linear_layers(rematerialize(stacked(), rules=RULES)), changed)
+    assert_same(fp8.fp8_linear_layers(rematerialize(stacked(), rules=RULES)), changed)
     in_float32 = rematerialize(changed, rules=RULES, in_float32=True)
     assert "GLU in float32" in fp8.describe(in_float32).rematerialized.values()
-    assert same(restore_rematerialized(model), model)
+    assert_same(restore_rematerialized(model), model)
 
 
 def test_state_dicts_and_files_stay_the_same(tmp_path):
@@ -198,10 +194,10 @@ def test_state_dicts_and_files_stay_the_same(tmp_path):
     assert dicts[0].keys() == dicts[1].keys()
     other = jax.tree.map(lambda x: x + 1, changed)
     loaded = state_dicts.from_state_dict(other, dicts[0])
-    assert type(loaded.stacked.norm) is type(changed.stacked.norm) and same(loaded, changed)
+    assert_same(loaded, changed)
     eqx.tree_serialise_leaves(tmp_path / "plain.eqx", model)
-    assert same(eqx.tree_deserialise_leaves(tmp_path / "plain.eqx", other), changed)
-    assert same(pickle.loads(pickle.dumps(changed)), changed)
+    assert_same(eqx.tree_deserialise_leaves(tmp_path / "plain.eqx", other), changed)
+    assert_same(pickle.loads(pickle.dumps(changed)), changed)
 
 
 @pytest.mark.more

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax.linen import fp8_ops as flax_ops
+from helpers import assert_same_bits
 
 from haliax_fp8 import ops
 
@@ -31,17 +32,6 @@ over_ways_to_run = by_name(
     [(jax.jit, ()), (jax.jit, (1,)), (lambda f: f, (1,))],
     ids=["jit-scalar", "jit-one", "eager-one"],
 )
-
-
-def assert_same_bits(actual, expected):
-    """Same structure, dtypes, shapes and bytes, so that 0 and -0 differ and NaN equals itself."""
-    actual, expected = jax.tree.flatten(actual), jax.tree.flatten(expected)
-    assert actual[1] == expected[1]
-    for a, e in zip(actual[0], expected[0], strict=True):
-        assert (a.dtype, a.shape) == (e.dtype, e.shape)
-        np.testing.assert_array_equal(
-            np.asarray(a).reshape(-1).view(np.uint8), np.asarray(e).reshape(-1).view(np.uint8)
-        )
 
 
 def random_values(seed, shape, dtype=f32, binades=30):

@@ -16,6 +16,7 @@ from helpers import (
     E5M2,
     EPS,
     accumulation_error,
+    assert_same_bits,
     assert_within,
     dimension_numbers,
     dot_generals,
@@ -122,12 +123,6 @@ FLAX_NAMES = dict(zip(OPERANDS, ("lhs", "rhs", "grad"), strict=True))
 def flax_state(length: int):
     names = FLAX_NAMES.values()
     return {f"{n}_scale": jnp.ones(1) for n in names} | {f"{n}_amax_history": jnp.zeros(length) for n in names}
-
-
-def assert_same_bits(actual, expected, message):
-    actual, expected = np.asarray(actual), np.asarray(expected)
-    assert actual.dtype == expected.dtype and actual.shape == expected.shape, message
-    np.testing.assert_array_equal(actual.view(np.uint32), expected.view(np.uint32), err_msg=message)
 
 
 @pytest.mark.parametrize(

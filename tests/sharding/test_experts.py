@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import assert_same
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
@@ -62,10 +63,6 @@ def on_devices(loss, *, check_vma=True, outside=False):
     )
 
 
-def assert_equal(actual, expected):
-    jax.tree.map(np.testing.assert_array_equal, jax.tree.leaves(actual), jax.tree.leaves(expected))
-
-
 def of_rows(rows):
     """Rows without what lies beyond those of a device's experts, which one device alone does not have in between."""
     kept = [np.asarray(rows[i * ROWS // DEVICES :][: SIZES[2 * i : 2 * i + 2].sum()]) for i in range(DEVICES)]
@@ -87,7 +84,7 @@ def test_under_shard_map(check_vma, outside):
     expected = eqx.filter_jit(fp8.filter_grad(loss))(
         (op, kernels, alone), SIZES, jnp.concatenate([of_rows(c), beyond_c])
     )
-    assert_equal(got[:2], expected[:2])
+    assert_same(got[:2], expected[:2])
     np.testing.assert_array_equal(of_rows(got[2]), expected[2][: -len(beyond)])
     assert not np.any(got[1][1]) and np.any(got[1][0])
 
@@ -105,7 +102,7 @@ def test_under_automatic_axes(specs):
     gradients = eqx.filter_jit(fp8.filter_grad(lambda params: (params[0].ragged_dot(*params[1:], SIZES) * c).sum()))
     expected = gradients((op, rows, kernels))
     got = gradients((op, jax.device_put(rows, rows_at), jax.device_put(kernels, kernels_at)))
-    assert_equal(got[0], expected[0])
+    assert_same(got[0], expected[0])
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), got[1:], expected[1:])
 
 
@@ -210,7 +207,7 @@ def test_rows_sent_in_fp8_give_the_same(dtype):
         return on_devices(loss, outside=True)
 
     sent = gradients(lambda rows, op: send_rows(rows, op, exchange))
-    assert_equal(sent(params, SIZES, c), gradients(lambda rows, op: exchange(rows))(params, SIZES, c))
+    assert_same(sent(params, SIZES, c), gradients(lambda rows, op: exchange(rows))(params, SIZES, c))
     text = sent.lower(params, SIZES, c).as_text()
     sends = [line for line in text.splitlines() if "stablehlo.all_to_all" in line]
     assert sum("f8E4M3FN" in line for line in sends) == 1 and len(sends) == 2
@@ -273,7 +270,7 @@ def test_use_gmm_with_whole_rows(mapping):
     converted = fp8.fp8_linear_layers(layer, amax_history_length=4)
     got = gmm_gradients(converted, x, c, OF_ALL, mapping)
     expected = gmm_gradients(converted, x, c, OF_ALL)
-    assert_equal(got[0].dot_general, expected[0].dot_general)
+    assert_same(got[0].dot_general, expected[0].dot_general)
     for actual, reference in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(actual, reference, rtol=1e-5, atol=1e-5)
     assert got[0].use_gmm and fp8.restore_linear_layers(converted) == layer
@@ -302,6 +299,6 @@ def test_use_gmm_with_rows_of_each_device(mapping, sizes, of_devices, scale_per_
 
     expected = eqx.filter_jit(fp8.filter_grad(one_after_the_other))((layer, x))
     got = gmm_gradients(layer, x, c, sizes, mapping)
-    assert_equal(got[0].dot_general, expected[0].dot_general)
+    assert_same(got[0].dot_general, expected[0].dot_general)
     for actual, reference in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(actual, reference, rtol=1e-5, atol=1e-5)

@@ -131,6 +131,15 @@ def assert_same(actual, expected) -> None:
             assert type(a) is type(b) and a == b
 
 
+def assert_same_bits(actual, expected, message: str = "") -> None:
+    """Same structure, dtypes, shapes and bytes, so that 0 and -0 differ and NaN equals itself."""
+    assert jax.tree.structure(actual) == jax.tree.structure(expected), message
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        assert (a.dtype, a.shape) == (b.dtype, b.shape), message
+        bits = (np.asarray(x).reshape(-1).view(np.uint8) for x in (a, b))
+        np.testing.assert_array_equal(*bits, err_msg=message)
+
+
 def _readable_by_numpy(x) -> np.ndarray:
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         return np.asarray(jax.random.key_data(x))
