@@ -62,9 +62,14 @@ class DotDimensions:
         for kind, left, right in (("contracted", lhs_contract, rhs_contract), ("batched", lhs_batch, rhs_batch)):
             sizes = [lhs_shape[axis] for axis in left], [rhs_shape[axis] for axis in right]
             if sizes[0] != sizes[1]:
+                found = f"{sizes[0]} in lhs {tuple(lhs_shape)}, {sizes[1]} in rhs {tuple(rhs_shape)}"
+                layer = (
+                    f". If rhs is the kernel of a layer, its input needs {sizes[1]} features; a layer of Equinox takes "
+                    "one example at a time, and a batch through jax.vmap(model)"
+                )
                 raise ValueError(
-                    f"dimension_numbers={numbers} pair {kind} axes of sizes {sizes[0]} of lhs {tuple(lhs_shape)} with "
-                    f"sizes {sizes[1]} of rhs {tuple(rhs_shape)}; paired axes must have the same size"
+                    f"{kind} axes differ in size: {found}; dimension_numbers={numbers} pair them, and paired axes must "
+                    f"have the same size{layer if kind == 'contracted' else ''}"
                 )
         return DotDimensions(lhs_contract, rhs_contract, lhs_batch, rhs_batch, len(lhs_shape), len(rhs_shape))
 

@@ -9,12 +9,11 @@ from collections.abc import Callable
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Float32, Int
+from jaxtyping import Array, Float, Float32
 
 from .._jax.xla import on_cuda
 from .._numerics.quantized_array import QuantizedArray, expand
 from .dimensions import DotDimensions
-from .grouped.rows import of_each_row
 
 
 FLOAT32 = np.dtype(np.float32)
@@ -137,21 +136,17 @@ def members_dot(
     return (out * scale.reshape(scale.shape + (1,) * (out.ndim - scale.ndim))).astype(dtype)
 
 
-def rows_of_groups_scaled(
-    out: Float32[Array, "*members rows columns"],
-    scale: Float32[Array, "*members groups"],
-    group_sizes: Int[Array, "*members groups"],
-    dtype: np.dtype,
+def each_row_scaled(
+    out: Float32[Array, "*members rows columns"], of_rows: Float32[Array, "*members rows"], dtype: np.dtype
 ) -> Float[Array, "*members rows columns"]:
-    """A product of groups of rows, each times its group's scale.
+    """A product of groups of rows, each row times the scale of its group.
 
     Args:
         out: The product of the data.
-        scale: The product of both operands' scales.
-        group_sizes: How many rows each group has.
+        of_rows: The product of both operands' scales, for each row.
         dtype: Of the result.
     """
-    return (out * of_each_row(scale, group_sizes, out.shape[-2])[..., None]).astype(dtype)
+    return (out * of_rows[..., None]).astype(dtype)
 
 
 def scalar(x: Float32[Array, "..."]) -> Float32[Array, ""]:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from .._op import Fp8DotGeneral
+from .._product.arguments import check_operands
 from .kernel import Kernel
 from .rebuilt import rebuilt
 from .rule import LayerRule, integer_weight
@@ -43,6 +44,7 @@ class Fp8Linear(eqx.nn.Linear):
             if jnp.shape(x) != ():
                 raise ValueError(f"x of shape {jnp.shape(x)} must be a scalar: the layer's in_features is 'scalar'")
             x = jnp.broadcast_to(x, (1,))
+        check_operands(x, x)  # before `result_type`, which takes a tuple for a dtype
         dtype = jnp.result_type(x, self.weight)
         x = self.dot_general(x, self.weight, (((0,), (1,)), ((), ())), preferred_element_type=dtype)
         if self.bias is not None:

@@ -79,10 +79,16 @@ def nothing_to_convert(module: Any, rules: tuple[LayerRule, ...], left: Mapping[
     if isinstance(module, type):
         return ValueError(f"module is the class {module.__name__}, but must be an instance, with weights")
     classes = jax.tree.leaves([rule.layer_type for rule in rules if not isinstance(rule, Refused)])
-    names = ", ".join(f"{cls.__name__} of {cls.__module__.partition('.')[0]}" for cls in classes)
+    names = ", ".join(dict.fromkeys(_public(cls) for cls in classes if not cls.__module__.startswith("haliax_fp8.")))
     found = "".join(f"; {path or 'the module itself'} cannot be: {reason}" for path, reason in list(left.items())[:3])
     return ValueError(
-        f"module of class {type(module).__name__} has no layer to convert{found}. Convertible are {names}, anywhere in "
+        f"this {type(module).__name__} contains no layer that can be converted{found}. Supported: {names}, anywhere in "
         "a tree of modules, lists and dicts. If a module multiplies by plain arrays, call an Fp8DotGeneral or "
         "Fp8Einsum there; for your own layer class, give Fp8Config(rules=...) a LayerRule"
     )
+
+
+def _public(cls: type) -> str:
+    """The name by which a class is imported: those of Haliax and Equinox are in `nn`."""
+    package = cls.__module__.partition(".")[0]
+    return f"{package}.nn.{cls.__name__}" if package in ("haliax", "equinox") else f"{cls.__module__}.{cls.__name__}"

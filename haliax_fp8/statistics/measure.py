@@ -27,7 +27,7 @@ from ..recipes.scaling import (
 )
 from ..training.gradients import filter_grad
 from ..training.loss import scalar_loss
-from ..training.step_arguments import require_fit
+from ..training.step_arguments import require_fit, require_model_first
 from .result import ModelStatistics, OpStatistics
 
 
@@ -58,6 +58,7 @@ def quantization_statistics(model: Any, loss_fn: Callable[..., Any], *batch: Any
         (3,)
     """
     if not all_ops(model):
+        require_model_first(model, loss_fn, "quantization_statistics(model, loss_fn, *batch)")
         raise ValueError("model has no FP8 product to measure; convert it with fp8_linear_layers")
     require_own_state(model)
     require_calibrated(model)

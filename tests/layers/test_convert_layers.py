@@ -177,20 +177,23 @@ class RawWeights(eqx.Module):
 @pytest.mark.parametrize(
     "module, named",
     [
-        (None, "of class NoneType has no layer to convert"),
-        (3, "of class int has no layer"),
+        (None, "NoneType contains no layer that can be converted"),
+        (3, "int contains no layer"),
         (
             {"norm": hnn.LayerNorm.init(In), "x": jnp.ones(2)},
-            "of class dict has no layer .* Linear of haliax, .*Linear of eq",
+            "dict contains no layer .* Supported: haliax.nn.Linear, .*equinox.nn.Linear, anywhere",
         ),
-        (RawWeights(jnp.ones((4, 4))), "of class RawWeights .*Fp8DotGeneral or Fp8Einsum there.*LayerRule"),
-        (eqx.nn.MLP, "is the class MLP, but must be an instance"),
-        ([eqx.nn.Conv1d(2, 2, 3, key=jax.random.key(0))], "no layer to convert; 0 cannot be: convolutions have no FP8"),
+        (RawWeights(jnp.ones((4, 4))), "RawWeights contains .*Fp8DotGeneral or Fp8Einsum there.*LayerRule"),
+        (eqx.nn.MLP, "module is the class MLP, but must be an instance"),
+        (
+            [eqx.nn.Conv1d(2, 2, 3, key=jax.random.key(0))],
+            "contains no layer that can be converted; 0 cannot be: convolutions have no FP8",
+        ),
     ],
     ids=["None", "3", "norm", "raw", "class", "conv"],
 )
 def test_a_model_without_layers_is_an_error(module, named):
-    with pytest.raises(ValueError, match=f"module .*{named}"):
+    with pytest.raises(ValueError, match=named):
         fp8_linear_layers(module)
 
 

@@ -222,15 +222,15 @@ CHANGES = (
     Change(
         "an operand draws the same for every product",
         "_product/operands.py",
-        "3 * operands.index(operand) + products.index(product)",
-        "3 * operands.index(operand)",
+        "3 * OPERAND_NAMES.index(operand) + tuple(OPERANDS).index(product)",
+        "3 * OPERAND_NAMES.index(operand)",
         ("test_rounding.py::test_every_operand_of_every_product_draws_its_own_numbers",),
     ),
     Change(
         "operands of one product draw the same",
         "_product/operands.py",
-        "3 * operands.index(operand) + products.index(product)",
-        "products.index(product)",
+        "3 * OPERAND_NAMES.index(operand) + tuple(OPERANDS).index(product)",
+        "tuple(OPERANDS).index(product)",
         ("test_rounding.py::test_every_operand_of_every_product_draws_its_own_numbers",),
     ),
     Change(

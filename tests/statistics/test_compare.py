@@ -170,7 +170,7 @@ def test_errors_name_what_differs():
     plain = eqx.nn.MLP(16, 16, 32, 1, key=jax.random.key(0))
     with pytest.raises(ValueError, match=r"layers\[0\].weight: bfloat16\[32, 16\] and float32"):
         compare(fp8.cast_params(plain, jnp.bfloat16), converted(plain), loss, X)
-    with pytest.raises(ValueError, match="no layer to convert"):
+    with pytest.raises(ValueError, match="contains no layer that can be converted"):
         compare(eqx.nn.LayerNorm(4), eqx.nn.LayerNorm(4), loss, X)
     with pytest.raises(ValueError, match="without floating-point arrays"):
         compare(plain, converted(plain), lambda model, x: 3, X)

@@ -12,8 +12,9 @@ from jaxtyping import Array, Float, Float32, Int
 from ..._numerics.quantized_array import QuantizedArray
 from ...devices.grouped import GroupedKernels
 from ...recipes.recipe import ProductName
-from ..scales import members_dot, rows_of_groups_scaled
+from ..scales import each_row_scaled, members_dot
 from .kernels import grouped_product, takes
+from .rows import of_each_row
 
 
 NUMBERS: dict[ProductName, lax.RaggedDotDimensionNumbers] = {
@@ -66,7 +67,8 @@ class OneDevice:
         dot = self.dot(group_sizes)
         if self.own_state and self.product != "wgrad":
             assert scale is not None
-            return rows_of_groups_scaled(dot(a.data, b.data), scale, group_sizes, self.dtype)
+            of_rows = of_each_row(scale, group_sizes, a.data.shape[self.batch])
+            return each_row_scaled(dot(a.data, b.data), of_rows, self.dtype)
         return members_dot(dot, a, b, self.batch, self.dtype, scale)
 
     def dot(self, group_sizes: Int[Array, "*members groups"]) -> Callable[[Array, Array], Array]:
