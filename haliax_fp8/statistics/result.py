@@ -1,6 +1,6 @@
 """OpStatistics and ModelStatistics: what was measured of the operands of one op, and of all ops of a model."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import equinox as eqx
@@ -65,24 +65,17 @@ class OpStatistics(Printable, eqx.Module):
     @property
     def sqnr(self) -> Float32[Array, "*stack 3"]:
         """The signal-to-quantization-noise ratio in dB: `-10 log10(error)`; infinite without error."""
-        return self._derived(lambda xp: xp.float32(-10.0) * xp.log10(self.error))
+        return _derived(self, jnp)["sqnr"]
 
     @property
     def mse(self) -> Float32[Array, "*stack 3"]:
         """`mean((x - q)**2)`; of tiny gradients it underflows in float32, where `rms_error` does not."""
-        return self.rms_error**2
+        return _derived(self, jnp)["mse"]
 
     @property
     def over_noise(self) -> Float32[Array, "*stack 3"]:
         """`|x| / (sqrt(3) |x - q|)`: below 1, noise of quantization outweighs a gradient (arXiv:2505.19115)."""
-        return self._derived(lambda xp: xp.float32(1.0) / xp.sqrt(xp.float32(3.0) * self.error))
-
-    def _derived(self, function: Callable[[Any], Any]) -> Any:
-        """What a function computes, with JAX's functions or, of numbers that are on the host, with NumPy's."""
-        if not isinstance(self.error, np.ndarray):
-            return function(jnp)
-        with np.errstate(divide="ignore"):
-            return function(np)
+        return _derived(self, jnp)["over_noise"]
 
     def __rich__(self) -> Table:
         table = new_table("Quantization of each operand" + (" (the worst of a stack)" if self.amax.ndim > 1 else ""))
@@ -99,6 +92,15 @@ class OpStatistics(Printable, eqx.Module):
             values = reduce.reduce(np.asarray(getattr(self, name)).reshape(-1, 3), axis=0)
             table.add_row(name, *(f"{value:.3g}" for value in values))
         return table
+
+
+def _derived(op: OpStatistics, xp: Any) -> dict[str, Any]:
+    """What follows from an op's numbers, with the functions of `jnp` or of NumPy."""
+    return {
+        "sqnr": xp.float32(-10.0) * xp.log10(op.error),
+        "mse": op.rms_error**2,
+        "over_noise": xp.float32(1.0) / xp.sqrt(xp.float32(3.0) * op.error),
+    }
 
 
 class ModelStatistics(Printable, eqx.Module):
@@ -148,11 +150,16 @@ class ModelStatistics(Printable, eqx.Module):
             >>> float(measured.flat()["fp8/layers.0/input/saturation"])
             0.0
         """
-        of_ops = self.of_ops
+        # On the host NumPy computes what follows from the numbers: a call for each op costs more there.
+        of_ops, xp = self.of_ops, jnp
         if not any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(of_ops)):
-            of_ops = jax.device_get(of_ops)
-        names = (*OpStatistics.__dataclass_fields__, "sqnr", "mse", "over_noise")
-        columns = [{name: x for name in names if (x := getattr(op, name)) is not None} for op in of_ops]
+            of_ops, xp = jax.device_get(of_ops), np
+        own = [
+            {name: x for name in OpStatistics.__dataclass_fields__ if (x := getattr(op, name)) is not None}
+            for op in of_ops
+        ]
+        with np.errstate(divide="ignore"):
+            columns = [measured | _derived(op, xp) for op, measured in zip(of_ops, own, strict=True)]
         return {
             f"{prefix}/{numbered(path, index)}/{operand}/{name}": values[name][*index, i]
             for path, values in zip(self.paths, columns, strict=True)
