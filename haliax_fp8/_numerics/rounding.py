@@ -54,6 +54,7 @@ class ToNearest(AbstractRounding):
     def cast(
         self, x: Float[Array, "*shape"], format: Format, key: Key[Array, "*ensemble"] | None
     ) -> Float[Array, "*shape"]:
+        """The nearest value, clipped at the format's maximum; `key` is not used."""
         del key
         return saturating_cast(x, format)
 

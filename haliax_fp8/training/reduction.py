@@ -55,6 +55,7 @@ class ReduceOnce:
 
     @property
     def axes(self) -> tuple[str, ...]:
+        """The names of the mesh axes in `over`."""
         return cast(tuple[str, ...], self.over)
 
 

@@ -67,6 +67,7 @@ class BetweenLayers(RematerializationRule):
 
     @property
     def is_gated(self) -> bool:
+        """Whether the layers were declared a gate."""
         return self.gated
 
     def call(
