@@ -153,7 +153,7 @@ def _stacked(first: Any, others: list[Array] | None, is_stacked: bool) -> Any:
 
     Args:
         first: The results of the first microbatch.
-        others: The results of the others, leaf by leaf with a first axis; None if there are no others.
+        others: The results of the others, leaf by leaf with a first axis; None if there is only one microbatch.
         is_stacked: Whether each microbatch's results already have a first axis, over devices.
     """
     remaining = None if others is None else iter(others)
