@@ -63,8 +63,9 @@ class DotDimensions:
             sizes = [lhs_shape[axis] for axis in left], [rhs_shape[axis] for axis in right]
             if sizes[0] != sizes[1]:
                 found = f"{sizes[0]} in lhs {tuple(lhs_shape)}, {sizes[1]} in rhs {tuple(rhs_shape)}"
+                needed = " × ".join(map(str, sizes[1]))
                 layer = (
-                    f". If rhs is the kernel of a layer, its input needs {sizes[1]} features; a layer of Equinox takes "
+                    f". If rhs is the kernel of a layer, its input needs {needed} features; a layer of Equinox takes "
                     "one example at a time, and a batch through jax.vmap(model)"
                 )
                 raise ValueError(

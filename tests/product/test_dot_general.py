@@ -615,7 +615,7 @@ def test_compute_dtype_must_be_floating_point(dtype):
 
 
 def test_axes_of_different_sizes():
-    with pytest.raises(ValueError, match=r"contracted axes of sizes \[16\] of lhs .* with sizes \[15\] of rhs"):
+    with pytest.raises(ValueError, match=r"differ in size: \[16\] in lhs .*, \[15\] in rhs .* needs 15 features"):
         delayed()(jnp.ones((6, 16)), jnp.ones((15, 8)), PLAIN)
 
 

@@ -222,8 +222,7 @@ class PreflightReport(Printable):
         else:
             low, high = self.speedup_range
             speedup = f"{self.speedup:.2f}× as fast as the baseline (estimate, {low:.2f} to {high:.2f})"
-            # How fast a device emulates is not what anybody compiles for.
-            headline = f"{share}; {speedup}" if emulates else f"{speedup}, {share}"
+            headline = f"{speedup}, {share}"
         first = first_line(self.flags, self.target, self.step, self.other)
         found = self.findings, self.caveats
         return Page(first, headline, self.step, self.baseline, self.target.peaks, *found, emulates=emulates)
