@@ -53,10 +53,7 @@ SCRIPTS = [path for path in sorted(BENCHMARKS.glob("*.py")) if "__main__" in pat
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
 def test_a_script_is_named_by_its_claim_and_has_results(path):
-    (
-        claim,
-        *_,
-    ) = (ast.get_docstring(ast.parse(path.read_text())) or "").splitlines()
+    claim = (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n")[0]
     assert claim.startswith("Claim: ")
     assert f"benchmarks/{path.name} " in path.read_text()
     assert f"benchmarks/{path.name} " in (BENCHMARKS / "RESULTS.md").read_text()
