@@ -49,7 +49,7 @@ def engine_table() -> str:
     rows = []
     for engine in engines:
         for layout in engine.layouts:
-            cells = (layout, engine.engine, engine.hardware, engine.verdict.value, engine.detail, engine.source.value)
+            cells = (layout, engine.engine, engine.hardware, engine.verdict.value, engine.detail, engine.evidence.value)
             rows.append("".join(f"<td>{html.escape(cell)}</td>" for cell in cells))
     head = "".join(f"<th>{column}</th>" for column in columns)
     body = "".join(f"<tr>{row}</tr>" for row in sorted(rows))

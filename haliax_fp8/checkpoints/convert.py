@@ -12,7 +12,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from .._tables import Printable, new_table
-from ..layers.roles import WEIGHT, is_linear
+from ..layers.tensor_names import WEIGHT, is_linear
 from .check import check_folder
 from .check.folder import open_checkpoint
 from .check.weights import CACHE_SCALES, SCALES

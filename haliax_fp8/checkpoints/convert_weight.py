@@ -8,13 +8,13 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from ..layers.roles import WEIGHT, is_head, is_linear, is_router
+from ..layers.tensor_names import WEIGHT, is_head, is_linear, is_router
 from .check.weights import SCALES, is_fp8
 from .files import TensorFolder, TensorSpec
 from .layouts import AbstractLayout
 from .layouts.base import decode
 from .layouts.quantization import Quantization
-from .quantize import Rows, ScaledMatrix, parts_of, quantized, spread
+from .scaled_matrix import Rows, ScaledMatrix, parts_of, quantized, spread
 
 
 class Scales(enum.Enum):

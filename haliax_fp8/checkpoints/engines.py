@@ -14,7 +14,7 @@ class Verdict(enum.Enum):
     GARBAGE = "computes garbage, silently"
 
 
-class Source(enum.Enum):
+class Evidence(enum.Enum):
     """How a row of the table is known."""
 
     RUN = "seen running"
@@ -33,7 +33,7 @@ class Engine:
         hardware: Where it runs.
         verdict: What becomes of the checkpoint.
         detail: The kernel, or what is missing.
-        source: How that is known.
+        evidence: How that is known.
     """
 
     layouts: tuple[str, ...]
@@ -41,7 +41,7 @@ class Engine:
     hardware: str
     verdict: Verdict
     detail: str
-    source: Source
+    evidence: Evidence
 
 
 _VLLM_CPU = "vLLM 0.32.0", "CPU, AVX-512 without AMX"
@@ -57,41 +57,46 @@ engines = (
         *_VLLM_CPU,
         Verdict.FP8,
         "ChannelWiseTorchFP8ScaledMMLinearKernel, torch._scaled_mm",
-        Source.RUN,
+        Evidence.RUN,
     ),
     Engine(
-        ("FP8",), *_VLLM_CPU, Verdict.REFUSED, "loads; its kernel fails on an input scale without axes", Source.LOADED
+        ("FP8",), *_VLLM_CPU, Verdict.REFUSED, "loads; its kernel fails on an input scale without axes", Evidence.LOADED
     ),
     Engine(
         ("FP8_TENSOR", "modelopt"),
         *_VLLM_CPU,
         Verdict.REFUSED,
         "loads; static_scaled_fp8_quant is missing in this build",
-        Source.LOADED,
+        Evidence.LOADED,
     ),
-    Engine(("FP8_BLOCK", "fp8"), *_VLLM_CPU, Verdict.REFUSED, "needs AMX", Source.RUN),
-    Engine(("W8A16", "MXFP8"), *_VLLM_CPU, Verdict.REFUSED, "no kernel for a CPU", Source.RUN),
+    Engine(("FP8_BLOCK", "fp8"), *_VLLM_CPU, Verdict.REFUSED, "needs AMX", Evidence.RUN),
+    Engine(("W8A16", "MXFP8"), *_VLLM_CPU, Verdict.REFUSED, "no kernel for a CPU", Evidence.RUN),
     Engine(
         ("FP8", "FP8_TENSOR", "FP8_DYNAMIC", "FP8_BLOCK"),
         *_TRANSFORMERS,
         Verdict.EMULATED,
         "rounds inputs too; in bfloat16 it casts scales to bfloat16",
-        Source.RUN,
+        Evidence.RUN,
     ),
     Engine(
-        ("W8A16",), *_TRANSFORMERS, Verdict.DEQUANTIZED, "in bfloat16 it casts scales to bfloat16 before", Source.RUN
+        ("W8A16",), *_TRANSFORMERS, Verdict.DEQUANTIZED, "in bfloat16 it casts scales to bfloat16 before", Evidence.RUN
     ),
-    Engine(("MXFP8",), *_TRANSFORMERS, Verdict.EMULATED, "in bfloat16 alone: dtype=float32 is an error", Source.RUN),
+    Engine(("MXFP8",), *_TRANSFORMERS, Verdict.EMULATED, "in bfloat16 alone: dtype=float32 is an error", Evidence.RUN),
     Engine(
         ("fp8",),
         "Transformers 5.23.0, accelerate 1.15.0",
         "CPU",
         Verdict.DEQUANTIZED,
         "to bfloat16 alone: dtype=float32 is an error",
-        Source.RUN,
+        Evidence.RUN,
     ),
     Engine(
-        ("modelopt",), "Transformers 5.23.0", "CPU", Verdict.GARBAGE, "loads the data without their scales", Source.RUN
+        ("modelopt",),
+        "Transformers 5.23.0",
+        "CPU",
+        Verdict.GARBAGE,
+        "loads the data without their scales",
+        Evidence.RUN,
     ),
     Engine(
         ("FP8", "FP8_TENSOR", "FP8_DYNAMIC", "FP8_BLOCK", "fp8", "modelopt"),
@@ -99,40 +104,45 @@ engines = (
         _HOPPER,
         Verdict.FP8,
         "",
-        Source.DOCUMENTATION,
+        Evidence.DOCUMENTATION,
     ),
     Engine(
-        ("W8A16",), _VLLM_GPU, "NVIDIA from 8.0 on", Verdict.DEQUANTIZED, "Marlin, in the kernel", Source.DOCUMENTATION
+        ("W8A16",),
+        _VLLM_GPU,
+        "NVIDIA from 8.0 on",
+        Verdict.DEQUANTIZED,
+        "Marlin, in the kernel",
+        Evidence.DOCUMENTATION,
     ),
-    Engine(("MXFP8",), _VLLM_GPU, "NVIDIA Blackwell", Verdict.FP8, "", Source.DOCUMENTATION),
+    Engine(("MXFP8",), _VLLM_GPU, "NVIDIA Blackwell", Verdict.FP8, "", Evidence.DOCUMENTATION),
     Engine(
         ("FP8", "FP8_TENSOR", "FP8_DYNAMIC", "FP8_BLOCK", "fp8", "modelopt"),
         "SGLang",
         _HOPPER,
         Verdict.FP8,
         "",
-        Source.DOCUMENTATION,
+        Evidence.DOCUMENTATION,
     ),
-    Engine(("modelopt",), "TensorRT-LLM", _HOPPER, Verdict.FP8, "", Source.DOCUMENTATION),
+    Engine(("modelopt",), "TensorRT-LLM", _HOPPER, Verdict.FP8, "", Evidence.DOCUMENTATION),
     Engine(
         ("FP8_DYNAMIC", "fp8"),
         *_TPU,
         Verdict.FP8,
         "layers of Qwen2, Qwen3, Gemma 4, DeepSeek; not Llama's",
-        Source.CODE,
+        Evidence.CODE,
     ),
-    Engine(("FP8_BLOCK",), *_TPU, Verdict.REFUSED, "blocks of merged layers (gate and up) are an error", Source.CODE),
-    Engine(("FP8_TENSOR",), *_TPU, Verdict.REFUSED, "a scale is reshaped to one for each output", Source.CODE),
-    Engine(("W8A16", "MXFP8"), *_TPU, Verdict.REFUSED, "NotImplementedError", Source.CODE),
-    Engine(("FP8_DYNAMIC", "fp8"), *_SGLANG_JAX, Verdict.FP8, "needs format float-quantized, or fp8", Source.CODE),
-    Engine(("MXFP8",), *_SGLANG_JAX, Verdict.GARBAGE, "ignores other formats, with a warning", Source.CODE),
+    Engine(("FP8_BLOCK",), *_TPU, Verdict.REFUSED, "blocks of merged layers (gate and up) are an error", Evidence.CODE),
+    Engine(("FP8_TENSOR",), *_TPU, Verdict.REFUSED, "a scale is reshaped to one for each output", Evidence.CODE),
+    Engine(("W8A16", "MXFP8"), *_TPU, Verdict.REFUSED, "NotImplementedError", Evidence.CODE),
+    Engine(("FP8_DYNAMIC", "fp8"), *_SGLANG_JAX, Verdict.FP8, "needs format float-quantized, or fp8", Evidence.CODE),
+    Engine(("MXFP8",), *_SGLANG_JAX, Verdict.GARBAGE, "ignores other formats, with a warning", Evidence.CODE),
     Engine(
         ("fp8",),
         "MaxText, from 2026-08 on",
         "TPU, GPU",
         Verdict.DEQUANTIZED,
         "reads files with PyTorch",
-        Source.DOCUMENTATION,
+        Evidence.DOCUMENTATION,
     ),
 )
 """What was found in November 2026; engines of other versions may do otherwise."""
@@ -145,7 +155,7 @@ def engines_for(layout: str) -> tuple[Engine, ...]:
         layout: Its name, such as `"FP8_DYNAMIC"`.
 
     Example:
-        >>> [row.engine for row in engines_for("FP8_DYNAMIC") if row.source is Source.RUN]
+        >>> [row.engine for row in engines_for("FP8_DYNAMIC") if row.evidence is Evidence.RUN]
         ['vLLM 0.32.0', 'Transformers 5.23.0, compressed-tensors 0.20.0']
     """
     return tuple(row for row in engines if layout in row.layouts)

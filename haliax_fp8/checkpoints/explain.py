@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from .._tables import Printable, new_table
-from ..layers.roles import WEIGHT, is_linear
+from ..layers.tensor_names import WEIGHT, is_linear
 from .check.folder import open_checkpoint
 from .check.weights import CACHE_SCALES, SCALES, is_fp8
 from .engines import Engine, engines_for
@@ -63,7 +63,7 @@ class Explanation(Printable):
             table.add_column(column, overflow="fold")
         for row in self.engines:
             what = f"{row.verdict.value}; {row.detail}" if row.detail else row.verdict.value
-            table.add_row(*map(Text, (row.engine, row.hardware, what, row.source.value)))
+            table.add_row(*map(Text, (row.engine, row.hardware, what, row.evidence.value)))
         return Group(held, table)
 
     def _scales(self) -> str:

@@ -23,7 +23,7 @@ from .layouts import AbstractLayout, as_layout
 from .model.plan import Choices, Kernel, Plan, plan
 from .model.source_of_folder import FolderSource
 from .names import NameMap
-from .quantize import ScaledMatrix
+from .scaled_matrix import ScaledMatrix
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

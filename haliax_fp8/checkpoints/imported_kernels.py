@@ -24,7 +24,7 @@ from ..serving.scheme import Scheme
 from .layouts.quantization import Inputs
 from .model.matrices import Parts, plain
 from .model.tree import Place
-from .quantize import ScaledMatrix
+from .scaled_matrix import ScaledMatrix
 
 
 def served_layer(

@@ -29,7 +29,7 @@ from .model.source_of_folder import FolderSource
 from .model.tree import Place, visit
 from .model.wanted import Wanted
 from .names import NameMap
-from .quantize import ScaledMatrix
+from .scaled_matrix import ScaledMatrix
 
 
 class Weights(enum.Enum):

@@ -11,16 +11,11 @@ from .._op import Fp8DotGeneral
 from .._state.op_state import OpState
 from ..layers.default import default_rules
 from ..layers.rule import LayerRule
+from ..layers.tensor_names import SAME_INPUT
 from ..layers.walk import find_layers, map_layers, rule_of
 
 
-projections: tuple[tuple[str, ...], ...] = (
-    ("query", "key", "value"),
-    ("q_proj", "k_proj", "v_proj"),
-    ("query_proj", "key_proj", "value_proj"),
-    ("gate", "up"),
-    ("gate_proj", "up_proj"),
-)
+projections = SAME_INPUT
 """Names of layers that share an input in Haliax's, Levanter's and Equinox's modules: q/k/v and gate/up."""
 
 

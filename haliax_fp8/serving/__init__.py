@@ -1,5 +1,6 @@
 """Serving: models for inference with FP8 weights, which compute the same numbers as in training."""
 
+from .for_inference import dequantize as dequantize, quantize_for_inference as quantize_for_inference
 from .kernel import ServedKernel as ServedKernel
 from .layers import (
     ServedEmbedding as ServedEmbedding,
@@ -12,5 +13,4 @@ from .log_probabilities import (
     log_probability_mismatch as log_probability_mismatch,
 )
 from .parity import Difference as Difference, Mismatch as Mismatch, serving_mismatch as serving_mismatch
-from .quantize import dequantize as dequantize, quantize_for_inference as quantize_for_inference
 from .scheme import Scheme as Scheme, schemes as schemes

@@ -233,7 +233,7 @@ def test_explanations(tmp_path):
             array.nbytes for name, array in tensors.items() if name.endswith(("scale", "inv"))
         )
         assert found.weight_bytes + found.scale_bytes + found.other_bytes == sum(a.nbytes for a in tensors.values())
-        assert found.engines and all(row.source for row in found.engines)
+        assert found.engines and all(row.evidence for row in found.engines)
         assert layout in str(found) and "seen running" in str(found)
     assert BLOCKS and LINEAR
 

@@ -1173,14 +1173,14 @@ CHANGES = (
         "serving/scheme.py",
         'and not getattr(self.input, "square", False)',
         "",
-        ("test_quantize.py::test_rows_of_one_scale_are_not_independent",),
+        ("test_for_inference.py::test_rows_of_one_scale_are_not_independent",),
     ),
     Change(
         "a layer in two places is served as two",
-        "serving/quantize.py",
+        "serving/for_inference.py",
         "if id(layer) not in done:",
         "if True:",
-        ("test_quantize.py::test_a_layer_in_two_places_stays_one",),
+        ("test_for_inference.py::test_a_layer_in_two_places_stays_one",),
     ),
     Change(
         "rows are sent with the amax of one device",
@@ -1209,7 +1209,7 @@ CHANGES = (
         "serving/of_training.py",
         "    array = round_to(array, compute_dtype)\n",
         "",
-        ("test_quantize.py::test_compute_dtype_of_the_layer",),
+        ("test_for_inference.py::test_compute_dtype_of_the_layer",),
     ),
     Change(
         "what passes between blocks is not rounded as in the loop",
@@ -1230,7 +1230,7 @@ CHANGES = (
         "serving/product.py",
         "        scale = filled(scale, 1.0)\n",
         "        scale = lax.broadcast_in_dim(jnp.ones((), jnp.float32), filled(scale, 1.0).shape, ())\n",
-        ("test_quantize.py::test_filled_up_rows_change_nothing",),
+        ("test_for_inference.py::test_filled_up_rows_change_nothing",),
     ),
     # --- several devices
     Change(

@@ -5,7 +5,7 @@ import os
 import pathlib
 from collections.abc import Iterator
 
-from ...layers.roles import WEIGHT, is_head, is_linear, is_router
+from ...layers.tensor_names import WEIGHT, is_head, is_linear, is_router
 from ..files import BrokenCheckpoint, TensorFolder
 from ..layouts.ignore import REGEX, matched
 from ..layouts.quantization import CONFIG, Quantization, read_quantization

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ...layers.roles import WEIGHT
+from ...layers.tensor_names import WEIGHT
 from ..files import TensorFolder
 from .report import Fault
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ...layers.roles import FUSED, WEIGHT, is_embedding, is_norm
+from ...layers.tensor_names import SAME_INPUT, WEIGHT, is_embedding, is_norm
 from ..files import TensorFolder
 from ..files.header import Stored
 from ..layouts.quantization import Quantization
@@ -232,7 +232,7 @@ def fused_faults(folder: TensorFolder, quantization: Quantization) -> Iterator[F
         folder: The folder.
         quantization: What its configuration says.
     """
-    for names in FUSED:
+    for names in SAME_INPUT:
         for first in [name for name in folder.tensors if name.endswith(f".{names[0]}{WEIGHT}")]:
             parent = first.removesuffix(f"{names[0]}{WEIGHT}")
             partners = [f"{parent}{name}" for name in names]

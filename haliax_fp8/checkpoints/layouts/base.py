@@ -9,7 +9,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from ..quantize import ScaledMatrix
+from ..scaled_matrix import ScaledMatrix
 
 
 FP8 = np.dtype(ml_dtypes.float8_e4m3fn)

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ..quantize import ScaledMatrix
+from ..scaled_matrix import ScaledMatrix
 from .base import FLOAT32, FP8, INPUT_SCALES, WEIGHT_SCALES, AbstractLayout
 
 

@@ -8,10 +8,10 @@ import numpy as np
 
 from ...layers.config import Fp8Config, as_config
 from ...layers.patterns import Targets, as_patterns
-from ...layers.roles import WEIGHT
+from ...layers.tensor_names import WEIGHT
 from ...recipes.recipe import SCALE_BITS, OperandName
 from ..names import NameMap
-from ..quantize import BF16, BF16_BITS, ScaledMatrix, quantized, rounded_up, spread
+from ..scaled_matrix import BF16, BF16_BITS, ScaledMatrix, quantized, rounded_up, spread
 from .cache_scale import CacheScale
 from .matrices import plain
 from .source import Matrix, Other, collect

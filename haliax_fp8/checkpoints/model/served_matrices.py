@@ -9,7 +9,7 @@ import numpy as np
 from ...layers.kernel import axes_of
 from ...layers.served import AbstractServedLayer
 from ...serving.kernel import ServedKernel
-from ..quantize import ScaledMatrix
+from ..scaled_matrix import ScaledMatrix
 from .matrices import Parts
 from .tree import Place
 

@@ -19,7 +19,7 @@ from ...layers.uncalibrated import unrecorded_operands
 from ...recipes.recipe import OperandName
 from ...recipes.scaling import AbstractScaling, stores_scale
 from ..frozen import is_frozen
-from ..quantize import ScaledMatrix
+from ..scaled_matrix import ScaledMatrix
 from .cache_scale import CacheScale
 from .matrices import Parts, of_array, of_kernel, plain
 from .served_matrices import ServedMatrices

@@ -8,7 +8,7 @@ import numpy as np
 from ..files import TensorFolder
 from ..layouts.base import FP8, INPUT_SCALES, WEIGHT_SCALES, decode
 from ..layouts.quantization import Inputs, Quantization, read_quantization
-from ..quantize import ScaledMatrix
+from ..scaled_matrix import ScaledMatrix
 
 
 _SCALES = (*WEIGHT_SCALES, *INPUT_SCALES)

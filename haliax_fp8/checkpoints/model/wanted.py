@@ -2,52 +2,23 @@
 
 import dataclasses
 import math
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from ..._numerics.require import nearest
 from ...layers.rule import LayerRule
-from ..layouts.quantization import Inputs
+from ...layers.tensor_names import JOINED
 from ..names import NameMap
-from ..quantize import ScaledMatrix
+from ..scaled_matrix import ScaledMatrix
 from .source import collect
+from .source_of_folder import FolderSource
 
-
-# Layers that some checkpoints hold as one, their outputs one after the other.
-_FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
 _HEAD, _EMBEDDING = "lm_head", "embed_tokens"
 
 # What needs no place in a model: tables that follow from the configuration, and scales of caches.
 _DERIVED = ("rotary_emb.inv_freq", ".k_scale", ".v_scale", ".q_scale", ".prob_scale")
-
-
-class Source(Protocol):
-    """The tensors of a checkpoint by its own names."""
-
-    @property
-    def names(self) -> list[str]:
-        """Of all tensors, those of scales left out."""
-        ...
-
-    @property
-    def ties_head(self) -> bool:
-        """Whether the configuration says that the head is the embedding."""
-        ...
-
-    @property
-    def inputs(self) -> Inputs | None:
-        """How the inputs of layers in FP8 are quantized; None if they are not."""
-        ...
-
-    def kernel(self, layer: str) -> ScaledMatrix | None:
-        """The FP8 data and scales of a layer; None if its weight is not in FP8."""
-        ...
-
-    def array(self, name: str) -> np.ndarray:
-        """A tensor as it is."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,14 +84,14 @@ class Wanted:
         used: Those that were read.
     """
 
-    source: Source
+    source: FolderSource
     names: NameMap
     outputs: dict[str, int]
     available: frozenset[str]
     used: set[str]
 
     @staticmethod
-    def of(source: Source, names: NameMap, model: Any, rules: tuple[LayerRule, ...]) -> "Wanted":
+    def of(source: FolderSource, names: NameMap, model: Any, rules: tuple[LayerRule, ...]) -> "Wanted":
         """Nothing read yet.
 
         Args:
@@ -177,7 +148,7 @@ class Wanted:
         if f"{layer}.{field}" in self.available:
             return self._read(layer, field)
         parent, _, last = layer.rpartition(".")
-        for fused, parts in _FUSED.items():
+        for fused, parts in JOINED.items():
             whole = f"{parent}.{fused}" if parent else fused
             if last in parts and f"{whole}.{field}" in self.available:
                 sizes = [self.outputs.get(f"{parent}.{part}" if parent else part) for part in parts]

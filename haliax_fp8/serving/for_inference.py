@@ -11,10 +11,10 @@ from ..layers.equinox import EquinoxLinear
 from ..layers.haliax import HaliaxEmbedding, HaliaxLinear, HaliaxMoELinear
 from ..layers.own_state import require_own_state
 from ..layers.patterns import Targets, as_patterns, matches, unmatched_error
-from ..layers.roles import is_head
 from ..layers.router import routers
 from ..layers.rule import LayerRule
 from ..layers.served import AbstractServedLayer
+from ..layers.tensor_names import is_head
 from ..layers.walk import find_layers, map_layers_in_stacks, nothing_to_convert, rule_of
 from .kernel import ServedKernel
 from .layers import ServedEmbedding, ServedEquinoxLinear, ServedLinear, ServedMoELinear

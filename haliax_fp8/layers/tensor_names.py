@@ -11,8 +11,20 @@ _ROUTERS = re.compile(r"(^|\.)(gate|router|\w*router|shared_expert_gate)$")
 
 WEIGHT = ".weight"
 
-FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("query", "key", "value"), ("gate", "up"))
-"""Layers with the same input, which engines make one."""
+SAME_INPUT: tuple[tuple[str, ...], ...] = (
+    ("query", "key", "value"),
+    ("q_proj", "k_proj", "v_proj"),
+    ("query_proj", "key_proj", "value_proj"),
+    ("gate", "up"),
+    ("gate_proj", "up_proj"),
+)
+"""Names of layers that share an input in Hugging Face's, Haliax's, Levanter's and Equinox's modules: q/k/v and gate/up.
+
+Engines make one layer of each.
+"""
+
+JOINED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+"""Layers that some checkpoints hold as one, their outputs one after the other."""
 
 
 def is_embedding(layer: str) -> bool:
