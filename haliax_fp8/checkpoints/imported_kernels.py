@@ -55,8 +55,8 @@ def served_layer(
     scheme = matrices.scheme(place, inputs)
     if experts and scheme.input is None:
         raise ValueError(
-            f"{place} multiplies each row by the kernel of an expert, which has no product for kernels stored in FP8 "
-            "and an input in high precision; import the checkpoint dequantized or frozen"
+            f"{place} multiplies each row by the kernel of its expert. There is no such product of an input in high "
+            "precision and kernels stored in FP8: import with weights='dequantized' or weights='frozen'"
         )
     stack = tuple(axis for axis, block in zip(place.stack, parts.blocks, strict=True) if block is not None)
     # Kernels of experts are read as `[in, out]`, and so are their scales.
