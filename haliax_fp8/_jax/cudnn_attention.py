@@ -6,6 +6,7 @@ are checked by callers. Whether cuDNN has a kernel for a call is known only on t
 """
 
 import functools
+import inspect
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -92,12 +93,22 @@ def attention(
         is_causal: Whether a query sees only keys up to its own position.
     """
     none = jnp.zeros(0, query.dtype)
-    mask = cudnn.MaskType.CAUSAL if is_causal else cudnn.MaskType.NO_MASK
-    # After the operands come bias, lengths, offsets, pages and the arguments of a function of scores, all empty; then
-    # static arguments, which turn off dropout, bias, windows and functions of scores.
-    others: tuple[Any, ...] = (none,) * 7
-    static = (scale, 42, 0.0, (False, False), mask, _LAYOUT, None, None, _VERSION, False)
-    return cudnn._dot_product_attention(query, key, value, *others, (), *static)
+    empty = ("bias", "q_seqlen", "kv_seqlen", "q_offsets", "kv_offsets", "page_table_k", "page_table_v")
+    static: dict[str, Any] = {
+        "scale": scale,
+        "seed": 42,
+        "dropout_rate": 0.0,
+        "variadic_args": (False, False),
+        "mask_type": cudnn.MaskType.CAUSAL if is_causal else cudnn.MaskType.NO_MASK,
+        "layout": _LAYOUT,
+        "sliding_window_length": None,
+        "cudnn_version": _VERSION,
+        "return_residual": False,
+    }
+    # JAX 0.11 has no functions of scores.
+    if "score_mod" in inspect.signature(cudnn._dot_product_attention).parameters:
+        static |= {"score_mod_args": (), "score_mod": None}
+    return cudnn._dot_product_attention(query, key, value, **dict.fromkeys(empty, none), **static)
 
 
 # --- Divided over devices ---------------------------------------------------------------------------------------------
