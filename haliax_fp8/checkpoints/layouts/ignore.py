@@ -12,7 +12,6 @@ from ..files.broken import BrokenCheckpoint
 REGEX = "re:"
 
 _LONGEST_PATTERN = 2_000
-_SECONDS = 5
 
 # Repetitions of something that repeats itself, or of alternatives, may take exponential time; references may, too.
 _NESTED = re.compile(r"\)[*+{]|\\[1-9]|\(\?P=")
@@ -25,7 +24,9 @@ _MATCH = (
 )
 
 
-def matched(pattern: str, names: Iterable[str], *, file: str, key: str, parents: bool = False) -> set[str]:
+def matched(
+    pattern: str, names: Iterable[str], *, file: str, key: str, parents: bool = False, seconds: float = 5
+) -> set[str]:
     """The names that an entry means: the same name, or where it begins with `re:`, those that `re.match` accepts.
 
     Args:
@@ -34,9 +35,10 @@ def matched(pattern: str, names: Iterable[str], *, file: str, key: str, parents:
         file: Where the entry is from, for errors.
         key: The list that it is in, for errors.
         parents: Whether a name also means every layer below it, as in Hugging Face's `modules_to_not_convert`.
+        seconds: How long matching may take.
 
     Raises:
-        BrokenCheckpoint: If it is not a regular expression, or takes longer than 5 seconds.
+        BrokenCheckpoint: If it is not a regular expression, or takes longer than that.
 
     Example:
         >>> sorted(matched("re:.*mlp", ["a.mlp.up", "a.attention"], file="config.json", key="ignore"))
@@ -60,13 +62,11 @@ def matched(pattern: str, names: Iterable[str], *, file: str, key: str, parents:
             input=json.dumps([expression, names]),
             capture_output=True,
             text=True,
-            timeout=_SECONDS,
+            timeout=seconds,
             check=True,
         )
     except (subprocess.TimeoutExpired, subprocess.CalledProcessError):
-        problem = (
-            f"{pattern!r:.80} takes more than {_SECONDS} s for {len(names)} names: engines would hang; simplify it"
-        )
+        problem = f"{pattern!r:.80} takes more than {seconds} s for {len(names)} names: engines would hang; simplify it"
         raise BrokenCheckpoint(file, problem, key) from None
     return set(json.loads(done.stdout))
 
