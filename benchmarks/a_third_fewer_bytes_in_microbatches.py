@@ -106,7 +106,7 @@ def row(recipe: str, way: str, flags: str, target: str, sizes: MicrobatchSizes =
         "way": way,
         "flags": flags,
         "fp8_flops": report.fp8_share,
-        "other_kernels": report.step.others.count,
+        "other_launches": report.step.others.count,
         "other_gb": report.step.others.bytes / 1e9,
         "temporaries_mb": report.step.memory.temporaries / 2**20,
     }
@@ -117,7 +117,7 @@ COLUMNS: dict[str, Callable[[Any], str]] = {
     "flags": lambda r: r["flags"],
     "kernels quantized": lambda r: r["way"],
     "FLOPs in FP8": lambda r: f"{r['fp8_flops']:.1%}",
-    "other kernels": lambda r: str(r["other_kernels"]),
+    "other launches": lambda r: str(r["other_launches"]),
     "other GB": lambda r: f"{r['other_gb']:.2f}",
     "temporaries, MB": lambda r: f"{r['temporaries_mb']:,.0f}",
 }

@@ -5,9 +5,9 @@
 Where the time of a whole training step of Llama-8B goes: one sequence of 2k, 8k or 32k tokens on each of eight H100s
 (FSDP), AdamW, float32 master weights, in bf16 and with FP8 linear layers (the head too). Steps with one and with two
 blocks are compiled; what the second adds is taken 31 times. Attention is cuDNN's, the loss takes 4096 tokens at a time,
-blocks are not recomputed. Each kernel belongs to a part by the scope that it was traced in.
+blocks are not recomputed. Each launch belongs to a part by the scope that it was traced in.
 
-Bytes and FLOPs are read from the programs. Every time is an estimate by the roofline of the preflight, and kernels run
+Bytes and FLOPs are read from the programs. Every time is an estimate by the roofline of the preflight, and launches run
 one after the other; the rates of attention and of collectives are assumed; no collective overlaps with anything. The
 last row of each length was not compiled: it takes attention's products at the rate assumed for FP8. Both steps are
 compiled with `xla_gpu_enable_triton_gemm=false`, as `TrainStep` compiles those with FP8.
@@ -26,9 +26,9 @@ from haliax_fp8.devices.roofline import Roofline
 from haliax_fp8.devices.xla_flags import TRITON_PRODUCTS
 from haliax_fp8.preflight import inspect_step
 from haliax_fp8.preflight.hlo.dimensions import dimensions
-from haliax_fp8.preflight.hlo.sites import Site, entry_sites, kernels, opened
+from haliax_fp8.preflight.hlo.sites import Site, entry_sites, launches, opened
 from haliax_fp8.preflight.hlo.text import parse_hlo
-from haliax_fp8.preflight.hlo.traffic import is_kernel, touched
+from haliax_fp8.preflight.hlo.traffic import is_launch, touched
 from haliax_fp8.preflight.hlo.vocabulary import COLLECTIVES
 from haliax_fp8.preflight.report.report import PreflightReport
 from haliax_fp8.preflight.verdict.attention import is_attention
@@ -48,10 +48,10 @@ def part_of(scope: str) -> str:
     return "between" if "jvp(" in scope or not scope else "optimizer"
 
 
-def scope_of(kernel: Site) -> str:
-    """The scope of a kernel, or that of the loop that runs it if XLA gave it none."""
-    scope = kernel.instruction.op_name
-    return scope if scope or kernel.caller is None else scope_of(kernel.caller)
+def scope_of(launch: Site) -> str:
+    """The scope of a launch, or that of the loop that runs it if XLA gave it none."""
+    scope = launch.instruction.op_name
+    return scope if scope or launch.caller is None else scope_of(launch.caller)
 
 
 def seconds_of(report: PreflightReport) -> Counter[str]:
@@ -68,21 +68,21 @@ def seconds_of(report: PreflightReport) -> Counter[str]:
         dtype = "f8e4m3fn" if product.is_fp8 else "bf16"
         moved = product.bytes * product.executions
         found[part] += roofline.products(dtype, product.flops, moved, product.executions)
-    for kernel in kernels(entry_sites(parse_hlo(report.step.text))):
-        if is_other(kernel):
-            moved = kernel.executions * touched(kernel)
-            found[part_of(scope_of(kernel))] += roofline.others(moved, kernel.executions)
+    for launch in launches(entry_sites(parse_hlo(report.step.text))):
+        if is_other(launch):
+            moved = launch.executions * touched(launch)
+            found[part_of(scope_of(launch))] += roofline.others(moved, launch.executions)
     for collective in report.step.collectives:
         found["collectives"] += collective.bytes * collective.executions / LINK
     return found
 
 
-def is_other(kernel: Site) -> bool:
+def is_other(launch: Site) -> bool:
     """Whether something runs that is neither a product nor communication."""
-    if not is_kernel(kernel) or is_attention(kernel):
+    if not is_launch(launch) or is_attention(launch):
         return False
-    is_product = any(dimensions(site) is not None for site in opened(kernel))
-    return not is_product and kernel.instruction.opcode.removesuffix("-start") not in COLLECTIVES
+    is_product = any(dimensions(site) is not None for site in opened(launch))
+    return not is_product and launch.instruction.opcode.removesuffix("-start") not in COLLECTIVES
 
 
 def step_seconds(tokens: int, config: Fp8Config | None, target: str, layers: int, devices: int) -> Counter[str]:

@@ -4,8 +4,8 @@
 
 Four blocks of Llama-8B with something elementwise in attention's place, one after the other, for 1, 16 and 256 rows.
 `quantize_for_inference` makes them of a model in bf16, or of one that trains with delayed scaling. Compiled for a GPU
-that this machine need not have, with XLA's defaults, where Triton's kernels multiply too, and with cuBLASLt alone.
-Arguments and temporaries are XLA's; what kernels besides products move is read from the program. Nothing runs, so that
+that this machine need not have, with XLA's defaults, where Triton kernels multiply too, and with cuBLASLt alone.
+Arguments and temporaries are XLA's; what launches besides products move is read from the program. Nothing runs, so that
 nothing is said about time.
 """
 
@@ -90,7 +90,7 @@ def with_baseline(found: list[Row]) -> list[Row]:
 
 
 def traffic(r: Row) -> float:
-    """The bytes of a call: each argument read once, and what other kernels move."""
+    """The bytes of a call: each argument read once, and what other launches move."""
     return r["arguments"] + r["others"]
 
 
@@ -102,7 +102,7 @@ COLUMNS: dict[str, Callable[[Any], str]] = {
     "arguments, MB": lambda r: f"{r['arguments'] / 1e6:,.0f}",
     "of bf16's": lambda r: f"{r['arguments'] / r['bf16']['arguments']:.3f}",
     "temporaries, MB": lambda r: f"{r['temporaries'] / 1e6:,.1f}",
-    "moved by other kernels, MB": lambda r: f"{r['others'] / 1e6:,.0f}",
+    "moved by other launches, MB": lambda r: f"{r['others'] / 1e6:,.0f}",
     "all that is read or moved, of bf16's": lambda r: f"{traffic(r) / traffic(r['bf16']):.3f}",
 }
 

@@ -3,7 +3,7 @@
     uv run benchmarks/experts_compute_what_is_useful.py [--target h100] [--markdown] [--json FILE]
 
 Compiles a layer of experts, its output and both gradients, for a GPU that need not be here, with XLA's default flags,
-and counts FLOPs, bytes of other kernels and temporaries. One target in a process: see `docs/experts.md`.
+and counts FLOPs, bytes of other launches and temporaries. One target in a process: see `docs/experts.md`.
 """
 
 import argparse

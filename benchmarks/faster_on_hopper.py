@@ -13,12 +13,12 @@ Measures, on random inputs, medians of repeated runs after warm-up, libraries in
   `lib/libraries.py`. Also with rematerialized norms and activations, in bf16 and with our options for memory;
 - the gradients of an MLP over four microbatches, in bf16, with kernels that each microbatch quantizes, and with kernels
   quantized once;
-- a layer of experts, its output and gradients: bf16 with and without `use_gmm`, and our kernels;
+- a layer of experts, its output and gradients: bf16 with and without `use_gmm`, and our Pallas kernels;
 - causal attention and its gradients, in bf16 by cuDNN and in FP8;
 - training steps of a model with the shape of Llama-8B (`lib/language_model.py`) with the most sequences that fit, in
   bf16 and with `haliax_fp8`, one after the other, because both do not fit at once.
 
-The time of a layer or block is that of its kernels in sequence: several runs are started in a row. One step sets the
+The time of a layer or block is that of its launches in sequence: several runs are started in a row. One step sets the
 scales before the measurement. Memory is what the compiled program needs, arguments included, from XLA's own analysis: a
 process has a single peak, which does not describe any one program.
 
@@ -286,7 +286,7 @@ def linear_layer(
         def inner(pair: tuple[Any, jax.Array]) -> tuple[jax.Array, jax.Array]:
             out = call(*pair)
             # As in any model, there is a gradient of the output only when there is an output: else XLA would quantize
-            # both operands and it together, in kernels that no model can have.
+            # both operands and it together, in launches that no model can have.
             later, _ = jax.lax.optimization_barrier((cotangent, jax.lax.stop_gradient(out)))
             # Never computed: what is asked for is the output and the gradients.
             return (out * later).sum().astype(jnp.float32), out

@@ -1,12 +1,12 @@
-"""Claim: for gradients, XLA's kernels move fewer bytes than one that casts, transposes and takes the amax in one pass.
+"""Claim: for gradients, what XLA fuses moves fewer bytes than one Pallas kernel that casts, transposes, takes the amax.
 
     uv run benchmarks/fewer_bytes_than_one_pass.py [--json FILE] [--markdown] [--target h100]
 
-That one kernel, in Pallas, reads an operand once and writes all three: two bytes read and two written per element. XLA
-needs several kernels. But it fuses the operations that compute the operand into its own kernels, and not into Pallas's,
-for which the operand must first be written in bfloat16. Compiled for a device that this machine need not have, with the
-sizes of Llama-8B and 8192 tokens: both gradients of SwiGLU, and the kernel of a linear layer, which is in memory
-anyway. Bytes are read from the program; those of the Pallas kernel are known. Nothing runs.
+The Pallas kernel reads an operand once and writes all three: two bytes read and two written per element. XLA needs
+several launches. But it fuses the operations that compute the operand into its own launches, and not into the Pallas
+kernel, for which the operand must first be written in bfloat16. Compiled for a device that this machine need not have,
+with the sizes of Llama-8B and 8192 tokens: both gradients of SwiGLU, and the kernel of a linear layer, which is in
+memory anyway. Bytes are read from the program; those of the Pallas kernel are known. Nothing runs.
 """
 
 import argparse
@@ -42,7 +42,7 @@ def with_pallas(x: Array, scale: Array, *, interpret: bool = False) -> tuple[Arr
         interpret: Run it without a GPU.
     """
 
-    def kernel(x_ref: Any, scale_ref: Any, data_ref: Any, transposed_ref: Any, amax_ref: Any) -> None:
+    def body(x_ref: Any, scale_ref: Any, data_ref: Any, transposed_ref: Any, amax_ref: Any) -> None:
         tile = x_ref[...].astype(jnp.float32)
         data = jnp.clip(tile / scale_ref[0], -_LARGEST, _LARGEST).astype(_DTYPE)
         data_ref[...] = data
@@ -53,7 +53,7 @@ def with_pallas(x: Array, scale: Array, *, interpret: bool = False) -> tuple[Arr
     tiles = rows // _TILE, columns // _TILE
     here, there = lambda i, j: (i, j), lambda i, j: (j, i)
     call = pl.pallas_call(
-        kernel,
+        body,
         grid=tiles,
         in_specs=[pl.BlockSpec((_TILE, _TILE), here), pl.BlockSpec((1,), lambda i, j: (0,))],
         out_specs=[pl.BlockSpec((_TILE, _TILE), here), pl.BlockSpec((_TILE, _TILE), there), pl.BlockSpec((1, 1), here)],
@@ -127,7 +127,7 @@ def row(name: str, case: Case, way: str, target: str) -> Row:
     """What one program moves for one pass."""
     program = inspect_step(functools.partial(case.function, WAYS[way]), *case.arguments, target=target).step
     # The preflight counts apart what it cannot look into: two bytes read and two written, and a float32 for each tile.
-    of_pallas = sum(kernel.executions for kernel in program.opaque) * 4 * (case.elements + case.elements // _TILE**2)
+    of_pallas = sum(call.executions for call in program.opaque) * 4 * (case.elements + case.elements // _TILE**2)
     moved = (program.others.bytes + of_pallas) / case.passes
     return {"case": name, "way": way, "mb": moved / 1e6, "bytes_per_element": moved / case.elements}
 

@@ -30,7 +30,7 @@ import haliax_fp8 as fp8
 from haliax_fp8.demo import TransformerConfig, swiglu
 from haliax_fp8.memory import KernelResidual
 from haliax_fp8.preflight import inspect_step
-from haliax_fp8.preflight.hlo.sites import entry_sites, kernels
+from haliax_fp8.preflight.hlo.sites import entry_sites, launches
 from haliax_fp8.preflight.hlo.text import Shape, parse_hlo
 from haliax_fp8.training import ReduceOnce
 
@@ -201,15 +201,15 @@ CASES = {
 def sent(text: str) -> collections.Counter[tuple[str, str]]:
     """The bytes of a program's collectives, by kind and element type: of what is gathered, of what is reduced."""
     found: collections.Counter[tuple[str, str]] = collections.Counter()
-    for kernel in kernels(entry_sites(parse_hlo(text))):
-        kind = kernel.instruction.opcode.removesuffix("-start")
+    for launch in launches(entry_sites(parse_hlo(text))):
+        kind = launch.instruction.opcode.removesuffix("-start")
         if kind not in ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute"):
             continue
-        given = [shape for operand in kernel.operands for shape in operand.instruction.shape.arrays]
+        given = [shape for operand in launch.operands for shape in operand.instruction.shape.arrays]
         total = lambda shapes: sum(shape.bytes for shape in shapes)
-        whole: list[Shape] = max(given, list(kernel.results), key=total)
+        whole: list[Shape] = max(given, list(launch.results), key=total)
         for shape in whole:
-            found[kind, shape.dtype] += kernel.executions * shape.bytes
+            found[kind, shape.dtype] += launch.executions * shape.bytes
     return found
 
 

@@ -2,7 +2,7 @@
 
     uv run benchmarks/less_memory_than_bf16.py [--json FILE] [--markdown] [--target h100]
 
-The options of `docs/performance.md` on four blocks of Llama-8B, compiled as `fewer_kernels_than_peers.py` does: counts
+The options of `docs/performance.md` on four blocks of Llama-8B, compiled as `fewer_launches_than_peers.py` does: counts
 and bytes are read from the program, and the time is an estimate from the device's data-sheet peaks. Nothing runs.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import haliax as hax
-from fewer_kernels_than_peers import COLUMNS, held
+from fewer_launches_than_peers import COLUMNS, held
 from lib import output
 from lib.libraries import LIBRARIES, Library
 from lib.models import COMPRESSED, LLAMA_8B, REMATERIALIZED, REMATERIALIZED_IN_FLOAT32, RULES, STACKS, Stack, llama

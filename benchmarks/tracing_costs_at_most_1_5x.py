@@ -4,7 +4,7 @@
 
 Processor time of `jax.jit(value_and_grad).lower()` with empty caches, plain and converted in turn; prints medians. With
 `--compile` also that of XLA's compiler, all its threads together, for the CPU that it runs on: there FP8 is emulated,
-in code that no accelerator needs. How long XLA's compiler for a GPU takes is a column of `fewer_kernels_than_peers.py`.
+in code that no accelerator needs. How long XLA's compiler for a GPU takes: a column of `fewer_launches_than_peers.py`.
 """
 
 import argparse

@@ -19,7 +19,7 @@ from ._product.contraction import AbstractContraction
 from ._product.dimensions import DimensionNumbers, DotDimensions
 from ._product.dot import DotContraction
 from ._product.grouped.contraction import RaggedContraction
-from ._product.grouped.kernels import kernels_for
+from ._product.grouped.implementation import implementation_for
 from ._product.kernel_copies import KernelCopies, require_fit
 from ._product.kernel_residual import KernelResidual
 from ._product.names import FP8_DOT_GENERAL, FP8_RAGGED_DOT
@@ -58,7 +58,7 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
         has_key: Whether `key` was given one. Not None in place of zeros: a model keeps its structure when it gets keys.
         kernel_residual: What the backward pass keeps of the kernel; `fp8_linear_layers` sets it from its configuration.
         allow_dense_groups: Whether `ragged_dot` may multiply every row by the kernels of all groups where the device
-            has no grouped kernel, or none for the recipe; also set from the configuration.
+            has no grouped products in FP8, or none for the recipe; also set from the configuration.
         state_per_group: Whether each group of `ragged_dot` has a state of its own; its axis is the last of `stack`.
         kernel_copies: The kernel as its products take it, from `quantize_kernels`; else each product quantizes it.
         left_out: What the conversion that made it left in high precision, for `describe`.
@@ -176,8 +176,8 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
     ) -> Float[Array, "rows outputs"]:
         """Multiplies as `lax.ragged_dot` does: consecutive groups of rows, each by its own kernel.
 
-        NVIDIA's GPUs since Hopper and TPU7x have a kernel that computes one product for each row; a CPU emulates FP8.
-        Anything else raises, unless `allow_dense_groups` is set: then XLA multiplies each row by all groups' kernels.
+        NVIDIA's GPUs since Hopper and TPU7x have a Pallas kernel that computes one product for each row; a CPU emulates
+        FP8. Anything else raises, unless `allow_dense_groups` is set: XLA then multiplies rows by all groups' kernels.
         Sizes that are negative or exceed the rows raise where they are known, and make the product NaN inside `jit`.
 
         Args:
@@ -188,7 +188,7 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
             out_sharding: As in `__call__`, of the product of the rows and one kernel.
 
         Raises:
-            ValueError: If operands or sizes do not fit, or the device has no grouped kernel for the recipe.
+            ValueError: If operands or sizes do not fit, or the device has no grouped products in FP8 for the recipe.
 
         Returns:
             The product; one scale serves the kernels of all groups.
@@ -196,8 +196,8 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
         check_operands(lhs, rhs)
         check_groups(lhs, rhs, group_sizes)
         require_state(self.state, self.recipe, groups=rhs.shape[:1] if self.state_per_group else ())
-        kernels = kernels_for(self.recipe, allow_dense=self.allow_dense_groups)
-        contraction = RaggedContraction(kernels=kernels, own_state=self.state_per_group)
+        implementation = implementation_for(self.recipe, allow_dense=self.allow_dense_groups)
+        contraction = RaggedContraction(implementation=implementation, own_state=self.state_per_group)
         spec = self._spec(contraction, lhs, rhs, precision, preferred_element_type)
         return self._multiply((lhs, rhs), (group_sizes,), spec, sharding_of_groups(lhs, rhs, out_sharding))
 

@@ -54,7 +54,7 @@ def gradients(layer: Any, x: hax.NamedArray, sizes: hax.NamedArray, grad: jax.Ar
 
 @contextlib.contextmanager
 def mesh_of(layer: Any) -> Iterator[None]:
-    """A mesh of one device for a layer with `use_gmm`, whose kernel Haliax calls in one."""
+    """A mesh of one device for a layer with `use_gmm`, whose Pallas kernel Haliax calls in one."""
     if not layer.use_gmm:
         yield
         return

@@ -67,7 +67,7 @@ def _preflight_parser(commands: Any) -> argparse.ArgumentParser:
         "preflight",
         help="compile a step and list its products",
         description="Compiles a training step for a device that this machine need not have, and lists every matrix "
-        "product with its formats, its kernel, and the reason if it is not in FP8.",
+        "product with its formats, its implementation, and the reason if it is not in FP8.",
         epilog=_EPILOG,
         formatter_class=Paragraphs,
     )
@@ -107,7 +107,7 @@ def _preflight_parser(commands: Any) -> argparse.ArgumentParser:
         help="do not compile a second time with the other setting of xla_gpu_enable_triton_gemm",
     )
     parser.add_argument(
-        "--all", action="store_true", help="list every product with formats and kernel, not a row per layer"
+        "--all", action="store_true", help="list every product with formats and implementation, not a row per layer"
     )
     parser.add_argument("--svg", metavar="FILE", help="draw the table as a picture")
     demo = parser.add_argument_group("a model with published shapes instead of your own step")

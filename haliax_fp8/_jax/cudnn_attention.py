@@ -2,7 +2,7 @@
 
 JAX's public functions ask a GPU for its compute capability and its version of cuDNN, and so compile only on a machine
 with that GPU. The calls themselves need neither, so they are made here directly; their limits, which JAX would check,
-are checked by callers. Whether cuDNN has a kernel for a call is known only on the device, when the program is loaded.
+are checked by callers. Whether cuDNN supports a call is known only on the device, when the program is loaded.
 """
 
 import functools

@@ -110,8 +110,8 @@ def on_one_device(function: Callable[..., Array], *arrays: Array) -> Array:
     """`function(*arrays)`, traced inside `shard_map` as if nothing differed among devices, and opaque to it.
 
     Pallas' pipelines for Blackwell refuse references to arrays that vary over devices; on TPUs, its calls require a
-    statement of which results do. A kernel does not communicate, so it need not know; the caller marks the result as
-    varying.
+    statement of which results do. A Pallas kernel does not communicate, so it need not know; the caller marks the
+    result as varying.
     """
     with config._check_vma(False):
         traced = jax.make_jaxpr(function)(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays))

@@ -38,7 +38,7 @@ def divided_as_made(parts: Array) -> Array:
     XLA's partitioner divides arrays as their users are divided, and passes that on to their producers. The amaxes of
     rows are joined with those of other operands, whose rows may be divided; without this barrier, an activation would
     be divided like some kernel's rows. In programs for several devices, the maximum comes first, followed by zeros, so
-    that each device sends one number. On one device this would cost an additional kernel, while one for all operands
+    that each device sends one number. On one device this would cost an additional launch, while one for all operands
     is enough.
 
     Args:

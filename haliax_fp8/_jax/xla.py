@@ -15,9 +15,9 @@ from jaxtyping import Array
 
 
 def computed_together[T](values: T) -> T:
-    """Values that are made in one kernel, of which every user reads its part.
+    """Values that are made in one launch, of which every user reads its part.
 
-    Otherwise XLA computes each part again where it is used: with many layers, many small kernels instead of one.
+    Otherwise XLA computes each part again where it is used: with many layers, many small launches instead of one.
     """
     return lax.optimization_barrier(values)
 
@@ -25,7 +25,7 @@ def computed_together[T](values: T) -> T:
 def made_before_it_is_measured[T](values: T) -> T:
     """An operand and its quantized form, of which several statistics are measured.
 
-    XLA would quantize it again for each of them: a reduction is a kernel of its own, and fuses its producers.
+    XLA would quantize it again for each of them: a reduction is a launch of its own, and fuses its producers.
     """
     return lax.optimization_barrier(values)
 
@@ -34,7 +34,7 @@ def not_constant[T](value: T) -> T:
     """A number that XLA does not treat as a constant.
 
     With constants, each layer's small program differs from the others and has to be compiled; and a multiplication by
-    a constant 1, which joins slices into a single kernel, would be dropped.
+    a constant 1, which joins slices into a single launch, would be dropped.
     """
     return lax.optimization_barrier(value)
 
@@ -42,7 +42,7 @@ def not_constant[T](value: T) -> T:
 def not_merged_across_layers[T](values: T) -> T:
     """Values of several layers whose users stay apart.
 
-    Otherwise XLA merges kernels of different layers that read the same array, and all their results have to be in
+    Otherwise XLA merges launches of different layers that read the same array, and all their results have to be in
     memory at once.
     """
     return lax.optimization_barrier(values)
@@ -84,10 +84,10 @@ def not_kept_from_forward(x: Array) -> Array:
 
 
 def transposed_separately[T](data: T) -> T:
-    """FP8 data whose transposition is a kernel of its own.
+    """FP8 data whose transposition is a launch of its own.
 
-    On NVIDIA GPUs up to Hopper an FP8 operand has to be contiguous along the summed axis. A kernel that casts and
-    transposes cannot also take the amax, so two kernels would read the operand in high precision. A separate
+    On NVIDIA GPUs up to Hopper an FP8 operand has to be contiguous along the summed axis. A launch that casts and
+    transposes cannot also take the amax, so two launches would read the operand in high precision. A separate
     transposition reads one byte per element.
     """
     return lax.optimization_barrier(data)
@@ -97,7 +97,7 @@ def transposed_once(x: Array, order: tuple[int, ...]) -> Array:
     """A transposed copy in memory, which several products read.
 
     Otherwise XLA would only relabel the axes, and each product that needs the transpose would make it itself. The
-    original keeps its own layout; otherwise the kernel that computes it would be transposed too.
+    original keeps its own layout; otherwise the launch that computes it would be transposed too.
 
     Args:
         x: The original.
@@ -109,9 +109,9 @@ def transposed_once(x: Array, order: tuple[int, ...]) -> Array:
 
 @jax.custom_jvp
 def read_together(x: Array) -> Array:
-    """A product's result, for kernels that are fused with each other because they all read it.
+    """A product's result, for fusions that become one because they all read it.
 
-    XLA does not fuse kernels that share nothing but the result of a Triton product: both gradients of a gated
+    XLA does not merge fusions that share nothing but the result of a Triton product: both gradients of a gated
     activation, their casts and their amaxes would each read the same arrays again. The gradient passes without a
     barrier, so it can be cast where it is computed.
     """

@@ -36,8 +36,9 @@ def block_scaled_dot(
     """`dot(a.data * a.scale, b.data * b.scale)`, accumulated in float32.
 
     If all scales are powers of two and belong to blocks of 32 along the contraction, or of a multiple of 32, an
-    accelerator multiplies the FP8 data directly (`jax.lax.scaled_dot`): in hardware on Blackwell, in one fused
-    kernel that widens in registers on Hopper. Anything else, and everything on a CPU, multiplies dequantized operands.
+    accelerator multiplies the FP8 data directly (`jax.lax.scaled_dot`): in hardware on Blackwell, in one
+    Triton kernel that widens in registers on Hopper. Anything else, and everything on a CPU, multiplies dequantized
+    operands.
 
     Args:
         a: The first operand.
@@ -132,9 +133,9 @@ block_product_p = Primitive("fp8_block_product")
 class Means(enum.Enum):
     """What multiplies data and scales of blocks in XLA."""
 
-    SCALED_DOT = "an operation that becomes one kernel, which XLA has to find before it divides a program"
-    SCALED_MATMUL = "cuDNN's kernel, on Blackwell"
-    DEQUANTIZED = "a product of operands that other kernels have widened"
+    SCALED_DOT = "an operation that becomes one launch, which XLA has to find before it divides a program"
+    SCALED_MATMUL = "a cuDNN kernel, on Blackwell"
+    DEQUANTIZED = "a product of operands that other launches have widened"
 
 
 def _block_product(

@@ -13,16 +13,16 @@ FP8_RAGGED_DOT: Final = "fp8_ragged_dot"
 """The scope of a grouped product in FP8."""
 
 
-def grouped_kernel(rows: int, columns: int, depth: int) -> str:
-    """The name of a grouped product's own kernel, such as `fp8_grouped_64x128x128`.
+def name_of_tile(rows: int, columns: int, depth: int) -> str:
+    """The name of a grouped product's Pallas kernel, such as `fp8_grouped_64x128x128`.
 
     Its blocks compute multiples of so many rows and columns, and sum over multiples of the depth.
     """
     return f"fp8_grouped_{rows}x{columns}x{depth}"
 
 
-def tile_of_kernel(text: str) -> tuple[int, int, int] | None:
-    """The inverse of `grouped_kernel`, of a name within a text; None if it has none."""
+def tile_in_name(text: str) -> tuple[int, int, int] | None:
+    """The inverse of `name_of_tile`, of a name within a text; None if it has none."""
     found = re.search(r"fp8_grouped_(\d+)x(\d+)x(\d+)", text)
     return None if found is None else (int(found[1]), int(found[2]), int(found[3]))
 

@@ -67,7 +67,7 @@ def _scales_of(state: Array, *, form: AbstractStateForm, limits: tuple[float, ..
     of_input, of_kernel, of_grad = form.scales(state, limits, exact=exact)
     pairs: dict[ProductName, Array] | None = None
     if form.stacked and not of_input.ndim:
-        # A scan slices them out of its stack, in a kernel for each number that is wanted, unless they are wanted
+        # A scan slices them out of its stack, in a launch for each number that is wanted, unless they are wanted
         # together.
         fprop, dgrad, wgrad = lax.mul(of_input, of_kernel), lax.mul(of_kernel, of_grad), lax.mul(of_input, of_grad)
         if form.sharer is None:

@@ -1,7 +1,7 @@
 """Where scales are applied: to the result of a product, whichever way the product is computed.
 
 The exceptions apply scales within the sum, where they do not factor out of it: `block_product.py` those of blocks, and
-the kernels of `grouped/` those of rows and groups.
+the Pallas kernels of `grouped/` those of rows and groups.
 """
 
 from collections.abc import Callable
@@ -62,7 +62,7 @@ def one_scale_on_platform(
     """`dot(a.data, b.data) * scale` in a dtype, as each platform computes it best.
 
     On NVIDIA GPUs a product in bfloat16 is the product of the FP8 data, in bfloat16, times the scale. cuBLASLt computes
-    both at once and rounds once. Triton's kernels, which XLA prefers by default, read FP8 only if the FP8 data are
+    both at once and rounds once. Triton kernels, which XLA prefers by default, read FP8 only if the FP8 data are
     multiplied directly: for dequantized operands they read bfloat16. And whatever XLA puts between product and scale (a
     sum over devices, a slice of a padded product), the scale stays exact, because bfloat16 can represent it.
 

@@ -137,7 +137,7 @@ def _members(measured: Array, mark: Array, grad: Array, *, ensemble: int, alone:
     return lax.reshape(of_copies(flat, mark, needed, alone=alone), measured.shape)
 
 
-# Comparing each with each is one small kernel on a GPU, where sorting is about thirty.
+# Comparing each with each is one small launch on a GPU, where sorting is about thirty.
 _MANY = 1024
 
 

@@ -111,7 +111,7 @@ def record_states(states: Sequence[OpState], *, inexact: bool = False) -> list[O
             of_inputs = [[lax.slice_in_dim(x, 0, 1, axis=x.ndim - 1) for x in scales[i]] for i in members]
             exact, rounded = (functools.reduce(lax.max, xs) for xs in zip(*of_inputs, strict=True))
             largest[members[0]] = exact, rounded
-    # XLA makes all parts in one kernel where they are computed, however little; a mere slice is a kernel of its own.
+    # XLA makes all parts in one launch where they are computed, however little; a mere slice is a launch of its own.
     one = not_constant(np.float32(1.0))
     scales |= {i: (lax.mul(scales[i][0], one), lax.mul(scales[i][1], one)) for i in joined}
     apart = {i: scales[i] for i in joined}, {i: x for i, x in largest.items() if i in joined}

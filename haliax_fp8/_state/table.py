@@ -150,7 +150,7 @@ def measured_in_record(record: Array, scalings: tuple[AbstractScaling, ...]) -> 
     # Where nothing in the program uses an op, JAX gives 0 for all that it has. One whose operands are all zero in a
     # step is taken for one of these.
     of_ops = lax.abs(of_ops)
-    # A few slices, that XLA fuses with what follows; a reduction would be a kernel of its own.
+    # A few slices, that XLA fuses with what follows; a reduction would be a launch of its own.
     axis = len(ensemble) + 1
     parts = [lax.slice_in_dim(of_ops, i, i + 1, axis=axis) for i in range(of_ops.shape[axis])]
     largest = functools.reduce(lax.max, parts)

@@ -58,7 +58,7 @@ def together(
     *,
     otherwise: float | None,
 ) -> list[Any]:
-    """The states of the next step; those of a kind at once, in a kernel or two for all layers.
+    """The states of the next step; those of a kind at once, in a launch or two for all layers.
 
     Args:
         measured_in: What was measured, and whether each row was reached, from the gradients.

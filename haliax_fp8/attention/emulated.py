@@ -1,4 +1,4 @@
-"""Attention with the roundings of cuDNN's FP8 kernels, in plain JAX, which keeps every score in memory.
+"""Attention with the roundings of the FP8 cuDNN kernels, in plain JAX, which keeps every score in memory.
 
     weights  = softmax(scale * q k^T)                      rounded with the scale of `weights`
     output   = weights v                                   rounded with the scale of `output`
@@ -34,7 +34,7 @@ class Attention:
         scale: Multiplies the scores.
         is_causal: Whether a query sees only keys up to its own position.
         rounds: Whether tensors are rounded to FP8; if not, scales are not used.
-        emulate: Whether to emulate on every device, even those that have cuDNN's kernels.
+        emulate: Whether to emulate on every device, even those that have the cuDNN kernels.
     """
 
     scale: float

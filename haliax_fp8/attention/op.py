@@ -39,9 +39,9 @@ class Fp8Attention(ModuleWithStateDictSerialization):
     scores in memory; on a CPU it is emulated with the same formats and scales, and keeps them. The gradient with
     respect to `state` is the state of the next step, as with `Fp8DotGeneral`.
 
-    A program that compiles for a GPU may still fail to load there: only the GPU's own cuDNN knows whether it has a
-    kernel. Softmax weights in E4M3 have a relative error of up to 6 %, and those below 2e-6 of the largest are zero:
-    compare the loss with that of bfloat16 before you train with it.
+    A program that compiles for a GPU may still fail to load there: only the GPU's own cuDNN knows whether it
+    supports the call. Softmax weights in E4M3 have a relative error of up to 6 %, and those below 2e-6 of the largest
+    are zero: compare the loss with that of bfloat16 before you train with it.
 
     Args:
         state: Scales and histories of the ten tensors.
@@ -89,7 +89,7 @@ class Fp8Attention(ModuleWithStateDictSerialization):
         require_bool("emulate", emulate, of="Fp8Attention")
         if isinstance(scaling.amax_compute, Percentile):
             raise ValueError(
-                f"scaling={scaling} of Fp8Attention takes percentiles, but the kernel returns amaxes only; use "
+                f"scaling={scaling} of Fp8Attention takes percentiles, but cuDNN returns amaxes only; use "
                 "MaxOfHistory(), MostRecent(), RecoveringMax() or MovingAverage()"
             )
         if not emulate and (missing := _missing(Device.default())) is not None:
@@ -230,7 +230,7 @@ def _row(tensor: str) -> int:
 
 
 def _check(operands: dict[str, Any], *, is_causal: bool) -> None:
-    """Raises unless query, key and value are arrays that fit together, with sizes that cuDNN's kernels support."""
+    """Raises unless query, key and value are arrays that fit together, with sizes that the cuDNN kernels support."""
     for name, x in operands.items():
         if not isinstance(x, jax.Array | np.ndarray) or not jnp.issubdtype(x.dtype, jnp.floating):
             kind = getattr(x, "dtype", type(x).__name__)

@@ -1,4 +1,4 @@
-"""The forward and the backward pass of attention: quantize, call the kernel, dequantize, and collect amaxes."""
+"""The forward and the backward pass of attention: quantize, attend, dequantize, and collect amaxes."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from .._jax.mesh_axes import axes_to_reduce, varying_axes
 from .._jax.opaque import opaque
 from .._product.names import FP8_ATTENTION
 from ..recipes.scaling import AbstractStatefulScaling
-from . import kernels
+from . import by_platform
 from .emulated import Attention, Scales, reference
 from .state import cotangent, scales_of
 from .tensors import OPERANDS
@@ -46,7 +46,7 @@ class Residuals(NamedTuple):
         query: The quantized query.
         key: The quantized key.
         value: The quantized value.
-        output: The output as the kernel rounded it.
+        output: The output as cuDNN rounded it.
         logs: The logarithm of each row's sum.
         measured: The amaxes of the five tensors of the forward pass.
         state: The state that the scales come from.
@@ -69,8 +69,8 @@ def output(query: Array, key: Array, value: Array, state: Array, spec: Attention
 def forward(query: Array, key: Array, value: Array, state: Array, spec: AttentionSpec) -> tuple[Array, Residuals]:
     """The output, and the residuals of the backward pass."""
     out, kept = _forward(query, key, value, state, spec=spec, differentiated=True)
-    quantized_query, quantized_key, quantized_value, of_kernel, logs, measured = kept
-    return out, Residuals(quantized_query, quantized_key, quantized_value, of_kernel, logs, measured, state)
+    quantized_query, quantized_key, quantized_value, rounded, logs, measured = kept
+    return out, Residuals(quantized_query, quantized_key, quantized_value, rounded, logs, measured, state)
 
 
 @opaque("spec", "differentiated")
@@ -82,7 +82,7 @@ def _forward(
     operands = dict(zip(OPERANDS, (query, key, value), strict=True))
     with jax.named_scope(FP8_ATTENTION):
         q, k, v = (by.quantize(name, x) for name, x in operands.items())
-        out, logs, amaxes = kernels.forward(
+        out, logs, amaxes = by_platform.forward(
             q, k, v, by.all, attention=spec.attention, differentiated=differentiated, members=spec.ensemble
         )
     result = lax.convert_element_type(by.dequantize("output", out), spec.out_dtype)
@@ -105,7 +105,7 @@ def backward(
     by, state = _scales(residuals.state, spec), residuals.state
     with jax.named_scope(FP8_ATTENTION):
         data = by.quantize("output_grad", grad)
-        *found, amaxes = kernels.backward(
+        *found, amaxes = by_platform.backward(
             *residuals[:4], data, residuals.logs, by.all, attention=spec.attention, members=spec.ensemble
         )
     names = ("query_grad", "key_grad", "value_grad")
@@ -138,11 +138,11 @@ def _scales(state: Array, spec: AttentionSpec) -> Scales:
 
 def _measured(
     operands: Sequence[Float[Array, "..."]],
-    amaxes: Float32[Array, "*ensemble kernel"],
+    amaxes: Float32[Array, "*ensemble returned"],
     state: Array,
     spec: AttentionSpec,
 ) -> Float32[Array, "*ensemble all"]:
-    """The amaxes of the operands, then those from the kernel; the largest over all devices that share the state."""
+    """The amaxes of the operands, then the returned ones; the largest over all devices that share the state."""
     found = [
         lax.convert_element_type(
             jnp.max(jnp.abs(x), axis=tuple(range(spec.ensemble, x.ndim)), initial=0.0), jnp.float32

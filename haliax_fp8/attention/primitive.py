@@ -2,7 +2,7 @@
 
     fp8_attention(query, key, value, state)
       jvp       -> fp8_attention_tangent(tangents..., residuals...)    linear in the tangents
-      transpose -> the kernel of the backward pass; the amaxes as the state's cotangent
+      transpose -> the backward pass; the amaxes as the state's cotangent
 
 `_product/primitive.py` explains why these are primitives, and how state travels. Under `vmap` the mapped axis becomes
 part of the batch, unless the state is mapped too: then each example is a member with its own state.
@@ -132,7 +132,7 @@ def _into_batch(x: Array, axis: int | None, size: int, place: int) -> Array:
 
 
 def _out_of_batch(x: Array, size: int, place: int) -> Array:
-    """Moves a result's mapped axis to the front, where the kernels put it too; see `_product/primitive.py`."""
+    """Moves a result's mapped axis to the front, where `by_platform.py` puts it too; see `_product/primitive.py`."""
     x = lax.reshape(x, (*x.shape[:place], size, x.shape[place] // size, *x.shape[place + 1 :]))
     return jnp.moveaxis(x, place, 0)
 

@@ -1,4 +1,4 @@
-"""Which engine loads which layout, with which kernel, and how that is known."""
+"""Which engine loads which layout, what multiplies there, and how that is known."""
 
 import dataclasses
 import enum
@@ -32,7 +32,7 @@ class Engine:
         engine: The engine and its version.
         hardware: Where it runs.
         verdict: What becomes of the checkpoint.
-        detail: The kernel, or what is missing.
+        detail: What multiplies, or what is missing.
         evidence: How that is known.
     """
 
@@ -60,7 +60,11 @@ engines = (
         Evidence.RUN,
     ),
     Engine(
-        ("FP8",), *_VLLM_CPU, Verdict.REFUSED, "loads; its kernel fails on an input scale without axes", Evidence.LOADED
+        ("FP8",),
+        *_VLLM_CPU,
+        Verdict.REFUSED,
+        "loads; its CPU kernel fails on an input scale without axes",
+        Evidence.LOADED,
     ),
     Engine(
         ("FP8_TENSOR", "modelopt"),
@@ -70,7 +74,7 @@ engines = (
         Evidence.LOADED,
     ),
     Engine(("FP8_BLOCK", "fp8"), *_VLLM_CPU, Verdict.REFUSED, "needs AMX", Evidence.RUN),
-    Engine(("W8A16", "MXFP8"), *_VLLM_CPU, Verdict.REFUSED, "no kernel for a CPU", Evidence.RUN),
+    Engine(("W8A16", "MXFP8"), *_VLLM_CPU, Verdict.REFUSED, "no CPU kernel", Evidence.RUN),
     Engine(
         ("FP8", "FP8_TENSOR", "FP8_DYNAMIC", "FP8_BLOCK"),
         *_TRANSFORMERS,
@@ -111,7 +115,7 @@ engines = (
         _VLLM_GPU,
         "NVIDIA from 8.0 on",
         Verdict.DEQUANTIZED,
-        "Marlin, in the kernel",
+        "Marlin, in the GPU kernel",
         Evidence.DOCUMENTATION,
     ),
     Engine(("MXFP8",), _VLLM_GPU, "NVIDIA Blackwell", Verdict.FP8, "", Evidence.DOCUMENTATION),

@@ -9,7 +9,7 @@ from .transformer import rotate
 
 
 def fused_causal_attention(query: NamedArray, key: NamedArray, value: NamedArray, *rotary: NamedArray) -> NamedArray:
-    """`causal_attention` as cuDNN's fused kernel, `jax.nn.dot_product_attention(implementation="cudnn")`.
+    """`causal_attention` as the fused cuDNN kernel, `jax.nn.dot_product_attention(implementation="cudnn")`.
 
     It compiles for NVIDIA GPUs, which this machine need not have, and runs only there. Operands are in bfloat16 or
     float16, heads at most 128 wide.

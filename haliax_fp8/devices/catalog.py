@@ -1,7 +1,7 @@
 """The catalog of devices: one row per device, from which names, units, peaks and the preflight's targets follow.
 
-To add a device, add its row. For a new compute capability, also see `units.py` (what it multiplies), `grouped.py` (its
-kernels for groups) and the uses of `Device.is_cuda_from` and `Device.is_hopper`.
+To add a device, add its row. For a new compute capability, also see `units.py` (what it multiplies), `grouped.py` (what
+multiplies groups) and the uses of `Device.is_cuda_from` and `Device.is_hopper`.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""How long kernels take: the roofline that the preflight, `FasterOn` and `describe` share."""
+"""How long launches take: the roofline that the preflight, `FasterOn` and `describe` share."""
 
 import dataclasses
 import math
@@ -8,19 +8,19 @@ from .peaks import Peaks, is_narrow
 
 @dataclasses.dataclass(frozen=True)
 class Efficiency:
-    """The shares of their peaks that devices reach, and the overhead of each kernel.
+    """The shares of their peaks that devices reach, and the overhead of each launch.
 
     Args:
         flops: The share of the peak FLOP/s that products in bf16 and wider reach. Measured: 0.72 (TransformerEngine,
             H200 NVL) to 0.81 (8192³ on an H100); torchao takes 0.78.
         fp8_flops: The same for FP8 products. Measured: 0.68 (TransformerEngine), 0.74 to 0.78 (DeepGEMM), 0.78
             (torchao). With 0.72, FP8 multiplies 1.85 times as fast as bf16, not twice.
-        bandwidth: The share of the peak bandwidth that kernels reach. Measured: 0.47 (TransformerEngine's kernels that
-            cast and transpose), 0.90 (copies on an H100), 0.92 (torchao's casts).
-        launch: Seconds to launch a kernel; torchao measured 2 µs. Launches are free while the previous kernel is
+        bandwidth: The share of the peak bandwidth that launches reach. Measured: 0.47 (TransformerEngine's CUDA kernels
+            that cast and transpose), 0.90 (copies on an H100), 0.92 (torchao's casts).
+        launch: Seconds of overhead of each launch; torchao measured 2 µs. It is hidden while the previous launch is
             running.
         block_flops: As `fp8_flops`, for products with block scales: a third faster than bf16.
-        block_bandwidth: As `bandwidth`, for kernels that quantize in blocks: 1 TB/s of the 8 that a GB200 has.
+        block_bandwidth: As `bandwidth`, for launches that quantize in blocks: 1 TB/s of the 8 that a GB200 has.
         attention: As `flops`, for fused causal attention, forward and backward: 480 TFLOP/s on an H100. Assumed.
         fp8_attention: As `fp8_flops`, for the same attention: 1.3 times as fast as in bf16. Assumed.
 
@@ -29,7 +29,7 @@ class Efficiency:
 
     References:
         torchao, `torchao/testing/training/roofline_utils.py`; TransformerEngine, `docs/examples/gemm_profiling`;
-        DeepGEMM's README; marin-community/marin#7282 for blocks: XLA's kernels, measured on a GB200.
+        DeepGEMM's README; marin-community/marin#7282 for blocks: what XLA compiles, measured on a GB200.
 
     Example:
         >>> Efficiency(launch=0.0).fp8_flops
@@ -63,9 +63,9 @@ SLOWEST, FASTEST = Efficiency(fp8_flops=0.68, bandwidth=0.47), Efficiency(fp8_fl
 
 @dataclasses.dataclass(frozen=True)
 class Roofline:
-    """Estimates the seconds that kernels take if they run one after the other.
+    """Estimates the seconds that launches take if they run one after the other.
 
-    A kernel takes `max(FLOPs / (FLOP/s × share), bytes / (bandwidth × share)) + launch`.
+    A launch takes `max(FLOPs / (FLOP/s × share), bytes / (bandwidth × share)) + launch`.
 
     Args:
         peaks: The device's peaks.
@@ -97,30 +97,30 @@ class Roofline:
         if is_narrow(dtype):
             share = shares.block_flops if in_blocks else shares.fp8_flops
         computing = flops / (share * self.peaks.flops(dtype))
-        return max(computing, self.moving(bytes)) + self.launches(count)
+        return max(computing, self.moving(bytes)) + self.launching(count)
 
     def attention(self, dtype: str, flops: int, bytes: int, count: int = 1) -> float:
-        """Seconds of `count` kernels of fused attention.
+        """Seconds of `count` launches of fused attention.
 
         Args:
             dtype: As in `products`.
             flops: As in `products`.
             bytes: As in `products`.
-            count: The number of kernels.
+            count: The number of launches.
         """
         share = self.efficiency.fp8_attention if is_narrow(dtype) else self.efficiency.attention
-        return max(flops / (share * self.peaks.flops(dtype)), self.moving(bytes)) + self.launches(count)
+        return max(flops / (share * self.peaks.flops(dtype)), self.moving(bytes)) + self.launching(count)
 
     def others(self, bytes: int, count: int, block_bytes: int = 0) -> float:
-        """Seconds of kernels that are not products.
+        """Seconds of launches that are not products.
 
         Args:
             bytes: The bytes that they read and write, without `block_bytes`.
-            count: The number of kernels.
-            block_bytes: The bytes that kernels which quantize in blocks read and write.
+            count: The number of launches.
+            block_bytes: The bytes that launches which quantize in blocks read and write.
         """
         in_blocks = block_bytes / (self.peaks.bandwidth * self.efficiency.block_bandwidth)
-        return self.moving(bytes) + in_blocks + self.launches(count)
+        return self.moving(bytes) + in_blocks + self.launching(count)
 
     def moving(self, bytes: int) -> float:
         """Seconds that memory traffic takes.
@@ -130,10 +130,10 @@ class Roofline:
         """
         return bytes / (self.peaks.bandwidth * self.efficiency.bandwidth)
 
-    def launches(self, count: int) -> float:
-        """Seconds that launching kernels takes.
+    def launching(self, count: int) -> float:
+        """Seconds of overhead: what launching takes.
 
         Args:
-            count: The number of kernels.
+            count: The number of launches.
         """
         return count * self.efficiency.launch

@@ -42,7 +42,7 @@ class Fp8Config:
             that it gets; one without rows keeps them as they are. By default a layer's experts share theirs. For
             recipes that store scales.
         allow_dense_groups: Lets grouped products (mixture of experts) multiply every row by the kernels of all groups
-            where the device has no grouped kernel, or none for the recipe. By default that raises.
+            where the device has no grouped products in FP8, or none for the recipe. By default that raises.
         emulate: Converts even if the default device is an accelerator without the units for a recipe's products; see
             `supported`. A CPU always emulates, with the same rounding.
         rules: The rules of the layer classes; see `LayerRule`.

@@ -120,8 +120,8 @@ class ModelDescription(Printable):
         least, most = (
             bf16 / sum(p.bf16 / p.gain_range[end] if is_fp8 else p.bf16 for is_fp8, p in predicted) for end in (0, 1)
         )
-        starting = sum(prediction.launches for is_fp8, prediction in predicted if is_fp8)
-        bound = "; starting kernels takes longer than the work in them" if starting > now / 2 else ""
+        launching = sum(prediction.launching for is_fp8, prediction in predicted if is_fp8)
+        bound = "; launching takes longer than all the work" if launching > now / 2 else ""
         times = f"{1e3 * now:.3g} ms a step instead of {1e3 * bf16:.3g} ms"
         return (
             f"{bf16 / now:.2f} times as fast as with all of them in bf16 ({least:.2f} to {most:.2f}; estimate for "

@@ -1,7 +1,7 @@
-"""What a training step does for a linear layer: three products, and the kernels that FP8 adds to them.
+"""What a training step does for a linear layer: three products, and the launches that FP8 adds to them.
 
-What a cast costs is a constant of each scaling, `cast_bytes` and `cast_kernels`. This file adds what depends on the
-layer and on the device. All figures are read from programs that XLA makes for an H100 and a B200, kernel by kernel;
+What a cast costs is a constant of each scaling, `cast_bytes` and `cast_launches`. This file adds what depends on the
+layer and on the device. All figures are read from programs that XLA makes for an H100 and a B200, launch by launch;
 `tests/programs/test_compiled_layer_work.py` compiles layers and compares.
 """
 
@@ -33,20 +33,20 @@ class LayerSize:
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """Kernels other than products.
+    """Launches other than products.
 
     Args:
         bytes: What they read and write, without `block_bytes`.
         block_bytes: The same of those that quantize in blocks, which are slower.
-        kernels: How many there are.
+        launches: How many there are.
     """
 
     bytes: int = 0
     block_bytes: int = 0
-    kernels: int = 0
+    launches: int = 0
 
     def __add__(self, other: "Work") -> "Work":
-        return Work(self.bytes + other.bytes, self.block_bytes + other.block_bytes, self.kernels + other.kernels)
+        return Work(self.bytes + other.bytes, self.block_bytes + other.block_bytes, self.launches + other.launches)
 
 
 # The operand that has the shape of a product's result.
@@ -74,7 +74,7 @@ class LayerWork:
     def seconds(self, roofline: Roofline) -> tuple[float, float]:
         """The time of the products, and of everything else."""
         products = sum(self._product(name, roofline) for name in OPERANDS)
-        return products, roofline.others(self.added.bytes, self.added.kernels, self.added.block_bytes)
+        return products, roofline.others(self.added.bytes, self.added.launches, self.added.block_bytes)
 
     @property
     def added(self) -> Work:
@@ -84,13 +84,13 @@ class LayerWork:
             work += self._quantized(operand) + self._padded(operand)
         for name, result in _RESULTS.items():
             if self._is_rescaled(name):
-                work += Work(6 * self._elements(result), kernels=1)  # float32 is read, bfloat16 written
+                work += Work(6 * self._elements(result), launches=1)  # float32 is read, bfloat16 written
             elif self._is_fp8(name):
-                work += Work(kernels=1)  # the scales of both operands become one
+                work += Work(launches=1)  # the scales of both operands become one
             if self._needs_padding(result, name):
-                work += Work(4 * self._elements(result), kernels=1)  # bfloat16 is read and written
+                work += Work(4 * self._elements(result), launches=1)  # bfloat16 is read and written
         if self.size.members > 1 and self.recipe.is_stateful:
-            work += Work(kernels=4)  # join what the members measured; fitted to one program
+            work += Work(launches=4)  # join what the members measured; fitted to one program
         return work
 
     def _product(self, name: ProductName, roofline: Roofline) -> float:
@@ -115,23 +115,23 @@ class LayerWork:
             if uses[0] != uses[1] or first.scaling.directional:
                 work += _cast(uses[1], elements)
                 if operand != "kernel" and not transposes:
-                    work += _quantizing(uses[1], -2 * elements)  # one kernel reads the operand for both casts
+                    work += _quantizing(uses[1], -2 * elements)  # one launch reads the operand for both casts
             elif operand == "kernel" and self.requantizes:
                 # In the same layout, XLA writes the copy again and reads nothing twice.
                 work += _cast(first, elements) if transposes else _quantizing(first, elements)
             elif transposes:
-                # The cast of the input writes both layouts; others take a kernel that reads FP8 and writes it.
+                # The cast of the input writes both layouts; others take a launch that reads FP8 and writes it.
                 work += _quantizing(first, elements) if operand == "input" else _quantizing(first, 2 * elements, 1)
         if isinstance(first.scaling, AbstractStatefulScaling) and first.scaling.numbers:
             # The cast finds the amax that state records, unless it writes two layouts.
-            work += Work(2 * elements, kernels=2) if operand == "input" and transposes else Work(kernels=1)
+            work += Work(2 * elements, launches=2) if operand == "input" and transposes else Work(launches=1)
         return work
 
     def _padded(self, operand: OperandName) -> Work:
         """Padding reads an operand and writes it: in bfloat16 once for all products, in FP8 for each of them."""
         is_fp8 = [self._is_fp8(name) for name in USES[operand] if self._needs_padding(operand, name)]
         passes = [2] * sum(is_fp8) + [4] * (not all(is_fp8))
-        return Work(sum(passes) * self._elements(operand), kernels=len(passes))
+        return Work(sum(passes) * self._elements(operand), launches=len(passes))
 
     def _fp8_uses(self, operand: OperandName) -> list[Quantization]:
         """How the operand is quantized in each of its products that is in FP8."""
@@ -144,7 +144,7 @@ class LayerWork:
         return any(quantization.scaling.units is MX_UNITS for quantization in self.recipe.products[product])
 
     def _is_rescaled(self, product: ProductName) -> bool:
-        """Whether the product is stored in float32 and scaled by another kernel: scales of rows, members or experts."""
+        """Whether the product is stored in float32 and scaled by another launch: scales of rows, members or experts."""
         if not self._is_fp8(product) or self._is_in_blocks(product):
             return False
         scalings = [quantization.scaling for quantization in self.recipe.products[product]]
@@ -167,13 +167,13 @@ class LayerWork:
 
 def _cast(quantization: Quantization, elements: int) -> Work:
     scaling = quantization.scaling
-    return _quantizing(quantization, round(scaling.cast_bytes * elements), scaling.cast_kernels)
+    return _quantizing(quantization, round(scaling.cast_bytes * elements), scaling.cast_launches)
 
 
-def _quantizing(quantization: Quantization, bytes: int, kernels: int = 0) -> Work:
+def _quantizing(quantization: Quantization, bytes: int, launches: int = 0) -> Work:
     if quantization.scaling.units is MX_UNITS:
-        return Work(block_bytes=bytes, kernels=kernels)
-    return Work(bytes, kernels=kernels)
+        return Work(block_bytes=bytes, launches=launches)
+    return Work(bytes, launches=launches)
 
 
 def _filled_up(size: int, multiple: int) -> int:

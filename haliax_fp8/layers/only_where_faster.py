@@ -150,6 +150,6 @@ class FasterOn:
         if prediction.gain >= self.at_least:
             return None
         if prediction.gain < 1.0:
-            bound = ": starting its kernels takes longer than their work" if prediction.is_launch_bound else ""
+            bound = ": launching takes longer than all the work" if prediction.is_launch_bound else ""
             return f"FP8 would take {1 / prediction.gain:.2f} times bf16's time on {self}{bound}"
         return f"FP8 would be {prediction.gain:.2f} times as fast as bf16 on {self}, below {self.at_least:g}"

@@ -18,8 +18,8 @@ class Prediction:
         products: The products with the recipe.
         overhead: What the recipe adds: amaxes, casts, transpositions, padding, scales.
         overhead_bytes: The bytes that the overhead reads and writes.
-        overhead_kernels: The number of kernels in the overhead.
-        launches: The part of `products` and `overhead` that is launch time.
+        overhead_launches: The number of launches in the overhead.
+        launching: The part of `products` and `overhead` that is spent on launching.
         gain_range: The smallest and the largest `gain` over the measured shares of peaks; `gain` twice for custom
             shares.
     """
@@ -28,8 +28,8 @@ class Prediction:
     products: float
     overhead: float
     overhead_bytes: int
-    overhead_kernels: int
-    launches: float
+    overhead_launches: int
+    launching: float
     gain_range: tuple[float, float]
 
     @property
@@ -44,8 +44,8 @@ class Prediction:
 
     @property
     def is_launch_bound(self) -> bool:
-        """Whether starting kernels takes more time in FP8 than all the work in them."""
-        return self.launches > self.fp8 / 2
+        """Whether launching takes more time in FP8 than all the work."""
+        return self.launching > self.fp8 / 2
 
 
 _IN_BF16 = Recipe.of(HighPrecision())
@@ -76,7 +76,7 @@ def predict(work: LayerWork, peaks: Peaks, efficiency: Efficiency, *, repeats: i
         products=repeats * products,
         overhead=repeats * overhead,
         overhead_bytes=repeats * (added.bytes + added.block_bytes),
-        overhead_kernels=repeats * added.kernels,
-        launches=repeats * Roofline(peaks, efficiency).launches(len(OPERANDS) + added.kernels),
+        overhead_launches=repeats * added.launches,
+        launching=repeats * Roofline(peaks, efficiency).launching(len(OPERANDS) + added.launches),
         gain_range=(min(gains), max(gains)),
     )

@@ -45,7 +45,7 @@ class JoinedLinear(eqx.Module):
 def join_linear(layers: Sequence[Linear]) -> JoinedLinear:
     """Makes one layer of several that read the same tensor, such as q/k/v, to be called in your own module.
 
-    The products of the layers become one, in the forward pass and for each gradient: fewer kernels to launch and to
+    The products of the layers become one, in the forward pass and for each gradient: fewer launches, and less to
     compile. In high precision the numbers are the same, up to the order of summation.
 
     `fp8_linear_layers` converts the joined layer like any other. Its kernel then has one scale, and so has its output

@@ -19,7 +19,7 @@ from .verdict.collective import Collective as Collective, Part as Part
 from .verdict.product import Product as Product, Verdict as Verdict
 from .verdict.program import (
     Estimate as Estimate,
-    Kernels as Kernels,
     Opaque as Opaque,
+    OtherLaunches as OtherLaunches,
     Program as Program,
 )

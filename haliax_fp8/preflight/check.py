@@ -3,7 +3,7 @@
 from typing import Any
 
 from .hlo.dimensions import dimensions
-from .hlo.sites import entry_sites, kernels, opened
+from .hlo.sites import entry_sites, launches, opened
 from .hlo.text import parse_hlo
 from .hlo.vocabulary import STABLEHLO_FP8_PRODUCT
 
@@ -28,7 +28,7 @@ def has_fp8_product(program: Any) -> bool:
     text = program if isinstance(program, str) else program.as_text()
     if not text.lstrip().startswith("HloModule"):
         return STABLEHLO_FP8_PRODUCT.search(text) is not None
-    sites = (site for kernel in kernels(entry_sites(parse_hlo(text))) for site in opened(kernel))
+    sites = (site for launch in launches(entry_sites(parse_hlo(text))) for site in opened(launch))
     sizes = filter(None, map(dimensions, sites))
     return any(size.lhs.dtype.startswith("f8") and size.rhs.dtype.startswith("f8") for size in sizes)
 

@@ -83,7 +83,7 @@ def compile_for(
             try:
                 compiled = lowered.compile(compiler_options={**target.compiler_options(flags), **options})
             except RuntimeError as error:
-                if (remedy := _of_kernels(str(error))) is None:
+                if (remedy := _of_pallas(str(error))) is None:
                     raise
                 raise RuntimeError(f"a Pallas kernel could not be compiled for {target.name}: {remedy}") from error
         written = lowered.as_text("hlo", debug_info=True)
@@ -94,7 +94,7 @@ def compile_for(
     return Compiled(text, written, outputs, memory, time.perf_counter() - begin)
 
 
-def _of_kernels(message: str) -> str | None:
+def _of_pallas(message: str) -> str | None:
     """Why a Pallas kernel was not compiled, and the remedy; None if something else failed."""
     if "No PTX compilation provider" in message:
         return "it needs ptxas, from NVIDIA's CUDA toolkit or the package nvidia-cuda-nvcc; put its folder on the PATH"
@@ -105,7 +105,7 @@ def _of_kernels(message: str) -> str | None:
         )
     if "Mosaic GPU pass pipeline failed" in message:
         return (
-            "JAX compiles such kernels for one architecture per process, that of the first target; compile for each "
+            "JAX compiles Pallas kernels for one architecture per process, that of the first target; compile for each "
             "other one in its own process"
         )
     return None

@@ -34,7 +34,7 @@ def training_options(recipes: Iterable[Recipe], device: Device) -> dict[str, boo
 
     Returns:
         For `jax.jit(compiler_options=...)` or `eqx.filter_jit`; empty if none are needed: on devices other than
-        NVIDIA's, without FP8, and for block-scaled recipes, whose only FP8 kernels are Triton's.
+        NVIDIA's, without FP8, and for block-scaled recipes, which XLA multiplies in FP8 with Triton alone.
     """
     recipes = list(recipes)
     if device.platform != "cuda" or not any(map(_quantizes, recipes)) or any(map(_is_block_scaled, recipes)):
@@ -65,14 +65,14 @@ def cost_of_flags(flags: XlaFlags, device: Device, recipes: Iterable[Recipe]) ->
             return None
         return FlagsCost(
             True,
-            f"{TRITON_PRODUCTS}=false takes block-scaled products out of FP8, because XLA's only kernels for them are "
-            "Triton's: remove it from XLA_FLAGS",
+            f"{TRITON_PRODUCTS}=false takes block-scaled products out of FP8, because XLA multiplies them in FP8 with "
+            "Triton alone: remove it from XLA_FLAGS",
         )
     # Full accumulation is promised to gradients only; fprop never has it.
     if device.is_hopper and any(map(_quantizes_gradients, recipes)):
         return FlagsCost(
             False,
-            "FP8 gradients (dgrad, wgrad) do not accumulate in full float32 where XLA chooses Triton's kernels on "
+            "FP8 gradients (dgrad, wgrad) do not accumulate in full float32 where XLA chooses Triton kernels on "
             f"{device.kind}: compile your own training loop with XLA_FLAGS=--{TRITON_PRODUCTS}=false",
         )
     return None

@@ -10,7 +10,7 @@ from .._numerics.formats import E4M3, E5M2
 from .._numerics.require import require
 from .._tables import Printable
 from ..devices.device import FP8_UNITS, Device
-from ..devices.grouped import BLOCK, GroupedKernels
+from ..devices.grouped import BLOCK, GroupedImplementation
 from .catalog import RecipeLike, as_recipe
 from .recipe import Quantization, Recipe
 from .scaling import BlockScaling, HadamardScaling, MeasuredScaling
@@ -97,7 +97,7 @@ def _lacking(operands: tuple[Quantization, Quantization], device: Device) -> str
 
 
 def supported_in_groups(recipe: Recipe, device: Device) -> Support:
-    """As `supported`, for grouped products, which take kernels of their own.
+    """As `supported`, for grouped products, which have implementations of their own.
 
     Args:
         recipe: The recipe.
@@ -106,36 +106,37 @@ def supported_in_groups(recipe: Recipe, device: Device) -> Support:
     Example:
         >>> h100, mi350x = Device.by_name("h100"), Device.by_name("mi350x")
         >>> print(supported_in_groups(as_recipe("deepseek"), h100).reason)
-        a kernel for Hopper multiplies E4M3 in groups
+        a Pallas kernel for Hopper multiplies E4M3 in groups
         >>> print(supported_in_groups(as_recipe("delayed"), mi350x).reason.partition(";")[0])
-        no grouped FP8 kernel for AMD Instinct MI350X
+        no grouped products in FP8 for AMD Instinct MI350X
     """
-    kernels = GroupedKernels.of(device)
-    if kernels is GroupedKernels.XLA:
+    implementation = GroupedImplementation.of(device)
+    if implementation is GroupedImplementation.XLA:
         return supported(recipe, device)
-    if kernels is None:
+    if implementation is None:
         support = supported(recipe, device)
-        reason = f"no grouped FP8 kernel for {device.kind}; see Fp8Config(allow_dense_groups=True)"
+        reason = f"no grouped products in FP8 for {device.kind}; see Fp8Config(allow_dense_groups=True)"
         return Support(device, "refused", reason) if support.is_native else support
     operands = [operand for pair in recipe.products.values() for operand in pair if operand.scaling.quantizes]
-    others = dict.fromkeys(str(operand.scaling) for operand in operands if not _in_kernel(operand, kernels))
+    others = dict.fromkeys(str(operand.scaling) for operand in operands if not _takes(operand, implementation))
     if not others:
         formats = " and ".join(format.name for format in recipe.formats)
-        made = f"a kernel for {kernels.value} multiplies {formats} in groups" if formats else "no product is in FP8"
-        return Support(device, "native", made)
-    scales = ["whole tensors", "rows", f"blocks of {BLOCK}"][: 3 if kernels is GroupedKernels.HOPPER else 2]
-    taken = f"the grouped kernel for {kernels.value} takes scales of {', '.join(scales[:-1])} and {scales[-1]}"
+        made = f"a Pallas kernel for {implementation.value} multiplies {formats} in groups"
+        return Support(device, "native", made if formats else "no product is in FP8")
+    in_blocks = implementation is GroupedImplementation.HOPPER
+    scales = f"whole tensors, rows and blocks of {BLOCK}" if in_blocks else "whole tensors and rows"
+    taken = f"the grouped Pallas kernel for {implementation.value} takes scales of {scales}"
     return Support(device, "refused", f"{taken}, not those of {', '.join(others)}")
 
 
-def _in_kernel(operand: Quantization, kernels: GroupedKernels) -> bool:
-    """Whether a grouped kernel takes an operand as it is quantized."""
+def _takes(operand: Quantization, implementation: GroupedImplementation) -> bool:
+    """Whether an implementation takes an operand as it is quantized."""
     scaling = operand.scaling
     scaling = scaling.scaling if isinstance(scaling, MeasuredScaling) else scaling
     if operand.format not in (E4M3, E5M2) or isinstance(scaling, HadamardScaling):
         return False
     if isinstance(scaling, BlockScaling):
-        return scaling.size == BLOCK and kernels is GroupedKernels.HOPPER
+        return scaling.size == BLOCK and implementation is GroupedImplementation.HOPPER
     return scaling.units is FP8_UNITS
 
 

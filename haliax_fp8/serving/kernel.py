@@ -16,7 +16,7 @@ from .._product.contraction import AbstractContraction
 from .._product.dimensions import DimensionNumbers, DotDimensions
 from .._product.dot import DotContraction
 from .._product.grouped.contraction import RaggedContraction
-from .._product.grouped.kernels import kernels_for
+from .._product.grouped.implementation import implementation_for
 from ..recipes.recipe import SCALE_BITS, Recipe
 from ..recipes.scaling import StaticScaling
 from ..recipes.scaling.block_geometry import power_of_two
@@ -135,12 +135,12 @@ class ServedKernel(eqx.Module):
             group_sizes: How many rows each group has.
 
         Raises:
-            ValueError: If the device has no grouped kernel for the scheme.
+            ValueError: If the device has no grouped product in FP8 for the scheme.
         """
         recipe = self.scheme.recipe
         assert recipe is not None
-        kernels = kernels_for(recipe, allow_dense=False)
-        contraction = RaggedContraction(kernels=kernels, own_state=self.per_expert)
+        implementation = implementation_for(recipe, allow_dense=False)
+        contraction = RaggedContraction(implementation=implementation, own_state=self.per_expert)
         return self._multiply(rows, self._of_one_layer(), (group_sizes,), contraction)
 
     def _of_one_layer(self) -> QuantizedArray:

@@ -78,7 +78,7 @@ def serving_mismatch(
 
     The result also has the floor: the same numbers for the training model compiled with
     `xla_allow_excess_precision=False`. XLA then rounds intermediates wherever the program says so; by default it omits
-    some roundings. No engine with different kernels can be expected to come closer.
+    some roundings. No engine with different GPU kernels can be expected to come closer.
 
     Args:
         train_model: The model in training.

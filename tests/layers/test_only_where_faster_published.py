@@ -56,7 +56,7 @@ def test_what_transformer_engine_adds_for_delayed_scaling():
 
 
 def test_the_row_of_transformer_engine_that_is_further_off():
-    """Current scaling on a B300: its own kernels add 2.3 ms to the products, as much as on an H200 with 4.8 TB/s."""
+    """Current scaling on a B300: its CUDA kernels add 2.3 ms to the products, as much as on an H200 with 4.8 TB/s."""
     gain, least, most, _, _ = transformer_engine("b200", B300, "current")
     measured = 12.758 / 9.147
     assert gain / measured == pytest.approx(1.105, abs=0.01)
@@ -79,13 +79,13 @@ MEASURED = {
     (32768, 16384, 32768): 1.73,
 }
 # The small ones, where torchao's products in FP8 were slower than 0.72 of the peak: with the 0.59 that is reported for
-# PyTorch's rowwise kernel, 4096³ would be 4 % too high. One share for all sizes cannot have both ends of the table.
+# PyTorch's rowwise GPU kernel, 4096³ would be 4 % too high. One share for all sizes cannot have both ends of the table.
 FURTHER_OFF = {(4096, 4096, 4096): 1.166, (8192, 4096, 4096): 1.085, (8192, 8192, 8192): 1.079}
 
 
 def torchao(m, k, n, efficiency, figures=H100_2_4):
-    """The gain by torchao's own count of what its kernels move: 8 bytes for each element of the input and of the
-    output's gradient in two kernels, 10 for each of the weight in three."""
+    """The gain by torchao's own count of what its GPU kernels move: 8 bytes for each element of the input and of the
+    output's gradient in two launches, 10 for each of the weight in three."""
     roofline, (x, w, g) = Roofline(figures, efficiency), (m * k, k * n, m * n)
     flops, products = 2 * m * k * n, ((x, w, g), (g, w, x), (x, g, w))
     bf16 = sum(roofline.products("bf16", flops, 2 * (a + b + out)) for a, b, out in products)

@@ -64,21 +64,21 @@ CHANGES = (
         "_product/grouped/blackwell.py",
         "end = job.skip + job.own",
         "end = job.own",
-        ("test_grouped_kernels.py::test_products_equal_float64",),
+        ("test_grouped_products.py::test_products_equal_float64",),
     ),
     Change(
         "all pieces of a grouped sum have the scales of the first",
         "_product/grouped/hopper.py",
         "piece = scaled(piece, vectors, job, job.b_piece(indices[0]), tile, layout)",
         "piece = scaled(piece, vectors, job, 0, tile, layout)",
-        ("test_grouped_kernels.py::test_blocks_of_128_are_scaled_within_the_sum",),
+        ("test_grouped_products.py::test_blocks_of_128_are_scaled_within_the_sum",),
     ),
     Change(
         "wrong sizes of groups go unnoticed",
         "_product/grouped/contraction.py",
         "a = dataclasses.replace(a, scale=a.scale * valid)",
         "a = dataclasses.replace(a, scale=a.scale)",
-        ("test_grouped_kernels.py::test_wrong_sizes_are_not_a_number_inside_jit",),
+        ("test_grouped_products.py::test_wrong_sizes_are_not_a_number_inside_jit",),
     ),
     Change(
         "a device takes the sizes of groups for those of its own rows",
@@ -931,23 +931,23 @@ CHANGES = (
     Change(
         "a product computes and moves one after the other",
         "devices/roofline.py",
-        "max(computing, self.moving(bytes)) + self.launches(count)",
-        "computing + self.moving(bytes) + self.launches(count)",
+        "max(computing, self.moving(bytes)) + self.launching(count)",
+        "computing + self.moving(bytes) + self.launching(count)",
         ("test_only_where_faster.py::test_by_hand",),
     ),
     Change(
         "several products are launched as one",
         "devices/roofline.py",
-        "max(computing, self.moving(bytes)) + self.launches(count)",
-        "max(computing, self.moving(bytes)) + self.launches(1)",
+        "max(computing, self.moving(bytes)) + self.launching(count)",
+        "max(computing, self.moving(bytes)) + self.launching(1)",
         ("test_only_where_faster.py::test_several_products_take_as_long_as_one_after_the_other",),
     ),
     Change(
-        "kernels that quantize in blocks are as fast as others",
+        "launches that quantize in blocks are as fast as others",
         "devices/roofline.py",
         "(self.peaks.bandwidth * self.efficiency.block_bandwidth)",
         "(self.peaks.bandwidth * self.efficiency.bandwidth)",
-        ("test_only_where_faster.py::test_blocks_do_not_pay_with_xlas_kernels",),
+        ("test_only_where_faster.py::test_blocks_do_not_pay_as_xla_compiles_them",),
     ),
     # --- preflight
     Change(
@@ -958,7 +958,7 @@ CHANGES = (
         ("test_preflight_process.py",),
     ),
     Change(
-        "a custom call that nobody knows is one of the other kernels",
+        "a custom call that nobody knows is one of the other launches",
         "preflight/verdict/analysis.py",
         "call_of(instruction) is not Call.OTHER",
         "call_of(instruction) is Call.OPAQUE",
@@ -981,8 +981,8 @@ CHANGES = (
     Change(
         "an update in place counts once, not as read and written",
         "preflight/hlo/traffic.py",
-        "return 2 * kernel.operands[1].instruction.shape.bytes",
-        "return kernel.operands[1].instruction.shape.bytes",
+        "return 2 * launch.operands[1].instruction.shape.bytes",
+        "return launch.operands[1].instruction.shape.bytes",
         ("test_preflight_traffic.py",),
     ),
     Change(
@@ -1007,11 +1007,11 @@ CHANGES = (
         ("test_preflight_products.py::test_loops_that_count_from_constant_to_constant",),
     ),
     Change(
-        "kernels in loops move their bytes once",
+        "launches in loops move their bytes once",
         "preflight/verdict/analysis.py",
-        "moved += kernel.executions * touched(kernel)",
-        "moved += touched(kernel)",
-        ("test_preflight_products.py::test_loops_count_their_kernels",),
+        "moved += launch.executions * touched(launch)",
+        "moved += touched(launch)",
+        ("test_preflight_products.py::test_loops_count_their_launches",),
     ),
     Change(
         "a grouped product multiplies every row by every kernel",
@@ -1030,8 +1030,8 @@ CHANGES = (
     Change(
         "a scatter in place counts once",
         "preflight/hlo/traffic.py",
-        "return sum(2 * o.instruction.shape.bytes for o in kernel.operands[1:])",
-        "return sum(o.instruction.shape.bytes for o in kernel.operands[1:])",
+        "return sum(2 * o.instruction.shape.bytes for o in launch.operands[1:])",
+        "return sum(o.instruction.shape.bytes for o in launch.operands[1:])",
         ("test_preflight_traffic.py",),
     ),
     Change(
@@ -1042,7 +1042,7 @@ CHANGES = (
         ("test_preflight_products.py::test_slices_and_updates_in_place_count_as_what_they_touch",),
     ),
     Change(
-        "the end of what began is a kernel of its own",
+        "the end of what began is a launch of its own",
         "preflight/hlo/traffic.py",
         "and not ends(site.instruction.opcode)",
         "",

@@ -74,7 +74,7 @@ def test_a_converted_model_asks_for_fp8_in_all_its_products(target):
     report.require(asked_flops=1.0)
     if target != "local":
         report.require(fp8_flops=1.0)
-        assert {p.kernel for p in report.products} == {"cublasLt f8"}
+        assert {p.implementation for p in report.products} == {"cublasLt f8"}
 
 
 @everywhere
@@ -232,7 +232,7 @@ def test_the_estimate_is_the_roofline(compared):
         )
 
     estimate = compared.baseline_estimate
-    found = estimate.products, estimate.others, estimate.launches
+    found = estimate.products, estimate.others, estimate.launching
     assert found == pytest.approx(by_hand(compared.baseline, 0.75e12, 2e-6))
     assert estimate.total == estimate.products + estimate.others
     assert compared.speedup == estimate.total / compared.estimate.total
@@ -254,10 +254,10 @@ def test_the_ratio_is_what_a_reader_sees_first(compared):
 
 
 def test_a_launch_bound_step_is_named(compared):
-    """On a device that works faster than it starts kernels; on the slow one of this comparison, nothing is said."""
+    """On a device that works faster than it launches; on the slow one of this comparison, nothing is said."""
     peaks = dataclasses.replace(compared.target.peaks, bf16=1e17, f32=1e17, bandwidth=1e15)
     bound = dataclasses.replace(compared, target=dataclasses.replace(compared.target, peaks=peaks))
-    assert any(finding.startswith("the step is launch-bound: starting its ") for finding in bound.findings)
+    assert any(finding.startswith("the step is launch-bound: the overhead of its ") for finding in bound.findings)
     assert any(finding.startswith("the baseline is launch-bound") for finding in bound.findings)
     assert not any("launch-bound" in finding for finding in compared.findings)
     assert 0 < compared.step.others.small <= compared.step.others.count
@@ -435,7 +435,7 @@ def test_which_devices_have_fp8(name, lacks):
 
 @pytest.mark.slow
 @pytest.mark.skipif(targets["h100"].missing() is not None, reason="needs the package jax-cuda13-pjrt")
-def test_what_saves_time_changes_no_kernel(compiled):
+def test_what_saves_time_changes_no_launch(compiled):
     """Programs are compiled without the fusion autotuner and with unoptimized machine code; nothing else differs."""
     x = struct(TOKENS, WIDTH)
     quick, _ = compiled(step, converted(), x, target="h100")
@@ -444,9 +444,9 @@ def test_what_saves_time_changes_no_kernel(compiled):
     slow, _ = compiled(step, converted(), x, target="h100", compiler_options=products | defaults)
     # Without what XLA writes behind an instruction, among it that the autotuner was there.
     instructions = lambda text: [line for line in text.splitlines() if line.startswith("  ") and " = " in line]
-    kernels = lambda text: [line.split(", metadata=")[0].split(", backend_config=")[0] for line in instructions(text)]
-    assert kernels(quick) == kernels(slow)
-    assert any("fusion(" in line for line in kernels(quick))
+    launched = lambda text: [line.split(", metadata=")[0].split(", backend_config=")[0] for line in instructions(text)]
+    assert launched(quick) == launched(slow)
+    assert any("fusion(" in line for line in launched(quick))
 
 
 @pytest.mark.slow

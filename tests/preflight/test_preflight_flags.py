@@ -167,13 +167,13 @@ def with_a_barrier(a, b, scale):
 
 
 def dequantizes(a, b, scale):
-    """What other kernels have widened is multiplied: the barrier stands for what XLA does where it does not fuse."""
+    """What other launches have widened is multiplied: the barrier stands for what XLA does where it does not fuse."""
     wide = jax.lax.optimization_barrier((a.astype(jnp.bfloat16) * scale, b.astype(jnp.bfloat16)))
     return jnp.dot(*wide)
 
 
 def widens_inside(a, b, scale):
-    """The operands are widened, and nothing keeps XLA from doing it inside the product's kernel."""
+    """The operands are widened, and nothing keeps XLA from doing it inside the product's launch."""
     return jnp.dot(a.astype(jnp.bfloat16), b.astype(jnp.bfloat16)) * scale
 
 
@@ -193,19 +193,20 @@ def compiled_for(function, target, triton, *, scale=SCALE):
     )
 
 
-@pytest.mark.parametrize("triton, kernel", [(True, "Triton dot"), (False, "cublasLt f8")])
+@pytest.mark.parametrize("triton, implementation", [(True, "Triton dot"), (False, "cublasLt f8")])
 @pytest.mark.parametrize("target", on_gpu("h100", "b200"))
 @pytest.mark.parametrize("function", [multiplies_fp8, with_a_barrier])
-def test_fp8_arrays_that_are_multiplied_are_in_fp8_with_both_settings(function, target, triton, kernel):
+def test_fp8_arrays_that_are_multiplied_are_in_fp8_with_both_settings(function, target, triton, implementation):
     report = compiled_for(function, target, triton)
     (product,) = report.products
-    assert (product.verdict, product.kernel, product.lhs, product.rhs) == (Verdict.FP8, kernel, "f8e4m3fn", "f8e4m3fn")
+    assert (product.verdict, product.implementation) == (Verdict.FP8, implementation)
+    assert (product.lhs, product.rhs) == ("f8e4m3fn", "f8e4m3fn")
     assert product.widened == "" and product.flops == 2 * 512 * 256 * 384
     report.require(fp8_flops=1.0)
 
 
 @pytest.mark.parametrize("target", on_gpu("h100", "b200"))
-def test_operands_that_other_kernels_widen_are_not_in_fp8(target):
+def test_operands_that_other_launches_widen_are_not_in_fp8(target):
     report = compiled_for(dequantizes, target, True)
     (product,) = report.products
     assert (product.verdict, product.lhs, product.rhs) == (Verdict.EMULATED, "bf16", "bf16")
@@ -221,11 +222,11 @@ def test_barriers_do_not_hide_that_fp8_was_asked_for():
 
 
 @pytest.mark.parametrize("target", on_gpu("h100"))
-def test_operands_that_the_kernel_widens_are_read_in_fp8(target):
+def test_operands_that_the_launch_widens_are_read_in_fp8(target):
     report = compiled_for(widens_inside, target, True)
     (product,) = report.products
     assert (product.verdict, product.lhs, product.widened) == (Verdict.FP8, "f8e4m3fn", "bf16")
-    assert any("widen it inside Triton's kernel: 1;" in finding for finding in report.findings)
+    assert any("widen it inside their Triton kernel: 1;" in finding for finding in report.findings)
     # Estimated at the rate of what is multiplied.
     fast = compiled_for(multiplies_fp8, target, True)
     assert report.step.others.count == 0 and report.estimate.products >= fast.estimate.products
@@ -235,7 +236,7 @@ def test_operands_that_the_kernel_widens_are_read_in_fp8(target):
 
 
 @pytest.mark.parametrize("target", on_gpu("h100"))
-def test_scales_of_blocks_inside_the_kernel_are_emulation(target):
+def test_scales_of_blocks_inside_the_launch_are_emulation(target):
     report = compiled_for(scales_blocks_inside, target, True, scale=struct(512, 2))
     assert {product.verdict for product in report.products} == {Verdict.EMULATED}
 
@@ -311,9 +312,9 @@ def test_the_first_line_says_which_flags_and_what_the_other_setting_changes(no_f
     assert line.startswith(
         f"XLA flags: XLA's defaults ({TRITON}=true); with {TRITON}=false: 100.0% of the FLOPs in FP8"
     )
-    assert "other kernels instead of" in line and " ms instead of " in line
-    assert {p.kernel for p in report.products} == {"Triton dot"}
-    assert {p.kernel for p in report.other.products} == {"cublasLt f8"}
+    assert "other launches instead of" in line and " ms instead of " in line
+    assert {p.implementation for p in report.products} == {"Triton dot"}
+    assert {p.implementation for p in report.other.products} == {"cublasLt f8"}
     # On Hopper alone, and of gradients alone.
     says = [finding for finding in report.findings if "does not accumulate FP8 in full float32" in finding]
     assert len(says) == (target == "h100")
@@ -325,11 +326,11 @@ def test_the_first_line_says_which_flags_and_what_the_other_setting_changes(no_f
 @pytest.mark.parametrize("target", on_gpu("h100"))
 def test_the_environment_decides_and_options_come_before_it(monkeypatch, target):
     monkeypatch.setenv("XLA_FLAGS", f"--{TRITON}=false")
-    kernels = lambda **options: [
-        p.kernel for p in inspect_step(multiplies_fp8, *OPERANDS, SCALE, target=target, **options).products
+    implementations = lambda **options: [
+        p.implementation for p in inspect_step(multiplies_fp8, *OPERANDS, SCALE, target=target, **options).products
     ]
-    assert kernels() == ["cublasLt f8"]
-    assert kernels(compiler_options={TRITON: True}) == ["Triton dot"]
+    assert implementations() == ["cublasLt f8"]
+    assert implementations(compiler_options={TRITON: True}) == ["Triton dot"]
 
     class Step:
         """A step whose own `jit` has options."""
@@ -337,7 +338,7 @@ def test_the_environment_decides_and_options_come_before_it(monkeypatch, target)
         __call__ = staticmethod(multiplies_fp8)
         compiler_options = staticmethod(lambda *args, device: {TRITON: len(args) == 3 and device.platform == "cuda"})
 
-    assert [p.kernel for p in inspect_step(Step(), *OPERANDS, SCALE, target=target).products] == ["Triton dot"]
+    assert [p.implementation for p in inspect_step(Step(), *OPERANDS, SCALE, target=target).products] == ["Triton dot"]
 
 
 def test_elsewhere_the_last_line_is_the_flags_alone(no_flags):
@@ -382,7 +383,7 @@ def test_block_scaled_products_are_in_fp8_where_supported_says_so(name):
 # --- Mixtures of experts ----------------------------------------------------------------------------------------------
 
 
-# Compiles grouped kernels; CI runs it now and then.
+# Compiles grouped GPU kernels; CI runs it now and then.
 _FP8_EXPERTS = pytest.param(True, id="fp8", marks=pytest.mark.more)
 
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from haliax_fp8.preflight.hlo.sites import entry_sites, kernels, opened
+from haliax_fp8.preflight.hlo.sites import entry_sites, launches, opened
 from haliax_fp8.preflight.hlo.text import Shape, parse_hlo
 
 
@@ -154,9 +154,9 @@ def test_nothing_of_a_real_program_is_lost(text):
                 assert name in module.computations
 
 
-def test_every_kernel_is_met_once_for_each_run():
+def test_every_launch_is_met_once_for_each_run():
     module = parse_hlo(next(text for name, text in programs() if name == "compiled"))
-    sites = [site for kernel in kernels(entry_sites(module)) for site in opened(kernel)]
+    sites = [site for launch in launches(entry_sites(module)) for site in opened(launch)]
     # Three steps of the loop, each with a product and its gradient with respect to the carry.
     assert sum(site.executions for site in sites if site.instruction.opcode == "dot") == 6
 

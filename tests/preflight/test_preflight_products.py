@@ -63,7 +63,7 @@ def test_a_dot_with_batch_and_several_contracted_axes():
     (product,) = read(text).products
     assert (product.batch, product.m, product.n, product.k) == (3, 5, 13, 77)
     assert product.flops == 2 * 3 * 5 * 13 * 77
-    assert (product.lhs, product.rhs, product.out, product.kernel) == ("bf16", "bf16", "f32", "dot")
+    assert (product.lhs, product.rhs, product.out, product.implementation) == ("bf16", "bf16", "f32", "dot")
     assert product.bytes == 2 * (3 * 5 * 7 * 11 + 7 * 13 * 3 * 11) + 4 * 3 * 5 * 13
 
 
@@ -91,7 +91,7 @@ def test_a_fused_attention_makes_two_products_forward_and_five_backward(dtype, v
         *[("backward", flops, verdict)] * 5,
     ]
     assert program.opaque == () and program.others.count == 0
-    assert {p.kernel for p in program.products} == {"cuDNN attention"}
+    assert {p.implementation for p in program.products} == {"cuDNN attention"}
     reasons = {"" if verdict is Verdict.FP8 else "fused attention in bf16"}
     assert {p.reason for p in program.products} == reasons
     # Neither an older GPU nor one with other formats multiplies them.
@@ -100,14 +100,14 @@ def test_a_fused_attention_makes_two_products_forward_and_five_backward(dtype, v
 
 
 @pytest.mark.parametrize(
-    "target, dtype, kernel, verdict",
+    "target, dtype, implementation, verdict",
     [
         ("__cublas$lt$matmul$f8", "f8e4m3fn", "cublasLt f8", Verdict.FP8),
         ("__cublas$lt$matmul", "bf16", "cublasLt", Verdict.HIGH_PRECISION),
         ("__cublas$gemm", "f32", "cublas", Verdict.HIGH_PRECISION),
     ],
 )
-def test_cublas(target, dtype, kernel, verdict):
+def test_cublas(target, dtype, implementation, verdict):
     text = module(
         [
             f"%a = {dtype}[2,16,64]{{2,1,0}} parameter(0)",
@@ -120,7 +120,12 @@ def test_cublas(target, dtype, kernel, verdict):
     program = read(text)
     (product,) = program.products
     assert product.flops == program.flops == 2 * 2 * 16 * 32 * 64
-    assert (product.kernel, product.lhs, product.out, product.verdict) == (kernel, dtype, "bf16", verdict)
+    assert (product.implementation, product.lhs, product.out, product.verdict) == (
+        implementation,
+        dtype,
+        "bf16",
+        verdict,
+    )
     assert program.fp8_share == (verdict is Verdict.FP8)
     assert program.others.count == 0
 
@@ -282,13 +287,14 @@ def triton(kind):
 
 
 @pytest.mark.parametrize(
-    "kind, kernel", [("__triton_nested_gemm_fusion", "Triton dot"), ("__triton_gemm", "Triton dot"), ("", "fused dot")]
+    "kind, implementation",
+    [("__triton_nested_gemm_fusion", "Triton dot"), ("__triton_gemm", "Triton dot"), ("", "fused dot")],
 )
-def test_products_in_fusions(kind, kernel):
+def test_products_in_fusions(kind, implementation):
     (product,) = read(triton(kind)).products
     assert product.flops == 2 * 32 * 48 * 64
-    assert (product.kernel, product.role, product.verdict) == (kernel, "fprop", Verdict.FP8)
-    # The product is in float32, but the kernel casts it before it writes it.
+    assert (product.implementation, product.role, product.verdict) == (implementation, "fprop", Verdict.FP8)
+    # The product is in float32, but the launch casts it before it writes it.
     assert product.out == "bf16" and product.bytes == 32 * 64 + 64 * 48 + 2 * 32 * 48
 
 
@@ -317,7 +323,7 @@ def test_block_scaled_products():
     )
     (product,) = read(text, "b200").products
     assert product.flops == 2 * 32 * 48 * 64
-    assert (product.kernel, product.verdict) == ("scaled-dot", Verdict.FP8)
+    assert (product.implementation, product.verdict) == ("scaled-dot", Verdict.FP8)
 
 
 @pytest.mark.parametrize(
@@ -412,7 +418,7 @@ def test_convolutions_count_what_is_multiplied(stride, pad, dilate):
     assert report.step.flops == 2 * convolution_macs(x, w, stride, pad, dilate)
 
 
-def test_branches_and_asynchronous_kernels():
+def test_branches_and_asynchronous_launches():
     then = (
         "%then (a: bf16[8,8]) -> bf16[8,8]",
         [
@@ -440,7 +446,7 @@ def test_branches_and_asynchronous_kernels():
     assert program.branches == 1
 
 
-def test_kernels_that_cannot_be_looked_into_are_named():
+def test_launches_that_cannot_be_looked_into_are_named():
     text = module(
         [
             "%x = f8e4m3fn[8,8]{1,0} parameter(0)",
@@ -449,8 +455,8 @@ def test_kernels_that_cannot_be_looked_into_are_named():
         ]
     )
     program = read(text)
-    (kernel,) = program.opaque
-    assert (kernel.target, kernel.operands, kernel.executions) == ("__gpu$xla.gpu.triton", ("f8e4m3fn",) * 2, 1)
+    (call,) = program.opaque
+    assert (call.target, call.operands, call.executions) == ("__gpu$xla.gpu.triton", ("f8e4m3fn",) * 2, 1)
     assert program.flops == 0 and program.others.count == 0
 
 
@@ -620,7 +626,7 @@ def test_nothing_is_allocated():
     assert report.step.flops == 2 * 16 * big**2
 
 
-# --- What kernels touch -----------------------------------------------------------------------------------------------
+# --- What launches touch ----------------------------------------------------------------------------------------------
 
 
 def test_slices_and_updates_in_place_count_as_what_they_touch():
@@ -655,12 +661,12 @@ def test_slices_and_updates_in_place_count_as_what_they_touch():
         ("bitcast(%x)", 0),
     ],
 )
-def test_plain_kernels(line, touched):
+def test_plain_launches(line, touched):
     text = module(["%x = f32[600]{0} parameter(0)", f"ROOT %r = f32[600]{{0}} {line}"])
     assert read(text).others.bytes == touched
 
 
-def test_loops_count_their_kernels():
+def test_loops_count_their_launches():
     body = (
         "%body (c: (s32[], f32[8,8])) -> (s32[], f32[8,8])",
         [

@@ -1,11 +1,11 @@
-"""The bytes that a kernel reads and writes, of instructions written by hand and counted by hand."""
+"""The bytes that a launch reads and writes, of instructions written by hand and counted by hand."""
 
 import pytest
 
 from haliax_fp8.preflight.hlo.dimensions import Dimensions
-from haliax_fp8.preflight.hlo.sites import entry_sites, kernels
+from haliax_fp8.preflight.hlo.sites import entry_sites, launches
 from haliax_fp8.preflight.hlo.text import Shape, parse_hlo
-from haliax_fp8.preflight.hlo.traffic import is_kernel, touched
+from haliax_fp8.preflight.hlo.traffic import is_launch, touched
 from haliax_fp8.preflight.verdict.reason import indivisible
 
 
@@ -13,15 +13,15 @@ MATRIX, ROW, INDEX = 4 * 1000 * 64, 4 * 64, 4
 
 
 def bytes_of(entry, *functions):
-    """Of all kernels of a program; functions are given as `(header, lines)`."""
+    """Of all launches of a program; functions are given as `(header, lines)`."""
     indented = lambda lines: "\n".join(f"  {line}" for line in lines)
     bodies = "".join(f"{header} {{\n{indented(lines)}\n}}\n\n" for header, lines in functions)
     text = f"HloModule m, is_scheduled=true\n\n{bodies}ENTRY %main (x: f32[2]) -> f32[2] {{\n{indented(entry)}\n}}\n"
-    return sum(touched(kernel) for kernel in kernels(entry_sites(parse_hlo(text))) if opcode(kernel) != "parameter")
+    return sum(touched(launch) for launch in launches(entry_sites(parse_hlo(text))) if opcode(launch) != "parameter")
 
 
-def opcode(kernel):
-    return kernel.instruction.opcode
+def opcode(launch):
+    return launch.instruction.opcode
 
 
 PARAMETERS = [
@@ -95,10 +95,10 @@ def test_a_parameter_that_a_fusion_hands_on_is_not_written():
         ("bitcast", False),
     ],
 )
-def test_what_only_names_or_ends_something_is_no_kernel(opcode, runs):
+def test_what_only_names_or_ends_something_is_no_launch(opcode, runs):
     text = "HloModule m\n\nENTRY %main (x: f32[2]) -> f32[2] {\n  %x = f32[2]{0} parameter(0)\n"
     text += f"  ROOT %r = f32[2]{{0}} {opcode}(%x)\n}}\n"
-    assert [is_kernel(site) for site in entry_sites(parse_hlo(text))] == [False, runs]
+    assert [is_launch(site) for site in entry_sites(parse_hlo(text))] == [False, runs]
 
 
 def test_sides_before_they_were_padded():

@@ -103,7 +103,7 @@ def test_custom_calls_by_what_they_do(target, kind):
 
 @pytest.mark.parametrize("target", ["my_kernel", "__gpu$xla.gpu.triton", "__cublas$lt$groupedMatmul"])
 def test_what_is_not_known_is_named_in_the_report(target):
-    """It may multiply anything: it is neither one of the other kernels nor missing without a word."""
+    """It may multiply anything: it is neither one of the other launches nor missing without a word."""
     text = module(
         [
             "%x = f32[8]{0} parameter(0)",
@@ -112,9 +112,9 @@ def test_what_is_not_known_is_named_in_the_report(target):
         ]
     )
     program = read(text)
-    assert [kernel.target for kernel in program.opaque] == [target] and program.others.count == 1
+    assert [call.target for call in program.opaque] == [target] and program.others.count == 1
     report = PreflightReport(fp8.preflight.targets["h100"], {"devices": 1}, program)
-    assert f"1 kernels cannot be analyzed, and are not in the times: {target}" in report.caveats
+    assert f"1 launches cannot be analyzed, and are not in the times: {target}" in report.caveats
 
 
 def anywhere(x, key):

@@ -1,4 +1,4 @@
-"""What the blocks of grouped kernels do: every row and every piece of a sum exactly once, within the operands."""
+"""What the blocks of grouped GPU kernels do: every row and every piece of a sum exactly once, within the operands."""
 
 from collections import Counter
 
@@ -58,7 +58,7 @@ def test_sums_over_groups_take_each_row_once(sizes):
     seen = set()
     for a, b, out, skip, count, steps, first, edges, group in zip(*map(np.asarray, jobs), strict=True):
         assert (b, skip, count) == (0, 0, TILE.rows) and out == 16 * group + a
-        # As a kernel reads them: the group's first and last piece from behind the rows.
+        # As a GPU kernel reads them: the group's first and last piece from behind the rows.
         pieces = [edges if s == 0 else edges + 1 if s == steps - 1 else first + s for s in range(steps)]
         read = [edged[piece * TILE.depth :][: TILE.depth, 0] for piece in pieces]
         of_b = [x[(first + s) * TILE.depth :][: TILE.depth, 0] for s in range(steps)]

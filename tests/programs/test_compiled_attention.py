@@ -50,12 +50,12 @@ def test_it_compiles_to_cudnn_in_fp8(head_dim, target):
     assert reads == [f8] * 5 + [f32] * 13 and results == [f8] * 3 + [f32] * 4 + ["u8"]
     # Nothing as large as the scores is in memory.
     assert report.step.memory.temporaries < HEADS * TOKENS * TOKENS // 4
-    # A head of 64 is filled up to 128 for the gradient's kernel.
+    # A head of 64 is padded to 128 for the gradient's cuDNN kernel.
     width = 128
     assert report.step.flops == 7 * HEADS * TOKENS * TOKENS * width
     assert report.fp8_share == 1.0 and {p.verdict for p in report.products} == {Verdict.FP8}
     assert unknown_calls(report.step) == set() and report.step.opaque == ()
-    assert any("whether cuDNN has a kernel" in caveat for caveat in report.caveats)
+    assert any("whether cuDNN has a GPU kernel" in caveat for caveat in report.caveats)
 
 
 @pytest.mark.parametrize(("axis", "target"), [*on(["batch", "heads"], ["h100"])])

@@ -67,9 +67,9 @@ def sent(report):
 
 @pytest.mark.parametrize("recipe", ["mxfp8", "deepseek"])
 def test_blocks_send_little_more_than_delayed_scaling(recipe):
-    """One byte in 32 is a scale; and the products are in FP8, in a library's kernel."""
+    """One byte in 32 is a scale; and the products are in FP8, in a library's call."""
     report = divided(recipe)
-    assert report.fp8_share == 1.0 and {p.kernel for p in report.products} == {"cuDNN block scaled"}
+    assert report.fp8_share == 1.0 and {p.implementation for p in report.products} == {"cuDNN block scaled"}
     # Three products of each layer, but for dgrad of the first.
     assert report.step.flops == 2 * (3 * 4 - 1) * TOKENS // DEVICES * WIDTH * HIDDEN
     assert sent(report) <= 1.1 * sent(divided("delayed"))
@@ -84,7 +84,7 @@ def test_devices_multiply_blocks_inside_shard_map():
     report = inspect_step(
         parts, converted("mxfp8"), X, target="b200", mesh={"data": 2}, shardings=(P(), P("data")), other_setting=False
     )
-    assert report.fp8_share == 1.0 and {p.kernel for p in report.products} == {"cuDNN block scaled"}
+    assert report.fp8_share == 1.0 and {p.implementation for p in report.products} == {"cuDNN block scaled"}
     assert {found.kind for found in report.step.collectives} == {"all-reduce"}
 
 

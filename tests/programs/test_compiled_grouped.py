@@ -15,7 +15,7 @@ from grouped_layer import SHAPES
 from haliax_fp8.preflight import targets
 
 
-# Executed FLOPs, gigabytes of other kernels, megabytes of temporaries; XLA's dense products take 46.2e12 and 18.1e12.
+# Executed FLOPs, gigabytes of other launches, megabytes of temporaries; XLA's dense products take 46.2e12 and 18.1e12.
 LIMITS = {
     "h100": {"8 experts": (6.4e12, 7.6, 1000), "64 experts": (0.35e12, 2.6, 260)},
     "b200": {"8 experts": (6.4e12, 7.6, 1000), "64 experts": (0.35e12, 2.6, 260)},
@@ -32,7 +32,7 @@ INSTRUCTIONS = {
 @pytest.mark.parametrize("device", LIMITS)
 def test_experts_cost_what_is_useful(device):
     program = pathlib.Path(grouped_layer.__file__)
-    # JAX prints the kernels' machine code.
+    # JAX prints the GPU kernels' machine code.
     environment = {**os.environ, "MOSAIC_GPU_DUMP_PTX": "1"}
     command = [sys.executable, program, device]
     ran = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)

@@ -1,4 +1,4 @@
-"""What FP8 adds, as `FasterOn` counts it, against what XLA compiles: bytes and kernels beside the products."""
+"""What FP8 adds, as `FasterOn` counts it, against what XLA compiles: bytes and launches beside the products."""
 
 import equinox as eqx
 import haliax as hax
@@ -44,7 +44,7 @@ def program(model, grad, inputs, grads, target, call, in_triton=False):
 
 
 def added(make, recipe, inputs, grads, target, call=lambda model, x: model(x), tokens=None):
-    """What FP8 adds to a program in bf16: bytes and kernels beside the products; and what is predicted."""
+    """What FP8 adds to a program in bf16: bytes and launches beside the products; and what is predicted."""
     plain = eqx.filter_eval_shape(in_bf16(make))
     config = fp8.Fp8Config(recipe=recipe, emulate=True)
     model = eqx.filter_eval_shape(lambda: fp8.fp8_linear_layers(in_bf16(make)(), config))
@@ -73,7 +73,7 @@ def test_one_layer(target, recipe, sizes):
     make = lambda: hnn.Linear.init(In, Out, key=jax.random.key(0), use_bias=False)
     moved, count, prediction = added(make, recipe, (T, In), (T, Out), target)
     assert prediction.overhead_bytes == pytest.approx(moved, rel=0.15)
-    assert prediction.overhead_kernels == pytest.approx(count, abs=1, rel=0.35)
+    assert prediction.overhead_launches == pytest.approx(count, abs=1, rel=0.35)
 
 
 @pytest.mark.parametrize("target, recipe, sizes", [case("h100", "delayed", 4096, 2050, 8190)])
@@ -101,8 +101,8 @@ def test_ensembles(target, recipe, sizes):
     )
     moved, count, prediction = added(make, recipe, (Member, T, In), (Member, T, Out), target, call, tokens)
     assert prediction.overhead_bytes == pytest.approx(moved, rel=0.15)
-    # As for one layer: members' scales take small kernels that the prediction does not tell apart.
-    assert prediction.overhead_kernels == pytest.approx(count, abs=3, rel=0.35)
+    # As for one layer: members' scales take small launches that the prediction does not tell apart.
+    assert prediction.overhead_launches == pytest.approx(count, abs=3, rel=0.35)
 
 
 class Layer(eqx.Module):

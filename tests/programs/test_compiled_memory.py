@@ -32,9 +32,9 @@ from kept_arrays import kept_arrays, residuals, xla_name
 import haliax_fp8 as fp8
 from haliax_fp8.preflight import inspect_step
 from haliax_fp8.preflight.hlo.dimensions import dimensions
-from haliax_fp8.preflight.hlo.sites import entry_sites, kernels, opened
+from haliax_fp8.preflight.hlo.sites import entry_sites, launches, opened
 from haliax_fp8.preflight.hlo.text import parse_hlo
-from haliax_fp8.preflight.hlo.traffic import is_kernel
+from haliax_fp8.preflight.hlo.traffic import is_launch
 
 
 E4M3 = "f8e4m3fn"
@@ -151,7 +151,7 @@ def widths(arrays):
     return found
 
 
-# A grouped kernel for GPUs takes the first and the last piece of 64 rows of each expert once more.
+# A grouped GPU kernel takes the first and the last piece of 64 rows of each expert once more.
 EDGED = NARROW + 2 * EXPERTS * 64 * EMBED
 
 OUTPUT = Counter({("wider", NARROW): 1})
@@ -236,7 +236,7 @@ def test_an_activation_is_read_once_in_each_pass(name, target, model, compiled):
     """Quantized forward; backward, quantized again or measured, together with both of its gradients."""
     step, rows = gradient_of(CALLS[name]), struct(*Gated.rows)
     text, _ = compiled(step, converted(KINDS["vmapped Equinox"], model), rows, target=target)
-    sites = [site for site in kernels(entry_sites(parse_hlo(text))) if is_kernel(site)]
+    sites = [site for site in launches(entry_sites(parse_hlo(text))) if is_launch(site)]
     products = [site for site in sites if any(dimensions(inside) for inside in opened(site))]
     others = [site for site in sites if site not in products]
     wide = (Gated.rows[0], Gated.inner)

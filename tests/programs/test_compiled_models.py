@@ -61,9 +61,9 @@ def test_every_product_of_a_model_runs_in_fp8(name, target):
     assert total(report.products, lambda p: p.useful_flops) == {role: n * FLOPS for role, n in runs.items()}
     assert layers(report.products) == {(role, name) for role in runs for name in SwiGLU.names}
     if name == "experts":
-        assert {p.kernel for p in report.products} == {"grouped f8"}
+        assert {p.implementation for p in report.products} == {"grouped f8"}
     elif target != "tpu7x":
-        assert {p.kernel for p in report.products} == {"cublasLt f8"}
+        assert {p.implementation for p in report.products} == {"cublasLt f8"}
     assert report.step.unknown_loops == 0 and not report.step.opaque and unknown_calls(report.step) == set()
 
 
@@ -142,8 +142,8 @@ def test_every_product_is_what_the_recipe_says(recipe, target):
         assert product.reason.startswith(reason) and bool(product.reason) == bool(reason), product
     assert total(products, lambda p: p.flops) == {role: count * FLOPS for role, count in runs.items()}
     if recipe in ("deepseek", "mxfp8") and target == "b200":
-        # One kernel each, scales applied in it.
-        assert {product.kernel for product in products} == {"Triton scaled-dot"}
+        # One launch each, scales applied in it.
+        assert {product.implementation for product in products} == {"Triton scaled-dot"}
     # Rotations are products too. The way from a product back to the weight does not lead through blocks of 16.
     rotations = {(p.verdict, p.reason) for p in report.products if p.role not in runs}
     if recipe == "nvfp4":

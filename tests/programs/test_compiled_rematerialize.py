@@ -45,7 +45,7 @@ def loss(model, x):
 
 @pytest.fixture(scope="module")
 def moved():
-    """Bytes that kernels besides products move, and temporaries, for each way to make the blocks."""
+    """Bytes that launches besides products move, and temporaries, for each way to make the blocks."""
 
     @functools.cache
     def of(how, checkpointing, options):

@@ -10,7 +10,7 @@ from compiled_models import abstract, gradient_of, on, struct
 from jax.sharding import PartitionSpec
 
 import haliax_fp8 as fp8
-from haliax_fp8.preflight.hlo.sites import entry_sites, kernels, opened
+from haliax_fp8.preflight.hlo.sites import entry_sites, launches, opened
 from haliax_fp8.preflight.hlo.text import parse_hlo
 
 
@@ -25,7 +25,7 @@ def scale_of(site):
 
 
 def products(text):
-    sites = kernels(entry_sites(parse_hlo(text)))
+    sites = launches(entry_sites(parse_hlo(text)))
     return [site for outer in sites for site in opened(outer) if "$lt$matmul$f8" in str(site.instruction)]
 
 
@@ -113,7 +113,7 @@ def test_every_product_reads_fp8_and_its_scale(name, target, triton, compiled):
     found = products(text)
     assert found and count in (None, len(found))
     for site in found:
-        # Where XLA merges, fills up or adds, the scale, which bfloat16 holds, comes in another kernel.
+        # Where XLA merges, fills up or adds, the scale, which bfloat16 holds, comes in another launch.
         assert scale_of(site).shape.dtype == "f32"
         assert name != "shared input" or scale_of(site).opcode != "constant"
 
@@ -147,7 +147,7 @@ def test_sums_over_devices_are_of_scaled_products(rows, kernel, name, target, co
 
 @pytest.mark.parametrize(("name", "target"), on(["mapped"], ["h100"]))
 def test_mapped_gradients_multiply_in_fp8(name, target, compiled):
-    """Of members with scales of their own. cuBLASLt takes one number, so another kernel multiplies what it stored."""
+    """Of members with scales of their own. cuBLASLt takes one number, so another launch multiplies what it stored."""
     del name
     make = lambda: eqx.filter_vmap(lambda key: Layer(hnn.Linear.init(In, Out, key=key, use_bias=False)))(
         jax.random.split(jax.random.key(0), 3)

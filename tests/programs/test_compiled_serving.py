@@ -15,7 +15,7 @@ from decode_reads_half_the_bytes import row, served  # noqa: E402
 from lib.models import LLAMA_8B  # noqa: E402
 
 
-# Nothing is allocated, and programs are as large as those of smaller layers, of which XLA makes other kernels.
+# Nothing is allocated, and programs are as large as those of smaller layers, which XLA fuses in other ways.
 SIZES = dataclasses.replace(LLAMA_8B, llama=dataclasses.replace(LLAMA_8B.llama, layers=2))
 WEIGHTS = sum(x.size for x in jax.tree.leaves(served("bf16", SIZES)) if x.ndim > 1)
 

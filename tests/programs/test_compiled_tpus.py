@@ -54,7 +54,7 @@ def test_experts():
         return filter_grad(lambda params: mapped(*params, sizes))((op, rows, kernels))
 
     found = inspect_step(step, *args, shardings=(None, own, own, own), **TPUS).step
-    assert {product.kernel for product in found.products} == {"grouped f8"}
+    assert {product.implementation for product in found.products} == {"grouped f8"}
     assert found.useful_flops == len(found.products) * 2 * 512 * 256 * 512 // 4
     whole = lambda op, rows, kernels, sizes: filter_grad(lambda params: routed(*params, sizes))((op, rows, kernels))
     with pytest.raises(ValueError, match=r"grouped product cannot be divided over 4 TPUs.*jax.shard_map"):

@@ -84,7 +84,7 @@ def measured(told, x):
     return data, error, clipped, jnp.sum(jnp.abs(back), axis=1)
 
 
-def kernels(text):
+def launches(text):
     return len(re.findall(r"^  (?:ROOT )?%\S+ = .* fusion\(", text[text.index("ENTRY") :], re.MULTILINE))
 
 
@@ -132,17 +132,17 @@ def test_xla_does_as_it_is_told(name, target, compiled):
     assert found == [if_told, if_not]
 
 
-# A function, its arguments, and whether it is to have a kernel for each of the six layers if told.
-KERNELS = {
+# A function, its arguments, and whether it is to have a launch for each of the six layers if told.
+LAUNCHES = {
     "not_constant": (slices, ROWS_OF_LAYERS[:1], False),
     "not_merged_across_layers": (layers, ROWS_OF_LAYERS, True),
 }
 
 
-@pytest.mark.parametrize(("name", "target"), on(KERNELS, ["h100"]))
-def test_xla_merges_or_separates_kernels(name, target, compiled):
-    function, args, separates = KERNELS[name]
-    told, not_told = (kernels(text_of(function, told, args, target, compiled)) for told in (True, False))
+@pytest.mark.parametrize(("name", "target"), on(LAUNCHES, ["h100"]))
+def test_xla_merges_or_separates_launches(name, target, compiled):
+    function, args, separates = LAUNCHES[name]
+    told, not_told = (launches(text_of(function, told, args, target, compiled)) for told in (True, False))
     few, many = (not_told, told) if separates else (told, not_told)
     assert few < 6 <= many
 
@@ -163,7 +163,7 @@ def gated(told, x, gate_kernel, up_kernel, down_kernel, grad):
 
 
 def readers_of_products(text):
-    """Kernels, besides products, of the entry."""
+    """Launches, besides products, of the entry."""
     return len(re.findall(r" fusion\(.*kind=k(?:Loop|Input)", text[text.index("ENTRY") :]))
 
 
@@ -192,7 +192,7 @@ def test_every_function_has_a_case():
     functions = {name for name, value in vars(xla).items() if getattr(value, "__module__", "") == xla.__name__}
     assert functions == {
         *CASES,
-        *KERNELS,
+        *LAUNCHES,
         "on_cpu",
         "on_cuda",
         "lowered_for_cuda",

@@ -24,8 +24,8 @@ sys.path.insert(0, str(BENCHMARKS))
 
 import faster_on_hopper  # noqa: E402
 import fewer_bytes_than_one_pass  # noqa: E402
-import fewer_kernels_per_layer_than_peers  # noqa: E402
-import fewer_kernels_than_peers  # noqa: E402
+import fewer_launches_per_layer_than_peers  # noqa: E402
+import fewer_launches_than_peers  # noqa: E402
 import ten_thousand_layers_in_seconds  # noqa: E402
 import tracing_costs_at_most_1_5x  # noqa: E402
 from lib import output  # noqa: E402
@@ -223,16 +223,16 @@ def test_the_state_of_a_gradient_is_the_next_one_and_weights_stay():
 
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_a_compiled_program_is_a_row(library):
-    row = fewer_kernels_than_peers.row("MLP", library, "local", ONE_LAYER)
+    row = fewer_launches_than_peers.row("MLP", library, "local", ONE_LAYER)
     # Three products for each of its two linear layers; the first needs no gradient of its input.
     assert row["products"] == 5
     assert row["estimate_ms"] is None  # nobody knows this device's peaks
 
 
 def test_a_compiled_layer_is_a_row():
-    row = fewer_kernels_per_layer_than_peers.row("haliax_fp8", (16, 32, 48), "local")
+    row = fewer_launches_per_layer_than_peers.row("haliax_fp8", (16, 32, 48), "local")
     assert row["size"] == "16 x 32 x 48"
-    assert row["other_kernels"] > 0
+    assert row["other_launches"] > 0
 
 
 @pytest.mark.more
@@ -256,7 +256,7 @@ def test_tracing_and_compiling_make_rows_of_a_page(capsys):
 
 
 def test_one_pass_gives_what_several_give():
-    """The kernel that is compared with XLA's, interpreted."""
+    """The Pallas kernel that is compared with XLA's, interpreted."""
     x = jax.random.normal(jax.random.key(0), (256, 384), jnp.bfloat16) * 8
     scale = jnp.float32(1e-3)  # Clips some.
     data, transposed, amax = fewer_bytes_than_one_pass.with_pallas(x, scale, interpret=True)

@@ -144,7 +144,7 @@ def test_a_scaling_within_another_decides():
     assert fp8.recipes.supported(recipe, "h100").reason.startswith("wgrad: MXFP8 products")
 
 
-def test_grouped_products_take_what_their_kernel_takes():
+def test_grouped_products_take_what_their_implementation_takes():
     Experts, In, Out = hax.make_axes(experts=2, embed=32, mlp=32)
     layers = {
         "dense": hnn.Linear.init(In, Out, key=jax.random.key(0)),

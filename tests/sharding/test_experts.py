@@ -20,7 +20,7 @@ import haliax_fp8 as fp8
 from haliax_fp8._numerics.quantized_array import QuantizedArray
 from haliax_fp8._product.grouped.divided import divided_over_devices
 from haliax_fp8._product.grouped.one_device import OneDevice
-from haliax_fp8.devices.grouped import GroupedKernels
+from haliax_fp8.devices.grouped import GroupedImplementation
 from haliax_fp8.recipes import E5M2
 from haliax_fp8.sharding import send_rows
 
@@ -143,7 +143,7 @@ def test_divided_products_are_whole_ones(product, scales):
         for seed, (shape, count) in enumerate(zip(OPERANDS[product], SCALES[scales][product], strict=True))
     ]
     sizes, rng = jnp.array([7, 0, 12, 1, 9], jnp.int32), np.random.default_rng(zlib.crc32((product + scales).encode()))
-    work = OneDevice(product, GroupedKernels.XLA, 0, False, lax.Precision.HIGHEST, np.dtype(np.float32))
+    work = OneDevice(product, GroupedImplementation.XLA, 0, False, lax.Precision.HIGHEST, np.dtype(np.float32))
     expected = work(*operands, sizes, None)
     for _ in range(4):
         at = [drawn_spec(x.data.shape, rng) for x in operands]

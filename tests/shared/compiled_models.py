@@ -39,7 +39,7 @@ def on(names: Iterable[str], targets_: Iterable[str] = TARGETS) -> list:
 
 
 def with_one_architecture(cases: list) -> list:
-    """Without experts on a second architecture of NVIDIA's: JAX compiles kernels in Pallas for one in a process.
+    """Without experts on a second architecture of NVIDIA's: JAX compiles Pallas kernels for one in a process.
 
     `test_compiled_grouped.py` compiles for each in a process of its own.
     """

@@ -1,6 +1,6 @@
 """Experts divided over eight GPUs that are not here; run as a program, it prints what was compiled as JSON.
 
-JAX compiles kernels in Pallas for one architecture in a process, the first that it meets.
+JAX compiles Pallas kernels for one architecture in a process, the first that it meets.
 """
 
 import json
@@ -47,7 +47,7 @@ def under_automatic_axes(op, kernels, rows, sizes, c):
 
 def described(found):
     """Products, the shapes of arrays that devices send each other, and FLOPs of one device."""
-    products = {product.role: product.kernel for product in found.products}
+    products = {product.role: product.implementation for product in found.products}
     sends = re.findall(r"= \(*(\S+?)\{.* (all-gather|all-reduce|all-to-all|reduce-scatter)(?:-start)?\(", found.text)
     return {"products": products, "sent": sends, "useful": found.useful_flops, "computed": found.flops}
 

@@ -1,6 +1,6 @@
 """A mixture-of-experts layer, compiled for a GPU that is not here; run as a program, it prints what it found as JSON.
 
-JAX compiles kernels in Pallas for one architecture in a process, the first that it meets.
+JAX compiles Pallas kernels for one architecture in a process, the first that it meets.
 """
 
 import json
@@ -46,7 +46,7 @@ def arguments(recipe, experts, rows, inputs, outputs, **options):
 def figures(device, *shape, recipe="delayed", **options):
     found = inspect_step(step, *arguments(recipe, *shape, **options), target=device, other_setting=False).step
     return {
-        "products": sorted((product.role, product.kernel, product.out) for product in found.products),
+        "products": sorted((product.role, product.implementation, product.out) for product in found.products),
         "fp8_share": found.fp8_share,
         "flops": found.flops,
         "useful_flops": found.useful_flops,

@@ -10,9 +10,9 @@ import numpy as np
 
 from haliax_fp8.preflight.hlo.dimensions import dimensions
 from haliax_fp8.preflight.hlo.scopes import role
-from haliax_fp8.preflight.hlo.sites import Site, entry_sites, kernels, opened
+from haliax_fp8.preflight.hlo.sites import Site, entry_sites, launches, opened
 from haliax_fp8.preflight.hlo.text import Computation, Instruction, Module, Shape, parse_hlo
-from haliax_fp8.preflight.hlo.vocabulary import NO_KERNEL
+from haliax_fp8.preflight.hlo.vocabulary import NO_LAUNCH
 
 
 type Arrays = Counter[tuple[str, int]]
@@ -40,9 +40,9 @@ def residuals(loss: Any, args: Sequence[Any]) -> Arrays:
 
 
 def kept_arrays(text: str) -> Arrays:
-    """The arrays that kernels make up to the last product of the forward pass, and that kernels behind it read.
+    """The arrays that launches make up to the last product of the forward pass, and that later launches read.
 
-    XLA prints a program in the order in which it runs. A loop is one kernel here, of the forward pass if it has no
+    XLA prints a program in the order in which it runs. A loop is one launch here, of the forward pass if it has no
     other products.
 
     Args:
@@ -50,11 +50,11 @@ def kept_arrays(text: str) -> Arrays:
     """
     module = parse_hlo(text)
     roles: dict[str, set[str]] = {}
-    for kernel in kernels(entry_sites(module)):
-        outermost = kernel
+    for launch in launches(entry_sites(module)):
+        outermost = launch
         while outermost.caller is not None:
             outermost = outermost.caller
-        found = {role(site.instruction.op_name or kernel.instruction.op_name) for site in _products(kernel)}
+        found = {role(site.instruction.op_name or launch.instruction.op_name) for site in _products(launch)}
         roles.setdefault(outermost.instruction.name, set()).update(found)
     order = list(module.entry.instructions)
     end = max(order.index(name) for name, found in roles.items() if found and found <= {"fprop", "forward"})
@@ -67,13 +67,13 @@ def kept_arrays(text: str) -> Arrays:
     )
 
 
-def _products(kernel: Site) -> Iterator[Site]:
-    return (site for site in opened(kernel) if dimensions(site) is not None)
+def _products(launch: Site) -> Iterator[Site]:
+    return (site for site in opened(launch) if dimensions(site) is not None)
 
 
 def _arrays(instruction: Instruction) -> Iterator[tuple[tuple[int, ...], Shape]]:
     """The arrays that an instruction makes, each with its place in the result."""
-    if instruction.opcode in NO_KERNEL or instruction.opcode.endswith("-done"):
+    if instruction.opcode in NO_LAUNCH or instruction.opcode.endswith("-done"):
         return
     if instruction.opcode == "copy-start":
         # What it makes, beside what it is a copy of.
@@ -88,18 +88,18 @@ def _arrays(instruction: Instruction) -> Iterator[tuple[tuple[int, ...], Shape]]
 
 
 class _Reader:
-    """Follows values to the kernels that read them.
+    """Follows values to the launches that read them.
 
     Args:
         module: The program.
-        kernels: The names of those that count.
+        launches: The names of those that count.
     """
 
-    def __init__(self, module: Module, kernels: set[str]) -> None:
-        self.module, self.kernels = module, kernels
+    def __init__(self, module: Module, launches: set[str]) -> None:
+        self.module, self.launches = module, launches
 
     def reads(self, value: Instruction, path: tuple[int, ...]) -> bool:
-        """Whether one of the kernels reads a part of a value, names for it looked through."""
+        """Whether one of the launches reads a part of a value, names for it looked through."""
         return any(self._reads(value, user, path) for user in self.module.entry.users[value.name])
 
     def _reads(self, value: Instruction, user: Instruction, path: tuple[int, ...]) -> bool:
@@ -108,9 +108,9 @@ class _Reader:
         if user.opcode == "tuple":
             places = [place for place, name in enumerate(user.operands) if name == value.name]
             return any(self.reads(user, (place, *path)) for place in places)
-        if user.opcode in NO_KERNEL or user.opcode.endswith("-done"):
+        if user.opcode in NO_LAUNCH or user.opcode.endswith("-done"):
             return self.reads(user, path)
-        if user.name not in self.kernels:
+        if user.name not in self.launches:
             return False
         return user.opcode != "while" or _uses(self.module[user.called("body")[0]], path[0])
 

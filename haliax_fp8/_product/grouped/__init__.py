@@ -1,1 +1,1 @@
-"""Grouped products: `lax.ragged_dot` and its gradients, as kernels that compute what is asked for and no more."""
+"""Grouped products: `lax.ragged_dot` and its gradients, as Pallas kernels that compute what is asked for, no more."""

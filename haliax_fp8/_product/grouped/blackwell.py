@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from ..names import grouped_kernel
+from ..names import name_of_tile
 from .mosaic import Job, call, scaled, store, stored_transforms, swizzled
 from .tiles import Jobs, Scales, Tile
 
@@ -60,7 +60,7 @@ def blackwell_product(
         plgpu.Barrier(num_arrivals=1, orders_tensor_core=True),
     ]
     part = tile.rows if whole else _PART
-    body, name = functools.partial(_body, part=part, whole=whole), grouped_kernel(part, tile.columns, tile.depth)
+    body, name = functools.partial(_body, part=part, whole=whole), name_of_tile(part, tile.columns, tile.depth)
     return call(body, a, b, jobs.stacked(), scales, out, tile, name, scratch)
 
 

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Float32
 
 from ..._jax.mapped_axis import to_front
 from ..._numerics.quantized_array import QuantizedArray
-from ...devices.grouped import GroupedKernels
+from ...devices.grouped import GroupedImplementation
 from ...recipes.recipe import ProductName
 from ..contraction import AbstractContraction
 from .divided import divided_over_devices
@@ -30,13 +30,13 @@ class RaggedContraction(AbstractContraction):
 
     Args:
         batch: The number of leading axes of all operands and the product; each entry is a separate product.
-        kernels: What multiplies.
+        implementation: What multiplies.
         own_state: Whether each group has a state of its own, and so scales: the last axis of the ensemble numbers
             groups, and rows do not have it.
     """
 
     batch: int = 0
-    kernels: GroupedKernels = GroupedKernels.XLA
+    implementation: GroupedImplementation = GroupedImplementation.XLA
     own_state: bool = False
 
     extras = 1
@@ -97,4 +97,4 @@ class RaggedContraction(AbstractContraction):
         return divided_over_devices(self._one_device(product, precision, dtype), a, b, group_sizes, scale)
 
     def _one_device(self, product: ProductName, precision: lax.PrecisionLike, dtype: np.dtype) -> OneDevice:
-        return OneDevice(product, self.kernels, self.batch, self.own_state, precision, dtype)
+        return OneDevice(product, self.implementation, self.batch, self.own_state, precision, dtype)

@@ -1,7 +1,7 @@
 """A grouped product on many devices: each multiplies its share of the rows, wherever groups begin and end.
 
-XLA cannot divide a kernel, and would have every device multiply all rows. So it sees a call that says which axes belong
-together; once it has divided everything else, each device's rows are divided among the groups anew.
+XLA cannot divide a Pallas kernel, and would have every device multiply all rows. So it sees a call that says which axes
+belong together; once it has divided everything else, each device's rows are divided among the groups anew.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ from ..._jax.mapped_axis import to_front
 from ..._jax.mesh_axes import all_varying
 from ..._numerics.quantized_array import QuantizedArray
 from ...devices.device import Device
-from ...devices.grouped import GroupedKernels
+from ...devices.grouped import GroupedImplementation
 from ...recipes.recipe import ProductName
 from ..division import Division, Factors, Held, special_factors
 from .one_device import OneDevice
@@ -54,8 +54,8 @@ def divided_over_devices(
 
     On one device, and under a `shard_map` over the whole mesh, that is all.
     """
-    # JAX's interpreter runs kernels on CPUs, with side effects that a primitive would hide.
-    is_interpreted = work.kernels is not GroupedKernels.XLA and Device.default().platform == "cpu"
+    # JAX's interpreter runs Pallas kernels on CPUs, with side effects that a primitive would hide.
+    is_interpreted = work.implementation is not GroupedImplementation.XLA and Device.default().platform == "cpu"
     if is_interpreted or any(x.rotation is not None or not x.data.size for x in (a, b)):
         return work(a, b, group_sizes, scale)
     a, b = (x if x.scale.ndim else dataclasses.replace(x, scale=x.scale.reshape((1,) * x.data.ndim)) for x in (a, b))
@@ -199,7 +199,7 @@ def _batched(leaves: Any, axes: Any, *, work: OneDevice, structure: Any) -> tupl
 
 def _lowered(context: Any, *operands: Any, work: OneDevice, structure: Any) -> Any:
     whole = functools.partial(_whole, work=work, structure=structure)
-    if has_its_part(context) or (work.kernels is GroupedKernels.XLA and not knows_devices(context)):
+    if has_its_part(context) or (work.implementation is GroupedImplementation.XLA and not knows_devices(context)):
         return mlir.lower_fun(whole, multiple_results=False)(context, *operands)
     factors = _Factors.of(work.product, work.batch, structure, [x.shape for x in context.avals_in])
     return lower_after_partitioning(

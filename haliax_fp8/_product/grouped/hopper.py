@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from ..names import grouped_kernel
+from ..names import name_of_tile
 from .mosaic import Job, call, scaled, store, stored_transforms, swizzled
 from .tiles import Jobs, Scales, Tile
 
@@ -43,7 +43,7 @@ def hopper_product(
     """
     assert not (fast and scales.change_along_sum)
     body = functools.partial(_body, fast=fast, whole=whole)
-    name = grouped_kernel(tile.rows, tile.columns, tile.depth)
+    name = name_of_tile(tile.rows, tile.columns, tile.depth)
     return call(body, a, b, jobs.stacked(), scales, out, tile, name)
 
 

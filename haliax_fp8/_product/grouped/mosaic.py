@@ -1,4 +1,4 @@
-"""What grouped kernels for Hopper and Blackwell have in common: operands in shared memory, scales, storing a tile."""
+"""What GPU kernels for Hopper and Blackwell have in common: operands in shared memory, scales, storing a tile."""
 
 import functools
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from .tiles import Jobs, Scales, Tile
 
 
 class Job(NamedTuple):
-    """The work of one block, as a kernel has read it."""
+    """The work of one block, as the GPU kernel has read it."""
 
     a_row: Array
     b_row: Array
@@ -94,8 +94,8 @@ def store(
 ) -> None:
     """Writes a tile of the result, or those of its rows that are the block's.
 
-    A copy needs a number of rows that is known when the kernel is compiled: a partial tile is copied in parts of 64,
-    32, ... rows, those among them that add up to its number.
+    A copy needs a number of rows that is known when the GPU kernel is compiled: a partial tile is copied in parts of
+    64, 32, ... rows, those among them that add up to its number.
     """
     columns = pl.ds(job.column, tile.columns)
     if jobs_are_whole:
@@ -128,9 +128,9 @@ def call(
     name: str,
     scratch: Sequence[Any] = (),
 ) -> Float[Array, "out_rows columns"]:
-    """Runs a kernel's body in a block for each tile of the result."""
+    """Runs a GPU kernel's body in a block for each tile of the result."""
     given = [scale for scale in (scales.rows, scales.columns) if scale is not None]
-    kernel = plgpu.kernel(
+    launch = plgpu.kernel(
         functools.partial(body, tile=tile, dtype=out.dtype, change_along_sum=scales.change_along_sum),
         out_type=out,
         grid=(jobs.shape[1], out.shape[1] // tile.columns),
@@ -141,5 +141,5 @@ def call(
     )
     operands = (a, b, jobs, scales.groups, *given)
     if not any(map(varying_axes, operands)):
-        return kernel(*operands)
-    return as_varying(on_one_device(kernel, *operands), operands)
+        return launch(*operands)
+    return as_varying(on_one_device(launch, *operands), operands)

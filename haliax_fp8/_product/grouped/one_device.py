@@ -1,4 +1,4 @@
-"""fprop, dgrad or wgrad of groups as one device computes it: by its kernel, or by XLA."""
+"""fprop, dgrad or wgrad of groups as one device computes it: by its implementation, or by XLA."""
 
 import dataclasses
 from collections.abc import Callable
@@ -10,10 +10,10 @@ from jax import lax
 from jaxtyping import Array, Float, Float32, Int
 
 from ..._numerics.quantized_array import QuantizedArray
-from ...devices.grouped import GroupedKernels
+from ...devices.grouped import GroupedImplementation
 from ...recipes.recipe import ProductName
 from ..scales import each_row_scaled, members_dot
-from .kernels import grouped_product, takes
+from .implementation import grouped_product, takes
 from .rows import of_each_row
 
 
@@ -31,7 +31,7 @@ class OneDevice:
 
     Args:
         product: Which of the three.
-        kernels: What multiplies.
+        implementation: What multiplies.
         batch: The number of leading axes of all operands, which number members.
         own_state: Whether each group has a scale of its own.
         precision: Of the product.
@@ -39,7 +39,7 @@ class OneDevice:
     """
 
     product: ProductName
-    kernels: GroupedKernels
+    implementation: GroupedImplementation
     batch: int
     own_state: bool
     precision: lax.PrecisionLike
@@ -61,9 +61,11 @@ class OneDevice:
             scale: The scales of both operands multiplied, of each member, or of each group if those have their own;
                 None if it is not known.
         """
-        if self.kernels is not GroupedKernels.XLA and takes(a, b):
+        if self.implementation is not GroupedImplementation.XLA and takes(a, b):
             of_groups = scale if self.own_state else None
-            return grouped_product(self.kernels, self.product, a, b, group_sizes, self.precision, self.dtype, of_groups)
+            return grouped_product(
+                self.implementation, self.product, a, b, group_sizes, self.precision, self.dtype, of_groups
+            )
         dot = self.dot(group_sizes)
         if self.own_state and self.product != "wgrad":
             assert scale is not None

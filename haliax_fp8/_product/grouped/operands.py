@@ -1,4 +1,4 @@
-"""Operands and scales of grouped products as kernels take them: of one width, filled up, a scale for each line."""
+"""Operands and scales of grouped products as Pallas kernels take them: of one width, padded, a scale for each line."""
 
 import jax.numpy as jnp
 from jax import lax
@@ -8,7 +8,7 @@ from ..._numerics.quantized_array import QuantizedArray, expand
 
 
 FP8 = (jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2))
-"""The formats that kernels multiply."""
+"""The formats that Pallas kernels multiply."""
 
 
 def alike(a: Array, b: Array) -> tuple[Array, Array]:

@@ -1,8 +1,8 @@
-"""What one block of a grouped kernel computes: which tile of which group, from which rows and columns of the operands.
+"""What one block of a grouped GPU kernel computes: which tile of which group, from which parts of the operands.
 
-All three products are one kernel. Each of its blocks multiplies a tile of rows of `a` by a tile of rows of `b`, both
-along their last axis, and writes a tile of the result. What differs is where tiles begin: a table says so, an entry for
-each row of blocks.
+All three products are one GPU kernel. Each of its blocks multiplies a tile of rows of `a` by a tile of rows of `b`,
+both along their last axis, and writes a tile of the result. What differs is where tiles begin: a table says so, an
+entry for each row of blocks.
 """
 
 import dataclasses
@@ -56,7 +56,7 @@ class Jobs(NamedTuple):
     group: Int32[Array, " jobs"]
 
     def stacked(self) -> Int32[Array, "fields jobs"]:
-        """As one array, for a kernel to read."""
+        """As one array, for a GPU kernel to read."""
         return jnp.stack([x.astype(jnp.int32) for x in self])
 
 
@@ -145,7 +145,7 @@ def with_edges(
 ) -> Float[Array, "length_and_edges width"]:
     """Rows, followed by the first and the last piece of each group once more, where the rows of other groups are zero.
 
-    So a kernel sums over whole pieces, aligned in memory, without a mask. It takes two pieces for each group.
+    So a GPU kernel sums over whole pieces, aligned in memory, without a mask. It takes two pieces for each group.
 
     Args:
         x: The rows of all members, filled up to a multiple of the depth.
@@ -177,7 +177,7 @@ def _pieces(sizes: Int32[Array, "members groups"], rows: int, depth: int) -> tup
 
 
 def within_bounds(sizes: Int32[Array, "*members groups"], rows: int) -> Int32[Array, "*members groups"]:
-    """Sizes that no kernel reads or writes beyond its operands with: none negative, their sum at most `rows`.
+    """Sizes that no GPU kernel reads or writes beyond its operands with: none negative, their sum at most `rows`.
 
     Where that changes them, the product is NaN, see `RaggedContraction`.
     """

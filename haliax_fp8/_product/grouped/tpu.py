@@ -18,7 +18,7 @@ from ..._jax.mesh_axes import as_varying, varying_axes
 from ..._jax.opaque import on_one_device
 from ..._numerics.quantized_array import QuantizedArray
 from ...recipes.recipe import ProductName
-from ..names import grouped_kernel
+from ..names import name_of_tile
 from .operands import alike, filled, lines
 from .tiles import Tile
 
@@ -297,9 +297,9 @@ def _call(
         out_specs=out_spec,
         scratch_shapes=[pltpu.VMEM((tile.rows, tile.columns), jnp.float32)],
     )
-    name = grouped_kernel(tile.rows, tile.columns, tile.depth)
-    kernel = pl.pallas_call(body, out_shape=out, grid_spec=grid_spec, name=name)
+    name = name_of_tile(tile.rows, tile.columns, tile.depth)
+    launch = pl.pallas_call(body, out_shape=out, grid_spec=grid_spec, name=name)
     operands = (*visited, *operands)
     if not any(map(varying_axes, operands)):
-        return kernel(*operands)
-    return as_varying(on_one_device(kernel, *operands), operands)
+        return launch(*operands)
+    return as_varying(on_one_device(launch, *operands), operands)

@@ -25,7 +25,7 @@ class Dimensions:
     """`batch` products of an `m × k` and a `k × n` matrix, and the shapes of operands and result.
 
     Block-scaled operands come with a scale for each block. In a grouped product each row uses one of the groups, and
-    the sizes are those of a single group. The kernel computes `surplus` times that work.
+    the sizes are those of a single group. A grouped GPU or TPU kernel computes `surplus` times that work.
     """
 
     batch: int
@@ -124,7 +124,7 @@ def _of_ragged_dot(site: Site) -> Dimensions:
     return Dimensions(batch, m, n, k, lhs, rhs, _result(site), groups=groups)
 
 
-def _of_grouped_kernel(site: Site, tile: tuple[int, int, int]) -> Dimensions:
+def _of_grouped_call(site: Site, tile: tuple[int, int, int]) -> Dimensions:
     """Rows times the kernel of their group, or sums over the rows of groups.
 
     The sizes of groups are known only on the device. On GPUs operands lie along the sum; the last tile of a group is
@@ -148,7 +148,7 @@ def _of_grouped_kernel(site: Site, tile: tuple[int, int, int]) -> Dimensions:
 
 
 def grouped_operands(site: Site) -> tuple[Site, Site]:
-    """The two operands of a grouped kernel, which also takes tables of its work."""
+    """The two operands of a call of grouped Pallas kernels, which also takes tables of its work."""
     first, second, *_ = (x for x in site.operands if len(x.instruction.shape.dims) > 1 and _is_floating(x))
     return first, second
 
@@ -159,7 +159,7 @@ def _is_floating(site: Site) -> bool:
 
 def _of_custom_call(site: Site) -> Dimensions | None:
     if (tile := grouped_tile(site.instruction)) is not None:
-        return _of_grouped_kernel(site, tile)
+        return _of_grouped_call(site, tile)
     match call_of(site.instruction):
         case Call.CONVOLUTION:
             return _of_convolution(site)

@@ -59,20 +59,20 @@ def origin(site: Site) -> Origin:
 
 @dataclasses.dataclass(frozen=True)
 class Entering:
-    """The element type of an operand's array as a kernel reads it, and whether the kernel scales it in blocks."""
+    """The element type of an operand's array as a launch reads it, and whether the launch scales it in blocks."""
 
     dtype: str
     in_blocks: bool
 
 
-def entering(kernel: Site, operand: Site) -> Entering | None:
+def entering(launch: Site, operand: Site) -> Entering | None:
     """Follows an operand in a fusion back to where it enters, through casts, scales and moves of elements.
 
     None if the fusion computes it in another way.
     """
     in_blocks = False
     for step in _way(operand):
-        if step.computation is kernel.computation:
+        if step.computation is launch.computation:
             return Entering(step.instruction.shape.dtype, in_blocks)
         if step.instruction.opcode in words.SCALES:
             in_blocks |= not any(map(_repeats_one_number, step.operands))

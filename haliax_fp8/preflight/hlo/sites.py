@@ -61,22 +61,22 @@ def entry_sites(module: Module) -> Iterator[Site]:
     return (Site(module, module.entry, instruction) for instruction in module.entry)
 
 
-def kernels(sites: Iterator[Site]) -> Iterator[Site]:
+def launches(sites: Iterator[Site]) -> Iterator[Site]:
     """The instructions that run, with fusions as one each; loops, calls and branches are opened. See `entry_sites`."""
     for site in sites:
         inner = subprograms(site.instruction)
         if not inner:
             yield site
         for name in inner:
-            yield from kernels(site.inside(name))
+            yield from launches(site.inside(name))
 
 
-def opened(kernel: Site) -> Iterator[Site]:
-    """A kernel's instruction and, for a fusion, all instructions inside it, including nested fusions."""
-    yield kernel
-    if is_fusion(kernel.instruction):
-        for name in kernel.instruction.called("calls"):
-            for inner in kernel.inside(name):
+def opened(launch: Site) -> Iterator[Site]:
+    """A launch's instruction and, for a fusion, all instructions inside it, including nested fusions."""
+    yield launch
+    if is_fusion(launch.instruction):
+        for name in launch.instruction.called("calls"):
+            for inner in launch.inside(name):
                 yield from opened(inner)
 
 

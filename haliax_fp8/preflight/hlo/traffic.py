@@ -1,28 +1,28 @@
-"""The bytes that a kernel reads and writes: of an array that it slices or updates in place, only the slice."""
+"""The bytes that a launch reads and writes: of an array that it slices or updates in place, only the slice."""
 
 from .sites import Site
-from .vocabulary import NO_KERNEL, SLICES, ends, is_fusion
+from .vocabulary import NO_LAUNCH, SLICES, ends, is_fusion
 
 
-def is_kernel(site: Site) -> bool:
+def is_launch(site: Site) -> bool:
     """Whether an instruction makes the device do something: not an alias, not the end of an asynchronous one."""
-    return site.instruction.opcode not in NO_KERNEL and not ends(site.instruction.opcode)
+    return site.instruction.opcode not in NO_LAUNCH and not ends(site.instruction.opcode)
 
 
-def touched(kernel: Site) -> int:
-    """The bytes that one run of a kernel (a fusion or any other instruction) reads and writes."""
-    instruction = kernel.instruction
+def touched(launch: Site) -> int:
+    """The bytes that a launch (a fusion or any other instruction) reads and writes in one run."""
+    instruction = launch.instruction
     if is_fusion(instruction):
-        root = kernel.root(instruction.called("calls")[0])
+        root = launch.root(instruction.called("calls")[0])
         return sum(_read(root.beside(p.name)) for p in root.computation.parameters) + _written(root)
     opcode = instruction.opcode
     if opcode in SLICES:
-        return 2 * instruction.shape.bytes + sum(o.instruction.shape.bytes for o in kernel.operands[1:])
+        return 2 * instruction.shape.bytes + sum(o.instruction.shape.bytes for o in launch.operands[1:])
     if opcode == "dynamic-update-slice":
-        return 2 * kernel.operands[1].instruction.shape.bytes
+        return 2 * launch.operands[1].instruction.shape.bytes
     if opcode == "scatter":
-        return sum(2 * o.instruction.shape.bytes for o in kernel.operands[1:])
-    return sum(o.instruction.shape.bytes for o in kernel.operands) + sum(shape.bytes for shape in kernel.results)
+        return sum(2 * o.instruction.shape.bytes for o in launch.operands[1:])
+    return sum(o.instruction.shape.bytes for o in launch.operands) + sum(shape.bytes for shape in launch.results)
 
 
 def _users(site: Site) -> list[Site]:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..._numerics.formats import E4M3, E4M3FNUZ, E5M2, E5M2FNUZ
-from ..._product.names import tile_of_kernel
+from ..._product.names import tile_in_name
 from .text import Instruction, Module
 
 
@@ -31,7 +31,7 @@ WIDE = ("bf16", "f16", "f32", "f64")
 
 # --- Opcodes by kind --------------------------------------------------------------------------------------------------
 
-NO_KERNEL = {
+NO_LAUNCH = {
     *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id"),
     *("domain", "add-dependency", "opt-barrier"),
 }
@@ -89,7 +89,7 @@ def ends(opcode: str) -> bool:
 
 
 def is_fusion(instruction: Instruction) -> bool:
-    """Whether the function that an instruction calls runs as one kernel."""
+    """Whether the function that an instruction calls runs as one launch."""
     return instruction.opcode in ("fusion", "fusion-start")
 
 
@@ -100,7 +100,7 @@ def is_scaled_dot(instruction: Instruction) -> bool:
 
 
 def subprograms(instruction: Instruction) -> tuple[str, ...]:
-    """The functions that an instruction runs as programs of several kernels: bodies of loops, branches, calls.
+    """The functions that an instruction runs as programs of several launches: bodies of loops, branches, calls.
 
     They do not include the condition of a loop, or the functions that `reduce` or `sort` apply to scalars.
     """
@@ -233,7 +233,7 @@ _CALLS: Mapping[Call, tuple[str, ...]] = {
     Call.CONVOLUTION: ("__cudnn$conv",),
     Call.ATTENTION: ("__cudnn$fmha",),
     Call.OPAQUE: (
-        # Kernels in Pallas, Triton or CUDA.
+        # Pallas, Triton and CUDA kernels.
         *("__gpu$xla.gpu.triton", "__gpu$xla.gpu.ptx", "triton_kernel_call", MOSAIC, MOSAIC_TPU),
         "__onednn$convolution",
     ),
@@ -252,11 +252,11 @@ _CALLS: Mapping[Call, tuple[str, ...]] = {
 
 
 def grouped_tile(instruction: Instruction) -> tuple[int, int, int] | None:
-    """Rows, columns and depth of the tiles of this package's grouped kernels; None for anything else."""
+    """Rows, columns and depth of the tiles of this package's grouped Pallas kernels; None for anything else."""
     if not target_of_call(instruction).startswith((MOSAIC, MOSAIC_TPU)):
         return None
-    # On a GPU the name is in the kernel's code, which survives where XLA divides programs, while scopes do not.
-    names = map(tile_of_kernel, (instruction.name, instruction.op_name, *instruction.attributes.values()))
+    # The name is in a GPU kernel's code, which survives where XLA divides programs, while scopes do not.
+    names = map(tile_in_name, (instruction.name, instruction.op_name, *instruction.attributes.values()))
     return next(filter(None, names), None)
 
 

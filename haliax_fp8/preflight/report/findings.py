@@ -30,7 +30,7 @@ def _changes(target: Target, step: Program, other: Program) -> list[str]:
     shares = f"{other.fp8_share:.1%}", f"{step.fp8_share:.1%}"
     found = [
         f"{shares[0]} of the FLOPs in FP8{' too' if shares[0] == shares[1] else f' instead of {shares[1]}'}",
-        f"{other.others.count} other kernels instead of {step.others.count}",
+        f"{other.others.count} other launches instead of {step.others.count}",
     ]
     if target.peaks is not None:
         times = (1e3 * program.estimate(Roofline(target.peaks)).total for program in (other, step))
@@ -56,8 +56,8 @@ def findings(step: Program, baseline: Program | None, target: Target) -> tuple[s
         found.append(f"{share:.1%} of the FLOPs {verdict.value}: {reason}")
     if widened := _runs(step, lambda product: product.is_fp8 and bool(product.widened)):
         found.append(
-            f"products that read FP8 and widen it inside Triton's kernel: {widened}; on the device XLA times that "
-            "kernel against cuBLASLt's FP8 product and uses the faster one"
+            f"products that read FP8 and widen it inside their Triton kernel: {widened}; on the device XLA times it "
+            "against cuBLASLt's FP8 product and uses the faster one"
         )
     if partial := imprecise_sums(step, target):
         found.append(
@@ -83,25 +83,25 @@ def findings(step: Program, baseline: Program | None, target: Target) -> tuple[s
         if program is not None and target.peaks and program.estimate(Roofline(target.peaks)).is_launch_bound:
             runs = program.others.count + _runs(program, lambda product: True)
             found.append(
-                f"the {name} is launch-bound: starting its {runs} kernels takes longer than all the work in them "
+                f"the {name} is launch-bound: the overhead of its {runs} launches takes longer than all their work "
                 f"({program.others.small} move less than 1 MB)"
             )
     if baseline is not None and (step.collectives or baseline.collectives):
         found.append(
             "no speedup is estimated: the times do not include communication between devices, an unknown part of "
-            "which overlaps with kernels"
+            "which overlaps with other work"
         )
     return tuple(found)
 
 
 def imprecise_sums(step: Program, target: Target) -> int:
-    """How many dgrad and wgrad products run in kernels that do not promote their FP8 sums to float32.
+    """How many dgrad and wgrad products do not promote their FP8 sums to float32.
 
     Triton's, on Hopper, at any precision: the tensor cores keep some 14 bits of a sum, and Triton leaves it to them.
     """
     if not target.device.is_hopper:
         return 0
-    in_triton = lambda p: p.is_fp8 and not p.widened and p.kernel.startswith(TRITON)
+    in_triton = lambda p: p.is_fp8 and not p.widened and p.implementation.startswith(TRITON)
     return _runs(step, lambda product: product.role in (DGRAD, WGRAD) and in_triton(product))
 
 

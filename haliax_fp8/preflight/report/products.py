@@ -46,7 +46,7 @@ def rows(program: Program) -> list[Row]:
     ]
 
 
-COLUMNS = ("product", "role", "shape", "operands", "out", "kernel", "runs", "FLOPs", "verdict")
+COLUMNS = ("product", "role", "shape", "operands", "out", "implementation", "runs", "FLOPs", "verdict")
 STYLES = {Verdict.FP8: "green", Verdict.EMULATED: "yellow", Verdict.HIGH_PRECISION: "red"}
 
 
@@ -61,7 +61,8 @@ def cells(row: Row, program: Program) -> tuple[str, ...]:
     verdict = f"{product.verdict.value}: {product.reason}" if product.reason else product.verdict.value
     operands = product.lhs if product.lhs == product.rhs else f"{product.lhs}·{product.rhs}"
     share = f"{row.flops / (program.flops or 1):.1%}"
-    return row.where, product.role, product.shape, operands, product.out, product.kernel, str(row.count), share, verdict
+    how = product.shape, operands, product.out, product.implementation
+    return row.where, product.role, *how, str(row.count), share, verdict
 
 
 def layer_table(program: Program) -> Table:
@@ -178,7 +179,7 @@ def _word(product: Product) -> str:
 
 
 def each_product(program: Program) -> RenderableType:
-    """Every product with its shape, formats, kernel, runs and the reason if it is not in FP8; at any width from 80 on.
+    """Every product: shape, formats, implementation, runs, the reason if it is not in FP8; at any width from 80 on.
 
     Args:
         program: The step.
@@ -189,12 +190,12 @@ def each_product(program: Program) -> RenderableType:
         if row.where != last:
             lines.append(Text(row.where, overflow="fold"))
             last = row.where
-        _, role, shape, operands, out, kernel, runs, share, verdict = cells(row, program)
+        _, role, shape, operands, out, implementation, runs, share, verdict = cells(row, program)
         line = Table.grid(padding=(0, 1, 0, 0))
         line.add_column(no_wrap=True, min_width=10, max_width=10)
         line.add_column(no_wrap=True, min_width=6, max_width=6, justify="right")
         line.add_column(overflow="fold")
-        words = f"{shape}, {operands} to {out}, {kernel}, {runs} runs: "
+        words = f"{shape}, {operands} to {out}, {implementation}, {runs} runs: "
         line.add_row(f"  {role}", share, Text(words).append(verdict, STYLES[row.product.verdict]))
         lines.append(line)
     return Group(*lines)

@@ -50,9 +50,9 @@ class Page:
             *self.caveats,
             f"times are a roofline estimate: {likely.fp8_flops} of {self.peaks.fp8 / 1e12:.5g} TFLOP/s in FP8, "
             f"{likely.flops} of {self.peaks.bf16 / 1e12:.4g} in bf16, {likely.bandwidth} of "
-            f"{self.peaks.bandwidth / 1e12:.3g} TB/s ({self.peaks.source}), {1e6 * likely.launch:g} µs to start a "
-            f"kernel; ranges are what was measured: {ends[0].fp8_flops} to {ends[1].fp8_flops} in FP8, "
-            f"{ends[0].bandwidth} to {ends[1].bandwidth} of the bandwidth, starts counted or hidden",
+            f"{self.peaks.bandwidth / 1e12:.3g} TB/s ({self.peaks.source}), {1e6 * likely.launch:g} µs for each "
+            f"launch; ranges are what was measured: {ends[0].fp8_flops} to {ends[1].fp8_flops} in FP8, "
+            f"{ends[0].bandwidth} to {ends[1].bandwidth} of the bandwidth, launches counted or hidden",
         )
 
 
@@ -72,7 +72,7 @@ def totals(page: Page) -> list[tuple[str, ...]]:
     on_host = any(program.memory.host for program in page.programs)
     figures += [
         (f"products in FP8{emulated}", lambda p: _count(p, page.asked)),
-        ("other kernels", lambda p: f"{p.others.count}, {size(p.others.bytes)}"),
+        ("other launches", lambda p: f"{p.others.count}, {size(p.others.bytes)}"),
         ("of these under 1 MB", lambda p: str(p.others.small)),
         ("temporaries", lambda p: size(p.memory.temporaries)),
         ("peak memory", lambda p: size(p.memory.peak)),
@@ -108,7 +108,7 @@ def as_renderable(page: Page, *, every_product: bool = False) -> RenderableType:
 
     Args:
         page: What is shown.
-        every_product: Whether each product has lines of its own, with formats and kernel, instead of a row per layer.
+        every_product: Whether each product has lines of its own, with formats and implementation, not a row per layer.
     """
     sums = Table(box=rich.box.SIMPLE, show_header=page.baseline is not None)
     for column in _heads(page):

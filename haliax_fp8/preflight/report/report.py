@@ -77,7 +77,7 @@ class PreflightReport(Printable):
     @property
     def speedup(self) -> float | None:
         """The baseline's estimated time divided by the step's; None if no peaks are known, or if devices communicate:
-        the program does not show how much of that overlaps with kernels."""
+        the program does not show how much of that overlaps with other work."""
         return self._speedup(LIKELY)
 
     @property
@@ -122,13 +122,13 @@ class PreflightReport(Printable):
         if self.step.branches:
             found.append(f"all branches of {self.step.branches} conditionals are counted")
         if self.step.opaque:
-            names = sorted({kernel.target for kernel in self.step.opaque})
+            names = sorted({call.target for call in self.step.opaque})
             count = len(self.step.opaque)
-            found.append(f"{count} kernels cannot be analyzed, and are not in the times: {', '.join(names)}")
+            found.append(f"{count} launches cannot be analyzed, and are not in the times: {', '.join(names)}")
         if any(product.in_attention for product in self.step.products):
             found.append(
-                "whether cuDNN has a kernel for each fused attention, and how much memory that works in, is known on "
-                "the device alone"
+                "whether cuDNN has a GPU kernel for each fused attention, and how much memory that works in, is known "
+                "on the device alone"
             )
         if self.step.memory.ignores_host:
             found.append(
@@ -246,7 +246,8 @@ class PreflightReport(Printable):
 
 def _lines(products: list[Product]) -> list[str]:
     first, more = products[:20], len(products[20:])
-    lines = [f"{p.layer or p.scope} {p.role} {p.shape} {p.lhs}·{p.rhs} in {p.kernel}: {p.reason}" for p in first]
+    what = lambda p: f"{p.layer or p.scope} {p.role} {p.shape} {p.lhs}·{p.rhs} in {p.implementation}"
+    lines = [f"{what(p)}: {p.reason}" for p in first]
     return [*lines, f"and {more} more"] if more else lines
 
 

@@ -39,7 +39,7 @@ class GpuTarget(Target):
     def compiler_options(self, flags: XlaFlags) -> Mapping[str, Any]:
         """The user's setting of Triton products; and less work where that does not change the program.
 
-        Machine code need not be good, because nothing runs. The autotuner for other kernels has no device to measure
+        Machine code need not be good, because nothing runs. The autotuner for other fusions has no device to measure
         on, and would compile each of them again only to keep it unchanged. XLA's decisions stay the same, in less than
         half the time.
         """

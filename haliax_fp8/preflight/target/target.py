@@ -76,7 +76,7 @@ class Target(abc.ABC):
     def lacks_block_scaling(self) -> str | None:
         """Why the device does not multiply operands with a scale for each block; None if it does."""
         reason = self.device.lacks(dataclasses.replace(MX_UNITS, products="block-scaled products"))
-        return None if reason is None else f"{reason}: the kernel widens the operands"
+        return None if reason is None else f"{reason}: the operands are widened where they are multiplied"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,15 +10,15 @@ from ..hlo.destination import destinations, matching
 from ..hlo.dimensions import Dimensions, dimensions, grouped_operands
 from ..hlo.origin import Origin, entering, gathers, origin
 from ..hlo.scopes import asks_for_fp8, dotted, layer_of, place, role, rotates
-from ..hlo.sites import Site, entry_sites, kernels, opened, trip_count
+from ..hlo.sites import Site, entry_sites, launches, opened, trip_count
 from ..hlo.text import Module, parse_hlo
-from ..hlo.traffic import is_kernel, touched
+from ..hlo.traffic import is_launch, touched
 from ..hlo.vocabulary import COLLECTIVES, LIBRARIES, Call, call_of, grouped_tile, is_fusion, is_triton, target_of_call
 from ..target.target import Target
 from .attention import attention_products, is_attention
 from .collective import Multiplying, read_collective
 from .product import TRITON, Product
-from .program import Kernels, Opaque, Program
+from .program import Opaque, OtherLaunches, Program
 from .reason import Evidence, indivisible, judge
 from .written import Written, made_from, written_products
 
@@ -36,26 +36,26 @@ def analyze(compiled: Compiled, target: Target, known: Mapping[str, str] | None 
     multiplying: list[Multiplying] = []
     opaque: list[Opaque] = []
     count = moved = small = 0
-    for kernel in kernels(entry_sites(module)):
-        if not is_kernel(kernel):
+    for launch in launches(entry_sites(module)):
+        if not is_launch(launch):
             continue
-        instruction, found = kernel.instruction, list(reader.products(kernel))
+        instruction, found = launch.instruction, list(reader.products(launch))
         if found:
             products += found
-            multiplying.append(Multiplying(kernel, tuple(f"{p.layer or place(p.scope)} {p.role}" for p in found)))
+            multiplying.append(Multiplying(launch, tuple(f"{p.layer or place(p.scope)} {p.role}" for p in found)))
         elif (kind := instruction.opcode.removesuffix("-start")) in COLLECTIVES:
-            communicating.append((kernel, kind))
+            communicating.append((launch, kind))
         elif instruction.opcode == "custom-call" and call_of(instruction) is not Call.OTHER:
-            dtypes = tuple(operand.instruction.shape.dtype for operand in kernel.operands)
-            opaque.append(Opaque(target_of_call(instruction), dtypes, kernel.executions, instruction.op_name))
+            dtypes = tuple(operand.instruction.shape.dtype for operand in launch.operands)
+            opaque.append(Opaque(target_of_call(instruction), dtypes, launch.executions, instruction.op_name))
         else:
-            count += kernel.executions
-            moved += kernel.executions * touched(kernel)
-            small += kernel.executions * (touched(kernel) < _SMALL)
+            count += launch.executions
+            moved += launch.executions * touched(launch)
+            small += launch.executions * (touched(launch) < _SMALL)
     gathered = {
         (gather.computation.name, gather.instruction.name, result)
         for one in multiplying
-        for site in opened(one.kernel)
+        for site in opened(one.launch)
         if dimensions(site) is not None
         for operand in site.operands[:2]
         for gather, result in gathers(operand)
@@ -63,7 +63,7 @@ def analyze(compiled: Compiled, target: Target, known: Mapping[str, str] | None 
     collectives = [read_collective(site, kind, gathered, multiplying) for site, kind in communicating]
     return Program(
         products=tuple(products),
-        others=Kernels(count, moved, small),
+        others=OtherLaunches(count, moved, small),
         collectives=tuple(collectives),
         opaque=tuple(opaque),
         memory=compiled.memory,
@@ -93,17 +93,17 @@ class _Reader:
         """The names of the program's arguments."""
         return tuple(dotted(i.op_name or i.name) for i in self.module.entry.parameters)
 
-    def products(self, kernel: Site) -> Iterator[Product]:
-        """The products that a kernel computes."""
-        if is_attention(kernel):
-            yield from attention_products(kernel, self.target)
+    def products(self, launch: Site) -> Iterator[Product]:
+        """The products that a launch computes."""
+        if is_attention(launch):
+            yield from attention_products(launch, self.target)
             return
-        for site in opened(kernel):
+        for site in opened(launch):
             if (size := dimensions(site)) is not None:
-                yield self._product(kernel, site, size)
+                yield self._product(launch, site, size)
 
-    def _product(self, kernel: Site, site: Site, size: Dimensions) -> Product:
-        scope = site.instruction.op_name or kernel.instruction.op_name
+    def _product(self, launch: Site, site: Site, size: Dimensions) -> Product:
+        scope = site.instruction.op_name or launch.instruction.op_name
         written = made_from(self.written.get(scope, []), size)
         if written is not None:
             size = size.as_written(written.size)
@@ -121,7 +121,7 @@ class _Reader:
             arguments = weight.arguments
         layer = " + ".join(dict.fromkeys(map(layer_of, arguments)))
         # The arrays from which a Triton kernel reads the operands.
-        read = [entering(kernel, operand) if is_triton(kernel.instruction) else None for operand in operands]
+        read = [entering(launch, operand) if is_triton(launch.instruction) else None for operand in operands]
         evidence = Evidence(size, scope, layer, lhs, rhs, written, (read[0], read[1]))
         verdict, reason = judge(evidence, self.target, self.known)
         return Product(
@@ -135,17 +135,17 @@ class _Reader:
             lhs=evidence.read[0],
             rhs=evidence.read[1],
             widened=evidence.widened,
-            out=_stored_dtype(kernel, size),
+            out=_stored_dtype(launch, size),
             compute=weight.dtype if arguments and arguments == weight.arguments else "",
             written=_widest(size if written is None else written.size),
             block_scaled=evidence.block_scaled,
             indivisible=indivisible(size),
-            kernel=_kernel_name(kernel, site),
+            implementation=_implementation(launch, site),
             # If a grouped product became a dense one, each row is multiplied by the kernels of all groups.
             groups=1 if written is None or size.groups > 1 else written.size.groups,
             surplus=size.surplus,
             executions=site.executions,
-            bytes=touched(kernel),
+            bytes=touched(launch),
             verdict=verdict,
             reason=reason,
         )
@@ -169,20 +169,20 @@ def _weight(lhs: Origin, rhs: Origin, written: Written | None) -> Origin:
     return max(found, key=lambda one: max((1 + name.count(".") for name in one.arguments), default=0))
 
 
-def _stored_dtype(kernel: Site, size: Dimensions) -> str:
+def _stored_dtype(launch: Site, size: Dimensions) -> str:
     """The type of a product's result in memory: a fusion may cast it before writing it."""
-    if is_fusion(kernel.instruction):
-        for shape in kernel.results:
+    if is_fusion(launch.instruction):
+        for shape in launch.results:
             if shape.size == size.out.size:
                 return shape.dtype
     return size.out.dtype
 
 
-def _kernel_name(kernel: Site, site: Site) -> str:
+def _implementation(launch: Site, site: Site) -> str:
     if grouped_tile(site.instruction) is not None:
         return "grouped f8" if "f8" in grouped_operands(site)[0].instruction.shape.dtype else "grouped"
     if name := target_of_call(site.instruction):
         return LIBRARIES.get(name, name)
-    if kernel is site:
+    if launch is site:
         return site.instruction.opcode
-    return f"{TRITON if is_triton(kernel.instruction) else 'fused'} {site.instruction.opcode}"
+    return f"{TRITON if is_triton(launch.instruction) else 'fused'} {site.instruction.opcode}"

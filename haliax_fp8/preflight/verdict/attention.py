@@ -1,4 +1,4 @@
-"""The products of a fused attention: one kernel computes two in the forward pass and five in the backward pass."""
+"""The products of a fused attention: one launch computes two in the forward pass and five in the backward pass."""
 
 from collections.abc import Iterator
 
@@ -12,24 +12,24 @@ from .product import Product, Verdict
 from .reason import indivisible_sizes
 
 
-def is_attention(kernel: Site) -> bool:
-    """Whether a kernel is a fused attention whose sizes are known."""
-    call = kernel.instruction
+def is_attention(launch: Site) -> bool:
+    """Whether a launch is a fused attention whose sizes are known."""
+    call = launch.instruction
     return call.opcode == "custom-call" and call_of(call) is Call.ATTENTION and scores_of(call) is not None
 
 
-def attention_products(kernel: Site, target: Target) -> Iterator[Product]:
+def attention_products(launch: Site, target: Target) -> Iterator[Product]:
     """The products of a fused attention.
 
     Forward: scores and output. Backward: the scores again, and the gradients of weights, value, query and key.
 
     Args:
-        kernel: A kernel for which `is_attention` holds.
+        launch: A launch for which `is_attention` holds.
         target: The device.
     """
-    scores = scores_of(kernel.instruction)
+    scores = scores_of(launch.instruction)
     assert scores is not None
-    query, key, value = (operand.instruction.shape for operand in kernel.operands[:3])
+    query, key, value = (operand.instruction.shape for operand in launch.operands[:3])
     m, n, width, of_value = scores.queries, scores.keys, query.dims[-1], value.dims[-1]
     sizes = [(m, n, width), (m, of_value, n)]
     if scores.is_backward:
@@ -40,7 +40,7 @@ def attention_products(kernel: Site, target: Target) -> Iterator[Product]:
     lacking = next((reason for dtype in dtypes if narrow and (reason := target.lacks(dtype)) is not None), None)
     verdict = Verdict.HIGH_PRECISION if not narrow else Verdict.EMULATED if lacking else Verdict.FP8
     reason = lacking or ("" if narrow else f"fused attention in {query.dtype}")
-    scope = kernel.instruction.op_name
+    scope = launch.instruction.op_name
     for m, n, k in sizes:
         yield Product(
             layer="",
@@ -53,16 +53,16 @@ def attention_products(kernel: Site, target: Target) -> Iterator[Product]:
             lhs=dtypes[0],
             rhs=dtypes[1],
             widened="",
-            out=kernel.results[0].dtype,
+            out=launch.results[0].dtype,
             compute="",
             written=query.dtype,
             block_scaled=False,
             indivisible=indivisible_sizes(m, n, k),
-            kernel=CUDNN_ATTENTION,
+            implementation=CUDNN_ATTENTION,
             groups=1,
             surplus=1.0,
-            executions=kernel.executions,
-            bytes=touched(kernel) // len(sizes),
+            executions=launch.executions,
+            bytes=touched(launch) // len(sizes),
             verdict=verdict,
             reason=reason,
             in_attention=True,

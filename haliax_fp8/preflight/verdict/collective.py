@@ -43,7 +43,7 @@ class Collective:
         devices: How many devices communicate with each other.
         parts: The arrays that it sends at once.
         reduction: How it combines values, such as `add` or `maximum`; empty if it only moves them.
-        is_asynchronous: Whether kernels may run between its start and its end.
+        is_asynchronous: Whether other launches may run between its start and its end.
         meanwhile: The products that run in between, such as `model.up wgrad`.
     """
 
@@ -73,9 +73,9 @@ class Collective:
 
 @dataclasses.dataclass(frozen=True)
 class Multiplying:
-    """A kernel that multiplies, and the names of its products."""
+    """A launch that multiplies, and the names of its products."""
 
-    kernel: Site
+    launch: Site
     names: tuple[str, ...]
 
 
@@ -88,7 +88,7 @@ def read_collective(
         site: Its instruction; for an asynchronous one, the one that starts it.
         kind: Its opcode without `-start`.
         product_operands: The results of gathers that become operands of products.
-        multiplying: The kernels that multiply.
+        multiplying: The launches that multiply.
     """
     given = tuple(array for operand in site.operands for array in operand.instruction.shape.arrays)
     made = site.results
@@ -138,12 +138,12 @@ def _end(begin: Site) -> str | None:
 
 
 def _between(begin: Site, end: str, multiplying: Sequence[Multiplying]) -> tuple[str, ...]:
-    """The products whose kernels run after `begin` and before `end`, in program order."""
+    """The products whose launches run after `begin` and before `end`, in program order."""
     order = list(begin.computation.instructions)
     within = set(order[order.index(begin.instruction.name) + 1 : order.index(end)])
     found: list[str] = []
     for one in multiplying:
-        site: Site | None = one.kernel
+        site: Site | None = one.launch
         while site is not None and site.computation is not begin.computation:
             site = site.caller
         if site is not None and site.instruction.name in within:

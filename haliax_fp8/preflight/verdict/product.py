@@ -5,14 +5,14 @@ import enum
 
 
 TRITON = "Triton"
-"""The prefix of the names of Triton's kernels."""
+"""The prefix of the names of Triton kernels."""
 
 
 class Verdict(enum.Enum):
     """How a product runs."""
 
     FP8 = "FP8"
-    """The kernel reads both operands in FP8 (or narrower), and the device has units that multiply them."""
+    """Its launch reads both operands in FP8 (or narrower), and the device has units that multiply them."""
 
     EMULATED = "emulated"
     """Operands were rounded to FP8, then widened: the product runs in a wider format."""
@@ -33,10 +33,10 @@ class Product:
         m: See above.
         n: See above.
         k: See above.
-        lhs: XLA's name for the first operand's element type as the kernel reads it, such as `f8e4m3fn`.
+        lhs: XLA's name for the first operand's element type as the launch reads it, such as `f8e4m3fn`.
         rhs: The same for the second operand.
-        widened: The element type to which the kernel itself widens FP8 operands before it multiplies them; empty if it
-            multiplies them directly.
+        widened: The element type to which a Triton kernel itself widens FP8 operands before it multiplies them; empty
+            if they are multiplied directly.
         out: The element type of the result, as written to memory.
         compute: The element type of the weight where the model multiplies it, before quantization and after a cast to
             the compute dtype; empty if unknown.
@@ -44,17 +44,17 @@ class Product:
             unknown.
         block_scaled: Whether the operands come with a scale for each block.
         indivisible: The dimensions that are not a multiple of 16, such as `k=4095`; empty if there are none.
-        kernel: The kernel that runs it, such as `cublasLt f8`.
+        implementation: What runs it, such as `cublasLt f8`.
         groups: The factor by which XLA exceeds the requested work if it multiplies every row by the kernels of all
             groups and keeps one result; 1 for other products.
-        surplus: The factor by which a grouped kernel exceeds the requested work because its last tiles are not full:
-            an average over the sizes of groups, which are known only on the device.
+        surplus: The factor by which a grouped GPU or TPU kernel exceeds the requested work because its last tiles are
+            not full: an average over the sizes of groups, which are known only on the device.
         executions: How often it runs in one step, with loops unrolled.
         bytes: The bytes that one run reads and writes.
         verdict: How it runs.
         reason: Why it is not in FP8; empty if it is.
         in_attention: Whether it is one of the products of a fused attention.
-        halved: Whether the kernel skips the half of it that a causal mask hides.
+        halved: Whether the launch skips the half of it that a causal mask hides.
     """
 
     layer: str
@@ -72,7 +72,7 @@ class Product:
     written: str
     block_scaled: bool
     indivisible: str
-    kernel: str
+    implementation: str
     groups: int
     surplus: float
     executions: int

@@ -1,4 +1,4 @@
-"""A compiled step: its products, its other kernels, its memory, its collectives."""
+"""A compiled step: its products, its other launches, its memory, its collectives."""
 
 import dataclasses
 
@@ -10,13 +10,13 @@ from .product import Product, Verdict
 
 
 @dataclasses.dataclass(frozen=True)
-class Kernels:
-    """Kernels that are not matrix products.
+class OtherLaunches:
+    """Launches that are not matrix products.
 
     Args:
         count: How many run in a step.
         bytes: The bytes that they read and write; slices and in-place updates count only what they touch.
-        small: How many of them move less than 1 MB: such a kernel takes less time than its launch.
+        small: How many of them move less than 1 MB, which takes less time than launching them.
     """
 
     count: int
@@ -26,7 +26,7 @@ class Kernels:
 
 @dataclasses.dataclass(frozen=True)
 class Opaque:
-    """A kernel that the program does not describe, such as one written in Pallas: its FLOPs are not counted.
+    """A launch that the program does not describe, such as a Pallas kernel: its FLOPs are not counted.
 
     Args:
         target: The custom call's name.
@@ -43,27 +43,27 @@ class Opaque:
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """Seconds on one device, by the roofline: each kernel takes the time of its FLOPs or its bytes, plus its launch.
+    """Seconds on one device, by the roofline: each launch takes the time of its FLOPs or its bytes, plus its overhead.
 
     Args:
         products: The time of matrix products.
-        others: The time of all other kernels.
-        launches: The part of both that is spent on launches.
+        others: The time of all other launches.
+        launching: The part of both that is spent on launching.
     """
 
     products: float
     others: float
-    launches: float
+    launching: float
 
     @property
     def total(self) -> float:
-        """The time of all kernels, one after the other."""
+        """The time of all launches, one after the other."""
         return self.products + self.others
 
     @property
     def is_launch_bound(self) -> bool:
-        """Whether launching kernels takes more time than all their work."""
-        return self.launches > self.total / 2
+        """Whether launching takes more time than all the work."""
+        return self.launching > self.total / 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,9 +72,9 @@ class Program:
 
     Args:
         products: Every matrix product, in the order in which they run.
-        others: Kernels that are not matrix products.
+        others: Launches that are not matrix products.
         collectives: Communication between devices.
-        opaque: Kernels that the program does not describe.
+        opaque: Launches that the program does not describe.
         memory: The memory that it needs.
         unknown_loops: How many loops have a length that XLA does not know; each counts as one iteration.
         branches: How many `cond`s there are; all their branches are counted.
@@ -83,7 +83,7 @@ class Program:
     """
 
     products: tuple[Product, ...]
-    others: Kernels
+    others: OtherLaunches
     collectives: tuple[Collective, ...]
     opaque: tuple[Opaque, ...]
     memory: Memory
@@ -135,7 +135,7 @@ class Program:
         return Estimate(
             products=sum(_seconds(product, roofline) for product in self.products),
             others=roofline.others(self.others.bytes, self.others.count),
-            launches=roofline.launches(runs + self.others.count),
+            launching=roofline.launching(runs + self.others.count),
         )
 
 

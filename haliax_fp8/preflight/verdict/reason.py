@@ -16,7 +16,7 @@ from .written import Written
 class Evidence:
     """Everything known about a product when it is judged: as compiled, and as written.
 
-    For a product in a Triton kernel, `entering` describes the arrays from which the kernel reads the operands.
+    For a product in a Triton kernel, `entering` describes the arrays from which it reads the operands.
     """
 
     size: Dimensions
@@ -34,7 +34,7 @@ class Evidence:
 
     @property
     def read(self) -> tuple[str, str]:
-        """The element types that the kernel reads, if it widens two FP8 operands; else those that are multiplied."""
+        """The element types that a Triton kernel reads if it widens two FP8 operands; else those multiplied."""
         first, second = self.entering
         if any(map(is_narrow, self.multiplied)) or first is None or second is None:
             return self.multiplied
@@ -43,12 +43,12 @@ class Evidence:
 
     @property
     def widened(self) -> str:
-        """The element type to which the kernel widens FP8 operands; empty if it multiplies them directly."""
+        """The element type to which the Triton kernel widens FP8 operands; empty if it multiplies them directly."""
         return self.size.lhs.dtype if self.read != self.multiplied else ""
 
     @property
     def scaled_inside(self) -> bool:
-        """Whether a kernel that widens its operands multiplies them by block scales."""
+        """Whether a Triton kernel that widens its operands multiplies them by block scales."""
         return bool(self.widened) and any(entry is not None and entry.in_blocks for entry in self.entering)
 
     @property
@@ -90,7 +90,7 @@ def _why_emulated(evidence: Evidence, quantized: list[str], target: Target) -> s
             return reason
     if sizes := indivisible(evidence.size):
         return f"{sizes}: FP8 products need multiples of 16"
-    return f"the product reads {wide}: XLA widened the FP8 operands in other kernels"
+    return f"the product reads {wide}: XLA widened the FP8 operands in other launches"
 
 
 def indivisible(size: Dimensions) -> str:

@@ -8,7 +8,7 @@ import dataclasses
 
 from ..hlo.dimensions import Dimensions, dimensions
 from ..hlo.origin import Origin, origin
-from ..hlo.sites import Site, entry_sites, kernels
+from ..hlo.sites import Site, entry_sites, launches
 from ..hlo.text import parse_hlo
 
 
@@ -24,7 +24,7 @@ class Written:
 def written_products(text: str) -> dict[str, list[Written]]:
     """The products in the text of `lowered.as_text("hlo", debug_info=True)`, by their stack of named scopes."""
     found: dict[str, list[Written]] = {}
-    for site in kernels(entry_sites(parse_hlo(text))):
+    for site in launches(entry_sites(parse_hlo(text))):
         if (size := dimensions(site)) is not None:
             lhs, rhs = (origin(operand) for operand in site.operands[:2])
             found.setdefault(_full_scope(site), []).append(Written(size, lhs, rhs))

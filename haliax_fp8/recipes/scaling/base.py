@@ -70,8 +70,8 @@ class AbstractScaling(abc.ABC):
     cast_bytes: ClassVar[float] = 5.0
     """What quantizing reads and writes per element: bfloat16 for the amax and again for the cast, and FP8."""
 
-    cast_kernels: ClassVar[int] = 3
-    """The kernels that it takes: the amax of parts, the amax of those, the cast."""
+    cast_launches: ClassVar[int] = 3
+    """The launches that it takes: the amax of parts, the amax of those, the cast."""
 
     @property
     def for_kernel(self) -> "AbstractScaling":
@@ -100,7 +100,7 @@ class AbstractStatefulScaling(AbstractScaling):
 
     # The scale is known before the operand is read: one pass.
     cast_bytes: ClassVar[float] = 3.0
-    cast_kernels: ClassVar[int] = 1
+    cast_launches: ClassVar[int] = 1
 
     stores_scale: ClassVar[bool] = True
     """Whether `quantize` divides by the state's scale, one for each member, so that nobody else need keep it."""
@@ -119,7 +119,7 @@ class AbstractStatefulScaling(AbstractScaling):
     ) -> Float[Array, "*ensemble numbers parts"]:
         """What a step measures of parts of an operand, in any dtype. It records their maximum, as several uses do.
 
-        A maximum over all of a large operand takes two kernels; of parts, operands share the second.
+        A maximum over all of a large operand takes two launches; of parts, operands share the second.
 
         Args:
             x: The operand; it may have no elements.

@@ -61,9 +61,9 @@ class HadamardScaling(AbstractScaling):
         return self.scaling.cast_bytes + 4.0
 
     @property
-    def cast_kernels(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def cast_launches(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Those of the scaling, and the rotation."""
-        return self.scaling.cast_kernels + 1
+        return self.scaling.cast_launches + 1
 
     def quantize(self, x: Float[Array, "*shape"], use: OperandUse) -> QuantizedArray:
         """Rotates, then quantizes."""

@@ -1,4 +1,4 @@
-"""Operands and scales as grouped kernels want them, for each of the three products."""
+"""Which implementation of grouped products a device has, and operands and scales as it takes them."""
 
 import dataclasses
 
@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Float32, Int, Int32
 from ..._jax.mesh_axes import automatic_axes
 from ..._numerics.quantized_array import QuantizedArray
 from ...devices.device import Device
-from ...devices.grouped import BLOCK, GroupedKernels
+from ...devices.grouped import BLOCK, GroupedImplementation
 from ...recipes.recipe import ProductName, Recipe
 from ...recipes.support import supported_in_groups
 from .operands import FP8, alike, filled, lines
@@ -21,43 +21,43 @@ from .tiles import Jobs, Scales, Tile, groups_jobs, rows_jobs, with_edges, withi
 _SIXTEEN_BITS = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 
 
-def kernels_for(recipe: Recipe, *, allow_dense: bool) -> GroupedKernels:
+def implementation_for(recipe: Recipe, *, allow_dense: bool) -> GroupedImplementation:
     """What multiplies groups on the device that this is traced for.
 
     Args:
         recipe: How operands are quantized.
-        allow_dense: Whether to fall back on XLA's dense products without a kernel.
+        allow_dense: Whether to fall back on XLA's dense products where the device has nothing else.
 
     Raises:
         ValueError: If the device has none for the recipe, and dense products are not allowed.
     """
     support = supported_in_groups(recipe, Device.default())
-    kernels = GroupedKernels.of(support.device)
-    if support.outcome != "refused" and kernels is not None:
-        return GroupedKernels.XLA if allow_dense and _is_divided_by_xla(kernels) else kernels
+    implementation = GroupedImplementation.of(support.device)
+    if support.outcome != "refused" and implementation is not None:
+        return GroupedImplementation.XLA if allow_dense and _is_divided_by_xla(implementation) else implementation
     if not allow_dense:
         raise ValueError(
             f"a grouped product with the recipe {recipe} cannot run in FP8: {support.reason}. Choose another recipe; "
             "or leave these layers in high precision, with Fp8Config(exclude=...); or let every row be multiplied by "
             "the kernels of all groups, with Fp8Config(allow_dense_groups=True)"
         )
-    return GroupedKernels.XLA
+    return GroupedImplementation.XLA
 
 
-def _is_divided_by_xla(kernels: GroupedKernels) -> bool:
+def _is_divided_by_xla(implementation: GroupedImplementation) -> bool:
     """Whether XLA divides work inside a `shard_map` over a part of the mesh; on TPUs it has no dense product in FP8."""
     is_manual = bool(jax.sharding.get_abstract_mesh().manual_axes)
-    return is_manual and bool(automatic_axes()) and kernels is not GroupedKernels.TPU
+    return is_manual and bool(automatic_axes()) and implementation is not GroupedImplementation.TPU
 
 
 def takes(a: QuantizedArray, b: QuantizedArray) -> bool:
-    """Whether kernels multiply such data: FP8, or what a recipe leaves in 16 bits. Empty operands are left to XLA."""
+    """Whether Pallas kernels multiply such data: FP8, or what a recipe leaves in 16 bits. XLA takes empty operands."""
     known = (*FP8, *_SIXTEEN_BITS)
     return all(x.data.dtype in known and x.data.size for x in (a, b))
 
 
 def grouped_product(
-    kernels: GroupedKernels,
+    implementation: GroupedImplementation,
     product: ProductName,
     a: QuantizedArray,
     b: QuantizedArray,
@@ -66,10 +66,10 @@ def grouped_product(
     dtype: np.dtype,
     of_groups: Float32[Array, "*members groups"] | None = None,
 ) -> Float[Array, "..."]:
-    """fprop, dgrad or wgrad of groups, by a device's kernel.
+    """fprop, dgrad or wgrad of groups, by a device's implementation.
 
     Args:
-        kernels: Of the device; not XLA's.
+        implementation: Of the device; not XLA's.
         product: Which of the three.
         a: The rows `[*members, rows, sum]`; of wgrad the inputs `[*members, rows, inputs]`.
         b: The kernels `[*members, groups, inputs, outputs]`; of wgrad the output gradients.
@@ -79,23 +79,23 @@ def grouped_product(
         of_groups: The scale of both operands for each group, instead of theirs.
 
     Raises:
-        ValueError: If the kernels do not take the scales of the operands.
+        ValueError: If the implementation does not take the scales of the operands.
     """
     *members, groups = group_sizes.shape
     if of_groups is None:
         of_groups = _of_groups(a, b, group_sizes.shape, is_wgrad=product == "wgrad")
     if members and of_groups is None:
         # Rows and columns have scales, other ones for each member.
-        one = lambda member: grouped_product(kernels, product, member[0], member[1], member[2], precision, dtype)
+        one = lambda member: grouped_product(implementation, product, member[0], member[1], member[2], precision, dtype)
         return lax.map(one, (a, b, group_sizes))
     sizes = within_bounds(group_sizes.reshape(-1, groups), a.data.shape[len(members)])
     flat = None if of_groups is None else of_groups.reshape(-1)
-    if kernels is GroupedKernels.TPU:
+    if implementation is GroupedImplementation.TPU:
         from .tpu import tpu_product
 
         out = tpu_product(product, a, b, sizes, a.data.shape[len(members)], flat, dtype)
         return out.reshape(*members, *([groups] if product == "wgrad" else [-1]), *out.shape[1:])
-    work = _Work(kernels, sizes, a.data.shape[len(members)], flat, precision == lax.Precision.DEFAULT, dtype)
+    work = _Work(implementation, sizes, a.data.shape[len(members)], flat, precision == lax.Precision.DEFAULT, dtype)
     if product == "wgrad":
         out = work.sums_over_groups(a, b)
         return out.reshape(*members, groups, *out.shape[1:])
@@ -108,7 +108,7 @@ class _Work:
     """A grouped product, but for its operands.
 
     Args:
-        kernels: What multiplies.
+        implementation: What multiplies.
         sizes: Of each member's groups.
         rows: How many rows a member has.
         of_groups: The scale of both operands for each group; None if rows and columns have their own.
@@ -116,7 +116,7 @@ class _Work:
         dtype: Of the result.
     """
 
-    kernels: GroupedKernels
+    implementation: GroupedImplementation
     sizes: Int32[Array, "members groups"]
     rows: int
     of_groups: Float32[Array, " all_groups"] | None
@@ -186,7 +186,7 @@ class _Work:
         if ones is None:
             ones = jnp.ones(self.sizes.size, jnp.float32)
         scales, out = Scales(ones, *vectors), jax.ShapeDtypeStruct(shape, self.dtype)
-        if self.kernels is GroupedKernels.BLACKWELL:
+        if self.implementation is GroupedImplementation.BLACKWELL:
             return blackwell_product(a, b, jobs, scales, out, tile, whole=whole)
         return hopper_product(a, b, jobs, scales, out, tile, fast=fast, whole=whole)
 
@@ -202,7 +202,7 @@ class _Work:
             fast: Whether one sum is kept. Two of 128 rows do not fit into Hopper's registers.
             blocks: Whether each piece of the sum has scales, which are those of `BLOCK` elements.
         """
-        is_hopper = self.kernels is GroupedKernels.HOPPER
+        is_hopper = self.implementation is GroupedImplementation.HOPPER
         are_small = depth <= 64 or self.rows < 1024 * self.sizes.shape[1]
         rows = 64 if is_hopper and (are_small or not fast) else 128
         deep = BLOCK if blocks else (64 if are_small else 128) // dtype.itemsize
@@ -217,10 +217,10 @@ class _Work:
                 continue
             size = x.data.shape[axis]
             block = size // x.scale.shape[axis] if x.block is None else x.block[axis]
-            if block != BLOCK or self.kernels is not GroupedKernels.HOPPER:
+            if block != BLOCK or self.implementation is not GroupedImplementation.HOPPER:
                 raise ValueError(
-                    f"recipe has a scale for each {block} elements of a sum, which the grouped kernel for "
-                    f"{self.kernels.value} does not take; use a recipe that supported_in_groups calls native"
+                    f"recipe has a scale for each {block} elements of a sum, which the grouped Pallas kernel for "
+                    f"{self.implementation.value} does not take; use a recipe that supported_in_groups calls native"
                 )
             pieces = -(-size // BLOCK)
         return pieces

@@ -1,4 +1,4 @@
-"""The two kernels of attention as primitives: cuDNN's on an NVIDIA GPU, emulated on a CPU, an error elsewhere."""
+"""Attention's two passes as primitives: cuDNN's on an NVIDIA GPU, emulated on a CPU, an error elsewhere."""
 
 import functools
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from . import emulated
 from .emulated import Attention, Scales
 
 
-# cuDNN's kernel on Hopper, and JAX, compute gradients for heads of this size only,
+# The cuDNN kernel for Hopper, and JAX, compute gradients for heads of this size only,
 _HEAD_DIM = 128
 
 # and for sequences that are multiples of this.
@@ -70,7 +70,7 @@ def _emulated_backward(*arrays: Array, attention: Attention, members: int) -> An
 
 
 def _on_cuda(of_one: Callable[..., Any], otherwise: Callable[..., Any]) -> Callable[..., Any]:
-    """cuDNN's kernel for each member in turn; or `otherwise`, if emulation is requested."""
+    """The cuDNN kernel for each member in turn; or `otherwise`, if emulation is requested."""
 
     def call(*arrays: Array, attention: Attention, members: int, **params: Any) -> Any:
         if attention.emulate or not attention.rounds:
@@ -121,7 +121,7 @@ def _cudnn_backward(
 
 
 def _padded(x: Array) -> Array:
-    """Pads heads with zeros to the size that the gradient's kernel takes, which changes no score and no amax."""
+    """Pads heads with zeros to the size that the gradient's cuDNN kernel takes, which changes no score and no amax."""
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, _HEAD_DIM - x.shape[-1])])
 
 
@@ -151,8 +151,8 @@ def _elsewhere(otherwise: Callable[..., Any]) -> Callable[..., Any]:
 
 # --- The primitives ---------------------------------------------------------------------------------------------------
 
-forward_p = Primitive("fp8_attention_forward_kernel")
-backward_p = Primitive("fp8_attention_backward_kernel")
+forward_p = Primitive("fp8_attention_forward")
+backward_p = Primitive("fp8_attention_backward")
 
 
 def _forward_avals(query: Any, key: Any, value: Any, scales: Any, *, attention: Attention, members: int, **params: Any):

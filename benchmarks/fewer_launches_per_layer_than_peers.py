@@ -1,9 +1,9 @@
-"""Claim: a converted layer needs fewer kernels besides its products than marin-haliax's or Flax's, and no more bytes.
+"""Claim: a converted layer needs fewer launches besides its products than marin-haliax's or Flax's, and no more bytes.
 
-    uv run benchmarks/fewer_kernels_per_layer_than_peers.py [--json FILE] [--markdown] [--target h200]
+    uv run benchmarks/fewer_launches_per_layer_than_peers.py [--json FILE] [--markdown] [--target h200]
 
 The linear layers of `faster_on_hopper.py`, forward and backward, compiled for a device that this machine need not have,
-as `fewer_kernels_than_peers.py` does with models. "Other" kernels are not matrix products: those that quantize.
+as `fewer_launches_than_peers.py` does with models. "Other" launches are not matrix products: those that quantize.
 Counts and bytes are read from the program; the time is an estimate from the device's data sheet. Nothing runs.
 """
 
@@ -27,7 +27,7 @@ def row(library: str, size: tuple[int, int, int], target: str) -> Row:
         "size": " x ".join(map(str, size)),
         "library": library,
         "fp8_flops": report.fp8_share,
-        "other_kernels": report.step.others.count,
+        "other_launches": report.step.others.count,
         "other_mb": report.step.others.bytes / 1e6,
         "temporaries_mb": report.step.memory.temporaries / 2**20,
         "compile_s": report.step.seconds,
@@ -39,7 +39,7 @@ COLUMNS = {
     "tokens x in x out": lambda r: r["size"],
     "library": lambda r: r["library"],
     "FLOPs in FP8": lambda r: f"{r['fp8_flops']:.1%}",
-    "other kernels": lambda r: str(r["other_kernels"]),
+    "other launches": lambda r: str(r["other_launches"]),
     "other MB": lambda r: f"{r['other_mb']:,.0f}",
     "temporaries, MB": lambda r: f"{r['temporaries_mb']:,.0f}",
     "compiled in, s": lambda r: f"{r['compile_s']:.1f}",

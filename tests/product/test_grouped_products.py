@@ -1,4 +1,4 @@
-"""Grouped kernels as JAX's interpreter runs them, which raises for races and reads out of bounds; and who gets them."""
+"""Grouped products as JAX's interpreter runs them, which raises for races and reads out of bounds."""
 
 import dataclasses
 import zlib
@@ -14,24 +14,24 @@ from jax.experimental.pallas import mosaic_gpu as plgpu, tpu as pltpu
 from haliax_fp8 import Fp8DotGeneral, filter_grad
 from haliax_fp8._numerics.quantized_array import QuantizedArray
 from haliax_fp8._product.grouped.contraction import RaggedContraction
-from haliax_fp8._product.grouped.kernels import grouped_product
+from haliax_fp8._product.grouped.implementation import grouped_product
 from haliax_fp8._product.primitive import fp8_dot_general
 from haliax_fp8.devices import Device
-from haliax_fp8.devices.grouped import GroupedKernels
+from haliax_fp8.devices.grouped import GroupedImplementation
 from haliax_fp8.recipes.support import supported_in_groups
 
 
-HOPPER, BLACKWELL, TPU = GroupedKernels.HOPPER, GroupedKernels.BLACKWELL, GroupedKernels.TPU
-XLA = GroupedKernels.XLA
+HOPPER, BLACKWELL, TPU = GroupedImplementation.HOPPER, GroupedImplementation.BLACKWELL, GroupedImplementation.TPU
+XLA = GroupedImplementation.XLA
 
 # More than 64 rows; an empty group; one within the first 64 rows of a tile of 128, which begins earlier than it; one
 # that the end of the rows pushes beyond them; rows beyond the last group; nothing that tiles divide.
 ROWS, INPUTS, OUTPUTS, SIZES = 180, 72, 40, (70, 0, 30, 61)
 
 
-def interpreted(kernels):
-    """The context in which JAX runs a device's kernels on a CPU."""
-    if kernels is TPU:
+def interpreted(implementation):
+    """The context in which JAX runs a device's Pallas kernels on a CPU."""
+    if implementation is TPU:
         return pltpu.force_tpu_interpret_mode(pltpu.InterpretParams())
     return plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True, on_race="raise"))
 
@@ -70,7 +70,7 @@ def scaled(data, shape, seed, block=None):
 
 
 @pytest.mark.parametrize(
-    "kernels, product, rowwise",
+    "implementation, product, rowwise",
     [
         (HOPPER, "fprop", False),
         (HOPPER, "wgrad", True),
@@ -97,15 +97,15 @@ def scaled(data, shape, seed, block=None):
         ),
     ],
 )
-def test_products_equal_float64(kernels, product, rowwise):
+def test_products_equal_float64(implementation, product, rowwise):
     """Sums of FP8 products in float32; only the order of additions differs, so 1e-6 of the largest."""
     a_shape, a_format, b_shape, b_format = PRODUCTS[product]
     scales = ROWWISE[product] if rowwise else ((), ())
     a, b = scaled(random(a_shape, a_format), scales[0], 1), scaled(random(b_shape, b_format), scales[1], 2)
     sizes = jnp.array(SIZES, jnp.int32)
     precision = jax.lax.Precision.DEFAULT if product == "fprop" else jax.lax.Precision.HIGHEST
-    with interpreted(kernels):
-        found = grouped_product(kernels, product, a, b, sizes, precision, np.dtype(np.float32))
+    with interpreted(implementation):
+        found = grouped_product(implementation, product, a, b, sizes, precision, np.dtype(np.float32))
     values = [np.asarray(x.data, np.float64) * np.asarray(x.scale, np.float64) for x in (a, b)]
     expected = reference(product, *values, SIZES)
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6 * np.abs(expected).max())
@@ -134,12 +134,12 @@ def test_blocks_of_128_are_scaled_within_the_sum(product):
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6 * np.abs(expected).max())
 
 
-def multiplied(kernels, x, w, sizes, recipe="delayed"):
-    """Output, gradients and next state of a product of a device's kernels."""
+def multiplied(implementation, x, w, sizes, recipe="delayed"):
+    """Output, gradients and next state of a product of a device's implementation."""
     op = Fp8DotGeneral.init(recipe)
 
     def run(op, x, w):
-        spec = op._spec(RaggedContraction(kernels=kernels), x, w, None, None)
+        spec = op._spec(RaggedContraction(implementation=implementation), x, w, None, None)
         one = lambda x, w, sizes: fp8_dot_general(x, w, op._state_array, spec, (sizes,), key=op._key_array)
         out = (jax.vmap(one) if x.ndim == 3 else one)(x, w, sizes)
         return (out.astype(jnp.float32) ** 2).sum(), out
@@ -149,14 +149,14 @@ def multiplied(kernels, x, w, sizes, recipe="delayed"):
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("kernels, batch", [(HOPPER, ()), (BLACKWELL, (2,)), (TPU, (2,))], ids=str)
-def test_an_op_computes_what_it_computes_on_a_cpu(kernels, batch):
+@pytest.mark.parametrize("implementation, batch", [(HOPPER, ()), (BLACKWELL, (2,)), (TPU, (2,))], ids=str)
+def test_an_op_computes_what_it_computes_on_a_cpu(implementation, batch):
     """State bit for bit; bfloat16 rounds what differs in the last bit of float32."""
     x, w = random((*batch, 50, 48), np.float32), random((*batch, 3, 48, 24), np.float32)
     sizes = jnp.broadcast_to(jnp.array([20, 0, 17]), (*batch, 3))
     x, w = jnp.asarray(x, jnp.bfloat16), jnp.asarray(w, jnp.bfloat16)
-    with interpreted(kernels):
-        found = multiplied(kernels, x, w, sizes)
+    with interpreted(implementation):
+        found = multiplied(implementation, x, w, sizes)
     expected = multiplied(XLA, x, w, sizes)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         assert a.dtype == b.dtype and a.shape == b.shape
@@ -183,17 +183,17 @@ def test_wrong_sizes_are_not_a_number_inside_jit():
         ("tpu7x", "delayed", "native", "kernel for TPU multiplies E4M3 and E5M2"),
         ("tpu7x", "deepseek", "refused", "takes scales of whole tensors and rows"),
         ("tpu6e", "delayed", "refused", "need a TPU7x"),
-        ("mi350x", "delayed", "refused", "no grouped FP8 kernel for AMD Instinct MI350X"),
+        ("mi350x", "delayed", "refused", "no grouped products in FP8 for AMD Instinct MI350X"),
         ("a100", "delayed", "refused", "compute capability 8.9"),
         ("cpu", "mxfp8", "emulated", "no FP8 units"),
     ],
 )
-def test_who_has_a_kernel_for_what(device, recipe, outcome, reason):
+def test_which_device_has_an_implementation_for_what(device, recipe, outcome, reason):
     found = supported_in_groups(Fp8DotGeneral.init(recipe).recipe, Device.by_name(device))
     assert found.outcome == outcome and reason in found.reason
 
 
-def test_a_device_without_a_kernel_raises_unless_dense_products_are_allowed():
+def test_a_device_without_an_implementation_raises_unless_dense_products_are_allowed():
     op, shapes = Fp8DotGeneral.init(), [jax.ShapeDtypeStruct((8, 4), jnp.float32)]
     shapes += [jax.ShapeDtypeStruct((2, 4, 3), jnp.float32), jax.ShapeDtypeStruct((2,), jnp.int32)]
     with meant_for(Device.by_name("tpu6e")):

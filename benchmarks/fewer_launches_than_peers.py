@@ -1,10 +1,10 @@
-"""Claim: converted models need fewer kernels besides their products than with marin-haliax's or Flax's own FP8.
+"""Claim: converted models need fewer launches besides their products than with marin-haliax's or Flax's own FP8.
 
-    uv run benchmarks/fewer_kernels_than_peers.py [--json FILE] [--markdown] [--target h100]
+    uv run benchmarks/fewer_launches_than_peers.py [--json FILE] [--markdown] [--target h100]
 
 Compiles the gradient of four blocks' linear layers of Llama-8B, and of a stack of eight MLPs (2048 -> 8192 -> 2048),
 8192 tokens, for a device that this machine need not have: in bf16, with `haliax_fp8`, with `haliax.quantization`, and
-with Flax's op instead of Haliax's (see `lib/libraries.py`). Prints what the compiled programs contain. "Other" kernels
+with Flax's op instead of Haliax's (see `lib/libraries.py`). Prints what the compiled programs contain. "Other" launches
 are all those that are not matrix products. Counts and bytes are read from the program. Time on the device is an
 estimate from data-sheet peaks; the seconds are those of tracing and compiling on this machine; nothing runs. Set
 `JAX_PLATFORMS=cpu` if JAX finds a GPU plugin without its driver.
@@ -36,7 +36,7 @@ def held(stack: Stack, library: Library, target: str, sizes: Sizes) -> dict[str,
     return {
         "products": sum(product.executions for product in program.products),
         "fp8_flops": report.fp8_share,
-        "other_kernels": program.others.count,
+        "other_launches": program.others.count,
         "other_gb": program.others.bytes / 1e9,
         "temporaries_mb": program.memory.temporaries / 2**20,
         "compile_s": program.seconds,
@@ -49,7 +49,7 @@ COLUMNS = {
     "library": lambda r: r["library"],
     "products": lambda r: str(r["products"]),
     "FLOPs in FP8": lambda r: f"{r['fp8_flops']:.1%}",
-    "other kernels": lambda r: str(r["other_kernels"]),
+    "other launches": lambda r: str(r["other_launches"]),
     "other GB": lambda r: f"{r['other_gb']:.1f}",
     "temporaries, MB": lambda r: f"{r['temporaries_mb']:,.0f}",
     "compiled in, s": lambda r: f"{r['compile_s']:.1f}",
