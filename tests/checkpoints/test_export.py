@@ -1,5 +1,6 @@
 """Exports: the numbers of training under the names of engines, in every layout, and back."""
 
+import collections
 import dataclasses
 import functools
 import json
@@ -16,6 +17,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from full_disk import full_disk
 from haliax.state_dict import to_torch_compatible_state_dict
 
 from haliax_fp8 import Fp8Config, Recipe, calibrate, fp8_linear_layers
@@ -404,29 +406,43 @@ def test_what_cannot_be_exported(plain, tmp_path):
         export_model(plain, tmp_path / "full")
 
 
-def test_what_reads_back_otherwise_is_no_export(plain, tmp_path, monkeypatch):
-    """A disk that loses a byte, and one that is full."""
-    from haliax_fp8.checkpoints import exporting
+class OnADiskThatLosesABit(collections.UserDict):
+    """A configuration. When it is asked for, the tensors are on the disk; a bit of one of them changes."""
 
-    write = exporting.write_tensors
+    def __init__(self, folder: Path, tensor: str):
+        super().__init__(model_type="demo")
+        self.folder, self.tensor = folder, tensor
 
-    def losing(folder, groups, limit):
-        write(folder, groups, limit)
-        with (folder / "model.safetensors").open("r+b") as file:
-            file.seek(-1, 2)
-            last = file.read(1)
-            file.seek(-1, 2)
-            file.write(bytes([last[0] ^ 1]))
+    def keys(self):
+        (path,) = self.folder.glob(".*/model.safetensors")
+        raw = bytearray(path.read_bytes())
+        (length,) = struct.unpack("<Q", raw[:8])
+        raw[8 + length + json.loads(raw[8 : 8 + length])[self.tensor]["data_offsets"][0]] ^= 1
+        path.write_bytes(raw)
+        return super().keys()
 
-    def full(folder, groups, limit):
-        write(folder, groups[:2], limit)
-        raise OSError(28, "No space left on device")
 
-    for broken, error in ((losing, ValueError), (full, OSError)):
-        monkeypatch.setattr(exporting, "write_tensors", broken)
-        with pytest.raises(error):
-            export_model(plain, tmp_path / "out")
-        assert list(tmp_path.iterdir()) == []
+@pytest.mark.parametrize(
+    "tensor, named",
+    [
+        ("blocks.1.mlp.up.weight", "blocks.1.mlp.up"),
+        ("blocks.1.mlp.up.weight_scale", "blocks.1.mlp.up"),
+        ("blocks.0.mlp_norm.weight", "blocks.0.mlp_norm.weight"),
+    ],
+)
+def test_what_reads_back_otherwise_is_no_export(plain, tmp_path, tensor, named):
+    """One bit of a weight, of its scale, of what is not quantized."""
+    with pytest.raises(ValueError, match=f"^{named} did not read back as it was written; nothing was exported"):
+        export_model(plain, tmp_path / "out", config=OnADiskThatLosesABit(tmp_path, tensor))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_is_no_export(plain, tmp_path):
+    export_model(plain, tmp_path / "whole")
+    size = (tmp_path / "whole/model.safetensors").stat().st_size
+    with full_disk(size // 2), pytest.raises(OSError, match="too large"):
+        export_model(plain, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["whole"]
 
 
 @pytest.mark.more
