@@ -17,7 +17,7 @@ def test_internals_are_the_ones_under_test():
         "jax._src.core",
         # Under test in `tests/jax/test_cudnn_attention.py`, and with XLA's compiler in `tests/programs/`.
         "jax._src.cudnn.fused_attention_stablehlo",
-        # Under test in `tests/programs/test_compiled_grouped.py`: off inside kernels, as in Pallas.
+        # Under test in `tests/programs/test_compiled_grouped.py`: off inside Pallas kernels.
         "jax._src.config",
         # Under test in `tests/sharding/test_blocks.py`.
         "jax._src.custom_partitioning",

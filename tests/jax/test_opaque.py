@@ -121,6 +121,6 @@ def doubled_by_pallas(x):
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.vmap], ids=["eager", "jit", "vmap"])
 def test_internals_a_pallas_kernel_may_be_inside(wrap):
-    """JAX traces such kernels with references, which no equation of another primitive may hold."""
+    """JAX traces Pallas kernels with references, which no equation of another primitive may hold."""
     x = jnp.arange(8.0).reshape(2, 4)
     np.testing.assert_array_equal(wrap(doubled_by_pallas)(x), 2.0 * x)

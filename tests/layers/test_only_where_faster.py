@@ -61,7 +61,7 @@ def test_by_hand():
     # Read and written per element. The input: 2 for its amax, 2 + 1 + 1 for a cast in two layouts. The kernel: 2 + 1 in
     # the forward pass and again in the backward pass. The gradient: 2 + 1, and 1 + 1 to transpose it.
     moved = 6 * 8192 * 4096 + 6 * 4096 * 14336 + 5 * 8192 * 14336
-    # Three kernels for each operand, and one for each product's scale.
+    # Three launches for each operand, and one for each product's scale.
     overhead = moved / (0.75 * 3.35e12) + 12 * 2e-6
     prediction = predicted(8192, 4096, 14336)
     assert prediction.bf16 == pytest.approx(bf16, rel=1e-12) == pytest.approx(3.746e-3, rel=1e-3)

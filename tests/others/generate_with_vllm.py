@@ -1,4 +1,4 @@
-"""vLLM's build for CPUs generates text from an export, with its own FP8 kernels and without changes to its code.
+"""vLLM's build for CPUs generates text from an export, with its own FP8 CPU kernels and without changes to its code.
 
     python tests/others/generate_with_vllm.py FOLDER/FP8_DYNAMIC
 

@@ -1,4 +1,4 @@
-"""The notebooks are their pages, run from beginning to end in a fresh kernel, and print what the pages show."""
+"""The notebooks are their pages, run from beginning to end in a fresh Jupyter kernel, and print what the pages show."""
 
 import math
 import pathlib

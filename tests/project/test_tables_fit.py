@@ -87,7 +87,7 @@ def report():
         reason="",
     )
     layer = "model.blocks.stacked.attention.a_projection_with_a_very_long_name"
-    emulated = {"verdict": Verdict.EMULATED, "lhs": "f8e5m2", "reason": "no kernel reads operands of this shape in FP8"}
+    emulated = {"verdict": Verdict.EMULATED, "lhs": "f8e5m2", "reason": "no launch reads operands of this shape in FP8"}
     products = [dataclasses.replace(one, layer=layer, role=role) for role in ("fprop", "dgrad", "wgrad")]
     products += [
         dataclasses.replace(one, layer="model.blocks.stacked.mlp.up", role=role, **emulated)
