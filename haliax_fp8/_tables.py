@@ -41,11 +41,11 @@ def columns() -> int:
     return shutil.get_terminal_size((80, 24)).columns
 
 
-def new_table(title: str, caption: str = "") -> Table:
+def new_table(title: str = "", caption: str = "") -> Table:
     """An empty table in the style of the package.
 
     Args:
-        title: The line above it.
+        title: The line above it; none by default.
         caption: The lines below it.
     """
     # A title is as wide as its table, and would break above a narrow one.

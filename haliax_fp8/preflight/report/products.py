@@ -5,14 +5,13 @@ import dataclasses
 import re
 from collections.abc import Iterable, Iterator
 
-import rich.box
 from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from ..._product.names import DGRAD, FPROP, WGRAD
-from ..._tables import common_prefix
+from ..._tables import common_prefix, new_table
 from ..hlo.scopes import place
 from ..verdict.product import Product, Verdict
 from ..verdict.program import Program
@@ -75,7 +74,8 @@ def layer_table(program: Program) -> Table:
     Args:
         program: The step.
     """
-    table = Table(box=rich.box.SIMPLE, padding=(0, 1, 0, 0))
+    table = new_table()
+    table.padding = (0, 1, 0, 0)
     table.add_column("layer", overflow="fold", min_width=12)
     table.add_column("rows × in × out", no_wrap=True)
     table.add_column("FLOPs", no_wrap=True, justify="right")

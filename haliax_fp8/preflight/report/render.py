@@ -3,11 +3,10 @@
 import dataclasses
 from collections.abc import Callable
 
-import rich.box
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
+from ..._tables import new_table
 from ...devices.peaks import Peaks
 from ...devices.roofline import FASTEST, LIKELY, SLOWEST, Roofline
 from ..verdict.product import Verdict
@@ -110,13 +109,14 @@ def as_renderable(page: Page, *, every_product: bool = False) -> RenderableType:
         page: What is shown.
         every_product: Whether each product has lines of its own, with formats and implementation, not a row per layer.
     """
-    sums = Table(box=rich.box.SIMPLE, show_header=page.baseline is not None)
+    sums = new_table()
+    sums.show_header = page.baseline is not None
     for column in _heads(page):
         # Figures break between words alone.
         sums.add_column(column, no_wrap=not column, overflow="fold")
     for name, *figures in totals(page):
         sums.add_row(name, *map(Text, figures))
-    sent = Table(box=rich.box.SIMPLE)
+    sent = new_table()
     for column in communication.HEADS:
         sent.add_column(column, overflow="fold", justify="right" if column in ("runs", "sent") else "left")
     for line in communication.lines(page.step):
