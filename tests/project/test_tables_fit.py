@@ -78,7 +78,7 @@ def report():
         written="bf16",
         block_scaled=False,
         indivisible="",
-        kernel="cublasLt f8",
+        implementation="cublasLt f8",
         groups=1,
         surplus=1.0,
         executions=131,
