@@ -1,5 +1,6 @@
 """Checkpoints of plain and converted models, loaded into one another through every kind of file."""
 
+import contextlib
 import functools
 import pathlib
 
@@ -14,6 +15,7 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 import safetensors.numpy
+from full_disk import full_disk
 from helpers import unchecked
 from jax.sharding import NamedSharding, PartitionSpec as P
 
@@ -378,11 +380,18 @@ def test_equinox_reads_what_save_writes(tmp_path):
     assert eqx.tree_equal(loaded, model) and {"step", "rate", "half"} <= set(report.kept)
 
 
-def test_interrupted_save_leaves_the_last_good_one(tmp_path, monkeypatch):
+@contextlib.contextmanager
+def failing_disk():
+    """Takes what is written, and says that it failed when asked whether it will last."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("os.fsync", lambda file: (_ for _ in ()).throw(OSError("input/output error")))
+        yield
+
+
+def test_interrupted_save_leaves_the_last_good_one(tmp_path):
     save(tmp_path / "model.eqx", {"x": jnp.ones(3)})
-    with monkeypatch.context() as patch:
-        patch.setattr("os.fsync", lambda file: (_ for _ in ()).throw(OSError("no space left on device")))
-        with pytest.raises(OSError):
+    for disk in (full_disk(64), failing_disk()):
+        with disk, pytest.raises(OSError):
             save(tmp_path / "model.eqx", {"x": jnp.zeros(3)})
     assert [path.name for path in tmp_path.iterdir()] == ["model.eqx"]
     np.testing.assert_array_equal(load_into({"x": jnp.zeros(3)}, tmp_path / "model.eqx")[0]["x"], np.ones(3))
