@@ -278,7 +278,7 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
 
     def __pdoc__(self, **kwargs: object) -> wl.AbstractDoc:
         """One line in printed models; JAX also prints a module's name each time it traces one."""
-        stack = self.state.table.array.shape[:-2] if self.state is not None else ()
+        stack = () if self.state is None or self.state.table.array is None else self.state.table.array.shape[:-2]
         copies = "" if self.kernel_copies is None else ", kernel quantized"
         return wl.TextDoc(f"Fp8DotGeneral({self.recipe}{f', stack={stack}' if stack else ''}{copies})")
 

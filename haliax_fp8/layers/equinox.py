@@ -36,7 +36,8 @@ class Fp8Linear(eqx.nn.Linear):
         """`weight @ x + bias` for one example; `jax.vmap` over a batch is one product.
 
         Args:
-            x: Shape `(in_features,)`, or `()` for `"scalar"`.
+            x: Shape `(in_features,)`, or `()` for `"scalar"`. As in the plain layer, more axes are those of `@`: a
+                matrix holds examples in its columns.
             key: Not used.
         """
         del key
@@ -46,7 +47,10 @@ class Fp8Linear(eqx.nn.Linear):
             x = jnp.broadcast_to(x, (1,))
         check_operands(x, x)  # before `result_type`, which takes a tuple for a dtype
         dtype = jnp.result_type(x, self.weight)
-        x = self.dot_general(x, self.weight, (((0,), (1,)), ((), ())), preferred_element_type=dtype)
+        features = max(0, jnp.ndim(x) - 2)
+        x = self.dot_general(x, self.weight, (((features,), (1,)), ((), ())), preferred_element_type=dtype)
+        if x.ndim > 1:
+            x = jnp.swapaxes(x, -1, -2)
         if self.bias is not None:
             x = x + self.bias
         return jnp.squeeze(x) if self.out_features == "scalar" else x

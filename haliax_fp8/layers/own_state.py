@@ -8,6 +8,7 @@ from jax.core import Tracer
 
 from .._state.guard import is_changed as scale_is_changed
 from .._state.op_state import OpState
+from .._state.table import numbers_of
 from .ops import all_ops, named_ops
 
 
@@ -29,11 +30,39 @@ def require_own_state(model: Any, *, wait: bool = True) -> None:
         raise ValueError(changed_message(found))
 
 
+def require_whole_state(model: Any, *, calibrating: bool = False) -> None:
+    """Raises a ValueError that names the layers, if a step would have to update state that is in another part.
+
+    Args:
+        model: A model, or a part of one, as `eqx.partition` returns it.
+        calibrating: Whether state that training only reads is written too, as that of static scaling.
+    """
+
+    def is_missing(state: Any) -> bool:
+        missing = isinstance(state, OpState) and state.table.array is None
+        return missing and (calibrating or numbers_of(state.scalings) > 0)
+
+    if any(is_missing(op.state) for op in all_ops(model)):
+        found = [name or "the model itself" for name, op in named_ops(model) if is_missing(op.state)]
+        raise ValueError(
+            f"the FP8 state of {_first(found)} is not in this part of the model, so its scales would never be updated: "
+            "eqx.partition put it with the frozen weights. Keep state with what is trained:\n"
+            "    is_state = lambda node: isinstance(node, OverwriteWithGradient)\n"
+            "    spec = jax.tree.map(is_state, model, is_leaf=is_state)\n"
+            "then set the trained weights in spec to True, and split with eqx.partition(model, spec). Or pass the "
+            "whole model, and freeze weights in the optimizer: optax.masked(optax.set_to_zero(), mask) at its end"
+        )
+
+
+def _first(layers: list[str]) -> str:
+    """The first three, and how many more there are."""
+    return ", ".join(layers[:3]) + (f" and {len(layers) - 3} more" if len(layers) > 3 else "")
+
+
 def changed_message(layers: list[str]) -> str:
     """What happened to the state of layers, and the correct training step."""
-    more = f" and {len(layers) - 3} more" if len(layers) > 3 else ""
     return (
-        f"the FP8 state of {', '.join(layers[:3])}{more} was changed by something other than its own update: an "
+        f"the FP8 state of {_first(layers)} was changed by something other than its own update: an "
         "optimizer, weight decay or an average that was given the whole model. Scales are not parameters, and "
         "products with them now give NaN. Use TrainStep, or split state from parameters in your step:\n"
         "    overwrites, grads = partition_for_grad_overwrite(grads)\n"

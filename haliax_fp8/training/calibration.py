@@ -11,6 +11,7 @@ import numpy as np
 from .._op import Fp8DotGeneral
 from .._state.marker import OverwriteWithGradient, is_state
 from ..attention.op import Fp8Attention
+from ..layers.own_state import require_whole_state
 from .gradients import filter_grad
 from .loss import scalar_loss
 from .step_arguments import require_fit, require_model_first
@@ -73,6 +74,7 @@ def recorded[M](model: M, gradients_of: Callable[[M], Any]) -> M:
     """
     if not fp8_states(model):
         return model
+    require_whole_state(model, calibrating=True)
     observed = _observed(model)
     return _overwritten(model, observed, gradients_of(observed))
 

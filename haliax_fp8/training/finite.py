@@ -54,7 +54,7 @@ def require_finite_step(
     Raises:
         NonFiniteStep: If one of the numbers is not finite. It is a `ValueError`, and names the step, what `where`
             found, and the remedy.
-        ValueError: If `metrics` is empty or traced: inside `jit` there is nothing to read.
+        ValueError: If `metrics` is not a mapping, or is empty or traced: inside `jit` there is nothing to read.
 
     Example:
         >>> step = TrainStep(loss_fn, optax.sgd(0.1))
@@ -62,6 +62,11 @@ def require_finite_step(
         >>> require_finite_step(metrics, step=0)
         >>> model, opt_state = new_model, new_opt_state
     """
+    if not isinstance(metrics, Mapping):
+        raise ValueError(
+            f"metrics is a {type(metrics).__name__}, but must be a mapping of names to numbers: the third result of a "
+            'TrainStep, or {"loss": loss} in a step of your own'
+        )
     if not metrics:
         raise ValueError("metrics is empty, so it cannot show whether the step was finite; pass what TrainStep returns")
     if any(isinstance(value, Tracer) for value in metrics.values()):

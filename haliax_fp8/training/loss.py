@@ -51,6 +51,7 @@ def loss_and_aux(value: Any) -> tuple[Any, Any]:
         ValueError: If it is not a pair, or its first part is not one number.
     """
     if not isinstance(value, tuple) or len(value) != 2:
-        got = f"a tuple of {len(value)}" if isinstance(value, tuple) else f"a {type(value).__name__}"
+        kind = "array" if isinstance(value, jax.Array) else type(value).__name__
+        got = f"a tuple of {len(value)}" if isinstance(value, tuple) else f"one {kind}"
         raise ValueError(f"has_aux=True: loss_fn must return (loss, aux), and returned {got}")
     return scalar_loss(value[0]), value[1]

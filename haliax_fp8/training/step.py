@@ -17,7 +17,7 @@ from ..devices.xla_flags import XlaFlags
 from ..layers.config import Fp8Config
 from ..layers.default import default_rules
 from ..layers.description import describe, recipes_of
-from ..layers.own_state import require_own_state
+from ..layers.own_state import require_own_state, require_whole_state
 from ..layers.quantized_kernels import quantize_kernels, require_no_kernel_copies
 from ..layers.rule import LayerRule
 from ..layers.uncalibrated import require_calibrated
@@ -27,7 +27,14 @@ from .kernel_quantization import KernelQuantization, as_kernel_quantization
 from .microbatches import BatchGradients, StepInput, gradients_of_batch
 from .monitor import AbstractMonitor, CountedState, counted
 from .reduction import ReduceOnce, require_reduction
-from .step_arguments import require_call, require_choices, require_loss_and_optimizer, require_order, require_state_of
+from .step_arguments import (
+    require_call,
+    require_choices,
+    require_loss_and_optimizer,
+    require_not_deleted,
+    require_order,
+    require_state_of,
+)
 from .updates import apply_exact_updates, trainable
 
 
@@ -71,10 +78,10 @@ class TrainStep(eqx.Module):
         ValueError: If `loss_fn` is not a function, `optimizer` is not an optimizer, `microbatches` is not an integer
             of at least 1, `quantize_kernels` is not a `KernelQuantization` or the name of one, or `rules` is not a
             tuple of rules. When called: if `microbatches` does not divide a batch, if `loss_fn` cannot be called with
-            it or returns anything but one number, if `opt_state` belongs to another model, if `key` is not a single key
-            or is meant for `loss_fn`, if the model has quantized kernels or uncalibrated static scales, or inside `jit`
-            with a monitor; with `quantize_kernels="once"` and `"gathered_once"` also where the function
-            `quantize_kernels` raises.
+            it or returns anything but one number, if `opt_state` belongs to another model, if model or `opt_state` were
+            given to an earlier step with `donate=True`, if `key` is not a single key or is meant for `loss_fn`, if the
+            model lacks its state, has quantized kernels or uncalibrated static scales, or inside `jit` with a monitor;
+            with `quantize_kernels="once"` and `"gathered_once"` also where the function `quantize_kernels` raises.
 
     Example:
         >>> step = TrainStep(loss_fn, optax.adamw(1e-3))
@@ -113,6 +120,7 @@ class TrainStep(eqx.Module):
         if _logger.isEnabledFor(logging.INFO):
             _logger.info(describe(model).summary)
         require_own_state(model)
+        require_whole_state(model)
         require_no_kernel_copies(model)
         flags = XlaFlags.of_environment().with_options(self.compiler_options(model))
         log_cost_of_flags(flags, Device.default(), recipes_of(model))
@@ -196,7 +204,15 @@ class TrainStep(eqx.Module):
         given = StepInput(batch, key, loss_key)
         nested = given.is_traced or any(isinstance(x, Tracer) for x in jax.tree.leaves((model, opt_state)))
         options = {} if nested else self.compiler_options(model)
-        run = _step(self.donate, tuple(options.items()))
+        compiled = _step(self.donate, tuple(options.items()))
+
+        def run(kept: tuple[TrainStep, StepInput], model: Any, opt_state: Any) -> tuple[Any, Any, Metrics, Any]:
+            try:
+                return compiled(kept, model, opt_state)
+            except RuntimeError as error:
+                require_not_deleted(error, model=model, opt_state=opt_state, batch=batch)
+                raise
+
         if self.monitor is None:
             bare, steps = (
                 (opt_state.optimizer, opt_state.steps) if isinstance(opt_state, CountedState) else (opt_state, None)

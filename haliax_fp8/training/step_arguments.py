@@ -102,11 +102,16 @@ def require_call(
                 "parameter, loss_fn(model, *batch, key), or leave loss_key out"
             ) from error
         fits = "needs a key: pass loss_key=" if _takes(signature, batch, {"key": None}) else str(error)
-        # With the optimizer's state as the first of its arguments, it could be.
-        missing = "opt_state seems to be missing. " if before and _takes(signature, (*before, *batch), named) else ""
+        left = "the argument that is" if len(batch) == 1 else f"the {len(batch)} arguments that are"
+        if len(batch) == 1 and isinstance(batch[0], tuple | list) and _takes(signature, tuple(batch[0]), named):
+            hint = "The batch was passed as one argument; unpack it. "
+        elif before and _takes(signature, (*before, *batch), named):  # with the state as the first of its arguments
+            hint = "opt_state seems to be missing. "
+        else:
+            hint = ""
         raise ValueError(
-            f"loss_fn cannot be called with the {len(batch)} arguments that are left for it: {fits}. {missing}Use "
-            f"{call}, which calls loss_fn(model, *batch)"
+            f"loss_fn cannot be called with {left} left for it: {fits}. {hint}Use {call}, which calls "
+            "loss_fn(model, *batch)"
         ) from error
     if key is not None and "key" in signature.parameters and "key" not in given:
         raise ValueError(
@@ -131,7 +136,28 @@ def require_fit(loss_fn: Callable[..., Any], batch: tuple[Any, ...], remedy: str
         signature.bind(None, *batch)
     except TypeError as error:
         raise ValueError(
-            f"loss_fn cannot be called with a model and a batch of {len(batch)} arguments: {error}. {remedy}"
+            f"loss_fn cannot be called with a model and a batch of {len(batch)} argument{'s'[: len(batch) != 1]}: "
+            f"{error}. {remedy}"
+        ) from error
+
+
+def require_not_deleted(error: RuntimeError, **given: Any) -> None:
+    """Raises a ValueError that names what a step was given, if an earlier step reused its memory.
+
+    Args:
+        error: What JAX raised.
+        **given: Model, optimizer state and batch.
+    """
+    # Another failure of a step with `donate=True` may have deleted them itself.
+    if "has been deleted" not in str(error):
+        return
+    is_deleted = lambda x: isinstance(x, jax.Array) and x.is_deleted()
+    found = [name for name, tree in given.items() if any(map(is_deleted, jax.tree.leaves(tree)))]
+    if found:
+        raise ValueError(
+            f"{' and '.join(found)} cannot be used again: arrays in it were deleted when an earlier step, with "
+            "donate=True, reused their memory. Go on with the model and the opt_state that it returned, or use "
+            "donate=False to keep the old ones"
         ) from error
 
 

@@ -16,7 +16,7 @@ from jaxtyping import Array, PyTree
 from .._state.marker import OverwriteWithGradient
 from .._state.op_state import OpState
 from .._state.together import overwrite_states, written_states
-from ..layers.own_state import require_own_state
+from ..layers.own_state import require_own_state, require_whole_state
 from ..layers.quantized_kernels import require_no_kernel_copies, without_kernel_copies
 
 
@@ -62,7 +62,8 @@ def apply_updates[T](module: T, updates: PyTree, overwrites: PyTree) -> T:
 
     Raises:
         ValueError: If `updates` or `overwrites` do not have the model's structure, or are swapped; if the model has
-            quantized kernels; outside `jit`, if anything but its own update changed the model's state.
+            quantized kernels, or is a part without its state; outside `jit`, if anything but its own update changed the
+            model's state.
     """
 
     return _applied(module, updates, overwrites, overwrite_states)
@@ -96,6 +97,8 @@ def _applied(
                 return leaf
             _require_same_type("overwrites", leaf, overwrite)
             if isinstance(leaf, OpState):
+                if leaf.table.array is None:  # static scales, in the frozen part of a model
+                    return leaf
                 pairs.append((leaf, overwrite))
                 return _Place(len(pairs) - 1)
             return leaf.overwritten_by(overwrite)
@@ -110,6 +113,7 @@ def _applied(
         return jax.tree.map(_add, update, leaf, is_leaf=lambda node: node is None)
 
     require_own_state(module)
+    require_whole_state(module)
     require_no_kernel_copies(module, "module")
     try:
         applied = jax.tree.map(apply, module, updates, overwrites, is_leaf=_is_state_or_missing)

@@ -94,7 +94,7 @@ def _looks_for_nans() -> bool:
 def _another(way: Way, error: Exception) -> Way | None:
     """The way to try after this error; None if the error is final."""
     is_assertion = isinstance(error, AssertionError)
-    if not way.tables and "OpRecord" in str(error):
+    if not way.tables and _is_about_structure(error):
         return dataclasses.replace(way, tables=True)
     if not way.inexact and (isinstance(error, StateNotDifferentiated) or is_assertion):
         return dataclasses.replace(way, inexact=True)
@@ -102,6 +102,14 @@ def _another(way: Way, error: Exception) -> Way | None:
     if not way.whole and (by_steps or (jax.config.jax_disable_jit and _is_about_state(error))):
         return dataclasses.replace(way, whole=True)
     return None
+
+
+def _is_about_structure(error: Exception) -> bool:
+    """Whether trees did not fit together: a part of a model, whose states are records now, and the rest of it.
+
+    JAX names the first place where they differ. With `is_leaf`, as in `eqx.combine`, that is often a None instead.
+    """
+    return "OpRecord" in str(error) or str(error).startswith("pytree structure error")
 
 
 def _explanation(way: Way, error: Exception) -> str | None:

@@ -280,6 +280,17 @@ def test_scalar_features(in_features, out_features):
     assert eqx.filter_grad(lambda layer: jnp.sum(layer(x)))(fp8).weight.shape == plain.weight.shape
 
 
+@pytest.mark.parametrize("shape", [(48, 7), (48, 48), (3, 48, 7)])
+def test_examples_in_the_columns_of_a_matrix(shape):
+    """Equinox's layer takes any operand of `weight @ x`. A square output would not show that it is transposed."""
+    plain = drawn(lambda key: eqx.nn.Linear(48, 48, use_bias=False, key=key))
+    fp8, x = fp8_linear_layers(plain, recipe="current"), normal(shape, 3)
+    rounded = [quantize(a, amax(a) / 448.0, E4M3) for a in (plain.weight, x)]
+    expected = np.matmul(*rounded)
+    assert fp8(x).shape == expected.shape
+    np.testing.assert_allclose(fp8(x), expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())
+
+
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("name", ["haliax.MoELinear", "haliax.Embedding", "equinox.Linear"])
 def test_dtypes(name, dtype):

@@ -166,3 +166,10 @@ def test_errors_say_what_to_do():
         black_box(square, twice, X, layer="")
     with pytest.raises(ValueError, match="no FP8 product to keep"):
         black_box(mlp(), loss, X)
+
+
+def test_one_recipe_needs_no_list():
+    """A name is not a sequence of letters."""
+    box = black_box(converted(mlp(), "current"), loss, X, layer="layers.0")
+    for recipe in ("rowwise", CurrentScaling()):
+        assert len({product.recipe for product in replay(box, recipe).products}) == 2

@@ -172,5 +172,9 @@ def test_errors_name_what_differs():
         compare(fp8.cast_params(plain, jnp.bfloat16), converted(plain), loss, X)
     with pytest.raises(ValueError, match="contains no layer that can be converted"):
         compare(eqx.nn.LayerNorm(4), eqx.nn.LayerNorm(4), loss, X)
+    with pytest.raises(ValueError, match="converted has no FP8 layer.* they are swapped"):
+        compare(converted(plain), plain, loss, X)
+    with pytest.raises(ValueError, match="converted has no FP8 layer.* convert it"):
+        compare(plain, plain, loss, X)
     with pytest.raises(ValueError, match="without floating-point arrays"):
         compare(plain, converted(plain), lambda model, x: 3, X)

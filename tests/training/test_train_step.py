@@ -15,9 +15,11 @@ from helpers import unchecked
 from haliax_fp8 import (
     DelayedScaling,
     Fp8Config,
+    OverwriteWithGradient,
     TrainStep,
     accumulate_gradients,
     apply_updates,
+    calibrate,
     describe,
     filter_grad,
     filter_value_and_grad,
@@ -213,6 +215,18 @@ def needs_key(model, x, *, key):
     return loss_fn(model, x)
 
 
+def of_parts(trained, frozen, x):
+    return loss_fn(eqx.combine(trained, frozen), x)
+
+
+def part_and_state():
+    """A part without state, with the optimizer's state for its weights."""
+    part = eqx.filter(MODEL, WEIGHTS)
+    return part, MOMENTUM.init(trainable(part))
+
+
+WEIGHTS = eqx.tree_at(lambda m: m.layers[0].weight, jax.tree.map(lambda _: False, MODEL), True)
+PARTED = r"state of layers.0, layers.1 is not in this part of the model.* eqx.partition\(model, spec\)"
 STEP = TrainStep(loss_fn, MOMENTUM)
 MISTAKES = {
     "no optimizer": (lambda: TrainStep(loss_fn), r"optimizer is missing; .* TrainStep\(loss_fn, optax"),
@@ -239,6 +253,19 @@ MISTAKES = {
     "a batch that is not unpacked": (
         lambda: STEP(MODEL, STEP.init(MODEL), (X, X)),
         r"is a tuple; .*unpack it: step\(model, opt_state, \*batch\)",
+    ),
+    "two arguments that are not unpacked": (
+        lambda: TrainStep(lambda m, x, y: loss_fn(m, x + y), MOMENTUM)(MODEL, STEP.init(MODEL), (X, X)),
+        r"with the argument that is left for it: .*'y'. The batch was passed as one argument; unpack it. Use step\(",
+    ),
+    "a part without state": (lambda: STEP.init(eqx.filter(MODEL, WEIGHTS)), PARTED),
+    "a part without state to step": (
+        lambda: TrainStep(of_parts, MOMENTUM)(*part_and_state(), eqx.filter(MODEL, WEIGHTS, inverse=True), X),
+        PARTED,
+    ),
+    "a part without state to calibrate": (
+        lambda: calibrate(eqx.filter(MODEL, WEIGHTS), of_parts, [(eqx.filter(MODEL, WEIGHTS, inverse=True), X)]),
+        PARTED,
     ),
     "array as state": (lambda: STEP(MODEL, X, X), r"array of shape \(4, 8\).*step\(model, opt_state, \*batch\)"),
     "of the plain model": (
@@ -268,7 +295,7 @@ MISTAKES = {
     ),
     "no aux": (
         lambda: TrainStep(loss_fn, MOMENTUM, has_aux=True)(MODEL, STEP.init(MODEL), X),
-        r"must return \(loss, aux\)",
+        r"must return \(loss, aux\), and returned one array",
     ),
     "aux by surprise": (
         lambda: TrainStep(lambda m, x: (loss_fn(m, x), {}), MOMENTUM)(MODEL, STEP.init(MODEL), X),
@@ -282,3 +309,40 @@ def test_mistakes_are_explained(case):
     mistake, message = MISTAKES[case]
     with unchecked(), pytest.raises(ValueError, match=re.compile(message, re.DOTALL)):
         mistake()
+
+
+def test_memory_that_a_step_reused_is_named():
+    """After `donate=True`, old model and old state are each named; the new ones go on."""
+    step = TrainStep(loss_fn, MOMENTUM, donate=True)
+    copied = lambda tree: jax.tree.map(lambda x: jnp.array(x) if eqx.is_array(x) else x, tree)
+    old = copied(MODEL)
+    old_state = step.init(old)
+    model, opt_state, _ = step(old, old_state, X)
+    with pytest.raises(ValueError, match=r"^opt_state cannot be used again: .* donate=True.* that it returned"):
+        step(copied(model), old_state, X)
+    with pytest.raises(ValueError, match="^model cannot be used again"):
+        step(old, opt_state, X)
+
+
+def test_a_part_of_a_model_trains_with_its_state():
+    """What the error advises: the state is that of a step of the whole model, and only the chosen weight changes.
+
+    Static scales need no update, so they may stay with the frozen weights.
+    """
+    is_state = lambda node: isinstance(node, OverwriteWithGradient)
+    spec = jax.tree.map(is_state, MODEL, is_leaf=is_state)
+    trained, frozen = eqx.partition(MODEL, eqx.tree_at(lambda m: m.layers[1].weight, spec, True))
+    step = TrainStep(of_parts, MOMENTUM)
+    new = eqx.combine(step(trained, step.init(trained), frozen, X)[0], frozen)
+    whole, _, _ = STEP(MODEL, STEP.init(MODEL), X)
+    assert eqx.tree_equal(fp8_states(new), fp8_states(whole))
+    assert eqx.tree_equal(new.layers[1].weight, whole.layers[1].weight)
+    assert eqx.tree_equal((new.layers[0].weight, new.layers[1].bias), (MODEL.layers[0].weight, MODEL.layers[1].bias))
+
+    static = calibrate(fp8_linear_layers(PLAIN, recipe="static"), loss_fn, [(X,)])
+    weights = eqx.tree_at(lambda m: m.layers[1].weight, jax.tree.map(lambda _: False, static), True)
+    trained, frozen = eqx.partition(static, weights)
+    new = eqx.combine(step(trained, step.init(trained), frozen, X)[0], frozen)
+    assert eqx.tree_equal(fp8_states(new), fp8_states(static))
+    assert not eqx.tree_equal(new.layers[1].weight, static.layers[1].weight)
+    assert "Fp8DotGeneral" in str(trained)

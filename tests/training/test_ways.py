@@ -44,6 +44,24 @@ def test_weights_alone():
     assert gradients.dot_general.state.table.array is None and gradients.bias is None
 
 
+def test_state_and_some_of_the_weights():
+    """Freezing as `require_whole_state` advises. A None comes first, and is what JAX says of the two trees."""
+    is_state = lambda node: isinstance(node, fp8.OverwriteWithGradient)
+    spec = jax.tree.map(is_state, LAYER, is_leaf=is_state)
+    trained, frozen = eqx.partition(LAYER, eqx.tree_at(lambda tree: tree.bias, spec, True))
+    assert trained.weight is None
+    found = fp8.filter_grad(lambda trained, frozen: batched(eqx.combine(trained, frozen), X))(trained, frozen)
+    expected = fp8.filter_grad(batched)(LAYER, X)
+    assert_same(found.dot_general, expected.dot_general)
+    assert_same(found.bias, expected.bias)
+    assert found.weight is None
+
+
+def test_trees_that_do_not_fit_are_an_error_as_without_fp8():
+    with pytest.raises(ValueError, match="pytree structure error"):
+        fp8.filter_grad(lambda layer: batched(layer, X) + jax.tree.map(jnp.add, [X], {"a": X})[0].sum())(LAYER)
+
+
 @pytest.mark.more
 @pytest.mark.parametrize("is_param", [eqx.is_inexact_array, eqx.is_array])
 def test_parameters_and_state_put_together_in_the_loss(is_param):

@@ -12,7 +12,7 @@ from jaxtyping import Array
 from ..._jax.max_grad import to_max_grad
 from ..._op import Fp8DotGeneral
 from ...layers.default import default_rules
-from ...layers.ops import is_op
+from ...layers.ops import all_ops, is_op
 from ...layers.own_state import require_own_state
 from ...layers.quantized_kernels import require_no_kernel_copies
 from ...layers.rule import LayerRule
@@ -70,6 +70,13 @@ def compare(
     twins = {path: twin for path, (layer, stack) in found.items() if (twin := _twin(layer, stack, rules)) is not None}
     if not twins:
         raise nothing_to_convert(converted, rules, {})
+    if not all_ops(converted):
+        remedy = (
+            "plain has them, so they are swapped; use compare(plain, converted, function, *batch)"
+            if all_ops(plain)
+            else "convert it: converted = fp8_linear_layers(plain)"
+        )
+        raise ValueError(f"converted has no FP8 layer, so there is nothing to compare; {remedy}")
 
     def with_twins(model: Any) -> Any:
         def place(path: str, layer: Any, stack: tuple[hax.Axis, ...]) -> Any:

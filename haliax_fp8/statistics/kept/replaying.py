@@ -21,7 +21,7 @@ from ..._state.op_state import OpState
 from ..._tables import Printable, new_table
 from ...recipes.catalog import RecipeLike, as_recipe, named
 from ...recipes.recipe import OPERANDS, OperandName, ProductName, Recipe
-from ...recipes.scaling import STATISTICS, AbstractStatefulScaling, statistics_of
+from ...recipes.scaling import STATISTICS, AbstractScaling, AbstractStatefulScaling, statistics_of
 from ...recipes.scaling.operand_statistics import Members
 from .box import BlackBox
 from .culprit import Culprit
@@ -107,7 +107,7 @@ class Replay(Printable):
         )
 
 
-def replay(box: BlackBox | str | os.PathLike[str], recipes: Sequence[RecipeLike] | None = None) -> Replay:
+def replay(box: BlackBox | str | os.PathLike[str], recipes: RecipeLike | Sequence[RecipeLike] | None = None) -> Replay:
     """Computes the three products of a black box again, with its own recipe and with others.
 
     On a CPU the formats are emulated, with the rounding of hardware: quantized values are those of the run, bit for
@@ -117,7 +117,7 @@ def replay(box: BlackBox | str | os.PathLike[str], recipes: Sequence[RecipeLike]
 
     Args:
         box: What `black_box` returned, or a file of it.
-        recipes: Others to try; by default all that have a name.
+        recipes: Another one to try, or several; by default all that have a name.
 
     Returns:
         The culprit, and each product's error, clipped and flushed shares (of its worse operand) by recipe.
@@ -131,6 +131,8 @@ def replay(box: BlackBox | str | os.PathLike[str], recipes: Sequence[RecipeLike]
         (['as trained', 'mxfp8'], 0)
     """
     box = box if isinstance(box, BlackBox) else BlackBox.load(box)
+    if isinstance(recipes, str | Recipe | AbstractScaling):
+        recipes = (recipes,)
     others = {_name(recipe): as_recipe(recipe) for recipe in (tuple(named) if recipes is None else recipes)}
     operands: dict[OperandName, Array] = {name: jnp.asarray(getattr(box, name)) for name in _NAMES}
     exact = _exact_products(operands, box)
