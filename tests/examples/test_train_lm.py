@@ -1,5 +1,8 @@
 """The example `examples/train_lm/`: its command line, resuming, conversion in mid-training, model and text."""
 
+import contextlib
+import dataclasses
+import io
 import json
 import math
 import os
@@ -8,6 +11,7 @@ import runpy
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 
 import equinox as eqx
 import haliax as hax
@@ -16,12 +20,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from full_disk import full_disk
 from helpers import run_example
+from rich.console import Console
 
 from examples.train_lm import checkpoint, corpus, report, run, train
-from examples.train_lm.options import binding_flags, model_config, parse_options
+from examples.train_lm.layout import make_layout
+from examples.train_lm.options import model_config, parse_options
 from examples.train_lm.sample import generate, printable
-from haliax_fp8 import describe, fp8_linear_layers
+from haliax_fp8 import TrainStep, describe, fp8_linear_layers
 from haliax_fp8.demo import Transformer, TransformerConfig
 
 
@@ -33,41 +40,13 @@ TINY = (
 ).split()
 
 
-@pytest.fixture(autouse=True, scope="module")
-def compiled_once():
-    """Runs with the same flags on the same mesh share a loss and an optimizer, and so what is compiled for them.
-
-    When models are converted changes neither.
-    """
-
-    def shared(make):
-        made = {}
-
-        def of(options):
-            flags = {k: v for k, v in binding_flags(options).items() if k not in ("fp8_after", "fp8_until")}
-            key = json.dumps(flags | {"mesh": options.mesh}, sort_keys=True)
-            if key not in made:
-                made[key] = make(options)
-            return made[key]
-
-        return of
-
-    with pytest.MonkeyPatch.context() as patch:
-        # `train` makes the loss of the step, `run` that of the evaluation.
-        make_loss = shared(run.make_loss)
-        patch.setattr(train, "make_loss", make_loss)
-        patch.setattr(run, "make_loss", make_loss)
-        patch.setattr(train, "make_optimizer", shared(run.make_optimizer))
-        yield
-
-
 def losses(folder: pathlib.Path) -> dict[str, list[float]]:
     history = json.loads((folder / "checkpoint.json").read_text())["history"]
     return {name: run["losses"] for name, run in history.items()}
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory, compiled_once) -> pathlib.Path:
+def finished(tmp_path_factory) -> pathlib.Path:
     """The folder of a run from beginning to end."""
     folder = tmp_path_factory.mktemp("finished")
     with jax.numpy_dtype_promotion("standard"):
@@ -86,17 +65,34 @@ def test_a_mixture_of_experts_trains_in_fp8(tmp_path):
     assert [row.path for row in layers if "mlp" in row.path and not row.is_fp8] == ["blocks.stacked.mlp.router"]
 
 
-def interrupt_in_step(monkeypatch, index: int, times: int = 1) -> None:
-    """Presses Ctrl-C while the batch of a step is made."""
-    batch = corpus.Corpus.batch
+class Terminal(io.TextIOBase):
+    """The standard output, with somebody before it who presses Ctrl-C when a line appears."""
 
-    def interrupted(self, seed, step, *args):
-        if step == index:
-            for _ in range(times):
-                signal.raise_signal(signal.SIGINT)
-        return batch(self, seed, step, *args)
+    def __init__(self, line: str, times: int):
+        self.shown, self.line, self.times = sys.stdout, line, times
 
-    monkeypatch.setattr(corpus.Corpus, "batch", interrupted)
+    def write(self, text: str) -> int:
+        self.shown.write(text)
+        while self.times and self.line in text:
+            self.times -= 1
+            signal.raise_signal(signal.SIGINT)
+        return len(text)
+
+
+def ctrl_c_after(step: int, times: int = 1) -> contextlib.redirect_stdout:
+    """Presses Ctrl-C once a step is shown."""
+    return contextlib.redirect_stdout(Terminal(f"step {step}/{STEPS} ", times))
+
+
+@dataclasses.dataclass(frozen=True)
+class Watched(corpus.Corpus):
+    """A text that says when the batch of a step is made."""
+
+    on_batch: Callable[[int], None]
+
+    def batch(self, seed: int, step: int, *args: int) -> np.ndarray:
+        self.on_batch(step)
+        return super().batch(seed, step, *args)
 
 
 @pytest.mark.more
@@ -125,10 +121,9 @@ def test_results_figure_and_sample_are_written(finished, capsys):
 
 
 @pytest.mark.more
-def test_after_ctrl_c_resume_continues_to_the_same_losses(finished, tmp_path, monkeypatch, capsys):
+def test_after_ctrl_c_resume_continues_to_the_same_losses(finished, tmp_path, capsys):
     arguments = [*TINY, "--out", str(tmp_path)]
-    with monkeypatch.context() as patch:
-        interrupt_in_step(patch, index=2)
+    with ctrl_c_after(step=3):
         assert train.main(arguments) == 130
     assert {name: len(curve) for name, curve in losses(tmp_path).items()} == {"bf16": 3, "fp8 delayed": 3}
     last = capsys.readouterr().out.splitlines()[-1]
@@ -138,13 +133,12 @@ def test_after_ctrl_c_resume_continues_to_the_same_losses(finished, tmp_path, mo
 
 
 @pytest.mark.more
-def test_resume_takes_the_flags_of_the_checkpoint(finished, tmp_path, monkeypatch, capsys):
+def test_resume_takes_the_flags_of_the_checkpoint(finished, tmp_path, capsys):
     """None has to be repeated; the text is that of the run, too."""
     text = tmp_path / "text"
     text.write_bytes(bytes(range(1, 256)) * 200)
     flags = [*TINY, "--no-baseline", "--data", str(text), "--exclude", "*.up", "--out", str(tmp_path / "run")]
-    with monkeypatch.context() as patch:
-        interrupt_in_step(patch, index=2)
+    with ctrl_c_after(step=3):
         assert train.main(flags) == 130
     shown = capsys.readouterr().out
     assert "Stopping after this step" in shown
@@ -175,14 +169,13 @@ def test_mesh_makes_virtual_devices():
 
 
 @pytest.mark.more
-def test_a_run_on_a_mesh_resumes_on_another(tmp_path, monkeypatch):
+def test_a_run_on_a_mesh_resumes_on_another(tmp_path):
     """Losses are those of one device, up to sums in another order; counted from the start of each layout."""
     flags = [*TINY, "--no-baseline", "--layers", "1", "--compute-dtype", "float32", "--sample-bytes", "0"]
     flags += ["--learning-rate", "1e-4"]
     assert train.main([*flags, "--out", str(tmp_path / "one")]) == 0
     flags += ["--out", str(tmp_path / "mesh"), "--mesh"]
-    with monkeypatch.context() as patch:
-        interrupt_in_step(patch, index=2)
+    with ctrl_c_after(step=3):
         assert train.main([*flags, "data=2,model=2"]) == 130
     assert train.main([*flags, "data=4", "--resume"]) == 0
     (one,), (divided,) = losses(tmp_path / "one").values(), losses(tmp_path / "mesh").values()
@@ -191,41 +184,54 @@ def test_a_run_on_a_mesh_resumes_on_another(tmp_path, monkeypatch):
 
 
 @pytest.mark.more
-def test_second_ctrl_c_stops_at_once(tmp_path, monkeypatch, capsys):
+def test_second_ctrl_c_stops_at_once(tmp_path, capsys):
+    """After a step, and before its checkpoint."""
     before = signal.getsignal(signal.SIGINT)
-    interrupt_in_step(monkeypatch, index=0, times=2)
-    assert train.main([*TINY, "--out", str(tmp_path)]) == 130
+    with ctrl_c_after(step=1, times=2):
+        assert train.main([*TINY, "--no-baseline", "--layers", "1", "--out", str(tmp_path)]) == 130
     assert "before the first checkpoint" in capsys.readouterr().out
     assert not (tmp_path / "checkpoint.json").exists()
     assert signal.getsignal(signal.SIGINT) is before
 
 
 @pytest.mark.more
-def test_conversion_in_mid_training_and_back_keeps_the_optimizer_state(finished, tmp_path, monkeypatch):
-    steps = []
+def test_conversion_in_mid_training_and_back_keeps_the_optimizer_state(finished, tmp_path):
+    """Interrupted in the first step after the conversion: the checkpoint has FP8 state, and a resumed run begins so."""
+    options = parse_options([*TINY, "--fp8-after", "2", "--fp8-until", "4", "--out", str(tmp_path)])
+    text = corpus.load_corpus(options.data, options.validation_fraction)
+    layout = make_layout(None, model_config(options), options.batch_size)
+    step = TrainStep(run.make_loss(options), run.make_optimizer(options))
+    seen = []
 
-    def spied(run, *args, original=train.Run.train):
-        if run.config is not None:
-            counts = {int(count) for _, count in optax.tree.get_all_with_path(run.opt_state, "count")}
-            steps.append(
-                (
-                    describe(run.model).fp8_count > 0,
-                    counts,
-                    bool(optax.tree.norm(optax.tree.get(run.opt_state, "mu")) > 0),
-                )
-            )
-        original(run, *args)
+    def look(runs, done):
+        (counts,) = {tuple(int(n) for _, n in optax.tree.get_all_with_path(run.opt_state, "count")) for run in runs}
+        moments = [float(optax.tree.norm(optax.tree.get(run.opt_state, "mu"))) for run in runs]
+        seen.append((describe(runs[1].model).fp8_count > 0, set(counts), moments))
+        assert len(seen) == done + 1
+        assert describe(runs[0].model).fp8_count == 0
 
-    monkeypatch.setattr(train.Run, "train", spied)
-    flags = [*TINY, "--fp8-after", "2", "--fp8-until", "4", "--out", str(tmp_path)]
-    # Interrupted while converted: the checkpoint has FP8 state, and the resumed run starts with it.
-    with monkeypatch.context() as patch:
-        interrupt_in_step(patch, index=2)
-        assert train.main(flags) == 130
-    assert train.main([*flags, "--resume"]) == 0
-    assert [is_fp8 for is_fp8, _, _ in steps] == [False, False, True, True, False, False]
-    assert [counts for _, counts, _ in steps] == [{i} for i in range(STEPS)]
-    assert [has_moments for _, _, has_moments in steps] == [False] + [True] * (STEPS - 1)
+    def trained(runs, interrupted=None):
+        def on_batch(index):
+            look(runs, index)
+            if index == interrupted:
+                signal.raise_signal(signal.SIGINT)
+
+        console = Console(file=io.StringIO())
+        train.train(runs, step, Watched(text.name, text.train, text.validation, on_batch), options, console)
+        look(runs, STEPS)
+
+    with pytest.raises(train.Stopped):
+        trained(run.make_runs(options, step, layout), interrupted=2)
+    # Both models have finished the step in which Ctrl-C was pressed.
+    assert {name: len(curve) for name, curve in losses(tmp_path).items()} == {"bf16": 3, "fp8 delayed": 3}
+    trained(train.resume_runs(options, step, text, layout))
+    # After no step, after one, and so on.
+    assert [is_fp8 for is_fp8, _, _ in seen] == [False, False, False, True, True, False, False]
+    assert [counts for _, counts, _ in seen] == [{i} for i in range(STEPS + 1)]
+    # Moments that began anew would be half as large; gradients in FP8 differ by roundings of at most 2**-4.
+    of_baseline, of_mixed = np.array([moments for _, _, moments in seen]).T
+    assert not of_baseline[0] and of_baseline[1:].all()
+    np.testing.assert_allclose(of_mixed, of_baseline, rtol=2**-4)
     baseline, mixed = losses(tmp_path).values()
     assert baseline == losses(finished)["bf16"]
     assert mixed[:2] == baseline[:2] and mixed[2] != baseline[2]
@@ -301,16 +307,14 @@ def test_help_names_every_group(monkeypatch, capsys):
 # --- Checkpoints ------------------------------------------------------------------------------------------------------
 
 
-def test_interrupted_save_leaves_the_checkpoint_before(tmp_path, monkeypatch):
-    checkpoint.save(tmp_path, 1, [jnp.ones(3)], {}, {})
-
-    def full_disk(*args):
-        raise OSError("no space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(checkpoint.os, "fsync", full_disk)
-        with pytest.raises(OSError):
-            checkpoint.save(tmp_path, 2, [jnp.zeros(3)], {}, {})
+@pytest.mark.parametrize("size", [100, 3000], ids=["in the arrays", "in the progress"])
+def test_interrupted_save_leaves_the_checkpoint_before(tmp_path, size):
+    history = {"bf16": {"losses": [1.0] * 1000}}
+    checkpoint.save(tmp_path, 1, [jnp.ones(3)], {}, history)
+    arrays, progress = (tmp_path / name for name in ("step_000001.eqx", "checkpoint.json"))
+    assert 100 < arrays.stat().st_size < 3000 < progress.stat().st_size
+    with full_disk(size), pytest.raises(OSError):
+        checkpoint.save(tmp_path, 2, [jnp.zeros(3)], {}, history)
     progress = checkpoint.read_progress(tmp_path)
     assert progress is not None and progress["step"] == 1
     np.testing.assert_array_equal(checkpoint.load_state(tmp_path, progress, [jnp.zeros(3)])[0], np.ones(3))
