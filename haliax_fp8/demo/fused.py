@@ -1,14 +1,22 @@
 """Causal attention that never stores its scores, for NVIDIA GPUs."""
 
 import math
+from collections.abc import Callable
 
 from haliax import NamedArray
+from jaxtyping import Array
 
-from .._jax.cudnn_attention import attention
+from .._jax import cudnn_attention
 from .transformer import rotate
 
 
-def fused_causal_attention(query: NamedArray, key: NamedArray, value: NamedArray, *rotary: NamedArray) -> NamedArray:
+def fused_causal_attention(
+    query: NamedArray,
+    key: NamedArray,
+    value: NamedArray,
+    *rotary: NamedArray,
+    attention: Callable[..., Array] = cudnn_attention.attention,
+) -> NamedArray:
     """`causal_attention` as the fused cuDNN kernel, `jax.nn.dot_product_attention(implementation="cudnn")`.
 
     It compiles for NVIDIA GPUs, which this machine need not have, and runs only there. Operands are in bfloat16 or
@@ -19,6 +27,7 @@ def fused_causal_attention(query: NamedArray, key: NamedArray, value: NamedArray
         key: As in `causal_attention`.
         value: As in `causal_attention`.
         *rotary: As in `causal_attention`.
+        attention: Computes it; called like `jax.nn.dot_product_attention`, so another library's runs elsewhere.
 
     Returns:
         An array with the axes of `query`.

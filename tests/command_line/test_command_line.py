@@ -1,5 +1,6 @@
 """The command line: what it prints, what it exits with, and that it says in one line what is wrong."""
 
+import dataclasses
 import importlib
 import importlib.metadata
 import importlib.util
@@ -157,16 +158,6 @@ def test_options_reach_the_compiler(training, capsys):
     assert local(f"{training}:make_step", "--xla", "xla_cpu_enable_fast_math=false") == 0
 
 
-@pytest.mark.parametrize("name", ["H100", "TPU v6e"])
-def test_targets_are_named_as_everywhere_else(capsys, monkeypatch, name):
-    """In any case, and by other names: it gets as far as asking for the target's compiler."""
-    from haliax_fp8.preflight.target.named import target_of
-
-    monkeypatch.setattr(type(target_of(name)), "missing", lambda self: f"{self.name} is known")
-    assert run("preflight", "--demo", "gpt2", "--target", name) == 2
-    assert capsys.readouterr().err == f"error: {target_of(name).name} is known\n"
-
-
 def test_the_first_words_say_which_flags(training, capsys, monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=false")
     options = ["--xla", "xla_cpu_enable_fast_min_max=true"]
@@ -290,13 +281,23 @@ def test_mistakes_in_the_users_file_keep_their_traceback(training, capsys, funct
     assert "Traceback" in err and "training.py" in err and error in err
 
 
-@pytest.mark.parametrize("name", ["h100", "tpu7x"])
-def test_a_missing_compiler_is_one_line_with_the_remedy(capsys, monkeypatch, name):
-    monkeypatch.setattr(
-        type(targets[name]), "missing", lambda self: f"target {self.name!r} needs X: pip install 'y[z]'"
-    )
+@pytest.mark.parametrize(
+    "name, target, compiler, devices",
+    [
+        ("h100", "h100", "nvidia", "NVIDIA's GPUs"),
+        ("tpu7x", "tpu7x", "tpu", "TPUs"),
+        # In any case, and by other names, as everywhere else.
+        ("H100", "h100", "nvidia", "NVIDIA's GPUs"),
+        ("TPU v6e", "tpu6e", "tpu", "TPUs"),
+    ],
+)
+def test_a_missing_compiler_is_one_line_with_the_remedy(name, target, compiler, devices, capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))  # beneath which `install-compiler` puts compilers
+    for package in ("jax_plugins", "libtpu"):
+        monkeypatch.setitem(sys.modules, package, None)
     assert run("preflight", "--demo", "gpt2", "--target", name) == 2
-    assert capsys.readouterr().err == f"error: target {name!r} needs X: pip install 'y[z]'\n"
+    remedy = f"run `python -m haliax_fp8 install-compiler {compiler}`"
+    assert capsys.readouterr().err == f"error: target {target!r} needs XLA's compiler for {devices}: {remedy}\n"
 
 
 @pytest.mark.more
@@ -406,24 +407,49 @@ def test_the_flops_of_a_demo(capsys, blocks):
 # --- install-compiler -------------------------------------------------------------------------------------------------
 
 
+# In the place of pip and of uv: notes how it is called, and unpacks the files that a test says. Without any it fails.
+INSTALLER = """#!{python}
+import json, pathlib, sys
+folder = pathlib.Path({folder!r})
+with (folder / "commands").open("a") as file:
+    print(json.dumps(sys.argv[1:]), file=file)
+files = (folder / "files").read_text().split()
+for file in files:
+    path = pathlib.Path(sys.argv[sys.argv.index("--target") + 1], file)
+    path.parent.mkdir(parents=True)
+    path.touch()
+sys.exit(not files)
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Installer:
+    """What tests know of it: the folder of its notes, and of `uv`."""
+
+    folder: pathlib.Path
+
+    @property
+    def commands(self) -> list[list[str]]:
+        return [json.loads(line) for line in (self.folder / "commands").read_text().splitlines()]
+
+    def unpacks(self, *files: str) -> None:
+        (self.folder / "files").write_text("\n".join(files))
+
+
 @pytest.fixture
-def installed(monkeypatch, tmp_path):
-    """The commands that `install-compiler` runs, with a function that says what each puts where it is told to."""
-    from haliax_fp8._cli import compiler
-
-    monkeypatch.setattr(sys, "prefix", str(tmp_path))
-    commands, files = [], []
-
-    def run(command, check):
-        commands.append(command)
-        for file in files:
-            path = pathlib.Path(command[command.index("--target") + 1], file)
-            path.parent.mkdir(parents=True)
-            path.touch()
-        return subprocess.CompletedProcess(command, 0 if files else 1)
-
-    monkeypatch.setattr(compiler.subprocess, "run", run)
-    return commands, files.append
+def installer(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / "environment"))
+    folder = tmp_path / "installer"
+    program = INSTALLER.format(python=sys.executable, folder=str(folder))
+    (folder / "pip").mkdir(parents=True)
+    (folder / "pip" / "__init__.py").touch()
+    (folder / "pip" / "__main__.py").write_text(program)
+    (folder / "uv").write_text(program)
+    (folder / "uv").chmod(0o755)
+    (folder / "files").touch()
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+    return Installer(folder)
 
 
 @pytest.mark.parametrize(
@@ -437,36 +463,34 @@ def installed(monkeypatch, tmp_path):
         ("tpu", "libtpu==", ["libtpu/libtpu.so"]),
     ],
 )
-def test_a_compiler_is_installed_once_and_beside_the_packages(name, requirement, files, installed, tmp_path, capsys):
-    commands, put = installed
-    for file in files:
-        put(file)
-    old = tmp_path / "share" / "haliax_fp8" / f"{requirement.partition('==')[0]}-for-jaxlib-0.0.1"
+def test_a_compiler_is_installed_once_and_beside_the_packages(name, requirement, files, installer, tmp_path, capsys):
+    installer.unpacks(*files)
+    environment = tmp_path / "environment"
+    old = environment / "share" / "haliax_fp8" / f"{requirement.partition('==')[0]}-for-jaxlib-0.0.1"
     old.mkdir(parents=True)
     assert main(["install-compiler", name]) == 0
-    (command,) = commands
+    (command,) = installer.commands
     folder = pathlib.Path(command[command.index("--target") + 1])
-    assert command[-len(files)].startswith(requirement) and "--no-deps" in command
-    assert folder.is_relative_to(tmp_path) and str(folder) not in sys.path and folder.exists() and not old.exists()
+    assert command[0] == "install" and "--no-deps" in command and command[-len(files)].startswith(requirement)
+    assert folder.is_relative_to(environment) and str(folder) not in sys.path and folder.exists() and not old.exists()
     assert targets["h100" if name == "nvidia" else "tpu7x"].missing() is None
-    assert main(["install-compiler", name]) == 0 and len(commands) == 1
+    assert main(["install-compiler", name]) == 0 and len(installer.commands) == 1
     assert "installed already" in capsys.readouterr().err
 
 
-def test_a_compiler_that_cannot_be_installed_is_one_line(installed, tmp_path, capsys):
+def test_a_compiler_that_cannot_be_installed_is_one_line(installer, tmp_path, capsys):
     assert main(["install-compiler", "nvidia"]) == 2
+    assert len(installer.commands) == 1
     assert "error: jax-cuda13-pjrt==" in capsys.readouterr().err and not list(tmp_path.rglob("*-for-jaxlib-*"))
 
 
-def test_without_pip_uv_installs_the_compiler(installed, monkeypatch, capsys):
-    find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "pip" else find(name))
-    commands, put = installed
-    put("jax_plugins/xla_cuda13/__init__.py")
-    put("jax_cuda13_plugin/__init__.py")
-    monkeypatch.setenv("UV", "/somewhere/uv")
+def test_without_pip_uv_installs_the_compiler(installer, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pip", None)
+    monkeypatch.setenv("UV", str(installer.folder / "uv"))
+    installer.unpacks("jax_plugins/xla_cuda13/__init__.py", "jax_cuda13_plugin/__init__.py")
     assert main(["install-compiler", "nvidia"]) == 0
-    assert commands[0][:3] == ["/somewhere/uv", "pip", "install"] and sys.executable in commands[0]
+    (command,) = installer.commands
+    assert command[:2] == ["pip", "install"] and command[command.index("--python") + 1] == sys.executable
 
 
 @pytest.mark.slow

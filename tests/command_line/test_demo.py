@@ -18,7 +18,6 @@ from haliax_fp8.demo import (
     Transformer,
     TransformerConfig,
     causal_attention,
-    fused,
     fused_causal_attention,
     layer_norm,
     next_token_loss,
@@ -224,14 +223,14 @@ def test_an_fp8_head_records_the_maximum_over_parts(tokens):
 
 
 @pytest.mark.more
-def test_fused_attention_is_given_what_causal_attention_is(monkeypatch):
+def test_fused_attention_is_given_what_causal_attention_is():
     """With JAX's own attention in the place of cuDNN's, which no CPU has."""
     Position, KvHeads, Group, HeadDim = hax.make_axes(position=6, kv_heads=2, group=3, head_dim=8)
     Batch = hax.Axis("batch", 2)
     query = hax.random.normal(jax.random.key(0), (Batch, KvHeads, Position, Group, HeadDim))
     key, value = (hax.random.normal(jax.random.key(i), (Batch, Position, KvHeads, HeadDim)) for i in (1, 2))
     rotary = rotary_tables(Position, HeadDim, 100.0)
-    monkeypatch.setattr(fused, "attention", jax.nn.dot_product_attention)
-    found = fused_causal_attention(query, key, value, *rotary).rearrange(query.axes)
+    attend = partial(fused_causal_attention, attention=jax.nn.dot_product_attention)
+    found = attend(query, key, value, *rotary).rearrange(query.axes)
     expected = causal_attention(query, key, value, *rotary).rearrange(query.axes)
     np.testing.assert_allclose(found.array, expected.array, atol=1e-5)
