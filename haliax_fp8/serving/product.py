@@ -224,7 +224,7 @@ def not_joined(data: Array, kernel: QuantizedArray) -> Array:
 
 
 def rows_of(shape: tuple[int, ...], spec: ServedProduct) -> int:
-    """The number of rows of a member's input; counted as unlimited for grouped products.
+    """The number of rows of a member's input; `ROWS` for grouped products, and where `jax.export` leaves it open.
 
     Args:
         shape: The shape of the input.
@@ -235,7 +235,9 @@ def rows_of(shape: tuple[int, ...], spec: ServedProduct) -> int:
         return ROWS
     dims = contraction.dimensions
     free = dims.rhs_free if contraction.kernel_first else dims.lhs_free
-    return math.prod(shape[axis] for axis in free)
+    rows = math.prod(shape[axis] for axis in free)
+    # A symbolic size does not compare with a number. Values do not depend on it, only what a GPU does with few rows.
+    return rows if isinstance(rows, int) else ROWS
 
 
 def filled_product(

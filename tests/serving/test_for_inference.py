@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from haliax.state_dict import to_state_dict
+from helpers import unchecked
+from jax import export
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from haliax_fp8 import Fp8Config, calibrate, cast_params, describe, fp8_linear_layers, trainable
@@ -239,6 +241,18 @@ def test_rows_of_one_scale_are_not_independent():
     x = normal(1, 20, 64).at[3].mul(1000.0)
     call = jax.jit(jax.vmap(quantize_for_inference(equinox_linear(), scheme)))
     assert not np.array_equal(call(x[:1]), call(x)[:1])
+
+
+@pytest.mark.parametrize("scheme", schemes)
+def test_exported_for_any_number_of_rows(scheme):
+    """One exported program serves all batch sizes, with the bits of the program for each."""
+    call = jax.jit(jax.vmap(quantize_for_inference(calibrated(equinox_linear(), normal(2, 20, 64)), scheme)))
+    (rows,) = export.symbolic_shape("rows")
+    with unchecked():  # jaxtyping takes sizes for numbers
+        exported = export.export(call)(jax.ShapeDtypeStruct((rows, 64), jnp.float32))
+    for size in (1, 20):
+        x = normal(1, size, 64)
+        np.testing.assert_array_equal(exported.call(x), call(x))
 
 
 @pytest.mark.parametrize(("scheme", "shape"), [("dynamic", (64,)), ("mxfp8", (2, 5, 64)), ("block", (3, 64))], ids=str)
