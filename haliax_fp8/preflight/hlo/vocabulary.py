@@ -277,7 +277,7 @@ def target_of_call(instruction: Instruction) -> str:
 # --- Fused attention --------------------------------------------------------------------------------------------------
 
 CUDNN_ATTENTION = "cuDNN attention"
-"""The name of cuDNN's attention kernels in reports."""
+"""The name of cuDNN attention kernels in reports."""
 
 
 @dataclasses.dataclass(frozen=True)
