@@ -5,7 +5,7 @@
     python -m examples.serve_lm --run runs/train_lm --export runs/served --schemes static dynamic
 
 The reference is the trained model with its weights in bf16. A model served with the scales of training computes what
-training computed, bit for bit. Other GPU kernels than those of training cannot be expected to come closer than the floor:
+training computed, bit for bit. No engine with other GPU kernels can be expected to come closer than the floor:
 what another rounding of intermediates makes of the very model that trained.
 """
 
