@@ -45,31 +45,43 @@ def split_reference(reference: str) -> tuple[str, str]:
     return file, name
 
 
-def load_step(reference: str) -> Step:
-    """Calls the function that makes a step.
+def load_step(reference: str) -> Callable[[], Step]:
+    """Finds the function that makes a step; the step is made when what is returned is called.
 
     Args:
         reference: `FILE.py:FUNCTION` or `package.module:FUNCTION`. The function takes nothing and returns
             `(step_fn, args)`, or `(step_fn, args, shardings)`.
 
     Raises:
-        UsageError: If the file, module or function does not exist, or it returns something else. What the user's code
-            raises is not caught.
+        UsageError: If the file, module or function does not exist; and when called, if it returns something else. What
+            the user's code raises is not caught.
     """
     file, name = split_reference(reference)
     module = _module(file)
     make = getattr(module, name, None)
     if not callable(make):
-        functions = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        functions = _functions(module)
         near = nearest(name, functions) or functions[:5]
         raise UsageError(f"{file} has no function {name!r}; it has {', '.join(near) or 'none'}")
-    made = make()
-    if not isinstance(made, tuple) or len(made) not in (2, 3) or not callable(made[0]) or not _is_sequence(made[1]):
-        raise UsageError(
-            f"{reference} returned {_brief(made)}; it has to return (step_fn, args) or (step_fn, args, shardings), "
-            "args being a tuple"
-        )
-    return Step(made[0], tuple(made[1]), made[2] if len(made) == 3 else None)
+
+    def step() -> Step:
+        made = make()
+        if not isinstance(made, tuple) or len(made) not in (2, 3) or not callable(made[0]) or not _is_sequence(made[1]):
+            raise UsageError(
+                f"{reference} returned {_brief(made)}; it has to return (step_fn, args) or (step_fn, args, shardings), "
+                "args being a tuple"
+            )
+        return Step(made[0], tuple(made[1]), made[2] if len(made) == 3 else None)
+
+    return step
+
+
+def _functions(module: ModuleType) -> list[str]:
+    """The functions that a module defines; those that it imports, if it only gathers what others define."""
+    is_function = lambda name, value: callable(value) and not isinstance(value, type) and not name.startswith("_")
+    found = {name: value for name, value in vars(module).items() if is_function(name, value)}
+    own = [name for name, value in found.items() if getattr(value, "__module__", None) == module.__name__]
+    return own or [*found]
 
 
 def _module(file: str) -> ModuleType:

@@ -26,6 +26,10 @@ from .options import IN_BFLOAT16
 from .screen import as_svg, on_error, screen
 
 
+type Steps = Callable[[], tuple[Step, Step | None]]
+"""Makes a step and its baseline."""
+
+
 def run_preflight(options: argparse.Namespace) -> int:
     """Compiles and reports.
 
@@ -40,7 +44,10 @@ def run_preflight(options: argparse.Namespace) -> int:
     use_local_devices() if canonical(options.target) == "local" else compile_only()
     path = list(sys.path)
     try:
-        step, baseline = demo_steps(options) if options.demo else user_steps(options)
+        # Names are checked before anybody is asked to install a compiler, which is needed before a step is made.
+        steps = demo_steps(options) if options.demo else user_steps(options)
+        require_compiler(options.target)
+        step, baseline = steps()
         report = compile_with_progress(step, baseline, options)
     finally:
         sys.path[:] = path  # Without the folders of the user's files.
@@ -71,28 +78,35 @@ def use_local_devices() -> None:
 
 
 def check_target(name: str) -> None:
-    """Says early, and in one line, that a target is unknown or its compiler missing.
+    """Says early, and in one line, that a target is unknown.
+
+    Raises:
+        UsageError: Naming the nearest.
+    """
+    try:
+        target_of(name)
+    except ValueError as error:
+        raise UsageError(f"--{error}") from error
+
+
+def require_compiler(name: str) -> None:
+    """Says in one line that a target's compiler is missing.
 
     Raises:
         UsageError: Naming the remedy.
     """
-    try:
-        missing = target_of(name).missing()
-    except ValueError as error:
-        raise UsageError(f"--{error}") from error
-    if missing is not None:
+    if (missing := target_of(name).missing()) is not None:
         raise UsageError(missing)
 
 
-def demo_steps(options: argparse.Namespace) -> tuple[Step, Step | None]:
+def demo_steps(options: argparse.Namespace) -> Steps:
     """The demo and, if requested, the same in bf16."""
     demo = demo_by_name(options.demo)
+    config = None if options.recipe == "none" else demo_config(options)
+    baseline = None if options.compare in (None, IN_BFLOAT16) else load_step(options.compare)
     sizes = {name: getattr(options, name) for name in ("layers", "tokens", "length")}
     sizes["devices"] = options.devices or 1
     sizes["fused_attention"] = has_fused_attention(target_of(options.target).device)
-
-    how = "cuDNN's, without scores in memory" if sizes["fused_attention"] else "XLA's, with scores in memory"
-    on_error().print(f"attention: {how}")
 
     def make(config: Fp8Config | None) -> Step:
         try:
@@ -101,10 +115,14 @@ def demo_steps(options: argparse.Namespace) -> tuple[Step, Step | None]:
             raise UsageError(str(error)) from error
         return Step(function, args, known=reasons(args[0], config))
 
-    config = None if options.recipe == "none" else demo_config(options)
-    if options.compare not in (None, IN_BFLOAT16):
-        return make(config), load_step(options.compare)
-    return make(config), None if options.compare is None else make(None)
+    def steps() -> tuple[Step, Step | None]:
+        how = "cuDNN's, without scores in memory" if sizes["fused_attention"] else "XLA's, with scores in memory"
+        on_error().print(f"attention: {how}")
+        if baseline is not None:
+            return make(config), baseline()
+        return make(config), None if options.compare is None else make(None)
+
+    return steps
 
 
 def has_fused_attention(device: Device) -> bool:
@@ -120,12 +138,17 @@ def demo_config(options: argparse.Namespace) -> Fp8Config:
         raise UsageError(f"--{error}") from error
 
 
-def user_steps(options: argparse.Namespace) -> tuple[Step, Step | None]:
+def user_steps(options: argparse.Namespace) -> Steps:
     """The user's step and baseline."""
-    references = [options.step, *([] if options.compare is None else [options.compare])]
-    step, *baseline = map(load_step, references)
-    step.known.update({path: reason for arg in step.args for path, reason in reasons(arg, None).items()})
-    return step, baseline[0] if baseline else None
+    make = load_step(options.step)
+    make_baseline = None if options.compare is None else load_step(options.compare)
+
+    def steps() -> tuple[Step, Step | None]:
+        step = make()
+        step.known.update({path: reason for arg in step.args for path, reason in reasons(arg, None).items()})
+        return step, None if make_baseline is None else make_baseline()
+
+    return steps
 
 
 def reasons(model: Any, config: Fp8Config | None) -> dict[str, str]:

@@ -300,6 +300,36 @@ def test_a_missing_compiler_is_one_line_with_the_remedy(name, target, compiler, 
     assert capsys.readouterr().err == f"error: target {target!r} needs XLA's compiler for {devices}: {remedy}\n"
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--demo", "nope"], "--demo nope is unknown"),
+        (["--demo", "gpt2", "--recipe", "delaid"], "'delaid'"),
+        (["--demo", "gpt2", "--compare", "absent.py:make_step"], "cannot find the file absent.py"),
+        (["absent.py:make_step"], "cannot find the file absent.py"),
+        (["training.py:make_stop"], "no function 'make_stop'"),
+        (["training.py:make_step", "--compare", "training.py:plane"], "no function 'plane'; it has plain"),
+        (["nocolon"], "'nocolon' names no function"),
+    ],
+)
+def test_names_are_checked_before_a_compiler_is_asked_for(training, arguments, message, capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    monkeypatch.setitem(sys.modules, "jax_plugins", None)
+    assert run("preflight", *arguments, "--target", "h100") == 2
+    err = capsys.readouterr().err
+    assert message in err and "install-compiler" not in err and err.startswith("error: ") and err.count("\n") == 1
+
+
+def test_the_functions_of_a_file_are_those_that_it_defines(training, capsys, tmp_path):
+    """Not the names that it imports; those of a file that only gathers functions are all imported."""
+    imported = "from haliax_fp8 import Fp8Einsum, filter_grad\nfrom functools import partial\n"
+    (tmp_path / "own.py").write_text(f"{imported}class Shape: pass\ndef make_a(): pass\ndef train_b(): pass\n")
+    (tmp_path / "gathers.py").write_text("from training import make_step\n")
+    for file, names in (("own.py", "make_a, train_b"), ("gathers.py", "make_step")):
+        assert local(f"{file}:nofn") == 2
+        assert capsys.readouterr().err == f"error: {file} has no function 'nofn'; it has {names}\n"
+
+
 @pytest.mark.more
 def test_ctrl_c_ends_at_once_without_a_traceback(training, tmp_path):
     """While the step is traced, which takes longer than the test waits."""
