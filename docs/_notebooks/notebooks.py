@@ -50,9 +50,6 @@ def notebook_of(page: str) -> dict[str, Any]:
 
     name = pathlib.PurePosixPath(page).name
     add_markdown(f"*Made from the page [docs/{page}]({name}), with its outputs. Run the cells from top to bottom.*")
-    if any(block["picture"] for block in _BLOCK.finditer(text)):
-        # Plots are figures without pyplot, which would otherwise tell Jupyter's kernel to show them.
-        add("code", "%matplotlib inline", execution_count=None, outputs=[])
     end = 0
     for block in _BLOCK.finditer(text):
         add_markdown(text[end : block.start()])

@@ -1,6 +1,7 @@
 """What all plots share: panels, and colours that differ in grey too."""
 
 import dataclasses
+import io
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -47,6 +48,15 @@ def look(index: int) -> Look:
     return _LOOKS[index % len(_LOOKS)]
 
 
+class Picture(Figure):
+    """A figure that notebooks show by themselves. matplotlib's shows itself only after `%matplotlib inline`."""
+
+    def _repr_png_(self) -> bytes:
+        buffer = io.BytesIO()
+        self.savefig(buffer, format="png", dpi=100)
+        return buffer.getvalue()
+
+
 def panels(rows: int, height: float, *, ratios: tuple[float, ...] | None = None) -> tuple[Figure, list[Axes]]:
     """A figure with panels one above the other, which share their x axis.
 
@@ -56,7 +66,7 @@ def panels(rows: int, height: float, *, ratios: tuple[float, ...] | None = None)
         ratios: The panels' relative heights; None for equal ones.
     """
     # Not by pyplot, which keeps every figure until it is closed and chooses a screen.
-    figure = Figure(figsize=(WIDTH, height), layout="constrained")
+    figure = Picture(figsize=(WIDTH, height), layout="constrained")
     grid = figure.subplots(rows, 1, sharex=True, squeeze=False, height_ratios=ratios)
     axes = [row[0] for row in grid]
     for one in axes:

@@ -36,6 +36,13 @@ def line(axes, i):
     return np.asarray(axes.get_lines()[i].get_ydata(), np.float64)
 
 
+def test_a_notebook_shows_a_figure():
+    """Without `%matplotlib inline`, by IPython's rule: a method for the kind of picture."""
+    shown = plots.loss_curves({"bf16": [2.0, 1.0]}, baseline="bf16")._repr_png_()
+    width, height = (int.from_bytes(shown[i : i + 4], "big") for i in (16, 20))
+    assert shown[:8] == b"\x89PNG\r\n\x1a\n" and width == 760 and height > 200
+
+
 # --- Losses -----------------------------------------------------------------------------------------------------------
 
 
