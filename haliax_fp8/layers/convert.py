@@ -17,6 +17,7 @@ from .left_out import LeftOut
 from .patterns import Pattern, as_patterns, matches, unmatched_error
 from .router import ROUTER, routers
 from .rule import LayerRule
+from .served import require_weights
 from .walk import find_layers, map_layers, nothing_to_convert, rule_of
 
 
@@ -141,8 +142,12 @@ def restore_linear_layers[M](module: M, config: Fp8Config | None = None) -> M:
 
     Returns:
         The model with plain layers and without FP8 state.
+
+    Raises:
+        ValueError: If `module` was made by `serving.quantize_for_inference`, whose layers have no weights.
     """
     rules = as_config(config).rules
+    require_weights(module, "module", "Restore the model that it was made from")
 
     def restore(path: str, layer: Any) -> Any:
         rule = rule_of(layer, rules)

@@ -5,10 +5,12 @@ import dataclasses
 from typing import Any
 
 import equinox as eqx
+import jax
 from jaxtyping import DTypeLike
 
 from .._op import Fp8DotGeneral
 from .kernel import Kernel
+from .patterns import path_string
 from .rule import LayerRule
 
 
@@ -56,3 +58,23 @@ class ServedLayers(LayerRule):
         if op is not None:
             raise ValueError(f"a {type(layer).__name__} cannot be converted: {self.refusal(layer)}")
         return layer
+
+
+def require_weights(model: Any, name: str, otherwise: str) -> None:
+    """Raises a ValueError that names the layers without a weight, if `quantize_for_inference` made any.
+
+    Args:
+        model: A model, or any tree.
+        name: The argument's name.
+        otherwise: What to do, other than make plain layers.
+    """
+    is_served = lambda node: isinstance(node, AbstractServedLayer)
+    nodes = jax.tree_util.tree_flatten_with_path(model, is_leaf=is_served)[0]
+    paths = [path_string(path) or "the model itself" for path, node in nodes if is_served(node)]
+    if not paths:
+        return
+    more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
+    raise ValueError(
+        f"{name} was made by quantize_for_inference: it has FP8 data in place of the weight of {', '.join(paths[:3])}"
+        f"{more}. {otherwise}; or take plain layers, whose weights are the rounded ones: serving.dequantize(model)"
+    )

@@ -20,6 +20,7 @@ from ..layers.description import describe, recipes_of
 from ..layers.own_state import require_own_state, require_whole_state
 from ..layers.quantized_kernels import quantize_kernels, require_no_kernel_copies
 from ..layers.rule import LayerRule
+from ..layers.served import require_weights
 from ..layers.uncalibrated import require_calibrated
 from ..recipes.compiler_options import log_cost_of_flags, training_options
 from .calibration import recorded
@@ -116,7 +117,12 @@ class TrainStep(eqx.Module):
 
         Logs one line, `describe(model).summary`, at level INFO to the logger `haliax_fp8`. On NVIDIA GPUs it logs
         another if the XLA flags in the environment cost FP8 or its accumulation precision.
+
+        Raises:
+            ValueError: If a step could not train the model: it was made by `serving.quantize_for_inference`, its state
+                was changed or is in another part, or it has quantized kernels.
         """
+        require_weights(model, "model", "Train the model that it was made from")
         if _logger.isEnabledFor(logging.INFO):
             _logger.info(describe(model).summary)
         require_own_state(model)

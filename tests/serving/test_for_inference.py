@@ -8,13 +8,23 @@ import haliax.nn as hnn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from haliax.state_dict import to_state_dict
 from helpers import unchecked
 from jax import export
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from haliax_fp8 import Fp8Config, calibrate, cast_params, describe, fp8_linear_layers, trainable
+from haliax_fp8 import (
+    Fp8Config,
+    TrainStep,
+    calibrate,
+    cast_params,
+    describe,
+    fp8_linear_layers,
+    restore_linear_layers,
+    trainable,
+)
 from haliax_fp8._product.dimensions import DotDimensions
 from haliax_fp8._product.dot import DotContraction
 from haliax_fp8.layers import AbstractServedLayer, Kernel, LayerRule, default_rules
@@ -336,6 +346,20 @@ def test_a_class_of_ones_own():
         quantize_for_inference(layer, "dynamic", rules_of=Fp8Config(rules=(DenseRule(), *default_rules)))
     with pytest.raises(ValueError, match=r"made for a sum over \(0,\)"):
         served.kernel.dot_general(normal(1, 5, 32), (((1,), (1,)), ((), ())))
+
+
+def test_a_served_model_is_neither_restored_nor_trained():
+    """Before a step is compiled; the model that the errors lead to is the plain one."""
+    plain = eqx.nn.MLP(64, 64, 64, 4, key=jax.random.key(0))
+    served = quantize_for_inference(plain, "weight_only", exclude="layers.1")
+    layers = "made by quantize_for_inference: .*the weight of layers.0, layers.2, layers.3 and 1 more"
+    with pytest.raises(ValueError, match=f"module was {layers}. Restore the model.*serving.dequantize.model."):
+        restore_linear_layers(served)
+    with pytest.raises(ValueError, match=f"model was {layers}. Train the model.*serving.dequantize.model."):
+        TrainStep(lambda model, x: jax.vmap(model)(x).sum(), optax.sgd(0.1)).init(served)
+    with pytest.raises(ValueError, match="the weight of the model itself. Restore"):
+        restore_linear_layers(served.layers[0])
+    assert jax.tree.structure(restore_linear_layers(dequantize(served))) == jax.tree.structure(plain)
 
 
 def test_errors():
