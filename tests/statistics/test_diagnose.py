@@ -365,6 +365,32 @@ def test_states_of_two_layers_exchanged(healthy, i, j):
     assert any(f"the amax of {name}" in f.seen for f in diagnosis.findings[:2] for name in names)
 
 
+def test_a_state_that_fits_several_kernels_is_not_said_to_be_that_of_one():
+    """Kernels of one shape begin with equal bounds; one that was replaced left its own state."""
+    model = fp8.fp8_linear_layers(eqx.nn.MLP(WIDTH, WIDTH, WIDTH, 3, key=KEY))
+    square = lambda model, x: (jax.vmap(model)(x) ** 2).mean()
+    data = (jax.random.normal(KEY, (64, WIDTH)),)
+    model = fp8.calibrate(model, square, [data])
+    bounds = [float(jnp.abs(layer.weight).max()) for layer in model.layers]
+    assert max(bounds) / min(bounds) < 1.05
+    diagnosis = found(with_weight(model, 1, 16 * model.layers[1].weight), square, data)
+    named = [f for f in diagnosis.findings if f.problem is Problem.FOREIGN_STATE]
+    assert [(f.layer, f.operand) for f in named] == [("layers.1", "kernel")]
+    assert named[0].seen.endswith(", about the amax of 3 other kernels")
+
+
+@pytest.mark.parametrize("amax, seen", [(1.0, "about the amax of 1 other kernel"), (16.0, "the amax of layers.1")])
+def test_only_a_kernel_whose_state_is_foreign_too_is_named_as_its_owner(amax, seen):
+    """Amax and record of layers 0 and 1 are exchanged, or layer 0 was replaced; the third has nothing to do with it."""
+    operand = lambda path, now, recorded: Operand(
+        path, (), "kernel", {"amax": now}, History(np.asarray([recorded]), 1.0), Recipe.of(DelayedScaling())
+    )
+    other = operand("layers.1", 1.0, amax)
+    all = [operand("layers.0", 16.0, 1.0), other, operand("layers.2", 4.0, 4.0), operand("layers.3", 4.0, 4.0)]
+    first, *_ = foreign_state(all, Thresholds())
+    assert first.layer == "layers.0" and first.seen.endswith(f"; the last step recorded 1, {seen}")
+
+
 def test_clipped_gradients(healthy):
     """The margin of a scale set by hand is too small for the gradients alone."""
     state = at(healthy, 1).state

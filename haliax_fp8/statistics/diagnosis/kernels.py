@@ -61,11 +61,10 @@ def foreign_state(all: list[Operand], thresholds: Thresholds) -> Iterable[Findin
     # Of two states that were exchanged, one may fit nearly.
     named += [o for o in kernels if o not in named and any(_are_exchanged(o, other, usual) for other in named)]
     for operand in named:
-        owner = _owner(operand, kernels)
         yield new_finding(
             operand,
             Problem.FOREIGN_STATE,
-            seen=_seen(operand) + (f", the amax of {owner.place}" if owner else ""),
+            seen=_seen(operand) + _whose(operand, kernels, named),
             threshold=f"a factor of {thresholds.kernel_jump:g}"
             if operand in moved
             else f"a factor of {thresholds.kernel_mismatch:g}, where other steps and kernels move {_UNUSUAL:g} times "
@@ -113,10 +112,16 @@ def _are_exchanged(kernel: Operand, named: Operand, usual: float | None) -> bool
     return better and _distance(kernel) > ordinary
 
 
-def _owner(kernel: Operand, kernels: list[Operand]) -> Operand | None:
-    """The kernel whose amax is what the state of another recorded, if one is."""
+def _whose(kernel: Operand, kernels: list[Operand], named: list[Operand]) -> str:
+    """Whose amax the state recorded, if only one kernel fits that has no state of its own either.
+
+    Otherwise the record may be that of the kernel before it was replaced: layers of one shape begin with equal bounds.
+    """
     near = [o for o in kernels if o is not kernel and _between(o, kernel) < min(_ALIKE, _distance(kernel))]
-    return min(near, key=lambda o: _between(o, kernel), default=None)
+    owners = [o for o in near if o in named]
+    if len(owners) == 1:
+        return f", the amax of {owners[0].place}"
+    return f", about the amax of {len(near)} other kernel{'s'[: len(near) != 1]}" if near else ""
 
 
 def _factor(operand: Operand) -> float:
