@@ -96,6 +96,13 @@ def test_an_infinite_gradient_is_traced_to_its_element(tmp_path, capsys):
     assert "is not a safetensors file" in capsys.readouterr().err
 
 
+def test_what_is_no_file_is_said_to_be_missing(tmp_path, capsys):
+    remedy = "give a file that black_box(...).save(path) wrote"
+    for path, what in ((tmp_path / "absent.safetensors", "does not exist"), (tmp_path, "is a folder")):
+        assert main(["replay", str(path)]) == 2
+        assert capsys.readouterr().err == f"error: {path} {what}; {remedy}\n"
+
+
 @pytest.mark.more
 def test_an_outlier_channel_is_named_and_blocks_are_better(tmp_path, capsys):
     """A channel 2**22 times as large, which small weights make up for: one scale flushes all the others."""

@@ -109,9 +109,12 @@ class BlackBox(Printable):
             path: The file.
 
         Raises:
-            ValueError: If it is not such a file.
+            ValueError: If there is none, or it is not such a file.
         """
         path = pathlib.Path(path)
+        if not path.is_file():
+            what = "is a folder" if path.is_dir() else "does not exist"
+            raise ValueError(f"{path} {what}; give a file that black_box(...).save(path) wrote")
         try:
             with safetensors.safe_open(path, "np") as file:
                 described = file.metadata() or {}
