@@ -3,6 +3,7 @@
 import dataclasses
 import importlib
 import importlib.util
+import inspect
 import pathlib
 import sys
 from collections.abc import Callable
@@ -63,6 +64,11 @@ def load_step(reference: str) -> Callable[[], Step]:
         functions = _functions(module)
         near = nearest(name, functions) or functions[:5]
         raise UsageError(f"{file} has no function {name!r}; it has {', '.join(near) or 'none'}")
+    if missing := _without_default(make):
+        raise UsageError(
+            f"{reference} has to take no arguments, but takes {', '.join(missing)}; give it defaults, or name a "
+            "function that calls it"
+        )
 
     def step() -> Step:
         made = make()
@@ -74,6 +80,15 @@ def load_step(reference: str) -> Callable[[], Step]:
         return Step(made[0], tuple(made[1]), made[2] if len(made) == 3 else None)
 
     return step
+
+
+def _without_default(function: Callable[..., Any]) -> list[str]:
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # a builtin: the call will say what is wrong
+        return []
+    optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [p.name for p in parameters if p.default is p.empty and p.kind not in optional]
 
 
 def _functions(module: ModuleType) -> list[str]:

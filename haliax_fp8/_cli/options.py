@@ -2,6 +2,8 @@
 
 import argparse
 import inspect
+import math
+import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -113,26 +115,54 @@ def _preflight_parser(commands: Any) -> argparse.ArgumentParser:
     demo = parser.add_argument_group("a model with published shapes instead of your own step")
     demo.add_argument("--demo", metavar="NAME", help=f"one of {', '.join(demos)}")
     demo.add_argument("--layers", type=_positive, metavar="N", help="blocks (default: as published)")
-    demo.add_argument("--tokens", type=_positive, default=8192, metavar="N", help="tokens in a step (default 8192)")
+    demo.add_argument("--tokens", type=_positive, metavar="N", help="tokens in a step (default 8192)")
     demo.add_argument("--length", type=_positive, metavar="N", help="tokens in a sequence (default: at most 2048)")
-    demo.add_argument("--blocks", choices=list(stackings), default="checkpointed", help="default: checkpointed")
-    demo.add_argument("--recipe", default="delayed", metavar="NAME", help=f"default delayed; {', '.join(named)}, none")
+    demo.add_argument("--blocks", choices=list(stackings), help="default: checkpointed")
+    demo.add_argument("--recipe", metavar="NAME", help=f"default delayed; {', '.join(named)}, none")
     demo.add_argument("--exclude", action="append", default=[], metavar="PATTERN", help="layers to leave in bf16")
     return parser
 
 
 def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    options.require, options.xla = dict(options.require), dict(options.xla)
+    files = {name: getattr(options, name) for name in ("json", "markdown", "svg")}
     if (options.step is None) == (options.demo is None):
-        parser.error(f"give FILE.py:FUNCTION, or --demo with one of {', '.join(demos)}")
+        taken = [f"; {v!r} is the value of --{name}" for name, v in files.items() if v is not None and v != "-"]
+        parser.error(f"give FILE.py:FUNCTION, or --demo with one of {', '.join(demos)}{''.join(taken)}")
     if options.demo is None and options.compare == IN_BFLOAT16:
         parser.error("--compare without a value is for --demo; give the FILE.py:FUNCTION of the baseline")
     if options.demo is not None and options.mesh is not None:
         parser.error("--mesh is for your own steps; a demo divides its arrays over --devices N")
+    for name in _OF_DEMOS:
+        if options.demo is None and getattr(options, name):
+            parser.error(f"--{name} is for --demo; {options.step} makes its own step: make the change there")
+    for name in ("peak_memory_ratio", "speedup"):
+        if name in options.require and options.compare is None:
+            parser.error(f"--require {name}={options.require[name]:g} compares with a baseline; add --compare")
     if options.json == options.markdown == "-":
         parser.error("--json and --markdown cannot both go to the screen; give one of them a FILE")
-    if options.length is None:
-        options.length = min(options.tokens, 2048)
-    options.require, options.xla = dict(options.require), dict(options.xla)
+    if options.svg == "-":
+        parser.error("--svg=- is not a file; name one, such as report.svg")
+    written = {name: file for name, file in files.items() if file not in (None, "-")}
+    if len({*written.values()}) < len(written):
+        parser.error(f"{' and '.join(f'--{name}={file}' for name, file in written.items())} need a file each")
+    for name, file in written.items():
+        # Before the step is compiled, which may take minutes.
+        if why := _why_not_written(pathlib.Path(file)):
+            parser.error(f"--{name}={file!r} cannot be written: {why}")
+    options.tokens = options.tokens or 8192
+    options.length = options.length or min(options.tokens, 2048)
+    options.blocks, options.recipe = options.blocks or "checkpointed", options.recipe or "delayed"
+
+
+# Flags that change a demo, and no step of one's own.
+_OF_DEMOS = ("layers", "tokens", "length", "blocks", "recipe", "exclude")
+
+
+def _why_not_written(path: pathlib.Path) -> str:
+    if path.is_dir():
+        return "it is a folder; name a file in it"
+    return "" if path.parent.is_dir() else f"there is no folder {str(path.parent)!r}; make it first"
 
 
 def requirements() -> dict[str, inspect.Parameter]:
@@ -172,7 +202,10 @@ def _requirement(text: str) -> tuple[str, float]:
     name, _, value = text.partition("=")
     if name not in requirements():
         raise argparse.ArgumentTypeError(f"{name!r} cannot be required; choose from {', '.join(requirements())}")
-    return name, float(value)
+    bound = float(value)
+    if not math.isfinite(bound):  # NaN would be met by every step
+        raise ValueError
+    return name, bound
 
 
 @_argument("OPTION=VALUE")

@@ -215,19 +215,31 @@ def interruptible[T](function: Callable[[], T]) -> T:
 
 
 def write(report: PreflightReport, options: argparse.Namespace) -> None:
-    """The table on the screen, unless JSON or Markdown goes there; and the files that were asked for."""
+    """The table on the screen, unless JSON or Markdown goes there; and the files that were asked for.
+
+    Raises:
+        UsageError: If a file cannot be written; the others are, and what goes to the screen is there.
+    """
     shown = report.in_full if options.all else report.__rich__()
-    forms = {options.json: report.to_json, options.markdown: report.to_markdown}
+    title = f"preflight {options.step or options.demo} --target {options.target}"
+    forms = {
+        options.json: report.to_json,
+        options.markdown: report.to_markdown,
+        options.svg: lambda: as_svg(shown, title),
+    }
+    failed = []
     for file, form in forms.items():
-        if file not in (None, "-"):
-            pathlib.Path(file).write_text(form())
-    if options.svg is not None:
-        title = f"preflight {options.step or options.demo} --target {options.target}"
-        pathlib.Path(options.svg).write_text(as_svg(shown, title))
+        try:
+            if file not in (None, "-"):
+                pathlib.Path(file).write_text(form())
+        except OSError as error:
+            failed.append(f"{file} cannot be written: {error.strerror}")
     if "-" in forms:
         print(forms["-"]())
     else:
         screen().print(shown)
+    if failed:
+        raise UsageError("; ".join(failed))
 
 
 def _of_user(options: argparse.Namespace) -> tuple[str | None, str | None]:

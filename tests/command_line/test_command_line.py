@@ -152,6 +152,14 @@ def test_files_are_written_beside_the_table(training, tmp_path, capsys):
     assert "url(http" not in picture and "font-face" not in picture
 
 
+def test_a_file_that_cannot_be_written_loses_nothing_else(training, tmp_path, capsys):
+    (tmp_path / "nowhere.json").symlink_to(tmp_path / "absent" / "report.json")
+    assert local(f"{training}:make_step", "--json", "nowhere.json", "--markdown", "report.md") == 2
+    out, err = capsys.readouterr()
+    assert "fprop" in out and "fprop" in (tmp_path / "report.md").read_text()
+    assert "error: nowhere.json cannot be written: No such file or directory\n" in err
+
+
 def test_options_reach_the_compiler(training, capsys):
     assert local(f"{training}:make_step", "--xla", "xla_no_such_option=true") == 2
     assert "xla_no_such_option" in capsys.readouterr().err
@@ -236,6 +244,7 @@ def test_on_a_cpu_nothing_is_in_fp8(training, capsys):
         (["training.py:make_stop", "--target", "local"], "no function 'make_stop'; it has make_step"),
         (["training.py:CONSTANT", "--target", "local"], "no function 'CONSTANT'"),
         (["training.py:make_nothing", "--target", "local"], "returned int; it has to return (step_fn, args)"),
+        (["training.py:make", "--target", "local"], "has to take no arguments, but takes model; give it defaults"),
         (["training.py:make_step", "--target", "local", "--devices", "99"], "devices=99"),
         (["--demo", "lama-8b", "--target", "local"], "the nearest are ['llama-8b'"),
         (["--demo", "gpt2", "--target", "local", "--recipe", "delaid"], "'delayed'"),
@@ -266,7 +275,17 @@ def test_errors(training, capsys, arguments, message):
         (["training.py:make_step", "--devices", "0"], "invalid positive integer value: '0'"),
         (["training.py:make_step", "--xla", "no_value"], "invalid OPTION=VALUE value"),
         (["training.py:make_step", "--mesh", "8"], "invalid AXIS=N,... value: '8'"),
+        (["training.py:make_step", "--require", "fp8_flops=nan"], "invalid NAME=VALUE value: 'fp8_flops=nan'"),
+        (["training.py:make_step", "--require", "speedup=1.2"], "--require speedup=1.2 compares with a baseline; add"),
         (["--demo", "gpt2", "--mesh", "data=8"], "--mesh is for your own steps"),
+        (["training.py:make_step", "--recipe", "mxfp8"], "--recipe is for --demo; training.py:make_step makes its own"),
+        (["training.py:make_step", "--exclude", "head"], "--exclude is for --demo; training.py:make_step makes its"),
+        (["training.py:make_step", "--tokens", "8192"], "--tokens is for --demo; training.py:make_step makes its own"),
+        (["--json", "training.py:make_step"], "; 'training.py:make_step' is the value of --json"),
+        (["training.py:make_step", "--json", "absent/r.json"], "there is no folder 'absent'; make it first"),
+        (["training.py:make_step", "--svg", "."], "--svg='.' cannot be written: it is a folder"),
+        (["training.py:make_step", "--svg", "-"], "--svg=- is not a file"),
+        (["training.py:make_step", "--json", "r", "--svg", "r"], "--json=r and --svg=r need a file each"),
     ],
 )
 def test_flags_that_do_not_fit(capsys, arguments, message):

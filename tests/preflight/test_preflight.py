@@ -300,8 +300,17 @@ def test_what_needs_a_baseline_says_so():
     assert report.peak_memory_ratio is None and report.speedup is None
     with pytest.raises(ValueError, match="compare="):
         report.require(peak_memory_ratio=1.0)
-    with pytest.raises(ValueError, match="speedup"):
+    with pytest.raises(ValueError, match="speedup=1.0 needs a baseline; pass compare="):
         report.require(speedup=1.0)
+    compared = dataclasses.replace(report, baseline=report.step)
+    with pytest.raises(ValueError, match="speedup=1.0 needs peak rates, which are not known of the local devices"):
+        compared.require(speedup=1.0)
+
+
+def test_a_requirement_is_a_number():
+    """NaN is neither more nor less than anything, so every step would meet it."""
+    with pytest.raises(ValueError, match="fp8_flops=nan of require must be a finite number"):
+        report_of("local", converted()).require(fp8_flops=float("nan"))
 
 
 def test_an_error_is_an_assertion():

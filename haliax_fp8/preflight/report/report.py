@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.console import RenderableType
 
+from ..._numerics.require import require_number
 from ..._tables import Printable
 from ...devices.peaks import is_narrow
 from ...devices.roofline import FASTEST, LIKELY, SLOWEST, Efficiency, Roofline
@@ -161,8 +162,13 @@ class PreflightReport(Printable):
 
         Raises:
             PreflightError: If it does not; the message lists the products at fault.
-            ValueError: If a requirement needs a baseline, an estimate or several devices, and the report lacks it.
+            ValueError: If a requirement is not a finite number, or needs a baseline, an estimate or several devices,
+                and the report lacks it.
         """
+        given = {"fp8_flops": fp8_flops, "asked_flops": asked_flops, "fp8_gathers": fp8_gathers}
+        for name, bound in {**given, "peak_memory_ratio": peak_memory_ratio, "speedup": speedup}.items():
+            if bound is not None:  # NaN would be met by every step
+                require_number(name, bound, "0.9", "require")
         failures = []
         for name, least, share in (
             ("fp8_flops", fp8_flops, self.fp8_share),
@@ -186,7 +192,12 @@ class PreflightReport(Printable):
                         f"{name}={bound} cannot be required of {math.prod(self.mesh.values())} devices: the times do "
                         "not include communication. Require fp8_flops, or compile the step for one device"
                     )
-                raise ValueError(f"{name}={bound} needs a baseline and known peaks; pass compare= to inspect_step")
+                if self.baseline is None:
+                    raise ValueError(f"{name}={bound} needs a baseline; pass compare= to inspect_step")
+                raise ValueError(
+                    f"{name}={bound} needs peak rates, which are not known of {self.target.kind}; choose a target that "
+                    "has them, such as h100"
+                )
             if sign * value > sign * bound:
                 failures.append(f"{name}={bound} is required, but it is {value:.3f}")
         if failures:
