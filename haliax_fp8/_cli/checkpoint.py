@@ -46,9 +46,11 @@ def add_checkpoint_parser(commands: Any) -> None:
     convert.add_argument("--to", required=True, choices=layouts, metavar="LAYOUT", help=f"one of {', '.join(layouts)}")
     convert.add_argument("--output", required=True, type=pathlib.Path, metavar="NEW", help="a new or empty folder")
     rounding = [member.value for member in Scales]
-    convert.add_argument("--scales", choices=rounding, default="bfloat16", help="what new scales may be")
+    convert.add_argument(
+        "--scales", choices=rounding, default="bfloat16", help="what new scales may be (default: bfloat16)"
+    )
     kinds = ("bfloat16", "float16", "float32")
-    convert.add_argument("--dtype", choices=kinds, default="bfloat16", help="the dtype of plain weights")
+    convert.add_argument("--dtype", choices=kinds, default="bfloat16", help="of plain weights (default: bfloat16)")
     for action in (check, explain, convert):
         action.add_argument("directory", type=pathlib.Path, metavar="DIR", help="config.json and safetensors")
         action.add_argument(
@@ -92,7 +94,8 @@ def run_checkpoint(options: argparse.Namespace) -> int:
         on_error().print(f"broken: {broken}", style="red")
         return 1
     except (ValueError, OSError) as error:
-        raise UsageError(str(error)) from None
+        # The flag is what the argument is called here.
+        raise UsageError(str(error).replace("destination=", "--output=", 1)) from None
 
 
 def _as_json(report: CheckReport) -> str:

@@ -90,7 +90,7 @@ def convert_folder(
         destination: The new folder; new or empty.
         layout: As in `export_model`; `"BF16"` for plain weights.
         scales: What new scales may be: `"float32"`, `"bfloat16"` or `"power-of-two"`.
-        dtype: That of plain weights: with `"float32"` they are exactly `data * scale`.
+        dtype: That of plain weights: with `"float32"` they are `data * scale` as engines compute it in float32.
         shard_bytes: The most bytes of a file; more make several, and an index.
         follow_links: As in `check_folder`.
 
@@ -99,7 +99,8 @@ def convert_folder(
 
     Raises:
         BrokenCheckpoint: If the folder is not sound; names the file and the tensor of the first fault.
-        ValueError: If the layout needs scales of inputs that the folder lacks, or the destination is not empty.
+        ValueError: If the layout needs scales of inputs that the folder lacks, or the destination is not empty or
+            cannot be made.
     """
     chosen, kind, rounding = as_layout(layout), np.dtype(dtype), _scales(scales)
     report = check_folder(directory, follow_links=follow_links)
@@ -122,7 +123,7 @@ def convert_folder(
                 high.append(layer)
             groups.append(([TensorSpec(name, stored.dtype, stored.shape)], lambda name=name: [folder[name]]))
             copied += 1
-    with new_folder(destination) as new:
+    with new_folder(destination, "destination") as new:
         write_tensors(new, groups, shard_bytes)
         _write_config(new, folder, chosen, high)
         _copy_others(folder.directory, new, follow_links)

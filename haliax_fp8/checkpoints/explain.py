@@ -56,6 +56,8 @@ class Explanation(Printable):
         held.add_row("matrices in high precision, and the rest", str(self.high), f"{self.other_bytes:,}", "")
         total = self.weight_bytes + self.scale_bytes + self.other_bytes
         held.add_row("all", "", f"{total:,}", f"{total / max(1, self.plain_bytes):.3f} of bf16")
+        if self.quantization is None:
+            return held  # Engines load it as they load any other.
         if not self.engines:
             return Group(held, Text("No engine's reading of this layout is known here."))
         table = new_table("Who loads it", "Engines of other versions may do otherwise.")

@@ -236,6 +236,9 @@ def test_explanations(tmp_path):
         assert found.engines and all(row.evidence for row in found.engines)
         assert layout in str(found) and "seen running" in str(found)
     assert BLOCKS and LINEAR
+    convert_folder(tmp_path / "FP8_DYNAMIC", tmp_path / "plain", "BF16")
+    plain = explain_folder(tmp_path / "plain")
+    assert plain.weights == 0 and "not quantized" in str(plain) and "engine" not in str(plain).lower()
 
 
 def test_command_line(tmp_path, capsys):
@@ -257,7 +260,10 @@ def test_command_line(tmp_path, capsys):
     assert run("convert", good, "--to", "W8A16", "--output", tmp_path / "new") == 0
     assert "the same values" in capsys.readouterr().out
     assert run("convert", good, "--to", "W8A16", "--output", tmp_path / "new") == 2  # not empty
-    assert "not empty" in capsys.readouterr().err
+    assert f"--output={str(tmp_path / 'new')!r} exists and is not empty" in capsys.readouterr().err
+    below = good / "config.json" / "new"
+    assert run("convert", good, "--to", "W8A16", "--output", below) == 2
+    assert f"--output={str(below)!r} cannot be made in {str(below.parent)!r}: " in capsys.readouterr().err
     assert run("convert", broken, "--to", "W8A16", "--output", tmp_path / "other") == 1
     assert weights()[0] in capsys.readouterr().err
     assert run("check", tmp_path / "nothing") == 2

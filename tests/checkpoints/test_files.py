@@ -2,6 +2,8 @@
 
 import json
 import os
+import pathlib
+import re
 import struct
 import subprocess
 import sys
@@ -12,7 +14,7 @@ import pytest
 from folders import BF16, E4M3, checkpoint, config, file_of, header_of, write
 
 from haliax_fp8.checkpoints.files import BrokenCheckpoint, TensorFolder
-from haliax_fp8.checkpoints.files.write import TensorSpec, write_tensors
+from haliax_fp8.checkpoints.files.write import TensorSpec, new_folder, write_tensors
 
 
 def small():
@@ -240,3 +242,13 @@ def test_a_folder_is_complete_or_absent(tmp_path):
             assert "File too large" in done.stderr and not list(path.parent.iterdir())
     (tmp_path / "well" / "folder" / "config.json").write_text("{}")
     assert list(TensorFolder.open(tmp_path / "well" / "folder").tensors) == list("0123")
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    for path in (tmp_path / "file" / "new", tmp_path / "file" / "deep" / "new", pathlib.Path("/proc/new")):
+        remedy = "choose a folder that can be written to"
+        with pytest.raises(ValueError, match=f"to={re.escape(repr(str(path)))} cannot be made in .*; {remedy}"):
+            new_folder(path, "to").__enter__()
+    with pytest.raises(ValueError, match="directory='.*file' exists and is not empty"):
+        new_folder(tmp_path / "file").__enter__()

@@ -38,22 +38,29 @@ class TensorSpec:
 
 
 @contextlib.contextmanager
-def new_folder(directory: str | os.PathLike[str]) -> Iterator[pathlib.Path]:
+def new_folder(directory: str | os.PathLike[str], name: str = "directory") -> Iterator[pathlib.Path]:
     """A folder to write to, which takes its name when everything in it is complete.
 
     Until then it lies beside, under another name, which begins with a dot; an error removes it.
 
     Args:
         directory: The folder, which must not exist, or be empty.
+        name: The caller's argument, for errors.
 
     Raises:
-        ValueError: If it exists and is not empty.
+        ValueError: If it exists and is not empty, or cannot be made.
     """
+    given = f"{name}={os.fspath(directory)!r}"
     final = pathlib.Path(directory).absolute()
     if final.exists() and (not final.is_dir() or any(final.iterdir())):
-        raise ValueError(f"directory={os.fspath(directory)!r} exists and is not empty; remove it or choose another")
-    final.parent.mkdir(parents=True, exist_ok=True)
-    temporary = pathlib.Path(tempfile.mkdtemp(prefix=f".{final.name}.", dir=final.parent))
+        raise ValueError(f"{given} exists and is not empty; remove it or choose another")
+    try:
+        final.parent.mkdir(parents=True, exist_ok=True)
+        temporary = pathlib.Path(tempfile.mkdtemp(prefix=f".{final.name}.", dir=final.parent))
+    except OSError as error:
+        raise ValueError(
+            f"{given} cannot be made in {str(final.parent)!r}: {error.strerror}; choose a folder that can be written to"
+        ) from error
     try:
         yield temporary
         temporary.chmod(0o755)
