@@ -368,6 +368,27 @@ def test_paths_that_are_no_checkpoint(tmp_path):
         load_into(model, {}, joined="qkv")
 
 
+def test_a_damaged_index_is_named(tmp_path):
+    tree = {"weight": jnp.ones((3, 4))}
+    save(tmp_path / "good.eqx", tree)
+    content = (tmp_path / "good.eqx").read_bytes()
+    damages = (
+        (b'"dtype"', b'"dtypf"'),
+        (b'"name"', b'"namf"'),
+        (b"float32", b"floqt32"),
+        (b"[{", b"({"),
+        (b"}]", b"}\xf4"),
+    )
+    for old, new in damages:
+        assert content.count(old) == 1
+        (tmp_path / "bad.eqx").write_bytes(content.replace(old, new))
+        with pytest.raises(ValueError, match="bad.eqx is damaged: its index of names cannot be read .*; copy it again"):
+            load_into(tree, tmp_path / "bad.eqx")
+    (tmp_path / "bad.eqx").write_bytes(content[:-1])
+    with pytest.raises(ValueError, match="bad.eqx has no index of names: it is cut off, or Equinox wrote it"):
+        load_into(tree, tmp_path / "bad.eqx")
+
+
 # --- Saving -----------------------------------------------------------------------------------------------------------
 
 
@@ -399,6 +420,13 @@ def test_interrupted_save_leaves_the_last_good_one(tmp_path):
         save(tmp_path / "model.eqx", {"x": jax.random.key(0)})
     with pytest.raises(ValueError, match="abstract: x has no numbers"):
         save(tmp_path / "model.eqx", {"x": jax.ShapeDtypeStruct((3,), jnp.float32)})
+
+
+def test_a_file_that_cannot_be_written_is_named(tmp_path):
+    """Of folders that are read-only, root may write to most; its name is too long for anyone."""
+    path = tmp_path / ("x" * 300 + ".eqx")
+    with pytest.raises(ValueError, match=f"path={str(path)!r} cannot be written: .*; choose another file"):
+        save(path, {"x": jnp.ones(3)})
 
 
 def test_resume_is_bit_for_bit(tmp_path):

@@ -42,9 +42,10 @@ def save(path: str | os.PathLike[str], tree: Any, *, allow_nonfinite: bool = Fal
             that goes on from there is lost, and the last good file with it.
 
     Raises:
-        ValueError: If the folder does not exist; if anything but its own update changed the FP8 state; if an element is
-            NaN, or an element of an array with axes is infinite, outside of FP8 state; if an array is divided over
-            several processes, or a leaf is a random key with a type (save `jax.random.key_data` of it).
+        ValueError: If the folder does not exist or cannot be written to; if anything but its own update changed the FP8
+            state; if an element is NaN, or an element of an array with axes is infinite, outside of FP8 state; if an
+            array is divided over several processes, or a leaf is a random key with a type (save `jax.random.key_data`
+            of it).
 
     Example:
         >>> import tempfile
@@ -70,8 +71,9 @@ def save(path: str | os.PathLike[str], tree: Any, *, allow_nonfinite: bool = Fal
     index = [{"name": leaf.name, "dtype": described(leaf.value).dtype.name} for leaf in saved]
     encoded = json.dumps(index).encode()
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+    opened = _opened(temporary, path)
     try:
-        with temporary.open("wb") as file:
+        with opened as file:
             eqx.tree_serialise_leaves(file, tree)
             file.write(encoded + _END.pack(len(encoded), _MARK))
             file.flush()
@@ -94,10 +96,9 @@ def open_equinox(path: pathlib.Path, made_from: Any) -> HostArrays:
     """
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
-        index = _index(file, size)
+        index = _index(file, size, path)
         if index is not None:
-            names = [(entry["name"], jnp.dtype(entry["dtype"])) for entry in index]
-            expected = []
+            names, expected = index, []
         elif made_from is None:
             file.seek(0)
             if file.read(len(_ARRAY)) != _ARRAY:
@@ -106,9 +107,9 @@ def open_equinox(path: pathlib.Path, made_from: Any) -> HostArrays:
                     "safetensors file, or a folder that Orbax wrote"
                 )
             raise ValueError(
-                f"{path} has no index of names: Equinox wrote it without. Give the model that it was made from, "
-                "load_into(model, path, made_from=old_model); eqx.filter_eval_shape makes one without arrays. "
-                "checkpoints.save writes files with names"
+                f"{path} has no index of names: it is cut off, or Equinox wrote it without. Copy it again; or give the "
+                "model that it was made from, load_into(model, path, made_from=old_model); eqx.filter_eval_shape makes "
+                "one without arrays. checkpoints.save writes files with names"
             )
         else:
             expected = [leaf for leaf in leaves_of(made_from) if is_saved(leaf.value)]
@@ -178,7 +179,15 @@ def _flush_folder(folder: pathlib.Path) -> None:
         os.close(descriptor)
 
 
-def _index(file: BinaryIO, size: int) -> list[dict[str, str]] | None:
+def _opened(temporary: pathlib.Path, path: pathlib.Path) -> BinaryIO:
+    try:
+        return temporary.open("wb")
+    except OSError as error:
+        raise ValueError(f"path={str(path)!r} cannot be written: {error.strerror}; choose another file") from error
+
+
+def _index(file: BinaryIO, size: int, path: pathlib.Path) -> list[tuple[str, Any]] | None:
+    """Name and dtype of each leaf; None if there is no index."""
     if size < _END.size:
         return None
     file.seek(size - _END.size)
@@ -186,7 +195,12 @@ def _index(file: BinaryIO, size: int) -> list[dict[str, str]] | None:
     if mark != _MARK or length > size - _END.size:
         return None
     file.seek(size - _END.size - length)
-    return json.loads(file.read(length))
+    try:
+        return [(entry["name"], jnp.dtype(entry["dtype"])) for entry in json.loads(file.read(length))]
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(
+            f"{path} is damaged: its index of names cannot be read ({error}); copy it again, or load an earlier one"
+        ) from error
 
 
 type _Header = tuple[tuple[int, ...], bool, int]
