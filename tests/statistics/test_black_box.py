@@ -103,6 +103,21 @@ def test_what_is_no_file_is_said_to_be_missing(tmp_path, capsys):
         assert capsys.readouterr().err == f"error: {path} {what}; {remedy}\n"
 
 
+def test_a_damaged_box_is_one_line(tmp_path, capsys):
+    layer = converted(eqx.nn.Linear(64, 32, key=jax.random.key(0)), "current")
+    box = black_box(layer, lambda layer, x: jnp.mean(jax.vmap(layer)(x) ** 2), X)
+    with pytest.raises(ValueError, match="path='.*box.safetensors' cannot be written: .*; give a file in a folder"):
+        box.save(tmp_path / "absent" / "box.safetensors")
+    box.save(tmp_path / "box.safetensors")
+    content = (tmp_path / "box.safetensors").read_bytes()
+    for old, new in ((b"lhs_batch", b"lhs_botch"), (b'"output_grad":{', b'"output_grat":{'), (b"float32", b"floqt32")):
+        assert old in content
+        (tmp_path / "bad.safetensors").write_bytes(content.replace(old, new))
+        assert main(["replay", str(tmp_path / "bad.safetensors")]) == 2
+        err = capsys.readouterr().err
+        assert "bad.safetensors is damaged, or of another version: " in err and err.count("\n") == 1
+
+
 @pytest.mark.more
 def test_an_outlier_channel_is_named_and_blocks_are_better(tmp_path, capsys):
     """A channel 2**22 times as large, which small weights make up for: one scale flushes all the others."""

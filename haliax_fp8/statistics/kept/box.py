@@ -86,6 +86,9 @@ class BlackBox(Printable):
 
         Args:
             path: The file.
+
+        Raises:
+            ValueError: If it cannot be written.
         """
         dims = self.contraction.dimensions
         described: dict[str, Any] = {
@@ -99,7 +102,12 @@ class BlackBox(Printable):
             "versions": {name: metadata.version(name) for name in ("jax", "ml_dtypes", "numpy")},
         }
         arrays = {name: np.ascontiguousarray(x) for name, x in self._arrays.items()}
-        safetensors.numpy.save_file(arrays, path, {"kind": _KIND, "black_box": json.dumps(described)})
+        try:
+            safetensors.numpy.save_file(arrays, path, {"kind": _KIND, "black_box": json.dumps(described)})
+        except (safetensors.SafetensorError, OSError) as error:
+            raise ValueError(
+                f"path={os.fspath(path)!r} cannot be written: {error}; give a file in a folder that exists"
+            ) from error
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> "BlackBox":
@@ -123,7 +131,16 @@ class BlackBox(Printable):
             raise ValueError(f"{path} is not a safetensors file: {error}") from error
         if described.get("kind") != _KIND:
             raise ValueError(f"{path} is not a black box; give a file that black_box(...).save(path) wrote")
-        found = json.loads(described["black_box"])
+        try:
+            return BlackBox._of_file(json.loads(described["black_box"]), arrays)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ValueError(
+                f"{path} is damaged, or of another version: {type(error).__name__}: {error}; copy it again, or save "
+                "the box anew"
+            ) from error
+
+    @staticmethod
+    def _of_file(found: dict[str, Any], arrays: dict[str, np.ndarray]) -> "BlackBox":
         of_axes: dict[str, Any] = {
             name: tuple(x) if isinstance(x, list) else x for name, x in found["dimensions"].items()
         }
