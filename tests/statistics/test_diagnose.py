@@ -379,7 +379,7 @@ def test_a_state_that_fits_several_kernels_is_not_said_to_be_that_of_one():
     assert named[0].seen.endswith(", about the amax of 3 other kernels")
 
 
-@pytest.mark.parametrize("amax, seen", [(1.0, "about the amax of 1 other kernel"), (16.0, "the amax of layers.1")])
+@pytest.mark.parametrize("amax, seen", [(1.0, "about the amax that layers.1 has too"), (16.0, "the amax of layers.1")])
 def test_only_a_kernel_whose_state_is_foreign_too_is_named_as_its_owner(amax, seen):
     """Amax and record of layers 0 and 1 are exchanged, or layer 0 was replaced; the third has nothing to do with it."""
     operand = lambda path, now, recorded: Operand(

@@ -121,7 +121,9 @@ def _whose(kernel: Operand, kernels: list[Operand], named: list[Operand]) -> str
     owners = [o for o in near if o in named]
     if len(owners) == 1:
         return f", the amax of {owners[0].place}"
-    return f", about the amax of {len(near)} other kernel{'s'[: len(near) != 1]}" if near else ""
+    if len(near) == 1:
+        return f", about the amax that {near[0].place} has too"
+    return f", about the amax of {len(near)} other kernels" if near else ""
 
 
 def _factor(operand: Operand) -> float:
