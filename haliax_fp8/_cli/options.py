@@ -162,7 +162,7 @@ _OF_DEMOS = ("layers", "tokens", "length", "blocks", "recipe", "exclude")
 def _why_not_written(path: pathlib.Path) -> str:
     if path.is_dir():
         return "it is a folder; name a file in it"
-    return "" if path.parent.is_dir() else f"there is no folder {str(path.parent)!r}; make it first"
+    return "" if path.parent.is_dir() else f"the folder {str(path.parent)!r} does not exist; create it first"
 
 
 def requirements() -> dict[str, inspect.Parameter]:

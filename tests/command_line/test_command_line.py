@@ -282,7 +282,7 @@ def test_errors(training, capsys, arguments, message):
         (["training.py:make_step", "--exclude", "head"], "--exclude is for --demo; training.py:make_step makes its"),
         (["training.py:make_step", "--tokens", "8192"], "--tokens is for --demo; training.py:make_step makes its own"),
         (["--json", "training.py:make_step"], "; 'training.py:make_step' is the value of --json"),
-        (["training.py:make_step", "--json", "absent/r.json"], "there is no folder 'absent'; make it first"),
+        (["training.py:make_step", "--json", "absent/r.json"], "the folder 'absent' does not exist; create it first"),
         (["training.py:make_step", "--svg", "."], "--svg='.' cannot be written: it is a folder"),
         (["training.py:make_step", "--svg", "-"], "--svg=- is not a file"),
         (["training.py:make_step", "--json", "r", "--svg", "r"], "--json=r and --svg=r need a file each"),

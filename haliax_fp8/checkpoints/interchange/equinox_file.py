@@ -187,7 +187,7 @@ def _opened(temporary: pathlib.Path, path: pathlib.Path) -> BinaryIO:
 
 
 def _index(file: BinaryIO, size: int, path: pathlib.Path) -> list[tuple[str, Any]] | None:
-    """Name and dtype of each leaf; None if there is no index."""
+    """The name and the dtype of each leaf; None for a file without an index."""
     if size < _END.size:
         return None
     file.seek(size - _END.size)
