@@ -164,8 +164,8 @@ def test_a_step_that_measures_trains_as_one_that_does_not(recipe, microbatches, 
         parts = [X[part::microbatches] for part in range(microbatches)]
         of_parts = [eqx.filter_jit(quantization_statistics)(before, loss_fn, part).flat() for part in parts]
         for name, value in measured.items():
-            # The worst of the microbatches; of a ratio of signal to noise, that is the smallest.
-            worst = min if name.endswith("sqnr") else max
+            # The worst of the microbatches; of a ratio to the noise, that is the smallest.
+            worst = min if name.endswith(("sqnr", "over_noise")) else max
             np.testing.assert_allclose(value, worst(float(part[name]) for part in of_parts), rtol=1e-4, err_msg=name)
 
 
