@@ -130,7 +130,7 @@ CASES = {
     ),
     "quantize, a scale of bfloat16": (
         lambda: fp8.recipes.quantize(x, jnp.bfloat16(1), E4M3),
-        "scale.dtype=bfloat16 has to be",
+        "scale.dtype=bfloat16 must be float32",
     ),
     "quantize, integers": (
         lambda: fp8.recipes.quantize(jnp.array([1]), 1.0, E4M3),

@@ -114,9 +114,9 @@ def test_several_batch_axes_lead():
         ((((1,), (2,)), ((), ())), r"axes \[2\] of rhs.*\(3, 2\)"),
         ((((1, 1), (0, 1)), ((), ())), r"axes \[1, 1\] of lhs"),
         ((((1,), (0,)), ((0,), (0,))), r"axes \[0, 0\] of rhs"),
-        ((((0,), (0,)), ((), ())), r"contracted axes of sizes \[2\] of lhs \(2, 3\) with sizes \[3\] of rhs"),
-        ((((), ()), ((1,), (1,))), r"batched axes of sizes \[3\] of lhs \(2, 3\) with sizes \[2\] of rhs"),
-        ((((0, 1), (0,)), ((), ())), r"contracted axes of sizes \[2, 3\].*with sizes \[3\]"),
+        ((((0,), (0,)), ((), ())), r"contracted axes differ in size: \[2\] in lhs \(2, 3\), \[3\] in rhs"),
+        ((((), ()), ((1,), (1,))), r"batched axes differ in size: \[3\] in lhs \(2, 3\), \[2\] in rhs"),
+        ((((0, 1), (0,)), ((), ())), r"contracted axes differ in size: \[2, 3\] in lhs.*\[3\] in rhs"),
     ],
 )
 def test_errors_name_the_axes_and_the_shapes(numbers, message):
