@@ -72,7 +72,9 @@ class MeasuredScaling(AbstractStatefulScaling):
 
     def quantize(self, x: Float[Array, "*shape"], use: OperandUse) -> QuantizedArray:
         """As the scaling does."""
-        return self.scaling.quantize(x, use)
+        quantized = self.scaling.quantize(x, use)
+        # Here, so that the products read it too; otherwise they would quantize the operand again.
+        return dataclasses.replace(quantized, data=made_before_it_is_measured(quantized.data))
 
     def measure(
         self, x: Float[Array, "*shape"], quantized: QuantizedArray, ensemble: int
@@ -95,7 +97,7 @@ class MeasuredScaling(AbstractStatefulScaling):
             members: Which elements belong together.
             active: The share of a layer's experts that have rows; 1 by default.
         """
-        statistics = statistics_of(*made_before_it_is_measured((x, quantized)), members, self.format, active)
+        statistics = statistics_of(made_before_it_is_measured(x), quantized, members, self.format, active)
         if self._stateful is not None and self._inner_numbers:
             inner = self._stateful.measure(x, quantized, members.ensemble)
             inner = members.largest_numbers(jnp.max(inner.astype(jnp.float32), axis=-1))

@@ -1,16 +1,17 @@
 """What quantization does to an operand, in numbers: one for each of `STATISTICS`."""
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Float, Float32, Int
+from jaxtyping import Array, Bool, Float, Float32, Int, UInt
 
 from ..._numerics.formats import Format
-from ..._numerics.quantized_array import QuantizedArray
+from ..._numerics.quantized_array import QuantizedArray, expand
 
 
 STATISTICS = (
@@ -57,18 +58,28 @@ class Members:
         groups = (row >= jnp.expand_dims(ends - sizes, -2)) & (row < jnp.expand_dims(ends, -2))
         return dataclasses.replace(self, groups=groups)
 
-    def totals(self, *values: Array) -> list[Float32[Array, "*members"]]:
-        """The sums of values over the elements of each member, on this device.
+    def totals(self, *values: Float32[Array, "*shape"]) -> list[Float32[Array, "*members"]]:
+        """The sums of values over the elements of each member, on this device."""
+        return self._of_groups([jnp.sum(x, self._axes(x)) for x in values])
 
-        Args:
-            values: Numbers or booleans, each in the shape of the operand.
+    def counts(self, *kinds: Bool[Array, "*shape"]) -> list[Float32[Array, "*members"]]:
+        """How many elements of each member are of each kind, on this device. An element is of one kind at most.
+
+        Two kinds at a time: each sum reads, and casts, all that the kinds come from.
         """
-        flags = [x for x in values if x.dtype == np.bool_]
-        counts = iter(self._counts(flags))
-        sums = [next(counts) if x.dtype == np.bool_ else jnp.sum(x, self._axes(x)) for x in values]
-        if self.groups is None:
-            return sums
-        return [jnp.sum(jnp.where(self.groups, x[..., None], np.float32(0.0)), axis=-2) for x in sums]
+        packs = kinds[0].ndim > self.ensemble and kinds[0].shape[-1] < 2**15
+        if not packs:
+            return self._of_groups([jnp.sum(x.astype(jnp.float32), self._axes(x)) for x in kinds])
+        found = []
+        for pair in itertools.batched(kinds, 2):
+            words = jnp.int32(0)
+            for kind, word in zip(pair, (1, 2**16), strict=False):
+                words = jnp.where(kind, jnp.int32(word), words)
+            # Of one axis, so that no half overflows.
+            words = jnp.sum(words, axis=-1)
+            halves = [words & jnp.int32(2**16 - 1), words >> jnp.int32(16)]
+            found += [jnp.sum(x.astype(jnp.float32), self._axes(x)) for x in halves[: len(pair)]]
+        return self._of_groups(found)
 
     def largest(self, values: Float32[Array, "*shape"]) -> Float32[Array, "*members"]:
         """The largest value of each member on all devices; 0 if all are negative or none exists."""
@@ -78,10 +89,11 @@ class Members:
         return lax.pmax(found, self.devices) if self.devices else found
 
     def smallest(self, values: Float32[Array, "*shape"]) -> Float32[Array, "*members"]:
-        """The smallest value of each member on all devices, or 1."""
-        found = jnp.min(values, self._axes(values), initial=1.0)
+        """The smallest value of each member on all devices; infinity if none exists."""
+        found = jnp.min(values, self._axes(values), initial=jnp.inf)
         if self.groups is not None:
-            found = jnp.min(jnp.where(self.groups, found[..., None], np.float32(1.0)), axis=-2, initial=1.0)
+            of_groups = jnp.where(self.groups, found[..., None], np.float32(np.inf))
+            found = jnp.min(of_groups, axis=-2, initial=jnp.inf)
         return lax.pmin(found, self.devices) if self.devices else found
 
     def largest_numbers(self, numbers: Float32[Array, "*ensemble numbers"]) -> Float32[Array, "*members numbers"]:
@@ -114,20 +126,10 @@ class Members:
     def _axes(self, values: Array) -> tuple[int, ...]:
         return tuple(range(self.ensemble, values.ndim))
 
-    def _counts(self, flags: Sequence[Bool[Array, "*shape"]]) -> list[Float32[Array, "*ensemble"]]:
-        """How many are true, two arrays at a time: each sum reads, and casts, all that the flags come from."""
-        packs = flags and flags[0].ndim > self.ensemble and flags[0].shape[-1] < 2**15
-        if not packs:
-            return [jnp.sum(x.astype(jnp.float32), self._axes(x)) for x in flags]
-        found = []
-        for first, second in zip(flags[::2], [*flags[1::2], None], strict=False):
-            low = first.astype(np.int32)
-            both = low if second is None else low + second.astype(np.int32) * np.int32(2**16)
-            # Of one axis, so that no half overflows.
-            both = jnp.sum(both, axis=-1)
-            halves = [both & np.int32(2**16 - 1), both >> np.int32(16)]
-            found += [jnp.sum(x.astype(jnp.float32), self._axes(x)) for x in halves[: 1 if second is None else 2]]
-        return found
+    def _of_groups(self, sums: Sequence[Float32[Array, "*ensemble"]]) -> list[Float32[Array, "*members"]]:
+        if self.groups is None:
+            return list(sums)
+        return [jnp.sum(jnp.where(self.groups, x[..., None], np.float32(0.0)), axis=-2) for x in sums]
 
 
 def statistics_of(
@@ -140,8 +142,8 @@ def statistics_of(
     """Each of `STATISTICS` for an operand; all but `nonfinite` of its finite elements.
 
     An element is clipped if it ends at the format's maximum and lost more than rounding would have cost. Where rotation
-    mixes elements before they are quantized, the shares are those of the values after it is undone, and none counts as
-    clipped or in the last bin.
+    mixes elements before they are quantized, the shares are those of the values after it is undone. Then none counts as
+    clipped or in the last bin, and neither does an element that stays in high precision.
 
     Args:
         x: The operand.
@@ -153,28 +155,35 @@ def statistics_of(
     x, values = x.astype(jnp.float32), quantized.dequantize()
     finite = jnp.isfinite(x)
     x = jnp.where(finite, x, jnp.float32(0.0))
-    magnitude, rounded = jnp.abs(x), jnp.abs(values)
+    magnitude = jnp.abs(x)
     nonzero = magnitude > 0.0
-
-    top = jnp.abs(quantized.data.astype(jnp.float32)) >= format.max
-    top = top & finite if quantized.rotation is None else jnp.zeros(x.shape, bool)
-    flushed = (rounded == 0.0) & nonzero
-    # Half the distance from the largest value to what would be the next.
-    half = 2.0 ** (math.floor(math.log2(format.max)) - format.mantissa_bits - 1)
-    clipped = top & ~flushed & (magnitude > rounded * jnp.float32(1.0 + half / format.max))
+    if quantized.rotation is None and quantized.data.dtype == format.storage:
+        # The bits tell without a cast, which on a CPU takes longer than all that is done with its result.
+        bits, scale = _bits_of_magnitude(quantized.data), expand(quantized.scale, x.shape, quantized.block)
+        scaled = scale > 0.0  # a block's scale may itself be flushed to zero
+        top = (bits >= _bits_of_magnitude(np.asarray(format.max, format.storage))) & scaled & finite
+        flushed = ((bits == 0) | ~scaled) & nonzero
+        # Half the distance from the largest value to what would be the next.
+        half = 2.0 ** (math.floor(math.log2(format.max)) - format.mantissa_bits - 1)
+        clipped = top & (magnitude > scale * jnp.float32(format.max + half))
+    else:
+        top = clipped = jnp.zeros(x.shape, bool)
+        flushed = (values == 0.0) & nonzero
 
     amax = members.largest(magnitude)
-    unit = jnp.where(amax > 0.0, amax, jnp.float32(1.0))
-    # Squares of what is below 1e-19, as gradients are, would be flushed to zero.
-    inverse = _positive(members.at_elements(unit, x.ndim))
-    parts = x / inverse
-    lost = jnp.where(finite, (x - values) / inverse, jnp.float32(0.0))
-    local = members.totals(parts, parts**2, lost**2, clipped, flushed, top & ~flushed, ~finite)
+    smallest = jnp.minimum(members.smallest(jnp.where(nonzero, magnitude, jnp.float32(jnp.inf))), amax)
+    # Squares of what is below 1e-19, as gradients are, would be flushed to zero; so would the inverse of 2**127.
+    unit = jnp.clip(amax, jnp.float32(2.0**-126), jnp.float32(2.0**126))
+    inverse = members.at_elements(jnp.float32(1.0) / unit, x.ndim)
+    parts = x * inverse
+    lost = jnp.where(finite, (x - values) * inverse, jnp.float32(0.0))
+    counts = members.counts(clipped, top & ~clipped, flushed, ~finite)
+    local = [*members.totals(parts, parts**2, lost**2), *counts]
     count = jnp.full_like(local[0], math.prod(x.shape[members.ensemble :]))
     if members.groups is not None:
         count = count * jnp.sum(members.groups.astype(jnp.float32), axis=-2)
     copies = members.copies([unit, *local])
-    total, squares, lost, clipped, flushed, last, nonfinite, count = members.of_all_devices([*local, count], copies)
+    total, squares, lost, clipped, rounded, flushed, nonfinite, count = members.of_all_devices([*local, count], copies)
 
     # About the mean: an operand that is everywhere the same has no tails.
     numbers, count = _positive(count - nonfinite), _positive(count)
@@ -188,11 +197,11 @@ def statistics_of(
         "scale": members.largest(scale),
         "saturation": clipped / count,
         "underflow": flushed / count,
-        "last_bin": last / count,
+        "last_bin": (clipped + rounded) / count,
         "error": lost / _positive(squares),
         "rms_error": jnp.sqrt(lost / count) * unit,
         "norm": jnp.sqrt(squares) * unit,
-        "dynamic_range": -jnp.log2(members.smallest(jnp.where(nonzero, jnp.abs(parts), jnp.float32(1.0)))),
+        "dynamic_range": jnp.log2(_positive(amax)) - jnp.log2(_positive(smallest)),
         "kurtosis": (fourth / numbers) / _positive((variance / numbers) ** 2),
         "nonfinite": nonfinite,
         "active": jnp.ones_like(amax) if active is None else jnp.broadcast_to(active, amax.shape),
@@ -210,6 +219,12 @@ def share_of_active(sizes: Int[Array, "*members groups"], members: Members) -> F
     has_rows = jnp.any(sizes > 0, axis=tuple(range(members.ensemble, sizes.ndim - 1)))
     found = jnp.mean(has_rows.astype(jnp.float32), axis=-1)
     return lax.pmax(found, members.devices) if members.devices else found
+
+
+def _bits_of_magnitude(a: Float[Array | np.ndarray, "*shape"]) -> UInt[Array, "*shape"]:
+    """The bits below the sign, in the order of the magnitudes."""
+    unsigned = np.dtype(f"uint{8 * a.dtype.itemsize}")
+    return lax.bitcast_convert_type(a, unsigned) & unsigned.type(np.iinfo(unsigned).max // 2)
 
 
 def _positive(a: Array) -> Array:
