@@ -24,7 +24,9 @@ def main() -> None:
     """Prints a line for each size and recipe."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--recipes", nargs="+", default=["delayed", "current"])
-    parser.add_argument("--sizes", nargs="+", default=["128x512", "256x1024", "512x2048", "1024x4096"], help="width x rows")
+    parser.add_argument(
+        "--sizes", nargs="+", default=["128x512", "256x1024", "512x2048", "1024x4096"], help="width x rows"
+    )
     parser.add_argument("--repeats", type=int, default=15)
     options = parser.parse_args()
     print(f"MLP of 4 layers, bf16, on {jax.devices()[0].device_kind}; JAX {jax.__version__}")
