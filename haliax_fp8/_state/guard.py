@@ -36,6 +36,13 @@ def guard_of(scale: Float32[Array, "*shape"]) -> Float32[Array, "*shape"]:
     return lax.bitcast_convert_type((words >> np.uint32(1)) + _HALF, jnp.float32)
 
 
+def guard_on_host(scale: np.ndarray) -> np.ndarray:
+    """`guard_of` in NumPy: an op may be made inside a step that is compiled for devices which are not here."""
+    dropped = np.uint32((1 << (24 - _BITS)) - 1)
+    words = (np.ascontiguousarray(scale, np.float32).view(np.uint32) + dropped) & ~dropped
+    return ((words >> np.uint32(1)) + _HALF).view(np.float32)
+
+
 def checked(scale: Float32[Array, "*shape"], guard: Float32[Array, "*shape"]) -> Float32[Array, "*shape"]:
     """Scales as products take them; NaN where the guard is not that of the scale.
 

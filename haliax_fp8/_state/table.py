@@ -6,7 +6,6 @@ A row begins with the scale and ends with its guard (see `guard.py`); between th
 import functools
 from collections.abc import Sequence
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -15,7 +14,7 @@ from jaxtyping import Array, Float32
 from ..recipes.recipe import SCALE_BITS
 from ..recipes.scaling.base import AbstractScaling, AbstractStatefulScaling
 from ..recipes.scaling.multiplier import round_up_scale
-from .guard import checked, guard_of, is_own
+from .guard import checked, guard_of, guard_on_host, is_own
 
 
 type Table = Float32[Array, "*ensemble operands columns"]
@@ -29,8 +28,7 @@ def first_table(scalings: tuple[AbstractScaling, ...]) -> np.ndarray | None:
     table = np.zeros((len(rows), max(map(len, rows)) + 1), np.float32)
     for row, values in zip(table, rows, strict=True):
         row[: len(values)] = values
-    with jax.ensure_compile_time_eval():
-        table[:, -1] = np.asarray(guard_of(jnp.asarray(table[:, 0])))
+    table[:, -1] = guard_on_host(table[:, 0])
     return table
 
 

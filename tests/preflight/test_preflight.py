@@ -197,6 +197,18 @@ def test_rotations_are_told_from_the_products_that_they_are_for():
     assert sum(p.flops for p in products) == 2 * 8 * TOKENS * WIDTH**2
 
 
+@everywhere
+def test_a_step_that_makes_ops_is_compiled_for_devices_that_are_not_here(target):
+    """A state's first values are not computed on the step's devices."""
+    measure = lambda model, x: fp8.quantization_statistics(model, lambda m: (jax.vmap(m)(x) ** 2).mean()).flat()
+    report = inspect_step(
+        measure, converted(width=64), struct(TOKENS, WIDTH), target=target, other_setting=target == "local"
+    )
+    # Statistics need the outputs and their gradients, not those of the kernels.
+    assert [p.role for p in report.products].count("dgrad") == 2 and len(report.products) == 5
+    assert {p.verdict for p in report.products} == {Verdict.EMULATED if target == "local" else Verdict.FP8}
+
+
 # --- The report -------------------------------------------------------------------------------------------------------
 
 

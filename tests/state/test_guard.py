@@ -11,7 +11,7 @@ from helpers import rounded_up
 from jax import lax
 
 import haliax_fp8 as fp8
-from haliax_fp8._state.guard import checked, guard_of, is_changed
+from haliax_fp8._state.guard import checked, guard_of, guard_on_host, is_changed
 from haliax_fp8._state.table import scales_in
 from haliax_fp8.layers.own_state import is_changed as is_state_changed
 
@@ -53,6 +53,8 @@ def test_scales_with_their_guards_pass():
     guards = guard_of(jnp.asarray(SCALES))
     np.testing.assert_array_equal(checked(jnp.asarray(SCALES), guards), SCALES)
     assert not is_changed(SCALES, np.asarray(guards))
+    with_infinity = np.append(SCALES, np.float32(np.inf))
+    np.testing.assert_array_equal(guard_on_host(with_infinity), guard_of(jnp.asarray(with_infinity)))
 
 
 def scales_of_operands() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
