@@ -98,11 +98,6 @@ def _of_pallas(message: str) -> str | None:
     """Why a Pallas kernel was not compiled, and the remedy; None if something else failed."""
     if "No PTX compilation provider" in message:
         return "it needs ptxas, from NVIDIA's CUDA toolkit or the package nvidia-cuda-nvcc; put its folder on the PATH"
-    if "Failed to materialize symbols" in message and "mosaic_gpu" in message:
-        return (
-            "jax.experimental.pallas.mosaic_gpu was imported before its compiler was found; call haliax_fp8.preflight "
-            "first, in a process of its own"
-        )
     if "Mosaic GPU pass pipeline failed" in message:
         return (
             "JAX compiles Pallas kernels for one architecture per process, that of the first target; compile for each "

@@ -502,6 +502,29 @@ def test_check_of_the_guide(function, found, capsys):
     assert not has_fp8_product(lowered.compile())
 
 
+@pytest.mark.slow
+@pytest.mark.more
+@pytest.mark.skipif(targets["h100"].missing() is not None, reason="needs the package jax-cuda13-pjrt")
+def test_mosaic_may_have_been_imported_before():
+    """Where it is imported, JAX notes where its compiler is, and does not find one that is no package."""
+    code = (
+        "import equinox as eqx, jax, jax.numpy as jnp\n"
+        "from jax.experimental.pallas import mosaic_gpu\n"
+        "import haliax_fp8 as fp8\n"
+        "from haliax_fp8.preflight import inspect_step\n"
+        "op = eqx.filter_eval_shape(lambda: fp8.Fp8DotGeneral.init('delayed'))\n"
+        "shapes = ((1024, 256), 'bfloat16'), ((4, 256, 512), 'bfloat16'), ((4,), 'int32')\n"
+        "args = [jax.ShapeDtypeStruct(*shape) for shape in shapes]\n"
+        "call = lambda op, x, w, sizes: op.ragged_dot(x, w, sizes)\n"
+        "(product,) = inspect_step(call, op, *args, target='h100', other_setting=False).products\n"
+        "assert product.implementation == 'grouped f8', product\n"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "JAX_PLATFORMS": "cpu"}, capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stderr
+
+
 @pytest.mark.more
 def test_the_process_keeps_its_backend():
     """Run in a process of its own, where JAX has not started yet."""

@@ -119,7 +119,10 @@ def _find_libraries() -> None:
     """
     if NVIDIA.unpacked is None or any(importlib.util.find_spec(name) is not None for name in _LIBRARIES):
         return
-    spec = importlib.util.spec_from_file_location(_LIBRARY, NVIDIA.directory / NVIDIA.files["jax-cuda13-plugin"])
+    path = NVIDIA.directory / NVIDIA.files["jax-cuda13-plugin"]
+    # JAX notes this path where it imports Mosaic, which it may have done before.
+    os.environ.setdefault("MOSAIC_GPU_RUNTIME_LIB_PATH", str(path.parent / "libmosaic_gpu_runtime.so"))
+    spec = importlib.util.spec_from_file_location(_LIBRARY, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[_LIBRARY] = module
