@@ -69,9 +69,9 @@ def fp8_linear_layers[M](module: M, config: Fp8Config | None = None, **options: 
 
     Raises:
         ValueError: If the model has no layer that can be converted; if a pattern selects no layer (the nearest paths
-            are listed), or `targets` selects one that cannot be converted; if the default device lacks the units for a
-            recipe and `emulate` is False; or if `config` is not an `Fp8Config`, an option is unknown, or both are
-            given.
+            are listed), or `targets` selects one that cannot be converted; if `serving.quantize_for_inference` made
+            layers that are to be converted; if the default device lacks the units for a recipe and `emulate` is False;
+            or if `config` is not an `Fp8Config`, an option is unknown, or both are given.
 
     Example:
         >>> In, Out = hax.Axis("in", 64), hax.Axis("out", 128)
@@ -81,6 +81,8 @@ def fp8_linear_layers[M](module: M, config: Fp8Config | None = None, **options: 
     """
     config = as_config(config, options, call="fp8_linear_layers(model, ")
     decisions = decide(module, config)
+    chosen = {path: made.layer for path, made in decisions.items() if _select(path, made.layer, config)[0] is not None}
+    require_weights(chosen, "module", "Convert the model that it was made from")
     # With `only_if`, it is fine if no layer would be faster.
     if config.only_if is None and not any(decision.is_convertible for decision in decisions.values()):
         left = {path: decision.reason for path, decision in decisions.items()}

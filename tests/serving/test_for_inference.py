@@ -348,11 +348,15 @@ def test_a_class_of_ones_own():
         served.kernel.dot_general(normal(1, 5, 32), (((1,), (1,)), ((), ())))
 
 
-def test_a_served_model_is_neither_restored_nor_trained():
-    """Before a step is compiled; the model that the errors lead to is the plain one."""
+def test_a_served_model_is_neither_converted_nor_restored_nor_trained():
+    """Before a step is compiled, nor a part that has weights; the model that the errors lead to is the plain one."""
     plain = eqx.nn.MLP(64, 64, 64, 4, key=jax.random.key(0))
     served = quantize_for_inference(plain, "weight_only", exclude="layers.1")
     layers = "made by quantize_for_inference: .*the weight of layers.0, layers.2, layers.3 and 1 more"
+    with pytest.raises(ValueError, match=f"module was {layers}. Convert the model.*serving.dequantize.model."):
+        fp8_linear_layers(served)
+    others = ("layers.0", "layers.2", "layers.3", "layers.4")
+    assert fp8_linear_layers(served, exclude=others).layers[0] is served.layers[0]
     with pytest.raises(ValueError, match=f"module was {layers}. Restore the model.*serving.dequantize.model."):
         restore_linear_layers(served)
     with pytest.raises(ValueError, match=f"model was {layers}. Train the model.*serving.dequantize.model."):
