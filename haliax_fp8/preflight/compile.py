@@ -78,7 +78,7 @@ def compile_for(
             rest = {name: x for name, x in inputs.abstract.items() if name not in donated}
             given = {name: inputs.abstract[name] for name in donated}
             traced = jax.jit(inputs.call, donate_argnums=0).trace(given, rest)
-        with changed_process(ignored=_WARNINGS):
+        with changed_process(variables=target.variables, ignored=_WARNINGS):
             lowered = traced.lower()
             try:
                 compiled = lowered.compile(compiler_options={**target.compiler_options(flags), **options})

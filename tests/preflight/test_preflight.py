@@ -508,8 +508,9 @@ def test_check_of_the_guide(function, found, capsys):
 def test_mosaic_may_have_been_imported_before():
     """Where it is imported, JAX notes where its compiler is, and does not find one that is no package."""
     code = (
-        "import equinox as eqx, jax, jax.numpy as jnp\n"
+        "import os, equinox as eqx, jax, jax.numpy as jnp\n"
         "from jax.experimental.pallas import mosaic_gpu\n"
+        "before = dict(os.environ)\n"
         "import haliax_fp8 as fp8\n"
         "from haliax_fp8.preflight import inspect_step\n"
         "op = eqx.filter_eval_shape(lambda: fp8.Fp8DotGeneral.init('delayed'))\n"
@@ -518,6 +519,7 @@ def test_mosaic_may_have_been_imported_before():
         "call = lambda op, x, w, sizes: op.ragged_dot(x, w, sizes)\n"
         "(product,) = inspect_step(call, op, *args, target='h100', other_setting=False).products\n"
         "assert product.implementation == 'grouped f8', product\n"
+        "assert os.environ == before\n"
     )
     run = subprocess.run(
         [sys.executable, "-c", code], env={**os.environ, "JAX_PLATFORMS": "cpu"}, capture_output=True, text=True

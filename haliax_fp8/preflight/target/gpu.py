@@ -55,6 +55,17 @@ class GpuTarget(Target):
             "times are estimates, nothing ran",
         )
 
+    @property
+    def variables(self) -> Mapping[str, str]:
+        """Where the compiler of Pallas kernels is.
+
+        JAX looks for it where it imports Mosaic, which may have been before its package was found.
+        """
+        if NVIDIA.unpacked is None:
+            return {}
+        package = (NVIDIA.directory / NVIDIA.files["jax-cuda13-plugin"]).parent
+        return {"MOSAIC_GPU_RUNTIME_LIB_PATH": str(package / "libmosaic_gpu_runtime.so")}
+
     def missing(self) -> str | None:
         if _plugin_among_packages() is not None or NVIDIA.unpacked is not None:
             return None
@@ -119,10 +130,7 @@ def _find_libraries() -> None:
     """
     if NVIDIA.unpacked is None or any(importlib.util.find_spec(name) is not None for name in _LIBRARIES):
         return
-    path = NVIDIA.directory / NVIDIA.files["jax-cuda13-plugin"]
-    # JAX notes this path where it imports Mosaic, which it may have done before.
-    os.environ.setdefault("MOSAIC_GPU_RUNTIME_LIB_PATH", str(path.parent / "libmosaic_gpu_runtime.so"))
-    spec = importlib.util.spec_from_file_location(_LIBRARY, path)
+    spec = importlib.util.spec_from_file_location(_LIBRARY, NVIDIA.directory / NVIDIA.files["jax-cuda13-plugin"])
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[_LIBRARY] = module

@@ -43,6 +43,11 @@ class Target(abc.ABC):
 
     @property
     @abc.abstractmethod
+    def variables(self) -> Mapping[str, str]:
+        """Environment variables that the compiler reads, set while it compiles."""
+
+    @property
+    @abc.abstractmethod
     def caveats(self) -> tuple[str, ...]:
         """What a report for this target cannot know."""
 
@@ -89,6 +94,10 @@ class LocalTarget(Target):
 
     def compiler_options(self, flags: XlaFlags) -> Mapping[str, Any]:
         return {}  # XLA itself reads the flags in the environment.
+
+    @property
+    def variables(self) -> Mapping[str, str]:
+        return {}
 
     @property
     def caveats(self) -> tuple[str, ...]:

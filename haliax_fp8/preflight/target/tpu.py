@@ -33,6 +33,10 @@ class TpuTarget(Target):
         return {}  # XLA itself reads the flags in the environment.
 
     @property
+    def variables(self) -> Mapping[str, str]:
+        return {}
+
+    @property
     def caveats(self) -> tuple[str, ...]:
         return ("times are estimates, nothing ran",)
 
