@@ -8,7 +8,7 @@ import jax
 
 from .._state.op_state import OpState
 from ..devices.device import Device, is_device_name
-from ..recipes.recipe import Recipe
+from ..recipes.recipe import OPERAND_NAMES, Recipe
 from ..recipes.scaling import DelayedScaling
 from .config import Fp8Config, as_config
 from .convert import decide
@@ -94,9 +94,11 @@ def _recorded(state: Any) -> bool | None:
     """Whether the delayed scales of an op have seen a product, as far as they can be read; None if it has none."""
     if not isinstance(state, OpState):
         return None
-    # An output gradient of zeros leaves its own history empty, and those of the other operands not.
-    delayed = sum(isinstance(scaling, DelayedScaling) for scaling in state.scalings)
-    return None if not delayed else len(unrecorded_operands(state)) < delayed
+    named = zip(OPERAND_NAMES, state.scalings, strict=False)
+    delayed = {operand for operand, scaling in named if isinstance(scaling, DelayedScaling)}
+    # An output gradient of zeros leaves its history empty, even in training.
+    expected = delayed - {"output_grad"} or delayed
+    return None if not delayed else expected.isdisjoint(unrecorded_operands(state))
 
 
 def _require_model_and_config(model: Any, config: Any) -> None:

@@ -148,7 +148,8 @@ class ModelDescription(Printable):
             return ""
         if not any(known):
             return "No amax recorded yet: calibrate, or write the state back with apply_updates"
-        return f"No amax recorded yet in {known.count(False)} of {len(known)} layers: the loss has not reached them"
+        some = f"{known.count(False)} of {len(known)} layers"
+        return f"No amax recorded yet in {some}: the loss has not reached them, or all that did is zero or not finite"
 
     @property
     def note(self) -> str:

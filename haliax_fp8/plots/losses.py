@@ -44,6 +44,12 @@ def loss_curves(
         )
     if baseline not in runs:
         raise ValueError(f"baseline={baseline!r} is not one of the runs {list(runs)}")
+    for name, values in runs.items():
+        if isinstance(values, Sequence) and any(isinstance(value, Mapping) for value in values):
+            raise ValueError(
+                f"runs[{name!r}] holds dicts, not losses; take the number of each step, such as "
+                "[metrics['loss'] for metrics in ...]"
+            )
     losses = {name: np.atleast_2d(np.asarray(values, np.float64)) for name, values in runs.items()}
     length = losses[baseline].shape[-1]
     for name, values in losses.items():

@@ -167,21 +167,20 @@ def _quantized(
 def _with_scales(name: str, op: Fp8DotGeneral | None, scheme: Scheme) -> Fp8DotGeneral:
     """The op of a layer; raises a ValueError unless its state has the scales that a scheme needs."""
     asked = " and ".join(scheme.stored)
-    calibrate = (
-        "calibrate the model first: model = calibrate(fp8_linear_layers(model, recipe='static'), loss_fn, batches); or "
-        "use a scheme that computes scales, such as 'dynamic'"
+    remedy = (
+        "use a scheme that computes scales, such as 'dynamic'; or calibrate the model first: model = "
+        "calibrate(fp8_linear_layers(model, recipe='static'), loss_fn, batches)"
     )
     if op is None:
         raise ValueError(
-            f"{name} has no training state, but scheme={scheme} takes the scales of {asked} from there; {calibrate}"
+            f"{name} has no training state, but scheme={scheme} takes the scales of {asked} from there; {remedy}"
         )
     for operand in scheme.stored:
         quantization = op.recipe.quantization(operand, "fprop")
         if not stores_scale(quantization.scaling):
             raise ValueError(
                 f"the recipe of {name} ({op.recipe}) stores no scale of its {operand}, which scheme={scheme} needs: "
-                f"current scales depend on the batch. Use a scheme that computes scales, such as 'dynamic'; or "
-                f"{calibrate}"
+                f"current scales depend on the batch; {remedy}"
             )
         if quantization.rounding.needs_key:
             raise ValueError(f"the recipe of {name} rounds its {operand} at random, which inference does not support")
@@ -195,7 +194,7 @@ def _with_scales(name: str, op: Fp8DotGeneral | None, scheme: Scheme) -> Fp8DotG
     if missing:
         raise ValueError(
             f"the state of {name} has no scale of its {' and '.join(dict.fromkeys(missing))} yet, because no step was "
-            f"taken; train a step, or {calibrate}"
+            f"taken; train a step, or {remedy}"
         )
     return op
 

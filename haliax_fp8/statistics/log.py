@@ -49,6 +49,10 @@ class StatisticsLog:
         if any(after <= before for before, after in zip(steps, steps[1:], strict=False)):
             raise ValueError(f"steps={list(steps)} does not rise; sort what was measured by step, each step once")
         for step, numbers in zip(steps, measured, strict=True):
+            if not isinstance(numbers, Mapping):
+                raise ValueError(
+                    f"measured has a {type(numbers).__name__} for step {step}, not a dict of numbers; use its flat()"
+                )
             for name, value in numbers.items():
                 if np.size(value) != 1:
                     raise ValueError(f"{name!r} of step {step} has shape {np.shape(value)}, not one number; use flat()")

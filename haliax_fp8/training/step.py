@@ -200,7 +200,7 @@ class TrainStep(eqx.Module):
             The new model, the new optimizer state, and metrics: `loss`, `grad_norm` (over parameters, before clipping),
             `aux` with `has_aux`, and the monitor's numbers if it measured in this step.
         """
-        require_order(model, opt_state)
+        require_order(model, opt_state, batch)
         call = "step(model, opt_state, *batch)"
         require_call(self.loss_fn, batch, key, loss_key, call=call, before=(opt_state,))
         # This does not wait for the previous step, whose model was checked already.

@@ -5,8 +5,10 @@ from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
+import haliax as hax
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from .._op import Fp8DotGeneral
 from ..layers.default import default_rules
@@ -105,7 +107,8 @@ def require_call(
         left = "the argument that is" if len(batch) == 1 else f"the {len(batch)} arguments that are"
         if len(batch) == 1 and isinstance(batch[0], tuple | list) and _takes(signature, tuple(batch[0]), named):
             hint = "The batch was passed as one argument; unpack it. "
-        elif before and _takes(signature, (*before, *batch), named):  # with the state as the first of its arguments
+        # An array in place of the state may be the first argument of the loss.
+        elif any(map(_is_array, before)) and _takes(signature, (*before, *batch), named):
             hint = "opt_state seems to be missing. "
         else:
             hint = ""
@@ -161,10 +164,20 @@ def require_not_deleted(error: RuntimeError, **given: Any) -> None:
         ) from error
 
 
-def require_order(model: Any, opt_state: Any) -> None:
-    """Raises a ValueError if a step was given the optimizer's state before the model."""
+def require_order(model: Any, opt_state: Any, batch: tuple[Any, ...]) -> None:
+    """Raises a ValueError if a step was given the optimizer's state, or an array of the batch, before the model."""
     if isinstance(opt_state, eqx.Module) and isinstance(model, tuple) and not isinstance(model, eqx.Module):
         raise ValueError("model and opt_state are swapped; a step is called as step(model, opt_state, *batch)")
+    others = [x for x in (opt_state, *batch) if isinstance(x, eqx.Module) and not _is_array(x)]
+    if _is_array(model) and others:
+        raise ValueError(
+            f"model is an array of shape {model.shape}, and the model, of class {type(others[0]).__name__}, comes "
+            "behind it; a step is called as step(model, opt_state, *batch)"
+        )
+
+
+def _is_array(x: Any) -> bool:
+    return isinstance(x, hax.NamedArray) or eqx.is_array(x) or isinstance(x, np.ndarray)
 
 
 def _takes(signature: inspect.Signature, batch: tuple[Any, ...], named: dict[str, Any]) -> bool:

@@ -456,6 +456,9 @@ def test_wrong_arguments_of_save_and_files_of_other_trees(tmp_path):
         save(model, tmp_path / "model.eqx")
     with pytest.raises(ValueError, match=r"a folder that does not exist; create '.*missing' first"):
         save(tmp_path / "missing/model.eqx", model)
+    with pytest.raises(ValueError, match=r"save does not write; use a name such as '.*model.eqx', or export_model"):
+        save(tmp_path / "model.safetensors", model)
+    assert not list(tmp_path.iterdir())
     save(tmp_path / "both.eqx", (model, optax.adam(1e-3).init(eqx.filter(model, eqx.is_array))))
     message = r"it holds 0.layers.*; the model expects layers.0.weight, .*load_into\(\(model, None\), path\)"
     with pytest.raises(ValueError, match=rf"nothing in path='.*both.eqx' fits the model: {message}"):

@@ -956,7 +956,9 @@ def test_scales_that_no_step_has_written_are_a_line_below_the_table():
     for recipe in ("current", "rowwise", "mxfp8", "static"):
         assert NO_AMAX not in str(describe(fp8_linear_layers(plain, recipe=recipe)))
     calibrated = haliax_fp8.calibrate(model, loss, [x])
-    assert f"{NO_AMAX} in 1 of 2 layers: the loss has not reached them" in str(describe(calibrated))
+    assert f"{NO_AMAX} in 1 of 2 layers: the loss has not reached them" in " ".join(str(describe(calibrated)).split())
+    poisoned = haliax_fp8.calibrate(model, loss, [x.at[0, 0].set(jnp.nan)])
+    assert f"{NO_AMAX}: " in str(describe(poisoned))  # the kernel's is recorded, the input's is not
     only = fp8_linear_layers(plain, amax_history_length=4, exclude="unused")
     assert NO_AMAX in str(describe(only))
     overwrites, gradients = haliax_fp8.partition_for_grad_overwrite(haliax_fp8.filter_grad(loss)(only, x))

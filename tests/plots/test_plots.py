@@ -1,6 +1,7 @@
 """What is drawn, read back from the figures, is what NumPy computes from the same numbers."""
 
 import importlib.util
+import inspect
 import json
 import pathlib
 import sys
@@ -79,6 +80,7 @@ def test_runs_can_be_told_apart_without_colour():
     [
         ({"runs": {"a": [1.0]}, "baseline": "b"}, "baseline='b' is not one of"),
         ({"runs": [[1.0], [2.0]], "baseline": "a"}, r"runs is a list, but must be a dict .*loss_curves\(\{'a': losses"),
+        ({"runs": {"a": [{"loss": 1.0}]}, "baseline": "a"}, r"runs\['a'\] holds dicts, not losses"),
         ({"runs": {"a": [1.0, 2.0], "b": [1.0]}, "baseline": "a"}, r"runs\['b'\] has shape"),
         ({"runs": {"a": [1.0, 2.0]}, "baseline": "a", "window": 3}, "window=3"),
         ({"runs": {"a": [1.0, 2.0]}, "baseline": "a", "steps": [1]}, "steps has shape"),
@@ -138,6 +140,8 @@ def test_lighter_is_larger():
     "make, message",
     [
         (lambda: StatisticsLog.of([]), "0 entries"),
+        # Without the check of annotations that tests add.
+        (lambda: inspect.unwrap(StatisticsLog.of)([7.0]), "measured has a float for step 0, not a dict of numbers"),
         (lambda: StatisticsLog.of([flat(0), flat(1)], [1, 1]), "does not rise"),
         (lambda: StatisticsLog.of([{"a": np.ones(3)}]), r"'a' of step 0 has shape \(3,\)"),
         (lambda: StatisticsLog.of([flat(0)]).table("amx"), r"statistic='amx' .* \['amax', 'underflow'\]"),

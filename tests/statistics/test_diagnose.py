@@ -593,5 +593,7 @@ def test_what_is_not_of_the_model_is_refused(healthy):
         diagnose(healthy.layers, measured)
     with pytest.raises(ValueError, match="statistics=dict must be what quantization_statistics"):
         diagnose(healthy, {})
+    with pytest.raises(ValueError, match=r"swapped; use diagnose\(model, statistics\)"):
+        diagnose(measured, healthy)
     with pytest.raises(ValueError, match="model has no FP8 product to diagnose"):
         diagnose(fp8.restore_linear_layers(healthy), measured)

@@ -236,6 +236,18 @@ MISTAKES = {
     "each 0 steps": (lambda: every(0), "steps=0 must be an integer of at least 1"),
     "no batch": (lambda: STEP(MODEL, STEP.init(MODEL)), r"0 arguments .*'x'.*step\(model, opt_state, \*batch\)"),
     "no state": (lambda: STEP(MODEL, X), r"opt_state seems to be missing. Use step\(model, opt_state, \*batch\)"),
+    "a batch that is not whole": (
+        lambda: TrainStep(lambda m, x, y: loss_fn(m, x + y), MOMENTUM)(MODEL, STEP.init(MODEL), X),
+        r"missing a required argument: 'y'. Use step\(model, opt_state, \*batch\)",
+    ),
+    "the batch first": (
+        lambda: STEP(X, MODEL, STEP.init(MODEL)),
+        r"model is an array of .*, of class MLP, comes behind",
+    ),
+    "the model last": (
+        lambda: STEP(X, STEP.init(MODEL), MODEL),
+        r"model is an array .*step\(model, opt_state, \*batch\)",
+    ),
     "state first": (lambda: STEP(STEP.init(MODEL), MODEL, X), "model and opt_state are swapped"),
     "no batch for calibrate": (lambda: STEP.calibrate(MODEL), r"0 arguments .*Use step.calibrate\(model, \*batch\)"),
     "a model as loss": (lambda: TrainStep(MODEL, MOMENTUM), r"loss_fn is a MLP, a model; use TrainStep\(loss_fn, opt"),

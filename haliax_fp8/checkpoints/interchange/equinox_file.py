@@ -42,10 +42,10 @@ def save(path: str | os.PathLike[str], tree: Any, *, allow_nonfinite: bool = Fal
             that goes on from there is lost, and the last good file with it.
 
     Raises:
-        ValueError: If the folder does not exist or cannot be written to; if anything but its own update changed the FP8
-            state; if an element is NaN, or an element of an array with axes is infinite, outside of FP8 state; if an
-            array is divided over several processes, or a leaf is a random key with a type (save `jax.random.key_data`
-            of it).
+        ValueError: If the folder does not exist or cannot be written to; if the name ends in `.safetensors`; if
+            anything but its own update changed the FP8 state; if an element is NaN, or an element of an array with axes
+            is infinite, outside of FP8 state; if an array is divided over several processes, or a leaf is a random key
+            with a type (save `jax.random.key_data` of it).
 
     Example:
         >>> import tempfile
@@ -61,6 +61,11 @@ def save(path: str | os.PathLike[str], tree: Any, *, allow_nonfinite: bool = Fal
     if not allow_nonfinite:
         require_own_state(tree)
     path = with_suffix(path)
+    if path.suffix == ".safetensors":
+        raise ValueError(
+            f"path={str(path)!r} names a file of safetensors, which save does not write; use a name such as "
+            f"{str(path.with_suffix('.eqx'))!r}, or export_model for weights that other libraries read"
+        )
     if not path.parent.is_dir():
         raise ValueError(f"path={str(path)!r} is in a folder that does not exist; create {str(path.parent)!r} first")
     saved = [leaf for leaf in leaves_of(tree) if is_saved(leaf.value)]

@@ -33,6 +33,8 @@ def diagnose(model: Any, statistics: ModelStatistics, thresholds: Thresholds | N
         >>> print(diagnose(model, quantization_statistics(model, loss_fn, x)))
         No problem found.
     """
+    if isinstance(model, ModelStatistics):
+        raise ValueError("model and statistics are swapped; use diagnose(model, statistics)")
     if not isinstance(statistics, ModelStatistics):
         raise ValueError(
             f"statistics={type(statistics).__name__} must be what quantization_statistics(model, loss_fn, *batch) "
