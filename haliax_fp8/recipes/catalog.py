@@ -88,6 +88,8 @@ def as_recipe(recipe: Any, name: str = "recipe") -> Recipe:
     if isinstance(recipe, AbstractScaling):
         recipe = Recipe.of(recipe)
     if not isinstance(recipe, Recipe):
+        if isinstance(recipe, type) and issubclass(recipe, AbstractScaling | Recipe):
+            raise ValueError(f"{name} is the class {recipe.__name__}; call it to make a recipe: {recipe.__name__}(...)")
         raise ValueError(f"{name}={recipe!r} is not a recipe; use a name such as 'delayed', a scaling, or Recipe(...)")
     return recipe
 

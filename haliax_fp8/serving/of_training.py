@@ -175,6 +175,11 @@ def _with_scales(name: str, op: Fp8DotGeneral | None, scheme: Scheme) -> Fp8DotG
         raise ValueError(
             f"{name} has no training state, but scheme={scheme} takes the scales of {asked} from there; {remedy}"
         )
+    if op.recipe.is_stateful and op.state is None:
+        raise ValueError(
+            f"{name} has no state, although its recipe keeps one, and scheme={scheme} takes the scales of {asked} from "
+            "there: trainable(model) and an optimizer's state look like this. Give the model itself"
+        )
     for operand in scheme.stored:
         quantization = op.recipe.quantization(operand, "fprop")
         if not stores_scale(quantization.scaling):

@@ -143,7 +143,10 @@ def _parts(x: Array, count: int) -> Array:
             "as loss_key=, which gives each microbatch its own, and loss_fn as its argument 'key'"
         )
     if x.ndim == 0 or x.shape[0] % count:
-        raise ValueError(f"microbatches={count} does not divide the leading axis of a batch array of shape {x.shape}")
+        raise ValueError(
+            f"microbatches={count} does not divide the leading axis of a batch array of shape {x.shape}; give a batch "
+            "whose arrays it divides, or make what is the same for all microbatches part of the loss"
+        )
     # If devices divide the leading axis, they keep their rows: the outer part of a divided axis stays divided.
     return whole_in_front(jnp.swapaxes(x.reshape(x.shape[0] // count, count, *x.shape[1:]), 0, 1))
 

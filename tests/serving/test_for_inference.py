@@ -376,6 +376,8 @@ def test_errors():
     np.testing.assert_array_equal(eqx.filter_grad(lambda model: jax.vmap(model)(x).sum())(served).bias, 5.0)
     assert jax.tree.leaves(trainable(served)) == [served.bias]
     assert cast_params(served, jnp.bfloat16).kernel.scale.array is served.kernel.scale.array
+    with pytest.raises(ValueError, match="no state, although its recipe keeps one, .*Give the model itself"):
+        quantize_for_inference(trainable(fp8_linear_layers(layer)), "static")
     with pytest.raises(ValueError, match="scheme='dynamics' is not a scheme; the nearest are 'dynamic'"):
         quantize_for_inference(layer, "dynamics")
     with pytest.raises(ValueError, match="exclude='up' selects no layer"):
