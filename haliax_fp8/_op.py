@@ -16,7 +16,7 @@ from jaxtyping import Array, DTypeLike, Float, Int
 from ._jax.explicit_axes import sharding_of_groups, sharding_of_product
 from ._product.arguments import check_groups, check_operands, floating_dtype, precision_of
 from ._product.contraction import AbstractContraction
-from ._product.dimensions import DimensionNumbers, DotDimensions
+from ._product.dimensions import DimensionNumbers
 from ._product.dot import DotContraction
 from ._product.grouped.contraction import RaggedContraction
 from ._product.grouped.implementation import implementation_for
@@ -155,10 +155,9 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
         """
         check_operands(lhs, rhs)
         require_state(self.state, self.recipe)
-        dims = DotDimensions.of(dimension_numbers, lhs.shape, rhs.shape)
-        sharding = sharding_of_product(lhs, rhs, dims.numbers, out_sharding)
+        contraction = DotContraction.of(dimension_numbers, self.kernel_shape, lhs.shape, rhs.shape)
+        sharding = sharding_of_product(lhs, rhs, contraction.dimensions.numbers, out_sharding)
         # From here on the input comes first; the contraction alone knows how they are multiplied.
-        contraction = DotContraction(dims, kernel_first=dims.kernel_is_lhs(self.kernel_shape, lhs.shape, rhs.shape))
         input, kernel = contraction.placed(lhs, rhs)
         spec = self._spec(contraction, input, kernel, precision, preferred_element_type)
         return self._multiply((input, kernel), (), spec, sharding)

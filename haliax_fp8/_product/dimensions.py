@@ -106,28 +106,6 @@ class DotDimensions:
         of_lhs, of_rhs = self.lhs_batch + self.lhs_free, self.rhs_free
         return (*[lhs_shape[axis] for axis in of_lhs], *[rhs_shape[axis] for axis in of_rhs])
 
-    def kernel_is_lhs(
-        self, kernel_shape: tuple[int, ...] | None, lhs_shape: Sequence[int], rhs_shape: Sequence[int]
-    ) -> bool:
-        """Whether the kernel is the first operand: if only that one has its free axes. `einsum` may swap operands.
-
-        Args:
-            kernel_shape: The sizes of the kernel's free axes; None if they are not known.
-            lhs_shape: The shape of the first operand.
-            rhs_shape: That of the second.
-        """
-        if kernel_shape is None:
-            return False
-        batch = tuple([lhs_shape[axis] for axis in self.lhs_batch])
-
-        def fits(free: tuple[int, ...]) -> bool:
-            # A free axis of the kernel is a batch axis of the product where the input has it too.
-            return free == kernel_shape or sorted(free + batch) == sorted(kernel_shape)
-
-        lhs_free = tuple([lhs_shape[axis] for axis in self.lhs_free])
-        rhs_free = tuple([rhs_shape[axis] for axis in self.rhs_free])
-        return fits(lhs_free) and not fits(rhs_free)
-
     def with_axis_in_lhs(self) -> tuple["DotDimensions", int]:
         """With a new leading axis of lhs, which the output keeps; and where the output has it."""
         dims = dataclasses.replace(

@@ -13,7 +13,7 @@ from .._jax.mapped_axis import to_front
 from .._numerics.quantized_array import QuantizedArray
 from ..recipes.recipe import ProductName
 from .contraction import AbstractContraction
-from .dimensions import DotDimensions
+from .dimensions import DimensionNumbers, DotDimensions
 from .scaled_dot import scaled_dot
 
 
@@ -24,13 +24,40 @@ class DotContraction(AbstractContraction):
     Args:
         dimensions: Which axes are contracted, batched and kept.
         kernel_first: Whether the kernel is the first operand of `lax.dot_general`: `einsum` may swap the two. Nothing
-            else knows.
+            else asks; a black box writes it to its file.
     """
 
     dimensions: DotDimensions
     kernel_first: bool = False
 
     extras = 0
+
+    @staticmethod
+    def of(
+        numbers: DimensionNumbers,
+        kernel_shape: tuple[int, ...] | None,
+        lhs_shape: Sequence[int],
+        rhs_shape: Sequence[int],
+    ) -> "DotContraction":
+        """As `DotDimensions.of`; the kernel is the first operand if only that one has the kernel's free axes.
+
+        Args:
+            numbers: As `lax.dot_general` takes them.
+            kernel_shape: The sizes of the kernel's free axes; if None, it is the second operand.
+            lhs_shape: The shape of the first operand.
+            rhs_shape: That of the second.
+        """
+        dims = DotDimensions.of(numbers, lhs_shape, rhs_shape)
+        if kernel_shape is None:
+            return DotContraction(dims)
+        batch = [lhs_shape[axis] for axis in dims.lhs_batch]
+
+        def fits(shape: Sequence[int], free_axes: tuple[int, ...]) -> bool:
+            free = [shape[axis] for axis in free_axes]
+            # A free axis of the kernel is a batch axis of the product where the input has it too.
+            return free == [*kernel_shape] or sorted(free + batch) == sorted(kernel_shape)
+
+        return DotContraction(dims, fits(lhs_shape, dims.lhs_free) and not fits(rhs_shape, dims.rhs_free))
 
     def placed[A](self, input: A, kernel: A) -> tuple[A, A]:
         """Input and kernel as `lax.dot_general` takes them; or back."""
@@ -44,20 +71,25 @@ class DotContraction(AbstractContraction):
         """Batched over `count` leading axes."""
         return dataclasses.replace(self, dimensions=self.dimensions.with_batch_axes(count)) if count else self
 
+    def with_axis(self, input: bool, kernel: bool) -> tuple["DotContraction", int]:
+        """With a new leading axis of one operand, or a batch axis of both; and where the output has it."""
+        of_lhs, of_rhs = self.placed(input, kernel)
+        if not of_rhs:
+            dimensions, out_axis = self.dimensions.with_axis_in_lhs()
+        elif not of_lhs:
+            dimensions, out_axis = self.dimensions.with_axis_in_rhs()
+        else:
+            dimensions, out_axis = self.dimensions.with_batch_axis()
+        return dataclasses.replace(self, dimensions=dimensions), out_axis
+
     def fold(
         self, operands: Sequence[Array], axes: Sequence[int | None], size: int, ensemble: int
     ) -> tuple[Sequence[Array], "DotContraction", int]:
         """The mapped axis is a free axis of the operand that has it, or a batch axis of both."""
-        (lhs, rhs), (lhs_axis, rhs_axis) = self.placed(*operands), self.placed(*axes)
-        if rhs_axis is None:
-            dimensions, out_axis = self.dimensions.with_axis_in_lhs()
-        elif lhs_axis is None:
-            dimensions, out_axis = self.dimensions.with_axis_in_rhs()
-        else:
-            dimensions, out_axis = self.dimensions.with_batch_axis()
-        lhs = lhs if lhs_axis is None else to_front(lhs, lhs_axis, size, ensemble)
-        rhs = rhs if rhs_axis is None else to_front(rhs, rhs_axis, size, ensemble)
-        return self.placed(lhs, rhs), dataclasses.replace(self, dimensions=dimensions), out_axis
+        contraction, out_axis = self.with_axis(*[axis is not None for axis in axes])
+        pairs = zip(operands, axes, strict=True)
+        moved = [x if axis is None else to_front(x, axis, size, ensemble) for x, axis in pairs]
+        return moved, contraction, out_axis
 
     def contracted(self, product: ProductName) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Of `lax.dot_general` and its two gradients."""

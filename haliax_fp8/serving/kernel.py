@@ -13,7 +13,7 @@ from .._jax.explicit_axes import explicit_axes_of, sharding_of_product, with_aut
 from .._numerics.quantized_array import QuantizedArray
 from .._product.arguments import precision_of
 from .._product.contraction import AbstractContraction
-from .._product.dimensions import DimensionNumbers, DotDimensions
+from .._product.dimensions import DimensionNumbers
 from .._product.dot import DotContraction
 from .._product.grouped.contraction import RaggedContraction
 from .._product.grouped.implementation import implementation_for
@@ -117,11 +117,10 @@ class ServedKernel(eqx.Module):
             The product; axes in the order batch, free of input, free of kernel.
         """
         kernel = self._of_one_layer()
-        dims = DotDimensions.of(dimension_numbers, input.shape, kernel.data.shape)
-        contraction = DotContraction(dims, kernel_first=False)
+        contraction = DotContraction.of(dimension_numbers, None, input.shape, kernel.data.shape)
         sharding = None
         if any(map(explicit_axes_of, (input, kernel.data, jax.sharding.get_abstract_mesh()))):
-            sharding = sharding_of_product(input, kernel.data.astype(input.dtype), dims.numbers, None)
+            sharding = sharding_of_product(input, kernel.data.astype(input.dtype), contraction.dimensions.numbers, None)
         out_dtype = None if preferred_element_type is None else np.dtype(preferred_element_type)
         return self._multiply(input, kernel, (), contraction, out_dtype, sharding)
 

@@ -264,8 +264,8 @@ CHANGES = (
     Change(
         "vmap puts a mapped axis before an ensemble's",
         "_product/dot.py",
-        "lhs = lhs if lhs_axis is None else to_front(lhs, lhs_axis, size, ensemble)",
-        "lhs = lhs if lhs_axis is None else to_front(lhs, lhs_axis, size, 0)",
+        "moved = [x if axis is None else to_front(x, axis, size, ensemble)",
+        "moved = [x if axis is None else to_front(x, axis, size, 0)",
         ("test_kernels_first.py",),
     ),
     Change(

@@ -310,3 +310,10 @@ def test_classes_are_abstract_or_final(cls):
     """No class inherits the code of a concrete one: what a method does is read in one place."""
     ours = [base for base in cls.__mro__[1:] if base.__module__.startswith("haliax_fp8")]
     assert all(map(inspect.isabstract, ours))
+
+
+def test_only_the_contraction_knows_where_the_kernel_is():
+    """Whether it is the first operand of `dot_general`, which is also in the file of a black box."""
+    found = {path.relative_to(ROOT).as_posix() for path in files() if "kernel_first" in path.read_text()}
+    assert found == {"_product/dot.py", "statistics/kept/box.py"}
+    assert not [path for path in files() if "kernel_is_lhs" in path.read_text()]

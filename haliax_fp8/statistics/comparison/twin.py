@@ -12,7 +12,8 @@ from jaxtyping import Array, DTypeLike, Float, Int
 
 from ..._jax.max_grad import to_dtype_of
 from ..._op import Fp8DotGeneral
-from ..._product.dimensions import DimensionNumbers, DotDimensions
+from ..._product.dimensions import DimensionNumbers
+from ..._product.dot import DotContraction
 from ..whole_batch import Whole, call_whole
 from .distance import NUMBERS, distances
 
@@ -26,7 +27,7 @@ COMPARED = ("fprop", "dgrad", "wgrad", "output", "output_grad", "kernel_grad")
 COLUMNS = len(COMPARED) * len(NUMBERS) + 1
 """`NUMBERS` for each of `COMPARED`; then 1, where the loss reaches the layer."""
 
-# A product of both operands, as `lax.dot_general` or the op takes them; what comes after them is not differentiated.
+# A product of input and kernel; what comes after them is not differentiated.
 type _Product = Callable[..., Array]
 
 
@@ -59,15 +60,15 @@ class Twin(eqx.Module):
         """Multiplies as `lax.dot_general` does; with the op in the converted model."""
         # How it is divided over devices is left to XLA: `vmap` has added an axis.
         del out_sharding
-        dims = DotDimensions.of(dimension_numbers, lhs.shape, rhs.shape)
-        kernel_first = dims.kernel_is_lhs(self.kernel_shape, lhs.shape, rhs.shape)
+        contraction = DotContraction.of(dimension_numbers, self.kernel_shape, lhs.shape, rhs.shape)
 
-        def multiply(dot_general: Callable[..., Array], lhs: Array, rhs: Array) -> Array:
+        def multiply(dot_general: Callable[..., Array], input: Array, kernel: Array) -> Array:
+            both = contraction.placed(input, kernel)
             return dot_general(
-                lhs, rhs, dimension_numbers, precision=precision, preferred_element_type=preferred_element_type
+                *both, dimension_numbers, precision=precision, preferred_element_type=preferred_element_type
             )
 
-        return self._both(lambda op: op, lax.dot_general, multiply, (lhs, rhs), (), kernel_first=kernel_first)
+        return self._both(lambda op: op, lax.dot_general, multiply, contraction.placed(lhs, rhs), ())
 
     def ragged_dot(
         self,
@@ -82,11 +83,10 @@ class Twin(eqx.Module):
         """Multiplies as `lax.ragged_dot` does; likewise."""
         del out_sharding
 
-        def multiply(ragged_dot: Callable[..., Array], lhs: Array, rhs: Array, sizes: Array) -> Array:
-            return ragged_dot(lhs, rhs, sizes, precision=precision, preferred_element_type=preferred_element_type)
+        def multiply(ragged_dot: Callable[..., Array], input: Array, kernel: Array, sizes: Array) -> Array:
+            return ragged_dot(input, kernel, sizes, precision=precision, preferred_element_type=preferred_element_type)
 
-        of_op = lambda op: op.ragged_dot
-        return self._both(of_op, lax.ragged_dot, multiply, (lhs, rhs), (group_sizes,), kernel_first=False)
+        return self._both(lambda op: op.ragged_dot, lax.ragged_dot, multiply, (lhs, rhs), (group_sizes,))
 
     def _both(
         self,
@@ -95,25 +95,23 @@ class Twin(eqx.Module):
         multiply: Callable[..., Array],
         operands: tuple[Array, Array],
         extras: tuple[Array, ...],
-        *,
-        kernel_first: bool,
     ) -> Array:
         leaves, static = eqx.partition(self.op, eqx.is_array)
         leaves, structure = jax.tree.flatten(leaves)
 
-        def in_plain(lhs: Array, rhs: Array, slot: Array, *others: Array) -> Array:
+        def in_plain(input: Array, kernel: Array, slot: Array, *others: Array) -> Array:
             del slot
-            return multiply(plain, lhs, rhs, *others[: len(extras)])
+            return multiply(plain, input, kernel, *others[: len(extras)])
 
-        def in_converted(lhs: Array, rhs: Array, slot: Array, *others: Array) -> Array:
+        def in_converted(input: Array, kernel: Array, slot: Array, *others: Array) -> Array:
             del slot
             op = eqx.combine(jax.tree.unflatten(structure, others[len(extras) :]), static)
-            return multiply(of_op(op), lhs, rhs, *others[: len(extras)])
+            return multiply(of_op(op), input, kernel, *others[: len(extras)])
 
         def compared(whole: Whole, *arrays: Array) -> Array:
             of_plain, of_converted = (whole.member(arrays, index) for index in range(2))
             products = whole.over(in_plain), whole.over(in_plain if self.op is None else in_converted)
-            both = _compared(*products, whole=whole, kernel_first=kernel_first)
+            both = _compared(*products, whole)
             others = of_plain[3:], of_converted[3:]
             return jnp.stack(both(of_plain[:2], of_converted[:2], of_plain[2], others))
 
@@ -127,14 +125,13 @@ class Twin(eqx.Module):
         return self is other
 
 
-def _compared(plain: _Product, converted: _Product, *, whole: Whole, kernel_first: bool) -> Callable[..., Any]:
+def _compared(plain: _Product, converted: _Product, whole: Whole) -> Callable[..., Any]:
     """Both products, with their distances as the slot's gradient.
 
     Args:
         plain: The product of the plain model.
         converted: That of the converted one.
         whole: The axes of the call. Those that the slot has number layers of an ensemble.
-        kernel_first: Whether the kernel is the first operand.
     """
     outer_first = whole.axes[::-1]
     members = tuple(axis.size for axis in outer_first if axis.mapped[2])
@@ -162,19 +159,18 @@ def _compared(plain: _Product, converted: _Product, *, whole: Whole, kernel_firs
         of_plain, of_converted, slot, others, fprop, output = kept
 
         def gradients(product: _Product, operands: Any, others: Any, grad: Array) -> tuple[Array, Array]:
-            return jax.vjp(lambda lhs, rhs: product(lhs, rhs, slot, *others), *operands)[1](grad)
+            return jax.vjp(lambda input, kernel: product(input, kernel, slot, *others), *operands)[1](grad)
 
         in_plain = gradients(plain, of_plain, others[0], grads[0])
         in_converted = gradients(converted, of_converted, others[1], grads[1])
         alone = gradients(converted, of_plain, others[1], grads[0])
-        input, kernel = (1, 0) if kernel_first else (0, 1)
         by_name = {
             "fprop": fprop,
-            "dgrad": apart(in_plain[input], alone[input], input),
-            "wgrad": apart(in_plain[kernel], alone[kernel], kernel),
+            "dgrad": apart(in_plain[0], alone[0], 0),
+            "wgrad": apart(in_plain[1], alone[1], 1),
             "output": output,
             "output_grad": apart(*grads),
-            "kernel_grad": apart(in_plain[kernel], in_converted[kernel], kernel),
+            "kernel_grad": apart(in_plain[1], in_converted[1], 1),
         }
         numbers = jnp.concatenate([by_name[name] for name in COMPARED], axis=-1)
         reached = jnp.ones((*members, 1), jnp.float32)

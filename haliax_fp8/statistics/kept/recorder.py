@@ -13,7 +13,7 @@ from jax import lax
 from jaxtyping import Array, DTypeLike, Float
 
 from ..._op import Fp8DotGeneral
-from ..._product.dimensions import DimensionNumbers, DotDimensions
+from ..._product.dimensions import DimensionNumbers
 from ..._product.dot import DotContraction
 from ..whole_batch import Whole, call_whole
 
@@ -86,24 +86,22 @@ class Recorder(eqx.Module):
     ) -> Float[Array, "..."]:
         """Multiplies as the op does."""
         del out_sharding
-        dims = DotDimensions.of(dimension_numbers, lhs.shape, rhs.shape)
-        kernel_first = dims.kernel_is_lhs(self.op.kernel_shape, lhs.shape, rhs.shape)
+        contraction = DotContraction.of(dimension_numbers, self.op.kernel_shape, lhs.shape, rhs.shape)
         leaves, static = eqx.partition(self.op, eqx.is_array)
         leaves, structure = jax.tree.flatten(leaves)
 
-        def multiply(lhs: Array, rhs: Array, slot: Array, *leaves: Array) -> Array:
+        def multiply(input: Array, kernel: Array, slot: Array, *leaves: Array) -> Array:
             del slot
             op = eqx.combine(jax.tree.unflatten(structure, leaves), static)
-            return op(lhs, rhs, dimension_numbers, precision, preferred_element_type)
+            return op(*contraction.placed(input, kernel), dimension_numbers, precision, preferred_element_type)
 
         def recorded(whole: Whole, *arrays: Array) -> Array:
-            lhs, rhs, slot, *others = whole.member(arrays, 0)
-            folded = _Folded(dims, whole, kernel_first=kernel_first)
-            product = _recording(whole.over(multiply), folded, precision, self.when_traced)
-            return product(lhs, rhs, slot, tuple(others))[None]
+            input, kernel, slot, *others = whole.member(arrays, 0)
+            product = _recording(whole.over(multiply), _Folded(contraction, whole), precision, self.when_traced)
+            return product(input, kernel, slot, tuple(others))[None]
 
         slot = jnp.zeros((0,), jnp.float32) if self.slot is None else self.slot.array
-        return call_whole(RECORDED, multiply, recorded, lhs, rhs, slot, *leaves)
+        return call_whole(RECORDED, multiply, recorded, *contraction.placed(lhs, rhs), slot, *leaves)
 
     def ragged_dot(self, *_: Any, **__: Any) -> Array:
         """Not recorded."""
@@ -120,7 +118,8 @@ class Recorder(eqx.Module):
 class _Folded:
     """A product with the axes that `vmap` maps, and operands as it takes them, members of an ensemble in front."""
 
-    def __init__(self, dims: DotDimensions, whole: Whole, *, kernel_first: bool):
+    def __init__(self, contraction: DotContraction, whole: Whole):
+        self.contraction = contraction
         self.outer_first = whole.axes[::-1]
         # With a slot that is empty, nothing tells: then the op's own arrays do, which ensembles map.
         self.is_member = [any(axis.mapped[2:]) for axis in self.outer_first]
@@ -128,16 +127,11 @@ class _Folded:
         for axis, is_member in zip(whole.axes, self.is_member[::-1], strict=True):
             if is_member:
                 continue
-            of_lhs, of_rhs = axis.mapped[:2]
-            if of_lhs and of_rhs:
-                dims, out = dims.with_batch_axis()
-            else:
-                dims, out = dims.with_axis_in_lhs() if of_lhs else dims.with_axis_in_rhs()
+            self.contraction, out = self.contraction.with_axis(*axis.mapped[:2])
             self.outs.append(out)
-        self.contraction = DotContraction(dims, kernel_first=kernel_first)
 
     def operand(self, x: Array, place: int) -> Array:
-        """An operand of `dot_general`, 0 or 1, with every member's axis in front."""
+        """The input, 0, or the kernel, 1, with every member's axis in front."""
         here = [
             is_member for axis, is_member in zip(self.outer_first, self.is_member, strict=True) if axis.mapped[place]
         ]
@@ -169,17 +163,16 @@ def _recording(
     when_traced: Callable[[Seen], object],
 ) -> Callable[..., Array]:
     @jax.custom_vjp
-    def product(lhs: Array, rhs: Array, slot: Array, others: tuple[Array, ...]) -> Array:
-        return multiply(lhs, rhs, slot, *others)
+    def product(input: Array, kernel: Array, slot: Array, others: tuple[Array, ...]) -> Array:
+        return multiply(input, kernel, slot, *others)
 
-    def forward(lhs: Array, rhs: Array, slot: Array, others: tuple[Array, ...]) -> tuple[Array, Any]:
-        return product(lhs, rhs, slot, others), (lhs, rhs, slot, others)
+    def forward(input: Array, kernel: Array, slot: Array, others: tuple[Array, ...]) -> tuple[Array, Any]:
+        return product(input, kernel, slot, others), (input, kernel, slot, others)
 
     def backward(kept: Any, grad: Array) -> Any:
-        lhs, rhs, slot, others = kept
-        gradients = jax.vjp(lambda lhs, rhs: multiply(lhs, rhs, slot, *others), lhs, rhs)[1](grad)
-        both = folded.contraction.placed(folded.operand(lhs, 0), folded.operand(rhs, 1))
-        operands = *both, folded.output(grad)
+        input, kernel, slot, others = kept
+        gradients = jax.vjp(lambda input, kernel: multiply(input, kernel, slot, *others), input, kernel)[1](grad)
+        operands = folded.operand(input, 0), folded.operand(kernel, 1), folded.output(grad)
         members = sum(folded.is_member)
         seen = Seen(
             folded.contraction,
