@@ -730,8 +730,8 @@ CHANGES = (
     Change(
         "all that ends at the maximum counts as clipped",
         "recipes/scaling/operand_statistics.py",
-        "clipped = top & ~flushed & (magnitude > rounded * jnp.float32(1.0 + half / format.max))",
-        "clipped = top & ~flushed",
+        "clipped = top & (magnitude > scale * jnp.float32(format.max + half))",
+        "clipped = top",
         ("test_statistics.py::test_what_rounds_to_the_maximum_is_not_clipped",),
     ),
     Change(
@@ -744,9 +744,23 @@ CHANGES = (
     Change(
         "squares of small gradients are flushed to zero",
         "recipes/scaling/operand_statistics.py",
-        "unit = jnp.where(amax > 0.0, amax, jnp.float32(1.0))",
+        "unit = jnp.clip(amax, jnp.float32(2.0**-126), jnp.float32(2.0**126))",
         "unit = jnp.ones_like(amax)",
         ("test_statistics.py::test_magnitudes_whose_squares_float32_does_not_have",),
+    ),
+    Change(
+        "blocks whose scale was flushed to zero count as clipped",
+        "recipes/scaling/operand_statistics.py",
+        "scaled = scale > 0.0",
+        "scaled = scale >= 0.0",
+        ("test_statistics.py::test_a_recipe_of_four_bits_counts_and_its_flushed_blocks_are_not_clipped",),
+    ),
+    Change(
+        "what stays in high precision counts as clipped",
+        "recipes/scaling/operand_statistics.py",
+        "if quantized.rotation is None and quantized.data.dtype == format.storage:",
+        "if quantized.rotation is None:",
+        ("test_statistics.py::test_operands_in_high_precision_lose_nothing",),
     ),
     # --- training
     Change(
