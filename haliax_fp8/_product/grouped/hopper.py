@@ -12,14 +12,14 @@ from jaxtyping import Array, Float
 
 from ..names import name_of_tile
 from .mosaic import Job, call, scaled, store, stored_transforms, swizzled
-from .tiles import Jobs, Scales, Tile
+from .tiles import GroupedScales, Jobs, Tile
 
 
 def hopper_product(
     a: Float[Array, "a_rows a_depth"],
     b: Float[Array, "b_rows b_depth"],
     jobs: Jobs,
-    scales: Scales,
+    scales: GroupedScales,
     out: jax.ShapeDtypeStruct,
     tile: Tile,
     *,

@@ -60,7 +60,7 @@ class Jobs(NamedTuple):
         return jnp.stack([x.astype(jnp.int32) for x in self])
 
 
-class Scales(NamedTuple):
+class GroupedScales(NamedTuple):
     """The scales of a grouped product, `[pieces]` being 1 where they are the same for all that is summed.
 
     Args:
