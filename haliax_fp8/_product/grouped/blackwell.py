@@ -38,7 +38,7 @@ def blackwell_product(
 
     Args:
         a: FP8 of either format.
-        b: Likewise.
+        b: FP8 of either format.
         jobs: What each row of blocks does.
         scales: The scales of both operands, the same for all that is summed.
         out: Shape and dtype of the result.

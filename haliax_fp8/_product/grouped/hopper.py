@@ -33,7 +33,7 @@ def hopper_product(
 
     Args:
         a: FP8 of either format.
-        b: Likewise.
+        b: FP8 of either format.
         jobs: What each row of blocks does.
         scales: The scales of both operands.
         out: Shape and dtype of the result.

@@ -44,7 +44,7 @@ class Job(NamedTuple):
         return jnp.where(self.edges < 0, step, jnp.where(step == 0, self.edges, last))
 
     def b_piece(self, step: Array) -> Array:
-        """Likewise of `b`."""
+        """The piece of `b` that a step multiplies."""
         return self.first + step
 
 
