@@ -13,7 +13,7 @@ from ..._numerics.quantized_array import QuantizedArray
 from ...devices.device import Device
 from ...devices.grouped import BLOCK, GroupedImplementation
 from ...recipes.recipe import ProductName, Recipe
-from ...recipes.support import supported_in_groups
+from ...recipes.support import Outcome, supported_in_groups
 from .operands import FP8, alike, filled, lines
 from .tiles import GroupedScales, Jobs, Tile, groups_jobs, rows_jobs, with_edges, within_bounds
 
@@ -33,7 +33,7 @@ def implementation_for(recipe: Recipe, *, allow_dense: bool) -> GroupedImplement
     """
     support = supported_in_groups(recipe, Device.default())
     implementation = GroupedImplementation.of(support.device)
-    if support.outcome != "refused" and implementation is not None:
+    if support.outcome is not Outcome.REFUSED and implementation is not None:
         return GroupedImplementation.XLA if allow_dense and _is_divided_by_xla(implementation) else implementation
     if not allow_dense:
         raise ValueError(
