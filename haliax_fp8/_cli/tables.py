@@ -54,7 +54,7 @@ def _device_row(name: str, device: Device, kind: str) -> DeviceRow:
         kind=kind,
         capability=device.compute_capability,
         native=tuple(recipe for recipe, support in found.items() if support.is_native),
-        otherwise=f"{others[0].outcome}: {others[0].reason}" if others else "",
+        otherwise=f"{others[0].outcome.value}: {others[0].reason}" if others else "",
         preflight="no target" if target is None else target.missing() or "ready",
     )
 

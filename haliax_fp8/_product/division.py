@@ -92,7 +92,7 @@ class Division:
         Args:
             mesh: The mesh.
             operands: Both operands, as XLA has divided them.
-            out: The result, likewise.
+            out: The result, as XLA has divided it.
             sizes: The size of each factor.
             whole: Factors that are not divided.
             otherwise: What any mesh axis may divide, even one over which XLA has divided nothing. Without it, devices

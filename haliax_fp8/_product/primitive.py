@@ -196,7 +196,7 @@ def _fp8_dot_tangent_aval(*args: Any, spec: ProductSpec, linear: tuple[bool, ...
 
 
 def _aval_of(kept: Any) -> Any:
-    """What is kept of an operand, with the operand's own shape: data may be filled up, or have another order."""
+    """What is kept of an operand, with the operand's own shape: data may be padded, or have another order."""
     if isinstance(kept, KernelCopy):
         aval: Any = kept.data.words
         return aval.update(shape=shape_of(kept))

@@ -37,8 +37,8 @@ class Residuals(NamedTuple):
     Args:
         input: The input as quantized for wgrad, its data alone where the state has its scale; the input itself where
             wgrad is in high precision.
-        kernel: The kernel as quantized for dgrad, likewise; the kernel itself where it is quantized again; the copy
-            that was made before, if there is one.
+        kernel: The kernel as quantized for dgrad, its data alone where the state has its scale; the kernel itself where
+            it is quantized again or dgrad is in high precision; the copy that was made before, if there is one.
         measured: What the state records of parts of input and kernel; None if nothing; see `AbstractStateForm.packed`.
         state: The state, from which the next one is made; None where it is within `measured`.
         key: What random rounding draws from.
@@ -85,8 +85,8 @@ def forward(
 
     Args:
         input: The layer's input; JAX may hand over literals.
-        kernel: The layer's kernel, likewise.
-        extras: As in `fp8_dot_general`; likewise what follows.
+        kernel: The layer's kernel, which may be a literal too.
+        extras: As in `fp8_dot_general`.
         state: None for a stateless recipe.
         key: The random key for stochastic rounding.
         copies: Of a kernel that was quantized before; else None.
@@ -106,7 +106,7 @@ def forward(
 def _kept(x: Any, copy: Saved, *, is_kernel: bool, rematerialized: bool) -> Any:
     """What the backward pass keeps of an operand, under the name that checkpoint policies use."""
     if copy is None:
-        # An argument goes past `_fprop`: JAX would take it for a result that has to be stored.
+        # Return the argument itself: routed through `_fprop`, JAX would store it as a result.
         return x
     if is_kernel:
         copy = transposed_separately_on_one(copy)

@@ -93,7 +93,7 @@ def record_states(states: Sequence[OpState], *, inexact: bool = False) -> list[O
     for members in kinds(states).values():
         tables, limits = [states[i].array for i in members], states[members[0]].limits
         if tables[0].ndim > 2:
-            # Of stacked layers there are few, and XLA compiles the same slice of each once.
+            # There are few stacked layers, and XLA compiles their identical slices only once.
             scales |= {i: _scales_in(table, limits) for i, table in zip(members, tables, strict=True)}
             continue
         sizes = [table.shape[0] for table in tables]

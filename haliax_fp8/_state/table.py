@@ -204,7 +204,7 @@ def change_of(
     Args:
         table: This step's, `[*ensemble, ops * operands, columns]`.
         measured: As `measured_in_record` returns it.
-        reached: Likewise.
+        reached: As `measured_in_record` returns it.
         scalings: Of each operand of an op.
         limits: The largest value of each operand's format.
 

@@ -13,7 +13,7 @@ from .check.weights import SCALES, is_fp8
 from .files import TensorFolder, TensorSpec
 from .layouts import AbstractLayout
 from .layouts.base import decode
-from .layouts.quantization import Quantization
+from .layouts.quantization import CheckpointQuantization
 from .scaled_matrix import Rows, ScaledMatrix, parts_of, quantized, spread
 
 
@@ -56,7 +56,7 @@ class ConversionTask:
     """
 
     folder: TensorFolder
-    before: Quantization | None
+    before: CheckpointQuantization | None
     layout: AbstractLayout | None
     scales: Scales
     dtype: np.dtype

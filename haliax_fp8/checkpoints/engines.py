@@ -4,7 +4,7 @@ import dataclasses
 import enum
 
 
-class Verdict(enum.Enum):
+class EngineVerdict(enum.Enum):
     """What becomes of a checkpoint in an engine."""
 
     FP8 = "multiplies in FP8"
@@ -39,7 +39,7 @@ class Engine:
     layouts: tuple[str, ...]
     engine: str
     hardware: str
-    verdict: Verdict
+    verdict: EngineVerdict
     detail: str
     evidence: Evidence
 
@@ -55,42 +55,48 @@ engines = (
     Engine(
         ("FP8_DYNAMIC",),
         *_VLLM_CPU,
-        Verdict.FP8,
+        EngineVerdict.FP8,
         "ChannelWiseTorchFP8ScaledMMLinearKernel, torch._scaled_mm",
         Evidence.RUN,
     ),
     Engine(
         ("FP8",),
         *_VLLM_CPU,
-        Verdict.REFUSED,
+        EngineVerdict.REFUSED,
         "loads; its CPU kernel fails on an input scale without axes",
         Evidence.LOADED,
     ),
     Engine(
         ("FP8_TENSOR", "modelopt"),
         *_VLLM_CPU,
-        Verdict.REFUSED,
+        EngineVerdict.REFUSED,
         "loads; static_scaled_fp8_quant is missing in this build",
         Evidence.LOADED,
     ),
-    Engine(("FP8_BLOCK", "fp8"), *_VLLM_CPU, Verdict.REFUSED, "needs AMX", Evidence.RUN),
-    Engine(("W8A16", "MXFP8"), *_VLLM_CPU, Verdict.REFUSED, "no CPU kernel", Evidence.RUN),
+    Engine(("FP8_BLOCK", "fp8"), *_VLLM_CPU, EngineVerdict.REFUSED, "needs AMX", Evidence.RUN),
+    Engine(("W8A16", "MXFP8"), *_VLLM_CPU, EngineVerdict.REFUSED, "no CPU kernel", Evidence.RUN),
     Engine(
         ("FP8", "FP8_TENSOR", "FP8_DYNAMIC", "FP8_BLOCK"),
         *_TRANSFORMERS,
-        Verdict.EMULATED,
+        EngineVerdict.EMULATED,
         "rounds inputs too; in bfloat16 it casts scales to bfloat16",
         Evidence.RUN,
     ),
     Engine(
-        ("W8A16",), *_TRANSFORMERS, Verdict.DEQUANTIZED, "in bfloat16 it casts scales to bfloat16 before", Evidence.RUN
+        ("W8A16",),
+        *_TRANSFORMERS,
+        EngineVerdict.DEQUANTIZED,
+        "in bfloat16 it casts scales to bfloat16 before",
+        Evidence.RUN,
     ),
-    Engine(("MXFP8",), *_TRANSFORMERS, Verdict.EMULATED, "in bfloat16 alone: dtype=float32 is an error", Evidence.RUN),
+    Engine(
+        ("MXFP8",), *_TRANSFORMERS, EngineVerdict.EMULATED, "in bfloat16 alone: dtype=float32 is an error", Evidence.RUN
+    ),
     Engine(
         ("fp8",),
         "Transformers 5.23.0, accelerate 1.15.0",
         "CPU",
-        Verdict.DEQUANTIZED,
+        EngineVerdict.DEQUANTIZED,
         "to bfloat16 alone: dtype=float32 is an error",
         Evidence.RUN,
     ),
@@ -98,7 +104,7 @@ engines = (
         ("modelopt",),
         "Transformers 5.23.0",
         "CPU",
-        Verdict.GARBAGE,
+        EngineVerdict.GARBAGE,
         "loads the data without their scales",
         Evidence.RUN,
     ),
@@ -106,7 +112,7 @@ engines = (
         ("FP8", "FP8_TENSOR", "FP8_DYNAMIC", "FP8_BLOCK", "fp8", "modelopt"),
         _VLLM_GPU,
         _HOPPER,
-        Verdict.FP8,
+        EngineVerdict.FP8,
         "",
         Evidence.DOCUMENTATION,
     ),
@@ -114,37 +120,45 @@ engines = (
         ("W8A16",),
         _VLLM_GPU,
         "NVIDIA from 8.0 on",
-        Verdict.DEQUANTIZED,
+        EngineVerdict.DEQUANTIZED,
         "Marlin, in the GPU kernel",
         Evidence.DOCUMENTATION,
     ),
-    Engine(("MXFP8",), _VLLM_GPU, "NVIDIA Blackwell", Verdict.FP8, "", Evidence.DOCUMENTATION),
+    Engine(("MXFP8",), _VLLM_GPU, "NVIDIA Blackwell", EngineVerdict.FP8, "", Evidence.DOCUMENTATION),
     Engine(
         ("FP8", "FP8_TENSOR", "FP8_DYNAMIC", "FP8_BLOCK", "fp8", "modelopt"),
         "SGLang",
         _HOPPER,
-        Verdict.FP8,
+        EngineVerdict.FP8,
         "",
         Evidence.DOCUMENTATION,
     ),
-    Engine(("modelopt",), "TensorRT-LLM", _HOPPER, Verdict.FP8, "", Evidence.DOCUMENTATION),
+    Engine(("modelopt",), "TensorRT-LLM", _HOPPER, EngineVerdict.FP8, "", Evidence.DOCUMENTATION),
     Engine(
         ("FP8_DYNAMIC", "fp8"),
         *_TPU,
-        Verdict.FP8,
+        EngineVerdict.FP8,
         "layers of Qwen2, Qwen3, Gemma 4, DeepSeek; not Llama's",
         Evidence.CODE,
     ),
-    Engine(("FP8_BLOCK",), *_TPU, Verdict.REFUSED, "blocks of merged layers (gate and up) are an error", Evidence.CODE),
-    Engine(("FP8_TENSOR",), *_TPU, Verdict.REFUSED, "a scale is reshaped to one for each output", Evidence.CODE),
-    Engine(("W8A16", "MXFP8"), *_TPU, Verdict.REFUSED, "NotImplementedError", Evidence.CODE),
-    Engine(("FP8_DYNAMIC", "fp8"), *_SGLANG_JAX, Verdict.FP8, "needs format float-quantized, or fp8", Evidence.CODE),
-    Engine(("MXFP8",), *_SGLANG_JAX, Verdict.GARBAGE, "ignores other formats, with a warning", Evidence.CODE),
+    Engine(
+        ("FP8_BLOCK",),
+        *_TPU,
+        EngineVerdict.REFUSED,
+        "blocks of merged layers (gate and up) are an error",
+        Evidence.CODE,
+    ),
+    Engine(("FP8_TENSOR",), *_TPU, EngineVerdict.REFUSED, "a scale is reshaped to one for each output", Evidence.CODE),
+    Engine(("W8A16", "MXFP8"), *_TPU, EngineVerdict.REFUSED, "NotImplementedError", Evidence.CODE),
+    Engine(
+        ("FP8_DYNAMIC", "fp8"), *_SGLANG_JAX, EngineVerdict.FP8, "needs format float-quantized, or fp8", Evidence.CODE
+    ),
+    Engine(("MXFP8",), *_SGLANG_JAX, EngineVerdict.GARBAGE, "ignores other formats, with a warning", Evidence.CODE),
     Engine(
         ("fp8",),
         "MaxText, from 2026-08 on",
         "TPU, GPU",
-        Verdict.DEQUANTIZED,
+        EngineVerdict.DEQUANTIZED,
         "reads files with PyTorch",
         Evidence.DOCUMENTATION,
     ),

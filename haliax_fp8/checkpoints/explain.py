@@ -12,7 +12,7 @@ from ..layers.tensor_names import WEIGHT, is_linear
 from .check.folder import open_checkpoint
 from .check.weights import CACHE_SCALES, SCALES, is_fp8
 from .engines import Engine, engines_for
-from .layouts.quantization import Quantization
+from .layouts.quantization import CheckpointQuantization
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -32,7 +32,7 @@ class Explanation(Printable):
     """
 
     directory: pathlib.Path
-    quantization: Quantization | None
+    quantization: CheckpointQuantization | None
     weights: int
     weight_bytes: int
     scale_bytes: int

@@ -20,7 +20,7 @@ from ..layers.patterns import Targets
 from .check import check_folder
 from .files import TensorSpec, new_folder, require_folder_name, write_tensors
 from .layouts import AbstractLayout, as_layout
-from .model.plan import Choices, Kernel, Plan, plan
+from .model.plan import Choices, Fp8Kernel, Plan, plan
 from .model.source_of_folder import FolderSource
 from .names import NameMap
 from .scaled_matrix import ScaledMatrix
@@ -240,7 +240,7 @@ def _plan(model: Any, layout: AbstractLayout | None, choices: Choices) -> Plan:
 
 
 def _encoder(
-    kernel: Kernel, layout: AbstractLayout, origins: Counter[str], digests: dict[str, str]
+    kernel: Fp8Kernel, layout: AbstractLayout, origins: Counter[str], digests: dict[str, str]
 ) -> Callable[[], list[np.ndarray]]:
     def encode() -> list[np.ndarray]:
         matrix = kernel.quantize()

@@ -28,7 +28,7 @@ class Layer(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class Row[L: Layer]:
+class LayerRow[L: Layer]:
     """One row: a layer, or several that differ in name and shape alone.
 
     Args:
@@ -54,7 +54,7 @@ class Group[L: Layer]:
 
     prefix: str
     stacked: str
-    rows: tuple[Row[L], ...]
+    rows: tuple[LayerRow[L], ...]
 
 
 def grouped[L: Layer](layers: Sequence[L], kind: "Kind[L]") -> Iterator[Group[L]]:
@@ -81,17 +81,17 @@ class Kind[L: Layer](Protocol):
         ...
 
 
-def _rows[L: Layer](layers: Sequence[L], prefix: str, kind: Kind[L]) -> Iterator[Row[L]]:
+def _rows[L: Layer](layers: Sequence[L], prefix: str, kind: Kind[L]) -> Iterator[LayerRow[L]]:
     name_of = lambda layer: layer.path.removeprefix(prefix).removeprefix(".")
     for (parent, _), found in itertools.groupby(layers, lambda layer: (_parent(layer.path), kind(layer))):
         siblings = tuple(found)
         names = [layer.path.rpartition(".")[2] for layer in siblings]
         if not parent or len(siblings) < 3 or any(name.isdigit() for name in names):
-            yield from (Row(name_of(layer), (layer.shape,), layer) for layer in siblings)
+            yield from (LayerRow(name_of(layer), (layer.shape,), layer) for layer in siblings)
             continue
         first, shapes = siblings[0], tuple(dict.fromkeys(layer.shape for layer in siblings))
         above = _parent(name_of(first))
-        yield Row(f"{above}: {', '.join(names)}" if above else ", ".join(names), shapes, first)
+        yield LayerRow(f"{above}: {', '.join(names)}" if above else ", ".join(names), shapes, first)
 
 
 def _parent(path: str) -> str:

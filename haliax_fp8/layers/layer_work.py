@@ -20,7 +20,7 @@ class LayerSize:
 
     Args:
         inputs: The number of input features, the product of all input axes.
-        outputs: The number of output features, likewise.
+        outputs: The number of output features, the product of all output axes.
         members: The number of layers in one batched product, as in an ensemble; each gets all the tokens.
         experts: The number of kernels that share the tokens, each multiplying some of them.
     """

@@ -36,4 +36,4 @@ from .scaling import (
     RowwiseScaling as RowwiseScaling,
     StaticScaling as StaticScaling,
 )
-from .support import Support as Support, supported as supported
+from .support import Outcome as Outcome, Support as Support, supported as supported

@@ -1,7 +1,7 @@
 """supported: whether a device's matrix units multiply what a recipe makes, and if not, why."""
 
 import dataclasses
-from typing import Literal
+import enum
 
 from rich.console import RenderableType
 from rich.text import Text
@@ -16,31 +16,43 @@ from .recipe import Quantization, Recipe
 from .scaling import BlockScaling, HadamardScaling, MeasuredScaling
 
 
+class Outcome(enum.Enum):
+    """What becomes of a recipe's FP8 products on a device."""
+
+    NATIVE = "native"
+    """The device's matrix units multiply all of them."""
+    EMULATED = "emulated"
+    """The device is a CPU, which computes them with the same rounding."""
+    REFUSED = "refused"
+    """The device is an accelerator that would have to emulate them, slower than high precision."""
+
+
+_STYLES = {Outcome.NATIVE: "green", Outcome.EMULATED: "yellow", Outcome.REFUSED: "red"}
+
+
 @dataclasses.dataclass(frozen=True, repr=False)
 class Support(Printable):
     """What becomes of a recipe's products on a device.
 
     Args:
         device: The device.
-        outcome: `"native"`: its matrix units multiply all of the recipe's FP8 products; `"emulated"`: it is a CPU,
-            which computes them with the same rounding; or `"refused"`: it is an accelerator that would have to emulate
-            them, slower than high precision. Conversion then raises, unless emulation is requested.
+        outcome: Whether the device multiplies the products, emulates them or refuses to. If it refuses, conversion
+            raises, unless emulation is requested.
         reason: Why.
     """
 
     device: Device
-    outcome: Literal["native", "emulated", "refused"]
+    outcome: Outcome
     reason: str
 
     @property
     def is_native(self) -> bool:
         """Whether the device's matrix units multiply the products."""
-        return self.outcome == "native"
+        return self.outcome is Outcome.NATIVE
 
     def __rich__(self) -> RenderableType:
         """The outcome, the device and the reason."""
-        style = {"native": "green", "emulated": "yellow", "refused": "red"}[self.outcome]
-        return Text(f"{self.outcome} on {self.device.kind}: {self.reason}", style)
+        return Text(f"{self.outcome.value} on {self.device.kind}: {self.reason}", _STYLES[self.outcome])
 
 
 def supported(recipe: RecipeLike, device: Device | str | None = None) -> Support:
@@ -61,7 +73,7 @@ def supported(recipe: RecipeLike, device: Device | str | None = None) -> Support
         TransformerEngine's `check_fp8_support` and `check_mxfp8_support` use the same limits.
 
     Example:
-        >>> print(supported("mxfp8", "b200").outcome, supported("delayed", "cpu").outcome)
+        >>> print(supported("mxfp8", "b200").outcome.value, supported("delayed", "cpu").outcome.value)
         native emulated
         >>> print(supported("delayed", "a100").reason)
         FP8 products need compute capability 8.9 (Ada, Hopper, Blackwell), and it has 8.0
@@ -70,7 +82,7 @@ def supported(recipe: RecipeLike, device: Device | str | None = None) -> Support
     device = Device.default() if device is None else Device.by_name(device) if isinstance(device, str) else device
     require("device", device, Device, "a name such as 'h100', or None for the local device", of="supported")
     if device.emulates:
-        return Support(device, "emulated", "a CPU has no FP8 units; products are computed with the same rounding")
+        return Support(device, Outcome.EMULATED, "a CPU has no FP8 units; products are computed with the same rounding")
     products = {name: operands for name, operands in recipe.products.items() if operands[0].scaling.quantizes}
     lacking: dict[str, list[str]] = {}
     for name, operands in products.items():
@@ -78,11 +90,13 @@ def supported(recipe: RecipeLike, device: Device | str | None = None) -> Support
             lacking.setdefault(reason, []).append(name)
     if not lacking:
         formats = " and ".join(format.name for format in recipe.formats)
-        return Support(device, "native", f"its matrix units multiply {formats}" if formats else "no product is in FP8")
+        return Support(
+            device, Outcome.NATIVE, f"its matrix units multiply {formats}" if formats else "no product is in FP8"
+        )
     if list(lacking.values()) == [list(products)]:
-        return Support(device, "refused", next(iter(lacking)))
+        return Support(device, Outcome.REFUSED, next(iter(lacking)))
     reasons = (f"{', '.join(names)}: {reason}" for reason, names in lacking.items())
-    return Support(device, "refused", "; ".join(reasons))
+    return Support(device, Outcome.REFUSED, "; ".join(reasons))
 
 
 def _lacking(operands: tuple[Quantization, Quantization], device: Device) -> str | None:
@@ -116,17 +130,17 @@ def supported_in_groups(recipe: Recipe, device: Device) -> Support:
     if implementation is None:
         support = supported(recipe, device)
         reason = f"no grouped products in FP8 for {device.kind}; see Fp8Config(allow_dense_groups=True)"
-        return Support(device, "refused", reason) if support.is_native else support
+        return Support(device, Outcome.REFUSED, reason) if support.is_native else support
     operands = [operand for pair in recipe.products.values() for operand in pair if operand.scaling.quantizes]
     others = dict.fromkeys(str(operand.scaling) for operand in operands if not _takes(operand, implementation))
     if not others:
         formats = " and ".join(format.name for format in recipe.formats)
         made = f"a Pallas kernel for {implementation.value} multiplies {formats} in groups"
-        return Support(device, "native", made if formats else "no product is in FP8")
+        return Support(device, Outcome.NATIVE, made if formats else "no product is in FP8")
     in_blocks = implementation is GroupedImplementation.HOPPER
     scales = f"whole tensors, rows and blocks of {BLOCK}" if in_blocks else "whole tensors and rows"
     taken = f"the grouped Pallas kernel for {implementation.value} takes scales of {scales}"
-    return Support(device, "refused", f"{taken}, not those of {', '.join(others)}")
+    return Support(device, Outcome.REFUSED, f"{taken}, not those of {', '.join(others)}")
 
 
 def _takes(operand: Quantization, implementation: GroupedImplementation) -> bool:
@@ -150,7 +164,7 @@ def require_support(recipe: Recipe, support: Support) -> None:
     Raises:
         ValueError: Naming the recipe, the device, the reason and the remedy.
     """
-    if support.outcome == "refused":
+    if support.outcome is Outcome.REFUSED:
         raise ValueError(
             f"recipe {recipe} would be emulated on {support.device.kind}, slower than high precision: "
             f"{support.reason}. Leave the model unconverted, choose a recipe that supported(recipe, device) calls "

@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 from helpers import EPS, assert_same, float64, sqnr, unchecked
 from jax.sharding import Mesh
+from model_checks import is_state
 
 import haliax_fp8
 from haliax_fp8 import (
     DelayedScaling,
     Fp8Config,
     Fp8DotGeneral,
-    OverwriteWithGradient,
     Recipe,
     apply_updates,
     describe,
@@ -126,10 +126,6 @@ def with_other_state(model):
     """The model as after some training, for tests that do not care which."""
     other = lambda node: node.with_scale(node.scale + 0.5) if is_state(node) else node
     return jax.tree.map(other, model, is_leaf=is_state)
-
-
-def is_state(node) -> bool:
-    return isinstance(node, OverwriteWithGradient)
 
 
 def differs(a, b) -> bool:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import E4M3, E5M2, EPS, assert_same, assert_within, equations, float64, quantize, sqnr
+from model_checks import is_state
 from numpy_reference import OPERANDS, DelayedScalingReference, amax, assert_state_is
 
 import haliax_fp8
@@ -897,10 +898,6 @@ def with_other_state(model: Any) -> Any:
     """The model as after some training, for tests that do not care which."""
     other = lambda node: jax.tree.map(lambda x: x + 0.5, node) if is_state(node) else node
     return jax.tree.map(other, model, is_leaf=is_state)
-
-
-def is_state(node: Any) -> bool:
-    return isinstance(node, haliax_fp8.OverwriteWithGradient)
 
 
 @each_kind

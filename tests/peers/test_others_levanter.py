@@ -22,6 +22,7 @@ from model_checks import (
     assert_amaxes_are_those_observed,
     assert_histories_hold,
     fp8_error,
+    is_state,
     kernel_amaxes,
     newest_amaxes,
     ops_of,
@@ -29,7 +30,6 @@ from model_checks import (
 
 from haliax_fp8 import (
     Fp8Config,
-    OverwriteWithGradient,
     TrainStep,
     describe,
     fp8_linear_layers,
@@ -153,10 +153,6 @@ def train(trainer, model, tokens):
         losses.append(info.loss)
     assert np.isfinite(losses).all() and losses[-1] < losses[0]
     return state, kernels
-
-
-def is_state(node) -> bool:
-    return isinstance(node, OverwriteWithGradient)
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from haliax_fp8._product.grouped.implementation import grouped_product
 from haliax_fp8._product.primitive import fp8_dot_general
 from haliax_fp8.devices import Device
 from haliax_fp8.devices.grouped import GroupedImplementation
-from haliax_fp8.recipes.support import supported_in_groups
+from haliax_fp8.recipes.support import Outcome, supported_in_groups
 
 
 HOPPER, BLACKWELL, TPU = GroupedImplementation.HOPPER, GroupedImplementation.BLACKWELL, GroupedImplementation.TPU
@@ -175,22 +175,22 @@ def test_wrong_sizes_are_not_a_number_inside_jit():
 @pytest.mark.parametrize(
     "device, recipe, outcome, reason",
     [
-        ("h100", "delayed", "native", "kernel for Hopper multiplies E4M3 and E5M2"),
-        ("h200", "deepseek", "native", "kernel for Hopper multiplies E4M3"),
-        ("b200", "rowwise", "native", "kernel for Blackwell"),
-        ("b200", "deepseek", "refused", "takes scales of whole tensors and rows, not those of BlockScaling"),
-        ("h100", "mxfp8", "refused", "not those of MXFP8Scaling"),
-        ("tpu7x", "delayed", "native", "kernel for TPU multiplies E4M3 and E5M2"),
-        ("tpu7x", "deepseek", "refused", "takes scales of whole tensors and rows"),
-        ("tpu6e", "delayed", "refused", "need a TPU7x"),
-        ("mi350x", "delayed", "refused", "no grouped products in FP8 for AMD Instinct MI350X"),
-        ("a100", "delayed", "refused", "compute capability 8.9"),
-        ("cpu", "mxfp8", "emulated", "no FP8 units"),
+        ("h100", "delayed", Outcome.NATIVE, "kernel for Hopper multiplies E4M3 and E5M2"),
+        ("h200", "deepseek", Outcome.NATIVE, "kernel for Hopper multiplies E4M3"),
+        ("b200", "rowwise", Outcome.NATIVE, "kernel for Blackwell"),
+        ("b200", "deepseek", Outcome.REFUSED, "takes scales of whole tensors and rows, not those of BlockScaling"),
+        ("h100", "mxfp8", Outcome.REFUSED, "not those of MXFP8Scaling"),
+        ("tpu7x", "delayed", Outcome.NATIVE, "kernel for TPU multiplies E4M3 and E5M2"),
+        ("tpu7x", "deepseek", Outcome.REFUSED, "takes scales of whole tensors and rows"),
+        ("tpu6e", "delayed", Outcome.REFUSED, "need a TPU7x"),
+        ("mi350x", "delayed", Outcome.REFUSED, "no grouped products in FP8 for AMD Instinct MI350X"),
+        ("a100", "delayed", Outcome.REFUSED, "compute capability 8.9"),
+        ("cpu", "mxfp8", Outcome.EMULATED, "no FP8 units"),
     ],
 )
 def test_which_device_has_an_implementation_for_what(device, recipe, outcome, reason):
     found = supported_in_groups(Fp8DotGeneral.init(recipe).recipe, Device.by_name(device))
-    assert found.outcome == outcome and reason in found.reason
+    assert found.outcome is outcome and reason in found.reason
 
 
 def test_a_device_without_an_implementation_raises_unless_dense_products_are_allowed():

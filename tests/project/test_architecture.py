@@ -4,6 +4,7 @@ import ast
 import graphlib
 import importlib
 import inspect
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -293,6 +294,27 @@ def test_docstrings(path):
     assert ast.get_docstring(tree), "the file"
     missing = [node.name for node in definitions(tree) if not ast.get_docstring(node)]
     assert not missing
+
+
+# "Squares." and "As the scaling.": one word, or a reference to what cannot be meant.
+_SAYS_NOTHING = re.compile(r"\w+\.|As the \w+\.")
+
+
+def says_nothing(docstring: str) -> bool:
+    """Whether a docstring leaves the reader where the name has left them."""
+    return _SAYS_NOTHING.fullmatch(docstring) is not None
+
+
+@over_files
+def test_docstrings_say_something(path):
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    nodes = [node for node in ast.walk(tree_of(path)) if isinstance(node, documented)]
+    assert not [docstring for node in nodes if says_nothing(docstring := ast.get_docstring(node) or "")]
+
+
+def test_docstrings_that_say_nothing_are_found():
+    assert says_nothing("Squares.") and says_nothing("As the scaling.")
+    assert not says_nothing("Square blocks.") and not says_nothing("")
 
 
 def classes() -> list[type]:

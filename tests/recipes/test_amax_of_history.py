@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import unchecked
+from matrix_product import MATRIX, table
 from numpy_reference import DelayedOptionsReference, moving_average, percentile
 
 import haliax_fp8 as fp8
@@ -24,7 +25,6 @@ from haliax_fp8.recipes import (
 )
 
 
-MATRIX = (((1,), (0,)), ((), ()))
 OPERANDS = ("input", "kernel", "output_grad")
 STEPS = 50
 # A scale is three float32 divisions away from float64's; a moving average some 16 sums more.
@@ -213,10 +213,6 @@ def one_use(op, x, w, c):
 def finite_tensors(seed=0):
     rng = np.random.default_rng(seed)
     return tuple(rng.standard_normal(shape).astype(np.float32) * (seed + 1) for shape in ((6, 16), (16, 8), (6, 8)))
-
-
-def table(op):
-    return np.asarray(op.state.array)
 
 
 @pytest.mark.more

@@ -8,6 +8,7 @@ import optax
 import pytest
 import recipe_reference as reference
 from helpers import EPS, assert_within, products
+from matrix_product import MATRIX, loss
 
 import haliax_fp8 as fp8
 from haliax_fp8.recipes import (
@@ -22,7 +23,6 @@ from haliax_fp8.recipes import (
 )
 
 
-MATRIX = (((1,), (0,)), ((), ()))
 FNUZ = {"forward": E4M3FNUZ, "backward": E5M2FNUZ}
 E4M3 = {"forward": fp8.recipes.E4M3, "backward": fp8.recipes.E4M3}
 FORMATS = {"fnuz": FNUZ, "E4M3": E4M3}
@@ -40,10 +40,6 @@ over_formats = pytest.mark.parametrize("formats", FORMATS.values(), ids=FORMATS)
 def tensors():
     rng = np.random.default_rng(0)
     return tuple(rng.standard_normal(shape).astype(np.float32) for shape in ((24, 160), (160, 32), (24, 32)))
-
-
-def loss(op, x, w, c):
-    return (c * op(x, w, MATRIX)).sum()
 
 
 @pytest.mark.parametrize("format", [E5M2, E4M3FNUZ, E5M2FNUZ], ids=repr)

@@ -10,12 +10,12 @@ import numpy as np
 import optax
 import pytest
 from helpers import accumulation_error, assert_within, equations, fp8_products, unchecked
+from matrix_product import MATRIX, loss, table
 
 import haliax_fp8 as fp8
 from haliax_fp8.recipes import E4M3, E5M2, CurrentScaling, Quantization, StaticScaling
 
 
-MATRIX = (((1,), (0,)), ((), ()))
 OPERANDS = ("input", "kernel", "output_grad")
 GIVEN = (0.25, 0.3, 3e-4)
 RECIPE = fp8.Recipe(
@@ -27,14 +27,6 @@ def tensors(seed=0):
     rng = np.random.default_rng(seed)
     shapes = (12, 32), (32, 8), (12, 8)
     return tuple(jnp.asarray(rng.standard_normal(shape) * 2.0**seed, jnp.float32) for shape in shapes)
-
-
-def loss(op, x, w, c):
-    return (c * op(x, w, MATRIX)).sum()
-
-
-def table(op):
-    return np.asarray(op.state.array)
 
 
 def test_products_use_the_given_scales():

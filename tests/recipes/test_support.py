@@ -25,6 +25,7 @@ from haliax_fp8.recipes import (
     HadamardScaling,
     HighPrecision,
     MXFP8Scaling,
+    Outcome,
     Quantization,
     RowwiseScaling,
 )
@@ -50,9 +51,11 @@ def linear():
 @pytest.mark.parametrize("recipe", fp8.recipes.named)
 def test_outcomes(recipe, device):
     support = fp8.recipes.supported(recipe, device)
-    expected = "emulated" if device == "cpu" else "native" if (recipe, device) in NATIVE else "refused"
-    assert support.outcome == expected
-    assert support.is_native == (expected == "native")
+    expected = (
+        Outcome.EMULATED if device == "cpu" else Outcome.NATIVE if (recipe, device) in NATIVE else Outcome.REFUSED
+    )
+    assert support.outcome is expected
+    assert support.is_native == (expected is Outcome.NATIVE)
     assert support.reason and support.device == Device.by_name(device)
 
 
@@ -98,7 +101,7 @@ def test_a_product_of_two_kinds_of_scales_is_no_units():
         kernel=Quantization(E4M3, CurrentScaling()),
     )
     support = fp8.recipes.supported(mixed, B200)
-    assert support.outcome == "refused"
+    assert support.outcome is Outcome.REFUSED
     # wgrad does not use the kernel, and is a product of two MXFP8 operands.
     assert support.reason.startswith("fprop, dgrad: ")
 

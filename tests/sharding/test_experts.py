@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from expert_parallel import exchange
 from helpers import assert_same
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
@@ -32,10 +33,6 @@ MESH = jax.make_mesh((DEVICES,), ("experts",), axis_types=(AxisType.Auto,))
 # Of each device's experts, those that have rows on it: one has none, another device does not fill its rows.
 SIZES = jnp.array([20, 0, 3, 17, 10, 10, 6, 8], jnp.int32)
 OWN = P("experts")
-
-
-def exchange(x):
-    return lax.all_to_all(x, "experts", 0, 0, tiled=True)
 
 
 @functools.cache

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from helpers import EPS, float64
 
-from haliax_fp8 import Fp8DotGeneral, filter_grad
+from haliax_fp8 import Fp8DotGeneral, OverwriteWithGradient, filter_grad
 
 
 def ops_of(model) -> dict[str, Fp8DotGeneral]:
@@ -23,6 +23,10 @@ def path_of(path) -> str:
 
 def is_op(node) -> bool:
     return isinstance(node, Fp8DotGeneral)
+
+
+def is_state(node) -> bool:
+    return isinstance(node, OverwriteWithGradient)
 
 
 def newest_amaxes(op) -> np.ndarray:

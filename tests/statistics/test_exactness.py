@@ -13,18 +13,19 @@ import equinox as eqx
 import haliax as hax
 import jax
 import jax.numpy as jnp
+import matrix_product
 import numpy as np
 import optax
 import pytest
 import recipe_reference as reference
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from matrix_product import MATRIX, loss
 
 import haliax_fp8 as fp8
 from haliax_fp8.statistics import every, scale_ages
 
 
-MATRIX = (((1,), (0,)), ((), ()))
 ROWS, IN, OUT = 24, 160, 32
 FIELDS = (
     "amax",
@@ -46,10 +47,6 @@ def tensors():
     rng = np.random.default_rng(0)
     shapes = (ROWS, IN), (IN, OUT), (ROWS, OUT)
     return tuple((rng.standard_normal(s) * np.exp2(rng.integers(-20, 4, s))).astype(np.float32) for s in shapes)
-
-
-def loss(op, x, w, c):
-    return (c * op(x, w, MATRIX)).sum()
 
 
 def expected(x, format):
@@ -266,7 +263,7 @@ def on_devices():
 def test_eight_devices_measure_the_whole_operand():
     environment = os.environ | {
         "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
-        "PYTHONPATH": str(pathlib.Path(reference.__file__).parent),
+        "PYTHONPATH": os.pathsep.join(str(pathlib.Path(m.__file__).parent) for m in (reference, matrix_product)),
     }
     run = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr[-3000:]

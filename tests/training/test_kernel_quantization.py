@@ -13,6 +13,7 @@ import optax
 import pytest
 from helpers import assert_same, equations, unchecked
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from model_checks import is_state
 
 import haliax_fp8 as fp8
 from haliax_fp8 import Fp8Config, TrainStep, fp8_linear_layers, quantize_kernels
@@ -141,10 +142,6 @@ def test_a_step_has_the_same_numbers(recipe):
         trained, _, metrics = step(model, step.init(model), batch, key=jax.random.key(3))
         results.append((fp8.trainable(trained), [op.state for op in ops(trained)], metrics))
     assert_same(*results)
-
-
-def is_state(node):
-    return isinstance(node, fp8.OverwriteWithGradient)
 
 
 def with_scales(node):

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 
 from ..names import name_of_tile
 from .mosaic import Job, call, scaled, store, stored_transforms, swizzled
-from .tiles import Jobs, Scales, Tile
+from .tiles import GroupedScales, Jobs, Tile
 
 
 # The warps of a block that load and multiply.
@@ -28,7 +28,7 @@ def blackwell_product(
     a: Float[Array, "a_rows a_depth"],
     b: Float[Array, "b_rows b_depth"],
     jobs: Jobs,
-    scales: Scales,
+    scales: GroupedScales,
     out: jax.ShapeDtypeStruct,
     tile: Tile,
     *,
@@ -38,7 +38,7 @@ def blackwell_product(
 
     Args:
         a: FP8 of either format.
-        b: Likewise.
+        b: FP8 of either format.
         jobs: What each row of blocks does.
         scales: The scales of both operands, the same for all that is summed.
         out: Shape and dtype of the result.

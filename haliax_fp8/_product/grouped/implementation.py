@@ -13,9 +13,9 @@ from ..._numerics.quantized_array import QuantizedArray
 from ...devices.device import Device
 from ...devices.grouped import BLOCK, GroupedImplementation
 from ...recipes.recipe import ProductName, Recipe
-from ...recipes.support import supported_in_groups
+from ...recipes.support import Outcome, supported_in_groups
 from .operands import FP8, alike, filled, lines
-from .tiles import Jobs, Scales, Tile, groups_jobs, rows_jobs, with_edges, within_bounds
+from .tiles import GroupedScales, Jobs, Tile, groups_jobs, rows_jobs, with_edges, within_bounds
 
 
 _SIXTEEN_BITS = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
@@ -33,7 +33,7 @@ def implementation_for(recipe: Recipe, *, allow_dense: bool) -> GroupedImplement
     """
     support = supported_in_groups(recipe, Device.default())
     implementation = GroupedImplementation.of(support.device)
-    if support.outcome != "refused" and implementation is not None:
+    if support.outcome is not Outcome.REFUSED and implementation is not None:
         return GroupedImplementation.XLA if allow_dense and _is_divided_by_xla(implementation) else implementation
     if not allow_dense:
         raise ValueError(
@@ -185,7 +185,7 @@ class _Work:
         ones = self.of_groups
         if ones is None:
             ones = jnp.ones(self.sizes.size, jnp.float32)
-        scales, out = Scales(ones, *vectors), jax.ShapeDtypeStruct(shape, self.dtype)
+        scales, out = GroupedScales(ones, *vectors), jax.ShapeDtypeStruct(shape, self.dtype)
         if self.implementation is GroupedImplementation.BLACKWELL:
             return blackwell_product(a, b, jobs, scales, out, tile, whole=whole)
         return hopper_product(a, b, jobs, scales, out, tile, fast=fast, whole=whole)

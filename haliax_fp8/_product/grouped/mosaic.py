@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int32
 
 from ..._jax.mesh_axes import as_varying, varying_axes
 from ..._jax.opaque import on_one_device
-from .tiles import Jobs, Scales, Tile
+from .tiles import GroupedScales, Jobs, Tile
 
 
 class Job(NamedTuple):
@@ -44,7 +44,7 @@ class Job(NamedTuple):
         return jnp.where(self.edges < 0, step, jnp.where(step == 0, self.edges, last))
 
     def b_piece(self, step: Array) -> Array:
-        """Likewise of `b`."""
+        """The piece of `b` that a step multiplies."""
         return self.first + step
 
 
@@ -122,7 +122,7 @@ def call(
     a: Float[Array, "a_rows a_depth"],
     b: Float[Array, "b_rows b_depth"],
     jobs: Int32[Array, "fields jobs"],
-    scales: Scales,
+    scales: GroupedScales,
     out: jax.ShapeDtypeStruct,
     tile: Tile,
     name: str,

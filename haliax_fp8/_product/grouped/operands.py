@@ -24,7 +24,7 @@ def lines(x: QuantizedArray, shape: tuple[int, ...]) -> Float32[Array, "..."]:
 
 
 def filled(x: Array, multiples: tuple[int, ...], least: int = 0) -> Array:
-    """Filled up with zeros to multiples of something along each of its axes, and to so many rows at least.
+    """Padded with zeros to multiples of something along each of its axes, and to so many rows at least.
 
     Axes in front of those with a multiple stay as they are.
     """

@@ -60,7 +60,7 @@ class Jobs(NamedTuple):
         return jnp.stack([x.astype(jnp.int32) for x in self])
 
 
-class Scales(NamedTuple):
+class GroupedScales(NamedTuple):
     """The scales of a grouped product, `[pieces]` being 1 where they are the same for all that is summed.
 
     Args:
@@ -91,7 +91,7 @@ def rows_jobs(
     Args:
         sizes: How many rows each group has; members' rows follow each other. The sum of a member's is at most `rows`.
         rows: How many rows a member has.
-        length: How many all have, filled up to those of a tile.
+        length: How many all have, padded to at least the rows of a tile.
         columns: How many columns the kernels have.
         tile: The tiles.
         depth: What is summed over.
@@ -127,7 +127,7 @@ def groups_jobs(sizes: Int32[Array, "members groups"], rows: int, length: int, w
     Args:
         sizes: As in `rows_jobs`.
         rows: How many rows a member has.
-        length: How many all have, filled up to a multiple of the tile's depth.
+        length: How many all have, padded to a multiple of the tile's depth.
         width: The rows of a group's result.
         tile: The tiles.
     """
@@ -148,7 +148,7 @@ def with_edges(
     So a GPU kernel sums over whole pieces, aligned in memory, without a mask. It takes two pieces for each group.
 
     Args:
-        x: The rows of all members, filled up to a multiple of the depth.
+        x: The rows of all members, padded to a multiple of the depth.
         sizes: As in `rows_jobs`.
         rows: How many rows a member has.
         depth: How many rows a piece has.

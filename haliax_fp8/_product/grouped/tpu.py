@@ -49,7 +49,7 @@ def visits(sizes: Int32[Array, "members groups"], rows: int, length: int, tile: 
     Args:
         sizes: How many rows each group has; members' rows follow each other.
         rows: How many rows a member has.
-        length: How many all have, filled up to a multiple of a tile.
+        length: How many all have, padded to a multiple of a tile.
         tile: The rows of a tile.
         of_rows: Whether each row is multiplied by a kernel: then rows beyond the last group are written, as zeros. Else
             each group is a sum, and one without rows is visited to write zeros.
@@ -146,8 +146,8 @@ def tpu_rows(
     """Each row times its group's kernel, over the kernel's inputs or outputs.
 
     Args:
-        a: The rows, filled up to whole tiles.
-        kernels: The kernels, likewise.
+        a: The rows, padded to whole tiles.
+        kernels: The kernels, padded to whole tiles too.
         visited: The visits.
         of_groups: The scale of each group.
         vectors: Scales of rows `[rows, 1]` and of the kernels' columns `[groups, 1, columns]`; may be none.
@@ -218,8 +218,8 @@ def tpu_sums(
     """For each group, the sum of the outer products of its rows.
 
     Args:
-        a: Rows, filled up to whole tiles.
-        b: Likewise.
+        a: Rows of the first operand, padded to whole tiles.
+        b: Those of the second, padded the same way.
         visited: The visits.
         of_groups: The scale of each group.
         vectors: Scales of both operands' columns, `[1, width]` and `[1, columns]`; may be none.

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from ...layers.tensor_names import WEIGHT, is_head, is_linear, is_router
 from ..files import BrokenCheckpoint, TensorFolder
 from ..layouts.ignore import REGEX, matched
-from ..layouts.quantization import CONFIG, Quantization, read_quantization
+from ..layouts.quantization import CONFIG, CheckpointQuantization, read_quantization
 from .report import CheckReport, Fault
 from .sizes import size_faults
 from .values import not_finite
@@ -53,7 +53,7 @@ def check_folder(directory: str | os.PathLike[str], *, follow_links: bool = Fals
     return CheckReport(path, name, quantized, len(folder.tensors), tuple(unique))
 
 
-def open_checkpoint(path: pathlib.Path, *, follow_links: bool) -> tuple[TensorFolder, Quantization | None]:
+def open_checkpoint(path: pathlib.Path, *, follow_links: bool) -> tuple[TensorFolder, CheckpointQuantization | None]:
     """A folder's tensors and what its configuration says of them.
 
     Args:
@@ -67,7 +67,7 @@ def open_checkpoint(path: pathlib.Path, *, follow_links: bool) -> tuple[TensorFo
     return folder, read_quantization(folder)
 
 
-def ignored_layers(folder: TensorFolder, quantization: Quantization) -> set[str]:
+def ignored_layers(folder: TensorFolder, quantization: CheckpointQuantization) -> set[str]:
     """The layers that a configuration leaves alone.
 
     Args:
@@ -81,14 +81,14 @@ def ignored_layers(folder: TensorFolder, quantization: Quantization) -> set[str]
     return {layer for entry in quantization.ignore for layer in _matched(entry, layers, quantization)}
 
 
-def _matched(entry: str, layers: list[str], quantization: Quantization) -> set[str]:
+def _matched(entry: str, layers: list[str], quantization: CheckpointQuantization) -> set[str]:
     if quantization.method == "modelopt" and "*" in entry:
         return set(fnmatch.filter(layers, entry))
     parents = quantization.method != "compressed-tensors"
     return matched(entry, layers, file=CONFIG, key="ignore", parents=parents)
 
 
-def _not_quantized(folder: TensorFolder, quantization: Quantization, ignored: set[str]) -> Iterator[Fault]:
+def _not_quantized(folder: TensorFolder, quantization: CheckpointQuantization, ignored: set[str]) -> Iterator[Fault]:
     """Layers that the configuration means and that are not in FP8."""
     strict = quantization.method == "compressed-tensors"
     by_class = {"Linear"} & set(quantization.targets)
@@ -107,7 +107,7 @@ def _not_quantized(folder: TensorFolder, quantization: Quantization, ignored: se
             yield Fault(stored.file.name, layer + WEIGHT, problem)
 
 
-def _entries(folder: TensorFolder, quantization: Quantization) -> Iterator[Fault]:
+def _entries(folder: TensorFolder, quantization: CheckpointQuantization) -> Iterator[Fault]:
     """Entries of `ignore` that mean nothing."""
     layers = [name.removesuffix(WEIGHT) for name in folder.tensors if name.endswith(WEIGHT)]
     tied = bool(folder.config.get("tie_word_embeddings"))

@@ -9,7 +9,7 @@ import numpy as np
 from ...layers.tensor_names import SAME_INPUT, WEIGHT, is_embedding, is_norm
 from ..files import TensorFolder
 from ..files.header import Stored
-from ..layouts.quantization import Quantization
+from ..layouts.quantization import CheckpointQuantization
 from .report import Fault
 from .values import BF16, E4M3, E8M0, amaxes, not_finite
 
@@ -40,7 +40,9 @@ def is_fp8(stored: Stored) -> bool:
     return stored.dtype.itemsize == 1 and stored.dtype.name.startswith("float8") and stored.dtype != E8M0
 
 
-def weight_faults(folder: TensorFolder, quantization: Quantization | None, ignored: set[str]) -> Iterator[Fault]:
+def weight_faults(
+    folder: TensorFolder, quantization: CheckpointQuantization | None, ignored: set[str]
+) -> Iterator[Fault]:
     """What is wrong with the weights that are in FP8, and with those that should be.
 
     Args:
@@ -62,7 +64,9 @@ def weight_faults(folder: TensorFolder, quantization: Quantization | None, ignor
             yield from _owner(folder, quantization, name)
 
 
-def _out_of_place(name: str, layer: str, stored: Stored, quantization: Quantization | None, ignored: set[str]) -> str:
+def _out_of_place(
+    name: str, layer: str, stored: Stored, quantization: CheckpointQuantization | None, ignored: set[str]
+) -> str:
     if quantization is None:
         return "it is in FP8, and config.json has no quantization_config: engines take its bytes for the weights"
     if stored.dtype != E4M3:
@@ -78,7 +82,7 @@ def _out_of_place(name: str, layer: str, stored: Stored, quantization: Quantizat
     return ""
 
 
-def _owner(folder: TensorFolder, quantization: Quantization | None, name: str) -> Iterator[Fault]:
+def _owner(folder: TensorFolder, quantization: CheckpointQuantization | None, name: str) -> Iterator[Fault]:
     """What is wrong with a scale as such: whose it is, and its values."""
     layer, _, kind = name.rpartition(".")
     stored = folder.tensors[name]
@@ -99,7 +103,7 @@ def _owner(folder: TensorFolder, quantization: Quantization | None, name: str) -
         yield Fault(stored.file.name, name, f"engines look for {quantization.scale_name} in this layout")
 
 
-def _scaled(folder: TensorFolder, quantization: Quantization, layer: str) -> Iterator[Fault]:
+def _scaled(folder: TensorFolder, quantization: CheckpointQuantization, layer: str) -> Iterator[Fault]:
     """What is wrong with a weight in E4M3 and its scales."""
     name, scale_name = layer + WEIGHT, f"{layer}.{quantization.scale_name}"
     stored = folder.tensors[name]
@@ -174,7 +178,9 @@ def scale_values(scale: np.ndarray) -> np.ndarray:
     return scale.astype(np.float32)
 
 
-def _magnitudes(folder: TensorFolder, quantization: Quantization, name: str, scale_name: str) -> Iterator[Fault]:
+def _magnitudes(
+    folder: TensorFolder, quantization: CheckpointQuantization, name: str, scale_name: str
+) -> Iterator[Fault]:
     """Data and scales that do not belong together."""
     data, scale = folder[name], scale_values(folder[scale_name])
     shape = data.shape
@@ -200,7 +206,7 @@ def _magnitudes(folder: TensorFolder, quantization: Quantization, name: str, sca
             yield Fault(file, name, problem)
 
 
-def cache_faults(folder: TensorFolder, quantization: Quantization | None) -> Iterator[Fault]:
+def cache_faults(folder: TensorFolder, quantization: CheckpointQuantization | None) -> Iterator[Fault]:
     """Scales of keys and values that are not complete, or that no engine reads.
 
     Args:
@@ -225,7 +231,7 @@ def cache_faults(folder: TensorFolder, quantization: Quantization | None) -> Ite
         yield Fault("config.json", "quantization_config", problem, is_error=False)
 
 
-def fused_faults(folder: TensorFolder, quantization: Quantization) -> Iterator[Fault]:
+def fused_faults(folder: TensorFolder, quantization: CheckpointQuantization) -> Iterator[Fault]:
     """Layers that engines make one, and that do not fit together.
 
     Args:
@@ -247,7 +253,7 @@ def fused_faults(folder: TensorFolder, quantization: Quantization) -> Iterator[F
 
 
 def _partners(
-    folder: TensorFolder, quantization: Quantization, partners: list[str], first: str, what: str
+    folder: TensorFolder, quantization: CheckpointQuantization, partners: list[str], first: str, what: str
 ) -> Iterator[Fault]:
     file = folder.tensors[first].file.name
     kinds = [quantization.scale_name] if quantization.strategy == "tensor" else []

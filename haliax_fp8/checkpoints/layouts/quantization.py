@@ -34,7 +34,7 @@ class Inputs:
 
 
 @dataclasses.dataclass(frozen=True)
-class Quantization:
+class CheckpointQuantization:
     """What a configuration says of the layers that are in FP8.
 
     Args:
@@ -112,7 +112,7 @@ class Quantization:
         return ((*front, -(-rows // height), -(-columns // width)),)
 
 
-def read_quantization(folder: TensorFolder) -> Quantization | None:
+def read_quantization(folder: TensorFolder) -> CheckpointQuantization | None:
     """What the configuration of a folder says; None if nothing is quantized.
 
     Args:
@@ -124,7 +124,9 @@ def read_quantization(folder: TensorFolder) -> Quantization | None:
     return quantization_of(folder.config, folder.json_beside(MODELOPT))
 
 
-def quantization_of(config: Mapping[str, Any], beside: Mapping[str, Any] | None = None) -> Quantization | None:
+def quantization_of(
+    config: Mapping[str, Any], beside: Mapping[str, Any] | None = None
+) -> CheckpointQuantization | None:
     """What a configuration says; None if nothing is quantized.
 
     Args:
@@ -160,12 +162,12 @@ def quantization_of(config: Mapping[str, Any], beside: Mapping[str, Any] | None 
             cached = found.get("kv_cache_quant_algo", found.get("kv_cache_scheme")) is not None
             ignore = _names(found, "ignore") or _names(found, "exclude_modules")
             assert algorithm == "FP8"
-            return Quantization("modelopt", "tensor", None, Inputs("tensor", False), ignore, cached=cached)
+            return CheckpointQuantization("modelopt", "tensor", None, Inputs("tensor", False), ignore, cached=cached)
     method = f"quant_method={found.get('quant_method')!r:.60}"
     raise _wrong(f"{method} is unknown; read are 'compressed-tensors', 'fp8' and 'modelopt'")
 
 
-def _compressed_tensors(found: Mapping[str, Any]) -> Quantization:
+def _compressed_tensors(found: Mapping[str, Any]) -> CheckpointQuantization:
     formats = ("float-quantized", "naive-quantized", "mxfp8-quantized")
     format = _one_of(found, "format", formats)
     groups = found.get("config_groups")
@@ -179,7 +181,9 @@ def _compressed_tensors(found: Mapping[str, Any]) -> Quantization:
     ignore, cached = _names(found, "ignore"), found.get("kv_cache_scheme") is not None
     status = found.get("quantization_status")
     status = None if status is None else str(status)
-    return Quantization("compressed-tensors", strategy, block, inputs, ignore, targets, exponents, cached, status)
+    return CheckpointQuantization(
+        "compressed-tensors", strategy, block, inputs, ignore, targets, exponents, cached, status
+    )
 
 
 def _group(
@@ -223,7 +227,7 @@ def _require_float8(where: str, scheme: Mapping[str, Any]) -> None:
         raise _wrong(f"{where} has {found}; weights and inputs of 8 bits, float, are read")
 
 
-def _hugging_face(found: Mapping[str, Any]) -> Quantization:
+def _hugging_face(found: Mapping[str, Any]) -> CheckpointQuantization:
     _one_of(found, "fmt", ("e4m3", "float8_e4m3fn"), "e4m3")
     scheme = _one_of(found, "activation_scheme", ("dynamic", "static"), "dynamic")
     block = None if found.get("weight_block_size") is None else _pair(found, "weight_block_size")
@@ -231,10 +235,12 @@ def _hugging_face(found: Mapping[str, Any]) -> Quantization:
     lists = ("modules_to_not_convert", "ignored_layers")
     ignore = tuple(dict.fromkeys(name for key in lists for name in _names(found, key)))
     if block is None:
-        return Quantization("fp8", "tensor", None, Inputs("tensor", scheme == "dynamic"), ignore, exponents=exponents)
+        return CheckpointQuantization(
+            "fp8", "tensor", None, Inputs("tensor", scheme == "dynamic"), ignore, exponents=exponents
+        )
     if scheme == "static":
         raise _wrong("activation_scheme='static' with weight_block_size; blocks have dynamic inputs")
-    return Quantization("fp8", "block", block, Inputs("group", True, block[1]), ignore, exponents=exponents)
+    return CheckpointQuantization("fp8", "block", block, Inputs("group", True, block[1]), ignore, exponents=exponents)
 
 
 def _one_of(scheme: Any, key: str, known: tuple[str, ...], default: str | None = None) -> str:

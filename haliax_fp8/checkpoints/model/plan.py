@@ -22,7 +22,7 @@ HEADS = ("head", "lm_head")
 
 
 @dataclasses.dataclass(frozen=True)
-class Kernel:
+class Fp8Kernel:
     """A layer's weight that is written in FP8.
 
     Args:
@@ -63,7 +63,7 @@ class Plan:
         ignore: The layers whose weights stay in high precision and have two axes or more, by the checkpoint's names.
     """
 
-    kernels: tuple[Kernel, ...]
+    kernels: tuple[Fp8Kernel, ...]
     dense: tuple[Dense, ...]
     ignore: tuple[str, ...]
 
@@ -141,7 +141,7 @@ def plan(
         quantize = lambda matrix=matrix, block=block: _quantized(
             matrix, block, choices, static=static, exponents=exponents
         )
-        kernels.append(Kernel(name, matrix.shape, quantize))
+        kernels.append(Fp8Kernel(name, matrix.shape, quantize))
     for other in found.others:
         name, dtype = names.to_checkpoint(other.name), _dtype(other, choices)
         read = lambda other=other: other.values(choices.dtype)

@@ -7,7 +7,7 @@ import numpy as np
 
 from ..files import TensorFolder
 from ..layouts.base import FP8, INPUT_SCALES, WEIGHT_SCALES, decode
-from ..layouts.quantization import Inputs, Quantization, read_quantization
+from ..layouts.quantization import CheckpointQuantization, Inputs, read_quantization
 from ..scaled_matrix import ScaledMatrix
 
 
@@ -24,7 +24,7 @@ class FolderSource:
     """
 
     folder: TensorFolder
-    quantization: Quantization | None
+    quantization: CheckpointQuantization | None
 
     @staticmethod
     def open(directory: str | os.PathLike[str]) -> "FolderSource":

@@ -18,7 +18,7 @@ from ..verdict.program import Program
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class ProductRow:
     """Products that differ only in the number of their layer: where they are, one of them, and the sums of all."""
 
     where: str
@@ -27,7 +27,7 @@ class Row:
     flops: int
 
 
-def rows(program: Program) -> list[Row]:
+def rows(program: Program) -> list[ProductRow]:
     """Products in groups of those that are alike."""
     groups: dict[tuple, list[Product]] = {}
     for product in program.products:
@@ -35,7 +35,7 @@ def rows(program: Program) -> list[Row]:
         alike = dataclasses.replace(product, layer="", scope="", bytes=0, executions=0)
         groups.setdefault((where, alike), []).append(product)
     return [
-        Row(
+        ProductRow(
             where=products[0].layer if len(products) == 1 and products[0].layer else where,
             product=products[0],
             count=sum(product.executions for product in products),
@@ -54,7 +54,7 @@ def _numbered_alike(path: str) -> str:
     return re.sub(r"\.\d+(?=\.|$)", ".*", path)
 
 
-def cells(row: Row, program: Program) -> tuple[str, ...]:
+def cells(row: ProductRow, program: Program) -> tuple[str, ...]:
     """The cells of a row, one for each name in `COLUMNS`."""
     product = row.product
     verdict = f"{product.verdict.value}: {product.reason}" if product.reason else product.verdict.value

@@ -30,22 +30,22 @@ class MeasuredScaling(AbstractStatefulScaling):
 
     @property
     def quantizes(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """As the scaling."""
+        """Whether the scaling that quantizes rounds its operand at all."""
         return self.scaling.quantizes
 
     @property
     def units(self) -> MatrixUnits:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """As the scaling."""
+        """The hardware that multiplies operands with the scales of that scaling."""
         return self.scaling.units
 
     @property
     def directional(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """As the scaling."""
+        """Whether those scales depend on which axes are contracted."""
         return self.scaling.directional
 
     @property
     def stores_scale(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """As the scaling."""
+        """Whether that scaling keeps its scale in the state; a stateless one does not."""
         return self._stateful is not None and self._stateful.stores_scale
 
     @property

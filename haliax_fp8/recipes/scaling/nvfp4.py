@@ -78,7 +78,7 @@ class NVFP4Scaling(AbstractScaling):
 
     @property
     def for_kernel(self) -> AbstractScaling:
-        """Squares."""
+        """The same scaling with square blocks, so that fprop and dgrad share one quantized kernel."""
         return dataclasses.replace(self, square=True)
 
     def quantize(self, x: Float[Array, "*shape"], use: OperandUse) -> QuantizedArray:

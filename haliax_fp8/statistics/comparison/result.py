@@ -49,11 +49,11 @@ class LayerComparison(eqx.Module):
     Args:
         fprop: The product of the converted layer against the plain one, both with the plain model's operands: what
             this layer alone costs.
-        dgrad: The gradient of its input, likewise.
-        wgrad: The gradient of its kernel, likewise.
+        dgrad: The gradient of its input, compared in the same way.
+        wgrad: The gradient of its kernel, compared in the same way.
         output: The product in the converted model against that in the plain one: what has accumulated up to here.
-        output_grad: The gradient of the product, likewise: what has accumulated from the loss back to here.
-        kernel_grad: The gradient of the kernel, likewise.
+        output_grad: The gradient of the product in both models: what has accumulated from the loss back to here.
+        kernel_grad: The gradient of the kernel in both models.
     """
 
     fprop: Distance
