@@ -1,4 +1,7 @@
-"""Barriers that depend on how many devices a program is for, which is known when it is lowered, not before."""
+"""Barriers that depend on how many devices a program is for, which is known when it is lowered, not before.
+
+`tests/programs/test_several_devices.py` compiles a program with and without each.
+"""
 
 from typing import Any
 

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, BFloat16, Float, UInt8
 
 from .._jax.after_partitioning import devices_of, lower_after_partitioning, lower_with_devices
+from .._jax.lowered_by_platform import lower_by_platform
 from .._jax.mapped_axis import to_front
 from .._jax.mesh_axes import as_varying
 from .._jax.xla import on_cpu
@@ -240,9 +241,6 @@ _NAME = "a product with a scale for each block of 32 (recipes such as mxfp8 and 
 
 block_product_p.def_impl(lambda *args, **params: jax.jit(functools.partial(block_product_p.bind, **params))(*args))
 block_product_p.def_abstract_eval(_aval)
-mlir.register_lowering(block_product_p, _lowered)
-mlir.register_lowering(block_product_p, _lowered_on_cuda, platform="cuda")
-mlir.register_lowering(block_product_p, _lowered_on_rocm, platform="rocm")
-mlir.register_lowering(block_product_p, _lowered_on_tpu, platform="tpu")
+lower_by_platform(block_product_p, _lowered, cuda=_lowered_on_cuda, rocm=_lowered_on_rocm, tpu=_lowered_on_tpu)
 batching.primitive_batchers[block_product_p] = _batched
 lower_with_devices(block_product_p)

@@ -13,6 +13,7 @@ from jaxtyping import Array, Float32
 
 from .._jax import cudnn_attention
 from .._jax.after_partitioning import lower_with_devices
+from .._jax.lowered_by_platform import lower_by_platform
 from .._jax.mapped_axis import to_front
 from . import emulated
 from .emulated import Attention, Scales
@@ -194,8 +195,11 @@ for _primitive, _emulation, _cudnn, _avals in (
     _primitive.def_impl(jax.jit(_primitive.bind, static_argnames=("attention", "differentiated", "members")))
     _primitive.def_abstract_eval(_avals)
     _lowered = functools.partial(mlir.lower_fun, multiple_results=True)
-    mlir.register_lowering(_primitive, _lowered(_elsewhere(_emulation)))
-    mlir.register_lowering(_primitive, _lowered(_emulation), platform="cpu")
-    mlir.register_lowering(_primitive, _lowered(_on_cuda(_cudnn, _emulation)), platform="cuda")
+    lower_by_platform(
+        _primitive,
+        _lowered(_elsewhere(_emulation)),
+        cpu=_lowered(_emulation),
+        cuda=_lowered(_on_cuda(_cudnn, _emulation)),
+    )
     batching.primitive_batchers[_primitive] = _batch(_primitive)
 lower_with_devices(forward_p, backward_p)

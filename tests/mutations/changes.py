@@ -361,7 +361,7 @@ CHANGES = (
     Change(
         "an all-reduce sends as much as a scatter",
         "preflight/verdict/collective.py",
-        '* (2 if kind == "all-reduce" else 1)',
+        "* (2 if kind == ALL_REDUCE else 1)",
         "",
         ("test_preflight_collectives.py",),
     ),

@@ -76,6 +76,54 @@ def test_xla_s_words_are_in_the_vocabulary_alone():
     assert [text for path, text in texts_of(ROOT / "preflight") if path.name == "text.py" and is_word.fullmatch(text)]
 
 
+# What a program that walks through functions, loops and tuples cannot do without.
+GRAMMAR = {"parameter", "constant", "tuple", "get-tuple-element", "call", "while", "conditional"}
+
+
+def opcodes():
+    """The words in the vocabulary's constants before its first function, without those of grammar.
+
+    Element types, which have digits, are left out; and `pad`, which is also an attribute of a convolution's window.
+    """
+    nodes = ast.parse((ROOT / "preflight" / "hlo" / "vocabulary.py").read_text()).body
+    first = next(i for i, node in enumerate(nodes) if isinstance(node, ast.FunctionDef))
+    found = texts(ast.Module(nodes[:first], []))
+    return {text for text in found if re.fullmatch(r"-?[a-z]+(-[a-z]+)*", text)} - GRAMMAR - {"pad"}
+
+
+def compared_with_an_opcode(tree):
+    """The strings that code compares with an `opcode`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Compare) and re.search(r"\bopcode\b", ast.unparse(node)):
+            yield from texts(node)
+
+
+def test_opcodes_are_in_the_vocabulary_alone():
+    """Those that it has, wherever they are spelled; others where code compares an opcode with them."""
+    known, grammar = opcodes(), set()
+    for path in (ROOT / "preflight").rglob("*.py"):
+        if path.name != "vocabulary.py":
+            tree = ast.parse(path.read_text())
+            compared = set(compared_with_an_opcode(tree))
+            assert not known.intersection(texts(tree)) and compared <= GRAMMAR, path
+            grammar |= compared
+    assert grammar == GRAMMAR
+
+
+def test_this_file_sees_opcodes():
+    assert opcodes() >= {
+        "dot",
+        "ragged-dot",
+        "convolution",
+        "all-gather",
+        "dynamic-update-slice",
+        "custom-call",
+        "-done",
+    }
+    code = 'a.opcode == "sort" or opcode in ("x-start", *MORE) or name == "y"'
+    assert set(compared_with_an_opcode(ast.parse(code))) == {"sort", "x-start"}
+
+
 def call(target):
     text = module([f'ROOT %c = f32[2]{{0}} custom-call(), custom_call_target="{target}"'])
     return parse_hlo(text).entry.root

@@ -1,7 +1,9 @@
 """What each function of `_jax/xla.py` does to a program for an H100: the program with it and without it."""
 
+import ast
 import functools
 import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -184,22 +186,37 @@ def test_what_reads_a_product_of_tritons_is_fused(name, target, compiled):
     assert told < not_told
 
 
-# Small programs do not show it; `test_compiled_kernels_once.py` does.
-SHOWN_ELSEWHERE = ("transposed_once",)
+# --- Completeness -----------------------------------------------------------------------------------------------------
+
+# Functions that have a test of their own, in this folder. Small programs do not show what `transposed_once` does.
+SHOWN_BY = {
+    "lowered_for_cuda": "test_xla.py::test_a_lowering_rule_knows_whether_the_program_is_for_nvidia_alone",
+    "made_before_it_is_measured": "test_xla.py::test_an_operand_is_quantized_once_for_all_its_statistics",
+    "on_cpu": "test_xla.py::test_switches_between_platforms",
+    "on_cuda": "test_xla.py::test_switches_between_platforms",
+    "read_together": "test_xla.py::test_what_reads_a_product_of_tritons_is_fused",
+    "transposed_once": "test_compiled_kernels_once.py::test_cublaslt_finds_what_it_reads",
+}
+
+
+def functions_of(module):
+    """Its public functions; not what it imports."""
+    named = {name for name, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__}
+    return {name for name in named if not name.startswith("_")}
 
 
 def test_every_function_has_a_case():
-    functions = {name for name, value in vars(xla).items() if getattr(value, "__module__", "") == xla.__name__}
-    assert functions == {
-        *CASES,
-        *LAUNCHES,
-        "on_cpu",
-        "on_cuda",
-        "lowered_for_cuda",
-        "made_before_it_is_measured",
-        "read_together",
-        *SHOWN_ELSEWHERE,
-    }
+    assert functions_of(xla) == {*CASES, *LAUNCHES, *SHOWN_BY}
+
+
+@pytest.mark.parametrize("test", sorted(set(SHOWN_BY.values())))
+def test_tests_that_show_a_function_exist(test):
+    file, _, name = test.partition("::")
+    tree = ast.parse((Path(__file__).parent / file).read_text())
+    assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+
+
+# --- Platforms, and programs for CPUs ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("choose, expected", [(xla.on_cpu, 1.0), (xla.on_cuda, 2.0)])

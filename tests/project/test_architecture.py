@@ -209,18 +209,29 @@ def test_only_one_folder_imports_the_internals_of_jax(path):
     assert not internals or room_of(path) == "_jax"
 
 
+def switches_in(tree: ast.Module) -> list[ast.Call]:
+    """Calls of `register_lowering` for one platform: by keyword (or `**`), or as the third argument."""
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    calls = [call for call in calls if ast.unparse(call.func).endswith("register_lowering")]
+    return [x for x in calls if len(x.args) > 2 or not {k.arg for k in x.keywords}.isdisjoint({"platform", None})]
+
+
 @over_files
 def test_one_folder_talks_to_xla(path):
-    """`_jax/xla.py` has a function for each barrier and each switch between platforms, named after what it is for."""
-    nodes = list(ast.walk(tree_of(path)))
+    """`_jax` has a function for each barrier and each switch between platforms, named after what it is for."""
+    tree = tree_of(path)
+    nodes = list(ast.walk(tree))
     used = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
     used |= {alias.name for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names}
-    assert not used & TO_XLA or room_of(path) == "_jax"
+    assert not (used & TO_XLA or switches_in(tree)) or room_of(path) == "_jax"
 
 
 def test_this_file_sees_barriers_and_switches():
     used = {node.attr for node in ast.walk(tree_of(ROOT / "_jax" / "xla.py")) if isinstance(node, ast.Attribute)}
     assert used >= TO_XLA
+    assert len(switches_in(tree_of(ROOT / "_jax" / "lowered_by_platform.py"))) == 1
+    calls = "register_lowering(p, f)", "mlir.register_lowering(p, f, platform='cpu')", "register_lowering(p, f, 'cpu')"
+    assert [bool(switches_in(ast.parse(call))) for call in calls] == [False, True, True]
 
 
 @over_files

@@ -7,7 +7,7 @@ element, becomes a result of the program: the new weight, or the optimizer's mom
 from collections.abc import Iterator, Sequence
 
 from .sites import Site
-from .vocabulary import ELEMENTWISE, is_fusion, subprograms
+from .vocabulary import ELEMENTWISE, REDUCE, UPDATE, is_fusion, subprograms
 
 
 # A value; and, if it is a tuple, the position in it of the part that is followed.
@@ -43,7 +43,7 @@ def _after(value: Site, user: Site, path: tuple[int, ...], scope: str) -> list[_
         return [(user, path[1:])] if path and int(instruction.attribute("index")) == path[0] else []
     if opcode == "tuple":
         return [(user, (place, *path)) for place in places]
-    if opcode == "dynamic-update-slice":
+    if opcode == UPDATE:
         return [(user, path)] if 1 in places or 0 in places else []
     if is_fusion(instruction):
         return [(_parameter(user, instruction.called("calls")[0], place), path) for place in places]
@@ -53,7 +53,7 @@ def _after(value: Site, user: Site, path: tuple[int, ...], scope: str) -> list[_
     if inner:
         return [(_parameter(user, inner[0], place), path) for place in places]
     # XLA may split a product and add up the parts; the sums have the product's scope.
-    is_part = opcode == "reduce" and bool(scope) and instruction.op_name == scope
+    is_part = opcode == REDUCE and bool(scope) and instruction.op_name == scope
     if opcode not in ELEMENTWISE and not is_part:
         return []
     if instruction.shape.dtype == "tuple" and len(instruction.operands) > 1:

@@ -8,9 +8,14 @@ from .sites import Site
 from .text import Shape
 from .vocabulary import (
     BLOCK_SCALED,
+    CONVOLUTION,
     CUDNN_IN_BLOCKS,
+    CUSTOM_CALL,
+    DOT,
     MOSAIC_TPU,
     ONEDNN,
+    RAGGED_DOT,
+    SCALED_DOT,
     Call,
     call_of,
     dot_numbers,
@@ -68,17 +73,17 @@ def dimensions(site: Site) -> Dimensions | None:
         HLO's `dot`, `scaled-dot`, `ragged-dot` and `convolution`: https://openxla.org/xla/operation_semantics
     """
     instruction = site.instruction
-    if instruction.opcode in ("dot", "scaled-dot"):
+    if instruction.opcode in (DOT, SCALED_DOT):
         contract = instruction.ints("lhs_contracting_dims")
         size = _of_dot(site, instruction.ints("lhs_batch_dims"), contract, instruction.ints("rhs_contracting_dims"))
-        return dataclasses.replace(size, block_scaled=instruction.opcode == "scaled-dot")
+        return dataclasses.replace(size, block_scaled=instruction.opcode == SCALED_DOT)
     if is_scaled_dot(instruction):
         return _of_composite(site)
-    if instruction.opcode == "ragged-dot":
+    if instruction.opcode == RAGGED_DOT:
         return _of_ragged_dot(site)
-    if instruction.opcode == "convolution":
+    if instruction.opcode == CONVOLUTION:
         return _of_convolution(site)
-    if instruction.opcode == "custom-call":
+    if instruction.opcode == CUSTOM_CALL:
         return _of_custom_call(site)
     return None
 

@@ -40,7 +40,7 @@ def origin(site: Site) -> Origin:
         instruction = step.instruction
         if instruction.opcode == "parameter" and step.caller is None:
             arguments = (dotted(instruction.op_name or instruction.name),)
-        elif instruction.opcode == "concatenate":
+        elif instruction.opcode == words.CONCATENATE:
             parts = [origin(operand) for operand in step.operands]
             if all(part.arguments for part in parts):
                 arguments = tuple(name for part in parts for name in part.arguments)
@@ -83,7 +83,7 @@ def gathers(site: Site) -> Iterator[tuple[Site, int]]:
     """The all-gathers that a value passes through, possibly cast, sliced or scaled before and after; and which of their
     results it is."""
     for step, indices in _places(site):
-        if step.instruction.opcode in ("all-gather", "all-gather-start"):
+        if step.instruction.opcode in (words.ALL_GATHER, words.ALL_GATHER_START):
             yield step, indices[-1] if indices else 0
 
 
@@ -124,13 +124,13 @@ def _before(site: Site, indices: list[int]) -> Site | None:
         return site.root(instruction.called("body")[0])
     if (opcode == "call" or begins(opcode)) and (inner := subprograms(instruction)):
         return site.root(inner[0])
-    if ends(opcode) and site.operands[0].instruction.opcode in ("fusion-start", "async-start"):
+    if ends(opcode) and site.operands[0].instruction.opcode in (words.FUSION_START, words.ASYNC_START):
         return site.operands[0]
     if opcode in words.HANDED_ON:
         # Some take several operands and return a tuple of the same length.
         several = indices and instruction.shape.dtype == "tuple" and len(instruction.operands) > 1
         return site.operands[indices.pop() if several else words.HANDED_ON[opcode]]
-    if opcode in words.SCALES_AND_BOUNDS or opcode == "select":
+    if opcode in words.SCALES_AND_BOUNDS or opcode == words.SELECT:
         candidates = [operand for operand in site.operands[-2:] if not _is_broadcast(operand)]
         return candidates[0] if len(candidates) == 1 else None
     return None
@@ -157,7 +157,7 @@ def _of_state(state: Site, indices: list[int]) -> Site | None:
     result = root.operands[indices[-1]]
     if element_of_state(result) == indices[-1]:
         return state.caller.operands[0]
-    if result.instruction.opcode not in ("dynamic-update-slice", "fusion"):
+    if result.instruction.opcode not in (words.UPDATE, words.FUSION):
         return None
     indices.pop()
     return result
@@ -171,7 +171,7 @@ def _is_broadcast(site: Site) -> bool:
         if current is None:
             return False
         instruction = current.instruction
-        if instruction.opcode in ("broadcast", "constant", "iota") or _is_number(instruction.shape):
+        if instruction.opcode in (words.BROADCAST, "constant", words.IOTA) or _is_number(instruction.shape):
             return True
         if instruction.opcode in words.SCALES_AND_BOUNDS:
             return all(map(_is_broadcast, current.operands))
@@ -181,7 +181,7 @@ def _is_broadcast(site: Site) -> bool:
 
 def _repeats_one_number(site: Site) -> bool:
     while not _is_number(site.instruction.shape):
-        if site.instruction.opcode not in {"broadcast", "transpose", *words.COPIES}:
+        if site.instruction.opcode not in {words.BROADCAST, words.TRANSPOSE, *words.COPIES}:
             return False
         site = site.operands[0]
     return True

@@ -4,7 +4,18 @@ import dataclasses
 from collections.abc import Iterator
 
 from .text import Computation, Instruction, Module, Shape
-from .vocabulary import COMPARISONS, COPIES, begins, is_fusion, known_trip_count, subprograms
+from .vocabulary import (
+    ADD,
+    COMPARE,
+    COMPARISONS,
+    COPIES,
+    COPY_START,
+    FUSION_START,
+    begins,
+    is_fusion,
+    known_trip_count,
+    subprograms,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,9 +48,9 @@ class Site:
         """The arrays that it makes; an instruction that only starts an operation returns its operands before them."""
         got = self.instruction.shape.arrays
         given = sum(len(operand.instruction.shape.arrays) for operand in self.operands)
-        if self.instruction.opcode == "copy-start":
+        if self.instruction.opcode == COPY_START:
             return got[:1]
-        if self.instruction.opcode == "fusion-start":
+        if self.instruction.opcode == FUSION_START:
             return self.root(self.instruction.called("calls")[0]).instruction.shape.arrays
         return got[given : 2 * given] if begins(self.instruction.opcode) and len(got) > given else got
 
@@ -91,7 +102,7 @@ def trip_count(loop: Site) -> int | None:
         return known
     test, body = (_computed(_result(loop, name)) for name in ("condition", "body"))
     initial = loop.operands[0]
-    if test.instruction.opcode != "compare" or {initial.instruction.opcode, body.instruction.opcode} != {"tuple"}:
+    if test.instruction.opcode != COMPARE or {initial.instruction.opcode, body.instruction.opcode} != {"tuple"}:
         return None
     counter, limit = test.operands
     if (index := element_of_state(counter)) is None:
@@ -140,7 +151,7 @@ def element_of_state(site: Site) -> int | None:
 def _added(result: Site, index: int) -> int | None:
     """The number that an iteration adds to an element of the state."""
     operation = _computed(result)
-    if operation.instruction.opcode != "add":
+    if operation.instruction.opcode != ADD:
         return None
     first, second = operation.operands
     if element_of_state(first) == index:

@@ -1,7 +1,7 @@
 """The bytes that a launch reads and writes: of an array that it slices or updates in place, only the slice."""
 
 from .sites import Site
-from .vocabulary import NO_LAUNCH, SLICES, ends, is_fusion
+from .vocabulary import BITCAST, NO_LAUNCH, SCATTER, SLICES, UPDATE, ends, is_fusion
 
 
 def is_launch(site: Site) -> bool:
@@ -18,9 +18,9 @@ def touched(launch: Site) -> int:
     opcode = instruction.opcode
     if opcode in SLICES:
         return 2 * instruction.shape.bytes + sum(o.instruction.shape.bytes for o in launch.operands[1:])
-    if opcode == "dynamic-update-slice":
+    if opcode == UPDATE:
         return 2 * launch.operands[1].instruction.shape.bytes
-    if opcode == "scatter":
+    if opcode == SCATTER:
         return sum(2 * o.instruction.shape.bytes for o in launch.operands[1:])
     return sum(o.instruction.shape.bytes for o in launch.operands) + sum(shape.bytes for shape in launch.results)
 
@@ -30,7 +30,7 @@ def _users(site: Site) -> list[Site]:
     found = []
     for user in site.computation.users[site.instruction.name]:
         other = site.beside(user.name)
-        found += _users(other) if user.opcode in ("bitcast", "get-tuple-element") else [other]
+        found += _users(other) if user.opcode in (BITCAST, "get-tuple-element") else [other]
     return found
 
 
@@ -45,7 +45,7 @@ def _read(parameter: Site) -> int:
         is_first = _is_name_for(operands[0], parameter) if operands else False
         if opcode in SLICES and is_first:
             parts += user.instruction.shape.bytes
-        elif opcode in ("dynamic-update-slice", "scatter") and is_first:
+        elif opcode in (UPDATE, SCATTER) and is_first:
             continue  # Written in place, not read.
         elif is_fusion(user.instruction):
             root = user.root(user.instruction.called("calls")[0])
@@ -60,7 +60,7 @@ def _read(parameter: Site) -> int:
 
 
 def _is_name_for(site: Site, value: Site) -> bool:
-    while site.instruction.opcode == "bitcast":
+    while site.instruction.opcode == BITCAST:
         site = site.operands[0]
     return site.instruction.name == value.instruction.name
 
@@ -70,11 +70,11 @@ def _written(root: Site) -> int:
     instruction = root.instruction
     if instruction.opcode == "tuple":
         return sum(map(_written, root.operands))
-    if instruction.opcode == "bitcast":
+    if instruction.opcode == BITCAST:
         return _written(root.operands[0])
-    if instruction.opcode == "dynamic-update-slice":
+    if instruction.opcode == UPDATE:
         return root.operands[1].instruction.shape.bytes
-    if instruction.opcode == "scatter":
+    if instruction.opcode == SCATTER:
         return root.operands[2].instruction.shape.bytes
     if instruction.opcode == "parameter":
         return 0

@@ -29,7 +29,16 @@ WIDE = ("bf16", "f16", "f32", "f64")
 """The types that values are quantized from."""
 
 
-# --- Opcodes by kind --------------------------------------------------------------------------------------------------
+# --- Opcodes, alone and by kind ---------------------------------------------------------------------------------------
+
+CUSTOM_CALL, FUSION = "custom-call", "fusion"
+ASYNC_START, COPY_START, FUSION_START = "async-start", "copy-start", "fusion-start"
+DOT, SCALED_DOT, RAGGED_DOT, CONVOLUTION = "dot", "scaled-dot", "ragged-dot", "convolution"
+ALL_GATHER, ALL_GATHER_START, ALL_REDUCE = "all-gather", "all-gather-start", "all-reduce"
+ADD, MAXIMUM, REDUCE, COMPARE, SELECT = "add", "maximum", "reduce", "compare", "select"
+BITCAST, BROADCAST, CONCATENATE, IOTA, TRANSPOSE = "bitcast", "broadcast", "concatenate", "iota", "transpose"
+UPDATE, SCATTER = "dynamic-update-slice", "scatter"
+START, DONE = "-start", "-done"  # Suffixes of the instructions that begin and end an asynchronous operation.
 
 NO_LAUNCH = {
     *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id"),
@@ -45,6 +54,9 @@ COLLECTIVES = {
     "ragged-all-to-all",
 }
 """Communication between devices."""
+
+SENT_WHOLE = {"collective-permute", "collective-broadcast"}
+"""Collectives in which a device passes on a whole array, not its share of the ring."""
 
 COPIES = {"copy", "bitcast", "convert", "reshape"}
 """Opcodes that return the same numbers in another place, type or shape."""
@@ -80,17 +92,17 @@ ELEMENTWISE = {
 
 def begins(opcode: str) -> bool:
     """Whether an instruction only starts an asynchronous operation that another one ends."""
-    return opcode.endswith("-start")
+    return opcode.endswith(START)
 
 
 def ends(opcode: str) -> bool:
     """Whether an instruction only ends, or continues, an asynchronous operation."""
-    return opcode.endswith(("-done", "-update"))
+    return opcode.endswith((DONE, "-update"))
 
 
 def is_fusion(instruction: Instruction) -> bool:
     """Whether the function that an instruction calls runs as one launch."""
-    return instruction.opcode in ("fusion", "fusion-start")
+    return instruction.opcode in (FUSION, FUSION_START)
 
 
 def is_scaled_dot(instruction: Instruction) -> bool:

@@ -1,5 +1,6 @@
 """The table of what devices send to each other."""
 
+from ..hlo.vocabulary import MAXIMUM
 from ..verdict.collective import Collective, Part
 from ..verdict.program import Program
 from .units import size
@@ -31,7 +32,7 @@ def lines(program: Program) -> list[tuple[str, ...]]:
 
 
 def _kind(found: Collective) -> str:
-    return f"{found.kind} (max)" if found.reduction == "maximum" else found.kind
+    return f"{found.kind} (max)" if found.reduction == MAXIMUM else found.kind
 
 
 def _content(found: Collective, part: Part) -> str:

@@ -13,7 +13,18 @@ from ..hlo.scopes import asks_for_fp8, dotted, layer_of, place, role, rotates
 from ..hlo.sites import Site, entry_sites, launches, opened, trip_count
 from ..hlo.text import Module, parse_hlo
 from ..hlo.traffic import is_launch, touched
-from ..hlo.vocabulary import COLLECTIVES, LIBRARIES, Call, call_of, grouped_tile, is_fusion, is_triton, target_of_call
+from ..hlo.vocabulary import (
+    COLLECTIVES,
+    CUSTOM_CALL,
+    LIBRARIES,
+    START,
+    Call,
+    call_of,
+    grouped_tile,
+    is_fusion,
+    is_triton,
+    target_of_call,
+)
 from ..target.target import Target
 from .attention import attention_products, is_attention
 from .collective import Multiplying, read_collective
@@ -43,9 +54,9 @@ def analyze(compiled: Compiled, target: Target, known: Mapping[str, str] | None 
         if found:
             products += found
             multiplying.append(Multiplying(launch, tuple(f"{p.layer or place(p.scope)} {p.role}" for p in found)))
-        elif (kind := instruction.opcode.removesuffix("-start")) in COLLECTIVES:
+        elif (kind := instruction.opcode.removesuffix(START)) in COLLECTIVES:
             communicating.append((launch, kind))
-        elif instruction.opcode == "custom-call" and call_of(instruction) is not Call.OTHER:
+        elif instruction.opcode == CUSTOM_CALL and call_of(instruction) is not Call.OTHER:
             dtypes = tuple(operand.instruction.shape.dtype for operand in launch.operands)
             opaque.append(Opaque(target_of_call(instruction), dtypes, launch.executions, instruction.op_name))
         else:

@@ -6,7 +6,7 @@ from ...devices.peaks import is_narrow
 from ..hlo.scopes import role
 from ..hlo.sites import Site
 from ..hlo.traffic import touched
-from ..hlo.vocabulary import CUDNN_ATTENTION, Call, call_of, scores_of
+from ..hlo.vocabulary import CUDNN_ATTENTION, CUSTOM_CALL, Call, call_of, scores_of
 from ..target.target import Target
 from .product import Product, Verdict
 from .reason import indivisible_sizes
@@ -15,7 +15,7 @@ from .reason import indivisible_sizes
 def is_attention(launch: Site) -> bool:
     """Whether a launch is a fused attention whose sizes are known."""
     call = launch.instruction
-    return call.opcode == "custom-call" and call_of(call) is Call.ATTENTION and scores_of(call) is not None
+    return call.opcode == CUSTOM_CALL and call_of(call) is Call.ATTENTION and scores_of(call) is not None
 
 
 def attention_products(launch: Site, target: Target) -> Iterator[Product]:

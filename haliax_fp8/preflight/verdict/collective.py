@@ -8,7 +8,18 @@ from ...devices.peaks import is_narrow
 from ..hlo.scopes import role
 from ..hlo.sites import Site
 from ..hlo.text import Shape
-from ..hlo.vocabulary import begins, devices_in_group, ends, is_synchronous, reduction_of
+from ..hlo.vocabulary import (
+    ADD,
+    ALL_GATHER,
+    ALL_REDUCE,
+    DONE,
+    SENT_WHOLE,
+    begins,
+    devices_in_group,
+    ends,
+    is_synchronous,
+    reduction_of,
+)
 
 
 # An instruction, by the names of its function and itself, and the index of one of its results.
@@ -67,7 +78,7 @@ class Collective:
     @property
     def reduces_gradients(self) -> bool:
         """Whether it adds up gradients of weights, or of values computed from them."""
-        is_sum = self.reduction == "add" and self.dtype.startswith(("f", "bf"))
+        is_sum = self.reduction == ADD and self.dtype.startswith(("f", "bf"))
         return is_sum and role(self.scope) in (WGRAD, "backward")
 
 
@@ -118,9 +129,9 @@ def read_collective(
 def _wire(kind: str, before: Shape, after: Shape, devices: int) -> float:
     """The bytes that a device sends to its neighbor in a ring."""
     whole = max(before.bytes, after.bytes)
-    if kind in ("collective-permute", "collective-broadcast"):
+    if kind in SENT_WHOLE:
         return whole
-    return whole * (devices - 1) / devices * (2 if kind == "all-reduce" else 1)
+    return whole * (devices - 1) / devices * (2 if kind == ALL_REDUCE else 1)
 
 
 def _end(begin: Site) -> str | None:
@@ -128,7 +139,7 @@ def _end(begin: Site) -> str | None:
     if not begins(begin.instruction.opcode) or is_synchronous(begin.instruction):
         return None
     current = begin.instruction
-    while not current.opcode.endswith("-done"):
+    while not current.opcode.endswith(DONE):
         # Some have steps between start and end.
         users = (user for user in begin.computation.users[current.name] if ends(user.opcode))
         if (after := next(users, None)) is None:
@@ -161,7 +172,7 @@ def fp8_share_of_gathers(collectives: Sequence[Collective]) -> float | None:
         (part.dtype, part.wire * found.executions)
         for found in collectives
         for part in found.parts
-        if found.kind == "all-gather" and part.feeds_product
+        if found.kind == ALL_GATHER and part.feeds_product
     ]
     total = sum(wire for _, wire in sent)
     return sum(wire for dtype, wire in sent if is_narrow(dtype)) / total if total else None
