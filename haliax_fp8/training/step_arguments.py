@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeGuard
 
 import equinox as eqx
 import haliax as hax
@@ -176,7 +176,7 @@ def require_order(model: Any, opt_state: Any, batch: tuple[Any, ...]) -> None:
         )
 
 
-def _is_array(x: Any) -> bool:
+def _is_array(x: Any) -> TypeGuard[hax.NamedArray]:
     return isinstance(x, hax.NamedArray) or eqx.is_array(x) or isinstance(x, np.ndarray)
 
 
