@@ -66,6 +66,9 @@ def main(steps: int = 400) -> tuple[list[float], list[float]]:
         plain, converted = (sum(losses[of_steps]) / len(losses[of_steps]) for losses in (bf16, fp8))
         name = f"{start + 1}-{start + len(bf16[of_steps])}"
         print(f"{name:>9}   {plain:12.5f}   {converted:.5f}   {100 * (converted / plain - 1):+8.2f} %")
+    last = -max(1, steps // 4)
+    difference = 100 * (sum(fp8[last:]) / sum(bf16[last:]) - 1)
+    print(f"\nFP8 ends {difference:+.1f} % from bf16. It is slower here because a CPU emulates FP8.")
     return bf16, fp8
 
 

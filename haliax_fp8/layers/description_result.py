@@ -4,12 +4,13 @@ import collections
 import dataclasses
 from collections.abc import Iterator, Mapping
 
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
+from rich.measure import Measurement
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from .._tables import Printable, new_table
+from .._tables import Printable, columns, new_table
 from ..devices.device import Device
 from ..recipes.support import Support
 from .description_table import grouped
@@ -187,8 +188,7 @@ class ModelDescription(Printable):
             for word in row.name.split()
         ]
         table = new_table("")
-        # Names break last.
-        table.add_column("layer", overflow="fold", min_width=min(28, max(lengths, default=0)))
+        table.add_column("layer", overflow="fold")
         for column in ("shape", "runs in", *(("on device",) if with_support else ())):
             table.add_column(column, overflow="fold")
         if self.predict is not None:
@@ -203,7 +203,22 @@ class ModelDescription(Printable):
                 cells = [name, Text("\n".join(row.shapes)), _runs_in(row.layer, only)]
                 cells += [_verdict(row.layer.support)] if with_support else []
                 table.add_row(*cells, *([] if self.predict is None else [_gain(row.layer.prediction)]))
+        _keep_names(table, max(lengths, default=0))
         return table
+
+
+def _keep_names(table: Table, longest: int) -> None:
+    """Lets the first column break last."""
+    names, *others = table.columns
+    least, console = min(28, longest), Console(width=columns())
+    padding = 3
+    width = lambda cell: Measurement.get(console, console.options, cell).maximum
+    widths = [max(map(width, column.cells), default=0) for column in others]
+    if columns() - sum(widths) - padding * (1 + len(others)) >= least:
+        names.min_width = least
+    else:
+        # A least width is only seen to after the space was divided, and the last column would be cut off.
+        names.width = min(max(map(width, names.cells)), max(least, 2 * columns() // 5), columns() // 2)
 
 
 def _where(layers: tuple[LayerDescription, ...]) -> str:

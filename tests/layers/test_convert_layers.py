@@ -976,6 +976,19 @@ def test_the_table_says_what_layers_have_in_common_once(monkeypatch):
     assert "6 of 6 linear layers in FP8: DelayedScaling E4M3/E4M3/E5M2" in str(table).splitlines()[0]
 
 
+@pytest.mark.parametrize("columns", [50, 60, 80, 140])
+def test_the_table_loses_no_letter(monkeypatch, columns):
+    """Rich crops the last column where the first one insists on its width."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    name = "final_projection_to_the_vocabulary_of_all"
+    model = {"a_module_with_a_long_name": {name: linear()}, "up": linear()}
+    lines = str(describe(fp8_linear_layers(model, exclude=f"*.{name}"))).splitlines()
+    assert max(map(len, lines)) <= columns
+    begin = next(line for line in lines if "runs in" in line).index("runs in")
+    table = lines[: next(i for i, line in enumerate(lines) if "emulated" in line)]
+    assert f"excludedby'*.{name}'" in "".join("".join(line[begin:] for line in table).split())
+
+
 @pytest.mark.parametrize("columns", [60, 80, 140])
 def test_the_table_takes_the_width_of_the_terminal(monkeypatch, columns):
     monkeypatch.setenv("COLUMNS", str(columns))
