@@ -65,7 +65,6 @@ def train(runs: Sequence[Run], step: TrainStep, corpus: Corpus, options: argpars
         TextColumn("{task.fields[status]}"),
         # The first runs while XLA compiles; the second knows more after a few steps.
         TimeElapsedColumn(),
-        TextColumn("so far,"),
         TimeRemainingColumn(),
         TextColumn("left"),
     ]

@@ -489,6 +489,19 @@ def test_a_spike_of_the_learning_rate(healthy):
     assert f"{DEPTH + 1} of {DEPTH + 1} kernels" in finding.seen and "learning rate" in finding.advice
 
 
+def test_a_step_that_moves_most_kernels_by_less_than_a_factor_of_two(healthy):
+    """As Adam's at a learning rate close to the weights: no state is taken for that of another layer."""
+
+    def moved(x):
+        step = jax.random.rademacher(KEY, x.shape, jnp.float32) * jnp.abs(x).max()
+        return x + jnp.float32(0.6) * step
+
+    params = jax.tree.map(lambda x: moved(x) if eqx.is_inexact_array(x) and x.ndim == 2 else x, fp8.trainable(healthy))
+    (finding,) = found(eqx.combine(params, healthy)).findings
+    assert (finding.operand, finding.problem) == ("kernel", Problem.JUMP) and "learning rate" in finding.advice
+    assert "or of 1.4 in most kernels" in finding.threshold
+
+
 @pytest.mark.more
 def test_underflow_of_deep_gradients(healthy):
     """Gradients of the first layers are suddenly far below what the history remembers; they come from the second."""

@@ -24,17 +24,18 @@ _ALIKE = math.log2(1.05)
 def moved_at_once(all: list[Operand], thresholds: Thresholds) -> Iterable[Finding]:
     """Most kernels changed that much in one step: the learning rate. No scale fits after that, so it explains all."""
     kernels = _recorded(all)
-    moved = _moved(kernels, thresholds)
-    if not _is_most(moved, kernels):
+    moved = _moved_together(kernels, thresholds)
+    if not moved:
         return
     names = ", ".join(operand.place for operand in moved[:3]) + (" ..." if len(moved) > 3 else "")
     worst = max(moved, key=_distance)
+    most = math.sqrt(thresholds.kernel_jump)
     yield new_finding(
         worst,
         Problem.JUMP,
         seen=f"{_seen(worst)}. {len(moved)} of {len(kernels)} kernels moved that far: {names}. What else is wrong "
         "follows from it",
-        threshold=f"a factor of {thresholds.kernel_jump:g}",
+        threshold=f"a factor of {thresholds.kernel_jump:g}, or of {most:.2g} in most kernels",
         source="heuristic",
         advice="lower the learning rate, lengthen its warmup or clip gradients (optax.clip_by_global_norm), and go "
         "back to a checkpoint",
@@ -48,9 +49,9 @@ def foreign_state(all: list[Operand], thresholds: Thresholds) -> Iterable[Findin
     goes; or, if the inputs or gradients of the layer differ from its state as well, hardly.
     """
     kernels = _recorded(all)
-    moved = _moved(kernels, thresholds)
-    if _is_most(moved, kernels):
+    if _moved_together(kernels, thresholds):
         return
+    moved = _beyond(math.log2(thresholds.kernel_jump), kernels)
     by_layer: dict[tuple[str, tuple[int, ...]], list[Operand]] = {}
     for operand in all:
         by_layer.setdefault((operand.layer, operand.index), []).append(operand)
@@ -82,12 +83,18 @@ def _recorded(all: list[Operand]) -> list[Operand]:
     return [operand for operand in kernels if not of_percentile(operand.quantization.scaling)]
 
 
-def _moved(kernels: list[Operand], thresholds: Thresholds) -> list[Operand]:
-    return [o for o in kernels if _distance(o) > math.log2(thresholds.kernel_jump)]
+def _beyond(binades: float, kernels: list[Operand]) -> list[Operand]:
+    return [o for o in kernels if _distance(o) > binades]
 
 
-def _is_most(moved: list[Operand], kernels: list[Operand]) -> bool:
-    return len(kernels) >= 3 and len(moved) > len(kernels) / 2
+def _moved_together(kernels: list[Operand], thresholds: Thresholds) -> list[Operand]:
+    """Those that moved, if most did: by as much as would be odd in one of them, or by half as many binades."""
+    binades = math.log2(thresholds.kernel_jump)
+    for least in (binades, binades / 2):
+        moved = _beyond(least, kernels)
+        if len(kernels) >= 3 and len(moved) > len(kernels) / 2:
+            return moved
+    return []
 
 
 def _is_unusual(kernel: Operand, others: Sequence[Operand], usual: float | None, thresholds: Thresholds) -> bool:

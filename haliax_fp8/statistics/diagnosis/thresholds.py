@@ -11,7 +11,7 @@ class Thresholds:
         saturation: The share of clipped elements, where clipping costs more than rounding could.
         underflow: The share of elements flushed to zero.
         jump: How many times an amax may exceed the largest of its history.
-        kernel_jump: By what factor the amax of a kernel may change in one step.
+        kernel_jump: By what factor the amax of a kernel may change in one step; those of most kernels, by its root.
         kernel_mismatch: The same, where earlier steps and other kernels change four times less.
         growth: By what factor an amax may grow that grows in each of the last `growth_steps` steps.
         growth_steps: See `growth`.
