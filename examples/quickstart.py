@@ -68,7 +68,8 @@ def main(steps: int = 400) -> tuple[list[float], list[float]]:
         print(f"{name:>9}   {plain:12.5f}   {converted:.5f}   {100 * (converted / plain - 1):+8.2f} %")
     last = -max(1, steps // 4)
     difference = 100 * (sum(fp8[last:]) / sum(bf16[last:]) - 1)
-    print(f"\nFP8 ends {difference:+.1f} % from bf16. It is slower here because a CPU emulates FP8.")
+    side = "above" if difference > 0 else "below"
+    print(f"\nFP8 ends {abs(difference):.1f} % {side} bf16. It is slower here because a CPU emulates FP8.")
     return bf16, fp8
 
 

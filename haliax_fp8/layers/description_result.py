@@ -150,7 +150,9 @@ class ModelDescription(Printable):
         if not any(known):
             return "No amax recorded yet: calibrate, or write the state back with apply_updates"
         some = f"{known.count(False)} of {len(known)} layers"
-        return f"No amax recorded yet in {some}: the loss has not reached them, or all that did is zero or not finite"
+        return (
+            f"No amax recorded yet in {some}: the loss has not reached them, or their operands were zero or not finite"
+        )
 
     @property
     def note(self) -> str:

@@ -502,6 +502,13 @@ def test_check_of_the_guide(function, found, capsys):
     assert not has_fp8_product(lowered.compile())
 
 
+def run_alone(code):
+    """Runs code in a process of its own, where JAX has not started yet."""
+    return subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "JAX_PLATFORMS": "cpu"}, capture_output=True, text=True
+    )
+
+
 @pytest.mark.slow
 @pytest.mark.more
 @pytest.mark.skipif(targets["h100"].missing() is not None, reason="needs the package jax-cuda13-pjrt")
@@ -521,24 +528,19 @@ def test_mosaic_may_have_been_imported_before():
         "assert product.implementation == 'grouped f8', product\n"
         "assert os.environ == before\n"
     )
-    run = subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, "JAX_PLATFORMS": "cpu"}, capture_output=True, text=True
-    )
+    run = run_alone(code)
     assert run.returncode == 0, run.stderr
 
 
 @pytest.mark.more
 def test_the_process_keeps_its_backend():
-    """Run in a process of its own, where JAX has not started yet."""
     code = (
         "import jax, jax.numpy as jnp\n"
         "from haliax_fp8.preflight import inspect_step\n"
         "inspect_step(lambda x: x @ x, jax.ShapeDtypeStruct((16, 16), jnp.float32), target='local')\n"
         "assert jax.default_backend() == 'cpu' and jnp.ones(2).sum() == 2\n"
     )
-    run = subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, "JAX_PLATFORMS": "cpu"}, capture_output=True, text=True
-    )
+    run = run_alone(code)
     assert run.returncode == 0 and "Traceback" not in run.stderr, run.stderr
 
 

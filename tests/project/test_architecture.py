@@ -316,11 +316,10 @@ def says_nothing(docstring: str) -> bool:
     return _SAYS_NOTHING.fullmatch(docstring) is not None
 
 
-@over_files
-def test_docstrings_say_something(path):
+def test_docstrings_say_something():
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    nodes = [node for node in ast.walk(tree_of(path)) if isinstance(node, documented)]
-    assert not [docstring for node in nodes if says_nothing(docstring := ast.get_docstring(node) or "")]
+    nodes = [(path, node) for path in files() for node in ast.walk(tree_of(path)) if isinstance(node, documented)]
+    assert not [(path, text) for path, node in nodes if says_nothing(text := ast.get_docstring(node) or "")]
 
 
 def test_docstrings_that_say_nothing_are_found():

@@ -180,6 +180,7 @@ def test_errors_name_what_differs():
         compare(plain, converted(plain), lambda model, x: 3, X)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("mapped", [False, True])
 def test_the_kernel_may_be_the_first_operand(mapped):
     """`einsum` may swap the operands: distances, and what a black box keeps, are those of input and kernel."""
