@@ -197,6 +197,7 @@ def test_rotations_are_told_from_the_products_that_they_are_for():
     assert sum(p.flops for p in products) == 2 * 8 * TOKENS * WIDTH**2
 
 
+@pytest.mark.more
 @everywhere
 def test_a_step_that_makes_ops_is_compiled_for_devices_that_are_not_here(target):
     """A state's first values are not computed on the step's devices."""
