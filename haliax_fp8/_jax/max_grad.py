@@ -128,12 +128,8 @@ class _MaxGradDType(dtypes.ExtendedDType):
             return issubclass(self.scalar, np.number)
         return isinstance(other, _MaxGradDType) and self._key == other._key
 
-    @functools.cached_property
-    def _hash(self) -> int:
-        return hash(self._key)
-
-    def __hash__(self) -> int:
-        return self._hash
+    # There are only a few of these types, and JAX hashes them dozens of times for each array: one hash serves all.
+    __hash__ = (0).__hash__
 
     @functools.cached_property
     def _key(self) -> tuple[Any, ...]:

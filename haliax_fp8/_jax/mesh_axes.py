@@ -27,6 +27,8 @@ def as_varying(x: Array, others: Sequence[Array]) -> Array:
 
 def all_varying(*arrays: Array) -> Sequence[Array]:
     """The arrays, each marked as varying over all mesh axes over which any of them varies."""
+    if not _manual_axes():
+        return arrays
     axes = [varying_axes(x) for x in arrays]
     of_any = frozenset().union(*axes)
     return [_marked(x, of_x, of_any) for x, of_x in zip(arrays, axes, strict=True)] if of_any else arrays
@@ -49,12 +51,14 @@ def automatic_axes() -> tuple[str, ...]:
 
 def unchecked_axes() -> tuple[str, ...]:
     """The mesh axes of a `shard_map` with `check_vma=False`, which does not know what varies; () elsewhere."""
-    manual = tuple(jax.sharding.get_abstract_mesh().manual_axes)
+    manual = _manual_axes()
     return manual if manual and not varying_axes(lax.axis_index(manual[0])) else ()
 
 
 def axes_of_parts(x: Array) -> tuple[str, ...]:
     """The mesh axes over which devices hold parts of an operand, inside `shard_map`; all axes if this is unknown."""
+    if not _manual_axes():
+        return ()
     return unchecked_axes() or tuple(sorted(varying_axes(x)))
 
 
@@ -65,6 +69,13 @@ def axes_to_reduce(measured: Sequence[Array], state_axes: frozenset[str]) -> tup
         measured: The measurements, or the operands that they were taken of.
         state_axes: The axes over which the state differs from device to device.
     """
+    if not _manual_axes():
+        return ()
     if unchecked := unchecked_axes():
         return unchecked  # Nothing is known; a superfluous maximum does no harm.
     return tuple(sorted(frozenset().union(*map(varying_axes, measured)) - state_axes))
+
+
+def _manual_axes() -> tuple[str, ...]:
+    """The mesh axes of the `shard_map` that is traced; () elsewhere, where nothing varies."""
+    return tuple(jax.sharding.get_abstract_mesh().manual_axes)

@@ -144,12 +144,13 @@ def saturating_cast(x: Float[Array, "*shape"], format: Format) -> Float[Array, "
         x = x.astype(jnp.float32)
     limit = np.asarray(format.max, x.dtype)
     x = lax.clamp(-limit, x, limit)
-    if format.storage != format.dtype:
+    storage = format.storage
+    if storage != format.dtype:
         # The cast below rounds to the storage type; this rounds to the format itself.
         x = x.astype(jnp.float32)
         spacing = spacing_of(jnp.abs(x), format)
         x = lax.round(x / spacing, lax.RoundingMethod.TO_NEAREST_EVEN) * spacing
-    return lax.convert_element_type(x, format.storage)
+    return lax.convert_element_type(x, storage)
 
 
 def spacing_of(magnitude: Float32[Array, "*shape"], format: Format) -> Float32[Array, "*shape"]:

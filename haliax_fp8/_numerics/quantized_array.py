@@ -52,7 +52,8 @@ class QuantizedArray(eqx.Module):
     rotation: Rotation | None = eqx.field(static=True, default=None)
 
     def __check_init__(self) -> None:
-        check_blocks(self.data.shape, self.scale.shape, self.block)
+        if self.scale.ndim:
+            check_blocks(self.data.shape, self.scale.shape, self.block)
 
     @property
     def shape(self) -> tuple[int, ...]:

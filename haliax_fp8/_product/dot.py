@@ -93,7 +93,7 @@ class DotContraction(AbstractContraction):
 
     def contracted(self, product: ProductName) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Of `lax.dot_general` and its two gradients."""
-        dimensions, _, swapped = self._products[product]
+        dimensions, _, swapped = _products_of(self)[product]
         # Pairs in the order of the first operand's axes: blocks run along the last pair, in both.
         pairs = sorted(zip(dimensions.lhs_contract, dimensions.rhs_contract, strict=True))
         first, second = map(tuple, zip(*pairs, strict=True)) if pairs else ((), ())
@@ -122,17 +122,19 @@ class DotContraction(AbstractContraction):
         scale: Float32[Array, ""] | None,
     ) -> Float[Array, "..."]:
         """`dot(a.data, b.data) * (a.scale * b.scale)`, in the layout that the product's result has."""
-        dimensions, layout, swapped = self._products[product]
+        dimensions, layout, swapped = _products_of(self)[product]
         a, b = reversed(operands) if swapped else operands
         out = scaled_dot(a, b, dimensions, precision, dtype, scale, in_a_sum=product == "dgrad")
         return out if layout == tuple(range(out.ndim)) else lax.transpose(out, layout)
 
-    @functools.cached_property
-    def _products(self) -> dict[ProductName, tuple[DotDimensions, tuple[int, ...], bool]]:
-        """The axes of each product, the layout of its result, and whether it takes its operands in the other order."""
-        dims = self.dimensions
-        of_lhs, of_rhs = dims.gradient_of_lhs(), dims.gradient_of_rhs()
-        dgrad, wgrad = (of_rhs, of_lhs) if self.kernel_first else (of_lhs, of_rhs)
-        fprop = dims, tuple(range(dims.out_ndim)), self.kernel_first
-        # The output's gradient comes first.
-        return {"fprop": fprop, "dgrad": (*dgrad, False), "wgrad": (*wgrad, True)}
+
+# Layers of all sizes share them.
+@functools.cache
+def _products_of(contraction: DotContraction) -> dict[ProductName, tuple[DotDimensions, tuple[int, ...], bool]]:
+    """The axes of each product, the layout of its result, and whether it takes its operands in the other order."""
+    dims = contraction.dimensions
+    of_lhs, of_rhs = dims.gradient_of_lhs(), dims.gradient_of_rhs()
+    dgrad, wgrad = (of_rhs, of_lhs) if contraction.kernel_first else (of_lhs, of_rhs)
+    fprop = dims, tuple(range(dims.out_ndim)), contraction.kernel_first
+    # The output's gradient comes first.
+    return {"fprop": fprop, "dgrad": (*dgrad, False), "wgrad": (*wgrad, True)}

@@ -198,8 +198,8 @@ class RecordForm(AbstractStateForm):
 
 def _three(numbers: Array, first: int = 0) -> tuple[Array, Array, Array]:
     # One by one: XLA finds out that slices of two layers' are the same scale.
-    axis = numbers.ndim - 1
-    x, w, g = [to_float32(lax.index_in_dim(numbers, first + i, axis, keepdims=False)) for i in range(3)]
+    numbers, axis = to_float32(numbers), numbers.ndim - 1
+    x, w, g = [lax.index_in_dim(numbers, first + i, axis, keepdims=False) for i in range(3)]
     return x, w, g
 
 

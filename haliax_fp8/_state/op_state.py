@@ -4,6 +4,7 @@ import equinox as eqx
 import haliax as hax
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array
 
@@ -124,4 +125,4 @@ class OpState(OverwriteWithGradient):
 
 def as_state(table: Array) -> Array:
     """A table as products take it: `fp32_max_grad` unchanged, everything else in float32."""
-    return table if is_max_grad(table) or table.dtype == jnp.float32 else to_float32(table)
+    return table if table.dtype == np.float32 or is_max_grad(table) else to_float32(table)

@@ -80,24 +80,31 @@ class OpRecord(OverwriteWithGradient):
         return jax.tree.map(to_max_grad, self)
 
 
-def record_states(states: Sequence[OpState], *, inexact: bool = False) -> list[OpRecord]:
+def marks_of(states: Sequence[OpState]) -> list[Array]:
+    """The mark of each state's record, `[*stack, 1]`."""
+    return marks([(*state.table.array.shape[:-2], 1) for state in states])
+
+
+def record_states(states: Sequence[OpState], of_states: Sequence[Array], *, inexact: bool = False) -> list[OpRecord]:
     """The records of states, in `fp32_record`; all of a kind at once.
 
     Args:
         states: This step's. Those with a shared input take the largest scale of their inputs, which is each one's own
             if they always read the same.
+        of_states: Their marks.
         inexact: Whether in `fp32_inexact_record`.
     """
     scales: dict[int, _Scales] = {}
     joined: list[int] = []
-    for members in kinds(states).values():
-        tables, limits = [states[i].array for i in members], states[members[0]].limits
-        if tables[0].ndim > 2:
+    tables = [state.array for state in states]
+    for members in kinds(states, tables).values():
+        of_members, limits = [tables[i] for i in members], states[members[0]].limits
+        if of_members[0].ndim > 2:
             # There are few stacked layers, and XLA compiles their identical slices only once.
-            scales |= {i: _scales_in(table, limits) for i, table in zip(members, tables, strict=True)}
+            scales |= {i: _scales_in(table, limits) for i, table in zip(members, of_members, strict=True)}
             continue
-        sizes = [table.shape[0] for table in tables]
-        both = computed_together(_scales_in(concatenated(tables), limits))
+        sizes = [table.shape[0] for table in of_members]
+        both = computed_together(_scales_in(concatenated(of_members, 0), limits))
         exact, rounded = (lax.split(x, sizes) for x in both)
         scales |= dict(zip(members, zip(exact, rounded, strict=True), strict=True))
         joined += members
@@ -125,13 +132,8 @@ def record_states(states: Sequence[OpState], *, inexact: bool = False) -> list[O
     }
     return [
         _record(state, scales[i], mark, *shared.get(i, (None, None)), inexact=inexact)
-        for i, (state, mark) in enumerate(zip(states, _marks(states), strict=True))
+        for i, (state, mark) in enumerate(zip(states, of_states, strict=True))
     ]
-
-
-def _marks(states: Sequence[OpState]) -> list[Array]:
-    """The mark of each layer, `[*stack, 1]`."""
-    return marks([(*state.table.array.shape[:-2], 1) for state in states])
 
 
 # Exact, and rounded up.
@@ -164,11 +166,14 @@ def _record(
     return OpRecord(named([*others, *last], "fp8_other_records"), named(shared, "fp8_shared_record"), sharer)
 
 
-def complete_states(states: Sequence[OpState], records: Sequence[OpRecord]) -> list[OpState]:
+def complete_states(
+    states: Sequence[OpState], records: Sequence[OpRecord], of_states: Sequence[Array]
+) -> list[OpState]:
     """The states of the next step, as gradients, from what a step recorded; all of a kind at once.
 
     Args:
         states: This step's.
         records: The gradients of their records, in the same order.
+        of_states: The marks that the records had.
     """
-    return together(measured_in_record, states, records, _marks(states), otherwise=-np.inf)
+    return together(measured_in_record, states, records, of_states, otherwise=-np.inf)

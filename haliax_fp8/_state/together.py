@@ -68,23 +68,23 @@ def together(
         otherwise: What stands in rows that do not change; None for what stands there now.
     """
     new = list(states)
-    for members in kinds(states, others).values():
+    tables, gradients = [state.array for state in states], [other.array for other in others]
+    for members in kinds(states, tables, gradients).values():
         scalings, limits = states[members[0]].scalings, states[members[0]].limits
         if numbers_of(scalings) == 0:
             continue
-        tables = concatenated([states[i].array for i in members])
-        of_others = [others[i].array for i in members]
-        # Records have one axis where tables have rows and columns.
-        axis = states[members[0]].array.ndim - 2
-        of_others = to_float32(of_others[0] if len(of_others) == 1 else lax.concatenate(of_others, axis))
+        # Gradients that are records have one axis where tables have rows and columns.
+        axis = tables[members[0]].ndim - 2
+        of_others = to_float32(concatenated([gradients[i] for i in members], axis))
         if of_ops is not None:
-            of_others = measured_by_reached(of_others, lax.concatenate([of_ops[i] for i in members], axis))
+            of_others = measured_by_reached(of_others, concatenated([of_ops[i] for i in members], axis))
         measured, reached = measured_in(of_others, scalings)
-        changes = computed_together(change_of(tables, measured, reached, scalings, limits))
+        before = concatenated([tables[i] for i in members], axis)
+        changes = computed_together(change_of(before, measured, reached, scalings, limits))
         rows = changes.shape[-2] // len(members)
         starts = not_constant([np.int32(rows * place) for place in range(len(members))])
         for i, start in zip(members, starts, strict=True):
-            table = _changed(states[i].array, changes, start, scalings=scalings, otherwise=otherwise)
+            table = _changed(tables[i], changes, start, scalings=scalings, otherwise=otherwise)
             new[i] = states[i].with_array(table)
     return new
 
@@ -98,18 +98,23 @@ def _changed(
     return changed(table, lax.dynamic_slice_in_dim(changes, start, table.shape[axis], axis), scalings, otherwise)
 
 
-def kinds(states: Sequence[Any], others: Sequence[Any] | None = None) -> dict[Any, list[int]]:
-    """The places of states that can become one array: same scalings, same stack, same devices."""
+def kinds(states: Sequence[Any], *arrays: Sequence[Array]) -> dict[Any, list[int]]:
+    """The places of states whose arrays can each become one: same scalings, same stack, same devices.
+
+    Args:
+        states: The states.
+        *arrays: Of each state one array or several.
+    """
     kinds: dict[Any, list[int]] = {}
     for i, state in enumerate(states):
-        place = _place(state.array), None if others is None else _place(others[i].array)
-        kinds.setdefault((state.scalings, state.limits, place), []).append(i)
+        places = [_place(of_states[i]) for of_states in arrays]
+        kinds.setdefault((state.scalings, state.limits, *places), []).append(i)
     return kinds
 
 
-def concatenated(tables: list[Array]) -> Array:
-    """One table with the rows of all."""
-    return tables[0] if len(tables) == 1 else lax.concatenate(tables, tables[0].ndim - 2)
+def concatenated(arrays: list[Array], axis: int) -> Array:
+    """One array for all ops of a kind."""
+    return arrays[0] if len(arrays) == 1 else lax.concatenate(arrays, axis)
 
 
 def _place(table: Array) -> tuple[Any, ...]:

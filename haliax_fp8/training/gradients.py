@@ -9,10 +9,10 @@ import jax
 
 from .._jax.max_grad import is_max_grad
 from .._jax.reached import Reached, noticed
-from .._state.marker import is_state
+from .._product.kernel_copies import KernelCopies
+from .._state.marker import OverwriteWithGradient, is_state
 from .._state.op_state import OpState
-from .._state.records import OpRecord, complete_states, record_states
-from ..layers.quantized_kernels import without_kernel_copies
+from .._state.records import OpRecord, complete_states, marks_of, record_states
 from .step_arguments import require_model_first
 from .ways import Way, first_that_works
 
@@ -71,10 +71,11 @@ def filter_value_and_grad(function: Callable[..., Any], *, has_aux: bool = False
     """
 
     def in_a_way(way: Way, model: Any, *args: Any, **kwargs: Any) -> tuple[Any, int]:
-        leaves, structure = jax.tree.flatten(model, is_leaf=is_state)
+        leaves, structure = jax.tree.flatten(model, is_leaf=_is_state_or_copies)
         places = [i for i, leaf in enumerate(leaves) if _is_whole_op_state(leaf)]
         states = [leaves[i] for i in places]
-        records = [] if way.tables else record_states(states, inexact=way.inexact)
+        marks = [] if way.tables else marks_of(states)
+        records = [] if way.tables else record_states(states, marks, inexact=way.inexact)
         recording = leaves if way.tables else _replaced(leaves, places, records)
         differentiated, rest = eqx.partition(recording, _is_differentiated)
         reached = Reached()
@@ -86,9 +87,10 @@ def filter_value_and_grad(function: Callable[..., Any], *, has_aux: bool = False
         # JAX does not count `fp32_max_grad` as a float, so it is allowed as integers are.
         value, gradients = jax.value_and_grad(of, has_aux=has_aux, allow_int=True)(differentiated)
         if not way.tables:
-            gradients = _replaced(gradients, places, complete_states(states, [gradients[i] for i in places]))
-        gradients = without_kernel_copies(jax.tree.unflatten(structure, gradients))
-        return (value, gradients), len(records) - len(reached.places)
+            gradients = _replaced(gradients, places, complete_states(states, [gradients[i] for i in places], marks))
+        # Copies of kernels are those of this step's weights, which have the gradient.
+        gradients = [None if isinstance(leaf, KernelCopies) else leaf for leaf in gradients]
+        return (value, jax.tree.unflatten(structure, gradients)), len(records) - len(reached.places)
 
     def take(model: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(function, eqx.Module):
@@ -96,6 +98,10 @@ def filter_value_and_grad(function: Callable[..., Any], *, has_aux: bool = False
         return first_that_works(in_a_way, model, *args, **kwargs)
 
     return take
+
+
+def _is_state_or_copies(node: Any) -> bool:
+    return isinstance(node, OverwriteWithGradient | KernelCopies)
 
 
 def _is_differentiated(leaf: Any) -> bool:

@@ -288,7 +288,8 @@ def test_full(transform):
 def test_element_type():
     assert repr(fp32_max_grad) == fp32_max_grad.name == "float32_max_grad"
     assert fp32_max_grad.itemsize == 4
-    assert fp32_max_grad == max_grad._MaxGradDType(np.dtype(np.float32)) and hash(fp32_max_grad)
+    same = max_grad._MaxGradDType(np.dtype(np.float32))
+    assert fp32_max_grad == same and hash(fp32_max_grad) == hash(same)
     assert jnp.issubdtype(fp32_max_grad, jax.dtypes.extended)
     assert not jnp.issubdtype(jnp.float32, max_grad.max_grad) and jnp.issubdtype(fp32_max_grad, max_grad.max_grad)
 
