@@ -1,4 +1,5 @@
-"""How much of the package one gradient of one linear layer runs through: what a reader has to follow."""
+"""How much of the package the gradient of linear layers runs through: what a reader has to follow, and what JAX's
+tracing of each further layer costs."""
 
 import collections
 import gc
@@ -12,19 +13,20 @@ import jax
 import haliax_fp8 as fp8
 
 
-# A few percent above what they were when this was written (528 calls of 218 functions): a change may add a few.
-MOST_CALLS, MOST_FUNCTIONS = 560, 225
+# A few percent above what they were when this was written (415 calls of 206 functions): a change may add a few.
+MOST_CALLS, MOST_FUNCTIONS = 435, 213
+
+# Likewise for each further layer: one of a new size (380), and one of a size that another layer has (58; here with
+# jaxtyping, which adds a few of its own).
+MOST_CALLS_OF_A_NEW_SIZE, MOST_CALLS_OF_A_KNOWN_SIZE = 410, 75
 
 PACKAGE = os.path.dirname(fp8.__file__) + os.sep
-In, Out = hax.make_axes(embed=32, mlp=32)
 
 
-def loss(layer, x):
-    return layer(x).sum().scalar()
-
-
-def batch(rows):
-    return hax.random.normal(jax.random.key(1), (hax.Axis("batch", rows), In))
+def loss(layers, x):
+    for layer in layers:
+        x = layer(x)
+    return x.sum().scalar()
 
 
 def calls_of(function, *args):
@@ -44,21 +46,36 @@ def calls_of(function, *args):
     return counted
 
 
-def test_a_gradient_of_a_linear_layer_makes_few_calls():
-    layer = fp8.fp8_linear_layers(hnn.Linear.init(In, Out, key=jax.random.key(0)))
+def calls_of_gradient(*sizes):
+    """Those of a gradient of layers between axes of these sizes, one after the other."""
+    axes = [hax.Axis(f"axis{i}", size) for i, size in enumerate(sizes)]
+    pairs = zip(axes, axes[1:], strict=False)
+    layers = [fp8.fp8_linear_layers(hnn.Linear.init(In, Out, key=jax.random.key(0))) for In, Out in pairs]
+    batch = lambda rows: hax.random.normal(jax.random.key(1), (hax.Axis("batch", rows), axes[0]))
     gradient = fp8.filter_grad(loss)
-    gradient(layer, batch(16))  # What is imported and made once for a process.
+    gradient(layers, batch(16))  # What is imported and made once for a process.
     other = batch(48)
     jax.clear_caches()
     was_enabled = gc.isenabled()
     gc.disable()  # Finalizers of earlier tests would count.
     try:
-        counted = calls_of(gradient, layer, other)
+        return calls_of(gradient, layers, other)
     finally:
         if was_enabled:
             gc.enable()
+
+
+def test_a_gradient_of_a_linear_layer_makes_few_calls():
+    counted = calls_of_gradient(32, 32)
     shown = "\n".join(f"{count:4d} {file}: {name}" for (file, name), count in counted.most_common(20))
     assert counted["training/gradients.py", "filter_value_and_grad.<locals>.take"] == 1
     assert counted.total() <= MOST_CALLS and len(counted) <= MOST_FUNCTIONS, (
         f"{counted.total()} calls of {len(counted)} functions; most often\n{shown}"
     )
+
+
+def test_further_layers_make_fewer():
+    new = calls_of_gradient(32, 64, 96, 128).total() - calls_of_gradient(32, 64, 96).total()
+    known = calls_of_gradient(32, 32, 32, 32).total() - calls_of_gradient(32, 32, 32).total()
+    assert 0 < known <= MOST_CALLS_OF_A_KNOWN_SIZE, known
+    assert 0 < new <= MOST_CALLS_OF_A_NEW_SIZE, new
