@@ -1,14 +1,15 @@
 """Finds which arguments of a differentiated function receive a cotangent at all.
 
-JAX fills in zeros for the others, indistinguishable from real zeros. An identity on each argument notices when a
-cotangent passes during transposition: JAX skips the transposition of equations without one.
+JAX fills in zeros for the others, indistinguishable from real zeros. An identity of the arguments notices when their
+cotangents pass during transposition: JAX hands over nothing for those without one.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
-from jaxtyping import Array, Shaped
+from jaxtyping import Array
 
 
 class Reached:
@@ -23,26 +24,26 @@ class Reached:
 
 
 reached_p = Primitive("reached")
+reached_p.multiple_results = True
 
 
-def noticed(x: Shaped[Array, "..."], place: int, reached: Reached) -> Shaped[Array, "..."]:
-    """Returns the array itself, and notices its cotangent.
+def noticed(arrays: Sequence[Array], reached: Reached) -> list[Array]:
+    """Returns the arrays themselves, and notices their cotangents; one equation for all, which takes JAX less time.
 
     Args:
-        x: An argument of a function that is about to be differentiated.
-        place: Its index.
-        reached: Collects the index while JAX transposes the function.
+        arrays: Arguments of a function that is about to be differentiated.
+        reached: Collects the indices of those with a cotangent while JAX transposes the function.
     """
-    return reached_p.bind(x, place=place, reached=reached)
+    return reached_p.bind(*arrays, reached=reached)
 
 
-def _transpose(cotangent: Any, x: Any, *, place: int, reached: Reached) -> list[Any]:
-    reached.places.add(place)
-    return [cotangent]
+def _transpose(cotangents: Any, *arrays: Any, reached: Reached) -> list[Any]:
+    reached.places |= {i for i, cotangent in enumerate(cotangents) if type(cotangent) is not ad.Zero}
+    return cotangents
 
 
-reached_p.def_impl(lambda x, **_: x)
-reached_p.def_abstract_eval(lambda x, **_: x)
+reached_p.def_impl(lambda *arrays, **_: list(arrays))
+reached_p.def_abstract_eval(lambda *arrays, **_: list(arrays))
 ad.deflinear2(reached_p, _transpose)
-batching.defvectorized(reached_p)
-mlir.register_lowering(reached_p, lambda ctx, x, **_: [x])
+batching.primitive_batchers[reached_p] = lambda arrays, axes, **params: (reached_p.bind(*arrays, **params), axes)
+mlir.register_lowering(reached_p, lambda ctx, *arrays, **_: list(arrays))

@@ -8,8 +8,6 @@ make it work:
 - It lies on a coarse grid, of 8 values for each factor of 4. Hardly any arithmetic lands on it.
 """
 
-from typing import Any
-
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -26,6 +24,9 @@ _BITS = 4
 _HALF = np.uint32(np.float32(1.0).view(np.uint32) // 2)
 
 
+# The bits that are zero in every guard.
+_OFF_GRID = np.uint32((1 << (23 - _BITS)) - 1)
+
 # A rounded scale is at most 9/8 of the scale. State may have been rounded to bfloat16, with its model.
 _LOWEST, _HIGHEST = np.float32(8 / 9 * (1 - 2.0**-8)), np.float32(1 + 2.0**-8)
 
@@ -33,7 +34,7 @@ _LOWEST, _HIGHEST = np.float32(8 / 9 * (1 - 2.0**-8)), np.float32(1 + 2.0**-8)
 def guard_of(scale: Float32[Array, "*shape"]) -> Float32[Array, "*shape"]:
     """The guard of positive scales."""
     words = lax.bitcast_convert_type(round_up_scale(scale, _BITS), jnp.uint32)
-    return lax.bitcast_convert_type((words >> np.uint32(1)) + _HALF, jnp.float32)
+    return lax.bitcast_convert_type(lax.add(lax.shift_right_logical(words, np.uint32(1)), _HALF), jnp.float32)
 
 
 def guard_on_host(scale: np.ndarray) -> np.ndarray:
@@ -66,21 +67,21 @@ def is_own(scale: Float32[Array, "*shape"], guard: Float32[Array, "*shape"]) -> 
 def _fits(scale: Array, guard: Array) -> tuple[Array, Array]:
     """Whether a guard is that of a scale; and whether a step did not reach the layer."""
     words = lax.bitcast_convert_type(guard, jnp.uint32)
-    return _compared(scale, guard, words, lax.bitcast_convert_type((words - _HALF) << np.uint32(1), jnp.float32))
+    short = lax.bitcast_convert_type(lax.shift_left(lax.sub(words, _HALF), np.uint32(1)), jnp.float32)
+    on_grid = lax.eq(lax.bitwise_and(words, _OFF_GRID), np.uint32(0))
+    near = lax.bitwise_and(lax.ge(scale, lax.mul(short, _LOWEST)), lax.le(scale, lax.mul(short, _HIGHEST)))
+    nothing = lax.bitwise_or(lax.eq(scale, np.float32(0.0)), lax.eq(scale, np.float32(-np.inf)))
+    consistent = lax.bitwise_and(lax.bitwise_and(on_grid, near), lax.gt(short, np.float32(0.0)))
+    return consistent, lax.bitwise_and(lax.eq(scale, guard), nothing)
 
 
 def is_changed(scale: np.ndarray, guard: np.ndarray) -> bool:
-    """On the host: whether any scale has a guard that is not its own."""
-    words = np.ascontiguousarray(guard, np.float32).view(np.uint32)
+    """On the host, by the same rule: whether any scale has a guard that is not its own."""
+    scale, guard = np.asarray(scale, np.float32), np.ascontiguousarray(guard, np.float32)
+    words = guard.view(np.uint32)
     short = ((words - _HALF) << np.uint32(1)).view(np.float32)
     with np.errstate(invalid="ignore", over="ignore"):
-        consistent, unreached = _compared(np.asarray(scale, np.float32), np.asarray(guard, np.float32), words, short)
+        near = (scale >= short * _LOWEST) & (scale <= short * _HIGHEST)
+    consistent = ((words & _OFF_GRID) == 0) & near & (short > 0.0)
+    unreached = (scale == guard) & ((scale == 0.0) | (scale == -np.inf))
     return not bool((consistent | unreached).all())
-
-
-def _compared(scale: Any, guard: Any, words: Any, short: Any) -> tuple[Any, Any]:
-    """Whether a guard is that of a scale; and whether a step did not reach the layer."""
-    on_grid = (words & np.uint32((1 << (23 - _BITS)) - 1)) == np.uint32(0)
-    near = (scale >= short * _LOWEST) & (scale <= short * _HIGHEST)
-    unreached = (scale == guard) & ((scale == np.float32(0.0)) | (scale == np.float32(-np.inf)))
-    return on_grid & near & (short > np.float32(0.0)), unreached

@@ -35,7 +35,8 @@ def marks(shapes: Sequence[tuple[int, ...]]) -> list[Float32[Array, "..."]]:
     if not sizes:
         return []
     total = sum(sizes)
-    numbers = lax.iota(np.int32, total) + (evaluation_p.bind() * np.int32(total) + _FIRST)
+    first = lax.add(lax.mul(evaluation_p.bind(), np.int32(total)), _FIRST)
+    numbers = lax.add(lax.iota(np.int32, total), first)
     parts = lax.split(lax.bitcast_convert_type(numbers, np.float32), sizes)
     return [lax.reshape(part, shape) for part, shape in zip(parts, shapes, strict=True)]
 

@@ -74,9 +74,10 @@ def _multipliable(
         for i, bits in enumerate(SCALE_BITS.values())
     ]
     # A power of two, by its exponent: exact, and a scale of a few bits remains one.
-    exponent = lax.bitcast_convert_type(lax.min(of_input, of_kernel), np.int32) >> np.int32(23)
-    lowest = lax.max(np.int32(2 * 127 - 126) - exponent, lax.full_like(exponent, 1)) << np.int32(23)
-    lowest = lax.bitcast_convert_type(lowest, np.float32)
+    smaller = lax.bitcast_convert_type(lax.min(of_input, of_kernel), np.int32)
+    exponent = lax.shift_right_arithmetic(smaller, np.int32(23))
+    exponent = lax.max(lax.sub(np.int32(2 * 127 - 126), exponent), np.int32(1))
+    lowest = lax.bitcast_convert_type(lax.shift_left(exponent, np.int32(23)), np.float32)
     highest = lax.mul(of_grad, lax.full_like(of_grad, 2.0 ** (np.frexp(limit)[1] - 1)))
     of_grad = lax.max(of_grad, lax.min(lowest, highest))
     return lax.reshape(lax.concatenate([of_input, of_kernel, of_grad], of_ops.ndim - 1), scales.shape)
@@ -211,7 +212,7 @@ def change_of(
     Returns:
         For each row whether it changes, and the first columns of the new one.
     """
-    changes = lax.convert_element_type(reached & _is_own(table), jnp.float32)
+    changes = lax.convert_element_type(lax.bitwise_and(reached, _is_own(table)), jnp.float32)
     return lax.concatenate([changes, _heads(table, measured, scalings, limits)], table.ndim - 1)
 
 

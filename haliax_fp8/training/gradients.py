@@ -1,11 +1,12 @@
 """Gradients whose state is an exact maximum over all uses of a layer."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import equinox as eqx
 import jax
+from jaxtyping import Array
 
 from .._jax.max_grad import is_max_grad
 from .._jax.reached import Reached, noticed
@@ -81,7 +82,10 @@ def filter_value_and_grad(function: Callable[..., Any], *, has_aux: bool = False
         reached = Reached()
 
         def of(differentiated: Any) -> Any:
-            recording = [_accumulating(leaf, i, reached) for i, leaf in enumerate(eqx.combine(differentiated, rest))]
+            leaves = eqx.combine(differentiated, rest)
+            of_ops = [leaf for leaf in leaves if isinstance(leaf, OpRecord)]
+            tables = iter(noticed([record.table.array for record in of_ops], reached) if of_ops else ())
+            recording = [_accumulating(leaf, tables) for leaf in leaves]
             return function(jax.tree.unflatten(structure, recording), *args, **kwargs)
 
         # JAX does not count `fp32_max_grad` as a float, so it is allowed as integers are.
@@ -122,12 +126,12 @@ def _is_whole_op_state(node: Any) -> bool:
     return isinstance(node, OpState) and node.table.array is not None
 
 
-def _accumulating(node: Any, place: int, reached: Reached) -> Any:
-    """A leaf in the differentiated function: state accumulates by maximum, and a record notices a gradient."""
+def _accumulating(node: Any, tables: Iterator[Array]) -> Any:
+    """A leaf in the differentiated function: state accumulates by maximum; a record takes the next of the tables."""
     if not isinstance(node, OpRecord):
         return _with_max_gradients(node)
     # It has the element type already; other state may not.
-    return dataclasses.replace(node, table=jax.tree.map(lambda x: noticed(x, place, reached), node.table))
+    return dataclasses.replace(node, table=jax.tree.unflatten(jax.tree.structure(node.table), [next(tables)]))
 
 
 def with_max_gradients[T](tree: T) -> T:

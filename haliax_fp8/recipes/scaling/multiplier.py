@@ -56,7 +56,7 @@ def round_up_scale(scale: Float32[Array, "*shape"], bits: int) -> Float32[Array,
     dropped = np.uint32((1 << (24 - bits)) - 1)
     # Of all NaNs the first: adding to others would carry into the sign.
     words = lax.min(lax.bitcast_convert_type(scale, jnp.uint32), np.uint32(0x7FC00000))
-    return lax.bitcast_convert_type((words + dropped) & ~dropped, jnp.float32)
+    return lax.bitcast_convert_type(lax.bitwise_and(lax.add(words, dropped), ~dropped), jnp.float32)
 
 
 def amax_over(x: Float[Array, "*shape"], axes: tuple[int, ...], *, keepdims: bool = True) -> Float32[Array, "*blocks"]:
