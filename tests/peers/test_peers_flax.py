@@ -4,6 +4,8 @@ Flax stores the scale that a step used, we the scale that the next step will use
 before it.
 """
 
+from typing import Any
+
 import equinox as eqx
 import flax.linen as nn
 import haliax as hax
@@ -133,8 +135,8 @@ def test_flax_adds_the_amaxes_of_two_uses(standard_promotion):
             dense = nn.Dense(16, use_bias=False, dot_general_cls=fp8_ops.Fp8DotGeneral)
             return dense(x) + dense(2 * x)
 
-    variables = TwoUses().init(jax.random.key(0), x)
-    theirs = jax.grad(lambda variables: jnp.sum(TwoUses().apply(variables, x)))(variables)
+    variables: Any = TwoUses().init(jax.random.key(0), x)
+    theirs = jax.grad(lambda variables: jnp.sum(jnp.asarray(TwoUses().apply(variables, x))))(variables)
     histories = theirs[fp8_ops.OVERWRITE_WITH_GRADIENT]["Dense_0"]["Fp8DirectDotGeneralOp_0"]
     assert histories["input_amax_history"][0] == 1 + 2
 
