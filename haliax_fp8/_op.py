@@ -54,7 +54,7 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
             in bfloat16 would. None does not round.
         kernel_shape: The sizes of the kernel's free axes, if known. `einsum` may swap the operands; these sizes tell
             the kernel from the input. If they do not decide (or are None), the kernel is the second operand.
-        stack: The axes of the layer stack that the op's layer is in; state and key have them in front.
+        stack: The axes of the layer stack that the op's layer is in; these are the leading axes of state and key.
         has_key: Whether `key` was given one. Not None in place of zeros: a model keeps its structure when it gets keys.
         kernel_residual: What the backward pass keeps of the kernel; `fp8_linear_layers` sets it from its configuration.
         allow_dense_groups: Whether `ragged_dot` may multiply every row by the kernels of all groups where the device
@@ -222,7 +222,7 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
         """Copies of a kernel as products with it take them; None if the recipe rounds kernels at random, or not at all.
 
         Args:
-            kernel: The kernel, behind the axes of ensembles and stacks.
+            kernel: The kernel, after the axes of ensembles and stacks.
             contraction: Its products, with any input.
             leading: How many axes are in front.
             gathered: How the copies are divided over the mesh; None leaves that to XLA.

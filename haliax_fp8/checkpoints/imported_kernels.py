@@ -136,7 +136,7 @@ class _Matrices:
         """
         first = found[0][1]
         if any((matrix.block, matrix.data.dtype) != (first.block, first.data.dtype) for _, matrix in found):
-            raise ValueError(f"the blocks of {place} have scales of other shapes each; import it dequantized")
+            raise ValueError(f"the blocks of {place} have scales of different shapes; import it dequantized")
         data = np.empty((*parts.leading, *first.data.shape), np.uint8)
         scales = np.empty((*parts.leading, *first.scale.shape), np.float32)
         is_static = inputs is not None and not inputs.dynamic
@@ -236,7 +236,7 @@ def _scaling(place: Place, scales: np.ndarray, first: ScaledMatrix, inputs: Inpu
         if is_static and (scales == scales[..., :1, :1]).all():
             return StaticScaling()
         return RowwiseScaling(power_of_two=_powers(scales))
-    raise ValueError(f"{place} has scales of blocks of {first.block}, which no product takes so; {_OTHERWISE}")
+    raise ValueError(f"{place} has scales for blocks of {first.block}, which no product takes; {_OTHERWISE}")
 
 
 def _powers(scales: np.ndarray) -> bool:

@@ -174,7 +174,7 @@ def _frozen(
     """The layer with FP8 data and scales in place of its weight."""
     first = found[0][1]
     if any((matrix.block, matrix.data.dtype) != (first.block, first.data.dtype) for _, matrix in found):
-        raise ValueError(f"the blocks of {place} have scales for other blocks of elements each; import it dequantized")
+        raise ValueError(f"the blocks of {place} have scales for blocks of different sizes; import it dequantized")
     data = np.empty((*parts.leading, *first.data.shape), np.uint8)
     scale = np.empty((*parts.leading, *first.scale.shape), np.uint32)
     with_input = all(matrix.input_scale is not None for _, matrix in found)

@@ -14,14 +14,14 @@ class NameMap:
     """Translates the names of a model's layers to those of a checkpoint, and back.
 
     A rule is a pair of templates that match whole components of a name from its beginning: `{i}` stands for one
-    component, and must be in both. Of several rules that match, the longest counts. Names that none matches stay as
+    component, and must be in both. If several rules match, the longest counts. Names that none matches stay as
     they are.
 
     Args:
         rules: Pairs of a template of the model and one of the checkpoint.
 
     Raises:
-        ValueError: If two rules have the same template, or the templates of a rule have other placeholders.
+        ValueError: If two rules have the same template, or the templates of a rule have different placeholders.
 
     Example:
         >>> names = NameMap.of({"blocks.{i}.mlp.up": "model.layers.{i}.mlp.up_proj"})
@@ -37,8 +37,8 @@ class NameMap:
         for model, checkpoint in self.rules:
             if sorted(_PLACEHOLDER.findall(model)) != sorted(_PLACEHOLDER.findall(checkpoint)):
                 raise ValueError(
-                    f"names maps {model!r} to {checkpoint!r}, which have other placeholders; both need the same, as in "
-                    "'blocks.{i}.mlp' and 'model.layers.{i}.mlp'"
+                    f"names maps {model!r} to {checkpoint!r}, which have different placeholders; both need the same, "
+                    "as in 'blocks.{i}.mlp' and 'model.layers.{i}.mlp'"
                 )
         for side, templates in zip(("model", "checkpoint"), zip(*self.rules, strict=True), strict=False):
             twice = {template for template in templates if templates.count(template) > 1}

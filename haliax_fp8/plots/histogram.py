@@ -35,7 +35,7 @@ def operand_histogram(x: ArrayLike, format: Format, scale: float | None = None, 
     values = np.abs(np.asarray(jnp.asarray(x).astype(jnp.float32))).ravel()
     values = values[np.isfinite(values) & (values > 0.0)]
     if not values.size:
-        raise ValueError(f"x has {np.size(x)} elements, all of them zero or not finite; give a tensor with other ones")
+        raise ValueError(f"x has {np.size(x)} elements, all of them zero or not finite; give a tensor that has others")
     scale = float(values.max()) / format.max if scale is None else float(scale)
     if not scale > 0.0:
         raise ValueError(f"scale={scale} is not positive; give the multiplier that restores values, x ≈ data * scale")

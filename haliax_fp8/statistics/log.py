@@ -39,7 +39,7 @@ class StatisticsLog:
             steps: The number of each step; None counts from 0.
 
         Raises:
-            ValueError: If `measured` is empty, `steps` is not as long or does not rise, or a value is not one number.
+            ValueError: If `measured` is empty, `steps` is not as long or not increasing, or a value is not one number.
         """
         steps = tuple(range(len(measured)) if steps is None else map(int, steps))
         if not measured or len(steps) != len(measured):
@@ -47,7 +47,9 @@ class StatisticsLog:
                 f"steps has {len(steps)} entries and measured {len(measured)}; give one measured.flat() for each step"
             )
         if any(after <= before for before, after in zip(steps, steps[1:], strict=False)):
-            raise ValueError(f"steps={list(steps)} does not rise; sort what was measured by step, each step once")
+            raise ValueError(
+                f"steps={list(steps)} is not increasing; sort what was measured by step, with each step once"
+            )
         for step, numbers in zip(steps, measured, strict=True):
             if not isinstance(numbers, Mapping):
                 raise ValueError(

@@ -70,7 +70,7 @@ class TrainStep(eqx.Module):
         rules: The `Fp8Config(rules=...)` with which the model was converted, to find the kernels of your own layer
             classes.
         has_aux: Whether `loss_fn` returns `(loss, aux)`, as in `eqx.filter_value_and_grad`. `aux`, any tree, is then
-            `metrics["aux"]`. With microbatches, its arrays have one more axis in front, with the results of each
+            `metrics["aux"]`. With microbatches, its arrays have one more leading axis, with the results of each
             microbatch in turn (in a `NamedArray`, the axis "microbatch"): take the mean, the sum or the last, as fits.
         monitor: What to measure in some steps, such as `haliax_fp8.statistics.every(100)`; None measures nothing. Its
             numbers are in `metrics` of these steps. The optimizer's state then counts steps.

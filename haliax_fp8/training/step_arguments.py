@@ -172,7 +172,7 @@ def require_order(model: Any, opt_state: Any, batch: tuple[Any, ...]) -> None:
     if _is_array(model) and others:
         raise ValueError(
             f"model is an array of shape {model.shape}, and the model, of class {type(others[0]).__name__}, comes "
-            "behind it; a step is called as step(model, opt_state, *batch)"
+            "after it; a step is called as step(model, opt_state, *batch)"
         )
 
 

@@ -394,7 +394,7 @@ def test_what_cannot_be_exported(plain, tmp_path):
             lambda: export_model(plain, tmp_path / "a", names={"embedding": "head"}),
             "gives 'head.weight' to two tensors",
         ),
-        (lambda: names.NameMap.of({"a.{i}": "b"}), "other placeholders"),
+        (lambda: names.NameMap.of({"a.{i}": "b"}), "different placeholders"),
     ]
     for call, message in cases:
         with pytest.raises(ValueError, match=message):

@@ -178,7 +178,7 @@ def test_broken_indexes_are_refused(tmp_path):
     refused("three.safetensors: it is missing", sharded(tmp_path / "x", lambda m: m.update(b="three.safetensors")))
     refused("one.safetensors: b: .* is in two", sharded(tmp_path / "x", lambda m: m.update(b="two.safetensors")))
     refused("one.safetensors: b: .* does not list it", sharded(tmp_path / "x", lambda m: m.pop("b")))
-    refused("two.safetensors: c: it is not there", sharded(tmp_path / "x", lambda m: m.update(c="two.safetensors")))
+    refused("two.safetensors: c: it is missing", sharded(tmp_path / "x", lambda m: m.update(c="two.safetensors")))
     refused("no weight_map", sharded(tmp_path / "x", lambda m: m.update(b=1)))
     both = {"one.safetensors": ["a.weight", "b"], "two.safetensors": ["b", "one"]}
     refused("b: it is in one.safetensors too", write(tmp_path / "x", small(), {}, both))

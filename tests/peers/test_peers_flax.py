@@ -4,7 +4,10 @@ Flax stores the scale that a step used, we the scale that the next step will use
 before it.
 """
 
+from typing import Any
+
 import equinox as eqx
+import flax.linen as nn
 import haliax as hax
 import haliax.nn as hnn
 import jax
@@ -12,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax.linen import fp8_ops
 from numpy_reference import FNUZ, OCP, OPERANDS, DelayedScalingReference, amax
 
 import haliax_fp8
@@ -119,3 +123,23 @@ def test_fp8_meta_dtype(genre, transform):
         op = apply_updates(op, no_updates, overwrites)
         np.testing.assert_allclose(op.amax_history("input"), history)
         np.testing.assert_allclose(op.scale("input"), following)
+
+
+def test_flax_adds_the_amaxes_of_two_uses(standard_promotion):
+    """Its guide says that its layers take the maximum. Of inputs of 1 and 2 they record 3, where ours record 2."""
+    x = jnp.ones((16, 16))
+
+    class TwoUses(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            dense = nn.Dense(16, use_bias=False, dot_general_cls=fp8_ops.Fp8DotGeneral)
+            return dense(x) + dense(2 * x)
+
+    variables: Any = TwoUses().init(jax.random.key(0), x)
+    theirs = jax.grad(lambda variables: jnp.sum(jnp.asarray(TwoUses().apply(variables, x))))(variables)
+    histories = theirs[fp8_ops.OVERWRITE_WITH_GRADIENT]["Dense_0"]["Fp8DirectDotGeneralOp_0"]
+    assert histories["input_amax_history"][0] == 1 + 2
+
+    ours = fp8_linear_layers(eqx.nn.Linear(16, 16, use_bias=False, key=jax.random.key(0)))
+    grads = haliax_fp8.filter_grad(lambda layer: jnp.sum(jax.vmap(layer)(x) + jax.vmap(layer)(2 * x)))(ours)
+    assert grads.dot_general.amax_history("input")[0] == 2

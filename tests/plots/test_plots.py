@@ -142,7 +142,7 @@ def test_lighter_is_larger():
         (lambda: StatisticsLog.of([]), "0 entries"),
         # Without the check of annotations that tests add.
         (lambda: inspect.unwrap(StatisticsLog.of)([7.0]), "measured has a float for step 0, not a dict of numbers"),
-        (lambda: StatisticsLog.of([flat(0), flat(1)], [1, 1]), "does not rise"),
+        (lambda: StatisticsLog.of([flat(0), flat(1)], [1, 1]), "is not increasing"),
         (lambda: StatisticsLog.of([{"a": np.ones(3)}]), r"'a' of step 0 has shape \(3,\)"),
         (lambda: StatisticsLog.of([flat(0)]).table("amx"), r"statistic='amx' .* \['amax', 'underflow'\]"),
         (lambda: StatisticsLog.of([flat(0)]).table("amax", "bias"), "operand='bias'"),

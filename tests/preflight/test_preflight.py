@@ -316,7 +316,7 @@ def test_what_needs_a_baseline_says_so():
     with pytest.raises(ValueError, match="speedup=1.0 needs a baseline; pass compare="):
         report.require(speedup=1.0)
     compared = dataclasses.replace(report, baseline=report.step)
-    with pytest.raises(ValueError, match="speedup=1.0 needs peak rates, which are not known of the local devices"):
+    with pytest.raises(ValueError, match="speedup=1.0 needs peak rates, which are not known for the local devices"):
         compared.require(speedup=1.0)
 
 

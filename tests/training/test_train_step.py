@@ -242,7 +242,7 @@ MISTAKES = {
     ),
     "the batch first": (
         lambda: STEP(X, MODEL, STEP.init(MODEL)),
-        r"model is an array of .*, of class MLP, comes behind",
+        r"model is an array of .*, of class MLP, comes after",
     ),
     "the model last": (
         lambda: STEP(X, STEP.init(MODEL), MODEL),

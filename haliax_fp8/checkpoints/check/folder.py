@@ -47,7 +47,7 @@ def check_folder(directory: str | os.PathLike[str], *, follow_links: bool = Fals
             faults.append(Fault(CONFIG, "quantization_config", problem))
     quantized = sum(map(is_fp8, folder.tensors.values()))
     if quantization is not None and not quantized:
-        faults.append(Fault(CONFIG, "quantization_config", "it is there, and no tensor is in FP8"))
+        faults.append(Fault(CONFIG, "quantization_config", "it is there, but no tensor is in FP8"))
     unique = sorted(dict.fromkeys(faults), key=lambda fault: not fault.is_error)
     name = "not quantized" if quantization is None else quantization.name
     return CheckReport(path, name, quantized, len(folder.tensors), tuple(unique))

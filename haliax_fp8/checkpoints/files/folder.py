@@ -107,7 +107,9 @@ def _tensors(paths: list[pathlib.Path], listed: dict[str, str] | None) -> dict[s
     for path in paths:
         for name, stored in read_header(path).items():
             if name in tensors:
-                raise BrokenCheckpoint(path.name, f"it is in {tensors[name].file.name} too; it may be in one", name)
+                raise BrokenCheckpoint(
+                    path.name, f"it is in {tensors[name].file.name} too; a tensor may be in one file only", name
+                )
             tensors[name] = stored
     for name, stored in tensors.items():
         if listed is not None and listed.get(name) != stored.file.name:
@@ -115,7 +117,7 @@ def _tensors(paths: list[pathlib.Path], listed: dict[str, str] | None) -> dict[s
             raise BrokenCheckpoint(stored.file.name, f"{INDEX} {where}", name)
     for name, file in (listed or {}).items():
         if name not in tensors:
-            raise BrokenCheckpoint(file, f"it is not there, and {INDEX} says that it is", name)
+            raise BrokenCheckpoint(file, f"it is missing, but {INDEX} lists it", name)
     return tensors
 
 

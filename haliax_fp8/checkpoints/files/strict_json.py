@@ -28,7 +28,7 @@ def json_object(text: bytes, file: str, *, what: str = "content", constants: boo
     except RecursionError:
         raise BrokenCheckpoint(file, f"its {what} is nested too deep to be a checkpoint's") from None
     except _Twice as error:
-        raise BrokenCheckpoint(file, f"its {what} has the name twice; each may be there once", str(error)) from None
+        raise BrokenCheckpoint(file, f"its {what} has the name twice; each may occur once", str(error)) from None
     except ValueError as error:
         raise BrokenCheckpoint(file, f"its {what} is not JSON: {error}") from None
     if not isinstance(content, dict):

@@ -108,7 +108,7 @@ def open_equinox(path: pathlib.Path, made_from: Any) -> HostArrays:
             file.seek(0)
             if file.read(len(_ARRAY)) != _ARRAY:
                 raise ValueError(
-                    f"path={str(path)!r} is nothing that load_into reads: a file of save or of Equinox's own, a "
+                    f"path={str(path)!r} is not something that load_into reads: a file of save or of Equinox's own, a "
                     "safetensors file, or a folder that Orbax wrote"
                 )
             raise ValueError(

@@ -211,7 +211,7 @@ def _require_all(leaves: list[Leaf], plans: list[_Plan]) -> None:
     if missing:
         raise ValueError(
             "the checkpoint lacks leaves of a model that has no numbers of its own: " + _listed(missing) + ". Give a "
-            "model with arrays, whose own stay there, or the checkpoint of this model"
+            "model with arrays, which stay where the checkpoint has none, or the checkpoint of this model"
         )
 
 

@@ -126,7 +126,7 @@ def plan(
             if matrix.frozen is not None:
                 raise ValueError(
                     f"{matrix.name} is in FP8 in the model and would be written in high precision; thaw the model "
-                    "first, or choose a layout with FP8 weights that has it"
+                    "first, or choose a layout that has it in FP8"
                 )
             read = lambda matrix=matrix: matrix.values(choices.dtype)
             dense.append(Dense(f"{name}.weight", matrix.shape, _dtype(matrix, choices), read))
@@ -169,12 +169,12 @@ def _cache_scales(
     """The scales of keys and values, one of each for an attention."""
     if cache_names is None:
         raise ValueError(
-            "kv_cache_scales=True, and the layout has no place for scales of keys and values; use one of "
+            "kv_cache_scales=True, but the layout has no place for scales of keys and values; use one of "
             "compressed-tensors, such as 'FP8_DYNAMIC', or 'modelopt'"
         )
     if not caches:
         raise ValueError(
-            "kv_cache_scales=True, and nothing in the model has seen keys and values: the state of a projection holds "
+            "kv_cache_scales=True, but nothing in the model has seen keys and values: the state of a projection holds "
             "amaxes of its input, kernel and output gradient, and none of its output, which is rotated before it is "
             "cached. Train with attention.Fp8Attention, or calibrate a model that has it"
         )

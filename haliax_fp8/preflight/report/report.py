@@ -39,7 +39,7 @@ class PreflightReport(Printable):
         step: The step.
         baseline: The program that it is compared with; None if there is none.
         flags: The flags that XLA got from the user.
-        compile_other: Compiles the step with the other setting of `xla_gpu_enable_triton_gemm`; None if nobody asked.
+        compile_other: Compiles the step with the other setting of `xla_gpu_enable_triton_gemm`; None if not requested.
     """
 
     target: Target
@@ -195,8 +195,8 @@ class PreflightReport(Printable):
                 if self.baseline is None:
                     raise ValueError(f"{name}={bound} needs a baseline; pass compare= to inspect_step")
                 raise ValueError(
-                    f"{name}={bound} needs peak rates, which are not known of {self.target.kind}; choose a target that "
-                    "has them, such as h100"
+                    f"{name}={bound} needs peak rates, which are not known for {self.target.kind}; choose a target "
+                    "that has them, such as h100"
                 )
             if sign * value > sign * bound:
                 failures.append(f"{name}={bound} is required, but it is {value:.3f}")

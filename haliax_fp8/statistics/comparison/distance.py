@@ -1,4 +1,4 @@
-"""How far apart two arrays are, as numbers of which a larger one is worse."""
+"""How far apart two arrays are, as numbers; larger ones are worse."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32

@@ -45,7 +45,7 @@ def not_finite(all: list[Operand], thresholds: Thresholds) -> Iterable[Finding]:
                     "gradients are not finite (optax.apply_if_finite)",
                     "input": "look for the first NaN in the batch and in what comes before this layer; clean the data "
                     "or skip the step (optax.apply_if_finite)",
-                    "output_grad": "the loss's gradient is not finite behind this layer: look for log(0), 0/0 or an "
+                    "output_grad": "the loss's gradient is not finite after this layer: look for log(0), 0/0 or an "
                     "overflow in the loss; skip the step (optax.apply_if_finite)",
                 }[name],
             )

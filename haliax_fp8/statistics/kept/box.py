@@ -43,7 +43,7 @@ class BlackBox(Printable):
         precision: Of fprop.
         layer: The path of the layer.
         index: Which layer of a stack.
-        operand: The operand because of which this layer was kept.
+        operand: The operand for which this layer was kept.
         product: The first product that reads it.
         reason: What is wrong with it, in words.
         step: The training step; None if not said.
@@ -136,7 +136,7 @@ class BlackBox(Printable):
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ValueError(
                 f"{path} is damaged, or of another version: {type(error).__name__}: {error}; copy it again, or save "
-                "the box anew"
+                "the box again"
             ) from error
 
     @staticmethod

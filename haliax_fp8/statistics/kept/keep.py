@@ -49,7 +49,7 @@ def black_box(
     Args:
         model: A converted model, with keys if a recipe needs them; not under `jit`.
         loss_fn: `loss_fn(model, *batch)`, a scalar.
-        *batch: Its arguments after the model. Of a step with microbatches, one of them.
+        *batch: Its arguments after the model. For a step with microbatches, one of them.
         layer: The path of a layer, as `describe` names it.
         index: Which layer of a stack, with `layer`.
         step: The number of the step, to be written down.
@@ -141,7 +141,7 @@ def _recorded(
     arrays, static = eqx.partition(_with_recorder(model, layer, None, found.append), eqx.is_array)
     jax.eval_shape(lambda arrays: _gradient(eqx.combine(arrays, static), loss_fn, batch, None), arrays)
     if not found:
-        raise ValueError(f"the loss does not depend on {layer}, so that it has no output gradient; name another layer")
+        raise ValueError(f"the loss does not depend on {layer}, so it has no output gradient; name another layer")
     if any(seen != found[0] for seen in found):
         raise ValueError(
             f"the loss uses {layer} with operands of several shapes, and a black box holds those of one use"

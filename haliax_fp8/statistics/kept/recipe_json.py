@@ -26,7 +26,7 @@ def recipe_to_json(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         name = type(value).__name__
         if _classes().get(name) is not type(value):
-            raise ValueError(f"{name} is not one of haliax_fp8's own classes, so that a file cannot name it")
+            raise ValueError(f"{name} is not one of haliax_fp8's own classes, so a file cannot name it")
         fields = dataclasses.fields(value)
         return {"class": name} | {field.name: recipe_to_json(getattr(value, field.name)) for field in fields}
     return value
