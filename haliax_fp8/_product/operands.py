@@ -21,6 +21,7 @@ from ..recipes.scaling import AbstractStatefulScaling, MeasuredScaling, OperandU
 from ..recipes.scaling.operand_statistics import Members, share_of_active
 from .grouped.rows import largest_of_groups, of_each_row
 from .kernel_copies import KernelCopies, KernelCopy, values_of
+from .scales import FLOAT32, each_row_scaled
 from .spec import ProductSpec
 
 
@@ -188,7 +189,7 @@ def scaled_values(
     scale = scales.operands[operand]
     if operand != "kernel":
         scale = of_each_row(scale, extras[0], x.shape[spec.ensemble - 1])
-    return values * lax.expand_dims(scale, range(scale.ndim, values.ndim))
+    return each_row_scaled(values, scale, FLOAT32)
 
 
 def measured_parts(

@@ -137,16 +137,16 @@ def members_dot(
 
 
 def each_row_scaled(
-    out: Float32[Array, "*members rows columns"], of_rows: Float32[Array, "*members rows"], dtype: np.dtype
-) -> Float[Array, "*members rows columns"]:
-    """A product of groups of rows, each row times the scale of its group.
+    values: Float32[Array, "*rows columns"], of_rows: Float32[Array, "*leading"], dtype: np.dtype
+) -> Float[Array, "*rows columns"]:
+    """A product of groups of rows, or an operand of one, each row or member times the scale of its group.
 
     Args:
-        out: The product of the data.
-        of_rows: The product of both operands' scales, for each row.
+        values: The product of the data; or an operand's data, unscaled.
+        of_rows: The scale of each element of the leading axes; of a product, both operands' scales multiplied.
         dtype: Of the result.
     """
-    return (out * of_rows[..., None]).astype(dtype)
+    return (values * lax.expand_dims(of_rows, range(of_rows.ndim, values.ndim))).astype(dtype)
 
 
 def scalar(x: Float32[Array, "..."]) -> Float32[Array, ""]:
