@@ -158,7 +158,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder = flags.export / "dynamic"
     # Commands are copied: each has a line, which is not broken.
     console.print(
-        f"\nFolders: {flags.export}/<scheme>. vLLM serves them on a GPU, and dynamic on a CPU too:\n"
+        f"\nFolders: {flags.export}/<scheme>\n"
+        "vLLM, on a GPU; dynamic on a CPU too:\n"
         f"  vllm serve {folder} --max-model-len {options.seq_len}\n"
         f"Transformers:\n  pipeline('text-generation', '{folder}')\n"
         f"Which engine loads which:\n  haliax-fp8 checkpoint explain {folder}",
