@@ -155,12 +155,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         text = generate(one.model, prompt, count=flags.bytes, temperature=0.0, key=jax.random.key(0))
         written = flags.prompt + np.asarray(text).astype(np.uint8).tobytes().decode(errors="replace")
         console.print(f"{one.scheme} writes: {written!r}", markup=False, highlight=False)
+    folder = flags.export / "dynamic"
+    # Commands are copied: each has a line, which is not broken.
     console.print(
-        f"\nFolders: {flags.export}/<scheme>. vLLM serves them on a GPU, and dynamic on a CPU too: vllm serve "
-        f"{flags.export}/dynamic --max-model-len {options.seq_len}; Transformers: pipeline('text-generation', "
-        f"'{flags.export}/dynamic'). Which engine loads which: haliax-fp8 checkpoint explain {flags.export}/dynamic",
+        f"\nFolders: {flags.export}/<scheme>\n"
+        "vLLM, on a GPU; dynamic on a CPU too:\n"
+        f"  vllm serve {folder} --max-model-len {options.seq_len}\n"
+        f"Transformers:\n  pipeline('text-generation', '{folder}')\n"
+        f"Which engine loads which:\n  haliax-fp8 checkpoint explain {folder}",
         markup=False,
         highlight=False,
+        soft_wrap=True,
     )
     return 0
 

@@ -1,4 +1,4 @@
-"""What is shown at the end: the table, the figure, the results as JSON."""
+"""What is shown of results: durations, the table, the figure, the results as JSON."""
 
 import dataclasses
 import json
@@ -40,6 +40,14 @@ class Curve:
     def validation_loss(self) -> float:
         """The loss of the held-back text after the last step."""
         return self.validation[-1][1]
+
+
+def duration(seconds: float) -> str:
+    """A time to wait, in the unit in which one thinks of it."""
+    for count, unit in ((seconds / 3600, "hours"), (seconds / 60, "minutes")):
+        if count >= 2:
+            return f"{count:.1f} {unit}" if count < 10 else f"{count:.0f} {unit}"
+    return f"{max(1.0, seconds):.0f} s"
 
 
 def gap_percent(curve: Curve, baseline: Curve) -> float:

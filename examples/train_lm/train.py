@@ -41,7 +41,7 @@ from . import checkpoint
 from .corpus import Corpus, load_corpus
 from .layout import Layout, make_layout
 from .options import binding_flags, model_config, parse_options, resumed_folder
-from .report import Curve, results_table, verdict, write_figure, write_results
+from .report import Curve, duration, results_table, verdict, write_figure, write_results
 from .run import Run, is_fp8_step, make_evaluation, make_loss, make_optimizer, make_runs
 from .sample import generate, printable
 
@@ -68,8 +68,8 @@ def train(runs: Sequence[Run], step: TrainStep, corpus: Corpus, options: argpars
         TimeRemainingColumn(),
         TextColumn("left"),
     ]
-    say, farewell = lambda line: _say(console, line), lambda: _farewell(options, corpus)
-    with stop_requests(say, farewell) as stop_requested, Progress(*columns, console=console) as progress:
+    show, farewell = lambda line: say_whole(console, line), lambda: _farewell(options, corpus)
+    with stop_requests(show, farewell) as stop_requested, Progress(*columns, console=console) as progress:
         task = progress.add_task("", total=options.steps, completed=first, status="compiling")
         for index in range(first, options.steps):
             batch = layout.batch(corpus.batch(options.seed, index, options.batch_size, options.seq_len))
@@ -86,7 +86,9 @@ def train(runs: Sequence[Run], step: TrainStep, corpus: Corpus, options: argpars
             progress.update(task, completed=done, status=_status(runs, options))
             if not console.is_terminal and (is_last or _is_due(max(1, options.steps // 10), done)):
                 # Nobody sees a bar move in a log.
-                _say(console, f"step {done}/{options.steps}  {_status(runs, options)}")
+                say(console, f"step {done}/{options.steps}  {_status(runs, options)}")
+            if len(runs[0].seconds) == _PACED and not is_last:
+                say(console, time_left(runs, options.steps - done))
             if is_last or stop_requested() or _is_due(options.checkpoint_every, done):
                 save_runs(runs, corpus, options)
             if stop_requested() and not is_last:
@@ -125,35 +127,45 @@ def announce(runs: Sequence[Run], corpus: Corpus, options: argparse.Namespace, c
     """Says what is active: text, model, device, how many layers are converted and whether FP8 is emulated."""
     earlier = checkpoint.read_progress(pathlib.Path(options.out))
     if earlier is not None and not options.resume:
-        _say(console, f"Starting over; replaces the checkpoint of step {earlier['step']}. Use --resume to continue it")
+        say(console, f"Starting over; replaces the checkpoint of step {earlier['step']}. Use --resume to continue it")
     device = jax.devices()[0]
     parameters = sum(leaf.size for leaf in jax.tree.leaves(trainable(runs[0].model)))
-    _say(
+    say(
         console,
         f"{parameters:,} parameters on {device.device_kind}; {corpus.name}: {len(corpus.train):,} bytes to train on, "
         f"{len(corpus.validation):,} held back",
     )
     if 0 in corpus.train:
-        _say(console, f"{corpus.name} is not text: it has bytes of 0. The model learns them all the same")
+        say(console, f"{corpus.name} is not text: it has bytes of 0. The model learns them all the same")
     if options.mesh is not None:
-        _say(console, runs[0].layout.summary)
-    _say(console, _what_it_takes(runs, options))
+        say(console, runs[0].layout.summary)
+    say(console, _what_it_takes(runs, options))
     for run in runs:
         if run.config is None:
             continue
         description = describe(fp8_linear_layers(run.model, run.config), run.config)
-        _say(console, f"{run.name}: {description.summary}")
+        say(console, f"{run.name}: {description.summary}")
         if options.verbose:
             console.print(description)
 
 
 def _what_it_takes(runs: Sequence[Run], options: argparse.Namespace) -> str:
-    """How much work it is; in minutes, where that was measured."""
+    """How much work it is; in minutes, where that was measured. With other flags, the first steps tell."""
     steps = f"{options.steps - len(runs[0].losses)} steps of {len(runs)} {'model' if len(runs) == 1 else 'models'}"
     measured = ""
     if jax.default_backend() == "cpu" and _is_documented(options):
-        measured = "; on two idle CPU cores all of it takes 4 minutes"
-    return f"{steps}. First XLA compiles, which has no progress to show{measured}. Ctrl-C keeps a checkpoint"
+        measured = " On two idle CPU cores, all of it takes 4 minutes."
+    return f"{steps}; Ctrl-C keeps a checkpoint. First XLA compiles, which has no progress to show.{measured}"
+
+
+_PACED = 5
+"""After how many steps of this process the rest is estimated."""
+
+
+def time_left(runs: Sequence[Run], steps: int) -> str:
+    """How long the rest of the training takes at the pace of the first steps, without the one that compiled."""
+    seconds = sum(float(np.median(run.seconds[1:])) for run in runs)
+    return f"At {seconds:.2g} s a step, training takes about {duration(steps * seconds)} more; evaluations come on top."
 
 
 def _is_documented(options: argparse.Namespace) -> bool:
@@ -169,7 +181,7 @@ def report(runs: Sequence[Run], options: argparse.Namespace, console: Console) -
     console.print(results_table(curves, baseline))
     write_results(folder / "results.json", curves, baseline)
     write_figure(folder / "loss.png", curves, baseline)
-    _say(console, f"Loss curves: {folder / 'loss.png'}; numbers: {folder / 'results.json'}")
+    say_whole(console, f"Loss curves: {folder / 'loss.png'}\nNumbers: {folder / 'results.json'}")
     if options.sample_bytes:
         prompt = options.prompt.encode()
         # It compiles once more.
@@ -215,20 +227,20 @@ def main(argv: Sequence[str] | None = None) -> int:
                 run.measure(step, batch, _step_key(options, last))
             report(runs, options, console)
     except (Stopped, KeyboardInterrupt):
-        _say(console, _farewell(options, corpus))
+        say_whole(console, _farewell(options, corpus))
         return INTERRUPTED
     return 0
 
 
 def _farewell(options: argparse.Namespace, corpus: Corpus) -> str:
-    """The last line after Ctrl-C: what is there, and how to go on."""
+    """The last lines after Ctrl-C: what is there, and how to go on."""
     progress = checkpoint.read_progress(pathlib.Path(options.out))
     # What lies in the folder may be of an earlier run, with other flags.
     if progress is None or progress["flags"] != _binding(options, corpus):
         return "Stopped before the first checkpoint."
     # The checkpoint has the other flags.
     command = shlex.join(["python", "-m", "examples.train_lm", "--out", options.out, "--resume"])
-    return f"Stopped; the checkpoint is that of step {progress['step']}. To continue: {command}"
+    return f"Stopped; the checkpoint is that of step {progress['step']}. To continue:\n{command}"
 
 
 def _step_key(options: argparse.Namespace, index: int) -> jax.Array:
@@ -257,5 +269,10 @@ def _binding(options: argparse.Namespace, corpus: Corpus) -> dict[str, Any]:
     return binding_flags(options) | {"data": corpus.digest}
 
 
-def _say(console: Console, line: str) -> None:
-    console.print(line, markup=False, highlight=False, soft_wrap=True)
+def say(console: Console, line: str) -> None:
+    console.print(line, markup=False, highlight=False)
+
+
+def say_whole(console: Console, lines: str) -> None:
+    """For paths and commands, which are copied: they are not broken."""
+    console.print(lines, markup=False, highlight=False, soft_wrap=True)

@@ -149,8 +149,7 @@ def train_all(options: argparse.Namespace, console: Console) -> dict[str, list[R
     steps = 2 * len(options.seeds) * total
     console.print(
         f"{steps} steps: {total} for each of two models and {len(options.seeds)} seeds. First XLA compiles, which has "
-        f"no progress to show{_measured(options)}",
-        soft_wrap=True,
+        f"no progress to show{_measured(options)}"
     )
     columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn()
     say = lambda line: console.print(line, markup=False)
@@ -194,7 +193,7 @@ def announce(
     count = sum(leaf.size for leaf in jax.tree.leaves(trainable(plain)))
     layers = describe(converted, config)
     console.print(f"digits: {len(digits.train_labels)} images to train on, {len(digits.test_labels)} to test")
-    console.print(f"model: {count:,} parameters; {layers.summary}", soft_wrap=True)
+    console.print(f"model: {count:,} parameters; {layers.summary}")
     if options.verbose:
         console.print(layers)
 
@@ -273,6 +272,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     results = {name: [dataclasses.asdict(run) for run in of_seeds] for name, of_seeds in runs.items()}
     (folder / "results.json").write_text(json.dumps({"seeds": options.seeds, "gaps": gaps(runs)} | results) + "\n")
     write_figure(folder / "curves.png", runs)
-    console.print(f"Curves: {folder / 'curves.png'}; the same in numbers: {folder / 'results.json'}")
+    # Paths are copied: they are not broken.
+    console.print(f"Curves: {folder / 'curves.png'}\nNumbers: {folder / 'results.json'}", soft_wrap=True)
     console.print(f"{time.perf_counter() - start:.0f} s", verdict(runs), sep="\n")
     return 0

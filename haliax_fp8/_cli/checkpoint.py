@@ -47,10 +47,20 @@ def add_checkpoint_parser(commands: Any) -> None:
     convert.add_argument("--output", required=True, type=pathlib.Path, metavar="NEW", help="a new or empty folder")
     rounding = [member.value for member in Scales]
     convert.add_argument(
-        "--scales", choices=rounding, default="bfloat16", help="what new scales may be (default: bfloat16)"
+        "--scales",
+        choices=rounding,
+        metavar="NAME",
+        default="bfloat16",
+        help=f"what new scales may be: {', '.join(rounding)} (default: bfloat16)",
     )
     kinds = ("bfloat16", "float16", "float32")
-    convert.add_argument("--dtype", choices=kinds, default="bfloat16", help="of plain weights (default: bfloat16)")
+    convert.add_argument(
+        "--dtype",
+        choices=kinds,
+        metavar="DTYPE",
+        default="bfloat16",
+        help=f"of plain weights: {', '.join(kinds)} (default: bfloat16)",
+    )
     for action in (check, explain, convert):
         action.add_argument("directory", type=pathlib.Path, metavar="DIR", help="config.json and safetensors")
         action.add_argument(

@@ -52,12 +52,13 @@ class DotDimensions:
                 "sequences of axes, such as (((1,), (0,)), ((), ())) for a product of matrices"
             ) from error
         sides = (("lhs", lhs_contract, lhs_batch, lhs_shape), ("rhs", rhs_contract, rhs_batch, rhs_shape))
-        for name, contract, batch, shape in sides:
+        others = (("rhs", tuple(rhs_shape)), ("lhs", tuple(lhs_shape)))
+        for (name, contract, batch, shape), (other, beside) in zip(sides, others, strict=True):
             axes = [*contract, *batch]
             if len(set(axes)) != len(axes) or not set(axes) <= set(range(len(shape))):
                 raise ValueError(
-                    f"dimension_numbers={numbers} name axes {axes} of {name}, whose shape is {tuple(shape)}: "
-                    "each axis must lie in the shape's range and appear once"
+                    f"dimension_numbers={numbers} name axes {axes} of {name}, whose shape is {tuple(shape)}, in a "
+                    f"product with {other} {beside}: each axis must lie in the shape's range and appear once"
                 )
         for kind, left, right in (("contracted", lhs_contract, rhs_contract), ("batched", lhs_batch, rhs_batch)):
             sizes = [lhs_shape[axis] for axis in left], [rhs_shape[axis] for axis in right]

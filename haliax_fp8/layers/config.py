@@ -47,7 +47,7 @@ class Fp8Config:
             `supported`. A CPU always emulates, with the same rounding.
         rules: The rules of the layer classes; see `LayerRule`.
         only_if: Converts a selected layer only if it is predicted to be faster, such as
-            `FasterOn("h100", tokens=8192)`; None converts all.
+            `FasterOn("h100", tokens=8192)`; None converts all. Conversion raises if none is.
 
     Raises:
         ValueError: If an argument is of the wrong kind, `targets` is empty, the history length is below 1 or no recipe

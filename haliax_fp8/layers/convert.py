@@ -1,6 +1,7 @@
 """fp8_linear_layers: walks a model's tree and gives its linear layers an FP8 product."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import haliax as hax
@@ -50,6 +51,11 @@ class Decision:
             return True
         return self.rule.refusal(self.layer) is None and self.only_if_named is None
 
+    @property
+    def is_slower(self) -> bool:
+        """Whether the layer is selected, and stays in high precision because FP8 would not be faster."""
+        return self.selected is not None and self.recipe is None
+
 
 def fp8_linear_layers[M](module: M, config: Fp8Config | None = None, **options: Any) -> M:
     """Converts the linear layers of a model to FP8.
@@ -69,9 +75,10 @@ def fp8_linear_layers[M](module: M, config: Fp8Config | None = None, **options: 
 
     Raises:
         ValueError: If the model has no layer that can be converted; if a pattern selects no layer (the nearest paths
-            are listed), or `targets` selects one that cannot be converted; if `serving.quantize_for_inference` made
-            layers that are to be converted; if the default device lacks the units for a recipe and `emulate` is False;
-            or if `config` is not an `Fp8Config`, an option is unknown, or both are given.
+            are listed), or `targets` selects one that cannot be converted; if `only_if` leaves every selected layer in
+            high precision; if `serving.quantize_for_inference` made layers that are to be converted; if the default
+            device lacks the units for a recipe and `emulate` is False; or if `config` is not an `Fp8Config`, an option
+            is unknown, or both are given.
 
     Example:
         >>> In, Out = hax.Axis("in", 64), hax.Axis("out", 128)
@@ -83,8 +90,10 @@ def fp8_linear_layers[M](module: M, config: Fp8Config | None = None, **options: 
     decisions = decide(module, config)
     chosen = {path: made.layer for path, made in decisions.items() if _select(path, made.layer, config)[0] is not None}
     require_weights(chosen, "module", "Convert the model that it was made from")
-    # With `only_if`, it is fine if no layer would be faster.
-    if config.only_if is None and not any(decision.is_convertible for decision in decisions.values()):
+    slower = {path: decision.reason for path, decision in decisions.items() if decision.is_slower}
+    if slower and all(decision.recipe is None for decision in decisions.values()):
+        raise _nothing_faster(config, slower)
+    if not any(decision.is_convertible for decision in decisions.values()):
         left = {path: decision.reason for path, decision in decisions.items()}
         raise nothing_to_convert(module, config.rules, left)
     if not config.emulate:
@@ -117,6 +126,17 @@ def fp8_linear_layers[M](module: M, config: Fp8Config | None = None, **options: 
         return converted[key]
 
     return map_layers(convert, module, config.rules)
+
+
+def _nothing_faster(config: Fp8Config, slower: Mapping[str, str]) -> ValueError:
+    """The error for a model of which no layer would be faster."""
+    shown = "; ".join(f"{path or 'the module itself'}: {reason}" for path, reason in list(slower.items())[:3])
+    more = f"; and {len(slower) - 3} more" if len(slower) > 3 else ""
+    return ValueError(
+        f"only_if=FasterOn(...) on {config.only_if} leaves every selected layer in high precision: {shown}{more}. "
+        "Train the model without converting it, or leave out only_if to convert it all the same; "
+        "print(describe(model, config)) shows the reason for every layer"
+    )
 
 
 def _with_choices(rule: LayerRule, layer: Any, op: Fp8DotGeneral, config: Fp8Config, left_out: LeftOut) -> Any:

@@ -12,7 +12,8 @@ from ..recipes.recipe import OPERAND_NAMES, Recipe
 from ..recipes.scaling import DelayedScaling
 from .config import Fp8Config, as_config
 from .convert import decide
-from .description_result import LayerDescription, ModelDescription
+from .description_result import ModelDescription
+from .layer_description import LayerDescription
 from .left_out import reasons_in
 from .only_where_faster import FasterOn
 from .ops import all_ops

@@ -14,45 +14,9 @@ from .._tables import Printable, columns, new_table
 from ..devices.device import Device
 from ..recipes.support import Support
 from .description_table import grouped
+from .layer_description import LayerDescription
 from .only_where_faster import FasterOn
 from .prediction import Prediction
-
-
-@dataclasses.dataclass(frozen=True)
-class LayerDescription:
-    """One linear layer.
-
-    Args:
-        path: Its path in the model.
-        shape: Its input and output axes.
-        stacked: The stacks that repeat it, such as `layers 12`.
-        recipe: The recipe that it runs, or how it is quantized for inference; None in high precision.
-        reason: Why it stays in high precision; empty for a converted layer.
-        support: How its products run on the requested device; None in high precision.
-        prediction: Its predicted times in bf16 and in FP8, whichever it runs in; None if not requested, or if unknown.
-        uncalibrated: The operands whose static scale is not calibrated yet.
-        recorded: Whether its delayed scales have recorded an amax; None if it has none. Abstract ones count
-            as recorded.
-        scales: How whole-tensor scales are rounded when they are applied; empty if the layer has none.
-        is_linear: Whether it counts as a linear layer: not an embedding, unless it was converted, nor a convolution.
-    """
-
-    path: str
-    shape: str
-    stacked: str
-    recipe: str | None
-    reason: str
-    support: Support | None = None
-    prediction: Prediction | None = None
-    uncalibrated: tuple[str, ...] = ()
-    recorded: bool | None = None
-    scales: str = ""
-    is_linear: bool = True
-
-    @property
-    def is_fp8(self) -> bool:
-        """Whether the layer's products run in FP8."""
-        return self.recipe is not None
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

@@ -2,6 +2,9 @@
 
 import dataclasses
 
+from rich.text import Text
+
+from .._tables import Printable
 from ..devices.peaks import Peaks
 from ..devices.roofline import FASTEST, LIKELY, SLOWEST, Efficiency, Roofline
 from ..recipes.recipe import OPERANDS, Recipe
@@ -9,8 +12,8 @@ from ..recipes.scaling import HighPrecision
 from .layer_work import LayerWork
 
 
-@dataclasses.dataclass(frozen=True)
-class Prediction:
+@dataclasses.dataclass(frozen=True, repr=False)
+class Prediction(Printable):
     """The estimated seconds of a training step that a layer's fprop, dgrad and wgrad take.
 
     Args:
@@ -46,6 +49,14 @@ class Prediction:
     def is_launch_bound(self) -> bool:
         """Whether launching takes more time in FP8 than all the work."""
         return self.launching > self.fp8 / 2
+
+    def __rich__(self) -> Text:
+        least, most = self.gain_range
+        bound = "; launching takes longer than all the work" if self.is_launch_bound else ""
+        return Text(
+            f"{self.gain:.2f} times as fast in FP8 ({least:.2f} to {most:.2f}; estimate: {1e3 * self.fp8:.3g} ms a "
+            f"step instead of {1e3 * self.bf16:.3g} ms in bf16{bound})"
+        )
 
 
 _IN_BF16 = Recipe.of(HighPrecision())

@@ -5,11 +5,17 @@ import haliax as hax
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Float32
+from rich.text import Text
+
+from .._tables import Printable
 
 
-class TokenMismatch(eqx.Module):
+class TokenMismatch(Printable, eqx.Module):
     """How far the log-probabilities of the same tokens are apart, with `c = trained - sampled` for each token.
+
+    Print it for one line.
 
     Args:
         mean: The mean of `|c|`.
@@ -35,6 +41,13 @@ class TokenMismatch(eqx.Module):
             prefix: The first part of the names.
         """
         return {f"{prefix}/{name}": getattr(self, name) for name in TokenMismatch.__dataclass_fields__}
+
+    def __rich__(self) -> Text:
+        numbers = {name: getattr(self, name) for name in ("mean", "largest", "k1", "k3", "ratio")}
+        if any(isinstance(x, Tracer) or not eqx.is_array(x) for x in (self.tokens, *numbers.values())):
+            return Text("traced or abstract: no numbers")
+        found = ", ".join(f"{name} {float(x):.3g}" for name, x in numbers.items())
+        return Text(f"{float(self.tokens):.0f} tokens: {found}")
 
 
 def log_probability_mismatch(

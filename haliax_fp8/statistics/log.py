@@ -7,12 +7,14 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 from jaxtyping import ArrayLike, Float64
+from rich.text import Text
 
+from .._tables import Printable
 from .result import OPERANDS
 
 
-@dataclasses.dataclass(frozen=True)
-class StatisticsLog:
+@dataclasses.dataclass(frozen=True, repr=False)
+class StatisticsLog(Printable):
     """Numbers of many steps by name, as `ModelStatistics.flat` names them.
 
     Args:
@@ -29,6 +31,12 @@ class StatisticsLog:
 
     steps: tuple[int, ...]
     numbers: Mapping[str, Float64[np.ndarray, " steps"]]
+
+    def __rich__(self) -> Text:
+        """One line: which steps, and how much of each."""
+        first, *rest = self.steps
+        which = f"{len(self.steps)} steps, {first} to {self.steps[-1]}" if rest else f"step {first}"
+        return Text(f"{len(self.numbers)} numbers of {which}")
 
     @staticmethod
     def of(measured: Sequence[Mapping[str, ArrayLike]], steps: Sequence[int] | None = None) -> "StatisticsLog":

@@ -572,7 +572,13 @@ def test_a_closed_pipe_ends_quietly():
 
 
 @pytest.mark.parametrize("called", ["haliax-fp8", "python -m haliax_fp8"])
-@pytest.mark.parametrize("command", [[], ["preflight"], ["devices"], ["checkpoint"], ["replay"], ["install-compiler"]])
+@pytest.mark.parametrize(
+    "command",
+    [
+        *([], ["preflight"], ["devices"], ["formats"], ["checkpoint"], ["replay"], ["install-compiler"]),
+        *(["checkpoint", action] for action in ("check", "explain", "convert")),
+    ],
+)
 def test_help_fits_80_columns(command, called, monkeypatch, capsys):
     """Examples too: a long one goes on after a backslash, and stays one command for a shell."""
     monkeypatch.setenv("COLUMNS", "80")

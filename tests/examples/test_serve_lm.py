@@ -38,4 +38,5 @@ def test_serves_what_was_trained(tmp_path, capsys, monkeypatch):
     # The mean change of log p from training: none.
     assert row.split()[-1] == "0.0000"
     assert "static writes: 'The " in out
+    assert f"\n  vllm serve {folder / 'dynamic'} --max-model-len 32\n" in out, "a command in one piece"
     assert check_folder(folder / "static").is_sound and check_folder(folder / "bf16").is_sound

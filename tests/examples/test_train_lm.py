@@ -54,6 +54,33 @@ def finished(tmp_path_factory) -> pathlib.Path:
     return folder
 
 
+def test_what_is_said_fits_80_columns_and_estimates_these_flags(monkeypatch, tmp_path, capsys):
+    """Whatever the flags: after a few steps, how long the rest takes at their pace."""
+    monkeypatch.setenv("COLUMNS", "80")
+    options = parse_options([*TINY, "--steps", "900", "--out", str(tmp_path)])
+    step = TrainStep(run.make_loss(options), run.make_optimizer(options))
+    layout = make_layout(None, model_config(options), options.batch_size)
+    runs = run.make_runs(options, step, layout)
+    text = corpus.load_corpus(None, 0.1)
+    console = Console()
+    train.announce(runs, text, options, console)
+    for one, pace in zip(runs, (0.5, 1.5), strict=True):
+        # The first step compiles, and one of the others was disturbed.
+        one.seconds = [60.0, pace, pace, 9.0, pace]
+    train.say(console, train.time_left(runs, 300))
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    said = " ".join(" ".join(lines).split())
+    assert "900 steps of 2 models" in said and "on two idle CPU cores" not in said.lower()
+    assert "At 2 s a step, training takes about 10 minutes more" in said
+
+
+@pytest.mark.parametrize("seconds, words", [(0.2, "1 s"), (119, "119 s"), (150, "2.5 minutes"), (5400, "90 minutes")])
+def test_durations(seconds, words):
+    assert report.duration(seconds) == words
+    assert report.duration(60 * 150) == "2.5 hours" and report.duration(36000) == "10 hours"
+
+
 @pytest.mark.more
 def test_a_mixture_of_experts_trains_in_fp8(tmp_path):
     """Its router stays in high precision. How far it ends from bf16 takes minutes; the README has it."""

@@ -998,3 +998,25 @@ def test_state_dicts(name):
     loaded = state_dicts.from_state_dict(fp8, other)
     assert_same(restore_linear_layers(loaded), state_dicts.from_state_dict(kind.plain, other))
     assert_same(fp8_states(loaded), fp8_states(fp8))
+
+
+@pytest.mark.parametrize("shape", [(), (63,), (256, 64), (64, 64)])
+def test_an_input_that_does_not_fit_names_the_layer(shape):
+    """Without batch axis under `vmap`, of another width, with a batch axis; and with one that fits by chance."""
+    model = fp8_linear_layers(eqx.nn.MLP(64, 32, 128, 1, key=jax.random.key(0)))
+    with pytest.raises(ValueError) as raised:
+        model(jnp.ones(shape))
+    message = str(raised.value)
+    assert f"x of shape {shape} does not fit a layer that describe(model) shows as 64 -> 128" in message
+    assert "of shape (64,)" in message and "jax.vmap(model)" in message
+    assert [row.path for row in describe(model) if row.shape == "64 -> 128"] == ["layers.0"]
+
+
+def test_examples_in_columns_fit_as_in_the_plain_layer():
+    """What `@` takes; with a bias, where that can be added."""
+    for use_bias, count in ((False, 7), (True, 1), (True, 128)):
+        layer = eqx.nn.Linear(64, 128, use_bias=use_bias, key=jax.random.key(0))
+        x = jnp.ones((64, count))
+        with jax.numpy_rank_promotion("allow"):
+            shapes = {layer(x).shape, fp8_linear_layers(layer)(x).shape}
+        assert shapes == {(128, 128 if use_bias else count)}

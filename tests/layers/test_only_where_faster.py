@@ -226,8 +226,32 @@ def test_a_transformer():
     assert all(row.reason == "" for row in table if row.is_fp8)
 
 
-def test_few_tokens_leave_every_layer_alone():
-    assert converted({"up": linear(4096, 14336)}, device="h100", tokens=128).fp8_count == 0
+def test_conversion_raises_where_no_layer_is_faster():
+    """A model that trains in bf16 all the same would be a silent fallback; `describe` says why for each layer."""
+    layers = {name: linear(4096, 14336) for name in ("a", "b", "c", "d")}
+    config = Fp8Config(only_if=FasterOn("h100", tokens=128))
+    with pytest.raises(ValueError) as raised:
+        fp8_linear_layers(layers, config)
+    reasons = {row.path: row.reason for row in describe(layers, config)}
+    assert all(reason.startswith("FP8 would ") and "on h100 at 128 tokens" in reason for reason in reasons.values())
+    message = str(raised.value)
+    assert message.startswith("only_if=FasterOn(...) on h100 at 128 tokens leaves every selected layer")
+    assert f"a: {reasons['a']}; b: {reasons['b']}; c: {reasons['c']}; and 1 more. " in message
+    assert "leave out only_if" in message and "describe(model, config)" in message
+    # One that is faster is enough, and an override decides on its own.
+    assert converted(layers | {"e": linear(16384, 65536)}, device="h100", tokens=2048).fp8_count >= 1
+    named = dataclasses.replace(config, overrides={"a": "current"})
+    assert describe(fp8_linear_layers(layers, named), named).fp8_count == 1
+
+
+def test_what_was_left_out_by_name_is_not_called_slower():
+    layers = {"a": linear(64, 64), "b": linear(4096, 14336)}
+    config = Fp8Config(exclude="b", only_if=FasterOn("h100", tokens=8192))
+    with pytest.raises(ValueError, match=r"high precision: a: FP8 would [^;]*\. Train"):
+        fp8_linear_layers(layers, config)
+    nothing = Fp8Config(only_if=FasterOn("h100", tokens=8192))
+    with pytest.raises(ValueError, match="contains no layer that can be converted"):
+        fp8_linear_layers({"norm": eqx.nn.LayerNorm(4)}, nothing)
 
 
 def test_the_margin():
@@ -235,7 +259,7 @@ def test_the_margin():
     assert 1.2 < prediction.gain < 1.4
     layers = {"x": linear(4096, 4096)}
     assert converted(layers, device="h100", tokens=4096, at_least=1.2).fp8_count == 1
-    row = converted(layers, device="h100", tokens=4096, at_least=1.4)["x"]
+    row = describe(layers, Fp8Config(only_if=FasterOn("h100", tokens=4096, at_least=1.4)))["x"]
     assert row.reason == f"FP8 would be {prediction.gain:.2f} times as fast as bf16 on h100 at 4096 tokens, below 1.4"
     exactly = converted(layers, device="h100", tokens=4096, at_least=prediction.gain)
     assert exactly.fp8_count == 1
@@ -251,7 +275,8 @@ def test_a_tied_head_is_judged_by_its_product():
     row = describe(fp8_linear_layers(model, named), named)["embed"]
     assert row.is_fp8 and 1.4 < row.prediction.gain < 2
     few = Fp8Config(targets="embed", only_if=FasterOn("h100", tokens=64))
-    assert not describe(fp8_linear_layers(model, few), few)["embed"].is_fp8
+    with pytest.raises(ValueError, match="high precision: embed: FP8 would take"):
+        fp8_linear_layers(model, few)
 
 
 def test_targets_are_judged_and_overrides_are_not():
@@ -282,9 +307,12 @@ def test_what_a_device_would_emulate_is_left_alone(device, recipe, reason):
 def test_experts_take_what_their_implementation_takes():
     Experts, In, Out = hax.make_axes(experts=8, In=4096, Out=14336)
     moe = {"x": eqx.filter_eval_shape(lambda: hnn.MoELinear.init(Experts, In, Out, key=jax.random.key(0)))}
-    for recipe, fp8_count in (("delayed", 1), ("rowwise", 1), ("mxfp8", 0)):
-        config = Fp8Config(recipe=recipe, only_if=FasterOn("h100", tokens=65536, experts_per_token=2))
-        assert describe(fp8_linear_layers(moe, config), config).fp8_count == fp8_count
+    faster = FasterOn("h100", tokens=65536, experts_per_token=2)
+    for recipe in ("delayed", "rowwise"):
+        config = Fp8Config(recipe=recipe, only_if=faster)
+        assert describe(fp8_linear_layers(moe, config), config).fp8_count == 1
+    with pytest.raises(ValueError, match="x: FP8 would be emulated on h100"):
+        fp8_linear_layers(moe, recipe="mxfp8", only_if=faster)
 
 
 def test_a_rule_without_sizes():
@@ -316,7 +344,12 @@ WIDTHS = st.integers(1, 20000)
 def test_never_slower_than_bf16(sizes, tokens, device, recipe):
     config = Fp8Config(recipe=recipe, only_if=FasterOn(device, tokens=tokens))
     layers = {str(i): linear(*size) for i, size in enumerate(sizes)}
-    table = describe(fp8_linear_layers(layers, config), config)
+    try:
+        table = describe(fp8_linear_layers(layers, config), config)
+    except ValueError as error:
+        assert "leaves every selected layer in high precision" in str(error)
+        assert all(row.prediction is None or row.prediction.gain < 1.1 for row in describe(layers, config))
+        return
     bf16 = math.fsum(row.prediction.bf16 for row in table if row.prediction)
     now = math.fsum(row.prediction.fp8 if row.is_fp8 else row.prediction.bf16 for row in table if row.prediction)
     assert now <= bf16

@@ -922,6 +922,13 @@ CHANGES = (
         ("test_only_where_faster.py::test_the_margin",),
     ),
     Change(
+        "a model of which no layer would be faster is returned as it is",
+        "layers/convert.py",
+        "if slower and all(",
+        "if slower and not all(",
+        ("test_only_where_faster.py::test_conversion_raises_where_no_layer_is_faster",),
+    ),
+    Change(
         "every layer multiplies each token once for each of its experts",
         "layers/only_where_faster.py",
         "(self.experts_per_token if size.experts > 1 else 1)",

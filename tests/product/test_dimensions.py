@@ -109,9 +109,9 @@ def test_several_batch_axes_lead():
 @pytest.mark.parametrize(
     "numbers, message",
     [
-        ((((2,), (0,)), ((), ())), r"axes \[2\] of lhs.*\(2, 3\)"),
+        ((((2,), (0,)), ((), ())), r"axes \[2\] of lhs.*\(2, 3\), in a product with rhs \(3, 2\)"),
         ((((-1,), (0,)), ((), ())), r"axes \[-1\] of lhs"),
-        ((((1,), (2,)), ((), ())), r"axes \[2\] of rhs.*\(3, 2\)"),
+        ((((1,), (2,)), ((), ())), r"axes \[2\] of rhs.*\(3, 2\), in a product with lhs \(2, 3\)"),
         ((((1, 1), (0, 1)), ((), ())), r"axes \[1, 1\] of lhs"),
         ((((1,), (0,)), ((0,), (0,))), r"axes \[0, 0\] of rhs"),
         ((((0,), (0,)), ((), ())), r"contracted axes differ in size: \[2\] in lhs \(2, 3\), \[3\] in rhs"),

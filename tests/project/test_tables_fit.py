@@ -36,6 +36,7 @@ from haliax_fp8.preflight import PreflightReport, inspect_step, targets
 from haliax_fp8.preflight.verdict.product import Product, Verdict
 from haliax_fp8.recipes import supported
 from haliax_fp8.serving import parity
+from haliax_fp8.statistics import Distance, LayerComparison, ModelComparison
 
 
 def wide_names():
@@ -188,6 +189,57 @@ def test_a_table_fits(name, request):
         assert max(map(len, text.splitlines())) <= width
         assert "…" not in text
         assert numbers(text) == numbers(whole)
+
+
+COMPARED = ("self_attn.q_proj", "self_attn.k_proj", "mlp.gate_proj", "mlp.a_projection_with_a_very_long_name")
+
+
+def distances(shape):
+    """Numbers that are as wide as they get."""
+    return Distance(*(jnp.full(shape, x, jnp.float32) for x in (1.2345, 0.00012345, 2.3456)))
+
+
+def compared(count=12):
+    of_layer = lambda shape: LayerComparison(*(distances(shape) for _ in range(6)))
+    paths = (*(f"model.layers.stacked.{name}" for name in COMPARED), "lm_head", "pooler")
+    layers = (*(of_layer((count,)) for _ in COMPARED), of_layer(()), of_layer(()))
+    # One that the loss does not reach.
+    layers = (*layers[:-1], jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), layers[-1]))
+    return ModelComparison(paths, layers, distances(()), True)
+
+
+@pytest.mark.parametrize("width", (60, 80, 120))
+def test_a_comparison_says_once_what_its_paths_begin_with(width):
+    """However narrow: every index and every number is whole, and stands on one line with the end of its name."""
+    text = printed(compared(), width)
+    lines = [line.rstrip() for line in text.splitlines()]
+    assert max(map(len, lines)) <= width and "…" not in text
+    count = sum(line.lstrip().startswith("layer ") for line in lines)
+    assert count == {60: 4, 80: 2, 120: 2}[width], "columns that do not fit are in a table below"
+    first = lines.index(next(line for line in lines if line.lstrip().startswith("layer ")))
+    assert "alone" in lines[first] and "SQNR" in lines[first]
+    for words in ("model.layers", ".stacked", "lm_head", "pooler", "mlp.gate_proj[7]", "self_attn.q_proj[11]"):
+        assert text.count(words) == count, words
+    for i in range(12):
+        assert text.count(f"[{i}]") == len(COMPARED) * count
+    assert text.count("reached") == 2, "the layer that the loss does not reach: forward, and in the gradients"
+    # Of 49 layers with numbers, two relative errors forward and four in the gradients; and what the result differs by.
+    for number, total in (("123.45%", 49 * 6 + 1), ("234.56%", 49), ("-1.8 dB", 49), ("1.2e-04", 49 * 2)):
+        assert len(re.findall(rf"(?<=\s){re.escape(number)}(?=\s)", text)) == total
+
+
+def test_a_comparison_of_the_worst_layers_fits():
+    text = printed(compared().worst(3), 60)
+    assert max(map(len, text.splitlines())) <= 60 and text.count("[2]") == 4
+
+
+def test_a_word_that_fits_no_line_keeps_its_index():
+    word = "projectionwithoutanydotsorunderscoresthatislongerthananyline"
+    layer = compared(11).of_layers[0]
+    text = printed(ModelComparison((f"model.{word}",), (layer,), distances(()), False), 60)
+    tables = sum(line.lstrip().startswith("layer ") for line in text.splitlines())
+    assert tables and text.count("[10]") == tables
+    assert "…" not in text and max(map(len, text.splitlines())) <= 60
 
 
 def test_titles_are_one_line_where_they_fit():

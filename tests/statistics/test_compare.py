@@ -78,7 +78,8 @@ def test_of_every_layer_alone_and_accumulated():
     check(found.result, loss(plain, X), loss(model, X))
     np.testing.assert_allclose(found["layers.0"].fprop.sqnr, -20 * np.log10(found["layers.0"].fprop.relative_error))
     text = str(found)
-    assert max(map(len, text.splitlines())) <= 80 and "layers.1" in text and "dgrad alone" in text
+    assert max(map(len, text.splitlines())) <= 80 and "kernel's" in text
+    assert text.count("layers") == 2, "once in each table"
     errors = [float(layer.wgrad.relative_error) for _, layer in found.each()]
     assert found.worst(1).layers[0][0] == f"layers.{int(np.argmax(errors))}" or max(errors) < 0.05
 
@@ -153,7 +154,7 @@ def test_uses_ensembles_experts_and_layers_that_are_not_reached():
     a = jax.lax.ragged_dot(X, model.experts.weight.array, sizes)
     b = of_fp8.experts.dot_general.ragged_dot(X, of_fp8.experts.weight.array, sizes)
     np.testing.assert_allclose(found["experts"].fprop.relative_error, expected(a, b)[0], rtol=1e-3)
-    assert np.isnan(found["unused"].output.relative_error) and "not reached" in str(found)
+    assert np.isnan(found["unused"].output.relative_error) and "reached" in str(found)
     assert found["plain"].fprop.relative_error == found["plain"].output.relative_error == 0.0
 
 

@@ -1,5 +1,6 @@
 """Results show themselves as a table: printed, at a prompt, and in a notebook."""
 
+import html
 import re
 
 import equinox as eqx
@@ -10,7 +11,18 @@ import jax.numpy as jnp
 import pytest
 
 from haliax_fp8 import describe, fp8_linear_layers, quantization_statistics
+from haliax_fp8.layers import FasterOn
 from haliax_fp8.preflight import inspect_step
+from haliax_fp8.serving import log_probability_mismatch
+from haliax_fp8.statistics import (
+    Distance,
+    Finding,
+    LayerComparison,
+    Problem,
+    Replayed,
+    StatisticsLog,
+    Thresholds,
+)
 
 
 In, Out = hax.make_axes(In=16, Out=32)
@@ -72,3 +84,86 @@ def test_statistics_without_numbers():
     seen: list[str] = []
     traced(X)
     assert "traced or abstract: no numbers" in " ".join(seen[0].split())
+
+
+# --- results that are part of others, or that one looks at for a single number -------------------------------------
+
+
+def described():
+    return describe(fp8_linear_layers(PLAIN), predict=FasterOn("h100", tokens=16))["up[0]"]
+
+
+def distance(*shape):
+    return Distance(*(jnp.full(shape, x, jnp.float32) for x in (0.1, 0.5, 0.25)))
+
+
+def layer_comparison():
+    return LayerComparison(*(distance(2) for _ in range(6)))
+
+
+def finding():
+    words = "amax 5.7e-05, 21.03% flushed to zero", "5% flushed to zero", "heuristic", "calibrate the model"
+    return Finding("layers", (3,), "output_grad", Problem.UNDERFLOW, *words)
+
+
+def replayed():
+    return Replayed("as trained", "fprop", 28.88, {"input": 0.0, "kernel": 0.5}, {"input": 0.125}, 0, 32768)
+
+
+def log():
+    return StatisticsLog.of([{"a": 1.0}, {"a": 2.0}], steps=[0, 100])
+
+
+def step():
+    return RESULTS["preflight"][0]().step
+
+
+# What a user gets at a prompt by indexing a result, or from a function that returns numbers.
+PARTS = {
+    "a layer": (described, ["up[0]", "In 16 -> Out 32", "DelayedScaling E4M3", "none recorded yet", "ms in bf16"]),
+    "a plain layer": (lambda: describe(PLAIN)["up[0]"], ["up[0]", "high precision: not converted"]),
+    "a prediction": (lambda: described().prediction, ["times as fast in FP8", "ms in bf16", "launching"]),
+    "a layer's errors": (layer_comparison, ["plain one (the worst of a stack)", "SQNR", "fprop", "kernel_grad"]),
+    "errors": (distance, ["relative error 10.00%, SQNR 20.0 dB, largest 25.00%, 1 - cos 5.0e-01"]),
+    "thresholds": (lambda: Thresholds(jump=3.5), ["counts as a problem", "underflow_of_outliers", "jump 3.5"]),
+    "a finding": (finding, ["layers[3], output_grad: underflow", "seen amax 5.7e-05", "zero (heuristic)", "remedy"]),
+    "a replayed product": (
+        replayed,
+        ["as trained, fprop: SQNR 28.9 dB, clipped 50.00%, flushed 12.50%, not finite 0.0%"],
+    ),
+    "a log": (log, ["1 numbers of 2 steps, 0 to 100"]),
+    "a log of one step": (lambda: StatisticsLog.of([{"a": 1.0}], steps=[7]), ["1 numbers of step 7"]),
+    "mismatch": (
+        lambda: log_probability_mismatch(jnp.zeros(3), jnp.ones(3)),
+        ["3 tokens: mean 1, largest 1, k1 1, k3 0.368, ratio 2.72"],
+    ),
+    "a program": (step, ["1 products, 0.0% of their FLOPs in FP8", "bytes at the peak"]),
+    "a product": (lambda: step().products[0], ["8×8·8×8, f32 to f32", "1 runs, high precision"]),
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_a_part_is_no_dump(name):
+    make, words = PARTS[name]
+    result = make()
+    text = " ".join(repr(result).split())
+    assert type(result).__name__ not in text and all(word in text for word in words), text
+    assert all(len(line) <= 80 for line in repr(result).splitlines())
+    page = " ".join(html.unescape(re.sub(r"<[^>]*>", "", result._repr_html_())).split())
+    assert all(word in page for word in words)
+
+
+def test_parts_without_numbers():
+    """As abstract arrays: a repr never raises."""
+    for name in ("a layer's errors", "errors", "mismatch"):
+        abstract = eqx.filter_eval_shape(PARTS[name][0])
+        assert repr(abstract) == "traced or abstract: no numbers"
+
+
+def test_errors_of_a_stack_and_of_what_is_not_reached():
+    stack = jax.tree.map(lambda x: jnp.stack([x, jnp.float32(jnp.nan)]), distance())
+    assert " ".join(repr(stack).split()) == (
+        "relative error 10.00%, SQNR 20.0 dB, largest 25.00%, 1 - cos 5.0e-01, the worst of a stack"
+    )
+    assert repr(jax.tree.map(lambda x: x[1], stack)) == "not reached"
+    assert "SQNR inf dB" in repr(jax.tree.map(lambda x: jnp.zeros(()), stack))

@@ -30,7 +30,7 @@ class GpuTarget(Target):
     """
 
     compute_capability: str
-    description: str
+    description: str = dataclasses.field(repr=False)
 
     @property
     def device(self) -> Device:

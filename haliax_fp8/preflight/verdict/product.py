@@ -3,6 +3,10 @@
 import dataclasses
 import enum
 
+from rich.text import Text
+
+from ..._tables import Printable
+
 
 TRITON = "Triton"
 """The prefix of the names of Triton kernels."""
@@ -21,8 +25,8 @@ class Verdict(enum.Enum):
     """FP8 was not requested."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Product:
+@dataclasses.dataclass(frozen=True, repr=False)
+class Product(Printable):
     """A matrix product: `batch` products of an `m × k` and a `k × n` matrix.
 
     Args:
@@ -81,6 +85,14 @@ class Product:
     reason: str
     in_attention: bool = False
     halved: bool = False
+
+    def __rich__(self) -> Text:
+        """Where it is, what it multiplies, and how it runs."""
+        where = self.layer or self.scope or "no layer"
+        operands = self.lhs if self.lhs == self.rhs else f"{self.lhs}·{self.rhs}"
+        why = f": {self.reason}" if self.reason else ""
+        how = f"{self.shape}, {operands} to {self.out}, {self.implementation}, {self.executions} runs"
+        return Text(f"{where}, {self.role}, {how}, {self.verdict.value}{why}", overflow="fold")
 
     @property
     def flops(self) -> int:

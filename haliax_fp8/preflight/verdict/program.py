@@ -2,6 +2,9 @@
 
 import dataclasses
 
+from rich.text import Text
+
+from ..._tables import Printable
 from ...devices.roofline import Roofline
 from ..compile import Memory
 from ..hlo.text import Shape
@@ -66,9 +69,9 @@ class Estimate:
         return self.launching > self.total / 2
 
 
-@dataclasses.dataclass(frozen=True)
-class Program:
-    """A compiled step.
+@dataclasses.dataclass(frozen=True, repr=False)
+class Program(Printable):
+    """A compiled step. Print it for one line; a report of it shows every product.
 
     Args:
         products: Every matrix product, in the order in which they run.
@@ -90,7 +93,13 @@ class Program:
     unknown_loops: int
     branches: int
     seconds: float
-    text: str = dataclasses.field(repr=False)
+    text: str
+
+    def __rich__(self) -> Text:
+        return Text(
+            f"{len(self.products)} products, {self.fp8_share:.1%} of their FLOPs in FP8; {self.others.count} other "
+            f"launches, {len(self.collectives)} collectives; {self.memory.peak:,} bytes at the peak"
+        )
 
     @property
     def flops(self) -> int:

@@ -4,6 +4,7 @@ import dataclasses
 import enum
 
 from rich.console import Group, RenderableType
+from rich.table import Table
 from rich.text import Text
 
 from ..._tables import Printable, new_table
@@ -38,9 +39,9 @@ class Remedy(enum.Enum):
     HIGH_PRECISION = "high precision"
 
 
-@dataclasses.dataclass(frozen=True)
-class Finding:
-    """One problem.
+@dataclasses.dataclass(frozen=True, repr=False)
+class Finding(Printable):
+    """One problem. Print it for a report.
 
     Args:
         layer: The path of the layer, as `fp8_linear_layers` names it.
@@ -64,6 +65,17 @@ class Finding:
     advice: str
     remedy: Remedy = Remedy.NONE
 
+    def __rich__(self) -> Table:
+        where = f"{self.layer or 'model'}{''.join(f'[{i}]' for i in self.index)}, {self.operand}"
+        table = new_table(f"{where}: {self.problem.value}")
+        table.show_header = False
+        table.add_column(no_wrap=True)
+        table.add_column()
+        table.add_row("seen", Text(self.seen))
+        table.add_row("threshold", Text(f"{self.threshold} ({self.source})"))
+        table.add_row("remedy", Text(self.advice))
+        return table
+
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Diagnosis(Printable):
@@ -81,15 +93,4 @@ class Diagnosis(Printable):
     def __rich__(self) -> RenderableType:
         if not self.findings:
             return Text("No problem found.")
-        parts: list[RenderableType] = []
-        for finding in self.findings:
-            where = f"{finding.layer or 'model'}{''.join(f'[{i}]' for i in finding.index)}, {finding.operand}"
-            table = new_table("")
-            table.title, table.show_header = Text(f"{where}: {finding.problem.value}", style="bold"), False
-            table.add_column(no_wrap=True)
-            table.add_column()
-            table.add_row("seen", Text(finding.seen))
-            table.add_row("threshold", Text(f"{finding.threshold} ({finding.source})"))
-            table.add_row("remedy", Text(finding.advice))
-            parts.append(table)
-        return Group(*parts)
+        return Group(*self.findings)

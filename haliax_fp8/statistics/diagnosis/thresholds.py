@@ -2,9 +2,13 @@
 
 import dataclasses
 
+from rich.table import Table
 
-@dataclasses.dataclass(frozen=True)
-class Thresholds:
+from ..._tables import Printable, new_table
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Thresholds(Printable):
     """From where on a number counts as a problem. All but `over_noise` are heuristics, chosen on small models.
 
     Args:
@@ -30,3 +34,11 @@ class Thresholds:
     kurtosis: float = 50.0
     underflow_of_outliers: float = 0.01
     over_noise: float = 1.0
+
+    def __rich__(self) -> Table:
+        table = new_table("From where on a number counts as a problem")
+        table.add_column("threshold", no_wrap=True)
+        table.add_column("value", justify="right", no_wrap=True)
+        for field in dataclasses.fields(self):
+            table.add_row(field.name, f"{getattr(self, field.name):g}")
+        return table

@@ -30,9 +30,9 @@ from .culprit import Culprit
 _NAMES: tuple[OperandName, ...] = ("input", "kernel", "output_grad")
 
 
-@dataclasses.dataclass(frozen=True)
-class Replayed:
-    """One product under one recipe.
+@dataclasses.dataclass(frozen=True, repr=False)
+class Replayed(Printable):
+    """One product under one recipe. Print it for one line.
 
     Args:
         recipe: The recipe's name; "as trained" for the box's own, with the state that it had.
@@ -52,6 +52,10 @@ class Replayed:
     underflow: dict[OperandName, float]
     nonfinite: int
     size: int
+
+    def __rich__(self) -> Text:
+        found = ", ".join(f"{name} {number}" for name, number in _cells(self).items())
+        return Text(f"{self.recipe}, {self.product}: {found}")
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -96,15 +100,24 @@ class Replay(Printable):
             table.add_column(name, justify="right", no_wrap=True)
         last = ""
         for x in self.products:
-            lost = [max(shares.values(), default=0.0) for shares in (x.saturation, x.underflow)]
-            cells = (f"{x.sqnr:.1f} dB", *(f"{share:.2%}" for share in lost), f"{x.nonfinite / max(1, x.size):.1%}")
-            table.add_row("" if x.recipe == last else x.recipe, x.product, *cells)
+            table.add_row("" if x.recipe == last else x.recipe, x.product, *_cells(x).values())
             last = x.recipe
         return Group(
             table,
             Text(f"culprit: {self.culprit}"),
             Text(f"best here: {self.best}"),
         )
+
+
+def _cells(x: Replayed) -> dict[str, str]:
+    """What is said of a product, by heading: of shares, that of the worst operand."""
+    clipped, flushed = (max(shares.values(), default=0.0) for shares in (x.saturation, x.underflow))
+    return {
+        "SQNR": f"{x.sqnr:.1f} dB",
+        "clipped": f"{clipped:.2%}",
+        "flushed": f"{flushed:.2%}",
+        "not finite": f"{x.nonfinite / max(1, x.size):.1%}",
+    }
 
 
 def replay(box: BlackBox | str | os.PathLike[str], recipes: RecipeLike | Sequence[RecipeLike] | None = None) -> Replay:
