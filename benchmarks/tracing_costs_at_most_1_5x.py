@@ -16,56 +16,16 @@ from typing import Any
 
 import equinox as eqx
 import haliax as hax
-import haliax.nn as hnn
 import jax
 import jax.numpy as jnp
 from lib import output
 from rich.progress import Progress
 
 import haliax_fp8 as fp8
+from haliax_fp8.demo import Transformer, TransformerConfig, next_token_loss
 
 
 WIDTH, HEADS, LENGTH, BATCH = 64, 4, 16, 8
-
-
-class Block(eqx.Module):
-    """A transformer block in Haliax: RMSNorm and causal attention, RMSNorm and SwiGLU; seven linear layers."""
-
-    norms: tuple[hnn.RmsNorm, hnn.RmsNorm]
-    query: hnn.Linear
-    key: hnn.Linear
-    value: hnn.Linear
-    out: hnn.Linear
-    gate: hnn.Linear
-    up: hnn.Linear
-    down: hnn.Linear
-
-    @staticmethod
-    def init(*, key: jax.Array) -> "Block":
-        """A block of width `WIDTH`."""
-        embed, mlp = hax.Axis("embed", WIDTH), hax.Axis("mlp", 4 * WIDTH)
-        head = (hax.Axis("heads", HEADS), hax.Axis("head_dim", WIDTH // HEADS))
-        keys = iter(jax.random.split(key, 7))
-        linear = lambda In, Out: hnn.Linear.init(In, Out, key=next(keys), use_bias=False)
-        return Block(
-            (hnn.RmsNorm.init(embed), hnn.RmsNorm.init(embed)),
-            *(linear(embed, head) for _ in range(3)),
-            linear(head, embed),
-            linear(embed, mlp),
-            linear(embed, mlp),
-            linear(mlp, embed),
-        )
-
-    def __call__(self, x: hax.NamedArray) -> hax.NamedArray:
-        """Adds the attention's and the feed-forward layer's output."""
-        h = self.norms[0](x)
-        position = x.resolve_axis("position")
-        keys = position.alias("key_position")
-        k, v = (layer(h).rename({"position": "key_position"}) for layer in (self.key, self.value))
-        mask = hnn.attention.causal_mask(position, keys)
-        x = x + self.out(hnn.attention.dot_product_attention(keys, "head_dim", self.query(h), k, v, mask))
-        h = self.norms[1](x)
-        return x + self.down(hnn.silu(self.gate(h)) * self.up(h))
 
 
 class EquinoxBlock(eqx.Module):
@@ -88,16 +48,10 @@ class EquinoxBlock(eqx.Module):
         return x + jax.vmap(self.mlp)(jax.vmap(self.norms[1])(x))
 
 
-def unrolled() -> tuple[Any, Callable[..., Any], Any]:
-    """Eight blocks one after the other."""
-    model = hnn.BlockSeq.init(hax.Axis("block", 8), Block)(key=jax.random.split(jax.random.key(0), 8))
-    return model, lambda model, x: (model.fold(x) ** 2).mean().scalar(), _batch()
-
-
-def scan() -> tuple[Any, Callable[..., Any], Any]:
-    """Twenty-four blocks in a scan."""
-    model = hnn.Stacked.init(hax.Axis("block", 24), Block)(key=jax.random.split(jax.random.key(0), 24))
-    return model, lambda model, x: (model.fold(x) ** 2).mean().scalar(), _batch()
+def llama(config: TransformerConfig) -> tuple[Any, Callable[..., Any], Any]:
+    """A language model of `haliax_fp8.demo`, with its loss."""
+    tokens = hax.zeros((hax.Axis("batch", BATCH), hax.Axis("position", LENGTH)), jnp.int32)
+    return Transformer.init(config, key=jax.random.key(0)), next_token_loss, tokens
 
 
 def nested_vmap() -> tuple[Any, Callable[..., Any], Any]:
@@ -106,14 +60,10 @@ def nested_vmap() -> tuple[Any, Callable[..., Any], Any]:
     return model, lambda model, x: (jax.vmap(model)(x) ** 2).mean(), jnp.ones((BATCH, LENGTH, WIDTH))
 
 
-def _batch() -> hax.NamedArray:
-    return hax.ones((hax.Axis("batch", BATCH), hax.Axis("position", LENGTH), hax.Axis("embed", WIDTH)))
-
-
 CASES = {
-    "8 blocks, unrolled": unrolled,
+    "Llama of 8 blocks, unrolled": lambda: llama(TransformerConfig(layers=8, stacked=False)),
     "4 Equinox blocks, nested vmap": nested_vmap,
-    "24 blocks, scan": scan,
+    "Llama of 24 blocks, scan": lambda: llama(TransformerConfig(layers=24, unroll=1)),
 }
 
 

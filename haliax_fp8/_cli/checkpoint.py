@@ -6,7 +6,7 @@ import pathlib
 from typing import Any
 
 from ..checkpoints import BrokenCheckpoint, CheckReport, check_folder, convert_folder, explain_folder
-from ..checkpoints.convert import Scales
+from ..checkpoints.convert import ScaleRounding
 from ..checkpoints.layouts.catalog import PLAIN, named
 from .help_text import Paragraphs
 from .load import UsageError
@@ -45,7 +45,7 @@ def add_checkpoint_parser(commands: Any) -> None:
     layouts = [*named, PLAIN]
     convert.add_argument("--to", required=True, choices=layouts, metavar="LAYOUT", help=f"one of {', '.join(layouts)}")
     convert.add_argument("--output", required=True, type=pathlib.Path, metavar="NEW", help="a new or empty folder")
-    rounding = [member.value for member in Scales]
+    rounding = [member.value for member in ScaleRounding]
     convert.add_argument(
         "--scales",
         choices=rounding,

@@ -16,7 +16,7 @@ from .._jax.after_partitioning import lower_with_devices
 from .._jax.lowered_by_platform import lower_by_platform
 from .._jax.mapped_axis import to_front
 from . import emulated
-from .emulated import Attention, Scales
+from .emulated import Attention, TensorScales
 
 
 # The cuDNN kernel for Hopper, and JAX, compute gradients for heads of this size only,
@@ -87,7 +87,7 @@ def _on_cuda(of_one: Callable[..., Any], otherwise: Callable[..., Any]) -> Calla
 def _cudnn_forward(
     query: Array, key: Array, value: Array, scales: Array, *, attention: Attention, differentiated: bool
 ):
-    by, size = Scales(scales, rounds=True), query.shape[-1]
+    by, size = TensorScales(scales, rounds=True), query.shape[-1]
     if differentiated:
         _require_whole_tiles(query, key)
         query, key, value = map(_padded, (query, key, value))
@@ -108,7 +108,7 @@ def _cudnn_backward(
     *,
     attention: Attention,
 ):
-    by, size = Scales(scales, rounds=True), query.shape[-1]
+    by, size = TensorScales(scales, rounds=True), query.shape[-1]
     _require_whole_tiles(query, key)
     operands = tuple(map(_padded, (query, key, value, output, output_grad)))
     back = [by[name] for name in ("query", "key", "value", "output", "output_grad", "weights", "scores_grad")]

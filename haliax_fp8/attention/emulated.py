@@ -44,7 +44,7 @@ class Attention:
 
 
 @dataclasses.dataclass(frozen=True)
-class Scales:
+class TensorScales:
     """The scales of the ten tensors by name.
 
     Args:
@@ -87,7 +87,7 @@ def forward(
         scales: The scales of all tensors.
         attention: The static arguments.
     """
-    by = Scales(scales, rounds=attention.rounds)
+    by = TensorScales(scales, rounds=attention.rounds)
     members = scales.ndim - 1
     q, k, v = (by.dequantize(name, x) for name, x in (("query", query), ("key", key), ("value", value)))
     scores = _scores(q, k, attention)
@@ -123,7 +123,7 @@ def backward(
         scales: The scales of all tensors.
         attention: The static arguments.
     """
-    by = Scales(scales, rounds=attention.rounds)
+    by = TensorScales(scales, rounds=attention.rounds)
     members = scales.ndim - 1
     named = {"query": query, "key": key, "value": value, "output": output, "output_grad": output_grad}
     q, k, v, o, g = (by.dequantize(name, x) for name, x in named.items())

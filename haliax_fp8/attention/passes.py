@@ -15,7 +15,7 @@ from .._jax.opaque import opaque
 from .._product.names import FP8_ATTENTION
 from ..recipes.scaling import AbstractStatefulScaling
 from . import by_platform
-from .emulated import Attention, Scales, reference
+from .emulated import Attention, TensorScales, reference
 from .state import cotangent, scales_of
 from .tensors import OPERANDS
 
@@ -132,8 +132,8 @@ def tangent(tangents: Sequence[Array | None], residuals: Residuals, *, spec: Att
     return jax.jvp(function, tuple(operands), tuple(given))[1].astype(spec.out_dtype)
 
 
-def _scales(state: Array, spec: AttentionSpec) -> Scales:
-    return Scales(scales_of(state, is_record=spec.is_record), spec.attention.rounds)
+def _scales(state: Array, spec: AttentionSpec) -> TensorScales:
+    return TensorScales(scales_of(state, is_record=spec.is_record), spec.attention.rounds)
 
 
 def _measured(

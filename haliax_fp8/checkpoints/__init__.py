@@ -4,7 +4,7 @@ from . import names as names
 from .byte_tokenizer import write_byte_tokenizer as write_byte_tokenizer
 from .check import CheckReport as CheckReport, Fault as Fault, check_folder as check_folder
 from .convert import Conversion as Conversion, convert_folder as convert_folder
-from .convert_weight import Converted as Converted, Scales as Scales
+from .convert_weight import Converted as Converted, ScaleRounding as ScaleRounding
 from .engines import Engine as Engine
 from .explain import Explanation as Explanation, explain_folder as explain_folder
 from .exporting import ExportReport as ExportReport, export_model as export_model, serving_tensors as serving_tensors

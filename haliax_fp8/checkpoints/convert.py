@@ -16,7 +16,7 @@ from ..layers.tensor_names import WEIGHT, is_linear
 from .check import check_folder
 from .check.folder import open_checkpoint
 from .check.weights import CACHE_SCALES, SCALES
-from .convert_weight import ConversionTask, Converted, Scales
+from .convert_weight import ConversionTask, Converted, ScaleRounding
 from .files import BrokenCheckpoint, TensorFolder, TensorSpec, new_folder, write_tensors
 from .files.folder import CONFIG, INDEX
 from .layouts import AbstractLayout, as_layout
@@ -74,7 +74,7 @@ def convert_folder(
     destination: str | os.PathLike[str],
     layout: str | AbstractLayout,
     *,
-    scales: Scales | str = Scales.BFLOAT16,
+    scales: ScaleRounding | str = ScaleRounding.BFLOAT16,
     dtype: DTypeLike = "bfloat16",
     shard_bytes: int = 5 * 10**9,
     follow_links: bool = False,
@@ -102,7 +102,7 @@ def convert_folder(
         ValueError: If the layout needs scales of inputs that the folder lacks, or the destination is not empty or
             cannot be made.
     """
-    chosen, kind, rounding = as_layout(layout), np.dtype(dtype), _scales(scales)
+    chosen, kind, rounding = as_layout(layout), np.dtype(dtype), _rounding(scales)
     report = check_folder(directory, follow_links=follow_links)
     if report.errors:
         first = report.errors[0]
@@ -133,11 +133,11 @@ def convert_folder(
     return Conversion(pathlib.Path(destination), report.layout, name, tuple(found), copied, tuple(left_out))
 
 
-def _scales(scales: Scales | str) -> Scales:
+def _rounding(scales: ScaleRounding | str) -> ScaleRounding:
     try:
-        return Scales(scales)
+        return ScaleRounding(scales)
     except ValueError:
-        options = ", ".join(repr(member.value) for member in Scales)
+        options = ", ".join(repr(member.value) for member in ScaleRounding)
         raise ValueError(f"scales={scales!r} must be one of {options}") from None
 
 

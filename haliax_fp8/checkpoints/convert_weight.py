@@ -17,8 +17,8 @@ from .layouts.quantization import CheckpointQuantization
 from .scaled_matrix import Rows, ScaledMatrix, parts_of, quantized, spread
 
 
-class Scales(enum.Enum):
-    """What new scales may be; those that stay as they are are not asked."""
+class ScaleRounding(enum.Enum):
+    """How new scales are rounded; those that stay as they are do not change."""
 
     FLOAT32 = "float32"
     """Any number."""
@@ -58,7 +58,7 @@ class ConversionTask:
     folder: TensorFolder
     before: CheckpointQuantization | None
     layout: AbstractLayout | None
-    scales: Scales
+    scales: ScaleRounding
     dtype: np.dtype
 
     def converts(self, layer: str) -> bool:
@@ -165,8 +165,8 @@ class ConversionTask:
             return quantized(
                 values,
                 block,
-                bf16_scales=self.scales is not Scales.FLOAT32,
-                powers_of_two=self.scales is Scales.POWER_OF_TWO,
+                bf16_scales=self.scales is not ScaleRounding.FLOAT32,
+                powers_of_two=self.scales is ScaleRounding.POWER_OF_TWO,
                 exponents=self.layout.is_microscaled,
             )
         except ValueError as error:

@@ -11,7 +11,7 @@ _PLACEHOLDER = re.compile(r"\{(\w+)\}")
 
 @dataclasses.dataclass(frozen=True)
 class NameMap:
-    """Translates the names of a model's layers to those of a checkpoint, and back.
+    """Translates the names of a model's layers to those of a checkpoint.
 
     A rule is a pair of templates that match whole components of a name from its beginning: `{i}` stands for one
     component, and must be in both. If several rules match, the longest counts. Names that none matches stay as
@@ -27,8 +27,6 @@ class NameMap:
         >>> names = NameMap.of({"blocks.{i}.mlp.up": "model.layers.{i}.mlp.up_proj"})
         >>> names.to_checkpoint("blocks.3.mlp.up.weight")
         'model.layers.3.mlp.up_proj.weight'
-        >>> names.to_model("model.layers.3.mlp.up_proj.weight")
-        'blocks.3.mlp.up.weight'
     """
 
     rules: tuple[tuple[str, str], ...] = ()
@@ -61,10 +59,6 @@ class NameMap:
     def to_checkpoint(self, name: str) -> str:
         """The checkpoint's name of a tensor or layer of the model."""
         return _translated(name, self.rules)
-
-    def to_model(self, name: str) -> str:
-        """The model's name of a tensor or layer of the checkpoint."""
-        return _translated(name, [(checkpoint, model) for model, checkpoint in self.rules])
 
     def __or__(self, other: "NameMap | Mapping[str, str]") -> "NameMap":
         """The rules of both; where both have one for the same template of the model, the right one's."""

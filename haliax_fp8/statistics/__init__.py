@@ -27,5 +27,5 @@ from .kept import (
 )
 from .log import StatisticsLog as StatisticsLog
 from .measure import quantization_statistics as quantization_statistics
-from .monitor import Every as Every, every as every
+from .monitor import every as every
 from .result import ModelStatistics as ModelStatistics, OpStatistics as OpStatistics

@@ -199,7 +199,7 @@ class ModelStatistics(Printable, eqx.Module):
 
 
 def _add_rows(table: Table, name: DottedName, op: OpStatistics) -> list[Worst]:
-    """Adds the rows of an op."""
+    """Adds the rows of an op; returns the worst shares of each operand."""
     if not _is_concrete(op):
         table.add_row(name, _NO_NUMBERS)
         return []

@@ -13,7 +13,7 @@ from .gradients import (
 )
 from .kernel_quantization import KernelQuantization as KernelQuantization
 from .keys import with_rounding_keys as with_rounding_keys
-from .monitor import AbstractMonitor as AbstractMonitor, CountedState as CountedState
+from .monitor import CountedState as CountedState, Monitor as Monitor
 from .optimizer_state import transfer_optimizer_state as transfer_optimizer_state
 from .reduction import ReduceOnce as ReduceOnce
 from .step import TrainStep as TrainStep

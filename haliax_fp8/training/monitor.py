@@ -1,6 +1,7 @@
 """Monitors: what a training step measures in some of its steps, and how it counts steps."""
 
-import abc
+import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -9,53 +10,47 @@ from jaxtyping import PyTree
 from ..layers.rule import LayerRule
 
 
-class AbstractMonitor(abc.ABC):
+@dataclasses.dataclass(frozen=True)
+class Monitor:
     """What `TrainStep(monitor=...)` measures, and when; `haliax_fp8.statistics.every` makes one.
 
-    A step that measures is a program of its own, so the other steps run the same program as without a monitor.
+    A step that measures is a program of its own, so the other steps run the same program as without a monitor. Two
+    monitors with the same functions, steps and prefix share it.
+
+    Args:
+        steps: How many steps from one that measures to the next; the first one does.
+        prefix: What the names of the numbers begin with.
+        measuring: From the model and the rules of its layer classes, makes the one that is differentiated in steps that
+            measure: with ops that measure.
+        without_measurements: From gradients of the measuring model, or a part of them, and the model, makes what they
+            would be without measuring.
+        measured: Finds the measurements, a tree of arrays, in the part of the gradients that replaces state.
+        metrics: From the measurements and the prefix, makes the numbers by their names in a tracker; called on the
+            host.
+
+    Raises:
+        ValueError: If `steps` is not an integer of at least 1.
     """
 
-    @abc.abstractmethod
+    steps: int
+    prefix: str
+    # Statistics are taken with gradients, so that this file cannot import them.
+    measuring: Callable[[Any, tuple[LayerRule, ...]], Any] = dataclasses.field(repr=False)
+    without_measurements: Callable[[Any, Any], Any] = dataclasses.field(repr=False)
+    measured: Callable[[Any], Any] = dataclasses.field(repr=False)
+    metrics: Callable[[Any, str], dict[str, Any]] = dataclasses.field(repr=False)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.steps, int) or isinstance(self.steps, bool) or self.steps < 1:
+            raise ValueError(f"steps={self.steps!r} must be an integer of at least 1; every(1) measures in each step")
+
     def is_due(self, step: int) -> bool:
-        """Whether to measure in a step.
+        """Whether to measure in a step: in the first one, and every `steps` after it.
 
         Args:
             step: The number of steps taken before.
         """
-
-    @abc.abstractmethod
-    def measuring(self, model: Any, rules: tuple[LayerRule, ...]) -> Any:
-        """The model with ops that measure, which is differentiated in steps that measure.
-
-        Args:
-            model: The model.
-            rules: The rules of its layer classes.
-        """
-
-    @abc.abstractmethod
-    def without_measurements(self, tree: Any, model: Any) -> Any:
-        """Gradients, or a part of them, as they would be without measuring.
-
-        Args:
-            tree: The gradients of the measuring model, over all microbatches.
-            model: The model.
-        """
-
-    @abc.abstractmethod
-    def measured(self, overwrites: Any) -> Any:
-        """The measurements, a tree of arrays.
-
-        Args:
-            overwrites: The part of the measuring model's gradients that replaces state.
-        """
-
-    @abc.abstractmethod
-    def metrics(self, measured: Any) -> dict[str, Any]:
-        """The numbers by their names in a tracker; called on the host.
-
-        Args:
-            measured: The result of `measured`, with concrete values.
-        """
+        return step % self.steps == 0
 
 
 class CountedState(NamedTuple):

@@ -26,7 +26,7 @@ from ..recipes.compiler_options import log_cost_of_flags, training_options
 from .calibration import recorded
 from .kernel_quantization import KernelQuantization, as_kernel_quantization
 from .microbatches import BatchGradients, StepInput, gradients_of_batch
-from .monitor import AbstractMonitor, CountedState, counted
+from .monitor import CountedState, Monitor, counted
 from .reduction import ReduceOnce, require_reduction
 from .step_arguments import (
     require_call,
@@ -103,7 +103,7 @@ class TrainStep(eqx.Module):
     reduce_gradients: ReduceOnce | None = eqx.field(default=None, static=True)
     rules: tuple[LayerRule, ...] = eqx.field(default=default_rules, static=True)
     has_aux: bool = eqx.field(default=False, static=True)
-    monitor: AbstractMonitor | None = eqx.field(default=None, static=True)
+    monitor: Monitor | None = eqx.field(default=None, static=True)
 
     def __check_init__(self) -> None:
         require_loss_and_optimizer(self.loss_fn, self.optimizer)
@@ -230,7 +230,7 @@ class TrainStep(eqx.Module):
         step = self if is_due else self._without_monitor
         model, opt_state, metrics, measured = run((step, given), model, state.optimizer)
         if is_due:
-            metrics = metrics | self.monitor.metrics(measured)
+            metrics = metrics | self.monitor.metrics(measured, self.monitor.prefix)
         return model, CountedState(state.steps + 1, opt_state), metrics
 
     @property

@@ -14,7 +14,7 @@ from .._op import Fp8DotGeneral
 from ..layers.default import default_rules
 from ..layers.ops import all_ops
 from ..layers.walk import find_layers
-from .monitor import AbstractMonitor
+from .monitor import Monitor
 
 
 def require_loss_and_optimizer(loss_fn: Any, optimizer: Any) -> None:
@@ -68,7 +68,7 @@ def require_choices(*, microbatches: Any, donate: Any, has_aux: Any, monitor: An
     for name, value in (("donate", donate), ("has_aux", has_aux)):
         if not isinstance(value, bool):
             raise ValueError(f"{name}={value!r} must be True or False")
-    if monitor is not None and not isinstance(monitor, AbstractMonitor):
+    if monitor is not None and not isinstance(monitor, Monitor):
         raise ValueError(
             f"monitor={monitor!r} does not say when to measure; use haliax_fp8.statistics.every(100), or None"
         )

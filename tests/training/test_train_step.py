@@ -189,6 +189,9 @@ def test_between_the_steps_that_measure_runs_the_program_of_a_step_without_a_mon
     assert 0 < traces[0] < traces[1] == traces[4]
     plain(model, plain.init(model), X)
     assert len(traced) == traces[1]
+    # A monitor like it has its program too.
+    dataclasses.replace(plain, monitor=every(3, prefix="q"))(model, plain.init(model), X)
+    assert len(traced) == traces[1]
 
 
 @pytest.mark.more

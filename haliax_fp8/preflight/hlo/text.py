@@ -107,7 +107,6 @@ class Instruction:
 
     @property
     def parameter_number(self) -> int:
-        """The index of a parameter."""
         return int(self.operands[0])
 
 

@@ -47,7 +47,6 @@ class Seen:
 
     @property
     def bytes(self) -> int:
-        """Their size."""
         return sum(int(np.prod(shape)) * dtype.itemsize for shape, dtype in zip(self.shapes, self.dtypes, strict=True))
 
     def split(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
