@@ -9,11 +9,8 @@ import jax
 import numpy as np
 
 from ...layers.patterns import path_string
+from .folder import tree_in
 from .source import AbstractSource, Entries
-
-
-# What Orbax writes into the folder of a tree.
-_METADATA = "_METADATA"
 
 
 class OrbaxFolder(AbstractSource):
@@ -28,7 +25,7 @@ class OrbaxFolder(AbstractSource):
         Raises:
             ValueError: If it is not such a folder, or Orbax is not installed.
         """
-        self._path = _tree_in(path)
+        self._path = tree_in(path).absolute()
         self._orbax = _orbax()
         checkpointer = self._checkpointer()
         metadata = checkpointer.metadata(self._path)
@@ -89,19 +86,3 @@ def _orbax() -> Any:
         return importlib.import_module("orbax.checkpoint")
     except ImportError as error:
         raise ValueError("path is a folder of Orbax, which is not installed: pip install orbax-checkpoint") from error
-
-
-def _tree_in(path: pathlib.Path) -> pathlib.Path:
-    """The folder of the tree, in that of a step."""
-    path = path.absolute()
-    if (path / _METADATA).exists():
-        return path
-    items = sorted(child.name for child in path.iterdir() if (child / _METADATA).exists())
-    if len(items) == 1:
-        return path / items[0]
-    steps = sorted(int(child.name) for child in path.iterdir() if child.name.isdigit())
-    if items:
-        raise ValueError(f"path {path} holds several items; name one of them: {', '.join(items)}")
-    if steps:
-        raise ValueError(f"path {path} holds several steps; name one of them, such as {path / str(steps[-1])}")
-    raise ValueError(f"path {path} is not a checkpoint of Orbax: it has no {_METADATA}; the save may not have ended")
