@@ -979,6 +979,20 @@ CHANGES = (
         ("test_preflight_vocabulary.py",),
     ),
     Change(
+        "a product makes the gradient of whatever its result reaches",
+        "preflight/verdict/analysis.py",
+        "return weights if weights or not self.weights.isdisjoint(weight.arguments) else made",
+        "return made",
+        ("test_preflight_products.py::test_a_tied_heads_gradients_are_its_own",),
+    ),
+    Change(
+        "a gradient that rows are added to is lost",
+        "preflight/hlo/destination.py",
+        "if opcode == SCATTER:",
+        "if opcode == UPDATE:",
+        ("test_preflight_products.py::test_a_gradient_that_rows_are_added_to",),
+    ),
+    Change(
         "a rotation's scope is a copy of its name",
         "_numerics/rotation.py",
         "with jax.named_scope(ROTATION):",
