@@ -2,7 +2,9 @@
 
 import contextlib
 import functools
+import json
 import pathlib
+import struct
 
 import equinox as eqx
 import haliax as hax
@@ -447,6 +449,67 @@ def test_a_damaged_index_is_named(tmp_path):
     (tmp_path / "bad.eqx").write_bytes(content[:-1])
     with pytest.raises(ValueError, match="bad.eqx has no index of names: it is cut off, or Equinox wrote it"):
         load_into(tree, tmp_path / "bad.eqx")
+
+
+@pytest.fixture
+def of_three(tmp_path):
+    """A file with three leaves, and the tree."""
+    random = np.random.default_rng(0)
+    tree = {"a": jnp.arange(24.0).reshape(4, 6), "b": jnp.asarray(random.normal(size=(5, 7)), jnp.bfloat16), "n": 7}
+    save(tmp_path / "good.eqx", tree)
+    return tree, tmp_path / "good.eqx"
+
+
+def test_a_changed_byte_is_found_wherever_it_is(of_three):
+    """In data, in a header and in the index; a leaf that is not read is not looked at."""
+    tree, path = of_three
+    content = path.read_bytes()
+    zeros = jax.tree.map(lambda x: 0 * x, tree)
+    first = content.index(np.asarray(tree["a"]).tobytes())
+    for place in [*range(0, len(content), 23), first, first + 95]:
+        path.write_bytes(content[:place] + bytes([content[place] ^ 16]) + content[place + 1 :])
+        with pytest.raises(ValueError, match="good.eqx"):
+            load_into(zeros, path, strict=True)
+    path.write_bytes(content[:first] + bytes([content[first] ^ 1]) + content[first + 1 :])
+    with pytest.raises(ValueError, match="good.eqx is damaged: the bytes of a are not those that were saved; copy it"):
+        load_into(zeros, path)
+    loaded, _ = load_into(zeros | {"a": None}, path)
+    np.testing.assert_array_equal(loaded["b"], tree["b"])
+    path.write_bytes(content)
+    assert eqx.tree_equal(load_into(zeros, path, strict=True)[0], tree)
+
+
+def test_a_changed_name_is_not_another_leaf(tmp_path):
+    """One bit makes w3 of w1: the numbers of both have the same shape."""
+    tree = {"w1": jnp.zeros(3), "w3": jnp.ones(3)}
+    save(tmp_path / "w.eqx", tree)
+    content = (tmp_path / "w.eqx").read_bytes()
+    assert content.count(b'"w3"') == 1
+    (tmp_path / "w.eqx").write_bytes(content.replace(b'"w3"', b'"w1"'))
+    with pytest.raises(ValueError, match="w.eqx is damaged: the bytes of w1 are not"):
+        load_into(tree, tmp_path / "w.eqx")
+
+
+def test_a_damaged_folder_of_orbax_is_named(tmp_path):
+    tree = {"a": jnp.ones(3)}
+    path = through_orbax(tree, tmp_path)
+    content = (path / "_METADATA").read_bytes()
+    for bad in (content[:-9], content.replace(b"value_metadata", b"value_metadatb"), content.replace(b'"', b"\xff")):
+        (path / "_METADATA").write_bytes(bad)
+        with pytest.raises(ValueError, match=r"path='.*orbax' is damaged: Orbax cannot read .*; copy it again"):
+            load_into(tree, path)
+
+
+def test_files_without_checksums_load(of_three):
+    """As an earlier `save` wrote them: names and dtypes alone."""
+    tree, path = of_three
+    content = path.read_bytes()
+    start = content.rindex(b"[{")
+    index = json.loads(content[start:-24])
+    assert {name for entry in index for name in entry} == {"name", "dtype", "crc32"}
+    old = json.dumps([{"name": entry["name"], "dtype": entry["dtype"]} for entry in index]).encode()
+    path.write_bytes(content[:start] + old + struct.pack("<Q", len(old)) + content[-16:])
+    assert eqx.tree_equal(load_into(jax.tree.map(lambda x: 0 * x, tree), path, strict=True)[0], tree)
 
 
 # --- Saving -----------------------------------------------------------------------------------------------------------

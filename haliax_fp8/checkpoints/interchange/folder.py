@@ -4,8 +4,8 @@ import os
 import pathlib
 
 
-# What Orbax writes into the folder of a tree.
-_METADATA = "_METADATA"
+METADATA = "_METADATA"
+"""What Orbax writes into the folder of a tree."""
 
 
 def tree_in(path: pathlib.Path) -> pathlib.Path:
@@ -38,13 +38,13 @@ def tree_in(path: pathlib.Path) -> pathlib.Path:
     if above := next((parent for parent in path.absolute().parents[:2] if _is_tree(parent)), None):
         raise ValueError(f"{shown} is a part of Orbax's checkpoint {os.fspath(above)!r}; give that folder")
     raise ValueError(
-        f"{shown} is a folder without a checkpoint: Orbax ends a save with the file {_METADATA}, and it holds "
+        f"{shown} is a folder without a checkpoint: Orbax ends a save with the file {METADATA}, and it holds "
         f"{_names(inside) or 'nothing'}. Give the folder of another step"
     )
 
 
 def _is_tree(path: pathlib.Path) -> bool:
-    return (path / _METADATA).exists()
+    return (path / METADATA).exists()
 
 
 def _names(paths: list[pathlib.Path]) -> str:

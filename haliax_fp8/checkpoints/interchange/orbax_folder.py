@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from ...layers.patterns import path_string
-from .folder import tree_in
+from .folder import METADATA, tree_in
 from .source import AbstractSource, Entries
 
 
@@ -23,15 +23,16 @@ class OrbaxFolder(AbstractSource):
             path: The folder of a step, or of the tree in it.
 
         Raises:
-            ValueError: If it is not such a folder, or Orbax is not installed.
+            ValueError: If it is not such a folder or is damaged, or Orbax is not installed.
         """
         self._path = tree_in(path).absolute()
         self._orbax = _orbax()
-        checkpointer = self._checkpointer()
-        metadata = checkpointer.metadata(self._path)
-        # Since 0.11 in a description of the step.
-        metadata = getattr(metadata, "item_metadata", metadata)
-        self._tree = getattr(metadata, "tree", metadata)
+        self._tree, why = self._described()
+        if self._tree is None:
+            raise ValueError(
+                f"path={str(path)!r} is damaged: Orbax cannot read its {METADATA}{why}; copy it again, or load another "
+                "step"
+            )
         flat = jax.tree_util.tree_flatten_with_path(self._tree)[0]
         paths = {path_string(path) for path, _ in flat}
         self._names = [_name(path, paths) for path, _ in flat]
@@ -64,6 +65,16 @@ class OrbaxFolder(AbstractSource):
     def how(self, name: str) -> str | None:
         """None: every entry is stored as it is."""
         return None
+
+    def _described(self) -> tuple[Any, str]:
+        """The tree with a description of each array, None if Orbax cannot read it; and why not, if it says so."""
+        try:
+            metadata = self._checkpointer().metadata(self._path)
+        except (ValueError, KeyError, TypeError) as error:
+            return None, f" ({error!r})"
+        # Since 0.11 in a description of the step.
+        metadata = getattr(metadata, "item_metadata", metadata)
+        return getattr(metadata, "tree", metadata), ""
 
     def _checkpointer(self) -> Any:
         return self._orbax.Checkpointer(self._orbax.PyTreeCheckpointHandler())
