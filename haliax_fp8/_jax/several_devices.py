@@ -60,7 +60,7 @@ ad.primitive_jvps[barrier_p] = lambda primals, tangents, several: (barrier_p.bin
 
 
 def _lowered(context: Any, x: Any, *, several: bool) -> Any:
-    # The operation itself: tracing `lax.optimization_barrier` for each would take as long as the rest of a layer's cast.
+    # The operation itself: to trace `lax.optimization_barrier` for each takes JAX longer than the cast that it is for.
     return list(hlo.OptimizationBarrierOp([x]).results) if (devices_of(context) > 1) == several else [x]
 
 

@@ -204,10 +204,10 @@ def _visible(x: Float[Array, "*shape"], scaled: Float32[Array, "*shape"]) -> Flo
 
     E4M3 has no infinity. A finite value that overflows when it is scaled is clipped like any other.
     """
-    # `x - x` is 0 for finite values and NaN for others; subtracted, so that -0 stays. XLA's GPU fusions of norms do not
-    # accept `is_finite`, so the cast after a norm would be a launch of its own; and a magnitude would be shared with the
-    # amax, which would split the fusion. In float32, like the scaled values: otherwise XLA would also store an activation
-    # computed in float32 in bfloat16.
+    # `x - x` is 0 for finite values and NaN for others; subtracted, so that -0 stays. XLA's GPU fusions of norms do
+    # not accept `is_finite`, so the cast after a norm would be a launch of its own; and a magnitude would be shared
+    # with the amax, which would split the fusion. In float32, like the scaled values: otherwise XLA would also store
+    # an activation computed in float32 in bfloat16.
     x = lax.convert_element_type(x, jnp.float32)
     return lax.sub(scaled, lax.sub(x, x))
 

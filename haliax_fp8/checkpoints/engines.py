@@ -73,7 +73,7 @@ engines = (
         "loads; static_scaled_fp8_quant is missing in this build",
         Evidence.LOADED,
     ),
-    Engine(("FP8_BLOCK", "fp8"), *_VLLM_CPU, EngineVerdict.REFUSED, "needs AMX", Evidence.RUN),
+    Engine(("FP8_BLOCK", "HF_FP8"), *_VLLM_CPU, EngineVerdict.REFUSED, "needs AMX", Evidence.RUN),
     Engine(("W8A16", "MXFP8"), *_VLLM_CPU, EngineVerdict.REFUSED, "no CPU kernel", Evidence.RUN),
     Engine(
         ("FP8", "FP8_TENSOR", "FP8_DYNAMIC", "FP8_BLOCK"),
@@ -93,7 +93,7 @@ engines = (
         ("MXFP8",), *_TRANSFORMERS, EngineVerdict.EMULATED, "in bfloat16 alone: dtype=float32 is an error", Evidence.RUN
     ),
     Engine(
-        ("fp8",),
+        ("HF_FP8",),
         "Transformers 5.23.0, accelerate 1.15.0",
         "CPU",
         EngineVerdict.DEQUANTIZED,
@@ -109,7 +109,7 @@ engines = (
         Evidence.RUN,
     ),
     Engine(
-        ("FP8", "FP8_TENSOR", "FP8_DYNAMIC", "FP8_BLOCK", "fp8", "modelopt"),
+        ("FP8", "FP8_TENSOR", "FP8_DYNAMIC", "FP8_BLOCK", "HF_FP8", "modelopt"),
         _VLLM_GPU,
         _HOPPER,
         EngineVerdict.FP8,
@@ -126,7 +126,7 @@ engines = (
     ),
     Engine(("MXFP8",), _VLLM_GPU, "NVIDIA Blackwell", EngineVerdict.FP8, "", Evidence.DOCUMENTATION),
     Engine(
-        ("FP8", "FP8_TENSOR", "FP8_DYNAMIC", "FP8_BLOCK", "fp8", "modelopt"),
+        ("FP8", "FP8_TENSOR", "FP8_DYNAMIC", "FP8_BLOCK", "HF_FP8", "modelopt"),
         "SGLang",
         _HOPPER,
         EngineVerdict.FP8,
@@ -135,7 +135,7 @@ engines = (
     ),
     Engine(("modelopt",), "TensorRT-LLM", _HOPPER, EngineVerdict.FP8, "", Evidence.DOCUMENTATION),
     Engine(
-        ("FP8_DYNAMIC", "fp8"),
+        ("FP8_DYNAMIC", "HF_FP8"),
         *_TPU,
         EngineVerdict.FP8,
         "layers of Qwen2, Qwen3, Gemma 4, DeepSeek; not Llama's",
@@ -151,11 +151,15 @@ engines = (
     Engine(("FP8_TENSOR",), *_TPU, EngineVerdict.REFUSED, "a scale is reshaped to one for each output", Evidence.CODE),
     Engine(("W8A16", "MXFP8"), *_TPU, EngineVerdict.REFUSED, "NotImplementedError", Evidence.CODE),
     Engine(
-        ("FP8_DYNAMIC", "fp8"), *_SGLANG_JAX, EngineVerdict.FP8, "needs format float-quantized, or fp8", Evidence.CODE
+        ("FP8_DYNAMIC", "HF_FP8"),
+        *_SGLANG_JAX,
+        EngineVerdict.FP8,
+        "needs format float-quantized, or fp8",
+        Evidence.CODE,
     ),
     Engine(("MXFP8",), *_SGLANG_JAX, EngineVerdict.GARBAGE, "ignores other formats, with a warning", Evidence.CODE),
     Engine(
-        ("fp8",),
+        ("HF_FP8",),
         "MaxText, from 2026-08 on",
         "TPU, GPU",
         EngineVerdict.DEQUANTIZED,

@@ -8,7 +8,6 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from .._tables import Printable, new_table
-from ..layers.tensor_names import WEIGHT, is_linear
 from .check.folder import open_checkpoint
 from .check.weights import CACHE_SCALES, SCALES, is_fp8
 from .engines import Engine, engines_for
@@ -22,11 +21,12 @@ class Explanation(Printable):
     Args:
         directory: The folder.
         quantization: What its configuration says; None if nothing is quantized.
-        weights: The number of weights in FP8.
+        weights: The number of tensors in FP8.
         weight_bytes: What their data take.
-        scale_bytes: What all scales take.
-        high: The number of matrices in high precision.
-        other_bytes: What all else takes.
+        scales: The number of tensors of scales, also of inputs and caches.
+        scale_bytes: What they take.
+        others: The number of all other tensors.
+        other_bytes: What they take.
         plain_bytes: What the tensors would take with these weights in bf16.
         engines: Who loads it.
     """
@@ -35,8 +35,9 @@ class Explanation(Printable):
     quantization: CheckpointQuantization | None
     weights: int
     weight_bytes: int
+    scales: int
     scale_bytes: int
-    high: int
+    others: int
     other_bytes: int
     plain_bytes: int
     engines: tuple[Engine, ...]
@@ -52,10 +53,11 @@ class Explanation(Printable):
         for column in ("tensors", "number", "bytes", "format"):
             held.add_column(column, overflow="fold", justify="right" if column in ("number", "bytes") else "left")
         held.add_row("weights in FP8", str(self.weights), f"{self.weight_bytes:,}", "E4M3" if self.weights else "")
-        held.add_row("their scales", "", f"{self.scale_bytes:,}", self._scales())
-        held.add_row("matrices in high precision, and the rest", str(self.high), f"{self.other_bytes:,}", "")
+        held.add_row("scales", str(self.scales), f"{self.scale_bytes:,}", self._scales())
+        held.add_row("in high precision", str(self.others), f"{self.other_bytes:,}", "")
+        number = self.weights + self.scales + self.others
         total = self.weight_bytes + self.scale_bytes + self.other_bytes
-        held.add_row("all", "", f"{total:,}", f"{total / max(1, self.plain_bytes):.3f} of bf16")
+        held.add_row("all", str(number), f"{total:,}", f"{total / max(1, self.plain_bytes):.3f} of bf16")
         if self.quantization is None:
             return held  # Engines load it as they load any other.
         if not self.engines:
@@ -98,15 +100,15 @@ def explain_folder(directory: str | os.PathLike[str], *, follow_links: bool = Fa
     """
     path = pathlib.Path(directory)
     folder, quantization = open_checkpoint(path, follow_links=follow_links)
-    weights = weight_bytes = scale_bytes = other_bytes = high = 0
+    weights = weight_bytes = scales = scale_bytes = others = other_bytes = 0
     for name, stored in folder.tensors.items():
         if is_fp8(stored):
             weights, weight_bytes = weights + 1, weight_bytes + stored.bytes
         elif name.rpartition(".")[2] in SCALES + CACHE_SCALES:
-            scale_bytes += stored.bytes
+            scales, scale_bytes = scales + 1, scale_bytes + stored.bytes
         else:
-            high += name.endswith(WEIGHT) and is_linear(name.removesuffix(WEIGHT), len(stored.shape))
-            other_bytes += stored.bytes
+            others, other_bytes = others + 1, other_bytes + stored.bytes
     rows = () if quantization is None else engines_for(quantization.name)
     plain = 2 * weight_bytes + other_bytes
-    return Explanation(path, quantization, weights, weight_bytes, scale_bytes, high, other_bytes, plain, rows)
+    numbers = weights, weight_bytes, scales, scale_bytes, others, other_bytes, plain
+    return Explanation(path, quantization, *numbers, rows)

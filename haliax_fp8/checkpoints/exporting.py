@@ -92,7 +92,7 @@ def export_model(
     | layout | weights | inputs |
     |---|---|---|
     | `"FP8_DYNAMIC"` | a scale for each output | quantized by the engine, each token |
-    | `"fp8"` | blocks of 128x128, by Hugging Face's names | by the engine, 128 of a token |
+    | `"HF_FP8"` | blocks of 128x128, by Hugging Face's names | by the engine, 128 of a token |
     | `"FP8_BLOCK"` | the same by the names of compressed-tensors | the same |
     | `"MXFP8"` | 32 inputs, E8M0 | the same, by the engine |
     | `"FP8"` | a scale for each output; those of training are equal | one scale, from training |

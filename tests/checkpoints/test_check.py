@@ -23,9 +23,9 @@ CONFIG = "config.json"
 def test_good_checkpoints_pass(tmp_path):
     for layout in (None, *LAYOUTS):
         report = check_folder(write(tmp_path / str(layout), *checkpoint(layout)))
-        assert report.faults == () or (layout in ("FP8_TENSOR", "modelopt", "fp8", "FP8_BLOCK") and report.is_sound), (
-            f"{layout}: {report}"
-        )
+        assert report.faults == () or (
+            layout in ("FP8_TENSOR", "modelopt", "HF_FP8", "FP8_BLOCK") and report.is_sound
+        ), f"{layout}: {report}"
         assert report.quantized == (0 if layout is None else LAYERS * len(LINEAR))
         assert report.layout == (layout or "not quantized")
 
@@ -43,7 +43,7 @@ def test_other_good_checkpoints_pass(tmp_path):
     del tensors["lm_head.weight"]
     report = check_folder(write(tmp_path / "tied", tensors, config | {"tie_word_embeddings": True}))
     assert report.faults == (), report
-    tensors, config = checkpoint("fp8")
+    tensors, config = checkpoint("HF_FP8")
     config["quantization_config"]["scale_fmt"] = "ue8m0"
     for name in [name for name in tensors if name.endswith("scale_inv")]:
         exponents = np.ceil(np.log2(tensors[name])) + 127
@@ -141,7 +141,7 @@ BROKEN = {
     "scale in whole numbers": ("FP8_DYNAMIC", put(SCALE, lambda s: s.astype(np.uint8)), SCALE, "uint8"),
     "scale in FP8": ("FP8_DYNAMIC", put(SCALE, lambda s: s.astype(ml_dtypes.float8_e4m3fn)), SCALE, "FP8"),
     "scale by another name": ("FP8_DYNAMIC", renamed(SCALE, SCALE + "_inv"), SCALE + "_inv", "weight_scale"),
-    "scale_inv by another name": ("fp8", renamed(SCALE + "_inv", SCALE), WEIGHT, "has no"),
+    "scale_inv by another name": ("HF_FP8", renamed(SCALE + "_inv", SCALE), WEIGHT, "has no"),
     "scale of no weight": ("FP8_DYNAMIC", lambda t, c: t.update(x_scale=t.pop(SCALE)), WEIGHT, "has no"),
     "weight of no scale": ("FP8_DYNAMIC", lambda t, c: t.pop(WEIGHT), SCALE, "is missing"),
     "blocks of the transposed": (

@@ -11,6 +11,7 @@ from folders import BLOCKS, LAYOUTS, LINEAR, checkpoint, plain, quantization, qu
 from haliax_fp8._cli.main import main
 from haliax_fp8.checkpoints import BrokenCheckpoint, check_folder, convert_folder, explain_folder
 from haliax_fp8.checkpoints.files import TensorFolder
+from haliax_fp8.checkpoints.layouts import named
 
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -48,11 +49,11 @@ def power_of_two(layout):
 
 
 EXACT = {
-    "FP8_TENSOR": ("FP8", "FP8_DYNAMIC", "FP8_BLOCK", "fp8", "W8A16", "modelopt"),
+    "FP8_TENSOR": ("FP8", "FP8_DYNAMIC", "FP8_BLOCK", "HF_FP8", "W8A16", "modelopt"),
     "FP8_DYNAMIC": ("W8A16",),
     "FP8": ("FP8_DYNAMIC", "W8A16"),
-    "FP8_BLOCK": ("fp8",),
-    "fp8": ("FP8_BLOCK",),
+    "FP8_BLOCK": ("HF_FP8",),
+    "HF_FP8": ("FP8_BLOCK",),
     "modelopt": ("FP8_TENSOR", "FP8_DYNAMIC"),
 }
 
@@ -76,7 +77,7 @@ def test_where_data_and_scales_can_stay_they_do(tmp_path):
 
 def test_there_and_back_is_exact(tmp_path):
     """Between layouts whose scales fit, and through plain float32; through bf16 with powers of two."""
-    for layout in ("FP8_DYNAMIC", "fp8", "MXFP8"):
+    for layout in ("FP8_DYNAMIC", "HF_FP8", "MXFP8"):
         tensors, config = power_of_two(layout) if layout != "MXFP8" else checkpoint(layout)
         source = write(tmp_path / layout, tensors, config)
         for dtype in ("float32", "bfloat16"):
@@ -89,7 +90,7 @@ def test_there_and_back_is_exact(tmp_path):
     assert convert_folder(source, tmp_path / "mx", "MXFP8").is_exact
     for name in weights():
         assert np.array_equal(values(source, name), values(tmp_path / "mx", name))
-    there = convert_folder(write(tmp_path / "a", *checkpoint("FP8_BLOCK")), tmp_path / "b", "fp8")
+    there = convert_folder(write(tmp_path / "a", *checkpoint("FP8_BLOCK")), tmp_path / "b", "HF_FP8")
     back = convert_folder(tmp_path / "b", tmp_path / "c", "FP8_BLOCK")
     assert there.is_exact and back.is_exact
     for name, array in checkpoint("FP8_BLOCK")[0].items():
@@ -159,7 +160,7 @@ def test_little_is_in_memory(tmp_path):
     write(tmp_path / "x", tensors, {})
     weight = 2048 * 4096
     del tensors
-    for before, after in (("x", "FP8_DYNAMIC"), ("FP8_DYNAMIC", "fp8"), ("fp8", "MXFP8"), ("MXFP8", "BF16")):
+    for before, after in (("x", "FP8_DYNAMIC"), ("FP8_DYNAMIC", "HF_FP8"), ("HF_FP8", "MXFP8"), ("MXFP8", "BF16")):
         tracemalloc.start()
         convert_folder(tmp_path / before, tmp_path / after, after)
         _, peak = tracemalloc.get_traced_memory()
@@ -176,17 +177,17 @@ def experts(layout):
         return {"mlp.experts.up.weight": plain}, {}
     parts = [quantize(expert, layout) for expert in plain]
     data, scale = (np.stack([part[i] for part in parts]) for i in (0, 1))
-    tensors = {"mlp.experts.up.weight": data, f"mlp.experts.up.weight_scale{'_inv' * (layout == 'fp8')}": scale}
+    tensors = {"mlp.experts.up.weight": data, f"mlp.experts.up.weight_scale{'_inv' * (layout == 'HF_FP8')}": scale}
     described = quantization(layout)
     if layout == "FP8_TENSOR":
         tensors["mlp.experts.up.input_scale"] = np.array([0.5, 0.25, 1.0], np.float32)
-    described |= {"modules_to_not_convert": []} if layout == "fp8" else {"ignore": []}
+    described |= {"modules_to_not_convert": []} if layout == "HF_FP8" else {"ignore": []}
     return tensors, {"quantization_config": described}
 
 
 def test_experts_in_one_array(tmp_path):
     """Each as if it were alone: exactly where scales fit, with its own scale and that of its input."""
-    for before, after in (("FP8_TENSOR", "FP8"), ("FP8_BLOCK", "fp8"), ("FP8_DYNAMIC", "W8A16")):
+    for before, after in (("FP8_TENSOR", "FP8"), ("FP8_BLOCK", "HF_FP8"), ("FP8_DYNAMIC", "W8A16")):
         source, target = write(tmp_path / f"{before}-in", *experts(before)), tmp_path / f"{before}-{after}"
         assert check_folder(source).is_sound
         assert convert_folder(source, target, after).is_exact
@@ -198,14 +199,14 @@ def test_experts_in_one_array(tmp_path):
             scale = old["mlp.experts.up.weight_scale"].reshape(3, 1)
             np.testing.assert_array_equal(new["mlp.experts.up.weight_scale"][..., 0], np.broadcast_to(scale, (3, 256)))
     plain = write(tmp_path / "plain", *experts(None))
-    for layout in ("FP8_DYNAMIC", "MXFP8", "fp8"):
+    for layout in ("FP8_DYNAMIC", "MXFP8", "HF_FP8"):
         found = convert_folder(plain, tmp_path / layout, layout)
         assert not found.is_exact and 0.01 < found.error < 0.04 and check_folder(tmp_path / layout).is_sound
         tensors = TensorFolder.open(tmp_path / layout)
         data, scale = quantize(experts(None)[0]["mlp.experts.up.weight"][1], layout)
         if layout == "MXFP8":
             assert tensors["mlp.experts.up.weight"][1].tobytes() == data.tobytes()
-        assert tensors[f"mlp.experts.up.weight_scale{'_inv' * (layout == 'fp8')}"][1].shape == scale.shape
+        assert tensors[f"mlp.experts.up.weight_scale{'_inv' * (layout == 'HF_FP8')}"][1].shape == scale.shape
     back = convert_folder(tmp_path / "MXFP8", tmp_path / "back", "BF16", dtype="float32")
     assert back.is_exact
 
@@ -235,10 +236,27 @@ def test_explanations(tmp_path):
         assert found.weight_bytes + found.scale_bytes + found.other_bytes == sum(a.nbytes for a in tensors.values())
         assert found.engines and all(row.evidence for row in found.engines)
         assert layout in str(found) and "seen running" in str(found)
+        # Each tensor is in one row: the embedding, the norms and a bias too, and scales of inputs and caches.
+        tensors |= {"model.layers.0.self_attn.q_proj.bias": np.zeros(4, BF16)}
+        tensors |= {f"model.layers.0.self_attn.{name}_scale": np.ones(1, np.float32) for name in "kv"}
+        found = explain_folder(write(tmp_path / "more", tensors, config))
+        scales = sum("scale" in name for name in tensors)
+        assert (found.scales, found.others) == (scales, len(tensors) - scales - len(weights()))
+        (row,) = (line.split() for line in str(found).splitlines() if line.split()[:1] == ["all"])
+        assert row[:3] == ["all", str(len(tensors)), f"{sum(array.nbytes for array in tensors.values()):,}"]
     assert BLOCKS and LINEAR
     convert_folder(tmp_path / "FP8_DYNAMIC", tmp_path / "plain", "BF16")
     plain = explain_folder(tmp_path / "plain")
     assert plain.weights == 0 and "not quantized" in str(plain) and "engine" not in str(plain).lower()
+
+
+def test_no_two_layouts_differ_in_case_alone(tmp_path):
+    assert len({name.lower() for name in named}) == len(named)
+    source = write(tmp_path / "source", *checkpoint(None))
+    for wrong in ("fp8", "Fp8"):
+        with pytest.raises(ValueError, match=f"layout='{wrong}' is unknown; the nearest are .*'HF_FP8'"):
+            convert_folder(source, tmp_path / "new", wrong)
+    assert not (tmp_path / "new").exists()
 
 
 def test_command_line(tmp_path, capsys):
@@ -273,6 +291,7 @@ def test_command_line(tmp_path, capsys):
         (),
         ("convert", good),
         ("convert", good, "--to", "FP9", "--output", "x"),
+        ("convert", good, "--to", "fp8", "--output", "x"),
     ):
         with pytest.raises(SystemExit) as stopped:
             run(*wrong)

@@ -341,7 +341,7 @@ def test_matrices_in_high_precision_are_ignored_by_class_not_by_name(words, layo
     report = export_model(words, tmp_path / "out", layout)
     assert set(report.ignore) == IGNORED and report.quantized == 2
     described = json.loads((tmp_path / "out/config.json").read_text())["quantization_config"]
-    keys = ("modules_to_not_convert", "ignored_layers") if layout == "fp8" else ("ignore",)
+    keys = ("modules_to_not_convert", "ignored_layers") if layout == "HF_FP8" else ("ignore",)
     assert all(sorted(described[key]) == sorted(IGNORED) for key in keys)
     assert check_folder(tmp_path / "out").is_sound
 
@@ -356,7 +356,7 @@ def test_an_export_that_engines_would_misread_is_refused(words, trained, tmp_pat
     cases = [
         # An entry "0" of Hugging Face's list means the layer 1.layers.0 as well.
         (
-            lambda out: export_model([emb, mlp], out, "fp8"),
+            lambda out: export_model([emb, mlp], out, "HF_FP8"),
             r"1.layers.0.weight: .*`ignore` lists the layer.*Give names=",
         ),
         (lambda out: export_model(half, out), "query, key, value are in FP8 and some are not"),
@@ -372,7 +372,7 @@ def test_an_export_that_engines_would_misread_is_refused(words, trained, tmp_pat
         ):
             call(tmp_path / "out")
         assert list(tmp_path.iterdir()) == []
-    export_model([emb, mlp], tmp_path / "out", "fp8", names={"0": "table"})
+    export_model([emb, mlp], tmp_path / "out", "HF_FP8", names={"0": "table"})
 
 
 def test_what_cannot_be_exported(plain, tmp_path):

@@ -2,7 +2,9 @@
 
 import contextlib
 import functools
+import json
 import pathlib
+import struct
 
 import equinox as eqx
 import haliax as hax
@@ -305,6 +307,38 @@ def test_strict_refuses_anything_but_the_same_model(tmp_path):
         assert what in str(raised.value)
 
 
+def test_strict_says_where_only_the_state_of_the_optimizer_differs(tmp_path):
+    """The model is as it was saved, and so is nothing to be done about it."""
+    model = made("delayed 8", 1)
+    state = lambda optimizer: optimizer.init(
+        eqx.filter(eqx.filter(model, lambda x: x is model.up.weight), eqx.is_array)
+    )
+    adam = optax.adam(1e-3)
+    save(tmp_path / "run.eqx", (model, state(adam)))
+    others = {
+        optax.sgd(1e-3, 0.9): (
+            r"1.0.trace.up.weight fresh: not in the checkpoint, float32\(4, 8\) here; "
+            r"1.0.count unused: the model has no such leaf, int32\(\) in the checkpoint"
+        ),
+        optax.adam(1e-3, mu_dtype="bfloat16"): "1.0.mu.up.weight changed: float32 in the checkpoint, cast to bfloat16",
+        optax.chain(optax.identity(), adam): r"1.1.0.count fresh: not in the checkpoint, int32\(\) here; 1.1.0.mu",
+    }
+    start = "the optimizer's state, 1 in the tree, is not the one that was saved; all else is"
+    for optimizer, what in others.items():
+        remedy = r"Make it as the saved one was made, by the same optimizer with the same options"
+        with pytest.raises(ValueError, match=rf"{start}.*: {what}.*\. {remedy}"):
+            load_into((model, state(optimizer)), tmp_path / "run.eqx", strict=True)
+    assert load_into((model, state(adam)), tmp_path / "run.eqx", strict=True)[1].is_complete
+    # Where the model differs too, or there is no such state, the message is not about the optimizer.
+    narrow = eqx.tree_at(lambda m: m.up.bias, model, jnp.ones(3))
+    for tree, what in (
+        ((narrow, state(optax.sgd(1e-3))), "Make the model with the sizes"),
+        ((model, None), "1.0.count"),
+    ):
+        with pytest.raises(ValueError, match=f"the checkpoint is not that of this model.*{what}"):
+            load_into(tree, tmp_path / "run.eqx", strict=True)
+
+
 def test_a_model_of_other_sizes_is_named_as_such(tmp_path):
     """An array that does not fit is not one that the model lacks."""
     narrow, wide = (fp8_linear_layers(eqx.nn.MLP(8, 4, width, 1, key=jax.random.key(0))) for width in (16, 32))
@@ -352,12 +386,14 @@ def test_files_of_equinox_without_names(tmp_path):
 
 def test_paths_that_are_no_checkpoint(tmp_path):
     model = block(1)
-    with pytest.raises(ValueError, match="does not exist"):
+    with pytest.raises(ValueError, match=r"path='.*none.eqx' does not exist; give a file"):
         load_into(model, tmp_path / "none.eqx")
+    with pytest.raises(ValueError, match=r"path='.*/9' does not exist, and neither does '.*/9.eqx'"):
+        load_into(model, tmp_path / "9")
     (tmp_path / "10").mkdir()
-    with pytest.raises(ValueError, match="several steps; name one of them, such as .*10"):
+    with pytest.raises(ValueError, match="holds a folder for each step, 10; name one, such as '.*/10'"):
         load_into(model, tmp_path)
-    with pytest.raises(ValueError, match="the save may not have ended"):
+    with pytest.raises(ValueError, match="a folder without a checkpoint: Orbax ends .* and it holds nothing"):
         load_into(model, tmp_path / "10")
     (tmp_path / "bad.safetensors").write_bytes(b"12345678")
     with pytest.raises(ValueError, match="not a sound safetensors file"):
@@ -366,6 +402,32 @@ def test_paths_that_are_no_checkpoint(tmp_path):
         load_into(model, 3)
     with pytest.raises(ValueError, match="joined='qkv' must name each joined layer's field"):
         load_into(model, {}, joined="qkv")
+
+
+def test_folders_that_are_no_checkpoint_are_told_apart(tmp_path, monkeypatch):
+    """By what they hold, and named as they were given."""
+    monkeypatch.chdir(tmp_path)
+    model = block(1)
+    for folder in ("run", "exported"):
+        pathlib.Path(folder).mkdir()
+    save("run/model.eqx", model)
+    safetensors.numpy.save_file({"a": np.ones(3)}, "exported/model.safetensors")
+    pathlib.Path("exported/config.json").write_text("{}")
+    with ocp.CheckpointManager(tmp_path / "steps") as manager:
+        for step in (9, 10):
+            items = {name: ocp.args.StandardSave({"a": jnp.ones(3)}) for name in ("ema", "model")}
+            manager.save(step, args=ocp.args.Composite(**items))
+    messages = {
+        "run": "path='run' is a folder that Orbax did not write; name a file in it, such as 'run/model.eqx'$",
+        "exported": r"such as 'exported/model.safetensors', or import_model\('exported', model\), which reads",
+        "steps": "path='steps' holds a folder for each step, 10, 9; name one, such as 'steps/10'$",
+        "steps/9": "path='steps/9' holds several checkpoints of Orbax, ema, model; name one, such as 'steps/9/ema'$",
+        "steps/9/model/d": "'steps/9/model/d' is a part of Orbax's checkpoint '/.*/steps/9/model'; give that folder",
+        "steps/9/model": "nothing in path='steps/9/model' fits the model",
+    }
+    for path, message in messages.items():
+        with pytest.raises(ValueError, match=message):
+            load_into(model, path)
 
 
 def test_a_damaged_index_is_named(tmp_path):
@@ -387,6 +449,67 @@ def test_a_damaged_index_is_named(tmp_path):
     (tmp_path / "bad.eqx").write_bytes(content[:-1])
     with pytest.raises(ValueError, match="bad.eqx has no index of names: it is cut off, or Equinox wrote it"):
         load_into(tree, tmp_path / "bad.eqx")
+
+
+@pytest.fixture
+def of_three(tmp_path):
+    """A file with three leaves, and the tree."""
+    random = np.random.default_rng(0)
+    tree = {"a": jnp.arange(24.0).reshape(4, 6), "b": jnp.asarray(random.normal(size=(5, 7)), jnp.bfloat16), "n": 7}
+    save(tmp_path / "good.eqx", tree)
+    return tree, tmp_path / "good.eqx"
+
+
+def test_a_changed_byte_is_found_wherever_it_is(of_three):
+    """In data, in a header and in the index; a leaf that is not read is not looked at."""
+    tree, path = of_three
+    content = path.read_bytes()
+    zeros = jax.tree.map(lambda x: 0 * x, tree)
+    first = content.index(np.asarray(tree["a"]).tobytes())
+    for place in [*range(0, len(content), 23), first, first + 95]:
+        path.write_bytes(content[:place] + bytes([content[place] ^ 16]) + content[place + 1 :])
+        with pytest.raises(ValueError, match="good.eqx"):
+            load_into(zeros, path, strict=True)
+    path.write_bytes(content[:first] + bytes([content[first] ^ 1]) + content[first + 1 :])
+    with pytest.raises(ValueError, match="good.eqx is damaged: the bytes of a are not those that were saved; copy it"):
+        load_into(zeros, path)
+    loaded, _ = load_into(zeros | {"a": None}, path)
+    np.testing.assert_array_equal(loaded["b"], tree["b"])
+    path.write_bytes(content)
+    assert eqx.tree_equal(load_into(zeros, path, strict=True)[0], tree)
+
+
+def test_a_changed_name_is_not_another_leaf(tmp_path):
+    """One bit makes w3 of w1: the numbers of both have the same shape."""
+    tree = {"w1": jnp.zeros(3), "w3": jnp.ones(3)}
+    save(tmp_path / "w.eqx", tree)
+    content = (tmp_path / "w.eqx").read_bytes()
+    assert content.count(b'"w3"') == 1
+    (tmp_path / "w.eqx").write_bytes(content.replace(b'"w3"', b'"w1"'))
+    with pytest.raises(ValueError, match="w.eqx is damaged: the bytes of w1 are not"):
+        load_into(tree, tmp_path / "w.eqx")
+
+
+def test_a_damaged_folder_of_orbax_is_named(tmp_path):
+    tree = {"a": jnp.ones(3)}
+    path = through_orbax(tree, tmp_path)
+    content = (path / "_METADATA").read_bytes()
+    for bad in (content[:-9], content.replace(b"value_metadata", b"value_metadatb"), content.replace(b'"', b"\xff")):
+        (path / "_METADATA").write_bytes(bad)
+        with pytest.raises(ValueError, match=r"path='.*orbax' is damaged: Orbax cannot read .*; copy it again"):
+            load_into(tree, path)
+
+
+def test_files_without_checksums_load(of_three):
+    """As an earlier `save` wrote them: names and dtypes alone."""
+    tree, path = of_three
+    content = path.read_bytes()
+    start = content.rindex(b"[{")
+    index = json.loads(content[start:-24])
+    assert {name for entry in index for name in entry} == {"name", "dtype", "crc32"}
+    old = json.dumps([{"name": entry["name"], "dtype": entry["dtype"]} for entry in index]).encode()
+    path.write_bytes(content[:start] + old + struct.pack("<Q", len(old)) + content[-16:])
+    assert eqx.tree_equal(load_into(jax.tree.map(lambda x: 0 * x, tree), path, strict=True)[0], tree)
 
 
 # --- Saving -----------------------------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ LAYOUTS = {
     "FP8_TENSOR": "static",
     "modelopt": "static",
     "FP8_DYNAMIC": "dynamic",
-    "fp8": "block",
+    "HF_FP8": "block",
     "FP8_BLOCK": "block",
     "W8A16": "weight_only",
     "MXFP8": "mxfp8",
@@ -175,7 +175,7 @@ def test_experts_with_scales_of_their_own(x, tmp_path):
         quantize_for_inference(per_expert, Scheme(RowwiseScaling(), StaticScaling()))
 
 
-@pytest.mark.parametrize("layout", ["fp8", "modelopt", "FP8_TENSOR"])
+@pytest.mark.parametrize("layout", ["HF_FP8", "modelopt", "FP8_TENSOR"])
 def test_folders_of_others(layout, tmp_path):
     """Written without the package; inputs are quantized as engines do, by scales that are not powers of two."""
     tensors, config = checkpoint(layout)
@@ -187,7 +187,7 @@ def test_folders_of_others(layout, tmp_path):
     for name, array in tensors.items():
         assert array.dtype == again[name].dtype and array.tobytes() == again[name].tobytes(), name
     down = served.blocks.blocks[0].mlp.down
-    if layout != "fp8":
+    if layout != "HF_FP8":
         return
     # `x / scale` in blocks of 128 of a row, and `data * scale`, in float64.
     layer = "model.layers.0.mlp.down_proj"
@@ -258,7 +258,7 @@ def test_scales_of_keys_and_values(tmp_path):
     with pytest.raises(ValueError, match="nothing in the model has seen keys and values: the state of a projection"):
         export_model({"up": eqx.nn.Linear(8, 8, key=jax.random.key(0))}, tmp_path / "no", kv_cache_scales=True)
     with pytest.raises(ValueError, match="no place for scales of keys and values; use one of compressed-tensors"):
-        export_model(model, tmp_path / "no", "fp8", kv_cache_scales=True)
+        export_model(model, tmp_path / "no", "HF_FP8", kv_cache_scales=True)
 
 
 # --- On several devices -----------------------------------------------------------------------------------------------

@@ -986,6 +986,20 @@ CHANGES = (
         ("test_preflight_vocabulary.py",),
     ),
     Change(
+        "a product makes the gradient of whatever its result reaches",
+        "preflight/verdict/analysis.py",
+        "return weights if weights or not self.weights.isdisjoint(weight.arguments) else made",
+        "return made",
+        ("test_preflight_products.py::test_a_tied_heads_gradients_are_its_own",),
+    ),
+    Change(
+        "a gradient that rows are added to is lost",
+        "preflight/hlo/destination.py",
+        "if opcode == SCATTER:",
+        "if opcode == UPDATE:",
+        ("test_preflight_products.py::test_a_gradient_that_rows_are_added_to",),
+    ),
+    Change(
         "a rotation's scope is a copy of its name",
         "_numerics/rotation.py",
         "with jax.named_scope(ROTATION):",
@@ -1105,6 +1119,20 @@ CHANGES = (
         ("test_transformations.py::test_shard_map_takes_the_maximum_over_devices",),
     ),
     # --- folders of weights, statistics, memory
+    Change(
+        "a checksum does not depend on the name of its leaf",
+        "checkpoints/interchange/checksum.py",
+        'return zlib.crc32(f"{name} {dtype}".encode())',
+        "return 0",
+        ("test_load_into.py::test_a_changed_name_is_not_another_leaf",),
+    ),
+    Change(
+        "a leaf is read without a look at its checksum",
+        "checkpoints/interchange/equinox_file.py",
+        "if name in sums and summed(raw, name, dtype.name) != sums[name]:",
+        "if name not in entries:",
+        ("test_load_into.py::test_a_changed_byte_is_found_wherever_it_is",),
+    ),
     Change(
         "large scales of small data count as lost ones",
         "checkpoints/check/weights.py",

@@ -26,7 +26,7 @@ DTYPES = {
     "U8": np.uint8,
     "F8_E8M0": E8M0,
 }
-LAYOUTS = {"FP8": "FP8_TENSOR", "fp8-ue8m0": "fp8"}
+LAYOUTS = {"FP8": "FP8_TENSOR", "fp8": "HF_FP8", "fp8-ue8m0": "HF_FP8"}
 
 
 def stored(path: pathlib.Path) -> dict[str, np.ndarray]:

@@ -35,9 +35,9 @@ def main(folder: pathlib.Path) -> int:
     error = np.linalg.norm(logits - expected["logits"]) / np.linalg.norm(expected["logits"])
     note("float32 logits in Transformers", error < 1e-5, f"{error:.1e} relative")
 
-    for layout in (*COMPRESSED, "fp8"):
+    for layout in (*COMPRESSED, "HF_FP8"):
         # MXFP8 and fp8 decompress to bfloat16 only; scales that bfloat16 holds make that exact up to its rounding.
-        dtype = torch.bfloat16 if layout in ("MXFP8", "fp8") else torch.float32
+        dtype = torch.bfloat16 if layout in ("MXFP8", "HF_FP8") else torch.float32
         model = AutoModelForCausalLM.from_pretrained(folder / layout, dtype=dtype)
         with torch.no_grad():
             finite = bool(model(tokens).logits.isfinite().all())  # which also decompresses
@@ -65,7 +65,7 @@ def main(folder: pathlib.Path) -> int:
         "FP8: torch._scaled_mm, and our product", share >= 0.999 and equal, f"{100 * share:.2f} % of outputs bit-equal"
     )
 
-    for layout in ("FP8_DYNAMIC", "FP8", "fp8", "sharded"):
+    for layout in ("FP8_DYNAMIC", "FP8", "HF_FP8", "sharded"):
         tokenizer = AutoTokenizer.from_pretrained(folder / layout)
         exact = tokenizer("The über\n").input_ids == list("The über\n".encode())
         write = pipeline("text-generation", model=str(folder / layout), tokenizer=tokenizer)
@@ -86,7 +86,7 @@ def read_experts(folder: pathlib.Path, tokens: torch.Tensor, expected: Any, note
         logits = model(tokens).logits.numpy()
     error = np.linalg.norm(logits - expected["experts/logits"]) / np.linalg.norm(expected["experts/logits"])
     note("experts: float32 logits in Transformers", error < 1e-5, f"{error:.1e} relative")
-    for layout in ("FP8_DYNAMIC", "fp8"):
+    for layout in ("FP8_DYNAMIC", "HF_FP8"):
         try:
             model = AutoModelForCausalLM.from_pretrained(folder / layout, dtype=torch.bfloat16)
             with torch.no_grad():

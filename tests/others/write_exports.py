@@ -91,7 +91,7 @@ def write_experts(folder: pathlib.Path, tokens: hax.NamedArray, expected: dict[s
     config = dataclasses.replace(CONFIG, feed_forward=partial(MixtureOfExperts.init, experts=4, chosen=2))
     model = Transformer.init(config, key=jax.random.key(0))
     expected["experts/logits"] = np.asarray(eqx.filter_jit(lambda m, t: m(t).array)(model, tokens))
-    for layout, dtype in (("BF16", "float32"), ("FP8_DYNAMIC", "bfloat16"), ("fp8", "bfloat16")):
+    for layout, dtype in (("BF16", "float32"), ("FP8_DYNAMIC", "bfloat16"), ("HF_FP8", "bfloat16")):
         described = hugging_face_config(model, dtype=dtype)
         export_model(model, folder / layout, layout, names=names.MIXTRAL, config=described, dtype=dtype)
         if layout != "BF16":

@@ -460,6 +460,27 @@ def test_launches_that_cannot_be_looked_into_are_named():
     assert program.flops == 0 and program.others.count == 0
 
 
+def test_a_gradient_that_rows_are_added_to():
+    """A tied head's, as GPUs have it: the gradients of the rows that were looked up are scattered into it."""
+    add = (
+        "%add (a: bf16[], b: bf16[]) -> bf16[]",
+        ["%a = bf16[] parameter(0)", "%b = bf16[] parameter(1)", "ROOT %sum = bf16[] add(%a, %b)"],
+    )
+    entry = [
+        '%table = bf16[96,32]{1,0} parameter(0), metadata={op_name="model.table"}',
+        '%g = bf16[48,96]{1,0} parameter(1), metadata={op_name="g"}',
+        '%x = bf16[48,32]{1,0} parameter(2), metadata={op_name="x"}',
+        '%i = s32[48,1]{1,0} parameter(3), metadata={op_name="i"}',
+        "%w = bf16[96,32]{1,0} dot(%g, %x), lhs_contracting_dims={0}, rhs_contracting_dims={0}, "
+        'metadata={op_name="jit(f)/transpose(jvp(f))/dot_general"}',
+        "%s = bf16[96,32]{1,0} scatter(%w, %i, %x), update_window_dims={1}, inserted_window_dims={0}, "
+        "scatter_dims_to_operand_dims={0}, index_vector_dim=1, to_apply=%add",
+        "ROOT %new = bf16[96,32]{1,0} subtract(%table, %s)",
+    ]
+    (product,) = read(module(entry, add), outputs=["0.table"]).products
+    assert (product.layer, product.role) == ("model.table", "backward")
+
+
 # --- Compiled for this CPU, counted from the model's shapes -----------------------------------------------------------
 
 
@@ -496,6 +517,38 @@ def test_without_our_scopes_layers_are_named_too():
     report = inspect_step(mlp_gradient, abstract(mlp), struct(48, 32), target="local")
     assert {p.layer for p in report.products} == {f"model.layers.{i}" for i in range(3)}
     assert sorted(p.role for p in report.products) == ["backward"] * 5 + ["forward"] * 3
+
+
+def tied_gradient(model, tokens):
+    """A table for tokens that is the head too, and positions that are added to what was looked up."""
+
+    def loss(model):
+        x = model["table"][tokens] + model["positions"]
+        return (jnp.tanh(x @ model["table"].T) ** 2).sum()
+
+    gradients = jax.grad(loss)(model)
+    return jax.tree.map(lambda weight, gradient: weight - 0.1 * gradient, model, gradients)
+
+
+def test_a_tied_heads_gradients_are_its_own():
+    """With one sequence, its dgrad is, element by element, the gradient of the positions too."""
+    model = {"table": struct(96, 32), "positions": struct(48, 32)}
+    report = inspect_step(tied_gradient, model, struct(48, dtype=jnp.int32), target="local")
+    assert [(p.layer, p.role, p.flops) for p in report.products] == [
+        ("model.table", role, 2 * 48 * 96 * 32) for role in ("forward", "backward", "backward")
+    ]
+
+
+def test_what_is_multiplied_by_a_weight_has_its_gradient_from_a_product():
+    """Trained inputs: of the products that their gradient and the kernel's come from, each reads the other."""
+
+    def step(model):
+        loss = lambda model: (jnp.tanh(model["queries"] @ model["kernel"]["weight"]) ** 2).sum()
+        return jax.tree.map(lambda weight, gradient: weight - gradient, model, jax.grad(loss)(model))
+
+    model = {"queries": struct(48, 32), "kernel": {"weight": struct(32, 96)}}
+    report = inspect_step(step, model, target="local")
+    assert {p.layer for p in report.products} == {"model.kernel"} and len(report.products) == 3
 
 
 BLOCKS, EMBED, HIDDEN, TOKENS = 4, 32, 64, 48

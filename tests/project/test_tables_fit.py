@@ -139,7 +139,7 @@ def exported():
 def explained():
     found = quantization_of({"quantization_config": layouts["FP8_BLOCK"].config_files([])[0]["quantization_config"]})
     engine = dataclasses.replace(engines_for("FP8_DYNAMIC")[0], detail="aKernelWithAVeryLongNameOfItsOwnThatIsFolded")
-    sizes = 12_345, 123_456_789_012, 1_234_567, 12, 12_345_678_901, 234_567_890_123
+    sizes = 12_345, 123_456_789_012, 24_690, 1_234_567, 12, 12_345_678_901, 234_567_890_123
     return Explanation(FOLDER, found, *sizes, (engine,))
 
 

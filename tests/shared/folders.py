@@ -20,8 +20,8 @@ NAMES = {
     np.dtype(ml_dtypes.float8_e8m0fnu): "F8_E8M0",
 }
 HIDDEN, INNER, VOCABULARY, LAYERS = 128, 384, 64, 2
-LAYOUTS = ("FP8", "FP8_TENSOR", "FP8_DYNAMIC", "FP8_BLOCK", "W8A16", "MXFP8", "fp8", "modelopt")
-BLOCKS = {"FP8_TENSOR": None, "modelopt": None, "FP8_BLOCK": (128, 128), "fp8": (128, 128), "MXFP8": (1, 32)}
+LAYOUTS = ("FP8", "FP8_TENSOR", "FP8_DYNAMIC", "FP8_BLOCK", "W8A16", "MXFP8", "HF_FP8", "modelopt")
+BLOCKS = {"FP8_TENSOR": None, "modelopt": None, "FP8_BLOCK": (128, 128), "HF_FP8": (128, 128), "MXFP8": (1, 32)}
 STATIC = ("FP8", "FP8_TENSOR", "modelopt")
 LINEAR = {
     "self_attn.q_proj": (HIDDEN, HIDDEN),
@@ -67,7 +67,7 @@ def config():
 
 def quantization(layout):
     """Its `quantization_config`, as the libraries that define the layouts write it."""
-    if layout == "fp8":
+    if layout == "HF_FP8":
         method = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
         return method | {"weight_block_size": [128, 128], "modules_to_not_convert": ["lm_head"]}
     if layout == "modelopt":
@@ -120,7 +120,7 @@ def checkpoint(layout):
             layer = name.removesuffix(".weight")
             data, scale = quantize(weight, layout)
             tensors[name] = data
-            tensors[f"{layer}.weight_scale{'_inv' * (layout == 'fp8')}"] = scale
+            tensors[f"{layer}.weight_scale{'_inv' * (layout == 'HF_FP8')}"] = scale
             if layout in STATIC:
                 value = np.float32(0.01)
                 tensors[f"{layer}.input_scale"] = np.array(value if layout == "modelopt" else [value], np.float32)

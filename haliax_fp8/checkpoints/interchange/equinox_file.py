@@ -7,9 +7,10 @@ import json
 import os
 import pathlib
 import struct
+import tokenize
 import uuid
-from collections.abc import Iterator
-from typing import Any, BinaryIO
+from collections.abc import Iterator, Mapping
+from typing import Any, BinaryIO, NamedTuple
 
 import equinox as eqx
 import jax
@@ -17,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...layers.own_state import require_own_state
+from .checksum import Summed, summed
 from .names import Leaf, described, is_saved, leaves_of
 from .source import HostArrays
 
@@ -33,7 +35,7 @@ def save(path: str | os.PathLike[str], tree: Any, *, allow_nonfinite: bool = Fal
 
     The file is written under another name, flushed to the disk and renamed, so a save that is interrupted leaves the
     file that was there. `load_into` reads it into models of another recipe, history length or layout, and
-    `eqx.tree_deserialise_leaves` into the same model.
+    compares what it reads with checksums. `eqx.tree_deserialise_leaves` reads it into the same model, without.
 
     Args:
         path: The file; `.eqx` is added if the name has no suffix, as Equinox does.
@@ -73,13 +75,16 @@ def save(path: str | os.PathLike[str], tree: Any, *, allow_nonfinite: bool = Fal
         _require_savable(leaf)
         if not allow_nonfinite:
             _require_finite(leaf)
-    index = [{"name": leaf.name, "dtype": described(leaf.value).dtype.name} for leaf in saved]
-    encoded = json.dumps(index).encode()
+    names = [(leaf.name, described(leaf.value).dtype.name) for leaf in saved]
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     opened = _opened(temporary, path)
     try:
         with opened as file:
-            eqx.tree_serialise_leaves(file, tree)
+            through = Summed(file, names)
+            eqx.tree_serialise_leaves(through, tree, filter_spec=through.leaf)
+            sums = zip(names, through.sums, strict=True)
+            index = [{"name": name, "dtype": dtype, "crc32": crc} for (name, dtype), crc in sums]
+            encoded = json.dumps(index).encode()
             file.write(encoded + _END.pack(len(encoded), _MARK))
             file.flush()
             os.fsync(file.fileno())
@@ -101,7 +106,7 @@ def open_equinox(path: pathlib.Path, made_from: Any) -> HostArrays:
     """
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
-        index = _index(file, size, path)
+        index, sums = _index(file, size, path)
         if index is not None:
             names, expected = index, []
         elif made_from is None:
@@ -123,15 +128,19 @@ def open_equinox(path: pathlib.Path, made_from: Any) -> HostArrays:
         arrays = {name: header for (name, _), header in zip(names, _headers(file, size, names, path), strict=True)}
     _require_made_from(expected, arrays, path)
     dtypes = dict(names)
-    entries = {name: jax.ShapeDtypeStruct(shape, dtypes[name]) for name, (shape, _, _) in arrays.items()}
+    entries = {name: jax.ShapeDtypeStruct(header.shape, dtypes[name]) for name, header in arrays.items()}
 
     def array(name: str) -> np.ndarray:
-        (shape, in_columns, offset), dtype = arrays[name], np.dtype(dtypes[name])
-        if 0 in shape:
-            return np.zeros(shape, dtype)
+        header, dtype = arrays[name], np.dtype(dtypes[name])
+        raw = np.memmap(path, np.uint8, "r", header.start, header.end - header.start)
+        if name in sums and summed(raw, name, dtype.name) != sums[name]:
+            raise ValueError(
+                f"{path} is damaged: the bytes of {name} are not those that were saved; copy it again, or load an "
+                "earlier one"
+            )
         # As bytes: NumPy's files do not know bfloat16 and the FP8 formats by name.
-        mapped = np.memmap(path, dtype, "r", offset, shape, "F" if in_columns else "C")
-        return np.asarray(mapped)
+        values = np.asarray(raw)[header.numbers - header.start :].view(dtype)
+        return values.reshape(header.shape, order="F" if header.in_columns else "C")
 
     return HostArrays(entries, array)
 
@@ -191,49 +200,68 @@ def _opened(temporary: pathlib.Path, path: pathlib.Path) -> BinaryIO:
         raise ValueError(f"path={str(path)!r} cannot be written: {error.strerror}; choose another file") from error
 
 
-def _index(file: BinaryIO, size: int, path: pathlib.Path) -> list[tuple[str, Any]] | None:
-    """The name and the dtype of each leaf; None for a file without an index."""
+def _index(file: BinaryIO, size: int, path: pathlib.Path) -> tuple[list[tuple[str, Any]] | None, Mapping[str, int]]:
+    """The name and the dtype of each leaf, None for a file without an index; and checksums, none in older files."""
     if size < _END.size:
-        return None
+        return None, {}
     file.seek(size - _END.size)
     length, mark = _END.unpack(file.read(_END.size))
     if mark != _MARK or length > size - _END.size:
-        return None
+        return None, {}
     file.seek(size - _END.size - length)
     try:
-        return [(entry["name"], jnp.dtype(entry["dtype"])) for entry in json.loads(file.read(length))]
+        index = json.loads(file.read(length))
+        names = [(entry["name"], jnp.dtype(entry["dtype"])) for entry in index]
+        sums = {entry["name"]: entry["crc32"] for entry in index} if any("crc32" in entry for entry in index) else {}
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(
             f"{path} is damaged: its index of names cannot be read ({error}); copy it again, or load an earlier one"
         ) from error
+    return names, sums
 
 
-type _Header = tuple[tuple[int, ...], bool, int]
+class _Header(NamedTuple):
+    """Where an array is in a file.
+
+    Args:
+        shape: Its shape.
+        in_columns: Whether columns come first.
+        start: Where it begins, with its header.
+        numbers: Where its numbers begin.
+        end: Where they end.
+    """
+
+    shape: tuple[int, ...]
+    in_columns: bool
+    start: int
+    numbers: int
+    end: int
 
 
 def _headers(file: BinaryIO, size: int, names: list[tuple[str, Any]], path: pathlib.Path) -> Iterator[_Header]:
-    """Shape, whether columns come first, and where the numbers begin, of one array after the other."""
+    """One array after the other."""
     for name, dtype in names:
+        start = file.tell()
         try:
             version = np.lib.format.read_magic(file)
             read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
             shape, in_columns, stored = read(file)
-        except (ValueError, OSError) as error:
+        except (ValueError, OSError, SyntaxError, tokenize.TokenError) as error:  # NumPy reads the header as Python.
             raise ValueError(f"{path} ends, or is not Equinox's, where {name} should begin: {error}") from error
-        start = file.tell()
-        end = start + int(np.prod(shape, dtype=np.int64)) * stored.itemsize
+        numbers = file.tell()
+        end = numbers + int(np.prod(shape, dtype=np.int64)) * stored.itemsize
         if stored.hasobject or end > size or stored.itemsize != np.dtype(dtype).itemsize:
             what = "is cut off" if end > size else f"holds {stored} where made_from has {np.dtype(dtype).name}"
             raise ValueError(f"{path} {what}, in {name}")
         file.seek(end)
-        yield shape, in_columns, start
+        yield _Header(shape, in_columns, start, numbers, end)
 
 
 def _require_made_from(expected: list[Leaf], found: dict[str, _Header], path: pathlib.Path) -> None:
     for leaf in expected:
-        shape = described(leaf.value).shape
-        if found[leaf.name][0] != shape:
+        shape, stored = described(leaf.value).shape, found[leaf.name].shape
+        if stored != shape:
             raise ValueError(
-                f"{path} was not made from a model like made_from: {leaf.name} has shape {found[leaf.name][0]} in the "
-                f"file and {shape} in made_from"
+                f"{path} was not made from a model like made_from: {leaf.name} has shape {stored} in the file and "
+                f"{shape} in made_from"
             )

@@ -11,6 +11,7 @@ import numpy as np
 
 from ...layers.quantized_kernels import require_no_kernel_copies
 from .histories import first_of, fitted, refusal, widths
+from .incomplete import SHAPE, incomplete, listed
 from .joined import Joined, check_joined, with_joined
 from .names import Leaf, described, is_saved, leaves_of, with_leaves
 from .open import on_host, open_checkpoint
@@ -93,7 +94,7 @@ def load_into[M](
     if source.entries and not used - {None}:
         raise ValueError(_nothing_fits(source, [leaf.name for leaf in leaves if is_saved(leaf.value)], _shown(path)))
     if strict and not report.is_complete:
-        raise ValueError(_incomplete(report))
+        raise ValueError(incomplete(model, report, source.entries))
     return with_leaves(model, values), report
 
 
@@ -152,7 +153,7 @@ def _plan(leaf: Leaf, source: AbstractSource) -> _Plan:
             return _Plan(why=why, refused=name)
         return _Plan(name)
     if entry.shape != target.shape:
-        return _Plan(why=f"{_SHAPE}{entry.shape} in the checkpoint, {target.shape} here", refused=name)
+        return _Plan(why=f"{SHAPE}{entry.shape} in the checkpoint, {target.shape} here", refused=name)
     if entry.dtype == target.dtype:
         return _Plan(name, sharding_of(leaf.value), how=source.how(name))
     if _is_fp8(entry.dtype) and not _is_fp8(target.dtype):
@@ -167,7 +168,6 @@ def _plan(leaf: Leaf, source: AbstractSource) -> _Plan:
     return _Plan(name, how=f"{names[0]} in the checkpoint, cast to {names[1]}")
 
 
-_SHAPE = "shape "
 _MISSING_STATE = (
     "not in the checkpoint, whose model has no such state: plain, of another recipe, or a state dict; calibrate "
     "the model to begin with scales that fit"
@@ -210,25 +210,6 @@ def _require_all(leaves: list[Leaf], plans: list[_Plan]) -> None:
     ]
     if missing:
         raise ValueError(
-            "the checkpoint lacks leaves of a model that has no numbers of its own: " + _listed(missing) + ". Give a "
+            "the checkpoint lacks leaves of a model that has no numbers of its own: " + listed(missing) + ". Give a "
             "model with arrays, which stay where the checkpoint has none, or the checkpoint of this model"
         )
-
-
-def _incomplete(report: LoadReport) -> str:
-    lines = [f"{name} {what}: {why}" for name, what, why in report.differences()]
-    found = f"strict=True, and the checkpoint is not that of this model ({report.summary}): {_listed(lines)}. "
-    if any(why.startswith(_SHAPE) for why in report.fresh.values()):
-        return (
-            f"{found}Make the model with the sizes of the saved one; strict=False keeps this model's own weights there"
-        )
-    return (
-        f"{found}For a model with the same history length and recipe convert it as the saved one was; for a plain "
-        "checkpoint load first, convert after; or use strict=False, which pads and cuts histories and starts other "
-        "state fresh"
-    )
-
-
-def _listed(lines: list[str]) -> str:
-    more = f"; and {len(lines) - 5} more" if len(lines) > 5 else ""
-    return "; ".join(lines[:5]) + more

@@ -35,7 +35,8 @@ def leaves_of(tree: Any) -> Iterator[Leaf]:
     for path, node in jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_whole)[0]:
         name = path_string(path)
         if isinstance(node, OpState):
-            yield Leaf(f"{name}.table", node.table.array, node)
+            # Without one, as in the moments of an optimizer that trains part of a model, it is no state.
+            yield Leaf(f"{name}.table", node.table.array, None if node.table.array is None else node)
         elif isinstance(node, hax.NamedArray):
             yield Leaf(name, node.array)
         else:
@@ -47,6 +48,8 @@ def with_leaves(tree: Any, values: list[Any]) -> Any:
     nodes, structure = jax.tree.flatten(tree, is_leaf=_is_whole)
 
     def replaced(node: Any, value: Any) -> Any:
+        if value is None:
+            return node
         if isinstance(node, OpState):
             return node.with_array(value)
         # Through the tree: the names may count axes that the array does not have.

@@ -39,9 +39,10 @@ def open_checkpoint(path: Any, model: Any, made_from: Any) -> AbstractSource:
     path = pathlib.Path(path)
     if path.is_dir():
         return OrbaxFolder(path)
-    path = path if path.exists() else with_suffix(path)
+    given, path = path, path if path.exists() else with_suffix(path)
     if not path.exists():
-        raise ValueError(f"path {path} does not exist")
+        either = "" if path == given else f", and neither does {os.fspath(path)!r}"
+        raise ValueError(f"path={os.fspath(given)!r} does not exist{either}; give a file, or a folder that Orbax wrote")
     if path.suffix == ".safetensors":
         return with_names_of(model, open_safetensors(path))
     return open_equinox(path, made_from)

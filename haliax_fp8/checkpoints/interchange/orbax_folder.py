@@ -9,11 +9,8 @@ import jax
 import numpy as np
 
 from ...layers.patterns import path_string
+from .folder import METADATA, tree_in
 from .source import AbstractSource, Entries
-
-
-# What Orbax writes into the folder of a tree.
-_METADATA = "_METADATA"
 
 
 class OrbaxFolder(AbstractSource):
@@ -26,15 +23,16 @@ class OrbaxFolder(AbstractSource):
             path: The folder of a step, or of the tree in it.
 
         Raises:
-            ValueError: If it is not such a folder, or Orbax is not installed.
+            ValueError: If it is not such a folder or is damaged, or Orbax is not installed.
         """
-        self._path = _tree_in(path)
+        self._path = tree_in(path).absolute()
         self._orbax = _orbax()
-        checkpointer = self._checkpointer()
-        metadata = checkpointer.metadata(self._path)
-        # Since 0.11 in a description of the step.
-        metadata = getattr(metadata, "item_metadata", metadata)
-        self._tree = getattr(metadata, "tree", metadata)
+        self._tree, why = self._described()
+        if self._tree is None:
+            raise ValueError(
+                f"path={str(path)!r} is damaged: Orbax cannot read its {METADATA}{why}; copy it again, or load another "
+                "step"
+            )
         flat = jax.tree_util.tree_flatten_with_path(self._tree)[0]
         paths = {path_string(path) for path, _ in flat}
         self._names = [_name(path, paths) for path, _ in flat]
@@ -68,6 +66,16 @@ class OrbaxFolder(AbstractSource):
         """None: every entry is stored as it is."""
         return None
 
+    def _described(self) -> tuple[Any, str]:
+        """The tree with a description of each array, None if Orbax cannot read it; and why not, if it says so."""
+        try:
+            metadata = self._checkpointer().metadata(self._path)
+        except (ValueError, KeyError, TypeError) as error:
+            return None, f" ({error!r})"
+        # Since 0.11 in a description of the step.
+        metadata = getattr(metadata, "item_metadata", metadata)
+        return getattr(metadata, "tree", metadata), ""
+
     def _checkpointer(self) -> Any:
         return self._orbax.Checkpointer(self._orbax.PyTreeCheckpointHandler())
 
@@ -89,19 +97,3 @@ def _orbax() -> Any:
         return importlib.import_module("orbax.checkpoint")
     except ImportError as error:
         raise ValueError("path is a folder of Orbax, which is not installed: pip install orbax-checkpoint") from error
-
-
-def _tree_in(path: pathlib.Path) -> pathlib.Path:
-    """The folder of the tree, in that of a step."""
-    path = path.absolute()
-    if (path / _METADATA).exists():
-        return path
-    items = sorted(child.name for child in path.iterdir() if (child / _METADATA).exists())
-    if len(items) == 1:
-        return path / items[0]
-    steps = sorted(int(child.name) for child in path.iterdir() if child.name.isdigit())
-    if items:
-        raise ValueError(f"path {path} holds several items; name one of them: {', '.join(items)}")
-    if steps:
-        raise ValueError(f"path {path} holds several steps; name one of them, such as {path / str(steps[-1])}")
-    raise ValueError(f"path {path} is not a checkpoint of Orbax: it has no {_METADATA}; the save may not have ended")

@@ -11,7 +11,7 @@ _CHANNEL, _TENSOR = Strategy.CHANNEL, Strategy.TENSOR
 
 named: dict[str, AbstractLayout] = {
     "FP8_DYNAMIC": CompressedTensors(_CHANNEL, Strategy.TOKEN),
-    "fp8": HuggingFaceFp8(),
+    "HF_FP8": HuggingFaceFp8(),
     "FP8_BLOCK": CompressedTensors(Strategy.BLOCK, Strategy.GROUP),
     "MXFP8": CompressedTensors(Strategy.GROUP, Strategy.GROUP, size=32),
     "FP8": CompressedTensors(_CHANNEL, _TENSOR, dynamic=False),

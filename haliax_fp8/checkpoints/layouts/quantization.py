@@ -81,7 +81,7 @@ class CheckpointQuantization:
             case ("modelopt", _, _):
                 return "modelopt"
             case ("fp8", "block", _):
-                return "fp8"
+                return "HF_FP8"
             case ("compressed-tensors", "channel", Inputs("token", True)):
                 return "FP8_DYNAMIC"
             case ("compressed-tensors", "channel", Inputs("tensor", False)):
@@ -139,7 +139,7 @@ def quantization_of(
     Example:
         >>> config = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
         >>> quantization_of(config).name
-        'fp8'
+        'HF_FP8'
     """
     found = config.get(KEY, config.get("compression_config"))
     if found is None and beside is not None:

@@ -7,7 +7,7 @@ element, becomes a result of the program: the new weight, or the optimizer's mom
 from collections.abc import Iterator, Sequence
 
 from .sites import Site
-from .vocabulary import ELEMENTWISE, REDUCE, UPDATE, is_fusion, subprograms
+from .vocabulary import ELEMENTWISE, REDUCE, SCATTER, UPDATE, is_fusion, subprograms
 
 
 # A value; and, if it is a tuple, the position in it of the part that is followed.
@@ -45,6 +45,9 @@ def _after(value: Site, user: Site, path: tuple[int, ...], scope: str) -> list[_
         return [(user, (place, *path)) for place in places]
     if opcode == UPDATE:
         return [(user, path)] if 1 in places or 0 in places else []
+    if opcode == SCATTER:
+        # A tied embedding: the gradients of its rows are added to that of the head.
+        return [(user, path)] if 0 in places else []
     if is_fusion(instruction):
         return [(_parameter(user, instruction.called("calls")[0], place), path) for place in places]
     inner = subprograms(instruction)

@@ -104,6 +104,19 @@ class _Reader:
         """The names of the program's arguments."""
         return tuple(dotted(i.op_name or i.name) for i in self.module.entry.parameters)
 
+    @functools.cached_property
+    def weights(self) -> frozenset[str]:
+        """The arguments that products of the forward pass multiply by."""
+        found: set[str] = set()
+        for launch in launches(entry_sites(self.module)):
+            for site in opened(launch):
+                scope = site.instruction.op_name or launch.instruction.op_name
+                if role(scope) in (FPROP, "forward") and (size := dimensions(site)) is not None:
+                    written = made_from(self.written.get(scope, []), size)
+                    lhs, rhs = map(origin, _operands(site))
+                    found.update(_weight(lhs, rhs, written).arguments)
+        return frozenset(found)
+
     def products(self, launch: Site) -> Iterator[Product]:
         """The products that a launch computes."""
         if is_attention(launch):
@@ -118,10 +131,10 @@ class _Reader:
         written = made_from(self.written.get(scope, []), size)
         if written is not None:
             size = size.as_written(written.size)
-        operands = site.operands[:2] if grouped_tile(site.instruction) is None else grouped_operands(site)
-        lhs, rhs = (origin(operand) for operand in operands)
+        operands = _operands(site)
+        lhs, rhs = map(origin, operands)
         weight = _weight(lhs, rhs, written)
-        made = self._makes(site)
+        made = self._made(site, weight)
         its_role = role(scope)
         if asks_for_fp8(scope) and not rotates(scope) and its_role in ("forward", "backward"):
             # XLA drops the inner scopes of some products.
@@ -161,12 +174,24 @@ class _Reader:
             reason=reason,
         )
 
-    def _makes(self, site: Site) -> tuple[str, ...]:
+    def _made(self, site: Site, weight: Origin) -> tuple[str, ...]:
         """The arguments whose gradients a product computes."""
         places = list(destinations(site))
         if len(self.outputs) <= max(places, default=0):
             return ()
-        return matching([self.outputs[place] for place in places], self.arguments)
+        made = matching([self.outputs[place] for place in places], self.arguments)
+        if not made or not weight.arguments:
+            return made
+        # With one sequence, the gradient of an input may be, element by element, that of positions added to it. But a
+        # product makes the gradients only of what a product multiplied by.
+        weights = tuple(name for name in made if name in self.weights)
+        return weights if weights or not self.weights.isdisjoint(weight.arguments) else made
+
+
+def _operands(site: Site) -> tuple[Site, Site]:
+    """The two operands of a product."""
+    first, second = site.operands[:2] if grouped_tile(site.instruction) is None else grouped_operands(site)
+    return first, second
 
 
 def _widest(size: Dimensions) -> str:
