@@ -8,9 +8,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax._src.lib.mlir.dialects import hlo, sdy
 from jax._src.sharding_impls import ShardingContext
 from jax.extend.core import Primitive
+from jax.extend.mlir.dialects import sdy, stablehlo
 from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array
 
@@ -61,7 +61,7 @@ ad.primitive_jvps[barrier_p] = lambda primals, tangents, several: (barrier_p.bin
 
 def _lowered(context: Any, x: Any, *, several: bool) -> Any:
     # The operation itself: to trace `lax.optimization_barrier` for each takes JAX longer than the cast that it is for.
-    return list(hlo.OptimizationBarrierOp([x]).results) if (devices_of(context) > 1) == several else [x]
+    return list(stablehlo.OptimizationBarrierOp([x]).results) if (devices_of(context) > 1) == several else [x]
 
 
 mlir.register_lowering(barrier_p, _lowered)

@@ -24,7 +24,6 @@ def test_internals_are_the_ones_under_test():
         "jax._src.dispatch",
         "jax._src.interpreters.mlir.custom_call",
         # Under test in `tests/sharding/test_layouts.py`.
-        "jax._src.lib.mlir.dialects.sdy",
         "jax._src.sharding_impls.SPMDAxisContext",
         "jax._src.sharding_impls.ShardingContext",
         "jax._src.xla_bridge",
