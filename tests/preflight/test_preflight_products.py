@@ -481,6 +481,42 @@ def test_a_gradient_that_rows_are_added_to():
     assert (product.layer, product.role) == ("model.table", "backward")
 
 
+def layer_of_a_cast(taken):
+    """The layer of a product whose kernel is `w / s - (w - taken)`, in FP8."""
+    cast = (
+        "%cast (x: bf16[96,32], s: f32[], y: bf16[96,32]) -> f8e4m3fn[96,32]",
+        [
+            "%p = bf16[96,32]{1,0} parameter(0)",
+            "%s = f32[] parameter(1)",
+            "%q = bf16[96,32]{1,0} parameter(2)",
+            "%x = f32[96,32]{1,0} convert(%p)",
+            "%y = f32[96,32]{1,0} convert(%q)",
+            "%b = f32[96,32]{1,0} broadcast(%s), dimensions={}",
+            "%d = f32[96,32]{1,0} divide(%x, %b)",
+            f"%z = f32[96,32]{{1,0}} subtract(%x, {taken})",
+            "%v = f32[96,32]{1,0} subtract(%d, %z)",
+            "ROOT %e = f8e4m3fn[96,32]{1,0} convert(%v)",
+        ],
+    )
+    entry = [
+        '%w = bf16[96,32]{1,0} parameter(0), metadata={op_name="model.up.weight"}',
+        '%s.1 = f32[] parameter(1), metadata={op_name="scale"}',
+        '%o = bf16[96,32]{1,0} parameter(2), metadata={op_name="other"}',
+        '%g = f8e4m3fn[48,32]{1,0} parameter(3), metadata={op_name="x"}',
+        "%k = f8e4m3fn[96,32]{1,0} fusion(%w, %s.1, %o), kind=kLoop, calls=%cast",
+        "ROOT %out = bf16[48,96]{1,0} dot(%g, %k), lhs_contracting_dims={1}, rhs_contracting_dims={1}, "
+        'metadata={op_name="jit(f)/dot_general"}',
+    ]
+    (product,) = read(module(entry, cast)).products
+    return product.layer
+
+
+def test_a_cast_that_makes_infinities_nan():
+    """`x / s - (x - x)` is the quantized `x`; any other difference is computed."""
+    assert layer_of_a_cast("%x") == "model.up"
+    assert layer_of_a_cast("%y") != "model.up"
+
+
 # --- Compiled for this CPU, counted from the model's shapes -----------------------------------------------------------
 
 

@@ -130,6 +130,8 @@ def _before(site: Site, indices: list[int]) -> Site | None:
         # Some take several operands and return a tuple of the same length.
         several = indices and instruction.shape.dtype == "tuple" and len(instruction.operands) > 1
         return site.operands[indices.pop() if several else words.HANDED_ON[opcode]]
+    if opcode == words.SUBTRACT and _is_zero_or_nan(site.operands[1]):
+        return site.operands[0]
     if opcode in words.SCALES_AND_BOUNDS or opcode == words.SELECT:
         candidates = [operand for operand in site.operands[-2:] if not _is_broadcast(operand)]
         return candidates[0] if len(candidates) == 1 else None
@@ -177,6 +179,12 @@ def _is_broadcast(site: Site) -> bool:
             return all(map(_is_broadcast, current.operands))
         current = _before(current, indices)
     return False
+
+
+def _is_zero_or_nan(site: Site) -> bool:
+    """Whether a value is `x - x`: our cast subtracts that, which makes infinities NaN."""
+    instruction = site.instruction
+    return instruction.opcode == words.SUBTRACT and len(set(instruction.operands)) == 1
 
 
 def _repeats_one_number(site: Site) -> bool:
