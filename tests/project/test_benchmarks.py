@@ -27,7 +27,7 @@ import fewer_bytes_than_one_pass  # noqa: E402
 import fewer_launches_per_layer_than_peers  # noqa: E402
 import fewer_launches_than_peers  # noqa: E402
 import ten_thousand_layers_in_seconds  # noqa: E402
-import tracing_costs_at_most_1_5x  # noqa: E402
+import tracing_costs_at_most_1_7x  # noqa: E402
 from lib import output  # noqa: E402
 from lib.libraries import LIBRARIES, in_bf16  # noqa: E402
 from lib.models import STACKS, TINY, loss  # noqa: E402
@@ -248,10 +248,10 @@ def test_the_tree_makes_rows():
 @pytest.mark.more
 def test_tracing_and_compiling_make_rows_of_a_page(capsys):
     case = STACKS["MLP"].model(ONE_LAYER), loss, STACKS["MLP"].batch(ONE_LAYER)
-    rows = tracing_costs_at_most_1_5x.measure(1, compiles=True, cases={"MLP": lambda: case})
+    rows = tracing_costs_at_most_1_7x.measure(1, compiles=True, cases={"MLP": lambda: case})
     assert [row["step"] for row in rows] == ["trace and lower", "compile for the CPU"]
     assert all(row["plain_s"] > 0 and row["fp8_s"] > 0 for row in rows)
-    output.show("Title", tracing_costs_at_most_1_5x.COLUMNS, rows, output.environment(), markdown=True)
+    output.show("Title", tracing_costs_at_most_1_7x.COLUMNS, rows, output.environment(), markdown=True)
     assert "| MLP | trace and lower |" in capsys.readouterr().out
 
 
