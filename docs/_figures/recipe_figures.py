@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
-from drawing import BLUE, GREEN, GREY, ORANGE, RED
+from drawing import BLUE, GREEN, GREY, ORANGE, RED, WIDEST
 from jaxtyping import Array
 from matplotlib.figure import Figure
 
@@ -39,7 +39,7 @@ def scale_off() -> Figure:
     """Accuracy under a scale that is too large, as after a spike: range is what E5M2 has more of."""
     x = jax.random.normal(jax.random.key(0), (2**14,))
     best = jnp.max(jnp.abs(x))
-    figure, axes = plt.subplots(figsize=(7.6, 3.2), layout="constrained")
+    figure, axes = plt.subplots(figsize=(WIDEST, 3.2), layout="constrained")
     binades = np.arange(-4, 27)
     for format, color in ((E4M3, BLUE), (E5M2, ORANGE)):
         curve = [
@@ -47,9 +47,9 @@ def scale_off() -> Figure:
         ]
         axes.plot(binades, curve, color=color, lw=2, label=repr(format))
     axes.axvline(0.0, color=GREY, lw=0.9, ls=":")
-    axes.text(0.2, 1.0, "the best scale", color=GREY, fontsize=8.5)
-    axes.text(-2.0, 36.5, "clips", color=RED, fontsize=8.5, ha="center")
-    axes.text(13.0, 36.5, "small values underflow", color=RED, fontsize=8.5, ha="center")
+    axes.text(0.2, 1.0, "the best scale", color=GREY)
+    axes.text(-2.0, 36.5, "clips", color=RED, ha="center")
+    axes.text(13.0, 36.5, "small values underflow", color=RED, ha="center")
     ticks = range(-4, 27, 4)
     axes.set_xticks(ticks, [f"2$^{{{k}}}$" for k in ticks])
     axes.set(xlabel="scale, relative to amax / max", ylabel="SQNR, dB", ylim=(-1, 40), xlim=(-4, 26))
@@ -70,7 +70,7 @@ def amax_rules() -> Figure:
         (MostRecent(), ORANGE, "--"),
         (MovingAverage(decay=0.8), GREEN, "-."),
     )
-    figure, (top, bottom) = plt.subplots(2, 1, figsize=(7.6, 5.0), layout="constrained", sharex=True)
+    figure, (top, bottom) = plt.subplots(2, 1, figsize=(WIDEST, 5.0), layout="constrained", sharex=True)
     top.bar(np.arange(steps), np.abs(tensors).max(axis=1), color=GREY, alpha=0.35, width=0.7, label="amax of the step")
     for rule, color, style in rules:
         scaling = DelayedScaling(amax_history_length=8, amax_compute=rule)
@@ -96,8 +96,8 @@ def amax_rules() -> Figure:
         for at in events:
             axes.axvline(at, color=RED, lw=0.8, ls=":")
     for at, name in events.items():
-        top.text(at - 0.4, 1.5e6, name, color=RED, fontsize=8.5, ha="right", va="top")
-    figure.legend(*top.get_legend_handles_labels(), loc="outside upper center", fontsize=8.5, ncols=4)
+        top.text(at - 0.4, 1.5e6, name, color=RED, ha="right", va="top")
+    figure.legend(*top.get_legend_handles_labels(), loc="outside upper center", ncols=4)
     return figure
 
 
@@ -113,7 +113,7 @@ def outliers() -> Figure:
         ("row, E4M3", RowwiseScaling(), E4M3, GREEN, "--"),
         ("block of 128, E4M3", BlockScaling(), E4M3, RED, "-."),
     )
-    figure, axes = plt.subplots(figsize=(7.6, 3.2), layout="constrained")
+    figure, axes = plt.subplots(figsize=(WIDEST, 3.2), layout="constrained")
     for name, scaling, format, color, style in scalings:
         curve = []
         for magnitude in magnitudes:
@@ -123,7 +123,7 @@ def outliers() -> Figure:
         axes.plot(magnitudes, curve, color=color, lw=2, ls=style, label=name)
     axes.set(xscale="log", xlabel="the outlier, in standard deviations", ylabel="SQNR of the others, dB")
     axes.set(ylim=(-1, 36), xlim=(10.0, 1e7))
-    axes.legend(loc="lower left", fontsize=8.5)
+    axes.legend(loc="lower left")
     return figure
 
 
@@ -138,7 +138,7 @@ def rounding() -> Figure:
     axes.plot(x, nearest, color=BLUE, lw=1.6, label="to nearest")
     axes.plot(x, draws.mean(axis=0), color=GREEN, lw=1.6, label="mean of 400 draws")
     axes.set(xlabel="value, in units of the scale", ylabel="rounded to E2M1", xlim=(0, 6), ylim=(0, 6.2))
-    axes.legend(loc="upper left", fontsize=8.5)
+    axes.legend(loc="upper left")
     return figure
 
 
@@ -151,13 +151,13 @@ def hadamard() -> Figure:
         ("values", x, NVFP4Scaling().quantize(x, use).dequantize()),
         ("rotated values", rotated.rotation.apply(x), rotated.dequantize_rotated()),
     )
-    figure, both = plt.subplots(1, 2, figsize=(7.6, 2.9), layout="constrained")
+    figure, both = plt.subplots(1, 2, figsize=(WIDEST, 2.9), layout="constrained")
     for axes, (title, exact, rounded) in zip(both, panels, strict=True):
         axes.bar(np.arange(16), exact, color=GREY, alpha=0.4, width=0.8, label="before")
         axes.plot(np.arange(16), rounded, "_", color=RED, ms=10, mew=2, label="rounded to E2M1")
         axes.axhline(0.0, color=GREY, lw=0.6)
         axes.set(title=title, xlabel="element of the group", xticks=[0, 5, 10, 15])
-    both[0].legend(fontsize=8.5, loc="upper right")
+    both[0].legend(loc="upper right")
     return figure
 
 

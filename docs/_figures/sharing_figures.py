@@ -83,7 +83,7 @@ def draw(axes: Axes, x: float, y: float, operand: Operand, sharing: Sharing, *, 
         lines += [[(x, y + row), (x + operand.columns, y + row)] for row in range(operand.rows + 1)]
         path = Path.make_compound_path(*map(Path, lines))
         axes.add_patch(PathPatch(path, edgecolor="white", facecolor="none", lw=0.5))
-    axes.text(x + operand.columns / 2, y - 0.7, operand.name, ha="center", va="bottom", fontsize=9)
+    axes.text(x + operand.columns / 2, y - 0.7, operand.name, ha="center", va="bottom")
 
 
 def contraction(axes: Axes, x: float, y: float, left: Operand, right: Operand, gap: float) -> None:
@@ -91,7 +91,7 @@ def contraction(axes: Axes, x: float, y: float, left: Operand, right: Operand, g
     style = {"arrowstyle": "<|-|>", "color": GREY, "lw": 1.0, "mutation_scale": 8}
     below = y + left.rows + 0.9
     axes.annotate("", xy=(x, below), xytext=(x + left.columns, below), arrowprops=style)
-    axes.text(x + left.columns / 2, below + 0.4, "summed over", ha="center", va="top", fontsize=7.5, color=GREY)
+    axes.text(x + left.columns / 2, below + 0.4, "summed over", ha="center", va="top", color=GREY)
     beside = x + left.columns + gap - 0.9
     axes.annotate("", xy=(beside, y), xytext=(beside, y + right.rows), arrowprops=style)
 
@@ -103,11 +103,11 @@ def sharing(rows: Sequence[tuple[str, dict[str, tuple[Sharing, Sharing]]]]) -> F
     for index, (label, products) in enumerate(rows):
         y = index * row_height
         if label:
-            axes.text(0.0, y - 6.4, label, fontsize=10, fontweight="bold", va="bottom")
+            axes.text(0.0, y - 6.4, label, fontweight="bold", va="bottom")
         for column, (name, (left, right)) in enumerate(PRODUCTS.items()):
             x = column * pair
             middle = x + (left.columns + gap + right.columns) / 2
-            axes.text(middle, y - 3.2, name, fontsize=9.5, fontweight="bold", ha="center", va="bottom", color=GREY)
+            axes.text(middle, y - 3.2, name, fontweight="bold", ha="center", va="bottom", color=GREY)
             draw(axes, x, y, left, products[name][0], is_left=True)
             draw(axes, x + left.columns + gap, y, right, products[name][1], is_left=False)
             contraction(axes, x, y, left, right, gap)

@@ -14,12 +14,16 @@ import json
 import os
 import pathlib
 import re
+import textwrap
 from typing import Any
 
 
 ROOT = pathlib.Path(__file__).parents[2]
 PAGES = ("tutorial.md", "tutorial-equinox.md", "primer/numbers.md", "primer/history.md", "primer/training.md")
 """The pages that are notebooks, below `docs/`."""
+
+COLUMNS = 95
+"""How wide code and what it prints may be, to fit the column of a page in a window of 1280 px, see `site.css`."""
 
 _BLOCK = re.compile(
     r"^```python\n(?P<code>.*?)^```\n"
@@ -80,7 +84,7 @@ def with_todays_output(text: str) -> str:
             exec(block["code"], namespace)
         if block["output"] is None:
             return block[0]
-        lines = [line.rstrip() for line in printed.getvalue().rstrip().splitlines()]
+        lines = [part for line in printed.getvalue().rstrip().splitlines() for part in _that_fit(line.rstrip())]
         return f"```python\n{block['code']}```\n\n```text\n" + "\n".join(lines) + "\n```\n"
 
     return _BLOCK.sub(run, text)
@@ -96,6 +100,11 @@ def _outputs(block: re.Match[str], folder: pathlib.Path) -> list[dict[str, Any]]
     drawn = (folder / block["path"]).read_text().replace("<svg ", '<svg style="background: white" ', 1)
     data = {"image/svg+xml": _lines(drawn), "text/plain": _lines(" ".join(block["picture"].split()))}
     return [{"data": data, "metadata": {}, "output_type": "display_data"}]
+
+
+def _that_fit(line: str) -> list[str]:
+    """A line that was printed, as the lines of the page: a terminal wraps it too, but a page does not."""
+    return textwrap.wrap(line, COLUMNS, break_long_words=False) if len(line) > COLUMNS else [line]
 
 
 def _lines(text: str) -> list[str]:
