@@ -58,8 +58,8 @@ def require_readable(name: str, svg: str, smallest: float) -> None:
     height = smallest * PHONE / float(found[1])
     if height < READABLE:
         raise ValueError(
-            f"{name} is {float(found[1]):.0f} units wide, so text of {smallest:g} is {height:.1f} px high on a phone, and "
-            f"should be {READABLE:g}: make the figure narrower, or its text larger"
+            f"{name} is {float(found[1]):.0f} units wide, so text of {smallest:g} is {height:.1f} px high on a phone, "
+            f"and should be {READABLE:g}: make the figure narrower, or its text larger"
         )
 
 

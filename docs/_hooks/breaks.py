@@ -1,4 +1,4 @@
-"""A hook of mkdocs: long names in the cells of tables may break at underscores, where a browser would not break them."""
+"""A hook of mkdocs: long names in cells of tables may break at underscores, where browsers do not break them."""
 
 import re
 from typing import Any

@@ -49,13 +49,14 @@ BROKEN_IMAGES = """() => [...document.images].filter(i => !i.complete || i.natur
 LINKS = """() => [...document.querySelectorAll("a[href]")].map(a => a.href)"""
 ANCHORS = """() => [...document.querySelectorAll("[id], a[name]")].map(e => e.id || e.name)"""
 # Code that is cut off: its box is narrower than its text. Output of programs may scroll within itself on a phone.
-CUT_CODE = """() => [...document.querySelectorAll(["python", "py", "pycon", "bash"].map(l => `.language-${l} pre > code`))]
+CUT_CODE = """() => ["python", "py", "pycon", "bash"]
+    .flatMap(language => [...document.querySelectorAll(`.language-${language} pre > code`)])
     .filter(code => code.scrollWidth > code.clientWidth + 1).map(code => code.textContent.slice(0, 60))"""
 # What has to be scrolled sideways to be read: code, output, a table.
 SCROLLING = """() => [...document.querySelectorAll(".md-content *")]
     .filter(e => ["auto", "scroll"].includes(getComputedStyle(e).overflowX) && e.scrollWidth > e.clientWidth + 1)
     .map(e => `${e.scrollWidth} px in ${e.clientWidth}: ${e.textContent.trim().slice(0, 60)}`)"""
-# Pictures that do not fill the column of a phone, which `docs/_figures/drawing.py` counts on for the size of their text.
+# Pictures that do not fill the column of a phone: `docs/_figures/drawing.py` counts on it for the size of their text.
 NARROW_PICTURES = """() => [...document.querySelectorAll(".md-content img")]
     .filter(i => i.getBoundingClientRect().width < i.closest("article").clientWidth - 33).map(i => i.src)"""
 # What a table's rows say; not those that are hidden.
