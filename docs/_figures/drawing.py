@@ -63,20 +63,48 @@ def require_readable(name: str, svg: str, smallest: float) -> None:
         )
 
 
-def box(axes: Axes, x: float, y: float, text: str, color: str, width: float = 1.5, height: float = 0.62) -> None:
+def box(
+    axes: Axes,
+    x: float,
+    y: float,
+    text: str,
+    color: str,
+    width: float = 1.5,
+    height: float = 0.62,
+) -> None:
     """A box with a text, centred."""
     axes.add_patch(
-        plt.Rectangle((x - width / 2, y - height / 2), width, height, facecolor=color + "22", edgecolor=color, lw=1.4)
+        plt.Rectangle(
+            (x - width / 2, y - height / 2),
+            width,
+            height,
+            facecolor=color + "22",
+            edgecolor=color,
+            lw=1.4,
+        )
     )
     axes.text(x, y, text, ha="center", va="center")
 
 
-def arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float], color: str = GREY, **options) -> None:
+def arrow(
+    axes: Axes,
+    start: tuple[float, float],
+    end: tuple[float, float],
+    color: str = GREY,
+    **options,
+) -> None:
     """An arrow from one point to another."""
-    axes.annotate("", xy=end, xytext=start, arrowprops={"arrowstyle": "-|>", "color": color, "lw": 1.3, **options})
+    axes.annotate(
+        "",
+        xy=end,
+        xytext=start,
+        arrowprops={"arrowstyle": "-|>", "color": color, "lw": 1.3, **options},
+    )
 
 
-def blank(width: float, height: float, limits: tuple[float, float, float, float]) -> tuple[Figure, Axes]:
+def blank(
+    width: float, height: float, limits: tuple[float, float, float, float]
+) -> tuple[Figure, Axes]:
     """A figure without axes."""
     figure, axes = plt.subplots(figsize=(width, height))
     axes.set(xlim=limits[:2], ylim=limits[2:])

@@ -9,7 +9,18 @@ import plot_figures
 import recipe_figures
 import sharing_figures
 import tutorial_figures
-from drawing import BLUE, GREEN, GREY, ORANGE, STYLE, arrow, blank, box, require_readable, write
+from drawing import (
+    BLUE,
+    GREEN,
+    GREY,
+    ORANGE,
+    STYLE,
+    arrow,
+    blank,
+    box,
+    require_readable,
+    write,
+)
 from matplotlib.figure import Figure
 
 
@@ -18,8 +29,20 @@ def three_products() -> Figure:
     figure, axes = blank(7.6, 3.4, (0, 10, 0, 4.5))
     rows = [
         (3.6, "fprop", ("input  x", "E4M3", BLUE), ("kernel  w", "E4M3", BLUE), "output  x·w"),
-        (2.2, "dgrad", ("output grad  g", "E5M2", ORANGE), ("kernel  w", "E4M3", BLUE), "input grad  g·wᵀ"),
-        (0.8, "wgrad", ("input  x", "E4M3", BLUE), ("output grad  g", "E5M2", ORANGE), "kernel grad  xᵀ·g"),
+        (
+            2.2,
+            "dgrad",
+            ("output grad  g", "E5M2", ORANGE),
+            ("kernel  w", "E4M3", BLUE),
+            "input grad  g·wᵀ",
+        ),
+        (
+            0.8,
+            "wgrad",
+            ("input  x", "E4M3", BLUE),
+            ("output grad  g", "E5M2", ORANGE),
+            "kernel grad  xᵀ·g",
+        ),
     ]
     for y, name, left, right, out in rows:
         axes.text(0.1, y, name, fontsize=11, fontweight="bold", va="center")
@@ -27,7 +50,9 @@ def three_products() -> Figure:
             box(axes, x, y, f"{text}\n{format}", color, width=2.1, height=0.9)
         axes.text(3.35, y, "·", fontsize=18, ha="center", va="center")
         arrow(axes, (5.65, y), (7.0, y))
-        axes.text(6.25, y, "sum in\nfloat32", ha="center", va="center", color=GREY, linespacing=1.5)
+        axes.text(
+            6.25, y, "sum in\nfloat32", ha="center", va="center", color=GREY, linespacing=1.5
+        )
         box(axes, 8.35, y, f"{out}\nin the model's dtype", GREY, width=2.6, height=0.9)
     return figure
 
@@ -86,4 +111,8 @@ def main(folder: pathlib.Path) -> None:
 
 
 if __name__ == "__main__":
-    main(pathlib.Path(sys.argv[1] if len(sys.argv) > 1 else pathlib.Path(__file__).parents[1] / "images"))
+    main(
+        pathlib.Path(
+            sys.argv[1] if len(sys.argv) > 1 else pathlib.Path(__file__).parents[1] / "images"
+        )
+    )

@@ -39,13 +39,17 @@ def compiled() -> PreflightReport:
     """The report of today's step, compiled."""
     step, args = my_training.make_step()
     baseline, baseline_args = my_training.make_bf16_step()
-    return inspect_step(step, *args, target=TARGET, compare=(baseline, baseline_args), compiler_options=OPTIONS)
+    return inspect_step(
+        step, *args, target=TARGET, compare=(baseline, baseline_args), compiler_options=OPTIONS
+    )
 
 
 def facts(report: PreflightReport) -> dict[str, Any]:
     """What the step, the baseline, and the step with the other setting of the flag compile to."""
     programs = {"step": report.step, "baseline": report.baseline, "other": report.other}
-    return {name: _fields(program) for name, program in programs.items() if program is not None}
+    return {
+        name: _fields(program) for name, program in programs.items() if program is not None
+    }
 
 
 def _fields(program: Program) -> dict[str, Any]:
@@ -57,11 +61,15 @@ def _fields(program: Program) -> dict[str, Any]:
 
 
 def _program(fields: dict[str, Any]) -> Program:
-    assert not fields["collectives"] and not fields["opaque"], "a step of one device, without kernels of its own"
+    assert not fields["collectives"] and not fields["opaque"], (
+        "a step of one device, without kernels of its own"
+    )
     return Program(
         **{
             **fields,
-            "products": tuple(Product(**{**p, "verdict": Verdict(p["verdict"])}) for p in fields["products"]),
+            "products": tuple(
+                Product(**{**p, "verdict": Verdict(p["verdict"])}) for p in fields["products"]
+            ),
             "others": OtherLaunches(**fields["others"]),
             "memory": Memory(**fields["memory"]),
             "collectives": (),
