@@ -91,9 +91,8 @@ def draw(
         for i, top in enumerate(range(0, operand.rows, height)):
             for j, left in enumerate(range(0, operand.columns, width)):
                 whole = min(height, width) >= WHOLE
-                index = (
-                    2 * i + j if operand.is_transposed else i + 2 * j
-                )  # so that a square keeps its shade
+                # So that a square keeps its shade.
+                index = 2 * i + j if operand.is_transposed else i + 2 * j
                 shade = SHADES[1] if whole else SHADES[index % len(SHADES)]
                 right, bottom = (
                     min(left + width, operand.columns),
