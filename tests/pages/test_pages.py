@@ -283,7 +283,7 @@ def test_faults_are_found(opened):
     for script in (TOO_WIDE, BROKEN_IMAGES, CUT_CODE, SCROLLING):
         assert page.evaluate(script) == []
     page.evaluate("""() => document.querySelector(".md-content article").insertAdjacentHTML("beforeend", `
-        <div style="width: 3000px">wide</div><img src="none.svg">
+        <div style="width: 3000px">wide</div><img src="none.svg" style="width: 9px">
         <table style="background: #fff"><tr><td>a</td></tr></table>
         <div class="language-python"><pre style="overflow: auto">
         <code style="white-space: pre">${"x = 1; ".repeat(99)}</code></pre></div>`)""")
