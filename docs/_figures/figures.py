@@ -3,12 +3,24 @@
 import pathlib
 import sys
 
+import kept_report
 import matplotlib.pyplot as plt
 import plot_figures
 import recipe_figures
 import sharing_figures
 import tutorial_figures
-from drawing import BLUE, GREEN, GREY, ORANGE, STYLE, arrow, blank, box
+from drawing import (
+    BLUE,
+    GREEN,
+    GREY,
+    ORANGE,
+    STYLE,
+    arrow,
+    blank,
+    box,
+    require_readable,
+    write,
+)
 from matplotlib.figure import Figure
 
 
@@ -17,16 +29,30 @@ def three_products() -> Figure:
     figure, axes = blank(7.6, 3.4, (0, 10, 0, 4.5))
     rows = [
         (3.6, "fprop", ("input  x", "E4M3", BLUE), ("kernel  w", "E4M3", BLUE), "output  x·w"),
-        (2.2, "dgrad", ("output grad  g", "E5M2", ORANGE), ("kernel  w", "E4M3", BLUE), "input grad  g·wᵀ"),
-        (0.8, "wgrad", ("input  x", "E4M3", BLUE), ("output grad  g", "E5M2", ORANGE), "kernel grad  xᵀ·g"),
+        (
+            2.2,
+            "dgrad",
+            ("output grad  g", "E5M2", ORANGE),
+            ("kernel  w", "E4M3", BLUE),
+            "input grad  g·wᵀ",
+        ),
+        (
+            0.8,
+            "wgrad",
+            ("input  x", "E4M3", BLUE),
+            ("output grad  g", "E5M2", ORANGE),
+            "kernel grad  xᵀ·g",
+        ),
     ]
     for y, name, left, right, out in rows:
         axes.text(0.1, y, name, fontsize=11, fontweight="bold", va="center")
         for x, (text, format, color) in ((2.2, left), (4.5, right)):
-            box(axes, x, y, f"{text}\n{format}", color, width=1.9, height=0.9)
+            box(axes, x, y, f"{text}\n{format}", color, width=2.1, height=0.9)
         axes.text(3.35, y, "·", fontsize=18, ha="center", va="center")
-        arrow(axes, (5.5, y), (7.0, y))
-        axes.text(6.25, y + 0.14, "sum in float32", fontsize=7.5, ha="center", color=GREY)
+        arrow(axes, (5.65, y), (7.0, y))
+        axes.text(
+            6.25, y, "sum in\nfloat32", ha="center", va="center", color=GREY, linespacing=1.5
+        )
         box(axes, 8.35, y, f"{out}\nin the model's dtype", GREY, width=2.6, height=0.9)
     return figure
 
@@ -42,21 +68,21 @@ def state_flow() -> Figure:
     box(axes, 5.6, 0.5, "apply_updates", GREEN, height=0.7, width=2.8)
     box(axes, 1.2, 1.15, "model\nof step t+1", GREY, height=1.0, width=2.0)
     arrow(axes, (2.25, 4.1), (3.75, 4.1))
-    axes.text(3.0, 4.25, "weights", ha="center", fontsize=8)
+    axes.text(3.0, 4.25, "weights", ha="center")
     arrow(axes, (2.25, 3.7), (3.75, 3.7), GREEN)
-    axes.text(3.0, 3.35, "scales", ha="center", fontsize=8, color=GREEN)
+    axes.text(3.0, 3.35, "scales", ha="center", color=GREEN)
     arrow(axes, (7.05, 3.9), (8.75, 3.9))
-    axes.text(7.9, 4.05, "FP8 residuals", ha="center", fontsize=8)
+    axes.text(7.9, 3.9, "FP8\nresiduals", ha="center", va="center", linespacing=1.5)
     arrow(axes, (10.4, 3.35), (10.4, 1.65))
-    axes.text(10.55, 2.5, "dw, and the\nstate's cotangent", fontsize=8, va="center")
+    axes.text(10.55, 2.5, "dw, and the\nstate's cotangent", va="center")
     arrow(axes, (8.75, 1.3), (7.05, 1.75))
-    axes.text(7.9, 1.75, "dw", fontsize=8, ha="center")
+    axes.text(7.9, 1.75, "dw", ha="center")
     arrow(axes, (8.75, 1.0), (7.05, 0.55), GREEN)
-    axes.text(7.9, 0.3, "overwrites", fontsize=8, ha="center", color=GREEN)
+    axes.text(7.9, 0.3, "overwrites", ha="center", color=GREEN)
     arrow(axes, (5.4, 1.42), (5.4, 0.88))
-    axes.text(5.55, 1.15, "updates", fontsize=8, va="center")
+    axes.text(5.55, 1.15, "updates", va="center")
     arrow(axes, (4.15, 0.6), (2.25, 1.05), GREEN)
-    axes.text(2.75, 0.3, "state replaced,\nweights added to", fontsize=8, ha="center", va="center")
+    axes.text(2.75, 0.3, "state replaced,\nweights added to", ha="center", va="center")
     return figure
 
 
@@ -71,14 +97,22 @@ FIGURES = {
 
 
 def main(folder: pathlib.Path) -> None:
-    """Writes every figure as an SVG file, without a background: the site turns the lightness around in the dark."""
+    """Writes every figure as an SVG file."""
     folder.mkdir(parents=True, exist_ok=True)
+    for name, draw in kept_report.PICTURES.items():
+        picture = draw()
+        require_readable(name, picture, kept_report.TEXT_SIZE)
+        (folder / f"{name}.svg").write_text(picture)
     with plt.rc_context(STYLE):
         for name, draw in FIGURES.items():
             figure = draw()
-            figure.savefig(folder / f"{name}.svg", metadata={"Date": None}, transparent=True, bbox_inches="tight")
+            write(figure, folder / f"{name}.svg")
             plt.close(figure)
 
 
 if __name__ == "__main__":
-    main(pathlib.Path(sys.argv[1] if len(sys.argv) > 1 else pathlib.Path(__file__).parents[1] / "images"))
+    main(
+        pathlib.Path(
+            sys.argv[1] if len(sys.argv) > 1 else pathlib.Path(__file__).parents[1] / "images"
+        )
+    )

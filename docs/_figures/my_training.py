@@ -1,8 +1,4 @@
-"""The step of `preflight.md`. Its picture is drawn, in this folder, by
-
-    python -m haliax_fp8 preflight my_training.py:make_step --compare my_training.py:make_bf16_step \\
-        --xla xla_gpu_enable_triton_gemm=false --svg ../images/preflight.svg
-"""
+"""The step of `preflight.md`, of whose report `kept_report.py` draws the picture."""
 
 import equinox as eqx
 import jax

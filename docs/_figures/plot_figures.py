@@ -40,14 +40,18 @@ def batch(seed: int, step: int) -> Array:
 def trained() -> tuple[dict[str, np.ndarray], StatisticsLog, Array]:
     """Losses of a model in float32 and in FP8, three seeds each; statistics, and an output gradient of the first."""
     config = fp8.Fp8Config(recipe=fp8.Recipe.of(DelayedScaling(amax_history_length=8)))
-    measure = eqx.filter_jit(lambda model, x: fp8.quantization_statistics(model, loss_fn, x).flat())
+    measure = eqx.filter_jit(
+        lambda model, x: fp8.quantization_statistics(model, loss_fn, x).flat()
+    )
     losses: dict[str, list[list[float]]] = {"float32": [], "FP8, delayed": []}
     measured, step = [], fp8.TrainStep(loss_fn, optax.adam(3e-3))
     for name, runs in losses.items():
         for seed in range(SEEDS):
             model = eqx.nn.MLP(WIDTH, WIDTH, WIDTH, 2, key=jax.random.key(100 + seed))
             if name != "float32":
-                model = fp8.calibrate(fp8.fp8_linear_layers(model, config), loss_fn, [(batch(seed, 0),)])
+                model = fp8.calibrate(
+                    fp8.fp8_linear_layers(model, config), loss_fn, [(batch(seed, 0),)]
+                )
             optimizer, run = step.init(model), []
             for i in range(STEPS):
                 x = batch(seed, i)
@@ -100,7 +104,10 @@ def delayed_scaling() -> Figure:
     """One spike, and two histories."""
     amaxes = 3.0 + 0.6 * np.sin(np.arange(40) * 1.7)
     amaxes[12] = 11.0
-    scalings = {f"history of {length}": DelayedScaling(amax_history_length=length) for length in (16, 4)}
+    scalings = {
+        f"history of {length}": DelayedScaling(amax_history_length=length)
+        for length in (16, 4)
+    }
     return plots.delayed_scaling(amaxes, scalings)
 
 
@@ -113,8 +120,13 @@ def benchmark_bars() -> Figure:
     for line in lines[start + 2 :]:
         if not line.startswith("| Llama-8B, unrolled |"):
             break
-        row = dict(zip(names, (cell.strip() for cell in line.strip("|").split("|")), strict=True))
-        figures = {name: float(row[name].replace(",", "")) for name in ("estimate, ms", "temporaries, MB")}
+        row = dict(
+            zip(names, (cell.strip() for cell in line.strip("|").split("|")), strict=True)
+        )
+        figures = {
+            name: float(row[name].replace(",", ""))
+            for name in ("estimate, ms", "temporaries, MB")
+        }
         rows.append({"library": row["library"], **figures})
     values = {"estimate, ms": "estimated time, ms", "temporaries, MB": "temporary memory, MB"}
     return plots.benchmark_bars(rows, values, label="library", baseline="bf16")
@@ -124,9 +136,15 @@ def convergence() -> Figure:
     """Losses of a language model in bf16 and in FP8, over the seeds that all of them have."""
     rows = json.loads(CONVERGENCE.read_text())["rows"]
     shown = {"bf16", "bf16 + 1 ulp", "current", "rowwise", "nvfp4"}
-    curves = {row["variant"]: row["curves"] for row in rows if row["case"] == "topics" and row["variant"] in shown}
+    curves = {
+        row["variant"]: row["curves"]
+        for row in rows
+        if row["case"] == "topics" and row["variant"] in shown
+    }
     seeds = sorted(set.intersection(*map(set, curves.values())))
-    runs = {name: np.array([of_seed[seed] for seed in seeds]) for name, of_seed in curves.items()}
+    runs = {
+        name: np.array([of_seed[seed] for seed in seeds]) for name, of_seed in curves.items()
+    }
     count = runs["bf16"].shape[1]
     return plots.loss_curves(runs, baseline="bf16", steps=[10 * (i + 1) for i in range(count)])
 

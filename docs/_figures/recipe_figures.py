@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
-from drawing import BLUE, GREEN, GREY, ORANGE, RED
+from drawing import BLUE, GREEN, GREY, ORANGE, RED, WIDEST
 from jaxtyping import Array
 from matplotlib.figure import Figure
 
@@ -39,20 +39,28 @@ def scale_off() -> Figure:
     """Accuracy under a scale that is too large, as after a spike: range is what E5M2 has more of."""
     x = jax.random.normal(jax.random.key(0), (2**14,))
     best = jnp.max(jnp.abs(x))
-    figure, axes = plt.subplots(figsize=(7.6, 3.2), layout="constrained")
+    figure, axes = plt.subplots(figsize=(WIDEST, 3.2), layout="constrained")
     binades = np.arange(-4, 27)
     for format, color in ((E4M3, BLUE), (E5M2, ORANGE)):
         curve = [
-            sqnr(x, quantize(x, (best / format.max * 2.0 ** int(k)).reshape(1), format).dequantize()) for k in binades
+            sqnr(
+                x,
+                quantize(
+                    x, (best / format.max * 2.0 ** int(k)).reshape(1), format
+                ).dequantize(),
+            )
+            for k in binades
         ]
         axes.plot(binades, curve, color=color, lw=2, label=repr(format))
     axes.axvline(0.0, color=GREY, lw=0.9, ls=":")
-    axes.text(0.2, 1.0, "the best scale", color=GREY, fontsize=8.5)
-    axes.text(-2.0, 36.5, "clips", color=RED, fontsize=8.5, ha="center")
-    axes.text(13.0, 36.5, "small values underflow", color=RED, fontsize=8.5, ha="center")
+    axes.text(0.2, 1.0, "the best scale", color=GREY)
+    axes.text(-2.0, 36.5, "clips", color=RED, ha="center")
+    axes.text(13.0, 36.5, "small values underflow", color=RED, ha="center")
     ticks = range(-4, 27, 4)
     axes.set_xticks(ticks, [f"2$^{{{k}}}$" for k in ticks])
-    axes.set(xlabel="scale, relative to amax / max", ylabel="SQNR, dB", ylim=(-1, 40), xlim=(-4, 26))
+    axes.set(
+        xlabel="scale, relative to amax / max", ylabel="SQNR, dB", ylim=(-1, 40), xlim=(-4, 26)
+    )
     axes.legend(loc="upper right", bbox_to_anchor=(1.0, 0.9))
     return figure
 
@@ -70,16 +78,31 @@ def amax_rules() -> Figure:
         (MostRecent(), ORANGE, "--"),
         (MovingAverage(decay=0.8), GREEN, "-."),
     )
-    figure, (top, bottom) = plt.subplots(2, 1, figsize=(7.6, 5.0), layout="constrained", sharex=True)
-    top.bar(np.arange(steps), np.abs(tensors).max(axis=1), color=GREY, alpha=0.35, width=0.7, label="amax of the step")
+    figure, (top, bottom) = plt.subplots(
+        2, 1, figsize=(WIDEST, 5.0), layout="constrained", sharex=True
+    )
+    top.bar(
+        np.arange(steps),
+        np.abs(tensors).max(axis=1),
+        color=GREY,
+        alpha=0.35,
+        width=0.7,
+        label="amax of the step",
+    )
     for rule, color, style in rules:
         scaling = DelayedScaling(amax_history_length=8, amax_compute=rule)
 
         @jax.jit
-        def step(state: Array, x: Array, scaling: DelayedScaling = scaling) -> tuple[Array, Array, Array]:
+        def step(
+            state: Array, x: Array, scaling: DelayedScaling = scaling
+        ) -> tuple[Array, Array, Array]:
             error = x - quantize(x, state[0, :1], E4M3).dequantize()
             ratio = jnp.linalg.norm(x) / jnp.linalg.norm(error)
-            return scaling.update(state, jnp.max(jnp.abs(x)).reshape(1, 1), (E4M3.max,)), state[0, 0], ratio
+            return (
+                scaling.update(state, jnp.max(jnp.abs(x)).reshape(1, 1), (E4M3.max,)),
+                state[0, 0],
+                ratio,
+            )
 
         state, limits, errors = jnp.asarray([scaling.first_row]), [], []
         for x in map(jnp.asarray, tensors):
@@ -88,16 +111,20 @@ def amax_rules() -> Figure:
             errors.append(20.0 * np.log10(float(ratio)))
         options = {"color": color, "lw": 1.8, "ls": style}
         # The first step has the initial scale of 1, and so a limit of 448.
-        top.step(np.arange(1, steps), limits[1:], where="mid", label=type(rule).__name__, **options)
+        top.step(
+            np.arange(1, steps), limits[1:], where="mid", label=type(rule).__name__, **options
+        )
         bottom.plot(np.arange(1, steps), errors[1:], **options)
     top.set(yscale="log", ylabel="largest value that fits", ylim=(0.05, 3e6))
-    bottom.set(xlabel="step", ylabel="SQNR of the step, dB", ylim=(0, 36), xlim=(-0.6, steps - 0.4))
+    bottom.set(
+        xlabel="step", ylabel="SQNR of the step, dB", ylim=(0, 36), xlim=(-0.6, steps - 0.4)
+    )
     for axes in (top, bottom):
         for at in events:
             axes.axvline(at, color=RED, lw=0.8, ls=":")
     for at, name in events.items():
-        top.text(at - 0.4, 1.5e6, name, color=RED, fontsize=8.5, ha="right", va="top")
-    figure.legend(*top.get_legend_handles_labels(), loc="outside upper center", fontsize=8.5, ncols=4)
+        top.text(at - 0.4, 1.5e6, name, color=RED, ha="right", va="top")
+    figure.legend(*top.get_legend_handles_labels(), loc="outside upper center", ncols=4)
     return figure
 
 
@@ -113,7 +140,7 @@ def outliers() -> Figure:
         ("row, E4M3", RowwiseScaling(), E4M3, GREEN, "--"),
         ("block of 128, E4M3", BlockScaling(), E4M3, RED, "-."),
     )
-    figure, axes = plt.subplots(figsize=(7.6, 3.2), layout="constrained")
+    figure, axes = plt.subplots(figsize=(WIDEST, 3.2), layout="constrained")
     for name, scaling, format, color, style in scalings:
         curve = []
         for magnitude in magnitudes:
@@ -121,9 +148,13 @@ def outliers() -> Figure:
             q = scaling.quantize(x, OperandUse(format, contracted=(1,))).dequantize()
             curve.append(sqnr(jnp.where(others, x, 0.0), jnp.where(others, q, 0.0)))
         axes.plot(magnitudes, curve, color=color, lw=2, ls=style, label=name)
-    axes.set(xscale="log", xlabel="the outlier, in standard deviations", ylabel="SQNR of the others, dB")
+    axes.set(
+        xscale="log",
+        xlabel="the outlier, in standard deviations",
+        ylabel="SQNR of the others, dB",
+    )
     axes.set(ylim=(-1, 36), xlim=(10.0, 1e7))
-    axes.legend(loc="lower left", fontsize=8.5)
+    axes.legend(loc="lower left")
     return figure
 
 
@@ -137,8 +168,13 @@ def rounding() -> Figure:
     axes.plot(x, draws[0], ".", color=ORANGE, ms=2.5, alpha=0.6, label="one draw")
     axes.plot(x, nearest, color=BLUE, lw=1.6, label="to nearest")
     axes.plot(x, draws.mean(axis=0), color=GREEN, lw=1.6, label="mean of 400 draws")
-    axes.set(xlabel="value, in units of the scale", ylabel="rounded to E2M1", xlim=(0, 6), ylim=(0, 6.2))
-    axes.legend(loc="upper left", fontsize=8.5)
+    axes.set(
+        xlabel="value, in units of the scale",
+        ylabel="rounded to E2M1",
+        xlim=(0, 6),
+        ylim=(0, 6.2),
+    )
+    axes.legend(loc="upper left")
     return figure
 
 
@@ -151,13 +187,15 @@ def hadamard() -> Figure:
         ("values", x, NVFP4Scaling().quantize(x, use).dequantize()),
         ("rotated values", rotated.rotation.apply(x), rotated.dequantize_rotated()),
     )
-    figure, both = plt.subplots(1, 2, figsize=(7.6, 2.9), layout="constrained")
+    figure, both = plt.subplots(1, 2, figsize=(WIDEST, 2.9), layout="constrained")
     for axes, (title, exact, rounded) in zip(both, panels, strict=True):
         axes.bar(np.arange(16), exact, color=GREY, alpha=0.4, width=0.8, label="before")
-        axes.plot(np.arange(16), rounded, "_", color=RED, ms=10, mew=2, label="rounded to E2M1")
+        axes.plot(
+            np.arange(16), rounded, "_", color=RED, ms=10, mew=2, label="rounded to E2M1"
+        )
         axes.axhline(0.0, color=GREY, lw=0.6)
         axes.set(title=title, xlabel="element of the group", xticks=[0, 5, 10, 15])
-    both[0].legend(fontsize=8.5, loc="upper right")
+    both[0].legend(loc="upper right")
     return figure
 
 

@@ -34,7 +34,9 @@ GRADIENT = Operand("output grad  g", ORANGE, TOKENS, OUTPUTS)
 
 def transposed(operand: Operand) -> Operand:
     name, rows, columns = operand.name + "ᵀ", operand.columns, operand.rows
-    return dataclasses.replace(operand, name=name, rows=rows, columns=columns, is_transposed=True)
+    return dataclasses.replace(
+        operand, name=name, rows=rows, columns=columns, is_transposed=True
+    )
 
 
 PRODUCTS = {
@@ -57,41 +59,81 @@ class Sharing:
     across: int = 1
 
 
-def draw(axes: Axes, x: float, y: float, operand: Operand, sharing: Sharing, *, is_left: bool) -> None:
+def draw(
+    axes: Axes, x: float, y: float, operand: Operand, sharing: Sharing, *, is_left: bool
+) -> None:
     """A matrix with its upper left corner at a point, one shade for each block."""
-    height, width = (sharing.across, sharing.along) if is_left else (sharing.along, sharing.across)
+    height, width = (
+        (sharing.across, sharing.along) if is_left else (sharing.along, sharing.across)
+    )
     if sharing.along is None:
         axes.add_patch(
-            plt.Rectangle((x, y), operand.columns, operand.rows, facecolor="none", edgecolor=GREY, lw=1.0, ls="--")
+            plt.Rectangle(
+                (x, y),
+                operand.columns,
+                operand.rows,
+                facecolor="none",
+                edgecolor=GREY,
+                lw=1.0,
+                ls="--",
+            )
         )
-        axes.text(x + operand.columns / 2, y + operand.rows / 2, "bf16", ha="center", va="center", color=GREY)
+        axes.text(
+            x + operand.columns / 2,
+            y + operand.rows / 2,
+            "bf16",
+            ha="center",
+            va="center",
+            color=GREY,
+        )
     else:
         shades: dict[str, list[Path]] = {}
         for i, top in enumerate(range(0, operand.rows, height)):
             for j, left in enumerate(range(0, operand.columns, width)):
                 whole = min(height, width) >= WHOLE
-                index = 2 * i + j if operand.is_transposed else i + 2 * j  # so that a square keeps its shade
+                # So that a square keeps its shade.
+                index = 2 * i + j if operand.is_transposed else i + 2 * j
                 shade = SHADES[1] if whole else SHADES[index % len(SHADES)]
-                right, bottom = min(left + width, operand.columns), min(top + height, operand.rows)
-                corners = [(left, top), (right, top), (right, bottom), (left, bottom), (left, top)]
-                shades.setdefault(shade, []).append(Path([(x + u, y + v) for u, v in corners], closed=True))
+                right, bottom = (
+                    min(left + width, operand.columns),
+                    min(top + height, operand.rows),
+                )
+                corners = [
+                    (left, top),
+                    (right, top),
+                    (right, bottom),
+                    (left, bottom),
+                    (left, top),
+                ]
+                shades.setdefault(shade, []).append(
+                    Path([(x + u, y + v) for u, v in corners], closed=True)
+                )
         # One path for each shade: hundreds of rectangles would make the files large.
         for shade, paths in shades.items():
             path = Path.make_compound_path(*paths)
             axes.add_patch(PathPatch(path, facecolor=operand.color + shade, lw=0))
-        lines = [[(x + column, y), (x + column, y + operand.rows)] for column in range(operand.columns + 1)]
-        lines += [[(x, y + row), (x + operand.columns, y + row)] for row in range(operand.rows + 1)]
+        lines = [
+            [(x + column, y), (x + column, y + operand.rows)]
+            for column in range(operand.columns + 1)
+        ]
+        lines += [
+            [(x, y + row), (x + operand.columns, y + row)] for row in range(operand.rows + 1)
+        ]
         path = Path.make_compound_path(*map(Path, lines))
         axes.add_patch(PathPatch(path, edgecolor="white", facecolor="none", lw=0.5))
-    axes.text(x + operand.columns / 2, y - 0.7, operand.name, ha="center", va="bottom", fontsize=9)
+    axes.text(x + operand.columns / 2, y - 0.7, operand.name, ha="center", va="bottom")
 
 
-def contraction(axes: Axes, x: float, y: float, left: Operand, right: Operand, gap: float) -> None:
+def contraction(
+    axes: Axes, x: float, y: float, left: Operand, right: Operand, gap: float
+) -> None:
     """Arrows along the axes that are summed over."""
     style = {"arrowstyle": "<|-|>", "color": GREY, "lw": 1.0, "mutation_scale": 8}
     below = y + left.rows + 0.9
     axes.annotate("", xy=(x, below), xytext=(x + left.columns, below), arrowprops=style)
-    axes.text(x + left.columns / 2, below + 0.4, "summed over", ha="center", va="top", fontsize=7.5, color=GREY)
+    axes.text(
+        x + left.columns / 2, below + 0.4, "summed over", ha="center", va="top", color=GREY
+    )
     beside = x + left.columns + gap - 0.9
     axes.annotate("", xy=(beside, y), xytext=(beside, y + right.rows), arrowprops=style)
 
@@ -103,15 +145,20 @@ def sharing(rows: Sequence[tuple[str, dict[str, tuple[Sharing, Sharing]]]]) -> F
     for index, (label, products) in enumerate(rows):
         y = index * row_height
         if label:
-            axes.text(0.0, y - 6.4, label, fontsize=10, fontweight="bold", va="bottom")
+            axes.text(0.0, y - 6.4, label, fontweight="bold", va="bottom")
         for column, (name, (left, right)) in enumerate(PRODUCTS.items()):
             x = column * pair
             middle = x + (left.columns + gap + right.columns) / 2
-            axes.text(middle, y - 3.2, name, fontsize=9.5, fontweight="bold", ha="center", va="bottom", color=GREY)
+            axes.text(
+                middle, y - 3.2, name, fontweight="bold", ha="center", va="bottom", color=GREY
+            )
             draw(axes, x, y, left, products[name][0], is_left=True)
             draw(axes, x + left.columns + gap, y, right, products[name][1], is_left=False)
             contraction(axes, x, y, left, right, gap)
-    axes.set(xlim=(-1.5, 2 * pair + 32), ylim=((len(rows) - 1) * row_height + 19.5, -8.5 if rows[0][0] else -5.5))
+    axes.set(
+        xlim=(-1.5, 2 * pair + 32),
+        ylim=((len(rows) - 1) * row_height + 19.5, -8.5 if rows[0][0] else -5.5),
+    )
     axes.set_aspect("equal")
     axes.axis("off")
     return figure
@@ -137,13 +184,25 @@ def blocks() -> Figure:
     """Strips along the contraction, and squares; 4 elements drawn for 128, 2 for 32."""
     strip, square = Sharing(4), Sharing(4, 4)
     deepseek = {"fprop": (strip, square), "dgrad": (strip, square), "wgrad": (strip, strip)}
-    return sharing([("deepseek  (4 drawn for 128)", deepseek), ("mxfp8  (2 drawn for 32)", same(Sharing(2)))])
+    return sharing(
+        [
+            ("deepseek  (4 drawn for 128)", deepseek),
+            ("mxfp8  (2 drawn for 32)", same(Sharing(2))),
+        ]
+    )
 
 
 def nvfp4() -> Figure:
     """Strips of 16 and squares of 16x16, 4 drawn for 16."""
     strip, square = Sharing(4), Sharing(4, 4)
-    return sharing([("", {"fprop": (strip, square), "dgrad": (strip, square), "wgrad": (strip, strip)})])
+    return sharing(
+        [("", {"fprop": (strip, square), "dgrad": (strip, square), "wgrad": (strip, strip)})]
+    )
 
 
-FIGURES = {"sharing-tensor": tensor, "sharing-rows": rows, "sharing-blocks": blocks, "sharing-nvfp4": nvfp4}
+FIGURES = {
+    "sharing-tensor": tensor,
+    "sharing-rows": rows,
+    "sharing-blocks": blocks,
+    "sharing-nvfp4": nvfp4,
+}

@@ -28,7 +28,10 @@ def drawn(changed: float) -> dict[str, bytes]:
             # Some come from models that are trained for a few steps; with the CPU they are the same everywhere.
             env={**os.environ, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu"},
         )
-        return {picture.name: picture.read_bytes() for picture in sorted(pathlib.Path(folder).iterdir())}
+        return {
+            picture.name: picture.read_bytes()
+            for picture in sorted(pathlib.Path(folder).iterdir())
+        }
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:

@@ -21,7 +21,11 @@ MARK = re.compile(r"<!-- interactive: ([a-z-]+) -->\n((?:\|.*\n)*)")
 # A power of two that blocks of every size divide.
 _SIDE = 256
 # What is multiplied, from left to right.
-_FACTORS: dict[ProductName, tuple[str, str]] = {"fprop": ("x", "w"), "dgrad": ("g", "wᵀ"), "wgrad": ("xᵀ", "g")}
+_FACTORS: dict[ProductName, tuple[str, str]] = {
+    "fprop": ("x", "w"),
+    "dgrad": ("g", "wᵀ"),
+    "wgrad": ("xᵀ", "g"),
+}
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
@@ -36,7 +40,9 @@ def formats() -> str:
 
 def history() -> str:
     """Delayed scaling with sliders for history and margin."""
-    return _needs_script("fp8-history", "Delayed scaling, with a history length and a margin to choose")
+    return _needs_script(
+        "fp8-history", "Delayed scaling, with a history length and a margin to choose"
+    )
 
 
 def _needs_script(kind: str, text: str) -> str:
@@ -49,7 +55,14 @@ def engine_table() -> str:
     rows = []
     for engine in engines:
         for layout in engine.layouts:
-            cells = (layout, engine.engine, engine.hardware, engine.verdict.value, engine.detail, engine.evidence.value)
+            cells = (
+                layout,
+                engine.engine,
+                engine.hardware,
+                engine.verdict.value,
+                engine.detail,
+                engine.evidence.value,
+            )
             rows.append("".join(f"<td>{html.escape(cell)}</td>" for cell in cells))
     head = "".join(f"<th>{column}</th>" for column in columns)
     body = "".join(f"<tr>{row}</tr>" for row in sorted(rows))
@@ -68,9 +81,13 @@ def recipe_tiles() -> str:
         for product, operands in recipe.products.items():
             tiles = [
                 _tile(factor, quantization, is_left=i == 0)
-                for i, (factor, quantization) in enumerate(zip(_FACTORS[product], operands, strict=True))
+                for i, (factor, quantization) in enumerate(
+                    zip(_FACTORS[product], operands, strict=True)
+                )
             ]
-            cells.append(f'<td><div class="fp8-pair">{"<span>·</span>".join(tiles)}</div></td>')
+            cells.append(
+                f'<td><div class="fp8-pair">{"<span>·</span>".join(tiles)}</div></td>'
+            )
         rows.append(f"<tr>{''.join(cells)}</tr>")
     return (
         '<div class="fp8-interactive fp8-tiles"><div class="fp8-scroll">'
@@ -85,7 +102,9 @@ def shared_block(quantization: Quantization, *, is_left: bool) -> tuple[int, int
         return (_SIDE, _SIDE)
     x = jax.random.normal(jax.random.key(0), (_SIDE, _SIDE))
     key = jax.random.key(1) if quantization.rounding.needs_key else None
-    use = OperandUse(format, contracted=(1 if is_left else 0,), rounding=quantization.rounding, key=key)
+    use = OperandUse(
+        format, contracted=(1 if is_left else 0,), rounding=quantization.rounding, key=key
+    )
     rows, columns = scaling.quantize(x, use).scale.shape
     return (_SIDE // rows, _SIDE // columns)
 
@@ -107,7 +126,13 @@ def _tile(operand: str, quantization: Quantization, *, is_left: bool) -> str:
         *(["random rounding"] if quantization.rounding.needs_key else []),
     ]
     block = _block_name(rows, columns)
-    return _figure(shades, operand, quantization.format.name, ", ".join([block, *notes]), _kind(quantization.format))
+    return _figure(
+        shades,
+        operand,
+        quantization.format.name,
+        ", ".join([block, *notes]),
+        _kind(quantization.format),
+    )
 
 
 def _drawn(size: int) -> int:
@@ -138,4 +163,9 @@ def _figure(shapes: str, operand: str, format: str, shared: str, kind: str) -> s
     )
 
 
-MADE = {"formats": formats, "history": history, "engines": engine_table, "recipes": recipe_tiles}
+MADE = {
+    "formats": formats,
+    "history": history,
+    "engines": engine_table,
+    "recipes": recipe_tiles,
+}

@@ -14,12 +14,22 @@ import json
 import os
 import pathlib
 import re
+import textwrap
 from typing import Any
 
 
 ROOT = pathlib.Path(__file__).parents[2]
-PAGES = ("tutorial.md", "tutorial-equinox.md", "primer/numbers.md", "primer/history.md", "primer/training.md")
+PAGES = (
+    "tutorial.md",
+    "tutorial-equinox.md",
+    "primer/numbers.md",
+    "primer/history.md",
+    "primer/training.md",
+)
 """The pages that are notebooks, below `docs/`."""
+
+COLUMNS = 95
+"""How wide code and what it prints may be, to fit the column of a page in a window of 1280 px, see `site.css`."""
 
 _BLOCK = re.compile(
     r"^```python\n(?P<code>.*?)^```\n"
@@ -31,7 +41,12 @@ _LINK = re.compile(r"\]\((?!https?://|#|mailto:)([^)\s]+)\)")
 
 def notebook_path(page: str) -> pathlib.Path:
     """Where the notebook of a page lies."""
-    return ROOT / "examples" / "notebooks" / (page.removesuffix(".md").replace("/", "-") + ".ipynb")
+    return (
+        ROOT
+        / "examples"
+        / "notebooks"
+        / (page.removesuffix(".md").replace("/", "-") + ".ipynb")
+    )
 
 
 def notebook_of(page: str) -> dict[str, Any]:
@@ -42,18 +57,33 @@ def notebook_of(page: str) -> dict[str, Any]:
 
     def add(kind: str, source: str, **parts: Any) -> None:
         name = f"{notebook_path(page).stem}-{len(cells)}"
-        cells.append({"cell_type": kind, "id": name, "metadata": {}, "source": _lines(source.strip("\n")), **parts})
+        cells.append(
+            {
+                "cell_type": kind,
+                "id": name,
+                "metadata": {},
+                "source": _lines(source.strip("\n")),
+                **parts,
+            }
+        )
 
     def add_markdown(source: str) -> None:
         if source.strip():
             add("markdown", _LINK.sub(lambda match: f"]({folder}{match[1]})", source))
 
     name = pathlib.PurePosixPath(page).name
-    add_markdown(f"*Made from the page [docs/{page}]({name}), with its outputs. Run the cells from top to bottom.*")
+    add_markdown(
+        f"*Made from the page [docs/{page}]({name}), with its outputs. Run the cells from top to bottom.*"
+    )
     end = 0
     for block in _BLOCK.finditer(text):
         add_markdown(text[end : block.start()])
-        add("code", block["code"], execution_count=None, outputs=_outputs(block, (ROOT / "docs" / page).parent))
+        add(
+            "code",
+            block["code"],
+            execution_count=None,
+            outputs=_outputs(block, (ROOT / "docs" / page).parent),
+        )
         end = block.end()
     add_markdown(text[end:])
     kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
@@ -80,7 +110,11 @@ def with_todays_output(text: str) -> str:
             exec(block["code"], namespace)
         if block["output"] is None:
             return block[0]
-        lines = [line.rstrip() for line in printed.getvalue().rstrip().splitlines()]
+        lines = [
+            part
+            for line in printed.getvalue().rstrip().splitlines()
+            for part in _that_fit(line.rstrip())
+        ]
         return f"```python\n{block['code']}```\n\n```text\n" + "\n".join(lines) + "\n```\n"
 
     return _BLOCK.sub(run, text)
@@ -93,9 +127,23 @@ def _outputs(block: re.Match[str], folder: pathlib.Path) -> list[dict[str, Any]]
     if block["path"] is None:
         return []
     # On white, since its lines are dark and a notebook does not know the rules of the site.
-    drawn = (folder / block["path"]).read_text().replace("<svg ", '<svg style="background: white" ', 1)
-    data = {"image/svg+xml": _lines(drawn), "text/plain": _lines(" ".join(block["picture"].split()))}
+    drawn = (
+        (folder / block["path"])
+        .read_text()
+        .replace("<svg ", '<svg style="background: white" ', 1)
+    )
+    data = {
+        "image/svg+xml": _lines(drawn),
+        "text/plain": _lines(" ".join(block["picture"].split())),
+    }
     return [{"data": data, "metadata": {}, "output_type": "display_data"}]
+
+
+def _that_fit(line: str) -> list[str]:
+    """A line that was printed, as the lines of the page: a terminal wraps it too, but a page does not."""
+    return (
+        textwrap.wrap(line, COLUMNS, break_long_words=False) if len(line) > COLUMNS else [line]
+    )
 
 
 def _lines(text: str) -> list[str]:
@@ -106,7 +154,10 @@ def main() -> None:
     """Writes every notebook."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument(
-        "--run", nargs="*", metavar="PAGE", help="run these pages before, or all of them if none is named"
+        "--run",
+        nargs="*",
+        metavar="PAGE",
+        help="run these pages before, or all of them if none is named",
     )
     run = parser.parse_args().run
     os.environ["COLUMNS"] = "80"

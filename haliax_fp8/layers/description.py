@@ -51,8 +51,9 @@ def describe(
             or if anything but its own update changed the FP8 state of the model.
 
     Example:
-        >>> layers = {"up": hax.nn.Linear.init(hax.Axis("in", 8), hax.Axis("out", 4), key=jax.random.key(0))}
-        >>> describe(layers)["up"].reason
+        >>> In, Out = hax.Axis("in", 8), hax.Axis("out", 4)
+        >>> layer = hax.nn.Linear.init(In, Out, key=jax.random.key(0))
+        >>> describe({"up": layer})["up"].reason
         'not converted'
     """
     _require_model_and_config(model, config)

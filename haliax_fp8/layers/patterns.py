@@ -53,7 +53,8 @@ def matches(pattern: Pattern, path: str, layer: Any) -> bool:
     as a regular expression: `layers.1` selects `layers.1`, never `layers.10`.
 
     Example:
-        >>> [matches(p, "blocks.0.mlp.up", None) for p in ("up", "blocks.0.mlp.up", "*.up", r".*\\.(up|down)", "mlp")]
+        >>> patterns = ("up", "blocks.0.mlp.up", "*.up", r".*\\.(up|down)", "mlp")
+        >>> [matches(pattern, "blocks.0.mlp.up", None) for pattern in patterns]
         [True, True, True, True, False]
     """
     if isinstance(pattern, re.Pattern):

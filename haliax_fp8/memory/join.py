@@ -73,7 +73,8 @@ def join_linear(layers: Sequence[Linear]) -> JoinedLinear:
         ...         q, k, v = self.qkv(x)
         ...         return hax.dot(q, k, axis="head") * v
         >>> In, Out = hax.make_axes(embed=16, head=16)
-        >>> q, k, v = (hnn.Linear.init(In, Out, key=key) for key in jax.random.split(jax.random.key(0), 3))
+        >>> keys = jax.random.split(jax.random.key(0), 3)
+        >>> q, k, v = (hnn.Linear.init(In, Out, key=key) for key in keys)
         >>> model = fp8_linear_layers(Attention(join_linear([q, k, v])))
         >>> model.qkv.linear.weight.axes
         (Axis(name='joined', size=48), Axis(name='embed', size=16))

@@ -35,7 +35,8 @@ def benchmark_bars(
 
     Example:
         >>> rows = [{"library": "bf16", "ms": 4.0}, {"library": "FP8", "ms": 2.5}]
-        >>> figure = benchmark_bars(rows, {"ms": "time of a step, ms"}, label="library", baseline="bf16")
+        >>> figures = {"ms": "time of a step, ms"}
+        >>> figure = benchmark_bars(rows, figures, label="library", baseline="bf16")
         >>> [float(bar.get_width()) for bar in figure.axes[0].patches]
         [4.0, 2.5]
     """

@@ -32,7 +32,8 @@ def delayed_scaling(
 
     Example:
         >>> figure = delayed_scaling([1.0, 2.0, 4.0], [DelayedScaling(amax_history_length=2)])
-        >>> figure.axes[0].get_lines()[0].get_ydata().round(6).tolist()  # the largest of the two steps before
+        >>> # The largest of the two steps before.
+        >>> figure.axes[0].get_lines()[0].get_ydata().round(6).tolist()
         [1.0, 2.0]
     """
     heights = np.asarray(amaxes, np.float32)

@@ -42,7 +42,8 @@ def statistics_heatmaps(
         `bionemo-framework`, the analysis of statistics that `nvdlfw_inspect` logs.
 
     Example:
-        >>> measured = {"fp8/layers.0/kernel/amax": 1.0, "fp8/layers.1/kernel/amax": 2.0}  # of measured.flat()
+        >>> # As in `measured.flat()`.
+        >>> measured = {"fp8/layers.0/kernel/amax": 1.0, "fp8/layers.1/kernel/amax": 2.0}
         >>> log = StatisticsLog.of([measured, measured], steps=[0, 10])
         >>> figure = statistics_heatmaps(log, "kernel", ["amax"])
         >>> figure.axes[0].get_title(loc="left")

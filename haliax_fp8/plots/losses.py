@@ -33,7 +33,8 @@ def loss_curves(
 
     Example:
         >>> falling = np.exp(-np.arange(50) / 20)
-        >>> figure = loss_curves({"bf16": [falling, 1.01 * falling], "FP8": 1.02 * falling}, baseline="bf16")
+        >>> runs = {"bf16": [falling, 1.01 * falling], "FP8": 1.02 * falling}
+        >>> figure = loss_curves(runs, baseline="bf16")
         >>> [axes.get_ylabel() for axes in figure.axes]
         ['loss', 'gap to bf16, %']
     """

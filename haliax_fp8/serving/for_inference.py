@@ -68,7 +68,8 @@ def quantize_for_inference[M](
             class has no form for inference.
 
     Example:
-        >>> served = quantize_for_inference(eqx.nn.MLP(64, 64, 128, 2, key=jax.random.key(0)), "dynamic")
+        >>> model = eqx.nn.MLP(64, 64, 128, 2, key=jax.random.key(0))
+        >>> served = quantize_for_inference(model, "dynamic")
         >>> served.layers[0].kernel.quantized.data.dtype, served.layers[0].kernel.bytes
         (dtype(float8_e4m3fn), 8704)
     """

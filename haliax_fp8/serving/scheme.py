@@ -40,7 +40,8 @@ class Scheme:
 
     Example:
         >>> per_channel = Scheme(RowwiseScaling(), StaticScaling())
-        >>> per_channel.rows_are_independent, Scheme(CurrentScaling(), CurrentScaling()).rows_are_independent
+        >>> per_tensor = Scheme(CurrentScaling(), CurrentScaling())
+        >>> per_channel.rows_are_independent, per_tensor.rows_are_independent
         (True, False)
     """
 

@@ -22,7 +22,8 @@ class StatisticsLog(Printable):
         numbers: For each name one number per step; NaN where a step has none.
 
     Example:
-        >>> measured = {"fp8/layers.0/input/amax": 1.0, "fp8/layers.1/input/amax": 2.0}  # of measured.flat()
+        >>> # As in `measured.flat()`.
+        >>> measured = {"fp8/layers.0/input/amax": 1.0, "fp8/layers.1/input/amax": 2.0}
         >>> log = StatisticsLog.of([measured, measured], steps=[0, 100])
         >>> layers, amaxes = log.table("amax", "input")
         >>> layers, amaxes.shape

@@ -20,7 +20,8 @@ def every(steps: int, prefix: str = "fp8") -> Monitor:
         ValueError: If `steps` is not an integer of at least 1.
 
     Example:
-        >>> step, fp8_model = TrainStep(loss_fn, optax.adamw(1e-3), monitor=every(100)), fp8_linear_layers(model)
+        >>> step = TrainStep(loss_fn, optax.adamw(1e-3), monitor=every(100))
+        >>> fp8_model = fp8_linear_layers(model)
         >>> opt_state = step.init(fp8_model)
         >>> fp8_model, opt_state, metrics = step(fp8_model, opt_state, x)
         >>> float(metrics["fp8/layers.0/input/saturation"])

@@ -44,7 +44,8 @@ def filter_grad(function: Callable[..., Any], *, has_aux: bool = False) -> Calla
         >>> def twice(layer, x):
         ...     return (layer(x) + layer(3.0 * x)).sum().array
         >>> x = hax.ones((hax.Axis("batch", 2), layer.In))
-        >>> [float(g(twice)(layer, x).dot_general.amax_history("input")[0]) for g in (filter_grad, eqx.filter_grad)]
+        >>> grads = [take(twice)(layer, x) for take in (filter_grad, eqx.filter_grad)]
+        >>> [float(grad.dot_general.amax_history("input")[0]) for grad in grads]
         [3.0, 4.0]
     """
 

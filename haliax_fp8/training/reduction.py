@@ -38,7 +38,8 @@ class ReduceOnce:
 
     Example:
         >>> from haliax_fp8.training import ReduceOnce
-        >>> step = TrainStep(loss_fn, optax.adamw(1e-3), microbatches=4, reduce_gradients=ReduceOnce(over="data"))
+        >>> once = ReduceOnce(over="data")
+        >>> step = TrainStep(loss_fn, optax.adamw(1e-3), microbatches=4, reduce_gradients=once)
         >>> step.reduce_gradients.over
         ('data',)
     """

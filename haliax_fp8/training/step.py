@@ -168,7 +168,8 @@ class TrainStep(eqx.Module):
             ValueError: As in a step.
 
         Example:
-            >>> step, fp8_model = TrainStep(loss_fn, optax.adamw(1e-3), microbatches=2), fp8_linear_layers(model)
+            >>> step = TrainStep(loss_fn, optax.adamw(1e-3), microbatches=2)
+            >>> fp8_model = fp8_linear_layers(model)
             >>> fp8_model = step.calibrate(fp8_model, x)
             >>> bool((fp8_model.layers[0].dot_general.scale("output_grad") < 1.0).all())
             True

@@ -49,8 +49,16 @@ BROKEN_IMAGES = """() => [...document.images].filter(i => !i.complete || i.natur
 LINKS = """() => [...document.querySelectorAll("a[href]")].map(a => a.href)"""
 ANCHORS = """() => [...document.querySelectorAll("[id], a[name]")].map(e => e.id || e.name)"""
 # Code that is cut off: its box is narrower than its text. Output of programs may scroll within itself on a phone.
-CUT_CODE = """() => [...document.querySelectorAll(".language-python pre > code, .language-bash pre > code")]
+CUT_CODE = """() => ["python", "py", "pycon", "bash"]
+    .flatMap(language => [...document.querySelectorAll(`.language-${language} pre > code`)])
     .filter(code => code.scrollWidth > code.clientWidth + 1).map(code => code.textContent.slice(0, 60))"""
+# What has to be scrolled sideways to be read: code, output, a table.
+SCROLLING = """() => [...document.querySelectorAll(".md-content *")]
+    .filter(e => ["auto", "scroll"].includes(getComputedStyle(e).overflowX) && e.scrollWidth > e.clientWidth + 1)
+    .map(e => `${e.scrollWidth} px in ${e.clientWidth}: ${e.textContent.trim().slice(0, 60)}`)"""
+# Pictures that do not fill the column of a phone: `docs/_figures/drawing.py` counts on it for the size of their text.
+NARROW_PICTURES = """() => [...document.querySelectorAll(".md-content img")]
+    .filter(i => i.getBoundingClientRect().width < i.closest("article").clientWidth - 33).map(i => i.src)"""
 # What a table's rows say; not those that are hidden.
 CELLS = """(table) => [...document.querySelectorAll(`${table} tbody tr`)].filter(row => !row.hidden)
     .map(row => [...row.cells].map(cell => cell.textContent))"""
@@ -112,6 +120,7 @@ def visit(browser, site, size, scheme) -> Seen:
         where = f"{path.relative_to(site)}, {size}, {scheme}"
         page.goto(path.as_uri(), wait_until="load")
         checks = {"wider than the window": TOO_WIDE, "broken image": BROKEN_IMAGES, "cut off": CUT_CODE}
+        checks |= {"scrolls sideways": SCROLLING} if size == "wide" else {"narrow picture": NARROW_PICTURES}
         for name, script in checks.items():
             seen.faults += [f"{where}: {name}: {found}" for found in page.evaluate(script)]
         if scheme == "dark":
@@ -271,17 +280,18 @@ def test_tiles_are_of_every_recipe_and_product(opened):
 def test_faults_are_found(opened):
     """A box that is too wide, an image that is not there, code that is cut off, a white box."""
     page = opened("faq.html")
-    for script in (TOO_WIDE, BROKEN_IMAGES, CUT_CODE):
+    for script in (TOO_WIDE, BROKEN_IMAGES, CUT_CODE, SCROLLING):
         assert page.evaluate(script) == []
     page.evaluate("""() => document.querySelector(".md-content article").insertAdjacentHTML("beforeend", `
-        <div style="width: 3000px">wide</div><img src="none.svg">
+        <div style="width: 3000px">wide</div><img src="none.svg" style="width: 9px">
         <table style="background: #fff"><tr><td>a</td></tr></table>
         <div class="language-python"><pre style="overflow: auto">
         <code style="white-space: pre">${"x = 1; ".repeat(99)}</code></pre></div>`)""")
     page.wait_for_timeout(200)
     assert any("wide" in fault for fault in page.evaluate(TOO_WIDE))
     assert [source.rpartition("/")[2] for source in page.evaluate(BROKEN_IMAGES)] == ["none.svg"]
-    assert len(page.evaluate(CUT_CODE)) == 1
+    assert len(page.evaluate(CUT_CODE)) == len(page.evaluate(SCROLLING)) == 1
+    assert len(page.evaluate(NARROW_PICTURES)) == 1
     assert "rgb(255, 255, 255)" in page.evaluate(BACKGROUNDS)
     seen = Seen(anchors={"file:///a.html": {"here"}})
     links = ("https://elsewhere.org", "file:///a.html#here", "file:///a.html#there", "file:///not/there.html")

@@ -11,11 +11,10 @@ import runpy
 import jax
 import pytest
 
-from haliax_fp8.preflight import inspect_step, targets
-
 
 ROOT = pathlib.Path(__file__).parents[2]
 FIGURES = ROOT / "docs" / "_figures"
+NOTEBOOKS = runpy.run_path(str(ROOT / "docs" / "_notebooks" / "notebooks.py"))
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
     *sorted((ROOT / "docs").rglob("*.md")),
@@ -71,13 +70,22 @@ def run_page(text: str, name: str) -> list[str]:
     return differences
 
 
+def too_wide(text: str) -> list[str]:
+    """Lines of code and of output that are wider than the column of a page."""
+    visible = re.sub(r"^<!-- setup\n.*?^-->$", "", text, flags=re.DOTALL | re.MULTILINE)
+    blocks = [match["code"] for match in _BLOCK.finditer(visible) if match["code"]]
+    lines = [line for block in blocks for line in block.splitlines()]
+    indented = [line.removeprefix("    ") for line in visible.splitlines() if line.startswith("    ")]
+    return [line for line in lines + indented if len(line) > NOTEBOOKS["COLUMNS"]]
+
+
 def is_same_output(got: str, expected: str) -> bool:
     """As doctest compares: white space is free, and `...` stands for anything."""
     return doctest.OutputChecker().check_output(expected, got, doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS)
 
 
 # Pages that are notebooks run as these, in `test_notebooks.py`.
-RUN_ELSEWHERE = {ROOT / "docs" / page for page in runpy.run_path(str(ROOT / "docs/_notebooks/notebooks.py"))["PAGES"]}
+RUN_ELSEWHERE = {ROOT / "docs" / page for page in NOTEBOOKS["PAGES"]}
 RUN_HERE = [page for page in PAGES if page not in RUN_ELSEWHERE and blocks_of(page.read_text())]
 
 # Their code takes from 5 to 40 s.
@@ -99,6 +107,11 @@ def test_long_pages_exist():
 def test_code_of_page_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert run_page(page.read_text(), str(page.relative_to(ROOT))) == []
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if ROOT / "docs" in page.parents], ids=NAMES.get)
+def test_code_and_output_fit_the_column(page):
+    assert too_wide(page.read_text()) == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES.get)
@@ -136,29 +149,28 @@ def test_figures_are_those_of_their_script(monkeypatch):
     """By name: they are drawn whenever the site is built."""
     pytest.importorskip("matplotlib")
     monkeypatch.syspath_prepend(FIGURES)  # as when it is run as a script
-    drawn = {f"{name}.svg" for name in runpy.run_path(str(FIGURES / "figures.py"))["FIGURES"]}
-    # The picture of a report is drawn by the command line, see `docs/_figures/my_training.py`.
-    drawn.add("preflight.svg")
+    scripts = runpy.run_path(str(FIGURES / "figures.py"))
+    drawn = {f"{name}.svg" for name in (*scripts["FIGURES"], *scripts["kept_report"].PICTURES)}
     assert drawn == {path.name for path in (ROOT / "docs" / "images").iterdir()}
     shown = {pathlib.Path(target).name for page in PAGES for target in re.findall(r"\((\S+\.svg)\)", page.read_text())}
     assert shown == drawn
 
 
-@pytest.mark.more
 def test_the_picture_of_a_report_is_of_the_step_on_its_page():
-    """The page shows the code that the picture is drawn from; and if it can be compiled here, what it is drawn from."""
+    """The page shows the code that was compiled; `test_kept_report.py` compares that with what is drawn."""
     page, step = (ROOT / "docs" / "preflight.md").read_text(), (FIGURES / "my_training.py").read_text()
     assert step.partition('"""\n\n')[2] in page
-    if targets["h100"].missing() is not None:
-        pytest.skip(targets["h100"].missing())
-    make_step = runpy.run_path(str(FIGURES / "my_training.py"))["make_step"]
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        step, args = make_step()
-        report = inspect_step(step, *args, target="h100", compiler_options={"xla_gpu_enable_triton_gemm": False})
-    picture = (ROOT / "docs" / "images" / "preflight.svg").read_text()
-    forward = [product for product in report.products if product.role in ("fprop", "forward")]
-    assert forward and all(f"{product.m}×{product.k}×{product.n}" in picture for product in forward)
-    assert all(product.verdict.value in picture or product.lhs in picture for product in report.products)
+
+
+def test_text_that_a_phone_cannot_show_is_found(monkeypatch):
+    """A figure 716 px wide is shown at half its size on a phone: text of 13 px is too small, of 15 px is not."""
+    pytest.importorskip("matplotlib")
+    monkeypatch.syspath_prepend(FIGURES)
+    require_readable = runpy.run_path(str(FIGURES / "drawing.py"))["require_readable"]
+    wide = '<svg viewBox="0 0 716 300">'
+    require_readable("wide.svg", wide, 15.0)
+    with pytest.raises(ValueError, match=r"wide\.svg is 716 units wide, .* 6\.5 px high on a phone"):
+        require_readable("wide.svg", wide, 13.0)
 
 
 # --- The machinery itself ---------------------------------------------------------------------------------------------
@@ -167,6 +179,12 @@ def test_the_picture_of_a_report_is_of_the_step_on_its_page():
 def test_blocks_share_a_namespace_and_setup_runs():
     page = "<!-- setup\na = 2\n-->\ntext\n```python\nb = a + 1\n```\n```python\nprint(b)\n```\n\n```text\n3\n```\n"
     assert run_page(page, "page") == []
+
+
+def test_what_is_too_wide_is_found():
+    narrow, wide = "x" * NOTEBOOKS["COLUMNS"], "x" * (NOTEBOOKS["COLUMNS"] + 1)
+    assert too_wide(f"{wide}\n\n```text\n{narrow}\n```\n\n    {narrow}\n\n<!-- setup\n    {wide}\n-->\n") == []
+    assert too_wide(f"```python\n{wide}\n```\n") == too_wide(f"    {wide}\n") == [wide]
 
 
 def test_a_failing_block_fails_and_names_the_line():

@@ -53,7 +53,8 @@ def rematerialize[M](
 
     Example:
         >>> embed, key = hax.Axis("embed", 64), jax.random.key(0)
-        >>> model = {"norm": hnn.LayerNorm.init(embed), "mlp": hnn.MLP.init(embed, embed, 256, 1, key=key)}
+        >>> mlp = hnn.MLP.init(embed, embed, 256, 1, key=key)
+        >>> model = {"norm": hnn.LayerNorm.init(embed), "mlp": mlp}
         >>> model = rematerialize(fp8_linear_layers(model))
         >>> describe(model).rematerialized
         {'mlp': 'MLP', 'norm': 'LayerNorm'}

@@ -66,7 +66,8 @@ class WholeCall(RematerializationRule):
         ...     weight: jax.Array
         ...     def __call__(self, x):
         ...         return jnp.tanh(x * self.weight)
-        >>> model = rematerialize(Scale(jnp.ones(3)), rules=(WholeCall((Scale,)), *default_rematerialization))
+        >>> rules = (WholeCall((Scale,)), *default_rematerialization)
+        >>> model = rematerialize(Scale(jnp.ones(3)), rules=rules)
         >>> model(jnp.zeros(3)), model.weight.shape, isinstance(model, Scale)
         (Array([0., 0., 0.], dtype=float32), (3,), True)
     """

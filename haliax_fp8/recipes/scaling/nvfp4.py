@@ -52,9 +52,11 @@ class NVFP4Scaling(AbstractScaling):
         blocks near the tensor's amax have the choice too; then some blocks are worse than without it.
 
     Example:
-        >>> x = jnp.zeros((2, 16)).at[0, :4].set(jnp.array([10.0, 20.0, 30.0, 40.0])).at[1, 0].set(2688.0)
+        >>> x = jnp.zeros((2, 16)).at[0, :4].set(jnp.array([10.0, 20.0, 30.0, 40.0]))
+        >>> x = x.at[1, 0].set(2688.0)
         >>> for four_over_six in (False, True):
-        ...     q = NVFP4Scaling(four_over_six=four_over_six).quantize(x, OperandUse(E2M1, contracted=(1,)))
+        ...     scaling = NVFP4Scaling(four_over_six=four_over_six)
+        ...     q = scaling.quantize(x, OperandUse(E2M1, contracted=(1,)))
         ...     print(q.data[0, :4].astype(jnp.float32))
         [1.5 3.  4.  6. ]
         [1. 2. 3. 4.]

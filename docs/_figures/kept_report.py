@@ -1,0 +1,99 @@
+"""Draws the report of `preflight.md` from what was compiled once: the build of the site has no compiler for GPUs.
+
+    python docs/_figures/kept_report.py    # with the compiler: compiles the step again, and keeps what it is in JSON
+
+The report itself, its estimates and its picture are made anew with every build. A test compares what is kept with what
+the step compiles to, wherever the compiler is installed.
+"""
+
+import dataclasses
+import json
+import pathlib
+from typing import Any
+
+import my_training
+
+from haliax_fp8._cli.screen import as_svg
+from haliax_fp8.devices.xla_flags import XlaFlags
+from haliax_fp8.preflight import (
+    Memory,
+    OtherLaunches,
+    PreflightReport,
+    Product,
+    Program,
+    Verdict,
+    inspect_step,
+    targets,
+)
+
+
+KEPT = pathlib.Path(__file__).with_name("kept_report.json")
+TARGET, OPTIONS = "h100", {"xla_gpu_enable_triton_gemm": False}
+FLAGS = XlaFlags.parse("--xla_gpu_enable_triton_gemm=false")
+COMMAND = "my_training.py:make_step --target h100"
+TEXT_SIZE = 20.0
+"""Of Rich's pictures of a terminal, in the units of its SVG."""
+
+
+def compiled() -> PreflightReport:
+    """The report of today's step, compiled."""
+    step, args = my_training.make_step()
+    baseline, baseline_args = my_training.make_bf16_step()
+    return inspect_step(
+        step, *args, target=TARGET, compare=(baseline, baseline_args), compiler_options=OPTIONS
+    )
+
+
+def facts(report: PreflightReport) -> dict[str, Any]:
+    """What the step, the baseline, and the step with the other setting of the flag compile to."""
+    programs = {"step": report.step, "baseline": report.baseline, "other": report.other}
+    return {
+        name: _fields(program) for name, program in programs.items() if program is not None
+    }
+
+
+def _fields(program: Program) -> dict[str, Any]:
+    fields = dataclasses.asdict(program)
+    del fields["text"]
+    for product in fields["products"]:
+        product["verdict"] = product["verdict"].value
+    return json.loads(json.dumps(fields))
+
+
+def _program(fields: dict[str, Any]) -> Program:
+    assert not fields["collectives"] and not fields["opaque"], (
+        "a step of one device, without kernels of its own"
+    )
+    return Program(
+        **{
+            **fields,
+            "products": tuple(
+                Product(**{**p, "verdict": Verdict(p["verdict"])}) for p in fields["products"]
+            ),
+            "others": OtherLaunches(**fields["others"]),
+            "memory": Memory(**fields["memory"]),
+            "collectives": (),
+            "opaque": (),
+            "text": "",
+        }
+    )
+
+
+def kept() -> PreflightReport:
+    """The report of the step as it was compiled last."""
+    kept = json.loads(KEPT.read_text())
+    return PreflightReport(
+        targets[TARGET],
+        {"devices": 1},
+        _program(kept["step"]),
+        _program(kept["baseline"]),
+        FLAGS,
+        lambda: _program(kept["other"]),
+    )
+
+
+PICTURES = {"preflight": lambda: as_svg(kept().__rich__(), f"preflight {COMMAND}")}
+
+
+if __name__ == "__main__":
+    KEPT.write_text(json.dumps(facts(compiled()), indent=1) + "\n")
