@@ -109,7 +109,7 @@ class KernelCopies[A](eqx.Module):
     Args:
         fprop: For fprop; None if that is in high precision.
         dgrad: For dgrad; None if that is in high precision.
-        measured: What the state records, `[*leading, measures, 1]`; None if nothing.
+        measured: What the state records, `[*leading, numbers, 1]`; None if nothing.
         dtype: The dtype that the kernel was rounded to before it was quantized.
         exact_scales: Whether its scales are as products in float32 take them.
         contracted: The axes of the kernel that fprop and dgrad sum over, where scales depend on them; else None.

@@ -1,4 +1,4 @@
-"""What a tensor is, by its name: the names that Hugging Face's models use, and those of this package's."""
+"""What a tensor is, by its name: the names in models of Hugging Face, and in those of this package."""
 
 import re
 from collections.abc import Iterable

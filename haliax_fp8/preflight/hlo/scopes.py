@@ -12,7 +12,7 @@ def role(scope: str) -> str:
     """`fprop`, `dgrad` or `wgrad` for this package's products; `forward` or `backward` for others and for rotations.
 
     Example:
-        >>> role("jit(step)/jvp(MLP)/fp8_linear/fp8_dot_general/fp8_forward/fprop/dot_general")
+        >>> role("jit(step)/jvp(MLP)/fp8_linear/fp8_dot_general/fp8_fprop/fprop/dot_general")
         'fprop'
         >>> role("jit(step)/transpose(jvp(MLP))/dot_general")
         'backward'
