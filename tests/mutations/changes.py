@@ -111,7 +111,7 @@ CHANGES = (
     Change(
         "forward mode forgets the scales of experts",
         "_product/operands.py",
-        "return values * lax.expand_dims(scale, range(scale.ndim, values.ndim))",
+        "return each_row_scaled(values, scale, FLOAT32)",
         "return values",
         ("test_state_per_expert.py::test_forward_mode_has_the_scales_of_experts",),
     ),
