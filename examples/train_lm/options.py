@@ -2,6 +2,7 @@
 
 import argparse
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -51,6 +52,7 @@ def make_parser() -> argparse.ArgumentParser:
     """The parser, with its flags in groups."""
     parser = argparse.ArgumentParser(
         prog="python -m examples.train_lm",
+        usage="%(prog)s [options]",
         formatter_class=_Formatter,
         description="Trains a byte-level Llama in bf16 and in FP8, side by side, from the same initialization on the "
         "same batches; shows how far apart they end; writes a sample of text. Ctrl-C keeps a checkpoint.",
@@ -239,13 +241,15 @@ def flag_name(name: str) -> str:
 
 def _number(kind: type, lowest: float, inclusive: bool, words: str) -> Callable[[str], Any]:
     def parse(text: str) -> Any:
-        value = kind(text)
+        try:
+            value = kind(text)
+        except ValueError:
+            value = math.nan
+        # NaN is neither.
         if not (value >= lowest if inclusive else value > lowest):
-            raise argparse.ArgumentTypeError(f"{text} is not {words}")
+            raise argparse.ArgumentTypeError(f"{text!r} is not {words}")
         return value
 
-    # argparse says "invalid <name> value" if the text is not a number.
-    parse.__name__ = words
     return parse
 
 

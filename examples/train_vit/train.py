@@ -209,6 +209,7 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parses the flags and checks those that depend on one another."""
     parser = argparse.ArgumentParser(
         prog="python -m examples.train_vit",
+        usage="%(prog)s [options]",
         formatter_class=_Formatter,
         description="Trains a small vision transformer in bf16 and in FP8 from the same initialization, on "
         "scikit-learn's handwritten digits; shows the test accuracy of both and a figure of their curves.",

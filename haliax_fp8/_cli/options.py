@@ -1,9 +1,12 @@
 """The command line's flags."""
 
 import argparse
+import functools
+import importlib.metadata
 import inspect
 import math
 import pathlib
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -44,7 +47,9 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
         description="Shows which matrix products of a training step run in FP8 on a device that this machine need not "
         "have, checks and converts checkpoints with FP8 weights, and computes recorded products again.",
     )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    parser.add_argument("--version", action="store_true", help="print the version")
+    # Without a command the help says what there is, which argparse's own error does not.
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     preflight = _preflight_parser(commands)
     for name, text in (
         ("devices", "list devices, what they run natively, and which of them this machine can compile for"),
@@ -59,6 +64,12 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
     known = ", ".join(f"{name} ({compiler.megabytes} MB)" for name, compiler in compilers.items())
     install.add_argument("compiler", choices=compilers, metavar="NAME", help=f"one of {known}")
     options = parser.parse_args(argv)
+    if options.version:
+        print(f"haliax-fp8 {importlib.metadata.version('haliax-fp8')}")
+        parser.exit()
+    if options.command is None:
+        parser.print_help(sys.stderr)
+        parser.exit(2)
     if options.command == "preflight":
         _check(preflight, options)
     return options
@@ -67,6 +78,8 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
 def _preflight_parser(commands: Any) -> argparse.ArgumentParser:
     parser = commands.add_parser(
         "preflight",
+        # argparse's own usage names all options in twenty lines, and errors begin with it.
+        usage="%(prog)s [options] [FILE.py:FUNCTION]",
         help="compile a step and list its products",
         description="Compiles a training step for a device that this machine need not have, and lists every matrix "
         "product with its formats, its implementation, and the reason if it is not in FP8.",
@@ -171,17 +184,23 @@ def requirements() -> dict[str, inspect.Parameter]:
     return {name: parameter for name, parameter in parameters.items() if name != "self"}
 
 
-def _argument(kind: str) -> Callable[[Callable[[str], Any]], Callable[[str], Any]]:
-    """Lets argparse say what it expected: its message is "invalid KIND value"."""
+def _argument(words: str) -> Callable[[Callable[[str], Any]], Callable[[str], Any]]:
+    """Says what was expected: argparse's own message would be "invalid NAME value", with the function's name."""
 
     def named(parse: Callable[[str], Any]) -> Callable[[str], Any]:
-        parse.__name__ = kind
-        return parse
+        @functools.wraps(parse)
+        def parsed(text: str) -> Any:
+            try:
+                return parse(text)
+            except ValueError as error:
+                raise argparse.ArgumentTypeError(f"{text!r} is not {words}") from error
+
+        return parsed
 
     return named
 
 
-@_argument("positive integer")
+@_argument("a positive integer")
 def _positive(text: str) -> int:
     value = int(text)
     if value < 1:
@@ -189,7 +208,7 @@ def _positive(text: str) -> int:
     return value
 
 
-@_argument("AXIS=N,...")
+@_argument("AXIS=N,..., such as data=8")
 def _mesh(text: str) -> dict[str, int]:
     axes = [part.partition("=") for part in text.split(",")]
     if not all(name.isidentifier() for name, _, _ in axes):
@@ -197,7 +216,7 @@ def _mesh(text: str) -> dict[str, int]:
     return {name: _positive(size) for name, _, size in axes}
 
 
-@_argument("NAME=VALUE")
+@_argument("NAME=VALUE with a number, such as fp8_flops=0.9")
 def _requirement(text: str) -> tuple[str, float]:
     name, _, value = text.partition("=")
     if name not in requirements():
@@ -208,7 +227,7 @@ def _requirement(text: str) -> tuple[str, float]:
     return name, bound
 
 
-@_argument("OPTION=VALUE")
+@_argument("OPTION=VALUE, such as xla_gpu_enable_triton_gemm=false")
 def _compiler_option(text: str) -> tuple[str, Any]:
     name, equals, value = text.partition("=")
     if not name.isidentifier() or not equals:

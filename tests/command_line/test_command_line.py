@@ -271,11 +271,11 @@ def test_errors(training, capsys, arguments, message):
         (["training.py:make_step", "--compare"], "--compare without a value is for --demo"),
         (["training.py:make_step", "--json", "--markdown"], "cannot both go to the screen"),
         (["training.py:make_step", "--require", "fp8=1"], "'fp8' cannot be required; choose from fp8_flops"),
-        (["training.py:make_step", "--require", "fp8_flops=most"], "invalid NAME=VALUE value"),
-        (["training.py:make_step", "--devices", "0"], "invalid positive integer value: '0'"),
-        (["training.py:make_step", "--xla", "no_value"], "invalid OPTION=VALUE value"),
-        (["training.py:make_step", "--mesh", "8"], "invalid AXIS=N,... value: '8'"),
-        (["training.py:make_step", "--require", "fp8_flops=nan"], "invalid NAME=VALUE value: 'fp8_flops=nan'"),
+        (["training.py:make_step", "--require", "fp8_flops=most"], "'fp8_flops=most' is not NAME=VALUE with a number"),
+        (["training.py:make_step", "--devices", "0"], "'0' is not a positive integer"),
+        (["training.py:make_step", "--xla", "no_value"], "'no_value' is not OPTION=VALUE, such as"),
+        (["training.py:make_step", "--mesh", "8"], "'8' is not AXIS=N,..., such as data=8"),
+        (["training.py:make_step", "--require", "fp8_flops=nan"], "'fp8_flops=nan' is not NAME=VALUE with a number"),
         (["training.py:make_step", "--require", "speedup=1.2"], "--require speedup=1.2 compares with a baseline; add"),
         (["--demo", "gpt2", "--mesh", "data=8"], "--mesh is for your own steps"),
         (["training.py:make_step", "--recipe", "mxfp8"], "--recipe is for --demo; training.py:make_step makes its own"),
@@ -290,7 +290,18 @@ def test_errors(training, capsys, arguments, message):
 )
 def test_flags_that_do_not_fit(capsys, arguments, message):
     assert run("preflight", *arguments) == 2
-    assert message in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert message in err
+    # The usage above it is one line, so that the error is seen.
+    assert len(err.splitlines()) == 2
+
+
+def test_without_a_command_it_says_which_there_are(capsys):
+    assert run() == 2
+    err = capsys.readouterr().err
+    assert all(f"\n    {command}" in err for command in ("preflight", "devices", "checkpoint", "replay"))
+    assert run("--version") == 0
+    assert capsys.readouterr().out == f"haliax-fp8 {importlib.metadata.version('haliax-fp8')}\n"
 
 
 @pytest.mark.parametrize(("function", "error"), [("fails", "NameError"), ("make_broken_step", "dot_general")])

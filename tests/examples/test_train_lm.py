@@ -298,9 +298,10 @@ def test_flags_that_do_not_fit_the_model_or_the_text(flags, message, tmp_path, c
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--steps 0", "0 is not an integer of at least 1"),
-        ("--learning-rate fast", "--learning-rate"),
-        ("--clip-norm 0", "0 is not a number above 0"),
+        ("--steps many", "argument --steps: 'many' is not an integer of at least 1"),
+        ("--steps 0", "'0' is not an integer of at least 1"),
+        ("--learning-rate fast", "argument --learning-rate: 'fast' is not a number above 0"),
+        ("--clip-norm 0", "'0' is not a number above 0"),
         ("--recipe fp4", "--recipe"),
         ("--recipe none --no-baseline", "nothing to train"),
         ("--microbatches 3", "--batch-size 4 is not a multiple of --microbatches 3"),

@@ -469,7 +469,8 @@ def test_scales_left_at_one():
     small = lambda m, x, y: 1e-9 * loss(m, x, y)
     # Nothing passes the head, so the layers before it have no gradient at all.
     (finding,) = only(found(trained(calibrate=False, steps=0), small), Problem.NOT_CALIBRATED)
-    assert (finding.layer, finding.operand) == ("head", "output_grad") and "calibrate" in finding.advice
+    assert (finding.layer, finding.operand, finding.remedy) == ("head", "output_grad", Remedy.NONE)
+    assert "model = step.calibrate(model, *batch)" in finding.advice
 
 
 def test_a_spike_of_the_learning_rate(healthy):
