@@ -13,8 +13,8 @@ SCRIPT = pathlib.Path(__file__).parents[2] / "examples" / "quickstart.py"
 
 def test_a_few_steps(capsys):
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        bf16, fp8 = runpy.run_path(str(SCRIPT))["main"](steps=40)
-    assert len(bf16) == len(fp8) == 40
+        bf16, fp8, other = runpy.run_path(str(SCRIPT))["main"](steps=40)
+    assert len(bf16) == len(fp8) == len(other) == 40
     assert fp8 != bf16, "the second model is not in FP8"
     # Rounding to E4M3 moves each product by a few percent, and the loss by less.
     np.testing.assert_allclose(fp8, bf16, rtol=0.05)
@@ -31,4 +31,5 @@ def test_a_few_steps(capsys):
     ends = float(printed.partition("The losses end ")[2].partition(" % apart")[0])
     assert ends == pytest.approx(abs(percent[-1]), abs=0.1)
     by_chance = float(printed.partition(" two seeds in bf16 ")[2].partition(" %.")[0])
-    assert by_chance > 0.0, "the other seed is the same model"
+    of_other = np.reshape(other, (4, 10)).mean(axis=-1)
+    assert by_chance == pytest.approx(abs(100 * (of_other[-1] / means[0, -1] - 1)), abs=0.1) and by_chance > 0.0
