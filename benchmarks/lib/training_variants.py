@@ -50,7 +50,7 @@ DELAYED = {
     "history of 16, not calibrated": _variant(_SHORT),
     "history of 16": _variant(_SHORT, calibrated=True),
     "newest amax, not calibrated": _variant(DelayedScaling(amax_history_length=1, amax_compute=MostRecent())),
-    "delayed, 20 steps of current first": Variant(_config("delayed"), first=_config("current"), first_steps=20),
+    "delayed, 20 steps of current first": Variant(_config("current"), switches=((20, _config("delayed")),)),
     "current": _variant("current"),
 }
 
@@ -141,6 +141,40 @@ WITHOUT_ATTENTION = {"bf16 + 1 ulp": TWIN} | {
 }
 """8-bit recipes, with the projections of attention in bf16."""
 
+
+
+def _in_part(recipe: str, *, after: int = 0, until: int | None = None) -> Variant:
+    """The recipe from step `after` to step `until`, and bf16 before and after."""
+    config, calibrated = _config(recipe), recipe in ("delayed", "static")
+    switches = ((after, config), (until, None))
+    if after == 0:
+        return Variant(config, calibrated, switches=switches[1:])
+    return Variant(None, calibrated, switches=switches if until else switches[:1])
+
+
+PHASES = {"bf16 + 1 ulp": TWIN} | {
+    name: variant
+    for recipe in ("current", "nvfp4")
+    for name, variant in {
+        recipe: _variant(recipe),
+        **{f"{recipe}, last {200 - step} steps in bf16": _in_part(recipe, until=step) for step in (180, 150, 100)},
+        **{f"{recipe}, first {step} steps in bf16": _in_part(recipe, after=step) for step in (20, 50, 100)},
+        **{
+            f"{recipe}, first {after} and last {200 - until} steps in bf16": _in_part(recipe, after=after, until=until)
+            for after in (20, 50)
+            for until in (180, 150)
+        },
+    }.items()
+}
+"""A recipe in a part of 200 steps."""
+
+MIDDLE = {"bf16 + 1 ulp": TWIN} | {
+    f"{recipe}, {part} in bf16": _in_part(recipe, after=50, until=until)
+    for recipe in ("delayed", "current", "rowwise", "rowwise_wgrad_bf16", "deepseek", "mxfp8", "static")
+    for part, until in (("first 50 steps", None), ("first 50 and last 50 steps", 150))
+}
+"""8-bit recipes after 50 of 200 steps in bf16, and until 50 before the end."""
+
 STRESS = {name: RECIPES[name] for name in RECIPES if name != "rowwise_wgrad_bf16"}
 
 SUITES = {
@@ -149,6 +183,8 @@ SUITES = {
     "parts": PARTS,
     "attention": WITHOUT_ATTENTION,
     "nvfp4": NVFP4,
+    "phases": PHASES,
+    "middle": MIDDLE,
     "stress": STRESS,
 }
 """Variants by name; bf16 is compared with in each."""
