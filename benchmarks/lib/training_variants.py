@@ -38,6 +38,7 @@ RECIPES = {
     "rowwise_wgrad_bf16": _variant("rowwise_wgrad_bf16"),
     "deepseek": _variant("deepseek"),
     "mxfp8": _variant("mxfp8"),
+    "static": _variant("static", calibrated=True),
     "nvfp4": _variant("nvfp4"),
 }
 
@@ -143,39 +144,51 @@ WITHOUT_ATTENTION = {"bf16 + 1 ulp": TWIN} | {
 
 
 
-def _in_part(recipe: str, *, after: int = 0, until: int | None = None) -> Variant:
+def _in_part(recipe: str, *exclude: str, after: int = 0, until: int | None = None) -> Variant:
     """The recipe from step `after` to step `until`, and bf16 before and after."""
-    config, calibrated = _config(recipe), recipe in ("delayed", "static")
+    config, calibrated = _config(recipe, *exclude), recipe in ("delayed", "static")
     switches = ((after, config), (until, None))
     if after == 0:
         return Variant(config, calibrated, switches=switches[1:])
     return Variant(None, calibrated, switches=switches if until else switches[:1])
 
 
-PHASES = {"bf16 + 1 ulp": TWIN} | {
-    name: variant
-    for recipe in ("current", "nvfp4")
-    for name, variant in {
+def _parts(recipe: str) -> dict[str, Variant]:
+    steps = (20, 50, 100)
+    both = [(first, last) for first in steps[:2] for last in steps[:2]]
+    return {
         recipe: _variant(recipe),
-        **{f"{recipe}, last {200 - step} steps in bf16": _in_part(recipe, until=step) for step in (180, 150, 100)},
-        **{f"{recipe}, first {step} steps in bf16": _in_part(recipe, after=step) for step in (20, 50, 100)},
+        **{f"{recipe}, last {last} steps in bf16": _in_part(recipe, until=200 - last) for last in steps},
+        **{f"{recipe}, first {first} steps in bf16": _in_part(recipe, after=first) for first in steps},
         **{
-            f"{recipe}, first {after} and last {200 - until} steps in bf16": _in_part(recipe, after=after, until=until)
-            for after in (20, 50)
-            for until in (180, 150)
+            f"{recipe}, first {first} and last {last} steps in bf16": _in_part(recipe, after=first, until=200 - last)
+            for first, last in both
         },
-    }.items()
-}
+    }
+
+
+_QUARTERS = {"first 50 steps": None, "first 50 and last 50 steps": 150}
+
+PHASES = (
+    {"bf16 + 1 ulp": TWIN}
+    | _parts("current")
+    | _parts("nvfp4")
+    | {
+        f"nvfp4, {name}, {part} in bf16": _in_part("nvfp4", pattern, after=50, until=until)
+        for name, pattern in {"first block": "blocks.blocks.0.*", "attention": "*.attention.*"}.items()
+        for part, until in _QUARTERS.items()
+    }
+)
 """A recipe in a part of 200 steps."""
 
 MIDDLE = {"bf16 + 1 ulp": TWIN} | {
     f"{recipe}, {part} in bf16": _in_part(recipe, after=50, until=until)
     for recipe in ("delayed", "current", "rowwise", "rowwise_wgrad_bf16", "deepseek", "mxfp8", "static")
-    for part, until in (("first 50 steps", None), ("first 50 and last 50 steps", 150))
+    for part, until in _QUARTERS.items()
 }
 """8-bit recipes after 50 of 200 steps in bf16, and until 50 before the end."""
 
-STRESS = {name: RECIPES[name] for name in RECIPES if name != "rowwise_wgrad_bf16"}
+STRESS = {name: RECIPES[name] for name in RECIPES if name not in ("rowwise_wgrad_bf16", "static")}
 
 SUITES = {
     "recipes": RECIPES,
