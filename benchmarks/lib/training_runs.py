@@ -57,14 +57,14 @@ class Variant:
         config: How it is converted; None leaves it in the task's dtype.
         calibrated: Whether its state is filled from the next batch, wherever it is converted.
         ulp: Whether all weights start one ulp of float32 above those of the seed: the noise floor.
-        switches: Steps after which it is converted anew, in order, each with its configuration. State starts afresh;
-            weights and the optimizer's moments stay.
+        switches: Shares of the steps after which it is converted anew, in order, each with its configuration. State
+            starts afresh; weights and the optimizer's moments stay.
     """
 
     config: fp8.Fp8Config | None = None
     calibrated: bool = False
     ulp: bool = False
-    switches: tuple[tuple[int, fp8.Fp8Config | None], ...] = ()
+    switches: tuple[tuple[float, fp8.Fp8Config | None], ...] = ()
 
 
 OPTIMIZER = optax.chain(
@@ -101,7 +101,7 @@ def train(
     batches, validation = task.batches(seed, schedule.steps), task.validation(seed)
     keys = jax.random.split(jax.random.fold_in(key, 1), schedule.steps)
     inputs = (batches, keys, schedule.learning_rates(), schedule.scales())
-    phases = dict([(0, variant.config), *variant.switches])
+    phases = {round(share * schedule.steps): config for share, config in ((0.0, variant.config), *variant.switches)}
     model, moments = plain, OPTIMIZER.init(fp8.trainable(plain))
     record: Record = {"losses": [], "validation": [], "validation_bf16": []}
     marks = sorted({*phases, *range(0, schedule.steps, schedule.every), schedule.steps})

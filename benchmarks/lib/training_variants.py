@@ -51,7 +51,7 @@ DELAYED = {
     "history of 16, not calibrated": _variant(_SHORT),
     "history of 16": _variant(_SHORT, calibrated=True),
     "newest amax, not calibrated": _variant(DelayedScaling(amax_history_length=1, amax_compute=MostRecent())),
-    "delayed, 20 steps of current first": Variant(_config("current"), switches=((20, _config("delayed")),)),
+    "delayed, current in the first tenth": Variant(_config("current"), switches=((0.1, _config("delayed")),)),
     "current": _variant("current"),
 }
 
@@ -143,50 +143,56 @@ WITHOUT_ATTENTION = {"bf16 + 1 ulp": TWIN} | {
 """8-bit recipes, with the projections of attention in bf16."""
 
 
-
-def _in_part(recipe: str, *exclude: str, after: int = 0, until: int | None = None) -> Variant:
-    """The recipe from step `after` to step `until`, and bf16 before and after."""
+def _in_part(recipe: str, *exclude: str, first: float = 0.0, last: float = 0.0) -> Variant:
+    """bf16 in the first and the last share of the steps, the recipe between them."""
     config, calibrated = _config(recipe, *exclude), recipe in ("delayed", "static")
-    switches = ((after, config), (until, None))
-    if after == 0:
-        return Variant(config, calibrated, switches=switches[1:])
-    return Variant(None, calibrated, switches=switches if until else switches[:1])
+    end = ((1.0 - last, None),) if last else ()
+    return (
+        Variant(None, calibrated, switches=((first, config), *end))
+        if first
+        else Variant(config, calibrated, switches=end)
+    )
+
+
+_SHARES = {"tenth": 0.1, "quarter": 0.25, "half": 0.5}
+_QUARTERS = {"first quarter": 0.0, "first and last quarter": 0.25}
 
 
 def _parts(recipe: str) -> dict[str, Variant]:
-    steps = (20, 50, 100)
-    both = [(first, last) for first in steps[:2] for last in steps[:2]]
     return {
         recipe: _variant(recipe),
-        **{f"{recipe}, last {last} steps in bf16": _in_part(recipe, until=200 - last) for last in steps},
-        **{f"{recipe}, first {first} steps in bf16": _in_part(recipe, after=first) for first in steps},
-        **{
-            f"{recipe}, first {first} and last {last} steps in bf16": _in_part(recipe, after=first, until=200 - last)
-            for first, last in both
-        },
+        **{f"{recipe}, last {name} in bf16": _in_part(recipe, last=share) for name, share in _SHARES.items()},
+        **{f"{recipe}, first {name} in bf16": _in_part(recipe, first=share) for name, share in _SHARES.items()},
+        f"{recipe}, first and last tenth in bf16": _in_part(recipe, first=0.1, last=0.1),
+        f"{recipe}, first tenth and last quarter in bf16": _in_part(recipe, first=0.1, last=0.25),
+        f"{recipe}, first quarter and last tenth in bf16": _in_part(recipe, first=0.25, last=0.1),
+        f"{recipe}, first and last quarter in bf16": _in_part(recipe, first=0.25, last=0.25),
     }
 
 
-_QUARTERS = {"first 50 steps": None, "first 50 and last 50 steps": 150}
+def _quarters(recipe: str, *exclude: str, also: str = "") -> dict[str, Variant]:
+    return {
+        f"{recipe}, {also}{part} in bf16": _in_part(recipe, *exclude, first=0.25, last=last)
+        for part, last in _QUARTERS.items()
+    }
+
 
 PHASES = (
     {"bf16 + 1 ulp": TWIN}
     | _parts("current")
     | _parts("nvfp4")
-    | {
-        f"nvfp4, {name}, {part} in bf16": _in_part("nvfp4", pattern, after=50, until=until)
-        for name, pattern in {"first block": "blocks.blocks.0.*", "attention": "*.attention.*"}.items()
-        for part, until in _QUARTERS.items()
-    }
+    | _quarters("current", "*.attention.*", also="attention and ")
+    | _quarters("nvfp4", "*.attention.*", also="attention and ")
+    | _quarters("nvfp4", "blocks.blocks.0.*", also="first block and ")
 )
-"""A recipe in a part of 200 steps."""
+"""A recipe in a part of the steps."""
 
 MIDDLE = {"bf16 + 1 ulp": TWIN} | {
-    f"{recipe}, {part} in bf16": _in_part(recipe, after=50, until=until)
+    name: variant
     for recipe in ("delayed", "current", "rowwise", "rowwise_wgrad_bf16", "deepseek", "mxfp8", "static")
-    for part, until in _QUARTERS.items()
+    for name, variant in _quarters(recipe).items()
 }
-"""8-bit recipes after 50 of 200 steps in bf16, and until 50 before the end."""
+"""8-bit recipes with the first quarter of the steps in bf16, and the last one too."""
 
 STRESS = {name: RECIPES[name] for name in RECIPES if name not in ("rowwise_wgrad_bf16", "static")}
 
