@@ -55,17 +55,16 @@ class Variant:
 
     Args:
         config: How it is converted; None leaves it in the task's dtype.
-        calibrated: Whether its state is filled from the first batch.
+        calibrated: Whether its state is filled from the next batch, wherever it is converted.
         ulp: Whether all weights start one ulp of float32 above those of the seed: the noise floor.
-        first: What it is converted with in the first steps; None as in the others. State is fresh after them.
-        first_steps: How many these are; a multiple of the schedule's `every`, which they shorten.
+        switches: Shares of the steps after which it is converted anew, in order, each with its configuration. State
+            starts afresh; weights and the optimizer's moments stay.
     """
 
     config: fp8.Fp8Config | None = None
     calibrated: bool = False
     ulp: bool = False
-    first: fp8.Fp8Config | None = None
-    first_steps: int = 0
+    switches: tuple[tuple[float, fp8.Fp8Config | None], ...] = ()
 
 
 OPTIMIZER = optax.chain(
@@ -102,21 +101,20 @@ def train(
     batches, validation = task.batches(seed, schedule.steps), task.validation(seed)
     keys = jax.random.split(jax.random.fold_in(key, 1), schedule.steps)
     inputs = (batches, keys, schedule.learning_rates(), schedule.scales())
-    model = _converted(plain, variant.first if variant.first_steps else variant.config)
-    if variant.calibrated:
-        model = fp8.calibrate(model, task.loss, [tuple(jnp.asarray(x[0]) for x in batches)])
-    state = model, OPTIMIZER.init(fp8.trainable(model))
+    phases = {round(share * schedule.steps): config for share, config in ((0.0, variant.config), *variant.switches)}
+    model, moments = plain, OPTIMIZER.init(fp8.trainable(plain))
     record: Record = {"losses": [], "validation": [], "validation_bf16": []}
-    marks = sorted({variant.first_steps, *range(0, schedule.steps, schedule.every), schedule.steps})
+    marks = sorted({*phases, *range(0, schedule.steps, schedule.every), schedule.steps})
     for start, end in zip(marks, marks[1:], strict=False):
-        if start == variant.first_steps > 0:
-            model = _converted(fp8.restore_linear_layers(state[0]), variant.config)
-            state = model, fp8.transfer_optimizer_state(state[1], state[0], model)
-        state, losses = _steps(task.loss, state, _part(inputs, start, end))
+        if start in phases:
+            old, model = model, _converted(fp8.restore_linear_layers(model), phases[start])
+            moments = fp8.transfer_optimizer_state(moments, old, model)
+            if variant.calibrated and phases[start] is not None:
+                model = fp8.calibrate(model, task.loss, [tuple(jnp.asarray(x[start]) for x in batches)])
+        (model, moments), losses = _steps(task.loss, (model, moments), _part(inputs, start, end))
         record["losses"] += np.asarray(losses, float).tolist()
-        record["validation"].append((end, float(_evaluate(task.loss, state[0], validation))))
-        in_bf16 = state[0] if variant.config is None else fp8.restore_linear_layers(state[0])
-        record["validation_bf16"].append((end, float(_evaluate(task.loss, in_bf16, validation))))
+        for name, of in (("validation", model), ("validation_bf16", fp8.restore_linear_layers(model))):
+            record[name].append((end, float(_evaluate(task.loss, of, validation))))
         advance(end - start)
         if not np.isfinite(record["losses"]).all():
             advance(schedule.steps - end)

@@ -38,6 +38,7 @@ RECIPES = {
     "rowwise_wgrad_bf16": _variant("rowwise_wgrad_bf16"),
     "deepseek": _variant("deepseek"),
     "mxfp8": _variant("mxfp8"),
+    "static": _variant("static", calibrated=True),
     "nvfp4": _variant("nvfp4"),
 }
 
@@ -50,7 +51,7 @@ DELAYED = {
     "history of 16, not calibrated": _variant(_SHORT),
     "history of 16": _variant(_SHORT, calibrated=True),
     "newest amax, not calibrated": _variant(DelayedScaling(amax_history_length=1, amax_compute=MostRecent())),
-    "delayed, 20 steps of current first": Variant(_config("delayed"), first=_config("current"), first_steps=20),
+    "delayed, current in the first tenth": Variant(_config("current"), switches=((0.1, _config("delayed")),)),
     "current": _variant("current"),
 }
 
@@ -141,7 +142,59 @@ WITHOUT_ATTENTION = {"bf16 + 1 ulp": TWIN} | {
 }
 """8-bit recipes, with the projections of attention in bf16."""
 
-STRESS = {name: RECIPES[name] for name in RECIPES if name != "rowwise_wgrad_bf16"}
+
+def _in_part(recipe: str, *exclude: str, first: float = 0.0, last: float = 0.0) -> Variant:
+    """bf16 in the first and the last share of the steps, the recipe between them."""
+    config, calibrated = _config(recipe, *exclude), recipe in ("delayed", "static")
+    end = ((1.0 - last, None),) if last else ()
+    return (
+        Variant(None, calibrated, switches=((first, config), *end))
+        if first
+        else Variant(config, calibrated, switches=end)
+    )
+
+
+_SHARES = {"tenth": 0.1, "quarter": 0.25, "half": 0.5}
+_QUARTERS = {"first quarter": 0.0, "first and last quarter": 0.25}
+
+
+def _parts(recipe: str) -> dict[str, Variant]:
+    return {
+        recipe: _variant(recipe),
+        **{f"{recipe}, last {name} in bf16": _in_part(recipe, last=share) for name, share in _SHARES.items()},
+        **{f"{recipe}, first {name} in bf16": _in_part(recipe, first=share) for name, share in _SHARES.items()},
+        f"{recipe}, first and last tenth in bf16": _in_part(recipe, first=0.1, last=0.1),
+        f"{recipe}, first tenth and last quarter in bf16": _in_part(recipe, first=0.1, last=0.25),
+        f"{recipe}, first quarter and last tenth in bf16": _in_part(recipe, first=0.25, last=0.1),
+        f"{recipe}, first and last quarter in bf16": _in_part(recipe, first=0.25, last=0.25),
+    }
+
+
+def _quarters(recipe: str, *exclude: str, also: str = "") -> dict[str, Variant]:
+    return {
+        f"{recipe}, {also}{part} in bf16": _in_part(recipe, *exclude, first=0.25, last=last)
+        for part, last in _QUARTERS.items()
+    }
+
+
+PHASES = (
+    {"bf16 + 1 ulp": TWIN}
+    | _parts("current")
+    | _parts("nvfp4")
+    | _quarters("current", "*.attention.*", also="attention and ")
+    | _quarters("nvfp4", "*.attention.*", also="attention and ")
+    | _quarters("nvfp4", "blocks.blocks.0.*", also="first block and ")
+)
+"""A recipe in a part of the steps."""
+
+MIDDLE = {"bf16 + 1 ulp": TWIN} | {
+    name: variant
+    for recipe in ("delayed", "current", "rowwise", "rowwise_wgrad_bf16", "deepseek", "mxfp8", "static")
+    for name, variant in _quarters(recipe).items()
+}
+"""8-bit recipes with the first quarter of the steps in bf16, and the last one too."""
+
+STRESS = {name: RECIPES[name] for name in RECIPES if name not in ("rowwise_wgrad_bf16", "static")}
 
 SUITES = {
     "recipes": RECIPES,
@@ -149,6 +202,8 @@ SUITES = {
     "parts": PARTS,
     "attention": WITHOUT_ATTENTION,
     "nvfp4": NVFP4,
+    "phases": PHASES,
+    "middle": MIDDLE,
     "stress": STRESS,
 }
 """Variants by name; bf16 is compared with in each."""

@@ -183,16 +183,31 @@ def test_a_run_is_the_loop_written_out():
 
 
 @pytest.mark.more
-def test_one_ulp_and_first_steps():
-    schedule = Schedule(steps=4, every=2)
-    losses = lambda **variant: train(Lines(), schedule, Variant(**variant), 0)["losses"]
+def test_one_ulp_and_parts_of_training():
+    schedule = Schedule(steps=4, every=4)
+    losses = lambda *config, **variant: train(Lines(), schedule, Variant(*config, **variant), 0)["losses"]
     plain, ulp = losses(), losses(ulp=True)
     assert plain != ulp
     np.testing.assert_allclose(plain, ulp, rtol=1e-5)
-    short, current = fp8.Fp8Config(recipe=fp8.DelayedScaling(4)), fp8.Fp8Config(recipe="current")
-    switched, whole = losses(config=short, first=current, first_steps=2), losses(config=current)
+    delayed, current = fp8.Fp8Config(recipe=fp8.DelayedScaling(4)), fp8.Fp8Config(recipe="current")
+    switched, whole = losses(current, switches=((0.5, delayed),)), losses(current)
     assert switched[:2] == whole[:2]
     assert switched[2:] != whole[2:]
+    middle = losses(None, switches=((0.5, current), (0.75, None)))
+    assert middle[:2] == plain[:2]
+    assert len({plain[2], middle[2], whole[2]}) == len({plain[3], middle[3], whole[3]}) == 3
+    # Static scales come from calibration alone, which has to happen where the model is converted.
+    static = fp8.Fp8Config(recipe="static")
+    assert np.isfinite(losses(None, calibrated=True, switches=((0.5, static), (0.75, None)))).all()
+    np.testing.assert_equal(np.isfinite(losses(None, switches=((0.5, static),))), [True, True, False, False])
+
+
+@pytest.mark.more
+def test_switches_keep_weights_and_moments():
+    """Switching to the same configuration changes nothing where there is no state."""
+    current = fp8.Fp8Config(recipe="current")
+    losses = lambda *switches: train(Lines(), Schedule(steps=4, every=4), Variant(current, switches=switches), 0)
+    np.testing.assert_allclose(losses((0.25, current), (0.75, current))["losses"], losses()["losses"], rtol=1e-6)
 
 
 @pytest.mark.more
