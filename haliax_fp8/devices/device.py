@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import jax
 
 from .._numerics.formats import E4M3FNUZ, E5M2FNUZ, Format
-from .._numerics.require import nearest
+from .._numerics.nearest import nearest
 from .catalog import canonical, catalog, peaks
 from .peaks import Peaks
 from .units import FP8_UNITS, MX_UNITS as MX_UNITS, NO_UNITS as NO_UNITS, MatrixUnits

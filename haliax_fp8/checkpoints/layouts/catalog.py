@@ -1,6 +1,6 @@
 """The layouts by name."""
 
-from ..._numerics.require import nearest
+from ..._numerics.nearest import nearest
 from .base import AbstractLayout
 from .compressed_tensors import CompressedTensors, Strategy
 from .hugging_face import HuggingFaceFp8
