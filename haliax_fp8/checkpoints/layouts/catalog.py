@@ -19,7 +19,7 @@ named: dict[str, AbstractLayout] = {
     "W8A16": CompressedTensors(_CHANNEL, None),
     "modelopt": ModelOptFp8(),
 }
-"""In the order of who loads them."""
+"""By name, in the order in which messages list them."""
 
 PLAIN = "BF16"
 
