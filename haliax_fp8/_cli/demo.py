@@ -14,7 +14,7 @@ from haliax import Axis, NamedArray
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from .._numerics.require import nearest
+from .._numerics.nearest import nearest
 from ..demo import (
     MixtureOfExperts,
     Mlp,

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from .._numerics.require import nearest
+from .._numerics.nearest import nearest
 
 
 class UsageError(Exception):

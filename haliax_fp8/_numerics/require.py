@@ -1,9 +1,7 @@
 """Checks that many classes need, with errors that name the argument, its value and the remedy."""
 
-import difflib
 import math
 import numbers
-from collections.abc import Iterable
 from typing import Any
 
 
@@ -21,22 +19,6 @@ def require(name: str, value: object, kind: Any, example: str, of: str) -> None:
         kind_name = kind.__name__.removeprefix("Abstract")
         article = "an" if kind_name[0] in "AEIOU" else "a"
         raise ValueError(f"{name}={value!r} of {of} is not {article} {kind_name}; use {example}")
-
-
-def nearest(name: str, known: Iterable[str], count: int = 3) -> list[str]:
-    """The known names closest to an unknown one, ignoring case, closest first; may be empty.
-
-    Args:
-        name: The unknown name.
-        known: The known names.
-        count: How many to return at most.
-
-    Example:
-        >>> nearest("H10", ["a100", "h100", "cpu"])
-        ['h100', 'a100']
-    """
-    by_lower = {one.lower(): one for one in known}
-    return [by_lower[one] for one in difflib.get_close_matches(name.lower(), by_lower, n=count, cutoff=0.4)]
 
 
 def require_bool(name: str, value: object, of: str) -> None:

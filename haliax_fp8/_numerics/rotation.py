@@ -14,7 +14,7 @@ GROUP = 16
 """How many elements are rotated together."""
 
 ROTATION = "rotation"
-"""The scope of the rotation's own product, which tells it from the products whose operands it rotates."""
+"""The scope of the rotation's own product; the products whose operands it rotates are outside it."""
 
 # The same signs everywhere, as in TransformerEngine: both operands of a product need the same signs.
 _SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)

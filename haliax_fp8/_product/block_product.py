@@ -83,7 +83,7 @@ def native_product(
     Args:
         a: The first operand. Its scales are powers of two for blocks whose size along the last contracted axis is a
             multiple of 32.
-        b: The second operand, likewise.
+        b: The second operand, with scales of the same kind.
         dimensions: What is contracted; blocks run along the last pair of axes.
         dtype: Of the result; also that in which devices add up parts of the sum.
 

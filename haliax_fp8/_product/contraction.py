@@ -23,7 +23,7 @@ class AbstractContraction(abc.ABC):
     """The products that do not sum over their last contracted axis as a whole, but over groups of it."""
 
     own_state: bool = False
-    """Whether the groups that `extras` tells the sizes of are members of an ensemble, with a state each."""
+    """Whether each group is a member of an ensemble with a state of its own; `extras` holds the groups' sizes."""
 
     extras: int
     """The number of operands besides input and kernel; integers, not differentiated."""

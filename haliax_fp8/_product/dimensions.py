@@ -149,7 +149,11 @@ class DotDimensions:
         return self._gradient(batch, tuple(range(start, start + len(self.rhs_free))))
 
     def gradient_of_rhs(self) -> tuple["DotDimensions", tuple[int, ...]]:
-        """The product of the output's gradient with lhs that gives the gradient of rhs; returns as above."""
+        """The product of the output's gradient with lhs that gives the gradient of rhs.
+
+        Returns:
+            Its dimensions, and the permutation that brings its output into the layout of rhs.
+        """
         batch = tuple(range(len(self.lhs_batch)))
         start = len(batch)
         return self.swapped._gradient(batch, tuple(range(start, start + len(self.lhs_free))))

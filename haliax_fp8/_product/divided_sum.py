@@ -1,6 +1,6 @@
 """A product whose sum devices divide: each applies the scale to its part, before parts are added up.
 
-XLA adds up the parts of a divided sum right behind a product, and the scale comes after. So sums of several products,
+XLA adds up the parts of a divided sum right after a product, before the scale is applied. So sums of several products,
 such as the gradients of a tensor that q, k and v read, are added up one by one: between them are their scales. Here
 each device multiplies its part by the scale. Then XLA adds the products first, and devices send each other one sum.
 """

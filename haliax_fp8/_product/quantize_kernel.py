@@ -30,7 +30,7 @@ def quantize_kernel(
     Bit for bit what the products would quantize. Nothing is differentiated: gradients reach the kernel itself.
 
     Args:
-        kernel: The kernel, behind the axes of members.
+        kernel: The kernel; the axes of members come first.
         state: The state of its op; None for a stateless recipe.
         spec: What is static about its products; the contraction of the kernel's axes alone has to be right.
         gathered: How the copies are divided over the mesh, by the kernel's axes; None leaves that to XLA.
@@ -53,7 +53,7 @@ def _copies(
         if quantized_for not in found:
             quantized = quantize_operand(kernel, "kernel", product, scales, None, (), spec)
             if gathered is not None:
-                # Both copies come from what was gathered: behind a transposition, XLA would gather bfloat16.
+                # Both copies come from what was gathered: after a transposition, XLA would gather bfloat16.
                 data = divided(gathered_once(quantized.data), gathered)
                 quantized = dataclasses.replace(quantized, data=data)
             found[quantized_for] = quantized

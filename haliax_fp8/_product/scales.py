@@ -1,7 +1,15 @@
-"""Where scales are applied: to the result of a product, whichever way the product is computed.
+"""Scales applied to the result of a product, whichever way the product is computed.
 
-The exceptions apply scales within the sum, where they do not factor out of it: `block_product.py` those of blocks, and
-the Pallas kernels of `grouped/` those of rows and groups.
+Some products apply them elsewhere:
+
+- `block_product.py` those of blocks, which do not factor out of the sum: in hardware, or to the operands;
+- the Pallas kernels of `grouped/` those of rows and groups, inside the kernel;
+- FP8 attention: cuDNN those of what it multiplies, and `TensorScales` in `attention/emulated.py` those of its results,
+  and of all operands where it is emulated.
+
+An operand outside of a product gets its scale from `QuantizedArray.dequantize`, with three exceptions: `scaled_values`
+in `operands.py` (experts with a scale each), rows that `sharding/dispatch.py` has sent, and the vectors that
+`ServedEmbedding.embed` looks up in `serving/layers.py`. The functions of `ops/` follow Flax.
 """
 
 from collections.abc import Callable

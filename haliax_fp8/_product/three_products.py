@@ -188,7 +188,7 @@ def _fprop(
 def _own_input(input: QuantizedArray, kernel: QuantizedArray, spec: ProductSpec) -> QuantizedArray:
     """The input of fprop, kept apart from other layers' products of it."""
     if spec.sharer is None or automatic_axes():
-        # Behind a barrier for each product, devices would send each other the operand for each.
+        # With a barrier for each product, devices would send each other the operand for each.
         return input
     # The kernel's data, if the product reads them as they are stored; else its scale, for which they need not be there.
     ndim, axes = kernel.data.ndim, spec.batched.contracted("fprop")[1]
@@ -237,7 +237,7 @@ def backward(
             return None
         operand, of_grad = residuals.operand(other, scales, extras, spec), quantized_grad(product)
         if product == "wgrad" and "output_grad" in spec.recipe.quantized_once:
-            # cuBLASLt wants it transposed here. What was gathered for both products is behind a barrier already.
+            # cuBLASLt wants it transposed here. What was gathered for both products has a barrier already.
             separately = transposed_separately if None in dtypes else transposed_separately_on_one
             of_grad = dataclasses.replace(of_grad, data=separately(of_grad.data))
         both = (of_grad, operand) if product == "dgrad" else (operand, of_grad)

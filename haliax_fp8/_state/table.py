@@ -33,7 +33,7 @@ def first_table(scalings: tuple[AbstractScaling, ...]) -> np.ndarray | None:
 
 
 def guarded(rows: Array) -> Array:
-    """Rows without guards, with those of their scales behind them."""
+    """Rows that had no guards, each with the guard of its scale appended."""
     return lax.concatenate([rows, guard_of(lax.slice_in_dim(rows, 0, 1, axis=rows.ndim - 1))], rows.ndim - 1)
 
 

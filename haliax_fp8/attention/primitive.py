@@ -52,6 +52,8 @@ def fp8_attention(
     return fp8_attention_p.bind(query, key, value, state, spec=spec)
 
 
+# The names in jaxprs. They need not agree with the scope `FP8_ATTENTION` of `_product/names.py`: the preflight reads
+# neither, and finds fused attention by the calls of cuDNN.
 fp8_attention_p = Primitive("fp8_attention")
 fp8_attention_tangent_p = Primitive("fp8_attention_tangent")
 

@@ -51,7 +51,7 @@ def cotangent(
     numbers, scalings = to_float32(state), (scaling,) * len(TENSORS)
     if not is_record:
         if ensemble and not is_max_grad(state):
-            # A product tells copies of a state from members of an ensemble by their kernels; attention has none.
+            # A product knows by their kernels whether these are copies of one state; attention has no kernels.
             raise ValueError(
                 "an Fp8Attention has a state of its own for each example or member (an ensemble, or a lax.cond or "
                 "custom_vjp under vmap), and its gradient is taken with eqx.filter_grad, which would sum the amaxes of "

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 import jax
 
 from .._numerics.formats import E4M3FNUZ, E5M2FNUZ, Format
-from .._numerics.require import nearest
+from .._numerics.nearest import nearest
+from .._numerics.require import require
 from .catalog import canonical, catalog, peaks
 from .peaks import Peaks
 from .units import FP8_UNITS, MX_UNITS as MX_UNITS, NO_UNITS as NO_UNITS, MatrixUnits
@@ -77,6 +78,26 @@ class Device:
             raise ValueError(
                 f"device={name!r} is unknown; the nearest are {near or list(devices)}, out of {[*devices]}"
             )
+        return device
+
+    @staticmethod
+    def of(device: "Device | str", of: str) -> "Device":
+        """A device that was given as such or by its name.
+
+        Args:
+            device: The device, or its name.
+            of: The function or class that takes it, for the error.
+
+        Raises:
+            ValueError: If it is neither, or the name is unknown.
+
+        Example:
+            >>> Device.of("h100", of="describe") == Device.of(Device.by_name("h100"), of="describe")
+            True
+        """
+        if isinstance(device, str):
+            return Device.by_name(device)
+        require("device", device, Device, "a name such as 'h100', or 'local' for the local device", of=of)
         return device
 
     @property

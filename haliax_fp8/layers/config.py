@@ -8,7 +8,8 @@ from typing import Any
 import equinox as eqx
 from jaxtyping import DTypeLike
 
-from .._numerics.require import nearest
+from .._numerics.nearest import nearest
+from .._numerics.require import require_bool
 from .._product.arguments import floating_dtype
 from .._product.kernel_residual import KernelResidual
 from ..recipes.catalog import RecipeLike, aliases, as_recipe, named
@@ -94,8 +95,7 @@ class Fp8Config:
                 f"{', '.join(map(str, KernelResidual))}"
             )
         for name in ("scale_per_expert", "allow_dense_groups", "emulate"):
-            if not isinstance(value := getattr(self, name), bool):
-                raise ValueError(f"{name}={value!r} must be True or False")
+            require_bool(name, getattr(self, name), of="Fp8Config")
         if not isinstance(self.rules, tuple) or not all(isinstance(rule, LayerRule) for rule in self.rules):
             raise ValueError(
                 f"rules={self.rules!r} must be a tuple of LayerRule instances, such as (MyRule(), *default_rules); "

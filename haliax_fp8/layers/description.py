@@ -58,7 +58,7 @@ def describe(
     """
     _require_model_and_config(model, config)
     require_own_state(model)
-    named = Device.by_name(device) if isinstance(device, str) else device
+    named = None if device is None else Device.of(device, of="describe")
     place = Device.default() if named is None else named
     given = as_config(config)
     predict = given.only_if if predict is None else predict

@@ -21,7 +21,7 @@ class Multiplied:
     """A kernel as products take it.
 
     Args:
-        array: Its values, times the layer's factor, behind the axes of ensembles and stacks.
+        array: Its values, times the layer's factor; the axes of ensembles and stacks come first.
         contraction: Its products, with any input.
         leading: How many axes are in front.
         stack: The axes of the stacks among them, the last ones.

@@ -91,7 +91,7 @@ class FasterOn:
 
     @property
     def _device(self) -> Device:
-        return Device.by_name(self.device) if isinstance(self.device, str) else self.device
+        return Device.of(self.device, of="FasterOn")
 
     @property
     def _peaks(self) -> Peaks:

@@ -9,7 +9,7 @@ import equinox as eqx
 import numpy as np
 from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, KeyEntry, SequenceKey
 
-from .._numerics.require import nearest
+from .._numerics.nearest import nearest
 
 
 type Predicate = Callable[[str, Any], bool]

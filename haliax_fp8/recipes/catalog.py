@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 from .._numerics.formats import E2M1, E4M3
-from .._numerics.require import nearest
+from .._numerics.nearest import nearest
 from .._numerics.rounding import Stochastic
 from .recipe import Quantization, Recipe
 from .scaling import (

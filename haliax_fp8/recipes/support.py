@@ -7,7 +7,6 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from .._numerics.formats import E4M3, E5M2
-from .._numerics.require import require
 from .._tables import Printable
 from ..devices.device import FP8_UNITS, Device
 from ..devices.grouped import BLOCK, GroupedImplementation
@@ -79,8 +78,7 @@ def supported(recipe: RecipeLike, device: Device | str | None = None) -> Support
         FP8 products need compute capability 8.9 (Ada, Hopper, Blackwell), and it has 8.0
     """
     recipe = as_recipe(recipe)
-    device = Device.default() if device is None else Device.by_name(device) if isinstance(device, str) else device
-    require("device", device, Device, "a name such as 'h100', or None for the local device", of="supported")
+    device = Device.default() if device is None else Device.of(device, of="supported")
     if device.emulates:
         return Support(device, Outcome.EMULATED, "a CPU has no FP8 units; products are computed with the same rounding")
     products = {name: operands for name, operands in recipe.products.items() if operands[0].scaling.quantizes}

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._numerics.require import require_bool
 from .._op import Fp8DotGeneral
 from ..layers.default import default_rules
 from ..layers.ops import all_ops
@@ -65,9 +66,8 @@ def require_choices(*, microbatches: Any, donate: Any, has_aux: Any, monitor: An
             f"microbatches={microbatches!r} must be an integer of at least 1: into how many parts a step splits its "
             "batch"
         )
-    for name, value in (("donate", donate), ("has_aux", has_aux)):
-        if not isinstance(value, bool):
-            raise ValueError(f"{name}={value!r} must be True or False")
+    require_bool("donate", donate, of="TrainStep")
+    require_bool("has_aux", has_aux, of="TrainStep")
     if monitor is not None and not isinstance(monitor, Monitor):
         raise ValueError(
             f"monitor={monitor!r} does not say when to measure; use haliax_fp8.statistics.every(100), or None"

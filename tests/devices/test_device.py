@@ -2,10 +2,12 @@
 
 import re
 
+import equinox as eqx
 import jax
 import pytest
 from helpers import meant_for
 
+import haliax_fp8
 from haliax_fp8.devices import Device
 from haliax_fp8.devices.catalog import NotCompiled, canonical, catalog
 from haliax_fp8.devices.device import devices
@@ -105,6 +107,29 @@ def test_names_are_read_loosely(name):
 def test_unknown_names_are_refused_with_the_nearest():
     with pytest.raises(ValueError, match=r"device='h10' is unknown; the nearest are .*'h100'"):
         Device.by_name("h10")
+
+
+TAKES_A_DEVICE = {
+    "supported": lambda device: haliax_fp8.recipes.supported("delayed", device),
+    "describe": lambda device: haliax_fp8.describe(eqx.nn.Linear(16, 16, key=jax.random.key(0)), device=device),
+    "FasterOn": lambda device: haliax_fp8.layers.FasterOn(device, tokens=8192),
+    "rematerialize": lambda device: haliax_fp8.memory.rematerialize({}, device=device),
+}
+
+
+@pytest.mark.parametrize("name", TAKES_A_DEVICE)
+def test_what_is_no_device_is_refused_wherever_one_is_taken(name):
+    """JAX's own devices are what is easily mistaken for one."""
+    with pytest.raises(
+        ValueError, match=rf"device=.* of {name} is not a Device; use a name such as 'h100', or 'local'"
+    ):
+        TAKES_A_DEVICE[name](jax.devices()[0])
+
+
+def test_a_device_is_taken_as_it_is_and_names_are_looked_up():
+    unlisted = Device("cuda", "NVIDIA something")
+    assert Device.of(unlisted, of="describe") is unlisted
+    assert Device.of("H100", of="describe") == Device.by_name("h100")
 
 
 def test_the_device_that_is_here():

@@ -8,31 +8,34 @@ from haliax_fp8 import _jax
 
 
 def test_internals_are_the_ones_under_test():
-    """Names without a comment are under test in this folder."""
+    """A comment says where the names below it are under test, up to the next comment."""
     folder = pathlib.Path(inspect.getfile(_jax)).parent
     nodes = [node for path in folder.glob("*.py") for node in ast.walk(ast.parse(path.read_text()))]
     imports = [node for node in nodes if isinstance(node, ast.ImportFrom) and "jax._src" in (node.module or "")]
     needed = {f"{node.module}.{alias.name}" for node in imports for alias in node.names}
     assert needed == {
+        # `tests/jax/test_max_grad.py`.
         "jax._src.core",
-        # Under test in `tests/jax/test_cudnn_attention.py`, and with XLA's compiler in `tests/programs/`.
-        "jax._src.cudnn.fused_attention_stablehlo",
-        # Under test in `tests/programs/test_compiled_grouped.py`: off inside Pallas kernels.
-        "jax._src.config",
-        # Under test in `tests/sharding/test_blocks.py`.
-        "jax._src.custom_partitioning",
-        "jax._src.dispatch",
-        "jax._src.interpreters.mlir.custom_call",
-        # Under test in `tests/sharding/test_layouts.py`.
-        "jax._src.sharding_impls.SPMDAxisContext",
-        "jax._src.sharding_impls.ShardingContext",
-        "jax._src.xla_bridge",
         "jax._src.dtypes",
         "jax._src.earray",
-        "jax._src.ad_util.Zero",
-        "jax._src.interpreters.ad",
-        "jax._src.interpreters.partial_eval",
         "jax._src.interpreters.pxla",
         "jax._src.lax.lax.from_edtype_p",
         "jax._src.lax.lax.to_edtype_p",
+        # `tests/jax/test_linearization.py`.
+        "jax._src.ad_util.Zero",
+        "jax._src.interpreters.ad",
+        # `tests/jax/test_opaque.py`.
+        "jax._src.interpreters.partial_eval",
+        # `tests/programs/test_compiled_grouped.py`: off inside Pallas kernels.
+        "jax._src.config",
+        # `tests/jax/test_cudnn_attention.py`, and with XLA's compiler in `tests/programs/test_compiled_attention.py`.
+        "jax._src.cudnn.fused_attention_stablehlo",
+        "jax._src.xla_bridge",
+        # `tests/sharding/test_blocks.py`.
+        "jax._src.custom_partitioning",
+        "jax._src.dispatch",
+        "jax._src.interpreters.mlir.custom_call",
+        "jax._src.sharding_impls.SPMDAxisContext",
+        # `tests/sharding/test_blocks.py`, and with XLA's compiler in `tests/programs/test_several_devices.py`.
+        "jax._src.sharding_impls.ShardingContext",
     }

@@ -704,7 +704,7 @@ def test_a_target_in_a_model_without_layers():
         ({"exclude": [None]}, "exclude holds None"),
         ({"overrides": {3: None}}, "overrides holds 3"),
         ({"targets": ""}, "targets holds an empty string"),
-        ({"emulate": "yes"}, "emulate='yes' must be True or False"),
+        ({"emulate": "yes"}, "emulate='yes' of Fp8Config must be True or False"),
         ({"rules": (eqx.nn.Linear,)}, "rules=.* must be a tuple of LayerRule instances"),
         ({"rules": (haliax_fp8.layers.EquinoxLinear,)}, "rules=.* must be a tuple of LayerRule instances"),
         ({"rules": haliax_fp8.layers.EquinoxLinear()}, "rules=.* must be a tuple of LayerRule instances"),

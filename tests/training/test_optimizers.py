@@ -285,7 +285,7 @@ WRONG_ARGUMENTS = {
     "a rate": (loss_fn, 1e-3, {}, r"optimizer=0.001 is not an optimizer; .* optax.adamw\(1e-3\)"),
     "not called": (loss_fn, optax.sgd, {}, r"optimizer=<function sgd .*call it to make one; .* optax.adamw\(1e-3\)"),
     "a class": (loss_fn, optax.MultiSteps, {}, r"MultiSteps'> is not an optimizer; call it to make one"),
-    "donate": (loss_fn, optax.sgd(0.1), {"donate": "model"}, "donate='model' must be True or False"),
+    "donate": (loss_fn, optax.sgd(0.1), {"donate": "model"}, "donate='model' of TrainStep must be True or False"),
 }
 
 

@@ -23,7 +23,7 @@ from .names import Leaf, described, is_saved, leaves_of
 from .source import HostArrays
 
 
-# Behind the index: its length and this mark.
+# After the index come its length and this mark.
 _MARK = b"haliax_fp8 names"
 # How each array of Equinox's files begins: NumPy's format.
 _ARRAY = b"\x93NUMPY"

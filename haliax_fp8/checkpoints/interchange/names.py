@@ -35,7 +35,7 @@ def leaves_of(tree: Any) -> Iterator[Leaf]:
     for path, node in jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_whole)[0]:
         name = path_string(path)
         if isinstance(node, OpState):
-            # Without one, as in the moments of an optimizer that trains part of a model, it is no state.
+            # An op without a table, as in the moments of an optimizer that trains part of a model, has no state.
             yield Leaf(f"{name}.table", node.table.array, None if node.table.array is None else node)
         elif isinstance(node, hax.NamedArray):
             yield Leaf(name, node.array)

@@ -1,6 +1,6 @@
 """The layouts by name."""
 
-from ..._numerics.require import nearest
+from ..._numerics.nearest import nearest
 from .base import AbstractLayout
 from .compressed_tensors import CompressedTensors, Strategy
 from .hugging_face import HuggingFaceFp8
@@ -19,7 +19,7 @@ named: dict[str, AbstractLayout] = {
     "W8A16": CompressedTensors(_CHANNEL, None),
     "modelopt": ModelOptFp8(),
 }
-"""In the order of who loads them."""
+"""By name, in the order in which messages list them."""
 
 PLAIN = "BF16"
 

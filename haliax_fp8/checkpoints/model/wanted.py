@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ..._numerics.require import nearest
+from ..._numerics.nearest import nearest
 from ...layers.rule import LayerRule
 from ...layers.tensor_names import JOINED
 from ..names import NameMap

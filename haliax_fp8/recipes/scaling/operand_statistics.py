@@ -213,7 +213,8 @@ def share_of_active(sizes: Int[Array, "*members groups"], members: Members) -> F
     """The share of groups that have rows; the largest over devices, of which each may have groups of its own.
 
     Args:
-        sizes: How many rows each group has; behind the members' axes, those of examples with groups of their own.
+        sizes: How many rows each group has. The axes of members come first, then those of examples with groups of
+            their own.
         members: Whose statistics are taken; not groups.
     """
     has_rows = jnp.any(sizes > 0, axis=tuple(range(members.ensemble, sizes.ndim - 1)))

@@ -80,7 +80,7 @@ class Twin(eqx.Module):
         *,
         out_sharding: object = None,
     ) -> Float[Array, "rows outputs"]:
-        """Multiplies as `lax.ragged_dot` does; likewise."""
+        """Multiplies as `lax.ragged_dot` does; with the op in the converted model."""
         del out_sharding
 
         def multiply(ragged_dot: Callable[..., Array], input: Array, kernel: Array, sizes: Array) -> Array:

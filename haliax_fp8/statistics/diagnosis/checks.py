@@ -30,7 +30,7 @@ def not_finite(all: list[Operand], thresholds: Thresholds) -> Iterable[Finding]:
     del thresholds
     bad = [operand for operand in all if operand["nonfinite"] > 0]
     for name, order, product in (("kernel", 0, "fprop and dgrad"), ("input", 0, "fprop"), ("output_grad", -1, "dgrad")):
-        # A kernel spoils the inputs behind it, an input the gradients; and gradients come from the last layer.
+        # A kernel spoils the inputs of later layers, an input the gradients; and gradients come from the last layer.
         if of_name := [operand for operand in bad if operand.name == name]:
             others = len(bad) - 1
             more = f"; {others} more operands follow from it or have some as well" if others else ""

@@ -43,7 +43,8 @@ def experts_without_rows(all: list[Operand], thresholds: Thresholds) -> Iterable
 def dead(all: list[Operand], thresholds: Thresholds) -> Iterable[Finding]:
     """Layers that nothing goes into, or that get no gradient.
 
-    Without those behind a kernel of zeros, as LoRA's, and those whose gradient was flushed to zero on its way.
+    Two kinds are left out: layers in one module with a kernel of zeros, as in LoRA, and layers whose gradient was
+    flushed to zero on its way.
     """
     del thresholds
     flushed = any(o.name == "output_grad" and o["underflow"] > _NEARLY_ALL for o in all)

@@ -32,7 +32,7 @@ class BlackBox(Printable):
 
     Args:
         input: The layer's input, as its product takes it: with the axes that `vmap` mapped.
-        kernel: Its weight, likewise.
+        kernel: Its weight, as its product takes it.
         output_grad: The gradient of the product.
         state: The table of the op's state, before the step; None for a stateless recipe.
         key: The words of the key that rounding draws from; None without one.

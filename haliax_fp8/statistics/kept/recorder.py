@@ -146,7 +146,7 @@ class _Folded:
         return jnp.broadcast_to(x.reshape(*own, *rest), (*sizes, *rest))
 
     def output(self, x: Array) -> Array:
-        """The output, or its gradient, likewise."""
+        """The output, or its gradient, with every member's axis in front."""
         kept = [i for i, is_member in enumerate(self.is_member) if is_member]
         x = jnp.moveaxis(x, kept, range(len(kept)))
         for i, out in enumerate(self.outs):

@@ -76,8 +76,8 @@ class Replay(Printable):
         """One product under one recipe.
 
         Args:
-            recipe: As in `Replayed`.
-            product: Likewise.
+            recipe: The recipe's name, or "as trained".
+            product: "fprop", "dgrad" or "wgrad".
         """
         return next(x for x in self.products if (x.recipe, x.product) == (recipe, product))
 
