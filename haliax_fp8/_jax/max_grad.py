@@ -129,7 +129,7 @@ class _MaxGradDType(dtypes.ExtendedDType):
         return isinstance(other, _MaxGradDType) and self._key == other._key
 
     # There are only a few of these types, and JAX hashes them dozens of times for each array: one hash serves all.
-    __hash__ = (0).__hash__
+    __hash__ = (0).__hash__  # pyright: ignore[reportAssignmentType]
 
     @functools.cached_property
     def _key(self) -> tuple[Any, ...]:
