@@ -75,7 +75,11 @@ def findings(step: Program, baseline: Program | None, target: Target) -> tuple[s
         count = sum(product.executions for product in padded)
         found.append(f"{count} FP8 products are padded, because sizes are not multiples of 16: {', '.join(sizes)}")
     if wide := _runs(step, lambda product: product.compute == "f32"):
-        found.append(f"{wide} products take weights in float32, as the model computes in float32: cast it to bfloat16")
+        # XLA may leave out a cast to bfloat16 that is followed by the quantization, so the model may have one.
+        found.append(
+            f"{wide} products quantize weights from float32: unless the loss casts the model to bfloat16, it computes "
+            "in float32; cast_params(model, jnp.bfloat16) casts it"
+        )
     in_float32 = sum(product.flops for product in baseline.products if product.written == "f32") if baseline else 0
     if baseline is not None and 2 * in_float32 > baseline.flops:
         found.append("the baseline computes in float32: compare with bf16, which is also faster without FP8")
