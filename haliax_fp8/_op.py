@@ -196,7 +196,7 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
         check_groups(lhs, rhs, group_sizes)
         require_state(self.state, self.recipe, groups=rhs.shape[:1] if self.state_per_group else ())
         implementation = implementation_for(self.recipe, allow_dense=self.allow_dense_groups)
-        contraction = RaggedContraction(implementation=implementation, own_state=self.state_per_group)
+        contraction = RaggedContraction(implementation=implementation, state_per_group=self.state_per_group)
         spec = self._spec(contraction, lhs, rhs, precision, preferred_element_type)
         return self._multiply((lhs, rhs), (group_sizes,), spec, sharding_of_groups(lhs, rhs, out_sharding))
 
@@ -264,7 +264,7 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
             out_dtype=out_dtype,
             precision=precision_of(precision),
             state=None if self.state is None else self.state.form(stacked=self._is_stacked),
-            ensemble=int(contraction.own_state),
+            ensemble=int(contraction.state_per_group),
             has_key=self.has_key,
             requantizes=self.kernel_residual.requantizes(
                 measures_again=self.recipe.measures_kernel_again, stacked=self._is_stacked

@@ -22,7 +22,7 @@ class AbstractContraction(abc.ABC):
     groups: frozenset[ProductName] = frozenset()
     """The products that do not sum over their last contracted axis as a whole, but over groups of it."""
 
-    own_state: bool = False
+    state_per_group: bool = False
     """Whether each group is a member of an ensemble with a state of its own; `extras` holds the groups' sizes."""
 
     extras: int

@@ -44,7 +44,7 @@ class Scales(NamedTuple):
 
     def of_both(self, product: ProductName, spec: ProductSpec) -> Array | None:
         """The product of two operands' scales, where it is computed already, or belongs to a group of rows."""
-        if spec.contraction.own_state:
+        if spec.contraction.state_per_group:
             first, second = (
                 self.operands[operand] if spec.takes_stored_scale(operand, product) else jnp.float32(1.0)
                 for operand in OPERANDS[product]
@@ -121,7 +121,7 @@ def quantize_operand(
     )
     quantized = scaling.quantize(x, use)
     # Where groups have states, the product applies their scales.
-    return dataclasses.replace(quantized, scale=jnp.float32(1.0)) if spec.contraction.own_state else quantized
+    return dataclasses.replace(quantized, scale=jnp.float32(1.0)) if spec.contraction.state_per_group else quantized
 
 
 def _stored(
@@ -131,7 +131,7 @@ def _stored(
     if scales is None:
         return None
     stored = scales.operands[operand]
-    if not spec.contraction.own_state or operand == "kernel":
+    if not spec.contraction.state_per_group or operand == "kernel":
         return stored
     return of_each_row(stored, extras[0], x.shape[spec.ensemble - 1])
 
@@ -175,7 +175,9 @@ def from_saved(
     if isinstance(saved, QuantizedArray):
         return saved
     assert spec.takes_stored_scale(operand, product) and scales is not None
-    scale = jnp.float32(1.0) if spec.contraction.own_state else of_all_elements(scales.operands[operand], saved.ndim)
+    scale = (
+        jnp.float32(1.0) if spec.contraction.state_per_group else of_all_elements(scales.operands[operand], saved.ndim)
+    )
     return QuantizedArray(saved, scale, scale_bits=spec.scale_bits(operand))
 
 
@@ -184,7 +186,7 @@ def scaled_values(
 ) -> Array:
     """An operand's values in float32; those of groups with a state each have their scales there."""
     values = x.dequantize()
-    if not spec.contraction.own_state or scales is None:
+    if not spec.contraction.state_per_group or scales is None:
         return values
     scale = scales.operands[operand]
     if operand != "kernel":
@@ -213,13 +215,15 @@ def measured_parts(
     scaling, count = getattr(spec.recipe, operand).scaling, numbers_of(spec.recipe.scalings)
     if not (isinstance(scaling, AbstractStatefulScaling) and scaling.numbers):
         return jnp.zeros((*state.shape[: spec.ensemble], count, 1), x.dtype)
-    own_state, has_groups = spec.contraction.own_state, bool(spec.contraction.groups)
+    state_per_group, has_groups = spec.contraction.state_per_group, bool(spec.contraction.groups)
     if isinstance(scaling, MeasuredScaling):
         members = Members(spec.ensemble, axes_to_reduce((x,), varying_axes(state)))
-        active = share_of_active(extras[0], members) if has_groups and not own_state and operand != "kernel" else None
-        if own_state and operand != "kernel":
+        active = (
+            share_of_active(extras[0], members) if has_groups and not state_per_group and operand != "kernel" else None
+        )
+        if state_per_group and operand != "kernel":
             members = members.of_groups(extras[0], x.shape[spec.ensemble - 1])
-        if own_state and (scales := scales_of(state, spec)) is not None:
+        if state_per_group and (scales := scales_of(state, spec)) is not None:
             # The product applies them, so the quantized operand does not have them.
             scale = scales.operands[operand]
             scale = scale if operand == "kernel" else of_each_row(scale, extras[0], x.shape[spec.ensemble - 1])
@@ -227,7 +231,7 @@ def measured_parts(
         values = scaling.measure_members(x, quantized, members, active)
     else:
         values = scaling.measure(x, quantized, spec.ensemble)
-        if own_state and operand != "kernel":
+        if state_per_group and operand != "kernel":
             # Of each row, then of each group.
             values = largest_of_groups(jnp.max(values, axis=-1), extras[0])[..., None]
     if (missing := count - values.shape[-2]) > 0:

@@ -1,4 +1,7 @@
-"""Demo: language models in plain Haliax, which the preflight's `--demo`, examples and benchmarks use to try FP8."""
+"""Demo: language models in plain Haliax, which the preflight's `--demo`, examples and benchmarks use to try FP8.
+
+Read them and copy from them: their names and arguments may change without notice.
+"""
 
 from .fused import fused_causal_attention as fused_causal_attention
 from .hugging_face import hugging_face_config as hugging_face_config

@@ -139,7 +139,7 @@ class ServedKernel(eqx.Module):
         recipe = self.scheme.recipe
         assert recipe is not None
         implementation = implementation_for(recipe, allow_dense=False)
-        contraction = RaggedContraction(implementation=implementation, own_state=self.per_expert)
+        contraction = RaggedContraction(implementation=implementation, state_per_group=self.per_expert)
         return self._multiply(rows, self._of_one_layer(), (group_sizes,), contraction)
 
     def _of_one_layer(self) -> QuantizedArray:

@@ -68,7 +68,7 @@ def served_kernel(path: str, rule: LayerRule, layer: Any, stack: tuple[hax.Axis,
     if scheme.stored:
         op = _with_scales(name, op, scheme)
         assert isinstance(op.state, OpState)
-        contraction = RaggedContraction(own_state=True) if per_expert else found.contraction
+        contraction = RaggedContraction(state_per_group=True) if per_expert else found.contraction
         spec, state = _spec_of(op, op.state, contraction, found), to_float32(op.state.array)
         scheme = dataclasses.replace(scheme, format=op.recipe.kernel.format)
     quantized, input_scale = _quantized(
@@ -127,7 +127,7 @@ def _spec_of(op: Fp8DotGeneral, state: OpState, contraction: Any, found: Multipl
         precision=lax.Precision.DEFAULT,
         state=state.form(stacked=False),
         # Experts that each have a state are members of an ensemble.
-        ensemble=found.leading + contraction.own_state,
+        ensemble=found.leading + contraction.state_per_group,
     )
 
 
@@ -149,7 +149,7 @@ def _quantized(
     if "kernel" in scheme.stored:
         assert spec is not None
         quantized = quantize_operand(array, "kernel", "fprop", scales, None, (), spec)
-        if spec.contraction.own_state:
+        if spec.contraction.state_per_group:
             assert scales is not None
             of_experts = lax.expand_dims(scales.operands["kernel"], (leading + 1, leading + 2))
             quantized = dataclasses.replace(quantized, scale=of_experts)

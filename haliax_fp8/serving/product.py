@@ -52,7 +52,7 @@ class ServedProduct:
     def batched(self) -> AbstractContraction:
         """The contraction with the axes of the ensemble."""
         # Experts that each have a scale are members too, in all arrays but the rows.
-        return self.contraction.with_batch_axes(self.ensemble + self.contraction.own_state)
+        return self.contraction.with_batch_axes(self.ensemble + self.contraction.state_per_group)
 
 
 def served_product(
@@ -152,7 +152,7 @@ def _multiply(
         quantized = QuantizedArray(not_joined(input, kernel), jnp.ones((), jnp.float32))
         kernel = dataclasses.replace(kernel, data=lax.convert_element_type(kernel.data, input.dtype))
         return round_to(_product(quantized, kernel, extras, spec, dtype), spec.out_dtype)
-    if spec.contraction.own_state:
+    if spec.contraction.state_per_group:
         return round_to(_product_of_experts(input, kernel, input_scale, extras, spec, dtype), spec.out_dtype)
     quantized = quantized_input(input, input_scale, spec)
     # After the cast: XLA may keep extra bits of a value that it rounds twice; here it does so as in training.

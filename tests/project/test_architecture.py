@@ -15,6 +15,7 @@ import haliax_fp8
 
 
 ROOT = Path(haliax_fp8.__file__).parent
+REPOSITORY = ROOT.parent
 
 # A folder (or a file beside the folders) may import those of the lines above its own, never one of its own line.
 # Folders whose names begin with an underscore are private.
@@ -283,11 +284,46 @@ def test_no_file_has_the_name_of_an_export(folder):
             assert getattr(importlib.import_module(name.rpartition(".")[0]), path.stem) is module
 
 
-@pytest.mark.parametrize("folder", ["_jax", "_product"])
-def test_readmes_name_every_file(folder):
-    text = (ROOT / folder / "README.md").read_text()
-    missing = [path.name for path in (ROOT / folder).glob("[a-z]*.py") if f"`{path.name}`" not in text]
-    assert not missing
+def files_in_tables(text: str) -> set[str]:
+    """The Python files that a page's tables name in backticks, some with a test's name after them."""
+    rows = [line for line in text.splitlines() if line.startswith("|")]
+    return {name for row in rows for name in re.findall(r"`([\w./]+\.py)(?:::\w+)?`", row)}
+
+
+READMES = [
+    path for top in (ROOT, REPOSITORY / "examples") for path in top.rglob("README.md") if "| file |" in path.read_text()
+]
+over_readmes = pytest.mark.parametrize("readme", READMES, ids=lambda path: path.relative_to(REPOSITORY).as_posix())
+
+
+@over_readmes
+def test_tables_of_readmes_name_every_file(readme):
+    folder = readme.parent
+    found = {path.relative_to(folder).as_posix() for path in folder.rglob("[a-z]*.py")}
+    assert found - files_in_tables(readme.read_text()) == set()
+
+
+@over_readmes
+def test_files_in_tables_of_readmes_exist(readme):
+    tops = readme.parent, ROOT, REPOSITORY
+    named = files_in_tables(readme.read_text())
+    assert [name for name in sorted(named) if not any((top / name).is_file() for top in tops)] == []
+
+
+def test_this_file_sees_readmes():
+    assert {f"haliax_fp8/{folder}" for folder in ("_jax", "_product", "_state")} <= {
+        path.parent.relative_to(REPOSITORY).as_posix() for path in READMES
+    }
+    page = "`a.py`\n\n| `b.py`, `c/d.py` | `e.py::test_e` and `f` |\n"
+    assert files_in_tables(page) == {"b.py", "c/d.py", "e.py"}
+
+
+def test_contributing_lists_the_folders_as_this_file_does():
+    """In the same order: its table says that a folder imports only what stands above it."""
+    _, _, table = (REPOSITORY / "CONTRIBUTING.md").read_text().partition("| folder | what is there |\n|---|---|\n")
+    first_cells = [re.match(r"\| `(\w+)(?:/|\.py)` \|", row) for row in table.partition("\n\n")[0].splitlines()]
+    listed = [cell and cell[1] for cell in first_cells]
+    assert listed == [room for line in FLOORS[:-1] for room in line]
 
 
 def definitions(tree: ast.Module) -> Iterator[ast.ClassDef | ast.FunctionDef]:

@@ -31,13 +31,13 @@ class RaggedContraction(AbstractContraction):
     Args:
         batch: The number of leading axes of all operands and the product; each entry is a separate product.
         implementation: What multiplies.
-        own_state: Whether each group has a state of its own, and so scales: the last axis of the ensemble numbers
+        state_per_group: Whether each group has a state of its own, and so scales: the last axis of the ensemble numbers
             groups, and rows do not have it.
     """
 
     batch: int = 0
     implementation: GroupedImplementation = GroupedImplementation.XLA
-    own_state: bool = False
+    state_per_group: bool = False
 
     extras = 1
     groups = frozenset[ProductName]({"wgrad"})
@@ -48,13 +48,13 @@ class RaggedContraction(AbstractContraction):
 
     def with_batch_axes(self, count: int) -> "RaggedContraction":
         """Batched over `count` more leading axes; of these, one may number the groups."""
-        return dataclasses.replace(self, batch=self.batch + count - self.own_state)
+        return dataclasses.replace(self, batch=self.batch + count - self.state_per_group)
 
     def fold(
         self, operands: Sequence[Array], axes: Sequence[int | None], size: int, ensemble: int
     ) -> tuple[Sequence[Array], "RaggedContraction", int]:
         """A batch axis of every operand: examples have their own groups."""
-        if self.own_state:
+        if self.state_per_group:
             raise ValueError(
                 "vmap maps a grouped product whose experts have a state each (scale_per_expert=True) over examples "
                 "that share it; call it once for the rows of all examples, or convert with scale_per_expert=False"
@@ -97,4 +97,4 @@ class RaggedContraction(AbstractContraction):
         return divided_over_devices(self._one_device(product, precision, dtype), a, b, group_sizes, scale)
 
     def _one_device(self, product: ProductName, precision: lax.PrecisionLike, dtype: np.dtype) -> OneDevice:
-        return OneDevice(product, self.implementation, self.batch, self.own_state, precision, dtype)
+        return OneDevice(product, self.implementation, self.batch, self.state_per_group, precision, dtype)

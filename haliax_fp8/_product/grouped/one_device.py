@@ -33,7 +33,7 @@ class OneDevice:
         product: Which of the three.
         implementation: What multiplies.
         batch: The number of leading axes of all operands, which number members.
-        own_state: Whether each group has a scale of its own.
+        state_per_group: Whether each group has a scale of its own.
         precision: Of the product.
         dtype: Of the result.
     """
@@ -41,7 +41,7 @@ class OneDevice:
     product: ProductName
     implementation: GroupedImplementation
     batch: int
-    own_state: bool
+    state_per_group: bool
     precision: lax.PrecisionLike
     dtype: np.dtype
 
@@ -62,12 +62,12 @@ class OneDevice:
                 None if it is not known.
         """
         if self.implementation is not GroupedImplementation.XLA and takes(a, b):
-            of_groups = scale if self.own_state else None
+            of_groups = scale if self.state_per_group else None
             return grouped_product(
                 self.implementation, self.product, a, b, group_sizes, self.precision, self.dtype, of_groups
             )
         dot = self.dot(group_sizes)
-        if self.own_state and self.product != "wgrad":
+        if self.state_per_group and self.product != "wgrad":
             assert scale is not None
             of_rows = of_each_row(scale, group_sizes, a.data.shape[self.batch])
             return each_row_scaled(dot(a.data, b.data), of_rows, self.dtype)
