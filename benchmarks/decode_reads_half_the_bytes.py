@@ -2,7 +2,7 @@
 
     uv run benchmarks/decode_reads_half_the_bytes.py [--json FILE] [--markdown] [--target h100]
 
-Four blocks of Llama-8B with something elementwise in attention's place, one after the other, for 1, 16 and 256 rows.
+Four blocks of Llama-8B with something elementwise instead of attention, one after the other, for 1, 16 and 256 rows.
 `quantize_for_inference` makes them of a model in bf16, or of one that trains with delayed scaling. Compiled for a GPU
 that this machine need not have, with XLA's defaults, where Triton kernels multiply too, and with cuBLASLt alone.
 Arguments and temporaries are XLA's; what launches besides products move is read from the program. Nothing runs, so that

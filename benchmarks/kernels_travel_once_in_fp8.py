@@ -2,10 +2,10 @@
 
     uv run benchmarks/kernels_travel_once_in_fp8.py [--json FILE] [--markdown] [--target h100]
 
-Training steps for eight devices, as XLA divides them: two blocks of Llama-8B with something elementwise in attention's
-place, 8192 tokens per device, AdamW, float32 weights, bf16 activations; and an MLP, 4096 -> 14336 -> 4096, with four
-microbatches. Compiled for GPUs that this machine need not have, without Triton's products. What devices send each other
-is read from the program. Nothing runs.
+Training steps for eight devices, as XLA divides them: two blocks of Llama-8B with something elementwise instead of
+attention, 8192 tokens per device, AdamW, float32 weights, bf16 activations; and an MLP, 4096 -> 14336 -> 4096, with
+four microbatches. Compiled for GPUs that this machine need not have, without Triton's products. What devices send each
+other is read from the program. Nothing runs.
 """
 
 import argparse

@@ -42,7 +42,7 @@ def host_step(host: HostOptimizer) -> Any:
 
 
 def main() -> None:
-    """Prints a line for each place of the optimizer's state."""
+    """Prints a line for each memory that may hold the optimizer's state."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--target", default="h100")
     parser.add_argument("--layers", type=int, default=32)

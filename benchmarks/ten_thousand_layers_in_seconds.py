@@ -29,7 +29,7 @@ def haliax_layers(count: int) -> Any:
     """Blocks of two Haliax layers each."""
     In, Out = hax.make_axes(embed=4, mlp=8)
     up, down = hnn.Linear.init(In, Out, key=jax.random.key(0)), hnn.Linear.init(Out, In, key=jax.random.key(1))
-    # Copies: a layer that is in two places is converted once. They share their arrays, which nothing here looks into.
+    # Copies: a layer that is at two paths is converted once. They share their arrays, which nothing here looks into.
     return {"blocks": [{"up": dataclasses.replace(up), "down": dataclasses.replace(down)} for _ in range(count // 2)]}
 
 

@@ -55,7 +55,7 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
         kernel_shape: The sizes of the kernel's free axes, if known. `einsum` may swap the operands; these sizes tell
             the kernel from the input. If they do not decide (or are None), the kernel is the second operand.
         stack: The axes of the layer stack that the op's layer is in; these are the leading axes of state and key.
-        has_key: Whether `key` was given one. Not None in place of zeros: a model keeps its structure when it gets keys.
+        has_key: Whether `key` was given one. Not None instead of zeros: a model keeps its structure when it gets keys.
         kernel_residual: What the backward pass keeps of the kernel; `fp8_linear_layers` sets it from its configuration.
         allow_dense_groups: Whether `ragged_dot` may multiply every row by the kernels of all groups where the device
             has no grouped products in FP8, or none for the recipe; also set from the configuration.
@@ -158,7 +158,7 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
         contraction = DotContraction.of(dimension_numbers, self.kernel_shape, lhs.shape, rhs.shape)
         sharding = sharding_of_product(lhs, rhs, contraction.dimensions.numbers, out_sharding)
         # From here on the input comes first; the contraction alone knows how they are multiplied.
-        input, kernel = contraction.placed(lhs, rhs)
+        input, kernel = contraction.ordered(lhs, rhs)
         spec = self._spec(contraction, input, kernel, precision, preferred_element_type)
         return self._multiply((input, kernel), (), spec, sharding)
 

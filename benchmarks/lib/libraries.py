@@ -56,7 +56,7 @@ class Library:
 
     Args:
         convert: Makes a model in bf16 multiply so.
-        gradient: `eqx.filter_grad`, or what the library has in its place.
+        gradient: `eqx.filter_grad`, or what the library has instead.
         apply: The model after a step, from updates and overwrites.
     """
 

@@ -17,7 +17,7 @@ from lib.libraries import in_bf16
 
 
 def mix(query: hax.NamedArray, key: hax.NamedArray, value: hax.NamedArray) -> hax.NamedArray:
-    """In attention's place, elementwise, so that the program has the traffic of the linear layers and little else."""
+    """Instead of attention, elementwise, so that the program has the traffic of the linear layers and little else."""
     return query + key * value
 
 

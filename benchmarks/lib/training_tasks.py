@@ -132,7 +132,7 @@ class LanguageTask(AbstractTask):
         return ByteLoss(self.dtype)
 
     def batches(self, seed: int, steps: int) -> Batches:
-        """Windows at random places."""
+        """Windows at random positions."""
         corpus = self.corpus
         return (np.stack([corpus.batch(seed, step, self.batch, self.length) for step in range(steps)]),)
 

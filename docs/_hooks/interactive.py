@@ -15,7 +15,7 @@ from haliax_fp8.recipes.recipe import ProductName
 from haliax_fp8.recipes.scaling import stores_scale
 
 
-# With a table right below, which it takes the place of: pages are also read without being built.
+# With a table right below, which it replaces: pages are also read without being built.
 MARK = re.compile(r"<!-- interactive: ([a-z-]+) -->\n((?:\|.*\n)*)")
 
 # A power of two that blocks of every size divide.

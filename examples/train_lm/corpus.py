@@ -35,7 +35,7 @@ class Corpus:
         """The training batch of a step: a pure function of its arguments, so a resumed run sees the same batches.
 
         Returns:
-            `(batch_size, length + 1)`, int32: windows at random places; the extra byte is the last target.
+            `(batch_size, length + 1)`, int32: windows at random positions; the extra byte is the last target.
         """
         starts = np.random.default_rng([seed, step]).integers(0, len(self.train) - length, batch_size)
         return self.train[starts[:, None] + np.arange(length + 1)].astype(np.int32)

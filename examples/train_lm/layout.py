@@ -38,7 +38,7 @@ class Layout:
         with jax.set_mesh(self.mesh), hax.axis_mapping(dict(self.activations)):
             yield
 
-    def place[T](self, tree: T) -> T:
+    def divided[T](self, tree: T) -> T:
         """A model, or an optimizer's state, on its devices; what is there already is not moved."""
         if self.mesh is None:
             return tree

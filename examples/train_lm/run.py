@@ -73,14 +73,14 @@ class Run:
             return False
         old = self.model
         self.model = fp8_linear_layers(old, self.config) if to_fp8 else restore_linear_layers(old)
-        self.model = self.layout.place(self.model)
+        self.model = self.layout.divided(self.model)
         self.opt_state = transfer_optimizer_state(self.opt_state, old, self.model)
         self.is_converted = to_fp8
         return to_fp8
 
     def calibrate(self, step: TrainStep, batch: jax.Array) -> None:
         """Fills scales and histories from a batch, so that the first step in FP8 already has gradients."""
-        self.model = self.layout.place(step.calibrate(self.model, batch))
+        self.model = self.layout.divided(step.calibrate(self.model, batch))
 
     def measure(self, step: TrainStep, batch: jax.Array, key: jax.Array) -> None:
         """Records the shares of elements that quantization clips and flushes to zero, over a batch."""
@@ -104,7 +104,7 @@ class Run:
         start = time.perf_counter()
         *state, metrics = step(self.model, self.opt_state, batch, key=key)
         # XLA may divide results otherwise than arguments; the next step would then be another program.
-        self.model, self.opt_state = self.layout.place(tuple(state))
+        self.model, self.opt_state = self.layout.divided(tuple(state))
         # Reading the numbers waits for the device, so this times the step, not its dispatch.
         loss = float(metrics["loss"])
         self.seconds.append(time.perf_counter() - start)
@@ -141,8 +141,8 @@ def make_runs(options: argparse.Namespace, step: TrainStep, layout: Layout, done
         if config is not None and options.compress_activations:
             sizes = dataclasses.replace(sizes, activation=compressed(swiglu))
         model = Transformer.init(sizes, key=jax.random.key(options.seed))
-        model = layout.place(model)
-        runs.append(Run(name, model, layout.place(step.init(model)), config, layout))
+        model = layout.divided(model)
+        runs.append(Run(name, model, layout.divided(step.init(model)), config, layout))
         runs[-1].set_converted(done > 0 and is_fp8_step(options, done - 1))
     return runs
 

@@ -139,8 +139,8 @@ def _over_batch_and_heads(
         batch, _, heads, *_ = [*shapes[0].sharding.spec, None, None, None]
         if shapes[1].shape[2] % math.prod(mesh.shape[name] for name in _names(heads)):
             heads = None  # Keys have fewer heads.
-        place = {"b": batch, "h": heads, "g": heads}
-        sharding = lambda axes: NamedSharding(mesh, P(*(place.get(name) for name in axes.split())))
+        divided_by = {"b": batch, "h": heads, "g": heads}
+        sharding = lambda axes: NamedSharding(mesh, P(*(divided_by.get(name) for name in axes.split())))
         names = (*_names(batch), *_names(heads))
 
         def on_each(*arrays: Array) -> Sequence[Array]:

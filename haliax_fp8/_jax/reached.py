@@ -16,7 +16,7 @@ class Reached:
     """The indices of the arguments that received a cotangent."""
 
     def __init__(self) -> None:
-        self.places: set[int] = set()
+        self.indices: set[int] = set()
 
     def __repr__(self) -> str:
         """Short, because printed programs contain it."""
@@ -38,7 +38,7 @@ def noticed(arrays: Sequence[Array], reached: Reached) -> list[Array]:
 
 
 def _transpose(cotangents: Any, *arrays: Any, reached: Reached) -> list[Any]:
-    reached.places |= {i for i, cotangent in enumerate(cotangents) if type(cotangent) is not ad.Zero}
+    reached.indices |= {i for i, cotangent in enumerate(cotangents) if type(cotangent) is not ad.Zero}
     return cotangents
 
 

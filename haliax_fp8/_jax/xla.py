@@ -61,18 +61,18 @@ def own_operand(x: Array, own: Array) -> Array:
     return lax.optimization_barrier((x, own))[0]
 
 
-def own_precision(place: int | None) -> lax.PrecisionLike:
+def own_precision(index: int | None) -> lax.PrecisionLike:
     """Full accumulation, under a different name for each of several products that share an operand.
 
     XLA merges such products only if they request the same precision. For FP8 data, all these names mean the same. A
     barrier as in `own_operand` would separate the operand from its transposition.
 
     Args:
-        place: The product's index among them; None if it is alone.
+        index: The product's index among them; None if it is alone.
     """
     high, highest = lax.Precision.HIGH, lax.Precision.HIGHEST
     names = (highest, highest), (highest, high), (high, highest), (high, high)
-    return highest if place is None else names[place % len(names)]
+    return highest if index is None else names[index % len(names)]
 
 
 def not_kept_from_forward(x: Array) -> Array:

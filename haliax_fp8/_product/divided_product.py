@@ -78,9 +78,9 @@ class DividedProduct:
             args: What `product` takes: shapes, dtypes and the shardings that XLA has found.
             result: The same of the result.
         """
-        places = (0, 1) if self.block is None else (0, 2)
-        lhs, rhs = (Held.of(args[place], axes) for place, axes in zip(places, (self.lhs, self.rhs), strict=True))
-        of_lhs, of_rhs = (args[place].shape for place in ((0, 1) if self.block is None else (1, 3)))
+        positions = (0, 1) if self.block is None else (0, 2)
+        lhs, rhs = (Held.of(args[i], axes) for i, axes in zip(positions, (self.lhs, self.rhs), strict=True))
+        of_lhs, of_rhs = (args[i].shape for i in ((0, 1) if self.block is None else (1, 3)))
         sizes = dict(zip(self.lhs + self.rhs, (*of_lhs, *of_rhs), strict=True))
         division = Division.of(mesh, (lhs, rhs), Held.of(result, self.out), sizes)
 
@@ -92,6 +92,6 @@ class DividedProduct:
         return mesh, on_each, division.of_result, of_args
 
 
-def _named(ndim: int, **places: tuple[int, ...]) -> Factors:
-    names = {axis: f"{letter}{i}" for letter, axes in places.items() for i, axis in enumerate(axes)}
+def _named(ndim: int, **by_letter: tuple[int, ...]) -> Factors:
+    names = {axis: f"{letter}{i}" for letter, axes in by_letter.items() for i, axis in enumerate(axes)}
     return tuple(names[axis] for axis in range(ndim))

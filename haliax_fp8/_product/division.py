@@ -61,9 +61,9 @@ class Division:
     Args:
         mesh: The mesh.
         axes: The mesh axes that divide each factor.
-        scattered: Mesh axes that divide a sum, and the place of the result's axis over which its parts are spread.
+        scattered: Mesh axes that divide a sum, and the position of the result's axis over which its parts are spread.
         added: Mesh axes that divide a sum of which every device needs the whole.
-        gathered: Mesh axes that divide an axis of the result of which every device needs the whole, and its place.
+        gathered: Mesh axes that divide an axis of the result of which every device needs the whole, and its position.
         kept: The mesh axes that divide each axis of the result in the end.
     """
 
@@ -105,25 +105,25 @@ class Division:
         summed = [axis for factor in sizes if factor not in out.factors for axis in axes[factor]]
         scattered = []
         for axis in summed:
-            place = next((place for place, of_place in enumerate(out.spec) if axis in of_place), None)
-            if place is not None and left[place] % mesh.shape[axis] == 0:
-                scattered.append((axis, place))
-                kept[place] += (axis,)
-                left[place] //= mesh.shape[axis]
-        gathered = [(axis, place) for place, factor in enumerate(out.factors) for axis in axes[factor]]
-        gathered = [(axis, place) for axis, place in gathered if axis not in out.spec[place]]
-        for axis, place in gathered:
-            kept[place] = tuple(other for other in kept[place] if other != axis)
+            position = next((position for position, of_axis in enumerate(out.spec) if axis in of_axis), None)
+            if position is not None and left[position] % mesh.shape[axis] == 0:
+                scattered.append((axis, position))
+                kept[position] += (axis,)
+                left[position] //= mesh.shape[axis]
+        gathered = [(axis, position) for position, factor in enumerate(out.factors) for axis in axes[factor]]
+        gathered = [(axis, position) for axis, position in gathered if axis not in out.spec[position]]
+        for axis, position in gathered:
+            kept[position] = tuple(other for other in kept[position] if other != axis)
         added = tuple(axis for axis in summed if axis not in dict(scattered))
         return Division(mesh, axes, tuple(scattered), added, tuple(gathered), tuple(kept))
 
     def finished(self, part: Array) -> Array:
         """A device's part of the result, from what it has computed."""
-        for axis, place in self.scattered:
-            part = lax.psum_scatter(part, axis, scatter_dimension=place, tiled=True)
+        for axis, position in self.scattered:
+            part = lax.psum_scatter(part, axis, scatter_dimension=position, tiled=True)
         part = lax.psum(part, self.added) if self.added else part
-        for axis, place in reversed(self.gathered):
-            part = lax.all_gather(part, axis, axis=place, tiled=True)
+        for axis, position in reversed(self.gathered):
+            part = lax.all_gather(part, axis, axis=position, tiled=True)
         return part
 
     def sharding(self, factors: Factors) -> NamedSharding:

@@ -59,13 +59,13 @@ class DotContraction(AbstractContraction):
 
         return DotContraction(dims, fits(lhs_shape, dims.lhs_free) and not fits(rhs_shape, dims.rhs_free))
 
-    def placed[A](self, input: A, kernel: A) -> tuple[A, A]:
+    def ordered[A](self, input: A, kernel: A) -> tuple[A, A]:
         """Input and kernel as `lax.dot_general` takes them; or back."""
         return (kernel, input) if self.kernel_first else (input, kernel)
 
     def out_shape(self, input_shape: Sequence[int], kernel_shape: Sequence[int]) -> tuple[int, ...]:
         """Batch axes, free axes of the first operand, free axes of the second."""
-        return self.dimensions.out_shape(*self.placed(input_shape, kernel_shape))
+        return self.dimensions.out_shape(*self.ordered(input_shape, kernel_shape))
 
     def with_batch_axes(self, count: int) -> "DotContraction":
         """Batched over `count` leading axes."""
@@ -73,7 +73,7 @@ class DotContraction(AbstractContraction):
 
     def with_axis(self, input: bool, kernel: bool) -> tuple["DotContraction", int]:
         """With a new leading axis of one operand, or a batch axis of both; and where the output has it."""
-        of_lhs, of_rhs = self.placed(input, kernel)
+        of_lhs, of_rhs = self.ordered(input, kernel)
         if not of_rhs:
             dimensions, out_axis = self.dimensions.with_axis_in_lhs()
         elif not of_lhs:
@@ -107,7 +107,7 @@ class DotContraction(AbstractContraction):
         precision: lax.PrecisionLike,
     ) -> Float32[Array, "..."]:
         """`lax.dot_general`."""
-        lhs, rhs = self.placed(input, kernel)
+        lhs, rhs = self.ordered(input, kernel)
         return lax.dot_general(
             lhs, rhs, self.dimensions.numbers, precision=precision, preferred_element_type=jnp.float32
         )

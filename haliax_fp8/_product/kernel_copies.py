@@ -1,4 +1,4 @@
-"""Kernels that were quantized before their products: the copies that a product takes in place of quantizing again."""
+"""Kernels that were quantized before their products: the copies that a product takes instead of quantizing again."""
 
 from typing import Any
 

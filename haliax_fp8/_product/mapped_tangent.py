@@ -59,10 +59,10 @@ def _state_is_mapped(args: TangentArguments, axes: TangentArguments) -> bool:
     return within and args.tangents[2] is None
 
 
-def _is_mapped(axes: TangentArguments, place: int) -> bool:
-    """Whether the input (place 0) or the kernel (place 1) has the axis, or its tangent has."""
+def _is_mapped(axes: TangentArguments, index: int) -> bool:
+    """Whether the input (index 0) or the kernel (index 1) has the axis, or its tangent has."""
     # JAX does not count None as a leaf.
-    return axes.tangents[place] is not None or bool(jax.tree.leaves(axes.residuals[place]))
+    return axes.tangents[index] is not None or bool(jax.tree.leaves(axes.residuals[index]))
 
 
 def _as_members(args: TangentArguments, axes: TangentArguments, size: int) -> TangentArguments:
@@ -89,24 +89,24 @@ def _folded(
 ) -> tuple[TangentArguments, ProductSpec, int]:
     position = spec.ensemble
 
-    def with_axis(place: int) -> Any:
-        saved: Any = args.residuals[place]
-        axis: Any = axes.residuals[place]
+    def with_axis(index: int) -> Any:
+        saved: Any = args.residuals[index]
+        axis: Any = axes.residuals[index]
         if isinstance(saved, QuantizedArray):
             return _with_axis(saved, axis, size, position, each_its_own=False)
         if isinstance(saved, KernelCopy):
             return with_leading_axis(saved, axis, size, position)
         return to_front(saved, axis, size, position)
 
-    saved = [with_axis(place) if _is_mapped(axes, place) else args.residuals[place] for place in (0, 1)]
+    saved = [with_axis(index) if _is_mapped(axes, index) else args.residuals[index] for index in (0, 1)]
     arrays: list[Any] = [_array_of(x) for x in saved]
-    of_operands = [position if _is_mapped(axes, place) else None for place in (0, 1)]
+    of_operands = [position if _is_mapped(axes, index) else None for index in (0, 1)]
     moved, contraction, out_axis = spec.contraction.fold(
         (*arrays, *args.extras), (*of_operands, *axes.extras), size, spec.ensemble
     )
     # A contraction may want the axis in an operand that was not mapped.
     has_axis = [x.ndim > y.ndim or axis is not None for x, y, axis in zip(moved, arrays, of_operands, strict=False)]
-    saved = [with_axis(place) if has_axis[place] else saved[place] for place in (0, 1)]
+    saved = [with_axis(index) if has_axis[index] else saved[index] for index in (0, 1)]
     tangents = [
         to_front(t, axis, size, position) if t is not None and wanted else t
         for t, axis, wanted in zip(args.tangents[:2], axes.tangents[:2], has_axis, strict=True)

@@ -77,8 +77,8 @@ def _copy(quantized: QuantizedArray, product: ProductName, spec: ProductSpec) ->
     order = (*kept, *sorted(contracted))
     data = quantized.data
     if order != tuple(range(len(order))):
-        places = (*range(leading), *(leading + axis for axis in order))
-        data = transposed_once(data, places)
+        permutation = (*range(leading), *(leading + axis for axis in order))
+        data = transposed_once(data, permutation)
     scale = None if stores_scale(scaling) else Bits.of(quantized.scale)
     block = None if quantized.block is None else quantized.block[leading:]
     return KernelCopy(Bits.of(data), scale, order, block, quantized.scale_bits)

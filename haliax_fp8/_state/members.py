@@ -149,8 +149,8 @@ def _compared(flat: Array, mark: Array, needed: Array, *, alone: bool) -> Array:
         # One without copies always records: a trainer may replace its state with zeros.
         needed |= same.sum(axis=1) == 1
     largest = jnp.where((same & needed[None, :])[..., None], flat[None], np.float32(0.0)).max(axis=1)
-    place = lax.iota(np.int32, mark.shape[0])
-    is_first = ~jnp.any(same & (place[None, :] < place[:, None]), axis=1)
+    index = lax.iota(np.int32, mark.shape[0])
+    is_first = ~jnp.any(same & (index[None, :] < index[:, None]), axis=1)
     return jnp.where(is_first[:, None], largest, np.float32(0.0))
 
 

@@ -125,10 +125,10 @@ def record_states(states: Sequence[OpState], of_states: Sequence[Array], *, inex
     for found, values in zip((scales, largest), not_merged_across_layers(apart), strict=True):
         found |= values
     shared = {
-        i: (place, largest[members[0]])
+        i: (position, largest[members[0]])
         for members in sharers.values()
         if members[0] in largest
-        for place, i in enumerate(members)
+        for position, i in enumerate(members)
     }
     return [
         _record(state, scales[i], mark, *shared.get(i, (None, None)), inexact=inexact)

@@ -82,7 +82,7 @@ def together(
         before = concatenated([tables[i] for i in members], axis)
         changes = computed_together(change_of(before, measured, reached, scalings, limits))
         rows = changes.shape[-2] // len(members)
-        starts = not_constant([np.int32(rows * place) for place in range(len(members))])
+        starts = not_constant([np.int32(rows * i) for i in range(len(members))])
         for i, start in zip(members, starts, strict=True):
             table = _changed(tables[i], changes, start, scalings=scalings, otherwise=otherwise)
             new[i] = states[i].with_array(table)
@@ -99,7 +99,7 @@ def _changed(
 
 
 def kinds(states: Sequence[Any], *arrays: Sequence[Array]) -> dict[Any, list[int]]:
-    """The places of states whose arrays can each become one: same scalings, same stack, same devices.
+    """The indices of states whose arrays can each become one: same scalings, same stack, same devices.
 
     Args:
         states: The states.
@@ -107,8 +107,8 @@ def kinds(states: Sequence[Any], *arrays: Sequence[Array]) -> dict[Any, list[int
     """
     kinds: dict[Any, list[int]] = {}
     for i, state in enumerate(states):
-        places = [_place(of_states[i]) for of_states in arrays]
-        kinds.setdefault((state.scalings, state.limits, *places), []).append(i)
+        signatures = [_signature(of_states[i]) for of_states in arrays]
+        kinds.setdefault((state.scalings, state.limits, *signatures), []).append(i)
     return kinds
 
 
@@ -117,7 +117,7 @@ def concatenated(arrays: list[Array], axis: int) -> Array:
     return arrays[0] if len(arrays) == 1 else lax.concatenate(arrays, axis)
 
 
-def _place(table: Array) -> tuple[Any, ...]:
+def _signature(table: Array) -> tuple[Any, ...]:
     """What two tables must share to become one array: shape, devices, and the mesh axes along which they vary."""
     if isinstance(table, Tracer):
         return table.shape, varying_axes(table)

@@ -167,8 +167,8 @@ def _scores(query: Array, key: Array, attention: Attention) -> Float32[Array, "*
     scores = _einsum("...bthgd,...bshd->...bhgts", _in_groups(query, key), key) * np.float32(attention.scale)
     if not attention.is_causal:
         return scores
-    place, of_key = (lax.broadcasted_iota(jnp.int32, scores.shape[-2:], axis) for axis in (0, 1))
-    seen = lax.broadcast_in_dim(lax.le(of_key, place), scores.shape, (scores.ndim - 2, scores.ndim - 1))
+    of_query, of_key = (lax.broadcasted_iota(jnp.int32, scores.shape[-2:], axis) for axis in (0, 1))
+    seen = lax.broadcast_in_dim(lax.le(of_key, of_query), scores.shape, (scores.ndim - 2, scores.ndim - 1))
     return jnp.where(seen, scores, np.float32(-np.inf))
 
 

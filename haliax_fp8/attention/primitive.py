@@ -127,16 +127,16 @@ def _transpose(grad: Any, *args: Any, spec: AttentionSpec, linear: tuple[bool, .
 # --- `vmap` -----------------------------------------------------------------------------------------------------------
 
 
-def _into_batch(x: Array, axis: int | None, size: int, place: int) -> Array:
+def _into_batch(x: Array, axis: int | None, size: int, position: int) -> Array:
     """Folds an array's mapped axis into its batch."""
-    x = to_front(x, axis, size, place)
-    return lax.collapse(x, place, place + 2)
+    x = to_front(x, axis, size, position)
+    return lax.collapse(x, position, position + 2)
 
 
-def _out_of_batch(x: Array, size: int, place: int) -> Array:
+def _out_of_batch(x: Array, size: int, position: int) -> Array:
     """Moves a result's mapped axis to the front, where `by_platform.py` puts it too; see `_product/primitive.py`."""
-    x = lax.reshape(x, (*x.shape[:place], size, x.shape[place] // size, *x.shape[place + 1 :]))
-    return jnp.moveaxis(x, place, 0)
+    x = lax.reshape(x, (*x.shape[:position], size, x.shape[position] // size, *x.shape[position + 1 :]))
+    return jnp.moveaxis(x, position, 0)
 
 
 def _attention_batch(args: Any, axes: Any, *, spec: AttentionSpec) -> tuple[Array, int]:
@@ -144,9 +144,9 @@ def _attention_batch(args: Any, axes: Any, *, spec: AttentionSpec) -> tuple[Arra
     if axes[3] is not None:
         args = [to_front(x, axis, size, 0) for x, axis in zip(args, axes, strict=True)]
         return fp8_attention_p.bind(*args, spec=dataclasses.replace(spec, ensemble=spec.ensemble + 1)), 0
-    place = spec.ensemble
-    operands = [_into_batch(x, axis, size, place) for x, axis in zip(args[:3], axes[:3], strict=True)]
-    return _out_of_batch(fp8_attention_p.bind(*operands, args[3], spec=spec), size, place), 0
+    position = spec.ensemble
+    operands = [_into_batch(x, axis, size, position) for x, axis in zip(args[:3], axes[:3], strict=True)]
+    return _out_of_batch(fp8_attention_p.bind(*operands, args[3], spec=spec), size, position), 0
 
 
 def _tangent_batch(args: Any, axes: Any, *, spec: AttentionSpec, linear: tuple[bool, ...]) -> tuple[Array, int]:
@@ -157,18 +157,18 @@ def _tangent_batch(args: Any, axes: Any, *, spec: AttentionSpec, linear: tuple[b
         args = [to_front(x, axis, size, 0) for x, axis in zip(args, axes, strict=True)]
         spec = dataclasses.replace(spec, ensemble=spec.ensemble + 1)
         return fp8_attention_tangent_p.bind(*args, spec=spec, linear=linear), 0
-    place = spec.ensemble
+    position = spec.ensemble
     data: tuple[Any, ...] = tuple(residuals)
     arrays = [*tangents[:3], *data[:5]]
     their_axes: tuple[Any, ...] = tuple(of_residuals)
     pairs = zip(arrays, (*of_tangents[:3], *their_axes[:5]), strict=True)
-    moved = [None if x is None else _into_batch(x, axis, size, place) for x, axis in pairs]
+    moved = [None if x is None else _into_batch(x, axis, size, position) for x, axis in pairs]
     measured = residuals.measured
     if of_residuals.measured is not None:
         measured = lax.reduce_max(measured, (of_residuals.measured,))
     given = [x for x in (*moved[:3], tangents[3]) if x is not None]
     out = fp8_attention_tangent_p.bind(*given, *moved[3:], measured, residuals.state, spec=spec, linear=linear)
-    return _out_of_batch(out, size, place), 0
+    return _out_of_batch(out, size, position), 0
 
 
 for _primitive, _function, _aval, _batch in (

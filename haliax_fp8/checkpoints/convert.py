@@ -33,7 +33,7 @@ class Conversion(Printable):
         after: The layout of the new one.
         weights: What became of each weight that is in FP8 before or after.
         copied: The number of tensors that are as they were.
-        left_out: Scales that the new layout has no place for.
+        left_out: Scales that the new layout does not hold.
     """
 
     directory: pathlib.Path

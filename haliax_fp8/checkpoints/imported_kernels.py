@@ -23,7 +23,7 @@ from ..serving.layers import ServedEquinoxLinear, ServedLinear, ServedMoELinear
 from ..serving.scheme import Scheme
 from .layouts.quantization import Inputs
 from .model.matrices import Parts, plain
-from .model.tree import Place
+from .model.tree import ModelPath
 from .scaled_matrix import ScaledMatrix
 
 
@@ -32,18 +32,18 @@ def served_layer(
     kernel: Kernel,
     compute_dtype: np.dtype | None,
     parts: Parts,
-    place: Place,
+    path: ModelPath,
     found: list[tuple[tuple[int, ...], ScaledMatrix]],
     inputs: Inputs | None,
 ) -> Any:
-    """The layer with the kernels of a checkpoint in place of its weight, data and scales as they are.
+    """The layer with the kernels of a checkpoint instead of its weight, data and scales as they are.
 
     Args:
         layer: The plain layer.
         kernel: Its kernel, as its rule describes it.
         compute_dtype: The dtype that its product computes in, if the layer says so.
         parts: Where the matrices lie in its weight.
-        place: Where it is.
+        path: Where it is.
         found: The matrices, by their index along the axes of ensembles, stacks and experts.
         inputs: How the checkpoint says that inputs are quantized; None if they are not.
 
@@ -51,17 +51,17 @@ def served_layer(
         ValueError: If no product of this package takes such scales, or the class has no form for inference.
     """
     experts = () if kernel.Experts is None else axes_of(kernel.Experts)
-    matrices = _Matrices.of(place, parts, found, len(experts), inputs)
-    scheme = matrices.scheme(place, inputs)
+    matrices = _Matrices.of(path, parts, found, len(experts), inputs)
+    scheme = matrices.scheme(path, inputs)
     if experts and scheme.input is None:
         raise ValueError(
-            f"{place} multiplies each row by the kernel of its expert. There is no such product of an input in high "
+            f"{path} multiplies each row by the kernel of its expert. There is no such product of an input in high "
             "precision and kernels stored in FP8: import with weights='dequantized' or weights='frozen'"
         )
-    stack = tuple(axis for axis, block in zip(place.stack, parts.blocks, strict=True) if block is not None)
+    stack = tuple(axis for axis, block in zip(path.stack, parts.blocks, strict=True) if block is not None)
     # Kernels of experts are read as `[in, out]`, and so are their scales.
-    placed = lambda x, transposed=False: parts.placed(x, kernel.weight, transposed=transposed)
-    named = lambda x, leading, transposed=False: named_behind(placed(x, transposed), stack, leading)
+    sharded = lambda x, transposed=False: parts.sharded_like(x, kernel.weight, transposed=transposed)
+    named = lambda x, leading, transposed=False: named_behind(sharded(x, transposed), stack, leading)
     leading, rank = matrices.leading, 2 + len(experts)
     # Experts are `[experts, in, out]`, as their layers hand them over; the data always have the sum last.
     order = (*range(len(experts)), rank - 1, rank - 2) if experts else (0, 1)
@@ -90,7 +90,7 @@ def served_layer(
         case eqx.nn.Linear():
             return ServedEquinoxLinear(layer, served)
     raise ValueError(
-        f"{place} is a {type(layer).__name__}, which has no form for inference that holds FP8; import it "
+        f"{path} is a {type(layer).__name__}, which has no form for inference that holds FP8; import it "
         "with weights='dequantized', and quantize that with serving.quantize_for_inference"
     )
 
@@ -119,7 +119,7 @@ class _Matrices:
 
     @staticmethod
     def of(
-        place: Place,
+        path: ModelPath,
         parts: Parts,
         found: list[tuple[tuple[int, ...], ScaledMatrix]],
         experts: int,
@@ -128,7 +128,7 @@ class _Matrices:
         """Those of a layer.
 
         Args:
-            place: Where it is.
+            path: Where it is.
             parts: Where its matrices lie.
             found: The matrices.
             experts: How many axes number experts.
@@ -136,7 +136,7 @@ class _Matrices:
         """
         first = found[0][1]
         if any((matrix.block, matrix.data.dtype) != (first.block, first.data.dtype) for _, matrix in found):
-            raise ValueError(f"the blocks of {place} have scales of different shapes; import it dequantized")
+            raise ValueError(f"the blocks of {path} have scales of different shapes; import it dequantized")
         data = np.empty((*parts.leading, *first.data.shape), np.uint8)
         scales = np.empty((*parts.leading, *first.scale.shape), np.float32)
         is_static = inputs is not None and not inputs.dynamic
@@ -146,10 +146,10 @@ class _Matrices:
             if of_inputs is not None:
                 if matrix.input_scale is None:
                     raise ValueError(
-                        f"{place} has no scale of its input in the checkpoint, which says that it is static"
+                        f"{path} has no scale of its input in the checkpoint, which says that it is static"
                     )
                 of_inputs[index] = matrix.input_scale
-        scaling = _scaling(place, scales, first, inputs)
+        scaling = _scaling(path, scales, first, inputs)
         if isinstance(scaling, StaticScaling):
             scales = scales[..., :1, :1]
         leading = len(parts.leading) - experts
@@ -160,7 +160,7 @@ class _Matrices:
         if experts and of_inputs is not None and not per_expert:
             if (of_inputs != of_inputs.max(axes, keepdims=True)).any():
                 raise ValueError(
-                    f"the experts of {place} have static inputs with a scale each, and kernels with scales of rows, "
+                    f"the experts of {path} have static inputs with a scale each, and kernels with scales of rows, "
                     f"which no grouped product takes; {_OTHERWISE}"
                 )
             of_inputs = of_inputs[(..., *(0,) * experts)]
@@ -170,11 +170,11 @@ class _Matrices:
             scales = np.broadcast_to(scales, (*data.shape[:-1], 1))
         return _Matrices(data, scales, of_inputs, scaling, first.data.dtype, leading, per_expert)
 
-    def scheme(self, place: Place, inputs: Inputs | None) -> Scheme:
+    def scheme(self, path: ModelPath, inputs: Inputs | None) -> Scheme:
         """How the layer multiplies.
 
         Args:
-            place: Where it is.
+            path: Where it is.
             inputs: How inputs are quantized.
         """
         # As in the recipes of training: where weights have powers of two, inputs do.
@@ -194,7 +194,7 @@ class _Matrices:
         try:
             return Scheme(self.scaling, of_input, FORMATS[self.format])
         except ValueError as error:
-            raise ValueError(f"{place} cannot be served as it is: {error}; {_OTHERWISE}") from None
+            raise ValueError(f"{path} cannot be served as it is: {error}; {_OTHERWISE}") from None
 
     def scale(self, *, transposed: bool) -> tuple[np.ndarray, tuple[int, ...] | None]:
         """Bits of the scales in the layout of the kernel, and its blocks.
@@ -220,7 +220,7 @@ class _Matrices:
         return ((bits >> 23).astype(np.uint8) if isinstance(self.scaling, MXFP8Scaling) else bits), block
 
 
-def _scaling(place: Place, scales: np.ndarray, first: ScaledMatrix, inputs: Inputs | None) -> AbstractScaling:
+def _scaling(path: ModelPath, scales: np.ndarray, first: ScaledMatrix, inputs: Inputs | None) -> AbstractScaling:
     """How a kernel was quantized, as far as a product has to know."""
     (height, width), (rows, columns) = first.block, first.data.shape
     if inputs is not None and inputs.strategy == "group":
@@ -236,7 +236,7 @@ def _scaling(place: Place, scales: np.ndarray, first: ScaledMatrix, inputs: Inpu
         if is_static and (scales == scales[..., :1, :1]).all():
             return StaticScaling()
         return RowwiseScaling(power_of_two=_powers(scales))
-    raise ValueError(f"{place} has scales for blocks of {first.block}, which no product takes; {_OTHERWISE}")
+    raise ValueError(f"{path} has scales for blocks of {first.block}, which no product takes; {_OTHERWISE}")
 
 
 def _powers(scales: np.ndarray) -> bool:

@@ -26,7 +26,7 @@ from .imported_kernels import served_layer
 from .model.matrices import Parts, of_array, of_kernel, plain
 from .model.source import is_norm, other_arrays
 from .model.source_of_folder import FolderSource
-from .model.tree import Place, visit
+from .model.tree import ModelPath, visit
 from .model.wanted import Wanted
 from .names import NameMap
 from .scaled_matrix import ScaledMatrix
@@ -64,12 +64,12 @@ def import_model[M](
     Args:
         directory: The folder of the checkpoint.
         model: A model of the same sizes, whose weights do not matter: it may be abstract (`eqx.filter_eval_shape`).
-            Arrays are placed as its own are, if they have a sharding.
+            Arrays are divided as its own are, if they have a sharding.
         names: The `NameMap`, or a dict from the model's names to the checkpoint's: `names.LLAMA` for the demo's.
         weights: `"dequantized"`, `"frozen"` or `"served"`; see `Weights`. A served model is as
             `serving.quantize_for_inference` makes it: inputs are quantized as the checkpoint says, stacks become one
             block after the other, and layers compute in the dtype of the model's parameters.
-        strict: Whether a tensor of the checkpoint that the model has no place for is an error.
+        strict: Whether a tensor of the checkpoint that the model does not have is an error.
         config: Only its `rules` matter; needed for layers of your own classes.
 
     Returns:
@@ -77,7 +77,7 @@ def import_model[M](
 
     Raises:
         ValueError: If the folder is broken, in the sense of the checks of its layout; if a tensor is missing, has
-            another shape than the model or no place in it; each names the tensor.
+            another shape than in the model, or that it does not have; each names the tensor.
     """
     require_folder_name(directory, "import_model(directory, model)")
     try:
@@ -91,7 +91,7 @@ def import_model[M](
     if strict and (unused := checkpoint.unused()):
         more = f" and {len(unused) - 3} more" if len(unused) > 3 else ""
         raise ValueError(
-            f"the model has no place for {', '.join(unused[:3])}{more} of {os.fspath(directory)}; map their names with "
+            f"the model has no array for {', '.join(unused[:3])}{more} of {os.fspath(directory)}; map their names with "
             "names=..., or leave them out with strict=False"
         )
     return unstacked(loaded) if weights is Weights.SERVED else loaded
@@ -102,51 +102,51 @@ class _Loader:
     checkpoint: Wanted
     weights: Weights
 
-    def layer(self, layer: Any, rule: LayerRule, place: Place) -> Any:
+    def layer(self, layer: Any, rule: LayerRule, path: ModelPath) -> Any:
         if is_frozen(layer) or isinstance(layer, AbstractServedLayer):
-            raise ValueError(f"model has a layer in FP8 at {place}; pass the plain model that it was imported into")
+            raise ValueError(f"model has a layer in FP8 at {path}; pass the plain model that it was imported into")
         changes: dict[str, Any] = {}
-        for name, array, parts in other_arrays(layer, rule, place):
+        for name, array, parts in other_arrays(layer, rule, path):
             read = lambda path, shape, name=name: self.checkpoint.array(f"{path}.{name}", shape)
-            changes[name] = _filled(array, parts, place, read)
+            changes[name] = _filled(array, parts, path, read)
         kernel = rule.kernel(layer)
-        parts = of_kernel(kernel, place)
-        found = [(index, self.checkpoint.matrix(name, parts.shape)) for name, index in parts.named(place)]
+        parts = of_kernel(kernel, path)
+        found = [(index, self.checkpoint.matrix(name, parts.shape)) for name, index in parts.named(path)]
         if self.weights is not Weights.DEQUANTIZED and any(matrix.is_quantized for _, matrix in found):
             op, layer = rule.op(layer), rule.with_op(_with(layer, changes), None)
             scaled = [(index, matrix.scaled()) for index, matrix in found]
             if self.weights is Weights.FROZEN:
-                return _frozen(layer, kernel, parts, place, scaled)
+                return _frozen(layer, kernel, parts, path, scaled)
             compute_dtype = None if op is None else op.compute_dtype
-            return served_layer(layer, kernel, compute_dtype, parts, place, scaled, self.checkpoint.source.inputs)
+            return served_layer(layer, kernel, compute_dtype, parts, path, scaled, self.checkpoint.source.inputs)
         values = iter([matrix for _, matrix in found])
-        weight = _filled(kernel.weight, parts, place, lambda path, shape: next(values).dense() / kernel.factor)
+        weight = _filled(kernel.weight, parts, path, lambda name, shape: next(values).dense() / kernel.factor)
         return _with(layer, {**changes, _field_of(layer, kernel): weight})
 
-    def attention(self, op: Fp8Attention, place: Place) -> Any:
-        del place
+    def attention(self, op: Fp8Attention, path: ModelPath) -> Any:
+        del path
         return op
 
-    def array(self, array: Any, owner: Any, place: Place) -> Any:
+    def array(self, array: Any, owner: Any, path: ModelPath) -> Any:
         dtype = np.dtype(plain(array).dtype)
         if not jnp.issubdtype(dtype, jnp.floating):
             return array
-        return _filled(array, of_array(array, place, flat=is_norm(owner)), place, self.checkpoint.array)
+        return _filled(array, of_array(array, path, flat=is_norm(owner)), path, self.checkpoint.array)
 
 
-def _filled(like: Any, parts: Parts, place: Place, read: Any) -> Any:
+def _filled(like: Any, parts: Parts, path: ModelPath, read: Any) -> Any:
     """An array like another one, part by part."""
     template = plain(like)
     values = np.empty(template.shape, template.dtype)
-    for name, index in parts.named(place):
+    for name, index in parts.named(path):
         parts.write(values, index, read(name, parts.shape).astype(template.dtype))
-    array = _placed(values, template)
+    array = _on_devices(values, template)
     if not isinstance(like, hax.NamedArray):
         return array
     return jax.tree.unflatten(jax.tree.structure(like), [array])
 
 
-def _placed(values: np.ndarray, template: Any) -> jax.Array:
+def _on_devices(values: np.ndarray, template: Any) -> jax.Array:
     """On the devices of a template that says where it is; an abstract one may not."""
     sharding = getattr(template, "sharding", None)
     return jnp.asarray(values) if sharding is None else jax.device_put(values, sharding)
@@ -169,12 +169,12 @@ def _with(layer: Any, changes: dict[str, Any]) -> Any:
 
 
 def _frozen(
-    layer: Any, kernel: Kernel, parts: Parts, place: Place, found: list[tuple[tuple[int, ...], ScaledMatrix]]
+    layer: Any, kernel: Kernel, parts: Parts, path: ModelPath, found: list[tuple[tuple[int, ...], ScaledMatrix]]
 ) -> Any:
-    """The layer with FP8 data and scales in place of its weight."""
+    """The layer with FP8 data and scales instead of its weight."""
     first = found[0][1]
     if any((matrix.block, matrix.data.dtype) != (first.block, first.data.dtype) for _, matrix in found):
-        raise ValueError(f"the blocks of {place} have scales for blocks of different sizes; import it dequantized")
+        raise ValueError(f"the blocks of {path} have scales for blocks of different sizes; import it dequantized")
     data = np.empty((*parts.leading, *first.data.shape), np.uint8)
     scale = np.empty((*parts.leading, *first.scale.shape), np.uint32)
     with_input = all(matrix.input_scale is not None for _, matrix in found)
@@ -184,15 +184,15 @@ def _frozen(
         scale[index] = np.ascontiguousarray(matrix.scale, np.float32).view(np.uint32)
         if inputs is not None:
             inputs[index] = np.float32(matrix.input_scale).view(np.uint32)
-    axes = _leading_axes(kernel, parts, place)
+    axes = _leading_axes(kernel, parts, path)
 
     def named(array: np.ndarray, *last: str) -> Any:
         if axes is None:
-            return parts.placed(array, kernel.weight)
+            return parts.sharded_like(array, kernel.weight)
         sizes = array.shape[array.ndim - len(last) :] if last else ()
         all_axes = (*axes, *(hax.Axis(name, size) for name, size in zip(last, sizes, strict=True)))
         template = hax.named(np.zeros([axis.size for axis in all_axes], bool), all_axes)
-        return jax.tree.unflatten(jax.tree.structure(template), [parts.placed(array, kernel.weight)])
+        return jax.tree.unflatten(jax.tree.structure(template), [parts.sharded_like(array, kernel.weight)])
 
     bits = FrozenKernel(
         named(data, "fp8_out", "fp8_in"),
@@ -211,14 +211,14 @@ def _frozen(
         case eqx.nn.Linear():
             return FrozenEquinoxLinear(layer, bits)
     raise ValueError(
-        f"{place} is a {type(layer).__name__}, which has no frozen form; import it with weights='dequantized', "
+        f"{path} is a {type(layer).__name__}, which has no frozen form; import it with weights='dequantized', "
         "or leave it in high precision in the checkpoint"
     )
 
 
-def _leading_axes(kernel: Kernel, parts: Parts, place: Place) -> tuple[hax.Axis, ...] | None:
+def _leading_axes(kernel: Kernel, parts: Parts, path: ModelPath) -> tuple[hax.Axis, ...] | None:
     """The named axes in front of the matrices; None for plain arrays."""
     if not isinstance(kernel.weight, hax.NamedArray):
         return None
-    stack = [axis for axis, block in zip(place.stack, parts.blocks, strict=True) if block is not None]
+    stack = [axis for axis, block in zip(path.stack, parts.blocks, strict=True) if block is not None]
     return (*stack, *(() if kernel.Experts is None else axes_of(kernel.Experts)))

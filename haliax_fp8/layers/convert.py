@@ -117,7 +117,7 @@ def fp8_linear_layers[M](module: M, config: Fp8Config | None = None, **options: 
         made_of = decision.recipe, config.compute_dtype, per_expert
         if op is not None and (op.recipe, op.compute_dtype, op.state_per_group) == made_of:
             return _with_choices(rule, layer, op, config, left_out)
-        # The same object in two places stays one object, unless an override gives one of the places another recipe.
+        # The same object at two paths stays one object, unless an override gives one of the paths another recipe.
         key = id(layer), decision.recipe
         if key not in converted:
             choices = {"scale_per_expert": config.scale_per_expert}

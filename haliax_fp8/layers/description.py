@@ -59,7 +59,7 @@ def describe(
     _require_model_and_config(model, config)
     require_own_state(model)
     named = None if device is None else Device.of(device, of="describe")
-    place = Device.default() if named is None else named
+    chosen = Device.default() if named is None else named
     given = as_config(config)
     predict = given.only_if if predict is None else predict
     kept = reasons_in(model) if config is None else {}
@@ -81,7 +81,7 @@ def describe(
                 stacked=_sizes(stack),
                 recipe=text,
                 reason="" if text is not None else kept.get(path) or decision.reason or "not converted",
-                support=None if multiplied is None else kernel.support(multiplied, place),
+                support=None if multiplied is None else kernel.support(multiplied, chosen),
                 prediction=predict and recipe and predict.predict(rule, layer, stack, recipe, residual),
                 uncalibrated=() if op is None else uncalibrated_operands(op.state),
                 recorded=None if op is None else _recorded(op.state),

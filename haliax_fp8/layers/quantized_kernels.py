@@ -68,7 +68,7 @@ def quantize_kernels[M](model: M, config: Fp8Config | None = None, *, gather: bo
         rule = rule_of(layer, rules)
         if (op := rule.op(layer)) is None:
             return layer
-        # The same object in two places stays one object.
+        # The same object at two paths stays one object.
         if id(layer) not in done:
             done[id(layer)] = rule.with_op(layer, _with_copies(path, op, rule.kernel(layer), stack, gather))
         return done[id(layer)]
@@ -106,7 +106,7 @@ def require_no_kernel_copies(model: Any, name: str = "model") -> None:
 
 
 def _has_copies(op: Fp8DotGeneral) -> bool:
-    # In gradients there is None in their places, or JAX's arrays without elements.
+    # In gradients there is None instead, or JAX's arrays without elements.
     leaves = jax.tree.leaves(op.kernel_copies)
     return any(getattr(leaf, "dtype", None) != jax.dtypes.float0 for leaf in leaves)
 

@@ -76,7 +76,7 @@ class HostOptimizer(eqx.Module):
         states = {}
         for size, group in groups.items():
             first = self.optimizer.init({name: _widened(x) for name, x in group.items()})
-            states[size] = _to_host(first) if size == 0 else self._placed(size, group, first)
+            states[size] = _to_host(first) if size == 0 else self._with_layers_on_host(size, group, first)
         return HostState(masters, states)
 
     def update[P](self, gradients: P, state: HostState, params: P) -> tuple[P, HostState]:
@@ -124,7 +124,7 @@ class HostOptimizer(eqx.Module):
         of_layer = jax.eval_shape(self.optimizer.init, layer)
         return jax.tree.map(lambda whole, part: whole.shape == (size, *part.shape), state, of_layer)
 
-    def _placed(self, size: int, group: Mapping[str, Any], state: Any) -> Any:
+    def _with_layers_on_host(self, size: int, group: Mapping[str, Any], state: Any) -> Any:
         """The state with leaves that have an entry per layer in host memory; counters stay on the device."""
         is_stacked = self._stacked(size, group, state)
         return jax.tree.map(lambda x, on_host: _to_host(x) if on_host else x, state, is_stacked)

@@ -131,26 +131,26 @@ class _Inputs:
         count = len(paths) - len(specs)
         arguments = _argument_names(function, len(args))
         leaves, names, on_host = [], {}, set()
-        for place, ((path, leaf), spec) in enumerate(zip(paths, [None] * count + specs, strict=True)):
+        for index, ((path, leaf), spec) in enumerate(zip(paths, [None] * count + specs, strict=True)):
             if not isinstance(leaf, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct):
                 leaves.append(leaf)
                 continue
             if _is_on_host(leaf, spec, mesh):
-                on_host.add(place)
-            leaves.append(_abstract(leaf, spec, mesh, on_host=place in on_host))
-            first, rest = ("step_fn", path[1:]) if place < count else (arguments[path[1].idx], path[2:])
+                on_host.add(index)
+            leaves.append(_abstract(leaf, spec, mesh, on_host=index in on_host))
+            first, rest = ("step_fn", path[1:]) if index < count else (arguments[path[1].idx], path[2:])
             name = dotted(first + jax.tree_util.keystr(rest))
-            names[place] = name if name not in names.values() else f"{name}#{place}"
+            names[index] = name if name not in names.values() else f"{name}#{index}"
         return _Inputs(tuple(leaves), structure, names, frozenset(on_host))
 
     @property
     def abstract(self) -> dict[str, Any]:
-        return {name: self.leaves[place] for place, name in self.names.items()}
+        return {name: self.leaves[index] for index, name in self.names.items()}
 
     @property
     def bytes_on_host(self) -> int:
         """The size of each device's part of the arrays in host memory."""
-        arrays = [self.leaves[place] for place in self.on_host]
+        arrays = [self.leaves[index] for index in self.on_host]
         return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in arrays)
 
     def call(self, donated: dict[str, Any], arrays: dict[str, Any]) -> Any:

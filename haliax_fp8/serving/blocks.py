@@ -40,12 +40,12 @@ class ServedBlocks(hnn.BlockSeq):
         # As in `lax.scan`: the remaining blocks follow the loop, and a single iteration of several blocks is not one.
         in_loop = 0 if turn == count > 1 else count // turn * turn
 
-        def placed(i: int, block: Any) -> "_InTurn":
+        def in_turn(i: int, block: Any) -> "_InTurn":
             is_inside = i < in_loop
             starts, ends = is_inside and i % turn == 0, i == in_loop - 1
             return _InTurn(block, starts=starts, ends=ends, is_inside=is_inside, scans=scans)
 
-        blocks = tuple(placed(i, block) for i, block in enumerate(self.blocks))
+        blocks = tuple(in_turn(i, block) for i, block in enumerate(self.blocks))
         return hnn.BlockSeq(blocks, self.Block, self.gradient_checkpointing)
 
 
@@ -82,7 +82,7 @@ class _InTurn(eqx.Module):
 
 
 def _in_turn(fn: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda placed, carry, *args, **kwargs: placed.call(fn, carry, *args, **kwargs)
+    return lambda block, carry, *args, **kwargs: block.call(fn, carry, *args, **kwargs)
 
 
 def _rounded[T](tree: T) -> T:

@@ -85,7 +85,7 @@ def quantize_for_inference[M](
             return layer
         if path not in selected:
             return layer if rule.op(layer) is None else rule.with_op(layer, None)
-        # An object that appears in two places stays one object.
+        # An object that appears at two paths stays one object.
         if id(layer) not in done:
             done[id(layer)] = _served(path, rule, layer, served_kernel(path, rule, layer, stack, chosen))
         return done[id(layer)]

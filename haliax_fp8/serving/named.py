@@ -49,9 +49,9 @@ def named_product(
         raise ValueError(f"inputs have axes {inputs.axes}, but lack {sorted(missing)}, which the layer sums over")
     pairs = [name for name in of_input if name in summed]
     batch = [name for name in of_input if name in of_kernel and name not in summed]
-    places = lambda names, among: tuple(map(among.index, names))
-    summed_axes = places(pairs, of_input), places(pairs, of_kernel)
-    numbers = summed_axes, (places(batch, of_input), places(batch, of_kernel))
+    positions = lambda names, among: tuple(map(among.index, names))
+    summed_axes = positions(pairs, of_input), positions(pairs, of_kernel)
+    numbers = summed_axes, (positions(batch, of_input), positions(batch, of_kernel))
     out = kernel.dot_general(inputs.array, numbers, kernel.result_dtype(inputs.array))
     sizes = {axis.name: axis for axis in (*inputs.axes, *axes)}
     rest = [[name for name in names if name not in (*pairs, *batch)] for names in (of_input, of_kernel)]

@@ -234,7 +234,7 @@ def rows_of(shape: tuple[int, ...], spec: ServedProduct) -> int:
     if not isinstance(contraction, DotContraction):
         return ROWS
     dims = contraction.dimensions
-    of_input, _ = contraction.placed(dims.lhs_free, dims.rhs_free)
+    of_input, _ = contraction.ordered(dims.lhs_free, dims.rhs_free)
     rows = math.prod(shape[axis] for axis in of_input)
     # A symbolic size does not compare with a number. Values do not depend on it, only what a GPU does with few rows.
     return rows if isinstance(rows, int) else ROWS

@@ -25,7 +25,7 @@ def unstacked(tree: Any) -> Any:
         blocks = tuple(map(unstacked, node.unstacked()))
         return ServedBlocks(blocks, node.Block, node.gradient_checkpointing)
 
-    # A layer that appears in two places stays one object.
+    # A layer that appears at two paths stays one object.
     return jax.tree.map(one_by_one, tree, is_leaf=lambda node: is_stack(node) or isinstance(node, AbstractServedLayer))
 
 

@@ -70,7 +70,7 @@ def exact_gradients(loss_fn: Callable[..., Any], *, has_aux: bool = False) -> Ca
                 )
             values = jax.tree.map(lambda x: x.value, (of_model, of_others), is_leaf=_is_primal)
             result, gradients = evaluate(filter_value_and_grad(loss_fn, has_aux=has_aux), *values)
-            # The gradients' leaves are the model's, but their tree has no place for quantized kernels.
+            # The gradients' leaves are the model's, but their tree has no quantized kernels.
             leaves, structure = jax.tree.flatten(values[0])
             pairs = zip(leaves, jax.tree.leaves(gradients), strict=True)
             gradients = jax.tree.unflatten(structure, [lax.convert_element_type(g, x.dtype) for x, g in pairs])

@@ -20,12 +20,12 @@ class NonFiniteStep(ValueError):
     def __init__(self, step: int | None, names: tuple[str, ...], where: str = ""):
         self.step, self.names, self.where = step, names, where
         of_step = "the step" if step is None else f"step {step}"
-        place = where or (
+        advice = where or (
             "to find where it began, use require_finite_step(..., where=partial(where_not_finite, model, loss_fn, "
             "*batch)); to keep its operands, black_box(model, loss_fn, *batch), both with the model before the step"
         )
         super().__init__(
-            f"{of_step} is not finite: {', '.join(names)}. {place[0].upper()}{place[1:]}. Keep the model and the "
+            f"{of_step} is not finite: {', '.join(names)}. {advice[0].upper()}{advice[1:]}. Keep the model and the "
             "optimizer's state from before the step, and skip this batch; if it happens again, go back to the last "
             "checkpoint, lower the learning rate or clean the data"
         )

@@ -74,11 +74,11 @@ def filter_value_and_grad(function: Callable[..., Any], *, has_aux: bool = False
 
     def in_a_way(way: Way, model: Any, *args: Any, **kwargs: Any) -> tuple[Any, int]:
         leaves, structure = jax.tree.flatten(model, is_leaf=_is_state_or_copies)
-        places = [i for i, leaf in enumerate(leaves) if _is_whole_op_state(leaf)]
-        states = [leaves[i] for i in places]
+        indices = [i for i, leaf in enumerate(leaves) if _is_whole_op_state(leaf)]
+        states = [leaves[i] for i in indices]
         marks = [] if way.tables else marks_of(states)
         records = [] if way.tables else record_states(states, marks, inexact=way.inexact)
-        recording = leaves if way.tables else _replaced(leaves, places, records)
+        recording = leaves if way.tables else _replaced(leaves, indices, records)
         differentiated, rest = eqx.partition(recording, _is_differentiated)
         reached = Reached()
 
@@ -92,10 +92,10 @@ def filter_value_and_grad(function: Callable[..., Any], *, has_aux: bool = False
         # JAX does not count `fp32_max_grad` as a float, so it is allowed as integers are.
         value, gradients = jax.value_and_grad(of, has_aux=has_aux, allow_int=True)(differentiated)
         if not way.tables:
-            gradients = _replaced(gradients, places, complete_states(states, [gradients[i] for i in places], marks))
+            gradients = _replaced(gradients, indices, complete_states(states, [gradients[i] for i in indices], marks))
         # Copies of kernels are those of this step's weights, which have the gradient.
         gradients = [None if isinstance(leaf, KernelCopies) else leaf for leaf in gradients]
-        return (value, jax.tree.unflatten(structure, gradients)), len(records) - len(reached.places)
+        return (value, jax.tree.unflatten(structure, gradients)), len(records) - len(reached.indices)
 
     def take(model: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(function, eqx.Module):
@@ -114,10 +114,10 @@ def _is_differentiated(leaf: Any) -> bool:
     return eqx.is_inexact_array(leaf) or is_max_grad(leaf)
 
 
-def _replaced(leaves: Sequence[Any], places: Sequence[int], others: Sequence[Any]) -> list[Any]:
-    """The leaves with others in some places."""
+def _replaced(leaves: Sequence[Any], indices: Sequence[int], others: Sequence[Any]) -> list[Any]:
+    """The leaves with others at some indices."""
     new = list(leaves)
-    for i, other in zip(places, others, strict=True):
+    for i, other in zip(indices, others, strict=True):
         new[i] = other
     return new
 

@@ -43,7 +43,7 @@ def transfer_optimizer_state(opt_state: PyTree, old_model: Any, new_model: Any) 
         )
 
     def parts(node: Any) -> list[Any] | None:
-        """The nodes of a model-shaped tree in each parameter's place: an array, or Optax's `MaskedNode`."""
+        """The node of a model-shaped tree for each parameter: an array, or Optax's `MaskedNode`."""
         try:
             return old_structure.flatten_up_to(node)
         except (ValueError, TypeError):

@@ -107,7 +107,7 @@ def require_call(
         left = "the argument that is" if len(batch) == 1 else f"the {len(batch)} arguments that are"
         if len(batch) == 1 and isinstance(batch[0], tuple | list) and _takes(signature, tuple(batch[0]), named):
             hint = "The batch was passed as one argument; unpack it. "
-        # An array in place of the state may be the first argument of the loss.
+        # An array instead of the state may be the first argument of the loss.
         elif any(map(_is_array, before)) and _takes(signature, (*before, *batch), named):
             hint = "opt_state seems to be missing. "
         else:

@@ -100,7 +100,7 @@ def _applied(
                 if leaf.table.array is None:  # static scales, in the frozen part of a model
                     return leaf
                 pairs.append((leaf, overwrite))
-                return _Place(len(pairs) - 1)
+                return _Pending(len(pairs) - 1)
             return leaf.overwritten_by(overwrite)
         if overwrite is not None and isinstance(leaf, CustomGradientAccumulation):
             return overwrite
@@ -122,12 +122,12 @@ def _applied(
             _require_structure_of(module, name, tree, error)
         raise
     states = new_states([leaf for leaf, _ in pairs], [overwrite for _, overwrite in pairs])
-    fill = lambda node: states[node.index] if isinstance(node, _Place) else node
-    return jax.tree.map(fill, applied, is_leaf=lambda node: isinstance(node, _Place))
+    fill = lambda node: states[node.index] if isinstance(node, _Pending) else node
+    return jax.tree.map(fill, applied, is_leaf=lambda node: isinstance(node, _Pending))
 
 
 @dataclasses.dataclass(frozen=True)
-class _Place:
+class _Pending:
     """Marks where a state goes once all states are computed."""
 
     index: int
@@ -203,7 +203,7 @@ def accumulate_gradients[T](accumulated: T | None, gradients: T) -> T:
     def add(total: Any, gradient: Any) -> Any:
         if isinstance(total, CustomGradientAccumulation):
             if type(gradient) is not type(total):
-                raise ValueError(f"gradients have a {type(gradient).__name__} in place of a {type(total).__name__}")
+                raise ValueError(f"gradients have a {type(gradient).__name__} instead of a {type(total).__name__}")
             return total.accumulate(gradient)
         return gradient if total is None else total + gradient
 

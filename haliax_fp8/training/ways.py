@@ -107,7 +107,7 @@ def _another(way: Way, error: Exception) -> Way | None:
 def _is_about_structure(error: Exception) -> bool:
     """Whether trees did not fit together: a part of a model, whose states are records now, and the rest of it.
 
-    JAX names the first place where they differ. With `is_leaf`, as in `eqx.combine`, that is often a None instead.
+    JAX names the first node where they differ. With `is_leaf`, as in `eqx.combine`, that is often a None instead.
     """
     return "OpRecord" in str(error) or str(error).startswith("pytree structure error")
 

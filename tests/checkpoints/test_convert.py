@@ -117,7 +117,7 @@ def test_rounding_is_measured(tmp_path):
                 "power-of-two": np.exp2(np.rint(np.log2(scale))),
             }
             assert np.array_equal(exact.get(scales, scale), scale)
-            # No value is clipped: the largest of a row is within half a step of its place.
+            # No value is clipped: the largest of a row is within half a step of it.
             amax = np.abs(before).max(1, keepdims=True)
             assert (amax <= scale * 448 * (1 + 1e-6)).all()
     done = convert_folder(write(tmp_path / "x", *checkpoint("FP8_DYNAMIC")), tmp_path / "y", "FP8_BLOCK")

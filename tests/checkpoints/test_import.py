@@ -205,7 +205,7 @@ def test_what_does_not_fit(tmp_path):
         ),
         "transposed": ({"up.weight": DATA.T.copy(), "up.weight_scale": scale[:1]}, compressed("tensor"), "transposed"),
         "missing": ({"down.weight": np.ones((160, 192), BF16)}, None, r"no up\.weight; the nearest are down\.weight"),
-        "unused": ({"up.weight": np.ones((160, 192), BF16), "x": np.ones(3)}, None, "no place for x"),
+        "unused": ({"up.weight": np.ones((160, 192), BF16), "x": np.ones(3)}, None, "no array for x"),
     }
     for case, (tensors, quantization, message) in cases.items():
         write(tmp_path / case, tensors, quantization)

@@ -262,8 +262,8 @@ def test_arrays_land_where_the_models_are(tmp_path):
     """With arrays and without; from files that Equinox alone would put on the first device."""
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("data",))
     rows, everywhere = NamedSharding(mesh, P("data")), NamedSharding(mesh, P())
-    model, place = made("delayed 8", 1), lambda x: jax.device_put(x, rows if x.shape == (4, 8) else everywhere)
-    given = jax.tree.map(lambda x: place(x) if eqx.is_array(x) else x, made("delayed 64", 2))
+    model, put = made("delayed 8", 1), lambda x: jax.device_put(x, rows if x.shape == (4, 8) else everywhere)
+    given = jax.tree.map(lambda x: put(x) if eqx.is_array(x) else x, made("delayed 64", 2))
     abstract = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) if eqx.is_array(x) else x, given
     )
@@ -466,8 +466,8 @@ def test_a_changed_byte_is_found_wherever_it_is(of_three):
     content = path.read_bytes()
     zeros = jax.tree.map(lambda x: 0 * x, tree)
     first = content.index(np.asarray(tree["a"]).tobytes())
-    for place in [*range(0, len(content), 23), first, first + 95]:
-        path.write_bytes(content[:place] + bytes([content[place] ^ 16]) + content[place + 1 :])
+    for i in [*range(0, len(content), 23), first, first + 95]:
+        path.write_bytes(content[:i] + bytes([content[i] ^ 16]) + content[i + 1 :])
         with pytest.raises(ValueError, match="good.eqx"):
             load_into(zeros, path, strict=True)
     path.write_bytes(content[:first] + bytes([content[first] ^ 1]) + content[first + 1 :])

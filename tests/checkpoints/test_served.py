@@ -257,21 +257,21 @@ def test_scales_of_keys_and_values(tmp_path):
         assert check_folder(folder).is_sound and not check_folder(folder).faults
     with pytest.raises(ValueError, match="nothing in the model has seen keys and values: the state of a projection"):
         export_model({"up": eqx.nn.Linear(8, 8, key=jax.random.key(0))}, tmp_path / "no", kv_cache_scales=True)
-    with pytest.raises(ValueError, match="no place for scales of keys and values; use one of compressed-tensors"):
+    with pytest.raises(ValueError, match="no scales of keys and values; use one of compressed-tensors"):
         export_model(model, tmp_path / "no", "HF_FP8", kv_cache_scales=True)
 
 
 # --- On several devices -----------------------------------------------------------------------------------------------
 
 MESH = jax.make_mesh((2, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
-# Axes of each weight by name, or by place: experts and heads over one mesh axis, inputs and others over another.
+# Axes of each weight by name, or by position: experts and heads over one mesh axis, inputs and others over another.
 DIVIDED = {"heads": "a", "experts": "a", "inputs": "b", "again": "b"}
 
 
 def divided_template(init):
     """Shapes with shardings."""
 
-    def placed(x):
+    def with_sharding(x):
         if isinstance(x, hax.NamedArray):
             spec = P(*(DIVIDED.get(axis.name) for axis in x.axes))
             return hax.NamedArray(jax.ShapeDtypeStruct(x.array.shape, x.dtype, sharding=at(spec)), x.axes)
@@ -280,7 +280,7 @@ def divided_template(init):
     at = lambda spec: NamedSharding(MESH, spec)
     is_leaf = lambda x: isinstance(x, hax.NamedArray)
     arrays, rest = eqx.partition(eqx.filter_eval_shape(init), lambda x: isinstance(x, jax.ShapeDtypeStruct))
-    return eqx.combine(jax.tree.map(placed, arrays, is_leaf=is_leaf), rest)
+    return eqx.combine(jax.tree.map(with_sharding, arrays, is_leaf=is_leaf), rest)
 
 
 @pytest.mark.more

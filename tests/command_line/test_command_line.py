@@ -467,7 +467,7 @@ def test_the_flops_of_a_demo(capsys, blocks):
 # --- install-compiler -------------------------------------------------------------------------------------------------
 
 
-# In the place of pip and of uv: notes how it is called, and unpacks the files that a test says. Without any it fails.
+# Instead of pip and uv: notes how it is called, and unpacks the files that a test says. Without any it fails.
 INSTALLER = """#!{python}
 import json, pathlib, sys
 folder = pathlib.Path({folder!r})

@@ -136,7 +136,7 @@ def test_learned_positions_and_a_tied_head():
     model = Transformer.init(config, key=jax.random.key(0))
     assert model.head is None and model.positions.axes == (hax.Axis("position", 12), config.Hidden)
     assert all(layer.bias is not None for layer in (model.blocks.stacked.mlp.up, model.blocks.stacked.attention.query))
-    # The same token everywhere: only its position tells one place from another.
+    # The same token everywhere: only positions differ.
     logits = model(hax.zeros({"position": 5}, dtype=jnp.int32))
     assert logits.axes == (hax.Axis("position", 5), config.Vocab)
     assert len({row.tobytes() for row in np.asarray(logits.array)}) == 5
@@ -224,7 +224,7 @@ def test_an_fp8_head_records_the_maximum_over_parts(tokens):
 
 @pytest.mark.more
 def test_fused_attention_is_given_what_causal_attention_is():
-    """With JAX's own attention in the place of cuDNN's, which no CPU has."""
+    """With JAX's own attention instead of cuDNN's, which no CPU has."""
     Position, KvHeads, Group, HeadDim = hax.make_axes(position=6, kv_heads=2, group=3, head_dim=8)
     Batch = hax.Axis("batch", 2)
     query = hax.random.normal(jax.random.key(0), (Batch, KvHeads, Position, Group, HeadDim))

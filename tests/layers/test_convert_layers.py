@@ -889,7 +889,7 @@ def test_kernels_of_two_layers_tied():
     assert len({float(op.amax_history("kernel")[0]) for op in ops(new)}) == 1
 
 
-def test_the_same_object_in_two_places_stays_one():
+def test_the_same_object_at_two_paths_stays_one():
     layer = linear()
     fp8 = fp8_linear_layers([layer, {"again": layer}, linear()])
     assert fp8[0] is fp8[1]["again"] and fp8[0] is not fp8[2]

@@ -572,7 +572,7 @@ def test_a_weight_shared_by_equinox():
 
 
 def test_a_layer_shared_by_equinox():
-    """One layer in two places has one state; with `filter_grad` it sees the larger of both uses."""
+    """One layer at two paths has one state; with `filter_grad` it sees the larger of both uses."""
     pair = drawn(lambda key: [eqx.nn.Linear(48, 48, key=key) for _ in range(2)])
     shared = fp8_linear_layers(eqx.nn.Shared(pair, lambda pair: pair[1], lambda pair: pair[0]), SHORT)
     assert len(ops(shared)) == 1 and describe(shared).fp8_count == 1

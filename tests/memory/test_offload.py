@@ -116,9 +116,9 @@ def test_masters_stay_divided_over_devices():
         return jax.device_put(node, NamedSharding(mesh, spec))
 
     found = []
-    for place in (lambda node: node, put):
+    for put_layer in (lambda node: node, put):
         params, of_params = (
-            jax.tree.map(place, tree, is_leaf=lambda node: isinstance(node, hax.NamedArray))
+            jax.tree.map(put_layer, tree, is_leaf=lambda node: isinstance(node, hax.NamedArray))
             for tree in (jax.tree.map(jnp.copy, trainable(model)), gradients)
         )
         with jax.numpy_dtype_promotion("standard"):  # which optax needs

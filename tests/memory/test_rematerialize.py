@@ -311,7 +311,7 @@ REFUSED = {
         lambda: rematerialize(stacked(), rules=(BetweenLayers((GLU,), before=("fc",), after=("down",)),)),
         "stacked.mlp, a GLU, which cannot be changed: it has no attribute fc",
     ),
-    "one name in place of a tuple": (lambda: BetweenLayers((GLU,), before="gate", after=("down",)), "before='gate' of"),
+    "one name instead of a tuple": (lambda: BetweenLayers((GLU,), before="gate", after=("down",)), "before='gate' of"),
     "no layers": (lambda: BetweenLayers((GLU,), before=("gate",), after=()), r"after=\(\) of BetweenLayers"),
     "a class for a rule": (lambda: rematerialize(stacked(), rules=(GLU,)), "rules=.*of rematerialize is not a"),
     "a device that is none": (lambda: rematerialize(stacked(), device="h1000"), "device='h1000' is unknown"),

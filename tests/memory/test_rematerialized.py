@@ -96,7 +96,7 @@ def test_under_transformations(dtype):
 
 @pytest.mark.more
 def test_a_scan_stacks_the_inputs_alone():
-    """In place of whatever a norm and an activation compute on the way."""
+    """Instead of whatever a norm and an activation compute on the way."""
     Embed, Blocks, Batch = hax.make_axes(embed=32, block=3, batch=8)
 
     class Block(eqx.Module):

@@ -11,7 +11,7 @@ class Change:
         what: What is wrong then.
         file: Where the snippet is, relative to the package; code that was moved is found elsewhere too.
         old: Code that is there once. Spaces and line ends are as good as one another.
-        new: What stands in its place.
+        new: What replaces it.
         tests: Which tests have to notice, as on pytest's command line: files, or single tests.
     """
 
@@ -397,8 +397,8 @@ CHANGES = (
     Change(
         "layers in other formats take the first one's limits",
         "_state/together.py",
-        "kinds.setdefault((state.scalings, state.limits, *places), []).append(i)",
-        "kinds.setdefault((state.scalings, *places), []).append(i)",
+        "kinds.setdefault((state.scalings, state.limits, *signatures), []).append(i)",
+        "kinds.setdefault((state.scalings, *signatures), []).append(i)",
         ("test_together.py",),
     ),
     Change(
@@ -418,8 +418,8 @@ CHANGES = (
     Change(
         "every layer gets the change of the first",
         "_state/together.py",
-        "np.int32(rows * place)",
-        "np.int32(0 * place)",
+        "np.int32(rows * i)",
+        "np.int32(0 * i)",
         ("test_together.py",),
     ),
     Change(
@@ -1232,11 +1232,11 @@ CHANGES = (
         ("test_for_inference.py::test_rows_of_one_scale_are_not_independent",),
     ),
     Change(
-        "a layer in two places is served as two",
+        "a layer at two paths is served as two",
         "serving/for_inference.py",
         "if id(layer) not in done:",
         "if True:",
-        ("test_for_inference.py::test_a_layer_in_two_places_stays_one",),
+        ("test_for_inference.py::test_a_layer_at_two_paths_stays_one",),
     ),
     Change(
         "rows are sent with the amax of one device",

@@ -59,7 +59,7 @@ class Stale(Exception):
     """A snippet that is not in the code, or there more than once."""
 
 
-def place_of(change: Change, root: Path) -> tuple[Path, int, int]:
+def position_of(change: Change, root: Path) -> tuple[Path, int, int]:
     """The file, and where the snippet begins and ends in it.
 
     Spaces and line ends count as one another, so that formatting does not matter; and code that was moved into another
@@ -70,7 +70,7 @@ def place_of(change: Change, root: Path) -> tuple[Path, int, int]:
         root: The folder that holds the package.
 
     Raises:
-        Stale: If the snippet is nowhere, or in several places.
+        Stale: If the snippet is nowhere, or there several times.
     """
     pattern = re.compile(r"\s+".join(map(re.escape, change.old.split())))
     files = sorted((root / PACKAGE).rglob("*.py"))
@@ -80,10 +80,10 @@ def place_of(change: Change, root: Path) -> tuple[Path, int, int]:
         if len(found) == 1:
             return found[0]
         if found:
-            places = ", ".join(
+            lines = ", ".join(
                 f"{path.relative_to(root)}:{path.read_text()[:start].count(chr(10)) + 1}" for path, start, _ in found
             )
-            raise Stale(f"{change.old!r} is there {len(found)} times, in {places}: make the snippet longer")
+            raise Stale(f"{change.old!r} is there {len(found)} times, in {lines}: make the snippet longer")
     raise Stale(
         f"{change.old!r} is not in {change.file}, nor anywhere else in {PACKAGE}: write the same mistake for the code "
         "as it is now, or remove it from changes.py if it cannot be made any more"
@@ -98,14 +98,14 @@ def changed(change: Change, root: Path) -> tuple[Path, str]:
         root: The folder that holds the package.
 
     Raises:
-        Stale: As `place_of`.
+        Stale: As `position_of`.
     """
-    path, start, end = place_of(change, root)
+    path, start, end = position_of(change, root)
     text = path.read_text()
     return path, text[:start] + change.new + text[end:]
 
 
-def place_of_test(test: str, root: Path) -> Path:
+def file_of_test(test: str, root: Path) -> Path:
     """A test as on the command line, in whichever folder of tests its file is."""
     file, *names = test.split("::")
     (path,) = (root / "tests").rglob(file)
@@ -138,7 +138,7 @@ def run_tests(root: Path, tests: Sequence[str], limit: float) -> tuple[int | Non
     environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": str(root), "COLUMNS": "200"}
     try:
         done = subprocess.run(
-            [*command, *(str(place_of_test(test, root)) for test in tests)],
+            [*command, *(str(file_of_test(test, root)) for test in tests)],
             cwd=root,
             env=environment,
             capture_output=True,
@@ -204,7 +204,7 @@ def checked(changes: Sequence[Change]) -> list[Result]:
     stale = []
     for change in changes:
         try:
-            place_of(change, ROOT)
+            position_of(change, ROOT)
         except Stale as error:
             stale.append(Result(change, Outcome.STALE, str(error)))
     return stale

@@ -101,10 +101,10 @@ def test_preflights_in_threads(names):
     args = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((32, 16), (8, 32))]
     reports = {}
 
-    def compile_for(place, name):
-        reports[place] = inspect_step(step, *args, target=name, other_setting=False)
+    def compile_for(i, name):
+        reports[i] = inspect_step(step, *args, target=name, other_setting=False)
 
-    in_threads(*(lambda place=place, name=name: compile_for(place, name) for place, name in enumerate(names)))
-    assert [reports[place].target.name for place in range(len(names))] == names
+    in_threads(*(lambda i=i, name=name: compile_for(i, name) for i, name in enumerate(names)))
+    assert [reports[i].target.name for i in range(len(names))] == names
     assert {report.step.flops for report in reports.values()} == {2 * 8 * 32 * 16}
     assert state_of_the_process() == before

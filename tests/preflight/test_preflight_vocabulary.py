@@ -167,9 +167,9 @@ def test_what_is_not_known_is_named_in_the_report(target):
 
 def anywhere(x, key):
     """Sorts, random numbers, transforms, convolutions, products."""
-    values, places = jax.lax.top_k(jnp.sort(x, axis=0) + jax.random.normal(key, x.shape), 4)
+    values, indices = jax.lax.top_k(jnp.sort(x, axis=0) + jax.random.normal(key, x.shape), 4)
     window = jax.lax.conv(x[None, None], jnp.ones((1, 1, 3, 3)), (1, 1), "SAME")
-    return values, places, jnp.fft.fft(x), window, x @ x
+    return values, indices, jnp.fft.fft(x), window, x @ x
 
 
 def here(x, key):

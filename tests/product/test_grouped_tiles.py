@@ -64,7 +64,7 @@ def test_sums_over_groups_take_each_row_once(sizes):
         of_b = [x[(first + s) * TILE.depth :][: TILE.depth, 0] for s in range(steps)]
         begin = (group // 3) * rows + sum(sizes[group // 3][: group % 3])
         own = x[begin : begin + sizes[group // 3][group % 3], 0]
-        # Rows of other groups are zero on one side, and stand in the same places on both.
+        # Rows of other groups are zero on one side, and lie at the same positions on both.
         assert sum(piece.sum() for piece in read) == own.sum()
         assert sum((p * q).sum() for p, q in zip(read, of_b, strict=True)) == (own**2).sum()
         seen.add((group, a))
@@ -84,11 +84,11 @@ def test_visits_of_a_tpu_meet_each_row_of_each_group_once(sizes):
         made = make_visits(jnp.array(sizes, jnp.int32), ROWS, length, TILE.rows, of_rows=of_rows)
         found, order = np.full(total, -1), []
         firsts, lasts = Counter(), Counter()
-        for tile, group, begin, end, place, multiplies in zip(*map(np.asarray, made), strict=True):
+        for tile, group, begin, end, edge, multiplies in zip(*map(np.asarray, made), strict=True):
             assert 0 <= tile < length // TILE.rows
             order.append((group, tile) if not of_rows else tile)
-            firsts[group] += place % 2
-            lasts[group] += place >= 2
+            firsts[group] += edge % 2
+            lasts[group] += edge >= 2
             own = slice(max(begin, tile * TILE.rows), min(end, (tile + 1) * TILE.rows))
             if multiplies:
                 assert (found[own] == -1).all()

@@ -86,7 +86,7 @@ def test_a_stack_takes_the_scales_of_each_product(kernel_first):
 @pytest.mark.more
 @kernel_first_or_second
 def test_a_batch_of_an_ensemble(kernel_first):
-    """`vmap` over members inside, over examples outside: each example meets each member, at the right place.
+    """`vmap` over members inside, over examples outside: each example meets each member, at the right index.
 
     State is each member's own, and records the maximum over the examples; gradients of kernels are summed over them.
     """

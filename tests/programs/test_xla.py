@@ -57,8 +57,8 @@ def products_of_one_operand(told, x, *ws):
 
 
 def precise_products_of_one_operand(told, x, *ws):
-    places = range(len(ws)) if told else [None] * len(ws)
-    return [product(x, w, xla.own_precision(place)) for place, w in zip(places, ws, strict=True)]
+    indices = range(len(ws)) if told else [None] * len(ws)
+    return [product(x, w, xla.own_precision(index)) for index, w in zip(indices, ws, strict=True)]
 
 
 def kernel_quantized_twice(told, w, x):

@@ -1,4 +1,4 @@
-"""The layout of the package: which folder may import which, and what a file may be. A new folder needs a place here."""
+"""The layout of the package: which folder may import which, and what a file may be. A new folder needs a row here."""
 
 import ast
 import graphlib
@@ -143,10 +143,10 @@ def test_names_of_tests_are_unique():
     assert len(names) == len(set(names))
 
 
-def test_every_room_has_a_place():
+def test_every_folder_is_on_a_floor():
     found = {room_of(path) for path in files()}
-    assert found == set(FLOOR), "a new folder: decide what it may import, and give it a place in FLOORS"
-    assert sum(map(len, FLOORS)) == len(FLOOR), "a folder has two places in FLOORS"
+    assert found == set(FLOOR), "a new folder: decide what it may import, and add it to FLOORS"
+    assert sum(map(len, FLOORS)) == len(FLOOR), "a folder is twice in FLOORS"
 
 
 @over_files
@@ -375,7 +375,7 @@ def classes() -> list[type]:
 
 @pytest.mark.parametrize("cls", classes(), ids=lambda cls: cls.__name__)
 def test_classes_are_abstract_or_final(cls):
-    """No class inherits the code of a concrete one: what a method does is read in one place."""
+    """No class inherits the code of a concrete one: what a method does is read in one file."""
     ours = [base for base in cls.__mro__[1:] if base.__module__.startswith("haliax_fp8")]
     assert all(map(inspect.isabstract, ours))
 

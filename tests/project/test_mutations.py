@@ -47,7 +47,7 @@ def test_the_tests_that_should_notice_exist(script):
     named = {test for change in script["CHANGES"] for test in change.tests}
     root = FOLDER.parents[1]
     files = {
-        name: (root / script["place_of_test"](name, root)).read_text() for name in {t.partition("::")[0] for t in named}
+        name: (root / script["file_of_test"](name, root)).read_text() for name in {t.partition("::")[0] for t in named}
     }
     missing = [t for t in named if "::" in t and f"def {t.partition('::')[2]}(" not in files[t.partition("::")[0]]]
     assert not missing
@@ -61,7 +61,7 @@ def test_code_is_found_however_it_is_laid_out_and_wherever_it_was_moved(script, 
 
 def test_its_own_file_comes_first(script, change, tmp_path):
     root = package(tmp_path, a="x = 1\n", b="x = 1\n")
-    assert script["place_of"](change("x = 1"), root)[0].name == "a.py"
+    assert script["position_of"](change("x = 1"), root)[0].name == "a.py"
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_its_own_file_comes_first(script, change, tmp_path):
 )
 def test_what_does_not_fit_is_named(script, change, tmp_path, text, message):
     with pytest.raises(script["Stale"], match=message):
-        script["place_of"](change("y = 2"), package(tmp_path, a=text))
+        script["position_of"](change("y = 2"), package(tmp_path, a=text))
 
 
 @pytest.mark.parametrize(

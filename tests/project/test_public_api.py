@@ -1,4 +1,4 @@
-"""Every public name has a docstring and a place in the documentation."""
+"""Every public name has a docstring and an entry in the documentation."""
 
 import ast
 import functools

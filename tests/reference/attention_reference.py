@@ -25,7 +25,7 @@ def attention(query, key, value, grad, scales, *, is_causal, rounds=True):
         value: As the key.
         grad: Of the output.
         scales: Of each tensor, by name.
-        is_causal: Whether a query sees only keys up to its own place.
+        is_causal: Whether a query sees only keys up to its own position.
         rounds: Whether anything is rounded.
     """
     amaxes = dict.fromkeys(TENSORS, 0.0)

@@ -236,7 +236,7 @@ def test_row_alone_is_row_in_batch(scheme):
         np.testing.assert_array_equal(call(x[rows]), together[rows])
 
 
-def test_a_layer_in_two_places_stays_one():
+def test_a_layer_at_two_paths_stays_one():
     layer = equinox_linear()
     first, second = quantize_for_inference([layer, layer], "dynamic")
     assert first is second

@@ -72,7 +72,7 @@ def _products(launch: Site) -> Iterator[Site]:
 
 
 def _arrays(instruction: Instruction) -> Iterator[tuple[tuple[int, ...], Shape]]:
-    """The arrays that an instruction makes, each with its place in the result."""
+    """The arrays that an instruction makes, each with its index in the result."""
     if instruction.opcode in NO_LAUNCH or instruction.opcode.endswith("-done"):
         return
     if instruction.opcode == "copy-start":
@@ -84,7 +84,7 @@ def _arrays(instruction: Instruction) -> Iterator[tuple[tuple[int, ...], Shape]]
         path, shape = waiting.pop()
         if shape.dtype != "tuple":
             yield path, shape
-        waiting += [((*path, place), part) for place, part in enumerate(shape.elements)]
+        waiting += [((*path, index), part) for index, part in enumerate(shape.elements)]
 
 
 class _Reader:
@@ -106,8 +106,8 @@ class _Reader:
         if user.opcode == "get-tuple-element":
             return bool(path) and int(user.attribute("index")) == path[0] and self.reads(user, path[1:])
         if user.opcode == "tuple":
-            places = [place for place, name in enumerate(user.operands) if name == value.name]
-            return any(self.reads(user, (place, *path)) for place in places)
+            indices = [i for i, name in enumerate(user.operands) if name == value.name]
+            return any(self.reads(user, (i, *path)) for i in indices)
         if user.opcode in NO_LAUNCH or user.opcode.endswith("-done"):
             return self.reads(user, path)
         if user.name not in self.launches:

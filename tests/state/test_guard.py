@@ -132,8 +132,8 @@ def test_changes_are_noticed(name):
     taken = checked(jnp.asarray(scale), jnp.asarray(guard))
     changed = (scale != scales) | (guard != guards)
     assert np.isnan(taken[changed]).all()
-    places = np.flatnonzero(changed)[:200]
-    assert all(is_changed(scale[i : i + 1], guard[i : i + 1]) for i in places)
+    indices = np.flatnonzero(changed)[:200]
+    assert all(is_changed(scale[i : i + 1], guard[i : i + 1]) for i in indices)
 
 
 def test_what_a_trainer_leaves_of_layers_that_were_not_reached_is_a_scale_of_one():

@@ -71,7 +71,7 @@ def test_an_infinite_gradient_is_traced_to_its_element(tmp_path, capsys):
     same = BlackBox.load(file)
     assert same.recipe == box.recipe and same.contraction == box.contraction and same.bytes == box.bytes
     found = replay(file, ["current", "rowwise"])
-    assert (found.culprit.operand, found.culprit.product, found.culprit.place) == ("output_grad", "dgrad", (3, 7))
+    assert (found.culprit.operand, found.culprit.product, found.culprit.index) == ("output_grad", "dgrad", (3, 7))
     assert found.culprit.where == "output_grad[3, 7]" and "inf, the only one" in found.culprit.seen
     # One scale for the tensor spreads NaN over it, one for each row keeps it to the row of 8.
     assert found.of("current", "dgrad").nonfinite == 8 * 32 and found.of("rowwise", "dgrad").nonfinite == 32
@@ -87,7 +87,7 @@ def test_an_infinite_gradient_is_traced_to_its_element(tmp_path, capsys):
     assert max(map(len, f"{box}\n{found}".splitlines())) <= 80
 
     as_json = json.loads(json.dumps(_as_json(found), allow_nan=False))
-    assert as_json["culprit"]["place"] == [3, 7] and len(as_json["products"]) == 9
+    assert as_json["culprit"]["index"] == [3, 7] and len(as_json["products"]) == 9
     assert main(["replay", str(file), "--recipe", "curent"]) == 2
     assert "'current'" in capsys.readouterr().err
     other = tmp_path / "other.safetensors"

@@ -112,8 +112,8 @@ class _Factors:
         sizes, of_scales = {"group": group_sizes[-1]}, {}
         for x, factors in zip((a, b), data, strict=True):
             sizes |= dict(zip(factors, x.data, strict=True))
-            for place, (factor, count) in enumerate(zip(factors, x.scale, strict=True)):
-                block = sizes[factor] // count if x.block is None else x.block[place]
+            for axis, (factor, count) in enumerate(zip(factors, x.scale, strict=True)):
+                block = sizes[factor] // count if x.block is None else x.block[axis]
                 of_scales.setdefault(factor, set()).update({(count, block)} if count > 1 else ())
         blocks, whole = {}, {"group"}
         for factor, found in of_scales.items():
@@ -127,7 +127,7 @@ class _Factors:
         leaves = []
         for name, x, factors in zip("ab", (a, b), data, strict=True):
             # A factor of its own where all have the same scale, or blocks do not fit.
-            own = [f"{name}{place}" for place in range(len(factors))]
+            own = [f"{name}{axis}" for axis in range(len(factors))]
             scaled = [sizes[factor] == count > 1 for factor, count in zip(factors, x.scale, strict=True)]
             leaves += [factors, tuple(f if fits else o for f, o, fits in zip(factors, own, scaled, strict=True))]
         leaves.append((*members, "size"))

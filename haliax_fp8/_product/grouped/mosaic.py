@@ -74,11 +74,11 @@ def scaled(
     if not refs:
         return x
     rows, columns = refs
-    places = (
+    vectors = (
         (rows.at[piece, pl.ds(job.a_row, tile.rows)], int(transposed)),
         (columns.at[piece, pl.ds(job.b_row + job.column, tile.columns)], int(not transposed)),
     )
-    for ref, axis in places:
+    for ref, axis in vectors:
         line = plgpu.load(ref, layout=layout.reduce(1 - axis), optimized=False)
         x = x * plgpu.layout_cast(lax.broadcast_in_dim(line, x.shape, (axis,)), layout)
     return x

@@ -31,7 +31,7 @@ class Visits(NamedTuple):
         group: The group, whose kernel and scale it takes.
         begin: The group's first row.
         end: The end of its rows; `begin` for an entry that multiplies nothing.
-        place: 1 for the first visit for a group, 2 for the last, 3 for one that is both, else 0.
+        edge: 1 for the first visit for a group, 2 for the last, 3 for one that is both, else 0.
         multiplies: 1 if there is something to multiply; rows beyond the last group are zeros.
     """
 
@@ -39,7 +39,7 @@ class Visits(NamedTuple):
     group: Int32[Array, " visits"]
     begin: Int32[Array, " visits"]
     end: Int32[Array, " visits"]
-    place: Int32[Array, " visits"]
+    edge: Int32[Array, " visits"]
     multiplies: Int32[Array, " visits"]
 
 
@@ -74,9 +74,9 @@ def visits(sizes: Int32[Array, "members groups"], rows: int, length: int, tile: 
     member, group = which // (groups + of_rows), which % (groups + of_rows)
     multiplies = (end > begin) & (group < groups)
     is_first, is_last = (x.astype(jnp.int32) for x in (within == 0, within == count[which] - 1))
-    place = jnp.where(in_use, is_first + 2 * is_last, 0)
+    edge = jnp.where(in_use, is_first + 2 * is_last, 0)
     group = member * groups + jnp.minimum(group, groups - 1)
-    return Visits(*(x.astype(jnp.int32) for x in (first[which] + within, group, begin, end, place, multiplies)))
+    return Visits(*(x.astype(jnp.int32) for x in (first[which] + within, group, begin, end, edge, multiplies)))
 
 
 def tpu_product(
@@ -162,8 +162,8 @@ def tpu_rows(
     def of_kernel(j: Any, i: Any, s: Any, tiles: Any, groups: Any, *_: Any) -> tuple[Any, ...]:
         return (groups[i], s, j) if inputs_are_summed else (groups[i], j, s)
 
-    def body(tiles: Any, groups: Any, begin: Any, end: Any, place: Any, multiplies: Any, *refs: Any) -> None:
-        del place
+    def body(tiles: Any, groups: Any, begin: Any, end: Any, edge: Any, multiplies: Any, *refs: Any) -> None:
+        del edge
         scale, a, b, *lines, out, total = refs
         visit, piece = pl.program_id(1), pl.program_id(2)
 
@@ -229,11 +229,11 @@ def tpu_sums(
     width, columns = a.shape[1], b.shape[1]
     shape = tile.rows, tile.columns
 
-    def body(tiles: Any, groups: Any, begin: Any, end: Any, place: Any, multiplies: Any, *refs: Any) -> None:
+    def body(tiles: Any, groups: Any, begin: Any, end: Any, edge: Any, multiplies: Any, *refs: Any) -> None:
         scale, a, b, *lines, out, total = refs
         visit = pl.program_id(2)
 
-        @pl.when(place[visit] % 2 == 1)
+        @pl.when(edge[visit] % 2 == 1)
         def _() -> None:
             total[...] = jnp.zeros_like(total)
 
@@ -245,7 +245,7 @@ def tpu_sums(
             numbers = (((0,), (0,)), ((), ()))
             total[...] += lax.dot_general(rows, b[...], numbers, preferred_element_type=jnp.float32)
 
-        @pl.when(place[visit] >= 2)
+        @pl.when(edge[visit] >= 2)
         def _() -> None:
             value = total[...] * scale[groups[visit]]
             if lines:

@@ -53,7 +53,7 @@ def weight_faults(
     for name, stored in folder.tensors.items():
         layer = name.removesuffix(WEIGHT)
         if is_fp8(stored):
-            wrong = _out_of_place(name, layer, stored, quantization, ignored)
+            wrong = _wrongly_in_fp8(name, layer, stored, quantization, ignored)
             if wrong:
                 yield Fault(stored.file.name, name, wrong)
             elif quantization is not None:
@@ -64,7 +64,7 @@ def weight_faults(
             yield from _owner(folder, quantization, name)
 
 
-def _out_of_place(
+def _wrongly_in_fp8(
     name: str, layer: str, stored: Stored, quantization: CheckpointQuantization | None, ignored: set[str]
 ) -> str:
     if quantization is None:

@@ -16,7 +16,7 @@ SINGLE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "co
 
 
 def require_folder_name(directory: Any, call: str) -> None:
-    """Raises a ValueError if an argument cannot be the name of a folder, as where it changed places with the model.
+    """Raises a ValueError if an argument cannot be the name of a folder, as where it and the model are swapped.
 
     Args:
         directory: The argument.
@@ -122,7 +122,7 @@ def _tensors(paths: list[pathlib.Path], listed: dict[str, str] | None) -> dict[s
 
 
 def _inside(folder: pathlib.Path, name: str, remedy: str, follow_links: bool) -> pathlib.Path:
-    """A file of a folder, which may have no other place."""
+    """A file of a folder, which may not lie elsewhere."""
     if name in ("", ".", "..") or "\0" in name or pathlib.PurePath(name).name != name or "\\" in name:
         raise BrokenCheckpoint(INDEX, f"it names the file {name!r}, which would lie outside of the folder")
     path = folder / name

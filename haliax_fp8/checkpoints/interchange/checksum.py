@@ -29,7 +29,7 @@ class Summed:
         return self._file.write(data)
 
     def leaf(self, _: Any, value: Any) -> None:
-        """Writes a leaf as Equinox does; takes the place of `eqx.default_serialise_filter_spec`."""
+        """Writes a leaf as Equinox does; replaces `eqx.default_serialise_filter_spec`."""
         if not eqx.is_array_like(value):
             return
         self._sum = start(*self._names[len(self.sums)])

@@ -13,9 +13,9 @@ from ...layers.quantized_kernels import require_no_kernel_copies
 from .histories import first_of, fitted, refusal, widths
 from .incomplete import SHAPE, incomplete, listed
 from .joined import Joined, check_joined, with_joined
+from .like_leaf import like_leaf, sharding_of
 from .names import Leaf, described, is_saved, leaves_of, with_leaves
 from .open import on_host, open_checkpoint
-from .place import placed, sharding_of
 from .report import LoadReport
 from .source import AbstractSource
 
@@ -76,11 +76,11 @@ def load_into[M](
             array = found[plan.source]
             if leaf.state is not None:
                 array, how, why = _table(on_host(array), leaf)
-            value = None if array is None else placed(array, leaf.value)
+            value = None if array is None else like_leaf(array, leaf.value)
         if leaf.state is not None and (plan.source is None or value is None):
-            value = placed(first_of(leaf.state), leaf.value)
+            value = like_leaf(first_of(leaf.state), leaf.value)
         elif why is not None and isinstance(value, jax.ShapeDtypeStruct):
-            value = placed(np.zeros(value.shape, value.dtype), leaf.value)
+            value = like_leaf(np.zeros(value.shape, value.dtype), leaf.value)
         values.append(value)
         if why is not None:
             fresh[leaf.name] = why
@@ -106,7 +106,7 @@ def _nothing_fits(source: AbstractSource, expected: list[str], shown: str) -> st
     if first <= {str(i) for i in range(len(first))} and not set(expected) & set(held):
         return start + (
             "It was saved from a tuple or list, such as (model, opt_state): load it into one, (model, opt_state), "
-            "report = load_into((model, opt_state), path). For the model alone, give None in place of the rest: "
+            "report = load_into((model, opt_state), path). For the model alone, give None instead of the rest: "
             "(model, _), report = load_into((model, None), path)"
         )
     return start + "Give the model that was saved, or a tuple only where one was saved; joined= if layers were joined"

@@ -18,7 +18,7 @@ class LoadReport(Printable):
         changed: Those whose numbers were fitted, and how: a history of another length, another dtype, joined layers.
         fresh: Those that the checkpoint does not provide, and why. State is then that before the first step, everything
             else is as it was in the model given.
-        unused: Names of entries that the model has no place for.
+        unused: Names of entries that the model has no leaf for.
 
     Example:
         >>> from haliax_fp8.checkpoints import load_into

@@ -67,8 +67,8 @@ class _Stack(tuple[str, ...]):
 
 def _renamed(model: Any, entries: Entries) -> Mapping[str, tuple[str, ...]]:
     """For each name the keys of its parts."""
-    places = sorted(_places(model), key=lambda place: -len(place[0]))
-    patterns = [(re.compile(pattern), name) for pattern, name in places]
+    prefixes = sorted(_prefixes(model), key=lambda prefix: -len(prefix[0]))
+    patterns = [(re.compile(pattern), name) for pattern, name in prefixes]
     plain: dict[str, tuple[str, ...]] = {}
     stacks: dict[str, dict[int, str]] = {}
     for key in entries:
@@ -88,7 +88,7 @@ def _is_full(parts: dict[int, str]) -> bool:
     return sorted(parts) == list(range(len(parts)))
 
 
-def _places(node: Any, pattern: str = "", name: str = "") -> Iterator[tuple[str, str]]:
+def _prefixes(node: Any, pattern: str = "", name: str = "") -> Iterator[tuple[str, str]]:
     """Where keys differ from names beneath a node: what keys begin with, as a pattern, and what names begin with.
 
     The pattern has a group for the index of a layer in a stack. Each has a dot at its end if it is not empty.
@@ -104,7 +104,7 @@ def _places(node: Any, pattern: str = "", name: str = "") -> Iterator[tuple[str,
             inner = rf"{inner}(\d+)\."
         if inner != rf"{pattern}{re.escape(field)}\.":
             yield inner, f"{name}{field}."
-        yield from _places(child, inner, f"{name}{field}.")
+        yield from _prefixes(child, inner, f"{name}{field}.")
 
 
 def _children(node: Any) -> list[tuple[Any, Any]]:

@@ -50,7 +50,7 @@ class AbstractLayout(abc.ABC):
 
     @property
     def cache_scales(self) -> tuple[str, str] | None:
-        """The names of the scales of keys and values, after that of their attention; None without a place for them."""
+        """The names of the scales of keys and values, after that of their attention; None if it has none."""
         return None
 
     @property

@@ -14,7 +14,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from ...layers.kernel import Kernel, axes_of, count
-from .tree import Place
+from .tree import ModelPath
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,16 +35,16 @@ class Parts:
     shape: tuple[int, ...]
     split: tuple[int, ...]
 
-    def named(self, place: Place) -> Iterator[tuple[str, tuple[int, ...]]]:
+    def named(self, path: ModelPath) -> Iterator[tuple[str, tuple[int, ...]]]:
         """The name of each part, and its index along the leading axes.
 
         Members of an ensemble and experts are numbered after the name.
 
         Args:
-            place: Where the array, or its layer, is.
+            path: Where the array, or its layer, is.
         """
         others = [axis for axis in range(len(self.leading)) if axis not in self.blocks]
-        stack = [range(axis.size) for axis in place.stack]
+        stack = [range(axis.size) for axis in path.stack]
         for blocks in itertools.product(*stack):
             for rest in itertools.product(*(range(self.leading[axis]) for axis in others)):
                 index = [0] * len(self.leading)
@@ -53,7 +53,7 @@ class Parts:
                         index[axis] = number
                 for number, axis in zip(rest, others, strict=True):
                     index[axis] = number
-                yield place.name(blocks, *rest), tuple(index)
+                yield path.name(blocks, *rest), tuple(index)
 
     def read(self, array: Any, index: tuple[int, ...]) -> np.ndarray:
         """One part; of an array on a device, only this part is copied.
@@ -82,7 +82,7 @@ class Parts:
         # With an ellipsis: the view of an array without axes would be a scalar.
         array.transpose(self.order)[(*index, ...)] = part.reshape(self.split)
 
-    def placed(self, array: np.ndarray, weight: Any, *, transposed: bool = False) -> jax.Array:
+    def sharded_like(self, array: np.ndarray, weight: Any, *, transposed: bool = False) -> jax.Array:
         """Data or scales of the matrices on the devices of a weight, divided as that is.
 
         An axis stays whole if the weight's axes in it are not divided at its first one alone, or if it is too short.
@@ -117,12 +117,12 @@ def plain(array: Any) -> Any:
     return array.array if isinstance(array, hax.NamedArray) else array
 
 
-def of_kernel(kernel: Kernel, place: Place) -> Parts:
+def of_kernel(kernel: Kernel, path: ModelPath) -> Parts:
     """The matrices of a layer's weight, each `[out, in]`.
 
     Args:
         kernel: The kernel, as the layer's rule describes it.
-        place: Where the layer is.
+        path: Where the layer is.
 
     Raises:
         ValueError: If the rule does not tell which axes are summed over.
@@ -131,37 +131,37 @@ def of_kernel(kernel: Kernel, place: Place) -> Parts:
     if isinstance(weight, hax.NamedArray):
         names, members = weight.axis_names, weight.array.ndim - len(weight.axis_names)
         inputs, outputs = _names(kernel.In), _names(kernel.Out)
-        experts, stack = _names(kernel.Experts), [axis.name for axis in place.stack]
+        experts, stack = _names(kernel.Experts), [axis.name for axis in path.stack]
         leading = [name for name in stack if name in names] + experts
         if sorted((*leading, *outputs, *inputs)) != sorted(names):
-            raise _unknown(place, weight.axes)
+            raise _unknown(path, weight.axes)
         order = (*range(members), *(members + names.index(name) for name in (*leading, *outputs, *inputs)))
         blocks = tuple(members + leading.index(name) if name in leading else None for name in stack)
         n = members + len(leading)
     else:
-        members, stack = kernel.members_and_stack(place.stack)
+        members, stack = kernel.members_and_stack(path.stack)
         n = len(members) + len(stack)
         body = tuple(range(n, len(weight.shape)))
-        inputs = _contracted(kernel, weight.shape[n:], place)
+        inputs = _contracted(kernel, weight.shape[n:], path)
         order = (*range(n), *(axis for axis in body if axis - n not in inputs), *(n + axis for axis in inputs))
         outputs = body[len(inputs) :]
-        blocks = tuple(len(members) + stack.index(axis) if axis in stack else None for axis in place.stack)
+        blocks = tuple(len(members) + stack.index(axis) if axis in stack else None for axis in path.stack)
     sizes = [plain(weight).shape[axis] for axis in order]
     split = tuple(sizes[n:])
     shape = math.prod(split[: len(outputs)]), math.prod(split[len(outputs) :])
     return Parts(order, tuple(sizes[:n]), blocks, shape, split)
 
 
-def of_array(array: Any, place: Place, *, members: int = 0, flat: bool = False) -> Parts:
+def of_array(array: Any, path: ModelPath, *, members: int = 0, flat: bool = False) -> Parts:
     """The arrays of a stack's blocks.
 
     Args:
         array: The array.
-        place: Where it is.
+        path: Where it is.
         members: How many axes of ensembles are in front.
         flat: Whether a part becomes a vector.
     """
-    stack = [axis.name for axis in place.stack]
+    stack = [axis.name for axis in path.stack]
     shape = plain(array).shape
     if isinstance(array, hax.NamedArray):
         names, members = array.axis_names, len(shape) - len(array.axis_names)
@@ -169,7 +169,7 @@ def of_array(array: Any, place: Place, *, members: int = 0, flat: bool = False) 
         leading = [*range(members), *leading]
         blocks = tuple(leading.index(members + names.index(name)) if name in names else None for name in stack)
     else:
-        sizes = tuple(axis.size for axis in place.stack)
+        sizes = tuple(axis.size for axis in path.stack)
         stacked = shape[members : members + len(sizes)] == sizes
         leading = list(range(members + (len(sizes) if stacked else 0)))
         blocks = tuple(members + i if stacked else None for i in range(len(sizes)))
@@ -183,7 +183,7 @@ def _names(features: Any) -> list[str]:
     return [] if features is None else [axis.name for axis in axes_of(features)]
 
 
-def _contracted(kernel: Kernel, shape: tuple[int, ...], place: Place) -> tuple[int, ...]:
+def _contracted(kernel: Kernel, shape: tuple[int, ...], path: ModelPath) -> tuple[int, ...]:
     if kernel.contracted is not None:
         return kernel.contracted
     if kernel.In is not None and kernel.Out is not None and len(shape) == 2:
@@ -191,12 +191,12 @@ def _contracted(kernel: Kernel, shape: tuple[int, ...], place: Place) -> tuple[i
         found = [axis for axis, fits in ((1, sizes), (0, sizes[::-1])) if shape == fits]
         if len(found) == 1:
             return (found[0],)
-    raise _unknown(place, shape)
+    raise _unknown(path, shape)
 
 
-def _unknown(place: Place, axes: Any) -> ValueError:
+def _unknown(path: ModelPath, axes: Any) -> ValueError:
     return ValueError(
-        f"the weight of {place} has axes {axes}, of which its LayerRule does not say which are inputs and which are "
+        f"the weight of {path} has axes {axes}, of which its LayerRule does not say which are inputs and which are "
         "outputs. Say it in its Kernel: Kernel(..., contracted=(0,)), or In and Out that name all axes"
     )
 

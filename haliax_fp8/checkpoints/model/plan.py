@@ -110,7 +110,7 @@ def plan(
         block_of: The blocks of a kernel of a shape; None if nothing is quantized.
         static: Whether each layer needs a scale of its input.
         exponents: Whether the scales of kernels are powers of two that E8M0 holds.
-        cache_names: Those of the scales of keys and values; None if the layout has no place for them.
+        cache_names: Those of the scales of keys and values; None if the layout has none.
 
     Raises:
         ValueError: If two tensors get the same name, nothing is left to quantize, or a scale is missing.
@@ -169,7 +169,7 @@ def _cache_scales(
     """The scales of keys and values, one of each for an attention."""
     if cache_names is None:
         raise ValueError(
-            "kv_cache_scales=True, but the layout has no place for scales of keys and values; use one of "
+            "kv_cache_scales=True, but the layout has no scales of keys and values; use one of "
             "compressed-tensors, such as 'FP8_DYNAMIC', or 'modelopt'"
         )
     if not caches:

@@ -11,7 +11,7 @@ from ...layers.served import AbstractServedLayer
 from ...serving.kernel import ServedKernel
 from ..scaled_matrix import ScaledMatrix
 from .matrices import Parts
-from .tree import Place
+from .tree import ModelPath
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,10 +42,10 @@ class ServedMatrices:
         kernel: ServedKernel = layer.kernel
         leading, described = kernel.data.array.ndim - len(kernel.order), layer.described
         names = [axis.name for axis in getattr(layer, "axes", ())]
-        places = lambda axes: tuple(names.index(axis.name) for axis in axes if axis.name in names)
-        experts = () if described.Experts is None else places(axes_of(described.Experts))
+        positions = lambda axes: tuple(names.index(axis.name) for axis in axes if axis.name in names)
+        experts = () if described.Experts is None else positions(axes_of(described.Experts))
         if names and not isinstance(described.In, int | str | None) and not isinstance(described.Out, int | str | None):
-            outputs, inputs = places(axes_of(described.Out)), places(axes_of(described.In))
+            outputs, inputs = positions(axes_of(described.Out)), positions(axes_of(described.In))
             if len(experts) + len(outputs) + len(inputs) == len(names):
                 return ServedMatrices(kernel, leading, experts, outputs, inputs)
         free = tuple(axis for axis in sorted(kernel.order) if axis not in (*kernel.contracted, *experts))
@@ -57,16 +57,16 @@ class ServedMatrices:
         stored = self.kernel.data.array.shape[self.leading :]
         return tuple(stored[self.kernel.order.index(axis)] for axis in range(len(stored)))
 
-    def parts(self, place: Place) -> Parts:
+    def parts(self, path: ModelPath) -> Parts:
         """Which leading axis numbers which blocks.
 
         Args:
-            place: Where the layer is.
+            path: Where the layer is.
         """
         sizes, data = self._sizes, self.kernel.data
         members = data.array.ndim - len(data.axis_names)
         front = data.axis_names[: self.leading - members]
-        blocks = tuple(members + front.index(axis.name) if axis.name in front else None for axis in place.stack)
+        blocks = tuple(members + front.index(axis.name) if axis.name in front else None for axis in path.stack)
         size = lambda axes: math.prod(sizes[axis] for axis in axes)
         leading = (*data.array.shape[: self.leading], *(sizes[axis] for axis in self.experts))
         shape = size(self.outputs), size(self.inputs)

@@ -23,7 +23,7 @@ from ..scaled_matrix import ScaledMatrix
 from .cache_scale import CacheScale
 from .matrices import Parts, of_array, of_kernel, plain
 from .served_matrices import ServedMatrices
-from .tree import Place, is_array, visit
+from .tree import ModelPath, is_array, visit
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,11 +176,11 @@ def collect(
     found = _Collector([], [], [])
     visit(model, found, rules)
     any_fp8 = any(layer.op is not None or is_in_fp8(layer.layer) for layer in found.layers)
-    kernels = {str(layer.place): layer.rule.kernel(layer.layer) for layer in found.layers if not is_in_fp8(layer.layer)}
+    kernels = {str(layer.path): layer.rule.kernel(layer.layer) for layer in found.layers if not is_in_fp8(layer.layer)}
     are_routers = routers(kernels)
     matrices, others = [], list(found.others)
     for layer in found.layers:
-        path = str(layer.place)
+        path = str(layer.path)
         named = targets is not None and any(matches(pattern, path, layer.layer) for pattern in targets)
         if targets is None:
             condition = path in are_routers or layer.rule.only_if_named(layer.layer) is not None
@@ -196,7 +196,7 @@ def collect(
 class _Layer:
     layer: Any
     rule: LayerRule
-    place: Place
+    path: ModelPath
 
     @property
     def op(self) -> Fp8DotGeneral | None:
@@ -205,16 +205,16 @@ class _Layer:
     def matrices(self, *, quantizable: bool) -> list[Matrix]:
         if is_in_fp8(self.layer):
             if isinstance(self.layer, AbstractServedLayer):
-                parts = ServedMatrices.of(self.layer).parts(self.place)
+                parts = ServedMatrices.of(self.layer).parts(self.path)
             else:
-                parts = _parts_of_data(self.layer.kernel.data, self.place)
-            names = parts.named(self.place)
+                parts = _parts_of_data(self.layer.kernel.data, self.path)
+            names = parts.named(self.path)
             return [Matrix(name, None, parts, index, 1.0, None, self.layer, quantizable) for name, index in names]
         kernel = self.rule.kernel(self.layer)
-        parts, array = of_kernel(kernel, self.place), plain(kernel.weight)
+        parts, array = of_kernel(kernel, self.path), plain(kernel.weight)
         return [
             Matrix(name, array, parts, index, kernel.factor, self.op, None, quantizable)
-            for name, index in parts.named(self.place)
+            for name, index in parts.named(self.path)
         ]
 
 
@@ -224,22 +224,22 @@ class _Collector:
     others: list[Other]
     caches: list[CacheScale]
 
-    def attention(self, op: Fp8Attention, place: Place) -> Any:
-        for blocks in itertools.product(*(range(axis.size) for axis in place.stack)):
+    def attention(self, op: Fp8Attention, path: ModelPath) -> Any:
+        for blocks in itertools.product(*(range(axis.size) for axis in path.stack)):
             # The engine's attention is what holds the projections.
-            self.caches.append(CacheScale(place.name(blocks).rpartition(".")[0], op, blocks))
+            self.caches.append(CacheScale(path.name(blocks).rpartition(".")[0], op, blocks))
         return op
 
-    def layer(self, layer: Any, rule: LayerRule, place: Place) -> Any:
-        self.layers.append(_Layer(layer, rule, place))
-        for name, array, parts in other_arrays(layer, rule, place):
-            named = parts.named(place)
+    def layer(self, layer: Any, rule: LayerRule, path: ModelPath) -> Any:
+        self.layers.append(_Layer(layer, rule, path))
+        for name, array, parts in other_arrays(layer, rule, path):
+            named = parts.named(path)
             self.others.extend(Other(f"{layer_name}.{name}", plain(array), parts, i) for layer_name, i in named)
         return layer
 
-    def array(self, array: Any, owner: Any, place: Place) -> Any:
-        parts = of_array(array, place, flat=is_norm(owner))
-        self.others.extend(Other(name, plain(array), parts, index) for name, index in parts.named(place))
+    def array(self, array: Any, owner: Any, path: ModelPath) -> Any:
+        parts = of_array(array, path, flat=is_norm(owner))
+        self.others.extend(Other(name, plain(array), parts, index) for name, index in parts.named(path))
         return array
 
 
@@ -253,32 +253,32 @@ def is_norm(owner: Any) -> bool:
     return isinstance(owner, hnn.LayerNorm | hnn.RmsNorm)
 
 
-def other_arrays(layer: Any, rule: LayerRule, place: Place) -> list[tuple[str, Any, Parts]]:
+def other_arrays(layer: Any, rule: LayerRule, path: ModelPath) -> list[tuple[str, Any, Parts]]:
     """The arrays of a layer other than its weight, such as its bias: the field, the array and where its parts lie.
 
     Args:
         layer: The layer.
         rule: Its rule.
-        place: Where it is.
+        path: Where it is.
     """
     weight = None if is_in_fp8(layer) else rule.kernel(layer).weight
     found = []
     for field in dataclasses.fields(layer):
         value: Any = getattr(layer, field.name, None)
         if not field.metadata.get("static", False) and is_array(value) and value is not weight:
-            members = 0 if isinstance(value, hax.NamedArray) else max(0, value.ndim - 1 - len(place.stack))
-            found.append((field.name, value, of_array(value, place, members=members, flat=True)))
+            members = 0 if isinstance(value, hax.NamedArray) else max(0, value.ndim - 1 - len(path.stack))
+            found.append((field.name, value, of_array(value, path, members=members, flat=True)))
     return found
 
 
-def _parts_of_data(data: Any, place: Place) -> Parts:
+def _parts_of_data(data: Any, path: ModelPath) -> Parts:
     """Where the matrices of FP8 data lie, whose last two axes are theirs."""
     array = plain(data)
     n = array.ndim - 2
     if isinstance(data, hax.NamedArray):
         names, members = data.axis_names, array.ndim - len(data.axis_names)
-        blocks = tuple(members + names.index(a.name) if a.name in names else None for a in place.stack)
+        blocks = tuple(members + names.index(a.name) if a.name in names else None for a in path.stack)
     else:
-        members = n - len(place.stack)
-        blocks = tuple(members + i for i in range(len(place.stack)))
+        members = n - len(path.stack)
+        blocks = tuple(members + i for i in range(len(path.stack)))
     return Parts(tuple(range(array.ndim)), array.shape[:n], blocks, array.shape[n:], array.shape[n:])

@@ -19,7 +19,7 @@ from ...layers.walk import rule_of
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class ModelPath:
     """Where something is in a model.
 
     Args:
@@ -30,13 +30,13 @@ class Place:
     parts: tuple[str | None, ...] = ()
     stack: tuple[hax.Axis, ...] = ()
 
-    def child(self, part: str | int) -> "Place":
+    def child(self, part: str | int) -> "ModelPath":
         """What a component is added to."""
-        return Place((*self.parts, str(part)), self.stack)
+        return ModelPath((*self.parts, str(part)), self.stack)
 
-    def stacked(self, axis: hax.Axis) -> "Place":
+    def stacked(self, axis: hax.Axis) -> "ModelPath":
         """The blocks of a stack."""
-        return Place((*self.parts, None), (*self.stack, axis))
+        return ModelPath((*self.parts, None), (*self.stack, axis))
 
     def name(self, blocks: Iterable[int], *more: int | str) -> str:
         """The name with the numbers of blocks filled in.
@@ -53,23 +53,23 @@ class Place:
 
 
 class Visitor(Protocol):
-    """What is done with each layer and array of a model; each method returns what takes its place."""
+    """What is done with each layer and array of a model; each method returns what replaces it."""
 
-    def layer(self, layer: Any, rule: LayerRule, place: Place) -> Any:
+    def layer(self, layer: Any, rule: LayerRule, path: ModelPath) -> Any:
         """A layer that has a rule, with all arrays in it."""
         ...
 
-    def attention(self, op: Fp8Attention, place: Place) -> Any:
+    def attention(self, op: Fp8Attention, path: ModelPath) -> Any:
         """Attention in FP8, which has state alone."""
         ...
 
-    def array(self, array: Any, owner: Any, place: Place) -> Any:
+    def array(self, array: Any, owner: Any, path: ModelPath) -> Any:
         """An array outside of such layers; a `NamedArray` or a plain one.
 
         Args:
             array: The array.
             owner: The module that it is a field of; None if it is in none.
-            place: Where it is.
+            path: Where it is.
         """
         ...
 
@@ -87,7 +87,7 @@ def visit[M](model: M, visitor: Visitor, rules: tuple[LayerRule, ...]) -> M:
         rules: Those of the layer classes.
     """
     types = tuple(jax.tree.leaves([rule.layer_type for rule in rules if not isinstance(rule, Refused)]))
-    return _Walk(visitor, rules, types).visit(model, None, Place())
+    return _Walk(visitor, rules, types).visit(model, None, ModelPath())
 
 
 def is_array(node: Any) -> bool:
@@ -101,30 +101,30 @@ class _Walk:
     rules: tuple[LayerRule, ...]
     types: tuple[type, ...]
 
-    def visit(self, node: Any, owner: Any, place: Place) -> Any:
+    def visit(self, node: Any, owner: Any, path: ModelPath) -> Any:
         if isinstance(node, OverwriteWithGradient | Fp8DotGeneral):
             return node
         if isinstance(node, Fp8Attention):
-            return self.visitor.attention(node, place)
+            return self.visitor.attention(node, path)
         if isinstance(node, self.types):
-            return self.visitor.layer(node, rule_of(node, self.rules), place)
+            return self.visitor.layer(node, rule_of(node, self.rules), path)
         if is_array(node):
-            return self.visitor.array(node, owner, place)
+            return self.visitor.array(node, owner, path)
         if isinstance(node, hnn.Stacked):
-            stacked = self.visit(node.stacked, node, place.stacked(node.Block))
+            stacked = self.visit(node.stacked, node, path.stacked(node.Block))
             return dataclasses.replace(node, stacked=stacked)
         if isinstance(node, eqx.Module):
-            return self._module(node, place)
+            return self._module(node, path)
         if isinstance(node, dict):
-            return {key: self.visit(value, owner, place.child(key)) for key, value in node.items()}
+            return {key: self.visit(value, owner, path.child(key)) for key, value in node.items()}
         if isinstance(node, list | tuple):
-            values = [self.visit(value, owner, place.child(i)) for i, value in enumerate(node)]
+            values = [self.visit(value, owner, path.child(i)) for i, value in enumerate(node)]
             if isinstance(node, tuple) and hasattr(node, "_fields"):
                 return type(node)(*values)
             return type(node)(values)
         return node
 
-    def _module(self, module: eqx.Module, place: Place) -> Any:
+    def _module(self, module: eqx.Module, path: ModelPath) -> Any:
         names = getattr(module, "_state_dict_key_map", dict)()
         changed = {}
         for field in dataclasses.fields(module):
@@ -133,6 +133,6 @@ class _Walk:
             value = getattr(module, field.name)
             if not field.metadata.get("static", False):
                 name = names.get(field.name, field.name)
-                value = self.visit(value, module, place if name is None else place.child(name))
+                value = self.visit(value, module, path if name is None else path.child(name))
             changed[field.name] = value
         return rebuilt(type(module), changed)

@@ -17,7 +17,7 @@ from .source_of_folder import FolderSource
 
 _HEAD, _EMBEDDING = "lm_head", "embed_tokens"
 
-# What needs no place in a model: tables that follow from the configuration, and scales of caches.
+# What a model need not have: tables that follow from the configuration, and scales of caches.
 _DERIVED = ("rotary_emb.inv_freq", ".k_scale", ".v_scale", ".q_scale", ".prob_scale")
 
 

@@ -66,8 +66,8 @@ def rematerialize[M](
     if in_float32 is not None:
         require_bool("in_float32", in_float32, of="rematerialize")
     else:
-        place = Device.default() if device is None else Device.of(device, of="rematerialize")
-        in_float32 = _gains_from_float32(place)
+        chosen = Device.default() if device is None else Device.of(device, of="rematerialize")
+        in_float32 = _gains_from_float32(chosen)
     dtype = np.dtype(jnp.float32) if in_float32 else None
     changed: list[str] = []
 

@@ -38,30 +38,30 @@ def _after(value: Site, user: Site, path: tuple[int, ...], scope: str) -> list[_
     """Where one of a value's users passes it on to."""
     instruction = user.instruction
     opcode = instruction.opcode
-    places = [i for i, name in enumerate(instruction.operands) if name == value.instruction.name]
+    indices = [i for i, name in enumerate(instruction.operands) if name == value.instruction.name]
     if opcode == "get-tuple-element":
         return [(user, path[1:])] if path and int(instruction.attribute("index")) == path[0] else []
     if opcode == "tuple":
-        return [(user, (place, *path)) for place in places]
+        return [(user, (index, *path)) for index in indices]
     if opcode == UPDATE:
-        return [(user, path)] if 1 in places or 0 in places else []
+        return [(user, path)] if 1 in indices or 0 in indices else []
     if opcode == SCATTER:
         # A tied embedding: the gradients of its rows are added to that of the head.
-        return [(user, path)] if 0 in places else []
+        return [(user, path)] if 0 in indices else []
     if is_fusion(instruction):
-        return [(_parameter(user, instruction.called("calls")[0], place), path) for place in places]
+        return [(_parameter(user, instruction.called("calls")[0], index), path) for index in indices]
     inner = subprograms(instruction)
     if opcode == "conditional":
-        return [(_parameter(user, inner[place - 1], 0), path) for place in places if place > 0]
+        return [(_parameter(user, inner[index - 1], 0), path) for index in indices if index > 0]
     if inner:
-        return [(_parameter(user, inner[0], place), path) for place in places]
+        return [(_parameter(user, inner[0], index), path) for index in indices]
     # XLA may split a product and add up the parts; the sums have the product's scope.
     is_part = opcode == REDUCE and bool(scope) and instruction.op_name == scope
     if opcode not in ELEMENTWISE and not is_part:
         return []
     if instruction.shape.dtype == "tuple" and len(instruction.operands) > 1:
         # Takes several operands and returns a tuple of the same length.
-        return [(user, (place, *path)) for place in places]
+        return [(user, (index, *path)) for index in indices]
     return [(user, path)]
 
 

@@ -82,17 +82,17 @@ def entering(launch: Site, operand: Site) -> Entering | None:
 def gathers(site: Site) -> Iterator[tuple[Site, int]]:
     """The all-gathers that a value passes through, possibly cast, sliced or scaled before and after; and which of their
     results it is."""
-    for step, indices in _places(site):
+    for step, indices in _steps(site):
         if step.instruction.opcode in (words.ALL_GATHER, words.ALL_GATHER_START):
             yield step, indices[-1] if indices else 0
 
 
 def _way(site: Site) -> Iterator[Site]:
     """The instructions that made a value, backwards for as long as each passes on one operand."""
-    return (step for step, _ in _places(site))
+    return (step for step, _ in _steps(site))
 
 
-def _places(site: Site) -> Iterator[tuple[Site, tuple[int, ...]]]:
+def _steps(site: Site) -> Iterator[tuple[Site, tuple[int, ...]]]:
     """The same, with the value's position in a tuple that an instruction makes."""
     # The position in a tuple is the path through it, innermost index last.
     indices: list[int] = []

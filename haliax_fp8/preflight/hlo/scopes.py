@@ -38,13 +38,13 @@ def rotates(scope: str) -> bool:
     return asks_for_fp8(scope) and ROTATION in scope.split("/")
 
 
-def place(scope: str) -> str:
+def label(scope: str) -> str:
     """A scope's name for readers: its named scopes, without functions that JAX and this package jit.
 
     Example:
-        >>> place("jit(step)/jvp(Attention)/contract head_dim -> position/0 1, 2 1 -> 0 2/dot_general")
+        >>> label("jit(step)/jvp(Attention)/contract head_dim -> position/0 1, 2 1 -> 0 2/dot_general")
         'Attention/contract head_dim -> position'
-        >>> place("jit(step)/transpose(jvp(vmap(Attention)))/qk/dot_general")
+        >>> label("jit(step)/transpose(jvp(vmap(Attention)))/qk/dot_general")
         'Attention/qk'
     """
     names = []

@@ -20,7 +20,7 @@ from .vocabulary import (
 
 @dataclasses.dataclass(frozen=True)
 class Site:
-    """An instruction at its place in a program.
+    """An instruction, and where it is in a program.
 
     `executions` says how often it runs in one run of the program. `caller` is the loop, call or fusion that runs the
     function that contains it; None in the entry.
@@ -108,9 +108,9 @@ def trip_count(loop: Site) -> int | None:
     if (index := element_of_state(counter)) is None:
         return None
     start, stop, step = _number(initial.operands[index]), _number(limit), _added(body.operands[index], index)
-    place = element_of_state(limit)
-    if place is not None and place == element_of_state(body.operands[place]):
-        stop = _number(initial.operands[place])  # Passed on unchanged from iteration to iteration.
+    passed = element_of_state(limit)
+    if passed is not None and passed == element_of_state(body.operands[passed]):
+        stop = _number(initial.operands[passed])  # Passed on unchanged from iteration to iteration.
     beyond = COMPARISONS.get(test.instruction.attribute("direction"))
     if start is None or stop is None or not step or beyond is None:
         return None

@@ -60,7 +60,7 @@ SENT_WHOLE = {"collective-permute", "collective-broadcast"}
 """Collectives in which a device passes on a whole array, not its share of the ring."""
 
 COPIES = {"copy", "bitcast", "convert", "reshape"}
-"""Opcodes that return the same numbers in another place, type or shape."""
+"""Opcodes that return the same numbers in another memory, type or shape."""
 
 _MOVES = {
     *COPIES,

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from ..._product.names import DGRAD, FPROP, WGRAD
 from ..._tables import common_prefix, new_table
-from ..hlo.scopes import place
+from ..hlo.scopes import label
 from ..verdict.product import Product, Verdict
 from ..verdict.program import Program
 
@@ -31,7 +31,7 @@ def rows(program: Program) -> list[ProductRow]:
     """Products in groups of those that are alike."""
     groups: dict[tuple, list[Product]] = {}
     for product in program.products:
-        where = _numbered_alike(product.layer) or place(product.scope)
+        where = _numbered_alike(product.layer) or label(product.scope)
         alike = dataclasses.replace(product, layer="", scope="", bytes=0, executions=0)
         groups.setdefault((where, alike), []).append(product)
     return [

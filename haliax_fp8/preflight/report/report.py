@@ -14,7 +14,7 @@ from ..._tables import Printable
 from ...devices.peaks import is_narrow
 from ...devices.roofline import FASTEST, LIKELY, SLOWEST, Efficiency, Roofline
 from ...devices.xla_flags import XlaFlags
-from ..hlo.scopes import place
+from ..hlo.scopes import label
 from ..target.target import Target
 from ..verdict.product import Product, Verdict
 from ..verdict.program import Estimate, Program
@@ -213,7 +213,7 @@ class PreflightReport(Printable):
         if share is None or share >= least:
             return []
         wide = [
-            f"  {found.kind} of {part.dtype}, {size(part.wire)}, {found.executions} times, in {place(found.scope)}"
+            f"  {found.kind} of {part.dtype}, {size(part.wire)}, {found.executions} times, in {label(found.scope)}"
             for found in self.step.collectives
             for part in found.parts
             if part.feeds_product and not is_narrow(part.dtype)

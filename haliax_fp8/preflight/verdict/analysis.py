@@ -9,7 +9,7 @@ from ..compile import Compiled
 from ..hlo.destination import destinations, matching
 from ..hlo.dimensions import Dimensions, dimensions, grouped_operands
 from ..hlo.origin import Origin, entering, gathers, origin
-from ..hlo.scopes import asks_for_fp8, dotted, layer_of, place, role, rotates
+from ..hlo.scopes import asks_for_fp8, dotted, label, layer_of, role, rotates
 from ..hlo.sites import Site, entry_sites, launches, opened, trip_count
 from ..hlo.text import Module, parse_hlo
 from ..hlo.traffic import is_launch, touched
@@ -53,7 +53,7 @@ def analyze(compiled: Compiled, target: Target, known: Mapping[str, str] | None 
         instruction, found = launch.instruction, list(reader.products(launch))
         if found:
             products += found
-            multiplying.append(Multiplying(launch, tuple(f"{p.layer or place(p.scope)} {p.role}" for p in found)))
+            multiplying.append(Multiplying(launch, tuple(f"{p.layer or label(p.scope)} {p.role}" for p in found)))
         elif (kind := instruction.opcode.removesuffix(START)) in COLLECTIVES:
             communicating.append((launch, kind))
         elif instruction.opcode == CUSTOM_CALL and call_of(instruction) is not Call.OTHER:
@@ -176,10 +176,10 @@ class _Reader:
 
     def _made(self, site: Site, weight: Origin) -> tuple[str, ...]:
         """The arguments whose gradients a product computes."""
-        places = list(destinations(site))
-        if len(self.outputs) <= max(places, default=0):
+        indices = list(destinations(site))
+        if len(self.outputs) <= max(indices, default=0):
             return ()
-        made = matching([self.outputs[place] for place in places], self.arguments)
+        made = matching([self.outputs[i] for i in indices], self.arguments)
         if not made or not weight.arguments:
             return made
         # With one sequence, the gradient of an input may be, element by element, that of positions added to it. But a

@@ -107,8 +107,8 @@ def read_collective(
     # Some have operands besides those that they return: where to put what they receive, and how much of it.
     wires = [_wire(kind, before, after, devices) for before, after in zip(given, made, strict=False)]
     parts = tuple(
-        Part(shape.dtype, wire, (site.computation.name, site.instruction.name, place) in product_operands)
-        for place, (shape, wire) in enumerate(zip(made, wires, strict=True))
+        Part(shape.dtype, wire, (site.computation.name, site.instruction.name, index) in product_operands)
+        for index, (shape, wire) in enumerate(zip(made, wires, strict=True))
     )
     begin = site.caller if site.caller is not None and begins(site.caller.instruction.opcode) else site
     end = _end(begin)

@@ -94,7 +94,7 @@ class RecoveringMax(AbstractAmaxCompute):
     grows, or alternates within a factor of `factor`, gets the scale of `MaxOfHistory`, and nothing of it is clipped.
 
     If the last few steps recorded only zeros, as after a layer whose own input was flushed to zero, the smallest amax
-    of the history takes their place. So all layers recover in the same step, not one after the other.
+    of the history replaces them. So all layers recover in the same step, not one after the other.
 
     Args:
         steps: How many of the last steps count. Values above the history's length have no further effect.

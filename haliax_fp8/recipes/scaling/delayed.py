@@ -226,7 +226,7 @@ def scale_of_amax(
 
 
 def finite_or_none(measured: Float32[Array, "*shape"]) -> Float32[Array, "*shape"]:
-    """Amaxes, `-inf` in place of those that are infinite or NaN: no maximum sees it."""
+    """Amaxes, `-inf` instead of those that are infinite or NaN: no maximum sees it."""
     return lax.select(lax.is_finite(measured), measured, lax.full_like(measured, -jnp.inf))
 
 

@@ -129,7 +129,7 @@ def _block_scale(wanted: Float32[Array, "*blocks"], use: OperandUse) -> Float32[
     else:
         rounded = saturating_cast(wanted, E4M3)
     # This also keeps XLA's CPU compiler from evaluating a rotated operand that is a constant of the program, with
-    # elements in the wrong places.
+    # elements in the wrong order.
     return actually_rounded(rounded).astype(jnp.float32)
 
 

@@ -79,16 +79,16 @@ def compare(
         raise ValueError(f"converted has no FP8 layer, so there is nothing to compare; {remedy}")
 
     def with_twins(model: Any) -> Any:
-        def place(path: str, layer: Any, stack: tuple[hax.Axis, ...]) -> Any:
+        def put(path: str, layer: Any, stack: tuple[hax.Axis, ...]) -> Any:
             if (twin := twins.get(path)) is None:
                 return layer
-            # By way of an op, which is what rules know how to place.
+            # By way of an op, which is what rules know how to put into a layer.
             op = Fp8DotGeneral.init(named["current"])
             return jax.tree.map(
                 lambda node: twin if is_op(node) else node, rule_of(layer, rules).with_op(layer, op), is_leaf=is_op
             )
 
-        return map_layers_in_stacks(place, model, rules)
+        return map_layers_in_stacks(put, model, rules)
 
     models = [eqx.partition(with_twins(model), _is_array, is_leaf=_is_twin) for model in (plain, converted)]
     _require_alike(*(arrays for arrays, _ in models))
@@ -151,8 +151,8 @@ def _compared(
     def summed(slots: list[hax.NamedArray]) -> tuple[Array, tuple[Any, bool]]:
         slots = jax.tree.map(to_max_grad, slots)
         given = iter(slots)
-        place = lambda node: eqx.tree_at(lambda twin: twin.slot, node, next(given)) if _is_twin(node) else node
-        rest, is_loss = jax.tree.map(place, static, is_leaf=_is_twin), []
+        fill = lambda node: eqx.tree_at(lambda twin: twin.slot, node, next(given)) if _is_twin(node) else node
+        rest, is_loss = jax.tree.map(fill, static, is_leaf=_is_twin), []
 
         def run(arrays: Any) -> tuple[Array, list[Array]]:
             out = function(eqx.combine(arrays, rest, is_leaf=_is_twin), *batch)
@@ -179,9 +179,9 @@ def _layer(numbers: Array) -> LayerComparison:
     """From a slot's gradient."""
     reached = numbers[..., -1] > 0.0
 
-    def distance(place: int) -> Distance:
-        first = place * len(NUMBERS)
+    def distance(index: int) -> Distance:
+        first = index * len(NUMBERS)
         columns = (numbers[..., first + i] for i in range(len(NUMBERS)))
         return Distance(*(jnp.where(reached, column, jnp.float32(jnp.nan)) for column in columns))
 
-    return LayerComparison(**{name: distance(place) for place, name in enumerate(COMPARED)})
+    return LayerComparison(**{name: distance(i) for i, name in enumerate(COMPARED)})

@@ -22,7 +22,7 @@ MODELS = "fp8_models"
 """The axis of the two models, mapped around everything: the plain one, then the converted one."""
 
 COMPARED = ("fprop", "dgrad", "wgrad", "output", "output_grad", "kernel_grad")
-"""What is compared: three products of the same operands, then what both models have in the same place."""
+"""What is compared: three products of the same operands, then each model's own output and gradients."""
 
 COLUMNS = len(COMPARED) * len(NUMBERS) + 1
 """`NUMBERS` for each of `COMPARED`; then 1, where the loss reaches the layer."""
@@ -32,7 +32,7 @@ type _Product = Callable[..., Array]
 
 
 class Twin(eqx.Module):
-    """Called in place of a layer's `dot_general`, in two models that are mapped as one.
+    """Called instead of a layer's `dot_general`, in two models that are mapped as one.
 
     The plain model goes on with the plain product, the converted one with that of the op. Beside them the op multiplies
     what the plain model has. The gradient of `slot` is how far they are apart, of several uses the largest.
@@ -63,12 +63,12 @@ class Twin(eqx.Module):
         contraction = DotContraction.of(dimension_numbers, self.kernel_shape, lhs.shape, rhs.shape)
 
         def multiply(dot_general: Callable[..., Array], input: Array, kernel: Array) -> Array:
-            both = contraction.placed(input, kernel)
+            both = contraction.ordered(input, kernel)
             return dot_general(
                 *both, dimension_numbers, precision=precision, preferred_element_type=preferred_element_type
             )
 
-        return self._both(lambda op: op, lax.dot_general, multiply, contraction.placed(lhs, rhs), ())
+        return self._both(lambda op: op, lax.dot_general, multiply, contraction.ordered(lhs, rhs), ())
 
     def ragged_dot(
         self,
@@ -139,7 +139,7 @@ def _compared(plain: _Product, converted: _Product, whole: Whole) -> Callable[..
     def apart(a: Array, b: Array, operand: int | None = None) -> Array:
         """For each member of an ensemble; of an operand that members share, the same for all."""
         axes = [axis for axis in outer_first if operand is None or axis.mapped[operand]]
-        kept = [place for place, axis in enumerate(axes) if axis.mapped[2]]
+        kept = [i for i, axis in enumerate(axes) if axis.mapped[2]]
         a, b = (jnp.moveaxis(x, kept, range(len(kept))) for x in (a, b))
         numbers = distances(a, b, len(kept))
         own = tuple(axis.size if axis in axes else 1 for axis in outer_first if axis.mapped[2])

@@ -116,11 +116,11 @@ def growth(all: list[Operand], thresholds: Thresholds) -> Iterable[Finding]:
     growing.sort(key=lambda operand: operand.name != "kernel")
     reported: set[tuple[str, tuple[int, ...]]] = set()
     for operand in growing:
-        place = operand.layer, operand.index
-        if place in reported:
+        key = operand.layer, operand.index
+        if key in reported:
             continue
-        reported.add(place)
-        others = [o.name.replace("_", " ") for o in growing if (o.layer, o.index) == place and o is not operand]
+        reported.add(key)
+        others = [o.name.replace("_", " ") for o in growing if (o.layer, o.index) == key and o is not operand]
         too = f", and so did that of the {' and the '.join(others)}" if others else ""
         yield new_finding(
             operand,

@@ -18,7 +18,7 @@ def experts_without_rows(all: list[Operand], thresholds: Thresholds) -> Iterable
     for operand in all:
         if operand.name != "input":
             continue
-        layer = operand.place_of_experts
+        layer = operand.layer_of_experts
         if (operand.layer, operand.index) in idle:
             yield new_finding(
                 operand,
@@ -51,15 +51,15 @@ def dead(all: list[Operand], thresholds: Thresholds) -> Iterable[Finding]:
     parents = {_parent(o.layer) for o in all if o.name == "kernel" and o["amax"] == 0.0}
     idle, reported = _idle(all), set()
     for operand in all:
-        place = operand.layer, operand.index
+        key = operand.layer, operand.index
         # Of a layer of experts that the loss does not reach, one finding says it.
-        layer = operand.layer, operand.index[:-1] if operand.numbers_experts and not operand.is_reached else place[1]
-        if operand.name == "kernel" or _parent(operand.layer) in parents or place in idle or layer in reported:
+        layer = operand.layer, operand.index[:-1] if operand.numbers_experts and not operand.is_reached else key[1]
+        if operand.name == "kernel" or _parent(operand.layer) in parents or key in idle or layer in reported:
             continue
         if operand.is_reached and (operand["amax"] > 0.0 or (flushed and operand.name == "output_grad")):
             continue
         what = "is zero everywhere" if operand.is_reached else "is not reached by the loss"
-        reported |= {place, layer}
+        reported |= {key, layer}
         yield new_finding(
             operand,
             Problem.DEAD,

@@ -27,7 +27,7 @@ def moved_at_once(all: list[Operand], thresholds: Thresholds) -> Iterable[Findin
     moved = _moved_together(kernels, thresholds)
     if not moved:
         return
-    names = ", ".join(operand.place for operand in moved[:3]) + (" ..." if len(moved) > 3 else "")
+    names = ", ".join(operand.numbered_layer for operand in moved[:3]) + (" ..." if len(moved) > 3 else "")
     worst = max(moved, key=_distance)
     most = math.sqrt(thresholds.kernel_jump)
     yield new_finding(
@@ -77,7 +77,7 @@ def foreign_state(all: list[Operand], thresholds: Thresholds) -> Iterable[Findin
 
 
 def _recorded(all: list[Operand]) -> list[Operand]:
-    """Kernels of which the last step recorded the amax: not those whose state has a percentile in its place."""
+    """Kernels of which the last step recorded the amax: not those whose state has a percentile instead."""
     kernels = [o for o in all if o.name == "kernel" and o.history and o.history.newest > 0.0 and o["amax"] > 0.0]
     of_percentile = lambda s: isinstance(s, DelayedScaling) and isinstance(s.amax_compute, Percentile)
     return [operand for operand in kernels if not of_percentile(operand.quantization.scaling)]
@@ -127,9 +127,9 @@ def _whose(kernel: Operand, kernels: list[Operand], named: list[Operand]) -> str
     near = [o for o in kernels if o is not kernel and _between(o, kernel) < min(_ALIKE, _distance(kernel))]
     owners = [o for o in near if o in named]
     if len(owners) == 1:
-        return f", the amax of {owners[0].place}"
+        return f", the amax of {owners[0].numbered_layer}"
     if len(near) == 1:
-        return f", about the amax that {near[0].place} has too"
+        return f", about the amax that {near[0].numbered_layer} has too"
     return f", about the amax of {len(near)} other kernels" if near else ""
 
 

@@ -14,5 +14,5 @@ def new_finding(
     remedy: Remedy = Remedy.NONE,
 ) -> Finding:
     """A finding about an operand; the arguments are the fields of `Finding`."""
-    place = operand.layer, operand.index, operand.name
-    return Finding(*place, problem, seen, threshold, source, advice, remedy)
+    subject = operand.layer, operand.index, operand.name
+    return Finding(*subject, problem, seen, threshold, source, advice, remedy)

@@ -37,12 +37,12 @@ class Operand:
         return self.numbers[statistic]
 
     @property
-    def place(self) -> str:
+    def numbered_layer(self) -> str:
         """The layer, with its number in a stack."""
         return numbered(self.layer, self.index)
 
     @property
-    def place_of_experts(self) -> str:
+    def layer_of_experts(self) -> str:
         """The same, without the number of an expert."""
         return numbered(self.layer, self.index[:-1] if self.numbers_experts else self.index)
 

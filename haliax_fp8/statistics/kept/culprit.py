@@ -24,14 +24,14 @@ class Culprit:
     Args:
         operand: The operand.
         product: The first product that reads it.
-        place: Where in it: the index of an element, or of a slice, with None for the axes that it runs along; empty if
-            no place stands out.
+        index: Where in it: the index of an element, or of a slice, with None for the axes that it runs along; empty if
+            none stands out.
         seen: What is there, in words.
     """
 
     operand: OperandName
     product: ProductName
-    place: tuple[int | None, ...]
+    index: tuple[int | None, ...]
     seen: str
 
     @staticmethod
@@ -54,24 +54,24 @@ class Culprit:
         }
         if outliers:
             name = max(outliers, key=lambda name: outliers[name].factor)
-            place, factor = outliers[name].place, outliers[name].factor
+            index, factor = outliers[name].indices, outliers[name].factor
             seen = f"an outlier, {factor:.0f} times as large as the median of its kind"
-            return Culprit(name, USES[name][0], place, seen)
+            return Culprit(name, USES[name][0], index, seen)
         return Culprit(box.operand, box.product, (), box.reason)
 
     @property
     def where(self) -> str:
-        """The operand with the place in it, as `input[:, 17]`."""
-        if not self.place:
+        """The operand with the index, as `input[:, 17]`."""
+        if not self.index:
             return self.operand
-        return f"{self.operand}[{', '.join(':' if i is None else str(i) for i in self.place)}]"
+        return f"{self.operand}[{', '.join(':' if i is None else str(i) for i in self.index)}]"
 
     def __str__(self) -> str:
         return f"{self.where}, which {self.product} reads first: {self.seen}"
 
 
 class _Outlier(NamedTuple):
-    place: tuple[int | None, ...]
+    indices: tuple[int | None, ...]
     factor: float
 
 

@@ -170,8 +170,8 @@ def _gradient(model: Any, loss_fn: Callable[..., Any], batch: tuple[Any, ...], s
     def summed(slot: Any, arrays: Any) -> Array:
         whole = eqx.combine(arrays, rest)
         if slot is not None:
-            place = lambda node: eqx.tree_at(lambda recorder: recorder.slot, node, slot) if is_recorder(node) else node
-            whole = jax.tree.map(place, whole, is_leaf=is_recorder)
+            fill = lambda node: eqx.tree_at(lambda recorder: recorder.slot, node, slot) if is_recorder(node) else node
+            whole = jax.tree.map(fill, whole, is_leaf=is_recorder)
         run = lambda _: scalar_loss(loss_fn(whole, *batch))
         return jnp.sum(jax.vmap(run, axis_name=RECORDED)(jnp.zeros(1)))
 
@@ -187,10 +187,10 @@ def _is_weight(node: Any) -> bool:
 def _with_recorder[M](model: M, layer: str, slot: hax.NamedArray | None, when_traced: Callable[[Seen], object]) -> M:
     by_path = iter(named_ops(model))
 
-    def place(node: Any) -> Any:
+    def with_recorder(node: Any) -> Any:
         if not is_op(node):
             return node
         path, op = next(by_path)
         return Recorder(op, slot, when_traced) if path == layer else op
 
-    return jax.tree.map(place, model, is_leaf=is_op)
+    return jax.tree.map(with_recorder, model, is_leaf=is_op)

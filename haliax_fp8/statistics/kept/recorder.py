@@ -60,7 +60,7 @@ class Seen:
 
 
 class Recorder(eqx.Module):
-    """Called in place of an op: multiplies as it does, and records the operands.
+    """Called instead of an op: multiplies as it does, and records the operands.
 
     Args:
         op: The op.
@@ -92,7 +92,7 @@ class Recorder(eqx.Module):
         def multiply(input: Array, kernel: Array, slot: Array, *leaves: Array) -> Array:
             del slot
             op = eqx.combine(jax.tree.unflatten(structure, leaves), static)
-            return op(*contraction.placed(input, kernel), dimension_numbers, precision, preferred_element_type)
+            return op(*contraction.ordered(input, kernel), dimension_numbers, precision, preferred_element_type)
 
         def recorded(whole: Whole, *arrays: Array) -> Array:
             input, kernel, slot, *others = whole.member(arrays, 0)
@@ -100,7 +100,7 @@ class Recorder(eqx.Module):
             return product(input, kernel, slot, tuple(others))[None]
 
         slot = jnp.zeros((0,), jnp.float32) if self.slot is None else self.slot.array
-        return call_whole(RECORDED, multiply, recorded, *contraction.placed(lhs, rhs), slot, *leaves)
+        return call_whole(RECORDED, multiply, recorded, *contraction.ordered(lhs, rhs), slot, *leaves)
 
     def ragged_dot(self, *_: Any, **__: Any) -> Array:
         """Not recorded."""
@@ -129,16 +129,16 @@ class _Folded:
             self.contraction, out = self.contraction.with_axis(*axis.mapped[:2])
             self.outs.append(out)
 
-    def operand(self, x: Array, place: int) -> Array:
+    def operand(self, x: Array, index: int) -> Array:
         """The input, 0, or the kernel, 1, with every member's axis in front."""
         here = [
-            is_member for axis, is_member in zip(self.outer_first, self.is_member, strict=True) if axis.mapped[place]
+            is_member for axis, is_member in zip(self.outer_first, self.is_member, strict=True) if axis.mapped[index]
         ]
         kept = [i for i, is_member in enumerate(here) if is_member]
         x = jnp.moveaxis(x, kept, range(len(kept)))
         sizes = [axis.size for axis, is_member in zip(self.outer_first, self.is_member, strict=True) if is_member]
         own = [
-            axis.size if axis.mapped[place] else 1
+            axis.size if axis.mapped[index] else 1
             for axis, is_member in zip(self.outer_first, self.is_member, strict=True)
             if is_member
         ]

@@ -13,12 +13,12 @@ def sharding_of(leaf: Any) -> Any:
     """Where a leaf has to be; None where JAX may decide, and for leaves that are not on a device."""
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf.sharding
-    # An array that nobody placed may move to the others of a computation.
+    # An array that nobody put on a device may move to the others of a computation.
     return leaf.sharding if isinstance(leaf, jax.Array) and getattr(leaf, "committed", True) else None
 
 
-def placed(array: Any, leaf: Any) -> Any:
-    """An array, or a number, in the place and of the kind of a leaf.
+def like_leaf(array: Any, leaf: Any) -> Any:
+    """An array, or a number, on the devices and of the kind of a leaf.
 
     Args:
         array: The numbers, of the leaf's shape; on its sharding already or on the host.
