@@ -14,7 +14,7 @@ from jaxtyping import Array, Float32
 
 from .._jax.max_grad import is_max_grad, to_float32
 from ..recipes.recipe import Recipe
-from .members import measured_of_copies, recorded_by_first
+from .members import measured_of_replicas, recorded_by_first
 from .table import next_table, numbers_of, record_length, scales_in
 
 
@@ -136,7 +136,7 @@ class TableForm(AbstractStateForm):
         ensemble: int,
         devices: tuple[str, ...] = (),
     ) -> Array:
-        """The table of the next step; zeros if another member, a copy of this one's state, records for both."""
+        """The table of the next step; zeros if a replica of this state records for both."""
         maxima, table = is_max_grad(kept.state), to_float32(kept.state)
         if kept.measured is None or of_grad is None:
             measured = lax.full((*table.shape[:-2], 0), 0.0, np.float32)
@@ -145,7 +145,7 @@ class TableForm(AbstractStateForm):
         if maxima:
             return _next_table(table, measured, recipe=recipe)
         of_kernel = lax.index_in_dim(_of_operands(measured), 1, axis=measured.ndim - 1, keepdims=False)
-        measured, records = measured_of_copies(measured, table, of_kernel, grad, ensemble)
+        measured, records = measured_of_replicas(measured, table, of_kernel, grad, ensemble)
         new = _next_table(table, measured, recipe=recipe)
         return lax.select(lax.broadcast_in_dim(records, new.shape, range(records.ndim)), new, lax.full_like(new, 0.0))
 

@@ -1,9 +1,9 @@
 """Sums that give a maximum: what a product records for state that JAX has mapped, and will sum over the mapped axis.
 
 If every example takes its own branch of a `lax.cond` under `vmap`, or if a `jax.custom_vjp` is mapped, JAX gives every
-example its own copy of the state, and sums what the copies record. Members of an ensemble look the same, but their
+example its own replica of the state, and sums what the replicas record. Members of an ensemble look the same, but their
 records are their own. So every state in a differentiated function carries a unique number, its mark, which follows the
-state everywhere: copies share it. The first copy records the largest measurement of all copies, and the others record
+state everywhere: replicas share it. The first replica records the largest measurement of all, and the others record
 0, so the sum over them is the maximum.
 """
 
@@ -58,16 +58,16 @@ def recorded_by_first(
     return members_p.bind(measured, mark, grad, ensemble=ensemble, alone=False)
 
 
-def measured_of_copies(
+def measured_of_replicas(
     measured: Float32[Array, "*ensemble numbers"],
     table: Float32[Array, "*ensemble operands columns"],
     of_kernel: Float32[Array, "*ensemble measures"],
     grad: Array,
     ensemble: int,
 ) -> tuple[Float32[Array, "*ensemble numbers"], Bool[Array, "*ensemble"]]:
-    """The same for whole tables, which have no mark: copies of one state have equal values and equal kernels.
+    """The same for whole tables, which have no mark: replicas of one state have equal values and equal kernels.
 
-    Members of an ensemble hardly ever do. Members that are copies of each other, before their first step, are treated
+    Members of an ensemble hardly ever do. Members that are equal, before their first step, are treated
     as one: all but the first keep their state for this step.
 
     Args:
@@ -134,8 +134,8 @@ def _members(measured: Array, mark: Array, grad: Array, *, ensemble: int, alone:
         # As amaxes are taken, so that XLA reads the gradient once for both.
         grad = lax.reduce_max(lax.abs(grad), (grad.ndim - 1,))
     needed = jnp.any(lax.reshape(grad, (count, grad.size // max(count, 1))) != 0, axis=1)
-    of_copies = _compared if count <= _MANY else _sorted
-    return lax.reshape(of_copies(flat, mark, needed, alone=alone), measured.shape)
+    combined = _compared if count <= _MANY else _sorted
+    return lax.reshape(combined(flat, mark, needed, alone=alone), measured.shape)
 
 
 # Comparing each with each is one small launch on a GPU, where sorting is about thirty.
@@ -146,7 +146,7 @@ def _compared(flat: Array, mark: Array, needed: Array, *, alone: bool) -> Array:
     """The maximum over the needed ones of those with the same mark, for the first of them; zeros for the others."""
     same = mark[:, None] == mark[None, :]
     if alone:
-        # One without copies always records: a trainer may replace its state with zeros.
+        # One without replicas always records: a trainer may replace its state with zeros.
         needed |= same.sum(axis=1) == 1
     largest = jnp.where((same & needed[None, :])[..., None], flat[None], np.float32(0.0)).max(axis=1)
     index = lax.iota(np.int32, mark.shape[0])

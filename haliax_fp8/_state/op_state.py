@@ -62,7 +62,7 @@ class OpState(OverwriteWithGradient):
         first = first_table(scalings)
         if first is None:
             return None
-        axes = (*stack, hax.Axis("fp8_operand", first.shape[0]), hax.Axis("fp8_state", first.shape[1]))
+        axes = (*stack, hax.Axis("fp8_row", first.shape[0]), hax.Axis("fp8_column", first.shape[1]))
         table = hax.named(jnp.broadcast_to(first, tuple(axis.size for axis in axes)), axes)
         return OpState(table, scalings, limits)
 

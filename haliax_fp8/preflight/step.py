@@ -58,7 +58,7 @@ def inspect_step(
     Example:
         >>> step = jax.grad(lambda w, x: (x @ w).sum())
         >>> report = inspect_step(step, jnp.ones((32, 16)), jnp.ones((8, 32)), target="local")
-        >>> [(p.role, p.flops) for p in report.products]
+        >>> [(p.name, p.flops) for p in report.products]
         [('backward', 8192)]
     """
     say = progress or (lambda _: None)

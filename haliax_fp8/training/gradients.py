@@ -23,8 +23,8 @@ def filter_grad(function: Callable[..., Any], *, has_aux: bool = False) -> Calla
 
     Inside the differentiated function, state has the element type `fp32_max_grad`. If a layer is used several times
     (called twice, tied, constant of a `scan`, one branch of a `cond`), JAX combines its state gradients by maximum
-    instead of by sum. If JAX copies a layer for every example (a `cond` per example, a `custom_vjp` under `vmap`), the
-    maximum is over all examples whose output gradient is not zero. Parameters' gradients are those of
+    instead of by sum. If JAX replicates a layer for every example (a `cond` per example, a `custom_vjp` under `vmap`),
+    the maximum is over all examples whose output gradient is not zero. Parameters' gradients are those of
     `eqx.filter_grad`.
 
     If JAX cannot differentiate that, the function is called again in another way: for a loss that assembles a model

@@ -85,9 +85,9 @@ def test_each_loop_is_exact(loop, expected):
     check(gradients(f, LOOPS[loop], 2, fp8.filter_grad), expected)
 
 
-# What gives each example a copy of the state, which a plain gradient would sum.
+# What gives each example a replica of the state, which a plain gradient would sum.
 REFUSED = {"cond of each row", "switch of each row"}
-# Uses of their own, or copies that JAX sums before they can be seen.
+# Uses of their own, or replicas that JAX sums before they can be seen.
 SUMMED = {"loop over rows", "lax.map", "custom_vjp of each row", "filter_custom_vjp of each row"}
 
 

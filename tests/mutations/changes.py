@@ -1255,8 +1255,8 @@ CHANGES = (
     Change(
         "maxima over devices reduce gradients",
         "preflight/verdict/collective.py",
-        "return is_sum and role",
-        "return role",
+        "return is_sum and product_name",
+        "return product_name",
         ("test_preflight_collectives.py::test_collectives_written_by_hand",),
     ),
     # --- serving

@@ -114,7 +114,7 @@ def test_a_dimension_that_is_no_multiple_of_16(target):
 def test_a_model_in_float32(target):
     x = struct(TOKENS, WIDTH, dtype=jnp.float32)
     report = report_of(target, converted(dtype=jnp.float32), x)
-    assert {p.compute for p in report.products if p.role in ("fprop", "dgrad")} == {"f32"}
+    assert {p.compute for p in report.products if p.name in ("fprop", "dgrad")} == {"f32"}
     assert any("float32" in finding and "bfloat16" in finding for finding in report.findings)
     plain = report_of(target, abstract(mlp, jnp.float32), x)
     assert {p.reason for p in plain.products} == {"not converted, in float32"}
@@ -176,13 +176,13 @@ def test_block_scaling_that_is_emulated(recipe):
     report = report_of("local", converted(fp8.Fp8Config(recipe=recipe)))
     assert {p.verdict for p in report.products} == {Verdict.EMULATED}
     assert all(p.reason.startswith("block scaling is emulated: the operands are dequantized") for p in report.products)
-    assert {(p.layer, p.role) for p in report.products} >= {("model.layers.2", r) for r in ("fprop", "dgrad", "wgrad")}
+    assert {(p.layer, p.name) for p in report.products} >= {("model.layers.2", r) for r in ("fprop", "dgrad", "wgrad")}
 
 
 def test_a_product_that_the_recipe_keeps():
     report = report_of("local", converted(fp8.Fp8Config(recipe="rowwise_wgrad_bf16")))
     kept = [p for p in report.products if p.verdict is Verdict.HIGH_PRECISION]
-    assert {p.role for p in kept} == {"wgrad"} and len(kept) == 3
+    assert {p.name for p in kept} == {"wgrad"} and len(kept) == 3
     assert {p.reason for p in kept} == {"the recipe keeps this product in high precision"}
 
 
@@ -192,8 +192,8 @@ def test_rotations_are_told_from_the_products_that_they_are_for():
     report = inspect_step(keyed, converted(fp8.Fp8Config(recipe="nvfp4")), struct(TOKENS, WIDTH), target="local")
     rotations = [p for p in report.products if p.reason == "rotates an operand"]
     products = [p for p in report.products if p not in rotations]
-    assert {(p.role, p.verdict) for p in rotations} == {(r, Verdict.HIGH_PRECISION) for r in ("forward", "backward")}
-    assert {(p.role, p.verdict) for p in products} == {(r, Verdict.EMULATED) for r in ("fprop", "dgrad", "wgrad")}
+    assert {(p.name, p.verdict) for p in rotations} == {(r, Verdict.HIGH_PRECISION) for r in ("forward", "backward")}
+    assert {(p.name, p.verdict) for p in products} == {(r, Verdict.EMULATED) for r in ("fprop", "dgrad", "wgrad")}
     assert sum(p.flops for p in products) == 2 * 8 * TOKENS * WIDTH**2
 
 
@@ -206,7 +206,7 @@ def test_a_step_that_makes_ops_is_compiled_for_devices_that_are_not_here(target)
         measure, converted(width=64), struct(TOKENS, WIDTH), target=target, other_setting=target == "local"
     )
     # Statistics need the outputs and their gradients, not those of the kernels.
-    assert [p.role for p in report.products].count("dgrad") == 2 and len(report.products) == 5
+    assert [p.name for p in report.products].count("dgrad") == 2 and len(report.products) == 5
     assert {p.verdict for p in report.products} == {Verdict.EMULATED if target == "local" else Verdict.FP8}
 
 

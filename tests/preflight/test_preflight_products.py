@@ -86,7 +86,7 @@ def test_a_fused_attention_makes_two_products_forward_and_five_backward(dtype, v
     )
     program = read(text)
     flops = 2 * 2 * 6 * 256 * 128 * 64 // hidden
-    assert [(p.role, p.flops, p.verdict) for p in program.products] == [
+    assert [(p.name, p.flops, p.verdict) for p in program.products] == [
         *[("forward", flops, verdict)] * 2,
         *[("backward", flops, verdict)] * 5,
     ]
@@ -293,7 +293,7 @@ def triton(kind):
 def test_products_in_fusions(kind, implementation):
     (product,) = read(triton(kind)).products
     assert product.flops == 2 * 32 * 48 * 64
-    assert (product.implementation, product.role, product.verdict) == (implementation, "fprop", Verdict.FP8)
+    assert (product.implementation, product.name, product.verdict) == (implementation, "fprop", Verdict.FP8)
     # The product is in float32, but the launch casts it before it writes it.
     assert product.out == "bf16" and product.bytes == 32 * 64 + 64 * 48 + 2 * 32 * 48
 
@@ -478,7 +478,7 @@ def test_a_gradient_that_rows_are_added_to():
         "ROOT %new = bf16[96,32]{1,0} subtract(%table, %s)",
     ]
     (product,) = read(module(entry, add), outputs=["0.table"]).products
-    assert (product.layer, product.role) == ("model.table", "backward")
+    assert (product.layer, product.name) == ("model.table", "backward")
 
 
 def layer_of_a_cast(taken):
@@ -543,16 +543,16 @@ def test_unrolled_layers(convert, batch):
 def test_every_product_is_named_after_its_layer():
     model = abstract(lambda: fp8.fp8_linear_layers(mlp()))
     report = inspect_step(mlp_gradient, model, struct(48, 32), target="local")
-    expected = {(f"model.layers.{i}", role) for i in range(3) for role in ("fprop", "dgrad", "wgrad")}
-    assert {(p.layer, p.role) for p in report.products} == expected - {("model.layers.0", "dgrad")}
-    sizes = {(p.layer, p.role): (p.m * p.n * p.k) for p in report.products}
+    expected = {(f"model.layers.{i}", product) for i in range(3) for product in ("fprop", "dgrad", "wgrad")}
+    assert {(p.layer, p.name) for p in report.products} == expected - {("model.layers.0", "dgrad")}
+    sizes = {(p.layer, p.name): (p.m * p.n * p.k) for p in report.products}
     assert sizes["model.layers.0", "wgrad"] == 48 * 32 * 64 and sizes["model.layers.2", "dgrad"] == 48 * 64 * 16
 
 
 def test_without_our_scopes_layers_are_named_too():
     report = inspect_step(mlp_gradient, abstract(mlp), struct(48, 32), target="local")
     assert {p.layer for p in report.products} == {f"model.layers.{i}" for i in range(3)}
-    assert sorted(p.role for p in report.products) == ["backward"] * 5 + ["forward"] * 3
+    assert sorted(p.name for p in report.products) == ["backward"] * 5 + ["forward"] * 3
 
 
 def tied_gradient(model, tokens):
@@ -570,8 +570,8 @@ def test_a_tied_heads_gradients_are_its_own():
     """With one sequence, its dgrad is, element by element, the gradient of the positions too."""
     model = {"table": struct(96, 32), "positions": struct(48, 32)}
     report = inspect_step(tied_gradient, model, struct(48, dtype=jnp.int32), target="local")
-    assert [(p.layer, p.role, p.flops) for p in report.products] == [
-        ("model.table", role, 2 * 48 * 96 * 32) for role in ("forward", "backward", "backward")
+    assert [(p.layer, p.name, p.flops) for p in report.products] == [
+        ("model.table", product, 2 * 48 * 96 * 32) for product in ("forward", "backward", "backward")
     ]
 
 

@@ -39,7 +39,7 @@ def test_experts_cost_what_is_useful(device):
     assert ran.returncode == 0, ran.stderr[-3000:]
     found = json.loads(ran.stdout.splitlines()[-1])
     for name, case in found.items():
-        assert case["products"] == [[role, "grouped f8", "bf16"] for role in ("dgrad", "fprop", "wgrad")], name
+        assert case["products"] == [[product, "grouped f8", "bf16"] for product in ("dgrad", "fprop", "wgrad")], name
         assert case["fp8_share"] == 1.0
     for name, (flops, gigabytes, megabytes) in LIMITS[device].items():
         _, rows, inputs, outputs = SHAPES[name]

@@ -29,16 +29,16 @@ XLA_NAMES = {"E4M3": E4M3, "E5M2": E5M2}
 
 
 def total(products, figure):
-    """The sum of a figure over the products of each role."""
+    """The sum of a figure over the products of each name."""
     found = Counter()
     for product in products:
-        found[product.role] += figure(product)
+        found[product.name] += figure(product)
     return dict(found)
 
 
 def layers(products):
-    """The role and the layer of each product; XLA may merge products with an operand in common."""
-    return {(p.role, path.rsplit(".", 1)[-1]) for p in products for path in p.layer.split(" + ")}
+    """The name and the layer of each product; XLA may merge products with an operand in common."""
+    return {(p.name, path.rsplit(".", 1)[-1]) for p in products for path in p.layer.split(" + ")}
 
 
 # --- Every kind of model ----------------------------------------------------------------------------------------------
@@ -50,7 +50,7 @@ def test_every_product_of_a_model_runs_in_fp8(name, target):
     options = {} if target == "tpu7x" else {"compiler_options": {"xla_gpu_enable_triton_gemm": False}}
     report = inspect_step(gradient_of(kind.call), converted(kind), inputs(), target=target, **options)
     report.require(fp8_flops=1.0)
-    formats = {(p.role, *sorted((p.lhs, p.rhs)), p.verdict) for p in report.products}
+    formats = {(p.name, *sorted((p.lhs, p.rhs)), p.verdict) for p in report.products}
     assert formats == {
         ("fprop", E4M3, E4M3, Verdict.FP8),
         ("dgrad", E4M3, E5M2, Verdict.FP8),
@@ -58,8 +58,8 @@ def test_every_product_of_a_model_runs_in_fp8(name, target):
     }
     runs = kind.runs(len(SwiGLU.names))
     assert total(report.products, lambda p: p.executions) == runs
-    assert total(report.products, lambda p: p.useful_flops) == {role: n * FLOPS for role, n in runs.items()}
-    assert layers(report.products) == {(role, name) for role in runs for name in SwiGLU.names}
+    assert total(report.products, lambda p: p.useful_flops) == {product: n * FLOPS for product, n in runs.items()}
+    assert layers(report.products) == {(product, name) for product in runs for name in SwiGLU.names}
     if name == "experts":
         assert {p.implementation for p in report.products} == {"grouped f8"}
     elif target != "tpu7x":
@@ -89,7 +89,7 @@ def test_a_device_without_fp8_is_told(name, target):
     kind = KINDS[name]
     report = inspect_step(gradient_of(kind.call), converted(kind), inputs(), target=target)
     runs = kind.runs(len(SwiGLU.names))
-    assert total(report.products, lambda p: p.flops) == {role: n * FLOPS for role, n in runs.items()}
+    assert total(report.products, lambda p: p.flops) == {product: n * FLOPS for product, n in runs.items()}
     assert {(p.verdict, "TPU7x" in p.reason) for p in report.products} == {(Verdict.EMULATED, True)}
 
 
@@ -107,9 +107,9 @@ EMULATED = {
 }
 
 
-def expected(recipe, target, role):
-    """What the products of a role have to be: element types, verdict, and how the reason begins."""
-    first, second = fp8.recipes.named[recipe].products[role]
+def expected(recipe, target, product):
+    """What such products have to be: element types, verdict, and how the reason begins."""
+    first, second = fp8.recipes.named[recipe].products[product]
     if not first.scaling.quantizes:
         return ("bf16", "bf16"), Verdict.HIGH_PRECISION, "the recipe keeps this product in high precision"
     if (recipe, target) in EMULATED:
@@ -130,24 +130,24 @@ def test_every_product_is_what_the_recipe_says(recipe, target):
     report = inspect_step(gradient_of(kind.call), converted(kind, recipe=recipe), inputs(), target=target)
     assert unknown_calls(report.step) == set()
     runs = kind.runs(len(SwiGLU.names))
-    products = [p for p in report.products if p.role in runs]
+    products = [p for p in report.products if p.name in runs]
     for product in products:
-        dtypes, verdict, reason = expected(recipe, target, product.role)
+        dtypes, verdict, reason = expected(recipe, target, product.name)
         found = tuple(sorted((product.lhs, product.rhs)))
         if (recipe, target, found) == ("nvfp4", "tpu7x", ("bf16", "f32")):
             # Of one product in float32, a TPU reads an operand in bfloat16, in which it multiplies by default.
-            assert product.role == "fprop"
+            assert product.name == "fprop"
             found = dtypes
         assert (found, product.verdict) == (dtypes, verdict), product
         assert product.reason.startswith(reason) and bool(product.reason) == bool(reason), product
-    assert total(products, lambda p: p.flops) == {role: count * FLOPS for role, count in runs.items()}
+    assert total(products, lambda p: p.flops) == {product: count * FLOPS for product, count in runs.items()}
     if recipe in ("deepseek", "mxfp8") and target == "b200":
         # One launch each, scales applied in it.
         assert {product.implementation for product in products} == {"Triton scaled-dot"}
     # Rotations are products too. The way from a product back to the weight does not lead through blocks of 16.
-    rotations = {(p.verdict, p.reason) for p in report.products if p.role not in runs}
+    rotations = {(p.verdict, p.reason) for p in report.products if p.name not in runs}
     if recipe == "nvfp4":
         assert rotations == {(Verdict.HIGH_PRECISION, "rotates an operand")}
     else:
         assert rotations == set()
-        assert layers(products) == {(role, name) for role in runs for name in SwiGLU.names}
+        assert layers(products) == {(product, name) for product in runs for name in SwiGLU.names}

@@ -65,7 +65,7 @@ def report():
     small = inspect_step(lambda a, b: a @ b, jnp.ones((8, 8)), jnp.ones((8, 8)), target="local")
     one = Product(
         layer="",
-        role="fprop",
+        name="fprop",
         scope="jit(step)/jvp(Attention)/contract head_dim -> batch, position, kv_heads, group/dot_general",
         batch=1,
         m=8192,
@@ -89,13 +89,13 @@ def report():
     )
     layer = "model.blocks.stacked.attention.a_projection_with_a_very_long_name"
     emulated = {"verdict": Verdict.EMULATED, "lhs": "f8e5m2", "reason": "no launch reads operands of this shape in FP8"}
-    products = [dataclasses.replace(one, layer=layer, role=role) for role in ("fprop", "dgrad", "wgrad")]
+    products = [dataclasses.replace(one, layer=layer, name=name) for name in ("fprop", "dgrad", "wgrad")]
     products += [
-        dataclasses.replace(one, layer="model.blocks.stacked.mlp.up", role=role, **emulated)
-        for role in ("fprop", "dgrad")
+        dataclasses.replace(one, layer="model.blocks.stacked.mlp.up", name=name, **emulated)
+        for name in ("fprop", "dgrad")
     ]
     bf16 = {"verdict": Verdict.HIGH_PRECISION, "lhs": "bf16", "rhs": "bf16", "reason": "not converted"}
-    products += [dataclasses.replace(one, batch=64, role=role, **bf16) for role in ("forward", "backward")]
+    products += [dataclasses.replace(one, batch=64, name=name, **bf16) for name in ("forward", "backward")]
     step = dataclasses.replace(small.step, products=tuple(products))
     return PreflightReport(targets["h100"], {"data": 1}, step, baseline=step)
 

@@ -13,7 +13,10 @@ import haliax_fp8
 ROOT = Path(haliax_fp8.__file__).parent
 
 # What to say instead.
-VAGUE = {"place": "what it is: an index, an axis, a path, a label, a device; or put, fill"}
+VAGUE = {
+    "place": "what it is: an index, an axis, a path, a label, a device; or put, fill",
+    "role": "the name of the product, or of the operand",
+}
 
 
 def names(tree: ast.Module) -> Iterator[str]:

@@ -122,7 +122,7 @@ class Kind:
     experts: int = 1
 
     def runs(self, layers: int) -> dict[str, int]:
-        """How often products of each role run in a step, for blocks of so many layers."""
+        """How often fprop, dgrad and wgrad run in a step, for blocks of so many layers."""
         forward = layers + (layers - 1 if self.recomputes else 0)
         return {"fprop": self.blocks * forward, "dgrad": self.blocks * layers, "wgrad": self.blocks * layers}
 

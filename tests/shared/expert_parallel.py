@@ -47,7 +47,7 @@ def under_automatic_axes(op, kernels, rows, sizes, c):
 
 def described(found):
     """Products, the shapes of arrays that devices send each other, and FLOPs of one device."""
-    products = {product.role: product.implementation for product in found.products}
+    products = {product.name: product.implementation for product in found.products}
     sends = re.findall(r"= \(*(\S+?)\{.* (all-gather|all-reduce|all-to-all|reduce-scatter)(?:-start)?\(", found.text)
     return {"products": products, "sent": sends, "useful": found.useful_flops, "computed": found.flops}
 

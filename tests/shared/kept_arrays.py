@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from haliax_fp8.preflight.hlo.dimensions import dimensions
-from haliax_fp8.preflight.hlo.scopes import role
+from haliax_fp8.preflight.hlo.scopes import product_name
 from haliax_fp8.preflight.hlo.sites import Site, entry_sites, launches, opened
 from haliax_fp8.preflight.hlo.text import Computation, Instruction, Module, Shape, parse_hlo
 from haliax_fp8.preflight.hlo.vocabulary import NO_LAUNCH
@@ -49,15 +49,15 @@ def kept_arrays(text: str) -> Arrays:
         text: The compiled program.
     """
     module = parse_hlo(text)
-    roles: dict[str, set[str]] = {}
+    products: dict[str, set[str]] = {}
     for launch in launches(entry_sites(module)):
         outermost = launch
         while outermost.caller is not None:
             outermost = outermost.caller
-        found = {role(site.instruction.op_name or launch.instruction.op_name) for site in _products(launch)}
-        roles.setdefault(outermost.instruction.name, set()).update(found)
+        found = {product_name(site.instruction.op_name or launch.instruction.op_name) for site in _products(launch)}
+        products.setdefault(outermost.instruction.name, set()).update(found)
     order = list(module.entry.instructions)
-    end = max(order.index(name) for name, found in roles.items() if found and found <= {"fprop", "forward"})
+    end = max(order.index(name) for name, found in products.items() if found and found <= {"fprop", "forward"})
     reader = _Reader(module, set(order[end + 1 :]))
     return Counter(
         (shape.dtype, shape.size)

@@ -32,7 +32,7 @@ def checkpoint(**options):
     return lambda f: lambda *args: eqx.filter_checkpoint(f, **options)(*args)
 
 
-# What JAX differentiates before it batches, or batches by giving every example its own copy of the layer.
+# What JAX differentiates before it batches, or batches by giving every example its own replica of the layer.
 
 
 def with_custom_jvp(f):

@@ -177,15 +177,15 @@ def test_a_plain_gradient_of_an_ensemble_is_each_members():
 
 
 @pytest.mark.parametrize("alone", [False, True])
-@pytest.mark.parametrize("of_copies", [_compared, _sorted])
-def test_the_first_of_several_copies_records_the_maximum_of_the_needed(of_copies, alone):
+@pytest.mark.parametrize("combined", [_compared, _sorted])
+def test_the_first_of_several_replicas_records_the_maximum_of_the_needed(combined, alone):
     flat = jnp.asarray([[1.0, 9.0], [5.0, 2.0], [7.0, 7.0], [3.0, 1.0], [8.0, 4.0], [6.0, 6.0]])
     mark = jnp.asarray([4, 2, 4, 4, 1, 2], np.uint32)
     needed = jnp.asarray([True, False, True, False, False, True])
-    # Of mark 4 the first and the third, of mark 2 the last; that of mark 1 has no copies.
+    # Of mark 4 the first and the third, of mark 2 the last; that of mark 1 has no replicas.
     single = [8.0, 4.0] if alone else [0.0, 0.0]
     expected = [[7.0, 9.0], [6.0, 6.0], [0.0, 0.0], [0.0, 0.0], single, [0.0, 0.0]]
-    np.testing.assert_array_equal(of_copies(flat, mark, needed, alone=alone), expected)
+    np.testing.assert_array_equal(combined(flat, mark, needed, alone=alone), expected)
 
 
 @pytest.mark.more

@@ -8,13 +8,13 @@ import re
 from ..._product.names import DGRAD, FP8_DOT_GENERAL, FP8_RAGGED_DOT, FPROP, ROTATION, WGRAD
 
 
-def role(scope: str) -> str:
+def product_name(scope: str) -> str:
     """`fprop`, `dgrad` or `wgrad` for this package's products; `forward` or `backward` for others and for rotations.
 
     Example:
-        >>> role("jit(step)/jvp(MLP)/fp8_linear/fp8_dot_general/fp8_fprop/fprop/dot_general")
+        >>> product_name("jit(step)/jvp(MLP)/fp8_linear/fp8_dot_general/fp8_fprop/fprop/dot_general")
         'fprop'
-        >>> role("jit(step)/transpose(jvp(MLP))/dot_general")
+        >>> product_name("jit(step)/transpose(jvp(MLP))/dot_general")
         'backward'
     """
     for name in () if rotates(scope) else scope.split("/"):

@@ -106,7 +106,7 @@ def imprecise_sums(step: Program, target: Target) -> int:
     if not target.device.is_hopper:
         return 0
     in_triton = lambda p: p.is_fp8 and not p.widened and p.implementation.startswith(TRITON)
-    return _runs(step, lambda product: product.role in (DGRAD, WGRAD) and in_triton(product))
+    return _runs(step, lambda product: product.name in (DGRAD, WGRAD) and in_triton(product))
 
 
 def _runs(program: Program, condition: Callable[[Product], bool]) -> int:

@@ -45,7 +45,7 @@ def rows(program: Program) -> list[ProductRow]:
     ]
 
 
-COLUMNS = ("product", "role", "shape", "operands", "out", "implementation", "runs", "FLOPs", "verdict")
+COLUMNS = ("layer", "product", "shape", "operands", "out", "implementation", "runs", "FLOPs", "verdict")
 STYLES = {Verdict.FP8: "green", Verdict.EMULATED: "yellow", Verdict.HIGH_PRECISION: "red"}
 
 
@@ -61,7 +61,7 @@ def cells(row: ProductRow, program: Program) -> tuple[str, ...]:
     operands = product.lhs if product.lhs == product.rhs else f"{product.lhs}·{product.rhs}"
     share = f"{row.flops / (program.flops or 1):.1%}"
     how = product.shape, operands, product.out, product.implementation
-    return row.where, product.role, *how, str(row.count), share, verdict
+    return row.where, product.name, *how, str(row.count), share, verdict
 
 
 def layer_table(program: Program) -> Table:
@@ -88,13 +88,13 @@ def layer_table(program: Program) -> Table:
             name = Text(layer.name.removeprefix(prefix).removeprefix(".") or "(the weight itself)")
             share = f"{layer.flops / (program.flops or 1):.1%}"
             size = Text(layer.size) if layer.has_weight else Text("")
-            sides = (_verdicts(layer.products, roles) for roles in _SIDES.values())
+            sides = (_verdicts(layer.products, names) for names in _SIDES.values())
             table.add_row(Padding(name, (0, 0, 0, 2 if prefix else 0)), size, share, *sides)
     return table
 
 
 _SIDES = {FPROP: (FPROP, "forward"), DGRAD: (DGRAD, "backward"), WGRAD: (WGRAD,)}
-"""Which roles stand in which column; products between activations have none but forward and backward."""
+"""Which products stand in which column; those between activations have none but forward and backward."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +112,7 @@ class _Layer:
     @property
     def size(self) -> str:
         """Of the forward product, or the largest: its matrices' sides."""
-        forward = [product for product in self.products if product.role in _SIDES[FPROP]] or self.products
+        forward = [product for product in self.products if product.name in _SIDES[FPROP]] or self.products
         largest = max(forward, key=lambda product: product.flops)
         batch = f"{largest.batch}× " if largest.batch > 1 else ""
         return f"{batch}{largest.m}×{largest.k}×{largest.n}"
@@ -129,7 +129,7 @@ def _layers(program: Program) -> list[_Layer]:
     alike: dict[tuple[str, frozenset], list[str]] = {}
     for path, products in found.items():
         # The first layer of a model lacks dgrad, and is like the others all the same.
-        sizes = {(p.batch, p.m, p.k, p.n) for p in products if p.role in _SIDES[FPROP]}
+        sizes = {(p.batch, p.m, p.k, p.n) for p in products if p.name in _SIDES[FPROP]}
         how = frozenset(sizes | {_word(p) for p in products})
         alike.setdefault((_numbered_alike(path), how), []).append(path)
     kinds = collections.Counter(name for name, _ in alike)
@@ -164,10 +164,10 @@ def _in_groups(layers: list[_Layer]) -> Iterator[tuple[str, list[_Layer]]]:
         yield "", others
 
 
-def _verdicts(products: Iterable[Product], roles: tuple[str, ...]) -> Text:
-    """How the products of some roles run: each way once, the worst of them in the color of the cell."""
-    of_roles = [product for product in products if product.role in roles]
-    words = {_word(product): product.verdict for product in of_roles}
+def _verdicts(products: Iterable[Product], names: tuple[str, ...]) -> Text:
+    """How the products with some names run: each way once, the worst of them in the color of the cell."""
+    chosen = [product for product in products if product.name in names]
+    words = {_word(product): product.verdict for product in chosen}
     worst = max(words.values(), key=list(STYLES).index, default=None)
     return Text(", ".join(words), STYLES[worst] if worst is not None else "")
 
@@ -190,12 +190,12 @@ def each_product(program: Program) -> RenderableType:
         if row.where != last:
             lines.append(Text(row.where, overflow="fold"))
             last = row.where
-        _, role, shape, operands, out, implementation, runs, share, verdict = cells(row, program)
+        _, name, shape, operands, out, implementation, runs, share, verdict = cells(row, program)
         line = Table.grid(padding=(0, 1, 0, 0))
         line.add_column(no_wrap=True, min_width=10, max_width=10)
         line.add_column(no_wrap=True, min_width=6, max_width=6, justify="right")
         line.add_column(overflow="fold")
         words = f"{shape}, {operands} to {out}, {implementation}, {runs} runs: "
-        line.add_row(f"  {role}", share, Text(words).append(verdict, STYLES[row.product.verdict]))
+        line.add_row(f"  {name}", share, Text(words).append(verdict, STYLES[row.product.verdict]))
         lines.append(line)
     return Group(*lines)

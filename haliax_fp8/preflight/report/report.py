@@ -257,7 +257,7 @@ class PreflightReport(Printable):
 
 def _lines(products: list[Product]) -> list[str]:
     first, more = products[:20], len(products[20:])
-    what = lambda p: f"{p.layer or p.scope} {p.role} {p.shape} {p.lhs}·{p.rhs} in {p.implementation}"
+    what = lambda p: f"{p.layer or p.scope} {p.name} {p.shape} {p.lhs}·{p.rhs} in {p.implementation}"
     lines = [f"{what(p)}: {p.reason}" for p in first]
     return [*lines, f"and {more} more"] if more else lines
 

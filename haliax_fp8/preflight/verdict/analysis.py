@@ -9,7 +9,7 @@ from ..compile import Compiled
 from ..hlo.destination import destinations, matching
 from ..hlo.dimensions import Dimensions, dimensions, grouped_operands
 from ..hlo.origin import Origin, entering, gathers, origin
-from ..hlo.scopes import asks_for_fp8, dotted, label, layer_of, role, rotates
+from ..hlo.scopes import asks_for_fp8, dotted, label, layer_of, product_name, rotates
 from ..hlo.sites import Site, entry_sites, launches, opened, trip_count
 from ..hlo.text import Module, parse_hlo
 from ..hlo.traffic import is_launch, touched
@@ -53,7 +53,7 @@ def analyze(compiled: Compiled, target: Target, known: Mapping[str, str] | None 
         instruction, found = launch.instruction, list(reader.products(launch))
         if found:
             products += found
-            multiplying.append(Multiplying(launch, tuple(f"{p.layer or label(p.scope)} {p.role}" for p in found)))
+            multiplying.append(Multiplying(launch, tuple(f"{p.layer or label(p.scope)} {p.name}" for p in found)))
         elif (kind := instruction.opcode.removesuffix(START)) in COLLECTIVES:
             communicating.append((launch, kind))
         elif instruction.opcode == CUSTOM_CALL and call_of(instruction) is not Call.OTHER:
@@ -111,7 +111,7 @@ class _Reader:
         for launch in launches(entry_sites(self.module)):
             for site in opened(launch):
                 scope = site.instruction.op_name or launch.instruction.op_name
-                if role(scope) in (FPROP, "forward") and (size := dimensions(site)) is not None:
+                if product_name(scope) in (FPROP, "forward") and (size := dimensions(site)) is not None:
                     written = made_from(self.written.get(scope, []), size)
                     lhs, rhs = map(origin, _operands(site))
                     found.update(_weight(lhs, rhs, written).arguments)
@@ -135,13 +135,13 @@ class _Reader:
         lhs, rhs = map(origin, operands)
         weight = _weight(lhs, rhs, written)
         made = self._made(site, weight)
-        its_role = role(scope)
-        if asks_for_fp8(scope) and not rotates(scope) and its_role in ("forward", "backward"):
+        name = product_name(scope)
+        if asks_for_fp8(scope) and not rotates(scope) and name in ("forward", "backward"):
             # XLA drops the inner scopes of some products.
-            its_role = FPROP if its_role == "forward" else WGRAD if made else DGRAD
+            name = FPROP if name == "forward" else WGRAD if made else DGRAD
         # The operands of wgrad are activations; one of them may be an argument.
-        arguments = made if its_role in (WGRAD, "backward") and made else ()
-        if not arguments and its_role != WGRAD:
+        arguments = made if name in (WGRAD, "backward") and made else ()
+        if not arguments and name != WGRAD:
             arguments = weight.arguments
         layer = " + ".join(dict.fromkeys(map(layer_of, arguments)))
         # The arrays from which a Triton kernel reads the operands.
@@ -150,7 +150,7 @@ class _Reader:
         verdict, reason = judge(evidence, self.target, self.known)
         return Product(
             layer=layer,
-            role=its_role,
+            name=name,
             scope=scope,
             batch=size.batch,
             m=size.m,

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from ...devices.peaks import is_narrow
-from ..hlo.scopes import role
+from ..hlo.scopes import product_name
 from ..hlo.sites import Site
 from ..hlo.traffic import touched
 from ..hlo.vocabulary import CUDNN_ATTENTION, CUSTOM_CALL, Call, call_of, scores_of
@@ -44,7 +44,7 @@ def attention_products(launch: Site, target: Target) -> Iterator[Product]:
     for m, n, k in sizes:
         yield Product(
             layer="",
-            role=role(scope),
+            name=product_name(scope),
             scope=scope,
             batch=scores.batch,
             m=m,

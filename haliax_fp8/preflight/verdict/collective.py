@@ -5,7 +5,7 @@ from collections.abc import Collection, Sequence
 
 from ..._product.names import WGRAD
 from ...devices.peaks import is_narrow
-from ..hlo.scopes import role
+from ..hlo.scopes import product_name
 from ..hlo.sites import Site
 from ..hlo.text import Shape
 from ..hlo.vocabulary import (
@@ -79,7 +79,7 @@ class Collective:
     def reduces_gradients(self) -> bool:
         """Whether it adds up gradients of weights, or of values computed from them."""
         is_sum = self.reduction == ADD and self.dtype.startswith(("f", "bf"))
-        return is_sum and role(self.scope) in (WGRAD, "backward")
+        return is_sum and product_name(self.scope) in (WGRAD, "backward")
 
 
 @dataclasses.dataclass(frozen=True)

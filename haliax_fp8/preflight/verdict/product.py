@@ -31,7 +31,7 @@ class Product(Printable):
 
     Args:
         layer: The path of the weight's layer in the arguments, such as `model.layers.0.up`; empty if there is none.
-        role: `fprop`, `dgrad` or `wgrad`; `forward` or `backward` if the program does not say more.
+        name: `fprop`, `dgrad` or `wgrad`; `forward` or `backward` if the program does not say more.
         scope: The stack of named scopes that it was traced in.
         batch: See above.
         m: See above.
@@ -62,7 +62,7 @@ class Product(Printable):
     """
 
     layer: str
-    role: str
+    name: str
     scope: str
     batch: int
     m: int
@@ -92,7 +92,7 @@ class Product(Printable):
         operands = self.lhs if self.lhs == self.rhs else f"{self.lhs}·{self.rhs}"
         why = f": {self.reason}" if self.reason else ""
         how = f"{self.shape}, {operands} to {self.out}, {self.implementation}, {self.executions} runs"
-        return Text(f"{where}, {self.role}, {how}, {self.verdict.value}{why}", overflow="fold")
+        return Text(f"{where}, {self.name}, {how}, {self.verdict.value}{why}", overflow="fold")
 
     @property
     def flops(self) -> int:
