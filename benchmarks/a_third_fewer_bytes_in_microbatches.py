@@ -1,6 +1,6 @@
 """Claim: with kernels quantized once per step, microbatches move a third fewer bytes between products.
 
-    uv run benchmarks/a_third_fewer_bytes_in_microbatches.py [--json FILE] [--markdown] [--target h100]
+    uv run benchmarks/a_third_fewer_bytes_in_microbatches.py [--json FILE] [--markdown] [--device h100]
 
 The gradients of an MLP, 4096 -> 14336 -> 4096, summed over four microbatches of 2048 tokens in a scan: with kernels
 that each product quantizes, and from `quantize_kernels`. Compiled for a device that this machine need not have, with
@@ -95,12 +95,12 @@ RECIPES = ("delayed", "current", "rowwise")
 FLAGS: dict[str, dict[str, bool]] = {"XLA's defaults": {}, "cuBLASLt alone": {"xla_gpu_enable_triton_gemm": False}}
 
 
-def row(recipe: str, way: str, flags: str, target: str, sizes: MicrobatchSizes = MicrobatchSizes()) -> Row:
+def row(recipe: str, way: str, flags: str, device: str, sizes: MicrobatchSizes = MicrobatchSizes()) -> Row:
     """What one program holds."""
     model = eqx.filter_eval_shape(lambda: mlp(sizes, recipe))
     batch = jax.ShapeDtypeStruct((sizes.microbatches, sizes.tokens, sizes.inputs), jnp.bfloat16)
     function = partial(gradients, WAYS[way], sizes)
-    report = inspect_step(function, model, batch, target=target, compiler_options=FLAGS[flags], other_setting=False)
+    report = inspect_step(function, model, batch, device=device, compiler_options=FLAGS[flags], other_setting=False)
     return {
         "recipe": recipe,
         "way": way,
@@ -126,15 +126,15 @@ COLUMNS: dict[str, Callable[[Any], str]] = {
 def main() -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--target", default="h100")
+    parser.add_argument("--device", default="h100")
     output.add_arguments(parser)
     options = parser.parse_args()
     rows = []
     with Progress(transient=True) as progress:
         cases = [(recipe, way, flags) for flags in FLAGS for recipe in RECIPES for way in WAYS]
         for case in progress.track(cases, description="compiling"):
-            rows.append(row(*case, options.target))
-    output.finish(f"Four microbatches, compiled for {options.target}", COLUMNS, rows, options, left=3)
+            rows.append(row(*case, options.device))
+    output.finish(f"Four microbatches, compiled for {options.device}", COLUMNS, rows, options, left=3)
 
 
 if __name__ == "__main__":

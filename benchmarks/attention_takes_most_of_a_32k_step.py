@@ -1,6 +1,6 @@
 """Claim: at 32k tokens, attention takes most of a training step whose linear layers are in FP8.
 
-    JAX_PLATFORMS=cpu uv run benchmarks/attention_takes_most_of_a_32k_step.py [--json FILE] [--markdown] [--target h100]
+    JAX_PLATFORMS=cpu uv run benchmarks/attention_takes_most_of_a_32k_step.py [--json FILE] [--markdown] [--device h100]
 
 Where the time of a whole training step of Llama-8B goes: one sequence of 2k, 8k or 32k tokens on each of eight H100s
 (FSDP), AdamW, float32 master weights, in bf16 and with FP8 linear layers (the head too). Steps with one and with two
@@ -56,8 +56,8 @@ def scope_of(launch: Site) -> str:
 
 def seconds_of(report: PreflightReport) -> Counter[str]:
     """The estimated seconds of each part; `fp8 attention` is what attention would take in FP8."""
-    assert report.target.peaks is not None
-    roofline, found = Roofline(report.target.peaks), Counter[str]()
+    assert report.device.peaks is not None
+    roofline, found = Roofline(report.device.peaks), Counter[str]()
     for product in report.products:
         if product.in_attention:
             given = product.flops, product.bytes * product.executions
@@ -85,7 +85,7 @@ def is_other(launch: Site) -> bool:
     return not is_product and launch.instruction.opcode.removesuffix("-start") not in COLLECTIVES
 
 
-def step_seconds(tokens: int, config: Fp8Config | None, target: str, layers: int, devices: int) -> Counter[str]:
+def step_seconds(tokens: int, config: Fp8Config | None, device: str, layers: int, devices: int) -> Counter[str]:
     """Of the whole model, from steps with one block and with two."""
     found = []
     for count in (1, 2):
@@ -101,17 +101,17 @@ def step_seconds(tokens: int, config: Fp8Config | None, target: str, layers: int
         )
         options = {TRITON_PRODUCTS: False}
         report = inspect_step(
-            function, *args, target=target, devices=devices, compiler_options=options, other_setting=False
+            function, *args, device=device, devices=devices, compiler_options=options, other_setting=False
         )
         found.append(seconds_of(report))
     one, two = found
     return Counter({name: one[name] + (layers - 1) * (two[name] - one[name]) for name in two})
 
 
-def row(tokens: int, target: str, layers: int = 32, devices: int = 8) -> list[dict[str, Any]]:
+def row(tokens: int, device: str, layers: int = 32, devices: int = 8) -> list[dict[str, Any]]:
     """The three columns of a length: seconds of each part."""
-    bf16 = step_seconds(tokens, None, target, layers, devices)
-    fp8 = step_seconds(tokens, Fp8Config(), target, layers, devices)
+    bf16 = step_seconds(tokens, None, device, layers, devices)
+    fp8 = step_seconds(tokens, Fp8Config(), device, layers, devices)
     both = fp8 | Counter()
     both["attention"] = fp8["fp8 attention"]
     names = {"bf16": bf16, "FP8": fp8, "FP8, attention too": both}
@@ -135,15 +135,15 @@ COLUMNS = {
 def main() -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--target", default="h100")
+    parser.add_argument("--device", default="h100")
     parser.add_argument("--tokens", type=int, action="append", help="default: 2048, 8192 and 32768")
     output.add_arguments(parser)
     options = parser.parse_args()
     rows = []
     with Progress(transient=True) as progress:
         for tokens in progress.track(options.tokens or (2048, 8192, 32768), description="compiling"):
-            rows += row(tokens, options.target)
-    output.finish(f"Llama-8B, eight {options.target}, ms of a step: an estimate", COLUMNS, rows, options)
+            rows += row(tokens, options.device)
+    output.finish(f"Llama-8B, eight {options.device}, ms of a step: an estimate", COLUMNS, rows, options)
 
 
 if __name__ == "__main__":

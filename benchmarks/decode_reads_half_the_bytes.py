@@ -1,6 +1,6 @@
 """Claim: in inference weights in FP8 are read as they are stored, half the bytes of bf16, and nothing copies them.
 
-    uv run benchmarks/decode_reads_half_the_bytes.py [--json FILE] [--markdown] [--target h100]
+    uv run benchmarks/decode_reads_half_the_bytes.py [--json FILE] [--markdown] [--device h100]
 
 Four blocks of Llama-8B with something elementwise instead of attention, one after the other, for 1, 16 and 256 rows.
 `quantize_for_inference` makes them of a model in bf16, or of one that trains with delayed scaling. Compiled for a GPU
@@ -53,14 +53,14 @@ def served(scheme: str, sizes: Sizes, *, stacked: bool = False, unstack: bool = 
     return eqx.filter_eval_shape(make)
 
 
-def row(scheme: str, rows: int, flags: str, target: str, sizes: Sizes = LLAMA_8B, **stack: bool) -> Row:
+def row(scheme: str, rows: int, flags: str, device: str, sizes: Sizes = LLAMA_8B, **stack: bool) -> Row:
     """What one program takes and moves.
 
     Args:
         scheme: How weights are quantized, or "bf16".
         rows: The rows of the input.
         flags: The compiler's, a key of `FLAGS`.
-        target: The device.
+        device: The device.
         sizes: Of the blocks.
         **stack: As in `served`.
     """
@@ -69,7 +69,7 @@ def row(scheme: str, rows: int, flags: str, target: str, sizes: Sizes = LLAMA_8B
     x = eqx.filter_eval_shape(lambda: hax.zeros(axes, jnp.bfloat16))
     call = lambda blocks, x: blocks.fold(x)
     options = FLAGS[flags]
-    program = inspect_step(call, blocks, x, target=target, compiler_options=options, other_setting=False).step
+    program = inspect_step(call, blocks, x, device=device, compiler_options=options, other_setting=False).step
     verdicts = collections.Counter(product.verdict.name for product in program.products)
     return {
         "scheme": scheme,
@@ -110,15 +110,15 @@ COLUMNS: dict[str, Callable[[Any], str]] = {
 def main() -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--target", default="h100")
+    parser.add_argument("--device", default="h100")
     output.add_arguments(parser)
     options = parser.parse_args()
     cases = [(flags, rows, scheme) for flags in FLAGS for rows in ROWS for scheme in SCHEMES]
     found = []
     with Progress(transient=True) as progress:
         for flags, rows, scheme in progress.track(cases, description="compiling"):
-            found.append(row(scheme, rows, flags, options.target))
-    title = f"Four blocks of Llama-8B in inference, compiled for {options.target}"
+            found.append(row(scheme, rows, flags, options.device))
+    title = f"Four blocks of Llama-8B in inference, compiled for {options.device}"
     output.finish(title, COLUMNS, with_baseline(found), options, left=3)
 
 

@@ -1,9 +1,9 @@
 """Claim: experts in FP8 compute the useful products, where XLA multiplies every row by the kernels of all of them.
 
-    uv run benchmarks/experts_compute_what_is_useful.py [--target h100] [--markdown] [--json FILE]
+    uv run benchmarks/experts_compute_what_is_useful.py [--device h100] [--markdown] [--json FILE]
 
 Compiles a layer of experts, its output and both gradients, for a GPU that need not be here, with XLA's default flags,
-and counts FLOPs, bytes of other launches and temporaries. One target in a process: see `docs/experts.md`.
+and counts FLOPs, bytes of other launches and temporaries. One device in a process: see `docs/experts.md`.
 """
 
 import argparse
@@ -32,10 +32,10 @@ COLUMNS: dict[str, Callable[[Any], str]] = {
 }
 
 
-def figures(target: str, recipe: str | None, size: str) -> Row:
+def figures(device: str, recipe: str | None, size: str) -> Row:
     """What the compiled program does."""
     args = eqx.filter_eval_shape(layer_and_batch, recipe, *SIZES[size], use_gmm=False)
-    found = inspect_step(gradients, *args, target=target, other_setting=False).step
+    found = inspect_step(gradients, *args, device=device, other_setting=False).step
     return {
         "size": size,
         "recipe": recipe or "bf16",
@@ -50,15 +50,15 @@ def figures(target: str, recipe: str | None, size: str) -> Row:
 def main() -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--target", default="h100", help="the GPU to compile for; default: %(default)s")
+    parser.add_argument("--device", default="h100", help="the GPU to compile for; default: %(default)s")
     output.add_arguments(parser)
     options = parser.parse_args()
-    recipes = [recipe for recipe in RECIPES if recipe != "deepseek" or options.target in ("h100", "h200")]
+    recipes = [recipe for recipe in RECIPES if recipe != "deepseek" or options.device in ("h100", "h200")]
     cases, rows = [(recipe, size) for size in SIZES for recipe in recipes], []
     with Progress(transient=True) as progress:
         for case in progress.track(cases, description="compiling"):
-            rows.append(figures(options.target, *case))
-    output.finish(f"A layer of experts, compiled for {options.target}", COLUMNS, rows, options)
+            rows.append(figures(options.device, *case))
+    output.finish(f"A layer of experts, compiled for {options.device}", COLUMNS, rows, options)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Claim: for gradients, what XLA fuses moves fewer bytes than one Pallas kernel that casts, transposes, takes the amax.
 
-    uv run benchmarks/fewer_bytes_than_one_pass.py [--json FILE] [--markdown] [--target h100]
+    uv run benchmarks/fewer_bytes_than_one_pass.py [--json FILE] [--markdown] [--device h100]
 
 The Pallas kernel reads an operand once and writes all three: two bytes read and two written per element. XLA needs
 several launches. But it fuses the operations that compute the operand into its own launches, and not into the Pallas
@@ -123,9 +123,9 @@ def cases(sizes: Sizes) -> dict[str, Case]:
     }
 
 
-def row(name: str, case: Case, way: str, target: str) -> Row:
+def row(name: str, case: Case, way: str, device: str) -> Row:
     """What one program moves for one pass."""
-    program = inspect_step(functools.partial(case.function, WAYS[way]), *case.arguments, target=target).step
+    program = inspect_step(functools.partial(case.function, WAYS[way]), *case.arguments, device=device).step
     # The preflight counts apart what it cannot look into: two bytes read and two written, and a float32 for each tile.
     of_pallas = sum(call.executions for call in program.opaque) * 4 * (case.elements + case.elements // _TILE**2)
     moved = (program.others.bytes + of_pallas) / case.passes
@@ -143,14 +143,14 @@ COLUMNS = {
 def main() -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--target", default="h100")
+    parser.add_argument("--device", default="h100")
     output.add_arguments(parser)
     options = parser.parse_args()
     found, rows = cases(LLAMA_8B), []
     with Progress(transient=True) as progress:
         for name, way in progress.track([(name, way) for name in found for way in WAYS], description="compiling"):
-            rows.append(row(name, found[name], way, options.target))
-    output.finish(f"Cast, transposition and amax, compiled for {options.target}", COLUMNS, rows, options)
+            rows.append(row(name, found[name], way, options.device))
+    output.finish(f"Cast, transposition and amax, compiled for {options.device}", COLUMNS, rows, options)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Claim: a converted layer needs fewer launches besides its products than marin-haliax's or Flax's, and no more bytes.
 
-    uv run benchmarks/fewer_launches_per_layer_than_peers.py [--json FILE] [--markdown] [--target h200]
+    uv run benchmarks/fewer_launches_per_layer_than_peers.py [--json FILE] [--markdown] [--device h200]
 
 The linear layers of `faster_on_hopper.py`, forward and backward, compiled for a device that this machine need not have,
 as `fewer_launches_than_peers.py` does with models. "Other" launches are not matrix products: those that quantize.
@@ -19,10 +19,10 @@ from rich.progress import Progress
 from haliax_fp8.preflight import inspect_step
 
 
-def row(library: str, size: tuple[int, int, int], target: str) -> Row:
+def row(library: str, size: tuple[int, int, int], device: str) -> Row:
     """What one program holds."""
     function, arguments = eqx.filter_eval_shape(faster_on_hopper.linear_layer, library, *size)
-    report = inspect_step(function, *arguments, target=target)
+    report = inspect_step(function, *arguments, device=device)
     return {
         "size": " x ".join(map(str, size)),
         "library": library,
@@ -50,15 +50,15 @@ COLUMNS = {
 def main() -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--target", default="h200")
+    parser.add_argument("--device", default="h200")
     output.add_arguments(parser)
     options = parser.parse_args()
     plan, rows = faster_on_hopper.Plan(), []
     with Progress(transient=True) as progress:
         cases = [(library, size) for size in (plan.first, *plan.grid) for library in LIBRARIES]
         for library, size in progress.track(cases, description="compiling"):
-            rows.append(row(library, size, options.target))
-    title = f"Linear layer, forward and backward, compiled for {options.target}: counts, and an estimate of the time"
+            rows.append(row(library, size, options.device))
+    title = f"Linear layer, forward and backward, compiled for {options.device}: counts, and an estimate of the time"
     output.finish(title, COLUMNS, rows, options)
 
 

@@ -1,6 +1,6 @@
 """Claim: converted models need fewer launches besides their products than with marin-haliax's or Flax's own FP8.
 
-    uv run benchmarks/fewer_launches_than_peers.py [--json FILE] [--markdown] [--target h100]
+    uv run benchmarks/fewer_launches_than_peers.py [--json FILE] [--markdown] [--device h100]
 
 Compiles the gradient of four blocks' linear layers of Llama-8B, and of a stack of eight MLPs (2048 -> 8192 -> 2048),
 8192 tokens, for a device that this machine need not have: in bf16, with `haliax_fp8`, with `haliax.quantization`, and
@@ -22,16 +22,16 @@ from rich.progress import Progress
 from haliax_fp8.preflight import inspect_step
 
 
-def row(stack: str, library: str, target: str, sizes: Sizes = LLAMA_8B) -> dict[str, Any]:
+def row(stack: str, library: str, device: str, sizes: Sizes = LLAMA_8B) -> dict[str, Any]:
     """What one program holds."""
-    return {"stack": stack, "library": library, **held(STACKS[stack], LIBRARIES[library], target, sizes)}
+    return {"stack": stack, "library": library, **held(STACKS[stack], LIBRARIES[library], device, sizes)}
 
 
-def held(stack: Stack, library: Library, target: str, sizes: Sizes) -> dict[str, Any]:
+def held(stack: Stack, library: Library, device: str, sizes: Sizes) -> dict[str, Any]:
     """What the gradient of a stack compiles to."""
     model = eqx.filter_eval_shape(lambda: library.convert(stack.model(sizes)))
     x = eqx.filter_eval_shape(stack.batch, sizes)
-    report = inspect_step(library.gradient(loss), model, x, target=target)
+    report = inspect_step(library.gradient(loss), model, x, device=device)
     program = report.step
     return {
         "products": sum(product.executions for product in program.products),
@@ -60,7 +60,7 @@ COLUMNS = {
 def main() -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--target", default="h100")
+    parser.add_argument("--device", default="h100")
     parser.add_argument("--stack", choices=STACKS, action="append", help="default: all")
     parser.add_argument("--library", choices=LIBRARIES, action="append", help="default: all")
     output.add_arguments(parser)
@@ -69,8 +69,8 @@ def main() -> None:
     with Progress(transient=True) as progress:
         cases = [(s, library) for s in options.stack or STACKS for library in options.library or LIBRARIES]
         for stack, library in progress.track(cases, description="compiling"):
-            rows.append(row(stack, library, options.target))
-    title = f"Gradient, {LLAMA_8B.tokens} tokens, compiled for {options.target}: counts, and an estimate of the time"
+            rows.append(row(stack, library, options.device))
+    title = f"Gradient, {LLAMA_8B.tokens} tokens, compiled for {options.device}: counts, and an estimate of the time"
     output.finish(title, COLUMNS, rows, options)
 
 

@@ -1,6 +1,6 @@
 """Claim: under FSDP every kernel travels in FP8, and once per step if it is kept or gathered once.
 
-    uv run benchmarks/kernels_travel_once_in_fp8.py [--json FILE] [--markdown] [--target h100]
+    uv run benchmarks/kernels_travel_once_in_fp8.py [--json FILE] [--markdown] [--device h100]
 
 Training steps for eight devices, as XLA divides them: two blocks of Llama-8B with something elementwise instead of
 attention, 8192 tokens per device, AdamW, float32 weights, bf16 activations; and an MLP, 4096 -> 14336 -> 4096, with
@@ -213,7 +213,7 @@ def sent(text: str) -> collections.Counter[tuple[str, str]]:
     return found
 
 
-def row(case: Case, target: str, sizes: TrafficSizes = TrafficSizes()) -> Row:
+def row(case: Case, device: str, sizes: TrafficSizes = TrafficSizes()) -> Row:
     """What one program holds."""
     layout = case.layout
     train = fp8.TrainStep(case.loss, optax.adamw(1e-4), donate=True, **case.step)
@@ -227,7 +227,7 @@ def row(case: Case, target: str, sizes: TrafficSizes = TrafficSizes()) -> Row:
 
     given = (*_divided(args, layout.mesh, layout.parameters), _divided(x, layout.mesh, layout.activations))
     options = {"xla_gpu_enable_triton_gemm": False, **(MERGED if case.shared else {})}
-    report = inspect_step(step, *given, target=target, mesh=layout.mesh, compiler_options=options, other_setting=False)
+    report = inspect_step(step, *given, device=device, mesh=layout.mesh, compiler_options=options, other_setting=False)
     found = sent(report.step.text)
     of = lambda kind, fp8_only: sum(b for (k, t), b in found.items() if k == kind and t.startswith("f8") == fp8_only)
     return {
@@ -276,14 +276,14 @@ COLUMNS: dict[str, Callable[[Any], str]] = {
 def main() -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--target", default="h100")
+    parser.add_argument("--device", default="h100")
     output.add_arguments(parser)
     options = parser.parse_args()
     rows = []
     with Progress(transient=True) as progress:
         for name in progress.track(CASES, description="compiling"):
-            rows.append({"case": name, **row(CASES[name], options.target)})
-    output.finish(f"Steps of eight devices, compiled for {options.target}", COLUMNS, rows, options, left=1)
+            rows.append({"case": name, **row(CASES[name], options.device)})
+    output.finish(f"Steps of eight devices, compiled for {options.device}", COLUMNS, rows, options, left=1)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Claim: with rematerialization between products, FP8 moves little more than bf16 and needs far less memory.
 
-    uv run benchmarks/less_memory_than_bf16.py [--json FILE] [--markdown] [--target h100]
+    uv run benchmarks/less_memory_than_bf16.py [--json FILE] [--markdown] [--device h100]
 
 The options of `docs/performance.md` on four blocks of Llama-8B, compiled as `fewer_launches_than_peers.py` does: counts
 and bytes are read from the program, and the time is an estimate from the device's data-sheet peaks. Nothing runs.
@@ -108,15 +108,15 @@ OPTIONS: dict[str, tuple[Stack, Library]] = {
 def main() -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--target", default="h100")
+    parser.add_argument("--device", default="h100")
     parser.add_argument("--option", choices=[*OPTIONS, *from_outside("h100")], action="append", help="default: all")
     output.add_arguments(parser)
     options = parser.parse_args()
-    rows, cases = [], OPTIONS | from_outside(options.target)
+    rows, cases = [], OPTIONS | from_outside(options.device)
     with Progress(transient=True) as progress:
         for name in progress.track(options.option or list(cases), description="compiling"):
-            rows.append({"option": name, **held(*cases[name], options.target, LLAMA_8B)})
-    title = f"Gradient of four blocks of Llama-8B, {LLAMA_8B.tokens} tokens, compiled for {options.target}"
+            rows.append({"option": name, **held(*cases[name], options.device, LLAMA_8B)})
+    title = f"Gradient of four blocks of Llama-8B, {LLAMA_8B.tokens} tokens, compiled for {options.device}"
     columns = {name: column for name, column in COLUMNS.items() if name not in ("stack", "library")}
     output.finish(title, {"option": lambda r: r["option"], **columns}, rows, options)
 

@@ -1,6 +1,6 @@
 """Claim: with masters and moments in the host's memory, 7 billion weights train on one H100, in 32 GB.
 
-    uv run benchmarks/seven_billion_weights_train_on_one_h100.py [--target h100] [--layers 32]
+    uv run benchmarks/seven_billion_weights_train_on_one_h100.py [--device h100] [--layers 32]
 
 A step of AdamW on Llama-8B's blocks in FP8, with 8192 tokens, blocks checkpointed in a scan, and an elementwise
 stand-in for attention: with float32 masters and moments on the device, and with a `HostOptimizer`. Compiled for a
@@ -44,7 +44,7 @@ def host_step(host: HostOptimizer) -> Any:
 def main() -> None:
     """Prints a line for each memory that may hold the optimizer's state."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--target", default="h100")
+    parser.add_argument("--device", default="h100")
     parser.add_argument("--layers", type=int, default=32)
     options = parser.parse_args()
     config = TransformerConfig(
@@ -78,7 +78,7 @@ def main() -> None:
     for name, make, step in (("on the device", in_device, on_device), ("host", in_host, host_step(host))):
         model, state = eqx.filter_eval_shape(make)
         args = (model, state, tokens) if name == "on the device" else (tokens, model, state)
-        report = inspect_step(step, *args, target=options.target, other_setting=False, compiler_options=cublas)
+        report = inspect_step(step, *args, device=options.device, other_setting=False, compiler_options=cublas)
         memory = report.step.memory
         numbers = (memory.arguments, memory.temporaries, memory.peak)
         print(f"| {name} | " + " | ".join(f"{x / 1e9:.1f}" for x in numbers) + " |", flush=True)

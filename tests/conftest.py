@@ -87,7 +87,7 @@ def getkey():
 
 @pytest.fixture
 def compiled():
-    """A function with the arguments of `inspect_step`, for the text of what the target's compiler made, and the report.
+    """A function with the arguments of `inspect_step`, for the text of what the device's compiler made, and the report.
 
     Products are cuBLASLt's, as in a `TrainStep`, unless options of the compiler are given.
     """

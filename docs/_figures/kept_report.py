@@ -22,15 +22,15 @@ from haliax_fp8.preflight import (
     Product,
     Program,
     Verdict,
+    compilable_devices,
     inspect_step,
-    targets,
 )
 
 
 KEPT = pathlib.Path(__file__).with_name("kept_report.json")
-TARGET, OPTIONS = "h100", {"xla_gpu_enable_triton_gemm": False}
+DEVICE, OPTIONS = "h100", {"xla_gpu_enable_triton_gemm": False}
 FLAGS = XlaFlags.parse("--xla_gpu_enable_triton_gemm=false")
-COMMAND = "my_training.py:make_step --target h100"
+COMMAND = "my_training.py:make_step --device h100"
 TEXT_SIZE = 20.0
 """Of Rich's pictures of a terminal, in the units of its SVG."""
 
@@ -40,7 +40,7 @@ def compiled() -> PreflightReport:
     step, args = my_training.make_step()
     baseline, baseline_args = my_training.make_bf16_step()
     return inspect_step(
-        step, *args, target=TARGET, compare=(baseline, baseline_args), compiler_options=OPTIONS
+        step, *args, device=DEVICE, compare=(baseline, baseline_args), compiler_options=OPTIONS
     )
 
 
@@ -83,7 +83,7 @@ def kept() -> PreflightReport:
     """The report of the step as it was compiled last."""
     kept = json.loads(KEPT.read_text())
     return PreflightReport(
-        targets[TARGET],
+        compilable_devices[DEVICE],
         {"devices": 1},
         _program(kept["step"]),
         _program(kept["baseline"]),

@@ -10,8 +10,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..preflight import PreflightReport, targets
-from ..preflight.target.compilers import compilers
+from ..preflight import PreflightReport, compilable_devices
+from ..preflight.compilable.compilers import compilers
 from ..recipes.catalog import named
 from .checkpoint import add_checkpoint_parser
 from .demo import demos, stackings
@@ -24,9 +24,9 @@ IN_BFLOAT16 = ""
 
 _EPILOG = """\
 examples:
-  %(prog)s train.py:make_step --target h100 --require fp8_flops=0.9
+  %(prog)s train.py:make_step --device h100 --require fp8_flops=0.9
   %(prog)s train.py:make_step --compare train.py:bf16_step --json -
-  %(prog)s --demo llama-8b --layers 4 --target b200 --compare
+  %(prog)s --demo llama-8b --layers 4 --device b200 --compare
 
 FILE.py:FUNCTION takes no arguments and returns (step_fn, args), where args is the tuple of the step's arguments:
 arrays, or ShapeDtypeStructs from eqx.filter_eval_shape. It may return (step_fn, args, shardings), with a PartitionSpec
@@ -87,7 +87,8 @@ def _preflight_parser(commands: Any) -> argparse.ArgumentParser:
         formatter_class=Paragraphs,
     )
     parser.add_argument("step", nargs="?", metavar="FILE.py:FUNCTION", help="function that makes the step, see below")
-    parser.add_argument("--target", default="h100", metavar="NAME", help=f"default h100; one of {', '.join(targets)}")
+    known = f"default h100; one of {', '.join(compilable_devices)}"
+    parser.add_argument("--device", default="h100", metavar="NAME", help=known)
     parser.add_argument("--devices", type=_positive, metavar="N", help="how many devices (default: from --mesh, or 1)")
     parser.add_argument("--mesh", type=_mesh, metavar="AXIS=N,...", help="mesh axes and their sizes, such as data=8")
     parser.add_argument(

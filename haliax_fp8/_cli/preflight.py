@@ -19,7 +19,7 @@ from ..devices.device import Device
 from ..layers.config import Fp8Config
 from ..layers.description import describe
 from ..preflight import PreflightError, PreflightReport, inspect_step
-from ..preflight.target.named import target_of
+from ..preflight.compilable.named import as_compilable
 from .demo import demo_by_name, demo_step
 from .load import Step, UsageError, load_step, split_reference
 from .options import IN_BFLOAT16
@@ -40,13 +40,13 @@ def run_preflight(options: argparse.Namespace) -> int:
         UsageError: If the command does not fit, or a package is missing.
         KeyboardInterrupt: On Ctrl-C, at once; a compilation may go on in its thread until the process ends.
     """
-    check_target(options.target)
-    use_local_devices() if canonical(options.target) == "local" else compile_only()
+    check_device(options.device)
+    use_local_devices() if canonical(options.device) == "local" else compile_only()
     path = list(sys.path)
     try:
         # Names are checked before anybody is asked to install a compiler, which is needed before a step is made.
         steps = demo_steps(options) if options.demo else user_steps(options)
-        require_compiler(options.target)
+        require_compiler(options.device)
         step, baseline = steps()
         report = compile_with_progress(step, baseline, options)
     finally:
@@ -77,25 +77,25 @@ def use_local_devices() -> None:
             compile_only()
 
 
-def check_target(name: str) -> None:
-    """Says early, and in one line, that a target is unknown.
+def check_device(name: str) -> None:
+    """Says early, and in one line, that a device is unknown.
 
     Raises:
         UsageError: Naming the nearest.
     """
     try:
-        target_of(name)
+        as_compilable(name)
     except ValueError as error:
         raise UsageError(f"--{error}") from error
 
 
 def require_compiler(name: str) -> None:
-    """Says in one line that a target's compiler is missing.
+    """Says in one line that a device's compiler is missing.
 
     Raises:
         UsageError: Naming the remedy.
     """
-    if (missing := target_of(name).missing()) is not None:
+    if (missing := as_compilable(name).missing()) is not None:
         raise UsageError(missing)
 
 
@@ -106,7 +106,7 @@ def demo_steps(options: argparse.Namespace) -> Steps:
     baseline = None if options.compare in (None, IN_BFLOAT16) else load_step(options.compare)
     sizes = {name: getattr(options, name) for name in ("layers", "tokens", "length")}
     sizes["devices"] = options.devices or 1
-    sizes["fused_attention"] = has_fused_attention(target_of(options.target).device)
+    sizes["fused_attention"] = has_fused_attention(as_compilable(options.device).hardware)
 
     def make(config: Fp8Config | None) -> Step:
         try:
@@ -174,7 +174,7 @@ def compile_with_progress(step: Step, baseline: Step | None, options: argparse.N
             report = inspect_step(
                 step.function,
                 *step.args,
-                target=options.target,
+                device=options.device,
                 devices=options.devices,
                 mesh=options.mesh,
                 shardings=step.shardings,
@@ -221,7 +221,7 @@ def write(report: PreflightReport, options: argparse.Namespace) -> None:
         UsageError: If a file cannot be written; the others are, and what goes to the screen is there.
     """
     shown = report.in_full if options.all else report.__rich__()
-    title = f"preflight {options.step or options.demo} --target {options.target}"
+    title = f"preflight {options.step or options.demo} --device {options.device}"
     forms = {
         options.json: report.to_json,
         options.markdown: report.to_markdown,

@@ -12,7 +12,7 @@ from .._numerics import formats
 from .._numerics.formats import Format
 from .._tables import new_table
 from ..devices.device import Device, devices
-from ..preflight import targets
+from ..preflight import compilable_devices
 from ..recipes.catalog import named
 from ..recipes.support import supported
 
@@ -22,12 +22,12 @@ class DeviceRow:
     """A device, as the command `devices` lists it.
 
     Args:
-        name: Its name for `--target` and `describe(device=...)`.
+        name: Its name for `--device` and `describe(device=...)`.
         kind: The device's own name.
         capability: Compute capability or architecture; empty if it has none.
         native: The recipes that it multiplies natively.
         otherwise: What happens to the others: `"emulated"` or `"refused"`, with the reason of the first.
-        preflight: `"ready"`, what makes it ready, or `"no target"`.
+        preflight: `"ready"`, what makes it ready, or `"unsupported"`.
     """
 
     name: str
@@ -48,14 +48,14 @@ def device_rows() -> list[DeviceRow]:
 def _device_row(name: str, device: Device, kind: str) -> DeviceRow:
     found = {recipe: supported(recipe, device) for recipe in named}
     others = [support for support in found.values() if not support.is_native]
-    target = targets.get(name)
+    known = compilable_devices.get(name)
     return DeviceRow(
         name=name,
         kind=kind,
         capability=device.compute_capability,
         native=tuple(recipe for recipe, support in found.items() if support.is_native),
         otherwise=f"{others[0].outcome.value}: {others[0].reason}" if others else "",
-        preflight="no target" if target is None else target.missing() or "ready",
+        preflight="unsupported" if known is None else known.missing() or "ready",
     )
 
 
@@ -63,7 +63,7 @@ def device_table(rows: list[DeviceRow]) -> Table:
     """The devices as a table, with what is missing below it."""
     missing: dict[str, list[str]] = {}
     for row in rows:
-        if row.preflight not in ("ready", "no target"):
+        if row.preflight not in ("ready", "unsupported"):
             missing.setdefault(row.preflight.partition(" needs ")[2], []).append(row.name)
     remedies = [f"{', '.join(names)} need {what}" for what, names in missing.items()]
     why: dict[str, list[str]] = {}
@@ -78,7 +78,7 @@ def device_table(rows: list[DeviceRow]) -> Table:
     table.add_column("preflight", overflow="fold")
     for row in rows:
         natively = Text(_summary(row), "green" if row.native else "yellow")
-        state = row.preflight if row.preflight in ("ready", "no target") else "not installed"
+        state = row.preflight if row.preflight in ("ready", "unsupported") else "not installed"
         ready = Text(state, "green" if state == "ready" else "dim")
         table.add_row(*map(Text, (row.name, row.kind, row.capability)), natively, ready)
     return table

@@ -1,4 +1,4 @@
-"""The catalog of devices: one row per device, from which names, units, peaks and the preflight's targets follow.
+"""The catalog of devices: one row per device, with its names, units, peaks, and what XLA needs to compile for it.
 
 To add a device, add its row. For a new compute capability, also see `units.py` (what it multiplies), `grouped.py` (what
 multiplies groups) and the uses of `Device.is_cuda_from` and `Device.is_hopper`.
@@ -91,7 +91,7 @@ _H100 = functools.partial(_SINCE_HOPPER, core_count=132, l2_cache_size=52428800,
 _H100_PEAKS = functools.partial(Peaks, fp8=1978.9e12, bf16=989.4e12, f32=494.7e12)
 
 _AMD = NotCompiled("XLA's compiler for AMD's GPUs needs ROCm")
-_NO_FIGURES = "the catalog lacks the figures that XLA's compiler needs; the nearest target is {}"
+_NO_FIGURES = "the catalog lacks the figures that XLA's compiler needs; the nearest device is {}"
 
 _ROWS = (
     Row(
@@ -203,7 +203,7 @@ _ROWS = (
         aliases=("v5p", "tpuv5p", "tpuv5"),
     ),
     Row("tpu4", "tpu", "TPU v4", "", NotCompiled(_NO_FIGURES.format("tpu5e")), aliases=("v4", "tpuv4")),
-    Row("cpu", "cpu", "cpu", "", NotCompiled("use the target 'local' for a CPU")),
+    Row("cpu", "cpu", "cpu", "", NotCompiled("use the device 'local' for a CPU")),
 )
 
 catalog: Mapping[str, Row] = {row.name: row for row in _ROWS}

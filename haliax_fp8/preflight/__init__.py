@@ -1,6 +1,6 @@
 """Compiles a training step for a device that you do not have, and shows which of its products run in FP8.
 
-    report = inspect_step(step, model, opt_state, batch, target="h100")
+    report = inspect_step(step, model, opt_state, batch, device="h100")
 
 It needs no accelerator and no driver, only XLA's compiler for the device, which `python -m haliax_fp8 install-compiler`
 installs.
@@ -8,13 +8,13 @@ installs.
 
 from ..devices.peaks import Peaks as Peaks
 from .check import check_fp8_call as check_fp8_call, has_fp8_product as has_fp8_product
+from .compilable.device import CompilableDevice as CompilableDevice, LocalDevice as LocalDevice
+from .compilable.gpu import CompilableGpu as CompilableGpu
+from .compilable.named import compilable_devices as compilable_devices
+from .compilable.tpu import CompilableTpu as CompilableTpu
 from .compile import Memory as Memory
 from .report.report import PreflightError as PreflightError, PreflightReport as PreflightReport
 from .step import inspect_step as inspect_step
-from .target.gpu import GpuTarget as GpuTarget
-from .target.named import targets as targets
-from .target.target import LocalTarget as LocalTarget, Target as Target
-from .target.tpu import TpuTarget as TpuTarget
 from .verdict.collective import Collective as Collective, Part as Part
 from .verdict.product import Product as Product, Verdict as Verdict
 from .verdict.program import (

@@ -13,9 +13,9 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from ..devices.xla_flags import XlaFlags
+from .compilable.device import CompilableDevice
+from .compilable.process import changed_process
 from .hlo.scopes import dotted
-from .target.process import changed_process
-from .target.target import Target
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Memory:
         peak: Arguments, outputs that are not aliased, and temporaries: what must be free for it to run.
         host: Arguments that their shardings put into host memory (`memory_kind`).
         ignores_host: Whether the compiler planned the step as if these were on the device, because JAX drops memory
-            kinds that it does not know for the target.
+            kinds that it does not know there.
     """
 
     arguments: int
@@ -60,7 +60,7 @@ def compile_for(
     function: Callable[..., Any],
     args: tuple[Any, ...],
     *,
-    target: Target,
+    device: CompilableDevice,
     mesh: Mesh,
     shardings: Any,
     flags: XlaFlags,
@@ -78,14 +78,14 @@ def compile_for(
             rest = {name: x for name, x in inputs.abstract.items() if name not in donated}
             given = {name: inputs.abstract[name] for name in donated}
             traced = jax.jit(inputs.call, donate_argnums=0).trace(given, rest)
-        with changed_process(variables=target.variables, ignored=_WARNINGS):
+        with changed_process(variables=device.variables, ignored=_WARNINGS):
             lowered = traced.lower()
             try:
-                compiled = lowered.compile(compiler_options={**target.compiler_options(flags), **options})
+                compiled = lowered.compile(compiler_options={**device.compiler_options(flags), **options})
             except RuntimeError as error:
                 if (remedy := _of_pallas(str(error))) is None:
                     raise
-                raise RuntimeError(f"a Pallas kernel could not be compiled for {target.name}: {remedy}") from error
+                raise RuntimeError(f"a Pallas kernel could not be compiled for {device.name}: {remedy}") from error
         written = lowered.as_text("hlo", debug_info=True)
     text, memory = compiled.as_text(), _memory(compiled.memory_analysis(), inputs.bytes_on_host)
     assert text is not None
@@ -100,7 +100,7 @@ def _of_pallas(message: str) -> str | None:
         return "it needs ptxas, from NVIDIA's CUDA toolkit or the package nvidia-cuda-nvcc; put its folder on the PATH"
     if "Mosaic GPU pass pipeline failed" in message:
         return (
-            "JAX compiles Pallas kernels for one architecture per process, that of the first target; compile for each "
+            "JAX compiles Pallas kernels for one architecture per process, that of the first device; compile for each "
             "other one in its own process"
         )
     return None
@@ -227,11 +227,11 @@ def _memory(stats: Any, on_host: int) -> Memory:
     return Memory(arguments, outputs, aliased, temporaries, peak, on_host, ignores_host)
 
 
-def make_mesh(target: Target, devices: int | None, mesh: MeshLike | None) -> Mesh:
-    """A mesh of a target's devices.
+def make_mesh(device: CompilableDevice, devices: int | None, mesh: MeshLike | None) -> Mesh:
+    """A mesh of devices of one kind.
 
     Args:
-        target: The target.
+        device: What to compile for.
         devices: The number of devices; None for as many as `mesh` has, or one.
         mesh: Axes and sizes, or a mesh of other devices that has them; None for one axis, `devices`.
 
@@ -247,4 +247,4 @@ def make_mesh(target: Target, devices: int | None, mesh: MeshLike | None) -> Mes
     if count < 1:
         raise ValueError(f"devices={count} must be at least 1")
     types = getattr(mesh, "axis_types", None)
-    return Mesh(np.asarray(target.devices(count)).reshape(tuple(sizes.values())), tuple(sizes), axis_types=types)
+    return Mesh(np.asarray(device.devices(count)).reshape(tuple(sizes.values())), tuple(sizes), axis_types=types)

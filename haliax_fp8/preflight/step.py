@@ -6,10 +6,10 @@ from typing import Any
 
 from ..devices.device import Device
 from ..devices.xla_flags import TRITON_PRODUCTS, XlaFlags
+from .compilable.device import CompilableDevice
+from .compilable.named import as_compilable
 from .compile import MeshLike, compile_for, make_mesh
 from .report.report import PreflightReport
-from .target.named import target_of
-from .target.target import Target
 from .verdict.analysis import analyze
 from .verdict.program import Program
 
@@ -17,7 +17,7 @@ from .verdict.program import Program
 def inspect_step(
     step_fn: Callable[..., Any],
     *args: Any,
-    target: str | Target = "h100",
+    device: str | CompilableDevice = "h100",
     devices: int | None = None,
     mesh: MeshLike | None = None,
     shardings: Any = None,
@@ -36,7 +36,7 @@ def inspect_step(
         step_fn: The step: any callable, jitted or not.
         *args: Its arguments: trees of arrays, or of `jax.ShapeDtypeStruct`s from `eqx.filter_eval_shape`. Everything
             that is not an array is static, as in `eqx.filter_jit`.
-        target: The device: one of `targets`, or your own `Target`. `"local"` is the local device.
+        device: One of `compilable_devices`, or your own `CompilableDevice`. `"local"` is the local device.
         devices: The number of devices; by default as many as `mesh` has, or one.
         mesh: The mesh axes and their sizes, such as `{"data": 8}`; or a mesh that has them.
         shardings: A tuple with a `PartitionSpec` (or a tree of them, or None) for each argument. By default the arrays'
@@ -51,20 +51,20 @@ def inspect_step(
         progress: Called with the name of each stage, such as `compiling the step`.
 
     Raises:
-        ValueError: If the arguments, the target, the mesh or the shardings do not fit. Errors of the step itself are
+        ValueError: If the arguments, the device, the mesh or the shardings do not fit. Errors of the step itself are
             not caught.
-        RuntimeError: If the target's compiler is not installed; the message has the command that installs it.
+        RuntimeError: If the device's compiler is not installed; the message has the command that installs it.
 
     Example:
         >>> step = jax.grad(lambda w, x: (x @ w).sum())
-        >>> report = inspect_step(step, jnp.ones((32, 16)), jnp.ones((8, 32)), target="local")
+        >>> report = inspect_step(step, jnp.ones((32, 16)), jnp.ones((8, 32)), device="local")
         >>> [(p.name, p.flops) for p in report.products]
         [('backward', 8192)]
     """
     say = progress or (lambda _: None)
-    chosen = target_of(target)
+    chosen = as_compilable(device)
     _require_call(step_fn, args)
-    given = {**_own_options(step_fn, args, chosen.device), **(compiler_options or {})}
+    given = {**_own_options(step_fn, args, chosen.hardware), **(compiler_options or {})}
     flags = XlaFlags.of_environment().with_options(given)
     its_mesh = make_mesh(chosen, devices, mesh)
 
@@ -72,7 +72,7 @@ def inspect_step(
         options = {**given, **more}
         all_flags = flags.with_options(options)
         compiled = compile_for(
-            function, arguments, target=chosen, mesh=its_mesh, shardings=shardings, flags=all_flags, options=options
+            function, arguments, device=chosen, mesh=its_mesh, shardings=shardings, flags=all_flags, options=options
         )
         return analyze(compiled, chosen, known)
 
@@ -84,7 +84,7 @@ def inspect_step(
         other, other_args = compare if isinstance(compare, tuple) else (compare, args)
         baseline = program(other, other_args)
     with_other_setting = None
-    if other_setting and chosen.device.platform == "cuda":
+    if other_setting and chosen.hardware.platform == "cuda":
         with_other_setting = lambda: program(step_fn, args, **{TRITON_PRODUCTS: not flags.triton_products})
     return PreflightReport(chosen, dict(its_mesh.shape), step, baseline, flags, with_other_setting)
 

@@ -18,9 +18,9 @@ import pytest
 import haliax_fp8 as fp8
 from haliax_fp8._cli.demo import demo_by_name, demo_step, demos
 from haliax_fp8._cli.main import main
-from haliax_fp8.preflight import targets
+from haliax_fp8.preflight import compilable_devices
+from haliax_fp8.preflight.compilable.compilers import NVIDIA
 from haliax_fp8.preflight.report.units import operations
-from haliax_fp8.preflight.target.compilers import NVIDIA
 
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -106,7 +106,7 @@ def run(*arguments):
 
 
 def local(*arguments):
-    return run("preflight", *arguments, "--target", "local")
+    return run("preflight", *arguments, "--device", "local")
 
 
 # --- A step of one's own ----------------------------------------------------------------------------------------------
@@ -145,7 +145,7 @@ def test_files_are_written_beside_the_table(training, tmp_path, capsys):
         local(f"{training}:make_step", "--json", "report.json", "--markdown", "report.md", "--svg", "report.svg") == 0
     )
     assert "fprop" in capsys.readouterr().out
-    assert json.loads((tmp_path / "report.json").read_text())["target"]["name"] == "local"
+    assert json.loads((tmp_path / "report.json").read_text())["device"]["name"] == "local"
     assert (tmp_path / "report.md").read_text().count("| fprop |") == 1
     picture = (tmp_path / "report.svg").read_text()
     assert "fprop" in picture and "emulated" in picture
@@ -191,7 +191,7 @@ def test_flops_have_units():
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(targets["h100"].missing() is not None, reason="needs the package jax-cuda13-pjrt")
+@pytest.mark.skipif(compilable_devices["h100"].missing() is not None, reason="needs the package jax-cuda13-pjrt")
 def test_both_settings_of_tritons_products(training, capsys, monkeypatch):
     """The second is compiled before the report is shown, unless nobody wants it."""
     monkeypatch.delenv("XLA_FLAGS")
@@ -237,25 +237,25 @@ def test_on_a_cpu_nothing_is_in_fp8(training, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["training.py:make_step", "--target", "h1000"], "--target='h1000' is unknown; choose one of h100"),
+        (["training.py:make_step", "--device", "h1000"], "--device='h1000' is unknown; choose one of h100"),
         (["training.py"], "names no function; write FILE.py:FUNCTION"),
-        (["absent.py:make_step", "--target", "local"], "cannot find the file absent.py"),
-        (["absent:make_step", "--target", "local"], "cannot find a module named 'absent'"),
-        (["training.py:make_stop", "--target", "local"], "no function 'make_stop'; it has make_step"),
-        (["training.py:CONSTANT", "--target", "local"], "no function 'CONSTANT'"),
-        (["training.py:make_nothing", "--target", "local"], "returned int; it has to return (step_fn, args)"),
-        (["training.py:make", "--target", "local"], "has to take no arguments, but takes model; give it defaults"),
-        (["training.py:make_step", "--target", "local", "--devices", "99"], "devices=99"),
-        (["--demo", "lama-8b", "--target", "local"], "the nearest are ['llama-8b'"),
-        (["--demo", "gpt2", "--target", "local", "--recipe", "delaid"], "'delayed'"),
-        (["--demo", "gpt2", "--target", "local", "--layers", "1", "--exclude", "blocks.x"], "exclude='blocks.x'"),
-        (["--demo", "gpt2", "--target", "local", "--tokens", "100", "--length", "64"], "100 is not a multiple"),
-        (["--demo", "gpt2", "--target", "local", "--tokens", "64", "--devices", "2"], "over --devices 2;"),
+        (["absent.py:make_step", "--device", "local"], "cannot find the file absent.py"),
+        (["absent:make_step", "--device", "local"], "cannot find a module named 'absent'"),
+        (["training.py:make_stop", "--device", "local"], "no function 'make_stop'; it has make_step"),
+        (["training.py:CONSTANT", "--device", "local"], "no function 'CONSTANT'"),
+        (["training.py:make_nothing", "--device", "local"], "returned int; it has to return (step_fn, args)"),
+        (["training.py:make", "--device", "local"], "has to take no arguments, but takes model; give it defaults"),
+        (["training.py:make_step", "--device", "local", "--devices", "99"], "devices=99"),
+        (["--demo", "lama-8b", "--device", "local"], "the nearest are ['llama-8b'"),
+        (["--demo", "gpt2", "--device", "local", "--recipe", "delaid"], "'delayed'"),
+        (["--demo", "gpt2", "--device", "local", "--layers", "1", "--exclude", "blocks.x"], "exclude='blocks.x'"),
+        (["--demo", "gpt2", "--device", "local", "--tokens", "100", "--length", "64"], "100 is not a multiple"),
+        (["--demo", "gpt2", "--device", "local", "--tokens", "64", "--devices", "2"], "over --devices 2;"),
     ],
 )
 def test_errors(training, capsys, arguments, message):
     if arguments == ["training.py"]:
-        arguments = [*arguments, "--target", "local"]
+        arguments = [*arguments, "--device", "local"]
     assert run("preflight", *arguments) == 2
     err = capsys.readouterr().err
     assert message in err
@@ -312,7 +312,7 @@ def test_mistakes_in_the_users_file_keep_their_traceback(training, capsys, funct
 
 
 @pytest.mark.parametrize(
-    "name, target, compiler, devices",
+    "name, device, compiler, devices",
     [
         ("h100", "h100", "nvidia", "NVIDIA's GPUs"),
         ("tpu7x", "tpu7x", "tpu", "TPUs"),
@@ -321,13 +321,13 @@ def test_mistakes_in_the_users_file_keep_their_traceback(training, capsys, funct
         ("TPU v6e", "tpu6e", "tpu", "TPUs"),
     ],
 )
-def test_a_missing_compiler_is_one_line_with_the_remedy(name, target, compiler, devices, capsys, monkeypatch, tmp_path):
+def test_a_missing_compiler_is_one_line_with_the_remedy(name, device, compiler, devices, capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "prefix", str(tmp_path))  # beneath which `install-compiler` puts compilers
     for package in ("jax_plugins", "libtpu"):
         monkeypatch.setitem(sys.modules, package, None)
-    assert run("preflight", "--demo", "gpt2", "--target", name) == 2
+    assert run("preflight", "--demo", "gpt2", "--device", name) == 2
     remedy = f"run `python -m haliax_fp8 install-compiler {compiler}`"
-    assert capsys.readouterr().err == f"error: target {target!r} needs XLA's compiler for {devices}: {remedy}\n"
+    assert capsys.readouterr().err == f"error: device {device!r} needs XLA's compiler for {devices}: {remedy}\n"
 
 
 @pytest.mark.parametrize(
@@ -345,7 +345,7 @@ def test_a_missing_compiler_is_one_line_with_the_remedy(name, target, compiler, 
 def test_names_are_checked_before_a_compiler_is_asked_for(training, arguments, message, capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
     monkeypatch.setitem(sys.modules, "jax_plugins", None)
-    assert run("preflight", *arguments, "--target", "h100") == 2
+    assert run("preflight", *arguments, "--device", "h100") == 2
     err = capsys.readouterr().err
     assert message in err and "install-compiler" not in err and err.startswith("error: ") and err.count("\n") == 1
 
@@ -372,7 +372,7 @@ def test_ctrl_c_ends_at_once_without_a_traceback(training, tmp_path):
         "import runpy, signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
         "runpy.run_module('haliax_fp8', run_name='__main__', alter_sys=True)"
     )
-    command = [sys.executable, "-c", program, "preflight", "slow.py:make_step", "--target", "local"]
+    command = [sys.executable, "-c", program, "preflight", "slow.py:make_step", "--device", "local"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     with subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True) as process:
         try:
@@ -393,13 +393,13 @@ def test_ctrl_c_ends_at_once_without_a_traceback(training, tmp_path):
 def test_devices(capsys):
     assert run("devices", "--json") == 0
     rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
-    assert set(targets) <= set(rows)
+    assert set(compilable_devices) <= set(rows)
     for name, row in rows.items():
         assert row["native"] == [
             recipe for recipe in fp8.recipes.named if fp8.recipes.supported(recipe, name).is_native
         ]
     assert rows["local"]["kind"] == f"{len(jax.devices())} × cpu" and rows["local"]["preflight"] == "ready"
-    assert rows["mi300x"]["preflight"] == "no target"
+    assert rows["mi300x"]["preflight"] == "unsupported"
     assert run("devices") == 0
     out = capsys.readouterr().out
     assert "all but deepseek" in out and "NVIDIA H100" in out
@@ -533,7 +533,7 @@ def test_a_compiler_is_installed_once_and_beside_the_packages(name, requirement,
     folder = pathlib.Path(command[command.index("--target") + 1])
     assert command[0] == "install" and "--no-deps" in command and command[-len(files)].startswith(requirement)
     assert folder.is_relative_to(environment) and str(folder) not in sys.path and folder.exists() and not old.exists()
-    assert targets["h100" if name == "nvidia" else "tpu7x"].missing() is None
+    assert compilable_devices["h100" if name == "nvidia" else "tpu7x"].missing() is None
     assert main(["install-compiler", name]) == 0 and len(installer.commands) == 1
     assert "installed already" in capsys.readouterr().err
 
@@ -564,7 +564,7 @@ def test_where_a_compiler_is_installed_programs_stay_silent(tmp_path):
     program = """
 import jax, haliax_fp8 as fp8
 x = jax.numpy.ones((32, 32))
-fp8.preflight.inspect_step(lambda x: x @ x, x, target="h100")
+fp8.preflight.inspect_step(lambda x: x @ x, x, device="h100")
 assert jax.default_backend() == "cpu" and (x @ x).sum() == 32**3
 """
     environment = {name: value for name, value in os.environ.items() if not name.startswith("JAX_")}
@@ -601,5 +601,5 @@ def test_help_fits_80_columns(command, called, monkeypatch, capsys):
     assert lines[0].startswith(" ".join(["usage:", called, *command]))
     assert max(map(len, lines)) <= 80
     if command == ["preflight"]:
-        example = f"{called} preflight train.py:make_step --target h100 --require fp8_flops=0.9"
+        example = f"{called} preflight train.py:make_step --device h100 --require fp8_flops=0.9"
         assert example in " ".join(printed.replace("\\\n", " ").split())

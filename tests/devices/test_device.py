@@ -12,8 +12,8 @@ from haliax_fp8.devices import Device
 from haliax_fp8.devices.catalog import NotCompiled, canonical, catalog
 from haliax_fp8.devices.device import devices
 from haliax_fp8.devices.units import FP8_UNITS, MX_UNITS, NO_UNITS
-from haliax_fp8.preflight import targets
-from haliax_fp8.preflight.target.named import target_of
+from haliax_fp8.preflight import compilable_devices
+from haliax_fp8.preflight.compilable.named import as_compilable
 from haliax_fp8.recipes import E4M3, E4M3FNUZ, E5M2, E5M2FNUZ
 
 
@@ -33,14 +33,14 @@ def test_a_row_of_the_catalog_is_all_that_a_device_needs(row):
     assert {Device.by_name(name) for name in (row.name.upper(), *row.aliases)} == {device}
     assert device.peaks == row.peaks
     if isinstance(row.xla, NotCompiled):
-        assert row.name not in targets and row.peaks is None
+        assert row.name not in compilable_devices and row.peaks is None
         with pytest.raises(
-            ValueError, match=re.escape(f"target={row.name!r} cannot be compiled for: {row.xla.reason}; choose")
+            ValueError, match=re.escape(f"device={row.name!r} cannot be compiled for: {row.xla.reason}; choose")
         ):
-            target_of(row.name)
+            as_compilable(row.name)
     else:
-        target = targets[row.name]
-        assert (target.name, target.kind, target.device, target.peaks) == (row.name, row.kind, device, row.peaks)
+        found = compilable_devices[row.name]
+        assert (found.name, found.kind, found.hardware, found.peaks) == (row.name, row.kind, device, row.peaks)
         assert row.peaks.fp8 >= row.peaks.bf16 > row.peaks.f32 > 0 and row.peaks.source
 
 

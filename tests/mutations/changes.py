@@ -973,7 +973,7 @@ CHANGES = (
     # --- preflight
     Change(
         "threads change the process at the same time",
-        "preflight/target/process.py",
+        "preflight/compilable/process.py",
         "with _ONE_AT_A_TIME, contextlib.ExitStack() as undo:",
         "with contextlib.ExitStack() as undo:",
         ("test_preflight_process.py",),

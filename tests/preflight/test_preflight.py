@@ -17,19 +17,20 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec as P
 
 import haliax_fp8 as fp8
 from haliax_fp8.preflight import (
-    GpuTarget,
+    CompilableGpu,
     PreflightError,
     Verdict,
     check_fp8_call,
+    compilable_devices,
     has_fp8_product,
     inspect_step,
-    targets,
 )
+from haliax_fp8.preflight.compilable.named import as_compilable
 
 
 def gpu(name):
-    """A target that needs XLA's GPU compiler."""
-    missing = targets[name].missing()
+    """A device that needs XLA's GPU compiler."""
+    missing = compilable_devices[name].missing()
     skip = pytest.mark.skipif(missing is not None, reason=missing or "")
     return pytest.param(name, marks=[skip, pytest.mark.slow])
 
@@ -53,33 +54,33 @@ def step(model, x):
 CUBLASLT = {"xla_gpu_enable_triton_gemm": False}
 
 
-def report_of(target, model, x=None, **options):
-    if isinstance(target, GpuTarget) or (isinstance(target, str) and isinstance(targets[target], GpuTarget)):
+def report_of(device, model, x=None, **options):
+    if isinstance(as_compilable(device), CompilableGpu):
         options = {"compiler_options": CUBLASLT, "other_setting": False, **options}
-    return inspect_step(step, model, struct(TOKENS, WIDTH) if x is None else x, target=target, **options)
+    return inspect_step(step, model, struct(TOKENS, WIDTH) if x is None else x, device=device, **options)
 
 
-everywhere = pytest.mark.parametrize("target", ["local", gpu("h100")])
+everywhere = pytest.mark.parametrize("device", ["local", gpu("h100")])
 
 
 # --- Planted mistakes -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("target", ["local", gpu("l40s")])
-def test_a_converted_model_asks_for_fp8_in_all_its_products(target):
-    report = report_of(target, converted())
-    wanted = Verdict.EMULATED if target == "local" else Verdict.FP8
+@pytest.mark.parametrize("device", ["local", gpu("l40s")])
+def test_a_converted_model_asks_for_fp8_in_all_its_products(device):
+    report = report_of(device, converted())
+    wanted = Verdict.EMULATED if device == "local" else Verdict.FP8
     assert len(report.products) == 8 and {p.verdict for p in report.products} == {wanted}
     assert report.step.flops == 2 * 8 * TOKENS * WIDTH**2
     report.require(asked_flops=1.0)
-    if target != "local":
+    if device != "local":
         report.require(fp8_flops=1.0)
         assert {p.implementation for p in report.products} == {"cublasLt f8"}
 
 
 @everywhere
-def test_a_layer_left_in_bf16(target):
-    report = report_of(target, converted(fp8.Fp8Config(targets=["layers.0", "layers.2"])))
+def test_a_layer_left_in_bf16(device):
+    report = report_of(device, converted(fp8.Fp8Config(targets=["layers.0", "layers.2"])))
     wrong = [p for p in report.products if p.verdict is Verdict.HIGH_PRECISION]
     assert {p.layer for p in wrong} == {"model.layers.1"} and len(wrong) == 3
     assert {p.reason for p in wrong} == {"not converted"}
@@ -91,39 +92,39 @@ def test_a_layer_left_in_bf16(target):
 
 
 @everywhere
-def test_the_rule_that_left_a_layer_alone_is_named(target):
+def test_the_rule_that_left_a_layer_alone_is_named(device):
     report = report_of(
-        target, converted(fp8.Fp8Config(targets=["layers.0"])), known={"layers.1": "excluded by 'layers.1'"}
+        device, converted(fp8.Fp8Config(targets=["layers.0"])), known={"layers.1": "excluded by 'layers.1'"}
     )
     reasons = {(p.layer, p.reason) for p in report.products if p.verdict is Verdict.HIGH_PRECISION}
     assert reasons == {("model.layers.1", "excluded by 'layers.1'"), ("model.layers.2", "not converted")}
 
 
 @everywhere
-def test_a_dimension_that_is_no_multiple_of_16(target):
-    report = report_of(target, converted(width=4095))
+def test_a_dimension_that_is_no_multiple_of_16(device):
+    report = report_of(device, converted(width=4095))
     named = {p.indivisible for p in report.products}
     assert all("4095" in sizes for sizes in named)
     # As written: what XLA pads is not the model's work.
     assert report.step.flops == 2 * TOKENS * (3 * (2 * WIDTH * 4095 + 4095**2) - WIDTH * 4095)
-    if target != "local":
+    if device != "local":
         assert any("4095" in finding and "padded" in finding for finding in report.findings)
 
 
 @everywhere
-def test_a_model_in_float32(target):
+def test_a_model_in_float32(device):
     x = struct(TOKENS, WIDTH, dtype=jnp.float32)
-    report = report_of(target, converted(dtype=jnp.float32), x)
+    report = report_of(device, converted(dtype=jnp.float32), x)
     assert {p.compute for p in report.products if p.name in ("fprop", "dgrad")} == {"f32"}
     assert any("float32" in finding and "bfloat16" in finding for finding in report.findings)
-    plain = report_of(target, abstract(mlp, jnp.float32), x)
+    plain = report_of(device, abstract(mlp, jnp.float32), x)
     assert {p.reason for p in plain.products} == {"not converted, in float32"}
-    good = report_of(target, converted())
+    good = report_of(device, converted())
     assert not any("float32" in finding for finding in good.findings)
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(targets["h100"].missing() is not None, reason="needs the package jax-cuda13-pjrt")
+@pytest.mark.skipif(compilable_devices["h100"].missing() is not None, reason="needs the package jax-cuda13-pjrt")
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 def test_layers_without_anything_between_compile(dtype):
     """XLA lets cuBLASLt quantize a product's result for the next product, and fails on amaxes that it takes for its."""
@@ -132,7 +133,7 @@ def test_layers_without_anything_between_compile(dtype):
     for gradient_of in (fp8.filter_grad, eqx.filter_grad):
         gradient = gradient_of(lambda model, x: (jax.vmap(model)(x).astype(jnp.float32) ** 2).mean())
         report = inspect_step(
-            gradient, model, struct(2048, WIDTH, dtype=dtype), target="h100", compiler_options=CUBLASLT
+            gradient, model, struct(2048, WIDTH, dtype=dtype), device="h100", compiler_options=CUBLASLT
         )
         assert report.fp8_share == 1.0
 
@@ -149,18 +150,18 @@ def quantize_dequantize(w, x):
 
 
 @everywhere
-def test_a_quantize_dequantize_pattern(target):
-    report = inspect_step(quantize_dequantize, struct(WIDTH, WIDTH), struct(TOKENS, WIDTH), target=target)
+def test_a_quantize_dequantize_pattern(device):
+    report = inspect_step(quantize_dequantize, struct(WIDTH, WIDTH), struct(TOKENS, WIDTH), device=device)
     (product,) = report.products
     assert product.verdict is Verdict.EMULATED and product.reason.startswith("quantize-dequantize")
     with pytest.raises(PreflightError, match=r"fp8_flops.*\n.*quantize-dequantize"):
         report.require(fp8_flops=0.5)
 
 
-@pytest.mark.parametrize("target", [gpu("a100")])
-def test_a_device_without_fp8(target):
+@pytest.mark.parametrize("device", [gpu("a100")])
+def test_a_device_without_fp8(device):
     """XLA drops the rounding there: nothing in the compiled program tells that FP8 was asked for."""
-    report = report_of(target, converted())
+    report = report_of(device, converted())
     assert {p.verdict for p in report.products} == {Verdict.EMULATED}
     assert all("compute capability 8.9" in p.reason for p in report.products)
     assert report.fp8_share == 0
@@ -189,7 +190,7 @@ def test_a_product_that_the_recipe_keeps():
 @pytest.mark.more
 def test_rotations_are_told_from_the_products_that_they_are_for():
     keyed = lambda model, x: step(fp8.with_rounding_keys(model, jax.random.key(0)), x)
-    report = inspect_step(keyed, converted(fp8.Fp8Config(recipe="nvfp4")), struct(TOKENS, WIDTH), target="local")
+    report = inspect_step(keyed, converted(fp8.Fp8Config(recipe="nvfp4")), struct(TOKENS, WIDTH), device="local")
     rotations = [p for p in report.products if p.reason == "rotates an operand"]
     products = [p for p in report.products if p not in rotations]
     assert {(p.name, p.verdict) for p in rotations} == {(r, Verdict.HIGH_PRECISION) for r in ("forward", "backward")}
@@ -199,15 +200,15 @@ def test_rotations_are_told_from_the_products_that_they_are_for():
 
 @pytest.mark.more
 @everywhere
-def test_a_step_that_makes_ops_is_compiled_for_devices_that_are_not_here(target):
+def test_a_step_that_makes_ops_is_compiled_for_devices_that_are_not_here(device):
     """A state's first values are not computed on the step's devices."""
     measure = lambda model, x: fp8.quantization_statistics(model, lambda m: (jax.vmap(m)(x) ** 2).mean()).flat()
     report = inspect_step(
-        measure, converted(width=64), struct(TOKENS, WIDTH), target=target, other_setting=target == "local"
+        measure, converted(width=64), struct(TOKENS, WIDTH), device=device, other_setting=device == "local"
     )
     # Statistics need the outputs and their gradients, not those of the kernels.
     assert [p.name for p in report.products].count("dgrad") == 2 and len(report.products) == 5
-    assert {p.verdict for p in report.products} == {Verdict.EMULATED if target == "local" else Verdict.FP8}
+    assert {p.verdict for p in report.products} == {Verdict.EMULATED if device == "local" else Verdict.FP8}
 
 
 # --- The report -------------------------------------------------------------------------------------------------------
@@ -215,9 +216,9 @@ def test_a_step_that_makes_ops_is_compiled_for_devices_that_are_not_here(target)
 
 @pytest.fixture(scope="module")
 def compared():
-    peaks = dataclasses.replace(targets["h100"].peaks, fp8=2e12, bf16=1e12, f32=0.5e12, bandwidth=1e12)
-    target = dataclasses.replace(targets["local"], peaks=peaks)
-    return report_of(target, converted(), compare=(step, (abstract(mlp), struct(TOKENS, WIDTH))))
+    peaks = dataclasses.replace(compilable_devices["h100"].peaks, fp8=2e12, bf16=1e12, f32=0.5e12, bandwidth=1e12)
+    device = dataclasses.replace(compilable_devices["local"], peaks=peaks)
+    return report_of(device, converted(), compare=(step, (abstract(mlp), struct(TOKENS, WIDTH))))
 
 
 def test_a_baseline_is_counted_too(compared):
@@ -268,8 +269,8 @@ def test_the_ratio_is_what_a_reader_sees_first(compared):
 
 def test_a_launch_bound_step_is_named(compared):
     """On a device that works faster than it launches; on the slow one of this comparison, nothing is said."""
-    peaks = dataclasses.replace(compared.target.peaks, bf16=1e17, f32=1e17, bandwidth=1e15)
-    bound = dataclasses.replace(compared, target=dataclasses.replace(compared.target, peaks=peaks))
+    peaks = dataclasses.replace(compared.device.peaks, bf16=1e17, f32=1e17, bandwidth=1e15)
+    bound = dataclasses.replace(compared, device=dataclasses.replace(compared.device, peaks=peaks))
     assert any(finding.startswith("the step is launch-bound: the overhead of its ") for finding in bound.findings)
     assert any(finding.startswith("the baseline is launch-bound") for finding in bound.findings)
     assert not any("launch-bound" in finding for finding in compared.findings)
@@ -285,25 +286,25 @@ def test_a_baseline_in_float32_is_named(compared):
 
 
 def test_no_speed_up_of_several_devices_without_what_they_send():
-    peaks = targets["h100"].peaks
-    target = dataclasses.replace(targets["local"], peaks=peaks)
+    peaks = compilable_devices["h100"].peaks
+    device = dataclasses.replace(compilable_devices["local"], peaks=peaks)
     shared = lambda w, x: jax.grad(lambda w: ((x @ w) ** 2).mean())(w)
     args = struct(64, 32, dtype=jnp.float32), struct(64, 64, dtype=jnp.float32)
-    options = {"target": target, "mesh": {"data": 4}, "shardings": (None, P("data"))}
+    options = {"device": device, "mesh": {"data": 4}, "shardings": (None, P("data"))}
     report = inspect_step(shared, *args, compare=shared, **options)
     assert report.step.collectives and report.estimate is not None
     assert report.speedup is None and report.speedup_range is None
     assert "as fast as" not in str(report) and any("no speedup is estimated" in f for f in report.findings)
     with pytest.raises(ValueError, match="speedup=1.0 cannot be required of 4 devices: the times do not include"):
         report.require(speedup=1.0)
-    alone = inspect_step(shared, *args, target=target, compare=shared)
+    alone = inspect_step(shared, *args, device=device, compare=shared)
     assert alone.speedup == 1.0
     alone.require(speedup=1.0)
 
 
 def test_a_baseline_may_be_another_function_of_the_same_arguments():
     double = inspect_step(
-        lambda w, x: x @ w @ w, struct(16, 16), struct(8, 16), target="local", compare=lambda w, x: x @ w
+        lambda w, x: x @ w @ w, struct(16, 16), struct(8, 16), device="local", compare=lambda w, x: x @ w
     )
     assert double.step.flops == 2 * double.baseline.flops == 2 * 2 * 8 * 16 * 16
 
@@ -337,7 +338,7 @@ def test_json_has_every_product(compared):
     assert sum(product["flops"] for product in found["step"]["products"]) == compared.step.flops
     first = found["step"]["products"][0]
     assert (first["layer"], first["verdict"]) == (compared.products[0].layer, compared.products[0].verdict.value)
-    assert found["target"]["peaks"]["bandwidth"] == 1e12 and found["mesh"] == {"devices": 1}
+    assert found["device"]["peaks"]["bandwidth"] == 1e12 and found["mesh"] == {"devices": 1}
     assert found["findings"] and found["caveats"]
 
 
@@ -372,20 +373,20 @@ def test_layers_that_run_otherwise_have_rows_of_their_own():
 
 def test_progress_is_told():
     said = []
-    inspect_step(lambda x: x, struct(4), target="local", compare=lambda x: x, progress=said.append)
+    inspect_step(lambda x: x, struct(4), device="local", compare=lambda x: x, progress=said.append)
     assert len(said) == 2 and "step" in said[0] and "baseline" in said[1]
 
 
-# --- Targets and meshes -----------------------------------------------------------------------------------------------
+# --- Devices and meshes -----------------------------------------------------------------------------------------------
 
 
-def test_unknown_targets_are_named():
+def test_unknown_devicesare_named():
     with pytest.raises(
         ValueError, match=r"args has 1 arguments, .*missing a required argument: 'x'. .*inspect_step\(step"
     ):
-        inspect_step(lambda model, x: x, jnp.ones(2), target="local")
-    with pytest.raises(ValueError, match=r"target='h1000' is unknown.*h100, h200"):
-        inspect_step(lambda x: x, struct(4), target="h1000")
+        inspect_step(lambda model, x: x, jnp.ones(2), device="local")
+    with pytest.raises(ValueError, match=r"device='h1000' is unknown.*h100, h200"):
+        inspect_step(lambda x: x, struct(4), device="h1000")
 
 
 @pytest.mark.parametrize(
@@ -399,7 +400,7 @@ def test_a_missing_package_is_one_line_with_the_remedy(name, package, remedy, mo
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if package in name else find(name))
     with pytest.raises(RuntimeError, match=remedy) as error:
-        inspect_step(lambda x: x, struct(4), target=name)
+        inspect_step(lambda x: x, struct(4), device=name)
     assert "\n" not in str(error.value)
 
 
@@ -414,16 +415,16 @@ def test_a_missing_package_is_one_line_with_the_remedy(name, package, remedy, mo
 )
 def test_what_does_not_fit_is_named(options, message):
     with pytest.raises(ValueError, match=message):
-        inspect_step(lambda x: x, struct(4), target="local", **options)
+        inspect_step(lambda x: x, struct(4), device="local", **options)
 
 
 def test_shardings_of_arguments_are_kept():
     mesh = AbstractMesh((4,), ("data",))
     x = jax.ShapeDtypeStruct((16, 8), jnp.float32, sharding=NamedSharding(mesh, P("data")))
-    report = inspect_step(lambda x, w: x @ w, x, struct(8, 8, dtype=jnp.float32), target="local", mesh=mesh)
+    report = inspect_step(lambda x, w: x @ w, x, struct(8, 8, dtype=jnp.float32), device="local", mesh=mesh)
     assert report.step.flops == 2 * 16 * 8 * 8 // 4
     given = inspect_step(
-        lambda x, w: x @ w, struct(16, 8), struct(8, 8), target="local", mesh=mesh, shardings=(P("data"), None)
+        lambda x, w: x @ w, struct(16, 8), struct(8, 8), device="local", mesh=mesh, shardings=(P("data"), None)
     )
     assert given.step.flops == report.step.flops
 
@@ -432,38 +433,36 @@ def test_shardings_of_arguments_are_kept():
     "alias, name", [("H100", "h100"), ("RTX 4090", "rtx4090"), ("v6e", "tpu6e"), ("TPU v5e", "tpu5e")]
 )
 def test_a_device_has_one_entry_and_other_names_lead_to_it(alias, name):
-    from haliax_fp8.preflight.target.named import target_of
-
-    assert target_of(alias) is targets[name]
-    assert fp8.devices.Device.by_name(alias) == fp8.devices.Device.by_name(name) == targets[name].device
+    assert as_compilable(alias) is compilable_devices[name]
+    assert fp8.devices.Device.by_name(alias) == fp8.devices.Device.by_name(name) == compilable_devices[name].hardware
 
 
 def test_peaks_by_format():
-    h100, a100 = targets["h100"].peaks, targets["a100"].peaks
+    h100, a100 = compilable_devices["h100"].peaks, compilable_devices["a100"].peaks
     assert h100.flops("f8e5m2") / h100.flops("bf16") == pytest.approx(2, rel=1e-3)
     assert h100.flops("f16") == h100.flops("bf16") and h100.flops("f64") == h100.flops("f32") < h100.flops("bf16")
     assert a100.fp8 == a100.bf16
-    for target in targets.values():
-        assert target.peaks is None or target.peaks.fp8 >= target.peaks.bf16 > target.peaks.f32 > 0
+    for device in compilable_devices.values():
+        assert device.peaks is None or device.peaks.fp8 >= device.peaks.bf16 > device.peaks.f32 > 0
 
 
 @pytest.mark.parametrize(
     "name, lacks", [("h100", False), ("l40s", False), ("a100", True), ("tpu6e", True), ("tpu7x", False)]
 )
 def test_which_devices_have_fp8(name, lacks):
-    assert (targets[name].lacks("f8e4m3fn") is not None) == lacks
-    assert targets[name].lacks("bf16") is None
+    assert (compilable_devices[name].lacks("f8e4m3fn") is not None) == lacks
+    assert compilable_devices[name].lacks("bf16") is None
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(targets["h100"].missing() is not None, reason="needs the package jax-cuda13-pjrt")
+@pytest.mark.skipif(compilable_devices["h100"].missing() is not None, reason="needs the package jax-cuda13-pjrt")
 def test_what_saves_time_changes_no_launch(compiled):
     """Programs are compiled without the fusion autotuner and with unoptimized machine code; nothing else differs."""
     x = struct(TOKENS, WIDTH)
-    quick, _ = compiled(step, converted(), x, target="h100")
+    quick, _ = compiled(step, converted(), x, device="h100")
     products = {"xla_gpu_enable_triton_gemm": False}
     defaults = {"xla_gpu_experimental_enable_fusion_autotuner": True, "xla_backend_optimization_level": 3}
-    slow, _ = compiled(step, converted(), x, target="h100", compiler_options=products | defaults)
+    slow, _ = compiled(step, converted(), x, device="h100", compiler_options=products | defaults)
     # Without what XLA writes behind an instruction, among it that the autotuner was there.
     instructions = lambda text: [line for line in text.splitlines() if line.startswith("  ") and " = " in line]
     launched = lambda text: [line.split(", metadata=")[0].split(", backend_config=")[0] for line in instructions(text)]
@@ -472,7 +471,7 @@ def test_what_saves_time_changes_no_launch(compiled):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(targets["h100"].missing() is not None, reason="needs the package jax-cuda13-pjrt")
+@pytest.mark.skipif(compilable_devices["h100"].missing() is not None, reason="needs the package jax-cuda13-pjrt")
 def test_eight_gpus_gather_weights_in_fp8():
     """FSDP: kernels are sharded, quantized where they are, and travel as one byte for each weight."""
     model = converted(fp8.Fp8Config(recipe="current"))
@@ -512,7 +511,7 @@ def run_alone(code):
 
 @pytest.mark.slow
 @pytest.mark.more
-@pytest.mark.skipif(targets["h100"].missing() is not None, reason="needs the package jax-cuda13-pjrt")
+@pytest.mark.skipif(compilable_devices["h100"].missing() is not None, reason="needs the package jax-cuda13-pjrt")
 def test_mosaic_may_have_been_imported_before():
     """Where it is imported, JAX notes where its compiler is, and does not find one that is no package."""
     code = (
@@ -525,7 +524,7 @@ def test_mosaic_may_have_been_imported_before():
         "shapes = ((1024, 256), 'bfloat16'), ((4, 256, 512), 'bfloat16'), ((4,), 'int32')\n"
         "args = [jax.ShapeDtypeStruct(*shape) for shape in shapes]\n"
         "call = lambda op, x, w, sizes: op.ragged_dot(x, w, sizes)\n"
-        "(product,) = inspect_step(call, op, *args, target='h100', other_setting=False).products\n"
+        "(product,) = inspect_step(call, op, *args, device='h100', other_setting=False).products\n"
         "assert product.implementation == 'grouped f8', product\n"
         "assert os.environ == before\n"
     )
@@ -538,7 +537,7 @@ def test_the_process_keeps_its_backend():
     code = (
         "import jax, jax.numpy as jnp\n"
         "from haliax_fp8.preflight import inspect_step\n"
-        "inspect_step(lambda x: x @ x, jax.ShapeDtypeStruct((16, 16), jnp.float32), target='local')\n"
+        "inspect_step(lambda x: x @ x, jax.ShapeDtypeStruct((16, 16), jnp.float32), device='local')\n"
         "assert jax.default_backend() == 'cpu' and jnp.ones(2).sum() == 2\n"
     )
     run = run_alone(code)
@@ -546,7 +545,7 @@ def test_the_process_keeps_its_backend():
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(targets["h100"].missing() is not None, reason="needs the package jax-cuda13-pjrt")
+@pytest.mark.skipif(compilable_devices["h100"].missing() is not None, reason="needs the package jax-cuda13-pjrt")
 def test_arguments_on_the_host_are_not_on_the_device():
     """JAX drops their memory kind, as no memory of a described GPU has that name; the report does not."""
     mesh = jax.make_mesh((1,), ("data",))
@@ -554,12 +553,12 @@ def test_arguments_on_the_host_are_not_on_the_device():
     weight = jax.ShapeDtypeStruct((256, 64), jnp.float32, sharding=on_host)
     x = struct(16, 256, dtype=jnp.float32)
     multiply = lambda w, x: x @ jax.device_put(w, jax.memory.Space.Device)
-    on_four = functools.partial(inspect_step, multiply, target="h100", mesh={"data": 4}, other_setting=False)
+    on_four = functools.partial(inspect_step, multiply, device="h100", mesh={"data": 4}, other_setting=False)
     of_array = on_four(weight, x)
     plain = struct(256, 64, dtype=jnp.float32)
     shardings = (on_host, None)
     of_spec = inspect_step(
-        multiply, plain, x, target="h100", mesh={"data": 4}, shardings=shardings, other_setting=False
+        multiply, plain, x, device="h100", mesh={"data": 4}, shardings=shardings, other_setting=False
     )
     for report in (of_array, of_spec):
         memory = report.step.memory

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from rich.console import Console
 from test_preflight_products import module, read
 
-from haliax_fp8.preflight import PreflightError, PreflightReport, inspect_step, targets
+from haliax_fp8.preflight import PreflightError, PreflightReport, compilable_devices, inspect_step
 
 
 # Two kernels are gathered at once, one in FP8 and one in bfloat16, beside a bias; a product runs meanwhile. Then a
@@ -113,7 +113,7 @@ def test_how_many_devices_communicate(groups, expected):
 
 def report_of_hand_written():
     text = module(ENTRY, ADD, MAXIMUM, SCATTER).replace("is_scheduled=true", "is_scheduled=true, num_partitions=8")
-    return PreflightReport(targets["h100"], {"data": 8}, read(text))
+    return PreflightReport(compilable_devices["h100"], {"data": 8}, read(text))
 
 
 def test_a_requirement_names_what_is_gathered_wide():
@@ -123,7 +123,7 @@ def test_a_requirement_names_what_is_gathered_wide():
         PreflightError, match=r"fp8_gathers=1.0 is required, but 0.1111.*\n  all-gather of bf16, 14.3 kB, 1"
     ):
         report.require(fp8_gathers=1.0)
-    alone = PreflightReport(targets["h100"], {"data": 1}, report.step)
+    alone = PreflightReport(compilable_devices["h100"], {"data": 1}, report.step)
     with pytest.raises(ValueError, match="fp8_gathers=1.0 needs several devices"):
         alone.require(fp8_gathers=1.0)
 
@@ -174,12 +174,12 @@ def step(weights, x):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(targets["h100"].missing() is not None, reason="needs the package jax-cuda13-pjrt")
+@pytest.mark.skipif(compilable_devices["h100"].missing() is not None, reason="needs the package jax-cuda13-pjrt")
 def test_what_eight_gpus_send_is_what_fsdp_has_to():
     """Two kernels of 512×512: gathered in E4M3, once or twice each; their gradients scattered in bfloat16."""
     arguments = (struct(512, 512), struct(512, 512)), struct(8192, 512)
     report = inspect_step(
-        step, *arguments, target="h100", mesh={"data": 8}, shardings=(P("data"), P("data")), other_setting=False
+        step, *arguments, device="h100", mesh={"data": 8}, shardings=(P("data"), P("data")), other_setting=False
     )
     kernel = 512 * 512 * 7 // 8
     sent = lambda kind, dtype: sum(

@@ -14,7 +14,7 @@ from test_preflight_products import module, read
 import haliax_fp8 as fp8
 from haliax_fp8.devices.device import devices
 from haliax_fp8.devices.xla_flags import XlaFlags
-from haliax_fp8.preflight import PreflightError, Verdict, inspect_step, targets
+from haliax_fp8.preflight import PreflightError, Verdict, compilable_devices, inspect_step
 from haliax_fp8.recipes import E4M3 as FORMAT, HighPrecision, Quantization
 from haliax_fp8.recipes.compiler_options import cost_of_flags, log_cost_of_flags, training_options
 
@@ -24,8 +24,8 @@ E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 
 
 def on_gpu(*names):
-    """Targets that need XLA's GPU compiler."""
-    missing = targets["h100"].missing()
+    """Devices that need XLA's GPU compiler."""
+    missing = compilable_devices["h100"].missing()
     marks = [pytest.mark.skipif(missing is not None, reason=missing or ""), pytest.mark.slow]
     return [pytest.param(name, marks=marks) for name in names]
 
@@ -187,17 +187,17 @@ OPERANDS = struct(512, 256, dtype=E4M3), struct(256, 384, dtype=E4M3)
 SCALE = struct()
 
 
-def compiled_for(function, target, triton, *, scale=SCALE):
+def compiled_for(function, device, triton, *, scale=SCALE):
     return inspect_step(
-        function, *OPERANDS, scale, target=target, compiler_options={TRITON: triton}, other_setting=False
+        function, *OPERANDS, scale, device=device, compiler_options={TRITON: triton}, other_setting=False
     )
 
 
 @pytest.mark.parametrize("triton, implementation", [(True, "Triton dot"), (False, "cublasLt f8")])
-@pytest.mark.parametrize("target", on_gpu("h100", "b200"))
+@pytest.mark.parametrize("device", on_gpu("h100", "b200"))
 @pytest.mark.parametrize("function", [multiplies_fp8, with_a_barrier])
-def test_fp8_arrays_that_are_multiplied_are_in_fp8_with_both_settings(function, target, triton, implementation):
-    report = compiled_for(function, target, triton)
+def test_fp8_arrays_that_are_multiplied_are_in_fp8_with_both_settings(function, device, triton, implementation):
+    report = compiled_for(function, device, triton)
     (product,) = report.products
     assert (product.verdict, product.implementation) == (Verdict.FP8, implementation)
     assert (product.lhs, product.rhs) == ("f8e4m3fn", "f8e4m3fn")
@@ -205,9 +205,9 @@ def test_fp8_arrays_that_are_multiplied_are_in_fp8_with_both_settings(function, 
     report.require(fp8_flops=1.0)
 
 
-@pytest.mark.parametrize("target", on_gpu("h100", "b200"))
-def test_operands_that_other_launches_widen_are_not_in_fp8(target):
-    report = compiled_for(dequantizes, target, True)
+@pytest.mark.parametrize("device", on_gpu("h100", "b200"))
+def test_operands_that_other_launches_widen_are_not_in_fp8(device):
+    report = compiled_for(dequantizes, device, True)
     (product,) = report.products
     assert (product.verdict, product.lhs, product.rhs) == (Verdict.EMULATED, "bf16", "bf16")
     assert report.fp8_share == 0.0
@@ -217,27 +217,27 @@ def test_operands_that_other_launches_widen_are_not_in_fp8(target):
 
 def test_barriers_do_not_hide_that_fp8_was_asked_for():
     """On a CPU too: what an operand was before is looked for in the program before optimization."""
-    (product,) = inspect_step(dequantizes, *OPERANDS, SCALE, target="local").products
+    (product,) = inspect_step(dequantizes, *OPERANDS, SCALE, device="local").products
     assert product.verdict is Verdict.EMULATED and product.reason.startswith("quantize-dequantize")
 
 
-@pytest.mark.parametrize("target", on_gpu("h100"))
-def test_operands_that_the_launch_widens_are_read_in_fp8(target):
-    report = compiled_for(widens_inside, target, True)
+@pytest.mark.parametrize("device", on_gpu("h100"))
+def test_operands_that_the_launch_widens_are_read_in_fp8(device):
+    report = compiled_for(widens_inside, device, True)
     (product,) = report.products
     assert (product.verdict, product.lhs, product.widened) == (Verdict.FP8, "f8e4m3fn", "bf16")
     assert any("widen it inside their Triton kernel: 1;" in finding for finding in report.findings)
     # Estimated at the rate of what is multiplied.
-    fast = compiled_for(multiplies_fp8, target, True)
+    fast = compiled_for(multiplies_fp8, device, True)
     assert report.step.others.count == 0 and report.estimate.products >= fast.estimate.products
     # A100s read it as well, and have nothing that multiplies it.
     (emulated,) = compiled_for(widens_inside, "a100", True).products
     assert emulated.verdict is Verdict.EMULATED and "compute capability 8.9" in emulated.reason
 
 
-@pytest.mark.parametrize("target", on_gpu("h100"))
-def test_scales_of_blocks_inside_the_launch_are_emulation(target):
-    report = compiled_for(scales_blocks_inside, target, True, scale=struct(512, 2))
+@pytest.mark.parametrize("device", on_gpu("h100"))
+def test_scales_of_blocks_inside_the_launch_are_emulation(device):
+    report = compiled_for(scales_blocks_inside, device, True, scale=struct(512, 2))
     assert {product.verdict for product in report.products} == {Verdict.EMULATED}
 
 
@@ -305,9 +305,9 @@ def training_step(model, x):
     return scoped("fprop", x, model, ((1,))), scoped("wgrad", x, x.astype(E5M2), ((0,)))
 
 
-@pytest.mark.parametrize("target", on_gpu("h100", "b200"))
-def test_the_first_line_says_which_flags_and_what_the_other_setting_changes(no_flags, target):
-    report = inspect_step(training_step, struct(256, 256, dtype=E4M3), struct(512, 256, dtype=E4M3), target=target)
+@pytest.mark.parametrize("device", on_gpu("h100", "b200"))
+def test_the_first_line_says_which_flags_and_what_the_other_setting_changes(no_flags, device):
+    report = inspect_step(training_step, struct(256, 256, dtype=E4M3), struct(512, 256, dtype=E4M3), device=device)
     line = report.to_markdown().splitlines()[0]
     assert line.startswith(
         f"XLA flags: XLA's defaults ({TRITON}=true); with {TRITON}=false: 100.0% of the FLOPs in FP8"
@@ -317,17 +317,17 @@ def test_the_first_line_says_which_flags_and_what_the_other_setting_changes(no_f
     assert {p.implementation for p in report.other.products} == {"cublasLt f8"}
     # On Hopper alone, and of gradients alone.
     says = [finding for finding in report.findings if "does not accumulate FP8 in full float32" in finding]
-    assert len(says) == (target == "h100")
-    assert ("dgrad and wgrad accumulate in full float32" in line) == (target == "h100")
-    if target == "h100":
+    assert len(says) == (device == "h100")
+    assert ("dgrad and wgrad accumulate in full float32" in line) == (device == "h100")
+    if device == "h100":
         assert "in full float32 on Hopper: 1;" in says[0]
 
 
-@pytest.mark.parametrize("target", on_gpu("h100"))
-def test_the_environment_decides_and_options_come_before_it(monkeypatch, target):
+@pytest.mark.parametrize("device", on_gpu("h100"))
+def test_the_environment_decides_and_options_come_before_it(monkeypatch, device):
     monkeypatch.setenv("XLA_FLAGS", f"--{TRITON}=false")
     implementations = lambda **options: [
-        p.implementation for p in inspect_step(multiplies_fp8, *OPERANDS, SCALE, target=target, **options).products
+        p.implementation for p in inspect_step(multiplies_fp8, *OPERANDS, SCALE, device=device, **options).products
     ]
     assert implementations() == ["cublasLt f8"]
     assert implementations(compiler_options={TRITON: True}) == ["Triton dot"]
@@ -338,16 +338,16 @@ def test_the_environment_decides_and_options_come_before_it(monkeypatch, target)
         __call__ = staticmethod(multiplies_fp8)
         compiler_options = staticmethod(lambda *args, device: {TRITON: len(args) == 3 and device.platform == "cuda"})
 
-    assert [p.implementation for p in inspect_step(Step(), *OPERANDS, SCALE, target=target).products] == ["Triton dot"]
+    assert [p.implementation for p in inspect_step(Step(), *OPERANDS, SCALE, device=device).products] == ["Triton dot"]
 
 
 def test_elsewhere_the_last_line_is_the_flags_alone(no_flags):
-    report = inspect_step(lambda x: x @ x, struct(16, 16), target="local")
+    report = inspect_step(lambda x: x @ x, struct(16, 16), device="local")
     assert str(report).splitlines()[-1] == "XLA flags: XLA's defaults" and report.other is None
 
 
-@pytest.mark.parametrize("target", on_gpu("b200"))
-def test_block_scaled_products_need_triton(target):
+@pytest.mark.parametrize("device", on_gpu("b200"))
+def test_block_scaled_products_need_triton(device):
     """What `cost_of_flags` says of them."""
     make = lambda: fp8.fp8_linear_layers(
         eqx.nn.Linear(256, 256, use_bias=False, dtype=jnp.bfloat16, key=jax.random.key(0)),
@@ -356,7 +356,7 @@ def test_block_scaled_products_need_triton(target):
     step = lambda model, x: jax.vmap(model)(x)
     args = eqx.filter_eval_shape(make), struct(512, 256)
     shares = [
-        inspect_step(step, *args, target=target, compiler_options={TRITON: triton}).fp8_share
+        inspect_step(step, *args, device=device, compiler_options={TRITON: triton}).fp8_share
         for triton in (True, False)
     ]
     assert shares == [1.0, 0.0]
@@ -373,7 +373,7 @@ SCALED_DOT = [
 ]
 
 
-@pytest.mark.parametrize("name", [name for name in targets if name != "local"])
+@pytest.mark.parametrize("name", [name for name in compilable_devices if name != "local"])
 def test_block_scaled_products_are_in_fp8_where_supported_says_so(name):
     (product,) = read(module(SCALED_DOT), name).products
     assert (product.verdict is Verdict.FP8) == fp8.recipes.supported("mxfp8", name).is_native
@@ -388,8 +388,8 @@ _FP8_EXPERTS = pytest.param(True, id="fp8", marks=pytest.mark.more)
 
 
 @pytest.mark.parametrize("converted", [pytest.param(False, id="bf16"), _FP8_EXPERTS])
-@pytest.mark.parametrize("target", on_gpu("h100"))
-def test_useful_flops_of_experts(target, converted):
+@pytest.mark.parametrize("device", on_gpu("h100"))
+def test_useful_flops_of_experts(device, converted):
     """XLA multiplies every row by the kernels of all four experts: a quarter is what was asked for. Ours does not."""
     Experts, In, Out, Row = hax.make_axes(experts=4, d=128, f=256, row=640)
 
@@ -403,7 +403,7 @@ def test_useful_flops_of_experts(target, converted):
         return fp8.filter_grad(loss)(layer)
 
     x, sizes = hax.NamedArray(struct(640, 128), (Row, In)), hax.NamedArray(struct(4, dtype=jnp.int32), (Experts,))
-    report = inspect_step(step, eqx.filter_eval_shape(make), x, sizes, target=target, other_setting=False)
+    report = inspect_step(step, eqx.filter_eval_shape(make), x, sizes, device=device, other_setting=False)
     asked = 2 * 640 * 128 * 256
     assert [product.useful_flops for product in report.products] == [asked, asked]
     assert report.step.useful_flops == 2 * asked and "useful FLOPs" in str(report)

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from haliax_fp8.preflight import inspect_step, targets
-from haliax_fp8.preflight.target.process import changed_process
+from haliax_fp8.preflight import compilable_devices, inspect_step
+from haliax_fp8.preflight.compilable.process import changed_process
 
 
 VARIABLE, LOGGER, MESSAGE = "HALIAX_FP8_TEST_VARIABLE", "haliax_fp8.test_logger", "this is expected"
@@ -89,7 +89,7 @@ def test_threads_change_the_process_one_after_the_other():
     assert state_of_the_process() == before
 
 
-missing = targets["h100"].missing()
+missing = compilable_devices["h100"].missing()
 with_compiler = [pytest.mark.skipif(missing is not None, reason=missing or ""), pytest.mark.slow]
 
 
@@ -102,9 +102,9 @@ def test_preflights_in_threads(names):
     reports = {}
 
     def compile_for(i, name):
-        reports[i] = inspect_step(step, *args, target=name, other_setting=False)
+        reports[i] = inspect_step(step, *args, device=name, other_setting=False)
 
     in_threads(*(lambda i=i, name=name: compile_for(i, name) for i, name in enumerate(names)))
-    assert [reports[i].target.name for i in range(len(names))] == names
+    assert [reports[i].device.name for i in range(len(names))] == names
     assert {report.step.flops for report in reports.values()} == {2 * 8 * 32 * 16}
     assert state_of_the_process() == before

@@ -14,15 +14,15 @@ import pytest
 from compiled_models import abstract, struct
 
 import haliax_fp8 as fp8
-from haliax_fp8.preflight import Memory, Verdict, inspect_step, targets
+from haliax_fp8.preflight import Memory, Verdict, compilable_devices, inspect_step
 from haliax_fp8.preflight.compile import Compiled
 from haliax_fp8.preflight.verdict.analysis import analyze
 
 
-def read(text, target="h100", written="", outputs=(), known=None):
+def read(text, device="h100", written="", outputs=(), known=None):
     """The analysis of a program in HLO text."""
     memory = Memory(0, 0, 0, 0, 0)
-    return analyze(Compiled(text, written, tuple(outputs), memory, 0.0), targets[target], known)
+    return analyze(Compiled(text, written, tuple(outputs), memory, 0.0), compilable_devices[device], known)
 
 
 def module(entry, *functions):
@@ -32,7 +32,7 @@ def module(entry, *functions):
     return "HloModule jit_f, is_scheduled=true\n\n" + "\n".join(bodies) + "\n" + main
 
 
-def gemm(name, out, operands, target, contract, batch=((), ()), op_name="jit(f)/dot_general", root=False):
+def gemm(name, out, operands, device, contract, batch=((), ()), op_name="jit(f)/dot_general", root=False):
     """A call of cuBLAS, as XLA writes it."""
     numbers = {
         "lhs_contracting_dimensions": [str(contract[0])],
@@ -43,7 +43,7 @@ def gemm(name, out, operands, target, contract, batch=((), ()), op_name="jit(f)/
     config = json.dumps({"gemm_backend_config": {"alpha_real": 1, "dot_dimension_numbers": numbers}})
     return (
         f"{'ROOT ' if root else ''}%{name} = ({out}, s8[4194304]{{0}}) custom-call({', '.join(operands)}), "
-        f'custom_call_target="{target}", metadata={{op_name="{op_name}"}}, backend_config={config}'
+        f'custom_call_target="{device}", metadata={{op_name="{op_name}"}}, backend_config={config}'
     )
 
 
@@ -100,20 +100,20 @@ def test_a_fused_attention_makes_two_products_forward_and_five_backward(dtype, v
 
 
 @pytest.mark.parametrize(
-    "target, dtype, implementation, verdict",
+    "device, dtype, implementation, verdict",
     [
         ("__cublas$lt$matmul$f8", "f8e4m3fn", "cublasLt f8", Verdict.FP8),
         ("__cublas$lt$matmul", "bf16", "cublasLt", Verdict.HIGH_PRECISION),
         ("__cublas$gemm", "f32", "cublas", Verdict.HIGH_PRECISION),
     ],
 )
-def test_cublas(target, dtype, implementation, verdict):
+def test_cublas(device, dtype, implementation, verdict):
     text = module(
         [
             f"%a = {dtype}[2,16,64]{{2,1,0}} parameter(0)",
             f"%b = {dtype}[2,32,64]{{2,1,0}} parameter(1)",
             "%s = f32[] constant(1)",
-            gemm("g", "bf16[2,16,32]{2,1,0}", ["%a", "%b", "%s", "%s"], target, (2, 2), ((0,), (0,))),
+            gemm("g", "bf16[2,16,32]{2,1,0}", ["%a", "%b", "%s", "%s"], device, (2, 2), ((0,), (0,))),
             "ROOT %out = bf16[2,16,32]{2,1,0} get-tuple-element(%g), index=0",
         ]
     )
@@ -414,7 +414,7 @@ def test_convolutions_count_what_is_multiplied(stride, pad, dilate):
         numbers = ("NWC", "WIO", "NWC")
         return jax.lax.conv_general_dilated(x, w, (stride,), [pad], rhs_dilation=(dilate,), dimension_numbers=numbers)
 
-    report = inspect_step(convolve, *(jax.ShapeDtypeStruct(s, jnp.float32) for s in (x, w)), target="local")
+    report = inspect_step(convolve, *(jax.ShapeDtypeStruct(s, jnp.float32) for s in (x, w)), device="local")
     assert report.step.flops == 2 * convolution_macs(x, w, stride, pad, dilate)
 
 
@@ -456,7 +456,7 @@ def test_launches_that_cannot_be_looked_into_are_named():
     )
     program = read(text)
     (call,) = program.opaque
-    assert (call.target, call.operands, call.executions) == ("__gpu$xla.gpu.triton", ("f8e4m3fn",) * 2, 1)
+    assert (call.name, call.operands, call.executions) == ("__gpu$xla.gpu.triton", ("f8e4m3fn",) * 2, 1)
     assert program.flops == 0 and program.others.count == 0
 
 
@@ -535,14 +535,14 @@ MLP_MACS = 2 * (32 * 64 + 64 * 64 + 64 * 16) + (64 * 64 + 64 * 16)
 @pytest.mark.parametrize("convert", [lambda m: m, fp8.fp8_linear_layers], ids=["plain", "fp8"])
 @pytest.mark.parametrize("batch", [48, 16])
 def test_unrolled_layers(convert, batch):
-    report = inspect_step(mlp_gradient, abstract(lambda: convert(mlp())), struct(batch, 32), target="local")
+    report = inspect_step(mlp_gradient, abstract(lambda: convert(mlp())), struct(batch, 32), device="local")
     assert report.step.flops == 2 * batch * MLP_MACS
     assert len(report.products) == 8
 
 
 def test_every_product_is_named_after_its_layer():
     model = abstract(lambda: fp8.fp8_linear_layers(mlp()))
-    report = inspect_step(mlp_gradient, model, struct(48, 32), target="local")
+    report = inspect_step(mlp_gradient, model, struct(48, 32), device="local")
     expected = {(f"model.layers.{i}", product) for i in range(3) for product in ("fprop", "dgrad", "wgrad")}
     assert {(p.layer, p.name) for p in report.products} == expected - {("model.layers.0", "dgrad")}
     sizes = {(p.layer, p.name): (p.m * p.n * p.k) for p in report.products}
@@ -550,7 +550,7 @@ def test_every_product_is_named_after_its_layer():
 
 
 def test_without_our_scopes_layers_are_named_too():
-    report = inspect_step(mlp_gradient, abstract(mlp), struct(48, 32), target="local")
+    report = inspect_step(mlp_gradient, abstract(mlp), struct(48, 32), device="local")
     assert {p.layer for p in report.products} == {f"model.layers.{i}" for i in range(3)}
     assert sorted(p.name for p in report.products) == ["backward"] * 5 + ["forward"] * 3
 
@@ -569,7 +569,7 @@ def tied_gradient(model, tokens):
 def test_a_tied_heads_gradients_are_its_own():
     """With one sequence, its dgrad is, element by element, the gradient of the positions too."""
     model = {"table": struct(96, 32), "positions": struct(48, 32)}
-    report = inspect_step(tied_gradient, model, struct(48, dtype=jnp.int32), target="local")
+    report = inspect_step(tied_gradient, model, struct(48, dtype=jnp.int32), device="local")
     assert [(p.layer, p.name, p.flops) for p in report.products] == [
         ("model.table", product, 2 * 48 * 96 * 32) for product in ("forward", "backward", "backward")
     ]
@@ -583,7 +583,7 @@ def test_what_is_multiplied_by_a_weight_has_its_gradient_from_a_product():
         return jax.tree.map(lambda weight, gradient: weight - gradient, model, jax.grad(loss)(model))
 
     model = {"queries": struct(48, 32), "kernel": {"weight": struct(32, 96)}}
-    report = inspect_step(step, model, target="local")
+    report = inspect_step(step, model, device="local")
     assert {p.layer for p in report.products} == {"model.kernel"} and len(report.products) == 3
 
 
@@ -622,7 +622,7 @@ def test_stacks(stack, checkpointing, forward, converted):
         return fp8.fp8_linear_layers(model) if converted else model
 
     x = hax.NamedArray(struct(TOKENS, EMBED), (hax.Axis("token", TOKENS), hax.Axis("embed", EMBED)))
-    report = inspect_step(stack_gradient, abstract(make), x, target="local")
+    report = inspect_step(stack_gradient, abstract(make), x, device="local")
     product = 2 * TOKENS * EMBED * HIDDEN
     # Of two layers in each block: fprop (again where checkpoints recompute it), dgrad and wgrad. Nobody asks for the
     # gradient of x; a loop computes it in every step, as all its steps are alike.
@@ -642,7 +642,7 @@ def test_attention_is_told_from_layers():
         return jax.nn.softmax(jnp.einsum("hqd,hkd->hqk", q, k)) @ x
 
     w = {name: struct(32, 32) for name in ("query", "key")}
-    report = inspect_step(attention, w, struct(4, 24, 32), target="local")
+    report = inspect_step(attention, w, struct(4, 24, 32), device="local")
     reasons = {p.layer: p.reason for p in report.products}
     assert reasons["w.query"] == reasons["w.key"] == "not converted"
     assert reasons[""] == "a batched product of activations, as in attention"
@@ -658,7 +658,7 @@ def test_vmapped_layers_are_one_product(converted):
     def step(model, x):
         return fp8.filter_grad(lambda model: (jax.vmap(jax.vmap(model))(x).astype(jnp.float32) ** 2).mean())(model)
 
-    report = inspect_step(step, abstract(make), struct(4, 24, 32), target="local")
+    report = inspect_step(step, abstract(make), struct(4, 24, 32), device="local")
     assert len(report.products) == 2 and report.step.flops == 2 * 2 * 4 * 24 * 32 * 64
     assert {product.layer for product in report.products} == {"model"}
 
@@ -669,7 +669,7 @@ def test_grouped_products_of_experts():
     layer = abstract(lambda: hnn.MoELinear.init(Experts, In, Out, key=jax.random.key(0), use_bias=False))
     x = hax.NamedArray(struct(48, 32), (hax.Axis("row", 48), In))
     sizes = hax.NamedArray(struct(4, dtype=jnp.int32), (Experts,))
-    report = inspect_step(lambda layer, x, sizes: layer(x, sizes), layer, x, sizes, target="local")
+    report = inspect_step(lambda layer, x, sizes: layer(x, sizes), layer, x, sizes, device="local")
     grouped = 2 * 48 * 32 * 64
     assert report.step.flops in (grouped, 4 * grouped)
 
@@ -678,9 +678,9 @@ def test_donated_arguments_are_donated():
     """JAX forgets what an inner `jit` donates; peak memory would count it twice."""
     kept = lambda x: jnp.sin(x) * 2
     for function in (jax.jit(kept, donate_argnums=0), eqx.filter_jit(kept, donate="all")):
-        donating = inspect_step(function, struct(256, 256), target="local").step.memory
+        donating = inspect_step(function, struct(256, 256), device="local").step.memory
         assert donating.aliased == donating.outputs == 2 * 256 * 256
-    assert inspect_step(jax.jit(kept), struct(256, 256), target="local").step.memory.aliased == 0
+    assert inspect_step(jax.jit(kept), struct(256, 256), device="local").step.memory.aliased == 0
 
 
 @pytest.mark.more
@@ -690,7 +690,7 @@ def test_a_training_step_of_ours_donates():
     loss = lambda model, x: (jax.vmap(model)(x).astype(jnp.float32) ** 2).mean()
     steps = [fp8.TrainStep(loss, optax.sgd(1e-3, momentum=0.9), donate=donate) for donate in (False, True)]
     state = eqx.filter_eval_shape(steps[0].init, model)
-    kept, donated = (inspect_step(step, model, state, x, target="local").step.memory for step in steps)
+    kept, donated = (inspect_step(step, model, state, x, device="local").step.memory for step in steps)
     weights = 2 * (32 * 64 + 64 * 64 + 64 * 16)
     assert kept.aliased == 0 and donated.aliased >= 2 * weights
 
@@ -703,14 +703,14 @@ def test_arguments_of_all_kinds():
         return getattr(jnp, name)(activation(x @ w) * factor) + jax.random.normal(key)
 
     arguments = (jnp.ones((8, 4)), np.ones((2, 8), np.float32), jax.random.key(0), 2, "mean", jax.nn.relu)
-    report = inspect_step(step, *arguments, target="local")
+    report = inspect_step(step, *arguments, device="local")
     assert report.step.flops == 2 * 2 * 8 * 4
 
 
 def test_nothing_is_allocated():
     """An argument of 34 GB, more than machines for tests have."""
     big = 2**17
-    report = inspect_step(lambda a, b: (a @ b).sum(), struct(big, big), struct(big, 16), target="local")
+    report = inspect_step(lambda a, b: (a @ b).sum(), struct(big, big), struct(big, 16), device="local")
     assert report.step.memory.arguments >= 2 * big**2
     assert report.step.flops == 2 * 16 * big**2
 
@@ -780,7 +780,7 @@ def test_gathers_of_a_mesh():
         lambda w, x: x @ jax.lax.with_sharding_constraint(w, P()),
         struct(64, 32, dtype=jnp.float32),
         struct(16, 64, dtype=jnp.float32),
-        target="local",
+        device="local",
         mesh={"data": 4},
         shardings=(P("data"), P("data")),
     )

@@ -124,13 +124,13 @@ def test_this_file_sees_opcodes():
     assert set(compared_with_an_opcode(ast.parse(code))) == {"sort", "x-start"}
 
 
-def call(target):
-    text = module([f'ROOT %c = f32[2]{{0}} custom-call(), custom_call_target="{target}"'])
+def call(name):
+    text = module([f'ROOT %c = f32[2]{{0}} custom-call(), custom_call_target="{name}"'])
     return parse_hlo(text).entry.root
 
 
 @pytest.mark.parametrize(
-    "target, kind",
+    "name, kind",
     [
         ("__cublas$lt$matmul$f8", Call.PRODUCT),
         ("__cublas$lt$matmul$f8$graph", Call.PRODUCT),
@@ -145,24 +145,24 @@ def call(target):
         ("", Call.UNKNOWN),
     ],
 )
-def test_custom_calls_by_what_they_do(target, kind):
-    assert call_of(call(target)) is kind
+def test_custom_calls_by_what_they_do(name, kind):
+    assert call_of(call(name)) is kind
 
 
-@pytest.mark.parametrize("target", ["my_kernel", "__gpu$xla.gpu.triton", "__cublas$lt$groupedMatmul"])
-def test_what_is_not_known_is_named_in_the_report(target):
+@pytest.mark.parametrize("name", ["my_kernel", "__gpu$xla.gpu.triton", "__cublas$lt$groupedMatmul"])
+def test_what_is_not_known_is_named_in_the_report(name):
     """It may multiply anything: it is neither one of the other launches nor missing without a word."""
     text = module(
         [
             "%x = f32[8]{0} parameter(0)",
-            f'%c = f32[8]{{0}} custom-call(%x), custom_call_target="{target}"',
+            f'%c = f32[8]{{0}} custom-call(%x), custom_call_target="{name}"',
             "ROOT %n = f32[8]{0} negate(%c)",
         ]
     )
     program = read(text)
-    assert [call.target for call in program.opaque] == [target] and program.others.count == 1
-    report = PreflightReport(fp8.preflight.targets["h100"], {"devices": 1}, program)
-    assert f"1 launches cannot be analyzed, and are not in the times: {target}" in report.caveats
+    assert [call.name for call in program.opaque] == [name] and program.others.count == 1
+    report = PreflightReport(fp8.preflight.compilable_devices["h100"], {"devices": 1}, program)
+    assert f"1 launches cannot be analyzed, and are not in the times: {name}" in report.caveats
 
 
 def anywhere(x, key):
@@ -179,9 +179,9 @@ def here(x, key):
     return anywhere(x, key), jax.scipy.linalg.solve_triangular(r, q)
 
 
-@pytest.mark.parametrize(("function", "target"), [("here", "local"), *on(["anywhere"], ["h100", "tpu7x"])])
-def test_what_jax_compiles_to_is_known(function, target):
+@pytest.mark.parametrize(("function", "device"), [("here", "local"), *on(["anywhere"], ["h100", "tpu7x"])])
+def test_what_jax_compiles_to_is_known(function, device):
     args = jax.ShapeDtypeStruct((16, 16), jnp.float32), jax.random.key(0)
-    report = inspect_step({"here": here, "anywhere": anywhere}[function], *args, target=target, other_setting=False)
+    report = inspect_step({"here": here, "anywhere": anywhere}[function], *args, device=device, other_setting=False)
     assert unknown_calls(report.step) == set()
     assert "custom-call" in report.step.text

@@ -36,11 +36,11 @@ def calls(text):
     return found
 
 
-@pytest.mark.parametrize(("head_dim", "target"), [*on([128, 64], ["h100", "b200"])])
-def test_it_compiles_to_cudnn_in_fp8(head_dim, target):
+@pytest.mark.parametrize(("head_dim", "device"), [*on([128, 64], ["h100", "b200"])])
+def test_it_compiles_to_cudnn_in_fp8(head_dim, device):
     operands = abstract(head_dim)
     op = Fp8Attention.init(scaling=fp8.DelayedScaling(amax_history_length=16))
-    report = inspect_step(fp8.filter_grad(loss), (op, *operands), target=target, other_setting=False)
+    report = inspect_step(fp8.filter_grad(loss), (op, *operands), device=device, other_setting=False)
     found = calls(report.step.text)
     assert set(found) == {"__cudnn$fmhaSoftmaxF8", "__cudnn$fmhaSoftmaxBackwardF8"}
     f8, f32 = "f8e4m3fn", "f32"
@@ -58,8 +58,8 @@ def test_it_compiles_to_cudnn_in_fp8(head_dim, target):
     assert any("whether cuDNN has a GPU kernel" in caveat for caveat in report.caveats)
 
 
-@pytest.mark.parametrize(("axis", "target"), [*on(["batch", "heads"], ["h100"])])
-def test_devices_share_the_largest_amaxes(axis, target):
+@pytest.mark.parametrize(("axis", "device"), [*on(["batch", "heads"], ["h100"])])
+def test_devices_share_the_largest_amaxes(axis, device):
     """JAX's own rule for the calls would leave each device with its own."""
     spec = {"batch": jax.P("devices"), "heads": jax.P(None, None, "devices")}[axis]
     op = Fp8Attention.init(scaling=fp8.DelayedScaling(amax_history_length=16))
@@ -68,7 +68,7 @@ def test_devices_share_the_largest_amaxes(axis, target):
         (op, *abstract(128, batch=8, tokens=1024)),
         devices=4,
         shardings=((None, spec, spec, spec),),
-        target=target,
+        device=device,
         other_setting=False,
     )
     whole = HEADS * 8 * 1024 * 1024 * 128 * 7
@@ -83,12 +83,12 @@ def test_devices_share_the_largest_amaxes(axis, target):
         assert "maximum(" in text
 
 
-@pytest.mark.parametrize(("tokens", "target"), [*on([100], ["h100"])])
-def test_a_sequence_of_incomplete_tiles_is_refused(tokens, target):
+@pytest.mark.parametrize(("tokens", "device"), [*on([100], ["h100"])])
+def test_a_sequence_of_incomplete_tiles_is_refused(tokens, device):
     op = Fp8Attention.init(scaling=fp8.DelayedScaling(amax_history_length=16))
     with pytest.raises(ValueError, match="multiples of 128"):
-        inspect_step(fp8.filter_grad(loss), (op, *abstract(128, tokens=tokens)), target=target)
+        inspect_step(fp8.filter_grad(loss), (op, *abstract(128, tokens=tokens)), device=device)
     # Without a gradient it is fine.
-    report = inspect_step(loss, (op, *abstract(64, tokens=tokens)), target=target, other_setting=False)
+    report = inspect_step(loss, (op, *abstract(64, tokens=tokens)), device=device, other_setting=False)
     assert set(calls(report.step.text)) == {"__cudnn$fmhaSoftmaxF8"}
     assert report.step.flops == 2 * HEADS * tokens * tokens * 64

@@ -9,12 +9,12 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import haliax_fp8 as fp8
-from haliax_fp8.preflight import inspect_step, targets
+from haliax_fp8.preflight import compilable_devices, inspect_step
 
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(targets["b200"].missing() is not None, reason="needs the package jax-cuda13-pjrt"),
+    pytest.mark.skipif(compilable_devices["b200"].missing() is not None, reason="needs the package jax-cuda13-pjrt"),
 ]
 
 WIDTH, HIDDEN, TOKENS, DEVICES = 256, 1024, 8192, 8
@@ -58,7 +58,7 @@ def divided(recipe):
     model = converted(recipe)
     weights = jax.tree.map(lambda leaf: P("data") if leaf.shape in ((WIDTH, HIDDEN), (HIDDEN, WIDTH)) else P(), model)
     mesh = {"data": DEVICES}
-    return inspect_step(step, model, X, target="b200", mesh=mesh, shardings=(weights, P("data")), other_setting=False)
+    return inspect_step(step, model, X, device="b200", mesh=mesh, shardings=(weights, P("data")), other_setting=False)
 
 
 def sent(report):
@@ -82,7 +82,7 @@ def test_devices_multiply_blocks_inside_shard_map():
         lambda model, x: mean(fp8.filter_grad(loss)(model, x)), in_specs=(P(), P("data")), out_specs=P()
     )
     report = inspect_step(
-        parts, converted("mxfp8"), X, target="b200", mesh={"data": 2}, shardings=(P(), P("data")), other_setting=False
+        parts, converted("mxfp8"), X, device="b200", mesh={"data": 2}, shardings=(P(), P("data")), other_setting=False
     )
     assert report.fp8_share == 1.0 and {p.implementation for p in report.products} == {"cuDNN block scaled"}
     assert {found.kind for found in report.step.collectives} == {"all-reduce"}
@@ -93,7 +93,7 @@ def test_hopper_says_that_it_emulates_blocks():
         step,
         converted("mxfp8"),
         X,
-        target="h100",
+        device="h100",
         mesh={"data": 2},
         shardings=(P(), P("data")),
         other_setting=False,

@@ -12,7 +12,7 @@ import pytest
 from expert_parallel import DEVICES, EXPERTS, INPUTS, OUTPUTS, ROWS
 from grouped_layer import SHAPES
 
-from haliax_fp8.preflight import targets
+from haliax_fp8.preflight import compilable_devices
 
 
 # Executed FLOPs, gigabytes of other launches, megabytes of temporaries; XLA's dense products take 46.2e12 and 18.1e12.
@@ -28,7 +28,7 @@ INSTRUCTIONS = {
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(targets["h100"].missing() is not None, reason="needs XLA's compiler for NVIDIA's GPUs")
+@pytest.mark.skipif(compilable_devices["h100"].missing() is not None, reason="needs XLA's compiler for NVIDIA's GPUs")
 @pytest.mark.parametrize("device", LIMITS)
 def test_experts_cost_what_is_useful(device):
     program = pathlib.Path(grouped_layer.__file__)
@@ -50,7 +50,7 @@ def test_experts_cost_what_is_useful(device):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(targets["h100"].missing() is not None, reason="needs XLA's compiler for NVIDIA's GPUs")
+@pytest.mark.skipif(compilable_devices["h100"].missing() is not None, reason="needs XLA's compiler for NVIDIA's GPUs")
 @pytest.mark.parametrize("device", ["h100", "b200"])
 def test_each_device_multiplies_its_own_rows_and_experts(device):
     """Rows travel in FP8, gradients in bfloat16. With automatic axes kernels do, once; theirs are added up in parts."""

@@ -10,7 +10,7 @@ import pytest
 import haliax_fp8 as fp8
 from haliax_fp8 import Fp8Config, fp8_linear_layers
 from haliax_fp8.memory import JoinedLinear, join_linear
-from haliax_fp8.preflight import targets
+from haliax_fp8.preflight import compilable_devices
 
 
 Wide, Out, Tokens = hax.make_axes(embed=512, mlp=1024, token=512)
@@ -38,13 +38,13 @@ def step(model, x):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(targets["h100"].missing() is not None, reason="needs the package jax-cuda13-pjrt")
+@pytest.mark.skipif(compilable_devices["h100"].missing() is not None, reason="needs the package jax-cuda13-pjrt")
 @pytest.mark.parametrize("recipe", ["delayed", "rowwise"])
 def test_a_gpu_multiplies_once(recipe, compiled):
     """One fprop, one dgrad, one wgrad."""
     model = eqx.filter_eval_shape(lambda: Gated.init(Fp8Config(recipe=recipe)))
     x = jax.ShapeDtypeStruct((Tokens.size, Wide.size), jnp.bfloat16)
-    _, report = compiled(step, model, x, target="h100")
+    _, report = compiled(step, model, x, device="h100")
     found = [(product.layer, product.executions) for product in report.step.products]
     assert found == [("model.gate_up.linear", 1)] * 3
     assert all(product.is_fp8 for product in report.step.products)

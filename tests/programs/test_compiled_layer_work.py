@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 import haliax_fp8 as fp8
-from haliax_fp8.preflight import inspect_step, targets
+from haliax_fp8.preflight import compilable_devices, inspect_step
 
 
 # Each compiles two programs, and all check one formula: CI runs some of them.
@@ -18,10 +18,10 @@ PER_TENSOR_OR_ROW = ("delayed", "current", "static", "rowwise", "rowwise_wgrad_b
 BLOCKS = ("deepseek", "mxfp8")
 
 
-def case(target, recipe, *sizes):
-    missing = targets[target].missing()
+def case(device, recipe, *sizes):
+    missing = compilable_devices[device].missing()
     skip = pytest.mark.skipif(missing is not None, reason=missing or "")
-    return pytest.param(target, recipe, sizes, marks=skip, id=f"{target}-{recipe}-{'x'.join(map(str, sizes))}")
+    return pytest.param(device, recipe, sizes, marks=skip, id=f"{device}-{recipe}-{'x'.join(map(str, sizes))}")
 
 
 def in_bf16(make):
@@ -29,7 +29,7 @@ def in_bf16(make):
     return lambda: jax.tree.map(cast, make())
 
 
-def program(model, grad, inputs, grads, target, call, in_triton=False):
+def program(model, grad, inputs, grads, device, call, in_triton=False):
     """The gradients of a model and of its input, with its output: three products for each layer."""
 
     def loss(arguments, g):
@@ -40,23 +40,23 @@ def program(model, grad, inputs, grads, target, call, in_triton=False):
     step = lambda model, x, g: grad(loss, has_aux=True)((model, x), g)
     # The figures are those of products in cuBLASLt. Block-scaled ones are Triton's alone.
     options = {"xla_gpu_enable_triton_gemm": in_triton}
-    return inspect_step(step, model, inputs, grads, target=target, compiler_options=options).step
+    return inspect_step(step, model, inputs, grads, device=device, compiler_options=options).step
 
 
-def added(make, recipe, inputs, grads, target, call=lambda model, x: model(x), tokens=None):
+def added(make, recipe, inputs, grads, device, call=lambda model, x: model(x), tokens=None):
     """What FP8 adds to a program in bf16: bytes and launches beside the products; and what is predicted."""
     plain = eqx.filter_eval_shape(in_bf16(make))
     config = fp8.Fp8Config(recipe=recipe, emulate=True)
     model = eqx.filter_eval_shape(lambda: fp8.fp8_linear_layers(in_bf16(make)(), config))
     x, g = (eqx.filter_eval_shape(lambda axes=axes: hax.zeros(axes, jnp.bfloat16)) for axes in (inputs, grads))
-    bf16 = program(plain, eqx.filter_grad, x, g, target, call).others
-    quantized = program(model, fp8.filter_grad, x, g, target, call, recipe in BLOCKS).others
-    (row,) = fp8.describe(model, predict=fp8.layers.FasterOn(target, tokens=tokens or inputs[0].size))
+    bf16 = program(plain, eqx.filter_grad, x, g, device, call).others
+    quantized = program(model, fp8.filter_grad, x, g, device, call, recipe in BLOCKS).others
+    (row,) = fp8.describe(model, predict=fp8.layers.FasterOn(device, tokens=tokens or inputs[0].size))
     return quantized.bytes - bf16.bytes, quantized.count - bf16.count, row.prediction
 
 
 @pytest.mark.parametrize(
-    "target, recipe, sizes",
+    "device, recipe, sizes",
     [
         *(case("h100", recipe, 4096, 2048, 8192) for recipe in PER_TENSOR_OR_ROW),
         *(case("b200", recipe, 4096, 2048, 8192) for recipe in PER_TENSOR_OR_ROW + BLOCKS),
@@ -67,30 +67,30 @@ def added(make, recipe, inputs, grads, target, call=lambda model, x: model(x), t
         case("h100", "delayed", 4096, 2056, 8200),
     ],
 )
-def test_one_layer(target, recipe, sizes):
+def test_one_layer(device, recipe, sizes):
     tokens, inputs, outputs = sizes
     T, In, Out = hax.make_axes(token=tokens, In=inputs, Out=outputs)
     make = lambda: hnn.Linear.init(In, Out, key=jax.random.key(0), use_bias=False)
-    moved, count, prediction = added(make, recipe, (T, In), (T, Out), target)
+    moved, count, prediction = added(make, recipe, (T, In), (T, Out), device)
     assert prediction.overhead_bytes == pytest.approx(moved, rel=0.15)
     assert prediction.overhead_launches == pytest.approx(count, abs=1, rel=0.35)
 
 
-@pytest.mark.parametrize("target, recipe, sizes", [case("h100", "delayed", 4096, 2050, 8190)])
-def test_what_bf16_pads_too(target, recipe, sizes):
+@pytest.mark.parametrize("device, recipe, sizes", [case("h100", "delayed", 4096, 2050, 8190)])
+def test_what_bf16_pads_too(device, recipe, sizes):
     """Of sides that both pad, both are predicted to pad."""
     tokens, inputs, outputs = sizes
     T, In, Out = hax.make_axes(token=tokens, In=inputs, Out=outputs)
     make = lambda: hnn.Linear.init(In, Out, key=jax.random.key(0), use_bias=False)
-    moved, _, prediction = added(make, recipe, (T, In), (T, Out), target)
+    moved, _, prediction = added(make, recipe, (T, In), (T, Out), device)
     padding = 4 * 2 * (tokens * inputs + inputs * outputs + tokens * outputs)
     assert prediction.overhead_bytes - padding == pytest.approx(moved, rel=0.15)
 
 
 @pytest.mark.parametrize(
-    "target, recipe, sizes", [case("h100", recipe, 4096, 2048, 1024) for recipe in ("delayed", "current", "rowwise")]
+    "device, recipe, sizes", [case("h100", recipe, 4096, 2048, 1024) for recipe in ("delayed", "current", "rowwise")]
 )
-def test_ensembles(target, recipe, sizes):
+def test_ensembles(device, recipe, sizes):
     tokens, inputs, outputs = sizes
     Member, T, In, Out = hax.make_axes(member=4, token=tokens, In=inputs, Out=outputs)
     keys = jax.random.split(jax.random.key(0), Member.size)
@@ -99,7 +99,7 @@ def test_ensembles(target, recipe, sizes):
     call = lambda model, x: hax.named(
         eqx.filter_vmap(lambda m, x: m(hax.named(x, (T, In))).array)(model, x.array), (Member, T, Out)
     )
-    moved, count, prediction = added(make, recipe, (Member, T, In), (Member, T, Out), target, call, tokens)
+    moved, count, prediction = added(make, recipe, (Member, T, In), (Member, T, Out), device, call, tokens)
     assert prediction.overhead_bytes == pytest.approx(moved, rel=0.15)
     # As for one layer: members' scales take small launches that the prediction does not tell apart.
     assert prediction.overhead_launches == pytest.approx(count, abs=3, rel=0.35)
@@ -120,7 +120,7 @@ class Layer(eqx.Module):
 
 @pytest.mark.parametrize("recipe", ["delayed", "current"])
 @pytest.mark.parametrize("kind", [hnn.Stacked, hnn.BlockSeq])
-@pytest.mark.skipif(targets["h100"].missing() is not None, reason=targets["h100"].missing() or "")
+@pytest.mark.skipif(compilable_devices["h100"].missing() is not None, reason=compilable_devices["h100"].missing() or "")
 def test_layers_in_a_model(kind, recipe):
     """Casts merge with what is around them, or keep it from merging; a scan stores residuals of one byte, not two."""
     T, In, Block = hax.make_axes(token=4096, In=2048, block=4)
@@ -136,11 +136,11 @@ def test_layers_in_a_model(kind, recipe):
     assert quantized.bytes - bf16.bytes <= 1.25 * sum(row.prediction.overhead_bytes for row in rows)
 
 
-@pytest.mark.parametrize("target, recipe, sizes", [case("h100", "delayed", 4096, 2048, 4096)])
-def test_experts_add_no_more(target, recipe, sizes):
+@pytest.mark.parametrize("device, recipe, sizes", [case("h100", "delayed", 4096, 2048, 4096)])
+def test_experts_add_no_more(device, recipe, sizes):
     tokens, inputs, outputs = sizes
     T, In, Out, Experts = hax.make_axes(token=tokens, In=inputs, Out=outputs, experts=8)
     make = lambda: hnn.MoELinear.init(Experts, In, Out, key=jax.random.key(0), use_bias=False)
     call = lambda model, x: model(x, hax.full(Experts, tokens // 8, jnp.int32))
-    moved, _, prediction = added(make, recipe, (T, In), (T, Out), target, call)
+    moved, _, prediction = added(make, recipe, (T, In), (T, Out), device, call)
     assert moved <= prediction.overhead_bytes

@@ -129,10 +129,10 @@ def test_an_op_that_keeps_both_is_found(name):
 
 @pytest.fixture
 def kept(compiled):
-    """The activations that a step keeps, as a target's compiler has it: in FP8, or wider."""
+    """The activations that a step keeps, as a device's compiler has it: in FP8, or wider."""
 
-    def kept_of(call, model, target):
-        text, report = compiled(gradient_of(call), model, inputs(), target=target)
+    def kept_of(call, model, device):
+        text, report = compiled(gradient_of(call), model, inputs(), device=device)
         found = {
             (dtype, size): count
             for (dtype, size), count in kept_arrays(text).items()
@@ -159,30 +159,30 @@ OUTPUT = Counter({("wider", NARROW): 1})
 
 
 @pytest.mark.parametrize(
-    ("name", "target"), with_one_architecture(on(name for name in KINDS if name != "twice vmapped Equinox"))
+    ("name", "device"), with_one_architecture(on(name for name in KINDS if name != "twice vmapped Equinox"))
 )
-def test_what_a_program_keeps_is_in_fp8(name, target, kept):
+def test_what_a_program_keeps_is_in_fp8(name, device, kept):
     """Nothing but the products of this model asks for its activations."""
-    narrow, wide = (NARROW, WIDE) if (name, target) != ("experts", "h100") else (EDGED, EDGED * WIDE // NARROW)
+    narrow, wide = (NARROW, WIDE) if (name, device) != ("experts", "h100") else (EDGED, EDGED * WIDE // NARROW)
     expected = of_all_blocks(name, {(E4M3, narrow): 1, (E4M3, wide): 1}) + OUTPUT
     if name == "scan with checkpointing":
         expected["wider", LAYERS * NARROW] += 1  # The blocks' inputs.
-    arrays, report = kept(KINDS[name].call, converted(KINDS[name], Pair), target)
+    arrays, report = kept(KINDS[name].call, converted(KINDS[name], Pair), device)
     assert widths(arrays) == expected
     report.require(fp8_flops=1.0)
 
 
-@pytest.mark.parametrize(("name", "target"), on(["unrolled", "scan"], ["h100"]))
-def test_what_is_kept_in_bfloat16_is_found(name, target, kept):
+@pytest.mark.parametrize(("name", "device"), on(["unrolled", "scan"], ["h100"]))
+def test_what_is_kept_in_bfloat16_is_found(name, device, kept):
     """The same reading, on a model that is not converted and on a faulty op."""
     kind = KINDS[name]
     in_bf16 = of_all_blocks(name, {("wider", NARROW): 1, ("wider", WIDE): 1}) + OUTPUT
     if name == "unrolled":
         in_bf16["wider", NARROW] -= 1  # The first block's input is an argument.
-    arrays, _ = kept(kind.call, plain(kind, Pair), target)
+    arrays, _ = kept(kind.call, plain(kind, Pair), device)
     assert {dtype for dtype, _ in arrays} == {"bf16"} and widths(arrays) == in_bf16
     copies = of_all_blocks(name, {(E4M3, NARROW): 1, (E4M3, WIDE): 1})
-    arrays, _ = kept(kind.call, sabotaged(converted(kind, Pair)), target)
+    arrays, _ = kept(kind.call, sabotaged(converted(kind, Pair)), device)
     assert widths(arrays) >= in_bf16 + copies
 
 
@@ -231,11 +231,11 @@ CALLS["checkpointed"] = lambda model, x: eqx.filter_checkpoint(CALLS["plain"])(m
 
 
 @pytest.mark.parametrize("model", [Gated, GatedInFloat32])
-@pytest.mark.parametrize(("name", "target"), on(CALLS, ["h100"]))
-def test_an_activation_is_read_once_in_each_pass(name, target, model, compiled):
+@pytest.mark.parametrize(("name", "device"), on(CALLS, ["h100"]))
+def test_an_activation_is_read_once_in_each_pass(name, device, model, compiled):
     """Quantized forward; backward, quantized again or measured, together with both of its gradients."""
     step, rows = gradient_of(CALLS[name]), struct(*Gated.rows)
-    text, _ = compiled(step, converted(KINDS["vmapped Equinox"], model), rows, target=target)
+    text, _ = compiled(step, converted(KINDS["vmapped Equinox"], model), rows, device=device)
     sites = [site for site in launches(entry_sites(parse_hlo(text))) if is_launch(site)]
     products = [site for site in sites if any(dimensions(inside) for inside in opened(site))]
     others = [site for site in sites if site not in products]
@@ -267,8 +267,8 @@ class DividedPair(Pair):
         return by_rows(self.down(by_rows(self.up(x))))
 
 
-@pytest.mark.parametrize(("name", "target"), on(["unrolled", "scan"]))
-def test_weights_are_gathered_in_one_byte_each(name, target):
+@pytest.mark.parametrize(("name", "device"), on(["unrolled", "scan"]))
+def test_weights_are_gathered_in_one_byte_each(name, device):
     """Kernels divided over devices (FSDP), rows too: each layer's kernel is gathered in FP8, at most twice."""
     model = converted(KINDS[name], DividedPair)
     is_kernel = lambda x: isinstance(x, jax.ShapeDtypeStruct) and x.dtype == jnp.bfloat16 and x.size >= KERNEL
@@ -277,8 +277,8 @@ def test_weights_are_gathered_in_one_byte_each(name, target):
         gradient_of(KINDS[name].call),
         model,
         inputs(),
-        target=target,
-        mesh={"data": 4 if target == "tpu7x" else 8},
+        device=device,
+        mesh={"data": 4 if device == "tpu7x" else 8},
         shardings=(jax.tree.map(lambda x: divided if is_kernel(x) else None, model), PartitionSpec("data", None)),
     )
     report.require(fp8_flops=1.0)

@@ -1,4 +1,4 @@
-"""The project's own preflight: every product of every kind of model and of every recipe, on every target.
+"""The project's own preflight: every product of every kind of model and of every recipe, on every device.
 
 What the project claims of itself; `test_preflight_products.py` holds that the reader of programs counts right.
 """
@@ -44,11 +44,11 @@ def layers(products):
 # --- Every kind of model ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "target"), with_one_architecture(on(KINDS)))
-def test_every_product_of_a_model_runs_in_fp8(name, target):
+@pytest.mark.parametrize(("name", "device"), with_one_architecture(on(KINDS)))
+def test_every_product_of_a_model_runs_in_fp8(name, device):
     kind = KINDS[name]
-    options = {} if target == "tpu7x" else {"compiler_options": {"xla_gpu_enable_triton_gemm": False}}
-    report = inspect_step(gradient_of(kind.call), converted(kind), inputs(), target=target, **options)
+    options = {} if device == "tpu7x" else {"compiler_options": {"xla_gpu_enable_triton_gemm": False}}
+    report = inspect_step(gradient_of(kind.call), converted(kind), inputs(), device=device, **options)
     report.require(fp8_flops=1.0)
     formats = {(p.name, *sorted((p.lhs, p.rhs)), p.verdict) for p in report.products}
     assert formats == {
@@ -62,7 +62,7 @@ def test_every_product_of_a_model_runs_in_fp8(name, target):
     assert layers(report.products) == {(product, name) for product in runs for name in SwiGLU.names}
     if name == "experts":
         assert {p.implementation for p in report.products} == {"grouped f8"}
-    elif target != "tpu7x":
+    elif device != "tpu7x":
         assert {p.implementation for p in report.products} == {"cublasLt f8"}
     assert report.step.unknown_loops == 0 and not report.step.opaque and unknown_calls(report.step) == set()
 
@@ -70,24 +70,24 @@ def test_every_product_of_a_model_runs_in_fp8(name, target):
 @pytest.mark.parametrize("name", ["vmapped Equinox", "twice vmapped Equinox"])
 def test_on_the_cpu_too_each_gradient_is_one_product(name):
     kind = KINDS[name]
-    report = inspect_step(gradient_of(kind.call), converted(kind), inputs(), target="local")
+    report = inspect_step(gradient_of(kind.call), converted(kind), inputs(), device="local")
     assert total(report.products, lambda p: 1) == kind.runs(len(SwiGLU.names))
     report.require(asked_flops=1.0)
 
 
-@pytest.mark.parametrize(("name", "target"), on(["scan"], ["h100", "tpu7x"]))
-def test_a_plain_model_runs_none(name, target):
+@pytest.mark.parametrize(("name", "device"), on(["scan"], ["h100", "tpu7x"]))
+def test_a_plain_model_runs_none(name, device):
     """The same reading, on what it must not find."""
-    report = inspect_step(gradient_of(KINDS[name].call), plain(KINDS[name]), inputs(), target=target)
+    report = inspect_step(gradient_of(KINDS[name].call), plain(KINDS[name]), inputs(), device=device)
     assert report.fp8_share == 0.0
     assert {(p.lhs, p.rhs, p.verdict) for p in report.products} == {("bf16", "bf16", Verdict.HIGH_PRECISION)}
 
 
-@pytest.mark.parametrize(("name", "target"), on(["scan"], ["tpu6e"]))
-def test_a_device_without_fp8_is_told(name, target):
+@pytest.mark.parametrize(("name", "device"), on(["scan"], ["tpu6e"]))
+def test_a_device_without_fp8_is_told(name, device):
     """All products are there, and none is in FP8."""
     kind = KINDS[name]
-    report = inspect_step(gradient_of(kind.call), converted(kind), inputs(), target=target)
+    report = inspect_step(gradient_of(kind.call), converted(kind), inputs(), device=device)
     runs = kind.runs(len(SwiGLU.names))
     assert total(report.products, lambda p: p.flops) == {product: n * FLOPS for product, n in runs.items()}
     assert {(p.verdict, "TPU7x" in p.reason) for p in report.products} == {(Verdict.EMULATED, True)}
@@ -96,24 +96,24 @@ def test_a_device_without_fp8_is_told(name, target):
 # --- Every recipe -----------------------------------------------------------------------------------------------------
 
 DEQUANTIZED = "block scaling is emulated: the operands are dequantized and multiplied in"
-# Recipe and target: the element type that is multiplied, and what the report has to say.
+# Recipe and device: the element type that is multiplied, and what the report has to say.
 EMULATED = {
     **{
         (recipe, "h100"): (E4M3, "block-scaled products need compute capability 10.0")
         for recipe in ("deepseek", "mxfp8")
     },
     **{(recipe, "tpu7x"): ("bf16", f"{DEQUANTIZED} bf16") for recipe in ("deepseek", "mxfp8")},
-    **{("nvfp4", target): ("f32", f"{DEQUANTIZED} f32") for target in ("h100", "b200", "tpu7x")},
+    **{("nvfp4", device): ("f32", f"{DEQUANTIZED} f32") for device in ("h100", "b200", "tpu7x")},
 }
 
 
-def expected(recipe, target, product):
+def expected(recipe, device, product):
     """What such products have to be: element types, verdict, and how the reason begins."""
     first, second = fp8.recipes.named[recipe].products[product]
     if not first.scaling.quantizes:
         return ("bf16", "bf16"), Verdict.HIGH_PRECISION, "the recipe keeps this product in high precision"
-    if (recipe, target) in EMULATED:
-        dtype, reason = EMULATED[recipe, target]
+    if (recipe, device) in EMULATED:
+        dtype, reason = EMULATED[recipe, device]
         return (dtype, dtype), Verdict.EMULATED, reason
     return tuple(sorted(XLA_NAMES[operand.format.name] for operand in (first, second))), Verdict.FP8, ""
 
@@ -122,26 +122,26 @@ def expected(recipe, target, product):
 SCANNED = {("current", "h100"), ("rowwise", "h100"), ("static", "h100"), ("mxfp8", "b200"), ("mxfp8", "tpu7x")}
 
 
-@pytest.mark.parametrize(("recipe", "target"), on(recipe for recipe in fp8.recipes.named if recipe != "delayed"))
-def test_every_product_is_what_the_recipe_says(recipe, target):
+@pytest.mark.parametrize(("recipe", "device"), on(recipe for recipe in fp8.recipes.named if recipe != "delayed"))
+def test_every_product_is_what_the_recipe_says(recipe, device):
     """Where `supported` calls a recipe native, products are in its formats; where not, the report says why."""
-    assert fp8.recipes.supported(recipe, target).is_native == ((recipe, target) not in EMULATED)
-    kind = KINDS["scan"] if (recipe, target) in SCANNED else ONE_BLOCK
-    report = inspect_step(gradient_of(kind.call), converted(kind, recipe=recipe), inputs(), target=target)
+    assert fp8.recipes.supported(recipe, device).is_native == ((recipe, device) not in EMULATED)
+    kind = KINDS["scan"] if (recipe, device) in SCANNED else ONE_BLOCK
+    report = inspect_step(gradient_of(kind.call), converted(kind, recipe=recipe), inputs(), device=device)
     assert unknown_calls(report.step) == set()
     runs = kind.runs(len(SwiGLU.names))
     products = [p for p in report.products if p.name in runs]
     for product in products:
-        dtypes, verdict, reason = expected(recipe, target, product.name)
+        dtypes, verdict, reason = expected(recipe, device, product.name)
         found = tuple(sorted((product.lhs, product.rhs)))
-        if (recipe, target, found) == ("nvfp4", "tpu7x", ("bf16", "f32")):
+        if (recipe, device, found) == ("nvfp4", "tpu7x", ("bf16", "f32")):
             # Of one product in float32, a TPU reads an operand in bfloat16, in which it multiplies by default.
             assert product.name == "fprop"
             found = dtypes
         assert (found, product.verdict) == (dtypes, verdict), product
         assert product.reason.startswith(reason) and bool(product.reason) == bool(reason), product
     assert total(products, lambda p: p.flops) == {product: count * FLOPS for product, count in runs.items()}
-    if recipe in ("deepseek", "mxfp8") and target == "b200":
+    if recipe in ("deepseek", "mxfp8") and device == "b200":
         # One launch each, scales applied in it.
         assert {product.implementation for product in products} == {"Triton scaled-dot"}
     # Rotations are products too. The way from a product back to the weight does not lead through blocks of 16.

@@ -57,7 +57,7 @@ def moved():
         model = eqx.filter_eval_shape(blocks, config, change, checkpointing)
         x = eqx.filter_eval_shape(lambda: hax.zeros((TOKENS, CONFIG.Hidden), dtype=jnp.bfloat16))
         report = fp8.preflight.inspect_step(
-            fp8.filter_grad(loss), model, x, target="h100", compiler_options=dict(options), other_setting=False
+            fp8.filter_grad(loss), model, x, device="h100", compiler_options=dict(options), other_setting=False
         )
         report.require(fp8_flops=1.0)
         return report.step.others.bytes / 1e9, report.step.memory.temporaries / 2**20
@@ -68,16 +68,16 @@ def moved():
 DEFAULTS, CUBLAS = (), (("xla_gpu_enable_triton_gemm", False),)
 
 
-@pytest.mark.parametrize(("checkpointing", "target"), on([False, True], ["h100"]))
-def test_xlas_defaults(checkpointing, target, moved):
+@pytest.mark.parametrize(("checkpointing", "device"), on([False, True], ["h100"]))
+def test_xlas_defaults(checkpointing, device, moved):
     """A scan stacks a third less and moves 40 % less; with checkpointing it moves a quarter less."""
     gigabytes, temporaries = moved("from outside", checkpointing, DEFAULTS)
     most_gigabytes, most_temporaries = (33.7, 1750) if checkpointing else (42.0, 5200)
     assert gigabytes <= most_gigabytes and temporaries <= most_temporaries
 
 
-@pytest.mark.parametrize(("checkpointing", "target"), on([False, True], ["h100"]))
-def test_as_good_as_in_the_models_code(checkpointing, target, moved):
+@pytest.mark.parametrize(("checkpointing", "device"), on([False, True], ["h100"]))
+def test_as_good_as_in_the_models_code(checkpointing, device, moved):
     """With products by cuBLASLt, as in a `TrainStep`; within 2 %, as attention is not rematerialized from outside."""
     outside, inside = (moved(how, checkpointing, CUBLAS) for how in ("from outside", "in the code"))
     assert all(a <= 1.02 * b for a, b in zip(outside, inside, strict=True))

@@ -101,11 +101,11 @@ both_flags = pytest.mark.parametrize("triton", [False, True], ids=["cuBLASLt", "
 
 
 @both_flags
-@pytest.mark.parametrize(("name", "target"), on(CASES, ["h100", "b200"]))
-def test_every_product_reads_fp8_and_its_scale(name, target, triton, compiled):
+@pytest.mark.parametrize(("name", "device"), on(CASES, ["h100", "b200"]))
+def test_every_product_reads_fp8_and_its_scale(name, device, triton, compiled):
     make, shape, count = CASES[name]
     flags = {"xla_gpu_enable_triton_gemm": triton}
-    text, report = compiled(gradient_of(call), make(), struct(*shape), target=target, compiler_options=flags)
+    text, report = compiled(gradient_of(call), make(), struct(*shape), device=device, compiler_options=flags)
     report.require(fp8_flops=1.0)
     assert count in (None, sum(product.executions for product in report.step.products))
     if triton:
@@ -123,8 +123,8 @@ def test_every_product_reads_fp8_and_its_scale(name, target, triton, compiled):
     [(("data", None), (None, None)), ((None, "data"), (None, "data"))],
     ids=["data", "contraction"],
 )
-@pytest.mark.parametrize(("name", "target"), on(["divided"], ["h100"]))
-def test_sums_over_devices_are_of_scaled_products(rows, kernel, name, target, compiled):
+@pytest.mark.parametrize(("name", "device"), on(["divided"], ["h100"]))
+def test_sums_over_devices_are_of_scaled_products(rows, kernel, name, device, compiled):
     """XLA adds what devices have before it does anything else with a product."""
     del name
     model = converted(Layer.init())
@@ -133,7 +133,7 @@ def test_sums_over_devices_are_of_scaled_products(rows, kernel, name, target, co
         gradient_of(call),
         model,
         struct(ROWS, 512),
-        target=target,
+        device=device,
         mesh={"data": 8},
         shardings=(
             jax.tree.map(lambda x: PartitionSpec(*kernel) if is_kernel(x) else None, model),
@@ -145,8 +145,8 @@ def test_sums_over_devices_are_of_scaled_products(rows, kernel, name, target, co
     assert products(text)
 
 
-@pytest.mark.parametrize(("name", "target"), on(["mapped"], ["h100"]))
-def test_mapped_gradients_multiply_in_fp8(name, target, compiled):
+@pytest.mark.parametrize(("name", "device"), on(["mapped"], ["h100"]))
+def test_mapped_gradients_multiply_in_fp8(name, device, compiled):
     """Of members with scales of their own. cuBLASLt takes one number, so another launch multiplies what it stored."""
     del name
     make = lambda: eqx.filter_vmap(lambda key: Layer(hnn.Linear.init(In, Out, key=key, use_bias=False)))(
@@ -154,6 +154,6 @@ def test_mapped_gradients_multiply_in_fp8(name, target, compiled):
     )
     models = converted(eqx.filter_eval_shape(make))
     step = eqx.filter_vmap(gradient_of(call))
-    text, report = compiled(step, models, struct(3, ROWS, 512), target=target)
+    text, report = compiled(step, models, struct(3, ROWS, 512), device=device)
     report.require(fp8_flops=1.0)
     assert len(products(text)) == 3

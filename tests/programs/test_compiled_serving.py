@@ -20,21 +20,21 @@ SIZES = dataclasses.replace(LLAMA_8B, llama=dataclasses.replace(LLAMA_8B.llama, 
 WEIGHTS = sum(x.size for x in jax.tree.leaves(served("bf16", SIZES)) if x.ndim > 1)
 
 
-@pytest.mark.parametrize(("scheme", "target"), on(["static", "weight_only"], ["h100"]))
-def test_kernels_are_not_copied(scheme, target):
+@pytest.mark.parametrize(("scheme", "device"), on(["static", "weight_only"], ["h100"]))
+def test_kernels_are_not_copied(scheme, device):
     """For one row: a byte for each weight, and beside them what activations take."""
-    found, bf16 = (row(name, 1, "XLA's defaults", target, SIZES) for name in (scheme, "bf16"))
+    found, bf16 = (row(name, 1, "XLA's defaults", device, SIZES) for name in (scheme, "bf16"))
     assert found["fp8"] == (found["products"] if scheme == "static" else 0)
     assert found["arguments"] == pytest.approx(WEIGHTS, rel=0.02) and bf16["arguments"] >= 2 * WEIGHTS
     assert found["temporaries"] - bf16["temporaries"] < 0.03 * WEIGHTS
     assert found["others"] < 0.5 * WEIGHTS
 
 
-@pytest.mark.parametrize(("scheme", "target"), on(["static"], ["h100"]))
-def test_what_unstacking_is_for(scheme, target):
+@pytest.mark.parametrize(("scheme", "device"), on(["static"], ["h100"]))
+def test_what_unstacking_is_for(scheme, device):
     """In a loop, each kernel is copied before it is multiplied: read and written once more."""
     apart, in_loop = (
-        row(scheme, 16, "XLA's defaults", target, SIZES, stacked=True, unstack=unstack) for unstack in (True, False)
+        row(scheme, 16, "XLA's defaults", device, SIZES, stacked=True, unstack=unstack) for unstack in (True, False)
     )
     assert apart["fp8"] == apart["products"] > 0
     assert in_loop["others"] - apart["others"] > WEIGHTS

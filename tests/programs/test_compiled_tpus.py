@@ -9,15 +9,15 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from haliax_fp8 import Fp8DotGeneral, filter_grad
-from haliax_fp8.preflight import inspect_step, targets
+from haliax_fp8.preflight import compilable_devices, inspect_step
 
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(targets["tpu7x"].missing() is not None, reason="needs XLA's compiler for TPUs"),
+    pytest.mark.skipif(compilable_devices["tpu7x"].missing() is not None, reason="needs XLA's compiler for TPUs"),
 ]
 
-TPUS = {"target": "tpu7x", "mesh": {"model": 4}, "other_setting": False}
+TPUS = {"device": "tpu7x", "mesh": {"model": 4}, "other_setting": False}
 DIMENSIONS = (((1,), (0,)), ((), ()))
 
 

@@ -26,10 +26,10 @@ EXPECTED = {
 }
 
 
-@pytest.mark.parametrize("name, target", on(EXPECTED, ["h100"]))
-def test_kernels_travel_in_fp8(name, target):
+@pytest.mark.parametrize("name, device", on(EXPECTED, ["h100"]))
+def test_kernels_travel_in_fp8(name, device):
     with jax.numpy_dtype_promotion("standard"):
-        found = row(CASES[name], target, TINY)
+        found = row(CASES[name], device, TINY)
     # A byte per weight; norms and their like travel in bfloat16.
     assert found["gathered_fp8"] == pytest.approx(EXPECTED[name], rel=0.02)
     assert found["gathered_wider"] <= 0.02 * WEIGHTS
@@ -37,19 +37,19 @@ def test_kernels_travel_in_fp8(name, target):
     assert name != "FSDP" or found["reductions"] == 2
 
 
-@pytest.mark.parametrize("name, target", on(["FSDP, current scaling"], ["h100"]))
-def test_amaxes_of_all_kernels_are_one_reduction(name, target):
+@pytest.mark.parametrize("name, device", on(["FSDP, current scaling"], ["h100"]))
+def test_amaxes_of_all_kernels_are_one_reduction(name, device):
     """Each block has eight tensors between products whose amax the next one waits for; and there is one of the loss."""
     with jax.numpy_dtype_promotion("standard"):
-        assert row(CASES[name], target, TINY)["reductions"] == 2 * 8 + 1 + 1
+        assert row(CASES[name], device, TINY)["reductions"] == 2 * 8 + 1 + 1
 
 
-@pytest.mark.parametrize("name, target", on(["reduced once, in float32", "reduced once, in bf16"], ["h100"]))
-def test_gradients_travel_once(name, target):
+@pytest.mark.parametrize("name, device", on(["reduced once, in float32", "reduced once, in bf16"], ["h100"]))
+def test_gradients_travel_once(name, device):
     """With four microbatches, in the dtype asked for: a quarter of bf16's bytes, or half in float32."""
     (case,) = (case for known, case in CASES.items() if known.endswith(name))
     with jax.numpy_dtype_promotion("standard"):
-        found = row(case, target, TINY)
+        found = row(case, device, TINY)
     assert found["scattered"] == pytest.approx((4 if "float32" in name else 2) * OF_MLP, rel=0.02)
     assert found["gathered_wider"] <= 0.02 * OF_MLP
     # One of the amaxes, one of the loss, and one of the gradients' norm.
@@ -67,10 +67,10 @@ LIMITS = {
 }
 
 
-@pytest.mark.parametrize("name, target", on(LIMITS, ["h100"]))
-def test_gradients_of_one_tensor_are_one_sum(name, target):
+@pytest.mark.parametrize("name, device", on(LIMITS, ["h100"]))
+def test_gradients_of_one_tensor_are_one_sum(name, device):
     with jax.numpy_dtype_promotion("standard"):
-        found = row(CASES[name], target, TINY)
+        found = row(CASES[name], device, TINY)
     # Amaxes of rows are no less than an activation's part here, where rows are short.
     assert found["gathered_wider"] < ACTIVATION / 2
     assert found["wire"] <= 7 / 8 * LIMITS[name] + ACTIVATION

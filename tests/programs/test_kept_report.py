@@ -7,7 +7,7 @@ import runpy
 import jax
 import pytest
 
-from haliax_fp8.preflight import targets
+from haliax_fp8.preflight import compilable_devices
 
 
 FIGURES = pathlib.Path(__file__).parents[2] / "docs" / "_figures"
@@ -20,7 +20,7 @@ def without_times(facts):
 
 @pytest.mark.slow
 def test_what_is_kept_is_what_the_step_compiles_to(monkeypatch):
-    if (missing := targets["h100"].missing()) is not None:
+    if (missing := compilable_devices["h100"].missing()) is not None:
         pytest.skip(missing)
     monkeypatch.syspath_prepend(FIGURES)  # as when it is run as a script
     script = runpy.run_path(str(FIGURES / "kept_report.py"))

@@ -72,16 +72,16 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(("name", "target"), on(CASES, ["h100"]))
-def test_what_devices_send_and_keep(name, target, compiled):
+@pytest.mark.parametrize(("name", "device"), on(CASES, ["h100"]))
+def test_what_devices_send_and_keep(name, device, compiled):
     function, args, shardings, read, if_told, if_not = CASES[name]
-    options = {"target": target, "mesh": {"data": 4}, "shardings": shardings}
+    options = {"device": device, "mesh": {"data": 4}, "shardings": shardings}
     texts = [compiled(jax.jit(functools.partial(function, told)), *args, **options)[0] for told in (True, False)]
     assert [read(text) for text in texts] == [if_told, if_not]
 
 
-@pytest.mark.parametrize(("separately", "target"), on(["on_one", "never"], ["h100"]))
-def test_one_device_transposes_separately(separately, target, compiled):
+@pytest.mark.parametrize(("separately", "device"), on(["on_one", "never"], ["h100"]))
+def test_one_device_transposes_separately(separately, device, compiled):
     """The launch that casts and measures is then the only one that reads the operand in high precision."""
     separates = transposed_separately_on_one if separately == "on_one" else lambda x: x
 
@@ -89,7 +89,7 @@ def test_one_device_transposes_separately(separately, target, compiled):
         data = quantized(x)
         return data, separates(data).T, jnp.max(jnp.abs(x))
 
-    text, _ = compiled(jax.jit(program), struct(ROWS, IN), target=target)
+    text, _ = compiled(jax.jit(program), struct(ROWS, IN), device=device)
     assert readers_of_the_argument(text) == (1 if separately == "on_one" else 2)
 
 

@@ -123,14 +123,14 @@ CASES = {
 }
 
 
-def text_of(function, told, args, target, compiled):
-    return compiled(jax.jit(lambda *args: function(told, *args)), *args, target=target)[0]
+def text_of(function, told, args, device, compiled):
+    return compiled(jax.jit(lambda *args: function(told, *args)), *args, device=device)[0]
 
 
-@pytest.mark.parametrize(("name", "target"), on(CASES, ["h100"]))
-def test_xla_does_as_it_is_told(name, target, compiled):
+@pytest.mark.parametrize(("name", "device"), on(CASES, ["h100"]))
+def test_xla_does_as_it_is_told(name, device, compiled):
     function, args, count, if_told, if_not = CASES[name]
-    found = [count(text_of(function, told, args, target, compiled)) for told in (True, False)]
+    found = [count(text_of(function, told, args, device, compiled)) for told in (True, False)]
     assert found == [if_told, if_not]
 
 
@@ -141,10 +141,10 @@ LAUNCHES = {
 }
 
 
-@pytest.mark.parametrize(("name", "target"), on(LAUNCHES, ["h100"]))
-def test_xla_merges_or_separates_launches(name, target, compiled):
+@pytest.mark.parametrize(("name", "device"), on(LAUNCHES, ["h100"]))
+def test_xla_merges_or_separates_launches(name, device, compiled):
     function, args, separates = LAUNCHES[name]
-    told, not_told = (launches(text_of(function, told, args, target, compiled)) for told in (True, False))
+    told, not_told = (launches(text_of(function, told, args, device, compiled)) for told in (True, False))
     few, many = (not_told, told) if separates else (told, not_told)
     assert few < 6 <= many
 
@@ -173,13 +173,13 @@ def fp8(*shape):
     return struct(*shape, dtype=f8)
 
 
-@pytest.mark.parametrize(("name", "target"), on(["read_together"], ["h100"]))
-def test_what_reads_a_product_of_tritons_is_fused(name, target, compiled):
+@pytest.mark.parametrize(("name", "device"), on(["read_together"], ["h100"]))
+def test_what_reads_a_product_of_tritons_is_fused(name, device, compiled):
     """With XLA's defaults. The sizes are Llama's: how XLA fuses depends on them."""
     rows, width, inner = 8192, 4096, 14336
     args = fp8(rows, width), fp8(width, inner), fp8(width, inner), fp8(width, inner), fp8(rows, width)
     texts = [
-        compiled(jax.jit(lambda *args, told=told: gated(told, *args)), *args, target=target, compiler_options={})[0]
+        compiled(jax.jit(lambda *args, told=told: gated(told, *args)), *args, device=device, compiler_options={})[0]
         for told in (True, False)
     ]
     told, not_told = map(readers_of_products, texts)

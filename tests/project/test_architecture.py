@@ -193,7 +193,7 @@ def test_this_file_sees_imports():
     assert {"_op", "recipes", "layers"} <= imported_from(ROOT / "layers" / "kernel.py", ROOT)
     assert {"rule", "patterns"} <= imported_from(ROOT / "layers" / "walk.py", ROOT / "layers")
     assert {"_numerics", "_jax"} == imported_from(ROOT / "ops" / "arguments.py", ROOT)
-    assert {"step", "target"} <= imported_from(ROOT / "preflight" / "__init__.py", ROOT / "preflight")
+    assert {"step", "compilable"} <= imported_from(ROOT / "preflight" / "__init__.py", ROOT / "preflight")
     assert "haliax.quantization.CustomGradientAccumulation" in set(imports(ROOT / "_state" / "marker.py"))
     assert any(name.startswith("jax._src") for name in imports(ROOT / "_jax" / "max_grad.py"))
 

@@ -70,12 +70,12 @@ def test_no_file_changes_what_it_tests(path):
         ("patch.setattr(train, 'step', None)", "train"),
         ("monkeypatch.setattr(checkpoint.os, 'fsync', None)", "checkpoint.os"),
         ("monkeypatch.setattr('haliax_fp8.checkpoints.layouts.ignore._SECONDS', 0.5)", "'haliax_fp8.checkpoints"),
-        ("monkeypatch.setattr(type(targets['h100']), 'missing', None)", "type(targets"),
+        ("monkeypatch.setattr(type(compilable_devices['h100']), 'missing', None)", "type(compilable_devices"),
         ("monkeypatch.delattr(fp8.recipes, 'named')", "fp8.recipes"),
         ("setattr(local, 'field', None)", "local"),
         ("mock.patch.object(train, 'step')", "train"),
-        ("monkeypatch.setitem(targets, 'h100', None)", "targets"),
-        ("mock.patch.dict(targets, h100=None)", "targets"),
+        ("monkeypatch.setitem(compilable_devices, 'h100', None)", "compilable_devices"),
+        ("mock.patch.dict(compilable_devices, h100=None)", "compilable_devices"),
         ("mock.patch('examples.train_vit.train.train')", "'examples"),
         ("patch(target='examples.train_vit.train.train')", "'examples"),
         ("train.step = None", "train.step"),
@@ -93,7 +93,7 @@ def test_what_counts_as_a_change(line, name):
         "import haliax_fp8 as fp8",
         "from unittest import mock",
         "from examples.train_lm import checkpoint, train",
-        "from haliax_fp8.preflight import targets",
+        "from haliax_fp8.preflight import compilable_devices",
     ]
     found = list(changed("\n".join([*imports, "def test(monkeypatch, local):", f"    {line}"])))
     assert [(at, what.startswith(name or "?")) for at, what in found] == ([] if name is None else [(7, True)])

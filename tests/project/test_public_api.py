@@ -102,7 +102,7 @@ def test_public_members_have_docstrings(name):
 
 
 def test_api_page_lists_exactly_the_public_names():
-    # The preflight exports it too, as the type of a field of its targets.
+    # The preflight exports it too, as the type of a field of its devices.
     listed = [name for name in DOCUMENTED if not name.startswith("preflight.")]
     assert sorted(listed) == sorted(set(PUBLIC) - {"devices.Peaks"})
 

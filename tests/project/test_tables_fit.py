@@ -32,7 +32,7 @@ from haliax_fp8.checkpoints import (
 from haliax_fp8.checkpoints.engines import engines_for
 from haliax_fp8.checkpoints.layouts import named as layouts
 from haliax_fp8.checkpoints.layouts.quantization import quantization_of
-from haliax_fp8.preflight import PreflightReport, inspect_step, targets
+from haliax_fp8.preflight import PreflightReport, compilable_devices, inspect_step
 from haliax_fp8.preflight.verdict.product import Product, Verdict
 from haliax_fp8.recipes import supported
 from haliax_fp8.serving import parity
@@ -62,7 +62,7 @@ def statistics():
 @pytest.fixture(scope="module")
 def report():
     """A step with products as large models have them, of all verdicts."""
-    small = inspect_step(lambda a, b: a @ b, jnp.ones((8, 8)), jnp.ones((8, 8)), target="local")
+    small = inspect_step(lambda a, b: a @ b, jnp.ones((8, 8)), jnp.ones((8, 8)), device="local")
     one = Product(
         layer="",
         name="fprop",
@@ -97,7 +97,7 @@ def report():
     bf16 = {"verdict": Verdict.HIGH_PRECISION, "lhs": "bf16", "rhs": "bf16", "reason": "not converted"}
     products += [dataclasses.replace(one, batch=64, name=name, **bf16) for name in ("forward", "backward")]
     step = dataclasses.replace(small.step, products=tuple(products))
-    return PreflightReport(targets["h100"], {"data": 1}, step, baseline=step)
+    return PreflightReport(compilable_devices["h100"], {"data": 1}, step, baseline=step)
 
 
 def curves():

@@ -1,4 +1,4 @@
-"""Models of every kind, abstract, and the targets that tests compile them for."""
+"""Models of every kind, abstract, and the devices that tests compile them for."""
 
 import dataclasses
 from collections.abc import Callable, Iterable
@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import pytest
 
 import haliax_fp8 as fp8
-from haliax_fp8.preflight import Program, targets
+from haliax_fp8.preflight import Program, compilable_devices
 from haliax_fp8.preflight.hlo.text import parse_hlo
-from haliax_fp8.preflight.hlo.vocabulary import Call, call_of, target_of_call
+from haliax_fp8.preflight.hlo.vocabulary import Call, call_of, custom_call_name
 
 
 # So that no two arrays of a step have as many elements, unless they are of the same kind.
@@ -25,16 +25,16 @@ Layers, Token, Embed, Hidden, Experts = hax.make_axes(
 FLOPS = 2 * TOKENS * EMBED * HIDDEN
 """Of one product: all layers are as large."""
 
-TARGETS = ("h100", "b200", "tpu7x")
+DEVICES = ("h100", "b200", "tpu7x")
 
 
-def on(names: Iterable[str], targets_: Iterable[str] = TARGETS) -> list:
-    """Each name with each target, skipped where the target's compiler is not installed."""
+def on(names: Iterable[str], devices: Iterable[str] = DEVICES) -> list:
+    """Each name with each device, skipped where the device's compiler is not installed."""
     names, found = list(names), []
-    for target in targets_:
-        missing = targets[target].missing()
+    for device in devices:
+        missing = compilable_devices[device].missing()
         skip = pytest.mark.skipif(missing is not None, reason=missing or "")
-        found += [pytest.param(name, target, marks=[skip, pytest.mark.slow], id=f"{name}-{target}") for name in names]
+        found += [pytest.param(name, device, marks=[skip, pytest.mark.slow], id=f"{name}-{device}") for name in names]
     return found
 
 
@@ -180,7 +180,7 @@ def plain(kind: Kind, block: Any = SwiGLU) -> Any:
 
 def converted(kind: Kind, block: Any = SwiGLU, recipe: str = "delayed") -> Any:
     """The same with FP8 layers."""
-    # What a target would refuse is emulated: so the report has to say.
+    # What a device would refuse is emulated: so the report has to say.
     config = fp8.Fp8Config(recipe=recipe, emulate=True)
     return abstract(lambda: fp8.fp8_linear_layers(kind.make(block), config))
 
@@ -195,7 +195,7 @@ def abstract(make: Callable[[], Any], dtype: Any = jnp.bfloat16) -> Any:
 def unknown_calls(program: Program) -> set[str]:
     """The custom calls of a compiled program that the preflight has no word for, wherever they are."""
     calls = (i for c in parse_hlo(program.text).computations.values() for i in c if i.opcode == "custom-call")
-    return {target_of_call(i) for i in calls if call_of(i) is Call.UNKNOWN}
+    return {custom_call_name(i) for i in calls if call_of(i) is Call.UNKNOWN}
 
 
 def loss_of(call: Callable[[Any, Any], Any]) -> Callable[[tuple[Any, Any]], Any]:

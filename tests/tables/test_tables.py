@@ -43,7 +43,7 @@ RESULTS = {
     "describe": (lambda: describe(PLAIN), ["0 of 1 linear layers in FP8", "up[0]", "not converted"], 80),
     "statistics": (lambda: measured(X), ["Quantization of each operand", "up[0]", "output_grad", "SQNR"], 80),
     "preflight": (
-        lambda: inspect_step(lambda a, b: a @ b, jnp.ones((8, 8)), jnp.ones((8, 8)), target="local"),
+        lambda: inspect_step(lambda a, b: a @ b, jnp.ones((8, 8)), jnp.ones((8, 8)), device="local"),
         ["of the FLOPs in FP8 on", "other launches"],
         80,
     ),

@@ -143,26 +143,26 @@ def _plan(leaf: Leaf, source: AbstractSource) -> _Plan:
     # In Orbax's folders a list with one array looks like a named array.
     whole, _, last = leaf.name.rpartition(".")
     name = leaf.name if leaf.name in source.entries or last != "0" else whole
-    entry, target = source.entries.get(name), described(leaf.value)
+    entry, wanted = source.entries.get(name), described(leaf.value)
     if entry is None:
         return _Plan(why=_MISSING_STATE if leaf.state is not None else "not in the checkpoint")
     if leaf.state is not None:
         # Rows and stack have to fit; the width is a matter of the recipe.
-        if entry.shape[:-1] != target.shape[:-1] or not entry.shape or entry.shape[-1] < 3:
-            why = f"the state in the checkpoint has shape {entry.shape}, this one {target.shape}"
+        if entry.shape[:-1] != wanted.shape[:-1] or not entry.shape or entry.shape[-1] < 3:
+            why = f"the state in the checkpoint has shape {entry.shape}, this one {wanted.shape}"
             return _Plan(why=why, refused=name)
         return _Plan(name)
-    if entry.shape != target.shape:
-        return _Plan(why=f"{SHAPE}{entry.shape} in the checkpoint, {target.shape} here", refused=name)
-    if entry.dtype == target.dtype:
+    if entry.shape != wanted.shape:
+        return _Plan(why=f"{SHAPE}{entry.shape} in the checkpoint, {wanted.shape} here", refused=name)
+    if entry.dtype == wanted.dtype:
         return _Plan(name, sharding_of(leaf.value), how=source.how(name))
-    if _is_fp8(entry.dtype) and not _is_fp8(target.dtype):
+    if _is_fp8(entry.dtype) and not _is_fp8(wanted.dtype):
         raise ValueError(
             f"{leaf.name} is stored in {np.dtype(entry.dtype).name}: FP8 data without its scale is not a weight. Load "
             "a checkpoint of the model before it was quantized"
         )
-    kinds = [_kind(dtype) for dtype in (entry.dtype, target.dtype)]
-    names = [str(dtype) for dtype in (entry.dtype, target.dtype)]
+    kinds = [_kind(dtype) for dtype in (entry.dtype, wanted.dtype)]
+    names = [str(dtype) for dtype in (entry.dtype, wanted.dtype)]
     if kinds[0] != kinds[1] or kinds[0] is None:
         return _Plan(why=f"{names[0]} in the checkpoint, {names[1]} here", refused=name)
     return _Plan(name, how=f"{names[0]} in the checkpoint, cast to {names[1]}")

@@ -18,10 +18,10 @@ from .vocabulary import (
     SCALED_DOT,
     Call,
     call_of,
+    custom_call_name,
     dot_numbers,
     grouped_tile,
     is_scaled_dot,
-    target_of_call,
 )
 
 
@@ -138,7 +138,7 @@ def _of_grouped_call(site: Site, tile: tuple[int, int, int]) -> Dimensions:
     """
     lhs, rhs = (operand.instruction.shape for operand in grouped_operands(site))
     out = _result(site)
-    if target_of_call(site.instruction) == MOSAIC_TPU:
+    if custom_call_name(site.instruction) == MOSAIC_TPU:
         if len(rhs.dims) == 3:
             m, k = lhs.dims
             return Dimensions(1, m, out.dims[1], k, lhs, rhs, out, surplus=1.0 + rhs.dims[0] * tile[0] / m)
@@ -169,13 +169,13 @@ def _of_custom_call(site: Site) -> Dimensions | None:
         case Call.CONVOLUTION:
             return _of_convolution(site)
         case Call.PRODUCT if (numbers := dot_numbers(site.instruction)) is not None:
-            is_block_scaled = target_of_call(site.instruction) in BLOCK_SCALED
+            is_block_scaled = custom_call_name(site.instruction) in BLOCK_SCALED
             return dataclasses.replace(_of_dot(site, *numbers), block_scaled=is_block_scaled)
-        case Call.PRODUCT if target_of_call(site.instruction) == CUDNN_IN_BLOCKS:
+        case Call.PRODUCT if custom_call_name(site.instruction) == CUDNN_IN_BLOCKS:
             # Scales are in blocks along the summed axis, which is the last one of both.
             last = len(site.operands[0].instruction.shape.dims) - 1
             return dataclasses.replace(_of_dot(site, tuple(range(last - 1)), (last,), (last,)), block_scaled=True)
-        case Call.PRODUCT if target_of_call(site.instruction) == ONEDNN:
+        case Call.PRODUCT if custom_call_name(site.instruction) == ONEDNN:
             lhs, rhs = (len(operand.instruction.shape.dims) for operand in site.operands[:2])
             return _of_dot(site, tuple(range(lhs - 2)), (lhs - 1,), (rhs - 2,))  # Over the last two axes.
     return None

@@ -266,7 +266,7 @@ _CALLS: Mapping[Call, tuple[str, ...]] = {
 
 def grouped_tile(instruction: Instruction) -> tuple[int, int, int] | None:
     """Rows, columns and depth of the tiles of this package's grouped Pallas kernels; None for anything else."""
-    if not target_of_call(instruction).startswith((MOSAIC, MOSAIC_TPU)):
+    if not custom_call_name(instruction).startswith((MOSAIC, MOSAIC_TPU)):
         return None
     # The name is in a GPU kernel's code, which survives where XLA divides programs, while scopes do not.
     names = map(tile_in_name, (instruction.name, instruction.op_name, *instruction.attributes.values()))
@@ -275,15 +275,15 @@ def grouped_tile(instruction: Instruction) -> tuple[int, int, int] | None:
 
 def call_of(instruction: Instruction) -> Call:
     """The kind of a custom call."""
-    name = target_of_call(instruction)
+    name = custom_call_name(instruction)
     if grouped_tile(instruction) is not None:
         return Call.PRODUCT
     found = {known: call for call, names in _CALLS.items() for known in names if name.startswith(known)}
     return found[max(found, key=len)] if found else Call.UNKNOWN
 
 
-def target_of_call(instruction: Instruction) -> str:
-    """The name of a custom call's target; empty for any other instruction."""
+def custom_call_name(instruction: Instruction) -> str:
+    """The name of what a custom call calls; empty for any other instruction."""
     return instruction.attribute("custom_call_target")
 
 
@@ -324,4 +324,4 @@ def scores_of(call: Instruction) -> Scores | None:
         return None
     batch, heads, queries, keys = map(int, dimensions)
     is_causal = "CAUSAL" in config.get("mask_type", "")
-    return Scores(batch * heads, queries, keys, is_causal, "Backward" in target_of_call(call))
+    return Scores(batch * heads, queries, keys, is_causal, "Backward" in custom_call_name(call))

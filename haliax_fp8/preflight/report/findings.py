@@ -5,37 +5,37 @@ from collections.abc import Callable
 from ..._product.names import DGRAD, WGRAD
 from ...devices.roofline import Roofline
 from ...devices.xla_flags import TRITON_PRODUCTS, XlaFlags
-from ..target.target import Target
+from ..compilable.device import CompilableDevice
 from ..verdict.product import TRITON, Product, Verdict
 from ..verdict.program import Program
 from .units import operations
 
 
-def first_line(flags: XlaFlags, target: Target, step: Program, other: Program | None) -> str:
+def first_line(flags: XlaFlags, device: CompilableDevice, step: Program, other: Program | None) -> str:
     """The flags that the step was compiled with; for NVIDIA GPUs, also what changes with the other setting for Triton's
     products, if the step was compiled with that too."""
     line = f"XLA flags: {flags}"
-    if target.device.platform != "cuda":
+    if device.hardware.platform != "cuda":
         return line
     setting, opposite = (str(value).lower() for value in (flags.triton_products, not flags.triton_products))
     if TRITON_PRODUCTS not in flags.values:
         line += f" ({TRITON_PRODUCTS}={setting})"
     if other is None:
         return f"{line}; not compiled with {TRITON_PRODUCTS}={opposite}"
-    return f"{line}; with {TRITON_PRODUCTS}={opposite}: {', '.join(_changes(target, step, other))}"
+    return f"{line}; with {TRITON_PRODUCTS}={opposite}: {', '.join(_changes(device, step, other))}"
 
 
-def _changes(target: Target, step: Program, other: Program) -> list[str]:
+def _changes(device: CompilableDevice, step: Program, other: Program) -> list[str]:
     """What the other setting changes, as `there instead of here`."""
     shares = f"{other.fp8_share:.1%}", f"{step.fp8_share:.1%}"
     found = [
         f"{shares[0]} of the FLOPs in FP8{' too' if shares[0] == shares[1] else f' instead of {shares[1]}'}",
         f"{other.others.count} other launches instead of {step.others.count}",
     ]
-    if target.peaks is not None:
-        times = (1e3 * program.estimate(Roofline(target.peaks)).total for program in (other, step))
+    if device.peaks is not None:
+        times = (1e3 * program.estimate(Roofline(device.peaks)).total for program in (other, step))
         found.append("an estimated {:.3g} ms instead of {:.3g}".format(*times))
-    here, there = (imprecise_sums(program, target) for program in (step, other))
+    here, there = (imprecise_sums(program, device) for program in (step, other))
     if here != there:
         found.append(
             "dgrad and wgrad accumulate in full float32"
@@ -45,7 +45,7 @@ def _changes(target: Target, step: Program, other: Program) -> list[str]:
     return found
 
 
-def findings(step: Program, baseline: Program | None, target: Target) -> tuple[str, ...]:
+def findings(step: Program, baseline: Program | None, device: CompilableDevice) -> tuple[str, ...]:
     """One sentence for each thing that costs speed or precision, or makes the comparison mean less; worst first."""
     found = []
     by_reason: dict[tuple[Verdict, str], list[Product]] = {}
@@ -59,7 +59,7 @@ def findings(step: Program, baseline: Program | None, target: Target) -> tuple[s
             f"products that read FP8 and widen it inside their Triton kernel: {widened}; on the device XLA times it "
             "against cuBLASLt's FP8 product and uses the faster one"
         )
-    if partial := imprecise_sums(step, target):
+    if partial := imprecise_sums(step, device):
         found.append(
             f"dgrad and wgrad products in Triton, which does not accumulate FP8 in full float32 on Hopper: {partial}; "
             f"with {TRITON_PRODUCTS}=false cuBLASLt does"
@@ -84,7 +84,7 @@ def findings(step: Program, baseline: Program | None, target: Target) -> tuple[s
     if baseline is not None and 2 * in_float32 > baseline.flops:
         found.append("the baseline computes in float32: compare with bf16, which is also faster without FP8")
     for name, program in {"step": step, "baseline": baseline}.items():
-        if program is not None and target.peaks and program.estimate(Roofline(target.peaks)).is_launch_bound:
+        if program is not None and device.peaks and program.estimate(Roofline(device.peaks)).is_launch_bound:
             runs = program.others.count + _runs(program, lambda product: True)
             found.append(
                 f"the {name} is launch-bound: the overhead of its {runs} launches takes longer than all their work "
@@ -98,12 +98,12 @@ def findings(step: Program, baseline: Program | None, target: Target) -> tuple[s
     return tuple(found)
 
 
-def imprecise_sums(step: Program, target: Target) -> int:
+def imprecise_sums(step: Program, device: CompilableDevice) -> int:
     """How many dgrad and wgrad products do not promote their FP8 sums to float32.
 
     Triton's, on Hopper, at any precision: the tensor cores keep some 14 bits of a sum, and Triton leaves it to them.
     """
-    if not target.device.is_hopper:
+    if not device.hardware.is_hopper:
         return 0
     in_triton = lambda p: p.is_fp8 and not p.widened and p.implementation.startswith(TRITON)
     return _runs(step, lambda product: product.name in (DGRAD, WGRAD) and in_triton(product))

@@ -14,8 +14,8 @@ from ..._tables import Printable
 from ...devices.peaks import is_narrow
 from ...devices.roofline import FASTEST, LIKELY, SLOWEST, Efficiency, Roofline
 from ...devices.xla_flags import XlaFlags
+from ..compilable.device import CompilableDevice
 from ..hlo.scopes import label
-from ..target.target import Target
 from ..verdict.product import Product, Verdict
 from ..verdict.program import Estimate, Program
 from .findings import findings, first_line
@@ -29,12 +29,12 @@ class PreflightError(AssertionError):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class PreflightReport(Printable):
-    """What a step and a baseline compile to on a target.
+    """What a step and a baseline compile to on a device.
 
     Print it, or call `to_json()` or `to_markdown()`. Figures are per device.
 
     Args:
-        target: What was compiled for.
+        device: What was compiled for.
         mesh: The axes of the mesh and their sizes.
         step: The step.
         baseline: The program that it is compared with; None if there is none.
@@ -42,7 +42,7 @@ class PreflightReport(Printable):
         compile_other: Compiles the step with the other setting of `xla_gpu_enable_triton_gemm`; None if not requested.
     """
 
-    target: Target
+    device: CompilableDevice
     mesh: dict[str, int]
     step: Program
     baseline: Program | None = None
@@ -62,7 +62,7 @@ class PreflightReport(Printable):
     @functools.cached_property
     def other(self) -> Program | None:
         """The step with the other setting of `xla_gpu_enable_triton_gemm`; None if not requested, or if it does not
-        matter on the target. It is compiled on first access: when the report is shown."""
+        matter on the device. It is compiled on first access: when the report is shown."""
         return None if self.compile_other is None else self.compile_other()
 
     @property
@@ -90,9 +90,9 @@ class PreflightReport(Printable):
         return (min(known), max(known)) if known else None
 
     def _estimate(self, program: Program | None, efficiency: Efficiency = LIKELY) -> Estimate | None:
-        if program is None or self.target.peaks is None:
+        if program is None or self.device.peaks is None:
             return None
-        return program.estimate(Roofline(self.target.peaks, efficiency))
+        return program.estimate(Roofline(self.device.peaks, efficiency))
 
     def _speedup(self, efficiency: Efficiency) -> float | None:
         step, baseline = (self._estimate(program, efficiency) for program in (self.step, self.baseline))
@@ -112,18 +112,18 @@ class PreflightReport(Printable):
     @property
     def findings(self) -> tuple[str, ...]:
         """What a reader should know about the step, worst first."""
-        return findings(self.step, self.baseline, self.target)
+        return findings(self.step, self.baseline, self.device)
 
     @property
     def caveats(self) -> tuple[str, ...]:
         """What the report does not know."""
-        found = list(self.target.caveats)
+        found = list(self.device.caveats)
         if self.step.unknown_loops:
             found.append(f"{self.step.unknown_loops} loops of unknown length are counted as one run")
         if self.step.branches:
             found.append(f"all branches of {self.step.branches} conditionals are counted")
         if self.step.opaque:
-            names = sorted({call.target for call in self.step.opaque})
+            names = sorted({call.name for call in self.step.opaque})
             count = len(self.step.opaque)
             found.append(f"{count} launches cannot be analyzed, and are not in the times: {', '.join(names)}")
         if any(product.in_attention for product in self.step.products):
@@ -134,7 +134,7 @@ class PreflightReport(Printable):
         if self.step.memory.ignores_host:
             found.append(
                 f"{size(self.step.memory.host)} of the arguments are in the host's memory, which the compiler's "
-                f"description of {self.target.kind} does not have: XLA planned the step as if they were on the device, "
+                f"description of {self.device.kind} does not have: XLA planned the step as if they were on the device, "
                 "without the copies between both, and a donated one counts as written over"
             )
         if self._collectives:
@@ -195,14 +195,14 @@ class PreflightReport(Printable):
                 if self.baseline is None:
                     raise ValueError(f"{name}={bound} needs a baseline; pass compare= to inspect_step")
                 raise ValueError(
-                    f"{name}={bound} needs peak rates, which are not known for {self.target.kind}; choose a target "
+                    f"{name}={bound} needs peak rates, which are not known for {self.device.kind}; choose a device "
                     "that has them, such as h100"
                 )
             if sign * value > sign * bound:
                 failures.append(f"{name}={bound} is required, but it is {value:.3f}")
         if failures:
             raise PreflightError(
-                "\n".join([f"the step does not meet its requirements on {self.target.kind}", *failures])
+                "\n".join([f"the step does not meet its requirements on {self.device.kind}", *failures])
             )
 
     def _wide_gathers(self, least: float) -> list[str]:
@@ -224,8 +224,8 @@ class PreflightReport(Printable):
     @property
     def _page(self) -> Page:
         devices = math.prod(self.mesh.values())
-        where = self.target.kind if devices == 1 else f"{devices} × {self.target.kind}"
-        emulates = self.target.device.emulates
+        where = self.device.kind if devices == 1 else f"{devices} × {self.device.kind}"
+        emulates = self.device.hardware.emulates
         asked = self.step.share(Verdict.FP8, Verdict.EMULATED) if emulates else self.fp8_share
         share = f"{asked:.1%} of the FLOPs in FP8 on {where}{', emulated' if emulates and asked else ''}"
         if self.speedup is None or self.speedup_range is None:
@@ -234,9 +234,9 @@ class PreflightReport(Printable):
             low, high = self.speedup_range
             speedup = f"{self.speedup:.2f}× as fast as the baseline (estimate, {low:.2f} to {high:.2f})"
             headline = f"{speedup}, {share}"
-        first = first_line(self.flags, self.target, self.step, self.other)
+        first = first_line(self.flags, self.device, self.step, self.other)
         found = self.findings, self.caveats
-        return Page(first, headline, self.step, self.baseline, self.target.peaks, *found, emulates=emulates)
+        return Page(first, headline, self.step, self.baseline, self.device.peaks, *found, emulates=emulates)
 
     def to_json(self) -> str:
         """All of it, as JSON."""
@@ -282,14 +282,14 @@ def _plain(report: PreflightReport) -> dict[str, Any]:
         totals = {"flops": found.flops, "useful_flops": found.useful_flops, **shares}
         return {**totals, **fields, "estimate": estimate and {**dataclasses.asdict(estimate), "total": estimate.total}}
 
-    target, figures = report.target, ("speedup", "speedup_range", "peak_memory_ratio", "findings", "caveats")
+    device, figures = report.device, ("speedup", "speedup_range", "peak_memory_ratio", "findings", "caveats")
     return {
-        "flags": first_line(report.flags, report.target, report.step, report.other),
+        "flags": first_line(report.flags, report.device, report.step, report.other),
         "xla_flags": dict(report.flags.values),
-        "target": {
-            "name": target.name,
-            "kind": target.kind,
-            "peaks": target.peaks and dataclasses.asdict(target.peaks),
+        "device": {
+            "name": device.name,
+            "kind": device.kind,
+            "peaks": device.peaks and dataclasses.asdict(device.peaks),
         },
         "mesh": report.mesh,
         "step": program(report.step, report.estimate),

@@ -5,6 +5,7 @@ import functools
 from collections.abc import Iterator, Mapping
 
 from ..._product.names import DGRAD, FPROP, WGRAD
+from ..compilable.device import CompilableDevice
 from ..compile import Compiled
 from ..hlo.destination import destinations, matching
 from ..hlo.dimensions import Dimensions, dimensions, grouped_operands
@@ -20,12 +21,11 @@ from ..hlo.vocabulary import (
     START,
     Call,
     call_of,
+    custom_call_name,
     grouped_tile,
     is_fusion,
     is_triton,
-    target_of_call,
 )
-from ..target.target import Target
 from .attention import attention_products, is_attention
 from .collective import Multiplying, read_collective
 from .product import TRITON, Product
@@ -37,11 +37,11 @@ from .written import Written, made_from, written_products
 _SMALL = 10**6
 
 
-def analyze(compiled: Compiled, target: Target, known: Mapping[str, str] | None = None) -> Program:
+def analyze(compiled: Compiled, device: CompilableDevice, known: Mapping[str, str] | None = None) -> Program:
     """Reads what a program does. `known` has reasons why layers stay in high precision, by path, as in `describe`."""
     module = parse_hlo(compiled.text)
     written = written_products(compiled.written) if compiled.written else {}
-    reader = _Reader(module, written, compiled.outputs, target, known or {})
+    reader = _Reader(module, written, compiled.outputs, device, known or {})
     products: list[Product] = []
     communicating: list[tuple[Site, str]] = []
     multiplying: list[Multiplying] = []
@@ -58,7 +58,7 @@ def analyze(compiled: Compiled, target: Target, known: Mapping[str, str] | None 
             communicating.append((launch, kind))
         elif instruction.opcode == CUSTOM_CALL and call_of(instruction) is not Call.OTHER:
             dtypes = tuple(operand.instruction.shape.dtype for operand in launch.operands)
-            opaque.append(Opaque(target_of_call(instruction), dtypes, launch.executions, instruction.op_name))
+            opaque.append(Opaque(custom_call_name(instruction), dtypes, launch.executions, instruction.op_name))
         else:
             count += launch.executions
             moved += launch.executions * touched(launch)
@@ -96,7 +96,7 @@ class _Reader:
     module: Module
     written: Mapping[str, list[Written]]
     outputs: tuple[str, ...]
-    target: Target
+    device: CompilableDevice
     known: Mapping[str, str]
 
     @functools.cached_property
@@ -120,7 +120,7 @@ class _Reader:
     def products(self, launch: Site) -> Iterator[Product]:
         """The products that a launch computes."""
         if is_attention(launch):
-            yield from attention_products(launch, self.target)
+            yield from attention_products(launch, self.device)
             return
         for site in opened(launch):
             if (size := dimensions(site)) is not None:
@@ -147,7 +147,7 @@ class _Reader:
         # The arrays from which a Triton kernel reads the operands.
         read = [entering(launch, operand) if is_triton(launch.instruction) else None for operand in operands]
         evidence = Evidence(size, scope, layer, lhs, rhs, written, (read[0], read[1]))
-        verdict, reason = judge(evidence, self.target, self.known)
+        verdict, reason = judge(evidence, self.device, self.known)
         return Product(
             layer=layer,
             name=name,
@@ -217,7 +217,7 @@ def _stored_dtype(launch: Site, size: Dimensions) -> str:
 def _implementation(launch: Site, site: Site) -> str:
     if grouped_tile(site.instruction) is not None:
         return "grouped f8" if "f8" in grouped_operands(site)[0].instruction.shape.dtype else "grouped"
-    if name := target_of_call(site.instruction):
+    if name := custom_call_name(site.instruction):
         return LIBRARIES.get(name, name)
     if launch is site:
         return site.instruction.opcode

@@ -3,11 +3,11 @@
 from collections.abc import Iterator
 
 from ...devices.peaks import is_narrow
+from ..compilable.device import CompilableDevice
 from ..hlo.scopes import product_name
 from ..hlo.sites import Site
 from ..hlo.traffic import touched
 from ..hlo.vocabulary import CUDNN_ATTENTION, CUSTOM_CALL, Call, call_of, scores_of
-from ..target.target import Target
 from .product import Product, Verdict
 from .reason import indivisible_sizes
 
@@ -18,14 +18,14 @@ def is_attention(launch: Site) -> bool:
     return call.opcode == CUSTOM_CALL and call_of(call) is Call.ATTENTION and scores_of(call) is not None
 
 
-def attention_products(launch: Site, target: Target) -> Iterator[Product]:
+def attention_products(launch: Site, device: CompilableDevice) -> Iterator[Product]:
     """The products of a fused attention.
 
     Forward: scores and output. Backward: the scores again, and the gradients of weights, value, query and key.
 
     Args:
         launch: A launch for which `is_attention` holds.
-        target: The device.
+        device: The device.
     """
     scores = scores_of(launch.instruction)
     assert scores is not None
@@ -37,7 +37,7 @@ def attention_products(launch: Site, target: Target) -> Iterator[Product]:
         sizes = [sizes[0], (m, n, of_value), (n, of_value, m), (m, width, n), (n, width, m)]
     dtypes = query.dtype, key.dtype
     narrow = all(map(is_narrow, dtypes))
-    lacking = next((reason for dtype in dtypes if narrow and (reason := target.lacks(dtype)) is not None), None)
+    lacking = next((reason for dtype in dtypes if narrow and (reason := device.lacks(dtype)) is not None), None)
     verdict = Verdict.HIGH_PRECISION if not narrow else Verdict.EMULATED if lacking else Verdict.FP8
     reason = lacking or ("" if narrow else f"fused attention in {query.dtype}")
     scope = launch.instruction.op_name

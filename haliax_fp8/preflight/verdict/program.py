@@ -32,13 +32,13 @@ class Opaque:
     """A launch that the program does not describe, such as a Pallas kernel: its FLOPs are not counted.
 
     Args:
-        target: The custom call's name.
+        name: The custom call's name.
         operands: XLA's names for the operands' element types.
         executions: How often it runs in one step.
         scope: The stack of named scopes that it was traced in.
     """
 
-    target: str
+    name: str
     operands: tuple[str, ...]
     executions: int
     scope: str

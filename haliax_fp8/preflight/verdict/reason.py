@@ -4,10 +4,10 @@ import dataclasses
 from collections.abc import Mapping
 
 from ...devices.peaks import is_narrow
+from ..compilable.device import CompilableDevice
 from ..hlo.dimensions import Dimensions
 from ..hlo.origin import Entering, Origin
 from ..hlo.scopes import asks_for_fp8, rotates
-from ..target.target import Target
 from .product import Verdict
 from .written import Written
 
@@ -62,21 +62,21 @@ class Evidence:
         return (self.lhs, self.rhs) if self.written is None else (self.written.lhs, self.written.rhs)
 
 
-def judge(evidence: Evidence, target: Target, known: Mapping[str, str]) -> tuple[Verdict, str]:
+def judge(evidence: Evidence, device: CompilableDevice, known: Mapping[str, str]) -> tuple[Verdict, str]:
     """How a product runs, and the reason if it is not in FP8, else an empty string. `known` has reasons by layer."""
     if all(map(is_narrow, evidence.read)) and not evidence.scaled_inside:
-        reasons = [target.lacks(dtype) for dtype in evidence.read]
+        reasons = [device.lacks(dtype) for dtype in evidence.read]
         if evidence.block_scaled:
-            reasons.append(target.lacks_block_scaling())
+            reasons.append(device.lacks_block_scaling())
         lacking = [reason for reason in reasons if reason is not None]
         return (Verdict.EMULATED, lacking[0]) if lacking else (Verdict.FP8, "")
     quantized = [origin.quantized for origin in evidence.origins if origin.quantized]
     if len(quantized) == 2:
-        return Verdict.EMULATED, _why_emulated(evidence, quantized, target)
+        return Verdict.EMULATED, _why_emulated(evidence, quantized, device)
     return Verdict.HIGH_PRECISION, _why_high_precision(evidence, quantized, known)
 
 
-def _why_emulated(evidence: Evidence, quantized: list[str], target: Target) -> str:
+def _why_emulated(evidence: Evidence, quantized: list[str], device: CompilableDevice) -> str:
     wide = evidence.size.lhs.dtype
     # First the reasons that hold on every device.
     if evidence.written is not None and evidence.written.size.block_scaled:
@@ -86,7 +86,7 @@ def _why_emulated(evidence: Evidence, quantized: list[str], target: Target) -> s
     if any(origin.in_blocks for origin in evidence.origins):
         return f"block scaling is emulated: the operands are dequantized and multiplied in {wide}"
     for dtype in quantized:
-        if (reason := target.lacks(dtype)) is not None:
+        if (reason := device.lacks(dtype)) is not None:
             return reason
     if sizes := indivisible(evidence.size):
         return f"{sizes}: FP8 products need multiples of 16"

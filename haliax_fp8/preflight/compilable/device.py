@@ -1,4 +1,4 @@
-"""Target: what XLA needs to know about a device to compile for it; and the local devices."""
+"""CompilableDevice: what XLA needs to know about a device to compile for it; and the local devices."""
 
 import abc
 import dataclasses
@@ -15,11 +15,11 @@ from ..hlo.vocabulary import FORMATS
 
 
 @dataclasses.dataclass(frozen=True)
-class Target(abc.ABC):
+class CompilableDevice(abc.ABC):
     """A device to compile for.
 
     Args:
-        name: Its name in `inspect_step(target=...)`.
+        name: Its name in `inspect_step(device=...)`.
         kind: The device's own name.
         peaks: Its peak rates; None if unknown.
     """
@@ -30,8 +30,8 @@ class Target(abc.ABC):
 
     @property
     @abc.abstractmethod
-    def device(self) -> Device:
-        """The device, which decides which formats it multiplies."""
+    def hardware(self) -> Device:
+        """The hardware, which decides which formats are multiplied."""
 
     @abc.abstractmethod
     def compiler_options(self, flags: XlaFlags) -> Mapping[str, Any]:
@@ -49,7 +49,7 @@ class Target(abc.ABC):
     @property
     @abc.abstractmethod
     def caveats(self) -> tuple[str, ...]:
-        """What a report for this target cannot know."""
+        """What a report for this device cannot know."""
 
     @abc.abstractmethod
     def missing(self) -> str | None:
@@ -64,7 +64,7 @@ class Target(abc.ABC):
 
         Raises:
             RuntimeError: If a package is missing; the message has the command that installs it.
-            ValueError: If the target cannot have that number of devices.
+            ValueError: If the device cannot have that number of devices.
         """
 
     def lacks(self, dtype: str) -> str | None:
@@ -73,23 +73,23 @@ class Target(abc.ABC):
         Args:
             dtype: XLA's name for it, such as `f8e4m3fn`.
         """
-        if self.device.emulates and dtype.startswith("f8"):
+        if self.hardware.emulates and dtype.startswith("f8"):
             return "a CPU has no FP8 products: they are emulated, with the same rounding"
         format = FORMATS.get(dtype)
-        return None if format is None else self.device.lacks(format)
+        return None if format is None else self.hardware.lacks(format)
 
     def lacks_block_scaling(self) -> str | None:
         """Why the device does not multiply operands with a scale for each block; None if it does."""
-        reason = self.device.lacks(dataclasses.replace(MX_UNITS, products="block-scaled products"))
+        reason = self.hardware.lacks(dataclasses.replace(MX_UNITS, products="block-scaled products"))
         return None if reason is None else f"{reason}: the operands are widened where they are multiplied"
 
 
 @dataclasses.dataclass(frozen=True)
-class LocalTarget(Target):
+class LocalDevice(CompilableDevice):
     """The local devices, as JAX lists them by default."""
 
     @property
-    def device(self) -> Device:
+    def hardware(self) -> Device:
         return Device.local()
 
     def compiler_options(self, flags: XlaFlags) -> Mapping[str, Any]:
@@ -110,5 +110,5 @@ class LocalTarget(Target):
         """The first of `jax.devices()`."""
         found = jax.devices()
         if len(found) < count:
-            raise ValueError(f"devices={count}, but this machine has {len(found)}; name a target to compile for more")
+            raise ValueError(f"devices={count}, but this machine has {len(found)}; name a device to compile for more")
         return found[:count]

@@ -16,13 +16,13 @@ from ..._jax.late_plugin import complete_plugin
 from ...devices.device import Device
 from ...devices.xla_flags import TRITON_PRODUCTS, XlaFlags
 from .compilers import NVIDIA
+from .device import CompilableDevice
 from .process import changed_process
-from .target import Target
 
 
 @dataclasses.dataclass(frozen=True)
-class GpuTarget(Target):
-    """An NVIDIA GPU, as a target of XLA's GPU compiler.
+class CompilableGpu(CompilableDevice):
+    """An NVIDIA GPU, for XLA's GPU compiler.
 
     Args:
         compute_capability: Such as `9.0`.
@@ -33,7 +33,7 @@ class GpuTarget(Target):
     description: str = dataclasses.field(repr=False)
 
     @property
-    def device(self) -> Device:
+    def hardware(self) -> Device:
         return Device("cuda", self.kind, self.compute_capability)
 
     def compiler_options(self, flags: XlaFlags) -> Mapping[str, Any]:
@@ -69,7 +69,7 @@ class GpuTarget(Target):
     def missing(self) -> str | None:
         if _plugin_among_packages() is not None or NVIDIA.unpacked is not None:
             return None
-        return f"target {self.name!r} needs {NVIDIA.missing}"
+        return f"device {self.name!r} needs {NVIDIA.missing}"
 
     def devices(self, count: int) -> Sequence[Any]:
         """The GPUs of one host, up to eight; beyond that, hosts of eight."""

@@ -11,13 +11,13 @@ from jax.experimental import topologies
 from ...devices.device import Device
 from ...devices.xla_flags import XlaFlags
 from .compilers import TPU
+from .device import CompilableDevice
 from .process import changed_process
-from .target import Target
 
 
 @dataclasses.dataclass(frozen=True)
-class TpuTarget(Target):
-    """A TPU, as a target of the package `libtpu`.
+class CompilableTpu(CompilableDevice):
+    """A TPU, for the compiler of the package `libtpu`.
 
     Args:
         topology: The generation in libtpu's topology names, such as `v6e`.
@@ -26,7 +26,7 @@ class TpuTarget(Target):
     topology: str
 
     @property
-    def device(self) -> Device:
+    def hardware(self) -> Device:
         return Device("tpu", self.kind)
 
     def compiler_options(self, flags: XlaFlags) -> Mapping[str, Any]:
@@ -43,7 +43,7 @@ class TpuTarget(Target):
     def missing(self) -> str | None:
         if TPU.unpacked is not None or importlib.util.find_spec("libtpu"):
             return None
-        return f"target {self.name!r} needs {TPU.missing}"
+        return f"device {self.name!r} needs {TPU.missing}"
 
     def devices(self, count: int) -> Sequence[Any]:
         """The first `count` devices of the smallest slice with enough of them."""

@@ -1,0 +1,1 @@
+"""The devices to compile for, which this machine need not have."""

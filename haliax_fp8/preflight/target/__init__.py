@@ -1,1 +1,0 @@
-"""Targets: the devices to compile for, which this machine need not have."""
