@@ -64,7 +64,7 @@ class Division:
         scattered: Mesh axes that divide a sum, and the position of the result's axis over which its parts are spread.
         added: Mesh axes that divide a sum of which every device needs the whole.
         gathered: Mesh axes that divide an axis of the result of which every device needs the whole, and its position.
-        kept: The mesh axes that divide each axis of the result in the end.
+        out_axes: The mesh axes that divide each axis of the result in the end.
     """
 
     mesh: Any
@@ -72,7 +72,7 @@ class Division:
     scattered: tuple[tuple[str, int], ...]
     added: tuple[str, ...]
     gathered: tuple[tuple[str, int], ...]
-    kept: tuple[tuple[str, ...], ...]
+    out_axes: tuple[tuple[str, ...], ...]
 
     @staticmethod
     def of(
@@ -100,7 +100,7 @@ class Division:
         """
         chosen = _chosen(mesh.shape, operands, out, sizes, whole, otherwise)
         axes = dict.fromkeys(sizes, ()) | {factor: tuple(found) for factor, found in chosen.items()}
-        kept = [axes[factor] for factor in out.factors]
+        out_axes = [axes[factor] for factor in out.factors]
         left = [sizes[f] // math.prod(mesh.shape[axis] for axis in axes[f]) for f in out.factors]
         summed = [axis for factor in sizes if factor not in out.factors for axis in axes[factor]]
         scattered = []
@@ -108,14 +108,14 @@ class Division:
             position = next((position for position, of_axis in enumerate(out.spec) if axis in of_axis), None)
             if position is not None and left[position] % mesh.shape[axis] == 0:
                 scattered.append((axis, position))
-                kept[position] += (axis,)
+                out_axes[position] += (axis,)
                 left[position] //= mesh.shape[axis]
         gathered = [(axis, position) for position, factor in enumerate(out.factors) for axis in axes[factor]]
         gathered = [(axis, position) for axis, position in gathered if axis not in out.spec[position]]
         for axis, position in gathered:
-            kept[position] = tuple(other for other in kept[position] if other != axis)
+            out_axes[position] = tuple(other for other in out_axes[position] if other != axis)
         added = tuple(axis for axis in summed if axis not in dict(scattered))
-        return Division(mesh, axes, tuple(scattered), added, tuple(gathered), tuple(kept))
+        return Division(mesh, axes, tuple(scattered), added, tuple(gathered), tuple(out_axes))
 
     def finished(self, part: Array) -> Array:
         """A device's part of the result, from what it has computed."""
@@ -133,7 +133,7 @@ class Division:
     @property
     def of_result(self) -> NamedSharding:
         """That of the result."""
-        return self._sharding(self.kept)
+        return self._sharding(self.out_axes)
 
     def _sharding(self, parts: Sequence[tuple[str, ...]]) -> NamedSharding:
         return NamedSharding(self.mesh, P(*(axes or None for axes in parts)))

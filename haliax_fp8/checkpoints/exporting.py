@@ -20,8 +20,8 @@ from ..layers.patterns import Targets
 from .check import check_folder
 from .files import TensorSpec, new_folder, require_folder_name, write_tensors
 from .layouts import AbstractLayout, as_layout
+from .model.folder_tensors import FolderTensors
 from .model.plan import Choices, Fp8Kernel, Plan, plan
-from .model.source_of_folder import FolderSource
 from .names import NameMap
 from .scaled_matrix import ScaledMatrix
 
@@ -253,13 +253,13 @@ def _encoder(
 
 def _compare(folder: pathlib.Path, todo: Plan, digests: Mapping[str, str]) -> None:
     """Raises a ValueError unless a folder holds what was to be written, as an import reads it."""
-    source = FolderSource.open(folder)
+    written = FolderTensors.open(folder)
     for kernel in todo.kernels:
-        matrix = source.kernel(kernel.name)
+        matrix = written.kernel(kernel.name)
         if matrix is None or _digest(*_parts(matrix)) != digests[kernel.name]:
             raise ValueError(f"{kernel.name} did not read back as it was written; nothing was exported: report it")
     for tensor in todo.dense:
-        if _digest(source.array(tensor.name)) != digests[tensor.name]:
+        if _digest(written.array(tensor.name)) != digests[tensor.name]:
             raise ValueError(f"{tensor.name} did not read back as it was written; nothing was exported: report it")
 
 

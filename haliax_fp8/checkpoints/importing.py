@@ -23,9 +23,9 @@ from .files import require_folder_name
 from .frozen import FrozenEquinoxLinear, FrozenLinear, FrozenMoELinear, is_frozen
 from .frozen_kernel import FrozenKernel
 from .imported_kernels import served_layer
+from .model.collected import is_norm, other_arrays
+from .model.folder_tensors import FolderTensors
 from .model.matrices import Parts, of_array, of_kernel, plain
-from .model.source import is_norm, other_arrays
-from .model.source_of_folder import FolderSource
 from .model.tree import ModelPath, visit
 from .model.wanted import Wanted
 from .names import NameMap
@@ -86,7 +86,7 @@ def import_model[M](
         options = ", ".join(repr(member.value) for member in Weights)
         raise ValueError(f"weights={weights!r} must be one of {options}") from None
     rules = as_config(config).rules
-    checkpoint = Wanted.of(FolderSource.open(directory), NameMap.of(names), model, rules)
+    checkpoint = Wanted.of(FolderTensors.open(directory), NameMap.of(names), model, rules)
     loaded = visit(model, _Loader(checkpoint, weights), rules)
     if strict and (unused := checkpoint.unused()):
         more = f" and {len(unused) - 3} more" if len(unused) > 3 else ""
@@ -118,7 +118,7 @@ class _Loader:
             if self.weights is Weights.FROZEN:
                 return _frozen(layer, kernel, parts, path, scaled)
             compute_dtype = None if op is None else op.compute_dtype
-            return served_layer(layer, kernel, compute_dtype, parts, path, scaled, self.checkpoint.source.inputs)
+            return served_layer(layer, kernel, compute_dtype, parts, path, scaled, self.checkpoint.tensors.inputs)
         values = iter([matrix for _, matrix in found])
         weight = _filled(kernel.weight, parts, path, lambda name, shape: next(values).dense() / kernel.factor)
         return _with(layer, {**changes, _field_of(layer, kernel): weight})

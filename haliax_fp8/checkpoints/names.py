@@ -67,8 +67,8 @@ class NameMap:
 
 def _translated(name: str, rules: Iterable[tuple[str, str]]) -> str:
     parts, best, found = name.split("."), 0, name
-    for source, new in rules:
-        template = source.split(".")
+    for old, new in rules:
+        template = old.split(".")
         if len(template) > best and (values := _match(template, parts)) is not None:
             best = len(template)
             head = _PLACEHOLDER.sub(lambda match, values=values: values[match.group(1)], new)

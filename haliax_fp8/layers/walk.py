@@ -25,11 +25,11 @@ def find_layers(module: Any, rules: tuple[LayerRule, ...]) -> dict[str, tuple[An
     """Every layer that has a rule, by path, with the axes of the stacks that it is in."""
     found: dict[str, tuple[Any, tuple[hax.Axis, ...]]] = {}
 
-    def record(path: str, layer: Any, stack: tuple[hax.Axis, ...]) -> Any:
+    def collect(path: str, layer: Any, stack: tuple[hax.Axis, ...]) -> Any:
         found[path] = (layer, stack)
         return layer
 
-    _walk(record, module, rules, (), ())
+    _walk(collect, module, rules, (), ())
     return found
 
 

@@ -69,7 +69,7 @@ def share_input_scales[M](
         if isinstance(group, str):
             raise ValueError(f"groups={groups!r} must be a sequence of sequences of names, such as [('gate', 'up')]")
     # By module, and by the properties that must be equal for layers to share a scale.
-    members: dict[Any, list[str]] = collections.defaultdict(list)
+    alike: dict[Any, list[str]] = collections.defaultdict(list)
     found = find_layers(model, rules)
     for path, (layer, _) in found.items():
         parent, _, name = path.rpartition(".")
@@ -78,9 +78,9 @@ def share_input_scales[M](
         for i, group in enumerate(groups):
             if name in group and op is not None and state is not None:
                 shape = state.table.array.shape[:-2]
-                members[parent, i, op.recipe.input, op.compute_dtype, shape].append(name)
+                alike[parent, i, op.recipe.input, op.compute_dtype, shape].append(name)
     shared: dict[str, str] = {}
-    for (parent, *_), names in members.items():
+    for (parent, *_), names in alike.items():
         if len(names) > 1:
             prefix = f"{parent}." if parent else ""
             shared |= {f"{prefix}{name}": f"{prefix}{'+'.join(names)}" for name in names}
@@ -90,7 +90,7 @@ def share_input_scales[M](
             f"{list(found)[:12]}. Convert the model first, with a recipe that keeps state for their input, and name "
             "layers that exist. Without state, layers that read the same tensor have the same scale anyway"
         )
-    return _marked(model, shared, rules)
+    return _with_shared_inputs(model, shared, rules)
 
 
 def separate_input_scales[M](model: M, *, rules: tuple[LayerRule, ...] = default_rules) -> M:
@@ -100,11 +100,11 @@ def separate_input_scales[M](model: M, *, rules: tuple[LayerRule, ...] = default
         model: The model, which may have been trained since, or an optimizer's state with its structure.
         rules: The rules that it was converted with.
     """
-    return _marked(model, {}, rules)
+    return _with_shared_inputs(model, {}, rules)
 
 
-def _marked(model: Any, shared: Mapping[str, str], rules: tuple[LayerRule, ...]) -> Any:
-    def mark(path: str, layer: Any) -> Any:
+def _with_shared_inputs(model: Any, shared: Mapping[str, str], rules: tuple[LayerRule, ...]) -> Any:
+    def change(path: str, layer: Any) -> Any:
         rule = rule_of(layer, rules)
         op = rule.op(layer)
         state = _state(op)
@@ -112,10 +112,10 @@ def _marked(model: Any, shared: Mapping[str, str], rules: tuple[LayerRule, ...])
             return layer
         # As a tree: inside `vmap` and `scan` the names may include axes that the array does not have.
         template = dataclasses.replace(state, shared_input=shared.get(path))
-        marked = jax.tree.unflatten(jax.tree.structure(template), jax.tree.leaves(state))
-        return rule.with_op(layer, dataclasses.replace(op, state=marked))
+        changed = jax.tree.unflatten(jax.tree.structure(template), jax.tree.leaves(state))
+        return rule.with_op(layer, dataclasses.replace(op, state=changed))
 
-    return map_layers(mark, model, rules)
+    return map_layers(change, model, rules)
 
 
 def _state(op: Fp8DotGeneral | None) -> OpState | None:

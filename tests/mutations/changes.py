@@ -794,8 +794,8 @@ CHANGES = (
     Change(
         "layers with other recipes for their input share its scale",
         "memory/shared_input.py",
-        "members[parent, i, op.recipe.input, op.compute_dtype, shape]",
-        "members[parent, i, shape]",
+        "alike[parent, i, op.recipe.input, op.compute_dtype, shape]",
+        "alike[parent, i, shape]",
         ("test_memory_options.py::test_only_layers_that_quantize_alike_share",),
     ),
     Change(
@@ -895,8 +895,8 @@ CHANGES = (
     Change(
         "layers of different modules share a scale",
         "memory/shared_input.py",
-        "members[parent, i, op.recipe.input",
-        "members['', i, op.recipe.input",
+        "alike[parent, i, op.recipe.input",
+        "alike['', i, op.recipe.input",
         ("test_memory_options.py::test_layers_of_different_modules_do_not_share",),
     ),
     Change(

@@ -18,9 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...layers.own_state import require_own_state
+from .checkpoint import HostArrays
 from .checksum import Summed, summed
 from .names import Leaf, described, is_saved, leaves_of
-from .source import HostArrays
 
 
 # After the index come its length and this mark.

@@ -6,9 +6,9 @@ from typing import Any
 import jax
 
 from ...layers.patterns import path_string
+from .checkpoint import Entries
 from .names import described, is_saved, leaves_of
 from .report import LoadReport
-from .source import Entries
 
 
 SHAPE = "shape "

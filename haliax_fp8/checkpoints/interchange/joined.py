@@ -13,8 +13,8 @@ from ...layers.default import default_rules
 from ...layers.patterns import path_string
 from ...layers.walk import rule_of
 from ...memory.join import JoinedLinear, join_linear, split_linear
+from .checkpoint import AbstractCheckpoint, Entries, Lazily
 from .names import is_saved, leaves_of, with_leaves
-from .source import AbstractSource, Entries, Lazily
 
 
 type Joined = Mapping[str, Sequence[str]]
@@ -39,29 +39,29 @@ def check_joined(joined: Any) -> Joined:
 
 
 @dataclasses.dataclass(frozen=True)
-class WithJoined(AbstractSource):
-    """A source with entries for the joined layers of a model, made of those apart, and the reverse.
+class WithJoined(AbstractCheckpoint):
+    """A checkpoint with entries for the joined layers of a model, made of those apart, and the reverse.
 
     Args:
-        source: What there is.
+        checkpoint: What there is.
         made: For each name that the model has: how it is made.
     """
 
-    source: AbstractSource
+    checkpoint: AbstractCheckpoint
     made: Mapping[str, "_Made"]
 
     @property
     def entries(self) -> Entries:
-        """Those of the source that no other is made of, and those that are made."""
-        used = {name for made in self.made.values() for name in made.sources}
-        kept = {name: entry for name, entry in self.source.entries.items() if name not in used}
+        """Those of the checkpoint that no other is made of, and those that are made."""
+        used = {name for made in self.made.values() for name in made.made_of}
+        kept = {name: entry for name, entry in self.checkpoint.entries.items() if name not in used}
         return kept | {name: made.entry for name, made in self.made.items()}
 
     def read(self, wanted: Mapping[str, Any]) -> Mapping[str, Any]:
         """Arrays that have to be made are made on the host."""
         direct = {name: to for name, to in wanted.items() if name not in self.made}
-        needed = {part for name in wanted if name in self.made for part in self.made[name].sources}
-        found = self.source.read(direct | dict.fromkeys(needed))
+        needed = {part for name in wanted if name in self.made for part in self.made[name].made_of}
+        found = self.checkpoint.read(direct | dict.fromkeys(needed))
         return Lazily(wanted, lambda name: self.made[name].make(found) if name in self.made else found[name])
 
     def how(self, name: str) -> str | None:
@@ -75,7 +75,7 @@ class _Made:
 
     Args:
         entry: Its shape and dtype.
-        sources: The names of the entries.
+        made_of: The names of the entries.
         parts: Those of the layers that have them.
         layers: The layers, without arrays, whose leaves these are.
         convert: From these layers with their arrays to the layers that have the leaf.
@@ -83,7 +83,7 @@ class _Made:
     """
 
     entry: jax.ShapeDtypeStruct
-    sources: tuple[str, ...]
+    made_of: tuple[str, ...]
     parts: tuple[str, ...]
     layers: Any
     convert: Any
@@ -91,15 +91,15 @@ class _Made:
 
     def make(self, found: Mapping[str, Any]) -> Any:
         with _on_host():
-            layers = with_leaves(self.layers, [found[name] for name in self.sources])
+            layers = with_leaves(self.layers, [found[name] for name in self.made_of])
             return [leaf.value for leaf in leaves_of(self.convert(layers))][self.index]
 
 
-def with_joined(source: AbstractSource, model: Any, joined: Joined) -> AbstractSource:
-    """The source with what the model's joined, or separate, layers can be made of.
+def with_joined(checkpoint: AbstractCheckpoint, model: Any, joined: Joined) -> AbstractCheckpoint:
+    """The checkpoint with what the model's joined, or separate, layers can be made of.
 
     Args:
-        source: The checkpoint.
+        checkpoint: The checkpoint.
         model: What is loaded.
         joined: Which fields belong together.
     """
@@ -114,7 +114,7 @@ def with_joined(source: AbstractSource, model: Any, joined: Joined) -> AbstractS
                 raise ValueError(
                     f"joined names {len(names)} layers for {path}, which was joined of {len(apart)}: {joined[field]}"
                 )
-            made |= _made_of(source, apart, names, layer, [f"{path}.linear"], _joined_again)
+            made |= _made_of(checkpoint, apart, names, layer, [f"{path}.linear"], _joined_again)
     layers = dict(_layers(model))
     for field, parts in joined.items():
         first = f".{parts[0]}"
@@ -127,16 +127,16 @@ def with_joined(source: AbstractSource, model: Any, joined: Joined) -> AbstractS
                 continue
             apart = [_plain(layers[name]) for name in names]
             whole = eqx.filter_eval_shape(join_linear, apart)
-            made |= _made_of(source, whole, [f"{prefix}{field}"], apart, names, split_linear)
-    return WithJoined(source, made) if made else source
+            made |= _made_of(checkpoint, whole, [f"{prefix}{field}"], apart, names, split_linear)
+    return WithJoined(checkpoint, made) if made else checkpoint
 
 
 def _made_of(
-    source: AbstractSource, have: Any, have_names: list[str], want: Any, want_names: list[str], convert: Any
+    checkpoint: AbstractCheckpoint, have: Any, have_names: list[str], want: Any, want_names: list[str], convert: Any
 ) -> dict[str, _Made]:
     """How the leaves of the layers that the model has are made of those that the checkpoint has, if it has them."""
-    sources = _names(have, have_names)
-    entries = [source.entries.get(name) for name in sources]
+    made_of = _names(have, have_names)
+    entries = [checkpoint.entries.get(name) for name in made_of]
     shapes = [leaf.value.shape for leaf in leaves_of(have) if is_saved(leaf.value)]
     if any(entry is None or entry.shape != shape for entry, shape in zip(entries, shapes, strict=True)):
         return {}
@@ -147,7 +147,7 @@ def _made_of(
     made = (jax.ShapeDtypeStruct(value.shape, dtype) for value in wanted)
     only = eqx.filter(have, is_saved)
     return {
-        name: _Made(entry, tuple(sources), tuple(have_names), only, convert, index)
+        name: _Made(entry, tuple(made_of), tuple(have_names), only, convert, index)
         for index, (name, entry) in enumerate(zip(names, made, strict=True))
     }
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...layers.quantized_kernels import require_no_kernel_copies
+from .checkpoint import AbstractCheckpoint
 from .histories import first_of, fitted, refusal, widths
 from .incomplete import SHAPE, incomplete, listed
 from .joined import Joined, check_joined, with_joined
@@ -17,7 +18,6 @@ from .like_leaf import like_leaf, sharding_of
 from .names import Leaf, described, is_saved, leaves_of, with_leaves
 from .open import on_host, open_checkpoint
 from .report import LoadReport
-from .source import AbstractSource
 
 
 def load_into[M](
@@ -62,22 +62,22 @@ def load_into[M](
         (('layers.0.weight',), True)
     """
     require_no_kernel_copies(model)
-    source = open_checkpoint(path, model, made_from)
+    checkpoint = open_checkpoint(path, model, made_from)
     if joined is not None:
-        source = with_joined(source, model, check_joined(joined))
+        checkpoint = with_joined(checkpoint, model, check_joined(joined))
     leaves = list(leaves_of(model))
-    plans = [_plan(leaf, source) if is_saved(leaf.value) else _Plan() for leaf in leaves]
+    plans = [_plan(leaf, checkpoint) if is_saved(leaf.value) else _Plan() for leaf in leaves]
     _require_all(leaves, plans)
-    found = source.read({p.source: p.sharding for p in plans if p.source is not None})
+    found = checkpoint.read({p.name: p.sharding for p in plans if p.name is not None})
     values, kept, changed, fresh = [], [], {}, {}
     for leaf, plan in zip(leaves, plans, strict=True):
         value, how, why = leaf.value, plan.how, plan.why
-        if plan.source is not None:
-            array = found[plan.source]
+        if plan.name is not None:
+            array = found[plan.name]
             if leaf.state is not None:
                 array, how, why = _table(on_host(array), leaf)
             value = None if array is None else like_leaf(array, leaf.value)
-        if leaf.state is not None and (plan.source is None or value is None):
+        if leaf.state is not None and (plan.name is None or value is None):
             value = like_leaf(first_of(leaf.state), leaf.value)
         elif why is not None and isinstance(value, jax.ShapeDtypeStruct):
             value = like_leaf(np.zeros(value.shape, value.dtype), leaf.value)
@@ -86,21 +86,23 @@ def load_into[M](
             fresh[leaf.name] = why
         elif how is not None:
             changed[leaf.name] = how
-        elif plan.source is not None:
+        elif plan.name is not None:
             kept.append(leaf.name)
-    used = {plan.source for plan in plans}
-    unused = source.entries.keys() - used - {plan.refused for plan in plans}
+    used = {plan.name for plan in plans}
+    unused = checkpoint.entries.keys() - used - {plan.refused for plan in plans}
     report = LoadReport(tuple(kept), changed, fresh, tuple(sorted(unused)))
-    if source.entries and not used - {None}:
-        raise ValueError(_nothing_fits(source, [leaf.name for leaf in leaves if is_saved(leaf.value)], _shown(path)))
+    if checkpoint.entries and not used - {None}:
+        raise ValueError(
+            _nothing_fits(checkpoint, [leaf.name for leaf in leaves if is_saved(leaf.value)], _shown(path))
+        )
     if strict and not report.is_complete:
-        raise ValueError(incomplete(model, report, source.entries))
+        raise ValueError(incomplete(model, report, checkpoint.entries))
     return with_leaves(model, values), report
 
 
-def _nothing_fits(source: AbstractSource, expected: list[str], shown: str) -> str:
+def _nothing_fits(checkpoint: AbstractCheckpoint, expected: list[str], shown: str) -> str:
     """What to do where a checkpoint and a model have no name and shape in common."""
-    held = sorted(source.entries)
+    held = sorted(checkpoint.entries)
     start = f"nothing in {shown} fits the model: it holds {_first(held)}; the model expects {_first(expected)}. "
     first = {name.partition(".")[0] for name in held}
     if first <= {str(i) for i in range(len(first))} and not set(expected) & set(held):
@@ -125,25 +127,25 @@ class _Plan:
     """What becomes of a leaf.
 
     Args:
-        source: The name of the entry that it is made of; None if there is none.
+        name: The name of the entry that it is made of; None if there is none.
         sharding: Where that is to be read to.
         how: How it is changed; None if it is not.
         why: Why it is fresh; None if it is not.
         refused: The name of the entry that is the leaf's, and does not fit; None if there is none.
     """
 
-    source: str | None = None
+    name: str | None = None
     sharding: Any = None
     how: str | None = None
     why: str | None = None
     refused: str | None = None
 
 
-def _plan(leaf: Leaf, source: AbstractSource) -> _Plan:
+def _plan(leaf: Leaf, checkpoint: AbstractCheckpoint) -> _Plan:
     # In Orbax's folders a list with one array looks like a named array.
     whole, _, last = leaf.name.rpartition(".")
-    name = leaf.name if leaf.name in source.entries or last != "0" else whole
-    entry, wanted = source.entries.get(name), described(leaf.value)
+    name = leaf.name if leaf.name in checkpoint.entries or last != "0" else whole
+    entry, wanted = checkpoint.entries.get(name), described(leaf.value)
     if entry is None:
         return _Plan(why=_MISSING_STATE if leaf.state is not None else "not in the checkpoint")
     if leaf.state is not None:
@@ -155,7 +157,7 @@ def _plan(leaf: Leaf, source: AbstractSource) -> _Plan:
     if entry.shape != wanted.shape:
         return _Plan(why=f"{SHAPE}{entry.shape} in the checkpoint, {wanted.shape} here", refused=name)
     if entry.dtype == wanted.dtype:
-        return _Plan(name, sharding_of(leaf.value), how=source.how(name))
+        return _Plan(name, sharding_of(leaf.value), how=checkpoint.how(name))
     if _is_fp8(entry.dtype) and not _is_fp8(wanted.dtype):
         raise ValueError(
             f"{leaf.name} is stored in {np.dtype(entry.dtype).name}: FP8 data without its scale is not a weight. Load "

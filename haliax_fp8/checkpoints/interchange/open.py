@@ -8,15 +8,15 @@ from typing import Any
 import jax
 import numpy as np
 
+from .checkpoint import AbstractCheckpoint, HostArrays
 from .equinox_file import open_equinox, with_suffix
 from .names import described
 from .orbax_folder import OrbaxFolder
 from .safetensors_file import open_safetensors
-from .source import AbstractSource, HostArrays
 from .state_dict import with_names_of
 
 
-def open_checkpoint(path: Any, model: Any, made_from: Any) -> AbstractSource:
+def open_checkpoint(path: Any, model: Any, made_from: Any) -> AbstractCheckpoint:
     """A checkpoint, with the names of a model's leaves where it has them under other keys.
 
     Args:

@@ -9,11 +9,11 @@ import jax
 import numpy as np
 
 from ...layers.patterns import path_string
+from .checkpoint import AbstractCheckpoint, Entries
 from .folder import METADATA, tree_in
-from .source import AbstractSource, Entries
 
 
-class OrbaxFolder(AbstractSource):
+class OrbaxFolder(AbstractCheckpoint):
     """What `StandardCheckpointer`, or a `CheckpointManager` with one item, wrote in a step."""
 
     def __init__(self, path: pathlib.Path):

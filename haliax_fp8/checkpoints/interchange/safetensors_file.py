@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import safetensors
 
-from .source import HostArrays
+from .checkpoint import HostArrays
 
 
 # The format's names of types that models have, as https://github.com/huggingface/safetensors lists them.
@@ -38,7 +38,7 @@ def open_safetensors(path: pathlib.Path) -> HostArrays:
         ValueError: If the file is damaged, or a tensor has a type that JAX lacks.
     """
     try:
-        # Open as long as the source: the file is mapped, and may be replaced meanwhile.
+        # Open as long as the checkpoint: the file is mapped, and may be replaced meanwhile.
         file: Any = safetensors.safe_open(path, framework="np")  # pyright: ignore[reportAttributeAccessIssue]
     except safetensors.SafetensorError as error:  # pyright: ignore[reportAttributeAccessIssue]
         raise ValueError(f"path {path} is not a sound safetensors file: {error}") from error

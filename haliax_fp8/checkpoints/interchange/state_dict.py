@@ -9,27 +9,27 @@ import jax
 import numpy as np
 
 from ...layers.patterns import path_string
+from .checkpoint import Entries, HostArrays
 from .names import described, is_saved, leaves_of
-from .source import Entries, HostArrays
 
 
-def with_names_of(model: Any, source: HostArrays) -> HostArrays:
-    """A source whose keys may be those of Haliax's state dict of the model, with keys that are names of leaves.
+def with_names_of(model: Any, checkpoint: HostArrays) -> HostArrays:
+    """A checkpoint whose keys may be those of Haliax's state dict of the model, with keys that are names of leaves.
 
     Haliax renames fields as `_state_dict_key_map` says, and has an entry for each layer of a stack; here a stack is one
     array again. Axes that `to_torch_compatible_state_dict` flattened into one are several again.
 
     Args:
         model: The model.
-        source: The entries.
+        checkpoint: The entries.
     """
     shapes = {leaf.name: described(leaf.value).shape for leaf in leaves_of(model) if is_saved(leaf.value)}
-    renamed = _renamed(model, source.entries)
-    if len(shapes.keys() & renamed.keys()) <= len(shapes.keys() & source.entries.keys()):
-        renamed = {name: (name,) for name in source.entries}
+    renamed = _renamed(model, checkpoint.entries)
+    if len(shapes.keys() & renamed.keys()) <= len(shapes.keys() & checkpoint.entries.keys()):
+        renamed = {name: (name,) for name in checkpoint.entries}
     entries: dict[str, jax.ShapeDtypeStruct] = {}
     for name, keys in renamed.items():
-        parts = [source.entries[key] for key in keys]
+        parts = [checkpoint.entries[key] for key in keys]
         # Layers of different shapes cannot be stacked; each remains what it is.
         if isinstance(keys, _Stack) and len({(x.shape, x.dtype) for x in parts}) == 1:
             entries[name] = jax.ShapeDtypeStruct((len(keys), *parts[0].shape), parts[0].dtype)
@@ -40,7 +40,7 @@ def with_names_of(model: Any, source: HostArrays) -> HostArrays:
 
     def array(name: str) -> Any:
         keys = renamed.get(name, (name,))
-        arrays = [np.asarray(source.array(key)) for key in keys]
+        arrays = [np.asarray(checkpoint.array(key)) for key in keys]
         whole = np.stack(arrays) if isinstance(keys, _Stack) else arrays[0]
         return whole.reshape(shapes[name]) if name in flat else whole
 

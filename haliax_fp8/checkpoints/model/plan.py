@@ -13,8 +13,8 @@ from ...recipes.recipe import SCALE_BITS, OperandName
 from ..names import NameMap
 from ..scaled_matrix import BF16, BF16_BITS, ScaledMatrix, quantized, rounded_up, spread
 from .cache_scale import CacheScale
+from .collected import Matrix, Other, collect
 from .matrices import plain
-from .source import Matrix, Other, collect
 
 
 # Layers that engines leave in high precision, by their names in models.

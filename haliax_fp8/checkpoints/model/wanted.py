@@ -11,8 +11,8 @@ from ...layers.rule import LayerRule
 from ...layers.tensor_names import JOINED
 from ..names import NameMap
 from ..scaled_matrix import ScaledMatrix
-from .source import collect
-from .source_of_folder import FolderSource
+from .collected import collect
+from .folder_tensors import FolderTensors
 
 
 _HEAD, _EMBEDDING = "lm_head", "embed_tokens"
@@ -77,32 +77,32 @@ class Wanted:
     """What a model wants of a checkpoint.
 
     Args:
-        source: The checkpoint's tensors.
+        tensors: The checkpoint's tensors.
         names: From the model's names to the checkpoint's.
         outputs: The number of outputs of each layer of the model, by the checkpoint's names.
         available: The checkpoint's names.
         used: Those that were read.
     """
 
-    source: FolderSource
+    tensors: FolderTensors
     names: NameMap
     outputs: dict[str, int]
     available: frozenset[str]
     used: set[str]
 
     @staticmethod
-    def of(source: FolderSource, names: NameMap, model: Any, rules: tuple[LayerRule, ...]) -> "Wanted":
+    def of(tensors: FolderTensors, names: NameMap, model: Any, rules: tuple[LayerRule, ...]) -> "Wanted":
         """Nothing read yet.
 
         Args:
-            source: The checkpoint's tensors.
+            tensors: The checkpoint's tensors.
             names: From the model's names to the checkpoint's.
             model: The model.
             rules: Those of its layer classes.
         """
         matrices = collect(model, rules, targets=None, exclude=()).matrices
         outputs = {names.to_checkpoint(matrix.name): matrix.shape[0] for matrix in matrices}
-        return Wanted(source, names, outputs, frozenset(source.names), set())
+        return Wanted(tensors, names, outputs, frozenset(tensors.names), set())
 
     def matrix(self, name: str, shape: tuple[int, ...]) -> Found:
         """The matrix of a layer, `[out, in]`.
@@ -136,11 +136,11 @@ class Wanted:
 
     def unused(self) -> list[str]:
         """The checkpoint's tensors that nothing read."""
-        rest = [name for name in self.source.names if name not in self.used and not name.endswith(_DERIVED)]
+        rest = [name for name in self.tensors.names if name not in self.used and not name.endswith(_DERIVED)]
         tied = f"{_HEAD}.weight"
-        if tied in rest and self.source.ties_head:
+        if tied in rest and self.tensors.ties_head:
             embedding = next((name for name in self.used if name.endswith(f"{_EMBEDDING}.weight")), None)
-            if embedding and np.array_equal(self.source.array(tied), self.source.array(embedding)):
+            if embedding and np.array_equal(self.tensors.array(tied), self.tensors.array(embedding)):
                 rest.remove(tied)
         return rest
 
@@ -161,11 +161,11 @@ class Wanted:
                 total = sum(size for size in sizes if size)
                 _require_shape(f"{whole}.{field}", found.shape[:1], f"{', '.join(parts)} of {parent}", (total,))
                 return found.rows(start, start + self.outputs[layer])
-        if last == _HEAD and field == "weight" and self.source.ties_head:
+        if last == _HEAD and field == "weight" and self.tensors.ties_head:
             embedding = next((name for name in self.available if name.endswith(f"{_EMBEDDING}.weight")), None)
             if embedding is not None:
                 return self._read(embedding.removesuffix(".weight"), "weight")
-        near = nearest(f"{layer}.{field}", self.source.names, 3)
+        near = nearest(f"{layer}.{field}", self.tensors.names, 3)
         raise ValueError(
             f"the checkpoint has no {layer}.{field}; the nearest are {', '.join(near) or 'none'}. If it has the tensor "
             "under another name, map it with names=..."
@@ -176,8 +176,8 @@ class Wanted:
         if name not in self.available:
             raise ValueError(f"the checkpoint has no {name}; map it with names=...")
         self.used.add(name)
-        kernel = self.source.kernel(layer) if field == "weight" else None
-        return Found(layer, self.source.array(name) if kernel is None else kernel)
+        kernel = self.tensors.kernel(layer) if field == "weight" else None
+        return Found(layer, self.tensors.array(name) if kernel is None else kernel)
 
 
 def _require_shape(name: str, found: tuple[int, ...], ours: str, shape: tuple[int, ...]) -> None:

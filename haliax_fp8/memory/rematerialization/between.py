@@ -89,17 +89,17 @@ class BetweenLayers(RematerializationRule):
             def replay(layer: Any, x: Any, layer_args: Any, layer_kwargs: Any, *, is_after: bool) -> Any:
                 for out in calls:
                     return out
-                raise _Reached(x)
+                raise _Stop(x)
 
             try:
                 plain(self._with_stand_ins(rest, module, replay), *args, **kwargs)
-            except _Reached as reached:
-                return reached.x
+            except _Stop as stop:
+                return stop.x
             raise ValueError(f"{type(module).__name__} called its layers differently when it was called again")
 
         recomputed = rematerialized(input_of_next, compute_dtype)
 
-        def record(layer: Any, x: Any, layer_args: Any, layer_kwargs: Any, *, is_after: bool) -> Any:
+        def call(layer: Any, x: Any, layer_args: Any, layer_kwargs: Any, *, is_after: bool) -> Any:
             if is_after and outputs:
                 # Nothing reads the input that the code computed here, so compilers drop its computation.
                 try:
@@ -112,7 +112,7 @@ class BetweenLayers(RematerializationRule):
             outputs.append(layer(x, *layer_args, **layer_kwargs))
             return outputs[-1]
 
-        return plain(self._with_stand_ins(module, module, record), *args, **kwargs)
+        return plain(self._with_stand_ins(module, module, call), *args, **kwargs)
 
     def _with_stand_ins(self, module: Any, layers: Any, called: Callable[..., Any]) -> Any:
         """The module with a function in place of each layer; `layers` is the module that has the layers."""
@@ -130,7 +130,7 @@ def _as_read(x: Any) -> Any:
     return read_together(x) if is_floating else x
 
 
-class _Reached(BaseException):
+class _Stop(BaseException):
     """Ends a call at a layer; an `except Exception` in the module's code does not catch it.
 
     Args:

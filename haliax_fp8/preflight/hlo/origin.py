@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from . import vocabulary as words
 from .scopes import dotted
-from .sites import Site, element_of_state
+from .sites import Site, element_of_carry
 from .text import Shape
 from .vocabulary import begins, ends, is_fusion, subprograms
 
@@ -36,7 +36,7 @@ def origin(site: Site) -> Origin:
     quantized = ""
     rescaled = in_blocks = False
     wide: list[Shape] = []
-    for step in _way(site):
+    for step in _makers(site):
         instruction = step.instruction
         if instruction.opcode == "parameter" and step.caller is None:
             arguments = (dotted(instruction.op_name or instruction.name),)
@@ -71,7 +71,7 @@ def entering(launch: Site, operand: Site) -> Entering | None:
     None if the fusion computes it in another way.
     """
     in_blocks = False
-    for step in _way(operand):
+    for step in _makers(operand):
         if step.computation is launch.computation:
             return Entering(step.instruction.shape.dtype, in_blocks)
         if step.instruction.opcode in words.SCALES:
@@ -87,7 +87,7 @@ def gathers(site: Site) -> Iterator[tuple[Site, int]]:
             yield step, indices[-1] if indices else 0
 
 
-def _way(site: Site) -> Iterator[Site]:
+def _makers(site: Site) -> Iterator[Site]:
     """The instructions that made a value, backwards for as long as each passes on one operand."""
     return (step for step, _ in _steps(site))
 
@@ -143,22 +143,22 @@ def _argument(site: Site, indices: list[int]) -> Site | None:
     if (caller := site.caller) is None:
         return None
     if caller.instruction.opcode == "while":
-        return _of_state(site, indices)
+        return _of_carry(site, indices)
     if caller.instruction.opcode == "conditional":
         branches = subprograms(caller.instruction)
         return caller.operands[1 + branches.index(site.computation.name)]
     return caller.operands[site.instruction.parameter_number]
 
 
-def _of_state(state: Site, indices: list[int]) -> Site | None:
-    """Where an element of a loop's state comes from: its initial value, if the body passes it on unchanged; the values
+def _of_carry(carry: Site, indices: list[int]) -> Site | None:
+    """Where an element of a loop's carry comes from: its initial value, if the body passes it on unchanged; the values
     that the body wrote in earlier iterations, if it fills an array slice by slice."""
-    root = state.beside(state.computation.root.name)
-    if not indices or root.instruction.opcode != "tuple" or state.caller is None:
+    root = carry.beside(carry.computation.root.name)
+    if not indices or root.instruction.opcode != "tuple" or carry.caller is None:
         return None
     result = root.operands[indices[-1]]
-    if element_of_state(result) == indices[-1]:
-        return state.caller.operands[0]
+    if element_of_carry(result) == indices[-1]:
+        return carry.caller.operands[0]
     if result.instruction.opcode not in (words.UPDATE, words.FUSION):
         return None
     indices.pop()

@@ -105,11 +105,11 @@ def trip_count(loop: Site) -> int | None:
     if test.instruction.opcode != COMPARE or {initial.instruction.opcode, body.instruction.opcode} != {"tuple"}:
         return None
     counter, limit = test.operands
-    if (index := element_of_state(counter)) is None:
+    if (index := element_of_carry(counter)) is None:
         return None
     start, stop, step = _number(initial.operands[index]), _number(limit), _added(body.operands[index], index)
-    passed = element_of_state(limit)
-    if passed is not None and passed == element_of_state(body.operands[passed]):
+    passed = element_of_carry(limit)
+    if passed is not None and passed == element_of_carry(body.operands[passed]):
         stop = _number(initial.operands[passed])  # Passed on unchanged from iteration to iteration.
     beyond = COMPARISONS.get(test.instruction.attribute("direction"))
     if start is None or stop is None or not step or beyond is None:
@@ -140,8 +140,8 @@ def _number(site: Site) -> int | None:
     return int(text) if text.lstrip("-").isdigit() else None
 
 
-def element_of_state(site: Site) -> int | None:
-    """Which element of a loop's state a value in its body or condition is, if it is an unchanged one."""
+def element_of_carry(site: Site) -> int | None:
+    """Which element of a loop's carry a value in its body or condition is, if it is an unchanged one."""
     found = _computed(site)
     if found.instruction.opcode != "get-tuple-element" or found.operands[0].instruction.opcode != "parameter":
         return None
@@ -149,11 +149,11 @@ def element_of_state(site: Site) -> int | None:
 
 
 def _added(result: Site, index: int) -> int | None:
-    """The number that an iteration adds to an element of the state."""
+    """The number that an iteration adds to an element of the carry."""
     operation = _computed(result)
     if operation.instruction.opcode != ADD:
         return None
     first, second = operation.operands
-    if element_of_state(first) == index:
+    if element_of_carry(first) == index:
         return _number(second)
-    return _number(first) if element_of_state(second) == index else None
+    return _number(first) if element_of_carry(second) == index else None

@@ -38,7 +38,7 @@ class Members:
     Args:
         ensemble: How many leading axes of an operand number members; with `groups`, the last of them numbers rows.
         devices: Inside `shard_map`, the mesh axes over which devices hold parts of a member. Parts with equal sums are
-            taken for copies and count once: a kernel that all devices hold is marked as different on each of them.
+            taken for replicas and count once: a kernel that all devices hold is marked as different on each of them.
         groups: Which rows are in each group; None if rows are not in groups.
     """
 
@@ -109,7 +109,7 @@ class Members:
             numbers = jnp.sum(jnp.where(self.groups, jnp.expand_dims(numbers, -2), np.float32(0.0)), axis=-1)
         return lax.expand_dims(numbers, range(numbers.ndim, ndim))
 
-    def copies(self, sums: Sequence[Float32[Array, "*members"]]) -> Float32[Array, "*members"]:
+    def replicas(self, sums: Sequence[Float32[Array, "*members"]]) -> Float32[Array, "*members"]:
         """How many devices hold what this one holds of each member, told by its sums. None may be NaN."""
         if not self.devices:
             return jnp.ones_like(sums[0])
@@ -118,10 +118,10 @@ class Members:
         return jnp.sum(jnp.all(everywhere == here, axis=-1).astype(jnp.float32), axis=0)
 
     def of_all_devices(
-        self, sums: Sequence[Float32[Array, "*members"]], copies: Float32[Array, "*members"]
+        self, sums: Sequence[Float32[Array, "*members"]], replicas: Float32[Array, "*members"]
     ) -> list[Float32[Array, "*members"]]:
-        """Sums over all devices, of which copies count once."""
-        return list(lax.psum([x / copies for x in sums], self.devices)) if self.devices else list(sums)
+        """Sums over all devices, of which replicas count once."""
+        return list(lax.psum([x / replicas for x in sums], self.devices)) if self.devices else list(sums)
 
     def _axes(self, values: Array) -> tuple[int, ...]:
         return tuple(range(self.ensemble, values.ndim))
@@ -182,14 +182,16 @@ def statistics_of(
     count = jnp.full_like(local[0], math.prod(x.shape[members.ensemble :]))
     if members.groups is not None:
         count = count * jnp.sum(members.groups.astype(jnp.float32), axis=-2)
-    copies = members.copies([unit, *local])
-    total, squares, lost, clipped, rounded, flushed, nonfinite, count = members.of_all_devices([*local, count], copies)
+    replicas = members.replicas([unit, *local])
+    total, squares, lost, clipped, rounded, flushed, nonfinite, count = members.of_all_devices(
+        [*local, count], replicas
+    )
 
     # About the mean: an operand that is everywhere the same has no tails.
     numbers, count = _positive(count - nonfinite), _positive(count)
     mean = members.at_elements(total / numbers, x.ndim)
     centered = jnp.where(finite, parts - mean, jnp.float32(0.0)) ** 2
-    variance, fourth = members.of_all_devices(members.totals(centered, centered**2), copies)
+    variance, fourth = members.of_all_devices(members.totals(centered, centered**2), replicas)
     scale = quantized.scale
     scale = jnp.broadcast_to(scale, (*x.shape[: members.ensemble], *scale.shape[members.ensemble :]))
     by_name = {

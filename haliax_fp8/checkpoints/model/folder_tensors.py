@@ -1,4 +1,4 @@
-"""A folder as the source of what a model wants."""
+"""FolderTensors: what a model is imported from."""
 
 import dataclasses
 import os
@@ -15,7 +15,7 @@ _SCALES = (*WEIGHT_SCALES, *INPUT_SCALES)
 
 
 @dataclasses.dataclass(frozen=True)
-class FolderSource:
+class FolderTensors:
     """The tensors of a folder, by the checkpoint's names.
 
     Args:
@@ -27,7 +27,7 @@ class FolderSource:
     quantization: CheckpointQuantization | None
 
     @staticmethod
-    def open(directory: str | os.PathLike[str]) -> "FolderSource":
+    def open(directory: str | os.PathLike[str]) -> "FolderTensors":
         """Reads headers and configuration.
 
         Args:
@@ -41,7 +41,7 @@ class FolderSource:
         for name, stored in folder.tensors.items():
             if stored.dtype == FP8 and name.endswith(".weight") and quantization is None:
                 raise ValueError(f"{name} is in FP8, and config.json of {folder.directory} has no quantization_config")
-        return FolderSource(folder, quantization)
+        return FolderTensors(folder, quantization)
 
     @property
     def names(self) -> list[str]:

@@ -12,7 +12,7 @@ type Entries = Mapping[str, jax.ShapeDtypeStruct]
 """The shape and dtype of each entry, without its numbers."""
 
 
-class AbstractSource(abc.ABC):
+class AbstractCheckpoint(abc.ABC):
     """A checkpoint, opened."""
 
     @property
@@ -64,7 +64,7 @@ class Lazily(Mapping[str, Any]):
 
 
 @dataclasses.dataclass(frozen=True)
-class HostArrays(AbstractSource):
+class HostArrays(AbstractCheckpoint):
     """Arrays on the host, in memory or in a file.
 
     Args:
