@@ -157,8 +157,9 @@ def divide_by(
         cast: A format, or a function that clips and rounds.
         scale_bits: See `QuantizedArray`.
     """
-    quotient = lax.div(lax.convert_element_type(x, jnp.float32), expand(scale, x.shape))
-    return QuantizedArray(_as_cast(cast)(_visible(x, quotient)), scale, scale_bits=scale_bits)
+    x = lax.convert_element_type(x, jnp.float32)
+    scaled = _visible(x, lax.div(x, expand(scale, x.shape)))
+    return QuantizedArray(_as_cast(cast)(scaled), scale, scale_bits=scale_bits)
 
 
 def quantize_by(
@@ -183,7 +184,7 @@ def quantize_by(
     """
     x = lax.convert_element_type(x, jnp.float32)
     data = _as_cast(cast)(lax.mul(x, expand(multiplier, x.shape, block)))
-    return QuantizedArray(data, lax.div(lax.full_like(multiplier, 1.0), multiplier), block, scale_bits=scale_bits)
+    return QuantizedArray(data, lax.div(np.float32(1.0), multiplier), block, scale_bits=scale_bits)
 
 
 def _format_or_cast(cast: Any) -> Any:
@@ -199,7 +200,7 @@ def _format_or_cast(cast: Any) -> Any:
     return cast
 
 
-def _visible(x: Float[Array, "*shape"], scaled: Float32[Array, "*shape"]) -> Float32[Array, "*shape"]:
+def _visible(x: Float32[Array, "*shape"], scaled: Float32[Array, "*shape"]) -> Float32[Array, "*shape"]:
     """`scaled`, or NaN where `x` is infinite: clipped, it would look like a valid value.
 
     E4M3 has no infinity. A finite value that overflows when it is scaled is clipped like any other.
@@ -208,7 +209,6 @@ def _visible(x: Float[Array, "*shape"], scaled: Float32[Array, "*shape"]) -> Flo
     # not accept `is_finite`, so the cast after a norm would be a launch of its own; and a magnitude would be shared
     # with the amax, which would split the fusion. In float32, like the scaled values: otherwise XLA would also store
     # an activation computed in float32 in bfloat16.
-    x = lax.convert_element_type(x, jnp.float32)
     return lax.sub(scaled, lax.sub(x, x))
 
 

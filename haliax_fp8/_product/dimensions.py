@@ -131,6 +131,12 @@ class DotDimensions:
         )
         return dims, 0
 
+    def with_axis(self, lhs: bool, rhs: bool) -> tuple["DotDimensions", int]:
+        """With a new leading axis of one operand, or a batch axis of both; and where the output has it."""
+        if lhs and rhs:
+            return self.with_batch_axis()
+        return self.with_axis_in_lhs() if lhs else self.with_axis_in_rhs()
+
     def with_batch_axes(self, count: int) -> "DotDimensions":
         """With `count` new leading axes of both operands, batched."""
         dims = self

@@ -73,13 +73,7 @@ class DotContraction(AbstractContraction):
 
     def with_axis(self, input: bool, kernel: bool) -> tuple["DotContraction", int]:
         """With a new leading axis of one operand, or a batch axis of both; and where the output has it."""
-        of_lhs, of_rhs = self.ordered(input, kernel)
-        if not of_rhs:
-            dimensions, out_axis = self.dimensions.with_axis_in_lhs()
-        elif not of_lhs:
-            dimensions, out_axis = self.dimensions.with_axis_in_rhs()
-        else:
-            dimensions, out_axis = self.dimensions.with_batch_axis()
+        dimensions, out_axis = self.dimensions.with_axis(*self.ordered(input, kernel))
         return dataclasses.replace(self, dimensions=dimensions), out_axis
 
     def fold(

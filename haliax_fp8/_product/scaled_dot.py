@@ -9,7 +9,8 @@ from .._numerics.quantized_array import QuantizedArray
 from .block_product import block_scaled_dot
 from .dimensions import DotDimensions
 from .divided_sum import scaled_by_each_device
-from .scales import FLOAT32, is_exact, one_scale_on_platform, rows_scaled, scalar
+from .scaled_product import scaled_product
+from .scales import FLOAT32, rows_scaled, scalar
 
 
 def scaled_dot(
@@ -33,20 +34,16 @@ def scaled_dot(
         scale: The product of both scales, if that is computed already.
         in_a_sum: Whether the result may be added to other products, as gradients of a tensor that several layers read.
     """
-
-    def dot(x: Array, y: Array, dtype: np.dtype) -> Array:
-        return lax.dot_general(x, y, dims.numbers, precision=precision, preferred_element_type=dtype)
-
     if not (_factors_out(a, dims.lhs_contract) and _factors_out(b, dims.rhs_contract)):
         return block_scaled_dot(a, b, dims, precision, dtype)
     if a.scale.size == b.scale.size == 1:
         if scale is None:
             scale = lax.mul(scalar(a.scale), scalar(b.scale))
         if in_a_sum and automatic_axes():
-            exact = is_exact(a, b, dtype)
-            return scaled_by_each_device(a.data, b.data, scale, dims, precision, dtype, exact=exact)
-        return one_scale_on_platform(dot, a, b, scale, dtype)
-    return rows_scaled(dot(a.data, b.data, FLOAT32), a, b, dims, dtype)
+            return scaled_by_each_device(a, b, scale, dims, precision, dtype)
+        return scaled_product(a, b, scale, dims, precision, dtype)
+    out = lax.dot_general(a.data, b.data, dims.numbers, precision=precision, preferred_element_type=FLOAT32)
+    return rows_scaled(out, a, b, dims, dtype)
 
 
 def _factors_out(x: QuantizedArray, contract: tuple[int, ...]) -> bool:

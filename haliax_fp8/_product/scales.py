@@ -19,7 +19,6 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Float32
 
-from .._jax.xla import on_cuda
 from .._numerics.quantized_array import QuantizedArray, expand
 from .dimensions import DotDimensions
 
@@ -40,7 +39,7 @@ def one_scale(
     dot: Callable[[Array, Array, np.dtype], Array],
     a: Float[Array, "..."],
     b: Float[Array, "..."],
-    scale: Float32[Array, ""],
+    scale: Float32[Array, "*members"],
     dtype: np.dtype,
     *,
     in_dtype: bool,
@@ -51,48 +50,15 @@ def one_scale(
         dot: The product of two arrays in a dtype.
         a: The first operand's data.
         b: The second's.
-        scale: The product of their scales.
+        scale: The product of their scales; where leading axes of the result number members, one for each.
         dtype: Of the result.
         in_dtype: Whether to multiply in it.
     """
     between = dtype if in_dtype else FLOAT32
-    out = lax.mul(dot(a, b, between), lax.convert_element_type(scale, between))
-    return lax.convert_element_type(out, dtype)
-
-
-def one_scale_on_platform(
-    dot: Callable[[Array, Array, np.dtype], Array],
-    a: QuantizedArray,
-    b: QuantizedArray,
-    scale: Float32[Array, ""],
-    dtype: np.dtype,
-) -> Float[Array, "..."]:
-    """`dot(a.data, b.data) * scale` in a dtype, as each platform computes it best.
-
-    On NVIDIA GPUs a product in bfloat16 is the product of the FP8 data, in bfloat16, times the scale. cuBLASLt computes
-    both at once and rounds once. Triton kernels, which XLA prefers by default, read FP8 only if the FP8 data are
-    multiplied directly: for dequantized operands they read bfloat16. And whatever XLA puts between product and scale (a
-    sum over devices, a slice of a padded product), the scale stays exact, because bfloat16 can represent it.
-
-    Elsewhere the product is stored in float32, multiplied, and rounded.
-
-    Args:
-        dot: The product of two arrays in a dtype.
-        a: The first operand.
-        b: The second.
-        scale: The product of their scales.
-        dtype: Of the result.
-    """
-
-    def in_float32(a: Array, b: Array, scale: Array) -> Array:
-        return one_scale(dot, a, b, scale, dtype, in_dtype=False)
-
-    def in_dtype(a: Array, b: Array, scale: Array) -> Array:
-        return one_scale(dot, a, b, scale, dtype, in_dtype=True)
-
-    if not is_exact(a, b, dtype):
-        return in_float32(a.data, b.data, scale)
-    return on_cuda(in_dtype, in_float32, a.data, b.data, scale)
+    out, scale = dot(a, b, between), lax.convert_element_type(scale, between)
+    if scale.ndim:
+        scale = lax.broadcast_in_dim(scale, out.shape, range(scale.ndim))
+    return lax.convert_element_type(lax.mul(out, scale), dtype)
 
 
 def rows_scaled(

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import ClassVar, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jaxtyping import Array, Float32
@@ -191,7 +190,7 @@ class RecordForm(AbstractStateForm):
         if kept.measured is None or of_grad is None or kept.mark is None:
             return lax.full((*kept.state.shape[:-1], kept.state.shape[-1] + 1), 0.0, np.float32)
         missing = record_length(recipe.scalings) - 3 * numbers_of(recipe.scalings)
-        padding = [jnp.zeros((*of_grad.shape[:-2], missing, 1), of_grad.dtype)] if missing else []
+        padding = [lax.full((*of_grad.shape[:-2], missing, 1), 0, of_grad.dtype)] if missing else []
         measured = _whole(_joined([*kept.measured, of_grad, *padding, kept.mark]))
         return _largest(recorded_by_first(measured, grad, ensemble), devices)
 

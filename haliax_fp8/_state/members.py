@@ -54,8 +54,7 @@ def recorded_by_first(
         grad: The output's gradient.
         ensemble: How many leading axes number members.
     """
-    mark = lax.index_in_dim(measured, measured.shape[-1] - 1, axis=measured.ndim - 1, keepdims=False)
-    return members_p.bind(measured, mark, grad, ensemble=ensemble, alone=False)
+    return members_p.bind(measured, grad, ensemble=ensemble)
 
 
 def measured_of_replicas(
@@ -87,7 +86,7 @@ def measured_of_replicas(
     factors = lax.broadcasted_iota(np.uint32, words.shape, axis) * np.uint32(2 * 1640531527) + np.uint32(1)
     mark = jnp.sum(words * factors, axis=axis, dtype=np.uint32)
     ones = jnp.ones((*measured.shape[:-1], 1), measured.dtype)
-    measured = members_p.bind(lax.concatenate([measured, ones], axis), mark, grad, ensemble=ensemble, alone=True)
+    measured = members_p.bind(lax.concatenate([measured, ones], axis), grad, mark, ensemble=ensemble)
     measured, records = lax.split(measured, (measured.shape[axis] - 1, 1), axis)
     return measured, lax.squeeze(records, (axis,)) > np.float32(0.0)
 
@@ -125,17 +124,19 @@ def _evaluation_batch(axis_data: Any, args: Any, axes: Any) -> tuple[Array, int]
     return evaluation_p.bind() * np.int32(axis_data.size) + lax.iota(np.int32, axis_data.size), 0
 
 
-def _members(measured: Array, mark: Array, grad: Array, *, ensemble: int, alone: bool) -> Array:
+def _members(measured: Array, grad: Array, *of_tables: Array, ensemble: int) -> Array:
+    """What members record; their marks are the last numbers of records, or given for tables."""
     if ensemble == 0:
         return measured
     count = int(np.prod(measured.shape[:ensemble]))
-    flat, mark = lax.reshape(measured, (count, measured.shape[-1])), lax.reshape(mark, (count,))
+    flat = lax.reshape(measured, (count, measured.shape[-1]))
+    mark = lax.reshape(of_tables[0], (count,)) if of_tables else flat[:, -1]
     if grad.ndim > ensemble:
         # As amaxes are taken, so that XLA reads the gradient once for both.
         grad = lax.reduce_max(lax.abs(grad), (grad.ndim - 1,))
     needed = jnp.any(lax.reshape(grad, (count, grad.size // max(count, 1))) != 0, axis=1)
     combined = _compared if count <= _MANY else _sorted
-    return lax.reshape(combined(flat, mark, needed, alone=alone), measured.shape)
+    return lax.reshape(combined(flat, mark, needed, alone=bool(of_tables)), measured.shape)
 
 
 # Comparing each with each is one small launch on a GPU, where sorting is about thirty.
@@ -164,18 +165,18 @@ def _sorted(flat: Array, mark: Array, needed: Array, *, alone: bool) -> Array:
     return jnp.zeros_like(flat).at[first].max(flat)
 
 
-def _members_lowering(ctx: Any, measured: Any, *args: Any, ensemble: int, alone: bool) -> Any:
+def _members_lowering(ctx: Any, measured: Any, *args: Any, ensemble: int) -> Any:
     # Nearly always: nothing to trace.
-    return [measured] if ensemble == 0 else _lowered_members(ctx, measured, *args, ensemble=ensemble, alone=alone)
+    return [measured] if ensemble == 0 else _lowered_members(ctx, measured, *args, ensemble=ensemble)
 
 
 _lowered_members = mlir.lower_fun(_members, multiple_results=False)
 
 
-def _members_batch(args: Any, axes: Any, *, ensemble: int, alone: bool) -> tuple[Array, int]:
+def _members_batch(args: Any, axes: Any, *, ensemble: int) -> tuple[Array, int]:
     size = next(x.shape[axis] for x, axis in zip(args, axes, strict=True) if axis is not None)
     args = [to_front(x, axis, size, 0) for x, axis in zip(args, axes, strict=True)]
-    return members_p.bind(*args, ensemble=ensemble + 1, alone=alone), 0
+    return members_p.bind(*args, ensemble=ensemble + 1), 0
 
 
 evaluation_p.def_impl(lambda: jnp.int32(0))
@@ -183,6 +184,6 @@ evaluation_p.def_abstract_eval(lambda: ShapedArray((), np.dtype(np.int32)))
 mlir.register_lowering(evaluation_p, mlir.lower_fun(lambda: jnp.int32(0), multiple_results=False))
 batching.fancy_primitive_batchers[evaluation_p] = _evaluation_batch
 members_p.def_impl(_members)
-members_p.def_abstract_eval(lambda measured, mark, grad, **params: measured)
+members_p.def_abstract_eval(lambda measured, *others, ensemble: measured)
 mlir.register_lowering(members_p, _members_lowering)
 batching.primitive_batchers[members_p] = _members_batch

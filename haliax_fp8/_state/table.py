@@ -54,33 +54,34 @@ def scales_in(table: Array, limits: Sequence[float]) -> tuple[Array, Array]:
     axis = table.ndim - 1
     first, last = [lax.index_in_dim(table, i, axis=axis, keepdims=False) for i in (0, table.shape[axis] - 1)]
     scales = checked(first, last)
-    if len(limits) != 3:
-        return scales, scales
-    return _multipliable(scales, limits[-1], exact=True), _multipliable(scales, limits[-1], exact=False)
+    return _multipliable(scales, limits[-1]) if len(limits) == 3 else (scales, scales)
 
 
 def _multipliable(
-    scales: Float32[Array, "*ensemble rows"], limit: float, *, exact: bool
-) -> Float32[Array, "*ensemble rows"]:
+    scales: Float32[Array, "*ensemble rows"], limit: float
+) -> tuple[Float32[Array, "*ensemble rows"], Float32[Array, "*ensemble rows"]]:
     """Scales of (input, kernel, output gradient), whose products float32 holds where that is possible.
+
+    First exact, then rounded up.
 
     A product of two scales below `2**-126` is flushed to zero, and the gradient with it, even if the gradient itself
     would be representable. So the scale of the output's gradient is raised to `2**-126 / min(others)`, but only so far
     that the amax stays above 1 in its format, where FP8 has its full precision.
     """
-    of_ops = lax.reshape(scales, (*scales.shape[:-1], scales.shape[-1] // 3, 3))
-    of_input, of_kernel, of_grad = [
-        round_up_scale(lax.slice_in_dim(of_ops, i, i + 1, axis=of_ops.ndim - 1), 24 if exact else bits)
-        for i, bits in enumerate(SCALE_BITS.values())
-    ]
+    ops, axis = scales.shape[-1] // 3, scales.ndim
+    of_ops = lax.reshape(scales, (*scales.shape[:-1], ops, 3))
+    exact = [lax.slice_in_dim(of_ops, i, i + 1, axis=axis) for i in range(3)]
+    rounded = map(round_up_scale, exact, SCALE_BITS.values())
+    of_input, of_kernel, of_grad = [lax.concatenate(both, axis - 1) for both in zip(exact, rounded, strict=True)]
     # A power of two, by its exponent: exact, and a scale of a few bits remains one.
     smaller = lax.bitcast_convert_type(lax.min(of_input, of_kernel), np.int32)
     exponent = lax.shift_right_arithmetic(smaller, np.int32(23))
     exponent = lax.max(lax.sub(np.int32(2 * 127 - 126), exponent), np.int32(1))
     lowest = lax.bitcast_convert_type(lax.shift_left(exponent, np.int32(23)), np.float32)
-    highest = lax.mul(of_grad, lax.full_like(of_grad, 2.0 ** (np.frexp(limit)[1] - 1)))
+    highest = lax.mul(of_grad, np.float32(2.0 ** (np.frexp(limit)[1] - 1)))
     of_grad = lax.max(of_grad, lax.min(lowest, highest))
-    return lax.reshape(lax.concatenate([of_input, of_kernel, of_grad], of_ops.ndim - 1), scales.shape)
+    both = lax.split(lax.concatenate([of_input, of_kernel, of_grad], axis), (ops, ops), axis - 1)
+    return lax.reshape(both[0], scales.shape), lax.reshape(both[1], scales.shape)
 
 
 @functools.cache
@@ -153,10 +154,10 @@ def measured_in_record(record: Array, scalings: tuple[AbstractScaling, ...]) -> 
     axis = len(ensemble) + 1
     parts = [lax.slice_in_dim(of_ops, i, i + 1, axis=axis) for i in range(of_ops.shape[axis])]
     largest = functools.reduce(lax.max, parts)
-    used = lax.ne(largest, lax.full_like(largest, 0.0))
+    used = lax.ne(largest, np.float32(0.0))
     used = lax.broadcast_in_dim(used, (*ensemble, ops, len(scalings)), range(len(ensemble) + 2))
     first = measured if columns == 1 else lax.slice_in_dim(measured, 0, 1, axis=len(ensemble) + 1)
-    reached = lax.bitwise_and(lax.ne(first, lax.full_like(first, -np.inf)), lax.reshape(used, (*ensemble, rows, 1)))
+    reached = lax.bitwise_and(lax.ne(first, np.float32(-np.inf)), lax.reshape(used, (*ensemble, rows, 1)))
     return measured, reached
 
 
@@ -227,7 +228,7 @@ def changed(table: Array, change: Array, scalings: tuple[AbstractScaling, ...], 
     """
     axis = table.ndim - 1
     changes = lax.slice_in_dim(change, 0, 1, axis=axis)
-    changes = lax.gt(changes, lax.full_like(changes, 0.0))
+    changes = lax.gt(changes, np.float32(0.0))
     new = lax.slice_in_dim(change, 1, None, axis=axis)
     if (scaling := _of_all(scalings)) is not None:
         new = lax.concatenate([new, scaling.tail(unguarded(table))], axis)

@@ -95,7 +95,8 @@ def _changed(
 ) -> Array:
     """The table with its part of the changes. Jitted, so that layers share one trace."""
     axis = table.ndim - 2
-    return changed(table, lax.dynamic_slice_in_dim(changes, start, table.shape[axis], axis), scalings, otherwise)
+    change = lax.dynamic_slice_in_dim(changes, start, table.shape[axis], axis, allow_negative_indices=False)
+    return changed(table, change, scalings, otherwise)
 
 
 def kinds(states: Sequence[Any], *arrays: Sequence[Array]) -> dict[Any, list[int]]:

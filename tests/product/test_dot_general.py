@@ -23,7 +23,9 @@ from helpers import (
     equations,
     float64,
     fp8_products,
+    precisions_of,
     products,
+    products_in,
     quantize,
     rounded_up,
     rounding_error,
@@ -399,16 +401,14 @@ def test_every_product_multiplies_fp8_and_accumulates_in_float32(case, kernel_is
     op = delayed(kernel_shape=kernel_shape)
     loss = lambda op, lhs, rhs: (op(lhs, rhs, numbers) * grad).astype(f32).sum()
     jaxpr = jax.make_jaxpr(jax.value_and_grad(loss, argnums=(0, 1, 2)))(op, lhs, rhs)
-    found = [e for e in equations(jaxpr) if e.primitive.name == "dot_general"]
-    # In bfloat16 there are two ways to write a product: in bfloat16 for NVIDIA's devices, where one kernel makes it
-    # with its scale, and in float32 for all others. Both multiply FP8.
-    ways = 1 if dtype == f32 else 2
-    operand_dtypes = [tuple(v.aval.dtype for v in e.invars) for e in found]
-    expected = [(E4M3, E4M3), (E5M2, E4M3), (E5M2, E4M3)]
-    assert all(operand_dtypes[way::ways] == expected for way in range(ways))
+    found = products_in(jaxpr)
+    operand_dtypes = [tuple(v.aval.dtype for v in e.invars[:2]) for e in found]
+    assert operand_dtypes == [(E4M3, E4M3), (E5M2, E4M3), (E5M2, E4M3)]
     # cuBLASLt's fast accumulation belongs to fprop alone.
-    precisions = [set(e.params["precision"]) for e in found]
-    assert precisions == [{lax.Precision.DEFAULT}] * ways + [{lax.Precision.HIGHEST}] * (2 * ways)
+    precisions = [precisions_of(e) for e in found]
+    assert precisions == [{lax.Precision.DEFAULT}] + [{lax.Precision.HIGHEST}] * 2
+    # In bfloat16 there are two ways to write a product: in bfloat16 for NVIDIA's devices, where one kernel makes it
+    # with its scale, and in float32 for all others.
     step = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2))).trace(op, lhs, rhs)
     for platform, written in (("cpu", "f32"), ("tpu", "f32"), ("cuda", "f32" if dtype == f32 else "bf16")):
         text = step.lower(lowering_platforms=(platform,)).as_text()

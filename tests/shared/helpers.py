@@ -222,7 +222,17 @@ def inner_jaxprs(values) -> Iterator:
             yield from inner_jaxprs(value)
 
 
+def products_in(jaxpr) -> list[JaxprEqn]:
+    """Every product in a jaxpr; those in bfloat16 become a `dot_general` when they are lowered."""
+    names = "dot_general", "fp8_scaled_product"
+    return [equation for equation in equations(jaxpr) if equation.primitive.name in names]
+
+
+def precisions_of(equation: JaxprEqn) -> set[jax.lax.Precision]:
+    """The precisions of a product's operands: its primitives have one for both, or one for each."""
+    return set(np.atleast_1d(equation.params["precision"]))
+
+
 def dot_generals(function, *args) -> list[JaxprEqn]:
     """Every product that a function makes."""
-    jaxpr = jax.make_jaxpr(function)(*args)
-    return [equation for equation in equations(jaxpr) if equation.primitive.name == "dot_general"]
+    return products_in(jax.make_jaxpr(function)(*args))

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import ClassVar
 
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
@@ -57,7 +58,7 @@ class CurrentScaling(AbstractScaling):
         multiplier = multiplier_of(amax, use.format.max, power_of_two=self.power_of_two)
         if self.power_of_two or use.scale_bits == 24:
             return quantize_by(x, multiplier, use.cast, scale_bits=1 if self.power_of_two else 24)
-        scale = round_up_scale(lax.div(lax.full_like(multiplier, 1.0), multiplier), use.scale_bits)
+        scale = round_up_scale(lax.div(np.float32(1.0), multiplier), use.scale_bits)
         return divide_by(x, scale, use.cast, scale_bits=use.scale_bits)
 
 

@@ -131,7 +131,7 @@ class DelayedScaling(AbstractStatefulScaling):
         new_scale = self.scale_of(history, scale, limits)
         if self.update_interval > 1:
             counter = lax.slice_in_dim(rows, end, end + 1, axis=axis)
-            new_scale = lax.select(lax.eq(counter, lax.full_like(counter, 0.0)), new_scale, scale)
+            new_scale = lax.select(lax.eq(counter, np.float32(0.0)), new_scale, scale)
         return lax.concatenate([new_scale, newest], axis)
 
     def tail(self, rows: Float32[Array, "*ensemble operands columns"]) -> Float32[Array, "*ensemble operands others"]:
@@ -140,7 +140,7 @@ class DelayedScaling(AbstractStatefulScaling):
         columns = self._moved(rows)
         if self.update_interval > 1:
             counter = lax.slice_in_dim(rows, end, end + 1, axis=axis)
-            columns.append(lax.rem(counter + np.float32(1.0), lax.full_like(counter, self.update_interval)))
+            columns.append(lax.rem(counter + np.float32(1.0), np.float32(self.update_interval)))
         return lax.concatenate(columns, axis)
 
     def _moved(self, rows: Array) -> list[Array]:
@@ -215,14 +215,14 @@ def scale_of_amax(
         power_of_two: Whether to round the scale up to a power of two.
     """
     limit = lax.broadcast_in_dim(np.asarray(limits, np.float32), scale.shape, (scale.ndim - 2,))
-    zero, one = lax.full_like(scale, 0.0), lax.full_like(scale, 1.0)
+    one = np.float32(1.0)
     inverse = lax.div(limit, amax)
     if margin:
-        inverse = lax.div(inverse, lax.full_like(scale, 2.0**margin))
-    inverse = lax.select(lax.gt(amax, zero), inverse, lax.div(one, usable(scale)))
+        inverse = lax.div(inverse, np.float32(2.0**margin))
+    inverse = lax.select(lax.gt(amax, np.float32(0.0)), inverse, lax.div(one, usable(scale)))
     if power_of_two:
         inverse = round_down_to_power_of_two(inverse)
-    return lax.max(lax.div(one, inverse), lax.full_like(scale, _SMALLEST_SCALE))
+    return lax.max(lax.div(one, inverse), np.float32(_SMALLEST_SCALE))
 
 
 def finite_or_none(measured: Float32[Array, "*shape"]) -> Float32[Array, "*shape"]:

@@ -27,7 +27,7 @@ def multiplier_of(
         TransformerEngine, `common/recipe/recipe_common.cuh::compute_scale_from_amax`; torchao's
         `round_scales_to_power_of_2`.
     """
-    multiplier = lax.div(lax.full_like(amax, limit), amax)
+    multiplier = lax.div(np.float32(limit), amax)
     multiplier = jnp.minimum(multiplier, jnp.float32(LARGEST_MULTIPLIER))
     if power_of_two:
         multiplier = round_down_to_power_of_two(multiplier)
