@@ -7,6 +7,7 @@ from typing import Any
 import haliax as hax
 import haliax.nn as hnn
 
+from .._left_out import LeftOut
 from .._op import Fp8DotGeneral
 from ..devices.device import Device
 from ..devices.xla_flags import XlaFlags
@@ -14,7 +15,6 @@ from ..recipes.compiler_options import log_cost_of_flags
 from ..recipes.recipe import Recipe
 from ..recipes.support import require_support, supported
 from .config import Fp8Config, as_config
-from .left_out import LeftOut
 from .patterns import Pattern, as_patterns, matches, unmatched_error
 from .router import ROUTER, routers
 from .rule import LayerRule
@@ -145,12 +145,8 @@ def _with_choices(rule: LayerRule, layer: Any, op: Fp8DotGeneral, config: Fp8Con
     dense = config.allow_dense_groups or config.emulate
     choices = {"kernel_residual": config.kernel_residual, "allow_dense_groups": dense}
     is_same = all(getattr(op, name) == choice for name, choice in choices.items())
-    if (
-        rule.op(layer) is op
-        and is_same
-        and isinstance(op.left_out, LeftOut)
-        and op.left_out.reasons == left_out.reasons
-    ):
+    says_why = op.left_out is not None and op.left_out.reasons == left_out.reasons
+    if rule.op(layer) is op and is_same and says_why:
         return layer
     return rule.with_op(layer, dataclasses.replace(op, **choices, left_out=left_out))
 

@@ -14,7 +14,6 @@ from .config import Fp8Config, as_config
 from .convert import decide
 from .description_result import ModelDescription
 from .layer_description import LayerDescription
-from .left_out import reasons_in
 from .only_where_faster import FasterOn
 from .ops import all_ops
 from .own_state import require_own_state
@@ -62,7 +61,7 @@ def describe(
     place = Device.default() if named is None else named
     given = as_config(config)
     predict = given.only_if if predict is None else predict
-    kept = reasons_in(model) if config is None else {}
+    kept = _kept_reasons(model) if config is None else {}
     rows = []
     for path, decision in decide(model, given).items():
         layer, rule, stack = decision.layer, decision.rule, decision.stack
@@ -90,6 +89,13 @@ def describe(
             )
         )
     return ModelDescription(tuple(rows), named, predict, dict(find_rematerialized(model)))
+
+
+def _kept_reasons(model: Any) -> dict[str, str]:
+    """Why layers stay in high precision, by path, as far as the model's conversions said."""
+    # All ops of a conversion keep one object.
+    found = {id(op.left_out): op.left_out.reasons for op in all_ops(model) if op.left_out is not None}
+    return {path: reason for reasons in found.values() for path, reason in reasons.items()}
 
 
 def _recorded(state: Any) -> bool | None:
