@@ -15,6 +15,7 @@ from ..recipes.compiler_options import log_cost_of_flags
 from ..recipes.recipe import Recipe
 from ..recipes.support import require_support, supported
 from .config import Fp8Config, as_config
+from .model_argument import require_layers
 from .patterns import Pattern, as_patterns, matches, unmatched_error
 from .router import ROUTER, routers
 from .rule import LayerRule
@@ -87,6 +88,7 @@ def fp8_linear_layers[M](module: M, config: Fp8Config | None = None, **options: 
         Fp8DotGeneral(CurrentScaling E4M3/E4M3/E5M2)
     """
     config = as_config(config, options, call="fp8_linear_layers(model, ")
+    require_layers(module, "fp8_linear_layers(module)", "module")
     decisions = decide(module, config)
     chosen = {path: made.layer for path, made in decisions.items() if _select(path, made.layer, config)[0] is not None}
     require_weights(chosen, "module", "Convert the model that it was made from")
@@ -165,6 +167,7 @@ def restore_linear_layers[M](module: M, config: Fp8Config | None = None) -> M:
         ValueError: If `module` was made by `serving.quantize_for_inference`, whose layers have no weights.
     """
     rules = as_config(config).rules
+    require_layers(module, "restore_linear_layers(module)", "module")
     require_weights(module, "module", "Restore the model that it was made from")
 
     def restore(path: str, layer: Any) -> Any:

@@ -2,9 +2,7 @@
 
 from typing import Any
 
-import equinox as eqx
 import haliax as hax
-import jax
 
 from .._state.op_state import OpState
 from ..devices.device import Device, is_device_name
@@ -14,6 +12,7 @@ from .config import Fp8Config, as_config
 from .convert import decide
 from .description_result import ModelDescription
 from .layer_description import LayerDescription
+from .model_argument import require_layers
 from .only_where_faster import FasterOn
 from .ops import all_ops
 from .own_state import require_own_state
@@ -55,7 +54,8 @@ def describe(
         >>> describe({"up": layer})["up"].reason
         'not converted'
     """
-    _require_model_and_config(model, config)
+    require_layers(model, "describe(model)")
+    _require_no_device(config)
     require_own_state(model)
     named = None if device is None else Device.of(device, of="describe")
     place = Device.default() if named is None else named
@@ -109,13 +109,7 @@ def _recorded(state: Any) -> bool | None:
     return None if not delayed else expected.isdisjoint(unrecorded_operands(state))
 
 
-def _require_model_and_config(model: Any, config: Any) -> None:
-    if isinstance(model, type | Fp8Config):
-        shown = f"the class {model.__name__}" if isinstance(model, type) else "an Fp8Config"
-        raise ValueError(f"model is {shown}, and not a model with weights; use describe(model)")
-    if model is None or (not isinstance(model, eqx.Module) and jax.tree_util.all_leaves([model])):
-        kind = "a function" if callable(model) else f"of type {type(model).__name__}"
-        raise ValueError(f"model is {kind}, and has no layers; use describe(model), with the model itself")
+def _require_no_device(config: Any) -> None:
     if isinstance(config, Device) or (isinstance(config, str) and is_device_name(config)):
         shown = repr(config) if isinstance(config, str) else "..."
         raise ValueError(f"config is a device; use describe(model, device={shown})")
