@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, DTypeLike, Float, Int
 
 from ._jax.explicit_axes import sharding_of_groups, sharding_of_product
+from ._left_out import LeftOut
 from ._product.arguments import check_groups, check_operands, floating_dtype, precision_of
 from ._product.contraction import AbstractContraction
 from ._product.dimensions import DimensionNumbers
@@ -61,7 +62,7 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
             has no grouped products in FP8, or none for the recipe; also set from the configuration.
         state_per_group: Whether each group of `ragged_dot` has a state of its own; its axis is the last of `stack`.
         kernel_copies: The kernel as its products take it, from `quantize_kernels`; else each product quantizes it.
-        left_out: What the conversion that made it left in high precision, for `describe`.
+        left_out: What the conversion that made it left in high precision, for `describe`; None without a conversion.
 
     Raises:
         ValueError: If `recipe`, `compute_dtype`, `kernel_shape` or `stack` is of another kind; when called, if operands
@@ -92,7 +93,7 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
     allow_dense_groups: bool = eqx.field(static=True, default=False)
     state_per_group: bool = eqx.field(static=True, default=False)
     kernel_copies: KernelCopies[hax.NamedArray] | None = None
-    left_out: object = eqx.field(static=True, default=None)
+    left_out: LeftOut | None = eqx.field(static=True, default=None)
 
     @staticmethod
     def init(

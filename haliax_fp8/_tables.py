@@ -1,14 +1,17 @@
 """How results show themselves: as a table in a terminal, in a log and in a notebook."""
 
 import abc
+import dataclasses
 import io
 import itertools
+import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import rich.box
-from rich.console import Console, RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -69,3 +72,48 @@ def common_prefix(paths: Sequence[str]) -> str:
     split = [path.split(".")[:-1] for path in paths]
     same = itertools.takewhile(lambda segments: len(set(segments)) == 1, zip(*split, strict=False))
     return ".".join(segments[0] for segments in same)
+
+
+@dataclasses.dataclass(frozen=True)
+class DottedName:
+    """A path that a narrow column breaks at its dots, and never inside an index.
+
+    Args:
+        path: The path.
+        indent: How many blanks stand before it.
+    """
+
+    path: str
+    indent: int = 0
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
+        width, lines = max(1, options.max_width - self.indent), [""]
+        for segment in self._segments():
+            for piece in [segment] if len(segment) <= width else _pieces(segment):
+                if lines[-1] and len(lines[-1]) + len(piece) > width:
+                    lines.append("")
+                lines[-1] += piece
+        yield Text("\n".join(" " * self.indent + line for line in lines), overflow="fold")
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        fit = lambda width: min(width, options.max_width)
+        return Measurement(fit(self.longest_segment), fit(len(self.path) + self.indent))
+
+    @property
+    def longest_segment(self) -> int:
+        """The width at which it is broken at dots alone."""
+        return self.indent + max(map(len, self._segments()))
+
+    @property
+    def longest_piece(self) -> int:
+        """The least width at which no word is broken."""
+        return self.indent + max(len(piece) for segment in self._segments() for piece in _pieces(segment))
+
+    def _segments(self) -> list[str]:
+        """The segments, each with its dot in front."""
+        return [piece if i == 0 else f".{piece}" for i, piece in enumerate(self.path.split("."))]
+
+
+def _pieces(segment: str) -> list[str]:
+    """What a segment that fits no line is broken into: at underscores, and before an index."""
+    return re.findall(r"\[[^\]]*\]|[^_\[]+_*|_+|\[", segment)

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -19,20 +20,29 @@ def install_compiler(name: str) -> None:
         name: One of `compilers`.
 
     Raises:
-        UsageError: If there is neither pip nor uv, or if it fails; its output is on the screen.
+        UsageError: With the command of pip, if there is neither pip nor uv, or if it fails; its output is on the
+            screen.
     """
     say, compiler = on_error().print, compilers[name]
     if compiler.unpacked is not None:
         say(f"XLA's compiler for {compiler.devices} is installed already, in {compiler.directory}", soft_wrap=True)
         return
-    command = [*_installer(), "--no-deps", "--target", str(compiler.directory), *compiler.requirements]
+    options = ["--no-deps", "--target", str(compiler.directory), *compiler.requirements]
+    by_hand = f"`{shlex.join(['pip', 'install', *options])}`, with a pip of the same version of Python"
+    if (installer := _installer()) is None:
+        ensurepip = shlex.join([sys.executable, "-m", "ensurepip"])
+        raise UsageError(
+            f"install-compiler needs pip or uv, and found neither: run `{ensurepip}` and repeat the command, or run "
+            f"{by_hand}"
+        )
+    command = [*installer, *options]
     say(f"Getting XLA's compiler for {compiler.devices}, {compiler.megabytes} MB:", " ".join(command), soft_wrap=True)
     status = subprocess.run(command, check=False).returncode
     if status != 0 or compiler.unpacked is None:
         shutil.rmtree(compiler.directory, ignore_errors=True)
         raise UsageError(
             f"{' '.join(compiler.requirements)} could not be installed, see above. It exists only for Linux and for "
-            "released versions of JAX"
+            f"released versions of JAX; there, try {by_hand}"
         )
     for other in compiler.directory.parent.glob(f"{next(iter(compiler.files))}-for-*"):
         if other != compiler.directory:
@@ -40,11 +50,13 @@ def install_compiler(name: str) -> None:
     say("Installed. `python -m haliax_fp8 devices` lists what this machine can compile for.")
 
 
-def _installer() -> Sequence[str]:
-    """The start of a command that installs packages: pip's, or in an environment that uv made, uv's."""
+def _installer() -> Sequence[str] | None:
+    """The start of a command that installs packages: pip's, or where there is only uv, uv's; None without either."""
     if importlib.util.find_spec("pip") is not None:
         return [sys.executable, "-m", "pip", "install", "--quiet"]
     # `uv run` says which uv it is.
-    if (uv := os.environ.get("UV") or shutil.which("uv")) is not None:
-        return [uv, "pip", "install", "--quiet", "--python", sys.executable]
-    raise UsageError("install-compiler needs pip or uv: run `python -m ensurepip`, and repeat the command")
+    uv = os.environ.get("UV") or shutil.which("uv")
+    # pyenv puts a `uv` on the path that fails in every Python but the one that has it.
+    if uv is None or subprocess.run([uv, "--version"], check=False, capture_output=True).returncode != 0:
+        return None
+    return [uv, "pip", "install", "--quiet", "--python", sys.executable]

@@ -15,6 +15,7 @@ from rich.console import RenderableType
 
 from .._tables import Printable, new_table
 from ..layers.config import Fp8Config
+from ..layers.model_argument import require_layers
 from ..layers.own_state import require_own_state
 from ..layers.patterns import Targets
 from .check import check_folder
@@ -137,6 +138,7 @@ def export_model(
         (2, 2, 17152)
     """
     require_folder_name(directory, "export_model(model, directory)")
+    require_layers(model, "export_model(model, directory)")
     require_own_state(model)
     chosen = as_layout(layout)
     writing = Choices(
@@ -215,6 +217,7 @@ def serving_tensors(
         >>> [(name, array.dtype.name, array.shape) for name, array in serving_tensors({"up": model})]
         [('up.weight', 'float8_e4m3fn', (32, 64)), ('up.weight_scale', 'float32', (32, 1))]
     """
+    require_layers(model, "serving_tensors(model, layout)")
     chosen = as_layout(layout)
     kind = None if dtype is None else np.dtype(dtype)
     writing = Choices(

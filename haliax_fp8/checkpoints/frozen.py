@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 
 from ..layers.equinox import plain_linear
 from ..layers.kernel import axes_of
+from ..layers.model_argument import require_model
 from .frozen_kernel import FrozenKernel
 
 
@@ -123,6 +124,7 @@ def thaw[M](model: M, dtype: DTypeLike = jnp.bfloat16) -> M:
         model: A model that `import_model` made, or a part of one.
         dtype: The dtype of these weights.
     """
+    require_model(model, "thaw(model)")
     return jax.tree.map(lambda node: node.thawed(dtype) if is_frozen(node) else node, model, is_leaf=is_frozen)
 
 

@@ -15,6 +15,7 @@ import numpy as np
 from ..attention.op import Fp8Attention
 from ..layers.config import Fp8Config, as_config
 from ..layers.kernel import Kernel, axes_of
+from ..layers.model_argument import require_layers
 from ..layers.rebuilt import rebuilt
 from ..layers.rule import LayerRule
 from ..layers.served import AbstractServedLayer
@@ -80,6 +81,7 @@ def import_model[M](
             another shape than in the model, or that it does not have; each names the tensor.
     """
     require_folder_name(directory, "import_model(directory, model)")
+    require_layers(model, "import_model(directory, model)")
     try:
         weights = Weights(weights)
     except ValueError:

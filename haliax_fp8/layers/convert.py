@@ -7,6 +7,7 @@ from typing import Any
 import haliax as hax
 import haliax.nn as hnn
 
+from .._left_out import LeftOut
 from .._op import Fp8DotGeneral
 from ..devices.device import Device
 from ..devices.xla_flags import XlaFlags
@@ -14,7 +15,7 @@ from ..recipes.compiler_options import log_cost_of_flags
 from ..recipes.recipe import Recipe
 from ..recipes.support import require_support, supported
 from .config import Fp8Config, as_config
-from .left_out import LeftOut
+from .model_argument import require_layers
 from .patterns import Pattern, as_patterns, matches, unmatched_error
 from .router import ROUTER, routers
 from .rule import LayerRule
@@ -87,6 +88,7 @@ def fp8_linear_layers[M](module: M, config: Fp8Config | None = None, **options: 
         Fp8DotGeneral(CurrentScaling E4M3/E4M3/E5M2)
     """
     config = as_config(config, options, call="fp8_linear_layers(model, ")
+    require_layers(module, "fp8_linear_layers(module)", "module")
     decisions = decide(module, config)
     chosen = {path: made.layer for path, made in decisions.items() if _select(path, made.layer, config)[0] is not None}
     require_weights(chosen, "module", "Convert the model that it was made from")
@@ -145,12 +147,8 @@ def _with_choices(rule: LayerRule, layer: Any, op: Fp8DotGeneral, config: Fp8Con
     dense = config.allow_dense_groups or config.emulate
     choices = {"kernel_residual": config.kernel_residual, "allow_dense_groups": dense}
     is_same = all(getattr(op, name) == choice for name, choice in choices.items())
-    if (
-        rule.op(layer) is op
-        and is_same
-        and isinstance(op.left_out, LeftOut)
-        and op.left_out.reasons == left_out.reasons
-    ):
+    says_why = op.left_out is not None and op.left_out.reasons == left_out.reasons
+    if rule.op(layer) is op and is_same and says_why:
         return layer
     return rule.with_op(layer, dataclasses.replace(op, **choices, left_out=left_out))
 
@@ -169,6 +167,7 @@ def restore_linear_layers[M](module: M, config: Fp8Config | None = None) -> M:
         ValueError: If `module` was made by `serving.quantize_for_inference`, whose layers have no weights.
     """
     rules = as_config(config).rules
+    require_layers(module, "restore_linear_layers(module)", "module")
     require_weights(module, "module", "Restore the model that it was made from")
 
     def restore(path: str, layer: Any) -> Any:

@@ -2,9 +2,7 @@
 
 from typing import Any
 
-import equinox as eqx
 import haliax as hax
-import jax
 
 from .._state.op_state import OpState
 from ..devices.device import Device, is_device_name
@@ -14,7 +12,7 @@ from .config import Fp8Config, as_config
 from .convert import decide
 from .description_result import ModelDescription
 from .layer_description import LayerDescription
-from .left_out import reasons_in
+from .model_argument import require_layers
 from .only_where_faster import FasterOn
 from .ops import all_ops
 from .own_state import require_own_state
@@ -56,13 +54,14 @@ def describe(
         >>> describe({"up": layer})["up"].reason
         'not converted'
     """
-    _require_model_and_config(model, config)
+    require_layers(model, "describe(model)")
+    _require_no_device(config)
     require_own_state(model)
     named = None if device is None else Device.of(device, of="describe")
     chosen = Device.default() if named is None else named
     given = as_config(config)
     predict = given.only_if if predict is None else predict
-    kept = reasons_in(model) if config is None else {}
+    kept = _kept_reasons(model) if config is None else {}
     rows = []
     for path, decision in decide(model, given).items():
         layer, rule, stack = decision.layer, decision.rule, decision.stack
@@ -92,6 +91,13 @@ def describe(
     return ModelDescription(tuple(rows), named, predict, dict(find_rematerialized(model)))
 
 
+def _kept_reasons(model: Any) -> dict[str, str]:
+    """Why layers stay in high precision, by path, as far as the model's conversions said."""
+    # All ops of a conversion keep one object.
+    found = {id(op.left_out): op.left_out.reasons for op in all_ops(model) if op.left_out is not None}
+    return {path: reason for reasons in found.values() for path, reason in reasons.items()}
+
+
 def _recorded(state: Any) -> bool | None:
     """Whether the delayed scales of an op have seen a product, as far as they can be read; None if it has none."""
     if not isinstance(state, OpState):
@@ -103,13 +109,7 @@ def _recorded(state: Any) -> bool | None:
     return None if not delayed else expected.isdisjoint(unrecorded_operands(state))
 
 
-def _require_model_and_config(model: Any, config: Any) -> None:
-    if isinstance(model, type | Fp8Config):
-        shown = f"the class {model.__name__}" if isinstance(model, type) else "an Fp8Config"
-        raise ValueError(f"model is {shown}, and not a model with weights; use describe(model)")
-    if model is None or (not isinstance(model, eqx.Module) and jax.tree_util.all_leaves([model])):
-        kind = "a function" if callable(model) else f"of type {type(model).__name__}"
-        raise ValueError(f"model is {kind}, and has no layers; use describe(model), with the model itself")
+def _require_no_device(config: Any) -> None:
     if isinstance(config, Device) or (isinstance(config, str) and is_device_name(config)):
         shown = repr(config) if isinstance(config, str) else "..."
         raise ValueError(f"config is a device; use describe(model, device={shown})")

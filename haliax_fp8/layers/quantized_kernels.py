@@ -12,6 +12,7 @@ from .._jax.constraint import automatic_mesh
 from .._op import Fp8DotGeneral
 from .config import Fp8Config, as_config
 from .kernel import Kernel
+from .model_argument import require_model
 from .multiplied import is_floating, multiplied, named_behind
 from .ops import all_ops, is_op, named_ops
 from .walk import map_layers_in_stacks, rule_of
@@ -55,6 +56,7 @@ def quantize_kernels[M](model: M, config: Fp8Config | None = None, *, gather: bo
         >>> bool(loss_fn(quantized, x) == loss_fn(fp8_model, x))
         True
     """
+    require_model(model, "quantize_kernels(model)")
     if gather and not automatic_mesh():
         raise ValueError(
             "kernels cannot be gathered once: no mesh with automatic axes is set. Set it where the step is called, "

@@ -76,8 +76,6 @@ def nothing_to_convert(module: Any, rules: tuple[LayerRule, ...], left: Mapping[
         rules: The rules of the layer classes that can be converted.
         left: The reason for each layer that was found and cannot be, by path.
     """
-    if isinstance(module, type):
-        return ValueError(f"module is the class {module.__name__}, but must be an instance, with weights")
     classes = jax.tree.leaves([rule.layer_type for rule in rules if not isinstance(rule, Refused)])
     names = ", ".join(dict.fromkeys(_public(cls) for cls in classes if not cls.__module__.startswith("haliax_fp8.")))
     found = "".join(f"; {path or 'the module itself'} cannot be: {reason}" for path, reason in list(left.items())[:3])

@@ -10,6 +10,7 @@ import jax
 from .._op import Fp8DotGeneral
 from .._state.op_state import OpState
 from ..layers.default import default_rules
+from ..layers.model_argument import require_layers, require_model
 from ..layers.rule import LayerRule
 from ..layers.tensor_names import SAME_INPUT
 from ..layers.walk import find_layers, map_layers, rule_of
@@ -65,6 +66,7 @@ def share_input_scales[M](
         >>> share_input_scales(model).query.dot_general.state.shared_input
         'query+key'
     """
+    require_layers(model, "share_input_scales(model)")
     for group in groups:
         if isinstance(group, str):
             raise ValueError(f"groups={groups!r} must be a sequence of sequences of names, such as [('gate', 'up')]")
@@ -100,6 +102,7 @@ def separate_input_scales[M](model: M, *, rules: tuple[LayerRule, ...] = default
         model: The model, which may have been trained since, or an optimizer's state with its structure.
         rules: The rules that it was converted with.
     """
+    require_model(model, "separate_input_scales(model)")
     return _with_shared_inputs(model, {}, rules)
 
 

@@ -12,6 +12,8 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from .._jax.donated import donated_inside
+from .._jax.messages import UNREADABLE_CACHE, UNUSED_DONATION, is_of_another_architecture, lacks_ptxas
 from ..devices.xla_flags import XlaFlags
 from .compilable.device import CompilableDevice
 from .compilable.process import changed_process
@@ -83,7 +85,7 @@ def compile_for(
             try:
                 compiled = lowered.compile(compiler_options={**device.compiler_options(flags), **options})
             except RuntimeError as error:
-                if (remedy := _of_pallas(str(error))) is None:
+                if (remedy := _of_pallas(error)) is None:
                     raise
                 raise RuntimeError(f"a Pallas kernel could not be compiled for {device.name}: {remedy}") from error
         written = lowered.as_text("hlo", debug_info=True)
@@ -94,11 +96,11 @@ def compile_for(
     return Compiled(text, written, outputs, memory, time.perf_counter() - begin)
 
 
-def _of_pallas(message: str) -> str | None:
+def _of_pallas(error: Exception) -> str | None:
     """Why a Pallas kernel was not compiled, and the remedy; None if something else failed."""
-    if "No PTX compilation provider" in message:
+    if lacks_ptxas(error):
         return "it needs ptxas, from NVIDIA's CUDA toolkit or the package nvidia-cuda-nvcc; put its folder on the PATH"
-    if "Mosaic GPU pass pipeline failed" in message:
+    if is_of_another_architecture(error):
         return (
             "JAX compiles Pallas kernels for one architecture per process, that of the first device; compile for each "
             "other one in its own process"
@@ -108,9 +110,8 @@ def _of_pallas(message: str) -> str | None:
 
 _WARNINGS = (
     # Some donated arguments fit no result: a step that donates all of them means those that do.
-    "Some donated buffers were not usable",
-    # JAX caches such programs too, but cannot read back those for absent devices.
-    "Error reading persistent compilation cache",
+    UNUSED_DONATION,
+    UNREADABLE_CACHE,
 )
 
 
@@ -205,15 +206,10 @@ def _argument_names(function: Callable[..., Any], count: int) -> list[str]:
 
 
 def _donated(traced: Any, inputs: _Inputs) -> list[str]:
-    """The names of arguments that a `jit` inside the function donates, which JAX forgets inside another `jit`."""
-    jaxpr = traced.jaxpr.jaxpr
-    donated = set()
-    for equation in jaxpr.eqns:
-        flags = equation.params.get("donated_invars", ())
-        donated |= {id(var) for var, flag in zip(equation.invars, flags, strict=False) if flag}
+    """The names of arguments that a `jit` inside the function donates."""
     # JAX sorts the keys of a dictionary.
     names = sorted(inputs.abstract)
-    return [name for name, var in zip(names, jaxpr.invars, strict=True) if id(var) in donated]
+    return [name for name, is_donated in zip(names, donated_inside(traced), strict=True) if is_donated]
 
 
 def _memory(stats: Any, on_host: int) -> Memory:

@@ -9,6 +9,7 @@ from jaxtyping import DTypeLike
 from ..layers.config import Fp8Config, as_config
 from ..layers.equinox import EquinoxLinear
 from ..layers.haliax import HaliaxEmbedding, HaliaxLinear, HaliaxMoELinear
+from ..layers.model_argument import require_layers, require_model
 from ..layers.own_state import require_own_state
 from ..layers.patterns import Targets, as_patterns, matches, unmatched_error
 from ..layers.router import routers
@@ -73,6 +74,7 @@ def quantize_for_inference[M](
         >>> served.layers[0].kernel.quantized.data.dtype, served.layers[0].kernel.bytes
         (dtype(float8_e4m3fn), 8704)
     """
+    require_layers(model, "quantize_for_inference(model, scheme)")
     chosen = as_scheme(scheme)
     require_own_state(model)
     rules = as_config(rules_of).rules
@@ -106,6 +108,7 @@ def dequantize[M](model: M, dtype: DTypeLike = "float32") -> M:
         >>> type(dequantize(served)), dequantize(served).weight.dtype
         (<class 'equinox.nn._linear.Linear'>, dtype('float32'))
     """
+    require_model(model, "dequantize(model)")
     is_served = lambda node: isinstance(node, AbstractServedLayer)
     return jax.tree.map(lambda node: node.dequantized(dtype) if is_served(node) else node, model, is_leaf=is_served)
 

@@ -13,6 +13,7 @@ from jaxtyping import Array, Float32, Int
 from rich.console import RenderableType
 
 from .._tables import Printable, new_table
+from ..layers.model_argument import require_model
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,6 +101,8 @@ def serving_mismatch(
         >>> found.floor.kl <= found.served.kl < 0.01
         True
     """
+    for name, model in (("train_model", train_model), ("served", served)):
+        require_model(model, "serving_mismatch(train_model, served, batch)", name)
     of_training = _computed(logits, train_model, batch)
     found = _computed(logits, served, batch)
     otherwise = _computed(logits, train_model, batch, xla_allow_excess_precision=False)

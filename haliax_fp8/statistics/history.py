@@ -7,6 +7,7 @@ import numpy as np
 
 from .._op import Fp8DotGeneral
 from .._state.op_state import OpState
+from ..layers.model_argument import require_model
 from ..layers.ops import named_ops
 from ..layers.own_state import table_on_host
 from ..recipes.scaling import DelayedScaling
@@ -96,6 +97,7 @@ def scale_ages(model: object) -> dict[str, int]:
         >>> scale_ages(fp8_linear_layers(model))["layers.0/input"]
         0
     """
+    require_model(model, "scale_ages(model)")
     ages = {}
     for path, op in named_ops(model):
         if not isinstance(op.state, OpState) or not eqx.is_array(op.state.table.array):

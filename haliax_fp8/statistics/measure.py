@@ -13,6 +13,7 @@ from jaxtyping import Array
 from .._op import Fp8DotGeneral
 from .._state.op_state import OpState
 from ..layers.default import default_rules
+from ..layers.model_argument import require_model
 from ..layers.ops import all_ops, is_op, named_ops
 from ..layers.own_state import require_own_state
 from ..layers.rule import LayerRule
@@ -57,8 +58,12 @@ def quantization_statistics(model: Any, loss_fn: Callable[..., Any], *batch: Any
         >>> measured["layers.0"].sqnr.shape
         (3,)
     """
-    if not all_ops(model):
-        require_model_first(model, loss_fn, "quantization_statistics(model, loss_fn, *batch)")
+    call = "quantization_statistics(model, loss_fn, *batch)"
+    is_converted = bool(all_ops(model))
+    if not is_converted:
+        require_model_first(model, loss_fn, call)
+    require_model(model, call)
+    if not is_converted:
         raise ValueError("model has no FP8 product to measure; convert it with fp8_linear_layers")
     require_own_state(model)
     require_calibrated(model)

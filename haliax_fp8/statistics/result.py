@@ -13,9 +13,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from .._tables import Printable, new_table
+from .._tables import DottedName, Printable, new_table
 from ..recipes.recipe import OperandName
-from .result_table import DottedName, Worst, groups, verdict
+from .result_table import Worst, groups, verdict
 
 
 OPERANDS: tuple[OperandName, ...] = ("input", "kernel", "output_grad")

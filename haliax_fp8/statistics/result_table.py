@@ -1,61 +1,12 @@
-"""The table of a model's statistics: its verdict first, what layers have in common said once, names broken at dots."""
+"""The table of a model's statistics: its verdict first, what layers have in common said once."""
 
 import dataclasses
 import itertools
-import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
-from rich.console import Console, ConsoleOptions
-from rich.measure import Measurement
-from rich.text import Text
 
 from .._tables import common_prefix
-
-
-@dataclasses.dataclass(frozen=True)
-class DottedName:
-    """A path that a narrow column breaks at its dots, and never inside an index.
-
-    Args:
-        path: The path.
-        indent: How many blanks stand before it.
-    """
-
-    path: str
-    indent: int = 0
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
-        width, lines = max(1, options.max_width - self.indent), [""]
-        for segment in self._segments():
-            for piece in [segment] if len(segment) <= width else _pieces(segment):
-                if lines[-1] and len(lines[-1]) + len(piece) > width:
-                    lines.append("")
-                lines[-1] += piece
-        yield Text("\n".join(" " * self.indent + line for line in lines), overflow="fold")
-
-    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
-        fit = lambda width: min(width, options.max_width)
-        return Measurement(fit(self.longest_segment), fit(len(self.path) + self.indent))
-
-    @property
-    def longest_segment(self) -> int:
-        """The width at which it is broken at dots alone."""
-        return self.indent + max(map(len, self._segments()))
-
-    @property
-    def longest_piece(self) -> int:
-        """The least width at which no word is broken."""
-        return self.indent + max(len(piece) for segment in self._segments() for piece in _pieces(segment))
-
-    def _segments(self) -> list[str]:
-        """The segments, each with its dot in front."""
-        return [piece if i == 0 else f".{piece}" for i, piece in enumerate(self.path.split("."))]
-
-
-def _pieces(segment: str) -> list[str]:
-    """What a segment that fits no line is broken into: at underscores, and before an index."""
-    return re.findall(r"\[[^\]]*\]|[^_\[]+_*|_+|\[", segment)
 
 
 @dataclasses.dataclass(frozen=True)

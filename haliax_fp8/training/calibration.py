@@ -11,6 +11,7 @@ import numpy as np
 from .._op import Fp8DotGeneral
 from .._state.marker import OverwriteWithGradient, is_state
 from ..attention.op import Fp8Attention
+from ..layers.model_argument import require_model
 from ..layers.own_state import require_whole_state
 from .gradients import filter_grad
 from .loss import scalar_loss
@@ -46,6 +47,7 @@ def calibrate[M](model: M, loss_fn: Callable[..., Any], batches: Iterable[Any]) 
         True
     """
     require_model_first(model, loss_fn, "calibrate(model, loss_fn, batches)")
+    require_model(model, "calibrate(model, loss_fn, batches)")
     if not _has_ops(model):
         raise ValueError(
             "model has no FP8 layer to calibrate; convert it first: model = fp8_linear_layers(model, config)"

@@ -8,6 +8,7 @@ from jaxtyping import DTypeLike
 
 from .._product.arguments import floating_dtype
 from .._state.marker import is_state
+from ..layers.model_argument import require_model
 
 
 def cast_params[M](model: M, dtype: DTypeLike) -> M:
@@ -34,6 +35,7 @@ def cast_params[M](model: M, dtype: DTypeLike) -> M:
             "jnp.bfloat16)"
         )
     to = floating_dtype("dtype", dtype)
+    require_model(model, "cast_params(model, dtype)")
 
     def cast(leaf: Any) -> Any:
         return leaf.astype(to) if eqx.is_inexact_array(leaf) else leaf

@@ -16,6 +16,7 @@ from haliax.quantization import CustomGradientAccumulation
 from jax.sharding import PartitionSpec
 
 from .._jax.constraint import automatic_mesh, divided
+from .._jax.messages import is_about_mapped_mesh_axis
 from .._state.marker import OverwriteWithGradient
 from .reduction import ReduceOnce
 
@@ -72,7 +73,7 @@ class DeviceParts:
             with self._mapping():
                 return eqx.filter_vmap(function, **for_jax)(parts)
         except ValueError as error:
-            if "spmd_axis_name" not in str(error):
+            if not is_about_mapped_mesh_axis(error):
                 raise
             raise ValueError(
                 f"loss_fn divides an array over the mesh axes of {self._given}, but inside it every device has its own "

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Key
 
 from .._op import Fp8DotGeneral
+from ..layers.model_argument import require_model
 from ..layers.ops import is_op
 from .step_arguments import require_single_key
 
@@ -38,6 +39,7 @@ def with_rounding_keys[M](model: M, key: Key[Array, ""]) -> M:
         ()
     """
     require_single_key(key)
+    require_model(model, "with_rounding_keys(model, key)")
     leaves, structure = jax.tree.flatten(model, is_leaf=is_op)
     return jax.tree.unflatten(structure, [_with_key(leaf, key, i) for i, leaf in enumerate(leaves)])
 

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
+from ..layers.model_argument import require_layers
 from .updates import trainable
 
 
@@ -32,6 +33,8 @@ def transfer_optimizer_state(opt_state: PyTree, old_model: Any, new_model: Any) 
         >>> jax.tree.structure(opt_state) == jax.tree.structure(step.init(fp8_model))
         True
     """
+    for name, model in (("old_model", old_model), ("new_model", new_model)):
+        require_layers(model, "transfer_optimizer_state(opt_state, old_model, new_model)", name)
     old, new = trainable(old_model), trainable(new_model)
     old_leaves, old_structure = jax.tree.flatten(old)
     new_leaves, new_structure = jax.tree.flatten(new)

@@ -17,6 +17,8 @@ from ..devices.xla_flags import XlaFlags
 from ..layers.config import Fp8Config
 from ..layers.default import default_rules
 from ..layers.description import describe, recipes_of
+from ..layers.model_argument import require_model
+from ..layers.ops import is_op
 from ..layers.own_state import require_own_state, require_whole_state
 from ..layers.quantized_kernels import quantize_kernels, require_no_kernel_copies
 from ..layers.rule import LayerRule
@@ -122,8 +124,9 @@ class TrainStep(eqx.Module):
             ValueError: If a step could not train the model: it was made by `serving.quantize_for_inference`, its state
                 was changed or is in another part, or it has quantized kernels.
         """
+        require_model(model, "step.init(model)")
         require_weights(model, "model", "Train the model that it was made from")
-        if _logger.isEnabledFor(logging.INFO):
+        if _logger.isEnabledFor(logging.INFO) and not is_op(model):
             _logger.info(describe(model).summary)
         require_own_state(model)
         require_whole_state(model)
@@ -203,6 +206,7 @@ class TrainStep(eqx.Module):
         """
         require_order(model, opt_state, batch)
         call = "step(model, opt_state, *batch)"
+        require_model(model, call)
         require_call(self.loss_fn, batch, key, loss_key, call=call, before=(opt_state,))
         # This does not wait for the previous step, whose model was checked already.
         require_calibrated(model, wait=False)

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._jax.messages import is_about_deleted_array
 from .._numerics.require import require_bool
 from .._op import Fp8DotGeneral
 from ..layers.default import default_rules
@@ -152,7 +153,7 @@ def require_not_deleted(error: RuntimeError, **given: Any) -> None:
         **given: Model, optimizer state and batch.
     """
     # Another failure of a step with `donate=True` may have deleted them itself.
-    if "has been deleted" not in str(error):
+    if not is_about_deleted_array(error):
         return
     is_deleted = lambda x: isinstance(x, jax.Array) and x.is_deleted()
     found = [name for name, tree in given.items() if any(map(is_deleted, jax.tree.leaves(tree)))]

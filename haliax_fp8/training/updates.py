@@ -16,6 +16,7 @@ from jaxtyping import Array, PyTree
 from .._state.marker import OverwriteWithGradient
 from .._state.op_state import OpState
 from .._state.together import overwrite_states, written_states
+from ..layers.model_argument import require_model
 from ..layers.own_state import require_own_state, require_whole_state
 from ..layers.quantized_kernels import require_no_kernel_copies, without_kernel_copies
 
@@ -66,6 +67,7 @@ def apply_updates[T](module: T, updates: PyTree, overwrites: PyTree) -> T:
             model's state.
     """
 
+    require_model(module, "apply_updates(module, updates, overwrites)", "module")
     return _applied(module, updates, overwrites, overwrite_states)
 
 
@@ -225,6 +227,7 @@ def trainable[M](model: M) -> M:
         >>> [x.shape for x in jax.tree.leaves(trainable(abstract))]
         [(2, 3), (2,)]
     """
+    require_model(model, "trainable(model)")
     return eqx.filter(partition_for_grad_overwrite(model)[1], _is_inexact)
 
 

@@ -1,14 +1,16 @@
 """Fallbacks for gradients that JAX or Equinox cannot take in the best way, and the errors if none works."""
 
 import dataclasses
-import traceback
 from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
 import jax
 
-from .._jax.max_grad import StateNotDifferentiated, fp32_max_grad, is_missing_adder
+from .._jax.max_grad import StateNotDifferentiated, is_missing_adder
+from .._jax.messages import is_about_cast, is_about_linear_transpose, is_about_structure, is_about_sum, rejects_max_grad
+from .._state.records import OpRecord
+from .solvers import in_backsolve, in_checkpointed_loop
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,52 +96,44 @@ def _looks_for_nans() -> bool:
 def _another(way: Way, error: Exception) -> Way | None:
     """The way to try after this error; None if the error is final."""
     is_assertion = isinstance(error, AssertionError)
-    if not way.tables and _is_about_structure(error):
+    # A part of a model, whose states are records now, did not fit together with the rest of it.
+    if not way.tables and is_about_structure(error, holding=OpRecord):
         return dataclasses.replace(way, tables=True)
     if not way.inexact and (isinstance(error, StateNotDifferentiated) or is_assertion):
         return dataclasses.replace(way, inexact=True)
     by_steps = is_assertion or isinstance(error, NotImplementedError) or is_missing_adder(error)
-    if not way.whole and (by_steps or (jax.config.jax_disable_jit and _is_about_state(error))):
+    if not way.whole and (by_steps or (jax.config.jax_disable_jit and rejects_max_grad(error))):
         return dataclasses.replace(way, whole=True)
     return None
 
 
-def _is_about_structure(error: Exception) -> bool:
-    """Whether trees did not fit together: a part of a model, whose states are records now, and the rest of it.
-
-    JAX names the first node where they differ. With `is_leaf`, as in `eqx.combine`, that is often a None instead.
-    """
-    return "OpRecord" in str(error) or str(error).startswith("pytree structure error")
-
-
 def _explanation(way: Way, error: Exception) -> str | None:
     """What to do instead; None if the error is not about state."""
-    if _modules(error, "diffrax._adjoint", "_loop_backsolve_bwd"):
+    if in_backsolve(error):
         return (
             "diffrax.BacksolveAdjoint solves for the gradient of FP8 state as if the state changed with time. Use "
             "adjoint=diffrax.DirectAdjoint(), which is exact"
         )
-    if _modules(error, "equinox.internal._loop.checkpointed"):
+    if in_checkpointed_loop(error):
         return (
             "Equinox's checkpointed loop adds up the gradients of its steps, but FP8 state needs their maximum. Use "
             'equinox.internal.while_loop with kind="bounded", or scan with kind="lax"; with Diffrax, '
             "adjoint=diffrax.DirectAdjoint()"
         )
-    if not _is_about_state(error):
+    if not rejects_max_grad(error):
         return None
-    text = str(error)
-    if "linear_transpose only supports" in text:
+    if is_about_linear_transpose(error):
         return (
             "jax.lax.custom_root transposes only functions of floats, and FP8 state is not a float. Use "
             "optimistix.root_find or optimistix.fixed_point, whose default adjoint is exact"
         )
-    if "Cannot convert_element_type" in text or "can only convert from extended" in text:
+    if is_about_cast(error):
         return (
             "FP8 state was cast inside the differentiated function. Cast only arrays for which "
             "jnp.issubdtype(x.dtype, jnp.floating) holds, which is false for state; eqx.is_inexact_array includes it "
             "if an Equinox function with a custom derivative calls the layer"
         )
-    if way.tables and ("reduce_sum" in text or "abstract method sum" in text):
+    if way.tables and is_about_sum(error):
         return (
             "examples mapped by vmap each take their own branch (jax.lax.cond or switch), or a jax.custom_vjp is "
             "mapped, in a function that gets only a part of its model and assembles the model inside. Pass the whole "
@@ -151,16 +145,3 @@ def _explanation(way: Way, error: Exception) -> str | None:
         "a stack with jax.lax.dynamic_index_in_dim or jnp.unstack, or scan over them; or use eqx.filter_grad, which "
         "sums the newest amaxes of a layer's uses"
     )
-
-
-def _is_about_state(error: Exception) -> bool:
-    """Whether JAX rejected the element type, which it calls float32 where it asks NumPy for a name."""
-    refusals = ("reduce_sum does not accept dtype", "add does not accept dtype float32 ", "abstract method")
-    return fp32_max_grad.name in str(error) or any(refusal in str(error) for refusal in refusals)
-
-
-def _modules(error: Exception, module: str, function: str | None = None) -> bool:
-    """Whether a function of a module or its submodules was running when the error was raised."""
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    inside = lambda frame: f"{frame.f_globals.get('__name__', '')}.".startswith(f"{module}.")
-    return any(inside(frame) and function in (None, frame.f_code.co_name) for frame in frames)

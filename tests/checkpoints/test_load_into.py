@@ -24,7 +24,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from haliax_fp8 import DelayedScaling, TrainStep, fp8_linear_layers
 from haliax_fp8._state.op_state import OpState
 from haliax_fp8._state.table import guarded
-from haliax_fp8.checkpoints import export_model, import_model, load_into, save
+from haliax_fp8.checkpoints import LoadReport, export_model, import_model, load_into, save
 from haliax_fp8.checkpoints.interchange.names import is_saved, leaves_of
 from haliax_fp8.memory import join_linear
 from haliax_fp8.recipes import StaticScaling
@@ -240,11 +240,8 @@ def test_dtypes_are_the_models_and_fp8_weights_are_refused():
     np.testing.assert_array_equal(loaded.up.weight, half["up.weight"].astype(np.float32))
     with pytest.raises(ValueError, match="up.weight is stored in float8_e4m3fn: FP8 data without its scale"):
         load_into(model, half | {"up.weight": half["up.weight"].astype(jnp.float8_e4m3fn)})
-    _, report = load_into(model, half | {"up.weight": np.zeros((4, 8), np.int32), "up.bias": np.zeros(5, np.float32)})
-    assert report.fresh == {
-        "up.weight": "int32 in the checkpoint, float32 here",
-        "up.bias": "shape (5,) in the checkpoint, (4,) here",
-    }
+    with pytest.raises(ValueError, match="does not fit the model: up.weight: int32 in the checkpoint, float32 here"):
+        load_into(model, half | {"up.weight": np.zeros((4, 8), np.int32)})
 
 
 def test_state_that_an_optimizer_moved_starts_fresh():
@@ -330,24 +327,57 @@ def test_strict_says_where_only_the_state_of_the_optimizer_differs(tmp_path):
             load_into((model, state(optimizer)), tmp_path / "run.eqx", strict=True)
     assert load_into((model, state(adam)), tmp_path / "run.eqx", strict=True)[1].is_complete
     # Where the model differs too, or there is no such state, the message is not about the optimizer.
-    narrow = eqx.tree_at(lambda m: m.up.bias, model, jnp.ones(3))
-    for tree, what in (
-        ((narrow, state(optax.sgd(1e-3))), "Make the model with the sizes"),
-        ((model, None), "1.0.count"),
-    ):
+    half = eqx.tree_at(lambda m: m.up.bias, model, jnp.ones(4, jnp.bfloat16))
+    for tree, what in (((half, state(optax.sgd(1e-3))), "0.up.bias changed"), ((model, None), "1.0.count")):
         with pytest.raises(ValueError, match=f"the checkpoint is not that of this model.*{what}"):
             load_into(tree, tmp_path / "run.eqx", strict=True)
 
 
 def test_a_model_of_other_sizes_is_named_as_such(tmp_path):
-    """An array that does not fit is not one that the model lacks."""
+    """Otherwise it would go on with random weights, in which nobody looks for the checkpoint's."""
     narrow, wide = (fp8_linear_layers(eqx.nn.MLP(8, 4, width, 1, key=jax.random.key(0))) for width in (16, 32))
-    save(tmp_path / "model.eqx", narrow)
-    _, report = load_into(wide, tmp_path / "model.eqx")
-    assert report.fresh["layers.0.weight"] == "shape (16, 8) in the checkpoint, (32, 8) here"
-    assert set(report.fresh) == {"layers.0.weight", "layers.0.bias", "layers.1.weight"} and not report.unused
-    with pytest.raises(ValueError, match="Make the model with the sizes of the saved one; strict=False keeps"):
-        load_into(wide, tmp_path / "model.eqx", strict=True)
+    path = tmp_path / "model.eqx"
+    save(path, narrow)
+    weights = (
+        r"layers.0.weight: shape \(16, 8\) in the checkpoint, \(32, 8\) here; layers.0.bias: shape .*"
+        r"layers.1.weight: shape \(4, 16\) in the checkpoint, \(4, 32\) here\. Make the model with the sizes"
+    )
+    abstract = eqx.filter_eval_shape(lambda: wide)
+    for tree, options in ((wide, {}), (wide, {"strict": True}), (abstract, {})):
+        with pytest.raises(ValueError, match=rf"^path='.*model.eqx' does not fit the model: {weights}"):
+            load_into(tree, path, **options)
+    with pytest.raises(ValueError, match="^the mapping does not fit the model: layers.0.bias"):
+        load_into(wide, {"layers.0.bias": np.ones(16)})
+    # An optimizer's state may begin anew.
+    moments = lambda model, optimizer: (model, optimizer.init(eqx.filter(model.layers[0].weight, eqx.is_array)))
+    save(path, moments(narrow, optax.trace(0.9)))
+    (_, state), report = load_into(moments(narrow, optax.trace(0.9, accumulator_dtype="bfloat16")), path)
+    assert list(report.changed) == ["1.trace"] and state.trace.dtype == jnp.bfloat16
+    other = (narrow, optax.trace(0.9).init(wide.layers[0].weight))
+    assert load_into(other, path)[1].fresh["1.trace"] == "shape (16, 8) in the checkpoint, (32, 8) here"
+
+
+def test_a_part_that_stays_new_is_left_out_of_the_load(tmp_path):
+    """What the error for other sizes advises."""
+    old, new = (eqx.nn.MLP(8, labels, 16, 1, key=jax.random.key(labels)) for labels in (4, 5))
+    save(tmp_path / "model.eqx", old)
+    head = lambda model: model.layers[1]
+    with pytest.raises(ValueError, match=r"put None in its place and load the rest: load_into\(eqx.tree_at\("):
+        load_into(new, tmp_path / "model.eqx")
+    loaded, report = load_into(eqx.tree_at(head, new, None), tmp_path / "model.eqx")
+    assert report.unused == ("layers.1.bias", "layers.1.weight")
+    loaded = eqx.tree_at(head, loaded, head(new), is_leaf=lambda node: node is None)
+    assert eqx.tree_equal(loaded.layers, (old.layers[0], new.layers[1]))
+
+
+@pytest.mark.parametrize("columns", [60, 80])
+def test_a_report_breaks_names_at_their_dots(columns, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    name = "transformer.layers.stacked.attention.query_projection.dot_general.state.table"
+    lines = str(LoadReport((), {name: "the history of 8 steps was padded to 64"}, {}, ("old_head",))).splitlines()
+    shown = [line[2:].split("  ")[0].strip() for line in lines[4:]]
+    assert max(map(len, lines)) <= columns and "".join(shown) == f"{name}old_head"
+    assert {piece for part in shown for piece in part.split(".")} - {""} == {*name.split("."), "old_head"}
 
 
 def test_swapped_arguments_are_named(tmp_path):

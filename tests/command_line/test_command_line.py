@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 import pathlib
+import shlex
 import signal
 import subprocess
 import sys
@@ -474,12 +475,16 @@ folder = pathlib.Path({folder!r})
 with (folder / "commands").open("a") as file:
     print(json.dumps(sys.argv[1:]), file=file)
 files = (folder / "files").read_text().split()
+if "--version" in sys.argv:
+    sys.exit()
 for file in files:
     path = pathlib.Path(sys.argv[sys.argv.index("--target") + 1], file)
     path.parent.mkdir(parents=True)
     path.touch()
 sys.exit(not files)
 """
+# As pyenv's, in a Python that has no uv.
+BROKEN = "#!/bin/sh\necho 'uv: command not found' >&2\nexit 127\n"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -541,7 +546,9 @@ def test_a_compiler_is_installed_once_and_beside_the_packages(name, requirement,
 def test_a_compiler_that_cannot_be_installed_is_one_line(installer, tmp_path, capsys):
     assert main(["install-compiler", "nvidia"]) == 2
     assert len(installer.commands) == 1
-    assert "error: jax-cuda13-pjrt==" in capsys.readouterr().err and not list(tmp_path.rglob("*-for-jaxlib-*"))
+    err = capsys.readouterr().err
+    assert "error: jax-cuda13-pjrt==" in err and f"`pip install --no-deps --target {NVIDIA.directory} " in err
+    assert not list(tmp_path.rglob("*-for-jaxlib-*"))
 
 
 def test_without_pip_uv_installs_the_compiler(installer, monkeypatch):
@@ -549,8 +556,26 @@ def test_without_pip_uv_installs_the_compiler(installer, monkeypatch):
     monkeypatch.setenv("UV", str(installer.folder / "uv"))
     installer.unpacks("jax_plugins/xla_cuda13/__init__.py", "jax_cuda13_plugin/__init__.py")
     assert main(["install-compiler", "nvidia"]) == 0
-    (command,) = installer.commands
+    version, command = installer.commands
+    assert version == ["--version"]
     assert command[:2] == ["pip", "install"] and command[command.index("--python") + 1] == sys.executable
+
+
+@pytest.mark.parametrize("uv", [None, BROKEN], ids=["none", "broken"])
+def test_without_pip_and_uv_the_command_is_named(uv, installer, monkeypatch, tmp_path, capsys):
+    """It is the one that would have been run: it unpacks the same wheels in the same folder."""
+    monkeypatch.setitem(sys.modules, "pip", None)
+    monkeypatch.delenv("UV", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    if uv is not None:
+        (tmp_path / "uv").write_text(uv)
+        (tmp_path / "uv").chmod(0o755)
+    assert main(["install-compiler", "nvidia"]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: install-compiler needs pip or uv, and found neither") and err.count("\n") == 1
+    remedies = [shlex.split(quoted) for quoted in err.split("`")[1::2]]
+    assert remedies[0] == [sys.executable, "-m", "ensurepip"]
+    assert remedies[1] == ["pip", "install", "--no-deps", "--target", str(NVIDIA.directory), *NVIDIA.requirements]
 
 
 @pytest.mark.slow

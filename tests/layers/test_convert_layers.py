@@ -173,8 +173,8 @@ class RawWeights(eqx.Module):
 @pytest.mark.parametrize(
     "module, named",
     [
-        (None, "NoneType contains no layer that can be converted"),
-        (3, "int contains no layer"),
+        (None, "module is None, and has no layers"),
+        (3, "module is of type int, and has no layers"),
         (
             {"norm": hnn.LayerNorm.init(In), "x": jnp.ones(2)},
             "dict contains no layer .* Supported: haliax.nn.Linear, .*equinox.nn.Linear, anywhere",

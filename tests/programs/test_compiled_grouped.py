@@ -74,3 +74,13 @@ def test_each_device_multiplies_its_own_rows_and_experts(device):
     # XLA's dense products, 16 experts for each row, would be 16 times as much; tiles of small groups are not full.
     assert found["shard_map"]["computed"] <= 1.25 * found["shard_map"]["useful"]
     assert found["automatic axes"]["computed"] <= 3 * found["automatic axes"]["useful"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(targets["h100"].missing() is not None, reason="needs XLA's compiler for NVIDIA's GPUs")
+def test_the_second_architecture_of_a_process_is_refused_with_the_reason():
+    """JAX and XLA say only that a pass failed."""
+    code = "import grouped_layer; [grouped_layer.figures(name, 4, 1024, 512, 512) for name in ('h100', 'b200')]"
+    folder = pathlib.Path(grouped_layer.__file__).parent
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=folder)
+    assert "could not be compiled for b200: JAX compiles Pallas kernels for one architecture per process" in ran.stderr

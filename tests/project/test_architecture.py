@@ -29,6 +29,8 @@ FLOORS = (
     ("_state",),
     # One product and its derivative.
     ("_product",),
+    # What an op keeps of the conversion that made it.
+    ("_left_out",),
     # The public ops.
     ("_op", "attention"),
     # Models; and proof before purchase, which needs no model.

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ...layers.model_argument import require_tree
 from ...layers.own_state import require_own_state
 from .checkpoint import HostArrays
 from .checksum import Summed, summed
@@ -60,6 +61,7 @@ def save(path: str | os.PathLike[str], tree: Any, *, allow_nonfinite: bool = Fal
     """
     if not isinstance(path, str | os.PathLike):
         raise ValueError(f"path is of type {type(path).__name__}, not the name of a file; use save(path, model)")
+    require_tree(tree, "save(path, model)", "tree")
     if not allow_nonfinite:
         require_own_state(tree)
     path = with_suffix(path)

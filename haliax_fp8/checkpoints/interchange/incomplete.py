@@ -1,18 +1,16 @@
-"""What `load_into` says of a load with `strict` that is not complete: what differs, where, and what to do."""
+"""What `load_into` says of a checkpoint that does not fit, or with `strict` not wholly: where, and what to do."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
 
+from ...layers.model_argument import holds_optimizer_state
 from ...layers.patterns import path_string
 from .checkpoint import Entries
 from .names import described, is_saved, leaves_of
 from .report import LoadReport
 
-
-SHAPE = "shape "
-"""How the reason begins where a leaf and an entry of the same name have different shapes."""
 
 _STATE = "state.table"
 
@@ -28,8 +26,26 @@ def incomplete(tree: Any, report: LoadReport, entries: Entries) -> str:
     differences = report.differences()
     here = {leaf.name: described(leaf.value) for leaf in leaves_of(tree) if is_saved(leaf.value)}
     lines = listed([f"{name} {what}: {why}{_only_one(name, here, entries)}" for name, what, why in differences])
-    whose, remedy = _cause(tree, [name for name, _, _ in differences], report.fresh)
+    whose, remedy = _cause(tree, [name for name, _, _ in differences])
     return f"strict=True, and {whose} ({report.summary}): {lines}. {remedy}"
+
+
+def require_fit(tree: Any, misfits: Mapping[str, str], shown: str) -> None:
+    """Raises a ValueError if weights of a checkpoint do not fit: the model would go on with weights of its own.
+
+    Args:
+        tree: What is loaded into.
+        misfits: The leaves of another shape or kind than their entries, and both.
+        shown: What is loaded.
+    """
+    states = set(_states_of_optimizers(tree))
+    lines = [f"{name}: {why}" for name, why in misfits.items() if name.partition(".")[0] not in states]
+    if lines:
+        raise ValueError(
+            f"{shown} does not fit the model: {listed(lines)}. Make the model with the sizes of the saved one. "
+            "If a part is to stay new, such as a head for other classes, put None in its place and load the rest: "
+            "load_into(eqx.tree_at(lambda model: model.head, model, None), path)"
+        )
 
 
 def listed(lines: list[str]) -> str:
@@ -46,7 +62,7 @@ def _only_one(name: str, here: Entries, entries: Entries) -> str:
     return f", {known.dtype}{known.shape} {'here' if name in here else 'in the checkpoint'}"
 
 
-def _cause(tree: Any, names: list[str], fresh: Mapping[str, str]) -> tuple[str, str]:
+def _cause(tree: Any, names: list[str]) -> tuple[str, str]:
     """What is not as it was saved, and what to do."""
     parts, states = {name.partition(".")[0] for name in names}, set(_states_of_optimizers(tree))
     if parts <= states:
@@ -57,11 +73,6 @@ def _cause(tree: Any, names: list[str], fresh: Mapping[str, str]) -> tuple[str, 
             "which begins anew what does not fit",
         )
     whose = "the checkpoint is not that of this model"
-    if any(why.startswith(SHAPE) for why in fresh.values()):
-        return (
-            whose,
-            "Make the model with the sizes of the saved one; strict=False keeps this model's own weights there",
-        )
     if any(name.endswith(_STATE) for name in names):
         return whose, (
             "For a model with the same history length and recipe convert it as the saved one was; for a plain "
@@ -75,8 +86,7 @@ def _cause(tree: Any, names: list[str], fresh: Mapping[str, str]) -> tuple[str, 
 
 
 def _states_of_optimizers(tree: Any) -> Iterator[str]:
-    """The parts of a tree that hold such a state: Optax makes it of named tuples, of which models have none."""
-    is_named = lambda node: isinstance(node, tuple) and hasattr(node, "_fields")
+    """The parts of a tree that hold such a state."""
     for path, part in jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: node is not tree)[0]:
-        if any(map(is_named, jax.tree.leaves(part, is_leaf=is_named))):
+        if holds_optimizer_state(part):
             yield path_string(path)

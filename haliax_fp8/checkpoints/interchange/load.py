@@ -9,13 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ...layers.model_argument import require_tree
 from ...layers.quantized_kernels import require_no_kernel_copies
 from .checkpoint import AbstractCheckpoint
 from .histories import first_of, fitted, refusal, widths
-from .incomplete import SHAPE, incomplete, listed
+from .incomplete import incomplete, listed, require_fit
 from .joined import Joined, check_joined, with_joined
 from .like_leaf import like_leaf, sharding_of
-from .names import Leaf, described, is_saved, leaves_of, with_leaves
+from .names import Leaf, described, is_rounding_key, is_saved, leaves_of, with_leaves
 from .open import on_host, open_checkpoint
 from .report import LoadReport
 
@@ -32,8 +33,9 @@ def load_into[M](
 
     What has the name and the shape of a leaf is loaded, in the leaf's dtype and onto its devices, one leaf at a time.
     Histories of delayed scaling are cut or padded so that their maximum stays the same, and scales are computed from
-    them. Other state starts fresh. So a plain model's checkpoint loads into a converted one and the reverse, with any
-    recipe.
+    them. Other state starts fresh, as does an optimizer's where it does not fit. So a plain model's checkpoint loads
+    into a converted one and the reverse, with any recipe. A weight of another shape or kind than the model's is an
+    error.
 
     Args:
         model: What to load into: a model, a tuple of model and optimizer state, any tree. Arrays may be
@@ -49,9 +51,9 @@ def load_into[M](
         The model, and what became of every leaf and entry.
 
     Raises:
-        ValueError: If the checkpoint is missing or damaged; if nothing in it fits the model, or an abstract model
-            has a leaf that it lacks; if a weight in FP8 comes without its scale; with `strict`, if the load is not
-            complete. The message names the leaves and the remedy.
+        ValueError: If the checkpoint is missing or damaged; if nothing in it fits the model, a weight has another
+            shape or kind than the model's, or an abstract model has a leaf that it lacks; if a weight in FP8 comes
+            without its scale; with `strict`, if the load is not complete. The message names the leaves and the remedy.
 
     Example:
         >>> from haliax_fp8.checkpoints import load_into
@@ -61,12 +63,16 @@ def load_into[M](
         >>> report.kept, "calibrate" in report.fresh["layers.0.dot_general.state.table"]
         (('layers.0.weight',), True)
     """
-    require_no_kernel_copies(model)
     checkpoint = open_checkpoint(path, model, made_from)
+    require_tree(model, "load_into(model, path)")
+    require_no_kernel_copies(model)
+    shown = "the mapping" if isinstance(path, Mapping) else f"path={os.fspath(path)!r}"
     if joined is not None:
         checkpoint = with_joined(checkpoint, model, check_joined(joined))
     leaves = list(leaves_of(model))
     plans = [_plan(leaf, checkpoint) if is_saved(leaf.value) else _Plan() for leaf in leaves]
+    misfits = {leaf.name: plan.why for leaf, plan in zip(leaves, plans, strict=True) if plan.why and plan.is_misfit}
+    require_fit(model, misfits, shown)
     _require_all(leaves, plans)
     found = checkpoint.read({p.name: p.sharding for p in plans if p.name is not None})
     values, kept, changed, fresh = [], [], {}, {}
@@ -92,9 +98,7 @@ def load_into[M](
     unused = checkpoint.entries.keys() - used - {plan.refused for plan in plans}
     report = LoadReport(tuple(kept), changed, fresh, tuple(sorted(unused)))
     if checkpoint.entries and not used - {None}:
-        raise ValueError(
-            _nothing_fits(checkpoint, [leaf.name for leaf in leaves if is_saved(leaf.value)], _shown(path))
-        )
+        raise ValueError(_nothing_fits(checkpoint, [leaf.name for leaf in leaves if is_saved(leaf.value)], shown))
     if strict and not report.is_complete:
         raise ValueError(incomplete(model, report, checkpoint.entries))
     return with_leaves(model, values), report
@@ -118,10 +122,6 @@ def _first(names: list[str]) -> str:
     return ", ".join(names[:2]) + (f" and {len(names) - 2} more" if len(names) > 2 else "")
 
 
-def _shown(path: str | os.PathLike[str] | Mapping[str, Any]) -> str:
-    return "the mapping" if isinstance(path, Mapping) else f"path={os.fspath(path)!r}"
-
-
 @dataclasses.dataclass(frozen=True)
 class _Plan:
     """What becomes of a leaf.
@@ -132,6 +132,7 @@ class _Plan:
         how: How it is changed; None if it is not.
         why: Why it is fresh; None if it is not.
         refused: The name of the entry that is the leaf's, and does not fit; None if there is none.
+        is_misfit: Whether that is because of its shape or kind, and nothing can take its place.
     """
 
     name: str | None = None
@@ -139,6 +140,7 @@ class _Plan:
     how: str | None = None
     why: str | None = None
     refused: str | None = None
+    is_misfit: bool = False
 
 
 def _plan(leaf: Leaf, checkpoint: AbstractCheckpoint) -> _Plan:
@@ -155,7 +157,8 @@ def _plan(leaf: Leaf, checkpoint: AbstractCheckpoint) -> _Plan:
             return _Plan(why=why, refused=name)
         return _Plan(name)
     if entry.shape != wanted.shape:
-        return _Plan(why=f"{SHAPE}{entry.shape} in the checkpoint, {wanted.shape} here", refused=name)
+        why = f"shape {entry.shape} in the checkpoint, {wanted.shape} here"
+        return _Plan(why=why, refused=name, is_misfit=not is_rounding_key(leaf))
     if entry.dtype == wanted.dtype:
         return _Plan(name, sharding_of(leaf.value), how=checkpoint.how(name))
     if _is_fp8(entry.dtype) and not _is_fp8(wanted.dtype):
@@ -166,7 +169,7 @@ def _plan(leaf: Leaf, checkpoint: AbstractCheckpoint) -> _Plan:
     kinds = [_kind(dtype) for dtype in (entry.dtype, wanted.dtype)]
     names = [str(dtype) for dtype in (entry.dtype, wanted.dtype)]
     if kinds[0] != kinds[1] or kinds[0] is None:
-        return _Plan(why=f"{names[0]} in the checkpoint, {names[1]} here", refused=name)
+        return _Plan(why=f"{names[0]} in the checkpoint, {names[1]} here", refused=name, is_misfit=True)
     return _Plan(name, how=f"{names[0]} in the checkpoint, cast to {names[1]}")
 
 
@@ -208,7 +211,7 @@ def _require_all(leaves: list[Leaf], plans: list[_Plan]) -> None:
         if plan.why is not None
         and isinstance(leaf.value, jax.ShapeDtypeStruct)
         and leaf.state is None
-        and not leaf.name.endswith("dot_general.key")
+        and not is_rounding_key(leaf)
     ]
     if missing:
         raise ValueError(

@@ -68,3 +68,8 @@ def described(value: Any) -> jax.ShapeDtypeStruct:
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         return jax.ShapeDtypeStruct(value.shape, value.dtype)
     return jax.ShapeDtypeStruct((), np.asarray(value).dtype)
+
+
+def is_rounding_key(leaf: Leaf) -> bool:
+    """Whether it is the key of an op that rounds stochastically, which every step replaces."""
+    return leaf.name.endswith("dot_general.key")

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from rich.console import RenderableType
 from rich.text import Text
 
-from ..._tables import Printable, new_table
+from ..._tables import DottedName, Printable, new_table
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -54,8 +54,9 @@ class LoadReport(Printable):
         if self.is_complete:
             return Text(f"Loaded: {self.summary}", "bold")
         table = new_table(f"Loaded: {self.summary}")
-        for column in ("name", "", "how, or why"):
-            table.add_column(column, overflow="fold")
-        for row in self.differences():
-            table.add_row(*map(Text, row))
+        table.add_column("name", overflow="fold")
+        table.add_column(no_wrap=True)
+        table.add_column("how, or why", overflow="fold")
+        for name, what, why in self.differences():
+            table.add_row(DottedName(name), what, Text(why))
         return table

@@ -10,6 +10,7 @@ import numpy as np
 
 from ..._numerics.require import require, require_bool
 from ...devices.device import Device
+from ...layers.model_argument import require_layers, require_model
 from ...layers.patterns import path_string
 from ...layers.rematerialization import AbstractRematerialized
 from .default import default_rematerialization
@@ -61,6 +62,7 @@ def rematerialize[M](
         >>> isinstance(model["norm"], hnn.LayerNorm), model["norm"].weight.axes
         (True, (Axis(name='embed', size=64),))
     """
+    require_layers(model, "rematerialize(model)")
     for rule in rules:
         require("rules", rule, RematerializationRule, "BetweenLayers(...) or WholeCall(...)", of="rematerialize")
     if in_float32 is not None:
@@ -104,6 +106,7 @@ def restore_rematerialized[M](model: M) -> M:
         >>> bool(eqx.tree_equal(restore_rematerialized(rematerialize(model)), model))
         True
     """
+    require_model(model, "restore_rematerialized(model)")
     return _map_modules(lambda path, module: without_rematerialization(module), model, (AbstractRematerialized,))
 
 

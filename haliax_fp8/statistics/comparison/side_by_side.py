@@ -12,6 +12,7 @@ from jaxtyping import Array
 from ..._jax.max_grad import to_max_grad
 from ..._op import Fp8DotGeneral
 from ...layers.default import default_rules
+from ...layers.model_argument import require_layers
 from ...layers.ops import all_ops, is_op
 from ...layers.own_state import require_own_state
 from ...layers.quantized_kernels import require_no_kernel_copies
@@ -63,6 +64,8 @@ def compare(
         >>> bool(found["layers.0"].fprop.relative_error == found["layers.0"].output.relative_error)
         True
     """
+    for name, model in (("plain", plain), ("converted", converted)):
+        require_layers(model, "compare(plain, converted, function, *batch)", name)
     require_own_state(converted)
     require_no_kernel_copies(converted)
     require_calibrated(converted)

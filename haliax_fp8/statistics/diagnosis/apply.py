@@ -11,6 +11,7 @@ from ..._numerics.formats import E4M3, E5M2
 from ..._op import Fp8DotGeneral
 from ..._state.op_state import OpState
 from ...layers.default import default_rules
+from ...layers.model_argument import require_layers
 from ...layers.rule import LayerRule
 from ...layers.walk import map_layers_in_stacks, rule_of
 from ...recipes.catalog import by_name
@@ -52,6 +53,7 @@ def apply_remedies[M](
         >>> diagnosis = diagnose(model, quantization_statistics(model, loss_fn, x))
         >>> model = apply_remedies(model, diagnosis, [Remedy.MARGIN, Remedy.SHORTER_HISTORY])
     """
+    require_layers(model, "apply_remedies(model, diagnosis, remedies)")
     chosen: dict[str, list[Finding]] = {}
     for finding in diagnosis.findings:
         if finding.remedy is not Remedy.NONE and finding.remedy in remedies:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from ...layers.model_argument import require_model
 from ...layers.ops import all_ops
 from ..result import ModelStatistics
 from .checks import CHECKS, EXPLAIN_ALL
@@ -35,6 +36,7 @@ def diagnose(model: Any, statistics: ModelStatistics, thresholds: Thresholds | N
     """
     if isinstance(model, ModelStatistics):
         raise ValueError("model and statistics are swapped; use diagnose(model, statistics)")
+    require_model(model, "diagnose(model, statistics)")
     if not isinstance(statistics, ModelStatistics):
         raise ValueError(
             f"statistics={type(statistics).__name__} must be what quantization_statistics(model, loss_fn, *batch) "

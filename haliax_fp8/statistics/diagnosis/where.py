@@ -5,6 +5,7 @@ from typing import Any
 
 import equinox as eqx
 
+from ...layers.model_argument import require_model
 from ...layers.ops import all_ops
 from ...recipes.recipe import USES
 from ..measure import quantization_statistics
@@ -33,6 +34,7 @@ def where_not_finite(model: Any, loss_fn: Callable[..., Any], *batch: Any) -> st
         >>> where_not_finite(fp8_linear_layers(model), loss_fn, x)
         'every operand of every FP8 product is finite: look at the loss and at layers in high precision'
     """
+    require_model(model, "where_not_finite(model, loss_fn, *batch)")
     if not all_ops(model):
         return "the model has no FP8 product; look for the first NaN with jax.config.update('jax_debug_nans', True)"
     everything = operands(model, eqx.filter_jit(quantization_statistics)(model, loss_fn, *batch))

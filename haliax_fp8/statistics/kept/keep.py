@@ -12,6 +12,7 @@ from jaxtyping import Array
 
 from ..._op import Fp8DotGeneral
 from ..._state.op_state import OpState
+from ...layers.model_argument import require_model
 from ...layers.ops import is_op, named_ops
 from ...layers.own_state import table_on_host
 from ...recipes.recipe import USES, OperandName
@@ -67,6 +68,7 @@ def black_box(
         >>> box.step
         12
     """
+    require_model(model, "black_box(model, loss_fn, *batch)")
     ops = dict(named_ops(model))
     if not ops:
         raise ValueError("model has no FP8 product to keep; convert it with fp8_linear_layers")

@@ -2,9 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, final
-
-from .ops import all_ops
+from typing import final
 
 
 @final
@@ -29,13 +27,3 @@ class LeftOut:
     def __repr__(self) -> str:
         """Short: it stands in printed tree structures."""
         return f"LeftOut({len(self.reasons)})"
-
-
-def reasons_in(model: Any) -> dict[str, str]:
-    """Why layers of a model stay in high precision, by path, as far as its conversions said.
-
-    Args:
-        model: A converted model, or any other tree.
-    """
-    found = {id(op.left_out): op.left_out for op in all_ops(model) if isinstance(op.left_out, LeftOut)}
-    return {path: reason for left_out in found.values() for path, reason in left_out.reasons.items()}

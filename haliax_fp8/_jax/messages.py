@@ -1,0 +1,81 @@
+"""What messages of JAX mean. It has no types for most of its errors, so their texts tell them apart."""
+
+from .max_grad import fp32_max_grad
+
+
+UNUSED_DONATION = "Some donated buffers were not usable"
+"""How the warning begins that a donated argument fits no result."""
+
+UNREADABLE_CACHE = "Error reading persistent compilation cache"
+"""How the warning begins that a program is cached but cannot be read back, as those for absent devices."""
+
+
+# --- Errors of derivatives --------------------------------------------------------------------------------------------
+
+
+def rejects_max_grad(error: Exception) -> bool:
+    """Whether an operation does not accept `fp32_max_grad` or a record, which JAX calls float32 where it asks NumPy."""
+    of_records = (
+        "reduce_sum does not accept dtype",
+        "add does not accept dtype float32 ",
+        "Cannot convert_element_type from float32 ",
+        "abstract method",
+    )
+    return _has(error, fp32_max_grad.name, *of_records)
+
+
+def is_about_cast(error: Exception) -> bool:
+    """Whether an array of an extended element type was cast to another type."""
+    return _has(error, "Cannot convert_element_type", "abstract method astype")
+
+
+def is_about_sum(error: Exception) -> bool:
+    """Whether an array of an extended element type was summed over an axis."""
+    return _has(error, "reduce_sum", "abstract method sum")
+
+
+def is_about_linear_transpose(error: Exception) -> bool:
+    """Whether `linear_transpose`, as in `lax.custom_root`, was given anything but floats."""
+    return _has(error, "linear_transpose only supports")
+
+
+def is_about_structure(error: Exception, holding: type) -> bool:
+    """Whether trees did not fit together, one of them with a node of a class.
+
+    JAX names the first place where they differ. With `is_leaf`, as in `eqx.combine`, that is often a None instead.
+
+    Args:
+        error: The error.
+        holding: The class.
+    """
+    return _has(error, holding.__name__) or str(error).startswith("pytree structure error")
+
+
+# --- Errors of arrays and meshes --------------------------------------------------------------------------------------
+
+
+def is_about_deleted_array(error: Exception) -> bool:
+    """Whether an array was used whose memory was donated."""
+    return _has(error, "has been deleted")
+
+
+def is_about_mapped_mesh_axis(error: Exception) -> bool:
+    """Whether an array was divided over a mesh axis inside a `vmap` with that `spmd_axis_name`."""
+    return _has(error, "spmd_axis_name")
+
+
+# --- Errors of compiling Pallas kernels -------------------------------------------------------------------------------
+
+
+def lacks_ptxas(error: Exception) -> bool:
+    """Whether a Pallas kernel was not compiled because XLA found no `ptxas`."""
+    return _has(error, "No PTX compilation provider")
+
+
+def is_of_another_architecture(error: Exception) -> bool:
+    """Whether a Pallas kernel was not compiled because this process compiled one for another GPU before."""
+    return _has(error, "Mosaic GPU pass pipeline failed")
+
+
+def _has(error: Exception, *texts: str) -> bool:
+    return any(text in str(error) for text in texts)

@@ -1,0 +1,86 @@
+"""The argument that is a model: an error where something else was given, in place of one that is not to the point."""
+
+from typing import Any
+
+import equinox as eqx
+import haliax as hax
+import jax
+
+from .config import Fp8Config
+from .ops import is_op
+
+
+def require_tree(tree: Any, call: str, name: str = "model") -> None:
+    """Raises a ValueError if an argument is nothing that could have numbers: None, a class, a function, a text.
+
+    Args:
+        tree: What was given.
+        call: How the function is called.
+        name: The argument's name.
+    """
+    if isinstance(tree, type):
+        raise ValueError(f"{name} is the class {tree.__name__}, but must be an instance, with weights; use {call}")
+    if tree is None or (_is_leaf(tree) and not (eqx.is_array_like(tree) or isinstance(tree, jax.ShapeDtypeStruct))):
+        raise _without_layers(tree, call, name)
+
+
+def require_model(model: Any, call: str, name: str = "model") -> None:
+    """As `require_tree`, for functions that take a model without its optimizer's state.
+
+    Moments have the structure of the model, so every layer would be found again in them.
+
+    Args:
+        model: As there.
+        call: As there.
+        name: As there.
+    """
+    require_tree(model, call, name)
+    if type(model) is tuple and any(map(holds_optimizer_state, model)):
+        are_models = [isinstance(item, eqx.Module) and not holds_optimizer_state(item) for item in model]
+        if any(are_models):
+            raise ValueError(
+                f"{name} is a tuple with an optimizer's state, and the model is {_item(are_models.index(True))}: give "
+                f"the model alone, {call}"
+            )
+
+
+def require_layers(model: Any, call: str, name: str = "model") -> None:
+    """As `require_model`, for functions to which an array or an op alone is no model either.
+
+    Args:
+        model: As there.
+        call: As there.
+        name: As there.
+    """
+    require_model(model, call, name)
+    if is_op(model):
+        raise ValueError(f"{name} is an Fp8DotGeneral, the product of a layer; use {call}, with the model it is in")
+    if isinstance(model, hax.NamedArray) or _is_leaf(model):
+        raise _without_layers(model, call, name)
+
+
+def holds_optimizer_state(tree: Any) -> bool:
+    """Whether a tree is an optimizer's state, or has one in it: Optax makes it of named tuples, models have none."""
+    return any(map(_is_named_tuple, jax.tree.leaves(tree, is_leaf=_is_named_tuple)))
+
+
+def _is_leaf(tree: Any) -> bool:
+    return not isinstance(tree, eqx.Module) and jax.tree_util.all_leaves([tree])
+
+
+def _is_named_tuple(node: Any) -> bool:
+    return isinstance(node, tuple) and hasattr(node, "_fields")
+
+
+def _without_layers(model: Any, call: str, name: str) -> ValueError:
+    if model is None:
+        shown = "None"
+    elif isinstance(model, Fp8Config):
+        shown = "an Fp8Config"
+    else:
+        shown = "a function" if callable(model) else f"of type {type(model).__name__}"
+    return ValueError(f"{name} is {shown}, and has no layers; use {call}, with the model itself")
+
+
+def _item(place: int) -> str:
+    return f"its {('first', 'second', 'third')[place]} item" if place < 3 else f"its item {place}"

@@ -1,0 +1,143 @@
+"""What is not a model, in place of one: an error that names the argument, what it is, and the call."""
+
+import inspect
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import unchecked
+
+import haliax_fp8 as fp8
+from haliax_fp8 import checkpoints, memory, serving, statistics, training
+
+
+MODEL = fp8.fp8_linear_layers(eqx.nn.MLP(4, 4, 4, 1, key=jax.random.key(0)), recipe="current")
+X = jnp.ones((2, 4))
+
+
+def loss_fn(model, x):
+    return (jax.vmap(model)(x) ** 2).mean()
+
+
+STEP = fp8.TrainStep(loss_fn, optax.adam(1e-3))
+STATE = STEP.init(MODEL)
+DIAGNOSIS = statistics.Diagnosis(())
+
+# Of a model alone: an op or an array is none.
+OF_LAYERS = {
+    "export_model(model, directory)": lambda model: checkpoints.export_model(model, "folder"),
+    "serving_tensors(model, layout)": checkpoints.serving_tensors,
+    "import_model(directory, model)": lambda model: checkpoints.import_model("folder", model),
+    "fp8_linear_layers(module)": fp8.fp8_linear_layers,
+    "restore_linear_layers(module)": fp8.restore_linear_layers,
+    "describe(model)": fp8.describe,
+    "rematerialize(model)": memory.rematerialize,
+    "share_input_scales(model)": memory.share_input_scales,
+    "quantize_for_inference(model, scheme)": serving.quantize_for_inference,
+    "compare(plain, converted, function, *batch)": lambda model: statistics.compare(MODEL, model, loss_fn, X),
+    "apply_remedies(model, diagnosis, remedies)": lambda model: statistics.apply_remedies(model, DIAGNOSIS, []),
+    "transfer_optimizer_state(opt_state, old_model, new_model)": lambda model: fp8.transfer_optimizer_state(
+        STATE, MODEL, model
+    ),
+}
+# Of any tree, but for an optimizer's state beside the model.
+OF_TREES = {
+    "thaw(model)": checkpoints.thaw,
+    "quantize_kernels(model)": fp8.quantize_kernels,
+    "restore_rematerialized(model)": memory.restore_rematerialized,
+    "separate_input_scales(model)": memory.separate_input_scales,
+    "dequantize(model)": serving.dequantize,
+    "serving_mismatch(train_model, served, batch)": lambda model: serving.serving_mismatch(MODEL, model, X),
+    "diagnose(model, statistics)": lambda model: statistics.diagnose(model, None),
+    "where_not_finite(model, loss_fn, *batch)": lambda model: statistics.where_not_finite(model, loss_fn, X),
+    "scale_ages(model)": statistics.scale_ages,
+    "black_box(model, loss_fn, *batch)": lambda model: statistics.black_box(model, loss_fn, X),
+    "quantization_statistics(model, loss_fn, *batch)": lambda model: fp8.quantization_statistics(model, loss_fn, X),
+    "calibrate(model, loss_fn, batches)": lambda model: fp8.calibrate(model, loss_fn, [X]),
+    "cast_params(model, dtype)": lambda model: fp8.cast_params(model, jnp.bfloat16),
+    "with_rounding_keys(model, key)": lambda model: fp8.with_rounding_keys(model, jax.random.key(0)),
+    "apply_updates(module, updates, overwrites)": lambda model: fp8.apply_updates(model, None, None),
+    "trainable(model)": fp8.trainable,
+    "step.init(model)": STEP.init,
+    "step(model, opt_state, *batch)": lambda model: STEP(model, STATE, X),
+}
+# Of a model, with or without an optimizer's state.
+OF_ALL = {
+    "save(path, model)": lambda tree: checkpoints.save("file.eqx", tree),
+    "load_into(model, path)": lambda tree: checkpoints.load_into(tree, {"weight": np.ones(3)}),
+}
+# They take any tree, and have nothing to say of one without state.
+OTHERS = {"fp8_states", "partition_for_grad_overwrite", "require_own_state", "with_max_gradients"}
+
+MISTAKES = {
+    "None": (None, "is None, and has no layers"),
+    "a class": (eqx.nn.MLP, "is the class MLP, but must be an instance, with weights"),
+    "a function": (loss_fn, "is a function, and has no layers"),
+    "a text": ("model", "is of type str, and has no layers"),
+    "a configuration": (fp8.Fp8Config(), "is an Fp8Config, and has no layers"),
+    "a model and its state": ((MODEL, STATE), "is a tuple with an optimizer's state, and the model is its first item"),
+    "a state and its model": ((3, STATE, MODEL), "is a tuple with an optimizer's state, and the model is its third"),
+    "an op": (MODEL.layers[0].dot_general, "is an Fp8DotGeneral, the product of a layer"),
+    "an array": (X, "is of type ArrayImpl, and has no layers"),
+}
+OF_TUPLES, ALONE = ("a model and its state", "a state and its model"), ("an op", "an array")
+
+
+def refused(call, of, mistake):
+    given, said = MISTAKES[mistake]
+    with unchecked(), pytest.raises(ValueError) as caught:
+        of[call](given)
+    message = str(caught.value)
+    name = message.partition(" ")[0]
+    # The name is a parameter's, and the remedy is the call.
+    assert name in ("module", "model", "tree", "converted", "new_model", "served")
+    assert message.startswith(f"{name} {said}") and call in message
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_functions_of_layers(mistake):
+    for call in OF_LAYERS:
+        refused(call, OF_LAYERS, mistake)
+
+
+@pytest.mark.parametrize("mistake", [name for name in MISTAKES if name not in ALONE])
+def test_functions_of_trees(mistake):
+    swapped = {call for call in OF_TREES if "loss_fn" in call}
+    for call in OF_TREES.keys() - (swapped if mistake == "a function" else set()):
+        refused(call, OF_TREES, mistake)
+
+
+@pytest.mark.parametrize("mistake", [name for name in MISTAKES if name not in (*ALONE, *OF_TUPLES)])
+def test_functions_that_save_and_load(mistake):
+    for call in OF_ALL:
+        refused(call, OF_ALL, mistake)
+
+
+def test_trees_that_are_models():
+    """Lists, dicts and tuples of layers, with arrays, functions or nothing beside them; parts of a model; an op."""
+    layer = eqx.nn.Linear(4, 4, key=jax.random.key(0))
+    for tree, count in (
+        ((layer, X), 1),
+        ([layer, None], 1),
+        ({"up": layer, "act": jax.nn.relu}, 1),
+        ((layer, layer), 2),
+    ):
+        assert len(fp8.describe(fp8.fp8_linear_layers(tree))) == count
+    arrays, rest = eqx.partition(MODEL, eqx.is_array)
+    assert len(fp8.describe((arrays, rest))) == 4
+    assert isinstance(fp8.trainable(MODEL.layers[0].dot_general), fp8.Fp8DotGeneral)
+    assert fp8.cast_params(X, jnp.bfloat16).dtype == jnp.bfloat16
+    # An optimizer's state alone has the structure of its model.
+    assert jax.tree.structure(memory.separate_input_scales(STATE)) == jax.tree.structure(STATE)
+
+
+def test_every_public_function_of_a_model_is_here():
+    tested = {call.partition("(")[0] for call in (*OF_LAYERS, *OF_TREES, *OF_ALL)}
+    names = {"model", "module", "tree", "plain", "converted", "train_model", "old_model"}
+    for room in (fp8, checkpoints, memory, serving, statistics, training):
+        for name, function in vars(room).items():
+            if inspect.isfunction(function) and names & set(inspect.signature(function).parameters):
+                assert name in tested | OTHERS, name
