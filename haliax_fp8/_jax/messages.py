@@ -42,7 +42,7 @@ def is_about_linear_transpose(error: Exception) -> bool:
 def is_about_structure(error: Exception, holding: type) -> bool:
     """Whether trees did not fit together, one of them with a node of a class.
 
-    JAX names the first place where they differ. With `is_leaf`, as in `eqx.combine`, that is often a None instead.
+    JAX names the first node where they differ. With `is_leaf`, as in `eqx.combine`, that is often a None instead.
 
     Args:
         error: The error.

@@ -1,4 +1,4 @@
-"""The argument that is a model: an error where something else was given, in place of one that is not to the point."""
+"""The argument that is a model: what else was given is named, with the remedy."""
 
 from typing import Any
 
@@ -82,5 +82,5 @@ def _without_layers(model: Any, call: str, name: str) -> ValueError:
     return ValueError(f"{name} is {shown}, and has no layers; use {call}, with the model itself")
 
 
-def _item(place: int) -> str:
-    return f"its {('first', 'second', 'third')[place]} item" if place < 3 else f"its item {place}"
+def _item(index: int) -> str:
+    return f"its {('first', 'second', 'third')[index]} item" if index < 3 else f"its item {index}"

@@ -77,7 +77,7 @@ def test_each_device_multiplies_its_own_rows_and_experts(device):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(targets["h100"].missing() is not None, reason="needs XLA's compiler for NVIDIA's GPUs")
+@pytest.mark.skipif(compilable_devices["h100"].missing() is not None, reason="needs XLA's compiler for NVIDIA's GPUs")
 def test_the_second_architecture_of_a_process_is_refused_with_the_reason():
     """JAX and XLA say only that a pass failed."""
     code = "import grouped_layer; [grouped_layer.figures(name, 4, 1024, 512, 512) for name in ('h100', 'b200')]"
