@@ -193,7 +193,7 @@ def test_haliax_layers():
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("scheme", [pytest.param("static", marks=pytest.mark.more), "dynamic"])
+@pytest.mark.parametrize("scheme", ["static", "dynamic", "mxfp8"])
 def test_transformations(scheme):
     """`jit`, `vmap` of examples at once and nested, ensembles, and a mesh: the numbers of one product."""
     x = normal(1, 4, 2, 64)
@@ -265,13 +265,14 @@ def test_exported_for_any_number_of_rows(scheme):
         np.testing.assert_array_equal(exported.call(x), call(x))
 
 
-@pytest.mark.parametrize(("scheme", "shape"), [("dynamic", (64,)), ("mxfp8", (2, 5, 64)), ("block", (3, 64))], ids=str)
-def test_filled_up_rows_change_nothing(scheme, shape):
+@pytest.mark.parametrize("kernel_first", [False, True])
+@pytest.mark.parametrize("scheme", ["dynamic", "block", "mxfp8"])
+@pytest.mark.parametrize("shape", [(64,), (3, 64), (2, 5, 64)], ids=str)
+def test_filled_up_rows_change_nothing(scheme, shape, kernel_first):
     """What NVIDIA's GPUs multiply for few rows: exact sums of small numbers, so that no order of them matters."""
-    # `einsum` may swap the operands.
-    kernel_first, shapes = len(shape) == 3, (shape, (32, 64))
+    shapes = (shape, (32, 64))
     numbers = (((len(shape) - 1,), (1,)), ((), ()))
-    if kernel_first:
+    if kernel_first:  # `einsum` may swap the operands
         numbers = (((1,), (len(shape) - 1,)), ((), ()))
     dims = DotDimensions.of(numbers, *(reversed(shapes) if kernel_first else shapes))
     contraction = DotContraction(dims, kernel_first=kernel_first)

@@ -18,6 +18,7 @@ from haliax_fp8 import (
     fp8_linear_layers,
     partition_for_grad_overwrite,
 )
+from haliax_fp8.demo import Transformer, TransformerConfig, next_token_loss
 from haliax_fp8.recipes import BlockScaling, MXFP8Scaling, RowwiseScaling
 from haliax_fp8.serving import quantize_for_inference, serving_mismatch
 
@@ -207,7 +208,20 @@ def test_mismatch():
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("unroll", [2])
+def test_language_model():
+    """Attention, norms and a loss that takes parts of the logits."""
+    config = TransformerConfig(layers=2, hidden=32, heads=2, kv_heads=1, head_dim=16, mlp=48, vocab=32)
+    tokens = hax.random.randint(jax.random.key(1), (Batch, Position), 0, config.vocab)
+    plain = cast_params(Transformer.init(config, key=jax.random.key(0)), jnp.bfloat16)
+    model = calibrate(fp8_linear_layers(plain, recipe=FIXED), next_token_loss, [(tokens,)])
+    loss, logits = eqx.filter_jit(next_token_loss), eqx.filter_jit(lambda model: model(tokens).array)
+    served = quantize_for_inference(model, "static")
+    assert loss(served, tokens) == loss(model, tokens)
+    np.testing.assert_array_equal(logits(served), logits(model))
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("unroll", [1, 2, 3])
 def test_turns_of_a_loop(unroll):
     """What a loop rounds between its turns of several blocks, and behind it; between other elementwise operations."""
     Three, x = hax.Axis("layers", 3), batch(jnp.bfloat16)

@@ -79,6 +79,31 @@ def test_equinox_layer_under_vmap(kinds):
     assert out.sharding.is_equivalent_to(NamedSharding(mesh, P("data", "model")), 2) or "Auto" in kinds
 
 
+@pytest.mark.more
+@pytest.mark.parametrize("transform", [eqx.filter_jit, lambda f: f], ids=["jit", "eager"])
+@pytest.mark.parametrize("of_x", [P(), P("data")], ids=["replicated", "divided"])
+def test_a_product_is_the_one_of_a_single_device(transform, of_x):
+    """Inside `jit` and outside, and with either form of `out_sharding`; of integers, whose sums are exact."""
+
+    def loss(operands, g, out_sharding):
+        op, x, w = operands
+        out = op(x, w, NUMBERS, out_sharding=out_sharding)
+        return jnp.sum(out * g), out
+
+    take, op = transform(fp8.filter_value_and_grad(loss, has_aux=True)), fp8.Fp8DotGeneral.init()
+    shapes = (8, 16), (16, 24), (8, 24)
+    x, w, g = (jax.random.randint(jax.random.key(i), s, -4, 5).astype(jnp.float32) for i, s in enumerate(shapes))
+    expected = take((op, x, w), g, None)
+    mesh = mesh_of(AxisType.Explicit, AxisType.Explicit)
+    with jax.set_mesh(mesh):
+        x, w, g = (jax.device_put(a, NamedSharding(mesh, s)) for a, s in ((x, of_x), (w, P()), (g, P("data"))))
+        for out_sharding in (P("data"), NamedSharding(mesh, P("data"))):
+            got = take((op, x, w), g, out_sharding)
+            jax.tree.map(np.testing.assert_array_equal, got, expected)
+            (_, out), (_, dx, _) = got
+            assert jax.typeof(out) == jax.typeof(g) and jax.typeof(dx) == jax.typeof(x)
+
+
 def test_ambiguous_contraction_is_jax_error():
     mesh = mesh_of(AxisType.Explicit, AxisType.Explicit)
     with jax.set_mesh(mesh):
