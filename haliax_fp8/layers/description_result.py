@@ -206,10 +206,10 @@ def _divide_width(table: Table, longest: int) -> None:
         # A least width is only seen to after the space was divided, and the last column would be cut off.
         table.columns[0].width = min(whole[0], max(names, 2 * columns() // 5), columns() // 2)
         return
-    widths = [min(names, whole[0]), *words[1:]]
-    # Columns that lack least first; the names take what the others leave.
-    for index in (*sorted(range(1, len(whole)), key=lambda i: whole[i] - widths[i]), 0):
-        widths[index] += min(whole[index] - widths[index], room - sum(widths))
+    least, widths = [min(names, whole[0]), *words[1:]], list(whole)
+    while sum(widths) > room:
+        widest = max((i for i, width in enumerate(widths) if width > least[i]), key=widths.__getitem__)
+        widths[widest] -= 1
     for column, width in zip(table.columns, widths, strict=True):
         column.width = width
 
