@@ -2,6 +2,7 @@
 
 import dataclasses
 import html
+import math
 import re
 
 import equinox as eqx
@@ -134,6 +135,14 @@ PARTS = {
     "a replayed product": (
         replayed,
         ["as trained, fprop: SQNR 28.9 dB, clipped 50.00%, flushed 12.50%, not finite 0.0%"],
+    ),
+    "a replayed product without error": (
+        lambda: dataclasses.replace(replayed(), sqnr=math.inf),
+        ["as trained, fprop: SQNR exact, clipped"],
+    ),
+    "a replayed product that is not finite": (
+        lambda: dataclasses.replace(replayed(), sqnr=-math.inf, nonfinite=32768),
+        ["as trained, fprop: SQNR none, clipped 50.00%, flushed 12.50%, not finite 100.0%"],
     ),
     "a log": (log, ["1 numbers of 2 steps, 0 to 100"]),
     "a log of one step": (lambda: StatisticsLog.of([{"a": 1.0}], steps=[7]), ["1 numbers of step 7"]),
