@@ -4,6 +4,7 @@ import abc
 import dataclasses
 import io
 import itertools
+import math
 import re
 import shutil
 from collections.abc import Iterator, Sequence
@@ -117,3 +118,56 @@ class DottedName:
 def _pieces(segment: str) -> list[str]:
     """What a segment that fits no line is broken into: at underscores, and before an index."""
     return re.findall(r"\[[^\]]*\]|[^_\[]+_*|_+|\[", segment)
+
+
+_NUMBER = re.compile(r"(?:(?<=[.\[])|^)\d+(?=[.\[\]]|$)")
+# More runs of numbers than that make a name that nobody reads.
+_MOST_RUNS = 4
+
+
+def without_numbers(path: str) -> str:
+    """A path with `*` for each number in it: the same for all layers of a list, and for all of a stack.
+
+    Args:
+        path: The path, which may end with the index of a stack.
+
+    Example:
+        >>> without_numbers("blocks.11.up"), without_numbers("blocks.stacked.fc1[3]")
+        ('blocks.*.up', 'blocks.stacked.fc1[*]')
+    """
+    return _NUMBER.sub("*", path)
+
+
+def in_one_name(paths: Sequence[str]) -> str:
+    """One name for paths that differ only in their numbers: with ranges, or the first of them and how many there are.
+
+    Args:
+        paths: At least one; all the same `without_numbers`.
+
+    Example:
+        >>> in_one_name(["blocks.0.up", "blocks.1.up", "blocks.2.up", "blocks.11.up"])
+        'blocks.0-2,11.up'
+        >>> in_one_name(["blocks.0.heads.0", "blocks.1.heads.1"])
+        'blocks.0.heads.0 and 1 more'
+    """
+    # No brackets around ranges: [0-11] is a pattern, which selects the layers 0 and 1.
+    first, *others = names = list(dict.fromkeys(paths))
+    if not others:
+        return first
+    columns = [sorted(set(column), key=int) for column in zip(*map(_NUMBER.findall, names), strict=True)]
+    ranges = [_ranges(column) for column in columns]
+    if math.prod(map(len, columns)) != len(names) or max(map(len, ranges)) > _MOST_RUNS:
+        return f"{first} and {len(others)} more"
+    texts = map(",".join, ranges)
+    return _NUMBER.sub(lambda _: next(texts), first)
+
+
+def _ranges(numbers: Sequence[str]) -> list[str]:
+    """Runs of consecutive numbers, as `0-3`."""
+    runs: list[list[str]] = []
+    for number in numbers:
+        if runs and int(number) == int(runs[-1][-1]) + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return [run[0] if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]

@@ -10,7 +10,7 @@ from ..checkpoints.convert import ScaleRounding
 from ..checkpoints.layouts.catalog import PLAIN, named
 from .help_text import Paragraphs
 from .load import UsageError
-from .screen import on_error, screen
+from .screen import fitted, on_error, screen
 
 
 _EPILOG = """\
@@ -101,7 +101,7 @@ def run_checkpoint(options: argparse.Namespace) -> int:
         screen().print(done)
         return 0
     except BrokenCheckpoint as broken:
-        on_error().print(f"broken: {broken}", style="red")
+        on_error().print(fitted(f"broken: {broken}"), style="red")
         return 1
     except (ValueError, OSError) as error:
         # The flag is what the argument is called here.

@@ -1,9 +1,21 @@
-"""Help that fits the terminal: paragraphs are wrapped, what is indented stays as it is."""
+"""Help and errors that fit the terminal: paragraphs are wrapped, what is indented stays as it is."""
 
 import argparse
 import pathlib
 import sys
 import textwrap
+from typing import NoReturn
+
+from .screen import fitted
+
+
+class Parser(argparse.ArgumentParser):
+    """Wraps its errors too, as it does the usage above them; those of its commands are of this class as well."""
+
+    def error(self, message: str) -> NoReturn:
+        """Says what is wrong, and ends the process with status 2."""
+        self.print_usage(sys.stderr)
+        self.exit(2, fitted(f"{self.prog}: error: {message}") + "\n")
 
 
 class Paragraphs(argparse.HelpFormatter):

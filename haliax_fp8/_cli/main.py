@@ -12,7 +12,7 @@ from .load import UsageError
 from .options import parse_options
 from .preflight import explain, run_preflight, use_local_devices
 from .replay import run_replay
-from .screen import on_error, screen
+from .screen import fitted, on_error, screen
 from .tables import as_json, device_rows, device_table, format_rows, format_table
 
 
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         say("Stopped.")
         return INTERRUPTED
     except UsageError as error:
-        say(f"error: {error}", style="red")
+        say(fitted(f"error: {error}"), style="red")
         return 2
     except Exception as error:  # Whatever the user's step raises while it is traced.
         say(explain(error, options), style="red")

@@ -15,7 +15,7 @@ from ..preflight.compilable.compilers import compilers
 from ..recipes.catalog import named
 from .checkpoint import add_checkpoint_parser
 from .demo import demos, stackings
-from .help_text import Paragraphs, program_name
+from .help_text import Paragraphs, Parser, program_name
 from .replay import add_replay_parser
 
 
@@ -42,7 +42,7 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
     Raises:
         SystemExit: With status 2, and a message that names the flag, its value and the remedy.
     """
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog=program_name(),
         description="Shows which matrix products of a training step run in FP8 on a device that this machine need not "
         "have, checks and converts checkpoints with FP8 weights, and computes recorded products again.",

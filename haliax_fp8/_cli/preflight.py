@@ -23,7 +23,7 @@ from ..preflight.compilable.named import as_compilable
 from .demo import demo_by_name, demo_step
 from .load import Step, UsageError, load_step, split_reference
 from .options import IN_BFLOAT16
-from .screen import as_svg, on_error, screen
+from .screen import as_svg, fitted, on_error, screen
 
 
 type Steps = Callable[[], tuple[Step, Step | None]]
@@ -55,7 +55,7 @@ def run_preflight(options: argparse.Namespace) -> int:
     try:
         report.require(**options.require)
     except PreflightError as error:
-        on_error().print(str(error), style="red")
+        on_error().print(fitted(str(error)), style="red")
         return 1
     return 0
 
@@ -253,4 +253,4 @@ def explain(error: Exception, options: argparse.Namespace) -> str:
     frames = {os.path.realpath(frame.filename) for frame in traceback.extract_tb(error.__traceback__)}
     if files & frames or not isinstance(error, ValueError | RuntimeError):
         return "".join(traceback.format_exception(error))
-    return f"error: {error}"
+    return fitted(f"error: {error}")

@@ -67,6 +67,7 @@ def run_replay(options: argparse.Namespace) -> int:
         print(json.dumps(_as_json(found), indent=2))
     else:
         screen().print(box)
+        screen().print()
         screen().print(found)
     return 0
 

@@ -2,6 +2,9 @@
 
 import io
 import re
+import shutil
+import sys
+import textwrap
 
 from rich.console import Console, RenderableType
 from rich.terminal_theme import DEFAULT_TERMINAL_THEME
@@ -19,6 +22,20 @@ def screen() -> Console:
 def on_error() -> Console:
     """For messages, unchanged: a line stays a line."""
     return Console(stderr=True, soft_wrap=True, markup=False, highlight=False)
+
+
+def fitted(message: str) -> str:
+    """A message in lines as long as `COLUMNS` says or the terminal is, broken between words.
+
+    In a pipe or a file its lines stay whole, for those who search them.
+
+    Args:
+        message: What to say: no code, whose lines are not prose.
+    """
+    width = shutil.get_terminal_size((sys.maxsize, 24)).columns
+    # A path or a flag that is broken cannot be copied.
+    wrap = lambda line: textwrap.fill(line, width, break_long_words=False, break_on_hyphens=False)
+    return "\n".join(map(wrap, message.splitlines()))
 
 
 def as_svg(content: RenderableType, title: str) -> str:

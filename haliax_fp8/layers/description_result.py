@@ -121,33 +121,40 @@ class ModelDescription(Printable):
     @property
     def note(self) -> str:
         """How the device runs FP8 products that it does not run natively."""
-        emulated = [layer.support for layer in self.layers if layer.support is not None and not layer.support.is_native]
+        supports = [(layer.recipe, layer.support) for layer in self.layers if layer.support is not None]
+        emulated = [(recipe, support) for recipe, support in supports if not support.is_native]
         if not emulated:
             return ""
-        if emulated[0].device.emulates:
+        device = emulated[0][1].device
+        if device.emulates:
             where = "this CPU" if self.device is None else "a CPU"
             return f"FP8 products are emulated on {where}, with the same rounding"
-        reasons = "; ".join(dict.fromkeys(support.reason for support in emulated))
-        return f"FP8 products are emulated on {emulated[0].device.kind}, slower than high precision: {reasons}"
+        of = "" if len(emulated) == len(supports) else f" of {len(emulated)} layer{'s' if len(emulated) > 1 else ''}"
+        said = f"FP8 products{of} are emulated on {device.kind}, slower than high precision:"
+        first, *others = dict.fromkeys(support.reason for _, support in emulated)
+        if not others:
+            return f"{said} {first}"
+        each = dict.fromkeys(f"- {recipe}: {support.reason}" for recipe, support in emulated)
+        return "\n".join([said, *each])
 
     def __rich__(self) -> RenderableType:
         recipes = {layer.recipe for layer in self.layers if layer.recipe is not None}
         (only,) = recipes if len(recipes) == 1 else (None,)
         supports = {layer.support for layer in self.layers if layer.support is not None}
-        everywhere = self.device is not None and len(supports) == 1 and next(iter(supports)).is_native
-        native = f", native on {self.device.kind}" if everywhere and self.device is not None else ""
+        ways = {_verdict(support).plain for support in supports}
+        everywhere = f", {ways.pop()} on {self.device.kind}" if self.device is not None and len(ways) == 1 else ""
         count = f"{self.fp8_count} of {self.count} linear layers in FP8"
         lines = self.estimate, self.note, self.waiting, self.scales, self.between
         return Group(
-            Text(f"{count}{f': {only}' if only else ''}{native}", "bold"),
-            self._table(only, with_support=self.device is not None and not native),
+            Text(f"{count}{f': {only}' if only else ''}{everywhere}", "bold"),
+            self._table(only, with_support=self.device is not None and not everywhere),
             *(Text(line, "dim") for line in lines if line),
         )
 
     def _table(self, only: str | None, *, with_support: bool) -> Table:
         kind = lambda layer: (layer.recipe, layer.reason, layer.support, layer.uncalibrated, layer.prediction)
         groups = list(grouped(self.layers, kind))
-        lengths = [
+        lengths = [len(group.prefix) for group in groups] + [
             len(word) + (2 if group.prefix else 0)
             for group in groups
             for row in group.rows
@@ -169,22 +176,42 @@ class ModelDescription(Printable):
                 cells = [name, Text("\n".join(row.shapes)), _runs_in(row.layer, only)]
                 cells += [_verdict(row.layer.support)] if with_support else []
                 table.add_row(*cells, *([] if self.predict is None else [_gain(row.layer.prediction)]))
-        _keep_names(table, max(lengths, default=0))
+        _divide_width(table, max(lengths, default=0))
         return table
 
 
-def _keep_names(table: Table, longest: int) -> None:
-    """Lets the first column break last."""
-    names, *others = table.columns
-    least, console = min(28, longest), Console(width=columns())
-    padding = 3
-    width = lambda cell: Measurement.get(console, console.options, cell).maximum
-    widths = [max(map(width, column.cells), default=0) for column in others]
-    if columns() - sum(widths) - padding * (1 + len(others)) >= least:
-        names.min_width = least
-    else:
+def _divide_width(table: Table, longest: int) -> None:
+    """Lets the names break last, and no column inside a word.
+
+    Args:
+        table: With the names in its first column.
+        longest: The longest word of a name, with its indent.
+    """
+    console = Console(width=columns())
+    measured = [
+        [Measurement.get(console, console.options, cell) for cell in (column.header, *column.cells)]
+        for column in table.columns
+    ]
+    whole = [max(cell.maximum for cell in cells) for cells in measured]
+    words = [
+        length if column.no_wrap else max(cell.minimum for cell in cells)
+        for column, cells, length in zip(table.columns, measured, whole, strict=True)
+    ]
+    # Two blanks around each column, one between them, and one at both ends.
+    room = columns() - 3 * len(whole) - 1
+    if sum(whole) <= room:
+        return
+    names = min(28, longest, max(12, room - sum(words[1:])))
+    if names + sum(words[1:]) > room:
         # A least width is only seen to after the space was divided, and the last column would be cut off.
-        names.width = min(max(map(width, names.cells)), max(least, 2 * columns() // 5), columns() // 2)
+        table.columns[0].width = min(whole[0], max(names, 2 * columns() // 5), columns() // 2)
+        return
+    least, widths = [min(names, whole[0]), *words[1:]], list(whole)
+    while sum(widths) > room:
+        widest = max((i for i, width in enumerate(widths) if width > least[i]), key=widths.__getitem__)
+        widths[widest] -= 1
+    for column, width in zip(table.columns, widths, strict=True):
+        column.width = width
 
 
 def _where(layers: tuple[LayerDescription, ...]) -> str:
@@ -199,10 +226,13 @@ def _where(layers: tuple[LayerDescription, ...]) -> str:
 
 
 def _verdict(support: Support | None) -> Text:
-    """How a converted layer's products run on the device: the model is there, so refused means emulated."""
+    """How a converted layer's products run on the device: the model is there, so refused means emulated.
+
+    The reason is in the note below the table, where it is not broken.
+    """
     if support is None:
         return Text("")
-    return Text("native", "green") if support.is_native else Text(f"emulated: {support.reason}", "yellow")
+    return Text("native", "green") if support.is_native else Text("emulated", "yellow")
 
 
 def _runs_in(layer: LayerDescription, only: str | None) -> Text:

@@ -2,10 +2,10 @@
 
 import dataclasses
 import itertools
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Protocol
 
-from .._tables import common_prefix
+from .._tables import common_prefix, in_one_name, without_numbers
 
 
 class Layer(Protocol):
@@ -29,10 +29,11 @@ class Layer(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class LayerRow[L: Layer]:
-    """One row: a layer, or several that differ in name and shape alone.
+    """One row: a layer, or several of which it says the same.
 
     Args:
-        name: The name of the layer, or those of its siblings after that of their parent; without the group's prefix.
+        name: The name of the layer, or those of siblings after that of their parent; with ranges for layers that differ
+            in their numbers; without the group's prefix.
         shapes: Every shape among them, once.
         layer: The first of them.
     """
@@ -47,7 +48,7 @@ class Group[L: Layer]:
     """Rows of one stack.
 
     Args:
-        prefix: What their paths begin with; empty if there is one row, or no stack.
+        prefix: What their paths begin with; empty if there is one layer, or no stack.
         stacked: The stack.
         rows: The rows.
     """
@@ -55,22 +56,6 @@ class Group[L: Layer]:
     prefix: str
     stacked: str
     rows: tuple[LayerRow[L], ...]
-
-
-def grouped[L: Layer](layers: Sequence[L], kind: "Kind[L]") -> Iterator[Group[L]]:
-    """The rows of a table, in the order of the layers.
-
-    Layers of one stack form a group. In it, three or more siblings that differ in name and shape alone share a row, as
-    the projections of an attention do; those of a list keep theirs.
-
-    Args:
-        layers: The layers.
-        kind: What a row says of a layer other than its name and shape.
-    """
-    for stacked, found in itertools.groupby(layers, lambda layer: layer.stacked):
-        members = tuple(found)
-        prefix = common_prefix([layer.path for layer in members]) if stacked and len(members) > 1 else ""
-        yield Group(prefix, stacked, tuple(_rows(members, prefix, kind)))
 
 
 class Kind[L: Layer](Protocol):
@@ -81,18 +66,67 @@ class Kind[L: Layer](Protocol):
         ...
 
 
-def _rows[L: Layer](layers: Sequence[L], prefix: str, kind: Kind[L]) -> Iterator[LayerRow[L]]:
-    name_of = lambda layer: layer.path.removeprefix(prefix).removeprefix(".")
-    for (parent, _), found in itertools.groupby(layers, lambda layer: (_parent(layer.path), kind(layer))):
-        siblings = tuple(found)
-        names = [layer.path.rpartition(".")[2] for layer in siblings]
-        if not parent or len(siblings) < 3 or any(name.isdigit() for name in names):
-            yield from (LayerRow(name_of(layer), (layer.shape,), layer) for layer in siblings)
-            continue
-        first, shapes = siblings[0], tuple(dict.fromkeys(layer.shape for layer in siblings))
-        above = _parent(name_of(first))
-        yield LayerRow(f"{above}: {', '.join(names)}" if above else ", ".join(names), shapes, first)
+def grouped[L: Layer](layers: Sequence[L], kind: Kind[L]) -> Iterator[Group[L]]:
+    """The rows of a table, in the order of the layers.
+
+    Three or more siblings that differ in name and shape alone share a row, as the projections of an attention do. So do
+    layers that differ in their numbers alone, as those of the blocks of a list do. Rows of one stack form a group.
+
+    Args:
+        layers: The layers.
+        kind: What a row says of a layer other than its name and shape.
+    """
+    rows = _in_ranges(_siblings(layers, kind), kind)
+    for stacked, found in itertools.groupby(rows, lambda row: row.layer.stacked):
+        members = tuple(found)
+        paths = [path for row in members for path in row.paths]
+        prefix = common_prefix(paths) if stacked and len(paths) > 1 else ""
+        yield Group(prefix, stacked, tuple(row.without(prefix) for row in members))
 
 
-def _parent(path: str) -> str:
-    return path.rpartition(".")[0]
+@dataclasses.dataclass(frozen=True)
+class _Row[L: Layer]:
+    """A row before it is known what its group begins with.
+
+    Args:
+        path: That of the layer, or of the parent of siblings.
+        siblings: Their names; none for a layer.
+        shapes: Every shape, once.
+        layer: The first layer.
+    """
+
+    path: str
+    siblings: tuple[str, ...]
+    shapes: tuple[str, ...]
+    layer: L
+
+    @property
+    def paths(self) -> list[str]:
+        return [f"{self.path}.{name}" for name in self.siblings] or [self.path]
+
+    def without(self, prefix: str) -> LayerRow[L]:
+        own = self.path.removeprefix(prefix).removeprefix(".")
+        names = ", ".join(self.siblings)
+        return LayerRow(f"{own}: {names}" if own and names else own or names, self.shapes, self.layer)
+
+
+def _siblings[L: Layer](layers: Sequence[L], kind: Kind[L]) -> Iterator[_Row[L]]:
+    """A row for each layer, or for siblings that differ in name and shape alone; not for those of a list."""
+    parent = lambda layer: layer.path.rpartition(".")[0]
+    for (above, _, _), found in itertools.groupby(layers, lambda layer: (parent(layer), layer.stacked, kind(layer))):
+        members = tuple(found)
+        names = tuple(layer.path.rpartition(".")[2] for layer in members)
+        if not above or len(members) < 3 or any(name.isdigit() for name in names):
+            yield from (_Row(layer.path, (), (layer.shape,), layer) for layer in members)
+        else:
+            yield _Row(above, names, tuple(dict.fromkeys(layer.shape for layer in members)), members[0])
+
+
+def _in_ranges[L: Layer](rows: Iterable[_Row[L]], kind: Kind[L]) -> Iterator[_Row[L]]:
+    """Rows that differ in the numbers of their paths alone are one, where the first of them was."""
+    alike: dict[Hashable, list[_Row[L]]] = {}
+    for row in rows:
+        same = without_numbers(row.path), row.siblings, row.shapes, row.layer.stacked, kind(row.layer)
+        alike.setdefault(same, []).append(row)
+    for found in alike.values():
+        yield dataclasses.replace(found[0], path=in_one_name([row.path for row in found]))

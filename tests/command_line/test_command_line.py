@@ -297,6 +297,30 @@ def test_flags_that_do_not_fit(capsys, arguments, message):
     assert len(err.splitlines()) == 2
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["checkpoint", "convert", "DIR"],  # argparse's own message
+        ["preflight", "--demo", "gpt2", "--mesh", "data=8"],
+        ["preflight", "--demo", "gpt2", "--target", "h1000"],
+        ["checkpoint", "check", "a/folder/whose/path/is/longer/than/the/lines/of/any/terminal/that/is/in/use/here"],
+    ],
+)
+def test_errors_are_as_wide_as_the_terminal(arguments, monkeypatch, capsys):
+    """Broken between words; without a terminal a line stays a line."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+    assert run(*arguments) == 2
+    whole = capsys.readouterr().err
+    message = whole.splitlines()[-1]
+    assert len(message) > 60 and "error: " in message
+    monkeypatch.setenv("COLUMNS", "60")
+    assert run(*arguments) == 2
+    lines = capsys.readouterr().err.splitlines()
+    begin = next(i for i, line in enumerate(lines) if "error:" in line)
+    assert " ".join(lines[begin:]) == message
+    assert all(len(line) <= 60 or " " not in line for line in lines[begin:])
+
+
 def test_without_a_command_it_says_which_there_are(capsys):
     assert run() == 2
     err = capsys.readouterr().err

@@ -964,7 +964,7 @@ def test_scales_that_no_step_has_written_are_a_line_below_the_table():
 
 
 def test_the_table_says_what_layers_have_in_common_once(monkeypatch):
-    """Siblings that differ in name and shape alone share a row, unless they are a list's; other kinds do not count."""
+    """Siblings that differ in name and shape alone share a row, and so do those of a list; other kinds do not count."""
     conv = eqx.nn.Conv1d(2, 2, 1, key=jax.random.key(0))
     attention = {name: linear() for name in ("query", "key", "value")}
     model = fp8_linear_layers({"conv": conv, "attention": attention, "list": [linear() for _ in range(3)]})
@@ -972,8 +972,25 @@ def test_the_table_says_what_layers_have_in_common_once(monkeypatch):
     assert (len(table), table.count, table.fp8_count) == (7, 6, 6)
     monkeypatch.setenv("COLUMNS", "120")
     lines = [line.split("  ")[1].strip() for line in str(table).splitlines() if "->" in line]
-    assert lines == ["attention: key, query, value", "list.0", "list.1", "list.2"]
+    assert lines == ["attention: key, query, value", "list.0-2"]
     assert "6 of 6 linear layers in FP8: DelayedScaling E4M3/E4M3/E5M2" in str(table).splitlines()[0]
+
+
+def test_layers_of_equal_blocks_share_rows(monkeypatch):
+    """Of blocks in a list, whatever lies between; one that differs has a row of its own. The data has every layer."""
+    monkeypatch.setenv("COLUMNS", "80")
+    attention = lambda: {name: linear() for name in ("query", "key", "value")}
+    # Between the layers of a block there is a stack.
+    model = [{"attention": attention(), "experts": blocks(), "up": linear()} for _ in range(12)]
+    table = describe(fp8_linear_layers({"blocks": model}, exclude=["blocks.3.attention.*", "blocks.11.up"]))
+    assert len(table) == 12 * 6 and table["blocks.7.up"].is_fp8 and not table["blocks.11.up"].is_fp8
+    assert re.findall(r"^  (blocks\.[^ :]*)", str(table), re.MULTILINE) == [
+        "blocks.0-2,4-11.attention",
+        "blocks.0-11.experts.stacked",
+        "blocks.0-10.up",
+        "blocks.3.attention",
+        "blocks.11.up",
+    ]
 
 
 @pytest.mark.parametrize("columns", [50, 60, 80, 140])

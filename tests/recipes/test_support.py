@@ -221,8 +221,27 @@ def test_describe_speaks_of_the_device_that_is_named():
     rows = {line.split()[0]: line for line in str(on_h100).splitlines() if line.strip()}
     assert "on NVIDIA H100 80GB" in str(on_h100)
     assert rows["layers.0"].endswith("native")
-    assert "emulated: " in rows["layers.1"]
+    assert rows["layers.1"].endswith("emulated")
     assert "native" not in rows["layers.2"] and "emulated" not in rows["layers.2"]
+
+
+def test_why_a_device_emulates_is_said_once_and_whole(monkeypatch):
+    """In a cell of its own it was broken into eight lines for each layer."""
+    monkeypatch.setenv("COLUMNS", "80")
+    model = eqx.nn.MLP(8, 8, 8, 2, key=jax.random.key(0))
+    config = fp8.Fp8Config(overrides={"layers.1": "mxfp8", "layers.2": None})
+    of_one, of_two = (fp8.describe(fp8.fp8_linear_layers(model, c), device="a100") for c in (None, config))
+    reason = "FP8 products need compute capability 8.9 (Ada, Hopper, Blackwell), and it has 8.0"
+    for found in (of_one, of_two):
+        text = str(found)
+        assert " ".join(text.split()).count(reason) == 1 and "on device" not in text
+        assert "emulated on NVIDIA A100-SXM4-80GB" in " ".join(text.split("runs in")[0].split())
+        assert max(map(len, text.splitlines())) <= 80
+    delayed, mxfp8 = (layer.recipe for layer in of_two.layers[:2])
+    assert f"- {delayed}: {reason}\n- {mxfp8}: MXFP8 products" in of_two.note
+    assert fp8.describe(fp8.fp8_linear_layers(model, config), device="h100").note.startswith(
+        "FP8 products of 1 layer are emulated on NVIDIA H100"
+    )
 
 
 def test_on_a_cpu_describe_says_that_products_are_emulated(linear):

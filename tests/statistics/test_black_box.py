@@ -85,6 +85,11 @@ def test_an_infinite_gradient_is_traced_to_its_element(tmp_path, capsys):
     sqnr = 10 * np.log10((exact**2).sum() / ((product - exact) ** 2).sum())
     np.testing.assert_allclose(found.of("as trained", "fprop").sqnr, sqnr, rtol=1e-3)
     assert max(map(len, f"{box}\n{found}".splitlines())) <= 80
+    said = " ".join(str(found).split())
+    assert "Clipped and flushed to zero: of its worse operand." in said
+    worst = min(found.of(found.best, product).sqnr for product in ("fprop", "dgrad", "wgrad"))
+    assert said.endswith(f"best here: {found.best}, with {worst:.1f} dB in its worst product")
+    assert "1 element is infinite or NaN" in box.reason
 
     as_json = json.loads(json.dumps(_as_json(found), allow_nan=False))
     assert as_json["culprit"]["index"] == [3, 7] and len(as_json["products"]) == 9

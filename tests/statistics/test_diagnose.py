@@ -336,8 +336,13 @@ def test_formats_swapped():
     findings = only(diagnosis := found(model), Problem.FORMATS_SWAPPED)
     assert [f.layer for f in findings] == [*(f"layers.{i}" for i in range(DEPTH)), "head"]
     assert all(f.operand == "input" and f.remedy is Remedy.STANDARD_FORMATS for f in findings)
+    # One report of them all, and a remedy for each.
+    lines = [" ".join(line.split()) for line in str(diagnosis).splitlines()]
+    assert lines[0] == "formats swapped (4 findings)" and sum(line.startswith("remedy ") for line in lines) == 1
+    assert "where layers.0-2, input" in lines and "head, input" in lines
     mended = apply_remedies(model, diagnosis)
-    assert at(mended, 0).recipe == Recipe.of(DelayedScaling(amax_history_length=HISTORY))
+    for op in (*(at(mended, i) for i in range(DEPTH)), mended.head.dot_general):
+        assert op.recipe == Recipe.of(DelayedScaling(amax_history_length=HISTORY))
 
 
 def test_state_of_another_layer(healthy):

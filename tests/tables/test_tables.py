@@ -1,6 +1,8 @@
 """Results show themselves as a table: printed, at a prompt, and in a notebook."""
 
+import dataclasses
 import html
+import math
 import re
 
 import equinox as eqx
@@ -11,10 +13,13 @@ import jax.numpy as jnp
 import pytest
 
 from haliax_fp8 import describe, fp8_linear_layers, quantization_statistics
+from haliax_fp8._tables import in_one_name, without_numbers
 from haliax_fp8.layers import FasterOn
+from haliax_fp8.layers.patterns import matches
 from haliax_fp8.preflight import inspect_step
 from haliax_fp8.serving import log_probability_mismatch
 from haliax_fp8.statistics import (
+    Diagnosis,
     Distance,
     Finding,
     LayerComparison,
@@ -131,6 +136,14 @@ PARTS = {
         replayed,
         ["as trained, fprop: SQNR 28.9 dB, clipped 50.00%, flushed 12.50%, not finite 0.0%"],
     ),
+    "a replayed product without error": (
+        lambda: dataclasses.replace(replayed(), sqnr=math.inf),
+        ["as trained, fprop: SQNR exact, clipped"],
+    ),
+    "a replayed product that is not finite": (
+        lambda: dataclasses.replace(replayed(), sqnr=-math.inf, nonfinite=32768),
+        ["as trained, fprop: SQNR none, clipped 50.00%, flushed 12.50%, not finite 100.0%"],
+    ),
     "a log": (log, ["1 numbers of 2 steps, 0 to 100"]),
     "a log of one step": (lambda: StatisticsLog.of([{"a": 1.0}], steps=[7]), ["1 numbers of step 7"]),
     "mismatch": (
@@ -167,3 +180,82 @@ def test_errors_of_a_stack_and_of_what_is_not_reached():
     )
     assert repr(jax.tree.map(lambda x: x[1], stack)) == "not reached"
     assert "SQNR inf dB" in repr(jax.tree.map(lambda x: jnp.zeros(()), stack))
+
+
+def underflow(layer, index=(), operand="input", seen="9% flushed to zero"):
+    return Finding(layer, index, operand, Problem.UNDERFLOW, seen, "5%", "heuristic", "finer scales")
+
+
+# The same problem in twelve blocks: its title, and what was seen.
+DIAGNOSES = {
+    "blocks of a list": (
+        [underflow(f"blocks.{i}.up") for i in range(12)],
+        ["blocks.0-11.up, input: underflow (12 findings)"],
+        ["9% flushed to zero"],
+    ),
+    "members of a stack, with numbers of their own": (
+        [underflow("blocks.stacked.up", (i,), seen=f"{9 - i}% flushed to zero") for i in range(3)],
+        ["blocks.stacked.up[0-2], input: underflow (3 findings)"],
+        ["9% flushed to zero (in blocks.stacked.up[0])"],
+    ),
+    "layers of other names": (
+        [underflow(f"blocks.{i}.{name}") for i in range(2) for name in ("up", "down")],
+        ["underflow (4 findings)"],
+        ["blocks.0-1.up, input blocks.0-1.down, input", "9% flushed to zero"],
+    ),
+    "other operands, with numbers of their own": (
+        [underflow("up"), underflow("up", operand="kernel", seen="8% flushed to zero")],
+        ["underflow (2 findings)"],
+        ["up, input: 9% flushed to zero up, kernel: 8% flushed to zero"],
+    ),
+    "another remedy": (
+        [underflow("up"), dataclasses.replace(underflow("down"), advice="bf16")],
+        ["up, input: underflow", "down, input: underflow"],
+        ["9% flushed to zero"] * 2,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DIAGNOSES)
+def test_a_diagnosis_says_what_findings_have_in_common_once(name):
+    findings, titles, seen = DIAGNOSES[name]
+    diagnosis = Diagnosis(tuple(findings))
+    text = str(diagnosis)
+    assert diagnosis.findings == tuple(findings)
+    assert [line for line in text.splitlines() if line[:1].strip()] == titles
+    words = " ".join(text.split())
+    assert re.findall(r"(?:where|seen) (.*?)(?= seen| threshold)", words) == seen
+    assert text.count("remedy") == len(titles)
+
+
+# --- names of layers that differ in their numbers ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("paths", "name"),
+    [
+        (["up"], "up"),
+        (["blocks.07.up"], "blocks.07.up"),
+        ([f"blocks.{i}.up" for i in (0, 10, 1, 2, 11)], "blocks.0-2,10-11.up"),
+        ([f"{i}.heads.{j}" for i in range(3) for j in (0, 2)], "0-2.heads.0,2"),
+        # Not every combination, or too many gaps.
+        (["0.heads.0", "0.heads.1", "1.heads.0"], "0.heads.0 and 2 more"),
+        ([f"blocks.{i}.up" for i in range(0, 12, 2)], "blocks.0.up and 5 more"),
+        ([f"blocks.stacked.fc1[{i}]" for i in range(4)], "blocks.stacked.fc1[0-3]"),
+        # What a layer of a list has several products of.
+        (["up.0", "up.1", "up.0"], "up.0-1"),
+    ],
+)
+def test_one_name_for_layers_that_differ_in_their_numbers(paths, name):
+    assert len({without_numbers(path) for path in paths}) == 1
+    assert in_one_name(paths) == name
+
+
+def test_a_name_with_numbers_in_words_is_itself():
+    assert without_numbers("conv2d.w1.fc[out]") == "conv2d.w1.fc[out]"
+
+
+def test_a_name_with_a_range_selects_no_layer():
+    """As a pattern, `layers.[0-11]` would select the layers 0 and 1."""
+    paths = [f"layers.{i}" for i in range(12)]
+    assert not any(matches(in_one_name(paths), path, None) for path in paths)

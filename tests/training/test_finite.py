@@ -44,7 +44,7 @@ def test_a_poisoned_batch_is_refused_and_the_old_model_goes_on(tmp_path):
         and "loss is nan" in refused[0][1]
         and "skip this batch" in refused[0][1]
     )
-    assert "The first in layers.0: input, which fprop reads; 1 elements are infinite or NaN" in refused[0][1]
+    assert "The first in layers.0: input, which fprop reads; 1 element is infinite or NaN" in refused[0][1]
     (loaded, _), _ = load_into((model, opt_state), file)
     assert all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves(eqx.filter(loaded, eqx.is_inexact_array)))
     poisoned, _ = load_into(model, tmp_path / "poisoned.eqx")

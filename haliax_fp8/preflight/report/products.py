@@ -1,8 +1,6 @@
 """The products of a step: a row for each layer, or some lines for each product."""
 
-import collections
 import dataclasses
-import re
 from collections.abc import Iterable, Iterator
 
 from rich.console import Group, RenderableType
@@ -11,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..._product.names import DGRAD, FPROP, WGRAD
-from ..._tables import common_prefix, new_table
+from ..._tables import common_prefix, in_one_name, new_table, without_numbers
 from ..hlo.scopes import label
 from ..verdict.product import Product, Verdict
 from ..verdict.program import Program
@@ -31,12 +29,12 @@ def rows(program: Program) -> list[ProductRow]:
     """Products in groups of those that are alike."""
     groups: dict[tuple, list[Product]] = {}
     for product in program.products:
-        where = _numbered_alike(product.layer) or label(product.scope)
+        where = without_numbers(product.layer) or label(product.scope)
         alike = dataclasses.replace(product, layer="", scope="", bytes=0, executions=0)
         groups.setdefault((where, alike), []).append(product)
     return [
         ProductRow(
-            where=products[0].layer if len(products) == 1 and products[0].layer else where,
+            where=in_one_name([product.layer for product in products]) or where,
             product=products[0],
             count=sum(product.executions for product in products),
             flops=sum(product.flops for product in products),
@@ -47,11 +45,6 @@ def rows(program: Program) -> list[ProductRow]:
 
 COLUMNS = ("layer", "product", "shape", "operands", "out", "implementation", "runs", "FLOPs", "verdict")
 STYLES = {Verdict.FP8: "green", Verdict.EMULATED: "yellow", Verdict.HIGH_PRECISION: "red"}
-
-
-def _numbered_alike(path: str) -> str:
-    """A path without the numbers in it."""
-    return re.sub(r"\.\d+(?=\.|$)", ".*", path)
 
 
 def cells(row: ProductRow, program: Program) -> tuple[str, ...]:
@@ -131,11 +124,9 @@ def _layers(program: Program) -> list[_Layer]:
         # The first layer of a model lacks dgrad, and is like the others all the same.
         sizes = {(p.batch, p.m, p.k, p.n) for p in products if p.name in _SIDES[FPROP]}
         how = frozenset(sizes | {_word(p) for p in products})
-        alike.setdefault((_numbered_alike(path), how), []).append(path)
-    kinds = collections.Counter(name for name, _ in alike)
+        alike.setdefault((without_numbers(path), how), []).append(path)
     layers = [
-        _Layer(_name(name, paths, kinds[name]), tuple(p for path in paths for p in found[path]), True)
-        for (name, _), paths in alike.items()
+        _Layer(in_one_name(paths), tuple(p for path in paths for p in found[path]), True) for paths in alike.values()
     ]
     if between:
         is_attention = any(p.in_attention or "attention" in p.scope.lower() for p in between)
@@ -144,24 +135,24 @@ def _layers(program: Program) -> list[_Layer]:
     return layers
 
 
-def _name(numbered: str, paths: list[str], kinds: int) -> str:
-    """What a row is called: its layer, all layers of that name, or those of them that are alike."""
-    if len(paths) == 1:
-        return paths[0]
-    return numbered if kinds == 1 else f"{paths[0]} and {len(paths) - 1} more"
-
-
 def _in_groups(layers: list[_Layer]) -> Iterator[tuple[str, list[_Layer]]]:
     """Runs of layers with what their paths begin with, where that is worth a line of its own."""
     with_weight, others = ([layer for layer in layers if layer.has_weight is kind] for kind in (True, False))
-    top = lambda layer: ".".join(layer.name.split(".")[:2])
     groups: dict[str, list[_Layer]] = {}
     for layer in with_weight:
-        groups.setdefault(top(layer), []).append(layer)
+        groups.setdefault(_block(layer.name) or ".".join(layer.name.split(".")[:2]), []).append(layer)
     for members in groups.values():
-        yield common_prefix([layer.name for layer in members]) if len(members) > 1 else "", members
+        names = [layer.name for layer in members]
+        yield common_prefix(names) if len(members) > 1 else _block(names[0]), members
     if others:
         yield "", others
+
+
+def _block(name: str) -> str:
+    """The block of a list, or the range of blocks, that a layer is in: the path up to its number; empty outside."""
+    *above, _ = name.split(".")
+    number = next((i for i, segment in enumerate(above) if segment[:1].isdigit()), None)
+    return "" if number is None else ".".join(above[: number + 1])
 
 
 def _verdicts(products: Iterable[Product], names: tuple[str, ...]) -> Text:

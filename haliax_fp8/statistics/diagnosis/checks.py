@@ -32,12 +32,14 @@ def not_finite(all: list[Operand], thresholds: Thresholds) -> Iterable[Finding]:
     for name, order, product in (("kernel", 0, "fprop and dgrad"), ("input", 0, "fprop"), ("output_grad", -1, "dgrad")):
         # A kernel spoils the inputs of later layers, an input the gradients; and gradients come from the last layer.
         if of_name := [operand for operand in bad if operand.name == name]:
-            others = len(bad) - 1
-            more = f"; {others} more operands follow from it or have some as well" if others else ""
+            count, others = int(of_name[order]["nonfinite"]), len(bad) - 1
+            seen = "1 element is infinite or NaN" if count == 1 else f"{count} elements are infinite or NaN"
+            follow = "operand follows from it or has" if others == 1 else "operands follow from it or have"
+            more = f"; {others} more {follow} some as well" if others else ""
             yield new_finding(
                 of_name[order],
                 Problem.NOT_FINITE,
-                seen=f"{of_name[order]['nonfinite']:.0f} elements are infinite or NaN, first in {product}{more}",
+                seen=f"{seen}, first in {product}{more}",
                 threshold="0 elements",
                 source="any of them makes the loss or a gradient NaN",
                 advice={

@@ -2,12 +2,14 @@
 
 import dataclasses
 import enum
+from collections.abc import Sequence
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ..._tables import Printable, new_table
+from ..._tables import Printable, in_one_name, new_table, without_numbers
+from ..result import numbered
 
 
 class Problem(enum.Enum):
@@ -65,24 +67,24 @@ class Finding(Printable):
     advice: str
     remedy: Remedy = Remedy.NONE
 
+    @property
+    def where(self) -> str:
+        """The layer, with its number in a stack."""
+        return numbered(self.layer, self.index)
+
     def __rich__(self) -> Table:
-        where = f"{self.layer or 'model'}{''.join(f'[{i}]' for i in self.index)}, {self.operand}"
-        table = new_table(f"{where}: {self.problem.value}")
-        table.show_header = False
-        table.add_column(no_wrap=True)
-        table.add_column()
-        table.add_row("seen", Text(self.seen))
-        table.add_row("threshold", Text(f"{self.threshold} ({self.source})"))
-        table.add_row("remedy", Text(self.advice))
-        return table
+        return _report((self,))
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Diagnosis(Printable):
     """What `diagnose` found, the most urgent first; print it for a report. It is false if nothing was found.
 
+    The report says once what is wrong with several layers alike, and what helps: with ranges of the layers of a list or
+    stack, and what was seen in the first of them. `findings` has every layer.
+
     Args:
-        findings: The problems.
+        findings: The problems, one for each layer.
     """
 
     findings: tuple[Finding, ...]
@@ -93,4 +95,41 @@ class Diagnosis(Printable):
     def __rich__(self) -> RenderableType:
         if not self.findings:
             return Text("No problem found.")
-        return Group(*self.findings)
+        # Those with the same remedy are told apart by where and what was seen.
+        alike: dict[Finding, list[Finding]] = {}
+        for finding in self.findings:
+            same = dataclasses.replace(finding, layer="", index=(), operand="", seen="")
+            alike.setdefault(same, []).append(finding)
+        return Group(*map(_report, alike.values()))
+
+
+def _report(findings: Sequence[Finding]) -> Table:
+    """What is said of one finding, or of several that differ in where it is and what was seen."""
+    first, *others = findings
+    count = f" ({len(findings)} findings)" if others else ""
+    ranges: dict[tuple[str, str], list[Finding]] = {}
+    for finding in findings:
+        ranges.setdefault((without_numbers(finding.where), finding.operand), []).append(finding)
+    places = {f"{in_one_name([x.where for x in found])}, {found[0].operand}": found for found in ranges.values()}
+    title = f"{next(iter(places))}: {first.problem.value}" if len(places) == 1 else first.problem.value
+    table = new_table(title + count)
+    table.show_header = False
+    table.add_column(no_wrap=True)
+    table.add_column()
+    if len(places) == 1:
+        table.add_row("seen", Text(_seen(findings)))
+    elif len({finding.seen for finding in findings}) == 1:
+        table.add_row("where", Text("\n".join(places)))
+        table.add_row("seen", Text(first.seen))
+    else:
+        table.add_row("seen", Text("\n".join(f"{place}: {_seen(found)}" for place, found in places.items())))
+    table.add_row("threshold", Text(f"{first.threshold} ({first.source})"))
+    table.add_row("remedy", Text(first.advice))
+    return table
+
+
+def _seen(findings: Sequence[Finding]) -> str:
+    """What was seen in the first, and which that is if the others differ."""
+    first = findings[0]
+    differ = any(finding.seen != first.seen for finding in findings)
+    return f"{first.seen} (in {first.where})" if differ else first.seen

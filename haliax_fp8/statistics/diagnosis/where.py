@@ -9,7 +9,6 @@ from ...layers.model_argument import require_model
 from ...layers.ops import all_ops
 from ...recipes.recipe import USES
 from ..measure import quantization_statistics
-from ..result import numbered
 from .checks import not_finite
 from .operand import operands
 from .thresholds import Thresholds
@@ -41,7 +40,6 @@ def where_not_finite(model: Any, loss_fn: Callable[..., Any], *batch: Any) -> st
     for finding in not_finite(everything, Thresholds()):
         (product,) = [uses[0] for operand, uses in USES.items() if operand == finding.operand]
         return (
-            f"the first in {numbered(finding.layer, finding.index)}: {finding.operand}, which {product} reads; "
-            f"{finding.seen}; {finding.advice}"
+            f"the first in {finding.where}: {finding.operand}, which {product} reads; {finding.seen}; {finding.advice}"
         )
     return "every operand of every FP8 product is finite: look at the loss and at layers in high precision"

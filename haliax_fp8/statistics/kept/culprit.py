@@ -55,7 +55,7 @@ class Culprit:
         if outliers:
             name = max(outliers, key=lambda name: outliers[name].factor)
             index, factor = outliers[name].indices, outliers[name].factor
-            seen = f"an outlier, {factor:.0f} times as large as the median of its kind"
+            seen = f"an outlier, {factor:.3g} times as large as the median of its kind"
             return Culprit(name, USES[name][0], index, seen)
         return Culprit(box.operand, box.product, (), box.reason)
 

@@ -93,7 +93,10 @@ class Replay(Printable):
 
     def __rich__(self) -> RenderableType:
         step = "" if self.box.step is None else f", step {self.box.step}"
-        table = new_table(f"Products of {self.box.where}{step}, computed again")
+        table = new_table(
+            f"Products of {self.box.where}{step}, computed again",
+            "SQNR and not finite: of the product, against float32. Clipped and flushed to zero: of its worse operand.",
+        )
         table.add_column("recipe", overflow="fold")
         table.add_column("product")
         for name in ("SQNR", "clipped", "flushed", "not finite"):
@@ -105,15 +108,25 @@ class Replay(Printable):
         return Group(
             table,
             Text(f"culprit: {self.culprit}"),
-            Text(f"best here: {self.best}"),
+            Text(f"best here: {self.best}{self._worst_of_best}"),
         )
+
+    @property
+    def _worst_of_best(self) -> str:
+        sqnr = min(x.sqnr for x in self.products if x.recipe == self.best)
+        return f", with {_decibels(sqnr)} in its worst product" if np.isfinite(sqnr) else ""
+
+
+def _decibels(sqnr: float) -> str:
+    """A ratio, or what it means if it is not finite."""
+    return f"{sqnr:.1f} dB" if np.isfinite(sqnr) else "exact" if sqnr > 0.0 else "none"
 
 
 def _cells(x: Replayed) -> dict[str, str]:
     """What is said of a product, by heading: of shares, that of the worst operand."""
     clipped, flushed = (max(shares.values(), default=0.0) for shares in (x.saturation, x.underflow))
     return {
-        "SQNR": f"{x.sqnr:.1f} dB",
+        "SQNR": _decibels(x.sqnr),
         "clipped": f"{clipped:.2%}",
         "flushed": f"{flushed:.2%}",
         "not finite": f"{x.nonfinite / max(1, x.size):.1%}",
