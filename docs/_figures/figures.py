@@ -1,7 +1,7 @@
 """Draws the figures of the documentation: `uv run docs/_figures/figures.py [folder]`."""
 
+import argparse
 import pathlib
-import sys
 
 import kept_report
 import matplotlib.pyplot as plt
@@ -111,8 +111,11 @@ def main(folder: pathlib.Path) -> None:
 
 
 if __name__ == "__main__":
-    main(
-        pathlib.Path(
-            sys.argv[1] if len(sys.argv) > 1 else pathlib.Path(__file__).parents[1] / "images"
-        )
+    parser = argparse.ArgumentParser(description="Draws the figures of the documentation.")
+    parser.add_argument(
+        "folder",
+        nargs="?",
+        type=pathlib.Path,
+        default=pathlib.Path(__file__).parents[1] / "images",
     )
+    main(parser.parse_args().folder)

@@ -110,19 +110,19 @@ def _report(findings: Sequence[Finding]) -> Table:
     ranges: dict[tuple[str, str], list[Finding]] = {}
     for finding in findings:
         ranges.setdefault((without_numbers(finding.where), finding.operand), []).append(finding)
-    places = {f"{in_one_name([x.where for x in found])}, {found[0].operand}": found for found in ranges.values()}
-    title = f"{next(iter(places))}: {first.problem.value}" if len(places) == 1 else first.problem.value
+    names = {f"{in_one_name([x.where for x in found])}, {found[0].operand}": found for found in ranges.values()}
+    title = f"{next(iter(names))}: {first.problem.value}" if len(names) == 1 else first.problem.value
     table = new_table(title + count)
     table.show_header = False
     table.add_column(no_wrap=True)
     table.add_column()
-    if len(places) == 1:
+    if len(names) == 1:
         table.add_row("seen", Text(_seen(findings)))
     elif len({finding.seen for finding in findings}) == 1:
-        table.add_row("where", Text("\n".join(places)))
+        table.add_row("where", Text("\n".join(names)))
         table.add_row("seen", Text(first.seen))
     else:
-        table.add_row("seen", Text("\n".join(f"{place}: {_seen(found)}" for place, found in places.items())))
+        table.add_row("seen", Text("\n".join(f"{name}: {_seen(found)}" for name, found in names.items())))
     table.add_row("threshold", Text(f"{first.threshold} ({first.source})"))
     table.add_row("remedy", Text(first.advice))
     return table
