@@ -482,7 +482,7 @@ def test_a_gradient_that_rows_are_added_to():
 
 
 def layer_of_a_cast(taken):
-    """The layer of a product whose kernel is `w / s - (w - taken)`, in FP8."""
+    """The layer of a product whose kernel is `(w - (w - taken)) / s`, in FP8."""
     cast = (
         "%cast (x: bf16[96,32], s: f32[], y: bf16[96,32]) -> f8e4m3fn[96,32]",
         [
@@ -492,10 +492,10 @@ def layer_of_a_cast(taken):
             "%x = f32[96,32]{1,0} convert(%p)",
             "%y = f32[96,32]{1,0} convert(%q)",
             "%b = f32[96,32]{1,0} broadcast(%s), dimensions={}",
-            "%d = f32[96,32]{1,0} divide(%x, %b)",
             f"%z = f32[96,32]{{1,0}} subtract(%x, {taken})",
-            "%v = f32[96,32]{1,0} subtract(%d, %z)",
-            "ROOT %e = f8e4m3fn[96,32]{1,0} convert(%v)",
+            "%v = f32[96,32]{1,0} subtract(%x, %z)",
+            "%d = f32[96,32]{1,0} divide(%v, %b)",
+            "ROOT %e = f8e4m3fn[96,32]{1,0} convert(%d)",
         ],
     )
     entry = [
@@ -512,7 +512,7 @@ def layer_of_a_cast(taken):
 
 
 def test_a_cast_that_makes_infinities_nan():
-    """`x / s - (x - x)` is the quantized `x`; any other difference is computed."""
+    """`(x - (x - x)) / s` is the quantized `x`; any other difference is computed."""
     assert layer_of_a_cast("%x") == "model.up"
     assert layer_of_a_cast("%y") != "model.up"
 
