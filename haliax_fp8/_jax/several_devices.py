@@ -27,7 +27,7 @@ def gathered_once(data: Array) -> Array:
 
 
 def transposed_separately_on_one[T](data: T) -> T:
-    """As `transposed_separately`, for data that was `gathered_once`: a second barrier would send it again.
+    """Like `transposed_separately`, for data that was `gathered_once`: a second barrier would send it again.
 
     Args:
         data: A tree of arrays.

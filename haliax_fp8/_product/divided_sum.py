@@ -33,7 +33,7 @@ def scaled_by_each_device(
     precision: lax.PrecisionLike,
     dtype: np.dtype,
 ) -> Float[Array, "..."]:
-    """As `scaled_product`, where devices add up their parts of the result.
+    """Like `scaled_product`, where devices add up their parts of the result.
 
     Args:
         a: The first operand.

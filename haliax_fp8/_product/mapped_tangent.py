@@ -120,7 +120,7 @@ def _folded(
 
 
 def _array_of(saved: Any) -> Any:
-    """One with the operand's axes in front; the others may be in another order."""
+    """An array with the operand's axes in front; the others may be in another order."""
     if isinstance(saved, KernelCopy):
         return saved.data.words
     return saved.data if isinstance(saved, QuantizedArray) else saved

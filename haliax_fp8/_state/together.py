@@ -29,7 +29,7 @@ def overwrite_states(states: Sequence[Any], gradients: Sequence[Any]) -> list[An
 
 
 def written_states(states: Sequence[Any], gradients: Sequence[Any]) -> list[Any]:
-    """The same of gradients that are exact maxima, whose tables are those of the next step already.
+    """The same for gradients that are exact maxima, whose tables are already those of the next step.
 
     Args:
         states: This step's.

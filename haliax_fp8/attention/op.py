@@ -145,9 +145,8 @@ class Fp8Attention(ModuleWithStateDictSerialization):
             )
         if leading := self.state.table.array.shape[: -1 if isinstance(self.state, OpRecord) else -2]:
             raise ValueError(
-                f"an Fp8Attention was called with the state of {leading} layers, those of an ensemble or a stack; call "
-                "it under eqx.filter_vmap or jax.vmap, or in a scan over the stack, so that each layer gets its own "
-                "state"
+                f"an Fp8Attention was called with the state of {leading} layers of an ensemble or a stack; call it "
+                "under eqx.filter_vmap or jax.vmap, or in a scan over the stack, so that each layer gets its own state"
             )
         spec = AttentionSpec(
             Attention(

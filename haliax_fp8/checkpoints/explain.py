@@ -61,8 +61,8 @@ class Explanation(Printable):
         if self.quantization is None:
             return held  # Engines load it as they load any other.
         if not self.engines:
-            return Group(held, Text("No engine's reading of this layout is known here."))
-        table = new_table("Who loads it", "Engines of other versions may do otherwise.")
+            return Group(held, Text("It is not known which engines read this layout."))
+        table = new_table("Who loads it", "Other versions of engines may differ.")
         for column in ("engine", "hardware", "what it does", "known from"):
             table.add_column(column, overflow="fold")
         for row in self.engines:

@@ -274,9 +274,9 @@ def _require_sound(folder: pathlib.Path) -> None:
     first = str(errors[0])
     more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
     raise ValueError(
-        f"engines would read the checkpoint wrongly, so nothing was exported: {first}{more}. Give names=... if "
-        "engines confuse the names of two layers, targets= or exclude= if a layer is in FP8 that must not be, another "
-        "config= if this one has other sizes; or change the model if its own numbers are not finite"
+        f"engines would read the checkpoint wrongly, so nothing was exported: {first}{more}. Give names=... if engines "
+        "confuse the names of two layers, targets= or exclude= if a layer must not be in FP8, another config= if this "
+        "one has other sizes; or change the model if its own numbers are not finite"
     )
 
 

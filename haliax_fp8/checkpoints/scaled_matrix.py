@@ -57,7 +57,7 @@ class ScaledMatrix:
 
 
 type Rows = np.ndarray | ScaledMatrix
-"""A matrix of which some rows are taken at a time: values, or FP8 data and scales."""
+"""A matrix that is read some rows at a time: values, or FP8 data and scales."""
 
 
 def parts_of(shape: tuple[int, ...]) -> Iterator[slice]:
@@ -86,7 +86,7 @@ def expanded(scale: np.ndarray, rows: slice, width: int, block: tuple[int, int])
 
 
 BF16_BITS = 8
-"""The significant bits of bfloat16: an engine that casts scales to it changes nothing of those with so many."""
+"""The significant bits of bfloat16: an engine that casts scales to it leaves those with so many unchanged."""
 
 
 def rounded_up(scale: Float32[np.ndarray, "..."], bits: int = BF16_BITS) -> Float32[np.ndarray, "..."]:
@@ -178,7 +178,7 @@ def quantized(
 
 
 def spread(matrix: ScaledMatrix, block: tuple[int, int]) -> ScaledMatrix | None:
-    """The same data with scales for finer blocks; None if its blocks are not made of such.
+    """The same data with scales for finer blocks; None if its blocks do not consist of those.
 
     Args:
         matrix: A kernel.

@@ -62,7 +62,7 @@ class Kind[L: Layer](Protocol):
     """What a row says of a layer other than its name and shape."""
 
     def __call__(self, layer: L, /) -> Hashable:
-        """The same value for layers of which it says the same."""
+        """Returns the same value for layers that the row describes in the same way."""
         ...
 
 

@@ -32,7 +32,7 @@ class MeshAxes(NamedTuple):
 
     @staticmethod
     def of(rows: hax.Axis, inputs: hax.Axis, outputs: hax.Axis, experts: hax.Axis) -> "MeshAxes | None":
-        """Those of Haliax's axis mapping; None without one, without a mesh, and where a device runs this for itself."""
+        """The axes of Haliax's axis mapping; None without one, without a mesh, and where a device runs this alone."""
         mesh = jax.sharding.get_abstract_mesh()
         if current_thread_local_mapping() is None or mesh.empty or mesh.size == 1 or mesh.manual_axes:
             return None

@@ -25,7 +25,7 @@ def require_tree(tree: Any, call: str, name: str = "model") -> None:
 
 
 def require_model(model: Any, call: str, name: str = "model") -> None:
-    """As `require_tree`, for functions that take a model without its optimizer's state.
+    """Like `require_tree`, for functions that take a model without its optimizer's state.
 
     Moments have the structure of the model, so every layer would be found again in them.
 
@@ -45,7 +45,7 @@ def require_model(model: Any, call: str, name: str = "model") -> None:
 
 
 def require_layers(model: Any, call: str, name: str = "model") -> None:
-    """As `require_model`, for functions to which an array or an op alone is no model either.
+    """Like `require_model`, for functions to which an array or an op alone is not a model.
 
     Args:
         model: As there.

@@ -100,7 +100,7 @@ class HostOptimizer(eqx.Module):
         same = {size: group.keys() for size, group in of_params.items()}
         for name, other in (("gradients", of_gradients), ("state", state.masters)):
             if {size: group.keys() for size, group in other.items()} != same:
-                raise ValueError(f"{name} are those of other parameters; start with host.init(trainable(model))")
+                raise ValueError(f"{name} belong to other parameters; start with host.init(trainable(model))")
         masters, states, new = {}, {}, {}
         for size in sorted(of_params, reverse=True):
             args = of_gradients[size], state.masters[size], state.optimizer[size]

@@ -45,9 +45,9 @@ SCALE_BITS: dict[OperandName, int] = {"input": 1, "kernel": 7, "output_grad": 1}
 """The significant bits that scales of whole tensors are rounded up to, for products in bfloat16.
 
 A bfloat16 has 8, so the scales of the two operands of each product multiply exactly. The kernel takes all but one of
-them: it hardly changes from step to step, so with a coarse scale its rounding errors stay the same as well, where those
-of a scale that follows its amax closely average out. Inputs and gradients are new in every step; a power of two costs
-them range, not precision.
+them: it hardly changes from step to step, so with a coarse scale its rounding errors stay the same as well; with
+a scale that follows its amax closely, they average out. Inputs and gradients are new in every step; a power of two
+costs them range, not precision.
 """
 
 # The field that says how each operand is quantized for the second of its products.

@@ -113,8 +113,8 @@ def _overwritten[M](model: M, observed: M, gradients: Any) -> M:
 
 
 _BATCHES = (
-    "batches is a list of batches, and a batch the tuple of what loss_fn takes after the model: "
-    "calibrate(model, loss_fn, [(x, y)])"
+    "batches is a list of batches, and a batch is a tuple of loss_fn's arguments after the model: calibrate(model, "
+    "loss_fn, [(x, y)])"
 )
 
 

@@ -386,7 +386,7 @@ def test_layers_of_your_own():
         assert copied.op.kernel_copies is not None
         np.testing.assert_array_equal(copied(x), model(x))
     rowwise = convert(unknown, recipe="rowwise")
-    with pytest.raises(ValueError, match=r"does not tell what its product sums over.*contracted="):
+    with pytest.raises(ValueError, match=r"does not show what its product sums over.*contracted="):
         made(rowwise, unknown)
     with pytest.raises(ValueError, match=r"summed over axes \(0,\) in fprop.*contracted=\(0,\)"):
         made(rowwise, wrong)(x)

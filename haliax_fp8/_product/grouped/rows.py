@@ -56,7 +56,7 @@ def together(
 def apart(
     out: Float[Array, "all_rows columns"], order: Int[Array, " all_rows"], valid: Bool[Array, " examples"]
 ) -> Float[Array, "examples rows columns"]:
-    """What was computed of rows that stand together, by example; NaN where sizes did not fit.
+    """Results of rows that stand together, split by example; NaN where sizes did not fit.
 
     Args:
         out: The results.

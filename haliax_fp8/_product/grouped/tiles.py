@@ -56,7 +56,7 @@ class Jobs(NamedTuple):
     group: Int32[Array, " jobs"]
 
     def stacked(self) -> Int32[Array, "fields jobs"]:
-        """As one array, for a GPU kernel to read."""
+        """All fields as one array, for a GPU kernel to read."""
         return jnp.stack([x.astype(jnp.int32) for x in self])
 
 

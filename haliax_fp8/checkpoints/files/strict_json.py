@@ -26,7 +26,7 @@ def json_object(text: bytes, file: str, *, what: str = "content", constants: boo
     except UnicodeDecodeError:
         raise BrokenCheckpoint(file, f"its {what} is not UTF-8; the file is damaged, or of another format") from None
     except RecursionError:
-        raise BrokenCheckpoint(file, f"its {what} is nested too deep to be a checkpoint's") from None
+        raise BrokenCheckpoint(file, f"its {what} is nested too deeply for a checkpoint") from None
     except _Twice as error:
         raise BrokenCheckpoint(file, f"its {what} has the name twice; each may occur once", str(error)) from None
     except ValueError as error:

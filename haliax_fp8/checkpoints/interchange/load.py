@@ -199,7 +199,7 @@ def _table(array: np.ndarray, leaf: Leaf) -> tuple[np.ndarray | None, str | None
         return table, None if same else f"{array.dtype} in the checkpoint, cast to {leaf.value.dtype}", None
     result = fitted(table, leaf.state)
     if result is None:
-        return None, None, "the state in the checkpoint is that of another scaling, or has recorded nothing"
+        return None, None, "the state in the checkpoint belongs to another scaling, or has recorded nothing"
     return result, widths(table, leaf.state), None
 
 

@@ -45,7 +45,7 @@ class FolderTensors:
 
     @property
     def names(self) -> list[str]:
-        """Of all tensors, those of scales left out."""
+        """The names of all tensors except scales."""
         return [name for name in self.folder.tensors if name.rpartition(".")[2] not in _SCALES]
 
     @property

@@ -51,8 +51,8 @@ class Found:
         """The FP8 data and scales."""
         if not isinstance(self.values, ScaledMatrix):
             raise ValueError(
-                f"{self.name} is in {self.values.dtype}, and the same layer of other blocks, or other experts, in FP8; "
-                "import the checkpoint dequantized, or into a model without stacks"
+                f"{self.name} is in {self.values.dtype}, but in FP8 in other blocks or experts; import the checkpoint "
+                "dequantized, or into a model without stacks"
             )
         return self.values
 

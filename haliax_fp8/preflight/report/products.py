@@ -104,7 +104,7 @@ class _Layer:
 
     @property
     def size(self) -> str:
-        """Of the forward product, or the largest: its matrices' sides."""
+        """The matrices' sides in the forward product, or the largest one."""
         forward = [product for product in self.products if product.name in _SIDES[FPROP]] or self.products
         largest = max(forward, key=lambda product: product.flops)
         batch = f"{largest.batch}× " if largest.batch > 1 else ""

@@ -28,7 +28,7 @@ STATISTICS = (
     "nonfinite",
     "active",
 )
-"""What is measured, in the order of the columns."""
+"""The measured numbers, in the order of the columns."""
 
 
 @dataclasses.dataclass(frozen=True)

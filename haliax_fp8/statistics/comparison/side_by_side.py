@@ -179,7 +179,7 @@ def _compared(
 
 
 def _layer(numbers: Array) -> LayerComparison:
-    """From a slot's gradient."""
+    """The comparison of a layer, from a slot's gradient."""
     reached = numbers[..., -1] > 0.0
 
     def distance(index: int) -> Distance:

@@ -249,7 +249,7 @@ CHECKS: tuple[Check, ...] = (
 """All checks, the most urgent first."""
 
 EXPLAIN_ALL: tuple[Check, ...] = (not_finite, moved_at_once)
-"""Those that find what makes all other numbers meaningless."""
+"""The checks for problems that make all other numbers meaningless."""
 
 
 def _is_clipped(operand: Operand, thresholds: Thresholds) -> bool:

@@ -76,7 +76,7 @@ def operands(model: object, statistics: ModelStatistics) -> list[Operand]:
     if ops.keys() != set(statistics.paths):
         missing = sorted(ops.keys() ^ set(statistics.paths))
         raise ValueError(
-            f"statistics are not those of this model: {missing[:3]} are in only one of the two; measure it with "
+            f"statistics do not belong to this model: {missing[:3]} are in only one of the two; measure it with "
             "quantization_statistics(model, loss_fn, *batch)"
         )
     found = []

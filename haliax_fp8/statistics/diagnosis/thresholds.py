@@ -9,7 +9,7 @@ from ..._tables import Printable, new_table
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Thresholds(Printable):
-    """From where on a number counts as a problem. All but `over_noise` are heuristics, chosen on small models.
+    """Limits beyond which a number counts as a problem. All but `over_noise` are heuristics, chosen on small models.
 
     Args:
         saturation: The share of clipped elements, where clipping costs more than rounding could.
