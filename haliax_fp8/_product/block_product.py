@@ -45,8 +45,8 @@ def block_scaled_dot(
         a: The first operand.
         b: The second operand, its contracted axes paired with those of the first.
         dimensions: What is contracted.
-        precision: Of the product of dequantized operands.
-        dtype: Of the result.
+        precision: The precision of the product of dequantized operands.
+        dtype: The dtype of the result.
 
     Returns:
         The product, axes in the order of `lax.dot_general`.
@@ -85,7 +85,7 @@ def native_product(
             multiple of 32.
         b: The second operand, with scales of the same kind.
         dimensions: What is contracted; blocks run along the last pair of axes.
-        dtype: Of the result; also that in which devices add up parts of the sum.
+        dtype: The dtype of the result; also that in which devices add up parts of the sum.
 
     Returns:
         The product, axes in the order of `lax.dot_general`.

@@ -42,10 +42,10 @@ class DotContraction(AbstractContraction):
         """Like `DotDimensions.of`; the kernel is the first operand if only that one has the kernel's free axes.
 
         Args:
-            numbers: As `lax.dot_general` takes them.
+            numbers: In the form that `lax.dot_general` takes.
             kernel_shape: The sizes of the kernel's free axes; if None, it is the second operand.
             lhs_shape: The shape of the first operand.
-            rhs_shape: That of the second.
+            rhs_shape: The shape of the second.
         """
         dims = DotDimensions.of(numbers, lhs_shape, rhs_shape)
         if kernel_shape is None:

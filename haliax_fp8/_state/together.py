@@ -104,7 +104,7 @@ def kinds(states: Sequence[Any], *arrays: Sequence[Array]) -> dict[Any, list[int
 
     Args:
         states: The states.
-        *arrays: Of each state one array or several.
+        *arrays: One array or several of each state.
     """
     kinds: dict[Any, list[int]] = {}
     for i, state in enumerate(states):

@@ -35,10 +35,10 @@ class ExportReport(Printable):
         directory: The folder.
         layout: The layout.
         quantized: The number of weights in FP8.
-        quantized_bytes: What they take, scales included.
+        quantized_bytes: The bytes that they take, scales included.
         dense: The number of other tensors.
-        dense_bytes: What they take.
-        origins: Where the scales come from, and of how many weights.
+        dense_bytes: The bytes that they take.
+        origins: Where the scales come from, with the number of weights for each.
         ignore: The layers whose matrices are in high precision: what the configuration tells engines to leave alone.
     """
 
@@ -199,18 +199,18 @@ def serving_tensors(
 
     Args:
         model: As in `export_model`.
-        layout: As there.
-        names: As there.
-        dtype: As there.
-        bf16_scales: As there.
-        training_scales: As there.
-        targets: As there.
-        exclude: As there.
-        kv_cache_scales: As there.
-        rules_of: As there.
+        layout: As in `export_model`.
+        names: As in `export_model`.
+        dtype: As in `export_model`.
+        bf16_scales: As in `export_model`.
+        training_scales: As in `export_model`.
+        targets: As in `export_model`.
+        exclude: As in `export_model`.
+        kv_cache_scales: As in `export_model`.
+        rules_of: As in `export_model`.
 
     Raises:
-        ValueError: As `export_model`.
+        ValueError: As in `export_model`.
 
     Example:
         >>> model = eqx.nn.Linear(64, 32, use_bias=False, key=jax.random.key(0))

@@ -64,7 +64,7 @@ def parts_of(shape: tuple[int, ...]) -> Iterator[slice]:
     """The rows of a matrix, a quarter of a megabyte of FP8 at a time.
 
     Args:
-        shape: Of the matrix.
+        shape: The shape of the matrix.
     """
     step = max(1, (1 << 18) // max(1, math.prod(shape[1:])))
     for start in range(0, shape[0], step):
@@ -122,7 +122,7 @@ def quantized(
     Args:
         matrix: The kernel, in the dtype in which it is multiplied.
         block: The rows and columns of a block.
-        scaling: That of the kernel in training; None for fresh scales.
+        scaling: The kernel's scaling in training; None for fresh scales.
         stored: The scale that the state of training holds.
         scale_bits: How many significant bits the scale of a whole kernel has where the step multiplies by it.
         bf16_scales: See above.

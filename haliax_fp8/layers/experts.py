@@ -19,10 +19,10 @@ class MeshAxes(NamedTuple):
     """The axes of a mesh that the axes of a grouped product are divided over.
 
     Args:
-        rows: Of the rows.
-        inputs: Of the inputs, which are summed.
-        outputs: Of the outputs.
-        experts: Of the experts.
+        rows: The mesh axes of the rows.
+        inputs: The mesh axes of the inputs, which are summed.
+        outputs: The mesh axes of the outputs.
+        experts: The mesh axes of the experts.
     """
 
     rows: tuple[str, ...]

@@ -30,9 +30,9 @@ def require_model(model: Any, call: str, name: str = "model") -> None:
     Moments have the structure of the model, so every layer would be found again in them.
 
     Args:
-        model: As there.
-        call: As there.
-        name: As there.
+        model: As in `require_tree`.
+        call: As in `require_tree`.
+        name: As in `require_tree`.
     """
     require_tree(model, call, name)
     if type(model) is tuple and any(map(holds_optimizer_state, model)):
@@ -48,9 +48,9 @@ def require_layers(model: Any, call: str, name: str = "model") -> None:
     """Like `require_model`, for functions to which an array or an op alone is not a model.
 
     Args:
-        model: As there.
-        call: As there.
-        name: As there.
+        model: As in `require_tree`.
+        call: As in `require_tree`.
+        name: As in `require_tree`.
     """
     require_model(model, call, name)
     if is_op(model):

@@ -45,7 +45,7 @@ def multiplied(path: str, kernel: Kernel, stack: tuple[hax.Axis, ...], *, direct
     """A kernel as its layer hands it to its products.
 
     Args:
-        path: Of the layer, for errors.
+        path: The path of the layer, for errors.
         kernel: The layer's.
         stack: The axes of the stacks that the layer is in.
         directional: Whether scales depend on what is contracted.

@@ -89,9 +89,9 @@ class Recipe:
         input: The layer's input, an operand of fprop and wgrad.
         kernel: The layer's weight, an operand of fprop and dgrad.
         output_grad: The gradient of the layer's output, an operand of dgrad and wgrad.
-        input_for_wgrad: How the input is quantized for wgrad; None as for fprop.
-        kernel_for_dgrad: How the kernel is quantized for dgrad; None as for fprop.
-        output_grad_for_wgrad: How the output's gradient is quantized for wgrad; None as for dgrad.
+        input_for_wgrad: How the input is quantized for wgrad; by default as for fprop.
+        kernel_for_dgrad: How the kernel is quantized for dgrad; by default as for fprop.
+        output_grad_for_wgrad: How the output's gradient is quantized for wgrad; by default as for dgrad.
 
     Raises:
         ValueError: If only one operand of a product is in high precision, or rotated; if MXFP8's gradients are in E5M2;

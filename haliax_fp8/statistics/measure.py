@@ -87,7 +87,7 @@ def measuring[M](model: M, rules: tuple[LayerRule, ...] = default_rules) -> M:
 
     Args:
         model: The model.
-        rules: Those of its layers' classes.
+        rules: The rules of its layers' classes.
     """
 
     def measure(path: str, layer: Any, stack: tuple[hax.Axis, ...]) -> Any:

@@ -410,7 +410,7 @@ def test_files_of_equinox_without_names(tmp_path):
     (tmp_path / "no.eqx").write_bytes(b"not NumPy's")
     with pytest.raises(ValueError, match="is not Equinox.s, where q.weight should begin"):
         load_into(into, tmp_path / "no.eqx", made_from=model)
-    with pytest.raises(ValueError, match="no.eqx' is not something that load_into reads: a file of save"):
+    with pytest.raises(ValueError, match="no.eqx' is not something that load_into reads: a file that save"):
         load_into(into, tmp_path / "no.eqx")
 
 

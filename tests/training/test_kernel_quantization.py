@@ -411,7 +411,7 @@ def test_a_model_with_copies_is_not_trained_or_saved(tmp_path):
         lambda: fp8.partition_for_grad_overwrite(quantized),
         lambda: fp8.apply_updates(quantized, gradients, overwrites),
     ):
-        with pytest.raises(ValueError, match=r"has quantized kernels, in up, heads, out and 1 more.*Pass the model"):
+        with pytest.raises(ValueError, match=r"has quantized kernels, in up, heads, out and 1 more.*Pass the original"):
             misuse()
     assert_same(
         fp8.trainable(fp8.apply_updates(model, gradients, overwrites)),

@@ -40,7 +40,7 @@ def together(
     """The rows of several examples with the same groups, sorted by group: one product instead of one for each.
 
     Args:
-        rows: Of each example, sorted by group.
+        rows: The rows of each example, sorted by group.
         group_sizes: How many rows each group of an example has.
 
     Returns:

@@ -43,7 +43,7 @@ def json_file(path: pathlib.Path) -> dict[str, Any]:
         path: The file.
 
     Raises:
-        BrokenCheckpoint: As `json_object`, or if the file cannot be read.
+        BrokenCheckpoint: As in `json_object`, or if the file cannot be read.
     """
     try:
         text = path.read_bytes()

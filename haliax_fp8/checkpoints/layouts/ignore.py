@@ -31,7 +31,7 @@ def matched(
 
     Args:
         pattern: The entry.
-        names: Of layers.
+        names: Names of layers.
         file: Where the entry is from, for errors.
         key: The list that it is in, for errors.
         parents: Whether a name also means every layer below it, as in Hugging Face's `modules_to_not_convert`.

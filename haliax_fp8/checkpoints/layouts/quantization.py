@@ -100,7 +100,7 @@ class CheckpointQuantization:
         """The shapes that the scales of a weight may have; experts in one array have theirs in front.
 
         Args:
-            shape: Of the weight, `[out, in]`.
+            shape: The shape of the weight, `[out, in]`.
         """
         front, (rows, columns) = shape[:-2], shape[-2:]
         match self.strategy:
@@ -119,7 +119,7 @@ def read_quantization(folder: TensorFolder) -> CheckpointQuantization | None:
         folder: The folder.
 
     Raises:
-        BrokenCheckpoint: As `quantization_of`.
+        BrokenCheckpoint: As in `quantization_of`.
     """
     return quantization_of(folder.config, folder.json_beside(MODELOPT))
 

@@ -168,7 +168,7 @@ def collect(
 
     Args:
         model: The model.
-        rules: Those of the layer classes.
+        rules: The rules of the layer classes.
         targets: The layers to quantize, by their names in the state dict with `*` for the numbers of blocks; None for
             those that have an op, or for all but routers and embeddings if none has.
         exclude: The layers to leave in high precision.

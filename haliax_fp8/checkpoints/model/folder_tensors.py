@@ -34,7 +34,7 @@ class FolderTensors:
             directory: The folder.
 
         Raises:
-            ValueError: As `TensorFolder.open`; or if an FP8 weight has no scale.
+            ValueError: As in `TensorFolder.open`; or if an FP8 weight has no scale.
         """
         folder = TensorFolder.open(directory)
         quantization = read_quantization(folder)

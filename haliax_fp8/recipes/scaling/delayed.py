@@ -208,7 +208,7 @@ def scale_of_amax(
     """`1 / ((limit / amax) / 2**margin)`; the scale before where the amax is not above zero.
 
     Args:
-        amax: That of each operand.
+        amax: The amax of each operand.
         scale: The scale before.
         limits: The largest value of each operand's format.
         margin: Headroom, as a power of two.

@@ -42,7 +42,7 @@ def apply_remedies[M](
         model: The model that was diagnosed.
         diagnosis: What `diagnose` returned.
         remedies: Which remedies to apply; all by default.
-        rules: Those of `Fp8Config(rules=...)` that the model was converted with.
+        rules: The rules of `Fp8Config(rules=...)` that the model was converted with.
 
     Returns:
         The model; the one that was given is unchanged. Begin a new optimizer state only if a layer went to high

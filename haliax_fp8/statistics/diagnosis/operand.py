@@ -21,7 +21,7 @@ class Operand:
         name: "input", "kernel" or "output_grad".
         numbers: The fields of `OpStatistics`.
         history: The amaxes of past steps; None if the scaling keeps none.
-        recipe: That of the op.
+        recipe: The op's recipe.
         numbers_experts: Whether the last number of the index is that of an expert.
     """
 
