@@ -37,9 +37,8 @@ def block_scaled_dot(
     """`dot(a.data * a.scale, b.data * b.scale)`, accumulated in float32.
 
     If all scales are powers of two and belong to blocks of 32 along the contraction, or of a multiple of 32, an
-    accelerator multiplies the FP8 data directly (`jax.lax.scaled_dot`): in hardware on Blackwell, in one
-    Triton kernel that widens in registers on Hopper. Anything else, and everything on a CPU, multiplies dequantized
-    operands.
+    accelerator multiplies the FP8 data directly (`jax.lax.scaled_dot`). Blackwell does so in hardware, Hopper in one
+    Triton kernel that widens in registers. Anything else, and everything on a CPU, multiplies dequantized operands.
 
     Args:
         a: The first operand.

@@ -194,8 +194,8 @@ def serving_tensors(
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Yields names and arrays one at a time, for an engine that takes weights while it runs.
 
-    The same tensors as `export_model` writes, of the very values that the step multiplies: kernels rounded to the
-    dtype of the step, with its scales where the layout can hold them.
+    The tensors that `export_model` writes, with the very values that the step multiplies: kernels rounded to the dtype
+    of the step, with its scales where the layout can hold them.
 
     Args:
         model: As in `export_model`.

@@ -156,7 +156,7 @@ class Recipe:
         """One scaling for all operands, with one format for the forward and one for the backward pass.
 
         With one scale per tensor the default is TransformerEngine's `HYBRID`, E4M3 forward for precision and E5M2
-        backward for range; rows and blocks do not need the range, and use E4M3 for both.
+        backward for range. Rows and blocks do not need the range, and use E4M3 for both.
 
         Args:
             scaling: How every operand gets its scale.

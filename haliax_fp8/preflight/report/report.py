@@ -77,8 +77,8 @@ class PreflightReport(Printable):
 
     @property
     def speedup(self) -> float | None:
-        """The baseline's estimated time divided by the step's; None if no peaks are known, or if devices communicate:
-        the program does not show how much of that overlaps with other work."""
+        """The baseline's estimated time divided by the step's; None if no peaks are known, or if devices communicate.
+        The program does not show how much of that overlaps with other work."""
         return self._speedup(LIKELY)
 
     @property

@@ -17,8 +17,8 @@ from .base import AbstractScaling, AbstractStatefulScaling, OperandUse
 class HadamardScaling(AbstractScaling):
     """Another scaling, applied after rotating every 16 elements along the contraction.
 
-    Both operands of a product are rotated, `(a R) (b R)^T = a b^T`, so the product does not change, but an outlier is
-    shared by the 16 elements of its group and no longer sets their scale alone. `R` is a Hadamard matrix with fixed
+    Both operands of a product are rotated, `(a R) (b R)^T = a b^T`, so the product does not change. But an outlier is
+    shared by the 16 elements of its group, and no longer sets their scale alone. `R` is a Hadamard matrix with fixed
     random signs. A grouped product, which sums over parts of an axis, is not rotated.
 
     Args:
