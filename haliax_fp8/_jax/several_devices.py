@@ -18,7 +18,7 @@ from .after_partitioning import devices_of
 
 
 def gathered_once(data: Array) -> Array:
-    """FP8 data that several products read, of which devices may hold parts.
+    """FP8 data that several products read, and devices may hold in parts.
 
     Each of these products needs all parts. With a barrier, XLA sends them once for all products, and in FP8. Otherwise
     it sends them before the cast, or for each product. On a single device a barrier would only keep XLA from fusing.

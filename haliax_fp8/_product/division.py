@@ -62,8 +62,8 @@ class Division:
         mesh: The mesh.
         axes: The mesh axes that divide each factor.
         scattered: Mesh axes that divide a sum, and the position of the result's axis over which its parts are spread.
-        added: Mesh axes that divide a sum of which every device needs the whole.
-        gathered: Mesh axes that divide an axis of the result of which every device needs the whole, and its position.
+        added: Mesh axes that divide a sum that every device needs as a whole.
+        gathered: Mesh axes that divide an axis of the result that every device needs as a whole, and its position.
         out_axes: The mesh axes that divide each axis of the result in the end.
     """
 

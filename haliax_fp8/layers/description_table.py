@@ -29,7 +29,7 @@ class Layer(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class LayerRow[L: Layer]:
-    """One row: a layer, or several of which it says the same.
+    """One row: a layer, or several that it describes alike.
 
     Args:
         name: The name of the layer, or those of siblings after that of their parent; with ranges for layers that differ

@@ -71,7 +71,7 @@ def recorded[M](model: M, gradients_of: Callable[[M], Any]) -> M:
 
     Args:
         model: A converted model; one without state is returned unchanged.
-        gradients_of: Computes the gradients of a model, of which only the state's are used. It gets the model with
+        gradients_of: Computes the gradients of a model; only those of its state are used. It gets the model with
             every product in high precision, recording what the state of its recipe needs.
     """
     if not fp8_states(model):

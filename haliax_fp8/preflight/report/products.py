@@ -61,7 +61,7 @@ def layer_table(program: Program) -> Table:
     """A row for each layer, with fprop, dgrad and wgrad side by side; at most 80 columns wide.
 
     Layers that differ only in their number share a row if they have the same sizes and run alike. Products between
-    activations, of which those of attention are most, share the last row. The largest size in a row stands for all of
+    activations, most of them in attention, share the last row. The largest size in a row stands for all of
     it, and a cell names each verdict once.
 
     Args:

@@ -45,7 +45,7 @@ def apply_remedies[M](
         rules: The rules of `Fp8Config(rules=...)` that the model was converted with.
 
     Returns:
-        The model; the one that was given is unchanged. Begin a new optimizer state only if a layer went to high
+        The changed model; the given one stays as it is. Begin a new optimizer state only if a layer went to high
         precision or came from it: the parameters are the same.
 
     Example:
