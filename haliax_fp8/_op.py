@@ -322,9 +322,7 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
             ValueError: If the op has copies of its kernel.
         """
         if self.kernel_copies is not None:
-            raise ValueError(
-                "a model with quantized kernels was saved; save the original model, the argument of quantize_kernels"
-            )
+            raise ValueError("a model with quantized kernels was saved; save the one passed to quantize_kernels")
         return {}
 
     def from_state_dict(self, state_dict: StateDict, prefix: str | None = None) -> "Fp8DotGeneral":

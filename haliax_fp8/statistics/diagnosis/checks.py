@@ -177,7 +177,7 @@ def outliers(all: list[Operand], thresholds: Thresholds) -> Iterable[Finding]:
 
 
 def underflow(all: list[Operand], thresholds: Thresholds) -> Iterable[Finding]:
-    """Operands that are flushed to zero in large part: by a scale that follows larger amaxes, or by values of their own.
+    """Operands flushed to zero in large part: by a scale that follows larger amaxes, or by values of their own.
 
     Gradients come from the last layer, so the last is named first: those before it get what is left.
     """
