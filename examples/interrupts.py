@@ -10,7 +10,7 @@ from typing import Any
 
 
 INTERRUPTED = 130
-"""The exit status after Ctrl-C: 128 and the signal's number, as shells have it."""
+"""The exit status after Ctrl-C: 128 plus the signal's number, as in shells."""
 
 _GRACE = 2.0
 """Seconds that a second Ctrl-C gives Python; while XLA compiles, Python does not run."""

@@ -144,8 +144,8 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
             lhs: The first operand, by convention the input.
             rhs: The second operand, by convention the kernel.
             dimension_numbers: `((lhs_contract, rhs_contract), (lhs_batch, rhs_batch))`.
-            precision: Of fprop; the default lets the hardware accumulate fast. dgrad and wgrad always accumulate in
-                full.
+            precision: The precision of fprop; the default lets the hardware accumulate fast. dgrad and wgrad always
+                accumulate in full.
             preferred_element_type: The dtype of the output. Without it, `compute_dtype`; without that, the dtype that
                 the operands promote to.
             out_sharding: Of the output, on a mesh with explicit axes: as in `lax.dot_general`, which also says what it
@@ -322,7 +322,7 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
             ValueError: If the op has copies of its kernel.
         """
         if self.kernel_copies is not None:
-            raise ValueError("a model with quantized kernels was saved; save the one that quantize_kernels was given")
+            raise ValueError("a model with quantized kernels was saved; save the one passed to quantize_kernels")
         return {}
 
     def from_state_dict(self, state_dict: StateDict, prefix: str | None = None) -> "Fp8DotGeneral":

@@ -64,7 +64,7 @@ def add_checkpoint_parser(commands: Any) -> None:
     for action in (check, explain, convert):
         action.add_argument("directory", type=pathlib.Path, metavar="DIR", help="config.json and safetensors")
         action.add_argument(
-            "--follow-links", action="store_true", help="allow files that are links to elsewhere, as a hub's cache has"
+            "--follow-links", action="store_true", help="allow files that are links to elsewhere, as in a hub's cache"
         )
 
 

@@ -112,7 +112,7 @@ stackings: Mapping[str, Mapping[str, Any]] = {
     "scan": {},
     "unrolled": {"stacked": False},
 }
-"""How blocks follow each other: in a `lax.scan` that recomputes each in the backward pass, without, or one by one."""
+"""How blocks follow each other: in a `lax.scan`, recomputing each in the backward pass or not, or one by one."""
 
 
 LOSS_TOKENS = 4096

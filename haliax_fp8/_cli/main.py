@@ -17,10 +17,10 @@ from .tables import as_json, device_rows, device_table, format_rows, format_tabl
 
 
 INTERRUPTED = 130
-"""The exit status after Ctrl-C: 128 and the signal's number, as shells have it."""
+"""The exit status after Ctrl-C: 128 plus the signal's number, as in shells."""
 
 CLOSED = 141
-"""That when nobody reads the output any more, as after `| head`."""
+"""The exit status when nobody reads the output any more, as after `| head`."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -180,7 +180,7 @@ def _why_not_written(path: pathlib.Path) -> str:
 
 
 def requirements() -> dict[str, inspect.Parameter]:
-    """What `PreflightReport.require` can hold a step to."""
+    """The requirements that `PreflightReport.require` can check."""
     parameters = inspect.signature(PreflightReport.require).parameters
     return {name: parameter for name, parameter in parameters.items() if name != "self"}
 

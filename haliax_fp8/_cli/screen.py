@@ -15,12 +15,12 @@ _WIDTH = 80
 
 
 def screen() -> Console:
-    """For results: as wide as `COLUMNS` says or the terminal is, and 80 columns in a pipe or a file."""
+    """The console for results: as wide as `COLUMNS` says or the terminal is, and 80 columns in a pipe or a file."""
     return Console()
 
 
 def on_error() -> Console:
-    """For messages, unchanged: a line stays a line."""
+    """The console for messages, which stay as they are: a line stays a line."""
     return Console(stderr=True, soft_wrap=True, markup=False, highlight=False)
 
 
@@ -39,7 +39,7 @@ def fitted(message: str) -> str:
 
 
 def as_svg(content: RenderableType, title: str) -> str:
-    """What would be on the screen, as a picture that needs nothing from elsewhere.
+    """What would be on the screen, as a self-contained picture.
 
     Args:
         content: What would be printed.

@@ -32,8 +32,8 @@ def sharding_of_product(lhs: Array, rhs: Array, dimension_numbers: _Numbers, out
     Args:
         lhs: The first operand.
         rhs: The second.
-        dimension_numbers: As `lax.dot_general` takes them.
-        out_sharding: As `lax.dot_general` takes it.
+        dimension_numbers: In the form that `lax.dot_general` takes.
+        out_sharding: In the form that `lax.dot_general` takes.
     """
     return _sharding_of(lhs, rhs, dimension_numbers, out_sharding, lambda rhs: rhs)
 
@@ -44,7 +44,7 @@ def sharding_of_groups(rows: Array, kernels: Array, out_sharding: Any) -> NamedS
     Args:
         rows: `[rows, inputs]`.
         kernels: `[groups, inputs, outputs]`.
-        out_sharding: As `lax.dot_general` takes it.
+        out_sharding: In the form that `lax.dot_general` takes.
     """
     # Not `kernels[0]`: indexing would need the sharding of its result.
     one = lambda kernels: jnp.max(kernels, axis=0)

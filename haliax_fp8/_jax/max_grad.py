@@ -107,7 +107,7 @@ class _MaxGradDType(dtypes.ExtendedDType):
 
     @functools.cached_property
     def element(self) -> core.ShapedArray:
-        """What XLA sees of a single element."""
+        """A single element as XLA sees it."""
         return core.ShapedArray((), self.float_dtype)
 
     @property

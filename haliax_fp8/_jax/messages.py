@@ -1,13 +1,13 @@
-"""What messages of JAX mean. It has no types for most of its errors, so their texts tell them apart."""
+"""What JAX's messages mean. JAX has no types for most of its errors, so their texts tell them apart."""
 
 from .max_grad import fp32_max_grad
 
 
 UNUSED_DONATION = "Some donated buffers were not usable"
-"""How the warning begins that a donated argument fits no result."""
+"""The start of the warning that a donated argument fits no result."""
 
 UNREADABLE_CACHE = "Error reading persistent compilation cache"
-"""How the warning begins that a program is cached but cannot be read back, as those for absent devices."""
+"""The start of the warning that a cached program cannot be read back, such as one for an absent device."""
 
 
 # --- Errors of derivatives --------------------------------------------------------------------------------------------

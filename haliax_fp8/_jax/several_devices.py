@@ -18,7 +18,7 @@ from .after_partitioning import devices_of
 
 
 def gathered_once(data: Array) -> Array:
-    """FP8 data that several products read, of which devices may hold parts.
+    """FP8 data that several products read, and devices may hold in parts.
 
     Each of these products needs all parts. With a barrier, XLA sends them once for all products, and in FP8. Otherwise
     it sends them before the cast, or for each product. On a single device a barrier would only keep XLA from fusing.
@@ -27,7 +27,7 @@ def gathered_once(data: Array) -> Array:
 
 
 def transposed_separately_on_one[T](data: T) -> T:
-    """As `transposed_separately`, for data that was `gathered_once`: a second barrier would send it again.
+    """Like `transposed_separately`, for data that was `gathered_once`: a second barrier would send it again.
 
     Args:
         data: A tree of arrays.

@@ -15,7 +15,7 @@ from jaxtyping import Array
 
 
 def computed_together[T](values: T) -> T:
-    """Values that are made in one launch, of which every user reads its part.
+    """Values that are made in one launch; every user reads its part of them.
 
     Otherwise XLA computes each part again where it is used: with many layers, many small launches instead of one.
     """
@@ -23,7 +23,7 @@ def computed_together[T](values: T) -> T:
 
 
 def made_before_it_is_measured[T](values: T) -> T:
-    """An operand and its quantized form, of which several statistics are measured.
+    """An operand and its quantized form, for several statistics of them.
 
     XLA would quantize it again for each of them: a reduction is a launch of its own, and fuses its producers.
     """

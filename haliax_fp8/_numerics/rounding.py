@@ -47,7 +47,7 @@ class AbstractRounding(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class ToNearest(AbstractRounding):
-    """To the nearest value, ties to even: the smallest error per element."""
+    """Rounds to the nearest value, ties to even: the smallest error per element."""
 
     needs_key: ClassVar[bool] = False
 

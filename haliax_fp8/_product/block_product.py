@@ -37,16 +37,15 @@ def block_scaled_dot(
     """`dot(a.data * a.scale, b.data * b.scale)`, accumulated in float32.
 
     If all scales are powers of two and belong to blocks of 32 along the contraction, or of a multiple of 32, an
-    accelerator multiplies the FP8 data directly (`jax.lax.scaled_dot`): in hardware on Blackwell, in one
-    Triton kernel that widens in registers on Hopper. Anything else, and everything on a CPU, multiplies dequantized
-    operands.
+    accelerator multiplies the FP8 data directly (`jax.lax.scaled_dot`). Blackwell does so in hardware, Hopper in one
+    Triton kernel that widens in registers. Anything else, and everything on a CPU, multiplies dequantized operands.
 
     Args:
         a: The first operand.
         b: The second operand, its contracted axes paired with those of the first.
         dimensions: What is contracted.
-        precision: Of the product of dequantized operands.
-        dtype: Of the result.
+        precision: The precision of the product of dequantized operands.
+        dtype: The dtype of the result.
 
     Returns:
         The product, axes in the order of `lax.dot_general`.
@@ -85,7 +84,7 @@ def native_product(
             multiple of 32.
         b: The second operand, with scales of the same kind.
         dimensions: What is contracted; blocks run along the last pair of axes.
-        dtype: Of the result; also that in which devices add up parts of the sum.
+        dtype: The dtype of the result; also that in which devices add up parts of the sum.
 
     Returns:
         The product, axes in the order of `lax.dot_general`.

@@ -82,8 +82,8 @@ class AbstractContraction(abc.ABC):
             product: Which of the three.
             operands: Its operands.
             extras: What else the contraction takes.
-            precision: Of the product.
-            dtype: Of the result, which has the layout of the output, the input or the kernel.
+            precision: The precision of the product.
+            dtype: The dtype of the result, which has the layout of the output, the input or the kernel.
             scale: The product of the operands' scales, if that is computed already; of groups with a state each,
                 theirs.
         """

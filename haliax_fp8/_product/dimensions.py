@@ -77,7 +77,7 @@ class DotDimensions:
 
     @property
     def numbers(self) -> DimensionNumbers:
-        """As `lax.dot_general` takes them."""
+        """The dimension numbers, as `lax.dot_general` takes them."""
         return (self.lhs_contract, self.rhs_contract), (self.lhs_batch, self.rhs_batch)
 
     @functools.cached_property
@@ -108,19 +108,19 @@ class DotDimensions:
         return (*[lhs_shape[axis] for axis in of_lhs], *[rhs_shape[axis] for axis in of_rhs])
 
     def with_axis_in_lhs(self) -> tuple["DotDimensions", int]:
-        """With a new leading axis of lhs, which the output keeps; and where the output has it."""
+        """Adds a leading axis to lhs, which the output keeps; also returns where the output has it."""
         dims = dataclasses.replace(
             self, lhs_contract=_shift(self.lhs_contract), lhs_batch=_shift(self.lhs_batch), lhs_ndim=self.lhs_ndim + 1
         )
         return dims, len(self.lhs_batch)
 
     def with_axis_in_rhs(self) -> tuple["DotDimensions", int]:
-        """With a new leading axis of rhs, which the output keeps; and where the output has it."""
+        """Adds a leading axis to rhs, which the output keeps; also returns where the output has it."""
         dims = self.swapped.with_axis_in_lhs()[0].swapped
         return dims, len(self.lhs_batch) + len(self.lhs_free)
 
     def with_batch_axis(self) -> tuple["DotDimensions", int]:
-        """With a new leading axis of both operands, batched; and where the output has it."""
+        """Adds a leading batch axis to both operands; also returns where the output has it."""
         dims = DotDimensions(
             lhs_contract=_shift(self.lhs_contract),
             rhs_contract=_shift(self.rhs_contract),
@@ -132,13 +132,13 @@ class DotDimensions:
         return dims, 0
 
     def with_axis(self, lhs: bool, rhs: bool) -> tuple["DotDimensions", int]:
-        """With a new leading axis of one operand, or a batch axis of both; and where the output has it."""
+        """Adds a leading axis to one operand, or a batch axis to both; also returns where the output has it."""
         if lhs and rhs:
             return self.with_batch_axis()
         return self.with_axis_in_lhs() if lhs else self.with_axis_in_rhs()
 
     def with_batch_axes(self, count: int) -> "DotDimensions":
-        """With `count` new leading axes of both operands, batched."""
+        """Adds `count` leading batch axes to both operands."""
         dims = self
         for _ in range(count):
             dims = dims.with_batch_axis()[0]
@@ -167,7 +167,7 @@ class DotDimensions:
     def _gradient(
         self, grad_batch: tuple[int, ...], grad_contract: tuple[int, ...]
     ) -> tuple["DotDimensions", tuple[int, ...]]:
-        """Of lhs; `swapped` makes it that of rhs, which differs in where the output's gradient has its axes."""
+        """The gradient of lhs; `swapped` makes it that of rhs, whose axes are elsewhere in the output's gradient."""
         dims = DotDimensions(grad_contract, self.rhs_free, grad_batch, self.rhs_batch, self.out_ndim, self.rhs_ndim)
         # The output has batch axes, free axes of lhs, and the contracted axes in the order in which rhs has them.
         contract = [self.lhs_contract[i] for i in np.argsort(self.rhs_contract)]

@@ -53,7 +53,7 @@ class DividedProduct:
 
     @property
     def rule(self) -> str:
-        """For Shardy: which axes belong together; elements of a block stay together."""
+        """The rule for Shardy: which axes belong together; elements of a block stay together."""
         if self.block is None:
             return f"{' '.join(self.lhs)}, {' '.join(self.rhs)}, one -> {' '.join(self.out)}"
         # Shardy takes no factor of size one beside others.

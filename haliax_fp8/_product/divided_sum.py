@@ -33,15 +33,15 @@ def scaled_by_each_device(
     precision: lax.PrecisionLike,
     dtype: np.dtype,
 ) -> Float[Array, "..."]:
-    """As `scaled_product`, where devices add up their parts of the result.
+    """Like `scaled_product`, where devices add up their parts of the result.
 
     Args:
         a: The first operand.
         b: The second.
         scale: The product of their scales.
         dimensions: What is contracted.
-        precision: Of the product.
-        dtype: Of the result.
+        precision: The precision of the product.
+        dtype: The dtype of the result.
     """
     params = {"dimensions": dimensions, "precision": precision, "dtype": dtype, "exact": is_exact(a, b, dtype)}
     return divided_sum_p.bind(a.data, b.data, lax.reshape(scale, (1,)), **params)

@@ -39,7 +39,7 @@ class Held:
 
     @staticmethod
     def of(array: Any, factors: Factors) -> "Held":
-        """From what `custom_partitioning` says of it."""
+        """An operand or result, as `custom_partitioning` describes it."""
         parts = [*array.sharding.spec, *[None] * len(factors)][: len(factors)]
         spec = tuple(part if isinstance(part, tuple) else () if part is None else (part,) for part in parts)
         return Held(factors, spec, math.prod(array.shape) * array.dtype.itemsize)
@@ -49,21 +49,21 @@ class Held:
         return next((factor for factor, axes in zip(self.factors, self.spec, strict=True) if axis in axes), None)
 
     def bytes_over(self, axis: str, sizes: Mapping[str, int]) -> float:
-        """What devices that differ in this mesh axis alone have together."""
+        """The bytes that devices hold together if they differ only in this mesh axis."""
         others = [other for axes in self.spec for other in axes if other != axis]
         return self.bytes / math.prod(sizes[other] for other in others)
 
 
 @dataclasses.dataclass(frozen=True)
 class Division:
-    """What each device has of a product's factors, and what makes its part of the result of that.
+    """Each device's share of a product's factors, and what turns that into its part of the result.
 
     Args:
         mesh: The mesh.
         axes: The mesh axes that divide each factor.
         scattered: Mesh axes that divide a sum, and the position of the result's axis over which its parts are spread.
-        added: Mesh axes that divide a sum of which every device needs the whole.
-        gathered: Mesh axes that divide an axis of the result of which every device needs the whole, and its position.
+        added: Mesh axes that divide a sum that every device needs as a whole.
+        gathered: Mesh axes that divide an axis of the result that every device needs as a whole, and its position.
         out_axes: The mesh axes that divide each axis of the result in the end.
     """
 
@@ -127,12 +127,12 @@ class Division:
         return part
 
     def sharding(self, factors: Factors) -> NamedSharding:
-        """That of an operand; factors that the product does not know are whole."""
+        """The sharding of an operand; factors that the product does not know are whole."""
         return self._sharding([self.axes.get(factor, ()) for factor in factors])
 
     @property
     def of_result(self) -> NamedSharding:
-        """That of the result."""
+        """The sharding of the result."""
         return self._sharding(self.out_axes)
 
     def _sharding(self, parts: Sequence[tuple[str, ...]]) -> NamedSharding:

@@ -39,13 +39,13 @@ class DotContraction(AbstractContraction):
         lhs_shape: Sequence[int],
         rhs_shape: Sequence[int],
     ) -> "DotContraction":
-        """As `DotDimensions.of`; the kernel is the first operand if only that one has the kernel's free axes.
+        """Like `DotDimensions.of`; the kernel is the first operand if only that one has the kernel's free axes.
 
         Args:
-            numbers: As `lax.dot_general` takes them.
+            numbers: In the form that `lax.dot_general` takes.
             kernel_shape: The sizes of the kernel's free axes; if None, it is the second operand.
             lhs_shape: The shape of the first operand.
-            rhs_shape: That of the second.
+            rhs_shape: The shape of the second.
         """
         dims = DotDimensions.of(numbers, lhs_shape, rhs_shape)
         if kernel_shape is None:
@@ -72,7 +72,7 @@ class DotContraction(AbstractContraction):
         return dataclasses.replace(self, dimensions=self.dimensions.with_batch_axes(count)) if count else self
 
     def with_axis(self, input: bool, kernel: bool) -> tuple["DotContraction", int]:
-        """With a new leading axis of one operand, or a batch axis of both; and where the output has it."""
+        """Adds a leading axis to one operand, or a batch axis to both; also returns where the output has it."""
         dimensions, out_axis = self.dimensions.with_axis(*self.ordered(input, kernel))
         return dataclasses.replace(self, dimensions=dimensions), out_axis
 
@@ -86,7 +86,7 @@ class DotContraction(AbstractContraction):
         return moved, contraction, out_axis
 
     def contracted(self, product: ProductName) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Of `lax.dot_general` and its two gradients."""
+        """The contracted axes of `lax.dot_general` and its two gradients."""
         dimensions, _, swapped = _products_of(self)[product]
         # Pairs in the order of the first operand's axes: blocks run along the last pair, in both.
         pairs = sorted(zip(dimensions.lhs_contract, dimensions.rhs_contract, strict=True))

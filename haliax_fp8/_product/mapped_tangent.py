@@ -23,7 +23,7 @@ class TangentArguments(NamedTuple):
     """The inputs of a product's tangent; or the mapped axis of each array, None if it has none.
 
     Args:
-        tangents: Of input, kernel and, if there is one, the state; None where zero.
+        tangents: The tangents of input, kernel and, if there is one, the state; None where zero.
         residuals: What the product kept.
         extras: What else the contraction needs.
     """
@@ -120,7 +120,7 @@ def _folded(
 
 
 def _array_of(saved: Any) -> Any:
-    """One with the operand's axes in front; the others may be in another order."""
+    """An array with the operand's axes in front; the others may be in another order."""
     if isinstance(saved, KernelCopy):
         return saved.data.words
     return saved.data if isinstance(saved, QuantizedArray) else saved

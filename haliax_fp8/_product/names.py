@@ -31,7 +31,7 @@ FP8_ATTENTION: Final = "fp8_attention"
 """The scope of attention in FP8."""
 
 FPROP: Final = "fprop"
-"""The scope of the product that gives the output, within one of those."""
+"""The scope of the product that gives the output, inside one of the scopes above."""
 
 DGRAD: Final = "dgrad"
 """The scope of the product that gives the gradient of the input."""
@@ -40,7 +40,7 @@ WGRAD: Final = "wgrad"
 """The scope of the product that gives the gradient of the kernel."""
 
 FP8_OPERAND: Final = "fp8_operand"
-"""What checkpoint policies call the input of a product in FP8, which its backward pass needs."""
+"""The name that checkpoint policies use for an FP8 product's input, which its backward pass needs."""
 
 FP8_OUTPUT: Final = "fp8_output"
-"""What checkpoint policies call a product's result."""
+"""The name that checkpoint policies use for a product's result."""

@@ -35,7 +35,7 @@ class Scales(NamedTuple):
 
     Args:
         operands: The scale of each operand, `[*ensemble]`.
-        pairs: Those of both operands of each product, multiplied; None where nothing is gained by computing them
+        pairs: The scales of each product's operands, multiplied; None where nothing is gained by computing them
             together.
     """
 
@@ -102,7 +102,7 @@ def quantize_operand(
         key: What random rounding draws from.
         extras: What else the contraction takes.
         spec: What is static about the product.
-        copies: Those of a kernel that was quantized before.
+        copies: The copies of a kernel that was quantized before.
     """
     if operand == "kernel" and copies is not None and (copy := copies.of(product)) is not None:
         return from_saved(copy, operand, product, scales, spec)

@@ -61,8 +61,8 @@ def fp8_dot_general(
         spec: What is static.
         extras: What else the contraction needs, such as the group sizes of a ragged one.
         key: The words of the key for stochastic rounding, for a recipe that needs one.
-        copies: Of a kernel that was quantized before, with their structure in `spec`; else None.
-        out_sharding: Of the product, on a mesh with explicit axes; else None.
+        copies: The copies of a kernel that was quantized before, with their structure in `spec`; else None.
+        out_sharding: The sharding of the product, on a mesh with explicit axes; else None.
 
     Returns:
         The product in `spec.out_dtype`.

@@ -29,8 +29,8 @@ def scaled_dot(
         a: The first operand of `lax.dot_general`.
         b: The second.
         dims: What is contracted.
-        precision: Of the product.
-        dtype: Of the result.
+        precision: The precision of the product.
+        dtype: The dtype of the result.
         scale: The product of both scales, if that is computed already.
         in_a_sum: Whether the result may be added to other products, as gradients of a tensor that several layers read.
     """

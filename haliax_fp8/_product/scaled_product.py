@@ -45,8 +45,8 @@ def scaled_product(
         b: The second.
         scale: The product of their scales.
         dimensions: What is contracted.
-        precision: Of the product.
-        dtype: Of the result.
+        precision: The precision of the product.
+        dtype: The dtype of the result.
     """
     params = {"dimensions": dimensions, "precision": precision, "dtype": dtype}
     if not is_exact(a, b, dtype):

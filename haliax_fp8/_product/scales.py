@@ -51,7 +51,7 @@ def one_scale(
         a: The first operand's data.
         b: The second's.
         scale: The product of their scales; where leading axes of the result number members, one for each.
-        dtype: Of the result.
+        dtype: The dtype of the result.
         in_dtype: Whether to multiply in it.
     """
     between = dtype if in_dtype else FLOAT32
@@ -71,7 +71,7 @@ def rows_scaled(
         a: The first operand of `lax.dot_general`.
         b: The second.
         dims: What was contracted.
-        dtype: Of the result.
+        dtype: The dtype of the result.
     """
     batch, kept_a, kept_b = len(dims.lhs_batch), len(dims.lhs_free), len(dims.rhs_free)
     of_a, of_b = (x.scale if x.scale.ndim else lax.reshape(x.scale, (1,) * x.data.ndim) for x in (a, b))
@@ -98,7 +98,7 @@ def members_dot(
         a: Its first operand.
         b: Its second.
         batch: How many leading axes number members.
-        dtype: Of the result.
+        dtype: The dtype of the result.
         scale: The product of both scales, if that is computed already.
     """
     if any(count > 1 for x in (a, b) for count in x.scale.shape[batch:]):
@@ -118,7 +118,7 @@ def each_row_scaled(
     Args:
         values: The product of the data; or an operand's data, unscaled.
         of_rows: The scale of each element of the leading axes; of a product, both operands' scales multiplied.
-        dtype: Of the result.
+        dtype: The dtype of the result.
     """
     return (values * lax.expand_dims(of_rows, range(of_rows.ndim, values.ndim))).astype(dtype)
 

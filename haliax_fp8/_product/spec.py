@@ -23,7 +23,7 @@ class ProductSpec:
         contraction: What is multiplied with what, and its gradients; the axes of the ensemble not counted.
         compute_dtype: The dtype that operands and output are rounded to around the product; None leaves them.
         out_dtype: The dtype of the output.
-        precision: Of fprop. The default lets the hardware accumulate fast; dgrad and wgrad never do.
+        precision: The precision of fprop. The default lets the hardware accumulate fast; dgrad and wgrad never do.
         state: The form in which state enters; None for a stateless recipe.
         has_key: Whether a key for stochastic rounding was given; without one, rounding stochastically raises.
         requantizes: Whether the backward pass quantizes the kernel again, instead of keeping its FP8 copy.

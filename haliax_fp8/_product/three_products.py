@@ -89,7 +89,7 @@ def forward(
         extras: As in `fp8_dot_general`.
         state: None for a stateless recipe.
         key: The random key for stochastic rounding.
-        copies: Of a kernel that was quantized before; else None.
+        copies: The copies of a kernel that was quantized before; else None.
         spec: What is static.
         rematerialized: Whether this is recomputed right before the backward pass.
     """
@@ -214,7 +214,7 @@ def backward(
         residuals: What the forward pass kept.
         extras: What else the contraction needs.
         spec: What is static.
-        dtypes: Those of the gradients.
+        dtypes: The dtypes of the gradients.
         update: Whether the gradient of the state is wanted.
         state_axes: Inside `shard_map`, the mesh axes over which devices have states of their own.
     """

@@ -114,11 +114,11 @@ class TableForm(AbstractStateForm):
     packs_state: ClassVar[bool] = False
 
     def scales(self, state: Array, limits: tuple[float, ...], *, exact: bool) -> tuple[Array, Array, Array]:
-        """From scales and guards."""
+        """Scales, computed from scales and guards."""
         return _three(scales_in(to_float32(state), limits)[0 if exact else 1])
 
     def packed(self, state: Array, measured: Sequence[Parts]) -> Array:
-        """What was measured."""
+        """The measurements."""
         return _joined(measured)
 
     def kept(self, measured: Array | None, state: Array | None, recipe: Recipe, ensemble: int) -> Kept:
@@ -159,7 +159,7 @@ class RecordForm(AbstractStateForm):
     packs_state: ClassVar[bool] = True
 
     def scales(self, state: Array, limits: tuple[float, ...], *, exact: bool) -> tuple[Array, Array, Array]:
-        """As they are: exact ones come first, then rounded ones."""
+        """The scales as they are: exact ones come first, then rounded ones."""
         return _three(state, first=0 if exact else 3)
 
     def packed(self, state: Array, measured: Sequence[Parts]) -> Array:
@@ -186,7 +186,7 @@ class RecordForm(AbstractStateForm):
         ensemble: int,
         devices: tuple[str, ...] = (),
     ) -> Array:
-        """What was measured of all operands, padded to the length of a record; then the mark."""
+        """The measurements of all operands, padded to the length of a record; then the mark."""
         if kept.measured is None or of_grad is None or kept.mark is None:
             return lax.full((*kept.state.shape[:-1], kept.state.shape[-1] + 1), 0.0, np.float32)
         missing = record_length(recipe.scalings) - 3 * numbers_of(recipe.scalings)
@@ -213,7 +213,7 @@ def _joined(measured: Sequence[Array]) -> Parts:
 
 
 def _apart(measured: Array, recipe: Recipe, ensemble: int) -> list[Parts]:
-    """Those of input and kernel."""
+    """The measurements of input and kernel."""
     count = numbers_of(recipe.scalings)
     return list(lax.split(measured, (count, count), ensemble))
 

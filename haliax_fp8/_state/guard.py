@@ -76,7 +76,7 @@ def _fits(scale: Array, guard: Array) -> tuple[Array, Array]:
 
 
 def is_changed(scale: np.ndarray, guard: np.ndarray) -> bool:
-    """On the host, by the same rule: whether any scale has a guard that is not its own."""
+    """Whether any scale has a guard that is not its own, by the same rule on the host."""
     scale, guard = np.asarray(scale, np.float32), np.ascontiguousarray(guard, np.float32)
     words = guard.view(np.uint32)
     short = ((words - _HALF) << np.uint32(1)).view(np.float32)

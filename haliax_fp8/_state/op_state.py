@@ -55,7 +55,7 @@ class OpState(OverwriteWithGradient):
         """The state before the first step of an op with these operands; None if no scaling keeps any.
 
         Args:
-            scalings: Of each operand.
+            scalings: The scaling of each operand.
             limits: The largest value of each operand's format.
             stack: As in `init`.
         """

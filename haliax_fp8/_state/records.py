@@ -142,7 +142,7 @@ type _Scales = tuple[Array, Array]
 
 @functools.partial(jax.jit, static_argnums=1)
 def _scales_in(tables: Array, limits: tuple[float, ...]) -> _Scales:
-    """Of each row. Jitted, so that layers share one trace."""
+    """The scales of each row. Jitted, so that layers share one trace."""
     return scales_in(tables, limits)
 
 

@@ -24,8 +24,8 @@ def require_state(state: OpState | OpRecord | None, recipe: Recipe, groups: tupl
     leading = state.table.array.shape[: -1 if isinstance(state, OpRecord) else -2]
     if leading != groups:
         raise ValueError(
-            f"an FP8 product was called with the state of {leading} layers, those of an ensemble or a stack; call "
-            "them under eqx.filter_vmap or jax.vmap, or in a scan over the stack, so that each gets its own state"
+            f"an FP8 product was called with the state of {leading} layers of an ensemble or a stack; call them under "
+            "eqx.filter_vmap or jax.vmap, or in a scan over the stack, so that each gets its own state"
         )
 
 

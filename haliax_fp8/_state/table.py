@@ -104,7 +104,7 @@ def next_table(
     Args:
         table: This step's, `[*ensemble, operands, columns]`.
         measured: What the step measured, `[*ensemble, operands, numbers]`; None if nothing is.
-        scalings: Of each operand.
+        scalings: The scaling of each operand.
         limits: The largest value of each operand's format.
     """
     own = lax.broadcast_in_dim(_is_own(table), table.shape, range(table.ndim))
@@ -137,7 +137,7 @@ def measured_in_record(record: Array, scalings: tuple[AbstractScaling, ...]) -> 
 
     Args:
         record: `[*ensemble, ops * record_length]`; first what was measured, an operand's numbers one after the other.
-        scalings: Of each operand of an op.
+        scalings: The scaling of each operand of an op.
 
     Returns:
         `[*ensemble, ops * operands, numbers]` and `[*ensemble, ops * operands, 1]`.
@@ -169,7 +169,7 @@ def measured_in_gradient(gradient: Array, scalings: tuple[AbstractScaling, ...])
 
     Args:
         gradient: Tables, as `next_table` would have made them.
-        scalings: Of each operand of an op.
+        scalings: The scaling of each operand of an op.
 
     Returns:
         As `measured_in_record`.
@@ -207,7 +207,7 @@ def change_of(
         table: This step's, `[*ensemble, ops * operands, columns]`.
         measured: As `measured_in_record` returns it.
         reached: As `measured_in_record` returns it.
-        scalings: Of each operand of an op.
+        scalings: The scaling of each operand of an op.
         limits: The largest value of each operand's format.
 
     Returns:
@@ -223,7 +223,7 @@ def changed(table: Array, change: Array, scalings: tuple[AbstractScaling, ...], 
     Args:
         table: This step's.
         change: Its rows of the change.
-        scalings: Of each operand of an op.
+        scalings: The scaling of each operand of an op.
         otherwise: What stands in rows that do not change; None for what stands there now.
     """
     axis = table.ndim - 1

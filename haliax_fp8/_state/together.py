@@ -29,7 +29,7 @@ def overwrite_states(states: Sequence[Any], gradients: Sequence[Any]) -> list[An
 
 
 def written_states(states: Sequence[Any], gradients: Sequence[Any]) -> list[Any]:
-    """The same of gradients that are exact maxima, whose tables are those of the next step already.
+    """The same for gradients that are exact maxima, whose tables are already those of the next step.
 
     Args:
         states: This step's.
@@ -104,7 +104,7 @@ def kinds(states: Sequence[Any], *arrays: Sequence[Array]) -> dict[Any, list[int
 
     Args:
         states: The states.
-        *arrays: Of each state one array or several.
+        *arrays: One array or several of each state.
     """
     kinds: dict[Any, list[int]] = {}
     for i, state in enumerate(states):

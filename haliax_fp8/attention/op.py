@@ -36,7 +36,7 @@ class Fp8Attention(ModuleWithStateDictSerialization):
     `out = softmax(scale * q k^T) v`, with query, key, value, softmax and output in E4M3; in the backward pass the
     gradients of output, scores, query, key and value too. Each of the ten tensors has one scale, from the amaxes of
     earlier steps (delayed scaling). On NVIDIA GPUs, Hopper or newer, this is cuDNN's fused attention, which keeps no
-    scores in memory; on a CPU it is emulated with the same formats and scales, and keeps them. The gradient with
+    scores in memory. On a CPU it is emulated with the same formats and scales, and keeps them. The gradient with
     respect to `state` is the state of the next step, as with `Fp8DotGeneral`.
 
     A program that compiles for a GPU may still fail to load there: only the GPU's own cuDNN knows whether it
@@ -145,9 +145,8 @@ class Fp8Attention(ModuleWithStateDictSerialization):
             )
         if leading := self.state.table.array.shape[: -1 if isinstance(self.state, OpRecord) else -2]:
             raise ValueError(
-                f"an Fp8Attention was called with the state of {leading} layers, those of an ensemble or a stack; call "
-                "it under eqx.filter_vmap or jax.vmap, or in a scan over the stack, so that each layer gets its own "
-                "state"
+                f"an Fp8Attention was called with the state of {leading} layers of an ensemble or a stack; call it "
+                "under eqx.filter_vmap or jax.vmap, or in a scan over the stack, so that each layer gets its own state"
             )
         spec = AttentionSpec(
             Attention(

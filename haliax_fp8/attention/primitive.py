@@ -150,7 +150,7 @@ def _attention_batch(args: Any, axes: Any, *, spec: AttentionSpec) -> tuple[Arra
 
 
 def _tangent_batch(args: Any, axes: Any, *, spec: AttentionSpec, linear: tuple[bool, ...]) -> tuple[Array, int]:
-    """For functions that JAX differentiates first and maps afterwards."""
+    """The batching rule for functions that JAX differentiates first and maps afterwards."""
     size = next(x.shape[axis] for x, axis in zip(args, axes, strict=True) if axis is not None)
     (tangents, residuals), (of_tangents, of_residuals) = (_unpack(x, linear) for x in (args, axes))
     if of_tangents[3] is not None or of_residuals.state is not None:

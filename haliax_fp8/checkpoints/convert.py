@@ -89,8 +89,8 @@ def convert_folder(
         directory: The folder, which has to be sound.
         destination: The new folder; new or empty.
         layout: As in `export_model`; `"BF16"` for plain weights.
-        scales: What new scales may be: `"float32"`, `"bfloat16"` or `"power-of-two"`.
-        dtype: That of plain weights: with `"float32"` they are `data * scale` as engines compute it in float32.
+        scales: The rounding of new scales: `"float32"`, `"bfloat16"` or `"power-of-two"`.
+        dtype: The dtype of plain weights: with `"float32"` they are `data * scale` as engines compute it in float32.
         shard_bytes: The most bytes of a file; more make several, and an index.
         follow_links: As in `check_folder`.
 

@@ -51,8 +51,8 @@ class ConversionTask:
         folder: The folder.
         before: What its configuration says.
         layout: The new layout; None for plain weights.
-        scales: What new scales may be.
-        dtype: That of plain weights.
+        scales: The rounding of new scales.
+        dtype: The dtype of plain weights.
     """
 
     folder: TensorFolder

@@ -167,7 +167,7 @@ engines = (
         Evidence.DOCUMENTATION,
     ),
 )
-"""What was found in November 2026; engines of other versions may do otherwise."""
+"""Findings of November 2026; other versions of engines may differ."""
 
 
 def engines_for(layout: str) -> tuple[Engine, ...]:

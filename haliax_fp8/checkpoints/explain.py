@@ -22,12 +22,12 @@ class Explanation(Printable):
         directory: The folder.
         quantization: What its configuration says; None if nothing is quantized.
         weights: The number of tensors in FP8.
-        weight_bytes: What their data take.
+        weight_bytes: The bytes of their data.
         scales: The number of tensors of scales, also of inputs and caches.
-        scale_bytes: What they take.
+        scale_bytes: The bytes that they take.
         others: The number of all other tensors.
-        other_bytes: What they take.
-        plain_bytes: What the tensors would take with these weights in bf16.
+        other_bytes: The bytes that they take.
+        plain_bytes: The bytes that the tensors would take with these weights in bf16.
         engines: Who loads it.
     """
 
@@ -61,8 +61,8 @@ class Explanation(Printable):
         if self.quantization is None:
             return held  # Engines load it as they load any other.
         if not self.engines:
-            return Group(held, Text("No engine's reading of this layout is known here."))
-        table = new_table("Who loads it", "Engines of other versions may do otherwise.")
+            return Group(held, Text("It is not known which engines read this layout."))
+        table = new_table("Who loads it", "Other versions of engines may differ.")
         for column in ("engine", "hardware", "what it does", "known from"):
             table.add_column(column, overflow="fold")
         for row in self.engines:

@@ -35,10 +35,10 @@ class ExportReport(Printable):
         directory: The folder.
         layout: The layout.
         quantized: The number of weights in FP8.
-        quantized_bytes: What they take, scales included.
+        quantized_bytes: The bytes that they take, scales included.
         dense: The number of other tensors.
-        dense_bytes: What they take.
-        origins: Where the scales come from, and of how many weights.
+        dense_bytes: The bytes that they take.
+        origins: Where the scales come from, with the number of weights for each.
         ignore: The layers whose matrices are in high precision: what the configuration tells engines to leave alone.
     """
 
@@ -194,23 +194,23 @@ def serving_tensors(
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Yields names and arrays one at a time, for an engine that takes weights while it runs.
 
-    The same tensors as `export_model` writes, of the very values that the step multiplies: kernels rounded to the
-    dtype of the step, with its scales where the layout can hold them.
+    The tensors that `export_model` writes, with the very values that the step multiplies: kernels rounded to the dtype
+    of the step, with its scales where the layout can hold them.
 
     Args:
         model: As in `export_model`.
-        layout: As there.
-        names: As there.
-        dtype: As there.
-        bf16_scales: As there.
-        training_scales: As there.
-        targets: As there.
-        exclude: As there.
-        kv_cache_scales: As there.
-        rules_of: As there.
+        layout: As in `export_model`.
+        names: As in `export_model`.
+        dtype: As in `export_model`.
+        bf16_scales: As in `export_model`.
+        training_scales: As in `export_model`.
+        targets: As in `export_model`.
+        exclude: As in `export_model`.
+        kv_cache_scales: As in `export_model`.
+        rules_of: As in `export_model`.
 
     Raises:
-        ValueError: As `export_model`.
+        ValueError: As in `export_model`.
 
     Example:
         >>> model = eqx.nn.Linear(64, 32, use_bias=False, key=jax.random.key(0))
@@ -274,9 +274,9 @@ def _require_sound(folder: pathlib.Path) -> None:
     first = str(errors[0])
     more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
     raise ValueError(
-        f"engines would read the checkpoint wrongly, so nothing was exported: {first}{more}. Give names=... if "
-        "engines confuse the names of two layers, targets= or exclude= if a layer is in FP8 that must not be, another "
-        "config= if this one has other sizes; or change the model if its own numbers are not finite"
+        f"engines would read the checkpoint wrongly, so nothing was exported: {first}{more}. Give names=... if engines "
+        "confuse the names of two layers, targets= or exclude= if a layer must not be in FP8, another config= if this "
+        "one has other sizes; or change the model if its own numbers are not finite"
     )
 
 

@@ -90,8 +90,8 @@ def served_layer(
         case eqx.nn.Linear():
             return ServedEquinoxLinear(layer, served)
     raise ValueError(
-        f"{path} is a {type(layer).__name__}, which has no form for inference that holds FP8; import it "
-        "with weights='dequantized', and quantize that with serving.quantize_for_inference"
+        f"{path} is a {type(layer).__name__}, which has no FP8 form for inference; import it with "
+        "weights='dequantized', and quantize that with serving.quantize_for_inference"
     )
 
 
@@ -125,7 +125,7 @@ class _Matrices:
         experts: int,
         inputs: Inputs | None,
     ) -> "_Matrices":
-        """Those of a layer.
+        """The matrices of a layer.
 
         Args:
             path: Where it is.
@@ -145,9 +145,7 @@ class _Matrices:
             data[index], scales[index] = matrix.data.view(np.uint8), matrix.scale
             if of_inputs is not None:
                 if matrix.input_scale is None:
-                    raise ValueError(
-                        f"{path} has no scale of its input in the checkpoint, which says that it is static"
-                    )
+                    raise ValueError(f"the checkpoint says that the input of {path} is static, but has no scale for it")
                 of_inputs[index] = matrix.input_scale
         scaling = _scaling(path, scales, first, inputs)
         if isinstance(scaling, StaticScaling):
@@ -248,12 +246,12 @@ _OTHERWISE = "import the checkpoint with weights='frozen' or 'dequantized'"
 
 
 def _bits(scales: np.ndarray) -> np.ndarray:
-    """Those of float32, in an array of its own."""
+    """The bits of float32, in an array of its own."""
     return np.array(scales, np.float32, order="C").view(np.uint32)
 
 
 def _significant_bits(scales: np.ndarray) -> int:
-    """Those of the scale that has most, of 24: the leading one included."""
+    """The significant bits of the scale that has the most, of 24: the leading one included."""
     words = _bits(scales) & np.uint32(0x7FFFFF)
     word = int(np.bitwise_or.reduce(words, axis=None))
     return 24 - ((word & -word).bit_length() - 1) if word else 1

@@ -149,7 +149,7 @@ def _filled(like: Any, parts: Parts, path: ModelPath, read: Any) -> Any:
 
 
 def _on_devices(values: np.ndarray, template: Any) -> jax.Array:
-    """On the devices of a template that says where it is; an abstract one may not."""
+    """Places values on the devices of a template, if it says where it is; an abstract one may not."""
     sharding = getattr(template, "sharding", None)
     return jnp.asarray(values) if sharding is None else jax.device_put(values, sharding)
 

@@ -102,13 +102,13 @@ LLAMA = NameMap.of(
         **{f"{_BLOCK}.mlp.{part}": f"{_LAYER}.mlp.{part}_proj" for part in ("gate", "up", "down")},
     }
 )
-"""From the names of `demo.Transformer` to those of Hugging Face's Llama."""
+"""Maps the names of `demo.Transformer` to those of Hugging Face's Llama."""
 
 QWEN3 = LLAMA | {
     f"{_BLOCK}.attention.query_norm": f"{_LAYER}.self_attn.q_norm",
     f"{_BLOCK}.attention.key_norm": f"{_LAYER}.self_attn.k_norm",
 }
-"""Those of Qwen3, whose attention also norms query and key, here `query_norm` and `key_norm`."""
+"""The same for Qwen3, whose attention also norms query and key, here `query_norm` and `key_norm`."""
 
 _EXPERT = "mlp.experts.{e}"
 
@@ -116,7 +116,7 @@ QWEN3_MOE = QWEN3 | {
     f"{_BLOCK}.mlp.router": f"{_LAYER}.mlp.gate",
     **{f"{_BLOCK}.mlp.{part}.{{e}}": f"{_LAYER}.{_EXPERT}.{part}_proj" for part in ("gate", "up", "down")},
 }
-"""Those of Qwen3's mixtures of experts, from `demo.MixtureOfExperts`: experts are `mlp.experts.{e}.gate_proj`."""
+"""The same for Qwen3's mixtures of experts, from `demo.MixtureOfExperts`: experts are `mlp.experts.{e}.gate_proj`."""
 
 MIXTRAL = LLAMA | {
     f"{_BLOCK}.mlp.router": f"{_LAYER}.block_sparse_moe.gate",
@@ -125,4 +125,4 @@ MIXTRAL = LLAMA | {
         for ours, theirs in {"gate": "w1", "up": "w3", "down": "w2"}.items()
     },
 }
-"""Those of Mixtral, whose architecture `demo.MixtureOfExperts` has."""
+"""The same for Mixtral, whose architecture `demo.MixtureOfExperts` has."""

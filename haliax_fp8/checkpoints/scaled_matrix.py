@@ -57,14 +57,14 @@ class ScaledMatrix:
 
 
 type Rows = np.ndarray | ScaledMatrix
-"""A matrix of which some rows are taken at a time: values, or FP8 data and scales."""
+"""A matrix that is read some rows at a time: values, or FP8 data and scales."""
 
 
 def parts_of(shape: tuple[int, ...]) -> Iterator[slice]:
     """The rows of a matrix, a quarter of a megabyte of FP8 at a time.
 
     Args:
-        shape: Of the matrix.
+        shape: The shape of the matrix.
     """
     step = max(1, (1 << 18) // max(1, math.prod(shape[1:])))
     for start in range(0, shape[0], step):
@@ -86,7 +86,7 @@ def expanded(scale: np.ndarray, rows: slice, width: int, block: tuple[int, int])
 
 
 BF16_BITS = 8
-"""The significant bits of bfloat16: an engine that casts scales to it changes nothing of those with so many."""
+"""The significant bits of bfloat16: an engine that casts scales to it leaves those with so many unchanged."""
 
 
 def rounded_up(scale: Float32[np.ndarray, "..."], bits: int = BF16_BITS) -> Float32[np.ndarray, "..."]:
@@ -122,7 +122,7 @@ def quantized(
     Args:
         matrix: The kernel, in the dtype in which it is multiplied.
         block: The rows and columns of a block.
-        scaling: That of the kernel in training; None for fresh scales.
+        scaling: The kernel's scaling in training; None for fresh scales.
         stored: The scale that the state of training holds.
         scale_bits: How many significant bits the scale of a whole kernel has where the step multiplies by it.
         bf16_scales: See above.
@@ -178,7 +178,7 @@ def quantized(
 
 
 def spread(matrix: ScaledMatrix, block: tuple[int, int]) -> ScaledMatrix | None:
-    """The same data with scales for finer blocks; None if its blocks are not made of such.
+    """The same data with scales for finer blocks; None if its blocks do not consist of those.
 
     Args:
         matrix: A kernel.

@@ -14,7 +14,7 @@ def next_token_loss(model: Transformer, tokens: NamedArray, *, at_once: int | No
     """The mean cross-entropy of each token given those before it, in float32.
 
     `mean(logsumexp(logits) - logits[label])`. With `at_once`, only the logits of that many tokens are in memory at a
-    time, and the backward pass computes them again: for 128256 words and 8192 tokens, all of them would take 4 GB.
+    time, and the backward pass computes them again. For 128256 words and 8192 tokens, all of them would take 4 GB.
 
     Args:
         model: The model.

@@ -19,10 +19,10 @@ class Efficiency:
             that cast and transpose), 0.90 (copies on an H100), 0.92 (torchao's casts).
         launch: Seconds of overhead of each launch; torchao measured 2 µs. It is hidden while the previous launch is
             running.
-        block_flops: As `fp8_flops`, for products with block scales: a third faster than bf16.
-        block_bandwidth: As `bandwidth`, for launches that quantize in blocks: 1 TB/s of the 8 that a GB200 has.
-        attention: As `flops`, for fused causal attention, forward and backward: 480 TFLOP/s on an H100. Assumed.
-        fp8_attention: As `fp8_flops`, for the same attention: 1.3 times as fast as in bf16. Assumed.
+        block_flops: Like `fp8_flops`, for products with block scales: a third faster than bf16.
+        block_bandwidth: Like `bandwidth`, for launches that quantize in blocks: 1 TB/s of the 8 that a GB200 has.
+        attention: Like `flops`, for fused causal attention, forward and backward: 480 TFLOP/s on an H100. Assumed.
+        fp8_attention: Like `fp8_flops`, for the same attention: 1.3 times as fast as in bf16. Assumed.
 
     Raises:
         ValueError: If a share is not above 0 and at most 1, or `launch` is negative.

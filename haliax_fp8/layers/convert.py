@@ -136,8 +136,8 @@ def _nothing_faster(config: Fp8Config, slower: Mapping[str, str]) -> ValueError:
     more = f"; and {len(slower) - 3} more" if len(slower) > 3 else ""
     return ValueError(
         f"only_if=FasterOn(...) on {config.only_if} leaves every selected layer in high precision: {shown}{more}. "
-        "Train the model without converting it, or leave out only_if to convert it all the same; "
-        "print(describe(model, config)) shows the reason for every layer"
+        "Train the model without converting it, or leave out only_if to convert it anyway; print(describe(model, "
+        "config)) shows the reason for every layer"
     )
 
 

@@ -21,4 +21,4 @@ default_rules: tuple[LayerRule, ...] = (
     ),
     Refused((eqx.nn.Conv, eqx.nn.ConvTranspose, hnn.Conv, hnn.ConvTranspose), "convolutions have no FP8 product"),
 )
-"""The rules that `Fp8Config` uses unless told otherwise; the first one that fits a layer decides."""
+"""The default rules of `Fp8Config`; the first one that fits a layer decides."""

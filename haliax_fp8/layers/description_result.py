@@ -24,7 +24,7 @@ class ModelDescription(Printable):
     """Every linear layer of a model. Iterate over it, or print it.
 
     Args:
-        layers: In the order of the tree.
+        layers: The layers, in the order of the tree.
         device: The requested device; if None, `support` refers to the local one.
         predict: The device and tokens that times are predicted for; None if they are not.
         rematerialized: The modules that `memory.rematerialize` changed: what each is, by path.

@@ -29,7 +29,7 @@ class Layer(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class LayerRow[L: Layer]:
-    """One row: a layer, or several of which it says the same.
+    """One row: a layer, or several that it describes alike.
 
     Args:
         name: The name of the layer, or those of siblings after that of their parent; with ranges for layers that differ
@@ -62,7 +62,7 @@ class Kind[L: Layer](Protocol):
     """What a row says of a layer other than its name and shape."""
 
     def __call__(self, layer: L, /) -> Hashable:
-        """The same value for layers of which it says the same."""
+        """Returns the same value for layers that the row describes in the same way."""
         ...
 
 

@@ -84,7 +84,7 @@ class EquinoxLinear(LayerRule):
     def refusal(self, layer: eqx.nn.Linear) -> str | None:
         """Integer or complex weights; a subclass, whose `__call__` would be lost; or a wrapper of unknown shape."""
         if type(layer) not in (eqx.nn.Linear, Fp8Linear):
-            return f"{type(layer).__name__} is a subclass of Linear and may multiply otherwise"
+            return f"{type(layer).__name__} is a subclass of Linear and may multiply differently"
         if _leading_shape(layer) is None:
             return (
                 f"its weight is a {type(layer.weight).__name__} that holds stacked arrays, and without a bias the "
@@ -93,7 +93,7 @@ class EquinoxLinear(LayerRule):
         return integer_weight(layer.weight)
 
     def kernel(self, layer: eqx.nn.Linear) -> Kernel:
-        """From the input features to the output features."""
+        """The weight, from the input features to the output features."""
         leading = _leading_shape(layer) or ()
         return Kernel(layer.weight, layer.in_features, layer.out_features, leading=leading, contracted=(1,))
 

@@ -19,10 +19,10 @@ class MeshAxes(NamedTuple):
     """The axes of a mesh that the axes of a grouped product are divided over.
 
     Args:
-        rows: Of the rows.
-        inputs: Of the inputs, which are summed.
-        outputs: Of the outputs.
-        experts: Of the experts.
+        rows: The mesh axes of the rows.
+        inputs: The mesh axes of the inputs, which are summed.
+        outputs: The mesh axes of the outputs.
+        experts: The mesh axes of the experts.
     """
 
     rows: tuple[str, ...]
@@ -32,7 +32,7 @@ class MeshAxes(NamedTuple):
 
     @staticmethod
     def of(rows: hax.Axis, inputs: hax.Axis, outputs: hax.Axis, experts: hax.Axis) -> "MeshAxes | None":
-        """Those of Haliax's axis mapping; None without one, without a mesh, and where a device runs this for itself."""
+        """The axes of Haliax's axis mapping; None without one, without a mesh, and where a device runs this alone."""
         mesh = jax.sharding.get_abstract_mesh()
         if current_thread_local_mapping() is None or mesh.empty or mesh.size == 1 or mesh.manual_axes:
             return None

@@ -27,11 +27,11 @@ class HaliaxLinear(LayerRule):
     def refusal(self, layer: hnn.Linear) -> str | None:
         """Integer weights, or a `dot_general` that is not Haliax's default and would be lost."""
         if type(layer.dot_general) is not type(DotGeneralOp.default()):
-            return f"its dot_general is a {type(layer.dot_general).__name__} already"
+            return f"its dot_general is already a {type(layer.dot_general).__name__}"
         return integer_weight(layer.weight)
 
     def kernel(self, layer: hnn.Linear) -> Kernel:
-        """From the input axes to the output axes."""
+        """The weight, from the input axes to the output axes."""
         return Kernel(layer.weight, layer.In, layer.Out, factor=float(layer.reparam.active_scale))
 
     def op(self, layer: hnn.Linear) -> Fp8DotGeneral | None:
@@ -55,7 +55,7 @@ class Fp8Embedding(hnn.Embedding):
         return logits * self.reparam.unembed_active_scale
 
     def resize_embeddings(self, new_size: int, key: jax.Array | None = None) -> "Fp8Embedding":
-        """With another vocabulary size; the op keeps its state and knows the kernel by its new shape."""
+        """This layer with another vocabulary size; the op keeps its state and knows the kernel by its new shape."""
         resized = super().resize_embeddings(new_size, key=key)
         return dataclasses.replace(resized, dot_general=dataclasses.replace(self.dot_general, kernel_shape=(new_size,)))
 
@@ -78,7 +78,7 @@ class HaliaxEmbedding(LayerRule):
         return "a tied head is converted only if a target names it"
 
     def kernel(self, layer: hnn.Embedding) -> Kernel:
-        """From the embedding axes to the vocabulary."""
+        """The weight, from the embedding axes to the vocabulary."""
         return Kernel(layer.weight, layer.Embed, layer.Vocab)
 
     def op(self, layer: hnn.Embedding) -> Fp8DotGeneral | None:
@@ -143,7 +143,7 @@ class HaliaxMoELinear(LayerRule):
         return _subclass(layer, hnn.MoELinear, Fp8MoELinear) or integer_weight(layer.weight)
 
     def kernel(self, layer: hnn.MoELinear) -> Kernel:
-        """From the input axis to the output axis, for each expert."""
+        """The weight, from the input axis to the output axis, for each expert."""
         return Kernel(layer.weight, layer.In, layer.Out, layer.Experts)
 
     def op(self, layer: hnn.MoELinear) -> Fp8DotGeneral | None:
@@ -165,4 +165,4 @@ def _subclass(layer: Any, plain: type, converted: type) -> str | None:
     """The refusal of a layer whose class is not exactly the one that the rule rewrites."""
     if type(layer) in (plain, converted):
         return None
-    return f"{type(layer).__name__} is a subclass of {plain.__name__} and may multiply otherwise"
+    return f"{type(layer).__name__} is a subclass of {plain.__name__} and may multiply differently"

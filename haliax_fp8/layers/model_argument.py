@@ -25,14 +25,14 @@ def require_tree(tree: Any, call: str, name: str = "model") -> None:
 
 
 def require_model(model: Any, call: str, name: str = "model") -> None:
-    """As `require_tree`, for functions that take a model without its optimizer's state.
+    """Like `require_tree`, for functions that take a model without its optimizer's state.
 
     Moments have the structure of the model, so every layer would be found again in them.
 
     Args:
-        model: As there.
-        call: As there.
-        name: As there.
+        model: As in `require_tree`.
+        call: As in `require_tree`.
+        name: As in `require_tree`.
     """
     require_tree(model, call, name)
     if type(model) is tuple and any(map(holds_optimizer_state, model)):
@@ -45,12 +45,12 @@ def require_model(model: Any, call: str, name: str = "model") -> None:
 
 
 def require_layers(model: Any, call: str, name: str = "model") -> None:
-    """As `require_model`, for functions to which an array or an op alone is no model either.
+    """Like `require_model`, for functions to which an array or an op alone is not a model.
 
     Args:
-        model: As there.
-        call: As there.
-        name: As there.
+        model: As in `require_tree`.
+        call: As in `require_tree`.
+        name: As in `require_tree`.
     """
     require_model(model, call, name)
     if is_op(model):

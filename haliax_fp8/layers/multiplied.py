@@ -45,7 +45,7 @@ def multiplied(path: str, kernel: Kernel, stack: tuple[hax.Axis, ...], *, direct
     """A kernel as its layer hands it to its products.
 
     Args:
-        path: Of the layer, for errors.
+        path: The path of the layer, for errors.
         kernel: The layer's.
         stack: The axes of the stacks that the layer is in.
         directional: Whether scales depend on what is contracted.
@@ -119,8 +119,8 @@ def _of_plain(path: str, kernel: Kernel, shape: tuple[int, ...], *, directional:
             return _dot(shape, found[0])
     if directional:
         raise ValueError(
-            f"the kernel of {path or 'the model itself'} has shape {shape}, which does not tell what its product sums "
-            "over, and scales run along that. Say it in the Kernel of the layer's LayerRule: contracted=(1,)"
+            f"the kernel of {path or 'the model itself'} has shape {shape}, which does not show what its product sums "
+            "over; scales run along those axes. Set them in the Kernel of the layer's LayerRule: contracted=(1,)"
         )
     # One scale for all: what is contracted decides in which order the data are stored, no more.
     return _dot(shape, (len(shape) - 1,) if shape else ())

@@ -103,7 +103,8 @@ def require_no_kernel_copies(model: Any, name: str = "model") -> None:
     more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
     raise ValueError(
         f"{name} has quantized kernels, in {', '.join(paths[:3])}{more}: copies of the weights of one step, which do "
-        "not change with them. Pass the model that quantize_kernels was given; only losses get the one with copies"
+        "not change with them. Pass the original model, the argument of quantize_kernels; only losses take the one "
+        "with copies"
     )
 
 

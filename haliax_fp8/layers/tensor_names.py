@@ -47,7 +47,7 @@ def is_router(layer: str, names: Iterable[str] = ()) -> bool:
 
     Args:
         layer: Its name.
-        names: Those of all tensors.
+        names: The names of all tensors.
     """
     parent = layer.rpartition(".")[0]
     return bool(_ROUTERS.search(layer)) and f"{parent}.up{WEIGHT}" not in names
@@ -58,6 +58,6 @@ def is_linear(layer: str, axes: int) -> bool:
 
     Args:
         layer: The layer's name.
-        axes: Of its weight.
+        axes: The axes of its weight.
     """
     return axes in (2, 3) and not is_embedding(layer) and not is_norm(layer)

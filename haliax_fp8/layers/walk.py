@@ -41,7 +41,7 @@ def map_layers[M](function: Callable[[str, Any], M], module: M, rules: tuple[Lay
 def map_layers_in_stacks[M](
     function: Callable[[str, Any, tuple[hax.Axis, ...]], Any], module: M, rules: tuple[LayerRule, ...]
 ) -> M:
-    """As `map_layers`, for a function that takes the axes of the stacks that a layer is in too."""
+    """Like `map_layers`, for a function that also takes the axes of the stacks that a layer is in."""
     return _walk(function, module, rules, (), ())
 
 

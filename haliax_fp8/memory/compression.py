@@ -25,7 +25,7 @@ def compressed(
 
     The result does not change. The gradient is taken at `dequantize(quantize(x))`: each kept element has a relative
     error of up to 1/16, which the forward pass does not see. Once operands are in FP8, the computation between two
-    products of a feed-forward layer, such as `silu(gate) * up`, accounts for most of a block's residuals: automatic
+    products of a feed-forward layer, such as `silu(gate) * up`, accounts for most of a block's residuals. Automatic
     differentiation keeps `gate`, `up` and intermediate values in high precision. This keeps one byte per element of
     `gate` and `up`.
 

@@ -32,11 +32,11 @@ class HostOptimizer(eqx.Module):
     """An Optax optimizer whose float32 masters and moments are in `pinned_host`, not on the device.
 
     The device keeps the parameters in the dtype of the model, such as bfloat16. In a `lax.scan` over the layers of a
-    stack, an update moves one layer's masters and moments to the device, updates them, and moves them back; parameters
-    outside of stacks are updated together after that.
+    stack, an update moves one layer's masters and moments to the device, updates them, and moves them back. Parameters
+    outside stacks are updated together after that.
 
     The device then holds 2 bytes per weight for parameters, 2 for gradients, and a few layers, instead of 16 with
-    float32 masters and Adam; every step moves 12 bytes per weight to the device and back. See `docs/scaling-out.md`.
+    float32 masters and Adam. Every step moves 12 bytes per weight to the device and back. See `docs/scaling-out.md`.
 
     Args:
         optimizer: It sees dicts of float32 arrays by path, `{"blocks.stacked.mlp.up.weight": ...}`: those of one layer
@@ -100,7 +100,7 @@ class HostOptimizer(eqx.Module):
         same = {size: group.keys() for size, group in of_params.items()}
         for name, other in (("gradients", of_gradients), ("state", state.masters)):
             if {size: group.keys() for size, group in other.items()} != same:
-                raise ValueError(f"{name} are those of other parameters; start with host.init(trainable(model))")
+                raise ValueError(f"{name} belong to other parameters; start with host.init(trainable(model))")
         masters, states, new = {}, {}, {}
         for size in sorted(of_params, reverse=True):
             args = of_gradients[size], state.masters[size], state.optimizer[size]

@@ -27,7 +27,7 @@ def share_input_scales[M](
 
     The layers of a group use one scale for their input, the largest of their scales; in `filter_grad` and
     `filter_value_and_grad` it is one value in the program. The compiler then sees that the layers quantize the same
-    tensor in the same way, does it once, and keeps one FP8 copy for the backward pass instead of one per layer; all
+    tensor in the same way, does it once, and keeps one FP8 copy for the backward pass instead of one per layer. All
     their products read it.
 
     Weights stay in place, each with its own scale: checkpoints, sharding rules, optimizers and the model's code see no

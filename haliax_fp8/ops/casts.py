@@ -71,11 +71,11 @@ def quantize_dequantize(
     Args:
         x: Values, 16 bits or more.
         q_dtype: FP8 dtype to round to.
-        scale: As for `quantize`.
-        compute_dtype: As for `quantize`.
+        scale: As in `quantize`.
+        compute_dtype: As in `quantize`.
 
     Raises:
-        ValueError: As `quantize`.
+        ValueError: As in `quantize`.
 
     Example:
         >>> quantize_dequantize(jnp.array([1.06, 500.0]), jnp.float8_e4m3fn, 1.0, jnp.float32)

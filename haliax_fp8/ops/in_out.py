@@ -20,17 +20,17 @@ def in_q(
     Source: Flax guide, "Delayed Scaling".
 
     Args:
-        compute_dtype: As for `quantize`.
+        compute_dtype: As in `quantize`.
         q_dtype: FP8 dtype of the result.
         inp: The operand.
-        scale: As for `update_fp8_meta`.
-        amax_history: As for `update_fp8_meta`.
+        scale: As in `update_fp8_meta`.
+        amax_history: As in `update_fp8_meta`.
 
     Returns:
         FP8 data and its scale. Backward, `inp` gets zero: this function does not provide the product's gradient.
 
     Raises:
-        ValueError: As `quantize` and `update_fp8_meta`.
+        ValueError: As in `quantize` and `update_fp8_meta`.
 
     Example:
         >>> in_q(jnp.float32, jnp.float8_e4m3fn, 3.0, jnp.array(1.0), jnp.array([896.0, 0.0]))
@@ -74,17 +74,17 @@ def in_qdq(
     Deprecated: use `in_q`, the product, `out_dq`. Source: Flax guide, "Accumulate gradient of FP8 params".
 
     Args:
-        compute_dtype: As for `quantize`.
+        compute_dtype: As in `quantize`.
         q_dtype: FP8 dtype to round to.
         inp: The operand.
-        scale: As for `update_fp8_meta`.
-        amax_history: As for `update_fp8_meta`.
+        scale: As in `update_fp8_meta`.
+        amax_history: As in `update_fp8_meta`.
 
     Returns:
         `inp` rounded. Backward, `inp` gets the cotangent unchanged.
 
     Raises:
-        ValueError: As `in_q`.
+        ValueError: As in `in_q`.
 
     Example:
         >>> def reuse(x, y, scale, history):
@@ -105,17 +105,17 @@ def out_qdq(
     Deprecated: use `in_q`, the product, `out_dq`. Source: Flax guide, "Deprecated APIs".
 
     Args:
-        compute_dtype: As for `quantize`.
+        compute_dtype: As in `quantize`.
         q_dtype: FP8 dtype to round the cotangent to.
         out: The product.
-        scale: As for `update_fp8_meta`, for the cotangent.
-        amax_history: As for `update_fp8_meta`, for the cotangent.
+        scale: As in `update_fp8_meta`, for the cotangent.
+        amax_history: As in `update_fp8_meta`, for the cotangent.
 
     Returns:
         `out`. Backward, `out` gets the rounded cotangent.
 
     Raises:
-        ValueError: As `in_q`.
+        ValueError: As in `in_q`.
 
     Example:
         >>> def loss(out, scale, history):

@@ -97,7 +97,7 @@ def update_fp8_meta(
         The new scale and the new history.
 
     Raises:
-        ValueError: As those two functions.
+        ValueError: As in those two functions.
 
     Example:
         >>> update_fp8_meta(7.0, jnp.float8_e4m3fn, jnp.array(1.0), jnp.array([896.0, 0.0]))

@@ -62,7 +62,7 @@ def panels(rows: int, height: float, *, ratios: tuple[float, ...] | None = None)
 
     Args:
         rows: How many.
-        height: Of the figure, inches.
+        height: The figure's height in inches.
         ratios: The panels' relative heights; None for equal ones.
     """
     # Not by pyplot, which keeps every figure until it is closed and chooses a screen.

@@ -32,7 +32,7 @@ def _rowwise_wgrad_bf16() -> Recipe:
 
 
 def _nvfp4() -> Recipe:
-    """As NVIDIA trains with it: gradients rounded stochastically, wgrad's operands rotated first."""
+    """NVIDIA's recipe for training: gradients rounded stochastically, wgrad's operands rotated first."""
     recipe = Recipe.of(NVFP4Scaling(), forward=E2M1)
     rotated = HadamardScaling(NVFP4Scaling())
     return dataclasses.replace(

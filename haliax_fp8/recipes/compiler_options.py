@@ -29,7 +29,7 @@ def training_options(recipes: Iterable[Recipe], device: Device) -> dict[str, boo
     """Compiler options for a training step of a model: with them, dgrad and wgrad accumulate in full float32.
 
     Args:
-        recipes: Those of the model's layers.
+        recipes: The recipes of the model's layers.
         device: Where the step runs.
 
     Returns:
@@ -48,7 +48,7 @@ def cost_of_flags(flags: XlaFlags, device: Device, recipes: Iterable[Recipe]) ->
     Args:
         flags: The current flags, including compiler options.
         device: Where the products run.
-        recipes: Those of a model's layers.
+        recipes: The recipes of a model's layers.
 
     Returns:
         The cost; None if there is none.

@@ -45,9 +45,9 @@ SCALE_BITS: dict[OperandName, int] = {"input": 1, "kernel": 7, "output_grad": 1}
 """The significant bits that scales of whole tensors are rounded up to, for products in bfloat16.
 
 A bfloat16 has 8, so the scales of the two operands of each product multiply exactly. The kernel takes all but one of
-them: it hardly changes from step to step, so with a coarse scale its rounding errors stay the same as well, where those
-of a scale that follows its amax closely average out. Inputs and gradients are new in every step; a power of two costs
-them range, not precision.
+them: it hardly changes from step to step, so with a coarse scale its rounding errors stay the same as well; with
+a scale that follows its amax closely, they average out. Inputs and gradients are new in every step; a power of two
+costs them range, not precision.
 """
 
 # The field that says how each operand is quantized for the second of its products.
@@ -89,9 +89,9 @@ class Recipe:
         input: The layer's input, an operand of fprop and wgrad.
         kernel: The layer's weight, an operand of fprop and dgrad.
         output_grad: The gradient of the layer's output, an operand of dgrad and wgrad.
-        input_for_wgrad: How the input is quantized for wgrad; None as for fprop.
-        kernel_for_dgrad: How the kernel is quantized for dgrad; None as for fprop.
-        output_grad_for_wgrad: How the output's gradient is quantized for wgrad; None as for dgrad.
+        input_for_wgrad: How the input is quantized for wgrad; by default as for fprop.
+        kernel_for_dgrad: How the kernel is quantized for dgrad; by default as for fprop.
+        output_grad_for_wgrad: How the output's gradient is quantized for wgrad; by default as for dgrad.
 
     Raises:
         ValueError: If only one operand of a product is in high precision, or rotated; if MXFP8's gradients are in E5M2;
@@ -156,7 +156,7 @@ class Recipe:
         """One scaling for all operands, with one format for the forward and one for the backward pass.
 
         With one scale per tensor the default is TransformerEngine's `HYBRID`, E4M3 forward for precision and E5M2
-        backward for range; rows and blocks do not need the range, and use E4M3 for both.
+        backward for range. Rows and blocks do not need the range, and use E4M3 for both.
 
         Args:
             scaling: How every operand gets its scale.

@@ -109,7 +109,7 @@ def _lacking(operands: tuple[Quantization, Quantization], device: Device) -> str
 
 
 def supported_in_groups(recipe: Recipe, device: Device) -> Support:
-    """As `supported`, for grouped products, which have implementations of their own.
+    """Like `supported`, for grouped products, which have implementations of their own.
 
     Args:
         recipe: The recipe.

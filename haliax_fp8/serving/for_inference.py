@@ -58,7 +58,7 @@ def quantize_for_inference[M](
         exclude: Layers to leave in high precision.
         unstack: Whether each `haliax.nn.Stacked` with such a layer becomes a `BlockSeq`, with the same numbers and the
             same keys in state dicts. Stacks in ensembles stay.
-        rules_of: A configuration, of which only `rules` matters; needed for layers of your own classes.
+        rules_of: A configuration; only its `rules` matter. Needed for layers of your own classes.
 
     Returns:
         The model for inference.

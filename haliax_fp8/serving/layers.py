@@ -90,7 +90,7 @@ class ServedLinear(AbstractServedLayer, hnn.Linear):
 
     @property
     def described(self) -> Kernel:
-        """From the input axes to the output axes."""
+        """The kernel, from the input axes to the output axes."""
         return Kernel(None, self.In, self.Out)
 
     def dequantized(self, dtype: DTypeLike) -> hnn.Linear:
@@ -171,7 +171,7 @@ class ServedEmbedding(AbstractServedLayer, hnn.Embedding):
 
     @property
     def described(self) -> Kernel:
-        """From the embedding axes to the vocabulary."""
+        """The kernel, from the embedding axes to the vocabulary."""
         return Kernel(None, self.Embed, self.Vocab)
 
     def dequantized(self, dtype: DTypeLike) -> hnn.Embedding:
@@ -233,7 +233,7 @@ class ServedMoELinear(AbstractServedLayer, hnn.MoELinear):
 
     @property
     def described(self) -> Kernel:
-        """From the input axis to the output axis, for each expert."""
+        """The kernel, from the input axis to the output axis, for each expert."""
         return Kernel(None, self.In, self.Out, self.Experts)
 
     def dequantized(self, dtype: DTypeLike) -> hnn.MoELinear:
@@ -277,7 +277,7 @@ class ServedEquinoxLinear(AbstractServedLayer, eqx.nn.Linear):
 
     @property
     def described(self) -> Kernel:
-        """From the input features to the output features."""
+        """The kernel, from the input features to the output features."""
         return Kernel(None, self.in_features, self.out_features)
 
     def dequantized(self, dtype: DTypeLike) -> eqx.nn.Linear:

@@ -63,7 +63,7 @@ def log_probability_mismatch(
 
     Args:
         trained: The log-probabilities of the tokens by the model in training.
-        sampled: Those of the same tokens by the engine that drew them.
+        sampled: The log-probabilities of the same tokens, from the engine that drew them.
         mask: Which tokens count; all by default. Leave out prompts and padding.
 
     Returns:

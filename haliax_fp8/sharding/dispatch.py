@@ -30,10 +30,10 @@ def send_rows(
 
     For expert parallelism: call it inside `shard_map`, before `op.ragged_dot`. The received rows have the dtype of
     `rows`, are rounded with the op's scale for its input, and have the same amax over all devices. So the op quantizes
-    them to the same FP8 data as the original rows and records the same amax; its products and state are bit for bit the
+    them to the same FP8 data as the original rows and records the same amax. Its products and state are bit for bit the
     same as when `rows` are sent in high precision. This holds for float32 and bfloat16.
 
-    Elements that round to the largest value sent arrive as the amax itself, which is sent as one number: the op rounds
+    Elements that round to the largest value sent arrive as the amax itself, which is sent as one number. The op rounds
     them to the same FP8 value again, and sees the amax that its next scale has to cover.
 
     Args:

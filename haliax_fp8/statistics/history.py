@@ -71,7 +71,7 @@ class History:
         return float(np.abs(np.diff(logs)).max(initial=0.0))
 
     def growth(self, steps: int) -> float:
-        """By what factor the amax grew over the last steps, if it grew in each of them; else 1.
+        """The factor by which the amax grew over the last steps, if it grew in each of them; else 1.
 
         Args:
             steps: How many.

@@ -57,7 +57,7 @@ class StatisticsLog(Printable):
             )
         if any(after <= before for before, after in zip(steps, steps[1:], strict=False)):
             raise ValueError(
-                f"steps={list(steps)} is not increasing; sort what was measured by step, with each step once"
+                f"steps={list(steps)} is not increasing; sort the measurements by step, with each step once"
             )
         for step, numbers in zip(steps, measured, strict=True):
             if not isinstance(numbers, Mapping):

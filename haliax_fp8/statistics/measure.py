@@ -73,10 +73,10 @@ def quantization_statistics(model: Any, loss_fn: Callable[..., Any], *batch: Any
 
 
 def statistics_in(gradients: Any) -> ModelStatistics:
-    """What was measured.
+    """The statistics that gradients carry.
 
     Args:
-        gradients: Of a model that `measuring` returned, or the part of them that replaces state.
+        gradients: The gradients of a model that `measuring` returned, or the part of them that replaces state.
     """
     by_path = {name: _statistics(op) for name, op in named_ops(gradients)}
     return ModelStatistics(tuple(by_path), tuple(by_path.values()))
@@ -87,7 +87,7 @@ def measuring[M](model: M, rules: tuple[LayerRule, ...] = default_rules) -> M:
 
     Args:
         model: The model.
-        rules: Those of its layers' classes.
+        rules: The rules of its layers' classes.
     """
 
     def measure(path: str, layer: Any, stack: tuple[hax.Axis, ...]) -> Any:

@@ -34,7 +34,7 @@ class Whole:
     Args:
         axes: Those axes, the innermost first. An array has the last in front.
         mapped: Which arrays have the outermost axis, in front of all.
-        size: Of the outermost axis.
+        size: The size of the outermost axis.
     """
 
     axes: tuple[MappedAxis, ...]
@@ -65,7 +65,7 @@ def call_whole(
         outermost: The name of the outer axis.
         example: What the call returns for one example; only its shape and dtype are used.
         function: Gets a `Whole` and the arrays; its result has the axis `outermost` in front, then the others.
-        *arrays: Of one example.
+        *arrays: The arrays of one example.
     """
     return _call(example, function, ())(lax.axis_index(outermost), *arrays)
 

@@ -71,7 +71,7 @@ def recorded[M](model: M, gradients_of: Callable[[M], Any]) -> M:
 
     Args:
         model: A converted model; one without state is returned unchanged.
-        gradients_of: Computes the gradients of a model, of which only the state's are used. It gets the model with
+        gradients_of: Computes the gradients of a model; only those of its state are used. It gets the model with
             every product in high precision, recording what the state of its recipe needs.
     """
     if not fp8_states(model):
@@ -113,8 +113,8 @@ def _overwritten[M](model: M, observed: M, gradients: Any) -> M:
 
 
 _BATCHES = (
-    "batches is a list of batches, and a batch the tuple of what loss_fn takes after the model: "
-    "calibrate(model, loss_fn, [(x, y)])"
+    "batches is a list of batches, and a batch is a tuple of loss_fn's arguments after the model: calibrate(model, "
+    "loss_fn, [(x, y)])"
 )
 
 

@@ -145,7 +145,7 @@ def _parts(x: Array, count: int) -> Array:
     if x.ndim == 0 or x.shape[0] % count:
         raise ValueError(
             f"microbatches={count} does not divide the leading axis of a batch array of shape {x.shape}; give a batch "
-            "whose arrays it divides, or make what is the same for all microbatches part of the loss"
+            "whose arrays it divides, or move whatever is the same for all microbatches into the loss"
         )
     # If devices divide the leading axis, they keep their rows: the outer part of a divided axis stays divided.
     return whole_in_front(jnp.swapaxes(x.reshape(x.shape[0] // count, count, *x.shape[1:]), 0, 1))

@@ -19,11 +19,11 @@ class ReduceOnce:
     Until then every device holds a whole gradient in float32: four bytes for each weight that the other mesh axes do
     not divide. Under FSDP that can exceed everything else on the device; see `docs/traffic.md`.
 
-    The rows of a device count as a microbatch of their own. The loss is the mean over devices, `current` and `nvfp4`
-    compute scales from the device's rows alone, random keys are split for devices too, and arrays in `aux` have an
-    entry for each microbatch and device. Kernels are quantized once per step, as with `quantize_kernels="once"`, so the
-    loss must not cast them: convert with `compute_dtype=jnp.bfloat16` instead. Inside the loss, Haliax's axis mapping
-    omits the mesh axes of `over`.
+    The rows of a device count as a microbatch of their own. The loss is the mean over devices, and `current` and
+    `nvfp4` compute scales from the device's rows alone. Random keys are split for devices too, and arrays in `aux` have
+    an entry for each microbatch and device. Kernels are quantized once per step, as with `quantize_kernels="once"`, so
+    the loss must not cast them: convert with `compute_dtype=jnp.bfloat16` instead. Inside the loss, Haliax's axis
+    mapping omits the mesh axes of `over`.
 
     Args:
         over: The mesh axis, or axes, over which the rows of the batch are divided: "data", or ("replica", "data").

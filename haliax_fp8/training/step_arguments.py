@@ -64,8 +64,8 @@ def require_choices(*, microbatches: Any, donate: Any, has_aux: Any, monitor: An
     """Raises a ValueError unless a step's choices are of the kinds that they must be."""
     if not isinstance(microbatches, int) or isinstance(microbatches, bool) or microbatches < 1:
         raise ValueError(
-            f"microbatches={microbatches!r} must be an integer of at least 1: into how many parts a step splits its "
-            "batch"
+            f"microbatches={microbatches!r} must be an integer of at least 1: the number of parts that a step splits "
+            "its batch into"
         )
     require_bool("donate", donate, of="TrainStep")
     require_bool("has_aux", has_aux, of="TrainStep")
@@ -213,8 +213,8 @@ def require_state_of(
     if jax.tree.structure(arrays) == jax.tree.structure(expected) and shapes(arrays) == shapes(expected):
         return
     raise ValueError(
-        f"opt_state is not that of this model and optimizer: {_difference(opt_state, expected, model)}. Create it with "
-        "step.init(model); if the model was converted, or converted back, during training, keep the moments with "
+        f"opt_state does not belong to this model and optimizer: {_difference(opt_state, expected, model)}. Create it "
+        "with step.init(model); if the model was converted, or converted back, during training, keep the moments with "
         "opt_state = transfer_optimizer_state(opt_state, old_model, model)"
     ) from error
 

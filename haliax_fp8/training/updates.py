@@ -51,7 +51,7 @@ def apply_updates[T](module: T, updates: PyTree, overwrites: PyTree) -> T:
 
     State is not copied from the gradient: each layer's scale and history are recomputed from the model's own state and
     the newest amax in the gradient. So state does not change if the step did not reach the layer or an amax is not
-    finite, and it is not corrupted if a layer was used several times under a plain gradient.
+    finite. It is not corrupted if a layer was used several times under a plain gradient.
 
     Args:
         module: The model before the step.

@@ -246,7 +246,7 @@ def test_a_folder_is_complete_or_absent(tmp_path):
 def test_a_folder_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "file").touch()
     for path in (tmp_path / "file" / "new", tmp_path / "file" / "deep" / "new"):
-        remedy = "choose a folder that can be written to"
+        remedy = "choose a writable folder"
         with pytest.raises(ValueError, match=f"to={re.escape(repr(str(path)))} cannot be made in .*; {remedy}"):
             new_folder(path, "to").__enter__()
     with pytest.raises(ValueError, match="directory='.*file' exists and is not empty"):

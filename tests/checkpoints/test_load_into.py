@@ -297,9 +297,9 @@ def test_strict_refuses_anything_but_the_same_model(tmp_path):
     for other, what in {
         "delayed 64": "up.dot_general.state.table changed: the history of 8 steps was padded to 64",
         "plain": "up.dot_general.state.table unused",
-        "static": "up.dot_general.state.table fresh: the state in the checkpoint is that of another scaling",
+        "static": "up.dot_general.state.table fresh: the state in the checkpoint belongs to another scaling",
     }.items():
-        with pytest.raises(ValueError, match="strict=True.*convert it as the saved one was") as raised:
+        with pytest.raises(ValueError, match="strict=True.*Convert the model with the recipe") as raised:
             load_into(made(other, 2), path, strict=True)
         assert what in str(raised.value)
 
@@ -320,16 +320,16 @@ def test_strict_says_where_only_the_state_of_the_optimizer_differs(tmp_path):
         optax.adam(1e-3, mu_dtype="bfloat16"): "1.0.mu.up.weight changed: float32 in the checkpoint, cast to bfloat16",
         optax.chain(optax.identity(), adam): r"1.1.0.count fresh: not in the checkpoint, int32\(\) here; 1.1.0.mu",
     }
-    start = "the optimizer's state, 1 in the tree, is not the one that was saved; all else is"
+    start = "the optimizer's state, 1 in the tree, does not match the saved one; everything else does"
     for optimizer, what in others.items():
-        remedy = r"Make it as the saved one was made, by the same optimizer with the same options"
+        remedy = r"Make it with the same optimizer and options as the saved one"
         with pytest.raises(ValueError, match=rf"{start}.*: {what}.*\. {remedy}"):
             load_into((model, state(optimizer)), tmp_path / "run.eqx", strict=True)
     assert load_into((model, state(adam)), tmp_path / "run.eqx", strict=True)[1].is_complete
     # Where the model differs too, or there is no such state, the message is not about the optimizer.
     half = eqx.tree_at(lambda m: m.up.bias, model, jnp.ones(4, jnp.bfloat16))
     for tree, what in (((half, state(optax.sgd(1e-3))), "0.up.bias changed"), ((model, None), "1.0.count")):
-        with pytest.raises(ValueError, match=f"the checkpoint is not that of this model.*{what}"):
+        with pytest.raises(ValueError, match=f"the checkpoint does not belong to this model.*{what}"):
             load_into(tree, tmp_path / "run.eqx", strict=True)
 
 
@@ -410,7 +410,7 @@ def test_files_of_equinox_without_names(tmp_path):
     (tmp_path / "no.eqx").write_bytes(b"not NumPy's")
     with pytest.raises(ValueError, match="is not Equinox.s, where q.weight should begin"):
         load_into(into, tmp_path / "no.eqx", made_from=model)
-    with pytest.raises(ValueError, match="no.eqx' is not something that load_into reads: a file of save"):
+    with pytest.raises(ValueError, match="no.eqx' is not something that load_into reads: a file that save"):
         load_into(into, tmp_path / "no.eqx")
 
 
@@ -423,7 +423,7 @@ def test_paths_that_are_no_checkpoint(tmp_path):
     (tmp_path / "10").mkdir()
     with pytest.raises(ValueError, match="holds a folder for each step, 10; name one, such as '.*/10'"):
         load_into(model, tmp_path)
-    with pytest.raises(ValueError, match="a folder without a checkpoint: Orbax ends .* and it holds nothing"):
+    with pytest.raises(ValueError, match="a folder without a checkpoint: Orbax ends .* but this one holds nothing"):
         load_into(model, tmp_path / "10")
     (tmp_path / "bad.safetensors").write_bytes(b"12345678")
     with pytest.raises(ValueError, match="not a sound safetensors file"):
@@ -501,7 +501,7 @@ def test_a_changed_byte_is_found_wherever_it_is(of_three):
         with pytest.raises(ValueError, match="good.eqx"):
             load_into(zeros, path, strict=True)
     path.write_bytes(content[:first] + bytes([content[first] ^ 1]) + content[first + 1 :])
-    with pytest.raises(ValueError, match="good.eqx is damaged: the bytes of a are not those that were saved; copy it"):
+    with pytest.raises(ValueError, match="good.eqx is damaged: the bytes of a have changed since they were saved"):
         load_into(zeros, path)
     loaded, _ = load_into(zeros | {"a": None}, path)
     np.testing.assert_array_equal(loaded["b"], tree["b"])
@@ -516,7 +516,7 @@ def test_a_changed_name_is_not_another_leaf(tmp_path):
     content = (tmp_path / "w.eqx").read_bytes()
     assert content.count(b'"w3"') == 1
     (tmp_path / "w.eqx").write_bytes(content.replace(b'"w3"', b'"w1"'))
-    with pytest.raises(ValueError, match="w.eqx is damaged: the bytes of w1 are not"):
+    with pytest.raises(ValueError, match="w.eqx is damaged: the bytes of w1 have changed"):
         load_into(tree, tmp_path / "w.eqx")
 
 

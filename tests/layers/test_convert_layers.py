@@ -766,7 +766,7 @@ def test_a_dot_general_of_ones_own_is_not_replaced():
     model = {"mine": linear(dot_general=Mine()), "plain": linear()}
     fp8 = fp8_linear_layers(model)
     assert paths(fp8) == {"plain"} and fp8["mine"] is model["mine"]
-    assert describe(fp8)["mine"].reason == "its dot_general is a Mine already"
+    assert describe(fp8)["mine"].reason == "its dot_general is already a Mine"
 
 
 # --- Twice, and back --------------------------------------------------------------------------------------------------

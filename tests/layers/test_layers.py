@@ -807,7 +807,7 @@ class MyEmbedding(hnn.Embedding):
 Height = hax.Axis("height", 8)
 CELL = "a recurrent cell multiplies by raw weight matrices; use Fp8DotGeneral in a cell of your own"
 CONVOLUTION = "convolutions have no FP8 product"
-SUBCLASS = "{} is a subclass of {} and may multiply otherwise"
+SUBCLASS = "{} is a subclass of {} and may multiply differently"
 as_subclass = lambda layer, cls: cls(**{f.name: getattr(layer, f.name) for f in dataclasses.fields(layer)})
 REFUSED = {
     "GRUCell": (lambda key: eqx.nn.GRUCell(8, 4, key=key), CELL, "12 × 8"),

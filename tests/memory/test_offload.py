@@ -91,9 +91,9 @@ def test_update_is_that_of_optax_on_float32_masters():
 def test_other_parameters_are_refused():
     host = HostOptimizer(optax.sgd(0.1))
     state = host.init({"a": jnp.ones(2)})
-    with pytest.raises(ValueError, match="gradients are those of other parameters"):
+    with pytest.raises(ValueError, match="gradients belong to other parameters"):
         host.update({"b": jnp.ones(2)}, state, {"a": jnp.ones(2)})
-    with pytest.raises(ValueError, match="state are those of other parameters"):
+    with pytest.raises(ValueError, match="state belong to other parameters"):
         host.update({"b": jnp.ones(2)}, state, {"b": jnp.ones(2)})
     with pytest.raises(ValueError, match="params hold no arrays; pass trainable"):
         host.init({})

@@ -608,7 +608,7 @@ def test_thresholds_decide(healthy):
 
 def test_what_is_not_of_the_model_is_refused(healthy):
     measured = _measure(healthy, loss, *batch(0))
-    with pytest.raises(ValueError, match="statistics are not those of this model"):
+    with pytest.raises(ValueError, match="statistics do not belong to this model"):
         diagnose(healthy.layers, measured)
     with pytest.raises(ValueError, match="statistics=dict must be what quantization_statistics"):
         diagnose(healthy, {})

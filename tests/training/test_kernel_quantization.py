@@ -386,7 +386,7 @@ def test_layers_of_your_own():
         assert copied.op.kernel_copies is not None
         np.testing.assert_array_equal(copied(x), model(x))
     rowwise = convert(unknown, recipe="rowwise")
-    with pytest.raises(ValueError, match=r"does not tell what its product sums over.*contracted="):
+    with pytest.raises(ValueError, match=r"does not show what its product sums over.*contracted="):
         made(rowwise, unknown)
     with pytest.raises(ValueError, match=r"summed over axes \(0,\) in fprop.*contracted=\(0,\)"):
         made(rowwise, wrong)(x)
@@ -411,7 +411,7 @@ def test_a_model_with_copies_is_not_trained_or_saved(tmp_path):
         lambda: fp8.partition_for_grad_overwrite(quantized),
         lambda: fp8.apply_updates(quantized, gradients, overwrites),
     ):
-        with pytest.raises(ValueError, match=r"has quantized kernels, in up, heads, out and 1 more.*Pass the model"):
+        with pytest.raises(ValueError, match=r"has quantized kernels, in up, heads, out and 1 more.*Pass the original"):
             misuse()
     assert_same(
         fp8.trainable(fp8.apply_updates(model, gradients, overwrites)),

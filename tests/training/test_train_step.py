@@ -298,7 +298,7 @@ MISTAKES = {
     "of another size": (lambda: STEP(MODEL, STEP.init(other_model()), X), r"shape \(32, 8\) at .*\(16, 8\) belongs"),
     "of no optimizer": (
         lambda: STEP(MODEL, (), X),
-        r"opt_state is not that of this model and optimizer: it has nothing at .*step.init\(model\)",
+        r"opt_state does not belong to this model and optimizer: it has nothing at .*step.init\(model\)",
     ),
     "a key too many": (
         lambda: STEP(MODEL, STEP.init(MODEL), X, loss_key=KEY),

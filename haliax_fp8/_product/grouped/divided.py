@@ -105,7 +105,7 @@ class _Factors:
 
     @staticmethod
     def of(product: ProductName, batch: int, structure: Any, shapes: Sequence[tuple[int, ...]]) -> "_Factors":
-        """Of arrays with these shapes."""
+        """The factors of arrays with these shapes."""
         members = tuple(f"member{i}" for i in range(batch))
         *data, out = ((*members, *factors) for factors in _DATA[product])
         a, b, group_sizes, scale = jax.tree.unflatten(structure, shapes)
@@ -136,7 +136,7 @@ class _Factors:
         return _Factors(tuple(leaves), out, sizes, blocks, frozenset(whole))
 
     def rule(self, product: ProductName) -> str:
-        """For Shardy: which axes belong together; elements of a block stay together.
+        """The rule for Shardy: which axes belong together; elements of a block stay together.
 
         What is summed has a name in each operand, lest rows that nothing divides are divided by feature as kernels are.
         """

@@ -69,13 +69,13 @@ def grouped_product(
     """fprop, dgrad or wgrad of groups, by a device's implementation.
 
     Args:
-        implementation: Of the device; not XLA's.
+        implementation: The device's; not XLA's.
         product: Which of the three.
         a: The rows `[*members, rows, sum]`; of wgrad the inputs `[*members, rows, inputs]`.
         b: The kernels `[*members, groups, inputs, outputs]`; of wgrad the output gradients.
         group_sizes: How many rows each group has.
         precision: DEFAULT lets Hopper's tensor cores add up with fewer bits than float32 has.
-        dtype: Of the result.
+        dtype: The dtype of the result.
         of_groups: The scale of both operands for each group, instead of theirs.
 
     Raises:
@@ -113,7 +113,7 @@ class _Work:
         rows: How many rows a member has.
         of_groups: The scale of both operands for each group; None if rows and columns have their own.
         fast: Whether fewer bits will do for the sum.
-        dtype: Of the result.
+        dtype: The dtype of the result.
     """
 
     implementation: GroupedImplementation

@@ -33,7 +33,7 @@ class Job(NamedTuple):
 
     @staticmethod
     def of(jobs: Any, tile: Tile) -> "Job":
-        """That of the block that asks."""
+        """The job of the calling block."""
         row, column = lax.axis_index("rows"), lax.axis_index("columns")
         fields = {name: jobs[i, row] for i, name in enumerate(Jobs._fields)}
         return Job(**fields, column=column * tile.columns)

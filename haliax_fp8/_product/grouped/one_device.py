@@ -34,8 +34,8 @@ class OneDevice:
         implementation: What multiplies.
         batch: The number of leading axes of all operands, which number members.
         state_per_group: Whether each group has a scale of its own.
-        precision: Of the product.
-        dtype: Of the result.
+        precision: The precision of the product.
+        dtype: The dtype of the result.
     """
 
     product: ProductName

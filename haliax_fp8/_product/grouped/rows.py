@@ -40,7 +40,7 @@ def together(
     """The rows of several examples with the same groups, sorted by group: one product instead of one for each.
 
     Args:
-        rows: Of each example, sorted by group.
+        rows: The rows of each example, sorted by group.
         group_sizes: How many rows each group of an example has.
 
     Returns:
@@ -56,7 +56,7 @@ def together(
 def apart(
     out: Float[Array, "all_rows columns"], order: Int[Array, " all_rows"], valid: Bool[Array, " examples"]
 ) -> Float[Array, "examples rows columns"]:
-    """What was computed of rows that stand together, by example; NaN where sizes did not fit.
+    """Results of rows that stand together, split by example; NaN where sizes did not fit.
 
     Args:
         out: The results.

@@ -18,8 +18,8 @@ class Tile:
     """The size of a block's work.
 
     Args:
-        rows: Of the result.
-        columns: Of the result.
+        rows: The rows of the result.
+        columns: The columns of the result.
         depth: What a block multiplies at once, of what it sums over.
         stages: How many such pieces are in shared memory.
     """
@@ -56,7 +56,7 @@ class Jobs(NamedTuple):
     group: Int32[Array, " jobs"]
 
     def stacked(self) -> Int32[Array, "fields jobs"]:
-        """As one array, for a GPU kernel to read."""
+        """All fields as one array, for a GPU kernel to read."""
         return jnp.stack([x.astype(jnp.int32) for x in self])
 
 
@@ -64,9 +64,9 @@ class GroupedScales(NamedTuple):
     """The scales of a grouped product, `[pieces]` being 1 where they are the same for all that is summed.
 
     Args:
-        groups: Of each group, both operands' multiplied.
-        rows: Of the rows of `a`; None if they all have the group's.
-        columns: Of the rows of `b`; None together with `rows`.
+        groups: The scale of each group, both operands' multiplied.
+        rows: The scales of the rows of `a`; None if they all have the group's.
+        columns: The scales of the rows of `b`; None together with `rows`.
     """
 
     groups: Float32[Array, " groups"]

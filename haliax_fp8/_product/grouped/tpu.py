@@ -97,7 +97,7 @@ def tpu_product(
         sizes: How many rows each group has.
         rows: How many rows a member has.
         of_groups: The scale of both operands for each group; None if rows and columns have their own.
-        dtype: Of the result.
+        dtype: The dtype of the result.
     """
     scale = jnp.ones(sizes.size, jnp.float32) if of_groups is None else of_groups
     x, y = alike(a.data, b.data)
@@ -151,7 +151,7 @@ def tpu_rows(
         visited: The visits.
         of_groups: The scale of each group.
         vectors: Scales of rows `[rows, 1]` and of the kernels' columns `[groups, 1, columns]`; may be none.
-        dtype: Of the result.
+        dtype: The dtype of the result.
         tile: The tiles.
         inputs_are_summed: Whether the kernels' inputs are summed over.
     """
@@ -223,7 +223,7 @@ def tpu_sums(
         visited: The visits.
         of_groups: The scale of each group.
         vectors: Scales of both operands' columns, `[1, width]` and `[1, columns]`; may be none.
-        dtype: Of the result.
+        dtype: The dtype of the result.
         tile: The tiles; the depth is that of rows.
     """
     width, columns = a.shape[1], b.shape[1]

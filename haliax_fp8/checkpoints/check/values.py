@@ -35,7 +35,7 @@ def not_finite(array: np.ndarray) -> int:
     """The number of infinities and NaNs.
 
     Args:
-        array: Of floating point; whole numbers have none.
+        array: An array of floating point; whole numbers have none.
     """
     if array.dtype == E4M3:
         return sum(int(((part.view(np.uint8) & 0x7F) == 0x7F).sum()) for part in parts(array))

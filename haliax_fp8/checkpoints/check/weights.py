@@ -72,7 +72,7 @@ def _wrongly_in_fp8(
     if stored.dtype != E4M3:
         return f"it is in {stored.dtype}; weights for engines are in float8_e4m3fn"
     if not name.endswith(WEIGHT):
-        return "it is in FP8, which only weights of layers may be: it has no scale"
+        return "it is in FP8 without a scale; only weights of layers may be in FP8"
     if _TABLES.search(layer) or (is_norm(layer) and len(stored.shape) == 1):
         return "it is in FP8, and engines read embeddings and norms without scales"
     if len(stored.shape) not in (2, 3):
@@ -202,7 +202,9 @@ def _magnitudes(
     if quantization.strategy == "channel" and shape[0] == shape[1] >= 16 and np.unique(scale).size > 1:
         columns = amaxes(data, (shape[0], 1))
         if (columns == _LIMIT).all() and not (found == _LIMIT).all():
-            problem = "each of its columns reaches 448, and not each row, which has the scale: it is transposed"
+            problem = (
+                "each of its columns reaches 448, but not each row, although rows have the scales: it is transposed"
+            )
             yield Fault(file, name, problem)
 
 
@@ -227,7 +229,7 @@ def cache_faults(folder: TensorFolder, quantization: CheckpointQuantization | No
             problem = "config.json does not say that keys and values are in FP8: engines ignore it"
             yield Fault(stored.file.name, name, problem, is_error=False)
     if quantization is not None and quantization.cached and not found:
-        problem = "it says that keys and values are in FP8, and no tensor is a scale of them: engines take 1"
+        problem = "it says that keys and values are in FP8, but no tensor holds their scales: engines take 1"
         yield Fault("config.json", "quantization_config", problem, is_error=False)
 
 
@@ -269,5 +271,5 @@ def _partners(
     rows = [folder.tensors[f"{partner}{WEIGHT}"].shape[0] for partner in partners[:-1]]
     height = (quantization.block or (1, 1))[0]
     if any(row % height for row in rows):
-        problem = f"{what} have {rows} outputs, no multiples of {height}: engines that make them one layer refuse"
+        problem = f"{what} have {rows} outputs, not multiples of {height}: engines that make them one layer refuse"
         yield Fault(file, first, problem, is_error=False)

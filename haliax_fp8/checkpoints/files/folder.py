@@ -98,7 +98,7 @@ class TensorFolder:
 def _weight_map(index: dict[str, Any]) -> dict[str, str]:
     listed = index.get("weight_map")
     if not isinstance(listed, dict) or not all(isinstance(file, str) for file in listed.values()):
-        raise BrokenCheckpoint(INDEX, "it has no weight_map from the names of tensors to those of files")
+        raise BrokenCheckpoint(INDEX, "it has no weight_map from names of tensors to names of files")
     return listed
 
 

@@ -105,17 +105,17 @@ def _stored(path: pathlib.Path, name: str, entry: Any, base: int) -> Stored:
     if printable != name:
         raise wrong("its name is not Unicode")
     if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
-        raise wrong("the header does not say dtype, shape and data_offsets of it")
+        raise wrong("the header does not give its dtype, shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise wrong(f"its dtype {dtype!r:.40} is unknown; known are {', '.join(DTYPES)}")
+        raise wrong(f"its dtype {dtype!r:.40} is unknown; the known ones are {', '.join(DTYPES)}")
     for what, numbers in (("shape", shape), ("data_offsets", offsets)):
         if not isinstance(numbers, list) or not all(type(n) is int and 0 <= n < 2**63 for n in numbers):
             raise wrong(f"its {what} {numbers!r:.60} is not a list of whole numbers from 0 to 2**63 - 1")
     kind = DTYPES[dtype]
     if len(shape) > 32:  # NumPy's arrays have 64 axes at most, tensors of models four
-        raise wrong(f"its shape has {len(shape)} axes; 32 are read")
+        raise wrong(f"its shape has {len(shape)} axes; at most 32 are supported")
     taken = math.prod(shape) * kind.itemsize
     if len(offsets) != 2 or offsets[1] - offsets[0] != taken:
-        raise wrong(f"its shape {shape} in {dtype} takes {taken} bytes, and it is said to be at {offsets}")
+        raise wrong(f"its shape {shape} in {dtype} takes {taken} bytes, but its offsets are {offsets}")
     return Stored(path, kind, tuple(shape), base + offsets[0])

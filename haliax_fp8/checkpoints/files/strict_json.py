@@ -26,7 +26,7 @@ def json_object(text: bytes, file: str, *, what: str = "content", constants: boo
     except UnicodeDecodeError:
         raise BrokenCheckpoint(file, f"its {what} is not UTF-8; the file is damaged, or of another format") from None
     except RecursionError:
-        raise BrokenCheckpoint(file, f"its {what} is nested too deep to be a checkpoint's") from None
+        raise BrokenCheckpoint(file, f"its {what} is nested too deeply for a checkpoint") from None
     except _Twice as error:
         raise BrokenCheckpoint(file, f"its {what} has the name twice; each may occur once", str(error)) from None
     except ValueError as error:
@@ -43,7 +43,7 @@ def json_file(path: pathlib.Path) -> dict[str, Any]:
         path: The file.
 
     Raises:
-        BrokenCheckpoint: As `json_object`, or if the file cannot be read.
+        BrokenCheckpoint: As in `json_object`, or if the file cannot be read.
     """
     try:
         text = path.read_bytes()

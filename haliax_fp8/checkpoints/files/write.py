@@ -59,7 +59,7 @@ def new_folder(directory: str | os.PathLike[str], name: str = "directory") -> It
         temporary = pathlib.Path(tempfile.mkdtemp(prefix=f".{final.name}.", dir=final.parent))
     except OSError as error:
         raise ValueError(
-            f"{given} cannot be made in {str(final.parent)!r}: {error.strerror}; choose a folder that can be written to"
+            f"{given} cannot be made in {str(final.parent)!r}: {error.strerror}; choose a writable folder"
         ) from error
     try:
         yield temporary

@@ -115,13 +115,13 @@ def open_equinox(path: pathlib.Path, made_from: Any) -> HostArrays:
             file.seek(0)
             if file.read(len(_ARRAY)) != _ARRAY:
                 raise ValueError(
-                    f"path={str(path)!r} is not something that load_into reads: a file of save or of Equinox's own, a "
+                    f"path={str(path)!r} is not something that load_into reads: a file that save or Equinox wrote, a "
                     "safetensors file, or a folder that Orbax wrote"
                 )
             raise ValueError(
-                f"{path} has no index of names: it is cut off, or Equinox wrote it without. Copy it again; or give the "
-                "model that it was made from, load_into(model, path, made_from=old_model); eqx.filter_eval_shape makes "
-                "one without arrays. checkpoints.save writes files with names"
+                f"{path} has no index of names: it is cut off, or Equinox wrote it without one. Copy it again; or give "
+                "the model that it was made from, load_into(model, path, made_from=old_model); eqx.filter_eval_shape "
+                "makes one without arrays. checkpoints.save writes files with names"
             )
         else:
             expected = [leaf for leaf in leaves_of(made_from) if is_saved(leaf.value)]
@@ -137,7 +137,7 @@ def open_equinox(path: pathlib.Path, made_from: Any) -> HostArrays:
         raw = np.memmap(path, np.uint8, "r", header.start, header.end - header.start)
         if name in sums and summed(raw, name, dtype.name) != sums[name]:
             raise ValueError(
-                f"{path} is damaged: the bytes of {name} are not those that were saved; copy it again, or load an "
+                f"{path} is damaged: the bytes of {name} have changed since they were saved; copy it again, or load an "
                 "earlier one"
             )
         # As bytes: NumPy's files do not know bfloat16 and the FP8 formats by name.
@@ -178,9 +178,9 @@ def _require_finite(leaf: Leaf) -> None:
         first = tuple(int(i) for i in np.argwhere(np.asarray(bad))[0]) if value.ndim else ()
         raise ValueError(
             f"tree is not finite, and was not saved: {leaf.name} has {count} elements that are infinite or NaN, the "
-            f"first at {list(first)}. The file that was there is unchanged: go on from it. Call require_finite_step "
-            "after each step, so that none is taken that is not finite; to save this one to look at it, "
-            "save(path, tree, allow_nonfinite=True)"
+            f"first at {list(first)}. Any earlier file is unchanged: go on from it. Call require_finite_step after "
+            "each step, so that only finite steps are taken; to save this one for inspection, save(path, tree, "
+            "allow_nonfinite=True)"
         )
 
 

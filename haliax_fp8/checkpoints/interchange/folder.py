@@ -38,7 +38,7 @@ def tree_in(path: pathlib.Path) -> pathlib.Path:
     if above := next((parent for parent in path.absolute().parents[:2] if _is_tree(parent)), None):
         raise ValueError(f"{shown} is a part of Orbax's checkpoint {os.fspath(above)!r}; give that folder")
     raise ValueError(
-        f"{shown} is a folder without a checkpoint: Orbax ends a save with the file {METADATA}, and it holds "
+        f"{shown} is a folder without a checkpoint: Orbax ends a save with the file {METADATA}, but this one holds "
         f"{_names(inside) or 'nothing'}. Give the folder of another step"
     )
 

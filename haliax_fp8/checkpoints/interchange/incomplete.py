@@ -63,21 +63,20 @@ def _only_one(name: str, here: Entries, entries: Entries) -> str:
 
 
 def _cause(tree: Any, names: list[str]) -> tuple[str, str]:
-    """What is not as it was saved, and what to do."""
+    """What differs from the saved tree, and what to do."""
     parts, states = {name.partition(".")[0] for name in names}, set(_states_of_optimizers(tree))
     if parts <= states:
         where = ", ".join(sorted(parts))
         return (
-            f"the optimizer's state, {where} in the tree, is not the one that was saved; all else is",
-            "Make it as the saved one was made, by the same optimizer with the same options; or use strict=False, "
-            "which begins anew what does not fit",
+            f"the optimizer's state, {where} in the tree, does not match the saved one; everything else does",
+            "Make it with the same optimizer and options as the saved one; or use strict=False, which starts the "
+            "rest fresh",
         )
-    whose = "the checkpoint is not that of this model"
+    whose = "the checkpoint does not belong to this model"
     if any(name.endswith(_STATE) for name in names):
         return whose, (
-            "For a model with the same history length and recipe convert it as the saved one was; for a plain "
-            "checkpoint load first, convert after; or use strict=False, which pads and cuts histories and starts other "
-            "state fresh"
+            "Convert the model with the recipe and history length of the saved one; load a plain checkpoint first, "
+            "then convert; or use strict=False, which pads and cuts histories and starts other state fresh"
         )
     return whose, (
         "Give the tree that was saved, in its dtypes; or use strict=False, which casts, and keeps this tree's own "

@@ -52,7 +52,7 @@ class WithJoined(AbstractCheckpoint):
 
     @property
     def entries(self) -> Entries:
-        """Those of the checkpoint that no other is made of, and those that are made."""
+        """The checkpoint's entries from which no other is made, and the entries that are made."""
         used = {name for made in self.made.values() for name in made.made_of}
         kept = {name: entry for name, entry in self.checkpoint.entries.items() if name not in used}
         return kept | {name: made.entry for name, made in self.made.items()}
@@ -65,7 +65,7 @@ class WithJoined(AbstractCheckpoint):
         return Lazily(wanted, lambda name: self.made[name].make(found) if name in self.made else found[name])
 
     def how(self, name: str) -> str | None:
-        """Of which entries it was made."""
+        """The entries that it was made from."""
         return f"made of {', '.join(self.made[name].parts)}, bit for bit" if name in self.made else None
 
 
@@ -112,7 +112,7 @@ def with_joined(checkpoint: AbstractCheckpoint, model: Any, joined: Joined) -> A
             names = [f"{prefix}{part}" for part in joined[field]]
             if len(apart) != len(names):
                 raise ValueError(
-                    f"joined names {len(names)} layers for {path}, which was joined of {len(apart)}: {joined[field]}"
+                    f"joined names {len(names)} layers for {path}, which was joined from {len(apart)}: {joined[field]}"
                 )
             made |= _made_of(checkpoint, apart, names, layer, [f"{path}.linear"], _joined_again)
     layers = dict(_layers(model))

@@ -43,7 +43,7 @@ def load_into[M](
         path: A file of `save` or of Equinox's serialisation, a safetensors file, the folder of a step that Orbax wrote,
             or a mapping of names to arrays. Keys of safetensors and of mappings may be those of Haliax's state dict.
         strict: Whether anything but a complete load is an error: a leaf changed or fresh, or an entry unused.
-        joined: Which fields of the model, or of the one in the checkpoint, `join_linear` made of which:
+        joined: The fields, of this model or the saved one, that `join_linear` made, each with those it joined:
             `{"qkv": ("q", "k", "v")}`. The checkpoint of either model then loads into the other.
         made_from: For files of Equinox without names: the tree that was saved, or one of its structure.
 
@@ -199,7 +199,7 @@ def _table(array: np.ndarray, leaf: Leaf) -> tuple[np.ndarray | None, str | None
         return table, None if same else f"{array.dtype} in the checkpoint, cast to {leaf.value.dtype}", None
     result = fitted(table, leaf.state)
     if result is None:
-        return None, None, "the state in the checkpoint is that of another scaling, or has recorded nothing"
+        return None, None, "the state in the checkpoint belongs to another scaling, or has recorded nothing"
     return result, widths(table, leaf.state), None
 
 

@@ -21,8 +21,8 @@ def open_checkpoint(path: Any, model: Any, made_from: Any) -> AbstractCheckpoint
 
     Args:
         path: As in `load_into`.
-        model: As there.
-        made_from: As there.
+        model: As in `load_into`.
+        made_from: As in `load_into`.
 
     Raises:
         ValueError: If there is nothing, or nothing that can be read.

@@ -81,7 +81,7 @@ class OrbaxFolder(AbstractCheckpoint):
 
 
 def _name(path: tuple[Any, ...], others: set[str]) -> str:
-    """As `names.leaves_of` has it: Orbax takes the array inside a named array for a list with one array."""
+    """The name in `names.leaves_of`: Orbax takes the array inside a named array for a list with one array."""
     name = path_string(path)
     whole, _, last = name.rpartition(".")
     return whole if last == "0" and whole and f"{whole}.1" not in others else name

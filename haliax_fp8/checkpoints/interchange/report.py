@@ -15,9 +15,9 @@ class LoadReport(Printable):
 
     Args:
         kept: Names of the model's leaves that have the numbers of the checkpoint, bit for bit.
-        changed: Those whose numbers were fitted, and how: a history of another length, another dtype, joined layers.
-        fresh: Those that the checkpoint does not provide, and why. State is then that before the first step, everything
-            else is as it was in the model given.
+        changed: Leaves whose numbers were fitted, and how: a history of another length, another dtype, joined layers.
+        fresh: Leaves that the checkpoint does not provide, and why. State is then as before the first step; everything
+            else is as it was in the given model.
         unused: Names of entries that the model has no leaf for.
 
     Example:

@@ -66,7 +66,7 @@ class _Stack(tuple[str, ...]):
 
 
 def _renamed(model: Any, entries: Entries) -> Mapping[str, tuple[str, ...]]:
-    """For each name the keys of its parts."""
+    """The keys of each name's parts."""
     prefixes = sorted(_prefixes(model), key=lambda prefix: -len(prefix[0]))
     patterns = [(re.compile(pattern), name) for pattern, name in prefixes]
     plain: dict[str, tuple[str, ...]] = {}

@@ -67,7 +67,7 @@ class AbstractLayout(abc.ABC):
         """The shape of the scales' tensor.
 
         Args:
-            shape: Of the kernel.
+            shape: The shape of the kernel.
         """
         return tuple(-(-size // b) for size, b in zip(shape, self.block(shape), strict=True))
 
@@ -75,7 +75,7 @@ class AbstractLayout(abc.ABC):
         """The tensors of a layer: by the last part of their names, dtype and shape.
 
         Args:
-            shape: Of its kernel.
+            shape: The shape of its kernel.
         """
         scale = UINT8 if self.is_microscaled else FLOAT32
         found: dict[str, tuple[np.dtype, tuple[int, ...]]] = {"weight": (FP8, shape)}

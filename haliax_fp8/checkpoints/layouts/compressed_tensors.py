@@ -65,7 +65,7 @@ class CompressedTensors(AbstractLayout):
                 return 1, shape[1]
 
     def scale_shape(self, shape: tuple[int, int]) -> tuple[int, ...]:
-        """That of the blocks; one scale for a tensor is a vector."""
+        """The number of blocks along each axis; one scale for a tensor is a vector."""
         return (1,) if self.weights is Strategy.TENSOR else super().scale_shape(shape)
 
     def config_files(

@@ -31,7 +31,7 @@ def matched(
 
     Args:
         pattern: The entry.
-        names: Of layers.
+        names: Names of layers.
         file: Where the entry is from, for errors.
         key: The list that it is in, for errors.
         parents: Whether a name also means every layer below it, as in Hugging Face's `modules_to_not_convert`.
@@ -49,7 +49,9 @@ def matched(
         return {n for n in names if n == pattern or (parents and _is_part(pattern, n))}
     expression = pattern.removeprefix(REGEX)
     if len(expression) > _LONGEST_PATTERN:
-        raise BrokenCheckpoint(file, f"a pattern of {len(expression)} characters; {_LONGEST_PATTERN} are read", key)
+        raise BrokenCheckpoint(
+            file, f"a pattern of {len(expression)} characters; at most {_LONGEST_PATTERN} are read", key
+        )
     try:
         compiled = re.compile(expression)
     except (re.error, RecursionError, OverflowError) as error:

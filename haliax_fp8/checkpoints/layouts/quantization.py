@@ -100,7 +100,7 @@ class CheckpointQuantization:
         """The shapes that the scales of a weight may have; experts in one array have theirs in front.
 
         Args:
-            shape: Of the weight, `[out, in]`.
+            shape: The shape of the weight, `[out, in]`.
         """
         front, (rows, columns) = shape[:-2], shape[-2:]
         match self.strategy:
@@ -119,7 +119,7 @@ def read_quantization(folder: TensorFolder) -> CheckpointQuantization | None:
         folder: The folder.
 
     Raises:
-        BrokenCheckpoint: As `quantization_of`.
+        BrokenCheckpoint: As in `quantization_of`.
     """
     return quantization_of(folder.config, folder.json_beside(MODELOPT))
 
@@ -164,7 +164,7 @@ def quantization_of(
             assert algorithm == "FP8"
             return CheckpointQuantization("modelopt", "tensor", None, Inputs("tensor", False), ignore, cached=cached)
     method = f"quant_method={found.get('quant_method')!r:.60}"
-    raise _wrong(f"{method} is unknown; read are 'compressed-tensors', 'fp8' and 'modelopt'")
+    raise _wrong(f"{method} is unknown; the known ones are 'compressed-tensors', 'fp8' and 'modelopt'")
 
 
 def _compressed_tensors(found: Mapping[str, Any]) -> CheckpointQuantization:
@@ -224,7 +224,7 @@ def _group(
 def _require_float8(where: str, scheme: Mapping[str, Any]) -> None:
     if (scheme.get("num_bits"), scheme.get("type")) != (8, "float"):
         found = f"num_bits={scheme.get('num_bits')!r:.20}, type={scheme.get('type')!r:.20}"
-        raise _wrong(f"{where} has {found}; weights and inputs of 8 bits, float, are read")
+        raise _wrong(f"{where} has {found}; only weights and inputs in 8-bit float are supported")
 
 
 def _hugging_face(found: Mapping[str, Any]) -> CheckpointQuantization:
@@ -247,7 +247,7 @@ def _one_of(scheme: Any, key: str, known: tuple[str, ...], default: str | None =
     value = scheme.get(key, default) if isinstance(scheme, Mapping) else default
     value = default if value is None else value
     if value not in known:
-        raise _wrong(f"{key}={value!r:.60} is unknown; read are {', '.join(map(repr, known))}")
+        raise _wrong(f"{key}={value!r:.60} is unknown; the known ones are {', '.join(map(repr, known))}")
     return str(value)
 
 

@@ -22,7 +22,7 @@ class CacheScale:
     index: tuple[int, ...]
 
     def scales(self) -> tuple[float, float]:
-        """Of keys and of values, those of the next step.
+        """The scales of keys and of values for the next step.
 
         Raises:
             ValueError: If the state has none yet.

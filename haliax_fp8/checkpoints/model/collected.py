@@ -52,7 +52,7 @@ class Matrix:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of the kernel, `[out, in]`."""
+        """The shape of the kernel, `[out, in]`."""
         return self.parts.shape[0], self.parts.shape[1]
 
     def values(self, dtype: np.dtype | None) -> np.ndarray:
@@ -79,7 +79,7 @@ class Matrix:
 
     @property
     def scaling(self) -> AbstractScaling | None:
-        """That of the kernel in training; None if there is none that an export in E4M3 can have."""
+        """The kernel's scaling in training; None if there is none that an export in E4M3 can have."""
         if self.op is None:
             return None
         quantization = self.op.recipe.quantization("kernel", "fprop")
@@ -168,7 +168,7 @@ def collect(
 
     Args:
         model: The model.
-        rules: Those of the layer classes.
+        rules: The rules of the layer classes.
         targets: The layers to quantize, by their names in the state dict with `*` for the numbers of blocks; None for
             those that have an op, or for all but routers and embeddings if none has.
         exclude: The layers to leave in high precision.

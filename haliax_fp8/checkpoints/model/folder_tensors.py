@@ -34,7 +34,7 @@ class FolderTensors:
             directory: The folder.
 
         Raises:
-            ValueError: As `TensorFolder.open`; or if an FP8 weight has no scale.
+            ValueError: As in `TensorFolder.open`; or if an FP8 weight has no scale.
         """
         folder = TensorFolder.open(directory)
         quantization = read_quantization(folder)
@@ -45,7 +45,7 @@ class FolderTensors:
 
     @property
     def names(self) -> list[str]:
-        """Of all tensors, those of scales left out."""
+        """The names of all tensors except scales."""
         return [name for name in self.folder.tensors if name.rpartition(".")[2] not in _SCALES]
 
     @property

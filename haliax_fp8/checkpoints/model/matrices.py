@@ -196,8 +196,8 @@ def _contracted(kernel: Kernel, shape: tuple[int, ...], path: ModelPath) -> tupl
 
 def _unknown(path: ModelPath, axes: Any) -> ValueError:
     return ValueError(
-        f"the weight of {path} has axes {axes}, of which its LayerRule does not say which are inputs and which are "
-        "outputs. Say it in its Kernel: Kernel(..., contracted=(0,)), or In and Out that name all axes"
+        f"the weight of {path} has axes {axes}, and its LayerRule does not say which are inputs and which are outputs. "
+        "Set them in its Kernel: Kernel(..., contracted=(0,)), or In and Out that name all axes"
     )
 
 

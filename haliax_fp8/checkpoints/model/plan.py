@@ -79,7 +79,7 @@ class Choices:
         training_scales: Whether kernels get the scales of the next step of training, where a layout can have them.
         targets: The layers to quantize; None for those that are in FP8 in training, or all if none is.
         exclude: Layers to leave in high precision; None for heads, unless training has them in FP8.
-        config: Of which only the rules of layer classes matter.
+        config: The configuration; only its rules of layer classes matter.
         kv_cache_scales: Whether scales of keys and values are written, from the state of attention.
     """
 
@@ -110,7 +110,7 @@ def plan(
         block_of: The blocks of a kernel of a shape; None if nothing is quantized.
         static: Whether each layer needs a scale of its input.
         exponents: Whether the scales of kernels are powers of two that E8M0 holds.
-        cache_names: Those of the scales of keys and values; None if the layout has none.
+        cache_names: The names of the scales of keys and values; None if the layout has none.
 
     Raises:
         ValueError: If two tensors get the same name, nothing is left to quantize, or a scale is missing.

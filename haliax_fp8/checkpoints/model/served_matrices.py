@@ -34,7 +34,7 @@ class ServedMatrices:
 
     @staticmethod
     def of(layer: AbstractServedLayer) -> "ServedMatrices":
-        """Those of a layer.
+        """The matrices of a layer.
 
         Args:
             layer: A layer for inference.

@@ -84,7 +84,7 @@ def visit[M](model: M, visitor: Visitor, rules: tuple[LayerRule, ...]) -> M:
     Args:
         model: The model, or any tree.
         visitor: What to do.
-        rules: Those of the layer classes.
+        rules: The rules of the layer classes.
     """
     types = tuple(jax.tree.leaves([rule.layer_type for rule in rules if not isinstance(rule, Refused)]))
     return _Walk(visitor, rules, types).visit(model, None, ModelPath())

@@ -51,8 +51,8 @@ class Found:
         """The FP8 data and scales."""
         if not isinstance(self.values, ScaledMatrix):
             raise ValueError(
-                f"{self.name} is in {self.values.dtype}, and the same layer of other blocks, or other experts, in FP8; "
-                "import the checkpoint dequantized, or into a model without stacks"
+                f"{self.name} is in {self.values.dtype}, but in FP8 in other blocks or experts; import the checkpoint "
+                "dequantized, or into a model without stacks"
             )
         return self.values
 
@@ -81,7 +81,7 @@ class Wanted:
         names: From the model's names to the checkpoint's.
         outputs: The number of outputs of each layer of the model, by the checkpoint's names.
         available: The checkpoint's names.
-        used: Those that were read.
+        used: The names that were read.
     """
 
     tensors: FolderTensors
@@ -98,7 +98,7 @@ class Wanted:
             tensors: The checkpoint's tensors.
             names: From the model's names to the checkpoint's.
             model: The model.
-            rules: Those of its layer classes.
+            rules: The rules of its layer classes.
         """
         matrices = collect(model, rules, targets=None, exclude=()).matrices
         outputs = {names.to_checkpoint(matrix.name): matrix.shape[0] for matrix in matrices}

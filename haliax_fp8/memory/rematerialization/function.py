@@ -19,8 +19,8 @@ def rematerialized(function: Callable[..., Any], compute_dtype: DTypeLike | None
     """The function, for which automatic differentiation keeps only the inputs and recomputes everything else.
 
     Use it for cheap functions between products: activation functions and norms. Otherwise their intermediate values are
-    kept, often in float32, and a scan over layers writes them to memory and reads them back: several times the bytes of
-    the activations themselves, once operands are in FP8. If layers are unrolled, the compiler decides anyway.
+    kept, often in float32, and a scan over layers writes them to memory and reads them back. Once operands are in FP8,
+    that is several times the bytes of the activations themselves. If layers are unrolled, the compiler decides anyway.
 
     In float32, a gated activation such as `silu(gate) * up` also fuses better on Hopper: both of its gradients are cast
     to FP8 where they are computed. In bfloat16, XLA rounds after each operation, considers that too much work to do

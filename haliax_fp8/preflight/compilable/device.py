@@ -57,7 +57,7 @@ class CompilableDevice(abc.ABC):
 
     @abc.abstractmethod
     def devices(self, count: int) -> Sequence[Any]:
-        """That many devices, which this machine need not have.
+        """As many devices as `count`, which this machine need not have.
 
         Args:
             count: The number of devices.

@@ -23,7 +23,7 @@ FORMATS = {"f8e4m3fn": E4M3, "f8e5m2": E5M2, "f8e4m3fnuz": E4M3FNUZ, "f8e5m2fnuz
 """The formats that products may run in."""
 
 QUANTIZED = ("f8e4", "f8e5", "f4e2")
-"""Prefixes of the types that values are quantized to; other narrow types are those of scales."""
+"""Prefixes of the types that values are quantized to; other narrow types hold scales."""
 
 WIDE = ("bf16", "f16", "f32", "f64")
 """The types that values are quantized from."""

@@ -10,9 +10,9 @@ HEADS = ("collective", "of", "runs", "sent", "meanwhile")
 
 
 def lines(program: Program) -> list[tuple[str, ...]]:
-    """Collectives that are alike in one line, at most 80 columns wide: what they do, what they send, how often, the
-    bytes of it that a device sends in a step, and how many products run meanwhile. One that sends arrays of several
-    kinds has a line for each.
+    """Collectives, similar ones in one line of at most 80 columns. A line says what they do, what they send and how
+    often, the bytes of it that a device sends in a step, and how many products run meanwhile. One that sends arrays of
+    several kinds has a line for each.
 
     Args:
         program: The step.

@@ -61,7 +61,7 @@ def layer_table(program: Program) -> Table:
     """A row for each layer, with fprop, dgrad and wgrad side by side; at most 80 columns wide.
 
     Layers that differ only in their number share a row if they have the same sizes and run alike. Products between
-    activations, of which those of attention are most, share the last row. The largest size in a row stands for all of
+    activations, most of them in attention, share the last row. The largest size in a row stands for all of
     it, and a cell names each verdict once.
 
     Args:
@@ -104,7 +104,7 @@ class _Layer:
 
     @property
     def size(self) -> str:
-        """Of the forward product, or the largest: its matrices' sides."""
+        """The matrices' sides in the forward product, or the largest one."""
         forward = [product for product in self.products if product.name in _SIDES[FPROP]] or self.products
         largest = max(forward, key=lambda product: product.flops)
         batch = f"{largest.batch}× " if largest.batch > 1 else ""

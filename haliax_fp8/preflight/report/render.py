@@ -103,7 +103,7 @@ def collectives(program: Program) -> str:
 
 
 def as_renderable(page: Page, *, every_product: bool = False) -> RenderableType:
-    """For a terminal of any width from 80 columns on: the verdict first.
+    """A report for a terminal of 80 columns or more: the verdict first.
 
     Args:
         page: What is shown.
@@ -135,7 +135,7 @@ def _heads(page: Page) -> tuple[str, ...]:
 
 
 def as_markdown(page: Page) -> str:
-    """For a pull request or a page."""
+    """A report for a pull request or a page."""
     lines = [page.flags, "", f"**{page.headline}**", ""]
     lines += [*_table(COLUMNS, [cells(row, page.step) for row in rows(page.step)]), ""]
     lines += [*_table(_heads(page), totals(page)), ""]

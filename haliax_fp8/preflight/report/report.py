@@ -72,13 +72,13 @@ class PreflightReport(Printable):
 
     @property
     def baseline_estimate(self) -> Estimate | None:
-        """The same of the baseline."""
+        """The baseline's estimate."""
         return self._estimate(self.baseline)
 
     @property
     def speedup(self) -> float | None:
-        """The baseline's estimated time divided by the step's; None if no peaks are known, or if devices communicate:
-        the program does not show how much of that overlaps with other work."""
+        """The baseline's estimated time divided by the step's; None if no peaks are known, or if devices communicate.
+        The program does not show how much of that overlaps with other work."""
         return self._speedup(LIKELY)
 
     @property
@@ -128,8 +128,8 @@ class PreflightReport(Printable):
             found.append(f"{count} launches cannot be analyzed, and are not in the times: {', '.join(names)}")
         if any(product.in_attention for product in self.step.products):
             found.append(
-                "whether cuDNN has a GPU kernel for each fused attention, and how much memory that works in, is known "
-                "on the device alone"
+                "whether cuDNN has a GPU kernel for each fused attention, and how much memory it needs, is known only "
+                "on the device"
             )
         if self.step.memory.ignores_host:
             found.append(

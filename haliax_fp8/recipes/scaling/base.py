@@ -56,7 +56,7 @@ class AbstractScaling(abc.ABC):
     """Whether the operand is rounded at all; False leaves it in high precision."""
 
     units: ClassVar[MatrixUnits]
-    """The hardware that multiplies operands with such scales, as they are; of a scaling that quantizes."""
+    """The hardware that multiplies operands with such scales as they are, if the scaling quantizes."""
 
     directional: ClassVar[bool]
     """Whether the scales depend on which axes are contracted. An operand of two products is then quantized twice."""
@@ -68,7 +68,7 @@ class AbstractScaling(abc.ABC):
     """The format that output gradients take with this scaling, unless a recipe says otherwise."""
 
     cast_bytes: ClassVar[float] = 5.0
-    """What quantizing reads and writes per element: bfloat16 for the amax and again for the cast, and FP8."""
+    """The bytes that quantizing reads and writes per element: bfloat16 for the amax and again for the cast, and FP8."""
 
     cast_launches: ClassVar[int] = 3
     """The launches that it takes: the amax of parts, the amax of those, the cast."""
@@ -103,7 +103,7 @@ class AbstractStatefulScaling(AbstractScaling):
     cast_launches: ClassVar[int] = 1
 
     stores_scale: ClassVar[bool] = True
-    """Whether `quantize` divides by the state's scale, one for each member, so that nobody else need keep it."""
+    """Whether `quantize` divides by the state's scale, one for each member, so that nothing else need keep it."""
 
     numbers: ClassVar[int]
     """How many numbers a step records of an operand; with 0 it records none, and the rows do not change."""

@@ -21,7 +21,7 @@ class CurrentScaling(AbstractScaling):
 
     No state, and nothing is ever clipped; the price is that the tensor is read twice, once for its amax.
 
-    Inside `jax.shard_map`, the amax is that of all devices that hold parts of the tensor: along the mesh axes over
+    Inside `jax.shard_map`, the amax is taken over all devices that hold parts of the tensor: along the mesh axes over
     which it varies, or along all with `check_vma=False`, where JAX does not know what varies.
 
     Args:

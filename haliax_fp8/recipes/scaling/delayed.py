@@ -155,7 +155,7 @@ class DelayedScaling(AbstractStatefulScaling):
         measured: Float32[Array, "*ensemble operands 1"],
         limits: tuple[float, ...],
     ) -> Float32[Array, "*ensemble operands columns"]:
-        """As `update`, with a scale that moves at every batch whatever `update_interval` is, and in the next step."""
+        """Like `update`, with a scale that moves at every batch whatever `update_interval` is, and in the next step."""
         if self.update_interval == 1:
             return self.update(rows, measured, limits)
         history = lax.slice_in_dim(rows, 0, 1 + self.amax_history_length, axis=rows.ndim - 1)
@@ -208,7 +208,7 @@ def scale_of_amax(
     """`1 / ((limit / amax) / 2**margin)`; the scale before where the amax is not above zero.
 
     Args:
-        amax: That of each operand.
+        amax: The amax of each operand.
         scale: The scale before.
         limits: The largest value of each operand's format.
         margin: Headroom, as a power of two.

@@ -17,8 +17,8 @@ from .base import AbstractScaling, AbstractStatefulScaling, OperandUse
 class HadamardScaling(AbstractScaling):
     """Another scaling, applied after rotating every 16 elements along the contraction.
 
-    Both operands of a product are rotated, `(a R) (b R)^T = a b^T`, so the product does not change, but an outlier is
-    shared by the 16 elements of its group and no longer sets their scale alone. `R` is a Hadamard matrix with fixed
+    Both operands of a product are rotated, `(a R) (b R)^T = a b^T`, so the product does not change. But an outlier is
+    shared by the 16 elements of its group, and no longer sets their scale alone. `R` is a Hadamard matrix with fixed
     random signs. A grouped product, which sums over parts of an axis, is not rotated.
 
     Args:
@@ -47,22 +47,22 @@ class HadamardScaling(AbstractScaling):
 
     @property
     def units(self) -> MatrixUnits:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Those of the scaling: rotations of both operands cancel."""
+        """The units of the scaling: rotations of both operands cancel."""
         return self.scaling.units
 
     @property
     def gradient_format(self) -> Format:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """That of the scaling."""
+        """The gradient format of the scaling."""
         return self.scaling.gradient_format
 
     @property
     def cast_bytes(self) -> float:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Those of the scaling; and the rotation reads and writes bfloat16."""
+        """The bytes of the scaling, and of the rotation, which reads and writes bfloat16."""
         return self.scaling.cast_bytes + 4.0
 
     @property
     def cast_launches(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Those of the scaling, and the rotation."""
+        """The launches of the scaling, and the rotation."""
         return self.scaling.cast_launches + 1
 
     def quantize(self, x: Float[Array, "*shape"], use: OperandUse) -> QuantizedArray:

@@ -55,7 +55,7 @@ class MeasuredScaling(AbstractStatefulScaling):
 
     @property
     def first_row(self) -> tuple[float, ...]:
-        """That of the scaling, then zeros."""
+        """The first row of the scaling, then zeros."""
         return (*self._inner_row, *(0.0,) * len(STATISTICS))
 
     @property
@@ -71,7 +71,7 @@ class MeasuredScaling(AbstractStatefulScaling):
         return 0 if self._stateful is None else self._stateful.numbers
 
     def quantize(self, x: Float[Array, "*shape"], use: OperandUse) -> QuantizedArray:
-        """As the scaling does."""
+        """Quantizes as the scaling does."""
         quantized = self.scaling.quantize(x, use)
         # Here, so that the products read it too; otherwise they would quantize the operand again.
         return dataclasses.replace(quantized, data=made_before_it_is_measured(quantized.data))

@@ -107,7 +107,7 @@ class NVFP4Scaling(AbstractScaling):
     def _better(
         self, x: Array, for_six: Array, wanted: Array, unit: Array, use: OperandUse, block: tuple[int, ...]
     ) -> Float32[Array, "*blocks"]:
-        """Of each block the scale with the smaller squared error: that for 6, or half as much again."""
+        """The scale of each block with the smaller squared error: that for 6, or half as much again."""
         for_four = _block_scale(wanted * np.float32(1.5), use) * unit
         error_of_six, error_of_four = (
             blockwise_sum(use.rounding.squared_error(_scaled(x, scale, block), use.format), block)

@@ -28,7 +28,7 @@ class ObservedScaling(AbstractStatefulScaling):
 
     @property
     def first_row(self) -> tuple[float, ...]:
-        """That of the scaling."""
+        """The first row of the scaling."""
         return self.scaling.first_row
 
     def quantize(self, x: Float[Array, "*shape"], use: OperandUse) -> QuantizedArray:
@@ -38,7 +38,7 @@ class ObservedScaling(AbstractStatefulScaling):
     def measure(
         self, x: Float[Array, "*shape"], quantized: QuantizedArray, ensemble: int
     ) -> Float[Array, "*ensemble 1 parts"]:
-        """As the scaling does."""
+        """Measures as the scaling does."""
         return self.scaling.measure(x, quantized, ensemble)
 
     def head(
@@ -47,5 +47,5 @@ class ObservedScaling(AbstractStatefulScaling):
         measured: Float32[Array, "*ensemble operands 1"],
         limits: tuple[float, ...],
     ) -> Float32[Array, "*ensemble operands columns"]:
-        """As the scaling is calibrated."""
+        """Updates the scale as the scaling does when it is calibrated."""
         return self.scaling.calibrated(rows, measured, limits)

@@ -28,7 +28,7 @@ STATISTICS = (
     "nonfinite",
     "active",
 )
-"""What is measured, in the order of the columns."""
+"""The measured numbers, in the order of the columns."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -212,7 +212,7 @@ def statistics_of(
 
 
 def share_of_active(sizes: Int[Array, "*members groups"], members: Members) -> Float32[Array, "*members"]:
-    """The share of groups that have rows; the largest over devices, of which each may have groups of its own.
+    """The share of groups that have rows; the largest over devices, since each may have groups of its own.
 
     Args:
         sizes: How many rows each group has. The axes of members come first, then those of examples with groups of

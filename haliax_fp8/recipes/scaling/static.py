@@ -19,9 +19,9 @@ from .delayed import finite_or_none, quantize_by_stored_scale, scale_of_amax
 class StaticScaling(AbstractStatefulScaling):
     """One scale per tensor that training does not move.
 
-    For inference, where `calibrate` derives the scale from the largest amax that it saw,
-    `scale = amax / max * 2**margin`; and for models whose activations have a known size by construction, such as those
-    of unit scaling, where the scale is given. No amax is computed while the model runs.
+    For inference, `calibrate` derives the scale from the largest amax that it saw, `scale = amax / max * 2**margin`.
+    For models whose activations have a known size by construction, as in unit scaling, the scale is given. No amax is
+    computed while the model runs.
 
     Without a given scale, the model has to be calibrated before its first step. Until then the scale is infinite, and
     every product that uses it is NaN; `TrainStep` and `quantization_statistics` raise, and `describe` says so.

@@ -5,7 +5,7 @@ from jaxtyping import Array, Float, Float32
 
 
 NUMBERS = ("relative_error", "cosine_distance", "largest")
-"""What is computed, in the order of the last axis."""
+"""The computed numbers, in the order of the last axis."""
 
 
 def distances(reference: Float[Array, "..."], other: Float[Array, "..."], kept: int = 0) -> Float32[Array, "*kept 3"]:

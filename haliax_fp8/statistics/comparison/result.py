@@ -32,7 +32,7 @@ class ModelComparison(Printable, eqx.Module):
     has_gradients: bool = eqx.field(static=True)
 
     def __getitem__(self, path: str) -> LayerComparison:
-        """What was found of the layer at a path."""
+        """The comparison of the layer at a path."""
         if path not in self.paths:
             raise KeyError(f"no layer at {path!r}; there are {list(self.paths)}")
         return self.of_layers[self.paths.index(path)]

@@ -47,7 +47,7 @@ def compare(
         function: `function(model, *batch)`. If it returns one number, a loss, the gradients are compared as well;
             else the sum of what it returns is differentiated to get there, and gradients are not shown.
         *batch: The arguments after the model.
-        rules: Those of `Fp8Config(rules=...)` that the model was converted with.
+        rules: The rules of `Fp8Config(rules=...)` that the model was converted with.
 
     Returns:
         The distances of each layer; `print` shows them in the order of the network, `print(found.worst())` those
@@ -179,7 +179,7 @@ def _compared(
 
 
 def _layer(numbers: Array) -> LayerComparison:
-    """From a slot's gradient."""
+    """The comparison of a layer, from a slot's gradient."""
     reached = numbers[..., -1] > 0.0
 
     def distance(index: int) -> Distance:

@@ -100,7 +100,7 @@ class _LayerTable:
 
 
 def _width(columns: Sequence[int]) -> int:
-    """Of a table: each column with a blank on both sides, and edges."""
+    """The width of a table: each column with a blank on both sides, and edges."""
     return sum(columns) + 3 * len(columns) + 1
 
 

@@ -22,7 +22,7 @@ MODELS = "fp8_models"
 """The axis of the two models, mapped around everything: the plain one, then the converted one."""
 
 COMPARED = ("fprop", "dgrad", "wgrad", "output", "output_grad", "kernel_grad")
-"""What is compared: three products of the same operands, then each model's own output and gradients."""
+"""The compared values: three products of the same operands, then each model's own output and gradients."""
 
 COLUMNS = len(COMPARED) * len(NUMBERS) + 1
 """`NUMBERS` for each of `COMPARED`; then 1, where the loss reaches the layer."""
@@ -137,7 +137,7 @@ def _compared(plain: _Product, converted: _Product, whole: Whole) -> Callable[..
     members = tuple(axis.size for axis in outer_first if axis.mapped[2])
 
     def apart(a: Array, b: Array, operand: int | None = None) -> Array:
-        """For each member of an ensemble; of an operand that members share, the same for all."""
+        """The distance for each member of an ensemble; the same for all if members share the operand."""
         axes = [axis for axis in outer_first if operand is None or axis.mapped[operand]]
         kept = [i for i, axis in enumerate(axes) if axis.mapped[2]]
         a, b = (jnp.moveaxis(x, kept, range(len(kept))) for x in (a, b))

@@ -42,10 +42,10 @@ def apply_remedies[M](
         model: The model that was diagnosed.
         diagnosis: What `diagnose` returned.
         remedies: Which remedies to apply; all by default.
-        rules: Those of `Fp8Config(rules=...)` that the model was converted with.
+        rules: The rules of `Fp8Config(rules=...)` that the model was converted with.
 
     Returns:
-        The model; the one that was given is unchanged. Begin a new optimizer state only if a layer went to high
+        The changed model; the given one stays as it is. Begin a new optimizer state only if a layer went to high
         precision or came from it: the parameters are the same.
 
     Example:

@@ -177,7 +177,7 @@ def outliers(all: list[Operand], thresholds: Thresholds) -> Iterable[Finding]:
 
 
 def underflow(all: list[Operand], thresholds: Thresholds) -> Iterable[Finding]:
-    """Operands much of which is flushed to zero: by a scale that follows larger amaxes, or by values of their own.
+    """Operands flushed to zero in large part: by a scale that follows larger amaxes, or by values of their own.
 
     Gradients come from the last layer, so the last is named first: those before it get what is left.
     """
@@ -249,7 +249,7 @@ CHECKS: tuple[Check, ...] = (
 """All checks, the most urgent first."""
 
 EXPLAIN_ALL: tuple[Check, ...] = (not_finite, moved_at_once)
-"""Those that find what makes all other numbers meaningless."""
+"""The checks for problems that make all other numbers meaningless."""
 
 
 def _is_clipped(operand: Operand, thresholds: Thresholds) -> bool:

@@ -104,7 +104,7 @@ class Diagnosis(Printable):
 
 
 def _report(findings: Sequence[Finding]) -> Table:
-    """What is said of one finding, or of several that differ in where it is and what was seen."""
+    """The report on one finding, or on several that differ in where it is and what was seen."""
     first, *others = findings
     count = f" ({len(findings)} findings)" if others else ""
     ranges: dict[tuple[str, str], list[Finding]] = {}
@@ -129,7 +129,7 @@ def _report(findings: Sequence[Finding]) -> Table:
 
 
 def _seen(findings: Sequence[Finding]) -> str:
-    """What was seen in the first, and which that is if the others differ."""
+    """What was seen in the first finding, which is named if the others differ."""
     first = findings[0]
     differ = any(finding.seen != first.seen for finding in findings)
     return f"{first.seen} (in {first.where})" if differ else first.seen

@@ -33,8 +33,8 @@ def moved_at_once(all: list[Operand], thresholds: Thresholds) -> Iterable[Findin
     yield new_finding(
         worst,
         Problem.JUMP,
-        seen=f"{_seen(worst)}. {len(moved)} of {len(kernels)} kernels moved that far: {names}. What else is wrong "
-        "follows from it",
+        seen=f"{_seen(worst)}. {len(moved)} of {len(kernels)} kernels moved that far: {names}. Everything "
+        "else that is wrong follows from it",
         threshold=f"a factor of {thresholds.kernel_jump:g}, or of {most:.2g} in most kernels",
         source="heuristic",
         advice="lower the learning rate, lengthen its warmup or clip gradients (optax.clip_by_global_norm), and go "
@@ -88,7 +88,7 @@ def _beyond(binades: float, kernels: list[Operand]) -> list[Operand]:
 
 
 def _moved_together(kernels: list[Operand], thresholds: Thresholds) -> list[Operand]:
-    """Those that moved, if most did: by as much as would be odd in one of them, or by half as many binades."""
+    """The kernels that moved, if most did: by as much as would be odd in one of them, or by half as many binades."""
     binades = math.log2(thresholds.kernel_jump)
     for least in (binades, binades / 2):
         moved = _beyond(least, kernels)

@@ -21,7 +21,7 @@ class Operand:
         name: "input", "kernel" or "output_grad".
         numbers: The fields of `OpStatistics`.
         history: The amaxes of past steps; None if the scaling keeps none.
-        recipe: That of the op.
+        recipe: The op's recipe.
         numbers_experts: Whether the last number of the index is that of an expert.
     """
 
@@ -76,7 +76,7 @@ def operands(model: object, statistics: ModelStatistics) -> list[Operand]:
     if ops.keys() != set(statistics.paths):
         missing = sorted(ops.keys() ^ set(statistics.paths))
         raise ValueError(
-            f"statistics are not those of this model: {missing[:3]} are in only one of the two; measure it with "
+            f"statistics do not belong to this model: {missing[:3]} are in only one of the two; measure it with "
             "quantization_statistics(model, loss_fn, *batch)"
         )
     found = []

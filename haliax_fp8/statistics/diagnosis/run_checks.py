@@ -20,7 +20,7 @@ def diagnose(model: Any, statistics: ModelStatistics, thresholds: Thresholds | N
     Args:
         model: The model that was measured.
         statistics: What `quantization_statistics(model, loss_fn, *batch)` returned.
-        thresholds: From where on a number counts as a problem; the default is `Thresholds()`.
+        thresholds: The limits beyond which a number counts as a problem; the default is `Thresholds()`.
 
     Returns:
         The problems, the most urgent first; empty, and false, for a healthy model. An operand has at most one. What

@@ -9,7 +9,7 @@ from ..._tables import Printable, new_table
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Thresholds(Printable):
-    """From where on a number counts as a problem. All but `over_noise` are heuristics, chosen on small models.
+    """Limits beyond which a number counts as a problem. All but `over_noise` are heuristics, chosen on small models.
 
     Args:
         saturation: The share of clipped elements, where clipping costs more than rounding could.
@@ -19,7 +19,7 @@ class Thresholds(Printable):
         kernel_mismatch: The same, where earlier steps and other kernels change four times less.
         growth: By what factor an amax may grow that grows in each of the last `growth_steps` steps.
         growth_steps: See `growth`.
-        kurtosis: Of inputs and kernels with one scale, if also `underflow_of_outliers` is exceeded.
+        kurtosis: The kurtosis of inputs and kernels with one scale, if also `underflow_of_outliers` is exceeded.
         underflow_of_outliers: The share of elements flushed to zero beside outliers.
         over_noise: `|x| / (sqrt(3) |x - q|)` of output gradients (arXiv:2505.19115).
     """

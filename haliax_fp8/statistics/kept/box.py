@@ -39,8 +39,8 @@ class BlackBox(Printable):
         contraction: What is multiplied with what.
         recipe: The op's recipe.
         compute_dtype: The op's; None if it has none.
-        out_dtype: Of the product.
-        precision: Of fprop.
+        out_dtype: The dtype of the product.
+        precision: The precision of fprop.
         layer: The path of the layer.
         index: Which layer of a stack.
         operand: The operand for which this layer was kept.

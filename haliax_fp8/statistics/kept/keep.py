@@ -44,8 +44,8 @@ def black_box(
     the step again: once to measure, if no layer is named, and once to record. So training itself carries nothing.
 
     Without `layer` it is the layer of the first operand with an element that is not finite: a kernel before an input
-    before an output gradient, because each spoils the next. If all are finite, that of the operand of which
-    quantization loses most: of its norm, or of its elements by clipping and flushing.
+    before an output gradient, because each spoils the next. If all are finite, it is that of the operand that
+    loses most by quantization: of its norm, or of its elements by clipping and flushing.
 
     Args:
         model: A converted model, with keys if a recipe needs them; not under `jit`.

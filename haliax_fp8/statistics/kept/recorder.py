@@ -28,10 +28,10 @@ class Seen:
 
     Args:
         contraction: What is multiplied with what, the mapped axes among it.
-        shapes: Of input, kernel and output gradient.
+        shapes: The shapes of input, kernel and output gradient.
         dtypes: Theirs.
-        out_dtype: Of the product.
-        precision: Of fprop.
+        out_dtype: The dtype of the product.
+        precision: The precision of fprop.
     """
 
     contraction: DotContraction

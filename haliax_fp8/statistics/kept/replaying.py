@@ -123,7 +123,7 @@ def _decibels(sqnr: float) -> str:
 
 
 def _cells(x: Replayed) -> dict[str, str]:
-    """What is said of a product, by heading: of shares, that of the worst operand."""
+    """The cells of a product's row, by heading; shares are those of the worst operand."""
     clipped, flushed = (max(shares.values(), default=0.0) for shares in (x.saturation, x.underflow))
     return {
         "SQNR": _decibels(x.sqnr),
@@ -244,7 +244,7 @@ def _products(
 
 
 def _exact_products(operands: dict[OperandName, Array], box: BlackBox) -> dict[ProductName, np.ndarray]:
-    """The same of the operands as they are, in float32."""
+    """The products of the operands as they are, in float32."""
     product = lambda input, kernel: box.contraction.dot(input, kernel, (), lax.Precision.HIGHEST)
     in_float32 = [round_to(x, box.compute_dtype).astype(jnp.float32) for x in operands.values()]
     return _in_float64(jax.jit(functools.partial(_of_all, product))(*in_float32))
