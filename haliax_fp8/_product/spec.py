@@ -69,9 +69,9 @@ class ProductSpec:
         return 24 if self.exact_scales else SCALE_BITS[operand]
 
     @property
-    def sharer(self) -> int | None:
+    def index_among_sharers(self) -> int | None:
         """Which one this is of the layers that share the scale of their input; None if it is alone."""
-        return None if self.state is None else self.state.sharer
+        return None if self.state is None else self.state.index_among_sharers
 
     def quantized_for(self, operand: OperandName, product: ProductName) -> ProductName:
         """The product that an operand is quantized for, to be used in this one."""

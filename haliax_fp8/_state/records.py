@@ -35,12 +35,12 @@ class OpRecord(OverwriteWithGradient):
             numbers one after the other, then zeros and the mark, or zeros alone.
         shared: Both scales of the first operand, `[*stack, 2]`, if other ops read the same input. The table then holds
             those of the other operands, and all of these ops have the same array here.
-        sharer: Which one of these ops this is.
+        index_among_sharers: Which one of these ops this is, counted from 0; None if it shares nothing.
     """
 
     table: hax.NamedArray
     shared: hax.NamedArray | None = None
-    sharer: int | None = eqx.field(static=True, default=None)
+    index_among_sharers: int | None = eqx.field(static=True, default=None)
 
     @property
     def array(self) -> Array:
@@ -60,7 +60,7 @@ class OpRecord(OverwriteWithGradient):
 
     def form(self, *, stacked: bool) -> RecordForm:
         """How it enters a product, of a layer that may be one of a stack."""
-        return RecordForm(stacked, self.sharer)
+        return RecordForm(stacked, self.index_among_sharers)
 
     def accumulate(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, other: "OpRecord"
@@ -147,7 +147,13 @@ def _scales_in(tables: Array, limits: tuple[float, ...]) -> _Scales:
 
 
 def _record(
-    state: OpState, scales: _Scales, mark: Array, sharer: int | None, shared: _Scales | None, *, inexact: bool
+    state: OpState,
+    scales: _Scales,
+    mark: Array,
+    index_among_sharers: int | None,
+    shared: _Scales | None,
+    *,
+    inexact: bool,
 ) -> OpRecord:
     """The record of scales `[*stack, operand]`, the first of which ops may share."""
     stack, axis = state.table.axis_names[:-2], scales[0].ndim - 1
@@ -163,7 +169,9 @@ def _record(
     if shared is None:
         return OpRecord(named([*scales, *last], "fp8_record"))
     others = [lax.slice_in_dim(x, 1, None, axis=axis) for x in scales]
-    return OpRecord(named([*others, *last], "fp8_other_records"), named(shared, "fp8_shared_record"), sharer)
+    return OpRecord(
+        named([*others, *last], "fp8_other_records"), named(shared, "fp8_shared_record"), index_among_sharers
+    )
 
 
 def complete_states(
