@@ -17,7 +17,7 @@ from .._numerics.quantized_array import QuantizedArray
 from .._state.form import AbstractStateForm
 from .._state.table import numbers_of
 from ..recipes.recipe import OPERAND_NAMES, OPERANDS, OperandName, ProductName
-from ..recipes.scaling import AbstractStatefulScaling, MeasuredScaling, OperandUse, of_all_elements, stores_scale
+from ..recipes.scaling import AbstractStatefulScaling, MeasuredScaling, OperandUse, of_all_elements
 from ..recipes.scaling.operand_statistics import Members, share_of_active
 from .grouped.rows import largest_of_groups, of_each_row
 from .kernel_copies import KernelCopies, KernelCopy, values_of
@@ -165,7 +165,7 @@ def saved_of(
     quantized: QuantizedArray, operand: OperandName, product: ProductName, spec: ProductSpec
 ) -> Array | QuantizedArray:
     """What is kept of an operand that was quantized for a product: not its scale, if the state has it."""
-    return quantized.data if stores_scale(spec.recipe.quantization(operand, product).scaling) else quantized
+    return quantized.data if spec.recipe.quantization(operand, product).scaling.stores_scale else quantized
 
 
 def from_saved(

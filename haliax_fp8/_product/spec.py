@@ -10,7 +10,6 @@ from jax import lax
 
 from .._state.form import AbstractStateForm
 from ..recipes.recipe import SCALE_BITS, USES, OperandName, ProductName, Recipe
-from ..recipes.scaling import stores_scale
 from .contraction import AbstractContraction
 
 
@@ -91,4 +90,4 @@ class ProductSpec:
     def takes_stored_scale(self, operand: OperandName, product: ProductName) -> bool:
         """Whether an operand is quantized with the scale that the state holds."""
         scaling = self.recipe.quantization(operand, product).scaling
-        return scaling.quantizes and stores_scale(scaling)
+        return scaling.quantizes and scaling.stores_scale

@@ -30,22 +30,22 @@ class OpRecord(OverwriteWithGradient):
     once afterwards (`complete_states`).
 
     Args:
-        table: float32, `[*stack, record_length + 1]`: the operands' scales, the same rounded up to
+        values: float32, `[*stack, record_length + 1]`: the operands' scales, the same rounded up to
             `SCALE_BITS`, then zeros, last a mark (`_state/members.py`); as a gradient, what was measured, an operand's
-            numbers one after the other, then zeros and the mark, or zeros alone.
-        shared: Both scales of the first operand, `[*stack, 2]`, if other ops read the same input. The table then holds
-            those of the other operands, and all of these ops have the same array here.
+            numbers one after the other, then zeros and the mark, or zeros alone. Drawn in `_state/README.md`.
+        shared: Both scales of the first operand, `[*stack, 2]`, if other ops read the same input. `values` then lacks
+            them, and all of these ops have the same array here.
         index_among_sharers: Which one of these ops this is, counted from 0; None if it shares nothing.
     """
 
-    table: hax.NamedArray
+    values: hax.NamedArray
     shared: hax.NamedArray | None = None
     index_among_sharers: int | None = eqx.field(static=True, default=None)
 
     @property
     def array(self) -> Array:
-        """The table as the product takes it, with all rows."""
-        others = as_state(self.table.array)
+        """The record as the product takes it, with the scales of all operands."""
+        others = as_state(self.values.array)
         if self.shared is None:
             return others
         shared, axis = as_state(self.shared.array), others.ndim - 1
@@ -76,7 +76,7 @@ class OpRecord(OverwriteWithGradient):
         return self
 
     def with_max_gradients(self) -> "OpRecord":
-        """The table in `fp32_max_grad`."""
+        """The record in `fp32_max_grad`."""
         return jax.tree.map(to_max_grad, self)
 
 
