@@ -19,6 +19,7 @@ PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
     *sorted((ROOT / "docs").rglob("*.md")),
     *sorted((ROOT / "examples").rglob("*.md")),
+    *sorted((ROOT / "haliax_fp8").rglob("README.md")),
 ]
 NAMES = {page: page.relative_to(ROOT).with_suffix("").as_posix() for page in PAGES}
 
