@@ -134,9 +134,9 @@ CHANGES = (
     ),
     Change(
         "scales of blocks of a free axis are taken for scales of columns",
-        "_product/scaled_dot.py",
-        "return whole and all(x.scale.shape[axis] == 1 for axis in contract)",
-        "return all(x.scale.shape[axis] == 1 for axis in contract)",
+        "_numerics/quantized_array.py",
+        "return whole and all(x.scale.shape[axis] == 1 for axis in contracted)",
+        "return all(x.scale.shape[axis] == 1 for axis in contracted)",
         ("test_edges_of_scales.py",),
     ),
     Change(
@@ -283,9 +283,16 @@ CHANGES = (
         ("test_kernels_first.py",),
     ),
     Change(
+        "a device is believed to multiply whatever a scaling says",
+        "recipes/support.py",
+        "device.lacks(operand.format) or misfit(operand)",
+        "device.lacks(operand.format)",
+        ("test_support.py::test_units_that_do_not_take_the_scales_are_not_believed",),
+    ),
+    Change(
         "scales of rows that differ along the sum are factored out",
-        "_product/scaled_dot.py",
-        "return whole and all(x.scale.shape[axis] == 1 for axis in contract)",
+        "_numerics/quantized_array.py",
+        "return whole and all(x.scale.shape[axis] == 1 for axis in contracted)",
         "return whole",
         ("test_transformations.py::test_every_recipe_differentiated_first",),
     ),

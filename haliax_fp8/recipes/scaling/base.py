@@ -56,7 +56,11 @@ class AbstractScaling(abc.ABC):
     """Whether the operand is rounded at all; False leaves it in high precision."""
 
     units: ClassVar[MatrixUnits]
-    """The hardware that multiplies operands with such scales, as they are; of a scaling that quantizes."""
+    """The hardware that multiplies operands with such scales, as they are; of a scaling that quantizes.
+
+    `FP8_UNITS` take scales of tensors or rows, which factor out of the sum, and `MX_UNITS` powers of two for whole
+    blocks of 32. All other scales are for `NO_UNITS`: operands are dequantized first, and `supported` says so.
+    """
 
     directional: ClassVar[bool]
     """Whether the scales depend on which axes are contracted. An operand of two products is then quantized twice."""
