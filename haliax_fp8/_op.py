@@ -29,7 +29,7 @@ from ._product.quantize_kernel import quantize_kernel
 from ._product.spec import ProductSpec
 from ._state.op_state import OpState
 from ._state.records import OpRecord
-from ._state.require import require_state, require_stored_scales
+from ._state.require import leading_axes, require_state, require_stored_scales
 from .recipes.catalog import RecipeLike, as_recipe
 from .recipes.recipe import OPERAND_NAMES, Recipe
 from .recipes.scaling import DelayedScaling
@@ -278,7 +278,7 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
 
     def __pdoc__(self, **kwargs: object) -> wl.AbstractDoc:
         """One line in printed models; JAX also prints a module's name each time it traces one."""
-        stack = () if self.state is None or self.state.table.array is None else self.state.table.array.shape[:-2]
+        stack = () if self.state is None else leading_axes(self.state)
         copies = "" if self.kernel_copies is None else ", kernel quantized"
         return wl.TextDoc(f"Fp8DotGeneral({self.recipe}{f', stack={stack}' if stack else ''}{copies})")
 

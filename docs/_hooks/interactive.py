@@ -12,7 +12,6 @@ import jax
 from haliax_fp8.checkpoints.engines import engines
 from haliax_fp8.recipes import Format, HadamardScaling, OperandUse, Quantization, named
 from haliax_fp8.recipes.recipe import ProductName
-from haliax_fp8.recipes.scaling import stores_scale
 
 
 # With a table right below, which it replaces: pages are also read without being built.
@@ -98,7 +97,7 @@ def recipe_tiles() -> str:
 def shared_block(quantization: Quantization, *, is_left: bool) -> tuple[int, int]:
     """How many rows and columns of a matrix share a scale where the product sums over the columns (left) or rows."""
     scaling, format = quantization.scaling, quantization.format
-    if stores_scale(scaling):
+    if scaling.stores_scale:
         return (_SIDE, _SIDE)
     x = jax.random.normal(jax.random.key(0), (_SIDE, _SIDE))
     key = jax.random.key(1) if quantization.rounding.needs_key else None

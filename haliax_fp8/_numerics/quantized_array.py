@@ -19,6 +19,9 @@ from .rotation import Rotation
 
 type Cast = Callable[[Array], Array]
 
+# What hardware and XLA's scaled dot take: one E8M0 scale for 32 elements along the contraction.
+MX_BLOCK = 32
+
 
 class QuantizedArray(eqx.Module):
     """An array in a low-precision format: `x ≈ data * scale`.
@@ -91,6 +94,29 @@ def check_blocks(data: tuple[int, ...], scale: tuple[int, ...], block: tuple[int
             f"scale of shape {scale} does not fit data of shape {data} with block={block}: unless it is a scalar, it "
             "needs the same rank and one element per block of data, as jnp.max(..., keepdims=True) returns it"
         )
+
+
+def factors_out(x: QuantizedArray, contracted: tuple[int, ...]) -> bool:
+    """Whether one scale serves everything that is summed, and blocks are whole axes or single elements.
+
+    Args:
+        x: An operand, which may be abstract.
+        contracted: Its axes that a product sums over.
+    """
+    if x.scale.ndim == 0:
+        return True
+    whole = all(count in (1, size) for count, size in zip(x.scale.shape, x.data.shape, strict=True))
+    return whole and all(x.scale.shape[axis] == 1 for axis in contracted)
+
+
+def in_mx_blocks(x: QuantizedArray, contracted: int) -> bool:
+    """Whether scales are powers of two for whole blocks of 32 along a contracted axis.
+
+    Args:
+        x: An operand, which may be abstract. Without elements it has no blocks to give to the hardware.
+        contracted: The last axis that a product sums over.
+    """
+    return x.scale_bits == 1 and x.block is not None and x.block[contracted] % MX_BLOCK == 0 and x.data.size > 0
 
 
 def expand(

@@ -20,15 +20,11 @@ from .._jax.lowered_by_platform import lower_by_platform
 from .._jax.mapped_axis import to_front
 from .._jax.mesh_axes import as_varying
 from .._jax.xla import on_cpu
-from .._numerics.quantized_array import QuantizedArray, expand
+from .._numerics.quantized_array import MX_BLOCK, QuantizedArray, expand, in_mx_blocks
 from ..devices.device import Device
 from ..devices.units import MX_UNITS
 from .dimensions import DotDimensions
 from .divided_product import DividedProduct
-
-
-# What hardware and XLA's scaled dot take: one E8M0 scale for 32 elements along the contraction.
-_BLOCK = 32
 
 
 def block_scaled_dot(
@@ -62,7 +58,7 @@ def block_scaled_dot(
         return lax.convert_element_type(out, dtype)
 
     pairs = sorted(zip(dimensions.lhs_contract, dimensions.rhs_contract, strict=True))
-    if not (pairs and _in_blocks_of_32(a, pairs[-1][0]) and _in_blocks_of_32(b, pairs[-1][1])):
+    if not (pairs and in_mx_blocks(a, pairs[-1][0]) and in_mx_blocks(b, pairs[-1][1])):
         return dequantized(a, b)
     in_order = dataclasses.replace(
         dimensions, lhs_contract=tuple(axis for axis, _ in pairs), rhs_contract=tuple(axis for _, axis in pairs)
@@ -98,22 +94,17 @@ def native_product(
     return block_product_p.bind(*operands, dimensions=dimensions, dtype=np.dtype(dtype), in_hardware=in_hardware)
 
 
-def _in_blocks_of_32(x: QuantizedArray, contracted: int) -> bool:
-    # An operand without elements has no blocks to give to the hardware.
-    return x.scale_bits == 1 and x.block is not None and x.block[contracted] % _BLOCK == 0 and x.data.size > 0
-
-
 def _in_blocks(x: QuantizedArray, last: int) -> tuple[Float[Array, "*shape"], UInt8[Array, "*blocks"]]:
     """Data padded with zeros to whole blocks along an axis; and the biased exponent of each block of 32."""
     size = x.data.shape[last]
-    padding = -size % _BLOCK
+    padding = -size % MX_BLOCK
     data = jnp.pad(x.data, [(0, padding if axis == last else 0) for axis in range(x.data.ndim)])
     assert x.block is not None
-    block = tuple(_BLOCK if axis == last else n for axis, n in enumerate(x.block))
-    blocks = (size + padding) // _BLOCK
+    block = tuple(MX_BLOCK if axis == last else n for axis, n in enumerate(x.block))
+    blocks = (size + padding) // MX_BLOCK
     exponent = exponent_of(x.scale)
-    if x.block[last] != _BLOCK:
-        exponent = jnp.repeat(exponent, x.block[last] // _BLOCK, axis=last)
+    if x.block[last] != MX_BLOCK:
+        exponent = jnp.repeat(exponent, x.block[last] // MX_BLOCK, axis=last)
         exponent = lax.slice_in_dim(exponent, 0, blocks, axis=last)
     whole = tuple(blocks if axis == last else n for axis, n in enumerate(x.data.shape))
     return data, expand(exponent, whole, tuple(1 if axis == last else n for axis, n in enumerate(block)))
@@ -168,7 +159,7 @@ def _block_product(
 
 def _values(data: Array, scale: Array) -> BFloat16[Array, "batch rows contracted"]:
     """Data times scales, which bfloat16 holds."""
-    blocks = lax.convert_element_type(data, jnp.float32).reshape(*scale.shape, _BLOCK)
+    blocks = lax.convert_element_type(data, jnp.float32).reshape(*scale.shape, MX_BLOCK)
     scaled = blocks * lax.convert_element_type(scale, jnp.float32)[..., None]
     return lax.convert_element_type(scaled.reshape(data.shape), jnp.bfloat16)
 
@@ -199,7 +190,7 @@ def _lowered(
 ) -> Any:
     product = functools.partial(_block_product, dimensions=dimensions, dtype=dtype)
     blocks = context.avals_in[1].shape[dimensions.lhs_contract[-1]]
-    divided = DividedProduct(dimensions, _BLOCK, blocks)
+    divided = DividedProduct(dimensions, MX_BLOCK, blocks)
     return lower_after_partitioning(
         context,
         *operands,

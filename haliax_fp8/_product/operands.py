@@ -17,7 +17,7 @@ from .._numerics.quantized_array import QuantizedArray
 from .._state.form import AbstractStateForm
 from .._state.table import numbers_of
 from ..recipes.recipe import OPERAND_NAMES, OPERANDS, OperandName, ProductName
-from ..recipes.scaling import AbstractStatefulScaling, MeasuredScaling, OperandUse, of_all_elements, stores_scale
+from ..recipes.scaling import AbstractStatefulScaling, MeasuredScaling, OperandUse, of_all_elements
 from ..recipes.scaling.operand_statistics import Members, share_of_active
 from .grouped.rows import largest_of_groups, of_each_row
 from .kernel_copies import KernelCopies, KernelCopy, values_of
@@ -65,21 +65,27 @@ def scales_of(state: Array | None, spec: ProductSpec) -> Scales | None:
 # Jitted, so that ops of all shapes share one trace.
 @functools.partial(jax.jit, static_argnames=("form", "limits", "exact"))
 def _scales_of(state: Array, *, form: AbstractStateForm, limits: tuple[float, ...], exact: bool) -> Scales:
-    of_input, of_kernel, of_grad = form.scales(state, limits, exact=exact)
+    input_scale, kernel_scale, grad_scale = form.scales(state, limits, exact=exact)
     pairs: dict[ProductName, Array] | None = None
-    if form.stacked and not of_input.ndim:
+    if form.stacked and not input_scale.ndim:
         # A scan slices them out of its stack, in a launch for each number that is wanted, unless they are wanted
         # together.
-        fprop, dgrad, wgrad = lax.mul(of_input, of_kernel), lax.mul(of_kernel, of_grad), lax.mul(of_input, of_grad)
-        if form.sharer is None:
-            of_input, of_kernel, of_grad, dgrad, wgrad, fprop = computed_together(
-                (of_input, of_kernel, of_grad, dgrad, wgrad, fprop)
+        fprop, dgrad, wgrad = (
+            lax.mul(input_scale, kernel_scale),
+            lax.mul(kernel_scale, grad_scale),
+            lax.mul(input_scale, grad_scale),
+        )
+        if form.index_among_sharers is None:
+            input_scale, kernel_scale, grad_scale, dgrad, wgrad, fprop = computed_together(
+                (input_scale, kernel_scale, grad_scale, dgrad, wgrad, fprop)
             )
         else:
             # Other layers have the very same scale of their input, by which XLA finds that all quantize alike.
-            of_kernel, of_grad, dgrad, wgrad, fprop = computed_together((of_kernel, of_grad, dgrad, wgrad, fprop))
+            kernel_scale, grad_scale, dgrad, wgrad, fprop = computed_together(
+                (kernel_scale, grad_scale, dgrad, wgrad, fprop)
+            )
         pairs = {"fprop": fprop, "dgrad": dgrad, "wgrad": wgrad}
-    return Scales({"input": of_input, "kernel": of_kernel, "output_grad": of_grad}, pairs)
+    return Scales({"input": input_scale, "kernel": kernel_scale, "output_grad": grad_scale}, pairs)
 
 
 def quantize_operand(
@@ -159,7 +165,7 @@ def saved_of(
     quantized: QuantizedArray, operand: OperandName, product: ProductName, spec: ProductSpec
 ) -> Array | QuantizedArray:
     """What is kept of an operand that was quantized for a product: not its scale, if the state has it."""
-    return quantized.data if stores_scale(spec.recipe.quantization(operand, product).scaling) else quantized
+    return quantized.data if spec.recipe.quantization(operand, product).scaling.stores_scale else quantized
 
 
 def from_saved(

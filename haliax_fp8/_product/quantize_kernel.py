@@ -16,7 +16,6 @@ from .._jax.xla import transposed_once
 from .._numerics.quantized_array import QuantizedArray
 from .._state.table import numbers_of
 from ..recipes.recipe import USES, ProductName
-from ..recipes.scaling import stores_scale
 from .kernel_copies import Bits, KernelCopies, KernelCopy
 from .operands import measured_parts, quantize_operand, round_to, scales_of
 from .spec import ProductSpec
@@ -79,6 +78,6 @@ def _copy(quantized: QuantizedArray, product: ProductName, spec: ProductSpec) ->
     if order != tuple(range(len(order))):
         permutation = (*range(leading), *(leading + axis for axis in order))
         data = transposed_once(data, permutation)
-    scale = None if stores_scale(scaling) else Bits.of(quantized.scale)
+    scale = None if scaling.stores_scale else Bits.of(quantized.scale)
     block = None if quantized.block is None else quantized.block[leading:]
     return KernelCopy(Bits.of(data), scale, order, block, quantized.scale_bits)

@@ -5,7 +5,7 @@ from jax import lax
 from jaxtyping import Array, Float, Float32
 
 from .._jax.mesh_axes import automatic_axes
-from .._numerics.quantized_array import QuantizedArray
+from .._numerics.quantized_array import QuantizedArray, factors_out
 from .block_product import block_scaled_dot
 from .dimensions import DotDimensions
 from .divided_sum import scaled_by_each_device
@@ -34,7 +34,7 @@ def scaled_dot(
         scale: The product of both scales, if that is computed already.
         in_a_sum: Whether the result may be added to other products, as gradients of a tensor that several layers read.
     """
-    if not (_factors_out(a, dims.lhs_contract) and _factors_out(b, dims.rhs_contract)):
+    if not (factors_out(a, dims.lhs_contract) and factors_out(b, dims.rhs_contract)):
         return block_scaled_dot(a, b, dims, precision, dtype)
     if a.scale.size == b.scale.size == 1:
         if scale is None:
@@ -44,11 +44,3 @@ def scaled_dot(
         return scaled_product(a, b, scale, dims, precision, dtype)
     out = lax.dot_general(a.data, b.data, dims.numbers, precision=precision, preferred_element_type=FLOAT32)
     return rows_scaled(out, a, b, dims, dtype)
-
-
-def _factors_out(x: QuantizedArray, contract: tuple[int, ...]) -> bool:
-    """Whether one scale serves everything that is summed, and blocks are whole axes or single elements."""
-    if x.scale.ndim == 0:
-        return True
-    whole = all(count in (1, size) for count, size in zip(x.scale.shape, x.data.shape, strict=True))
-    return whole and all(x.scale.shape[axis] == 1 for axis in contract)

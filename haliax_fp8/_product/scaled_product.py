@@ -27,7 +27,7 @@ from .._jax.mapped_axis import to_front
 from .._jax.mesh_axes import all_varying
 from .._numerics.quantized_array import QuantizedArray
 from .dimensions import DotDimensions
-from .scales import is_exact, one_scale
+from .scales import dot_times_scale, is_exact
 
 
 def scaled_product(
@@ -64,12 +64,12 @@ def multiplied(
     dtype: np.dtype,
     in_dtype: bool,
 ) -> Float[Array, "..."]:
-    """The product as one platform computes it, see `one_scale`."""
+    """The product as one platform computes it, see `dot_times_scale`."""
 
     def dot(a: Array, b: Array, dtype: np.dtype) -> Array:
         return lax.dot_general(a, b, dimensions.numbers, precision=precision, preferred_element_type=dtype)
 
-    return one_scale(dot, a, b, scale, dtype, in_dtype=in_dtype)
+    return dot_times_scale(dot, a, b, scale, dtype, in_dtype=in_dtype)
 
 
 def aval_of(a: Any, b: Any, scale: Any, *, dimensions: DotDimensions, dtype: np.dtype, **params: Any) -> Any:

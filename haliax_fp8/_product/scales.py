@@ -35,7 +35,7 @@ def is_exact(a: QuantizedArray, b: QuantizedArray, dtype: np.dtype) -> bool:
     return dtype == jnp.bfloat16 and a.scale_bits + b.scale_bits <= _BFLOAT16_BITS
 
 
-def one_scale(
+def dot_times_scale(
     dot: Callable[[Array, Array, np.dtype], Array],
     a: Float[Array, "..."],
     b: Float[Array, "..."],

@@ -10,7 +10,6 @@ from jax import lax
 
 from .._state.form import AbstractStateForm
 from ..recipes.recipe import SCALE_BITS, USES, OperandName, ProductName, Recipe
-from ..recipes.scaling import stores_scale
 from .contraction import AbstractContraction
 
 
@@ -69,9 +68,9 @@ class ProductSpec:
         return 24 if self.exact_scales else SCALE_BITS[operand]
 
     @property
-    def sharer(self) -> int | None:
+    def index_among_sharers(self) -> int | None:
         """Which one this is of the layers that share the scale of their input; None if it is alone."""
-        return None if self.state is None else self.state.sharer
+        return None if self.state is None else self.state.index_among_sharers
 
     def quantized_for(self, operand: OperandName, product: ProductName) -> ProductName:
         """The product that an operand is quantized for, to be used in this one."""
@@ -91,4 +90,4 @@ class ProductSpec:
     def takes_stored_scale(self, operand: OperandName, product: ProductName) -> bool:
         """Whether an operand is quantized with the scale that the state holds."""
         scaling = self.recipe.quantization(operand, product).scaling
-        return scaling.quantizes and stores_scale(scaling)
+        return scaling.quantizes and scaling.stores_scale

@@ -187,7 +187,7 @@ def _fprop(
 
 def _own_input(input: QuantizedArray, kernel: QuantizedArray, spec: ProductSpec) -> QuantizedArray:
     """The input of fprop, kept apart from other layers' products of it."""
-    if spec.sharer is None or automatic_axes():
+    if spec.index_among_sharers is None or automatic_axes():
         # With a barrier for each product, devices would send each other the operand for each.
         return input
     # The kernel's data, if the product reads them as they are stored; else its scale, for which they need not be there.
@@ -222,40 +222,40 @@ def backward(
     kept = residuals.kept(spec)
     scales, quantized = scales_of(kept.state if kept else None, spec), {}
 
-    def quantized_grad(product: ProductName) -> QuantizedArray:
+    def grad_for(product: ProductName) -> QuantizedArray:
         product = spec.quantized_for("output_grad", product)
         if product not in quantized:
             key = residuals.key
-            of_grad = quantize_operand(grad, "output_grad", product, scales, key, extras, spec)
+            quantized_grad = quantize_operand(grad, "output_grad", product, scales, key, extras, spec)
             if "output_grad" in spec.recipe.quantized_once and None not in dtypes:
-                of_grad = dataclasses.replace(of_grad, data=gathered_once(of_grad.data))
-            quantized[product] = of_grad
+                quantized_grad = dataclasses.replace(quantized_grad, data=gathered_once(quantized_grad.data))
+            quantized[product] = quantized_grad
         return quantized[product]
 
     def gradient(product: ProductName, other: OperandName, dtype: np.dtype | None) -> Array | None:
         if dtype is None:
             return None
-        operand, of_grad = residuals.operand(other, scales, extras, spec), quantized_grad(product)
+        operand, quantized_grad = residuals.operand(other, scales, extras, spec), grad_for(product)
         if product == "wgrad" and "output_grad" in spec.recipe.quantized_once:
             # cuBLASLt wants it transposed here. What was gathered for both products has a barrier already.
             separately = transposed_separately if None in dtypes else transposed_separately_on_one
-            of_grad = dataclasses.replace(of_grad, data=separately(of_grad.data))
-        both = (of_grad, operand) if product == "dgrad" else (operand, of_grad)
-        precision = own_precision(spec.sharer) if product == "wgrad" else lax.Precision.HIGHEST
+            quantized_grad = dataclasses.replace(quantized_grad, data=separately(quantized_grad.data))
+        both = (quantized_grad, operand) if product == "dgrad" else (operand, quantized_grad)
+        precision = own_precision(spec.index_among_sharers) if product == "wgrad" else lax.Precision.HIGHEST
         scale = scales.of_both(product, spec) if scales else None
         out = spec.batched.product(product, both, extras, precision, spec.compute_dtype or dtype, scale)
         return round_to(out, dtype)
 
     with jax.named_scope(DGRAD):
-        of_input = gradient("dgrad", "kernel", dtypes[0])
+        input_grad = gradient("dgrad", "kernel", dtypes[0])
     with jax.named_scope(WGRAD):
-        of_kernel = gradient("wgrad", "input", dtypes[1])
-    gradients = of_input, of_kernel
+        kernel_grad = gradient("wgrad", "input", dtypes[1])
+    gradients = input_grad, kernel_grad
     if kept is None or spec.state is None or not update:
         return gradients, None
     measured = None
     if kept.measured is not None:
-        measured = measured_parts(grad, quantized_grad("dgrad"), "output_grad", extras, spec, kept.state)
+        measured = measured_parts(grad, grad_for("dgrad"), "output_grad", extras, spec, kept.state)
     # What a device measured is all that differs, so that one maximum over devices is enough for all operands.
     devices = () if measured is None else axes_to_reduce((*(kept.measured or ()), measured), state_axes)
     if not spec.contraction.state_per_group:
@@ -284,11 +284,11 @@ def tangent(
     dx, dw = (next(given) if is_linear else None for is_linear in linear)
     terms = []
     if dx is not None:
-        of_kernel = scaled_values(w, "kernel", scales, extras, spec)
-        terms.append(spec.batched.dot(dx.astype(jnp.float32), of_kernel, extras, lax.Precision.HIGHEST))
+        kernel_values = scaled_values(w, "kernel", scales, extras, spec)
+        terms.append(spec.batched.dot(dx.astype(jnp.float32), kernel_values, extras, lax.Precision.HIGHEST))
     if dw is not None:
-        of_input = scaled_values(x, "input", scales, extras, spec)
-        terms.append(spec.batched.dot(of_input, dw.astype(jnp.float32), extras, lax.Precision.HIGHEST))
+        input_values = scaled_values(x, "input", scales, extras, spec)
+        terms.append(spec.batched.dot(input_values, dw.astype(jnp.float32), extras, lax.Precision.HIGHEST))
     if not terms:
         return jnp.zeros(spec.batched.out_shape(x.shape, w.shape), spec.out_dtype)
     return sum(terms[1:], start=terms[0]).astype(spec.out_dtype)

@@ -41,11 +41,11 @@ class AbstractStateForm(abc.ABC):
 
     Args:
         stacked: Whether the layer is one of a stack, from which a scan slices its state.
-        sharer: Which one this is of the layers that share the scale of their input; None if it is alone.
+        index_among_sharers: Which one this is of the layers that share the scale of their input; None if it is alone.
     """
 
     stacked: bool = False
-    sharer: int | None = None
+    index_among_sharers: int | None = None
 
     packs_state: ClassVar[bool]
     """Whether state and measurements are kept as one array."""
@@ -53,7 +53,7 @@ class AbstractStateForm(abc.ABC):
     @property
     def alike(self) -> "AbstractStateForm":
         """The form as all layers that share a scale have it, so that they share traces."""
-        return self if self.sharer is None else dataclasses.replace(self, sharer=0)
+        return self if self.index_among_sharers is None else dataclasses.replace(self, index_among_sharers=0)
 
     @abc.abstractmethod
     def scales(self, state: Array, limits: tuple[float, ...], *, exact: bool) -> tuple[Array, Array, Array]:
@@ -89,7 +89,7 @@ class AbstractStateForm(abc.ABC):
     def cotangent(
         self,
         kept: Kept,
-        of_grad: Parts | None,
+        measured_grad: Parts | None,
         grad: Array,
         recipe: Recipe,
         ensemble: int,
@@ -99,7 +99,7 @@ class AbstractStateForm(abc.ABC):
 
         Args:
             kept: As `kept` returned it.
-            of_grad: What was measured of the output's gradient; None if nothing was measured of any operand.
+            measured_grad: What was measured of the output's gradient; None if nothing was measured of any operand.
             grad: The output's gradient.
             recipe: The recipe of the op.
             ensemble: How many leading axes number members.
@@ -129,7 +129,7 @@ class TableForm(AbstractStateForm):
     def cotangent(
         self,
         kept: Kept,
-        of_grad: Parts | None,
+        measured_grad: Parts | None,
         grad: Array,
         recipe: Recipe,
         ensemble: int,
@@ -137,14 +137,14 @@ class TableForm(AbstractStateForm):
     ) -> Array:
         """The table of the next step; zeros if a replica of this state records for both."""
         maxima, table = is_max_grad(kept.state), to_float32(kept.state)
-        if kept.measured is None or of_grad is None:
+        if kept.measured is None or measured_grad is None:
             measured = lax.full((*table.shape[:-2], 0), 0.0, np.float32)
         else:
-            measured = _largest(_whole(_joined([*kept.measured, of_grad])), devices)
+            measured = _largest(_whole(_joined([*kept.measured, measured_grad])), devices)
         if maxima:
             return _next_table(table, measured, recipe=recipe)
-        of_kernel = lax.index_in_dim(_of_operands(measured), 1, axis=measured.ndim - 1, keepdims=False)
-        measured, records = measured_of_replicas(measured, table, of_kernel, grad, ensemble)
+        measured_kernel = lax.index_in_dim(_of_operands(measured), 1, axis=measured.ndim - 1, keepdims=False)
+        measured, records = measured_of_replicas(measured, table, measured_kernel, grad, ensemble)
         new = _next_table(table, measured, recipe=recipe)
         return lax.select(lax.broadcast_in_dim(records, new.shape, range(records.ndim)), new, lax.full_like(new, 0.0))
 
@@ -180,18 +180,18 @@ class RecordForm(AbstractStateForm):
     def cotangent(
         self,
         kept: Kept,
-        of_grad: Parts | None,
+        measured_grad: Parts | None,
         grad: Array,
         recipe: Recipe,
         ensemble: int,
         devices: tuple[str, ...] = (),
     ) -> Array:
         """The measurements of all operands, padded to the length of a record; then the mark."""
-        if kept.measured is None or of_grad is None or kept.mark is None:
+        if kept.measured is None or measured_grad is None or kept.mark is None:
             return lax.full((*kept.state.shape[:-1], kept.state.shape[-1] + 1), 0.0, np.float32)
         missing = record_length(recipe.scalings) - 3 * numbers_of(recipe.scalings)
-        padding = [lax.full((*of_grad.shape[:-2], missing, 1), 0, of_grad.dtype)] if missing else []
-        measured = _whole(_joined([*kept.measured, of_grad, *padding, kept.mark]))
+        padding = [lax.full((*measured_grad.shape[:-2], missing, 1), 0, measured_grad.dtype)] if missing else []
+        measured = _whole(_joined([*kept.measured, measured_grad, *padding, kept.mark]))
         return _largest(recorded_by_first(measured, grad, ensemble), devices)
 
 

@@ -60,7 +60,7 @@ def recorded_by_first(
 def measured_of_replicas(
     measured: Float32[Array, "*ensemble numbers"],
     table: Float32[Array, "*ensemble operands columns"],
-    of_kernel: Float32[Array, "*ensemble measures"],
+    measured_kernel: Float32[Array, "*ensemble measures"],
     grad: Array,
     ensemble: int,
 ) -> tuple[Float32[Array, "*ensemble numbers"], Bool[Array, "*ensemble"]]:
@@ -72,7 +72,7 @@ def measured_of_replicas(
     Args:
         measured: What each member measured.
         table: Its state.
-        of_kernel: What it measured of its kernel.
+        measured_kernel: What it measured of its kernel.
         grad: The output's gradient.
         ensemble: How many leading axes number members.
 
@@ -80,7 +80,7 @@ def measured_of_replicas(
         What each member records, and whether it records.
     """
     axis = measured.ndim - 1
-    words = lax.concatenate([lax.collapse(table, axis), of_kernel], axis)
+    words = lax.concatenate([lax.collapse(table, axis), measured_kernel], axis)
     words = lax.bitcast_convert_type(words, np.uint32)
     # Odd numbers, by which arrays that differ in one word always have different sums.
     factors = lax.broadcasted_iota(np.uint32, words.shape, axis) * np.uint32(2 * 1640531527) + np.uint32(1)

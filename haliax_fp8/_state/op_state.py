@@ -124,5 +124,5 @@ class OpState(OverwriteWithGradient):
 
 
 def as_state(table: Array) -> Array:
-    """A table as products take it: `fp32_max_grad` unchanged, everything else in float32."""
+    """A table or a record as products take it: `fp32_max_grad` unchanged, everything else in float32."""
     return table if table.dtype == np.float32 or is_max_grad(table) else to_float32(table)

@@ -30,22 +30,22 @@ class OpRecord(OverwriteWithGradient):
     once afterwards (`complete_states`).
 
     Args:
-        table: float32, `[*stack, record_length + 1]`: the operands' scales, the same rounded up to
+        values: float32, `[*stack, record_length + 1]`: the operands' scales, the same rounded up to
             `SCALE_BITS`, then zeros, last a mark (`_state/members.py`); as a gradient, what was measured, an operand's
-            numbers one after the other, then zeros and the mark, or zeros alone.
-        shared: Both scales of the first operand, `[*stack, 2]`, if other ops read the same input. The table then holds
-            those of the other operands, and all of these ops have the same array here.
-        sharer: Which one of these ops this is.
+            numbers one after the other, then zeros and the mark, or zeros alone. Drawn in `_state/README.md`.
+        shared: Both scales of the first operand, `[*stack, 2]`, if other ops read the same input. `values` then lacks
+            them, and all of these ops have the same array here.
+        index_among_sharers: Which one of these ops this is, counted from 0; None if it shares nothing.
     """
 
-    table: hax.NamedArray
+    values: hax.NamedArray
     shared: hax.NamedArray | None = None
-    sharer: int | None = eqx.field(static=True, default=None)
+    index_among_sharers: int | None = eqx.field(static=True, default=None)
 
     @property
     def array(self) -> Array:
-        """The table as the product takes it, with all rows."""
-        others = as_state(self.table.array)
+        """The record as the product takes it, with the scales of all operands."""
+        others = as_state(self.values.array)
         if self.shared is None:
             return others
         shared, axis = as_state(self.shared.array), others.ndim - 1
@@ -60,7 +60,7 @@ class OpRecord(OverwriteWithGradient):
 
     def form(self, *, stacked: bool) -> RecordForm:
         """How it enters a product, of a layer that may be one of a stack."""
-        return RecordForm(stacked, self.sharer)
+        return RecordForm(stacked, self.index_among_sharers)
 
     def accumulate(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, other: "OpRecord"
@@ -76,7 +76,7 @@ class OpRecord(OverwriteWithGradient):
         return self
 
     def with_max_gradients(self) -> "OpRecord":
-        """The table in `fp32_max_grad`."""
+        """The record in `fp32_max_grad`."""
         return jax.tree.map(to_max_grad, self)
 
 
@@ -147,7 +147,13 @@ def _scales_in(tables: Array, limits: tuple[float, ...]) -> _Scales:
 
 
 def _record(
-    state: OpState, scales: _Scales, mark: Array, sharer: int | None, shared: _Scales | None, *, inexact: bool
+    state: OpState,
+    scales: _Scales,
+    mark: Array,
+    index_among_sharers: int | None,
+    shared: _Scales | None,
+    *,
+    inexact: bool,
 ) -> OpRecord:
     """The record of scales `[*stack, operand]`, the first of which ops may share."""
     stack, axis = state.table.axis_names[:-2], scales[0].ndim - 1
@@ -163,7 +169,9 @@ def _record(
     if shared is None:
         return OpRecord(named([*scales, *last], "fp8_record"))
     others = [lax.slice_in_dim(x, 1, None, axis=axis) for x in scales]
-    return OpRecord(named([*others, *last], "fp8_other_records"), named(shared, "fp8_shared_record"), sharer)
+    return OpRecord(
+        named([*others, *last], "fp8_other_records"), named(shared, "fp8_shared_record"), index_among_sharers
+    )
 
 
 def complete_states(

@@ -1,7 +1,6 @@
 """The state that a product needs: there, and that of one layer."""
 
 from ..recipes.recipe import Recipe
-from ..recipes.scaling import stores_scale
 from .op_state import OpState
 from .records import OpRecord
 
@@ -21,12 +20,22 @@ def require_state(state: OpState | OpRecord | None, recipe: Recipe, groups: tupl
                 "(eqx.partition, eqx.filter), join its parts with eqx.combine first"
             )
         return
-    leading = state.table.array.shape[: -1 if isinstance(state, OpRecord) else -2]
+    leading = leading_axes(state)
     if leading != groups:
         raise ValueError(
             f"an FP8 product was called with the state of {leading} layers of an ensemble or a stack; call them under "
             "eqx.filter_vmap or jax.vmap, or in a scan over the stack, so that each gets its own state"
         )
+
+
+def leading_axes(state: OpState | OpRecord) -> tuple[int, ...]:
+    """The sizes of the axes in front of one op's state, of stacks, ensembles and groups; () for a state without array.
+
+    Args:
+        state: The state of an op.
+    """
+    named, own = (state.values, 1) if isinstance(state, OpRecord) else (state.table, 2)
+    return () if named.array is None else named.array.shape[:-own]
 
 
 def require_stored_scales(recipe: Recipe) -> None:
@@ -35,7 +44,7 @@ def require_stored_scales(recipe: Recipe) -> None:
     Args:
         recipe: The recipe of the op.
     """
-    if not all(stores_scale(scaling) for scaling in recipe.scalings):
+    if not all(scaling.stores_scale for scaling in recipe.scalings):
         raise ValueError(
             f"scale_per_expert=True needs a recipe that stores the scales of all operands, and {recipe} does not; use "
             '"delayed" or "static", or scale_per_expert=False'

@@ -72,15 +72,17 @@ def _multipliable(
     of_ops = lax.reshape(scales, (*scales.shape[:-1], ops, 3))
     exact = [lax.slice_in_dim(of_ops, i, i + 1, axis=axis) for i in range(3)]
     rounded = map(round_up_scale, exact, SCALE_BITS.values())
-    of_input, of_kernel, of_grad = [lax.concatenate(both, axis - 1) for both in zip(exact, rounded, strict=True)]
+    input_scale, kernel_scale, grad_scale = [
+        lax.concatenate(both, axis - 1) for both in zip(exact, rounded, strict=True)
+    ]
     # A power of two, by its exponent: exact, and a scale of a few bits remains one.
-    smaller = lax.bitcast_convert_type(lax.min(of_input, of_kernel), np.int32)
+    smaller = lax.bitcast_convert_type(lax.min(input_scale, kernel_scale), np.int32)
     exponent = lax.shift_right_arithmetic(smaller, np.int32(23))
     exponent = lax.max(lax.sub(np.int32(2 * 127 - 126), exponent), np.int32(1))
     lowest = lax.bitcast_convert_type(lax.shift_left(exponent, np.int32(23)), np.float32)
-    highest = lax.mul(of_grad, np.float32(2.0 ** (np.frexp(limit)[1] - 1)))
-    of_grad = lax.max(of_grad, lax.min(lowest, highest))
-    both = lax.split(lax.concatenate([of_input, of_kernel, of_grad], axis), (ops, ops), axis - 1)
+    highest = lax.mul(grad_scale, np.float32(2.0 ** (np.frexp(limit)[1] - 1)))
+    grad_scale = lax.max(grad_scale, lax.min(lowest, highest))
+    both = lax.split(lax.concatenate([input_scale, kernel_scale, grad_scale], axis), (ops, ops), axis - 1)
     return lax.reshape(both[0], scales.shape), lax.reshape(both[1], scales.shape)
 
 

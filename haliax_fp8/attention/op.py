@@ -17,6 +17,7 @@ from .._numerics.require import require, require_bool
 from .._product.names import FP8_ATTENTION
 from .._state.op_state import OpState
 from .._state.records import OpRecord
+from .._state.require import leading_axes
 from ..devices.device import Device
 from ..recipes.scaling import DelayedScaling, ObservedScaling
 from ..recipes.scaling.amax_of_history import Percentile
@@ -143,7 +144,7 @@ class Fp8Attention(ModuleWithStateDictSerialization):
                 "an Fp8Attention was called without its state; if the model was split (eqx.partition, eqx.filter), "
                 "join its parts with eqx.combine first"
             )
-        if leading := self.state.table.array.shape[: -1 if isinstance(self.state, OpRecord) else -2]:
+        if leading := leading_axes(self.state):
             raise ValueError(
                 f"an Fp8Attention was called with the state of {leading} layers of an ensemble or a stack; call it "
                 "under eqx.filter_vmap or jax.vmap, or in a scan over the stack, so that each layer gets its own state"

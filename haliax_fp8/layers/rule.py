@@ -75,6 +75,9 @@ class LayerRule(abc.ABC):
     def served(self, layer: Any, kernel: Any) -> Any:
         """The layer for inference, an `AbstractServedLayer`; None if the rule has none.
 
+        Only rules for classes of your own need it: `serving` makes the layers of the built-in ones itself, and nothing
+        in this folder may import it.
+
         Args:
             layer: The layer, converted or not.
             kernel: The `serving.ServedKernel` that it multiplies by, in place of its weight.

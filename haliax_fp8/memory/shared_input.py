@@ -35,6 +35,9 @@ def share_input_scales[M](
     histories, and so their scales, are then equal. If they read different tensors, as in cross-attention, the smaller
     input gets the larger one's scale: leave such groups out.
 
+    A plain `eqx.filter_grad` gains nothing from it: there each layer takes the scale of its own state and quantizes the
+    tensor for itself. The numbers are the same if the layers read the same tensor.
+
     Args:
         model: A converted model.
         groups: Names of attributes: wherever a module has two or more layers of a group, these share a scale.

@@ -17,7 +17,6 @@ from .scaling import (
     MeasuredScaling,
     MXFP8Scaling,
     ObservedScaling,
-    stores_scale,
 )
 
 
@@ -220,7 +219,7 @@ class Recipe:
     @property
     def scales(self) -> str:
         """How scales of whole tensors are rounded where they multiply; empty if the recipe has none."""
-        if not any(stores_scale(scaling) or scaling.one_scale for scaling in self.scalings):
+        if not any(scaling.stores_scale or scaling.rounds_scale for scaling in self.scalings):
             return ""
         kernel = SCALE_BITS["kernel"]
         return f"exact in float32; in bfloat16 rounded up to powers of two, the kernel's to {kernel} significant bits"
@@ -240,7 +239,7 @@ class Recipe:
         """Whether quantizing the kernel for dgrad, apart from fprop, takes an amax that fprop has taken already."""
         scaling = self.kernel.scaling
         shared = self.kernel_for_dgrad in (None, self.kernel) and not scaling.directional
-        return shared and scaling.quantizes and not stores_scale(scaling)
+        return shared and scaling.quantizes and not scaling.stores_scale
 
     @property
     def observed(self) -> "Recipe":

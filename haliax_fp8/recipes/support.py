@@ -11,6 +11,7 @@ from .._tables import Printable
 from ..devices.device import FP8_UNITS, Device
 from ..devices.grouped import BLOCK, GroupedImplementation
 from .catalog import RecipeLike, as_recipe
+from .fit import misfit
 from .recipe import Quantization, Recipe
 from .scaling import BlockScaling, HadamardScaling, MeasuredScaling
 
@@ -105,7 +106,8 @@ def _lacking(operands: tuple[Quantization, Quantization], device: Device) -> str
     for unit in units:
         if (reason := device.lacks(unit)) is not None:
             return reason
-    return next((reason for operand in operands if (reason := device.lacks(operand.format))), None)
+    reasons = (device.lacks(operand.format) or misfit(operand) for operand in operands)
+    return next((reason for reason in reasons if reason is not None), None)
 
 
 def supported_in_groups(recipe: Recipe, device: Device) -> Support:
@@ -149,7 +151,7 @@ def _takes(operand: Quantization, implementation: GroupedImplementation) -> bool
         return False
     if isinstance(scaling, BlockScaling):
         return scaling.size == BLOCK and implementation is GroupedImplementation.HOPPER
-    return scaling.units is FP8_UNITS
+    return scaling.units is FP8_UNITS and misfit(operand) is None
 
 
 def require_support(recipe: Recipe, support: Support) -> None:

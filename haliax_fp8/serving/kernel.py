@@ -192,7 +192,7 @@ class ServedKernel(eqx.Module):
             )
         # A checkpoint's scales do not depend on the dtype.
         is_of_training = self.input_bits is None
-        rounds = is_of_training and (isinstance(self.scheme.kernel, StaticScaling) or self.scheme.kernel.one_scale)
+        rounds = is_of_training and (isinstance(self.scheme.kernel, StaticScaling) or self.scheme.kernel.rounds_scale)
         made_for = self.compute_dtype or self.dtype
         if rounds and (made_for == jnp.bfloat16) != (computed_in == jnp.bfloat16):
             raise ValueError(

@@ -25,7 +25,7 @@ from ..layers.own_state import table_on_host
 from ..layers.rule import LayerRule
 from ..layers.uncalibrated import uncalibrated_operands, unrecorded_operands
 from ..recipes.recipe import SCALE_BITS
-from ..recipes.scaling import MXFP8Scaling, OperandUse, stores_scale
+from ..recipes.scaling import MXFP8Scaling, OperandUse
 from .kernel import ServedKernel
 from .scheme import Scheme
 
@@ -182,7 +182,7 @@ def _with_scales(name: str, op: Fp8DotGeneral | None, scheme: Scheme) -> Fp8DotG
         )
     for operand in scheme.stored:
         quantization = op.recipe.quantization(operand, "fprop")
-        if not stores_scale(quantization.scaling):
+        if not quantization.scaling.stores_scale:
             raise ValueError(
                 f"the recipe of {name} ({op.recipe}) stores no scale of its {operand}, which scheme={scheme} needs: "
                 f"current scales depend on the batch; {remedy}"

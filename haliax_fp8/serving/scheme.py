@@ -16,7 +16,6 @@ from ..recipes.scaling import (
     MXFP8Scaling,
     RowwiseScaling,
     StaticScaling,
-    stores_scale,
 )
 
 
@@ -82,7 +81,7 @@ class Scheme:
     def stored(self) -> tuple[OperandName, ...]:
         """The operands whose scale comes from the training state."""
         both: dict[OperandName, AbstractScaling | None] = {"input": self.input, "kernel": self.kernel}
-        return tuple(name for name, scaling in both.items() if scaling is not None and stores_scale(scaling))
+        return tuple(name for name, scaling in both.items() if scaling is not None and scaling.stores_scale)
 
     @property
     def rows_are_independent(self) -> bool:

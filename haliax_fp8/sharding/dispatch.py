@@ -17,7 +17,6 @@ from .._op import Fp8DotGeneral
 from .._product.grouped.contraction import RaggedContraction
 from .._product.operands import Scales, quantize_operand, round_to, scales_of
 from .._product.spec import ProductSpec
-from ..recipes.scaling import stores_scale
 
 
 type Exchange = Callable[[Array], Array]
@@ -63,7 +62,7 @@ def send_rows(
         Array([[ 1., -2.]], dtype=float32)
     """
     scaling = op.recipe.input.scaling
-    if not stores_scale(scaling) or op.state is None:
+    if not scaling.stores_scale or op.state is None:
         raise ValueError(
             f"op has the recipe {op.recipe}, which does not know an input's scale before the rows arrive: send them in "
             "high precision, or use recipe='delayed'"

@@ -85,8 +85,8 @@ def filter_value_and_grad(function: Callable[..., Any], *, has_aux: bool = False
         def of(differentiated: Any) -> Any:
             leaves = eqx.combine(differentiated, rest)
             of_ops = [leaf for leaf in leaves if isinstance(leaf, OpRecord)]
-            tables = iter(noticed([record.table.array for record in of_ops], reached) if of_ops else ())
-            recording = [_accumulating(leaf, tables) for leaf in leaves]
+            values = iter(noticed([record.values.array for record in of_ops], reached) if of_ops else ())
+            recording = [_accumulating(leaf, values) for leaf in leaves]
             return function(jax.tree.unflatten(structure, recording), *args, **kwargs)
 
         # JAX does not count `fp32_max_grad` as a float, so it is allowed as integers are.
@@ -127,12 +127,12 @@ def _is_whole_op_state(node: Any) -> bool:
     return isinstance(node, OpState) and node.table.array is not None
 
 
-def _accumulating(node: Any, tables: Iterator[Array]) -> Any:
-    """A leaf in the differentiated function: state accumulates by maximum; a record takes the next of the tables."""
+def _accumulating(node: Any, values: Iterator[Array]) -> Any:
+    """A leaf in the differentiated function: state accumulates by maximum; a record takes the next of the values."""
     if not isinstance(node, OpRecord):
         return _with_max_gradients(node)
     # It has the element type already; other state may not.
-    return dataclasses.replace(node, table=jax.tree.unflatten(jax.tree.structure(node.table), [next(tables)]))
+    return dataclasses.replace(node, values=jax.tree.unflatten(jax.tree.structure(node.values), [next(values)]))
 
 
 def with_max_gradients[T](tree: T) -> T:

@@ -236,18 +236,22 @@ def test_a_model_that_is_not_converted_is_refused():
 
 @pytest.mark.more
 def test_the_input_is_quantized_once():
-    """After XLA's common subexpressions: with one scale there is one FP8 copy of what both layers read."""
+    """After XLA's common subexpressions: with one scale there is one FP8 copy of what both layers read.
 
-    def quantizations(model):
+    Only gradients that record share a scale: with those of Equinox each layer reads the one in its own state.
+    """
+
+    def quantizations(model, gradient=fp8.filter_grad):
         arrays, static = eqx.partition(model, eqx.is_array)
-        step = lambda arrays, x: fp8.filter_grad(loss)(eqx.combine(arrays, static), x)
+        step = lambda arrays, x: gradient(loss)(eqx.combine(arrays, static), x)
         lowered = jax.jit(lambda *args: eqx.filter(step(*args), eqx.is_array)).lower(arrays, inputs())
         # Fusions on a CPU compute the same thing wherever they need it.
         program = lowered.compile(compiler_options={"xla_disable_hlo_passes": "fusion"})
         return len(re.findall(r" = f8e4m3fn\[16,32\]\S* convert\(", program.as_text() or ""))
 
     plain = fp8_linear_layers(MODELS["one"]())
-    assert (quantizations(plain), quantizations(fp8.memory.share_input_scales(plain))) == (2, 1)
+    shared = fp8.memory.share_input_scales(plain)
+    assert [quantizations(plain), quantizations(shared), quantizations(shared, eqx.filter_grad)] == [2, 1, 2]
 
 
 # --- Checkpointing ----------------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ CHANGES = (
     Change(
         "grouped wgrad accumulates fast",
         "_product/three_products.py",
-        'own_precision(spec.sharer) if product == "wgrad"',
+        'own_precision(spec.index_among_sharers) if product == "wgrad"',
         'lax.Precision.DEFAULT if product == "wgrad" and spec.contraction.extras',
         ("test_layers.py::test_every_ragged_product_multiplies_fp8",),
     ),
@@ -134,9 +134,9 @@ CHANGES = (
     ),
     Change(
         "scales of blocks of a free axis are taken for scales of columns",
-        "_product/scaled_dot.py",
-        "return whole and all(x.scale.shape[axis] == 1 for axis in contract)",
-        "return all(x.scale.shape[axis] == 1 for axis in contract)",
+        "_numerics/quantized_array.py",
+        "return whole and all(x.scale.shape[axis] == 1 for axis in contracted)",
+        "return all(x.scale.shape[axis] == 1 for axis in contracted)",
         ("test_edges_of_scales.py",),
     ),
     Change(
@@ -191,8 +191,8 @@ CHANGES = (
     Change(
         "what was measured of input and kernel is exchanged",
         "_state/form.py",
-        "_joined([*kept.measured, of_grad, *padding, kept.mark])",
-        "_joined([*reversed(kept.measured), of_grad, *padding, kept.mark])",
+        "_joined([*kept.measured, measured_grad, *padding, kept.mark])",
+        "_joined([*reversed(kept.measured), measured_grad, *padding, kept.mark])",
         ("test_kernels_first.py::test_a_stack_takes_the_scales_of_each_product",),
     ),
     Change(
@@ -215,8 +215,8 @@ CHANGES = (
     Change(
         "dgrad takes the product of scales that is wgrad's",
         "_product/operands.py",
-        "lax.mul(of_input, of_kernel), lax.mul(of_kernel, of_grad), lax.mul(of_input, of_grad)",
-        "lax.mul(of_input, of_kernel), lax.mul(of_input, of_grad), lax.mul(of_kernel, of_grad)",
+        "lax.mul(input_scale, kernel_scale), lax.mul(kernel_scale, grad_scale), lax.mul(input_scale, grad_scale)",
+        "lax.mul(input_scale, kernel_scale), lax.mul(input_scale, grad_scale), lax.mul(kernel_scale, grad_scale)",
         ("test_kernels_first.py",),
     ),
     Change(
@@ -283,9 +283,16 @@ CHANGES = (
         ("test_kernels_first.py",),
     ),
     Change(
+        "a device is believed to multiply whatever a scaling says",
+        "recipes/support.py",
+        "device.lacks(operand.format) or misfit(operand)",
+        "device.lacks(operand.format)",
+        ("test_support.py::test_units_that_do_not_take_the_scales_are_not_believed",),
+    ),
+    Change(
         "scales of rows that differ along the sum are factored out",
-        "_product/scaled_dot.py",
-        "return whole and all(x.scale.shape[axis] == 1 for axis in contract)",
+        "_numerics/quantized_array.py",
+        "return whole and all(x.scale.shape[axis] == 1 for axis in contracted)",
         "return whole",
         ("test_transformations.py::test_every_recipe_differentiated_first",),
     ),
@@ -302,7 +309,7 @@ CHANGES = (
     Change(
         "wgrad accumulates fast",
         "_product/three_products.py",
-        'own_precision(spec.sharer) if product == "wgrad"',
+        'own_precision(spec.index_among_sharers) if product == "wgrad"',
         'lax.Precision.DEFAULT if product == "wgrad"',
         (
             "test_dot_general.py::test_precision_is_that_of_fprop",
@@ -502,15 +509,15 @@ CHANGES = (
     Change(
         "the gradient's scale is raised until nothing is left of it",
         "_state/table.py",
-        "lax.max(of_grad, lax.min(lowest, highest))",
-        "lax.max(of_grad, lowest)",
+        "lax.max(grad_scale, lax.min(lowest, highest))",
+        "lax.max(grad_scale, lowest)",
         ("test_dot_general.py::test_a_small_kernel_leaves_small_gradients_in_their_range",),
     ),
     Change(
         "what a table measured of input and kernel is exchanged",
         "_state/form.py",
-        "_largest(_whole(_joined([*kept.measured, of_grad])), devices)",
-        "_largest(_whole(_joined([*reversed(kept.measured), of_grad])), devices)",
+        "_largest(_whole(_joined([*kept.measured, measured_grad])), devices)",
+        "_largest(_whole(_joined([*reversed(kept.measured), measured_grad])), devices)",
         ("test_dot_general.py::test_any_dimension_numbers",),
     ),
     Change(

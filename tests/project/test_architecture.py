@@ -320,12 +320,48 @@ def test_this_file_sees_readmes():
     assert files_in_tables(page) == {"b.py", "c/d.py", "e.py"}
 
 
-def test_contributing_lists_the_folders_as_this_file_does():
+def test_the_readme_lists_the_folders_as_this_file_does():
     """In the same order: its table says that a folder imports only what stands above it."""
-    _, _, table = (REPOSITORY / "CONTRIBUTING.md").read_text().partition("| folder | what is there |\n|---|---|\n")
+    _, _, table = (ROOT / "README.md").read_text().partition("| folder | what is there |\n|---|---|\n")
     first_cells = [re.match(r"\| `(\w+)(?:/|\.py)` \|", row) for row in table.partition("\n\n")[0].splitlines()]
     listed = [cell and cell[1] for cell in first_cells]
     assert listed == [room for line in FLOORS[:-1] for room in line]
+
+
+def missing_from_ways(table: str) -> list[str]:
+    """What rows of "to change, go to" name and is not there: paths, and names that none of the row's files has."""
+    missing = []
+    for row in re.findall(r"^\| .+ \|$", table, re.MULTILINE):
+        named = re.findall(r"`([^`]+)`", row.split(" | ")[1])
+        found = {
+            name: next((top / name for top in (ROOT, REPOSITORY) if (top / name).exists()), None) for name in named
+        }
+        texts = [path.read_text() for path in found.values() if path is not None and path.is_file()]
+        is_path = lambda name: "/" in name or "." in name
+        missing += [
+            name
+            for name, path in found.items()
+            if path is None and (is_path(name) or not any(name in text for text in texts))
+        ]
+        missing += [] if any(found.values()) else [row]
+    return missing
+
+
+def test_where_the_readme_sends_readers_exists():
+    _, _, table = (ROOT / "README.md").read_text().partition("| to change | go to |\n|---|---|\n")
+    table = table.partition("\n\n")[0]
+    assert len(table.splitlines()) >= 12
+    assert missing_from_ways(table) == []
+
+
+def test_ways_that_lead_nowhere_are_found():
+    ways = (
+        "| a | `FLOORS` in `tests/project/test_architecture.py`, and `_product/` |",
+        "| b | `_jax/no_such.py`, and `_jax/xla.py` |",
+        "| c | `no_such_name` in `_jax/xla.py` |",
+        "| d | nowhere |",
+    )
+    assert missing_from_ways("\n".join(ways)) == ["_jax/no_such.py", "no_such_name", ways[3]]
 
 
 def definitions(tree: ast.Module) -> Iterator[ast.ClassDef | ast.FunctionDef]:

@@ -11,6 +11,8 @@ import runpy
 import jax
 import pytest
 
+import haliax_fp8
+
 
 ROOT = pathlib.Path(__file__).parents[2]
 FIGURES = ROOT / "docs" / "_figures"
@@ -19,6 +21,7 @@ PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
     *sorted((ROOT / "docs").rglob("*.md")),
     *sorted((ROOT / "examples").rglob("*.md")),
+    *sorted((ROOT / "haliax_fp8").rglob("README.md")),
 ]
 NAMES = {page: page.relative_to(ROOT).with_suffix("").as_posix() for page in PAGES}
 
@@ -128,13 +131,19 @@ def test_tests_that_a_page_names_exist(page):
     assert not missing
 
 
-def test_files_that_the_page_of_claims_names_exist():
-    """What settles a claim has to be there: scripts, results, examples."""
-    named = re.findall(
-        r"`((?:haliax_fp8|benchmarks|examples|tests|docs)/[\w./]+)`", (ROOT / "docs/seeds.md").read_text()
-    )
+@pytest.mark.parametrize("page", ["docs/seeds.md", "CONTRIBUTING.md"])
+def test_files_that_a_page_names_exist(page):
+    """What settles a claim has to be there, and what a contributor is sent to: scripts, results, examples."""
+    text = (ROOT / page).read_text()
+    named = re.findall(r"`((?:haliax_fp8|benchmarks|examples|tests|docs)/[\w./]+|(?:\w+/)+\w+\.py)`", text)
     assert len(named) > 5
-    assert [name for name in named if not (ROOT / name).exists()] == []
+    tops = ROOT, ROOT / "haliax_fp8"
+    assert [name for name in named if not any((top / name).exists() for top in tops)] == []
+
+
+def test_the_page_of_recipes_has_a_row_for_each():
+    rows = re.findall(r"^\| \[`(\w+)`\]", (ROOT / "docs/recipes/index.md").read_text(), re.MULTILINE)
+    assert sorted(rows) == sorted(haliax_fp8.recipes.named)
 
 
 def test_readme_shows_how_to_run_and_test():

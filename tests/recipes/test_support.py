@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 import re
+from typing import ClassVar
 
 import equinox as eqx
 import haliax as hax
@@ -15,11 +16,12 @@ from helpers import meant_for
 import haliax_fp8 as fp8
 from haliax_fp8.devices import Device
 from haliax_fp8.devices.device import devices
-from haliax_fp8.devices.units import FP8_UNITS
+from haliax_fp8.devices.units import FP8_UNITS, MX_UNITS, MatrixUnits
 from haliax_fp8.recipes import (
     E4M3,
     E4M3FNUZ,
     E5M2FNUZ,
+    AbstractScaling,
     BlockScaling,
     CurrentScaling,
     HadamardScaling,
@@ -29,6 +31,7 @@ from haliax_fp8.recipes import (
     Quantization,
     RowwiseScaling,
 )
+from haliax_fp8.recipes.support import supported_in_groups
 
 
 A100, H100, B200 = (Device.by_name(name) for name in ("a100", "h100", "b200"))
@@ -39,12 +42,18 @@ WITH_OCP_FORMATS = ("l4", "l40s", "rtx4090", "h100", "h200", "b200", "gb200", "m
 WITH_BLOCKS_OF_32 = ("b200", "gb200", "mi350x", "mi355x")
 NATIVE = {(recipe, device) for recipe in OUTSIDE_THE_SUM for device in WITH_OCP_FORMATS}
 # DeepSeek's scales are powers of two, and its blocks are whole blocks of 32.
-NATIVE |= {(recipe, device) for recipe in ("mxfp8", "deepseek") for device in WITH_BLOCKS_OF_32}
+IN_BLOCKS_OF_32 = ("mxfp8", "deepseek")
+NATIVE |= {(recipe, device) for recipe in IN_BLOCKS_OF_32 for device in WITH_BLOCKS_OF_32}
+DEQUANTIZED = ("nvfp4",)
 
 
 @pytest.fixture
 def linear():
     return eqx.nn.Linear(8, 8, key=jax.random.key(0))
+
+
+def test_every_recipe_is_described_here():
+    assert sorted((*OUTSIDE_THE_SUM, *IN_BLOCKS_OF_32, *DEQUANTIZED)) == sorted(fp8.recipes.named)
 
 
 @pytest.mark.parametrize("device", devices)
@@ -136,6 +145,49 @@ def test_only_powers_of_two_for_whole_blocks_of_32_are_mxfp8():
         BlockScaling(power_of_two=False),
     )
     assert [fp8.recipes.supported(scaling, "b200").is_native for scaling in scalings] == [True, True, False, False]
+
+
+@dataclasses.dataclass(frozen=True)
+class Claims(AbstractScaling):
+    """A scaling that quantizes as another one does, and names units of its own choice."""
+
+    scaling: AbstractScaling
+    claimed: MatrixUnits = FP8_UNITS
+
+    directional: ClassVar[bool] = True
+
+    @property
+    def units(self):
+        return self.claimed
+
+    def quantize(self, x, use):
+        return self.scaling.quantize(x, use)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "units", "device", "reason"),
+    [
+        (RowwiseScaling(), FP8_UNITS, "h100", None),
+        (CurrentScaling(), FP8_UNITS, "h100", None),
+        (BlockScaling(48), FP8_UNITS, "h100", "change along the sum"),
+        (BlockScaling(128), FP8_UNITS, "h100", "change along the sum"),
+        (BlockScaling(64), MX_UNITS, "b200", None),
+        (BlockScaling(48), MX_UNITS, "b200", "not powers of two for whole blocks of 32"),
+        (BlockScaling(64, power_of_two=False), MX_UNITS, "b200", "not powers of two for whole blocks of 32"),
+        (RowwiseScaling(), MX_UNITS, "b200", "not powers of two for whole blocks of 32"),
+    ],
+)
+def test_units_that_do_not_take_the_scales_are_not_believed(scaling, units, device, reason):
+    """Products look at the scales: what they dequantize is not native, whatever the scaling says of itself."""
+    support = fp8.recipes.supported(Claims(scaling, units), device)
+    assert support.is_native == (reason is None)
+    assert reason is None or re.search(f"{reason}.*: operands are dequantized first", support.reason)
+
+
+def test_grouped_products_do_not_believe_it_either():
+    claims = fp8.Recipe.of(Claims(BlockScaling(48)))
+    assert not supported_in_groups(claims, B200).is_native
+    assert supported_in_groups(fp8.Recipe.of(Claims(RowwiseScaling())), B200).is_native
 
 
 def test_a_scaling_within_another_decides():

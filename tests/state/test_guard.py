@@ -73,8 +73,8 @@ def test_scales_are_rounded_up_to_the_bits_of_their_operand():
 
 
 def test_bfloat16_holds_the_product_of_two_rounded_scales():
-    of_input, of_kernel, of_grad = scales_of_operands()[2].astype(np.float64).T
-    for products in (of_input * of_kernel, of_grad * of_kernel, of_input * of_grad):
+    input_scale, kernel_scale, grad_scale = scales_of_operands()[2].astype(np.float64).T
+    for products in (input_scale * kernel_scale, grad_scale * kernel_scale, input_scale * grad_scale):
         np.testing.assert_array_equal(products.astype(jnp.bfloat16).astype(np.float64), products)
 
 

@@ -122,16 +122,13 @@ def quantized_kernels(function):
     )
 
 
-RECIPES = ("delayed", "static", "current", "rowwise", "rowwise_wgrad_bf16", "deepseek", "mxfp8", "nvfp4")
-
-
 @pytest.mark.more
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", fp8.recipes.named)
 def test_a_step_has_the_same_numbers(recipe):
     """With one scale per tensor in bfloat16, where scales are rounded up."""
-    dtype = jnp.bfloat16 if recipe in ("delayed", "static", "current") else jnp.float32
+    dtype = jnp.bfloat16 if fp8.recipes.named[recipe].scales else jnp.float32
     model, batch = fp8.cast_params(fp8_linear_layers(Model.init(), recipe=recipe), dtype), microbatches(dtype)
-    if recipe in ("delayed", "static"):
+    if fp8.recipes.named[recipe].is_stateful:
         # Scales that are not powers of two.
         states = fp8.partition_for_grad_overwrite(model)[0]
         model = eqx.combine(jax.tree.map(with_scales, states, is_leaf=is_state), model, is_leaf=is_state)

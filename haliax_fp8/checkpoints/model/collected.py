@@ -17,7 +17,7 @@ from ...layers.rule import LayerRule
 from ...layers.served import AbstractServedLayer
 from ...layers.uncalibrated import unrecorded_operands
 from ...recipes.recipe import OperandName
-from ...recipes.scaling import AbstractScaling, stores_scale
+from ...recipes.scaling import AbstractScaling
 from ..frozen import is_frozen
 from ..scaled_matrix import ScaledMatrix
 from .cache_scale import CacheScale
@@ -88,7 +88,7 @@ class Matrix:
     @property
     def stored_scale(self) -> float | None:
         """The scale that the next step quantizes the kernel with, if the state has it."""
-        return self._stored("kernel") if self.scaling is not None and stores_scale(self.scaling) else None
+        return self._stored("kernel") if self.scaling is not None and self.scaling.stores_scale else None
 
     @property
     def input_scale(self) -> float | None:
@@ -104,7 +104,7 @@ class Matrix:
         if self.op is None:
             return None
         quantization = self.op.recipe.quantization("input", "fprop")
-        if quantization.format != E4M3 or not stores_scale(quantization.scaling):
+        if quantization.format != E4M3 or not quantization.scaling.stores_scale:
             return None
         return self._stored("input")
 

@@ -13,7 +13,6 @@ from .base import (
     AbstractStatefulScaling as AbstractStatefulScaling,
     OperandUse as OperandUse,
     of_all_elements as of_all_elements,
-    stores_scale as stores_scale,
 )
 from .block import BlockScaling as BlockScaling
 from .current import CurrentScaling as CurrentScaling, RowwiseScaling as RowwiseScaling

@@ -56,13 +56,23 @@ class AbstractScaling(abc.ABC):
     """Whether the operand is rounded at all; False leaves it in high precision."""
 
     units: ClassVar[MatrixUnits]
-    """The hardware that multiplies operands with such scales as they are, if the scaling quantizes."""
+    """The hardware that multiplies operands with such scales as they are, if the scaling quantizes.
+
+    `FP8_UNITS` take scales of tensors or rows, which factor out of the sum, and `MX_UNITS` powers of two for whole
+    blocks of 32. All other scales are for `NO_UNITS`: operands are dequantized first, and `supported` says so.
+    """
 
     directional: ClassVar[bool]
     """Whether the scales depend on which axes are contracted. An operand of two products is then quantized twice."""
 
-    one_scale: ClassVar[bool] = False
-    """Whether a tensor has one scale, which is rounded up for a product in bfloat16, see `SCALE_BITS`."""
+    stores_scale: ClassVar[bool] = False
+    """Whether `quantize` divides by the state's scale, one for each member, so that nothing else need keep it."""
+
+    rounds_scale: ClassVar[bool] = False
+    """Whether `quantize` itself rounds its scale up to `OperandUse.scale_bits`, for products in bfloat16.
+
+    Stored scales are rounded too, but where they are read from the state.
+    """
 
     gradient_format: ClassVar[Format] = E5M2
     """The format that output gradients take with this scaling, unless a recipe says otherwise."""
@@ -103,7 +113,6 @@ class AbstractStatefulScaling(AbstractScaling):
     cast_launches: ClassVar[int] = 1
 
     stores_scale: ClassVar[bool] = True
-    """Whether `quantize` divides by the state's scale, one for each member, so that nothing else need keep it."""
 
     numbers: ClassVar[int]
     """How many numbers a step records of an operand; with 0 it records none, and the rows do not change."""
@@ -183,8 +192,3 @@ def of_all_elements(scale: Float32[Array, " *ensemble"], ndim: int) -> Float32[A
         ndim: The rank of the operand, whose first axes number the members.
     """
     return lax.reshape(scale, (*scale.shape, *(1,) * (ndim - scale.ndim))) if scale.ndim else scale
-
-
-def stores_scale(scaling: AbstractScaling) -> bool:
-    """Whether the state holds the scale that a scaling quantizes with."""
-    return isinstance(scaling, AbstractStatefulScaling) and scaling.stores_scale

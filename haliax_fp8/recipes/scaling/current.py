@@ -45,7 +45,7 @@ class CurrentScaling(AbstractScaling):
 
     units: ClassVar[MatrixUnits] = FP8_UNITS
     directional: ClassVar[bool] = False
-    one_scale: ClassVar[bool] = True
+    rounds_scale: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         require_bool("power_of_two", self.power_of_two, of="CurrentScaling")

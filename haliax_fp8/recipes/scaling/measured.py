@@ -46,7 +46,7 @@ class MeasuredScaling(AbstractStatefulScaling):
     @property
     def stores_scale(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Whether that scaling keeps its scale in the state; a stateless one does not."""
-        return self._stateful is not None and self._stateful.stores_scale
+        return self.scaling.stores_scale
 
     @property
     def numbers(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
