@@ -1132,6 +1132,13 @@ CHANGES = (
         "if False:",
         ("test_model_argument.py::test_functions_of_layers",),
     ),
+    Change(
+        "a primitive outside of jit is evaluated as jax.disable_jit says",
+        "_jax/compiled_alone.py",
+        "with jax.disable_jit(False):",
+        "with jax.disable_jit(jax.config.jax_disable_jit):",
+        ("test_compiled_alone.py::test_evaluated_without_jit",),
+    ),
     # --- folders of weights, statistics, memory
     Change(
         "a weight that does not fit stays as it is",
