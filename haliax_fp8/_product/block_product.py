@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, BFloat16, Float, UInt8
 
 from .._jax.after_partitioning import devices_of, lower_after_partitioning, lower_with_devices
+from .._jax.compiled_alone import compile_alone
 from .._jax.lowered_by_platform import lower_by_platform
 from .._jax.mapped_axis import to_front
 from .._jax.mesh_axes import as_varying
@@ -229,7 +230,7 @@ def _lowered_on_rocm(context: Any, *operands: Any, **params: Any) -> Any:
 
 _NAME = "a product with a scale for each block of 32 (recipes such as mxfp8 and deepseek)"
 
-block_product_p.def_impl(lambda *args, **params: jax.jit(functools.partial(block_product_p.bind, **params))(*args))
+compile_alone(block_product_p)
 block_product_p.def_abstract_eval(_aval)
 lower_by_platform(block_product_p, _lowered, cuda=_lowered_on_cuda, rocm=_lowered_on_rocm, tpu=_lowered_on_tpu)
 batching.primitive_batchers[block_product_p] = _batched

@@ -16,6 +16,7 @@ from jax.interpreters import batching, mlir
 from jaxtyping import Array, Float, Float32
 
 from .._jax.after_partitioning import knows_devices, lower_after_partitioning, lower_with_devices
+from .._jax.compiled_alone import compile_alone
 from .._jax.mapped_axis import to_front
 from .._jax.xla import lowered_for_cuda
 from .._numerics.quantized_array import QuantizedArray
@@ -88,7 +89,7 @@ def _lowered(context: Any, *operands: Any, dimensions: DotDimensions, exact: boo
     )
 
 
-divided_sum_p.def_impl(lambda *args, **params: jax.jit(functools.partial(divided_sum_p.bind, **params))(*args))
+compile_alone(divided_sum_p)
 divided_sum_p.def_abstract_eval(aval_of)
 mlir.register_lowering(divided_sum_p, _lowered)
 batching.primitive_batchers[divided_sum_p] = _batched

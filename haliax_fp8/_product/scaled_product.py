@@ -14,7 +14,6 @@ many equations.
 import functools
 from typing import Any
 
-import jax
 import numpy as np
 from jax import lax
 from jax.extend.core import Primitive
@@ -22,6 +21,7 @@ from jax.interpreters import batching, mlir
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Float32
 
+from .._jax.compiled_alone import compile_alone
 from .._jax.lowered_by_platform import lower_by_platform
 from .._jax.mapped_axis import to_front
 from .._jax.mesh_axes import all_varying
@@ -97,7 +97,7 @@ def _lowered(context: Any, *operands: Any, in_dtype: bool = False, **params: Any
 
 
 scaled_product_p = Primitive("fp8_scaled_product")
-scaled_product_p.def_impl(lambda *args, **params: jax.jit(functools.partial(scaled_product_p.bind, **params))(*args))
+compile_alone(scaled_product_p)
 scaled_product_p.def_abstract_eval(aval_of)
 batching.primitive_batchers[scaled_product_p] = _batched
 lower_by_platform(scaled_product_p, _lowered, cuda=functools.partial(_lowered, in_dtype=True))

@@ -13,6 +13,7 @@ from jaxtyping import Array, Float32
 
 from .._jax import cudnn_attention
 from .._jax.after_partitioning import lower_with_devices
+from .._jax.compiled_alone import compile_alone
 from .._jax.lowered_by_platform import lower_by_platform
 from .._jax.mapped_axis import to_front
 from . import emulated
@@ -192,7 +193,7 @@ for _primitive, _emulation, _cudnn, _avals in (
     (backward_p, _emulated_backward, _cudnn_backward, _backward_avals),
 ):
     _primitive.multiple_results = True
-    _primitive.def_impl(jax.jit(_primitive.bind, static_argnames=("attention", "differentiated", "members")))
+    compile_alone(_primitive)
     _primitive.def_abstract_eval(_avals)
     _lowered = functools.partial(mlir.lower_fun, multiple_results=True)
     lower_by_platform(

@@ -35,12 +35,14 @@ def require_model(model: Any, call: str, name: str = "model") -> None:
         name: As in `require_tree`.
     """
     require_tree(model, call, name)
-    if type(model) is tuple and any(map(holds_optimizer_state, model)):
-        are_models = [isinstance(item, eqx.Module) and not holds_optimizer_state(item) for item in model]
-        if any(are_models):
+    if type(model) is not tuple:
+        return
+    for index, item in enumerate(model):
+        others = model[:index] + model[index + 1 :]
+        if isinstance(item, eqx.Module) and any(_is_of_optimizer(other, type(item)) for other in others):
             raise ValueError(
-                f"{name} is a tuple with an optimizer's state, and the model is {_item(are_models.index(True))}: give "
-                f"the model alone, {call}"
+                f"{name} is a tuple with an optimizer's state, and the model is {_item(index)}: give the model alone, "
+                f"{call}"
             )
 
 
@@ -66,6 +68,16 @@ def holds_optimizer_state(tree: Any) -> bool:
 
 def _is_leaf(tree: Any) -> bool:
     return not isinstance(tree, eqx.Module) and jax.tree_util.all_leaves([tree])
+
+
+def _is_of_optimizer(tree: Any, model_type: type) -> bool:
+    """Whether a tree has moments of a model of a class, or is an optimizer's state that needs none.
+
+    A named tuple may also be what a recurrent layer carries, or several models: Optax calls its own `...State`.
+    """
+    states = [x for x in jax.tree.leaves(tree, is_leaf=_is_named_tuple) if type(x).__name__.endswith("State")]
+    is_model = lambda node: isinstance(node, model_type)
+    return any(not x or any(map(is_model, jax.tree.leaves(x, is_leaf=is_model))) for x in states)
 
 
 def _is_named_tuple(node: Any) -> bool:

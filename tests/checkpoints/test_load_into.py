@@ -370,6 +370,42 @@ def test_a_part_that_stays_new_is_left_out_of_the_load(tmp_path):
     assert eqx.tree_equal(loaded.layers, (old.layers[0], new.layers[1]))
 
 
+class Trained(eqx.Module):
+    """What a trainer keeps."""
+
+    model: eqx.Module
+    opt_state: object
+
+
+def test_an_optimizers_state_may_be_anywhere_beside_a_model(tmp_path):
+    """The model's weights have to fit there too."""
+    adam = optax.adam(1e-3)
+    both = lambda labels: (m := eqx.nn.Linear(4, labels, key=jax.random.key(0)), adam.init(eqx.filter(m, eqx.is_array)))
+    for made, prefix in (
+        (lambda model, state: Trained(model, state), ""),
+        (lambda model, state: {"step": {"model": model, "opt_state": state}}, "step."),
+        (lambda model, state: (Trained(model, state), 3), "0."),
+        (lambda model, state: [[model, state]], "0."),
+    ):
+        save(tmp_path / "run.eqx", made(*both(3)))
+        weight, state = ("0.weight", "1") if isinstance(made(1, 2), list) else ("model.weight", "opt_state")
+        with pytest.raises(ValueError, match=f"does not fit the model: {prefix}{weight}: shape"):
+            load_into(made(*both(5)), tmp_path / "run.eqx")
+        mixed = made(both(3)[0], both(5)[1])
+        assert all(name.startswith(f"{prefix}{state}.") for name in load_into(mixed, tmp_path / "run.eqx")[1].fresh)
+        with pytest.raises(ValueError, match=f"the optimizer's state, {prefix}{state} in the tree, is not the one"):
+            load_into(mixed, tmp_path / "run.eqx", strict=True)
+
+
+def test_numbers_that_are_options_need_not_fit(tmp_path):
+    """A rate of dropout is a leaf of its layer, and may be 0 in one model and 0.1 in the other."""
+    model = lambda p: eqx.nn.Sequential([eqx.nn.Linear(4, 4, key=jax.random.key(0)), eqx.nn.Dropout(p)])
+    for old, new in ((0, 0.1), (0.1, 0)):
+        save(tmp_path / "model.eqx", model(old))
+        loaded, report = load_into(model(new), tmp_path / "model.eqx")
+        assert loaded.layers[1].p == new and set(report.fresh) == {"layers.1.p"}
+
+
 @pytest.mark.parametrize("columns", [60, 80])
 def test_a_report_breaks_names_at_their_dots(columns, monkeypatch):
     monkeypatch.setenv("COLUMNS", str(columns))

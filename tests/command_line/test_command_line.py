@@ -302,7 +302,7 @@ def test_flags_that_do_not_fit(capsys, arguments, message):
     [
         ["checkpoint", "convert", "DIR"],  # argparse's own message
         ["preflight", "--demo", "gpt2", "--mesh", "data=8"],
-        ["preflight", "--demo", "gpt2", "--target", "h1000"],
+        ["preflight", "--demo", "gpt2", "--device", "h1000"],
         ["checkpoint", "check", "a/folder/whose/path/is/longer/than/the/lines/of/any/terminal/that/is/in/use/here"],
     ],
 )

@@ -1,6 +1,7 @@
 """What is not a model, in place of one: an error that names the argument, what it is, and the call."""
 
 import inspect
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -132,6 +133,35 @@ def test_trees_that_are_models():
     assert fp8.cast_params(X, jnp.bfloat16).dtype == jnp.bfloat16
     # An optimizer's state alone has the structure of its model.
     assert jax.tree.structure(memory.separate_input_scales(STATE)) == jax.tree.structure(STATE)
+
+
+class Carry(NamedTuple):
+    hidden: Any
+    cell: Any
+
+
+class LSTMState(NamedTuple):
+    hidden: Any
+
+
+@pytest.mark.parametrize(
+    "beside",
+    [Carry(X, X), LSTMState(X), Carry(MODEL, MODEL), optax.LookaheadParams(MODEL, MODEL), [Carry(1.0, None)]],
+)
+def test_named_tuples_beside_a_model_need_not_be_of_an_optimizer(beside):
+    """What a recurrent layer carries; other models."""
+    count = len(fp8.describe(MODEL)) + (len(fp8.describe(beside)) if isinstance(beside[0], eqx.Module) else 0)
+    for tree in ((MODEL, beside), (beside, MODEL)):
+        assert len(fp8.describe(tree)) == count
+        assert jax.tree.structure(fp8.cast_params(tree, jnp.float32)) == jax.tree.structure(tree)
+
+
+@pytest.mark.parametrize(
+    "optimizer", [optax.sgd(1e-3), optax.sgd(lambda _: 1e-3, momentum=0.9), optax.MultiSteps(optax.adam(1e-3), 2)]
+)
+def test_states_of_other_optimizers(optimizer):
+    with pytest.raises(ValueError, match="model is a tuple with an optimizer's state"):
+        fp8.describe((MODEL, fp8.TrainStep(loss_fn, optimizer).init(MODEL)))
 
 
 def test_every_public_function_of_a_model_is_here():

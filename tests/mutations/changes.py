@@ -1135,9 +1135,23 @@ CHANGES = (
     Change(
         "a tuple of a model and its optimizer's state counts as a model",
         "layers/model_argument.py",
-        "if any(are_models):",
-        "if False:",
+        "others = model[:index] + model[index + 1 :]",
+        "others = ()",
         ("test_model_argument.py::test_functions_of_layers",),
+    ),
+    Change(
+        "a primitive outside of jit is evaluated as jax.disable_jit says",
+        "_jax/compiled_alone.py",
+        "with jax.disable_jit(False):",
+        "with jax.disable_jit(jax.config.jax_disable_jit):",
+        ("test_compiled_alone.py::test_evaluated_without_jit",),
+    ),
+    Change(
+        "every named tuple beside a model is an optimizer's state",
+        "layers/model_argument.py",
+        ' if type(x).__name__.endswith("State")]',
+        "]",
+        ("test_model_argument.py::test_named_tuples_beside_a_model_need_not_be_of_an_optimizer",),
     ),
     # --- folders of weights, statistics, memory
     Change(
@@ -1146,6 +1160,20 @@ CHANGES = (
         "    require_fit(model, misfits, shown)\n",
         "",
         ("test_load_into.py::test_a_model_of_other_sizes_is_named_as_such",),
+    ),
+    Change(
+        "a rate of dropout that is 0 in the checkpoint does not fit the model",
+        "checkpoints/interchange/load.py",
+        'return hasattr(leaf.value, "shape") and not is_rounding_key(leaf)',
+        "return not is_rounding_key(leaf)",
+        ("test_load_into.py::test_numbers_that_are_options_need_not_fit",),
+    ),
+    Change(
+        "a model inside of what a trainer keeps may begin anew as its optimizer's state does",
+        "checkpoints/interchange/incomplete.py",
+        "        if _has_model(part):\n",
+        "        if False:\n",
+        ("test_load_into.py::test_an_optimizers_state_may_be_anywhere_beside_a_model",),
     ),
     Change(
         "a checksum does not depend on the name of its leaf",

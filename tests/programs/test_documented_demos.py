@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from haliax_fp8.preflight import targets
+from haliax_fp8.preflight import compilable_devices
 
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "preflight.md"
@@ -33,7 +33,7 @@ def test_the_page_has_two_demos():
 @pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_table_is_what_its_command_prints(command, tmp_path):
-    if (missing := targets["h100"].missing()) is not None:
+    if (missing := compilable_devices["h100"].missing()) is not None:
         pytest.skip(missing)
     report = tmp_path / "report.md"
     # In a process of its own: the tests' settings are stricter than a user's.

@@ -24,6 +24,7 @@ from ..._jax.after_partitioning import (
     lower_after_partitioning,
     lower_with_devices,
 )
+from ..._jax.compiled_alone import compile_alone
 from ..._jax.mapped_axis import to_front
 from ..._jax.mesh_axes import all_varying
 from ..._numerics.quantized_array import QuantizedArray
@@ -216,7 +217,7 @@ def _lowered(context: Any, *operands: Any, work: OneDevice, structure: Any) -> A
     )
 
 
-grouped_product_p.def_impl(lambda *args, **params: jax.jit(functools.partial(grouped_product_p.bind, **params))(*args))
+compile_alone(grouped_product_p)
 grouped_product_p.def_abstract_eval(_aval)
 mlir.register_lowering(grouped_product_p, _lowered)
 batching.primitive_batchers[grouped_product_p] = _batched

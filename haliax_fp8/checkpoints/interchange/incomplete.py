@@ -1,8 +1,9 @@
 """What `load_into` says of a checkpoint that does not fit, or with `strict` not wholly: where, and what to do."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import equinox as eqx
 import jax
 
 from ...layers.model_argument import holds_optimizer_state
@@ -38,8 +39,8 @@ def require_fit(tree: Any, misfits: Mapping[str, str], shown: str) -> None:
         misfits: The leaves of another shape or kind than their entries, and both.
         shown: What is loaded.
     """
-    states = set(_states_of_optimizers(tree))
-    lines = [f"{name}: {why}" for name, why in misfits.items() if name.partition(".")[0] not in states]
+    states = list(_states_of_optimizers(tree))
+    lines = [f"{name}: {why}" for name, why in misfits.items() if not _within(name, states)]
     if lines:
         raise ValueError(
             f"{shown} does not fit the model: {listed(lines)}. Make the model with the sizes of the saved one. "
@@ -64,8 +65,9 @@ def _only_one(name: str, here: Entries, entries: Entries) -> str:
 
 def _cause(tree: Any, names: list[str]) -> tuple[str, str]:
     """What differs from the saved tree, and what to do."""
-    parts, states = {name.partition(".")[0] for name in names}, set(_states_of_optimizers(tree))
-    if parts <= states:
+    states = list(_states_of_optimizers(tree))
+    parts = {_within(name, states) for name in names}
+    if "" not in parts:
         where = ", ".join(sorted(parts))
         return (
             f"the optimizer's state, {where} in the tree, does not match the saved one; everything else does",
@@ -84,8 +86,26 @@ def _cause(tree: Any, names: list[str]) -> tuple[str, str]:
     )
 
 
-def _states_of_optimizers(tree: Any) -> Iterator[str]:
-    """The parts of a tree that hold such a state."""
-    for path, part in jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: node is not tree)[0]:
-        if holds_optimizer_state(part):
-            yield path_string(path)
+def _within(name: str, paths: Iterable[str]) -> str:
+    """The one of some paths that a name is in; empty if it is in none."""
+    return next((path for path in paths if f"{name}.".startswith(f"{path}.")), "")
+
+
+def _states_of_optimizers(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[str]:
+    """The parts of a tree that hold such a state, and no model beside it."""
+    children = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: node is not tree)[0]
+    for key, part in children:
+        if not holds_optimizer_state(part):
+            continue
+        if _has_model(part):
+            yield from _states_of_optimizers(part, (*path, *key))
+        else:
+            yield path_string((*path, *key))
+
+
+def _has_model(part: Any) -> bool:
+    """Whether a part is a module or has one, as what trainers keep; not in named tuples, as moments are."""
+    if isinstance(part, eqx.Module):
+        return True
+    values = part.values() if isinstance(part, dict) else part if type(part) in (tuple, list) else ()
+    return any(map(_has_model, values))

@@ -158,7 +158,7 @@ def _plan(leaf: Leaf, checkpoint: AbstractCheckpoint) -> _Plan:
         return _Plan(name)
     if entry.shape != wanted.shape:
         why = f"shape {entry.shape} in the checkpoint, {wanted.shape} here"
-        return _Plan(why=why, refused=name, is_misfit=not is_rounding_key(leaf))
+        return _Plan(why=why, refused=name, is_misfit=_is_weight(leaf))
     if entry.dtype == wanted.dtype:
         return _Plan(name, sharding_of(leaf.value), how=checkpoint.how(name))
     if _is_fp8(entry.dtype) and not _is_fp8(wanted.dtype):
@@ -169,8 +169,13 @@ def _plan(leaf: Leaf, checkpoint: AbstractCheckpoint) -> _Plan:
     kinds = [_kind(dtype) for dtype in (entry.dtype, wanted.dtype)]
     names = [str(dtype) for dtype in (entry.dtype, wanted.dtype)]
     if kinds[0] != kinds[1] or kinds[0] is None:
-        return _Plan(why=f"{names[0]} in the checkpoint, {names[1]} here", refused=name, is_misfit=True)
+        return _Plan(why=f"{names[0]} in the checkpoint, {names[1]} here", refused=name, is_misfit=_is_weight(leaf))
     return _Plan(name, how=f"{names[0]} in the checkpoint, cast to {names[1]}")
+
+
+def _is_weight(leaf: Leaf) -> bool:
+    """Whether it has numbers that were learned: a number of Python, such as a rate of dropout, is an option."""
+    return hasattr(leaf.value, "shape") and not is_rounding_key(leaf)
 
 
 _MISSING_STATE = (
