@@ -1171,8 +1171,8 @@ CHANGES = (
     Change(
         "a model inside of what a trainer keeps may begin anew as its optimizer's state does",
         "checkpoints/interchange/incomplete.py",
-        "        if _has_model(part):\n",
-        "        if False:\n",
+        "if _has_model(part):",
+        "if False:",
         ("test_load_into.py::test_an_optimizers_state_may_be_anywhere_beside_a_model",),
     ),
     Change(
