@@ -66,6 +66,12 @@ def few_programs():
         jax.clear_caches()
 
 
+@pytest.fixture(autouse=True)
+def no_columns(monkeypatch):
+    """Lines are as long as without a terminal, whatever a script that a test has run left in the environment."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+
+
 @pytest.fixture
 def standard_promotion():
     """JAX's defaults, with which users run benchmarks and examples."""

@@ -393,7 +393,7 @@ def test_an_optimizers_state_may_be_anywhere_beside_a_model(tmp_path):
             load_into(made(*both(5)), tmp_path / "run.eqx")
         mixed = made(both(3)[0], both(5)[1])
         assert all(name.startswith(f"{prefix}{state}.") for name in load_into(mixed, tmp_path / "run.eqx")[1].fresh)
-        with pytest.raises(ValueError, match=f"the optimizer's state, {prefix}{state} in the tree, is not the one"):
+        with pytest.raises(ValueError, match=f"the optimizer's state, {prefix}{state} in the tree, does not match"):
             load_into(mixed, tmp_path / "run.eqx", strict=True)
 
 
