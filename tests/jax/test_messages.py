@@ -94,8 +94,9 @@ def test_other_errors():
 
 
 def test_donations_without_use_are_a_warning():
-    with pytest.warns(UserWarning, match=f"^{messages.UNUSED_DONATION}"):
+    with pytest.warns(UserWarning) as caught:
         jax.jit(lambda x: x.sum(), donate_argnums=0)(jnp.ones(4))
+    assert [str(warning.message).startswith(messages.UNUSED_DONATION) for warning in caught] == [True]
 
 
 def test_donations_inside():
