@@ -521,6 +521,13 @@ CHANGES = (
         ("test_dot_general.py::test_any_dimension_numbers",),
     ),
     Change(
+        "rounding a NaN up to one bit makes it zero",
+        "recipes/scaling/multiplier.py",
+        "lax.select(is_number, rounded, lax.full_like(scale, np.nan))",
+        "rounded",
+        ("test_guard.py", "test_not_finite.py::test_a_scale_of_something_not_finite_makes_all_it_scales_nan"),
+    ),
+    Change(
         "a record's scales are exact where they must be rounded",
         "_state/form.py",
         "first=0 if exact else 3",

@@ -82,6 +82,16 @@ def test_results_that_are_not_finite_in_high_precision_are_not_here(recipe, dtyp
         assert all(jnp.isfinite(x).all() for x in clean(*(jnp.asarray(a, dtype) for a in operands())))
 
 
+def test_a_scale_of_something_not_finite_makes_all_it_scales_nan():
+    """A scale of zero instead would make rows zero that have nothing to do with the NaN."""
+    op = keyed("current")
+    for dtype in (jnp.float32, jnp.bfloat16):
+        for index, value, arrays in spoiled():
+            x, w, _ = (jnp.asarray(a, dtype) for a in arrays)
+            if index < 2:
+                assert jnp.isnan(op(x, w, MATRIX)).all(), (dtype, index, value)
+
+
 @pytest.mark.parametrize("recipe", fp8.recipes.named)
 def test_apply_if_finite_skips_the_step(recipe):
     """One example's loss overflows; all parameters stay, and the next step trains."""

@@ -14,6 +14,7 @@ import haliax_fp8 as fp8
 from haliax_fp8._state.guard import checked, guard_of, guard_on_host, is_changed
 from haliax_fp8._state.table import scales_in
 from haliax_fp8.layers.own_state import is_changed as is_state_changed
+from haliax_fp8.recipes.scaling import round_up_scale
 
 
 X = jax.random.normal(jax.random.key(1), (16, 8))
@@ -70,6 +71,42 @@ def test_scales_are_rounded_up_to_the_bits_of_their_operand():
     np.testing.assert_array_equal(exact, scales)
     expected = np.stack([rounded_up(scales[:, i], bits) for i, bits in enumerate((1, 7, 1))], axis=1)
     np.testing.assert_array_equal(rounded, expected.astype(np.float32))
+
+
+def test_rounding_a_scale_keeps_what_is_not_finite():
+    nans = np.array([0x7F800001, 0x7FC00000, 0x7FFFFFFF, 0xFF800001, 0xFFC00000, 0xFFFFFFFF], np.uint32)
+    scales = jnp.asarray(np.concatenate([nans.view(np.float32), np.array([-1.0, -np.inf], np.float32)]))
+    for bits in (1, 2, 4, 7, 23):
+        assert np.isnan(round_up_scale(scales, bits)).all(), bits
+        assert float(round_up_scale(jnp.float32(np.inf), bits)) == np.inf
+
+
+# Of each product's two scales one is NaN; the gradient of a parameter or an input shows it.
+SHOWN_BY = {"input": ("out", "dw"), "kernel": ("out", "dx"), "output_grad": ("dw", "dx")}
+
+
+@pytest.mark.parametrize("filter_grad", [fp8.filter_grad, eqx.filter_grad])
+def test_products_with_a_changed_scale_are_nan(filter_grad):
+    for dtype in (jnp.float32, jnp.bfloat16):
+        assert_changed_scales_are_shown(dtype, filter_grad)
+
+
+def assert_changed_scales_are_shown(dtype, filter_grad):
+    layer = fp8.fp8_linear_layers(eqx.nn.Linear(8, 8, use_bias=False, dtype=dtype, key=jax.random.key(0)))
+    x = X.astype(dtype)
+
+    @eqx.filter_jit
+    def results(layer):
+        total = lambda pair: jax.vmap(pair[0])(pair[1]).astype(jnp.float32).sum()
+        of_layer, dx = filter_grad(total)((layer, x))
+        return {"out": jax.vmap(layer)(x), "dw": of_layer.weight, "dx": dx}
+
+    assert all(jnp.isfinite(result).all() for result in results(layer).values())
+    for row, operand in enumerate(SHOWN_BY):
+        table = layer.dot_general.state.table.array.at[row, 0].multiply(3)
+        for name, result in results(eqx.tree_at(lambda l: l.dot_general.state.table.array, layer, table)).items():
+            shown = np.isnan(np.asarray(result, np.float32))
+            assert shown.all() if name in SHOWN_BY[operand] else not shown.any(), (operand, name)
 
 
 def test_bfloat16_holds_the_product_of_two_rounded_scales():

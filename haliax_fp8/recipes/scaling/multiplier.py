@@ -42,7 +42,9 @@ def round_down_to_power_of_two(x: Float32[Array, "*shape"]) -> Float32[Array, "*
 
 
 def round_up_scale(scale: Float32[Array, "*shape"], bits: int) -> Float32[Array, "*shape"]:
-    """The smallest number with so many significant bits that is not below a positive scale; infinity and NaN stay.
+    """The smallest number with so many significant bits that is not below a positive scale; infinity stays.
+
+    NaN remains NaN, and a negative scale becomes NaN.
 
     A larger scale clips nothing. It moves values down in the format's range, by at most a factor of
     `1 + 2**(1 - bits)`. Rounding keeps its relative precision, as the format is a floating-point one.
@@ -54,9 +56,11 @@ def round_up_scale(scale: Float32[Array, "*shape"], bits: int) -> Float32[Array,
     if bits == 24:
         return scale
     dropped = np.uint32((1 << (24 - bits)) - 1)
-    # Of all NaNs the first: adding to others would carry into the sign.
-    words = lax.min(lax.bitcast_convert_type(scale, jnp.uint32), np.uint32(0x7FC00000))
-    return lax.bitcast_convert_type(lax.bitwise_and(lax.add(words, dropped), ~dropped), jnp.float32)
+    words = lax.bitcast_convert_type(scale, jnp.uint32)
+    rounded = lax.bitcast_convert_type(lax.bitwise_and(lax.add(words, dropped), ~dropped), jnp.float32)
+    # Adding to a NaN carries into the sign; and of few bits, none may be left that makes it a NaN.
+    is_number = lax.le(words, np.uint32(0x7F800000))
+    return lax.select(is_number, rounded, lax.full_like(scale, np.nan))
 
 
 def amax_over(x: Float[Array, "*shape"], axes: tuple[int, ...], *, keepdims: bool = True) -> Float32[Array, "*blocks"]:
