@@ -115,7 +115,7 @@ class TableForm(AbstractStateForm):
 
     def scales(self, state: Array, limits: tuple[float, ...], *, exact: bool) -> tuple[Array, Array, Array]:
         """Scales, computed from scales and guards."""
-        return _three(scales_in(to_float32(state), limits)[0 if exact else 1])
+        return _three(scales_in(to_float32(state), limits), first=0 if exact else 3)
 
     def packed(self, state: Array, measured: Sequence[Parts]) -> Array:
         """The measurements."""
@@ -195,7 +195,7 @@ class RecordForm(AbstractStateForm):
         return _largest(recorded_by_first(measured, grad, ensemble), devices)
 
 
-def _three(numbers: Array, first: int = 0) -> tuple[Array, Array, Array]:
+def _three(numbers: Array, *, first: int) -> tuple[Array, Array, Array]:
     # One by one: XLA finds out that slices of two layers' are the same scale.
     numbers, axis = to_float32(numbers), numbers.ndim - 1
     x, w, g = [lax.index_in_dim(numbers, first + i, axis, keepdims=False) for i in range(3)]

@@ -94,7 +94,7 @@ def record_states(states: Sequence[OpState], of_states: Sequence[Array], *, inex
         of_states: Their marks.
         inexact: Whether in `fp32_inexact_record`.
     """
-    scales: dict[int, _Scales] = {}
+    scales: dict[int, Array] = {}
     joined: list[int] = []
     tables = [state.array for state in states]
     for members in kinds(states, tables).values():
@@ -103,24 +103,21 @@ def record_states(states: Sequence[OpState], of_states: Sequence[Array], *, inex
             # There are few stacked layers, and XLA compiles their identical slices only once.
             scales |= {i: _scales_in(table, limits) for i, table in zip(members, of_members, strict=True)}
             continue
-        sizes = [table.shape[0] for table in of_members]
-        both = computed_together(_scales_in(concatenated(of_members, 0), limits))
-        exact, rounded = (lax.split(x, sizes) for x in both)
-        scales |= dict(zip(members, zip(exact, rounded, strict=True), strict=True))
-        joined += members
+        of_all = computed_together(_scales_in(concatenated(of_members, 0), limits))
+        sizes = [of_all.shape[0] // len(members)] * len(members)
+        scales |= dict(zip(members, lax.split(of_all, sizes), strict=True))
+        joined += members if len(members) > 1 else []
     sharers: dict[Any, list[int]] = {}
     for i, state in enumerate(states):
         if state.shared_input is not None:
-            sharers.setdefault((state.shared_input, scales[i][0].shape), []).append(i)
-    largest: dict[int, _Scales] = {}
+            sharers.setdefault((state.shared_input, scales[i].shape), []).append(i)
+    largest: dict[int, Array] = {}
     for members in sharers.values():
         if len(members) > 1:
-            of_inputs = [[lax.slice_in_dim(x, 0, 1, axis=x.ndim - 1) for x in scales[i]] for i in members]
-            exact, rounded = (functools.reduce(lax.max, xs) for xs in zip(*of_inputs, strict=True))
-            largest[members[0]] = exact, rounded
+            largest[members[0]] = functools.reduce(lax.max, [_of_first(scales[i], states[i]) for i in members])
     # XLA makes all parts in one launch where they are computed, however little; a mere slice is a launch of its own.
     one = not_constant(np.float32(1.0))
-    scales |= {i: (lax.mul(scales[i][0], one), lax.mul(scales[i][1], one)) for i in joined}
+    scales |= {i: lax.mul(scales[i], one) for i in joined}
     apart = {i: scales[i] for i in joined}, {i: x for i, x in largest.items() if i in joined}
     for found, values in zip((scales, largest), not_merged_across_layers(apart), strict=True):
         found |= values
@@ -136,42 +133,37 @@ def record_states(states: Sequence[OpState], of_states: Sequence[Array], *, inex
     ]
 
 
-# Exact, and rounded up.
-type _Scales = tuple[Array, Array]
-
-
 @functools.partial(jax.jit, static_argnums=1)
-def _scales_in(tables: Array, limits: tuple[float, ...]) -> _Scales:
-    """The scales of each row. Jitted, so that layers share one trace."""
+def _scales_in(tables: Array, limits: tuple[float, ...]) -> Array:
+    """The scales of each op. Jitted, so that layers share one trace."""
     return scales_in(tables, limits)
 
 
-def _record(
-    state: OpState,
-    scales: _Scales,
-    mark: Array,
-    index_among_sharers: int | None,
-    shared: _Scales | None,
-    *,
-    inexact: bool,
-) -> OpRecord:
-    """The record of scales `[*stack, operand]`, the first of which ops may share."""
-    stack, axis = state.table.axis_names[:-2], scales[0].ndim - 1
-    missing = record_length(state.scalings) - 2 * scales[0].shape[-1]
-    last = [jnp.zeros((*scales[0].shape[:-1], missing), jnp.float32), mark] if missing else [mark]
+def _of_first(scales: Array, state: OpState) -> Array:
+    """Both scales of an op's first operand, `[*stack, 2]`."""
+    axis, operands = scales.ndim - 1, len(state.scalings)
+    return lax.slice_in_dim(scales, 0, operands + 1, stride=operands, axis=axis)
 
-    def named(parts: Sequence[Array], name: str) -> hax.NamedArray:
+
+def _record(
+    state: OpState, scales: Array, mark: Array, index_among_sharers: int | None, shared: Array | None, *, inexact: bool
+) -> OpRecord:
+    """The record of scales `[*stack, 2 * operands]`; ops may share those of the first operand."""
+    stack, axis, operands = state.table.axis_names[:-2], scales.ndim - 1, len(state.scalings)
+    missing = record_length(state.scalings) - 2 * operands
+    last = [jnp.zeros((*scales.shape[:-1], missing), jnp.float32), mark] if missing else [mark]
+
+    def named(array: Array, name: str) -> hax.NamedArray:
         # As in `with_array`: the names may count axes that the array does not have.
-        array: Any = np.zeros((0,) * (len(stack) + 1))
-        structure = jax.tree.structure(hax.NamedArray(array, (*stack, name)))
-        return jax.tree.unflatten(structure, [to_record(lax.concatenate(parts, axis), inexact=inexact)])
+        empty: Any = np.zeros((0,) * (len(stack) + 1))
+        structure = jax.tree.structure(hax.NamedArray(empty, (*stack, name)))
+        return jax.tree.unflatten(structure, [to_record(array, inexact=inexact)])
 
     if shared is None:
-        return OpRecord(named([*scales, *last], "fp8_record"))
-    others = [lax.slice_in_dim(x, 1, None, axis=axis) for x in scales]
-    return OpRecord(
-        named([*others, *last], "fp8_other_records"), named(shared, "fp8_shared_record"), index_among_sharers
-    )
+        return OpRecord(named(lax.concatenate([scales, *last], axis), "fp8_record"))
+    others = [lax.slice_in_dim(scales, i + 1, i + operands, axis=axis) for i in (0, operands)]
+    values = named(lax.concatenate([*others, *last], axis), "fp8_other_records")
+    return OpRecord(values, named(shared, "fp8_shared_record"), index_among_sharers)
 
 
 def complete_states(

@@ -42,8 +42,14 @@ def unguarded(table: Array) -> Array:
     return lax.slice_in_dim(table, 0, table.shape[-1] - 1, axis=table.ndim - 1)
 
 
-def scales_in(table: Array, limits: Sequence[float]) -> tuple[Array, Array]:
-    """The scales of rows as products take them: exact, and rounded up; NaN where something else changed the row.
+def own_scales(table: Array) -> Float32[Array, "*ensemble rows"]:
+    """The scales of rows; NaN where something else changed the row."""
+    axis = table.ndim - 1
+    return checked(*[lax.index_in_dim(table, i, axis=axis, keepdims=False) for i in (0, table.shape[axis] - 1)])
+
+
+def scales_in(table: Array, limits: Sequence[float]) -> Float32[Array, "*ensemble numbers"]:
+    """The scales of ops as their records hold them: for each op first the exact ones, then the same rounded up.
 
     Both are the same for ops with other operands than a product's three, whose scales are not multiplied in bfloat16.
 
@@ -51,26 +57,23 @@ def scales_in(table: Array, limits: Sequence[float]) -> tuple[Array, Array]:
         table: `[*ensemble, ops * operands, columns]`.
         limits: The largest value of each operand's format.
     """
-    axis = table.ndim - 1
-    first, last = [lax.index_in_dim(table, i, axis=axis, keepdims=False) for i in (0, table.shape[axis] - 1)]
-    scales = checked(first, last)
-    return _multipliable(scales, limits[-1]) if len(limits) == 3 else (scales, scales)
+    scales, operands = own_scales(table), len(limits)
+    of_ops = lax.reshape(scales, (*scales.shape[:-1], scales.shape[-1] // operands, 1, operands))
+    both = _multipliable(of_ops, limits[-1]) if operands == 3 else lax.concatenate([of_ops, of_ops], scales.ndim)
+    return lax.reshape(both, (*scales.shape[:-1], 2 * scales.shape[-1]))
 
 
-def _multipliable(
-    scales: Float32[Array, "*ensemble rows"], limit: float
-) -> tuple[Float32[Array, "*ensemble rows"], Float32[Array, "*ensemble rows"]]:
+def _multipliable(scales: Float32[Array, "*ops 1 3"], limit: float) -> Float32[Array, "*ops 2 3"]:
     """Scales of (input, kernel, output gradient), whose products float32 holds where that is possible.
 
-    First exact, then rounded up.
+    First exact, then rounded up; in one array, so that both take one launch.
 
     A product of two scales below `2**-126` is flushed to zero, and the gradient with it, even if the gradient itself
     would be representable. So the scale of the output's gradient is raised to `2**-126 / min(others)`, but only so far
     that the amax stays above 1 in its format, where FP8 has its full precision.
     """
-    ops, axis = scales.shape[-1] // 3, scales.ndim
-    of_ops = lax.reshape(scales, (*scales.shape[:-1], ops, 3))
-    exact = [lax.slice_in_dim(of_ops, i, i + 1, axis=axis) for i in range(3)]
+    axis = scales.ndim - 1
+    exact = [lax.slice_in_dim(scales, i, i + 1, axis=axis) for i in range(3)]
     rounded = map(round_up_scale, exact, SCALE_BITS.values())
     input_scale, kernel_scale, grad_scale = [
         lax.concatenate(both, axis - 1) for both in zip(exact, rounded, strict=True)
@@ -82,8 +85,7 @@ def _multipliable(
     lowest = lax.bitcast_convert_type(lax.shift_left(exponent, np.int32(23)), np.float32)
     highest = lax.mul(grad_scale, np.float32(2.0 ** (np.frexp(limit)[1] - 1)))
     grad_scale = lax.max(grad_scale, lax.min(lowest, highest))
-    both = lax.split(lax.concatenate([input_scale, kernel_scale, grad_scale], axis), (ops, ops), axis - 1)
-    return lax.reshape(both[0], scales.shape), lax.reshape(both[1], scales.shape)
+    return lax.concatenate([input_scale, kernel_scale, grad_scale], axis)
 
 
 @functools.cache

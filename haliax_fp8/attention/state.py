@@ -7,7 +7,7 @@ from jaxtyping import Array, Float32
 from .._jax.max_grad import is_max_grad, to_float32
 from .._numerics.formats import E4M3
 from .._state.members import recorded_by_first
-from .._state.table import next_table, record_length, scales_in
+from .._state.table import next_table, own_scales, record_length
 from ..recipes.scaling import AbstractStatefulScaling
 from .tensors import TENSORS
 
@@ -26,7 +26,7 @@ def scales_of(state: Array, *, is_record: bool) -> Float32[Array, "*ensemble 10"
     numbers = to_float32(state)
     if is_record:
         return lax.slice_in_dim(numbers, 0, len(TENSORS), axis=numbers.ndim - 1)
-    return scales_in(numbers, LIMITS)[0]
+    return own_scales(numbers)
 
 
 def cotangent(
