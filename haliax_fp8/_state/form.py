@@ -12,6 +12,7 @@ from jax import lax
 from jaxtyping import Array, Float32
 
 from .._jax.max_grad import is_max_grad, to_float32
+from .._jax.xla import not_kept_from_forward
 from ..recipes.recipe import Recipe
 from .members import measured_of_replicas, recorded_by_first
 from .table import next_table, numbers_of, record_length, scales_in
@@ -124,6 +125,7 @@ class TableForm(AbstractStateForm):
     def kept(self, measured: Array | None, state: Array | None, recipe: Recipe, ensemble: int) -> Kept:
         """The table, and what was measured."""
         assert state is not None
+        state = not_kept_from_forward(state)
         return Kept(state, None, None if measured is None else _apart(measured, recipe, ensemble))
 
     def cotangent(
