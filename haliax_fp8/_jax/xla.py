@@ -5,10 +5,11 @@ through it. So each of these functions prevents one optimization that would cost
 `tests/programs/test_xla.py` compiles a program with and without each.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array
@@ -46,6 +47,28 @@ def not_merged_across_layers[T](values: T) -> T:
     memory at once.
     """
     return lax.optimization_barrier(values)
+
+
+def side_by_side(parts: Sequence[Array]) -> Array:
+    """Arrays joined along the last axis, in a launch that XLA merges with others.
+
+    XLA merges launches that read the same array, such as those of all layers, but none that concatenates. Here each
+    element is selected instead.
+
+    Args:
+        parts: The arrays, in float32.
+    """
+    axis = parts[0].ndim - 1
+    shape = (*parts[0].shape[:-1], sum([part.shape[-1] for part in parts]))
+    index, joined, start = lax.broadcasted_iota(np.int32, shape, axis), None, 0
+    for part in parts:
+        end = start + part.shape[-1]
+        if end > start:
+            padding = [(0, 0, 0)] * axis + [(start, shape[-1] - end, 0)]
+            placed = lax.pad(part, np.float32(0.0), padding)
+            joined = placed if joined is None else lax.select(lax.lt(index, np.int32(start)), joined, placed)
+        start = end
+    return parts[0] if joined is None else joined
 
 
 def own_operand(x: Array, own: Array) -> Array:

@@ -11,6 +11,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float32
 
+from .._jax.xla import side_by_side
 from ..recipes.recipe import SCALE_BITS
 from ..recipes.scaling.base import AbstractScaling, AbstractStatefulScaling
 from ..recipes.scaling.multiplier import round_up_scale
@@ -233,11 +234,11 @@ def changed(table: Array, change: Array, scalings: tuple[AbstractScaling, ...], 
     axis = table.ndim - 1
     changes = lax.slice_in_dim(change, 0, 1, axis=axis)
     changes = lax.gt(changes, np.float32(0.0))
-    new = lax.slice_in_dim(change, 1, None, axis=axis)
-    if (scaling := _of_all(scalings)) is not None:
-        new = lax.concatenate([new, scaling.tail(unguarded(table))], axis)
+    head, scaling = lax.slice_in_dim(change, 1, None, axis=axis), _of_all(scalings)
+    tail = [] if scaling is None else scaling.tail(unguarded(table))
+    new = side_by_side([head, *tail, guard_of(lax.slice_in_dim(head, 0, 1, axis=axis))])
     kept = table if otherwise is None else lax.full_like(table, otherwise)
-    return lax.select(lax.broadcast_in_dim(changes, table.shape, range(table.ndim)), guarded(new), kept)
+    return lax.select(lax.broadcast_in_dim(changes, table.shape, range(table.ndim)), new, kept)
 
 
 def _is_own(table: Array) -> Array:

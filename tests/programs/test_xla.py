@@ -52,6 +52,13 @@ def layers(told, table, *xs):
     return [x * scale for x, scale in zip(xs, scales, strict=True)]
 
 
+def joined_parts(told, table, *rows):
+    """A number of a common table in front of the rest of each array's rows."""
+    table = xla.computed_together(jnp.sqrt(jnp.max(table, axis=1, keepdims=True)))
+    join = xla.side_by_side if told else lambda parts: lax.concatenate(parts, 1)
+    return [join([table[i : i + 1, :1], x[:, 2:], x[:, 1:2]]) for i, x in enumerate(rows)]
+
+
 def products_of_one_operand(told, x, *ws):
     return [product(xla.own_operand(x, w) if told else x, w) for w in ws]
 
@@ -115,6 +122,7 @@ ONE_OPERAND = (struct(ROWS, IN), *(struct(IN, OUT) for _ in range(3)))
 # A function that is told or not, its arguments, what is counted, and how often it is found if told, and if not.
 CASES = {
     "computed_together": (scales_of_layers, DIFFERENT_LAYERS, exponentials, 1, 6),
+    "side_by_side": (joined_parts, (numbers(6, 64), *(numbers(1, 64) for _ in range(6))), launches, 2, 7),
     "own_operand": (products_of_one_operand, ONE_OPERAND, products, 3, 1),
     "own_precision": (precise_products_of_one_operand, ONE_OPERAND, products, 3, 1),
     "not_kept_from_forward": (kernel_quantized_twice, (struct(IN, IN), struct(ROWS, IN)), casts_to_fp8, 4, 3),

@@ -151,13 +151,16 @@ class AbstractStatefulScaling(AbstractScaling):
             limits: The largest value of each of these operands' formats.
         """
 
-    def tail(self, rows: Float32[Array, "*ensemble operands columns"]) -> Float32[Array, "*ensemble operands others"]:
-        """The other columns after a step: moved, or computed element by element. By default a row has none.
+    def tail(
+        self, rows: Float32[Array, "*ensemble operands columns"]
+    ) -> list[Float32[Array, "*ensemble operands others"]]:
+        """The other columns after a step, in parts: moved, or computed element by element. By default a row has none.
 
         Args:
             rows: The rows before it.
         """
-        return lax.slice_in_dim(rows, 0, 0, axis=rows.ndim - 1)
+        del rows
+        return []
 
     def update(
         self,
@@ -166,7 +169,7 @@ class AbstractStatefulScaling(AbstractScaling):
         limits: tuple[float, ...],
     ) -> Float32[Array, "*ensemble operands columns"]:
         """The rows after a step: `head`, then `tail`."""
-        return lax.concatenate([self.head(rows, measured, limits), self.tail(rows)], rows.ndim - 1)
+        return lax.concatenate([self.head(rows, measured, limits), *self.tail(rows)], rows.ndim - 1)
 
     def calibrated(
         self,

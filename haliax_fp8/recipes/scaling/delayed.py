@@ -134,14 +134,16 @@ class DelayedScaling(AbstractStatefulScaling):
             new_scale = lax.select(lax.eq(counter, np.float32(0.0)), new_scale, scale)
         return lax.concatenate([new_scale, newest], axis)
 
-    def tail(self, rows: Float32[Array, "*ensemble operands columns"]) -> Float32[Array, "*ensemble operands others"]:
+    def tail(
+        self, rows: Float32[Array, "*ensemble operands columns"]
+    ) -> list[Float32[Array, "*ensemble operands others"]]:
         """The rest of `roll(history, -1)`, and the steps since an update."""
         axis, end = rows.ndim - 1, 1 + self.amax_history_length
         columns = self._moved(rows)
         if self.update_interval > 1:
             counter = lax.slice_in_dim(rows, end, end + 1, axis=axis)
             columns.append(lax.rem(counter + np.float32(1.0), np.float32(self.update_interval)))
-        return lax.concatenate(columns, axis)
+        return columns
 
     def _moved(self, rows: Array) -> list[Array]:
         """`roll(history, -1)` without its first entry, which this step's amax takes."""
