@@ -28,7 +28,7 @@ from ._product.primitive import fp8_dot_general
 from ._product.quantize_kernel import quantize_kernel
 from ._product.spec import ProductSpec
 from ._state.op_state import OpState
-from ._state.records import OpRecord
+from ._state.records import OpRecord, form_of
 from ._state.require import leading_axes, require_state, require_stored_scales
 from .recipes.catalog import RecipeLike, as_recipe
 from .recipes.recipe import OPERAND_NAMES, Recipe
@@ -160,8 +160,8 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
         sharding = sharding_of_product(lhs, rhs, contraction.dimensions.numbers, out_sharding)
         # From here on the input comes first; the contraction alone knows how they are multiplied.
         input, kernel = contraction.ordered(lhs, rhs)
-        spec = self._spec(contraction, input, kernel, precision, preferred_element_type)
-        return self._multiply((input, kernel), (), spec, sharding)
+        spec = _spec(self, contraction, input, kernel, precision, preferred_element_type)
+        return _multiply(self, (input, kernel), (), spec, sharding)
 
     @jax.named_scope(FP8_RAGGED_DOT)
     def ragged_dot(
@@ -198,20 +198,8 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
         require_state(self.state, self.recipe, groups=rhs.shape[:1] if self.state_per_group else ())
         implementation = implementation_for(self.recipe, allow_dense=self.allow_dense_groups)
         contraction = RaggedContraction(implementation=implementation, state_per_group=self.state_per_group)
-        spec = self._spec(contraction, lhs, rhs, precision, preferred_element_type)
-        return self._multiply((lhs, rhs), (group_sizes,), spec, sharding_of_groups(lhs, rhs, out_sharding))
-
-    def _multiply(
-        self, both: tuple[Array, Array], extras: tuple[Array, ...], spec: ProductSpec, out: NamedSharding | None = None
-    ) -> Array:
-        (input, kernel), state, key = both, self._state_array, self._key_array
-        if self.kernel_copies is None:
-            return fp8_dot_general(input, kernel, state, spec, extras, key, out_sharding=out)
-        copies = jax.tree.map(lambda x: x.array, self.kernel_copies, is_leaf=lambda x: isinstance(x, hax.NamedArray))
-        dtype = np.dtype(kernel.dtype) if spec.compute_dtype is None else spec.compute_dtype
-        require_fit(copies, kernel.shape, dtype, spec.contraction, exact_scales=spec.exact_scales)
-        spec = dataclasses.replace(spec, copies=jax.tree.structure(copies), requantizes=False)
-        return fp8_dot_general(input, kernel, state, spec, extras, key, copies, out)
+        spec = _spec(self, contraction, lhs, rhs, precision, preferred_element_type)
+        return _multiply(self, (lhs, rhs), (group_sizes,), spec, sharding_of_groups(lhs, rhs, out_sharding))
 
     def quantized_kernel(
         self,
@@ -228,8 +216,8 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
             leading: How many axes are in front.
             gathered: How the copies are divided over the mesh; None leaves that to XLA.
         """
-        spec = dataclasses.replace(self._spec(contraction, kernel, kernel, None, None), ensemble=leading)
-        return quantize_kernel(kernel, self._state_array, spec, gathered)
+        spec = dataclasses.replace(_spec(self, contraction, kernel, kernel, None, None), ensemble=leading)
+        return quantize_kernel(kernel, None if self.state is None else self.state.array, spec, gathered)
 
     def with_recipe(self, recipe: Recipe) -> "Fp8DotGeneral":
         """This op with a recipe whose state begins as its own does, such as `recipe.observed` or `recipe.measured`."""
@@ -237,44 +225,6 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
             raise ValueError("an op's recipe was changed inside a differentiated function; change it before")
         state = OpState.init(recipe, self.stack) if self.state is None else self.state.with_recipe(recipe)
         return dataclasses.replace(self, recipe=recipe, state=state)
-
-    @property
-    def _state_array(self) -> Array | None:
-        return None if self.state is None else self.state.array
-
-    @property
-    def _key_array(self) -> Array | None:
-        return self.key.array if self.key is not None and self.recipe.needs_key else None
-
-    def _spec(
-        self,
-        contraction: AbstractContraction,
-        input: Array,
-        kernel: Array,
-        precision: lax.PrecisionLike,
-        preferred_element_type: DTypeLike | None,
-    ) -> ProductSpec:
-        if preferred_element_type is not None:
-            out_dtype = floating_dtype("preferred_element_type", preferred_element_type)
-        else:
-            out_dtype = self.compute_dtype or np.dtype(jnp.promote_types(input.dtype, kernel.dtype))
-        return ProductSpec(
-            recipe=self.recipe,
-            contraction=contraction,
-            compute_dtype=self.compute_dtype,
-            out_dtype=out_dtype,
-            precision=precision_of(precision),
-            state=None if self.state is None else self.state.form(stacked=self._is_stacked),
-            ensemble=int(contraction.state_per_group),
-            has_key=self.has_key,
-            requantizes=self.kernel_residual.requantizes(
-                measures_again=self.recipe.measures_kernel_again, stacked=self._is_stacked
-            ),
-        )
-
-    @property
-    def _is_stacked(self) -> bool:
-        return len(self.stack) > self.state_per_group
 
     def __pdoc__(self, **kwargs: object) -> wl.AbstractDoc:
         """One line in printed models; JAX also prints a module's name each time it traces one."""
@@ -328,3 +278,52 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
     def from_state_dict(self, state_dict: StateDict, prefix: str | None = None) -> "Fp8DotGeneral":
         """This op as it is; see `to_state_dict`."""
         return self
+
+
+# Functions and not methods: Equinox makes a module of each method that is looked up.
+
+
+def _multiply(
+    op: Fp8DotGeneral,
+    both: tuple[Array, Array],
+    extras: tuple[Array, ...],
+    spec: ProductSpec,
+    out: NamedSharding | None = None,
+) -> Array:
+    (input, kernel), state, kernel_copies = both, op.state, op.kernel_copies
+    key = op.key.array if op.key is not None and spec.recipe.needs_key else None
+    state = None if state is None else state.array
+    if kernel_copies is None:
+        return fp8_dot_general(input, kernel, state, spec, extras, key, out_sharding=out)
+    copies = jax.tree.map(lambda x: x.array, kernel_copies, is_leaf=lambda x: isinstance(x, hax.NamedArray))
+    dtype = np.dtype(kernel.dtype) if spec.compute_dtype is None else spec.compute_dtype
+    require_fit(copies, kernel.shape, dtype, spec.contraction, exact_scales=spec.exact_scales)
+    spec = dataclasses.replace(spec, copies=jax.tree.structure(copies), requantizes=False)
+    return fp8_dot_general(input, kernel, state, spec, extras, key, copies, out)
+
+
+def _spec(
+    op: Fp8DotGeneral,
+    contraction: AbstractContraction,
+    input: Array,
+    kernel: Array,
+    precision: lax.PrecisionLike,
+    preferred_element_type: DTypeLike | None,
+) -> ProductSpec:
+    recipe, state, compute_dtype = op.recipe, op.state, op.compute_dtype
+    stacked = len(op.stack) > op.state_per_group
+    if preferred_element_type is not None:
+        out_dtype = floating_dtype("preferred_element_type", preferred_element_type)
+    else:
+        out_dtype = compute_dtype or np.dtype(jnp.promote_types(input.dtype, kernel.dtype))
+    return ProductSpec(
+        recipe=recipe,
+        contraction=contraction,
+        compute_dtype=compute_dtype,
+        out_dtype=out_dtype,
+        precision=precision_of(precision),
+        state=None if state is None else form_of(state, stacked=stacked),
+        ensemble=int(contraction.state_per_group),
+        has_key=op.has_key,
+        requantizes=op.kernel_residual.requantizes(measures_again=recipe.measures_kernel_again, stacked=stacked),
+    )

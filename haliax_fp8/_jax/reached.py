@@ -13,10 +13,16 @@ from jaxtyping import Array
 
 
 class Reached:
-    """The indices of the arguments that received a cotangent."""
+    """The arguments that received a cotangent, by their indices, and the number of all."""
 
     def __init__(self) -> None:
         self.indices: set[int] = set()
+        self.count = 0
+
+    @property
+    def missing(self) -> int:
+        """How many received none."""
+        return self.count - len(self.indices)
 
     def __repr__(self) -> str:
         """Short, because printed programs contain it."""
@@ -34,6 +40,7 @@ def noticed(arrays: Sequence[Array], reached: Reached) -> list[Array]:
         arrays: Arguments of a function that is about to be differentiated.
         reached: Collects the indices of those with a cotangent while JAX transposes the function.
     """
+    reached.count = len(arrays)
     return reached_p.bind(*arrays, reached=reached)
 
 

@@ -52,23 +52,25 @@ def not_merged_across_layers[T](values: T) -> T:
 def side_by_side(parts: Sequence[Array]) -> Array:
     """Arrays joined along the last axis, in a launch that XLA merges with others.
 
-    XLA merges launches that read the same array, such as those of all layers, but none that concatenates. Here each
-    element is selected instead.
+    XLA merges launches that read the same array, such as those of all layers, but none that concatenates at its end.
+    Here the widest part and what stands on either side of it are selected instead.
 
     Args:
         parts: The arrays, in float32.
     """
     axis = parts[0].ndim - 1
-    shape = (*parts[0].shape[:-1], sum([part.shape[-1] for part in parts]))
+    widest = max(range(len(parts)), key=lambda i: parts[i].shape[axis])
+    thirds = [list(parts[:widest]), [parts[widest]], list(parts[widest + 1 :])]
+    thirds = [some[0] if len(some) == 1 else lax.concatenate(some, axis) for some in thirds if some]
+    shape = (*parts[0].shape[:-1], sum([third.shape[axis] for third in thirds]))
     index, joined, start = lax.broadcasted_iota(np.int32, shape, axis), None, 0
-    for part in parts:
-        end = start + part.shape[-1]
-        if end > start:
-            padding = [(0, 0, 0)] * axis + [(start, shape[-1] - end, 0)]
-            placed = lax.pad(part, np.float32(0.0), padding)
-            joined = placed if joined is None else lax.select(lax.lt(index, np.int32(start)), joined, placed)
+    for third in thirds:
+        end = start + third.shape[axis]
+        placed = lax.pad(third, np.float32(0.0), [(0, 0, 0)] * axis + [(start, shape[axis] - end, 0)])
+        joined = placed if joined is None else lax.select(lax.lt(index, np.int32(start)), joined, placed)
         start = end
-    return parts[0] if joined is None else joined
+    assert joined is not None
+    return joined
 
 
 def own_operand(x: Array, own: Array) -> Array:

@@ -7,10 +7,10 @@ state everywhere: replicas share it. The first replica records the largest measu
 0, so the sum over them is the maximum.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -26,19 +26,27 @@ _FIRST = np.float32(1.0).view(np.int32)
 
 
 def marks(shapes: Sequence[tuple[int, ...]]) -> list[Float32[Array, "..."]]:
-    """A unique number for each element of arrays of these shapes.
+    """A unique number for each element of arrays of these shapes, which have an axis or more.
 
     Consecutive floats from 1 on: only equality counts. If this is mapped, which makes each example a separate
     evaluation, all examples get different numbers.
     """
-    sizes = [int(np.prod(shape)) for shape in shapes]
-    if not sizes:
+    if not shapes:
         return []
-    total = sum(sizes)
+    total = sum([math.prod(shape) for shape in shapes])
     first = lax.add(lax.mul(evaluation_p.bind(), np.int32(total)), _FIRST)
-    numbers = lax.add(lax.iota(np.int32, total), first)
-    parts = lax.split(lax.bitcast_convert_type(numbers, np.float32), sizes)
-    return [lax.reshape(part, shape) for part, shape in zip(parts, shapes, strict=True)]
+    numbers = lax.bitcast_convert_type(lax.add(lax.iota(np.int32, total), first), np.float32)
+    kinds: dict[tuple[int, ...], list[int]] = {}
+    for i, shape in enumerate(shapes):
+        kinds.setdefault(shape, []).append(i)
+    # Those of one shape side by side: one equation takes them apart.
+    blocks = [(*shape[:-1], shape[-1] * len(members)) for shape, members in kinds.items()]
+    parts = lax.split(numbers, [math.prod(block) for block in blocks])
+    found: dict[int, Array] = {}
+    for part, block, (shape, members) in zip(parts, blocks, kinds.items(), strict=True):
+        of_kind = part if part.shape == block else lax.reshape(part, block)
+        found |= zip(members, lax.split(of_kind, [shape[-1]] * len(members), len(shape) - 1), strict=True)
+    return [found[i] for i in range(len(shapes))]
 
 
 def recorded_by_first(
@@ -89,27 +97,6 @@ def measured_of_replicas(
     measured = members_p.bind(lax.concatenate([measured, ones], axis), grad, mark, ensemble=ensemble)
     measured, records = lax.split(measured, (measured.shape[axis] - 1, 1), axis)
     return measured, lax.squeeze(records, (axis,)) > np.float32(0.0)
-
-
-@jax.jit
-def measured_by_reached(
-    records: Float32[Array, "*stack numbers"], mark: Float32[Array, "*stack ops"]
-) -> Float32[Array, "*stack measured"]:
-    """The contents of the records of several ops besides their marks; `-inf`, the identity of the maximum, without the
-    mark.
-
-    Args:
-        records: The gradients of the ops' records, one after the other.
-        mark: The ops' marks, as `marks` gave them.
-    """
-    ops = mark.shape[-1]
-    records = lax.reshape(records, (*mark.shape, records.shape[-1] // ops))
-    axis, last = records.ndim - 1, records.shape[-1] - 1
-    measured = lax.slice_in_dim(records, 0, last, axis=axis)
-    reached = lax.eq(lax.slice_in_dim(records, last, None, axis=axis), lax.expand_dims(mark, (axis,)))
-    reached = lax.broadcast_in_dim(reached, measured.shape, range(measured.ndim))
-    measured = lax.select(reached, measured, lax.full_like(measured, -jnp.inf))
-    return lax.reshape(measured, (*mark.shape[:-1], ops * last))
 
 
 # --- The primitives: `vmap` makes members of both ---------------------------------------------------------------------

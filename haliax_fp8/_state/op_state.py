@@ -11,7 +11,6 @@ from jaxtyping import Array
 from .._jax.max_grad import is_max_grad, to_float32, to_max_grad
 from ..recipes.recipe import Recipe
 from ..recipes.scaling import AbstractScaling
-from .form import TableForm
 from .guard import is_own
 from .marker import OverwriteWithGradient
 from .table import first_table, guarded, unguarded
@@ -77,10 +76,6 @@ class OpState(OverwriteWithGradient):
     def array(self) -> Array:
         """The table as the product takes it: float32 (or `fp32_max_grad`), whatever the model was cast to."""
         return as_state(self.table.array)
-
-    def form(self, *, stacked: bool) -> TableForm:
-        """How it enters a product, of a layer that may be one of a stack."""
-        return TableForm(stacked)
 
     def with_array(self, table: Array) -> "OpState":
         """This state with another table."""

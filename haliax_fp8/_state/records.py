@@ -14,7 +14,8 @@ from jaxtyping import Array
 
 from .._jax.max_grad import to_float32, to_max_grad, to_record
 from .._jax.xla import computed_together, not_constant, not_merged_across_layers
-from .form import RecordForm
+from ..recipes.scaling.base import AbstractScaling
+from .form import RecordForm, TableForm
 from .marker import OverwriteWithGradient
 from .members import marks
 from .op_state import OpState, as_state
@@ -58,10 +59,6 @@ class OpRecord(OverwriteWithGradient):
         """The scales that the next use takes, `[*stack, operand]`."""
         return to_float32(self.array)[..., :3]
 
-    def form(self, *, stacked: bool) -> RecordForm:
-        """How it enters a product, of a layer that may be one of a stack."""
-        return RecordForm(stacked, self.index_among_sharers)
-
     def accumulate(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, other: "OpRecord"
     ) -> "OpRecord":
@@ -80,6 +77,16 @@ class OpRecord(OverwriteWithGradient):
         return jax.tree.map(to_max_grad, self)
 
 
+def form_of(state: OpState | OpRecord, *, stacked: bool) -> TableForm | RecordForm:
+    """How a state or a record enters a product.
+
+    Args:
+        state: Of an op.
+        stacked: Whether its layer is one of a stack.
+    """
+    return RecordForm(stacked, state.index_among_sharers) if isinstance(state, OpRecord) else TableForm(stacked)
+
+
 def marks_of(states: Sequence[OpState]) -> list[Array]:
     """The mark of each state's record, `[*stack, 1]`."""
     return marks([(*state.table.array.shape[:-2], 1) for state in states])
@@ -94,32 +101,33 @@ def record_states(states: Sequence[OpState], of_states: Sequence[Array], *, inex
         of_states: Their marks.
         inexact: Whether in `fp32_inexact_record`.
     """
-    scales: dict[int, Array] = {}
+    records: dict[int, Array] = {}
     joined: list[int] = []
     tables = [state.array for state in states]
     for members in kinds(states, tables).values():
-        of_members, limits = [tables[i] for i in members], states[members[0]].limits
-        if of_members[0].ndim > 2:
+        first = states[members[0]]
+        if tables[members[0]].ndim > 2 or len(members) == 1:
             # There are few stacked layers, and XLA compiles their identical slices only once.
-            scales |= {i: _scales_in(table, limits) for i, table in zip(members, of_members, strict=True)}
+            records |= {i: _numbers(tables[i], of_states[i], first.scalings, first.limits) for i in members}
             continue
-        of_all = computed_together(_scales_in(concatenated(of_members, 0), limits))
+        of_all = concatenated([tables[i] for i in members], 0), concatenated([of_states[i] for i in members], 0)
+        of_all = computed_together(_numbers(*of_all, first.scalings, first.limits))
         sizes = [of_all.shape[0] // len(members)] * len(members)
-        scales |= dict(zip(members, lax.split(of_all, sizes), strict=True))
-        joined += members if len(members) > 1 else []
+        records |= dict(zip(members, lax.split(of_all, sizes), strict=True))
+        joined += members
     sharers: dict[Any, list[int]] = {}
     for i, state in enumerate(states):
         if state.shared_input is not None:
-            sharers.setdefault((state.shared_input, scales[i].shape), []).append(i)
+            sharers.setdefault((state.shared_input, records[i].shape), []).append(i)
     largest: dict[int, Array] = {}
     for members in sharers.values():
         if len(members) > 1:
-            largest[members[0]] = functools.reduce(lax.max, [_of_first(scales[i], states[i]) for i in members])
+            largest[members[0]] = functools.reduce(lax.max, [_of_first(records[i], states[i]) for i in members])
     # XLA makes all parts in one launch where they are computed, however little; a mere slice is a launch of its own.
     one = not_constant(np.float32(1.0))
-    scales |= {i: lax.mul(scales[i], one) for i in joined}
-    apart = {i: scales[i] for i in joined}, {i: x for i, x in largest.items() if i in joined}
-    for found, values in zip((scales, largest), not_merged_across_layers(apart), strict=True):
+    records |= {i: lax.mul(records[i], one) for i in joined}
+    apart = {i: records[i] for i in joined}, {i: x for i, x in largest.items() if i in joined}
+    for found, values in zip((records, largest), not_merged_across_layers(apart), strict=True):
         found |= values
     shared = {
         i: (position, largest[members[0]])
@@ -127,31 +135,31 @@ def record_states(states: Sequence[OpState], of_states: Sequence[Array], *, inex
         if members[0] in largest
         for position, i in enumerate(members)
     }
-    return [
-        _record(state, scales[i], mark, *shared.get(i, (None, None)), inexact=inexact)
-        for i, (state, mark) in enumerate(zip(states, of_states, strict=True))
-    ]
+    return [_record(state, records[i], *shared.get(i, (None, None)), inexact=inexact) for i, state in enumerate(states)]
 
 
-@functools.partial(jax.jit, static_argnums=1)
-def _scales_in(tables: Array, limits: tuple[float, ...]) -> Array:
-    """The scales of each op. Jitted, so that layers share one trace."""
-    return scales_in(tables, limits)
+# Jitted, so that layers share one trace.
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def _numbers(tables: Array, marks: Array, scalings: tuple[AbstractScaling, ...], limits: tuple[float, ...]) -> Array:
+    """The contents of records, from tables and marks: `[*stack, ops * (record_length + 1)]`."""
+    scales = lax.reshape(scales_in(tables, limits), (*marks.shape, 2 * len(limits)))
+    missing = record_length(scalings) - 2 * len(limits)
+    zeros = [lax.full((*marks.shape, missing), 0.0, np.float32)] if missing else []
+    numbers = lax.concatenate([scales, *zeros, lax.expand_dims(marks, (marks.ndim,))], marks.ndim)
+    return lax.reshape(numbers, (*marks.shape[:-1], marks.shape[-1] * numbers.shape[-1]))
 
 
-def _of_first(scales: Array, state: OpState) -> Array:
+def _of_first(numbers: Array, state: OpState) -> Array:
     """Both scales of an op's first operand, `[*stack, 2]`."""
-    axis, operands = scales.ndim - 1, len(state.scalings)
-    return lax.slice_in_dim(scales, 0, operands + 1, stride=operands, axis=axis)
+    axis, operands = numbers.ndim - 1, len(state.scalings)
+    return lax.slice_in_dim(numbers, 0, operands + 1, stride=operands, axis=axis)
 
 
 def _record(
-    state: OpState, scales: Array, mark: Array, index_among_sharers: int | None, shared: Array | None, *, inexact: bool
+    state: OpState, numbers: Array, index_among_sharers: int | None, shared: Array | None, *, inexact: bool
 ) -> OpRecord:
-    """The record of scales `[*stack, 2 * operands]`; ops may share those of the first operand."""
-    stack, axis, operands = state.table.axis_names[:-2], scales.ndim - 1, len(state.scalings)
-    missing = record_length(state.scalings) - 2 * operands
-    last = [jnp.zeros((*scales.shape[:-1], missing), jnp.float32), mark] if missing else [mark]
+    """The record with these contents; ops may share the scales of the first operand."""
+    stack, axis, operands = state.table.axis_names[:-2], numbers.ndim - 1, len(state.scalings)
 
     def named(array: Array, name: str) -> hax.NamedArray:
         # As in `with_array`: the names may count axes that the array does not have.
@@ -160,9 +168,9 @@ def _record(
         return jax.tree.unflatten(structure, [to_record(array, inexact=inexact)])
 
     if shared is None:
-        return OpRecord(named(lax.concatenate([scales, *last], axis), "fp8_record"))
-    others = [lax.slice_in_dim(scales, i + 1, i + operands, axis=axis) for i in (0, operands)]
-    values = named(lax.concatenate([*others, *last], axis), "fp8_other_records")
+        return OpRecord(named(numbers, "fp8_record"))
+    others = [lax.slice_in_dim(numbers, *part, axis=axis) for part in ((1, operands), (operands + 1, None))]
+    values = named(lax.concatenate(others, axis), "fp8_other_records")
     return OpRecord(values, named(shared, "fp8_shared_record"), index_among_sharers)
 
 

@@ -9,13 +9,13 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float32
+from jaxtyping import Array, Float32, UInt32
 
 from .._jax.xla import side_by_side
 from ..recipes.recipe import SCALE_BITS
 from ..recipes.scaling.base import AbstractScaling, AbstractStatefulScaling
-from ..recipes.scaling.multiplier import round_up_scale
-from .guard import checked, guard_of, guard_on_host, is_own
+from ..recipes.scaling.multiplier import round_up_words
+from .guard import checked, fit, guard_of, guard_on_host, is_own, words_of
 
 
 type Table = Float32[Array, "*ensemble operands columns"]
@@ -43,28 +43,29 @@ def unguarded(table: Array) -> Array:
     return lax.slice_in_dim(table, 0, table.shape[-1] - 1, axis=table.ndim - 1)
 
 
-def own_scales(table: Array) -> Float32[Array, "*ensemble rows"]:
-    """The scales of rows; NaN where something else changed the row."""
-    axis = table.ndim - 1
-    return checked(*[lax.index_in_dim(table, i, axis=axis, keepdims=False) for i in (0, table.shape[axis] - 1)])
-
-
 def scales_in(table: Array, limits: Sequence[float]) -> Float32[Array, "*ensemble numbers"]:
-    """The scales of ops as their records hold them: for each op first the exact ones, then the same rounded up.
+    """The scales of ops as products take them: for each op first the exact ones, then the same rounded up.
 
-    Both are the same for ops with other operands than a product's three, whose scales are not multiplied in bfloat16.
+    They are NaN where something else changed the row. Both are the same for ops with other operands than a product's
+    three, whose scales are not multiplied in bfloat16.
 
     Args:
         table: `[*ensemble, ops * operands, columns]`.
         limits: The largest value of each operand's format.
     """
-    scales, operands = own_scales(table), len(limits)
-    of_ops = lax.reshape(scales, (*scales.shape[:-1], scales.shape[-1] // operands, 1, operands))
-    both = _multipliable(of_ops, limits[-1]) if operands == 3 else lax.concatenate([of_ops, of_ops], scales.ndim)
-    return lax.reshape(both, (*scales.shape[:-1], 2 * scales.shape[-1]))
+    axis, rows, operands = table.ndim - 1, table.shape[-2], len(limits)
+    of_ops, both = ((*table.shape[:-2], rows // operands, count, operands) for count in (1, 2))
+    # As words: among those of positive numbers, arithmetic is shorter.
+    scale, guard = [
+        words_of(lax.reshape(lax.slice_in_dim(table, i, i + 1, axis=axis), of_ops)) for i in (0, table.shape[axis] - 1)
+    ]
+    consistent, unreached = [lax.broadcast_in_dim(x, both, range(len(both))) for x in fit(scale, guard)]
+    words = _multipliable(scale, limits[-1]) if operands == 3 else lax.broadcast_in_dim(scale, both, range(len(both)))
+    scales = checked(lax.bitcast_convert_type(words, np.float32), consistent, unreached)
+    return lax.reshape(scales, (*table.shape[:-2], 2 * rows))
 
 
-def _multipliable(scales: Float32[Array, "*ops 1 3"], limit: float) -> Float32[Array, "*ops 2 3"]:
+def _multipliable(scale: UInt32[Array, "*ops 1 3"], limit: float) -> UInt32[Array, "*ops 2 3"]:
     """Scales of (input, kernel, output gradient), whose products float32 holds where that is possible.
 
     First exact, then rounded up; in one array, so that both take one launch.
@@ -72,21 +73,22 @@ def _multipliable(scales: Float32[Array, "*ops 1 3"], limit: float) -> Float32[A
     A product of two scales below `2**-126` is flushed to zero, and the gradient with it, even if the gradient itself
     would be representable. So the scale of the output's gradient is raised to `2**-126 / min(others)`, but only so far
     that the amax stays above 1 in its format, where FP8 has its full precision.
+
+    Args:
+        scale: The words of the scales, which are normal numbers; others give nothing of use.
+        limit: The largest value of the output gradient's format.
     """
-    axis = scales.ndim - 1
-    exact = [lax.slice_in_dim(scales, i, i + 1, axis=axis) for i in range(3)]
-    rounded = map(round_up_scale, exact, SCALE_BITS.values())
-    input_scale, kernel_scale, grad_scale = [
-        lax.concatenate(both, axis - 1) for both in zip(exact, rounded, strict=True)
-    ]
+    axis = scale.ndim - 1
+    exact = [lax.slice_in_dim(scale, i, i + 1, axis=axis) for i in range(3)]
+    rounded = map(round_up_words, exact, SCALE_BITS.values())
+    of_input, of_kernel, of_grad = [lax.concatenate(both, axis - 1) for both in zip(exact, rounded, strict=True)]
     # A power of two, by its exponent: exact, and a scale of a few bits remains one.
-    smaller = lax.bitcast_convert_type(lax.min(input_scale, kernel_scale), np.int32)
-    exponent = lax.shift_right_arithmetic(smaller, np.int32(23))
-    exponent = lax.max(lax.sub(np.int32(2 * 127 - 126), exponent), np.int32(1))
-    lowest = lax.bitcast_convert_type(lax.shift_left(exponent, np.int32(23)), np.float32)
-    highest = lax.mul(grad_scale, np.float32(2.0 ** (np.frexp(limit)[1] - 1)))
-    grad_scale = lax.max(grad_scale, lax.min(lowest, highest))
-    return lax.concatenate([input_scale, kernel_scale, grad_scale], axis)
+    exponent = lax.shift_right_logical(lax.min(of_input, of_kernel), np.uint32(23))
+    exponent = lax.sub(np.uint32(2 * 127 - 126), lax.min(exponent, np.uint32(127)))
+    lowest = lax.shift_left(exponent, np.uint32(23))
+    highest = lax.add(of_grad, np.uint32((np.frexp(limit)[1] - 1) << 23))
+    of_grad = lax.max(of_grad, lax.min(lowest, highest))
+    return lax.concatenate([of_input, of_kernel, of_grad], axis)
 
 
 @functools.cache
@@ -135,35 +137,26 @@ def _updated(
     return lax.concatenate([rows[row] for row in range(len(scalings))], operands)
 
 
-def measured_in_record(record: Array, scalings: tuple[AbstractScaling, ...]) -> tuple[Array, Array]:
+def measured_in_record(record: Array, mark: Array, scalings: tuple[AbstractScaling, ...]) -> tuple[Array, Array]:
     """What a step measured, from the gradients of records; and whether it reached each row.
 
-    Several uses of an op take the maximum, whose identity is `-inf`: no use at all.
-
     Args:
-        record: `[*ensemble, ops * record_length]`; first what was measured, an operand's numbers one after the other.
+        record: `[*ensemble, ops * (record_length + 1)]`: for each op what was measured, an operand's numbers one after
+            the other; last its mark, or 0 if the step did not reach it.
+        mark: The ops' marks, `[*ensemble, ops]`.
         scalings: The scaling of each operand of an op.
 
     Returns:
         `[*ensemble, ops * operands, numbers]` and `[*ensemble, ops * operands, 1]`.
     """
-    ensemble, ops = record.shape[:-1], record.shape[-1] // record_length(scalings)
-    columns, rows = numbers_of(scalings), ops * len(scalings)
-    of_ops = lax.reshape(record, (*ensemble, ops, record_length(scalings)))
-    of_ops = lax.slice_in_dim(of_ops, 0, len(scalings) * columns, axis=len(ensemble) + 1)
-    measured = lax.reshape(of_ops, (*ensemble, rows, columns))
-    # Where nothing in the program uses an op, JAX gives 0 for all that it has. One whose operands are all zero in a
-    # step is taken for one of these.
-    of_ops = lax.abs(of_ops)
-    # A few slices, that XLA fuses with what follows; a reduction would be a launch of its own.
-    axis = len(ensemble) + 1
-    parts = [lax.slice_in_dim(of_ops, i, i + 1, axis=axis) for i in range(of_ops.shape[axis])]
-    largest = functools.reduce(lax.max, parts)
-    used = lax.ne(largest, np.float32(0.0))
-    used = lax.broadcast_in_dim(used, (*ensemble, ops, len(scalings)), range(len(ensemble) + 2))
-    first = measured if columns == 1 else lax.slice_in_dim(measured, 0, 1, axis=len(ensemble) + 1)
-    reached = lax.bitwise_and(lax.ne(first, np.float32(-np.inf)), lax.reshape(used, (*ensemble, rows, 1)))
-    return measured, reached
+    ensemble, columns, length = mark.shape[:-1], numbers_of(scalings), record_length(scalings)
+    ops, operands, axis = mark.shape[-1], len(scalings), mark.ndim
+    of_ops = lax.reshape(record, (*mark.shape, length + 1))
+    measured = lax.slice_in_dim(of_ops, 0, operands * columns, axis=axis)
+    reached = lax.eq(lax.slice_in_dim(of_ops, length, length + 1, axis=axis), lax.expand_dims(mark, (axis,)))
+    reached = lax.broadcast_in_dim(reached, (*mark.shape, operands), range(axis + 1))
+    of_rows = (*ensemble, ops * operands)
+    return lax.reshape(measured, (*of_rows, columns)), lax.reshape(reached, (*of_rows, 1))
 
 
 def measured_in_gradient(gradient: Array, scalings: tuple[AbstractScaling, ...]) -> tuple[Array, Array]:

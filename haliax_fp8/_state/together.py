@@ -14,7 +14,6 @@ from .._jax.max_grad import to_float32
 from .._jax.mesh_axes import varying_axes
 from .._jax.xla import computed_together, not_constant
 from ..recipes.scaling import AbstractScaling
-from .members import measured_by_reached
 from .table import change_of, changed, measured_in_gradient, numbers_of
 
 
@@ -76,9 +75,8 @@ def together(
         # Gradients that are records have one axis where tables have rows and columns.
         axis = tables[members[0]].ndim - 2
         of_others = to_float32(concatenated([gradients[i] for i in members], axis))
-        if of_ops is not None:
-            of_others = measured_by_reached(of_others, concatenated([of_ops[i] for i in members], axis))
-        measured, reached = measured_in(of_others, scalings)
+        marks = [] if of_ops is None else [concatenated([of_ops[i] for i in members], axis)]
+        measured, reached = measured_in(of_others, *marks, scalings)
         before = concatenated([tables[i] for i in members], axis)
         changes = computed_together(change_of(before, measured, reached, scalings, limits))
         rows = changes.shape[-2] // len(members)

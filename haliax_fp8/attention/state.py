@@ -7,7 +7,7 @@ from jaxtyping import Array, Float32
 from .._jax.max_grad import is_max_grad, to_float32
 from .._numerics.formats import E4M3
 from .._state.members import recorded_by_first
-from .._state.table import next_table, own_scales, record_length
+from .._state.table import next_table, record_length, scales_in
 from ..recipes.scaling import AbstractStatefulScaling
 from .tensors import TENSORS
 
@@ -24,9 +24,9 @@ def scales_of(state: Array, *, is_record: bool) -> Float32[Array, "*ensemble 10"
         is_record: Whether it is a record.
     """
     numbers = to_float32(state)
-    if is_record:
-        return lax.slice_in_dim(numbers, 0, len(TENSORS), axis=numbers.ndim - 1)
-    return own_scales(numbers)
+    if not is_record:
+        numbers = scales_in(numbers, LIMITS)
+    return lax.slice_in_dim(numbers, 0, len(TENSORS), axis=numbers.ndim - 1)
 
 
 def cotangent(

@@ -49,27 +49,28 @@ class Fp8Linear(eqx.nn.Linear):
                 raise ValueError(f"x of shape {jnp.shape(x)} must be a scalar: the layer's in_features is 'scalar'")
             x = jnp.broadcast_to(x, (1,))
         check_operands(x, x)  # before `result_type`, which takes a tuple for a dtype
-        dtype = jnp.result_type(x, self.weight)
-        features = max(0, jnp.ndim(x) - 2)
-        self._require_fit(x.shape, features)
-        x = self.dot_general(x, self.weight, (((features,), (1,)), ((), ())), preferred_element_type=dtype)
+        weight, bias = self.weight, self.bias
+        dtype = jnp.result_type(x, weight)
+        features = max(0, x.ndim - 2)
+        _require_fit(x.shape, features, weight, bias)
+        x = self.dot_general(x, weight, (((features,), (1,)), ((), ())), preferred_element_type=dtype)
         if x.ndim > 1:
             x = jnp.swapaxes(x, -1, -2)
-        if self.bias is not None:
-            x = x + self.bias
+        if bias is not None:
+            x = x + bias
         return jnp.squeeze(x) if self.out_features == "scalar" else x
 
-    def _require_fit(self, shape: tuple[int, ...], features: int) -> None:
-        """Raises unless the weight multiplies an input of this shape: the op's error could not tell the layer."""
-        outputs, inputs = self.weight.shape[-2:]
-        fits = bool(shape) and shape[features] == inputs
-        with_bias = self.bias is None or len(shape) < 2 or shape[-1] in (1, outputs)
-        if not (fits and with_bias):
-            raise ValueError(
-                f"x of shape {shape} does not fit a layer that describe(model) shows as {inputs} -> {outputs}: it "
-                f"takes one example, of shape ({inputs},). A batch has one axis more, in front, and goes through "
-                "jax.vmap(model)"
-            )
+
+def _require_fit(shape: tuple[int, ...], features: int, weight: Any, bias: Any) -> None:
+    """Raises unless a weight multiplies an input of this shape: the op's error could not tell the layer."""
+    outputs, inputs = weight.shape[-2:]
+    fits = bool(shape) and shape[features] == inputs
+    with_bias = bias is None or len(shape) < 2 or shape[-1] in (1, outputs)
+    if not (fits and with_bias):
+        raise ValueError(
+            f"x of shape {shape} does not fit a layer that describe(model) shows as {inputs} -> {outputs}: it takes "
+            f"one example, of shape ({inputs},). A batch has one axis more, in front, and goes through jax.vmap(model)"
+        )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,6 +20,7 @@ from .._product.grouped.contraction import RaggedContraction
 from .._product.operands import quantize_operand, round_to, scales_of
 from .._product.spec import ProductSpec
 from .._state.op_state import OpState
+from .._state.records import form_of
 from ..layers.multiplied import Multiplied, is_floating, multiplied, named_behind
 from ..layers.own_state import table_on_host
 from ..layers.rule import LayerRule
@@ -125,7 +126,7 @@ def _spec_of(op: Fp8DotGeneral, state: OpState, contraction: Any, found: Multipl
         compute_dtype=op.compute_dtype,
         out_dtype=op.compute_dtype or np.dtype(found.array.dtype),
         precision=lax.Precision.DEFAULT,
-        state=state.form(stacked=False),
+        state=form_of(state, stacked=False),
         # Experts that each have a state are members of an ensemble.
         ensemble=found.leading + contraction.state_per_group,
     )

@@ -1,12 +1,10 @@
 """Gradients whose state is an exact maximum over all uses of a layer."""
 
-import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import equinox as eqx
 import jax
-from jaxtyping import Array
 
 from .._jax.max_grad import is_max_grad
 from .._jax.reached import Reached, noticed
@@ -84,9 +82,11 @@ def filter_value_and_grad(function: Callable[..., Any], *, has_aux: bool = False
 
         def of(differentiated: Any) -> Any:
             leaves = eqx.combine(differentiated, rest)
-            of_ops = [leaf for leaf in leaves if isinstance(leaf, OpRecord)]
-            values = iter(noticed([record.values.array for record in of_ops], reached) if of_ops else ())
-            recording = [_accumulating(leaf, values) for leaf in leaves]
+            if records:
+                arrays, of_records = jax.tree.flatten([leaves[i] for i in indices])
+                leaves = _replaced(leaves, indices, jax.tree.unflatten(of_records, noticed(arrays, reached)))
+            # Records have the element type already; other state may not.
+            recording = [leaf if isinstance(leaf, OpRecord) else _with_max_gradients(leaf) for leaf in leaves]
             return function(jax.tree.unflatten(structure, recording), *args, **kwargs)
 
         # JAX does not count `fp32_max_grad` as a float, so it is allowed as integers are.
@@ -95,7 +95,7 @@ def filter_value_and_grad(function: Callable[..., Any], *, has_aux: bool = False
             gradients = _replaced(gradients, indices, complete_states(states, [gradients[i] for i in indices], marks))
         # Copies of kernels are those of this step's weights, which have the gradient.
         gradients = [None if isinstance(leaf, KernelCopies) else leaf for leaf in gradients]
-        return (value, jax.tree.unflatten(structure, gradients)), len(records) - len(reached.indices)
+        return (value, jax.tree.unflatten(structure, gradients)), reached.missing
 
     def take(model: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(function, eqx.Module):
@@ -125,14 +125,6 @@ def _replaced(leaves: Sequence[Any], indices: Sequence[int], others: Sequence[An
 def _is_whole_op_state(node: Any) -> bool:
     # A partitioned model may have no table.
     return isinstance(node, OpState) and node.table.array is not None
-
-
-def _accumulating(node: Any, values: Iterator[Array]) -> Any:
-    """A leaf in the differentiated function: state accumulates by maximum; a record takes the next of the values."""
-    if not isinstance(node, OpRecord):
-        return _with_max_gradients(node)
-    # It has the element type already; other state may not.
-    return dataclasses.replace(node, values=jax.tree.unflatten(jax.tree.structure(node.values), [next(values)]))
 
 
 def with_max_gradients[T](tree: T) -> T:

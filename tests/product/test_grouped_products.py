@@ -13,6 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu, tpu as pltpu
 
 from haliax_fp8 import Fp8DotGeneral, filter_grad
 from haliax_fp8._numerics.quantized_array import QuantizedArray
+from haliax_fp8._op import _spec
 from haliax_fp8._product.grouped.contraction import RaggedContraction
 from haliax_fp8._product.grouped.implementation import grouped_product
 from haliax_fp8._product.primitive import fp8_dot_general
@@ -139,8 +140,9 @@ def multiplied(implementation, x, w, sizes, recipe="delayed"):
     op = Fp8DotGeneral.init(recipe)
 
     def run(op, x, w):
-        spec = op._spec(RaggedContraction(implementation=implementation), x, w, None, None)
-        one = lambda x, w, sizes: fp8_dot_general(x, w, op._state_array, spec, (sizes,), key=op._key_array)
+        spec = _spec(op, RaggedContraction(implementation=implementation), x, w, None, None)
+        state, key = (None if x is None else x.array for x in (op.state, op.key))
+        one = lambda x, w, sizes: fp8_dot_general(x, w, state, spec, (sizes,), key=key)
         out = (jax.vmap(one) if x.ndim == 3 else one)(x, w, sizes)
         return (out.astype(jnp.float32) ** 2).sum(), out
 

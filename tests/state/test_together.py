@@ -113,6 +113,21 @@ def test_calibration_and_statistics_of_a_shared_input_keep_it():
     assert other.state.shared_input == model.first.dot_general.state.shared_input == "first+second"
 
 
+def test_a_step_of_zeros_is_recorded_as_zeros():
+    """As in Flax: what a step reached is not read from what it measured."""
+    x, g = tensor(1, Batch, In), tensor(2, Batch, Out)
+    model = fp8.fp8_linear_layers(Two.init(), fp8.Fp8Config(amax_history_length=HISTORY))
+    for grad in (fp8.filter_grad, eqx.filter_grad):
+        before = after_a_step(model, 1.0, x, g, grad)
+        op = before.first.dot_general
+        zeros = eqx.tree_at(lambda m: m.first.weight.array, before, replace_fn=jnp.zeros_like)
+        after = after_a_step(zeros, 1.0, 0.0 * x, 0.0 * g, grad).first.dot_general
+        for operand in OPERANDS:
+            history = op.amax_history(operand)
+            assert history[0] > 0.0
+            np.testing.assert_array_equal(after.amax_history(operand), jnp.roll(history, -1).at[0].set(0.0))
+
+
 @pytest.mark.more
 @pytest.mark.parametrize("zero", OPERANDS)
 def test_one_operand_of_zeros_does_not_hide_the_others(zero):

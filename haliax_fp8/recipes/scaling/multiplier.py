@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Float32
+from jaxtyping import Array, Float, Float32, UInt32
 
 
 # Its reciprocal is float32's smallest normal number; a smaller scale is flushed to zero on a CPU.
@@ -55,12 +55,21 @@ def round_up_scale(scale: Float32[Array, "*shape"], bits: int) -> Float32[Array,
     """
     if bits == 24:
         return scale
-    dropped = np.uint32((1 << (24 - bits)) - 1)
     words = lax.bitcast_convert_type(scale, jnp.uint32)
-    rounded = lax.bitcast_convert_type(lax.bitwise_and(lax.add(words, dropped), ~dropped), jnp.float32)
-    # Adding to a NaN carries into the sign; and of few bits, none may be left that makes it a NaN.
+    rounded = lax.bitcast_convert_type(round_up_words(words, bits), jnp.float32)
     is_number = lax.le(words, np.uint32(0x7F800000))
     return lax.select(is_number, rounded, lax.full_like(scale, np.nan))
+
+
+def round_up_words(words: UInt32[Array, "*shape"], bits: int) -> UInt32[Array, "*shape"]:
+    """`round_up_scale` for the bits of positive numbers and infinity; for those of a NaN it gives another number.
+
+    Args:
+        words: The bits of numbers in float32.
+        bits: How many significant bits to keep.
+    """
+    dropped = np.uint32((1 << (24 - bits)) - 1)
+    return lax.bitwise_and(lax.add(words, dropped), ~dropped)
 
 
 def amax_over(x: Float[Array, "*shape"], axes: tuple[int, ...], *, keepdims: bool = True) -> Float32[Array, "*blocks"]:

@@ -18,6 +18,7 @@ from ..._product.operands import quantize_operand, round_to, scales_of
 from ..._product.primitive import fp8_dot_general
 from ..._product.spec import ProductSpec
 from ..._state.op_state import OpState
+from ..._state.records import form_of
 from ..._tables import Printable, new_table
 from ...recipes.catalog import RecipeLike, as_recipe, named
 from ...recipes.recipe import OPERANDS, OperandName, ProductName, Recipe
@@ -212,7 +213,7 @@ def _spec(box: BlackBox, recipe: Recipe) -> ProductSpec:
         compute_dtype=box.compute_dtype,
         out_dtype=box.out_dtype,
         precision=box.precision,
-        state=None if state is None else state.form(stacked=False),
+        state=None if state is None else form_of(state, stacked=False),
         has_key=True,
     )
 
