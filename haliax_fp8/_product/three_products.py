@@ -257,7 +257,7 @@ def backward(
     if kept.measured is not None:
         measured = measured_parts(grad, grad_for("dgrad"), "output_grad", extras, spec, kept.state)
     # What a device measured is all that differs, so that one maximum over devices is enough for all operands.
-    devices = () if measured is None else axes_to_reduce((*(kept.measured or ()), measured), state_axes)
+    devices = () if measured is None else axes_to_reduce((kept.measured, measured), state_axes)
     if not spec.contraction.state_per_group:
         return gradients, spec.state.cotangent(kept, measured, unrounded, spec.recipe, spec.ensemble, devices)
     of_groups = largest_of_groups(jnp.max(lax.abs(unrounded), axis=-1, keepdims=True), extras[0])
