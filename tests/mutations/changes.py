@@ -779,10 +779,17 @@ CHANGES = (
     # --- training
     Change(
         "gradients of microbatches are summed in their own dtype",
-        "training/step.py",
-        "g.astype(common_dtype(g.dtype, np.dtype(np.float32)))",
-        "g",
+        "training/microbatches.py",
+        "gradients = in_float32(gradients)",
+        "gradients = gradients",
         ("test_training.py::test_gradients_of_many_microbatches_are_not_summed_in_the_parameters_dtype",),
+    ),
+    Change(
+        "losses of microbatches are summed in their own dtype",
+        "training/microbatches.py",
+        "carry[0] + in_float32(loss)",
+        "in_float32(carry[0].astype(loss.dtype) + loss)",
+        ("test_training.py::test_losses_of_many_microbatches_are_not_summed_in_their_own_dtype",),
     ),
     Change(
         "compressed activations have a scale per column",
@@ -857,8 +864,8 @@ CHANGES = (
     Change(
         "the loss of microbatches is summed, not averaged",
         "training/microbatches.py",
-        "BatchGradients(loss / count,",
-        "BatchGradients(loss,",
+        "loss, aux = (loss / count).astype(dtype)",
+        "loss, aux = loss.astype(dtype)",
         (
             "test_optimizers.py::test_microbatches_average_gradients",
             "test_training.py::test_the_loss_and_the_norm_of_microbatches_are_those_of_the_batch",

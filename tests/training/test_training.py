@@ -246,6 +246,16 @@ def test_gradients_of_many_microbatches_are_not_summed_in_the_parameters_dtype(d
     np.testing.assert_array_equal(new["weight"], jnp.array([-1.0, 0.0], dtype))
 
 
+def test_losses_of_many_microbatches_are_not_summed_in_their_own_dtype():
+    """A sum of ones ends at 256 in bfloat16, so that 512 of them had a mean of one half; in float16 128 losses of 1000
+    were infinite. The mean has the dtype of the loss."""
+    for dtype, count, value in [(bf16, 512, 1.0), (f16, 4096, 1.0), (f16, 128, 1000.0)]:
+        model = {"weight": jnp.ones(2, dtype), "layer": cast(fp8(new_linear()), dtype)}
+        train = TrainStep(lambda model, x: jnp.mean(model["weight"] * x), optax.sgd(0.0), microbatches=count)
+        _, _, metrics = train(model, train.init(model), jnp.full(count, value, dtype))
+        assert metrics["loss"].dtype == dtype and float(metrics["loss"]) == value, (dtype, value)
+
+
 def test_the_loss_and_the_norm_of_microbatches_are_those_of_the_batch():
     """Means of their means, not sums: here of four microbatches with losses of 1 to 4."""
     model = {"weight": jnp.array([3.0, 4.0]), "layer": fp8(new_linear())}
