@@ -265,6 +265,22 @@ def test_the_loss_and_the_norm_of_microbatches_are_those_of_the_batch():
     np.testing.assert_allclose([metrics["loss"], metrics["grad_norm"]], [2.5, 2.5 * 2 / 5], rtol=1e-6)
 
 
+def test_the_norm_of_gradients_is_computed_in_float32():
+    """Squares leave float16 for gradients below 2e-4 and above 256, and a sum of 600 equal ones bfloat16."""
+    for dtype, count, value in [
+        (f32, 600, 1.0),
+        (bf16, 600, 1.0),
+        (f16, 600, 1.0),
+        (f16, 2, 2.0**-14),
+        (f16, 2, 1024.0),
+    ]:
+        model = {"weights": [jnp.zeros((), dtype)] * count, "layer": cast(fp8(new_linear()), dtype)}
+        train = TrainStep(lambda model, x: sum(w.astype(f32) * x for w in model["weights"]), optax.sgd(0.0))
+        _, _, metrics = train(model, train.init(model), jnp.float32(value))
+        assert metrics["grad_norm"].dtype == f32
+        np.testing.assert_allclose(metrics["grad_norm"], value * np.sqrt(count), rtol=1e-6, err_msg=f"{dtype}, {value}")
+
+
 # --- Trees of another model ------------------------------------------------------------------------------------------
 
 
