@@ -92,6 +92,7 @@ class AbstractStateForm(abc.ABC):
         kept: Kept,
         measured_grad: Parts | None,
         grad: Array,
+        kernel: Array | None,
         recipe: Recipe,
         ensemble: int,
         devices: tuple[str, ...] = (),
@@ -102,6 +103,7 @@ class AbstractStateForm(abc.ABC):
             kept: As `kept` returned it.
             measured_grad: What was measured of the output's gradient; None if nothing was measured of any operand.
             grad: The output's gradient.
+            kernel: The kernel as it was kept; None if it was rounded at random, so that nothing can be told by it.
             recipe: The recipe of the op.
             ensemble: How many leading axes number members.
             devices: Inside `shard_map`, the mesh axes over which devices share the state, and record the maximum.
@@ -133,6 +135,7 @@ class TableForm(AbstractStateForm):
         kept: Kept,
         measured_grad: Parts | None,
         grad: Array,
+        kernel: Array | None,
         recipe: Recipe,
         ensemble: int,
         devices: tuple[str, ...] = (),
@@ -146,7 +149,9 @@ class TableForm(AbstractStateForm):
         if maxima:
             return _next_table(table, measured, recipe=recipe)
         measured_kernel = lax.index_in_dim(_of_operands(measured), 1, axis=measured.ndim - 1, keepdims=False)
-        measured, records = measured_of_replicas(measured, table, measured_kernel, grad, ensemble)
+        measured, records = measured_of_replicas(
+            measured, table, measured_kernel, grad, ensemble, kernel=kernel, devices=devices
+        )
         new = _next_table(table, measured, recipe=recipe)
         return lax.select(lax.broadcast_in_dim(records, new.shape, range(records.ndim)), new, lax.full_like(new, 0.0))
 
@@ -184,6 +189,7 @@ class RecordForm(AbstractStateForm):
         kept: Kept,
         measured_grad: Parts | None,
         grad: Array,
+        kernel: Array | None,
         recipe: Recipe,
         ensemble: int,
         devices: tuple[str, ...] = (),
