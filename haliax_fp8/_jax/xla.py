@@ -1,10 +1,11 @@
 """What programs tell XLA: barriers and switches between platforms, each as a function named after what it is for.
 
 A barrier is the identity, but XLA computes all of its operands before any of its results is used, and cannot see
-through it. So each of these functions prevents one optimization that would cost more than it saves.
-`tests/programs/test_xla.py` compiles a program with and without each.
+through it. So each barrier prevents one optimization that would cost more than it saves; `side_by_side` makes one
+possible. `tests/programs/test_xla.py` compiles a program with and without each.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -60,16 +61,18 @@ def side_by_side(parts: Sequence[Array]) -> Array:
     """
     axis = parts[0].ndim - 1
     widest = max(range(len(parts)), key=lambda i: parts[i].shape[axis])
-    thirds = [list(parts[:widest]), [parts[widest]], list(parts[widest + 1 :])]
-    thirds = [some[0] if len(some) == 1 else lax.concatenate(some, axis) for some in thirds if some]
-    shape = (*parts[0].shape[:-1], sum([third.shape[axis] for third in thirds]))
-    index, joined, start = lax.broadcasted_iota(np.int32, shape, axis), None, 0
-    for third in thirds:
-        end = start + third.shape[axis]
-        placed = lax.pad(third, np.float32(0.0), [(0, 0, 0)] * axis + [(start, shape[axis] - end, 0)])
-        joined = placed if joined is None else lax.select(lax.lt(index, np.int32(start)), joined, placed)
-        start = end
-    assert joined is not None
+    blocks = [list(block) for block in (parts[:widest], parts[widest : widest + 1], parts[widest + 1 :]) if block]
+    blocks = [block[0] if len(block) == 1 else lax.concatenate(block, axis) for block in blocks]
+    ends = list(itertools.accumulate([block.shape[axis] for block in blocks]))
+    index = lax.broadcasted_iota(np.int32, (*parts[0].shape[:-1], ends[-1]), axis)
+
+    def placed(block: Array, end: int) -> Array:
+        padding = (end - block.shape[axis], ends[-1] - end, 0)
+        return lax.pad(block, np.float32(0.0), [(0, 0, 0)] * axis + [padding])
+
+    joined = placed(blocks[0], ends[0])
+    for block, start, end in zip(blocks[1:], ends, ends[1:], strict=False):
+        joined = lax.select(lax.lt(index, np.int32(start)), joined, placed(block, end))
     return joined
 
 

@@ -103,7 +103,7 @@ class AbstractStateForm(abc.ABC):
             kept: As `kept` returned it.
             measured_grad: What was measured of the output's gradient; None if nothing was measured of any operand.
             grad: The output's gradient.
-            kernel: The kernel as it was kept; None if it was rounded at random, so that nothing can be told by it.
+            kernel: The kernel as it was kept; None for a record, or if it was rounded at random: replicas may differ.
             recipe: The recipe of the op.
             ensemble: How many leading axes number members.
             devices: Inside `shard_map`, the mesh axes over which devices share the state, and record the maximum.
@@ -127,6 +127,7 @@ class TableForm(AbstractStateForm):
     def kept(self, measured: Array | None, state: Array | None, recipe: Recipe, ensemble: int) -> Kept:
         """The table, and what was measured."""
         assert state is not None
+        # Else XLA quantizes experts' kernels for both passes at once, and keeps both.
         state = not_kept_from_forward(state)
         return Kept(state, None, measured)
 

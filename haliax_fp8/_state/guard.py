@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float32, UInt32
 
-from ..recipes.scaling.multiplier import round_up_words
+from ..recipes.scaling.multiplier import round_up_words, words_of
 
 
 # The significant bits of the scale that a guard is made of.
@@ -34,7 +34,8 @@ _WIDTH = np.uint32((1 << (24 - _BITS)) + 2 * _SLACK)
 # What twice a guard has too much, less what may be missing; modulo 2**32.
 _OFFSET = np.uint32((_SLACK - 2 * int(_HALF)) % 2**32)
 
-_ZERO, _MINUS_INFINITY = np.uint32(0), np.float32(-np.inf).view(np.uint32)
+_ZERO, _ONE = np.uint32(0), np.uint32(1)
+_INFINITY, _MINUS_INFINITY = (np.float32(x).view(np.uint32) for x in (np.inf, -np.inf))
 
 
 def guard_of(scale: Float32[Array, "*shape"]) -> Float32[Array, "*shape"]:
@@ -50,54 +51,38 @@ def guard_on_host(scale: np.ndarray) -> np.ndarray:
     return ((words >> np.uint32(1)) + _HALF).view(np.float32)
 
 
-def words_of(x: Float32[Array, "*shape"]) -> UInt32[Array, "*shape"]:
-    """The bits of numbers. Those of positive numbers have the same order."""
-    return lax.bitcast_convert_type(x, np.uint32)
-
-
 def fit(
     scale: UInt32[Array, "*shape"], guard: UInt32[Array, "*shape"]
 ) -> tuple[Bool[Array, "*shape"], Bool[Array, "*shape"]]:
-    """Whether each guard is that of its scale; and whether both are 0 or both `-inf`.
+    """Whether nothing but its own updates changed each scale; and whether a step did not reach the layer.
 
-    In the second case a step did not reach the layer, and a trainer copied its gradient into the state.
+    In the second case both are 0 or both `-inf`: a trainer copied the layer's gradient into the state. An infinite
+    scale, which is not calibrated yet, has a guard as well.
 
     Args:
         scale: The words of stored scales.
         guard: The words of what is stored beside them.
     """
-    above = lax.sub(lax.shift_left(guard, np.uint32(1)), scale)
+    above = lax.sub(lax.shift_left(guard, _ONE), scale)
     near = lax.le(lax.add(above, _OFFSET), _WIDTH)
     on_grid = lax.eq(lax.bitwise_and(guard, _OFF_GRID), _ZERO)
-    nothing = lax.bitwise_or(lax.eq(scale, _ZERO), lax.eq(scale, _MINUS_INFINITY))
-    return lax.bitwise_and(near, on_grid), lax.bitwise_and(lax.eq(scale, guard), nothing)
-
-
-def checked(
-    scale: Float32[Array, "*shape"], consistent: Bool[Array, "*shape"], unreached: Bool[Array, "*shape"]
-) -> Float32[Array, "*shape"]:
-    """Scales as products take them: 1 where a step did not reach the layer, NaN where the guard does not fit.
-
-    An infinite scale, which is not calibrated yet, stays.
-
-    Args:
-        scale: What follows from stored scales.
-        consistent: From `fit`.
-        unreached: From `fit`.
-    """
-    otherwise = lax.select(unreached, lax.full_like(scale, 1.0), lax.full_like(scale, np.nan))
-    return lax.select(consistent, scale, otherwise)
+    # Zero, negative numbers and NaN would have guards too, by the same formula.
+    positive = lax.lt(lax.sub(scale, _ONE), _INFINITY)
+    consistent = lax.bitwise_and(lax.bitwise_and(near, on_grid), positive)
+    nothing = lax.bitwise_or(lax.eq(lax.shift_left(scale, _ONE), _ZERO), lax.eq(scale, _MINUS_INFINITY))
+    unreached = lax.bitwise_and(lax.eq(scale, guard), nothing)
+    return lax.bitwise_or(consistent, unreached), unreached
 
 
 def is_own(scale: Float32[Array, "*shape"], guard: Float32[Array, "*shape"]) -> Bool[Array, "*shape"]:
     """Whether only their own updates changed the scales."""
-    return lax.bitwise_or(*fit(words_of(scale), words_of(guard)))
+    return fit(words_of(scale), words_of(guard))[0]
 
 
 def is_changed(scale: np.ndarray, guard: np.ndarray) -> bool:
     """Whether any scale has a guard that is not its own, by the same rule on the host."""
     words, of_guard = (np.ascontiguousarray(x, np.float32).view(np.uint32) for x in (scale, guard))
-    near = (of_guard << np.uint32(1)) - words + _OFFSET <= _WIDTH
-    consistent = near & ((of_guard & _OFF_GRID) == 0)
-    unreached = (words == of_guard) & ((words == _ZERO) | (words == _MINUS_INFINITY))
+    near = (of_guard << _ONE) - words + _OFFSET <= _WIDTH
+    consistent = near & ((of_guard & _OFF_GRID) == 0) & (words - _ONE < _INFINITY)
+    unreached = (words == of_guard) & ((words << _ONE == _ZERO) | (words == _MINUS_INFINITY))
     return not bool((consistent | unreached).all())

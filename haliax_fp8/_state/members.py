@@ -98,23 +98,32 @@ def measured_of_replicas(
     words = lax.bitcast_convert_type(words, np.uint32)
     if kernel is not None:
         bits = lax.bitcast_convert_type(kernel, np.dtype(f"uint{8 * min(kernel.dtype.itemsize, 4)}"))
-        of_kernel = _sum_of_words(lax.convert_element_type(lax.collapse(bits, axis), np.uint32))
+        of_kernel = _sum_of_words(lax.convert_element_type(bits, np.uint32), axis)
         # Each device may hold another part of it.
         of_kernel = lax.psum(of_kernel, devices) if devices else of_kernel
         words = lax.concatenate([words, lax.expand_dims(of_kernel, (axis,))], axis)
-    mark = _sum_of_words(words)
+    mark = _sum_of_words(words, axis)
     ones = jnp.ones((*measured.shape[:-1], 1), measured.dtype)
     measured = members_p.bind(lax.concatenate([measured, ones], axis), grad, mark, ensemble=ensemble)
     measured, records = lax.split(measured, (measured.shape[axis] - 1, 1), axis)
     return measured, lax.squeeze(records, (axis,)) > np.float32(0.0)
 
 
-def _sum_of_words(words: UInt32[Array, "*ensemble words"]) -> UInt32[Array, "*ensemble"]:
-    """A number for each array of words; those that differ in one word always have different numbers."""
-    axis = words.ndim - 1
+def _sum_of_words(words: UInt32[Array, "*shape"], axis: int) -> UInt32[Array, "*ensemble"]:
+    """A number for each array of words; those that differ in one word always have different numbers.
+
+    The axes stay apart: to merge them, devices that hold parts of a kernel would send each other all of it.
+
+    Args:
+        words: The arrays.
+        axis: The first of an array's own axes.
+    """
+    index = lax.broadcasted_iota(np.uint32, words.shape, axis)
+    for i in range(axis + 1, words.ndim):
+        index = index * np.uint32(words.shape[i]) + lax.broadcasted_iota(np.uint32, words.shape, i)
     # Odd, and so without a common factor with 2**32.
-    factors = lax.broadcasted_iota(np.uint32, words.shape, axis) * np.uint32(2 * 1640531527) + np.uint32(1)
-    return jnp.sum(words * factors, axis=axis, dtype=np.uint32)
+    factors = index * np.uint32(2 * 1640531527) + np.uint32(1)
+    return jnp.sum(words * factors, axis=tuple(range(axis, words.ndim)), dtype=np.uint32)
 
 
 # --- The primitives: `vmap` makes members of both ---------------------------------------------------------------------

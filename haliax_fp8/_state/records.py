@@ -118,7 +118,7 @@ def record_states(states: Sequence[OpState], of_states: Sequence[Array], *, inex
     sharers: dict[Any, list[int]] = {}
     for i, state in enumerate(states):
         if state.shared_input is not None:
-            sharers.setdefault((state.shared_input, records[i].shape), []).append(i)
+            sharers.setdefault((state.shared_input, records[i].shape[:-1]), []).append(i)
     largest: dict[int, Array] = {}
     for members in sharers.values():
         if len(members) > 1:

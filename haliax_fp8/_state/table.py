@@ -14,8 +14,12 @@ from jaxtyping import Array, Float32, UInt32
 from .._jax.xla import side_by_side
 from ..recipes.recipe import SCALE_BITS
 from ..recipes.scaling.base import AbstractScaling, AbstractStatefulScaling
-from ..recipes.scaling.multiplier import round_up_words
-from .guard import checked, fit, guard_of, guard_on_host, is_own, words_of
+from ..recipes.scaling.multiplier import round_up_words, words_of
+from .guard import fit, guard_of, guard_on_host, is_own
+
+
+# The word of 1.0.
+_ONE = np.float32(1.0).view(np.uint32)
 
 
 type Table = Float32[Array, "*ensemble operands columns"]
@@ -46,8 +50,8 @@ def unguarded(table: Array) -> Array:
 def scales_in(table: Array, limits: Sequence[float]) -> Float32[Array, "*ensemble numbers"]:
     """The scales of ops as products take them: for each op first the exact ones, then the same rounded up.
 
-    They are NaN where something else changed the row. Both are the same for ops with other operands than a product's
-    three, whose scales are not multiplied in bfloat16.
+    They are NaN where something else changed the row, and 1 where a step did not reach it. Both are the same for ops
+    with other operands than a product's three, whose scales are not multiplied in bfloat16.
 
     Args:
         table: `[*ensemble, ops * operands, columns]`.
@@ -55,13 +59,16 @@ def scales_in(table: Array, limits: Sequence[float]) -> Float32[Array, "*ensembl
     """
     axis, rows, operands = table.ndim - 1, table.shape[-2], len(limits)
     of_ops, both = ((*table.shape[:-2], rows // operands, count, operands) for count in (1, 2))
-    # As words: among those of positive numbers, arithmetic is shorter.
+    # As words, which takes fewer operations where numbers are positive.
     scale, guard = [
         words_of(lax.reshape(lax.slice_in_dim(table, i, i + 1, axis=axis), of_ops)) for i in (0, table.shape[axis] - 1)
     ]
-    consistent, unreached = [lax.broadcast_in_dim(x, both, range(len(both))) for x in fit(scale, guard)]
-    words = _multipliable(scale, limits[-1]) if operands == 3 else lax.broadcast_in_dim(scale, both, range(len(both)))
-    scales = checked(lax.bitcast_convert_type(words, np.float32), consistent, unreached)
+    own, unreached = fit(scale, guard)
+    scale = lax.select(unreached, lax.full_like(scale, _ONE), scale)
+    repeated = lambda x: lax.broadcast_in_dim(x, both, range(len(both)))
+    words = _multipliable(scale, limits[-1]) if operands == 3 else repeated(scale)
+    scales = lax.bitcast_convert_type(words, np.float32)
+    scales = lax.select(repeated(own), scales, lax.full_like(scales, np.nan))
     return lax.reshape(scales, (*table.shape[:-2], 2 * rows))
 
 

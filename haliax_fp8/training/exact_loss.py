@@ -20,9 +20,8 @@ def exact_gradients(loss_fn: Callable[..., Any], *, has_aux: bool = False) -> Ca
 
     Some trainers, such as Levanter's, take the gradient of a loss themselves. Their gradient then sums the amaxes of a
     layer that is used several times, updates each layer's state separately, and quantizes a shared input once per
-    layer. Wrap the loss in this function to avoid all three: the gradient is taken inside and passed on. What the
-    trainer multiplies the loss by multiplies that gradient. So if a loss is scaled because its gradients would vanish
-    in float16, scale it inside.
+    layer. Wrap the loss in this function to avoid all three: the gradient is taken inside and passed on. It
+    is multiplied by the weight of the loss afterwards. If gradients would vanish in float16, scale the loss inside.
 
     Args:
         loss_fn: `loss_fn(model, *args, **kwargs)`, returning a scalar, or `(scalar, aux)` with `has_aux`. It is

@@ -35,7 +35,7 @@ def first_that_works(gradients_of: Callable[..., tuple[Any, int]], *args: Any, *
     """The result of `gradients_of(way, *args, **kwargs)` for the first way that JAX can differentiate.
 
     Args:
-        gradients_of: Returns gradients, and the number of states without one.
+        gradients_of: Returns gradients, and how many arrays of records received none.
         *args: Further arguments.
         **kwargs: Further arguments.
 

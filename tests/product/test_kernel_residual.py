@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -90,3 +91,17 @@ def test_kernels_of_three_axes(name, layout):
     )
     for kept, again in zip(*both(*map(spread, shapes)), strict=True):
         np.testing.assert_array_equal(kept, again)
+
+
+def test_replicas_whose_kernels_are_rounded_at_random_record_the_maximum():
+    """Each example has a key of its own, so that one layer's kernel is rounded in as many ways."""
+    recipe = fp8.recipes.by_name("delayed")
+    recipe = dataclasses.replace(recipe, kernel=dataclasses.replace(recipe.kernel, rounding=fp8.recipes.Stochastic()))
+    plain = eqx.nn.Linear(8, 8, use_bias=False, key=jax.random.key(0))
+    layer = fp8.fp8_linear_layers(plain, recipe=recipe, kernel_residual=KernelResidual.KEEP)
+    x, keys = jax.random.normal(jax.random.key(1), (4, 8)), jax.random.split(jax.random.key(2), 4)
+    loss = lambda layer: jax.vmap(lambda x, key: fp8.with_rounding_keys(layer, key)(x))(x, keys).sum()
+    for gradient in (fp8.filter_grad, eqx.filter_grad):
+        op = eqx.filter_jit(gradient(loss))(layer).dot_general
+        amaxes = [op.amax_history(operand)[0] for operand in ("input", "kernel", "output_grad")]
+        np.testing.assert_array_equal(amaxes, [jnp.abs(x).max(), jnp.abs(plain.weight).max(), 1.0])

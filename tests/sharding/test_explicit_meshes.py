@@ -147,3 +147,20 @@ def test_grouped_products(layout):
         assert jax.typeof(gradient) == jax.typeof(operand)
         np.testing.assert_allclose(gradient, reference, rtol=1e-5, atol=1e-6)
     np.testing.assert_array_equal(op.state.array, expected_op.state.array)
+
+
+def test_devices_keep_their_parts_of_an_ensembles_kernels():
+    """A plain gradient compares the kernels of members, bit by bit, to tell them from replicas of one layer."""
+    make = lambda key: eqx.nn.Linear(64, 32, use_bias=False, key=key)
+    layers = fp8.fp8_linear_layers(eqx.filter_vmap(make)(jax.random.split(jax.random.key(0), 3)))
+    x = jax.random.normal(jax.random.key(1), (3, 16, 64))
+    loss = lambda layers, x: (eqx.filter_vmap(lambda layer, x: jax.vmap(layer)(x))(layers, x) ** 2).mean()
+    plain = eqx.filter_grad(loss)(layers, x)
+    mesh = mesh_of(AxisType.Auto, AxisType.Auto)
+    put = lambda array, *spec: jax.device_put(array, NamedSharding(mesh, P(*spec)))
+    divided = eqx.tree_at(lambda l: l.weight, layers, put(layers.weight, None, "data", "model"))
+    compiled = eqx.filter_jit(eqx.filter_grad(loss)).lower(divided, put(x)).compile()
+    found = compiled(divided, put(x)).dot_general
+    np.testing.assert_array_equal(found.amax_history("kernel"), plain.dot_general.amax_history("kernel"))
+    text = compiled.compiled.as_text()
+    assert "all-reduce(" in text and "all-gather(" not in text

@@ -1,5 +1,7 @@
 """State that anything but its own update changed: NaN on the device at its next use, an error on the host."""
 
+import itertools
+
 import equinox as eqx
 import haliax.quantization as haxq
 import jax
@@ -11,7 +13,7 @@ from helpers import rounded_up
 from jax import lax
 
 import haliax_fp8 as fp8
-from haliax_fp8._state.guard import checked, fit, guard_of, guard_on_host, is_changed, words_of
+from haliax_fp8._state.guard import guard_of, guard_on_host, is_changed
 from haliax_fp8._state.table import scales_in
 from haliax_fp8.layers.own_state import is_changed as is_state_changed
 from haliax_fp8.recipes.scaling import round_up_scale
@@ -52,7 +54,8 @@ SCALES = np.concatenate(
 
 def taken(scale, guard):
     """Scales as products take them."""
-    return checked(scale, *fit(words_of(scale), words_of(guard)))
+    rows = jnp.stack([jnp.asarray(scale), jnp.asarray(guard)], axis=-1)[..., None, :]
+    return scales_in(rows, (448.0,))[..., 0]
 
 
 def test_scales_with_their_guards_pass():
@@ -107,11 +110,11 @@ def assert_changed_scales_are_shown(dtype, filter_grad):
         return {"out": jax.vmap(layer)(x), "dw": of_layer.weight, "dx": dx}
 
     assert all(jnp.isfinite(result).all() for result in results(layer).values())
-    for row, operand in enumerate(SHOWN_BY):
-        table = layer.dot_general.state.table.array.at[row, 0].multiply(3)
+    for (row, operand), factor in itertools.product(enumerate(SHOWN_BY), (3.0, 0.0, -1.0)):
+        table = layer.dot_general.state.table.array.at[row, 0].multiply(factor)
         for name, result in results(eqx.tree_at(lambda l: l.dot_general.state.table.array, layer, table)).items():
             shown = np.isnan(np.asarray(result, np.float32))
-            assert shown.all() if name in SHOWN_BY[operand] else not shown.any(), (operand, name)
+            assert shown.all() if name in SHOWN_BY[operand] else not shown.any(), (operand, factor, name)
 
 
 def test_bfloat16_holds_the_product_of_two_rounded_scales():
@@ -179,9 +182,17 @@ def test_changes_are_noticed(name):
 
 
 def test_what_a_trainer_leaves_of_layers_that_were_not_reached_is_a_scale_of_one():
-    for value in (0.0, -np.inf):
+    for value in (0.0, -0.0, -np.inf):
         assert float(taken(jnp.float32(value), jnp.float32(value))) == 1.0
         assert not is_changed(np.full(1, value, np.float32), np.full(1, value, np.float32))
+
+
+def test_no_guard_fits_a_scale_that_is_not_positive():
+    for scale in (0.0, -0.0, -1.0, np.nan):
+        own = float(guard_of(jnp.float32(scale)))
+        for guard in (own, np.inf, np.nan):
+            assert np.isnan(taken(jnp.float32(scale), jnp.float32(guard))), (scale, guard)
+            assert is_changed(np.full(1, scale, np.float32), np.full(1, guard, np.float32)), (scale, guard)
 
 
 # --- Loops that are wrong ---------------------------------------------------------------------------------------------

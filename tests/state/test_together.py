@@ -10,6 +10,8 @@ import pytest
 from numpy_reference import FNUZ, OCP, OPERANDS, DelayedScalingReference, amax, assert_state_is
 
 import haliax_fp8 as fp8
+from haliax_fp8._jax.xla import side_by_side
+from haliax_fp8._state.records import marks_of, record_states
 from haliax_fp8.recipes import E4M3, E4M3FNUZ, E5M2, E5M2FNUZ
 
 
@@ -111,6 +113,21 @@ def test_calibration_and_statistics_of_a_shared_input_keep_it():
     model = fp8.memory.share_input_scales(model, [("first", "second")])
     other = model.first.dot_general.with_recipe(model.first.dot_general.recipe.measured)
     assert other.state.shared_input == model.first.dot_general.state.shared_input == "first+second"
+
+
+def test_arrays_are_joined_side_by_side():
+    rng = np.random.default_rng(0)
+    for widths in [(3,), (2, 0, 1), (0, 3), (1, 1, 7, 2, 2), (2, 9), (9, 2)]:
+        parts = [rng.standard_normal((3, width)).astype(np.float32) for width in widths]
+        np.testing.assert_array_equal(side_by_side([jnp.asarray(x) for x in parts]), np.concatenate(parts, 1))
+
+
+def test_layers_that_share_an_input_may_record_other_numbers():
+    """Such as one whose operands are measured, and one whose operands are not."""
+    model = fp8.memory.share_input_scales(fp8.fp8_linear_layers(Two.init()), [("first", "second")])
+    first, second = (layer.dot_general for layer in model.layers)
+    states = [first.with_recipe(first.recipe.measured).state, second.state]
+    assert all(record.shared is not None for record in record_states(states, marks_of(states)))
 
 
 def test_a_step_of_zeros_is_recorded_as_zeros():

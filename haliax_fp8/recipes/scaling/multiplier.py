@@ -44,7 +44,7 @@ def round_down_to_power_of_two(x: Float32[Array, "*shape"]) -> Float32[Array, "*
 def round_up_scale(scale: Float32[Array, "*shape"], bits: int) -> Float32[Array, "*shape"]:
     """The smallest number with so many significant bits that is not below a positive scale; infinity stays.
 
-    NaN remains NaN, and a negative scale becomes NaN.
+    NaN remains NaN. With fewer than 24 bits, a negative scale becomes NaN.
 
     A larger scale clips nothing. It moves values down in the format's range, by at most a factor of
     `1 + 2**(1 - bits)`. Rounding keeps its relative precision, as the format is a floating-point one.
@@ -55,10 +55,15 @@ def round_up_scale(scale: Float32[Array, "*shape"], bits: int) -> Float32[Array,
     """
     if bits == 24:
         return scale
-    words = lax.bitcast_convert_type(scale, jnp.uint32)
+    words = words_of(scale)
     rounded = lax.bitcast_convert_type(round_up_words(words, bits), jnp.float32)
     is_number = lax.le(words, np.uint32(0x7F800000))
     return lax.select(is_number, rounded, lax.full_like(scale, np.nan))
+
+
+def words_of(x: Float32[Array, "*shape"]) -> UInt32[Array, "*shape"]:
+    """The bits of numbers. Those of positive numbers have the same order."""
+    return lax.bitcast_convert_type(x, np.uint32)
 
 
 def round_up_words(words: UInt32[Array, "*shape"], bits: int) -> UInt32[Array, "*shape"]:
