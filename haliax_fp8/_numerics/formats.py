@@ -50,7 +50,7 @@ class Format:
                 "use one such as jnp.float8_e4m3fn or jnp.float8_e5m2"
             )
 
-    @property
+    @functools.cached_property
     def storage(self) -> np.dtype:
         """The element type of arrays that hold the format's values."""
         return self.dtype if self.container is None else self.container

@@ -16,7 +16,7 @@ from .._jax.mapped_axis import to_front
 from .._numerics.quantized_array import QuantizedArray
 from .kernel_copies import KernelCopy, with_leading_axis
 from .spec import ProductSpec
-from .three_products import Residuals
+from .three_products import Residuals, array_of_kept
 
 
 class TangentArguments(NamedTuple):
@@ -99,7 +99,7 @@ def _folded(
         return to_front(saved, axis, size, position)
 
     saved = [with_axis(index) if _is_mapped(axes, index) else args.residuals[index] for index in (0, 1)]
-    arrays: list[Any] = [_array_of(x) for x in saved]
+    arrays: list[Any] = [array_of_kept(x) for x in saved]
     of_operands = [position if _is_mapped(axes, index) else None for index in (0, 1)]
     moved, contraction, out_axis = spec.contraction.fold(
         (*arrays, *args.extras), (*of_operands, *axes.extras), size, spec.ensemble
@@ -117,13 +117,6 @@ def _folded(
     residuals = args.residuals._replace(input=saved[0], kernel=saved[1], measured=measured)
     folded = TangentArguments([*tangents, *args.tangents[2:]], residuals, tuple(moved[2:]))
     return folded, dataclasses.replace(spec, contraction=contraction), out_axis + spec.ensemble
-
-
-def _array_of(saved: Any) -> Any:
-    """An array with the operand's axes in front; the others may be in another order."""
-    if isinstance(saved, KernelCopy):
-        return saved.data.words
-    return saved.data if isinstance(saved, QuantizedArray) else saved
 
 
 def _with_axis(x: QuantizedArray, axes: Any, size: int, position: int, *, each_its_own: bool) -> QuantizedArray:

@@ -83,6 +83,11 @@ class ProductSpec:
         return not self.recipe.quantization(operand, USES[operand][1]).scaling.quantizes
 
     @property
+    def rounds_kernel_at_random(self) -> bool:
+        """Whether random numbers decide how the kernel is rounded, for either of its products."""
+        return any(self.recipe.quantization("kernel", product).rounding.needs_key for product in USES["kernel"])
+
+    @property
     def keeps_kernel_copy(self) -> bool:
         """Whether fprop and dgrad read the same FP8 kernel."""
         return self.quantized_for("kernel", "dgrad") == "fprop" and not self.keeps_itself("kernel")

@@ -70,6 +70,13 @@ class Residuals(NamedTuple):
         return quantize_operand(x, operand, product, scales, self.key, extras, spec)
 
 
+def array_of_kept(saved: Array | QuantizedArray | KernelCopy[Array]) -> Array:
+    """The array of an operand that was kept, with the operand's axes in front; the others may be in another order."""
+    if isinstance(saved, KernelCopy):
+        return saved.data.words
+    return saved.data if isinstance(saved, QuantizedArray) else saved
+
+
 def forward(
     input: Any,
     kernel: Any,
@@ -257,11 +264,13 @@ def backward(
     if kept.measured is not None:
         measured = measured_parts(grad, grad_for("dgrad"), "output_grad", extras, spec, kept.state)
     # What a device measured is all that differs, so that one maximum over devices is enough for all operands.
-    devices = () if measured is None else axes_to_reduce((*(kept.measured or ()), measured), state_axes)
+    devices = () if measured is None else axes_to_reduce((kept.measured, measured), state_axes)
+    # Records have a mark; replicas of a table are known by their kernels, unless these are rounded at random.
+    kernel = None if spec.state.packs_state or spec.rounds_kernel_at_random else array_of_kept(residuals.kernel)
     if not spec.contraction.state_per_group:
-        return gradients, spec.state.cotangent(kept, measured, unrounded, spec.recipe, spec.ensemble, devices)
+        return gradients, spec.state.cotangent(kept, measured, unrounded, kernel, spec.recipe, spec.ensemble, devices)
     of_groups = largest_of_groups(jnp.max(lax.abs(unrounded), axis=-1, keepdims=True), extras[0])
-    new_state = spec.state.cotangent(kept, measured, of_groups, spec.recipe, spec.ensemble, devices)
+    new_state = spec.state.cotangent(kept, measured, of_groups, kernel, spec.recipe, spec.ensemble, devices)
     # A group without rows was not reached.
     has_rows = lax.expand_dims(extras[0] > 0, range(spec.ensemble, new_state.ndim))
     return gradients, jnp.where(has_rows, new_state, np.float32(0.0))

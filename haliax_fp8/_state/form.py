@@ -28,12 +28,12 @@ class Kept(NamedTuple):
     Args:
         state: What the scales come from: a table, or a record without its mark.
         mark: The mark of a record, `[*ensemble, 1, parts]`; None for a table, or if nothing was measured.
-        measured: What was measured of input and kernel; None if nothing.
+        measured: What was measured of input and kernel, one after the other; None if nothing.
     """
 
     state: Array
     mark: Array | None
-    measured: list[Parts] | None
+    measured: Parts | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,6 +92,7 @@ class AbstractStateForm(abc.ABC):
         kept: Kept,
         measured_grad: Parts | None,
         grad: Array,
+        kernel: Array | None,
         recipe: Recipe,
         ensemble: int,
         devices: tuple[str, ...] = (),
@@ -102,6 +103,7 @@ class AbstractStateForm(abc.ABC):
             kept: As `kept` returned it.
             measured_grad: What was measured of the output's gradient; None if nothing was measured of any operand.
             grad: The output's gradient.
+            kernel: The kernel as it was kept; None if it was rounded at random, so that nothing can be told by it.
             recipe: The recipe of the op.
             ensemble: How many leading axes number members.
             devices: Inside `shard_map`, the mesh axes over which devices share the state, and record the maximum.
@@ -126,13 +128,14 @@ class TableForm(AbstractStateForm):
         """The table, and what was measured."""
         assert state is not None
         state = not_kept_from_forward(state)
-        return Kept(state, None, None if measured is None else _apart(measured, recipe, ensemble))
+        return Kept(state, None, measured)
 
     def cotangent(
         self,
         kept: Kept,
         measured_grad: Parts | None,
         grad: Array,
+        kernel: Array | None,
         recipe: Recipe,
         ensemble: int,
         devices: tuple[str, ...] = (),
@@ -142,11 +145,13 @@ class TableForm(AbstractStateForm):
         if kept.measured is None or measured_grad is None:
             measured = lax.full((*table.shape[:-2], 0), 0.0, np.float32)
         else:
-            measured = _largest(_whole(_joined([*kept.measured, measured_grad])), devices)
+            measured = _largest(_whole(_joined([kept.measured, measured_grad])), devices)
         if maxima:
             return _next_table(table, measured, recipe=recipe)
         measured_kernel = lax.index_in_dim(_of_operands(measured), 1, axis=measured.ndim - 1, keepdims=False)
-        measured, records = measured_of_replicas(measured, table, measured_kernel, grad, ensemble)
+        measured, records = measured_of_replicas(
+            measured, table, measured_kernel, grad, ensemble, kernel=kernel, devices=devices
+        )
         new = _next_table(table, measured, recipe=recipe)
         return lax.select(lax.broadcast_in_dim(records, new.shape, range(records.ndim)), new, lax.full_like(new, 0.0))
 
@@ -177,13 +182,14 @@ class RecordForm(AbstractStateForm):
         rows, mark, measured = lax.split(measured, (count, 1, measured.shape[ensemble] - count - 1), ensemble)
         if rows.shape[ensemble + 1] > 1:
             rows = lax.slice_in_dim(rows, 0, 1, axis=ensemble + 1)
-        return Kept(lax.squeeze(rows, (ensemble + 1,)), mark, _apart(measured, recipe, ensemble))
+        return Kept(lax.squeeze(rows, (ensemble + 1,)), mark, measured)
 
     def cotangent(
         self,
         kept: Kept,
         measured_grad: Parts | None,
         grad: Array,
+        kernel: Array | None,
         recipe: Recipe,
         ensemble: int,
         devices: tuple[str, ...] = (),
@@ -193,7 +199,7 @@ class RecordForm(AbstractStateForm):
             return lax.full((*kept.state.shape[:-1], kept.state.shape[-1] + 1), 0.0, np.float32)
         missing = record_length(recipe.scalings) - 3 * numbers_of(recipe.scalings)
         padding = [lax.full((*measured_grad.shape[:-2], missing, 1), 0, measured_grad.dtype)] if missing else []
-        measured = _whole(_joined([*kept.measured, measured_grad, *padding, kept.mark]))
+        measured = _whole(_joined([kept.measured, measured_grad, *padding, kept.mark]))
         return _largest(recorded_by_first(measured, grad, ensemble), devices)
 
 
@@ -212,12 +218,6 @@ def _joined(measured: Sequence[Array]) -> Parts:
     none = [(0, 0, 0)] * (axis + 1)
     fill = lambda x: lax.pad(x, np.asarray(-np.inf, x.dtype), [*none, (0, parts - x.shape[-1], 0)])
     return lax.concatenate([x if x.shape[-1] == parts else fill(x) for x in measured], axis)
-
-
-def _apart(measured: Array, recipe: Recipe, ensemble: int) -> list[Parts]:
-    """The measurements of input and kernel."""
-    count = numbers_of(recipe.scalings)
-    return list(lax.split(measured, (count, count), ensemble))
 
 
 def _whole(measured: Parts) -> Float32[Array, "*ensemble numbers"]:

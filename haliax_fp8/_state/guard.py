@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float32, UInt32
 
-from ..recipes.scaling.multiplier import round_up_scale
+from ..recipes.scaling.multiplier import round_up_words
 
 
 # The significant bits of the scale that a guard is made of.
@@ -39,7 +39,7 @@ _ZERO, _MINUS_INFINITY = np.uint32(0), np.float32(-np.inf).view(np.uint32)
 
 def guard_of(scale: Float32[Array, "*shape"]) -> Float32[Array, "*shape"]:
     """The guard of positive scales."""
-    words = lax.bitcast_convert_type(round_up_scale(scale, _BITS), jnp.uint32)
+    words = round_up_words(words_of(scale), _BITS)
     return lax.bitcast_convert_type(lax.add(lax.shift_right_logical(words, np.uint32(1)), _HALF), jnp.float32)
 
 

@@ -17,7 +17,7 @@ from jax import lax
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
-from jaxtyping import Array, Bool, Float32
+from jaxtyping import Array, Bool, Float32, UInt32
 
 from .._jax.mapped_axis import to_front
 
@@ -71,11 +71,15 @@ def measured_of_replicas(
     measured_kernel: Float32[Array, "*ensemble measures"],
     grad: Array,
     ensemble: int,
+    *,
+    kernel: Array | None = None,
+    devices: tuple[str, ...] = (),
 ) -> tuple[Float32[Array, "*ensemble numbers"], Bool[Array, "*ensemble"]]:
     """The same for whole tables, which have no mark: replicas of one state have equal values and equal kernels.
 
     Members of an ensemble hardly ever do. Members that are equal, before their first step, are treated
-    as one: all but the first keep their state for this step.
+    as one: all but the first keep their state for this step. What was measured of a kernel would not tell them apart:
+    in bfloat16, kernels with one distribution have one of a few amaxes.
 
     Args:
         measured: What each member measured.
@@ -83,6 +87,8 @@ def measured_of_replicas(
         measured_kernel: What it measured of its kernel.
         grad: The output's gradient.
         ensemble: How many leading axes number members.
+        kernel: Its kernel; None if that is not the same in all replicas.
+        devices: Inside `shard_map`, the mesh axes over which devices share the state.
 
     Returns:
         What each member records, and whether it records.
@@ -90,13 +96,25 @@ def measured_of_replicas(
     axis = measured.ndim - 1
     words = lax.concatenate([lax.collapse(table, axis), measured_kernel], axis)
     words = lax.bitcast_convert_type(words, np.uint32)
-    # Odd numbers, by which arrays that differ in one word always have different sums.
-    factors = lax.broadcasted_iota(np.uint32, words.shape, axis) * np.uint32(2 * 1640531527) + np.uint32(1)
-    mark = jnp.sum(words * factors, axis=axis, dtype=np.uint32)
+    if kernel is not None:
+        bits = lax.bitcast_convert_type(kernel, np.dtype(f"uint{8 * min(kernel.dtype.itemsize, 4)}"))
+        of_kernel = _sum_of_words(lax.convert_element_type(lax.collapse(bits, axis), np.uint32))
+        # Each device may hold another part of it.
+        of_kernel = lax.psum(of_kernel, devices) if devices else of_kernel
+        words = lax.concatenate([words, lax.expand_dims(of_kernel, (axis,))], axis)
+    mark = _sum_of_words(words)
     ones = jnp.ones((*measured.shape[:-1], 1), measured.dtype)
     measured = members_p.bind(lax.concatenate([measured, ones], axis), grad, mark, ensemble=ensemble)
     measured, records = lax.split(measured, (measured.shape[axis] - 1, 1), axis)
     return measured, lax.squeeze(records, (axis,)) > np.float32(0.0)
+
+
+def _sum_of_words(words: UInt32[Array, "*ensemble words"]) -> UInt32[Array, "*ensemble"]:
+    """A number for each array of words; those that differ in one word always have different numbers."""
+    axis = words.ndim - 1
+    # Odd, and so without a common factor with 2**32.
+    factors = lax.broadcasted_iota(np.uint32, words.shape, axis) * np.uint32(2 * 1640531527) + np.uint32(1)
+    return jnp.sum(words * factors, axis=axis, dtype=np.uint32)
 
 
 # --- The primitives: `vmap` makes members of both ---------------------------------------------------------------------

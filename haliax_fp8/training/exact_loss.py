@@ -12,6 +12,7 @@ from jax import lax
 
 from .._state.records import OpRecord
 from .gradients import filter_value_and_grad
+from .updates import common_dtype, in_float32
 
 
 def exact_gradients(loss_fn: Callable[..., Any], *, has_aux: bool = False) -> Callable[..., Any]:
@@ -19,7 +20,9 @@ def exact_gradients(loss_fn: Callable[..., Any], *, has_aux: bool = False) -> Ca
 
     Some trainers, such as Levanter's, take the gradient of a loss themselves. Their gradient then sums the amaxes of a
     layer that is used several times, updates each layer's state separately, and quantizes a shared input once per
-    layer. Wrap the loss in this function to avoid all three: the gradient is taken inside and passed on.
+    layer. Wrap the loss in this function to avoid all three: the gradient is taken inside and passed on. What the
+    trainer multiplies the loss by multiplies that gradient. So if a loss is scaled because its gradients would vanish
+    in float16, scale it inside.
 
     Args:
         loss_fn: `loss_fn(model, *args, **kwargs)`, returning a scalar, or `(scalar, aux)` with `has_aux`. It is
@@ -79,8 +82,16 @@ def exact_gradients(loss_fn: Callable[..., Any], *, has_aux: bool = False) -> Ca
         def backward(kept: Any, cotangents: Any) -> tuple[Any, Any]:
             gradients, of_others = kept
             (cotangent,) = jax.tree.leaves(cotangents[0] if has_aux else cotangents)
-            # State is not a direction: a loss with weight 2 has the same amaxes.
-            scaled = lambda node: node if _is_state(node) else node * cotangent.astype(node.dtype)
+
+            def scaled(node: Any) -> Any:
+                # State is not a direction: a loss with weight 2 has the same amaxes.
+                if _is_state(node):
+                    return node
+                # A weight of 65536 is infinite in float16, and one of 1/3 off by 0.2 % in bfloat16.
+                wide, factor = in_float32((node, cotangent))
+                dtype = common_dtype(wide.dtype, factor.dtype)
+                return (wide.astype(dtype) * factor.astype(dtype)).astype(node.dtype)
+
             return jax.tree.map(scaled, gradients, is_leaf=_is_state), jax.tree.map(jnp.zeros_like, of_others)
 
         loss.defvjp(forward, backward, symbolic_zeros=True)

@@ -8,7 +8,6 @@ import equinox as eqx
 import haliax as hax
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Key
 
@@ -19,7 +18,7 @@ from .gradients import filter_value_and_grad
 from .keys import with_rounding_keys
 from .loss import loss_and_aux, scalar_loss
 from .reduction import ReduceOnce
-from .updates import accumulate_gradients, common_dtype, partition_for_grad_overwrite, trainable
+from .updates import accumulate_gradients, in_float32, partition_for_grad_overwrite, trainable
 
 
 class StepInput(eqx.Module):
@@ -109,22 +108,24 @@ def gradients_of_batch(
             each = lambda part: value_and_grad(model, eqx.combine(part, shared))
             (loss, aux), gradients = devices.map(each, arrays)
         # Sums of bfloat16 gradients stop growing after a few hundred terms.
-        wide = jax.tree.map(lambda g: g.astype(common_dtype(g.dtype, np.dtype(np.float32))), gradients)
-        return loss, aux, wide if devices is None else jax.tree.map(devices.apart, wide)
+        gradients = in_float32(gradients)
+        return loss, aux, gradients if devices is None else jax.tree.map(devices.apart, gradients)
 
     if count == 1:
         loss, aux, gradients = microbatch(given)
-        others = None
+        dtype, others = loss.dtype, None
     else:
         arrays, shared = given.split(count, lambda x: _parts(x, count))
 
         def accumulate(carry: tuple[Array, Any], arrays: StepInput) -> tuple[tuple[Array, Any], list[Array]]:
             loss, aux, gradients = microbatch(eqx.combine(arrays, shared))
-            return (carry[0] + loss, accumulate_gradients(carry[1], gradients)), jax.tree.leaves(
+            return (carry[0] + in_float32(loss), accumulate_gradients(carry[1], gradients)), jax.tree.leaves(
                 eqx.filter(aux, eqx.is_array)
             )
 
         loss, aux, gradients = microbatch(eqx.combine(jax.tree.map(lambda x: x[0], arrays), shared))
+        # So do sums of bfloat16 losses, and those of float16 overflow.
+        dtype, loss = loss.dtype, in_float32(loss)
         (loss, gradients), others = jax.lax.scan(accumulate, (loss, gradients), jax.tree.map(lambda x: x[1:], arrays))
     if devices is not None:
         loss, gradients = loss.mean(), devices.reduced(gradients)
@@ -132,7 +133,8 @@ def gradients_of_batch(
     gradients = jax.tree.map(
         lambda g, p: (g / count).astype(p.dtype), gradients, trainable(without_kernel_copies(model))
     )
-    return BatchGradients(loss / count, _stacked(aux, others, devices is not None), overwrites, gradients)
+    loss, aux = (loss / count).astype(dtype), _stacked(aux, others, devices is not None)
+    return BatchGradients(loss, aux, overwrites, gradients)
 
 
 def _parts(x: Array, count: int) -> Array:

@@ -38,7 +38,7 @@ from .step_arguments import (
     require_order,
     require_state_of,
 )
-from .updates import apply_exact_updates, trainable
+from .updates import apply_exact_updates, in_float32, trainable
 
 
 M = TypeVar("M")
@@ -201,8 +201,8 @@ class TrainStep(eqx.Module):
                 argument `key`. With microbatches, each gets one of `jax.random.split(loss_key, microbatches)`.
 
         Returns:
-            The new model, the new optimizer state, and metrics: `loss`, `grad_norm` (over parameters, before clipping),
-            `aux` with `has_aux`, and the monitor's numbers if it measured in this step.
+            The new model, the new optimizer state, and metrics: `loss`, `grad_norm` (over parameters, before clipping,
+            in float32), `aux` with `has_aux`, and the monitor's numbers if it measured in this step.
         """
         require_order(model, opt_state, batch)
         call = "step(model, opt_state, *batch)"
@@ -253,7 +253,8 @@ def _run(kept: tuple[TrainStep, StepInput], model: Any, opt_state: Any) -> tuple
     except Exception as error:
         require_state_of(step.optimizer.init, params, opt_state, model, error)
         raise
-    metrics = {"loss": of_batch.loss, "grad_norm": optax.tree.norm(of_batch.gradients)}
+    # Squares of float16 gradients are 0 below 2e-4 and infinite above 256; sums of bfloat16 ones stop growing.
+    metrics = {"loss": of_batch.loss, "grad_norm": optax.tree.norm(in_float32(of_batch.gradients))}
     if step.has_aux:
         metrics["aux"] = of_batch.aux
     return apply_exact_updates(model, updates, of_batch.overwrites), opt_state, metrics, measured

@@ -150,6 +150,15 @@ def common_dtype(a: np.dtype, b: np.dtype) -> np.dtype:
         return np.dtype(jnp.promote_types(a, b))
 
 
+def in_float32[T](tree: T) -> T:
+    """The arrays of a tree in float32, or in their own dtype if that is wider.
+
+    Args:
+        tree: Gradients, or any other tree of floating-point arrays.
+    """
+    return jax.tree.map(lambda x: x.astype(common_dtype(x.dtype, np.dtype(np.float32))), tree)
+
+
 def _is_state_or_none(node: Any) -> bool:
     return node is None or isinstance(node, CustomGradientAccumulation)
 

@@ -80,6 +80,22 @@ def test_each_expert_is_as_if_it_were_alone(filter_grad, wrap):
         assert (out[sum(SIZES) :] == 0).all()
 
 
+@pytest.mark.parametrize("filter_grad", [eqx.filter_grad, fp8.filter_grad], ids=["equinox", "ours"])
+def test_experts_whose_kernels_have_the_same_amax_are_told_apart(filter_grad):
+    """Of the first step nothing but the kernels tells experts apart; their amaxes coincide mostly in bfloat16."""
+    kernels, sizes = KERNELS.at[:, 0, 0].set(256.0), (5, 3, 4)
+    x, g = data(0)
+    for dtype in (jnp.float32, jnp.bfloat16):
+        op = Fp8DotGeneral.init(RECIPE, groups=Experts)
+        rows, weights, factors = (a.astype(dtype) for a in (x, kernels, g))
+        loss = lambda op, a=rows, b=weights, c=factors: (op.ragged_dot(a, b, jnp.array(sizes)) * c).sum()
+        gradient = eqx.filter_jit(filter_grad(loss))(op)
+        ends = np.cumsum(sizes)[:-1]
+        for operand, array in (("input", rows), ("output_grad", factors)):
+            expected = [np.abs(part).max() for part in np.split(np.asarray(array, np.float32), ends)]
+            np.testing.assert_array_equal(gradient.amax_history(operand)[:, 0], expected, err_msg=f"{dtype}, {operand}")
+
+
 @pytest.mark.more
 def test_forward_mode_has_the_scales_of_experts():
     x, g = data(0)

@@ -357,3 +357,14 @@ def test_exact_gradients_with_auxiliary_results_and_a_factor():
     np.testing.assert_array_equal(a, b)
     with pytest.raises(ValueError, match="an argument other than its first"):
         jax.grad(lambda x: plain(model, x))(X)
+
+
+def test_the_weight_of_a_loss_is_not_rounded_to_the_dtype_of_the_gradients():
+    """65536, the loss scale that mixed precision begins with, is infinite in float16; 1/3 is not a bfloat16."""
+    for dtype in (jnp.float32, jnp.bfloat16, jnp.float16):
+        factors = jnp.asarray([1.5e-3, 1.25e-3, 1.75e-3, 1.125e-3, 1e-3], dtype)
+        exact = fp8.training.exact_gradients(lambda params, x=factors: (params * x).astype(jnp.float32).sum())
+        for weight in (1 / 3, 0.3, 2.0**16, 2.0**17):
+            got = jax.vjp(exact, jnp.ones(5, dtype))[1](jnp.float32(weight))[0]
+            expected = (np.asarray(factors, np.float32) * np.float32(weight)).astype(dtype)
+            np.testing.assert_array_equal(np.asarray(got), expected, err_msg=f"{dtype}, {weight}")

@@ -246,6 +246,16 @@ def test_gradients_of_many_microbatches_are_not_summed_in_the_parameters_dtype(d
     np.testing.assert_array_equal(new["weight"], jnp.array([-1.0, 0.0], dtype))
 
 
+def test_losses_of_many_microbatches_are_not_summed_in_their_own_dtype():
+    """A sum of ones ends at 256 in bfloat16, so that 512 of them had a mean of one half; in float16 128 losses of 1000
+    were infinite. The mean has the dtype of the loss."""
+    for dtype, count, value in [(bf16, 512, 1.0), (f16, 4096, 1.0), (f16, 128, 1000.0)]:
+        model = {"weight": jnp.ones(2, dtype), "layer": cast(fp8(new_linear()), dtype)}
+        train = TrainStep(lambda model, x: jnp.mean(model["weight"] * x), optax.sgd(0.0), microbatches=count)
+        _, _, metrics = train(model, train.init(model), jnp.full(count, value, dtype))
+        assert metrics["loss"].dtype == dtype and float(metrics["loss"]) == value, (dtype, value)
+
+
 def test_the_loss_and_the_norm_of_microbatches_are_those_of_the_batch():
     """Means of their means, not sums: here of four microbatches with losses of 1 to 4."""
     model = {"weight": jnp.array([3.0, 4.0]), "layer": fp8(new_linear())}
@@ -253,6 +263,22 @@ def test_the_loss_and_the_norm_of_microbatches_are_those_of_the_batch():
     train = TrainStep(loss, optax.sgd(0.1), microbatches=4)
     _, _, metrics = train(model, train.init(model), jnp.repeat(jnp.arange(1.0, 5.0), 2))
     np.testing.assert_allclose([metrics["loss"], metrics["grad_norm"]], [2.5, 2.5 * 2 / 5], rtol=1e-6)
+
+
+def test_the_norm_of_gradients_is_computed_in_float32():
+    """Squares leave float16 for gradients below 2e-4 and above 256, and a sum of 600 equal ones bfloat16."""
+    for dtype, count, value in [
+        (f32, 600, 1.0),
+        (bf16, 600, 1.0),
+        (f16, 600, 1.0),
+        (f16, 2, 2.0**-14),
+        (f16, 2, 1024.0),
+    ]:
+        model = {"weights": [jnp.zeros((), dtype)] * count, "layer": cast(fp8(new_linear()), dtype)}
+        train = TrainStep(lambda model, x: sum(w.astype(f32) * x for w in model["weights"]), optax.sgd(0.0))
+        _, _, metrics = train(model, train.init(model), jnp.float32(value))
+        assert metrics["grad_norm"].dtype == f32
+        np.testing.assert_allclose(metrics["grad_norm"], value * np.sqrt(count), rtol=1e-6, err_msg=f"{dtype}, {value}")
 
 
 # --- Trees of another model ------------------------------------------------------------------------------------------

@@ -176,6 +176,27 @@ def test_a_plain_gradient_of_an_ensemble_is_each_members():
     assert_same(gradients.dot_general, jax.tree.map(lambda *leaves: jnp.stack(leaves), *alone).dot_general)
 
 
+def test_members_whose_kernels_have_the_same_amax_are_told_apart():
+    """As those of an ensemble mostly have in bfloat16: 64 uniform kernels have one of two or three amaxes there."""
+    scales, x = jnp.asarray([1.0, 3.0, 2.0]), jnp.stack([X, 5 * X, 7 * X])
+    for dtype in (jnp.float32, jnp.bfloat16, jnp.float16):
+        for residual in fp8.memory.KernelResidual:
+            config = fp8.Fp8Config(amax_history_length=4, kernel_residual=residual)
+            plain = [eqx.nn.Linear(4, 4, dtype=dtype, key=jax.random.key(i)) for i in range(3)]
+            plain = [eqx.tree_at(lambda layer: layer.weight, layer, layer.weight.at[0, 0].set(1)) for layer in plain]
+            members = [fp8.fp8_linear_layers(layer, config) for layer in plain]
+            loss = lambda layer, x, scale: scale * batched(layer, x).astype(jnp.float32)
+            together = jax.tree.map(lambda *leaves: jnp.stack(leaves), *members)
+            of_all = lambda layers, x, loss=loss: eqx.filter_vmap(loss)(layers, x, scales).sum()
+            gradients = eqx.filter_jit(eqx.filter_grad(of_all))(together, x.astype(dtype))
+            alone = [
+                eqx.filter_jit(eqx.filter_grad(loss))(each, x[i].astype(dtype), scales[i])
+                for i, each in enumerate(members)
+            ]
+            expected = jax.tree.map(lambda *leaves: jnp.stack(leaves), *alone)
+            np.testing.assert_array_equal(newest(gradients), newest(expected), err_msg=f"{dtype}, {residual}")
+
+
 @pytest.mark.parametrize("alone", [False, True])
 @pytest.mark.parametrize("combined", [_compared, _sorted])
 def test_the_first_of_several_replicas_records_the_maximum_of_the_needed(combined, alone):
