@@ -49,9 +49,14 @@ def part_of(scope: str) -> str:
 
 
 def scope_of(launch: Site) -> str:
-    """The scope of a launch, or that of the loop that runs it if XLA gave it none."""
-    scope = launch.instruction.op_name
-    return scope if scope or launch.caller is None else scope_of(launch.caller)
+    """The scope of a launch. If XLA gave it none: that of the loop that runs it, or of what it computes last."""
+    if launch.instruction.op_name:
+        return launch.instruction.op_name
+    if launch.caller is not None:
+        return scope_of(launch.caller)
+    # XLA gives none to a launch that transposes what it writes, as many of the optimizer's do.
+    scopes = [inner.instruction.op_name for inner in opened(launch)]
+    return next(filter(None, reversed(scopes)), "")
 
 
 def seconds_of(report: PreflightReport) -> Counter[str]:
