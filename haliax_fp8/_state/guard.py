@@ -31,11 +31,13 @@ _OFF_GRID = np.uint32((1 << (23 - _BITS)) - 1)
 # model: by half of the last of its 16 bits.
 _SLACK = 1 << 15
 _WIDTH = np.uint32((1 << (24 - _BITS)) + 2 * _SLACK)
-# What twice a guard has too much, less what may be missing; modulo 2**32.
-_OFFSET = np.uint32((_SLACK - 2 * int(_HALF)) % 2**32)
+# What twice a guard has too much, less what may be missing, from a scale less one; modulo 2**32.
+_OFFSET = np.uint32((_SLACK - 2 * int(_HALF) - 1) % 2**32)
 
 _ZERO, _ONE = np.uint32(0), np.uint32(1)
 _INFINITY, _MINUS_INFINITY = (np.float32(x).view(np.uint32) for x in (np.inf, -np.inf))
+# Less one, the first NaN: its guard is more than infinity's.
+_NO_SCALE = np.uint32(0x7FC00000 - 1)
 
 
 def guard_of(scale: Float32[Array, "*shape"]) -> Float32[Array, "*shape"]:
@@ -63,12 +65,11 @@ def fit(
         scale: The words of stored scales.
         guard: The words of what is stored beside them.
     """
-    above = lax.sub(lax.shift_left(guard, _ONE), scale)
+    # Zero and negative numbers, less one, are the largest words, which are clipped to one that no scale has.
+    above = lax.sub(lax.shift_left(guard, _ONE), lax.min(lax.sub(scale, _ONE), _NO_SCALE))
     near = lax.le(lax.add(above, _OFFSET), _WIDTH)
     on_grid = lax.eq(lax.bitwise_and(guard, _OFF_GRID), _ZERO)
-    # Zero, negative numbers and NaN would have guards too, by the same formula.
-    positive = lax.lt(lax.sub(scale, _ONE), _INFINITY)
-    consistent = lax.bitwise_and(lax.bitwise_and(near, on_grid), positive)
+    consistent = lax.bitwise_and(near, on_grid)
     nothing = lax.bitwise_or(lax.eq(lax.shift_left(scale, _ONE), _ZERO), lax.eq(scale, _MINUS_INFINITY))
     unreached = lax.bitwise_and(lax.eq(scale, guard), nothing)
     return lax.bitwise_or(consistent, unreached), unreached
@@ -82,7 +83,7 @@ def is_own(scale: Float32[Array, "*shape"], guard: Float32[Array, "*shape"]) -> 
 def is_changed(scale: np.ndarray, guard: np.ndarray) -> bool:
     """Whether any scale has a guard that is not its own, by the same rule on the host."""
     words, of_guard = (np.ascontiguousarray(x, np.float32).view(np.uint32) for x in (scale, guard))
-    near = (of_guard << _ONE) - words + _OFFSET <= _WIDTH
+    near = (of_guard << _ONE) - (words - _ONE) + _OFFSET <= _WIDTH
     consistent = near & ((of_guard & _OFF_GRID) == 0) & (words - _ONE < _INFINITY)
     unreached = (words == of_guard) & ((words << _ONE == _ZERO) | (words == _MINUS_INFINITY))
     return not bool((consistent | unreached).all())

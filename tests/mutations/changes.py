@@ -684,8 +684,8 @@ CHANGES = (
     Change(
         "a scale of zero has a guard",
         "_state/guard.py",
-        "lax.bitwise_and(lax.bitwise_and(near, on_grid), positive)",
-        "lax.bitwise_and(near, on_grid)",
+        "lax.min(lax.sub(scale, _ONE), _NO_SCALE)",
+        "lax.sub(scale, _ONE)",
         ("test_guard.py",),
     ),
     Change(
