@@ -70,7 +70,7 @@ class Residuals(NamedTuple):
         return quantize_operand(x, operand, product, scales, self.key, extras, spec)
 
 
-def array_of_kept(saved: Array | QuantizedArray | KernelCopy[Array]) -> Array:
+def array_of_kept(saved: Any) -> Any:
     """The array of an operand that was kept, with the operand's axes in front; the others may be in another order."""
     if isinstance(saved, KernelCopy):
         return saved.data.words
@@ -264,7 +264,8 @@ def backward(
     if kept.measured is not None:
         measured = measured_parts(grad, grad_for("dgrad"), "output_grad", extras, spec, kept.state)
     # What a device measured is all that differs, so that one maximum over devices is enough for all operands.
-    devices = () if measured is None else axes_to_reduce((kept.measured, measured), state_axes)
+    both = [x for x in (kept.measured, measured) if x is not None]
+    devices = axes_to_reduce(both, state_axes) if measured is not None else ()
     # Records have a mark. Replicas of a table are found by their kernels, unless these are rounded at random.
     kernel = None if spec.state.packs_state or spec.rounds_kernel_at_random else array_of_kept(residuals.kernel)
     if not spec.contraction.state_per_group:
