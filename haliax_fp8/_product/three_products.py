@@ -264,8 +264,7 @@ def backward(
     if kept.measured is not None:
         measured = measured_parts(grad, grad_for("dgrad"), "output_grad", extras, spec, kept.state)
     # What a device measured is all that differs, so that one maximum over devices is enough for all operands.
-    both = [x for x in (kept.measured, measured) if x is not None]
-    devices = axes_to_reduce(both, state_axes) if measured is not None else ()
+    devices = () if measured is None or kept.measured is None else axes_to_reduce((kept.measured, measured), state_axes)
     # Records have a mark. Replicas of a table are found by their kernels, unless these are rounded at random.
     kernel = None if spec.state.packs_state or spec.rounds_kernel_at_random else array_of_kept(residuals.kernel)
     if not spec.contraction.state_per_group:
