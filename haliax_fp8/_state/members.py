@@ -118,6 +118,8 @@ def _sum_of_words(words: UInt32[Array, "*shape"], axis: int) -> UInt32[Array, "*
         words: The arrays.
         axis: The first of an array's own axes.
     """
+    if words.ndim == axis:  # a kernel that is one number
+        words = lax.expand_dims(words, (axis,))
     index = lax.broadcasted_iota(np.uint32, words.shape, axis)
     for i in range(axis + 1, words.ndim):
         index = index * np.uint32(words.shape[i]) + lax.broadcasted_iota(np.uint32, words.shape, i)

@@ -379,3 +379,11 @@ def test_the_weight_of_a_loss_is_not_rounded_to_the_dtype_of_the_gradients():
             got = jax.vjp(exact, jnp.ones(5, dtype))[1](jnp.float32(weight))[0]
             expected = (np.asarray(factors, np.float32) * np.float32(weight)).astype(dtype)
             np.testing.assert_array_equal(np.asarray(got), expected, err_msg=f"{dtype}, {weight}")
+
+
+def test_numbers_as_operands_record_their_amaxes():
+    op = fp8.Fp8DotGeneral.init()
+    product = lambda op: op(jnp.float32(2.0), jnp.float32(3.0), (((), ()), ((), ())))
+    for gradient in (fp8.filter_grad, eqx.filter_grad):
+        new = gradient(product)(op)
+        assert [float(new.amax_history(operand)[0]) for operand in SHOWN_BY] == [2.0, 3.0, 1.0]
