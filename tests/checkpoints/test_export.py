@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 from full_disk import full_disk
 from haliax.state_dict import to_torch_compatible_state_dict
+from helpers import rounded_up
 
 from haliax_fp8 import Fp8Config, Recipe, calibrate, fp8_linear_layers
 from haliax_fp8.checkpoints import check_folder, export_model, import_model, names, serving_tensors, thaw
@@ -117,14 +118,10 @@ def test_static_layouts_have_the_numbers_of_training(trained, dtype, bits):
     tensors = dict(serving_tensors(trained, "FP8", names=names.LLAMA, bf16_scales=False, dtype=dtype))
     layer = trained.blocks.stacked.attention.query
 
-    def rounded_up(scale, bits):
-        significand, exponent = np.frexp(np.float64(scale))
-        return np.ldexp(np.ceil(significand * 2.0**bits) / 2.0**bits, exponent).astype(np.float32)
-
     for i in range(2):
         kernel = np.asarray(layer.weight.array[i].astype(dtype).astype(jnp.float32)).reshape(64, 64)
         of_kernel, of_input = (
-            rounded_up(layer.dot_general.scale(operand)[i], n)
+            rounded_up(layer.dot_general.scale(operand)[i], n).astype(np.float32)
             for operand, n in zip(("kernel", "input"), bits, strict=True)
         )
         expected = np.clip(kernel / of_kernel, -448, 448).astype(FP8)

@@ -20,7 +20,7 @@ from .delayed import DelayedScaling as DelayedScaling, usable as usable
 from .hadamard import HadamardScaling as HadamardScaling
 from .high_precision import HighPrecision as HighPrecision
 from .measured import STATISTICS as STATISTICS, MeasuredScaling as MeasuredScaling, statistics_of as statistics_of
-from .multiplier import round_up_scale as round_up_scale
+from .multiplier import scale_of as scale_of
 from .mxfp8 import MXFP8Scaling as MXFP8Scaling
 from .nvfp4 import NVFP4Scaling as NVFP4Scaling
 from .observed import ObservedScaling as ObservedScaling

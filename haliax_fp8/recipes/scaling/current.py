@@ -3,8 +3,6 @@
 import dataclasses
 from typing import ClassVar
 
-import numpy as np
-from jax import lax
 from jaxtyping import Array, Float
 
 from ..._numerics.formats import E4M3, Format
@@ -12,7 +10,7 @@ from ..._numerics.quantized_array import QuantizedArray, divide_by, quantize_by
 from ..._numerics.require import require_bool
 from ...devices.device import FP8_UNITS, MatrixUnits
 from .base import AbstractScaling, OperandUse
-from .multiplier import amax_over, amax_over_devices, multiplier_of, round_up_scale
+from .multiplier import amax_over, amax_over_devices, multiplier_of, scale_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,10 +53,10 @@ class CurrentScaling(AbstractScaling):
         """Quantizes with the amax of each member."""
         amax = amax_over(x, tuple(range(use.ensemble, x.ndim)))
         amax = amax_over_devices(amax, () if self.per_device else use.devices)
-        multiplier = multiplier_of(amax, use.format.max, power_of_two=self.power_of_two)
         if self.power_of_two or use.scale_bits == 24:
+            multiplier = multiplier_of(amax, use.format.max, power_of_two=self.power_of_two)
             return quantize_by(x, multiplier, use.cast, scale_bits=1 if self.power_of_two else 24)
-        scale = round_up_scale(lax.div(np.float32(1.0), multiplier), use.scale_bits)
+        scale = scale_of(amax, use.format.max, use.scale_bits)
         return divide_by(x, scale, use.cast, scale_bits=use.scale_bits)
 
 

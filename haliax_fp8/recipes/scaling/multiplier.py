@@ -27,12 +27,32 @@ def multiplier_of(
         TransformerEngine, `common/recipe/recipe_common.cuh::compute_scale_from_amax`; torchao's
         `round_scales_to_power_of_2`.
     """
-    multiplier = lax.div(np.float32(limit), amax)
-    multiplier = jnp.minimum(multiplier, jnp.float32(LARGEST_MULTIPLIER))
+    multiplier = _of_number(amax, limit)
     if power_of_two:
         multiplier = round_down_to_power_of_two(multiplier)
-    multiplier = jnp.where(amax > 0.0, multiplier, jnp.float32(1.0))
     return jnp.where(jnp.isnan(amax), amax, multiplier)
+
+
+def scale_of(amax: Float32[Array, "*shape"], limit: float, bits: int) -> Float32[Array, "*shape"]:
+    """`1 / multiplier_of(amax, limit)`, rounded up to so many significant bits; NaN where the amax is NaN.
+
+    A larger scale clips nothing. It moves values down in the format's range, by at most a factor of
+    `1 + 2**(1 - bits)`. Rounding keeps its relative precision, as the format is a floating-point one.
+
+    Args:
+        amax: The largest magnitudes.
+        limit: The largest value of the format.
+        bits: How many significant bits to keep, the leading one included; 24 keeps them all.
+    """
+    words = round_up_words(words_of(lax.div(np.float32(1.0), _of_number(amax, limit))), bits)
+    # NaN last: rounding it gives another number, and a select before the rounding would be a launch of its own.
+    return jnp.where(jnp.isnan(amax), amax, lax.bitcast_convert_type(words, jnp.float32))
+
+
+def _of_number(amax: Float32[Array, "*shape"], limit: float) -> Float32[Array, "*shape"]:
+    """`multiplier_of` without `power_of_two`, and 1 for NaN."""
+    multiplier = jnp.minimum(lax.div(np.float32(limit), amax), jnp.float32(LARGEST_MULTIPLIER))
+    return jnp.where(amax > 0.0, multiplier, jnp.float32(1.0))
 
 
 def round_down_to_power_of_two(x: Float32[Array, "*shape"]) -> Float32[Array, "*shape"]:
@@ -41,37 +61,17 @@ def round_down_to_power_of_two(x: Float32[Array, "*shape"]) -> Float32[Array, "*
     return lax.bitcast_convert_type(bits & np.uint32(0xFF800000), jnp.float32)
 
 
-def round_up_scale(scale: Float32[Array, "*shape"], bits: int) -> Float32[Array, "*shape"]:
-    """The smallest number with so many significant bits that is not below a positive scale; infinity stays.
-
-    NaN remains NaN. With fewer than 24 bits, a negative scale becomes NaN.
-
-    A larger scale clips nothing. It moves values down in the format's range, by at most a factor of
-    `1 + 2**(1 - bits)`. Rounding keeps its relative precision, as the format is a floating-point one.
-
-    Args:
-        scale: Scales.
-        bits: How many significant bits to keep, the leading one included; 24 keeps them all.
-    """
-    if bits == 24:
-        return scale
-    words = words_of(scale)
-    rounded = lax.bitcast_convert_type(round_up_words(words, bits), jnp.float32)
-    is_number = lax.le(words, np.uint32(0x7F800000))
-    return lax.select(is_number, rounded, lax.full_like(scale, np.nan))
-
-
 def words_of(x: Float32[Array, "*shape"]) -> UInt32[Array, "*shape"]:
     """The bits of numbers. Those of positive numbers have the same order."""
     return lax.bitcast_convert_type(x, np.uint32)
 
 
 def round_up_words(words: UInt32[Array, "*shape"], bits: int) -> UInt32[Array, "*shape"]:
-    """`round_up_scale` for the bits of positive numbers and infinity; for those of a NaN it gives another number.
+    """The smallest numbers with so many significant bits that are not below others; infinity stays.
 
     Args:
-        words: The bits of numbers in float32.
-        bits: How many significant bits to keep.
+        words: The bits of positive numbers in float32. For those of a NaN the result is another number.
+        bits: How many significant bits to keep; 24 keeps them all.
     """
     dropped = np.uint32((1 << (24 - bits)) - 1)
     return lax.bitwise_and(lax.add(words, dropped), ~dropped)
