@@ -53,7 +53,8 @@ def findings(step: Program, baseline: Program | None, device: CompilableDevice) 
         by_reason.setdefault((product.verdict, product.reason), []).append(product)
     for (verdict, reason), products in by_reason.items():
         share = sum(product.flops for product in products) / (step.flops or 1)
-        found.append(f"{share:.1%} of the FLOPs {verdict.value}: {reason}")
+        how = "in high precision" if verdict is Verdict.HIGH_PRECISION else verdict.value
+        found.append(f"{share:.1%} of the FLOPs are {how}: {reason}")
     if widened := _runs(step, lambda product: product.is_fp8 and bool(product.widened)):
         found.append(
             f"products that read FP8 and widen it inside their Triton kernel: {widened}; on the device XLA times it "
