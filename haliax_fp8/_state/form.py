@@ -127,7 +127,7 @@ class TableForm(AbstractStateForm):
     def kept(self, measured: Array | None, state: Array | None, recipe: Recipe, ensemble: int) -> Kept:
         """The table, and what was measured."""
         assert state is not None
-        # Else XLA quantizes experts' kernels for both passes at once, and keeps both.
+        # Without this, XLA quantizes experts' kernels for both passes at once, and keeps both.
         state = not_kept_from_forward(state)
         return Kept(state, None, measured)
 

@@ -24,20 +24,21 @@ _BITS = 4
 _HALF = np.uint32(np.float32(1.0).view(np.uint32) // 2)
 
 
-# The bits that are zero in every guard.
-_OFF_GRID = np.uint32((1 << (23 - _BITS)) - 1)
+# The bits that are zero in every guard, the sign's among them.
+_OFF_GRID = np.uint32(1 << 31 | (1 << (23 - _BITS)) - 1)
 
 # A rounded scale is less than a step of the grid above the scale. State may have been rounded to bfloat16, with its
 # model: by half of the last of its 16 bits.
 _SLACK = 1 << 15
 _WIDTH = np.uint32((1 << (24 - _BITS)) + 2 * _SLACK)
-# What twice a guard has too much, less what may be missing, from a scale less one; modulo 2**32.
+# Of `-_SLACK <= 2 * (guard - _HALF) - scale`, with the scale less one, what is not compared with zero; modulo 2**32.
 _OFFSET = np.uint32((_SLACK - 2 * int(_HALF) - 1) % 2**32)
 
 _ZERO, _ONE = np.uint32(0), np.uint32(1)
 _INFINITY, _MINUS_INFINITY = (np.float32(x).view(np.uint32) for x in (np.inf, -np.inf))
-# Less one, the first NaN: its guard is more than infinity's.
-_NO_SCALE = np.uint32(0x7FC00000 - 1)
+# What numbers without a guard are taken for. The words of NaN begin above infinity's; the guard that fits this one is
+# not infinity's, nor that of the NaN that arithmetic gives (0x7FC00000), of zero, or of a negative number.
+_NO_SCALE = np.uint32(0x7F808000)
 
 
 def guard_of(scale: Float32[Array, "*shape"]) -> Float32[Array, "*shape"]:
@@ -65,7 +66,7 @@ def fit(
         scale: The words of stored scales.
         guard: The words of what is stored beside them.
     """
-    # Zero and negative numbers, less one, are the largest words, which are clipped to one that no scale has.
+    # NaN, zero and negative numbers, less one, are larger words than infinity's.
     above = lax.sub(lax.shift_left(guard, _ONE), lax.min(lax.sub(scale, _ONE), _NO_SCALE))
     near = lax.le(lax.add(above, _OFFSET), _WIDTH)
     on_grid = lax.eq(lax.bitwise_and(guard, _OFF_GRID), _ZERO)
@@ -81,9 +82,13 @@ def is_own(scale: Float32[Array, "*shape"], guard: Float32[Array, "*shape"]) -> 
 
 
 def is_changed(scale: np.ndarray, guard: np.ndarray) -> bool:
-    """Whether any scale has a guard that is not its own, by the same rule on the host."""
+    """Whether any scale has a guard that is not its own, by the same rule on the host.
+
+    The guard of a scale that is not calibrated yet may be infinite too: float16 does not hold it, if a model was cast.
+    """
     words, of_guard = (np.ascontiguousarray(x, np.float32).view(np.uint32) for x in (scale, guard))
     near = (of_guard << _ONE) - (words - _ONE) + _OFFSET <= _WIDTH
     consistent = near & ((of_guard & _OFF_GRID) == 0) & (words - _ONE < _INFINITY)
+    consistent |= (words == _INFINITY) & (of_guard == _INFINITY)
     unreached = (words == of_guard) & ((words << _ONE == _ZERO) | (words == _MINUS_INFINITY))
     return not bool((consistent | unreached).all())

@@ -3,8 +3,9 @@
 If every example takes its own branch of a `lax.cond` under `vmap`, or if a `jax.custom_vjp` is mapped, JAX gives every
 example its own replica of the state, and sums what the replicas record. Members of an ensemble look the same, but their
 records are their own. So every state in a differentiated function carries a unique number, its mark, which follows the
-state everywhere: replicas share it. The first replica records the largest measurement of all, and the others record
-0, so the sum over them is the maximum.
+state everywhere: replicas share it. The first replica that the loss depends on records the largest measurement of all,
+and the others record 0, so the sum over them is the maximum. Not simply the first: if its example did not take the
+branch, JAX drops its record.
 """
 
 import math
@@ -52,7 +53,7 @@ def marks(shapes: Sequence[tuple[int, ...]]) -> list[Float32[Array, "..."]]:
 def recorded_by_first(
     measured: Float32[Array, "*ensemble numbers"], grad: Array, ensemble: int
 ) -> Float32[Array, "*ensemble numbers"]:
-    """What each member of an ensemble records: the first of those with the same mark the maximum, the others zeros.
+    """What each member of an ensemble records: of those with the same mark one the maximum, the others zeros.
 
     A member whose branch was not taken receives a gradient of zeros, and records zeros. It is indistinguishable from
     one whose result had no effect, which also records zeros.
@@ -110,7 +111,7 @@ def measured_of_replicas(
 
 
 def _sum_of_words(words: UInt32[Array, "*shape"], axis: int) -> UInt32[Array, "*ensemble"]:
-    """A number for each array of words; those that differ in one word always have different numbers.
+    """A number for each array of words; if two arrays differ in exactly one word, their numbers differ.
 
     The axes stay apart: to merge them, devices that hold parts of a kernel would send each other all of it.
 
@@ -160,20 +161,21 @@ _MANY = 1024
 
 
 def _compared(flat: Array, mark: Array, needed: Array, *, alone: bool) -> Array:
-    """The maximum over the needed ones of those with the same mark, for the first of them; zeros for the others."""
+    """The maximum over the needed ones of those with the same mark, for the first needed one; zeros for the others."""
     same = mark[:, None] == mark[None, :]
     if alone:
         # One without replicas always records: a trainer may replace its state with zeros.
         needed |= same.sum(axis=1) == 1
-    largest = jnp.where((same & needed[None, :])[..., None], flat[None], np.float32(0.0)).max(axis=1)
+    counts = same & needed[None, :]
+    largest = jnp.where(counts[..., None], flat[None], np.float32(0.0)).max(axis=1)
     index = lax.iota(np.int32, mark.shape[0])
-    is_first = ~jnp.any(same & (index[None, :] < index[:, None]), axis=1)
+    is_first = needed & ~jnp.any(counts & (index[None, :] < index[:, None]), axis=1)
     return jnp.where(is_first[:, None], largest, np.float32(0.0))
 
 
 def _sorted(flat: Array, mark: Array, needed: Array, *, alone: bool) -> Array:
     """What `_compared` computes, by sorting: faster for many."""
-    order = jnp.argsort(mark)
+    order = jnp.lexsort((~needed, mark))
     first = order[jnp.searchsorted(mark[order], mark)]
     if alone:
         needed |= jnp.zeros(mark.shape, np.int32).at[first].add(1)[first] == 1

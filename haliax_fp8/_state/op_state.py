@@ -11,7 +11,8 @@ from jaxtyping import Array
 from .._jax.max_grad import is_max_grad, to_float32, to_max_grad
 from ..recipes.recipe import Recipe
 from ..recipes.scaling import AbstractScaling
-from .guard import is_own
+from ..recipes.scaling.multiplier import words_of
+from .guard import fit
 from .marker import OverwriteWithGradient
 from .table import first_table, guarded, unguarded
 from .together import overwrite_states
@@ -67,10 +68,14 @@ class OpState(OverwriteWithGradient):
 
     @property
     def scale(self) -> Array:
-        """The scales that the next use takes, `[*stack, operand]`; NaN where anything but their update changed them."""
+        """The scales that the next use takes, `[*stack, operand]`.
+
+        They are NaN where anything but their own update changed the state, and 1 where a step did not reach the layer.
+        """
         table = to_float32(self.array)
         scale, guard = table[..., 0], table[..., -1]
-        return jnp.where(is_own(scale, guard), scale, jnp.nan)
+        own, unreached = fit(words_of(scale), words_of(guard))
+        return jnp.where(own, jnp.where(unreached, jnp.float32(1.0), scale), jnp.float32(jnp.nan))
 
     @property
     def array(self) -> Array:

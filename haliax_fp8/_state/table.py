@@ -50,8 +50,8 @@ def unguarded(table: Array) -> Array:
 def scales_in(table: Array, limits: Sequence[float]) -> Float32[Array, "*ensemble numbers"]:
     """The scales of ops as products take them: for each op first the exact ones, then the same rounded up.
 
-    They are NaN where something else changed the row, and 1 where a step did not reach it. Both are the same for ops
-    with other operands than a product's three, whose scales are not multiplied in bfloat16.
+    They are NaN where something else changed the row, and 1 where a step did not reach it. For ops with other operands
+    than a product's three, both are the exact scales: these are not multiplied in bfloat16.
 
     Args:
         table: `[*ensemble, ops * operands, columns]`.
@@ -59,7 +59,7 @@ def scales_in(table: Array, limits: Sequence[float]) -> Float32[Array, "*ensembl
     """
     axis, rows, operands = table.ndim - 1, table.shape[-2], len(limits)
     of_ops, both = ((*table.shape[:-2], rows // operands, count, operands) for count in (1, 2))
-    # As words, which takes fewer operations where numbers are positive.
+    # Positive numbers take fewer operations as words than as floating-point numbers.
     scale, guard = [
         words_of(lax.reshape(lax.slice_in_dim(table, i, i + 1, axis=axis), of_ops)) for i in (0, table.shape[axis] - 1)
     ]

@@ -20,8 +20,9 @@ def exact_gradients(loss_fn: Callable[..., Any], *, has_aux: bool = False) -> Ca
 
     Some trainers, such as Levanter's, take the gradient of a loss themselves. Their gradient then sums the amaxes of a
     layer that is used several times, updates each layer's state separately, and quantizes a shared input once per
-    layer. Wrap the loss in this function to avoid all three: the gradient is taken inside and passed on. It
-    is multiplied by the weight of the loss afterwards. If gradients would vanish in float16, scale the loss inside.
+    layer. Wrap the loss in this function to avoid all three: the gradient is taken inside, then multiplied by the
+    weight that the trainer gives the loss. That is too late for gradients that vanish in float16: scale the loss inside
+    `loss_fn`.
 
     Args:
         loss_fn: `loss_fn(model, *args, **kwargs)`, returning a scalar, or `(scalar, aux)` with `has_aux`. It is

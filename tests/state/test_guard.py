@@ -13,7 +13,7 @@ from helpers import rounded_up
 from jax import lax
 
 import haliax_fp8 as fp8
-from haliax_fp8._state.guard import guard_of, guard_on_host, is_changed
+from haliax_fp8._state.guard import guard_of, guard_on_host, is_changed, is_own
 from haliax_fp8._state.table import scales_in
 from haliax_fp8.layers.own_state import is_changed as is_state_changed
 
@@ -179,11 +179,50 @@ def test_what_a_trainer_leaves_of_layers_that_were_not_reached_is_a_scale_of_one
 
 
 def test_no_guard_fits_a_scale_that_is_not_positive():
-    for scale in (0.0, -0.0, -1.0, np.nan):
-        own = float(guard_of(jnp.float32(scale)))
-        for guard in (own, np.inf, np.nan):
-            assert np.isnan(taken(jnp.float32(scale), jnp.float32(guard))), (scale, guard)
-            assert is_changed(np.full(1, scale, np.float32), np.full(1, guard, np.float32)), (scale, guard)
+    not_positive = np.array([0.0, -0.0, -1.0, -1e-38, -3e38, np.nan, -np.nan], np.float32)
+    positive = np.concatenate([SCALES, [np.float32(np.inf)]])
+    guards = np.unique(np.concatenate([guard_of(jnp.asarray(x)) for x in (not_positive, positive)]))
+    guards = np.append(guards[np.isfinite(guards)], [np.inf, np.nan]).astype(np.float32)
+    scale, guard = (x.ravel() for x in np.meshgrid(not_positive, guards))
+    unreached = (scale == 0.0) & (guard == 0.0)
+    assert not np.asarray(is_own(jnp.asarray(scale), jnp.asarray(guard)))[~unreached].any()
+    assert all(is_changed(scale[i : i + 1], guard[i : i + 1]) for i in np.flatnonzero(~unreached)[::97])
+
+
+def test_a_guard_is_positive():
+    guards = np.asarray(guard_of(jnp.asarray(SCALES)))
+    assert not np.asarray(is_own(jnp.asarray(SCALES), jnp.asarray(-guards))).any()
+    assert is_changed(SCALES[:1], -guards[:1])
+
+
+def test_state_of_a_scale_that_is_not_positive_stays_nan():
+    """A changed scale gets no new guard: not where scales are carried to another recipe, nor by a remedy."""
+    for dtype in (jnp.float32, jnp.bfloat16):
+        layer = fp8.fp8_linear_layers(eqx.nn.Linear(8, 8, use_bias=False, dtype=dtype, key=jax.random.key(0)))
+        for value in (np.nan, 0.0, -1.0):
+            scales = jnp.ones(3).at[0].set(value)
+            state = layer.dot_general.state.with_scale(scales)
+            changed = eqx.tree_at(lambda l: l.dot_general.state, layer, state)
+            assert np.isnan(state.scale[0]) and np.isnan(jax.vmap(changed)(X.astype(dtype)).astype(jnp.float32)).all()
+            with pytest.raises(ValueError, match="changed by something other"):
+                fp8.training.require_own_state(changed)
+
+
+def test_the_scale_of_a_layer_that_was_not_reached_is_the_one_that_products_take():
+    layer = fp8.fp8_linear_layers(eqx.nn.Linear(8, 8, use_bias=False, key=jax.random.key(0)))
+    for value in (0.0, -np.inf):
+        state = layer.dot_general.state
+        emptied = eqx.tree_at(lambda l: l.dot_general.state, layer, state.with_array(jnp.full_like(state.array, value)))
+        assert (emptied.dot_general.state.scale == 1.0).all()
+        np.testing.assert_array_equal(jax.vmap(emptied)(X), jax.vmap(layer)(X))
+
+
+def test_scales_that_are_not_calibrated_in_float16_are_not_changed_ones():
+    layer = fp8.fp8_linear_layers(eqx.nn.Linear(8, 8, key=jax.random.key(0)), recipe="static")
+    cast = jax.tree.map(lambda x: x.astype(jnp.float16) if eqx.is_inexact_array(x) else x, layer)
+    fp8.training.require_own_state(cast)
+    with pytest.raises(ValueError, match="not calibrated"):
+        fp8.TrainStep(mean_square, optax.sgd(0.1))(cast, (), X)
 
 
 # --- Loops that are wrong ---------------------------------------------------------------------------------------------

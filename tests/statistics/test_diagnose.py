@@ -602,6 +602,14 @@ def test_what_apply_does_can_be_chosen(healthy):
     assert at(apply_remedies(healthy, diagnosis), 2).recipe == fp8.recipes.named["rowwise"]
 
 
+def test_a_changed_state_is_not_carried_over(healthy):
+    blown = lambda m, x, y: jnp.mean((jax.vmap(lambda row: m(row, blow=1e4))(x) - y) ** 2)
+    diagnosis = found(healthy, blown)
+    doubled = jax.tree.map(lambda x: 2 * x if eqx.is_inexact_array(x) else x, healthy)
+    with pytest.raises(ValueError, match="was changed by something other than its own update"):
+        apply_remedies(doubled, diagnosis)
+
+
 def test_thresholds_decide(healthy):
     assert found(healthy, thresholds=Thresholds(growth=0.5, growth_steps=1, underflow=-1.0))
 

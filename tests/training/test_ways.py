@@ -1,5 +1,7 @@
 """Where the first way of taking a gradient does not work: another one that does, or an error whose remedy works."""
 
+import itertools
+
 import equinox as eqx
 import equinox.internal as eqxi
 import jax
@@ -113,6 +115,25 @@ def test_examples_that_skip_the_layer_do_not_count(stacked, filter_grad):
     assert newest(some).max() < 100
 
 
+@filter_grads
+def test_the_first_example_skips_a_layer_that_is_an_operand_of_its_branch(filter_grad):
+    """JAX drops what is recorded for an example that does not take the branch, if the layer is the branch's operand."""
+
+    def through(layer, h, kept):
+        return lax.cond(kept, lambda layer, h: layer(h), lambda layer, h: h, layer, h)
+
+    def loss(layer, rows, keep):
+        return (jax.vmap(through, (None, 0, 0))(layer, rows, keep) ** 2).sum()
+
+    gradient = eqx.filter_jit(lambda x, keep: filter_grad(loss)(LAYER, x, keep))
+    # Many are compared by sorting.
+    for repeats, keep in itertools.product((1, 200), ([False, True] * 4, [False] * 7 + [True], [True, False] * 4)):
+        x, keep = jnp.tile(X, (repeats, 1)), jnp.tile(jnp.asarray(keep), repeats)
+        found = gradient(jnp.where(keep[:, None], x, 1000.0 * x), keep)
+        expected = np.abs(x[keep]).max()
+        np.testing.assert_array_equal(found.dot_general.amax_history("input")[0], expected, f"{repeats} x {keep[:8]}")
+
+
 @pytest.mark.more
 def test_no_example_takes_the_branch():
     skip = lambda layer, row: lax.cond(row[0] > 99.0, lambda row: layer(row), lambda row: row, row)
@@ -199,13 +220,13 @@ def test_members_whose_kernels_have_the_same_amax_are_told_apart():
 
 @pytest.mark.parametrize("alone", [False, True])
 @pytest.mark.parametrize("combined", [_compared, _sorted])
-def test_the_first_of_several_replicas_records_the_maximum_of_the_needed(combined, alone):
+def test_the_first_needed_one_of_several_replicas_records_the_maximum(combined, alone):
     flat = jnp.asarray([[1.0, 9.0], [5.0, 2.0], [7.0, 7.0], [3.0, 1.0], [8.0, 4.0], [6.0, 6.0]])
     mark = jnp.asarray([4, 2, 4, 4, 1, 2], np.uint32)
     needed = jnp.asarray([True, False, True, False, False, True])
     # Of mark 4 the first and the third, of mark 2 the last; that of mark 1 has no replicas.
     single = [8.0, 4.0] if alone else [0.0, 0.0]
-    expected = [[7.0, 9.0], [6.0, 6.0], [0.0, 0.0], [0.0, 0.0], single, [0.0, 0.0]]
+    expected = [[7.0, 9.0], [0.0, 0.0], [0.0, 0.0], [0.0, 0.0], single, [6.0, 6.0]]
     np.testing.assert_array_equal(combined(flat, mark, needed, alone=alone), expected)
 
 

@@ -50,7 +50,7 @@ def scale_of(amax: Float32[Array, "*shape"], limit: float, bits: int) -> Float32
 
 
 def _of_number(amax: Float32[Array, "*shape"], limit: float) -> Float32[Array, "*shape"]:
-    """`multiplier_of` without `power_of_two`, and 1 for NaN."""
+    """`limit / amax`, at most `2**126`; 1 where the amax is zero or NaN."""
     multiplier = jnp.minimum(lax.div(np.float32(limit), amax), jnp.float32(LARGEST_MULTIPLIER))
     return jnp.where(amax > 0.0, multiplier, jnp.float32(1.0))
 
@@ -67,7 +67,7 @@ def words_of(x: Float32[Array, "*shape"]) -> UInt32[Array, "*shape"]:
 
 
 def round_up_words(words: UInt32[Array, "*shape"], bits: int) -> UInt32[Array, "*shape"]:
-    """The smallest numbers with so many significant bits that are not below others; infinity stays.
+    """The smallest numbers with so many significant bits that are not below the given ones; infinity stays.
 
     Args:
         words: The bits of positive numbers in float32. For those of a NaN the result is another number.

@@ -12,6 +12,7 @@ from ..._op import Fp8DotGeneral
 from ..._state.op_state import OpState
 from ...layers.default import default_rules
 from ...layers.model_argument import require_layers
+from ...layers.own_state import require_own_state
 from ...layers.rule import LayerRule
 from ...layers.walk import map_layers_in_stacks, rule_of
 from ...recipes.catalog import by_name
@@ -48,12 +49,16 @@ def apply_remedies[M](
         The changed model; the given one stays as it is. Begin a new optimizer state only if a layer went to high
         precision or came from it: the parameters are the same.
 
+    Raises:
+        ValueError: If the model is none, or if anything but its own update changed the state of a layer.
+
     Example:
         >>> model = fp8_linear_layers(model)
         >>> diagnosis = diagnose(model, quantization_statistics(model, loss_fn, x))
         >>> model = apply_remedies(model, diagnosis, [Remedy.MARGIN, Remedy.SHORTER_HISTORY])
     """
     require_layers(model, "apply_remedies(model, diagnosis, remedies)")
+    require_own_state(model)
     chosen: dict[str, list[Finding]] = {}
     for finding in diagnosis.findings:
         if finding.remedy is not Remedy.NONE and finding.remedy in remedies:
