@@ -18,6 +18,7 @@ from .._product.grouped.contraction import RaggedContraction
 from .._product.operands import Scales, quantize_operand, round_to, scales_of
 from .._product.spec import ProductSpec
 from .._state.records import form_of
+from ..recipes.scaling.multiplier import LARGEST_MULTIPLIER
 
 
 type Exchange = Callable[[Array], Array]
@@ -133,7 +134,9 @@ def _send_backward(
         received = back(grad)
     else:
         largest = jnp.max(jnp.abs(grad.astype(jnp.float32)), axis=-1, keepdims=True)
-        of_rows = jnp.where(largest > 0, largest / gradient_format.max, 1.0)
+        # A smaller scale would be flushed to zero, and divided by.
+        of_rows = jnp.maximum(largest / gradient_format.max, 1 / LARGEST_MULTIPLIER)
+        of_rows = jnp.where(largest > 0, of_rows, 1.0)
         data = divide_by(grad, of_rows, gradient_format).data
         received = (back(data).astype(jnp.float32) * back(of_rows)).astype(grad.dtype)
     return received, jnp.zeros_like(scale), jnp.zeros_like(amax)

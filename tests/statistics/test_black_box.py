@@ -200,3 +200,11 @@ def test_one_recipe_needs_no_list():
     box = black_box(converted(mlp(), "current"), loss, X, layer="layers.0")
     for recipe in ("rowwise", CurrentScaling()):
         assert len({product.recipe for product in replay(box, recipe).products}) == 2
+
+
+@pytest.mark.more
+def test_a_recipe_with_state_is_replayed_on_tiny_gradients():
+    """Their amax over the largest value would be flushed to zero."""
+    tiny = lambda model, x: jnp.sum(jax.vmap(model.layers[0])(x) * 1e-36)
+    box = black_box(converted(mlp(), "current"), tiny, X, layer="layers.0")
+    assert not any(replay(box, "delayed").of("delayed", name).nonfinite for name in ("fprop", "dgrad", "wgrad"))

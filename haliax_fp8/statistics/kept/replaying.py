@@ -23,6 +23,7 @@ from ..._tables import Printable, new_table
 from ...recipes.catalog import RecipeLike, as_recipe, named
 from ...recipes.recipe import OPERANDS, OperandName, ProductName, Recipe
 from ...recipes.scaling import STATISTICS, AbstractScaling, AbstractStatefulScaling, statistics_of
+from ...recipes.scaling.multiplier import LARGEST_MULTIPLIER
 from ...recipes.scaling.operand_statistics import Members
 from .box import BlackBox
 from .culprit import Culprit
@@ -201,7 +202,8 @@ def _fitting_state(recipe: Recipe, operands: dict[OperandName, Array]) -> Array 
         x = x.astype(jnp.float32)
         amax = jnp.max(jnp.where(jnp.isfinite(x), jnp.abs(x), jnp.float32(0.0)), initial=0.0)
         margin = getattr(scaling, "margin", 0) if isinstance(scaling, AbstractStatefulScaling) else 0
-        scales.append(jnp.where(amax > 0.0, amax / limit * 2.0**margin, jnp.float32(1.0)))
+        fitting = jnp.maximum(amax / limit * 2.0**margin, 1 / LARGEST_MULTIPLIER)
+        scales.append(jnp.where(amax > 0.0, fitting, jnp.float32(1.0)))
     return state.with_scale(jnp.stack(scales)).array
 
 
