@@ -298,7 +298,7 @@ def _multiply(
     copies = jax.tree.map(lambda x: x.array, kernel_copies, is_leaf=lambda x: isinstance(x, hax.NamedArray))
     dtype = np.dtype(kernel.dtype) if spec.compute_dtype is None else spec.compute_dtype
     require_fit(copies, kernel.shape, dtype, spec.contraction, exact_scales=spec.exact_scales)
-    spec = dataclasses.replace(spec, copies=jax.tree.structure(copies), requantizes=False)
+    spec = dataclasses.replace(spec, copies=jax.tree.structure(copies), kernel_residual=KernelResidual.KEEP)
     return fp8_dot_general(input, kernel, state, spec, extras, key, copies, out)
 
 
@@ -325,5 +325,5 @@ def _spec(
         state=None if state is None else form_of(state, stacked=stacked),
         ensemble=int(contraction.state_per_group),
         has_key=op.has_key,
-        requantizes=op.kernel_residual.requantizes(measures_again=recipe.measures_kernel_again, stacked=stacked),
+        kernel_residual=op.kernel_residual.decided(measures_again=recipe.measures_kernel_again, stacked=stacked),
     )

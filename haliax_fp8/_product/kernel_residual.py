@@ -27,13 +27,13 @@ class KernelResidual(enum.Enum):
     `haliax.nn.Stacked` slices the kernel out of the stack, and would keep every slice in high precision.
     """
 
-    def requantizes(self, *, measures_again: bool, stacked: bool) -> bool:
-        """Whether the backward pass quantizes the kernel again.
+    def decided(self, *, measures_again: bool, stacked: bool) -> "KernelResidual":
+        """`KEEP` or `REQUANTIZE`, for one layer.
 
         Args:
-            measures_again: Whether that takes another pass over the kernel, for its amax.
+            measures_again: Whether quantizing again takes another pass over the kernel, for its amax.
             stacked: Whether the layer is one of a `haliax.nn.Stacked`, whose kernels are slices of one array.
         """
-        if self is KernelResidual.REQUANTIZE_WHERE_CHEAP:
-            return not measures_again and not stacked
-        return self is KernelResidual.REQUANTIZE
+        if self is not KernelResidual.REQUANTIZE_WHERE_CHEAP:
+            return self
+        return KernelResidual.KEEP if measures_again or stacked else KernelResidual.REQUANTIZE

@@ -11,6 +11,7 @@ from jax import lax
 from .._state.form import AbstractStateForm
 from ..recipes.recipe import SCALE_BITS, USES, OperandName, ProductName, Recipe
 from .contraction import AbstractContraction
+from .kernel_residual import KernelResidual
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +26,7 @@ class ProductSpec:
         precision: The precision of fprop. The default lets the hardware accumulate fast; dgrad and wgrad never do.
         state: The form in which state enters; None for a stateless recipe.
         has_key: Whether a key for stochastic rounding was given; without one, rounding stochastically raises.
-        requantizes: Whether the backward pass quantizes the kernel again, instead of keeping its FP8 copy.
+        kernel_residual: Whether the backward pass keeps the kernel's FP8 copy, or quantizes the kernel again.
         copies: The structure of the kernel's copies, if it was quantized before, see `KernelCopies`; None if not.
         ensemble: How many leading axes of every array number independent members, each with its own state.
     """
@@ -37,7 +38,7 @@ class ProductSpec:
     precision: lax.Precision
     state: AbstractStateForm | None = None
     has_key: bool = False
-    requantizes: bool = False
+    kernel_residual: KernelResidual = KernelResidual.KEEP
     copies: Any = None
     ensemble: int = 0
 
@@ -78,7 +79,7 @@ class ProductSpec:
 
     def keeps_itself(self, operand: OperandName) -> bool:
         """Whether the backward pass keeps an operand itself: a kernel to quantize again, or one in high precision."""
-        if self.requantizes and operand == "kernel":
+        if self.kernel_residual is KernelResidual.REQUANTIZE and operand == "kernel":
             return True
         return not self.recipe.quantization(operand, USES[operand][1]).scaling.quantizes
 

@@ -8,6 +8,7 @@ layer and on the device. All figures are read from programs that XLA makes for a
 import dataclasses
 import math
 
+from .._product.kernel_residual import KernelResidual
 from ..devices.device import MX_UNITS, Device
 from ..devices.roofline import Roofline
 from ..recipes.recipe import OPERANDS, USES, OperandName, ProductName, Quantization, Recipe
@@ -61,14 +62,14 @@ class LayerWork:
         size: Its matrices.
         rows: How many rows each member multiplies, over all experts.
         recipe: Its recipe. Products that it leaves in high precision are in bfloat16.
-        requantizes: Whether the backward pass quantizes the kernel again.
+        kernel_residual: Whether the backward pass keeps the kernel's FP8 copy, or quantizes the kernel again.
         device: Decides which layouts its products read.
     """
 
     size: LayerSize
     rows: int
     recipe: Recipe
-    requantizes: bool
+    kernel_residual: KernelResidual
     device: Device
 
     def seconds(self, roofline: Roofline) -> tuple[float, float]:
@@ -116,7 +117,7 @@ class LayerWork:
                 work += _cast(uses[1], elements)
                 if operand != "kernel" and not transposes:
                     work += _quantizing(uses[1], -2 * elements)  # one launch reads the operand for both casts
-            elif operand == "kernel" and self.requantizes:
+            elif operand == "kernel" and self.kernel_residual is KernelResidual.REQUANTIZE:
                 # In the same layout, XLA writes the copy again and reads nothing twice.
                 work += _cast(first, elements) if transposes else _quantizing(first, elements)
             elif transposes:

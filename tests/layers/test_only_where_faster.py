@@ -154,7 +154,7 @@ def test_sides_that_are_padded():
 
 def test_products_left_in_high_precision_gain_nothing():
     recipe = fp8.recipes.named["rowwise_wgrad_bf16"]
-    work = LayerWork(LayerSize(4096, 2048), 8192, recipe, True, H100)
+    work = LayerWork(LayerSize(4096, 2048), 8192, recipe, KernelResidual.REQUANTIZE, H100)
     input_, kernel, grad = 8192 * 4096, 4096 * 2048, 8192 * 2048
     # fprop and dgrad have scales of rows: their results are read in float32 and written in bf16. wgrad adds nothing.
     assert work.added.bytes == 5 * input_ + 10 * kernel + 5 * grad + 6 * (grad + input_)
@@ -169,7 +169,7 @@ def test_rotation_is_one_more_pass():
     rotated = Quantization(E4M3, HadamardScaling(CurrentScaling()))
     plain = fp8.Recipe.of(CurrentScaling())
     recipe = dataclasses.replace(plain, input_for_wgrad=rotated, output_grad_for_wgrad=rotated)
-    work = LayerWork(LayerSize(1024, 1024), 1024, plain, False, H100)
+    work = LayerWork(LayerSize(1024, 1024), 1024, plain, KernelResidual.KEEP, H100)
     assert dataclasses.replace(work, recipe=recipe).added.bytes > work.added.bytes
 
 

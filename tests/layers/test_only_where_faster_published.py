@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 import haliax_fp8 as fp8
+from haliax_fp8._product.kernel_residual import KernelResidual
 from haliax_fp8.devices.catalog import peaks
 from haliax_fp8.devices.peaks import Peaks
 from haliax_fp8.devices.roofline import FASTEST, LIKELY, SLOWEST, Roofline
@@ -28,7 +29,10 @@ LINEARS = ((HIDDEN, 3 * HIDDEN), (HIDDEN, HIDDEN), (HIDDEN, FFN), (FFN, HIDDEN))
 def transformer_engine(device, figures, recipe):
     """The gain of the four layers, likely, least and most; and the milliseconds of bf16, and of what FP8 adds."""
     device, recipe = fp8.devices.Device.by_name(device), fp8.recipes.named[recipe]
-    found = [predict(LayerWork(LayerSize(*s), TOKENS, recipe, True, device), figures, LIKELY) for s in LINEARS]
+    found = [
+        predict(LayerWork(LayerSize(*s), TOKENS, recipe, KernelResidual.REQUANTIZE, device), figures, LIKELY)
+        for s in LINEARS
+    ]
     bf16 = sum(one.bf16 for one in found)
     ends = [bf16 / sum(one.bf16 / one.gain_range[end] for one in found) for end in (0, 1)]
     return bf16 / sum(one.fp8 for one in found), *ends, 1e3 * bf16, 1e3 * sum(one.overhead for one in found)
