@@ -126,7 +126,7 @@ class Subscripts:
         for side, shape in zip(sides, (lhs_shape, rhs_shape), strict=True):
             named = side.replace("...", "", 1)
             if named and not (named.isascii() and named.isalpha()):
-                raise ValueError(f"subscripts={subscripts!r}: {side!r} is not made of letters and at most one '...'")
+                raise ValueError(f"subscripts={subscripts!r}: {side!r} must consist of letters and at most one '...'")
             counts.append(len(shape) - len(named) if "..." in side else 0)
             if counts[-1] < 0 or ("..." not in side and len(named) != len(shape)):
                 raise ValueError(f"subscripts={subscripts!r}: {side!r} does not fit an operand of shape {shape}")

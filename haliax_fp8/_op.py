@@ -222,7 +222,7 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
     def with_recipe(self, recipe: Recipe) -> "Fp8DotGeneral":
         """This op with a recipe whose state begins as its own does, such as `recipe.observed` or `recipe.measured`."""
         if isinstance(self.state, OpRecord):
-            raise ValueError("an op's recipe was changed inside a differentiated function; change it before")
+            raise ValueError("an op's recipe was changed inside a differentiated function; change it outside, before")
         state = OpState.init(recipe, self.stack) if self.state is None else self.state.with_recipe(recipe)
         return dataclasses.replace(self, recipe=recipe, state=state)
 

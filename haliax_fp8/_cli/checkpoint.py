@@ -51,7 +51,7 @@ def add_checkpoint_parser(commands: Any) -> None:
         choices=rounding,
         metavar="NAME",
         default="bfloat16",
-        help=f"what new scales may be: {', '.join(rounding)} (default: bfloat16)",
+        help=f"how new scales are rounded: {', '.join(rounding)} (default: bfloat16)",
     )
     kinds = ("bfloat16", "float16", "float32")
     convert.add_argument(

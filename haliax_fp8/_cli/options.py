@@ -159,7 +159,7 @@ def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None
         parser.error("--svg=- is not a file; name one, such as report.svg")
     written = {name: file for name, file in files.items() if file not in (None, "-")}
     if len({*written.values()}) < len(written):
-        parser.error(f"{' and '.join(f'--{name}={file}' for name, file in written.items())} need a file each")
+        parser.error(f"{' and '.join(f'--{name}={file}' for name, file in written.items())} write to the same file")
     for name, file in written.items():
         # Before the step is compiled, which may take minutes.
         if why := _why_not_written(pathlib.Path(file)):

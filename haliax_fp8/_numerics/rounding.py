@@ -85,8 +85,8 @@ class Stochastic(AbstractRounding):
         """Rounds at random; infinities become the maximum, NaN stays."""
         if key is None:
             raise ValueError(
-                "key=None: stochastic rounding draws random numbers; give cast(x, format, key) a key of "
-                "jax.random.key(seed)"
+                "key=None: stochastic rounding draws random numbers; pass a key, as in "
+                "cast(x, format, jax.random.key(seed))"
             )
         x = lax.convert_element_type(x, jnp.float32)
         limit = np.float32(format.max)

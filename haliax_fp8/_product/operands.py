@@ -146,9 +146,8 @@ def _key_of(x: Array, key: Array | None, operand: OperandName, product: ProductN
     """A key for each member, unlike those of other operands, products and devices."""
     if key is None or not spec.has_key:
         raise ValueError(
-            f"key is missing: the recipe ({spec.recipe}) draws random numbers here. Give all ops of a model theirs "
-            "inside the loss, with_rounding_keys(model, key), with another key in each step; TrainStep takes one as "
-            "key="
+            f"key is missing: the recipe ({spec.recipe}) draws random numbers here. Give the model's ops their keys "
+            "inside the loss, with_rounding_keys(model, key), with a new key in each step; TrainStep takes one as key="
         )
     key = jax.random.wrap_key_data(key, impl="threefry2x32")
     fold_in = jax.random.fold_in

@@ -219,7 +219,7 @@ def _missing(device: Device) -> str | None:
     if device.platform != "cuda":
         return f"{device.kind} is not an NVIDIA GPU"
     if not device.is_cuda_from(9.0):
-        return f"it needs compute capability 9.0 (Hopper), and {device.kind} has {device.compute_capability}"
+        return f"it needs compute capability 9.0 (Hopper), but {device.kind} has {device.compute_capability}"
     return None
 
 

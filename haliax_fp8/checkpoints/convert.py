@@ -128,7 +128,7 @@ def convert_folder(
         _write_config(new, folder, chosen, high)
         _copy_others(folder.directory, new, follow_links)
         if (after := check_folder(new)).errors:
-            raise ValueError(f"the new folder would be broken, and was not written: {after.errors[0]}; report it")
+            raise ValueError(f"the new folder would be broken, and was not written: {after.errors[0]}; report this")
     name = layout if isinstance(layout, str) else type(layout).__name__
     return Conversion(pathlib.Path(destination), report.layout, name, tuple(found), copied, tuple(left_out))
 

@@ -260,10 +260,10 @@ def _compare(folder: pathlib.Path, todo: Plan, digests: Mapping[str, str]) -> No
     for kernel in todo.kernels:
         matrix = written.kernel(kernel.name)
         if matrix is None or _digest(*_parts(matrix)) != digests[kernel.name]:
-            raise ValueError(f"{kernel.name} did not read back as it was written; nothing was exported: report it")
+            raise ValueError(f"{kernel.name} did not read back as it was written; nothing was exported: report this")
     for tensor in todo.dense:
         if _digest(written.array(tensor.name)) != digests[tensor.name]:
-            raise ValueError(f"{tensor.name} did not read back as it was written; nothing was exported: report it")
+            raise ValueError(f"{tensor.name} did not read back as it was written; nothing was exported: report this")
 
 
 def _require_sound(folder: pathlib.Path) -> None:

@@ -152,7 +152,7 @@ class Device:
             "E4M3FNUZ is a format of AMD's MI300; use E4M3 or E5M2"
             >>> Device.by_name("mi300x").lacks(E4M3FNUZ)
             >>> Device.by_name("a100").lacks(FP8_UNITS)
-            'FP8 products need compute capability 8.9 (Ada, Hopper, Blackwell), and it has 8.0'
+            'FP8 products need compute capability 8.9 (Ada, Hopper, Blackwell), but this device has 8.0'
         """
         if isinstance(needed, MatrixUnits):
             return needed.missing(self.platform, self.architecture)

@@ -35,7 +35,7 @@ class MatrixUnits:
 
         Example:
             >>> FP8_UNITS.missing("cuda", "8.0")
-            'FP8 products need compute capability 8.9 (Ada, Hopper, Blackwell), and it has 8.0'
+            'FP8 products need compute capability 8.9 (Ada, Hopper, Blackwell), but this device has 8.0'
             >>> FP8_UNITS.missing("cuda", "9.0")
         """
         match platform:
@@ -43,13 +43,13 @@ class MatrixUnits:
                 if float(architecture or 0) >= self.cuda:
                     return None
                 return (
-                    f"{self.products} need compute capability {self.cuda} ({_SINCE[self.cuda]}), and it has "
-                    f"{architecture or 'an unknown one'}"
+                    f"{self.products} need compute capability {self.cuda} ({_SINCE[self.cuda]}), but this device "
+                    f"has {architecture or 'an unknown one'}"
                 )
             case "rocm" if self.rocm:
                 if architecture.startswith(self.rocm):
                     return None
-                return f"{self.products} need {' or '.join(self.rocm)}, and it is {architecture or 'unknown'}"
+                return f"{self.products} need {' or '.join(self.rocm)}, but this device is {architecture or 'unknown'}"
             case "tpu" if self.tpu is not None:
                 return None if int(architecture or 0) >= self.tpu else f"{self.products} need a TPU7x"
             case "cpu":
@@ -60,7 +60,7 @@ class MatrixUnits:
 FP8_UNITS = MatrixUnits("FP8 products", cuda=8.9, rocm=("gfx94", "gfx95", "gfx12"), tpu=7)
 """Scales of tensors or rows, which stay outside the sum."""
 
-MX_UNITS = MatrixUnits("MXFP8 products (a scale for 32 elements)", cuda=10.0, rocm=("gfx95",), tpu=None)
+MX_UNITS = MatrixUnits("MXFP8 products (one scale per 32 elements)", cuda=10.0, rocm=("gfx95",), tpu=None)
 """An E8M0 scale for every 32 elements of the sum."""
 
 NO_UNITS = MatrixUnits("blocks with such scales: operands are dequantized first", cuda=None, rocm=(), tpu=None)

@@ -172,7 +172,7 @@ def as_config(config: Any, options: Mapping[str, Any] | None = None, *, call: st
         case _:
             meant = "recipe=..."
     if isinstance(config, eqx.Module):
-        raise ValueError(f"config is a {type(config).__name__}, a model, and not an Fp8Config; the model comes first")
+        raise ValueError(f"config is a model of class {type(config).__name__}, not an Fp8Config; the model comes first")
     shown = str(config) if isinstance(config, Recipe) else repr(config)
     raise ValueError(f"config={shown} is not an Fp8Config; did you mean {call}{meant})?")
 

@@ -98,8 +98,8 @@ def _require_call(step_fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
         if "missing" not in str(error):
             return  # Python miscounts the parameters of some callables, such as a static `__call__`.
         raise ValueError(
-            f"args has {len(args)} arguments, with which step_fn cannot be called: {error}. Pass the arguments of one "
-            "step after it, inspect_step(step, model, state, batch); shapes from eqx.filter_eval_shape will do"
+            f"step_fn cannot be called with the {len(args)} arguments in args: {error}. Pass the arguments of one step "
+            "after it, inspect_step(step, model, state, batch); shapes from eqx.filter_eval_shape will do"
         ) from None
 
 

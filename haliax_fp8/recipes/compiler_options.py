@@ -65,8 +65,8 @@ def cost_of_flags(flags: XlaFlags, device: Device, recipes: Iterable[Recipe]) ->
             return None
         return FlagsCost(
             True,
-            f"{TRITON_PRODUCTS}=false takes block-scaled products out of FP8, because XLA multiplies them in FP8 with "
-            "Triton alone: remove it from XLA_FLAGS",
+            f"{TRITON_PRODUCTS}=false takes block-scaled products out of FP8, because XLA multiplies them in FP8 only "
+            "with Triton: remove it from XLA_FLAGS",
         )
     # Full accumulation is promised to gradients only; fprop never has it.
     if device.is_hopper and any(map(_quantizes_gradients, recipes)):

@@ -38,9 +38,9 @@ def misfit(quantization: Quantization) -> str | None:
 
     made = jax.eval_shape(quantized, jax.ShapeDtypeStruct((_SIDE, _SIDE), jnp.float32))
     if scaling.units == FP8_UNITS and not factors_out(made, (1,)):
-        found = f"{scaling} makes scales that change along the sum, and FP8 units take those of tensors or rows"
+        found = f"{scaling} makes scales that change along the sum, but FP8 units only take scales of tensors or rows"
     elif scaling.units == MX_UNITS and not in_mx_blocks(made, 1):
-        found = f"{scaling} makes scales that are not powers of two for whole blocks of 32, which MXFP8 units take"
+        found = f"{scaling} makes scales that are not powers of two for whole blocks of 32, as MXFP8 units need"
     else:
         return None
     return f"{found}: operands are dequantized first"

@@ -76,7 +76,7 @@ def supported(recipe: RecipeLike, device: Device | str | None = None) -> Support
         >>> print(supported("mxfp8", "b200").outcome.value, supported("delayed", "cpu").outcome.value)
         native emulated
         >>> print(supported("delayed", "a100").reason)
-        FP8 products need compute capability 8.9 (Ada, Hopper, Blackwell), and it has 8.0
+        FP8 products need compute capability 8.9 (Ada, Hopper, Blackwell), but this device has 8.0
     """
     recipe = as_recipe(recipe)
     device = Device.default() if device is None else Device.of(device, of="supported")

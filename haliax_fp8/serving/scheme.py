@@ -63,7 +63,7 @@ class Scheme:
             if isinstance(scaling, StaticScaling) and scaling != StaticScaling():
                 raise ValueError(
                     f"{name}={scaling} of Scheme gives a scale or a margin, but scales come from the state of training "
-                    "or calibration: use StaticScaling() here, and yours in the recipe that is calibrated"
+                    "or calibration: use StaticScaling() here, and put yours into the recipe that is calibrated"
                 )
         if self.input is None and not isinstance(self.kernel, _OUTSIDE):
             raise ValueError(

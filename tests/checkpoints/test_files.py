@@ -82,7 +82,7 @@ FILES = {
     "not UTF-8": (file_of({}, b'{"\xff": 1}'), "UTF-8"),
     "half a pair": (file_of({}, b'{"\\ud800": 1}'), "Unicode"),
     "a pickle": (b"\x80\x04\x95" + b"\0" * 100, "truncated"),
-    "a name twice": (file_of({}, b'{"b": {}, "b": {}}'), "b: its header has the name twice"),
+    "a name twice": (file_of({}, b'{"b": {}, "b": {}}'), "b: its header has this name twice"),
     "dtype twice": (file_of({}, b'{"b": {"dtype": "F32", "dtype": "F32"}}'), "twice"),
     "overlap": (moved(-2), "overlap"),
     "gap": (moved(2), "gap"),
@@ -184,7 +184,7 @@ def test_broken_indexes_are_refused(tmp_path):
     refused("b: it is in one.safetensors too", write(tmp_path / "x", small(), {}, both))
     twice = '{"weight_map": {"b": "one.safetensors", "b": "two.safetensors"}}'
     (tmp_path / "x" / "model.safetensors.index.json").write_text(twice)
-    refused("b: its content has the name twice", tmp_path / "x")
+    refused("b: its content has this name twice", tmp_path / "x")
     (tmp_path / "x" / "model.safetensors.index.json").write_text("{}")
     refused("no weight_map", tmp_path / "x")
 

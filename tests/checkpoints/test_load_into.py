@@ -466,7 +466,7 @@ def test_paths_that_are_no_checkpoint(tmp_path):
         load_into(model, tmp_path / "bad.safetensors")
     with pytest.raises(ValueError, match="path is of type int, not a file"):
         load_into(model, 3)
-    with pytest.raises(ValueError, match="joined='qkv' must name each joined layer's field"):
+    with pytest.raises(ValueError, match="joined='qkv' must map each joined layer's field"):
         load_into(model, {}, joined="qkv")
 
 

@@ -286,7 +286,7 @@ def test_errors(training, capsys, arguments, message):
         (["training.py:make_step", "--json", "absent/r.json"], "the folder 'absent' does not exist; create it first"),
         (["training.py:make_step", "--svg", "."], "--svg='.' cannot be written: it is a folder"),
         (["training.py:make_step", "--svg", "-"], "--svg=- is not a file"),
-        (["training.py:make_step", "--json", "r", "--svg", "r"], "--json=r and --svg=r need a file each"),
+        (["training.py:make_step", "--json", "r", "--svg", "r"], "--json=r and --svg=r write to the same file"),
     ],
 )
 def test_flags_that_do_not_fit(capsys, arguments, message):

@@ -381,7 +381,7 @@ def test_progress_is_told():
 
 def test_unknown_devicesare_named():
     with pytest.raises(
-        ValueError, match=r"args has 1 arguments, .*missing a required argument: 'x'. .*inspect_step\(step"
+        ValueError, match=r"the 1 arguments in args: missing a required argument: 'x'. .*inspect_step\(step"
     ):
         inspect_step(lambda model, x: x, jnp.ones(2), device="local")
     with pytest.raises(ValueError, match=r"device='h1000' is unknown.*h100, h200"):

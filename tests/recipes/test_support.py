@@ -283,7 +283,7 @@ def test_why_a_device_emulates_is_said_once_and_whole(monkeypatch):
     model = eqx.nn.MLP(8, 8, 8, 2, key=jax.random.key(0))
     config = fp8.Fp8Config(overrides={"layers.1": "mxfp8", "layers.2": None})
     of_one, of_two = (fp8.describe(fp8.fp8_linear_layers(model, c), device="a100") for c in (None, config))
-    reason = "FP8 products need compute capability 8.9 (Ada, Hopper, Blackwell), and it has 8.0"
+    reason = "FP8 products need compute capability 8.9 (Ada, Hopper, Blackwell), but this device has 8.0"
     for found in (of_one, of_two):
         text = str(found)
         assert " ".join(text.split()).count(reason) == 1 and "on device" not in text

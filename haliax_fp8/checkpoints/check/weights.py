@@ -31,7 +31,8 @@ _TABLES = re.compile(
     r"(^|\.)(embed_tokens|embed_positions|tok_embeddings|(word|position)_embeddings|wte|wpe)$|^shared$"
 )
 _UNLIKELY = (
-    "its name is like that of an embedding or a norm, which engines read without scales; for a linear layer it is right"
+    "its name is like that of an embedding or a norm, which engines read without scales; "
+    "if it is a linear layer, ignore this"
 )
 
 
@@ -249,7 +250,7 @@ def fused_faults(folder: TensorFolder, quantization: CheckpointQuantization) -> 
             weights = [folder.tensors[f"{partner}{WEIGHT}"] for partner in partners]
             file, what = weights[0].file.name, ", ".join(names)
             if len({is_fp8(weight) for weight in weights}) > 1:
-                yield Fault(file, first, f"some of {what} are in FP8 and some are not; engines make them one layer")
+                yield Fault(file, first, f"some of {what} are in FP8 and some are not; engines merge them")
             elif is_fp8(weights[0]):
                 yield from _partners(folder, quantization, partners, first, what)
 
@@ -266,10 +267,10 @@ def _partners(
             continue
         scales = [float(scale_values(folder[f"{partner}.{kind}"]).reshape(())) for partner in partners]
         if len(set(scales)) > 1 and all(map(math.isfinite, scales)):
-            problem = f"{kind} of {what} differ: engines that make them one layer quantize again, with the largest"
+            problem = f"{kind} of {what} differ: engines that merge them quantize again, with the largest"
             yield Fault(file, first, problem, is_error=False)
     rows = [folder.tensors[f"{partner}{WEIGHT}"].shape[0] for partner in partners[:-1]]
     height = (quantization.block or (1, 1))[0]
     if any(row % height for row in rows):
-        problem = f"{what} have {rows} outputs, not multiples of {height}: engines that make them one layer refuse"
+        problem = f"{what} have {rows} outputs, not multiples of {height}: engines that merge them refuse that"
         yield Fault(file, first, problem, is_error=False)

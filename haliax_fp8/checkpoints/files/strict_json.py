@@ -28,7 +28,7 @@ def json_object(text: bytes, file: str, *, what: str = "content", constants: boo
     except RecursionError:
         raise BrokenCheckpoint(file, f"its {what} is nested too deeply for a checkpoint") from None
     except _Twice as error:
-        raise BrokenCheckpoint(file, f"its {what} has the name twice; each may occur once", str(error)) from None
+        raise BrokenCheckpoint(file, f"its {what} has this name twice; each may occur only once", str(error)) from None
     except ValueError as error:
         raise BrokenCheckpoint(file, f"its {what} is not JSON: {error}") from None
     if not isinstance(content, dict):

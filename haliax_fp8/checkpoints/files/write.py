@@ -134,7 +134,7 @@ def _write(
             for spec, array in zip(specs, make(), strict=True):
                 if (array.dtype, array.shape) != (spec.dtype, spec.shape):
                     raise ValueError(
-                        f"{spec.name} is {array.dtype}{array.shape}, announced as {spec.dtype}{spec.shape}: report it"
+                        f"{spec.name} is {array.dtype}{array.shape}, announced as {spec.dtype}{spec.shape}: report this"
                     )
                 file.seek(begin + offsets[spec.name])
                 file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)

@@ -32,7 +32,7 @@ def check_joined(joined: Any) -> Joined:
     )
     if not fits:
         raise ValueError(
-            f"joined={joined!r} must name each joined layer's field and those of its layers apart, in their order: "
+            f"joined={joined!r} must map each joined layer's field to those of its separate layers, in order: "
             "{'qkv': ('q', 'k', 'v')}"
         )
     return joined

@@ -179,8 +179,8 @@ def _is_weight(leaf: Leaf) -> bool:
 
 
 _MISSING_STATE = (
-    "not in the checkpoint, whose model has no such state: plain, of another recipe, or a state dict; calibrate "
-    "the model to begin with scales that fit"
+    "not in the checkpoint: its model was plain or had another recipe, or it is a state dict; calibrate the model "
+    "to begin with scales that fit"
 )
 
 

@@ -176,7 +176,7 @@ def _compressed_tensors(found: Mapping[str, Any]) -> CheckpointQuantization:
     read = [_group(str(name), group, _one_of(group, "format", formats, format)) for name, group in groups.items()]
     (strategy, block, inputs, _, exponents), *others = read
     if any(other[:3] != (strategy, block, inputs) for other in others):
-        raise _wrong("config_groups has groups of different schemes; one scheme for all layers is read")
+        raise _wrong("config_groups has groups of different schemes; only one scheme for all layers is supported")
     targets = tuple(target for _, _, _, targets, _ in read for target in targets)
     ignore, cached = _names(found, "ignore"), found.get("kv_cache_scheme") is not None
     status = found.get("quantization_status")

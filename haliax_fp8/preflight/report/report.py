@@ -119,7 +119,7 @@ class PreflightReport(Printable):
         """What the report does not know."""
         found = list(self.device.caveats)
         if self.step.unknown_loops:
-            found.append(f"{self.step.unknown_loops} loops of unknown length are counted as one run")
+            found.append(f"{self.step.unknown_loops} loops of unknown length are counted as running once")
         if self.step.branches:
             found.append(f"all branches of {self.step.branches} conditionals are counted")
         if self.step.opaque:
@@ -135,7 +135,7 @@ class PreflightReport(Printable):
             found.append(
                 f"{size(self.step.memory.host)} of the arguments are in the host's memory, which the compiler's "
                 f"description of {self.device.kind} does not have: XLA planned the step as if they were on the device, "
-                "without the copies between both, and a donated one counts as written over"
+                "without the copies between the two, and counts a donated one as overwritten"
             )
         if self._collectives:
             found.append("the times do not include communication")

@@ -33,7 +33,7 @@ def block_shape(
         if shape[axis] % size and not padding:
             raise ValueError(
                 f"axis {axis} of an operand of shape {shape} is not a multiple of the {size} elements of a block of "
-                f"{scaling}; make it one, or let the last block be cut with padding=True"
+                f"{scaling}; make it one, or allow a partial last block with padding=True"
             )
     return tuple(size if axis in axes else 1 for axis in range(len(shape)))
 

@@ -73,7 +73,7 @@ class HadamardScaling(AbstractScaling):
         if rotation.padding and not self.padding:
             raise ValueError(
                 f"axis {rotation.axis} of an operand of shape {x.shape} is not a multiple of the {GROUP} elements that "
-                f"{self} rotates; make it one, or pad it with zeros, padding=True"
+                f"{self} rotates; make it one, or let it be padded with zeros, padding=True"
             )
         quantized = self.scaling.quantize(rotation.apply(x), use)
         return dataclasses.replace(quantized, rotation=rotation)

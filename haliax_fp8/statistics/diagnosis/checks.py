@@ -34,8 +34,8 @@ def not_finite(all: list[Operand], thresholds: Thresholds) -> Iterable[Finding]:
         if of_name := [operand for operand in bad if operand.name == name]:
             count, others = int(of_name[order]["nonfinite"]), len(bad) - 1
             seen = "1 element is infinite or NaN" if count == 1 else f"{count} elements are infinite or NaN"
-            follow = "operand follows from it or has" if others == 1 else "operands follow from it or have"
-            more = f"; {others} more {follow} some as well" if others else ""
+            rest = "operand is affected or has its own" if others == 1 else "operands are affected or have their own"
+            more = f"; {others} more {rest}" if others else ""
             yield new_finding(
                 of_name[order],
                 Problem.NOT_FINITE,
@@ -131,8 +131,8 @@ def growth(all: list[Operand], thresholds: Thresholds) -> Iterable[Finding]:
             f"{too}; {_shares(operand)}",
             threshold=f"a factor of {thresholds.growth:g}",
             source="heuristic",
-            advice="training diverges, or warms up: look at the learning rate and at normalization. Until it is "
-            "settled, a margin of one binade keeps growing operands unclipped",
+            advice="training diverges, or warms up: look at the learning rate and at normalization. Until it "
+            "settles, a margin of one binade keeps growing operands from being clipped",
             remedy=Remedy.MARGIN,
         )
 
@@ -171,7 +171,7 @@ def outliers(all: list[Operand], thresholds: Thresholds) -> Iterable[Finding]:
                 "the scale of all",
                 threshold=f"{thresholds.kurtosis:g} and {thresholds.underflow_of_outliers:.0%}",
                 source="heuristic",
-                advice="scales for rows or blocks keep outliers to themselves: rowwise, deepseek or mxfp8",
+                advice="scales per row or block confine outliers: rowwise, deepseek or mxfp8",
                 remedy=Remedy.SCALE_PER_ROW,
             )
 

@@ -36,7 +36,7 @@ class Thresholds(Printable):
     over_noise: float = 1.0
 
     def __rich__(self) -> Table:
-        table = new_table("From where on a number counts as a problem")
+        table = new_table("The values from which a number counts as a problem")
         table.add_column("threshold", no_wrap=True)
         table.add_column("value", justify="right", no_wrap=True)
         for field in dataclasses.fields(self):
