@@ -38,10 +38,10 @@ def test_kernels_travel_in_fp8(name, device):
 
 
 @pytest.mark.parametrize("name, device", on(["FSDP, current scaling"], ["h100"]))
-def test_amaxes_of_kernels_travel_with_those_of_activations(name, device):
+def test_amaxes_of_all_kernels_are_one_reduction(name, device):
     """Each block has eight tensors between products whose amax the next one waits for; and there is one of the loss."""
     with jax.numpy_dtype_promotion("standard"):
-        assert row(CASES[name], device, TINY)["reductions"] == 2 * 8 + 1
+        assert row(CASES[name], device, TINY)["reductions"] == 2 * 8 + 1 + 1
 
 
 @pytest.mark.parametrize("name, device", on(["reduced once, in float32", "reduced once, in bf16"], ["h100"]))
