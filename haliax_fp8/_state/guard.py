@@ -81,6 +81,20 @@ def is_own(scale: Float32[Array, "*shape"], guard: Float32[Array, "*shape"]) -> 
     return fit(words_of(scale), words_of(guard))[0]
 
 
+def is_scaled_down(scale: Float32[Array, "*shape"], guard: Float32[Array, "*shape"]) -> Bool[Array, "*shape"]:
+    """Whether scales and guards of a gradient were multiplied by a number below one, such as `1 / loss_scale`.
+
+    A guard is not less than the square root of its scale, so `(g1 + g2)**2 >= s1 + s2`: sums over several uses of a
+    layer pass, and so do maxima. A common factor is squared on one side alone. One between 0.78 and 1 may pass.
+
+    Args:
+        scale: The scales.
+        guard: What stands beside them.
+    """
+    # Both may have been rounded to bfloat16, with the model.
+    return lax.lt(lax.mul(guard, guard), lax.mul(scale, np.float32(1 - 2.0**-6)))
+
+
 def is_changed(scale: np.ndarray, guard: np.ndarray) -> bool:
     """Whether any scale has a guard that is not its own, by the same rule on the host.
 

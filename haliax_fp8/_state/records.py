@@ -174,14 +174,11 @@ def _record(
     return OpRecord(values, named(shared, "fp8_shared_record"), index_among_sharers)
 
 
-def complete_states(
-    states: Sequence[OpState], records: Sequence[OpRecord], of_states: Sequence[Array]
-) -> list[OpState]:
+def complete_states(states: Sequence[OpState], records: Sequence[OpRecord]) -> list[OpState]:
     """The states of the next step, as gradients, from what a step recorded; all of a kind at once.
 
     Args:
         states: This step's.
         records: The gradients of their records, in the same order.
-        of_states: The marks that the records had.
     """
-    return together(measured_in_record, states, records, of_states, otherwise=-np.inf)
+    return together(measured_in_record, states, records, otherwise=-np.inf)

@@ -5,6 +5,7 @@ A row begins with the scale and ends with its guard (see `guard.py`); between th
 
 import functools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +16,7 @@ from .._jax.xla import side_by_side
 from ..recipes.recipe import SCALE_BITS
 from ..recipes.scaling.base import AbstractScaling, AbstractStatefulScaling
 from ..recipes.scaling.multiplier import round_up_words, words_of
-from .guard import fit, guard_of, guard_on_host, is_own
+from .guard import fit, guard_of, guard_on_host, is_own, is_scaled_down
 
 
 # The word of 1.0.
@@ -144,29 +145,40 @@ def _updated(
     return lax.concatenate([rows[row] for row in range(len(scalings))], operands)
 
 
-def measured_in_record(record: Array, mark: Array, scalings: tuple[AbstractScaling, ...]) -> tuple[Array, Array]:
-    """What a step measured, from the gradients of records; and whether it reached each row.
+class Measured(NamedTuple):
+    """What a step measured, of tables `[*ensemble, ops * operands, columns]`.
+
+    Args:
+        numbers: The numbers of each row, `[*ensemble, ops * operands, numbers]`.
+        reached: Whether the step reached the row, `[*ensemble, ops * operands, 1]`.
+        scaled_down: Whether something multiplied the row by a number below one; None if nothing can have done that.
+    """
+
+    numbers: Array
+    reached: Array
+    scaled_down: Array | None = None
+
+
+def measured_in_record(record: Array, scalings: tuple[AbstractScaling, ...]) -> Measured:
+    """What a step measured, from the gradients of records.
 
     Args:
         record: `[*ensemble, ops * (record_length + 1)]`: for each op what was measured, an operand's numbers one after
-            the other; last its mark, or 0 if the step did not reach it.
-        mark: The ops' marks, `[*ensemble, ops]`.
+            the other; last its mark, or 0 if the step did not reach it. Where JAX adds the records of several uses,
+            because the state was copied into an array that a loop takes apart, it adds the marks too.
         scalings: The scaling of each operand of an op.
-
-    Returns:
-        `[*ensemble, ops * operands, numbers]` and `[*ensemble, ops * operands, 1]`.
     """
-    ensemble, columns, length = mark.shape[:-1], numbers_of(scalings), record_length(scalings)
-    ops, operands, axis = mark.shape[-1], len(scalings), mark.ndim
-    of_ops = lax.reshape(record, (*mark.shape, length + 1))
+    ensemble, columns, length = record.shape[:-1], numbers_of(scalings), record_length(scalings)
+    ops, operands, axis = record.shape[-1] // (length + 1), len(scalings), record.ndim
+    of_ops = lax.reshape(record, (*ensemble, ops, length + 1))
     measured = lax.slice_in_dim(of_ops, 0, operands * columns, axis=axis)
-    reached = lax.eq(lax.slice_in_dim(of_ops, length, length + 1, axis=axis), lax.expand_dims(mark, (axis,)))
-    reached = lax.broadcast_in_dim(reached, (*mark.shape, operands), range(axis + 1))
+    reached = lax.gt(lax.slice_in_dim(of_ops, length, length + 1, axis=axis), np.float32(0.0))
+    reached = lax.broadcast_in_dim(reached, (*ensemble, ops, operands), range(axis + 1))
     of_rows = (*ensemble, ops * operands)
-    return lax.reshape(measured, (*of_rows, columns)), lax.reshape(reached, (*of_rows, 1))
+    return Measured(lax.reshape(measured, (*of_rows, columns)), lax.reshape(reached, (*of_rows, 1)))
 
 
-def measured_in_gradient(gradient: Array, scalings: tuple[AbstractScaling, ...]) -> tuple[Array, Array]:
+def measured_in_gradient(gradient: Array, scalings: tuple[AbstractScaling, ...]) -> Measured:
     """What a step measured, from tables that are gradients: the newest numbers in them, and nothing else.
 
     So a gradient that is a sum over several uses cannot corrupt scales and histories. A step that did not reach a row
@@ -175,11 +187,9 @@ def measured_in_gradient(gradient: Array, scalings: tuple[AbstractScaling, ...])
     Args:
         gradient: Tables, as `next_table` would have made them.
         scalings: The scaling of each operand of an op.
-
-    Returns:
-        As `measured_in_record`.
     """
     axis, count = gradient.ndim - 2, len(scalings)
+    scaled_down = is_scaled_down(gradient[..., :1], gradient[..., -1:])
     rows_by_scaling = {s: rows for s, rows in _rows_by_scaling(scalings).items() if s.numbers}
     ops = range(gradient.shape[axis] // count)
     parts: dict[int, tuple[Array, Array]] = {}
@@ -190,7 +200,7 @@ def measured_in_gradient(gradient: Array, scalings: tuple[AbstractScaling, ...])
         finite = jnp.isfinite(newest) & (newest >= 0.0)
         reached = jnp.isfinite(scale) & (scale > 0.0) & finite.all(axis=-1, keepdims=True)
         if len(rows_by_scaling) == 1 and len(members) == count:
-            return newest, reached
+            return Measured(newest, reached, scaled_down)
         newest = jnp.pad(newest, [(0, 0)] * (axis + 1) + [(0, numbers_of(scalings) - scaling.numbers)])
         for i, row in enumerate(rows):
             of_row = [lax.slice_in_dim(x, i, i + 1, axis=axis) for x in (newest, reached)]
@@ -200,26 +210,29 @@ def measured_in_gradient(gradient: Array, scalings: tuple[AbstractScaling, ...])
     newest, reached = (
         lax.concatenate([parts.get(row, missing)[i] for row in range(gradient.shape[axis])], axis) for i in (0, 1)
     )
-    return newest, reached
+    return Measured(newest, reached, scaled_down)
 
 
 def change_of(
-    table: Array, measured: Array, reached: Array, scalings: tuple[AbstractScaling, ...], limits: Sequence[float]
+    table: Array, measured: Measured, scalings: tuple[AbstractScaling, ...], limits: Sequence[float]
 ) -> Array:
     """What a step changes in tables and has to be computed from several columns; the rest moves element by element.
 
     Args:
         table: This step's, `[*ensemble, ops * operands, columns]`.
-        measured: As `measured_in_record` returns it.
-        reached: As `measured_in_record` returns it.
+        measured: What the step measured. A row that was scaled down has a scale of NaN from then on.
         scalings: The scaling of each operand of an op.
         limits: The largest value of each operand's format.
 
     Returns:
         For each row whether it changes, and the first columns of the new one.
     """
-    changes = lax.convert_element_type(lax.bitwise_and(reached, _is_own(table)), jnp.float32)
-    return lax.concatenate([changes, _heads(table, measured, scalings, limits)], table.ndim - 1)
+    changes = lax.convert_element_type(lax.bitwise_and(measured.reached, _is_own(table)), jnp.float32)
+    heads = _heads(table, measured.numbers, scalings, limits)
+    if measured.scaled_down is not None:
+        spoiled = lax.broadcast_in_dim(measured.scaled_down, heads.shape, range(heads.ndim))
+        heads = lax.select(spoiled, lax.full_like(heads, np.nan), heads)
+    return lax.concatenate([changes, heads], table.ndim - 1)
 
 
 def changed(table: Array, change: Array, scalings: tuple[AbstractScaling, ...], otherwise: float | None) -> Array:

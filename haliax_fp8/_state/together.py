@@ -14,7 +14,7 @@ from .._jax.max_grad import to_float32
 from .._jax.mesh_axes import varying_axes
 from .._jax.xla import computed_together, not_constant
 from ..recipes.scaling import AbstractScaling
-from .table import change_of, changed, measured_in_gradient, numbers_of
+from .table import Measured, change_of, changed, measured_in_gradient, numbers_of
 
 
 def overwrite_states(states: Sequence[Any], gradients: Sequence[Any]) -> list[Any]:
@@ -45,25 +45,23 @@ def _written(table: Array, gradient: Array, *, scalings: tuple[AbstractScaling, 
     """The rows that a step reached, from the gradient; the others as they are. Jitted, so that layers share a trace."""
     if numbers_of(scalings) == 0:
         return table
-    _, reached = measured_in_gradient(gradient, scalings)
+    reached = measured_in_gradient(gradient, scalings).reached
     return lax.select(lax.broadcast_in_dim(reached, table.shape, range(table.ndim)), gradient, table)
 
 
 def together(
-    measured_in: Callable[..., tuple[Array, Array]],
+    measured_in: Callable[[Array, tuple[AbstractScaling, ...]], Measured],
     states: Sequence[Any],
     others: Sequence[Any],
-    of_ops: Sequence[Array] | None = None,
     *,
     otherwise: float | None,
 ) -> list[Any]:
     """The states of the next step; those of a kind at once, in a launch or two for all layers.
 
     Args:
-        measured_in: What was measured, and whether each row was reached, from the gradients.
+        measured_in: What was measured, from the gradients.
         states: This step's.
         others: Their gradients, or those of their records.
-        of_ops: The marks of the records.
         otherwise: What stands in rows that do not change; None for what stands there now.
     """
     new = list(states)
@@ -75,10 +73,8 @@ def together(
         # Gradients that are records have one axis where tables have rows and columns.
         axis = tables[members[0]].ndim - 2
         of_others = to_float32(concatenated([gradients[i] for i in members], axis))
-        marks = [] if of_ops is None else [concatenated([of_ops[i] for i in members], axis)]
-        measured, reached = measured_in(of_others, *marks, scalings)
         before = concatenated([tables[i] for i in members], axis)
-        changes = computed_together(change_of(before, measured, reached, scalings, limits))
+        changes = computed_together(change_of(before, measured_in(of_others, scalings), scalings, limits))
         rows = changes.shape[-2] // len(members)
         starts = not_constant([np.int32(rows * i) for i in range(len(members))])
         for i, start in zip(members, starts, strict=True):

@@ -63,8 +63,9 @@ def changed_message(layers: list[str]) -> str:
     """What happened to the state of layers, and the correct training step."""
     return (
         f"the FP8 state of {_first(layers)} was changed by something other than its own update: an "
-        "optimizer, weight decay or an average that was given the whole model. Scales are not parameters, and "
-        "products with them now give NaN. Use TrainStep, or split state from parameters in your step:\n"
+        "optimizer, weight decay or an average that was given the whole model, or gradients that were divided before "
+        "state was split from them. Scales are not parameters, and products with them now give NaN. Use TrainStep, or "
+        "split state from parameters in your step:\n"
         "    overwrites, grads = partition_for_grad_overwrite(grads)\n"
         "    updates, opt_state = optimizer.update(grads, opt_state, trainable(model))\n"
         "    model = apply_updates(model, updates, overwrites)\n"

@@ -22,7 +22,7 @@ def exact_gradients(loss_fn: Callable[..., Any], *, has_aux: bool = False) -> Ca
     layer that is used several times, updates each layer's state separately, and quantizes a shared input once per
     layer. Wrap the loss in this function to avoid all three: the gradient is taken inside, then multiplied by the
     weight that the trainer gives the loss. That is too late for gradients that vanish in float16: scale the loss inside
-    `loss_fn`.
+    `loss_fn`. And call the wrapped loss once: the trainer's gradient adds what several calls record, as under `vmap`.
 
     Args:
         loss_fn: `loss_fn(model, *args, **kwargs)`, returning a scalar, or `(scalar, aux)` with `has_aux`. It is

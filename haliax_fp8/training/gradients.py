@@ -92,7 +92,7 @@ def filter_value_and_grad(function: Callable[..., Any], *, has_aux: bool = False
         # JAX does not count `fp32_max_grad` as a float, so it is allowed as integers are.
         value, gradients = jax.value_and_grad(of, has_aux=has_aux, allow_int=True)(differentiated)
         if not way.tables:
-            gradients = _replaced(gradients, indices, complete_states(states, [gradients[i] for i in indices], marks))
+            gradients = _replaced(gradients, indices, complete_states(states, [gradients[i] for i in indices]))
         # Copies of kernels are those of this step's weights, which have the gradient.
         gradients = [None if isinstance(leaf, KernelCopies) else leaf for leaf in gradients]
         return (value, jax.tree.unflatten(structure, gradients)), reached.missing

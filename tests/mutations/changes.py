@@ -418,7 +418,7 @@ CHANGES = (
     Change(
         "a step reaches every op, whatever the mark",
         "_state/table.py",
-        "lax.eq(lax.slice_in_dim(of_ops, length, length + 1, axis=axis), lax.expand_dims(mark, (axis,)))",
+        "lax.gt(lax.slice_in_dim(of_ops, length, length + 1, axis=axis), np.float32(0.0))",
         "lax.ne(lax.slice_in_dim(of_ops, length, length + 1, axis=axis), np.float32(np.inf))",
         ("test_together.py",),
     ),
@@ -687,6 +687,20 @@ CHANGES = (
         "of_rows = jnp.maximum(largest / gradient_format.max, 1 / LARGEST_MULTIPLIER)",
         "of_rows = largest / gradient_format.max",
         ("test_experts.py::test_gradients_sent_in_fp8",),
+    ),
+    Change(
+        "gradients may be divided together with their state",
+        "_state/table.py",
+        "lax.select(spoiled, lax.full_like(heads, np.nan), heads)",
+        "heads",
+        ("test_guard.py::test_gradients_that_are_divided_with_their_state_are_noticed",),
+    ),
+    Change(
+        "a sum over uses counts as divided",
+        "_state/guard.py",
+        "lax.mul(scale, np.float32(1 - 2.0**-6))",
+        "lax.mul(scale, np.float32(1 + 2.0**-6))",
+        ("test_guard.py::test_sums_of_scales_and_guards_are_not_scaled_down",),
     ),
     Change(
         "NaN has a guard, and so has zero",

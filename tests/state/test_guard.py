@@ -13,7 +13,7 @@ from helpers import rounded_up
 from jax import lax
 
 import haliax_fp8 as fp8
-from haliax_fp8._state.guard import guard_of, guard_on_host, is_changed, is_own
+from haliax_fp8._state.guard import guard_of, guard_on_host, is_changed, is_own, is_scaled_down
 from haliax_fp8._state.table import scales_in
 from haliax_fp8.layers.own_state import is_changed as is_state_changed
 
@@ -206,6 +206,42 @@ def test_state_of_a_scale_that_is_not_positive_stays_nan():
             assert np.isnan(state.scale[0]) and np.isnan(jax.vmap(changed)(X.astype(dtype)).astype(jnp.float32)).all()
             with pytest.raises(ValueError, match="changed by something other"):
                 fp8.training.require_own_state(changed)
+
+
+def test_sums_of_scales_and_guards_are_not_scaled_down():
+    """Nor are they if they were rounded to bfloat16; but divided by two, each single one is."""
+    for count in (1, 2, 3, 16):
+        scale = jax.random.permutation(jax.random.key(count), SCALES[(SCALES > 2.0**-90) & (SCALES < 2.0**110)])
+        scale = scale[: len(scale) // count * count].reshape(count, -1)
+        sums = [x.sum(axis=0) for x in (scale, guard_of(scale))]
+        assert not is_scaled_down(*sums).any()
+        assert not is_scaled_down(*[x.astype(jnp.bfloat16).astype(jnp.float32) for x in sums]).any()
+        for factor in (0.775, 0.5, 0.1, 1 / 65536) if count == 1 else ():
+            assert is_scaled_down(*[jnp.float32(factor) * x for x in sums]).all(), factor
+
+
+@pytest.mark.parametrize("filter_grad", [fp8.filter_grad, eqx.filter_grad])
+def test_gradients_that_are_divided_with_their_state_are_noticed(filter_grad):
+    """By a loss scale, or by the number of examples whose gradients were added; before state is split from them."""
+    model, x = mlp(), jnp.stack([X, 2 * X])
+
+    def applied(gradients):
+        overwrites, gradients = fp8.partition_for_grad_overwrite(gradients)
+        return fp8.apply_updates(model, jax.tree.map(lambda g: -0.1 * g, gradients), overwrites)
+
+    def scaled(factor):
+        gradients = filter_grad(lambda model, x: mean_square(model, x) / factor)(model, X)
+        return jax.tree.map(lambda g: g * factor, gradients)
+
+    of_examples = eqx.filter_vmap(eqx.filter_grad(mean_square), in_axes=(None, 0))(model, x)
+    wrong = [scaled(factor) for factor in (0.5, 1 / 1024)] + [jax.tree.map(lambda g: g.mean(0), of_examples)]
+    for gradients in wrong:
+        changed = eqx.filter_jit(applied)(gradients)
+        assert np.isnan(mean_square(changed, X))
+        with pytest.raises(ValueError, match="gradients that were divided before state was split from them"):
+            fp8.describe(changed)
+    for gradients in (scaled(1.0), scaled(4.0), jax.tree.map(lambda g: g.sum(0), of_examples)):
+        assert np.isfinite(mean_square(eqx.filter_jit(applied)(gradients), X))
 
 
 def test_the_scale_of_a_layer_that_was_not_reached_is_the_one_that_products_take():

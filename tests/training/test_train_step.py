@@ -257,7 +257,7 @@ MISTAKES = {
     "a device as configuration": (lambda: describe(MODEL, "h100"), r"use describe\(model, device='h100'\)"),
     "a configuration as model": (lambda: describe(Fp8Config()), r"model is an Fp8Config"),
     "a class as model": (lambda: describe(eqx.nn.MLP), r"model is the class MLP"),
-    "a model as configuration": (lambda: fp8_linear_layers(Fp8Config(), MODEL), r"config is a MLP, a model"),
+    "a model as configuration": (lambda: fp8_linear_layers(Fp8Config(), MODEL), r"config is a model of class MLP"),
     "a function as model": (lambda: describe(loss_fn), r"model is a function, and has no layers; use describe\(model"),
     "a text as model": (lambda: describe("model"), "model is of type str, and has no layers"),
     "an array as model": (lambda: describe(X), "model is of type .*, and has no layers"),

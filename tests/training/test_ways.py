@@ -134,6 +134,30 @@ def test_the_first_example_skips_a_layer_that_is_an_operand_of_its_branch(filter
         np.testing.assert_array_equal(found.dot_general.amax_history("input")[0], expected, f"{repeats} x {keep[:8]}")
 
 
+def test_copies_that_a_scan_takes_apart_are_recorded():
+    """JAX adds what the copies record, so the amaxes are at most so many times too large, and never too small."""
+    layer = fp8.fp8_linear_layers(eqx.nn.Linear(4, 4, use_bias=False, key=jax.random.key(0)), CONFIG)
+    copies = (
+        lambda a: jnp.broadcast_to(a, (3, *a.shape)),
+        lambda a: jnp.repeat(a[None], 3, 0),
+        lambda a: a[None][jnp.zeros(3, int)],
+    )
+    for copied in copies:
+
+        def loss(layer, x, copied=copied):
+            of_all = jax.tree.map(copied, layer)
+            return (lax.scan(lambda h, one: (jax.vmap(one)(h), None), x, of_all)[0] ** 2).sum()
+
+        inputs = [X]
+        for _ in range(2):
+            inputs.append(jax.vmap(layer)(inputs[-1]))
+        found = eqx.filter_jit(fp8.filter_grad(loss))(layer, X)
+        np.testing.assert_allclose(newest(found)[0], sum(jnp.abs(x).max() for x in inputs), rtol=1e-6)
+        np.testing.assert_allclose(newest(found)[1], 3 * jnp.abs(layer.weight).max(), rtol=1e-6)
+        calibrated = fp8.calibrate(layer, loss, [(X,)])
+        assert (calibrated.dot_general.scale("input") >= jnp.abs(X).max() / 448).all()
+
+
 @pytest.mark.more
 def test_no_example_takes_the_branch():
     skip = lambda layer, row: lax.cond(row[0] > 99.0, lambda row: layer(row), lambda row: row, row)
