@@ -220,7 +220,7 @@ def change_of(
 
     Args:
         table: This step's, `[*ensemble, ops * operands, columns]`.
-        measured: What the step measured. A row that was scaled down has a scale of NaN from then on.
+        measured: What the step measured. A row that was scaled down counts as changed from then on.
         scalings: The scaling of each operand of an op.
         limits: The largest value of each operand's format.
 
@@ -230,8 +230,9 @@ def change_of(
     changes = lax.convert_element_type(lax.bitwise_and(measured.reached, _is_own(table)), jnp.float32)
     heads = _heads(table, measured.numbers, scalings, limits)
     if measured.scaled_down is not None:
+        # A negative scale fits no guard. NaN would stop `jax_debug_nans` here, where nothing is wrong.
         spoiled = lax.broadcast_in_dim(measured.scaled_down, heads.shape, range(heads.ndim))
-        heads = lax.select(spoiled, lax.full_like(heads, np.nan), heads)
+        heads = lax.select(spoiled, lax.full_like(heads, -1.0), heads)
     return lax.concatenate([changes, heads], table.ndim - 1)
 
 

@@ -691,7 +691,7 @@ CHANGES = (
     Change(
         "gradients may be divided together with their state",
         "_state/table.py",
-        "lax.select(spoiled, lax.full_like(heads, np.nan), heads)",
+        "lax.select(spoiled, lax.full_like(heads, -1.0), heads)",
         "heads",
         ("test_guard.py::test_gradients_that_are_divided_with_their_state_are_noticed",),
     ),
