@@ -19,7 +19,7 @@ from .._state.table import numbers_of
 from ..recipes.recipe import OPERAND_NAMES, OPERANDS, OperandName, ProductName
 from ..recipes.scaling import AbstractStatefulScaling, MeasuredScaling, OperandUse, of_all_elements
 from ..recipes.scaling.operand_statistics import Members, share_of_active
-from .grouped.rows import largest_of_groups, of_each_row
+from .grouped.rows import largest_of_groups, of_each_row, without_unused
 from .kernel_copies import KernelCopies, KernelCopy, values_of
 from .scales import FLOAT32, each_row_scaled
 from .spec import ProductSpec
@@ -234,6 +234,11 @@ def measured_parts(
             scale = scale if operand == "kernel" else of_each_row(scale, extras[0], x.shape[spec.ensemble - 1])
             quantized = dataclasses.replace(quantized, scale=of_all_elements(scale, x.ndim))
         values = scaling.measure_members(x, quantized, members, active)
+    elif has_groups and not state_per_group and operand != "kernel":
+        # Of each row: what a buffer holds beyond the last group is in no product, and must not enter the scale.
+        of_rows = scaling.measure(x, quantized, x.ndim - 1)[..., 0]
+        of_rows = without_unused(of_rows, extras[0])
+        values = jnp.moveaxis(of_rows, -1, spec.ensemble).reshape(*x.shape[: spec.ensemble], of_rows.shape[-1], -1)
     else:
         values = scaling.measure(x, quantized, spec.ensemble)
         if state_per_group and operand != "kernel":

@@ -91,8 +91,10 @@ def is_scaled_down(scale: Float32[Array, "*shape"], guard: Float32[Array, "*shap
         scale: The scales.
         guard: What stands beside them.
     """
-    # Both may have been rounded to bfloat16, with the model.
-    return lax.lt(lax.mul(guard, guard), lax.mul(scale, np.float32(1 - 2.0**-6)))
+    # Both may have been rounded: to bfloat16, or a scale to float16, where its last bit is 2**-24. A smaller scale is
+    # not looked at; those of inputs and kernels, which were divided as well, are larger.
+    least = lax.sub(lax.mul(scale, np.float32(1 - 2.0**-6)), np.float32(2.0**-25))
+    return lax.lt(lax.mul(guard, guard), least)
 
 
 def is_changed(scale: np.ndarray, guard: np.ndarray) -> bool:

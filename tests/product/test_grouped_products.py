@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from helpers import meant_for
+from helpers import assert_same, meant_for
 from jax.experimental.pallas import mosaic_gpu as plgpu, tpu as pltpu
 
 from haliax_fp8 import Fp8DotGeneral, filter_grad
@@ -68,6 +68,29 @@ ROWWISE = {
 def scaled(data, shape, seed, block=None):
     scale = np.exp2(np.random.default_rng(seed).uniform(-3, 3, size=shape)).astype(np.float32)
     return QuantizedArray(jnp.asarray(data), jnp.asarray(scale), block)
+
+
+def test_rows_beyond_the_last_group_enter_no_amax():
+    """Whatever a buffer holds there, and whatever gradient comes back to them."""
+    sizes, op = jnp.asarray(SIZES), Fp8DotGeneral.init("delayed")
+    kernels = jnp.asarray(random((len(SIZES), INPUTS, OUTPUTS), np.float32))
+    used = (jnp.arange(ROWS) < sum(SIZES))[:, None]
+    for dtype, value in ((jnp.float32, 1e7), (jnp.bfloat16, jnp.nan), (jnp.bfloat16, 1e7)):
+        rows, c = (jnp.asarray(random((ROWS, n), np.float32)).astype(dtype) for n in (INPUTS, OUTPUTS))
+
+        def loss(arguments, c, dtype=dtype):
+            op, rows = arguments
+            return (op.ragged_dot(rows, kernels.astype(dtype), sizes) * c).astype(jnp.float32).sum()
+
+        found, expected = (
+            jax.jit(filter_grad(loss))((op, jnp.where(used, rows, other)), jnp.where(used, c, other))
+            for other in (jnp.asarray(value, dtype), jnp.asarray(0.0, dtype))
+        )
+        assert_same(found, expected)
+        of_each = jax.vmap(lambda rows, loss=loss, c=c: filter_grad(loss)((op, rows), c)[0])
+        stacked = of_each(jnp.stack([jnp.where(used, rows, jnp.asarray(value, dtype)), 2 * rows]))
+        largest = jnp.abs(jnp.where(used, rows, 0.0)).max()
+        np.testing.assert_array_equal(stacked.amax_history("input")[:, 0], jnp.stack([largest, 2 * largest]))
 
 
 @pytest.mark.parametrize(

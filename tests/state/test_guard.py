@@ -216,8 +216,10 @@ def test_sums_of_scales_and_guards_are_not_scaled_down():
         sums = [x.sum(axis=0) for x in (scale, guard_of(scale))]
         assert not is_scaled_down(*sums).any()
         assert not is_scaled_down(*[x.astype(jnp.bfloat16).astype(jnp.float32) for x in sums]).any()
-        for factor in (0.775, 0.5, 0.1, 1 / 65536) if count == 1 else ():
-            assert is_scaled_down(*[jnp.float32(factor) * x for x in sums]).all(), factor
+        # Half of float16's last bit may be missing.
+        large = sums[0] > 2.0**-10
+        for factor in (0.75, 0.5, 0.1, 1 / 4096) if count == 1 else ():
+            assert is_scaled_down(*[jnp.float32(factor) * x[large] for x in sums]).all(), factor
 
 
 @pytest.mark.parametrize("filter_grad", [fp8.filter_grad, eqx.filter_grad])
@@ -242,6 +244,20 @@ def test_gradients_that_are_divided_with_their_state_are_noticed(filter_grad):
             fp8.describe(changed)
     for gradients in (scaled(1.0), scaled(4.0), jax.tree.map(lambda g: g.sum(0), of_examples)):
         assert np.isfinite(mean_square(eqx.filter_jit(applied)(gradients), X))
+
+
+@pytest.mark.parametrize("filter_grad", [fp8.filter_grad, eqx.filter_grad])
+def test_gradients_that_were_cast_to_float16_are_recorded(filter_grad):
+    """Where it rounds a scale up, or to zero; the amax is that of the gradient as long as float16 holds it."""
+    layer = fp8.fp8_linear_layers(eqx.nn.Linear(8, 8, key=jax.random.key(0)))
+    for factor in (8e-4, 5e-4, 1e-4, 1e-5, 1e-6):
+        gradients = filter_grad(lambda layer, factor=factor: jnp.sum(jax.vmap(layer)(X) ** 2) * factor)(layer)
+        expected = gradients.dot_general.amax_history("output_grad")[0]
+        cast = jax.tree.map(lambda x: x.astype(jnp.float16) if eqx.is_inexact_array(x) else x, gradients)
+        overwrites, cast = fp8.partition_for_grad_overwrite(cast)
+        layer = fp8.apply_updates(layer, jax.tree.map(jnp.zeros_like, cast), overwrites)
+        np.testing.assert_allclose(layer.dot_general.amax_history("output_grad")[0], expected, rtol=0.05)
+        fp8.training.require_own_state(layer)
 
 
 def test_the_scale_of_a_layer_that_was_not_reached_is_the_one_that_products_take():

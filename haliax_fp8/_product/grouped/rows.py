@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from .tiles import within_bounds
@@ -12,6 +13,15 @@ def _group_of_row(group_sizes: Int[Array, " groups"], rows: int) -> Int[Array, "
     """The group of each row; the number of groups for rows beyond the last."""
     ends = jnp.cumsum(within_bounds(group_sizes, rows))
     return jnp.searchsorted(ends, jnp.arange(rows, dtype=ends.dtype), side="right")
+
+
+def without_unused(
+    of_rows: Float[Array, "*members rows numbers"], group_sizes: Int[Array, "*members groups"]
+) -> Float[Array, "*members rows numbers"]:
+    """What was measured of rows, zeros for those beyond the last group."""
+    index = lax.broadcasted_iota(group_sizes.dtype, of_rows.shape[:-1], of_rows.ndim - 2)
+    used = index < jnp.sum(group_sizes, axis=-1, keepdims=True)
+    return jnp.where(used[..., None], of_rows, np.asarray(0.0, of_rows.dtype))
 
 
 def of_each_row(
