@@ -189,20 +189,19 @@ def measured_in_gradient(gradient: Array, scalings: tuple[AbstractScaling, ...])
         scalings: The scaling of each operand of an op.
     """
     axis, count = gradient.ndim - 2, len(scalings)
-    guard = gradient[..., -1:]
-    scaled_down = is_scaled_down(gradient[..., :1], guard)
-    # A guard is a root: float16 holds it where the scale is rounded to zero.
-    has_guard = jnp.isfinite(guard) & (guard > 0.0)
+    scale, guard = gradient[..., :1], gradient[..., -1:]
+    scaled_down = is_scaled_down(scale, guard)
+    # A guard is a root: float16 holds it, as 2**-24 or more, where it rounds the scale to zero.
+    has_scale = jnp.isfinite(scale) & ((scale > 0.0) | (guard > 2.0**-25))
     rows_by_scaling = {s: rows for s, rows in _rows_by_scaling(scalings).items() if s.numbers}
     ops = range(gradient.shape[axis] // count)
     parts: dict[int, tuple[Array, Array]] = {}
     for scaling, members in rows_by_scaling.items():
         rows = tuple(op * count + row for op in ops for row in members)
         of_rows = _rows_of(gradient, rows, len(scaling.first_row))
-        newest, scale = scaling.newest(of_rows), of_rows[..., :1]
+        newest = scaling.newest(of_rows)
         finite = jnp.isfinite(newest) & (newest >= 0.0)
-        own = has_guard if len(rows) == gradient.shape[axis] else _rows_of(has_guard, rows, 1)
-        reached = own & jnp.isfinite(scale) & finite.all(axis=-1, keepdims=True)
+        reached = _rows_of(has_scale, rows, 1) & finite.all(axis=-1, keepdims=True)
         if len(rows_by_scaling) == 1 and len(members) == count:
             return Measured(newest, reached, scaled_down)
         newest = jnp.pad(newest, [(0, 0)] * (axis + 1) + [(0, numbers_of(scalings) - scaling.numbers)])
