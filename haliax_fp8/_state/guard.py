@@ -31,7 +31,7 @@ _OFF_GRID = np.uint32(1 << 31 | (1 << (23 - _BITS)) - 1)
 # model: by half of the last of its 16 bits.
 _SLACK = 1 << 15
 _WIDTH = np.uint32((1 << (24 - _BITS)) + 2 * _SLACK)
-# Of `-_SLACK <= 2 * (guard - _HALF) - scale`, with the scale less one, what is not compared with zero; modulo 2**32.
+# `fit` tests `0 <= 2 * guard - (scale - 1) + _OFFSET <= _WIDTH`, modulo 2**32.
 _OFFSET = np.uint32((_SLACK - 2 * int(_HALF) - 1) % 2**32)
 
 _ZERO, _ONE = np.uint32(0), np.uint32(1)
@@ -85,7 +85,7 @@ def is_scaled_down(scale: Float32[Array, "*shape"], guard: Float32[Array, "*shap
     """Whether scales and guards of a gradient were multiplied by a number below one, such as `1 / loss_scale`.
 
     A guard is not less than the square root of its scale, so `(g1 + g2)**2 >= s1 + s2`: sums over several uses of a
-    layer pass, and so do maxima. A common factor is squared on one side alone. One between 0.78 and 1 may pass.
+    layer pass, and so do maxima. A common factor is squared on the left only. Factors between 0.78 and 1 may pass.
 
     Args:
         scale: The scales.
