@@ -291,7 +291,7 @@ def _multiply(
     out: NamedSharding | None = None,
 ) -> Array:
     (input, kernel), state, kernel_copies = both, op.state, op.kernel_copies
-    key = op.key.array if op.key is not None and spec.recipe.needs_key else None
+    key = op.key.array if op.has_key and op.key is not None and spec.recipe.needs_key else None
     state = None if state is None else state.array
     if kernel_copies is None:
         return fp8_dot_general(input, kernel, state, spec, extras, key, out_sharding=out)
@@ -324,6 +324,5 @@ def _spec(
         precision=precision_of(precision),
         state=None if state is None else form_of(state, stacked=stacked),
         ensemble=int(contraction.state_per_group),
-        has_key=op.has_key,
         kernel_residual=op.kernel_residual.decided(measures_again=recipe.measures_kernel_again, stacked=stacked),
     )

@@ -144,7 +144,7 @@ def _stored(
 
 def _key_of(x: Array, key: Array | None, operand: OperandName, product: ProductName, spec: ProductSpec) -> Array:
     """A key for each member, unlike those of other operands, products and devices."""
-    if key is None or not spec.has_key:
+    if key is None:
         raise ValueError(
             f"key is missing: the recipe ({spec.recipe}) draws random numbers here. Give the model's ops their keys "
             "inside the loss, with_rounding_keys(model, key), with a new key in each step; TrainStep takes one as key="

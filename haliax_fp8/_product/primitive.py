@@ -60,7 +60,7 @@ def fp8_dot_general(
         state: Scales and histories in float32 or `fp32_max_grad`; None for a stateless recipe.
         spec: What is static.
         extras: What else the contraction needs, such as the group sizes of a ragged one.
-        key: The words of the key for stochastic rounding, for a recipe that needs one.
+        key: The words of the key for stochastic rounding; without one, rounding stochastically raises.
         copies: The copies of a kernel that was quantized before, with their structure in `spec`; else None.
         out_sharding: The sharding of the product, on a mesh with explicit axes; else None.
 
@@ -96,10 +96,11 @@ def _fp8_dot(input: Array, kernel: Array, *others: Array, spec: ProductSpec) -> 
 
 
 def _split_others(others: Sequence[Any], spec: ProductSpec) -> tuple[tuple[Any, ...], Any, Any, Any]:
-    """Extras, then state and key, each None if the recipe has none, and the kernel's copies, None if it has none."""
+    """Extras; the state, None if the recipe has none; the key, None if none was given; the kernel's copies, or None."""
     rest = list(others[spec.contraction.extras :])
     state = rest.pop(0) if spec.recipe.is_stateful else None
-    key = rest.pop(0) if spec.recipe.needs_key else None
+    of_copies = 0 if spec.copies is None else spec.copies.num_leaves
+    key = rest.pop(0) if len(rest) > of_copies else None
     copies = None if spec.copies is None else jax.tree.unflatten(spec.copies, rest)
     return tuple(others[: spec.contraction.extras]), state, key, copies
 

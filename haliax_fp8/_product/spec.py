@@ -25,7 +25,6 @@ class ProductSpec:
         out_dtype: The dtype of the output.
         precision: The precision of fprop. The default lets the hardware accumulate fast; dgrad and wgrad never do.
         state: The form in which state enters; None for a stateless recipe.
-        has_key: Whether a key for stochastic rounding was given; without one, rounding stochastically raises.
         kernel_residual: Whether the backward pass keeps the kernel's FP8 copy, or quantizes the kernel again.
         copies: The structure of the kernel's copies, if it was quantized before, see `KernelCopies`; None if not.
         ensemble: How many leading axes of every array number independent members, each with its own state.
@@ -37,7 +36,6 @@ class ProductSpec:
     out_dtype: np.dtype
     precision: lax.Precision
     state: AbstractStateForm | None = None
-    has_key: bool = False
     kernel_residual: KernelResidual = KernelResidual.KEEP
     copies: Any = None
     ensemble: int = 0

@@ -216,7 +216,6 @@ def _spec(box: BlackBox, recipe: Recipe) -> ProductSpec:
         out_dtype=box.out_dtype,
         precision=box.precision,
         state=None if state is None else form_of(state, stacked=False),
-        has_key=True,
     )
 
 
