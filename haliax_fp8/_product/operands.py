@@ -19,7 +19,7 @@ from .._state.table import numbers_of
 from ..recipes.recipe import OPERAND_NAMES, OPERANDS, OperandName, ProductName
 from ..recipes.scaling import AbstractStatefulScaling, MeasuredScaling, OperandUse, of_all_elements
 from ..recipes.scaling.operand_statistics import Members, share_of_active
-from .grouped.rows import largest_of_groups, of_each_row, without_unused
+from .grouped.rows import largest_of_groups, of_each_row, used_rows
 from .kernel_copies import KernelCopies, KernelCopy, values_of
 from .scales import FLOAT32, each_row_scaled
 from .spec import ProductSpec
@@ -124,6 +124,7 @@ def quantize_operand(
         mixable=product not in spec.contraction.groups,
         scale_bits=spec.scale_bits(operand),
         devices=axes_of_parts(x),
+        used=None if scaling.stores_scale else _used(x, operand, extras, spec),
     )
     quantized = scaling.quantize(x, use)
     # Where groups have states, the product applies their scales.
@@ -140,6 +141,16 @@ def _stored(
     if not spec.contraction.state_per_group or operand == "kernel":
         return stored
     return of_each_row(stored, extras[0], x.shape[spec.ensemble - 1])
+
+
+def _used(x: Array, operand: OperandName, extras: tuple[Array, ...], spec: ProductSpec) -> Array | None:
+    """Which rows belong to a group; None if the operand has none, or each group measures its own.
+
+    What a buffer holds beyond the last group is in no product, and must not enter a scale.
+    """
+    if not spec.contraction.groups or spec.contraction.state_per_group or operand == "kernel":
+        return None
+    return used_rows(extras[0], x.shape[-2])
 
 
 def _key_of(x: Array, key: Array | None, operand: OperandName, product: ProductName, spec: ProductSpec) -> Array:
@@ -220,12 +231,13 @@ def measured_parts(
     scaling, count = getattr(spec.recipe, operand).scaling, numbers_of(spec.recipe.scalings)
     if not (isinstance(scaling, AbstractStatefulScaling) and scaling.numbers):
         return jnp.zeros((*state.shape[: spec.ensemble], count, 1), x.dtype)
-    state_per_group, has_groups = spec.contraction.state_per_group, bool(spec.contraction.groups)
+    state_per_group, used = spec.contraction.state_per_group, _used(x, operand, extras, spec)
     if isinstance(scaling, MeasuredScaling):
         members = Members(spec.ensemble, axes_to_reduce((x,), varying_axes(state)))
-        active = (
-            share_of_active(extras[0], members) if has_groups and not state_per_group and operand != "kernel" else None
-        )
+        active = None if used is None else share_of_active(extras[0], members)
+        if used is not None:
+            x, data = (jnp.where(used, values, np.asarray(0.0, values.dtype)) for values in (x, quantized.data))
+            quantized = dataclasses.replace(quantized, data=data)
         if state_per_group and operand != "kernel":
             members = members.of_groups(extras[0], x.shape[spec.ensemble - 1])
         if state_per_group and (scales := scales_of(state, spec)) is not None:
@@ -234,10 +246,9 @@ def measured_parts(
             scale = scale if operand == "kernel" else of_each_row(scale, extras[0], x.shape[spec.ensemble - 1])
             quantized = dataclasses.replace(quantized, scale=of_all_elements(scale, x.ndim))
         values = scaling.measure_members(x, quantized, members, active)
-    elif has_groups and not state_per_group and operand != "kernel":
-        # Of each row: what a buffer holds beyond the last group is in no product, and must not enter the scale.
+    elif used is not None:
         of_rows = scaling.measure(x, quantized, x.ndim - 1)[..., 0]
-        of_rows = without_unused(of_rows, extras[0])
+        of_rows = jnp.where(used, of_rows, np.asarray(0.0, of_rows.dtype))
         values = jnp.moveaxis(of_rows, -1, spec.ensemble).reshape(*x.shape[: spec.ensemble], of_rows.shape[-1], -1)
     else:
         values = scaling.measure(x, quantized, spec.ensemble)

@@ -27,12 +27,11 @@ _HALF = np.uint32(np.float32(1.0).view(np.uint32) // 2)
 # The bits that are zero in every guard, the sign's among them.
 _OFF_GRID = np.uint32(1 << 31 | (1 << (23 - _BITS)) - 1)
 
-# A rounded scale is less than a step of the grid above the scale. State may have been rounded to bfloat16, with its
-# model: by half of the last of its 16 bits.
-_SLACK = 1 << 15
-_WIDTH = np.uint32((1 << (24 - _BITS)) + 2 * _SLACK)
+# A rounded scale is less than a step of the grid above the scale. If state was rounded to bfloat16, with its model, the
+# scale may be a whole step lower: on the grid, which bfloat16 holds, so that it crosses no step.
+_WIDTH = np.uint32(1 << (24 - _BITS))
 # `fit` tests `0 <= 2 * guard - (scale - 1) + _OFFSET <= _WIDTH`, modulo 2**32.
-_OFFSET = np.uint32((_SLACK - 2 * int(_HALF) - 1) % 2**32)
+_OFFSET = np.uint32((-2 * int(_HALF) - 1) % 2**32)
 
 _ZERO, _ONE = np.uint32(0), np.uint32(1)
 _INFINITY, _MINUS_INFINITY = (np.float32(x).view(np.uint32) for x in (np.inf, -np.inf))

@@ -562,8 +562,8 @@ CHANGES = (
     Change(
         "current scaling ignores the axes of an ensemble",
         "recipes/scaling/current.py",
-        "amax_over(x, tuple(range(use.ensemble, x.ndim)))",
-        "amax_over(x, tuple(range(x.ndim)))",
+        "amax_over(use.counted(x), tuple(range(use.ensemble, x.ndim)))",
+        "amax_over(use.counted(x), tuple(range(x.ndim)))",
         ("test_edges_of_scales.py",),
     ),
     Change(
@@ -691,9 +691,23 @@ CHANGES = (
     Change(
         "rows beyond the last group enter the amax",
         "_product/operands.py",
-        "of_rows = without_unused(of_rows, extras[0])",
+        "of_rows = jnp.where(used, of_rows, np.asarray(0.0, of_rows.dtype))",
         "of_rows = of_rows",
         ("test_grouped_products.py::test_rows_beyond_the_last_group_enter_no_amax",),
+    ),
+    Change(
+        "rows beyond the last group enter the scale of a tensor that is measured now",
+        "_product/operands.py",
+        "used=None if scaling.stores_scale else _used(x, operand, extras, spec)",
+        "used=None",
+        ("test_grouped_products.py::test_what_rows_beyond_the_last_group_hold_changes_nothing",),
+    ),
+    Change(
+        "rows beyond the last group enter statistics",
+        "_product/operands.py",
+        "if used is not None:\n            x, data",
+        "if used is None:\n            x, data",
+        ("test_grouped_products.py::test_what_rows_beyond_the_last_group_hold_changes_nothing",),
     ),
     Change(
         "a scale that float16 rounded up counts as divided",
@@ -789,8 +803,8 @@ CHANGES = (
     Change(
         "a scale that was rounded to bfloat16 with its model counts as changed",
         "_state/guard.py",
-        "_SLACK = 1 << 15",
-        "_SLACK = 0",
+        "_WIDTH = np.uint32(1 << (24 - _BITS))",
+        "_WIDTH = np.uint32((1 << (24 - _BITS)) - 1)",
         ("test_guard.py::test_a_state_that_was_rounded_with_its_model_passes",),
     ),
     Change(

@@ -11,7 +11,7 @@ import pytest
 from helpers import assert_same, meant_for
 from jax.experimental.pallas import mosaic_gpu as plgpu, tpu as pltpu
 
-from haliax_fp8 import Fp8DotGeneral, filter_grad
+from haliax_fp8 import Fp8DotGeneral, filter_grad, recipes
 from haliax_fp8._numerics.quantized_array import QuantizedArray
 from haliax_fp8._op import _spec
 from haliax_fp8._product.grouped.contraction import RaggedContraction
@@ -91,6 +91,40 @@ def test_rows_beyond_the_last_group_enter_no_amax():
         stacked = of_each(jnp.stack([jnp.where(used, rows, jnp.asarray(value, dtype)), 2 * rows]))
         largest = jnp.abs(jnp.where(used, rows, 0.0)).max()
         np.testing.assert_array_equal(stacked.amax_history("input")[:, 0], jnp.stack([largest, 2 * largest]))
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        recipes.by_name("current"),
+        recipes.by_name("mxfp8"),
+        recipes.Recipe.of(recipes.NVFP4Scaling(), forward=recipes.E2M1, backward=recipes.E2M1),
+        recipes.by_name("delayed").measured,
+        *(
+            pytest.param(recipe, marks=pytest.mark.more)
+            for recipe in [*map(recipes.by_name, ("rowwise", "deepseek")), recipes.by_name("current").measured]
+        ),
+    ],
+    ids=str,
+)
+def test_what_rows_beyond_the_last_group_hold_changes_nothing(recipe):
+    """For scales that come from the operands themselves, and for statistics."""
+    sizes, op = jnp.asarray(SIZES), Fp8DotGeneral.init(recipe)
+    kernels = jnp.asarray(random((len(SIZES), INPUTS, OUTPUTS), np.float32)).astype(jnp.bfloat16)
+    rows, c = (jnp.asarray(random((ROWS, n), np.float32)).astype(jnp.bfloat16) for n in (INPUTS, OUTPUTS))
+    used = (jnp.arange(ROWS) < sum(SIZES))[:, None]
+
+    @jax.jit
+    def step(arguments, c):
+        out = lambda arguments: arguments[0].ragged_dot(*arguments[1:], sizes)
+        return out(arguments), filter_grad(lambda arguments: (out(arguments) * c).astype(jnp.float32).sum())(arguments)
+
+    zeros, large, nan = (
+        step((op, jnp.where(used, rows, other), kernels), jnp.where(used, c, other))
+        for other in [jnp.asarray(value, jnp.bfloat16) for value in (0.0, 1e7, jnp.nan)]
+    )
+    assert_same(large, zeros)
+    assert_same(nan, zeros)
 
 
 @pytest.mark.parametrize(

@@ -249,7 +249,9 @@ def test_gradients_that_are_divided_with_their_state_are_noticed(filter_grad):
 @pytest.mark.parametrize("filter_grad", [fp8.filter_grad, eqx.filter_grad])
 def test_gradients_that_were_cast_to_float16_are_recorded(filter_grad):
     """Where it rounds a scale up, or to zero; the amax is that of the gradient as long as float16 holds it."""
-    layer = fp8.fp8_linear_layers(eqx.nn.Linear(8, 8, key=jax.random.key(0)))
+    # A scale that follows each amax.
+    recipe = fp8.Recipe.of(fp8.DelayedScaling(amax_history_length=1))
+    layer = fp8.fp8_linear_layers(eqx.nn.Linear(8, 8, key=jax.random.key(0)), recipe=recipe)
     for factor in (8e-4, 5e-4, 1e-4, 1e-5, 1e-6):
         gradients = filter_grad(lambda layer, factor=factor: jnp.sum(jax.vmap(layer)(X) ** 2) * factor)(layer)
         expected = gradients.dot_general.amax_history("output_grad")[0]

@@ -15,13 +15,11 @@ def _group_of_row(group_sizes: Int[Array, " groups"], rows: int) -> Int[Array, "
     return jnp.searchsorted(ends, jnp.arange(rows, dtype=ends.dtype), side="right")
 
 
-def without_unused(
-    of_rows: Float[Array, "*members rows numbers"], group_sizes: Int[Array, "*members groups"]
-) -> Float[Array, "*members rows numbers"]:
-    """What was measured of rows, zeros for those beyond the last group."""
-    index = lax.broadcasted_iota(group_sizes.dtype, of_rows.shape[:-1], of_rows.ndim - 2)
-    used = index < jnp.sum(group_sizes, axis=-1, keepdims=True)
-    return jnp.where(used[..., None], of_rows, np.asarray(0.0, of_rows.dtype))
+def used_rows(group_sizes: Int[Array, "*members groups"], rows: int) -> Bool[Array, "*members rows 1"]:
+    """Whether each row belongs to a group, or lies beyond the last."""
+    shape = (*group_sizes.shape[:-1], rows)
+    index = lax.broadcasted_iota(group_sizes.dtype, shape, len(shape) - 1)
+    return (index < jnp.sum(group_sizes, axis=-1, keepdims=True))[..., None]
 
 
 def of_each_row(

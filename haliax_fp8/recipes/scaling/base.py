@@ -4,8 +4,10 @@ import abc
 import dataclasses
 from typing import ClassVar, NamedTuple
 
+import jax.numpy as jnp
+import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Float32, Key
+from jaxtyping import Array, Bool, Float, Float32, Key
 
 from ..._numerics.formats import E5M2, Format
 from ..._numerics.quantized_array import QuantizedArray
@@ -27,6 +29,7 @@ class OperandUse(NamedTuple):
             neighbours may belong to different groups.
         scale_bits: How many significant bits a scale for the whole tensor may have, see `QuantizedArray`.
         devices: Inside `shard_map`, the mesh axes over which devices hold parts of the operand; () elsewhere.
+        used: Which elements are in the product at all, in a shape that broadcasts to the operand's; None if all are.
     """
 
     format: Format
@@ -38,6 +41,11 @@ class OperandUse(NamedTuple):
     mixable: bool = True
     scale_bits: int = 24
     devices: tuple[str, ...] = ()
+    used: Bool[Array, "*shape"] | None = None
+
+    def counted(self, x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+        """The operand as its amaxes are taken: zero where it is not in the product."""
+        return x if self.used is None else jnp.where(self.used, x, np.asarray(0.0, x.dtype))
 
     def cast(self, x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
         """Rounds to the format as this use does, clipping what lies beyond its maximum."""

@@ -69,5 +69,6 @@ class BlockScaling(AbstractScaling):
     def quantize(self, x: Float[Array, "*shape"], use: OperandUse) -> QuantizedArray:
         """Quantizes with the amax of each block; blocks cut by the edge are smaller."""
         block = block_shape(x.shape, self.size, use, square=self.square, padding=self.padding, scaling=self)
-        multiplier = multiplier_of(blockwise_amax(x, block), use.format.max, power_of_two=self.power_of_two)
+        amax = blockwise_amax(use.counted(x), block)
+        multiplier = multiplier_of(amax, use.format.max, power_of_two=self.power_of_two)
         return quantize_by(x, multiplier, use.cast, block, scale_bits=1 if self.power_of_two else 24)

@@ -51,7 +51,7 @@ class CurrentScaling(AbstractScaling):
 
     def quantize(self, x: Float[Array, "*shape"], use: OperandUse) -> QuantizedArray:
         """Quantizes with the amax of each member."""
-        amax = amax_over(x, tuple(range(use.ensemble, x.ndim)))
+        amax = amax_over(use.counted(x), tuple(range(use.ensemble, x.ndim)))
         amax = amax_over_devices(amax, () if self.per_device else use.devices)
         if self.power_of_two or use.scale_bits == 24:
             multiplier = multiplier_of(amax, use.format.max, power_of_two=self.power_of_two)
@@ -89,5 +89,6 @@ class RowwiseScaling(AbstractScaling):
 
     def quantize(self, x: Float[Array, "*shape"], use: OperandUse) -> QuantizedArray:
         """Quantizes with the amaxes over the contracted axes."""
-        multiplier = multiplier_of(amax_over(x, use.contracted), use.format.max, power_of_two=self.power_of_two)
+        amax = amax_over(use.counted(x), use.contracted)
+        multiplier = multiplier_of(amax, use.format.max, power_of_two=self.power_of_two)
         return quantize_by(x, multiplier, use.cast, scale_bits=1 if self.power_of_two else 24)

@@ -49,7 +49,7 @@ class MXFP8Scaling(AbstractScaling):
     def quantize(self, x: Float[Array, "*shape"], use: OperandUse) -> QuantizedArray:
         """Quantizes with the amax of each block of 32."""
         block = block_shape(x.shape, 32, use, square=self.square, padding=self.padding, scaling=self)
-        amax = blockwise_amax(x, block)
+        amax = blockwise_amax(use.counted(x), block)
         exponent = e8m0_exponent(amax * np.float32(1.0 / use.format.max)).astype(jnp.int32)
         # Above 2**-127, which is subnormal, and flushed to zero by some devices; a block of zeros may have it.
         normal = jnp.maximum(exponent, 1)

@@ -87,7 +87,7 @@ class NVFP4Scaling(AbstractScaling):
         """Quantizes with the amax of each block and that of the tensor."""
         block = block_shape(x.shape, 16, use, square=self.square, padding=self.padding, scaling=self)
         x = lax.convert_element_type(x, jnp.float32)
-        amax = blockwise_amax(x, block)
+        amax = blockwise_amax(use.counted(x), block)
         # A block that holds an infinity or NaN has a scale of NaN, and leaves the others theirs.
         finite = jnp.isfinite(amax)
         axes = tuple(range(use.ensemble, x.ndim))
