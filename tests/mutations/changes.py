@@ -689,6 +689,20 @@ CHANGES = (
         ("test_experts.py::test_gradients_sent_in_fp8",),
     ),
     Change(
+        "a kernel that bounds its FP8 operands counts as FP8",
+        "preflight/hlo/origin.py",
+        "if opcode in words.BOUNDS or opcode in words.SCALES and is_scaled:",
+        "if opcode in words.SCALES and is_scaled:",
+        ("test_preflight_flags.py::test_what_a_fusion_of_tritons_reads",),
+    ),
+    Change(
+        "a gradient of a convolution is read as if it were one",
+        "preflight/hlo/dimensions.py",
+        "if name == CONVOLUTION_FILTER_GRAD:",
+        "if name is CONVOLUTION:",
+        ("test_preflight_products.py::test_cudnns_gradients_of_convolutions_multiply_as_often_as_the_convolution",),
+    ),
+    Change(
         "rows beyond the last group enter the amax",
         "_product/operands.py",
         "of_rows = jnp.where(used, of_rows, np.asarray(0.0, of_rows.dtype))",

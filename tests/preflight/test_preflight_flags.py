@@ -241,6 +241,34 @@ def test_scales_of_blocks_inside_the_launch_are_emulation(device):
     assert {product.verdict for product in report.products} == {Verdict.EMULATED}
 
 
+def wide(x):
+    return x.astype(jnp.bfloat16)
+
+
+COMPUTES_INSIDE = {
+    "one scale": (lambda a, b, scale: (wide(a) * scale) @ wide(b), True),
+    "two scales": (lambda a, b, scale: (wide(a) * scale * (scale + 1)) @ wide(b), False),
+    "relu": (lambda a, b, scale: jax.nn.relu(wide(a)) @ wide(b), False),
+    "a bound after a scale": (lambda a, b, scale: wide(a) @ jnp.minimum(wide(b) * scale, 1), False),
+    "two operands in E5M2": (lambda a, b, scale: wide(a.astype(E5M2)) @ wide(b.astype(E5M2)), False),
+}
+
+
+@pytest.mark.parametrize("name", on_gpu(*COMPUTES_INSIDE))
+def test_a_kernel_that_widens_is_fp8_only_if_cublaslt_has_a_product_for_it(name):
+    function, is_fp8 = COMPUTES_INSIDE[name]
+    dtype = E5M2 if "E5M2" in name else E4M3
+    operands = [jax.ShapeDtypeStruct(x.shape, dtype) for x in OPERANDS]
+    scale = jax.ShapeDtypeStruct((), jnp.bfloat16)
+    for triton in (True, False):
+        report = inspect_step(
+            function, *operands, scale, device="h100", compiler_options={TRITON: triton}, other_setting=False
+        )
+        (product,) = report.products
+        assert product.verdict is (Verdict.FP8 if is_fp8 else Verdict.EMULATED), (triton, product.reason)
+        assert is_fp8 or product.reason
+
+
 def triton_fusion(convert, scale=""):
     """A product of FP8 arrays in a Triton fusion, as XLA writes it, that widens its operands or not."""
     lines = ["%a = f8e4m3fn[32,64]{1,0} parameter(0)", "%b = f8e4m3fn[64,48]{1,0} parameter(1)"]
@@ -248,39 +276,47 @@ def triton_fusion(convert, scale=""):
     if convert:
         lines += ["%ca = bf16[32,64]{1,0} convert(%a)", "%cb = bf16[64,48]{1,0} convert(%b)"]
         lhs, rhs = "%ca", "%cb"
-    if scale:
-        shape, dims = {"one": ("bf16[]", ""), "blocks": ("bf16[32]{0}", "0")}[scale]
+    if scale == "bound":
+        lines += ["%z = bf16[] constant(0)", "%r = bf16[32,64]{1,0} broadcast(%z), dimensions={}"]
+        lines.append("%m = bf16[32,64]{1,0} maximum(%ca, %r)")
+        lhs = "%m"
+    elif scale:
+        shape, dims = {"one": ("bf16[]", ""), "two": ("bf16[]", ""), "blocks": ("bf16[32]{0}", "0")}[scale]
         lines.append(f"%s = {shape} parameter(2)")
         lines.append(f"%r = bf16[32,64]{{1,0}} broadcast(%s), dimensions={{{dims}}}")
         lines.append("%m = bf16[32,64]{1,0} multiply(%ca, %r)")
-        lhs = "%m"
+        lines += ["%m2 = bf16[32,64]{1,0} multiply(%m, %r)"] if scale == "two" else []
+        lhs = "%m2" if scale == "two" else "%m"
     lines.append(
         f"ROOT %d = bf16[32,48]{{1,0}} dot({lhs}, {rhs}), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}, "
         'metadata={op_name="jit(f)/fp8_dot_general/fp8_backward/wgrad/dot_general"}'
     )
-    third = {"": [], "one": ["%s = bf16[] parameter(2)"], "blocks": ["%s = bf16[32]{0} parameter(2)"]}[scale]
+    shapes = {"one": "bf16[]", "two": "bf16[]", "blocks": "bf16[32]{0}"}
+    third = [f"%s = {shapes[scale]} parameter(2)"] if scale in shapes else []
     entry = [
         "%a = f8e4m3fn[32,64]{1,0} parameter(0)",
         "%b = f8e4m3fn[64,48]{1,0} parameter(1)",
         *third,
-        f"ROOT %f = bf16[32,48]{{1,0}} fusion(%a, %b{', %s' if scale else ''}), kind=kCustom, calls=%gemm, "
+        f"ROOT %f = bf16[32,48]{{1,0}} fusion(%a, %b{', %s' if third else ''}), kind=kCustom, calls=%gemm, "
         'backend_config={"fusion_backend_config":{"kind":"__triton_gemm"}}',
     ]
     return module(entry, ("%gemm (a: f8e4m3fn[32,64], b: f8e4m3fn[64,48]) -> bf16[32,48]", lines))
 
 
 @pytest.mark.parametrize(
-    "convert, scale, verdict, widened",
+    "convert, scale, verdict, widened, lhs",
     [
-        (False, "", Verdict.FP8, ""),
-        (True, "", Verdict.FP8, "bf16"),
-        (True, "one", Verdict.FP8, "bf16"),
-        (True, "blocks", Verdict.EMULATED, "bf16"),
+        (False, "", Verdict.FP8, "", "f8e4m3fn"),
+        (True, "", Verdict.FP8, "bf16", "f8e4m3fn"),
+        (True, "one", Verdict.FP8, "bf16", "f8e4m3fn"),
+        (True, "blocks", Verdict.EMULATED, "bf16", "f8e4m3fn"),
+        (True, "two", Verdict.EMULATED, "", "bf16"),
+        (True, "bound", Verdict.EMULATED, "", "bf16"),
     ],
 )
-def test_what_a_fusion_of_tritons_reads(convert, scale, verdict, widened):
+def test_what_a_fusion_of_tritons_reads(convert, scale, verdict, widened, lhs):
     (product,) = read(triton_fusion(convert, scale)).products
-    assert (product.verdict, product.widened, product.lhs) == (verdict, widened, "f8e4m3fn")
+    assert (product.verdict, product.widened, product.lhs) == (verdict, widened, lhs)
 
 
 def test_the_same_outside_triton_is_emulation():

@@ -418,6 +418,29 @@ def test_convolutions_count_what_is_multiplied(stride, pad, dilate):
     assert report.step.flops == 2 * convolution_macs(x, w, stride, pad, dilate)
 
 
+@pytest.mark.parametrize(
+    "call, operands, result",
+    [
+        ("BackwardFilter", ("bf16[8,34,34,32]", "bf16[8,32,32,64]"), "bf16[64,3,3,32]"),
+        ("BackwardInput", ("bf16[8,32,32,64]", "bf16[64,3,3,32]"), "bf16[8,34,34,32]"),
+        ("Forward", ("bf16[8,34,34,32]", "bf16[64,3,3,32]"), "bf16[8,32,32,64]"),
+    ],
+)
+def test_cudnns_gradients_of_convolutions_multiply_as_often_as_the_convolution(call, operands, result):
+    """Their attributes are those of the convolution, of input and filter; the lines are XLA's."""
+    (product,) = read(
+        module(
+            [
+                *(f"%p{i} = {shape}{{3,2,1,0}} parameter({i})" for i, shape in enumerate(operands)),
+                f"ROOT %c = ({result}{{3,2,1,0}}, u8[0]{{0}}) custom-call(%p0, %p1), window={{size=3x3}}, "
+                f'dim_labels=b01f_o01i->b01f, custom_call_target="__cudnn$conv{call}"',
+            ]
+        )
+    ).products
+    assert product.flops == 2 * 8 * 32**2 * 64 * 32 * 3**2
+    assert (product.lhs, product.out) == ("bf16", "bf16")
+
+
 def test_branches_and_asynchronous_launches():
     then = (
         "%then (a: bf16[8,8]) -> bf16[8,8]",

@@ -9,6 +9,8 @@ from .text import Shape
 from .vocabulary import (
     BLOCK_SCALED,
     CONVOLUTION,
+    CONVOLUTION_FILTER_GRAD,
+    CONVOLUTION_INPUT_GRAD,
     CUDNN_IN_BLOCKS,
     CUSTOM_CALL,
     DOT,
@@ -187,8 +189,21 @@ def _of_convolution(site: Site) -> Dimensions:
     The first operand's batch is `m`, the kernel's output features are `n`. Output positions that read a whole window
     multiply `m`; a spatial axis along which each output position reads its own single element is a batch axis.
     """
-    lhs, rhs = (operand.instruction.shape for operand in site.operands[:2])
-    out = _result(site)
+    first, second = (operand.instruction.shape for operand in site.operands[:2])
+    result = _result(site)
+    name = custom_call_name(site.instruction)
+    if name == CONVOLUTION_FILTER_GRAD:
+        size = _of_forward_convolution(site, first, result, second)
+        m, n, k = size.k, size.n, size.m
+    elif name == CONVOLUTION_INPUT_GRAD:
+        size = _of_forward_convolution(site, result, second, first)
+        m, n, k = size.m, size.k, size.n
+    else:
+        return _of_forward_convolution(site, first, second, result)
+    return dataclasses.replace(size, m=m, n=n, k=k, lhs=first, rhs=second, out=result)
+
+
+def _of_forward_convolution(site: Site, lhs: Shape, rhs: Shape, out: Shape) -> Dimensions:
     lhs_labels, rhs_labels, out_labels = re.split("_|->", site.instruction.attribute("dim_labels"))
     batch_groups = math.prod(site.instruction.ints("batch_group_count") or (1,))
     m = lhs.dims[lhs_labels.index("b")] // batch_groups

@@ -78,6 +78,9 @@ HANDED_ON = {
 SCALES = {"multiply", "divide"}
 """Opcodes that apply a scale."""
 
+BOUNDS = {"minimum", "maximum", "clamp"}
+"""Opcodes that bound an operand."""
+
 SCALES_AND_BOUNDS = {*SCALES, "minimum", "maximum"}
 """Opcodes of two operands, one of which may be a scale or a bound for the other."""
 
@@ -236,6 +239,9 @@ MOSAIC = "mosaic_gpu"
 
 MOSAIC_TPU = "tpu_custom_call"
 """Pallas kernels for TPUs."""
+
+CONVOLUTION_FILTER_GRAD, CONVOLUTION_INPUT_GRAD = "__cudnn$convBackwardFilter", "__cudnn$convBackwardInput"
+"""cuDNN's gradients of a convolution, of (input, filter) to output: their attributes are the convolution's."""
 
 BLOCK_SCALED = {"__cublas$lt$matmul$mx", CUDNN_IN_BLOCKS}
 """Products whose operands come with a scale for each block."""

@@ -178,6 +178,9 @@ class PreflightReport(Printable):
                 failures.append(f"{name}={least} is required, but {share:.4f} of the FLOPs run in FP8:")
                 wrong = [p for p in self.step.without_fp8 if name == "fp8_flops" or p.verdict is not Verdict.EMULATED]
                 failures += [f"  {line}" for line in _lines(wrong)]
+                if not self.step.flops:
+                    failures.append("  there are no matrix products in the step")
+                    failures += [f"  {name} is computed element by element" for name in self.step.elementwise[:20]]
         if fp8_gathers is not None:
             failures += self._wide_gathers(fp8_gathers)
         for name, bound, value, sign in (

@@ -77,12 +77,28 @@ def analyze(compiled: Compiled, device: CompilableDevice, known: Mapping[str, st
         others=OtherLaunches(count, moved, small),
         collectives=tuple(collectives),
         opaque=tuple(opaque),
+        elementwise=_elementwise(module, written, products),
         memory=compiled.memory,
         unknown_loops=sum(trip_count(loop) is None for loop in _found(module, "while")),
         branches=len(_found(module, "conditional")),
         seconds=compiled.seconds,
         text=compiled.text,
     )
+
+
+def _elementwise(module: Module, written: Mapping[str, list[Written]], products: list[Product]) -> tuple[str, ...]:
+    """The layers and names of products with one row or one column that XLA multiplies and adds up by elements."""
+    compiled = {instruction.op_name for computation in module.computations.values() for instruction in computation}
+    multiplied = {(product.scope, frozenset((product.m, product.n)), product.k) for product in products}
+    found = []
+    for scope, candidates in written.items():
+        for product in candidates if scope in compiled else ():
+            m, n, k = product.size.m, product.size.n, product.size.k
+            if 1 in (m, n, k) and (scope, frozenset((m, n)), k) not in multiplied:
+                arguments = _weight(product.lhs, product.rhs, product).arguments
+                layer = " + ".join(dict.fromkeys(map(layer_of, arguments)))
+                found.append(f"{layer} {product_name(scope)}" if layer else label(scope))
+    return tuple(dict.fromkeys(found))
 
 
 def _found(module: Module, opcode: str) -> list[Site]:

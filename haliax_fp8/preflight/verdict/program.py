@@ -78,6 +78,8 @@ class Program(Printable):
         others: Launches that are not matrix products.
         collectives: Communication between devices.
         opaque: Launches that the program does not describe.
+        elementwise: Products as written that are no matrix products here: with one row or one column, XLA multiplies
+            and adds elements. They are in no figure of products.
         memory: The memory that it needs.
         unknown_loops: How many loops have a length that XLA does not know; each counts as one iteration.
         branches: How many `cond`s there are; all their branches are counted.
@@ -89,6 +91,7 @@ class Program(Printable):
     others: OtherLaunches
     collectives: tuple[Collective, ...]
     opaque: tuple[Opaque, ...]
+    elementwise: tuple[str, ...]
     memory: Memory
     unknown_loops: int
     branches: int

@@ -12,11 +12,15 @@ from .product import Verdict
 from .written import Written
 
 
+_E5M2 = "f8e5m2"
+
+
 @dataclasses.dataclass(frozen=True)
 class Evidence:
     """Everything known about a product when it is judged: as compiled, and as written.
 
-    For a product in a Triton kernel, `entering` describes the arrays from which it reads the operands.
+    For a product in a Triton kernel, `entering` describes the arrays from which it reads the operands, None where it
+    computes an operand.
     """
 
     size: Dimensions
@@ -25,7 +29,7 @@ class Evidence:
     lhs: Origin
     rhs: Origin
     written: Written | None = None
-    entering: tuple[Entering | None, Entering | None] = (None, None)
+    entering: tuple[Entering | None, Entering | None] | None = None
 
     @property
     def multiplied(self) -> tuple[str, str]:
@@ -35,9 +39,9 @@ class Evidence:
     @property
     def read(self) -> tuple[str, str]:
         """The element types that a Triton kernel reads if it widens two FP8 operands; else those multiplied."""
-        first, second = self.entering
-        if any(map(is_narrow, self.multiplied)) or first is None or second is None:
+        if any(map(is_narrow, self.multiplied)) or self.entering is None or None in self.entering:
             return self.multiplied
+        first, second = (entry for entry in self.entering if entry is not None)
         dtypes = first.dtype, second.dtype
         return dtypes if all(map(is_narrow, dtypes)) else self.multiplied
 
@@ -49,7 +53,7 @@ class Evidence:
     @property
     def scaled_inside(self) -> bool:
         """Whether a Triton kernel that widens its operands multiplies them by block scales."""
-        return bool(self.widened) and any(entry is not None and entry.in_blocks for entry in self.entering)
+        return bool(self.widened) and any(entry is not None and entry.in_blocks for entry in self.entering or ())
 
     @property
     def block_scaled(self) -> bool:
@@ -68,6 +72,8 @@ def judge(evidence: Evidence, device: CompilableDevice, known: Mapping[str, str]
         reasons = [device.lacks(dtype) for dtype in evidence.read]
         if evidence.block_scaled:
             reasons.append(device.lacks_block_scaling())
+        if evidence.widened and set(evidence.read) == {_E5M2}:
+            reasons.append(f"the product multiplies {evidence.widened}: cuBLASLt has no product of two E5M2 operands")
         lacking = [reason for reason in reasons if reason is not None]
         return (Verdict.EMULATED, lacking[0]) if lacking else (Verdict.FP8, "")
     quantized = [origin.quantized for origin in evidence.origins if origin.quantized]
@@ -90,6 +96,8 @@ def _why_emulated(evidence: Evidence, quantized: list[str], device: CompilableDe
             return reason
     if sizes := indivisible(evidence.size):
         return f"{sizes}: FP8 products need multiples of 16"
+    if evidence.entering is not None and None in evidence.entering:
+        return f"the kernel computes an operand in {wide} from FP8 values: no FP8 product takes it"
     return f"the product reads {wide}: XLA widened the FP8 operands in other launches"
 
 
@@ -116,6 +124,6 @@ def _why_high_precision(evidence: Evidence, quantized: list[str], known: Mapping
     # The types as written, because on a CPU XLA widens bfloat16 too.
     size = evidence.size if evidence.written is None else evidence.written.size
     in_float32 = ", in float32" if "f32" in (size.lhs.dtype, size.rhs.dtype) else ""
-    if evidence.size.batch > 1 and not any(origin.arguments for origin in evidence.origins):
+    if evidence.size.batch > 1 and not evidence.layer and not any(origin.arguments for origin in evidence.origins):
         return f"a batched product of activations, as in attention{in_float32}"
     return f"not converted{in_float32}"
