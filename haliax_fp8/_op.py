@@ -21,7 +21,7 @@ from ._product.dimensions import DimensionNumbers
 from ._product.dot import DotContraction
 from ._product.grouped.contraction import RaggedContraction
 from ._product.grouped.implementation import implementation_for
-from ._product.kernel_copies import KernelCopies, require_fit
+from ._product.kernel_copies import KernelCopies, dtype_of_scales, require_fit
 from ._product.kernel_residual import KernelResidual
 from ._product.names import FP8_DOT_GENERAL, FP8_RAGGED_DOT
 from ._product.primitive import fp8_dot_general
@@ -217,7 +217,7 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
             gathered: How the copies are divided over the mesh; None leaves that to XLA.
         """
         spec = dataclasses.replace(_spec(self, contraction, kernel, kernel, None, None), ensemble=leading)
-        return quantize_kernel(kernel, None if self.state is None else self.state.array, spec, gathered)
+        return quantize_kernel(kernel, _stored(self.state), spec, gathered)
 
     def with_recipe(self, recipe: Recipe) -> "Fp8DotGeneral":
         """This op with a recipe whose state begins as its own does, such as `recipe.observed` or `recipe.measured`."""
@@ -292,14 +292,25 @@ def _multiply(
 ) -> Array:
     (input, kernel), state, kernel_copies = both, op.state, op.kernel_copies
     key = op.key.array if op.has_key and op.key is not None and spec.recipe.needs_key else None
+    if key is not None and key.dtype != np.uint32:
+        raise ValueError(
+            f"the key for stochastic rounding is in {key.dtype}: the model was cast after it got its keys. Cast it "
+            "before with_rounding_keys, or with cast_params(model, dtype), which leaves keys as they are"
+        )
     state = None if state is None else state.array
     if kernel_copies is None:
         return fp8_dot_general(input, kernel, state, spec, extras, key, out_sharding=out)
     copies = jax.tree.map(lambda x: x.array, kernel_copies, is_leaf=lambda x: isinstance(x, hax.NamedArray))
     dtype = np.dtype(kernel.dtype) if spec.compute_dtype is None else spec.compute_dtype
-    require_fit(copies, kernel.shape, dtype, spec.contraction, exact_scales=spec.exact_scales)
+    held = dtype_of_scales(_stored(op.state), op.recipe)
+    require_fit(copies, kernel.shape, dtype, spec.contraction, exact_scales=spec.exact_scales, scale_dtype=held)
     spec = dataclasses.replace(spec, copies=jax.tree.structure(copies), kernel_residual=KernelResidual.KEEP)
     return fp8_dot_general(input, kernel, state, spec, extras, key, copies, out)
+
+
+def _stored(state: OpState | OpRecord | None) -> Array | None:
+    """The array of a state or a record, in the dtype that it has in the model."""
+    return state.table.array if isinstance(state, OpState) else None if state is None else state.array
 
 
 def _spec(

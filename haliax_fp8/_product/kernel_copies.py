@@ -10,8 +10,9 @@ from jax import lax
 from jaxtyping import Array
 
 from .._jax.mapped_axis import to_front
+from .._jax.max_grad import is_max_grad
 from .._numerics.quantized_array import QuantizedArray
-from ..recipes.recipe import ProductName
+from ..recipes.recipe import USES, ProductName, Recipe
 from .contraction import AbstractContraction
 
 
@@ -113,6 +114,7 @@ class KernelCopies[A](eqx.Module):
         dtype: The dtype that the kernel was rounded to before it was quantized.
         exact_scales: Whether its scales are as products in float32 take them.
         contracted: The axes of the kernel that fprop and dgrad sum over, where scales depend on them; else None.
+        scale_dtype: The dtype of the state that the kernel's scale came from, see `dtype_of_scales`.
     """
 
     fprop: KernelCopy[A] | None
@@ -121,6 +123,7 @@ class KernelCopies[A](eqx.Module):
     dtype: np.dtype = eqx.field(static=True)
     exact_scales: bool = eqx.field(static=True)
     contracted: tuple[tuple[int, ...], ...] | None = eqx.field(static=True)
+    scale_dtype: np.dtype | None = eqx.field(static=True)
 
     def of(self, product: ProductName) -> KernelCopy[A] | None:
         """The copy for a product; None if there is none.
@@ -131,6 +134,19 @@ class KernelCopies[A](eqx.Module):
         return {"fprop": self.fprop, "dgrad": self.dgrad}.get(product)
 
 
+def dtype_of_scales(state: Array | None, recipe: Recipe) -> np.dtype | None:
+    """The dtype of the state that a kernel's scale comes from; None if no cast of the model reaches it.
+
+    Args:
+        state: In the dtype that it has in the model.
+        recipe: The recipe of its op.
+    """
+    if state is None or is_max_grad(state):
+        return None
+    stored = any(recipe.quantization("kernel", product).scaling.stores_scale for product in USES["kernel"])
+    return np.dtype(state.dtype) if stored else None
+
+
 def require_fit(
     copies: KernelCopies[Array],
     shape: tuple[int, ...],
@@ -138,6 +154,7 @@ def require_fit(
     contraction: AbstractContraction,
     *,
     exact_scales: bool,
+    scale_dtype: np.dtype | None,
 ) -> None:
     """Raises a ValueError unless copies are those of the kernel that a product was given, as far as one can see.
 
@@ -147,7 +164,14 @@ def require_fit(
         dtype: The dtype that the product rounds it to.
         contraction: What is multiplied.
         exact_scales: Whether the product takes exact scales.
+        scale_dtype: The dtype of the product's state, see `dtype_of_scales`.
     """
+    if scale_dtype is not None and copies.scale_dtype not in (None, scale_dtype):
+        raise ValueError(
+            f"the kernel's scale is in {scale_dtype}, but quantize_kernels quantized the kernel with one in "
+            f"{copies.scale_dtype}: the model was cast afterwards. Cast it before quantize_kernels; "
+            "cast_params(model, dtype) leaves FP8 state as it is"
+        )
     found = next(shape_of(copy) for copy in (copies.fprop, copies.dgrad) if copy is not None)
     if found != shape:
         raise ValueError(
@@ -215,4 +239,5 @@ def folded(
         copies.dtype,
         copies.exact_scales,
         copies.contracted,
+        copies.scale_dtype,
     )

@@ -16,7 +16,7 @@ from .._jax.xla import transposed_once
 from .._numerics.quantized_array import QuantizedArray
 from .._state.table import numbers_of
 from ..recipes.recipe import USES, ProductName
-from .kernel_copies import Bits, KernelCopies, KernelCopy
+from .kernel_copies import Bits, KernelCopies, KernelCopy, dtype_of_scales
 from .operands import measured_parts, quantize_operand, round_to, scales_of
 from .spec import ProductSpec
 
@@ -37,8 +37,10 @@ def quantize_kernel(
     uses = [spec.recipe.quantization("kernel", product) for product in USES["kernel"]]
     if any(use.rounding.needs_key for use in uses) or not any(use.scaling.quantizes for use in uses):
         return None
+    scale_dtype = dtype_of_scales(state, spec.recipe)
     state = None if state is None else lax.stop_gradient(to_float32(state))
-    return _copies(lax.stop_gradient(kernel), state, spec=spec, gathered=gathered)
+    copies = _copies(lax.stop_gradient(kernel), state, spec=spec, gathered=gathered)
+    return dataclasses.replace(copies, scale_dtype=scale_dtype)
 
 
 @functools.partial(jax.jit, static_argnames=("spec", "gathered"))
@@ -63,7 +65,7 @@ def _copies(
         measured = Bits.of(jnp.max(parts, axis=-1, keepdims=True))
     directional = any(spec.recipe.quantization("kernel", use).scaling.directional for use in USES["kernel"])
     contracted = tuple(spec.contraction.contracted(product)[1] for product in USES["kernel"]) if directional else None
-    return KernelCopies(copies[0], copies[1], measured, kernel.dtype, spec.exact_scales, contracted)
+    return KernelCopies(copies[0], copies[1], measured, kernel.dtype, spec.exact_scales, contracted, None)
 
 
 def _copy(quantized: QuantizedArray, product: ProductName, spec: ProductSpec) -> KernelCopy[Array] | None:

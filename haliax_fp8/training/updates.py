@@ -63,8 +63,8 @@ def apply_updates[T](module: T, updates: PyTree, overwrites: PyTree) -> T:
 
     Raises:
         ValueError: If `updates` or `overwrites` do not have the model's structure, or are swapped; if the model has
-            quantized kernels, or is a part without its state; outside `jit`, if anything but its own update changed the
-            model's state.
+            quantized kernels, or is a part without its state; if gradients were cast to float16 before state was split
+            from them; outside `jit`, if anything but its own update changed the model's state.
     """
 
     require_model(module, "apply_updates(module, updates, overwrites)", "module")
@@ -101,6 +101,7 @@ def _applied(
             if isinstance(leaf, OpState):
                 if leaf.table.array is None:  # static scales, in the frozen part of a model
                     return leaf
+                _require_range("overwrites", leaf, overwrite)
                 pairs.append((leaf, overwrite))
                 return _Pending(len(pairs) - 1)
             return leaf.overwritten_by(overwrite)
@@ -126,6 +127,16 @@ def _applied(
     states = new_states([leaf for leaf, _ in pairs], [overwrite for _, overwrite in pairs])
     fill = lambda node: states[node.index] if isinstance(node, _Pending) else node
     return jax.tree.map(fill, applied, is_leaf=lambda node: isinstance(node, _Pending))
+
+
+def _require_range(name: str, state: OpState, overwrite: OpState) -> None:
+    """Raises if gradients were cast to float16: that holds no amax below 6e-8 or above 65504."""
+    if overwrite.table.array.dtype == jnp.float16 != state.table.array.dtype:
+        raise ValueError(
+            f"{name} are in float16, and the model's FP8 state is in {state.table.array.dtype}: amaxes below 6e-8 "
+            "became zero, and those above 65504 infinite. Split state from gradients before you cast them: overwrites, "
+            "grads = partition_for_grad_overwrite(grads)"
+        )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -454,6 +454,14 @@ def test_a_missing_key_is_an_error_that_says_what_to_do():
         eqx.filter_grad(mean)(linear(RANDOM_GRADIENT))
 
 
+def test_a_key_that_was_cast_with_its_model_is_an_error():
+    """Its bits are gone; and as a floating-point number it would be differentiated."""
+    cast = jax.tree.map(lambda x: x.astype(jnp.bfloat16), fp8.with_rounding_keys(linear(ALL_RANDOM), KEY))
+    for gradient in (eqx.filter_grad, fp8.filter_grad):
+        with pytest.raises(ValueError, match="key for stochastic rounding is in bfloat16.* before with_rounding_keys"):
+            gradient(lambda model: jax.vmap(model)(UNIT.astype(jnp.bfloat16)).astype(jnp.float32).mean())(cast)
+
+
 def test_a_forward_pass_that_draws_nothing_needs_no_key():
     """Nor where the kernel's or the input's second use would draw: inference never makes it."""
     second = dataclasses.replace(fp8.Recipe(NEAREST, NEAREST, RANDOM), input_for_wgrad=RANDOM, kernel_for_dgrad=RANDOM)

@@ -36,6 +36,10 @@ def mean_square(model, x):
     return (jax.vmap(model)(x) ** 2).mean()
 
 
+def in_float16(tree):
+    return jax.tree.map(lambda x: x.astype(jnp.float16) if eqx.is_inexact_array(x) else x, tree)
+
+
 def as_tree(model):
     return eqx.filter(model, eqx.is_inexact_array)
 
@@ -247,19 +251,35 @@ def test_gradients_that_are_divided_with_their_state_are_noticed(filter_grad):
 
 
 @pytest.mark.parametrize("filter_grad", [fp8.filter_grad, eqx.filter_grad])
-def test_gradients_that_were_cast_to_float16_are_recorded(filter_grad):
-    """Where it rounds a scale up, or to zero; the amax is that of the gradient as long as float16 holds it."""
+def test_a_model_that_is_float16_as_a_whole_records_its_amaxes(filter_grad):
+    """Where float16 rounds a scale up, or to zero; the amax is that of the gradient as long as float16 holds it."""
     # A scale that follows each amax.
     recipe = fp8.Recipe.of(fp8.DelayedScaling(amax_history_length=1))
     layer = fp8.fp8_linear_layers(eqx.nn.Linear(8, 8, key=jax.random.key(0)), recipe=recipe)
+    half = in_float16(layer)
     for factor in (8e-4, 5e-4, 1e-4, 1e-5, 1e-6):
-        gradients = filter_grad(lambda layer, factor=factor: jnp.sum(jax.vmap(layer)(X) ** 2) * factor)(layer)
-        expected = gradients.dot_general.amax_history("output_grad")[0]
-        cast = jax.tree.map(lambda x: x.astype(jnp.float16) if eqx.is_inexact_array(x) else x, gradients)
-        overwrites, cast = fp8.partition_for_grad_overwrite(cast)
-        layer = fp8.apply_updates(layer, jax.tree.map(jnp.zeros_like, cast), overwrites)
-        np.testing.assert_allclose(layer.dot_general.amax_history("output_grad")[0], expected, rtol=0.05)
-        fp8.training.require_own_state(layer)
+        loss = lambda layer, factor=factor: jnp.sum(jax.vmap(layer)(X).astype(jnp.float32) ** 2) * factor
+        expected = filter_grad(loss)(layer).dot_general.amax_history("output_grad")[0]
+        # As JAX returns it for state in float16.
+        gradients = in_float16(filter_grad(loss)(half))
+        overwrites, rest = fp8.partition_for_grad_overwrite(gradients)
+        stepped = fp8.apply_updates(half, jax.tree.map(jnp.zeros_like, rest), overwrites)
+        np.testing.assert_allclose(stepped.dot_general.amax_history("output_grad")[0], expected, rtol=0.05)
+        fp8.training.require_own_state(stepped)
+
+
+@pytest.mark.parametrize("filter_grad", [fp8.filter_grad, eqx.filter_grad])
+def test_gradients_that_were_cast_to_float16_before_state_was_split_from_them_are_an_error(filter_grad):
+    model = mlp()
+    gradients = filter_grad(mean_square)(model, X)
+    overwrites, rest = fp8.partition_for_grad_overwrite(in_float16(gradients))
+    with pytest.raises(ValueError, match="overwrites are in float16.* Split state from gradients before you cast them"):
+        fp8.apply_updates(model, rest, overwrites)
+    overwrites, rest = fp8.partition_for_grad_overwrite(gradients)
+    assert np.isfinite(mean_square(fp8.apply_updates(model, in_float16(rest), overwrites), X))
+    in_bfloat16 = jax.tree.map(lambda x: x.astype(jnp.bfloat16), gradients)
+    overwrites, rest = fp8.partition_for_grad_overwrite(in_bfloat16)
+    assert np.isfinite(mean_square(fp8.apply_updates(model, rest, overwrites), X))
 
 
 def test_the_scale_of_a_layer_that_was_not_reached_is_the_one_that_products_take():
@@ -273,7 +293,7 @@ def test_the_scale_of_a_layer_that_was_not_reached_is_the_one_that_products_take
 
 def test_scales_that_are_not_calibrated_in_float16_are_not_changed_ones():
     layer = fp8.fp8_linear_layers(eqx.nn.Linear(8, 8, key=jax.random.key(0)), recipe="static")
-    cast = jax.tree.map(lambda x: x.astype(jnp.float16) if eqx.is_inexact_array(x) else x, layer)
+    cast = in_float16(layer)
     fp8.training.require_own_state(cast)
     with pytest.raises(ValueError, match="not calibrated"):
         fp8.TrainStep(mean_square, optax.sgd(0.1))(cast, (), X)

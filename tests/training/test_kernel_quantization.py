@@ -432,6 +432,12 @@ def test_copies_of_another_kernel():
     rounding = fp8_linear_layers(Model.init().last, compute_dtype=jnp.bfloat16)
     found = [jax.vmap(half(make(rounding)))(x.astype(jnp.bfloat16)) for make in (quantize_kernels, lambda m: m)]
     assert_same(*found)
+    # A cast of everything reaches the scale, which is then another one than the kernel was divided by.
+    whole = lambda tree: jax.tree.map(lambda x: x.astype(jnp.bfloat16) if eqx.is_inexact_array(x) else x, tree)
+    with pytest.raises(ValueError, match="kernel's scale is in bfloat16.* with one in float32: the model was cast"):
+        jax.vmap(whole(quantize_kernels(rounding)))(x.astype(jnp.bfloat16))
+    found = [jax.vmap(make(whole(rounding)))(x.astype(jnp.bfloat16)) for make in (quantize_kernels, lambda m: m)]
+    assert_same(*found)
     other = eqx.tree_at(lambda m: (m.weight, m.bias), quantized, (jnp.ones((16, In.size)), jnp.ones(16)))
     with pytest.raises(ValueError, match=r"kernel has shape \(16, 32\), but .* of shape \(32, 32\)"):
         jax.vmap(other)(x)
