@@ -74,6 +74,7 @@ def _program(fields: dict[str, Any]) -> Program:
             "memory": Memory(**fields["memory"]),
             "collectives": (),
             "opaque": (),
+            "elementwise": tuple(fields["elementwise"]),
             "text": "",
         }
     )
