@@ -231,7 +231,8 @@ def measured_parts(
     scaling, count = getattr(spec.recipe, operand).scaling, numbers_of(spec.recipe.scalings)
     if not (isinstance(scaling, AbstractStatefulScaling) and scaling.numbers):
         return jnp.zeros((*state.shape[: spec.ensemble], count, 1), x.dtype)
-    state_per_group, used = spec.contraction.state_per_group, _used(x, operand, extras, spec)
+    state_per_group = spec.contraction.state_per_group
+    used = _used(x, operand, extras, spec) if spec.contraction.groups else None
     if isinstance(scaling, MeasuredScaling):
         members = Members(spec.ensemble, axes_to_reduce((x,), varying_axes(state)))
         active = None if used is None else share_of_active(extras[0], members)
