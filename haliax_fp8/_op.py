@@ -15,7 +15,7 @@ from jaxtyping import Array, DTypeLike, Float, Int
 
 from ._jax.explicit_axes import sharding_of_groups, sharding_of_product
 from ._left_out import LeftOut
-from ._product.arguments import check_groups, check_operands, floating_dtype, precision_of
+from ._product.arguments import check_groups, check_key, check_operands, floating_dtype, precision_of
 from ._product.contraction import AbstractContraction
 from ._product.dimensions import DimensionNumbers
 from ._product.dot import DotContraction
@@ -28,7 +28,7 @@ from ._product.primitive import fp8_dot_general
 from ._product.quantize_kernel import quantize_kernel
 from ._product.spec import ProductSpec
 from ._state.op_state import OpState
-from ._state.records import OpRecord, form_of
+from ._state.records import OpRecord, as_in_model, form_of
 from ._state.require import leading_axes, require_state, require_stored_scales
 from .recipes.catalog import RecipeLike, as_recipe
 from .recipes.recipe import OPERAND_NAMES, Recipe
@@ -217,7 +217,7 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
             gathered: How the copies are divided over the mesh; None leaves that to XLA.
         """
         spec = dataclasses.replace(_spec(self, contraction, kernel, kernel, None, None), ensemble=leading)
-        return quantize_kernel(kernel, _stored(self.state), spec, gathered)
+        return quantize_kernel(kernel, as_in_model(self.state), spec, gathered)
 
     def with_recipe(self, recipe: Recipe) -> "Fp8DotGeneral":
         """This op with a recipe whose state begins as its own does, such as `recipe.observed` or `recipe.measured`."""
@@ -291,26 +291,16 @@ def _multiply(
     out: NamedSharding | None = None,
 ) -> Array:
     (input, kernel), state, kernel_copies = both, op.state, op.kernel_copies
-    key = op.key.array if op.has_key and op.key is not None and spec.recipe.needs_key else None
-    if key is not None and key.dtype != np.uint32:
-        raise ValueError(
-            f"the key for stochastic rounding is in {key.dtype}: the model was cast after it got its keys. Cast it "
-            "before with_rounding_keys, or with cast_params(model, dtype), which leaves keys as they are"
-        )
+    key = check_key(op.key.array) if op.has_key and op.key is not None and spec.recipe.needs_key else None
     state = None if state is None else state.array
     if kernel_copies is None:
         return fp8_dot_general(input, kernel, state, spec, extras, key, out_sharding=out)
     copies = jax.tree.map(lambda x: x.array, kernel_copies, is_leaf=lambda x: isinstance(x, hax.NamedArray))
     dtype = np.dtype(kernel.dtype) if spec.compute_dtype is None else spec.compute_dtype
-    held = dtype_of_scales(_stored(op.state), op.recipe)
+    held = dtype_of_scales(as_in_model(op.state), op.recipe)
     require_fit(copies, kernel.shape, dtype, spec.contraction, exact_scales=spec.exact_scales, scale_dtype=held)
     spec = dataclasses.replace(spec, copies=jax.tree.structure(copies), kernel_residual=KernelResidual.KEEP)
     return fp8_dot_general(input, kernel, state, spec, extras, key, copies, out)
-
-
-def _stored(state: OpState | OpRecord | None) -> Array | None:
-    """The array of a state or a record, in the dtype that it has in the model."""
-    return state.table.array if isinstance(state, OpState) else None if state is None else state.array
 
 
 def _spec(

@@ -46,6 +46,16 @@ def check_groups(lhs: Array, rhs: Array, group_sizes: Any) -> None:
             )
 
 
+def check_key(key: Array) -> Array:
+    """The words of a key; raises if they were cast, which also makes JAX differentiate them."""
+    if key.dtype != np.uint32:
+        raise ValueError(
+            f"the key for stochastic rounding is in {key.dtype}: the model was cast after it got its keys. Cast it "
+            "before with_rounding_keys, or with cast_params(model, dtype), which leaves keys as they are"
+        )
+    return key
+
+
 def floating_dtype(name: str, dtype: Any) -> np.dtype:
     """An argument that has to be a floating dtype of 16 bits or more, as NumPy's; raises a ValueError with its name."""
     with contextlib.suppress(TypeError):  # raised for anything but a dtype

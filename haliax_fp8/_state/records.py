@@ -87,6 +87,11 @@ def form_of(state: OpState | OpRecord, *, stacked: bool) -> TableForm | RecordFo
     return RecordForm(stacked, state.index_among_sharers) if isinstance(state, OpRecord) else TableForm(stacked)
 
 
+def as_in_model(state: OpState | OpRecord | None) -> Array | None:
+    """The array of a state or a record in the dtype that it has in the model; None if there is none."""
+    return state.table.array if isinstance(state, OpState) else None if state is None else state.array
+
+
 def marks_of(states: Sequence[OpState]) -> list[Array]:
     """The mark of each state's record, `[*stack, 1]`."""
     return marks([(*state.table.array.shape[:-2], 1) for state in states])

@@ -36,9 +36,8 @@ ASYNC_START, COPY_START, FUSION_START = "async-start", "copy-start", "fusion-sta
 DOT, SCALED_DOT, RAGGED_DOT, CONVOLUTION = "dot", "scaled-dot", "ragged-dot", "convolution"
 ALL_GATHER, ALL_GATHER_START, ALL_REDUCE = "all-gather", "all-gather-start", "all-reduce"
 ADD, SUBTRACT, MAXIMUM, REDUCE = "add", "subtract", "maximum", "reduce"
-COMPARE, SELECT = "compare", "select"
 BITCAST, BROADCAST, CONCATENATE, IOTA, TRANSPOSE = "bitcast", "broadcast", "concatenate", "iota", "transpose"
-UPDATE, SCATTER = "dynamic-update-slice", "scatter"
+COMPARE, SELECT, UPDATE, SCATTER = "compare", "select", "dynamic-update-slice", "scatter"
 START, DONE = "-start", "-done"  # Suffixes of the instructions that begin and end an asynchronous operation.
 
 NO_LAUNCH = {
@@ -79,8 +78,6 @@ SCALES = {"multiply", "divide"}
 """Opcodes that apply a scale."""
 
 BOUNDS = {"minimum", "maximum", "clamp"}
-"""Opcodes that bound an operand."""
-
 SCALES_AND_BOUNDS = {*SCALES, "minimum", "maximum"}
 """Opcodes of two operands, one of which may be a scale or a bound for the other."""
 
@@ -240,8 +237,8 @@ MOSAIC = "mosaic_gpu"
 MOSAIC_TPU = "tpu_custom_call"
 """Pallas kernels for TPUs."""
 
+# cuDNN's gradients of a convolution, of (input, filter) to output: their attributes are the convolution's.
 CONVOLUTION_FILTER_GRAD, CONVOLUTION_INPUT_GRAD = "__cudnn$convBackwardFilter", "__cudnn$convBackwardInput"
-"""cuDNN's gradients of a convolution, of (input, filter) to output: their attributes are the convolution's."""
 
 BLOCK_SCALED = {"__cublas$lt$matmul$mx", CUDNN_IN_BLOCKS}
 """Products whose operands come with a scale for each block."""
