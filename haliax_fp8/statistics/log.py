@@ -1,8 +1,11 @@
 """StatisticsLog: the statistics of many steps, as a CSV file too."""
 
+import contextlib
 import csv
 import dataclasses
+import os
 import pathlib
+import uuid
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -78,7 +81,7 @@ class StatisticsLog(Printable):
 
     @staticmethod
     def read_csv(path: str | pathlib.Path) -> "StatisticsLog":
-        """What `write_csv` wrote, or another program: a column `step`, and a column per name.
+        """What `write_csv` wrote, or another program: a column `step`, and a column per name; an empty cell is NaN.
 
         Args:
             path: The file.
@@ -95,7 +98,7 @@ class StatisticsLog(Printable):
             cells = list(rows)
         try:
             steps = [int(row["step"]) for row in cells]
-            numbers = [{name: float(cell) for name, cell in row.items() if name != "step" and cell} for row in cells]
+            numbers = [{name: float(cell or "nan") for name, cell in row.items() if name != "step"} for row in cells]
         except (TypeError, ValueError) as error:
             raise ValueError(f"path={str(path)!r} has a cell that is not a number: {error}") from error
         return StatisticsLog.of(numbers, steps)
@@ -103,17 +106,35 @@ class StatisticsLog(Printable):
     def write_csv(self, path: str | pathlib.Path) -> None:
         """A column `step`, and a column per name; a cell is empty where a step has no number.
 
-        Reading it gives the same numbers, to the last bit.
+        Reading it gives the same numbers, to the last bit. The file is written under another name and renamed, so an
+        error leaves the file that was there.
 
         Args:
             path: The file to write.
+
+        Raises:
+            ValueError: If it cannot be written.
         """
-        with pathlib.Path(path).open("w", newline="") as file:
-            rows = csv.writer(file)
-            rows.writerow(["step", *self.numbers])
-            for i, step in enumerate(self.steps):
-                values = (float(column[i]) for column in self.numbers.values())
-                rows.writerow([step, *("" if np.isnan(value) else repr(value) for value in values)])
+        path = pathlib.Path(path)
+        temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+        try:
+            with temporary.open("w", newline="") as file:
+                rows = csv.writer(file)
+                rows.writerow(["step", *self.numbers])
+                for i, step in enumerate(self.steps):
+                    values = (float(column[i]) for column in self.numbers.values())
+                    rows.writerow([step, *("" if np.isnan(value) else repr(value) for value in values)])
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        except OSError as error:
+            raise ValueError(
+                f"path={str(path)!r} cannot be written: {error.strerror}; give a file in a folder that "
+                "exists, can be written to and has room"
+            ) from error
+        finally:
+            with contextlib.suppress(OSError):  # it was renamed, or never made
+                temporary.unlink()
 
     def table(
         self, statistic: str, operand: str = "input"

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from folders import E4M3, file_of
 from residual_stack import Embed, residual_stack
 
 import haliax_fp8 as fp8
@@ -106,6 +107,13 @@ def test_what_is_no_file_is_said_to_be_missing(tmp_path, capsys):
     for path, what in ((tmp_path / "absent.safetensors", "does not exist"), (tmp_path, "is a folder")):
         assert main(["replay", str(path)]) == 2
         assert capsys.readouterr().err == f"error: {path} {what}; {remedy}\n"
+
+
+def test_a_file_of_weights_in_fp8_is_said_to_be_no_black_box(tmp_path, capsys):
+    (tmp_path / "model.safetensors").write_bytes(file_of({"a.weight": np.ones((4, 4), E4M3)}))
+    assert main(["replay", str(tmp_path / "model.safetensors")]) == 2
+    path, remedy = tmp_path / "model.safetensors", "give a file that black_box(...).save(path) wrote"
+    assert capsys.readouterr().err == f"error: {path} is not a black box; {remedy}\n"
 
 
 def test_a_damaged_box_is_one_line(tmp_path, capsys):

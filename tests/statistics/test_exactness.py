@@ -236,6 +236,11 @@ def layouts():
     }
 
 
+def with_a_nan(arrays):
+    x, w, c = arrays
+    return np.where(np.arange(x.size).reshape(x.shape) == 7, np.float32(np.nan), x), w, c
+
+
 def on_devices():
     """What is measured with each layout, and inside `shard_map`."""
     arrays, found = tensors(), {}
@@ -247,6 +252,7 @@ def on_devices():
     whole = lambda op, *a: lax.psum(loss(op, *a), "d")
     mapped = jax.shard_map(whole, mesh=mesh, in_specs=(P(), *specs), out_specs=P())
     found["shard_map"] = measure(mapped, *map(jnp.asarray, arrays))
+    found["of NaN"] = measure(mapped, *map(jnp.asarray, with_a_nan(arrays)))
 
     def inside(op, *arrays):
         (got,) = fp8.quantization_statistics(op, loss, *arrays).of_ops
@@ -268,6 +274,14 @@ def test_eight_devices_measure_the_whole_operand():
     run = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr[-3000:]
     found, rows = json.loads(run.stdout.splitlines()[-1]), of_all(tensors())
+    # The scale is NaN, and with it each value on the device that has it; what is measured of the operand alone is not.
+    of_nan, (x, _, _) = found.pop("of NaN"), with_a_nan(tensors())
+    finite = x[np.isfinite(x)].astype(np.float64)
+    assert of_nan["nonfinite"] == [1.0, 0.0, 0.0] and np.isnan(of_nan["error"][0])
+    np.testing.assert_allclose(of_nan["norm"][0], np.sqrt((finite**2).sum()), rtol=1e-5)
+    centered = finite - finite.mean()
+    np.testing.assert_allclose(of_nan["kurtosis"][0], (centered**4).mean() / (centered**2).mean() ** 2, rtol=1e-4)
+    assert_equal({field: values[1:] for field, values in of_nan.items()}, rows[1:])
     assert set(found) == {"rows", "contracted", "explicit", "shard_map", "unchecked"}
     for name, measured in found.items():
         try:

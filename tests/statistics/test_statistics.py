@@ -11,6 +11,7 @@ import recipe_reference as reference
 from matrix_product import loss
 
 import haliax_fp8 as fp8
+from haliax_fp8._numerics.quantized_array import QuantizedArray
 from haliax_fp8.recipes import (
     E2M1,
     E4M3,
@@ -22,6 +23,8 @@ from haliax_fp8.recipes import (
     Quantization,
     StaticScaling,
 )
+from haliax_fp8.recipes.scaling import STATISTICS, statistics_of
+from haliax_fp8.recipes.scaling.operand_statistics import Members
 
 
 OPERANDS = ("input", "kernel", "output_grad")
@@ -50,18 +53,19 @@ def tensors(seed=0):
 
 def expected(x, values, limit_reached):
     """The statistics in float64; of the finite elements."""
-    x, values, finite = (a[np.isfinite(x)] for a in (x.astype(np.float64), values, np.isfinite(x)))
+    size = x.size
+    x, values, limit_reached = (a[np.isfinite(x)] for a in (x.astype(np.float64), values, limit_reached))
     centered = x - x.mean()
     return {
         "amax": np.abs(x).max(),
         "saturation": limit_reached.mean(),
-        "underflow": ((values == 0) & (x != 0)).sum() / limit_reached.size,
+        "underflow": ((values == 0) & (x != 0)).mean(),
         "error": ((x - values) ** 2).sum() / (x**2).sum(),
-        "rms_error": np.sqrt(((x - values) ** 2).sum() / limit_reached.size),
+        "rms_error": np.sqrt(((x - values) ** 2).mean()),
         "norm": np.sqrt((x**2).sum()),
         "dynamic_range": np.log2(np.abs(x).max() / np.abs(x)[x != 0].min()),
         "kurtosis": (centered**4).mean() / (centered**2).mean() ** 2,
-        "nonfinite": limit_reached.size - finite.size,
+        "nonfinite": size - x.size,
     }
 
 
@@ -186,7 +190,8 @@ def test_a_recipe_of_four_bits_counts_and_its_flushed_blocks_are_not_clipped():
 def test_elements_that_are_not_finite_are_counted_and_left_out():
     """The scale is stored, so the others keep their values."""
     x, w, c = tensors()
-    x[0, :2], x[1, 0] = np.nan, -np.inf
+    # Many, so that a share of all elements is another number.
+    x[:8], x[8, :2], x[9, 0] = np.nan, np.inf, -np.inf
     static = Quantization(E4M3, StaticScaling(2.0**-5))
     op = fp8.Fp8DotGeneral.init(fp8.Recipe(static, static, static))
     measured = fp8.quantization_statistics(op, loss, *map(jnp.asarray, (x, w, c)))
@@ -194,11 +199,35 @@ def test_elements_that_are_not_finite_are_counted_and_left_out():
     scaled = np.where(np.isfinite(x), x, 0.0) * 2.0**5
     values = reference.cast(scaled.astype(np.float32), "E4M3").astype(np.float64) * 2.0**-5
     row = expected(x, values, np.abs(scaled) > 464)
-    assert row["nonfinite"] == 3
-    for field in FIELDS:
+    row["last_bin"] = (np.abs(values[np.isfinite(x)]) == 448 * 2.0**-5).mean()
+    assert row["nonfinite"] == x[:8].size + 3 and row["saturation"] > 0.0 and row["underflow"] > 0.0
+    for field in row:
         np.testing.assert_allclose(float(getattr(got, field)[0]), row[field], rtol=1e-4, err_msg=field)
     assert float(got.nonfinite[1]) == 0 and float(got.nonfinite[2]) == 0
-    assert "3 NaN or inf" in str(measured)
+    assert f"{x[:8].size + 3} NaN or inf" in str(measured)
+
+
+@pytest.mark.parametrize("format", [E4M3, E4M3FNUZ, E2M1], ids=repr)
+@pytest.mark.parametrize("scale", [np.nan, np.inf])
+def test_what_a_scale_that_is_not_finite_spoils_is_not_flushed(format, scale):
+    """Neither zero nor clipped, but NaN: also where no bit of the data says so. The other row keeps its values."""
+    x = np.array([[1.0, -2.0, 0.0, np.nan], [1.0, -2.0, 0.0, 2.0**-30]], np.float32)
+    scales = jnp.array([[scale], [1.0]], jnp.float32)
+    data = jnp.asarray(x / scales).astype(format.storage)
+    numbers = statistics_of(jnp.asarray(x), QuantizedArray(data, scales), Members(0), format)
+    got = dict(zip(STATISTICS, numbers, strict=True))
+    assert np.isnan(got["error"]) and got["nonfinite"] == 1
+    np.testing.assert_allclose([got["underflow"], got["saturation"], got["last_bin"]], [1 / 7, 0.0, 0.0], rtol=1e-6)
+
+
+@pytest.mark.parametrize("recipe", ["current", "mxfp8"])
+def test_one_nan_does_not_flush_the_others_to_zero(recipe):
+    x = np.random.default_rng(0).standard_normal((32, 64)).astype(np.float32)
+    x[0, 0] = np.nan
+    model = fp8.fp8_linear_layers(eqx.nn.Linear(64, 16, key=KEY), recipe=recipe)
+    measured = fp8.quantization_statistics(model, lambda m, x: jnp.mean(jax.vmap(m)(x) ** 2), jnp.asarray(x))
+    (got,) = measured.of_ops
+    assert got.nonfinite[0] == 1 and got.underflow[0] < 1e-3 and got.saturation[0] == 0.0
 
 
 @pytest.mark.more

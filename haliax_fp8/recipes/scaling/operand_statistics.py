@@ -110,12 +110,14 @@ class Members:
         return lax.expand_dims(numbers, range(numbers.ndim, ndim))
 
     def replicas(self, sums: Sequence[Float32[Array, "*members"]]) -> Float32[Array, "*members"]:
-        """How many devices hold what this one holds of each member, told by its sums. None may be NaN."""
+        """How many devices hold what this one holds of each member, told by its sums."""
         if not self.devices:
             return jnp.ones_like(sums[0])
         here = jnp.stack(sums, axis=-1)
         everywhere = lax.all_gather(here, self.devices)
-        return jnp.sum(jnp.all(everywhere == here, axis=-1).astype(jnp.float32), axis=0)
+        # NaN is what a scale that is not finite makes of the error; it is not equal to itself.
+        same = (everywhere == here) | (jnp.isnan(everywhere) & jnp.isnan(here))
+        return jnp.sum(jnp.all(same, axis=-1).astype(jnp.float32), axis=0)
 
     def of_all_devices(
         self, sums: Sequence[Float32[Array, "*members"]], replicas: Float32[Array, "*members"]
@@ -162,7 +164,8 @@ def statistics_of(
         bits, scale = _bits_of_magnitude(quantized.data), expand(quantized.scale, x.shape, quantized.block)
         scaled = scale > 0.0  # a block's scale may itself be flushed to zero
         top = (bits >= _bits_of_magnitude(np.asarray(format.max, format.storage))) & scaled & finite
-        flushed = ((bits == 0) | ~scaled) & nonzero
+        # With a scale that is not finite nothing became zero, but NaN, which the bits of the data need not say.
+        flushed = ((bits == 0) | ~scaled) & jnp.isfinite(scale) & nonzero
         # Half the distance from the largest value to what would be the next.
         half = 2.0 ** (math.floor(math.log2(format.max)) - format.mantissa_bits - 1)
         clipped = top & (magnitude > scale * jnp.float32(format.max + half))
@@ -187,9 +190,9 @@ def statistics_of(
         [*local, count], replicas
     )
 
+    count = _positive(count - nonfinite)  # what all else is of
     # About the mean: an operand that is everywhere the same has no tails.
-    numbers, count = _positive(count - nonfinite), _positive(count)
-    mean = members.at_elements(total / numbers, x.ndim)
+    mean = members.at_elements(total / count, x.ndim)
     centered = jnp.where(finite, parts - mean, jnp.float32(0.0)) ** 2
     variance, fourth = members.of_all_devices(members.totals(centered, centered**2), replicas)
     scale = quantized.scale
@@ -204,7 +207,7 @@ def statistics_of(
         "rms_error": jnp.sqrt(lost / count) * unit,
         "norm": jnp.sqrt(squares) * unit,
         "dynamic_range": jnp.log2(_positive(amax)) - jnp.log2(_positive(smallest)),
-        "kurtosis": (fourth / numbers) / _positive((variance / numbers) ** 2),
+        "kurtosis": (fourth / count) / _positive((variance / count) ** 2),
         "nonfinite": nonfinite,
         "active": jnp.ones_like(amax) if active is None else jnp.broadcast_to(active, amax.shape),
     }

@@ -126,11 +126,12 @@ class BlackBox(Printable):
         try:
             with safetensors.safe_open(path, "np") as file:
                 described = file.metadata() or {}
+                # Before the tensors, which may be of types that NumPy lacks.
+                if described.get("kind") != _KIND:
+                    raise ValueError(f"{path} is not a black box; give a file that black_box(...).save(path) wrote")
                 arrays = {name: file.get_tensor(name) for name in file.keys()}
         except (safetensors.SafetensorError, OSError) as error:
             raise ValueError(f"{path} is not a safetensors file: {error}") from error
-        if described.get("kind") != _KIND:
-            raise ValueError(f"{path} is not a black box; give a file that black_box(...).save(path) wrote")
         try:
             return BlackBox._of_file(json.loads(described["black_box"]), arrays)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
