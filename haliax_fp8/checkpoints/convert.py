@@ -57,7 +57,7 @@ class Conversion(Printable):
         """A row for what is exact and one for what is not, with the worst weight."""
         more = f" and {len(self.left_out) - 3} more" if len(self.left_out) > 3 else ""
         caption = f"Not written: {', '.join(self.left_out[:3])}{more}" if self.left_out else ""
-        table = new_table(f"{self.directory.name}: {self.before} -> {self.after}, checked", caption)
+        table = new_table(f"{self.directory.resolve().name}: {self.before} -> {self.after}, checked", caption)
         for column in ("weights", "number", "largest error", "of"):
             table.add_column(column, overflow="fold")
         exact = sum(weight.is_exact for weight in self.weights)

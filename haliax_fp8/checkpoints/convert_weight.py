@@ -12,9 +12,9 @@ from ..layers.tensor_names import WEIGHT, is_head, is_linear, is_router
 from .check.weights import SCALES, is_fp8
 from .files import TensorFolder, TensorSpec
 from .layouts import AbstractLayout
-from .layouts.base import decode
+from .layouts.base import decode, require_elements
 from .layouts.quantization import CheckpointQuantization
-from .scaled_matrix import Rows, ScaledMatrix, parts_of, quantized, spread
+from .scaled_matrix import Rows, ScaledMatrix, are_exponents, parts_of, quantized, spread
 
 
 class ScaleRounding(enum.Enum):
@@ -82,11 +82,12 @@ class ConversionTask:
             layer: Its name.
 
         Raises:
-            ValueError: If the layout needs a scale of the input that is not there.
+            ValueError: If the layout needs a scale of the input that is not there, or the weight has no elements.
         """
         shape = self.folder.tensors[layer + WEIGHT].shape
         if self.layout is None:
             return [TensorSpec(layer + WEIGHT, self.dtype, shape)]
+        require_elements(layer + WEIGHT, shape)
         if self.layout.is_static and self._input_scale(layer) is None:
             raise ValueError(
                 f"{layer} has no scale for its input, which the layout needs; calibrate the model, or choose a layout "
@@ -134,7 +135,7 @@ class ConversionTask:
             return [plain], _compared(values, plain)
         block = self.layout.block((values.shape[0], values.shape[1]))
         new = None if matrix is None else spread(matrix, block)
-        if new is None or (self.layout.is_microscaled and not _are_exponents(new.scale)):
+        if new is None or (self.layout.is_microscaled and not are_exponents(new.scale)):
             new = self._quantized(layer, values, block)
         if self.layout.is_static:
             scale = self._input_scale(layer)
@@ -146,8 +147,9 @@ class ConversionTask:
         return list(self.layout.encode(new).values()), _compared(values, new)
 
     def _input_scale(self, layer: str) -> np.ndarray | None:
-        name = f"{layer}.{self.before.input_scale_name}" if self.before is not None else ""
-        return self.folder[name] if name in self.folder.tensors else None
+        names = () if self.before is None else self.before.input_scale_names
+        found = [f"{layer}.{name}" for name in names if f"{layer}.{name}" in self.folder.tensors]
+        return self.folder[found[0]] if found else None
 
     def _decoded(self, layer: str, index: tuple[int, ...]) -> ScaledMatrix | None:
         if self.before is None or not is_fp8(self.folder.tensors[layer + WEIGHT]):
@@ -171,11 +173,6 @@ class ConversionTask:
             )
         except ValueError as error:
             raise ValueError(f"{layer}{WEIGHT} cannot be converted: {error}") from None
-
-
-def _are_exponents(scale: np.ndarray) -> bool:
-    """Whether E8M0 holds all scales."""
-    return bool((np.frexp(scale)[0] == 0.5).all())
 
 
 def _compared(before: Rows, after: Rows) -> tuple[float, float]:

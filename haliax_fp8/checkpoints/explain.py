@@ -49,7 +49,7 @@ class Explanation(Printable):
 
     def __rich__(self) -> RenderableType:
         """A table of what is there, and one of engines."""
-        held = new_table(f"{self.directory.name}: {self.layout}", self._products())
+        held = new_table(f"{self.directory.resolve().name}: {self.layout}", self._products())
         for column in ("tensors", "number", "bytes", "format"):
             held.add_column(column, overflow="fold", justify="right" if column in ("number", "bytes") else "left")
         held.add_row("weights in FP8", str(self.weights), f"{self.weight_bytes:,}", "E4M3" if self.weights else "")

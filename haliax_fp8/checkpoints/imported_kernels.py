@@ -24,7 +24,7 @@ from ..serving.scheme import Scheme
 from .layouts.quantization import Inputs
 from .model.matrices import Parts, plain
 from .model.tree import ModelPath
-from .scaled_matrix import ScaledMatrix
+from .scaled_matrix import ScaledMatrix, are_exponents
 
 
 def served_layer(
@@ -222,7 +222,7 @@ def _scaling(path: ModelPath, scales: np.ndarray, first: ScaledMatrix, inputs: I
     """How a kernel was quantized, as far as a product has to know."""
     (height, width), (rows, columns) = first.block, first.data.shape
     if inputs is not None and inputs.strategy == "group":
-        if (height, width, inputs.size) == (1, 32, 32) and _powers(scales):
+        if (height, width, inputs.size) == (1, 32, 32) and are_exponents(scales):
             return MXFP8Scaling()
         if height == width:
             return BlockScaling(width, square=True, power_of_two=_powers(scales))

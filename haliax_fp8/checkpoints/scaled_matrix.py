@@ -100,6 +100,15 @@ def rounded_up(scale: Float32[np.ndarray, "..."], bits: int = BF16_BITS) -> Floa
     return ((scale.view(np.uint32) + dropped) & ~dropped).view(np.float32)
 
 
+def are_exponents(scale: Float32[np.ndarray, "..."]) -> bool:
+    """Whether E8M0 holds all scales: powers of two, none smaller than its smallest.
+
+    Args:
+        scale: The scales.
+    """
+    return bool(((np.frexp(scale)[0] == 0.5) & (scale >= np.float32(2.0**-127))).all())
+
+
 def quantized(
     matrix: Rows,
     block: tuple[int, int],
@@ -136,7 +145,7 @@ def quantized(
     if not all(np.isfinite(matrix[rows].astype(np.float32)).all() for rows in parts_of(matrix.shape)):
         raise ValueError("it holds an infinity or NaN, which FP8 would spread over a block; export an earlier step")
     limit = np.float32(format.max)
-    if stored is not None and (not exponents or np.frexp(stored)[0] == 0.5):
+    if stored is not None and (not exponents or are_exponents(np.asarray(stored, np.float32))):
         if not (np.isfinite(stored) and stored > 0):
             raise ValueError(f"its scale in the state is {stored}; calibrate the model, or train a step")
         blocks = tuple(-(-size // b) for size, b in zip(matrix.shape, block, strict=True))

@@ -9,7 +9,8 @@ import pytest
 from folders import HIDDEN, LAYERS, LAYOUTS, LINEAR, checkpoint, quantization, quantize, write
 
 from haliax_fp8.checkpoints.check import check_folder
-from haliax_fp8.checkpoints.files import BrokenCheckpoint
+from haliax_fp8.checkpoints.convert import convert_folder
+from haliax_fp8.checkpoints.files import BrokenCheckpoint, TensorFolder
 from haliax_fp8.checkpoints.layouts.ignore import matched
 from haliax_fp8.checkpoints.layouts.quantization import quantization_of
 
@@ -67,6 +68,52 @@ def test_other_good_checkpoints_pass(tmp_path):
     path = write(tmp_path / "modelopt", tensors, config)
     (path / "hf_quant_config.json").write_text(json.dumps({"quantization": inner}))
     assert check_folder(path).is_sound and check_folder(path).layout == "modelopt"
+
+
+WITHOUT_BLOCKS = {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]}
+
+
+def without_blocks(scale, inputs):
+    """A checkpoint of `fp8` with one scale for a weight and one for its input, by these names."""
+    tensors, config = checkpoint("FP8_TENSOR")
+    renamed = {name.replace("weight_scale", scale).replace("input_scale", inputs): x for name, x in tensors.items()}
+    return renamed, config | {"quantization_config": WITHOUT_BLOCKS}
+
+
+def test_fp8_without_blocks_has_either_name(tmp_path):
+    """As AutoFP8 and vLLM write it, and as Transformers does; not both at once, and not neither."""
+    for scale, inputs in (("weight_scale", "input_scale"), ("weight_scale_inv", "activation_scale")):
+        tensors, config = without_blocks(scale, inputs)
+        report = check_folder(write(tmp_path / scale, tensors, config))
+        assert report.is_sound and report.quantized == LAYERS * len(LINEAR), report
+        # Those that engines merge, and that they quantize again.
+        assert all(f"{scale} of " in fault.problem for fault in report.faults) and report.faults
+        done = convert_folder(tmp_path / scale, tmp_path / f"{scale}-new", "FP8_TENSOR")
+        assert done.is_exact
+        for name, array in checkpoint("FP8_TENSOR")[0].items():
+            assert TensorFolder.open(tmp_path / f"{scale}-new")[name].tobytes() == array.tobytes()
+        for part, says in ((scale, "has no model.layers.1.self_attn.k_proj.weight_scale or "), (inputs, "missing")):
+            fewer = {name: x for name, x in tensors.items() if name != f"{LAYER}.{part}"}
+            (fault,) = check_folder(write(tmp_path / "fewer", fewer, config)).errors
+            assert says in fault.problem
+        for part, others in (
+            (scale, ("weight_scale", "weight_scale_inv")),
+            (inputs, ("input_scale", "activation_scale")),
+        ):
+            more = {f"{LAYER}.{other}": tensors[f"{LAYER}.{part}"] for other in others}
+            (fault,) = check_folder(write(tmp_path / "more", tensors | more, config)).errors
+            assert fault.tensor == f"{LAYER}.{others[1]}" and f"{LAYER}.{others[0]} is there too" in fault.problem
+
+
+def test_exponents_in_floats(tmp_path):
+    """As DeepSeek-V3.1 has them in blocks: `ue8m0`, and powers of two in float32."""
+    tensors, config = checkpoint("HF_FP8")
+    config["quantization_config"]["scale_fmt"] = "ue8m0"
+    for name in [name for name in tensors if name.endswith("scale_inv")]:
+        tensors[name] = np.exp2(np.ceil(np.log2(tensors[name]))).astype(np.float32)
+    report = check_folder(write(tmp_path / "float", tensors, config))
+    assert report.is_sound and report.layout == "HF_FP8", report
+    assert convert_folder(tmp_path / "float", tmp_path / "new", "FP8_BLOCK").is_exact
 
 
 def group(config):

@@ -6,7 +6,7 @@ import tracemalloc
 import ml_dtypes
 import numpy as np
 import pytest
-from folders import BLOCKS, LAYOUTS, LINEAR, checkpoint, plain, quantization, quantize, write
+from folders import BLOCKS, E4M3, LAYOUTS, LINEAR, checkpoint, plain, quantization, quantize, write
 
 from haliax_fp8._cli.main import main
 from haliax_fp8.checkpoints import BrokenCheckpoint, check_folder, convert_folder, explain_folder
@@ -95,6 +95,41 @@ def test_there_and_back_is_exact(tmp_path):
     assert there.is_exact and back.is_exact
     for name, array in checkpoint("FP8_BLOCK")[0].items():
         assert TensorFolder.open(tmp_path / "c")[name].tobytes() == array.tobytes()
+
+
+def test_scales_below_those_of_e8m0_are_not_exact(tmp_path):
+    """Powers of two that E8M0 holds keep their data; the data of smaller ones are rounded again, at its smallest."""
+    random = np.random.default_rng(0)
+    data = random.standard_normal((4, 64)).astype(E4M3)
+    for exponent in (-126, -127, -128, -130):
+        scale = np.full((4, 1), 2.0**exponent, np.float32)
+        tensors = {"a.weight": data, "a.weight_scale": scale}
+        source = write(tmp_path / f"in{exponent}", tensors, {"quantization_config": quantization("FP8_DYNAMIC")})
+        done = convert_folder(source, tmp_path / f"out{exponent}", "MXFP8")
+        before, after = data.astype(np.float64) * scale, values(tmp_path / f"out{exponent}", "a.weight")
+        assert done.is_exact == np.array_equal(before, after) == (exponent >= -127)
+        error = np.linalg.norm(after - before) / np.linalg.norm(before)
+        np.testing.assert_allclose(done.error, error, rtol=1e-5)
+        assert error < 0.1
+
+
+def test_weights_without_elements_have_no_scale(tmp_path):
+    """They are named, also where nothing is quantized; plain weights may have none."""
+    for name, (data, scale) in {
+        "rows": (np.zeros((0, 64), E4M3), np.zeros((0, 1), np.float32)),
+        "columns": (np.zeros((4, 0), E4M3), np.ones((4, 1), np.float32)),
+    }.items():
+        tensors = {"a.weight": data, "a.weight_scale": scale}
+        tensors |= {"b.weight": np.ones((4, 64), E4M3), "b.weight_scale": np.full((4, 1), 0.01, np.float32)}
+        source = write(tmp_path / name, tensors, {"quantization_config": quantization("W8A16")})
+        plain_source = write(tmp_path / f"{name}-plain", {"a.weight": data.astype(BF16)}, {})
+        message = rf"^a.weight has shape \({data.shape[0]}, {data.shape[1]}\): it has no elements, .*; leave it out"
+        for folder, layout in ((source, "MXFP8"), (source, "FP8_DYNAMIC"), (plain_source, "FP8_DYNAMIC")):
+            with pytest.raises(ValueError, match=message):
+                convert_folder(folder, tmp_path / "no", layout)
+        convert_folder(source, tmp_path / f"{name}-to-plain", "BF16")
+        assert TensorFolder.open(tmp_path / f"{name}-to-plain")["a.weight"].shape == data.shape
+    assert not (tmp_path / "no").exists()
 
 
 @pytest.mark.more
@@ -259,7 +294,7 @@ def test_no_two_layouts_differ_in_case_alone(tmp_path):
     assert not (tmp_path / "new").exists()
 
 
-def test_command_line(tmp_path, capsys):
+def test_command_line(tmp_path, capsys, monkeypatch):
     good = write(tmp_path / "good", *checkpoint("FP8_DYNAMIC"))
     tensors, config = checkpoint("FP8_DYNAMIC")
     del tensors[f"{weights()[0]}_scale"]
@@ -282,6 +317,12 @@ def test_command_line(tmp_path, capsys):
     below = good / "config.json" / "new"
     assert run("convert", good, "--to", "W8A16", "--output", below) == 2
     assert f"--output={str(below)!r} cannot be made in {str(below.parent)!r}: " in capsys.readouterr().err
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    assert run("convert", good, "--to", "W8A16", "--output", tmp_path / "link") == 2
+    assert f"--output={str(tmp_path / 'link')!r} is a link; give the folder" in capsys.readouterr().err
+    monkeypatch.chdir(good)
+    for action in ("check", "explain"):
+        assert run(action, ".") == 0 and "good: FP8_DYNAMIC" in capsys.readouterr().out
     assert run("convert", broken, "--to", "W8A16", "--output", tmp_path / "other") == 1
     assert weights()[0] in capsys.readouterr().err
     assert run("check", tmp_path / "nothing") == 2

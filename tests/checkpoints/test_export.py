@@ -27,7 +27,7 @@ from haliax_fp8.checkpoints.layouts import named as layouts
 from haliax_fp8.checkpoints.scaled_matrix import quantized
 from haliax_fp8.demo import MixtureOfExperts, Transformer, TransformerConfig, hugging_face_config
 from haliax_fp8.layers import Kernel, LayerRule, default_rules
-from haliax_fp8.recipes import E4M3
+from haliax_fp8.recipes import E4M3, E4M3FNUZ, E5M2FNUZ
 from haliax_fp8.recipes.scaling import (
     BlockScaling,
     CurrentScaling,
@@ -37,6 +37,7 @@ from haliax_fp8.recipes.scaling import (
     RowwiseScaling,
     StaticScaling,
 )
+from haliax_fp8.serving import quantize_for_inference
 
 
 CONFIG = TransformerConfig(layers=2, hidden=64, heads=2, kv_heads=1, head_dim=32, mlp=96, vocab=64)
@@ -377,6 +378,7 @@ def test_what_cannot_be_exported(plain, tmp_path):
     broken = eqx.tree_at(
         lambda m: m.blocks.stacked.mlp.up.weight.array, plain, replace_fn=lambda x: x.at[1].set(jnp.nan)
     )
+    empty = {"up": eqx.nn.Linear(64, 0, use_bias=False, key=jax.random.key(0))}
     uncalibrated = fp8_linear_layers(plain, recipe=Recipe.of(StaticScaling()), exclude="head")
     cases = [
         (lambda: export_model(broken, tmp_path / "a"), r"blocks\.1\.mlp\.up .* infinity or NaN"),
@@ -392,6 +394,7 @@ def test_what_cannot_be_exported(plain, tmp_path):
             "gives 'head.weight' to two tensors",
         ),
         (lambda: names.NameMap.of({"a.{i}": "b"}), "different placeholders"),
+        (lambda: export_model(empty, tmp_path / "a"), r"up has shape \(0, 64\): it has no elements"),
     ]
     for call, message in cases:
         with pytest.raises(ValueError, match=message):
@@ -401,6 +404,33 @@ def test_what_cannot_be_exported(plain, tmp_path):
     (tmp_path / "full/file").touch()
     with pytest.raises(ValueError, match="not empty"):
         export_model(plain, tmp_path / "full")
+
+
+@pytest.mark.parametrize("how", ["served", "frozen"])
+def test_fp8_that_a_layout_does_not_hold_is_refused(how, tmp_path):
+    """Another format, and scales that are no exponents: streamed, engines would read other numbers."""
+    layer = {"a": eqx.nn.Linear(64, 48, key=jax.random.key(0))}
+    recipe = Recipe.of(StaticScaling(0.5), forward=E4M3FNUZ, backward=E5M2FNUZ)
+    served = quantize_for_inference(fp8_linear_layers(layer, recipe=recipe), "static")
+    if how == "frozen":
+        export_model(layer, tmp_path / "in", "FP8_DYNAMIC")
+        served = import_model(tmp_path / "in", layer, weights="frozen")
+        kernel = dataclasses.replace(served["a"].kernel, format=np.dtype(ml_dtypes.float8_e4m3fnuz))
+        served = eqx.tree_at(lambda m: m["a"].kernel, served, kernel)
+    message = "a is in float8_e4m3fnuz in the model, and layouts have float8_e4m3fn; make it plain with"
+    # Before anything is streamed.
+    with pytest.raises(ValueError, match=message):
+        serving_tensors(served, "FP8_DYNAMIC")
+    with pytest.raises(ValueError, match=message):
+        export_model(served, tmp_path / "out", "FP8_DYNAMIC")
+    export_model(layer, tmp_path / "rows", "FP8_DYNAMIC")
+    rows = import_model(tmp_path / "rows", layer, weights=how)
+    message = r"a has scales that are no powers of two from 2\*\*-127 on, as the layout's are; .* imported from"
+    with pytest.raises(ValueError, match=message):
+        dict(serving_tensors(rows, "MXFP8"))
+    with pytest.raises(ValueError, match=message):
+        export_model(rows, tmp_path / "out", "MXFP8")
+    assert not (tmp_path / "out").exists()
 
 
 class OnADiskThatLosesABit(collections.UserDict):

@@ -251,3 +251,21 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path):
             new_folder(path, "to").__enter__()
     with pytest.raises(ValueError, match="directory='.*file' exists and is not empty"):
         new_folder(tmp_path / "file").__enter__()
+
+
+def test_a_folder_that_cannot_take_its_name_is_refused_before_anything_is_written(tmp_path):
+    """Links, to an empty folder and to nothing, and names of folders that are there already."""
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "to empty").symlink_to("empty")
+    (tmp_path / "to nothing").symlink_to("nothing")
+    before = sorted(tmp_path.iterdir())
+    for name in ("to empty", "to nothing"):
+        with pytest.raises(ValueError, match=f"to='.*{name}' is a link; give the folder that it leads to"):
+            new_folder(tmp_path / name, "to").__enter__()
+    for name in ("new/..", "empty/.."):
+        with pytest.raises(ValueError, match=rf"to='.*{name[:-3]}/\.\.' ends with '\.\.'; give the folder's own name"):
+            new_folder(tmp_path / name, "to").__enter__()
+    assert sorted(tmp_path.iterdir()) == before
+    with new_folder(tmp_path / "empty/../other"):
+        pass
+    assert (tmp_path / "other").is_dir()

@@ -11,6 +11,7 @@ import ml_dtypes
 import numpy as np
 import optax
 import pytest
+from folders import write as write_folder
 from safetensors.numpy import save_file
 
 from haliax_fp8 import describe, fp8_linear_layers
@@ -196,7 +197,12 @@ def test_what_does_not_fit(tmp_path):
     cases = {
         "no scale": ({"up.weight": DATA}, compressed(), r"up\.weight .* has no weight_scale"),
         "not said": ({"up.weight": DATA, "up.weight_scale": scale}, None, "no quantization_config"),
-        "nan": ({"up.weight": DATA, "up.weight_scale": scale * np.nan}, compressed(), r"up\.weight_scale .* positive"),
+        "nan": ({"up.weight": DATA, "up.weight_scale": scale * np.nan}, compressed(), r"up\.weight_scale .*: \[nan\]"),
+        "infinite": (
+            {"up.weight": DATA, "up.weight_scale": scale * np.inf},
+            compressed(),
+            r"up\.weight_scale .* positive and finite: \[inf\]",
+        ),
         "zero": ({"up.weight": DATA, "up.weight_scale": scale * 0}, compressed(), r"up\.weight_scale .* positive"),
         "shape": (
             {"up.weight": DATA, "up.weight_scale": scale[:5]},
@@ -213,3 +219,27 @@ def test_what_does_not_fit(tmp_path):
             import_model(tmp_path / case, model)
     with pytest.raises(ValueError, match="'dequantized', 'frozen'"):
         import_model(tmp_path / "zero", model, weights="cold")
+
+
+@pytest.mark.parametrize("dtype", [ml_dtypes.float8_e5m2, ml_dtypes.float8_e4m3fnuz, FP8])
+@pytest.mark.parametrize("weights", ["dequantized", "frozen", "served"])
+def test_fp8_data_never_become_numbers_without_their_scales(dtype, weights, tmp_path):
+    """Weights in other formats, and tensors that are no weights: the data alone would be far too large."""
+    name, scale = np.dtype(dtype).name, np.full((160, 1), 2.0**-9, np.float32)
+    data, plain = RNG.normal(size=(160, 192)).astype(dtype), RNG.normal(size=(160, 192)).astype(BF16)
+    config = {"quantization_config": compressed()}
+    if dtype is not FP8:
+        message = rf"up\.weight is in {name}, but FP8 weights are read in float8_e4m3fn alone; dequantize"
+        for case, described in (("configured", config), ("not said", {})):
+            write_folder(tmp_path / case, {"up.weight": data, "up.weight_scale": scale}, described)
+            with pytest.raises(ValueError, match=message):
+                import_model(tmp_path / case, linear(192, 160), weights=weights)
+    model = {"up": eqx.nn.Linear(192, 160, key=jax.random.key(0))}
+    for case, described in (("bias", config), ("bias, not said", {})):
+        write_folder(tmp_path / case, {"up.weight": plain, "up.bias": data[:, 0]}, described)
+        with pytest.raises(ValueError, match=rf"up\.bias is in {name}, and only weights of layers have scales; dequ"):
+            import_model(tmp_path / case, model, weights=weights)
+    # What the model does not want is not looked at.
+    write_folder(tmp_path / "other", {"up.weight": plain, "other": data}, config)
+    loaded = import_model(tmp_path / "other", linear(192, 160), weights=weights, strict=False)["up"]
+    np.testing.assert_array_equal(loaded.weight, plain.astype(np.float32))

@@ -12,11 +12,13 @@ import haliax.nn as hnn
 import haliax.state_dict as hsd
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
 import safetensors.numpy
+from folders import file_of
 from full_disk import full_disk
 from helpers import unchecked
 from jax.sharding import NamedSharding, PartitionSpec as P
@@ -26,6 +28,7 @@ from haliax_fp8._state.op_state import OpState
 from haliax_fp8._state.table import guarded
 from haliax_fp8.checkpoints import LoadReport, export_model, import_model, load_into, save
 from haliax_fp8.checkpoints.interchange.names import is_saved, leaves_of
+from haliax_fp8.checkpoints.interchange.safetensors_file import open_safetensors
 from haliax_fp8.memory import join_linear
 from haliax_fp8.recipes import StaticScaling
 
@@ -462,7 +465,7 @@ def test_paths_that_are_no_checkpoint(tmp_path):
     with pytest.raises(ValueError, match="a folder without a checkpoint: Orbax ends .* but this one holds nothing"):
         load_into(model, tmp_path / "10")
     (tmp_path / "bad.safetensors").write_bytes(b"12345678")
-    with pytest.raises(ValueError, match="not a sound safetensors file"):
+    with pytest.raises(ValueError, match=r"path='.*bad.safetensors' cannot be read: .*truncated"):
         load_into(model, tmp_path / "bad.safetensors")
     with pytest.raises(ValueError, match="path is of type int, not a file"):
         load_into(model, 3)
@@ -546,14 +549,15 @@ def test_a_changed_byte_is_found_wherever_it_is(of_three):
 
 
 def test_a_changed_name_is_not_another_leaf(tmp_path):
-    """One bit makes w3 of w1: the numbers of both have the same shape."""
-    tree = {"w1": jnp.zeros(3), "w3": jnp.ones(3)}
-    save(tmp_path / "w.eqx", tree)
+    """One bit makes w7 or w1 of w3: the numbers of all have the same shape."""
+    save(tmp_path / "w.eqx", {"w1": jnp.zeros(3), "w3": jnp.ones(3)})
     content = (tmp_path / "w.eqx").read_bytes()
     assert content.count(b'"w3"') == 1
-    (tmp_path / "w.eqx").write_bytes(content.replace(b'"w3"', b'"w1"'))
-    with pytest.raises(ValueError, match="w.eqx is damaged: the bytes of w1 have changed"):
-        load_into(tree, tmp_path / "w.eqx")
+    messages = {b"w7": "the bytes of w7 have changed", b"w1": "its index has two leaves called 'w1'; copy it again"}
+    for name, message in messages.items():
+        (tmp_path / "w.eqx").write_bytes(content.replace(b'"w3"', b'"' + name + b'"'))
+        with pytest.raises(ValueError, match=f"w.eqx is damaged: {message}"):
+            load_into({"w1": jnp.zeros(3), "w7": jnp.zeros(3)}, tmp_path / "w.eqx")
 
 
 def test_a_damaged_folder_of_orbax_is_named(tmp_path):
@@ -588,6 +592,132 @@ def test_equinox_reads_what_save_writes(tmp_path):
     assert eqx.tree_equal(again, model)
     loaded, report = load_into(model | {"step": 0, "rate": 0.0}, tmp_path / "model", strict=True)
     assert eqx.tree_equal(loaded, model) and {"step", "rate", "half"} <= set(report.kept)
+    # Those that are bytes to NumPy, Equinox does not take for the model's.
+    for dtype in (jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.int4):
+        narrow = {"narrow": jnp.ones(3, dtype)}
+        save(tmp_path / "narrow", narrow)
+        with pytest.raises(RuntimeError, match="narrow"):
+            eqx.tree_deserialise_leaves(tmp_path / "narrow.eqx", narrow)
+
+
+FORMATS = ("float8_e5m2", "float8_e4m3fn", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn", "int4", "bfloat16")
+
+
+def test_leaves_in_every_format_come_back(tmp_path):
+    """Of any rank, on devices and in NumPy; those of E5M2 too, whose name in NumPy's files NumPy does not read."""
+    for name in FORMATS:
+        values = np.array([[1, 2, 4], [2, 1, 1]], np.float32).astype(np.dtype(jnp.dtype(name)))
+        tree = {"a": jnp.asarray(values), "host": values, "one": values[0, 1], "turned": values.T, "none": values[:0]}
+        save(tmp_path / f"{name}.eqx", tree)
+        loaded, _ = load_into(
+            jax.tree.map(lambda x: (0 * x).astype(x.dtype), tree), tmp_path / f"{name}.eqx", strict=True
+        )
+        for leaf, array in tree.items():
+            found = np.asarray(loaded[leaf])
+            assert (found.dtype, found.shape, found.tobytes()) == (
+                array.dtype,
+                array.shape,
+                np.asarray(array).tobytes(),
+            )
+
+
+def test_files_with_numpys_own_name_of_e5m2_load(tmp_path):
+    """As an earlier `save` wrote them, and as Equinox does."""
+    values = np.arange(6, dtype=np.float32).reshape(2, 3).astype(jnp.float8_e5m2)
+    tree = {"a": jnp.ones(3), "m": jnp.asarray(values), "z": jnp.zeros(2)}
+    eqx.tree_serialise_leaves(tmp_path / "model.eqx", tree)
+    assert b"'<f1'" in (tmp_path / "model.eqx").read_bytes()
+    loaded, _ = load_into(tree | {"m": 0 * tree["m"]}, tmp_path / "model.eqx", strict=True, made_from=tree)
+    np.testing.assert_array_equal(np.asarray(loaded["m"]).view(np.uint8), values.view(np.uint8))
+    index = json.dumps([{"name": name, "dtype": str(array.dtype)} for name, array in tree.items()]).encode()
+    with (tmp_path / "model.eqx").open("ab") as file:
+        file.write(index + struct.pack("<Q", len(index)) + b"haliax_fp8 names")
+    loaded, _ = load_into(tree | {"m": 0 * tree["m"]}, tmp_path / "model.eqx", strict=True)
+    np.testing.assert_array_equal(np.asarray(loaded["m"]).view(np.uint8), values.view(np.uint8))
+
+
+def test_a_file_of_another_dtype_than_made_from_is_refused(tmp_path):
+    """Of the same size, it would be read as other numbers."""
+    for stored, wanted in ((">f4", jnp.float32), ("<i4", jnp.float32), ("<f4", jnp.int32)):
+        eqx.tree_serialise_leaves(tmp_path / "old.eqx", {"x": np.ones(3, stored)})
+        with pytest.raises(ValueError, match=f"old.eqx holds {np.dtype(stored)} where made_from has .*, in x"):
+            load_into({"x": jnp.zeros(3, wanted)}, tmp_path / "old.eqx", made_from={"x": jnp.zeros(3, wanted)})
+
+
+def test_what_no_file_holds_is_not_saved(tmp_path):
+    """NumPy would pickle it, which is never read, or write numbers that are read as others."""
+    refused = {
+        "object": np.array([1, None], object),
+        "object, one": np.array(None, object),
+        "text": np.array(["a", "bc"]),
+        "fields": np.zeros(2, [("a", "<f4"), ("b", "<i4")]),
+        "days": np.zeros(2, "datetime64[D]"),
+        "large": 2**64,
+        "small": -(2**63) - 1,
+    }
+    for value in refused.values():
+        with pytest.raises(ValueError, match=r"^b\.1 (is|has dtype) .*; keep it out of the tree"):
+            save(tmp_path / "model.eqx", {"a": jnp.ones(2), "b": [1, value]})
+    with pytest.raises(ValueError, match=r"^b\.1 has dtype >f4, .* other order; save b\.1\.astype\('float32'\)"):
+        save(tmp_path / "model.eqx", {"a": jnp.ones(2), "b": [1, np.ones(2, ">f4")]})
+    assert not list(tmp_path.iterdir())
+    tree = {"a": 2**64 - 1, "b": -(2**63), "c": True, "d": 1.5}
+    save(tmp_path / "model.eqx", tree)
+    assert load_into({"a": 2**63, "b": 0, "c": False, "d": 0.0}, tmp_path / "model.eqx", strict=True)[0] == tree
+
+
+class Named(eqx.Module):
+    layers: dict
+
+
+TWICE = [
+    ({"a.b": 1.0, "a": {"b": 2.0}}, "a.b"),
+    (Named({"0.weight": 1.0, "0": {"weight": 2.0}}), "layers.0.weight"),
+]
+
+
+@pytest.mark.parametrize(("tree", "name"), TWICE)
+def test_two_leaves_of_one_name_are_refused(tree, name, tmp_path):
+    """One of them would get the other's numbers: when saved, when loaded from anything, and in files of old."""
+    tree = jax.tree.map(lambda x: jnp.full(2, x), tree)
+    with pytest.raises(ValueError, match=f"^tree has two leaves called '{name}'; rename one"):
+        save(tmp_path / "model.eqx", tree)
+    assert not list(tmp_path.iterdir())
+    for path in ({name: np.ones(2)}, through_safetensors({name: jnp.ones(2)}, tmp_path)):
+        with pytest.raises(ValueError, match=f"^model has two leaves called '{name}'; rename one"):
+            load_into(tree, path)
+    eqx.tree_serialise_leaves(tmp_path / "old.eqx", tree)
+    other = {name: jnp.zeros(2)}
+    with pytest.raises(ValueError, match=f"^made_from has two leaves called '{name}'; rename one"):
+        load_into(other, tmp_path / "old.eqx", made_from=tree)
+    index = json.dumps([{"name": name, "dtype": "float32"}] * 2).encode()
+    with (tmp_path / "old.eqx").open("ab") as file:
+        file.write(index + struct.pack("<Q", len(index)) + b"haliax_fp8 names")
+    with pytest.raises(ValueError, match=f"old.eqx is damaged: its index has two leaves called '{name}'; copy"):
+        load_into(other, tmp_path / "old.eqx")
+    if isinstance(tree, dict):
+        with pytest.raises(ValueError, match=f"orbax' has two leaves called '{name}'; rename one"):
+            load_into(other, through_orbax(tree, tmp_path))
+
+
+def test_integers_that_do_not_fit_are_refused(tmp_path):
+    """The leaf is named, with the number; those that fit are cast."""
+    model = {"step": jnp.zeros((), jnp.int32), "ids": np.zeros(3, np.uint8)}
+    fits = {"step": np.int64(2**31 - 1), "ids": np.array([0, 3, 255])}
+    loaded, report = load_into(model, fits)
+    assert int(loaded["step"]) == 2**31 - 1 and loaded["ids"].tolist() == [0, 3, 255]
+    assert report.changed["ids"] == "int64 in the checkpoint, cast to uint8"
+    wrong = {"step": (np.int64(2**40), 2**40), "ids": (np.array([0, -1, 255]), -1)}
+    for name, (array, number) in wrong.items():
+        with pytest.raises(
+            ValueError, match=rf"^{name} holds {number} in the checkpoint, in int64, .* fit .*int\d+; give a model"
+        ):
+            load_into(model, fits | {name: array})
+    small = np.array([0, 7, 3], jnp.int4)
+    assert load_into(model, fits | {"ids": small, "step": 5})[0]["ids"].tolist() == [0, 7, 3]
+    assert load_into({"n": 0}, {"n": np.uint64(2**64 - 1)})[0] == {"n": 2**64 - 1}
+    empty, _ = load_into({"x": jnp.zeros((0,), jnp.int32)}, {"x": np.zeros(0, np.int64)})
+    assert empty["x"].shape == (0,)
 
 
 @contextlib.contextmanager
@@ -600,9 +730,14 @@ def failing_disk():
 
 def test_interrupted_save_leaves_the_last_good_one(tmp_path):
     save(tmp_path / "model.eqx", {"x": jnp.ones(3)})
-    for disk in (full_disk(64), failing_disk()):
-        with disk, pytest.raises(OSError):
-            save(tmp_path / "model.eqx", {"x": jnp.zeros(3)})
+    # A small tree fails when it is flushed, a large one within a leaf.
+    for disk, size, reason in (
+        (full_disk(64), 3, "too large"),
+        (full_disk(50_000), 10**5, "too large"),
+        (failing_disk(), 3, "input/output error"),
+    ):
+        with disk, pytest.raises(ValueError, match=rf"path='.*model.eqx' cannot be written: .*{reason}; .* file"):
+            save(tmp_path / "model.eqx", {"x": jnp.zeros(size)})
     assert [path.name for path in tmp_path.iterdir()] == ["model.eqx"]
     np.testing.assert_array_equal(load_into({"x": jnp.zeros(3)}, tmp_path / "model.eqx")[0]["x"], np.ones(3))
     with pytest.raises(ValueError, match="x is a random key"):
@@ -616,6 +751,11 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path):
     path = tmp_path / ("x" * 300 + ".eqx")
     with pytest.raises(ValueError, match=f"path={str(path)!r} cannot be written: .*; choose another file"):
         save(path, {"x": jnp.ones(3)})
+    (tmp_path / "folder.eqx").mkdir()
+    for path in (tmp_path / "folder", tmp_path / "folder.eqx"):
+        with pytest.raises(ValueError, match=r"path='.*folder.eqx' is a folder; name a file, such as '.*folder.eqx/m"):
+            save(path, {"x": jnp.ones(3)})
+    assert [path.name for path in tmp_path.iterdir()] == ["folder.eqx"]
 
 
 def test_resume_is_bit_for_bit(tmp_path):
@@ -637,6 +777,52 @@ def test_resume_is_bit_for_bit(tmp_path):
     for through in (through_equinox, through_orbax):
         resumed, _ = load_into(fresh, through(half, tmp_path), strict=True)
         assert eqx.tree_equal(run(resumed, range(3, 6)), (whole, loss))
+
+
+@pytest.mark.parametrize(
+    "name, dtype",
+    [
+        ("F8_E4M3", ml_dtypes.float8_e4m3fn),
+        ("F8_E5M2", ml_dtypes.float8_e5m2),
+        ("F8_E4M3FNUZ", ml_dtypes.float8_e4m3fnuz),
+        ("F8_E5M2FNUZ", ml_dtypes.float8_e5m2fnuz),
+        ("F8_E8M0", ml_dtypes.float8_e8m0fnu),
+        ("BF16", ml_dtypes.bfloat16),
+        ("C64", np.complex64),
+    ],
+)
+def test_safetensors_of_every_type_load_to_the_bit(name, dtype, tmp_path):
+    """Also where a tensor's bytes are not aligned, as after a single one, and where it has none."""
+    dtype = np.dtype(dtype)
+    words = np.random.default_rng(0).integers(0, 256, 12 * dtype.itemsize, np.uint8)
+    tensors = {"one": np.ones(1, np.int8), "whole": words.view(dtype).reshape(3, 4), "nothing": np.zeros((0, 3), dtype)}
+    names, offsets = ("I8", name, name), (0, 1, 1 + words.size)
+    header = {
+        key: {"dtype": of_key, "shape": array.shape, "data_offsets": [begin, begin + array.nbytes]}
+        for (key, array), of_key, begin in zip(tensors.items(), names, offsets, strict=True)
+    }
+    (tmp_path / "x.safetensors").write_bytes(file_of(tensors, header))
+    into = {name: jnp.zeros(array.shape, array.dtype) for name, array in tensors.items()}
+    loaded, report = load_into(into, tmp_path / "x.safetensors")
+    assert set(report.kept) == set(tensors)
+    for name, array in tensors.items():
+        assert (loaded[name].dtype, loaded[name].shape) == (array.dtype, array.shape)
+        assert np.asarray(loaded[name]).tobytes() == array.tobytes()
+
+
+def test_safetensors_of_an_unknown_type_are_refused(tmp_path):
+    header = {"packed": {"dtype": "F4", "shape": [16], "data_offsets": [0, 8]}}
+    (tmp_path / "x.safetensors").write_bytes(file_of({"packed": np.zeros(8, np.uint8)}, header))
+    with pytest.raises(ValueError, match=r"path='.*x.safetensors' cannot be read: .*packed: its dtype 'F4' is unknown"):
+        load_into({"packed": jnp.zeros(16)}, tmp_path / "x.safetensors")
+
+
+def test_a_safetensors_file_may_be_replaced_while_it_is_read(tmp_path):
+    (tmp_path / "x.safetensors").write_bytes(file_of({"a": np.arange(4, dtype=np.float32)}))
+    opened = open_safetensors(tmp_path / "x.safetensors")
+    (tmp_path / "new").write_bytes(file_of({"a": np.zeros(4, np.float32)}))
+    (tmp_path / "new").replace(tmp_path / "x.safetensors")
+    assert opened.read({"a": None})["a"].tolist() == [0.0, 1.0, 2.0, 3.0]
 
 
 def test_wrong_arguments_of_save_and_files_of_other_trees(tmp_path):

@@ -689,6 +689,27 @@ CHANGES = (
         ("test_experts.py::test_gradients_sent_in_fp8",),
     ),
     Change(
+        "what a scale of NaN spoils counts as flushed",
+        "recipes/scaling/operand_statistics.py",
+        "flushed = ((bits == 0) | ~scaled) & jnp.isfinite(scale) & nonzero",
+        "flushed = ((bits == 0) | ~scaled) & nonzero",
+        ("test_statistics.py::test_one_nan_does_not_flush_the_others_to_zero",),
+    ),
+    Change(
+        "scales below the smallest of E8M0 count as exact",
+        "checkpoints/scaled_matrix.py",
+        "(np.frexp(scale)[0] == 0.5) & (scale >= np.float32(2.0**-127))",
+        "(np.frexp(scale)[0] == 0.5)",
+        ("test_convert.py::test_scales_below_those_of_e8m0_are_not_exact",),
+    ),
+    Change(
+        "weights in E5M2 are imported without their scales",
+        "checkpoints/model/folder_tensors.py",
+        "if stored is None or not is_fp8(stored):",
+        "if stored is None or stored.dtype != FP8:",
+        ("test_import.py::test_fp8_data_never_become_numbers_without_their_scales",),
+    ),
+    Change(
         "gradients in float16 are taken for state",
         "training/updates.py",
         "if overwrite.table.array.dtype == jnp.float16 != state.table.array.dtype:",

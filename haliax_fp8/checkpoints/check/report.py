@@ -59,7 +59,7 @@ class CheckReport(Printable):
 
     def __rich__(self) -> RenderableType:
         """A row for each fault, or a line that there is none."""
-        summary = f"{self.directory.name}: {self.layout or 'not readable'}"
+        summary = f"{self.directory.resolve().name}: {self.layout or 'not readable'}"
         if self.layout:
             summary += f", {self.tensors} tensors, {self.quantized} weights in FP8"
         if not self.faults:

@@ -96,29 +96,39 @@ def _owner(folder: TensorFolder, quantization: CheckpointQuantization | None, na
         yield Fault(stored.file.name, name, f"it is a scale, but {layer}{WEIGHT} is missing")
     elif not is_fp8(weight):
         yield Fault(stored.file.name, name, f"it is a scale, and {layer}{WEIGHT} is in {weight.dtype}, which has none")
-    elif quantization is not None and kind in OF_INPUTS and kind != quantization.input_scale_name:
-        yield Fault(stored.file.name, name, f"engines look for {quantization.input_scale_name} in this layout")
-    elif quantization is not None and kind in OF_INPUTS and not quantization.is_static:
-        yield Fault(stored.file.name, name, "inputs are not static: engines ignore it", is_error=False)
-    elif quantization is not None and kind not in OF_INPUTS and kind != quantization.scale_name:
-        yield Fault(stored.file.name, name, f"engines look for {quantization.scale_name} in this layout")
+    elif quantization is not None:
+        names = quantization.input_scale_names if kind in OF_INPUTS else quantization.scale_names
+        if kind not in names:
+            yield Fault(stored.file.name, name, f"engines look for {' or '.join(names)} in this layout")
+        elif (first := _present(folder, layer, names)) != name:
+            yield Fault(stored.file.name, name, f"{first} is there too: each engine reads one of them")
+        elif kind in OF_INPUTS and not quantization.is_static:
+            yield Fault(stored.file.name, name, "inputs are not static: engines ignore it", is_error=False)
+
+
+def _present(folder: TensorFolder, layer: str, names: tuple[str, ...]) -> str:
+    """The first scale of a layer that is there by one of its names; by the first of these if there is none."""
+    return next((name for kind in names if (name := f"{layer}.{kind}") in folder.tensors), f"{layer}.{names[0]}")
 
 
 def _scaled(folder: TensorFolder, quantization: CheckpointQuantization, layer: str) -> Iterator[Fault]:
     """What is wrong with a weight in E4M3 and its scales."""
-    name, scale_name = layer + WEIGHT, f"{layer}.{quantization.scale_name}"
+    name, scale_name = layer + WEIGHT, _present(folder, layer, quantization.scale_names)
     stored = folder.tensors[name]
     if count := not_finite(folder[name]):
         yield Fault(stored.file.name, name, f"{count} of its elements are NaN")
         return
     if quantization.is_static:
-        yield from _input_scale(folder, f"{layer}.{quantization.input_scale_name}", stored)
+        yield from _input_scale(folder, _present(folder, layer, quantization.input_scale_names), stored)
     scale = folder.tensors.get(scale_name)
     if scale is None:
-        problem = f"it is in FP8 and has no {scale_name}: some engines take its bytes for the weights"
+        names = " or ".join((scale_name, *quantization.scale_names[1:]))
+        problem = f"it is in FP8 and has no {names}: some engines take its bytes for the weights"
         yield Fault(stored.file.name, name, problem)
         return
     right = BYTES if quantization.exponents else FLOATS
+    if quantization.exponents and quantization.method == "fp8":
+        right = BYTES + FLOATS  # Powers of two in float32, as DeepSeek-V3.1 has them.
     if scale.dtype not in right:
         expected = " or ".join(dtype.name for dtype in right)
         yield Fault(scale.file.name, scale_name, f"it is in {scale.dtype}; its layout has {expected}")
@@ -259,15 +269,17 @@ def _partners(
     folder: TensorFolder, quantization: CheckpointQuantization, partners: list[str], first: str, what: str
 ) -> Iterator[Fault]:
     file = folder.tensors[first].file.name
-    kinds = [quantization.scale_name] if quantization.strategy == "tensor" else []
-    kinds += [quantization.input_scale_name] if quantization.is_static else []
+    kinds = [quantization.scale_names] if quantization.strategy == "tensor" else []
+    kinds += [quantization.input_scale_names] if quantization.is_static else []
     for kind in kinds:
-        stored = [folder.tensors.get(f"{partner}.{kind}") for partner in partners]
+        names = [_present(folder, partner, kind) for partner in partners]
+        stored = [folder.tensors.get(name) for name in names]
         if any(scale is None or math.prod(scale.shape) != 1 for scale in stored):
             continue
-        scales = [float(scale_values(folder[f"{partner}.{kind}"]).reshape(())) for partner in partners]
+        scales = [float(scale_values(folder[name]).reshape(())) for name in names]
         if len(set(scales)) > 1 and all(map(math.isfinite, scales)):
-            problem = f"{kind} of {what} differ: engines that merge them quantize again, with the largest"
+            called = names[0].rpartition(".")[2]
+            problem = f"{called} of {what} differ: engines that merge them quantize again, with the largest"
             yield Fault(file, first, problem, is_error=False)
     rows = [folder.tensors[f"{partner}{WEIGHT}"].shape[0] for partner in partners[:-1]]
     height = (quantization.block or (1, 1))[0]

@@ -48,10 +48,15 @@ def new_folder(directory: str | os.PathLike[str], name: str = "directory") -> It
         name: The caller's argument, for errors.
 
     Raises:
-        ValueError: If it exists and is not empty, or cannot be made.
+        ValueError: If it exists and is not empty, is a link, or cannot be made.
     """
     given = f"{name}={os.fspath(directory)!r}"
     final = pathlib.Path(directory).absolute()
+    # A complete folder could not take these names.
+    if final.is_symlink():
+        raise ValueError(f"{given} is a link; give the folder that it leads to, {str(final.resolve())!r}")
+    if final.name == "..":
+        raise ValueError(f"{given} ends with '..'; give the folder's own name")
     if final.exists() and (not final.is_dir() or any(final.iterdir())):
         raise ValueError(f"{given} exists and is not empty; remove it or choose another")
     try:

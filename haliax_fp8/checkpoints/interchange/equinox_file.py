@@ -1,27 +1,27 @@
 """Files of Equinox's serialisation, with an index of names after the leaves.
 
-Equinox's own `tree_deserialise_leaves` reads these files too: it does not read beyond the last leaf.
+Equinox's own `tree_deserialise_leaves` reads these files too: it does not read beyond the last leaf. Leaves in
+8-bit floats, or in dtypes of fewer bits, it refuses: to NumPy they are bytes.
 """
 
 import json
 import os
 import pathlib
 import struct
-import tokenize
 import uuid
-from collections.abc import Iterator, Mapping
-from typing import Any, BinaryIO, NamedTuple
+from collections.abc import Mapping
+from typing import Any, BinaryIO
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from ...layers.model_argument import require_tree
 from ...layers.own_state import require_own_state
+from .array_headers import Header, headers
 from .checkpoint import HostArrays
 from .checksum import Summed, summed
-from .names import Leaf, described, is_saved, leaves_of
+from .names import Leaf, described, is_saved, leaves_of, name_twice, require_one_each
 
 
 # After the index come its length and this mark.
@@ -36,7 +36,8 @@ def save(path: str | os.PathLike[str], tree: Any, *, allow_nonfinite: bool = Fal
 
     The file is written under another name, flushed to the disk and renamed, so a save that is interrupted leaves the
     file that was there. `load_into` reads it into models of another recipe, history length or layout, and
-    compares what it reads with checksums. `eqx.tree_deserialise_leaves` reads it into the same model, without.
+    compares what it reads with checksums. `eqx.tree_deserialise_leaves` reads it into the same model, without, unless
+    a leaf is in an 8-bit float or a dtype of fewer bits.
 
     Args:
         path: The file; `.eqx` is added if the name has no suffix, as Equinox does.
@@ -45,10 +46,11 @@ def save(path: str | os.PathLike[str], tree: Any, *, allow_nonfinite: bool = Fal
             that goes on from there is lost, and the last good file with it.
 
     Raises:
-        ValueError: If the folder does not exist or cannot be written to; if the name ends in `.safetensors`; if
+        ValueError: If the folder does not exist, or the file cannot be written; if the name ends in `.safetensors`; if
             anything but its own update changed the FP8 state; if an element is NaN, or an element of an array with axes
-            is infinite, outside of FP8 state; if an array is divided over several processes, or a leaf is a random key
-            with a type (save `jax.random.key_data` of it).
+            is infinite, outside of FP8 state; if two leaves have the same name; if an array is divided over several
+            processes, or a leaf is a random key with a type (save `jax.random.key_data` of it), an array of objects or
+            texts, or a whole number of more than 64 bits.
 
     Example:
         >>> import tempfile
@@ -70,6 +72,8 @@ def save(path: str | os.PathLike[str], tree: Any, *, allow_nonfinite: bool = Fal
             f"path={str(path)!r} names a file of safetensors, which save does not write; use a name such as "
             f"{str(path.with_suffix('.eqx'))!r}, or export_model for weights that other libraries read"
         )
+    if os.path.isdir(path):  # A name may be too long for `path.is_dir`.
+        raise ValueError(f"path={str(path)!r} is a folder; name a file, such as {str(path / 'model.eqx')!r}")
     if not path.parent.is_dir():
         raise ValueError(f"path={str(path)!r} is in a folder that does not exist; create {str(path.parent)!r} first")
     saved = [leaf for leaf in leaves_of(tree) if is_saved(leaf.value)]
@@ -77,23 +81,26 @@ def save(path: str | os.PathLike[str], tree: Any, *, allow_nonfinite: bool = Fal
         _require_savable(leaf)
         if not allow_nonfinite:
             _require_finite(leaf)
+    require_one_each((leaf.name for leaf in saved), "tree")
     names = [(leaf.name, described(leaf.value).dtype.name) for leaf in saved]
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     opened = _opened(temporary, path)
     try:
         with opened as file:
-            through = Summed(file, names)
-            eqx.tree_serialise_leaves(through, tree, filter_spec=through.leaf)
-            sums = zip(names, through.sums, strict=True)
-            index = [{"name": name, "dtype": dtype, "crc32": crc} for (name, dtype), crc in sums]
+            # As `eqx.tree_serialise_leaves` does, which would hide why a leaf cannot be written.
+            through, index = Summed(file), []
+            for leaf, (name, dtype) in zip(saved, names, strict=True):
+                index.append({"name": name, "dtype": dtype, "crc32": through.leaf(name, dtype, leaf.value)})
             encoded = json.dumps(index).encode()
             file.write(encoded + _END.pack(len(encoded), _MARK))
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
+        _flush_folder(path.parent)
+    except OSError as error:
+        raise _not_written(path, error) from error
     finally:
         temporary.unlink(missing_ok=True)
-    _flush_folder(path.parent)
 
 
 def open_equinox(path: pathlib.Path, made_from: Any) -> HostArrays:
@@ -125,9 +132,10 @@ def open_equinox(path: pathlib.Path, made_from: Any) -> HostArrays:
             )
         else:
             expected = [leaf for leaf in leaves_of(made_from) if is_saved(leaf.value)]
+            require_one_each((leaf.name for leaf in expected), "made_from")
             names = [(leaf.name, described(leaf.value).dtype) for leaf in expected]
         file.seek(0)
-        arrays = {name: header for (name, _), header in zip(names, _headers(file, size, names, path), strict=True)}
+        arrays = {name: header for (name, _), header in zip(names, headers(file, size, names, path), strict=True)}
     _require_made_from(expected, arrays, path)
     dtypes = dict(names)
     entries = {name: jax.ShapeDtypeStruct(header.shape, dtypes[name]) for name, header in arrays.items()}
@@ -163,6 +171,16 @@ def _require_savable(leaf: Leaf) -> None:
         )
     if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
         raise ValueError(f"{leaf.name} is a random key, which Equinox cannot save; save jax.random.key_data(key)")
+    dtype = getattr(value, "dtype", None)
+    if dtype is None and np.asarray(value).dtype == object:
+        raise ValueError(f"{leaf.name} is {value}, which has more than 64 bits; keep it out of the tree")
+    if dtype is not None and not (jnp.issubdtype(dtype, np.number) or dtype == np.bool_):
+        raise ValueError(f"{leaf.name} has dtype {dtype}, which is not one of numbers; keep it out of the tree")
+    if dtype is not None and not dtype.isnative:
+        raise ValueError(
+            f"{leaf.name} has dtype {dtype.str}, whose bytes are in the other order; save {leaf.name}.astype("
+            f"{dtype.name!r})"
+        )
 
 
 def _require_finite(leaf: Leaf) -> None:
@@ -199,7 +217,13 @@ def _opened(temporary: pathlib.Path, path: pathlib.Path) -> BinaryIO:
     try:
         return temporary.open("wb")
     except OSError as error:
-        raise ValueError(f"path={str(path)!r} cannot be written: {error.strerror}; choose another file") from error
+        raise _not_written(path, error) from error
+
+
+def _not_written(path: pathlib.Path, error: OSError) -> ValueError:
+    return ValueError(
+        f"path={str(path)!r} cannot be written: {error.strerror or error}; choose another file, on a disk with room"
+    )
 
 
 def _index(file: BinaryIO, size: int, path: pathlib.Path) -> tuple[list[tuple[str, Any]] | None, Mapping[str, int]]:
@@ -219,47 +243,15 @@ def _index(file: BinaryIO, size: int, path: pathlib.Path) -> tuple[list[tuple[st
         raise ValueError(
             f"{path} is damaged: its index of names cannot be read ({error}); copy it again, or load an earlier one"
         ) from error
+    if (name := name_twice(name for name, _ in names)) is not None:
+        raise ValueError(
+            f"{path} is damaged: its index has two leaves called {name!r}; copy it again, or save a tree in which each "
+            "leaf has a name of its own"
+        )
     return names, sums
 
 
-class _Header(NamedTuple):
-    """Where an array is in a file.
-
-    Args:
-        shape: Its shape.
-        in_columns: Whether columns come first.
-        start: Where it begins, with its header.
-        numbers: Where its numbers begin.
-        end: Where they end.
-    """
-
-    shape: tuple[int, ...]
-    in_columns: bool
-    start: int
-    numbers: int
-    end: int
-
-
-def _headers(file: BinaryIO, size: int, names: list[tuple[str, Any]], path: pathlib.Path) -> Iterator[_Header]:
-    """One array after the other."""
-    for name, dtype in names:
-        start = file.tell()
-        try:
-            version = np.lib.format.read_magic(file)
-            read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-            shape, in_columns, stored = read(file)
-        except (ValueError, OSError, SyntaxError, tokenize.TokenError) as error:  # NumPy reads the header as Python.
-            raise ValueError(f"{path} ends, or is not Equinox's, where {name} should begin: {error}") from error
-        numbers = file.tell()
-        end = numbers + int(np.prod(shape, dtype=np.int64)) * stored.itemsize
-        if stored.hasobject or end > size or stored.itemsize != np.dtype(dtype).itemsize:
-            what = "is cut off" if end > size else f"holds {stored} where made_from has {np.dtype(dtype).name}"
-            raise ValueError(f"{path} {what}, in {name}")
-        file.seek(end)
-        yield _Header(shape, in_columns, start, numbers, end)
-
-
-def _require_made_from(expected: list[Leaf], found: dict[str, _Header], path: pathlib.Path) -> None:
+def _require_made_from(expected: list[Leaf], found: dict[str, Header], path: pathlib.Path) -> None:
     for leaf in expected:
         shape, stored = described(leaf.value).shape, found[leaf.name].shape
         if stored != shape:

@@ -16,7 +16,7 @@ from .histories import first_of, fitted, refusal, widths
 from .incomplete import incomplete, listed, require_fit
 from .joined import Joined, check_joined, with_joined
 from .like_leaf import like_leaf, sharding_of
-from .names import Leaf, described, is_rounding_key, is_saved, leaves_of, with_leaves
+from .names import Leaf, described, is_rounding_key, is_saved, leaves_of, require_one_each, with_leaves
 from .open import on_host, open_checkpoint
 from .report import LoadReport
 
@@ -53,7 +53,8 @@ def load_into[M](
     Raises:
         ValueError: If the checkpoint is missing or damaged; if nothing in it fits the model, a weight has another
             shape or kind than the model's, or an abstract model has a leaf that it lacks; if a weight in FP8 comes
-            without its scale; with `strict`, if the load is not complete. The message names the leaves and the remedy.
+            without its scale; if two leaves have the same name, or an integer does not fit its leaf; with `strict`, if
+            the load is not complete. The message names the leaves and the remedy.
 
     Example:
         >>> from haliax_fp8.checkpoints import load_into
@@ -66,10 +67,11 @@ def load_into[M](
     checkpoint = open_checkpoint(path, model, made_from)
     require_tree(model, "load_into(model, path)")
     require_no_kernel_copies(model)
+    leaves = list(leaves_of(model))
+    require_one_each((leaf.name for leaf in leaves if is_saved(leaf.value)), "model")
     shown = "the mapping" if isinstance(path, Mapping) else f"path={os.fspath(path)!r}"
     if joined is not None:
         checkpoint = with_joined(checkpoint, model, check_joined(joined))
-    leaves = list(leaves_of(model))
     plans = [_plan(leaf, checkpoint) if is_saved(leaf.value) else _Plan() for leaf in leaves]
     misfits = {leaf.name: plan.why for leaf, plan in zip(leaves, plans, strict=True) if plan.why and plan.is_misfit}
     require_fit(model, misfits, shown)
@@ -82,6 +84,8 @@ def load_into[M](
             array = found[plan.name]
             if leaf.state is not None:
                 array, how, why = _table(on_host(array), leaf)
+            else:
+                _require_integers_fit(array, leaf)
             value = None if array is None else like_leaf(array, leaf.value)
         if leaf.state is not None and (plan.name is None or value is None):
             value = like_leaf(first_of(leaf.state), leaf.value)
@@ -206,6 +210,20 @@ def _table(array: np.ndarray, leaf: Leaf) -> tuple[np.ndarray | None, str | None
     if result is None:
         return None, None, "the state in the checkpoint belongs to another scaling, or has recorded nothing"
     return result, widths(table, leaf.state), None
+
+
+def _require_integers_fit(array: Any, leaf: Leaf) -> None:
+    """Raises a ValueError where a cast to fewer bits would make another number."""
+    dtype, stored = getattr(leaf.value, "dtype", None), described(array).dtype
+    if dtype is None or dtype == stored or not jnp.issubdtype(dtype, jnp.integer) or not np.size(array):
+        return  # Whole numbers of Python have no limits.
+    host, limits = on_host(array), jnp.iinfo(dtype)
+    for number in (int(host.min()), int(host.max())):
+        if not limits.min <= number <= limits.max:
+            raise ValueError(
+                f"{leaf.name} holds {number} in the checkpoint, in {stored}, which does not fit the model's {dtype}; "
+                f"give a model with {stored} there"
+            )
 
 
 def _require_all(leaves: list[Leaf], plans: list[_Plan]) -> None:

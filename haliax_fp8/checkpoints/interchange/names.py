@@ -1,6 +1,6 @@
 """The leaves of a tree by name: what entries of a checkpoint are matched with."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -61,6 +61,27 @@ def with_leaves(tree: Any, values: list[Any]) -> Any:
 def is_saved(value: Any) -> bool:
     """Whether a leaf is an array or a number, which checkpoints hold; anything else comes from the code."""
     return eqx.is_array_like(value) or isinstance(value, jax.ShapeDtypeStruct)
+
+
+def name_twice(names: Iterable[str]) -> str | None:
+    """A name that two leaves have, of which one would get the other's numbers; None if there is none."""
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            return name
+        seen.add(name)
+    return None
+
+
+def require_one_each(names: Iterable[str], what: str) -> None:
+    """Raises a ValueError if two leaves have the same name.
+
+    Args:
+        names: The names.
+        what: What has them, for the error.
+    """
+    if (name := name_twice(names)) is not None:
+        raise ValueError(f"{what} has two leaves called {name!r}; rename one: a key with a dot reads as a path")
 
 
 def described(value: Any) -> jax.ShapeDtypeStruct:

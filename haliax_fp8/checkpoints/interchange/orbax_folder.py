@@ -11,6 +11,7 @@ import numpy as np
 from ...layers.patterns import path_string
 from .checkpoint import AbstractCheckpoint, Entries
 from .folder import METADATA, tree_in
+from .names import require_one_each
 
 
 class OrbaxFolder(AbstractCheckpoint):
@@ -36,6 +37,7 @@ class OrbaxFolder(AbstractCheckpoint):
         flat = jax.tree_util.tree_flatten_with_path(self._tree)[0]
         paths = {path_string(path) for path, _ in flat}
         self._names = [_name(path, paths) for path, _ in flat]
+        require_one_each(self._names, f"path={str(path)!r}")
         self._entries = {
             name: jax.ShapeDtypeStruct(tuple(getattr(leaf, "shape", ())), _dtype(leaf))
             for name, (_, leaf) in zip(self._names, flat, strict=True)

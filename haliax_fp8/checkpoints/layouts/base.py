@@ -98,6 +98,17 @@ class AbstractLayout(abc.ABC):
         return found
 
 
+def require_elements(weight: str, shape: tuple[int, ...]) -> None:
+    """Raises a ValueError if a weight that is to be quantized has no elements: no scale would follow from them.
+
+    Args:
+        weight: Its name.
+        shape: Its shape.
+    """
+    if 0 in shape:
+        raise ValueError(f"{weight} has shape {shape}: it has no elements, and so no scale; leave it out")
+
+
 def decode(layer: str, tensors: Mapping[str, np.ndarray], block_size: tuple[int, int] | None) -> ScaledMatrix:
     """The FP8 data and scales of a layer, whichever layout wrote them.
 
@@ -145,8 +156,8 @@ def _values(name: str, scale: np.ndarray) -> np.ndarray:
     if scale.dtype.kind not in "fV" or scale.dtype.itemsize < 2:
         raise ValueError(f"{name} is in {scale.dtype}, which is not a dtype of scales")
     values = scale.astype(np.float32)
-    if not (np.isfinite(values).all() and (values > 0).all()):
-        raise ValueError(f"{name} holds a scale that is not positive and finite: {values[~(values > 0)].ravel()[:1]}")
+    if (wrong := ~(np.isfinite(values) & (values > 0))).any():
+        raise ValueError(f"{name} holds a scale that is not positive and finite: {values[wrong].ravel()[:1]}")
     return values
 
 

@@ -44,7 +44,7 @@ class CheckpointQuantization:
         inputs: How inputs are quantized; None if they are not.
         ignore: The layers left alone: names, or with `re:` regular expressions.
         targets: The layers meant: classes, names, or regular expressions.
-        exponents: Whether scales are exponents in bytes, E8M0.
+        exponents: Whether scales are powers of two, E8M0: in bytes, or with the method `"fp8"` in floats too.
         cached: Whether keys and values are kept in FP8, with scales.
         status: What compressed-tensors says of the weights: `"compressed"` if they are stored in FP8.
     """
@@ -60,14 +60,17 @@ class CheckpointQuantization:
     status: str | None = None
 
     @property
-    def scale_name(self) -> str:
-        """The last part of the name of a weight's scales."""
-        return "weight_scale_inv" if self.method == "fp8" else "weight_scale"
+    def scale_names(self) -> tuple[str, ...]:
+        """The last part of the name of a weight's scales: one of these."""
+        if self.method != "fp8":
+            return ("weight_scale",)
+        # Blocks have one name for all engines. Without, AutoFP8 and vLLM have the first, Transformers the second.
+        return ("weight_scale", "weight_scale_inv")[self.block is not None :]
 
     @property
-    def input_scale_name(self) -> str:
-        """The last part of the name of an input's scale."""
-        return "activation_scale" if self.method == "fp8" else "input_scale"
+    def input_scale_names(self) -> tuple[str, ...]:
+        """The last part of the name of an input's scale: one of these."""
+        return ("input_scale", "activation_scale") if self.method == "fp8" else ("input_scale",)
 
     @property
     def is_static(self) -> bool:

@@ -78,6 +78,14 @@ class Matrix:
         )
 
     @property
+    def frozen_dtype(self) -> np.dtype | None:
+        """The dtype of the data, if the layer's weight is in FP8."""
+        if self.frozen is None:
+            return None
+        kernel = self.frozen.kernel
+        return np.dtype(kernel.scheme.format.dtype if isinstance(self.frozen, AbstractServedLayer) else kernel.format)
+
+    @property
     def scaling(self) -> AbstractScaling | None:
         """The kernel's scaling in training; None if there is none that an export in E4M3 can have."""
         if self.op is None:

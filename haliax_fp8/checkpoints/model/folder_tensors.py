@@ -5,6 +5,7 @@ import os
 
 import numpy as np
 
+from ..check.weights import is_fp8
 from ..files import TensorFolder
 from ..layouts.base import FP8, INPUT_SCALES, WEIGHT_SCALES, decode
 from ..layouts.quantization import CheckpointQuantization, Inputs, read_quantization
@@ -63,10 +64,18 @@ class FolderTensors:
 
         Args:
             layer: Its name.
+
+        Raises:
+            ValueError: If its weight is in another 8-bit float, or a scale is missing or wrong.
         """
         stored = self.folder.tensors.get(f"{layer}.weight")
-        if stored is None or stored.dtype != FP8:
+        if stored is None or not is_fp8(stored):
             return None
+        if stored.dtype != FP8:
+            raise ValueError(
+                f"{layer}.weight is in {stored.dtype}, but FP8 weights are read in {FP8} alone; dequantize the "
+                "checkpoint to bfloat16 with the library that wrote it, and import that"
+            )
         block = None if self.quantization is None else self.quantization.block
         present = [name for name in ("weight", *_SCALES) if f"{layer}.{name}" in self.folder.tensors]
         return decode(layer, {name: self.folder[f"{layer}.{name}"] for name in present}, block)
@@ -76,5 +85,14 @@ class FolderTensors:
 
         Args:
             name: Its name.
+
+        Raises:
+            ValueError: If it is in FP8: without scales, its data are not its numbers.
         """
+        stored = self.folder.tensors.get(name)
+        if stored is not None and is_fp8(stored):
+            raise ValueError(
+                f"{name} is in {stored.dtype}, and only weights of layers have scales; dequantize the checkpoint to "
+                "bfloat16 with the library that wrote it, and import that"
+            )
         return self.folder[name]

@@ -10,8 +10,9 @@ from ...layers.config import Fp8Config, as_config
 from ...layers.patterns import Targets, as_patterns
 from ...layers.tensor_names import WEIGHT
 from ...recipes.recipe import SCALE_BITS, OperandName
+from ..layouts.base import FP8, require_elements
 from ..names import NameMap
-from ..scaled_matrix import BF16, BF16_BITS, ScaledMatrix, quantized, rounded_up, spread
+from ..scaled_matrix import BF16, BF16_BITS, ScaledMatrix, are_exponents, quantized, rounded_up, spread
 from .cache_scale import CacheScale
 from .collected import Matrix, Other, collect
 from .matrices import plain
@@ -113,7 +114,8 @@ def plan(
         cache_names: The names of the scales of keys and values; None if the layout has none.
 
     Raises:
-        ValueError: If two tensors get the same name, nothing is left to quantize, or a scale is missing.
+        ValueError: If two tensors get the same name, nothing is left to quantize, a scale is missing, or a layer of the
+            model is in another format of FP8 than layouts have.
     """
     names, rules = choices.names, as_config(choices.config).rules
     targets = None if choices.targets is None else as_patterns("targets", choices.targets)
@@ -131,12 +133,18 @@ def plan(
             read = lambda matrix=matrix: matrix.values(choices.dtype)
             dense.append(Dense(f"{name}.weight", matrix.shape, _dtype(matrix, choices), read))
             continue
+        if matrix.frozen_dtype not in (None, FP8):
+            raise ValueError(
+                f"{matrix.name} is in {matrix.frozen_dtype} in the model, and layouts have {FP8}; make it plain with "
+                "serving.dequantize or checkpoints.thaw, and export that, which quantizes it again"
+            )
         if static and matrix.input_scale is None:
             raise ValueError(
                 f"{matrix.name} has no scale for its input, which a static layout needs: it has to come from training "
                 "with delayed or static scaling, or from calibrate(fp8_linear_layers(model, recipe='static'), ...). "
                 "'FP8_DYNAMIC' needs none"
             )
+        require_elements(matrix.name, matrix.shape)
         block = block_of(matrix.shape)
         quantize = lambda matrix=matrix, block=block: _quantized(
             matrix, block, choices, static=static, exponents=exponents
@@ -195,6 +203,11 @@ def _quantized(
             raise ValueError(
                 f"{matrix.name} is in FP8 in blocks of {made.block}, which the layout's blocks of {block} cannot hold; "
                 "choose the layout that it was imported from, or thaw the model to quantize it again"
+            )
+        if exponents and not are_exponents(finer.scale):
+            raise ValueError(
+                f"{matrix.name} has scales that are no powers of two from 2**-127 on, as the layout's are; choose the "
+                "layout that it was imported from, or make the model plain to quantize it again"
             )
         return dataclasses.replace(finer, input_scale=made.input_scale if static else None)
     training = choices.training_scales

@@ -140,7 +140,7 @@ class Wanted:
         tied = f"{_HEAD}.weight"
         if tied in rest and self.tensors.ties_head:
             embedding = next((name for name in self.used if name.endswith(f"{_EMBEDDING}.weight")), None)
-            if embedding and np.array_equal(self.tensors.array(tied), self.tensors.array(embedding)):
+            if embedding and np.array_equal(self.tensors.folder[tied], self.tensors.folder[embedding]):
                 rest.remove(tied)
         return rest
 
