@@ -46,12 +46,12 @@ def check_groups(lhs: Array, rhs: Array, group_sizes: Any) -> None:
             )
 
 
-def check_key(key: Array) -> Array:
-    """The words of a key; raises if they were cast, which also makes JAX differentiate them."""
-    if key.dtype != np.uint32:
+def check_key(key: Array | None) -> Array | None:
+    """The words of a key, None if it was taken out; raises if they were cast, which makes JAX differentiate them."""
+    if key is not None and key.dtype != np.uint32:
         raise ValueError(
             f"the key for stochastic rounding is in {key.dtype}: the model was cast after it got its keys. Cast it "
-            "before with_rounding_keys, or with cast_params(model, dtype), which leaves keys as they are"
+            "before you call with_rounding_keys, or cast with cast_params(model, dtype), which leaves keys as they are"
         )
     return key
 

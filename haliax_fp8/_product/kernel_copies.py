@@ -168,7 +168,7 @@ def require_fit(
     """
     if scale_dtype is not None and copies.scale_dtype not in (None, scale_dtype):
         raise ValueError(
-            f"the kernel's scale is in {scale_dtype}, but quantize_kernels quantized the kernel with one in "
+            f"the kernel's scale is in {scale_dtype}, but quantize_kernels quantized the kernel with a scale in "
             f"{copies.scale_dtype}: the model was cast afterwards. Cast it before quantize_kernels; "
             "cast_params(model, dtype) leaves FP8 state as it is"
         )

@@ -115,8 +115,10 @@ class StatisticsLog(Printable):
         Raises:
             ValueError: If it cannot be written.
         """
-        path = pathlib.Path(path)
-        temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+        path = pathlib.Path(path).resolve()  # A link stays one.
+        # A terminal or a pipe is written to, not replaced.
+        is_replaced = path.is_file() or not path.exists()
+        temporary = path.with_name(f".{uuid.uuid4().hex}.tmp") if is_replaced else path
         try:
             with temporary.open("w", newline="") as file:
                 rows = csv.writer(file)
@@ -125,16 +127,19 @@ class StatisticsLog(Printable):
                     values = (float(column[i]) for column in self.numbers.values())
                     rows.writerow([step, *("" if np.isnan(value) else repr(value) for value in values)])
                 file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(path)
+                if is_replaced:
+                    os.fsync(file.fileno())
+            if is_replaced:
+                temporary.replace(path)
         except OSError as error:
             raise ValueError(
                 f"path={str(path)!r} cannot be written: {error.strerror}; give a file in a folder that "
                 "exists, can be written to and has room"
             ) from error
         finally:
-            with contextlib.suppress(OSError):  # it was renamed, or never made
-                temporary.unlink()
+            if is_replaced:
+                with contextlib.suppress(OSError):  # it was renamed, or never made
+                    temporary.unlink()
 
     def table(
         self, statistic: str, operand: str = "input"

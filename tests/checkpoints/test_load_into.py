@@ -553,10 +553,10 @@ def test_a_changed_name_is_not_another_leaf(tmp_path):
     save(tmp_path / "w.eqx", {"w1": jnp.zeros(3), "w3": jnp.ones(3)})
     content = (tmp_path / "w.eqx").read_bytes()
     assert content.count(b'"w3"') == 1
-    messages = {b"w7": "the bytes of w7 have changed", b"w1": "its index has two leaves called 'w1'; copy it again"}
+    messages = {b"w7": "the bytes of w7 have changed", b"w1": "two leaves are called 'w1'. Copy it again"}
     for name, message in messages.items():
         (tmp_path / "w.eqx").write_bytes(content.replace(b'"w3"', b'"' + name + b'"'))
-        with pytest.raises(ValueError, match=f"w.eqx is damaged: {message}"):
+        with pytest.raises(ValueError, match=f"w.eqx is damaged.* {message}"):
             load_into({"w1": jnp.zeros(3), "w7": jnp.zeros(3)}, tmp_path / "w.eqx")
 
 
@@ -658,7 +658,7 @@ def test_what_no_file_holds_is_not_saved(tmp_path):
     for value in refused.values():
         with pytest.raises(ValueError, match=r"^b\.1 (is|has dtype) .*; keep it out of the tree"):
             save(tmp_path / "model.eqx", {"a": jnp.ones(2), "b": [1, value]})
-    with pytest.raises(ValueError, match=r"^b\.1 has dtype >f4, .* other order; save b\.1\.astype\('float32'\)"):
+    with pytest.raises(ValueError, match=r"^b\.1 has dtype >f4, .* not this machine's; save b\.1\.astype\('float32'\)"):
         save(tmp_path / "model.eqx", {"a": jnp.ones(2), "b": [1, np.ones(2, ">f4")]})
     assert not list(tmp_path.iterdir())
     tree = {"a": 2**64 - 1, "b": -(2**63), "c": True, "d": 1.5}
@@ -693,7 +693,7 @@ def test_two_leaves_of_one_name_are_refused(tree, name, tmp_path):
     index = json.dumps([{"name": name, "dtype": "float32"}] * 2).encode()
     with (tmp_path / "old.eqx").open("ab") as file:
         file.write(index + struct.pack("<Q", len(index)) + b"haliax_fp8 names")
-    with pytest.raises(ValueError, match=f"old.eqx is damaged: its index has two leaves called '{name}'; copy"):
+    with pytest.raises(ValueError, match=f"old.eqx is damaged, or was saved .* two leaves are called '{name}'"):
         load_into(other, tmp_path / "old.eqx")
     if isinstance(tree, dict):
         with pytest.raises(ValueError, match=f"orbax' has two leaves called '{name}'; rename one"):

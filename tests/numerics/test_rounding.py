@@ -458,7 +458,9 @@ def test_a_key_that_was_cast_with_its_model_is_an_error():
     """Its bits are gone; and as a floating-point number it would be differentiated."""
     cast = jax.tree.map(lambda x: x.astype(jnp.bfloat16), fp8.with_rounding_keys(linear(ALL_RANDOM), KEY))
     for gradient in (eqx.filter_grad, fp8.filter_grad):
-        with pytest.raises(ValueError, match="key for stochastic rounding is in bfloat16.* before with_rounding_keys"):
+        with pytest.raises(
+            ValueError, match="key for stochastic rounding is in bfloat16.* before you call with_rounding_keys"
+        ):
             gradient(lambda model: jax.vmap(model)(UNIT.astype(jnp.bfloat16)).astype(jnp.float32).mean())(cast)
 
 

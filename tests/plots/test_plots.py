@@ -1,8 +1,10 @@
 """What is drawn, read back from the figures, is what NumPy computes from the same numbers."""
 
+import concurrent.futures
 import importlib.util
 import inspect
 import json
+import os
 import pathlib
 import sys
 
@@ -144,6 +146,18 @@ def test_a_csv_file_is_replaced_only_when_the_new_one_is_complete(tmp_path):
         with pytest.raises(ValueError, match=f"path='{path}' cannot be written: .*; give a file in a folder that"):
             log.write_csv(path)
     assert list(tmp_path.iterdir()) == [tmp_path / "log.csv"]
+
+
+def test_what_is_not_a_file_is_written_to_and_a_link_stays_one(tmp_path):
+    log, link, pipe = StatisticsLog.of([{"a": 1.0}], [3]), tmp_path / "link.csv", tmp_path / "pipe"
+    link.symlink_to(tmp_path / "log.csv")
+    log.write_csv(link)
+    assert link.is_symlink() and (tmp_path / "log.csv").read_text().split() == ["step,a", "3,1.0"]
+    os.mkfifo(pipe)
+    with concurrent.futures.ThreadPoolExecutor() as threads:
+        read = threads.submit(pipe.read_text)
+        log.write_csv(pipe)
+        assert read.result(60).split() == ["step,a", "3,1.0"] and pipe.is_fifo()
 
 
 def test_heatmaps_hold_the_log():

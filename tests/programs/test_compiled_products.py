@@ -1,12 +1,14 @@
 """Products that XLA's compiler for GPUs writes in its own ways: gradients of convolutions, and products of a vector."""
 
 import equinox as eqx
+import haliax as hax
 import jax
 import jax.numpy as jnp
 import pytest
 from compiled_models import abstract, struct
 
 import haliax_fp8 as fp8
+from haliax_fp8.demo import Transformer, TransformerConfig, next_token_loss
 from haliax_fp8.preflight import compilable_devices, inspect_step
 
 
@@ -47,16 +49,21 @@ def test_products_with_one_row_or_column_are_named():
 
     report = inspect_step(lambda m, x: fp8.filter_grad(loss)(m, x), model, struct(512, 256), device="h100")
     assert report.fp8_share == 1.0 and {product.layer for product in report.products} == {"m.body"}
-    assert {"m.head fprop", "m.head dgrad"} <= set(report.step.elementwise) and len(report.step.elementwise) == 3
-    assert any("element by element" in finding and "m.head fprop" in finding for finding in report.findings)
+    assert report.step.elementwise == ("m.head",)
+    assert any("element by element" in finding and finding.endswith("m.head") for finding in report.findings)
     of_row = inspect_step(lambda m, x: m["body"](x), model, struct(256), device="h100")
-    assert of_row.products == () and of_row.step.elementwise == ("m.body fprop",)
-    with pytest.raises(AssertionError, match="no matrix products in the step\n  m.body fprop is computed element by"):
+    assert of_row.products == () and of_row.step.elementwise == ("m.body",)
+    with pytest.raises(AssertionError, match="no matrix products in the step\n  m.body is computed element by"):
         of_row.require(fp8_flops=0.5)
-    # Nothing of the kind in a model without such layers.
-    body = abstract(lambda: fp8.fp8_linear_layers(layers["body"]))
-    square = lambda m, x: fp8.filter_grad(lambda m, x: (jax.vmap(m)(x) ** 2).astype(jnp.float32).mean())(m, x)
-    assert inspect_step(square, body, struct(512, 256), device="h100").step.elementwise == ()
+
+
+def test_a_language_model_has_no_such_layer():
+    """Its loss multiplies logits and targets, and its positions frequencies: nothing that a layer does."""
+    config = TransformerConfig(layers=2, hidden=128)
+    model = abstract(lambda: fp8.fp8_linear_layers(Transformer.init(config, key=jax.random.key(0))))
+    tokens = hax.NamedArray(jax.ShapeDtypeStruct((4, 64), jnp.int32), ("batch", "position"))
+    step = lambda model, tokens: fp8.filter_grad(next_token_loss)(model, tokens)
+    assert inspect_step(step, model, tokens, device="h100", other_setting=False).step.elementwise == ()
 
 
 def test_the_gradient_of_a_batched_weight_is_no_product_of_activations():

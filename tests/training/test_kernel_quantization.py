@@ -434,7 +434,7 @@ def test_copies_of_another_kernel():
     assert_same(*found)
     # A cast of everything reaches the scale, which is then another one than the kernel was divided by.
     whole = lambda tree: jax.tree.map(lambda x: x.astype(jnp.bfloat16) if eqx.is_inexact_array(x) else x, tree)
-    with pytest.raises(ValueError, match="kernel's scale is in bfloat16.* with one in float32: the model was cast"):
+    with pytest.raises(ValueError, match="kernel's scale is in bfloat16.* with a scale in float32: the model was cast"):
         jax.vmap(whole(quantize_kernels(rounding)))(x.astype(jnp.bfloat16))
     found = [jax.vmap(make(whole(rounding)))(x.astype(jnp.bfloat16)) for make in (quantize_kernels, lambda m: m)]
     assert_same(*found)

@@ -96,11 +96,11 @@ def save(path: str | os.PathLike[str], tree: Any, *, allow_nonfinite: bool = Fal
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
-        _flush_folder(path.parent)
     except OSError as error:
         raise _not_written(path, error) from error
     finally:
         temporary.unlink(missing_ok=True)
+    _flush_folder(path.parent)
 
 
 def open_equinox(path: pathlib.Path, made_from: Any) -> HostArrays:
@@ -173,12 +173,13 @@ def _require_savable(leaf: Leaf) -> None:
         raise ValueError(f"{leaf.name} is a random key, which Equinox cannot save; save jax.random.key_data(key)")
     dtype = getattr(value, "dtype", None)
     if dtype is None and np.asarray(value).dtype == object:
-        raise ValueError(f"{leaf.name} is {value}, which has more than 64 bits; keep it out of the tree")
+        what = f"is {value}, which has more than 64 bits" if isinstance(value, int) else f"is a {type(value).__name__}"
+        raise ValueError(f"{leaf.name} {what}; keep it out of the tree")
     if dtype is not None and not (jnp.issubdtype(dtype, np.number) or dtype == np.bool_):
-        raise ValueError(f"{leaf.name} has dtype {dtype}, which is not one of numbers; keep it out of the tree")
+        raise ValueError(f"{leaf.name} has dtype {dtype}, which is not a dtype of numbers; keep it out of the tree")
     if dtype is not None and not dtype.isnative:
         raise ValueError(
-            f"{leaf.name} has dtype {dtype.str}, whose bytes are in the other order; save {leaf.name}.astype("
+            f"{leaf.name} has dtype {dtype.str}, whose byte order is not this machine's; save {leaf.name}.astype("
             f"{dtype.name!r})"
         )
 
@@ -245,8 +246,8 @@ def _index(file: BinaryIO, size: int, path: pathlib.Path) -> tuple[list[tuple[st
         ) from error
     if (name := name_twice(name for name, _ in names)) is not None:
         raise ValueError(
-            f"{path} is damaged: its index has two leaves called {name!r}; copy it again, or save a tree in which each "
-            "leaf has a name of its own"
+            f"{path} is damaged, or was saved from a tree in which two leaves are called {name!r}. Copy it again; or "
+            "read it with eqx.tree_deserialise_leaves, and save it with names that differ"
         )
     return names, sums
 

@@ -78,8 +78,8 @@ def findings(step: Program, baseline: Program | None, device: CompilableDevice) 
     if step.elementwise:
         names, more = step.elementwise[:10], len(step.elementwise[10:])
         found.append(
-            "XLA computes products with a single row or column element by element, not in FP8, and they are in no "
-            f"figure here: {', '.join(names)}{f' and {more} more' if more else ''}"
+            "XLA computes products with a single row or column element by element, not in FP8, and no figure here "
+            f"counts them: {', '.join(names)}{f' and {more} more' if more else ''}"
         )
     if wide := _runs(step, lambda product: product.compute == "f32"):
         # XLA may leave out a cast to bfloat16 that is followed by the quantization, so the model may have one.

@@ -87,18 +87,16 @@ def analyze(compiled: Compiled, device: CompilableDevice, known: Mapping[str, st
 
 
 def _elementwise(module: Module, written: Mapping[str, list[Written]], products: list[Product]) -> tuple[str, ...]:
-    """The layers and names of products with one row or one column that XLA multiplies and adds up by elements."""
+    """The layers whose product has one row or one column, which XLA multiplies and adds up by elements."""
     compiled = {instruction.op_name for computation in module.computations.values() for instruction in computation}
     multiplied = {(product.scope, frozenset((product.m, product.n)), product.k) for product in products}
-    found = []
+    found: dict[str, None] = {}
     for scope, candidates in written.items():
-        for product in candidates if scope in compiled else ():
+        for product in candidates if scope in compiled and product_name(scope) in (FPROP, "forward") else ():
             m, n, k = product.size.m, product.size.n, product.size.k
-            if 1 in (m, n, k) and (scope, frozenset((m, n)), k) not in multiplied:
-                arguments = _weight(product.lhs, product.rhs, product).arguments
-                layer = " + ".join(dict.fromkeys(map(layer_of, arguments)))
-                found.append(f"{layer} {product_name(scope)}" if layer else label(scope))
-    return tuple(dict.fromkeys(found))
+            if 1 in (m, n) and (scope, frozenset((m, n)), k) not in multiplied:
+                found |= dict.fromkeys(map(layer_of, _weight(product.lhs, product.rhs, product).arguments))
+    return tuple(found)
 
 
 def _found(module: Module, opcode: str) -> list[Site]:

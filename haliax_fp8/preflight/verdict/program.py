@@ -78,8 +78,8 @@ class Program(Printable):
         others: Launches that are not matrix products.
         collectives: Communication between devices.
         opaque: Launches that the program does not describe.
-        elementwise: Products as written that are no matrix products here: with one row or one column, XLA multiplies
-            and adds elements. They are in no figure of products.
+        elementwise: The layers whose products are not matrix products here: with one row or one column, XLA multiplies
+            and adds elements. No figure counts them.
         memory: The memory that it needs.
         unknown_loops: How many loops have a length that XLA does not know; each counts as one iteration.
         branches: How many `cond`s there are; all their branches are counted.
