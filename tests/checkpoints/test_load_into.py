@@ -644,6 +644,13 @@ def test_a_file_of_another_dtype_than_made_from_is_refused(tmp_path):
             load_into({"x": jnp.zeros(3, wanted)}, tmp_path / "old.eqx", made_from={"x": jnp.zeros(3, wanted)})
 
 
+class Wrapped:
+    """What JAX takes for an array, and NumPy for an object."""
+
+    def __jax_array__(self):
+        return jnp.ones(2)
+
+
 def test_what_no_file_holds_is_not_saved(tmp_path):
     """NumPy would pickle it, which is never read, or write numbers that are read as others."""
     refused = {
@@ -658,6 +665,8 @@ def test_what_no_file_holds_is_not_saved(tmp_path):
     for value in refused.values():
         with pytest.raises(ValueError, match=r"^b\.1 (is|has dtype) .*; keep it out of the tree"):
             save(tmp_path / "model.eqx", {"a": jnp.ones(2), "b": [1, value]})
+    with pytest.raises(ValueError, match=r"^b\.1 is a Wrapped; keep it out of the tree"):
+        save(tmp_path / "model.eqx", {"a": jnp.ones(2), "b": [1, Wrapped()]})
     with pytest.raises(ValueError, match=r"^b\.1 has dtype >f4, .* not this machine's; save b\.1\.astype\('float32'\)"):
         save(tmp_path / "model.eqx", {"a": jnp.ones(2), "b": [1, np.ones(2, ">f4")]})
     assert not list(tmp_path.iterdir())

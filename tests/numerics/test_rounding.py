@@ -454,6 +454,13 @@ def test_a_missing_key_is_an_error_that_says_what_to_do():
         eqx.filter_grad(mean)(linear(RANDOM_GRADIENT))
 
 
+def test_a_key_that_was_filtered_out_is_missing():
+    """As from a tree of what an optimizer sees."""
+    model = eqx.filter(fp8.with_rounding_keys(linear(ALL_RANDOM), KEY), eqx.is_inexact_array)
+    with pytest.raises(ValueError, match="key is missing"):
+        model.dot_general(UNIT, HALVES, MATRIX)
+
+
 def test_a_key_that_was_cast_with_its_model_is_an_error():
     """Its bits are gone; and as a floating-point number it would be differentiated."""
     cast = jax.tree.map(lambda x: x.astype(jnp.bfloat16), fp8.with_rounding_keys(linear(ALL_RANDOM), KEY))

@@ -206,8 +206,8 @@ def _quantized(
             )
         if exponents and not are_exponents(finer.scale):
             raise ValueError(
-                f"{matrix.name} has scales that are no powers of two from 2**-127 on, as the layout's are; choose the "
-                "layout that it was imported from, or make the model plain to quantize it again"
+                f"{matrix.name} has scales that the layout cannot store: it takes powers of two, 2**-127 or larger. "
+                "Choose the layout that it was imported from, or make the model plain to quantize it again"
             )
         return dataclasses.replace(finer, input_scale=made.input_scale if static else None)
     training = choices.training_scales

@@ -179,7 +179,7 @@ class PreflightReport(Printable):
                 wrong = [p for p in self.step.without_fp8 if name == "fp8_flops" or p.verdict is not Verdict.EMULATED]
                 failures += [f"  {line}" for line in _lines(wrong)]
                 if not self.step.flops:
-                    failures.append("  there are no matrix products in the step")
+                    failures.append("  the step contains no matrix products")
                     failures += [f"  {name} is computed element by element" for name in self.step.elementwise[:20]]
         if fp8_gathers is not None:
             failures += self._wide_gathers(fp8_gathers)

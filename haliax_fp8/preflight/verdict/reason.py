@@ -3,16 +3,15 @@
 import dataclasses
 from collections.abc import Mapping
 
+from ..._numerics.formats import E5M2
 from ...devices.peaks import is_narrow
 from ..compilable.device import CompilableDevice
 from ..hlo.dimensions import Dimensions
 from ..hlo.origin import Entering, Origin
 from ..hlo.scopes import asks_for_fp8, rotates
+from ..hlo.vocabulary import FORMATS
 from .product import Verdict
 from .written import Written
-
-
-_E5M2 = "f8e5m2"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +71,7 @@ def judge(evidence: Evidence, device: CompilableDevice, known: Mapping[str, str]
         reasons = [device.lacks(dtype) for dtype in evidence.read]
         if evidence.block_scaled:
             reasons.append(device.lacks_block_scaling())
-        if evidence.widened and set(evidence.read) == {_E5M2}:
+        if evidence.widened and {FORMATS.get(dtype) for dtype in evidence.read} == {E5M2}:
             reasons.append(f"the product multiplies {evidence.widened}: cuBLASLt has no product of two E5M2 operands")
         lacking = [reason for reason in reasons if reason is not None]
         return (Verdict.EMULATED, lacking[0]) if lacking else (Verdict.FP8, "")
