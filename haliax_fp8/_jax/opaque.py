@@ -9,70 +9,86 @@ and that costs time even if nothing changes.
 """
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 from jax._src import config
 from jax._src.interpreters import partial_eval as pe
+from jax._src.util import cache
+from jax.api_util import debug_info
 from jax.extend.core import Literal, Primitive, jaxpr_as_fun
+from jax.extend.linear_util import wrap_init
 from jax.interpreters import ad, batching, mlir
+from jax.interpreters.partial_eval import trace_to_jaxpr_dynamic
 from jaxtyping import Array
 
 
-def opaque[**P, T](*static_argnames: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+# Names arguments for messages of JAX.
+_OF_LEAVES = inspect.signature(lambda *leaves: None)
+
+
+def opaque[**P, T](function: Callable[P, T]) -> Callable[P, T]:
     """Makes a function of trees of arrays a primitive; differentiating it raises a `ValueError` with the remedy.
 
     Args:
-        static_argnames: The names of its keyword arguments, which are hashable; all others are trees of arrays.
-
-    Returns:
-        A decorator.
+        function: The function. Its keyword arguments are static, and hashable; all others are trees of arrays.
     """
+    primitive = Primitive(f"fp8_{function.__name__.strip('_')}")
+    primitive.multiple_results = True
 
-    def decorate(function: Callable[P, T]) -> Callable[P, T]:
-        jitted = jax.jit(function, static_argnames=static_argnames)
-        primitive = Primitive(f"fp8_{function.__name__.strip('_')}")
-        primitive.multiple_results = True
+    # JAX's own cache, which forgets what JAX forgets, and tells contexts such as meshes apart. `jit` would trace as
+    # well, but it walks the trees of arguments some twenty times.
+    @cache()
+    def traced(structure: Any, static: Any, avals: tuple[Any, ...]) -> tuple[Any, Any]:
+        """The program of leaves, and the structure of its results."""
+        found = []
 
-        def flat(*leaves: Any, structure: Any, static: Any, call_jaxpr: Any = None) -> Any:
-            del call_jaxpr
-            return jax.tree.leaves(jitted(*jax.tree.unflatten(structure, leaves), **dict(static)))
+        def of_leaves(*leaves: Any) -> Sequence[Any]:
+            results, of_results = jax.tree.flatten(function(*jax.tree.unflatten(structure, leaves), **dict(static)))
+            found.append(of_results)
+            return results
 
-        @functools.cache
-        def mapped() -> Callable[..., Any]:
-            """The batched function, equally opaque."""
+        about = debug_info(primitive.name, function, avals, {}, signature=_OF_LEAVES)
+        wrapped = wrap_init(of_leaves, debug_info=about)
+        jaxpr, _, constants = trace_to_jaxpr_dynamic(wrapped, avals, lower=True)
+        return jaxpr.with_consts(constants), found[0]
 
-            def call_mapped(*leaves: Any, axes: Any, out_axes: Any, structure: Any, static: Any) -> Any:
-                one = functools.partial(flat, structure=structure, static=static)
-                return jax.vmap(one, in_axes=axes, out_axes=list(out_axes))(*leaves)
+    @functools.cache
+    def mapped() -> Callable[..., Any]:
+        """The batched function, equally opaque."""
 
-            call_mapped.__name__ = function.__name__
-            return opaque("axes", "out_axes", "structure", "static")(call_mapped)
+        def call_mapped(*leaves: Any, axes: Any, out_axes: Any, call_jaxpr: Any) -> Any:
+            return jax.vmap(jaxpr_as_fun(call_jaxpr), in_axes=axes, out_axes=list(out_axes))(*leaves)
 
-        def batched(leaves: Any, axes: Any, *, structure: Any, static: Any, call_jaxpr: Any) -> Any:
-            # Results that no mapped operand reaches stay one array, such as the quantized kernel that examples share.
-            out_axes = _mapped_results(call_jaxpr, [axis is not None for axis in axes])
-            params = {"out_axes": out_axes, "structure": structure, "static": static}
-            return mapped()(*leaves, axes=tuple(axes), **params), out_axes
+        call_mapped.__name__ = function.__name__
+        return opaque(call_mapped)
 
-        primitive.def_impl(flat)
-        primitive.def_abstract_eval(lambda *avals, call_jaxpr, **params: call_jaxpr.out_avals)
-        mlir.register_lowering(primitive, functools.partial(mlir.core_call_lowering, name=primitive.name))
-        ad.primitive_jvps[primitive] = _refuse
-        batching.primitive_batchers[primitive] = batched
+    def batched(leaves: Any, axes: Any, *, call_jaxpr: Any) -> Any:
+        # Results that no mapped operand reaches stay one array, such as the quantized kernel that examples share.
+        out_axes = _mapped_results(call_jaxpr, [axis is not None for axis in axes])
+        return mapped()(*leaves, axes=tuple(axes), out_axes=out_axes, call_jaxpr=call_jaxpr), out_axes
 
-        @functools.wraps(function)
-        def call(*args: Any, **static_arguments: Any) -> Any:
-            leaves, structure = jax.tree.flatten(args)
-            traced = jitted.trace(*jax.tree.unflatten(structure, map(jax.typeof, leaves)), **static_arguments)
-            static = tuple(sorted(static_arguments.items()))
-            results = primitive.bind(*leaves, structure=structure, static=static, call_jaxpr=_low(traced.jaxpr))
-            return jax.tree.unflatten(jax.tree.structure(traced.out_info), results)
+    primitive.def_impl(lambda *leaves, call_jaxpr: _compiled(call_jaxpr)(*leaves))
+    primitive.def_abstract_eval(lambda *avals, call_jaxpr: call_jaxpr.out_avals)
+    mlir.register_lowering(primitive, functools.partial(mlir.core_call_lowering, name=primitive.name))
+    ad.primitive_jvps[primitive] = _refuse
+    batching.primitive_batchers[primitive] = batched
 
-        return call
+    @functools.wraps(function)
+    def call(*args: Any, **static: Any) -> Any:
+        leaves, structure = jax.tree.flatten(args)
+        jaxpr, of_results = traced(structure, tuple(sorted(static.items())), tuple(map(jax.typeof, leaves)))
+        return jax.tree.unflatten(of_results, primitive.bind(*leaves, call_jaxpr=jaxpr))
 
-    return decorate
+    return call
+
+
+@cache()
+def _compiled(jaxpr: Any) -> Callable[..., Any]:
+    """A traced function for use outside of `jit`."""
+    return jax.jit(jaxpr_as_fun(jaxpr))
 
 
 def _low(jaxpr: Any) -> Any:
@@ -89,8 +105,9 @@ def _mapped_results(jaxpr: Any, are_mapped: Sequence[bool]) -> tuple[int | None,
     mapped = {var for var, is_mapped in zip(inner.invars, are_mapped, strict=True) if is_mapped}
     of_atoms = lambda atoms: [not isinstance(x, Literal) and x in mapped for x in atoms]
     for equation in inner.eqns:
-        operands, called = of_atoms(equation.invars), equation.params.get("jaxpr")
-        if equation.primitive.name == "jit" and any(operands):
+        operands, params = of_atoms(equation.invars), equation.params
+        called = params.get("call_jaxpr", params.get("jaxpr") if equation.primitive.name == "jit" else None)
+        if called is not None and any(operands):
             results = [axis is not None for axis in _mapped_results(called, operands)]
         else:
             results = [any(operands)] * len(equation.outvars)

@@ -1,7 +1,6 @@
 """An operand of a product: with which scale it is quantized, what the backward pass keeps, and what is measured."""
 
 import dataclasses
-import functools
 from typing import NamedTuple
 
 import jax
@@ -11,6 +10,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from .._jax.mesh_axes import axes_of_parts, axes_to_reduce, varying_axes
+from .._jax.opaque import opaque
 from .._jax.several_devices import divided_as_made
 from .._jax.xla import computed_together
 from .._numerics.quantized_array import QuantizedArray
@@ -62,8 +62,8 @@ def scales_of(state: Array | None, spec: ProductSpec) -> Scales | None:
     return _scales_of(state, form=spec.state.alike, limits=spec.recipe.limits, exact=spec.exact_scales)
 
 
-# Jitted, so that ops of all shapes share one trace.
-@functools.partial(jax.jit, static_argnames=("form", "limits", "exact"))
+# Opaque, so that ops of all shapes share one trace.
+@opaque
 def _scales_of(state: Array, *, form: AbstractStateForm, limits: tuple[float, ...], exact: bool) -> Scales:
     input_scale, kernel_scale, grad_scale = form.scales(state, limits, exact=exact)
     pairs: dict[ProductName, Array] | None = None

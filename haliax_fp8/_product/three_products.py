@@ -137,7 +137,7 @@ def fprop_alone(
     return _fprop(input, kernel, extras, state, key, copies, spec=spec, differentiated=False)[0]
 
 
-@opaque("spec", "differentiated")
+@opaque
 def _fprop(
     input: Array,
     kernel: Array,
@@ -203,7 +203,7 @@ def _own_input(input: QuantizedArray, kernel: QuantizedArray, spec: ProductSpec)
     return dataclasses.replace(input, data=own_operand(input.data, own))
 
 
-@opaque("spec", "dtypes", "update", "state_axes")
+@opaque
 def backward(
     grad: Array,
     residuals: Residuals,

@@ -2,16 +2,15 @@
 
 import abc
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import ClassVar, NamedTuple
 
-import jax
 import numpy as np
 from jax import lax
 from jaxtyping import Array, Float32
 
 from .._jax.max_grad import is_max_grad, to_float32
+from .._jax.opaque import opaque
 from .._jax.xla import not_kept_from_forward
 from ..recipes.recipe import Recipe
 from .members import measured_of_replicas, recorded_by_first
@@ -235,7 +234,7 @@ def _of_operands(measured: Array) -> Float32[Array, "*ensemble 3 numbers"]:
     return lax.reshape(measured, (*measured.shape[:-1], 3, measured.shape[-1] // 3))
 
 
-# Jitted, so that ops of all shapes share one trace.
-@functools.partial(jax.jit, static_argnames="recipe")
+# Opaque, so that ops of all shapes share one trace.
+@opaque
 def _next_table(table: Array, measured: Array, *, recipe: Recipe) -> Array:
     return next_table(table, _of_operands(measured) if measured.shape[-1] else None, recipe.scalings, recipe.limits)

@@ -13,6 +13,7 @@ from jax import lax
 from jaxtyping import Array
 
 from .._jax.max_grad import to_float32, to_max_grad, to_record
+from .._jax.opaque import opaque
 from .._jax.xla import computed_together, not_constant, not_merged_across_layers
 from ..recipes.scaling.base import AbstractScaling
 from .form import RecordForm, TableForm
@@ -111,12 +112,13 @@ def record_states(states: Sequence[OpState], of_states: Sequence[Array], *, inex
     tables = [state.array for state in states]
     for members in kinds(states, tables).values():
         first = states[members[0]]
+        numbers = functools.partial(_numbers, scalings=first.scalings, limits=first.limits)
         if tables[members[0]].ndim > 2 or len(members) == 1:
             # There are few stacked layers, and XLA compiles their identical slices only once.
-            records |= {i: _numbers(tables[i], of_states[i], first.scalings, first.limits) for i in members}
+            records |= {i: numbers(tables[i], of_states[i]) for i in members}
             continue
         of_all = concatenated([tables[i] for i in members], 0), concatenated([of_states[i] for i in members], 0)
-        of_all = computed_together(_numbers(*of_all, first.scalings, first.limits))
+        of_all = computed_together(numbers(*of_all))
         sizes = [of_all.shape[0] // len(members)] * len(members)
         records |= dict(zip(members, lax.split(of_all, sizes), strict=True))
         joined += members
@@ -143,9 +145,9 @@ def record_states(states: Sequence[OpState], of_states: Sequence[Array], *, inex
     return [_record(state, records[i], *shared.get(i, (None, None)), inexact=inexact) for i, state in enumerate(states)]
 
 
-# Jitted, so that layers share one trace.
-@functools.partial(jax.jit, static_argnums=(2, 3))
-def _numbers(tables: Array, marks: Array, scalings: tuple[AbstractScaling, ...], limits: tuple[float, ...]) -> Array:
+# Opaque, so that layers share one trace.
+@opaque
+def _numbers(tables: Array, marks: Array, *, scalings: tuple[AbstractScaling, ...], limits: tuple[float, ...]) -> Array:
     """The contents of records, from tables and marks: `[*stack, ops * (record_length + 1)]`."""
     scales = lax.reshape(scales_in(tables, limits), (*marks.shape, 2 * len(limits)))
     missing = record_length(scalings) - 2 * len(limits)

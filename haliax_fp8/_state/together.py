@@ -1,10 +1,8 @@
 """The update of all layers' states at once."""
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 from jax import lax
 from jax.core import Tracer
@@ -12,6 +10,7 @@ from jaxtyping import Array
 
 from .._jax.max_grad import to_float32
 from .._jax.mesh_axes import varying_axes
+from .._jax.opaque import opaque
 from .._jax.xla import computed_together, not_constant
 from ..recipes.scaling import AbstractScaling
 from .table import Measured, change_of, changed, measured_in_gradient, numbers_of
@@ -40,9 +39,9 @@ def written_states(states: Sequence[Any], gradients: Sequence[Any]) -> list[Any]
     ]
 
 
-@functools.partial(jax.jit, static_argnames="scalings")
+@opaque
 def _written(table: Array, gradient: Array, *, scalings: tuple[AbstractScaling, ...]) -> Array:
-    """The rows that a step reached, from the gradient; the others as they are. Jitted, so that layers share a trace."""
+    """The rows that a step reached, from the gradient; the others as they are. Opaque, so that layers share a trace."""
     if numbers_of(scalings) == 0:
         return table
     reached = measured_in_gradient(gradient, scalings).reached
@@ -83,11 +82,11 @@ def together(
     return new
 
 
-@functools.partial(jax.jit, static_argnames=("scalings", "otherwise"))
+@opaque
 def _changed(
-    table: Array, changes: Array, start: Array, *, scalings: tuple[AbstractScaling, ...], otherwise: float | None
+    table: Array, changes: Array, start: Any, *, scalings: tuple[AbstractScaling, ...], otherwise: float | None
 ) -> Array:
-    """The table with its part of the changes. Jitted, so that layers share one trace."""
+    """The table with its part of the changes. Opaque, so that layers share one trace."""
     axis = table.ndim - 2
     change = lax.dynamic_slice_in_dim(changes, start, table.shape[axis], axis, allow_negative_indices=False)
     return changed(table, change, scalings, otherwise)

@@ -73,7 +73,7 @@ def forward(query: Array, key: Array, value: Array, state: Array, spec: Attentio
     return out, Residuals(quantized_query, quantized_key, quantized_value, rounded, logs, measured, state)
 
 
-@opaque("spec", "differentiated")
+@opaque
 def _forward(
     query: Array, key: Array, value: Array, state: Array, *, spec: AttentionSpec, differentiated: bool
 ) -> tuple[Array, tuple[Array, ...]]:
@@ -92,7 +92,7 @@ def _forward(
     return result, (q, k, v, out, logs, measured)
 
 
-@opaque("spec", "dtypes", "update")
+@opaque
 def backward(
     grad: Array,
     residuals: Residuals,

@@ -26,6 +26,7 @@ def test_internals_are_the_ones_under_test():
         "jax._src.interpreters.ad",
         # `tests/jax/test_opaque.py`.
         "jax._src.interpreters.partial_eval",
+        "jax._src.util.cache",
         # `tests/programs/test_compiled_grouped.py`: off inside Pallas kernels.
         "jax._src.config",
         # `tests/jax/test_cudnn_attention.py`, and with XLA's compiler in `tests/programs/test_compiled_attention.py`.

@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from haliax_fp8._jax.opaque import opaque
 
 
-@opaque("power")
+@opaque
 def powers(x, pair, *, power):
     first, second = pair
     return {"sum": first + second, "nothing": None}, x**power
@@ -48,11 +48,27 @@ def test_is_mapped():
     jax.tree.map(np.testing.assert_array_equal, found, stacked)
 
 
+@opaque
+def as_integers(x):
+    return x.astype(int)
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.vmap], ids=["itself", "mapped"])
+def test_internals_traces_belong_to_their_context(wrap):
+    """The same operand, traced again where JAX would: here with other integers by default."""
+    x = jnp.ones((2, 3), np.float32)
+    of_context = []
+    for x64 in (False, True, False):
+        with jax.enable_x64(x64):
+            of_context.append(wrap(as_integers)(x).dtype)
+    assert of_context == [np.int32, np.int64, np.int32]
+
+
 def squared(x):
     return x * x
 
 
-@pytest.mark.parametrize("wrap, whole", [(opaque(), True), (jax.jit, False)])
+@pytest.mark.parametrize("wrap, whole", [(opaque, True), (jax.jit, False)])
 def test_stays_whole_in_a_differentiated_scan(wrap, whole):
     """JAX takes what is merely jitted apart, to see what it can move out, and makes a program of its own of it."""
     square = wrap(squared)
@@ -111,7 +127,7 @@ def test_is_not_differentiated(times):
         jax.grad(lambda x: square(x).sum())(jnp.ones((2,) * times))
 
 
-@opaque()
+@opaque
 def doubled_by_pallas(x):
     def body(x_ref, out_ref):
         out_ref[...] = 2.0 * x_ref[...]
