@@ -117,7 +117,7 @@ class TableForm(AbstractStateForm):
 
     def scales(self, state: Array, limits: tuple[float, ...], *, exact: bool) -> tuple[Array, Array, Array]:
         """Scales, computed from scales and guards."""
-        return _three(scales_in(to_float32(state), limits), first=0 if exact else 3)
+        return _three(scales_in(to_float32(state), limits)[0], first=0 if exact else 3)
 
     def packed(self, state: Array, measured: Sequence[Parts]) -> Array:
         """The measurements."""
@@ -197,9 +197,9 @@ class RecordForm(AbstractStateForm):
         """The measurements of all operands, padded to the length of a record; then the mark."""
         if kept.measured is None or measured_grad is None or kept.mark is None:
             return lax.full((*kept.state.shape[:-1], kept.state.shape[-1] + 1), 0.0, np.float32)
-        missing = record_length(recipe.scalings) - 3 * numbers_of(recipe.scalings)
-        padding = [lax.full((*measured_grad.shape[:-2], missing, 1), 0, measured_grad.dtype)] if missing else []
-        measured = _whole(_joined([kept.measured, measured_grad, *padding, kept.mark]))
+        # Twice where a record has room for two scales of each operand; the second is not read.
+        times = record_length(recipe.scalings) // (3 * numbers_of(recipe.scalings))
+        measured = _whole(_joined([*[kept.measured, measured_grad] * times, kept.mark]))
         return _largest(recorded_by_first(measured, grad, ensemble), devices)
 
 

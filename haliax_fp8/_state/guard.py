@@ -11,7 +11,7 @@ make it work:
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Float32, UInt32
+from jaxtyping import Array, Bool, Float32
 
 from ..recipes.scaling.multiplier import round_up_words, words_of
 
@@ -33,7 +33,7 @@ _WIDTH = np.uint32(1 << (24 - _BITS))
 # `fit` tests `0 <= 2 * guard - (scale - 1) + _OFFSET <= _WIDTH`, modulo 2**32.
 _OFFSET = np.uint32((-2 * int(_HALF) - 1) % 2**32)
 
-_ZERO, _ONE = np.uint32(0), np.uint32(1)
+_ZERO, _ONE, _NOTHING = np.uint32(0), np.uint32(1), np.float32(0.0)
 _INFINITY, _MINUS_INFINITY = (np.float32(x).view(np.uint32) for x in (np.inf, -np.inf))
 # What numbers without a guard are taken for. The words of NaN begin above infinity's; the guard that fits this one is
 # not infinity's, nor that of the NaN that arithmetic gives (0x7FC00000), of zero, or of a negative number.
@@ -54,7 +54,7 @@ def guard_on_host(scale: np.ndarray) -> np.ndarray:
 
 
 def fit(
-    scale: UInt32[Array, "*shape"], guard: UInt32[Array, "*shape"]
+    scale: Float32[Array, "*shape"], guard: Float32[Array, "*shape"]
 ) -> tuple[Bool[Array, "*shape"], Bool[Array, "*shape"]]:
     """Whether nothing but its own updates changed each scale; and whether a step did not reach the layer.
 
@@ -62,22 +62,19 @@ def fit(
     scale, which is not calibrated yet, has a guard as well.
 
     Args:
-        scale: The words of stored scales.
-        guard: The words of what is stored beside them.
+        scale: Stored scales.
+        guard: What is stored beside them.
     """
-    # NaN, zero and negative numbers, less one, are larger words than infinity's.
-    above = lax.sub(lax.shift_left(guard, _ONE), lax.min(lax.sub(scale, _ONE), _NO_SCALE))
+    # As words they take fewer operations. NaN, zero and negative numbers, less one, are larger words than infinity's.
+    words, of_guard = words_of(scale), words_of(guard)
+    above = lax.sub(lax.shift_left(of_guard, _ONE), lax.min(lax.sub(words, _ONE), _NO_SCALE))
     near = lax.le(lax.add(above, _OFFSET), _WIDTH)
-    on_grid = lax.eq(lax.bitwise_and(guard, _OFF_GRID), _ZERO)
+    on_grid = lax.eq(lax.bitwise_and(of_guard, _OFF_GRID), _ZERO)
     consistent = lax.bitwise_and(near, on_grid)
-    nothing = lax.bitwise_or(lax.eq(lax.shift_left(scale, _ONE), _ZERO), lax.eq(scale, _MINUS_INFINITY))
-    unreached = lax.bitwise_and(lax.eq(scale, guard), nothing)
+    # Zeros and infinities alone are twice themselves.
+    nothing = lax.eq(lax.min(lax.add(scale, scale), _NOTHING), scale)
+    unreached = lax.bitwise_and(nothing, lax.eq(scale, guard))
     return lax.bitwise_or(consistent, unreached), unreached
-
-
-def is_own(scale: Float32[Array, "*shape"], guard: Float32[Array, "*shape"]) -> Bool[Array, "*shape"]:
-    """Whether only their own updates changed the scales."""
-    return fit(words_of(scale), words_of(guard))[0]
 
 
 def is_scaled_down(scale: Float32[Array, "*shape"], guard: Float32[Array, "*shape"]) -> Bool[Array, "*shape"]:

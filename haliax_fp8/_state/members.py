@@ -35,8 +35,7 @@ def marks(shapes: Sequence[tuple[int, ...]]) -> list[Float32[Array, "..."]]:
     if not shapes:
         return []
     total = sum([math.prod(shape) for shape in shapes])
-    first = lax.add(lax.mul(evaluation_p.bind(), np.int32(total)), _FIRST)
-    numbers = lax.bitcast_convert_type(lax.add(lax.iota(np.int32, total), first), np.float32)
+    numbers = marks_p.bind(count=total)
     kinds: dict[tuple[int, ...], list[int]] = {}
     for i, shape in enumerate(shapes):
         kinds.setdefault(shape, []).append(i)
@@ -131,14 +130,19 @@ def _sum_of_words(words: UInt32[Array, "*shape"], axis: int) -> UInt32[Array, "*
 
 # --- The primitives: `vmap` makes members of both ---------------------------------------------------------------------
 
-evaluation_p = Primitive("fp8_evaluation")
+marks_p = Primitive("fp8_marks")
 members_p = Primitive("fp8_members")
 
 
-def _evaluation_batch(axis_data: Any, args: Any, axes: Any) -> tuple[Array, int]:
+def _marks(*, count: int) -> Float32[Array, " count"]:
+    """So many consecutive floats, from 1 on."""
+    return lax.bitcast_convert_type(lax.add(lax.iota(np.int32, count), _FIRST), np.float32)
+
+
+def _marks_batch(axis_data: Any, args: Any, axes: Any, *, count: int) -> tuple[Array, int]:
     """Each example of a `vmap` is a separate evaluation."""
     del args, axes
-    return evaluation_p.bind() * np.int32(axis_data.size) + lax.iota(np.int32, axis_data.size), 0
+    return lax.reshape(marks_p.bind(count=axis_data.size * count), (axis_data.size, count)), 0
 
 
 def _members(measured: Array, grad: Array, *of_tables: Array, ensemble: int) -> Array:
@@ -197,10 +201,10 @@ def _members_batch(args: Any, axes: Any, *, ensemble: int) -> tuple[Array, int]:
     return members_p.bind(*args, ensemble=ensemble + 1), 0
 
 
-evaluation_p.def_impl(lambda: jnp.int32(0))
-evaluation_p.def_abstract_eval(lambda: ShapedArray((), np.dtype(np.int32)))
-mlir.register_lowering(evaluation_p, mlir.lower_fun(lambda: jnp.int32(0), multiple_results=False))
-batching.fancy_primitive_batchers[evaluation_p] = _evaluation_batch
+marks_p.def_impl(_marks)
+marks_p.def_abstract_eval(lambda *, count: ShapedArray((count,), np.dtype(np.float32)))
+mlir.register_lowering(marks_p, mlir.lower_fun(_marks, multiple_results=False))
+batching.fancy_primitive_batchers[marks_p] = _marks_batch
 members_p.def_impl(_members)
 members_p.def_abstract_eval(lambda measured, *others, ensemble: measured)
 mlir.register_lowering(members_p, _members_lowering)

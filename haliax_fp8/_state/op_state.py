@@ -11,7 +11,6 @@ from jaxtyping import Array
 from .._jax.max_grad import is_max_grad, to_float32, to_max_grad
 from ..recipes.recipe import Recipe
 from ..recipes.scaling import AbstractScaling
-from ..recipes.scaling.multiplier import words_of
 from .guard import fit
 from .marker import OverwriteWithGradient
 from .table import first_table, guarded, unguarded
@@ -74,7 +73,7 @@ class OpState(OverwriteWithGradient):
         """
         table = to_float32(self.array)
         scale, guard = table[..., 0], table[..., -1]
-        own, unreached = fit(words_of(scale), words_of(guard))
+        own, unreached = fit(scale, guard)
         return jnp.where(own, jnp.where(unreached, jnp.float32(1.0), scale), jnp.float32(jnp.nan))
 
     @property

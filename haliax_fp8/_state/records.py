@@ -33,8 +33,9 @@ class OpRecord(OverwriteWithGradient):
 
     Args:
         values: float32, `[*stack, record_length + 1]`: the operands' scales, the same rounded up to
-            `SCALE_BITS`, then zeros, last a mark (`_state/members.py`); as a gradient, what was measured, an operand's
-            numbers one after the other, then zeros and the mark, or zeros alone. Drawn in `_state/README.md`.
+            `SCALE_BITS`, then zeros, last a mark (`_state/members.py`), or 0 if something else changed the state; as a
+            gradient, what was measured, an operand's numbers one after the other, and the mark, or zeros alone. Drawn
+            in `_state/README.md`.
         shared: Both scales of the first operand, `[*stack, 2]`, if other ops read the same input. `values` then lacks
             them, and all of these ops have the same array here.
         index_among_sharers: Which one of these ops this is, counted from 0; None if it shares nothing.
@@ -149,7 +150,10 @@ def record_states(states: Sequence[OpState], of_states: Sequence[Array], *, inex
 @opaque
 def _numbers(tables: Array, marks: Array, *, scalings: tuple[AbstractScaling, ...], limits: tuple[float, ...]) -> Array:
     """The contents of records, from tables and marks: `[*stack, ops * (record_length + 1)]`."""
-    scales = lax.reshape(scales_in(tables, limits), (*marks.shape, 2 * len(limits)))
+    scales, own = scales_in(tables, limits)
+    scales = lax.reshape(scales, (*marks.shape, 2 * len(limits)))
+    # A step without a mark changes nothing.
+    marks = lax.select(own, marks, lax.full_like(marks, 0.0))
     missing = record_length(scalings) - 2 * len(limits)
     zeros = [lax.full((*marks.shape, missing), 0.0, np.float32)] if missing else []
     numbers = lax.concatenate([scales, *zeros, lax.expand_dims(marks, (marks.ndim,))], marks.ndim)
@@ -188,4 +192,6 @@ def complete_states(states: Sequence[OpState], records: Sequence[OpRecord]) -> l
         states: This step's.
         records: The gradients of their records, in the same order.
     """
-    return together(measured_in_record, states, records, otherwise=-np.inf)
+    # A record of state that something else changed has no mark.
+    measured_in = lambda table, record, scalings: measured_in_record(record, scalings)
+    return together(measured_in, states, records, otherwise=-np.inf)

@@ -10,17 +10,13 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float32, UInt32
+from jaxtyping import Array, Bool, Float32
 
 from .._jax.xla import side_by_side
 from ..recipes.recipe import SCALE_BITS
 from ..recipes.scaling.base import AbstractScaling, AbstractStatefulScaling
 from ..recipes.scaling.multiplier import round_up_words, words_of
-from .guard import fit, guard_of, guard_on_host, is_own, is_scaled_down
-
-
-# The word of 1.0.
-_ONE = np.float32(1.0).view(np.uint32)
+from .guard import fit, guard_of, guard_on_host, is_scaled_down
 
 
 type Table = Float32[Array, "*ensemble operands columns"]
@@ -48,7 +44,9 @@ def unguarded(table: Array) -> Array:
     return lax.slice_in_dim(table, 0, table.shape[-1] - 1, axis=table.ndim - 1)
 
 
-def scales_in(table: Array, limits: Sequence[float]) -> Float32[Array, "*ensemble numbers"]:
+def scales_in(
+    table: Array, limits: Sequence[float]
+) -> tuple[Float32[Array, "*ensemble numbers"], Bool[Array, "*ensemble ops"]]:
     """The scales of ops as products take them: for each op first the exact ones, then the same rounded up.
 
     They are NaN where something else changed the row, and 1 where a step did not reach it. For ops with other operands
@@ -57,23 +55,24 @@ def scales_in(table: Array, limits: Sequence[float]) -> Float32[Array, "*ensembl
     Args:
         table: `[*ensemble, ops * operands, columns]`.
         limits: The largest value of each operand's format.
+
+    Returns:
+        The scales; and whether nothing else changed a row of each op.
     """
     axis, rows, operands = table.ndim - 1, table.shape[-2], len(limits)
     of_ops, both = ((*table.shape[:-2], rows // operands, count, operands) for count in (1, 2))
-    # Positive numbers take fewer operations as words than as floating-point numbers.
     scale, guard = [
-        words_of(lax.reshape(lax.slice_in_dim(table, i, i + 1, axis=axis), of_ops)) for i in (0, table.shape[axis] - 1)
+        lax.reshape(lax.slice_in_dim(table, i, i + 1, axis=axis), of_ops) for i in (0, table.shape[axis] - 1)
     ]
     own, unreached = fit(scale, guard)
-    scale = lax.select(unreached, lax.full_like(scale, _ONE), scale)
+    scale = lax.select(unreached, lax.full_like(scale, 1.0), scale)
     repeated = lambda x: lax.broadcast_in_dim(x, both, range(len(both)))
-    words = _multipliable(scale, limits[-1]) if operands == 3 else repeated(scale)
-    scales = lax.bitcast_convert_type(words, np.float32)
+    scales = _multipliable(scale, limits[-1]) if operands == 3 else repeated(scale)
     scales = lax.select(repeated(own), scales, lax.full_like(scales, np.nan))
-    return lax.reshape(scales, (*table.shape[:-2], 2 * rows))
+    return lax.reshape(scales, (*table.shape[:-2], 2 * rows)), lax.reduce_and(own, (axis, axis + 1))
 
 
-def _multipliable(scale: UInt32[Array, "*ops 1 3"], limit: float) -> UInt32[Array, "*ops 2 3"]:
+def _multipliable(scale: Float32[Array, "*ops 1 3"], limit: float) -> Float32[Array, "*ops 2 3"]:
     """Scales of (input, kernel, output gradient), whose products float32 holds where that is possible.
 
     First exact, then rounded up; in one array, so that both take one launch.
@@ -83,20 +82,19 @@ def _multipliable(scale: UInt32[Array, "*ops 1 3"], limit: float) -> UInt32[Arra
     that the amax stays above 1 in its format, where FP8 has its full precision.
 
     Args:
-        scale: The words of the scales, which are normal numbers; others give nothing of use.
+        scale: The scales, which are normal numbers; others give nothing of use.
         limit: The largest value of the output gradient's format.
     """
-    axis = scale.ndim - 1
-    exact = [lax.slice_in_dim(scale, i, i + 1, axis=axis) for i in range(3)]
+    axis, words = scale.ndim - 1, words_of(scale)
+    exact = [lax.slice_in_dim(words, i, i + 1, axis=axis) for i in range(3)]
     rounded = map(round_up_words, exact, SCALE_BITS.values())
     of_input, of_kernel, of_grad = [lax.concatenate(both, axis - 1) for both in zip(exact, rounded, strict=True)]
     # A power of two, by its exponent: exact, and a scale of a few bits remains one.
-    exponent = lax.shift_right_logical(lax.min(of_input, of_kernel), np.uint32(23))
-    exponent = lax.sub(np.uint32(2 * 127 - 126), lax.min(exponent, np.uint32(127)))
-    lowest = lax.shift_left(exponent, np.uint32(23))
+    exponent = lax.bitwise_and(lax.min(of_input, of_kernel), np.uint32(0xFF << 23))
+    lowest = lax.sub(np.uint32((2 * 127 - 126) << 23), lax.min(exponent, np.uint32(127 << 23)))
     highest = lax.add(of_grad, np.uint32((np.frexp(limit)[1] - 1) << 23))
     of_grad = lax.max(of_grad, lax.min(lowest, highest))
-    return lax.concatenate([of_input, of_kernel, of_grad], axis)
+    return lax.bitcast_convert_type(lax.concatenate([of_input, of_kernel, of_grad], axis), np.float32)
 
 
 @functools.cache
@@ -150,7 +148,7 @@ class Measured(NamedTuple):
 
     Args:
         numbers: The numbers of each row, `[*ensemble, ops * operands, numbers]`.
-        reached: Whether the step reached the row, `[*ensemble, ops * operands, 1]`.
+        reached: Whether the step reached the row and may change it, `[*ensemble, ops * operands, 1]`.
         scaled_down: Whether something multiplied the row by a number below one; None if nothing can have done that.
     """
 
@@ -164,8 +162,9 @@ def measured_in_record(record: Array, scalings: tuple[AbstractScaling, ...]) -> 
 
     Args:
         record: `[*ensemble, ops * (record_length + 1)]`: for each op what was measured, an operand's numbers one after
-            the other; last its mark, or 0 if the step did not reach it. Where JAX adds the records of several uses,
-            because the state was copied into an array that a loop takes apart, it adds the marks too.
+            the other; last its mark, or 0 if the step did not reach it, or had a row that something else changed. Where
+            JAX adds the records of several uses, because the state was copied into an array that a loop takes apart, it
+            adds the marks too.
         scalings: The scaling of each operand of an op.
     """
     ensemble, columns, length = record.shape[:-1], numbers_of(scalings), record_length(scalings)
@@ -216,6 +215,18 @@ def measured_in_gradient(gradient: Array, scalings: tuple[AbstractScaling, ...])
     return Measured(newest, reached, scaled_down)
 
 
+def measured_by_own(table: Array, gradient: Array, scalings: tuple[AbstractScaling, ...]) -> Measured:
+    """The same, but it reaches no row that something else changed: such a row stays, so that its next use reveals it.
+
+    Args:
+        table: This step's, `[*ensemble, ops * operands, columns]`.
+        gradient: As in `measured_in_gradient`.
+        scalings: The scaling of each operand of an op.
+    """
+    measured = measured_in_gradient(gradient, scalings)
+    return measured._replace(reached=lax.bitwise_and(measured.reached, _is_own(table)))
+
+
 def change_of(
     table: Array, measured: Measured, scalings: tuple[AbstractScaling, ...], limits: Sequence[float]
 ) -> Array:
@@ -223,14 +234,14 @@ def change_of(
 
     Args:
         table: This step's, `[*ensemble, ops * operands, columns]`.
-        measured: What the step measured. A row that was scaled down counts as changed from then on.
+        measured: What the step measured. A row that was scaled down counts as changed by something else from then on.
         scalings: The scaling of each operand of an op.
         limits: The largest value of each operand's format.
 
     Returns:
         For each row whether it changes, and the first columns of the new one.
     """
-    changes = lax.convert_element_type(lax.bitwise_and(measured.reached, _is_own(table)), jnp.float32)
+    changes = lax.convert_element_type(measured.reached, jnp.float32)
     heads = _heads(table, measured.numbers, scalings, limits)
     if measured.scaled_down is not None:
         # A negative scale fits no guard. NaN would stop `jax_debug_nans` here, where nothing is wrong.
@@ -259,9 +270,9 @@ def changed(table: Array, change: Array, scalings: tuple[AbstractScaling, ...], 
 
 
 def _is_own(table: Array) -> Array:
-    """Whether only its own updates changed each row; any other row is kept, so that its next use reveals it."""
+    """Whether only its own updates changed each row."""
     axis = table.ndim - 1
-    return is_own(*[lax.slice_in_dim(table, i, i + 1, axis=axis) for i in (0, table.shape[axis] - 1)])
+    return fit(*[lax.slice_in_dim(table, i, i + 1, axis=axis) for i in (0, table.shape[axis] - 1)])[0]
 
 
 def _heads(table: Array, measured: Array, scalings: tuple[AbstractScaling, ...], limits: Sequence[float]) -> Array:

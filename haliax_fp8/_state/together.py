@@ -13,7 +13,7 @@ from .._jax.mesh_axes import varying_axes
 from .._jax.opaque import opaque
 from .._jax.xla import computed_together, not_constant
 from ..recipes.scaling import AbstractScaling
-from .table import Measured, change_of, changed, measured_in_gradient, numbers_of
+from .table import Measured, change_of, changed, measured_by_own, measured_in_gradient, numbers_of
 
 
 def overwrite_states(states: Sequence[Any], gradients: Sequence[Any]) -> list[Any]:
@@ -23,7 +23,7 @@ def overwrite_states(states: Sequence[Any], gradients: Sequence[Any]) -> list[An
         states: This step's, each an `OpState`, which imports this file.
         gradients: Their gradients, in the same order.
     """
-    return together(measured_in_gradient, states, gradients, otherwise=None)
+    return together(measured_by_own, states, gradients, otherwise=None)
 
 
 def written_states(states: Sequence[Any], gradients: Sequence[Any]) -> list[Any]:
@@ -49,7 +49,7 @@ def _written(table: Array, gradient: Array, *, scalings: tuple[AbstractScaling, 
 
 
 def together(
-    measured_in: Callable[[Array, tuple[AbstractScaling, ...]], Measured],
+    measured_in: Callable[[Array, Array, tuple[AbstractScaling, ...]], Measured],
     states: Sequence[Any],
     others: Sequence[Any],
     *,
@@ -58,7 +58,7 @@ def together(
     """The states of the next step; those of a kind at once, in a launch or two for all layers.
 
     Args:
-        measured_in: What was measured, from the gradients.
+        measured_in: What was measured, from states and gradients.
         states: This step's.
         others: Their gradients, or those of their records.
         otherwise: What stands in rows that do not change; None for what stands there now.
@@ -73,7 +73,7 @@ def together(
         axis = tables[members[0]].ndim - 2
         of_others = to_float32(concatenated([gradients[i] for i in members], axis))
         before = concatenated([tables[i] for i in members], axis)
-        changes = computed_together(change_of(before, measured_in(of_others, scalings), scalings, limits))
+        changes = computed_together(change_of(before, measured_in(before, of_others, scalings), scalings, limits))
         rows = changes.shape[-2] // len(members)
         starts = not_constant([np.int32(rows * i) for i in range(len(members))])
         for i, start in zip(members, starts, strict=True):

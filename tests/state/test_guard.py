@@ -13,9 +13,10 @@ from helpers import rounded_up
 from jax import lax
 
 import haliax_fp8 as fp8
-from haliax_fp8._state.guard import guard_of, guard_on_host, is_changed, is_own, is_scaled_down
+from haliax_fp8._state.guard import fit, guard_of, guard_on_host, is_changed, is_scaled_down
 from haliax_fp8._state.table import scales_in
 from haliax_fp8.layers.own_state import is_changed as is_state_changed
+from haliax_fp8.training.updates import apply_exact_updates
 
 
 X = jax.random.normal(jax.random.key(1), (16, 8))
@@ -58,7 +59,7 @@ SCALES = np.concatenate(
 def taken(scale, guard):
     """Scales as products take them."""
     rows = jnp.stack([jnp.asarray(scale), jnp.asarray(guard)], axis=-1)[..., None, :]
-    return scales_in(rows, (448.0,))[..., 0]
+    return scales_in(rows, (448.0,))[0][..., 0]
 
 
 def test_scales_with_their_guards_pass():
@@ -74,7 +75,7 @@ def scales_of_operands() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     scales = np.random.default_rng(0).permutation(SCALES[(SCALES > 2.0**-60) & (SCALES < 2.0**60)])
     scales = scales[: len(scales) // 3 * 3].reshape(-1, 3)
     table = jnp.stack([jnp.asarray(scales), guard_of(jnp.asarray(scales))], axis=-1)
-    return scales, *np.split(np.asarray(scales_in(table, (448.0, 448.0, 57344.0))), 2, axis=-1)
+    return scales, *np.split(np.asarray(scales_in(table, (448.0, 448.0, 57344.0))[0]), 2, axis=-1)
 
 
 def test_scales_are_rounded_up_to_the_bits_of_their_operand():
@@ -176,6 +177,36 @@ def test_changes_are_noticed(name):
     assert all(is_changed(scale[i : i + 1], guard[i : i + 1]) for i in indices)
 
 
+# How a step writes state: `TrainStep` takes the gradient's tables as they are, `apply_updates` computes them again.
+WRITES = [
+    (fp8.filter_grad, apply_exact_updates),
+    (fp8.filter_grad, fp8.apply_updates),
+    (eqx.filter_grad, fp8.apply_updates),
+]
+
+
+def test_no_step_makes_a_changed_scale_look_right():
+    for filter_grad, apply in WRITES:
+        assert_changed_scales_stay(filter_grad, apply)
+
+
+def assert_changed_scales_stay(filter_grad, apply):
+    layer = fp8.fp8_linear_layers(eqx.nn.Linear(8, 8, use_bias=False, key=jax.random.key(0)))
+
+    @eqx.filter_jit
+    def after_step(layer):
+        overwrites, gradients = fp8.partition_for_grad_overwrite(filter_grad(mean_square)(layer, X))
+        return apply(layer, jax.tree.map(jnp.zeros_like, gradients), overwrites).dot_general.state
+
+    before = layer.dot_general.state.table.array
+    assert (after_step(layer).array[:, 1] > 0.0).all()  # Otherwise each amax is recorded.
+    for row, factor in itertools.product(range(3), (1.5, -1.0)):
+        changed = eqx.tree_at(lambda l: l.dot_general.state.table.array, layer, before.at[row, 0].multiply(factor))
+        state = after_step(changed)
+        np.testing.assert_array_equal(state.array[row], changed.dot_general.state.array[row])
+        assert is_state_changed(state)
+
+
 def test_what_a_trainer_leaves_of_layers_that_were_not_reached_is_a_scale_of_one():
     for value in (0.0, -0.0, -np.inf):
         assert float(taken(jnp.float32(value), jnp.float32(value))) == 1.0
@@ -189,13 +220,13 @@ def test_no_guard_fits_a_scale_that_is_not_positive():
     guards = np.append(guards[np.isfinite(guards)], [np.inf, np.nan]).astype(np.float32)
     scale, guard = (x.ravel() for x in np.meshgrid(not_positive, guards))
     unreached = (scale == 0.0) & (guard == 0.0)
-    assert not np.asarray(is_own(jnp.asarray(scale), jnp.asarray(guard)))[~unreached].any()
+    assert not np.asarray(fit(jnp.asarray(scale), jnp.asarray(guard))[0])[~unreached].any()
     assert all(is_changed(scale[i : i + 1], guard[i : i + 1]) for i in np.flatnonzero(~unreached)[::97])
 
 
 def test_a_guard_is_positive():
     guards = np.asarray(guard_of(jnp.asarray(SCALES)))
-    assert not np.asarray(is_own(jnp.asarray(SCALES), jnp.asarray(-guards))).any()
+    assert not np.asarray(fit(jnp.asarray(SCALES), jnp.asarray(-guards))[0]).any()
     assert is_changed(SCALES[:1], -guards[:1])
 
 

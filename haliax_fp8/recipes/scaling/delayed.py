@@ -234,6 +234,4 @@ def finite_or_none(measured: Float32[Array, "*shape"]) -> Float32[Array, "*shape
 
 def usable(scale: Float32[Array, "*shape"]) -> Float32[Array, "*shape"]:
     """Scales of 0 or `-inf` as 1: a trainer that overwrites state as it comes, where a layer was not reached."""
-    # Without an array of constants, which JAX would trace and lower apart from the loop that a layer is in.
-    positive = lax.max(scale, np.float32(0.0))
-    return lax.add(positive, lax.convert_element_type(lax.eq(positive, np.float32(0.0)), jnp.float32))
+    return lax.select(lax.le(scale, np.float32(0.0)), lax.full_like(scale, 1.0), scale)
