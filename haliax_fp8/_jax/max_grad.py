@@ -207,7 +207,7 @@ def _cast(x: Array, dtype: _MaxGradDType) -> Array:
 
 def to_float32(x: Array) -> Array:
     """Casts to float32 from any floating element type, `fp32_max_grad` included."""
-    if is_max_grad(x):
+    if isinstance(x.dtype, _MaxGradDType):
         # `convert_element_type` would ask NumPy whether there is anything to convert.
         return from_edtype_p.bind(x, dtype=np.dtype(np.float32))
     return lax.convert_element_type(x, jnp.float32)

@@ -75,7 +75,7 @@ class DotDimensions:
                 )
         return DotDimensions(lhs_contract, rhs_contract, lhs_batch, rhs_batch, len(lhs_shape), len(rhs_shape))
 
-    @property
+    @functools.cached_property
     def numbers(self) -> DimensionNumbers:
         """The dimension numbers, as `lax.dot_general` takes them."""
         return (self.lhs_contract, self.rhs_contract), (self.lhs_batch, self.rhs_batch)

@@ -112,7 +112,7 @@ def quantize_operand(
     """
     if operand == "kernel" and copies is not None and (copy := copies.of(product)) is not None:
         return from_saved(copy, operand, product, scales, spec)
-    quantization = spec.recipe.quantization(operand, product)
+    quantization = spec.recipe.quantization[operand, product]
     scaling = quantization.scaling
     use = OperandUse(
         format=quantization.format,
@@ -122,8 +122,9 @@ def quantize_operand(
         rounding=quantization.rounding,
         key=_key_of(x, key, operand, product, spec) if quantization.rounding.needs_key else None,
         mixable=product not in spec.contraction.groups,
-        scale_bits=spec.scale_bits(operand),
-        devices=axes_of_parts(x),
+        scale_bits=spec.scale_bits[operand],
+        # For the amax, which a stored scale does not need.
+        devices=() if scaling.stores_scale else axes_of_parts(x),
         used=None if scaling.stores_scale else _used(x, operand, extras, spec),
     )
     quantized = scaling.quantize(x, use)
@@ -175,7 +176,7 @@ def saved_of(
     quantized: QuantizedArray, operand: OperandName, product: ProductName, spec: ProductSpec
 ) -> Array | QuantizedArray:
     """What is kept of an operand that was quantized for a product: not its scale, if the state has it."""
-    return quantized.data if spec.recipe.quantization(operand, product).scaling.stores_scale else quantized
+    return quantized.data if spec.recipe.quantization[operand, product].scaling.stores_scale else quantized
 
 
 def from_saved(
@@ -194,7 +195,7 @@ def from_saved(
     scale = (
         jnp.float32(1.0) if spec.contraction.state_per_group else of_all_elements(scales.operands[operand], saved.ndim)
     )
-    return QuantizedArray(saved, scale, scale_bits=spec.scale_bits(operand))
+    return QuantizedArray(saved, scale, scale_bits=spec.scale_bits[operand])
 
 
 def scaled_values(

@@ -34,7 +34,7 @@ def quantize_kernel(
         spec: What is static about its products; the contraction of the kernel's axes alone has to be right.
         gathered: How the copies are divided over the mesh, by the kernel's axes; None leaves that to XLA.
     """
-    uses = [spec.recipe.quantization("kernel", product) for product in USES["kernel"]]
+    uses = [spec.recipe.quantization["kernel", product] for product in USES["kernel"]]
     if any(use.rounding.needs_key for use in uses) or not any(use.scaling.quantizes for use in uses):
         return None
     scale_dtype = dtype_of_scales(state, spec.recipe)
@@ -50,7 +50,7 @@ def _copies(
     kernel = round_to(kernel, spec.compute_dtype)
     scales, found, copies = scales_of(state, spec), {}, []
     for product in USES["kernel"]:
-        quantized_for = spec.quantized_for("kernel", product)
+        quantized_for = spec.recipe.quantized_for["kernel", product]
         if quantized_for not in found:
             quantized = quantize_operand(kernel, "kernel", product, scales, None, (), spec)
             if gathered is not None:
@@ -63,13 +63,13 @@ def _copies(
     if state is not None and numbers_of(spec.recipe.scalings):
         parts = measured_parts(kernel, found["fprop"], "kernel", (), spec, state)
         measured = Bits.of(jnp.max(parts, axis=-1, keepdims=True))
-    directional = any(spec.recipe.quantization("kernel", use).scaling.directional for use in USES["kernel"])
+    directional = any(spec.recipe.quantization["kernel", use].scaling.directional for use in USES["kernel"])
     contracted = tuple(spec.contraction.contracted(product)[1] for product in USES["kernel"]) if directional else None
     return KernelCopies(copies[0], copies[1], measured, kernel.dtype, spec.exact_scales, contracted, None)
 
 
 def _copy(quantized: QuantizedArray, product: ProductName, spec: ProductSpec) -> KernelCopy[Array] | None:
-    scaling, leading = spec.recipe.quantization("kernel", product).scaling, spec.ensemble
+    scaling, leading = spec.recipe.quantization["kernel", product].scaling, spec.ensemble
     if not scaling.quantizes:
         return None
     contracted = spec.contraction.contracted(product)[1]

@@ -62,36 +62,34 @@ class ProductSpec:
         """
         return (self.compute_dtype or self.out_dtype) != jnp.bfloat16
 
-    def scale_bits(self, operand: OperandName) -> int:
-        """How many significant bits the scale of an operand has."""
-        return 24 if self.exact_scales else SCALE_BITS[operand]
+    @functools.cached_property
+    def scale_bits(self) -> dict[OperandName, int]:
+        """How many significant bits the scale of each operand has."""
+        return dict.fromkeys(SCALE_BITS, 24) if self.exact_scales else SCALE_BITS
 
-    @property
+    @functools.cached_property
     def index_among_sharers(self) -> int | None:
         """Which one this is of the layers that share the scale of their input; None if it is alone."""
         return None if self.state is None else self.state.index_among_sharers
 
-    def quantized_for(self, operand: OperandName, product: ProductName) -> ProductName:
-        """The product that an operand is quantized for, to be used in this one."""
-        return USES[operand][0] if operand in self.recipe.quantized_once else product
-
-    def keeps_itself(self, operand: OperandName) -> bool:
-        """Whether the backward pass keeps an operand itself: a kernel to quantize again, or one in high precision."""
-        if self.kernel_residual is KernelResidual.REQUANTIZE and operand == "kernel":
-            return True
-        return not self.recipe.quantization(operand, USES[operand][1]).scaling.quantizes
+    @functools.cached_property
+    def kept_themselves(self) -> frozenset[OperandName]:
+        """What the backward pass keeps unquantized: a kernel to quantize again, and what is in high precision."""
+        seconds = {x: self.recipe.quantization[x, second] for x, (_, second) in USES.items()}
+        again = lambda x: x == "kernel" and self.kernel_residual is KernelResidual.REQUANTIZE
+        return frozenset([x for x in USES if again(x) or not seconds[x].scaling.quantizes])
 
     @property
     def rounds_kernel_at_random(self) -> bool:
         """Whether random numbers decide how the kernel is rounded, for either of its products."""
-        return any(self.recipe.quantization("kernel", product).rounding.needs_key for product in USES["kernel"])
+        return any(self.recipe.quantization["kernel", product].rounding.needs_key for product in USES["kernel"])
 
     @property
     def keeps_kernel_copy(self) -> bool:
         """Whether fprop and dgrad read the same FP8 kernel."""
-        return self.quantized_for("kernel", "dgrad") == "fprop" and not self.keeps_itself("kernel")
+        return "kernel" in self.recipe.quantized_once and "kernel" not in self.kept_themselves
 
     def takes_stored_scale(self, operand: OperandName, product: ProductName) -> bool:
         """Whether an operand is quantized with the scale that the state holds."""
-        scaling = self.recipe.quantization(operand, product).scaling
+        scaling = self.recipe.quantization[operand, product].scaling
         return scaling.quantizes and scaling.stores_scale

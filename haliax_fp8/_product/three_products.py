@@ -61,8 +61,8 @@ class Residuals(NamedTuple):
     ) -> QuantizedArray:
         """Input or kernel as quantized for the backward pass."""
         saved = self.input if operand == "input" else self.kernel
-        product = spec.quantized_for(operand, USES[operand][1])
-        if isinstance(saved, QuantizedArray | KernelCopy) or not spec.keeps_itself(operand):
+        product = spec.recipe.quantized_for[operand, USES[operand][1]]
+        if isinstance(saved, QuantizedArray | KernelCopy) or operand not in spec.kept_themselves:
             return from_saved(saved, operand, product, scales, spec)
         if operand == "kernel":
             saved = not_kept_from_forward(saved)
@@ -180,8 +180,8 @@ def _fprop(
         measured = spec.state.packed(state, parts)
     saved: list[Saved] = []
     for operand, x in operands.items():
-        product = spec.quantized_for(operand, USES[operand][1])
-        if spec.keeps_itself(operand) or (operand == "kernel" and copies is not None):
+        product = spec.recipe.quantized_for[operand, USES[operand][1]]
+        if operand in spec.kept_themselves or (operand == "kernel" and copies is not None):
             saved.append(None)
             continue
         if product != "fprop":
@@ -230,7 +230,7 @@ def backward(
     scales, quantized = scales_of(kept.state if kept else None, spec), {}
 
     def grad_for(product: ProductName) -> QuantizedArray:
-        product = spec.quantized_for("output_grad", product)
+        product = spec.recipe.quantized_for["output_grad", product]
         if product not in quantized:
             key = residuals.key
             quantized_grad = quantize_operand(grad, "output_grad", product, scales, key, extras, spec)

@@ -124,4 +124,4 @@ class OpState(OverwriteWithGradient):
 
 def as_state(table: Array) -> Array:
     """A table or a record as products take it: `fp32_max_grad` unchanged, everything else in float32."""
-    return table if table.dtype == np.float32 or is_max_grad(table) else to_float32(table)
+    return table if is_max_grad(table) or table.dtype == np.float32 else to_float32(table)

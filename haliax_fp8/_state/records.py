@@ -20,7 +20,7 @@ from .form import RecordForm, TableForm
 from .marker import OverwriteWithGradient
 from .members import marks
 from .op_state import OpState, as_state
-from .table import measured_in_record, record_length, scales_in
+from .table import measured_in_record, numbers_of, record_length, scales_in
 from .together import concatenated, kinds, together
 
 
@@ -152,8 +152,10 @@ def _numbers(tables: Array, marks: Array, *, scalings: tuple[AbstractScaling, ..
     """The contents of records, from tables and marks: `[*stack, ops * (record_length + 1)]`."""
     scales, own = scales_in(tables, limits)
     scales = lax.reshape(scales, (*marks.shape, 2 * len(limits)))
-    # A step without a mark changes nothing.
-    marks = lax.select(own, marks, lax.full_like(marks, 0.0))
+    if numbers_of(scalings):
+        # Without a mark, the step changes nothing.
+        own = lax.reduce_and(own, (own.ndim - 2, own.ndim - 1))
+        marks = lax.select(own, marks, lax.full_like(marks, 0.0))
     missing = record_length(scalings) - 2 * len(limits)
     zeros = [lax.full((*marks.shape, missing), 0.0, np.float32)] if missing else []
     numbers = lax.concatenate([scales, *zeros, lax.expand_dims(marks, (marks.ndim,))], marks.ndim)

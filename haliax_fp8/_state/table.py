@@ -46,7 +46,7 @@ def unguarded(table: Array) -> Array:
 
 def scales_in(
     table: Array, limits: Sequence[float]
-) -> tuple[Float32[Array, "*ensemble numbers"], Bool[Array, "*ensemble ops"]]:
+) -> tuple[Float32[Array, "*ensemble numbers"], Bool[Array, "*ensemble ops 1 operands"]]:
     """The scales of ops as products take them: for each op first the exact ones, then the same rounded up.
 
     They are NaN where something else changed the row, and 1 where a step did not reach it. For ops with other operands
@@ -57,7 +57,7 @@ def scales_in(
         limits: The largest value of each operand's format.
 
     Returns:
-        The scales; and whether nothing else changed a row of each op.
+        The scales; and whether nothing else changed each operand's row.
     """
     axis, rows, operands = table.ndim - 1, table.shape[-2], len(limits)
     of_ops, both = ((*table.shape[:-2], rows // operands, count, operands) for count in (1, 2))
@@ -69,7 +69,7 @@ def scales_in(
     repeated = lambda x: lax.broadcast_in_dim(x, both, range(len(both)))
     scales = _multipliable(scale, limits[-1]) if operands == 3 else repeated(scale)
     scales = lax.select(repeated(own), scales, lax.full_like(scales, np.nan))
-    return lax.reshape(scales, (*table.shape[:-2], 2 * rows)), lax.reduce_and(own, (axis, axis + 1))
+    return lax.reshape(scales, (*table.shape[:-2], 2 * rows)), own
 
 
 def _multipliable(scale: Float32[Array, "*ops 1 3"], limit: float) -> Float32[Array, "*ops 2 3"]:

@@ -25,7 +25,7 @@ def scales_of(state: Array, *, is_record: bool) -> Float32[Array, "*ensemble 10"
     """
     numbers = to_float32(state)
     if not is_record:
-        numbers = scales_in(numbers, LIMITS)
+        numbers, _ = scales_in(numbers, LIMITS)
     return lax.slice_in_dim(numbers, 0, len(TENSORS), axis=numbers.ndim - 1)
 
 

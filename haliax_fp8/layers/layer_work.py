@@ -136,7 +136,7 @@ class LayerWork:
 
     def _fp8_uses(self, operand: OperandName) -> list[Quantization]:
         """How the operand is quantized in each of its products that is in FP8."""
-        return [self.recipe.quantization(operand, name) for name in USES[operand] if self._is_fp8(name)]
+        return [self.recipe.quantization[operand, name] for name in USES[operand] if self._is_fp8(name)]
 
     def _is_fp8(self, product: ProductName) -> bool:
         return self.recipe.products[product][0].scaling.quantizes

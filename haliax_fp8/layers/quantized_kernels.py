@@ -119,7 +119,7 @@ def _with_copies(
 ) -> Fp8DotGeneral:
     if not is_floating(kernel) or op.state_per_group:
         return op
-    directional = any(op.recipe.quantization("kernel", product).scaling.directional for product in ("fprop", "dgrad"))
+    directional = any(op.recipe.quantization["kernel", product].scaling.directional for product in ("fprop", "dgrad"))
     found = multiplied(path, kernel, stack, directional=directional)
     names, leading = tuple(axis.name for axis in found.stack), found.leading
     whole = PartitionSpec()

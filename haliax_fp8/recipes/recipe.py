@@ -181,19 +181,30 @@ class Recipe:
             "wgrad": (self.input_for_wgrad or self.input, self.output_grad_for_wgrad or self.output_grad),
         }
 
-    def quantization(self, operand: OperandName, product: ProductName) -> Quantization:
-        """How an operand is quantized for one of its products."""
-        return self.products[product][OPERANDS[product].index(operand)]
+    @functools.cached_property
+    def quantization(self) -> dict[tuple[OperandName, ProductName], Quantization]:
+        """How each operand is quantized for each of its products."""
+        return {
+            (operand, product): quantization
+            for product, of_product in self.products.items()
+            for operand, quantization in zip(OPERANDS[product], of_product, strict=True)
+        }
 
     @functools.cached_property
     def quantized_once(self) -> frozenset[OperandName]:
         """The operands that are quantized once for both of their products."""
 
         def alike(operand: OperandName) -> bool:
-            first, second = (self.quantization(operand, product) for product in USES[operand])
+            first, second = (self.quantization[operand, product] for product in USES[operand])
             return first == second and not first.scaling.directional
 
         return frozenset(operand for operand in USES if alike(operand))
+
+    @functools.cached_property
+    def quantized_for(self) -> dict[tuple[OperandName, ProductName], ProductName]:
+        """The product that an operand is quantized for, to be used in one of its products: the first, if once."""
+        once = self.quantized_once
+        return {(x, product): uses[0] if x in once else product for x, uses in USES.items() for product in uses}
 
     @functools.cached_property
     def quantizations(self) -> tuple[Quantization, Quantization, Quantization]:

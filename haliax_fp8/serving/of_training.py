@@ -182,7 +182,7 @@ def _with_scales(name: str, op: Fp8DotGeneral | None, scheme: Scheme) -> Fp8DotG
             "there: trainable(model) and an optimizer's state look like this. Give the model itself"
         )
     for operand in scheme.stored:
-        quantization = op.recipe.quantization(operand, "fprop")
+        quantization = op.recipe.quantization[operand, "fprop"]
         if not quantization.scaling.stores_scale:
             raise ValueError(
                 f"the recipe of {name} ({op.recipe}) stores no scale of its {operand}, which scheme={scheme} needs: "

@@ -90,7 +90,7 @@ class Matrix:
         """The kernel's scaling in training; None if there is none that an export in E4M3 can have."""
         if self.op is None:
             return None
-        quantization = self.op.recipe.quantization("kernel", "fprop")
+        quantization = self.op.recipe.quantization["kernel", "fprop"]
         return quantization.scaling if quantization.format == E4M3 and quantization.scaling.quantizes else None
 
     @property
@@ -111,7 +111,7 @@ class Matrix:
             return float(scale[self.index[: scale.ndim]].view(np.float32))
         if self.op is None:
             return None
-        quantization = self.op.recipe.quantization("input", "fprop")
+        quantization = self.op.recipe.quantization["input", "fprop"]
         if quantization.format != E4M3 or not quantization.scaling.stores_scale:
             return None
         return self._stored("input")

@@ -267,7 +267,7 @@ def _lost(operands: dict[OperandName, Array], state: Array | None, key: Array | 
     scales = scales_of(state, spec)
 
     def of(operand: OperandName, product: ProductName) -> Array:
-        quantization = spec.recipe.quantization(operand, product)
+        quantization = spec.recipe.quantization[operand, product]
         if not quantization.scaling.quantizes:
             return jnp.zeros(len(STATISTICS), jnp.float32)
         x = round_to(operands[operand], spec.compute_dtype)
