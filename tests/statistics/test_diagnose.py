@@ -14,8 +14,19 @@ import pytest
 
 import haliax_fp8 as fp8
 from haliax_fp8._state.table import guarded
-from haliax_fp8.recipes import E4M3, E5M2, DelayedScaling, Percentile, Recipe
-from haliax_fp8.statistics import Problem, Remedy, Thresholds, apply_remedies, diagnose, every, scale_ages
+from haliax_fp8.recipes import (
+    E4M3,
+    E5M2,
+    DelayedScaling,
+    MostRecent,
+    MovingAverage,
+    Percentile,
+    Recipe,
+    RecoveringMax,
+    StaticScaling,
+)
+from haliax_fp8.statistics import Diagnosis, Problem, Remedy, Thresholds, apply_remedies, diagnose, every, scale_ages
+from haliax_fp8.statistics.diagnosis.checks import jump, outliers, underflow
 from haliax_fp8.statistics.diagnosis.kernels import foreign_state, moved_at_once
 from haliax_fp8.statistics.diagnosis.operand import Operand
 from haliax_fp8.statistics.history import History
@@ -513,7 +524,7 @@ def test_underflow_of_deep_gradients(healthy):
     """Gradients of the first layers are suddenly far below what the history remembers; they come from the second."""
     weak = lambda m, x, y: jnp.mean((jax.vmap(lambda row: m(row, gain=1e-10))(x) - y) ** 2)
     diagnosis = found(healthy, weak)
-    assert findings(diagnosis)[0] == ("layers.1", "output_grad", Problem.OLD_SPIKE, Remedy.SHORTER_HISTORY)
+    assert findings(diagnosis)[0] == ("layers.1", "output_grad", Problem.OLD_SPIKE, Remedy.SCALE_PER_ROW)
     assert [(f.layer, f.operand) for f in diagnosis.findings[1:]] == [("layers.0", "output_grad")]
 
 
@@ -535,6 +546,84 @@ def test_an_outlier_channel():
     diagnosis = found(model, wide)
     assert findings(diagnosis) == [("layers.0", "input", Problem.OUTLIERS, Remedy.SCALE_PER_ROW)]
     assert "rowwise" in diagnosis.findings[0].advice
+
+
+def spiked(scaling, scale_of, *, kurtosis=3.0, name="input", recipe=None):
+    """An operand flushed to zero: of an amax of 1 now, of 1e6 two steps ago, and with a scale made for a given amax."""
+    recipe = Recipe.of(scaling) if recipe is None else recipe
+    largest = getattr(recipe, name).format.max
+    numbers = {"amax": 1.0, "underflow": 0.5, "dynamic_range": 15.0, "kurtosis": kurtosis, "scale": scale_of / largest}
+    history = History(np.asarray([1.0, 1e6, 1.0, 1.0]), scale_of / largest)
+    return Operand("0", (), name, numbers, history if isinstance(scaling, DelayedScaling) else None, recipe)
+
+
+def test_an_old_spike_is_told_by_the_scale():
+    """The scale follows it, or has another reason: another amax of the history, or an update that is yet to come."""
+    (finding,) = underflow([spiked(DelayedScaling(), 1e6)], Thresholds())
+    assert (finding.problem, finding.remedy) == (Problem.OLD_SPIKE, Remedy.SHORTER_HISTORY)
+    for scaling, amax in (
+        (DelayedScaling(amax_compute=RecoveringMax()), 256.0),
+        (DelayedScaling(amax_compute=MovingAverage()), 1e4),
+        (DelayedScaling(update_interval=8), 1e7),
+        (StaticScaling(scale=1.0), 100.0),
+    ):
+        (finding,) = underflow([spiked(scaling, amax)], Thresholds())
+        assert finding.problem is Problem.UNDERFLOW, scaling
+        assert f"its scale is made for an amax of {amax:.2g}, this step's is 1" in finding.seen
+    (finding,) = underflow([spiked(DelayedScaling(amax_compute=MostRecent()), 1.0)], Thresholds())
+    assert finding.problem is Problem.UNDERFLOW and "its values span 15 bits" in finding.seen
+
+
+def test_outliers_are_not_blamed_for_a_scale_that_follows_a_spike():
+    blamed = lambda scaling, amax: list(outliers([spiked(scaling, amax, kurtosis=99.0)], Thresholds()))
+    assert blamed(DelayedScaling(), 1.0) and blamed(DelayedScaling(margin=4), 16.0)
+    assert not blamed(DelayedScaling(), 1e6) and not blamed(StaticScaling(scale=1.0), 100.0)
+
+
+def test_a_short_history_is_not_made_longer():
+    for length in (4, HISTORY):
+        (finding,) = underflow([spiked(DelayedScaling(amax_history_length=length), 1e6)], Thresholds())
+        assert (finding.problem, finding.remedy) == (Problem.OLD_SPIKE, Remedy.SCALE_PER_ROW)
+    long, short = (Recipe.of(DelayedScaling(amax_history_length=length)) for length in (64, 4))
+    recipe = dataclasses.replace(long, kernel=short.kernel)
+    diagnosis = Diagnosis(tuple(underflow([spiked(DelayedScaling(), 1e6, recipe=recipe)], Thresholds())))
+    model = {"0": eqx.nn.Linear(WIDTH, WIDTH, key=KEY)}
+    mended = apply_remedies(fp8.fp8_linear_layers(model, recipe=recipe), diagnosis)
+    lengths = [q.scaling.amax_history_length for q in mended["0"].dot_general.recipe.quantizations]
+    assert lengths[:3] == [HISTORY, 4, HISTORY]
+
+
+@pytest.mark.parametrize(
+    "recipe, remedy",
+    [
+        ("current", Remedy.SCALE_PER_ROW),
+        ("rowwise", Remedy.HIGH_PRECISION),
+        ("mxfp8", Remedy.HIGH_PRECISION),
+        ("deepseek", Remedy.HIGH_PRECISION),
+    ],
+)
+def test_scales_of_rows_and_blocks_are_not_made_coarser(recipe, remedy):
+    recipe = fp8.recipes.named[recipe]
+    (finding,) = underflow([spiked(recipe.input.scaling, 1.0, recipe=recipe)], Thresholds())
+    assert (finding.problem, finding.remedy) == (Problem.UNDERFLOW, remedy)
+    assert ("rowwise" in finding.advice) == (remedy is Remedy.SCALE_PER_ROW)
+
+
+@pytest.mark.parametrize(
+    "scaling, fits",
+    [
+        (DelayedScaling(), True),
+        (DelayedScaling(amax_compute=RecoveringMax()), True),
+        (DelayedScaling(amax_compute=MovingAverage()), False),
+        (DelayedScaling(amax_compute=Percentile(99.0)), False),
+        (DelayedScaling(update_interval=8), False),
+    ],
+)
+def test_a_jump_fits_in_the_next_step_only_if_the_scale_follows_it(scaling, fits):
+    numbers = {"amax": 1e3, "saturation": 0.5, "underflow": 0.0, "error": 0.9}
+    operand = Operand("0", (), "input", numbers, History(np.asarray([1.0]), 1 / 448), Recipe.of(scaling))
+    (finding,) = jump([operand], Thresholds())
+    assert ("the next step's scale will fit" in finding.advice) == fits
 
 
 # --- What surrounds them ----------------------------------------------------------------------------------------------
@@ -572,7 +661,7 @@ def test_layers_of_a_stack_are_told_apart_and_an_old_spike_gets_a_shorter_histor
             return x + hax.rename(self.linear(x), {"out": "width"})
 
     stacked = hnn.Stacked.init(Layers, Block)(key=jax.random.split(KEY, 3))
-    model = fp8.fp8_linear_layers(stacked, recipe=DelayedScaling(amax_history_length=HISTORY))
+    model = fp8.fp8_linear_layers(stacked, recipe=DelayedScaling(amax_history_length=4 * HISTORY))
     x = hax.random.normal(KEY, (hax.Axis("rows", 8), Width))
     square = lambda m, x: hax.mean(m.fold(x) ** 2).scalar()
     model = fp8.calibrate(model, square, [(x,)])
@@ -584,11 +673,12 @@ def test_layers_of_a_stack_are_told_apart_and_an_old_spike_gets_a_shorter_histor
     diagnosis = found(model, square, (x,))
     (finding,) = only(diagnosis, Problem.OLD_SPIKE)
     assert (finding.layer, finding.index, finding.operand) == ("stacked.linear", (1,), "output_grad")
-    assert scale_ages(model)["stacked.linear[1]/output_grad"] == HISTORY - 2
+    assert scale_ages(model)["stacked.linear[1]/output_grad"] == 4 * HISTORY - 2
     with caplog.at_level(logging.INFO, logger="haliax_fp8"):
         mended = apply_remedies(model, diagnosis)
     assert "stacked.linear (output_grad, old spike): a history of 16 steps" in caplog.text
     np.testing.assert_array_equal(mended.stacked.linear.dot_general.state.scale, state.scale)
+    assert mended.stacked.linear.dot_general.recipe.input.scaling.amax_history_length == HISTORY
     text = str(diagnosis)
     assert "stacked.linear[1], output_grad: old spike" in text and max(map(len, text.splitlines())) <= 80
 

@@ -18,13 +18,12 @@ from ...layers.walk import map_layers_in_stacks, rule_of
 from ...recipes.catalog import by_name
 from ...recipes.recipe import Quantization, Recipe
 from ...recipes.scaling import DelayedScaling
-from .finding import Diagnosis, Finding, Remedy
+from ..result import OPERANDS
+from .finding import SHORTER_HISTORY, Diagnosis, Finding, Remedy
 
 
 # As `TrainStep`'s: a library does not print.
 _logger = logging.getLogger("haliax_fp8")
-
-_HISTORY = 16
 
 
 def apply_remedies[M](
@@ -85,7 +84,10 @@ def apply_remedies[M](
 
 def _changed(recipe: Recipe, finding: Finding) -> Recipe:
     if finding.remedy is Remedy.SHORTER_HISTORY:
-        return recipe.with_amax_history_length(_HISTORY)
+        shorter = recipe.with_amax_history_length(SHORTER_HISTORY)
+        is_long = lambda scaling: isinstance(scaling, DelayedScaling) and scaling.amax_history_length > SHORTER_HISTORY
+        changed = {name: getattr(shorter, name) for name in OPERANDS if is_long(getattr(recipe, name).scaling)}
+        return dataclasses.replace(recipe, **changed)
     if finding.remedy is Remedy.SCALE_PER_ROW:
         return by_name("rowwise")
     if finding.remedy is Remedy.STANDARD_FORMATS:

@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterable
 
 from ..._numerics.formats import E4M3, E5M2
 from ...recipes.scaling import CurrentScaling, DelayedScaling, StaticScaling
+from ...recipes.scaling.amax_of_history import MaxOfHistory, MostRecent, RecoveringMax
 from .dead import dead, experts_without_rows
-from .finding import Finding, Problem, Remedy
+from .finding import SHORTER_HISTORY, Finding, Problem, Remedy
 from .kernels import foreign_state, moved_at_once
 from .new_finding import new_finding
 from .operand import Operand
@@ -20,6 +21,8 @@ type Check = Callable[[list[Operand], Thresholds], Iterable[Finding]]
 
 # The scalings that give a tensor one scale.
 _ONE_SCALE = DelayedScaling, StaticScaling, CurrentScaling
+# What makes the next step's scale fit the newest amax, whatever that is.
+_FITS_NEWEST = MaxOfHistory, MostRecent, RecoveringMax
 
 _PAPER_OF_FORMATS = "arXiv:2209.05433, section 3"
 _PAPER_OF_NOISE = "arXiv:2505.19115, section 5"
@@ -96,16 +99,19 @@ def jump(all: list[Operand], thresholds: Thresholds) -> Iterable[Finding]:
         history = operand.history
         if history is None or history.largest <= 0.0 or not _is_clipped(operand, thresholds):
             continue
-        factor = operand["amax"] / history.largest
+        factor, scaling = operand["amax"] / history.largest, operand.quantization.scaling
         if factor > thresholds.jump:
+            assert isinstance(scaling, DelayedScaling)
+            fits = scaling.update_interval == 1 and isinstance(scaling.amax_compute, _FITS_NEWEST)
             yield new_finding(
                 operand,
                 Problem.JUMP,
                 seen=f"amax {operand['amax']:.2g}, {factor:.2g} times the largest of the history; {_shares(operand)}",
                 threshold=f"a factor of {thresholds.jump:g}",
                 source="heuristic",
-                advice="the next step's scale will fit. If it happens again and again, look for the batch or layer "
-                "that causes it, and use a recipe that measures the amax in the step itself: rowwise or mxfp8",
+                advice=("the next step's scale will fit. If" if fits else "if") + " it happens again and again, look "
+                "for the batch or layer that causes it, and use a recipe that measures the amax in the step itself: "
+                "rowwise or mxfp8",
                 remedy=Remedy.SCALE_PER_ROW,
             )
 
@@ -162,6 +168,8 @@ def outliers(all: list[Operand], thresholds: Thresholds) -> Iterable[Finding]:
     for operand in all:
         if operand.name == "output_grad" or not isinstance(operand.quantization.scaling, _ONE_SCALE):
             continue
+        if operand.amax_of_scale > thresholds.jump * operand["amax"]:
+            continue  # The scale is that of other steps.
         if operand["kurtosis"] > thresholds.kurtosis and operand["underflow"] > thresholds.underflow_of_outliers:
             yield new_finding(
                 operand,
@@ -186,7 +194,10 @@ def underflow(all: list[Operand], thresholds: Thresholds) -> Iterable[Finding]:
     for operand in [*(o for o in flushed if o.name != "output_grad"), *reversed(gradients)]:
         history, seen = operand.history, f"{operand['underflow']:.1%} of the elements are flushed to zero"
         limit = f"{thresholds.underflow:.0%}"
-        if history is not None and history.largest > thresholds.jump * max(operand["amax"], history.newest):
+        if _is_old_spike(operand, thresholds):
+            scaling = operand.quantization.scaling
+            assert history is not None and isinstance(scaling, DelayedScaling)
+            is_long = scaling.amax_history_length > SHORTER_HISTORY
             yield new_finding(
                 operand,
                 Problem.OLD_SPIKE,
@@ -194,25 +205,34 @@ def underflow(all: list[Operand], thresholds: Thresholds) -> Iterable[Finding]:
                 f"step's is {operand['amax']:.2g}",
                 threshold=limit,
                 source="heuristic",
-                advice="use a shorter history, or DelayedScaling(amax_compute=RecoveringMax())",
-                remedy=Remedy.SHORTER_HISTORY,
+                advice="use a shorter history, or DelayedScaling(amax_compute=RecoveringMax())"
+                if is_long
+                else "use a recipe that measures the amax in the step itself: rowwise or mxfp8",
+                remedy=Remedy.SHORTER_HISTORY if is_long else Remedy.SCALE_PER_ROW,
             )
             continue
-        if history is not None and history.largest > thresholds.jump * operand["amax"]:
+        has_one_scale, scale_of = isinstance(operand.quantization.scaling, _ONE_SCALE), operand.amax_of_scale
+        if history is not None and history.newest > thresholds.jump * operand["amax"]:
             why = f": the amax fell from {history.newest:.2g} in the last step to {operand['amax']:.2g}"
+        elif has_one_scale and scale_of > thresholds.jump * operand["amax"]:
+            why = f": its scale is made for an amax of {scale_of:.2g}, this step's is {operand['amax']:.2g}"
         else:
             why = (
                 f"; its values span {operand['dynamic_range']:.0f} bits, {operand.format.name} holds "
                 f"{operand.format.dynamic_range:.0f}"
             )
+        # Rows in FP8 are better than blocks in FP4, not than blocks in FP8.
+        gains_from_rows = has_one_scale or operand.format.dynamic_range < E4M3.dynamic_range
         yield new_finding(
             operand,
             Problem.UNDERFLOW,
             seen=seen + why,
             threshold=limit,
             source="heuristic",
-            advice="E5M2 for output gradients, finer scales (rowwise, mxfp8), or this layer in high precision",
-            remedy=Remedy.SCALE_PER_ROW,
+            advice="E5M2 for output gradients, finer scales (rowwise, mxfp8), or this layer in high precision"
+            if gains_from_rows
+            else "this layer in high precision: its scales are those of rows or blocks already",
+            remedy=Remedy.SCALE_PER_ROW if gains_from_rows else Remedy.HIGH_PRECISION,
         )
 
 
@@ -250,6 +270,15 @@ CHECKS: tuple[Check, ...] = (
 
 EXPLAIN_ALL: tuple[Check, ...] = (not_finite, moved_at_once)
 """The checks for problems that make all other numbers meaningless."""
+
+
+def _is_old_spike(operand: Operand, thresholds: Thresholds) -> bool:
+    """Whether the scale follows the largest amax of the history, which is far above those of this and the last step."""
+    history = operand.history
+    if history is None or history.largest <= thresholds.jump * max(operand["amax"], history.newest):
+        return False
+    # Scales are rounded up, to the next power of two at most.
+    return 0.9 < operand.amax_of_scale / history.largest < 2.1
 
 
 def _is_clipped(operand: Operand, thresholds: Thresholds) -> bool:

@@ -30,11 +30,15 @@ class Problem(enum.Enum):
     DEAD = "dead"
 
 
+SHORTER_HISTORY = 16
+"""How many steps are remembered after `Remedy.SHORTER_HISTORY`; shorter histories stay as they are."""
+
+
 class Remedy(enum.Enum):
     """What `Diagnosis.apply` can change in a model; `NONE` stands for what it cannot."""
 
     NONE = "none"
-    SHORTER_HISTORY = "a history of 16 steps"
+    SHORTER_HISTORY = f"a history of {SHORTER_HISTORY} steps"
     MARGIN = "one more binade of margin"
     SCALE_PER_ROW = "the recipe rowwise"
     STANDARD_FORMATS = "E4M3 forward, E5M2 for output gradients"

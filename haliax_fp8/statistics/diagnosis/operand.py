@@ -57,6 +57,11 @@ class Operand:
         return self.quantization.format
 
     @property
+    def amax_of_scale(self) -> float:
+        """The amax that its scale is made for; of blocks the largest."""
+        return self["scale"] * self.format.max / 2.0 ** getattr(self.quantization.scaling, "margin", 0)
+
+    @property
     def is_reached(self) -> bool:
         """Whether the loss depends on it."""
         return not np.isnan(self.numbers["amax"])

@@ -19,7 +19,7 @@ def where_not_finite(model: Any, loss_fn: Callable[..., Any], *batch: Any) -> st
 
     `require_finite_step(metrics, where=partial(where_not_finite, model, loss_fn, *batch))` calls it only when a step is
     not finite, and puts the answer into its error. A kernel comes before an input before an output gradient, because
-    each spoils the next.
+    each spoils the next; layers come in the order of the model's fields.
 
     Args:
         model: The model that the step was given; not under `jit`.
