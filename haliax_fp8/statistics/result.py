@@ -81,7 +81,7 @@ class OpStatistics(Printable, eqx.Module):
         table = new_table("Quantization of each operand" + (" (the worst of a stack)" if self.amax.ndim > 1 else ""))
         for column in ("", *OPERANDS):
             table.add_column(column, justify="right" if column else "left", no_wrap=True)
-        if not _is_concrete(self):
+        if not is_concrete(self):
             table.add_row(_NO_NUMBERS)
             return table
         for name in (*self.__dataclass_fields__, "sqnr"):
@@ -193,14 +193,14 @@ class ModelStatistics(Printable, eqx.Module):
                 table.add_row(DottedName(group.prefix))
             for path, name in group.names.items():
                 found += _add_rows(table, DottedName(name, indent), self[path])
-        if not all(map(_is_concrete, self.of_ops)):
+        if not all(map(is_concrete, self.of_ops)):
             return table
         return Group(Text(verdict(found)), Text(), table)
 
 
 def _add_rows(table: Table, name: DottedName, op: OpStatistics) -> list[Worst]:
     """Adds the rows of an op; returns the worst shares of each operand."""
-    if not _is_concrete(op):
+    if not is_concrete(op):
         table.add_row(name, _NO_NUMBERS)
         return []
     # NaN, for members that the loss does not reach, gives way to numbers.
@@ -218,8 +218,9 @@ def _add_rows(table: Table, name: DottedName, op: OpStatistics) -> list[Worst]:
 _NO_NUMBERS = "traced or abstract: no numbers"
 
 
-def _is_concrete(op: OpStatistics) -> bool:
-    return not any(isinstance(leaf, Tracer) or not eqx.is_array(leaf) for leaf in jax.tree.leaves(op))
+def is_concrete(op: OpStatistics) -> bool:
+    """Whether the statistics have numbers: they are neither traced nor abstract."""
+    return not any(isinstance(leaf, Tracer | jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(op))
 
 
 def numbered(path: str, index: tuple[int, ...]) -> str:

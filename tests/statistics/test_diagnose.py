@@ -714,3 +714,58 @@ def test_what_is_not_of_the_model_is_refused(healthy):
         diagnose(measured, healthy)
     with pytest.raises(ValueError, match="model has no FP8 product to diagnose"):
         diagnose(fp8.restore_linear_layers(healthy), measured)
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        ({"saturation": "0.1"}, r"saturation='0.1' of Thresholds must be a number; 0.001 is the default"),
+        ({"underflow": float("nan")}, "underflow=nan of Thresholds must be a number; 0.05 is the default"),
+        ({"growth_steps": 2.5}, "growth_steps=2.5 of Thresholds must be an integer"),
+        ({"growth_steps": 0}, "growth_steps=0 of Thresholds must be positive; 8 is the default"),
+        ({"kernel_jump": 0.0}, "kernel_jump=0.0 of Thresholds must be positive; 2.0 is the default"),
+        ({"over_noise": -1.0}, "over_noise=-1.0 of Thresholds must be positive; 1.0 is the default"),
+    ],
+)
+def test_thresholds_are_numbers(given, message):
+    with pytest.raises(ValueError, match=message):
+        Thresholds(**given)
+
+
+def test_an_infinite_threshold_turns_a_check_off(healthy):
+    assert not found(healthy, thresholds=Thresholds(**{name: np.inf for name in ("growth", "kernel_jump", "kurtosis")}))
+
+
+def test_statistics_without_numbers_or_of_another_stack_are_refused(healthy):
+    traced = lambda model, x, y: len(diagnose(model, fp8.quantization_statistics(model, loss, x, y)).findings)
+    with pytest.raises(ValueError, match="statistics are traced or abstract, .* call diagnose outside jit"):
+        eqx.filter_jit(traced)(healthy, *batch(0))
+    with pytest.raises(ValueError, match="statistics are traced or abstract, .* call diagnose outside jit"):
+        diagnose(healthy, eqx.filter_eval_shape(fp8.quantization_statistics, healthy, loss, *batch(0)))
+    ensemble = lambda count: fp8.fp8_linear_layers(
+        eqx.filter_vmap(lambda key: eqx.nn.Linear(WIDTH, WIDTH, key=key))(jax.random.split(KEY, count))
+    )
+    square = lambda model, x: jnp.mean(eqx.filter_vmap(lambda m: jax.vmap(m)(x))(model) ** 2)
+    measured = _measure(ensemble(3), square, batch(0)[0])
+    for count in (2, 4):
+        with pytest.raises(ValueError, match=rf"model has a stack of \({count},\) layers, and statistics of \(3,\)"):
+            diagnose(ensemble(count), measured)
+    assert diagnose(ensemble(3), measured).findings
+
+
+def test_what_is_neither_thresholds_nor_a_diagnosis_nor_remedies_is_refused(healthy):
+    measured = _measure(healthy, loss, *batch(0))
+    with pytest.raises(ValueError, match=r"thresholds=0.1 of diagnose is not a Thresholds; use Thresholds\("):
+        diagnose(healthy, measured, 0.1)
+    with pytest.raises(ValueError, match="diagnosis=ModelStatistics must be what diagnose"):
+        apply_remedies(healthy, measured)
+    diagnosis = diagnose(healthy, measured)
+    for remedies in ("margin", ["margin"], Remedy.MARGIN, None):
+        with pytest.raises(ValueError, match=r"remedies=.* of apply_remedies .* use \[Remedy\.MARGIN\]"):
+            apply_remedies(healthy, diagnosis, remedies)
+
+
+def test_statistics_on_the_host_are_numbers(healthy):
+    measured = _measure(healthy, loss, *batch(0))
+    on_host = jax.device_get(measured)
+    assert str(on_host) == str(measured) and diagnose(healthy, on_host) == diagnose(healthy, measured)

@@ -49,7 +49,7 @@ def apply_remedies[M](
         precision or came from it: the parameters are the same.
 
     Raises:
-        ValueError: If the model is none, or if anything but its own update changed the state of a layer.
+        ValueError: If an argument is of the wrong kind, or if anything but its own update changed the state of a layer.
 
     Example:
         >>> model = fp8_linear_layers(model)
@@ -57,6 +57,13 @@ def apply_remedies[M](
         >>> model = apply_remedies(model, diagnosis, [Remedy.MARGIN, Remedy.SHORTER_HISTORY])
     """
     require_layers(model, "apply_remedies(model, diagnosis, remedies)")
+    if not isinstance(diagnosis, Diagnosis):
+        raise ValueError(f"diagnosis={type(diagnosis).__name__} must be what diagnose(model, statistics) returns")
+    if not isinstance(remedies, Collection) or not all(isinstance(remedy, Remedy) for remedy in remedies):
+        raise ValueError(
+            f"remedies={remedies!r} of apply_remedies must be a collection of Remedy; use [Remedy.MARGIN], or nothing "
+            "for all"
+        )
     require_own_state(model)
     chosen: dict[str, list[Finding]] = {}
     for finding in diagnosis.findings:

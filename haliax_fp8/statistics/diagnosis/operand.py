@@ -5,10 +5,12 @@ import dataclasses
 import numpy as np
 
 from ..._numerics.formats import Format
+from ..._op import Fp8DotGeneral
+from ..._state.op_state import OpState
 from ...layers.ops import named_ops
 from ...recipes.recipe import OperandName, Quantization, Recipe
 from ..history import History
-from ..result import OPERANDS, ModelStatistics, OpStatistics, numbered
+from ..result import OPERANDS, ModelStatistics, OpStatistics, is_concrete, numbered
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,8 +86,19 @@ def operands(model: object, statistics: ModelStatistics) -> list[Operand]:
             f"statistics do not belong to this model: {missing[:3]} are in only one of the two; measure it with "
             "quantization_statistics(model, loss_fn, *batch)"
         )
+    if not all(map(is_concrete, statistics.of_ops)):
+        raise ValueError(
+            "statistics are traced or abstract, and have no numbers; return them from the jitted function, and call "
+            "diagnose outside jit"
+        )
     found = []
     for path, op in ops.items():
+        stack, measured = _stack(op), statistics[path].amax.shape[:-1]
+        if stack not in (None, measured):
+            raise ValueError(
+                f"statistics do not belong to this model: at {path or 'model'}, the model has a stack of {stack} "
+                f"layers, and statistics of {measured}; measure it with quantization_statistics(model, loss_fn, *batch)"
+            )
         fields = {name: getattr(statistics[path], name) for name in OpStatistics.__dataclass_fields__}
         arrays = {name: np.asarray(values) for name, values in fields.items() if values is not None}
         for index in np.ndindex(arrays["amax"].shape[:-1]):
@@ -94,3 +107,9 @@ def operands(model: object, statistics: ModelStatistics) -> list[Operand]:
                 history = History.of(op, row, index)
                 found.append(Operand(path, index, name, numbers, history, op.recipe, op.state_per_group))
     return found
+
+
+def _stack(op: Fp8DotGeneral) -> tuple[int, ...] | None:
+    """The shape of the stack that an op's layer is in; None if it keeps no state, which would tell."""
+    table = op.state.table.array if isinstance(op.state, OpState) else None
+    return None if table is None else table.shape[:-2]

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from ..._numerics.require import require
 from ...layers.model_argument import require_model
 from ...layers.ops import all_ops
 from ..result import ModelStatistics
@@ -27,7 +28,8 @@ def diagnose(model: Any, statistics: ModelStatistics, thresholds: Thresholds | N
         follows from another problem is left out: mend that, and diagnose again.
 
     Raises:
-        ValueError: If the statistics are of another model, or the model has no FP8 product.
+        ValueError: If the statistics are of another model, or traced or abstract; if the model has no FP8 product, or
+            `thresholds` are not `Thresholds`.
 
     Example:
         >>> model = calibrate(fp8_linear_layers(model), loss_fn, [(x,)])
@@ -44,8 +46,9 @@ def diagnose(model: Any, statistics: ModelStatistics, thresholds: Thresholds | N
         )
     if not all_ops(model):
         raise ValueError("model has no FP8 product to diagnose; convert it with fp8_linear_layers")
-    everything = operands(model, statistics)
     thresholds = Thresholds() if thresholds is None else thresholds
+    require("thresholds", thresholds, Thresholds, "Thresholds(saturation=0.01)", of="diagnose")
+    everything = operands(model, statistics)
     found: dict[tuple[str, tuple[int, ...], str], Finding] = {}
     # Scales of another layer explain all else that is wrong with a layer.
     explained: set[tuple[str, tuple[int, ...]]] = set()

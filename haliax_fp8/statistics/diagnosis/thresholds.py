@@ -1,15 +1,24 @@
 """Thresholds: from where on a number counts as a problem."""
 
 import dataclasses
+import math
+import numbers
 
 from rich.table import Table
 
+from ..._numerics.require import require_integer
 from ..._tables import Printable, new_table
+
+
+# Of factors whose logarithm is taken, or by whose square is divided; and of a number of steps.
+_POSITIVE = "kernel_jump", "kernel_mismatch", "growth_steps", "over_noise"
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Thresholds(Printable):
     """Limits beyond which a number counts as a problem. All but `over_noise` are heuristics, chosen on small models.
+
+    An infinite limit turns a check off.
 
     Args:
         saturation: The share of clipped elements, where clipping costs more than rounding could.
@@ -21,7 +30,10 @@ class Thresholds(Printable):
         growth_steps: See `growth`.
         kurtosis: The kurtosis of inputs and kernels with one scale, if also `underflow_of_outliers` is exceeded.
         underflow_of_outliers: The share of elements flushed to zero beside outliers.
-        over_noise: `|x| / (sqrt(3) |x - q|)` of output gradients (arXiv:2505.19115).
+        over_noise: `|x| / (sqrt(3) |x - q|)` of output gradients (arXiv:2505.19115), which should be above this.
+
+    Raises:
+        ValueError: If one is not a number, or has to be positive and is not.
     """
 
     saturation: float = 0.001
@@ -34,6 +46,15 @@ class Thresholds(Printable):
     kurtosis: float = 50.0
     underflow_of_outliers: float = 0.01
     over_noise: float = 1.0
+
+    def __post_init__(self) -> None:
+        require_integer("growth_steps", self.growth_steps, of="Thresholds")
+        for field in dataclasses.fields(self):
+            value, usual = getattr(self, field.name), f"{field.default} is the default"
+            if isinstance(value, bool) or not isinstance(value, numbers.Real) or math.isnan(value):
+                raise ValueError(f"{field.name}={value!r} of Thresholds must be a number; {usual}")
+            if field.name in _POSITIVE and value <= 0:
+                raise ValueError(f"{field.name}={value!r} of Thresholds must be positive; {usual}")
 
     def __rich__(self) -> Table:
         table = new_table("The values from which a number counts as a problem")
