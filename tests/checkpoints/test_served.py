@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from folders import checkpoint, write
+from helpers import unchecked
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 from haliax_fp8 import calibrate, fp8_linear_layers
@@ -259,6 +260,58 @@ def test_scales_of_keys_and_values(tmp_path):
         export_model({"up": eqx.nn.Linear(8, 8, key=jax.random.key(0))}, tmp_path / "no", kv_cache_scales=True)
     with pytest.raises(ValueError, match="no scales of keys and values; use one of compressed-tensors"):
         export_model(model, tmp_path / "no", "HF_FP8", kv_cache_scales=True)
+
+
+def attending(state_of=lambda op: op, **fields):
+    """Attention at the root of a model, its state made from that of a step with amaxes of 2 for keys and values."""
+    op = Fp8Attention.init(scaling=DelayedScaling(amax_history_length=4))
+    q, kv = jnp.ones((1, 4, 2, 64)), jnp.full((1, 4, 1, 64), 2.0)
+    op = state_of(eqx.filter_grad(lambda op: op(q, kv, kv).sum())(op))
+    return {"attend": op, "up": eqx.nn.Linear(8, 8, use_bias=False, key=jax.random.key(0)), **fields}
+
+
+def cache_scales_of(model):
+    tensors = serving_tensors(model, kv_cache_scales=True, bf16_scales=False)
+    return {name: tensor for name, tensor in tensors if name.endswith(("k_scale", "v_scale"))}
+
+
+def test_scales_of_keys_and_values_at_the_root_have_no_prefix():
+    found = cache_scales_of(attending())
+    assert list(found) == ["k_scale", "v_scale"]
+    np.testing.assert_allclose([found["k_scale"], found["v_scale"]], np.full((2, 1), 2 / 448), rtol=1e-6)
+
+
+def test_a_scale_that_no_finite_step_has_made_is_not_exported():
+    """A step with infinite keys leaves a scale of 1, and no amax: neither attention's nor a linear layer's is known."""
+    op = Fp8Attention.init(scaling=DelayedScaling(amax_history_length=4))
+    q, infinite = jnp.ones((1, 4, 2, 64)), jnp.full((1, 4, 1, 64), jnp.inf)
+    spoiled = eqx.filter_grad(lambda op: op(q, infinite, infinite).sum())(op)
+    with pytest.raises(ValueError, match="the model has no amaxes of keys and values yet"):
+        cache_scales_of(attending(lambda op: spoiled))
+    layer = fp8_linear_layers(eqx.nn.Linear(8, 8, key=jax.random.key(0)))
+    spoiled = eqx.filter_grad(lambda layer: layer(jnp.full(8, jnp.inf)).sum())(layer).dot_general
+    layer = eqx.tree_at(lambda layer: layer.dot_general.state, layer, spoiled.state)
+    with pytest.raises(ValueError, match="has no scale of its input yet"):
+        list(serving_tensors({"up": layer}, "FP8"))
+
+
+def test_scales_of_keys_and_values_that_are_lost_or_ambiguous_are_named(tmp_path):
+    doubled = lambda op: jax.tree.map(lambda x: 2 * x if eqx.is_inexact_array(x) else x, op)
+    with pytest.raises(ValueError, match="state of the attention in the model was changed by something other than its"):
+        cache_scales_of(attending(doubled))
+    two = attending(other=attending()["attend"])
+    with pytest.raises(ValueError, match="the model holds several Fp8Attention.*give each a module of its own"):
+        cache_scales_of(two)
+    make = lambda key: {"attend": Fp8Attention.init(), "up": eqx.nn.Linear(8, 8, key=key)}
+    ensemble = {"layers": eqx.filter_vmap(make)(jax.random.split(jax.random.key(0), 3))}
+    with pytest.raises(ValueError, match=r"layers is an ensemble.*make a list of layers or a haliax\.nn\.Stacked"):
+        cache_scales_of(ensemble)
+
+
+@pytest.mark.parametrize("name", ["kv_cache_scales", "bf16_scales", "training_scales"])
+def test_choices_of_an_export_are_booleans(name):
+    with unchecked(), pytest.raises(ValueError, match=f"{name}='no' of an export must be True or False"):
+        serving_tensors(attending(), **{name: "no"})
 
 
 # --- On several devices -----------------------------------------------------------------------------------------------

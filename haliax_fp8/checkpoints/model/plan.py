@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from ..._numerics.require import require_bool
 from ...layers.config import Fp8Config, as_config
 from ...layers.patterns import Targets, as_patterns
 from ...layers.tensor_names import WEIGHT
@@ -92,6 +93,10 @@ class Choices:
     exclude: Targets | None
     config: Fp8Config | None
     kv_cache_scales: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("bf16_scales", "training_scales", "kv_cache_scales"):
+            require_bool(name, getattr(self, name), of="an export")
 
 
 def plan(
@@ -186,9 +191,15 @@ def _cache_scales(
             "amaxes of its input, kernel and output gradient, and none of its output, which is rotated before it is "
             "cached. Train with attention.Fp8Attention, or calibrate a model that has it"
         )
+    owners = [cache.name for cache in caches]
+    if twice := [name for name in owners if owners.count(name) > 1]:
+        raise ValueError(
+            f"kv_cache_scales=True, but {twice[0] or 'the model'} holds several Fp8Attention, and engines know one in "
+            "each module; give each a module of its own"
+        )
     for cache in caches:
         for i, part in enumerate(cache_names):
-            name = f"{choices.names.to_checkpoint(cache.name)}.{part}"
+            name = f"{choices.names.to_checkpoint(cache.name)}.{part}".removeprefix(".")
             scale = np.array([cache.scales()[i]], np.float32)
             scale = rounded_up(scale) if choices.bf16_scales else scale
             yield Dense(name, (1,), scale.dtype, lambda scale=scale: scale)
