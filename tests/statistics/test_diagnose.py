@@ -202,6 +202,21 @@ def test_healthy_models_are_left_in_peace(options):
     assert str(diagnosis) == "No problem found."
 
 
+def test_four_bits_flush_some_of_a_healthy_tensor_to_zero():
+    """A normal distribution loses 7 % in NVFP4, which costs what rounding does; more than that is reported."""
+    model = fp8.with_rounding_keys(fp8.fp8_linear_layers(Net(KEY), recipe="nvfp4"), KEY)
+    measured = _measure(model, loss, *batch(0))
+    assert float(measured.underflow) > Thresholds().underflow
+    diagnosis = diagnose(model, measured)
+    assert not diagnosis, diagnosis
+    recipe = fp8.recipes.named["nvfp4"]
+    lost = spiked(recipe.input.scaling, 1.0, recipe=recipe)
+    assert not list(underflow([lost], Thresholds()))
+    lost.numbers["error"] = 0.1
+    (finding,) = underflow([lost], Thresholds())
+    assert (finding.problem, finding.remedy) == (Problem.UNDERFLOW, Remedy.SCALE_PER_ROW)
+
+
 Layers, Width, Up, Experts = hax.make_axes(layers=3, width=WIDTH, up=64, experts=3)
 
 
@@ -552,7 +567,8 @@ def spiked(scaling, scale_of, *, kurtosis=3.0, name="input", recipe=None):
     """An operand flushed to zero: of an amax of 1 now, of 1e6 two steps ago, and with a scale made for a given amax."""
     recipe = Recipe.of(scaling) if recipe is None else recipe
     largest = getattr(recipe, name).format.max
-    numbers = {"amax": 1.0, "underflow": 0.5, "dynamic_range": 15.0, "kurtosis": kurtosis, "scale": scale_of / largest}
+    numbers = {"amax": 1.0, "scale": scale_of / largest, "underflow": 0.5, "error": 0.01}
+    numbers |= {"dynamic_range": 15.0, "kurtosis": kurtosis}
     history = History(np.asarray([1.0, 1e6, 1.0, 1.0]), scale_of / largest)
     return Operand("0", (), name, numbers, history if isinstance(scaling, DelayedScaling) else None, recipe)
 
