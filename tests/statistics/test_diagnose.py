@@ -25,7 +25,17 @@ from haliax_fp8.recipes import (
     RecoveringMax,
     StaticScaling,
 )
-from haliax_fp8.statistics import Diagnosis, Problem, Remedy, Thresholds, apply_remedies, diagnose, every, scale_ages
+from haliax_fp8.statistics import (
+    Diagnosis,
+    Finding,
+    Problem,
+    Remedy,
+    Thresholds,
+    apply_remedies,
+    diagnose,
+    every,
+    scale_ages,
+)
 from haliax_fp8.statistics.diagnosis.checks import jump, outliers, underflow
 from haliax_fp8.statistics.diagnosis.kernels import foreign_state, moved_at_once
 from haliax_fp8.statistics.diagnosis.operand import Operand
@@ -706,6 +716,19 @@ def test_what_apply_does_can_be_chosen(healthy):
     untouched = apply_remedies(healthy, diagnosis, [Remedy.MARGIN])
     assert at(untouched, 2).recipe == at(healthy, 2).recipe
     assert at(apply_remedies(healthy, diagnosis), 2).recipe == fp8.recipes.named["rowwise"]
+
+
+def test_what_apply_cannot_change_is_said(healthy, caplog):
+    """An op in a class without a rule is logged; a layer that the model has not got is an error."""
+    model = {"own": fp8.Fp8DotGeneral.init(DelayedScaling()), "layer": fp8.fp8_linear_layers(Net(KEY)).head}
+    of_layer = lambda layer: Finding(layer, (), "input", Problem.SATURATION, "", "", "", "", Remedy.MARGIN)
+    with caplog.at_level(logging.INFO, logger="haliax_fp8"):
+        mended = apply_remedies(model, Diagnosis((of_layer("own"), of_layer("layer"))))
+    assert mended["layer"].dot_general.recipe.input.scaling.margin == 1
+    assert mended["own"].recipe == model["own"].recipe
+    assert "own: not changed, because it is in no layer of a class with a rule" in caplog.text
+    with pytest.raises(ValueError, match="diagnosis names 'head', where the model has no FP8 product"):
+        apply_remedies(model, Diagnosis((of_layer("head"),)))
 
 
 def test_a_changed_state_is_not_carried_over(healthy):

@@ -12,6 +12,7 @@ from ..._op import Fp8DotGeneral
 from ..._state.op_state import OpState
 from ...layers.default import default_rules
 from ...layers.model_argument import require_layers
+from ...layers.ops import named_ops
 from ...layers.own_state import require_own_state
 from ...layers.rule import LayerRule
 from ...layers.walk import map_layers_in_stacks, rule_of
@@ -36,7 +37,8 @@ def apply_remedies[M](
     """Changes the recipes of the layers that a diagnosis names. Each change is logged to `haliax_fp8` at level INFO.
 
     Layers of one stack share a recipe, so all of them change. Scales carry over, histories start again. What a change
-    of the model cannot mend, such as a learning rate, stays as it is.
+    of the model cannot mend, such as a learning rate, stays as it is; so do ops in classes without a rule, which is
+    logged as a warning.
 
     Args:
         model: The model that was diagnosed.
@@ -49,7 +51,8 @@ def apply_remedies[M](
         precision or came from it: the parameters are the same.
 
     Raises:
-        ValueError: If an argument is of the wrong kind, or if anything but its own update changed the state of a layer.
+        ValueError: If an argument is of the wrong kind, the diagnosis is of another model, or anything but its own
+            update changed the state of a layer.
 
     Example:
         >>> model = fp8_linear_layers(model)
@@ -69,12 +72,18 @@ def apply_remedies[M](
     for finding in diagnosis.findings:
         if finding.remedy is not Remedy.NONE and finding.remedy in remedies:
             chosen.setdefault(finding.layer, []).append(finding)
+    if unknown := chosen.keys() - dict(named_ops(model)).keys():
+        raise ValueError(
+            f"diagnosis names {min(unknown)!r}, where the model has no FP8 product; measure and diagnose this model"
+        )
+    unchanged = set(chosen)
 
     def apply(path: str, layer: Any, stack: tuple[hax.Axis, ...]) -> Any:
         rule = rule_of(layer, rules)
         op = rule.op(layer)
         if op is None or path not in chosen:
             return layer
+        unchanged.discard(path)
         for finding in chosen[path]:
             where = f"{path or 'model'} ({finding.operand}, {finding.problem.value})"
             _logger.info("%s: %s", where, finding.remedy.value)
@@ -86,7 +95,10 @@ def apply_remedies[M](
         made = rule.kernel(layer).init_op(recipe, op.compute_dtype, stack, scale_per_expert=op.state_per_group)
         return rule.with_op(layer, _with_scales(dataclasses.replace(op, recipe=recipe, state=made.state), op))
 
-    return map_layers_in_stacks(apply, model, rules)
+    changed = map_layers_in_stacks(apply, model, rules)
+    for path in sorted(unchanged):
+        _logger.warning("%s: not changed, because it is in no layer of a class with a rule; change its recipe", path)
+    return changed
 
 
 def _changed(recipe: Recipe, finding: Finding) -> Recipe:
