@@ -46,5 +46,8 @@ class CacheScale:
         # Of a step that was not finite the history has `-inf`, and the scale stays.
         known = [(history > 0).any() or scale != 1 for history, scale in zip(histories, found, strict=True)]
         if not all(known) or not all(np.isfinite(scale) and scale > 0 for scale in found):
-            raise ValueError(f"{owner} has no amaxes of keys and values yet; train a step, or calibrate the model")
+            raise ValueError(
+                f"{owner} has no amaxes of keys and values yet, or none but zeros and infinities; train a step, or "
+                "calibrate the model, on data that is finite"
+            )
         return float(found[0]), float(found[1])

@@ -34,9 +34,8 @@ def rematerialize[M](
 
     Each of these modules becomes an instance of a subclass of its class: attributes, parameters, paths and state dicts
     stay the same, and so do values and gradients, unless `in_float32`. In bfloat16, XLA may omit other roundings under
-    `jit` than without this; values are then quantized differently, with the same error, unless
-    `xla_allow_excess_precision=False`. `transfer_optimizer_state` carries an optimizer's state over. `describe` lists
-    the modules.
+    `jit` than without this, unless `xla_allow_excess_precision=False`; values are then quantized differently, with the
+    same error. `transfer_optimizer_state` carries an optimizer's state over. `describe` lists the modules.
 
     Args:
         model: The model.
