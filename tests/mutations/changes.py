@@ -857,6 +857,13 @@ CHANGES = (
         ("test_guard.py::test_a_state_that_was_rounded_with_its_model_passes",),
     ),
     Change(
+        "what was traced in another context is taken",
+        "_jax/opaque.py",
+        "    @cache()\n    def traced(",
+        "    @functools.cache\n    def traced(",
+        ("test_opaque.py::test_internals_traces_belong_to_their_context",),
+    ),
+    Change(
         "a record of state that something else changed has a mark",
         "_state/records.py",
         "lax.select(own, marks, lax.full_like(marks, 0.0))",
