@@ -21,6 +21,7 @@ from ..layers.rule import LayerRule
 from ..layers.served import AbstractServedLayer
 from ..serving.unstack import unstacked
 from .files import require_folder_name
+from .fits import require_fits
 from .frozen import FrozenEquinoxLinear, FrozenLinear, FrozenMoELinear, is_frozen
 from .frozen_kernel import FrozenKernel
 from .imported_kernels import served_layer
@@ -109,8 +110,7 @@ class _Loader:
             raise ValueError(f"model has a layer in FP8 at {path}; pass the plain model that it was imported into")
         changes: dict[str, Any] = {}
         for name, array, parts in other_arrays(layer, rule, path):
-            read = lambda path, shape, name=name: self.checkpoint.array(f"{path}.{name}", shape)
-            changes[name] = _filled(array, parts, path, read)
+            changes[name] = _filled(array, parts, path, self.checkpoint.array, f".{name}")
         kernel = rule.kernel(layer)
         parts = of_kernel(kernel, path)
         found = [(index, self.checkpoint.matrix(name, parts.shape)) for name, index in parts.named(path)]
@@ -122,7 +122,8 @@ class _Loader:
             compute_dtype = None if op is None else op.compute_dtype
             return served_layer(layer, kernel, compute_dtype, parts, path, scaled, self.checkpoint.tensors.inputs)
         values = iter([matrix for _, matrix in found])
-        weight = _filled(kernel.weight, parts, path, lambda name, shape: next(values).dense() / kernel.factor)
+        dense = lambda name, shape: next(values).dense() / kernel.factor
+        weight = _filled(kernel.weight, parts, path, dense, ".weight")
         return _with(layer, {**changes, _field_of(layer, kernel): weight})
 
     def attention(self, op: Fp8Attention, path: ModelPath) -> Any:
@@ -136,12 +137,14 @@ class _Loader:
         return _filled(array, of_array(array, path, flat=is_norm(owner)), path, self.checkpoint.array)
 
 
-def _filled(like: Any, parts: Parts, path: ModelPath, read: Any) -> Any:
+def _filled(like: Any, parts: Parts, path: ModelPath, read: Any, field: str = "") -> Any:
     """An array like another one, part by part."""
     template = plain(like)
     values = np.empty(template.shape, template.dtype)
     for name, index in parts.named(path):
-        parts.write(values, index, read(name, parts.shape).astype(template.dtype))
+        numbers = read(f"{name}{field}", parts.shape)
+        require_fits(numbers, template.dtype, f"{name}{field}")
+        parts.write(values, index, numbers.astype(template.dtype))
     array = _on_devices(values, template)
     if not isinstance(like, hax.NamedArray):
         return array

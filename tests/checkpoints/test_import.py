@@ -221,6 +221,18 @@ def test_what_does_not_fit(tmp_path):
         import_model(tmp_path / "zero", model, weights="cold")
 
 
+def test_weights_that_overflow_in_the_models_dtype_are_refused(tmp_path):
+    """Also what data and scales make: in float16 they would be infinite."""
+    model = jax.tree.map(lambda x: x.astype(np.float16), linear(192, 160))
+    plain = np.ones((160, 192), BF16)
+    plain[2, 3] = 65536
+    write(tmp_path / "plain", {"up.weight": plain})
+    write(tmp_path / "fp8", {"up.weight": DATA, "up.weight_scale": np.full((160, 1), 1e5, np.float32)}, compressed())
+    for case in ("plain", "fp8"):
+        with pytest.raises(ValueError, match=r"^up\.weight is -?\d\S+ at \[\d+, \d+\] in .* float16 .*; load it into"):
+            import_model(tmp_path / case, model)
+
+
 @pytest.mark.parametrize("dtype", [ml_dtypes.float8_e5m2, ml_dtypes.float8_e4m3fnuz, FP8])
 @pytest.mark.parametrize("weights", ["dequantized", "frozen", "served"])
 def test_fp8_data_never_become_numbers_without_their_scales(dtype, weights, tmp_path):

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import json
 import pathlib
+import re
 import struct
 
 import equinox as eqx
@@ -719,7 +720,7 @@ def test_integers_that_do_not_fit_are_refused(tmp_path):
     wrong = {"step": (np.int64(2**40), 2**40), "ids": (np.array([0, -1, 255]), -1)}
     for name, (array, number) in wrong.items():
         with pytest.raises(
-            ValueError, match=rf"^{name} holds {number} in the checkpoint, in int64, .* fit .*int\d+; give a model"
+            ValueError, match=rf"^{name} is {number}.* in the checkpoint, .*; load it into .*{name} is int64"
         ):
             load_into(model, fits | {name: array})
     small = np.array([0, 7, 3], jnp.int4)
@@ -727,6 +728,26 @@ def test_integers_that_do_not_fit_are_refused(tmp_path):
     assert load_into({"n": 0}, {"n": np.uint64(2**64 - 1)})[0] == {"n": 2**64 - 1}
     empty, _ = load_into({"x": jnp.zeros((0,), jnp.int32)}, {"x": np.zeros(0, np.int64)})
     assert empty["x"].shape == (0,)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "number"), [("float16", 65520.0), ("bfloat16", 3.4e38), ("float8_e4m3fn", 500.0), ("float32", -1e39)]
+)
+def test_numbers_that_overflow_in_the_models_dtype_are_refused(dtype, number):
+    """A weight would become infinite, or NaN, without a word; the last number below the limit is rounded to it."""
+    model, limit = {"w": jnp.zeros((2, 2), dtype)}, float(jnp.finfo(dtype).max)
+    stored = np.array([[0.0, np.inf], [np.nan, 1.0]], np.float64)
+    if dtype != "float8_e4m3fn":  # It has no infinity.
+        assert np.array_equal(load_into(model, {"w": stored})[0]["w"], stored, equal_nan=True)
+    stored[0, 1], stored[1, 0] = np.nextafter(limit, np.inf), -limit
+    loaded = np.asarray(load_into(model, {"w": stored})[0]["w"])
+    assert loaded.astype(np.float64).tolist() == [[0.0, limit], [-limit, 1.0]]
+    stored[1, 0] = number
+    for source in (stored, stored.astype(np.float32) if dtype != "float32" else stored):
+        with pytest.raises(ValueError, match=rf"^w is {re.escape(str(float(source[1, 0])))} at \[1, 0\] in .*{dtype}"):
+            load_into(model, {"w": source})
+    with pytest.raises(ValueError, match=r"^w is -?\S+ in the checkpoint, .*; load it into a model whose w is float64"):
+        load_into({"w": model["w"][0, 0]}, {"w": np.array(number)})
 
 
 @contextlib.contextmanager
