@@ -222,6 +222,28 @@ def test_state_dict_of_a_stack(flattened, tmp_path):
     assert "blocks.stacked.up.bias" in report.fresh and report.unused == ("h.0.up_proj.bias", "h.2.up_proj.bias")
 
 
+def test_two_keys_of_one_leaf_are_refused(tmp_path):
+    """One would overwrite the other: a key of the state dict beside the name of the leaf, or of the stack."""
+    into = stacked(2)
+    found = {name: np.asarray(array) for name, array in hsd.to_state_dict(stacked(1)).items()}
+    whole = "blocks.stacked.up.bias"
+    twice = found | {whole: np.zeros((3, 2, 3), np.float32)}
+    pattern = rf"two keys for {whole}, '{whole}' and 'h.0.up_proj.bias'; leave one out"
+    safetensors.numpy.save_file(twice, tmp_path / "twice.safetensors")
+    for source in (twice, dict(reversed(twice.items())), tmp_path / "twice.safetensors"):
+        with pytest.raises(ValueError, match=pattern):
+            load_into(into, source)
+    body, zeros = Body.init(jax.random.key(0)), {"weight": np.zeros((2, 3, 8)), "bias": np.zeros((2, 3))}
+    with pytest.raises(ValueError, match=r"two keys for up.bias, 'up.bias' and 'up_proj.bias'; leave one"):
+        load_into(body, {f"up_proj.{field}": x for field, x in zeros.items()} | {"up.bias": zeros["bias"]})
+    # Nothing is renamed where the names are those of leaves.
+    assert load_into(into, arrays_of(into) | {"h.0.up_proj.bias": found["h.0.up_proj.bias"]})[1].unused
+    # Haliax writes no zeros in front: it is another key.
+    loaded, report = load_into(into, found | {"h.00.up_proj.bias": np.zeros((2, 3), np.float32)})
+    assert len(report.unused) == 1
+    np.testing.assert_array_equal(loaded.blocks.stacked.up.bias.array[0], found["h.0.up_proj.bias"])
+
+
 def test_histories_of_a_stack_are_cut_layer_by_layer():
     model = fp8_linear_layers(stacked(1), recipe=DelayedScaling(amax_history_length=6))
     model = trained(model, np.random.default_rng(0))

@@ -1,7 +1,7 @@
 """Haliax's state dicts: their keys as the names of a model's leaves."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import haliax.nn as hnn
@@ -22,11 +22,20 @@ def with_names_of(model: Any, checkpoint: HostArrays) -> HostArrays:
     Args:
         model: The model.
         checkpoint: The entries.
+
+    Raises:
+        ValueError: If two keys belong to one leaf.
     """
     shapes = {leaf.name: described(leaf.value).shape for leaf in leaves_of(model) if is_saved(leaf.value)}
-    renamed = _renamed(model, checkpoint.entries)
-    if len(shapes.keys() & renamed.keys()) <= len(shapes.keys() & checkpoint.entries.keys()):
-        renamed = {name: (name,) for name in checkpoint.entries}
+    pairs = _renamed(model, checkpoint.entries)
+    if len(shapes.keys() & dict(pairs).keys()) <= len(shapes.keys() & checkpoint.entries.keys()):
+        pairs = [(name, (name,)) for name in checkpoint.entries]
+    renamed: dict[str, tuple[str, ...]] = {}
+    for name, keys in pairs:
+        if name in renamed:
+            first, second = sorted((renamed[name][0], keys[0]))
+            raise ValueError(f"the checkpoint has two keys for {name}, {first!r} and {second!r}; leave one out")
+        renamed[name] = keys
     entries: dict[str, jax.ShapeDtypeStruct] = {}
     for name, keys in renamed.items():
         parts = [checkpoint.entries[key] for key in keys]
@@ -65,23 +74,23 @@ class _Stack(tuple[str, ...]):
     """The keys of the layers of a stack, in their order."""
 
 
-def _renamed(model: Any, entries: Entries) -> Mapping[str, tuple[str, ...]]:
-    """The keys of each name's parts."""
+def _renamed(model: Any, entries: Entries) -> list[tuple[str, tuple[str, ...]]]:
+    """Names, with the keys of their parts; a name twice if there are two keys for it."""
     prefixes = sorted(_prefixes(model), key=lambda prefix: -len(prefix[0]))
     patterns = [(re.compile(pattern), name) for pattern, name in prefixes]
-    plain: dict[str, tuple[str, ...]] = {}
+    plain: list[tuple[str, tuple[str, ...]]] = []
     stacks: dict[str, dict[int, str]] = {}
     for key in entries:
         found = ((pattern.match(key), name) for pattern, name in patterns)
         match, name = next((pair for pair in found if pair[0] is not None), (None, ""))
         name = key if match is None else name + key[match.end() :]
         if match is None or not match.groups():
-            plain[name] = (key,)
+            plain.append((name, (key,)))
         else:
             stacks.setdefault(name, {})[int(match.group(1))] = key
-    whole = {name: _Stack(parts[i] for i in range(len(parts))) for name, parts in stacks.items() if _is_full(parts)}
-    partial = {key: (key,) for name, parts in stacks.items() if name not in whole for key in parts.values()}
-    return plain | partial | whole
+    whole = [(name, _Stack(parts[i] for i in range(len(parts)))) for name, parts in stacks.items() if _is_full(parts)]
+    partial = [(key, (key,)) for parts in stacks.values() if not _is_full(parts) for key in parts.values()]
+    return plain + partial + whole
 
 
 def _is_full(parts: dict[int, str]) -> bool:
@@ -101,7 +110,7 @@ def _prefixes(node: Any, pattern: str = "", name: str = "") -> Iterator[tuple[st
         inner = pattern if part is None else rf"{pattern}{re.escape(part)}\."
         # A stack in a stack keeps its keys: nothing in Haliax says how both indices are written.
         if isinstance(node, hnn.Stacked) and field == "stacked" and "(" not in pattern:
-            inner = rf"{inner}(\d+)\."
+            inner = rf"{inner}(0|[1-9][0-9]*)\."
         if inner != rf"{pattern}{re.escape(field)}\.":
             yield inner, f"{name}{field}."
         yield from _prefixes(child, inner, f"{name}{field}.")
