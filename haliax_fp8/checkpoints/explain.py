@@ -25,8 +25,11 @@ class Explanation(Printable):
         weight_bytes: The bytes of their data.
         scales: The number of tensors of scales, also of inputs and caches.
         scale_bytes: The bytes that they take.
-        others: The number of all other tensors.
+        others: The number of all other tensors whose type is known.
         other_bytes: The bytes that they take.
+        unknown: The number of tensors of types that are not known here.
+        unknown_bytes: The bytes that they take.
+        unknown_types: What the files call these types.
         plain_bytes: The bytes that the tensors would take with these weights in bf16.
         engines: Who loads it.
     """
@@ -39,6 +42,9 @@ class Explanation(Printable):
     scale_bytes: int
     others: int
     other_bytes: int
+    unknown: int
+    unknown_bytes: int
+    unknown_types: tuple[str, ...]
     plain_bytes: int
     engines: tuple[Engine, ...]
 
@@ -55,8 +61,11 @@ class Explanation(Printable):
         held.add_row("weights in FP8", str(self.weights), f"{self.weight_bytes:,}", "E4M3" if self.weights else "")
         held.add_row("scales", str(self.scales), f"{self.scale_bytes:,}", self._scales())
         held.add_row("in high precision", str(self.others), f"{self.other_bytes:,}", "")
-        number = self.weights + self.scales + self.others
-        total = self.weight_bytes + self.scale_bytes + self.other_bytes
+        if self.unknown:
+            types = ", ".join(self.unknown_types)
+            held.add_row("of unknown types", str(self.unknown), f"{self.unknown_bytes:,}", Text(types))
+        number = self.weights + self.scales + self.others + self.unknown
+        total = self.weight_bytes + self.scale_bytes + self.other_bytes + self.unknown_bytes
         held.add_row("all", str(number), f"{total:,}", f"{total / max(1, self.plain_bytes):.3f} of bf16")
         if self.quantization is None:
             return held  # Engines load it as they load any other.
@@ -100,15 +109,18 @@ def explain_folder(directory: str | os.PathLike[str], *, follow_links: bool = Fa
     """
     path = pathlib.Path(directory)
     folder, quantization = open_checkpoint(path, follow_links=follow_links)
-    weights = weight_bytes = scales = scale_bytes = others = other_bytes = 0
+    weights = weight_bytes = scales = scale_bytes = others = other_bytes = unknown = unknown_bytes = 0
     for name, stored in folder.tensors.items():
-        if is_fp8(stored):
+        if not stored.is_known:
+            unknown, unknown_bytes = unknown + 1, unknown_bytes + stored.bytes
+        elif is_fp8(stored):
             weights, weight_bytes = weights + 1, weight_bytes + stored.bytes
         elif name.rpartition(".")[2] in SCALES + CACHE_SCALES:
             scales, scale_bytes = scales + 1, scale_bytes + stored.bytes
         else:
             others, other_bytes = others + 1, other_bytes + stored.bytes
     rows = () if quantization is None else engines_for(quantization.name)
-    plain = 2 * weight_bytes + other_bytes
-    numbers = weights, weight_bytes, scales, scale_bytes, others, other_bytes, plain
-    return Explanation(path, quantization, *numbers, rows)
+    types = tuple(sorted({stored.type for stored in folder.tensors.values() if not stored.is_known}))
+    plain = 2 * weight_bytes + other_bytes + unknown_bytes
+    numbers = weights, weight_bytes, scales, scale_bytes, others, other_bytes, unknown, unknown_bytes
+    return Explanation(path, quantization, *numbers, types, plain, rows)

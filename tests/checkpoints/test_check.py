@@ -6,7 +6,7 @@ import time
 import ml_dtypes
 import numpy as np
 import pytest
-from folders import HIDDEN, LAYERS, LAYOUTS, LINEAR, checkpoint, quantization, quantize, write
+from folders import HIDDEN, LAYERS, LAYOUTS, LINEAR, checkpoint, file_of, header_of, quantization, quantize, write
 
 from haliax_fp8.checkpoints.check import check_folder
 from haliax_fp8.checkpoints.convert import convert_folder
@@ -284,6 +284,26 @@ def test_files_that_cannot_be_read_are_faults(tmp_path):
     assert fault.file == "model.safetensors" and "truncated" in fault.problem
     (path / "config.json").unlink()
     assert [fault.file for fault in check_folder(path).errors] == [CONFIG]
+
+
+def test_tensors_of_unknown_types_are_faults_by_their_names(tmp_path):
+    """Weights, scales and anything else; what else is wrong is said too."""
+    tensors, config = checkpoint("FP8")
+    layer = "model.layers.0.mlp.up_proj"
+    tensors[f"{layer}.k_scale"] = np.ones(1, np.float32)
+    header, names = header_of(tensors), (WEIGHT, f"{layer}.weight_scale", f"{layer}.input_scale", f"{layer}.k_scale")
+    for name in (*names, "model.norm.weight"):
+        header[name]["dtype"] = "F4"
+    header["lm_head.weight"] |= {"dtype": "I16"}
+    path = write(tmp_path / "x", tensors, config)
+    (path / "model.safetensors").write_bytes(file_of(tensors, header))
+    faults = check_folder(path).errors
+    unknown = {fault.tensor for fault in faults if fault.problem.startswith("its dtype 'F4' is unknown")}
+    assert unknown == {*names, "model.norm.weight"}
+    assert any(f"it is a scale, and {WEIGHT} is in F4, which has none" == fault.problem for fault in faults)
+    assert not any("void" in fault.problem or "V1" in fault.problem for fault in faults)
+    with pytest.raises(BrokenCheckpoint, match="input_scale: it is in F4; scales of inputs are"):
+        convert_folder(path, tmp_path / "new", "BF16")
 
 
 HOSTILE = ["re:(a|aa|.)*$(?!x)^", "re:((.*)*)*!", "re:(.+)+!"]

@@ -6,7 +6,7 @@ import tracemalloc
 import ml_dtypes
 import numpy as np
 import pytest
-from folders import BLOCKS, E4M3, LAYOUTS, LINEAR, checkpoint, plain, quantization, quantize, write
+from folders import BLOCKS, E4M3, LAYOUTS, LINEAR, checkpoint, file_of, header_of, plain, quantization, quantize, write
 
 from haliax_fp8._cli.main import main
 from haliax_fp8.checkpoints import BrokenCheckpoint, check_folder, convert_folder, explain_folder
@@ -283,6 +283,24 @@ def test_explanations(tmp_path):
     convert_folder(tmp_path / "FP8_DYNAMIC", tmp_path / "plain", "BF16")
     plain = explain_folder(tmp_path / "plain")
     assert plain.weights == 0 and "not quantized" in str(plain) and "engine" not in str(plain).lower()
+
+
+def test_an_explanation_shows_types_that_are_unknown(tmp_path):
+    tensors, config = checkpoint("FP8")
+    tensors |= {"packed": np.zeros(8, np.uint8), "more": np.zeros(6, np.uint8)}
+    header, path = header_of(tensors), write(tmp_path / "x", tensors, config)
+    before = explain_folder(path)
+    header["packed"] |= {"dtype": "F4", "shape": [16]}
+    header["more"] |= {"dtype": "F6_E2M3", "shape": [8]}
+    (path / "model.safetensors").write_bytes(file_of(tensors, header))
+    found = explain_folder(path)
+    assert (found.others, found.other_bytes) == (before.others - 2, before.other_bytes - 14)
+    (row,) = (line.split() for line in str(found).splitlines() if "unknown" in line)
+    assert row == ["of", "unknown", "types", "2", "14", "F4,", "F6_E2M3"]
+    assert [line for line in str(found).splitlines() if line.split()[:1] == ["all"]] == [
+        line for line in str(before).splitlines() if line.split()[:1] == ["all"]
+    ]
+    assert "unknown" not in str(before)
 
 
 def test_no_two_layouts_differ_in_case_alone(tmp_path):

@@ -93,16 +93,18 @@ FILES = {
     "overflowing": (changed(shape=[2**62, 2**62]), "b: its shape"),
     "wrong shape": (changed(shape=[6]), "b: its shape"),
     "many axes": (changed(shape=[1] * 99 + [5]), "100 axes"),
-    "swapped offsets": (changed(data_offsets=[4, 0]), "b: its shape"),
-    "three offsets": (changed(data_offsets=[0, 1, 2]), "b: its shape"),
+    "swapped offsets": (changed(data_offsets=[4, 0]), "b: its data_offsets"),
+    "three offsets": (changed(data_offsets=[0, 1, 2]), "b: its data_offsets"),
     "negative offsets": (changed(data_offsets=[-10, 0]), "b: its data_offsets"),
     "NaN": (
         file_of({}, b'{"b": {"dtype": "F32", "shape": [NaN], "data_offsets": [0, 4]}}'),
         "NaN is not a JSON number",
     ),
     "many digits": (file_of({}, b'{"b": ' + b"9" * 5000 + b"}"), "not JSON"),
-    "unknown dtype": (changed(dtype="F5"), "b: its dtype 'F5' is unknown"),
+    "unknown dtype, swapped offsets": (changed(dtype="F4", data_offsets=[4, 0]), "b: its data_offsets [4, 0]"),
+    "unknown dtype, gap": (changed(dtype="F4", data_offsets=[42, 52]), "gap"),
     "dtype of a list": (changed(dtype=[]), "b: its dtype"),
+    "dtype that is no name": (changed(dtype="F4\x1b[2J"), "b: its dtype 'F4\\x1b[2J' is not the name of one"),
     "no shape": (file_of({}, b'{"b": {"dtype": "F32"}}'), "b: the header"),
     "an entry of one": (file_of({}, b'{"b": 1}'), "b: the header"),
     "metadata": (file_of({}, b'{"__metadata__": {"a": 1}}'), "strings"),
@@ -114,6 +116,15 @@ def test_broken_files_are_refused(tmp_path):
         with pytest.raises(BrokenCheckpoint) as error:
             TensorFolder.open(folder_of(tmp_path / "x", content))
         assert "model.safetensors: " in str(error.value) and says in str(error.value), name
+
+
+def test_tensors_of_unknown_types_are_refused_alone(tmp_path):
+    """Formats come with new versions of safetensors: a tensor that nobody asks for is no reason to read no other."""
+    folder = TensorFolder.open(folder_of(tmp_path / "x", changed(dtype="F6_E2M3", shape=[13])))
+    assert (folder.tensors["b"].type, folder.tensors["b"].shape, folder.tensors["b"].bytes) == ("F6_E2M3", (13,), 10)
+    assert folder["a.weight"].tobytes() == small()["a.weight"].tobytes() and folder["one"] == 2
+    with pytest.raises(BrokenCheckpoint, match=r"^model.safetensors: b: its dtype 'F6_E2M3' is unknown; the known"):
+        folder["b"]
 
 
 SHARDS = {"one.safetensors": ["a.weight", "b"], "two.safetensors": ["a.weight_scale", "one"]}

@@ -19,7 +19,7 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 import safetensors.numpy
-from folders import file_of
+from folders import file_of, header_of
 from full_disk import full_disk
 from helpers import unchecked
 from jax.sharding import NamedSharding, PartitionSpec as P
@@ -863,10 +863,22 @@ def test_safetensors_of_every_type_load_to_the_bit(name, dtype, tmp_path):
 
 
 def test_safetensors_of_an_unknown_type_are_refused(tmp_path):
-    header = {"packed": {"dtype": "F4", "shape": [16], "data_offsets": [0, 8]}}
-    (tmp_path / "x.safetensors").write_bytes(file_of({"packed": np.zeros(8, np.uint8)}, header))
-    with pytest.raises(ValueError, match=r"path='.*x.safetensors' cannot be read: .*packed: its dtype 'F4' is unknown"):
-        load_into({"packed": jnp.zeros(16)}, tmp_path / "x.safetensors")
+    """Where they are asked for, as a weight, as state, or as a part of one; what else the file holds is loaded."""
+    path, state = tmp_path / "x.safetensors", "up.dot_general.state.table"
+    tensors = arrays_of(made("delayed 8", 1))
+    for name in ("packed", "up.weight", state, "q.weight"):
+        held = tensors | {"packed": np.zeros(8, np.float32)}
+        header = header_of(held)
+        header[name] |= {"dtype": "F4"}
+        path.write_bytes(file_of(held, header))
+        if name == "packed":
+            loaded, report = load_into(made("delayed 8", 2), path)
+            assert report.unused == ("packed",) and not report.fresh
+            continue
+        with pytest.raises(ValueError, match=rf"x.safetensors: {name}: its dtype 'F4' is unknown; the known ones are"):
+            load_into(made("delayed 8", 2), path)
+    with pytest.raises(ValueError, match=r"x.safetensors: q.weight: its dtype 'F4' is unknown"):
+        load_into(block(2, joined=True), path, joined={"qk": ("q", "k")})
 
 
 def test_a_safetensors_file_may_be_replaced_while_it_is_read(tmp_path):

@@ -102,7 +102,7 @@ def _not_quantized(folder: TensorFolder, quantization: CheckpointQuantization, i
         # Other methods' engines leave heads and routers alone by themselves.
         if (by_class or layer in meant) and (strict or kind == "linear layer"):
             problem = (
-                f"this {kind} is in {stored.dtype}, and `ignore` does not list {layer}: engines look for its scale"
+                f"this {kind} is in {stored.shown}, and `ignore` does not list {layer}: engines look for its scale"
             )
             yield Fault(stored.file.name, layer + WEIGHT, problem)
 
@@ -120,5 +120,7 @@ def _entries(folder: TensorFolder, quantization: CheckpointQuantization) -> Iter
 
 def _other_values(folder: TensorFolder) -> Iterator[Fault]:
     for name, stored in folder.tensors.items():
-        if not is_fp8(stored) and "scale" not in name.rpartition(".")[2] and (count := not_finite(folder[name])):
+        if (problem := stored.unreadable) is not None:
+            yield Fault(stored.file.name, name, problem)
+        elif not is_fp8(stored) and "scale" not in name.rpartition(".")[2] and (count := not_finite(folder[name])):
             yield Fault(stored.file.name, name, f"{count} of its elements are infinite or NaN")

@@ -71,7 +71,7 @@ def _wrongly_in_fp8(
     if quantization is None:
         return "it is in FP8, and config.json has no quantization_config: engines take its bytes for the weights"
     if stored.dtype != E4M3:
-        return f"it is in {stored.dtype}; weights for engines are in float8_e4m3fn"
+        return f"it is in {stored.shown}; weights for engines are in float8_e4m3fn"
     if not name.endswith(WEIGHT):
         return "it is in FP8 without a scale; only weights of layers may be in FP8"
     if _TABLES.search(layer) or (is_norm(layer) and len(stored.shape) == 1):
@@ -88,14 +88,14 @@ def _owner(folder: TensorFolder, quantization: CheckpointQuantization | None, na
     layer, _, kind = name.rpartition(".")
     stored = folder.tensors[name]
     if kind in CACHE_SCALES:
-        if problem := _bad_values(folder, name, positive_or_absent=True):
+        if stored.is_known and (problem := _bad_values(folder, name, positive_or_absent=True)):
             yield Fault(stored.file.name, name, problem)
         return
     weight = folder.tensors.get(layer + WEIGHT)
     if weight is None:
         yield Fault(stored.file.name, name, f"it is a scale, but {layer}{WEIGHT} is missing")
     elif not is_fp8(weight):
-        yield Fault(stored.file.name, name, f"it is a scale, and {layer}{WEIGHT} is in {weight.dtype}, which has none")
+        yield Fault(stored.file.name, name, f"it is a scale, and {layer}{WEIGHT} is in {weight.shown}, which has none")
     elif quantization is not None:
         names = quantization.input_scale_names if kind in OF_INPUTS else quantization.scale_names
         if kind not in names:
@@ -131,7 +131,7 @@ def _scaled(folder: TensorFolder, quantization: CheckpointQuantization, layer: s
         right = BYTES + FLOATS  # Powers of two in float32, as DeepSeek-V3.1 has them.
     if scale.dtype not in right:
         expected = " or ".join(dtype.name for dtype in right)
-        yield Fault(scale.file.name, scale_name, f"it is in {scale.dtype}; its layout has {expected}")
+        yield Fault(scale.file.name, scale_name, f"it is in {scale.shown}; its layout has {expected}")
         return
     expected_shapes = quantization.scale_shapes(stored.shape)
     if scale.shape not in expected_shapes:
@@ -152,7 +152,7 @@ def _input_scale(folder: TensorFolder, name: str, weight: Stored) -> Iterator[Fa
     if stored is None:
         yield Fault(weight.file.name, name, "it is missing, and inputs are static: engines need the scale")
     elif stored.dtype not in FLOATS:
-        yield Fault(stored.file.name, name, f"it is in {stored.dtype}; scales of inputs are in float32")
+        yield Fault(stored.file.name, name, f"it is in {stored.shown}; scales of inputs are in float32")
     elif math.prod(stored.shape) != max(1, math.prod(weight.shape[:-2])):
         yield Fault(stored.file.name, name, f"it has shape {stored.shape}; a static input has one scale")
     elif problem := _bad_values(folder, name):
@@ -234,7 +234,7 @@ def cache_faults(folder: TensorFolder, quantization: CheckpointQuantization | No
         if other not in folder.tensors:
             yield Fault(stored.file.name, name, f"{other} is missing: keys and values both need a scale, or neither")
         if math.prod(stored.shape) != 1 or stored.dtype not in FLOATS:
-            problem = f"it is {stored.dtype}{stored.shape}; a scale of keys or values is one number of floating point"
+            problem = f"it is {stored.shown}{stored.shape}; a scale of keys or values is one number of floating point"
             yield Fault(stored.file.name, name, problem)
         if quantization is None or not quantization.cached:
             problem = "config.json does not say that keys and values are in FP8: engines ignore it"
@@ -274,7 +274,7 @@ def _partners(
     for kind in kinds:
         names = [_present(folder, partner, kind) for partner in partners]
         stored = [folder.tensors.get(name) for name in names]
-        if any(scale is None or math.prod(scale.shape) != 1 for scale in stored):
+        if any(scale is None or not scale.is_known or math.prod(scale.shape) != 1 for scale in stored):
             continue
         scales = [float(scale_values(folder[name]).reshape(())) for name in names]
         if len(set(scales)) > 1 and all(map(math.isfinite, scales)):

@@ -10,7 +10,7 @@ import numpy as np
 
 from .broken import BrokenCheckpoint
 from .strict_json import json_object
-from .types import DTYPES
+from .types import DTYPES, UNKNOWN
 
 
 # What the format's own parser accepts at most.
@@ -23,23 +23,57 @@ class Stored:
 
     Args:
         file: Its file.
-        dtype: Its dtype.
+        name: Its name.
+        type: What the file calls its dtype.
         shape: Its shape.
         offset: Its first byte in the file.
+        bytes: Its size in the file.
     """
 
     file: pathlib.Path
-    dtype: np.dtype
+    name: str
+    type: str
     shape: tuple[int, ...]
     offset: int
+    bytes: int
 
     @property
-    def bytes(self) -> int:
-        """Its size in the file."""
-        return math.prod(self.shape) * self.dtype.itemsize
+    def dtype(self) -> np.dtype:
+        """Its dtype; `UNKNOWN` for a type that is not known."""
+        return DTYPES.get(self.type, UNKNOWN)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether its type is known: it cannot be read otherwise."""
+        return self.type in DTYPES
+
+    @property
+    def shown(self) -> str:
+        """Its dtype for messages."""
+        return self.dtype.name if self.is_known else self.type
+
+    @property
+    def unreadable(self) -> str | None:
+        """Why it cannot be read; None if it can."""
+        if self.is_known:
+            return None
+        return (
+            f"its dtype {self.type!r} is unknown; the known ones are {', '.join(DTYPES)}. Write it in one of these "
+            "with the library that made the file"
+        )
+
+    def require_known(self) -> None:
+        """Raises a BrokenCheckpoint if its type is not known."""
+        if (problem := self.unreadable) is not None:
+            raise BrokenCheckpoint(self.file.name, problem, self.name)
 
     def array(self) -> np.ndarray:
-        """Its values, mapped and read-only: bytes are read as they are used."""
+        """Its values, mapped and read-only: bytes are read as they are used.
+
+        Raises:
+            BrokenCheckpoint: If its type is not known.
+        """
+        self.require_known()
         if self.bytes == 0:
             words = np.zeros(self.shape, self.dtype)
             words.flags.writeable = False
@@ -107,15 +141,16 @@ def _stored(path: pathlib.Path, name: str, entry: Any, base: int) -> Stored:
     if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
         raise wrong("the header does not give its dtype, shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise wrong(f"its dtype {dtype!r:.40} is unknown; the known ones are {', '.join(DTYPES)}")
+    if not isinstance(dtype, str) or not dtype.isprintable() or len(dtype) > 40:
+        raise wrong(f"its dtype {dtype!r:.40} is not the name of one")
     for what, numbers in (("shape", shape), ("data_offsets", offsets)):
         if not isinstance(numbers, list) or not all(type(n) is int and 0 <= n < 2**63 for n in numbers):
             raise wrong(f"its {what} {numbers!r:.60} is not a list of whole numbers from 0 to 2**63 - 1")
-    kind = DTYPES[dtype]
     if len(shape) > 32:  # NumPy's arrays have 64 axes at most, tensors of models four
         raise wrong(f"its shape has {len(shape)} axes; at most 32 are supported")
-    taken = math.prod(shape) * kind.itemsize
-    if len(offsets) != 2 or offsets[1] - offsets[0] != taken:
+    if len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise wrong(f"its data_offsets {offsets} are not its first byte and its end")
+    size = offsets[1] - offsets[0]
+    if dtype in DTYPES and size != (taken := math.prod(shape) * DTYPES[dtype].itemsize):
         raise wrong(f"its shape {shape} in {dtype} takes {taken} bytes, but its offsets are {offsets}")
-    return Stored(path, kind, tuple(shape), base + offsets[0])
+    return Stored(path, name, dtype, tuple(shape), base + offsets[0], size)

@@ -27,5 +27,8 @@ DTYPES: dict[str, np.dtype] = {
 }
 """By the names in files."""
 
+UNKNOWN = np.dtype("V1")
+"""In place of a type that has no other here: bytes."""
+
 NAMES: dict[np.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
 """By NumPy's types."""

@@ -11,6 +11,7 @@ import numpy as np
 
 from ...layers.model_argument import require_tree
 from ...layers.quantized_kernels import require_no_kernel_copies
+from ..files.types import UNKNOWN
 from ..fits import require_fits
 from .checkpoint import AbstractCheckpoint
 from .histories import first_of, fitted, refusal, widths
@@ -167,6 +168,8 @@ def _plan(leaf: Leaf, checkpoint: AbstractCheckpoint) -> _Plan:
         return _Plan(why=why, refused=name, is_misfit=_is_weight(leaf))
     if entry.dtype == wanted.dtype:
         return _Plan(name, sharding_of(leaf.value), how=checkpoint.how(name))
+    if entry.dtype == UNKNOWN:
+        return _Plan(name)  # To read it is an error that names the type.
     if _is_fp8(entry.dtype) and not _is_fp8(wanted.dtype):
         raise ValueError(
             f"{leaf.name} is stored in {np.dtype(entry.dtype).name}: FP8 data without its scale is not a weight. Load "

@@ -14,7 +14,7 @@ def open_safetensors(path: pathlib.Path) -> HostArrays:
     """The tensors of a file.
 
     Raises:
-        ValueError: If the file is damaged, or a tensor has a type that is not known.
+        ValueError: If the file is damaged.
     """
     try:
         # Not with safetensors' own reader, which has no FP8 for NumPy.
@@ -26,6 +26,7 @@ def open_safetensors(path: pathlib.Path) -> HostArrays:
 
     def array(name: str) -> np.ndarray:
         stored = tensors[name]
+        stored.require_known()
         # A copy, as the bytes may not be aligned.
         words = np.array(content[stored.offset : stored.offset + stored.bytes])
         return words.view(stored.dtype).reshape(stored.shape)

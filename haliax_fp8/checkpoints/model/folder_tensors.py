@@ -73,7 +73,7 @@ class FolderTensors:
             return None
         if stored.dtype != FP8:
             raise ValueError(
-                f"{layer}.weight is in {stored.dtype}, but FP8 weights are read in {FP8} alone; dequantize the "
+                f"{layer}.weight is in {stored.shown}, but FP8 weights are read in {FP8} alone; dequantize the "
                 "checkpoint to bfloat16 with the library that wrote it, and import that"
             )
         block = None if self.quantization is None else self.quantization.block
@@ -92,7 +92,7 @@ class FolderTensors:
         stored = self.folder.tensors.get(name)
         if stored is not None and is_fp8(stored):
             raise ValueError(
-                f"{name} is in {stored.dtype}, and only weights of layers have scales; dequantize the checkpoint to "
+                f"{name} is in {stored.shown}, and only weights of layers have scales; dequantize the checkpoint to "
                 "bfloat16 with the library that wrote it, and import that"
             )
         return self.folder[name]
