@@ -698,6 +698,17 @@ def test_what_no_file_holds_is_not_saved(tmp_path):
     assert load_into({"a": 2**63, "b": 0, "c": False, "d": 0.0}, tmp_path / "model.eqx", strict=True)[0] == tree
 
 
+@pytest.mark.parametrize("dtype", [np.float64, np.longdouble, np.clongdouble])
+def test_numbers_of_numpy_that_jax_does_not_hold_are_saved(dtype, tmp_path):
+    """They are finite, although they are not in JAX's dtypes."""
+    array = np.array([1e300, 1 / dtype(3)], dtype)
+    save(tmp_path / "model.eqx", {"a": array})
+    loaded = load_into({"a": np.zeros(2, dtype)}, tmp_path / "model.eqx", strict=True)[0]["a"]
+    assert loaded.dtype == dtype and np.array_equal(loaded, array)
+    with pytest.raises(ValueError, match=r"a has 1 elements that are infinite or NaN, the first at \[1\]"):
+        save(tmp_path / "model.eqx", {"a": np.array([1, np.inf], dtype)})
+
+
 class Named(eqx.Module):
     layers: dict
 

@@ -190,10 +190,11 @@ def _require_finite(leaf: Leaf) -> None:
     is_array = isinstance(value, jax.Array | np.ndarray)
     if leaf.state is not None or not is_array or not jnp.issubdtype(value.dtype, jnp.inexact):
         return
-    is_good = jnp.isfinite if value.ndim else lambda x: ~jnp.isnan(x)
-    # Where it is: the array may be too large for the host's memory twice.
+    # Where it is: the array may be too large for the host's memory twice, and NumPy has dtypes that JAX has not.
+    numbers: Any = np if isinstance(value, np.ndarray) else jnp
+    is_good = numbers.isfinite if value.ndim else lambda x: ~numbers.isnan(x)
     bad = ~is_good(value.astype(jnp.float32) if value.dtype.itemsize == 1 else value)
-    if count := int(jnp.sum(bad)):
+    if count := int(bad.sum()):
         first = tuple(int(i) for i in np.argwhere(np.asarray(bad))[0]) if value.ndim else ()
         raise ValueError(
             f"tree is not finite, and was not saved: {leaf.name} has {count} elements that are infinite or NaN, the "
