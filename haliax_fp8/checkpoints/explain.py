@@ -9,7 +9,7 @@ from rich.text import Text
 
 from .._tables import Printable, new_table
 from .check.folder import open_checkpoint
-from .check.weights import CACHE_SCALES, SCALES, is_fp8
+from .check.weights import CACHE_SCALES, FLOATS, SCALES, is_fp8
 from .engines import Engine, engines_for
 from .layouts.quantization import CheckpointQuantization
 
@@ -27,11 +27,12 @@ class Explanation(Printable):
         scale_bytes: The bytes that they take.
         others: The number of all other tensors whose type is known.
         other_bytes: The bytes that they take.
+        plain_bytes: The bytes that the tensors would take with these weights in bf16.
+        engines: Who loads it.
         unknown: The number of tensors of types that are not known here.
         unknown_bytes: The bytes that they take.
         unknown_types: What the files call these types.
-        plain_bytes: The bytes that the tensors would take with these weights in bf16.
-        engines: Who loads it.
+        scale_types: The dtypes of the scales of weights.
     """
 
     directory: pathlib.Path
@@ -42,11 +43,12 @@ class Explanation(Printable):
     scale_bytes: int
     others: int
     other_bytes: int
-    unknown: int
-    unknown_bytes: int
-    unknown_types: tuple[str, ...]
     plain_bytes: int
     engines: tuple[Engine, ...]
+    unknown: int = 0
+    unknown_bytes: int = 0
+    unknown_types: tuple[str, ...] = ()
+    scale_types: tuple[str, ...] = ()
 
     @property
     def layout(self) -> str:
@@ -84,7 +86,13 @@ class Explanation(Printable):
         if found is None:
             return ""
         one = {"tensor": "one for a weight", "channel": "one for an output"}.get(found.strategy)
-        return (one or f"one for {found.block} elements") + (", E8M0" if found.exponents else "")
+        one = one or f"one for {found.block} elements"
+        if not found.exponents:
+            return one
+        floats = [name for name in self.scale_types if name in map(str, FLOATS)]
+        kinds = ["E8M0"] if len(floats) < max(1, len(self.scale_types)) else []
+        kinds += [f"powers of two in {' and '.join(floats)}"] if floats else []
+        return f"{one}, {', and '.join(kinds)}"
 
     def _products(self) -> str:
         found = self.quantization
@@ -121,6 +129,8 @@ def explain_folder(directory: str | os.PathLike[str], *, follow_links: bool = Fa
             others, other_bytes = others + 1, other_bytes + stored.bytes
     rows = () if quantization is None else engines_for(quantization.name)
     types = tuple(sorted({stored.type for stored in folder.tensors.values() if not stored.is_known}))
+    names = () if quantization is None else quantization.scale_names
+    of_scales = {stored.shown for name, stored in folder.tensors.items() if name.rpartition(".")[2] in names}
     plain = 2 * weight_bytes + other_bytes + unknown_bytes
-    numbers = weights, weight_bytes, scales, scale_bytes, others, other_bytes, unknown, unknown_bytes
-    return Explanation(path, quantization, *numbers, types, plain, rows)
+    numbers = weights, weight_bytes, scales, scale_bytes, others, other_bytes, plain
+    return Explanation(path, quantization, *numbers, rows, unknown, unknown_bytes, types, tuple(sorted(of_scales)))

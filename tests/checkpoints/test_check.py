@@ -10,6 +10,7 @@ from folders import HIDDEN, LAYERS, LAYOUTS, LINEAR, checkpoint, file_of, header
 
 from haliax_fp8.checkpoints.check import check_folder
 from haliax_fp8.checkpoints.convert import convert_folder
+from haliax_fp8.checkpoints.explain import explain_folder
 from haliax_fp8.checkpoints.files import BrokenCheckpoint, TensorFolder
 from haliax_fp8.checkpoints.layouts.ignore import matched
 from haliax_fp8.checkpoints.layouts.quantization import quantization_of
@@ -114,6 +115,15 @@ def test_exponents_in_floats(tmp_path):
     report = check_folder(write(tmp_path / "float", tensors, config))
     assert report.is_sound and report.layout == "HF_FP8", report
     assert convert_folder(tmp_path / "float", tmp_path / "new", "FP8_BLOCK").is_exact
+    shown = lambda: " ".join(str(explain_folder(tmp_path / "float")).split())
+    assert "powers of two in float32" in shown() and "E8M0" not in shown()
+    for name in [name for name in tensors if name.endswith("scale_inv")]:
+        tensors[name] = (np.log2(tensors[name]) + 127).astype(np.uint8)
+    write(tmp_path / "float", tensors, config)
+    assert "(128, 128) elements, E8M0" in shown() and "powers" not in shown()
+    tensors[f"{LAYER}.weight_scale_inv"] = np.ones((1, 1), np.float32)
+    write(tmp_path / "float", tensors, config)
+    assert "E8M0, and powers of two in float32" in shown()
 
 
 def group(config):
