@@ -118,6 +118,26 @@ def expected(recipe, device, product):
     return tuple(sorted(XLA_NAMES[operand.format.name] for operand in (first, second))), Verdict.FP8, ""
 
 
+@pytest.mark.parametrize(("recipe", "device"), on(["deepseek", "mxfp8"], ["h100", "b200"]))
+def test_without_tritons_products_blocks_are_emulated_and_the_report_says_so(recipe, device):
+    """XLA multiplies in bf16 then; the recipe does not ask for that."""
+    report = inspect_step(
+        gradient_of(ONE_BLOCK.call),
+        converted(ONE_BLOCK, recipe=recipe),
+        inputs(),
+        device=device,
+        compiler_options={"xla_gpu_enable_triton_gemm": False},
+        other_setting=False,
+    )
+    assert {(p.name, p.verdict, p.lhs, p.rhs) for p in report.products} == {
+        (name, Verdict.EMULATED, "bf16", "bf16") for name in ("fprop", "dgrad", "wgrad")
+    }
+    why = "; XLA multiplies blocks in FP8 only with xla_gpu_enable_triton_gemm=true" if device == "b200" else ""
+    assert {p.reason for p in report.products} == {f"{DEQUANTIZED} bf16{why}"}
+    runs = ONE_BLOCK.runs(len(SwiGLU.names))
+    assert total(report.products, lambda p: p.flops) == {product: n * FLOPS for product, n in runs.items()}
+
+
 # Most are compiled for one block, which is quicker; of each way to multiply one in a scan. Delayed scaling is above.
 SCANNED = {("current", "h100"), ("rowwise", "h100"), ("static", "h100"), ("mxfp8", "b200"), ("mxfp8", "tpu7x")}
 

@@ -31,7 +31,7 @@ from .collective import Multiplying, read_collective
 from .product import TRITON, Product
 from .program import Opaque, OtherLaunches, Program
 from .reason import Evidence, indivisible, judge
-from .written import Written, made_from, written_products
+from .written import Written, candidates, made_from, written_products
 
 
 _SMALL = 10**6
@@ -91,8 +91,8 @@ def _elementwise(module: Module, written: Mapping[str, list[Written]], products:
     compiled = {instruction.op_name for computation in module.computations.values() for instruction in computation}
     multiplied = {(product.scope, frozenset((product.m, product.n)), product.k) for product in products}
     found: dict[str, None] = {}
-    for scope, candidates in written.items():
-        for product in candidates if scope in compiled and product_name(scope) in (FPROP, "forward") else ():
+    for scope, in_scope in written.items():
+        for product in in_scope if scope in compiled and product_name(scope) in (FPROP, "forward") else ():
             m, n, k = product.size.m, product.size.n, product.size.k
             if 1 in (m, n) and (scope, frozenset((m, n)), k) not in multiplied:
                 found |= dict.fromkeys(map(layer_of, _weight(product.lhs, product.rhs, product).arguments))
@@ -126,7 +126,7 @@ class _Reader:
             for site in opened(launch):
                 scope = site.instruction.op_name or launch.instruction.op_name
                 if product_name(scope) in (FPROP, "forward") and (size := dimensions(site)) is not None:
-                    written = made_from(self.written.get(scope, []), size)
+                    written = made_from(candidates(self.written, scope), size)
                     lhs, rhs = map(origin, _operands(site))
                     found.update(_weight(lhs, rhs, written).arguments)
         return frozenset(found)
@@ -142,7 +142,7 @@ class _Reader:
 
     def _product(self, launch: Site, site: Site, size: Dimensions) -> Product:
         scope = site.instruction.op_name or launch.instruction.op_name
-        written = made_from(self.written.get(scope, []), size)
+        written = made_from(candidates(self.written, scope), size)
         if written is not None:
             size = size.as_written(written.size)
         operands = _operands(site)

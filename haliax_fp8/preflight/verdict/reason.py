@@ -5,6 +5,7 @@ from collections.abc import Mapping
 
 from ..._numerics.formats import E5M2
 from ...devices.peaks import is_narrow
+from ...devices.xla_flags import TRITON_PRODUCTS
 from ..compilable.device import CompilableDevice
 from ..hlo.dimensions import Dimensions
 from ..hlo.origin import Entering, Origin
@@ -85,7 +86,9 @@ def _why_emulated(evidence: Evidence, quantized: list[str], device: CompilableDe
     wide = evidence.size.lhs.dtype
     # First the reasons that hold on every device.
     if evidence.written is not None and evidence.written.size.block_scaled:
-        return f"block scaling is emulated: the operands are dequantized and multiplied in {wide}"
+        is_lost = device.hardware.platform == "cuda" and device.lacks_block_scaling() is None
+        remedy = f"; XLA multiplies blocks in FP8 only with {TRITON_PRODUCTS}=true" if is_lost else ""
+        return f"block scaling is emulated: the operands are dequantized and multiplied in {wide}{remedy}"
     if any(origin.rescaled for origin in evidence.origins) and not asks_for_fp8(evidence.scope):
         return f"quantize-dequantize: the operands are rounded to FP8, then multiplied in {wide}"
     if any(origin.in_blocks for origin in evidence.origins):

@@ -5,9 +5,11 @@ requested. The program before optimization still has it.
 """
 
 import dataclasses
+from collections.abc import Mapping
 
 from ..hlo.dimensions import Dimensions, dimensions
 from ..hlo.origin import Origin, origin
+from ..hlo.scopes import asks_for_fp8, rotates
 from ..hlo.sites import Site, entry_sites, launches
 from ..hlo.text import parse_hlo
 
@@ -29,6 +31,19 @@ def written_products(text: str) -> dict[str, list[Written]]:
             lhs, rhs = (origin(operand) for operand in site.operands[:2])
             found.setdefault(_full_scope(site), []).append(Written(size, lhs, rhs))
     return found
+
+
+def candidates(written: Mapping[str, list[Written]], scope: str) -> list[Written]:
+    """The products that one of a scope may be made from.
+
+    XLA gives the parts of a block-scaled product that it takes apart the scopes inside of it.
+    """
+    if scope in written or not asks_for_fp8(scope) or rotates(scope):
+        return written.get(scope, [])
+    outer = scope
+    while outer not in written and asks_for_fp8(outer):
+        outer = outer.rpartition("/")[0]
+    return [product for product in written.get(outer, []) if product.size.block_scaled]
 
 
 def made_from(candidates: list[Written], size: Dimensions) -> Written | None:
