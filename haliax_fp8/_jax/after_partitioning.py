@@ -16,7 +16,7 @@ from jax._src.interpreters.mlir import custom_call
 from jax._src.sharding_impls import ShardingContext, SPMDAxisContext
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
-from jax.sharding import NamedSharding, PartitionSpec as P, Sharding
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P, Sharding
 from jaxtyping import Array
 
 
@@ -105,6 +105,7 @@ def _evenly(mesh: Any, x: Array) -> Array:
     uneven = [size > 1 and any(size % devices for devices in mesh.shape.values()) for size in x.shape]
     if not any(uneven):
         return x
+    mesh = mesh.update(axis_types=(AxisType.Auto,) * len(mesh.axis_names))
     spec = P(*(None if is_uneven else P.UNCONSTRAINED for is_uneven in uneven))
     return lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
 

@@ -62,7 +62,9 @@ def _sharding_of(
         lhs, rhs = (lax.convert_element_type(x, dtype) for x in (lhs, second(rhs)))
         return lax.dot_general(lhs, rhs, dimension_numbers, out_sharding=out_sharding)
 
-    return jax.eval_shape(product, lhs, rhs).sharding
+    # Not `jax.eval_shape`: on a mesh with automatic axes too it leaves the sharding out.
+    out: Any = jax.make_jaxpr(product)(lhs, rhs).out_avals[0]
+    return out.sharding
 
 
 def with_automatic_axes(function: Callable[..., Array], sharding: NamedSharding | None, *arrays: Array) -> Array:

@@ -27,10 +27,17 @@ def mesh_of(*kinds):
     return jax.make_mesh((2, 2), ("data", "model"), axis_types=kinds)
 
 
-def step(recipe, layout, kind):
+def explicit(spec, kinds):
+    """What of a spec names explicit axes, as `out_sharding` has to; None where there are none."""
+    named = dict(zip(("data", "model"), kinds, strict=True))
+    spec = P(*(axis if named.get(axis) == AxisType.Explicit else None for axis in spec))
+    return spec if AxisType.Explicit in kinds else None
+
+
+def step(recipe, layout, *kinds):
     """Loss and gradients, the new state among them, of two layers."""
-    mesh, key = mesh_of(kind, kind), jax.random.key(0)
-    outs = LAYOUTS[layout][3:] if kind == AxisType.Explicit else (None, None)
+    mesh, key = mesh_of(*kinds), jax.random.key(0)
+    outs = [explicit(spec, kinds) for spec in LAYOUTS[layout][3:]]
 
     def loss(model, x):
         (op, w), (other, v) = fp8.with_rounding_keys(model, key) if recipe == "nvfp4" else model
@@ -50,7 +57,19 @@ def step(recipe, layout, kind):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("recipe", ["delayed", "current", "rowwise", "deepseek", "mxfp8", "nvfp4"])
 def test_numbers_are_those_of_automatic_axes(recipe, layout):
-    (loss, gradients), (expected_loss, expected) = (step(recipe, layout, x) for x in (AxisType.Explicit, AxisType.Auto))
+    check_step(recipe, layout, AxisType.Explicit, AxisType.Explicit)
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("layout", ["fsdp", "columns"])
+@pytest.mark.parametrize("recipe", ["delayed", "current", "rowwise", "deepseek", "mxfp8", "nvfp4"])
+def test_numbers_are_those_of_automatic_axes_on_a_mesh_with_both_kinds(recipe, layout):
+    check_step(recipe, layout, AxisType.Explicit, AxisType.Auto)
+
+
+def check_step(recipe, layout, *kinds):
+    loss, gradients = step(recipe, layout, *kinds)
+    expected_loss, expected = step(recipe, layout, AxisType.Auto, AxisType.Auto)
     assert np.isfinite(loss)
     np.testing.assert_allclose(loss, expected_loss, rtol=2e-6)
     for (op, w), (expected_op, expected_w) in zip(gradients, expected, strict=True):
@@ -124,29 +143,35 @@ GROUPED = {
 
 
 @pytest.mark.more
+@pytest.mark.parametrize("kinds", [("Explicit", "Explicit"), ("Explicit", "Auto")])
+@pytest.mark.parametrize("recipe", ["delayed", "mxfp8"])
 @pytest.mark.parametrize("layout", GROUPED)
-def test_grouped_products(layout):
-    """Numbers and state of automatic axes, types of the operands; the state is everywhere."""
-    sizes = jnp.array([3, 0, 9, 2], jnp.int32)
-    x, w = jax.random.normal(jax.random.key(0), (16, 32)), jax.random.normal(jax.random.key(1), (4, 32, 24))
+def test_grouped_products(layout, recipe, kinds):
+    """Numbers and state of automatic axes, types of the operands; the state is everywhere.
 
-    def gradients(kind):
+    The outputs are three blocks, which two devices cannot divide.
+    """
+    sizes = jnp.array([3, 0, 9, 2], jnp.int32)
+    x, w = jax.random.normal(jax.random.key(0), (16, 64)), jax.random.normal(jax.random.key(1), (4, 64, 96))
+
+    def gradients(*kinds):
         *specs, out = GROUPED[layout]
-        out = out if kind == AxisType.Explicit else None
+        out = explicit(out, kinds)
         loss = lambda op, x, w: jnp.mean(op.ragged_dot(x, w, sizes, out_sharding=out) ** 2)
-        mesh = mesh_of(kind, kind)
+        mesh = mesh_of(*kinds)
         with jax.set_mesh(mesh):
             operands = [jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip((x, w), specs, strict=True)]
             take = eqx.filter_jit(fp8.filter_grad(lambda args: loss(*args)))
-            got = take((fp8.Fp8DotGeneral.init(), *operands))
+            got = take((fp8.Fp8DotGeneral.init(recipe), *operands))
         return operands, got
 
-    operands, (op, *got) = gradients(AxisType.Explicit)
-    _, (expected_op, *expected) = gradients(AxisType.Auto)
+    operands, (op, *got) = gradients(*(AxisType[kind] for kind in kinds))
+    _, (expected_op, *expected) = gradients(AxisType.Auto, AxisType.Auto)
     for operand, gradient, reference in zip(operands, got, expected, strict=True):
         assert jax.typeof(gradient) == jax.typeof(operand)
         np.testing.assert_allclose(gradient, reference, rtol=1e-5, atol=1e-6)
-    np.testing.assert_array_equal(op.state.array, expected_op.state.array)
+    if op.state is not None:
+        np.testing.assert_array_equal(op.state.array, expected_op.state.array)
 
 
 def test_devices_keep_their_parts_of_an_ensembles_kernels():
