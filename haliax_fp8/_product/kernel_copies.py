@@ -191,14 +191,23 @@ def require_fit(
     if copies.contracted is None:
         return
     products: tuple[ProductName, ...] = ("fprop", "dgrad")
+    summed = {axis for product in products for axis in contraction.contracted(product)[1]}
+    batched = tuple(axis for axis in range(len(shape)) if axis not in summed)
     for product, expected in zip(products, copies.contracted, strict=True):
         axes = contraction.contracted(product)[1]
-        if (set(axes), axes[-1:]) != (set(expected), expected[-1:]):
+        if (set(axes), axes[-1:]) == (set(expected), expected[-1:]):
+            continue
+        if batched and product == "dgrad":
             raise ValueError(
-                f"kernel is summed over axes {axes} in {product}, but quantize_kernels quantized it for a sum over "
-                f"{expected}: its scales run along those. Give the Kernel of the layer's LayerRule the axes that are "
-                f"contracted, Kernel(..., contracted={contraction.contracted('fprop')[1]})"
+                f"kernel has axes {batched} of the product's batch, but quantize_kernels quantized it for a product "
+                f"whose dgrad sums over {expected}: its scales run along those. Call the layer under vmap over them; "
+                "or give the loss the model without quantized kernels"
             )
+        raise ValueError(
+            f"kernel is summed over axes {axes} in {product}, but quantize_kernels quantized it for a sum over "
+            f"{expected}: its scales run along those. Give the Kernel of the layer's LayerRule the axes that are "
+            f"contracted, Kernel(..., contracted={contraction.contracted('fprop')[1]})"
+        )
 
 
 def is_mapped(axes: KernelCopies[Any] | None) -> bool:

@@ -391,6 +391,38 @@ def test_layers_of_your_own():
     assert quantize_kernels(rowwise).op.kernel_copies is None
 
 
+class PerHead(Dense):
+    """A kernel for each head, which is an axis of the product's batch."""
+
+    def __call__(self, x):
+        return fp8.Fp8Einsum(self.op)("bhk,hkn->bhn", x, self.weight)
+
+
+class PerHeadRule(DenseRule):
+    layer_type = PerHead
+
+    def kernel(self, layer):
+        return Kernel(layer.weight, leading=(), contracted=(1,))
+
+    def with_op(self, layer, op):
+        return PerHead(layer.weight, op)
+
+
+@pytest.mark.more
+def test_batched_kernels_have_copies_where_scales_do_not_run_along_a_sum():
+    """dgrad sums over one axis of such a kernel less than the rule's kernel shows."""
+    weight, x, config = values(0, 4, 32, 64), values(1, 3, 4, 32), Fp8Config(rules=(PerHeadRule(), *default_rules))
+    loss = eqx.filter_jit(fp8.filter_value_and_grad(lambda model, x: jnp.sum(model(x) ** 2)))
+    for recipe in ("delayed", "deepseek"):
+        model = fp8_linear_layers(PerHead(weight), dataclasses.replace(config, recipe=recipe))
+        copied = quantize_kernels(model, config)
+        assert copied.op.kernel_copies is not None
+        assert_same(loss(copied, x), loss(model, x))
+    rowwise = fp8_linear_layers(PerHead(weight), dataclasses.replace(config, recipe="rowwise"))
+    with pytest.raises(ValueError, match=r"kernel has axes \(0,\) of the product's batch, .* under vmap over them; or"):
+        quantize_kernels(rowwise, config)(x)
+
+
 # --- What must not outlive a step -------------------------------------------------------------------------------------
 
 
