@@ -241,6 +241,13 @@ def with_a_nan(arrays):
     return np.where(np.arange(x.size).reshape(x.shape) == 7, np.float32(np.nan), x), w, c
 
 
+def with_parts_alike(arrays):
+    """Two devices hold the same rows of the input; several hold zeros alone, as of padding and of masked tokens."""
+    x, w, c = (x.copy() for x in arrays)
+    x[3:6], x[6:12], c[12:] = x[:3], 0.0, 0.0
+    return x, w, c
+
+
 def on_devices():
     """What is measured with each layout, and inside `shard_map`."""
     arrays, found = tensors(), {}
@@ -252,6 +259,7 @@ def on_devices():
     whole = lambda op, *a: lax.psum(loss(op, *a), "d")
     mapped = jax.shard_map(whole, mesh=mesh, in_specs=(P(), *specs), out_specs=P())
     found["shard_map"] = measure(mapped, *map(jnp.asarray, arrays))
+    found["alike"] = measure(mapped, *map(jnp.asarray, with_parts_alike(arrays)))
     found["of NaN"] = measure(mapped, *map(jnp.asarray, with_a_nan(arrays)))
 
     def inside(op, *arrays):
@@ -282,6 +290,7 @@ def test_eight_devices_measure_the_whole_operand():
     centered = finite - finite.mean()
     np.testing.assert_allclose(of_nan["kurtosis"][0], (centered**4).mean() / (centered**2).mean() ** 2, rtol=1e-4)
     assert_equal({field: values[1:] for field, values in of_nan.items()}, rows[1:])
+    assert_equal(found.pop("alike"), of_all(with_parts_alike(tensors())))
     assert set(found) == {"rows", "contracted", "explicit", "shard_map", "unchecked"}
     for name, measured in found.items():
         try:

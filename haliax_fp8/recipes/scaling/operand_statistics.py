@@ -37,8 +37,8 @@ class Members:
 
     Args:
         ensemble: How many leading axes of an operand number members; with `groups`, the last of them numbers rows.
-        devices: Inside `shard_map`, the mesh axes over which devices hold parts of a member. Parts with equal sums are
-            taken for replicas and count once: a kernel that all devices hold is marked as different on each of them.
+        devices: Inside `shard_map`, the mesh axes over which devices hold parts of a member. Replicas count once: a
+            kernel that all devices hold is marked as different on each of them, so they are told by equal sums.
         groups: Which rows are in each group; None if rows are not in groups.
     """
 
@@ -110,14 +110,17 @@ class Members:
         return lax.expand_dims(numbers, range(numbers.ndim, ndim))
 
     def replicas(self, sums: Sequence[Float32[Array, "*members"]]) -> Float32[Array, "*members"]:
-        """How many devices hold what this one holds of each member, told by its sums."""
+        """How many devices hold each part of a member, told by its sums.
+
+        As many hold one part as another: parts that are alike by chance, as where all is zero, do not count.
+        """
         if not self.devices:
             return jnp.ones_like(sums[0])
         here = jnp.stack(sums, axis=-1)
         everywhere = lax.all_gather(here, self.devices)
         # NaN is what a scale that is not finite makes of the error; it is not equal to itself.
         same = (everywhere == here) | (jnp.isnan(everywhere) & jnp.isnan(here))
-        return jnp.sum(jnp.all(same, axis=-1).astype(jnp.float32), axis=0)
+        return lax.pmin(jnp.sum(jnp.all(same, axis=-1).astype(jnp.float32), axis=0), self.devices)
 
     def of_all_devices(
         self, sums: Sequence[Float32[Array, "*members"]], replicas: Float32[Array, "*members"]
