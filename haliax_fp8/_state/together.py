@@ -31,7 +31,7 @@ def written_states(states: Sequence[Any], gradients: Sequence[Any]) -> list[Any]
 
     Args:
         states: This step's.
-        gradients: From `complete_states`, or the largest of several.
+        gradients: From `complete_states`.
     """
     return [
         state.with_array(_written(state.array, to_float32(gradient.array), scalings=state.scalings))

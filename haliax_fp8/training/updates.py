@@ -77,7 +77,7 @@ def apply_exact_updates[M](module: M, updates: Any, overwrites: Any) -> M:
     Args:
         module: As in `apply_updates`.
         updates: As in `apply_updates`.
-        overwrites: From `filter_grad` or `filter_value_and_grad`; over microbatches, from `accumulate_gradients`.
+        overwrites: From `filter_grad` or `filter_value_and_grad`, of one batch.
     """
     return _applied(module, updates, overwrites, written_states)
 

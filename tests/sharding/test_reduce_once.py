@@ -126,6 +126,21 @@ def test_a_step_is_that_of_the_parts(layout, recipe, microbatches):
 
 
 @pytest.mark.more
+def test_a_device_whose_rows_are_zero_does_not_keep_the_first_scale():
+    """Its own stays at 1, which is larger than the one that follows from the other device's amax."""
+    model, (x, target) = fp8.fp8_linear_layers(Net.init()), batch(1, scale=1e-3)
+    x = x * hax.named((jnp.arange(8) < 4).astype(jnp.float32), Batch)
+    expected, *_ = expected_step(model, x, target, 1, MESH.shape["data"])
+    step = fp8.TrainStep(loss_fn, optax.sgd(RATE), reduce_gradients=ReduceOnce(over="data"))
+    with jax.set_mesh(MESH), hax.axis_mapping(DATA):
+        rows = on_mesh(x, DATA), jax.device_put(target, NamedSharding(MESH, P("data")))
+        found, *_ = step(model, step.init(model), *rows)
+    assert float(expected.up.dot_general.scale("input")) < 1e-3
+    for a, b in zip(states(found), states(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5)
+
+
+@pytest.mark.more
 def test_gradients_travel_in_the_dtype_asked_for():
     """What devices add up was rounded to it, and the sum too; state is exact."""
     model = fp8.fp8_linear_layers(Net.init(), recipe="delayed")
