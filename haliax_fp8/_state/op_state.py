@@ -89,7 +89,10 @@ class OpState(OverwriteWithGradient):
     def accumulate(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, other: "OpState"
     ) -> "OpState":
-        """The maximum of both, exact because every evaluation began with the same scale and history."""
+        """The maximum of both: every evaluation began with the same scale and history.
+
+        An evaluation without an amax keeps its scale, which may be larger; `overwritten_by` computes it again.
+        """
         return other.with_array(jnp.maximum(self.array, other.array))
 
     def overwritten_by(  # pyright: ignore[reportIncompatibleMethodOverride]
