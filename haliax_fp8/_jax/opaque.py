@@ -35,6 +35,21 @@ def opaque[**P, T](function: Callable[P, T]) -> Callable[P, T]:
     Args:
         function: The function. Its keyword arguments are static, and hashable; all others are trees of arrays.
     """
+    return _one_equation(function, _refuse)
+
+
+def opaque_constant[**P, T](function: Callable[P, T]) -> Callable[P, T]:
+    """The same for functions of state: to automatic differentiation, what they return is constant.
+
+    A gradient through an update of state has no meaning, but may be taken on the way to others, as in meta-learning.
+
+    Args:
+        function: As in `opaque`.
+    """
+    return _one_equation(function, _constant)
+
+
+def _one_equation[**P, T](function: Callable[P, T], jvp: Callable[..., Any]) -> Callable[P, T]:
     primitive = Primitive(f"fp8_{function.__name__.strip('_')}")
     primitive.multiple_results = True
 
@@ -63,7 +78,7 @@ def opaque[**P, T](function: Callable[P, T]) -> Callable[P, T]:
             return jax.vmap(jaxpr_as_fun(call_jaxpr), in_axes=axes, out_axes=list(out_axes))(*leaves)
 
         call_mapped.__name__ = function.__name__
-        return opaque(call_mapped)
+        return _one_equation(call_mapped, jvp)
 
     def batched(leaves: Any, axes: Any, *, call_jaxpr: Any) -> Any:
         # Results that no mapped operand reaches stay one array, such as the quantized kernel that examples share.
@@ -73,7 +88,7 @@ def opaque[**P, T](function: Callable[P, T]) -> Callable[P, T]:
     primitive.def_impl(lambda *leaves, call_jaxpr: _compiled(call_jaxpr)(*leaves))
     primitive.def_abstract_eval(lambda *avals, call_jaxpr: call_jaxpr.out_avals)
     mlir.register_lowering(primitive, functools.partial(mlir.core_call_lowering, name=primitive.name))
-    ad.primitive_jvps[primitive] = _refuse
+    ad.primitive_jvps[primitive] = functools.partial(jvp, primitive)
     batching.primitive_batchers[primitive] = batched
 
     @functools.wraps(function)
@@ -115,7 +130,14 @@ def _mapped_results(jaxpr: Any, are_mapped: Sequence[bool]) -> tuple[int | None,
     return tuple(0 if is_mapped else None for is_mapped in of_atoms(inner.outvars))
 
 
-def _refuse(primals: Any, tangents: Any, **params: Any) -> Any:
+def _constant(primitive: Primitive, primals: Any, tangents: Any, **params: Any) -> Any:
+    del tangents
+    results = primitive.bind(*primals, **params)
+    return results, [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in results]
+
+
+def _refuse(primitive: Primitive, primals: Any, tangents: Any, **params: Any) -> Any:
+    del primitive, primals, tangents, params
     raise ValueError(
         "an FP8 product was differentiated twice: the derivative of its gradient (a Hessian, a Hessian-vector "
         "product) is not defined, because the gradient's operands are rounded to FP8. Compute second derivatives with "

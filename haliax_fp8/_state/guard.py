@@ -33,7 +33,7 @@ _WIDTH = np.uint32(1 << (24 - _BITS))
 # `fit` tests `0 <= 2 * guard - (scale - 1) + _OFFSET <= _WIDTH`, modulo 2**32.
 _OFFSET = np.uint32((-2 * int(_HALF) - 1) % 2**32)
 
-_ZERO, _ONE, _NOTHING = np.uint32(0), np.uint32(1), np.float32(0.0)
+_ZERO, _ONE = np.uint32(0), np.uint32(1)
 _INFINITY, _MINUS_INFINITY = (np.float32(x).view(np.uint32) for x in (np.inf, -np.inf))
 # What numbers without a guard are taken for. The words of NaN begin above infinity's; the guard that fits this one is
 # not infinity's, nor that of the NaN that arithmetic gives (0x7FC00000), of zero, or of a negative number.
@@ -53,28 +53,26 @@ def guard_on_host(scale: np.ndarray) -> np.ndarray:
     return ((words >> np.uint32(1)) + _HALF).view(np.float32)
 
 
-def fit(
-    scale: Float32[Array, "*shape"], guard: Float32[Array, "*shape"]
-) -> tuple[Bool[Array, "*shape"], Bool[Array, "*shape"]]:
-    """Whether nothing but its own updates changed each scale; and whether a step did not reach the layer.
+def fit(scale: Float32[Array, "*shape"], guard: Float32[Array, "*shape"]) -> Bool[Array, "*shape"]:
+    """Whether nothing but its own updates changed each scale.
 
-    In the second case both are 0 or both `-inf`: a trainer copied the layer's gradient into the state. An infinite
-    scale, which is not calibrated yet, has a guard as well.
+    If a trainer copied the gradient of a layer that a step did not reach, both are 0 or both `-inf`. An infinite scale,
+    which is not calibrated yet, has a guard as well; in float16 that is infinite too.
 
     Args:
         scale: Stored scales.
         guard: What is stored beside them.
     """
-    # As words they take fewer operations. NaN, zero and negative numbers, less one, are larger words than infinity's.
+    # As words: it takes fewer operations, and a CPU takes subnormal numbers for zero.
     words, of_guard = words_of(scale), words_of(guard)
+    # NaN, zero and negative numbers, less one, are larger words than infinity's.
     above = lax.sub(lax.shift_left(of_guard, _ONE), lax.min(lax.sub(words, _ONE), _NO_SCALE))
     near = lax.le(lax.add(above, _OFFSET), _WIDTH)
     on_grid = lax.eq(lax.bitwise_and(of_guard, _OFF_GRID), _ZERO)
     consistent = lax.bitwise_and(near, on_grid)
-    # Zeros and infinities alone are twice themselves.
-    nothing = lax.eq(lax.min(lax.add(scale, scale), _NOTHING), scale)
-    unreached = lax.bitwise_and(nothing, lax.eq(scale, guard))
-    return lax.bitwise_or(consistent, unreached), unreached
+    without_sign = lax.shift_left(words, _ONE)
+    special = lax.bitwise_or(lax.eq(without_sign, _ZERO), lax.eq(without_sign, _INFINITY << _ONE))
+    return lax.bitwise_or(consistent, lax.bitwise_and(special, lax.eq(words, of_guard)))
 
 
 def is_scaled_down(scale: Float32[Array, "*shape"], guard: Float32[Array, "*shape"]) -> Bool[Array, "*shape"]:

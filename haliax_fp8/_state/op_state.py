@@ -73,8 +73,8 @@ class OpState(OverwriteWithGradient):
         """
         table = to_float32(self.array)
         scale, guard = table[..., 0], table[..., -1]
-        own, unreached = fit(scale, guard)
-        return jnp.where(own, jnp.where(unreached, jnp.float32(1.0), scale), jnp.float32(jnp.nan))
+        usable = jnp.where(scale <= 0.0, jnp.float32(1.0), scale)
+        return jnp.where(fit(scale, guard), usable, jnp.float32(jnp.nan))
 
     @property
     def array(self) -> Array:

@@ -13,7 +13,7 @@ from jax import lax
 from jaxtyping import Array
 
 from .._jax.max_grad import to_float32, to_max_grad, to_record
-from .._jax.opaque import opaque
+from .._jax.opaque import opaque_constant
 from .._jax.xla import computed_together, not_constant, not_merged_across_layers
 from ..recipes.scaling.base import AbstractScaling
 from .form import RecordForm, TableForm
@@ -147,7 +147,7 @@ def record_states(states: Sequence[OpState], of_states: Sequence[Array], *, inex
 
 
 # Opaque, so that layers share one trace.
-@opaque
+@opaque_constant
 def _numbers(tables: Array, marks: Array, *, scalings: tuple[AbstractScaling, ...], limits: tuple[float, ...]) -> Array:
     """The contents of records, from tables and marks: `[*stack, ops * (record_length + 1)]`."""
     scales, own = scales_in(tables, limits)
@@ -185,6 +185,24 @@ def _record(
     others = [lax.slice_in_dim(numbers, *part, axis=axis) for part in ((1, operands), (operands + 1, None))]
     values = named(lax.concatenate(others, axis), "fp8_other_records")
     return OpRecord(values, named(shared, "fp8_shared_record"), index_among_sharers)
+
+
+def records_of_part(states: Sequence[OpState], records: Sequence[OpRecord]) -> list[OpRecord]:
+    """What one of several parts of a step recorded, in float32, to be combined with the others' by maximum.
+
+    What is not finite becomes `-inf`, which no maximum sees: the amaxes of the other parts count.
+
+    Args:
+        states: Not looked at; `complete_states` takes them.
+        records: The gradients of their records.
+    """
+    del states
+
+    def finite(record: Array) -> Array:
+        numbers = to_float32(record)
+        return lax.select(lax.is_finite(numbers), numbers, lax.full_like(numbers, -np.inf))
+
+    return [jax.tree.map(finite, record) for record in records]
 
 
 def complete_states(states: Sequence[OpState], records: Sequence[OpRecord]) -> list[OpState]:

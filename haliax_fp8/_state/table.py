@@ -64,8 +64,9 @@ def scales_in(
     scale, guard = [
         lax.reshape(lax.slice_in_dim(table, i, i + 1, axis=axis), of_ops) for i in (0, table.shape[axis] - 1)
     ]
-    own, unreached = fit(scale, guard)
-    scale = lax.select(unreached, lax.full_like(scale, 1.0), scale)
+    own = fit(scale, guard)
+    # Where a step did not reach the row; any other is NaN below.
+    scale = lax.select(lax.le(scale, np.float32(0.0)), lax.full_like(scale, 1.0), scale)
     repeated = lambda x: lax.broadcast_in_dim(x, both, range(len(both)))
     scales = _multipliable(scale, limits[-1]) if operands == 3 else repeated(scale)
     scales = lax.select(repeated(own), scales, lax.full_like(scales, np.nan))
@@ -272,7 +273,7 @@ def changed(table: Array, change: Array, scalings: tuple[AbstractScaling, ...], 
 def _is_own(table: Array) -> Array:
     """Whether only its own updates changed each row."""
     axis = table.ndim - 1
-    return fit(*[lax.slice_in_dim(table, i, i + 1, axis=axis) for i in (0, table.shape[axis] - 1)])[0]
+    return fit(*[lax.slice_in_dim(table, i, i + 1, axis=axis) for i in (0, table.shape[axis] - 1)])
 
 
 def _heads(table: Array, measured: Array, scalings: tuple[AbstractScaling, ...], limits: Sequence[float]) -> Array:

@@ -10,7 +10,7 @@ from jaxtyping import Array
 
 from .._jax.max_grad import to_float32
 from .._jax.mesh_axes import varying_axes
-from .._jax.opaque import opaque
+from .._jax.opaque import opaque_constant
 from .._jax.xla import computed_together, not_constant
 from ..recipes.scaling import AbstractScaling
 from .table import Measured, change_of, changed, measured_by_own, measured_in_gradient, numbers_of
@@ -26,6 +26,16 @@ def overwrite_states(states: Sequence[Any], gradients: Sequence[Any]) -> list[An
     return together(measured_by_own, states, gradients, otherwise=None)
 
 
+def recomputed_states(states: Sequence[Any], gradients: Sequence[Any]) -> list[Any]:
+    """The states of the next step, as gradients: `-inf` where the step did not reach a row.
+
+    Args:
+        states: This step's.
+        gradients: Tables, the largest of several.
+    """
+    return together(measured_by_own, states, gradients, otherwise=-np.inf)
+
+
 def written_states(states: Sequence[Any], gradients: Sequence[Any]) -> list[Any]:
     """The same for gradients that are exact maxima, whose tables are already those of the next step.
 
@@ -39,7 +49,7 @@ def written_states(states: Sequence[Any], gradients: Sequence[Any]) -> list[Any]
     ]
 
 
-@opaque
+@opaque_constant
 def _written(table: Array, gradient: Array, *, scalings: tuple[AbstractScaling, ...]) -> Array:
     """The rows that a step reached, from the gradient; the others as they are. Opaque, so that layers share a trace."""
     if numbers_of(scalings) == 0:
@@ -82,7 +92,7 @@ def together(
     return new
 
 
-@opaque
+@opaque_constant
 def _changed(
     table: Array, changes: Array, start: Any, *, scalings: tuple[AbstractScaling, ...], otherwise: float | None
 ) -> Array:

@@ -11,7 +11,8 @@ from .._jax.reached import Reached, noticed
 from .._product.kernel_copies import KernelCopies
 from .._state.marker import OverwriteWithGradient, is_state
 from .._state.op_state import OpState
-from .._state.records import OpRecord, complete_states, marks_of, record_states
+from .._state.records import OpRecord, complete_states, marks_of, record_states, records_of_part
+from .._state.together import recomputed_states
 from .step_arguments import require_model_first
 from .ways import Way, first_that_works
 
@@ -69,7 +70,42 @@ def filter_value_and_grad(function: Callable[..., Any], *, has_aux: bool = False
     Raises:
         ValueError: When called, as in `filter_grad`; or if the function is a model that was given a loss.
     """
+    return _value_and_grad(function, complete_states, has_aux=has_aux)
 
+
+def value_and_grad_of_part(function: Callable[..., Any], *, has_aux: bool = False) -> Callable[..., Any]:
+    """`filter_value_and_grad` for one of several parts of a batch: state has what the part measured, in records.
+
+    Accumulate the gradients of all parts, then call `with_complete_states`: histories are computed once, and a part
+    without an amax does not keep the scale of the step before, which may be larger.
+
+    Args:
+        function: As in `filter_value_and_grad`.
+        has_aux: As in `filter_value_and_grad`.
+    """
+    return _value_and_grad(function, records_of_part, has_aux=has_aux)
+
+
+def with_complete_states[G](model: Any, gradients: G) -> G:
+    """Gradients with the states of the next step.
+
+    Args:
+        model: The model whose gradients were taken.
+        gradients: From `value_and_grad_of_part`, accumulated over parts. Where JAX could not differentiate records,
+            they are tables, and computed again.
+    """
+    leaves, structure = jax.tree.flatten(model, is_leaf=_is_state_or_copies)
+    given = structure.flatten_up_to(gradients)
+    new = given
+    for kind, complete in ((OpRecord, complete_states), (OpState, recomputed_states)):
+        indices = [i for i, leaf in enumerate(leaves) if _is_whole_op_state(leaf) and isinstance(given[i], kind)]
+        new = _replaced(new, indices, complete([leaves[i] for i in indices], [given[i] for i in indices]))
+    return jax.tree.unflatten(structure, new)
+
+
+def _value_and_grad(
+    function: Callable[..., Any], complete: Callable[[list[OpState], list[Any]], list[Any]], *, has_aux: bool
+) -> Callable[..., Any]:
     def in_a_way(way: Way, model: Any, *args: Any, **kwargs: Any) -> tuple[Any, int]:
         leaves, structure = jax.tree.flatten(model, is_leaf=_is_state_or_copies)
         indices = [i for i, leaf in enumerate(leaves) if _is_whole_op_state(leaf)]
@@ -92,7 +128,7 @@ def filter_value_and_grad(function: Callable[..., Any], *, has_aux: bool = False
         # JAX does not count `fp32_max_grad` as a float, so it is allowed as integers are.
         value, gradients = jax.value_and_grad(of, has_aux=has_aux, allow_int=True)(differentiated)
         if not way.tables:
-            gradients = _replaced(gradients, indices, complete_states(states, [gradients[i] for i in indices]))
+            gradients = _replaced(gradients, indices, complete(states, [gradients[i] for i in indices]))
         # Copies of kernels are those of this step's weights, which have the gradient.
         gradients = [None if isinstance(leaf, KernelCopies) else leaf for leaf in gradients]
         return (value, jax.tree.unflatten(structure, gradients)), reached.missing

@@ -14,7 +14,7 @@ from jaxtyping import Array, Key
 from .._jax.constraint import whole_in_front
 from ..layers.quantized_kernels import without_kernel_copies
 from .device_parts import DeviceParts
-from .gradients import filter_value_and_grad
+from .gradients import filter_value_and_grad, value_and_grad_of_part, with_complete_states
 from .keys import with_rounding_keys
 from .loss import loss_and_aux, scalar_loss
 from .reduction import ReduceOnce
@@ -58,7 +58,7 @@ class BatchGradients:
     Args:
         loss: The mean over parts: microbatches, and devices if gradients are reduced once.
         aux: The auxiliary results, or None. With several parts, arrays have one more axis in front.
-        overwrites: The part of the gradients that replaces state: the maximum over parts.
+        overwrites: The part of the gradients that replaces state, from the largest amaxes of all parts.
         gradients: The other gradients: the mean over parts.
     """
 
@@ -94,11 +94,12 @@ def gradients_of_batch(
         returned = loss_fn(model, *given.batch, **named)
         return loss_and_aux(returned) if has_aux else (scalar_loss(returned), None)
 
-    value_and_grad = filter_value_and_grad(of_one, has_aux=True)
     devices = None if reduction is None else DeviceParts(reduction)
     if count == 1 and devices is None:
-        (loss, aux), gradients = value_and_grad(model, given)
+        (loss, aux), gradients = filter_value_and_grad(of_one, has_aux=True)(model, given)
         return BatchGradients(loss, aux, *partition_for_grad_overwrite(gradients))
+
+    value_and_grad = value_and_grad_of_part(of_one, has_aux=True)
 
     def microbatch(given: StepInput) -> tuple[Array, Any, Any]:
         if devices is None:
@@ -129,7 +130,7 @@ def gradients_of_batch(
         (loss, gradients), others = jax.lax.scan(accumulate, (loss, gradients), jax.tree.map(lambda x: x[1:], arrays))
     if devices is not None:
         loss, gradients = loss.mean(), devices.reduced(gradients)
-    overwrites, gradients = partition_for_grad_overwrite(gradients)
+    overwrites, gradients = partition_for_grad_overwrite(with_complete_states(model, gradients))
     gradients = jax.tree.map(
         lambda g, p: (g / count).astype(p.dtype), gradients, trainable(without_kernel_copies(model))
     )

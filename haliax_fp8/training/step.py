@@ -38,7 +38,7 @@ from .step_arguments import (
     require_order,
     require_state_of,
 )
-from .updates import apply_exact_updates, apply_updates, in_float32, trainable
+from .updates import apply_exact_updates, in_float32, trainable
 
 
 M = TypeVar("M")
@@ -257,10 +257,7 @@ def _run(kept: tuple[TrainStep, StepInput], model: Any, opt_state: Any) -> tuple
     metrics = {"loss": of_batch.loss, "grad_norm": optax.tree.norm(in_float32(of_batch.gradients))}
     if step.has_aux:
         metrics["aux"] = of_batch.aux
-    # A part without an amax keeps its scale, which may be larger than what follows from the amaxes of the others.
-    in_parts = step.microbatches > 1 or step.reduce_gradients is not None
-    apply = apply_updates if in_parts else apply_exact_updates
-    return apply(model, updates, of_batch.overwrites), opt_state, metrics, measured
+    return apply_exact_updates(model, updates, of_batch.overwrites), opt_state, metrics, measured
 
 
 @functools.cache

@@ -12,7 +12,7 @@ from helpers import equations
 from jax import lax
 from jax.experimental import pallas as pl
 
-from haliax_fp8._jax.opaque import opaque
+from haliax_fp8._jax.opaque import opaque, opaque_constant
 
 
 @opaque
@@ -46,6 +46,13 @@ def test_is_mapped():
     found = jax.vmap(lambda x, y: powers(x, (first, y), power=2), (0, None))(jnp.eye(3), second)
     stacked = expected(jnp.eye(3), (jnp.ones((3, 3)), 2 * jnp.ones((3, 3))), 2)
     jax.tree.map(np.testing.assert_array_equal, found, stacked)
+
+
+def test_a_constant_has_no_derivative():
+    constant = opaque_constant(squared)
+    for wrap in (lambda f: f, jax.jit, lambda f: lambda x: jax.vmap(f)(x[None])[0]):
+        found = jax.grad(lambda x: (x * wrap(constant)(x)).sum())(jnp.arange(3.0))  # noqa: B023
+        np.testing.assert_array_equal(found, jnp.arange(3.0) ** 2)
 
 
 @opaque

@@ -88,3 +88,21 @@ def test_several_uses_outside_jit():
     gradients = fp8.filter_grad(uses)(layer, jnp.ones(4))
     assert float(gradients.dot_general.amax_history("input")[0]) == 3.0
     assert_same(gradients, eqx.filter_jit(fp8.filter_grad(uses))(layer, jnp.ones(4)))
+
+
+def test_meta_learning_takes_gradients_around_an_inner_step():
+    """First-order MAML: the outer gradient is that at the weights after the inner step, and state is constant."""
+    model = fp8.fp8_linear_layers(eqx.nn.MLP(8, 8, 8, 1, key=jax.random.key(0)))
+    x = jax.random.normal(jax.random.key(1), (4, 8))
+    loss = lambda model, x: jnp.mean(jax.vmap(model)(x) ** 2)
+
+    def after_inner_step(model):
+        stopped = jax.tree.map(lambda a: jax.lax.stop_gradient(a) if eqx.is_array(a) else a, model)
+        overwrites, gradients = fp8.partition_for_grad_overwrite(fp8.filter_grad(loss)(stopped, x))
+        return fp8.apply_updates(model, jax.tree.map(lambda g: -0.1 * g, gradients), overwrites)
+
+    expected = eqx.filter_grad(loss)(after_inner_step(model), 2 * x)
+    for wrap in (lambda f: f, eqx.filter_jit):
+        found = wrap(eqx.filter_grad(lambda model: loss(after_inner_step(model), 2 * x)))(model)
+        for got, wanted in zip(found.layers, expected.layers, strict=True):
+            np.testing.assert_allclose(got.weight, wanted.weight, rtol=1e-6)

@@ -131,13 +131,20 @@ def test_a_step_writes_the_state_that_apply_updates_computes(microbatches, updat
     assert model.layers.layers[1].dot_general.amax_history("input")[0] == 5 * jnp.abs(X).max()
 
 
+def assembling(model, x):
+    """A loss in which state cannot be a record: it is put together with a whole model's."""
+    other = fp8_linear_layers(SecondAlone(PLAIN), amax_history_length=4)
+    return loss_fn(jax.tree.map(lambda new, old: new if eqx.is_array(old) else old, model, other), x)
+
+
+@pytest.mark.parametrize("loss", [loss_fn, assembling])
 @pytest.mark.parametrize("value", [0.0, np.inf])
-def test_a_microbatch_without_an_amax_does_not_keep_the_first_scale(value):
+def test_a_microbatch_without_an_amax_does_not_keep_the_first_scale(value, loss):
     """Its own scale stays at 1, which is larger than the one that follows from the others' amaxes."""
     model = fp8_linear_layers(SecondAlone(PLAIN), amax_history_length=4)
     x, states = 0.01 * X, []
     for batch in (x.at[::2].set(value), x.at[::2].set(x[1::2])):
-        step = TrainStep(loss_fn, MOMENTUM, microbatches=2, donate=False)
+        step = TrainStep(loss, MOMENTUM, microbatches=2, donate=False)
         after = step(model, step.init(model), batch)[0].layers.layers[1].dot_general
         states.append((float(after.scale("input")), float(after.amax_history("input")[0])))
     assert states[0] == states[1] and states[0][0] < 1e-3
