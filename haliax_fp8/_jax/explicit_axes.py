@@ -62,7 +62,7 @@ def _sharding_of(
         lhs, rhs = (lax.convert_element_type(x, dtype) for x in (lhs, second(rhs)))
         return lax.dot_general(lhs, rhs, dimension_numbers, out_sharding=out_sharding)
 
-    # Not `jax.eval_shape`: on a mesh with automatic axes too it leaves the sharding out.
+    # Not `jax.eval_shape`, which leaves out the sharding if the mesh also has automatic axes.
     out: Any = jax.make_jaxpr(product)(lhs, rhs).out_avals[0]
     return out.sharding
 

@@ -25,15 +25,15 @@ from jax.interpreters.partial_eval import trace_to_jaxpr_dynamic
 from jaxtyping import Array
 
 
-# Names arguments for messages of JAX.
+# Names the arguments in JAX's messages.
 _OF_LEAVES = inspect.signature(lambda *leaves: None)
 
 
 def opaque[**P, T](function: Callable[P, T]) -> Callable[P, T]:
-    """Makes a function of trees of arrays a primitive; differentiating it raises a `ValueError` with the remedy.
+    """Turns a function of trees of arrays into a primitive; differentiating it raises a `ValueError` with the remedy.
 
     Args:
-        function: The function. Its keyword arguments are static, and hashable; all others are trees of arrays.
+        function: The function. Its keyword arguments are static and must be hashable; all others are trees of arrays.
     """
     return _one_equation(function, _refuse)
 
@@ -53,11 +53,11 @@ def _one_equation[**P, T](function: Callable[P, T], jvp: Callable[..., Any]) -> 
     primitive = Primitive(f"fp8_{function.__name__.strip('_')}")
     primitive.multiple_results = True
 
-    # JAX's own cache, which forgets what JAX forgets, and tells contexts such as meshes apart. `jit` would trace as
-    # well, but it walks the trees of arguments some twenty times.
+    # JAX's own cache, which is cleared with JAX's others, and tells contexts such as meshes apart. `jit` could trace
+    # too, but it walks the trees of arguments some twenty times.
     @cache()
     def traced(structure: Any, static: Any, avals: tuple[Any, ...]) -> tuple[Any, Any]:
-        """The program of leaves, and the structure of its results."""
+        """The program, as a function of leaves, and the structure of its results."""
         found = []
 
         def of_leaves(*leaves: Any) -> Sequence[Any]:
@@ -102,7 +102,7 @@ def _one_equation[**P, T](function: Callable[P, T], jvp: Callable[..., Any]) -> 
 
 @cache()
 def _compiled(jaxpr: Any) -> Callable[..., Any]:
-    """A traced function for use outside of `jit`."""
+    """A traced function, compiled for calls outside `jit`."""
     return jax.jit(jaxpr_as_fun(jaxpr))
 
 

@@ -199,9 +199,9 @@ def require_fit(
             continue
         if batched and product == "dgrad":
             raise ValueError(
-                f"kernel has axes {batched} of the product's batch, but quantize_kernels quantized it for a product "
-                f"whose dgrad sums over {expected}: its scales run along those. Call the layer under vmap over them; "
-                "or give the loss the model without quantized kernels"
+                f"kernel has batch axes {batched}, but quantize_kernels quantized it for a dgrad that sums over "
+                f"{expected}: its scales run along those. Call the layer under vmap over its batch axes, or give the "
+                "loss the model without quantized kernels"
             )
         raise ValueError(
             f"kernel is summed over axes {axes} in {product}, but quantize_kernels quantized it for a sum over "

@@ -197,7 +197,7 @@ class RecordForm(AbstractStateForm):
         """The measurements of all operands, padded to the length of a record; then the mark."""
         if kept.measured is None or measured_grad is None or kept.mark is None:
             return lax.full((*kept.state.shape[:-1], kept.state.shape[-1] + 1), 0.0, np.float32)
-        # Twice where a record has room for two scales of each operand; the second is not read.
+        # Repeated where a record has room for two scales of each operand; the second copy is not read.
         times = record_length(recipe.scalings) // (3 * numbers_of(recipe.scalings))
         measured = _whole(_joined([*[kept.measured, measured_grad] * times, kept.mark]))
         return _largest(recorded_by_first(measured, grad, ensemble), devices)

@@ -61,7 +61,7 @@ def fit(scale: Float32[Array, "*shape"], guard: Float32[Array, "*shape"]) -> Boo
 
     Args:
         scale: Stored scales.
-        guard: What is stored beside them.
+        guard: The guards stored beside them.
     """
     # As words: it takes fewer operations, and a CPU takes subnormal numbers for zero.
     words, of_guard = words_of(scale), words_of(guard)

@@ -135,7 +135,7 @@ members_p = Primitive("fp8_members")
 
 
 def _marks(*, count: int) -> Float32[Array, " count"]:
-    """So many consecutive floats, from 1 on."""
+    """As many consecutive floats as asked for, starting at 1."""
     return lax.bitcast_convert_type(lax.add(lax.iota(np.int32, count), _FIRST), np.float32)
 
 

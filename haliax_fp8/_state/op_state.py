@@ -91,7 +91,7 @@ class OpState(OverwriteWithGradient):
     ) -> "OpState":
         """The maximum of both: every evaluation began with the same scale and history.
 
-        An evaluation without an amax keeps its scale, which may be larger; `overwritten_by` computes it again.
+        An evaluation without an amax keeps its scale, which may be too large; `overwritten_by` recomputes it.
         """
         return other.with_array(jnp.maximum(self.array, other.array))
 

@@ -32,10 +32,9 @@ class OpRecord(OverwriteWithGradient):
     once afterwards (`complete_states`).
 
     Args:
-        values: float32, `[*stack, record_length + 1]`: the operands' scales, the same rounded up to
-            `SCALE_BITS`, then zeros, last a mark (`_state/members.py`), or 0 if something else changed the state; as a
-            gradient, what was measured, an operand's numbers one after the other, and the mark, or zeros alone. Drawn
-            in `_state/README.md`.
+        values: float32, `[*stack, record_length + 1]`: the operands' scales, the same rounded up to `SCALE_BITS`, then
+            zeros, and last a mark (`_state/members.py`), or 0 if something else changed the state. As a gradient: what
+            was measured, operand by operand, and the mark; or only zeros. `_state/README.md` draws both.
         shared: Both scales of the first operand, `[*stack, 2]`, if other ops read the same input. `values` then lacks
             them, and all of these ops have the same array here.
         index_among_sharers: Which one of these ops this is, counted from 0; None if it shares nothing.
@@ -212,6 +211,6 @@ def complete_states(states: Sequence[OpState], records: Sequence[OpRecord]) -> l
         states: This step's.
         records: The gradients of their records, in the same order.
     """
-    # A record of state that something else changed has no mark.
+    # Tables need no check: if something else changed one, its record has no mark.
     measured_in = lambda table, record, scalings: measured_in_record(record, scalings)
     return together(measured_in, states, records, otherwise=-np.inf)

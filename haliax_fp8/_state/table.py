@@ -57,7 +57,7 @@ def scales_in(
         limits: The largest value of each operand's format.
 
     Returns:
-        The scales; and whether nothing else changed each operand's row.
+        The scales; and for each operand's row, whether only its own updates changed it.
     """
     axis, rows, operands = table.ndim - 1, table.shape[-2], len(limits)
     of_ops, both = ((*table.shape[:-2], rows // operands, count, operands) for count in (1, 2))
@@ -83,7 +83,7 @@ def _multipliable(scale: Float32[Array, "*ops 1 3"], limit: float) -> Float32[Ar
     that the amax stays above 1 in its format, where FP8 has its full precision.
 
     Args:
-        scale: The scales, which are normal numbers; others give nothing of use.
+        scale: The scales, which are normal numbers; for others the result means nothing.
         limit: The largest value of the output gradient's format.
     """
     axis, words = scale.ndim - 1, words_of(scale)
@@ -163,9 +163,9 @@ def measured_in_record(record: Array, scalings: tuple[AbstractScaling, ...]) -> 
 
     Args:
         record: `[*ensemble, ops * (record_length + 1)]`: for each op what was measured, an operand's numbers one after
-            the other; last its mark, or 0 if the step did not reach it, or had a row that something else changed. Where
-            JAX adds the records of several uses, because the state was copied into an array that a loop takes apart, it
-            adds the marks too.
+            the other; last its mark, or 0 if the step did not reach the op or something else changed one of its rows.
+            Where JAX adds the records of several uses, because the state was copied into an array that a loop takes
+            apart, it adds the marks too.
         scalings: The scaling of each operand of an op.
     """
     ensemble, columns, length = record.shape[:-1], numbers_of(scalings), record_length(scalings)
@@ -217,7 +217,7 @@ def measured_in_gradient(gradient: Array, scalings: tuple[AbstractScaling, ...])
 
 
 def measured_by_own(table: Array, gradient: Array, scalings: tuple[AbstractScaling, ...]) -> Measured:
-    """The same, but it reaches no row that something else changed: such a row stays, so that its next use reveals it.
+    """As `measured_in_gradient`, but a row that something else changed stays, so that its next use reveals the change.
 
     Args:
         table: This step's, `[*ensemble, ops * operands, columns]`.
@@ -271,7 +271,7 @@ def changed(table: Array, change: Array, scalings: tuple[AbstractScaling, ...], 
 
 
 def _is_own(table: Array) -> Array:
-    """Whether only its own updates changed each row."""
+    """Whether each row was changed only by its own updates."""
     axis = table.ndim - 1
     return fit(*[lax.slice_in_dim(table, i, i + 1, axis=axis) for i in (0, table.shape[axis] - 1)])
 

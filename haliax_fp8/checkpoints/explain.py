@@ -29,9 +29,9 @@ class Explanation(Printable):
         other_bytes: The bytes that they take.
         plain_bytes: The bytes that the tensors would take with these weights in bf16.
         engines: Who loads it.
-        unknown: The number of tensors of types that are not known here.
+        unknown: The number of tensors whose type is unknown.
         unknown_bytes: The bytes that they take.
-        unknown_types: What the files call these types.
+        unknown_types: The names of these types in the files.
         scale_types: The dtypes of the scales of weights.
     """
 

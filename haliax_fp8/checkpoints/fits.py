@@ -1,4 +1,4 @@
-"""Whether the numbers of a checkpoint fit the dtype of a model, where fewer bits would make them others."""
+"""Whether a checkpoint's numbers fit the model's dtype: a cast to fewer bits could change integers or overflow."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import numpy as np
 
 
 def require_fits(array: np.ndarray, dtype: Any, name: str) -> None:
-    """Raises a ValueError where a cast would make another integer, or infinity or NaN of a finite number.
+    """Raises a ValueError if a cast would change an integer, or turn a finite number into infinity or NaN.
 
     Args:
         array: The numbers of the checkpoint.

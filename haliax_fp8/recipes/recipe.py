@@ -202,7 +202,7 @@ class Recipe:
 
     @functools.cached_property
     def quantized_for(self) -> dict[tuple[OperandName, ProductName], ProductName]:
-        """The product that an operand is quantized for, to be used in one of its products: the first, if once."""
+        """For each use of an operand, the product it is quantized for: its first one if it is quantized only once."""
         once = self.quantized_once
         return {(x, product): uses[0] if x in once else product for x, uses in USES.items() for product in uses}
 

@@ -104,7 +104,7 @@ FILES = {
     "unknown dtype, swapped offsets": (changed(dtype="F4", data_offsets=[4, 0]), "b: its data_offsets [4, 0]"),
     "unknown dtype, gap": (changed(dtype="F4", data_offsets=[42, 52]), "gap"),
     "dtype of a list": (changed(dtype=[]), "b: its dtype"),
-    "dtype that is no name": (changed(dtype="F4\x1b[2J"), "b: its dtype 'F4\\x1b[2J' is not the name of one"),
+    "dtype that is no name": (changed(dtype="F4\x1b[2J"), "b: its dtype 'F4\\x1b[2J' is not the name of a dtype"),
     "no shape": (file_of({}, b'{"b": {"dtype": "F32"}}'), "b: the header"),
     "an entry of one": (file_of({}, b'{"b": 1}'), "b: the header"),
     "metadata": (file_of({}, b'{"__metadata__": {"a": 1}}'), "strings"),

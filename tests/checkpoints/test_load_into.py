@@ -228,13 +228,13 @@ def test_two_keys_of_one_leaf_are_refused(tmp_path):
     found = {name: np.asarray(array) for name, array in hsd.to_state_dict(stacked(1)).items()}
     whole = "blocks.stacked.up.bias"
     twice = found | {whole: np.zeros((3, 2, 3), np.float32)}
-    pattern = rf"two keys for {whole}, '{whole}' and 'h.0.up_proj.bias'; leave one out"
+    pattern = rf"two keys for {whole}, '{whole}' and 'h.0.up_proj.bias'; remove one"
     safetensors.numpy.save_file(twice, tmp_path / "twice.safetensors")
     for source in (twice, dict(reversed(twice.items())), tmp_path / "twice.safetensors"):
         with pytest.raises(ValueError, match=pattern):
             load_into(into, source)
     body, zeros = Body.init(jax.random.key(0)), {"weight": np.zeros((2, 3, 8)), "bias": np.zeros((2, 3))}
-    with pytest.raises(ValueError, match=r"two keys for up.bias, 'up.bias' and 'up_proj.bias'; leave one"):
+    with pytest.raises(ValueError, match=r"two keys for up.bias, 'up.bias' and 'up_proj.bias'; remove one"):
         load_into(body, {f"up_proj.{field}": x for field, x in zeros.items()} | {"up.bias": zeros["bias"]})
     # Nothing is renamed where the names are those of leaves.
     assert load_into(into, arrays_of(into) | {"h.0.up_proj.bias": found["h.0.up_proj.bias"]})[1].unused

@@ -300,11 +300,11 @@ def test_scales_of_keys_and_values_that_are_lost_or_ambiguous_are_named(tmp_path
     with pytest.raises(ValueError, match="state of the attention in the model was changed by something other than its"):
         cache_scales_of(attending(doubled))
     two = attending(other=attending()["attend"])
-    with pytest.raises(ValueError, match="the model holds several Fp8Attention.*give each a module of its own"):
+    with pytest.raises(ValueError, match="the model holds several Fp8Attention.*put each in a module of its own"):
         cache_scales_of(two)
     make = lambda key: {"attend": Fp8Attention.init(), "up": eqx.nn.Linear(8, 8, key=key)}
     ensemble = {"layers": eqx.filter_vmap(make)(jax.random.split(jax.random.key(0), 3))}
-    with pytest.raises(ValueError, match=r"layers is an ensemble.*make a list of layers or a haliax\.nn\.Stacked"):
+    with pytest.raises(ValueError, match=r"layers is an ensemble.*use a list of layers or a haliax\.nn\.Stacked"):
         cache_scales_of(ensemble)
 
 

@@ -595,7 +595,7 @@ def test_an_old_spike_is_told_by_the_scale():
     ):
         (finding,) = underflow([spiked(scaling, amax)], Thresholds())
         assert finding.problem is Problem.UNDERFLOW, scaling
-        assert f"its scale is made for an amax of {amax:.2g}, this step's is 1" in finding.seen
+        assert f"its scale is made for an amax of {amax:.2g}, but this step's is 1" in finding.seen
     (finding,) = underflow([spiked(DelayedScaling(amax_compute=MostRecent()), 1.0)], Thresholds())
     assert finding.problem is Problem.UNDERFLOW and "its values span 15 bits" in finding.seen
 
@@ -726,7 +726,7 @@ def test_what_apply_cannot_change_is_said(healthy, caplog):
         mended = apply_remedies(model, Diagnosis((of_layer("own"), of_layer("layer"))))
     assert mended["layer"].dot_general.recipe.input.scaling.margin == 1
     assert mended["own"].recipe == model["own"].recipe
-    assert "own: not changed, because it is in no layer of a class with a rule" in caplog.text
+    assert "own: not changed, because its layer's class has no LayerRule" in caplog.text
     with pytest.raises(ValueError, match="diagnosis names 'head', where the model has no FP8 product"):
         apply_remedies(model, Diagnosis((of_layer("head"),)))
 
@@ -787,7 +787,7 @@ def test_statistics_without_numbers_or_of_another_stack_are_refused(healthy):
     square = lambda model, x: jnp.mean(eqx.filter_vmap(lambda m: jax.vmap(m)(x))(model) ** 2)
     measured = _measure(ensemble(3), square, batch(0)[0])
     for count in (2, 4):
-        with pytest.raises(ValueError, match=rf"model has a stack of \({count},\) layers, and statistics of \(3,\)"):
+        with pytest.raises(ValueError, match=rf"a stack of \({count},\) layers, the statistics one of \(3,\)"):
             diagnose(ensemble(count), measured)
     assert diagnose(ensemble(3), measured).findings
 
@@ -796,7 +796,7 @@ def test_what_is_neither_thresholds_nor_a_diagnosis_nor_remedies_is_refused(heal
     measured = _measure(healthy, loss, *batch(0))
     with pytest.raises(ValueError, match=r"thresholds=0.1 of diagnose is not a Thresholds; use Thresholds\("):
         diagnose(healthy, measured, 0.1)
-    with pytest.raises(ValueError, match="diagnosis=ModelStatistics must be what diagnose"):
+    with pytest.raises(ValueError, match="diagnosis=ModelStatistics of apply_remedies is not a Diagnosis"):
         apply_remedies(healthy, measured)
     diagnosis = diagnose(healthy, measured)
     for remedies in ("margin", ["margin"], Remedy.MARGIN, None):

@@ -419,7 +419,7 @@ def test_batched_kernels_have_copies_where_scales_do_not_run_along_a_sum():
         assert copied.op.kernel_copies is not None
         assert_same(loss(copied, x), loss(model, x))
     rowwise = fp8_linear_layers(PerHead(weight), dataclasses.replace(config, recipe="rowwise"))
-    with pytest.raises(ValueError, match=r"kernel has axes \(0,\) of the product's batch, .* under vmap over them; or"):
+    with pytest.raises(ValueError, match=r"kernel has batch axes \(0,\), .* under vmap over its batch axes, or"):
         quantize_kernels(rowwise, config)(x)
 
 

@@ -234,7 +234,7 @@ def cache_faults(folder: TensorFolder, quantization: CheckpointQuantization | No
         if other not in folder.tensors:
             yield Fault(stored.file.name, name, f"{other} is missing: keys and values both need a scale, or neither")
         if math.prod(stored.shape) != 1 or stored.dtype not in FLOATS:
-            problem = f"it is {stored.shown}{stored.shape}; a scale of keys or values is one number of floating point"
+            problem = f"it is {stored.shown}{stored.shape}; a scale of keys or values is one floating-point number"
             yield Fault(stored.file.name, name, problem)
         if quantization is None or not quantization.cached:
             problem = "config.json does not say that keys and values are in FP8: engines ignore it"

@@ -39,17 +39,17 @@ class Stored:
 
     @property
     def dtype(self) -> np.dtype:
-        """Its dtype; `UNKNOWN` for a type that is not known."""
+        """Its dtype; `UNKNOWN` if its type is not known."""
         return DTYPES.get(self.type, UNKNOWN)
 
     @property
     def is_known(self) -> bool:
-        """Whether its type is known: it cannot be read otherwise."""
+        """Whether its type is known; if not, it cannot be read."""
         return self.type in DTYPES
 
     @property
     def shown(self) -> str:
-        """Its dtype for messages."""
+        """The name of its dtype, for messages."""
         return self.dtype.name if self.is_known else self.type
 
     @property
@@ -58,8 +58,8 @@ class Stored:
         if self.is_known:
             return None
         return (
-            f"its dtype {self.type!r} is unknown; the known ones are {', '.join(DTYPES)}. Write it in one of these "
-            "with the library that made the file"
+            f"its dtype {self.type!r} is unknown; the known ones are {', '.join(DTYPES)}. Convert it to one of "
+            "these with the library that wrote the file"
         )
 
     def require_known(self) -> None:
@@ -142,14 +142,14 @@ def _stored(path: pathlib.Path, name: str, entry: Any, base: int) -> Stored:
         raise wrong("the header does not give its dtype, shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or not dtype.isprintable() or len(dtype) > 40:
-        raise wrong(f"its dtype {dtype!r:.40} is not the name of one")
+        raise wrong(f"its dtype {dtype!r:.40} is not the name of a dtype")
     for what, numbers in (("shape", shape), ("data_offsets", offsets)):
         if not isinstance(numbers, list) or not all(type(n) is int and 0 <= n < 2**63 for n in numbers):
             raise wrong(f"its {what} {numbers!r:.60} is not a list of whole numbers from 0 to 2**63 - 1")
     if len(shape) > 32:  # NumPy's arrays have 64 axes at most, tensors of models four
         raise wrong(f"its shape has {len(shape)} axes; at most 32 are supported")
     if len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise wrong(f"its data_offsets {offsets} are not its first byte and its end")
+        raise wrong(f"its data_offsets {offsets} are not its start and end")
     size = offsets[1] - offsets[0]
     if dtype in DTYPES and size != (taken := math.prod(shape) * DTYPES[dtype].itemsize):
         raise wrong(f"its shape {shape} in {dtype} takes {taken} bytes, but its offsets are {offsets}")

@@ -28,7 +28,7 @@ DTYPES: dict[str, np.dtype] = {
 """By the names in files."""
 
 UNKNOWN = np.dtype("V1")
-"""In place of a type that has no other here: bytes."""
+"""Stands for any type that is not in `DTYPES`."""
 
 NAMES: dict[np.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
 """By NumPy's types."""

@@ -190,7 +190,7 @@ def _require_finite(leaf: Leaf) -> None:
     is_array = isinstance(value, jax.Array | np.ndarray)
     if leaf.state is not None or not is_array or not jnp.issubdtype(value.dtype, jnp.inexact):
         return
-    # Where it is: the array may be too large for the host's memory twice, and NumPy has dtypes that JAX has not.
+    # Checked where it is: a second copy may not fit the host's memory, and NumPy has dtypes that JAX lacks.
     numbers: Any = np if isinstance(value, np.ndarray) else jnp
     is_good = numbers.isfinite if value.ndim else lambda x: ~numbers.isnan(x)
     bad = ~is_good(value.astype(jnp.float32) if value.dtype.itemsize == 1 else value)

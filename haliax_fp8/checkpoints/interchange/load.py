@@ -169,7 +169,7 @@ def _plan(leaf: Leaf, checkpoint: AbstractCheckpoint) -> _Plan:
     if entry.dtype == wanted.dtype:
         return _Plan(name, sharding_of(leaf.value), how=checkpoint.how(name))
     if entry.dtype == UNKNOWN:
-        return _Plan(name)  # To read it is an error that names the type.
+        return _Plan(name)  # Reading it raises an error that names the type.
     if _is_fp8(entry.dtype) and not _is_fp8(wanted.dtype):
         raise ValueError(
             f"{leaf.name} is stored in {np.dtype(entry.dtype).name}: FP8 data without its scale is not a weight. Load "

@@ -34,7 +34,7 @@ def with_names_of(model: Any, checkpoint: HostArrays) -> HostArrays:
     for name, keys in pairs:
         if name in renamed:
             first, second = sorted((renamed[name][0], keys[0]))
-            raise ValueError(f"the checkpoint has two keys for {name}, {first!r} and {second!r}; leave one out")
+            raise ValueError(f"the checkpoint has two keys for {name}, {first!r} and {second!r}; remove one")
         renamed[name] = keys
     entries: dict[str, jax.ShapeDtypeStruct] = {}
     for name, keys in renamed.items():
@@ -75,7 +75,7 @@ class _Stack(tuple[str, ...]):
 
 
 def _renamed(model: Any, entries: Entries) -> list[tuple[str, tuple[str, ...]]]:
-    """Names, with the keys of their parts; a name twice if there are two keys for it."""
+    """Names with the keys of their parts; a name that two keys belong to occurs twice."""
     prefixes = sorted(_prefixes(model), key=lambda prefix: -len(prefix[0]))
     patterns = [(re.compile(pattern), name) for pattern, name in prefixes]
     plain: list[tuple[str, tuple[str, ...]]] = []

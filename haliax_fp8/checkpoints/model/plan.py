@@ -194,8 +194,8 @@ def _cache_scales(
     owners = [cache.name for cache in caches]
     if twice := [name for name in owners if owners.count(name) > 1]:
         raise ValueError(
-            f"kv_cache_scales=True, but {twice[0] or 'the model'} holds several Fp8Attention, and engines know one in "
-            "each module; give each a module of its own"
+            f"kv_cache_scales=True, but {twice[0] or 'the model'} holds several Fp8Attention, and engines expect one "
+            "per module; put each in a module of its own"
         )
     for cache in caches:
         for i, part in enumerate(cache_names):

@@ -30,7 +30,7 @@ def rematerialized(function: Callable[..., Any], compute_dtype: DTypeLike | None
         function: Maps arrays (or NamedArrays, or trees of them) to the same kinds; a module, or any other callable.
         compute_dtype: The dtype that floating inputs, and a module's parameters, are cast to. The results are rounded
             back to the dtype that the function returns without it. By default nothing is cast, and values equal the
-            function's bit for bit, where XLA does not omit roundings to bfloat16 (`xla_allow_excess_precision`).
+            function's bit for bit, unless XLA omits roundings to bfloat16 (`xla_allow_excess_precision`).
 
     Returns:
         A function with the same arguments and the same gradients.

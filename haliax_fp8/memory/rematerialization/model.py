@@ -33,9 +33,10 @@ def rematerialize[M](
     before or after this, or not at all.
 
     Each of these modules becomes an instance of a subclass of its class: attributes, parameters, paths and state dicts
-    stay the same, and so do values and gradients, unless `in_float32`. In bfloat16, XLA may omit other roundings under
-    `jit` than without this, unless `xla_allow_excess_precision=False`; values are then quantized differently, with the
-    same error. `transfer_optimizer_state` carries an optimizer's state over. `describe` lists the modules.
+    stay the same, and so do values and gradients, unless `in_float32`. One exception: under `jit`, XLA may then omit
+    different roundings to bfloat16. Values are then quantized differently, with errors of the same size; set
+    `xla_allow_excess_precision=False` to prevent it. `transfer_optimizer_state` carries an optimizer's state over.
+    `describe` lists the modules.
 
     Args:
         model: The model.

@@ -34,9 +34,9 @@ def written_products(text: str) -> dict[str, list[Written]]:
 
 
 def candidates(written: Mapping[str, list[Written]], scope: str) -> list[Written]:
-    """The products that one of a scope may be made from.
+    """The written products that a compiled product of a scope may be made from.
 
-    XLA gives the parts of a block-scaled product that it takes apart the scopes inside of it.
+    When XLA takes a block-scaled product apart, the parts get scopes inside that of the product.
     """
     if scope in written or not asks_for_fp8(scope) or rotates(scope):
         return written.get(scope, [])

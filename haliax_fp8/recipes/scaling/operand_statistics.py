@@ -37,8 +37,8 @@ class Members:
 
     Args:
         ensemble: How many leading axes of an operand number members; with `groups`, the last of them numbers rows.
-        devices: Inside `shard_map`, the mesh axes over which devices hold parts of a member. Replicas count once: a
-            kernel that all devices hold is marked as different on each of them, so they are told by equal sums.
+        devices: Inside `shard_map`, the mesh axes over which devices hold parts of a member. Replicas count once. They
+            are recognized by equal sums, as JAX marks a kernel that all devices hold as different on each of them.
         groups: Which rows are in each group; None if rows are not in groups.
     """
 
@@ -110,9 +110,9 @@ class Members:
         return lax.expand_dims(numbers, range(numbers.ndim, ndim))
 
     def replicas(self, sums: Sequence[Float32[Array, "*members"]]) -> Float32[Array, "*members"]:
-        """How many devices hold each part of a member, told by its sums.
+        """How many devices hold each part of a member, judging by its sums.
 
-        As many hold one part as another: parts that are alike by chance, as where all is zero, do not count.
+        Every part has the same number of replicas, so parts that are equal by chance, such as zeros, do not count.
         """
         if not self.devices:
             return jnp.ones_like(sums[0])

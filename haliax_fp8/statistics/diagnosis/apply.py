@@ -37,8 +37,8 @@ def apply_remedies[M](
     """Changes the recipes of the layers that a diagnosis names. Each change is logged to `haliax_fp8` at level INFO.
 
     Layers of one stack share a recipe, so all of them change. Scales carry over, histories start again. What a change
-    of the model cannot mend, such as a learning rate, stays as it is; so do ops in classes without a rule, which is
-    logged as a warning.
+    of the model cannot mend, such as a learning rate, stays as it is. So do ops in classes without a rule, with a
+    warning in the log.
 
     Args:
         model: The model that was diagnosed.
@@ -51,8 +51,8 @@ def apply_remedies[M](
         precision or came from it: the parameters are the same.
 
     Raises:
-        ValueError: If an argument is of the wrong kind, the diagnosis is of another model, or anything but its own
-            update changed the state of a layer.
+        ValueError: If an argument has the wrong type, the diagnosis is of another model, or anything but its own update
+            changed the state of a layer.
 
     Example:
         >>> model = fp8_linear_layers(model)
@@ -61,11 +61,14 @@ def apply_remedies[M](
     """
     require_layers(model, "apply_remedies(model, diagnosis, remedies)")
     if not isinstance(diagnosis, Diagnosis):
-        raise ValueError(f"diagnosis={type(diagnosis).__name__} must be what diagnose(model, statistics) returns")
+        raise ValueError(
+            f"diagnosis={type(diagnosis).__name__} of apply_remedies is not a Diagnosis; pass what "
+            "diagnose(model, statistics) returns"
+        )
     if not isinstance(remedies, Collection) or not all(isinstance(remedy, Remedy) for remedy in remedies):
         raise ValueError(
-            f"remedies={remedies!r} of apply_remedies must be a collection of Remedy; use [Remedy.MARGIN], or nothing "
-            "for all"
+            f"remedies={remedies!r} of apply_remedies is not a collection of Remedy; use [Remedy.MARGIN], or "
+            "leave it out to apply all"
         )
     require_own_state(model)
     chosen: dict[str, list[Finding]] = {}
@@ -74,7 +77,7 @@ def apply_remedies[M](
             chosen.setdefault(finding.layer, []).append(finding)
     if unknown := chosen.keys() - dict(named_ops(model)).keys():
         raise ValueError(
-            f"diagnosis names {min(unknown)!r}, where the model has no FP8 product; measure and diagnose this model"
+            f"diagnosis names {min(unknown)!r}, where the model has no FP8 product; pass a diagnosis of this model"
         )
     unchanged = set(chosen)
 
@@ -97,7 +100,7 @@ def apply_remedies[M](
 
     changed = map_layers_in_stacks(apply, model, rules)
     for path in sorted(unchanged):
-        _logger.warning("%s: not changed, because it is in no layer of a class with a rule; change its recipe", path)
+        _logger.warning("%s: not changed, because its layer's class has no LayerRule; change its recipe yourself", path)
     return changed
 
 

@@ -21,7 +21,7 @@ type Check = Callable[[list[Operand], Thresholds], Iterable[Finding]]
 
 # The scalings that give a tensor one scale.
 _ONE_SCALE = DelayedScaling, StaticScaling, CurrentScaling
-# What makes the next step's scale fit the newest amax, whatever that is.
+# With these, the next step's scale fits the newest amax, however large.
 _FITS_NEWEST = MaxOfHistory, MostRecent, RecoveringMax
 
 _PAPER_OF_FORMATS = "arXiv:2209.05433, section 3"
@@ -169,7 +169,7 @@ def outliers(all: list[Operand], thresholds: Thresholds) -> Iterable[Finding]:
         if operand.name == "output_grad" or not isinstance(operand.quantization.scaling, _ONE_SCALE):
             continue
         if operand.amax_of_scale > thresholds.jump * operand["amax"]:
-            continue  # The scale is that of other steps.
+            continue  # The scale was made for other steps.
         if operand["kurtosis"] > thresholds.kurtosis and operand["underflow"] > thresholds.underflow_of_outliers:
             yield new_finding(
                 operand,
@@ -215,13 +215,13 @@ def underflow(all: list[Operand], thresholds: Thresholds) -> Iterable[Finding]:
         if history is not None and history.newest > thresholds.jump * operand["amax"]:
             why = f": the amax fell from {history.newest:.2g} in the last step to {operand['amax']:.2g}"
         elif has_one_scale and scale_of > thresholds.jump * operand["amax"]:
-            why = f": its scale is made for an amax of {scale_of:.2g}, this step's is {operand['amax']:.2g}"
+            why = f": its scale is made for an amax of {scale_of:.2g}, but this step's is {operand['amax']:.2g}"
         else:
             why = (
                 f"; its values span {operand['dynamic_range']:.0f} bits, {operand.format.name} holds "
                 f"{operand.format.dynamic_range:.0f}"
             )
-        # Rows in FP8 are better than blocks in FP4, not than blocks in FP8.
+        # A scale per row in FP8 improves on blocks in FP4, but not on blocks in FP8.
         gains_from_rows = has_one_scale or operand.format == E2M1
         yield new_finding(
             operand,
@@ -231,7 +231,7 @@ def underflow(all: list[Operand], thresholds: Thresholds) -> Iterable[Finding]:
             source="heuristic",
             advice="E5M2 for output gradients, finer scales (rowwise, mxfp8), or this layer in high precision"
             if gains_from_rows
-            else "this layer in high precision: its scales are those of rows or blocks already",
+            else "this layer in high precision: each of its rows or blocks already has a scale",
             remedy=Remedy.SCALE_PER_ROW if gains_from_rows else Remedy.HIGH_PRECISION,
         )
 
@@ -273,13 +273,16 @@ EXPLAIN_ALL: tuple[Check, ...] = (not_finite, moved_at_once)
 
 
 def _is_flushed(operand: Operand, thresholds: Thresholds) -> bool:
-    """Whether much is flushed to zero; in E2M1, where ordinary tensors lose 5 to 20 %, at more cost than rounding."""
+    """Whether too much is flushed to zero.
+
+    In E2M1, where ordinary tensors lose 5 to 20 %, that must also cost more than rounding.
+    """
     costs = operand.format != E2M1 or operand["error"] > operand.format.relative_error**2
     return operand["underflow"] > thresholds.underflow and costs
 
 
 def _is_old_spike(operand: Operand, thresholds: Thresholds) -> bool:
-    """Whether the scale follows the largest amax of the history, which is far above those of this and the last step."""
+    """Whether the scale follows the largest amax of the history, which is far above this step's and the last one's."""
     history = operand.history
     if history is None or history.largest <= thresholds.jump * max(operand["amax"], history.newest):
         return False

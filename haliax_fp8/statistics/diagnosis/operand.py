@@ -60,7 +60,7 @@ class Operand:
 
     @property
     def amax_of_scale(self) -> float:
-        """The amax that its scale is made for; of blocks the largest."""
+        """The amax that its scale is made for; with blocks, the largest."""
         return self["scale"] * self.format.max / 2.0 ** getattr(self.quantization.scaling, "margin", 0)
 
     @property
@@ -97,7 +97,8 @@ def operands(model: object, statistics: ModelStatistics) -> list[Operand]:
         if stack not in (None, measured):
             raise ValueError(
                 f"statistics do not belong to this model: at {path or 'model'}, the model has a stack of {stack} "
-                f"layers, and statistics of {measured}; measure it with quantization_statistics(model, loss_fn, *batch)"
+                f"layers, the statistics one of {measured}; measure this model with "
+                "quantization_statistics(model, loss_fn, *batch)"
             )
         fields = {name: getattr(statistics[path], name) for name in OpStatistics.__dataclass_fields__}
         arrays = {name: np.asarray(values) for name, values in fields.items() if values is not None}
@@ -110,6 +111,6 @@ def operands(model: object, statistics: ModelStatistics) -> list[Operand]:
 
 
 def _stack(op: Fp8DotGeneral) -> tuple[int, ...] | None:
-    """The shape of the stack that an op's layer is in; None if it keeps no state, which would tell."""
+    """The shape of the stack that an op's layer is in; None if the op keeps no state to read it from."""
     table = op.state.table.array if isinstance(op.state, OpState) else None
     return None if table is None else table.shape[:-2]

@@ -28,8 +28,8 @@ def diagnose(model: Any, statistics: ModelStatistics, thresholds: Thresholds | N
         follows from another problem is left out: mend that, and diagnose again.
 
     Raises:
-        ValueError: If the statistics are of another model, or traced or abstract; if the model has no FP8 product, or
-            `thresholds` are not `Thresholds`.
+        ValueError: If the statistics are of another model, traced or abstract; if the model has no FP8 product; or if
+            `thresholds` is not a `Thresholds`.
 
     Example:
         >>> model = calibrate(fp8_linear_layers(model), loss_fn, [(x,)])

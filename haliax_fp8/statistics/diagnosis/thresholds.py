@@ -10,7 +10,7 @@ from ..._numerics.require import require_integer
 from ..._tables import Printable, new_table
 
 
-# Of factors whose logarithm is taken, or by whose square is divided; and of a number of steps.
+# Factors whose logarithm is taken or whose square is a divisor, and a number of steps.
 _POSITIVE = "kernel_jump", "kernel_mismatch", "growth_steps", "over_noise"
 
 
@@ -18,7 +18,7 @@ _POSITIVE = "kernel_jump", "kernel_mismatch", "growth_steps", "over_noise"
 class Thresholds(Printable):
     """Limits beyond which a number counts as a problem. All but `over_noise` are heuristics, chosen on small models.
 
-    An infinite limit turns a check off.
+    An infinite limit turns its check off, except `over_noise`, which is a lower limit.
 
     Args:
         saturation: The share of clipped elements, where clipping costs more than rounding could.
@@ -30,10 +30,10 @@ class Thresholds(Printable):
         growth_steps: See `growth`.
         kurtosis: The kurtosis of inputs and kernels with one scale, if also `underflow_of_outliers` is exceeded.
         underflow_of_outliers: The share of elements flushed to zero beside outliers.
-        over_noise: `|x| / (sqrt(3) |x - q|)` of output gradients (arXiv:2505.19115), which should be above this.
+        over_noise: The lowest `|x| / (sqrt(3) |x - q|)` of output gradients that is no problem (arXiv:2505.19115).
 
     Raises:
-        ValueError: If one is not a number, or has to be positive and is not.
+        ValueError: If a limit is not a number, or must be positive and is not.
     """
 
     saturation: float = 0.001
