@@ -205,6 +205,20 @@ def test_derivatives_of_each_row_inside_equinoxs(inside):
     check_composition(0, 1, [inside, "filter_custom_jvp"], "python", "jit(grad)")
 
 
+def test_a_use_without_a_tangent_of_state_is_recorded_beside_another():
+    """The other use reaches the layer, so nothing is missing at the end."""
+    problem = random_problem(0)
+    w, x, c = as_jax(problem["w"], problem["x"], problem["c"])
+    f = nested(["custom_jvp of each row", "filter_custom_jvp"])
+
+    def loss(params):
+        op, w = params
+        return (c * (f(op, w, 2.0 * x, jnp.asarray(True)) + layer(op, w, x, True))).sum()
+
+    op, _ = eqx.filter_jit(fp8.filter_grad(loss))((make_op(problem["scale"], problem["history"]), w))
+    assert float(op.amax_history("input")[0]) == 2.0 * np.abs(problem["x"]).max()
+
+
 @pytest.mark.more
 def test_a_function_is_called_twice_only_if_a_layer_is_not_reached():
     calls = []
