@@ -1,4 +1,4 @@
-"""A function as one equation that JAX neither inspects nor differentiates.
+"""A function as one equation that JAX does not inspect, and refuses to differentiate or takes for constant.
 
 The gradient of an FP8 product is computed from operands that are rounded to FP8. Its own derivative would run through
 that rounding: JAX would carry tangents in FP8, without a scale, and give numbers that are wrong or NaN. So everything
