@@ -705,7 +705,7 @@ def test_numbers_of_numpy_that_jax_does_not_hold_are_saved(dtype, tmp_path):
     save(tmp_path / "model.eqx", {"a": array})
     loaded = load_into({"a": np.zeros(2, dtype)}, tmp_path / "model.eqx", strict=True)[0]["a"]
     assert loaded.dtype == dtype and np.array_equal(loaded, array)
-    with pytest.raises(ValueError, match=r"a has 1 elements that are infinite or NaN, the first at \[1\]"):
+    with pytest.raises(ValueError, match=r"a has an element that is infinite or NaN, at \[1\]"):
         save(tmp_path / "model.eqx", {"a": np.array([1, np.inf], dtype)})
 
 

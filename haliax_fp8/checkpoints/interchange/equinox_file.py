@@ -195,10 +195,13 @@ def _require_finite(leaf: Leaf) -> None:
     is_good = numbers.isfinite if value.ndim else lambda x: ~numbers.isnan(x)
     bad = ~is_good(value.astype(jnp.float32) if value.dtype.itemsize == 1 else value)
     if count := int(bad.sum()):
-        first = tuple(int(i) for i in np.argwhere(np.asarray(bad))[0]) if value.ndim else ()
+        first = [int(i) for i in np.argwhere(np.asarray(bad))[0]] if value.ndim else []
+        where = f"an element that is infinite or NaN, at {first}"
+        if count > 1:
+            where = f"{count} elements that are infinite or NaN, the first at {first}"
         raise ValueError(
-            f"tree is not finite, and was not saved: {leaf.name} has {count} elements that are infinite or NaN, the "
-            f"first at {list(first)}. Any earlier file is unchanged: go on from it. Call require_finite_step after "
+            f"tree is not finite, and was not saved: {leaf.name} {f'has {where}' if value.ndim else 'is NaN'}. Any "
+            "earlier file is unchanged: go on from it. Call require_finite_step after "
             "each step, so that only finite steps are taken; to save this one for inspection, save(path, tree, "
             "allow_nonfinite=True)"
         )
