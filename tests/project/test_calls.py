@@ -69,7 +69,7 @@ def calls_of_gradient(*sizes):
 def test_a_gradient_of_a_linear_layer_makes_few_calls():
     counted = calls_of_gradient(32, 32)
     shown = "\n".join(f"{count:4d} {file}: {name}" for (file, name), count in counted.most_common(20))
-    assert counted["training/gradients.py", "filter_value_and_grad.<locals>.take"] == 1
+    assert counted["training/gradients.py", "_value_and_grad.<locals>.take"] == 1
     files = {file for file, _ in counted}
     assert counted.total() <= MOST_CALLS and len(counted) <= MOST_FUNCTIONS and len(files) <= MOST_FILES, (
         f"{counted.total()} calls of {len(counted)} functions in {len(files)} files; most often\n{shown}"
