@@ -30,7 +30,7 @@ class Thresholds(Printable):
         growth_steps: See `growth`.
         kurtosis: The kurtosis of inputs and kernels with one scale, if also `underflow_of_outliers` is exceeded.
         underflow_of_outliers: The share of elements flushed to zero beside outliers.
-        over_noise: The lowest `|x| / (sqrt(3) |x - q|)` of output gradients that is no problem (arXiv:2505.19115).
+        over_noise: `|x| / (sqrt(3) |x - q|)` of output gradients should be at least this (arXiv:2505.19115).
 
     Raises:
         ValueError: If a limit is not a number, or must be positive and is not.
