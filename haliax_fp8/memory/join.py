@@ -1,8 +1,7 @@
 """join_linear: joins layers that read the same tensor into one layer, whose output is split again."""
 
-import dataclasses
-import itertools
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import equinox as eqx
@@ -11,8 +10,8 @@ import haliax.nn as hnn
 import jax.numpy as jnp
 
 from ..layers.default import default_rules
-from ..layers.equinox import plain_linear
-from ..layers.kernel import Features, axes_of, count
+from ..layers.kernel import Features, count
+from ..layers.rebuilt import rebuilt
 from ..layers.walk import rule_of
 
 
@@ -37,9 +36,11 @@ class JoinedLinear(eqx.Module):
             x: Their input.
             key: Passed to the layer.
         """
-        outputs = zip(_split(self.linear(x, key=key), self.parts, -1), self.parts, strict=True)
-        # As in Equinox's layers, "scalar" features have no axis.
-        return hax.auto_sharded(tuple(jnp.squeeze(out, -1) if part == "scalar" else out for out, part in outputs))
+        out = self.linear(x, key=key)
+        # As in Equinox's layers, a matrix has examples in its columns, and "scalar" features have no axis.
+        axis = -min(2, out.ndim)
+        outputs = zip(_split(out, self.parts, axis), self.parts, strict=True)
+        return hax.auto_sharded(tuple(jnp.squeeze(out, axis) if part == "scalar" else out for out, part in outputs))
 
 
 def join_linear(layers: Sequence[Linear]) -> JoinedLinear:
@@ -82,9 +83,9 @@ def join_linear(layers: Sequence[Linear]) -> JoinedLinear:
         (Axis(name='head', size=16),)
     """
     _check(layers)
-    parts = tuple(_outputs(layer) for layer in layers)
+    parts = tuple(layer.Out if isinstance(layer, hnn.Linear) else layer.out_features for layer in layers)
     weight = _concatenated([layer.weight for layer in layers], parts, -2)
-    bias = _concatenated([layer.bias for layer in layers], parts, -1)
+    bias = None if layers[0].bias is None else _concatenated([layer.bias for layer in layers], parts, -1)
     total = sum(map(count, parts))
     outputs = hax.Axis(_JOINED, total) if isinstance(layers[0], hnn.Linear) else total
     return JoinedLinear(_with(layers[0], weight, bias, outputs), parts)
@@ -111,7 +112,8 @@ def split_linear(joined: JoinedLinear) -> list[Linear]:
     if not isinstance(joined, JoinedLinear):
         raise ValueError(f"joined is a {type(joined).__name__}, but must be a JoinedLinear, made by join_linear")
     linear = rule_of(joined.linear, default_rules).with_op(joined.linear, None)
-    weights, biases = _split(linear.weight, joined.parts, -2), _split(linear.bias, joined.parts, -1)
+    weights = _split(linear.weight, joined.parts, -2)
+    biases = [None] * len(weights) if linear.bias is None else _split(linear.bias, joined.parts, -1)
     parts = zip(weights, biases, joined.parts, strict=True)
     return [_with(linear, weight, bias, outputs) for weight, bias, outputs in parts]
 
@@ -125,59 +127,44 @@ def _check(layers: Any) -> None:
         raise ValueError(f"layers of join_linear {what}, but must be a sequence of layers, such as [q, k, v]")
     for i, layer in enumerate(layers):
         if not isinstance(layer, hnn.Linear | eqx.nn.Linear) or not hasattr(layer.weight, "dtype"):
-            raise ValueError(
-                f"layers[{i}] of join_linear is a {type(layer).__name__}, but must be a haliax.nn.Linear or an "
-                "eqx.nn.Linear whose weight is an array"
-            )
+            what = f"layers[{i}] of join_linear is a {type(layer).__name__}"
+            raise ValueError(f"{what}, but must be a haliax.nn.Linear or an eqx.nn.Linear whose weight is an array")
         rule = rule_of(layer, default_rules)
-        if rule.op(layer) is not None:
-            raise ValueError(f"layers[{i}] of join_linear is converted already; join layers, then convert the model")
-        if (refusal := rule.refusal(layer)) is not None:
+        refusal = rule.refusal(layer) if rule.op(layer) is None else "it is converted already; join, then convert"
+        if refusal is not None:
             raise ValueError(f"layers[{i}] of join_linear cannot be joined: {refusal}")
     kinds = [_common(layer) for layer in layers]
-    for name in kinds[0]:
-        if any(kind.get(name) != kinds[0][name] for kind in kinds):
+    for name, value in kinds[0].items():
+        if any(kind.get(name) != value for kind in kinds):
             raise ValueError(f"layers of join_linear differ in {name}: {[kind.get(name) for kind in kinds]}")
 
 
 def _common(layer: Linear) -> dict[str, Any]:
     """The properties that layers must have in common."""
-    library = type(layer).__module__.partition(".")[0]
-    kind = {"class": f"{library}.{type(layer).__name__}", "dtype": str(layer.weight.dtype)}
-    kind["bias"] = "no" if layer.bias is None else "yes"
+    kind = {"class": type(layer), "dtype": str(layer.weight.dtype), "bias": "no" if layer.bias is None else "yes"}
     if isinstance(layer, eqx.nn.Linear):
         return kind | {"input features": layer.in_features, "stacked axes": layer.weight.shape[:-2]}
-    axes = axes_of(hax.flatten_axes(layer.weight.axes, layer.Out, _JOINED))
+    axes = layer.weight.flatten_axes(layer.Out, _JOINED).axes
     others = [_JOINED if axis.name == _JOINED else axis for axis in axes]
     return kind | {"input axes": layer.In, "axes of the weight": others, "reparametrization": layer._reparam_cls}
 
 
-def _outputs(layer: Linear) -> Features:
-    return layer.Out if isinstance(layer, hnn.Linear) else layer.out_features
-
-
 def _with(layer: Linear, weight: Any, bias: Any, outputs: Any) -> Linear:
-    if isinstance(layer, hnn.Linear):
-        return dataclasses.replace(layer, weight=weight, bias=bias, Out=outputs)
-    return plain_linear(layer, weight=weight, bias=bias, out_features=outputs)
+    name = "Out" if isinstance(layer, hnn.Linear) else "out_features"
+    return rebuilt(type(layer), vars(layer) | {"weight": weight, "bias": bias, name: outputs})
 
 
 def _concatenated(arrays: Sequence[Any], parts: Sequence[Any], axis: int) -> Any:
     """Concatenates along `joined`, which replaces the output axes; or plain arrays along an axis."""
-    if arrays[0] is None:
-        return None
     if not isinstance(arrays[0], hax.NamedArray):
         return jnp.concatenate(arrays, axis)
-    flat = [x.flatten_axes(part, _JOINED) for x, part in zip(arrays, parts, strict=True)]
-    return hax.concatenate(_JOINED, flat)
+    return hax.concatenate(_JOINED, [x.flatten_axes(part, _JOINED) for x, part in zip(arrays, parts, strict=True)])
 
 
 def _split(x: Any, parts: Sequence[Any], axis: int) -> list[Any]:
     """The inverse of `_concatenated`."""
-    if x is None:
-        return [None] * len(parts)
-    ends = list(itertools.accumulate(map(count, parts)))[:-1]
+    ends = list(accumulate(map(count, parts)))[:-1]
     if not isinstance(x, hax.NamedArray):
         return jnp.split(x, ends, axis)
-    flat = [hax.NamedArray(array, x.axis_names) for array in jnp.split(x.array, ends, x.axis_names.index(_JOINED))]
-    return [array.unflatten_axis(_JOINED, part) for array, part in zip(flat, parts, strict=True)]
+    arrays = zip(jnp.split(x.array, ends, x.axis_names.index(_JOINED)), parts, strict=True)
+    return [hax.NamedArray(array, x.axis_names).unflatten_axis(_JOINED, part) for array, part in arrays]
