@@ -1,14 +1,16 @@
-"""Finds which arguments of a differentiated function receive a cotangent at all.
+"""Finds which arguments of a differentiated function receive a cotangent at all, and which its value depends on.
 
-JAX fills in zeros for the others, indistinguishable from real zeros. An identity of the arguments notices when their
-cotangents pass during transposition: JAX hands over nothing for those without one.
+JAX fills in zeros for arguments without a cotangent, indistinguishable from real zeros. An identity of the arguments
+notices when their cotangents pass during transposition: JAX hands over nothing for those without one.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
+from jax.interpreters.partial_eval import dce_jaxpr
 from jaxtyping import Array
 
 
@@ -20,9 +22,9 @@ class Reached:
         self.count = 0
 
     @property
-    def missing(self) -> int:
-        """How many received none."""
-        return self.count - len(self.indices)
+    def missing(self) -> set[int]:
+        """The indices of those that received none."""
+        return set(range(self.count)) - self.indices
 
     def __repr__(self) -> str:
         """Short, because printed programs contain it."""
@@ -42,6 +44,16 @@ def noticed(arrays: Sequence[Array], reached: Reached) -> list[Array]:
     """
     reached.count = len(arrays)
     return reached_p.bind(*arrays, reached=reached)
+
+
+def depends_on(function: Callable[[Any], Array], argument: Any) -> list[bool]:
+    """Whether the value of a function depends on each array of its argument, as far as its equations tell.
+
+    Args:
+        function: The function; it is traced.
+        argument: A tree of arrays.
+    """
+    return dce_jaxpr(jax.make_jaxpr(function)(argument).jaxpr, [True])[1]
 
 
 def _transpose(cotangents: Any, *arrays: Any, reached: Reached) -> list[Any]:

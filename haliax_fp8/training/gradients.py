@@ -1,5 +1,6 @@
 """Gradients whose state is an exact maximum over all uses of a layer."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -7,7 +8,7 @@ import equinox as eqx
 import jax
 
 from .._jax.max_grad import is_max_grad
-from .._jax.reached import Reached, noticed
+from .._jax.reached import Reached, depends_on, noticed
 from .._product.kernel_copies import KernelCopies
 from .._state.marker import OverwriteWithGradient, is_state
 from .._state.op_state import OpState
@@ -27,7 +28,8 @@ def filter_grad(function: Callable[..., Any], *, has_aux: bool = False) -> Calla
     `eqx.filter_grad`.
 
     If JAX cannot differentiate that, the function is called again in another way: for a loss that assembles a model
-    from parts, for Equinox's functions with custom derivatives, and as one program under `jax_debug_nans`.
+    from parts, for Equinox's functions with custom derivatives, and as one program under `jax_debug_nans`. If the loss
+    does not use all layers, it is traced once more without being differentiated: state must not be lost unnoticed.
 
     Args:
         function: `function(model, *args, **kwargs)`, returning a scalar, or `(scalar, aux)` with `has_aux`.
@@ -116,9 +118,9 @@ def _value_and_grad(
         differentiated, rest = eqx.partition(recording, _is_differentiated)
         reached = Reached()
 
-        def of(differentiated: Any) -> Any:
+        def of(differentiated: Any, *, notices: bool = True) -> Any:
             leaves = eqx.combine(differentiated, rest)
-            if records:
+            if records and notices:
                 arrays, of_records = jax.tree.flatten([leaves[i] for i in indices])
                 leaves = _replaced(leaves, indices, jax.tree.unflatten(of_records, noticed(arrays, reached)))
             # Records have the element type already; other state may not.
@@ -131,7 +133,8 @@ def _value_and_grad(
             gradients = _replaced(gradients, indices, complete(states, [gradients[i] for i in indices]))
         # Copies of kernels are those of this step's weights, which have the gradient.
         gradients = [None if isinstance(leaf, KernelCopies) else leaf for leaf in gradients]
-        return (value, jax.tree.unflatten(structure, gradients)), reached.missing
+        lost = _lost(functools.partial(of, notices=False), differentiated, indices, reached) if reached.missing else 0
+        return (value, jax.tree.unflatten(structure, gradients)), lost
 
     def take(model: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(function, eqx.Module):
@@ -139,6 +142,26 @@ def _value_and_grad(
         return first_that_works(in_a_way, model, *args, **kwargs)
 
     return take
+
+
+def _lost(of: Callable[[Any], Any], differentiated: list[Any], indices: Sequence[int], reached: Reached) -> int:
+    """How many arrays of records lost their gradient: the loss depends on them, and it did not arrive.
+
+    Without this, a layer that is not used would look the same. To trace the loss alone takes a fifth of a gradient.
+
+    Args:
+        of: Returns the loss, perhaps with other results.
+        differentiated: Its argument.
+        indices: Where records are.
+        reached: Which of them received a gradient.
+    """
+    try:
+        used = depends_on(lambda leaves: jax.tree.leaves(of(leaves))[0], differentiated)
+    except Exception:  # noqa: BLE001 - the gradient worked; functions that cannot be called twice stay as they are
+        return 0
+    of_leaves = jax.tree.unflatten(jax.tree.structure(differentiated), used)
+    of_records = jax.tree.leaves([of_leaves[i] for i in indices])
+    return sum(of_records[i] for i in reached.missing)
 
 
 def _is_state_or_copies(node: Any) -> bool:

@@ -9,8 +9,8 @@ import jax
 
 from .._jax.max_grad import StateNotDifferentiated, is_missing_adder
 from .._jax.messages import is_about_cast, is_about_linear_transpose, is_about_structure, is_about_sum, rejects_max_grad
+from .._jax.raised_in import by_users_assertion, in_backsolve, in_checkpointed_loop
 from .._state.records import OpRecord
-from .solvers import in_backsolve, in_checkpointed_loop
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +35,7 @@ def first_that_works(gradients_of: Callable[..., tuple[Any, int]], *args: Any, *
     """The result of `gradients_of(way, *args, **kwargs)` for the first way that JAX can differentiate.
 
     Args:
-        gradients_of: Returns gradients, and how many arrays of records received none.
+        gradients_of: Returns gradients, and how many arrays of records lost theirs.
         *args: Further arguments.
         **kwargs: Further arguments.
 
@@ -46,8 +46,8 @@ def first_that_works(gradients_of: Callable[..., tuple[Any, int]], *args: Any, *
     way = Way(inexact=jax.config.jax_debug_key_reuse)
     while True:
         try:
-            found, unreached = _in_way(gradients_of, way, *args, **kwargs)
-            return found if not unreached else _with_fewer_unreached(found, unreached, gradients_of, way, args, kwargs)
+            found, lost = _in_way(gradients_of, way, *args, **kwargs)
+            return found if not lost else _with_fewer_lost(found, lost, gradients_of, way, args, kwargs)
         except (ValueError, TypeError, AssertionError, NotImplementedError, KeyError) as error:
             other = _another(way, error)
             if other is None:
@@ -66,13 +66,13 @@ def _in_way(gradients_of: Callable[..., tuple[Any, int]], way: Way, *args: Any, 
         return eqx.filter_jit(gradients_of)(way, *args, **kwargs)
 
 
-def _with_fewer_unreached(
-    found: Any, unreached: int, gradients_of: Callable[..., tuple[Any, int]], way: Way, args: Any, kwargs: Any
+def _with_fewer_lost(
+    found: Any, lost: int, gradients_of: Callable[..., tuple[Any, int]], way: Way, args: Any, kwargs: Any
 ) -> Any:
-    """Gradients of a function that does not use all layers, or in which Equinox lost the gradients of their states.
+    """Gradients of a function in which Equinox lost the gradients of some states.
 
-    Equinox loses them if `filter_custom_jvp` calls a function with a `custom_vjp` of JAX: the state has no tangent
-    outside, and its gradient inside is dropped. Only another attempt tells the two cases apart.
+    It loses them if `filter_custom_jvp` calls a function with a `custom_vjp` of JAX: the state has no tangent outside,
+    and its gradient inside is dropped.
     """
     if way.inexact or way.tables:
         return found
@@ -80,7 +80,7 @@ def _with_fewer_unreached(
         again, of_these = _in_way(gradients_of, dataclasses.replace(way, inexact=True), *args, **kwargs)
     except Exception:  # noqa: BLE001 - the first attempt worked
         return found
-    return again if of_these < unreached else found
+    return again if of_these < lost else found
 
 
 _NAN = (
@@ -96,6 +96,8 @@ def _looks_for_nans() -> bool:
 def _another(way: Way, error: Exception) -> Way | None:
     """The way to try after this error; None if the error is final."""
     is_assertion = isinstance(error, AssertionError)
+    if by_users_assertion(error):
+        return None
     # A part of a model, whose states are records now, did not fit together with the rest of it.
     if not way.tables and is_about_structure(error, holding=OpRecord):
         return dataclasses.replace(way, tables=True)

@@ -220,18 +220,26 @@ def test_a_use_without_a_tangent_of_state_is_recorded_beside_another():
 
 
 @pytest.mark.more
-def test_a_function_is_called_twice_only_if_a_layer_is_not_reached():
-    calls = []
+@pytest.mark.parametrize("gradient", [fp8.filter_grad, lambda loss: eqx.filter_jit(fp8.filter_grad(loss))])
+def test_a_function_is_differentiated_once_even_if_a_layer_is_not_used(gradient):
+    """It is traced once more, to see whether it depends on that layer."""
+    calls, derivatives = [], []
+
+    @jax.custom_vjp
+    def observed(x):
+        return x
+
+    observed.defvjp(lambda x: (derivatives.append(1) or x, None), lambda _, g: (g,))
 
     def loss(ops, x):
         calls.append(1)
-        return sum((op(x, x, (((1,), (0,)), ((), ()))) ** 2).sum() for op in ops)
+        return observed(sum((op(x, x, (((1,), (0,)), ((), ()))) ** 2).sum() for op in ops))
 
     op, x = make_op(np.ones(3), np.zeros((3, LENGTH))), jnp.ones((WIDTH, WIDTH))
-    fp8.filter_grad(loss)((op,), x)
-    assert len(calls) == 1
-    gradients = fp8.filter_grad(lambda ops, x: loss(ops[:1], x))((op, op), x)
-    assert len(calls) == 3
+    gradient(loss)((op,), x)
+    assert (len(calls), len(derivatives)) == (1, 1)
+    gradients = gradient(lambda ops, x: loss(ops[:1], x))((op, op), x)
+    assert (len(calls), len(derivatives)) == (3, 2)
     assert float(gradients[0].amax_history("input")[0]) == 1.0
     np.testing.assert_array_equal(op.state.overwritten_by(gradients[1].state).array, op.state.array)
 
