@@ -112,7 +112,12 @@ def _evenly(mesh: Any, x: Array) -> Array:
 
 def can_divide_calls(context: Any) -> bool:
     """Whether a program's compiler asks JAX how to divide a custom call; TPU compilers do not."""
-    return "tpu" not in tuple(context.platforms or context.module_context.platforms)
+    return "tpu" not in platforms_of(context)
+
+
+def platforms_of(context: Any) -> tuple[str, ...]:
+    """The platforms that a program is lowered for: `cpu`, `cuda`, `rocm`, `tpu`; with `jax.export` perhaps several."""
+    return tuple(context.platforms or context.module_context.platforms)
 
 
 def devices_of(context: Any) -> int:

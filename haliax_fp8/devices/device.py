@@ -1,9 +1,10 @@
 """The properties of a device that decide whether it has FP8, and how fast it is."""
 
+import contextlib
 import dataclasses
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import jax
 
@@ -99,6 +100,32 @@ class Device:
             return Device.by_name(device)
         require("device", device, Device, "a name such as 'h100', or 'local' for the local device", of=of)
         return device
+
+    @contextlib.contextmanager
+    def as_default(self) -> Iterator[None]:
+        """In this context models and programs are made for the device, whether or not it is here.
+
+        Some products are chosen when a program is traced: those of experts, and any that a device does not have. So
+        enter this context to export for a device that this machine lacks.
+
+        Raises:
+            ValueError: If JAX's name for the device does not say what it is, because the catalog lacks it.
+
+        Example:
+            >>> with Device.by_name("h100").as_default():
+            ...     Device.default().kind
+            'NVIDIA H100 80GB HBM3'
+        """
+        platform = "gpu" if self.platform in ("cuda", "rocm") else self.platform
+        abstract = jax.sharding.AbstractDevice(device_kind=self.kind, num_cores=None, platform=platform)
+        mesh = jax.sharding.get_abstract_mesh().update(abstract_device=abstract)
+        with jax.sharding.use_abstract_mesh(mesh):
+            if (found := Device.default()) != self:
+                raise ValueError(
+                    f"{self} cannot be the default device: JAX knows it by its kind alone, which the catalog takes for "
+                    f"{found}. Device.by_name gives devices of the catalog: {[*catalog]}"
+                )
+            yield
 
     @property
     def emulates(self) -> bool:

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import meant_for
 
 import haliax_fp8 as fp8
 from haliax_fp8.attention import Fp8Attention
@@ -227,11 +226,11 @@ def test_what_an_op_cannot_be_made_of():
     with pytest.raises(ValueError, match="takes percentiles"):
         Fp8Attention.init(scaling=fp8.DelayedScaling(amax_compute=Percentile(99.0)))
     for device, message in (("a100", "compute capability 9.0"), ("tpu7x", "not an NVIDIA GPU")):
-        with meant_for(Device.by_name(device)):
+        with Device.by_name(device).as_default():
             with pytest.raises(ValueError, match=message):
                 Fp8Attention.init()
             assert Fp8Attention.init(emulate=True).emulate
-    with meant_for(Device.by_name("h100")):
+    with Device.by_name("h100").as_default():
         assert not Fp8Attention.init().emulate
 
 

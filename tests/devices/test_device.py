@@ -5,7 +5,6 @@ import re
 import equinox as eqx
 import jax
 import pytest
-from helpers import meant_for
 
 import haliax_fp8
 from haliax_fp8.devices import Device
@@ -140,15 +139,28 @@ def test_the_device_that_is_here():
 
 @every_device
 def test_the_default_is_the_device_of_the_mesh_in_use(name):
-    with meant_for(devices[name]):
+    with devices[name].as_default():
         assert Device.default() == devices[name]
         assert Device.by_name("local") == Device.local() == devices["cpu"]
     assert Device.default() == devices["cpu"]
 
 
 def test_a_mesh_of_a_device_that_the_catalog_lacks():
-    with meant_for(Device("cuda", "NVIDIA something")):
+    with Device("cuda", "NVIDIA something").as_default():
         assert Device.default() == Device("cuda", "NVIDIA something")
+
+
+def test_the_axes_of_a_mesh_stay():
+    with jax.set_mesh(jax.make_mesh((2,), ("data",))), devices["h100"].as_default():
+        assert (Device.default(), jax.sharding.get_abstract_mesh().shape) == (devices["h100"], {"data": 2})
+
+
+def test_a_device_whose_kind_says_something_else_cannot_be_the_default():
+    with (
+        pytest.raises(ValueError, match=r"RTX 5090.*'12.0'.*cannot be the default.*Device.by_name.*'h100'"),
+        Device("cuda", "NVIDIA GeForce RTX 5090", "12.0").as_default(),
+    ):
+        raise AssertionError("entered")
 
 
 def test_a_mesh_of_the_devices_that_are_here():

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import optax
 import pytest
 from compiled_models import struct
-from helpers import meant_for
 from test_preflight_products import module, read
 
 import haliax_fp8 as fp8
@@ -131,7 +130,7 @@ def test_a_cost_is_one_line_in_the_log(caplog, device, flags, level):
 def test_conversion_says_it(caplog, monkeypatch):
     layer = eqx.nn.Linear(16, 16, key=jax.random.key(0))
     monkeypatch.setenv("XLA_FLAGS", f"--{TRITON}=false")
-    with meant_for(devices["b200"]):
+    with devices["b200"].as_default():
         fp8.fp8_linear_layers(layer, fp8.Fp8Config(recipe="mxfp8"))
         (record,) = caplog.records
         assert record.levelname == "WARNING" and "takes block-scaled products out of FP8" in record.getMessage()
@@ -144,7 +143,7 @@ def test_conversion_says_it(caplog, monkeypatch):
 def test_so_does_the_training_step(caplog, monkeypatch):
     model = fp8.fp8_linear_layers(eqx.nn.Linear(16, 16, key=jax.random.key(0)), fp8.Fp8Config(recipe="mxfp8"))
     step = fp8.TrainStep(lambda model, x: model(x).sum(), optax.sgd(0.1))
-    with meant_for(devices["b200"]):
+    with devices["b200"].as_default():
         step.init(model)
         assert not caplog.records
         monkeypatch.setenv("XLA_FLAGS", f"--{TRITON}=false")

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from helpers import assert_same, meant_for
+from helpers import assert_same
+from jax import export
 from jax.experimental.pallas import mosaic_gpu as plgpu, tpu as pltpu
 
 from haliax_fp8 import Fp8DotGeneral, filter_grad, recipes
@@ -255,11 +256,31 @@ def test_which_device_has_an_implementation_for_what(device, recipe, outcome, re
 def test_a_device_without_an_implementation_raises_unless_dense_products_are_allowed():
     op, shapes = Fp8DotGeneral.init(), [jax.ShapeDtypeStruct((8, 4), jnp.float32)]
     shapes += [jax.ShapeDtypeStruct((2, 4, 3), jnp.float32), jax.ShapeDtypeStruct((2,), jnp.int32)]
-    with meant_for(Device.by_name("tpu6e")):
+    with Device.by_name("tpu6e").as_default():
         with pytest.raises(ValueError, match=r"need a TPU7x.*allow_dense_groups=True"):
             jax.eval_shape(op.ragged_dot, *shapes)
         dense = dataclasses.replace(op, allow_dense_groups=True)
         assert jax.eval_shape(dense.ragged_dot, *shapes).shape == (8, 3)
-    with meant_for(Device.by_name("h100")):
+    with Device.by_name("h100").as_default():
         text = str(jax.make_jaxpr(op.ragged_dot)(*(jnp.zeros(x.shape, x.dtype) for x in shapes)))
         assert "ragged_dot" not in text
+
+
+# --- Programs for other machines --------------------------------------------------------------------------------------
+
+
+def test_a_program_for_another_platform_is_refused_or_traced_for_it():
+    """Traced for a CPU, it would multiply each row by the kernels of all groups on a GPU."""
+    op = Fp8DotGeneral.init()
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((256, 128), (2, 128, 128))]
+    shapes.append(jax.ShapeDtypeStruct((2,), jnp.int32))
+    exported = lambda *platforms: export.export(jax.jit(op.ragged_dot), platforms=platforms)(*shapes)
+    assert exported("cpu").platforms == ("cpu",)
+    for platforms in (("cuda",), ("cpu", "tpu")):
+        with pytest.raises(ValueError, match=rf"traced for cpu and cannot be lowered for {platforms[-1]}.*as_default"):
+            exported(*platforms)
+    with Device.by_name("h100").as_default():
+        # JAX does not promise that this call keeps its meaning.
+        unchecked = [export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")]
+        text = export.export(jax.jit(op.ragged_dot), platforms=["cuda"], disabled_checks=unchecked)(*shapes)
+    assert "mosaic_gpu" in text.mlir_module() and "chlo.ragged_dot" not in text.mlir_module()

@@ -11,7 +11,6 @@ import haliax.nn as hnn
 import jax
 import optax
 import pytest
-from helpers import meant_for
 
 import haliax_fp8 as fp8
 from haliax_fp8.devices import Device
@@ -213,7 +212,7 @@ def test_grouped_products_take_what_their_implementation_takes():
         native[recipe] = rows["grouped"].support.is_native
     assert native == {"delayed": True, "current": True, "static": True, "rowwise": True, "mxfp8": False}
     with (
-        meant_for(B200),
+        B200.as_default(),
         pytest.raises(ValueError, match="kernel for Blackwell takes scales of whole tensors and rows, not"),
     ):
         fp8.fp8_linear_layers(layers, fp8.Fp8Config(recipe="mxfp8"))
@@ -226,14 +225,14 @@ def test_grouped_products_take_what_their_implementation_takes():
     ("device", "recipe"), [("a100", "delayed"), ("v100", "rowwise"), ("tpu5e", "delayed"), ("h100", "mxfp8")]
 )
 def test_conversion_refuses_to_emulate_on_an_accelerator(linear, device, recipe):
-    with meant_for(Device.by_name(device)), pytest.raises(ValueError, match=Device.by_name(device).kind) as error:
+    with Device.by_name(device).as_default(), pytest.raises(ValueError, match=Device.by_name(device).kind) as error:
         fp8.fp8_linear_layers(linear, fp8.Fp8Config(recipe=recipe))
     assert fp8.recipes.supported(recipe, device).reason in str(error.value)
     assert "emulate=True" in str(error.value)
 
 
 def test_emulation_can_be_asked_for_and_is_said(linear):
-    with meant_for(A100):
+    with A100.as_default():
         model = fp8.fp8_linear_layers(linear, fp8.Fp8Config(emulate=True))
         description = fp8.describe(model)
     assert description.fp8_count == 1
@@ -242,7 +241,7 @@ def test_emulation_can_be_asked_for_and_is_said(linear):
 
 
 def test_native_devices_convert_without_being_asked(linear):
-    with meant_for(H100):
+    with H100.as_default():
         description = fp8.describe(fp8.fp8_linear_layers(linear))
     assert description.note == ""
     assert description.summary.endswith("native on NVIDIA H100 80GB HBM3")
@@ -250,13 +249,13 @@ def test_native_devices_convert_without_being_asked(linear):
 
 def test_every_recipe_of_a_model_counts():
     model = eqx.nn.MLP(8, 8, 8, 1, key=jax.random.key(0))
-    with meant_for(H100), pytest.raises(ValueError, match="MXFP8Scaling"):
+    with H100.as_default(), pytest.raises(ValueError, match="MXFP8Scaling"):
         fp8.fp8_linear_layers(model, fp8.Fp8Config(overrides={"layers.1": "mxfp8"}))
 
 
 def test_layers_left_alone_need_nothing():
     model = eqx.nn.MLP(8, 8, 8, 1, key=jax.random.key(0))
-    with meant_for(A100):
+    with A100.as_default():
         left = fp8.fp8_linear_layers(model, fp8.Fp8Config(overrides={"*": None}))
     assert eqx.tree_equal(left, model)
 

@@ -165,14 +165,6 @@ def unchecked() -> Iterator[None]:
         jaxtyping.config.update("jaxtyping_disable", before)
 
 
-def meant_for(device) -> contextlib.AbstractContextManager:
-    """In this context a device that is not here is the one that programs and models are made for, as in a preflight."""
-    platform = "gpu" if device.platform in ("cuda", "rocm") else device.platform
-    abstract = jax.sharding.AbstractDevice(device_kind=device.kind, num_cores=None, platform=platform)
-    mesh = jax.sharding.AbstractMesh((), (), axis_types=())
-    return jax.sharding.use_abstract_mesh(mesh.update(abstract_device=abstract))
-
-
 def run_example(*arguments: str) -> None:
     """Runs Python in the repository's root as users run an example: with machine code that is made to be fast."""
     root = pathlib.Path(__file__).parents[2]

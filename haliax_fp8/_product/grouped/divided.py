@@ -23,6 +23,7 @@ from ..._jax.after_partitioning import (
     knows_devices,
     lower_after_partitioning,
     lower_with_devices,
+    platforms_of,
 )
 from ..._jax.compiled_alone import compile_alone
 from ..._jax.mapped_axis import to_front
@@ -63,7 +64,7 @@ def divided_over_devices(
     # No array without axes: Shardy has no name for it.
     leaves, structure = jax.tree.flatten((a, b, group_sizes, None if scale is None else scale[..., None]))
     leaves = all_varying(*leaves)
-    return grouped_product_p.bind(*leaves, work=work, structure=structure)
+    return grouped_product_p.bind(*leaves, work=work, structure=structure, platform=Device.default().platform)
 
 
 grouped_product_p = Primitive("fp8_grouped_product")
@@ -176,7 +177,8 @@ class _Factors:
         return mesh, on_each, division.of_result, tuple(map(division.sharding, self.leaves))
 
 
-def _aval(*leaves: Any, work: OneDevice, structure: Any) -> Any:
+def _aval(*leaves: Any, work: OneDevice, structure: Any, platform: str) -> Any:
+    del platform
     a, b, sizes, _ = jax.tree.unflatten(structure, leaves)
     shape = {
         "fprop": (*a.data.shape[:-1], b.data.shape[-1]),
@@ -187,7 +189,7 @@ def _aval(*leaves: Any, work: OneDevice, structure: Any) -> Any:
     return a.data.update(shape=shape, dtype=work.dtype, weak_type=False, sharding=sharding)
 
 
-def _batched(leaves: Any, axes: Any, *, work: OneDevice, structure: Any) -> tuple[Array, int]:
+def _batched(leaves: Any, axes: Any, *, work: OneDevice, structure: Any, platform: str) -> tuple[Array, int]:
     """Mapped examples are members."""
     size = next(x.shape[axis] for x, axis in zip(leaves, axes, strict=True) if axis is not None)
     moved = [to_front(x, axis, size, 0) for x, axis in zip(leaves, axes, strict=True)]
@@ -195,10 +197,17 @@ def _batched(leaves: Any, axes: Any, *, work: OneDevice, structure: Any) -> tupl
     a, b = (x if x.block is None else dataclasses.replace(x, block=(1, *x.block)) for x in (a, b))
     leaves, structure = jax.tree.flatten((a, b, sizes, scale))
     work = dataclasses.replace(work, batch=work.batch + 1)
-    return grouped_product_p.bind(*leaves, work=work, structure=structure), 0
+    return grouped_product_p.bind(*leaves, work=work, structure=structure, platform=platform), 0
 
 
-def _lowered(context: Any, *operands: Any, work: OneDevice, structure: Any) -> Any:
+def _lowered(context: Any, *operands: Any, work: OneDevice, structure: Any, platform: str) -> Any:
+    if others := set(platforms_of(context)) - {platform}:
+        raise ValueError(
+            f"a grouped product was traced for {platform} and cannot be lowered for {', '.join(sorted(others))}: the "
+            "device that it is traced for decides which Pallas kernel multiplies. Trace it where such a device is, or "
+            'in the context Device.by_name("h100").as_default(); or leave these layers in high precision, with '
+            "Fp8Config(exclude=...)"
+        )
     whole = functools.partial(_whole, work=work, structure=structure)
     if has_its_part(context) or (work.implementation is GroupedImplementation.XLA and not knows_devices(context)):
         return mlir.lower_fun(whole, multiple_results=False)(context, *operands)
