@@ -28,7 +28,7 @@ from ._jax.max_grad import fp32_max_grad as fp32_max_grad
 from ._op import Fp8DotGeneral as Fp8DotGeneral
 from ._state.marker import OverwriteWithGradient as OverwriteWithGradient
 
-# Converting a model, and seeing what was converted.
+# Converting a model, its kernels alone for one step, and seeing what was converted.
 from .layers import (
     Fp8Config as Fp8Config,
     describe as describe,
@@ -39,6 +39,8 @@ from .layers import (
 
 # What a layer runs.
 from .recipes import DelayedScaling as DelayedScaling, Recipe as Recipe
+
+# What its numbers became.
 from .statistics import quantization_statistics as quantization_statistics
 
 # Training it.

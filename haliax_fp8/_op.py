@@ -14,7 +14,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, DTypeLike, Float, Int
 
 from ._jax.explicit_axes import sharding_of_groups, sharding_of_product
-from ._left_out import LeftOut
 from ._product.arguments import check_groups, check_key, check_operands, floating_dtype, precision_of
 from ._product.contraction import AbstractContraction
 from ._product.dimensions import DimensionNumbers
@@ -30,6 +29,7 @@ from ._product.spec import ProductSpec
 from ._state.op_state import OpState
 from ._state.records import OpRecord, as_in_model, form_of
 from ._state.require import leading_axes, require_state, require_stored_scales
+from ._unconverted import LeftOut
 from .recipes.catalog import RecipeLike, as_recipe
 from .recipes.recipe import OPERAND_NAMES, Recipe
 from .recipes.scaling import DelayedScaling
@@ -222,7 +222,7 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
     def with_recipe(self, recipe: Recipe) -> "Fp8DotGeneral":
         """This op with a recipe whose state begins as its own does, such as `recipe.observed` or `recipe.measured`."""
         if isinstance(self.state, OpRecord):
-            raise ValueError("an op's recipe was changed inside a differentiated function; change it outside, before")
+            raise ValueError("an op's recipe was changed inside a differentiated function; change it before that")
         state = OpState.init(recipe, self.stack) if self.state is None else self.state.with_recipe(recipe)
         return dataclasses.replace(self, recipe=recipe, state=state)
 

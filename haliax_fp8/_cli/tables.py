@@ -10,7 +10,7 @@ from rich.text import Text
 
 from .._numerics import formats
 from .._numerics.formats import Format
-from .._tables import new_table
+from .._printing import new_table
 from ..devices.device import Device, devices
 from ..preflight import compilable_devices
 from ..recipes.catalog import named

@@ -1,4 +1,4 @@
-"""Meshes with explicit axes: the sharding of a product's result, and functions inside which XLA chooses shardings."""
+"""Meshes with explicit axes: how a product's result is divided, and functions inside which XLA chooses shardings."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 
@@ -22,6 +22,18 @@ def explicit_axes_of(x: object) -> tuple[str, ...]:
         return ()
     types = mesh.axis_types or ()
     return tuple(name for name, kind in zip(mesh.axis_names, types, strict=True) if kind == AxisType.Explicit)
+
+
+def aval_of_result(of_operand: Any, shape: tuple[int, ...], dtype: Any) -> Any:
+    """The abstract value of a primitive's result: on the operand's mesh, and not divided along explicit axes.
+
+    Args:
+        of_operand: The abstract value of an operand.
+        shape: The shape of the result.
+        dtype: Its dtype.
+    """
+    sharding = of_operand.sharding.update(spec=PartitionSpec(*[None] * len(shape)))
+    return of_operand.update(shape=shape, dtype=jnp.dtype(dtype), weak_type=False, sharding=sharding)
 
 
 def sharding_of_product(lhs: Array, rhs: Array, dimension_numbers: _Numbers, out_sharding: Any) -> NamedSharding | None:

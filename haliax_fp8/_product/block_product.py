@@ -12,11 +12,11 @@ import numpy as np
 from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
-from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, BFloat16, Float, UInt8
 
 from .._jax.after_partitioning import devices_of, lower_after_partitioning, lower_with_devices
 from .._jax.compiled_alone import compile_alone
+from .._jax.explicit_axes import aval_of_result
 from .._jax.lowered_by_platform import lower_by_platform
 from .._jax.mapped_axis import to_front
 from .._jax.mesh_axes import as_varying
@@ -169,8 +169,7 @@ def _aval(
     a: Any, of_a: Any, b: Any, of_b: Any, *, dimensions: DotDimensions, dtype: np.dtype, in_hardware: bool
 ) -> Any:
     del of_a, of_b, in_hardware
-    shape = dimensions.out_shape(a.shape, b.shape)
-    return a.update(shape=shape, dtype=dtype, weak_type=False, sharding=a.sharding.update(spec=P(*[None] * len(shape))))
+    return aval_of_result(a, dimensions.out_shape(a.shape, b.shape), dtype)
 
 
 def _batched(args: Any, axes: Any, *, dimensions: DotDimensions, **params: Any) -> tuple[Array, int]:

@@ -22,11 +22,11 @@ from typing import Any
 import jax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
-from jax.sharding import NamedSharding, PartitionSpec as P
+from jax.sharding import NamedSharding
 from jaxtyping import Array, Float, UInt32
 
 from .._jax.after_partitioning import lower_with_devices
-from .._jax.explicit_axes import with_automatic_axes
+from .._jax.explicit_axes import aval_of_result, with_automatic_axes
 from .._jax.linearization import define_linearization
 from .._jax.mapped_axis import to_front
 from .._jax.max_grad import require_differentiated_state, require_transposed_state, to_dtype_of
@@ -107,8 +107,7 @@ def _split_others(others: Sequence[Any], spec: ProductSpec) -> tuple[tuple[Any, 
 
 def _fp8_dot_aval(input, kernel, *others, spec: ProductSpec):
     shape = spec.batched.out_shape(input.shape, kernel.shape)
-    sharding = input.sharding.update(spec=P(*[None] * len(shape)))
-    return input.update(shape=shape, dtype=spec.out_dtype, weak_type=False, sharding=sharding)
+    return aval_of_result(input, shape, spec.out_dtype)
 
 
 def _fp8_dot_jvp(primals, tangents, *, spec: ProductSpec):

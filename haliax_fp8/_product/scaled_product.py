@@ -18,10 +18,10 @@ import numpy as np
 from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
-from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Float32
 
 from .._jax.compiled_alone import compile_alone
+from .._jax.explicit_axes import aval_of_result
 from .._jax.lowered_by_platform import lower_by_platform
 from .._jax.mapped_axis import to_front
 from .._jax.mesh_axes import all_varying
@@ -75,8 +75,7 @@ def multiplied(
 def aval_of(a: Any, b: Any, scale: Any, *, dimensions: DotDimensions, dtype: np.dtype, **params: Any) -> Any:
     """The abstract value of the product of abstract values."""
     del scale, params
-    shape = dimensions.out_shape(a.shape, b.shape)
-    return a.update(shape=shape, dtype=dtype, weak_type=False, sharding=a.sharding.update(spec=P(*[None] * len(shape))))
+    return aval_of_result(a, dimensions.out_shape(a.shape, b.shape), dtype)
 
 
 def _batched(args: Any, axes: Any, *, dimensions: DotDimensions, **params: Any) -> tuple[Array, int]:

@@ -7,9 +7,10 @@ Some products apply them elsewhere:
 - FP8 attention: cuDNN those of what it multiplies, and `TensorScales` in `attention/emulated.py` those of its results,
   and of all operands where it is emulated.
 
-An operand outside of a product gets its scale from `QuantizedArray.dequantize`, with three exceptions: `scaled_values`
-in `operands.py` (experts with a scale each), rows that `sharding/dispatch.py` has sent, and the vectors that
-`ServedEmbedding.embed` looks up in `serving/layers.py`. The functions of `ops/` follow Flax.
+An operand outside of a product gets its scale from `QuantizedArray.dequantize`, with four exceptions: `scaled_values`
+in `operands.py` (experts with a scale each), rows that `sharding/dispatch.py` has sent, the vectors that
+`ServedEmbedding.embed` looks up in `serving/layers.py`, and kernels that `checkpoints/` keeps as they are in a file.
+The functions of `ops/` follow Flax.
 """
 
 from collections.abc import Callable

@@ -105,7 +105,7 @@ def forward(
     # A copy that was made before is an argument too.
     own = kernel if copies is None or copies.dgrad is None else copies.dgrad
     kept_kernel = _kept(own, saved[1], is_kernel=True, rematerialized=rematerialized)
-    if measured is not None and spec.state is not None and spec.state.packs_state:
+    if measured is not None and spec.state is not None and spec.state.is_record:
         state = None
     return checkpoint_name(out, FP8_OUTPUT), Residuals(kept_input, kept_kernel, measured, state, key)
 
@@ -118,7 +118,7 @@ def _kept(x: Any, copy: Saved, *, is_kernel: bool, rematerialized: bool) -> Any:
     if is_kernel:
         copy = transposed_separately_on_one(copy)
     elif rematerialized:
-        # An input that is kept from the forward to the backward pass had better be transposed before.
+        # An input that is kept for the backward pass is transposed before it is kept.
         copy = transposed_separately(copy)
     # A kernel has no name: it is kept to be quantized again.
     return copy if is_kernel else checkpoint_name(copy, FP8_OPERAND)
@@ -265,8 +265,8 @@ def backward(
         measured = measured_parts(grad, grad_for("dgrad"), "output_grad", extras, spec, kept.state)
     # What a device measured is all that differs, so that one maximum over devices is enough for all operands.
     devices = () if measured is None or kept.measured is None else axes_to_reduce((kept.measured, measured), state_axes)
-    # Records have a mark. Replicas of a table are found by their kernels, unless these are rounded at random.
-    kernel = None if spec.state.packs_state or spec.rounds_kernel_at_random else array_of_kept(residuals.kernel)
+    # Replicas of a record are found by its mark, those of a table by their kernels, unless these are rounded at random.
+    kernel = None if spec.state.is_record or spec.rounds_kernel_at_random else array_of_kept(residuals.kernel)
     if not spec.contraction.state_per_group:
         return gradients, spec.state.cotangent(kept, measured, unrounded, kernel, spec.recipe, spec.ensemble, devices)
     of_groups = largest_of_groups(jnp.max(lax.abs(unrounded), axis=-1, keepdims=True), extras[0])

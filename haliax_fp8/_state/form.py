@@ -47,8 +47,8 @@ class AbstractStateForm(abc.ABC):
     stacked: bool = False
     index_among_sharers: int | None = None
 
-    packs_state: ClassVar[bool]
-    """Whether state and measurements are kept as one array."""
+    is_record: ClassVar[bool]
+    """Whether state is a record: kept with what was measured as one array, and with a mark that replicas share."""
 
     @property
     def alike(self) -> "AbstractStateForm":
@@ -67,7 +67,7 @@ class AbstractStateForm(abc.ABC):
 
     @abc.abstractmethod
     def packed(self, state: Array, measured: Sequence[Parts]) -> Array:
-        """What the backward pass needs as one array: what was measured, and the state if `packs_state`.
+        """What the backward pass needs as one array: what was measured, and the state if `is_record`.
 
         Args:
             state: As it entered the product.
@@ -113,7 +113,7 @@ class AbstractStateForm(abc.ABC):
 class TableForm(AbstractStateForm):
     """The whole table. Its cotangent is the table of the next step, so a plain gradient is complete."""
 
-    packs_state: ClassVar[bool] = False
+    is_record: ClassVar[bool] = False
 
     def scales(self, state: Array, limits: tuple[float, ...], *, exact: bool) -> tuple[Array, Array, Array]:
         """Scales, computed from scales and guards."""
@@ -163,7 +163,7 @@ class RecordForm(AbstractStateForm):
     State and measurements are kept as one array, because a scan stacks each array that it keeps.
     """
 
-    packs_state: ClassVar[bool] = True
+    is_record: ClassVar[bool] = True
 
     def scales(self, state: Array, limits: tuple[float, ...], *, exact: bool) -> tuple[Array, Array, Array]:
         """The scales as they are: exact ones come first, then rounded ones."""

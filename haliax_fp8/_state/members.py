@@ -52,7 +52,7 @@ def marks(shapes: Sequence[tuple[int, ...]]) -> list[Float32[Array, "..."]]:
 def recorded_by_first(
     measured: Float32[Array, "*ensemble numbers"], grad: Array, ensemble: int
 ) -> Float32[Array, "*ensemble numbers"]:
-    """What each member of an ensemble records: of those with the same mark one the maximum, the others zeros.
+    """What each member of an ensemble records: of those with the same mark, one the maximum, and the others zeros.
 
     A member whose branch was not taken receives a gradient of zeros, and records zeros. It is indistinguishable from
     one whose result had no effect, which also records zeros.
@@ -165,7 +165,7 @@ _MANY = 1024
 
 
 def _compared(flat: Array, mark: Array, needed: Array, *, alone: bool) -> Array:
-    """The maximum over the needed ones of those with the same mark, for the first needed one; zeros for the others."""
+    """For the first needed member with a mark, the maximum over all needed members with it; zeros for the others."""
     same = mark[:, None] == mark[None, :]
     if alone:
         # One without replicas always records: a trainer may replace its state with zeros.

@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float32
 from .._jax.xla import side_by_side
 from ..recipes.recipe import SCALE_BITS
 from ..recipes.scaling.base import AbstractScaling, AbstractStatefulScaling
-from ..recipes.scaling.multiplier import round_up_words, words_of
+from ..recipes.scaling.multiplier import round_up_words, usable, words_of
 from .guard import fit, guard_of, guard_on_host, is_scaled_down
 
 
@@ -65,8 +65,7 @@ def scales_in(
         lax.reshape(lax.slice_in_dim(table, i, i + 1, axis=axis), of_ops) for i in (0, table.shape[axis] - 1)
     ]
     own = fit(scale, guard)
-    # Where a step did not reach the row; any other is NaN below.
-    scale = lax.select(lax.le(scale, np.float32(0.0)), lax.full_like(scale, 1.0), scale)
+    scale = usable(scale)  # Others than those of rows that a step did not reach are NaN below.
     repeated = lambda x: lax.broadcast_in_dim(x, both, range(len(both)))
     scales = _multipliable(scale, limits[-1]) if operands == 3 else repeated(scale)
     scales = lax.select(repeated(own), scales, lax.full_like(scales, np.nan))

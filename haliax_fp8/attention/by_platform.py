@@ -4,7 +4,6 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Primitive
@@ -14,6 +13,7 @@ from jaxtyping import Array, Float32
 from .._jax import cudnn_attention
 from .._jax.after_partitioning import lower_with_devices
 from .._jax.compiled_alone import compile_alone
+from .._jax.explicit_axes import aval_of_result
 from .._jax.lowered_by_platform import lower_by_platform
 from .._jax.mapped_axis import to_front
 from . import emulated
@@ -160,20 +160,15 @@ backward_p = Primitive("fp8_attention_backward")
 def _forward_avals(query: Any, key: Any, value: Any, scales: Any, *, attention: Attention, members: int, **params: Any):
     *batch, tokens, heads, _ = query.shape
     return (
-        _like(query, query.shape, query.dtype),
-        _like(query, (*batch, heads, tokens), jnp.float32),
-        _like(query, (*batch[:members], 2), jnp.float32),
+        aval_of_result(query, query.shape, query.dtype),
+        aval_of_result(query, (*batch, heads, tokens), jnp.float32),
+        aval_of_result(query, (*batch[:members], 2), jnp.float32),
     )
 
 
 def _backward_avals(*avals: Any, attention: Attention, members: int):
-    amaxes = _like(avals[0], (*avals[0].shape[:members], 4), jnp.float32)
-    return (*(_like(x, x.shape, x.dtype) for x in avals[:3]), amaxes)
-
-
-def _like(aval: Any, shape: tuple[int, ...], dtype: Any) -> Any:
-    sharding = aval.sharding.update(spec=jax.sharding.PartitionSpec(*[None] * len(shape)))
-    return aval.update(shape=shape, dtype=jnp.dtype(dtype), weak_type=False, sharding=sharding)
+    amaxes = aval_of_result(avals[0], (*avals[0].shape[:members], 4), jnp.float32)
+    return (*(aval_of_result(x, x.shape, x.dtype) for x in avals[:3]), amaxes)
 
 
 def _batch(primitive: Primitive) -> Callable[..., Any]:

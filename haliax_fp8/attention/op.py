@@ -260,5 +260,5 @@ def _check(operands: dict[str, Any], *, is_causal: bool) -> None:
     if is_causal and query.shape[-3] != key.shape[-3]:
         raise ValueError(
             f"query has {query.shape[-3]} tokens and key {key.shape[-3]}, with is_causal=True; a causal Fp8Attention "
-            "needs the same number of both"
+            "needs as many keys as queries"
         )

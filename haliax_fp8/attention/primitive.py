@@ -16,10 +16,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
-from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from .._jax.after_partitioning import lower_with_devices
+from .._jax.explicit_axes import aval_of_result
 from .._jax.linearization import define_linearization
 from .._jax.mapped_axis import to_front
 from .._jax.max_grad import require_differentiated_state, require_transposed_state, to_dtype_of
@@ -65,8 +65,7 @@ def _attention(query: Array, key: Array, value: Array, state: Array, *, spec: At
 
 
 def _attention_aval(query: Any, *others: Any, spec: AttentionSpec) -> Any:
-    sharding = query.sharding.update(spec=P(*[None] * query.ndim))
-    return query.update(dtype=spec.out_dtype, weak_type=False, sharding=sharding)
+    return aval_of_result(query, query.shape, spec.out_dtype)
 
 
 def _linearize(linear: Sequence[bool], *primals: Any, spec: AttentionSpec) -> Any:

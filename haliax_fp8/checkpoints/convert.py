@@ -11,7 +11,7 @@ from jaxtyping import DTypeLike
 from rich.console import RenderableType
 from rich.text import Text
 
-from .._tables import Printable, new_table
+from .._printing import Printable, new_table
 from ..layers.tensor_names import WEIGHT, is_linear
 from .check import check_folder
 from .check.folder import open_checkpoint

@@ -7,7 +7,7 @@ import pathlib
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from .._tables import Printable, new_table
+from .._printing import Printable, new_table
 from .check.folder import open_checkpoint
 from .check.weights import CACHE_SCALES, FLOATS, SCALES, is_fp8
 from .engines import Engine, engines_for
@@ -28,7 +28,7 @@ class Explanation(Printable):
         others: The number of all other tensors whose type is known.
         other_bytes: The bytes that they take.
         plain_bytes: The bytes that the tensors would take with these weights in bf16.
-        engines: Who loads it.
+        engines: The engines that load it.
         unknown: The number of tensors whose type is unknown.
         unknown_bytes: The bytes that they take.
         unknown_types: The names of these types in the files.
@@ -73,7 +73,7 @@ class Explanation(Printable):
             return held  # Engines load it as they load any other.
         if not self.engines:
             return Group(held, Text("It is not known which engines read this layout."))
-        table = new_table("Who loads it", "Other versions of engines may differ.")
+        table = new_table("Engines that load it", "Other versions of engines may differ.")
         for column in ("engine", "hardware", "what it does", "known from"):
             table.add_column(column, overflow="fold")
         for row in self.engines:

@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import DTypeLike
 from rich.console import RenderableType
 
-from .._tables import Printable, new_table
+from .._printing import Printable, new_table
 from ..layers.config import Fp8Config
 from ..layers.model_argument import require_layers
 from ..layers.own_state import require_own_state

@@ -7,8 +7,8 @@ from typing import Any
 import haliax as hax
 import haliax.nn as hnn
 
-from .._left_out import LeftOut
 from .._op import Fp8DotGeneral
+from .._unconverted import LeftOut
 from ..devices.device import Device
 from ..devices.xla_flags import XlaFlags
 from ..recipes.compiler_options import log_cost_of_flags

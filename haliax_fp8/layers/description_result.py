@@ -10,7 +10,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from .._tables import Printable, columns, new_table
+from .._printing import Printable, columns, new_table
 from ..devices.device import Device
 from ..recipes.support import Support
 from .description_table import grouped

@@ -5,7 +5,7 @@ import itertools
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Protocol
 
-from .._tables import common_prefix, in_one_name, without_numbers
+from .._printing import common_prefix, in_one_name, without_numbers
 
 
 class Layer(Protocol):

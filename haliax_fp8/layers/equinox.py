@@ -69,7 +69,7 @@ def _require_fit(shape: tuple[int, ...], features: int, weight: Any, bias: Any) 
     if not (fits and with_bias):
         raise ValueError(
             f"x of shape {shape} does not fit a layer that describe(model) shows as {inputs} -> {outputs}: it takes "
-            f"one example, of shape ({inputs},). A batch has one axis more, in front, and goes through jax.vmap(model)"
+            f"one example, of shape ({inputs},). A batch has one more axis in front: call jax.vmap(model)"
         )
 
 

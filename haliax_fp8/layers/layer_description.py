@@ -5,7 +5,7 @@ import dataclasses
 from rich.table import Table
 from rich.text import Text
 
-from .._tables import Printable, new_table
+from .._printing import Printable, new_table
 from ..recipes.support import Support
 from .prediction import Prediction
 

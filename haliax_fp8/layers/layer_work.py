@@ -97,7 +97,7 @@ class LayerWork:
     def _product(self, name: ProductName, roofline: Roofline) -> float:
         is_fp8, multiple = self._is_fp8(name), self._multiple(name)
         sides = (self.rows, self.size.inputs, self.size.outputs)
-        flops = 2 * self.size.members * math.prod(_filled_up(side, multiple) for side in sides)
+        flops = 2 * self.size.members * math.prod(_padded_to(side, multiple) for side in sides)
         lhs, rhs, result = (self._elements(operand, multiple) for operand in (*OPERANDS[name], _RESULTS[name]))
         moved = (1 if is_fp8 else 2) * (lhs + rhs) + (4 if self._is_rescaled(name) else 2) * result
         dtype = "f8e4m3fn" if is_fp8 else "bf16"
@@ -161,7 +161,7 @@ class LayerWork:
 
     def _elements(self, operand: OperandName, multiple: int = 1) -> int:
         """The size of an operand whose sides are padded to a multiple."""
-        rows, inputs, outputs = (_filled_up(n, multiple) for n in (self.rows, self.size.inputs, self.size.outputs))
+        rows, inputs, outputs = (_padded_to(n, multiple) for n in (self.rows, self.size.inputs, self.size.outputs))
         count = {"input": rows * inputs, "kernel": self.size.experts * inputs * outputs, "output_grad": rows * outputs}
         return self.size.members * count[operand]
 
@@ -177,5 +177,5 @@ def _quantizing(quantization: Quantization, bytes: int, launches: int = 0) -> Wo
     return Work(bytes, launches=launches)
 
 
-def _filled_up(size: int, multiple: int) -> int:
+def _padded_to(size: int, multiple: int) -> int:
     return math.ceil(size / multiple) * multiple

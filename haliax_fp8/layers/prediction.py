@@ -4,7 +4,7 @@ import dataclasses
 
 from rich.text import Text
 
-from .._tables import Printable
+from .._printing import Printable
 from ..devices.peaks import Peaks
 from ..devices.roofline import FASTEST, LIKELY, SLOWEST, Efficiency, Roofline
 from ..recipes.recipe import OPERANDS, Recipe

@@ -100,11 +100,11 @@ class Refused(LayerRule):
 
     @property
     def layer_type(self) -> tuple[type, ...]:
-        """The classes given."""
+        """The classes of `types`."""
         return self.types
 
     def refusal(self, layer: Any) -> str:
-        """The reason given."""
+        """`reason`, for every layer."""
         return self.reason
 
     def kernel(self, layer: Any) -> Kernel:

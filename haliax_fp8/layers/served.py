@@ -38,7 +38,7 @@ class ServedLayers(LayerRule):
 
     @property
     def layer_type(self) -> type:
-        """All of them."""
+        """The classes of all layers for inference."""
         return AbstractServedLayer
 
     def refusal(self, layer: AbstractServedLayer) -> str:

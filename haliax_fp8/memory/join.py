@@ -123,8 +123,8 @@ _JOINED = "joined"
 
 def _check(layers: Any) -> None:
     if not isinstance(layers, Sequence) or not layers:
-        what = "is empty" if isinstance(layers, Sequence) else f"is a {type(layers).__name__}"
-        raise ValueError(f"layers of join_linear {what}, but must be a sequence of layers, such as [q, k, v]")
+        what = "an empty sequence" if isinstance(layers, Sequence) else f"a {type(layers).__name__}"
+        raise ValueError(f"join_linear takes a sequence of layers, such as [q, k, v], but layers is {what}")
     for i, layer in enumerate(layers):
         if not isinstance(layer, hnn.Linear | eqx.nn.Linear) or not hasattr(layer.weight, "dtype"):
             what = f"layers[{i}] of join_linear is a {type(layer).__name__}"

@@ -50,7 +50,9 @@ def benchmark_bars(
         raise ValueError(f"baseline={baseline!r} is not one of the rows {names}")
     for key in values:
         if all(_number(row, key) is None for row in rows):
-            raise ValueError(f"values has {key!r}, which is a number in no row of results; there are {list(rows[0])}")
+            raise ValueError(
+                f"values has {key!r}, but no row of results has such a number; the first row has {list(rows[0])}"
+            )
     figure = panels(1, 1.0)[0]
     figure.clear()
     figure.set_figheight(0.9 + 0.34 * len(rows))

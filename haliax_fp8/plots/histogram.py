@@ -12,8 +12,8 @@ from .style import GREY, RED, look, panels
 def operand_histogram(x: ArrayLike, format: Format, scale: float | None = None, *, name: str = "operand") -> Figure:
     """How the magnitudes of an operand lie in the range of its format.
 
-    Drawn are the elements that are finite and not zero, in units of the scale, `|x| / scale`, in bins of half a power
-    of two. Shaded are what becomes zero, what is subnormal and has fewer digits, and what is clipped.
+    It shows the elements that are finite and not zero, in units of the scale, `|x| / scale`, in bins of half a power of
+    two. Shaded areas show what becomes zero, what is subnormal and has fewer digits, and what is clipped.
 
     Args:
         x: The operand, of any shape and floating dtype.

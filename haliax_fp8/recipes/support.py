@@ -7,7 +7,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from .._numerics.formats import E4M3, E5M2
-from .._tables import Printable
+from .._printing import Printable
 from ..devices.device import FP8_UNITS, Device
 from ..devices.grouped import BLOCK, GroupedImplementation
 from .catalog import RecipeLike, as_recipe

@@ -9,7 +9,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Float32
 from rich.text import Text
 
-from .._tables import Printable
+from .._printing import Printable
 
 
 class TokenMismatch(Printable, eqx.Module):

@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array, Float32, Int
 from rich.console import RenderableType
 
-from .._tables import Printable, new_table
+from .._printing import Printable, new_table
 from ..layers.model_argument import require_model
 
 

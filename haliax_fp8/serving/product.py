@@ -163,10 +163,10 @@ def _multiply(
     def as_it_is(quantized: QuantizedArray, kernel: QuantizedArray) -> Array:
         return _product(quantized, kernel, extras, spec, dtype)
 
-    def filled(quantized: QuantizedArray, kernel: QuantizedArray) -> Array:
-        return filled_product(quantized, kernel, extras, spec, dtype)
+    def padded(quantized: QuantizedArray, kernel: QuantizedArray) -> Array:
+        return padded_product(quantized, kernel, extras, spec, dtype)
 
-    return round_to(on_cuda(filled, as_it_is, quantized, kernel), spec.out_dtype)
+    return round_to(on_cuda(padded, as_it_is, quantized, kernel), spec.out_dtype)
 
 
 def _product_of_experts(
@@ -240,7 +240,7 @@ def rows_of(shape: tuple[int, ...], spec: ServedProduct) -> int:
     return rows if isinstance(rows, int) else ROWS
 
 
-def filled_product(
+def padded_product(
     input: QuantizedArray, kernel: QuantizedArray, extras: tuple[Array, ...], spec: ServedProduct, dtype: np.dtype
 ) -> Array:
     """The product of an input that is padded with rows of zeros to at least `ROWS` rows.
@@ -255,17 +255,17 @@ def filled_product(
     count = -(-ROWS // max(rows_of(input.data.shape, spec), 1))
     position = spec.ensemble
 
-    def filled(x: Array, value: float) -> Array:
+    def padded(x: Array, value: float) -> Array:
         x = lax.expand_dims(x, (position,))
         padding = [(0, count - 1 if axis == position else 0, 0) for axis in range(x.ndim)]
         return lax.pad(x, jnp.asarray(value, x.dtype), padding)
 
     both, contraction, out_axis = spec.contraction.fold(
-        (filled(input.data, 0.0), kernel.data), (position, None), count, position
+        (padded(input.data, 0.0), kernel.data), (position, None), count, position
     )
     scale = input.scale
     if input.block is not None or scale.size > 1:
-        scale = filled(scale, 1.0)
+        scale = padded(scale, 1.0)
     elif scale.ndim:
         scale = lax.expand_dims(scale, (position,))
     block = None if input.block is None else (*input.block[:position], 1, *input.block[position:])

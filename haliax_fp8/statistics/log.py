@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import ArrayLike, Float64
 from rich.text import Text
 
-from .._tables import Printable
+from .._printing import Printable
 from .result import OPERANDS
 
 

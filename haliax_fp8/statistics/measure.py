@@ -134,7 +134,7 @@ def without_measurements[T](tree: T, model: Any) -> T:
 
 
 def _own_rows(measured: OpState, own: OpState) -> Array:
-    """The rows of a state that measures as they are without: shorter, with the same guards."""
+    """The rows of a state without what it measures: shorter, with the same guards."""
     table, columns = measured.array, own.array.shape[-1] - 1
     axis, rows = table.ndim - 1, []
     for row, scaling in enumerate(own.scalings):

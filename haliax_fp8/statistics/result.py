@@ -13,7 +13,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from .._tables import DottedName, Printable, new_table
+from .._printing import DottedName, Printable, new_table
 from ..recipes.recipe import OperandName
 from .result_table import Worst, groups, verdict
 

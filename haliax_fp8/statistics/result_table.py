@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from .._tables import common_prefix
+from .._printing import common_prefix
 
 
 @dataclasses.dataclass(frozen=True)

@@ -210,7 +210,7 @@ ZEROS = jnp.zeros((1, 4, 2, 64))
         ((ZEROS, ZEROS[0], ZEROS[0]), {}, "or without the batch"),
         ((ZEROS.astype(jnp.int32),) * 3, {}, "is int32; pass a floating-point array"),
         (([1.0], ZEROS, ZEROS), {}, "is list; pass a floating-point array"),
-        ((ZEROS[:, :2], ZEROS, ZEROS), {"is_causal": True}, "needs the same number of both"),
+        ((ZEROS[:, :2], ZEROS, ZEROS), {"is_causal": True}, "needs as many keys as queries"),
         ((ZEROS,) * 3, {"is_causal": 1}, "is_causal=1"),
         ((ZEROS, ZEROS, ZEROS, ZEROS), {}, "bias was passed"),
         ((ZEROS,) * 3, {"mask": jnp.ones((4, 4), bool)}, "mask was passed"),

@@ -677,8 +677,8 @@ CHANGES = (
     Change(
         "replicas are told apart by how random numbers rounded their kernels",
         "_product/three_products.py",
-        "if spec.state.packs_state or spec.rounds_kernel_at_random else",
-        "if spec.state.packs_state else",
+        "if spec.state.is_record or spec.rounds_kernel_at_random else",
+        "if spec.state.is_record else",
         ("test_kernel_residual.py::test_replicas_whose_kernels_are_rounded_at_random_record_the_maximum",),
     ),
     Change(
@@ -1311,7 +1311,7 @@ CHANGES = (
         ("test_preflight_products.py::test_grouped_products",),
     ),
     Change(
-        "the sides of a product that was filled up are exchanged",
+        "the sides of a product that was padded are exchanged",
         "preflight/hlo/dimensions.py",
         "if padded.m == self.m else",
         "if padded.m != self.m else",
@@ -1607,11 +1607,11 @@ CHANGES = (
         ("test_parity.py::test_served_as_trained",),
     ),
     Change(
-        "scales of rows that are filled up are left out",
+        "scales of rows that are padded are left out",
         "serving/product.py",
-        "        scale = filled(scale, 1.0)\n",
-        "        scale = lax.broadcast_in_dim(jnp.ones((), jnp.float32), filled(scale, 1.0).shape, ())\n",
-        ("test_for_inference.py::test_filled_up_rows_change_nothing",),
+        "        scale = padded(scale, 1.0)\n",
+        "        scale = lax.broadcast_in_dim(jnp.ones((), jnp.float32), padded(scale, 1.0).shape, ())\n",
+        ("test_for_inference.py::test_padded_rows_change_nothing",),
     ),
     Change(
         "a product in bfloat16 is rounded before its scale on CPUs",

@@ -297,7 +297,7 @@ def test_bars_of_a_benchmarks_file(tmp_path):
     for wrong in ({"label": "name"}, {"label": "library", "baseline": "fp16"}):
         with pytest.raises(ValueError, match="name|fp16"):
             plots.benchmark_bars(rows, values, **wrong)
-    with pytest.raises(ValueError, match="'joules', which is a number in no row"):
+    with pytest.raises(ValueError, match="'joules', but no row of results has such a number"):
         plots.benchmark_bars(rows, {"joules": "energy"}, label="library")
 
 

@@ -59,7 +59,7 @@ def products(op, x, w, c):
 
 @pytest.mark.more
 @pytest.mark.parametrize("name", sorted(RECIPES))
-def test_products_are_those_of_operands_filled_up_with_zeros(name):
+def test_products_are_those_of_operands_padded_with_zeros(name):
     """All three, and nothing but zeros beyond them. Sums of more zeros may be taken in another order."""
     x, w, c = problem()
     op = fp8.Fp8DotGeneral.init(RECIPES[name])
@@ -87,7 +87,7 @@ BLOCKS = {
 
 
 @pytest.mark.parametrize("name", BLOCKS)
-def test_data_and_scales_are_those_of_an_array_filled_up_with_zeros(name):
+def test_data_and_scales_are_those_of_an_array_padded_with_zeros(name):
     """Bit for bit."""
     scaling, _ = BLOCKS[name]
     x = jax.random.normal(jax.random.key(1), (130, 141)) * jnp.exp2(jnp.arange(141) // 10)[None, :]

@@ -88,7 +88,7 @@ CASES = {
     "current scaling": (lambda: converted(Projections.init(), recipe="current"), (ROWS, 512), None),
     "two inputs": (lambda: converted(TwoInputs.init()), (ROWS, 512), None),
     "one input twice": (lambda: converted(OneInput.init()), (ROWS, 512), None),
-    "filled up": (lambda: converted(Layer.init(*ODD)), (1000, 500), 3),
+    "padded": (lambda: converted(Layer.init(*ODD)), (1000, 500), 3),
 }
 
 

@@ -21,7 +21,7 @@ REPOSITORY = ROOT.parent
 # Folders whose names begin with an underscore are private.
 FLOORS = (
     # The ground: JAX extended, numbers, printed tables.
-    ("_jax", "_numerics", "_tables"),
+    ("_jax", "_numerics", "_printing"),
     ("devices",),
     # What becomes of a number: formats, scalings, recipes.
     ("recipes",),
@@ -30,7 +30,7 @@ FLOORS = (
     # One product and its derivative.
     ("_product",),
     # What an op keeps of the conversion that made it.
-    ("_left_out",),
+    ("_unconverted",),
     # The public ops.
     ("_op", "attention"),
     # Models; and proof before purchase, which needs no model.
@@ -52,7 +52,7 @@ WITH_THE_MARKER = {"_state/marker.py", "_state/op_state.py", "_state/records.py"
 
 # The preflight reads any program, also of other packages: it knows devices, not recipes or layers. Of the product it
 # knows the names that traced programs carry.
-OF_THE_PREFLIGHT = {"devices", "_jax", "_numerics", "_tables", "_product"}
+OF_THE_PREFLIGHT = {"devices", "_jax", "_numerics", "_printing", "_product"}
 NAMES_OF_THE_PRODUCT = {"names"}
 
 # What XLA is told with, of `jax.lax`.

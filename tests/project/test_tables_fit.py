@@ -19,7 +19,7 @@ from examples.train_lm import report as lm_report
 from examples.train_vit import report as vit_report
 from haliax_fp8 import describe, fp8_linear_layers, quantization_statistics
 from haliax_fp8._cli.tables import device_rows, device_table, format_rows, format_table
-from haliax_fp8._tables import columns, new_table
+from haliax_fp8._printing import columns, new_table
 from haliax_fp8.checkpoints import (
     CheckReport,
     Conversion,

@@ -38,7 +38,7 @@ from haliax_fp8.recipes import (
     RowwiseScaling,
 )
 from haliax_fp8.serving import Scheme, ServedKernel, dequantize, quantize_for_inference, schemes
-from haliax_fp8.serving.product import ROWS, ServedProduct, filled_product, quantized_input
+from haliax_fp8.serving.product import ROWS, ServedProduct, padded_product, quantized_input
 
 
 In, Out, Vocab, Experts, Rows, Layers = hax.make_axes(inputs=64, outputs=32, vocab=48, experts=3, rows=6, layers=2)
@@ -268,7 +268,7 @@ def test_exported_for_any_number_of_rows(scheme):
 @pytest.mark.parametrize("kernel_first", [False, True])
 @pytest.mark.parametrize("scheme", ["dynamic", "block", "mxfp8"])
 @pytest.mark.parametrize("shape", [(64,), (3, 64), (2, 5, 64)], ids=str)
-def test_filled_up_rows_change_nothing(scheme, shape, kernel_first):
+def test_padded_rows_change_nothing(scheme, shape, kernel_first):
     """What NVIDIA's GPUs multiply for few rows: exact sums of small numbers, so that no order of them matters."""
     shapes = (shape, (32, 64))
     numbers = (((len(shape) - 1,), (1,)), ((), ()))
@@ -280,10 +280,10 @@ def test_filled_up_rows_change_nothing(scheme, shape, kernel_first):
     x = 2.0 ** jax.random.randint(jax.random.key(0), shape, -2, 3).astype(jnp.float32)
     kernel = quantize_for_inference(eqx.nn.Linear(64, 32, key=jax.random.key(1)), scheme).kernel.quantized
     quantized = quantized_input(x, None, spec)
-    filled = filled_product(quantized, kernel, (), spec, np.dtype(np.float32))
+    filled = padded_product(quantized, kernel, (), spec, np.dtype(np.float32))
     expected = contraction.product("fprop", (quantized, kernel), (), spec.precision, np.dtype(np.float32), None)
     np.testing.assert_allclose(filled, expected, rtol=1e-6, atol=1e-6)
-    jaxpr = jax.make_jaxpr(lambda x: filled_product(x, kernel, (), spec, np.dtype(np.float32)))(quantized)
+    jaxpr = jax.make_jaxpr(lambda x: padded_product(x, kernel, (), spec, np.dtype(np.float32)))(quantized)
     (pad, *_) = [equation for equation in jaxpr.jaxpr.eqns if equation.primitive.name == "pad"]
     assert np.prod(pad.outvars[0].aval.shape[:-1]) >= ROWS
 

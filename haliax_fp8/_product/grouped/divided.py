@@ -15,7 +15,6 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
-from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Float32, Int
 
 from ..._jax.after_partitioning import (
@@ -26,6 +25,7 @@ from ..._jax.after_partitioning import (
     platforms_of,
 )
 from ..._jax.compiled_alone import compile_alone
+from ..._jax.explicit_axes import aval_of_result
 from ..._jax.mapped_axis import to_front
 from ..._jax.mesh_axes import all_varying
 from ..._numerics.quantized_array import QuantizedArray
@@ -185,8 +185,7 @@ def _aval(*leaves: Any, work: OneDevice, structure: Any, platform: str) -> Any:
         "dgrad": (*a.data.shape[:-1], b.data.shape[-2]),
         "wgrad": (*sizes.shape, a.data.shape[-1], b.data.shape[-1]),
     }[work.product]
-    sharding = a.data.sharding.update(spec=P(*[None] * len(shape)))
-    return a.data.update(shape=shape, dtype=work.dtype, weak_type=False, sharding=sharding)
+    return aval_of_result(a.data, shape, work.dtype)
 
 
 def _batched(leaves: Any, axes: Any, *, work: OneDevice, structure: Any, platform: str) -> tuple[Array, int]:

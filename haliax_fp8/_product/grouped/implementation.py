@@ -14,7 +14,7 @@ from ...devices.device import Device
 from ...devices.grouped import BLOCK, GroupedImplementation
 from ...recipes.recipe import ProductName, Recipe
 from ...recipes.support import Outcome, supported_in_groups
-from .operands import FP8, alike, filled, lines
+from .operands import FP8, alike, lines, padded
 from .tiles import GroupedScales, Jobs, Tile, groups_jobs, rows_jobs, with_edges, within_bounds
 
 
@@ -140,10 +140,10 @@ class _Work:
         fast = self.fast and pieces == 1
         tile = self._tile(x.dtype, columns, depth, fast=fast, blocks=pieces > 1)
         total = len(x)
-        x, kernel = filled(x, (1, tile.depth), least=tile.rows), filled(kernel, (1, tile.columns, tile.depth))
+        x, kernel = padded(x, (1, tile.depth), least=tile.rows), padded(kernel, (1, tile.columns, tile.depth))
         if vectors:
-            of_columns = filled(vectors[1], (1, 1, tile.columns)).reshape(pieces, -1)
-            vectors = filled(vectors[0].T, (1, 1), least=tile.rows).T, of_columns
+            of_columns = padded(vectors[1], (1, 1, tile.columns)).reshape(pieces, -1)
+            vectors = padded(vectors[0].T, (1, 1), least=tile.rows).T, of_columns
         jobs = rows_jobs(self.sizes, self.rows, len(x), kernel.shape[1], tile, x.shape[1])
         shape, kernel = (len(x), kernel.shape[1]), kernel.reshape(-1, kernel.shape[2])
         out = self._run(x, kernel, jobs, vectors, shape, tile, fast=fast, whole=False)
@@ -158,9 +158,9 @@ class _Work:
             pieces = self._pieces((a, 0), (b, 0))
             vectors = lines(a, (pieces, width)), lines(b, (pieces, columns))
         tile = self._tile(x.dtype, columns, self.rows, fast=False, blocks=pieces > 1)
-        x, y = filled(x, (tile.depth, tile.rows)), filled(y, (tile.depth, tile.columns))
+        x, y = padded(x, (tile.depth, tile.rows)), padded(y, (tile.depth, tile.columns))
         if vectors:
-            vectors = filled(vectors[0], (1, tile.rows)), filled(vectors[1], (1, tile.columns))
+            vectors = padded(vectors[0], (1, tile.rows)), padded(vectors[1], (1, tile.columns))
         jobs = groups_jobs(self.sizes, self.rows, len(x), x.shape[1], tile)
         edged, shape = with_edges(x, self.sizes, self.rows, tile.depth), (self.sizes.size * x.shape[1], y.shape[1])
         out = self._run(edged.T, y.T, jobs, vectors, shape, tile, fast=False, whole=True)

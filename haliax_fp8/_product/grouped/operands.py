@@ -23,7 +23,7 @@ def lines(x: QuantizedArray, shape: tuple[int, ...]) -> Float32[Array, "..."]:
     return expand(scale, shape, x.block)
 
 
-def filled(x: Array, multiples: tuple[int, ...], least: int = 0) -> Array:
+def padded(x: Array, multiples: tuple[int, ...], least: int = 0) -> Array:
     """Padded with zeros to multiples of something along each of its axes, and to so many rows at least.
 
     Axes in front of those with a multiple stay as they are.

@@ -19,7 +19,7 @@ from ..._jax.opaque import on_one_device
 from ..._numerics.quantized_array import QuantizedArray
 from ...recipes.recipe import ProductName
 from ..names import name_of_tile
-from .operands import alike, filled, lines
+from .operands import alike, lines, padded
 from .tiles import Tile
 
 
@@ -107,9 +107,9 @@ def tpu_product(
         y = y.reshape(-1, y.shape[-1])
         tile = Tile(_size(x.shape[1]), _size(y.shape[1]), height)
         vectors = () if of_groups is not None else (lines(a, (1, x.shape[1])), lines(b, (1, y.shape[1])))
-        vectors = tuple(filled(v, (1, n)) for v, n in zip(vectors, (tile.rows, tile.columns), strict=False))
+        vectors = tuple(padded(v, (1, n)) for v, n in zip(vectors, (tile.rows, tile.columns), strict=False))
         width, columns = x.shape[1], y.shape[1]
-        x, y = filled(x, (height, tile.rows)), filled(y, (height, tile.columns))
+        x, y = padded(x, (height, tile.rows)), padded(y, (height, tile.columns))
         visited = visits(sizes, rows, len(x), height, of_rows=False)
         return tpu_sums(x, y, visited, scale, vectors, dtype, tile)[:, :width, :columns]
     is_fprop = product == "fprop"
@@ -119,9 +119,9 @@ def tpu_product(
     vectors = ()
     if of_groups is None:
         of_columns = lines(b, (len(y), 1, columns) if is_fprop else (len(y), columns, 1)).reshape(len(y), 1, columns)
-        vectors = filled(lines(a, (rows, 1)), (height, 1)), filled(of_columns, (1, 1, tile.columns))
-    x = filled(x, (height, tile.depth))
-    y = filled(y, (1, tile.depth, tile.columns) if is_fprop else (1, tile.columns, tile.depth))
+        vectors = padded(lines(a, (rows, 1)), (height, 1)), padded(of_columns, (1, 1, tile.columns))
+    x = padded(x, (height, tile.depth))
+    y = padded(y, (1, tile.depth, tile.columns) if is_fprop else (1, tile.columns, tile.depth))
     visited = visits(sizes, rows, len(x), height, of_rows=True)
     out = tpu_rows(x, y, visited, scale, vectors, dtype, tile, inputs_are_summed=is_fprop)
     return out[:total, :columns]

@@ -6,7 +6,7 @@ import pathlib
 from rich.console import RenderableType
 from rich.text import Text
 
-from ..._tables import Printable, new_table
+from ..._printing import Printable, new_table
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Layers that `join_linear` made one, and the same layers apart: the entries of one as those of the other."""
+"""Checkpoints of layers that `join_linear` joined, read as those of separate layers, and the other way round."""
 
 import contextlib
 import dataclasses

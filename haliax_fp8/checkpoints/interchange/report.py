@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from rich.console import RenderableType
 from rich.text import Text
 
-from ..._tables import DottedName, Printable, new_table
+from ..._printing import DottedName, Printable, new_table
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

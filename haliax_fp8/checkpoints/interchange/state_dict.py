@@ -98,7 +98,7 @@ def _is_full(parts: dict[int, str]) -> bool:
 
 
 def _prefixes(node: Any, pattern: str = "", name: str = "") -> Iterator[tuple[str, str]]:
-    """Where keys differ from names beneath a node: what keys begin with, as a pattern, and what names begin with.
+    """The prefixes of keys beneath a node, as patterns, and of the names that they stand for, where they differ.
 
     The pattern has a group for the index of a layer in a stack. Each has a dot at its end if it is not empty.
     """

@@ -280,7 +280,7 @@ def other_arrays(layer: Any, rule: LayerRule, path: ModelPath) -> list[tuple[str
 
 
 def _parts_of_data(data: Any, path: ModelPath) -> Parts:
-    """Where the matrices of FP8 data lie, whose last two axes are theirs."""
+    """Where each matrix of FP8 data lies; the last two axes are those of a matrix."""
     array = plain(data)
     n = array.ndim - 2
     if isinstance(data, hax.NamedArray):

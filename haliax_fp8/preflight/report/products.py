@@ -8,8 +8,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from ..._printing import common_prefix, in_one_name, new_table, without_numbers
 from ..._product.names import DGRAD, FPROP, WGRAD
-from ..._tables import common_prefix, in_one_name, new_table, without_numbers
 from ..hlo.scopes import label
 from ..verdict.product import Product, Verdict
 from ..verdict.program import Program

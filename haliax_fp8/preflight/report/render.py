@@ -6,7 +6,7 @@ from collections.abc import Callable
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from ..._tables import new_table
+from ..._printing import new_table
 from ...devices.peaks import Peaks
 from ...devices.roofline import FASTEST, LIKELY, SLOWEST, Roofline
 from ..verdict.product import Verdict

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import RenderableType
 
 from ..._numerics.require import require_number
-from ..._tables import Printable
+from ..._printing import Printable
 from ...devices.peaks import is_narrow
 from ...devices.roofline import FASTEST, LIKELY, SLOWEST, Efficiency, Roofline
 from ...devices.xla_flags import XlaFlags

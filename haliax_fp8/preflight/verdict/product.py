@@ -5,7 +5,7 @@ import enum
 
 from rich.text import Text
 
-from ..._tables import Printable
+from ..._printing import Printable
 
 
 TRITON = "Triton"

@@ -4,7 +4,7 @@ import dataclasses
 
 from rich.text import Text
 
-from ..._tables import Printable
+from ..._printing import Printable
 from ...devices.roofline import Roofline
 from ..compile import Memory
 from ..hlo.text import Shape

@@ -16,7 +16,7 @@ from .base import (
 )
 from .block import BlockScaling as BlockScaling
 from .current import CurrentScaling as CurrentScaling, RowwiseScaling as RowwiseScaling
-from .delayed import DelayedScaling as DelayedScaling, usable as usable
+from .delayed import DelayedScaling as DelayedScaling
 from .hadamard import HadamardScaling as HadamardScaling
 from .high_precision import HighPrecision as HighPrecision
 from .measured import STATISTICS as STATISTICS, MeasuredScaling as MeasuredScaling, statistics_of as statistics_of

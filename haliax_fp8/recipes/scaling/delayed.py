@@ -13,7 +13,7 @@ from ..._numerics.require import require_bool, require_integer, require_margin
 from ...devices.device import FP8_UNITS, MatrixUnits
 from .amax_of_history import AbstractAmaxCompute, MaxOfHistory
 from .base import AbstractStatefulScaling, OperandUse, of_all_elements
-from .multiplier import round_down_to_power_of_two
+from .multiplier import round_down_to_power_of_two, usable
 
 
 # The smallest scale that is not flushed to zero. Below it stand tensors whose amax is under 1e-35.
@@ -230,8 +230,3 @@ def scale_of_amax(
 def finite_or_none(measured: Float32[Array, "*shape"]) -> Float32[Array, "*shape"]:
     """Amaxes, `-inf` instead of those that are infinite or NaN: no maximum sees it."""
     return lax.select(lax.is_finite(measured), measured, lax.full_like(measured, -jnp.inf))
-
-
-def usable(scale: Float32[Array, "*shape"]) -> Float32[Array, "*shape"]:
-    """Scales of 0 or `-inf` as 1: a trainer that overwrites state as it comes, where a layer was not reached."""
-    return lax.select(lax.le(scale, np.float32(0.0)), lax.full_like(scale, 1.0), scale)

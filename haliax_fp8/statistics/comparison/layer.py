@@ -11,7 +11,7 @@ from jaxtyping import Array, Float32
 from rich.console import RenderableType
 from rich.text import Text
 
-from ..._tables import Printable, new_table
+from ..._printing import Printable, new_table
 
 
 class Distance(Printable, eqx.Module):

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float32
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from ..._tables import Printable
+from ..._printing import Printable
 from ..result import numbered
 from .layer import Distance, LayerComparison, has_numbers
 from .table import tables

@@ -7,7 +7,7 @@ import numpy as np
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.text import Text
 
-from ..._tables import DottedName, new_table
+from ..._printing import DottedName, new_table
 from ..result_table import groups
 from .layer import Distance, LayerComparison
 

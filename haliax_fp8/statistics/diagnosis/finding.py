@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ..._tables import Printable, in_one_name, new_table, without_numbers
+from ..._printing import Printable, in_one_name, new_table, without_numbers
 from ..result import numbered
 
 

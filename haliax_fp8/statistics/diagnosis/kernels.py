@@ -1,4 +1,4 @@
-"""Checks that compare kernels with what the last step recorded of them, between which lies one update of weights."""
+"""Checks that compare kernels with what the last step recorded of them, one update of the weights earlier."""
 
 import math
 from collections.abc import Iterable, Sequence

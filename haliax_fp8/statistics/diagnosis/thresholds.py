@@ -7,7 +7,7 @@ import numbers
 from rich.table import Table
 
 from ..._numerics.require import require_integer
-from ..._tables import Printable, new_table
+from ..._printing import Printable, new_table
 
 
 # Factors whose logarithm is taken or whose square is a divisor, and a number of steps.

@@ -15,9 +15,9 @@ from jax import lax
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from ..._printing import Printable, new_table
 from ..._product.dimensions import DotDimensions
 from ..._product.dot import DotContraction
-from ..._tables import Printable, new_table
 from ...recipes.recipe import OperandName, ProductName, Recipe
 from ..result import numbered
 from .recipe_json import recipe_from_json, recipe_to_json

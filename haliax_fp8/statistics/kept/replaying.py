@@ -14,12 +14,12 @@ from jaxtyping import Array
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from ..._printing import Printable, new_table
 from ..._product.operands import quantize_operand, round_to, scales_of
 from ..._product.primitive import fp8_dot_general
 from ..._product.spec import ProductSpec
 from ..._state.op_state import OpState
 from ..._state.records import form_of
-from ..._tables import Printable, new_table
 from ...recipes.catalog import RecipeLike, as_recipe, named
 from ...recipes.recipe import OPERANDS, OperandName, ProductName, Recipe
 from ...recipes.scaling import STATISTICS, AbstractScaling, AbstractStatefulScaling, statistics_of

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import pytest
 
 from haliax_fp8 import describe, fp8_linear_layers, quantization_statistics
-from haliax_fp8._tables import in_one_name, without_numbers
+from haliax_fp8._printing import in_one_name, without_numbers
 from haliax_fp8.layers import FasterOn
 from haliax_fp8.layers.patterns import matches
 from haliax_fp8.preflight import inspect_step

@@ -16,7 +16,7 @@ class Printable(abc.ABC):
 
     @abc.abstractmethod
     def __rich__(self) -> RenderableType:
-        """What to show."""
+        """The table, or whatever rich prints."""
 
     def __str__(self) -> str:
         console = Console(width=columns(), color_system=None, force_jupyter=False)
