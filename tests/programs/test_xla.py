@@ -227,11 +227,20 @@ def test_tests_that_show_a_function_exist(test):
 # --- Platforms, and programs for CPUs ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("choose, expected", [(xla.on_cpu, 1.0), (xla.on_cuda, 2.0)])
-def test_switches_between_platforms(choose, expected):
-    """On this CPU."""
-    one, two = lambda x: x, lambda x: 2.0 * x
-    assert float(jax.jit(lambda x: choose(one, two, x))(jnp.float32(1.0))) == expected
+@pytest.mark.parametrize(
+    ("choose", "platform", "factor"),
+    [
+        (xla.on_cuda, "cuda", "1.700000e+01"),
+        (xla.on_cuda, "cpu", "1.900000e+01"),
+        (xla.on_cuda, "tpu", "1.900000e+01"),
+        (xla.on_cpu, "cpu", "1.700000e+01"),
+        (xla.on_cpu, "cuda", "1.900000e+01"),
+    ],
+)
+def test_switches_between_platforms(choose, platform, factor):
+    switched = jax.jit(lambda x: choose(lambda x: 17.0 * x, lambda x: 19.0 * x, x))
+    lowered = switched.trace(numbers()).lower(lowering_platforms=(platform,))
+    assert [number for number in ("1.700000e+01", "1.900000e+01") if number in lowered.as_text()] == [factor]
 
 
 platform_p = Primitive("platform")

@@ -1,8 +1,8 @@
 """XLA's words: every opcode, attribute, custom call and configuration key that means something to the preflight.
 
-The exception is HLO's own grammar, such as `parameter`, `tuple` and `while`, which the code that walks through programs
-spells out. If XLA renames something, change it here. If it adds something, that shows up by name: an unlisted custom
-call is reported as opaque, and fails the tests that compile programs.
+The exceptions are HLO's own grammar, such as `parameter`, `while` and element types, and the attributes of a product's
+axes, which `dimensions.py` reads. If XLA renames something, change it here. If it adds something, that shows up by
+name: an unlisted custom call is reported as opaque, and fails the tests that compile programs.
 """
 
 import dataclasses
