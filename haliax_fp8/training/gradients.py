@@ -157,7 +157,7 @@ def _lost(of: Callable[[Any], Any], differentiated: list[Any], indices: Sequence
     """
     try:
         used = depends_on(lambda leaves: jax.tree.leaves(of(leaves))[0], differentiated)
-    except Exception:  # noqa: BLE001 - the gradient worked; functions that cannot be called twice stay as they are
+    except Exception:  # noqa: BLE001 - the gradient worked, of a function that perhaps no trace can follow
         return 0
     of_leaves = jax.tree.unflatten(jax.tree.structure(differentiated), used)
     of_records = jax.tree.leaves([of_leaves[i] for i in indices])
