@@ -173,7 +173,7 @@ _ROWS = (
         "",
         XlaTpu("tpu7x"),
         # JAX treats each of a chip's two cores as a device.
-        Peaks(2307e12, 1153.5e12, 1153.5e12 / 6, 3.69e12, "Google Cloud TPU7x page, half a chip"),
+        Peaks(2307e12, 1153.5e12, 1153.5e12, 3.69e12, "Google Cloud TPU7x page, half a chip"),
         ("v7x", "tpuv7x", "tpu7", "ironwood"),
     ),
     Row(
@@ -182,7 +182,7 @@ _ROWS = (
         "TPU v6 lite",
         "",
         XlaTpu("v6e"),
-        Peaks(918e12, 918e12, 918e12 / 6, 1.638e12, "Google Cloud TPU v6e page, per chip"),
+        Peaks(918e12, 918e12, 918e12, 1.638e12, "Google Cloud TPU v6e page, per chip"),
         ("v6e", "tpuv6e", "tpuv6lite", "trillium"),
     ),
     Row(
@@ -191,7 +191,7 @@ _ROWS = (
         "TPU v5 lite",
         "",
         XlaTpu("v5e"),
-        Peaks(197e12, 197e12, 197e12 / 6, 0.819e12, "Google Cloud TPU v5e page, per chip"),
+        Peaks(197e12, 197e12, 197e12, 0.819e12, "Google Cloud TPU v5e page, per chip"),
         ("v5e", "tpuv5e", "v5litepod", "tpuv5lite"),
     ),
     Row(

@@ -15,7 +15,7 @@ class Peaks:
     Args:
         fp8: FLOP/s of products of FP8 operands; equal to `bf16` if the device has no such products.
         bf16: FLOP/s of products of bfloat16 or float16 operands.
-        f32: FLOP/s of products of float32 operands: in TF32 on a GPU, as six bfloat16 products on a TPU.
+        f32: FLOP/s of products of float32 operands: in TF32 on a GPU; on a TPU in bfloat16, XLA's default precision.
         bandwidth: Bytes per second.
         source: The source of the figures.
     """

@@ -40,7 +40,7 @@ def test_a_row_of_the_catalog_is_all_that_a_device_needs(row):
     else:
         found = compilable_devices[row.name]
         assert (found.name, found.kind, found.hardware, found.peaks) == (row.name, row.kind, device, row.peaks)
-        assert row.peaks.fp8 >= row.peaks.bf16 > row.peaks.f32 > 0 and row.peaks.source
+        assert row.peaks.fp8 >= row.peaks.bf16 >= row.peaks.f32 > 0 and row.peaks.source
 
 
 def test_a_name_means_one_device():

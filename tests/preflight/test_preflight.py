@@ -442,7 +442,7 @@ def test_peaks_by_format():
     assert h100.flops("f16") == h100.flops("bf16") and h100.flops("f64") == h100.flops("f32") < h100.flops("bf16")
     assert a100.fp8 == a100.bf16
     for device in compilable_devices.values():
-        assert device.peaks is None or device.peaks.fp8 >= device.peaks.bf16 > device.peaks.f32 > 0
+        assert device.peaks is None or device.peaks.fp8 >= device.peaks.bf16 >= device.peaks.f32 > 0
 
 
 @pytest.mark.parametrize(
@@ -451,6 +451,16 @@ def test_peaks_by_format():
 def test_which_devices_have_fp8(name, lacks):
     assert (compilable_devices[name].lacks("f8e4m3fn") is not None) == lacks
     assert compilable_devices[name].lacks("bf16") is None
+
+
+@pytest.mark.parametrize("name", ["h100", "tpu7x", "tpu6e"])
+@pytest.mark.parametrize("dtype", ["f8e4m3b11fnuz", "f8e4m3", "f8e3m4", "f4e2m1fn"])
+def test_narrow_types_that_no_unit_multiplies(name, dtype):
+    """Only cuDNN has products of FP4, in blocks."""
+    device = compilable_devices[name]
+    expected = None if (name, dtype) == ("h100", "f4e2m1fn") else f"{device.kind} has no products of {dtype}"
+    assert device.lacks(dtype) == expected
+    assert device.lacks("f8e8m0fnu") is None and device.lacks("s8") is None  # scales, and other products
 
 
 @pytest.mark.slow

@@ -12,10 +12,12 @@ import numpy as np
 import optax
 import pytest
 from compiled_models import abstract, struct
+from hypothesis import given, strategies as st
 
 import haliax_fp8 as fp8
 from haliax_fp8.preflight import Memory, Verdict, compilable_devices, inspect_step
 from haliax_fp8.preflight.compile import Compiled
+from haliax_fp8.preflight.hlo.dimensions import _pairs
 from haliax_fp8.preflight.verdict.analysis import analyze
 
 
@@ -389,6 +391,17 @@ def test_products_that_a_tpu_writes_as_convolutions(lhs, rhs, out, window, label
     assert (product.batch, product.m, product.n, product.k) == sizes
     assert product.verdict is Verdict.FP8
     assert read(text, "tpu6e").products[0].verdict is Verdict.EMULATED
+
+
+@given(*[st.integers(1, 7)] * 5, st.integers(-9, 9))
+def test_pairs_of_a_window_are_counted(size, positions, window, stride, holes, low):
+    """As one by one: for each position of the output and each element of the window, whether it meets an input."""
+    for dilation in (1, 2, 3, 6):
+        fields = {"size": window, "stride": stride, "rhs_dilate": dilation, "lhs_dilate": holes, "pad": low}
+        met = [p * stride + e * dilation - low for p in range(positions) for e in range(window)]
+        expected = sum(0 <= index <= (size - 1) * holes and index % holes == 0 for index in met)
+        if not stride == dilation == holes == window == 1:
+            assert _pairs(fields, size, positions) == expected
 
 
 def convolution_macs(x, w, stride, pad, dilate):

@@ -85,6 +85,32 @@ def test_a_parameter_that_a_fusion_hands_on_is_not_written():
     assert fused(lines, "(f32[1000,64]{1,0}, f32[1,64]{1,0})", "%x", "%row") == MATRIX + 2 * ROW
 
 
+def test_an_operand_that_a_fusion_within_a_fusion_only_renames_is_read_whole():
+    """As TPUs' compiler wraps the operands of products."""
+    text = """HloModule m
+
+%inner (p: bf16[64,1000]) -> bf16[1,64,1000] {
+  %p = bf16[64,1000]{1,0} parameter(0)
+  ROOT %b = bf16[1,64,1000]{2,1,0} bitcast(%p)
+}
+
+%outer (a: bf16[16,64], w: bf16[64,1000]) -> bf16[16,1000] {
+  %a = bf16[16,64]{1,0} parameter(0)
+  %w = bf16[64,1000]{1,0} parameter(1)
+  %named = bf16[1,64,1000]{2,1,0} fusion(%w), kind=kLoop, calls=%inner
+  ROOT %c = bf16[16,1000]{1,0} convolution(%a, %named), window={size=1}, dim_labels=bf_0io->bf
+}
+
+ENTRY %main (x: bf16[16,64], k: bf16[64,1000]) -> bf16[16,1000] {
+  %x = bf16[16,64]{1,0} parameter(0)
+  %k = bf16[64,1000]{1,0} parameter(1)
+  ROOT %f = bf16[16,1000]{1,0} fusion(%x, %k), kind=kOutput, calls=%outer
+}
+"""
+    (fusion,) = (site for site in launches(entry_sites(parse_hlo(text))) if site.instruction.opcode == "fusion")
+    assert touched(fusion) == 2 * (16 * 64 + 64 * 1000 + 16 * 1000)
+
+
 @pytest.mark.parametrize(
     "opcode, runs",
     [

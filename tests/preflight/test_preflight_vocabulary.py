@@ -161,8 +161,11 @@ def test_what_is_not_known_is_named_in_the_report(name):
     )
     program = read(text)
     assert [call.name for call in program.opaque] == [name] and program.others.count == 1
-    report = PreflightReport(fp8.preflight.compilable_devices["h100"], {"devices": 1}, program)
+    device, without = fp8.preflight.compilable_devices["h100"], read(module(["ROOT %x = f32[8]{0} parameter(0)"]))
+    report = PreflightReport(device, {"devices": 1}, program)
     assert f"1 launches cannot be analyzed, and are not in the times: {name}" in report.caveats
+    report = PreflightReport(device, {"devices": 1}, without, baseline=program)
+    assert f"1 launches of the baseline cannot be analyzed, and are not in the times: {name}" in report.caveats
 
 
 def anywhere(x, key):

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from ...devices.device import Device
-from ...devices.peaks import Peaks
+from ...devices.peaks import Peaks, is_narrow
 from ...devices.units import MX_UNITS
 from ...devices.xla_flags import XlaFlags
 from ..hlo.vocabulary import FORMATS
@@ -75,8 +75,11 @@ class CompilableDevice(abc.ABC):
         """
         if self.hardware.emulates and dtype.startswith("f8"):
             return "a CPU has no FP8 products: they are emulated, with the same rounding"
-        format = FORMATS.get(dtype)
-        return None if format is None else self.hardware.lacks(format)
+        if (format := FORMATS.get(dtype)) is not None:
+            return self.hardware.lacks(format)
+        # Scales are not multiplied so; and cuDNN has block-scaled products of FP4.
+        is_known = dtype == "f8e8m0fnu" or (dtype.startswith("f4") and self.hardware.platform == "cuda")
+        return f"{self.kind} has no products of {dtype}" if is_narrow(dtype) and not is_known else None
 
     def lacks_block_scaling(self) -> str | None:
         """Why the device does not multiply operands with a scale for each block; None if it does."""

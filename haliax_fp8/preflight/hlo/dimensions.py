@@ -235,5 +235,16 @@ def _pairs(window: dict[str, int], size: int, positions: int) -> int:
     low, holes = window.get("pad", 0), window.get("lhs_dilate", 1)
     if stride == dilation == holes == window["size"] == 1 and low == 0:
         return min(size, positions)
-    indices = (p * stride + element * dilation - low for p in range(positions) for element in range(window["size"]))
-    return sum(0 <= index <= (size - 1) * holes and index % holes == 0 for index in indices)
+    last = (size - 1) * holes
+    starts = range(-low, positions * stride - low, stride)
+    return sum(_multiples(start, dilation, window["size"], of=holes, last=last) for start in starts)
+
+
+def _multiples(start: int, step: int, count: int, *, of: int, last: int) -> int:
+    """How many of `start, start + step, ...`, `count` in all, are multiples of a number and lie from 0 to `last`."""
+    common = math.gcd(step, of)
+    if start % common:
+        return 0
+    first, end, period = max(0, -(start // step)), min(count - 1, (last - start) // step), of // common
+    first += (-start // common * pow(step // common, -1, period) - first) % period
+    return max(0, (end - first) // period + 1)

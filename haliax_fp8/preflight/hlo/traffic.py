@@ -30,7 +30,9 @@ def _users(site: Site) -> list[Site]:
     found = []
     for user in site.computation.users[site.instruction.name]:
         other = site.beside(user.name)
-        found += _users(other) if user.opcode in (BITCAST, "get-tuple-element") else [other]
+        is_name = user.opcode in (BITCAST, "get-tuple-element")
+        # The result of a fusion within a fusion may be its operand under another name.
+        found += _users(other) if is_name and not user.is_root else [other]
     return found
 
 

@@ -122,10 +122,11 @@ class PreflightReport(Printable):
             found.append(f"{self.step.unknown_loops} loops of unknown length are counted as running once")
         if self.step.branches:
             found.append(f"all branches of {self.step.branches} conditionals are counted")
-        if self.step.opaque:
-            names = sorted({call.name for call in self.step.opaque})
-            count = len(self.step.opaque)
-            found.append(f"{count} launches cannot be analyzed, and are not in the times: {', '.join(names)}")
+        for whose, program in (("", self.step), (" of the baseline", self.baseline)):
+            if program is not None and program.opaque:
+                names = ", ".join(sorted({call.name for call in program.opaque}))
+                what = f"{len(program.opaque)} launches{whose}"
+                found.append(f"{what} cannot be analyzed, and are not in the times: {names}")
         if any(product.in_attention for product in self.step.products):
             found.append(
                 "whether cuDNN has a GPU kernel for each fused attention, and how much memory it needs, is known only "
