@@ -9,7 +9,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from haliax_fp8 import Fp8DotGeneral, filter_grad
-from haliax_fp8.preflight import compilable_devices, inspect_step
+from haliax_fp8.preflight import PreflightError, compilable_devices, inspect_step
 
 
 pytestmark = [
@@ -18,6 +18,7 @@ pytestmark = [
 ]
 
 TPUS = {"device": "tpu7x", "mesh": {"model": 4}, "other_setting": False}
+EIGHT = {**TPUS, "mesh": {"model": 8}}
 DIMENSIONS = (((1,), (0,)), ((), ()))
 
 
@@ -59,3 +60,36 @@ def test_experts():
     whole = lambda op, rows, kernels, sizes: filter_grad(lambda params: routed(*params, sizes))((op, rows, kernels))
     with pytest.raises(ValueError, match=r"grouped product cannot be divided over 4 TPUs.*jax.shard_map"):
         inspect_step(whole, *args, shardings=(None, own, own, own), **TPUS)
+
+
+def test_communication_on_the_sparsecore():
+    """Kernels are gathered, and their gradients added up, on another core. It gets its operands after it has started.
+    A product runs while the second kernel travels."""
+    squared = lambda ws, x: jnp.square((jax.nn.silu(x @ ws[0]) @ ws[1]).astype(jnp.float32)).mean()
+    rows, kernels = P("model"), (struct(1024, 4096), struct(4096, 1024))
+    found = inspect_step(jax.grad(squared), kernels, struct(4096, 1024), shardings=((rows, rows), rows), **EIGHT)
+    first, second, gradients = found.step.collectives
+    assert "call-start()" in found.step.text and "call-update" in found.step.text
+    for gather in (first, second):
+        assert (gather.kind, gather.bytes, gather.executions) == ("all-gather", 2 * 1024 * 4096, 1)
+        assert gather.is_asynchronous and [part.feeds_product for part in gather.parts] == [True]
+    assert (first.meanwhile, second.meanwhile) == ((), ("ws.0 forward",))
+    assert gradients.reduces_gradients and gradients.wire == round(2 * 7 / 8 * 2 * 2 * 1024 * 4096)
+    assert [product.layer for product in found.step.products] == ["ws.0", "ws.1", "ws.1", "ws.1", "ws.0"]
+    with pytest.raises(PreflightError, match="0.0000 of the bytes are in FP8:\n  all-gather of bf16"):
+        found.require(fp8_gathers=1.0)
+
+
+@pytest.mark.parametrize(("recipe", "share"), [("delayed", 1.0), (None, 0.0)])
+def test_parts_of_a_kernel_that_travel_while_others_are_multiplied(recipe, share):
+    """Without an all-gather: devices pass the parts on, and multiply two joined ones at a time."""
+    product = lambda op, w, x: x @ w if op is None else op(x, w, DIMENSIONS)
+    args, own = (recipe and abstract(recipe), struct(4096, 4096), struct(16384, 4096)), P("model")
+    found = inspect_step(product, *args, shardings=(None, own, own), **TPUS)
+    assert {collective.kind for collective in found.step.collectives} == {"collective-permute"}
+    assert found.step.fp8_gathers == share
+    if share:
+        found.require(fp8_gathers=1.0)
+    else:
+        with pytest.raises(PreflightError, match="0.0000 of the bytes are in FP8:\n  collective-permute of bf16"):
+            found.require(fp8_gathers=1.0)

@@ -7,7 +7,7 @@ element, becomes a result of the program: the new weight, or the optimizer's mom
 from collections.abc import Iterator, Sequence
 
 from .sites import Site
-from .vocabulary import ELEMENTWISE, REDUCE, SCATTER, UPDATE, is_fusion, subprograms
+from .vocabulary import CALL_UPDATE, ELEMENTWISE, REDUCE, SCATTER, UPDATE, is_fusion, subprograms
 
 
 # A value; and, if it is a tuple, the position in it of the part that is followed.
@@ -50,6 +50,15 @@ def _after(value: Site, user: Site, path: tuple[int, ...], scope: str) -> list[_
         return [(user, path)] if 0 in indices else []
     if is_fusion(instruction):
         return [(_parameter(user, instruction.called("calls")[0], index), path) for index in indices]
+    if opcode == CALL_UPDATE:
+        if 0 in indices:
+            return [(user, path)]
+        start = user
+        while start.instruction.opcode == CALL_UPDATE:
+            start = start.operands[0]
+        (name,) = subprograms(start.instruction)
+        numbers = (i for i, given in enumerate(start.arguments) if given.instruction.name == value.instruction.name)
+        return [(_parameter(start, name, number), path) for number in numbers]
     inner = subprograms(instruction)
     if opcode == "conditional":
         return [(_parameter(user, inner[index - 1], 0), path) for index in indices if index > 0]

@@ -7,7 +7,11 @@ from . import vocabulary as words
 from .scopes import dotted
 from .sites import Site, element_of_carry
 from .text import Shape
-from .vocabulary import begins, ends, is_fusion, subprograms
+from .vocabulary import begins, ends, is_fusion, is_windowed, subprograms
+
+
+# The instructions whose end has the result of the function that they call.
+_CALLS = {words.ASYNC_START, words.CALL_START, words.CALL_UPDATE, words.FUSION_START}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,6 +95,24 @@ def gathers(site: Site) -> Iterator[tuple[Site, int]]:
             yield step, indices[-1] if indices else 0
 
 
+def windowed(site: Site) -> Iterator[tuple[Site, int]]:
+    """The same of the permutations with which XLA passes parts of an operand from device to device, and multiplies each
+    as it arrives, possibly joined to another part."""
+    waiting = [site]
+    seen: set[tuple[int, str, tuple[int, ...]]] = set()
+    while waiting:
+        for step, indices in _steps(waiting.pop()):
+            key = id(step.computation), step.instruction.name, indices
+            if key in seen:
+                break
+            seen.add(key)
+            if is_windowed(step.instruction):
+                yield step, indices[-1] if indices else 0
+            if step.instruction.opcode in (words.CONCATENATE, words.MAXIMUM):
+                # XLA joins parts as the maximum of both, padded with what is less than every number.
+                waiting += step.operands
+
+
 def _makers(site: Site) -> Iterator[Site]:
     """The instructions that made a value, backwards for as long as each passes on one operand."""
     return (step for step, _ in _steps(site))
@@ -128,7 +150,7 @@ def _before(site: Site, indices: list[int]) -> Site | None:
         return site.root(instruction.called("body")[0])
     if (opcode == "call" or begins(opcode)) and (inner := subprograms(instruction)):
         return site.root(inner[0])
-    if ends(opcode) and site.operands[0].instruction.opcode in (words.FUSION_START, words.ASYNC_START):
+    if ends(opcode) and site.operands[0].instruction.opcode in _CALLS:
         return site.operands[0]
     if opcode in words.HANDED_ON:
         # Some take several operands and return a tuple of the same length.
@@ -151,19 +173,19 @@ def _argument(site: Site, indices: list[int]) -> Site | None:
     if caller.instruction.opcode == "conditional":
         branches = subprograms(caller.instruction)
         return caller.operands[1 + branches.index(site.computation.name)]
-    return caller.operands[site.instruction.parameter_number]
+    return caller.arguments[site.instruction.parameter_number]
 
 
 def _of_carry(carry: Site, indices: list[int]) -> Site | None:
     """Where an element of a loop's carry comes from: its initial value, if the body passes it on unchanged; the values
-    that the body wrote in earlier iterations, if it fills an array slice by slice."""
+    that the body wrote in earlier iterations, if it fills an array slice by slice or XLA passes parts on."""
     root = carry.beside(carry.computation.root.name)
     if not indices or root.instruction.opcode != "tuple" or carry.caller is None:
         return None
     result = root.operands[indices[-1]]
     if element_of_carry(result) == indices[-1]:
         return carry.caller.operands[0]
-    if result.instruction.opcode not in (words.UPDATE, words.FUSION):
+    if result.instruction.opcode not in (words.UPDATE, words.FUSION) and not is_windowed(result.instruction):
         return None
     indices.pop()
     return result

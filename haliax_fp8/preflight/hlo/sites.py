@@ -10,8 +10,10 @@ from .vocabulary import (
     COMPARISONS,
     COPIES,
     COPY_START,
+    DONE,
     FUSION_START,
     begins,
+    ends,
     is_fusion,
     known_trip_count,
     subprograms,
@@ -42,6 +44,24 @@ class Site:
         if self.instruction.opcode in ("parameter", "constant"):
             return ()
         return tuple(self.beside(name) for name in self.instruction.operands)
+
+    @property
+    def continuations(self) -> tuple["Site", ...]:
+        """The instructions that continue an asynchronous operation, which this one starts, and the one that ends it."""
+        found: list[Site] = []
+        current = self
+        while begins(self.instruction.opcode) and not current.instruction.opcode.endswith(DONE):
+            users = (user for user in self.computation.users[current.instruction.name] if ends(user.opcode))
+            if (user := next(users, None)) is None:
+                break
+            current = self.beside(user.name)
+            found.append(current)
+        return tuple(found)
+
+    @property
+    def arguments(self) -> tuple["Site", ...]:
+        """The values that it passes to the function that it calls; a TPU's SparseCore gets them after the start."""
+        return self.operands + tuple(late for after in self.continuations for late in after.operands[1:])
 
     @property
     def results(self) -> tuple[Shape, ...]:

@@ -31,7 +31,7 @@ WIDE = ("bf16", "f16", "f32", "f64")
 
 # --- Opcodes, alone and by kind ---------------------------------------------------------------------------------------
 
-CUSTOM_CALL, FUSION = "custom-call", "fusion"
+CALL_START, CALL_UPDATE, CUSTOM_CALL, FUSION = "call-start", "call-update", "custom-call", "fusion"
 ASYNC_START, COPY_START, FUSION_START = "async-start", "copy-start", "fusion-start"
 DOT, SCALED_DOT, RAGGED_DOT, CONVOLUTION = "dot", "scaled-dot", "ragged-dot", "convolution"
 ALL_GATHER, ALL_GATHER_START, ALL_REDUCE = "all-gather", "all-gather-start", "all-reduce"
@@ -49,14 +49,11 @@ NO_LAUNCH = {
 SLICES = {"dynamic-slice", "slice", "gather"}
 """Opcodes that read only the part of their first operand that they return."""
 
-COLLECTIVES = {
-    *("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast"),
-    "ragged-all-to-all",
-}
-"""Communication between devices."""
-
 SENT_WHOLE = {"collective-permute", "collective-broadcast"}
 """Collectives in which a device passes on a whole array, not its share of the ring."""
+
+COLLECTIVES = {"all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", *SENT_WHOLE}
+"""Communication between devices."""
 
 COPIES = {"copy", "bitcast", "convert", "reshape"}
 """Opcodes that return the same numbers in another memory, type or shape."""
@@ -85,7 +82,7 @@ ELEMENTWISE = {
     *_MOVES,
     *SCALES_AND_BOUNDS,
     *("add", "subtract", "negate", "abs", "sqrt", "rsqrt", "power", "select", "clamp", "sign", "concatenate"),
-    *("all-reduce", "all-reduce-start", "all-reduce-done", "fusion-done"),
+    *("all-reduce", "all-reduce-start", "all-reduce-done", "fusion-done", "call-done"),
     *("reduce-scatter", "reduce-scatter-start", "reduce-scatter-done"),
 }
 """Opcodes whose results come element by element from an operand, or that only move elements."""
@@ -118,13 +115,11 @@ def subprograms(instruction: Instruction) -> tuple[str, ...]:
     They do not include the condition of a loop, or the functions that `reduce` or `sort` apply to scalars.
     """
     opcode = instruction.opcode
-    if is_scaled_dot(instruction):
-        return ()
     if opcode == "while":
         return instruction.called("body")
     if opcode == "conditional":
         return instruction.called("branch_computations", "true_computation", "false_computation")
-    if opcode == "call":
+    if opcode in ("call", CALL_START) and not is_scaled_dot(instruction):
         return instruction.called("to_apply", "calls")
     if begins(opcode) and not is_fusion(instruction):
         return instruction.called("calls", "async_computation")
@@ -169,6 +164,12 @@ def is_synchronous(collective: Instruction) -> bool:
     return bool(collective.config.get("collective_backend_config", {}).get("is_sync"))
 
 
+def is_windowed(instruction: Instruction) -> bool:
+    """Whether it passes on what XLA sends on its own, such as parts of an operand while others are multiplied."""
+    is_generated = 'is_spmd_generated="true"' in instruction.attribute("frontend_attributes")
+    return is_generated and instruction.opcode.removesuffix(START).removesuffix(DONE) in SENT_WHOLE
+
+
 def reduction_of(module: Module, collective: Instruction) -> str:
     """The opcode with which a collective combines values; empty if it does not."""
     names = collective.called("to_apply")
@@ -181,8 +182,7 @@ COMPARISONS = {"LT": 0, "LE": 1, "GT": 0, "GE": -1}
 
 def is_triton(instruction: Instruction) -> bool:
     """Whether a fusion is compiled by Triton: XLA calls it `__triton_gemm` or `__triton_nested_gemm_fusion`."""
-    config = instruction.config.get("fusion_backend_config", {})
-    return is_fusion(instruction) and "triton" in config.get("kind", "")
+    return is_fusion(instruction) and "triton" in instruction.config.get("fusion_backend_config", {}).get("kind", "")
 
 
 def dot_numbers(call: Instruction) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]] | None:

@@ -217,7 +217,8 @@ class PreflightReport(Printable):
         if share is None or share >= least:
             return []
         wide = [
-            f"  {found.kind} of {part.dtype}, {size(part.wire)}, {found.executions} times, in {label(found.scope)}"
+            f"  {found.kind} of {part.dtype}, {size(part.wire)}, {found.executions} times, in "
+            + (label(found.scope) or found.scope)
             for found in self.step.collectives
             for part in found.parts
             if part.feeds_product and not is_narrow(part.dtype)

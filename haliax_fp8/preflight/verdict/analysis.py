@@ -9,7 +9,7 @@ from ..compilable.device import CompilableDevice
 from ..compile import Compiled
 from ..hlo.destination import destinations, matching
 from ..hlo.dimensions import Dimensions, dimensions, grouped_operands
-from ..hlo.origin import Origin, entering, gathers, origin
+from ..hlo.origin import Origin, entering, gathers, origin, windowed
 from ..hlo.scopes import asks_for_fp8, dotted, label, layer_of, product_name, rotates
 from ..hlo.sites import Site, entry_sites, launches, opened, trip_count
 from ..hlo.text import Module, parse_hlo
@@ -69,7 +69,7 @@ def analyze(compiled: Compiled, device: CompilableDevice, known: Mapping[str, st
         for site in opened(one.launch)
         if dimensions(site) is not None
         for operand in site.operands[:2]
-        for gather, result in gathers(operand)
+        for gather, result in (*gathers(operand), *windowed(operand))
     }
     collectives = [read_collective(site, kind, gathered, multiplying) for site, kind in communicating]
     return Program(

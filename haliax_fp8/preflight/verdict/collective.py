@@ -10,13 +10,11 @@ from ..hlo.sites import Site
 from ..hlo.text import Shape
 from ..hlo.vocabulary import (
     ADD,
-    ALL_GATHER,
     ALL_REDUCE,
     DONE,
     SENT_WHOLE,
     begins,
     devices_in_group,
-    ends,
     is_synchronous,
     reduction_of,
 )
@@ -33,7 +31,8 @@ class Part:
     Args:
         dtype: XLA's name for its element type.
         wire: The bytes of it that a device sends in one run, in a ring.
-        feeds_product: Whether the gathered array becomes an operand of a matrix product, at most cast and scaled.
+        feeds_product: Whether the gathered array, or a part that XLA passes on while it multiplies others, becomes an
+            operand of a matrix product, at most cast and scaled.
     """
 
     dtype: str
@@ -98,7 +97,7 @@ def read_collective(
     Args:
         site: Its instruction; for an asynchronous one, the one that starts it.
         kind: Its opcode without `-start`.
-        product_operands: The results of gathers that become operands of products.
+        product_operands: The results of gathers, and parts passed on, that become operands of products.
         multiplying: The launches that multiply.
     """
     given = tuple(array for operand in site.operands for array in operand.instruction.shape.arrays)
@@ -110,7 +109,9 @@ def read_collective(
         Part(shape.dtype, wire, (site.computation.name, site.instruction.name, index) in product_operands)
         for index, (shape, wire) in enumerate(zip(made, wires, strict=True))
     )
-    begin = site.caller if site.caller is not None and begins(site.caller.instruction.opcode) else site
+    begin = site
+    while begin.caller is not None and begins(begin.caller.instruction.opcode):
+        begin = begin.caller
     end = _end(begin)
     return Collective(
         kind=kind,
@@ -136,22 +137,18 @@ def _wire(kind: str, before: Shape, after: Shape, devices: int) -> float:
 
 def _end(begin: Site) -> str | None:
     """The name of the instruction that ends an asynchronous collective; None for one that blocks."""
-    if not begins(begin.instruction.opcode) or is_synchronous(begin.instruction):
+    if is_synchronous(begin.instruction) or not (after := begin.continuations):
         return None
-    current = begin.instruction
-    while not current.opcode.endswith(DONE):
-        # Some have steps between start and end.
-        users = (user for user in begin.computation.users[current.name] if ends(user.opcode))
-        if (after := next(users, None)) is None:
-            return None
-        current = after
-    return current.name
+    last = after[-1].instruction
+    return last.name if last.opcode.endswith(DONE) else None
 
 
 def _between(begin: Site, end: str, multiplying: Sequence[Multiplying]) -> tuple[str, ...]:
     """The products whose launches run after `begin` and before `end`, in program order."""
     order = list(begin.computation.instructions)
-    within = set(order[order.index(begin.instruction.name) + 1 : order.index(end)])
+    # It runs once it has its operands, which it may get after its start.
+    ready = [begin, *(after for after in begin.continuations if len(after.operands) > 1)][-1]
+    within = set(order[order.index(ready.instruction.name) + 1 : order.index(end)])
     found: list[str] = []
     for one in multiplying:
         site: Site | None = one.launch
@@ -172,7 +169,7 @@ def fp8_share_of_gathers(collectives: Sequence[Collective]) -> float | None:
         (part.dtype, part.wire * found.executions)
         for found in collectives
         for part in found.parts
-        if found.kind == ALL_GATHER and part.feeds_product
+        if part.feeds_product
     ]
     total = sum(wire for _, wire in sent)
     return sum(wire for dtype, wire in sent if is_narrow(dtype)) / total if total else None
