@@ -5,6 +5,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import jax
 
@@ -33,7 +34,19 @@ class Device:
     @staticmethod
     def local() -> "Device":
         """The first device of this process."""
-        device = jax.devices()[0]
+        return Device.of_jax(jax.devices()[0])
+
+    @staticmethod
+    def of_jax(device: Any) -> "Device":
+        """The hardware of one of JAX's devices, of this machine or of a description of another.
+
+        Args:
+            device: Such as one of `jax.devices()`.
+
+        Example:
+            >>> Device.of_jax(jax.devices("cpu")[0]).platform
+            'cpu'
+        """
         platform = device.platform
         if platform == "gpu":
             platform = "rocm" if "rocm" in device.client.platform_version.lower() else "cuda"

@@ -55,16 +55,26 @@ class XlaFlags:
         return XlaFlags(found)
 
     @staticmethod
-    def of_environment(environment: Mapping[str, str] | None = None) -> "XlaFlags":
-        """The flags in `XLA_FLAGS`. XLA reads that variable once, when JAX first uses it.
+    def of_environment(environment: Mapping[str, str] | None = None, *, platform: str = "") -> "XlaFlags":
+        """The flags in `XLA_FLAGS`, and for TPUs those in `LIBTPU_INIT_ARGS`, where their compiler has its own.
+
+        XLA reads each variable once, when JAX first uses it.
 
         Args:
             environment: The environment variables; by default those of the process.
+            platform: The platform of the device to compile for, such as `tpu`.
 
         Raises:
             ValueError: See `parse`.
+
+        Example:
+            >>> environment = {"LIBTPU_INIT_ARGS": "--xla_tpu_scoped_vmem_limit_kib=65536"}
+            >>> print(XlaFlags.of_environment(environment, platform="tpu"))
+            --xla_tpu_scoped_vmem_limit_kib=65536
         """
-        return XlaFlags.parse((os.environ if environment is None else environment).get("XLA_FLAGS", ""))
+        variables = os.environ if environment is None else environment
+        flags = XlaFlags.parse(variables.get("XLA_FLAGS", ""))
+        return flags.with_options(_of_libtpu(variables.get("LIBTPU_INIT_ARGS", ""))) if platform == "tpu" else flags
 
     def with_options(self, options: Mapping[str, Any]) -> "XlaFlags":
         """These flags, overridden by a compiler's options.
@@ -91,6 +101,20 @@ class XlaFlags:
         if not self.values:
             return "XLA's defaults"
         return " ".join(f"--{name}={value}" if value else f"--{name}" for name, value in self.values.items())
+
+
+def _of_libtpu(text: str) -> dict[str, str]:
+    """Flags as libtpu reads them: between spaces, without quotes, each with its value after `=` or after a space."""
+    found: dict[str, str] = {}
+    last = None
+    for token in text.split():
+        if token.startswith("-"):
+            name, has_value, value = token.lstrip("-").partition("=")
+            found[name] = value
+            last = None if has_value else name
+        elif last is not None:
+            found[last], last = token, None
+    return found
 
 
 def _text(value: Any) -> str:

@@ -1,23 +1,33 @@
 """The check of Flax's guide to FP8: does a program multiply in FP8?"""
 
+import re
 from typing import Any
 
+import jax
+
+from ..devices.device import Device
 from .hlo.dimensions import dimensions
 from .hlo.sites import entry_sites, launches, opened
 from .hlo.text import parse_hlo
-from .hlo.vocabulary import STABLEHLO_FP8_PRODUCT
+from .hlo.vocabulary import FORMATS, STABLEHLO_FP8_PRODUCT
 
 
-def has_fp8_product(program: Any) -> bool:
+def has_fp8_product(program: Any, device: Device | str | None = None) -> bool:
     """Whether a program has a matrix product of FP8 operands.
 
     Args:
         program: The result of `jax.jit(f).lower(...)`, or of its `.compile()`; or the text of either, as HLO or
             StableHLO.
+        device: What a text was compiled for, such as `"tpu7x"`. Only TPUs need it: their compiled programs read FP8
+            operands whether or not the TPU multiplies them. A `.compile()` result knows its device.
 
     Returns:
-        For a compiled program, whether one will run: a CPU emulates FP8, so it has no such product. For a lowered one,
-        whether one was requested.
+        For a compiled program, whether one will run: a CPU emulates FP8, as do TPUs before TPU7x, so they have no such
+        product. For a lowered one, whether one was requested.
+
+    Raises:
+        ValueError: If the text of a program for a TPU has such a product, and the device was not given; or if the
+            device's name is unknown.
 
     Example:
         >>> lowered = jax.jit(lambda x: jnp.dot(x, x, preferred_element_type=jnp.float32)).lower(
@@ -25,12 +35,35 @@ def has_fp8_product(program: Any) -> bool:
         >>> has_fp8_product(lowered), has_fp8_product(lowered.compile())
         (True, False)
     """
+    hardware = _device_of(program) if device is None else Device.of(device, of="has_fp8_product")
     text = program if isinstance(program, str) else program.as_text()
     if not text.lstrip().startswith("HloModule"):
         return STABLEHLO_FP8_PRODUCT.search(text) is not None
     sites = (site for launch in launches(entry_sites(parse_hlo(text))) for site in opened(launch))
-    sizes = filter(None, map(dimensions, sites))
-    return any(size.lhs.dtype.startswith("f8") and size.rhs.dtype.startswith("f8") for size in sizes)
+    operands = ((size.lhs.dtype, size.rhs.dtype) for size in filter(None, map(dimensions, sites)))
+    of_fp8 = [dtypes for dtypes in operands if all(dtype.startswith("f8") for dtype in dtypes)]
+    if not of_fp8 or _TPU_LAYOUT.search(text) is None:
+        return bool(of_fp8)
+    if hardware is None:
+        raise ValueError(
+            "program is the text of one compiled for a TPU, and does not say whether that TPU multiplies FP8: pass the "
+            "result of .compile() instead, or device='tpu7x'"
+        )
+    formats = ([FORMATS[dtype] for dtype in dtypes if dtype in FORMATS] for dtypes in of_fp8)
+    return any(all(hardware.lacks(format) is None for format in both) for both in formats)
+
+
+_TPU_LAYOUT = re.compile(r"\{[\d,]*:T\(\d")
+"""For example `f32[512,512]{1,0:T(8,128)}`: arrays are in tiles on TPUs alone, and only once a program is compiled."""
+
+
+def _device_of(program: Any) -> Device | None:
+    """What a program was compiled for; None if that is unknown, or if it is not compiled."""
+    if not isinstance(program, jax.stages.Compiled):
+        return None
+    shardings = jax.tree.leaves((program.output_shardings, program.input_shardings))
+    found = next((device for sharding in shardings for device in sharding.device_set), None)
+    return None if found is None else Device.of_jax(found)
 
 
 def check_fp8_call(lowered: Any) -> None:

@@ -30,7 +30,8 @@ def inspect_step(
     """Reports what a training step will run on a device, and in which formats, without the device.
 
     The step is compiled, not run; no array is allocated. XLA gets the same flags as in a real run: those of the
-    environment (`XLA_FLAGS`) and `compiler_options`, otherwise its defaults. Threads take turns.
+    environment (`XLA_FLAGS`, for TPUs also `LIBTPU_INIT_ARGS`) and `compiler_options`, otherwise its defaults. Threads
+    take turns.
 
     Args:
         step_fn: The step: any callable, jitted or not.
@@ -65,7 +66,7 @@ def inspect_step(
     chosen = as_compilable(device)
     _require_call(step_fn, args)
     given = {**_own_options(step_fn, args, chosen.hardware), **(compiler_options or {})}
-    flags = XlaFlags.of_environment().with_options(given)
+    flags = XlaFlags.of_environment(platform=chosen.hardware.platform).with_options(given)
     its_mesh = make_mesh(chosen, devices, mesh)
 
     def program(function: Callable[..., Any], arguments: tuple[Any, ...], **more: Any) -> Program:

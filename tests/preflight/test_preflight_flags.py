@@ -52,6 +52,16 @@ def test_flags_are_read_as_xla_reads_them(text, values, triton):
     assert (flags.values, flags.triton_products) == (values, triton)
 
 
+def test_a_tpu_has_flags_in_a_variable_of_its_own():
+    """libtpu splits it at spaces and knows no quotes; a value may be a word of its own. It names no file."""
+    environment = {"XLA_FLAGS": "--xla_a=1 --xla_b=2", "LIBTPU_INIT_ARGS": " --xla_b=3  --xla_tpu_c 'd --xla_e f"}
+    flags = XlaFlags.of_environment(environment, platform="tpu")
+    assert flags.values == {"xla_a": "1", "xla_b": "3", "xla_tpu_c": "'d", "xla_e": "f"}
+    assert XlaFlags.of_environment(environment, platform="cuda").values == {"xla_a": "1", "xla_b": "2"}
+    assert not XlaFlags.of_environment({"LIBTPU_INIT_ARGS": "nothing"}, platform="tpu").values
+    assert not XlaFlags.of_environment({}, platform="tpu").values
+
+
 def test_flags_in_a_file(tmp_path):
     (tmp_path / "flags").write_text(f"--xla_a=1\n--{TRITON}=false\n")
     assert XlaFlags.parse(str(tmp_path / "flags")).values == {"xla_a": "1", TRITON: "false"}
@@ -328,6 +338,10 @@ def test_the_same_outside_triton_is_emulation():
 # --- The report -------------------------------------------------------------------------------------------------------
 
 
+def fp8_product(x, w):
+    return jnp.matmul(x, w, preferred_element_type=jnp.bfloat16)
+
+
 def training_step(model, x):
     """Of a layer that multiplies FP8 arrays, with the scopes that the package gives its products."""
 
@@ -356,6 +370,18 @@ def test_the_first_line_says_which_flags_and_what_the_other_setting_changes(no_f
     assert ("dgrad and wgrad accumulate in full float32" in line) == (device == "h100")
     if device == "h100":
         assert "in full float32 on Hopper: 1;" in says[0]
+
+
+@pytest.mark.parametrize("device", on_gpu("h100"))
+def test_triton_reads_operands_of_any_size(no_flags, device):
+    """XLA pads them for cuBLASLt alone."""
+    args = struct(512, 4095, dtype=E4M3), struct(4095, 4095, dtype=E4M3)
+    says_padded = {
+        triton: any("padded" in finding for finding in report.findings)
+        for triton in (True, False)
+        if (report := inspect_step(fp8_product, *args, device=device, compiler_options={TRITON: triton})).fp8_share
+    }
+    assert says_padded == {True: False, False: True}
 
 
 @pytest.mark.parametrize("device", on_gpu("h100"))

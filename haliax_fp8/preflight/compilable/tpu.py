@@ -46,14 +46,15 @@ class CompilableTpu(CompilableDevice):
         return f"device {self.name!r} needs {TPU.missing}"
 
     def devices(self, count: int) -> Sequence[Any]:
-        """The first `count` devices of the smallest slice with enough of them."""
+        """The first `count` devices of the smallest slice with enough of them; TPU7x has two devices per chip."""
         if (missing := self.missing()) is not None:
             raise RuntimeError(missing)
-        for shape in ("1x1x1", "2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8"):
-            found = self._slice(shape)
-            if len(found) >= count:
+        shapes = _FLAT if self.topology in _IN_TWO_DIMENSIONS else _DEEP
+        for shape in shapes:
+            if len(found := self._slice(shape)) >= count:
                 return found[:count]
-        raise ValueError(f"devices={count} is more than a slice of 512 TPUs")
+        most = len(self._slice(shapes[-1]))
+        raise ValueError(f"devices={count} is more than the largest slice has: {most} {self.kind}s")
 
     def _slice(self, shape: str) -> Sequence[Any]:
         jax.devices("cpu")  # Creates the process's own backends first, so that they do not change.
@@ -65,6 +66,21 @@ class CompilableTpu(CompilableDevice):
             except jax.errors.JaxRuntimeError:
                 return ()  # Not every generation has every shape.
 
+
+_IN_TWO_DIMENSIONS = ("v5e", "v6e")
+"""The generations whose pods are a torus of 16 × 16 chips. libtpu describes deeper slices of them too, but compiling
+for one may end the process.
+
+References:
+    Google Cloud's pages "TPU v5e", "TPU v6e" and "TPU7x", and "TPU v5p" for the shapes of slices in three dimensions.
+"""
+
+# One shape for each power of two.
+_FLAT = ("1x1x1", "2x2x1", "2x4x1", "4x4x1", "4x8x1", "8x8x1", "8x16x1", "16x16x1")
+_DEEP = (
+    *("1x1x1", "2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8"),
+    *("8x8x16", "8x16x16", "16x16x16"),
+)
 
 # Otherwise libtpu would ask a server what machine this is, and warn that none answers.
 _NO_TPU_HERE = {

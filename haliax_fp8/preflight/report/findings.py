@@ -11,6 +11,10 @@ from ..verdict.program import Program
 from .units import operations
 
 
+CUBLASLT_FP8 = "cublasLt f8"
+"""The only implementation for which XLA pads FP8 operands: Triton and TPUs read any size."""
+
+
 def first_line(flags: XlaFlags, device: CompilableDevice, step: Program, other: Program | None) -> str:
     """The flags that the step was compiled with; for NVIDIA GPUs, also what changes with the other setting for Triton's
     products, if the step was compiled with that too."""
@@ -71,7 +75,8 @@ def findings(step: Program, baseline: Program | None, device: CompilableDevice) 
             f"grouped products compute {operations(executed)}, of which {operations(useful)} are useful: XLA "
             "multiplies every row by the kernels of all groups, and keeps one"
         )
-    if padded := [product for product in step.products if product.is_fp8 and product.indivisible]:
+    is_padded = lambda p: p.is_fp8 and bool(p.indivisible) and p.implementation == CUBLASLT_FP8
+    if padded := list(filter(is_padded, step.products)):
         sizes = sorted(set(", ".join(product.indivisible for product in padded).split(", ")))
         count = sum(product.executions for product in padded)
         found.append(f"{count} FP8 products are padded, because sizes are not multiples of 16: {', '.join(sizes)}")
