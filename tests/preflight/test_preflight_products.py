@@ -591,6 +591,28 @@ def test_without_our_scopes_layers_are_named_too():
     assert sorted(p.name for p in report.products) == ["backward"] * 5 + ["forward"] * 3
 
 
+def test_a_kernel_that_a_tpu_fetches_in_slices():
+    """They are fetched one by one, and one array again by name alone; memory without contents is nothing to run."""
+    text = module(
+        [
+            '%x = bf16[512,256]{1,0} parameter(0), metadata={op_name="x"}',
+            '%w = bf16[256,128]{1,0} parameter(1), metadata={op_name="model.layers[1].weight"}',
+            "%b = s8[65536]{0} bitcast(%w)",
+            "%start = ((s8[65536]{0}), s8[32768]{0:S(1)}, s32[]{:S(2)}) slice-start(%b), slice={[0:32768]}",
+            "%start.1 = ((s8[65536]{0}), s8[32768]{0:S(1)}, s32[]{:S(2)}) slice-start(%b), slice={[32768:65536]}",
+            '%memory = u8[1024]{0:S(1)} custom-call(), custom_call_target="AllocateBuffer"',
+            "%done = s8[32768]{0:S(1)} slice-done(%start)",
+            "%done.1 = s8[32768]{0:S(1)} slice-done(%start.1)",
+            '%whole = bf16[256,128]{1,0:S(1)} custom-call(%done, %done.1), custom_call_target="ConcatBitcast"',
+            "ROOT %c = bf16[512,128]{1,0} convolution(%x, %whole), dim_labels=bf_io->bf",
+        ]
+    )
+    program = read(text, "tpu7x")
+    (product,) = program.products
+    assert product.layer == "model.layers.1"
+    assert (program.others.count, program.others.bytes) == (2, 2 * 65536)
+
+
 def tied_gradient(model, tokens):
     """A table for tokens that is the head too, and positions that are added to what was looked up."""
 

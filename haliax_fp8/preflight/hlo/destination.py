@@ -7,7 +7,17 @@ element, becomes a result of the program: the new weight, or the optimizer's mom
 from collections.abc import Iterator, Sequence
 
 from .sites import Site
-from .vocabulary import CALL_UPDATE, ELEMENTWISE, REDUCE, SCATTER, UPDATE, is_fusion, subprograms
+from .vocabulary import (
+    CALL_UPDATE,
+    ELEMENTWISE,
+    JOINED,
+    REDUCE,
+    SCATTER,
+    UPDATE,
+    custom_call_name,
+    is_fusion,
+    subprograms,
+)
 
 
 # A value; and, if it is a tuple, the position in it of the part that is followed.
@@ -66,7 +76,7 @@ def _after(value: Site, user: Site, path: tuple[int, ...], scope: str) -> list[_
         return [(_parameter(user, inner[0], index), path) for index in indices]
     # XLA may split a product and add up the parts; the sums have the product's scope.
     is_part = opcode == REDUCE and bool(scope) and instruction.op_name == scope
-    if opcode not in ELEMENTWISE and not is_part:
+    if opcode not in ELEMENTWISE and not is_part and custom_call_name(instruction) != JOINED:
         return []
     if instruction.shape.dtype == "tuple" and len(instruction.operands) > 1:
         # Takes several operands and returns a tuple of the same length.

@@ -152,6 +152,8 @@ def _before(site: Site, indices: list[int]) -> Site | None:
         return site.root(inner[0])
     if ends(opcode) and site.operands[0].instruction.opcode in _CALLS:
         return site.operands[0]
+    if words.custom_call_name(instruction) == words.JOINED:
+        return site.operands[0]
     if opcode in words.HANDED_ON:
         # Some take several operands and return a tuple of the same length.
         several = indices and instruction.shape.dtype == "tuple" and len(instruction.operands) > 1

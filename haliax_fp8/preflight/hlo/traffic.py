@@ -1,12 +1,25 @@
 """The bytes that a launch reads and writes: of an array that it slices or updates in place, only the slice."""
 
 from .sites import Site
-from .vocabulary import BITCAST, NO_LAUNCH, SCATTER, SLICES, UPDATE, ends, is_fusion
+from .vocabulary import (
+    ALLOCATED,
+    BITCAST,
+    JOINED,
+    NO_LAUNCH,
+    SCATTER,
+    SLICE_START,
+    SLICES,
+    UPDATE,
+    custom_call_name,
+    ends,
+    is_fusion,
+)
 
 
 def is_launch(site: Site) -> bool:
     """Whether an instruction makes the device do something: not an alias, not the end of an asynchronous one."""
-    return site.instruction.opcode not in NO_LAUNCH and not ends(site.instruction.opcode)
+    runs = site.instruction.opcode not in NO_LAUNCH and not ends(site.instruction.opcode)
+    return runs and custom_call_name(site.instruction) not in (ALLOCATED, JOINED)
 
 
 def touched(launch: Site) -> int:
@@ -18,6 +31,8 @@ def touched(launch: Site) -> int:
     opcode = instruction.opcode
     if opcode in SLICES:
         return 2 * instruction.shape.bytes + sum(o.instruction.shape.bytes for o in launch.operands[1:])
+    if opcode == SLICE_START:
+        return 2 * launch.results[0].bytes
     if opcode == UPDATE:
         return 2 * launch.operands[1].instruction.shape.bytes
     if opcode == SCATTER:

@@ -32,7 +32,7 @@ WIDE = ("bf16", "f16", "f32", "f64")
 # --- Opcodes, alone and by kind ---------------------------------------------------------------------------------------
 
 CALL_START, CALL_UPDATE, CUSTOM_CALL, FUSION = "call-start", "call-update", "custom-call", "fusion"
-ASYNC_START, COPY_START, FUSION_START = "async-start", "copy-start", "fusion-start"
+ASYNC_START, COPY_START, FUSION_START, SLICE_START = "async-start", "copy-start", "fusion-start", "slice-start"
 DOT, SCALED_DOT, RAGGED_DOT, CONVOLUTION = "dot", "scaled-dot", "ragged-dot", "convolution"
 ALL_GATHER, ALL_GATHER_START, ALL_REDUCE = "all-gather", "all-gather-start", "all-reduce"
 ADD, SUBTRACT, MAXIMUM, REDUCE = "add", "subtract", "maximum", "reduce"
@@ -61,7 +61,7 @@ COPIES = {"copy", "bitcast", "convert", "reshape"}
 _MOVES = {
     *COPIES,
     *("transpose", "slice", "pad", "dynamic-slice", "reduce-precision", "opt-barrier", "copy-start", "copy-done"),
-    *("async-done", "all-to-all", "all-gather", "all-gather-start", "all-gather-done"),
+    *("async-done", "all-to-all", "all-gather", "all-gather-start", "all-gather-done", "slice-start", "slice-done"),
     *("collective-permute", "collective-permute-start", "collective-permute-done"),
 }
 
@@ -231,11 +231,11 @@ LIBRARIES: Mapping[str, str] = {
 }
 """The names of library products in reports."""
 
-MOSAIC = "mosaic_gpu"
-"""Pallas kernels for NVIDIA GPUs, Hopper and newer."""
+MOSAIC, MOSAIC_TPU = "mosaic_gpu", "tpu_custom_call"
+"""Pallas kernels: for NVIDIA GPUs, Hopper and newer; and for TPUs."""
 
-MOSAIC_TPU = "tpu_custom_call"
-"""Pallas kernels for TPUs."""
+JOINED, ALLOCATED = "ConcatBitcast", "AllocateBuffer"
+"""Calls for TPUs that run nothing: slices fetched one by one, as one array; and memory without contents."""
 
 # cuDNN's gradients of a convolution, of (input, filter) to output: their attributes are the convolution's.
 CONVOLUTION_FILTER_GRAD, CONVOLUTION_INPUT_GRAD = "__cudnn$convBackwardFilter", "__cudnn$convBackwardInput"
@@ -259,9 +259,9 @@ _CALLS: Mapping[Call, tuple[str, ...]] = {
         *("__onednn$softmax", "cu_threefry2x32", "__cublas$triangularSolve", "lapack_", "cusolver_", "cublas_"),
         *("ducc_", "dynamic_ducc_"),
         # Placement of arrays, and Python callbacks on the host.
-        *("AllocateBuffer", "CreateBuffer", "Pin", "Unpin", "MoveTo", "annotate_device_", "Sharding", "SPMD"),
+        *(ALLOCATED, "CreateBuffer", "Pin", "Unpin", "MoveTo", "annotate_device_", "Sharding", "SPMD"),
         *("LayoutConstraint", "SliceToDynamic", "PadToStatic", "X64", "AssumeGatherIndicesInBound"),
-        *("GatherScatterIndicesBitpacked", "ConcatBitcast", "xla_ffi_python_", "xla_ffi_partitioned_python_"),
+        *("GatherScatterIndicesBitpacked", JOINED, "xla_ffi_python_", "xla_ffi_partitioned_python_"),
         *("xla_python_", "xla_buffer_python_"),
     ),
 }
