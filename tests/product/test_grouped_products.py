@@ -284,3 +284,6 @@ def test_a_program_for_another_platform_is_refused_or_traced_for_it():
         unchecked = [export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")]
         text = export.export(jax.jit(op.ragged_dot), platforms=["cuda"], disabled_checks=unchecked)(*shapes)
     assert "mosaic_gpu" in text.mlir_module() and "chlo.ragged_dot" not in text.mlir_module()
+    with Device.by_name("tpu6e").as_default():
+        dense = jax.jit(dataclasses.replace(op, allow_dense_groups=True).ragged_dot)
+        assert export.export(dense, platforms=["cpu", "tpu"])(*shapes).platforms == ("cpu", "tpu"), "was allowed"

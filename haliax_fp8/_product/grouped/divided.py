@@ -200,7 +200,9 @@ def _batched(leaves: Any, axes: Any, *, work: OneDevice, structure: Any, platfor
 
 
 def _lowered(context: Any, *operands: Any, work: OneDevice, structure: Any, platform: str) -> Any:
-    if others := set(platforms_of(context)) - {platform}:
+    # XLA's product on an accelerator was allowed, whatever it costs; on a CPU it is the only one.
+    runs_anywhere = work.implementation is GroupedImplementation.XLA and platform != "cpu"
+    if (others := set(platforms_of(context)) - {platform}) and not runs_anywhere:
         raise ValueError(
             f"a grouped product was traced for {platform} and cannot be lowered for {', '.join(sorted(others))}: the "
             "device that it is traced for decides which Pallas kernel multiplies. Trace it where such a device is, or "
