@@ -17,8 +17,12 @@ def by_users_assertion(error: Exception) -> bool:
     """
     if not isinstance(error, AssertionError):
         return False
-    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    return _name_of(frame).partition(".")[0] not in ("jax", "equinox") and _raised(error)
+    last = error.__traceback__
+    assert last is not None
+    while last.tb_next is not None:
+        last = last.tb_next
+    is_theirs = _name_of(last.tb_frame).partition(".")[0] in ("jax", "equinox")
+    return not is_theirs and dis.opname[last.tb_frame.f_code.co_code[last.tb_lasti]] == "RAISE_VARARGS"
 
 
 def in_checkpointed_loop(error: Exception) -> bool:
@@ -40,12 +44,3 @@ def _was_running(error: Exception, module: str, function: str | None = None) -> 
 
 def _name_of(frame: FrameType) -> str:
     return frame.f_globals.get("__name__", "")
-
-
-def _raised(error: Exception) -> bool:
-    """Whether the last frame of the traceback raised the error itself."""
-    last = error.__traceback__
-    assert last is not None
-    while last.tb_next is not None:
-        last = last.tb_next
-    return dis.opname[last.tb_frame.f_code.co_code[last.tb_lasti]] == "RAISE_VARARGS"
