@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int32
 
 from ..._jax.mesh_axes import as_varying, varying_axes
 from ..._jax.opaque import on_one_device
+from ..._jax.pallas_store import store_unoptimized
 from .tiles import GroupedScales, Jobs, Tile
 
 
@@ -103,7 +104,7 @@ def store(
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(smem, out.at[pl.ds(job.out_row, tile.rows), columns])
     else:
-        plgpu.store(smem.transpose((1, 0)) if transposed else smem, tile_value, optimized=False)
+        store_unoptimized(smem.transpose((1, 0)) if transposed else smem, tile_value)
         plgpu.commit_smem()
         begin, part = job.skip, tile.rows
         while part:
