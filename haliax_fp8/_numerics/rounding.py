@@ -10,6 +10,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Float32, Key
 
+from .._jax.xla import actually_rounded
 from .formats import Format, saturating_cast, spacing_of
 
 
@@ -42,7 +43,7 @@ class AbstractRounding(abc.ABC):
             x: Values to round.
             format: The format to round to.
         """
-        return (saturating_cast(x, format).astype(jnp.float32) - x) ** 2
+        return (actually_rounded(saturating_cast(x, format)).astype(jnp.float32) - x) ** 2
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,10 +20,10 @@ from .._jax.explicit_axes import aval_of_result
 from .._jax.lowered_by_platform import lower_by_platform
 from .._jax.mapped_axis import to_front
 from .._jax.mesh_axes import as_varying
-from .._jax.xla import on_cpu
+from .._jax.xla import actually_rounded, on_cpu
 from .._numerics.quantized_array import MX_BLOCK, QuantizedArray, expand, in_mx_blocks
 from ..devices.device import Device
-from ..devices.units import MX_UNITS
+from ..devices.units import FP8_UNITS, MX_UNITS
 from .dimensions import DotDimensions
 from .divided_product import DividedProduct
 
@@ -88,11 +88,27 @@ def native_product(
     """
     operands = *_in_blocks(a, dimensions.lhs_contract[-1]), *_in_blocks(b, dimensions.rhs_contract[-1])
     operands = [as_varying(x, operands) for x in operands]
-    # A GPU that has no units for blocks, where emulation was requested, would multiply dequantized operands without
-    # a library. A program that is made for GPUs elsewhere does not say which they are.
+    of_vector = any(
+        math.prod([x.data.shape[axis] for axis in axes]) == 1
+        for x, axes in ((a, dimensions.lhs_free), (b, dimensions.rhs_free))
+    )
+    means = _means(of_vector)
+    return block_product_p.bind(*operands, dimensions=dimensions, dtype=np.dtype(dtype), means=means)
+
+
+def _means(of_vector: bool) -> "tuple[Means, Means]":
+    """What multiplies on an NVIDIA GPU, and on each of several, where emulation may have been requested.
+
+    Args:
+        of_vector: Whether an operand is a vector, for which XLA finds no GPU kernel.
+    """
     device = Device.default()
-    in_hardware = device.platform != "cuda" or device.lacks(MX_UNITS) is None
-    return block_product_p.bind(*operands, dimensions=dimensions, dtype=np.dtype(dtype), in_hardware=in_hardware)
+    # A program that is made for GPUs elsewhere does not say which they are.
+    is_known = device.platform == "cuda"
+    # XLA ends the process where Triton has no FP8. cuDNN has products of blocks for Blackwell alone.
+    has_fp8, has_blocks = (not is_known or device.lacks(units) is None for units in (FP8_UNITS, MX_UNITS))
+    alone = Means.SCALED_DOT if has_fp8 and not of_vector else Means.DEQUANTIZED
+    return alone, Means.SCALED_MATMUL if has_blocks else Means.DEQUANTIZED
 
 
 def _in_blocks(x: QuantizedArray, last: int) -> tuple[Float[Array, "*shape"], UInt8[Array, "*blocks"]]:
@@ -160,15 +176,13 @@ def _block_product(
 
 def _values(data: Array, scale: Array) -> BFloat16[Array, "batch rows contracted"]:
     """Data times scales, which bfloat16 holds."""
-    blocks = lax.convert_element_type(data, jnp.float32).reshape(*scale.shape, MX_BLOCK)
+    blocks = lax.convert_element_type(actually_rounded(data), jnp.float32).reshape(*scale.shape, MX_BLOCK)
     scaled = blocks * lax.convert_element_type(scale, jnp.float32)[..., None]
     return lax.convert_element_type(scaled.reshape(data.shape), jnp.bfloat16)
 
 
-def _aval(
-    a: Any, of_a: Any, b: Any, of_b: Any, *, dimensions: DotDimensions, dtype: np.dtype, in_hardware: bool
-) -> Any:
-    del of_a, of_b, in_hardware
+def _aval(a: Any, of_a: Any, b: Any, of_b: Any, *, dimensions: DotDimensions, dtype: np.dtype, means: Any) -> Any:
+    del of_a, of_b, means
     return aval_of_result(a, dimensions.out_shape(a.shape, b.shape), dtype)
 
 
@@ -185,8 +199,7 @@ def _lowered(
     *operands: Any,
     dimensions: DotDimensions,
     dtype: np.dtype,
-    in_hardware: bool,
-    of_part: Means = Means.DEQUANTIZED,
+    means: tuple[Means, Means],
 ) -> Any:
     product = functools.partial(_block_product, dimensions=dimensions, dtype=dtype)
     blocks = context.avals_in[1].shape[dimensions.lhs_contract[-1]]
@@ -195,8 +208,8 @@ def _lowered(
         context,
         *operands,
         name=_NAME,
-        function=functools.partial(product, means=Means.SCALED_DOT),
-        part=functools.partial(product, means=of_part),
+        function=functools.partial(product, means=means[0]),
+        part=functools.partial(product, means=means[1]),
         rule=divided.rule,
         sizes=divided.named,
         partition=divided.partition,
@@ -205,14 +218,14 @@ def _lowered(
     )
 
 
-def _lowered_on_cuda(context: Any, *operands: Any, in_hardware: bool, **params: Any) -> Any:
-    of_part = Means.SCALED_MATMUL if in_hardware else Means.DEQUANTIZED
-    return _lowered(context, *operands, in_hardware=in_hardware, of_part=of_part, **params)
+def _lowered_elsewhere(context: Any, *operands: Any, means: Any, **params: Any) -> Any:
+    del means
+    return _lowered(context, *operands, means=(Means.SCALED_DOT, Means.DEQUANTIZED), **params)
 
 
 def _lowered_on_tpu(context: Any, *operands: Any, dimensions: DotDimensions, dtype: np.dtype, **params: Any) -> Any:
     if devices_of(context) == 1:
-        return _lowered(context, *operands, dimensions=dimensions, dtype=dtype, **params)
+        return _lowered_elsewhere(context, *operands, dimensions=dimensions, dtype=dtype, **params)
     # The compiler widens the operands anyway. It divides a product of those, and not the scaled one.
     product = functools.partial(_block_product, dimensions=dimensions, dtype=dtype, means=Means.DEQUANTIZED)
     return mlir.lower_fun(product, multiple_results=False)(context, *operands)
@@ -224,13 +237,13 @@ def _lowered_on_rocm(context: Any, *operands: Any, **params: Any) -> Any:
             f"{_NAME} cannot be divided over {devices_of(context)} AMD devices: XLA would dequantize the operands. "
             "Choose a recipe whose scales stay outside the sum, such as 'rowwise', or use one device"
         )
-    return _lowered(context, *operands, **params)
+    return _lowered_elsewhere(context, *operands, **params)
 
 
 _NAME = "a product with a scale for each block of 32 (recipes such as mxfp8 and deepseek)"
 
 compile_alone(block_product_p)
 block_product_p.def_abstract_eval(_aval)
-lower_by_platform(block_product_p, _lowered, cuda=_lowered_on_cuda, rocm=_lowered_on_rocm, tpu=_lowered_on_tpu)
+lower_by_platform(block_product_p, _lowered_elsewhere, cuda=_lowered, rocm=_lowered_on_rocm, tpu=_lowered_on_tpu)
 batching.primitive_batchers[block_product_p] = _batched
 lower_with_devices(block_product_p)

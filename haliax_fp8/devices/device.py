@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -59,16 +60,7 @@ class Device:
         So a model that is converted for another machine's device, or a program compiled for it, takes that device's
         path.
         """
-        meant = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
-        if meant is None:
-            return Device.local()
-        platforms = ("cuda", "rocm") if meant.platform == "gpu" else (meant.platform,)
-        rows = (row for row in catalog.values() if row.platform in platforms and row.kind == meant.device_kind)
-        row = next(rows, None)
-        if row is not None:
-            return Device(row.platform, row.kind, row.compute_capability)
-        local = Device.local()
-        return local if local.kind == meant.device_kind else Device(platforms[0], meant.device_kind)
+        return _default(getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None), jax.devices()[0])
 
     @staticmethod
     def by_name(name: str) -> "Device":
@@ -207,6 +199,21 @@ class Device:
         if is_fnuz and not is_mi300:
             return f"{needed} is a format of AMD's MI300; use E4M3 or E5M2"
         return None
+
+
+# Each product asks.
+@functools.cache
+def _default(meant: Any, here: Any) -> Device:
+    """The device of the mesh in use, if it has one, or else the local one."""
+    local = Device.of_jax(here)
+    if meant is None:
+        return local
+    platforms = ("cuda", "rocm") if meant.platform == "gpu" else (meant.platform,)
+    rows = (row for row in catalog.values() if row.platform in platforms and row.kind == meant.device_kind)
+    row = next(rows, None)
+    if row is not None:
+        return Device(row.platform, row.kind, row.compute_capability)
+    return local if local.kind == meant.device_kind else Device(platforms[0], meant.device_kind)
 
 
 devices: Mapping[str, Device] = {

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Float32
 
 from .._jax.max_grad import to_float32
 from .._jax.mesh_axes import as_varying, axes_to_reduce, varying_axes
+from .._jax.xla import actually_rounded
 from .._numerics.formats import Format
 from .._numerics.quantized_array import divide_by
 from .._op import Fp8DotGeneral
@@ -100,7 +101,9 @@ def _send(
     del gradient_format
 
     def quantized(x: Array) -> Array:
-        return quantize_operand(x, "input", "fprop", Scales({"input": scale}, None), None, (), spec).data
+        return actually_rounded(
+            quantize_operand(x, "input", "fprop", Scales({"input": scale}, None), None, (), spec).data
+        )
 
     largest = jnp.abs(quantized(amax).astype(jnp.float32))
     values = exchange(quantized(round_to(rows, spec.compute_dtype))).astype(jnp.float32)
@@ -137,7 +140,7 @@ def _send_backward(
         # A smaller scale would be flushed to zero, and divided by.
         of_rows = jnp.maximum(largest / gradient_format.max, 1 / LARGEST_MULTIPLIER)
         of_rows = jnp.where(largest > 0, of_rows, 1.0)
-        data = divide_by(grad, of_rows, gradient_format).data
+        data = actually_rounded(divide_by(grad, of_rows, gradient_format).data)
         received = (back(data).astype(jnp.float32) * back(of_rows)).astype(grad.dtype)
     return received, jnp.zeros_like(scale), jnp.zeros_like(amax)
 

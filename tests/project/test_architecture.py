@@ -20,8 +20,9 @@ REPOSITORY = ROOT.parent
 # A folder (or a file beside the folders) may import those of the lines above its own, never one of its own line.
 # Folders whose names begin with an underscore are private.
 FLOORS = (
-    # The ground: JAX extended, numbers, printed tables.
-    ("_jax", "_numerics", "_printing"),
+    # The ground: JAX extended; numbers, printed tables.
+    ("_jax",),
+    ("_numerics", "_printing"),
     ("devices",),
     # What becomes of a number: formats, scalings, recipes.
     ("recipes",),

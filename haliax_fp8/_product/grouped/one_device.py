@@ -9,6 +9,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int
 
+from ..._jax.xla import actually_rounded
 from ..._numerics.quantized_array import QuantizedArray
 from ...devices.grouped import GroupedImplementation
 from ...recipes.recipe import ProductName
@@ -67,6 +68,8 @@ class OneDevice:
                 self.implementation, self.product, a, b, group_sizes, self.precision, self.dtype, of_groups
             )
         dot = self.dot(group_sizes)
+        # XLA may widen them, and drop a rounding that nothing keeps.
+        a, b = (dataclasses.replace(x, data=actually_rounded(x.data)) for x in (a, b))
         if self.state_per_group and self.product != "wgrad":
             assert scale is not None
             of_rows = of_each_row(scale, group_sizes, a.data.shape[self.batch])
