@@ -100,13 +100,12 @@ def _send(
     """Rounding counts as the identity, so the derivative is that of the exchange."""
     del gradient_format
 
-    def quantized(x: Array) -> Array:
-        return actually_rounded(
-            quantize_operand(x, "input", "fprop", Scales({"input": scale}, None), None, (), spec).data
-        )
+    def data_of(x: Array) -> Array:
+        quantized = quantize_operand(x, "input", "fprop", Scales({"input": scale}, None), None, (), spec)
+        return actually_rounded(quantized.data)
 
-    largest = jnp.abs(quantized(amax).astype(jnp.float32))
-    values = exchange(quantized(round_to(rows, spec.compute_dtype))).astype(jnp.float32)
+    largest = jnp.abs(data_of(amax).astype(jnp.float32))
+    values = exchange(data_of(round_to(rows, spec.compute_dtype))).astype(jnp.float32)
     exact = jnp.where(jnp.abs(values) == largest, jnp.sign(values) * amax.astype(jnp.float32), values * scale)
     return exact.astype(rows.dtype)
 

@@ -74,7 +74,7 @@ def test_small_products_are_not_in_float16(program, recipe, dtype):
 
 
 def test_xla_still_needs_this(program):
-    """The condition of the tests above: without a barrier XLA drops the rounding, and takes float16 for small products."""
+    """What the tests above guard against: alone, XLA drops the rounding, and takes float16 for small products."""
     if missing := compilable_devices["h100"].missing():
         pytest.skip(missing)
     clipped = lambda x: lax.clamp(-448.0, x, 448.0).astype(jnp.float8_e4m3fn)
