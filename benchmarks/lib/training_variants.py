@@ -11,7 +11,7 @@ from haliax_fp8.recipes import (
     NVFP4Scaling,
     Quantization,
     Recipe,
-    ToNearest,
+    Rounding,
     named,
 )
 from lib.training_runs import Variant
@@ -61,7 +61,7 @@ _RECTANGLES = Quantization(E2M1, NVFP4Scaling())
 
 
 def _nearest(quantization: Quantization | None) -> Quantization | None:
-    return None if quantization is None else dataclasses.replace(quantization, rounding=ToNearest())
+    return None if quantization is None else dataclasses.replace(quantization, rounding=Rounding.TO_NEAREST)
 
 
 def _four_over_six(recipe: Recipe) -> Recipe:

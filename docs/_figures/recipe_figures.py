@@ -23,8 +23,8 @@ from haliax_fp8.recipes import (
     MovingAverage,
     NVFP4Scaling,
     OperandUse,
+    Rounding,
     RowwiseScaling,
-    Stochastic,
     quantize,
     saturating_cast,
 )
@@ -162,7 +162,9 @@ def rounding() -> Figure:
     """The mean of many draws, against rounding to nearest."""
     x = jnp.linspace(0.0, 6.0, 481)
     keys = jax.random.split(jax.random.key(0), 400)
-    draws = jax.vmap(lambda key: Stochastic().cast(x, E2M1, key).astype(jnp.float32))(keys)
+    draws = jax.vmap(lambda key: Rounding.STOCHASTIC.cast(x, E2M1, key).astype(jnp.float32))(
+        keys
+    )
     nearest = saturating_cast(x, E2M1).astype(jnp.float32)
     figure, axes = plt.subplots(figsize=(5.2, 3.4), layout="constrained")
     axes.plot(x, draws[0], ".", color=ORANGE, ms=2.5, alpha=0.6, label="one draw")

@@ -1,8 +1,6 @@
 """Rounding: how a value between two neighbors of a format becomes one of them."""
 
-import abc
-import dataclasses
-from typing import ClassVar
+import enum
 
 import jax
 import jax.numpy as jnp
@@ -14,100 +12,92 @@ from .._jax.xla import actually_rounded
 from .formats import Format, saturating_cast, spacing_of
 
 
-@dataclasses.dataclass(frozen=True)
-class AbstractRounding(abc.ABC):
-    """How values are rounded to a format. A value: frozen, hashable, compared by its fields."""
-
-    needs_key: ClassVar[bool]
-    """Whether `cast` draws random numbers."""
-
-    @abc.abstractmethod
-    def cast(
-        self, x: Float[Array, "*shape"], format: Format, key: Key[Array, "*ensemble"] | None
-    ) -> Float[Array, "*shape"]:
-        """Rounds to a format; values beyond its maximum are clipped.
-
-        Args:
-            x: Values to round.
-            format: The format to round to.
-            key: Random keys, one for each element of the leading axes; None if none is needed.
-
-        Returns:
-            An array of `format.storage`.
-        """
-
-    def squared_error(self, x: Float32[Array, "*shape"], format: Format) -> Float32[Array, "*shape"]:
-        """`(cast(x) - x)**2`, or its expected value; the default is for rounding to nearest.
-
-        Args:
-            x: Values to round.
-            format: The format to round to.
-        """
-        return (actually_rounded(saturating_cast(x, format)).astype(jnp.float32) - x) ** 2
-
-
-@dataclasses.dataclass(frozen=True)
-class ToNearest(AbstractRounding):
-    """Rounds to the nearest value, ties to even: the smallest error per element."""
-
-    needs_key: ClassVar[bool] = False
-
-    def cast(
-        self, x: Float[Array, "*shape"], format: Format, key: Key[Array, "*ensemble"] | None
-    ) -> Float[Array, "*shape"]:
-        """The nearest value, clipped at the format's maximum; `key` is not used."""
-        del key
-        return saturating_cast(x, format)
-
-
-@dataclasses.dataclass(frozen=True)
-class Stochastic(AbstractRounding):
-    """Up or down at random, so that the mean over many draws is the value itself.
-
-    Between neighbors `lo <= |x| < hi` it takes `hi` with probability `(|x| - lo) / (hi - lo)`: if
-    `u ~ uniform[0, 1)` is below that probability. Each element's error is larger than with `ToNearest`, but errors do
-    not accumulate: sums over many elements stay unbiased, unless elements exceed the format's maximum and are clipped.
+class Rounding(enum.Enum):
+    """How values are rounded to a format.
 
     References:
-        arXiv:1502.02551; NVIDIA's NVFP4 recipe (arXiv:2509.25149, section 4.4) rounds output gradients this way.
+        arXiv:1502.02551; NVIDIA's NVFP4 recipe (arXiv:2509.25149, section 4.4) rounds output gradients stochastically.
 
     Example:
         >>> x = jnp.full(10_000, 1.01)
-        >>> rounded = Stochastic().cast(x, E4M3, jax.random.key(0)).astype(jnp.float32)
+        >>> rounded = Rounding.STOCHASTIC.cast(x, E4M3, jax.random.key(0)).astype(jnp.float32)
         >>> sorted(set(rounded.tolist())), bool(abs(rounded.mean() - 1.01) < 0.002)
         ([1.0, 1.125], True)
     """
 
-    needs_key: ClassVar[bool] = True
+    TO_NEAREST = "to_nearest"
+    """To the nearest value, ties to even: the smallest error per element."""
+
+    STOCHASTIC = "stochastic"
+    """Up or down at random, so that the mean over many draws is the value itself.
+
+    Between neighbors `lo <= |x| < hi` it takes `hi` with probability `(|x| - lo) / (hi - lo)`: if
+    `u ~ uniform[0, 1)` is below that probability. Each element's error is larger than with `TO_NEAREST`, but errors do
+    not accumulate: sums over many elements stay unbiased, unless elements exceed the format's maximum and are clipped.
+    """
+
+    @property
+    def needs_key(self) -> bool:
+        """Whether `cast` draws random numbers."""
+        return self is Rounding.STOCHASTIC
 
     def cast(
         self, x: Float[Array, "*shape"], format: Format, key: Key[Array, "*ensemble"] | None
     ) -> Float[Array, "*shape"]:
-        """Rounds at random; infinities become the maximum, NaN stays."""
-        if key is None:
-            raise ValueError(
-                "key=None: stochastic rounding draws random numbers; pass a key, as in "
-                "cast(x, format, jax.random.key(seed))"
-            )
-        x = lax.convert_element_type(x, jnp.float32)
-        limit = np.float32(format.max)
-        magnitude = lax.clamp(np.float32(0.0), jnp.abs(x), limit)
-        spacing = spacing_of(magnitude, format)
-        steps = magnitude / spacing  # exact: the spacing is a power of two
-        lower = jnp.floor(steps)
-        up = _uniform(key, x.shape) < steps - lower
-        rounded = jnp.where(up, lower + np.float32(1.0), lower) * spacing
-        # Every value is representable in the format by now, so this cast does not round.
-        return saturating_cast(jnp.copysign(jnp.where(jnp.isnan(x), x, rounded), x), format)
+        """Rounds to a format; values beyond its maximum are clipped, infinities too, and NaN stays.
+
+        Args:
+            x: Values to round.
+            format: The format to round to.
+            key: Random keys, one for each element of the leading axes; not used by `TO_NEAREST`.
+
+        Returns:
+            An array of `format.storage`.
+
+        Raises:
+            ValueError: If the rounding is random and there is no key.
+        """
+        return _drawn(x, format, key) if self.needs_key else saturating_cast(x, format)
 
     def squared_error(self, x: Float32[Array, "*shape"], format: Format) -> Float32[Array, "*shape"]:
-        """`(hi - |x|) (|x| - lo)`, the variance; beyond the maximum, the square of the part that is clipped."""
+        """`(cast(x) - x)**2`; if the rounding is random, the expected value of that.
+
+        The latter is the variance, `(hi - |x|) (|x| - lo)`; beyond the maximum, the square of the part that is clipped.
+
+        Args:
+            x: Values to round.
+            format: The format to round to.
+        """
+        if not self.needs_key:
+            return (actually_rounded(saturating_cast(x, format)).astype(jnp.float32) - x) ** 2
         limit = np.float32(format.max)
         magnitude = jnp.abs(x)
         spacing = spacing_of(jnp.minimum(magnitude, limit), format)
         steps = jnp.minimum(magnitude, limit) / spacing
         above = steps - jnp.floor(steps)
         return above * (np.float32(1.0) - above) * spacing**2 + jnp.maximum(magnitude - limit, 0.0) ** 2
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def _drawn(x: Float[Array, "*shape"], format: Format, key: Key[Array, "*ensemble"] | None) -> Float[Array, "*shape"]:
+    """One of the two neighbors of each value, at random."""
+    if key is None:
+        raise ValueError(
+            "key=None: stochastic rounding draws random numbers; pass a key, as in "
+            "cast(x, format, jax.random.key(seed))"
+        )
+    x = lax.convert_element_type(x, jnp.float32)
+    limit = np.float32(format.max)
+    magnitude = lax.clamp(np.float32(0.0), jnp.abs(x), limit)
+    spacing = spacing_of(magnitude, format)
+    steps = magnitude / spacing  # exact: the spacing is a power of two
+    lower = jnp.floor(steps)
+    up = _uniform(key, x.shape) < steps - lower
+    rounded = jnp.where(up, lower + np.float32(1.0), lower) * spacing
+    # Every value is representable in the format by now, so this cast does not round.
+    return saturating_cast(jnp.copysign(jnp.where(jnp.isnan(x), x, rounded), x), format)
 
 
 def _uniform(key: Key[Array, "*ensemble"], shape: tuple[int, ...]) -> Float[Array, "*shape"]:

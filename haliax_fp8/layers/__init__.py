@@ -11,6 +11,7 @@ from .description import (
 from .equinox import EquinoxLinear as EquinoxLinear
 from .haliax import HaliaxEmbedding as HaliaxEmbedding, HaliaxLinear as HaliaxLinear, HaliaxMoELinear as HaliaxMoELinear
 from .kernel import Kernel as Kernel
+from .only_if_named import OnlyIfNamed as OnlyIfNamed
 from .only_where_faster import FasterOn as FasterOn
 from .prediction import Prediction as Prediction
 from .quantized_kernels import quantize_kernels as quantize_kernels

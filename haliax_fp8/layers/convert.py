@@ -16,6 +16,7 @@ from ..recipes.recipe import Recipe
 from ..recipes.support import require_support, supported
 from .config import Fp8Config, as_config
 from .model_argument import require_layers
+from .only_if_named import OnlyIfNamed
 from .patterns import Pattern, as_patterns, matches, unmatched_error
 from .router import ROUTER, routers
 from .rule import LayerRule
@@ -34,7 +35,7 @@ class Decision:
         recipe: The recipe that it gets; None if it stays in high precision.
         reason: Why it stays in high precision; empty otherwise.
         selected: The recipe that the patterns select for it, whether or not it would be faster.
-        only_if_named: Why it is converted only if `targets` or an override selects it; None for most layers.
+        refusal: Why it cannot be converted, or is converted only if it is named; None for most layers.
     """
 
     layer: Any
@@ -43,14 +44,12 @@ class Decision:
     recipe: Recipe | None
     reason: str
     selected: Recipe | None
-    only_if_named: str | None
+    refusal: str | OnlyIfNamed | None
 
     @property
     def is_convertible(self) -> bool:
         """Whether the layer is converted, or could be with other targets, overrides or tokens."""
-        if self.recipe is not None or self.rule.op(self.layer) is not None:
-            return True
-        return self.rule.refusal(self.layer) is None and self.only_if_named is None
+        return self.recipe is not None or self.rule.op(self.layer) is not None or self.refusal is None
 
     @property
     def is_slower(self) -> bool:
@@ -177,7 +176,7 @@ def restore_linear_layers[M](module: M, config: Fp8Config | None = None) -> M:
     return map_layers(restore, module, rules)
 
 
-_BESIDE_A_HEAD = "an embedding; as a tied head only if a target names it"
+_BESIDE_A_HEAD = OnlyIfNamed("an embedding; as a tied head only if a target names it")
 
 
 def decide(module: Any, config: Fp8Config) -> dict[str, Decision]:
@@ -198,24 +197,35 @@ def decide(module: Any, config: Fp8Config) -> dict[str, Decision]:
     decisions = {}
     for path, (layer, stack) in found.items():
         rule = rules[path]
-        condition = ROUTER if path in are_routers else rule.only_if_named(layer)
-        if isinstance(layer, hnn.Embedding) and condition is not None and layer.Vocab in heads:
-            condition = _BESIDE_A_HEAD
-        refusal = rule.refusal(layer) if rule.op(layer) is None else None
+        is_beside_head = isinstance(layer, hnn.Embedding) and layer.Vocab in heads
+        refusal = _refusal(layer, rule, is_router=path in are_routers, is_beside_head=is_beside_head)
         recipe, reason, is_named = _select(path, layer, config)
-        if recipe is not None and refusal is not None and is_named:
-            raise ValueError(f"the targets or overrides select {path}, which cannot be converted: {refusal}")
-        if recipe is not None and not is_named and condition is not None:
-            recipe, reason = None, condition
-        if refusal is not None:
-            recipe, reason = None, refusal
+        match refusal:
+            case str():
+                if recipe is not None and is_named:
+                    raise ValueError(f"the targets or overrides select {path}, which cannot be converted: {refusal}")
+                recipe, reason = None, refusal
+            case OnlyIfNamed() if recipe is not None and not is_named:
+                recipe, reason = None, refusal.reason
         selected = recipe
         if recipe is not None and config.only_if is not None and _override(path, layer, config) is None:
             slower = config.only_if.refusal(rule, layer, stack, recipe, config.kernel_residual)
             if slower is not None:
                 recipe, reason = None, slower
-        decisions[path] = Decision(layer, rule, stack, recipe, reason, selected, condition)
+        decisions[path] = Decision(layer, rule, stack, recipe, reason, selected, refusal)
     return decisions
+
+
+def _refusal(layer: Any, rule: LayerRule, *, is_router: bool, is_beside_head: bool) -> str | OnlyIfNamed | None:
+    """Why a layer cannot be converted, or only if it is named: as its rule says, and as the rest of the model does."""
+    refusal = rule.refusal(layer)
+    if isinstance(refusal, str):
+        if rule.op(layer) is None:
+            return refusal
+        refusal = None
+    if is_router:
+        refusal = ROUTER
+    return _BESIDE_A_HEAD if refusal is not None and is_beside_head else refusal
 
 
 def _select(path: str, layer: Any, config: Fp8Config) -> tuple[Recipe | None, str, bool]:

@@ -3,6 +3,7 @@
 from typing import Any
 
 import haliax as hax
+import haliax.nn as hnn
 
 from .._state.op_state import OpState
 from ..devices.device import Device, is_device_name
@@ -13,11 +14,12 @@ from .convert import decide
 from .description_result import ModelDescription
 from .layer_description import LayerDescription
 from .model_argument import require_layers
+from .only_if_named import OnlyIfNamed
 from .only_where_faster import FasterOn
 from .ops import all_ops
 from .own_state import require_own_state
 from .rematerialization import find_rematerialized
-from .rule import Refused
+from .rule import LayerRule, Refused
 from .served import AbstractServedLayer
 from .uncalibrated import uncalibrated_operands, unrecorded_operands
 
@@ -85,10 +87,16 @@ def describe(
                 uncalibrated=() if op is None else uncalibrated_operands(op.state),
                 recorded=None if op is None else _recorded(op.state),
                 scales="" if op is None else op.recipe.scales,
-                is_linear=op is not None or not (isinstance(rule, Refused) or rule.only_if_named(layer)),
+                is_linear=text is not None or not _is_of_another_kind(layer, rule),
             )
         )
     return ModelDescription(tuple(rows), named, predict, dict(find_rematerialized(model)))
+
+
+def _is_of_another_kind(layer: Any, rule: LayerRule) -> bool:
+    """Whether a layer in high precision does not count as a linear one, such as an embedding."""
+    is_optional = isinstance(layer, hnn.Embedding) or isinstance(rule.refusal(layer), OnlyIfNamed)
+    return is_optional or isinstance(rule, Refused)
 
 
 def _kept_reasons(model: Any) -> dict[str, str]:

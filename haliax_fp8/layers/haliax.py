@@ -12,6 +12,7 @@ from haliax.quantization import DotGeneralOp
 from .._op import Fp8DotGeneral
 from .experts import MeshAxes, product_on_each_device
 from .kernel import Kernel, axes_of
+from .only_if_named import OnlyIfNamed
 from .rule import LayerRule, integer_weight
 
 
@@ -69,13 +70,13 @@ class HaliaxEmbedding(LayerRule):
         """`haliax.nn.Embedding`."""
         return hnn.Embedding
 
-    def refusal(self, layer: hnn.Embedding) -> str | None:
-        """Integer weights, or a subclass, whose methods would be lost."""
-        return _subclass(layer, hnn.Embedding, Fp8Embedding) or integer_weight(layer.weight)
+    def refusal(self, layer: hnn.Embedding) -> str | OnlyIfNamed:
+        """Integer weights, or a subclass, whose methods would be lost; any other is converted only if it is named.
 
-    def only_if_named(self, layer: hnn.Embedding) -> str:
-        """A lookup is not a product, and an FP8 head is an explicit choice: the loss reads it directly."""
-        return "a tied head is converted only if a target names it"
+        A lookup is not a product, and an FP8 head is an explicit choice: the loss reads it directly.
+        """
+        cannot_be = _subclass(layer, hnn.Embedding, Fp8Embedding) or integer_weight(layer.weight)
+        return cannot_be or OnlyIfNamed("a tied head is converted only if a target names it")
 
     def kernel(self, layer: hnn.Embedding) -> Kernel:
         """The weight, from the embedding axes to the vocabulary."""

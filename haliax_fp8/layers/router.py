@@ -4,9 +4,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from .kernel import Kernel, axes_of
+from .only_if_named import OnlyIfNamed
 
 
-ROUTER = "a router is converted only if a target names it: its rounding errors change which experts a row gets"
+ROUTER = OnlyIfNamed(
+    "a router is converted only if a target names it: its rounding errors change which experts a row gets"
+)
 
 
 def routers(kernels: Mapping[str, Kernel]) -> frozenset[str]:

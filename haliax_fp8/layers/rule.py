@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from .._op import Fp8DotGeneral
 from .kernel import Kernel
+from .only_if_named import OnlyIfNamed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,8 +54,11 @@ class LayerRule(abc.ABC):
         """The class or classes, subclasses included."""
 
     @abc.abstractmethod
-    def refusal(self, layer: Any) -> str | None:
-        """Why this layer cannot be converted, or None if it can be."""
+    def refusal(self, layer: Any) -> str | OnlyIfNamed | None:
+        """Why this layer cannot be converted, or is converted `OnlyIfNamed`; None for most layers.
+
+        A reason that it cannot be converted counts only for a layer without an op.
+        """
 
     @abc.abstractmethod
     def kernel(self, layer: Any) -> Kernel:
@@ -67,23 +71,6 @@ class LayerRule(abc.ABC):
     @abc.abstractmethod
     def with_op(self, layer: Any, op: Fp8DotGeneral | None) -> Any:
         """The layer with an op, converted if it was not; with None, the layer as it was before conversion."""
-
-    def only_if_named(self, layer: Any) -> str | None:
-        """Why a layer is converted only if `targets` or an override selects it; None for most layers."""
-        return None
-
-    def served(self, layer: Any, kernel: Any) -> Any:
-        """The layer for inference, an `AbstractServedLayer`; None if the rule has none.
-
-        Only rules for classes of your own need it: `serving` makes the layers of the built-in ones itself, and nothing
-        in this folder may import it.
-
-        Args:
-            layer: The layer, converted or not.
-            kernel: The `serving.ServedKernel` that it multiplies by, in place of its weight.
-        """
-        del layer, kernel
-        return None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,7 +17,7 @@ from .rule import LayerRule
 class AbstractServedLayer(eqx.Module):
     """A layer that `serving.quantize_for_inference` made: FP8 data and scales in place of a weight, for inference.
 
-    One of your own holds a `serving.ServedKernel`, and is made by the `served` of its class's `LayerRule`.
+    One of your own holds a `serving.ServedKernel`; `quantize_for_inference(served_layers=...)` makes it.
     """
 
     kernel: eqx.AbstractVar[Any]

@@ -131,7 +131,7 @@ def _check(layers: Any) -> None:
             raise ValueError(f"{what}, but must be a haliax.nn.Linear or an eqx.nn.Linear whose weight is an array")
         rule = rule_of(layer, default_rules)
         refusal = rule.refusal(layer) if rule.op(layer) is None else "it is converted already; join, then convert"
-        if refusal is not None:
+        if isinstance(refusal, str):
             raise ValueError(f"layers[{i}] of join_linear cannot be joined: {refusal}")
     kinds = [_common(layer) for layer in layers]
     for name, value in kinds[0].items():

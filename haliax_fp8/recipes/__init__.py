@@ -13,7 +13,7 @@ from .._numerics.formats import (
     saturating_cast as saturating_cast,
 )
 from .._numerics.quantized_array import QuantizedArray as QuantizedArray, quantize as quantize
-from .._numerics.rounding import AbstractRounding as AbstractRounding, Stochastic as Stochastic, ToNearest as ToNearest
+from .._numerics.rounding import Rounding as Rounding
 from .catalog import aliases as aliases, by_name as by_name, named as named
 from .recipe import Quantization as Quantization, Recipe as Recipe
 from .scaling import (

@@ -5,7 +5,7 @@ from typing import Any
 
 from .._numerics.formats import E2M1, E4M3
 from .._numerics.nearest import nearest
-from .._numerics.rounding import Stochastic
+from .._numerics.rounding import Rounding
 from .recipe import Quantization, Recipe
 from .scaling import (
     AbstractScaling,
@@ -37,9 +37,9 @@ def _nvfp4() -> Recipe:
     rotated = HadamardScaling(NVFP4Scaling())
     return dataclasses.replace(
         recipe,
-        output_grad=dataclasses.replace(recipe.output_grad, rounding=Stochastic()),
+        output_grad=dataclasses.replace(recipe.output_grad, rounding=Rounding.STOCHASTIC),
         input_for_wgrad=Quantization(E2M1, rotated),
-        output_grad_for_wgrad=Quantization(E2M1, rotated, Stochastic()),
+        output_grad_for_wgrad=Quantization(E2M1, rotated, Rounding.STOCHASTIC),
     )
 
 

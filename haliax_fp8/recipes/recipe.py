@@ -7,7 +7,7 @@ from typing import Literal
 
 from .._numerics.formats import E4M3, E5M2, Format
 from .._numerics.require import require
-from .._numerics.rounding import AbstractRounding, ToNearest
+from .._numerics.rounding import Rounding
 from .scaling import (
     AbstractScaling,
     AbstractStatefulScaling,
@@ -72,12 +72,12 @@ class Quantization:
 
     format: Format
     scaling: AbstractScaling
-    rounding: AbstractRounding = ToNearest()
+    rounding: Rounding = Rounding.TO_NEAREST
 
     def __post_init__(self) -> None:
         require("format", self.format, Format, "E4M3 or E5M2", of="Quantization")
         require("scaling", self.scaling, AbstractScaling, "a scaling such as DelayedScaling()", of="Quantization")
-        require("rounding", self.rounding, AbstractRounding, "ToNearest() or Stochastic()", of="Quantization")
+        require("rounding", self.rounding, Rounding, "Rounding.TO_NEAREST or Rounding.STOCHASTIC", of="Quantization")
 
 
 @dataclasses.dataclass(frozen=True)

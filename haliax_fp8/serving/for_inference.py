@@ -1,5 +1,6 @@
 """quantize_for_inference: a model with FP8 weights and without its training state; and the way back."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import haliax as hax
@@ -7,8 +8,6 @@ import jax
 from jaxtyping import DTypeLike
 
 from ..layers.config import Fp8Config, as_config
-from ..layers.equinox import EquinoxLinear
-from ..layers.haliax import HaliaxEmbedding, HaliaxLinear, HaliaxMoELinear
 from ..layers.model_argument import require_layers, require_model
 from ..layers.own_state import require_own_state
 from ..layers.patterns import Targets, as_patterns, matches, unmatched_error
@@ -17,8 +16,7 @@ from ..layers.rule import LayerRule
 from ..layers.served import AbstractServedLayer
 from ..layers.tensor_names import is_head
 from ..layers.walk import find_layers, map_layers_in_stacks, nothing_to_convert, rule_of
-from .kernel import ServedKernel
-from .layers import ServedEmbedding, ServedEquinoxLinear, ServedLinear, ServedMoELinear
+from .constructors import Constructor, constructors_with, made_for_inference
 from .of_training import served_kernel
 from .scheme import SchemeLike, as_scheme
 from .unstack import unstacked
@@ -32,6 +30,7 @@ def quantize_for_inference[M](
     exclude: Targets = (),
     unstack: bool = True,
     rules_of: Fp8Config | None = None,
+    served_layers: Mapping[type, Constructor] | None = None,
 ) -> M:
     """The model with the weights of its linear layers in FP8: one byte each, and scales.
 
@@ -59,6 +58,8 @@ def quantize_for_inference[M](
         unstack: Whether each `haliax.nn.Stacked` with such a layer becomes a `BlockSeq`, with the same numbers and the
             same keys in state dicts. Stacks in ensembles stay.
         rules_of: A configuration; only its `rules` matter. Needed for layers of your own classes.
+        served_layers: For each class of your own, a function that takes a layer of it and the `ServedKernel` that it
+            multiplies by, and returns an `AbstractServedLayer`: `{Dense: ServedDense.of}`.
 
     Returns:
         The model for inference.
@@ -66,7 +67,7 @@ def quantize_for_inference[M](
     Raises:
         ValueError: If the scheme needs a stored scale that a layer lacks or that is not calibrated; if a pattern
             selects no layer, or one that cannot be quantized; if a kernel holds an infinity or NaN; or if a layer's
-            class has no form for inference.
+            class has no form for inference, or `served_layers` has a class without a rule.
 
     Example:
         >>> model = eqx.nn.MLP(64, 64, 128, 2, key=jax.random.key(0))
@@ -78,6 +79,7 @@ def quantize_for_inference[M](
     chosen = as_scheme(scheme)
     require_own_state(model)
     rules = as_config(rules_of).rules
+    constructors = constructors_with(served_layers, rules)
     selected = _selected(model, rules, targets, exclude)
     done: dict[int, Any] = {}
 
@@ -89,7 +91,8 @@ def quantize_for_inference[M](
             return layer if rule.op(layer) is None else rule.with_op(layer, None)
         # An object that appears at two paths stays one object.
         if id(layer) not in done:
-            done[id(layer)] = _served(path, rule, layer, served_kernel(path, rule, layer, stack, chosen))
+            kernel = served_kernel(path, rule, layer, stack, chosen)
+            done[id(layer)] = made_for_inference(path, rule, layer, kernel, constructors)
         return done[id(layer)]
 
     served = map_layers_in_stacks(quantized, model, rules)
@@ -127,7 +130,7 @@ def _selected(model: Any, rules: tuple[LayerRule, ...], targets: Targets | None,
     refused = {
         path: reason
         for path, rule in by_path.items()
-        if rule.op(found[path]) is None and (reason := rule.refusal(found[path])) is not None
+        if rule.op(found[path]) is None and isinstance(reason := rule.refusal(found[path]), str)
     }
     if targets is not None:
         selected = [path for path in found if is_any(named, path)]
@@ -138,33 +141,10 @@ def _selected(model: Any, rules: tuple[LayerRule, ...], targets: Targets | None,
         selected = [path for path, rule in by_path.items() if rule.op(found[path]) is not None]
     else:
         are_routers = routers({path: rule.kernel(found[path]) for path, rule in by_path.items()})
-        named_only = lambda path: (
-            path in refused or path in are_routers or by_path[path].only_if_named(found[path]) or is_head(path)
-        )
-        selected = [path for path in found if not named_only(path)]
+        optional = {path for path, rule in by_path.items() if rule.refusal(found[path]) is not None} | are_routers
+        selected = [path for path in found if path not in optional and not is_head(path)]
     selected = [path for path in selected if not is_any(excluded, path)]
     if not selected:
         left = {path: refused.get(path, "a head, an embedding or a router, or excluded") for path in found}
         raise nothing_to_convert(model, rules, left)
     return frozenset(selected)
-
-
-def _served(path: str, rule: LayerRule, layer: Any, kernel: ServedKernel) -> Any:
-    """The layer that multiplies by a kernel in FP8."""
-    match rule:
-        case HaliaxLinear():
-            return ServedLinear.of(layer, kernel)
-        case HaliaxMoELinear():
-            return ServedMoELinear.of(layer, kernel)
-        case HaliaxEmbedding():
-            return ServedEmbedding.of(layer, kernel)
-        case EquinoxLinear():
-            return ServedEquinoxLinear(layer, kernel)
-    made = rule.served(layer, kernel)
-    if not isinstance(made, AbstractServedLayer):
-        raise ValueError(
-            f"{path or 'the model itself'} is a {type(layer).__name__}, for which {type(rule).__name__}.served(layer, "
-            f"kernel) returned {made!r}: it must return an AbstractServedLayer that multiplies with "
-            "kernel.dot_general(...). Write that method, or exclude the layer"
-        )
-    return made

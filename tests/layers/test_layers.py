@@ -30,7 +30,7 @@ from haliax_fp8 import (
     partition_for_grad_overwrite,
     restore_linear_layers,
 )
-from haliax_fp8.layers import EquinoxLinear, Kernel, LayerRule, default_rules
+from haliax_fp8.layers import EquinoxLinear, Kernel, LayerRule, OnlyIfNamed, default_rules
 from haliax_fp8.training import fp8_states
 
 
@@ -786,6 +786,48 @@ def test_the_first_rule_that_fits_decides():
         config = Fp8Config(rules=layers)
         fp8 = fp8_linear_layers(model, config)
         assert {row.path for row in describe(fp8, config) if row.is_fp8} == converted
+
+
+@dataclasses.dataclass(frozen=True)
+class Wider(EquinoxLinear):
+    """Converts layers with few outputs only if they are named, and never those with few inputs."""
+
+    def refusal(self, layer):
+        if layer.in_features < 50:
+            return "fewer than 50 inputs"
+        return super().refusal(layer) or (OnlyIfNamed("few outputs") if layer.out_features < 50 else None)
+
+
+def test_a_layer_that_is_converted_only_if_it_is_named():
+    """By a target or an override; converted, it stays so. Until then it does not count as a linear layer."""
+    model = {"wide": linear(64, 64), "few": linear(64, 8), "narrow": linear(48, 64)}
+    rules = (Wider(), *default_rules)
+    in_fp8 = lambda model, config: {row.path for row in describe(model, config) if row.is_fp8}
+    config = Fp8Config(rules=rules)
+    fp8 = fp8_linear_layers(model, config)
+    assert in_fp8(fp8, config) == {"wide"}
+    assert {row.path: row.reason for row in describe(model, config)} == {
+        "wide": "not converted",
+        "few": "few outputs",
+        "narrow": "fewer than 50 inputs",
+    }
+    assert describe(fp8, config).count == 2
+    named = (Fp8Config(rules=rules, targets=("few", "wide")), Fp8Config(rules=rules, overrides={"few": "rowwise"}))
+    for naming in named:
+        both = fp8_linear_layers(model, naming)
+        assert in_fp8(both, naming) == {"few", "wide"} and describe(both, naming).count == 3
+        assert_same(fp8_linear_layers(both, config)["few"], both["few"])
+    with pytest.raises(ValueError, match="select narrow, which cannot be converted: fewer than 50 inputs"):
+        fp8_linear_layers(model, Fp8Config(rules=rules, targets="narrow"))
+    with pytest.raises(ValueError, match="no layer that can be converted; few cannot be: few outputs"):
+        fp8_linear_layers({"few": model["few"]}, config)
+    # For inference too.
+    served = haliax_fp8.serving.quantize_for_inference(model, "dynamic", rules_of=config)
+    assert in_fp8(served, config) == {"wide"}
+    served = haliax_fp8.serving.quantize_for_inference(model, "dynamic", rules_of=config, targets="few")
+    assert in_fp8(served, config) == {"few"}
+    with pytest.raises(ValueError, match="reason=None of OnlyIfNamed is not a str; use a sentence such as"):
+        OnlyIfNamed(None)
 
 
 # --- What is refused --------------------------------------------------------------------------------------------------

@@ -23,8 +23,8 @@ from haliax_fp8.recipes import (
     E5M2FNUZ,
     CurrentScaling,
     Quantization,
+    Rounding,
     RowwiseScaling,
-    Stochastic,
 )
 
 
@@ -34,6 +34,12 @@ KEY, OTHER_KEY = jax.random.key(3), jax.random.key(4)
 DRAWS = 10_000
 
 over_formats = pytest.mark.parametrize("format", FORMATS, ids=repr)
+
+
+def test_it_is_shown_as_it_is_written():
+    """In the recipes that errors show."""
+    assert repr(Quantization(E4M3, CurrentScaling())).endswith("rounding=Rounding.TO_NEAREST)")
+    assert [repr(rounding) for rounding in Rounding] == ["Rounding.TO_NEAREST", "Rounding.STOCHASTIC"]
 
 
 # --- The cast ---------------------------------------------------------------------------------------------------------
@@ -52,7 +58,7 @@ def cast():
 
     @eqx.filter_jit
     def counts(x, format, key):
-        drawn = Stochastic().cast(jnp.broadcast_to(x[:, None], (x.size, DRAWS)), format, key).astype(jnp.float32)
+        drawn = Rounding.STOCHASTIC.cast(jnp.broadcast_to(x[:, None], (x.size, DRAWS)), format, key).astype(jnp.float32)
         return drawn.min(axis=1), drawn.max(axis=1), (drawn == drawn.max(axis=1, keepdims=True)).sum(axis=1)
 
     return counts
@@ -95,7 +101,7 @@ def test_what_has_one_answer_is_not_drawn(cast, format):
     smallest, largest, _ = cast(jnp.asarray(x, jnp.float32), format, KEY)
     np.testing.assert_array_equal(smallest, expected)
     np.testing.assert_array_equal(largest, expected)
-    assert np.isnan(np.asarray(Stochastic().cast(jnp.array([jnp.nan]), format, KEY)).astype(np.float32)).all()
+    assert np.isnan(np.asarray(Rounding.STOCHASTIC.cast(jnp.array([jnp.nan]), format, KEY)).astype(np.float32)).all()
 
 
 @over_formats
@@ -112,16 +118,16 @@ def test_a_share_of_one_in_a_thousand(cast, format):
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_narrow_input_draws_as_float32_does(dtype):
     x = jax.random.normal(KEY, (64,), dtype)
-    data = Stochastic().cast(x, E4M3, KEY)
-    np.testing.assert_array_equal(data, Stochastic().cast(x.astype(jnp.float32), E4M3, KEY))
+    data = Rounding.STOCHASTIC.cast(x, E4M3, KEY)
+    np.testing.assert_array_equal(data, Rounding.STOCHASTIC.cast(x.astype(jnp.float32), E4M3, KEY))
 
 
 @pytest.mark.more
 def test_keys_of_an_ensemble_draw_for_their_members():
     keys, x = jax.random.split(KEY, 4).reshape(2, 2), jax.random.normal(KEY, (2, 2, 40))
-    got = Stochastic().cast(x, E5M2, keys)
+    got = Rounding.STOCHASTIC.cast(x, E5M2, keys)
     for i, j in np.ndindex(2, 2):
-        np.testing.assert_array_equal(got[i, j], Stochastic().cast(x[i, j], E5M2, keys[i, j]))
+        np.testing.assert_array_equal(got[i, j], Rounding.STOCHASTIC.cast(x[i, j], E5M2, keys[i, j]))
 
 
 # --- The draws of a product -------------------------------------------------------------------------------------------
@@ -133,7 +139,7 @@ HALVES = jnp.where(jnp.eye(SIZE, dtype=bool), 448.0, 1.0625)
 UNIT = jnp.eye(SIZE)
 OFF_DIAGONAL = ~np.eye(SIZE, dtype=bool)
 
-RANDOM = Quantization(E4M3, RowwiseScaling(), Stochastic())
+RANDOM = Quantization(E4M3, RowwiseScaling(), Rounding.STOCHASTIC)
 NEAREST = Quantization(E4M3, RowwiseScaling())
 ALL_RANDOM = fp8.Recipe(RANDOM, RANDOM, RANDOM)
 RANDOM_GRADIENT = fp8.Recipe(NEAREST, NEAREST, RANDOM)
@@ -187,7 +193,7 @@ def test_every_operand_of_every_product_draws_its_own_numbers():
 
 
 def test_an_operand_with_one_scale_is_rounded_once_for_both_products():
-    tensor = Quantization(E4M3, CurrentScaling(), Stochastic())
+    tensor = Quantization(E4M3, CurrentScaling(), Rounding.STOCHASTIC)
     dx, dw = pullback(keyed(fp8.Recipe(tensor, tensor, tensor)), UNIT, UNIT, HALVES)
     np.testing.assert_array_equal(ups(dx), ups(dw))
 
@@ -275,7 +281,7 @@ def test_per_example_gradients_draw_as_single_calls_do():
 def test_an_op_with_state_under_vmap_of_its_keys_or_its_state(mapped, order):
     """Whichever of the two is mapped makes members; each is as by itself, state and draws, and operands are shared."""
     scaling = fp8.DelayedScaling(amax_history_length=2)
-    random = Quantization(E4M3, scaling, Stochastic())
+    random = Quantization(E4M3, scaling, Rounding.STOCHASTIC)
     op = fp8.Fp8DotGeneral.init(fp8.Recipe(random, random, random))
     axes = {"keys": (None, 0), "states": (0, None), "both": (0, 0)}[mapped]
     given = jnp.array([0.25, 1.5, 3.0]), jax.random.split(KEY, 3)

@@ -56,7 +56,10 @@ CASES = {
         "format='E4M3' of Quantization is not a Format; use E4M3 or E5M2",
     ),
     "format and scaling exchanged": (lambda: Quantization(CurrentScaling(), E4M3), "format=Current.* is not a Format"),
-    "no rounding": (lambda: Quantization(E4M3, CurrentScaling(), "nearest"), "rounding='nearest' .* is not a Rounding"),
+    "no rounding": (
+        lambda: Quantization(E4M3, CurrentScaling(), "nearest"),
+        "rounding='nearest' of Quantization is not a Rounding; use Rounding.TO_NEAREST or Rounding.STOCHASTIC",
+    ),
     "no scaling behind a rotation": (
         lambda: HadamardScaling("nvfp4"),
         "scaling='nvfp4' of HadamardScaling",

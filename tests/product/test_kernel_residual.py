@@ -96,7 +96,9 @@ def test_kernels_of_three_axes(name, layout):
 def test_replicas_whose_kernels_are_rounded_at_random_record_the_maximum():
     """Each example has a key of its own, so that one layer's kernel is rounded in as many ways."""
     recipe = fp8.recipes.by_name("delayed")
-    recipe = dataclasses.replace(recipe, kernel=dataclasses.replace(recipe.kernel, rounding=fp8.recipes.Stochastic()))
+    recipe = dataclasses.replace(
+        recipe, kernel=dataclasses.replace(recipe.kernel, rounding=fp8.recipes.Rounding.STOCHASTIC)
+    )
     plain = eqx.nn.Linear(8, 8, use_bias=False, key=jax.random.key(0))
     layer = fp8.fp8_linear_layers(plain, recipe=recipe, kernel_residual=KernelResidual.KEEP)
     x, keys = jax.random.normal(jax.random.key(1), (4, 8)), jax.random.split(jax.random.key(2), 4)

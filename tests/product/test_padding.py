@@ -18,9 +18,9 @@ from haliax_fp8.recipes import (
     MXFP8Scaling,
     NVFP4Scaling,
     OperandUse,
+    Rounding,
     RowwiseScaling,
     StaticScaling,
-    ToNearest,
 )
 
 
@@ -31,7 +31,7 @@ WHOLE = 256  # a multiple of 16, 32 and 128
 
 def to_nearest(recipe):
     """The recipe without random rounding, whose draws depend on the shape."""
-    return recipe._map(lambda q: dataclasses.replace(q, rounding=ToNearest()))
+    return recipe._map(lambda q: dataclasses.replace(q, rounding=Rounding.TO_NEAREST))
 
 
 RECIPES = {name: to_nearest(recipe) for name, recipe in fp8.recipes.named.items()}

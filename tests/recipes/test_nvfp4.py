@@ -23,8 +23,7 @@ from haliax_fp8.recipes import (
     NVFP4Scaling,
     OperandUse,
     Quantization,
-    Stochastic,
-    ToNearest,
+    Rounding,
 )
 
 
@@ -157,7 +156,7 @@ def scaling_and_use(rounding, square=False, **options):
 def test_block_scales_are_rounded_up_where_rounding_is_random(square):
     """To the smallest value of E4M3 that clips nothing."""
     codes = np.arange(127, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float64)
-    scaling, use = scaling_and_use(Stochastic(), square)
+    scaling, use = scaling_and_use(Rounding.STOCHASTIC, square)
     for name in ("normal", "cut by the edge", "rows of zeros", "blocks too small for their scales", "bfloat16"):
         x = MATRICES[name]
         scale = np.asarray(scaling.quantize(jnp.asarray(x), use).scale, np.float64).ravel()
@@ -171,7 +170,7 @@ def test_block_scales_are_rounded_up_where_rounding_is_random(square):
 def squared_errors(x, q, rounding, rows):
     """Of each block, from the values of E2M1: of rounding to nearest what it is, of random rounding the variance."""
     scale = reference.expand(np.asarray(q.scale, np.float64), x.shape, rows, 16)
-    if isinstance(rounding, ToNearest):
+    if rounding is Rounding.TO_NEAREST:
         errors = (np.asarray(q.data, np.float64) * scale - x) ** 2
     else:
         magnitude = np.clip(np.abs(x) / np.where(scale > 0, scale, 1.0), 0.0, 6.0)
@@ -181,7 +180,7 @@ def squared_errors(x, q, rounding, rows):
     return by_blocks(errors, rows).sum(axis=1)
 
 
-@pytest.mark.parametrize("rounding", [ToNearest(), Stochastic()], ids=["nearest", "random"])
+@pytest.mark.parametrize("rounding", [Rounding.TO_NEAREST, Rounding.STOCHASTIC], ids=["nearest", "random"])
 @pytest.mark.parametrize("square", [False, True], ids=["1x16", "16x16"])
 def test_no_block_is_worse_with_four_over_six(square, rounding):
     rows = 16 if square else 1
@@ -208,7 +207,7 @@ def test_four_over_six_chooses_between_two_scales_and_takes_four_where_it_fits()
     """30 of 40 is 4.5 of 6, which E2M1 has not, and 3 of 4."""
     x = np.zeros((3, 16), np.float32)
     x[0, :4], x[1, :4], x[2, 0] = [10, 20, 30, 40], [10, 15, 20, 60], 6 * 448
-    scaling, use = scaling_and_use(ToNearest(), four_over_six=True)
+    scaling, use = scaling_and_use(Rounding.TO_NEAREST, four_over_six=True)
     got = scaling.quantize(jnp.asarray(x), use)
     np.testing.assert_array_equal(got.scale[:, 0], [10.0, 10.0, 448.0])
     np.testing.assert_array_equal(got.dequantize()[:2], x[:2])
@@ -369,9 +368,11 @@ def test_wgrad_of_a_grouped_product_is_left_unrotated():
     found = []
     for recipe in (RECIPE, UNROTATED):
         # Keyed inside: random rounding of wgrad's operand is the same in both.
-        same = dataclasses.replace(recipe, output_grad=dataclasses.replace(recipe.output_grad, rounding=ToNearest()))
+        same = dataclasses.replace(
+            recipe, output_grad=dataclasses.replace(recipe.output_grad, rounding=Rounding.TO_NEAREST)
+        )
         if same.output_grad_for_wgrad is not None:
-            nearest = dataclasses.replace(same.output_grad_for_wgrad, rounding=ToNearest())
+            nearest = dataclasses.replace(same.output_grad_for_wgrad, rounding=Rounding.TO_NEAREST)
             same = dataclasses.replace(same, output_grad_for_wgrad=nearest)
         converted = fp8.fp8_linear_layers(layer, fp8.Fp8Config(recipe=same))
         found.append(eqx.filter_jit(fp8.filter_grad(loss))(converted).weight.array)

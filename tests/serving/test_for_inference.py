@@ -37,7 +37,7 @@ from haliax_fp8.recipes import (
     MXFP8Scaling,
     RowwiseScaling,
 )
-from haliax_fp8.serving import Scheme, ServedKernel, dequantize, quantize_for_inference, schemes
+from haliax_fp8.serving import Scheme, ServedEquinoxLinear, ServedKernel, dequantize, quantize_for_inference, schemes
 from haliax_fp8.serving.product import ROWS, ServedProduct, padded_product, quantized_input
 
 
@@ -328,25 +328,71 @@ class DenseRule(LayerRule):
         return Dense(layer.weight, op)
 
 
-@dataclasses.dataclass(frozen=True)
-class ServedDenseRule(DenseRule):
-    def served(self, layer, kernel):
-        return ServedDense(kernel)
-
-
 def test_a_class_of_ones_own():
-    """By its rule; without the method, the error names it."""
-    config = Fp8Config(recipe="rowwise", rules=(ServedDenseRule(), *default_rules))
+    """By a function; without one, or with one that does something else, the error says what is missing."""
+    config = Fp8Config(recipe="rowwise", rules=(DenseRule(), *default_rules))
+    served_layers = {Dense: lambda layer, kernel: ServedDense(kernel)}
     layer, x = Dense(normal(0, 64, 32)), normal(1, 5, 64)
     trained = fp8_linear_layers(layer, config)
-    served = quantize_for_inference(trained, "dynamic", rules_of=config)
+    served = quantize_for_inference(trained, "dynamic", rules_of=config, served_layers=served_layers)
     np.testing.assert_array_equal(eqx.filter_jit(served)(x), eqx.filter_jit(trained)(x))
     # Stored with what is summed over last.
     assert served.kernel.data.array.shape == (32, 64) and dequantize(served).weight.shape == (64, 32)
-    with pytest.raises(ValueError, match=r"DenseRule.served\(layer, kernel\) returned None"):
-        quantize_for_inference(layer, "dynamic", rules_of=Fp8Config(rules=(DenseRule(), *default_rules)))
+    with pytest.raises(ValueError, match=r"up is a Dense, which .* served_layers=\{Dense: make\}.*exclude the layer"):
+        quantize_for_inference({"up": layer}, "dynamic", rules_of=config)
+    with pytest.raises(ValueError, match=r"served_layers\[Dense\]\(layer, kernel\) returned None: it must return"):
+        quantize_for_inference(layer, "dynamic", rules_of=config, served_layers={Dense: lambda *_: None})
+    with pytest.raises(ValueError, match=r"served_layers has the class Dense, for which there is no rule; .*rules_of="):
+        quantize_for_inference([layer, equinox_linear()], "dynamic", served_layers=served_layers)
+    for wrong in ({"Dense": ServedDense}, {Dense: None}, ServedDense):
+        with (
+            unchecked(),
+            pytest.raises(ValueError, match=r"served_layers=.* must be a mapping from classes of layers to functions"),
+        ):
+            quantize_for_inference(layer, "dynamic", rules_of=config, served_layers=wrong)
     with pytest.raises(ValueError, match=r"made for a sum over \(0,\)"):
         served.kernel.dot_general(normal(1, 5, 32), (((1,), (1,)), ((), ())))
+
+
+class Doubled(eqx.nn.Linear):
+    """Multiplies otherwise than the class that it extends."""
+
+    def __call__(self, x, *, key=None):
+        return 2 * super().__call__(x)
+
+
+class ServedDoubled(ServedEquinoxLinear):
+    def __call__(self, x, *, key=None):
+        return 2 * super().__call__(x)
+
+
+@dataclasses.dataclass(frozen=True)
+class DoubledRule(DenseRule):
+    layer_type = Doubled
+
+    def kernel(self, layer):
+        return Kernel(layer.weight, layer.in_features, layer.out_features, contracted=(1,))
+
+    def op(self, layer):
+        return None
+
+
+def test_the_class_that_a_built_in_one_is_extended_to():
+    """What a rule of its own is for is not served as the class that it extends; and a user's function comes first."""
+    layer, x = equinox_linear(), normal(1, 5, 64)
+    doubled = Doubled(64, 32, key=jax.random.key(0))
+    doubled = eqx.tree_at(lambda x: (x.weight, x.bias), doubled, (layer.weight, layer.bias))
+    quantized = lambda layer, **how: quantize_for_inference(layer, "dynamic", **how)
+    own = Fp8Config(rules=(DoubledRule(), *default_rules))
+    with pytest.raises(ValueError, match="the model itself is a Doubled, which has no form for inference"):
+        quantized(doubled, rules_of=own)
+    served = quantized(doubled, rules_of=own, served_layers={Doubled: ServedDoubled})
+    plain = quantized(layer)
+    np.testing.assert_array_equal(jax.vmap(served)(x), 2 * jax.vmap(plain)(x))
+    # The nearest class decides, and a user's function comes before the built-in one.
+    both = {eqx.nn.Linear: ServedDoubled, Doubled: ServedEquinoxLinear}
+    twice, once = quantized([layer, doubled], rules_of=own, served_layers=both)
+    assert (type(twice), type(once)) == (ServedDoubled, ServedEquinoxLinear)
 
 
 def test_a_served_model_is_neither_converted_nor_restored_nor_trained():

@@ -14,8 +14,9 @@ from residual_stack import Embed, residual_stack
 import haliax_fp8 as fp8
 from haliax_fp8._cli.main import main
 from haliax_fp8._cli.replay import _as_json
-from haliax_fp8.recipes import CurrentScaling
+from haliax_fp8.recipes import CurrentScaling, HighPrecision, Quantization, Rounding
 from haliax_fp8.statistics import BlackBox, black_box, replay
+from haliax_fp8.statistics.kept.recipe_json import recipe_from_json, recipe_to_json
 
 
 X = jax.random.normal(jax.random.key(1), (8, 64))
@@ -208,6 +209,19 @@ def test_one_recipe_needs_no_list():
     box = black_box(converted(mlp(), "current"), loss, X, layer="layers.0")
     for recipe in ("rowwise", CurrentScaling()):
         assert len({product.recipe for product in replay(box, recipe).products}) == 2
+
+
+def test_roundings_have_the_names_of_the_first_files():
+    """Which a file keeps, whatever the members of the enum are called."""
+    quantized = {"class": "Quantization", "format": {"format": "E4M3"}, "scaling": {"class": "HighPrecision"}}
+    for name, rounding in (("ToNearest", Rounding.TO_NEAREST), ("Stochastic", Rounding.STOCHASTIC)):
+        quantization = Quantization(fp8.recipes.E4M3, HighPrecision(), rounding)
+        as_json = quantized | {"rounding": {"class": name}}
+        assert recipe_to_json(quantization) == as_json and recipe_from_json(as_json) == quantization
+    for name, recipe in fp8.recipes.named.items():
+        assert recipe_from_json(json.loads(json.dumps(recipe_to_json(recipe)))) == recipe, name
+    with pytest.raises(ValueError, match="class='ToZero' is not one of .*'Stochastic', 'ToNearest'"):
+        recipe_from_json({"class": "ToZero"})
 
 
 @pytest.mark.more

@@ -18,7 +18,7 @@ from model_checks import is_state
 import haliax_fp8 as fp8
 from haliax_fp8 import Fp8Config, TrainStep, fp8_linear_layers, quantize_kernels
 from haliax_fp8.layers import Kernel, LayerRule, default_rules
-from haliax_fp8.recipes import E4M3, CurrentScaling, HighPrecision, Quantization, Stochastic
+from haliax_fp8.recipes import E4M3, CurrentScaling, HighPrecision, Quantization, Rounding
 from haliax_fp8.training import exact_gradients
 
 
@@ -323,7 +323,7 @@ def test_divided_weights():
 
 @pytest.mark.more
 def test_kernels_rounded_at_random_stay_as_they_are():
-    random = Quantization(E4M3, CurrentScaling(), Stochastic())
+    random = Quantization(E4M3, CurrentScaling(), Rounding.STOCHASTIC)
     recipe = dataclasses.replace(fp8.Recipe.of(CurrentScaling()), kernel=random)
     model = fp8_linear_layers(Model.init(), recipe=recipe)
     assert all(op.kernel_copies is None for op in ops(quantize_kernels(model)))

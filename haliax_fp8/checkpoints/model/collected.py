@@ -11,6 +11,7 @@ import numpy as np
 from ..._numerics.formats import E4M3
 from ..._op import Fp8DotGeneral
 from ...attention.op import Fp8Attention
+from ...layers.only_if_named import OnlyIfNamed
 from ...layers.patterns import Pattern, matches
 from ...layers.router import routers
 from ...layers.rule import LayerRule
@@ -191,8 +192,8 @@ def collect(
         path = str(layer.path)
         named = targets is not None and any(matches(pattern, path, layer.layer) for pattern in targets)
         if targets is None:
-            condition = path in are_routers or layer.rule.only_if_named(layer.layer) is not None
-            named = layer.op is not None or is_in_fp8(layer.layer) if any_fp8 else not condition
+            only_if_named = path in are_routers or isinstance(layer.rule.refusal(layer.layer), OnlyIfNamed)
+            named = layer.op is not None or is_in_fp8(layer.layer) if any_fp8 else not only_if_named
         left = any(matches(pattern, path, layer.layer) for pattern in exclude)
         # An embedding is read by rows too: its table stays as it is.
         quantizable = named and not left and not isinstance(layer.layer, hnn.Embedding)

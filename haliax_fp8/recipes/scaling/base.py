@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Float32, Key
 
 from ..._numerics.formats import E5M2, Format
 from ..._numerics.quantized_array import QuantizedArray
-from ..._numerics.rounding import AbstractRounding, ToNearest
+from ..._numerics.rounding import Rounding
 from ...devices.device import MatrixUnits
 
 
@@ -36,7 +36,7 @@ class OperandUse(NamedTuple):
     contracted: tuple[int, ...]
     ensemble: int = 0
     stored: Float32[Array, " *ensemble"] | None = None
-    rounding: AbstractRounding = ToNearest()
+    rounding: Rounding = Rounding.TO_NEAREST
     key: Key[Array, "*ensemble"] | None = None
     mixable: bool = True
     scale_bits: int = 24

@@ -102,7 +102,7 @@ def _twin(layer: Any, stack: tuple[hax.Axis, ...], rules: tuple[LayerRule, ...])
     """What a layer of both models multiplies with; None for layers that are left alone."""
     rule = rule_of(layer, rules)
     op = rule.op(layer)
-    if op is None and (rule.refusal(layer) is not None or rule.only_if_named(layer) is not None):
+    if op is None and rule.refusal(layer) is not None:
         return None
     kernel = rule.kernel(layer)
     members, stack = kernel.members_and_stack(stack)

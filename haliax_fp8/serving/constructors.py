@@ -1,0 +1,80 @@
+"""The function that makes the layer for inference, for each class of layers; those of the user's own classes too."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import equinox as eqx
+import haliax.nn as hnn
+
+from ..layers.rule import LayerRule
+from ..layers.served import AbstractServedLayer
+from .kernel import ServedKernel
+from .layers import ServedEmbedding, ServedEquinoxLinear, ServedLinear, ServedMoELinear
+
+
+type Constructor = Callable[[Any, ServedKernel], AbstractServedLayer]
+"""Makes the layer for inference from a layer, converted or not, and the kernel that replaces its weight."""
+
+_BUILT_IN: dict[type, Constructor] = {
+    hnn.Linear: ServedLinear.of,
+    hnn.MoELinear: ServedMoELinear.of,
+    hnn.Embedding: ServedEmbedding.of,
+    eqx.nn.Linear: ServedEquinoxLinear,
+}
+
+
+def constructors_with(own: Mapping[type, Constructor] | None, rules: tuple[LayerRule, ...]) -> dict[type, Constructor]:
+    """The constructors by class: the built-in ones, and a user's, which take precedence.
+
+    Args:
+        own: The user's argument `served_layers`; None for no classes.
+        rules: The rules of the layer classes.
+
+    Raises:
+        ValueError: If `own` is not a mapping from classes to functions, or no rule is for one of the classes.
+    """
+    own = {} if own is None else own
+    if not isinstance(own, Mapping) or not all(isinstance(cls, type) and callable(own[cls]) for cls in own):
+        raise ValueError(
+            f"served_layers={own!r} must be a mapping from classes of layers to functions (layer, kernel), such as "
+            "{Dense: ServedDense.of}"
+        )
+    for cls in own:
+        if not any(issubclass(cls, rule.layer_type) for rule in rules):
+            raise ValueError(
+                f"served_layers has the class {cls.__name__}, for which there is no rule; give its LayerRule too, as "
+                "in rules_of=Fp8Config(rules=(MyRule(), *default_rules))"
+            )
+    return {**_BUILT_IN, **own}
+
+
+def made_for_inference(
+    path: str, rule: LayerRule, layer: Any, kernel: ServedKernel, constructors: Mapping[type, Constructor]
+) -> AbstractServedLayer:
+    """The layer for inference of one layer, by the constructor of its class, or of the nearest one that it extends.
+
+    Args:
+        path: Its path, for errors.
+        rule: Its rule. A class that the rule is not for does not count: the rule's own class may multiply otherwise.
+        layer: The layer, converted or not.
+        kernel: Its weight, quantized.
+        constructors: The constructors by class.
+
+    Raises:
+        ValueError: If there is no constructor for its class, or it does not return an `AbstractServedLayer`.
+    """
+    name, own = path or "the model itself", type(layer)
+    of = next((cls for cls in own.__mro__ if cls in constructors and issubclass(cls, rule.layer_type)), None)
+    if of is None:
+        raise ValueError(
+            f"{name} is a {own.__name__}, which has no form for inference: give quantize_for_inference a function that "
+            f"makes it, as in served_layers={{{own.__name__}: make}}, where make(layer, kernel) returns an "
+            "AbstractServedLayer that multiplies with kernel.dot_general(...); or exclude the layer"
+        )
+    made = constructors[of](layer, kernel)
+    if not isinstance(made, AbstractServedLayer):
+        raise ValueError(
+            f"{name} is a {own.__name__}, for which served_layers[{of.__name__}](layer, kernel) returned {made!r}: it "
+            "must return an AbstractServedLayer that multiplies with kernel.dot_general(...)"
+        )
+    return made
