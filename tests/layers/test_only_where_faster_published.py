@@ -1,4 +1,4 @@
-"""The roofline against what TransformerEngine and torchao have measured and published."""
+"""The roofline against what TransformerEngine and torchao have measured and published, and this library."""
 
 import dataclasses
 
@@ -64,6 +64,18 @@ def test_the_row_of_transformer_engine_that_is_further_off():
     gain, least, most, _, _ = transformer_engine("b200", B300, "current")
     measured = 12.758 / 9.147
     assert gain / measured == pytest.approx(1.105, abs=0.01)
+    assert least < measured < most
+
+
+# --- This library, measured on an H200 by `benchmarks/faster_on_hopper.py` --------------------------------------------
+
+
+def test_a_layer_on_an_h200():
+    recipe, device = fp8.recipes.named["delayed"], fp8.devices.Device.by_name("h200")
+    work = LayerWork(LayerSize(4096, 14336), 8192, recipe, KernelResidual.REQUANTIZE, device)
+    found, measured = predict(work, peaks["h200"], LIKELY), 4.166 / 2.645
+    least, most = found.gain_range
+    assert found.bf16 / found.fp8 == pytest.approx(measured, rel=WITHIN)
     assert least < measured < most
 
 
