@@ -68,6 +68,7 @@ MAX_LINES = 330
 OTHER_TESTS = {
     "command_line",  # `_cli`, and the models of `demo`
     "examples",  # the examples
+    "hardware",  # what needs an accelerator: a script
     "mutations",  # wrong changes that tests notice: no tests
     "others",  # scripts for environments with other libraries
     "pages",  # the built site, in a browser
