@@ -99,12 +99,12 @@ def amax_rules() -> Figure:
             error = x - quantize(x, state[0, :1], E4M3).dequantize()
             ratio = jnp.linalg.norm(x) / jnp.linalg.norm(error)
             return (
-                scaling.update(state, jnp.max(jnp.abs(x)).reshape(1, 1), (E4M3.max,)),
+                scaling.memory.update(state, jnp.max(jnp.abs(x)).reshape(1, 1), (E4M3.max,)),
                 state[0, 0],
                 ratio,
             )
 
-        state, limits, errors = jnp.asarray([scaling.first_row]), [], []
+        state, limits, errors = jnp.asarray([scaling.memory.first_row]), [], []
         for x in map(jnp.asarray, tensors):
             state, scale, ratio = step(state, x)
             limits.append(float(scale) * E4M3.max)

@@ -17,7 +17,7 @@ from .._numerics.quantized_array import QuantizedArray
 from .._state.form import AbstractStateForm
 from .._state.table import numbers_of
 from ..recipes.recipe import OPERAND_NAMES, OPERANDS, OperandName, ProductName
-from ..recipes.scaling import AbstractStatefulScaling, MeasuredScaling, OperandUse, of_all_elements
+from ..recipes.scaling import MeasuredMemory, OperandUse, of_all_elements
 from ..recipes.scaling.operand_statistics import Members, share_of_active
 from .grouped.rows import largest_of_groups, of_each_row, used_rows
 from .kernel_copies import KernelCopies, KernelCopy, values_of
@@ -118,7 +118,7 @@ def quantize_operand(
         format=quantization.format,
         contracted=spec.batched.contracted(product)[OPERANDS[product].index(operand)],
         ensemble=spec.ensemble,
-        stored=_stored(x, operand, scales, extras, spec) if isinstance(scaling, AbstractStatefulScaling) else None,
+        stored=None if scaling.memory is None else _stored(x, operand, scales, extras, spec),
         rounding=quantization.rounding,
         key=_key_of(x, key, operand, product, spec) if quantization.rounding.needs_key else None,
         mixable=product not in spec.contraction.groups,
@@ -229,12 +229,12 @@ def measured_parts(
         spec: What is static about the product.
         state: The state. Inside `shard_map` each device measures its own part.
     """
-    scaling, count = getattr(spec.recipe, operand).scaling, numbers_of(spec.recipe.scalings)
-    if not (isinstance(scaling, AbstractStatefulScaling) and scaling.numbers):
+    memory, count = getattr(spec.recipe, operand).scaling.memory, numbers_of(spec.recipe.scalings)
+    if memory is None or not memory.numbers:
         return jnp.zeros((*state.shape[: spec.ensemble], count, 1), x.dtype)
     state_per_group = spec.contraction.state_per_group
     used = _used(x, operand, extras, spec) if spec.contraction.groups else None
-    if isinstance(scaling, MeasuredScaling):
+    if isinstance(memory, MeasuredMemory):
         members = Members(spec.ensemble, axes_to_reduce((x,), varying_axes(state)))
         active = None if used is None else share_of_active(extras[0], members)
         if used is not None:
@@ -247,13 +247,13 @@ def measured_parts(
             scale = scales.operands[operand]
             scale = scale if operand == "kernel" else of_each_row(scale, extras[0], x.shape[spec.ensemble - 1])
             quantized = dataclasses.replace(quantized, scale=of_all_elements(scale, x.ndim))
-        values = scaling.measure_members(x, quantized, members, active)
+        values = memory.measure_members(x, quantized, members, active)
     elif used is not None:
-        of_rows = scaling.measure(x, quantized, x.ndim - 1)[..., 0]
+        of_rows = memory.measure(x, quantized, x.ndim - 1)[..., 0]
         of_rows = jnp.where(used, of_rows, np.asarray(0.0, of_rows.dtype))
         values = jnp.moveaxis(of_rows, -1, spec.ensemble).reshape(*x.shape[: spec.ensemble], of_rows.shape[-1], -1)
     else:
-        values = scaling.measure(x, quantized, spec.ensemble)
+        values = memory.measure(x, quantized, spec.ensemble)
         if state_per_group and operand != "kernel":
             # Of each row, then of each group.
             values = largest_of_groups(jnp.max(values, axis=-1), extras[0])[..., None]

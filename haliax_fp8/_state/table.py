@@ -1,6 +1,6 @@
-"""The state of an op as one array: a row for each operand, which that operand's scaling reads and writes.
+"""The state of an op as one array: a row for each operand, which the memory of that operand's scaling fills.
 
-A row begins with the scale and ends with its guard (see `guard.py`); between them lies what the scaling remembers.
+A row begins with the scale and ends with its guard (see `guard.py`); between them lies what else is remembered.
 """
 
 import functools
@@ -14,7 +14,8 @@ from jaxtyping import Array, Bool, Float32
 
 from .._jax.xla import side_by_side
 from ..recipes.recipe import SCALE_BITS
-from ..recipes.scaling.base import AbstractScaling, AbstractStatefulScaling
+from ..recipes.scaling.base import AbstractScaling
+from ..recipes.scaling.memory import AbstractMemory
 from ..recipes.scaling.multiplier import round_up_words, usable, words_of
 from .guard import fit, guard_of, guard_on_host, is_scaled_down
 
@@ -24,9 +25,10 @@ type Table = Float32[Array, "*ensemble operands columns"]
 
 def first_table(scalings: tuple[AbstractScaling, ...]) -> np.ndarray | None:
     """The table before the first step; None if no scaling keeps state. A stateless operand has a row, of scale 1."""
-    if not any(isinstance(scaling, AbstractStatefulScaling) for scaling in scalings):
+    memories = [scaling.memory for scaling in scalings]
+    if all(memory is None for memory in memories):
         return None
-    rows = [s.first_row if isinstance(s, AbstractStatefulScaling) else (1.0,) for s in scalings]
+    rows = [(1.0,) if memory is None else memory.first_row for memory in memories]
     table = np.zeros((len(rows), max(map(len, rows)) + 1), np.float32)
     for row, values in zip(table, rows, strict=True):
         row[: len(values)] = values
@@ -106,7 +108,7 @@ def record_length(scalings: tuple[AbstractScaling, ...]) -> int:
 @functools.cache
 def numbers_of(scalings: tuple[AbstractScaling, ...]) -> int:
     """How many numbers a step records of each operand."""
-    return max(s.numbers if isinstance(s, AbstractStatefulScaling) else 0 for s in scalings)
+    return max(0 if scaling.memory is None else scaling.memory.numbers for scaling in scalings)
 
 
 def next_table(
@@ -128,12 +130,12 @@ def _updated(
     table: Array, measured: Array | None, scalings: tuple[AbstractScaling, ...], limits: Sequence[float]
 ) -> Array:
     operands, rows = table.ndim - 2, {}
-    for scaling, members in _rows_by_scaling(scalings).items():
-        if scaling.numbers == 0 or measured is None:
+    for memory, members in _rows_by_memory(scalings).items():
+        if memory.numbers == 0 or measured is None:
             continue
-        width = len(scaling.first_row)
+        width = len(memory.first_row)
         old = _rows_of(table, members, width)
-        new = scaling.update(old, _rows_of(measured, members, scaling.numbers), tuple(limits[row] for row in members))
+        new = memory.update(old, _rows_of(measured, members, memory.numbers), tuple(limits[row] for row in members))
         new = guarded(lax.concatenate([new, _rows_of(table, members, table.shape[-1] - 1, start=width)], operands + 1))
         if len(members) == len(scalings):
             return new
@@ -192,18 +194,18 @@ def measured_in_gradient(gradient: Array, scalings: tuple[AbstractScaling, ...])
     scaled_down = is_scaled_down(scale, guard)
     # A guard is a root: float16 holds it, as 2**-24 or more, where it rounds the scale to zero.
     has_scale = jnp.isfinite(scale) & ((scale > 0.0) | (guard > 2.0**-25))
-    rows_by_scaling = {s: rows for s, rows in _rows_by_scaling(scalings).items() if s.numbers}
+    recorded = {memory: rows for memory, rows in _rows_by_memory(scalings).items() if memory.numbers}
     ops = range(gradient.shape[axis] // count)
     parts: dict[int, tuple[Array, Array]] = {}
-    for scaling, members in rows_by_scaling.items():
+    for memory, members in recorded.items():
         rows = tuple(op * count + row for op in ops for row in members)
-        of_rows = _rows_of(gradient, rows, len(scaling.first_row))
-        newest = scaling.newest(of_rows)
+        of_rows = _rows_of(gradient, rows, len(memory.first_row))
+        newest = memory.newest(of_rows)
         finite = jnp.isfinite(newest) & (newest >= 0.0)
         reached = _rows_of(has_scale, rows, 1) & finite.all(axis=-1, keepdims=True)
-        if len(rows_by_scaling) == 1 and len(members) == count:
+        if len(recorded) == 1 and len(members) == count:
             return Measured(newest, reached, scaled_down)
-        newest = jnp.pad(newest, [(0, 0)] * (axis + 1) + [(0, numbers_of(scalings) - scaling.numbers)])
+        newest = jnp.pad(newest, [(0, 0)] * (axis + 1) + [(0, numbers_of(scalings) - memory.numbers)])
         for i, row in enumerate(rows):
             of_row = [lax.slice_in_dim(x, i, i + 1, axis=axis) for x in (newest, reached)]
             parts[row] = of_row[0], of_row[1]
@@ -262,8 +264,8 @@ def changed(table: Array, change: Array, scalings: tuple[AbstractScaling, ...], 
     axis = table.ndim - 1
     changes = lax.slice_in_dim(change, 0, 1, axis=axis)
     changes = lax.gt(changes, np.float32(0.0))
-    head, scaling = lax.slice_in_dim(change, 1, None, axis=axis), _of_all(scalings)
-    tail = [] if scaling is None else scaling.tail(unguarded(table))
+    head, memory = lax.slice_in_dim(change, 1, None, axis=axis), _of_all(scalings)
+    tail = [] if memory is None else memory.tail(unguarded(table))
     new = side_by_side([head, *tail, guard_of(lax.slice_in_dim(head, 0, 1, axis=axis))])
     kept = table if otherwise is None else lax.full_like(table, otherwise)
     return lax.select(lax.broadcast_in_dim(changes, table.shape, range(table.ndim)), new, kept)
@@ -278,28 +280,28 @@ def _is_own(table: Array) -> Array:
 def _heads(table: Array, measured: Array, scalings: tuple[AbstractScaling, ...], limits: Sequence[float]) -> Array:
     """The first columns after a step."""
     ops = table.shape[-2] // len(scalings)
-    if (scaling := _of_all(scalings)) is not None:
-        measured = lax.slice_in_dim(measured, 0, scaling.numbers, axis=measured.ndim - 1)
-        return scaling.head(unguarded(table), measured, tuple(limits) * ops)
+    if (memory := _of_all(scalings)) is not None:
+        measured = lax.slice_in_dim(measured, 0, memory.numbers, axis=measured.ndim - 1)
+        return memory.head(unguarded(table), measured, tuple(limits) * ops)
     in_ops = lambda x: lax.reshape(x, (*x.shape[:-2], ops, len(scalings), x.shape[-1]))
     new = _updated(in_ops(table), in_ops(measured), scalings, limits)
     return unguarded(lax.reshape(new, table.shape))
 
 
 @functools.cache
-def _of_all(scalings: tuple[AbstractScaling, ...]) -> AbstractStatefulScaling | None:
-    """The scaling of all operands, if they have the same and it records."""
-    first = scalings[0]
-    same = all(scaling == first for scaling in scalings)
-    return first if same and isinstance(first, AbstractStatefulScaling) and first.numbers else None
+def _of_all(scalings: tuple[AbstractScaling, ...]) -> AbstractMemory | None:
+    """The memory of all operands, if they have the same and it records."""
+    first = scalings[0].memory
+    same = all(scaling.memory == first for scaling in scalings)
+    return first if same and first is not None and first.numbers else None
 
 
-def _rows_by_scaling(scalings: tuple[AbstractScaling, ...]) -> dict[AbstractStatefulScaling, tuple[int, ...]]:
-    """The rows of each scaling that keeps state: rows with the same scaling are updated at once."""
-    found: dict[AbstractStatefulScaling, tuple[int, ...]] = {}
+def _rows_by_memory(scalings: tuple[AbstractScaling, ...]) -> dict[AbstractMemory, tuple[int, ...]]:
+    """The rows of each memory: rows with the same one are updated at once."""
+    found: dict[AbstractMemory, tuple[int, ...]] = {}
     for row, scaling in enumerate(scalings):
-        if isinstance(scaling, AbstractStatefulScaling):
-            found[scaling] = (*found.get(scaling, ()), row)
+        if scaling.memory is not None:
+            found[scaling.memory] = (*found.get(scaling.memory, ()), row)
     return found
 
 

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Float32
 from .._jax.mesh_axes import axes_to_reduce, varying_axes
 from .._jax.opaque import opaque
 from .._product.names import FP8_ATTENTION
-from ..recipes.scaling import AbstractStatefulScaling
+from ..recipes.scaling import AbstractScaling
 from . import by_platform
 from .emulated import Attention, TensorScales, reference
 from .state import cotangent, scales_of
@@ -33,7 +33,7 @@ class AttentionSpec:
     """
 
     attention: Attention
-    scaling: AbstractStatefulScaling
+    scaling: AbstractScaling
     is_record: bool
     out_dtype: np.dtype
     ensemble: int = 0

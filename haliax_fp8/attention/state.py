@@ -8,7 +8,7 @@ from .._jax.max_grad import is_max_grad, to_float32
 from .._numerics.formats import E4M3
 from .._state.members import recorded_by_first
 from .._state.table import next_table, record_length, scales_in
-from ..recipes.scaling import AbstractStatefulScaling
+from ..recipes.scaling import AbstractScaling
 from .tensors import TENSORS
 
 
@@ -35,7 +35,7 @@ def cotangent(
     grad: Array,
     *,
     is_record: bool,
-    scaling: AbstractStatefulScaling,
+    scaling: AbstractScaling,
     ensemble: int,
 ) -> Float32[Array, "..."]:
     """The cotangent of the state: the table of the next step; or the amaxes, and the mark of the record.

@@ -1,6 +1,6 @@
 """What a training step does for a linear layer: three products, and the launches that FP8 adds to them.
 
-What a cast costs is a constant of each scaling, `cast_bytes` and `cast_launches`. This file adds what depends on the
+What a cast costs is a constant of each scaling, its `cast_cost`. This file adds what depends on the
 layer and on the device. All figures are read from programs that XLA makes for an H100 and a B200, launch by launch;
 `tests/programs/test_compiled_layer_work.py` compiles layers and compares.
 """
@@ -12,7 +12,6 @@ from .._product.kernel_residual import KernelResidual
 from ..devices.device import MX_UNITS, Device
 from ..devices.roofline import Roofline
 from ..recipes.recipe import OPERANDS, USES, OperandName, ProductName, Quantization, Recipe
-from ..recipes.scaling import AbstractStatefulScaling
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,7 +122,7 @@ class LayerWork:
             elif transposes:
                 # The cast of the input writes both layouts; others take a launch that reads FP8 and writes it.
                 work += _quantizing(first, elements) if operand == "input" else _quantizing(first, 2 * elements, 1)
-        if isinstance(first.scaling, AbstractStatefulScaling) and first.scaling.numbers:
+        if (memory := first.scaling.memory) is not None and memory.numbers:
             # The cast finds the amax that state records, unless it writes two layouts.
             work += Work(2 * elements, launches=2) if operand == "input" and transposes else Work(launches=1)
         return work
@@ -149,7 +148,7 @@ class LayerWork:
         if not self._is_fp8(product) or self._is_in_blocks(product):
             return False
         scalings = [quantization.scaling for quantization in self.recipe.products[product]]
-        of_members = self.size.members > 1 and any(isinstance(s, AbstractStatefulScaling) for s in scalings)
+        of_members = self.size.members > 1 and any(scaling.memory is not None for scaling in scalings)
         return of_members or self.size.experts > 1 or any(scaling.directional for scaling in scalings)
 
     def _multiple(self, product: ProductName) -> int:
@@ -167,8 +166,8 @@ class LayerWork:
 
 
 def _cast(quantization: Quantization, elements: int) -> Work:
-    scaling = quantization.scaling
-    return _quantizing(quantization, round(scaling.cast_bytes * elements), scaling.cast_launches)
+    cost = quantization.scaling.cast_cost
+    return _quantizing(quantization, round(cost.bytes * elements), cost.launches)
 
 
 def _quantizing(quantization: Quantization, bytes: int, launches: int = 0) -> Work:

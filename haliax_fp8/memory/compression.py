@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 from .._numerics.formats import E4M3, Format
 from .._numerics.quantized_array import QuantizedArray
 from .._numerics.require import require
-from ..recipes.scaling import AbstractScaling, AbstractStatefulScaling, OperandUse, RowwiseScaling
+from ..recipes.scaling import AbstractScaling, OperandUse, RowwiseScaling
 
 
 _ROWS = RowwiseScaling()
@@ -56,7 +56,7 @@ def compressed(
     require("function", function, Callable, "a function of arrays", of="compressed")
     require("scaling", scaling, AbstractScaling, "RowwiseScaling()", of="compressed")
     require("format", format, Format, "E4M3 or E5M2", of="compressed")
-    if isinstance(scaling, AbstractStatefulScaling) or not scaling.quantizes:
+    if scaling.memory is not None or not scaling.quantizes:
         raise ValueError(f"scaling={scaling} of compressed must quantize without state; use RowwiseScaling()")
     quantize = functools.partial(_quantized, scaling=scaling, format=format)
 

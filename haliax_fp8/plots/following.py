@@ -61,8 +61,9 @@ def delayed_scaling(
 
 def _limits(amaxes: np.ndarray, scaling: DelayedScaling, format: Format) -> np.ndarray:
     """The largest value that fits, from the second step on."""
-    state, limits = jnp.asarray([scaling.first_row], jnp.float32), []
+    memory = scaling.memory
+    state, limits = jnp.asarray([memory.first_row], jnp.float32), []
     for amax in amaxes[:-1]:
-        state = scaling.update(state, jnp.asarray([[amax]], jnp.float32), (format.max,))
+        state = memory.update(state, jnp.asarray([[amax]], jnp.float32), (format.max,))
         limits.append(float(state[0, 0]) * format.max)
     return np.asarray(limits)

@@ -18,9 +18,10 @@ from .catalog import aliases as aliases, by_name as by_name, named as named
 from .recipe import Quantization as Quantization, Recipe as Recipe
 from .scaling import (
     AbstractAmaxCompute as AbstractAmaxCompute,
+    AbstractMemory as AbstractMemory,
     AbstractScaling as AbstractScaling,
-    AbstractStatefulScaling as AbstractStatefulScaling,
     BlockScaling as BlockScaling,
+    CastCost as CastCost,
     CurrentScaling as CurrentScaling,
     DelayedScaling as DelayedScaling,
     HadamardScaling as HadamardScaling,

@@ -10,7 +10,6 @@ from .._numerics.require import require
 from .._numerics.rounding import Rounding
 from .scaling import (
     AbstractScaling,
-    AbstractStatefulScaling,
     DelayedScaling,
     HadamardScaling,
     HighPrecision,
@@ -136,7 +135,7 @@ class Recipe:
                 )
         for name, second_use in _SECOND_USES.items():
             first, second = getattr(self, name), getattr(self, second_use)
-            if second is not None and isinstance(second.scaling, AbstractStatefulScaling) and second != first:
+            if second is not None and second.scaling.memory is not None and second != first:
                 raise ValueError(
                     f"recipe has {second_use}={second}, whose scaling keeps state, and {name}={first}: an operand has "
                     f"one state, so leave {second_use} as None, or give it a stateless scaling"
@@ -238,7 +237,7 @@ class Recipe:
     @functools.cached_property
     def is_stateful(self) -> bool:
         """Whether an op with this recipe remembers anything from step to step."""
-        return any(isinstance(scaling, AbstractStatefulScaling) for scaling in self.scalings)
+        return any(scaling.memory is not None for scaling in self.scalings)
 
     @functools.cached_property
     def needs_key(self) -> bool:
@@ -258,7 +257,7 @@ class Recipe:
 
         def observe(quantization: Quantization) -> Quantization:
             scaling = quantization.scaling
-            observed = ObservedScaling(scaling) if isinstance(scaling, AbstractStatefulScaling) else HighPrecision()
+            observed = HighPrecision() if scaling.memory is None else ObservedScaling(scaling)
             return Quantization(quantization.format, observed)
 
         return self._map(observe)

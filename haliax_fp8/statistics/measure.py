@@ -19,13 +19,7 @@ from ..layers.own_state import require_own_state
 from ..layers.rule import LayerRule
 from ..layers.uncalibrated import require_calibrated
 from ..layers.walk import map_layers_in_stacks, rule_of
-from ..recipes.scaling import (
-    STATISTICS,
-    AbstractScaling,
-    AbstractStatefulScaling,
-    DelayedScaling,
-    MeasuredScaling,
-)
+from ..recipes.scaling import STATISTICS, AbstractScaling, DelayedScaling, MeasuredScaling
 from ..training.gradients import filter_grad
 from ..training.loss import scalar_loss
 from ..training.step_arguments import require_fit, require_model_first
@@ -138,7 +132,7 @@ def _own_rows(measured: OpState, own: OpState) -> Array:
     table, columns = measured.array, own.array.shape[-1] - 1
     axis, rows = table.ndim - 1, []
     for row, scaling in enumerate(own.scalings):
-        width = len(scaling.first_row) if isinstance(scaling, AbstractStatefulScaling) else 1
+        width = 1 if scaling.memory is None else len(scaling.memory.first_row)
         values = table[..., row : row + 1, :width]
         padding = jnp.zeros((*values.shape[:-1], columns - width), values.dtype)
         rows.append(lax.concatenate([values, padding, table[..., row : row + 1, -1:]], axis))
@@ -151,7 +145,7 @@ def _statistics(gradient: Fp8DotGeneral) -> OpStatistics:
     rows = []
     for row, scaling in enumerate(scalings):
         assert isinstance(scaling, MeasuredScaling)
-        values = scaling.statistics(table[..., row : row + 1, :])
+        values = scaling.memory.statistics(table[..., row : row + 1, :])
         scale = table[..., row : row + 1, :1]
         # A scale is positive; the gradient of a layer that the loss does not reach has 0 or `-inf` there.
         reached = jnp.isfinite(values) & jnp.isfinite(scale) & (scale > 0.0)

@@ -225,11 +225,11 @@ def test_the_explorer_shows_what_is_typed(opened):
 @pytest.mark.parametrize("length, margin", [(1, 0), (4, 1), (16, 0)])
 def test_what_fits_is_what_the_library_lets_fit(opened, length, margin):
     amaxes = np.random.default_rng(1).uniform(0.1, 9.0, 40).astype(np.float32)
-    scaling = DelayedScaling(amax_history_length=length, margin=margin)
-    state, expected = jnp.asarray([scaling.first_row]), []
+    memory = DelayedScaling(amax_history_length=length, margin=margin).memory
+    state, expected = jnp.asarray([memory.first_row]), []
     for amax in amaxes:
         expected.append(float(state[0, 0]) * 448.0)
-        state = scaling.update(state, jnp.asarray([[amax]]), (448.0,))
+        state = memory.update(state, jnp.asarray([[amax]]), (448.0,))
     got = opened("how-it-works.html").evaluate("(a) => haliaxFp8.limits(...a)", [amaxes.tolist(), length, margin, 448])
     np.testing.assert_allclose(got, expected, rtol=1e-6)
 

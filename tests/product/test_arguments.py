@@ -188,8 +188,8 @@ def test_a_dtype_quantizes_as_its_format_does(dtype):
 @pytest.mark.parametrize("margin", [-17, 17])
 def test_the_largest_margins_leave_something(margin):
     """The amax itself neither vanishes nor, with headroom, is clipped: 448 * 2**-17 rounds to two subnormals."""
-    scaling = DelayedScaling(amax_history_length=1, margin=margin)
-    table = scaling.update(jnp.array([scaling.first_row]), jnp.array([[3.0]]), (E4M3.max,))
+    memory = DelayedScaling(amax_history_length=1, margin=margin).memory
+    table = memory.update(jnp.array([memory.first_row]), jnp.array([[3.0]]), (E4M3.max,))
     data = fp8.recipes.quantize(jnp.array([3.0]), table[0, 0], E4M3).data
     assert 0.0 < float(data[0]) <= 448.0
     assert float(data[0]) == (448.0 if margin < 0 else 2 * E4M3.smallest_subnormal)

@@ -149,10 +149,10 @@ def test_scales_are_those_of_the_simulation(name, program):
 def test_most_recent_is_transformer_engines():
     """`amax_compute_algo="most_recent"`: `amax_history[0]`, where TransformerEngine writes the newest amax; a zero, an
     infinity or a NaN there keeps the scale."""
-    scaling = fp8.DelayedScaling(amax_history_length=3, amax_compute=MostRecent(), margin=1)
-    rows, scale, limit = jnp.asarray([scaling.first_row], jnp.float32), 1.0, 448.0
+    memory = fp8.DelayedScaling(amax_history_length=3, amax_compute=MostRecent(), margin=1).memory
+    rows, scale, limit = jnp.asarray([memory.first_row], jnp.float32), 1.0, 448.0
     for amax in (2.0, 7.0, 0.0, 3.0, np.inf, np.nan, 1e-3, 5.0):
-        rows = scaling.update(rows, jnp.array([[amax]], jnp.float32), (limit,))
+        rows = memory.update(rows, jnp.array([[amax]], jnp.float32), (limit,))
         if np.isfinite(amax) and amax > 0:
             scale = 1.0 / ((limit / amax) / 2.0)
         np.testing.assert_allclose(rows[0, 0], scale, rtol=1e-6)

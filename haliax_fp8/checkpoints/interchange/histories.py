@@ -49,7 +49,7 @@ def fitted(
         # A table of three columns may be that of static scaling, whose scale without an amax is nothing to go by.
         used = (history.max(axis=-1, keepdims=True) > 0.0) | (table.shape[-1] > 3)
         found |= bool(used.any())
-        scale = scaling.scale_of(
+        scale = scaling.memory.scale_of(
             jnp.asarray(history)[..., None, :], jnp.asarray(table[..., row : row + 1, :1]), (state.limits[row],)
         )
         columns = np.concatenate([np.asarray(scale)[..., 0, :], history], axis=-1)

@@ -10,7 +10,7 @@ from .amax_of_history import (
 )
 from .base import (
     AbstractScaling as AbstractScaling,
-    AbstractStatefulScaling as AbstractStatefulScaling,
+    CastCost as CastCost,
     OperandUse as OperandUse,
     of_all_elements as of_all_elements,
 )
@@ -19,7 +19,13 @@ from .current import CurrentScaling as CurrentScaling, RowwiseScaling as Rowwise
 from .delayed import DelayedScaling as DelayedScaling
 from .hadamard import HadamardScaling as HadamardScaling
 from .high_precision import HighPrecision as HighPrecision
-from .measured import STATISTICS as STATISTICS, MeasuredScaling as MeasuredScaling, statistics_of as statistics_of
+from .measured import (
+    STATISTICS as STATISTICS,
+    MeasuredMemory as MeasuredMemory,
+    MeasuredScaling as MeasuredScaling,
+    statistics_of as statistics_of,
+)
+from .memory import AbstractMemory as AbstractMemory
 from .multiplier import scale_of as scale_of
 from .mxfp8 import MXFP8Scaling as MXFP8Scaling
 from .nvfp4 import NVFP4Scaling as NVFP4Scaling

@@ -1,7 +1,8 @@
-"""The interface of scalings: how they quantize an operand at one use, and what they remember, if anything."""
+"""The interface of scalings: how they quantize an operand at one use, and what that costs."""
 
 import abc
 import dataclasses
+import functools
 from typing import ClassVar, NamedTuple
 
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from ..._numerics.formats import E5M2, Format
 from ..._numerics.quantized_array import QuantizedArray
 from ..._numerics.rounding import Rounding
 from ...devices.device import MatrixUnits
+from .memory import AbstractMemory
 
 
 class OperandUse(NamedTuple):
@@ -52,12 +54,24 @@ class OperandUse(NamedTuple):
         return self.rounding.cast(x, self.format, self.key)
 
 
+class CastCost(NamedTuple):
+    """What quantizing an operand costs.
+
+    Args:
+        bytes: The bytes that it reads and writes per element.
+        launches: The launches that it takes.
+    """
+
+    bytes: float
+    launches: int
+
+
 @dataclasses.dataclass(frozen=True)
 class AbstractScaling(abc.ABC):
     """How one operand gets its scale: which elements share one, and when their amax is measured.
 
-    A scaling is a value: frozen, hashable, compared by its fields. What it remembers between steps is stored in the
-    state of the op that uses it.
+    A scaling is a value: frozen, hashable, compared by its fields. What it remembers between steps, its `memory`
+    defines; the numbers are in the state of the op that uses it.
     """
 
     quantizes: ClassVar[bool] = True
@@ -73,9 +87,6 @@ class AbstractScaling(abc.ABC):
     directional: ClassVar[bool]
     """Whether the scales depend on which axes are contracted. An operand of two products is then quantized twice."""
 
-    stores_scale: ClassVar[bool] = False
-    """Whether `quantize` divides by the state's scale, one for each member, so that nothing else need keep it."""
-
     rounds_scale: ClassVar[bool] = False
     """Whether `quantize` itself rounds its scale up to `OperandUse.scale_bits`, for products in bfloat16.
 
@@ -85,11 +96,21 @@ class AbstractScaling(abc.ABC):
     gradient_format: ClassVar[Format] = E5M2
     """The format that output gradients take with this scaling, unless a recipe says otherwise."""
 
-    cast_bytes: ClassVar[float] = 5.0
-    """The bytes that quantizing reads and writes per element: bfloat16 for the amax and again for the cast, and FP8."""
+    cast_cost: ClassVar[CastCost] = CastCost(bytes=5.0, launches=3)
+    """What quantizing costs: by default, bfloat16 is read for the amax and again for the cast, and FP8 is written.
 
-    cast_launches: ClassVar[int] = 3
-    """The launches that it takes: the amax of parts, the amax of those, the cast."""
+    The launches are the amax of parts, the amax of those, and the cast. With a stored scale one pass is enough.
+    """
+
+    @functools.cached_property
+    def memory(self) -> AbstractMemory | None:
+        """What the scaling remembers from step to step; None, the default, if it keeps no state."""
+        return None
+
+    @functools.cached_property
+    def stores_scale(self) -> bool:
+        """Whether `quantize` divides by the state's scale, one for each member, so that nothing else need keep it."""
+        return self.memory is not None
 
     @property
     def for_kernel(self) -> "AbstractScaling":
@@ -104,95 +125,6 @@ class AbstractScaling(abc.ABC):
             x: The operand.
             use: What is done with it.
         """
-
-
-@dataclasses.dataclass(frozen=True)
-class AbstractStatefulScaling(AbstractScaling):
-    """A scaling whose scale comes from state that is carried from step to step.
-
-    The state is a row of a table per operand: first the scale for the next use, then whatever the scaling remembers. A
-    step measures each operand, and records the result.
-    """
-
-    directional: ClassVar[bool] = False
-
-    # The scale is known before the operand is read: one pass.
-    cast_bytes: ClassVar[float] = 3.0
-    cast_launches: ClassVar[int] = 1
-
-    stores_scale: ClassVar[bool] = True
-
-    numbers: ClassVar[int]
-    """How many numbers a step records of an operand; with 0 it records none, and the rows do not change."""
-
-    @property
-    @abc.abstractmethod
-    def first_row(self) -> tuple[float, ...]:
-        """The row before the first step."""
-
-    @abc.abstractmethod
-    def measure(
-        self, x: Float[Array, "*shape"], quantized: QuantizedArray, ensemble: int
-    ) -> Float[Array, "*ensemble numbers parts"]:
-        """What a step measures of parts of an operand, in any dtype. It records their maximum, as several uses do.
-
-        A maximum over all of a large operand takes two launches; of parts, operands share the second.
-
-        Args:
-            x: The operand; it may have no elements.
-            quantized: What `quantize` made of it.
-            ensemble: How many leading axes number members.
-        """
-
-    @abc.abstractmethod
-    def head(
-        self,
-        rows: Float32[Array, "*ensemble operands columns"],
-        measured: Float32[Array, "*ensemble operands numbers"],
-        limits: tuple[float, ...],
-    ) -> Float32[Array, "*ensemble operands changed"]:
-        """The first columns of the rows after a step: those that are computed from several others.
-
-        Args:
-            rows: The rows before it, of the operands with this scaling.
-            measured: What this step measured of them; where it is not finite, the scale must not come from it.
-            limits: The largest value of each of these operands' formats.
-        """
-
-    def tail(
-        self, rows: Float32[Array, "*ensemble operands columns"]
-    ) -> list[Float32[Array, "*ensemble operands others"]]:
-        """The other columns after a step, in parts: moved, or computed element by element. By default a row has none.
-
-        Args:
-            rows: The rows before it.
-        """
-        del rows
-        return []
-
-    def update(
-        self,
-        rows: Float32[Array, "*ensemble operands columns"],
-        measured: Float32[Array, "*ensemble operands numbers"],
-        limits: tuple[float, ...],
-    ) -> Float32[Array, "*ensemble operands columns"]:
-        """The rows after a step: `head`, then `tail`."""
-        return lax.concatenate([self.head(rows, measured, limits), *self.tail(rows)], rows.ndim - 1)
-
-    def calibrated(
-        self,
-        rows: Float32[Array, "*ensemble operands columns"],
-        measured: Float32[Array, "*ensemble operands numbers"],
-        limits: tuple[float, ...],
-    ) -> Float32[Array, "*ensemble operands columns"]:
-        """The rows after a step of calibration; as `update` for a scaling that learns from every step."""
-        return self.update(rows, measured, limits)
-
-    def newest(
-        self, rows: Float32[Array, "*ensemble operands columns"]
-    ) -> Float32[Array, "*ensemble operands numbers"]:
-        """What the last update entered into rows: they travel as a gradient, which may be a sum or a maximum."""
-        return lax.slice_in_dim(rows, 1, 1 + self.numbers, axis=rows.ndim - 1)
 
 
 def of_all_elements(scale: Float32[Array, " *ensemble"], ndim: int) -> Float32[Array, "*blocks"]:

@@ -9,7 +9,7 @@ from ..._numerics.formats import E4M3, Format
 from ..._numerics.quantized_array import QuantizedArray, quantize_by
 from ..._numerics.require import require_bool, require_integer
 from ...devices.device import MX_UNITS, NO_UNITS, MatrixUnits
-from .base import AbstractScaling, OperandUse
+from .base import AbstractScaling, CastCost, OperandUse
 from .block_geometry import block_shape, blockwise_amax
 from .multiplier import multiplier_of
 
@@ -42,7 +42,7 @@ class BlockScaling(AbstractScaling):
 
     gradient_format: ClassVar[Format] = E4M3
     # An amax and two scales for each block of 32, in float32 and in E8M0: 16 bytes more.
-    cast_bytes: ClassVar[float] = 5.5
+    cast_cost: ClassVar[CastCost] = CastCost(bytes=5.5, launches=3)
 
     def __post_init__(self) -> None:
         require_integer("size", self.size, of="BlockScaling")

@@ -1,6 +1,7 @@
 """Delayed scaling: the scale of a step comes from the amaxes of the steps before it."""
 
 import dataclasses
+import functools
 from typing import ClassVar
 
 import jax.numpy as jnp
@@ -12,16 +13,20 @@ from ..._numerics.quantized_array import QuantizedArray, divide_by
 from ..._numerics.require import require_bool, require_integer, require_margin
 from ...devices.device import FP8_UNITS, MatrixUnits
 from .amax_of_history import AbstractAmaxCompute, MaxOfHistory
-from .base import AbstractStatefulScaling, OperandUse, of_all_elements
+from .base import AbstractScaling, CastCost, OperandUse, of_all_elements
+from .memory import AbstractMemory
 from .multiplier import round_down_to_power_of_two, usable
 
 
 # The smallest scale that is not flushed to zero. Below it stand tensors whose amax is under 1e-35.
 _SMALLEST_SCALE = float(jnp.finfo(jnp.float32).tiny)
 
+COST_WITH_STORED_SCALE = CastCost(bytes=3.0, launches=1)
+"""The cost of a cast whose scale is known before the operand is read: one pass."""
+
 
 @dataclasses.dataclass(frozen=True)
-class DelayedScaling(AbstractStatefulScaling):
+class DelayedScaling(AbstractScaling):
     """One scale per tensor, from the largest amax of the last steps.
 
     `scale = amax / max * 2**margin` with `amax = max(history)`. The history covers the steps *before* this one, so the
@@ -58,7 +63,8 @@ class DelayedScaling(AbstractStatefulScaling):
     power_of_two: bool = False
 
     units: ClassVar[MatrixUnits] = FP8_UNITS
-    numbers: ClassVar[int] = 1
+    directional: ClassVar[bool] = False
+    cast_cost: ClassVar[CastCost] = COST_WITH_STORED_SCALE
 
     def __post_init__(self) -> None:
         for name in ("amax_history_length", "update_interval"):
@@ -86,15 +92,43 @@ class DelayedScaling(AbstractStatefulScaling):
         ]
         return f"DelayedScaling({', '.join(given)})"
 
-    @property
-    def first_row(self) -> tuple[float, ...]:
-        """A scale of 1, and a history of zeros: newest first, then oldest to newest. Last the steps since an update."""
-        counter = (0.0,) if self.update_interval > 1 else ()
-        return (1.0, *(0.0,) * self.amax_history_length, *counter)
+    @functools.cached_property
+    def memory(self) -> "AmaxHistory":
+        """The amaxes of the last steps."""
+        return AmaxHistory(
+            self.amax_history_length, self.margin, self.amax_compute, self.update_interval, self.power_of_two
+        )
 
     def quantize(self, x: Float[Array, "*shape"], use: OperandUse) -> QuantizedArray:
         """Quantizes with the stored scale, one for all elements of each member."""
         return quantize_by_stored_scale(x, use)
+
+
+@dataclasses.dataclass(frozen=True)
+class AmaxHistory(AbstractMemory):
+    """The amaxes of the last steps, and the scale that follows from them.
+
+    Args:
+        length: How many steps the history remembers.
+        margin: Headroom as a power of two.
+        amax_compute: What a step measures of a tensor, and how the history is reduced to one number.
+        update_interval: How many steps use a scale.
+        power_of_two: Whether scales are rounded up to powers of two.
+    """
+
+    length: int
+    margin: int
+    amax_compute: AbstractAmaxCompute
+    update_interval: int
+    power_of_two: bool
+
+    numbers: ClassVar[int] = 1
+
+    @property
+    def first_row(self) -> tuple[float, ...]:
+        """A scale of 1, and a history of zeros: newest first, then oldest to newest. Last the steps since an update."""
+        counter = (0.0,) if self.update_interval > 1 else ()
+        return (1.0, *(0.0,) * self.length, *counter)
 
     def measure(
         self, x: Float[Array, "*shape"], quantized: QuantizedArray, ensemble: int
@@ -124,7 +158,7 @@ class DelayedScaling(AbstractStatefulScaling):
             measured: This step's amaxes.
             limits: The largest value of each operand's format.
         """
-        axis, end = rows.ndim - 1, 1 + self.amax_history_length
+        axis, end = rows.ndim - 1, 1 + self.length
         scale = lax.slice_in_dim(rows, 0, 1, axis=axis)
         newest = finite_or_none(measured)
         history = lax.concatenate([newest, *self._moved(rows)], axis)
@@ -138,7 +172,7 @@ class DelayedScaling(AbstractStatefulScaling):
         self, rows: Float32[Array, "*ensemble operands columns"]
     ) -> list[Float32[Array, "*ensemble operands others"]]:
         """The rest of `roll(history, -1)`, and the steps since an update."""
-        axis, end = rows.ndim - 1, 1 + self.amax_history_length
+        axis, end = rows.ndim - 1, 1 + self.length
         columns = self._moved(rows)
         if self.update_interval > 1:
             counter = lax.slice_in_dim(rows, end, end + 1, axis=axis)
@@ -147,7 +181,7 @@ class DelayedScaling(AbstractStatefulScaling):
 
     def _moved(self, rows: Array) -> list[Array]:
         """`roll(history, -1)` without its first entry, which this step's amax takes."""
-        axis, end = rows.ndim - 1, 1 + self.amax_history_length
+        axis, end = rows.ndim - 1, 1 + self.length
         rest = lax.slice_in_dim(rows, min(3, end), end, axis=axis)
         return [rest, lax.slice_in_dim(rows, 1, min(2, end - 1), axis=axis)]
 
@@ -160,7 +194,7 @@ class DelayedScaling(AbstractStatefulScaling):
         """Like `update`, with a scale that moves at every batch whatever `update_interval` is, and in the next step."""
         if self.update_interval == 1:
             return self.update(rows, measured, limits)
-        history = lax.slice_in_dim(rows, 0, 1 + self.amax_history_length, axis=rows.ndim - 1)
+        history = lax.slice_in_dim(rows, 0, 1 + self.length, axis=rows.ndim - 1)
         new = self.update(jnp.concatenate([history, jnp.zeros_like(measured)], -1), measured, limits)
         return new.at[..., -1].set(0.0)
 

@@ -10,7 +10,7 @@ from ..._numerics.quantized_array import QuantizedArray
 from ..._numerics.require import require
 from ..._numerics.rotation import GROUP, Rotation
 from ...devices.device import MatrixUnits
-from .base import AbstractScaling, AbstractStatefulScaling, OperandUse
+from .base import AbstractScaling, CastCost, OperandUse
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +39,7 @@ class HadamardScaling(AbstractScaling):
 
     def __post_init__(self) -> None:
         require("scaling", self.scaling, AbstractScaling, "CurrentScaling() or NVFP4Scaling()", of="HadamardScaling")
-        if isinstance(self.scaling, AbstractStatefulScaling):
+        if self.scaling.memory is not None:
             raise ValueError(
                 f"scaling={self.scaling} of HadamardScaling keeps state, which describes the operand before it is "
                 "rotated; use a stateless one, such as CurrentScaling() or NVFP4Scaling()"
@@ -56,14 +56,10 @@ class HadamardScaling(AbstractScaling):
         return self.scaling.gradient_format
 
     @property
-    def cast_bytes(self) -> float:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The bytes of the scaling, and of the rotation, which reads and writes bfloat16."""
-        return self.scaling.cast_bytes + 4.0
-
-    @property
-    def cast_launches(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The launches of the scaling, and the rotation."""
-        return self.scaling.cast_launches + 1
+    def cast_cost(self) -> CastCost:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The cost of the scaling, and of the rotation: a launch that reads and writes bfloat16."""
+        bytes, launches = self.scaling.cast_cost
+        return CastCost(bytes + 4.0, launches + 1)
 
     def quantize(self, x: Float[Array, "*shape"], use: OperandUse) -> QuantizedArray:
         """Rotates, then quantizes."""

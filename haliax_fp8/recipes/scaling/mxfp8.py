@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 from ..._numerics.formats import E4M3, Format
 from ..._numerics.quantized_array import QuantizedArray, expand
 from ...devices.device import MX_UNITS, MatrixUnits
-from .base import AbstractScaling, OperandUse
+from .base import AbstractScaling, CastCost, OperandUse
 from .block_geometry import block_shape, blockwise_amax, e8m0_exponent, power_of_two
 
 
@@ -39,7 +39,7 @@ class MXFP8Scaling(AbstractScaling):
     units: ClassVar[MatrixUnits] = MX_UNITS
     gradient_format: ClassVar[Format] = E4M3
     # An amax and two scales for each block of 32, in float32 and in E8M0: 16 bytes more.
-    cast_bytes: ClassVar[float] = 5.5
+    cast_cost: ClassVar[CastCost] = CastCost(bytes=5.5, launches=3)
 
     @property
     def directional(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]

@@ -1,17 +1,19 @@
 """Observed scaling: high precision, while the state that another scaling needs is recorded."""
 
 import dataclasses
+import functools
 from typing import ClassVar
 
 from jaxtyping import Array, Float, Float32
 
 from ..._numerics.quantized_array import QuantizedArray
-from .base import AbstractStatefulScaling, OperandUse
+from .base import AbstractScaling, OperandUse
 from .high_precision import unscaled
+from .memory import AbstractMemory
 
 
 @dataclasses.dataclass(frozen=True)
-class ObservedScaling(AbstractStatefulScaling):
+class ObservedScaling(AbstractScaling):
     """Does not quantize the operand, but records what the later scaling needs.
 
     Calibration runs a model with it: every product runs in high precision, so one bad scale does not spoil the amaxes
@@ -21,25 +23,43 @@ class ObservedScaling(AbstractStatefulScaling):
         scaling: The scaling whose state is recorded.
     """
 
-    scaling: AbstractStatefulScaling
+    scaling: AbstractScaling
 
     quantizes: ClassVar[bool] = False
-    numbers: ClassVar[int] = 1
+    directional: ClassVar[bool] = False
 
-    @property
-    def first_row(self) -> tuple[float, ...]:
-        """The first row of the scaling."""
-        return self.scaling.first_row
+    @functools.cached_property
+    def memory(self) -> AbstractMemory | None:
+        """That of the scaling, which every step calibrates; None if it has none."""
+        return None if self.scaling.memory is None else ObservedMemory(self.scaling.memory)
 
     def quantize(self, x: Float[Array, "*shape"], use: OperandUse) -> QuantizedArray:
         """The operand itself, with scales of 1."""
         return unscaled(x, use.ensemble)
 
+
+@dataclasses.dataclass(frozen=True)
+class ObservedMemory(AbstractMemory):
+    """Another memory, calibrated in every step.
+
+    Args:
+        memory: The other memory.
+    """
+
+    memory: AbstractMemory
+
+    numbers: ClassVar[int] = 1
+
+    @property
+    def first_row(self) -> tuple[float, ...]:
+        """The first row of the other memory."""
+        return self.memory.first_row
+
     def measure(
         self, x: Float[Array, "*shape"], quantized: QuantizedArray, ensemble: int
     ) -> Float[Array, "*ensemble 1 parts"]:
-        """Measures as the scaling does."""
-        return self.scaling.measure(x, quantized, ensemble)
+        """Measures as the other memory does."""
+        return self.memory.measure(x, quantized, ensemble)
 
     def head(
         self,
@@ -47,5 +67,5 @@ class ObservedScaling(AbstractStatefulScaling):
         measured: Float32[Array, "*ensemble operands 1"],
         limits: tuple[float, ...],
     ) -> Float32[Array, "*ensemble operands columns"]:
-        """Updates the scale as the scaling does when it is calibrated."""
-        return self.scaling.calibrated(rows, measured, limits)
+        """Updates the row as the other memory does when it is calibrated."""
+        return self.memory.calibrated(rows, measured, limits)

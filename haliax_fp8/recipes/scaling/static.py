@@ -1,6 +1,7 @@
 """Static scaling: scales that are given, or come from calibration, and never change."""
 
 import dataclasses
+import functools
 import math
 from typing import ClassVar
 
@@ -11,12 +12,13 @@ from ..._numerics.quantized_array import QuantizedArray
 from ..._numerics.require import require_margin, require_number
 from ...devices.device import FP8_UNITS, MatrixUnits
 from .amax_of_history import amaxes_of_rows
-from .base import AbstractStatefulScaling, OperandUse
-from .delayed import finite_or_none, quantize_by_stored_scale, scale_of_amax
+from .base import AbstractScaling, CastCost, OperandUse
+from .delayed import COST_WITH_STORED_SCALE, finite_or_none, quantize_by_stored_scale, scale_of_amax
+from .memory import AbstractMemory
 
 
 @dataclasses.dataclass(frozen=True)
-class StaticScaling(AbstractStatefulScaling):
+class StaticScaling(AbstractScaling):
     """One scale per tensor that training does not move.
 
     For inference, `calibrate` derives the scale from the largest amax that it saw, `scale = amax / max * 2**margin`.
@@ -46,7 +48,8 @@ class StaticScaling(AbstractStatefulScaling):
     margin: int = 0
 
     units: ClassVar[MatrixUnits] = FP8_UNITS
-    numbers: ClassVar[int] = 0
+    directional: ClassVar[bool] = False
+    cast_cost: ClassVar[CastCost] = COST_WITH_STORED_SCALE
 
     def __post_init__(self) -> None:
         if self.scale is not None:
@@ -58,15 +61,35 @@ class StaticScaling(AbstractStatefulScaling):
                 )
         require_margin(self.margin, of="StaticScaling")
 
+    @functools.cached_property
+    def memory(self) -> "FixedScale":
+        """The scale, and the largest amax of calibration."""
+        return FixedScale(self.scale, self.margin)
+
+    def quantize(self, x: Float[Array, "*shape"], use: OperandUse) -> QuantizedArray:
+        """Quantizes with the stored scale."""
+        return quantize_by_stored_scale(x, use)
+
+
+@dataclasses.dataclass(frozen=True)
+class FixedScale(AbstractMemory):
+    """A scale that steps leave as it is, and that calibration computes from the largest amax.
+
+    Args:
+        scale: The scale before calibration; None if calibration has to find it.
+        margin: Headroom of calibrated scales, as a power of two.
+    """
+
+    scale: float | None
+    margin: int
+
+    numbers: ClassVar[int] = 0
+
     @property
     def first_row(self) -> tuple[float, ...]:
         """The scale, infinite until calibration finds it; and the largest amax of calibration so far."""
         # Not NaN: `jax.debug_nans` would stop where the model is converted, not where the scale is used.
         return (math.inf if self.scale is None else self.scale, 0.0)
-
-    def quantize(self, x: Float[Array, "*shape"], use: OperandUse) -> QuantizedArray:
-        """Quantizes with the stored scale."""
-        return quantize_by_stored_scale(x, use)
 
     def measure(
         self, x: Float[Array, "*shape"], quantized: QuantizedArray, ensemble: int

@@ -22,7 +22,7 @@ from ..._state.op_state import OpState
 from ..._state.records import form_of
 from ...recipes.catalog import RecipeLike, as_recipe, named
 from ...recipes.recipe import OPERANDS, OperandName, ProductName, Recipe
-from ...recipes.scaling import STATISTICS, AbstractScaling, AbstractStatefulScaling, statistics_of
+from ...recipes.scaling import STATISTICS, AbstractScaling, statistics_of
 from ...recipes.scaling.multiplier import LARGEST_MULTIPLIER
 from ...recipes.scaling.operand_statistics import Members
 from .box import BlackBox
@@ -201,7 +201,7 @@ def _fitting_state(recipe: Recipe, operands: dict[OperandName, Array]) -> Array 
     for x, limit, scaling in zip(operands.values(), recipe.limits, recipe.scalings, strict=True):
         x = x.astype(jnp.float32)
         amax = jnp.max(jnp.where(jnp.isfinite(x), jnp.abs(x), jnp.float32(0.0)), initial=0.0)
-        margin = getattr(scaling, "margin", 0) if isinstance(scaling, AbstractStatefulScaling) else 0
+        margin = 0 if scaling.memory is None else getattr(scaling, "margin", 0)
         fitting = jnp.maximum(amax / limit * 2.0**margin, 1 / LARGEST_MULTIPLIER)
         scales.append(jnp.where(amax > 0.0, fitting, jnp.float32(1.0)))
     return state.with_scale(jnp.stack(scales)).array

@@ -1,0 +1,85 @@
+"""What a scaling remembers is an object of its own: made once, compared by its fields, and one may write another."""
+
+import dataclasses
+import functools
+from typing import ClassVar
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from matrix_product import loss, table
+
+import haliax_fp8 as fp8
+from haliax_fp8.recipes import AbstractMemory, AbstractScaling, MostRecent, StaticScaling
+from haliax_fp8.recipes.scaling import MeasuredScaling, ObservedScaling
+
+
+SCALINGS = {scaling: None for recipe in fp8.recipes.named.values() for scaling in recipe.scalings}
+
+
+@pytest.mark.parametrize("scaling", SCALINGS, ids=repr)
+def test_a_memory_is_made_once_and_equal_scalings_have_equal_ones(scaling):
+    for of in (scaling, ObservedScaling(scaling), MeasuredScaling(scaling, fp8.recipes.E4M3)):
+        assert of.memory is of.memory
+        assert dataclasses.replace(of).memory == of.memory
+        assert of.memory is None or hash(dataclasses.replace(of).memory) == hash(of.memory)
+
+
+@pytest.mark.parametrize("scaling", SCALINGS, ids=repr)
+def test_a_scaling_stores_its_scale_if_it_remembers_more_than_statistics(scaling):
+    is_stateful = isinstance(scaling, fp8.DelayedScaling | StaticScaling)
+    assert (scaling.memory is not None) == scaling.stores_scale == is_stateful
+    measured = MeasuredScaling(scaling, fp8.recipes.E4M3)
+    assert measured.memory is not None and measured.stores_scale == is_stateful
+    assert fp8.Recipe.of(scaling).is_stateful == is_stateful
+    assert fp8.Recipe.of(measured).is_stateful
+
+
+@dataclasses.dataclass(frozen=True)
+class Last(AbstractMemory):
+    """The scale of the last amax, computed with one division."""
+
+    numbers: ClassVar[int] = 1
+
+    @property
+    def first_row(self):
+        return (1.0, 0.0)
+
+    def measure(self, x, quantized, ensemble):
+        return jnp.max(jnp.abs(x), axis=tuple(range(ensemble, x.ndim)), initial=0.0)[..., None, None]
+
+    def head(self, rows, measured, limits):
+        return jnp.concatenate([measured / jnp.asarray(limits, jnp.float32)[:, None], measured], axis=-1)
+
+
+@dataclasses.dataclass(frozen=True)
+class OfLast(AbstractScaling):
+    """A scaling of one's own."""
+
+    units = fp8.DelayedScaling.units
+    directional: ClassVar[bool] = False
+
+    @functools.cached_property
+    def memory(self):
+        return Last()
+
+    def quantize(self, x, use):
+        return fp8.DelayedScaling().quantize(x, use)
+
+
+def test_a_memory_of_ones_own_is_used_in_training():
+    """As one that the library has, whose double reciprocal may differ in the last bit."""
+    rng = np.random.default_rng(0)
+    own = fp8.Fp8DotGeneral.init(OfLast())
+    known = fp8.Fp8DotGeneral.init(fp8.DelayedScaling(amax_history_length=1, amax_compute=MostRecent()))
+    for size in (1.0, 20.0, 3.0):
+        x, w, c = (
+            jnp.asarray(size * rng.standard_normal(shape), jnp.float32) for shape in ((12, 32), (32, 8), (12, 8))
+        )
+        tables = []
+        for op in (own, known):
+            overwrites, rest = fp8.partition_for_grad_overwrite(fp8.filter_grad(loss)(op, x, w, c))
+            tables.append(fp8.apply_updates(op, rest, overwrites))
+        own, known = tables
+        np.testing.assert_allclose(table(own)[:, :2], table(known)[:, :2], rtol=1e-6)
+        np.testing.assert_allclose(table(own)[:, 1], [float(jnp.abs(a).max()) for a in (x, w, c)], rtol=1e-6)
