@@ -36,10 +36,11 @@ class Rounding(enum.Enum):
     not accumulate: sums over many elements stay unbiased, unless elements exceed the format's maximum and are clipped.
     """
 
-    @property
-    def needs_key(self) -> bool:
-        """Whether `cast` draws random numbers."""
-        return self is Rounding.STOCHASTIC
+    needs_key: bool
+    """Whether `cast` draws random numbers."""
+
+    def __init__(self, value: str) -> None:
+        self.needs_key = value == "stochastic"
 
     def cast(
         self, x: Float[Array, "*shape"], format: Format, key: Key[Array, "*ensemble"] | None
