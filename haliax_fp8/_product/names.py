@@ -44,3 +44,6 @@ FP8_OPERAND: Final = "fp8_operand"
 
 FP8_OUTPUT: Final = "fp8_output"
 """The name that checkpoint policies use for a product's result."""
+
+SERVED_LINEAR: Final = "served_linear"
+"""The scope of a linear layer of a model for inference."""

@@ -1,6 +1,5 @@
 """The check of Flax's guide to FP8: does a program multiply in FP8?"""
 
-import re
 from typing import Any
 
 import jax
@@ -9,7 +8,7 @@ from ..devices.device import Device
 from .hlo.dimensions import dimensions
 from .hlo.sites import entry_sites, launches, opened
 from .hlo.text import parse_hlo
-from .hlo.vocabulary import FORMATS, STABLEHLO_FP8_PRODUCT
+from .hlo.vocabulary import FORMATS, STABLEHLO_FP8_PRODUCT, TPU_LAYOUT
 
 
 def has_fp8_product(program: Any, device: Device | str | None = None) -> bool:
@@ -42,7 +41,7 @@ def has_fp8_product(program: Any, device: Device | str | None = None) -> bool:
     sites = (site for launch in launches(entry_sites(parse_hlo(text))) for site in opened(launch))
     operands = ((size.lhs.dtype, size.rhs.dtype) for size in filter(None, map(dimensions, sites)))
     of_fp8 = [dtypes for dtypes in operands if all(dtype.startswith("f8") for dtype in dtypes)]
-    if not of_fp8 or _TPU_LAYOUT.search(text) is None:
+    if not of_fp8 or TPU_LAYOUT.search(text) is None:
         return bool(of_fp8)
     if hardware is None:
         raise ValueError(
@@ -51,10 +50,6 @@ def has_fp8_product(program: Any, device: Device | str | None = None) -> bool:
         )
     formats = ([FORMATS[dtype] for dtype in dtypes if dtype in FORMATS] for dtypes in of_fp8)
     return any(all(hardware.lacks(format) is None for format in both) for both in formats)
-
-
-_TPU_LAYOUT = re.compile(r"\{[\d,]*:T\(\d")
-"""For example `f32[512,512]{1,0:T(8,128)}`: arrays are in tiles on TPUs alone, and only once a program is compiled."""
 
 
 def _device_of(program: Any) -> Device | None:

@@ -14,6 +14,7 @@ from haliax.state_dict import StateDict, to_state_dict
 from jax import Array
 from jax.typing import DTypeLike
 
+from .._product.names import SERVED_LINEAR
 from ..layers.equinox import plain_linear
 from ..layers.kernel import Kernel, axes_of
 from ..layers.served import AbstractServedLayer
@@ -69,7 +70,7 @@ class ServedLinear(AbstractServedLayer, hnn.Linear):
             axes = tuple(hax.Axis(name, size) for name, size in zip(_AS_ONE, sizes, strict=True))
         return dataclasses.replace(ServedLinear.of(layer, kernel), axes=axes)
 
-    @jax.named_scope("served_linear")
+    @jax.named_scope(SERVED_LINEAR)
     def __call__(self, inputs: hax.NamedArray, *, key: Any = None) -> hax.NamedArray:
         """Maps `In` to `Out`.
 
@@ -259,7 +260,7 @@ class ServedEquinoxLinear(AbstractServedLayer, eqx.nn.Linear):
         self.weight: Any = None
         self.kernel = kernel
 
-    @jax.named_scope("served_linear")
+    @jax.named_scope(SERVED_LINEAR)
     def __call__(self, x: Array, *, key: Any = None) -> Array:
         """`weight @ x + bias` for one example; `jax.vmap` over a batch is one product.
 

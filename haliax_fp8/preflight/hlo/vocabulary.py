@@ -1,8 +1,8 @@
 """XLA's words: every opcode, attribute, custom call and configuration key that means something to the preflight.
 
-The exceptions are HLO's own grammar, such as `parameter`, `while` and element types, and the attributes of a product's
-axes, which `dimensions.py` reads. If XLA renames something, change it here. If it adds something, that shows up by
-name: an unlisted custom call is reported as opaque, and fails the tests that compile programs.
+The exceptions are HLO's own grammar: `parameter`, `while`, element types, and the axes of products (`dimensions.py`).
+If XLA renames something, change it here. If it adds something, that shows up by name: an unlisted custom call is
+reported as opaque, and fails the tests that compile programs.
 """
 
 import dataclasses
@@ -129,6 +129,9 @@ def subprograms(instruction: Instruction) -> tuple[str, ...]:
 STABLEHLO_FP8_PRODUCT = re.compile(r"stablehlo\.dot\w* .*: \(tensor<[\dx?]*f8E\w+>, tensor<[\dx?]*f8E\w+>\) ->")
 """For example `stablehlo.dot_general %0, %1, ... : (tensor<2x3xf8E4M3FN>, tensor<3x4xf8E5M2>) -> tensor<2x4xf32>`."""
 
+TPU_LAYOUT = re.compile(r"\{[\d,]*:T\(\d")
+"""For example `f32[512,512]{1,0:T(8,128)}`: arrays are in tiles on TPUs alone, and only once a program is compiled."""
+
 
 # --- Configurations of instructions -----------------------------------------------------------------------------------
 
@@ -145,7 +148,7 @@ def devices_in_group(collective: Instruction, devices: int) -> int:
     Args:
         collective: An instruction with `replica_groups`: all groups, such as `{{0,1},{2,3}}`; their number and size,
             such as `[2,2]<=[4]`; or the axes of a mesh over which they run, such as `mesh['a'=2,'b'=4] {'b'}`.
-        devices: The number of devices of the whole program.
+        devices: The number of devices of the program.
     """
     text = collective.attributes.get("replica_groups", "")
     if (counts := re.match(r"\[(\d+),(\d+)\]<=", text)) is not None:
@@ -218,8 +221,7 @@ ONEDNN = "__onednn$matmul"
 """A call without dimension numbers, which multiplies the last two axes."""
 
 CUDNN_IN_BLOCKS = "__cudnn$blockScaledDot"
-"""XLA makes this call from its own `__op$block_scaled_dot`, without dimension numbers: operands have a batch axis, rows
-and the summed axis; their scales follow."""
+"""A call without dimension numbers: operands have a batch axis, rows and the summed axis; their scales follow."""
 
 LIBRARIES: Mapping[str, str] = {
     "__cublas$lt$matmul$f8": "cublasLt f8",
@@ -236,14 +238,12 @@ MOSAIC, MOSAIC_TPU = "mosaic_gpu", "tpu_custom_call"
 
 JOINED, ALLOCATED = "ConcatBitcast", "AllocateBuffer"
 """Calls for TPUs that run nothing: slices fetched one by one, as one array; and memory without contents."""
-
 # cuDNN's gradients of a convolution, of (input, filter) to output: their attributes are the convolution's.
 CONVOLUTION_FILTER_GRAD, CONVOLUTION_INPUT_GRAD = "__cudnn$convBackwardFilter", "__cudnn$convBackwardInput"
 
 BLOCK_SCALED = {"__cublas$lt$matmul$mx", CUDNN_IN_BLOCKS}
 """Products whose operands come with a scale for each block."""
 
-# By prefixes of their names; the longest match counts.
 _CALLS: Mapping[Call, tuple[str, ...]] = {
     Call.PRODUCT: (*LIBRARIES, "__cublas$lt$groupedMatmul"),
     Call.CONVOLUTION: ("__cudnn$conv",),
@@ -277,7 +277,7 @@ def grouped_tile(instruction: Instruction) -> tuple[int, int, int] | None:
 
 
 def call_of(instruction: Instruction) -> Call:
-    """The kind of a custom call."""
+    """The kind of a custom call, by the longest prefix of its name that is listed."""
     name = custom_call_name(instruction)
     if grouped_tile(instruction) is not None:
         return Call.PRODUCT
