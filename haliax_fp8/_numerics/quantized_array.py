@@ -13,7 +13,7 @@ from jax.core import Tracer
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float, Float32, Shaped
 
-from .._jax.xla import actually_rounded
+from .._jax.still_rounded import still_rounded
 from .formats import FORMATS, Format, saturating_cast
 from .rotation import Rotation
 
@@ -75,7 +75,7 @@ class QuantizedArray(eqx.Module):
 
     def dequantize_rotated(self) -> Float32[Array, "*data"]:
         """`data * scale` in float32, still rotated: enough for a product whose operands are rotated alike."""
-        data = actually_rounded(self.data) if self.data.dtype in FORMATS else self.data
+        data = still_rounded(self.data)
         return lax.mul(lax.convert_element_type(data, jnp.float32), expand(self.scale, data.shape, self.block))
 
 

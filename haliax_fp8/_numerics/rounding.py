@@ -8,7 +8,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Float32, Key
 
-from .._jax.xla import actually_rounded
+from .._jax.still_rounded import still_rounded
 from .formats import Format, saturating_cast, spacing_of
 
 
@@ -70,7 +70,7 @@ class Rounding(enum.Enum):
             format: The format to round to.
         """
         if not self.needs_key:
-            return (actually_rounded(saturating_cast(x, format)).astype(jnp.float32) - x) ** 2
+            return (still_rounded(saturating_cast(x, format)).astype(jnp.float32) - x) ** 2
         limit = np.float32(format.max)
         magnitude = jnp.abs(x)
         spacing = spacing_of(jnp.minimum(magnitude, limit), format)

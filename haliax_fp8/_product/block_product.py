@@ -20,7 +20,8 @@ from .._jax.explicit_axes import aval_of_result
 from .._jax.lowered_by_platform import lower_by_platform
 from .._jax.mapped_axis import to_front
 from .._jax.mesh_axes import as_varying
-from .._jax.xla import actually_rounded, on_cpu
+from .._jax.still_rounded import still_rounded
+from .._jax.xla import on_cpu
 from .._numerics.quantized_array import MX_BLOCK, QuantizedArray, expand, in_mx_blocks
 from ..devices.device import Device
 from ..devices.units import FP8_UNITS, MX_UNITS
@@ -176,7 +177,7 @@ def _block_product(
 
 def _values(data: Array, scale: Array) -> BFloat16[Array, "batch rows contracted"]:
     """Data times scales, which bfloat16 holds."""
-    blocks = lax.convert_element_type(actually_rounded(data), jnp.float32).reshape(*scale.shape, MX_BLOCK)
+    blocks = lax.convert_element_type(still_rounded(data), jnp.float32).reshape(*scale.shape, MX_BLOCK)
     scaled = blocks * lax.convert_element_type(scale, jnp.float32)[..., None]
     return lax.convert_element_type(scaled.reshape(data.shape), jnp.bfloat16)
 

@@ -15,7 +15,7 @@ from jax import lax
 from jaxtyping import Array, Float, Float32
 
 from .._jax.mesh_axes import automatic_axes
-from .._jax.xla import actually_rounded
+from .._jax.still_rounded import still_rounded
 from .._numerics.formats import E5M2, FORMATS
 from .._numerics.quantized_array import QuantizedArray, factors_out
 from ..devices.device import Device
@@ -96,5 +96,5 @@ def _size(x: QuantizedArray, axes: tuple[int, ...]) -> int:
 
 
 def _rounded(x: QuantizedArray, *, in_float32: bool) -> QuantizedArray:
-    data = actually_rounded(x.data) if x.data.dtype in FORMATS else x.data
+    data = still_rounded(x.data)
     return dataclasses.replace(x, data=lax.convert_element_type(data, jnp.float32) if in_float32 else data)

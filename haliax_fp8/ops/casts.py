@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from .._jax.xla import actually_rounded
+from .._jax.still_rounded import still_rounded
 from .._numerics.formats import saturating_cast
 from .arguments import Scale, Values, floating, format_of, scale_for, wide, wide_dtype
 
@@ -83,7 +83,7 @@ def quantize_dequantize(
         Array([  1., 448.], dtype=float32)
     """
     x = wide("x", x)
-    return dequantize(actually_rounded(quantize(x, q_dtype, scale, compute_dtype)), x.dtype, scale)
+    return dequantize(still_rounded(quantize(x, q_dtype, scale, compute_dtype)), x.dtype, scale)
 
 
 qdq = quantize_dequantize

@@ -1667,7 +1667,7 @@ CHANGES = (
     Change(
         "an operand that XLA widens loses its rounding",
         "_product/scaled_dot.py",
-        "data = actually_rounded(x.data) if x.data.dtype in FORMATS else x.data",
+        "data = still_rounded(x.data)",
         "data = x.data",
         ("test_widened_operands.py::test_which_operands_are_kept_rounded",),
     ),
@@ -1695,14 +1695,14 @@ CHANGES = (
     Change(
         "values read back in the same program were never rounded",
         "_numerics/quantized_array.py",
-        "actually_rounded(self.data) if self.data.dtype in FORMATS else self.data",
+        "still_rounded(self.data)",
         "self.data",
         ("test_widened_operands.py::test_what_is_read_back_is_rounded",),
     ),
     Change(
         "the error of rounding is that of no rounding",
         "_numerics/rounding.py",
-        "(actually_rounded(saturating_cast(x, format)).astype(jnp.float32) - x) ** 2",
+        "(still_rounded(saturating_cast(x, format)).astype(jnp.float32) - x) ** 2",
         "(saturating_cast(x, format).astype(jnp.float32) - x) ** 2",
         ("test_widened_operands.py::test_what_is_read_back_is_rounded",),
     ),
@@ -1716,7 +1716,7 @@ CHANGES = (
     Change(
         "quantize-dequantize is a clip",
         "ops/casts.py",
-        "actually_rounded(quantize(x, q_dtype, scale, compute_dtype))",
+        "still_rounded(quantize(x, q_dtype, scale, compute_dtype))",
         "quantize(x, q_dtype, scale, compute_dtype)",
         ("test_widened_operands.py::test_what_is_read_back_is_rounded",),
     ),
