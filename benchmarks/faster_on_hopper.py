@@ -1,4 +1,4 @@
-"""Claim: on a Hopper GPU, converted layers and models are faster than bf16; next to marin-haliax's and Flax's own FP8.
+"""Claim: on a Hopper GPU, converted layers and models are faster than in bf16. Compares with marin-haliax and Flax.
 
     uv run benchmarks/faster_on_hopper.py [--minutes 7.5] [--json FILE] [--markdown]  # needs a GPU and jax[cuda]
     uv run benchmarks/faster_on_hopper.py --show FILE [--markdown]                    # prints what a run has written

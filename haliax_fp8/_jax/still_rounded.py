@@ -3,12 +3,15 @@
 `actually_rounded` in `xla.py` does the same with a barrier, which is a launch of its own.
 """
 
+from typing import Any
+
 import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array, Float
 
+from .after_partitioning import devices_of, has_its_part
 from .xla import not_constant
 
 
@@ -20,7 +23,20 @@ def still_rounded(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
     Args:
         x: The data of an operand, which a recipe may leave in high precision.
     """
-    return still_rounded_p.bind(x) if jnp.finfo(x.dtype).bits == 8 else x
+    return still_rounded_p.bind(x, smallest=1) if jnp.finfo(x.dtype).bits == 8 else x
+
+
+def still_rounded_in_parts(x: Float[Array, "*shape"], smallest: int) -> Float[Array, "*shape"]:
+    """An operand of a product that XLA widens only if an axis has a single element, whole or as devices divide it.
+
+    How many devices there are is known when the program is lowered. On enough of them the data are as `still_rounded`
+    returns them, otherwise as they are.
+
+    Args:
+        x: The data of an operand, which a recipe may leave in high precision.
+        smallest: The smallest side of the product's matrices.
+    """
+    return still_rounded_p.bind(x, smallest=smallest) if jnp.finfo(x.dtype).bits == 8 else x
 
 
 def _changed(x: Array) -> Array:
@@ -29,10 +45,27 @@ def _changed(x: Array) -> Array:
     return lax.bitcast_convert_type(lax.bitwise_xor(lax.bitcast_convert_type(x, jnp.uint8), zeros), x.dtype)
 
 
+def _batched(args: Any, axes: Any, *, smallest: int) -> tuple[Array, Any]:
+    return still_rounded_p.bind(*args, smallest=smallest), *axes
+
+
+def _jvp(primals: Any, tangents: Any, *, smallest: int) -> tuple[Array, Any]:
+    """The derivative of the identity: a tangent is not FP8 data."""
+    return still_rounded_p.bind(*primals, smallest=smallest), *tangents
+
+
+def _lowered(context: Any, x: Any, *, smallest: int) -> Any:
+    # Inside `shard_map` the sizes are those of the parts already.
+    devices = 1 if has_its_part(context) else devices_of(context)
+    return _always(context, x) if smallest <= devices else [x]
+
+
+_always = mlir.lower_fun(_changed, multiple_results=False)
+
 still_rounded_p = Primitive("fp8_still_rounded")
 """The identity."""
-still_rounded_p.def_impl(lambda x: x)
-still_rounded_p.def_abstract_eval(lambda x: x)
-batching.primitive_batchers[still_rounded_p] = lambda args, axes: (still_rounded_p.bind(*args), *axes)
-ad.primitive_jvps[still_rounded_p] = lambda primals, tangents: (still_rounded_p.bind(*primals), *tangents)
-mlir.register_lowering(still_rounded_p, mlir.lower_fun(_changed, multiple_results=False))
+still_rounded_p.def_impl(lambda x, smallest: x)
+still_rounded_p.def_abstract_eval(lambda x, smallest: x)
+batching.primitive_batchers[still_rounded_p] = _batched
+ad.primitive_jvps[still_rounded_p] = _jvp
+mlir.register_lowering(still_rounded_p, _lowered)

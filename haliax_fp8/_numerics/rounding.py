@@ -61,9 +61,10 @@ class Rounding(enum.Enum):
         return _drawn(x, format, key) if self.needs_key else saturating_cast(x, format)
 
     def squared_error(self, x: Float32[Array, "*shape"], format: Format) -> Float32[Array, "*shape"]:
-        """`(cast(x) - x)**2`; if the rounding is random, the expected value of that.
+        """`(cast(x) - x)**2`, or its expected value if the rounding is random.
 
-        The latter is the variance, `(hi - |x|) (|x| - lo)`; beyond the maximum, the square of the part that is clipped.
+        Between two neighbors that is the variance, `(hi - |x|) (|x| - lo)`; beyond the maximum, the square of what is
+        clipped.
 
         Args:
             x: Values to round.

@@ -15,7 +15,7 @@ from jax import lax
 from jaxtyping import Array, Float, Float32
 
 from .._jax.mesh_axes import automatic_axes
-from .._jax.still_rounded import still_rounded
+from .._jax.still_rounded import still_rounded, still_rounded_in_parts
 from .._numerics.formats import E5M2, FORMATS
 from .._numerics.quantized_array import QuantizedArray, factors_out
 from ..devices.device import Device
@@ -26,8 +26,8 @@ from .scaled_product import scaled_product
 from .scales import FLOAT32, rows_scaled, scalar
 
 
-# XLA's default of `xla_gpu_gemm_rewrite_size_threshold`. It multiplies smaller matrices in float16, in which the
-# product of two E4M3 numbers may be infinite.
+# The default of `xla_gpu_gemm_rewrite_size_threshold`. XLA multiplies smaller matrices in float16, in which the product
+# of two E4M3 numbers may be infinite.
 _SMALLEST_GEMM = 100
 
 
@@ -78,23 +78,22 @@ def _rounded_if_widened(
     device = Device.default()
     if device.emulates:  # XLA's compiler for CPUs keeps both casts.
         return a, b
-    m, n, k = (_size(x, axes) for x, axes in ((a, dims.lhs_free), (b, dims.rhs_free), (a, dims.lhs_contract)))
-    in_float16 = device.platform == "cuda" and (m + n) * k < _SMALLEST_GEMM
-    if not (in_float16 or 1 in (m, n, k) or _widens(device, a, b)):
-        return a, b
-    return _rounded(a, in_float32=in_float16), _rounded(b, in_float32=in_float16)
+    sides = m, n, k = [_size(x, axes) for x, axes in ((a, dims.lhs_free), (b, dims.rhs_free), (a, dims.lhs_contract))]
+    if _widens(device, a, b):
+        data = [still_rounded(x.data) for x in (a, b)]
+    else:
+        data = [still_rounded_in_parts(x.data, smallest=min(sides)) for x in (a, b)]
+    if device.platform == "cuda" and (m + n) * k < _SMALLEST_GEMM:
+        data = [lax.convert_element_type(still_rounded(x), jnp.float32) for x in data]
+    return dataclasses.replace(a, data=data[0]), dataclasses.replace(b, data=data[1])
 
 
 def _widens(device: Device, a: QuantizedArray, b: QuantizedArray) -> bool:
-    """Whether an accelerator has no units for the data of two operands, and emulates."""
+    """Whether an accelerator has no units for the data of two operands: for their formats, or for two in E5M2."""
     formats = [FORMATS[x.data.dtype] for x in (a, b) if x.data.dtype in FORMATS]
     return formats == [E5M2, E5M2] or any(device.lacks(format) is not None for format in formats)
 
 
 def _size(x: QuantizedArray, axes: tuple[int, ...]) -> int:
-    return math.prod([x.data.shape[axis] for axis in axes])
-
-
-def _rounded(x: QuantizedArray, *, in_float32: bool) -> QuantizedArray:
-    data = still_rounded(x.data)
-    return dataclasses.replace(x, data=lax.convert_element_type(data, jnp.float32) if in_float32 else data)
+    """The number of elements of some axes; of an unknown size, which an export may have, the smallest."""
+    return math.prod([size if isinstance(size := x.data.shape[axis], int) else 1 for axis in axes])

@@ -219,6 +219,11 @@ def decide(module: Any, config: Fp8Config) -> dict[str, Decision]:
 def _refusal(layer: Any, rule: LayerRule, *, is_router: bool, is_beside_head: bool) -> str | OnlyIfNamed | None:
     """Why a layer cannot be converted, or only if it is named: as its rule says, and as the rest of the model does."""
     refusal = rule.refusal(layer)
+    if not isinstance(refusal, str | OnlyIfNamed | None):
+        raise ValueError(
+            f"{type(rule).__name__}.refusal(layer) returned {refusal!r}: it must return a reason, OnlyIfNamed(reason), "
+            "or None for a layer that can be converted"
+        )
     if isinstance(refusal, str):
         if rule.op(layer) is None:
             return refusal

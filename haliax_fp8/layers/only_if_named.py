@@ -9,7 +9,7 @@ from .._numerics.require import require
 class OnlyIfNamed:
     """What `LayerRule.refusal` returns for a layer that stays in high precision unless a pattern names it.
 
-    A pattern of `targets` or of `overrides` names it, also one that fits many layers.
+    A pattern of `targets` or `overrides` names it, even one that matches many layers.
 
     Args:
         reason: Why it stays in high precision; `describe` shows it.

@@ -55,7 +55,7 @@ class LayerRule(abc.ABC):
 
     @abc.abstractmethod
     def refusal(self, layer: Any) -> str | OnlyIfNamed | None:
-        """Why this layer cannot be converted, or is converted `OnlyIfNamed`; None for most layers.
+        """Why this layer cannot be converted; or `OnlyIfNamed`, with why a pattern has to name it; None if it can be.
 
         A reason that it cannot be converted counts only for a layer without an op.
         """

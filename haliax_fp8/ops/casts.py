@@ -58,7 +58,7 @@ def dequantize(x: Values, dq_dtype: DTypeLike, scale: Scale) -> Float[Array, "*s
     """
     dq_dtype = wide_dtype("dq_dtype", dq_dtype)
     x = floating("x", x)
-    return x.astype(dq_dtype) * scale_for(x, scale, dq_dtype)
+    return still_rounded(x).astype(dq_dtype) * scale_for(x, scale, dq_dtype)
 
 
 def quantize_dequantize(
@@ -83,7 +83,7 @@ def quantize_dequantize(
         Array([  1., 448.], dtype=float32)
     """
     x = wide("x", x)
-    return dequantize(still_rounded(quantize(x, q_dtype, scale, compute_dtype)), x.dtype, scale)
+    return dequantize(quantize(x, q_dtype, scale, compute_dtype), x.dtype, scale)
 
 
 qdq = quantize_dequantize

@@ -1,5 +1,6 @@
 """The function that makes the layer for inference, for each class of layers; those of the user's own classes too."""
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -61,7 +62,8 @@ def made_for_inference(
         constructors: The constructors by class.
 
     Raises:
-        ValueError: If there is no constructor for its class, or it does not return an `AbstractServedLayer`.
+        ValueError: If there is no constructor for its class, or it does not take both, or returns anything but an
+            `AbstractServedLayer`.
     """
     name, own = path or "the model itself", type(layer)
     of = next((cls for cls in own.__mro__ if cls in constructors and issubclass(cls, rule.layer_type)), None)
@@ -71,6 +73,13 @@ def made_for_inference(
             f"makes it, as in served_layers={{{own.__name__}: make}}, where make(layer, kernel) returns an "
             "AbstractServedLayer that multiplies with kernel.dot_general(...); or exclude the layer"
         )
+    try:
+        inspect.signature(constructors[of]).bind(layer, kernel)
+    except TypeError as error:
+        raise ValueError(
+            f"{name} is a {own.__name__}, but served_layers[{of.__name__}] does not take (layer, kernel): {error}. "
+            f"Give a function, as in served_layers={{{of.__name__}: lambda layer, kernel: ...}}"
+        ) from error
     made = constructors[of](layer, kernel)
     if not isinstance(made, AbstractServedLayer):
         raise ValueError(

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from haliax_fp8._jax.still_rounded import still_rounded
+from haliax_fp8._jax.still_rounded import still_rounded, still_rounded_in_parts
 
 
 @pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.float8_e4m3fnuz, jnp.float8_e5m2fnuz])
@@ -38,6 +38,19 @@ def test_on_devices_that_hold_parts():
     for check in (True, False):
         part = jax.shard_map(still_rounded, mesh=mesh, in_specs=jax.P("data"), out_specs=jax.P("data"), check_vma=check)
         assert (jax.jit(part)(x) == x).all()
+
+
+@pytest.mark.parametrize("devices, smallest, kept", [(1, 1, True), (1, 2, False), (4, 4, True), (4, 5, False)])
+def test_parts_that_may_have_a_single_element(devices, smallest, kept):
+    """A program for several devices may leave one of them one element of an axis."""
+    mesh = jax.make_mesh((devices,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    divided = jax.sharding.NamedSharding(mesh, jax.P("data"))
+    x = jax.ShapeDtypeStruct((8, 4), jnp.float8_e4m3fn, sharding=divided)
+    text = jax.jit(lambda x: still_rounded_in_parts(x, smallest)).lower(x).as_text()
+    assert ("stablehlo.xor" in text) == kept
+    shard = jax.P("data")
+    part = jax.shard_map(lambda x: still_rounded_in_parts(x, 2), mesh=mesh, in_specs=shard, out_specs=shard)
+    assert "stablehlo.xor" not in jax.jit(part).lower(x).as_text()
 
 
 @pytest.mark.parametrize("platform", ["cuda", "tpu", "rocm"])

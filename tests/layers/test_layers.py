@@ -830,6 +830,18 @@ def test_a_layer_that_is_converted_only_if_it_is_named():
         OnlyIfNamed(None)
 
 
+def test_a_refusal_that_is_neither_a_reason_nor_none():
+    class Wrong(EquinoxLinear):
+        def refusal(self, layer):
+            return False
+
+    config = Fp8Config(rules=(Wrong(), *default_rules))
+    with pytest.raises(
+        ValueError, match=r"Wrong\.refusal\(layer\) returned False: it must return a reason, OnlyIfNamed"
+    ):
+        fp8_linear_layers(eqx.nn.Linear(16, 16, key=jax.random.key(0)), config)
+
+
 # --- What is refused --------------------------------------------------------------------------------------------------
 
 

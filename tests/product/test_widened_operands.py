@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import E4M3, equations, products_in
+from helpers import E4M3, equations, products_in, unchecked
 
 import haliax_fp8 as fp8
 
@@ -24,8 +24,8 @@ def traced(device, recipe, m, k, n, dtype=jnp.float32):
         return jax.make_jaxpr(lambda x, w: jax.vjp(product, x, w)[1](jnp.ones((m, n), dtype)))(x, w)
 
 
-def barriers_before(jaxpr):
-    """For every operand of a product, whether the barrier that keeps its rounding is what made it; and its dtype."""
+def kept_before(jaxpr):
+    """For every operand of a product, whether its rounding is kept on one device; and its dtype."""
     inner = list(equations(jaxpr))
     made_by = {id(out): equation for equation in inner for out in equation.outvars}
     found = []
@@ -34,7 +34,8 @@ def barriers_before(jaxpr):
             maker = made_by.get(id(operand))
             if maker is not None and maker.primitive.name == "convert_element_type":
                 maker = made_by.get(id(maker.invars[0]))
-            found.append((maker is not None and maker.primitive.name == "fp8_still_rounded", operand.aval.dtype))
+            is_marked = maker is not None and maker.primitive.name == "fp8_still_rounded"
+            found.append((is_marked and maker.params["smallest"] == 1, operand.aval.dtype))
     return found
 
 
@@ -56,18 +57,26 @@ def barriers_before(jaxpr):
     ],
 )
 def test_which_operands_are_kept_rounded(recipe, device, shape, kept):
-    found = barriers_before(traced(device, recipe, *shape))
+    found = kept_before(traced(device, recipe, *shape))
     assert len(found) == 6
-    # Of matrices that the device multiplies in FP8, none: a barrier would keep XLA from fusing.
+    # Of matrices that the device multiplies in FP8, none.
     in_float32 = np.dtype(jnp.float32) in {dtype for _, dtype in found}
     assert [is_kept for is_kept, _ in found] == [kept] * 6
     assert in_float32 == (device == "h100" and shape == (4, 4, 4))
 
 
+def test_sizes_that_an_export_leaves_open_may_be_one():
+    op, (rows,) = fp8.Fp8DotGeneral.init("delayed"), jax.export.symbolic_shape("rows")
+    x, w = jax.ShapeDtypeStruct((rows, 128), jnp.float32), jax.ShapeDtypeStruct((128, 256), jnp.float32)
+    with fp8.devices.Device.by_name("h100").as_default(), unchecked():
+        exported = jax.export.export(jax.jit(lambda x, w: op(x, w, MATRIX)), platforms=["cuda"])(x, w)
+    assert exported.mlir_module().count("stablehlo.xor") == 2
+
+
 def test_two_operands_in_e5m2_are_kept_rounded():
     """No unit of NVIDIA's multiplies two of them."""
     recipe = fp8.Recipe.of(fp8.recipes.CurrentScaling(), forward=fp8.recipes.E5M2)
-    found = barriers_before(traced("h100", recipe, 32, 16, 48))
+    found = kept_before(traced("h100", recipe, 32, 16, 48))
     assert [is_kept for is_kept, _ in found] == [True] * 6
 
 

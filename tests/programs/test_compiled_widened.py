@@ -73,6 +73,20 @@ def test_small_products_are_not_in_float16(program, recipe, dtype):
     assert not re.findall(r"\bf16\[", text)
 
 
+def test_parts_with_one_row_or_column_are_rounded():
+    """Sizes are those of the whole product; XLA decides by what a device has of it."""
+    if missing := compilable_devices["h100"].missing():
+        pytest.skip(missing)
+    P = jax.P
+    op, spec = fp8.Fp8DotGeneral.init("delayed"), (P(), P("devices"), P())
+    for shapes, shardings in ((((8, 256), (256, 768)), spec), (((64, 256), (256, 8)), (P(), P(), P(None, "devices")))):
+        with fp8.devices.Device.by_name("h100").as_default():
+            step = lambda op, x, w: op(x, w, (((1,), (0,)), ((), ())))
+            arrays = [jnp.ones(shape, jnp.bfloat16) for shape in shapes]
+            report = inspect_step(step, op, *arrays, device="h100", devices=8, shardings=shardings, other_setting=False)
+        assert casts_of(report.step.text) == (2, 0)
+
+
 def test_what_is_compressed_is_kept_in_fp8():
     """Without a scan, whose boundary would keep the rounding."""
     if missing := compilable_devices["h100"].missing():
@@ -111,5 +125,12 @@ def test_values_that_are_read_back_are_rounded():
         lambda x: fp8.recipes.quantize(x, jnp.float32(2.0), E4M3).dequantize(),
     )
     for function in functions:
-        text = inspect_step(function, jnp.ones((64, 64)), device="h100", other_setting=False).step.text
-        assert re.findall(r"= f8e4m3fn\[[^\]]*\]\S* convert\(", text)
+        narrow = r"= f8e4m3fn\[[^\]]*\]\S* convert\("
+        x = jnp.ones((64, 64))
+        assert re.findall(narrow, inspect_step(function, x, device="h100", other_setting=False).step.text)
+        # A gradient is not FP8 data: it has no scale, and passes as if there were no cast.
+        backward = lambda x, g, function=function: jax.vjp(function, x)[1](g)
+        text = inspect_step(
+            backward, jnp.ones((64, 64)), jnp.ones((64, 64)), device="h100", other_setting=False
+        ).step.text
+        assert not re.findall(narrow, text)

@@ -340,6 +340,8 @@ def test_a_class_of_ones_own():
     assert served.kernel.data.array.shape == (32, 64) and dequantize(served).weight.shape == (64, 32)
     with pytest.raises(ValueError, match=r"up is a Dense, which .* served_layers=\{Dense: make\}.*exclude the layer"):
         quantize_for_inference({"up": layer}, "dynamic", rules_of=config)
+    with pytest.raises(ValueError, match=r"served_layers\[Dense\] does not take \(layer, kernel\): too many .*lambda"):
+        quantize_for_inference(layer, "dynamic", rules_of=config, served_layers={Dense: ServedDense})
     with pytest.raises(ValueError, match=r"served_layers\[Dense\]\(layer, kernel\) returned None: it must return"):
         quantize_for_inference(layer, "dynamic", rules_of=config, served_layers={Dense: lambda *_: None})
     with pytest.raises(ValueError, match=r"served_layers has the class Dense, for which there is no rule; .*rules_of="):

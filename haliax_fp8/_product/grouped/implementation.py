@@ -14,7 +14,7 @@ from ...devices.device import Device
 from ...devices.grouped import BLOCK, GroupedImplementation
 from ...recipes.recipe import ProductName, Recipe
 from ...recipes.support import Outcome, supported_in_groups
-from .operands import FP8, alike, lines, padded
+from .operands import FP8, ROWS, alike, lines, padded
 from .tiles import GroupedScales, Jobs, Tile, groups_jobs, rows_jobs, with_edges, within_bounds
 
 
@@ -140,10 +140,10 @@ class _Work:
         fast = self.fast and pieces == 1
         tile = self._tile(x.dtype, columns, depth, fast=fast, blocks=pieces > 1)
         total = len(x)
-        x, kernel = padded(x, (1, tile.depth), least=tile.rows), padded(kernel, (1, tile.columns, tile.depth))
+        x, kernel = padded(x, (ROWS, tile.depth), least=tile.rows), padded(kernel, (1, tile.columns, tile.depth))
         if vectors:
             of_columns = padded(vectors[1], (1, 1, tile.columns)).reshape(pieces, -1)
-            vectors = padded(vectors[0].T, (1, 1), least=tile.rows).T, of_columns
+            vectors = padded(vectors[0].T, (ROWS, 1), least=tile.rows).T, of_columns
         jobs = rows_jobs(self.sizes, self.rows, len(x), kernel.shape[1], tile, x.shape[1])
         shape, kernel = (len(x), kernel.shape[1]), kernel.reshape(-1, kernel.shape[2])
         out = self._run(x, kernel, jobs, vectors, shape, tile, fast=fast, whole=False)

@@ -10,6 +10,9 @@ from ..._numerics.quantized_array import QuantizedArray, expand
 FP8 = (jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2))
 """The formats that Pallas kernels multiply."""
 
+ROWS = 8
+"""What the number of rows is a multiple of: JAX copies no smaller pieces to the shared memory of a GPU."""
+
 
 def alike(a: Array, b: Array) -> tuple[Array, Array]:
     """Data of the same width: FP8 of either format, or both in the wider dtype."""

@@ -70,8 +70,8 @@ class CastCost(NamedTuple):
 class AbstractScaling(abc.ABC):
     """How one operand gets its scale: which elements share one, and when their amax is measured.
 
-    A scaling is a value: frozen, hashable, compared by its fields. What it remembers between steps, its `memory`
-    defines; the numbers are in the state of the op that uses it.
+    A scaling is a value: frozen, hashable, compared by its fields. Its `memory` defines what it remembers between
+    steps; the numbers are in the state of the op that uses it.
     """
 
     quantizes: ClassVar[bool] = True

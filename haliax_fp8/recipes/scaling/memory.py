@@ -15,8 +15,11 @@ class AbstractMemory(abc.ABC):
     """What a scaling remembers of an operand from step to step, as the `memory` of that scaling.
 
     The numbers are in the state of the op, a table with a row for each operand: first the scale for the next use, then
-    whatever else is remembered. A step measures each operand, and the memory computes the next row from that. Like a
-    scaling it is a value: frozen, hashable, compared by its fields.
+    what the last step measured, then whatever else is remembered. A step measures each operand, and the memory computes
+    the next row from that. Like a scaling it is a value: frozen, hashable, compared by its fields.
+
+    A gradient carries a whole row, and `apply_updates` computes it again from what `newest` finds in it. So `newest`
+    has to return what was measured, as it was measured; a memory that stores that elsewhere overrides it.
 
     Example:
         >>> memory = DelayedScaling(amax_history_length=3).memory
@@ -96,5 +99,11 @@ class AbstractMemory(abc.ABC):
     def newest(
         self, rows: Float32[Array, "*ensemble operands columns"]
     ) -> Float32[Array, "*ensemble operands numbers"]:
-        """What the last update entered into rows: they travel as a gradient, which may be a sum or a maximum."""
+        """What the last update entered into rows, which travel as a gradient: a sum or a maximum of several.
+
+        By default the columns after the scale.
+
+        Args:
+            rows: The rows after a step.
+        """
         return lax.slice_in_dim(rows, 1, 1 + self.numbers, axis=rows.ndim - 1)
