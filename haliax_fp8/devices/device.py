@@ -110,7 +110,7 @@ class Device:
     def as_default(self) -> Iterator[None]:
         """In this context models and programs are made for the device, whether or not it is here.
 
-        Some products are chosen when a program is traced: those of experts, those of vectors and small matrices, and any
+        Some products are chosen when a program is traced: those of experts, of vectors and of small matrices, and any
         that a device does not have. So enter this context to export for a device that this machine lacks.
 
         Raises:

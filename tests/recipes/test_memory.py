@@ -83,3 +83,46 @@ def test_a_memory_of_ones_own_is_used_in_training():
         own, known = tables
         np.testing.assert_allclose(table(own)[:, :2], table(known)[:, :2], rtol=1e-6)
         np.testing.assert_allclose(table(own)[:, 1], [float(jnp.abs(a).max()) for a in (x, w, c)], rtol=1e-6)
+
+
+@dataclasses.dataclass(frozen=True)
+class LastTwo(Last):
+    """Records the amax and the mean of magnitudes, in this order, in front of which it keeps how many steps it saw."""
+
+    numbers: ClassVar[int] = 2
+
+    @property
+    def first_row(self):
+        return (1.0, 0.0, 0.0, 0.0)
+
+    def measure(self, x, quantized, ensemble):
+        axes = tuple(range(ensemble, x.ndim))
+        return jnp.stack([jnp.max(jnp.abs(x), axis=axes), jnp.mean(jnp.abs(x), axis=axes)], axis=-1)[..., None]
+
+    def head(self, rows, measured, limits):
+        scale = measured[..., :1] / jnp.asarray(limits, jnp.float32)[:, None]
+        return jnp.concatenate([scale, rows[..., 1:2] + 1.0, measured], axis=-1)
+
+    def newest(self, rows):
+        return rows[..., 2:]
+
+
+@dataclasses.dataclass(frozen=True)
+class OfLastTwo(OfLast):
+    """Two numbers behind a counter."""
+
+    @functools.cached_property
+    def memory(self):
+        return LastTwo()
+
+
+def test_a_memory_may_record_several_numbers_and_store_them_elsewhere():
+    """In a step, and in calibration, which runs it for an operand in high precision."""
+    rng = np.random.default_rng(0)
+    x, w, c = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((12, 32), (32, 8), (12, 8)))
+    op = fp8.Fp8DotGeneral.init(OfLastTwo())
+    overwrites, rest = fp8.partition_for_grad_overwrite(fp8.filter_grad(loss)(op, x, w, c))
+    for found in (fp8.apply_updates(op, rest, overwrites), fp8.calibrate(op, loss, [(x, w, c)])):
+        np.testing.assert_array_equal(table(found)[:, 1], 1.0)
+        np.testing.assert_allclose(table(found)[:, 2], [float(jnp.abs(a).max()) for a in (x, w, c)], rtol=1e-6)
+        np.testing.assert_allclose(table(found)[:, 3], [float(jnp.abs(a).mean()) for a in (x, w, c)], rtol=1e-6)

@@ -66,7 +66,7 @@ _MOVES = {
 }
 
 HANDED_ON = {
-    **dict.fromkeys((*_MOVES, "bitcast-convert", "reverse"), 0),
+    **dict.fromkeys((*_MOVES, "bitcast-convert", "reverse", "xor"), 0),
     **dict.fromkeys(("clamp", "dynamic-update-slice"), 1),
 }
 """For each opcode that passes on one operand's values, the index of that operand."""

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 from typing import ClassVar
 
+from jax import lax
 from jaxtyping import Array, Float, Float32
 
 from ..._numerics.quantized_array import QuantizedArray
@@ -48,7 +49,10 @@ class ObservedMemory(AbstractMemory):
 
     memory: AbstractMemory
 
-    numbers: ClassVar[int] = 1
+    @property
+    def numbers(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """As many as the other memory measures; one where only calibration records it."""
+        return max(self.memory.numbers, 1)
 
     @property
     def first_row(self) -> tuple[float, ...]:
@@ -57,15 +61,21 @@ class ObservedMemory(AbstractMemory):
 
     def measure(
         self, x: Float[Array, "*shape"], quantized: QuantizedArray, ensemble: int
-    ) -> Float[Array, "*ensemble 1 parts"]:
+    ) -> Float[Array, "*ensemble numbers parts"]:
         """Measures as the other memory does."""
         return self.memory.measure(x, quantized, ensemble)
 
     def head(
         self,
         rows: Float32[Array, "*ensemble operands columns"],
-        measured: Float32[Array, "*ensemble operands 1"],
+        measured: Float32[Array, "*ensemble operands numbers"],
         limits: tuple[float, ...],
     ) -> Float32[Array, "*ensemble operands columns"]:
         """Updates the row as the other memory does when it is calibrated."""
         return self.memory.calibrated(rows, measured, limits)
+
+    def newest(
+        self, rows: Float32[Array, "*ensemble operands columns"]
+    ) -> Float32[Array, "*ensemble operands numbers"]:
+        """Where the other memory has it; behind the scale if only calibration records it."""
+        return self.memory.newest(rows) if self.memory.numbers else lax.slice_in_dim(rows, 1, 2, axis=rows.ndim - 1)
