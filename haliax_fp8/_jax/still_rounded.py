@@ -23,7 +23,7 @@ def still_rounded(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
     Args:
         x: The data of an operand, which a recipe may leave in high precision.
     """
-    return still_rounded_p.bind(x, smallest=1) if jnp.finfo(x.dtype).bits == 8 else x
+    return still_rounded_in_parts(x, smallest=1)
 
 
 def still_rounded_in_parts(x: Float[Array, "*shape"], smallest: int) -> Float[Array, "*shape"]:

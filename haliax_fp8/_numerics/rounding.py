@@ -56,7 +56,7 @@ class Rounding(enum.Enum):
             An array of `format.storage`.
 
         Raises:
-            ValueError: If the rounding is random and there is no key.
+            ValueError: If `key` is None and the rounding is stochastic.
         """
         return _drawn(x, format, key) if self.needs_key else saturating_cast(x, format)
 

@@ -32,7 +32,7 @@ def constructors_with(own: Mapping[type, Constructor] | None, rules: tuple[Layer
         rules: The rules of the layer classes.
 
     Raises:
-        ValueError: If `own` is not a mapping from classes to functions, or no rule is for one of the classes.
+        ValueError: If `own` is not a mapping from classes to functions, or no rule matches one of the classes.
     """
     own = {} if own is None else own
     if not isinstance(own, Mapping) or not all(isinstance(cls, type) and callable(own[cls]) for cls in own):
@@ -43,8 +43,8 @@ def constructors_with(own: Mapping[type, Constructor] | None, rules: tuple[Layer
     for cls in own:
         if not any(issubclass(cls, rule.layer_type) for rule in rules):
             raise ValueError(
-                f"served_layers has the class {cls.__name__}, for which there is no rule; give its LayerRule too, as "
-                "in rules_of=Fp8Config(rules=(MyRule(), *default_rules))"
+                f"served_layers names {cls.__name__}, but no rule matches that class; pass its LayerRule too, as in "
+                "rules_of=Fp8Config(rules=(MyRule(), *default_rules))"
             )
     return {**_BUILT_IN, **own}
 
@@ -62,8 +62,8 @@ def made_for_inference(
         constructors: The constructors by class.
 
     Raises:
-        ValueError: If there is no constructor for its class, or it does not take both, or returns anything but an
-            `AbstractServedLayer`.
+        ValueError: If the class has no constructor; or if the constructor does not accept a layer and a kernel, or does
+            not return an `AbstractServedLayer`.
     """
     name, own = path or "the model itself", type(layer)
     of = next((cls for cls in own.__mro__ if cls in constructors and issubclass(cls, rule.layer_type)), None)

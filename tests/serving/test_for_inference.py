@@ -344,7 +344,7 @@ def test_a_class_of_ones_own():
         quantize_for_inference(layer, "dynamic", rules_of=config, served_layers={Dense: ServedDense})
     with pytest.raises(ValueError, match=r"served_layers\[Dense\]\(layer, kernel\) returned None: it must return"):
         quantize_for_inference(layer, "dynamic", rules_of=config, served_layers={Dense: lambda *_: None})
-    with pytest.raises(ValueError, match=r"served_layers has the class Dense, for which there is no rule; .*rules_of="):
+    with pytest.raises(ValueError, match=r"served_layers names Dense, but no rule matches that class; .*rules_of="):
         quantize_for_inference([layer, equinox_linear()], "dynamic", served_layers=served_layers)
     for wrong in ({"Dense": ServedDense}, {Dense: None}, ServedDense):
         with (
