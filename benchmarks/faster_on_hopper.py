@@ -4,7 +4,13 @@
     uv run benchmarks/faster_on_hopper.py --show FILE [--markdown]                    # prints what a run has written
     uv run benchmarks/faster_on_hopper.py --smoke                                     # tiny sizes, anywhere: no figures
 
-Measures, on random inputs, medians of repeated runs after warm-up, libraries in turn within one process:
+With `XLA_FLAGS=--xla_gpu_enable_triton_gemm=false` it compiles in a fraction of the time: XLA then tries no products of
+Triton's.
+
+Measures, on random inputs, medians of repeated runs after warm-up, libraries in turn within one process. A GPU at its
+power limit changes its clock, and so what a library does is compared with what the others do in the same round: a ratio
+is the median of those of the rounds, with an interval that holds the median of all rounds there could be in 95 % of
+cases.
 
 - products alone, of bf16 and FP8 operands, written as bf16, by cuBLAS;
 - one linear layer forward and backward (output, gradients of input and kernel, next state) on a grid of sizes. Flax's
@@ -61,7 +67,7 @@ from lib.language_model import ModelSizes  # noqa: E402
 from lib.libraries import LIBRARIES, Library, in_bf16  # noqa: E402
 from lib.models import REMATERIALIZED_IN_FLOAT32, STACKS, TINY, Sizes, Stack, llama, loss  # noqa: E402
 from lib.output import Row  # noqa: E402
-from lib.programs import compiled, explained, figures, measure_in_turn, seconds_of  # noqa: E402
+from lib.programs import compiled, explained, figures, measure_in_turn, median_of, seconds_of  # noqa: E402
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn  # noqa: E402
 
 
@@ -113,7 +119,7 @@ class Plan:
         (16384, 1024, 1024),
         (1024, 16384, 16384),
     )
-    repeats: int = 9
+    repeats: int = 25
     steps: int = 5
     least_seconds: float = 0.02
     guess: float = 20.0
@@ -227,13 +233,19 @@ def measured_in_turn(builders: dict[str, Callable[[], Any]], plan: Plan, flops: 
             yield {"library": name, "error": explained(error)}
     measured = measure_in_turn(runs, repeats=plan.repeats, least_seconds=plan.least_seconds)
     rows = {name: {"library": name, **figures(measured[name]), **facts[name]} for name in runs}
-    baseline = rows.get("bf16", {}).get("ms")
     for row in rows.values():
         if flops and "ms" in row:
             row["tflops"] = flops / row["ms"] / 1e9
-        if baseline and "ms" in row:
-            row["times_bf16"] = baseline / row["ms"]
+        if gain := faster(row, rows.get("bf16", {})):
+            row["times_bf16"], row["times_bf16_least"], row["times_bf16_most"] = gain
         yield row
+
+
+def faster(row: Row, other: Row) -> tuple[float, float, float] | None:
+    """How many times as fast one is as another, round by round: the median, and its interval. None if not measured."""
+    if "in_ms" not in row or "in_ms" not in other:
+        return None
+    return median_of([theirs / ours for ours, theirs in zip(row["in_ms"], other["in_ms"], strict=True)])
 
 
 OPERANDS = {
@@ -499,26 +511,40 @@ def verdicts(rows: Sequence[Row], plan: Plan) -> list[str]:
             return f"{part} {size}: not measured"
         return f"{part} {size}: {ratio:.2f} x bf16, {asked} asked for: {'met' if ratio >= asked else 'NOT met'}"
 
-    by_size: dict[str, dict[str, float]] = {}
+    by_size: dict[str, dict[str, Row]] = {}
     for row in rows:
         if row["part"] == "linear" and "ms" in row:
-            by_size.setdefault(row["size"], {})[row["library"]] = row["ms"]
-    ours = "haliax_fp8"
+            by_size.setdefault(row["size"], {})[row["library"]] = row
     peers = ("haliax.quantization", "flax")
-    complete = {size: ms for size, ms in by_size.items() if ours in ms and all(peer in ms for peer in peers)}
-    behind = [size for size, ms in complete.items() if any(ms[ours] >= ms[peer] for peer in peers)]
-    asked = len(plan.grid) + 1
-    ahead = f"ahead of marin-haliax and Flax at {len(complete) - len(behind)} of {len(complete)} measured grid points"
+    ahead, behind, measured = [], [], 0
+    for size, found in by_size.items():
+        gains = [faster(found.get("haliax_fp8", {}), found.get(peer, {})) for peer in peers]
+        certain = [gain for gain in gains if gain is not None]
+        if len(certain) == len(peers):
+            measured += 1
+            ahead += [size] * all(least > 1 for _, least, _ in certain)
+            behind += [size] * any(most < 1 for *_, most in certain)
+    compared = (
+        f"ahead of marin-haliax and Flax at {len(ahead)} of {measured} measured grid points of {len(plan.grid) + 1}"
+    )
+    compared += f"; behind at {', '.join(behind)}" if behind else ""
+    compared += f"; within the noise at {measured - len(ahead) - len(behind)}"
     return [
         best_of("linear", " x ".join(map(str, plan.first)), 1.6),
         best_of("Llama-8B, unrolled", f"{plan.blocks.llama.layers} blocks", 1.4),
         best_of("Llama-8B, scan", f"{plan.blocks.llama.layers} blocks", 1.4),
-        f"{ahead} of {asked}" + (f"; behind at {', '.join(behind)}" if behind else ""),
+        compared,
     ]
 
 
 def _number(name: str, form: str) -> Callable[[Row], str]:
     return lambda row: format(row[name], form) if name in row else ""
+
+
+def _gain(row: Row) -> str:
+    if "times_bf16_least" not in row:
+        return _number("times_bf16", ".2f")(row)
+    return f"{row['times_bf16']:.2f} ({row['times_bf16_least']:.2f} – {row['times_bf16_most']:.2f})"
 
 
 def _products(row: Row) -> str:
@@ -533,7 +559,7 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
     "library": lambda row: row["library"],
     "ms": _number("ms", ",.3f"),
     "least – most": lambda row: f"{row['ms_least']:,.3f} – {row['ms_most']:,.3f}" if "ms" in row else "",
-    "x bf16": _number("times_bf16", ".2f"),
+    "x bf16": _gain,
     "TFLOP/s": _number("tflops", ",.0f"),
     "tokens/s": _number("tokens_per_second", ",.0f"),
     "program, GB": _number("program_gb", ".2f"),
@@ -545,7 +571,7 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
 
 def show(rows: Sequence[Row], environment: dict[str, Any], plan: Plan, *, markdown: bool) -> None:
     """Prints the table and, for a run on a GPU, which claims it supports."""
-    title = f"Measured on {environment['device']}"
+    title = f"Measured on {environment['device']}, {environment.get('flags') or "with XLA's default flags"}"
     if environment["backend"] != "gpu" or environment["smoke"]:
         title = f"Tiny sizes on {environment['device']}: shows that the benchmark runs, and no speed"
     output.show(title, COLUMNS, rows, environment, markdown=markdown, left=3)
@@ -575,7 +601,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         chosen = points(plan, options.part)
     except ValueError as error:
         parser.error(str(error))
-    environment = {**output.environment(), "backend": backend, "smoke": options.smoke}
+    flags = os.environ.get("XLA_FLAGS", "")
+    environment = {**output.environment(), "backend": backend, "smoke": options.smoke, "flags": flags}
 
     def write(rows: Sequence[Row]) -> None:
         if options.json:

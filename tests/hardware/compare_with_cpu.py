@@ -3,9 +3,9 @@
     uv run tests/hardware/compare_with_cpu.py [WORD ...]    # needs a GPU or TPU, and JAX for it
 
 Runs casts, the three products of every recipe (of matrices, of vectors, and of matrices too small for the units),
-layers of experts, attention and models for inference; those with state for two steps. Prints the relative difference
-of every result and of the next state, `=` where all bits are equal, and ends with 1 if one is larger than its format
-explains. With words, only the cases whose names have one of them.
+layers of experts, attention, models for inference and training steps; those with state for two steps. Prints the
+relative difference of every result and of the next state, `=` where all bits are equal, and ends with 1 if one is
+larger than its format explains. With words, only the cases whose names have one of them.
 
 A sum of FP8 products is not the same to the last bit: a GPU adds in another order, Hopper's units keep about 14 bits of
 each addend in fprop, Triton in all three products, and a bfloat16 product may be rounded twice. XLA's programs for GPUs
@@ -24,14 +24,16 @@ from typing import Any
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import equinox as eqx  # noqa: E402
+import haliax as hax  # noqa: E402
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import ml_dtypes  # noqa: E402
 import numpy as np  # noqa: E402
+import optax  # noqa: E402
 from jax.dtypes import float0  # noqa: E402
 
 import haliax_fp8 as fp8  # noqa: E402
-from haliax_fp8 import Fp8DotGeneral, recipes  # noqa: E402
+from haliax_fp8 import Fp8DotGeneral, demo, recipes  # noqa: E402
 from haliax_fp8.attention import Fp8Attention  # noqa: E402
 from haliax_fp8.serving import quantize_for_inference  # noqa: E402
 
@@ -47,6 +49,8 @@ SHAPES = {
 }
 # Twice the error of rounding to bfloat16 twice; what is left of 14 bits; some FP4 values in another place.
 TWO_ROUNDINGS, FOURTEEN_BITS, FLIPPED = 2.0**-7, 2.0**-10, 2.0**-5
+# A step turns differences of a rounding in bfloat16 into other FP8 values, whose spacing is 1/16 at least.
+TRAINING = 2.0**-4
 
 type Case = tuple[str, Callable[[jax.Device], Any], float]
 
@@ -142,6 +146,52 @@ def served(scheme: str, rows: int) -> Any:
     )
 
 
+def trained(
+    recipe: str,
+    config: dict[str, Any] | None = None,
+    layers: dict[str, Any] | None = None,
+    change: Callable[[Any], Any] = lambda model: model,
+    **options: Any,
+) -> Any:
+    """The loss, the gradients' norm, the weights' change and the state of the second step of a small Llama."""
+    sizes = demo.TransformerConfig(layers=2, hidden=256, heads=4, kv_heads=2, head_dim=64, mlp=512, **(config or {}))
+    model = demo.Transformer.init(sizes, key=jax.random.key(0))
+    model = change(fp8.fp8_linear_layers(model, recipe=recipe, **(layers or {})))
+    axes = hax.Axis("batch", 4), hax.Axis("position", 128)
+    tokens = hax.named(np.random.default_rng(0).integers(0, 256, (4, 128), np.int32), axes)
+    # Every weight moves by its gradient, whose norm the loss's size decides.
+    step = fp8.TrainStep(_loss, optax.sgd(1.0), **options)
+    opt_state = step.init(model)
+    for _ in range(2):
+        before = fp8.trainable(model)
+        model, opt_state, metrics = step(model, opt_state, tokens)
+    weights = [jnp.ravel(a - b) for a, b in zip(*map(jax.tree.leaves, (fp8.trainable(model), before)), strict=True)]
+    overwrites, _ = fp8.partition_for_grad_overwrite(model)
+    return metrics["loss"], metrics["grad_norm"], jnp.concatenate(weights), eqx.filter(overwrites, eqx.is_inexact_array)
+
+
+def _loss(model: Any, tokens: hax.NamedArray) -> jax.Array:
+    logits = fp8.cast_params(model, jnp.bfloat16)(tokens).array.astype(jnp.float32)
+    return optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], tokens.array[:, 1:]).mean()
+
+
+TRAINED: dict[str, dict[str, Any]] = {
+    "a scan": {},
+    "blocks in a row": {"config": {"stacked": False}},
+    "recomputed blocks": {"config": {"checkpointing": True}},
+    "microbatches": {"microbatches": 2},
+    "kernels quantized once": {
+        "microbatches": 2,
+        "quantize_kernels": "once",
+        "layers": {"compute_dtype": jnp.bfloat16},
+    },
+    "norms and activations recomputed": {"config": {"stacked": False, "between": fp8.memory.rematerialized}},
+    "compressed activations": {"config": {"stacked": False, "activation": fp8.memory.compressed(demo.swiglu)}},
+    "shared scales": {"change": fp8.memory.share_input_scales},
+}
+"""What is trained, and how."""
+
+
 def cases() -> Iterator[Case]:
     """Each: its name, what a device computes, and how large a difference its format explains."""
     for dtype in (jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.float8_e4m3fnuz, jnp.float8_e5m2fnuz):
@@ -159,6 +209,10 @@ def cases() -> Iterator[Case]:
     for scheme in ("static", "dynamic", "block", "weight_only", "mxfp8"):
         for rows in (1, 64):
             yield f"served, {scheme}, {rows} rows", lambda _, args=(scheme, rows): served(*args), TWO_ROUNDINGS
+    for recipe in ("delayed", "rowwise", "deepseek"):
+        for how, options in TRAINED.items() if recipe == "delayed" else (("a scan", {}),):
+            named = f"training, {recipe}, {how}"
+            yield named, lambda _, recipe=recipe, options=options: trained(recipe, **options), TRAINING
 
 
 def difference(found: Any, expected: Any) -> float:

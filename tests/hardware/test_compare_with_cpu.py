@@ -16,7 +16,14 @@ from haliax_fp8 import recipes
     [("casts to float8_e4m3fn",), ("quantize-dequantize",), ("products", "matrices, float32", "delayed")]
     + [
         pytest.param(words, marks=pytest.mark.more)
-        for words in (("products", "4 x 4"), ("products", "one row"), ("experts",), ("attention",), ("served",))
+        for words in (
+            ("products", "4 x 4"),
+            ("products", "one row"),
+            ("experts",),
+            ("attention",),
+            ("served",),
+            ("training",),
+        )
     ],
     ids=str,
 )

@@ -28,7 +28,7 @@ import fewer_launches_per_layer_than_peers  # noqa: E402
 import fewer_launches_than_peers  # noqa: E402
 import ten_thousand_layers_in_seconds  # noqa: E402
 import tracing_costs_at_most_1_7x  # noqa: E402
-from lib import output  # noqa: E402
+from lib import output, programs  # noqa: E402
 from lib.libraries import LIBRARIES, in_bf16  # noqa: E402
 from lib.models import STACKS, TINY, loss  # noqa: E402
 
@@ -179,17 +179,33 @@ def test_the_model_trains(tmp_path):
 
 
 def test_verdicts_are_those_of_the_rows():
-    plan = faster_on_hopper.Plan(first=(8, 8, 8), grid=((16, 16, 16),))
+    plan = faster_on_hopper.Plan(first=(8, 8, 8), grid=((16, 16, 16), (32, 32, 32)))
+    # A clock that halves after half of the rounds changes all of them, and no ratio.
+    clock = (1.0,) * 4 + (2.0,) * 4
     ms = {"bf16": 4.0, "haliax_fp8": 2.0, "haliax.quantization": 3.0, "flax": 3.0}
-    first = [{"part": "linear", "size": "8 x 8 x 8", "library": k, "ms": v, "times_bf16": 4 / v} for k, v in ms.items()]
-    second = [{**row, "size": "16 x 16 x 16", "ms": 2.0} for row in first]
+    row = lambda size, name, ms: {"part": "linear", "size": size, "library": name, "ms": ms[0], "in_ms": ms}
+    first = [row("8 x 8 x 8", name, [each * t for t in clock]) for name, each in ms.items()]
+    first = [{**each, "times_bf16": faster_on_hopper.faster(each, first[0])[0]} for each in first]
+    second = [row("16 x 16 x 16", name, [3.0 if name == "haliax_fp8" else 2.0] * 8) for name in ms]
+    noisy = [row("32 x 32 x 32", name, [2.0, 3.0] * 4 if name == "flax" else [2.5] * 8) for name in ms]
     block = {"part": "Llama-8B, unrolled", "size": "4 blocks", "library": "haliax_fp8", "times_bf16": 1.2}
-    assert faster_on_hopper.verdicts([*first, *second, block], plan) == [
+    assert faster_on_hopper.verdicts([*first, *second, *noisy, block], plan) == [
         "linear 8 x 8 x 8: 2.00 x bf16, 1.6 asked for: met",
         "Llama-8B, unrolled 4 blocks: 1.20 x bf16, 1.4 asked for: NOT met",
         "Llama-8B, scan 4 blocks: not measured",
-        "ahead of marin-haliax and Flax at 1 of 2 measured grid points of 2; behind at 16 x 16 x 16",
+        "ahead of marin-haliax and Flax at 1 of 3 measured grid points of 3; behind at 16 x 16 x 16; within the noise "
+        "at 1",
     ]
+
+
+def test_the_interval_of_a_median_holds_it_in_95_percent_of_cases():
+    rng = np.random.default_rng(0)
+    for n, most in ((9, 0.98), (25, 0.965), (100, 0.965)):
+        drawn = [programs.median_of(list(rng.standard_exponential(n))) for _ in range(4000)]
+        held = np.mean([least <= np.log(2.0) <= most for _, least, most in drawn])
+        assert 0.94 < held < most
+    assert programs.median_of([3.0, 1.0, 2.0]) == (2.0, 1.0, 3.0)
+    assert programs.median_of([1.0]) == (1.0, 1.0, 1.0)
 
 
 @pytest.mark.more

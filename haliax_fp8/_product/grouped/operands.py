@@ -11,7 +11,8 @@ FP8 = (jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2))
 """The formats that Pallas kernels multiply."""
 
 ROWS = 8
-"""What the number of rows is a multiple of: JAX copies no smaller pieces to the shared memory of a GPU."""
+"""How many rows lie together in the shared memory of a GPU, and are copied there together: what the number of rows, and
+the row where a copy begins, is a multiple of."""
 
 
 def alike(a: Array, b: Array) -> tuple[Array, Array]:

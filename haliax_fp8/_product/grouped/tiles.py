@@ -12,6 +12,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int32
 
+from .operands import ROWS
+
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
@@ -84,14 +86,16 @@ def rows_jobs(
 ) -> Jobs:
     """The work of a product that multiplies each row by the kernel of its group.
 
-    A group's tiles begin at its first row, wherever that is; its last one may be partial. What follows the last group
-    is a group of its own, whose rows are zeros. A tile that would run over the end of `a` begins earlier, and leaves
-    the rows that it has too many to those whose they are.
+    A group's tiles begin at its first row, or up to seven rows before it: in shared memory rows lie in bundles of
+    `ROWS`, which are copied from where one begins in `a`. A copy that begins within a bundle has zeros for the rows of
+    the next one. Its last tile may be partial. What follows the last group is a group of its own, whose rows are zeros.
+    A tile that would run over the end of `a` begins earlier. Rows that a tile has too many are left to those whose they
+    are.
 
     Args:
         sizes: How many rows each group has; members' rows follow each other. The sum of a member's is at most `rows`.
         rows: How many rows a member has.
-        length: How many all have, padded to at least the rows of a tile.
+        length: How many all have, padded to a multiple of `ROWS`, and to at least the rows of a tile.
         columns: How many columns the kernels have.
         tile: The tiles.
         depth: What is summed over.
@@ -102,21 +106,26 @@ def rows_jobs(
     ends = jnp.concatenate([ends, jnp.full((members, 1), rows, ends.dtype)], axis=1)
     starts = (ends - sizes + rows * jnp.arange(members, dtype=ends.dtype)[:, None]).reshape(-1)
     sizes = sizes.reshape(-1)
-    tiles = (sizes + (tile.rows - 1)) // tile.rows
+    begins = starts // ROWS * ROWS
+    tiles = jnp.where(sizes > 0, (starts - begins + sizes + (tile.rows - 1)) // tile.rows, 0)
     last = jnp.cumsum(tiles)
-    job = jnp.arange(-(-members * rows // tile.rows) + members * (groups + 1), dtype=jnp.int32)
+    # As many as there can be: of each group, the first tile may lack seven rows, and the last have only one.
+    count = (members * rows + len(sizes) * (tile.rows + ROWS - 2)) // tile.rows
+    job = jnp.arange(count, dtype=jnp.int32)
     which = jnp.minimum(jnp.searchsorted(last, job, side="right"), len(sizes) - 1)
-    within = (job - (last - tiles)[which]) * tile.rows
+    begin = begins[which] + (job - (last - tiles)[which]) * tile.rows
+    own_begin = jnp.maximum(begin, starts[which])
+    own_end = jnp.minimum(begin + tile.rows, (starts + sizes)[which])
     in_use = job < last[-1]
-    start = jnp.where(in_use, starts[which] + within, 0)
-    count = jnp.where(in_use, jnp.minimum(sizes[which] - within, tile.rows), 0)
-    base = jnp.minimum(start, length - tile.rows)
+    own = jnp.where(in_use, own_end - own_begin, 0)
+    base = jnp.where(in_use, jnp.minimum(begin, length - tile.rows), 0)
+    skip = jnp.where(in_use, own_begin - base, 0)
     member, group = which // (groups + 1), which % (groups + 1)
-    has_kernel = (group < groups) & (count > 0)
+    has_kernel = (group < groups) & in_use
     group = member * groups + jnp.minimum(group, groups - 1)
     nowhere = jnp.full_like(job, -1)
     steps = jnp.where(has_kernel, depth // tile.depth, 0)
-    return Jobs(base, group * columns, base, start - base, count, steps, jnp.zeros_like(job), nowhere, group)
+    return Jobs(base, group * columns, base, skip, own, steps, jnp.zeros_like(job), nowhere, group)
 
 
 def groups_jobs(sizes: Int32[Array, "members groups"], rows: int, length: int, width: int, tile: Tile) -> Jobs:
