@@ -65,8 +65,10 @@ def fp8_backward(
     Args:
         operands: Query, key, value, output and the output's gradient in E4M3.
         logs: From the forward pass.
-        scales: The scales of query, key, value, output, the output's gradient, weights and scores' gradients; then the
-            reciprocal scales with which weights and the gradients of query, key, value and scores are quantized.
+        scales: The scales of query, key, value, weights, output, the output's gradient and scores' gradients; then the
+            reciprocal scales with which weights and the gradients of scores, query, key and value are quantized. That
+            is XLA's order, in `GetCudnnFlashAttentionBackwardF8OperationGraph`. JAX 0.11 and 0.12 name them in another
+            one, and hand them on as they come; while all are 1, as in JAX's tests, nobody notices.
         scale: As in the forward pass.
         is_causal: As in the forward pass.
     """

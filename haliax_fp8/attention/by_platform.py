@@ -92,7 +92,8 @@ def _cudnn_forward(
     if differentiated:
         _require_whole_tiles(query, key)
         query, key, value = map(_padded, (query, key, value))
-    given = [by["query"], by["key"], by["value"], by["weights"], 1.0 / by["weights"], 1.0 / by["output"]]
+    of_likelihoods = jnp.asarray(emulated.LIKELIHOOD_SCALE, jnp.float32)
+    given = [by["query"], by["key"], by["value"], of_likelihoods, 1.0 / of_likelihoods, 1.0 / by["output"]]
     static = {"scale": attention.scale, "is_causal": attention.is_causal, "differentiated": differentiated}
     out, of_weights, of_out, logs = cudnn_attention.fp8_forward((query, key, value), given, **static)
     return out[..., :size], logs, jnp.stack([of_weights, of_out])
@@ -112,8 +113,8 @@ def _cudnn_backward(
     by, size = TensorScales(scales, rounds=True), query.shape[-1]
     _require_whole_tiles(query, key)
     operands = tuple(map(_padded, (query, key, value, output, output_grad)))
-    back = [by[name] for name in ("query", "key", "value", "output", "output_grad", "weights", "scores_grad")]
-    there = [1.0 / by[name] for name in ("weights", "query_grad", "key_grad", "value_grad", "scores_grad")]
+    back = [by[name] for name in ("query", "key", "value", "weights", "output", "output_grad", "scores_grad")]
+    there = [1.0 / by[name] for name in ("weights", "scores_grad", "query_grad", "key_grad", "value_grad")]
     static = {"scale": attention.scale, "is_causal": attention.is_causal}
     *gradients, of_query, of_key, of_value, of_scores = cudnn_attention.fp8_backward(
         operands, logs, [*back, *there], **static

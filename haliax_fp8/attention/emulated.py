@@ -1,16 +1,20 @@
 """Attention with the roundings of the FP8 cuDNN kernels, in plain JAX, which keeps every score in memory.
 
-    weights  = softmax(scale * q k^T)                      rounded with the scale of `weights`
-    output   = weights v                                   rounded with the scale of `output`
-    dv       = weights^T do                                rounded; `weights` in FP8, as above
+    likely   = exp(scale * q k^T - highest of the row)     rounded with a scale of 1/448, as none exceeds 1
+    output   = likely v / rowsum(likely)                   rounded with the scale of `output`; the sum is of float32
+    weights  = likely / rowsum(likely)                     rounded with the scale of `weights`
+    dv       = weights^T do                                rounded
     dscores  = (do v^T - rowsum(do * o)) * weights * scale rounded; `weights` here in float32
     dq, dk   = dscores k, dscores^T q                      rounded
 
-Everything between roundings is in float32, and so is the sum over the query heads that share a key.
+Everything between roundings is in float32, and so is the sum over the query heads that share a key. The amaxes are those
+of weights, not of `likely`.
 
 References:
     cuDNN's documentation of SDPA in FP8; cudnn-frontend, `scaled_dot_product_flash_attention` and `sdpa_fp8_bwd`, for
-    what is rounded, with which scale, and where amaxes are taken.
+    what is rounded, with which scale, and where amaxes are taken. The documentation says that the forward pass rounds
+    weights. cuDNN 9.19 on an H200 rounds `likely`, as a softmax in tiles has to; it saturates where that times the
+    reciprocal scale exceeds 448.
 """
 
 import dataclasses
@@ -24,6 +28,10 @@ from .._jax.xla import actually_rounded
 from .._numerics.formats import E4M3
 from .._numerics.quantized_array import divide_by
 from .tensors import TENSORS
+
+
+LIKELIHOOD_SCALE = 1.0 / E4M3.max
+"""With which the forward pass rounds the exponential of a score, which is at most 1."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,9 +100,15 @@ def forward(
     q, k, v = (by.dequantize(name, x) for name, x in (("query", query), ("key", key), ("value", value)))
     scores = _scores(q, k, attention)
     highest = jnp.max(scores, axis=-1, keepdims=True)
-    logs = highest + jnp.log(jnp.sum(jnp.exp(scores - highest), axis=-1, keepdims=True))
-    weights = jnp.exp(scores - logs)
-    out = _einsum("...bhgts,...bshd->...bthgd", by.rounded("weights", weights), v)
+    likely = jnp.exp(scores - highest)
+    total = jnp.sum(likely, axis=-1, keepdims=True)
+    logs, weights = highest + jnp.log(total), likely / total
+    if by.rounds:
+        of_likelihoods = jnp.full((1,) * likely.ndim, LIKELIHOOD_SCALE, jnp.float32)
+        rounded = divide_by(likely, of_likelihoods, E4M3).data
+        likely = actually_rounded(rounded).astype(jnp.float32) * of_likelihoods
+    # Queries first, as in the output.
+    out = _einsum("...bhgts,...bshd->...bthgd", likely, v) / jnp.moveaxis(total, -2, -4)
     out = jnp.reshape(out, query.shape)
     amaxes = jnp.stack([_amax(weights, members), _amax(out, members)], axis=-1)
     return by.quantize("output", out), jnp.reshape(logs, (*query.shape[:-3], -1, query.shape[-3])), amaxes

@@ -1,16 +1,22 @@
 """What `_jax/cudnn_attention.py` needs of JAX: the arguments and results of cuDNN's calls, without their compiler."""
 
+import functools
 import inspect
+import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from helpers import E4M3
 from jax._src import dispatch, xla_bridge
 from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
 from haliax_fp8._jax import cudnn_attention
+from haliax_fp8.attention import by_platform
+from haliax_fp8.attention.emulated import Attention
 from haliax_fp8.attention.primitive import fp8_attention_p
+from haliax_fp8.attention.tensors import TENSORS
 
 
 QUERY, KEY = (jax.ShapeDtypeStruct((1, 256, heads, 128), E4M3) for heads in (4, 2))
@@ -56,6 +62,27 @@ def test_the_backward_call():
     found = jax.eval_shape(backward, *args)
     assert [x.shape for x in found] == [QUERY.shape, KEY.shape, KEY.shape, (), (), (), ()]
     assert [x.dtype for x in found[:3]] == [E4M3] * 3
+    # Whatever JAX calls them, XLA gets them in the order in which they are bound.
+    bind = lambda *args: cudnn._dot_product_attention_fp8_bwd_p.bind(*args, **call.params)
+    bound = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in call.invars]
+    lowered = jax.jit(bind).trace(*bound).lower(lowering_platforms=("cuda",)).as_text()
+    (operands,) = re.findall(r"@__cudnn\$fmhaSoftmaxBackwardF8\(([^)]*)\)", lowered)
+    assert operands == ", ".join(f"%arg{i}" for i in range(18))
+
+
+def test_scales_of_the_backward_pass_are_in_the_order_of_xla():
+    """Descale_Q, K, V, S, O, dO and dP, then Scale_S, dP, dQ, dK and dV, in XLA's `cuda_dnn.cc`; JAX's own differs."""
+    scales = dict(zip(TENSORS, np.exp2(np.arange(10.0, dtype=np.float32)), strict=True))
+    shaped = lambda x: jnp.zeros(x.shape, x.dtype)
+    arrays = [*map(shaped, (QUERY, KEY, KEY, QUERY, QUERY)), jnp.zeros((1, 4, 256)), jnp.array([*scales.values()])]
+    backward = functools.partial(by_platform._cudnn_backward, attention=Attention(scale=0.1, is_causal=True))
+    traced = jax.make_jaxpr(backward)(*arrays)
+    at = next(i for i, equation in enumerate(traced.eqns) if equation.primitive.name == "custom_partitioning")
+    given = traced.jaxpr.replace(eqns=traced.eqns[:at], outvars=traced.eqns[at].invars[6:])
+    found = [float(x.reshape(())) for x in jax.core.eval_jaxpr(given, traced.consts, *arrays)]
+    back = ("query", "key", "value", "weights", "output", "output_grad", "scores_grad")
+    there = ("weights", "scores_grad", "query_grad", "key_grad", "value_grad")
+    assert found == [scales[name] for name in back] + [1 / scales[name] for name in there]
 
 
 def test_attention_in_bfloat16_asks_no_device():

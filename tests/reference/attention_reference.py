@@ -1,9 +1,9 @@
 """FP8 attention in float64 NumPy, head by head, from cuDNN's documentation: an independent model.
 
-    S = softmax(scale Q K^T)    O = S V    dV = S^T dO
+    S = softmax(scale Q K^T)    O = E V / rowsum(E), E = exp(scale Q K^T - rowmax)    dV = S^T dO
     dP = scale (dO V^T - rowsum(dO O)) S    dQ = dP K    dK = dP^T Q
 
-Ten tensors are rounded, each with its own scale: Q, K, V, S, O, dO, dP, dQ, dK, dV.
+Ten tensors are rounded, each with its own scale: Q, K, V, S, O, dO, dP, dQ, dK, dV; and E, by 1/448.
 """
 
 import numpy as np
@@ -43,10 +43,12 @@ def attention(query, key, value, grad, scales, *, is_causal, rounds=True):
             scores = factor * q[b, :, head] @ k[b, :, of].T
             if is_causal:
                 scores = np.where(np.tri(*scores.shape, dtype=bool), scores, -np.inf)
-            weights = np.exp(scores - scores.max(axis=1, keepdims=True))
-            weights /= weights.sum(axis=1, keepdims=True)
+            likely = np.exp(scores - scores.max(axis=1, keepdims=True))
+            total = likely.sum(axis=1, keepdims=True)
+            weights = likely / total
             low = rounded("weights", weights)
-            exact = low @ v[b, :, of]
+            likely = quantize(likely, 1.0 / 448.0, E4M3) if rounds else likely
+            exact = likely @ v[b, :, of] / total
             out[b, :, head] = rounded("output", exact)
             along = (g[b, :, head] * out[b, :, head]).sum(axis=1, keepdims=True)
             of_scores = factor * (g[b, :, head] @ v[b, :, of].T - along) * weights
