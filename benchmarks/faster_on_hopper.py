@@ -86,7 +86,7 @@ class Plan:
         products: Sizes of products alone.
         grid: The other linear layers.
         repeats: How often each is measured.
-        steps: How many steps of the model are measured.
+        steps: How often three steps of the model are measured.
         least_seconds: How long one measurement takes at least.
         guess: Seconds that the first point of a part is expected to take.
     """
@@ -119,7 +119,7 @@ class Plan:
         (16384, 1024, 1024),
         (1024, 16384, 16384),
     )
-    repeats: int = 25
+    repeats: int = 15
     steps: int = 5
     least_seconds: float = 0.02
     guess: float = 20.0
@@ -266,7 +266,7 @@ def product(lhs: Any, rhs: Any, rows: int, contracted: int, columns: int) -> tup
 
     options = {"xla_gpu_enable_triton_gemm": False} if jax.default_backend() == "gpu" else {}
     program = compiled(multiply, x, w, scale, **options)
-    return partial(program, x, w, scale), program.facts
+    return program.of(x, w, scale), program.facts
 
 
 def random(seed: int, shape: tuple[int, ...]) -> jax.Array:
@@ -313,7 +313,7 @@ def compiled_linear_layer(library: str, *size: int) -> tuple[Callable[[], Any], 
     forward_and_backward, (layer, x, cotangent) = linear_layer(library, *size)
     program = compiled(forward_and_backward, layer, x, cotangent)
     (gradient, _), _ = program(layer, x, cotangent)
-    return partial(program, with_state_of(gradient, layer), x, cotangent), program.facts
+    return program.of(with_state_of(gradient, layer), x, cotangent), program.facts
 
 
 SCAN = "Llama-8B, scan"
@@ -331,7 +331,7 @@ def blocks(stack: Stack, chosen: Library, sizes: Sizes) -> tuple[Callable[[], An
     model, x = chosen.convert(eqx.filter_jit(stack.model)(sizes)), stack.batch(sizes)
     program = compiled(chosen.gradient(loss), model, x)
     model = with_state_of(program(model, x), model)
-    return partial(program, model, x), program.facts
+    return program.of(model, x), program.facts
 
 
 def mlp_gradients(
@@ -343,7 +343,7 @@ def mlp_gradients(
     options = {"xla_gpu_enable_triton_gemm": False} if jax.default_backend() == "gpu" else {}
     program = compiled(partial(gradients, prepare, sizes), model, batch, **options)
     model = with_state_of(program(model, batch), model)
-    return partial(program, model, batch), program.facts
+    return program.of(model, batch), program.facts
 
 
 def layer_of_experts(recipe: str | None, use_gmm: bool, *size: int) -> tuple[Callable[[], Any], Row]:
@@ -352,7 +352,7 @@ def layer_of_experts(recipe: str | None, use_gmm: bool, *size: int) -> tuple[Cal
     with experts.mesh_of(layer):
         program = compiled(experts.gradients, layer, *batch)
     _, (gradient, _) = program(layer, *batch)
-    return partial(program, with_state_of(gradient, layer), *batch), program.facts
+    return program.of(with_state_of(gradient, layer), *batch), program.facts
 
 
 def one_attention(way: str, *size: int) -> tuple[Callable[[], Any], Row]:
@@ -360,7 +360,7 @@ def one_attention(way: str, *size: int) -> tuple[Callable[[], Any], Row]:
     op, *arrays = attention.op_and_arrays(way, *size)
     program = compiled(attention.gradients, op, *arrays)
     _, (gradient, *_) = program(op, *arrays)
-    return partial(program, with_state_of(gradient, op), *arrays), program.facts
+    return program.of(with_state_of(gradient, op), *arrays), program.facts
 
 
 def with_state_of(gradient: Any, model: Any) -> Any:
@@ -391,7 +391,8 @@ def training_steps(
         return metrics
 
     seconds_of(run, 1)
-    measured = [seconds_of(run, 1) for _ in range(repeats)]
+    # As in training, Python starts the next step while the device computes this one.
+    measured = [seconds_of(run, 3) for _ in range(repeats)]
     per_second = sequences * sizes.config.max_length / statistics.median(measured)
     peak = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
     so_far = {} if peak is None else {"peak_gb_of_the_process_so_far": peak / 1e9}

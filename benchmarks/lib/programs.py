@@ -1,6 +1,7 @@
 """Compiles functions for the local device, and measures them in turn."""
 
 import dataclasses
+import functools
 import math
 import statistics
 import time
@@ -27,7 +28,11 @@ class Program:
 
     def __call__(self, *args: Any) -> Any:
         """Starts it; the result has None for everything that is not an array."""
-        return self.compiled(*(eqx.filter(arg, eqx.is_array) for arg in args))
+        return self.of(*args)()
+
+    def of(self, *args: Any) -> Callable[[], Any]:
+        """What starts it with these arguments, whose arrays are looked up only once."""
+        return functools.partial(self.compiled, *(eqx.filter(arg, eqx.is_array) for arg in args))
 
 
 def is_shaped(leaf: Any) -> bool:
@@ -69,8 +74,8 @@ def measure_in_turn(
     Args:
         runs: What starts a run on the device and returns its result.
         repeats: Rounds.
-        least_seconds: A measurement is of as many runs in a row as take about that long, so that the clock and the
-            start of the first one do not count.
+        least_seconds: A measurement is of as many runs in a row as take about that long, and of five at least, because
+            the device waits for Python to start the first one: milliseconds, for a model with many arrays.
 
     Returns:
         The measurements of each, or what it raised.
@@ -87,7 +92,7 @@ def measure_in_turn(
             try:
                 if turn < 0:
                     seconds_of(runs[name], 2)
-                    in_a_row[name] = min(50, max(1, round(least_seconds / seconds_of(runs[name], 2))))
+                    in_a_row[name] = min(50, max(5, round(least_seconds / seconds_of(runs[name], 2))))
                 else:
                     measured.append(seconds_of(runs[name], in_a_row[name]))
             except Exception as error:  # One library's failure is a row of the table, and not the end of the others.

@@ -3,6 +3,7 @@
 `tests/programs/test_several_devices.py` compiles a program with and without each.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -10,11 +11,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax._src.sharding_impls import ShardingContext
 from jax.extend.core import Primitive
-from jax.extend.mlir.dialects import sdy, stablehlo
-from jax.interpreters import ad, batching, mlir
+from jax.extend.mlir.dialects import sdy
+from jax.interpreters import batching, mlir
 from jaxtyping import Array
 
-from .after_partitioning import devices_of
+from .barrier import Programs, barrier_in
 
 
 def gathered_once(data: Array) -> Array:
@@ -23,7 +24,7 @@ def gathered_once(data: Array) -> Array:
     Each of these products needs all parts. With a barrier, XLA sends them once for all products, and in FP8. Otherwise
     it sends them before the cast, or for each product. On a single device a barrier would only keep XLA from fusing.
     """
-    return barrier_p.bind(data, several=True)
+    return barrier_in(Programs.FOR_SEVERAL_DEVICES, data)
 
 
 def transposed_separately_on_one[T](data: T) -> T:
@@ -32,7 +33,7 @@ def transposed_separately_on_one[T](data: T) -> T:
     Args:
         data: A tree of arrays.
     """
-    return jax.tree.map(lambda x: barrier_p.bind(x, several=False), data)
+    return jax.tree.map(functools.partial(barrier_in, Programs.FOR_ONE_DEVICE), data)
 
 
 def divided_as_made(parts: Array) -> Array:
@@ -49,22 +50,6 @@ def divided_as_made(parts: Array) -> Array:
     """
     return as_made_p.bind(parts)
 
-
-barrier_p = Primitive("fp8_barrier")
-"""The identity; a barrier in programs for several devices, or in those for one."""
-barrier_p.def_impl(lambda x, several: x)
-barrier_p.def_abstract_eval(lambda x, several: x)
-batching.primitive_batchers[barrier_p] = lambda args, axes, several: (barrier_p.bind(*args, several=several), *axes)
-# As for `optimization_barrier`, but a tangent is not FP8 data and passes without one.
-ad.primitive_jvps[barrier_p] = lambda primals, tangents, several: (barrier_p.bind(*primals, several=several), *tangents)
-
-
-def _lowered(context: Any, x: Any, *, several: bool) -> Any:
-    # The operation itself: to trace `lax.optimization_barrier` for each takes JAX longer than the cast that it is for.
-    return list(stablehlo.OptimizationBarrierOp([x]).results) if (devices_of(context) > 1) == several else [x]
-
-
-mlir.register_lowering(barrier_p, _lowered)
 
 as_made_p = Primitive("fp8_divided_as_made")
 as_made_p.def_impl(lambda x: x)

@@ -15,6 +15,8 @@ from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array
 
+from .barrier import Programs, barrier_in
+
 
 def computed_together[T](values: T) -> T:
     """Values that are made in one launch; every user reads its part of them.
@@ -121,6 +123,16 @@ def transposed_separately[T](data: T) -> T:
     return lax.optimization_barrier(data)
 
 
+def transposed_from_fp8(data: Array) -> Array:
+    """FP8 data that one product reads, and another transposed; on NVIDIA GPUs the transposition reads FP8 too.
+
+    Otherwise XLA casts and writes both in one launch. That moves fewer bytes, but a third as many in a second, see
+    `docs/decisions/transposed-from-fp8.md`. The barrier is in front of both products, so that devices which need all
+    of the data send it once.
+    """
+    return barrier_in(Programs.FOR_NVIDIA_GPUS, data)
+
+
 def transposed_once(x: Array, order: tuple[int, ...]) -> Array:
     """A transposed copy in memory, which several products read.
 
@@ -160,12 +172,6 @@ def actually_rounded(x: Array) -> Array:
 def on_cuda(there: Callable[..., Array], elsewhere: Callable[..., Array], *operands: Any) -> Array:
     """`there(*operands)` in programs for NVIDIA GPUs, `elsewhere(*operands)` in all others."""
     return lax.platform_dependent(*operands, cuda=there, default=elsewhere)
-
-
-def lowered_for_cuda(context: Any) -> bool:
-    """Whether a program is lowered for NVIDIA GPUs alone, from the context of a primitive's lowering rule."""
-    module = context.module_context
-    return tuple(context.platforms or module.platforms) == ("cuda",)
 
 
 def on_cpu(there: Callable[..., Array], elsewhere: Callable[..., Array], *operands: Any) -> Array:

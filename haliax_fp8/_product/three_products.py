@@ -15,7 +15,13 @@ from jaxtyping import Array
 from .._jax.mesh_axes import automatic_axes, axes_to_reduce
 from .._jax.opaque import opaque
 from .._jax.several_devices import gathered_once, transposed_separately_on_one
-from .._jax.xla import not_kept_from_forward, own_operand, own_precision, transposed_separately
+from .._jax.xla import (
+    not_kept_from_forward,
+    own_operand,
+    own_precision,
+    transposed_from_fp8,
+    transposed_separately,
+)
 from .._numerics.quantized_array import QuantizedArray
 from .._state.form import Kept
 from .._state.table import numbers_of
@@ -118,7 +124,7 @@ def _kept(x: Any, copy: Saved, *, is_kernel: bool, rematerialized: bool) -> Any:
     if is_kernel:
         copy = transposed_separately_on_one(copy)
     elif rematerialized:
-        # An input that is kept for the backward pass is transposed before it is kept.
+        # What is recomputed right before it is transposed would be cast in two launches elsewhere too.
         copy = transposed_separately(copy)
     # A kernel has no name: it is kept to be quantized again.
     return copy if is_kernel else checkpoint_name(copy, FP8_OPERAND)
@@ -164,6 +170,10 @@ def _fprop(
         if differentiated and copies is None and spec.keeps_kernel_copy:
             copy = quantized["kernel"]
             quantized["kernel"] = dataclasses.replace(copy, data=gathered_once(copy.data))
+        if differentiated and "input" not in spec.kept_themselves and spec.recipe.quantized_for["input", "wgrad"] == "fprop":
+            # Both products read it, so that devices which need all of it send it once.
+            of_input = quantized["input"]
+            quantized["input"] = dataclasses.replace(of_input, data=transposed_from_fp8(of_input.data))
         both = _own_input(quantized["input"], quantized["kernel"], spec), quantized["kernel"]
         dtype, scale = spec.compute_dtype or spec.out_dtype, scales.of_both("fprop", spec) if scales else None
         out = round_to(spec.batched.product("fprop", both, extras, spec.precision, dtype, scale), spec.out_dtype)

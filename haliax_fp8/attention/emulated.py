@@ -7,8 +7,8 @@
     dscores  = (do v^T - rowsum(do * o)) * weights * scale rounded; `weights` here in float32
     dq, dk   = dscores k, dscores^T q                      rounded
 
-Everything between roundings is in float32, and so is the sum over the query heads that share a key. The amaxes are those
-of weights, not of `likely`.
+Everything between roundings is in float32, and so is the sum over the query heads that share a key. The amaxes are
+those of weights, not of `likely`.
 
 References:
     cuDNN's documentation of SDPA in FP8; cudnn-frontend, `scaled_dot_product_flash_attention` and `sdpa_fp8_bwd`, for

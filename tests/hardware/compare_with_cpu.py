@@ -94,9 +94,9 @@ def products(recipe: str, shape: tuple[int, int, int], dtype: Any) -> Any:
     return results, eqx.filter(op, eqx.is_inexact_array)
 
 
-def experts(recipe: str) -> Any:
+def experts(recipe: str, inputs: int = 256) -> Any:
     """Rows of four experts, whose numbers no tile divides: output and gradients of the second step."""
-    x, w = random(0, 500, 256, dtype=jnp.bfloat16), random(1, 4, 256, 128, dtype=jnp.bfloat16)
+    x, w = random(0, 500, inputs, dtype=jnp.bfloat16), random(1, 4, inputs, 128, dtype=jnp.bfloat16)
     sizes, op = jnp.array([100, 0, 250, 130], jnp.int32), Fp8DotGeneral.init(recipe)
 
     @eqx.filter_jit
@@ -212,6 +212,8 @@ def cases() -> Iterator[Case]:
                 yield named, lambda _, args=(recipe, shape, dtype): products(*args), allowed
     for recipe in ("delayed", "current", "rowwise", "deepseek"):
         yield f"experts, {recipe}", lambda _, recipe=recipe: experts(recipe), TWO_ROUNDINGS
+    # More pieces than the memory of a block holds at once.
+    yield "experts, delayed, deep", lambda _: experts("delayed", 4096), TWO_ROUNDINGS
     # cuDNN rounds probabilities before it has the largest score of a row: other values, with as large an error.
     yield "attention", attention, 2.0**-4
     for scheme in ("static", "dynamic", "block", "weight_only", "mxfp8"):

@@ -79,7 +79,12 @@ def _body(
         plgpu.wgmma(into, a, b.transpose((1, 0)))
 
     def all_pieces(into: Any) -> Array:
-        pipeline(lambda _, a, b: multiply(into, a, b))(*operands)
+        def add_to_sum(_: Any, a: Any, b: Any) -> None:
+            multiply(into, a, b)
+            # The piece before is multiplied, and its memory free, which `delay_release` lets the pipeline rely on.
+            plgpu.wgmma_wait(1)
+
+        pipeline(add_to_sum)(*operands)
         return into[...]
 
     def add_piece(indices: tuple[Array, ...], a: Any, b: Any, total: Array) -> Array:
