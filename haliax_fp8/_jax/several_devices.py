@@ -3,7 +3,6 @@
 `tests/programs/test_several_devices.py` compiles a program with and without each.
 """
 
-import functools
 from typing import Any
 
 import jax
@@ -15,7 +14,7 @@ from jax.extend.mlir.dialects import sdy
 from jax.interpreters import batching, mlir
 from jaxtyping import Array
 
-from .barrier import Programs, barrier_in
+from .xla import Programs, barrier_p
 
 
 def gathered_once(data: Array) -> Array:
@@ -24,7 +23,7 @@ def gathered_once(data: Array) -> Array:
     Each of these products needs all parts. With a barrier, XLA sends them once for all products, and in FP8. Otherwise
     it sends them before the cast, or for each product. On a single device a barrier would only keep XLA from fusing.
     """
-    return barrier_in(Programs.FOR_SEVERAL_DEVICES, data)
+    return barrier_p.bind(data, programs=Programs.FOR_SEVERAL_DEVICES)
 
 
 def transposed_separately_on_one[T](data: T) -> T:
@@ -33,7 +32,7 @@ def transposed_separately_on_one[T](data: T) -> T:
     Args:
         data: A tree of arrays.
     """
-    return jax.tree.map(functools.partial(barrier_in, Programs.FOR_ONE_DEVICE), data)
+    return jax.tree.map(lambda x: barrier_p.bind(x, programs=Programs.FOR_ONE_DEVICE), data)
 
 
 def divided_as_made(parts: Array) -> Array:

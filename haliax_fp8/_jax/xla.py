@@ -5,6 +5,7 @@ through it. So each barrier prevents one optimization that would cost more than 
 possible. `tests/programs/test_xla.py` compiles a program with and without each.
 """
 
+import enum
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,9 +14,12 @@ import jax
 import numpy as np
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
+from jax.extend.core import Primitive
+from jax.extend.mlir.dialects import stablehlo
+from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array
 
-from .barrier import Programs, barrier_in
+from .after_partitioning import devices_of
 
 
 def computed_together[T](values: T) -> T:
@@ -130,7 +134,7 @@ def transposed_from_fp8(data: Array) -> Array:
     `docs/decisions/transposed-from-fp8.md`. The barrier is in front of both products, so that devices which need all
     of the data send it once.
     """
-    return barrier_in(Programs.FOR_NVIDIA_GPUS, data)
+    return barrier_p.bind(data, programs=Programs.FOR_NVIDIA_GPUS)
 
 
 def transposed_once(x: Array, order: tuple[int, ...]) -> Array:
@@ -169,11 +173,49 @@ def actually_rounded(x: Array) -> Array:
     return lax.optimization_barrier(x)
 
 
+class Programs(enum.Enum):
+    """Which programs have a barrier, if that is known when they are lowered, not before."""
+
+    FOR_ONE_DEVICE = enum.auto()
+    FOR_SEVERAL_DEVICES = enum.auto()
+    FOR_NVIDIA_GPUS = enum.auto()
+
+
 def on_cuda(there: Callable[..., Array], elsewhere: Callable[..., Array], *operands: Any) -> Array:
     """`there(*operands)` in programs for NVIDIA GPUs, `elsewhere(*operands)` in all others."""
     return lax.platform_dependent(*operands, cuda=there, default=elsewhere)
 
 
+def lowered_for_cuda(context: Any) -> bool:
+    """Whether a program is lowered for NVIDIA GPUs alone, from the context of a primitive's lowering rule."""
+    module = context.module_context
+    return tuple(context.platforms or module.platforms) == ("cuda",)
+
+
 def on_cpu(there: Callable[..., Array], elsewhere: Callable[..., Array], *operands: Any) -> Array:
     """`there(*operands)` in programs for CPUs, `elsewhere(*operands)` in all others."""
     return lax.platform_dependent(*operands, cpu=there, default=elsewhere)
+
+
+barrier_p = Primitive("fp8_barrier")
+"""The identity; in the programs that its parameter names, a barrier."""
+barrier_p.def_impl(lambda x, programs: x)
+barrier_p.def_abstract_eval(lambda x, programs: x)
+batching.primitive_batchers[barrier_p] = lambda args, axes, programs: (barrier_p.bind(*args, programs=programs), *axes)
+# As for `optimization_barrier`, but a tangent is not FP8 data and passes without one.
+ad.primitive_jvps[barrier_p] = lambda primals, tangents, programs: (
+    barrier_p.bind(*primals, programs=programs),
+    *tangents,
+)
+
+
+def _lowered(context: Any, x: Any, *, programs: Programs) -> Any:
+    if programs is Programs.FOR_NVIDIA_GPUS:
+        has_barrier = lowered_for_cuda(context)
+    else:
+        has_barrier = (devices_of(context) > 1) == (programs is Programs.FOR_SEVERAL_DEVICES)
+    # The operation itself: to trace `lax.optimization_barrier` for each takes JAX longer than the cast that it is for.
+    return list(stablehlo.OptimizationBarrierOp([x]).results) if has_barrier else [x]
+
+
+mlir.register_lowering(barrier_p, _lowered)

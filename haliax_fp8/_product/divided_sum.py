@@ -16,9 +16,9 @@ from jax.interpreters import batching, mlir
 from jaxtyping import Array, Float, Float32
 
 from .._jax.after_partitioning import knows_devices, lower_after_partitioning, lower_with_devices
-from .._jax.barrier import lowered_for_cuda
 from .._jax.compiled_alone import compile_alone
 from .._jax.mapped_axis import to_front
+from .._jax.xla import lowered_for_cuda
 from .._numerics.quantized_array import QuantizedArray
 from .dimensions import DotDimensions
 from .divided_product import DividedProduct

@@ -170,10 +170,9 @@ def _fprop(
         if differentiated and copies is None and spec.keeps_kernel_copy:
             copy = quantized["kernel"]
             quantized["kernel"] = dataclasses.replace(copy, data=gathered_once(copy.data))
-        if differentiated and "input" not in spec.kept_themselves and spec.recipe.quantized_for["input", "wgrad"] == "fprop":
-            # Both products read it, so that devices which need all of it send it once.
-            of_input = quantized["input"]
-            quantized["input"] = dataclasses.replace(of_input, data=transposed_from_fp8(of_input.data))
+        if differentiated and "input" not in spec.kept_themselves and "input" in spec.recipe.quantized_once:
+            copy = quantized["input"]
+            quantized["input"] = dataclasses.replace(copy, data=transposed_from_fp8(copy.data))
         both = _own_input(quantized["input"], quantized["kernel"], spec), quantized["kernel"]
         dtype, scale = spec.compute_dtype or spec.out_dtype, scales.of_both("fprop", spec) if scales else None
         out = round_to(spec.batched.product("fprop", both, extras, spec.precision, dtype, scale), spec.out_dtype)

@@ -32,13 +32,15 @@ HEAD_DIMS = (64, 128)
 
 
 class Fp8Attention(ModuleWithStateDictSerialization):
-    """A drop-in for `jax.nn.dot_product_attention` that multiplies in FP8. Experimental: no GPU has run it yet.
+    """A drop-in for `jax.nn.dot_product_attention` that multiplies in FP8. Experimental.
 
     `out = softmax(scale * q k^T) v`, with query, key, value, softmax and output in E4M3; in the backward pass the
     gradients of output, scores, query, key and value too. Each of the ten tensors has one scale, from the amaxes of
-    earlier steps (delayed scaling). On NVIDIA GPUs, Hopper or newer, this is cuDNN's fused attention, which keeps no
-    scores in memory. On a CPU it is emulated with the same formats and scales, and keeps them. The gradient with
-    respect to `state` is the state of the next step, as with `Fp8DotGeneral`.
+    earlier steps (delayed scaling). The forward pass rounds the softmax before it divides by the row's sum, with a
+    scale of 1/448; the backward pass rounds it afterwards, with the scale of `weights`. On NVIDIA GPUs, Hopper or
+    newer, this is cuDNN's fused attention, which keeps no scores in memory. On a CPU it is emulated with the same
+    formats and scales, and keeps them. The gradient with respect to `state` is the state of the next step, as with
+    `Fp8DotGeneral`.
 
     A program that compiles for a GPU may still fail to load there: only the GPU's own cuDNN knows whether it
     supports the call. Softmax weights in E4M3 have a relative error of up to 6 %, and those below 2e-6 of the largest

@@ -204,6 +204,7 @@ def test_what_reads_a_product_of_tritons_is_fused(name, device, compiled):
 # Functions that have a test of their own, in this folder. Small programs do not show what `transposed_once` does.
 SHOWN_BY = {
     "made_before_it_is_measured": "test_xla.py::test_an_operand_is_quantized_once_for_all_its_statistics",
+    "lowered_for_cuda": "test_barriers.py::test_a_barrier_is_in_these_programs_alone",
     "on_cpu": "test_xla.py::test_switches_between_platforms",
     "on_cuda": "test_xla.py::test_switches_between_platforms",
     "read_together": "test_xla.py::test_what_reads_a_product_of_tritons_is_fused",
@@ -213,8 +214,8 @@ SHOWN_BY = {
 
 def functions_of(module):
     """Its public functions; not what it imports."""
-    named = {name for name, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__}
-    return {name for name in named if not name.startswith("_")}
+    of_module = lambda value: getattr(value, "__module__", "") == module.__name__ and not isinstance(value, type)
+    return {name for name, value in vars(module).items() if of_module(value) and not name.startswith("_")}
 
 
 def test_every_function_has_a_case():
