@@ -41,8 +41,8 @@ CHANGES = (
     Change(
         "a group's last tile runs over the end of the rows",
         "_product/grouped/tiles.py",
-        "jnp.minimum(begin, length - tile.rows)",
-        "begin",
+        "base = jnp.minimum(begin, length - tile.rows)",
+        "base = begin",
         ("test_grouped_tiles.py",),
     ),
     Change(

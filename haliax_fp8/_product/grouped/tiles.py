@@ -39,7 +39,7 @@ class Jobs(NamedTuple):
         a_row: Where its rows of `a` begin.
         b_row: Where the rows of `b` begin that belong to its first column.
         out_row: Where its rows of the result begin.
-        skip: How many of them are another block's work.
+        skip: How many of them are another block's work; any number for a block that has nothing to do.
         own: How many of the next are its own; 0 for a block that has nothing to do.
         steps: How many pieces it sums up; 0 writes zeros.
         first: The first of these pieces.
@@ -117,9 +117,10 @@ def rows_jobs(
     own_begin = jnp.maximum(begin, starts[which])
     own_end = jnp.minimum(begin + tile.rows, (starts + sizes)[which])
     in_use = job < last[-1]
+    # What has nothing to do reads somewhere within `a`, and writes nothing.
     own = jnp.where(in_use, own_end - own_begin, 0)
-    base = jnp.where(in_use, jnp.minimum(begin, length - tile.rows), 0)
-    skip = jnp.where(in_use, own_begin - base, 0)
+    base = jnp.minimum(begin, length - tile.rows)
+    skip = own_begin - base
     member, group = which // (groups + 1), which % (groups + 1)
     has_kernel = (group < groups) & in_use
     group = member * groups + jnp.minimum(group, groups - 1)
