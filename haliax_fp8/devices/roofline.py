@@ -11,18 +11,21 @@ class Efficiency:
     """The shares of their peaks that devices reach, and the overhead of each launch.
 
     Args:
-        flops: The share of the peak FLOP/s that products in bf16 and wider reach. Measured: 0.72 (TransformerEngine,
-            H200 NVL) to 0.81 (8192³ on an H100); torchao takes 0.78.
-        fp8_flops: The same for FP8 products. Measured: 0.68 (TransformerEngine), 0.74 to 0.78 (DeepGEMM), 0.78
-            (torchao). With 0.72, FP8 multiplies 1.85 times as fast as bf16, not twice.
-        bandwidth: The share of the peak bandwidth that launches reach. Measured: 0.47 (TransformerEngine's CUDA kernels
-            that cast and transpose), 0.90 (copies on an H100), 0.92 (torchao's casts).
+        flops: The share of the peak FLOP/s that products in bf16 and wider reach. Measured: 0.70 (blocks of Llama-8B on
+            an H200, here), 0.72 (TransformerEngine, H200 NVL) to 0.81 (8192³ on an H100); torchao takes 0.78.
+        fp8_flops: The same for FP8 products. Measured: 0.75 (the same blocks, here), 0.68 (TransformerEngine), 0.74 to
+            0.78 (DeepGEMM), 0.78 (torchao). With 0.72, FP8 multiplies 1.85 times as fast as bf16, not twice.
+        bandwidth: The share of the peak bandwidth that launches reach. Measured: 0.76 (those blocks in bf16), 0.54 (in
+            FP8, with casts and transpositions), 0.47 (TransformerEngine's CUDA kernels that cast and transpose), 0.90
+            (copies on an H100), 0.92 (torchao's casts).
         launch: Seconds of overhead of each launch; torchao measured 2 µs. It is hidden while the previous launch is
             running.
         block_flops: Like `fp8_flops`, for products with block scales: a third faster than bf16.
         block_bandwidth: Like `bandwidth`, for launches that quantize in blocks: 1 TB/s of the 8 that a GB200 has.
-        attention: Like `flops`, for fused causal attention, forward and backward: 480 TFLOP/s on an H100. Assumed.
-        fp8_attention: Like `fp8_flops`, for the same attention: 1.3 times as fast as in bf16. Assumed.
+        attention: Like `flops`, for fused causal attention, forward and backward: 480 TFLOP/s on an H100. Assumed;
+            measured on an H200: 495 with 8192 tokens, 539 with 32,768.
+        fp8_attention: Like `fp8_flops`, for the same attention: 1.3 times as fast as in bf16. Assumed; on that H200 it
+            was 1.17 and 1.25 times as fast, casts and amaxes included.
 
     Raises:
         ValueError: If a share is not above 0 and at most 1, or `launch` is negative.
