@@ -109,7 +109,7 @@ class Kind:
 
     Args:
         make: Makes one of blocks of a class.
-        call: Applies it to an array `[TOKENS, EMBED]`.
+        call: Applies it to an array `[tokens, EMBED]`.
         blocks: How many blocks it has.
         recomputes: Whether a block's forward pass runs twice, but for its last product, which no gradient reads.
         experts: How many kernels a layer has.
@@ -136,7 +136,7 @@ def _stacked(stack, **options):
 
 
 def _named(x):
-    return hax.named(x, (Token, Embed))
+    return hax.named(x, (Token.resize(x.shape[0]), Embed))
 
 
 def _fold(model, x):
@@ -144,11 +144,11 @@ def _fold(model, x):
 
 
 def _to_experts(model, x):
-    return model(_named(x), hax.full(Experts, TOKENS // EXPERTS, jnp.int32)).array
+    return model(_named(x), hax.full(Experts, x.shape[0] // EXPERTS, jnp.int32)).array
 
 
 def _vmapped_twice(model, x):
-    return jax.vmap(jax.vmap(model))(x.reshape(4, TOKENS // 4, EMBED))
+    return jax.vmap(jax.vmap(model))(x.reshape(4, -1, EMBED))
 
 
 KINDS = {
@@ -169,8 +169,8 @@ def struct(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
-def inputs() -> jax.ShapeDtypeStruct:
-    return struct(TOKENS, EMBED)
+def inputs(tokens: int = TOKENS) -> jax.ShapeDtypeStruct:
+    return struct(tokens, EMBED)
 
 
 def plain(kind: Kind, block: Any = SwiGLU) -> Any:

@@ -62,6 +62,7 @@ def kept_arrays(text: str) -> Arrays:
     return Counter(
         (shape.dtype, shape.size)
         for name in order[: end + 1]
+        if not _fetches_argument(module.entry, module.entry[name])
         for path, shape in _arrays(module.entry[name])
         if reader.reads(module.entry[name], path)
     )
@@ -69,6 +70,16 @@ def kept_arrays(text: str) -> Arrays:
 
 def _products(launch: Site) -> Iterator[Site]:
     return (site for site in opened(launch) if dimensions(site) is not None)
+
+
+def _fetches_argument(entry: Computation, instruction: Instruction) -> bool:
+    """Whether it copies an argument, which is in memory anyway, to a TPU's VMEM."""
+    if instruction.opcode != "copy-start":
+        return False
+    source = entry[instruction.operands[0]]
+    while source.opcode == "bitcast":
+        source = entry[source.operands[0]]
+    return source.opcode == "parameter"
 
 
 def _arrays(instruction: Instruction) -> Iterator[tuple[tuple[int, ...], Shape]]:
