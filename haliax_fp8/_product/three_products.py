@@ -124,7 +124,7 @@ def _kept(x: Any, copy: Saved, *, is_kernel: bool, rematerialized: bool) -> Any:
     if is_kernel:
         copy = transposed_separately_on_one(copy)
     elif rematerialized:
-        # What is recomputed right before it is transposed would be cast in two launches elsewhere too.
+        # Recomputed right before wgrad transposes it: XLA would do both in one launch.
         copy = transposed_separately(copy)
     # A kernel has no name: it is kept to be quantized again.
     return copy if is_kernel else checkpoint_name(copy, FP8_OPERAND)
