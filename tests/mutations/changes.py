@@ -670,8 +670,8 @@ CHANGES = (
     Change(
         "a moving average weighs the oldest most",
         "recipes/scaling/amax_of_history.py",
-        "ages = (-np.arange(length)) % length",
-        "ages = (np.arange(length) - 1) % length",
+        "ages = -np.arange(history.shape[-1]) % history.shape[-1]",
+        "ages = (np.arange(history.shape[-1]) - 1) % history.shape[-1]",
         ("test_amax_of_history.py::test_scales_are_those_of_the_simulation",),
     ),
     Change(

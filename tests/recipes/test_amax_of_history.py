@@ -180,18 +180,17 @@ def test_rules_take_members_apart(rule):
     whole = lambda parts: parts.max(axis=-1)
     np.testing.assert_array_equal(whole(rule.measure(x, 1)), jnp.stack([whole(rule.measure(m, 0)) for m in x]))
     history = jnp.abs(x)
-    each = [[rule.of_history(row) for row in member] for member in history]
-    np.testing.assert_allclose(rule.of_history(history), np.asarray(each), rtol=1e-6)
+    each = [[rule.of_history(row[:1], row[1:]) for row in member] for member in history]
+    np.testing.assert_allclose(rule.of_history(history[..., :1], history[..., 1:]), np.asarray(each), rtol=1e-6)
     np.testing.assert_array_equal(rule.measure(jnp.zeros((2, 0)), 1), [[[0.0]], [[0.0]]])
 
 
 def test_a_moving_average_is_below_a_spike_and_without_bias():
-    rule = MovingAverage(0.5)
-    assert float(rule.of_history(jnp.array([3.0, 0.0, 0.0, 0.0]))[0]) == 3.0  # the first step counts in full
-    assert float(rule.of_history(jnp.array([0.0, 0.0, 0.0, 0.0]))[0]) == 0.0
-    assert float(rule.of_history(jnp.array([-jnp.inf, 2.0, 2.0, 2.0]))[0]) == 2.0
-    constant_but_one = rule.of_history(jnp.array([1.0, 1.0, 1.0, 100.0]))
-    assert 1.0 < float(constant_but_one[0]) < 100.0
+    average = lambda newest, *older: float(MovingAverage(0.5).of_history(jnp.array([newest]), jnp.array(older))[0])
+    assert average(3.0, 0.0, 0.0, 0.0) == 3.0  # the first step counts in full
+    assert average(0.0, 0.0, 0.0, 0.0) == 0.0
+    assert average(-jnp.inf, 2.0, 2.0, 2.0) == 2.0
+    assert 1.0 < average(1.0, 1.0, 1.0, 100.0) < 100.0
 
 
 # --- A scaling for each operand ---------------------------------------------------------------------------------------

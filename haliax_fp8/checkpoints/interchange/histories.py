@@ -49,9 +49,9 @@ def fitted(
         # A table of three columns may be that of static scaling, whose scale without an amax is nothing to go by.
         used = (history.max(axis=-1, keepdims=True) > 0.0) | (table.shape[-1] > 3)
         found |= bool(used.any())
-        scale = scaling.memory.scale_of(
-            jnp.asarray(history)[..., None, :], jnp.asarray(table[..., row : row + 1, :1]), (state.limits[row],)
-        )
+        newest, older = jnp.asarray(history[..., None, :1]), jnp.asarray(history[..., None, 1:])
+        before = jnp.asarray(table[..., row : row + 1, :1])
+        scale = scaling.memory.scale_of(newest, older, before, (state.limits[row],))
         columns = np.concatenate([np.asarray(scale)[..., 0, :], history], axis=-1)
         width = columns.shape[-1]
         result[..., row, :width] = np.where(used, columns, result[..., row, :width])

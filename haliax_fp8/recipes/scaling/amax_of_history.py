@@ -29,12 +29,16 @@ class AbstractAmaxCompute(abc.ABC):
         """
 
     @abc.abstractmethod
-    def of_history(self, history: Float32[Array, "*rows history"]) -> Float32[Array, "*rows 1"]:
+    def of_history(
+        self, newest: Float32[Array, "*rows 1"], older: Float32[Array, "*rows others"]
+    ) -> Float32[Array, "*rows 1"]:
         """The number that the scale comes from; 0 or less if nothing was recorded.
 
+        What is computed of `older` alone is computed once in a compiled step, whose gradient and update both call this.
+
         Args:
-            history: The newest measurement first, then the others from the oldest on. What is not yet recorded is 0,
-                what was not finite `-inf`.
+            newest: This step's measurement. What is not yet recorded is 0, what was not finite `-inf`.
+            older: Those of the steps before, from the oldest on.
         """
 
 
@@ -67,9 +71,12 @@ class MaxOfHistory(AbstractAmaxCompute):
         """The amaxes of rows."""
         return amaxes_of_rows(x, ensemble)
 
-    def of_history(self, history: Float32[Array, "*rows history"]) -> Float32[Array, "*rows 1"]:
-        """`max(history)`."""
-        return lax.expand_dims(lax.reduce_max(history, (history.ndim - 1,)), (history.ndim - 1,))
+    def of_history(
+        self, newest: Float32[Array, "*rows 1"], older: Float32[Array, "*rows others"]
+    ) -> Float32[Array, "*rows 1"]:
+        """`max(newest, max(older))`."""
+        axis = older.ndim - 1
+        return lax.max(newest, lax.expand_dims(lax.reduce_max(older, (axis,)), (axis,)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,9 +87,12 @@ class MostRecent(AbstractAmaxCompute):
         """The amaxes of rows."""
         return amaxes_of_rows(x, ensemble)
 
-    def of_history(self, history: Float32[Array, "*rows history"]) -> Float32[Array, "*rows 1"]:
-        """`history[0]`."""
-        return lax.slice_in_dim(history, 0, 1, axis=history.ndim - 1)
+    def of_history(
+        self, newest: Float32[Array, "*rows 1"], older: Float32[Array, "*rows others"]
+    ) -> Float32[Array, "*rows 1"]:
+        """`newest`."""
+        del older
+        return newest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,8 +115,8 @@ class RecoveringMax(AbstractAmaxCompute):
         ValueError: If `steps` is not a positive integer, or `factor` is below 1 or not finite.
 
     Example:
-        >>> history = jnp.array([2.0, 3.0, 9000.0, 3.0, 2.0])  # newest first, then from the oldest on
-        >>> RecoveringMax(steps=2).of_history(history), MaxOfHistory().of_history(history)
+        >>> newest, older = jnp.array([2.0]), jnp.array([3.0, 9000.0, 3.0, 2.0])
+        >>> RecoveringMax(steps=2).of_history(newest, older), MaxOfHistory().of_history(newest, older)
         (Array([512.], dtype=float32), Array([9000.], dtype=float32))
     """
 
@@ -123,16 +133,17 @@ class RecoveringMax(AbstractAmaxCompute):
         """The amaxes of rows."""
         return amaxes_of_rows(x, ensemble)
 
-    def of_history(self, history: Float32[Array, "*rows history"]) -> Float32[Array, "*rows 1"]:
+    def of_history(
+        self, newest: Float32[Array, "*rows 1"], older: Float32[Array, "*rows others"]
+    ) -> Float32[Array, "*rows 1"]:
         """`min(max(history), factor * max(last steps))`."""
-        axis, length = history.ndim - 1, history.shape[-1]
-        largest = MaxOfHistory().of_history(history)
-        last = [lax.slice_in_dim(history, 0, 1, axis=axis)]
-        if (older := min(self.steps, length) - 1) > 0:
-            last.append(lax.slice_in_dim(history, length - older, length, axis=axis))
-        recent = MaxOfHistory().of_history(lax.concatenate(last, axis))
-        recorded = jnp.where(history > 0.0, history, np.float32(np.inf))
-        recent = jnp.where(recent > 0.0, recent, jnp.min(recorded, axis=axis, keepdims=True))
+        axis, others = older.ndim - 1, older.shape[-1]
+        largest = MaxOfHistory().of_history(newest, older)
+        last = lax.slice_in_dim(older, others - min(self.steps - 1, others), others, axis=axis)
+        recent = MaxOfHistory().of_history(newest, last)
+        recorded = [jnp.where(amaxes > 0.0, amaxes, np.float32(np.inf)) for amaxes in (newest, older)]
+        smallest = lax.min(recorded[0], jnp.min(recorded[1], axis=axis, keepdims=True, initial=np.inf))
+        recent = jnp.where(recent > 0.0, recent, smallest)
         # Before the factor: the product may exceed float32.
         return jnp.where(recent < largest / np.float32(self.factor), recent * np.float32(self.factor), largest)
 
@@ -150,7 +161,7 @@ class MovingAverage(AbstractAmaxCompute):
         ValueError: If `decay` is not between 0 and 1.
 
     Example:
-        >>> MovingAverage(decay=0.5).of_history(jnp.array([3.0, 0.0, 6.0]))
+        >>> MovingAverage(decay=0.5).of_history(jnp.array([3.0]), jnp.array([0.0, 6.0]))
         Array([4.], dtype=float32)
     """
 
@@ -165,10 +176,12 @@ class MovingAverage(AbstractAmaxCompute):
         """The amaxes of rows."""
         return amaxes_of_rows(x, ensemble)
 
-    def of_history(self, history: Float32[Array, "*rows history"]) -> Float32[Array, "*rows 1"]:
+    def of_history(
+        self, newest: Float32[Array, "*rows 1"], older: Float32[Array, "*rows others"]
+    ) -> Float32[Array, "*rows 1"]:
         """The weighted mean of the positive entries."""
-        length = history.shape[-1]
-        ages = (-np.arange(length)) % length  # newest first, then oldest to newest
+        history = lax.concatenate([newest, older], older.ndim - 1)
+        ages = -np.arange(history.shape[-1]) % history.shape[-1]
         recorded = history > 0.0
         weights = jnp.where(recorded, np.asarray(self.decay**ages, np.float32), np.float32(0.0))
         total = jnp.sum(weights, axis=-1, keepdims=True)
@@ -214,6 +227,8 @@ class Percentile(AbstractAmaxCompute):
         rank = max(0, int(np.ceil(count * self.percent / 100.0)) - 1)
         return jnp.sort(magnitude, axis=-1)[..., rank : rank + 1]
 
-    def of_history(self, history: Float32[Array, "*rows history"]) -> Float32[Array, "*rows 1"]:
+    def of_history(
+        self, newest: Float32[Array, "*rows 1"], older: Float32[Array, "*rows others"]
+    ) -> Float32[Array, "*rows 1"]:
         """The largest of them."""
-        return MaxOfHistory().of_history(history)
+        return MaxOfHistory().of_history(newest, older)

@@ -161,8 +161,7 @@ class AmaxHistory(AbstractMemory):
         axis, end = rows.ndim - 1, 1 + self.length
         scale = lax.slice_in_dim(rows, 0, 1, axis=axis)
         newest = finite_or_none(measured)
-        history = lax.concatenate([newest, *self._moved(rows)], axis)
-        new_scale = self.scale_of(history, scale, limits)
+        new_scale = self.scale_of(newest, lax.concatenate(self._moved(rows), axis), scale, limits)
         if self.update_interval > 1:
             counter = lax.slice_in_dim(rows, end, end + 1, axis=axis)
             new_scale = lax.select(lax.eq(counter, np.float32(0.0)), new_scale, scale)
@@ -200,18 +199,20 @@ class AmaxHistory(AbstractMemory):
 
     def scale_of(
         self,
-        history: Float32[Array, "*ensemble operands history"],
+        newest: Float32[Array, "*ensemble operands 1"],
+        older: Float32[Array, "*ensemble operands others"],
         scale: Float32[Array, "*ensemble operands 1"],
         limits: tuple[float, ...],
     ) -> Float32[Array, "*ensemble operands 1"]:
         """The scale that follows from a history; where that holds nothing above zero, the scale as it was.
 
         Args:
-            history: Newest first, then oldest to newest.
+            newest: The newest amax.
+            older: Those before it, from the oldest on.
             scale: The scale before.
             limits: The largest value of each operand's format.
         """
-        amax = self.amax_compute.of_history(history)
+        amax = self.amax_compute.of_history(newest, older)
         return scale_of_amax(amax, scale, limits, margin=self.margin, power_of_two=self.power_of_two)
 
 

@@ -1,0 +1,58 @@
+"""In a compiled step, histories are reduced and written once, although a gradient and the update both compute them."""
+
+import math
+
+import jax
+import optax
+import pytest
+from compiled_models import KINDS, SwiGLU, abstract, inputs, loss_of, on
+
+import haliax_fp8 as fp8
+from haliax_fp8.preflight.hlo.sites import entry_sites, launches, opened
+from haliax_fp8.preflight.hlo.text import parse_hlo
+from haliax_fp8.preflight.hlo.vocabulary import is_fusion
+from haliax_fp8.recipes import MaxOfHistory, RecoveringMax
+
+
+LENGTH = 1024
+OPTIMIZER = optax.sgd(0.1)
+
+
+def by_hand(call):
+    """A step as in README, compiled as one program."""
+
+    def step(model, x):
+        gradients = fp8.filter_grad(lambda model: loss_of(call)((model, x)))(model)
+        overwrites, gradients = fp8.partition_for_grad_overwrite(gradients)
+        params = fp8.trainable(model)
+        updates, _ = OPTIMIZER.update(gradients, OPTIMIZER.init(params), params)
+        return fp8.apply_updates(model, updates, overwrites)
+
+    return step
+
+
+def size(shapes, columns):
+    """How many elements arrays with so many columns have together."""
+    return sum(math.prod(dims) for dims in shapes if dims and dims[-1] == columns)
+
+
+# The second one needs the smallest amax too.
+@pytest.mark.parametrize(("rule", "count"), [(MaxOfHistory(), 1), (RecoveringMax(), 2)], ids=["max", "recovering"])
+@pytest.mark.parametrize(("name", "device"), on(["unrolled", "scan"], ["h100"]))
+def test_histories_are_reduced_and_written_once(name, device, rule, count, compiled):
+    config = fp8.Fp8Config(recipe=fp8.DelayedScaling(LENGTH, amax_compute=rule), emulate=True)
+    model = abstract(lambda: fp8.fp8_linear_layers(KINDS[name].make(SwiGLU), config))
+    text, _ = compiled(by_hand(KINDS[name].call), model, inputs(), device=device)
+    found = list(launches(entry_sites(parse_hlo(text))))
+    rows = size([leaf.shape for leaf in jax.tree.leaves(model)], LENGTH + 2) // (LENGTH + 2)
+    assert rows == 3 * 3 * KINDS[name].blocks
+
+    read = [
+        site.operands[0].instruction.shape.dims
+        for launch in found
+        for site in opened(launch)
+        if site.instruction.opcode == "reduce"
+    ]
+    assert size(read, LENGTH - 1) == count * rows * (LENGTH - 1)
+    written = [shape.dims for launch in found if is_fusion(launch.instruction) for shape in launch.results]
+    assert size(written, LENGTH + 2) == rows * (LENGTH + 2)
