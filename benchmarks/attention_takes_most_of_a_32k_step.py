@@ -28,7 +28,7 @@ from haliax_fp8.preflight import inspect_step
 from haliax_fp8.preflight.hlo.dimensions import dimensions
 from haliax_fp8.preflight.hlo.sites import Site, entry_sites, launches, opened
 from haliax_fp8.preflight.hlo.text import parse_hlo
-from haliax_fp8.preflight.hlo.traffic import is_launch, touched
+from haliax_fp8.preflight.hlo.traffic import is_launch, traffic_of
 from haliax_fp8.preflight.hlo.vocabulary import COLLECTIVES
 from haliax_fp8.preflight.report.report import PreflightReport
 from haliax_fp8.preflight.verdict.attention import is_attention
@@ -75,8 +75,7 @@ def seconds_of(report: PreflightReport) -> Counter[str]:
         found[part] += roofline.products(dtype, product.flops, moved, product.executions)
     for launch in launches(entry_sites(parse_hlo(report.step.text))):
         if is_other(launch):
-            moved = launch.executions * touched(launch)
-            found[part_of(scope_of(launch))] += roofline.others(moved, launch.executions)
+            found[part_of(scope_of(launch))] += roofline.others(traffic_of(launch) * launch.executions)
     for collective in report.step.collectives:
         found["collectives"] += collective.bytes * collective.executions / LINK
     return found

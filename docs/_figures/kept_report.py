@@ -14,6 +14,7 @@ from typing import Any
 import my_training
 
 from haliax_fp8._cli.screen import as_svg
+from haliax_fp8.devices import Traffic
 from haliax_fp8.devices.xla_flags import XlaFlags
 from haliax_fp8.preflight import (
     Memory,
@@ -70,7 +71,9 @@ def _program(fields: dict[str, Any]) -> Program:
             "products": tuple(
                 Product(**{**p, "verdict": Verdict(p["verdict"])}) for p in fields["products"]
             ),
-            "others": OtherLaunches(**fields["others"]),
+            "others": OtherLaunches(
+                Traffic(**fields["others"]["traffic"]), fields["others"]["small"]
+            ),
             "memory": Memory(**fields["memory"]),
             "collectives": (),
             "opaque": (),

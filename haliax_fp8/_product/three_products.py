@@ -206,10 +206,7 @@ def _own_input(input: QuantizedArray, kernel: QuantizedArray, spec: ProductSpec)
     if spec.index_among_sharers is None or automatic_axes():
         # With a barrier for each product, devices would send each other the operand for each.
         return input
-    # The kernel's data, if the product reads them as they are stored; else its scale, for which they need not be there.
-    ndim, axes = kernel.data.ndim, spec.batched.contracted("fprop")[1]
-    own = kernel.data if axes == tuple(range(ndim - len(axes), ndim)) else kernel.scale
-    return dataclasses.replace(input, data=own_operand(input.data, own))
+    return dataclasses.replace(input, data=own_operand(input.data, kernel.scale))
 
 
 @opaque

@@ -3,3 +3,4 @@
 from .device import Device as Device
 from .peaks import Peaks as Peaks
 from .roofline import Efficiency as Efficiency
+from .traffic import Traffic as Traffic

@@ -4,6 +4,7 @@ import dataclasses
 import math
 
 from .peaks import Peaks, is_narrow
+from .traffic import Traffic
 
 
 @dataclasses.dataclass(frozen=True)
@@ -14,10 +15,14 @@ class Efficiency:
         flops: The share of the peak FLOP/s that products in bf16 and wider reach. Measured: 0.70 (blocks of Llama-8B on
             an H200, here), 0.72 (TransformerEngine, H200 NVL) to 0.81 (8192³ on an H100); torchao takes 0.78.
         fp8_flops: The same for FP8 products. Measured: 0.75 (the same blocks, here), 0.68 (TransformerEngine), 0.74 to
-            0.78 (DeepGEMM), 0.78 (torchao). With 0.72, FP8 multiplies 1.85 times as fast as bf16, not twice.
-        bandwidth: The share of the peak bandwidth that launches reach. Measured: 0.76 (those blocks in bf16), 0.54 (in
-            FP8, with casts and transpositions), 0.47 (TransformerEngine's CUDA kernels that cast and transpose), 0.90
-            (copies on an H100), 0.92 (torchao's casts).
+            0.78 (DeepGEMM), 0.78 (torchao). With 0.72, FP8 multiplies 1.92 times as fast as bf16, not twice.
+        bandwidth: The share of the peak bandwidth that launches reach which neither read nor write FP8. Measured: 0.71
+            to 0.80 (four programs with those blocks), 0.90 (copies on an H100).
+        cast_bandwidth: The same for launches that read or write FP8: casts, with amaxes or not, and transpositions.
+            Measured: 0.49 to 0.56 (the same programs), 0.47 (TransformerEngine's CUDA kernels that cast and transpose),
+            0.92 (torchao's casts).
+        two_layouts_bandwidth: The same for launches in which XLA writes FP8 data in two layouts. Measured: 0.23 and
+            0.32 (two of these programs).
         launch: Seconds of overhead of each launch; torchao measured 2 µs. It is hidden while the previous launch is
             running.
         block_flops: Like `fp8_flops`, for products with block scales: a third faster than bf16.
@@ -39,9 +44,11 @@ class Efficiency:
         0.72
     """
 
-    flops: float = 0.78
+    flops: float = 0.75
     fp8_flops: float = 0.72
     bandwidth: float = 0.75
+    cast_bandwidth: float = 0.54
+    two_layouts_bandwidth: float = 0.29
     launch: float = 2e-6
     block_flops: float = 0.52
     block_bandwidth: float = 0.125
@@ -60,8 +67,15 @@ class Efficiency:
 LIKELY = Efficiency()
 """The middle of the measured ranges."""
 
-SLOWEST, FASTEST = Efficiency(fp8_flops=0.68, bandwidth=0.47), Efficiency(fp8_flops=0.78, bandwidth=0.92, launch=0.0)
-"""The ends of the measured ranges at which FP8, which adds memory traffic and launches, gains least and most."""
+SLOWEST = Efficiency(flops=0.70, fp8_flops=0.68, bandwidth=0.70, cast_bandwidth=0.47, two_layouts_bandwidth=0.23)
+FASTEST = Efficiency(
+    flops=0.81, fp8_flops=0.78, bandwidth=0.90, cast_bandwidth=0.92, two_layouts_bandwidth=0.32, launch=0.0
+)
+"""The ends of the measured ranges: how long a program takes at most, and at least."""
+
+LEAST_GAIN = Efficiency(flops=0.78, fp8_flops=0.68, cast_bandwidth=0.47, two_layouts_bandwidth=0.23)
+MOST_GAIN = Efficiency(fp8_flops=0.78, cast_bandwidth=0.92, two_layouts_bandwidth=0.32, launch=0.0)
+"""The ends at which FP8, whose price is casts and launches, gains least and most."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +93,7 @@ class Roofline:
         >>> roofline = Roofline(peaks["h100"])
         >>> flops, moved = 2 * 8192**3, 3 * 2 * 8192**2
         >>> f"{1e3 * roofline.products('bf16', flops, moved):.2f} ms"
-        '1.43 ms'
+        '1.48 ms'
     """
 
     peaks: Peaks
@@ -114,19 +128,24 @@ class Roofline:
         share = self.efficiency.fp8_attention if is_narrow(dtype) else self.efficiency.attention
         return max(flops / (share * self.peaks.flops(dtype)), self.moving(bytes)) + self.launching(count)
 
-    def others(self, bytes: int, count: int, block_bytes: int = 0) -> float:
+    def others(self, traffic: Traffic) -> float:
         """Seconds of launches that are not products.
 
         Args:
-            bytes: The bytes that they read and write, without `block_bytes`.
-            count: The number of launches.
-            block_bytes: The bytes that launches which quantize in blocks read and write.
+            traffic: What they read and write.
         """
-        in_blocks = block_bytes / (self.peaks.bandwidth * self.efficiency.block_bandwidth)
-        return self.moving(bytes) + in_blocks + self.launching(count)
+        shares = self.efficiency
+        by_share = (
+            (traffic.plain, shares.bandwidth),
+            (traffic.casts, shares.cast_bandwidth),
+            (traffic.two_layouts, shares.two_layouts_bandwidth),
+            (traffic.blocks, shares.block_bandwidth),
+        )
+        moving = sum(bytes / (self.peaks.bandwidth * share) for bytes, share in by_share)
+        return moving + self.launching(traffic.launches)
 
     def moving(self, bytes: int) -> float:
-        """Seconds that memory traffic takes.
+        """Seconds that the memory traffic of a product takes.
 
         Args:
             bytes: The bytes read and written.

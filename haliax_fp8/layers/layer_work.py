@@ -11,6 +11,7 @@ import math
 from .._product.kernel_residual import KernelResidual
 from ..devices.device import MX_UNITS, Device
 from ..devices.roofline import Roofline
+from ..devices.traffic import Traffic
 from ..recipes.recipe import OPERANDS, USES, OperandName, ProductName, Quantization, Recipe
 
 
@@ -29,24 +30,6 @@ class LayerSize:
     outputs: int
     members: int = 1
     experts: int = 1
-
-
-@dataclasses.dataclass(frozen=True)
-class Work:
-    """Launches other than products.
-
-    Args:
-        bytes: What they read and write, without `block_bytes`.
-        block_bytes: The same of those that quantize in blocks, which are slower.
-        launches: How many there are.
-    """
-
-    bytes: int = 0
-    block_bytes: int = 0
-    launches: int = 0
-
-    def __add__(self, other: "Work") -> "Work":
-        return Work(self.bytes + other.bytes, self.block_bytes + other.block_bytes, self.launches + other.launches)
 
 
 # The operand that has the shape of a product's result.
@@ -74,23 +57,23 @@ class LayerWork:
     def seconds(self, roofline: Roofline) -> tuple[float, float]:
         """The time of the products, and of everything else."""
         products = sum(self._product(name, roofline) for name in OPERANDS)
-        return products, roofline.others(self.added.bytes, self.added.launches, self.added.block_bytes)
+        return products, roofline.others(self.added)
 
     @property
-    def added(self) -> Work:
+    def added(self) -> Traffic:
         """Everything but the products."""
-        work = Work()
+        work = Traffic()
         for operand in USES:
             work += self._quantized(operand) + self._padded(operand)
         for name, result in _RESULTS.items():
             if self._is_rescaled(name):
-                work += Work(6 * self._elements(result), launches=1)  # float32 is read, bfloat16 written
+                work += Traffic(1, plain=6 * self._elements(result))  # float32 is read, bfloat16 written
             elif self._is_fp8(name):
-                work += Work(launches=1)  # the scales of both operands become one
+                work += Traffic(1)  # the scales of both operands become one
             if self._needs_padding(result, name):
-                work += Work(4 * self._elements(result), launches=1)  # bfloat16 is read and written
+                work += Traffic(1, plain=4 * self._elements(result))  # bfloat16 is read and written
         if self.size.members > 1 and self.recipe.is_stateful:
-            work += Work(launches=4)  # join what the members measured; fitted to one program
+            work += Traffic(4)  # join what the members measured; fitted to one program
         return work
 
     def _product(self, name: ProductName, roofline: Roofline) -> float:
@@ -102,11 +85,11 @@ class LayerWork:
         dtype = "f8e4m3fn" if is_fp8 else "bf16"
         return roofline.products(dtype, flops, moved, in_blocks=is_fp8 and self._is_in_blocks(name))
 
-    def _quantized(self, operand: OperandName) -> Work:
+    def _quantized(self, operand: OperandName) -> Traffic:
         """Amaxes, casts and second layouts of an operand."""
         uses = self._fp8_uses(operand)
         if not uses:
-            return Work()
+            return Traffic()
         first, elements = uses[0], self._elements(operand)
         work = _cast(first, elements)
         # Up to Hopper, FP8 operands have to lie along the axis that is summed: an operand needs one layout per product.
@@ -120,18 +103,16 @@ class LayerWork:
                 # In the same layout, XLA writes the copy again and reads nothing twice.
                 work += _cast(first, elements) if transposes else _quantizing(first, elements)
             elif transposes:
-                # The cast of the input writes both layouts; others take a launch that reads FP8 and writes it.
-                work += _quantizing(first, elements) if operand == "input" else _quantizing(first, 2 * elements, 1)
+                work += _quantizing(first, 2 * elements, 1)  # a launch reads FP8 and writes it
         if (memory := first.scaling.memory) is not None and memory.numbers:
-            # The cast finds the amax that state records, unless it writes two layouts.
-            work += Work(2 * elements, launches=2) if operand == "input" and transposes else Work(launches=1)
+            work += Traffic(1)  # the cast takes the amax of parts, another launch that of the parts
         return work
 
-    def _padded(self, operand: OperandName) -> Work:
+    def _padded(self, operand: OperandName) -> Traffic:
         """Padding reads an operand and writes it: in bfloat16 once for all products, in FP8 for each of them."""
         is_fp8 = [self._is_fp8(name) for name in USES[operand] if self._needs_padding(operand, name)]
-        passes = [2] * sum(is_fp8) + [4] * (not all(is_fp8))
-        return Work(sum(passes) * self._elements(operand), launches=len(passes))
+        elements, in_bf16 = self._elements(operand), not all(is_fp8)
+        return Traffic(sum(is_fp8) + in_bf16, plain=4 * in_bf16 * elements, casts=2 * sum(is_fp8) * elements)
 
     def _fp8_uses(self, operand: OperandName) -> list[Quantization]:
         """How the operand is quantized in each of its products that is in FP8."""
@@ -165,15 +146,15 @@ class LayerWork:
         return self.size.members * count[operand]
 
 
-def _cast(quantization: Quantization, elements: int) -> Work:
+def _cast(quantization: Quantization, elements: int) -> Traffic:
     cost = quantization.scaling.cast_cost
     return _quantizing(quantization, round(cost.bytes * elements), cost.launches)
 
 
-def _quantizing(quantization: Quantization, bytes: int, launches: int = 0) -> Work:
+def _quantizing(quantization: Quantization, bytes: int, launches: int = 0) -> Traffic:
     if quantization.scaling.units is MX_UNITS:
-        return Work(block_bytes=bytes, launches=launches)
-    return Work(bytes, launches=launches)
+        return Traffic(launches, blocks=bytes)
+    return Traffic(launches, casts=bytes)
 
 
 def _padded_to(size: int, multiple: int) -> int:

@@ -6,7 +6,7 @@ from rich.text import Text
 
 from .._printing import Printable
 from ..devices.peaks import Peaks
-from ..devices.roofline import FASTEST, LIKELY, SLOWEST, Efficiency, Roofline
+from ..devices.roofline import LEAST_GAIN, LIKELY, MOST_GAIN, Efficiency, Roofline
 from ..recipes.recipe import OPERANDS, Recipe
 from ..recipes.scaling import HighPrecision
 from .layer_work import LayerWork
@@ -79,14 +79,14 @@ def predict(work: LayerWork, peaks: Peaks, efficiency: Efficiency, *, repeats: i
 
     bf16, products, overhead = seconds(efficiency)
     # Not the ends alone: where launches dominate, slower memory hides what they add.
-    measured = map(seconds, (SLOWEST, LIKELY, FASTEST) if efficiency == LIKELY else (efficiency,))
+    measured = map(seconds, (LEAST_GAIN, LIKELY, MOST_GAIN) if efficiency == LIKELY else (efficiency,))
     gains = [bf16 / (products + overhead) for bf16, products, overhead in measured]
     added = work.added
     return Prediction(
         bf16=repeats * bf16,
         products=repeats * products,
         overhead=repeats * overhead,
-        overhead_bytes=repeats * (added.bytes + added.block_bytes),
+        overhead_bytes=repeats * added.bytes,
         overhead_launches=repeats * added.launches,
         launching=repeats * Roofline(peaks, efficiency).launching(len(OPERANDS) + added.launches),
         gain_range=(min(gains), max(gains)),

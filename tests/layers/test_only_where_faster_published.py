@@ -8,7 +8,8 @@ import haliax_fp8 as fp8
 from haliax_fp8._product.kernel_residual import KernelResidual
 from haliax_fp8.devices.catalog import peaks
 from haliax_fp8.devices.peaks import Peaks
-from haliax_fp8.devices.roofline import FASTEST, LIKELY, SLOWEST, Roofline
+from haliax_fp8.devices.roofline import LEAST_GAIN, LIKELY, MOST_GAIN, Roofline
+from haliax_fp8.devices.traffic import Traffic
 from haliax_fp8.layers.layer_work import LayerSize, LayerWork
 from haliax_fp8.layers.prediction import predict
 
@@ -53,17 +54,19 @@ def test_transformer_engine(device, figures, recipe, bf16_ms, fp8_ms):
     assert least < measured < most
 
 
-def test_what_transformer_engine_adds_for_delayed_scaling():
-    """18.978 ms with quantization, 16.785 ms with operands that are quantized already: 2.19 ms."""
-    *_, added_ms = transformer_engine("h200", H200_NVL, "delayed")
-    assert added_ms == pytest.approx(18.978 - 16.785, rel=0.1)
+def test_the_share_that_transformer_engines_casts_reach():
+    """18.978 ms with quantization, 16.785 ms with operands that are quantized already: each read in bfloat16 and
+    written in FP8 in both layouts."""
+    elements = sum(TOKENS * inputs + inputs * outputs + TOKENS * outputs for inputs, outputs in LINEARS)
+    share = 4 * elements / (18.978e-3 - 16.785e-3) / H200_NVL.bandwidth
+    assert share == pytest.approx(LEAST_GAIN.cast_bandwidth, abs=0.005)
 
 
 def test_the_row_of_transformer_engine_that_is_further_off():
     """Current scaling on a B300: its CUDA kernels add 2.3 ms to the products, as much as on an H200 with 4.8 TB/s."""
     gain, least, most, _, _ = transformer_engine("b200", B300, "current")
     measured = 12.758 / 9.147
-    assert gain / measured == pytest.approx(1.105, abs=0.01)
+    assert gain / measured == pytest.approx(1.085, abs=0.005)
     assert least < measured < most
 
 
@@ -71,18 +74,15 @@ def test_the_row_of_transformer_engine_that_is_further_off():
 
 
 @pytest.mark.parametrize(
-    ("inputs", "outputs", "measured", "further_off"),
-    [(4096, 14336, 1.59, None), (14336, 4096, 1.54, None), (4096, 4096, 1.40, None), (4096, 1024, 1.01, 1.085)],
+    ("inputs", "outputs", "measured"),
+    [(4096, 14336, 1.59), (14336, 4096, 1.54), (4096, 4096, 1.40), (4096, 1024, 1.01)],
 )
-def test_a_layer_on_an_h200(inputs, outputs, measured, further_off):
+def test_a_layer_on_an_h200(inputs, outputs, measured):
     recipe, device = fp8.recipes.named["delayed"], fp8.devices.Device.by_name("h200")
     work = LayerWork(LayerSize(inputs, outputs), 8192, recipe, KernelResidual.REQUANTIZE, device)
     found = predict(work, peaks["h200"], LIKELY)
     least, most = found.gain_range
-    if further_off is None:
-        assert found.bf16 / found.fp8 == pytest.approx(measured, rel=WITHIN)
-    else:
-        assert found.bf16 / found.fp8 / measured == pytest.approx(further_off, abs=0.005)
+    assert found.bf16 / found.fp8 == pytest.approx(measured, rel=WITHIN)
     assert least < measured < most
 
 
@@ -101,9 +101,6 @@ MEASURED = {
     (32768, 32768, 16384): 1.70,
     (32768, 16384, 32768): 1.73,
 }
-# The small ones, where torchao's products in FP8 were slower than 0.72 of the peak: with the 0.59 that is reported for
-# PyTorch's rowwise GPU kernel, 4096³ would be 4 % too high. One share for all sizes cannot have both ends of the table.
-FURTHER_OFF = {(4096, 4096, 4096): 1.166, (8192, 4096, 4096): 1.085, (8192, 8192, 8192): 1.079}
 
 
 def torchao(m, k, n, efficiency, figures=H100_2_4):
@@ -113,30 +110,26 @@ def torchao(m, k, n, efficiency, figures=H100_2_4):
     flops, products = 2 * m * k * n, ((x, w, g), (g, w, x), (x, g, w))
     bf16 = sum(roofline.products("bf16", flops, 2 * (a + b + out)) for a, b, out in products)
     in_fp8 = sum(roofline.products("f8e4m3fn", flops, a + b + 2 * out) for a, b, out in products)
-    return bf16 / (in_fp8 + roofline.others(8 * (x + g) + 10 * w, count=2 + 2 + 3))
+    return bf16 / (in_fp8 + roofline.others(Traffic(2 + 2 + 3, casts=8 * (x + g) + 10 * w)))
 
 
 @pytest.mark.parametrize("size", MEASURED)
 def test_torchao(size):
-    gain = torchao(*size, LIKELY)
-    if size in FURTHER_OFF:
-        assert gain / MEASURED[size] == pytest.approx(FURTHER_OFF[size], abs=0.005)
-    else:
-        assert gain == pytest.approx(MEASURED[size], rel=WITHIN)
+    assert torchao(*size, LIKELY) == pytest.approx(MEASURED[size], rel=WITHIN)
 
 
 @pytest.mark.parametrize("size", MEASURED)
 def test_the_range_has_all_of_torchaos_large_layers(size):
-    assert torchao(*size, SLOWEST) < MEASURED[size] < torchao(*size, FASTEST)
+    assert torchao(*size, LEAST_GAIN) < MEASURED[size] < torchao(*size, MOST_GAIN)
 
 
 def test_below_4096_the_estimate_is_not_to_be_relied_on():
     """1024³ and 2048³ gained 0.42 and 0.45: that FP8 loses is right, how much is not."""
     assert torchao(1024, 1024, 1024, LIKELY) < 1 and torchao(2048, 2048, 2048, LIKELY) < 1
-    assert torchao(2048, 2048, 2048, LIKELY) / 0.45 > 1.3
+    assert torchao(2048, 2048, 2048, LIKELY) / 0.45 > 1.15
 
 
 def test_the_bandwidth_is_that_of_their_device():
-    """With the 3.35 TB/s of the data sheet five rows would be more than 10 % too high."""
+    """With the 3.35 TB/s of the data sheet four rows would be more than 10 % too high."""
     off = [torchao(*size, LIKELY, peaks["h100"]) / measured for size, measured in MEASURED.items()]
-    assert sum(ratio > 1.1 for ratio in off) >= 5
+    assert sum(ratio > 1.1 for ratio in off) >= 4

@@ -1249,9 +1249,16 @@ CHANGES = (
     Change(
         "launches that quantize in blocks are as fast as others",
         "devices/roofline.py",
-        "(self.peaks.bandwidth * self.efficiency.block_bandwidth)",
-        "(self.peaks.bandwidth * self.efficiency.bandwidth)",
+        "(traffic.blocks, shares.block_bandwidth)",
+        "(traffic.blocks, shares.bandwidth)",
         ("test_only_where_faster.py::test_blocks_do_not_pay_as_xla_compiles_them",),
+    ),
+    Change(
+        "launches that write FP8 in two layouts are as fast as other casts",
+        "preflight/hlo/traffic.py",
+        "if len(written) > 1 and any(_is_transposed(site) for site in opened(launch)):",
+        "if len(written) > 2 and any(_is_transposed(site) for site in opened(launch)):",
+        ("test_preflight_traffic.py::test_kinds_of_launches",),
     ),
     # --- preflight
     Change(
@@ -1327,8 +1334,8 @@ CHANGES = (
     Change(
         "launches in loops move their bytes once",
         "preflight/verdict/analysis.py",
-        "moved += launch.executions * touched(launch)",
-        "moved += touched(launch)",
+        "others += traffic * launch.executions",
+        "others += traffic",
         ("test_preflight_products.py::test_loops_count_their_launches",),
     ),
     Change(

@@ -234,26 +234,28 @@ def test_a_baseline_is_counted_too(compared):
 def test_the_estimate_is_the_roofline(compared):
     """By hand: a product takes as long as its FLOPs or bytes, others as their bytes; and each its start."""
 
-    def by_hand(program, bandwidth, launch):
-        peak = {"f32": 0.78 * 0.5e12, "bf16": 0.78 * 1e12}
+    def by_hand(program, share, casts, launch):
+        peak = {"f32": share * 0.5e12, "bf16": share * 1e12}
         runs = sum(p.executions for p in program.products)
-        products = sum(max(p.flops / peak[p.lhs], p.executions * p.bytes / bandwidth) for p in program.products)
+        products = sum(max(p.flops / peak[p.lhs], p.executions * p.bytes / 0.75e12) for p in program.products)
         others = program.others
+        # On a CPU nothing is transposed, and nothing else is quantized in blocks.
+        assert others.bytes == others.traffic.plain + others.traffic.casts
         return (
             products + launch * runs,
-            others.bytes / bandwidth + launch * others.count,
+            others.traffic.plain / 0.75e12 + others.traffic.casts / casts + launch * others.count,
             launch * (runs + others.count),
         )
 
     estimate = compared.baseline_estimate
     found = estimate.products, estimate.others, estimate.launching
-    assert found == pytest.approx(by_hand(compared.baseline, 0.75e12, 2e-6))
+    assert found == pytest.approx(by_hand(compared.baseline, 0.75, 0.54e12, 2e-6))
     assert estimate.total == estimate.products + estimate.others
     assert compared.speedup == estimate.total / compared.estimate.total
     # On a CPU nothing is in FP8, whose share has a range as well.
     ends = []
-    for bandwidth, launch in ((0.47e12, 2e-6), (0.75e12, 2e-6), (0.92e12, 0.0)):
-        baseline, step = (sum(by_hand(p, bandwidth, launch)[:2]) for p in (compared.baseline, compared.step))
+    for shares in ((0.78, 0.47e12, 2e-6), (0.75, 0.54e12, 2e-6), (0.75, 0.92e12, 0.0)):
+        baseline, step = (sum(by_hand(p, *shares)[:2]) for p in (compared.baseline, compared.step))
         ends.append(baseline / step)
     assert compared.speedup_range == pytest.approx((min(ends), max(ends)))
 

@@ -2,10 +2,13 @@
 
 import pytest
 
+from haliax_fp8.devices import Efficiency, Traffic
+from haliax_fp8.devices.catalog import peaks
+from haliax_fp8.devices.roofline import Roofline
 from haliax_fp8.preflight.hlo.dimensions import Dimensions
 from haliax_fp8.preflight.hlo.sites import entry_sites, launches
 from haliax_fp8.preflight.hlo.text import Shape, parse_hlo
-from haliax_fp8.preflight.hlo.traffic import is_launch, touched
+from haliax_fp8.preflight.hlo.traffic import is_launch, touched, traffic_of
 from haliax_fp8.preflight.verdict.reason import indivisible
 
 
@@ -109,6 +112,70 @@ ENTRY %main (x: bf16[16,64], k: bf16[64,1000]) -> bf16[16,1000] {
 """
     (fusion,) = (site for site in launches(entry_sites(parse_hlo(text))) if site.instruction.opcode == "fusion")
     assert touched(fusion) == 2 * (16 * 64 + 64 * 1000 + 16 * 1000)
+
+
+WIDE, FP8, TURNED = "bf16[64,32]{1,0}", "f8e4m3fn[64,32]{1,0}", "f8e4m3fn[32,64]{1,0}"
+ELEMENTS = 64 * 32
+
+
+@pytest.mark.parametrize(
+    "operand, lines, out, expected",
+    [
+        (WIDE, [f"ROOT %r = {WIDE} negate(%a)"], WIDE, Traffic(1, plain=4 * ELEMENTS)),
+        (WIDE, [f"ROOT %r = {FP8} convert(%a)"], FP8, Traffic(1, casts=3 * ELEMENTS)),
+        (FP8, [f"ROOT %r = {WIDE} convert(%a)"], WIDE, Traffic(1, casts=3 * ELEMENTS)),
+        (FP8, [f"ROOT %r = {TURNED} transpose(%a), dimensions={{1,0}}"], TURNED, Traffic(1, casts=2 * ELEMENTS)),
+        # Two casts in one launch, neither of which is transposed.
+        (
+            WIDE,
+            [f"%b = {FP8} convert(%a)", f"%n = {WIDE} negate(%a)", f"%c = {FP8} convert(%n)"]
+            + [f"ROOT %t = ({FP8}, {FP8}) tuple(%b, %c)"],
+            f"({FP8}, {FP8})",
+            Traffic(1, casts=4 * ELEMENTS),
+        ),
+        (
+            WIDE,
+            [f"%b = {FP8} convert(%a)", f"%c = {TURNED} transpose(%b), dimensions={{1,0}}"]
+            + [f"ROOT %t = ({FP8}, {TURNED}) tuple(%b, %c)"],
+            f"({FP8}, {TURNED})",
+            Traffic(1, two_layouts=4 * ELEMENTS),
+        ),
+        # What is transposed is not what is quantized: scales of blocks are no values.
+        (
+            WIDE,
+            ["%s = f8e8m0fnu[64,32]{1,0} convert(%a)", f"%c = {WIDE} negate(%a)"]
+            + [f"ROOT %t = (f8e8m0fnu[64,32]{{1,0}}, {WIDE}) tuple(%s, %c)"],
+            f"(f8e8m0fnu[64,32]{{1,0}}, {WIDE})",
+            Traffic(1, plain=5 * ELEMENTS),
+        ),
+    ],
+    ids=["plain", "cast", "back", "transposition", "two casts", "two layouts", "scales"],
+)
+def test_kinds_of_launches(operand, lines, out, expected):
+    body = "\n".join(f"  {line}" for line in (f"%a = {operand} parameter(0)", *lines))
+    text = f"""HloModule m
+
+%fused (a: {operand}) -> {out} {{
+{body}
+}}
+
+ENTRY %main (x: {operand}) -> {out} {{
+  %x = {operand} parameter(0)
+  ROOT %f = {out} fusion(%x), kind=kLoop, calls=%fused
+}}
+"""
+    (fusion,) = (site for site in launches(entry_sites(parse_hlo(text))) if site.instruction.opcode == "fusion")
+    assert traffic_of(fusion) == expected
+
+
+def test_each_kind_has_its_share_of_the_bandwidth():
+    shares = Efficiency(
+        bandwidth=0.8, cast_bandwidth=0.5, two_layouts_bandwidth=0.25, block_bandwidth=0.125, launch=3e-6
+    )
+    roofline, tb = Roofline(peaks["h100"], shares), 10**12
+    traffic = Traffic(4, plain=8 * tb, casts=5 * tb, two_layouts=2 * tb) * 2 + Traffic(1, blocks=tb)
+    assert traffic == Traffic(9, 16 * tb, 10 * tb, 4 * tb, tb) and traffic.bytes == 31 * tb
+    assert roofline.others(traffic) == pytest.approx((20 + 20 + 16 + 8) / 3.35 + 27e-6)
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,18 @@
 """The bytes that a launch reads and writes: of an array that it slices or updates in place, only the slice."""
 
-from .sites import Site
+from ...devices.traffic import Traffic
+from .sites import Site, opened
+from .text import Shape
 from .vocabulary import (
     ALLOCATED,
     BITCAST,
     JOINED,
     NO_LAUNCH,
+    QUANTIZED,
     SCATTER,
     SLICE_START,
     SLICES,
+    TRANSPOSE,
     UPDATE,
     custom_call_name,
     ends,
@@ -20,6 +24,25 @@ def is_launch(site: Site) -> bool:
     """Whether an instruction makes the device do something: not an alias, not the end of an asynchronous one."""
     runs = site.instruction.opcode not in NO_LAUNCH and not ends(site.instruction.opcode)
     return runs and custom_call_name(site.instruction) not in (ALLOCATED, JOINED)
+
+
+def traffic_of(launch: Site) -> Traffic:
+    """What one run of a launch that is not a product reads and writes."""
+    written = [shape for shape in launch.results if _is_quantized(shape)]
+    if len(written) > 1 and any(_is_transposed(site) for site in opened(launch)):
+        return Traffic(1, two_layouts=touched(launch))
+    read = [shape for operand in launch.operands for shape in operand.instruction.shape.arrays]
+    if written or any(map(_is_quantized, read)):
+        return Traffic(1, casts=touched(launch))
+    return Traffic(1, plain=touched(launch))
+
+
+def _is_quantized(shape: Shape) -> bool:
+    return shape.dtype.startswith(QUANTIZED)
+
+
+def _is_transposed(site: Site) -> bool:
+    return site.instruction.opcode == TRANSPOSE and _is_quantized(site.instruction.shape)
 
 
 def touched(launch: Site) -> int:

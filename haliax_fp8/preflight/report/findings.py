@@ -88,9 +88,10 @@ def findings(step: Program, baseline: Program | None, device: CompilableDevice) 
         )
     if wide := _runs(step, lambda product: product.compute == "f32"):
         # XLA may leave out a cast to bfloat16 that is followed by the quantization, so the model may have one.
+        what = "1 product quantizes" if wide == 1 else f"{wide} products quantize"
         found.append(
-            f"{wide} products quantize weights from float32: unless the loss casts the model to bfloat16, it computes "
-            "in float32; cast_params(model, jnp.bfloat16) casts it"
+            f"{what} weights from float32: unless the loss casts the model to bfloat16, it computes in float32; "
+            "cast_params(model, jnp.bfloat16) casts it"
         )
     in_float32 = sum(product.flops for product in baseline.products if product.written == "f32") if baseline else 0
     if baseline is not None and 2 * in_float32 > baseline.flops:

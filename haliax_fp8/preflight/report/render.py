@@ -44,14 +44,16 @@ class Page:
         """The caveats, and the peaks that times are estimated with."""
         if self.peaks is None:
             return self.caveats
-        likely, ends = LIKELY, (SLOWEST, FASTEST)
+        likely = LIKELY
+        span = lambda name: f"{getattr(SLOWEST, name):.2f} to {getattr(FASTEST, name):.2f}"
         return (
             *self.caveats,
             f"times are a roofline estimate: {likely.fp8_flops} of {self.peaks.fp8 / 1e12:.5g} TFLOP/s in FP8, "
             f"{likely.flops} of {self.peaks.bf16 / 1e12:.4g} in bf16, {likely.bandwidth} of "
-            f"{self.peaks.bandwidth / 1e12:.3g} TB/s ({self.peaks.source}), {1e6 * likely.launch:g} µs for each "
-            f"launch; ranges are what was measured: {ends[0].fp8_flops} to {ends[1].fp8_flops} in FP8, "
-            f"{ends[0].bandwidth} to {ends[1].bandwidth} of the bandwidth, launches counted or hidden",
+            f"{self.peaks.bandwidth / 1e12:.3g} TB/s ({self.peaks.source}), {likely.cast_bandwidth} of it in casts, "
+            f"{likely.two_layouts_bandwidth} where they write two layouts, {1e6 * likely.launch:g} µs for each launch; "
+            f"ranges are what was measured: {span('fp8_flops')} in FP8, {span('flops')} in bf16, {span('bandwidth')} "
+            f"of the bandwidth, {span('cast_bandwidth')} in casts, launches counted or hidden",
         )
 
 

@@ -12,7 +12,7 @@ from rich.console import RenderableType
 from ..._numerics.require import require_number
 from ..._printing import Printable
 from ...devices.peaks import is_narrow
-from ...devices.roofline import FASTEST, LIKELY, SLOWEST, Efficiency, Roofline
+from ...devices.roofline import LEAST_GAIN, LIKELY, MOST_GAIN, Efficiency, Roofline
 from ...devices.xla_flags import XlaFlags
 from ..compilable.device import CompilableDevice
 from ..hlo.scopes import label
@@ -85,7 +85,7 @@ class PreflightReport(Printable):
     def speedup_range(self) -> tuple[float, float] | None:
         """The least and the most of `speedup`, with the shares of peaks that were measured."""
         # Not the ends alone: where launches dominate, slower memory hides what they add.
-        found = [self._speedup(efficiency) for efficiency in (SLOWEST, LIKELY, FASTEST)]
+        found = [self._speedup(efficiency) for efficiency in (LEAST_GAIN, LIKELY, MOST_GAIN)]
         known = [speedup for speedup in found if speedup is not None]
         return (min(known), max(known)) if known else None
 
@@ -283,6 +283,7 @@ def _plain(report: PreflightReport) -> dict[str, Any]:
             {**dataclasses.asdict(c), "wire": c.wire, "reduces_gradients": c.reduces_gradients}
             for c in found.collectives
         ]
+        fields["others"] = {"count": found.others.count, "bytes": found.others.bytes, **fields["others"]}
         shares = {"fp8_share": found.fp8_share, "fp8_gathers": found.fp8_gathers}
         totals = {"flops": found.flops, "useful_flops": found.useful_flops, **shares}
         return {**totals, **fields, "estimate": estimate and {**dataclasses.asdict(estimate), "total": estimate.total}}

@@ -5,6 +5,7 @@ import functools
 from collections.abc import Iterator, Mapping
 
 from ..._product.names import DGRAD, FPROP, WGRAD
+from ...devices.traffic import Traffic
 from ..compilable.device import CompilableDevice
 from ..compile import Compiled
 from ..hlo.destination import destinations, matching
@@ -13,7 +14,7 @@ from ..hlo.origin import Origin, entering, gathers, origin, windowed
 from ..hlo.scopes import asks_for_fp8, dotted, label, layer_of, product_name, rotates
 from ..hlo.sites import Site, entry_sites, launches, opened, trip_count
 from ..hlo.text import Module, parse_hlo
-from ..hlo.traffic import is_launch, touched
+from ..hlo.traffic import is_launch, touched, traffic_of
 from ..hlo.vocabulary import (
     COLLECTIVES,
     CUSTOM_CALL,
@@ -46,7 +47,7 @@ def analyze(compiled: Compiled, device: CompilableDevice, known: Mapping[str, st
     communicating: list[tuple[Site, str]] = []
     multiplying: list[Multiplying] = []
     opaque: list[Opaque] = []
-    count = moved = small = 0
+    others, small = Traffic(), 0
     for launch in launches(entry_sites(module)):
         if not is_launch(launch):
             continue
@@ -60,9 +61,9 @@ def analyze(compiled: Compiled, device: CompilableDevice, known: Mapping[str, st
             dtypes = tuple(operand.instruction.shape.dtype for operand in launch.operands)
             opaque.append(Opaque(custom_call_name(instruction), dtypes, launch.executions, instruction.op_name))
         else:
-            count += launch.executions
-            moved += launch.executions * touched(launch)
-            small += launch.executions * (touched(launch) < _SMALL)
+            traffic = traffic_of(launch)
+            others += traffic * launch.executions
+            small += launch.executions * (traffic.bytes < _SMALL)
     gathered = {
         (gather.computation.name, gather.instruction.name, result)
         for one in multiplying
@@ -74,7 +75,7 @@ def analyze(compiled: Compiled, device: CompilableDevice, known: Mapping[str, st
     collectives = [read_collective(site, kind, gathered, multiplying) for site, kind in communicating]
     return Program(
         products=tuple(products),
-        others=OtherLaunches(count, moved, small),
+        others=OtherLaunches(others, small),
         collectives=tuple(collectives),
         opaque=tuple(opaque),
         elementwise=_elementwise(module, written, products),

@@ -6,6 +6,7 @@ from rich.text import Text
 
 from ..._printing import Printable
 from ...devices.roofline import Roofline
+from ...devices.traffic import Traffic
 from ..compile import Memory
 from ..hlo.text import Shape
 from .collective import Collective, fp8_share_of_gathers
@@ -17,14 +18,23 @@ class OtherLaunches:
     """Launches that are not matrix products.
 
     Args:
-        count: How many run in a step.
-        bytes: The bytes that they read and write; slices and in-place updates count only what they touch.
+        traffic: How many run in a step, and the bytes that they read and write; slices and in-place updates count only
+            what they touch.
         small: How many of them move less than 1 MB, which takes less time than launching them.
     """
 
-    count: int
-    bytes: int
+    traffic: Traffic
     small: int
+
+    @property
+    def count(self) -> int:
+        """How many run in a step."""
+        return self.traffic.launches
+
+    @property
+    def bytes(self) -> int:
+        """The bytes that they read and write."""
+        return self.traffic.bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,7 +156,7 @@ class Program(Printable):
         runs = sum(product.executions for product in self.products)
         return Estimate(
             products=sum(_seconds(product, roofline) for product in self.products),
-            others=roofline.others(self.others.bytes, self.others.count),
+            others=roofline.others(self.others.traffic),
             launching=roofline.launching(runs + self.others.count),
         )
 
