@@ -90,7 +90,8 @@ def own_operand(x: Array, own: Array) -> Array:
 
     Args:
         x: The shared operand.
-        own: An array that only this product reads.
+        own: An array that belongs to this product alone, and that something else reads too: XLA drops from a barrier
+            what nobody reads in front of it or behind it.
     """
     return lax.optimization_barrier((x, own))[0]
 

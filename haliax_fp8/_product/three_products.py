@@ -173,8 +173,9 @@ def _fprop(
         if differentiated and "input" not in spec.kept_themselves and "input" in spec.recipe.quantized_once:
             copy = quantized["input"]
             quantized["input"] = dataclasses.replace(copy, data=transposed_from_fp8(copy.data))
-        both = _own_input(quantized["input"], quantized["kernel"], spec), quantized["kernel"]
         dtype, scale = spec.compute_dtype or spec.out_dtype, scales.of_both("fprop", spec) if scales else None
+        own = quantized["kernel"].scale if scale is None else scale
+        both = _own_input(quantized["input"], own, spec), quantized["kernel"]
         out = round_to(spec.batched.product("fprop", both, extras, spec.precision, dtype, scale), spec.out_dtype)
     if not differentiated:
         return out, (None, None), None
@@ -201,12 +202,12 @@ def _fprop(
     return out, (saved[0], saved[1]), measured
 
 
-def _own_input(input: QuantizedArray, kernel: QuantizedArray, spec: ProductSpec) -> QuantizedArray:
-    """The input of fprop, kept apart from other layers' products of it."""
+def _own_input(input: QuantizedArray, scale: Array, spec: ProductSpec) -> QuantizedArray:
+    """The input of fprop, kept apart from other layers' products of it by the scale that only this product takes."""
     if spec.index_among_sharers is None or automatic_axes():
         # With a barrier for each product, devices would send each other the operand for each.
         return input
-    return dataclasses.replace(input, data=own_operand(input.data, kernel.scale))
+    return dataclasses.replace(input, data=own_operand(input.data, scale))
 
 
 @opaque

@@ -16,13 +16,13 @@ class Efficiency:
             an H200, here), 0.72 (TransformerEngine, H200 NVL) to 0.81 (8192³ on an H100); torchao takes 0.78.
         fp8_flops: The same for FP8 products. Measured: 0.75 (the same blocks, here), 0.68 (TransformerEngine), 0.74 to
             0.78 (DeepGEMM), 0.78 (torchao). With 0.72, FP8 multiplies 1.92 times as fast as bf16, not twice.
-        bandwidth: The share of the peak bandwidth that launches reach which neither read nor write FP8. Measured: 0.71
-            to 0.80 (four programs with those blocks), 0.90 (copies on an H100).
+        bandwidth: The share of the peak bandwidth that launches reach if they neither read nor write FP8; also that of
+            products. Measured: 0.70 to 0.78 (four programs with those blocks), 0.90 (copies on an H100).
         cast_bandwidth: The same for launches that read or write FP8: casts, with amaxes or not, and transpositions.
-            Measured: 0.49 to 0.56 (the same programs), 0.47 (TransformerEngine's CUDA kernels that cast and transpose),
-            0.92 (torchao's casts).
+            Measured: 0.53 and 0.55 (two of these programs), 0.47 (TransformerEngine's CUDA kernels that cast and
+            transpose), 0.92 (torchao's casts).
         two_layouts_bandwidth: The same for launches in which XLA writes FP8 data in two layouts. Measured: 0.23 and
-            0.32 (two of these programs).
+            0.32 (two of them).
         launch: Seconds of overhead of each launch; torchao measured 2 µs. It is hidden while the previous launch is
             running.
         block_flops: Like `fp8_flops`, for products with block scales: a third faster than bf16.
@@ -65,7 +65,7 @@ class Efficiency:
 
 
 LIKELY = Efficiency()
-"""The middle of the measured ranges."""
+"""What estimates use."""
 
 SLOWEST = Efficiency(flops=0.70, fp8_flops=0.68, bandwidth=0.70, cast_bandwidth=0.47, two_layouts_bandwidth=0.23)
 FASTEST = Efficiency(
@@ -75,7 +75,7 @@ FASTEST = Efficiency(
 
 LEAST_GAIN = Efficiency(flops=0.78, fp8_flops=0.68, cast_bandwidth=0.47, two_layouts_bandwidth=0.23)
 MOST_GAIN = Efficiency(fp8_flops=0.78, cast_bandwidth=0.92, two_layouts_bandwidth=0.32, launch=0.0)
-"""The ends at which FP8, whose price is casts and launches, gains least and most."""
+"""The ends at which FP8 gains least and most: its overhead is casts and launches."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,8 +9,8 @@ class Traffic:
 
     Args:
         launches: The number of launches.
-        plain: The bytes of launches that have nothing to do with FP8.
-        casts: The bytes of those that read or write FP8: casts, their amaxes, and transpositions.
+        plain: The bytes of launches that neither read nor write FP8.
+        casts: The bytes of those that read or write FP8: casts, with their amaxes, and transpositions.
         two_layouts: The bytes of those that write FP8 data in two layouts at once.
         blocks: The bytes of those that quantize in blocks.
 

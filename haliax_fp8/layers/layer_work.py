@@ -105,7 +105,7 @@ class LayerWork:
             elif transposes:
                 work += _quantizing(first, 2 * elements, 1)  # a launch reads FP8 and writes it
         if (memory := first.scaling.memory) is not None and memory.numbers:
-            work += Traffic(1)  # the cast takes the amax of parts, another launch that of the parts
+            work += Traffic(1)  # the cast takes the amaxes of parts, another launch their maximum
         return work
 
     def _padded(self, operand: OperandName) -> Traffic:

@@ -78,7 +78,7 @@ def predict(work: LayerWork, peaks: Peaks, efficiency: Efficiency, *, repeats: i
         return sum(plain.seconds(roofline)), *work.seconds(roofline)
 
     bf16, products, overhead = seconds(efficiency)
-    # Not the ends alone: where launches dominate, slower memory hides what they add.
+    # Not the ends alone: with block scales, leaving out the time of launches can lower the gain.
     measured = map(seconds, (LEAST_GAIN, LIKELY, MOST_GAIN) if efficiency == LIKELY else (efficiency,))
     gains = [bf16 / (products + overhead) for bf16, products, overhead in measured]
     added = work.added

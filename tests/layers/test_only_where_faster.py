@@ -444,7 +444,10 @@ def test_arguments(arguments, message):
         FasterOn(**{"device": "h100", "tokens": 8192, **arguments})
 
 
-@pytest.mark.parametrize("name", ["flops", "fp8_flops", "bandwidth", "block_flops", "block_bandwidth"])
+SHARES = [field.name for field in dataclasses.fields(Efficiency) if field.name != "launch"]
+
+
+@pytest.mark.parametrize("name", SHARES)
 @pytest.mark.parametrize("value", [0.0, 1.5, -1.0, math.nan])
 def test_shares_of_the_peaks(name, value):
     with pytest.raises(ValueError, match=f"{name}={value!r} of Efficiency must be a share of the peak"):

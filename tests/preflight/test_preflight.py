@@ -340,6 +340,9 @@ def test_json_has_every_product(compared):
     assert sum(product["flops"] for product in found["step"]["products"]) == compared.step.flops
     first = found["step"]["products"][0]
     assert (first["layer"], first["verdict"]) == (compared.products[0].layer, compared.products[0].verdict.value)
+    others, in_json = compared.step.others, found["step"]["others"]
+    assert (in_json["count"], in_json["bytes"], in_json["small"]) == (others.count, others.bytes, others.small)
+    assert in_json["traffic"]["casts"] == others.traffic.casts > 0
     assert found["device"]["peaks"]["bandwidth"] == 1e12 and found["mesh"] == {"devices": 1}
     assert found["findings"] and found["caveats"]
 

@@ -22,9 +22,10 @@ def rematerialized(function: Callable[..., Any], compute_dtype: DTypeLike | None
     kept, often in float32, and a scan over layers writes them to memory and reads them back. Once operands are in FP8,
     that is several times the bytes of the activations themselves. If layers are unrolled, the compiler decides anyway.
 
-    In float32, a gated activation such as `silu(gate) * up` also fuses better on Hopper: both of its gradients are cast
-    to FP8 where they are computed. In bfloat16, XLA rounds after each operation, considers that too much work to do
-    twice, and writes one gradient to memory first. On Blackwell it is the other way around.
+    In float32, a gated activation such as `silu(gate) * up` also fuses better on an H100: both of its gradients are
+    cast to FP8 where they are computed. In bfloat16, XLA rounds after each operation, considers that too much work to
+    do twice, and writes one gradient to memory first. On an H200 and on Blackwell, whose memory is faster, it is the
+    other way around.
 
     Args:
         function: Maps arrays (or NamedArrays, or trees of them) to the same kinds; a module, or any other callable.

@@ -18,6 +18,10 @@ from .rule import RematerializationRule
 from .subclass import Rematerialization, with_rematerialization, without_rematerialization
 
 
+_LOW_BANDWIDTH = 3.35e12
+"""Of an H100, in bytes per second."""
+
+
 def rematerialize[M](
     model: M,
     *,
@@ -42,7 +46,7 @@ def rematerialize[M](
         model: The model.
         device: The device that the model will run on, or its name; by default the local one. It decides on float32.
         in_float32: Whether gated activations are computed in float32 and rounded once, which is more accurate. By
-            default only on Hopper, where compiled programs then move fewer bytes.
+            default only on an H100, where compiled programs then move fewer bytes; on an H200 they move more.
         rules: Which classes are changed, and how. For your own feed-forward class, add a `BetweenLayers`.
 
     Returns:
@@ -113,8 +117,12 @@ def restore_rematerialized[M](model: M) -> M:
 
 
 def _gains_from_float32(device: Device) -> bool:
-    """Whether gated activations move fewer bytes in float32. `docs/performance.md` has the figures."""
-    return device.is_hopper
+    """Whether XLA then computes a gated activation where its gradients are cast. `docs/performance.md` has the figures.
+
+    XLA's cost model weighs computing the activation twice against storing it: with the bandwidth of an H100 it computes
+    in float32, with that of an H200 or a B200 it stores what was computed, in float32 at twice the bytes.
+    """
+    return device.is_hopper and device.peaks is not None and device.peaks.bandwidth <= _LOW_BANDWIDTH
 
 
 def _map_modules(change: Callable[[str, Any], Any], tree: Any, types: tuple[type, ...]) -> Any:

@@ -27,7 +27,11 @@ def is_launch(site: Site) -> bool:
 
 
 def traffic_of(launch: Site) -> Traffic:
-    """What one run of a launch that is not a product reads and writes."""
+    """What one run of a launch that is not a product reads and writes.
+
+    It writes two layouts if it has several FP8 results, and transposes FP8 inside. Launches that quantize in blocks
+    count as casts: a program does not tell them apart.
+    """
     written = [shape for shape in launch.results if _is_quantized(shape)]
     if len(written) > 1 and any(_is_transposed(site) for site in opened(launch)):
         return Traffic(1, two_layouts=touched(launch))

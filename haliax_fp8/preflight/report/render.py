@@ -52,8 +52,9 @@ class Page:
             f"{likely.flops} of {self.peaks.bf16 / 1e12:.4g} in bf16, {likely.bandwidth} of "
             f"{self.peaks.bandwidth / 1e12:.3g} TB/s ({self.peaks.source}), {likely.cast_bandwidth} of it in casts, "
             f"{likely.two_layouts_bandwidth} where they write two layouts, {1e6 * likely.launch:g} µs for each launch; "
-            f"ranges are what was measured: {span('fp8_flops')} in FP8, {span('flops')} in bf16, {span('bandwidth')} "
-            f"of the bandwidth, {span('cast_bandwidth')} in casts, launches counted or hidden",
+            f"ranges of times are what was measured: {span('fp8_flops')} in FP8, {span('flops')} in bf16, "
+            f"{span('bandwidth')} of the bandwidth, {span('cast_bandwidth')} in casts, {span('two_layouts_bandwidth')} "
+            "where they write two layouts, launches counted or hidden",
         )
 
 

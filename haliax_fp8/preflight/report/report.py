@@ -84,7 +84,7 @@ class PreflightReport(Printable):
     @property
     def speedup_range(self) -> tuple[float, float] | None:
         """The least and the most of `speedup`, with the shares of peaks that were measured."""
-        # Not the ends alone: where launches dominate, slower memory hides what they add.
+        # Not the ends alone: leaving out the time of launches can lower the ratio.
         found = [self._speedup(efficiency) for efficiency in (LEAST_GAIN, LIKELY, MOST_GAIN)]
         known = [speedup for speedup in found if speedup is not None]
         return (min(known), max(known)) if known else None

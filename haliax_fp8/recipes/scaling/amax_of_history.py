@@ -35,10 +35,11 @@ class AbstractAmaxCompute(abc.ABC):
         """The number that the scale comes from; 0 or less if nothing was recorded.
 
         What is computed of `older` alone is computed once in a compiled step, whose gradient and update both call this.
+        What is not yet recorded is 0, what was not finite `-inf`.
 
         Args:
-            newest: This step's measurement. What is not yet recorded is 0, what was not finite `-inf`.
-            older: Those of the steps before, from the oldest on.
+            newest: This step's measurement.
+            older: Those of the steps before, from the oldest on; none if the history has a length of 1.
         """
 
 
@@ -75,6 +76,8 @@ class MaxOfHistory(AbstractAmaxCompute):
         self, newest: Float32[Array, "*rows 1"], older: Float32[Array, "*rows others"]
     ) -> Float32[Array, "*rows 1"]:
         """`max(newest, max(older))`."""
+        if older.shape[-1] == 0:
+            return newest
         axis = older.ndim - 1
         return lax.max(newest, lax.expand_dims(lax.reduce_max(older, (axis,)), (axis,)))
 
