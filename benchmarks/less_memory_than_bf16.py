@@ -37,7 +37,7 @@ SHARED_KEPT = _converted(fp8.memory.share_input_scales, kernel_residual=fp8.memo
 STATIC = _converted(fp8.memory.share_input_scales, recipe="static")
 
 
-def _from_outside(library: Library, device: str) -> Library:
+def rematerialized(library: Library, device: str) -> Library:
     """Converted, then `rematerialize`d: the blocks' code does nothing for it."""
     change = lambda model: fp8.memory.rematerialize(library.convert(model), device=device, rules=RULES)
     return dataclasses.replace(library, convert=change)
@@ -47,7 +47,7 @@ def from_outside(device: str) -> dict[str, tuple[Stack, Library]]:
     """The rows with `rematerialize`, which depend on the device."""
     libraries = {"bf16": BF16, "FP8": DEFAULT, "FP8, shared": SHARED, "FP8, shared, kernels kept": SHARED_KEPT}
     return {
-        f"{name}, rematerialize: {library}": (STACKS[f"Llama-8B, {name}"], _from_outside(how, device))
+        f"{name}, rematerialize: {library}": (STACKS[f"Llama-8B, {name}"], rematerialized(how, device))
         for name in ("unrolled", "scan", "scan + checkpointing")
         for library, how in libraries.items()
         if name == "unrolled" or "kept" not in library

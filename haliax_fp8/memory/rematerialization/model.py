@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..._numerics.require import require, require_bool
+from ...devices.catalog import peaks
 from ...devices.device import Device
 from ...layers.model_argument import require_layers, require_model
 from ...layers.patterns import path_string
@@ -16,10 +17,6 @@ from ...layers.rematerialization import AbstractRematerialized
 from .default import default_rematerialization
 from .rule import RematerializationRule
 from .subclass import Rematerialization, with_rematerialization, without_rematerialization
-
-
-_LOW_BANDWIDTH = 3.35e12
-"""Of an H100, in bytes per second."""
 
 
 def rematerialize[M](
@@ -119,10 +116,10 @@ def restore_rematerialized[M](model: M) -> M:
 def _gains_from_float32(device: Device) -> bool:
     """Whether XLA then computes a gated activation where its gradients are cast. `docs/performance.md` has the figures.
 
-    XLA's cost model weighs computing the activation twice against storing it: with the bandwidth of an H100 it computes
-    in float32, with that of an H200 or a B200 it stores what was computed, in float32 at twice the bytes.
+    XLA's cost model weighs computing the activation twice against storing it. With the bandwidth of an H100 it computes
+    it twice, if that is in float32. With that of an H200 or a B200 it stores it, in float32 at twice the bytes.
     """
-    return device.is_hopper and device.peaks is not None and device.peaks.bandwidth <= _LOW_BANDWIDTH
+    return device.is_hopper and device.peaks is not None and device.peaks.bandwidth <= peaks["h100"].bandwidth
 
 
 def _map_modules(change: Callable[[str, Any], Any], tree: Any, types: tuple[type, ...]) -> Any:
