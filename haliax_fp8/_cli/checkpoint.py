@@ -7,7 +7,7 @@ from typing import Any
 
 from ..checkpoints import BrokenCheckpoint, CheckReport, check_folder, convert_folder, explain_folder
 from ..checkpoints.convert import ScaleRounding
-from ..checkpoints.layouts.catalog import PLAIN, named
+from ..checkpoints.layout import PLAIN, named
 from .help_text import Paragraphs
 from .load import UsageError
 from .screen import fitted, on_error, screen

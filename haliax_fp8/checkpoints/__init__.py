@@ -5,8 +5,7 @@ from .byte_tokenizer import write_byte_tokenizer as write_byte_tokenizer
 from .check import CheckReport as CheckReport, Fault as Fault, check_folder as check_folder
 from .convert import Conversion as Conversion, convert_folder as convert_folder
 from .convert_weight import Converted as Converted, ScaleRounding as ScaleRounding
-from .engines import Engine as Engine
-from .explain import Explanation as Explanation, explain_folder as explain_folder
+from .explain import Engine as Engine, Explanation as Explanation, explain_folder as explain_folder
 from .exporting import ExportReport as ExportReport, export_model as export_model, serving_tensors as serving_tensors
 from .files import BrokenCheckpoint as BrokenCheckpoint
 from .frozen import (
@@ -19,5 +18,5 @@ from .importing import Weights as Weights, import_model as import_model
 from .interchange.equinox_file import save as save
 from .interchange.load import load_into as load_into
 from .interchange.report import LoadReport as LoadReport
-from .layouts import AbstractLayout as AbstractLayout
+from .layout import Layout as Layout
 from .names import NameMap as NameMap

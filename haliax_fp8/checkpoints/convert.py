@@ -14,13 +14,10 @@ from rich.text import Text
 from .._printing import Printable, new_table
 from ..layers.tensor_names import WEIGHT, is_linear
 from .check import check_folder
-from .check.folder import open_checkpoint
-from .check.weights import CACHE_SCALES, SCALES
 from .convert_weight import ConversionTask, Converted, ScaleRounding
 from .files import BrokenCheckpoint, TensorFolder, TensorSpec, new_folder, write_tensors
 from .files.folder import CONFIG, INDEX
-from .layouts import AbstractLayout, as_layout
-from .layouts.quantization import KEY
+from .layout import CACHE_SCALES, KEY, SCALES, Layout, as_layout, read_layout
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -72,7 +69,7 @@ class Conversion(Printable):
 def convert_folder(
     directory: str | os.PathLike[str],
     destination: str | os.PathLike[str],
-    layout: str | AbstractLayout,
+    layout: str | Layout,
     *,
     scales: ScaleRounding | str = ScaleRounding.BFLOAT16,
     dtype: DTypeLike = "bfloat16",
@@ -107,7 +104,8 @@ def convert_folder(
     if report.errors:
         first = report.errors[0]
         raise BrokenCheckpoint(first.file, first.problem, first.tensor)
-    folder, before = open_checkpoint(pathlib.Path(directory), follow_links=follow_links)
+    folder = TensorFolder.open(directory, follow_links=follow_links)
+    before = read_layout(folder)
     task = ConversionTask(folder, before, chosen, rounding, kind)
     groups, found, copied, left_out, high = [], [], 0, [], []
     for name, stored in folder.tensors.items():
@@ -141,7 +139,7 @@ def _rounding(scales: ScaleRounding | str) -> ScaleRounding:
         raise ValueError(f"scales={scales!r} must be one of {options}") from None
 
 
-def _write_config(new: pathlib.Path, folder: TensorFolder, layout: AbstractLayout | None, high: list[str]) -> None:
+def _write_config(new: pathlib.Path, folder: TensorFolder, layout: Layout | None, high: list[str]) -> None:
     config = {name: value for name, value in folder.config.items() if name not in (KEY, "compression_config")}
     described, files = ({}, {}) if layout is None else layout.config_files(high)
     for name, content in {**files, CONFIG: {**config, **described}}.items():

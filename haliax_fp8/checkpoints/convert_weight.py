@@ -9,11 +9,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from ..layers.tensor_names import WEIGHT, is_head, is_linear, is_router
-from .check.weights import SCALES, is_fp8
+from .check import is_fp8
 from .files import TensorFolder, TensorSpec
-from .layouts import AbstractLayout
-from .layouts.base import decode, require_elements
-from .layouts.quantization import CheckpointQuantization
+from .layout import SCALES, Layout, decode, require_elements
 from .scaled_matrix import Rows, ScaledMatrix, are_exponents, parts_of, quantized, spread
 
 
@@ -56,8 +54,8 @@ class ConversionTask:
     """
 
     folder: TensorFolder
-    before: CheckpointQuantization | None
-    layout: AbstractLayout | None
+    before: Layout | None
+    layout: Layout | None
     scales: ScaleRounding
     dtype: np.dtype
 
@@ -135,7 +133,7 @@ class ConversionTask:
             return [plain], _compared(values, plain)
         block = self.layout.block((values.shape[0], values.shape[1]))
         new = None if matrix is None else spread(matrix, block)
-        if new is None or (self.layout.is_microscaled and not are_exponents(new.scale)):
+        if new is None or (self.layout.exponents and not are_exponents(new.scale)):
             new = self._quantized(layer, values, block)
         if self.layout.is_static:
             scale = self._input_scale(layer)
@@ -159,7 +157,7 @@ class ConversionTask:
             if f"{layer}.{name}" in self.folder.tensors:
                 array = self.folder[f"{layer}.{name}"]
                 tensors[name] = array[index] if array.ndim >= len(index) else array
-        return decode(layer, tensors, self.before.block)
+        return decode(layer, tensors, self.before.size)
 
     def _quantized(self, layer: str, values: Rows, block: tuple[int, int]) -> ScaledMatrix:
         assert self.layout is not None
@@ -169,7 +167,7 @@ class ConversionTask:
                 block,
                 bf16_scales=self.scales is not ScaleRounding.FLOAT32,
                 powers_of_two=self.scales is ScaleRounding.POWER_OF_TWO,
-                exponents=self.layout.is_microscaled,
+                exponents=self.layout.exponents,
             )
         except ValueError as error:
             raise ValueError(f"{layer}{WEIGHT} cannot be converted: {error}") from None

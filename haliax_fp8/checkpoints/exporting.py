@@ -20,7 +20,7 @@ from ..layers.own_state import require_own_state
 from ..layers.patterns import Targets
 from .check import check_folder
 from .files import TensorSpec, new_folder, require_folder_name, write_tensors
-from .layouts import AbstractLayout, as_layout
+from .layout import Layout, as_layout
 from .model.folder_tensors import FolderTensors
 from .model.plan import Choices, Fp8Kernel, Plan, plan
 from .names import NameMap
@@ -67,7 +67,7 @@ class ExportReport(Printable):
 def export_model(
     model: Any,
     directory: str | os.PathLike[str],
-    layout: str | AbstractLayout = "FP8_DYNAMIC",
+    layout: str | Layout = "FP8_DYNAMIC",
     *,
     names: Any = None,
     config: Mapping[str, Any] | None = None,
@@ -181,7 +181,7 @@ def export_model(
 
 def serving_tensors(
     model: Any,
-    layout: str | AbstractLayout = "FP8_DYNAMIC",
+    layout: str | Layout = "FP8_DYNAMIC",
     *,
     names: Any = None,
     dtype: DTypeLike | None = "bfloat16",
@@ -226,7 +226,7 @@ def serving_tensors(
     return _tensors(_plan(model, chosen, writing), chosen)
 
 
-def _tensors(todo: Plan, layout: AbstractLayout | None) -> Iterator[tuple[str, np.ndarray]]:
+def _tensors(todo: Plan, layout: Layout | None) -> Iterator[tuple[str, np.ndarray]]:
     for kernel in todo.kernels:
         assert layout is not None
         for part, array in layout.encode(kernel.quantize()).items():
@@ -235,15 +235,15 @@ def _tensors(todo: Plan, layout: AbstractLayout | None) -> Iterator[tuple[str, n
         yield tensor.name, tensor.read()
 
 
-def _plan(model: Any, layout: AbstractLayout | None, choices: Choices) -> Plan:
+def _plan(model: Any, layout: Layout | None, choices: Choices) -> Plan:
     if layout is None:
         return plan(model, choices, None, static=False)
-    kinds = {"static": layout.is_static, "exponents": layout.is_microscaled}
+    kinds = {"static": layout.is_static, "exponents": layout.exponents}
     return plan(model, choices, layout.block, **kinds, cache_names=layout.cache_scales)
 
 
 def _encoder(
-    kernel: Fp8Kernel, layout: AbstractLayout, origins: Counter[str], digests: dict[str, str]
+    kernel: Fp8Kernel, layout: Layout, origins: Counter[str], digests: dict[str, str]
 ) -> Callable[[], list[np.ndarray]]:
     def encode() -> list[np.ndarray]:
         matrix = kernel.quantize()

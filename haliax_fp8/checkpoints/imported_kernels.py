@@ -21,7 +21,7 @@ from ..recipes.scaling import (
 from ..serving.kernel import ServedKernel
 from ..serving.layers import ServedEquinoxLinear, ServedLinear, ServedMoELinear
 from ..serving.scheme import Scheme
-from .layouts.quantization import Inputs
+from .layout import Inputs
 from .model.matrices import Parts, plain
 from .model.tree import ModelPath
 from .scaled_matrix import ScaledMatrix, are_exponents

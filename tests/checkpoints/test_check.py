@@ -12,8 +12,8 @@ from haliax_fp8.checkpoints.check import check_folder
 from haliax_fp8.checkpoints.convert import convert_folder
 from haliax_fp8.checkpoints.explain import explain_folder
 from haliax_fp8.checkpoints.files import BrokenCheckpoint, TensorFolder
-from haliax_fp8.checkpoints.layouts.ignore import matched
-from haliax_fp8.checkpoints.layouts.quantization import quantization_of
+from haliax_fp8.checkpoints.files.ignore import matched
+from haliax_fp8.checkpoints.layout import layout_of
 
 
 LAYER = "model.layers.1.self_attn.k_proj"
@@ -349,9 +349,9 @@ def test_fused_partners_with_other_scales_are_remarks(tmp_path):
 
 def test_names_of_layouts_are_those_of_their_configurations():
     for layout in LAYOUTS:
-        found = quantization_of({"quantization_config": quantization(layout)})
+        found = layout_of({"quantization_config": quantization(layout)})
         assert found is not None and found.name == layout
-    assert quantization_of({}) is None
+    assert layout_of({}) is None
 
 
 def test_scales_of_keys_and_values(tmp_path):

@@ -11,7 +11,7 @@ from folders import BLOCKS, E4M3, LAYOUTS, LINEAR, checkpoint, file_of, header_o
 from haliax_fp8._cli.main import main
 from haliax_fp8.checkpoints import BrokenCheckpoint, check_folder, convert_folder, explain_folder
 from haliax_fp8.checkpoints.files import TensorFolder
-from haliax_fp8.checkpoints.layouts import named
+from haliax_fp8.checkpoints.layout import named
 
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -263,12 +263,10 @@ def test_explanations(tmp_path):
     for layout in LAYOUTS:
         tensors, config = checkpoint(layout)
         found = explain_folder(write(tmp_path / layout, tensors, config))
-        assert found.layout == layout and found.weights == len(weights())
-        assert found.weight_bytes == sum(tensors[name].size for name in weights())
-        assert found.scale_bytes == sum(
-            array.nbytes for name, array in tensors.items() if name.endswith(("scale", "inv"))
-        )
-        assert found.weight_bytes + found.scale_bytes + found.other_bytes == sum(a.nbytes for a in tensors.values())
+        in_fp8, scales, others, unknown = found.held.values()
+        assert found.layout == layout and in_fp8 == (len(weights()), sum(tensors[name].size for name in weights()))
+        assert scales.bytes == sum(array.nbytes for name, array in tensors.items() if name.endswith(("scale", "inv")))
+        assert in_fp8.bytes + scales.bytes + others.bytes == sum(a.nbytes for a in tensors.values()) and not any(unknown)
         assert found.engines and all(row.evidence for row in found.engines)
         assert layout in str(found) and "seen running" in str(found)
         # Each tensor is in one row: the embedding, the norms and a bias too, and scales of inputs and caches.
@@ -276,13 +274,13 @@ def test_explanations(tmp_path):
         tensors |= {f"model.layers.0.self_attn.{name}_scale": np.ones(1, np.float32) for name in "kv"}
         found = explain_folder(write(tmp_path / "more", tensors, config))
         scales = sum("scale" in name for name in tensors)
-        assert (found.scales, found.others) == (scales, len(tensors) - scales - len(weights()))
+        assert [kind.count for kind in found.held.values()][1:3] == [scales, len(tensors) - scales - len(weights())]
         (row,) = (line.split() for line in str(found).splitlines() if line.split()[:1] == ["all"])
         assert row[:3] == ["all", str(len(tensors)), f"{sum(array.nbytes for array in tensors.values()):,}"]
     assert BLOCKS and LINEAR
     convert_folder(tmp_path / "FP8_DYNAMIC", tmp_path / "plain", "BF16")
     plain = explain_folder(tmp_path / "plain")
-    assert plain.weights == 0 and "not quantized" in str(plain) and "engine" not in str(plain).lower()
+    assert plain.held["weights in FP8"].count == 0 and "not quantized" in str(plain) and "engine" not in str(plain).lower()
 
 
 def test_an_explanation_shows_types_that_are_unknown(tmp_path):
@@ -294,7 +292,8 @@ def test_an_explanation_shows_types_that_are_unknown(tmp_path):
     header["more"] |= {"dtype": "F6_E2M3", "shape": [8]}
     (path / "model.safetensors").write_bytes(file_of(tensors, header))
     found = explain_folder(path)
-    assert (found.others, found.other_bytes) == (before.others - 2, before.other_bytes - 14)
+    others, others_before = (x.held["in high precision"] for x in (found, before))
+    assert others == (others_before.count - 2, others_before.bytes - 14)
     (row,) = (line.split() for line in str(found).splitlines() if "unknown" in line)
     assert row == ["of", "unknown", "types", "2", "14", "F4,", "F6_E2M3"]
     assert [line for line in str(found).splitlines() if line.split()[:1] == ["all"]] == [

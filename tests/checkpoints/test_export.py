@@ -23,7 +23,7 @@ from helpers import rounded_up
 
 from haliax_fp8 import Fp8Config, Recipe, calibrate, fp8_linear_layers
 from haliax_fp8.checkpoints import check_folder, export_model, import_model, names, serving_tensors, thaw
-from haliax_fp8.checkpoints.layouts import named as layouts
+from haliax_fp8.checkpoints.layout import named as layouts
 from haliax_fp8.checkpoints.scaled_matrix import quantized
 from haliax_fp8.demo import MixtureOfExperts, Transformer, TransformerConfig, hugging_face_config
 from haliax_fp8.layers import Kernel, LayerRule, default_rules

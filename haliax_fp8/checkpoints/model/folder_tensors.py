@@ -5,14 +5,10 @@ import os
 
 import numpy as np
 
-from ..check.weights import is_fp8
+from ..check import is_fp8
 from ..files import TensorFolder
-from ..layouts.base import FP8, INPUT_SCALES, WEIGHT_SCALES, decode
-from ..layouts.quantization import CheckpointQuantization, Inputs, read_quantization
+from ..layout import E4M3, SCALES, Inputs, Layout, decode, read_layout
 from ..scaled_matrix import ScaledMatrix
-
-
-_SCALES = (*WEIGHT_SCALES, *INPUT_SCALES)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +21,7 @@ class FolderTensors:
     """
 
     folder: TensorFolder
-    quantization: CheckpointQuantization | None
+    quantization: Layout | None
 
     @staticmethod
     def open(directory: str | os.PathLike[str]) -> "FolderTensors":
@@ -38,16 +34,16 @@ class FolderTensors:
             ValueError: As in `TensorFolder.open`; or if an FP8 weight has no scale.
         """
         folder = TensorFolder.open(directory)
-        quantization = read_quantization(folder)
+        quantization = read_layout(folder)
         for name, stored in folder.tensors.items():
-            if stored.dtype == FP8 and name.endswith(".weight") and quantization is None:
+            if stored.dtype == E4M3 and name.endswith(".weight") and quantization is None:
                 raise ValueError(f"{name} is in FP8, and config.json of {folder.directory} has no quantization_config")
         return FolderTensors(folder, quantization)
 
     @property
     def names(self) -> list[str]:
         """The names of all tensors except scales."""
-        return [name for name in self.folder.tensors if name.rpartition(".")[2] not in _SCALES]
+        return [name for name in self.folder.tensors if name.rpartition(".")[2] not in SCALES]
 
     @property
     def ties_head(self) -> bool:
@@ -71,13 +67,13 @@ class FolderTensors:
         stored = self.folder.tensors.get(f"{layer}.weight")
         if stored is None or not is_fp8(stored):
             return None
-        if stored.dtype != FP8:
+        if stored.dtype != E4M3:
             raise ValueError(
-                f"{layer}.weight is in {stored.shown}, but FP8 weights are read in {FP8} alone; dequantize the "
+                f"{layer}.weight is in {stored.shown}, but FP8 weights are read in {E4M3} alone; dequantize the "
                 "checkpoint to bfloat16 with the library that wrote it, and import that"
             )
-        block = None if self.quantization is None else self.quantization.block
-        present = [name for name in ("weight", *_SCALES) if f"{layer}.{name}" in self.folder.tensors]
+        block = None if self.quantization is None else self.quantization.size
+        present = [name for name in ("weight", *SCALES) if f"{layer}.{name}" in self.folder.tensors]
         return decode(layer, {name: self.folder[f"{layer}.{name}"] for name in present}, block)
 
     def array(self, name: str) -> np.ndarray:

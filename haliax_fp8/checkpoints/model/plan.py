@@ -11,7 +11,7 @@ from ...layers.config import Fp8Config, as_config
 from ...layers.patterns import Targets, as_patterns
 from ...layers.tensor_names import WEIGHT
 from ...recipes.recipe import SCALE_BITS, OperandName
-from ..layouts.base import FP8, require_elements
+from ..layout import E4M3, require_elements
 from ..names import NameMap
 from ..scaled_matrix import BF16, BF16_BITS, ScaledMatrix, are_exponents, quantized, rounded_up, spread
 from .cache_scale import CacheScale
@@ -138,9 +138,9 @@ def plan(
             read = lambda matrix=matrix: matrix.values(choices.dtype)
             dense.append(Dense(f"{name}.weight", matrix.shape, _dtype(matrix, choices), read))
             continue
-        if matrix.frozen_dtype not in (None, FP8):
+        if matrix.frozen_dtype not in (None, E4M3):
             raise ValueError(
-                f"{matrix.name} is in {matrix.frozen_dtype} in the model, and layouts have {FP8}; make it plain with "
+                f"{matrix.name} is in {matrix.frozen_dtype} in the model, and layouts have {E4M3}; make it plain with "
                 "serving.dequantize or checkpoints.thaw, and export that, which quantizes it again"
             )
         if static and matrix.input_scale is None:

@@ -9,6 +9,7 @@ import numpy as np
 from ...layers.kernel import axes_of
 from ...layers.served import AbstractServedLayer
 from ...serving.kernel import ServedKernel
+from ..layout import as_float32
 from ..scaled_matrix import ScaledMatrix
 from .matrices import Parts
 from .tree import ModelPath
@@ -124,7 +125,4 @@ class ServedMatrices:
 def _float32(bits: Any) -> np.ndarray:
     """Scales from what kernels hold: bits of float32, or exponents."""
     bits = np.ascontiguousarray(bits)
-    if bits.dtype == np.uint8:
-        # 0 means 2**-127, which is subnormal in float32.
-        bits = np.where(bits == 0, np.uint32(0x00400000), bits.astype(np.uint32) << np.uint32(23)).astype(np.uint32)
-    return bits.view(np.float32)
+    return as_float32(bits) if bits.dtype == np.uint8 else bits.view(np.float32)

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterable
 
-from ..files.broken import BrokenCheckpoint
+from .broken import BrokenCheckpoint
 
 
 REGEX = "re:"
