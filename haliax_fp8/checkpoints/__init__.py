@@ -15,7 +15,7 @@ from .frozen import (
     thaw as thaw,
 )
 from .importing import Weights as Weights, import_model as import_model
-from .interchange.equinox_file import save as save
+from .interchange.file import save as save
 from .interchange.load import load_into as load_into
 from .interchange.report import LoadReport as LoadReport
 from .layout import Layout as Layout

@@ -20,7 +20,19 @@ from .files import BrokenCheckpoint, TensorFolder
 from .files.folder import CONFIG
 from .files.header import Stored
 from .files.ignore import REGEX, matched
-from .layout import CACHE_SCALES, E4M3, E8M0, EXPONENTS, FLOATS, INPUT_SCALES, KEY, SCALES, Layout, as_float32, read_layout
+from .layout import (
+    CACHE_SCALES,
+    E4M3,
+    E8M0,
+    EXPONENTS,
+    FLOATS,
+    INPUT_SCALES,
+    KEY,
+    SCALES,
+    Layout,
+    as_float32,
+    read_layout,
+)
 from .sizes import size_faults
 
 

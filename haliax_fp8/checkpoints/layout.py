@@ -62,7 +62,7 @@ class Layout:
         status: What compressed-tensors says of the weights: `"compressed"` if they are stored in FP8.
 
     References:
-        `compressed_tensors.quantization.quant_scheme` 0.20; `transformers.FineGrainedFP8Config` 5.23; ModelOpt's exports.
+        `compressed_tensors.quantization.quant_scheme` 0.20; `transformers.FineGrainedFP8Config` 5.23; ModelOpt.
     """
 
     method: str

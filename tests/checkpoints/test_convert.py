@@ -266,7 +266,9 @@ def test_explanations(tmp_path):
         in_fp8, scales, others, unknown = found.held.values()
         assert found.layout == layout and in_fp8 == (len(weights()), sum(tensors[name].size for name in weights()))
         assert scales.bytes == sum(array.nbytes for name, array in tensors.items() if name.endswith(("scale", "inv")))
-        assert in_fp8.bytes + scales.bytes + others.bytes == sum(a.nbytes for a in tensors.values()) and not any(unknown)
+        assert in_fp8.bytes + scales.bytes + others.bytes == sum(a.nbytes for a in tensors.values()) and not any(
+            unknown
+        )
         assert found.engines and all(row.evidence for row in found.engines)
         assert layout in str(found) and "seen running" in str(found)
         # Each tensor is in one row: the embedding, the norms and a bias too, and scales of inputs and caches.
@@ -280,7 +282,9 @@ def test_explanations(tmp_path):
     assert BLOCKS and LINEAR
     convert_folder(tmp_path / "FP8_DYNAMIC", tmp_path / "plain", "BF16")
     plain = explain_folder(tmp_path / "plain")
-    assert plain.held["weights in FP8"].count == 0 and "not quantized" in str(plain) and "engine" not in str(plain).lower()
+    assert (
+        plain.held["weights in FP8"].count == 0 and "not quantized" in str(plain) and "engine" not in str(plain).lower()
+    )
 
 
 def test_an_explanation_shows_types_that_are_unknown(tmp_path):

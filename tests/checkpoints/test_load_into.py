@@ -2,10 +2,8 @@
 
 import contextlib
 import functools
-import json
 import pathlib
 import re
-import struct
 
 import equinox as eqx
 import haliax as hax
@@ -28,8 +26,8 @@ from haliax_fp8 import DelayedScaling, TrainStep, fp8_linear_layers
 from haliax_fp8._state.op_state import OpState
 from haliax_fp8._state.table import guarded
 from haliax_fp8.checkpoints import LoadReport, export_model, import_model, load_into, save
+from haliax_fp8.checkpoints.interchange.file import open_file
 from haliax_fp8.checkpoints.interchange.names import is_saved, leaves_of
-from haliax_fp8.checkpoints.interchange.safetensors_file import open_safetensors
 from haliax_fp8.memory import join_linear
 from haliax_fp8.recipes import StaticScaling
 
@@ -458,21 +456,24 @@ def test_files_of_equinox_without_names(tmp_path):
     model = made("delayed 8", 1)
     eqx.tree_serialise_leaves(tmp_path / "old.eqx", model)
     into = made("delayed 64", 2)
-    with pytest.raises(ValueError, match="no index of names.*made_from=old_model"):
+    with pytest.raises(ValueError, match="has no names.*made_from=old_model"):
         load_into(into, tmp_path / "old.eqx")
-    loaded, report = load_into(into, tmp_path / "old", made_from=_abstract(model))
+    loaded, report = load_into(into, tmp_path / "old.eqx", made_from=_abstract(model))
     assert len(report.kept) == 6 and len(report.changed) == 3
     np.testing.assert_array_equal(loaded.q.weight.array, model.q.weight.array)
-    with pytest.raises(ValueError, match=r"q.dot_general.state.table has shape \(3, 10\) in the file and \(3, 66\)"):
-        load_into(into, tmp_path / "old", made_from=into)
+    with pytest.raises(
+        ValueError,
+        match=r"(?s)old.eqx was not made from a tree like made_from.*\(3, 10\).*\(3, 66\)|\(3, 66\).*\(3, 10\)",
+    ):
+        load_into(into, tmp_path / "old.eqx", made_from=into)
     content = (tmp_path / "old.eqx").read_bytes()
     (tmp_path / "cut.eqx").write_bytes(content[:-5])
-    with pytest.raises(ValueError, match="cut.eqx is cut off, in up.dot_general.state.table"):
+    with pytest.raises(ValueError, match="(?s)cut.eqx was not made from .* or is cut off"):
         load_into(into, tmp_path / "cut.eqx", made_from=model)
     (tmp_path / "no.eqx").write_bytes(b"not NumPy's")
-    with pytest.raises(ValueError, match="is not Equinox.s, where q.weight should begin"):
+    with pytest.raises(ValueError, match="(?s)no.eqx was not made from"):
         load_into(into, tmp_path / "no.eqx", made_from=model)
-    with pytest.raises(ValueError, match="no.eqx' is not something that load_into reads: a file that save"):
+    with pytest.raises(ValueError, match="no.eqx' cannot be read: .*not a safetensors file"):
         load_into(into, tmp_path / "no.eqx")
 
 
@@ -480,7 +481,7 @@ def test_paths_that_are_no_checkpoint(tmp_path):
     model = block(1)
     with pytest.raises(ValueError, match=r"path='.*none.eqx' does not exist; give a file"):
         load_into(model, tmp_path / "none.eqx")
-    with pytest.raises(ValueError, match=r"path='.*/9' does not exist, and neither does '.*/9.eqx'"):
+    with pytest.raises(ValueError, match=r"path='.*/9' does not exist, and neither does '.*/9.safetensors'"):
         load_into(model, tmp_path / "9")
     (tmp_path / "10").mkdir()
     with pytest.raises(ValueError, match="holds a folder for each step, 10; name one, such as '.*/10'"):
@@ -522,27 +523,6 @@ def test_folders_that_are_no_checkpoint_are_told_apart(tmp_path, monkeypatch):
             load_into(model, path)
 
 
-def test_a_damaged_index_is_named(tmp_path):
-    tree = {"weight": jnp.ones((3, 4))}
-    save(tmp_path / "good.eqx", tree)
-    content = (tmp_path / "good.eqx").read_bytes()
-    damages = (
-        (b'"dtype"', b'"dtypf"'),
-        (b'"name"', b'"namf"'),
-        (b"float32", b"floqt32"),
-        (b"[{", b"({"),
-        (b"}]", b"}\xf4"),
-    )
-    for old, new in damages:
-        assert content.count(old) == 1
-        (tmp_path / "bad.eqx").write_bytes(content.replace(old, new))
-        with pytest.raises(ValueError, match="bad.eqx is damaged: its index of names cannot be read .*; copy it again"):
-            load_into(tree, tmp_path / "bad.eqx")
-    (tmp_path / "bad.eqx").write_bytes(content[:-1])
-    with pytest.raises(ValueError, match="bad.eqx has no index of names: it is cut off, or Equinox wrote it"):
-        load_into(tree, tmp_path / "bad.eqx")
-
-
 @pytest.fixture
 def of_three(tmp_path):
     """A file with three leaves, and the tree."""
@@ -576,10 +556,10 @@ def test_a_changed_name_is_not_another_leaf(tmp_path):
     save(tmp_path / "w.eqx", {"w1": jnp.zeros(3), "w3": jnp.ones(3)})
     content = (tmp_path / "w.eqx").read_bytes()
     assert content.count(b'"w3"') == 1
-    messages = {b"w7": "the bytes of w7 have changed", b"w1": "two leaves are called 'w1'. Copy it again"}
+    messages = {b"w7": "is damaged: w3 is not a leaf that was saved", b"w1": "w1: its header has this name twice"}
     for name, message in messages.items():
         (tmp_path / "w.eqx").write_bytes(content.replace(b'"w3"', b'"' + name + b'"'))
-        with pytest.raises(ValueError, match=f"w.eqx is damaged.* {message}"):
+        with pytest.raises(ValueError, match=f"w.eqx.* {message}"):
             load_into({"w1": jnp.zeros(3), "w7": jnp.zeros(3)}, tmp_path / "w.eqx")
 
 
@@ -593,34 +573,16 @@ def test_a_damaged_folder_of_orbax_is_named(tmp_path):
             load_into(tree, path)
 
 
-def test_files_without_checksums_load(of_three):
-    """As an earlier `save` wrote them: names and dtypes alone."""
-    tree, path = of_three
-    content = path.read_bytes()
-    start = content.rindex(b"[{")
-    index = json.loads(content[start:-24])
-    assert {name for entry in index for name in entry} == {"name", "dtype", "crc32"}
-    old = json.dumps([{"name": entry["name"], "dtype": entry["dtype"]} for entry in index]).encode()
-    path.write_bytes(content[:start] + old + struct.pack("<Q", len(old)) + content[-16:])
-    assert eqx.tree_equal(load_into(jax.tree.map(lambda x: 0 * x, tree), path, strict=True)[0], tree)
-
-
 # --- Saving -----------------------------------------------------------------------------------------------------------
 
 
-def test_equinox_reads_what_save_writes(tmp_path):
+def test_safetensors_reads_what_save_writes(tmp_path):
     model = {"half": jnp.ones(3, jnp.bfloat16), "model": made("delayed 8", 1), "step": 7, "rate": 0.5, "f": jax.nn.relu}
     save(tmp_path / "model", model)
-    again = eqx.tree_deserialise_leaves(tmp_path / "model.eqx", model)
-    assert eqx.tree_equal(again, model)
     loaded, report = load_into(model | {"step": 0, "rate": 0.0}, tmp_path / "model", strict=True)
     assert eqx.tree_equal(loaded, model) and {"step", "rate", "half"} <= set(report.kept)
-    # Those that are bytes to NumPy, Equinox does not take for the model's.
-    for dtype in (jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.int4):
-        narrow = {"narrow": jnp.ones(3, dtype)}
-        save(tmp_path / "narrow", narrow)
-        with pytest.raises(RuntimeError, match="narrow"):
-            eqx.tree_deserialise_leaves(tmp_path / "narrow.eqx", narrow)
+    again = safetensors.numpy.load_file(tmp_path / "model.safetensors")
+    np.testing.assert_array_equal(again["model.q.weight"], model["model"].q.weight.array)
 
 
 FORMATS = ("float8_e5m2", "float8_e4m3fn", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn", "int4", "bfloat16")
@@ -644,26 +606,11 @@ def test_leaves_in_every_format_come_back(tmp_path):
             )
 
 
-def test_files_with_numpys_own_name_of_e5m2_load(tmp_path):
-    """As an earlier `save` wrote them, and as Equinox does."""
-    values = np.arange(6, dtype=np.float32).reshape(2, 3).astype(jnp.float8_e5m2)
-    tree = {"a": jnp.ones(3), "m": jnp.asarray(values), "z": jnp.zeros(2)}
-    eqx.tree_serialise_leaves(tmp_path / "model.eqx", tree)
-    assert b"'<f1'" in (tmp_path / "model.eqx").read_bytes()
-    loaded, _ = load_into(tree | {"m": 0 * tree["m"]}, tmp_path / "model.eqx", strict=True, made_from=tree)
-    np.testing.assert_array_equal(np.asarray(loaded["m"]).view(np.uint8), values.view(np.uint8))
-    index = json.dumps([{"name": name, "dtype": str(array.dtype)} for name, array in tree.items()]).encode()
-    with (tmp_path / "model.eqx").open("ab") as file:
-        file.write(index + struct.pack("<Q", len(index)) + b"haliax_fp8 names")
-    loaded, _ = load_into(tree | {"m": 0 * tree["m"]}, tmp_path / "model.eqx", strict=True)
-    np.testing.assert_array_equal(np.asarray(loaded["m"]).view(np.uint8), values.view(np.uint8))
-
-
 def test_a_file_of_another_dtype_than_made_from_is_refused(tmp_path):
     """Of the same size, it would be read as other numbers."""
-    for stored, wanted in ((">f4", jnp.float32), ("<i4", jnp.float32), ("<f4", jnp.int32)):
+    for stored, wanted in (("<i4", jnp.float32), ("<f4", jnp.int32)):
         eqx.tree_serialise_leaves(tmp_path / "old.eqx", {"x": np.ones(3, stored)})
-        with pytest.raises(ValueError, match=f"old.eqx holds {np.dtype(stored)} where made_from has .*, in x"):
+        with pytest.raises(ValueError, match="(?s)old.eqx was not made from"):
             load_into({"x": jnp.zeros(3, wanted)}, tmp_path / "old.eqx", made_from={"x": jnp.zeros(3, wanted)})
 
 
@@ -733,11 +680,6 @@ def test_two_leaves_of_one_name_are_refused(tree, name, tmp_path):
     other = {name: jnp.zeros(2)}
     with pytest.raises(ValueError, match=f"^made_from has two leaves called '{name}'; rename one"):
         load_into(other, tmp_path / "old.eqx", made_from=tree)
-    index = json.dumps([{"name": name, "dtype": "float32"}] * 2).encode()
-    with (tmp_path / "old.eqx").open("ab") as file:
-        file.write(index + struct.pack("<Q", len(index)) + b"haliax_fp8 names")
-    with pytest.raises(ValueError, match=f"old.eqx is damaged, or was saved .* two leaves are called '{name}'"):
-        load_into(other, tmp_path / "old.eqx")
     if isinstance(tree, dict):
         with pytest.raises(ValueError, match=f"orbax' has two leaves called '{name}'; rename one"):
             load_into(other, through_orbax(tree, tmp_path))
@@ -814,11 +756,13 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path):
     path = tmp_path / ("x" * 300 + ".eqx")
     with pytest.raises(ValueError, match=f"path={str(path)!r} cannot be written: .*; choose another file"):
         save(path, {"x": jnp.ones(3)})
-    (tmp_path / "folder.eqx").mkdir()
-    for path in (tmp_path / "folder", tmp_path / "folder.eqx"):
-        with pytest.raises(ValueError, match=r"path='.*folder.eqx' is a folder; name a file, such as '.*folder.eqx/m"):
+    (tmp_path / "folder.safetensors").mkdir()
+    for path in (tmp_path / "folder", tmp_path / "folder.safetensors"):
+        with pytest.raises(
+            ValueError, match=r"path='.*folder.safetensors' is a folder; name a file, such as '.*folder.safetensors/m"
+        ):
             save(path, {"x": jnp.ones(3)})
-    assert [path.name for path in tmp_path.iterdir()] == ["folder.eqx"]
+    assert [path.name for path in tmp_path.iterdir()] == ["folder.safetensors"]
 
 
 def test_resume_is_bit_for_bit(tmp_path):
@@ -894,7 +838,7 @@ def test_safetensors_of_an_unknown_type_are_refused(tmp_path):
 
 def test_a_safetensors_file_may_be_replaced_while_it_is_read(tmp_path):
     (tmp_path / "x.safetensors").write_bytes(file_of({"a": np.arange(4, dtype=np.float32)}))
-    opened = open_safetensors(tmp_path / "x.safetensors")
+    opened = open_file(tmp_path / "x.safetensors")
     (tmp_path / "new").write_bytes(file_of({"a": np.zeros(4, np.float32)}))
     (tmp_path / "new").replace(tmp_path / "x.safetensors")
     assert opened.read({"a": None})["a"].tolist() == [0.0, 1.0, 2.0, 3.0]
@@ -906,8 +850,6 @@ def test_wrong_arguments_of_save_and_files_of_other_trees(tmp_path):
         save(model, tmp_path / "model.eqx")
     with pytest.raises(ValueError, match=r"a folder that does not exist; create '.*missing' first"):
         save(tmp_path / "missing/model.eqx", model)
-    with pytest.raises(ValueError, match=r"save does not write; use a name such as '.*model.eqx', or export_model"):
-        save(tmp_path / "model.safetensors", model)
     assert not list(tmp_path.iterdir())
     save(tmp_path / "both.eqx", (model, optax.adam(1e-3).init(eqx.filter(model, eqx.is_array))))
     message = r"it holds 0.layers.*; the model expects layers.0.weight, .*load_into\(\(model, None\), path\)"

@@ -85,13 +85,14 @@ class Stored:
         return np.asarray(words).view(self.dtype).reshape(self.shape)
 
 
-def read_header(path: pathlib.Path) -> dict[str, Stored]:
+def read_header(path: pathlib.Path, described: dict[str, str] | None = None) -> dict[str, Stored]:
     """The tensors of a file by their names; none is read.
 
     The bytes of the tensors have to fill the file: without gap or overlap, and to its end.
 
     Args:
         path: The file.
+        described: Gets what the file says of itself, its `__metadata__`.
 
     Raises:
         BrokenCheckpoint: If the file is not what the format says; names the tensor, if it is one.
@@ -114,6 +115,8 @@ def read_header(path: pathlib.Path) -> dict[str, Stored]:
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise BrokenCheckpoint(file, "its __metadata__ is not an object of strings", "__metadata__")
+    if described is not None:
+        described |= metadata
     found = {name: _stored(path, name, entry, 8 + length) for name, entry in header.items()}
     end = 8 + length
     for name, stored in sorted(found.items(), key=lambda item: (item[1].offset, item[1].bytes)):

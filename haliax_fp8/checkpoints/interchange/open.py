@@ -9,10 +9,9 @@ import jax
 import numpy as np
 
 from .checkpoint import AbstractCheckpoint, HostArrays
-from .equinox_file import open_equinox, with_suffix
+from .file import open_equinox, open_file, with_suffix
 from .names import described
 from .orbax_folder import OrbaxFolder
-from .safetensors_file import open_safetensors
 from .state_dict import with_names_of
 
 
@@ -43,9 +42,13 @@ def open_checkpoint(path: Any, model: Any, made_from: Any) -> AbstractCheckpoint
     if not path.exists():
         either = "" if path == given else f", and neither does {os.fspath(path)!r}"
         raise ValueError(f"path={os.fspath(given)!r} does not exist{either}; give a file, or a folder that Orbax wrote")
-    if path.suffix == ".safetensors":
-        return with_names_of(model, open_safetensors(path))
-    return open_equinox(path, made_from)
+    with path.open("rb") as file:
+        is_equinox = made_from is not None or file.read(len(_ARRAY)) == _ARRAY
+    return open_equinox(path, made_from) if is_equinox else with_names_of(model, open_file(path))
+
+
+# How each array of Equinox's files begins: NumPy's format.
+_ARRAY = b"\x93NUMPY"
 
 
 def on_host(array: Any) -> np.ndarray:
