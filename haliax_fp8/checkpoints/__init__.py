@@ -3,8 +3,12 @@
 from . import names as names
 from .byte_tokenizer import write_byte_tokenizer as write_byte_tokenizer
 from .check import CheckReport as CheckReport, Fault as Fault, check_folder as check_folder
-from .convert import Conversion as Conversion, convert_folder as convert_folder
-from .convert_weight import Converted as Converted, ScaleRounding as ScaleRounding
+from .convert import (
+    Conversion as Conversion,
+    Converted as Converted,
+    ScaleRounding as ScaleRounding,
+    convert_folder as convert_folder,
+)
 from .explain import Engine as Engine, Explanation as Explanation, explain_folder as explain_folder
 from .exporting import ExportReport as ExportReport, export_model as export_model, serving_tensors as serving_tensors
 from .files import BrokenCheckpoint as BrokenCheckpoint

@@ -1,10 +1,14 @@
 """convert_folder: a checkpoint in another layout, with the same numbers where that is possible."""
 
 import dataclasses
+import enum
+import itertools
 import json
+import math
 import os
 import pathlib
 import shutil
+from collections.abc import Sequence
 
 import numpy as np
 from jaxtyping import DTypeLike
@@ -12,12 +16,39 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from .._printing import Printable, new_table
-from ..layers.tensor_names import WEIGHT, is_linear
+from ..layers.tensor_names import is_head, is_linear, is_router
 from .check import check_folder
-from .convert_weight import ConversionTask, Converted, ScaleRounding
-from .files import BrokenCheckpoint, TensorFolder, TensorSpec, new_folder, write_tensors
+from .files import BrokenCheckpoint, TensorFolder, new_folder, write_tensors
 from .files.folder import CONFIG, INDEX
-from .layout import CACHE_SCALES, KEY, SCALES, Layout, as_layout, read_layout
+from .layout import CACHE_SCALES, E4M3, KEY, Layout, as_layout, read_layout, require_elements
+from .scaled_matrix import Rows, ScaledMatrix, are_exponents, parts_of, quantized, spread
+from .tensors import Tensor, Values, tensors_in
+
+
+class ScaleRounding(enum.Enum):
+    """How new scales are rounded; those that stay as they are do not change."""
+
+    FLOAT32 = "float32"
+    """Any number."""
+    BFLOAT16 = "bfloat16"
+    """Rounded up to bfloat16: engines that cast scales change nothing."""
+    POWER_OF_TWO = "power-of-two"
+    """Rounded up to a power of two: a product with one is exact in any dtype."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Converted:
+    """What became of a weight.
+
+    Args:
+        name: Its name.
+        is_exact: Whether it has the same values as before.
+        error: `|after - before| / |before|`, over all elements.
+    """
+
+    name: str
+    is_exact: bool
+    error: float
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -106,20 +137,20 @@ def convert_folder(
         raise BrokenCheckpoint(first.file, first.problem, first.tensor)
     folder = TensorFolder.open(directory, follow_links=follow_links)
     before = read_layout(folder)
-    task = ConversionTask(folder, before, chosen, rounding, kind)
+    tensors = tensors_in(folder)
     groups, found, copied, left_out, high = [], [], 0, [], []
-    for name, stored in folder.tensors.items():
-        layer, kind_of_name = name.removesuffix(WEIGHT), name.rpartition(".")[2]
-        if kind_of_name in SCALES:
-            continue
-        if kind_of_name in CACHE_SCALES and (chosen is None or (before and before.cached)):
+    for name, tensor in tensors.items():
+        if name.rpartition(".")[2] in CACHE_SCALES and (chosen is None or (before and before.cached)):
             left_out.append(name)  # The new configuration does not mention caches.
-        elif name.endswith(WEIGHT) and task.converts(layer):
-            groups.append((task.specs(layer), task.maker(layer, found)))
+        elif _converts(tensor, chosen, before, folder):
+            if chosen is not None:
+                _require_convertible(tensor, chosen, before, folder)
+            new = dataclasses.replace(tensor, layout=chosen, dtype=kind if chosen is None else E4M3)
+            groups.append((new.specs, lambda old=tensor, new=new: _made(old, new, rounding, found)))
         else:
-            if name.endswith(WEIGHT) and is_linear(layer, len(stored.shape)):
-                high.append(layer)
-            groups.append(([TensorSpec(name, stored.dtype, stored.shape)], lambda name=name: [folder[name]]))
+            if tensor.is_weight and is_linear(tensor.path, len(tensor.shape)):
+                high.append(tensor.path)
+            groups.append((tensor.specs, lambda name=name: [folder[name]]))
             copied += 1
     with new_folder(destination, "destination") as new:
         write_tensors(new, groups, shard_bytes)
@@ -137,6 +168,90 @@ def _rounding(scales: ScaleRounding | str) -> ScaleRounding:
     except ValueError:
         options = ", ".join(repr(member.value) for member in ScaleRounding)
         raise ValueError(f"scales={scales!r} must be one of {options}") from None
+
+
+def _converts(tensor: Tensor, layout: Layout | None, before: Layout | None, folder: TensorFolder) -> bool:
+    """Whether it is a weight that is in FP8 before or after."""
+    if not tensor.is_weight or tensor.layout is not None:
+        return tensor.layout is not None
+    # What a quantized checkpoint left alone stays so. Weights with three axes may be convolutions'.
+    path, axes = tensor.path, len(tensor.shape)
+    may_be = axes == 2 or "experts" in path.split(".")
+    chosen = is_linear(path, axes) and may_be and before is None
+    return layout is not None and chosen and not (is_head(path) or is_router(path, folder.tensors))
+
+
+def _require_convertible(tensor: Tensor, layout: Layout, before: Layout | None, folder: TensorFolder) -> None:
+    require_elements(tensor.name, tensor.shape)
+    names = () if before is None else before.input_scale_names
+    if layout.is_static and not any(f"{tensor.path}.{name}" in folder.tensors for name in names):
+        raise ValueError(
+            f"{tensor.path} has no scale for its input, which the layout needs; calibrate the model, or choose a "
+            "layout with dynamic inputs such as 'FP8_DYNAMIC'"
+        )
+
+
+def _made(old: Tensor, new: Tensor, rounding: ScaleRounding, found: list[Converted]) -> Sequence[np.ndarray]:
+    """The new tensors of a weight, one expert at a time; notes what became of it."""
+    front, squares, arrays = old.shape[:-2], [], []
+    if front:
+        arrays = [np.empty(spec.shape, spec.dtype) for spec in new.specs]
+    for index in itertools.product(*map(range, front)):
+        before = old.read(index)
+        after = _converted(before, new, rounding)
+        squares.append(_compared(before, after))
+        if not front:
+            arrays = new.encoded(after)
+        else:
+            for array, part in zip(arrays, new.encoded(after), strict=True):
+                array[index] = part
+    found.append(_noted(old.name, squares))
+    return arrays
+
+
+def _converted(values: Values, new: Tensor, rounding: ScaleRounding) -> Values:
+    """A matrix in a new layout, some rows at a time."""
+    if (layout := new.layout) is None:
+        made = np.empty(values.shape, new.dtype)
+        for rows in parts_of(values.shape):
+            made[rows] = values[rows].astype(new.dtype)
+        return made
+    block = layout.block((values.shape[0], values.shape[1]))
+    made = spread(values, block) if isinstance(values, ScaledMatrix) else None
+    if made is None or (layout.exponents and not are_exponents(made.scale)):
+        try:
+            made = quantized(
+                values,
+                block,
+                bf16_scales=rounding is not ScaleRounding.FLOAT32,
+                powers_of_two=rounding is ScaleRounding.POWER_OF_TWO,
+                exponents=layout.exponents,
+            )
+        except ValueError as error:
+            raise ValueError(f"{new.name} cannot be converted: {error}") from None
+    inputs = values.input_scale if isinstance(values, ScaledMatrix) and layout.is_static else None
+    return dataclasses.replace(made, input_scale=inputs)
+
+
+def _compared(before: Rows, after: Rows) -> tuple[float, float]:
+    """The sums of squares of differences and of values; the first is 0 if nothing differs."""
+    difference = norm = 0.0
+    for rows in parts_of(before.shape):
+        old, new = before[rows].astype(np.float32), after[rows].astype(np.float32)
+        if np.array_equal(old, new):
+            norm += float(np.square(old, dtype=np.float64).sum())
+            continue
+        # Not 0 where the square of a difference is too small for float64.
+        difference += max(float(np.square(new.astype(np.float64) - old).sum()), float(np.finfo(np.float64).tiny))
+        norm += float(np.square(old, dtype=np.float64).sum())
+    return difference, norm
+
+
+def _noted(name: str, errors: list[tuple[float, float]]) -> Converted:
+    difference, norm = (sum(numbers) for numbers in zip(*errors, strict=True))
+    if difference == 0.0:
+        return Converted(name, True, 0.0)
+    return Converted(name, False, math.sqrt(difference / norm) if norm else math.inf)
 
 
 def _write_config(new: pathlib.Path, folder: TensorFolder, layout: Layout | None, high: list[str]) -> None:

@@ -2,29 +2,40 @@
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import os
 import pathlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from jaxtyping import DTypeLike
 from rich.console import RenderableType
 
+from .._numerics.formats import E4M3 as FORMAT
+from .._numerics.require import require_bool
+from .._op import Fp8DotGeneral
 from .._printing import Printable, new_table
-from ..layers.config import Fp8Config
+from ..attention.op import Fp8Attention
+from ..layers.config import Fp8Config, as_config
 from ..layers.model_argument import require_layers
-from ..layers.own_state import require_own_state
-from ..layers.patterns import Targets
+from ..layers.own_state import is_changed, require_own_state
+from ..layers.patterns import Targets, as_patterns
+from ..layers.rule import LayerRule
+from ..layers.tensor_names import is_embedding, is_head
+from ..layers.uncalibrated import unrecorded_operands
+from ..recipes.recipe import SCALE_BITS, OperandName
+from ..recipes.scaling import AbstractScaling
 from .check import check_folder
-from .files import TensorSpec, new_folder, require_folder_name, write_tensors
-from .layout import Layout, as_layout
-from .model.folder_tensors import FolderTensors
-from .model.plan import Choices, Fp8Kernel, Plan, plan
+from .files import TensorFolder, new_folder, require_folder_name, write_tensors
+from .files.folder import CONFIG
+from .layout import E4M3, Layout, as_layout, require_elements
+from .model import sites, tensors_of, without_sharing
 from .names import NameMap
-from .scaled_matrix import ScaledMatrix
+from .scaled_matrix import BF16, BF16_BITS, ScaledMatrix, are_exponents, quantized, rounded_up, spread
+from .tensors import Tensor, tensors_in
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -88,7 +99,8 @@ def export_model(
     `check_folder`, before it takes its name: it is complete or absent.
 
     Whatever its class and name, a layer whose matrix is not quantized is listed in the configuration, so that engines
-    leave it alone: embeddings, convolutions, routers and excluded linear layers.
+    leave it alone: embeddings, convolutions, routers and excluded linear layers. A head that shares the embedding's
+    matrix by `eqx.nn.Shared` is not written, and `config.json` says `tie_word_embeddings`; unless it trains in FP8.
 
     | layout | weights | inputs |
     |---|---|---|
@@ -141,42 +153,34 @@ def export_model(
     require_layers(model, "export_model(model, directory)")
     require_own_state(model)
     chosen = as_layout(layout)
-    writing = Choices(
-        NameMap.of(names),
-        None if dtype is None else np.dtype(dtype),
-        bf16_scales,
-        training_scales,
-        targets,
-        exclude,
-        rules_of,
-        kv_cache_scales,
-    )
-    todo = _plan(model, chosen, writing)
+    how = names, dtype, bf16_scales, training_scales, targets, exclude, kv_cache_scales, rules_of
+    tensors, tied = _to_write(model, chosen, *how)
     origins: Counter[str] = Counter()
     digests: dict[str, str] = {}
-    groups = []
-    for kernel in todo.kernels:
-        assert chosen is not None
-        specs = [
-            TensorSpec(f"{kernel.name}.{part}", dtype, shape)
-            for part, (dtype, shape) in chosen.tensors(kernel.shape).items()
-        ]
-        groups.append((specs, _encoder(kernel, chosen, origins, digests)))
-    quantized_bytes = sum(spec.bytes for specs, _ in groups for spec in specs)
-    for tensor in todo.dense:
-        read = lambda tensor=tensor: [_noted(digests, tensor.name, tensor.read())]
-        groups.append(([TensorSpec(tensor.name, tensor.dtype, tensor.shape)], read))
-    total = sum(spec.bytes for specs, _ in groups for spec in specs)
+
+    def made(tensor: Tensor) -> list[np.ndarray]:
+        values = tensor.read()
+        digests[tensor.name] = _digest(values)
+        if isinstance(values, ScaledMatrix):
+            origins[values.origin] += 1
+        return tensor.encoded(values)
+
+    ignore = (*_in_high_precision(tensors), *tied)
+    described, files = ({}, {}) if chosen is None else chosen.config_files(ignore, cached=kv_cache_scales)
     with new_folder(directory) as folder:
-        write_tensors(folder, groups, shard_bytes)
-        described, files = ({}, {}) if chosen is None else chosen.config_files(todo.ignore, cached=kv_cache_scales)
-        for name, content in {**files, "config.json": {**(config or {}), **described}}.items():
+        write_tensors(folder, [(tensor.specs, lambda tensor=tensor: made(tensor)) for tensor in tensors], shard_bytes)
+        ties = {"tie_word_embeddings": True} if tied else {}
+        for name, content in {**files, CONFIG: {**(config or {}), **ties, **described}}.items():
             (folder / name).write_text(json.dumps(content, indent=2), encoding="utf-8")
-        _compare(folder, todo, digests)
+        _compare(folder, tensors, digests)
         _require_sound(folder)
     label = layout if isinstance(layout, str) else type(layout).__name__
-    counts = len(todo.kernels), quantized_bytes, len(todo.dense), total - quantized_bytes
-    return ExportReport(pathlib.Path(directory), label, *counts, dict(origins), todo.ignore)
+    of_kernels, of_rest = (
+        [sum(spec.bytes for spec in tensor.specs) for tensor in tensors if (tensor.layout is None) == is_rest]
+        for is_rest in (False, True)
+    )
+    counts = len(of_kernels), sum(of_kernels), len(of_rest), sum(of_rest)
+    return ExportReport(pathlib.Path(directory), label, *counts, dict(origins), ignore)
 
 
 def serving_tensors(
@@ -218,52 +222,252 @@ def serving_tensors(
         [('up.weight', 'float8_e4m3fn', (32, 64)), ('up.weight_scale', 'float32', (32, 1))]
     """
     require_layers(model, "serving_tensors(model, layout)")
-    chosen = as_layout(layout)
-    kind = None if dtype is None else np.dtype(dtype)
-    writing = Choices(
-        NameMap.of(names), kind, bf16_scales, training_scales, targets, exclude, rules_of, kv_cache_scales
-    )
-    return _tensors(_plan(model, chosen, writing), chosen)
+    how = names, dtype, bf16_scales, training_scales, targets, exclude, kv_cache_scales, rules_of
+    tensors, _ = _to_write(model, as_layout(layout), *how)
+    pairs = (zip(tensor.specs, tensor.encoded(tensor.read()), strict=True) for tensor in tensors)
+    return ((spec.name, array) for pair in pairs for spec, array in pair)
 
 
-def _tensors(todo: Plan, layout: Layout | None) -> Iterator[tuple[str, np.ndarray]]:
-    for kernel in todo.kernels:
-        assert layout is not None
-        for part, array in layout.encode(kernel.quantize()).items():
-            yield f"{kernel.name}.{part}", array
-    for tensor in todo.dense:
-        yield tensor.name, tensor.read()
+# --- What is written --------------------------------------------------------------------------------------------------
+
+# Layers that engines leave in high precision, by their names in models.
+_HEADS = ("head", "lm_head")
 
 
-def _plan(model: Any, layout: Layout | None, choices: Choices) -> Plan:
-    if layout is None:
-        return plan(model, choices, None, static=False)
-    kinds = {"static": layout.is_static, "exponents": layout.exponents}
-    return plan(model, choices, layout.block, **kinds, cache_names=layout.cache_scales)
+def _to_write(
+    model: Any,
+    layout: Layout | None,
+    names: Any,
+    dtype: DTypeLike | None,
+    bf16_scales: bool,
+    training_scales: bool,
+    targets: Targets | None,
+    exclude: Targets | None,
+    kv_cache_scales: bool,
+    rules_of: Fp8Config | None,
+) -> tuple[list[Tensor], tuple[str, ...]]:
+    """The tensors that a checkpoint of a model has, by its names, and the head if it is the embedding.
+
+    Raises:
+        ValueError: If two tensors get the same name, nothing is left to quantize, a scale is missing, or a layer of the
+            model is in another format of FP8 than layouts have.
+    """
+    flags = {"bf16_scales": bf16_scales, "training_scales": training_scales, "kv_cache_scales": kv_cache_scales}
+    for flag, value in flags.items():
+        require_bool(flag, value, of="an export")
+    name_map, rules = NameMap.of(names), as_config(rules_of).rules
+    patterns: dict[str, Any] = {
+        "dtype": None if dtype is None else np.dtype(dtype),
+        "targets": None if targets is None else as_patterns("targets", targets),
+        "exclude": _HEADS if exclude is None else as_patterns("exclude", exclude),
+    }
+    own = list(tensors_of(model, rules, **patterns))
+    whole = without_sharing(model)
+    found = own if whole is model else list(tensors_of(whole, rules, **patterns))
+    tied = [] if whole is model else _tied_heads(found, {tensor.name for tensor in own}, name_map)
+    tensors = []
+    for tensor in found:
+        if any(tensor is head for head in tied):
+            continue
+        named = dataclasses.replace(tensor, name=name_map.to_checkpoint(tensor.name))
+        if layout is not None and tensor.is_chosen:
+            _require_quantizable(tensor, layout)
+            made = lambda tensor=tensor: _quantized(
+                tensor, layout, bf16_scales=bf16_scales, training_scales=training_scales
+            )
+            named = dataclasses.replace(named, read=made, layout=layout)
+        elif tensor.layer is not None:
+            raise ValueError(
+                f"{tensor.path} is in FP8 in the model and would be written in high precision; thaw the model first, "
+                "or choose a layout that has it in FP8"
+            )
+        tensors.append(named)
+    if kv_cache_scales:
+        scales = _cache_scales(model, rules, layout)
+        rounded = rounded_up if bf16_scales else lambda scale: scale
+        for name, scale in scales:
+            array = rounded(np.array([scale], np.float32))
+            owner, _, part = name.partition(":")
+            full = f"{name_map.to_checkpoint(owner)}.{part}".removeprefix(".")
+            tensors.append(Tensor(full, (1,), array.dtype, lambda array=array: array))
+    all_names = Counter(tensor.name for tensor in tensors)
+    if twice := sorted(name for name, n in all_names.items() if n > 1):
+        raise ValueError(f"names gives {twice[0]!r} to two tensors of the model; each needs a name of its own")
+    if layout is not None and all(tensor.layout is None for tensor in tensors):
+        raise ValueError("model has no layer to quantize; give targets=..., or the layout 'BF16' for a plain export")
+    return tensors, tuple(name_map.to_checkpoint(tensor.path) for tensor in tied)
 
 
-def _encoder(
-    kernel: Fp8Kernel, layout: Layout, origins: Counter[str], digests: dict[str, str]
-) -> Callable[[], list[np.ndarray]]:
-    def encode() -> list[np.ndarray]:
-        matrix = kernel.quantize()
-        origins[matrix.origin] += 1
-        digests[kernel.name] = _digest(*_parts(matrix))
-        return list(layout.encode(matrix).values())
-
-    return encode
+def _tied_heads(found: list[Tensor], own: set[str], names: NameMap) -> list[Tensor]:
+    """Heads that share the matrix of an embedding, which engines do without: `tie_word_embeddings`."""
+    heads = [tensor for tensor in found if tensor.name not in own and is_head(names.to_checkpoint(tensor.path))]
+    tables = [tensor for tensor in found if tensor.name in own and is_embedding(names.to_checkpoint(tensor.path))]
+    is_plain = lambda tensor, shape: tensor.layer is None and not tensor.is_chosen and tensor.shape == shape
+    same = lambda a, b: is_plain(a, b.shape) and is_plain(b, a.shape) and np.array_equal(a.read(), b.read())
+    return [head for head in heads if any(same(head, table) for table in tables)]
 
 
-def _compare(folder: pathlib.Path, todo: Plan, digests: Mapping[str, str]) -> None:
+def _in_high_precision(tensors: Sequence[Tensor]) -> tuple[str, ...]:
+    """The layers of matrices that are not quantized, whatever their class and name.
+
+    Engines and checks know a checkpoint's layers by their names alone. Listed, an embedding called `emb` or a
+    convolution is not taken for a linear layer that lost its scales.
+    """
+    return tuple(t.path for t in tensors if t.layout is None and t.is_weight and len(t.shape) > 1)
+
+
+# --- Scales -----------------------------------------------------------------------------------------------------------
+
+
+def _require_quantizable(tensor: Tensor, layout: Layout) -> None:
+    """Raises a ValueError if a layout cannot hold a layer's weight, as far as that is known before it is read."""
+    if tensor.layer is not None and tensor.dtype != E4M3:
+        raise ValueError(
+            f"{tensor.path} is in {tensor.dtype} in the model, and layouts have {E4M3}; make it plain with "
+            "serving.dequantize or checkpoints.thaw, and export that, which quantizes it again"
+        )
+    if layout.is_static and not _has_input_scale(tensor):
+        raise ValueError(
+            f"{tensor.path} has no scale for its input, which a static layout needs: it has to come from training "
+            "with delayed or static scaling, or from calibrate(fp8_linear_layers(model, recipe='static'), ...). "
+            "'FP8_DYNAMIC' needs none"
+        )
+    require_elements(tensor.path, tensor.shape)
+
+
+def _has_input_scale(tensor: Tensor) -> bool:
+    if tensor.layer is not None:
+        return tensor.layer.kernel.input_scale is not None
+    return tensor.op is not None and _scaling(tensor.op, "input") is not None and _stored(tensor, "input") is not None
+
+
+def _scaling(op: Fp8DotGeneral | None, operand: OperandName) -> AbstractScaling | None:
+    """An operand's scaling in training; None if there is none that an export in E4M3 can have."""
+    if op is None:
+        return None
+    quantization = op.recipe.quantization[operand, "fprop"]
+    return quantization.scaling if quantization.format == FORMAT and quantization.scaling.quantizes else None
+
+
+def _stored(tensor: Tensor, operand: OperandName) -> float | None:
+    """The scale that the next step quantizes an operand with, if the state of training has it."""
+    scaling = _scaling(tensor.op, operand)
+    if tensor.op is None or scaling is None or not scaling.stores_scale:
+        return None
+    if operand in unrecorded_operands(tensor.op.state):
+        without = {
+            "kernel": "training_scales=False computes the scales of kernels from the weights",
+            "input": "'FP8_DYNAMIC' needs no scale of inputs",
+        }
+        raise ValueError(
+            f"the state of {tensor.path} has no scale of its {operand} yet, as before the first step. Calibrate the "
+            f"model, model = calibrate(model, loss_fn, batches), or train a step; or else {without[operand]}"
+        )
+    scale = np.asarray(tensor.op.scale(operand))
+    return float(scale[tensor.index[: scale.ndim]])
+
+
+def _quantized(tensor: Tensor, layout: Layout, *, bf16_scales: bool, training_scales: bool) -> ScaledMatrix:
+    """The FP8 data and scales of a layer's weight in a layout."""
+    block = layout.block((tensor.shape[0], tensor.shape[1]))
+    values = tensor.read()
+    if isinstance(values, ScaledMatrix):
+        if (finer := spread(values, block)) is None:
+            raise ValueError(
+                f"{tensor.path} is in FP8 in blocks of {values.block}, which the layout's blocks of {block} cannot "
+                "hold; choose the layout that it was imported from, or thaw the model to quantize it again"
+            )
+        if layout.exponents and not are_exponents(finer.scale):
+            raise ValueError(
+                f"{tensor.path} has scales that the layout cannot store: it takes powers of two, 2**-127 or larger. "
+                "Choose the layout that it was imported from, or make the model plain to quantize it again"
+            )
+        return dataclasses.replace(finer, input_scale=values.input_scale if layout.is_static else None)
+    # How many significant bits a scale has where the step multiplies: fewer in bfloat16.
+    bits = {name: SCALE_BITS[name] if tensor.dtype == BF16 else 24 for name in ("kernel", "input")}
+    try:
+        made = quantized(
+            values,
+            block,
+            scaling=_scaling(tensor.op, "kernel") if training_scales else None,
+            stored=_stored(tensor, "kernel") if training_scales else None,
+            scale_bits=bits["kernel"],
+            bf16_scales=bf16_scales,
+            exponents=layout.exponents,
+        )
+    except ValueError as error:
+        raise ValueError(f"{tensor.path} cannot be exported: {error}") from None
+    if not layout.is_static:
+        return made
+    scale = np.float32(_stored(tensor, "input"))
+    if not (np.isfinite(scale) and scale > 0):
+        raise ValueError(f"{tensor.path} has the input scale {scale}; calibrate the model, or train a step")
+    scale = rounded_up(scale.reshape(1), min(bits["input"], BF16_BITS) if bf16_scales else bits["input"])[0]
+    return dataclasses.replace(made, input_scale=float(scale))
+
+
+def _cache_scales(model: Any, rules: tuple[LayerRule, ...], layout: Layout | None) -> Iterator[tuple[str, float]]:
+    """The scales of keys and values of the next step, one of each for an attention: `owner:name` and scale."""
+    if layout is None or layout.cache_scales is None:
+        raise ValueError(
+            "kv_cache_scales=True, but the layout has no scales of keys and values; use one of "
+            "compressed-tensors, such as 'FP8_DYNAMIC', or 'modelopt'"
+        )
+    caches = [site for site in sites(model, rules) if isinstance(site.node, Fp8Attention)]
+    if not caches:
+        raise ValueError(
+            "kv_cache_scales=True, but nothing in the model has seen keys and values: the state of a projection holds "
+            "amaxes of its input, kernel and output gradient, and none of its output, which is rotated before it is "
+            "cached. Train with attention.Fp8Attention, or calibrate a model that has it"
+        )
+    # The engine's attention is what holds the projections.
+    owners = [str(site.place).rpartition(".")[0] for site in caches]
+    if twice := [name for name in owners if owners.count(name) > 1]:
+        raise ValueError(
+            f"kv_cache_scales=True, but {twice[0] or 'the model'} holds several Fp8Attention, and engines expect one "
+            "per module; put each in a module of its own"
+        )
+    for site in caches:
+        for blocks in itertools.product(*(range(axis.size) for axis in site.place.stack)):
+            owner = site.place.name(blocks).rpartition(".")[0]
+            for name, tensor in zip(layout.cache_scales, ("key", "value"), strict=True):
+                yield f"{owner}:{name}", _cache_scale(site.node, tensor, owner or "the model", blocks)
+
+
+def _cache_scale(op: Fp8Attention, tensor: Any, owner: str, blocks: tuple[int, ...]) -> float:
+    if is_changed(op.state):
+        raise ValueError(
+            f"the state of the attention in {owner} was changed by something other than its own update, such as an "
+            "optimizer that was given the whole model, so its scales are lost; replace the Fp8Attention by a new one "
+            "and calibrate the model"
+        )
+    scale = np.asarray(op.scale(tensor))
+    index = blocks[: scale.ndim]
+    if (scale := scale[index]).ndim:
+        raise ValueError(
+            f"{owner} is an ensemble of {scale.size} layers with attention, which an export cannot name; use a list of "
+            "layers or a haliax.nn.Stacked instead"
+        )
+    # A step that was not finite records `-inf`, and leaves the scale as it was.
+    is_known = (np.asarray(op.amax_history(tensor))[index] > 0).any() or scale != 1
+    if not (is_known and np.isfinite(scale) and scale > 0):
+        raise ValueError(
+            f"{owner} has no amaxes of keys and values yet, or only zeros and infinities; train a step, or calibrate "
+            "the model, on finite data"
+        )
+    return float(scale)
+
+
+# --- Read back --------------------------------------------------------------------------------------------------------
+
+
+def _compare(folder: pathlib.Path, tensors: Sequence[Tensor], digests: Mapping[str, str]) -> None:
     """Raises a ValueError unless a folder holds what was to be written, as an import reads it."""
-    written = FolderTensors.open(folder)
-    for kernel in todo.kernels:
-        matrix = written.kernel(kernel.name)
-        if matrix is None or _digest(*_parts(matrix)) != digests[kernel.name]:
-            raise ValueError(f"{kernel.name} did not read back as it was written; nothing was exported: report this")
-    for tensor in todo.dense:
-        if _digest(written.array(tensor.name)) != digests[tensor.name]:
-            raise ValueError(f"{tensor.name} did not read back as it was written; nothing was exported: report this")
+    written = tensors_in(TensorFolder.open(folder))
+    for tensor in tensors:
+        if _digest(written[tensor.name].read()) != digests[tensor.name]:
+            name = tensor.name if tensor.layout is None else tensor.path
+            raise ValueError(f"{name} did not read back as it was written; nothing was exported: report this")
 
 
 def _require_sound(folder: pathlib.Path) -> None:
@@ -280,18 +484,11 @@ def _require_sound(folder: pathlib.Path) -> None:
     )
 
 
-def _parts(matrix: ScaledMatrix) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    inputs = np.float32(np.nan if matrix.input_scale is None else matrix.input_scale)
-    return matrix.data, matrix.scale, np.asarray(inputs)
-
-
-def _noted(digests: dict[str, str], name: str, array: np.ndarray) -> np.ndarray:
-    digests[name] = _digest(array)
-    return array
-
-
-def _digest(*arrays: np.ndarray) -> str:
+def _digest(values: np.ndarray | ScaledMatrix) -> str:
     found = hashlib.blake2b(digest_size=16)
+    arrays: list[Any] = [values]
+    if isinstance(values, ScaledMatrix):
+        arrays = [values.data, values.scale, np.float32(np.nan if values.input_scale is None else values.input_scale)]
     for array in arrays:
         found.update(f"{array.dtype}{array.shape}".encode())
         found.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)

@@ -2,36 +2,32 @@
 
 import dataclasses
 import enum
+import functools
+import math
 import os
+from collections.abc import Callable
 from typing import Any
 
-import equinox as eqx
-import haliax as hax
-import haliax.nn as hnn
-import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._numerics.nearest import nearest
 from ..attention.op import Fp8Attention
 from ..layers.config import Fp8Config, as_config
-from ..layers.kernel import Kernel, axes_of
+from ..layers.kernel import Kernel
 from ..layers.model_argument import require_layers
 from ..layers.rebuilt import rebuilt
 from ..layers.rule import LayerRule
-from ..layers.served import AbstractServedLayer
+from ..layers.tensor_names import JOINED
 from ..serving.unstack import unstacked
-from .files import require_folder_name
+from .files import TensorFolder, require_folder_name
 from .fits import require_fits
-from .frozen import FrozenEquinoxLinear, FrozenLinear, FrozenMoELinear, is_frozen
-from .frozen_kernel import FrozenKernel
-from .imported_kernels import served_layer
-from .model.collected import is_norm, other_arrays
-from .model.folder_tensors import FolderTensors
-from .model.matrices import Parts, of_array, of_kernel, plain
-from .model.tree import ModelPath, visit
-from .model.wanted import Wanted
+from .fp8_layers import frozen_layer, served_layer
+from .layout import CACHE_SCALES, Inputs, read_layout
+from .model import Leaf, Site, leaves, map_sites, plain, tensors_of, without_sharing
 from .names import NameMap
 from .scaled_matrix import ScaledMatrix
+from .tensors import Tensor, Values, tensors_in
 
 
 class Weights(enum.Enum):
@@ -88,9 +84,18 @@ def import_model[M](
     except ValueError:
         options = ", ".join(repr(member.value) for member in Weights)
         raise ValueError(f"weights={weights!r} must be one of {options}") from None
-    rules = as_config(config).rules
-    checkpoint = Wanted.of(FolderTensors.open(directory), NameMap.of(names), model, rules)
-    loaded = visit(model, _Loader(checkpoint, weights), rules)
+    rules, folder, name_map = as_config(config).rules, TensorFolder.open(directory), NameMap.of(names)
+    layout = read_layout(folder)
+    outputs = functools.cache(
+        lambda: {
+            name_map.to_checkpoint(tensor.name): tensor.shape[0] for tensor in tensors_of(model, rules) if tensor.shape
+        }
+    )
+    is_tied = bool(folder.config.get("tie_word_embeddings"))
+    checkpoint = _Checkpoint(tensors_in(folder), name_map, outputs, is_tied, set())
+    load = lambda site: _loaded(site, checkpoint, weights, None if layout is None else layout.inputs)
+    loaded = map_sites(load, model, rules)
+    _use_shared(model, loaded, rules, checkpoint)
     if strict and (unused := checkpoint.unused()):
         more = f" and {len(unused) - 3} more" if len(unused) > 3 else ""
         raise ValueError(
@@ -100,61 +105,82 @@ def import_model[M](
     return unstacked(loaded) if weights is Weights.SERVED else loaded
 
 
-@dataclasses.dataclass(frozen=True)
-class _Loader:
-    checkpoint: Wanted
-    weights: Weights
-
-    def layer(self, layer: Any, rule: LayerRule, path: ModelPath) -> Any:
-        if is_frozen(layer) or isinstance(layer, AbstractServedLayer):
-            raise ValueError(f"model has a layer in FP8 at {path}; pass the plain model that it was imported into")
-        changes: dict[str, Any] = {}
-        for name, array, parts in other_arrays(layer, rule, path):
-            changes[name] = _filled(array, parts, path, self.checkpoint.array, f".{name}")
-        kernel = rule.kernel(layer)
-        parts = of_kernel(kernel, path)
-        found = [(index, self.checkpoint.matrix(name, parts.shape)) for name, index in parts.named(path)]
-        if self.weights is not Weights.DEQUANTIZED and any(matrix.is_quantized for _, matrix in found):
-            op, layer = rule.op(layer), rule.with_op(_with(layer, changes), None)
-            scaled = [(index, matrix.scaled()) for index, matrix in found]
-            if self.weights is Weights.FROZEN:
-                return _frozen(layer, kernel, parts, path, scaled)
-            compute_dtype = None if op is None else op.compute_dtype
-            return served_layer(layer, kernel, compute_dtype, parts, path, scaled, self.checkpoint.tensors.inputs)
-        values = iter([matrix for _, matrix in found])
-        dense = lambda name, shape: next(values).dense() / kernel.factor
-        weight = _filled(kernel.weight, parts, path, dense, ".weight")
-        return _with(layer, {**changes, _field_of(layer, kernel): weight})
-
-    def attention(self, op: Fp8Attention, path: ModelPath) -> Any:
-        del path
-        return op
-
-    def array(self, array: Any, owner: Any, path: ModelPath) -> Any:
-        dtype = np.dtype(plain(array).dtype)
-        if not jnp.issubdtype(dtype, jnp.floating):
-            return array
-        return _filled(array, of_array(array, path, flat=is_norm(owner)), path, self.checkpoint.array)
+def _loaded(site: Site, checkpoint: "_Checkpoint", weights: Weights, inputs: Inputs | None) -> Any:
+    """A layer or an array with the numbers of a checkpoint."""
+    if site.is_in_fp8:
+        raise ValueError(f"model has a layer in FP8 at {site.place}; pass the plain model that it was imported into")
+    if isinstance(site.node, Fp8Attention):
+        return site.node
+    arrays = leaves(site)
+    if site.rule is None:
+        is_float = jnp.issubdtype(np.dtype(plain(site.node).dtype), jnp.floating)
+        return _filled(arrays[0], checkpoint, 1.0) if is_float else site.node
+    layer, op, kernel = site.node, site.op, site.kernel
+    changes = {leaf.field: _filled(leaf, checkpoint, 1.0) for leaf in arrays if not leaf.is_kernel}
+    for leaf in arrays:
+        if not leaf.is_kernel:
+            continue
+        found = [(index, checkpoint.read(name, leaf.shape)) for name, index in leaf.tensors()]
+        if weights is Weights.DEQUANTIZED or not any(isinstance(values, ScaledMatrix) for _, values in found):
+            by_name = {name: values for (name, _), (_, values) in zip(leaf.tensors(), found, strict=True)}
+            changes[_field_of(layer, kernel)] = _filled(leaf, checkpoint, kernel.factor, by_name)
+            continue
+        matrices = [(index, _scaled(values, site)) for index, values in found]
+        assert site.rule is not None
+        plain_layer = site.rule.with_op(_with(layer, changes), None)
+        if weights is Weights.FROZEN:
+            return frozen_layer(plain_layer, leaf, matrices)
+        return served_layer(plain_layer, leaf, matrices, inputs, None if op is None else op.compute_dtype)
+    return _with(layer, changes)
 
 
-def _filled(like: Any, parts: Parts, path: ModelPath, read: Any, field: str = "") -> Any:
-    """An array like another one, part by part."""
-    template = plain(like)
-    values = np.empty(template.shape, template.dtype)
-    for name, index in parts.named(path):
-        numbers = read(f"{name}{field}", parts.shape)
-        require_fits(numbers, template.dtype, f"{name}{field}")
-        parts.write(values, index, numbers.astype(template.dtype))
-    array = _on_devices(values, template)
-    if not isinstance(like, hax.NamedArray):
-        return array
-    return jax.tree.unflatten(jax.tree.structure(like), [array])
+def _use_shared(model: Any, loaded: Any, rules: tuple[LayerRule, ...], checkpoint: "_Checkpoint") -> None:
+    """Notes which tensors are those of arrays that an `eqx.nn.Shared` has elsewhere, with the same numbers.
+
+    Raises:
+        ValueError: If what is shared is in FP8 now: a layer in high precision has no place for it.
+    """
+    if (whole := without_sharing(model)) is model:
+        return
+    found = {tensor.name: tensor for tensor in tensors_of(without_sharing(loaded), rules)}
+    for name in (tensor.name for tensor in tensors_of(whole, rules)):
+        if name not in found:
+            raise ValueError(
+                f"{name} is that of another layer by eqx.nn.Shared, which is in FP8 now; import with "
+                "weights='dequantized', or give the model with what is shared in both places, model()"
+            )
+        tensor, wanted = found[name], checkpoint.names.to_checkpoint(name)
+        if wanted in checkpoint.tensors and wanted not in checkpoint.used:
+            values, own = _dense(checkpoint.tensors[wanted].read()), _dense(tensor.read())
+            if np.array_equal(values.astype(own.dtype), own):
+                checkpoint.used.add(wanted)
 
 
-def _on_devices(values: np.ndarray, template: Any) -> jax.Array:
-    """Places values on the devices of a template, if it says where it is; an abstract one may not."""
-    sharding = getattr(template, "sharding", None)
-    return jnp.asarray(values) if sharding is None else jax.device_put(values, sharding)
+def _filled(leaf: Leaf, checkpoint: "_Checkpoint", factor: float, found: dict[str, Values] | None = None) -> Any:
+    """An array like that of a leaf, with the numbers of a checkpoint."""
+    dtype = np.dtype(plain(leaf.array).dtype)
+
+    def read(name: str) -> np.ndarray:
+        numbers = _dense(checkpoint.read(name, leaf.shape) if found is None else found[name])
+        numbers = numbers if factor == 1.0 else numbers / factor
+        require_fits(numbers, dtype, name)
+        return numbers
+
+    return leaf.filled(read)
+
+
+def _dense(values: Values) -> np.ndarray:
+    """`data * scale` in float32, or the values."""
+    return values.dequantized() if isinstance(values, ScaledMatrix) else values
+
+
+def _scaled(values: Values, site: Site) -> ScaledMatrix:
+    if isinstance(values, ScaledMatrix):
+        return values
+    raise ValueError(
+        f"{site.place} is in {values.dtype}, but in FP8 in other blocks or experts; import the checkpoint dequantized, "
+        "or into a model without stacks"
+    )
 
 
 def _field_of(layer: Any, kernel: Kernel) -> str:
@@ -173,57 +199,114 @@ def _with(layer: Any, changes: dict[str, Any]) -> Any:
     return rebuilt(type(layer), {name: getattr(layer, name) for name in names} | changes)
 
 
-def _frozen(
-    layer: Any, kernel: Kernel, parts: Parts, path: ModelPath, found: list[tuple[tuple[int, ...], ScaledMatrix]]
-) -> Any:
-    """The layer with FP8 data and scales instead of its weight."""
-    first = found[0][1]
-    if any((matrix.block, matrix.data.dtype) != (first.block, first.data.dtype) for _, matrix in found):
-        raise ValueError(f"the blocks of {path} have scales for blocks of different sizes; import it dequantized")
-    data = np.empty((*parts.leading, *first.data.shape), np.uint8)
-    scale = np.empty((*parts.leading, *first.scale.shape), np.uint32)
-    with_input = all(matrix.input_scale is not None for _, matrix in found)
-    inputs = np.empty(parts.leading, np.uint32) if with_input else None
-    for index, matrix in found:
-        data[index] = matrix.data.view(np.uint8)
-        scale[index] = np.ascontiguousarray(matrix.scale, np.float32).view(np.uint32)
-        if inputs is not None:
-            inputs[index] = np.float32(matrix.input_scale).view(np.uint32)
-    axes = _leading_axes(kernel, parts, path)
-
-    def named(array: np.ndarray, *last: str) -> Any:
-        if axes is None:
-            return parts.sharded_like(array, kernel.weight)
-        sizes = array.shape[array.ndim - len(last) :] if last else ()
-        all_axes = (*axes, *(hax.Axis(name, size) for name, size in zip(last, sizes, strict=True)))
-        template = hax.named(np.zeros([axis.size for axis in all_axes], bool), all_axes)
-        return jax.tree.unflatten(jax.tree.structure(template), [parts.sharded_like(array, kernel.weight)])
-
-    bits = FrozenKernel(
-        named(data, "fp8_out", "fp8_in"),
-        named(scale, "fp8_rows", "fp8_columns"),
-        None if inputs is None else named(inputs),
-        first.data.dtype,
-        first.block,
-    )
-    match layer:
-        case hnn.Linear():
-            fields: tuple[Any, ...] = (None, layer.bias, layer.In, layer.Out, layer.dot_general, layer._reparam_cls)
-            return FrozenLinear(*fields, kernel=bits)
-        case hnn.MoELinear():
-            fields = (None, layer.bias, layer.Experts, layer.In, layer.Out)
-            return FrozenMoELinear(*fields, use_gmm=layer.use_gmm, kernel=bits)
-        case eqx.nn.Linear():
-            return FrozenEquinoxLinear(layer, bits)
-    raise ValueError(
-        f"{path} is a {type(layer).__name__}, which has no frozen form; import it with weights='dequantized', "
-        "or leave it in high precision in the checkpoint"
-    )
+# --- What a model wants of a folder -----------------------------------------------------------------------------------
 
 
-def _leading_axes(kernel: Kernel, parts: Parts, path: ModelPath) -> tuple[hax.Axis, ...] | None:
-    """The named axes in front of the matrices; None for plain arrays."""
-    if not isinstance(kernel.weight, hax.NamedArray):
-        return None
-    stack = [axis for axis, block in zip(path.stack, parts.blocks, strict=True) if block is not None]
-    return (*stack, *(() if kernel.Experts is None else axes_of(kernel.Experts)))
+_HEAD, _EMBEDDING = "lm_head", "embed_tokens.weight"
+
+# What a model need not have: tables that follow from the configuration, and scales of caches.
+_DERIVED = ("rotary_emb.inv_freq", *(f".{name}" for name in CACHE_SCALES))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Checkpoint:
+    """The tensors of a folder by a model's names.
+
+    Args:
+        tensors: Those of the folder.
+        names: From the model's names to the checkpoint's.
+        outputs: Gives the first size of each tensor of the model, by the checkpoint's names.
+        is_tied: Whether the configuration says that the head is the embedding.
+        used: The names that were read.
+    """
+
+    tensors: dict[str, Tensor]
+    names: NameMap
+    outputs: Callable[[], dict[str, int]]
+    is_tied: bool
+    used: set[str]
+
+    def read(self, name: str, shape: tuple[int, ...]) -> Values:
+        """A tensor of the model: its values, or FP8 data and scales.
+
+        Args:
+            name: Its name in the model.
+            shape: Its shape there.
+
+        Raises:
+            ValueError: If there is none, or it has another shape.
+        """
+        wanted = self.names.to_checkpoint(name)
+        layer, _, field = wanted.rpartition(".")
+        parent, _, last = layer.rpartition(".")
+        if wanted in self.tensors:
+            values = self._take(wanted)
+        elif (whole := self._fused(parent, last, field)) is not None:
+            values = self._part(whole, parent, last, field)
+        elif last == _HEAD and field == "weight" and self.is_tied and self._embedding is not None:
+            values = self._take(self._embedding)
+        else:
+            near = nearest(wanted, list(self.tensors), 3)
+            raise ValueError(
+                f"the checkpoint has no {wanted}; the nearest are {', '.join(near) or 'none'}. If it has the tensor "
+                "under another name, map it with names=..."
+            )
+        _require_shape(wanted, values.shape, name, shape)
+        return values
+
+    def unused(self) -> list[str]:
+        """The checkpoint's tensors that nothing read."""
+        rest = [name for name in self.tensors if name not in self.used and not name.endswith(_DERIVED)]
+        tied, table = f"{_HEAD}.weight", self._embedding
+        if tied in rest and self.is_tied and table is not None and table in self.used:
+            if np.array_equal(_dense(self.tensors[tied].read()), _dense(self.tensors[table].read())):
+                rest.remove(tied)
+        return rest
+
+    @property
+    def _embedding(self) -> str | None:
+        return next((name for name in self.tensors if name.endswith(_EMBEDDING)), None)
+
+    def _take(self, name: str) -> Values:
+        self.used.add(name)
+        return self.tensors[name].read()
+
+    def _fused(self, parent: str, last: str, field: str) -> str | None:
+        """The layer that engines fuse this one into, if the checkpoint has it."""
+        whole = (f"{parent}.{fused}".removeprefix(".") for fused, parts in JOINED.items() if last in parts)
+        return next((layer for layer in whole if f"{layer}.{field}" in self.tensors), None)
+
+    def _part(self, whole: str, parent: str, last: str, field: str) -> Values:
+        parts = JOINED[whole.rpartition(".")[2]]
+        outputs = self.outputs()
+        sizes = [outputs.get(f"{parent}.{part}.weight".removeprefix(".")) for part in parts]
+        known = [size for size in sizes if size is not None]
+        if len(known) < len(sizes):
+            raise ValueError(f"{whole} holds {', '.join(parts)}, and the model lacks some of them; join its layers")
+        values = self._take(f"{whole}.{field}")
+        _require_shape(f"{whole}.{field}", values.shape[:1], f"{', '.join(parts)} of {parent}", (sum(known),))
+        start = sum(known[: parts.index(last)])
+        return _rows(values, start, start + known[parts.index(last)])
+
+
+def _rows(values: Values, start: int, stop: int) -> Values:
+    """Some of the outputs."""
+    if not isinstance(values, ScaledMatrix):
+        return values[start:stop]
+    (height, width), scale = values.block, values.scale
+    if start % height or (stop % height and stop != values.shape[0]):
+        # Blocks that lie across the edge: a scale for each row, the same numbers.
+        scale = np.repeat(scale, height, axis=0)[: values.shape[0]]
+        height = 1
+    part = scale[start // height : -(-stop // height)]
+    return dataclasses.replace(values, data=values.data[start:stop], scale=part, block=(height, width))
+
+
+def _require_shape(name: str, found: tuple[int, ...], ours: str, shape: tuple[int, ...]) -> None:
+    if tuple(found) != tuple(shape):
+        # Haliax's layers may have several axes; a checkpoint's vector is the same numbers.
+        hint = "; it is transposed" if tuple(found) == tuple(shape)[::-1] and len(shape) == 2 else ""
+        raise ValueError(
+            f"{name} has shape {tuple(found)}, and {ours} of the model {tuple(shape)}{hint}; "
+            f"{math.prod(found)} and {math.prod(shape)} numbers. Build the model with the sizes of config.json"
+        )

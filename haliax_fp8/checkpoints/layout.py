@@ -132,6 +132,7 @@ class Layout:
     def tensors(self, shape: tuple[int, int]) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
         """The tensors of a layer with a kernel of this shape: by the last part of their names, dtype and shape."""
         scale = EXPONENTS[0] if self.exponents else FLOATS[0]
+        found: dict[str, tuple[np.dtype, tuple[int, ...]]]
         found = {"weight": (E4M3, shape), self.scale_names[0]: (scale, self.scale_shapes(shape)[0])}
         of_input = () if self.method == "modelopt" else (1,)
         return found | ({INPUT_SCALES[0]: (FLOATS[0], of_input)} if self.is_static else {})

@@ -208,6 +208,43 @@ def test_names_are_those_of_state_dicts(plain):
     assert bytes_of(serving_tensors(plain, "BF16", dtype=None)) == bytes_of(expected)
 
 
+def test_a_head_that_is_the_embedding_is_written_once(plain, tmp_path):
+    """`eqx.nn.Shared`: the matrix once, and the configuration says so; into a model that shares it and one that does
+    not. A head that trains in FP8, and two layers that share, are written each."""
+    where, get = lambda model: model.head.weight, lambda model: model.embedding.weight
+    for sharing in ((where, get), (lambda model: where(model).array, lambda model: get(model).array)):
+        shared = eqx.nn.Shared(plain, *sharing)
+        for model in (shared, fp8_linear_layers(shared, exclude="head", recipe="current")):
+            out = tmp_path / f"{len(list(tmp_path.iterdir()))}"
+            report = export_model(model, out, names=names.LLAMA, config=hugging_face_config(plain))
+            tensors = read(out / "model.safetensors")
+            assert json.loads((out / "config.json").read_text())["tie_word_embeddings"] and report.quantized == 14
+            assert "lm_head.weight" not in tensors and report.ignore == ("model.embed_tokens", "lm_head")
+            assert bytes_of(tensors) == bytes_of(serving_tensors(model, names=names.LLAMA))
+            for into in (shared, plain):
+                back = import_model(out, eqx.filter_eval_shape(lambda into=into: into), names=names.LLAMA)
+                back = back() if into is shared else back
+                np.testing.assert_array_equal(back.head.weight.array, back.embedding.weight.array)
+    in_fp8 = fp8_linear_layers(eqx.nn.Shared(plain, where, get), recipe="current", targets=["head", "*.mlp.*"])
+    in_fp8 = dict(serving_tensors(in_fp8, names=names.LLAMA, exclude=[]))
+    assert in_fp8["lm_head.weight"].dtype == FP8 and in_fp8["model.embed_tokens.weight"].dtype == BF16
+    keys = jax.random.split(jax.random.key(0))
+    layers = [eqx.nn.Linear(8, 8, use_bias=False, key=key) for key in keys]
+    shared = eqx.nn.Shared(layers, lambda m: m[1].weight, lambda m: m[0].weight)
+    twice = dict(serving_tensors(shared, "BF16"))
+    assert list(twice) == ["0.weight", "1.weight"] and twice["0.weight"].tobytes() == twice["1.weight"].tobytes()
+    export_model(shared, tmp_path / "twice", "W8A16", dtype=None)
+    back = import_model(tmp_path / "twice", shared)()
+    np.testing.assert_array_equal(back[0].weight, back[1].weight)
+    with pytest.raises(
+        ValueError, match=r"1\.weight is that of another layer by eqx\.nn\.Shared, .* in both places, model\("
+    ):
+        import_model(tmp_path / "twice", shared, weights="frozen")
+    export_model(layers, tmp_path / "apart", "BF16", dtype=None)
+    with pytest.raises(ValueError, match=r"no array for 1\.weight"):
+        import_model(tmp_path / "apart", shared)
+
+
 @pytest.mark.more
 def test_experts_and_routers(tmp_path):
     """Each expert by itself; the router stays; BlockSeq and Stacked are the same checkpoint; and back."""

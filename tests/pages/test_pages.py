@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from haliax_fp8 import DelayedScaling
-from haliax_fp8.checkpoints.engines import engines
+from haliax_fp8.checkpoints.explain import engines
 from haliax_fp8.recipes import named
 
 
@@ -249,9 +249,9 @@ def test_sliders_change_the_picture(opened):
 def test_filters_of_the_table_of_engines(opened):
     page = opened("checkpoint-folders.html")
     shown = lambda: page.evaluate(CELLS, ".fp8-filtered")
-    assert len(shown()) == sum(len(engine.layouts) for engine in engines)
+    assert len(shown()) == sum(len(engine.layouts.split()) for engine in engines)
     page.select_option(".fp8-filtered select >> nth=0", "MXFP8")
-    expected = sorted(engine.engine for engine in engines if "MXFP8" in engine.layouts)
+    expected = sorted(engine.engine for engine in engines if "MXFP8" in engine.layouts.split())
     assert sorted(row[1] for row in shown()) == expected
     page.fill(".fp8-filtered input", "blackwell")
     assert [row[2] for row in shown()] == ["NVIDIA Blackwell"]

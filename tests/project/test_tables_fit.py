@@ -29,9 +29,8 @@ from haliax_fp8.checkpoints import (
     Fault,
     LoadReport,
 )
-from haliax_fp8.checkpoints.engines import engines_for
-from haliax_fp8.checkpoints.layouts import named as layouts
-from haliax_fp8.checkpoints.layouts.quantization import quantization_of
+from haliax_fp8.checkpoints.explain import Held, engines
+from haliax_fp8.checkpoints.layout import layout_of, named as layouts
 from haliax_fp8.preflight import PreflightReport, compilable_devices, inspect_step
 from haliax_fp8.preflight.verdict.product import Product, Verdict
 from haliax_fp8.recipes import supported
@@ -137,10 +136,11 @@ def exported():
 
 
 def explained():
-    found = quantization_of({"quantization_config": layouts["FP8_BLOCK"].config_files([])[0]["quantization_config"]})
-    engine = dataclasses.replace(engines_for("FP8_DYNAMIC")[0], detail="aKernelWithAVeryLongNameOfItsOwnThatIsFolded")
-    sizes = 12_345, 123_456_789_012, 24_690, 1_234_567, 12, 12_345_678_901, 234_567_890_123
-    return Explanation(FOLDER, found, *sizes, (engine,))
+    found = layout_of(layouts["FP8_BLOCK"].config_files([])[0])
+    engine = engines[0]._replace(verdict="aKernelWithAVeryLongNameOfItsOwnThatIsFolded")
+    kinds = ("weights in FP8", "scales", "in high precision", "of unknown types")
+    held = dict.fromkeys(kinds, Held(24_690, 234_567_890_123))
+    return Explanation(FOLDER, found, held, (engine,))
 
 
 def converted():

@@ -26,13 +26,14 @@ class Leaf(NamedTuple):
     state: OpState | None = None
 
 
-def _is_whole(node: Any) -> bool:
+def is_whole(node: Any) -> bool:
+    """Whether a leaf is made of it as it is, whatever is in it."""
     return isinstance(node, OpState | hax.NamedArray)
 
 
 def leaves_of(tree: Any) -> Iterator[Leaf]:
     """Every leaf, in the order of the tree; the table of an op's state once, with the state."""
-    for path, node in jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_whole)[0]:
+    for path, node in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_whole)[0]:
         name = path_string(path)
         if isinstance(node, OpState):
             # An op without a table, as in the moments of an optimizer that trains part of a model, has no state.
@@ -45,7 +46,7 @@ def leaves_of(tree: Any) -> Iterator[Leaf]:
 
 def with_leaves(tree: Any, values: list[Any]) -> Any:
     """The tree with other values in the order of `leaves_of`."""
-    nodes, structure = jax.tree.flatten(tree, is_leaf=_is_whole)
+    nodes, structure = jax.tree.flatten(tree, is_leaf=is_whole)
 
     def replaced(node: Any, value: Any) -> Any:
         if value is None:

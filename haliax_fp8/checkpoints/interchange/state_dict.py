@@ -1,16 +1,14 @@
 """Haliax's state dicts: their keys as the names of a model's leaves."""
 
-import re
 from collections.abc import Iterator
 from typing import Any
 
-import haliax.nn as hnn
 import jax
 import numpy as np
 
-from ...layers.patterns import path_string
+from ..model import Places
 from .checkpoint import Entries, HostArrays
-from .names import described, is_saved, leaves_of
+from .names import described, is_saved, is_whole, leaves_of
 
 
 def with_names_of(model: Any, checkpoint: HostArrays) -> HostArrays:
@@ -76,47 +74,31 @@ class _Stack(tuple[str, ...]):
 
 def _renamed(model: Any, entries: Entries) -> list[tuple[str, tuple[str, ...]]]:
     """Names with the keys of their parts; a name that two keys belong to occurs twice."""
-    prefixes = sorted(_prefixes(model), key=lambda prefix: -len(prefix[0]))
-    patterns = [(re.compile(pattern), name) for pattern, name in prefixes]
-    plain: list[tuple[str, tuple[str, ...]]] = []
+    templates = dict(_templates(model))
+    found: list[tuple[str, tuple[str, ...]]] = []
     stacks: dict[str, dict[int, str]] = {}
     for key in entries:
-        found = ((pattern.match(key), name) for pattern, name in patterns)
-        match, name = next((pair for pair in found if pair[0] is not None), (None, ""))
-        name = key if match is None else name + key[match.end() :]
-        if match is None or not match.groups():
-            plain.append((name, (key,)))
+        parts = tuple(key.split("."))
+        numbers = [i for i, part in enumerate(parts) if part.isdecimal() and str(int(part)) == part]
+        of_stack = [(i, templates.get((*parts[:i], None, *parts[i + 1 :]))) for i in numbers]
+        i, name = next((pair for pair in of_stack if pair[1] is not None), (None, None))
+        if i is None or name is None or parts in templates:
+            found.append((templates.get(parts, key), (key,)))
         else:
-            stacks.setdefault(name, {})[int(match.group(1))] = key
-    whole = [(name, _Stack(parts[i] for i in range(len(parts)))) for name, parts in stacks.items() if _is_full(parts)]
-    partial = [(key, (key,)) for parts in stacks.values() if not _is_full(parts) for key in parts.values()]
-    return plain + partial + whole
+            stacks.setdefault(name, {})[int(parts[i])] = key
+    for name, keys in stacks.items():
+        is_full = sorted(keys) == list(range(len(keys)))
+        found += [(name, _Stack(keys[i] for i in range(len(keys))))] if is_full else [(k, (k,)) for k in keys.values()]
+    return found
 
 
-def _is_full(parts: dict[int, str]) -> bool:
-    return sorted(parts) == list(range(len(parts)))
-
-
-def _prefixes(node: Any, pattern: str = "", name: str = "") -> Iterator[tuple[str, str]]:
-    """The prefixes of keys beneath a node, as patterns, and of the names that they stand for, where they differ.
-
-    The pattern has a group for the index of a layer in a stack. Each has a dot at its end if it is not empty.
-    """
-    has_map = getattr(node, "_state_dict_key_map", None)
-    renames: Any = has_map() if callable(has_map) and not isinstance(node, type) else {}
-    for path, child in _children(node):
-        field = path_string(path)
-        part = renames.get(field, field)
-        inner = pattern if part is None else rf"{pattern}{re.escape(part)}\."
-        # A stack in a stack keeps its keys: nothing in Haliax says how both indices are written.
-        if isinstance(node, hnn.Stacked) and field == "stacked" and "(" not in pattern:
-            inner = rf"{inner}(0|[1-9][0-9]*)\."
-        if inner != rf"{pattern}{re.escape(field)}\.":
-            yield inner, f"{name}{field}."
-        yield from _prefixes(child, inner, f"{name}{field}.")
-
-
-def _children(node: Any) -> list[tuple[Any, Any]]:
-    """The nodes directly beneath one."""
-    flat = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)[0]
-    return [] if len(flat) == 1 and flat[0][1] is node else flat
+def _templates(model: Any) -> Iterator[tuple[tuple[str | None, ...], str]]:
+    """The components of each leaf's key, None for the number of a block, and the leaf's name."""
+    places, flat = Places(model), jax.tree_util.tree_flatten_with_path(model, is_leaf=is_whole)[0]
+    for (path, _), leaf in zip(flat, leaves_of(model), strict=True):
+        parts: list[str | None] = []
+        for part in places[path].parts:
+            # A stack in a stack keeps its keys: nothing in Haliax says how both indices are written.
+            if part is not None or None not in parts:
+                parts += [None] if part is None else part.split(".")
+        yield (*parts, *(() if leaf.state is None else ("table",))), leaf.name

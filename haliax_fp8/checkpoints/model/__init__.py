@@ -1,1 +1,0 @@
-"""Models, as checkpoints see them: a list of named matrices and vectors."""
