@@ -27,7 +27,6 @@ from ._product.primitive import fp8_dot_general
 from ._product.quantize_kernel import quantize_kernel
 from ._product.spec import ProductSpec
 from ._state.op_state import OpState
-from ._state.records import OpRecord, as_in_model, form_of
 from ._state.require import leading_axes, require_state, require_stored_scales
 from ._unconverted import LeftOut
 from .recipes.catalog import RecipeLike, as_recipe
@@ -82,7 +81,7 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
         Array([0.5, 0. , 0. , 0. ], dtype=float32)
     """
 
-    state: OpState | OpRecord | None
+    state: OpState | None
     key: hax.NamedArray | None
     recipe: Recipe = eqx.field(static=True)
     compute_dtype: np.dtype | None = eqx.field(static=True)
@@ -217,11 +216,12 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
             gathered: How the copies are divided over the mesh; None leaves that to XLA.
         """
         spec = dataclasses.replace(_spec(self, contraction, kernel, kernel, None, None), ensemble=leading)
-        return quantize_kernel(kernel, as_in_model(self.state), spec, gathered)
+        scale_dtype = dtype_of_scales(None if self.state is None else self.state.table.array, self.recipe)
+        return quantize_kernel(kernel, _record_of(self), spec, gathered, scale_dtype)
 
     def with_recipe(self, recipe: Recipe) -> "Fp8DotGeneral":
         """This op with a recipe whose state begins as its own does, such as `recipe.observed` or `recipe.measured`."""
-        if isinstance(self.state, OpRecord):
+        if self.state is not None and self.state.is_record:
             raise ValueError("an op's recipe was changed inside a differentiated function; change it before that")
         state = OpState.init(recipe, self.stack) if self.state is None else self.state.with_recipe(recipe)
         return dataclasses.replace(self, recipe=recipe, state=state)
@@ -247,7 +247,7 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
     def amax_history(self, operand: str) -> Array:
         """The amaxes of an operand's past steps, `[*stack, history]`; not known inside a differentiated function."""
         row, state = self._row_of(operand)
-        if isinstance(state, OpRecord):
+        if state.is_record:
             raise ValueError(
                 "amax_history was read inside a function that filter_grad differentiates, where only the scales exist; "
                 "read it from the model outside"
@@ -256,7 +256,7 @@ class Fp8DotGeneral(ModuleWithStateDictSerialization):
         length = scaling.amax_history_length if isinstance(scaling, DelayedScaling) else 0
         return state.array[..., row, 1 : 1 + length]
 
-    def _row_of(self, operand: str) -> tuple[int, OpState | OpRecord]:
+    def _row_of(self, operand: str) -> tuple[int, OpState]:
         if operand not in OPERAND_NAMES:
             raise ValueError(f"operand={operand!r} is not one of {OPERAND_NAMES}")
         if self.state is None:
@@ -290,17 +290,20 @@ def _multiply(
     spec: ProductSpec,
     out: NamedSharding | None = None,
 ) -> Array:
-    (input, kernel), state, kernel_copies = both, op.state, op.kernel_copies
+    (input, kernel), record, kernel_copies = both, _record_of(op), op.kernel_copies
     key = check_key(op.key.array) if op.has_key and op.key is not None and spec.recipe.needs_key else None
-    state = None if state is None else state.array
     if kernel_copies is None:
-        return fp8_dot_general(input, kernel, state, spec, extras, key, out_sharding=out)
+        return fp8_dot_general(input, kernel, record, spec, extras, key, out_sharding=out)
     copies = jax.tree.map(lambda x: x.array, kernel_copies, is_leaf=lambda x: isinstance(x, hax.NamedArray))
     dtype = np.dtype(kernel.dtype) if spec.compute_dtype is None else spec.compute_dtype
-    held = dtype_of_scales(as_in_model(op.state), op.recipe)
+    held = dtype_of_scales(None if op.state is None else op.state.table.array, op.recipe)
     require_fit(copies, kernel.shape, dtype, spec.contraction, exact_scales=spec.exact_scales, scale_dtype=held)
     spec = dataclasses.replace(spec, copies=jax.tree.structure(copies), kernel_residual=KernelResidual.KEEP)
-    return fp8_dot_general(input, kernel, state, spec, extras, key, copies, out)
+    return fp8_dot_general(input, kernel, record, spec, extras, key, copies, out)
+
+
+def _record_of(op: Fp8DotGeneral) -> Array | None:
+    return None if op.state is None else op.state.record
 
 
 def _spec(
@@ -323,7 +326,8 @@ def _spec(
         compute_dtype=compute_dtype,
         out_dtype=out_dtype,
         precision=precision_of(precision),
-        state=None if state is None else form_of(state, stacked=stacked),
+        stacked=stacked,
+        index_among_sharers=None if state is None else state.index_among_sharers,
         ensemble=int(contraction.state_per_group),
         kernel_residual=op.kernel_residual.decided(measures_again=recipe.measures_kernel_again, stacked=stacked),
     )

@@ -36,12 +36,8 @@ class max_grad(dtypes.prng_key):
     """
 
 
-class record(dtypes.prng_key, np.number):
-    """The abstract type of `fp32_record`: also a number, as JAX requires for sums over an axis."""
-
-
-class inexact_record(dtypes.extended, np.inexact):
-    """The abstract type of `fp32_inexact_record`: `eqx.is_inexact_array` holds for it, so indexing accepts it."""
+class max_grad_beside_keys(dtypes.extended):
+    """The same under `jax_debug_key_reuse`, which takes every subtype of random keys for a key that is used up."""
 
 
 class _MaxGradRules:
@@ -68,7 +64,7 @@ class _MaxGradRules:
 
     @staticmethod
     def zero(dtype: "_MaxGradDType") -> Array:
-        return _cast(lax.full((), dtype.identity, dtype.float_dtype), dtype)
+        return _cast(lax.full((), -np.inf, dtype.float_dtype), dtype)
 
     @staticmethod
     def full(shape, fill_value, dtype: "_MaxGradDType") -> Array:
@@ -76,7 +72,7 @@ class _MaxGradRules:
             fill_value = to_float32(fill_value)
         elif type(fill_value) is int and fill_value == 0:
             # Automatic differentiation asks for the additive zero this way, for elements that an index leaves out.
-            fill_value = dtype.identity
+            fill_value = -np.inf
         return _cast(lax.full(shape, fill_value, dtype.float_dtype), dtype)
 
     @staticmethod
@@ -93,14 +89,12 @@ class _MaxGradDType(dtypes.ExtendedDType):
     Args:
         float_dtype: The type that an element is stored in.
         scalar: The abstract type.
-        identity: The value that stands for the absence of a cotangent.
         manual_axes: The mesh axes of the `shard_map` in which the state was cast.
         knows_its_axes: Whether these are known. After a cast by `astype` they are not: its type is the same everywhere.
     """
 
     float_dtype: np.dtype
     scalar: type = max_grad
-    identity: float = -np.inf
     manual_axes: tuple[str, ...] = ()
     knows_its_axes: bool = False
     _rules: ClassVar = _MaxGradRules
@@ -114,18 +108,8 @@ class _MaxGradDType(dtypes.ExtendedDType):
     def type(self):
         return self.scalar
 
-    @property
-    def dtype(self) -> np.dtype:
-        """Maps this type to a NumPy type: JAX asks NumPy for a sum's initial zero."""
-        if issubclass(self.scalar, np.number):
-            return self.float_dtype
-        raise AttributeError("dtype")
-
     # A data class's `__eq__` would leave it to NumPy to decide whether this is float32.
     def __eq__(self, other: object) -> bool:
-        if other is None:
-            # The last step of a sum converts to None, JAX's word for the unchanged type.
-            return issubclass(self.scalar, np.number)
         return isinstance(other, _MaxGradDType) and self._key == other._key
 
     # There are only a few of these types, and JAX hashes them dozens of times for each array: one hash serves all.
@@ -134,7 +118,7 @@ class _MaxGradDType(dtypes.ExtendedDType):
     @functools.cached_property
     def _key(self) -> tuple[Any, ...]:
         # Without `knows_its_axes`: outside of `shard_map`, state has one type, whoever cast it.
-        return self.float_dtype, self.scalar, self.identity, self.manual_axes
+        return self.float_dtype, self.scalar, self.manual_axes
 
     @property
     def name(self) -> str:
@@ -155,14 +139,6 @@ Take gradients under `jax.jit`: outside it, JAX cannot add cotangents of an elem
 """
 
 
-fp32_record = _MaxGradDType(np.dtype(np.float32), record, 0.0)
-"""The same for records, which `_state/members.py` prepares to be summed over an axis; so its identity has to be 0."""
-
-
-fp32_inexact_record = _MaxGradDType(np.dtype(np.float32), inexact_record, 0.0)
-"""The same for functions of Equinox that give only inexact arrays a tangent, such as `eqx.filter_custom_jvp`."""
-
-
 def is_missing_adder(error: Exception) -> bool:
     """Whether a gradient failed because it was taken outside `jit`.
 
@@ -172,32 +148,28 @@ def is_missing_adder(error: Exception) -> bool:
 
 
 def is_max_grad(x: object) -> bool:
-    """Whether an array's element type is `fp32_max_grad` or a record's."""
+    """Whether an array's element type is `fp32_max_grad`."""
     return isinstance(getattr(x, "dtype", None), _MaxGradDType)
 
 
 def to_max_grad(x: Array) -> Array:
-    """Casts float32 to `fp32_max_grad`; returns `fp32_max_grad` and records unchanged."""
+    """Casts float32 to `fp32_max_grad`; returns `fp32_max_grad` unchanged."""
     return x if is_max_grad(x) else _cast(x, _made_here(fp32_max_grad))
-
-
-def to_record(x: Array, *, inexact: bool) -> Array:
-    """Casts float32 to `fp32_record` or `fp32_inexact_record`."""
-    return _cast(x, _made_here(fp32_inexact_record if inexact else fp32_record))
 
 
 def _made_here(dtype: _MaxGradDType) -> _MaxGradDType:
     """The type for a cast made here, which remembers the `shard_map` that it is in."""
-    return _made_in(dtype, tuple(jax.sharding.get_abstract_mesh().manual_axes))
+    scalar = max_grad_beside_keys if jax.config.jax_debug_key_reuse else dtype.scalar
+    return _made_in(dtype, scalar, tuple(jax.sharding.get_abstract_mesh().manual_axes))
 
 
 @functools.cache
-def _made_in(dtype: _MaxGradDType, manual_axes: tuple[str, ...]) -> _MaxGradDType:
-    return dataclasses.replace(dtype, manual_axes=manual_axes, knows_its_axes=True)
+def _made_in(dtype: _MaxGradDType, scalar: type, manual_axes: tuple[str, ...]) -> _MaxGradDType:
+    return dataclasses.replace(dtype, scalar=scalar, manual_axes=manual_axes, knows_its_axes=True)
 
 
 def to_dtype_of(x: Array, like: Any) -> Array:
-    """Casts float32 to the element type of `like` if that is `fp32_max_grad` or a record's, and else to float32."""
+    """Casts float32 to the element type of `like` if that is `fp32_max_grad`, and else to float32."""
     return _cast(x, like.dtype) if is_max_grad(like) else to_float32(x)
 
 
@@ -213,14 +185,23 @@ def to_float32(x: Array) -> Array:
     return lax.convert_element_type(x, jnp.float32)
 
 
-class StateNotDifferentiated(TypeError):
+class StateNotDifferentiated(ValueError):
     """A layer was differentiated without its state, because JAX or Equinox treated the state like integers."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "an FP8 layer was differentiated and its state was not, which would lose its amaxes: a function with a "
+            "custom derivative of Equinox calls the layer, and takes state for a constant. Such are "
+            "eqx.filter_custom_jvp and filter_custom_vjp, solvers of Optimistix, and all adjoints of Diffrax but "
+            "diffrax.DirectAdjoint(), which is exact. Use that, or take the gradient with eqx.filter_grad, where state "
+            "is float32 like any parameter"
+        )
 
 
 def require_differentiated_state(state: Any, is_linear: bool) -> None:
     """Raises if a kernel has a tangent but its state has none, although a gradient of both is taken."""
-    if not is_linear and is_max_grad(state) and state.dtype.scalar is not inexact_record:
-        raise StateNotDifferentiated(f"state of type {fp32_max_grad.name} has no tangent, and its layer has one")
+    if not is_linear and is_max_grad(state):
+        raise StateNotDifferentiated
 
 
 def require_transposed_state(state: Any, others: Sequence[Any]) -> None:

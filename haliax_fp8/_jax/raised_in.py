@@ -1,7 +1,7 @@
-"""Where an error was raised: by an assertion of the user, or in which loop or solver of Equinox or Diffrax.
+"""Where an error was raised: by an assertion of the user, or in a loop or a custom derivative of Equinox.
 
-Equinox and Diffrax differentiate loops by rules of their own and raise whatever JAX raises there. Only private names of
-theirs, in an error's traceback, tell which rule it was.
+Equinox differentiates loops by rules of its own and raises whatever JAX raises there. Only private names of its, in an
+error's traceback, tell which rule it was.
 """
 
 import dis
@@ -30,16 +30,15 @@ def in_checkpointed_loop(error: Exception) -> bool:
     return _was_running(error, "equinox.internal._loop.checkpointed")
 
 
-def in_backsolve(error: Exception) -> bool:
-    """Whether `diffrax.BacksolveAdjoint` was solving for the gradient."""
-    return _was_running(error, "diffrax._adjoint", "_loop_backsolve_bwd")
+def in_custom_derivative(error: Exception) -> bool:
+    """Whether Equinox's custom derivatives asserted, without a message, that what they take for a constant is one."""
+    return isinstance(error, AssertionError) and not error.args and not by_users_assertion(error)
 
 
-def _was_running(error: Exception, module: str, function: str | None = None) -> bool:
+def _was_running(error: Exception, module: str) -> bool:
     """Whether a function of a module or its submodules was running when the error was raised."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    inside = lambda frame: f"{_name_of(frame)}.".startswith(f"{module}.")
-    return any(inside(frame) and function in (None, frame.f_code.co_name) for frame in frames)
+    return any(f"{_name_of(frame)}.".startswith(f"{module}.") for frame in frames)
 
 
 def _name_of(frame: FrameType) -> str:

@@ -44,19 +44,18 @@ def with_mapped_axis(
         size: Its size.
         spec: What is static about the product of one example.
     """
-    if _state_is_mapped(args, axes) or not (_is_mapped(axes, 0) or _is_mapped(axes, 1) or axes.extras):
+    if _has_members(args, axes) or not (_is_mapped(axes, 0) or _is_mapped(axes, 1) or axes.extras):
         return _as_members(args, axes, size), dataclasses.replace(spec, ensemble=spec.ensemble + 1), 0
     return _folded(args, axes, size, spec)
 
 
-def _state_is_mapped(args: TangentArguments, axes: TangentArguments) -> bool:
-    of_state, residuals = [axis for axis in axes.tangents[2:] if axis is not None], axes.residuals
-    if of_state or residuals.state is not None or residuals.key is not None:
+def _has_members(args: TangentArguments, axes: TangentArguments) -> bool:
+    """Whether examples have scales or keys of their own."""
+    if axes.residuals.key is not None or any(axis is not None for axis in axes.tangents[2:]):
         return True
-    # Scales may be within what was measured, which is mapped in any case. Their tangent is, if they are; without it
+    # The scales lie with what was measured, which is mapped in any case. Their tangent is, if they are; without it
     # nobody knows, and members that share what they need not are right as well.
-    within = args.residuals.state is None and residuals.measured is not None
-    return within and args.tangents[2] is None
+    return axes.residuals.record is not None and args.tangents[2] is None
 
 
 def _is_mapped(axes: TangentArguments, index: int) -> bool:
@@ -111,10 +110,11 @@ def _folded(
         to_front(t, axis, size, position) if t is not None and wanted else t
         for t, axis, wanted in zip(args.tangents[:2], axes.tangents[:2], has_axis, strict=True)
     ]
-    measured, axis = args.residuals.measured, axes.residuals.measured
-    if measured is not None and isinstance(axis, int):
-        measured = lax.reduce_max(measured, (axis,))
-    residuals = args.residuals._replace(input=saved[0], kernel=saved[1], measured=measured)
+    record, axis = args.residuals.record, axes.residuals.record
+    if record is not None and isinstance(axis, int):
+        # The scales are the same in all examples.
+        record = lax.reduce_max(record, (axis,))
+    residuals = args.residuals._replace(input=saved[0], kernel=saved[1], record=record)
     folded = TangentArguments([*tangents, *args.tangents[2:]], residuals, tuple(moved[2:]))
     return folded, dataclasses.replace(spec, contraction=contraction), out_axis + spec.ensemble
 

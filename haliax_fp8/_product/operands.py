@@ -14,7 +14,7 @@ from .._jax.opaque import opaque
 from .._jax.several_devices import divided_as_made
 from .._jax.xla import computed_together
 from .._numerics.quantized_array import QuantizedArray
-from .._state.form import AbstractStateForm
+from .._state.record import operand_scales
 from .._state.table import numbers_of
 from ..recipes.recipe import OPERAND_NAMES, OPERANDS, OperandName, ProductName
 from ..recipes.scaling import MeasuredMemory, OperandUse, of_all_elements
@@ -55,19 +55,20 @@ class Scales(NamedTuple):
         return self.pairs[product]
 
 
-def scales_of(state: Array | None, spec: ProductSpec) -> Scales | None:
-    """The scale of each operand as products take it, from what is stored; None if nothing is."""
-    if state is None or spec.state is None:
+def scales_of(record: Array | None, spec: ProductSpec) -> Scales | None:
+    """The scale of each operand as products take it; None if nothing is stored."""
+    if record is None:
         return None
-    return _scales_of(state, form=spec.state.alike, limits=spec.recipe.limits, exact=spec.exact_scales)
+    is_shared = spec.index_among_sharers is not None
+    return _scales_of(record, stacked=spec.stacked, is_shared=is_shared, exact=spec.exact_scales)
 
 
 # Opaque, so that ops of all shapes share one trace.
 @opaque
-def _scales_of(state: Array, *, form: AbstractStateForm, limits: tuple[float, ...], exact: bool) -> Scales:
-    input_scale, kernel_scale, grad_scale = form.scales(state, limits, exact=exact)
+def _scales_of(record: Array, *, stacked: bool, is_shared: bool, exact: bool) -> Scales:
+    input_scale, kernel_scale, grad_scale = operand_scales(record, exact=exact)
     pairs: dict[ProductName, Array] | None = None
-    if form.stacked and not input_scale.ndim:
+    if stacked and not input_scale.ndim:
         # A scan slices them out of its stack, in a launch for each number that is wanted, unless they are wanted
         # together.
         fprop, dgrad, wgrad = (
@@ -75,7 +76,7 @@ def _scales_of(state: Array, *, form: AbstractStateForm, limits: tuple[float, ..
             lax.mul(kernel_scale, grad_scale),
             lax.mul(input_scale, grad_scale),
         )
-        if form.index_among_sharers is None:
+        if not is_shared:
             input_scale, kernel_scale, grad_scale, dgrad, wgrad, fprop = computed_together(
                 (input_scale, kernel_scale, grad_scale, dgrad, wgrad, fprop)
             )
@@ -217,7 +218,7 @@ def measured_parts(
     operand: OperandName,
     extras: tuple[Array, ...],
     spec: ProductSpec,
-    state: Array,
+    record: Array,
 ) -> Float[Array, "*ensemble numbers parts"]:
     """What the state records of parts of an operand, padded with zeros to the largest record.
 
@@ -227,22 +228,22 @@ def measured_parts(
         operand: Which it is.
         extras: What else the contraction takes.
         spec: What is static about the product.
-        state: The state. Inside `shard_map` each device measures its own part.
+        record: The scales. Inside `shard_map` each device measures its own part.
     """
     memory, count = getattr(spec.recipe, operand).scaling.memory, numbers_of(spec.recipe.scalings)
     if memory is None or not memory.numbers:
-        return jnp.zeros((*state.shape[: spec.ensemble], count, 1), x.dtype)
+        return jnp.zeros((*record.shape[: spec.ensemble], count, 1), x.dtype)
     state_per_group = spec.contraction.state_per_group
     used = _used(x, operand, extras, spec) if spec.contraction.groups else None
     if isinstance(memory, MeasuredMemory):
-        members = Members(spec.ensemble, axes_to_reduce((x,), varying_axes(state)))
+        members = Members(spec.ensemble, axes_to_reduce((x,), varying_axes(record)))
         active = None if used is None else share_of_active(extras[0], members)
         if used is not None:
             x, data = (jnp.where(used, values, np.asarray(0.0, values.dtype)) for values in (x, quantized.data))
             quantized = dataclasses.replace(quantized, data=data)
         if state_per_group and operand != "kernel":
             members = members.of_groups(extras[0], x.shape[spec.ensemble - 1])
-        if state_per_group and (scales := scales_of(state, spec)) is not None:
+        if state_per_group and (scales := scales_of(record, spec)) is not None:
             # The product applies them, so the quantized operand does not have them.
             scale = scales.operands[operand]
             scale = scale if operand == "kernel" else of_each_row(scale, extras[0], x.shape[spec.ensemble - 1])

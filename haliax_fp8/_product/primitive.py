@@ -6,13 +6,13 @@ program as the batched call. A `custom_vjp` is differentiated example by example
 gradient becomes a batch of outer products. `vmap(grad(f))`, where differentiation comes first, still gives per-example
 gradients; and forward mode works, which `custom_vjp` refuses.
 
-    fp8_dot(input, kernel, *state, *key)               quantize, multiply, rescale
+    fp8_dot(input, kernel, *record, *key)              quantize, multiply, rescale
       jvp       -> fp8_dot_tangent(tangents..., residuals...)      linear in the tangents
-      transpose -> quantize the output's gradient; dgrad, wgrad; the new state as the state's cotangent
+      transpose -> quantize the output's gradient; dgrad, wgrad; amaxes as the record's cotangent
 
 Residuals are the quantized operands, once each (of a kernel often nothing, see `_product/kernel_residual.py`), and a
-few numbers. State enters as one array (none for a stateless recipe) and leaves as its cotangent: a whole table, already
-updated; or scales, whose cotangent is what was measured (`OpRecord`). See `_jax/max_grad.py` for several uses.
+few numbers. State enters as one array of scales (none for a stateless recipe), and its cotangent is what was measured:
+see `_state/record.py`, and `_jax/max_grad.py` for several uses.
 """
 
 import dataclasses
@@ -43,7 +43,7 @@ from .three_products import backward, forward, fprop_alone, tangent
 def fp8_dot_general(
     input: Float[Array, "..."],
     kernel: Float[Array, "..."],
-    state: Array | None,
+    record: Array | None,
     spec: ProductSpec,
     extras: tuple[Array, ...] = (),
     key: UInt32[Array, "*ensemble 2"] | None = None,
@@ -57,7 +57,7 @@ def fp8_dot_general(
     Args:
         input: The layer's input.
         kernel: Its weight.
-        state: Scales and histories in float32 or `fp32_max_grad`; None for a stateless recipe.
+        record: The op's scales in float32 or `fp32_max_grad`; None for a stateless recipe.
         spec: What is static.
         extras: What else the contraction needs, such as the group sizes of a ragged one.
         key: The words of the key for stochastic rounding; without one, rounding stochastically raises.
@@ -67,7 +67,7 @@ def fp8_dot_general(
     Returns:
         The product in `spec.out_dtype`.
     """
-    of_op = jax.tree.leaves((state, key, copies))
+    of_op = jax.tree.leaves((record, key, copies))
 
     def multiply(input: Array, kernel: Array, *others: Array) -> Array:
         # The transpose of the mark sums gradients over devices.

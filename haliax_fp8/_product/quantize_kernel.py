@@ -5,6 +5,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
@@ -16,13 +17,17 @@ from .._jax.xla import transposed_once
 from .._numerics.quantized_array import QuantizedArray
 from .._state.table import numbers_of
 from ..recipes.recipe import USES, ProductName
-from .kernel_copies import Bits, KernelCopies, KernelCopy, dtype_of_scales
+from .kernel_copies import Bits, KernelCopies, KernelCopy
 from .operands import measured_parts, quantize_operand, round_to, scales_of
 from .spec import ProductSpec
 
 
 def quantize_kernel(
-    kernel: Float[Array, "..."], state: Array | None, spec: ProductSpec, gathered: PartitionSpec | None = None
+    kernel: Float[Array, "..."],
+    record: Array | None,
+    spec: ProductSpec,
+    gathered: PartitionSpec | None = None,
+    scale_dtype: np.dtype | None = None,
 ) -> KernelCopies[Array] | None:
     """The copies of a kernel for all products with it; None if none are quantized, or some are rounded at random.
 
@@ -30,25 +35,25 @@ def quantize_kernel(
 
     Args:
         kernel: The kernel; the axes of members come first.
-        state: The state of its op; None for a stateless recipe.
+        record: The scales of its op; None for a stateless recipe.
         spec: What is static about its products; the contraction of the kernel's axes alone has to be right.
         gathered: How the copies are divided over the mesh, by the kernel's axes; None leaves that to XLA.
+        scale_dtype: The dtype of the state that the scales come from, see `dtype_of_scales`.
     """
     uses = [spec.recipe.quantization["kernel", product] for product in USES["kernel"]]
     if any(use.rounding.needs_key for use in uses) or not any(use.scaling.quantizes for use in uses):
         return None
-    scale_dtype = dtype_of_scales(state, spec.recipe)
-    state = None if state is None else lax.stop_gradient(to_float32(state))
-    copies = _copies(lax.stop_gradient(kernel), state, spec=spec, gathered=gathered)
+    record = None if record is None else lax.stop_gradient(to_float32(record))
+    copies = _copies(lax.stop_gradient(kernel), record, spec=spec, gathered=gathered)
     return dataclasses.replace(copies, scale_dtype=scale_dtype)
 
 
 @functools.partial(jax.jit, static_argnames=("spec", "gathered"))
 def _copies(
-    kernel: Array, state: Array | None, *, spec: ProductSpec, gathered: PartitionSpec | None
+    kernel: Array, record: Array | None, *, spec: ProductSpec, gathered: PartitionSpec | None
 ) -> KernelCopies[Array]:
     kernel = round_to(kernel, spec.compute_dtype)
-    scales, found, copies = scales_of(state, spec), {}, []
+    scales, found, copies = scales_of(record, spec), {}, []
     for product in USES["kernel"]:
         quantized_for = spec.recipe.quantized_for["kernel", product]
         if quantized_for not in found:
@@ -60,8 +65,8 @@ def _copies(
             found[quantized_for] = quantized
         copies.append(_copy(found[quantized_for], product, spec))
     measured = None
-    if state is not None and numbers_of(spec.recipe.scalings):
-        parts = measured_parts(kernel, found["fprop"], "kernel", (), spec, state)
+    if record is not None and numbers_of(spec.recipe.scalings):
+        parts = measured_parts(kernel, found["fprop"], "kernel", (), spec, record)
         measured = Bits.of(jnp.max(parts, axis=-1, keepdims=True))
     directional = any(spec.recipe.quantization["kernel", use].scaling.directional for use in USES["kernel"])
     contracted = tuple(spec.contraction.contracted(product)[1] for product in USES["kernel"]) if directional else None

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._state.form import AbstractStateForm
 from ..recipes.recipe import SCALE_BITS, USES, OperandName, ProductName, Recipe
 from .contraction import AbstractContraction
 from .kernel_residual import KernelResidual
@@ -24,7 +23,8 @@ class ProductSpec:
         compute_dtype: The dtype that operands and output are rounded to around the product; None leaves them.
         out_dtype: The dtype of the output.
         precision: The precision of fprop. The default lets the hardware accumulate fast; dgrad and wgrad never do.
-        state: The form in which state enters; None for a stateless recipe.
+        stacked: Whether the layer is one of a stack, from which a scan slices its state.
+        index_among_sharers: Which one this is of the layers that share the scale of their input; None if it is alone.
         kernel_residual: Whether the backward pass keeps the kernel's FP8 copy, or quantizes the kernel again.
         copies: The structure of the kernel's copies, if it was quantized before, see `KernelCopies`; None if not.
         ensemble: How many leading axes of every array number independent members, each with its own state.
@@ -35,7 +35,8 @@ class ProductSpec:
     compute_dtype: np.dtype | None
     out_dtype: np.dtype
     precision: lax.Precision
-    state: AbstractStateForm | None = None
+    stacked: bool = False
+    index_among_sharers: int | None = None
     kernel_residual: KernelResidual = KernelResidual.KEEP
     copies: Any = None
     ensemble: int = 0
@@ -66,11 +67,6 @@ class ProductSpec:
     def scale_bits(self) -> dict[OperandName, int]:
         """How many significant bits the scale of each operand has."""
         return dict.fromkeys(SCALE_BITS, 24) if self.exact_scales else SCALE_BITS
-
-    @functools.cached_property
-    def index_among_sharers(self) -> int | None:
-        """Which one this is of the layers that share the scale of their input; None if it is alone."""
-        return None if self.state is None else self.state.index_among_sharers
 
     @functools.cached_property
     def kept_themselves(self) -> frozenset[OperandName]:

@@ -23,10 +23,9 @@ from .._jax.xla import (
     transposed_separately,
 )
 from .._numerics.quantized_array import QuantizedArray
-from .._state.form import Kept
-from .._state.table import numbers_of
+from .._state.record import Kept, cotangent, packed, unpacked
+from .._state.table import numbers_of, record_length
 from ..recipes.recipe import OPERANDS, USES, OperandName, ProductName
-from .grouped.rows import largest_of_groups
 from .kernel_copies import KernelCopies, KernelCopy, array_of
 from .names import DGRAD, FP8_OPERAND, FP8_OUTPUT, FPROP, WGRAD
 from .operands import Scales, from_saved, measured_parts, quantize_operand, round_to, saved_of, scaled_values, scales_of
@@ -45,22 +44,22 @@ class Residuals(NamedTuple):
             wgrad is in high precision.
         kernel: The kernel as quantized for dgrad, its data alone where the state has its scale; the kernel itself where
             it is quantized again or dgrad is in high precision; the copy that was made before, if there is one.
-        measured: What the state records of parts of input and kernel; None if nothing; see `AbstractStateForm.packed`.
-        state: The state, from which the next one is made; None where it is within `measured`.
+        record: The scales, and below them what was measured of input and kernel, see `packed`; None for a stateless
+            recipe.
         key: What random rounding draws from.
     """
 
     input: Array | QuantizedArray
     kernel: Array | QuantizedArray | KernelCopy[Array]
-    measured: Array | None
-    state: Array | None
+    record: Array | None
     key: Array | None
 
-    def kept(self, spec: ProductSpec) -> Kept | None:
-        """State and measurements; None for a stateless recipe."""
-        if spec.state is None:
-            return None
-        return spec.state.kept(self.measured, self.state, spec.recipe, spec.ensemble)
+    def stored(self, spec: ProductSpec) -> tuple[Array | None, Kept | None]:
+        """The scales, and with what was measured; None if there are none, or nothing is."""
+        if self.record is None or not numbers_of(spec.recipe.scalings):
+            return self.record, None
+        kept = unpacked(self.record, record_length(spec.recipe.scalings))
+        return kept.scales, kept
 
     def operand(
         self, operand: OperandName, scales: Scales | None, extras: tuple[Array, ...], spec: ProductSpec
@@ -87,7 +86,7 @@ def forward(
     input: Any,
     kernel: Any,
     extras: tuple[Array, ...],
-    state: Array | None,
+    record: Array | None,
     key: Array | None,
     copies: KernelCopies[Array] | None,
     spec: ProductSpec,
@@ -100,20 +99,18 @@ def forward(
         input: The layer's input; JAX may hand over literals.
         kernel: The layer's kernel, which may be a literal too.
         extras: As in `fp8_dot_general`.
-        state: None for a stateless recipe.
+        record: The scales; None for a stateless recipe.
         key: The random key for stochastic rounding.
         copies: The copies of a kernel that was quantized before; else None.
         spec: What is static.
         rematerialized: Whether this is recomputed right before the backward pass.
     """
-    out, saved, measured = _fprop(input, kernel, extras, state, key, copies, spec=spec, differentiated=True)
+    out, saved, kept_record = _fprop(input, kernel, extras, record, key, copies, spec=spec, differentiated=True)
     kept_input = _kept(input, saved[0], is_kernel=False, rematerialized=rematerialized)
     # A copy that was made before is an argument too.
     own = kernel if copies is None or copies.dgrad is None else copies.dgrad
     kept_kernel = _kept(own, saved[1], is_kernel=True, rematerialized=rematerialized)
-    if measured is not None and spec.state is not None and spec.state.is_record:
-        state = None
-    return checkpoint_name(out, FP8_OUTPUT), Residuals(kept_input, kept_kernel, measured, state, key)
+    return checkpoint_name(out, FP8_OUTPUT), Residuals(kept_input, kept_kernel, kept_record, key)
 
 
 def _kept(x: Any, copy: Saved, *, is_kernel: bool, rematerialized: bool) -> Any:
@@ -134,13 +131,13 @@ def fprop_alone(
     input: Array,
     kernel: Array,
     extras: tuple[Array, ...],
-    state: Array | None,
+    record: Array | None,
     key: Array | None,
     copies: KernelCopies[Array] | None,
     spec: ProductSpec,
 ) -> Array:
     """The output, if no gradient is requested."""
-    return _fprop(input, kernel, extras, state, key, copies, spec=spec, differentiated=False)[0]
+    return _fprop(input, kernel, extras, record, key, copies, spec=spec, differentiated=False)[0]
 
 
 @opaque
@@ -148,20 +145,20 @@ def _fprop(
     input: Array,
     kernel: Array,
     extras: tuple[Array, ...],
-    state: Array | None,
+    record: Array | None,
     key: Array | None,
     copies: KernelCopies[Array] | None,
     *,
     spec: ProductSpec,
     differentiated: bool,
 ) -> tuple[Array, tuple[Saved, Saved], Array | None]:
-    """The output; what the backward pass needs of input and kernel, None for the operand itself; and what was
-    measured."""
+    """The output; what the backward pass needs of input and kernel, None for the operand itself; and the record
+    with what was measured."""
     operands: dict[OperandName, Array] = {
         "input": round_to(input, spec.compute_dtype),
         "kernel": round_to(kernel, spec.compute_dtype),
     }
-    scales = scales_of(state, spec)
+    scales = scales_of(record, spec)
     with jax.named_scope(FPROP):
         quantized = {
             operand: quantize_operand(x, operand, "fprop", scales, key, extras, spec, copies)
@@ -179,15 +176,14 @@ def _fprop(
         out = round_to(spec.batched.product("fprop", both, extras, spec.precision, dtype, scale), spec.out_dtype)
     if not differentiated:
         return out, (None, None), None
-    measured = None
-    if state is not None and spec.state is not None and numbers_of(spec.recipe.scalings):
+    if record is not None and numbers_of(spec.recipe.scalings):
         parts = [
-            measured_parts(x, quantized[operand], operand, extras, spec, state)
+            measured_parts(x, quantized[operand], operand, extras, spec, record)
             if operand == "input" or copies is None or copies.measured is None
             else array_of(copies.measured)
             for operand, x in operands.items()
         ]
-        measured = spec.state.packed(state, parts)
+        record = packed(record, parts)
     saved: list[Saved] = []
     for operand, x in operands.items():
         product = spec.recipe.quantized_for[operand, USES[operand][1]]
@@ -199,7 +195,7 @@ def _fprop(
             # while it is there in high precision.
             quantized[operand] = quantize_operand(x, operand, product, scales, key, extras, spec)
         saved.append(saved_of(quantized[operand], operand, product, spec))
-    return out, (saved[0], saved[1]), measured
+    return out, (saved[0], saved[1]), record
 
 
 def _own_input(input: QuantizedArray, scale: Array, spec: ProductSpec) -> QuantizedArray:
@@ -232,9 +228,9 @@ def backward(
         update: Whether the gradient of the state is wanted.
         state_axes: Inside `shard_map`, the mesh axes over which devices have states of their own.
     """
-    grad, unrounded = round_to(grad, spec.compute_dtype), grad
-    kept = residuals.kept(spec)
-    scales, quantized = scales_of(kept.state if kept else None, spec), {}
+    grad = round_to(grad, spec.compute_dtype)
+    record, kept = residuals.stored(spec)
+    scales, quantized = scales_of(record, spec), {}
 
     def grad_for(product: ProductName) -> QuantizedArray:
         product = spec.recipe.quantized_for["output_grad", product]
@@ -265,22 +261,18 @@ def backward(
     with jax.named_scope(WGRAD):
         kernel_grad = gradient("wgrad", "input", dtypes[1])
     gradients = input_grad, kernel_grad
-    if kept is None or spec.state is None or not update:
+    if record is None or not update:
         return gradients, None
-    measured = None
-    if kept.measured is not None:
-        measured = measured_parts(grad, grad_for("dgrad"), "output_grad", extras, spec, kept.state)
+    if kept is None:
+        return gradients, lax.full(record.shape, 0.0, np.float32)
+    of_grad = measured_parts(grad, grad_for("dgrad"), "output_grad", extras, spec, record)
     # What a device measured is all that differs, so that one maximum over devices is enough for all operands.
-    devices = () if measured is None or kept.measured is None else axes_to_reduce((kept.measured, measured), state_axes)
-    # Replicas of a record are found by its mark, those of a table by their kernels, unless these are rounded at random.
-    kernel = None if spec.state.is_record or spec.rounds_kernel_at_random else array_of_kept(residuals.kernel)
-    if not spec.contraction.state_per_group:
-        return gradients, spec.state.cotangent(kept, measured, unrounded, kernel, spec.recipe, spec.ensemble, devices)
-    of_groups = largest_of_groups(jnp.max(lax.abs(unrounded), axis=-1, keepdims=True), extras[0])
-    new_state = spec.state.cotangent(kept, measured, of_groups, kernel, spec.recipe, spec.ensemble, devices)
-    # A group without rows was not reached.
-    has_rows = lax.expand_dims(extras[0] > 0, range(spec.ensemble, new_state.ndim))
-    return gradients, jnp.where(has_rows, new_state, np.float32(0.0))
+    amaxes = cotangent(kept, of_grad, axes_to_reduce((kept.measured, of_grad), state_axes))
+    if spec.contraction.state_per_group:
+        # A group without rows was not reached.
+        has_rows = lax.expand_dims(extras[0] > 0, (amaxes.ndim - 1,))
+        amaxes = jnp.where(has_rows, amaxes, np.float32(-np.inf))
+    return gradients, amaxes
 
 
 @functools.partial(jax.jit, static_argnames=("spec", "linear"))
@@ -293,8 +285,7 @@ def tangent(
     linear: tuple[bool, bool],
 ) -> Array:
     """The output's tangent, `dot(dx, w) + dot(x, dw)`, rounding taken as the identity."""
-    kept = residuals.kept(spec)
-    scales = scales_of(kept.state if kept else None, spec)
+    scales = scales_of(residuals.stored(spec)[0], spec)
     x, w = (residuals.operand(operand, scales, extras, spec) for operand in OPERANDS["fprop"])
     given = iter(tangents)
     dx, dw = (next(given) if is_linear else None for is_linear in linear)

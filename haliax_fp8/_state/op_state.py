@@ -1,5 +1,8 @@
 """What an FP8 op remembers from step to step."""
 
+import dataclasses
+from typing import Any
+
 import equinox as eqx
 import haliax as hax
 import jax
@@ -13,6 +16,7 @@ from ..recipes.recipe import Recipe
 from ..recipes.scaling import AbstractScaling
 from .guard import fit
 from .marker import OverwriteWithGradient
+from .record import record_of_table
 from .table import first_table, guarded, unguarded
 from .together import overwrite_states
 
@@ -30,12 +34,21 @@ class OpState(OverwriteWithGradient):
         scalings: The scalings that read and write the rows.
         limits: The largest value of each operand's format.
         shared_input: A name shared by ops that read the same input, see `share_input_scales`; None for most.
+        shared: Of a record, both scales of that input, `[*stack, 1, 2]`, which `table` then lacks: the same array in
+            all these ops, because XLA finds two loop variables equal, but not parts of them.
+        index_among_sharers: Of a record, which one of these ops this is, counted from 0; None if it shares nothing.
+
+    Inside a function that `filter_grad` differentiates, there is a record in place of the table: one row, the scales
+    of all operands, in `fp32_max_grad`. Its gradient is what the step measured, see `record.py`. The tree is the same,
+    so a function may assemble its model from parts.
     """
 
     table: hax.NamedArray
     scalings: tuple[AbstractScaling, ...] = eqx.field(static=True)
     limits: tuple[float, ...] = eqx.field(static=True)
     shared_input: str | None = eqx.field(static=True, default=None)
+    shared: hax.NamedArray | None = None
+    index_among_sharers: int | None = eqx.field(static=True, default=None)
 
     @staticmethod
     def init(recipe: Recipe, stack: tuple[hax.Axis, ...] = ()) -> "OpState | None":
@@ -71,20 +84,59 @@ class OpState(OverwriteWithGradient):
 
         They are NaN where anything but their own update changed the state, and 1 where a step did not reach the layer.
         """
+        if self.is_record:
+            return to_float32(self.record)[..., : len(self.limits)]
         table = to_float32(self.array)
         scale, guard = table[..., 0], table[..., -1]
         usable = jnp.where(scale <= 0.0, jnp.float32(1.0), scale)
         return jnp.where(fit(scale, guard), usable, jnp.float32(jnp.nan))
 
     @property
+    def is_record(self) -> bool:
+        """Whether this holds scales in place of the table, inside a differentiated function."""
+        # A table has a row for each operand.
+        return self.table.array.shape[-2] == 1
+
+    @property
     def array(self) -> Array:
-        """The table as the product takes it: float32 (or `fp32_max_grad`), whatever the model was cast to."""
-        return as_state(self.table.array)
+        """The table, in float32 whatever the model was cast to (or in `fp32_max_grad`); or the record."""
+        array = _as_float32(self.table.array)
+        if self.shared is None:
+            return array
+        shared, axis, others = _as_float32(self.shared.array), array.ndim - 1, len(self.limits) - 1
+        exact, rounded, rest = lax.split(array, (others, others, array.shape[-1] - 2 * others), axis)
+        of_exact, of_rounded = lax.split(shared, (1, 1), axis)
+        return lax.concatenate([of_exact, exact, of_rounded, rounded, rest], axis)
+
+    @property
+    def record(self) -> Array:
+        """The scales as a product takes them, `[*stack, length]`."""
+        if not self.is_record:
+            return record_of_table(self.array, self.scalings, self.limits)
+        record = self.array
+        return lax.squeeze(record, (record.ndim - 2,))
 
     def with_array(self, table: Array) -> "OpState":
         """This state with another table."""
         # Through the tree: inside `vmap` and `scan` the names may count axes that the array does not have.
         return jax.tree.unflatten(jax.tree.structure(self), [table])
+
+    def as_record(
+        self, record: Array, shared: Array | None = None, index_among_sharers: int | None = None
+    ) -> "OpState":
+        """The record in place of this table, in `fp32_max_grad`.
+
+        Args:
+            record: `[*stack, 1, length]`; without the scales of the first operand, if ops share them.
+            shared: Those, `[*stack, 1, 2]`.
+            index_among_sharers: Which one of the ops that share them this is.
+        """
+        if shared is None:
+            return self.with_array(to_max_grad(record))
+        names = (*self.table.axis_names[:-2], "fp8_row", "fp8_shared")
+        empty: Any = np.zeros((0,) * len(names))
+        like = dataclasses.replace(self, shared=hax.NamedArray(empty, names), index_among_sharers=index_among_sharers)
+        return jax.tree.unflatten(jax.tree.structure(like), [to_max_grad(record), to_max_grad(shared)])
 
     def accumulate(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, other: "OpState"
@@ -93,7 +145,7 @@ class OpState(OverwriteWithGradient):
 
         An evaluation without an amax keeps its scale, which may be too large; `overwritten_by` recomputes it.
         """
-        return other.with_array(jnp.maximum(self.array, other.array))
+        return jax.tree.map(lambda a, b: jnp.maximum(_as_float32(a), _as_float32(b)), self, other)
 
     def overwritten_by(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, gradient: "OpState"
@@ -121,10 +173,9 @@ class OpState(OverwriteWithGradient):
         return self.with_array(guarded(rows.at[..., 0].set(scale)))
 
     def with_max_gradients(self) -> "OpState":
-        """The table in `fp32_max_grad`."""
-        return self.with_array(to_max_grad(self.array))
+        """The record in place of the table: however often it is used, the next table is made once."""
+        return self if self.is_record else self.as_record(lax.expand_dims(self.record, (self.array.ndim - 2,)))
 
 
-def as_state(table: Array) -> Array:
-    """A table or a record as products take it: `fp32_max_grad` unchanged, everything else in float32."""
-    return table if is_max_grad(table) or table.dtype == np.float32 else to_float32(table)
+def _as_float32(array: Array) -> Array:
+    return array if is_max_grad(array) or array.dtype == np.float32 else to_float32(array)

@@ -2,10 +2,9 @@
 
 from ..recipes.recipe import Recipe
 from .op_state import OpState
-from .records import OpRecord
 
 
-def require_state(state: OpState | OpRecord | None, recipe: Recipe, groups: tuple[int, ...] = ()) -> None:
+def require_state(state: OpState | None, recipe: Recipe, groups: tuple[int, ...] = ()) -> None:
     """Raises a ValueError unless a stateful recipe has the state of a single layer.
 
     Args:
@@ -28,14 +27,13 @@ def require_state(state: OpState | OpRecord | None, recipe: Recipe, groups: tupl
         )
 
 
-def leading_axes(state: OpState | OpRecord) -> tuple[int, ...]:
+def leading_axes(state: OpState) -> tuple[int, ...]:
     """The sizes of the axes in front of one op's state, of stacks, ensembles and groups; () for a state without array.
 
     Args:
         state: The state of an op.
     """
-    named, own = (state.values, 1) if isinstance(state, OpRecord) else (state.table, 2)
-    return () if named.array is None else named.array.shape[:-own]
+    return () if state.table.array is None else state.table.array.shape[:-2]
 
 
 def require_stored_scales(recipe: Recipe) -> None:

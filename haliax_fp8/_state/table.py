@@ -10,7 +10,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Float32
+from jaxtyping import Array, Float32
 
 from .._jax.xla import side_by_side
 from ..recipes.recipe import SCALE_BITS
@@ -46,9 +46,7 @@ def unguarded(table: Array) -> Array:
     return lax.slice_in_dim(table, 0, table.shape[-1] - 1, axis=table.ndim - 1)
 
 
-def scales_in(
-    table: Array, limits: Sequence[float]
-) -> tuple[Float32[Array, "*ensemble numbers"], Bool[Array, "*ensemble ops 1 operands"]]:
+def scales_in(table: Array, limits: Sequence[float]) -> Float32[Array, "*ensemble ops numbers"]:
     """The scales of ops as products take them: for each op first the exact ones, then the same rounded up.
 
     They are NaN where something else changed the row, and 1 where a step did not reach it. For ops with other operands
@@ -57,9 +55,6 @@ def scales_in(
     Args:
         table: `[*ensemble, ops * operands, columns]`.
         limits: The largest value of each operand's format.
-
-    Returns:
-        The scales; and for each operand's row, whether only its own updates changed it.
     """
     axis, rows, operands = table.ndim - 1, table.shape[-2], len(limits)
     of_ops, both = ((*table.shape[:-2], rows // operands, count, operands) for count in (1, 2))
@@ -71,7 +66,7 @@ def scales_in(
     repeated = lambda x: lax.broadcast_in_dim(x, both, range(len(both)))
     scales = _multipliable(scale, limits[-1]) if operands == 3 else repeated(scale)
     scales = lax.select(repeated(own), scales, lax.full_like(scales, np.nan))
-    return lax.reshape(scales, (*table.shape[:-2], 2 * rows)), own
+    return lax.reshape(scales, (*table.shape[:-2], rows // operands, 2 * operands))
 
 
 def _multipliable(scale: Float32[Array, "*ops 1 3"], limit: float) -> Float32[Array, "*ops 2 3"]:
@@ -101,8 +96,8 @@ def _multipliable(scale: Float32[Array, "*ops 1 3"], limit: float) -> Float32[Ar
 
 @functools.cache
 def record_length(scalings: tuple[AbstractScaling, ...]) -> int:
-    """How many numbers a record has: exact scales, then rounded ones; as a gradient, what a step measured."""
-    return max(2, numbers_of(scalings)) * len(scalings)
+    """How many numbers a record has: exact scales, then rounded ones; as a cotangent, what a step measured; a spare."""
+    return max(2, numbers_of(scalings)) * len(scalings) + 1
 
 
 @functools.cache
@@ -160,23 +155,19 @@ class Measured(NamedTuple):
 
 
 def measured_in_record(record: Array, scalings: tuple[AbstractScaling, ...]) -> Measured:
-    """What a step measured, from the gradients of records.
+    """What a step measured, from the cotangents of records.
 
     Args:
-        record: `[*ensemble, ops * (record_length + 1)]`: for each op what was measured, an operand's numbers one after
-            the other; last its mark, or 0 if the step did not reach the op or something else changed one of its rows.
-            Where JAX adds the records of several uses, because the state was copied into an array that a loop takes
-            apart, it adds the marks too.
+        record: `[*ensemble, ops, record_length]`: for each op what was measured, an operand's numbers one after the
+            other; `-inf` where the step did not reach it.
         scalings: The scaling of each operand of an op.
     """
-    ensemble, columns, length = record.shape[:-1], numbers_of(scalings), record_length(scalings)
-    ops, operands, axis = record.shape[-1] // (length + 1), len(scalings), record.ndim
-    of_ops = lax.reshape(record, (*ensemble, ops, length + 1))
-    measured = lax.slice_in_dim(of_ops, 0, operands * columns, axis=axis)
-    reached = lax.gt(lax.slice_in_dim(of_ops, length, length + 1, axis=axis), np.float32(0.0))
-    reached = lax.broadcast_in_dim(reached, (*ensemble, ops, operands), range(axis + 1))
-    of_rows = (*ensemble, ops * operands)
-    return Measured(lax.reshape(measured, (*of_rows, columns)), lax.reshape(reached, (*of_rows, 1)))
+    ensemble, ops, operands, columns = record.shape[:-2], record.shape[-2], len(scalings), numbers_of(scalings)
+    measured = lax.slice_in_dim(record, 0, operands * columns, axis=record.ndim - 1)
+    numbers = lax.reshape(measured, (*ensemble, ops * operands, columns))
+    # A NaN or an infinity was measured, and a memory knows what to do with it.
+    reached = lax.ne(lax.slice_in_dim(numbers, 0, 1, axis=numbers.ndim - 1), np.float32(-np.inf))
+    return Measured(numbers, reached)
 
 
 def measured_in_gradient(gradient: Array, scalings: tuple[AbstractScaling, ...]) -> Measured:
@@ -217,15 +208,13 @@ def measured_in_gradient(gradient: Array, scalings: tuple[AbstractScaling, ...])
     return Measured(newest, reached, scaled_down)
 
 
-def measured_by_own(table: Array, gradient: Array, scalings: tuple[AbstractScaling, ...]) -> Measured:
-    """As `measured_in_gradient`, but a row that something else changed stays, so that its next use reveals the change.
+def of_own_rows(table: Array, measured: Measured) -> Measured:
+    """What was measured; a row that something else changed stays, so that its next use reveals the change.
 
     Args:
         table: This step's, `[*ensemble, ops * operands, columns]`.
-        gradient: As in `measured_in_gradient`.
-        scalings: The scaling of each operand of an op.
+        measured: What the step measured.
     """
-    measured = measured_in_gradient(gradient, scalings)
     return measured._replace(reached=lax.bitwise_and(measured.reached, _is_own(table)))
 
 

@@ -13,7 +13,7 @@ from .._jax.mesh_axes import varying_axes
 from .._jax.opaque import opaque_constant
 from .._jax.xla import computed_together, not_constant
 from ..recipes.scaling import AbstractScaling
-from .table import Measured, change_of, changed, measured_by_own, measured_in_gradient, numbers_of
+from .table import Measured, change_of, changed, measured_in_gradient, measured_in_record, numbers_of, of_own_rows
 
 
 def overwrite_states(states: Sequence[Any], gradients: Sequence[Any]) -> list[Any]:
@@ -23,17 +23,17 @@ def overwrite_states(states: Sequence[Any], gradients: Sequence[Any]) -> list[An
         states: This step's, each an `OpState`, which imports this file.
         gradients: Their gradients, in the same order.
     """
-    return together(measured_by_own, states, gradients, otherwise=None)
+    return _together(measured_in_gradient, states, gradients, otherwise=None)
 
 
-def recomputed_states(states: Sequence[Any], gradients: Sequence[Any]) -> list[Any]:
-    """The states of the next step, as gradients: `-inf` where the step did not reach a row.
+def complete_states(states: Sequence[Any], records: Sequence[Any]) -> list[Any]:
+    """The states of the next step, as gradients: `-inf` in rows that the step did not reach.
 
     Args:
         states: This step's.
-        gradients: Tables, the largest of several.
+        records: The gradients of their records, in the same order.
     """
-    return together(measured_by_own, states, gradients, otherwise=-np.inf)
+    return _together(measured_in_record, states, records, otherwise=-np.inf)
 
 
 def written_states(states: Sequence[Any], gradients: Sequence[Any]) -> list[Any]:
@@ -58,8 +58,8 @@ def _written(table: Array, gradient: Array, *, scalings: tuple[AbstractScaling, 
     return lax.select(lax.broadcast_in_dim(reached, table.shape, range(table.ndim)), gradient, table)
 
 
-def together(
-    measured_in: Callable[[Array, Array, tuple[AbstractScaling, ...]], Measured],
+def _together(
+    measured_in: Callable[[Array, tuple[AbstractScaling, ...]], Measured],
     states: Sequence[Any],
     others: Sequence[Any],
     *,
@@ -68,7 +68,7 @@ def together(
     """The states of the next step; those of a kind at once, in a launch or two for all layers.
 
     Args:
-        measured_in: What was measured, from states and gradients.
+        measured_in: What was measured, from gradients.
         states: This step's.
         others: Their gradients, or those of their records.
         otherwise: What stands in rows that do not change; None for what stands there now.
@@ -79,11 +79,11 @@ def together(
         scalings, limits = states[members[0]].scalings, states[members[0]].limits
         if numbers_of(scalings) == 0:
             continue
-        # Gradients that are records have one axis where tables have rows and columns.
         axis = tables[members[0]].ndim - 2
         of_others = to_float32(concatenated([gradients[i] for i in members], axis))
         before = concatenated([tables[i] for i in members], axis)
-        changes = computed_together(change_of(before, measured_in(before, of_others, scalings), scalings, limits))
+        measured = of_own_rows(before, measured_in(of_others, scalings))
+        changes = computed_together(change_of(before, measured, scalings, limits))
         rows = changes.shape[-2] // len(members)
         starts = not_constant([np.int32(rows * i) for i in range(len(members))])
         for i, start in zip(members, starts, strict=True):

@@ -16,7 +16,6 @@ from jaxtyping import Array, Float
 from .._numerics.require import require, require_bool
 from .._product.names import FP8_ATTENTION
 from .._state.op_state import OpState
-from .._state.records import OpRecord
 from .._state.require import leading_axes
 from ..devices.device import Device
 from ..recipes.scaling import DelayedScaling, ObservedScaling
@@ -71,7 +70,7 @@ class Fp8Attention(ModuleWithStateDictSerialization):
         (1.0, 0.0625)
     """
 
-    state: OpState | OpRecord | None
+    state: OpState | None
     scaling: DelayedScaling | ObservedScaling = eqx.field(static=True)
     emulate: bool = eqx.field(static=True, default=False)
     stack: tuple[hax.Axis, ...] = eqx.field(static=True, default=())
@@ -159,11 +158,10 @@ class Fp8Attention(ModuleWithStateDictSerialization):
                 emulate=self.emulate,
             ),
             self.scaling,
-            isinstance(self.state, OpRecord),
             np.dtype(query.dtype),
         )
         batched = [x if x.ndim == 4 else x[None] for x in operands.values()]
-        out = fp8_attention(batched[0], batched[1], batched[2], self.state.array, spec)
+        out = fp8_attention(batched[0], batched[1], batched[2], self.state.record, spec)
         return out if query.ndim == 4 else out[0]
 
     @property
@@ -194,7 +192,7 @@ class Fp8Attention(ModuleWithStateDictSerialization):
 
     @property
     def _readable_state(self) -> OpState:
-        if not isinstance(self.state, OpState):
+        if self.state is None or self.state.is_record:
             raise ValueError(
                 "the state of an Fp8Attention was read where it is absent: inside a function that filter_grad "
                 "differentiates, or from a part of a model; read it from the whole model, outside the function"

@@ -27,14 +27,12 @@ class AttentionSpec:
     Args:
         attention: The static arguments of the attention itself.
         scaling: The scaling of all ten tensors.
-        is_record: Whether the state is a record; otherwise it is a whole table.
         out_dtype: The dtype of the output.
         ensemble: How many leading axes of every array index independent members, each with its own state.
     """
 
     attention: Attention
     scaling: AbstractScaling
-    is_record: bool
     out_dtype: np.dtype
     ensemble: int = 0
 
@@ -119,8 +117,7 @@ def backward(
     measured = lax.concatenate(
         [residuals.measured, _measured([grad], amaxes, state, spec)], residuals.measured.ndim - 1
     )
-    new = cotangent(measured, state, grad, is_record=spec.is_record, scaling=spec.scaling, ensemble=spec.ensemble)
-    return (of_query, of_key, of_value), new
+    return (of_query, of_key, of_value), cotangent(measured)
 
 
 def tangent(tangents: Sequence[Array | None], residuals: Residuals, *, spec: AttentionSpec) -> Array:
@@ -133,7 +130,7 @@ def tangent(tangents: Sequence[Array | None], residuals: Residuals, *, spec: Att
 
 
 def _scales(state: Array, spec: AttentionSpec) -> TensorScales:
-    return TensorScales(scales_of(state, is_record=spec.is_record), spec.attention.rounds)
+    return TensorScales(scales_of(state), spec.attention.rounds)
 
 
 def _measured(

@@ -41,7 +41,7 @@ def fp8_attention(
         query: The queries.
         key: The keys; each head serves the same number of query heads.
         value: The values.
-        state: Scales and histories in float32 or `fp32_max_grad`.
+        state: The record of the scales, in float32 or `fp32_max_grad`.
         spec: The static arguments.
 
     Returns:

@@ -20,7 +20,6 @@ from .._product.grouped.contraction import RaggedContraction
 from .._product.operands import quantize_operand, round_to, scales_of
 from .._product.spec import ProductSpec
 from .._state.op_state import OpState
-from .._state.records import form_of
 from ..layers.multiplied import Multiplied, is_floating, multiplied, named_behind
 from ..layers.own_state import table_on_host
 from ..layers.rule import LayerRule
@@ -70,7 +69,7 @@ def served_kernel(path: str, rule: LayerRule, layer: Any, stack: tuple[hax.Axis,
         op = _with_scales(name, op, scheme)
         assert isinstance(op.state, OpState)
         contraction = RaggedContraction(state_per_group=True) if per_expert else found.contraction
-        spec, state = _spec_of(op, op.state, contraction, found), to_float32(op.state.array)
+        spec, state = _spec_of(op, op.state, contraction, found), to_float32(op.state.record)
         scheme = dataclasses.replace(scheme, format=op.recipe.kernel.format)
     quantized, input_scale = _quantized(
         found.array,
@@ -126,7 +125,6 @@ def _spec_of(op: Fp8DotGeneral, state: OpState, contraction: Any, found: Multipl
         compute_dtype=op.compute_dtype,
         out_dtype=op.compute_dtype or np.dtype(found.array.dtype),
         precision=lax.Precision.DEFAULT,
-        state=form_of(state, stacked=False),
         # Experts that each have a state are members of an ensemble.
         ensemble=found.leading + contraction.state_per_group,
     )

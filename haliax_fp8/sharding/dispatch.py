@@ -18,7 +18,6 @@ from .._op import Fp8DotGeneral
 from .._product.grouped.contraction import RaggedContraction
 from .._product.operands import Scales, quantize_operand, round_to, scales_of
 from .._product.spec import ProductSpec
-from .._state.records import form_of
 from ..recipes.scaling.multiplier import LARGEST_MULTIPLIER
 
 
@@ -71,9 +70,9 @@ def send_rows(
             "high precision, or use recipe='delayed'"
         )
     out_dtype = op.compute_dtype or np.dtype(rows.dtype)
-    form = form_of(op.state, stacked=bool(op.stack))
-    spec = ProductSpec(op.recipe, RaggedContraction(), op.compute_dtype, out_dtype, lax.Precision.DEFAULT, form)
-    scales = scales_of(lax.stop_gradient(to_float32(op.state.array)), spec)
+    precision, stacked = lax.Precision.DEFAULT, bool(op.stack)
+    spec = ProductSpec(op.recipe, RaggedContraction(), op.compute_dtype, out_dtype, precision, stacked)
+    scales = scales_of(lax.stop_gradient(to_float32(op.state.record)), spec)
     assert scales is not None
     scale = scales.operands["input"]
     if scale.ndim:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from haliax.quantization import CustomGradientAccumulation
 from jax import lax
 
-from .._state.records import OpRecord
+from .._jax.max_grad import is_max_grad
 from .gradients import filter_value_and_grad
 from .updates import common_dtype, in_float32
 
@@ -46,7 +46,7 @@ def exact_gradients(loss_fn: Callable[..., Any], *, has_aux: bool = False) -> Ca
 
     @functools.wraps(loss_fn)
     def call(model: Any, *args: Any, **kwargs: Any) -> Any:
-        if any(isinstance(node, OpRecord) for node in jax.tree.leaves(model, is_leaf=_is_record)):
+        if any(map(is_max_grad, jax.tree.leaves(model))):
             # `filter_grad` is already taking the gradient.
             return loss_fn(model, *args, **kwargs)
         (of_model, of_others), rest = eqx.partition((model, (args, kwargs)), eqx.is_inexact_array)
@@ -102,10 +102,6 @@ def exact_gradients(loss_fn: Callable[..., Any], *, has_aux: bool = False) -> Ca
         return result[0], jax.tree.map(lambda x: lax.stop_gradient(x) if eqx.is_array(x) else x, result[1])
 
     return call
-
-
-def _is_record(node: Any) -> bool:
-    return isinstance(node, OpRecord)
 
 
 def _is_state(node: Any) -> bool:

@@ -7,29 +7,31 @@ from typing import Any
 import equinox as eqx
 import jax
 
-from .._jax.max_grad import is_max_grad
+from .._jax.max_grad import StateNotDifferentiated, is_max_grad
 from .._jax.reached import Reached, depends_on, noticed
 from .._product.kernel_copies import KernelCopies
+from .._state.all_records import record_states, records_of_part
 from .._state.marker import OverwriteWithGradient, is_state
 from .._state.op_state import OpState
-from .._state.records import OpRecord, complete_states, marks_of, record_states, records_of_part
-from .._state.together import recomputed_states
+from .._state.together import complete_states
+from .differentiable import differentiable
 from .step_arguments import require_model_first
-from .ways import Way, first_that_works
 
 
 def filter_grad(function: Callable[..., Any], *, has_aux: bool = False) -> Callable[..., Any]:
     """`eqx.filter_grad` whose state gradients are exact maxima over all uses of a layer.
 
-    Inside the differentiated function, state has the element type `fp32_max_grad`. If a layer is used several times
-    (called twice, tied, constant of a `scan`, one branch of a `cond`), JAX combines its state gradients by maximum
-    instead of by sum. If JAX replicates a layer for every example (a `cond` per example, a `custom_vjp` under `vmap`),
-    the maximum is over all examples whose output gradient is not zero. Parameters' gradients are those of
-    `eqx.filter_grad`.
+    Inside the differentiated function, state is a record of scales in the element type `fp32_max_grad`. If a layer is
+    used several times (called twice, tied, constant of a `scan`, one branch of a `cond`), JAX combines what its uses
+    measured by maximum instead of by sum. Parameters' gradients are those of `eqx.filter_grad`.
 
-    If JAX cannot differentiate that, the function is called again in another way: for a loss that assembles a model
-    from parts, for Equinox's functions with custom derivatives, and as one program under `jax_debug_nans`. If the loss
-    does not use all layers, it is traced once more without being differentiated: state must not be lost unnoticed.
+    If JAX copies a layer for every example before it differentiates (a `cond` per example, a `custom_vjp` under `vmap`,
+    an index into a stack per example), it would have to sum, and this raises an error that names the construct. So it
+    does if Equinox takes state for a constant (`filter_custom_jvp`, implicit solvers). There, `eqx.filter_grad` works,
+    and sums the newest amaxes.
+
+    Outside `jit`, where JAX cannot combine the uses of a layer, the function is called again, as one program. If the
+    loss does not use all layers, it is traced once more without being differentiated: state must not be lost unnoticed.
 
     Args:
         function: `function(model, *args, **kwargs)`, returning a scalar, or `(scalar, aux)` with `has_aux`.
@@ -93,59 +95,55 @@ def with_complete_states[G](model: Any, gradients: G) -> G:
 
     Args:
         model: The model whose gradients were taken.
-        gradients: From `value_and_grad_of_part`, accumulated over parts. Where JAX could not differentiate records,
-            they are tables, and computed again.
+        gradients: From `value_and_grad_of_part`, accumulated over parts.
     """
     leaves, structure = jax.tree.flatten(model, is_leaf=_is_state_or_copies)
     given = structure.flatten_up_to(gradients)
-    new = given
-    for kind, complete in ((OpRecord, complete_states), (OpState, recomputed_states)):
-        indices = [i for i, leaf in enumerate(leaves) if _is_whole_op_state(leaf) and isinstance(given[i], kind)]
-        new = _replaced(new, indices, complete([leaves[i] for i in indices], [given[i] for i in indices]))
+    indices = [i for i, leaf in enumerate(leaves) if _is_whole_table(leaf)]
+    new = _replaced(given, indices, complete_states([leaves[i] for i in indices], [given[i] for i in indices]))
     return jax.tree.unflatten(structure, new)
 
 
 def _value_and_grad(
     function: Callable[..., Any], complete: Callable[[list[OpState], list[Any]], list[Any]], *, has_aux: bool
 ) -> Callable[..., Any]:
-    def in_a_way(way: Way, model: Any, *args: Any, **kwargs: Any) -> tuple[Any, int]:
+    def once(model: Any, *args: Any, **kwargs: Any) -> Any:
         leaves, structure = jax.tree.flatten(model, is_leaf=_is_state_or_copies)
-        indices = [i for i, leaf in enumerate(leaves) if _is_whole_op_state(leaf)]
+        indices = [i for i, leaf in enumerate(leaves) if _is_whole_table(leaf)]
         states = [leaves[i] for i in indices]
-        marks = [] if way.tables else marks_of(states)
-        records = [] if way.tables else record_states(states, marks, inexact=way.inexact)
-        recording = leaves if way.tables else _replaced(leaves, indices, records)
-        differentiated, rest = eqx.partition(recording, _is_differentiated)
-        reached = Reached()
+        differentiated, rest = eqx.partition(_replaced(leaves, indices, record_states(states)), _is_differentiated)
+        own, reached = frozenset(indices), Reached()
 
         def of(differentiated: Any, *, notices: bool = True) -> Any:
             leaves = eqx.combine(differentiated, rest)
-            if records and notices:
+            if indices and notices:
                 arrays, of_records = jax.tree.flatten([leaves[i] for i in indices])
                 leaves = _replaced(leaves, indices, jax.tree.unflatten(of_records, noticed(arrays, reached)))
             # Records have the element type already; other state may not.
-            recording = [leaf if isinstance(leaf, OpRecord) else _with_max_gradients(leaf) for leaf in leaves]
-            return function(jax.tree.unflatten(structure, recording), *args, **kwargs)
+            leaves = [leaf if i in own else _with_max_gradients(leaf) for i, leaf in enumerate(leaves)]
+            return function(jax.tree.unflatten(structure, leaves), *args, **kwargs)
 
         # JAX does not count `fp32_max_grad` as a float, so it is allowed as integers are.
         value, gradients = jax.value_and_grad(of, has_aux=has_aux, allow_int=True)(differentiated)
-        if not way.tables:
-            gradients = _replaced(gradients, indices, complete(states, [gradients[i] for i in indices]))
+        if reached.missing:
+            _require_none_lost(functools.partial(of, notices=False), differentiated, indices, reached)
+        gradients = _replaced(gradients, indices, complete(states, [gradients[i] for i in indices]))
         # Copies of kernels are those of this step's weights, which have the gradient.
         gradients = [None if isinstance(leaf, KernelCopies) else leaf for leaf in gradients]
-        lost = _lost(functools.partial(of, notices=False), differentiated, indices, reached) if reached.missing else 0
-        return (value, jax.tree.unflatten(structure, gradients)), lost
+        return value, jax.tree.unflatten(structure, gradients)
 
     def take(model: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(function, eqx.Module):
             require_model_first(model, function, "filter_grad(loss_fn)(model, *batch)")
-        return first_that_works(in_a_way, model, *args, **kwargs)
+        return differentiable(once, model, *args, **kwargs)
 
     return take
 
 
-def _lost(of: Callable[[Any], Any], differentiated: list[Any], indices: Sequence[int], reached: Reached) -> int:
-    """How many arrays of records lost their gradient: the loss depends on them, and it did not arrive.
+def _require_none_lost(
+    of: Callable[[Any], Any], differentiated: list[Any], indices: Sequence[int], reached: Reached
+) -> None:
+    """Raises if the loss depends on a state whose gradient did not arrive: it must not be lost unnoticed.
 
     Without this, a layer that is not used would look the same. To trace the loss alone takes a fifth of a gradient.
 
@@ -158,10 +156,11 @@ def _lost(of: Callable[[Any], Any], differentiated: list[Any], indices: Sequence
     try:
         used = depends_on(lambda leaves: jax.tree.leaves(of(leaves))[0], differentiated)
     except Exception:  # noqa: BLE001 - the gradient worked, of a function that perhaps no trace can follow
-        return 0
+        return
     of_leaves = jax.tree.unflatten(jax.tree.structure(differentiated), used)
     of_records = jax.tree.leaves([of_leaves[i] for i in indices])
-    return sum(of_records[i] for i in reached.missing)
+    if any(of_records[i] for i in reached.missing):
+        raise StateNotDifferentiated
 
 
 def _is_state_or_copies(node: Any) -> bool:
@@ -181,9 +180,9 @@ def _replaced(leaves: Sequence[Any], indices: Sequence[int], others: Sequence[An
     return new
 
 
-def _is_whole_op_state(node: Any) -> bool:
-    # A partitioned model may have no table.
-    return isinstance(node, OpState) and node.table.array is not None
+def _is_whole_table(node: Any) -> bool:
+    # A partitioned model may have no table; and inside another differentiated function there are records.
+    return isinstance(node, OpState) and node.table.array is not None and not node.is_record
 
 
 def with_max_gradients[T](tree: T) -> T:
@@ -197,6 +196,6 @@ def with_max_gradients[T](tree: T) -> T:
 def _with_max_gradients(node: Any) -> Any:
     if not is_state(node):
         return node
-    # A partitioned model has None for some arrays.
-    arrays = jax.tree.leaves(node, is_leaf=lambda x: x is None)
+    # A partitioned model has None for some arrays. An op that shares nothing has none of `shared`.
+    arrays = jax.tree.leaves(node.table if isinstance(node, OpState) else node, is_leaf=lambda x: x is None)
     return node if any(array is None for array in arrays) else node.with_max_gradients()

@@ -99,7 +99,8 @@ def _applied(
                 return leaf
             _require_same_type("overwrites", leaf, overwrite)
             if isinstance(leaf, OpState):
-                if leaf.table.array is None:  # static scales, in the frozen part of a model
+                # Static scales, in the frozen part of a model; or a record, which belongs to one evaluation.
+                if leaf.table.array is None or leaf.is_record:
                     return leaf
                 _require_range("overwrites", leaf, overwrite)
                 pairs.append((leaf, overwrite))

@@ -337,14 +337,15 @@ def test_internals_eager_adder():
     assert is_missing_adder(raised.value)
 
 
-def test_internals_sums_of_records():
-    """JAX sums records over an axis, and refuses to add them: what `_state/members.py` builds on."""
-    total = jax.jit(lambda x: to_float32(lax.reduce_sum(max_grad.to_record(x, inexact=False), (0,))))(STATE)
-    assert float(total) == 30.0
-    assert float(jax.jit(lambda x: to_float32(max_grad.to_record(x, inexact=True).sum(0)))(STATE)) == 30.0
-    with pytest.raises(TypeError, match="add does not accept"):
-        jax.jit(lambda x: max_grad.to_record(x, inexact=False) + max_grad.to_record(x, inexact=False))(STATE)
-    for dtype in (max_grad.fp32_record, max_grad.fp32_inexact_record):
-        assert dtype != np.dtype(np.float32) and dtype != fp32_max_grad
-        assert not jnp.issubdtype(dtype, jnp.floating)  # mixed precision leaves it alone
-    assert jnp.issubdtype(max_grad.fp32_inexact_record, jnp.inexact)
+def test_internals_sums_over_an_axis_are_refused():
+    """So that copies which JAX makes of a state, one for each example, cannot sum what they measured unnoticed."""
+    for add in (lambda x: lax.reduce_sum(x, (0,)), lambda x: x + x):
+        with pytest.raises(TypeError, match="float32_max_grad"):
+            jax.jit(lambda x, add=add: add(to_max_grad(x)))(STATE)
+
+
+def test_internals_key_reuse():
+    """Under this flag, JAX would take state for random keys that are used twice."""
+    with jax.debug_key_reuse(True):
+        check(jax.jit, three_uses, STATE, expected=5.0)
+        assert not jnp.issubdtype(to_max_grad(STATE).dtype, jax.dtypes.prng_key)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from haliax_fp8._jax.raised_in import by_users_assertion, in_backsolve, in_checkpointed_loop
+from haliax_fp8._jax.raised_in import by_users_assertion, in_checkpointed_loop, in_custom_derivative
 
 
 of_jax = {"__name__": "jax._src.made_up"}
@@ -44,4 +44,4 @@ def test_a_traceback_without_the_frame_that_asserts():
 def test_other_errors():
     assert not by_users_assertion(ValueError("x"))
     error = with_filtering("off", of_user)
-    assert not in_backsolve(error) and not in_checkpointed_loop(error)
+    assert not in_custom_derivative(error) and not in_checkpointed_loop(error)

@@ -187,7 +187,9 @@ compositions = given(
 @pytest.mark.more
 @settings(max_examples=20, deadline=None, derandomize=True)
 @compositions
-def test_any_composition_gives_the_gradients_and_the_state_of_the_plain_call(seed, uses, wrappers, loop, gradient):
+def test_any_composition_gives_the_gradients_and_the_state_of_the_plain_call_or_is_refused(
+    seed, uses, wrappers, loop, gradient
+):
     check_composition(seed, uses, wrappers, loop, gradient)
 
 
@@ -205,7 +207,7 @@ def test_derivatives_of_each_row_inside_equinoxs(inside):
     check_composition(0, 1, [inside, "filter_custom_jvp"], "python", "jit(grad)")
 
 
-def test_a_use_without_a_tangent_of_state_is_recorded_beside_another():
+def test_a_use_without_a_tangent_of_state_is_refused_beside_another():
     """The other use reaches the layer, so nothing is missing at the end."""
     problem = random_problem(0)
     w, x, c = as_jax(problem["w"], problem["x"], problem["c"])
@@ -215,8 +217,12 @@ def test_a_use_without_a_tangent_of_state_is_recorded_beside_another():
         op, w = params
         return (c * (f(op, w, 2.0 * x, jnp.asarray(True)) + layer(op, w, x, True))).sum()
 
-    op, _ = eqx.filter_jit(fp8.filter_grad(loss))((make_op(problem["scale"], problem["history"]), w))
-    assert float(op.amax_history("input")[0]) == 2.0 * np.abs(problem["x"]).max()
+    params = make_op(problem["scale"], problem["history"]), w
+    with pytest.raises(ValueError, match="takes state for a constant.*eqx.filter_grad"):
+        eqx.filter_jit(fp8.filter_grad(loss))(params)
+    op, _ = eqx.filter_jit(eqx.filter_grad(loss))(params)
+    largest = np.abs(problem["x"]).max()
+    assert 2.0 * largest <= float(op.amax_history("input")[0]) <= 3.0 * largest
 
 
 @pytest.mark.more
@@ -261,7 +267,18 @@ def test_nested_transformations(gradient, wrappers):
     f = nested(wrappers)
     loss = lambda params: (c * f(*params, jnp.asarray(True))).sum()
     op = make_op(problem["scale"], problem["history"])
-    check(eqx.filter_jit(gradient(loss))((op, w, x)), problem, uses=1)
+    if gradient is fp8.filter_grad:
+        with pytest.raises(ValueError, match="eqx.filter_grad"):
+            eqx.filter_jit(gradient(loss))((op, w, x))
+        gradient = eqx.filter_grad
+    new_op, new_w, new_x = eqx.filter_jit(gradient(loss))((op, w, x))
+    _, dw, dx, _, history = numpy_model(**problem, uses=1)
+    np.testing.assert_array_equal(new_w, dw)
+    np.testing.assert_array_equal(new_x, dx)
+    # A plain gradient may add what examples measured, and leaves the rest of a history as it is.
+    updated = op.state.overwritten_by(new_op.state)
+    np.testing.assert_array_equal(history_of(updated)[:, 1:], history[:, 1:])
+    assert (history_of(updated)[:, 0] >= history[:, 0]).all()
 
 
 def nested(wrappers):
@@ -290,7 +307,27 @@ def test_mapped_derivatives_have_the_axes_of_the_result(with_derivative):
     check(eqx.filter_jit(fp8.filter_grad(loss))((op, w, x)), problem, uses=1)
 
 
+# What copies a layer's state for each example, or takes it for a constant. Alone some of these are exact.
+MAY_BE_REFUSED = {
+    "cond of each row",
+    "switch of each row",
+    "custom_jvp of each row",
+    "custom_vjp of each row",
+    "filter_custom_jvp",
+    "filter_custom_vjp of each row",
+}
+
+
 def check_composition(seed, uses, wrappers, loop, gradient):
+    """Exact, or refused by an error that names the construct."""
+    try:
+        check_exactness(seed, uses, wrappers, loop, gradient)
+    except ValueError as error:
+        assert MAY_BE_REFUSED & set(wrappers)
+        assert "eqx.filter_grad" in str(error)
+
+
+def check_exactness(seed, uses, wrappers, loop, gradient):
     problem = random_problem(seed)
     f = nested(wrappers)
     flag = jnp.asarray(True)
@@ -318,7 +355,7 @@ def check_composition(seed, uses, wrappers, loop, gradient):
 
 
 @pytest.mark.parametrize("wrapper", sorted(WRAPPERS))
-def test_each_transformation_alone_is_exact(wrapper):
+def test_each_transformation_alone_is_exact_or_refused(wrapper):
     problem = random_problem(7)
     f = WRAPPERS[wrapper](layer)
     w, x, c = as_jax(problem["w"], problem["x"], problem["c"])
@@ -328,6 +365,10 @@ def test_each_transformation_alone_is_exact(wrapper):
         return (c * python_loop(f, op, w, x, jnp.asarray(True), 2)).sum()
 
     op = make_op(problem["scale"], problem["history"])
+    if wrapper in MAY_BE_REFUSED - {"custom_jvp of each row"}:
+        with pytest.raises(ValueError, match="eqx.filter_grad"):
+            eqx.filter_jit(fp8.filter_grad(loss))((op, w, x))
+        return
     check(eqx.filter_jit(fp8.filter_grad(loss))((op, w, x)), problem, uses=2)
 
 

@@ -49,7 +49,7 @@ FLOOR = {room: floor for floor, line in enumerate(FLOORS) for room in line}
 
 # Up to and with the product: to be read and tested without Haliax, but for what its marker type needs.
 WITHOUT_HALIAX = {room for line in FLOORS[: FLOOR["_product"] + 1] for room in line}
-WITH_THE_MARKER = {"_state/marker.py", "_state/op_state.py", "_state/records.py", "_state/require.py"}
+WITH_THE_MARKER = {"_state/marker.py", "_state/op_state.py", "_state/all_records.py", "_state/require.py"}
 
 # The preflight reads any program, also of other packages: it knows devices, not recipes or layers. Of the product it
 # knows the names that traced programs carry.

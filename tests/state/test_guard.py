@@ -59,7 +59,7 @@ SCALES = np.concatenate(
 def taken(scale, guard):
     """Scales as products take them."""
     rows = jnp.stack([jnp.asarray(scale), jnp.asarray(guard)], axis=-1)[..., None, :]
-    return scales_in(rows, (448.0,))[0][..., 0]
+    return scales_in(rows, (448.0,))[..., 0, 0]
 
 
 def test_scales_with_their_guards_pass():
@@ -75,7 +75,7 @@ def scales_of_operands() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     scales = np.random.default_rng(0).permutation(SCALES[(SCALES > 2.0**-60) & (SCALES < 2.0**60)])
     scales = scales[: len(scales) // 3 * 3].reshape(-1, 3)
     table = jnp.stack([jnp.asarray(scales), guard_of(jnp.asarray(scales))], axis=-1)
-    return scales, *np.split(np.asarray(scales_in(table, (448.0, 448.0, 57344.0))[0]), 2, axis=-1)
+    return scales, *np.split(np.asarray(scales_in(table, (448.0, 448.0, 57344.0)))[..., 0, :], 2, axis=-1)
 
 
 def test_scales_are_rounded_up_to_the_bits_of_their_operand():

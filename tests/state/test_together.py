@@ -11,7 +11,7 @@ from numpy_reference import FNUZ, OCP, OPERANDS, DelayedScalingReference, amax, 
 
 import haliax_fp8 as fp8
 from haliax_fp8._jax.xla import side_by_side
-from haliax_fp8._state.records import marks_of, record_states
+from haliax_fp8._state.all_records import record_states
 from haliax_fp8.recipes import E4M3, E4M3FNUZ, E5M2, E5M2FNUZ
 
 
@@ -127,7 +127,7 @@ def test_layers_that_share_an_input_may_record_other_numbers():
     model = fp8.memory.share_input_scales(fp8.fp8_linear_layers(Two.init()), [("first", "second")])
     first, second = (layer.dot_general for layer in model.layers)
     states = [first.with_recipe(first.recipe.measured).state, second.state]
-    assert all(record.shared is not None for record in record_states(states, marks_of(states)))
+    assert all(record.shared is not None for record in record_states(states))
 
 
 def test_a_step_of_zeros_is_recorded_as_zeros():

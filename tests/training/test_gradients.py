@@ -106,3 +106,12 @@ def test_meta_learning_takes_gradients_around_an_inner_step():
         found = wrap(eqx.filter_grad(lambda model: loss(after_inner_step(model), 2 * x)))(model)
         for got, wanted in zip(found.layers, expected.layers, strict=True):
             np.testing.assert_allclose(got.weight, wanted.weight, rtol=1e-6)
+
+
+def test_a_function_of_ones_own_takes_the_maximum():
+    """`with_max_gradients` at the top of a function that Equinox differentiates; its state must not be left out."""
+    model = two_layers("delayed")
+    one = lambda model, x: (model.first(x).array ** 2).mean() + (model.first(3.0 * x).array ** 2).mean()
+    own = eqx.filter_jit(eqx.filter_grad(lambda model, x: one(fp8.training.with_max_gradients(model), x)))(model, X)
+    exact = eqx.filter_jit(fp8.filter_grad(one))(model, X)
+    assert_same(own.first, exact.first)

@@ -19,7 +19,7 @@ from ..._product.operands import quantize_operand, round_to, scales_of
 from ..._product.primitive import fp8_dot_general
 from ..._product.spec import ProductSpec
 from ..._state.op_state import OpState
-from ..._state.records import form_of
+from ..._state.record import record_of_table
 from ...recipes.catalog import RecipeLike, as_recipe, named
 from ...recipes.recipe import OPERANDS, OperandName, ProductName, Recipe
 from ...recipes.scaling import STATISTICS, AbstractScaling, statistics_of
@@ -166,8 +166,8 @@ def replay(box: BlackBox | str | os.PathLike[str], recipes: RecipeLike | Sequenc
     exact = _exact_products(operands, box)
     found: list[Replayed] = []
     for name, recipe in {"as trained": box.recipe, **others}.items():
-        state = _own_state(box) if name == "as trained" else _fitting_state(recipe, operands)
-        products, lost = _products(operands, box, recipe, state)
+        record = _own_record(box) if name == "as trained" else _fitting_record(recipe, operands)
+        products, lost = _products(operands, box, recipe, record)
         for product in OPERANDS:
             out, of_product = products[product], lost[product]
             found.append(
@@ -188,12 +188,14 @@ def _name(recipe: RecipeLike) -> str:
     return recipe if isinstance(recipe, str) else str(recipe)
 
 
-def _own_state(box: BlackBox) -> Array | None:
-    return None if box.state is None else jnp.asarray(box.state)
+def _own_record(box: BlackBox) -> Array | None:
+    return (
+        None if box.state is None else record_of_table(jnp.asarray(box.state), box.recipe.scalings, box.recipe.limits)
+    )
 
 
-def _fitting_state(recipe: Recipe, operands: dict[OperandName, Array]) -> Array | None:
-    """State with the scales that these operands' amaxes give."""
+def _fitting_record(recipe: Recipe, operands: dict[OperandName, Array]) -> Array | None:
+    """The scales that these operands' amaxes give."""
     state = OpState.init(recipe)
     if state is None:
         return None
@@ -204,18 +206,16 @@ def _fitting_state(recipe: Recipe, operands: dict[OperandName, Array]) -> Array 
         margin = 0 if scaling.memory is None else getattr(scaling, "margin", 0)
         fitting = jnp.maximum(amax / limit * 2.0**margin, 1 / LARGEST_MULTIPLIER)
         scales.append(jnp.where(amax > 0.0, fitting, jnp.float32(1.0)))
-    return state.with_scale(jnp.stack(scales)).array
+    return state.with_scale(jnp.stack(scales)).record
 
 
 def _spec(box: BlackBox, recipe: Recipe) -> ProductSpec:
-    state = OpState.init(recipe)
     return ProductSpec(
         recipe=recipe,
         contraction=box.contraction,
         compute_dtype=box.compute_dtype,
         out_dtype=box.out_dtype,
         precision=box.precision,
-        state=None if state is None else form_of(state, stacked=False),
     )
 
 
@@ -230,16 +230,16 @@ type _Statistics = dict[ProductName, dict[OperandName, Array]]
 
 
 def _products(
-    operands: dict[OperandName, Array], box: BlackBox, recipe: Recipe, state: Array | None
+    operands: dict[OperandName, Array], box: BlackBox, recipe: Recipe, record: Array | None
 ) -> tuple[dict[ProductName, np.ndarray], _Statistics]:
     """fprop, dgrad and wgrad, and what is lost of their operands."""
     spec, key = _spec(box, recipe), _key(box, recipe)
 
     @jax.jit
     def compute(input: Array, kernel: Array, grad: Array) -> Any:
-        product = lambda input, kernel: fp8_dot_general(input, kernel, state, spec, (), key)
+        product = lambda input, kernel: fp8_dot_general(input, kernel, record, spec, (), key)
         of_operands: dict[OperandName, Array] = {"input": input, "kernel": kernel, "output_grad": grad}
-        return _of_all(product, input, kernel, grad), _lost(of_operands, state, key, spec)
+        return _of_all(product, input, kernel, grad), _lost(of_operands, record, key, spec)
 
     products, lost = compute(*operands.values())
     return _in_float64(products), lost
@@ -262,9 +262,11 @@ def _in_float64(products: dict[ProductName, Array]) -> dict[ProductName, np.ndar
     return {name: np.asarray(x.astype(jnp.float32)).astype(np.float64) for name, x in products.items()}
 
 
-def _lost(operands: dict[OperandName, Array], state: Array | None, key: Array | None, spec: ProductSpec) -> _Statistics:
+def _lost(
+    operands: dict[OperandName, Array], record: Array | None, key: Array | None, spec: ProductSpec
+) -> _Statistics:
     """The statistics of each operand as each product quantizes it."""
-    scales = scales_of(state, spec)
+    scales = scales_of(record, spec)
 
     def of(operand: OperandName, product: ProductName) -> Array:
         quantization = spec.recipe.quantization[operand, product]
