@@ -33,6 +33,7 @@ from .._jax.max_grad import require_differentiated_state, require_transposed_sta
 from .._jax.mesh_axes import all_varying, varying_axes
 from .._jax.unchecked_devices import require_gradient_inside, require_transposition_inside
 from .._numerics.quantized_array import QuantizedArray
+from .._state.record import repeated
 from ..devices.units import MX_UNITS
 from .kernel_copies import KernelCopies, KernelCopy, folded, is_mapped, shape_of
 from .mapped_tangent import TangentArguments, with_mapped_axis
@@ -152,7 +153,11 @@ def _fp8_dot_batch(args, axes, *, spec: ProductSpec):
     *_, state, key, copies = _split_others(args[2:], spec)
     *_, state_axis, key_axis, copies_axes = _split_others(axes[2:], spec)
     if state_axis is not None or key_axis is not None:
-        args = [to_front(x, axis, size, 0) for x, axis in zip(args, axes, strict=True)]
+        is_shared = lambda i: i == count and state is not None and state_axis is None
+        args = [
+            repeated(x, size) if is_shared(i) else to_front(x, axis, size, 0)
+            for i, (x, axis) in enumerate(zip(args, axes, strict=True))
+        ]
         spec = dataclasses.replace(spec, ensemble=spec.ensemble + 1)
         return _primitive_of(spec).bind(*args, spec=spec), 0
     operands, axes = list(args[:count]), list(axes[:count])

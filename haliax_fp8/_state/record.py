@@ -134,6 +134,14 @@ def _joined(measured: Sequence[Array]) -> Parts:
     return lax.concatenate([x if x.shape[-1] == parts else fill(x) for x in measured], axis)
 
 
+def repeated(record: Array, size: int) -> Array:
+    """The record for each of several members that share one state, `[size, ...]`; its transpose takes their maximum.
+
+    `vmap` makes members where each example has a key of its own.
+    """
+    return repeated_p.bind(record, size=size, axis=0)
+
+
 # --- For gradients that somebody else takes ---------------------------------------------------------------------------
 
 
@@ -158,6 +166,7 @@ def record_of_table(
 record_of_table_p = Primitive("fp8_record_of_table")
 record_of_table_tangent_p = Primitive("fp8_record_of_table_tangent")
 next_table_p = Primitive("fp8_next_table")
+repeated_p = Primitive("fp8_repeated_record")
 
 
 def _record(table: Array, **static: Any) -> Array:
@@ -228,10 +237,41 @@ def _next_table_jvp(primals: Any, tangents: Any, **static: Any) -> tuple[Array, 
     return table, ad.Zero.from_primal_value(table)
 
 
+def _repeat(record: Array, *, size: int, axis: int) -> Array:
+    shape = (*record.shape[:axis], size, *record.shape[axis:])
+    return lax.broadcast_in_dim(record, shape, [i for i in range(len(shape)) if i != axis])
+
+
+def _repeated_aval(record: Any, *, size: int, axis: int) -> Any:
+    # `aval_of_result` makes a NumPy type of its dtype; the record may have another.
+    aval = aval_of_result(record, (*record.shape[:axis], size, *record.shape[axis:]), np.dtype(np.float32))
+    return aval.update(dtype=record.dtype)
+
+
+def _repeated_jvp(primals: Any, tangents: Any, **static: Any) -> tuple[Array, Any]:
+    (record,), (tangent,) = primals, tangents
+    out = repeated_p.bind(record, **static)
+    if type(tangent) is ad.Zero:
+        return out, ad.Zero.from_primal_value(out)
+    return out, repeated_p.bind(tangent, **static)
+
+
+def _repeated_transpose(cotangent: Any, record: Any, *, size: int, axis: int) -> list[Any]:
+    del size
+    if type(cotangent) is ad.Zero:
+        return [None]
+    return [to_dtype_of(lax.reduce_max(to_float32(cotangent), (axis,)), record.aval)]
+
+
+def _repeated_batch(args: Any, axes: Any, *, size: int, axis: int) -> tuple[Array, int]:
+    return repeated_p.bind(to_front(args[0], axes[0], args[0].shape[axes[0]], 0), size=size, axis=axis + 1), 0
+
+
 for _primitive, _function, _aval, _jvp in (
     (record_of_table_p, _record, _record_aval, _record_jvp),
     (record_of_table_tangent_p, _tangent, lambda tangent, table, **static: _record_aval(table, **static), None),
     (next_table_p, _next_table, lambda table, record, **static: table, _next_table_jvp),
+    (repeated_p, _repeat, _repeated_aval, _repeated_jvp),
 ):
     _primitive.def_impl(_function)
     _primitive.def_abstract_eval(_aval)
@@ -241,3 +281,5 @@ for _primitive, _function, _aval, _jvp in (
         ad.primitive_jvps[_primitive] = _jvp
 ad.primitive_transposes[record_of_table_tangent_p] = _transpose
 batching.primitive_batchers[next_table_p] = _next_table_batch
+ad.primitive_transposes[repeated_p] = _repeated_transpose
+batching.primitive_batchers[repeated_p] = _repeated_batch

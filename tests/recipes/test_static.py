@@ -125,9 +125,8 @@ def reductions(scaling):
 
 def test_no_amax_is_taken():
     assert reductions(StaticScaling()) == []
-    # The reader of programs, on what it has to find: an amax for each operand, and the history's; and whether all
-    # scales have their guards.
-    assert sorted(reductions(fp8.DelayedScaling())) == ["reduce_and", *["reduce_max"] * 4]
+    # The reader of programs, on what it has to find: an amax for each operand, and the history's.
+    assert reductions(fp8.DelayedScaling()) == ["reduce_max"] * 4
     assert len(reductions(CurrentScaling())) == 3
 
 
