@@ -3,60 +3,111 @@
     model = fp8_linear_layers(model)
 
 converts a model; `partition_for_grad_overwrite` and `apply_updates` make its training step. See `docs/`.
+
+What is here is enough to train. The rest is in modules by subject, such as `haliax_fp8.recipes`, which are loaded when
+they are first used.
 """
 
-# Modules: the rest of what is public, by subject.
-from . import (
-    attention as attention,
-    checkpoints as checkpoints,
-    demo as demo,
-    devices as devices,
-    layers as layers,
-    memory as memory,
-    ops as ops,
-    preflight as preflight,
-    recipes as recipes,
-    serving as serving,
-    sharding as sharding,
-    statistics as statistics,
-    training as training,
-)
+import importlib
+from typing import TYPE_CHECKING, Any
 
-# The two ops, and their state.
-from ._einsum import Fp8Einsum as Fp8Einsum
-from ._jax.max_grad import fp32_max_grad as fp32_max_grad
-from ._op import Fp8DotGeneral as Fp8DotGeneral
-from ._state.marker import OverwriteWithGradient as OverwriteWithGradient
-
-# Converting a model, its kernels alone for one step, and seeing what was converted.
-from .layers import (
-    Fp8Config as Fp8Config,
-    describe as describe,
-    fp8_linear_layers as fp8_linear_layers,
-    quantize_kernels as quantize_kernels,
-    restore_linear_layers as restore_linear_layers,
-)
-
-# What a layer runs.
-from .recipes import DelayedScaling as DelayedScaling, Recipe as Recipe
-
-# What its numbers became.
-from .statistics import quantization_statistics as quantization_statistics
-
-# Training it.
+from ._einsum import Fp8Einsum
+from ._jax.max_grad import fp32_max_grad
+from ._op import Fp8DotGeneral
+from ._state.marker import OverwriteWithGradient
+from .layers import Fp8Config, describe, fp8_linear_layers, quantize_kernels, restore_linear_layers
+from .recipes import DelayedScaling, Recipe
+from .statistics import quantization_statistics
 from .training import (
-    TrainStep as TrainStep,
-    accumulate_gradients as accumulate_gradients,
-    apply_updates as apply_updates,
-    calibrate as calibrate,
-    cast_params as cast_params,
-    filter_grad as filter_grad,
-    filter_value_and_grad as filter_value_and_grad,
-    partition_for_grad_overwrite as partition_for_grad_overwrite,
-    trainable as trainable,
-    transfer_optimizer_state as transfer_optimizer_state,
-    with_rounding_keys as with_rounding_keys,
+    TrainStep,
+    accumulate_gradients,
+    apply_updates,
+    calibrate,
+    cast_params,
+    filter_grad,
+    filter_value_and_grad,
+    partition_for_grad_overwrite,
+    trainable,
+    transfer_optimizer_state,
+    with_rounding_keys,
 )
+
+
+if TYPE_CHECKING:
+    from . import (
+        attention as attention,
+        checkpoints as checkpoints,
+        demo as demo,
+        devices as devices,
+        layers as layers,
+        memory as memory,
+        ops as ops,
+        plots as plots,
+        preflight as preflight,
+        recipes as recipes,
+        serving as serving,
+        sharding as sharding,
+        statistics as statistics,
+        training as training,
+    )
 
 
 __version__ = "0.1.0"
+
+__all__ = [
+    # Converting a model, and seeing what was converted.
+    "fp8_linear_layers",
+    "restore_linear_layers",
+    "Fp8Config",
+    "Recipe",
+    "DelayedScaling",
+    "describe",
+    "quantize_kernels",
+    # Training it.
+    "TrainStep",
+    "trainable",
+    "filter_grad",
+    "filter_value_and_grad",
+    "partition_for_grad_overwrite",
+    "apply_updates",
+    "accumulate_gradients",
+    "calibrate",
+    "cast_params",
+    "transfer_optimizer_state",
+    "with_rounding_keys",
+    # What its numbers became.
+    "quantization_statistics",
+    # For layers of your own.
+    "Fp8DotGeneral",
+    "Fp8Einsum",
+    "OverwriteWithGradient",
+    "fp32_max_grad",
+]
+
+_MODULES = (
+    "attention",
+    "checkpoints",
+    "demo",
+    "devices",
+    "layers",
+    "memory",
+    "ops",
+    "plots",
+    "preflight",
+    "recipes",
+    "serving",
+    "sharding",
+    "statistics",
+    "training",
+)
+
+
+def __getattr__(name: str) -> Any:
+    """The modules by subject, loaded when they are first used."""
+    if name in _MODULES:
+        return importlib.import_module(f".{name}", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted((*__all__, *_MODULES, "__version__"))
