@@ -70,6 +70,29 @@ def test_parameters_and_state_put_together_in_the_loss(is_param):
     assert_same(fp8.filter_grad(loss)(params), expected)
 
 
+class Gate(eqx.Module):
+    gate: eqx.nn.Linear
+    up: eqx.nn.Linear
+
+    def __call__(self, x):
+        return self.gate(x) * self.up(x)
+
+
+def test_parts_of_a_model_with_shared_input_scales_are_refused_until_they_are_separate():
+    keys = jax.random.split(jax.random.key(2))
+    model = fp8.fp8_linear_layers(Gate(*[eqx.nn.Linear(4, 4, key=key) for key in keys]), CONFIG)
+    shared = fp8.memory.share_input_scales(model)
+
+    def gradient(model):
+        params, static = eqx.partition(model, eqx.is_array)
+        return fp8.filter_grad(lambda params: batched(eqx.combine(params, static), X))(params)
+
+    with pytest.raises(ValueError, match="separate_input_scales"):
+        gradient(shared)
+    expected = fp8.filter_grad(lambda model: batched(model, X))(model)
+    assert_same(gradient(fp8.memory.separate_input_scales(shared)), expected)
+
+
 @pytest.mark.more
 def test_parts_with_branches_of_each_example_are_explained():
     params, static = eqx.partition(LAYER, eqx.is_array)
