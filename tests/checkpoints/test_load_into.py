@@ -28,30 +28,24 @@ from haliax_fp8._state.table import guarded
 from haliax_fp8.checkpoints import LoadReport, export_model, import_model, load_into, save
 from haliax_fp8.checkpoints.interchange.file import open_file
 from haliax_fp8.checkpoints.interchange.names import is_saved, leaves_of
-from haliax_fp8.memory import join_linear
 from haliax_fp8.recipes import StaticScaling
 
 
 Embed, Heads, Size, Key = hax.make_axes(embed=8, heads=2, size=3, key=4)
 
 
-class Apart(eqx.Module):
+class Block(eqx.Module):
     q: hnn.Linear
     k: hnn.Linear
     up: eqx.nn.Linear
 
 
-class Together(eqx.Module):
-    qk: eqx.Module
-    up: eqx.nn.Linear
-
-
 @functools.cache
-def block(seed, *, joined=False):
+def block(seed):
     keys = jax.random.split(jax.random.key(seed), 3)
     q, k = hnn.Linear.init(Embed, (Heads, Size), key=keys[0]), hnn.Linear.init(Embed, Key, key=keys[1])
     up = eqx.nn.Linear(8, 4, key=keys[2])
-    return Together(join_linear([q, k]), up) if joined else Apart(q, k, up)
+    return Block(q, k, up)
 
 
 RECIPES = {
@@ -59,14 +53,13 @@ RECIPES = {
     "delayed 64": DelayedScaling(amax_history_length=64),
     "current": "current",
     "static": StaticScaling(0.5),
-    "joined": DelayedScaling(amax_history_length=8),
 }
 MODELS = ("plain", *RECIPES)
 
 
 def made(name, seed):
     """A model; its histories as after many steps, a different amax in each."""
-    model = block(seed, joined=name == "joined")
+    model = block(seed)
     if name == "plain":
         return model
     return trained(fp8_linear_layers(model, recipe=RECIPES[name]), np.random.default_rng(seed))
@@ -114,14 +107,7 @@ KINDS = {f.__name__: f for f in (through_equinox, through_safetensors, through_s
 
 
 def weights(model):
-    """The weights of the layers apart, in NumPy: rows of a joined one are those of its layers."""
-    arrays = {name: array for name, array in arrays_of(model).items() if ".state" not in name}
-    if isinstance(model, Apart):
-        return arrays
-    for end in ("weight", "bias"):
-        whole = arrays.pop(f"qk.linear.{end}")
-        arrays |= {f"q.{end}": whole[:6].reshape(2, 3, *whole.shape[1:]), f"k.{end}": whole[6:]}
-    return arrays
+    return {name: array for name, array in arrays_of(model).items() if ".state" not in name}
 
 
 def tables(model):
@@ -137,7 +123,7 @@ def test_every_pair(kind, tmp_path: pathlib.Path):
         (tmp_path / old).mkdir()
         path = KINDS[kind](model, tmp_path / old)
         for new, into in given.items():
-            loaded, report = load_into(into, path, joined={"qk": ("q", "k")})
+            loaded, report = load_into(into, path)
             assert jax.tree.structure(loaded) == jax.tree.structure(into)
             want, got = weights(model), weights(loaded)
             assert want.keys() == got.keys()
@@ -493,8 +479,6 @@ def test_paths_that_are_no_checkpoint(tmp_path):
         load_into(model, tmp_path / "bad.safetensors")
     with pytest.raises(ValueError, match="path is of type int, not a file"):
         load_into(model, 3)
-    with pytest.raises(ValueError, match="joined='qkv' must map each joined layer's field"):
-        load_into(model, {}, joined="qkv")
 
 
 def test_folders_that_are_no_checkpoint_are_told_apart(tmp_path, monkeypatch):
@@ -818,7 +802,7 @@ def test_safetensors_of_every_type_load_to_the_bit(name, dtype, tmp_path):
 
 
 def test_safetensors_of_an_unknown_type_are_refused(tmp_path):
-    """Where they are asked for, as a weight, as state, or as a part of one; what else the file holds is loaded."""
+    """Where they are asked for, as a weight or as state; what else the file holds is loaded."""
     path, state = tmp_path / "x.safetensors", "up.dot_general.state.table"
     tensors = arrays_of(made("delayed 8", 1))
     for name in ("packed", "up.weight", state, "q.weight"):
@@ -832,8 +816,6 @@ def test_safetensors_of_an_unknown_type_are_refused(tmp_path):
             continue
         with pytest.raises(ValueError, match=rf"x.safetensors: {name}: its dtype 'F4' is unknown; the known ones are"):
             load_into(made("delayed 8", 2), path)
-    with pytest.raises(ValueError, match=r"x.safetensors: q.weight: its dtype 'F4' is unknown"):
-        load_into(block(2, joined=True), path, joined={"qk": ("q", "k")})
 
 
 def test_a_safetensors_file_may_be_replaced_while_it_is_read(tmp_path):
