@@ -9,7 +9,7 @@ from .convert import (
     ScaleRounding as ScaleRounding,
     convert_folder as convert_folder,
 )
-from .explain import Engine as Engine, Explanation as Explanation, explain_folder as explain_folder
+from .explain import Explanation as Explanation, explain_folder as explain_folder
 from .exporting import ExportReport as ExportReport, export_model as export_model, serving_tensors as serving_tensors
 from .files import BrokenCheckpoint as BrokenCheckpoint
 from .frozen import (
