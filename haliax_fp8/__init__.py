@@ -9,10 +9,10 @@ converts a model; `partition_for_grad_overwrite` and `apply_updates` make its tr
 from . import (
     attention as attention,
     checkpoints as checkpoints,
-    demo as demo,
     devices as devices,
     layers as layers,
     memory as memory,
+    models as models,
     ops as ops,
     preflight as preflight,
     recipes as recipes,

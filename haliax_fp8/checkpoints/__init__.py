@@ -1,7 +1,6 @@
 """Checkpoints: saved, and loaded into other models; exported as engines load them, imported, checked and converted."""
 
 from . import names as names
-from .byte_tokenizer import write_byte_tokenizer as write_byte_tokenizer
 from .check import CheckReport as CheckReport, Fault as Fault, check_folder as check_folder
 from .convert import (
     Conversion as Conversion,

@@ -29,7 +29,7 @@ from examples.train_lm.layout import make_layout
 from examples.train_lm.options import model_config, parse_options
 from examples.train_lm.sample import generate, printable
 from haliax_fp8 import TrainStep, describe, fp8_linear_layers
-from haliax_fp8.demo import Transformer, TransformerConfig
+from haliax_fp8.models import Transformer, TransformerConfig
 
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -187,7 +187,8 @@ def test_a_sample_commands_no_terminal():
 def test_mesh_makes_virtual_devices():
     """In a process of its own, in which JAX has not started."""
     code = (
-        "from examples.train_lm.layout import make_layout; from haliax_fp8.demo import TransformerConfig; import jax; "
+        "from examples.train_lm.layout import make_layout; from haliax_fp8.models import TransformerConfig; "
+        "import jax; "
         "print(make_layout({'data': 4, 'model': 2}, TransformerConfig(), 8).summary, jax.device_count())"
     )
     environment = os.environ | {"XLA_FLAGS": ""}
