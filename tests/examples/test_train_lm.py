@@ -340,7 +340,7 @@ def test_help_names_every_group(monkeypatch, capsys):
 def test_interrupted_save_leaves_the_checkpoint_before(tmp_path, size, error):
     history = {"bf16": {"losses": [1.0] * 1000}}
     checkpoint.save(tmp_path, 1, [jnp.ones(3)], {}, history)
-    arrays, progress = (tmp_path / name for name in ("step_000001.eqx", "checkpoint.json"))
+    arrays, progress = (tmp_path / name for name in ("step_000001.safetensors", "checkpoint.json"))
     assert 100 < arrays.stat().st_size < 3000 < progress.stat().st_size
     with full_disk(size), pytest.raises(error, match="File too large"):
         checkpoint.save(tmp_path, 2, [jnp.zeros(3)], {}, history)
@@ -348,7 +348,7 @@ def test_interrupted_save_leaves_the_checkpoint_before(tmp_path, size, error):
     assert progress is not None and progress["step"] == 1
     np.testing.assert_array_equal(checkpoint.load_state(tmp_path, progress, [jnp.zeros(3)])[0], np.ones(3))
     checkpoint.save(tmp_path, 2, [jnp.zeros(3)], {}, {})
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint.json", "step_000002.eqx"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint.json", "step_000002.safetensors"]
 
 
 # --- Text -------------------------------------------------------------------------------------------------------------

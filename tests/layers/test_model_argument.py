@@ -66,7 +66,7 @@ OF_TREES = {
 }
 # Of a model, with or without an optimizer's state.
 OF_ALL = {
-    "save(path, model)": lambda tree: checkpoints.save("file.eqx", tree),
+    "save(path, model)": lambda tree: checkpoints.save("file.safetensors", tree),
     "load_into(model, path)": lambda tree: checkpoints.load_into(tree, {"weight": np.ones(3)}),
 }
 # They take any tree, and have nothing to say of one without state.
