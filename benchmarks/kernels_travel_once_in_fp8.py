@@ -27,8 +27,8 @@ from lib.output import Row
 from rich.progress import Progress
 
 import haliax_fp8 as fp8
-from haliax_fp8.demo import TransformerConfig, swiglu
 from haliax_fp8.memory import KernelResidual
+from haliax_fp8.models import TransformerConfig, swiglu
 from haliax_fp8.preflight import inspect_step
 from haliax_fp8.preflight.hlo.sites import entry_sites, launches
 from haliax_fp8.preflight.hlo.text import Shape, parse_hlo

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import optax
 
 import haliax_fp8 as fp8
-from haliax_fp8.demo import Transformer, TransformerConfig
 from haliax_fp8.memory import HostOptimizer
+from haliax_fp8.models import Transformer, TransformerConfig
 from haliax_fp8.preflight import inspect_step
 
 

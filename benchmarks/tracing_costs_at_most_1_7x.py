@@ -23,7 +23,8 @@ from lib import output
 from rich.progress import Progress
 
 import haliax_fp8 as fp8
-from haliax_fp8.demo import Transformer, TransformerConfig, next_token_loss
+from haliax_fp8._cli.demo import next_token_loss
+from haliax_fp8.models import Transformer, TransformerConfig
 
 
 WIDTH, HEADS, LENGTH, BATCH = 64, 4, 16, 8
@@ -50,7 +51,7 @@ class EquinoxBlock(eqx.Module):
 
 
 def llama(config: TransformerConfig) -> tuple[Any, Callable[..., Any], Any]:
-    """A language model of `haliax_fp8.demo`, with its loss."""
+    """A language model of `haliax_fp8.models`, with its loss."""
     tokens = hax.zeros((hax.Axis("batch", BATCH), hax.Axis("position", LENGTH)), jnp.int32)
     return in_bfloat16(Transformer.init(config, key=jax.random.key(0))), next_token_loss, tokens
 

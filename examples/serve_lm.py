@@ -25,6 +25,7 @@ import rich.box
 from rich.console import Console
 from rich.table import Table
 
+from examples.byte_tokenizer import write_byte_tokenizer
 from examples.train_lm import checkpoint
 from examples.train_lm.corpus import load_corpus
 from examples.train_lm.layout import make_layout
@@ -33,8 +34,8 @@ from examples.train_lm.run import Run, make_evaluation, make_loss, make_optimize
 from examples.train_lm.sample import generate
 from examples.train_lm.train import resume_runs
 from haliax_fp8 import TrainStep, cast_params, restore_linear_layers
-from haliax_fp8.checkpoints import export_model, import_model, names, write_byte_tokenizer
-from haliax_fp8.demo import Transformer, hugging_face_config
+from haliax_fp8.checkpoints import export_model, import_model, names
+from haliax_fp8.models import Transformer, hugging_face_config
 from haliax_fp8.serving import quantize_for_inference, schemes, serving_mismatch
 
 

@@ -37,10 +37,10 @@ if TYPE_CHECKING:
     from . import (
         attention as attention,
         checkpoints as checkpoints,
-        demo as demo,
         devices as devices,
         layers as layers,
         memory as memory,
+        models as models,
         ops as ops,
         plots as plots,
         preflight as preflight,
@@ -87,10 +87,10 @@ __all__ = [
 _MODULES = (
     "attention",
     "checkpoints",
-    "demo",
     "devices",
     "layers",
     "memory",
+    "models",
     "ops",
     "plots",
     "preflight",

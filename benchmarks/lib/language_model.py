@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import optax
 
 import haliax_fp8 as fp8
-from haliax_fp8.demo import Transformer, TransformerConfig
+from haliax_fp8.models import Transformer, TransformerConfig
 from lib.models import LLAMA_8B
 
 

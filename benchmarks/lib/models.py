@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 
 import haliax_fp8 as fp8
-from haliax_fp8 import demo
-from haliax_fp8.demo import TransformerConfig, swiglu
+from haliax_fp8 import models
+from haliax_fp8.models import TransformerConfig, swiglu
 from lib.libraries import in_bf16
 
 
@@ -62,7 +62,7 @@ def _rematerialized_in_float32(function: Any) -> Any:
 
 
 RULES = (
-    fp8.memory.BetweenLayers((demo.SwiGlu,), before=("gate", "up"), after=("down",), gated=True),
+    fp8.memory.BetweenLayers((models.SwiGlu,), before=("gate", "up"), after=("down",), gated=True),
     *fp8.memory.default_rematerialization,
 )
 """For `rematerialize`: the blocks' feed-forward layers, beside what it knows."""
@@ -78,18 +78,20 @@ COMPRESSED = {"activation": fp8.memory.compressed(swiglu)}
 
 
 class Block(eqx.Module):
-    """A block of `haliax_fp8.demo` with its norms first: XLA lays out memory by the order of arguments, so that another
-    order would change the memory that programs need by a few percent."""
+    """A block of `haliax_fp8.models` with its norms first.
+
+    XLA lays out memory by the order of arguments: another would change the memory that programs need by a few percent.
+    """
 
     norms: tuple[Any, Any]
-    attention: demo.Attention
-    mlp: demo.SwiGlu
+    attention: models.Attention
+    mlp: models.SwiGlu
     config: TransformerConfig = eqx.field(static=True)
 
     @staticmethod
     def init(config: TransformerConfig, *, key: jax.Array) -> "Block":
         """A block with random weights."""
-        block = demo.Block.init(config, key=key)
+        block = models.Block.init(config, key=key)
         return Block((block.attention_norm, block.mlp_norm), block.attention, block.mlp, config)
 
     def __call__(self, x: hax.NamedArray) -> hax.NamedArray:
@@ -150,7 +152,7 @@ class JoinedAttention(eqx.Module):
     config: TransformerConfig = eqx.field(static=True)
 
     @staticmethod
-    def of(attention: demo.Attention) -> "JoinedAttention":
+    def of(attention: models.Attention) -> "JoinedAttention":
         """The same layers, joined."""
         qkv = fp8.memory.join_linear([attention.query, attention.key, attention.value])
         return JoinedAttention(qkv, attention.output, attention.config)
@@ -170,7 +172,7 @@ def llama(*, stacked: bool = True, checkpointing: Any = False, joined: bool = Fa
         joined: Whether queries, keys and values are one product.
         **parts: Fields of `TransformerConfig`.
     """
-    is_attention = lambda node: isinstance(node, demo.Attention)
+    is_attention = lambda node: isinstance(node, models.Attention)
     changed = lambda node: JoinedAttention.of(node) if joined and is_attention(node) else node
 
     def init(sizes: Sizes) -> Any:

@@ -20,7 +20,7 @@ from examples.train_lm.run import next_token_loss
 from examples.train_vit.model import CLASSES, VisionTransformer
 from examples.train_vit.train import Digits
 from haliax_fp8 import cast_params
-from haliax_fp8.demo import MixtureOfExperts, SwiGlu, Transformer, TransformerConfig
+from haliax_fp8.models import MixtureOfExperts, SwiGlu, Transformer, TransformerConfig
 
 
 type Batches = tuple[np.ndarray, ...]

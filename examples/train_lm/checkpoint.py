@@ -36,7 +36,7 @@ def save(
         text: The file that is trained on; None for the default.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    arrays = folder / f"step_{step:06d}.eqx"
+    arrays = folder / f"step_{step:06d}.safetensors"
     save_tree(arrays, state)
     progress = {"step": step, "arrays": arrays.name, "flags": dict(flags), "history": dict(history), "text": text}
     temporary = folder / (_PROGRESS + ".tmp")
@@ -45,7 +45,7 @@ def save(
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(folder / _PROGRESS)
-    for old in folder.glob("step_*.eqx"):
+    for old in folder.glob("step_*.safetensors"):
         if old != arrays:
             old.unlink()
 

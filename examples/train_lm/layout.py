@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
-from haliax_fp8.demo import TransformerConfig
+from haliax_fp8.models import TransformerConfig
 
 
 @dataclasses.dataclass(frozen=True)

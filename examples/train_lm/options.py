@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from haliax_fp8 import DelayedScaling, Recipe
-from haliax_fp8.demo import MixtureOfExperts, SwiGlu, TransformerConfig
+from haliax_fp8.models import MixtureOfExperts, SwiGlu, TransformerConfig
 from haliax_fp8.recipes import E4M3, E5M2, StaticScaling, named as named_recipes
 
 

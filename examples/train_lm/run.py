@@ -24,8 +24,8 @@ from haliax_fp8 import (
     transfer_optimizer_state,
     with_rounding_keys,
 )
-from haliax_fp8.demo import Transformer, swiglu
 from haliax_fp8.memory import compressed
+from haliax_fp8.models import Transformer, swiglu
 
 from .corpus import Corpus
 from .layout import Layout

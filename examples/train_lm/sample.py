@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from haliax import Axis
 from jaxtyping import PRNGKeyArray
 
-from haliax_fp8.demo import Transformer
+from haliax_fp8.models import Transformer
 
 
 @eqx.filter_jit

@@ -40,7 +40,7 @@ def add_checkpoint_parser(commands: Any) -> None:
     actions = group.add_subparsers(dest="action", required=True, metavar="check | explain | convert")
     check = actions.add_parser("check", help="say what is wrong, by file and tensor")
     check.add_argument("--json", action="store_true", help="print JSON")
-    explain = actions.add_parser("explain", help="say what it holds, and which engines load it")
+    explain = actions.add_parser("explain", help="say what it holds, in which formats and bytes")
     convert = actions.add_parser("convert", help="write it in another layout")
     layouts = [*named, PLAIN]
     convert.add_argument("--to", required=True, choices=layouts, metavar="LAYOUT", help=f"one of {', '.join(layouts)}")

@@ -1,12 +1,14 @@
 """Training steps of models with published shapes: what `preflight --demo` compiles."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import equinox as eqx
 import haliax as hax
+import haliax.nn as hnn
 import jax
 import jax.numpy as jnp
 import optax
@@ -14,21 +16,37 @@ from haliax import Axis, NamedArray
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, PRNGKeyArray
 
+from .._jax import cudnn_attention
 from .._numerics.nearest import nearest
-from ..demo import (
-    MixtureOfExperts,
-    Mlp,
-    Transformer,
-    TransformerConfig,
-    causal_attention,
-    fused_causal_attention,
-    layer_norm,
-    next_token_loss,
-)
 from ..layers.config import Fp8Config
 from ..layers.convert import fp8_linear_layers
+from ..models.transformer import MixtureOfExperts, Norm, Transformer, TransformerConfig, causal_attention, rotate
 from ..training.cast import cast_params
 from ..training.step import TrainStep
+
+
+def layer_norm(config: TransformerConfig) -> Norm:
+    """LayerNorm in float32, whatever the weights' dtype."""
+    return hnn.LayerNorm.init(config.Hidden, dtype=jnp.dtype(jnp.float32))
+
+
+class Mlp(eqx.Module):
+    """`down(gelu(up(x)))`."""
+
+    up: hnn.Linear
+    down: hnn.Linear
+
+    @staticmethod
+    def init(config: TransformerConfig, *, key: PRNGKeyArray) -> "Mlp":
+        up, down = jax.random.split(key)
+        return Mlp(
+            hnn.Linear.init(config.Hidden, config.Mlp, key=up, use_bias=config.use_bias),
+            hnn.Linear.init(config.Mlp, config.Hidden, key=down, use_bias=config.use_bias),
+        )
+
+    def __call__(self, x: NamedArray) -> NamedArray:
+        """Maps `(..., hidden)` to the same axes."""
+        return self.down(hnn.gelu(self.up(x)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,9 +141,91 @@ its gradient added up.
 """
 
 
+def next_token_loss(model: Transformer, tokens: NamedArray, *, at_once: int | None = None) -> Float[Array, ""]:
+    """The mean cross-entropy of each token given those before it, in float32.
+
+    `mean(logsumexp(logits) - logits[label])`. With `at_once`, only the logits of that many tokens are in memory at a
+    time, and the backward pass computes them again. For 128256 words and 8192 tokens, all of them would take 4 GB.
+
+    Args:
+        model: The model.
+        tokens: Integers `(..., position)`.
+        at_once: How many tokens at a time, over all sequences, rounded so that it divides the sequence; None for all.
+
+    Returns:
+        A scalar. The last token of a sequence has no successor and is left out.
+    """
+    Position = tokens.resolve_axis("position")
+    x, labels = model.activations(tokens), hax.roll(tokens, -1, Position)
+    known = hax.arange(Position) < Position.size - 1
+    sequences = tokens.size // Position.size
+    count = next(n for n in range(1, Position.size + 1) if _fits(Position.size, n, sequences, at_once))
+    count_of_known = sequences * (Position.size - 1)
+
+    def losses(model: Transformer, x: NamedArray, labels: NamedArray, known: NamedArray) -> Float[Array, ""]:
+        with jax.named_scope("cross_entropy"):
+            logits = model.logits(x).astype(jnp.float32)
+            likelihood = hax.take(logits, "vocab", labels) - hnn.logsumexp(logits, "vocab")
+            return -hax.sum(hax.where(known.broadcast_axis(labels.axes), likelihood, 0.0)).scalar()
+
+    if count == 1:
+        return losses(model, x, labels, known) / count_of_known
+    Part = Axis("part", count)
+    parts = [a.unflatten_axis(Position, (Part, Position.resize(Position.size // count))) for a in (x, labels, known)]
+    # The head stays outside: Haliax would slice it if it were an argument of the scan.
+    step = jax.checkpoint(lambda total, part: total + losses(model, *part))
+    return hax.fold(lambda total, *part: step(total, part), Part)(jnp.float32(0.0), *parts) / count_of_known
+
+
+def _fits(length: int, count: int, sequences: int, at_once: int | None) -> bool:
+    """Whether a sequence divides into that many parts, and a part of all sequences has few enough tokens."""
+    return length % count == 0 and (at_once is None or length // count * sequences <= at_once or count == length)
+
+
 def bfloat16_loss(model: Transformer, tokens: NamedArray, *, at_once: int) -> Float[Array, ""]:
     """`next_token_loss` of a model with float32 weights that computes in bf16."""
     return next_token_loss(cast_params(model, jnp.bfloat16), tokens, at_once=at_once)
+
+
+def fused_causal_attention(
+    query: NamedArray,
+    key: NamedArray,
+    value: NamedArray,
+    *rotary: NamedArray,
+    attention: Callable[..., Array] = cudnn_attention.attention,
+) -> NamedArray:
+    """`causal_attention` as the fused cuDNN kernel, `jax.nn.dot_product_attention(implementation="cudnn")`.
+
+    It compiles for NVIDIA GPUs, which this machine need not have, and runs only there. Operands are in bfloat16 or
+    float16, heads at most 128 wide.
+
+    Args:
+        query: As in `causal_attention`.
+        key: As in `causal_attention`.
+        value: As in `causal_attention`.
+        *rotary: As in `causal_attention`.
+        attention: Computes it; called like `jax.nn.dot_product_attention`, so another library's runs elsewhere.
+
+    Returns:
+        An array with the axes of `query`.
+    """
+    HeadDim = query.resolve_axis("head_dim")
+    if rotary:
+        query, key = rotate(query, *rotary), rotate(key, *rotary)
+    of_query = "position", "kv_heads", "group", "head_dim"
+    of_key = "position", "kv_heads", "head_dim"
+    batch = tuple(axis for axis in query.axes if axis.name not in of_query)
+    query = query.rearrange((*batch, *of_query))
+    arrays = [query, *(x.rearrange((*batch, *of_key)) for x in (key, value))]
+    # One axis for the batch and one for the heads.
+    tokens, width = query.resolve_axis("position").size, HeadDim.size
+    q, k, v = (x.array.reshape(-1, tokens, x.size // (_count(batch) * tokens * width), width) for x in arrays)
+    out = attention(q, k, v, scale=1.0 / math.sqrt(width), is_causal=True)
+    return NamedArray(out.reshape(query.array.shape), query.axes)
+
+
+def _count(axes: tuple) -> int:
+    return math.prod(axis.size for axis in axes)
 
 
 def demo_step(

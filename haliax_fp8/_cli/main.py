@@ -11,7 +11,6 @@ from .compiler import install_compiler
 from .load import UsageError
 from .options import parse_options
 from .preflight import explain, run_preflight, use_local_devices
-from .replay import run_replay
 from .screen import fitted, on_error, screen
 from .tables import as_json, device_rows, device_table, format_rows, format_table
 
@@ -59,8 +58,6 @@ def _run(options: argparse.Namespace) -> int:
         return run_preflight(options)
     if options.command == "checkpoint":
         return run_checkpoint(options)
-    if options.command == "replay":
-        return run_replay(options)
     if options.command == "install-compiler":
         install_compiler(options.compiler)
         return 0

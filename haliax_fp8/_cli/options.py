@@ -16,7 +16,6 @@ from ..recipes.catalog import named
 from .checkpoint import add_checkpoint_parser
 from .demo import demos, stackings
 from .help_text import Paragraphs, Parser, program_name
-from .replay import add_replay_parser
 
 
 # `--compare` without a value: the demo in bf16.
@@ -45,7 +44,7 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(
         prog=program_name(),
         description="Shows which matrix products of a training step run in FP8 on a device that this machine need not "
-        "have, checks and converts checkpoints with FP8 weights, and computes recorded products again.",
+        "have, and checks and converts checkpoints with FP8 weights.",
     )
     parser.add_argument("--version", action="store_true", help="print the version")
     # Without a command the help says what there is, which argparse's own error does not.
@@ -58,7 +57,6 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
         command = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
         command.add_argument("--json", action="store_true", help="print JSON")
     add_checkpoint_parser(commands)
-    add_replay_parser(commands)
     text = "install XLA's compiler for devices that this machine lacks, for preflight; JAX keeps its own devices"
     install = commands.add_parser("install-compiler", help=text, description=text[0].upper() + text[1:] + ".")
     known = ", ".join(f"{name} ({compiler.megabytes} MB)" for name, compiler in compilers.items())

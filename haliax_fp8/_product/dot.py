@@ -23,8 +23,7 @@ class DotContraction(AbstractContraction):
 
     Args:
         dimensions: Which axes are contracted, batched and kept.
-        kernel_first: Whether the kernel is the first operand of `lax.dot_general`: `einsum` may swap the two. Nothing
-            else asks; a black box writes it to its file.
+        kernel_first: Whether the kernel is the first operand of `lax.dot_general`: `einsum` may swap the two.
     """
 
     dimensions: DotDimensions

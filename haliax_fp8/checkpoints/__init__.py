@@ -1,7 +1,6 @@
 """Checkpoints: saved, and loaded into other models; exported as engines load them, imported, checked and converted."""
 
 from . import names as names
-from .byte_tokenizer import write_byte_tokenizer as write_byte_tokenizer
 from .check import CheckReport as CheckReport, Fault as Fault, check_folder as check_folder
 from .convert import (
     Conversion as Conversion,
@@ -9,7 +8,7 @@ from .convert import (
     ScaleRounding as ScaleRounding,
     convert_folder as convert_folder,
 )
-from .explain import Engine as Engine, Explanation as Explanation, explain_folder as explain_folder
+from .explain import Explanation as Explanation, explain_folder as explain_folder
 from .exporting import ExportReport as ExportReport, export_model as export_model, serving_tensors as serving_tensors
 from .files import BrokenCheckpoint as BrokenCheckpoint
 from .frozen import (

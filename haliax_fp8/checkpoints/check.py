@@ -7,7 +7,8 @@ import math
 import os
 import pathlib
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -19,7 +20,6 @@ from ..layers.tensor_names import SAME_INPUT, WEIGHT, is_embedding, is_head, is_
 from .files import BrokenCheckpoint, TensorFolder
 from .files.folder import CONFIG
 from .files.header import Stored
-from .files.ignore import REGEX, matched
 from .layout import (
     CACHE_SCALES,
     E4M3,
@@ -38,6 +38,9 @@ from .sizes import size_faults
 
 # A weight whose data, times their scales, are as large as this has lost its scales, or was quantized twice.
 _LARGE, _LIMIT = 112.0, 448.0
+
+# How entries of the configuration's lists begin that are regular expressions; longer ones are not read.
+_REGEX, _LONGEST_PATTERN = "re:", 2_000
 
 # What models of Hugging Face call tables of embeddings, and nothing else.
 _TABLES = re.compile(
@@ -153,7 +156,7 @@ class _Checked:
     def open(path: pathlib.Path, *, follow_links: bool) -> "_Checked":
         folder = TensorFolder.open(path, follow_links=follow_links)
         found = _Checked(folder, read_layout(folder))
-        _ = found.ignored  # An entry that is no regular expression breaks the folder.
+        _ = found.ignored, found.targeted  # A pattern that cannot be read breaks the folder.
         return found
 
     @property
@@ -167,14 +170,17 @@ class _Checked:
     @functools.cached_property
     def ignored(self) -> set[str]:
         """The layers that the configuration leaves alone."""
-        return {layer for entry in (self.layout.ignore if self.layout else ()) for layer in self._matched(entry)}
+        return self._matched("ignore", self.layout.ignore if self.layout else ())
 
-    def _matched(self, entry: str) -> set[str]:
-        assert self.layout is not None
-        if self.layout.method == "modelopt" and "*" in entry:
-            return set(fnmatch.filter(self.layers, entry))
-        parents = self.layout.method != "compressed-tensors"
-        return matched(entry, self.layers, file=CONFIG, key="ignore", parents=parents)
+    @functools.cached_property
+    def targeted(self) -> set[str]:
+        """The layers that the configuration names, or matches, as quantized; classes of layers match none."""
+        return self._matched("targets", self.layout.targets if self.layout else ())
+
+    def _matched(self, key: str, entries: Iterable[str]) -> set[str]:
+        """The layers that the entries of a list mean."""
+        matchers = [_matcher(key, entry, self.layout) for entry in entries]
+        return {layer for layer in self.layers if any(matches(layer) for matches in matchers)}
 
     def _fault(self, name: str, problem: str, *, is_error: bool = True) -> Fault:
         """A fault of a tensor, in its file."""
@@ -327,20 +333,19 @@ class _Checked:
             yield Fault(CONFIG, KEY, f"{problem}weights again and computes other numbers")
         if not any(map(is_fp8, self.tensors.values())):
             yield Fault(CONFIG, KEY, "it is there, but no tensor is in FP8")
-        meant = {layer for entry in layout.targets for layer in self._matched(entry)}
         for layer in self.layers:
             stored = self.tensors[layer + WEIGHT]
             if is_fp8(stored) or layer in self.ignored or not is_linear(layer, len(stored.shape)):
                 continue
             kind = "head" if is_head(layer) else "router" if is_router(layer, self.tensors) else "linear layer"
             # Other methods' engines leave heads and routers alone by themselves.
-            if ("Linear" in layout.targets or layer in meant) and (strict or kind == "linear layer"):
+            if ("Linear" in layout.targets or layer in self.targeted) and (strict or kind == "linear layer"):
                 problem = f"this {kind} is in {stored.shown}, and `ignore` does not list {layer}"
                 yield self._fault(layer + WEIGHT, f"{problem}: engines look for its scale")
         for entry in layout.ignore:
             tied = self.folder.config.get("tie_word_embeddings") and is_head(entry)
-            if not (tied or self._matched(entry)):
-                kind = "matches" if entry.startswith(REGEX) else "is the name of"
+            if not (tied or self._matched("ignore", [entry])):
+                kind = "matches" if entry.startswith(_REGEX) else "is the name of"
                 yield Fault(CONFIG, "ignore", f"{entry!r:.80} {kind} no layer of the checkpoint", is_error=False)
 
     def _of_caches(self) -> Iterator[Fault]:
@@ -394,6 +399,28 @@ class _Checked:
         if any(row % height for row in rows):
             problem = f"{what} have {rows} outputs, not multiples of {height}: engines that merge them refuse that"
             yield self._fault(first, problem, is_error=False)
+
+
+def _matcher(key: str, entry: str, layout: Layout | None) -> Callable[[str], Any]:
+    """Tells whether an entry of a list means a layer: by its name, a pattern of ModelOpt's, or a regular expression.
+
+    Raises:
+        BrokenCheckpoint: If it is not a regular expression, or a very long one.
+    """
+    method = "" if layout is None else layout.method
+    if method == "modelopt" and "*" in entry:
+        return lambda layer: fnmatch.fnmatchcase(layer, entry)
+    if not entry.startswith(_REGEX):
+        # The lists of other methods name modules, and mean all layers in them.
+        return lambda layer: layer == entry or (method != "compressed-tensors" and f".{entry}." in f".{layer}.")
+    if len(entry) > _LONGEST_PATTERN:
+        raise BrokenCheckpoint(
+            CONFIG, f"a pattern of {len(entry)} characters; at most {_LONGEST_PATTERN} are read", key
+        )
+    try:
+        return re.compile(entry.removeprefix(_REGEX)).match
+    except (re.error, RecursionError, OverflowError) as error:
+        raise BrokenCheckpoint(CONFIG, f"{entry!r:.80} is not a regular expression: {error}", key) from None
 
 
 # How many elements are looked at together.

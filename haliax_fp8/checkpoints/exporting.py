@@ -2,7 +2,6 @@
 
 import dataclasses
 import hashlib
-import itertools
 import json
 import os
 import pathlib
@@ -18,12 +17,10 @@ from .._numerics.formats import E4M3 as FORMAT
 from .._numerics.require import require_bool
 from .._op import Fp8DotGeneral
 from .._printing import Printable, new_table
-from ..attention.op import Fp8Attention
 from ..layers.config import Fp8Config, as_config
 from ..layers.model_argument import require_layers
-from ..layers.own_state import is_changed, require_own_state
+from ..layers.own_state import require_own_state
 from ..layers.patterns import Targets, as_patterns
-from ..layers.rule import LayerRule
 from ..layers.tensor_names import is_embedding, is_head
 from ..layers.uncalibrated import unrecorded_operands
 from ..recipes.recipe import SCALE_BITS, OperandName
@@ -32,7 +29,7 @@ from .check import check_folder
 from .files import TensorFolder, new_folder, require_folder_name, write_tensors
 from .files.folder import CONFIG
 from .layout import E4M3, Layout, as_layout, require_elements
-from .model import sites, tensors_of, without_sharing
+from .model import tensors_of, without_sharing
 from .names import NameMap
 from .scaled_matrix import BF16, BF16_BITS, ScaledMatrix, are_exponents, quantized, rounded_up, spread
 from .tensors import Tensor, tensors_in
@@ -87,7 +84,6 @@ def export_model(
     training_scales: bool = True,
     targets: Targets | None = None,
     exclude: Targets | None = None,
-    kv_cache_scales: bool = False,
     shard_bytes: int = 5 * 10**9,
     rules_of: Fp8Config | None = None,
 ) -> ExportReport:
@@ -118,8 +114,8 @@ def export_model(
         model: A converted model, a plain one, or one with frozen FP8 layers, whose data and scales stay as they are.
         directory: The folder; new or empty.
         layout: The layout or its name, see above.
-        names: The `NameMap`, or a dict from the model's names to the checkpoint's: `names.LLAMA` for the demo's models.
-        config: What `config.json` says of the architecture, such as `demo.hugging_face_config(model)`.
+        names: The `NameMap`, or a dict from the model's names to the checkpoint's: `names.LLAMA` for `models`.
+        config: What `config.json` says of the architecture, such as `models.hugging_face_config(model)`.
         dtype: The dtype in which the model computes: kernels are rounded to it before they are quantized, as a step
             does that casts its parameters. None keeps each array's own.
         bf16_scales: Round scales up to what bfloat16 holds, because engines that cast a model cast its scales too.
@@ -129,8 +125,6 @@ def export_model(
         targets: The layers to quantize instead: patterns as in `fp8_linear_layers`, of the names in the state dict
             with `*` for the number of a block.
         exclude: Layers to leave in high precision; by default those called `head` or `lm_head`.
-        kv_cache_scales: Write a scale for the keys and one for the values of each `attention.Fp8Attention`, those of
-            its next step, for engines that keep both in FP8.
         shard_bytes: The most bytes of a file; larger models have several, and an index.
         rules_of: Only its `rules` matter; needed for layers of your own classes.
 
@@ -153,7 +147,7 @@ def export_model(
     require_layers(model, "export_model(model, directory)")
     require_own_state(model)
     chosen = as_layout(layout)
-    how = names, dtype, bf16_scales, training_scales, targets, exclude, kv_cache_scales, rules_of
+    how = names, dtype, bf16_scales, training_scales, targets, exclude, rules_of
     tensors, tied = _to_write(model, chosen, *how)
     origins: Counter[str] = Counter()
     digests: dict[str, str] = {}
@@ -166,7 +160,7 @@ def export_model(
         return tensor.encoded(values)
 
     ignore = (*_in_high_precision(tensors), *tied)
-    described, files = ({}, {}) if chosen is None else chosen.config_files(ignore, cached=kv_cache_scales)
+    described, files = ({}, {}) if chosen is None else chosen.config_files(ignore)
     with new_folder(directory) as folder:
         write_tensors(folder, [(tensor.specs, lambda tensor=tensor: made(tensor)) for tensor in tensors], shard_bytes)
         ties = {"tie_word_embeddings": True} if tied else {}
@@ -193,7 +187,6 @@ def serving_tensors(
     training_scales: bool = True,
     targets: Targets | None = None,
     exclude: Targets | None = None,
-    kv_cache_scales: bool = False,
     rules_of: Fp8Config | None = None,
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Yields names and arrays one at a time, for an engine that takes weights while it runs.
@@ -210,7 +203,6 @@ def serving_tensors(
         training_scales: As in `export_model`.
         targets: As in `export_model`.
         exclude: As in `export_model`.
-        kv_cache_scales: As in `export_model`.
         rules_of: As in `export_model`.
 
     Raises:
@@ -222,7 +214,7 @@ def serving_tensors(
         [('up.weight', 'float8_e4m3fn', (32, 64)), ('up.weight_scale', 'float32', (32, 1))]
     """
     require_layers(model, "serving_tensors(model, layout)")
-    how = names, dtype, bf16_scales, training_scales, targets, exclude, kv_cache_scales, rules_of
+    how = names, dtype, bf16_scales, training_scales, targets, exclude, rules_of
     tensors, _ = _to_write(model, as_layout(layout), *how)
     pairs = (zip(tensor.specs, tensor.encoded(tensor.read()), strict=True) for tensor in tensors)
     return ((spec.name, array) for pair in pairs for spec, array in pair)
@@ -243,7 +235,6 @@ def _to_write(
     training_scales: bool,
     targets: Targets | None,
     exclude: Targets | None,
-    kv_cache_scales: bool,
     rules_of: Fp8Config | None,
 ) -> tuple[list[Tensor], tuple[str, ...]]:
     """The tensors that a checkpoint of a model has, by its names, and the head if it is the embedding.
@@ -252,7 +243,7 @@ def _to_write(
         ValueError: If two tensors get the same name, nothing is left to quantize, a scale is missing, or a layer of the
             model is in another format of FP8 than layouts have.
     """
-    flags = {"bf16_scales": bf16_scales, "training_scales": training_scales, "kv_cache_scales": kv_cache_scales}
+    flags = {"bf16_scales": bf16_scales, "training_scales": training_scales}
     for flag, value in flags.items():
         require_bool(flag, value, of="an export")
     name_map, rules = NameMap.of(names), as_config(rules_of).rules
@@ -282,14 +273,6 @@ def _to_write(
                 "or choose a layout that has it in FP8"
             )
         tensors.append(named)
-    if kv_cache_scales:
-        scales = _cache_scales(model, rules, layout)
-        rounded = rounded_up if bf16_scales else lambda scale: scale
-        for name, scale in scales:
-            array = rounded(np.array([scale], np.float32))
-            owner, _, part = name.partition(":")
-            full = f"{name_map.to_checkpoint(owner)}.{part}".removeprefix(".")
-            tensors.append(Tensor(full, (1,), array.dtype, lambda array=array: array))
     all_names = Counter(tensor.name for tensor in tensors)
     if twice := sorted(name for name, n in all_names.items() if n > 1):
         raise ValueError(f"names gives {twice[0]!r} to two tensors of the model; each needs a name of its own")
@@ -404,58 +387,6 @@ def _quantized(tensor: Tensor, layout: Layout, *, bf16_scales: bool, training_sc
         raise ValueError(f"{tensor.path} has the input scale {scale}; calibrate the model, or train a step")
     scale = rounded_up(scale.reshape(1), min(bits["input"], BF16_BITS) if bf16_scales else bits["input"])[0]
     return dataclasses.replace(made, input_scale=float(scale))
-
-
-def _cache_scales(model: Any, rules: tuple[LayerRule, ...], layout: Layout | None) -> Iterator[tuple[str, float]]:
-    """The scales of keys and values of the next step, one of each for an attention: `owner:name` and scale."""
-    if layout is None or layout.cache_scales is None:
-        raise ValueError(
-            "kv_cache_scales=True, but the layout has no scales of keys and values; use one of "
-            "compressed-tensors, such as 'FP8_DYNAMIC', or 'modelopt'"
-        )
-    caches = [site for site in sites(model, rules) if isinstance(site.node, Fp8Attention)]
-    if not caches:
-        raise ValueError(
-            "kv_cache_scales=True, but nothing in the model has seen keys and values: the state of a projection holds "
-            "amaxes of its input, kernel and output gradient, and none of its output, which is rotated before it is "
-            "cached. Train with attention.Fp8Attention, or calibrate a model that has it"
-        )
-    # The engine's attention is what holds the projections.
-    owners = [str(site.place).rpartition(".")[0] for site in caches]
-    if twice := [name for name in owners if owners.count(name) > 1]:
-        raise ValueError(
-            f"kv_cache_scales=True, but {twice[0] or 'the model'} holds several Fp8Attention, and engines expect one "
-            "per module; put each in a module of its own"
-        )
-    for site in caches:
-        for blocks in itertools.product(*(range(axis.size) for axis in site.place.stack)):
-            owner = site.place.name(blocks).rpartition(".")[0]
-            for name, tensor in zip(layout.cache_scales, ("key", "value"), strict=True):
-                yield f"{owner}:{name}", _cache_scale(site.node, tensor, owner or "the model", blocks)
-
-
-def _cache_scale(op: Fp8Attention, tensor: Any, owner: str, blocks: tuple[int, ...]) -> float:
-    if is_changed(op.state):
-        raise ValueError(
-            f"the state of the attention in {owner} was changed by something other than its own update, such as an "
-            "optimizer that was given the whole model, so its scales are lost; replace the Fp8Attention by a new one "
-            "and calibrate the model"
-        )
-    scale = np.asarray(op.scale(tensor))
-    index = blocks[: scale.ndim]
-    if (scale := scale[index]).ndim:
-        raise ValueError(
-            f"{owner} is an ensemble of {scale.size} layers with attention, which an export cannot name; use a list of "
-            "layers or a haliax.nn.Stacked instead"
-        )
-    # A step that was not finite records `-inf`, and leaves the scale as it was.
-    is_known = (np.asarray(op.amax_history(tensor))[index] > 0).any() or scale != 1
-    if not (is_known and np.isfinite(scale) and scale > 0):
-        raise ValueError(
-            f"{owner} has no amaxes of keys and values yet, or only zeros and infinities; train a step, or calibrate "
-            "the model, on finite data"
-        )
-    return float(scale)
 
 
 # --- Read back --------------------------------------------------------------------------------------------------------

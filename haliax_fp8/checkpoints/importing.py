@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._numerics.nearest import nearest
-from ..attention.op import Fp8Attention
 from ..layers.config import Fp8Config, as_config
 from ..layers.kernel import Kernel
 from ..layers.model_argument import require_layers
@@ -63,7 +62,7 @@ def import_model[M](
         directory: The folder of the checkpoint.
         model: A model of the same sizes, whose weights do not matter: it may be abstract (`eqx.filter_eval_shape`).
             Arrays are divided as its own are, if they have a sharding.
-        names: The `NameMap`, or a dict from the model's names to the checkpoint's: `names.LLAMA` for the demo's.
+        names: The `NameMap`, or a dict from the model's names to the checkpoint's: `names.LLAMA` for `models`.
         weights: `"dequantized"`, `"frozen"` or `"served"`; see `Weights`. A served model is as
             `serving.quantize_for_inference` makes it: inputs are quantized as the checkpoint says, stacks become one
             block after the other, and layers compute in the dtype of the model's parameters.
@@ -109,8 +108,6 @@ def _loaded(site: Site, checkpoint: "_Checkpoint", weights: Weights, inputs: Inp
     """A layer or an array with the numbers of a checkpoint."""
     if site.is_in_fp8:
         raise ValueError(f"model has a layer in FP8 at {site.place}; pass the plain model that it was imported into")
-    if isinstance(site.node, Fp8Attention):
-        return site.node
     arrays = leaves(site)
     if site.rule is None:
         is_float = jnp.issubdtype(np.dtype(plain(site.node).dtype), jnp.floating)

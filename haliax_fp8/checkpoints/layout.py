@@ -107,13 +107,6 @@ class Layout:
         """The last part of the name of an input's scale: one of these."""
         return INPUT_SCALES if self.method == "fp8" else INPUT_SCALES[:1]
 
-    @property
-    def cache_scales(self) -> tuple[str, str] | None:
-        """The names of the scales of keys and values, after that of their attention; None if it has none."""
-        if self.method == "fp8":
-            return None
-        return ("k_proj.k_scale", "v_proj.v_scale") if self.method == "modelopt" else ("k_scale", "v_scale")
-
     def block(self, shape: tuple[int, int]) -> tuple[int, int]:
         """The rows and columns of a kernel `[out, in]` that share a scale."""
         return self.size or {"tensor": shape, "channel": (1, shape[1])}[self.strategy]
@@ -145,19 +138,16 @@ class Layout:
         described = self.tensors((matrix.shape[0], matrix.shape[1]))
         return {name: x.reshape(shape) for (name, (_, shape)), x in zip(described.items(), parts, strict=False)}
 
-    def config_files(
-        self, ignore: Sequence[str], *, cached: bool = False
-    ) -> tuple[Mapping[str, Any], Mapping[str, Mapping[str, Any]]]:
+    def config_files(self, ignore: Sequence[str]) -> tuple[Mapping[str, Any], Mapping[str, Mapping[str, Any]]]:
         """What `config.json` gets, and the content of other files.
 
         Args:
             ignore: The linear layers that stay in high precision.
-            cached: Whether there are scales of keys and values, for engines that keep those in FP8.
         """
         left = list(ignore)
         if self.method == "modelopt":
-            producer, cache = {"name": "haliax_fp8"}, "FP8" if cached else None
-            common = {"quant_algo": "FP8", "kv_cache_quant_algo": cache}
+            producer = {"name": "haliax_fp8"}
+            common = {"quant_algo": "FP8", "kv_cache_quant_algo": None}
             files = {MODELOPT: {"producer": producer, "quantization": {**common, "exclude_modules": left}}}
             return {KEY: {"quant_method": "modelopt", **common, "ignore": left, "producer": producer}}, files
         if self.method == "fp8":
@@ -181,7 +171,7 @@ class Layout:
             "quantization_status": "compressed",
             "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": inputs}},
             "ignore": left,
-            "kv_cache_scheme": {**common, "dynamic": False, "strategy": "tensor"} if cached else None,
+            "kv_cache_scheme": None,
         }
         return {KEY: config}, {}
 

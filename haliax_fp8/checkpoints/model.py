@@ -23,7 +23,6 @@ from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, KeyPath, Seque
 
 from .._op import Fp8DotGeneral
 from .._state.marker import OverwriteWithGradient
-from ..attention.op import Fp8Attention
 from ..layers.kernel import Kernel, axes_of, count
 from ..layers.only_if_named import OnlyIfNamed
 from ..layers.patterns import Pattern, matches
@@ -117,12 +116,12 @@ def _place_of_child(node: Any, key: Any, place: Place) -> Place:
 
 @dataclasses.dataclass(frozen=True)
 class Site:
-    """A layer that has a rule, with all arrays in it; an array outside of such layers; or attention in FP8.
+    """A layer that has a rule, with all arrays in it; or an array outside of such layers.
 
     Args:
-        node: The layer, array or attention.
+        node: The layer or array.
         place: Where it is.
-        rule: The layer's rule; None of others.
+        rule: The layer's rule; None for an array.
         owner: The module that the node is a field of; None if it is in none.
     """
 
@@ -175,7 +174,7 @@ def map_sites[M](function: Callable[[Site], Any], model: M, rules: tuple[LayerRu
 
 def _flat(model: Any, rules: tuple[LayerRule, ...]) -> tuple[list[Site | None], list[Any], Any]:
     types = tuple(jax.tree.leaves([rule.layer_type for rule in rules if not isinstance(rule, Refused)]))
-    whole = (*types, Fp8Attention, Fp8DotGeneral, OverwriteWithGradient, hax.NamedArray)
+    whole = (*types, Fp8DotGeneral, OverwriteWithGradient, hax.NamedArray)
     flat, structure = jax.tree_util.tree_flatten_with_path(model, is_leaf=lambda node: isinstance(node, whole))
     places = Places(model)
 
@@ -183,7 +182,7 @@ def _flat(model: Any, rules: tuple[LayerRule, ...]) -> tuple[list[Site | None], 
         is_layer = isinstance(node, types)
         if isinstance(node, Fp8DotGeneral | OverwriteWithGradient):
             return None
-        if not (is_layer or isinstance(node, Fp8Attention) or is_array(node)):
+        if not (is_layer or is_array(node)):
             return None
         owner = places.node(path[:-1]) if path else None
         return Site(node, places[path], rule_of(node, rules) if is_layer else None, owner)
@@ -310,8 +309,6 @@ def _on_host(array: Any) -> bool:
 
 def leaves(site: Site) -> list[Leaf]:
     """The arrays of a layer, first its weight if it has one of its own, then such as its bias; or the array itself."""
-    if isinstance(site.node, Fp8Attention):
-        return []
     if site.rule is None:
         # Norms have vectors in a checkpoint, whatever their axes.
         return [_of_array(site, "", site.node, 0, flat=isinstance(site.owner, hnn.LayerNorm | hnn.RmsNorm))]

@@ -102,7 +102,7 @@ LLAMA = NameMap.of(
         **{f"{_BLOCK}.mlp.{part}": f"{_LAYER}.mlp.{part}_proj" for part in ("gate", "up", "down")},
     }
 )
-"""Maps the names of `demo.Transformer` to those of Hugging Face's Llama."""
+"""Maps the names of `models.Transformer` to those of Hugging Face's Llama."""
 
 QWEN3 = LLAMA | {
     f"{_BLOCK}.attention.query_norm": f"{_LAYER}.self_attn.q_norm",
@@ -116,7 +116,7 @@ QWEN3_MOE = QWEN3 | {
     f"{_BLOCK}.mlp.router": f"{_LAYER}.mlp.gate",
     **{f"{_BLOCK}.mlp.{part}.{{e}}": f"{_LAYER}.{_EXPERT}.{part}_proj" for part in ("gate", "up", "down")},
 }
-"""The same for Qwen3's mixtures of experts, from `demo.MixtureOfExperts`: experts are `mlp.experts.{e}.gate_proj`."""
+"""The same for Qwen3's mixtures of experts, from `models.MixtureOfExperts`: experts are `mlp.experts.{e}.gate_proj`."""
 
 MIXTRAL = LLAMA | {
     f"{_BLOCK}.mlp.router": f"{_LAYER}.block_sparse_moe.gate",
@@ -125,4 +125,4 @@ MIXTRAL = LLAMA | {
         for ours, theirs in {"gate": "w1", "up": "w3", "down": "w2"}.items()
     },
 }
-"""The same for Mixtral, whose architecture `demo.MixtureOfExperts` has."""
+"""The same for Mixtral, whose architecture `models.MixtureOfExperts` has."""

@@ -28,7 +28,7 @@ def statistics_heatmaps(
     percent. Lighter is larger; cells are white where nothing was measured.
 
     Args:
-        log: What was measured, from `StatisticsLog.of` or `StatisticsLog.read_csv`.
+        log: What was measured, from `StatisticsLog.of`.
         operand: `"input"`, `"kernel"` or `"output_grad"`.
         statistics: One panel for each: fields of `OpStatistics`, or `"sqnr"`.
 

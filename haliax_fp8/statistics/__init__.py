@@ -17,14 +17,6 @@ from .diagnosis import (
     where_not_finite as where_not_finite,
 )
 from .history import scale_ages as scale_ages
-from .kept import (
-    BlackBox as BlackBox,
-    Culprit as Culprit,
-    Replay as Replay,
-    Replayed as Replayed,
-    black_box as black_box,
-    replay as replay,
-)
 from .log import StatisticsLog as StatisticsLog
 from .measure import quantization_statistics as quantization_statistics
 from .monitor import every as every

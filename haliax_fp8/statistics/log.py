@@ -1,11 +1,6 @@
-"""StatisticsLog: the statistics of many steps, as a CSV file too."""
+"""StatisticsLog: the statistics of many steps."""
 
-import contextlib
-import csv
 import dataclasses
-import os
-import pathlib
-import uuid
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -78,68 +73,6 @@ class StatisticsLog(Printable):
                 for name in names
             },
         )
-
-    @staticmethod
-    def read_csv(path: str | pathlib.Path) -> "StatisticsLog":
-        """What `write_csv` wrote, or another program: a column `step`, and a column per name; an empty cell is NaN.
-
-        Args:
-            path: The file.
-
-        Raises:
-            ValueError: If the file has no column `step`, or a cell is not a number.
-        """
-        with pathlib.Path(path).open(newline="") as file:
-            rows = csv.DictReader(file)
-            if "step" not in (rows.fieldnames or ()):
-                raise ValueError(
-                    f"path={str(path)!r} has no column 'step', only {rows.fieldnames}; write it with write_csv"
-                )
-            cells = list(rows)
-        try:
-            steps = [int(row["step"]) for row in cells]
-            numbers = [{name: float(cell or "nan") for name, cell in row.items() if name != "step"} for row in cells]
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"path={str(path)!r} has a cell that is not a number: {error}") from error
-        return StatisticsLog.of(numbers, steps)
-
-    def write_csv(self, path: str | pathlib.Path) -> None:
-        """A column `step`, and a column per name; a cell is empty where a step has no number.
-
-        Reading it gives the same numbers, to the last bit. The file is written under another name and renamed, so an
-        error leaves the file that was there.
-
-        Args:
-            path: The file to write.
-
-        Raises:
-            ValueError: If it cannot be written.
-        """
-        path = pathlib.Path(path).resolve()  # A link stays one.
-        # A terminal or a pipe is written to, not replaced.
-        is_replaced = path.is_file() or not path.exists()
-        temporary = path.with_name(f".{uuid.uuid4().hex}.tmp") if is_replaced else path
-        try:
-            with temporary.open("w", newline="") as file:
-                rows = csv.writer(file)
-                rows.writerow(["step", *self.numbers])
-                for i, step in enumerate(self.steps):
-                    values = (float(column[i]) for column in self.numbers.values())
-                    rows.writerow([step, *("" if np.isnan(value) else repr(value) for value in values)])
-                file.flush()
-                if is_replaced:
-                    os.fsync(file.fileno())
-            if is_replaced:
-                temporary.replace(path)
-        except OSError as error:
-            raise ValueError(
-                f"path={str(path)!r} cannot be written: {error.strerror}; give a file in a folder that "
-                "exists, can be written to and has room"
-            ) from error
-        finally:
-            if is_replaced:
-                with contextlib.suppress(OSError):  # it was renamed, or never made
-                    temporary.unlink()
 
     def table(
         self, statistic: str, operand: str = "input"

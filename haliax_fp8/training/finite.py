@@ -22,7 +22,7 @@ class NonFiniteStep(ValueError):
         of_step = "the step" if step is None else f"step {step}"
         advice = where or (
             "to find where it began, use require_finite_step(..., where=partial(where_not_finite, model, loss_fn, "
-            "*batch)); to keep its operands, black_box(model, loss_fn, *batch), both with the model before the step"
+            "*batch)), with the model before the step"
         )
         super().__init__(
             f"{of_step} is not finite: {', '.join(names)}. {advice[0].upper()}{advice[1:]}. Keep the model and the "

@@ -1,7 +1,6 @@
 """The check of a folder: every good one passes, and in every broken one the fault is named."""
 
 import json
-import time
 
 import ml_dtypes
 import numpy as np
@@ -12,7 +11,6 @@ from haliax_fp8.checkpoints.check import check_folder
 from haliax_fp8.checkpoints.convert import convert_folder
 from haliax_fp8.checkpoints.explain import explain_folder
 from haliax_fp8.checkpoints.files import BrokenCheckpoint, TensorFolder
-from haliax_fp8.checkpoints.files.ignore import matched
 from haliax_fp8.checkpoints.layout import layout_of
 
 
@@ -262,6 +260,13 @@ BROKEN = {
     "strategy of rows": ("FP8_TENSOR", set_group("weights", strategy="channel"), SCALE, "shape (1,)"),
     "ignore is a text": ("FP8", configured(ignore="lm_head"), "quantization_config", "list of names"),
     "ignore is no pattern": ("FP8", configured(ignore=["re:(lm_head"]), "ignore", "not a regular expression"),
+    "long pattern": ("FP8", configured(ignore=["re:" + "a|" * 1000]), "ignore", "at most 2000"),
+    "targets are no pattern": (
+        "FP8",
+        lambda t, c: group(c).update(targets=["re:(mlp"]),
+        "targets",
+        "not a regular expression",
+    ),
     "quantization is a list": ("FP8", lambda t, c: c.update(quantization_config=[1]), "quantization_config", "object"),
     "another ModelOpt": ("modelopt", configured(quant_algo="NVFP4"), "quantization_config", "NVFP4"),
     "sizes": ("FP8_DYNAMIC", lambda t, c: c.update(intermediate_size=256), None, "config.json says (256, 128)"),
@@ -282,7 +287,7 @@ def test_every_fault_is_named(tmp_path):
         report = check_folder(write(tmp_path / str(i), tensors, config))
         found = [error for error in report.errors if tensor in (None, error.tensor) and says in error.problem]
         assert found, f"{kind}: {report}"
-        expected = CONFIG if tensor in ("quantization_config", "ignore") else None
+        expected = CONFIG if tensor in ("quantization_config", "ignore", "targets") else None
         assert all(error.file in (CONFIG, "model.safetensors") for error in found), kind
         assert expected is None or found[0].file == expected, kind
 
@@ -314,29 +319,6 @@ def test_tensors_of_unknown_types_are_faults_by_their_names(tmp_path):
     assert not any("void" in fault.problem or "V1" in fault.problem for fault in faults)
     with pytest.raises(BrokenCheckpoint, match="input_scale: it is in F4; scales of inputs are"):
         convert_folder(path, tmp_path / "new", "BF16")
-
-
-HOSTILE = ["re:(a|aa|.)*$(?!x)^", "re:((.*)*)*!", "re:(.+)+!"]
-
-
-@pytest.mark.parametrize("pattern", HOSTILE)
-def test_a_pattern_cannot_take_exponential_time(pattern):
-    begin = time.monotonic()
-    with pytest.raises(BrokenCheckpoint, match=r"takes more than 0\.5 s for 2 names: engines would hang") as broken:
-        matched(pattern, ["lm_head", "a" * 60], file=CONFIG, key="ignore", seconds=0.5)
-    assert time.monotonic() - begin < 20
-    assert (broken.value.file, broken.value.tensor) == (CONFIG, "ignore")
-
-
-@pytest.mark.more
-def test_a_folder_with_such_a_pattern_has_this_fault(tmp_path):
-    tensors, config = checkpoint("FP8")
-    tensors["a" * 60 + ".weight"] = np.ones(3, np.float32)
-    config["quantization_config"]["ignore"] = ["lm_head", HOSTILE[1]]
-    begin = time.monotonic()
-    (fault,) = check_folder(write(tmp_path / "x", tensors, config)).errors
-    assert time.monotonic() - begin < 60
-    assert (fault.file, fault.tensor) == (CONFIG, "ignore") and "hang" in fault.problem
 
 
 def test_fused_partners_with_other_scales_are_remarks(tmp_path):

@@ -269,8 +269,7 @@ def test_explanations(tmp_path):
         assert in_fp8.bytes + scales.bytes + others.bytes == sum(a.nbytes for a in tensors.values()) and not any(
             unknown
         )
-        assert found.engines and all(row.evidence for row in found.engines)
-        assert layout in str(found) and "seen running" in str(found)
+        assert layout in str(found)
         # Each tensor is in one row: the embedding, the norms and a bias too, and scales of inputs and caches.
         tensors |= {"model.layers.0.self_attn.q_proj.bias": np.zeros(4, BF16)}
         tensors |= {f"model.layers.0.self_attn.{name}_scale": np.ones(1, np.float32) for name in "kv"}
@@ -282,9 +281,7 @@ def test_explanations(tmp_path):
     assert BLOCKS and LINEAR
     convert_folder(tmp_path / "FP8_DYNAMIC", tmp_path / "plain", "BF16")
     plain = explain_folder(tmp_path / "plain")
-    assert (
-        plain.held["weights in FP8"].count == 0 and "not quantized" in str(plain) and "engine" not in str(plain).lower()
-    )
+    assert plain.held["weights in FP8"].count == 0 and "not quantized" in str(plain)
 
 
 def test_an_explanation_shows_types_that_are_unknown(tmp_path):
@@ -330,7 +327,7 @@ def test_command_line(tmp_path, capsys, monkeypatch):
     assert (fault["file"], fault["tensor"]) == ("model.safetensors", weights()[0])
     assert run("explain", good) == 0
     out = capsys.readouterr().out
-    assert "FP8_DYNAMIC" in out and "vLLM" in out and max(map(len, out.splitlines())) <= 80
+    assert "FP8_DYNAMIC" in out and max(map(len, out.splitlines())) <= 80
     assert run("convert", good, "--to", "W8A16", "--output", tmp_path / "new") == 0
     assert "the same values" in capsys.readouterr().out
     assert run("convert", good, "--to", "W8A16", "--output", tmp_path / "new") == 2  # not empty

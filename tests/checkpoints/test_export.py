@@ -25,8 +25,8 @@ from haliax_fp8 import Fp8Config, Recipe, calibrate, fp8_linear_layers
 from haliax_fp8.checkpoints import check_folder, export_model, import_model, names, serving_tensors, thaw
 from haliax_fp8.checkpoints.layout import named as layouts
 from haliax_fp8.checkpoints.scaled_matrix import quantized
-from haliax_fp8.demo import MixtureOfExperts, Transformer, TransformerConfig, hugging_face_config
 from haliax_fp8.layers import Kernel, LayerRule, default_rules
+from haliax_fp8.models import MixtureOfExperts, Transformer, TransformerConfig, hugging_face_config
 from haliax_fp8.recipes import E4M3, E4M3FNUZ, E5M2FNUZ
 from haliax_fp8.recipes.scaling import (
     BlockScaling,

@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 
 from haliax_fp8 import describe, fp8_linear_layers
 from haliax_fp8.checkpoints import export_model, import_model, names, thaw
-from haliax_fp8.demo import Transformer, TransformerConfig
+from haliax_fp8.models import Transformer, TransformerConfig
 
 
 CONFIG = TransformerConfig(layers=2, hidden=64, heads=2, kv_heads=1, head_dim=32, mlp=96, vocab=64)

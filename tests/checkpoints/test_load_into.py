@@ -26,32 +26,27 @@ from haliax_fp8 import DelayedScaling, TrainStep, fp8_linear_layers
 from haliax_fp8._state.op_state import OpState
 from haliax_fp8._state.table import guarded
 from haliax_fp8.checkpoints import LoadReport, export_model, import_model, load_into, save
+from haliax_fp8.checkpoints.files.header import read_header
 from haliax_fp8.checkpoints.interchange.file import open_file
 from haliax_fp8.checkpoints.interchange.names import is_saved, leaves_of
-from haliax_fp8.memory import join_linear
 from haliax_fp8.recipes import StaticScaling
 
 
 Embed, Heads, Size, Key = hax.make_axes(embed=8, heads=2, size=3, key=4)
 
 
-class Apart(eqx.Module):
+class Block(eqx.Module):
     q: hnn.Linear
     k: hnn.Linear
     up: eqx.nn.Linear
 
 
-class Together(eqx.Module):
-    qk: eqx.Module
-    up: eqx.nn.Linear
-
-
 @functools.cache
-def block(seed, *, joined=False):
+def block(seed):
     keys = jax.random.split(jax.random.key(seed), 3)
     q, k = hnn.Linear.init(Embed, (Heads, Size), key=keys[0]), hnn.Linear.init(Embed, Key, key=keys[1])
     up = eqx.nn.Linear(8, 4, key=keys[2])
-    return Together(join_linear([q, k]), up) if joined else Apart(q, k, up)
+    return Block(q, k, up)
 
 
 RECIPES = {
@@ -59,14 +54,13 @@ RECIPES = {
     "delayed 64": DelayedScaling(amax_history_length=64),
     "current": "current",
     "static": StaticScaling(0.5),
-    "joined": DelayedScaling(amax_history_length=8),
 }
 MODELS = ("plain", *RECIPES)
 
 
 def made(name, seed):
     """A model; its histories as after many steps, a different amax in each."""
-    model = block(seed, joined=name == "joined")
+    model = block(seed)
     if name == "plain":
         return model
     return trained(fp8_linear_layers(model, recipe=RECIPES[name]), np.random.default_rng(seed))
@@ -88,9 +82,9 @@ def arrays_of(model):
     return {leaf.name: np.asarray(leaf.value) for leaf in leaves_of(model) if is_saved(leaf.value)}
 
 
-def through_equinox(model, path):
-    save(path / "model.eqx", model)
-    return path / "model.eqx"
+def through_save(model, path):
+    save(path / "model.safetensors", model)
+    return path / "model.safetensors"
 
 
 def through_safetensors(model, path):
@@ -110,18 +104,11 @@ def through_orbax(model, path):
     return path / "orbax"
 
 
-KINDS = {f.__name__: f for f in (through_equinox, through_safetensors, through_state_dict, through_orbax)}
+KINDS = {f.__name__: f for f in (through_save, through_safetensors, through_state_dict, through_orbax)}
 
 
 def weights(model):
-    """The weights of the layers apart, in NumPy: rows of a joined one are those of its layers."""
-    arrays = {name: array for name, array in arrays_of(model).items() if ".state" not in name}
-    if isinstance(model, Apart):
-        return arrays
-    for end in ("weight", "bias"):
-        whole = arrays.pop(f"qk.linear.{end}")
-        arrays |= {f"q.{end}": whole[:6].reshape(2, 3, *whole.shape[1:]), f"k.{end}": whole[6:]}
-    return arrays
+    return {name: array for name, array in arrays_of(model).items() if ".state" not in name}
 
 
 def tables(model):
@@ -137,7 +124,7 @@ def test_every_pair(kind, tmp_path: pathlib.Path):
         (tmp_path / old).mkdir()
         path = KINDS[kind](model, tmp_path / old)
         for new, into in given.items():
-            loaded, report = load_into(into, path, joined={"qk": ("q", "k")})
+            loaded, report = load_into(into, path)
             assert jax.tree.structure(loaded) == jax.tree.structure(into)
             want, got = weights(model), weights(loaded)
             assert want.keys() == got.keys()
@@ -288,7 +275,7 @@ def test_arrays_land_where_the_models_are(tmp_path):
     abstract = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) if eqx.is_array(x) else x, given
     )
-    for through in (through_equinox, through_safetensors, through_orbax):
+    for through in (through_save, through_safetensors, through_orbax):
         path = through(model, tmp_path)
         for into in (given, abstract):
             loaded, report = load_into(into, path)
@@ -316,7 +303,7 @@ def _abstract(model):
 
 
 def test_strict_refuses_anything_but_the_same_model(tmp_path):
-    path = through_equinox(made("delayed 8", 1), tmp_path)
+    path = through_save(made("delayed 8", 1), tmp_path)
     assert load_into(made("delayed 8", 2), path, strict=True)[1].is_complete
     for other, what in {
         "delayed 64": "up.dot_general.state.table changed: the history of 8 steps was padded to 64",
@@ -335,7 +322,7 @@ def test_strict_says_where_only_the_state_of_the_optimizer_differs(tmp_path):
         eqx.filter(eqx.filter(model, lambda x: x is model.up.weight), eqx.is_array)
     )
     adam = optax.adam(1e-3)
-    save(tmp_path / "run.eqx", (model, state(adam)))
+    save(tmp_path / "run.safetensors", (model, state(adam)))
     others = {
         optax.sgd(1e-3, 0.9): (
             r"1.0.trace.up.weight fresh: not in the checkpoint, float32\(4, 8\) here; "
@@ -348,19 +335,19 @@ def test_strict_says_where_only_the_state_of_the_optimizer_differs(tmp_path):
     for optimizer, what in others.items():
         remedy = r"Make it with the same optimizer and options as the saved one"
         with pytest.raises(ValueError, match=rf"{start}.*: {what}.*\. {remedy}"):
-            load_into((model, state(optimizer)), tmp_path / "run.eqx", strict=True)
-    assert load_into((model, state(adam)), tmp_path / "run.eqx", strict=True)[1].is_complete
+            load_into((model, state(optimizer)), tmp_path / "run.safetensors", strict=True)
+    assert load_into((model, state(adam)), tmp_path / "run.safetensors", strict=True)[1].is_complete
     # Where the model differs too, or there is no such state, the message is not about the optimizer.
     half = eqx.tree_at(lambda m: m.up.bias, model, jnp.ones(4, jnp.bfloat16))
     for tree, what in (((half, state(optax.sgd(1e-3))), "0.up.bias changed"), ((model, None), "1.0.count")):
         with pytest.raises(ValueError, match=f"the checkpoint does not belong to this model.*{what}"):
-            load_into(tree, tmp_path / "run.eqx", strict=True)
+            load_into(tree, tmp_path / "run.safetensors", strict=True)
 
 
 def test_a_model_of_other_sizes_is_named_as_such(tmp_path):
     """Otherwise it would go on with random weights, in which nobody looks for the checkpoint's."""
     narrow, wide = (fp8_linear_layers(eqx.nn.MLP(8, 4, width, 1, key=jax.random.key(0))) for width in (16, 32))
-    path = tmp_path / "model.eqx"
+    path = tmp_path / "model.safetensors"
     save(path, narrow)
     weights = (
         r"layers.0.weight: shape \(16, 8\) in the checkpoint, \(32, 8\) here; layers.0.bias: shape .*"
@@ -368,7 +355,7 @@ def test_a_model_of_other_sizes_is_named_as_such(tmp_path):
     )
     abstract = eqx.filter_eval_shape(lambda: wide)
     for tree, options in ((wide, {}), (wide, {"strict": True}), (abstract, {})):
-        with pytest.raises(ValueError, match=rf"^path='.*model.eqx' does not fit the model: {weights}"):
+        with pytest.raises(ValueError, match=rf"^path='.*model.safetensors' does not fit the model: {weights}"):
             load_into(tree, path, **options)
     with pytest.raises(ValueError, match="^the mapping does not fit the model: layers.0.bias"):
         load_into(wide, {"layers.0.bias": np.ones(16)})
@@ -384,11 +371,11 @@ def test_a_model_of_other_sizes_is_named_as_such(tmp_path):
 def test_a_part_that_stays_new_is_left_out_of_the_load(tmp_path):
     """What the error for other sizes advises."""
     old, new = (eqx.nn.MLP(8, labels, 16, 1, key=jax.random.key(labels)) for labels in (4, 5))
-    save(tmp_path / "model.eqx", old)
+    save(tmp_path / "model.safetensors", old)
     head = lambda model: model.layers[1]
     with pytest.raises(ValueError, match=r"put None in its place and load the rest: load_into\(eqx.tree_at\("):
-        load_into(new, tmp_path / "model.eqx")
-    loaded, report = load_into(eqx.tree_at(head, new, None), tmp_path / "model.eqx")
+        load_into(new, tmp_path / "model.safetensors")
+    loaded, report = load_into(eqx.tree_at(head, new, None), tmp_path / "model.safetensors")
     assert report.unused == ("layers.1.bias", "layers.1.weight")
     loaded = eqx.tree_at(head, loaded, head(new), is_leaf=lambda node: node is None)
     assert eqx.tree_equal(loaded.layers, (old.layers[0], new.layers[1]))
@@ -411,22 +398,24 @@ def test_an_optimizers_state_may_be_anywhere_beside_a_model(tmp_path):
         (lambda model, state: (Trained(model, state), 3), "0."),
         (lambda model, state: [[model, state]], "0."),
     ):
-        save(tmp_path / "run.eqx", made(*both(3)))
+        save(tmp_path / "run.safetensors", made(*both(3)))
         weight, state = ("0.weight", "1") if isinstance(made(1, 2), list) else ("model.weight", "opt_state")
         with pytest.raises(ValueError, match=f"does not fit the model: {prefix}{weight}: shape"):
-            load_into(made(*both(5)), tmp_path / "run.eqx")
+            load_into(made(*both(5)), tmp_path / "run.safetensors")
         mixed = made(both(3)[0], both(5)[1])
-        assert all(name.startswith(f"{prefix}{state}.") for name in load_into(mixed, tmp_path / "run.eqx")[1].fresh)
+        assert all(
+            name.startswith(f"{prefix}{state}.") for name in load_into(mixed, tmp_path / "run.safetensors")[1].fresh
+        )
         with pytest.raises(ValueError, match=f"the optimizer's state, {prefix}{state} in the tree, does not match"):
-            load_into(mixed, tmp_path / "run.eqx", strict=True)
+            load_into(mixed, tmp_path / "run.safetensors", strict=True)
 
 
 def test_numbers_that_are_options_need_not_fit(tmp_path):
     """A rate of dropout is a leaf of its layer, and may be 0 in one model and 0.1 in the other."""
     model = lambda p: eqx.nn.Sequential([eqx.nn.Linear(4, 4, key=jax.random.key(0)), eqx.nn.Dropout(p)])
     for old, new in ((0, 0.1), (0.1, 0)):
-        save(tmp_path / "model.eqx", model(old))
-        loaded, report = load_into(model(new), tmp_path / "model.eqx")
+        save(tmp_path / "model.safetensors", model(old))
+        loaded, report = load_into(model(new), tmp_path / "model.safetensors")
         assert loaded.layers[1].p == new and set(report.fresh) == {"layers.1.p"}
 
 
@@ -493,8 +482,6 @@ def test_paths_that_are_no_checkpoint(tmp_path):
         load_into(model, tmp_path / "bad.safetensors")
     with pytest.raises(ValueError, match="path is of type int, not a file"):
         load_into(model, 3)
-    with pytest.raises(ValueError, match="joined='qkv' must map each joined layer's field"):
-        load_into(model, {}, joined="qkv")
 
 
 def test_folders_that_are_no_checkpoint_are_told_apart(tmp_path, monkeypatch):
@@ -503,7 +490,7 @@ def test_folders_that_are_no_checkpoint_are_told_apart(tmp_path, monkeypatch):
     model = block(1)
     for folder in ("run", "exported"):
         pathlib.Path(folder).mkdir()
-    save("run/model.eqx", model)
+    save("run/model.safetensors", model)
     safetensors.numpy.save_file({"a": np.ones(3)}, "exported/model.safetensors")
     pathlib.Path("exported/config.json").write_text("{}")
     with ocp.CheckpointManager(tmp_path / "steps") as manager:
@@ -511,7 +498,7 @@ def test_folders_that_are_no_checkpoint_are_told_apart(tmp_path, monkeypatch):
             items = {name: ocp.args.StandardSave({"a": jnp.ones(3)}) for name in ("ema", "model")}
             manager.save(step, args=ocp.args.Composite(**items))
     messages = {
-        "run": "path='run' is a folder that Orbax did not write; name a file in it, such as 'run/model.eqx'$",
+        "run": "path='run' is a folder that Orbax did not write; name a file in it, such as 'run/model.safetensors'$",
         "exported": r"such as 'exported/model.safetensors', or import_model\('exported', model\), which reads",
         "steps": "path='steps' holds a folder for each step, 10, 9; name one, such as 'steps/10'$",
         "steps/9": "path='steps/9' holds several checkpoints of Orbax, ema, model; name one, such as 'steps/9/ema'$",
@@ -528,8 +515,8 @@ def of_three(tmp_path):
     """A file with three leaves, and the tree."""
     random = np.random.default_rng(0)
     tree = {"a": jnp.arange(24.0).reshape(4, 6), "b": jnp.asarray(random.normal(size=(5, 7)), jnp.bfloat16), "n": 7}
-    save(tmp_path / "good.eqx", tree)
-    return tree, tmp_path / "good.eqx"
+    save(tmp_path / "good.safetensors", tree)
+    return tree, tmp_path / "good.safetensors"
 
 
 def test_a_changed_byte_is_found_wherever_it_is(of_three):
@@ -540,10 +527,10 @@ def test_a_changed_byte_is_found_wherever_it_is(of_three):
     first = content.index(np.asarray(tree["a"]).tobytes())
     for i in [*range(0, len(content), 23), first, first + 95]:
         path.write_bytes(content[:i] + bytes([content[i] ^ 16]) + content[i + 1 :])
-        with pytest.raises(ValueError, match="good.eqx"):
+        with pytest.raises(ValueError, match="good.safetensors"):
             load_into(zeros, path, strict=True)
     path.write_bytes(content[:first] + bytes([content[first] ^ 1]) + content[first + 1 :])
-    with pytest.raises(ValueError, match="good.eqx is damaged: the bytes of a have changed since they were saved"):
+    with pytest.raises(ValueError, match="good.safetensors is damaged: the bytes of a have changed"):
         load_into(zeros, path)
     loaded, _ = load_into(zeros | {"a": None}, path)
     np.testing.assert_array_equal(loaded["b"], tree["b"])
@@ -551,16 +538,36 @@ def test_a_changed_byte_is_found_wherever_it_is(of_three):
     assert eqx.tree_equal(load_into(zeros, path, strict=True)[0], tree)
 
 
+LISTS = ["[]", "{", '{"a": ' * 100_000, '{"a": 1}', '{"a": {}}', '{"a": {"crc32": 1}}', '{"b": {"crc32": "0"}}']
+LISTS += ['{"a": {"crc32": "0", "dtype": "int4"}}', '{"a": {"crc32": "0", "dtype": "nonsense"}}']
+
+
+@pytest.mark.parametrize("text", LISTS, ids=range(len(LISTS)))
+def test_a_broken_list_of_leaves_is_an_error(text, tmp_path):
+    safetensors.numpy.save_file({"a": np.ones(3, np.float32)}, tmp_path / "x.safetensors", {"haliax_fp8": text})
+    with pytest.raises(ValueError, match=r"path='.*x\.safetensors' cannot be read: x\.safetensors"):
+        load_into({"a": jnp.zeros(3)}, tmp_path / "x.safetensors")
+
+
+def test_leaves_are_aligned_and_other_tools_read_them(tmp_path):
+    path = tmp_path / "x.safetensors"
+    tree = {"flags": np.array([True]), "half": np.ones(3, ml_dtypes.bfloat16), "wide": np.ones(3), "x": np.float32([2])}
+    save(path, tree)
+    assert all(stored.offset % stored.dtype.itemsize == 0 for stored in read_header(path).values())
+    for name, array in safetensors.numpy.load_file(path).items():
+        np.testing.assert_array_equal(array, tree[name])
+
+
 def test_a_changed_name_is_not_another_leaf(tmp_path):
     """One bit makes w7 or w1 of w3: the numbers of all have the same shape."""
-    save(tmp_path / "w.eqx", {"w1": jnp.zeros(3), "w3": jnp.ones(3)})
-    content = (tmp_path / "w.eqx").read_bytes()
+    save(tmp_path / "w.safetensors", {"w1": jnp.zeros(3), "w3": jnp.ones(3)})
+    content = (tmp_path / "w.safetensors").read_bytes()
     assert content.count(b'"w3"') == 1
-    messages = {b"w7": "is damaged: w3 is not a leaf that was saved", b"w1": "w1: its header has this name twice"}
+    messages = {b"w7": "w3: it is not a leaf that was saved", b"w1": "w1: its header has this name twice"}
     for name, message in messages.items():
-        (tmp_path / "w.eqx").write_bytes(content.replace(b'"w3"', b'"' + name + b'"'))
-        with pytest.raises(ValueError, match=f"w.eqx.* {message}"):
-            load_into({"w1": jnp.zeros(3), "w7": jnp.zeros(3)}, tmp_path / "w.eqx")
+        (tmp_path / "w.safetensors").write_bytes(content.replace(b'"w3"', b'"' + name + b'"'))
+        with pytest.raises(ValueError, match=f"w.safetensors.* {message}"):
+            load_into({"w1": jnp.zeros(3), "w7": jnp.zeros(3)}, tmp_path / "w.safetensors")
 
 
 def test_a_damaged_folder_of_orbax_is_named(tmp_path):
@@ -634,26 +641,26 @@ def test_what_no_file_holds_is_not_saved(tmp_path):
     }
     for value in refused.values():
         with pytest.raises(ValueError, match=r"^b\.1 (is|has dtype) .*; keep it out of the tree"):
-            save(tmp_path / "model.eqx", {"a": jnp.ones(2), "b": [1, value]})
+            save(tmp_path / "model.safetensors", {"a": jnp.ones(2), "b": [1, value]})
     with pytest.raises(ValueError, match=r"^b\.1 is a Wrapped; keep it out of the tree"):
-        save(tmp_path / "model.eqx", {"a": jnp.ones(2), "b": [1, Wrapped()]})
+        save(tmp_path / "model.safetensors", {"a": jnp.ones(2), "b": [1, Wrapped()]})
     with pytest.raises(ValueError, match=r"^b\.1 has dtype >f4, .* not this machine's; save b\.1\.astype\('float32'\)"):
-        save(tmp_path / "model.eqx", {"a": jnp.ones(2), "b": [1, np.ones(2, ">f4")]})
+        save(tmp_path / "model.safetensors", {"a": jnp.ones(2), "b": [1, np.ones(2, ">f4")]})
     assert not list(tmp_path.iterdir())
     tree = {"a": 2**64 - 1, "b": -(2**63), "c": True, "d": 1.5}
-    save(tmp_path / "model.eqx", tree)
-    assert load_into({"a": 2**63, "b": 0, "c": False, "d": 0.0}, tmp_path / "model.eqx", strict=True)[0] == tree
+    save(tmp_path / "model.safetensors", tree)
+    assert load_into({"a": 2**63, "b": 0, "c": False, "d": 0.0}, tmp_path / "model.safetensors", strict=True)[0] == tree
 
 
 @pytest.mark.parametrize("dtype", [np.float64, np.longdouble, np.clongdouble])
 def test_numbers_of_numpy_that_jax_does_not_hold_are_saved(dtype, tmp_path):
     """They are finite, although they are not in JAX's dtypes."""
     array = np.array([1e300, 1 / dtype(3)], dtype)
-    save(tmp_path / "model.eqx", {"a": array})
-    loaded = load_into({"a": np.zeros(2, dtype)}, tmp_path / "model.eqx", strict=True)[0]["a"]
+    save(tmp_path / "model.safetensors", {"a": array})
+    loaded = load_into({"a": np.zeros(2, dtype)}, tmp_path / "model.safetensors", strict=True)[0]["a"]
     assert loaded.dtype == dtype and np.array_equal(loaded, array)
     with pytest.raises(ValueError, match=r"a has an element that is infinite or NaN, at \[1\]"):
-        save(tmp_path / "model.eqx", {"a": np.array([1, np.inf], dtype)})
+        save(tmp_path / "model.safetensors", {"a": np.array([1, np.inf], dtype)})
 
 
 class Named(eqx.Module):
@@ -671,7 +678,7 @@ def test_two_leaves_of_one_name_are_refused(tree, name, tmp_path):
     """One of them would get the other's numbers: when saved, when loaded from anything, and in files of old."""
     tree = jax.tree.map(lambda x: jnp.full(2, x), tree)
     with pytest.raises(ValueError, match=f"^tree has two leaves called '{name}'; rename one"):
-        save(tmp_path / "model.eqx", tree)
+        save(tmp_path / "model.safetensors", tree)
     assert not list(tmp_path.iterdir())
     for path in ({name: np.ones(2)}, through_safetensors({name: jnp.ones(2)}, tmp_path)):
         with pytest.raises(ValueError, match=f"^model has two leaves called '{name}'; rename one"):
@@ -734,21 +741,24 @@ def failing_disk():
 
 
 def test_interrupted_save_leaves_the_last_good_one(tmp_path):
-    save(tmp_path / "model.eqx", {"x": jnp.ones(3)})
+    save(tmp_path / "model.safetensors", {"x": jnp.ones(3)})
     # A small tree fails when it is flushed, a large one within a leaf.
     for disk, size, reason in (
         (full_disk(64), 3, "too large"),
         (full_disk(50_000), 10**5, "too large"),
         (failing_disk(), 3, "input/output error"),
     ):
-        with disk, pytest.raises(ValueError, match=rf"path='.*model.eqx' cannot be written: .*{reason}; .* file"):
-            save(tmp_path / "model.eqx", {"x": jnp.zeros(size)})
-    assert [path.name for path in tmp_path.iterdir()] == ["model.eqx"]
-    np.testing.assert_array_equal(load_into({"x": jnp.zeros(3)}, tmp_path / "model.eqx")[0]["x"], np.ones(3))
+        with (
+            disk,
+            pytest.raises(ValueError, match=rf"path='.*model.safetensors' cannot be written: .*{reason}; .* file"),
+        ):
+            save(tmp_path / "model.safetensors", {"x": jnp.zeros(size)})
+    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+    np.testing.assert_array_equal(load_into({"x": jnp.zeros(3)}, tmp_path / "model.safetensors")[0]["x"], np.ones(3))
     with pytest.raises(ValueError, match="x is a random key"):
-        save(tmp_path / "model.eqx", {"x": jax.random.key(0)})
+        save(tmp_path / "model.safetensors", {"x": jax.random.key(0)})
     with pytest.raises(ValueError, match="abstract: x has no numbers"):
-        save(tmp_path / "model.eqx", {"x": jax.ShapeDtypeStruct((3,), jnp.float32)})
+        save(tmp_path / "model.safetensors", {"x": jax.ShapeDtypeStruct((3,), jnp.float32)})
 
 
 def test_a_file_that_cannot_be_written_is_named(tmp_path):
@@ -781,7 +791,7 @@ def test_resume_is_bit_for_bit(tmp_path):
     half, _ = run(fresh, range(3))
     whole, loss = run(half, range(3, 6))
     assert not eqx.tree_equal(whole, half)
-    for through in (through_equinox, through_orbax):
+    for through in (through_save, through_orbax):
         resumed, _ = load_into(fresh, through(half, tmp_path), strict=True)
         assert eqx.tree_equal(run(resumed, range(3, 6)), (whole, loss))
 
@@ -818,7 +828,7 @@ def test_safetensors_of_every_type_load_to_the_bit(name, dtype, tmp_path):
 
 
 def test_safetensors_of_an_unknown_type_are_refused(tmp_path):
-    """Where they are asked for, as a weight, as state, or as a part of one; what else the file holds is loaded."""
+    """Where they are asked for, as a weight or as state; what else the file holds is loaded."""
     path, state = tmp_path / "x.safetensors", "up.dot_general.state.table"
     tensors = arrays_of(made("delayed 8", 1))
     for name in ("packed", "up.weight", state, "q.weight"):
@@ -832,8 +842,6 @@ def test_safetensors_of_an_unknown_type_are_refused(tmp_path):
             continue
         with pytest.raises(ValueError, match=rf"x.safetensors: {name}: its dtype 'F4' is unknown; the known ones are"):
             load_into(made("delayed 8", 2), path)
-    with pytest.raises(ValueError, match=r"x.safetensors: q.weight: its dtype 'F4' is unknown"):
-        load_into(block(2, joined=True), path, joined={"qk": ("q", "k")})
 
 
 def test_a_safetensors_file_may_be_replaced_while_it_is_read(tmp_path):
@@ -847,22 +855,22 @@ def test_a_safetensors_file_may_be_replaced_while_it_is_read(tmp_path):
 def test_wrong_arguments_of_save_and_files_of_other_trees(tmp_path):
     model = eqx.nn.MLP(8, 8, 16, 1, key=jax.random.key(0))
     with pytest.raises(ValueError, match=r"path is of type MLP, .*save\(path, model\)"):
-        save(model, tmp_path / "model.eqx")
+        save(model, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=r"a folder that does not exist; create '.*missing' first"):
-        save(tmp_path / "missing/model.eqx", model)
+        save(tmp_path / "missing/model.safetensors", model)
     assert not list(tmp_path.iterdir())
-    save(tmp_path / "both.eqx", (model, optax.adam(1e-3).init(eqx.filter(model, eqx.is_array))))
+    save(tmp_path / "both.safetensors", (model, optax.adam(1e-3).init(eqx.filter(model, eqx.is_array))))
     message = r"it holds 0.layers.*; the model expects layers.0.weight, .*load_into\(\(model, None\), path\)"
-    with pytest.raises(ValueError, match=rf"nothing in path='.*both.eqx' fits the model: {message}"):
-        load_into(model, tmp_path / "both.eqx")
+    with pytest.raises(ValueError, match=rf"nothing in path='.*both.safetensors' fits the model: {message}"):
+        load_into(model, tmp_path / "both.safetensors")
     zeros = jax.tree.map(lambda x: 0 * x if eqx.is_array(x) else x, model)
-    (alone, _), report = load_into((zeros, None), tmp_path / "both.eqx")
+    (alone, _), report = load_into((zeros, None), tmp_path / "both.safetensors")
     assert eqx.tree_equal(alone, model) and not report.fresh and report.unused
-    save(tmp_path / "alone.eqx", model)
+    save(tmp_path / "alone.safetensors", model)
     with pytest.raises(ValueError, match="the model expects 0.layers.*. Give the model that was saved"):
-        load_into((model, None), tmp_path / "alone.eqx")
+        load_into((model, None), tmp_path / "alone.safetensors")
     converted = fp8_linear_layers(model)
     moved = jax.tree.map(lambda x: x - 1e-3 if eqx.is_inexact_array(x) else x, converted)
     with pytest.raises(ValueError, match="was changed by something other"):
-        save(tmp_path / "moved.eqx", moved)
-    assert not (tmp_path / "moved.eqx").exists()
+        save(tmp_path / "moved.safetensors", moved)
+    assert not (tmp_path / "moved.safetensors").exists()

@@ -14,10 +14,9 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 from haliax_fp8 import calibrate, fp8_linear_layers
 from haliax_fp8.attention import Fp8Attention
-from haliax_fp8.checkpoints import check_folder, export_model, import_model, names, serving_tensors
-from haliax_fp8.checkpoints.files import TensorFolder
-from haliax_fp8.demo import Transformer, TransformerConfig
-from haliax_fp8.recipes import DelayedScaling, RowwiseScaling, StaticScaling
+from haliax_fp8.checkpoints import export_model, import_model, names, serving_tensors
+from haliax_fp8.models import Transformer, TransformerConfig
+from haliax_fp8.recipes import RowwiseScaling, StaticScaling
 from haliax_fp8.serving import Scheme, ServedKernel, dequantize, quantize_for_inference
 
 
@@ -224,70 +223,13 @@ def test_what_cannot_be_served(tmp_path):
     assert not (tmp_path / "no").exists()
 
 
-class Attention(eqx.Module):
-    key: hnn.Linear
-    value: hnn.Linear
-    attend: Fp8Attention
-
-    @staticmethod
-    def init(key):
-        keys = jax.random.split(key)
-        scaling = DelayedScaling(amax_history_length=4)
-        layers = (hnn.Linear.init(In, (Head, Dim), key=key) for key in keys)
-        return Attention(*layers, Fp8Attention.init(scaling=scaling))
-
-
-@pytest.mark.more
-def test_scales_of_keys_and_values(tmp_path):
-    """Those of the next step of attention, one of each for a layer; without such attention the error says why."""
-    model = {"layers": hnn.Stacked.init(Layers, Attention)(jax.random.split(jax.random.key(0), 2))}
-    op = model["layers"].stacked.attend
-    with pytest.raises(ValueError, match=r"layers\.0 has no amaxes of keys and values yet"):
-        export_model(model, tmp_path / "no", kv_cache_scales=True)
-    scales = np.float32(0.01) * (1 + np.arange(2)[:, None] + np.arange(op.state.array.shape[1])).astype(np.float32)
-    state = op.state.with_array(op.state.array.at[..., 1].set(448 * scales)).with_scale(jnp.asarray(scales))
-    filled = eqx.tree_at(lambda op: op.state, op, state)
-    model = {"layers": eqx.tree_at(lambda stack: stack.stacked.attend, model["layers"], filled)}
-    for layout, parts in (("FP8_DYNAMIC", ("k_scale", "v_scale")), ("W8A16", ("k_scale", "v_scale"))):
-        folder = tmp_path / layout
-        export_model(model, folder, layout, kv_cache_scales=True, bf16_scales=False)
-        tensors = TensorFolder.open(folder)
-        for layer in range(2):
-            for part, tensor in zip(parts, ("key", "value"), strict=True):
-                np.testing.assert_array_equal(tensors[f"layers.{layer}.{part}"], [filled.scale(tensor)[layer]])
-        assert check_folder(folder).is_sound and not check_folder(folder).faults
-    with pytest.raises(ValueError, match="nothing in the model has seen keys and values: the state of a projection"):
-        export_model({"up": eqx.nn.Linear(8, 8, key=jax.random.key(0))}, tmp_path / "no", kv_cache_scales=True)
-    with pytest.raises(ValueError, match="no scales of keys and values; use one of compressed-tensors"):
-        export_model(model, tmp_path / "no", "HF_FP8", kv_cache_scales=True)
-
-
-def attending(state_of=lambda op: op, **fields):
-    """Attention at the root of a model, its state made from that of a step with amaxes of 2 for keys and values."""
-    op = Fp8Attention.init(scaling=DelayedScaling(amax_history_length=4))
-    q, kv = jnp.ones((1, 4, 2, 64)), jnp.full((1, 4, 1, 64), 2.0)
-    op = state_of(eqx.filter_grad(lambda op: op(q, kv, kv).sum())(op))
-    return {"attend": op, "up": eqx.nn.Linear(8, 8, use_bias=False, key=jax.random.key(0)), **fields}
-
-
-def cache_scales_of(model):
-    tensors = serving_tensors(model, kv_cache_scales=True, bf16_scales=False)
-    return {name: tensor for name, tensor in tensors if name.endswith(("k_scale", "v_scale"))}
-
-
-def test_scales_of_keys_and_values_at_the_root_have_no_prefix():
-    found = cache_scales_of(attending())
-    assert list(found) == ["k_scale", "v_scale"]
-    np.testing.assert_allclose([found["k_scale"], found["v_scale"]], np.full((2, 1), 2 / 448), rtol=1e-6)
+def test_the_state_of_attention_is_not_exported():
+    model = {"attend": Fp8Attention.init(), "up": eqx.nn.Linear(8, 8, use_bias=False, key=jax.random.key(0))}
+    assert [name for name, _ in serving_tensors(model)] == ["up.weight", "up.weight_scale"]
 
 
 def test_a_scale_that_no_finite_step_has_made_is_not_exported():
-    """A step with infinite keys leaves a scale of 1, and no amax: neither attention's nor a linear layer's is known."""
-    op = Fp8Attention.init(scaling=DelayedScaling(amax_history_length=4))
-    q, infinite = jnp.ones((1, 4, 2, 64)), jnp.full((1, 4, 1, 64), jnp.inf)
-    spoiled = eqx.filter_grad(lambda op: op(q, infinite, infinite).sum())(op)
-    with pytest.raises(ValueError, match="the model has no amaxes of keys and values yet"):
-        cache_scales_of(attending(lambda op: spoiled))
+    """A step with infinite inputs leaves a scale of 1, and no amax."""
     layer = fp8_linear_layers(eqx.nn.Linear(8, 8, key=jax.random.key(0)))
     spoiled = eqx.filter_grad(lambda layer: layer(jnp.full(8, jnp.inf)).sum())(layer).dot_general
     layer = eqx.tree_at(lambda layer: layer.dot_general.state, layer, spoiled.state)
@@ -295,23 +237,10 @@ def test_a_scale_that_no_finite_step_has_made_is_not_exported():
         list(serving_tensors({"up": layer}, "FP8"))
 
 
-def test_scales_of_keys_and_values_that_are_lost_or_ambiguous_are_named(tmp_path):
-    doubled = lambda op: jax.tree.map(lambda x: 2 * x if eqx.is_inexact_array(x) else x, op)
-    with pytest.raises(ValueError, match="state of the attention in the model was changed by something other than its"):
-        cache_scales_of(attending(doubled))
-    two = attending(other=attending()["attend"])
-    with pytest.raises(ValueError, match="the model holds several Fp8Attention.*put each in a module of its own"):
-        cache_scales_of(two)
-    make = lambda key: {"attend": Fp8Attention.init(), "up": eqx.nn.Linear(8, 8, key=key)}
-    ensemble = {"layers": eqx.filter_vmap(make)(jax.random.split(jax.random.key(0), 3))}
-    with pytest.raises(ValueError, match=r"layers is an ensemble.*use a list of layers or a haliax\.nn\.Stacked"):
-        cache_scales_of(ensemble)
-
-
-@pytest.mark.parametrize("name", ["kv_cache_scales", "bf16_scales", "training_scales"])
+@pytest.mark.parametrize("name", ["bf16_scales", "training_scales"])
 def test_choices_of_an_export_are_booleans(name):
     with unchecked(), pytest.raises(ValueError, match=f"{name}='no' of an export must be True or False"):
-        serving_tensors(attending(), **{name: "no"})
+        serving_tensors({"up": eqx.nn.Linear(8, 8, key=jax.random.key(0))}, **{name: "no"})
 
 
 # --- On several devices -----------------------------------------------------------------------------------------------

@@ -324,7 +324,7 @@ def test_errors_are_as_wide_as_the_terminal(arguments, monkeypatch, capsys):
 def test_without_a_command_it_says_which_there_are(capsys):
     assert run() == 2
     err = capsys.readouterr().err
-    assert all(f"\n    {command}" in err for command in ("preflight", "devices", "checkpoint", "replay"))
+    assert all(f"\n    {command}" in err for command in ("preflight", "devices", "checkpoint"))
     assert run("--version") == 0
     assert capsys.readouterr().out == f"haliax-fp8 {importlib.metadata.version('haliax-fp8')}\n"
 
@@ -635,7 +635,7 @@ def test_a_closed_pipe_ends_quietly():
 @pytest.mark.parametrize(
     "command",
     [
-        *([], ["preflight"], ["devices"], ["formats"], ["checkpoint"], ["replay"], ["install-compiler"]),
+        *([], ["preflight"], ["devices"], ["formats"], ["checkpoint"], ["install-compiler"]),
         *(["checkpoint", action] for action in ("check", "explain", "convert")),
     ],
 )

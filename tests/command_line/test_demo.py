@@ -12,15 +12,12 @@ import numpy as np
 import pytest
 
 import haliax_fp8 as fp8
-from haliax_fp8.demo import (
+from haliax_fp8._cli.demo import Mlp, fused_causal_attention, layer_norm, next_token_loss
+from haliax_fp8.models import (
     MixtureOfExperts,
-    Mlp,
     Transformer,
     TransformerConfig,
     causal_attention,
-    fused_causal_attention,
-    layer_norm,
-    next_token_loss,
     rotary_tables,
     rotate,
 )

@@ -29,7 +29,7 @@ from examples.train_lm.layout import make_layout
 from examples.train_lm.options import model_config, parse_options
 from examples.train_lm.sample import generate, printable
 from haliax_fp8 import TrainStep, describe, fp8_linear_layers
-from haliax_fp8.demo import Transformer, TransformerConfig
+from haliax_fp8.models import Transformer, TransformerConfig
 
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -187,7 +187,8 @@ def test_a_sample_commands_no_terminal():
 def test_mesh_makes_virtual_devices():
     """In a process of its own, in which JAX has not started."""
     code = (
-        "from examples.train_lm.layout import make_layout; from haliax_fp8.demo import TransformerConfig; import jax; "
+        "from examples.train_lm.layout import make_layout; from haliax_fp8.models import TransformerConfig; "
+        "import jax; "
         "print(make_layout({'data': 4, 'model': 2}, TransformerConfig(), 8).summary, jax.device_count())"
     )
     environment = os.environ | {"XLA_FLAGS": ""}
@@ -339,7 +340,7 @@ def test_help_names_every_group(monkeypatch, capsys):
 def test_interrupted_save_leaves_the_checkpoint_before(tmp_path, size, error):
     history = {"bf16": {"losses": [1.0] * 1000}}
     checkpoint.save(tmp_path, 1, [jnp.ones(3)], {}, history)
-    arrays, progress = (tmp_path / name for name in ("step_000001.eqx", "checkpoint.json"))
+    arrays, progress = (tmp_path / name for name in ("step_000001.safetensors", "checkpoint.json"))
     assert 100 < arrays.stat().st_size < 3000 < progress.stat().st_size
     with full_disk(size), pytest.raises(error, match="File too large"):
         checkpoint.save(tmp_path, 2, [jnp.zeros(3)], {}, history)
@@ -347,7 +348,7 @@ def test_interrupted_save_leaves_the_checkpoint_before(tmp_path, size, error):
     assert progress is not None and progress["step"] == 1
     np.testing.assert_array_equal(checkpoint.load_state(tmp_path, progress, [jnp.zeros(3)])[0], np.ones(3))
     checkpoint.save(tmp_path, 2, [jnp.zeros(3)], {}, {})
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint.json", "step_000002.eqx"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint.json", "step_000002.safetensors"]
 
 
 # --- Text -------------------------------------------------------------------------------------------------------------

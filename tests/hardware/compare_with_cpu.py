@@ -33,7 +33,7 @@ import optax  # noqa: E402
 from jax.dtypes import float0  # noqa: E402
 
 import haliax_fp8 as fp8  # noqa: E402
-from haliax_fp8 import Fp8DotGeneral, demo, recipes  # noqa: E402
+from haliax_fp8 import Fp8DotGeneral, models, recipes  # noqa: E402
 from haliax_fp8.attention import Fp8Attention  # noqa: E402
 from haliax_fp8.serving import quantize_for_inference  # noqa: E402
 
@@ -158,7 +158,7 @@ def trained(
     The gradients themselves cannot be compared: a difference of one in a million in the weights changes them by a
     tenth, because some values are then rounded to other neighbors, and others after them.
     """
-    sizes = demo.TransformerConfig(layers=2, hidden=256, heads=4, kv_heads=2, head_dim=64, mlp=512, **(config or {}))
+    sizes = models.TransformerConfig(layers=2, hidden=256, heads=4, kv_heads=2, head_dim=64, mlp=512, **(config or {}))
     axes = hax.Axis("batch", 4), hax.Axis("position", 128)
     tokens = hax.named(np.random.default_rng(0).integers(0, 256, (4, 128), np.int32), axes)
     step = fp8.TrainStep(_loss, optax.sgd(0.1), **options)
@@ -168,7 +168,7 @@ def trained(
         pairs = zip(*(jax.tree.leaves(fp8.trainable(each)) for each in (model, new)), strict=True)
         return new, metrics, np.concatenate([np.ravel(old - new) for old, new in pairs])
 
-    plain = demo.Transformer.init(sizes, key=jax.random.key(0))
+    plain = models.Transformer.init(sizes, key=jax.random.key(0))
     model = change(fp8.fp8_linear_layers(plain, recipe=recipe, **(layers or {})))
     model, first, of_fp8 = first_step(fp8.calibrate(model, _loss, [tokens]))
     *_, of_bf16 = first_step(plain)
@@ -193,7 +193,7 @@ TRAINED: dict[str, dict[str, Any]] = {
         "layers": {"compute_dtype": jnp.bfloat16},
     },
     "norms and activations recomputed": {"config": {"stacked": False, "between": fp8.memory.rematerialized}},
-    "compressed activations": {"config": {"stacked": False, "activation": fp8.memory.compressed(demo.swiglu)}},
+    "compressed activations": {"config": {"stacked": False, "activation": fp8.memory.compressed(models.swiglu)}},
     "shared scales": {"change": fp8.memory.share_input_scales},
 }
 """What is trained, and how."""

@@ -55,7 +55,6 @@ OF_TREES = {
     "diagnose(model, statistics)": lambda model: statistics.diagnose(model, None),
     "where_not_finite(model, loss_fn, *batch)": lambda model: statistics.where_not_finite(model, loss_fn, X),
     "scale_ages(model)": statistics.scale_ages,
-    "black_box(model, loss_fn, *batch)": lambda model: statistics.black_box(model, loss_fn, X),
     "quantization_statistics(model, loss_fn, *batch)": lambda model: fp8.quantization_statistics(model, loss_fn, X),
     "calibrate(model, loss_fn, batches)": lambda model: fp8.calibrate(model, loss_fn, [X]),
     "cast_params(model, dtype)": lambda model: fp8.cast_params(model, jnp.bfloat16),
@@ -67,7 +66,7 @@ OF_TREES = {
 }
 # Of a model, with or without an optimizer's state.
 OF_ALL = {
-    "save(path, model)": lambda tree: checkpoints.save("file.eqx", tree),
+    "save(path, model)": lambda tree: checkpoints.save("file.safetensors", tree),
     "load_into(model, path)": lambda tree: checkpoints.load_into(tree, {"weight": np.ones(3)}),
 }
 # They take any tree, and have nothing to say of one without state.

@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 
 from haliax_fp8.checkpoints import check_folder, import_model, names, serving_tensors
-from haliax_fp8.demo import Transformer, TransformerConfig
+from haliax_fp8.models import Transformer, TransformerConfig
 
 
 CONFIG = TransformerConfig(layers=2, hidden=256, heads=4, kv_heads=2, head_dim=64, mlp=512, vocab=64)

@@ -1,10 +1,8 @@
 """What is drawn, read back from the figures, is what NumPy computes from the same numbers."""
 
-import concurrent.futures
 import importlib.util
 import inspect
 import json
-import os
 import pathlib
 import sys
 
@@ -13,7 +11,6 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from full_disk import full_disk
 
 from haliax_fp8 import DelayedScaling, plots
 from haliax_fp8.recipes import E2M1, E4M3, E4M3FNUZ, E5M2, MostRecent
@@ -105,61 +102,6 @@ def flat(step):
     return numbers | {"loss": 1.0 / (1 + step)}
 
 
-def test_csv_keeps_every_bit(tmp_path):
-    log = StatisticsLog.of([flat(0), flat(10), flat(30)], [0, 10, 30])
-    log.write_csv(tmp_path / "log.csv")
-    again = StatisticsLog.read_csv(tmp_path / "log.csv")
-    assert again.steps == (0, 10, 30) and list(again.numbers) == list(log.numbers)
-    for name in log.numbers:
-        np.testing.assert_array_equal(again.numbers[name], log.numbers[name])
-    assert again.numbers["loss"].tolist() == [1.0, 1 / 11, 1 / 31]
-
-
-def test_csv_keeps_names_that_no_step_has_a_number_of(tmp_path):
-    numbers = {"fp8/a/input/amax": 1.0, "fp8/b/input/amax": np.nan, "fp8/c/input/amax": np.inf}
-    StatisticsLog.of([numbers, numbers]).write_csv(tmp_path / "log.csv")
-    again = StatisticsLog.read_csv(tmp_path / "log.csv")
-    layers, amaxes = again.table("amax")
-    assert layers == ("a", "b", "c")
-    np.testing.assert_array_equal(amaxes, [[1.0, 1.0], [np.nan, np.nan], [np.inf, np.inf]])
-    # Other programs end a row after its last number.
-    (tmp_path / "log.csv").write_text("step,loss,norm\n0,0.5,\n7\n")
-    again = StatisticsLog.read_csv(tmp_path / "log.csv")
-    np.testing.assert_array_equal(again.numbers["loss"], [0.5, np.nan])
-    np.testing.assert_array_equal(again.numbers["norm"], [np.nan, np.nan])
-
-
-def test_a_csv_file_is_replaced_only_when_the_new_one_is_complete(tmp_path):
-    log = StatisticsLog.of([{f"x{i}": 1.0 for i in range(100)}] * 20)
-    log.write_csv(tmp_path / "log.csv")
-    before = (tmp_path / "log.csv").read_bytes()
-    with full_disk(2000), pytest.raises(ValueError, match="path='.*log.csv' cannot be written: File too large; "):
-        log.write_csv(tmp_path / "log.csv")
-    ragged = StatisticsLog((0, 1), {"a": np.ones(2), "b": np.ones(1)})
-    with pytest.raises(IndexError):
-        ragged.write_csv(tmp_path / "log.csv")
-    assert list(tmp_path.iterdir()) == [tmp_path / "log.csv"]
-    assert (tmp_path / "log.csv").read_bytes() == before
-    StatisticsLog.of([{"a": 1.0}], [3]).write_csv(tmp_path / "log.csv")
-    assert (tmp_path / "log.csv").read_text().split() == ["step,a", "3,1.0"]
-    for path in (tmp_path / "none" / "log.csv", tmp_path / "log.csv" / "log.csv", tmp_path):
-        with pytest.raises(ValueError, match=f"path='{path}' cannot be written: .*; give a file in a folder that"):
-            log.write_csv(path)
-    assert list(tmp_path.iterdir()) == [tmp_path / "log.csv"]
-
-
-def test_what_is_not_a_file_is_written_to_and_a_link_stays_one(tmp_path):
-    log, link, pipe = StatisticsLog.of([{"a": 1.0}], [3]), tmp_path / "link.csv", tmp_path / "pipe"
-    link.symlink_to(tmp_path / "log.csv")
-    log.write_csv(link)
-    assert link.is_symlink() and (tmp_path / "log.csv").read_text().split() == ["step,a", "3,1.0"]
-    os.mkfifo(pipe)
-    with concurrent.futures.ThreadPoolExecutor() as threads:
-        read = threads.submit(pipe.read_text)
-        log.write_csv(pipe)
-        assert read.result(60).split() == ["step,a", "3,1.0"] and pipe.is_fifo()
-
-
 def test_heatmaps_hold_the_log():
     log = StatisticsLog.of([flat(0), flat(10), flat(30)], [0, 10, 30])
     layers, amaxes = log.table("amax")
@@ -200,13 +142,6 @@ def test_lighter_is_larger():
 def test_logs_that_are_wrong(make, message):
     with pytest.raises(ValueError, match=message):
         make()
-
-
-@pytest.mark.parametrize("text, message", [("a,b\n1,2\n", "no column 'step'"), ("step,a\n0,x\n", "not a number")])
-def test_files_that_are_wrong(text, message, tmp_path):
-    (tmp_path / "log.csv").write_text(text)
-    with pytest.raises(ValueError, match=message):
-        StatisticsLog.read_csv(tmp_path / "log.csv")
 
 
 # --- Operands and formats ---------------------------------------------------------------------------------------------

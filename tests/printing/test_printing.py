@@ -2,7 +2,6 @@
 
 import dataclasses
 import html
-import math
 import re
 
 import equinox as eqx
@@ -24,7 +23,6 @@ from haliax_fp8.statistics import (
     Finding,
     LayerComparison,
     Problem,
-    Replayed,
     StatisticsLog,
     Thresholds,
 )
@@ -111,10 +109,6 @@ def finding():
     return Finding("layers", (3,), "output_grad", Problem.UNDERFLOW, *words)
 
 
-def replayed():
-    return Replayed("as trained", "fprop", 28.88, {"input": 0.0, "kernel": 0.5}, {"input": 0.125}, 0, 32768)
-
-
 def log():
     return StatisticsLog.of([{"a": 1.0}, {"a": 2.0}], steps=[0, 100])
 
@@ -132,18 +126,6 @@ PARTS = {
     "errors": (distance, ["relative error 10.00%, SQNR 20.0 dB, largest 25.00%, 1 - cos 5.0e-01"]),
     "thresholds": (lambda: Thresholds(jump=3.5), ["counts as a problem", "underflow_of_outliers", "jump 3.5"]),
     "a finding": (finding, ["layers[3], output_grad: underflow", "seen amax 5.7e-05", "zero (heuristic)", "remedy"]),
-    "a replayed product": (
-        replayed,
-        ["as trained, fprop: SQNR 28.9 dB, clipped 50.00%, flushed 12.50%, not finite 0.0%"],
-    ),
-    "a replayed product without error": (
-        lambda: dataclasses.replace(replayed(), sqnr=math.inf),
-        ["as trained, fprop: SQNR exact, clipped"],
-    ),
-    "a replayed product that is not finite": (
-        lambda: dataclasses.replace(replayed(), sqnr=-math.inf, nonfinite=32768),
-        ["as trained, fprop: SQNR none, clipped 50.00%, flushed 12.50%, not finite 100.0%"],
-    ),
     "a log": (log, ["1 numbers of 2 steps, 0 to 100"]),
     "a log of one step": (lambda: StatisticsLog.of([{"a": 1.0}], steps=[7]), ["1 numbers of step 7"]),
     "mismatch": (

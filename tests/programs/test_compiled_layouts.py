@@ -9,12 +9,12 @@ import pytest
 from compiled_models import abstract, on
 
 import haliax_fp8 as fp8
-from haliax_fp8 import demo
+from haliax_fp8 import models
 from haliax_fp8.memory import share_input_scales
 
 
 # A block of Llama-8B's sizes: in a smaller one, XLA merges other launches.
-CONFIG = demo.TransformerConfig(
+CONFIG = models.TransformerConfig(
     layers=2, hidden=4096, heads=32, kv_heads=8, head_dim=128, mlp=14336, attention=lambda q, k, v: q + k * v
 )
 TOKENS = hax.Axis("token", 8192)
@@ -22,7 +22,7 @@ STACKS = {"unrolled": hnn.BlockSeq, "scan": hnn.Stacked}
 
 
 def converted(stack, recipe, share):
-    blocks = stack.init(CONFIG.Layers, demo.Block)(CONFIG, key=jax.random.split(jax.random.key(0), CONFIG.layers))
+    blocks = stack.init(CONFIG.Layers, models.Block)(CONFIG, key=jax.random.split(jax.random.key(0), CONFIG.layers))
     model = fp8.fp8_linear_layers(blocks, fp8.Fp8Config(recipe=recipe, emulate=True))
     return share_input_scales(model) if share else model
 

@@ -8,7 +8,8 @@ import pytest
 from compiled_models import abstract, struct
 
 import haliax_fp8 as fp8
-from haliax_fp8.demo import Transformer, TransformerConfig, next_token_loss
+from haliax_fp8._cli.demo import next_token_loss
+from haliax_fp8.models import Transformer, TransformerConfig
 from haliax_fp8.preflight import compilable_devices, inspect_step
 
 

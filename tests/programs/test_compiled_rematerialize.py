@@ -1,6 +1,6 @@
 """`rematerialize` on four blocks of Llama-8B, compiled for an H100: the bytes and the memory that it is for.
 
-The blocks are those of `haliax_fp8.demo`, whose code does nothing for it; attention is elementwise, so that what is
+The blocks are those of `haliax_fp8.models`, whose code does nothing for it; attention is elementwise, so that what is
 counted lies between linear layers.
 """
 
@@ -16,15 +16,18 @@ import pytest
 from compiled_models import on
 
 import haliax_fp8 as fp8
-from haliax_fp8 import demo
+from haliax_fp8 import models
 from haliax_fp8.memory import BetweenLayers, default_rematerialization, rematerialize, rematerialized
 
 
-CONFIG = demo.TransformerConfig(
+CONFIG = models.TransformerConfig(
     layers=4, hidden=4096, heads=32, kv_heads=8, head_dim=128, mlp=14336, attention=lambda q, k, v: q + k * v
 )
 TOKENS = hax.Axis("token", 8192)
-RULES = (BetweenLayers((demo.SwiGlu,), before=("gate", "up"), after=("down",), gated=True), *default_rematerialization)
+RULES = (
+    BetweenLayers((models.SwiGlu,), before=("gate", "up"), after=("down",), gated=True),
+    *default_rematerialization,
+)
 
 
 def in_float32(function):
@@ -33,7 +36,7 @@ def in_float32(function):
 
 
 def blocks(config, change, checkpointing):
-    stacked = hnn.Stacked.init(config.Layers, demo.Block, gradient_checkpointing=checkpointing)
+    stacked = hnn.Stacked.init(config.Layers, models.Block, gradient_checkpointing=checkpointing)
     model = stacked(config, key=jax.random.split(jax.random.key(0), config.layers))
     model = jax.tree.map(lambda x: x.astype(jnp.bfloat16) if eqx.is_inexact_array(x) else x, model)
     return change(fp8.memory.share_input_scales(fp8.fp8_linear_layers(model)))

@@ -18,7 +18,8 @@ from haliax_fp8 import (
     fp8_linear_layers,
     partition_for_grad_overwrite,
 )
-from haliax_fp8.demo import Transformer, TransformerConfig, next_token_loss
+from haliax_fp8._cli.demo import next_token_loss
+from haliax_fp8.models import Transformer, TransformerConfig
 from haliax_fp8.recipes import BlockScaling, MXFP8Scaling, RowwiseScaling
 from haliax_fp8.serving import quantize_for_inference, serving_mismatch
 

@@ -12,7 +12,7 @@ import pytest
 from residual_stack import Embed, residual_stack
 
 import haliax_fp8 as fp8
-from haliax_fp8.statistics import black_box, compare
+from haliax_fp8.statistics import compare
 
 
 X = jax.random.normal(jax.random.key(1), (8, 16))
@@ -184,7 +184,7 @@ def test_errors_name_what_differs():
 @pytest.mark.more
 @pytest.mark.parametrize("mapped", [False, True])
 def test_the_kernel_may_be_the_first_operand(mapped):
-    """`einsum` may swap the operands: distances, and what a black box keeps, are those of input and kernel."""
+    """`einsum` may swap the operands: distances are those of input and kernel."""
     Rows, In, Out = hax.make_axes(rows=8, features=48, out=32)
     plain = hnn.Linear.init(In, Out, key=jax.random.key(0), use_bias=False)
     model, x = converted(plain), hax.random.normal(jax.random.key(2), (Rows, In))
@@ -197,10 +197,5 @@ def test_the_kernel_may_be_the_first_operand(mapped):
         return jnp.mean(jnp.sin(out.rearrange((Rows, Out)).array))
 
     first, second = (functools.partial(loss, order) for order in (reversed, tuple))
-    boxes = [black_box(model, loss, x, layer="") for loss in (first, second)]
-    assert [box.contraction.kernel_first for box in boxes].count(True) == 1
-    for box in boxes:
-        np.testing.assert_array_equal(box.input, x.array)
-        np.testing.assert_array_equal(box.kernel, plain.weight.array)
     distances = [compare(plain, model, loss, x)[""] for loss in (first, second)]
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-6), *distances)

@@ -22,7 +22,7 @@ def test_a_poisoned_batch_is_refused_and_the_old_model_goes_on(tmp_path):
     loss = lambda model, x: jnp.mean(jax.vmap(model)(x) ** 2)
     step = fp8.TrainStep(loss, optax.sgd(0.1, momentum=0.9))
     opt_state, x = step.init(model), jax.random.normal(jax.random.key(1), (8, 16))
-    file, batches = tmp_path / "model.eqx", [x, x.at[2, 3].set(jnp.nan), x]
+    file, batches = tmp_path / "model.safetensors", [x, x.at[2, 3].set(jnp.nan), x]
     refused = []
     for i, batch in enumerate(batches):
         new_model, new_state, metrics = step(model, opt_state, batch)
@@ -34,7 +34,7 @@ def test_a_poisoned_batch_is_refused_and_the_old_model_goes_on(tmp_path):
                 ValueError, match=r"layers.0.weight has \d+ elements that are infinite or NaN, the first"
             ):
                 save(file, (new_model, new_state))
-            save(tmp_path / "poisoned.eqx", new_model, allow_nonfinite=True)
+            save(tmp_path / "poisoned.safetensors", new_model, allow_nonfinite=True)
             continue
         model, opt_state = new_model, new_state
         save(file, (model, opt_state))
@@ -47,7 +47,7 @@ def test_a_poisoned_batch_is_refused_and_the_old_model_goes_on(tmp_path):
     assert "The first in layers.0: input, which fprop reads; 1 element is infinite or NaN" in refused[0][1]
     (loaded, _), _ = load_into((model, opt_state), file)
     assert all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves(eqx.filter(loaded, eqx.is_inexact_array)))
-    poisoned, _ = load_into(model, tmp_path / "poisoned.eqx")
+    poisoned, _ = load_into(model, tmp_path / "poisoned.safetensors")
     assert bool(jnp.isnan(poisoned.layers[0].weight).any())
 
 
@@ -74,7 +74,7 @@ def test_what_a_file_may_hold(tmp_path):
     state = layer.dot_general.state
     spiked = eqx.tree_at(lambda layer: layer.dot_general.state.table.array, layer, state.array.at[0, 1].set(-jnp.inf))
     fine = (spiked, {"best": jnp.float32(jnp.inf)}, jnp.ones(3, jnp.float8_e4m3fn), np.arange(3), 1.5)
-    save(tmp_path / "fine.eqx", fine)
+    save(tmp_path / "fine.safetensors", fine)
     for bad, named in (
         ({"mu": np.array([0.0, -np.inf])}, r"mu has an element that is infinite or NaN, at \[1\]"),
         ({"best": jnp.float32(jnp.nan)}, r"best is NaN"),
@@ -82,5 +82,5 @@ def test_what_a_file_may_hold(tmp_path):
         (jnp.array([1.0, jnp.nan]).astype(jnp.float8_e4m3fn), r"an element that is infinite or NaN, at \[1\]"),
     ):
         with pytest.raises(ValueError, match=named):
-            save(tmp_path / "bad.eqx", bad)
-        assert not (tmp_path / "bad.eqx").exists()
+            save(tmp_path / "bad.safetensors", bad)
+        assert not (tmp_path / "bad.safetensors").exists()

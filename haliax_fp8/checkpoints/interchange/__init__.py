@@ -1,1 +1,1 @@
-"""Checkpoints that plain and converted models exchange: names, files, histories, joined layers."""
+"""Checkpoints that plain and converted models exchange: names, files, histories."""

@@ -31,10 +31,6 @@ class AbstractCheckpoint(abc.ABC):
             NumPy or JAX arrays; only the latter may have that sharding already.
         """
 
-    @abc.abstractmethod
-    def how(self, name: str) -> str | None:
-        """How an entry was made of what is stored under other names; None for one that is stored."""
-
 
 class Lazily(Mapping[str, Any]):
     """A mapping whose values are made when they are looked up, and not kept."""
@@ -83,7 +79,3 @@ class HostArrays(AbstractCheckpoint):
     def read(self, wanted: Mapping[str, Any]) -> Mapping[str, Any]:
         """Each array when it is looked up."""
         return Lazily(wanted, self.array)
-
-    def how(self, name: str) -> str | None:
-        """None: every entry is stored as it is."""
-        return None

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import os
 import pathlib
 import struct
@@ -17,14 +18,16 @@ import numpy as np
 
 from ...layers.model_argument import require_tree
 from ...layers.own_state import require_own_state
-from ..files import TensorSpec
+from ..files import BrokenCheckpoint
 from ..files.header import Stored, read_header
+from ..files.strict_json import json_object
 from ..files.types import NAMES
 from .checkpoint import HostArrays
 from .names import Leaf, described, is_saved, leaves_of, require_one_each
 
 
-# For each leaf its checksum, and its dtype where safetensors has none: then the file holds bytes, on one more axis.
+# The key of the list of leaves in the file's metadata: for each its checksum, and its dtype where safetensors has none;
+# then the tensor holds bytes, on one more axis.
 _KEY = "haliax_fp8"
 
 
@@ -90,14 +93,14 @@ def open_file(path: pathlib.Path) -> HostArrays:
         ValueError: If the file is damaged.
     """
     try:
-        about: dict[str, str] = {}
-        tensors = read_header(path, about)
-        ours = json.loads(about.get(_KEY, "{}"))
-        entries = {name: _entry(x, ours.get(name, {}).get("dtype")) for name, x in tensors.items()}
-    except (ValueError, TypeError, AttributeError) as error:
+        metadata: dict[str, str] = {}
+        tensors = read_header(path, metadata)
+        index = json_object(metadata.get(_KEY, "{}").encode(), path.name, what="list of leaves")
+        if index and (wrong := sorted(index.keys() ^ tensors.keys())):
+            raise BrokenCheckpoint(path.name, "it is not a leaf that was saved, or is missing; copy the file", wrong[0])
+        entries = {name: _entry(stored, index.get(name)) for name, stored in tensors.items()}
+    except ValueError as error:
         raise ValueError(f"path={str(path)!r} cannot be read: {error}") from error
-    if ours and (wrong := sorted(ours.keys() ^ tensors.keys())):
-        raise ValueError(f"{path} is damaged: {wrong[0]} is not a leaf that was saved, or is missing; copy it again")
     # Mapped as long as the checkpoint is open: the file may be replaced meanwhile.
     content = np.memmap(path, np.uint8, "r")
 
@@ -106,7 +109,7 @@ def open_file(path: pathlib.Path) -> HostArrays:
         stored.require_known()
         # A copy, as the bytes may not be aligned.
         words = np.array(content[stored.offset : stored.offset + stored.bytes])
-        if name in ours and _sum(stored, words) != ours[name]["crc32"]:
+        if name in index and _checksum(stored.name, stored.type, stored.shape, words) != index[name]["crc32"]:
             raise ValueError(
                 f"{path} is damaged: the bytes of {name} have changed since they were saved; copy it again, or load an "
                 "earlier one"
@@ -138,36 +141,59 @@ def open_equinox(path: pathlib.Path, made_from: Any) -> HostArrays:
     return HostArrays({name: described(value) for name, value in arrays.items()}, arrays.__getitem__)
 
 
-def _entry(stored: Stored, dtype: str | None) -> jax.ShapeDtypeStruct:
-    if dtype is None:
+def _entry(stored: Stored, saved: Any) -> jax.ShapeDtypeStruct:
+    """The shape and dtype of a leaf.
+
+    Args:
+        stored: Its tensor.
+        saved: What the list of leaves says of it; None in a file that `save` did not write.
+
+    Raises:
+        BrokenCheckpoint: If that is not what `save` writes.
+    """
+    if saved is None:
         return jax.ShapeDtypeStruct(stored.shape, stored.dtype)
-    return jax.ShapeDtypeStruct(stored.shape[:-1], jnp.dtype(dtype))
+    if isinstance(saved, dict) and isinstance(saved.get("crc32"), str):
+        if "dtype" not in saved:
+            return jax.ShapeDtypeStruct(stored.shape, stored.dtype)
+        with contextlib.suppress(TypeError):
+            dtype = jnp.dtype(saved["dtype"])
+            if (stored.dtype, *stored.shape[-1:]) == (np.uint8, dtype.itemsize):
+                return jax.ShapeDtypeStruct(stored.shape[:-1], dtype)
+    raise BrokenCheckpoint(stored.file.name, f"the list of leaves has {saved!r:.60} for it; copy the file", stored.name)
 
 
-def _sum(stored: Stored | TensorSpec, words: Any) -> str:
-    """Of the name, the dtype, the shape and the bytes; of the same width for all."""
-    type = stored.type if isinstance(stored, Stored) else NAMES[stored.dtype]
-    return f"{zlib.crc32(words, zlib.crc32(f'{stored.name} {type} {stored.shape}'.encode())):08x}"
+def _checksum(name: str, kind: str, shape: tuple[int, ...], words: Any) -> str:
+    """Eight digits, of the name, the safetensors type, the shape and the bytes."""
+    return f"{zlib.crc32(words, zlib.crc32(f'{name} {kind} {shape}'.encode())):08x}"
 
 
 def _write(file: BinaryIO, leaves: list[Leaf]) -> None:
-    header, ours, specs, offset = {}, {}, [], 0
+    # The widest elements first: each begins at a multiple of its size, as readers that map the file need.
+    leaves = sorted(leaves, key=lambda leaf: -np.dtype(described(leaf.value).dtype).itemsize)
+    header: dict[str, Any] = {}
+    index: dict[str, dict[str, str]] = {}
+    offset = 0
     for leaf in leaves:
         entry = described(leaf.value)
-        dtype, shape, ours[leaf.name] = np.dtype(entry.dtype), entry.shape, {"crc32": "0" * 8}
+        dtype, shape, index[leaf.name] = np.dtype(entry.dtype), entry.shape, {"crc32": "0" * 8}
+        size = math.prod(shape) * dtype.itemsize
         if dtype not in NAMES:
-            ours[leaf.name]["dtype"], dtype, shape = dtype.name, np.dtype(np.uint8), (*shape, dtype.itemsize)
-        specs.append(TensorSpec(leaf.name, dtype, shape))
-        end = offset + specs[-1].bytes
-        header[leaf.name] = {"dtype": NAMES[dtype], "shape": shape, "data_offsets": (offset, end)}
-        offset = end
-    text = lambda: json.dumps({"__metadata__": {_KEY: json.dumps(ours)}, **header}).encode()
+            index[leaf.name]["dtype"], dtype, shape = dtype.name, np.dtype(np.uint8), (*shape, dtype.itemsize)
+        header[leaf.name] = {"dtype": NAMES[dtype], "shape": shape, "data_offsets": (offset, offset + size)}
+        offset += size
+
+    def text() -> bytes:
+        content = json.dumps({"__metadata__": {_KEY: json.dumps(index)}, **header}).encode()
+        return content + b" " * (-len(content) % 8)
+
     file.write(struct.pack("<Q", len(text())) + text())
-    for leaf, spec in zip(leaves, specs, strict=True):
+    for leaf in leaves:
         words = np.ascontiguousarray(leaf.value).reshape(-1).view(np.uint8)
-        ours[leaf.name]["crc32"] = _sum(spec, words.data)
+        kind, shape = header[leaf.name]["dtype"], header[leaf.name]["shape"]
+        index[leaf.name]["crc32"] = _checksum(leaf.name, kind, shape, words.data)
         file.write(words.data)
-    # Sums are as long as the zeros that stood for them.
+    # Checksums are as long as the zeros that stood for them.
     file.seek(8)
     file.write(text())
 

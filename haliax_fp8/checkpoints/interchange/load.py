@@ -16,7 +16,6 @@ from ..fits import require_fits
 from .checkpoint import AbstractCheckpoint
 from .histories import first_of, fitted, refusal, widths
 from .incomplete import incomplete, listed, require_fit
-from .joined import Joined, check_joined, with_joined
 from .like_leaf import like_leaf, sharding_of
 from .names import Leaf, described, is_rounding_key, is_saved, leaves_of, require_one_each, with_leaves
 from .open import on_host, open_checkpoint
@@ -28,7 +27,6 @@ def load_into[M](
     path: str | os.PathLike[str] | Mapping[str, Any],
     *,
     strict: bool = False,
-    joined: Joined | None = None,
     made_from: Any = None,
 ) -> tuple[M, LoadReport]:
     """A model with the numbers of a checkpoint, which may be of another recipe, or of the plain model.
@@ -45,8 +43,6 @@ def load_into[M](
         path: A file of `save` or of Equinox's serialisation, a safetensors file, the folder of a step that Orbax wrote,
             or a mapping of names to arrays. Keys of safetensors and of mappings may be those of Haliax's state dict.
         strict: Whether anything but a complete load is an error: a leaf changed or fresh, or an entry unused.
-        joined: The fields, of this model or the saved one, that `join_linear` made, each with those it joined:
-            `{"qkv": ("q", "k", "v")}`. The checkpoint of either model then loads into the other.
         made_from: For files of Equinox without names: the tree that was saved, or one of its structure.
 
     Returns:
@@ -72,8 +68,6 @@ def load_into[M](
     leaves = list(leaves_of(model))
     require_one_each((leaf.name for leaf in leaves if is_saved(leaf.value)), "model")
     shown = "the mapping" if isinstance(path, Mapping) else f"path={os.fspath(path)!r}"
-    if joined is not None:
-        checkpoint = with_joined(checkpoint, model, check_joined(joined))
     plans = [_plan(leaf, checkpoint) if is_saved(leaf.value) else _Plan() for leaf in leaves]
     misfits = {leaf.name: plan.why for leaf, plan in zip(leaves, plans, strict=True) if plan.why and plan.is_misfit}
     require_fit(model, misfits, shown)
@@ -122,7 +116,7 @@ def _nothing_fits(checkpoint: AbstractCheckpoint, expected: list[str], shown: st
             "report = load_into((model, opt_state), path). For the model alone, give None instead of the rest: "
             "(model, _), report = load_into((model, None), path)"
         )
-    return start + "Give the model that was saved, or a tuple only where one was saved; joined= if layers were joined"
+    return start + "Give the model that was saved, or a tuple only where one was saved"
 
 
 def _first(names: list[str]) -> str:
@@ -167,7 +161,7 @@ def _plan(leaf: Leaf, checkpoint: AbstractCheckpoint) -> _Plan:
         why = f"shape {entry.shape} in the checkpoint, {wanted.shape} here"
         return _Plan(why=why, refused=name, is_misfit=_is_weight(leaf))
     if entry.dtype == wanted.dtype:
-        return _Plan(name, sharding_of(leaf.value), how=checkpoint.how(name))
+        return _Plan(name, sharding_of(leaf.value))
     if entry.dtype == UNKNOWN:
         return _Plan(name)  # Reading it raises an error that names the type.
     if _is_fp8(entry.dtype) and not _is_fp8(wanted.dtype):

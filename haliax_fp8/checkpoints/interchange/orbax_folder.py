@@ -64,10 +64,6 @@ class OrbaxFolder(AbstractCheckpoint):
         flat = structure.flatten_up_to(restored)
         return {name: array for name, array in zip(self._names, flat, strict=True) if name in wanted}
 
-    def how(self, name: str) -> str | None:
-        """None: every entry is stored as it is."""
-        return None
-
     def _described(self) -> tuple[Any, str]:
         """The tree with a description of each array, None if Orbax cannot read it; and why not, if it says so."""
         try:

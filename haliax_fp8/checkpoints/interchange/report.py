@@ -15,7 +15,7 @@ class LoadReport(Printable):
 
     Args:
         kept: Names of the model's leaves that have the numbers of the checkpoint, bit for bit.
-        changed: Leaves whose numbers were fitted, and how: a history of another length, another dtype, joined layers.
+        changed: Leaves whose numbers were fitted, and how: a history of another length, another dtype.
         fresh: Leaves that the checkpoint does not provide, and why. State is then as before the first step; everything
             else is as it was in the given model.
         unused: Names of entries that the model has no leaf for.

@@ -45,13 +45,6 @@ def write_byte_tokenizer(directory: str | os.PathLike[str], *, max_length: int) 
     Args:
         directory: The folder of an export.
         max_length: The longest sequence that the model takes.
-
-    Example:
-        >>> import tempfile
-        >>> folder = tempfile.mkdtemp()
-        >>> write_byte_tokenizer(folder, max_length=128)
-        >>> sorted(os.listdir(folder))
-        ['tokenizer.json', 'tokenizer_config.json']
     """
     folder = pathlib.Path(directory)
     config = {

@@ -5,7 +5,7 @@ Nothing in this file is about FP8. `haliax_fp8.fp8_linear_layers` converts the m
 
 References:
     Llama: arXiv:2302.13971; RMSNorm: arXiv:1910.07467; RoPE: arXiv:2104.09864; grouped-query attention:
-    arXiv:2305.13245; SwiGLU: arXiv:2002.05202.
+    arXiv:2305.13245; SwiGLU: arXiv:2002.05202; Mixtral: arXiv:2401.04088.
 """
 
 import dataclasses
@@ -130,6 +130,47 @@ class SwiGlu(eqx.Module):
         """Maps `(..., hidden)` to the same axes."""
         activation = self.config.between(self.config.activation)
         return self.down(activation(self.gate(x), self.up(x)))
+
+
+class MixtureOfExperts(eqx.Module):
+    """Sends each token through the experts that a router scores highest; each expert is a SwiGLU."""
+
+    router: hnn.Linear
+    gate: hnn.MoELinear
+    up: hnn.MoELinear
+    down: hnn.MoELinear
+    Experts: Axis = eqx.field(static=True)
+    Chosen: Axis = eqx.field(static=True)
+
+    @staticmethod
+    def init(config: "TransformerConfig", *, experts: int, chosen: int, key: PRNGKeyArray) -> "MixtureOfExperts":
+        """Random weights, with `chosen` of the `experts` for each token."""
+        keys, Experts = jax.random.split(key, 4), Axis("experts", experts)
+        linear = lambda In, Out, key: hnn.MoELinear.init(Experts, In, Out, key=key, use_bias=config.use_bias)
+        return MixtureOfExperts(
+            hnn.Linear.init(config.Hidden, Experts, key=keys[0], use_bias=config.use_bias),
+            linear(config.Hidden, config.Mlp, keys[1]),
+            linear(config.Hidden, config.Mlp, keys[2]),
+            linear(config.Mlp, config.Hidden, keys[3]),
+            Experts,
+            Axis("chosen", chosen),
+        )
+
+    def __call__(self, x: NamedArray) -> NamedArray:
+        """Maps `(..., hidden)` to the same axes."""
+        leading = hax.axis.without_axes(x.axes, self.router.In)
+        rows = x.flatten_axes(leading, "row")
+        likes, experts = hax.top_k(self.router(rows).astype(jnp.float32), self.Experts, self.Chosen.size, self.Chosen)
+        weights = hnn.softmax(likes, axis=self.Chosen).astype(x.dtype)
+        # A copy of each row for each of its experts, sorted by expert.
+        expert_of_copy = experts.rearrange((..., self.Chosen)).array.reshape(-1)
+        order = jnp.argsort(expert_of_copy)
+        sizes = hax.named(jnp.bincount(expert_of_copy, length=self.Experts.size), self.Experts)
+        copies = rows["row", hax.named(order // self.Chosen.size, "copy")]
+        out = self.down(hnn.silu(self.gate(copies, sizes)) * self.up(copies, sizes), sizes)
+        out = out["copy", hax.named(jnp.argsort(order), "copy")]
+        out = out.unflatten_axis("copy", (rows.resolve_axis("row"), self.Chosen))
+        return hax.sum(out * weights, axis=self.Chosen).unflatten_axis("row", leading)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -300,3 +341,57 @@ def _blocks(config: TransformerConfig, *, key: PRNGKeyArray) -> hnn.Stacked[Bloc
     kind = hnn.Stacked if config.stacked else hnn.BlockSeq
     blocks = kind.init(config.Layers, Block, gradient_checkpointing=config.checkpointing)
     return blocks(config, key=jax.random.split(key, config.layers))
+
+
+def hugging_face_config(model: Transformer, *, dtype: str = "bfloat16") -> dict[str, Any]:
+    """The `config.json` of a model: a Llama, or with a mixture of experts a Mixtral.
+
+    The weights need no permutation: both libraries rotate halves of a head, and number heads alike.
+
+    Args:
+        model: The model, converted or not.
+        dtype: The dtype in which engines compute.
+
+    Raises:
+        ValueError: If the model has neither architecture: if it has learned positions, LayerNorm or another
+            feed-forward layer.
+
+    Example:
+        >>> from haliax_fp8.models import Transformer, TransformerConfig
+        >>> model = Transformer.init(TransformerConfig(layers=1), key=jax.random.key(0))
+        >>> hugging_face_config(model)["architectures"]
+        ['LlamaForCausalLM']
+    """
+    config = model.config
+    block = model.blocks.stacked if isinstance(model.blocks, hnn.Stacked) else model.blocks.blocks[0]
+    if config.rope_theta is None or not isinstance(model.norm, hnn.RmsNorm):
+        raise ValueError("model has learned positions or LayerNorm, so it is not a Llama; use RoPE and RMSNorm")
+    shared = {
+        "vocab_size": config.vocab,
+        "hidden_size": config.hidden,
+        "intermediate_size": config.mlp,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": config.max_length,
+        "rms_norm_eps": config.norm_eps,
+        # Older versions of transformers read the first key of each pair, newer ones the second.
+        "rope_theta": config.rope_theta,
+        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
+        "torch_dtype": dtype,
+        "dtype": dtype,
+        "tie_word_embeddings": config.tied_head,
+        "attention_bias": config.use_bias,
+        "mlp_bias": config.use_bias,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+    }
+    if isinstance(block.mlp, MixtureOfExperts):
+        experts = {"num_local_experts": block.mlp.Experts.size, "num_experts_per_tok": block.mlp.Chosen.size}
+        return {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", **shared, **experts}
+    if not all(hasattr(block.mlp, name) for name in ("gate", "up", "down")):
+        raise ValueError(f"model has {type(block.mlp).__name__} in its blocks, so it is not a Llama; use SwiGlu")
+    return {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **shared}
