@@ -81,6 +81,7 @@ def bytes_of(tensors) -> dict[str, tuple]:
     return {name: (x.dtype.name, x.shape, np.ascontiguousarray(x).tobytes()) for name, x in dict(tensors).items()}
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("layout", layouts)
 def test_round_trip(trained, plain, layout, tmp_path):
     """Exported, imported frozen, exported again: every byte. Dequantized, it is `data * scale`. Streamed, the same."""

@@ -58,6 +58,7 @@ SCALES = {
 }
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("case", SCALES)
 def test_shapes_of_scales(case, tmp_path):
     """Each way to write scales: `data * scale` in every element, and frozen, the very bytes."""

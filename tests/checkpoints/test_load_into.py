@@ -532,6 +532,7 @@ def of_three(tmp_path):
     return tree, tmp_path / "good.eqx"
 
 
+@pytest.mark.smoke
 def test_a_changed_byte_is_found_wherever_it_is(of_three):
     """In data, in a header and in the index; a leaf that is not read is not looked at."""
     tree, path = of_three
@@ -765,6 +766,7 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["folder.safetensors"]
 
 
+@pytest.mark.smoke
 def test_resume_is_bit_for_bit(tmp_path):
     """Model, state and optimizer through a file and through Orbax, in the middle of a run."""
     x = jax.random.normal(jax.random.key(3), (16, 8))

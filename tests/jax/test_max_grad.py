@@ -56,6 +56,7 @@ def test_single_use(transform):
     check(transform, lambda state: observe(TWO, state), STATE, expected=2.0)
 
 
+@pytest.mark.smoke
 @jitted
 def test_several_uses_give_the_maximum(transform):
     check(transform, three_uses, STATE, expected=5.0)

@@ -135,6 +135,7 @@ def differs(a, b) -> bool:
 # --- Where layers are found -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.smoke
 def test_layers_are_found_in_every_container():
     tree = {
         "block": made(lambda key: Block.init(key=key)),
@@ -415,6 +416,7 @@ def test_layers_mapped_by_haliax():
 # --- Models -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     "build, axes, depth",
     [
@@ -498,6 +500,7 @@ def repr_without_addresses(value):
     return str(sorted(value)) if isinstance(value, set) else re.sub(r" at 0x\w+", "", str(value))
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     "targets, expected",
     [
@@ -742,6 +745,7 @@ def integer_weights():
     return dataclasses.replace(layer, weight=layer.weight.astype(jnp.int8))
 
 
+@pytest.mark.smoke
 def test_layers_that_cannot_be_converted():
     """Asked for by name, an error; otherwise a line in the table."""
     model = {"good": linear(), "bad": integer_weights()}
@@ -906,6 +910,7 @@ def test_the_same_object_with_two_recipes():
 # --- describe ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.smoke
 def test_describe():
     model = {"stack": blocks(), "head": linear(Out=(Out, Hidden)), "bad": integer_weights(), "mlp": [linear()]}
     config = Fp8Config(exclude="mlp.0", overrides={"down": Recipe.of(DelayedScaling(8), backward=E4M3)})

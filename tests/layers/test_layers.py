@@ -203,6 +203,7 @@ def ops(tree: Any) -> list[Fp8DotGeneral]:
 # --- What a converted layer computes ----------------------------------------------------------------------------------
 
 
+@pytest.mark.smoke
 @each_kind
 def test_output_and_gradients(kind):
     """All of them, of a calibrated layer, against the layer in high precision; nothing is missing, nothing is exact."""
@@ -1037,6 +1038,7 @@ def test_printing(kind):
     assert str(describe(kind.converted)).startswith(f"{kind.layers} of {kind.layers} linear layers in FP8")
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("name", [*SINGLE, "equinox.MultiheadAttention"])
 def test_state_dicts(name):
     """Haliax's state dicts do not know of FP8: the same keys and values, and each model loads what the other saved."""

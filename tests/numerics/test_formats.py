@@ -136,6 +136,7 @@ any_float = st.floats(width=32, allow_nan=True, allow_infinity=True)
 near_the_range = st.builds(math.ldexp, st.floats(-2, 2, width=32), st.integers(-22, 18))
 
 
+@pytest.mark.smoke
 @over_formats
 @over_input_dtypes
 @settings(max_examples=30, deadline=None, derandomize=True)

@@ -155,6 +155,7 @@ def state_of(seed, state_shape, length=8):
     return random_scale(seed, state_shape), random_scale(seed + 1, (length,))
 
 
+@pytest.mark.smoke
 @over_ways_to_run
 @over_compute_dtypes
 @by_name("max_grad", [False, True], ids=["f32_state", "max_grad_state"])

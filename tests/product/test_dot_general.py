@@ -127,6 +127,7 @@ def flax_state(length: int):
     return {f"{n}_scale": jnp.ones(1) for n in names} | {f"{n}_amax_history": jnp.zeros(length) for n in names}
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     "case, length", [("plain", 1024), ("plain", 3), ("kernel out first", 3), ("batched and crossed", 3), ("vector", 3)]
 )
@@ -197,6 +198,7 @@ def assert_products_are_the_references(actual, op, lhs, rhs, grad, numbers):
         assert_within(a, expected, error)
 
 
+@pytest.mark.smoke
 @over_cases
 @pytest.mark.parametrize("magnitude", [1e-12, 1.0, 1e12])
 def test_products_are_the_references(case, magnitude):
@@ -392,6 +394,7 @@ def test_one_scale_per_tensor_is_spoilt_by_one_outlier():
 # --- What runs in FP8, and what is kept -------------------------------------------------------------------------------
 
 
+@pytest.mark.smoke
 @over_cases
 @pytest.mark.parametrize("kernel_is_lhs", [False, True])
 @pytest.mark.parametrize("dtype", [f32, bf16], ids=["f32", "bf16"])
@@ -564,6 +567,7 @@ def test_kernel_is_second_where_sizes_do_not_decide():
 # --- Arguments --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     "precision, expected",
     [

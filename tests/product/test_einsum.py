@@ -123,6 +123,7 @@ def basis(shape):
     return np.eye(int(np.prod(shape)), dtype=np.float32).reshape(-1, *shape)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("case", CASES)
 def test_any_subscripts(case):
     """Output and both gradients are those of `np.einsum`, exactly, where operands are numbers of the formats.

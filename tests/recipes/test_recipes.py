@@ -82,6 +82,7 @@ def matrices():
 MATRICES = matrices()
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("matrix", sorted(MATRICES))
 @pytest.mark.parametrize("name", sorted(SCALINGS))
 def test_data_and_scales_equal_the_reference_bit_for_bit(name, matrix):
@@ -138,6 +139,7 @@ def problem(dtype=jnp.float32, rows=96, inputs=160, outputs=80):
     return [jax.random.normal(key, shape, dtype) for key, shape in zip(keys, shapes, strict=True)]
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("name", RECIPES)
 def test_accuracy_of_the_three_products(name, dtype):

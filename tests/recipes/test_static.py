@@ -29,6 +29,7 @@ def tensors(seed=0):
     return tuple(jnp.asarray(rng.standard_normal(shape) * 2.0**seed, jnp.float32) for shape in shapes)
 
 
+@pytest.mark.smoke
 def test_products_use_the_given_scales():
     x, w, c = tensors()
     op = fp8.Fp8DotGeneral.init(RECIPE)

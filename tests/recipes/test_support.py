@@ -55,6 +55,7 @@ def test_every_recipe_is_described_here():
     assert sorted((*OUTSIDE_THE_SUM, *IN_BLOCKS_OF_32, *DEQUANTIZED)) == sorted(fp8.recipes.named)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("device", devices)
 @pytest.mark.parametrize("recipe", fp8.recipes.named)
 def test_outcomes(recipe, device):

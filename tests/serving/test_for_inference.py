@@ -62,6 +62,7 @@ def calibrated(model, x):
     return calibrate(fp8_linear_layers(model, recipe="static"), lambda m, x: jax.vmap(m)(x).sum(), [(x,)])
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("scheme", schemes)
 def test_values_and_bytes(scheme):
     """Against quantization in NumPy: data, scales, `data * scale`, the output; a byte for each weight, and no more."""

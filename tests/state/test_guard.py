@@ -164,6 +164,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("name", CHANGES)
 def test_changes_are_noticed(name):
     scales = SCALES[(SCALES > 1e-12) & (SCALES < 1e4) & (np.abs(SCALES - 1.0) > 0.2)]

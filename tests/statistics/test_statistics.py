@@ -101,6 +101,7 @@ def assert_statistics(got, rows):
             )
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("name", ["current", "rowwise", "rowwise_wgrad_bf16", "deepseek", "mxfp8"])
 def test_stateless_recipes_against_numpy(name):
     arrays = tensors()

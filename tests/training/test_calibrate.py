@@ -87,6 +87,7 @@ def histories(op: Fp8DotGeneral) -> dict[str, np.ndarray]:
 # --- What is recorded -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("count", [1, 3, 5])
 def test_histories_hold_the_amaxes_of_the_model_in_high_precision(count):
     """One for each batch, newest first, then oldest to newest; the oldest fall out; scales follow from them.

@@ -21,6 +21,7 @@ def model():
     return {"layer": fp8_linear_layers(plain), **other}
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_parameters_are_cast_and_nothing_else(dtype):
     before = model()

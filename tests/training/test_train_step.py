@@ -91,6 +91,7 @@ class SecondAlone(eqx.Module):
         return self.layers.layers[1](jnp.tile(x, 2))
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     "microbatches, update_interval, ruined", [(1, 1, None), (2, 1, slice(None)), (2, 3, slice(0, None, 2))]
 )
@@ -338,6 +339,7 @@ MISTAKES = {
 }
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("case", MISTAKES)
 def test_mistakes_are_explained(case):
     mistake, message = MISTAKES[case]

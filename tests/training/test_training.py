@@ -100,6 +100,7 @@ def test_partition_splits_gradients_like_the_model(layer):
         assert jax.tree.structure(part) == jax.tree.structure(expected)
 
 
+@pytest.mark.smoke
 def test_apply_updates_adds_to_parameters(layer):
     overwrites, gradients = partition_for_grad_overwrite(eqx.filter_grad(once)(layer, *batch_of(0)))
     updated = apply_updates(layer, gradients, overwrites)
@@ -167,6 +168,7 @@ def test_train_step_leaves_integers_and_functions_alone(with_buffers, microbatch
         assert eqx.tree_equal(getattr(updated, name), getattr(with_buffers, name))
 
 
+@pytest.mark.smoke
 @both_gradients
 def test_accumulation_takes_the_maximum_over_microbatches(layer, grad):
     """Over several steps, the state is as if the microbatches had been one batch."""
@@ -319,6 +321,7 @@ def test_updates_of_other_shapes_are_an_error(layer):
 # --- Layers used several times, or not at all ------------------------------------------------------------------------
 
 
+@pytest.mark.smoke
 @jitted_or_not
 def test_layer_used_twice_records_the_exact_maximum(layer, transform):
     gradients_of = transform(filter_grad(twice))
@@ -439,6 +442,7 @@ def test_layer_in_fold_records_the_exact_maximum_over_blocks():
     np.testing.assert_array_equal(shared.dot_general.amax_history("kernel")[0], amax(model[1].weight))
 
 
+@pytest.mark.smoke
 def test_per_example_loss_under_vmap_trains_like_a_batched_one(layer):
     """The plain Equinox style, `vmap` over a function of one example: the same model, bit for bit."""
 
@@ -461,6 +465,7 @@ def with_value(array, value):
     return hax.named(array.array.at[(0,) * array.array.ndim].set(value), array.axes)
 
 
+@pytest.mark.smoke
 @both_gradients
 @by_name("value", [np.inf, -np.inf, np.nan])
 @by_name("operand", OPERANDS)
@@ -572,6 +577,7 @@ def test_model_cast_to_bf16_inside_the_loss_keeps_exact_state(layer, loss, grad)
         assert_state_is(layer.dot_general, expected)
 
 
+@pytest.mark.smoke
 @both_gradients
 @by_name("compute_dtype", [None, f32, bf16, f16])
 @by_name("dtype", [f32, bf16, f16])
