@@ -121,7 +121,7 @@ def pytest_collection_modifyitems(items):
     """Which cases of a parametrized test are in the fast run: the first one listed, so list the telling one first.
 
     The others are marked `more`. A mark of a case's own decides otherwise: `fast` keeps a further case in the fast run,
-    and a case that is marked `more` or `slow` is not the first. In `tests/project` each case is another file or page, and
+    and one that is marked `more` or `slow` is not the first. In `tests/project` each case is another file or page, and
     all are fast unless marked. Of a test marked `smoke`, one case is.
 
     Files with long tests first, then those with many: with one of them at the end, a process would wait for it.

@@ -447,11 +447,11 @@ def test_arguments(arguments, message):
 SHARES = [field.name for field in dataclasses.fields(Efficiency) if field.name != "launch"]
 
 
-@pytest.mark.parametrize("name", SHARES)
 @pytest.mark.parametrize("value", [0.0, 1.5, -1.0, math.nan])
-def test_shares_of_the_peaks(name, value):
-    with pytest.raises(ValueError, match=f"{name}={value!r} of Efficiency must be a share of the peak"):
-        Efficiency(**{name: value})
+def test_shares_of_the_peaks(value):
+    for name in SHARES:
+        with pytest.raises(ValueError, match=f"{name}={value!r} of Efficiency must be a"):
+            Efficiency(**{name: value})
 
 
 @pytest.mark.parametrize("value", [-1.0, math.nan, math.inf])

@@ -220,7 +220,7 @@ def test_subscripts_that_do_not_fit(subscripts, x_shape, w_shape, message):
 @pytest.mark.parametrize("count", [0, 1, 3])
 def test_other_numbers_of_operands_are_refused_with_the_remedy(count):
     subscripts = ",".join(["ij", "jk", "kl"][:count]) + "->il"
-    with pytest.raises(ValueError, match=f"came with {count} operands; .* Split a longer product into several"):
+    with pytest.raises(ValueError, match=f"came with {count} operands;.*Split a longer product"):
         Fp8Einsum.init(SHORT)(subscripts, *[jnp.ones((2, 2))] * count)
 
 

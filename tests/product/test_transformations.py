@@ -555,7 +555,7 @@ def test_shard_map_takes_the_maximum_over_devices(take, check_vma):
     np.testing.assert_allclose(new_op.state.scale, scale, rtol=3 * 2.0**-24)
 
 
-@pytest.mark.parametrize("axis", ["batch", "contracted", "kernel"])
+@pytest.mark.parametrize("axis", ["contracted", "batch", "kernel"])
 def test_sharded_jit_is_the_unsharded_program(axis):
     from jax.sharding import NamedSharding
 

@@ -273,7 +273,7 @@ def test_microbatches_of_a_scalar_are_an_error(model):
 def test_microbatches_that_are_no_number_of_parts_are_an_error(microbatches):
     with (
         unchecked(),
-        pytest.raises(ValueError, match=f"microbatches={microbatches!r} must be an integer of at least 1"),
+        pytest.raises(ValueError, match=f"microbatches={microbatches!r} must be an"),
     ):
         TrainStep(loss_fn, optax.sgd(0.1), microbatches=microbatches)
 
@@ -352,7 +352,7 @@ def test_a_key_that_the_loss_would_not_get_is_an_error(model):
     """`key=` is the ops'. A loss whose drop-out is off in silence is not what was asked for."""
     step, key = TrainStep(with_key, optax.sgd(0.1)), jax.random.key(0)
     args = model, step.init(model), *batch_of(0)
-    with pytest.raises(ValueError, match=r"does not reach loss_fn, which has a parameter 'key'.*\*batch, loss_key="):
+    with pytest.raises(ValueError, match=r"does not reach loss_fn, which.*\*batch, loss_key="):
         step(*args, key=key)
     losses = [float(step(*args, *rest, **options)[2]["loss"]) for rest, options in KEYS_GIVEN]
     whole = float(loss_fn(model, *batch_of(0)))
@@ -384,7 +384,7 @@ def test_a_key_among_the_batch_needs_parts_for_microbatches(model):
 def test_optimizer_state_of_the_plain_model_is_an_error(model, name):
     plain, step = restore_linear_layers(model), TrainStep(loss_fn, OPTIMIZERS[name])
     opt_state = step.init(plain)
-    with pytest.raises(ValueError, match=r"made for a plain model, and .*transfer_optimizer_state\(opt_state, "):
+    with pytest.raises(ValueError, match=r"made for a plain model, and.*transfer_optimizer_state\(opt_state,"):
         step(model, opt_state, *batch_of(0))
     step(model, transfer_optimizer_state(opt_state, plain, model), *batch_of(0))
 

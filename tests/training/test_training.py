@@ -492,7 +492,7 @@ def test_amax_that_is_not_finite_is_not_recorded(layer, operand, value, grad):
 
 
 @both_gradients
-@by_name("magnitude", [1e-36, 1e-37, 1e-38, 1e-40, 1e-45])
+@by_name("magnitude", [1e-38, 1e-36, 1e-45])
 @by_name("operand", OPERANDS)
 def test_tiny_amax_gives_no_nan(layer, operand, magnitude, grad):
     """Its scale would be zero, and zero divided by it NaN."""
@@ -579,8 +579,8 @@ def test_model_cast_to_bf16_inside_the_loss_keeps_exact_state(layer, loss, grad)
 
 @pytest.mark.smoke
 @both_gradients
-@by_name("compute_dtype", [None, f32, bf16, f16])
-@by_name("dtype", [f32, bf16, f16])
+@by_name("compute_dtype", [f16, None, f32, bf16])
+@by_name("dtype", [bf16, f32, f16])
 def test_gradients_have_the_dtypes_of_what_they_belong_to(dtype, compute_dtype, grad):
     layer = fp8(cast(new_linear(), dtype), compute_dtype=compute_dtype)
     x, g = (cast(array, dtype) for array in batch_of(0))
