@@ -996,7 +996,11 @@ CHANGES = (
         "training/gradients.py",
         "if any(of_records[i] for i in reached.missing):",
         "if False:",
-        ("test_transformations.py::test_derivatives_of_each_row_inside_equinoxs",),
+        (
+            "test_transformations.py::test_each_transformation_alone_is_exact_or_refused",
+            "test_transformations.py::test_derivatives_of_each_row_inside_equinoxs",
+            "test_ways.py::test_implicit_layers_are_refused_by_name",
+        ),
     ),
     Change(
         "state that a custom_jvp replaced with zeros goes unnoticed",
