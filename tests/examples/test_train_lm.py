@@ -75,12 +75,6 @@ def test_what_is_said_fits_80_columns_and_estimates_these_flags(monkeypatch, tmp
     assert "At 2 s a step, training takes about 10 minutes more" in said
 
 
-@pytest.mark.parametrize("seconds, words", [(0.2, "1 s"), (119, "119 s"), (150, "2.5 minutes"), (5400, "90 minutes")])
-def test_durations(seconds, words):
-    assert report.duration(seconds) == words
-    assert report.duration(60 * 150) == "2.5 hours" and report.duration(36000) == "10 hours"
-
-
 @pytest.mark.more
 def test_a_mixture_of_experts_trains_in_fp8(tmp_path):
     """Its router stays in high precision. How far it ends from bf16 takes minutes; the README has it."""

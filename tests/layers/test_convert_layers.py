@@ -994,42 +994,10 @@ def test_layers_of_equal_blocks_share_rows(monkeypatch):
     ]
 
 
-@pytest.mark.parametrize("columns", [50, 60, 80, 140])
-def test_the_table_loses_no_letter(monkeypatch, columns):
-    """Rich crops the last column where the first one insists on its width."""
-    monkeypatch.setenv("COLUMNS", str(columns))
-    name = "final_projection_to_the_vocabulary_of_all"
-    model = {"a_module_with_a_long_name": {name: linear()}, "up": linear()}
-    lines = str(describe(fp8_linear_layers(model, exclude=f"*.{name}"))).splitlines()
-    assert max(map(len, lines)) <= columns
-    begin = next(line for line in lines if "runs in" in line).index("runs in")
-    table = lines[: next(i for i, line in enumerate(lines) if "emulated" in line)]
-    assert f"excludedby'*.{name}'" in "".join("".join(line[begin:] for line in table).split())
-
-
-@pytest.mark.parametrize("columns", [60, 80, 140])
-def test_the_table_takes_the_width_of_the_terminal(monkeypatch, columns):
-    monkeypatch.setenv("COLUMNS", str(columns))
-    config = Fp8Config(exclude="mlp_with_a_name.0")
-    lines = str(describe({"mlp_with_a_name": [linear(), linear()]}, config)).splitlines()
-    assert max(map(len, lines)) <= columns
-    reason = "high precision: excluded by 'mlp_with_a_name.0'"
-    assert any(reason in line for line in lines) == (columns > 80)
-
-
 def test_describe_before_conversion_says_what_would_become_of_each_layer():
     model = {"a": linear(), "b": linear()}
     assert {row.reason for row in describe(model)} == {"not converted"}
     assert describe(model, Fp8Config(targets="a"))["b"].reason == "not among the targets"
-
-
-def test_the_table_is_plain_text(monkeypatch):
-    """Patterns with brackets are not taken for styles; no escape codes, whatever the terminal."""
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    model, config = {"a[b]": linear(), "c": linear()}, Fp8Config(exclude="[a-c]")
-    text = str(describe(fp8_linear_layers(model, config), config))
-    assert "\x1b" not in text
-    assert "a[b]" in text and "excluded by '[a-c]'" in text
 
 
 # --- What the converted model still is --------------------------------------------------------------------------------

@@ -970,13 +970,6 @@ CHANGES = (
         ("test_only_where_faster.py::test_conversion_raises_where_no_layer_is_faster",),
     ),
     Change(
-        "a rotation's scope is a copy of its name",
-        "_numerics/rotation.py",
-        "with jax.named_scope(ROTATION):",
-        'with jax.named_scope("rotation"):',
-        ("test_preflight_vocabulary.py",),
-    ),
-    Change(
         "a mapped product has its axis wherever the contraction puts it",
         "_product/primitive.py",
         "return to_front(out, axis, out.shape[axis], 0), 0",

@@ -32,8 +32,8 @@ from haliax_fp8.recipes.scaling.block_geometry import e8m0_exponent
 
 MATRIX = (((1,), (0,)), ((), ()))
 RECIPES = sorted(fp8.recipes.named)
-STATELESS = [name for name in RECIPES if not fp8.recipes.named[name].is_stateful]
-SLOW_TO_COMPILE = pytest.param("nvfp4", marks=pytest.mark.more)
+# Of each kind of scales one: of tensors, from a history and without, of rows, of blocks, and of blocks in two levels.
+KINDS = ["current", "delayed", "rowwise", "deepseek", "nvfp4"]
 KEY = jax.random.key(42)
 # scaling, its reference, and the error of its scales: 0 where they are powers of two
 SCALINGS = {
@@ -173,7 +173,7 @@ def test_an_outlier_spoils_its_own_block_only(name):
     assert sqnr(x[clean], quantize(tensor, x)[clean]) < 20
 
 
-@pytest.mark.parametrize("name", [*(name for name in RECIPES if name != "nvfp4"), SLOW_TO_COMPILE])
+@pytest.mark.parametrize("name", KINDS)
 def test_vmap_scan_checkpoint_and_jit_are_the_plain_call(name):
     x, w, c = problem(rows=16, inputs=64, outputs=64)
     op = prepared(name, lambda op: (c * op(x, w, MATRIX)).sum())
@@ -207,7 +207,7 @@ def test_vmap_scan_checkpoint_and_jit_are_the_plain_call(name):
                 np.testing.assert_array_equal(got, expected, err_msg=program)
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", KINDS)
 def test_sharded_jit_is_the_unsharded_program(name):
     from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
@@ -223,7 +223,7 @@ def test_sharded_jit_is_the_unsharded_program(name):
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", KINDS)
 def test_grouped_products(name):
     experts, inputs, outputs, rows = (hax.Axis(n, s) for n, s in (("e", 3), ("in", 64), ("out", 48), ("rows", 20)))
     layer = hnn.MoELinear.init(experts, inputs, outputs, key=jax.random.key(0), use_bias=False)
@@ -239,7 +239,7 @@ def test_grouped_products(name):
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("name", STATELESS)
+@pytest.mark.parametrize("name", ["rowwise", "nvfp4"])
 def test_stateless_recipes_need_no_change_to_a_training_step(name):
     model = fp8.fp8_linear_layers(eqx.nn.MLP(16, 8, 64, 1, key=jax.random.key(0)), fp8.Fp8Config(recipe=name))
     x = jax.random.normal(jax.random.key(1), (32, 16))
@@ -309,7 +309,7 @@ def test_bad_recipes_are_refused_with_the_reason():
         BlockScaling(size=0)
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", KINDS)
 def test_einsum_takes_every_recipe(name):
     x, w, _ = problem()
     einsum = prepared(name, lambda op: op("mk,kn->mn", x, w).sum(), fp8.Fp8Einsum.init(name))
