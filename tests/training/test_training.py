@@ -267,6 +267,7 @@ def test_the_loss_and_the_norm_of_microbatches_are_those_of_the_batch():
     np.testing.assert_allclose([metrics["loss"], metrics["grad_norm"]], [2.5, 2.5 * 2 / 5], rtol=1e-6)
 
 
+@pytest.mark.more
 def test_the_norm_of_gradients_is_computed_in_float32():
     """Squares leave float16 for gradients below 2e-4 and above 256, and a sum of 600 equal ones bfloat16."""
     for dtype, count, value in [
