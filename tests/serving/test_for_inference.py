@@ -49,11 +49,6 @@ def normal(seed, *shape, dtype=jnp.float32):
     return jax.random.normal(jax.random.key(seed), shape, dtype)
 
 
-def kernels_in(model):
-    is_kernel = lambda node: isinstance(node, ServedKernel)
-    return [node for node in jax.tree.leaves(model, is_leaf=is_kernel) if is_kernel(node)]
-
-
 def equinox_linear(key=0):
     return eqx.nn.Linear(64, 32, key=jax.random.key(key))
 
